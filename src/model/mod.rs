@@ -1,0 +1,11 @@
+//! Models: a checkpoint's config and weights, and the forward pass over the device.
+//!
+//! Refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
+
+pub mod config;
+pub mod gemma3;
+mod runner;
+
+pub use runner::{
+    Batch, BatchSequence, Input, Limits, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
+};

@@ -1,0 +1,127 @@
+//! The seam between the engine (which owns sequences and blocks) and the model (which owns the device).
+//!
+//! The engine speaks in plain arrays; sampling happens on the device, and a sampled id feeds the next
+//! step there, so that the engine can prepare and submit a step before it has seen the last one's ids.
+//! Implementations: [`crate::model::gemma3::Gemma3`], and the scripted fake of the engine's tests.
+
+/// What a runner can hold; fixed when the model is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Tokens one step may process, over all its sequences.
+    pub max_batch_tokens: usize,
+    /// Sequences one step may contain, and slots for sampled ids.
+    pub max_sequences: usize,
+    /// Tokens per KV block.
+    pub block_size: usize,
+    /// KV blocks in the pool; ids are `0..num_blocks`.
+    pub num_blocks: usize,
+    /// Longest sequence, prompt and answer together: min(model's maximum, what the KV pool holds).
+    pub max_context: usize,
+    /// Ids a prompt may contain and sampling may yield are `0..vocab_size`.
+    pub vocab_size: usize,
+}
+
+/// Tokens of one sequence in one step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Input {
+    /// Known ids: a prompt, or a chunk of one. Never empty.
+    Ids(Vec<u32>),
+    /// The one id last sampled for this sequence's slot; the host need not know it yet.
+    LastSampled,
+}
+
+impl Input {
+    pub fn len(&self) -> usize {
+        match self {
+            Input::Ids(ids) => ids.len(),
+            Input::LastSampled => 1,
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// One sequence's share of a step: `input.len()` tokens at positions `start..`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BatchSequence {
+    /// Which of the `max_sequences` device slots is this sequence's; stable over its life.
+    pub slot: u32,
+    /// Tokens already in the KV cache.
+    pub start: usize,
+    pub input: Input,
+    /// Blocks that hold positions `0..start + input.len()`, in order.
+    pub block_table: Vec<u32>,
+}
+
+/// One step. A batch has no phase: prefill chunks and decodes are the same thing of different length.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Batch {
+    pub sequences: Vec<BatchSequence>,
+}
+
+impl Batch {
+    pub fn num_tokens(&self) -> usize {
+        self.sequences.iter().map(|s| s.input.len()).sum()
+    }
+}
+
+/// Distribution a token is drawn from. Order: temperature, min_p, top_k, top_p.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SamplingParams {
+    /// 0 is greedy: the highest logit, ties to the lowest id.
+    pub temperature: f32,
+    /// 0 is off.
+    pub top_k: u32,
+    /// 1 is off.
+    pub top_p: f32,
+    /// Relative to the most likely token's probability; 0 is off.
+    pub min_p: f32,
+    /// The draw at a position depends on (seed, position) and the logits, on nothing else.
+    pub seed: u64,
+}
+
+impl SamplingParams {
+    pub const GREEDY: Self = Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 };
+}
+
+/// Which sequences of a batch yield a token after their last input token, and how it is drawn.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Sampling {
+    /// (index into `Batch::sequences`, parameters), in ascending order of index.
+    pub requests: Vec<(usize, SamplingParams)>,
+}
+
+/// A submitted step; wait for tickets in the order in which they were given.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Ticket(pub u64);
+
+/// Ids drawn in one step, one per entry of [`Sampling::requests`], in that order.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sampled {
+    pub ids: Vec<u32>,
+}
+
+/// The device failed. None of these is answered by computing elsewhere.
+#[derive(Debug, thiserror::Error)]
+pub enum RunnerError {
+    #[error("the GPU was lost: {0}")]
+    DeviceLost(String),
+    #[error("the GPU did not finish a step within {seconds} s")]
+    Timeout { seconds: u64 },
+    #[error("the GPU reported: {0}")]
+    Device(String),
+}
+
+/// Runs steps on a device. Steps execute in submission order.
+pub trait Runner: Send {
+    fn limits(&self) -> Limits;
+
+    /// Hands one step to the device and returns at once. A batch that breaks [`Limits`] is a bug of the
+    /// caller and panics.
+    fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError>;
+
+    /// Blocks until the step is done; bounded in time.
+    fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError>;
+}

@@ -1,0 +1,101 @@
+//! Element types, quantization modes and shapes. Pure: no I/O, no GPU.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// Element type of a checkpoint tensor, as safetensors names them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum DType {
+    F32,
+    F16,
+    BF16,
+    I8,
+    U8,
+    I32,
+    I64,
+}
+
+impl DType {
+    /// Bytes per element.
+    pub const fn size(self) -> usize {
+        match self {
+            DType::F32 | DType::I32 => 4,
+            DType::F16 | DType::BF16 => 2,
+            DType::I8 | DType::U8 => 1,
+            DType::I64 => 8,
+        }
+    }
+}
+
+/// How a weight matrix is stored on the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Scheme {
+    F32,
+    Bf16,
+    /// int8, one f16 scale per output row.
+    Int8Row,
+    /// int4, one f16 scale per `group` consecutive inputs of a row; groups never straddle rows.
+    Int4 { group: u32 },
+}
+
+/// `--quantize`: what to do with the weights of an unquantized checkpoint while it is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum QuantizeMode {
+    /// Keep the checkpoint's own element type.
+    #[default]
+    None,
+    Int8Row,
+    Int4G32,
+    Int4G128,
+    /// int4 in groups of 128 for the projections, int8 rows for the (tied) embedding.
+    Int4G128Emb8,
+}
+
+impl QuantizeMode {
+    pub const ALL: [QuantizeMode; 5] =
+        [Self::None, Self::Int8Row, Self::Int4G32, Self::Int4G128, Self::Int4G128Emb8];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Int8Row => "int8-row",
+            Self::Int4G32 => "int4-g32",
+            Self::Int4G128 => "int4-g128",
+            Self::Int4G128Emb8 => "int4-g128-emb8",
+        }
+    }
+
+    /// Scheme of the seven projections of a layer; `None` keeps the checkpoint's element type.
+    pub const fn projections(self) -> Option<Scheme> {
+        match self {
+            Self::None => None,
+            Self::Int8Row => Some(Scheme::Int8Row),
+            Self::Int4G32 => Some(Scheme::Int4 { group: 32 }),
+            Self::Int4G128 | Self::Int4G128Emb8 => Some(Scheme::Int4 { group: 128 }),
+        }
+    }
+
+    /// Scheme of the embedding, used for lookup and logits alike.
+    pub const fn embedding(self) -> Option<Scheme> {
+        match self {
+            Self::Int4G128Emb8 => Some(Scheme::Int8Row),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for QuantizeMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for QuantizeMode {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|m| m.name() == s).ok_or_else(|| {
+            let names: Vec<_> = Self::ALL.iter().map(|m| m.name()).collect();
+            format!("unknown mode {s:?}; expected one of {}", names.join(", "))
+        })
+    }
+}
