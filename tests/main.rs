@@ -1,1 +1,3 @@
+//! The one integration binary: every suite shares one build and one Vulkan device. One `mod` line each, sorted.
 
+mod support;
