@@ -1,3 +1,4 @@
 //! The one integration binary: every suite shares one build and one Vulkan device. One `mod` line each, sorted.
 
 mod support;
+mod tidy;

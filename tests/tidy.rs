@@ -1,0 +1,747 @@
+//! Keeps the layout visible in the code: floors, where `unsafe` and `ash` may stand, comments that must be
+//! there, words that must not, links that must lead somewhere.
+//!
+//! Each rule is a function from a text to its complaints, and each has a sample beside it that it must refuse:
+//! a rule that cannot fail checks nothing. What the compiler or clippy already refuses is not repeated here.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+use crate::support::root;
+
+/// The floors of lib.rs: a module may name those below it. `config` may name `tensor`, and `cli` starts `api`.
+const FLOORS: [(&str, u32); 13] = [
+    ("tensor", 0),
+    ("config", 0),
+    ("gpu", 1),
+    ("npu", 1),
+    ("checkpoint", 1),
+    ("text", 1),
+    ("kernels", 2),
+    ("quantize", 2),
+    ("model", 3),
+    ("engine", 4),
+    ("api", 5),
+    ("cli", 5),
+    ("main", 6),
+];
+
+/// Neighbours on one floor that may be named: (who, whom).
+const NEIGHBOURS: [(&str, &str); 2] = [("config", "tensor"), ("cli", "api")];
+
+/// What lies below a module and is nevertheless none of its business: (who, what, where it is allowed after all).
+const HIDDEN: [(&str, &str, &[&str]); 14] = [
+    ("main", "gpu", &[]),
+    ("main", "kernels", &[]),
+    ("cli", "gpu", &["src/cli/load.rs"]),
+    ("cli", "kernels", &["src/cli/load.rs"]),
+    ("api", "gpu", &[]),
+    ("api", "kernels", &[]),
+    ("api", "checkpoint", &[]),
+    ("engine", "gpu", &[]),
+    ("engine", "kernels", &[]),
+    ("engine", "checkpoint", &[]),
+    ("engine", "text", &[]),
+    ("engine", "quantize", &[]),
+    ("engine", "model::gemma3", &[]),
+    ("engine", "model::weights", &[]),
+];
+
+/// Words of other crates and of the language that a module must not contain.
+const FOREIGN: [(&str, &[&str]); 6] = [
+    ("tensor", &["std::fs", "std::net", "File", "tokio"]),
+    ("config", &["std::fs", "std::net", "File", "tokio"]),
+    ("model", &["Instant", "SystemTime", "tokio", "axum", "tokenizers", "minijinja"]),
+    ("engine", &["async", "await", "tokio", "axum", "tokenizers", "minijinja", "safetensors"]),
+    ("kernels", &["tokio", "axum", "tokenizers"]),
+    ("gpu", &["tokio", "axum", "tokenizers", "safetensors"]),
+];
+
+/// Sizes are in bytes; 12 MB in all keeps a clone small and the binary that embeds the model smaller than most.
+const DEMO_MODEL_BYTES: u64 = 12_000_000;
+
+// --- reading Rust without a parser ----------------------------------------------------------------------
+
+/// A source text in two layers of the same lines: code with comments and literals blanked, and comments.
+struct Layers {
+    code: String,
+    comments: String,
+}
+
+/// Splits Rust into code and comments. Strings and characters are blanked in both, so that a word in a message is
+/// no violation. Lines are kept: the nth line of one layer stands beside the nth of the other.
+fn layers(source: &str) -> Layers {
+    let text: Vec<char> = source.chars().collect();
+    let (mut code, mut comments) = (String::new(), String::new());
+    let mut i = 0;
+    // Copies `n` characters to one layer, blanks to the other; newlines go to both.
+    let mut take = |i: &mut usize, n: usize, to_code: bool, to_comments: bool| {
+        for &c in &text[*i..(*i + n).min(text.len())] {
+            let keep = |yes: bool| if c == '\n' || yes { c } else { ' ' };
+            code.push(keep(to_code));
+            comments.push(keep(to_comments));
+        }
+        *i = (*i + n).min(text.len());
+    };
+    let starts = |i: usize, s: &str| s.chars().enumerate().all(|(k, c)| text.get(i + k) == Some(&c));
+    let is_word = |c: Option<&char>| c.is_some_and(|c| c.is_alphanumeric() || *c == '_');
+    while i < text.len() {
+        if starts(i, "//") {
+            let n = text[i..].iter().position(|&c| c == '\n').unwrap_or(text.len() - i);
+            take(&mut i, n, false, true);
+        } else if starts(i, "/*") {
+            let (mut depth, mut n) = (0, 0);
+            while i + n < text.len() {
+                if starts(i + n, "/*") {
+                    depth += 1;
+                    n += 2;
+                } else if starts(i + n, "*/") {
+                    depth -= 1;
+                    n += 2;
+                    if depth == 0 {
+                        break;
+                    }
+                } else {
+                    n += 1;
+                }
+            }
+            take(&mut i, n, false, true);
+        } else if text[i] == 'r'
+            && !is_word(i.checked_sub(1).and_then(|p| text.get(p)).filter(|c| **c != 'b'))
+            && matches!(text.get(i + 1), Some('"' | '#'))
+            && text[i + 1..].iter().find(|c| **c != '#') == Some(&'"')
+        {
+            let hashes = text[i + 1..].iter().take_while(|c| **c == '#').count();
+            let close: String = std::iter::once('"').chain(std::iter::repeat_n('#', hashes)).collect();
+            let mut n = hashes + 2;
+            while i + n < text.len() && !starts(i + n, &close) {
+                n += 1;
+            }
+            take(&mut i, n + close.len(), false, false);
+        } else if text[i] == '"' {
+            let mut n = 1;
+            while i + n < text.len() && text[i + n] != '"' {
+                n += if text[i + n] == '\\' { 2 } else { 1 };
+            }
+            take(&mut i, n + 1, false, false);
+        } else if text[i] == '\'' && (text.get(i + 1) == Some(&'\\') || text.get(i + 2) == Some(&'\'')) {
+            // A character, not a lifetime. '\'' and '\u{1F984}' end at the first quote after the escape.
+            let escaped = usize::from(text[i + 1] == '\\');
+            let n = text[i + 2 + escaped..].iter().position(|&c| c == '\'').unwrap_or(0) + 3 + escaped;
+            take(&mut i, n, false, false);
+        } else {
+            take(&mut i, 1, true, false);
+        }
+    }
+    Layers { code, comments }
+}
+
+/// Offsets at which `word` stands in `code` as a whole word (`std::fs` counts as one).
+fn find_word(code: &str, word: &str) -> Vec<usize> {
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    code.match_indices(word)
+        .map(|(at, _)| at)
+        .filter(|&at| {
+            !code[..at].chars().next_back().is_some_and(is_word)
+                && !code[at + word.len()..].chars().next().is_some_and(is_word)
+        })
+        .collect()
+}
+
+fn line_of(text: &str, at: usize) -> usize {
+    text[..at].matches('\n').count() + 1
+}
+
+/// Every path below the crate root that the code names, with its offset: `crate::a::{b, c::d}` gives `a::b` and
+/// `a::c::d`; so do `unicorn::` in the binary and `super::` chains that leave the file's module for the root.
+fn crate_paths(file: &str, code: &str) -> Vec<(usize, String)> {
+    let parts = file.trim_start_matches("src/").trim_end_matches(".rs").trim_end_matches("/mod");
+    let depth = if matches!(parts, "lib" | "main") { 0 } else { parts.split('/').count() };
+    let supers = "super::".repeat(depth.max(1));
+    let mut paths = Vec::new();
+    for prefix in ["crate::", "unicorn::", &supers] {
+        for at in find_prefix(code, prefix) {
+            let mut found = Vec::new();
+            expand(code[at + prefix.len()..].trim_start(), "", &mut found);
+            // A `super` chain may end in a module inside the file: only names of the root's modules count.
+            found.retain(|path| prefix != supers || floor(first(path)).is_some());
+            paths.extend(found.into_iter().map(|path| (at, path)));
+        }
+    }
+    paths
+}
+
+fn find_prefix(code: &str, prefix: &str) -> Vec<usize> {
+    let before = |at: usize| code[..at].chars().next_back();
+    code.match_indices(prefix)
+        .map(|(at, _)| at)
+        .filter(|&at| !before(at).is_some_and(|c| c.is_alphanumeric() || c == '_'))
+        .collect()
+}
+
+/// Expands the use tree (or plain path) at the start of `rest`; returns what follows it.
+fn expand<'a>(rest: &'a str, before: &str, found: &mut Vec<String>) -> &'a str {
+    let join = |name: &str| if before.is_empty() { name.to_string() } else { format!("{before}::{name}") };
+    if let Some(mut rest) = rest.strip_prefix('{') {
+        loop {
+            rest = rest.trim_start_matches([' ', '\n', ',', '\t']);
+            if let Some(after) = rest.strip_prefix('}') {
+                return after;
+            }
+            let after = expand(rest, before, found);
+            // `a as b`: the new name is of no interest, and neither is anything that is no path.
+            rest = after.trim_start_matches(|c: char| c != ',' && c != '}');
+            if rest.is_empty() {
+                return rest;
+            }
+        }
+    }
+    let end = rest.find(|c: char| !(c.is_alphanumeric() || c == '_')).unwrap_or(rest.len());
+    let (name, after) = rest.split_at(end);
+    if let Some(next) = after.strip_prefix("::").map(str::trim_start)
+        && next.starts_with(|c: char| c.is_alphabetic() || c == '_' || c == '{')
+    {
+        return expand(next, &join(name), found);
+    }
+    if !name.is_empty() {
+        found.push(join(name));
+    }
+    after
+}
+
+fn first(path: &str) -> &str {
+    path.split("::").next().unwrap_or(path)
+}
+
+fn floor(module: &str) -> Option<u32> {
+    FLOORS.iter().find(|(name, _)| *name == module).map(|(_, floor)| *floor)
+}
+
+/// The module that `src/api/chat.rs` belongs to: `api`.
+fn module(file: &str) -> &str {
+    let name = file.trim_start_matches("src/");
+    name.split('/').next().unwrap_or(name).trim_end_matches(".rs")
+}
+
+// --- rules for one source file --------------------------------------------------------------------------
+
+fn floors(file: &str, source: &str) -> Vec<String> {
+    let code = layers(source).code;
+    let me = module(file);
+    if me == "lib" {
+        return Vec::new();
+    }
+    let Some(mine) = floor(me) else {
+        return vec![format!(
+            "{file}: module `{me}` stands on no floor; give it one in lib.rs and tests/tidy.rs"
+        )];
+    };
+    let mut complaints = Vec::new();
+    for (at, path) in crate_paths(file, &code) {
+        let other = first(&path);
+        let Some(theirs) = floor(other) else { continue };
+        let line = line_of(&code, at);
+        if other != me && theirs >= mine && !NEIGHBOURS.contains(&(me, other)) {
+            complaints.push(format!(
+                "{file}:{line}: `{me}` (floor {mine}) names `{path}` (floor {theirs}): import downward only"
+            ));
+        }
+        for (who, what, except) in HIDDEN {
+            let hit = path == what || path.starts_with(&format!("{what}::"));
+            if who == me && hit && !except.contains(&file) {
+                complaints.push(format!("{file}:{line}: `{me}` must not name `{path}`"));
+            }
+        }
+    }
+    for (who, words) in FOREIGN {
+        for word in words.iter().filter(|_| who == me) {
+            for at in find_word(&code, word) {
+                complaints.push(format!("{file}:{}: `{me}` must not contain `{word}`", line_of(&code, at)));
+            }
+        }
+    }
+    complaints
+}
+
+fn vulkan_stays_in_gpu(file: &str, source: &str) -> Vec<String> {
+    if module(file) == "gpu" {
+        return Vec::new();
+    }
+    let code = layers(source).code;
+    let hits = ["ash", "glslang", "rspirv"].into_iter().flat_map(|word| find_word(&code, word));
+    hits.filter(|&at| {
+        code[at..].trim_start_matches(char::is_alphanumeric).trim_start().starts_with("::")
+            || code[..at].ends_with("use ")
+    })
+    .map(|at| format!("{file}:{}: Vulkan crates are named in src/gpu only", line_of(&code, at)))
+    .collect()
+}
+
+fn anyhow_stays_in_the_binary(file: &str, source: &str) -> Vec<String> {
+    if matches!(module(file), "main" | "cli") {
+        return Vec::new();
+    }
+    let code = layers(source).code;
+    find_word(&code, "anyhow")
+        .into_iter()
+        .map(|at| {
+            format!(
+                "{file}:{}: anyhow is for the binary (main, cli); a module has its own error type",
+                line_of(&code, at)
+            )
+        })
+        .collect()
+}
+
+/// The CPU twins of kernels are for tests: nothing else in the product may compute a layer on the CPU.
+fn twins_are_for_tests(file: &str, source: &str) -> Vec<String> {
+    let code = layers(source).code;
+    crate_paths(file, &code)
+        .into_iter()
+        .filter(|(_, path)| path.starts_with("kernels::reference") && file != "src/kernels/reference.rs")
+        .map(|(at, path)| {
+            format!("{file}:{}: `{path}` is a CPU twin: tests alone may call it", line_of(&code, at))
+        })
+        .collect()
+}
+
+fn unsafe_has_its_place(file: &str, source: &str) -> Vec<String> {
+    let code = layers(source).code;
+    let allowed = !file.starts_with("src/") || matches!(module(file), "gpu" | "npu" | "checkpoint");
+    let hits = find_word(&code, "unsafe");
+    hits.into_iter()
+        .filter(|_| !allowed)
+        .map(|at| {
+            format!("{file}:{}: unsafe belongs in gpu/, npu/ and the mmap of checkpoint/", line_of(&code, at))
+        })
+        .collect()
+}
+
+/// A `SAFETY:` comment on the line of the `unsafe`, or in the comment above the statement it stands in; for an
+/// `unsafe fn`, `# Safety` in its documentation.
+fn unsafe_says_why(file: &str, source: &str) -> Vec<String> {
+    let Layers { code, comments } = layers(source);
+    let (code_lines, comment_lines): (Vec<_>, Vec<_>) = (code.lines().collect(), comments.lines().collect());
+    let says =
+        |line: usize| comment_lines[line].contains("SAFETY:") || comment_lines[line].contains("# Safety");
+    let mut complaints = Vec::new();
+    for at in find_word(&code, "unsafe") {
+        let here = line_of(&code, at) - 1;
+        let mut found = says(here)
+            || comment_lines
+                .get(here + 1)
+                .is_some_and(|_| code_lines[here + 1].trim().is_empty() && says(here + 1));
+        // Up through the statement, then through the comment above it.
+        let mut above = here;
+        let mut in_comment = false;
+        while !found && above > 0 {
+            above -= 1;
+            let blank = code_lines[above].trim().is_empty();
+            let comment = !comment_lines[above].trim().is_empty();
+            if blank && !comment || in_comment && !blank {
+                break;
+            }
+            in_comment |= blank && comment;
+            found = says(above);
+            let ends = code_lines[above].trim_end();
+            if !blank
+                && !found
+                && (ends.ends_with(';') || ends.ends_with('}'))
+                && !ends.trim_start().starts_with("#[")
+            {
+                break;
+            }
+        }
+        if !found {
+            complaints.push(format!(
+                "{file}:{}: unsafe without a SAFETY: comment that says why it holds",
+                here + 1
+            ));
+        }
+    }
+    complaints
+}
+
+fn header_says_what_it_is(file: &str, source: &str) -> Vec<String> {
+    let ok = source.starts_with("//! ") && source.lines().next().is_some_and(|line| line.len() > 15);
+    if ok { Vec::new() } else { vec![format!("{file}: starts without `//!` saying what the file is for")] }
+}
+
+fn nothing_unfinished(file: &str, source: &str) -> Vec<String> {
+    let Layers { code, comments } = layers(source);
+    let mut complaints = Vec::new();
+    for (word, next) in [("todo", "!"), ("unimplemented", "!"), ("dbg", "!")] {
+        for at in find_word(&code, word).into_iter().filter(|at| code[at + word.len()..].starts_with(next)) {
+            complaints.push(format!("{file}:{}: `{word}{next}` is unfinished work", line_of(&code, at)));
+        }
+    }
+    for (at, _) in code.match_indices("#[ignore") {
+        complaints.push(format!("{file}:{}: a test is skipped by support::skip alone", line_of(&code, at)));
+    }
+    for word in [concat!("FIX", "ME"), concat!("TO", "DO"), concat!("XX", "X")] {
+        for at in find_word(&comments, word) {
+            complaints.push(format!("{file}:{}: {word} is unfinished work", line_of(&comments, at)));
+        }
+    }
+    complaints
+}
+
+fn names_say_something(file: &str, _: &str) -> Vec<String> {
+    let vague = ["utils", "util", "common", "helpers", "misc"];
+    let name = Path::new(file).with_extension("");
+    let hit =
+        name.components().any(|part| matches!(part, Component::Normal(p) if vague.iter().any(|v| p == *v)));
+    if hit && file.starts_with("src/") {
+        vec![format!("{file}: name a module after what it does")]
+    } else {
+        Vec::new()
+    }
+}
+
+// --- rules for other files ------------------------------------------------------------------------------
+
+/// The project speaks of itself: no path of somebody's machine, no host of a package registry.
+fn speaks_of_itself(file: &str, text: &str) -> Vec<String> {
+    let strange = [
+        concat!("/wo", "rk/"),
+        concat!("/ho", "me/"),
+        concat!("/ro", "ot/"),
+        concat!("/Us", "ers/"),
+        concat!("registry.", "npmjs"),
+        concat!("pypi", ".org"),
+        concat!("python", "hosted.org"),
+        concat!("static.", "crates.io"),
+        concat!("index.", "crates.io"),
+        concat!("pkg", ".dev"),
+    ];
+    let mut complaints = Vec::new();
+    for (n, line) in text.lines().enumerate() {
+        for word in strange.iter().filter(|word| line.contains(**word)) {
+            complaints.push(format!("{file}:{}: `{word}` belongs to one machine or one registry", n + 1));
+        }
+    }
+    complaints
+}
+
+/// A shader says which tensors it reads and writes and what one invocation computes, before anything else.
+fn shader_has_a_header(file: &str, text: &str) -> Vec<String> {
+    let mut lines =
+        text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("#version"));
+    let head = lines.next().unwrap_or("");
+    let ok = (head.starts_with("//") || head.starts_with("/*")) && head.len() > 15;
+    if ok {
+        Vec::new()
+    } else {
+        vec![format!("{file}: starts without a comment saying what the shader computes")]
+    }
+}
+
+/// Relative links of a Markdown text whose file, or whose heading in that file, is not there.
+fn dead_links(file: &str, text: &str, read: impl Fn(&Path) -> Option<String>) -> Vec<String> {
+    let folder = Path::new(file).parent().unwrap_or(Path::new(""));
+    let mut complaints = Vec::new();
+    let mut fenced = false;
+    for (n, line) in text.lines().enumerate() {
+        fenced ^= line.trim_start().starts_with("```");
+        for link in line.split("](").skip(1).filter(|_| !fenced) {
+            let target = link.split([')', ' ']).next().unwrap_or("");
+            if target.contains("://") || target.starts_with("mailto:") {
+                continue;
+            }
+            let (path, heading) = target.split_once('#').unwrap_or((target, ""));
+            let path = if path.is_empty() { PathBuf::from(file) } else { normal(&folder.join(path)) };
+            match read(&path) {
+                None => complaints.push(format!("{file}:{}: link to {target}, which is not there", n + 1)),
+                Some(other) if !heading.is_empty() && !headings(&other).contains(heading) => {
+                    complaints
+                        .push(format!("{file}:{}: link to {target}, a heading that is not there", n + 1));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    complaints
+}
+
+/// `docs/../a.md` -> `a.md`.
+fn normal(path: &Path) -> PathBuf {
+    let mut out = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => drop(out.pop()),
+            Component::CurDir => {}
+            part => out.push(part),
+        }
+    }
+    out
+}
+
+/// Anchors of a text's headings, formed as GitHub forms them.
+fn headings(text: &str) -> BTreeSet<String> {
+    let titles =
+        text.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
+    let slug = |title: &str| -> String {
+        let kept = title
+            .to_lowercase()
+            .chars()
+            .filter(|c| c.is_alphanumeric() || " -_".contains(*c))
+            .collect::<String>();
+        kept.replace(' ', "-")
+    };
+    titles.map(slug).collect()
+}
+
+// --- the tree -------------------------------------------------------------------------------------------
+
+/// Files below `folder` whose name ends in one of `endings`, relative to the root and sorted. Build outputs, caches
+/// and git's own files are not the project's.
+fn files(folder: &str, endings: &[&str]) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut folders = vec![root().join(folder)];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display())) {
+            let path = entry.unwrap().path();
+            let name = path.strip_prefix(root()).unwrap().to_str().expect("file names are UTF-8").to_string();
+            let last = path.file_name().unwrap().to_str().unwrap();
+            if path.is_dir() {
+                if !matches!(last, "target" | ".git" | ".venv" | ".cache" | "__pycache__") {
+                    folders.push(path);
+                }
+            } else if endings.iter().any(|ending| last.ends_with(ending)) {
+                found.push(name);
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+fn read(file: &str) -> String {
+    fs::read_to_string(root().join(file)).unwrap_or_else(|e| panic!("{file}: {e}"))
+}
+
+/// Applies a rule to the files, of which there must be at least one, and reports all complaints together.
+#[track_caller]
+fn check(files: &[String], rule: impl Fn(&str, &str) -> Vec<String>) {
+    assert!(!files.is_empty(), "nothing to check");
+    let complaints: Vec<_> = files.iter().flat_map(|file| rule(file, &read(file))).collect();
+    assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
+}
+
+#[track_caller]
+fn refused(complaints: Vec<String>, part: &str) {
+    assert!(
+        complaints.iter().any(|c| c.contains(part)),
+        "expected a complaint with {part:?}, got {complaints:?}"
+    );
+}
+
+fn rust_files() -> Vec<String> {
+    let mut all = files("src", &[".rs"]);
+    all.extend(files("tests", &[".rs"]));
+    all
+}
+
+#[test]
+fn modules_import_downward_only() {
+    refused(floors("src/gpu/a.rs", "use crate::model::Batch;"), "import downward");
+    refused(floors("src/text/a.rs", "use crate::{tensor, gpu::Device};"), "import downward");
+    refused(floors("src/text/mod.rs", "fn f() { super::api::serve() }"), "import downward");
+    refused(floors("src/kernels/a.rs", "fn f() -> super::super::engine::X {}"), "import downward");
+    refused(floors("src/api/a.rs", "use crate::{engine, gpu::{self, Device}};"), "must not name `gpu::");
+    refused(floors("src/cli/chat.rs", "use crate::kernels::X;"), "must not name");
+    refused(
+        floors("src/engine/mod.rs", "use crate::model::{Batch, gemma3::Gemma3};"),
+        "must not name `model::gemma3",
+    );
+    refused(floors("src/engine/mod.rs", "async fn f() {}"), "must not contain `async`");
+    refused(floors("src/model/a.rs", "let t = std::time::Instant::now();"), "must not contain `Instant`");
+    refused(floors("src/config.rs", "std::fs::read_to_string(p)"), "must not contain `std::fs`");
+    refused(floors("src/strange/mod.rs", ""), "no floor");
+    for (file, fine) in [
+        ("src/cli/load.rs", "use crate::gpu::Device;"),
+        (
+            "src/engine/mod.rs",
+            "// async, crate::text and tokio are for others\nuse crate::model::{Batch, Runner};",
+        ),
+        ("src/engine/mod.rs", "const S: &str = \"tokio\"; use super::model::Batch;"),
+        ("src/api/chat.rs", "use super::super::text::Tokenizer; use super::errors::E;"),
+    ] {
+        assert_eq!(floors(file, fine), [""; 0]);
+    }
+    check(&files("src", &[".rs"]), floors);
+}
+
+#[test]
+fn vulkan_crates_are_named_in_gpu_only() {
+    refused(vulkan_stays_in_gpu("src/model/a.rs", "use ash::vk;"), "src/gpu only");
+    refused(vulkan_stays_in_gpu("src/kernels/a.rs", "fn f(d: ash::vk::Buffer) {}"), "src/gpu only");
+    assert_eq!(
+        vulkan_stays_in_gpu("src/model/a.rs", "// ash::vk\nfn hash() {} fn f() { hash::x() }"),
+        [""; 0]
+    );
+    check(&files("src", &[".rs"]), vulkan_stays_in_gpu);
+}
+
+#[test]
+fn anyhow_is_for_the_binary() {
+    refused(anyhow_stays_in_the_binary("src/text/a.rs", "fn f() -> anyhow::Result<()> {}"), "own error type");
+    check(&files("src", &[".rs"]), anyhow_stays_in_the_binary);
+}
+
+#[test]
+fn cpu_twins_are_called_by_tests_alone() {
+    refused(twins_are_for_tests("src/model/a.rs", "use crate::kernels::reference::rms_norm;"), "CPU twin");
+    refused(twins_are_for_tests("src/model/a.rs", "use crate::kernels::{matmul, reference};"), "CPU twin");
+    check(&files("src", &[".rs"]), twins_are_for_tests);
+}
+
+#[test]
+fn unsafe_stands_where_it_may_and_says_why() {
+    refused(unsafe_has_its_place("src/model/a.rs", "unsafe { f() }"), "unsafe belongs");
+    for bare in [
+        "fn f() {\n    unsafe { g() }\n}",
+        "// SAFETY: far away.\nlet a = 1;\nlet b = unsafe { g() };",
+        "// SAFETY: of something else.\n\nunsafe impl Send for X {}",
+        "/// A function.\npub unsafe fn f() {}",
+        "let s = \"SAFETY: in a string\"; unsafe { g() }",
+    ] {
+        refused(unsafe_says_why("src/gpu/a.rs", bare), "without a SAFETY");
+    }
+    for fine in [
+        "// SAFETY: the handle is live,\n// as `self` holds it.\nlet b = unsafe { g() };",
+        "// SAFETY: live.\nlet b = object\n    .call(|x| unsafe { g(x) });",
+        "unsafe { g() } // SAFETY: live.",
+        "/// A function.\n/// # Safety\n/// The pointer is live.\n#[inline]\npub unsafe fn f() {}",
+        "// unsafe is only a word here",
+    ] {
+        assert_eq!(unsafe_says_why("src/gpu/a.rs", fine), [""; 0]);
+    }
+    check(&files("src", &[".rs"]), unsafe_has_its_place);
+    check(&rust_files(), unsafe_says_why);
+}
+
+#[test]
+fn every_file_says_what_it_is_for() {
+    refused(header_says_what_it_is("src/a.rs", "use std::fs;\n"), "starts without");
+    refused(header_says_what_it_is("src/a.rs", "//! A.\n"), "starts without");
+    check(&rust_files(), header_says_what_it_is);
+}
+
+#[test]
+fn nothing_is_left_unfinished() {
+    refused(nothing_unfinished("a.rs", "fn f() { todo!() }"), "unfinished");
+    refused(nothing_unfinished("a.rs", "fn f() { unimplemented!(\"later\") }"), "unfinished");
+    refused(nothing_unfinished("a.rs", "dbg!(x);"), "unfinished");
+    refused(nothing_unfinished("a.rs", concat!("// FIX", "ME: later")), "unfinished");
+    refused(nothing_unfinished("a.rs", concat!("/* TO", "DO */")), "unfinished");
+    refused(nothing_unfinished("a.rs", "#[ignore = \"slow\"]\n#[test]\nfn f() {}"), "support::skip");
+    assert_eq!(nothing_unfinished("a.rs", "let s = \"todo!()\"; let todo = 1;"), [""; 0]);
+    check(&rust_files(), nothing_unfinished);
+}
+
+#[test]
+fn modules_are_named_after_what_they_do() {
+    refused(names_say_something("src/utils.rs", ""), "name a module");
+    refused(names_say_something("src/gpu/common/mod.rs", ""), "name a module");
+    check(&files("src", &[".rs"]), names_say_something);
+}
+
+#[test]
+fn the_project_speaks_of_itself() {
+    refused(speaks_of_itself("a.md", concat!("see /ho", "me/someone/x")), "one machine");
+    refused(speaks_of_itself("a.sh", concat!("curl https://registry.", "npmjs.org/x")), "one registry");
+    assert_eq!(speaks_of_itself("a.md", "network/ and ~/models are fine"), [""; 0]);
+    let mut all = files(
+        "",
+        &[".rs", ".md", ".toml", ".py", ".sh", ".comp", ".glsl", ".txt", ".json", "Makefile", "run"],
+    );
+    // Vocabularies and corpora hold whatever text they were made from.
+    all.retain(|file| !file.starts_with("tests/data/") && !file.starts_with("models/"));
+    check(&all, speaks_of_itself);
+}
+
+#[test]
+fn dependencies_come_from_the_public_index() {
+    let foreign = |text: &str| {
+        let public = "source = \"registry+https://github.com/rust-lang/crates.io-index\"";
+        text.lines()
+            .filter(|line| line.starts_with("source = ") && *line != public)
+            .map(String::from)
+            .collect::<Vec<_>>()
+    };
+    refused(foreign("source = \"git+https://example.org/x\""), "example.org");
+    assert_eq!(foreign(&read("Cargo.lock")), [""; 0]);
+}
+
+#[test]
+fn every_shader_says_what_it_computes() {
+    refused(
+        shader_has_a_header("shaders/a.comp", "#version 460\nlayout(local_size_x = 64) in;\n"),
+        "starts without",
+    );
+    assert_eq!(shader_has_a_header("a.comp", "#version 460\n// y[rows] = W[rows, k] * x[k].\n"), [""; 0]);
+    check(&files("shaders", &[".comp", ".glsl"]), shader_has_a_header);
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let files_there =
+        |path: &Path| (path == Path::new("docs/b.md")).then(|| "# The one, heading\n".to_string());
+    refused(dead_links("docs/a.md", "see [b](c.md)", files_there), "not there");
+    refused(dead_links("docs/a.md", "see [b](b.md#other)", files_there), "heading");
+    assert_eq!(
+        dead_links("README.md", "[b](docs/b.md#the-one-heading) [c](https://x.example)", files_there),
+        [""; 0]
+    );
+    assert_eq!(dead_links("docs/a.md", "[b](../docs/b.md)\n```\n[x](nowhere)\n```", files_there), [""; 0]);
+    let there = |path: &Path| {
+        let path = root().join(path);
+        if path.is_dir() {
+            Some(String::new())
+        } else {
+            fs::read(path).ok().map(|b| String::from_utf8_lossy(&b).into())
+        }
+    };
+    check(&files("", &[".md"]), |file, text| dead_links(file, text, there));
+}
+
+#[test]
+fn the_licence_is_the_one_that_cargo_names() {
+    let licence = read("LICENSE");
+    for part in ["Apache License", "Version 2.0, January 2004", "END OF TERMS AND CONDITIONS"] {
+        assert!(licence.contains(part), "LICENSE lacks {part:?}");
+    }
+    assert!(read("Cargo.toml").contains("license = \"Apache-2.0\""));
+}
+
+#[test]
+fn the_demo_model_stays_small() {
+    let all = files("models/demo", &[""]);
+    let bytes: u64 = all.iter().map(|file| fs::metadata(root().join(file)).unwrap().len()).sum();
+    assert!(bytes <= DEMO_MODEL_BYTES, "models/demo holds {bytes} bytes, {DEMO_MODEL_BYTES} are allowed");
+    for part in ["config.json", "model.safetensors", "tokenizer.json"] {
+        assert!(all.iter().any(|file| file.ends_with(part)), "models/demo has no {part}");
+    }
+}
+
+#[test]
+fn the_reader_of_rust_tells_code_from_comments_and_literals() {
+    let source = "let a = 'x'; // one\nlet b: &'a str = r#\"two \"quoted\" // no\"#; /* three /* nested */ */ let c = b'\\''; d";
+    let Layers { code, comments } = layers(source);
+    assert!(code.contains("let a =") && code.contains("&'a str") && code.trim_end().ends_with('d'), "{code}");
+    assert!(
+        ["one", "two", "three", "nested", "no", "x"].iter().all(|word| find_word(&code, word).is_empty()),
+        "{code}"
+    );
+    assert!(
+        comments.contains("one") && comments.contains("three") && !comments.contains("two"),
+        "{comments}"
+    );
+    assert_eq!(code.lines().count(), source.lines().count());
+    let paths =
+        |code: &str| crate_paths("src/api/a.rs", code).into_iter().map(|(_, path)| path).collect::<Vec<_>>();
+    assert_eq!(paths("use crate::{a::{self, b as c}, d::*, e};"), ["a::self", "a::b", "d", "e"]);
+    assert_eq!(paths("crate::a::b(crate::c::D::new())"), ["a::b", "c::D::new"]);
+}
