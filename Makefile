@@ -1,0 +1,45 @@
+# Unicorn Execution Engine. Two commands do everything: `make serve` and `make test`.
+#
+#   make serve                     install what is missing, build, serve the demo model on 127.0.0.1:8010
+#   make serve ARGS="--model DIR"  the same with options of `unicorn serve`
+#   make test                      everything the tests need, then all tests; the last line counts them
+#   make build | lint | bench | clean | help
+
+# rustup's own folder: a shell that was open before Rust was installed does not have it yet.
+export PATH := $(HOME)/.cargo/bin:$(PATH)
+# Compiled shaders of the software driver outlive a run: the first one pays for LLVM, the next ones do not.
+export MESA_SHADER_CACHE_DIR ?= $(CURDIR)/.cache/mesa
+
+UNICORN := target/release/unicorn
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test build serve test lint bench clean
+
+help:
+	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
+
+setup:
+	@python3 tools/setup.py run
+
+setup-test:
+	@python3 tools/setup.py test
+
+build: setup
+	cargo build --release --locked
+
+serve: build
+	@tools/with_device.sh $(UNICORN) serve $(ARGS)
+
+bench: build
+	@tools/with_device.sh $(UNICORN) bench $(ARGS)
+
+test: setup-test
+	@python3 tools/test.py
+
+lint:
+	cargo fmt --check
+	cargo clippy --locked --all-targets -- -D warnings
+
+clean:
+	rm -rf target .venv .cache

@@ -1,0 +1,72 @@
+"""tools/test.py: what it counts. Each way in which a run can go wrong must end as a failure."""
+
+import sys
+import unittest
+from importlib import util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = util.spec_from_file_location("runner", ROOT / "tools/test.py")
+runner = util.module_from_spec(spec)
+sys.modules["runner"] = runner  # dataclasses look their module up
+spec.loader.exec_module(runner)
+
+GOOD = """\
+running 2 tests
+test a::x ... ok
+test a::y ... ok
+
+test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.08s
+"""
+
+
+class Cargo(unittest.TestCase):
+    def failures(self, status, output, skips=()):
+        return runner.cargo_result(status, output, list(skips)).failures
+
+    def test_a_good_run(self):
+        result = runner.cargo_result(0, GOOD, [])
+        self.assertEqual((result.passed, result.failures, result.skipped), (2, [], []))
+
+    def test_a_skipped_test_is_not_a_passed_one(self):
+        result = runner.cargo_result(0, GOOD, [("real-tokenizer", "a::y")])
+        self.assertEqual((result.passed, result.failures, len(result.skipped)), (1, [], 1))
+
+    def test_a_failed_test_is_named_once(self):
+        bad = GOOD.replace("a::y ... ok", "a::y ... FAILED").replace("ok. 2 passed; 0 failed", "FAILED. 1 passed; 1 failed")
+        self.assertEqual(self.failures(101, bad), ["rust: a::y"])
+
+    def test_ignored_filtered_empty_crashed_killed_and_unbuilt_runs_fail(self):
+        for status, output in [
+            (0, GOOD.replace("0 ignored", "1 ignored")),
+            (0, GOOD.replace("0 filtered", "3 filtered")),
+            (0, "running 0 tests\n\ntest result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished\n"),
+            (101, "running 2 tests\ntest a::x ... ok\n"),
+            (None, "running 2 tests\n"),
+            (101, "error: could not compile\n"),
+            (1, GOOD),
+            (0, ""),
+        ]:
+            self.assertTrue(self.failures(status, output), output)
+
+
+class Unittest(unittest.TestCase):
+    def test_counts(self):
+        result = runner.unittest_result("t", 0, "Ran 7 tests in 0.001s\n\nOK\n")
+        self.assertEqual((result.passed, result.failures), (7, []))
+        for status, output in [(0, ""), (1, "Ran 7 tests in 1s\n"), (None, ""), (0, "Ran 7 tests in 1s\nOK (skipped=1)\n")]:
+            self.assertTrue(runner.unittest_result("t", status, output).failures, output)
+        self.assertEqual(runner.unittest_result("t", 1, "FAIL: test_a (x)\nRan 2 tests in 1s\n").passed, 1)
+
+
+class Processes(unittest.TestCase):
+    def test_a_part_that_hangs_is_killed_and_fails(self):
+        status, _ = runner.run(["sleep", "60"], seconds=1)
+        self.assertIsNone(status)
+
+    def test_skips_are_read_from_the_list(self):
+        self.assertIn("real-tokenizer", runner.listed_skips())
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,242 @@
+#!/usr/bin/env python3
+"""Runs every test of the project and counts them; `make test` calls it after tools/setup.py.
+
+The last line is `N passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end, each
+found something to test, nothing failed, and every skip is listed in tests/skips.toml. A part that is killed,
+crashes or prints no result counts as a failure: silence is never success.
+
+    tools/test.py            all parts
+    tools/test.py NAME ...   only these (for work on the project; the last line then says which)
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache" / "test"
+SKIP_LOG = CACHE / "skips.log"
+VENV = ROOT / ".venv"
+REQUIREMENTS = ROOT / "tests/clients/requirements.txt"
+
+PART_SECONDS = 40 * 60
+FETCH_SECONDS = 180
+
+
+@dataclass
+class Result:
+    """What a part found. `skipped` holds (name in tests/skips.toml, what was skipped)."""
+
+    passed: int = 0
+    failures: list = field(default_factory=list)
+    skipped: list = field(default_factory=list)
+
+    def tests(self):
+        return self.passed + len(self.failures) + len(self.skipped)
+
+
+def listed_skips():
+    """Names in tests/skips.toml. (tomllib came with Python 3.11; table headers are all that is needed here.)"""
+    text = (ROOT / "tests/skips.toml").read_text()
+    return set(re.findall(r"^\[([a-z0-9-]+)\]\s*$", text, re.MULTILINE))
+
+
+def run(command, seconds=PART_SECONDS, env=None):
+    """Runs a command, shows its output as it comes, and returns (exit status, output). None: it had to be killed."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **(env or {})}, text=True, errors="replace", start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )
+    killed = False
+
+    def kill(*_):
+        nonlocal killed
+        killed = True
+        os.killpg(process.pid, signal.SIGKILL)
+
+    previous = signal.signal(signal.SIGALRM, kill)
+    signal.alarm(seconds)
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            print(line, end="", flush=True)
+        status = process.wait()
+    except BaseException:
+        kill()
+        raise
+    finally:
+        process.stdout.close()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    return (None if killed else status), "".join(lines)
+
+
+def one(name, command):
+    """A part that is a single check, judged by its exit status."""
+    status, _ = run(command)
+    return Result(passed=1) if status == 0 else Result(failures=[f"{name}: {ended(status)}"])
+
+
+def ended(status):
+    return "did not finish in time" if status is None else f"exit status {status}"
+
+
+# --- the parts ------------------------------------------------------------------------------------------
+
+
+def tools():
+    """Unit tests of the Python tools."""
+    return unittest_result("tools", *run([sys.executable, "-m", "unittest", "discover", "-s", "tests/tools", "-t", "tests/tools"]))
+
+
+def unittest_result(name, status, output):
+    ran = re.search(r"^Ran (\d+) tests? in", output, re.MULTILINE)
+    bad = re.findall(r"^(?:FAIL|ERROR): (.+)$", output, re.MULTILINE)
+    if not ran or (status != 0 and not bad):
+        return Result(failures=[f"{name}: {ended(status)}, no result"])
+    if "skipped=" in output:
+        bad.append("a test was skipped")
+    return Result(passed=max(0, int(ran[1]) - len(bad)), failures=[f"{name}: {test}" for test in bad])
+
+
+def rustfmt():
+    if subprocess.run(["cargo", "fmt", "--version"], capture_output=True, check=False).returncode != 0:
+        return Result(skipped=[("rustfmt", "cargo fmt --check")])
+    return one("rustfmt", ["cargo", "fmt", "--check"])
+
+
+def clippy():
+    if subprocess.run(["cargo", "clippy", "--version"], capture_output=True, check=False).returncode != 0:
+        return Result(skipped=[("clippy", "cargo clippy -D warnings")])
+    return one("clippy", ["cargo", "clippy", "--locked", "--all-targets", "--", "-D", "warnings"])
+
+
+def rust():
+    """Unit tests, the integration suite and the documentation's examples. Builds the server for `clients` too."""
+    fetch = ROOT / "tools/fetch_real_tokenizer.sh"
+    if fetch.exists():
+        status, _ = run([str(fetch)], FETCH_SECONDS)
+        if status != 0:
+            print("test: the real tokenizer could not be had; its cases are skipped", flush=True)
+    SKIP_LOG.unlink(missing_ok=True)
+    built, _ = run(["cargo", "build", "--locked", "--all-targets"])
+    if built != 0:
+        return Result(failures=[f"rust: the build failed ({ended(built)})"])
+    status, output = run(["cargo", "test", "--locked", "--no-fail-fast"], env={"UNICORN_SKIP_LOG": str(SKIP_LOG)})
+    log = SKIP_LOG.read_text().splitlines() if SKIP_LOG.exists() else []
+    return cargo_result(status, output, [tuple(line.split("\t", 1)) for line in log])
+
+
+def cargo_result(status, output, skips):
+    """Adds up the binaries' results. A skipped test is one that returned early, so cargo counted it as passed."""
+    result = Result(skipped=skips)
+    for passed, failed, ignored, filtered in re.findall(
+        r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored; \d+ measured; (\d+) filtered out", output, re.MULTILINE
+    ):
+        result.passed += int(passed)
+        if int(ignored) + int(filtered):
+            result.failures.append(f"rust: {ignored} ignored and {filtered} filtered tests: neither is allowed")
+        result.failures += [f"rust: {failed} failed in one binary, unnamed"] * (int(failed) > 0 and "... FAILED" not in output)
+    result.passed -= len(skips)
+    result.failures += [f"rust: {name}" for name in re.findall(r"^test (.+) \.\.\. FAILED$", output, re.MULTILINE)]
+    began = len(re.findall(r"^running \d+ tests?$", output, re.MULTILINE))
+    finished = len(re.findall(r"^test result: ", output, re.MULTILINE))
+    if began != finished or finished == 0:
+        result.failures.append(f"rust: {began} test binaries began, {finished} finished ({ended(status)})")
+    if status != 0 and not result.failures:
+        result.failures.append(f"rust: {ended(status)}")
+    if result.passed <= 0:
+        result.failures.append("rust: no test passed")
+    return result
+
+
+def demo():
+    """No question of the demo model's test set stands in its training text."""
+    return one("demo", [sys.executable, "tools/demo_model/check_disjoint.py"])
+
+
+def clients():
+    """The official client and curl against a real server. Without the openai package, what needs it is skipped."""
+    python = client_python() or sys.executable
+    status, output = run([python, "tests/clients/test_openai.py"])
+    line = re.search(r"^clients: (\d+) passed, (\d+) failed, (\d+) skipped$", output, re.MULTILINE)
+    if not line:
+        return Result(failures=[f"clients: no result ({ended(status)})"])
+    result = Result(passed=int(line[1]))
+    result.failures = [f"clients: {name}" for name in re.findall(r"^FAILED (.+)$", output, re.MULTILINE)]
+    result.skipped = re.findall(r"^SKIP (\S+): (.+)$", output, re.MULTILINE)
+    if len(result.failures) != int(line[2]) or len(result.skipped) != int(line[3]) or (status != 0) != bool(result.failures):
+        result.failures.append(f"clients: the count and the report differ ({ended(status)})")
+    return result
+
+
+def client_python():
+    """The interpreter of .venv with the pinned packages in it, or None when they cannot be had."""
+    python = VENV / "bin/python"
+    wanted = dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", REQUIREMENTS.read_text(), re.MULTILINE))
+    check = "import importlib.metadata as m, sys; sys.exit(any(m.version(n) != v for n, v in " + repr(list(wanted.items())) + "))"
+
+    def ready():
+        return python.exists() and subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0
+
+    if ready():
+        return str(python)
+    shutil.rmtree(VENV, ignore_errors=True)
+    made, _ = run([sys.executable, "-m", "venv", str(VENV)], FETCH_SECONDS)
+    if made == 0:
+        run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(REQUIREMENTS)], FETCH_SECONDS)
+    return str(python) if ready() else None
+
+
+# Cheap checks first; `clients` starts the server that `rust` built.
+PARTS = {"tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "clients": clients, "clippy": clippy}
+
+
+def main(names):
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        sys.exit(f"test: no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(ROOT / ".cache/mesa"))
+    if os.environ.get("CI") == "true" or not sys.stdout.isatty():
+        os.environ.update(CARGO_TERM_PROGRESS_WHEN="never", CARGO_TERM_COLOR="never")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    (CACHE / "summary.txt").unlink(missing_ok=True)
+    Path(os.environ["MESA_SHADER_CACHE_DIR"]).mkdir(parents=True, exist_ok=True)
+
+    total, seconds = Result(), {}
+    for name in names or PARTS:
+        print(f"\n== {name}: {(PARTS[name].__doc__ or name).splitlines()[0]}", flush=True)
+        began = time.monotonic()
+        result = PARTS[name]()
+        seconds[name] = time.monotonic() - began
+        if result.tests() == 0:
+            result.failures.append(f"{name}: no test ran")
+        total.passed += result.passed
+        total.failures += result.failures
+        total.skipped += result.skipped
+
+    allowed = listed_skips()
+    total.failures += [f"skip {name!r} ({what}) is not listed in tests/skips.toml" for name, what in total.skipped if name not in allowed]
+
+    print("\n== time: " + ", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.items()))
+    for name, what in total.skipped:
+        print(f"SKIPPED {name}: {what}")
+    for failure in total.failures:
+        print(f"FAILED {failure}")
+    if names:
+        print(f"(only {', '.join(names)})")
+    summary = f"{total.passed} passed, {len(total.failures)} failed, {len(total.skipped)} skipped"
+    (CACHE / "summary.txt").write_text(summary + "\n")
+    print(summary, flush=True)
+    return 1 if total.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
