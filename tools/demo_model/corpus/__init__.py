@@ -1,0 +1,1 @@
+"""Generator of the demo model's training dialogues. Python standard library only."""

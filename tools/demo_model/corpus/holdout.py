@@ -1,0 +1,64 @@
+"""What training may never see. One rule, shared by the generator, the question set and check_disjoint.py.
+
+Every prompt is held out or trained by the hash of its normalised text, so the two sets are disjoint by construction,
+whatever the seed; sums are held out by the pair of numbers, whatever the wording. The hand-written questions
+(strangers.json) are refused by name.
+"""
+
+import json
+import re
+import unicodedata
+import zlib
+from functools import lru_cache
+from pathlib import Path
+
+HELD_PER_MILLE = 60
+STRANGERS = Path(__file__).resolve().parent.parent / "strangers.json"
+
+# The first thing everybody types stays in training, whatever its hash says (and so out of the question set).
+ALWAYS_TRAINED = {
+    "what is the capital of france", "hello", "hi", "hey", "who are you", "what can you do", "what is your name",
+    "tell me a story", "tell me a joke", "how are you", "thanks", "thank you", "what is my name", "bye",
+}
+
+
+def normalise(prompt):
+    """Case, punctuation, spacing and accents do not make a prompt a new one."""
+    text = unicodedata.normalize("NFKD", prompt.lower())
+    return " ".join(re.sub(r"[^\w+*/=-]|_", " ", text.replace("'", "")).split())
+
+
+@lru_cache(maxsize=1)
+def stranger_prompts():
+    return frozenset(normalise(turn) for item in json.loads(STRANGERS.read_text()) for turn in item["turns"])
+
+
+def _per_mille(key):
+    return zlib.crc32(key.encode()) % 1000
+
+
+def is_held_out(prompt):
+    key = normalise(prompt)
+    if key in ALWAYS_TRAINED:
+        return False
+    return key in stranger_prompts() or _per_mille("prompt " + key) < HELD_PER_MILLE
+
+
+# Sums that the hand-written questions ask, with both orders.
+_STRANGER_SUMS = {(3, "+", 4), (12, "+", 7), (15, "-", 6), (7, "*", 8)}
+
+
+def is_held_out_sum(a, op, b):
+    """Held out as a pair. A times table cannot be derived from its other entries, so of a product only one
+    order is held out and the mirrored one is trained; sums and differences are held out in both orders."""
+    low, high = sorted((a, b))
+    if op == "*":
+        if (a, op, b) in _STRANGER_SUMS:
+            return True
+        if a == b or (b, op, a) in _STRANGER_SUMS:
+            return False
+        key = f"{low}*{high}"
+        return _per_mille("pair " + key) < 2 * HELD_PER_MILLE and (a < b) == (_per_mille("order " + key) % 2 == 0)
+    if (a, op, b) in _STRANGER_SUMS or (b, op, a) in _STRANGER_SUMS:
+        return True
+    return _per_mille(f"pair {low}{op}{high}") < HELD_PER_MILLE
