@@ -1,1 +1,202 @@
-//! (in work)
+//! Checkpoints on disk: which files a model consists of, and its tensors, mapped and checked.
+//!
+//! Reads safetensors in one file or in shards with an index. Every header is checked before a byte of a
+//! tensor is lent out, so that a [`Tensor`] is always what it says: in bounds, and as long as its shape.
+//! Nothing is converted or copied on opening; a tensor's bytes are paged in when they are walked.
+//!
+//! Refuses to know a model: names are strings here, and what they mean is for [`crate::model`].
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+
+mod files;
+mod safetensors;
+mod view;
+
+pub use files::{MAX_READ_BYTES, ModelFiles};
+pub use view::Tensor;
+
+use files::FileBytes;
+use safetensors::{Entries, TensorInfo, one_line, read_header};
+
+const SINGLE_FILE: &str = "model.safetensors";
+const INDEX_FILE: &str = "model.safetensors.index.json";
+/// Each shard is a mapping, of which a process has 65,530 by default; Gemma-3 27B has 12.
+const MAX_SHARDS: usize = 4096;
+
+/// A file of a model is not what it should be. One line, for the person who gave the model.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    #[error("{file}: {problem}")]
+    File { file: String, problem: String },
+    #[error("{file}: tensor {tensor}: {problem}")]
+    Tensor { file: String, tensor: String, problem: String },
+}
+
+impl CheckpointError {
+    fn file(file: impl fmt::Display, problem: impl Into<String>) -> Self {
+        Self::File { file: short(&file.to_string()), problem: problem.into() }
+    }
+
+    fn tensor(file: impl fmt::Display, tensor: &str, problem: impl Into<String>) -> Self {
+        Self::Tensor { file: short(&file.to_string()), tensor: short(tensor), problem: problem.into() }
+    }
+}
+
+/// The tensors of a checkpoint.
+#[derive(Debug)]
+pub struct Checkpoint {
+    location: String,
+    files: Vec<CheckpointFile>,
+    /// By file, then by position in it.
+    tensors: Vec<(usize, TensorInfo)>,
+    by_name: HashMap<String, usize>,
+}
+
+#[derive(Debug)]
+struct CheckpointFile {
+    display: String,
+    bytes: FileBytes,
+}
+
+impl Checkpoint {
+    /// Maps `model.safetensors`, or the shards that `model.safetensors.index.json` lists, and checks
+    /// every header. The single file is preferred where both exist, as transformers does.
+    pub fn open(files: &ModelFiles) -> Result<Self, CheckpointError> {
+        let mut checkpoint = Self {
+            location: files.location(),
+            files: Vec::new(),
+            tensors: Vec::new(),
+            by_name: HashMap::new(),
+        };
+        if let Some(bytes) = files.map(SINGLE_FILE)? {
+            checkpoint.add_file(files.display(SINGLE_FILE), bytes)?;
+        } else if let Some(index) = files.read(INDEX_FILE)? {
+            checkpoint.add_shards(files, &index)?;
+        } else {
+            return Err(CheckpointError::file(
+                files.location(),
+                format!("holds neither {SINGLE_FILE} nor {INDEX_FILE}"),
+            ));
+        }
+        Ok(checkpoint)
+    }
+
+    /// The tensor of that name.
+    pub fn get(&self, name: &str) -> Option<Tensor<'_>> {
+        self.by_name.get(name).map(|&i| self.view(&self.tensors[i]))
+    }
+
+    /// All tensors, by file (in order of file name) and position in it: the order in which reading them
+    /// is one pass over the disk.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
+        self.tensors.iter().map(|entry| self.view(entry))
+    }
+
+    /// Where the checkpoint lies, for people.
+    pub fn location(&self) -> &str {
+        &self.location
+    }
+
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// Bytes of all tensors.
+    pub fn total_bytes(&self) -> u64 {
+        self.tensors.iter().map(|(_, info)| info.range.len() as u64).sum()
+    }
+
+    /// The files the tensors lie in, as messages call them.
+    pub fn files(&self) -> impl ExactSizeIterator<Item = &str> {
+        self.files.iter().map(|f| f.display.as_str())
+    }
+
+    fn view<'a>(&'a self, (file, info): &'a (usize, TensorInfo)) -> Tensor<'a> {
+        let file = &self.files[*file];
+        Tensor {
+            name: &info.name,
+            file: &file.display,
+            dtype: info.dtype,
+            shape: &info.shape,
+            data: &file.bytes[info.range.clone()],
+        }
+    }
+
+    fn add_shards(&mut self, files: &ModelFiles, index: &[u8]) -> Result<(), CheckpointError> {
+        #[derive(serde::Deserialize)]
+        struct Index {
+            weight_map: Entries<String, false>,
+        }
+        let index_name = files.display(INDEX_FILE);
+        let fail = |problem: String| CheckpointError::file(&index_name, problem);
+        let Index { weight_map: Entries(weight_map) } = serde_json::from_slice(index)
+            .map_err(|e| fail(format!("is no valid index of shards: {}", one_line(&e))))?;
+
+        // In order of file name, whatever the order of the index.
+        let mut shards: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (tensor, shard) in &weight_map {
+            shards.entry(shard).or_default().push(tensor);
+        }
+        if shards.len() > MAX_SHARDS {
+            return Err(fail(format!("lists {} files; expected at most {MAX_SHARDS}", shards.len())));
+        }
+        for (shard, tensors) in &shards {
+            let about = |problem: String| CheckpointError::tensor(&index_name, tensors[0], problem);
+            let Some(bytes) = files.map_listed(shard).map_err(about)? else {
+                return Err(about(format!(
+                    "the index places it, and {} more, in {}, which is missing",
+                    tensors.len() - 1,
+                    short(shard)
+                )));
+            };
+            self.add_file(files.display(shard), bytes)?;
+        }
+        for (tensor, shard) in &weight_map {
+            let place = self.by_name.get(tensor).map(|&i| self.files[self.tensors[i].0].display.as_str());
+            if place != Some(&files.display(shard)) {
+                let place = place.map_or("in none of the shards".into(), |place| format!("in {place}"));
+                let problem = format!("the index places it in {}; it is {place}", short(shard));
+                return Err(CheckpointError::tensor(&index_name, tensor, problem));
+            }
+        }
+        Ok(())
+    }
+
+    fn add_file(&mut self, display: String, bytes: FileBytes) -> Result<(), CheckpointError> {
+        let infos = read_header(&bytes).map_err(|e| match e.tensor {
+            Some(tensor) => CheckpointError::tensor(&display, &tensor, e.problem),
+            None => CheckpointError::file(&display, e.problem),
+        })?;
+        let file = self.files.len();
+        for info in infos {
+            if let Some(&other) = self.by_name.get(&info.name) {
+                let other = &self.files[self.tensors[other].0].display;
+                let problem = format!("is in {other} too; expected it in one file");
+                return Err(CheckpointError::tensor(&display, &info.name, problem));
+            }
+            self.by_name.insert(info.name.clone(), self.tensors.len());
+            self.tensors.push((file, info));
+        }
+        self.files.push(CheckpointFile { display, bytes });
+        Ok(())
+    }
+}
+
+/// Text from a file as a message may hold it: on one line, and of bounded length.
+pub(crate) fn short(text: &str) -> String {
+    const MAX_CHARS: usize = 200;
+    let mut out = String::new();
+    for c in text.chars().take(MAX_CHARS) {
+        if c.is_control() { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    if text.chars().nth(MAX_CHARS).is_some() {
+        out.push('…');
+    }
+    out
+}

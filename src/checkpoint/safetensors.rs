@@ -1,0 +1,195 @@
+//! The header of a safetensors file, read strictly.
+//!
+//! Layout: 8 bytes header length (little endian), that many bytes of JSON (tensor name -> dtype, shape,
+//! `data_offsets` relative to the end of the header), then the tensors' bytes without gap or overlap.
+//!
+//! Everything here comes from a file that may lie: every sum is checked, every refusal names the tensor.
+//! Read here and not with the `safetensors` crate, whose refusals name no tensor, which keeps the last of
+//! two entries of one name, and whose final length sum (0.7.0) overflows on a header made for it.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+
+use super::short;
+use crate::tensor::DType;
+
+/// Longest header accepted. The 1,247 tensors of Gemma-3 27B take 0.2 MB.
+const MAX_HEADER_BYTES: u64 = 16 << 20;
+/// More dimensions than any tensor of a language or vision model has.
+const MAX_RANK: usize = 8;
+
+/// One tensor of a file.
+#[derive(Debug)]
+pub(super) struct TensorInfo {
+    pub name: String,
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+    /// Bytes of the file.
+    pub range: Range<usize>,
+}
+
+/// Why a header was refused, and the tensor it is about.
+#[derive(Debug)]
+pub(super) struct HeaderError {
+    pub tensor: Option<String>,
+    pub problem: String,
+}
+
+/// The tensors of a file in the order of their bytes.
+pub(super) fn read_header(bytes: &[u8]) -> Result<Vec<TensorInfo>, HeaderError> {
+    let file_error = |problem: String| HeaderError { tensor: None, problem };
+    let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
+        return Err(file_error(format!("truncated: {} bytes, too few for a safetensors file", bytes.len())));
+    };
+    let length = u64::from_le_bytes(*length);
+    if length > rest.len() as u64 {
+        return Err(file_error(format!(
+            "truncated or no safetensors file: its first 8 bytes announce a header of {length} bytes, \
+             {} bytes follow",
+            rest.len()
+        )));
+    }
+    if length > MAX_HEADER_BYTES {
+        return Err(file_error(format!(
+            "its header has {length} bytes; expected at most {MAX_HEADER_BYTES}"
+        )));
+    }
+    let (header, data) = rest.split_at(length as usize);
+    let Entries::<HeaderEntry, true>(entries) = serde_json::from_slice(header)
+        .map_err(|e| file_error(format!("its header is no valid safetensors header: {}", one_line(&e))))?;
+
+    let start = bytes.len() - data.len();
+    let mut tensors = Vec::with_capacity(entries.len());
+    for (name, entry) in entries {
+        match check_entry(&entry, data.len()) {
+            Ok((dtype, shape, offsets)) => tensors.push(TensorInfo {
+                name,
+                dtype,
+                shape,
+                range: start + offsets.start..start + offsets.end,
+            }),
+            Err(problem) => return Err(HeaderError { tensor: Some(name), problem }),
+        }
+    }
+
+    tensors.sort_by_key(|t| (t.range.start, t.range.end));
+    let mut end = start;
+    for tensor in &tensors {
+        let Range { start: from, end: to } = tensor.range;
+        if from != end {
+            let what = if from < end { "overlaps the tensor before it" } else { "leaves a gap before it" };
+            return Err(HeaderError {
+                tensor: Some(tensor.name.clone()),
+                problem: format!("{what}: its bytes begin at {}, expected {}", from - start, end - start),
+            });
+        }
+        end = to;
+    }
+    if end != bytes.len() {
+        return Err(file_error(format!("{} bytes follow the last tensor; expected none", bytes.len() - end)));
+    }
+    Ok(tensors)
+}
+
+fn check_entry(entry: &HeaderEntry, data_len: usize) -> Result<(DType, Vec<usize>, Range<usize>), String> {
+    let dtype = parse_dtype(&entry.dtype)?;
+    if entry.shape.len() > MAX_RANK {
+        return Err(format!("has {} dimensions; expected at most {MAX_RANK}", entry.shape.len()));
+    }
+    let size = entry.shape.iter().try_fold(dtype.size() as u64, |size, &dim| size.checked_mul(dim));
+    let [start, end] = entry.data_offsets;
+    if end < start {
+        return Err(format!("its bytes end at {end}, before they begin at {start}"));
+    }
+    let shape = &entry.shape;
+    match size {
+        Some(size) if size == end - start => {}
+        Some(size) => {
+            return Err(format!(
+                "{} {shape:?} takes {size} bytes; its offsets hold {}",
+                entry.dtype,
+                end - start
+            ));
+        }
+        None => return Err(format!("{} {shape:?} is larger than any file", entry.dtype)),
+    }
+    if end > data_len as u64 {
+        return Err(format!(
+            "its bytes end at {end}, the file's at {data_len}: the file is truncated or lies"
+        ));
+    }
+    // Dimensions beside a zero may exceed the address space on 32 bits; elsewhere the size bounds them.
+    let shape = shape.iter().map(|&d| usize::try_from(d)).collect::<Result<_, _>>();
+    Ok((dtype, shape.map_err(|e| e.to_string())?, start as usize..end as usize))
+}
+
+fn parse_dtype(name: &str) -> Result<DType, String> {
+    Ok(match name {
+        "F32" => DType::F32,
+        "F16" => DType::F16,
+        "BF16" => DType::BF16,
+        "I8" => DType::I8,
+        "U8" => DType::U8,
+        "I32" => DType::I32,
+        "I64" => DType::I64,
+        other => {
+            return Err(format!(
+                "element type {:?} is not supported; expected F32, F16, BF16, I8, U8, I32 or I64",
+                short(other)
+            ));
+        }
+    })
+}
+
+#[derive(serde::Deserialize)]
+struct HeaderEntry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: [u64; 2],
+}
+
+/// A JSON object as (name, value) in file order, refusing a name that comes twice. With `METADATA` the
+/// entry `__metadata__` is an object of strings and left out.
+pub(super) struct Entries<V, const METADATA: bool>(pub Vec<(String, V)>);
+
+impl<'de, V: Deserialize<'de>, const METADATA: bool> Deserialize<'de> for Entries<V, METADATA> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(EntriesVisitor(std::marker::PhantomData))
+    }
+}
+
+struct EntriesVisitor<V, const METADATA: bool>(std::marker::PhantomData<V>);
+
+impl<'de, V: Deserialize<'de>, const METADATA: bool> Visitor<'de> for EntriesVisitor<V, METADATA> {
+    type Value = Entries<V, METADATA>;
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut entries = Vec::new();
+        let mut seen = std::collections::HashSet::new();
+        while let Some(name) = map.next_key::<String>()? {
+            let in_entry = |e: A::Error| A::Error::custom(format!("entry {}: {e}", short(&name)));
+            if !seen.insert(name.clone()) {
+                return Err(in_entry(A::Error::custom("comes twice")));
+            }
+            if METADATA && name == "__metadata__" {
+                map.next_value::<HashMap<String, String>>().map_err(in_entry)?;
+            } else {
+                let value = map.next_value().map_err(in_entry)?;
+                entries.push((name, value));
+            }
+        }
+        Ok(Entries(entries))
+    }
+}
+
+/// serde_json quotes what it met; a message has one line all the same.
+pub(super) fn one_line(error: &impl fmt::Display) -> String {
+    short(&error.to_string())
+}

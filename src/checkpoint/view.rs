@@ -1,0 +1,131 @@
+//! A tensor as the checkpoint holds it, and its conversion to f32, row by row.
+//!
+//! Values that are no numbers (NaN, infinities) are refused wherever values are walked: they would turn
+//! every later logit into NaN, and the message would name nothing.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::CheckpointError;
+use crate::tensor::DType;
+
+/// Elements checked by one task: large enough to be worth a task, small enough to share out.
+const CHECK_CHUNK: usize = 1 << 20;
+
+/// A tensor of a checkpoint: row-major, little endian, at any alignment.
+#[derive(Debug, Clone, Copy)]
+pub struct Tensor<'a> {
+    pub name: &'a str,
+    /// The file it lies in, as messages call it.
+    pub file: &'a str,
+    pub dtype: DType,
+    pub shape: &'a [usize],
+    /// `shape`'s product times the element size bytes.
+    pub data: &'a [u8],
+}
+
+impl<'a> Tensor<'a> {
+    pub fn num_elements(&self) -> usize {
+        self.data.len() / self.dtype.size()
+    }
+
+    /// Length of a row, the last dimension; 1 for a scalar.
+    pub fn cols(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+
+    /// Product of all dimensions but the last; 1 for a vector.
+    pub fn rows(&self) -> usize {
+        self.shape.split_last().map_or(1, |(_, rows)| rows.iter().product())
+    }
+
+    /// The bytes of some rows. Panics if they are beyond the tensor.
+    pub fn row_bytes(&self, rows: Range<usize>) -> &'a [u8] {
+        let row = self.cols() * self.dtype.size();
+        &self.data[rows.start * row..rows.end * row]
+    }
+
+    /// Some rows as f32 into `out` (`rows.len() * cols` values), exactly: every bf16 and f16 is an f32.
+    /// Refuses integers, NaN and infinities. Panics if the rows are beyond the tensor.
+    pub fn rows_f32_into(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), CheckpointError> {
+        assert_eq!(out.len(), rows.len() * self.cols(), "output of {}", self.name);
+        let bytes = self.row_bytes(rows.clone());
+        match self.dtype {
+            DType::F32 => widen(bytes, out, u32::from_le_bytes),
+            DType::BF16 => widen(bytes, out, |b| (u16::from_le_bytes(b) as u32) << 16),
+            DType::F16 => widen(bytes, out, |b| half::f16::from_le_bytes(b).to_f32().to_bits()),
+            DType::I8 | DType::U8 | DType::I32 | DType::I64 => {
+                return Err(self.error(format!("holds {:?}; expected F32, F16 or BF16", self.dtype)));
+            }
+        }
+        // A maximum over bits vectorises, a test with an early exit does not.
+        if out.iter().fold(0, |max, x| (x.to_bits() & ABS).max(max)) >= INFINITY {
+            let at = out.iter().position(|x| !x.is_finite()).unwrap_or(0);
+            return Err(self.not_finite(rows.start * self.cols() + at));
+        }
+        Ok(())
+    }
+
+    /// Some rows as f32; see [`Tensor::rows_f32_into`].
+    pub fn rows_f32(&self, rows: Range<usize>) -> Result<Vec<f32>, CheckpointError> {
+        let mut out = vec![0.0; rows.len() * self.cols()];
+        self.rows_f32_into(rows, &mut out)?;
+        Ok(out)
+    }
+
+    /// The whole tensor as f32. For norms and tests: the embedding of a 27B takes 5.6 GB this way.
+    pub fn to_f32(&self) -> Result<Vec<f32>, CheckpointError> {
+        self.rows_f32(0..self.rows())
+    }
+
+    /// Refuses integers, NaN and infinities in a tensor that is used as it is, on all cores.
+    pub fn check_finite(&self) -> Result<(), CheckpointError> {
+        match self.dtype {
+            DType::F32 => self.check_exponents(|b: [u8; 4]| u32::from_le_bytes(b) & ABS >= INFINITY),
+            DType::BF16 => self.check_exponents(|b| u16::from_le_bytes(b) & 0x7FFF >= 0x7F80),
+            DType::F16 => self.check_exponents(|b| u16::from_le_bytes(b) & 0x7FFF >= 0x7C00),
+            DType::I8 | DType::U8 | DType::I32 | DType::I64 => {
+                Err(self.error(format!("holds {:?}; expected F32, F16 or BF16", self.dtype)))
+            }
+        }
+    }
+
+    fn check_exponents<const N: usize>(
+        &self,
+        bad: impl Fn([u8; N]) -> bool + Sync,
+    ) -> Result<(), CheckpointError> {
+        let is_bad = |bytes: &[u8]| bad(bytes.try_into().expect("whole elements"));
+        let chunk = self
+            .data
+            .par_chunks(CHECK_CHUNK * N)
+            .enumerate()
+            .find_first(|(_, chunk)| chunk.chunks_exact(N).fold(false, |any, bytes| any | is_bad(bytes)));
+        match chunk {
+            None => Ok(()),
+            Some((index, chunk)) => {
+                let at = chunk.chunks_exact(N).position(is_bad).unwrap_or(0);
+                Err(self.not_finite(index * CHECK_CHUNK + at))
+            }
+        }
+    }
+
+    /// An error about this tensor.
+    pub fn error(&self, problem: impl Into<String>) -> CheckpointError {
+        CheckpointError::tensor(self.file, self.name, problem)
+    }
+
+    fn not_finite(&self, element: usize) -> CheckpointError {
+        let (row, col) = (element / self.cols(), element % self.cols());
+        self.error(format!("row {row}, column {col} is NaN or infinite; expected a finite number"))
+    }
+}
+
+const ABS: u32 = 0x7FFF_FFFF;
+const INFINITY: u32 = 0x7F80_0000;
+
+fn widen<const N: usize>(bytes: &[u8], out: &mut [f32], bits: impl Fn([u8; N]) -> u32) {
+    for (bytes, out) in bytes.chunks_exact(N).zip(out) {
+        *out = f32::from_bits(bits(bytes.try_into().expect("chunks of N bytes")));
+    }
+}
