@@ -1,1 +1,525 @@
-//! (in work)
+//! What a Gemma-3 checkpoint says about itself: `config.json` and `generation_config.json`, validated.
+//!
+//! Understands the multimodal wrapper (`text_config`) and the text-only layout, fields left out (the real
+//! 27B writes ten of them), and both generations of names: `rope_theta`, `rope_local_base_freq` and
+//! `rope_scaling`, and the `rope_parameters` by layer type of transformers 5. Defaults are those of
+//! transformers' `Gemma3TextConfig`.
+//!
+//! Refuses by name whatever would change the result and is not computed here: other model types, soft
+//! capping, biases, bidirectional attention, untied heads, rope scalings other than linear, quantized
+//! checkpoints. Invariant: a [`Gemma3Config`] that exists can be computed.
+
+use std::fmt;
+use std::ops::RangeInclusive;
+
+use serde_json::{Map, Value};
+
+use crate::checkpoint::{CheckpointError, ModelFiles, short};
+
+const CONFIG_FILE: &str = "config.json";
+const GENERATION_CONFIG_FILE: &str = "generation_config.json";
+
+/// Configs have a few KB; a parsed JSON value takes up to 32 times its text.
+const MAX_CONFIG_BYTES: usize = 1 << 20;
+
+// Bounds of what a config may claim, far above every real model, so that sizes computed from them cannot
+// overflow. `max_position_embeddings` and `sliding_window` are bounded by what positions are counted in.
+const MAX_VOCAB: u64 = 1 << 20;
+const MAX_HIDDEN: u64 = 1 << 16;
+const MAX_INTERMEDIATE: u64 = 1 << 18;
+const MAX_LAYERS: u64 = 1024;
+const MAX_HEADS: u64 = 1024;
+const MAX_POSITIONS: u64 = 1 << 24;
+
+/// A config is not one of a model that can be computed here. One line: file, field, what is wrong.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("{file}: {problem}")]
+    File { file: String, problem: String },
+    #[error("{file}: {field} {problem}")]
+    Field { file: String, field: String, problem: String },
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+}
+
+/// What a layer's attention sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LayerType {
+    /// The last `sliding_window` positions, the own one included.
+    SlidingAttention,
+    /// All positions.
+    FullAttention,
+}
+
+/// Hyperparameters of a Gemma-3 language model, by their Hugging Face names.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Gemma3Config {
+    /// Rows of the embedding; the tokenizer may know fewer ids.
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_hidden_layers: usize,
+    /// A multiple of `num_key_value_heads`.
+    pub num_attention_heads: usize,
+    pub num_key_value_heads: usize,
+    /// A multiple of 4, 32 to 256.
+    pub head_dim: usize,
+    pub rms_norm_eps: f32,
+    pub max_position_embeddings: usize,
+    /// Attention scores are scaled by its inverse square root; not `head_dim` in the 27B.
+    pub query_pre_attn_scalar: f64,
+    pub sliding_window: usize,
+    /// One per layer.
+    pub layer_types: Vec<LayerType>,
+    /// Base of full-attention layers.
+    pub rope_theta: f64,
+    /// Base of sliding-attention layers.
+    pub rope_local_base_freq: f64,
+    /// Frequencies of full-attention layers are divided by it; 1 without scaling.
+    pub rope_scaling_factor: f64,
+    /// Any of them ends an answer. Ascending, each below `vocab_size`.
+    pub eos_token_ids: Vec<u32>,
+    pub bos_token_id: u32,
+    pub pad_token_id: u32,
+    /// Always true: the logits are computed with the embedding.
+    pub tie_word_embeddings: bool,
+}
+
+impl Gemma3Config {
+    /// Reads `config.json` and, if there is one, `generation_config.json`; answers end at the end tokens
+    /// of both.
+    pub fn load(files: &ModelFiles) -> Result<(Self, GenerationConfig), ConfigError> {
+        let Some(bytes) = files.read(CONFIG_FILE)? else {
+            let problem = format!("holds no {CONFIG_FILE}");
+            return Err(ConfigError::File { file: files.location(), problem });
+        };
+        let mut config = Self::from_json(&bytes, &files.display(CONFIG_FILE))?;
+        let mut generation = GenerationConfig::default();
+        if let Some(bytes) = files.read(GENERATION_CONFIG_FILE)? {
+            let file = files.display(GENERATION_CONFIG_FILE);
+            generation = GenerationConfig::from_json(&bytes, &file)?;
+            let level = Level { file: &file, prefix: String::new(), object: &Map::new() };
+            level.check_ids("eos_token_id", &generation.eos_token_ids, config.vocab_size)?;
+            config.eos_token_ids = union([config.eos_token_ids, generation.eos_token_ids.clone()]);
+        }
+        Ok((config, generation))
+    }
+
+    /// Reads a `config.json`; `file_name` is how messages call it.
+    pub fn from_json(bytes: &[u8], file_name: &str) -> Result<Self, ConfigError> {
+        let root = parse_object(bytes, file_name)?;
+        let root = Level { file: file_name, prefix: String::new(), object: &root };
+        let text = text_level(&root)?;
+        for level in [&root, &text] {
+            level.refuse_what_is_not_computed()?;
+        }
+
+        let vocab_size = text.size("vocab_size", 262_208, 1..=MAX_VOCAB)?;
+        let num_hidden_layers = text.size("num_hidden_layers", 26, 1..=MAX_LAYERS)?;
+        let num_attention_heads = text.size("num_attention_heads", 8, 1..=MAX_HEADS)?;
+        let num_key_value_heads = text.size("num_key_value_heads", 4, 1..=MAX_HEADS)?;
+        if !num_attention_heads.is_multiple_of(num_key_value_heads) {
+            return Err(text.error(
+                "num_attention_heads",
+                format!(
+                    "is {num_attention_heads}; expected a multiple of num_key_value_heads ({num_key_value_heads})"
+                ),
+            ));
+        }
+        let head_dim = text.size("head_dim", 256, 32..=256)?;
+        if !head_dim.is_multiple_of(4) {
+            return Err(text.error("head_dim", format!("is {head_dim}; expected a multiple of 4")));
+        }
+        let rope = Rope::read(&text)?;
+
+        let eos = [text.ids("eos_token_id")?, root.ids("eos_token_id")?];
+        let mut eos_token_ids = union(eos);
+        if eos_token_ids.is_empty() {
+            eos_token_ids.push(1);
+        }
+        text.check_ids("eos_token_id", &eos_token_ids, vocab_size)?;
+        let token = |name: &str, default: u32| -> Result<u32, ConfigError> {
+            let id = match text.ids(name)?.first() {
+                Some(&id) => id,
+                None => root.ids(name)?.first().copied().unwrap_or(default),
+            };
+            text.check_ids(name, &[id], vocab_size)?;
+            Ok(id)
+        };
+
+        Ok(Self {
+            vocab_size,
+            hidden_size: text.size("hidden_size", 2304, 1..=MAX_HIDDEN)?,
+            intermediate_size: text.size("intermediate_size", 9216, 1..=MAX_INTERMEDIATE)?,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim,
+            rms_norm_eps: text.number("rms_norm_eps", 1e-6, 1e-30..=1.0)? as f32,
+            max_position_embeddings: text.size("max_position_embeddings", 131_072, 1..=MAX_POSITIONS)?,
+            query_pre_attn_scalar: text.number("query_pre_attn_scalar", 256.0, 1e-3..=1e6)?,
+            sliding_window: text.size("sliding_window", 4096, 1..=MAX_POSITIONS)?,
+            layer_types: layer_types(&text, num_hidden_layers)?,
+            rope_theta: rope.theta,
+            rope_local_base_freq: rope.local_theta,
+            rope_scaling_factor: rope.factor,
+            eos_token_ids,
+            bos_token_id: token("bos_token_id", 2)?,
+            pad_token_id: token("pad_token_id", 0)?,
+            tie_word_embeddings: true,
+        })
+    }
+}
+
+/// How a model's author wants it sampled, where a request does not say; from `generation_config.json`.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct GenerationConfig {
+    /// False or absent: greedy.
+    pub do_sample: Option<bool>,
+    pub temperature: Option<f32>,
+    /// 0 is off.
+    pub top_k: Option<u32>,
+    pub top_p: Option<f32>,
+    pub min_p: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    pub eos_token_ids: Vec<u32>,
+}
+
+impl GenerationConfig {
+    /// Reads a `generation_config.json`; `file_name` is how messages call it.
+    pub fn from_json(bytes: &[u8], file_name: &str) -> Result<Self, ConfigError> {
+        let object = parse_object(bytes, file_name)?;
+        let level = Level { file: file_name, prefix: String::new(), object: &object };
+        let number = |name: &str, range: RangeInclusive<f64>| -> Result<Option<f32>, ConfigError> {
+            level.get(name).map(|v| level.number_of(name, v, range).map(|n| n as f32)).transpose()
+        };
+        Ok(Self {
+            do_sample: level.flag("do_sample")?,
+            temperature: number("temperature", 0.0..=100.0)?,
+            top_k: match level.get("top_k") {
+                Some(v) => Some(level.whole("top_k", v, 0..=u32::MAX.into())? as u32),
+                None => None,
+            },
+            top_p: number("top_p", 0.0..=1.0)?,
+            min_p: number("min_p", 0.0..=1.0)?,
+            repetition_penalty: number("repetition_penalty", 1e-3..=1e3)?,
+            eos_token_ids: union([level.ids("eos_token_id")?]),
+        })
+    }
+}
+
+/// The object that describes the language model.
+fn text_level<'a>(root: &Level<'a>) -> Result<Level<'a>, ConfigError> {
+    const SUPPORTED: &str = "expected \"gemma3\" (text and vision) or \"gemma3_text\"";
+    let model_type = root.text("model_type")?;
+    let wrapped = match model_type {
+        Some("gemma3") => true,
+        Some("gemma3_text") => false,
+        Some(other) => {
+            return Err(root.error("model_type", format!("{:?} is not supported; {SUPPORTED}", short(other))));
+        }
+        None => return Err(root.error("model_type", format!("is missing; {SUPPORTED}"))),
+    };
+    match root.get("text_config") {
+        Some(Value::Object(object)) => {
+            let text = Level { file: root.file, prefix: "text_config.".into(), object };
+            match text.text("model_type")? {
+                None | Some("gemma3_text") => Ok(text),
+                Some(other) => Err(text.error(
+                    "model_type",
+                    format!("{:?} is not supported; expected \"gemma3_text\"", short(other)),
+                )),
+            }
+        }
+        Some(other) => Err(root.error("text_config", format!("is {}; expected an object", show(other)))),
+        None if wrapped && root.get("hidden_size").is_none() => {
+            Err(root.error("text_config", "is missing; expected the language model's fields there"))
+        }
+        None => Ok(root.clone()),
+    }
+}
+
+fn layer_types(text: &Level, num_hidden_layers: usize) -> Result<Vec<LayerType>, ConfigError> {
+    if let Some(value) = text.get("layer_types") {
+        let Value::Array(types) = value else {
+            return Err(text.error("layer_types", format!("is {}; expected a list", show(value))));
+        };
+        if types.len() != num_hidden_layers {
+            let problem =
+                format!("has {} entries; expected num_hidden_layers ({num_hidden_layers})", types.len());
+            return Err(text.error("layer_types", problem));
+        }
+        let read = |(i, value): (usize, &Value)| match value.as_str() {
+            Some("sliding_attention") => Ok(LayerType::SlidingAttention),
+            Some("full_attention") => Ok(LayerType::FullAttention),
+            _ => Err(text.error(
+                &format!("layer_types[{i}]"),
+                format!("is {}; expected \"sliding_attention\" or \"full_attention\"", show(value)),
+            )),
+        };
+        return types.iter().enumerate().map(read).collect();
+    }
+    // The second name is the one transformers writes since 4.53, always beside layer_types.
+    let names = ["sliding_window_pattern", "_sliding_window_pattern"];
+    let mut pattern = None;
+    for name in names {
+        if let Some(value) = text.get(name) {
+            let period = text.whole(name, value, 1..=MAX_LAYERS)? as usize;
+            if pattern.is_some_and(|other| other != period) {
+                return Err(text.error(name, format!("is {period}, but {} is another number", names[0])));
+            }
+            pattern = Some(period);
+        }
+    }
+    let pattern = pattern.unwrap_or(6);
+    let kind = |i: usize| match (i + 1).is_multiple_of(pattern) {
+        true => LayerType::FullAttention,
+        false => LayerType::SlidingAttention,
+    };
+    Ok((0..num_hidden_layers).map(kind).collect())
+}
+
+struct Rope {
+    theta: f64,
+    local_theta: f64,
+    factor: f64,
+}
+
+impl Rope {
+    const THETAS: RangeInclusive<f64> = 1.0..=1e12;
+
+    /// From the old fields, or from transformers 5's; where a config has both they must agree.
+    fn read(text: &Level) -> Result<Self, ConfigError> {
+        let theta = text.number("rope_theta", 1e6, Self::THETAS)?;
+        let local_theta = text.number("rope_local_base_freq", 1e4, Self::THETAS)?;
+        let factor = match text.object("rope_scaling")? {
+            Some(scaling) => Some(scaling_factor(&scaling, true)?),
+            None => None,
+        };
+        let old = Self { theta, local_theta, factor: factor.unwrap_or(1.0) };
+        let Some(by_type) = text.object("rope_parameters")? else {
+            return Ok(old);
+        };
+        let of_type = |name: &str| {
+            by_type.object(name)?.ok_or_else(|| {
+                by_type.error(name, "is missing; expected the rope parameters of that layer type")
+            })
+        };
+        let (full, sliding) = (of_type("full_attention")?, of_type("sliding_attention")?);
+        if scaling_factor(&sliding, false)? != 1.0 {
+            return Err(
+                sliding.error("factor", "scales sliding layers; only full-attention layers may be scaled")
+            );
+        }
+        let new = Self {
+            theta: full.number("rope_theta", old.theta, Self::THETAS)?,
+            local_theta: sliding.number("rope_theta", old.local_theta, Self::THETAS)?,
+            factor: scaling_factor(&full, false)?,
+        };
+        let contradictions = [
+            ("rope_theta", text.get("rope_theta").is_some() && old.theta != new.theta),
+            (
+                "rope_local_base_freq",
+                text.get("rope_local_base_freq").is_some() && old.local_theta != new.local_theta,
+            ),
+            ("rope_scaling", factor.is_some_and(|factor| factor != new.factor)),
+        ];
+        match contradictions.iter().find(|(_, contradicts)| *contradicts) {
+            Some((name, _)) => {
+                Err(text.error(name, "contradicts rope_parameters; expected one of them, or both alike"))
+            }
+            None => Ok(new),
+        }
+    }
+}
+
+/// The factor of one set of rope parameters, 1 for type "default". The type's key was `type` before
+/// transformers 4.43.
+fn scaling_factor(level: &Level, type_required: bool) -> Result<f64, ConfigError> {
+    let kind = match (level.text("rope_type")?, level.text("type")?) {
+        (Some(a), Some(b)) if a != b => {
+            let problem = format!("is {:?}, but type is {:?}; expected one type", short(a), short(b));
+            return Err(level.error("rope_type", problem));
+        }
+        (a, b) => a.or(b),
+    };
+    if let Some(part) = level.get("partial_rotary_factor")
+        && part.as_f64() != Some(1.0)
+    {
+        return Err(level.error("partial_rotary_factor", format!("is {}; expected 1", show(part))));
+    }
+    match kind {
+        Some("linear") => match level.get("factor") {
+            Some(factor) => level.number_of("factor", factor, 1.0..=1e4),
+            None => Err(level.error("factor", "is missing; expected a number")),
+        },
+        Some("default") => Ok(1.0),
+        None if !type_required => Ok(1.0),
+        None => Err(level.error("rope_type", "is missing; expected \"linear\" or \"default\"")),
+        Some(other) => {
+            let problem = format!("{:?} is not supported; expected \"linear\" or \"default\"", short(other));
+            Err(level.error("rope_type", problem))
+        }
+    }
+}
+
+fn parse_object(bytes: &[u8], file_name: &str) -> Result<Map<String, Value>, ConfigError> {
+    let fail = |problem| ConfigError::File { file: short(file_name), problem };
+    if bytes.len() > MAX_CONFIG_BYTES {
+        return Err(fail(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", bytes.len())));
+    }
+    match serde_json::from_slice(bytes) {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(other) => Err(fail(format!("is {}; expected a JSON object", show(&other)))),
+        Err(e) => Err(fail(format!("is no valid JSON: {}", short(&e.to_string())))),
+    }
+}
+
+fn union<const N: usize>(ids: [Vec<u32>; N]) -> Vec<u32> {
+    let mut ids = ids.concat();
+    ids.sort_unstable();
+    ids.dedup();
+    ids
+}
+
+/// A value as a message may quote it.
+fn show(value: &Value) -> String {
+    match value {
+        Value::Object(_) => "an object".into(),
+        Value::Array(_) => "a list".into(),
+        other => short(&other.to_string()),
+    }
+}
+
+/// One object of a config file. An absent field and an optional one that is null are the same.
+#[derive(Clone)]
+struct Level<'a> {
+    file: &'a str,
+    /// What precedes a field's name in messages.
+    prefix: String,
+    object: &'a Map<String, Value>,
+}
+
+impl<'a> Level<'a> {
+    fn get(&self, name: &str) -> Option<&'a Value> {
+        self.object.get(name).filter(|v| !v.is_null())
+    }
+
+    fn error(&self, name: &str, problem: impl Into<String>) -> ConfigError {
+        let field = format!("{}{name}", self.prefix);
+        ConfigError::Field { file: short(self.file), field, problem: problem.into() }
+    }
+
+    fn mismatch(&self, name: &str, value: &Value, expected: impl fmt::Display) -> ConfigError {
+        self.error(name, format!("is {}; expected {expected}", show(value)))
+    }
+
+    /// A size; absent takes the default, null does not: nothing sensible writes one.
+    fn size(&self, name: &str, default: usize, range: RangeInclusive<u64>) -> Result<usize, ConfigError> {
+        match self.object.get(name) {
+            Some(value) => Ok(self.whole(name, value, range)? as usize),
+            None => Ok(default),
+        }
+    }
+
+    fn number(&self, name: &str, default: f64, range: RangeInclusive<f64>) -> Result<f64, ConfigError> {
+        match self.object.get(name) {
+            Some(value) => self.number_of(name, value, range),
+            None => Ok(default),
+        }
+    }
+
+    fn whole(&self, name: &str, value: &Value, range: RangeInclusive<u64>) -> Result<u64, ConfigError> {
+        // Some tools write whole numbers as 256.0.
+        let whole = value
+            .as_u64()
+            .or_else(|| value.as_f64().filter(|f| f.fract() == 0.0 && *f >= 0.0).map(|f| f as u64));
+        whole.filter(|n| range.contains(n)).ok_or_else(|| {
+            self.mismatch(
+                name,
+                value,
+                format_args!("a whole number from {} to {}", range.start(), range.end()),
+            )
+        })
+    }
+
+    fn number_of(&self, name: &str, value: &Value, range: RangeInclusive<f64>) -> Result<f64, ConfigError> {
+        value.as_f64().filter(|n| range.contains(n)).ok_or_else(|| {
+            self.mismatch(name, value, format_args!("a number from {} to {}", range.start(), range.end()))
+        })
+    }
+
+    fn text(&self, name: &str) -> Result<Option<&'a str>, ConfigError> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(other) => Err(self.mismatch(name, other, "a string")),
+        }
+    }
+
+    fn flag(&self, name: &str) -> Result<Option<bool>, ConfigError> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::Bool(flag)) => Ok(Some(*flag)),
+            Some(other) => Err(self.mismatch(name, other, "true or false")),
+        }
+    }
+
+    fn object(&self, name: &str) -> Result<Option<Level<'a>>, ConfigError> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::Object(object)) => {
+                Ok(Some(Level { file: self.file, prefix: format!("{}{name}.", self.prefix), object }))
+            }
+            Some(other) => Err(self.mismatch(name, other, "an object")),
+        }
+    }
+
+    /// One id, or a list of them; none if absent.
+    fn ids(&self, name: &str) -> Result<Vec<u32>, ConfigError> {
+        let one = |value| Ok(self.whole(name, value, 0..=u32::MAX.into())? as u32);
+        match self.get(name) {
+            None => Ok(Vec::new()),
+            Some(Value::Array(list)) => list.iter().map(one).collect(),
+            Some(value) => Ok(vec![one(value)?]),
+        }
+    }
+
+    fn check_ids(&self, name: &str, ids: &[u32], vocab_size: usize) -> Result<(), ConfigError> {
+        match ids.iter().find(|&&id| id as usize >= vocab_size) {
+            Some(id) => {
+                Err(self.error(name, format!("is {id}; expected an id below vocab_size ({vocab_size})")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn refuse_what_is_not_computed(&self) -> Result<(), ConfigError> {
+        for (name, wanted) in
+            [("attention_bias", false), ("use_bidirectional_attention", false), ("tie_word_embeddings", true)]
+        {
+            if self.flag(name)?.is_some_and(|flag| flag != wanted) {
+                let problem = format!("is {}; only checkpoints with {wanted} can be computed", !wanted);
+                return Err(self.error(name, problem));
+            }
+        }
+        for name in ["attn_logit_softcapping", "final_logit_softcapping"] {
+            if let Some(value) = self.get(name) {
+                return Err(self.mismatch(name, value, "null: Gemma-3 has no soft capping"));
+            }
+        }
+        if let Some(activation) = self.text("hidden_activation")?
+            && activation != "gelu_pytorch_tanh"
+        {
+            let problem = format!("{:?} is not supported; expected \"gelu_pytorch_tanh\"", short(activation));
+            return Err(self.error("hidden_activation", problem));
+        }
+        if self.get("quantization_config").is_some() {
+            return Err(self.error(
+                "quantization_config",
+                "marks a quantized checkpoint; expected the original in BF16, F16 or F32 (--quantize quantizes it)",
+            ));
+        }
+        Ok(())
+    }
+}
