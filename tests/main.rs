@@ -1,4 +1,5 @@
 //! The one integration binary: every suite shares one build and one Vulkan device. One `mod` line each, sorted.
 
+mod checkpoint;
 mod support;
 mod tidy;
