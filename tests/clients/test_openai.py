@@ -1,0 +1,382 @@
+#!/usr/bin/env python3
+"""What clients see: the official openai package and curl against a real `unicorn serve` with the demo model.
+
+tools/test.py starts it with the interpreter of .venv. Alone: `.venv/bin/python tests/clients/test_openai.py`,
+after `cargo build`. Prints one line per test and at the end `clients: N passed, N failed, N skipped`. Where the
+openai package is not installed, its tests are skipped and the others run.
+"""
+
+import concurrent.futures
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+try:
+    import openai
+except ImportError:
+    openai = None
+
+ROOT = Path(__file__).resolve().parents[2]
+BINARY = Path(os.environ.get("UNICORN_BINARY") or Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug/unicorn")
+LOG = ROOT / ".cache/test/server.log"
+# Generous: the first start on a machine compiles every shader. They bound a hang, and judge no speed.
+START_SECONDS = 600
+ANSWER_SECONDS = 300
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Server:
+    """A `unicorn serve` of our own on a free port, and what its first moments looked like."""
+
+    def __init__(self):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        LOG.parent.mkdir(parents=True, exist_ok=True)
+        self.log = open(LOG, "w")
+        command = [BINARY, "serve", "--allow-software-vulkan", "--port", str(self.port)]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT)
+        self.health = []  # each status once, in the order seen
+        self.models_while_loading = None
+
+    def wait(self):
+        """Returns when /health says 200; fails on anything but 503 before it."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with status {self.process.returncode}: {last_line(LOG.read_text())}")
+            try:
+                status, _ = get(self.url + "/health")
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.02)  # not bound yet
+                continue
+            if self.health[-1:] != [status]:
+                self.health.append(status)
+            if status == 200:
+                return
+            assert status == 503, f"/health said {status} while loading"
+            if self.models_while_loading is None:
+                self.models_while_loading = get(self.url + "/v1/models")
+            time.sleep(0.05)
+        raise RuntimeError(f"not ready after {START_SECONDS} s; its last line: {last_line(LOG.read_text())}")
+
+    def stop(self):
+        """SIGTERM must end it; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError("the server did not end within 30 s of SIGTERM") from None
+        finally:
+            self.log.close()
+
+
+def last_line(text):
+    return (text.strip().splitlines() or ["(nothing)"])[-1]
+
+
+def get(url):
+    return send(urllib.request.Request(url))
+
+
+def post(url, body):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return send(urllib.request.Request(url, data, {"Content-Type": "application/json"}))
+
+
+def send(request):
+    """Status and parsed body, whatever the status."""
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+FRANCE = user("What is the capital of France?")
+
+# Far more than one window of 64 tokens between the telling and the question.
+RECALL = user("My locker number is 4821.") + [{"role": "assistant", "content": "Your locker number is 4821."}]
+for question, answer in [
+    ("What is the capital of Italy?", "The capital of Italy is Rome."),
+    ("What is the opposite of hot?", "The opposite of hot is cold."),
+    ("What is the capital of Japan?", "The capital of Japan is Tokyo."),
+    ("How many days are in a week?", "There are 7 days in a week."),
+    ("What is the capital of Spain?", "The capital of Spain is Madrid."),
+    ("What color is the sky?", "The sky is blue."),
+]:
+    RECALL += user(question) + [{"role": "assistant", "content": answer}]
+RECALL += user("What is my locker number?")
+
+
+# --- with the openai package ----------------------------------------------------------------------------
+
+
+def sdk(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="unused", timeout=ANSWER_SECONDS, max_retries=0)
+
+
+def model_id(server):
+    return get(server.url + "/v1/models")[1]["data"][0]["id"]
+
+
+def ask(server, messages, **fields):
+    fields = {"max_tokens": 48, "temperature": 0, **fields}
+    return sdk(server).chat.completions.create(model=model_id(server), messages=messages, **fields)
+
+
+def streamed(server, messages, **fields):
+    """The chunks of a streamed answer, and their text."""
+    chunks = list(ask(server, messages, stream=True, **fields))
+    return chunks, "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def sdk_lists_the_model(server):
+    models = list(sdk(server).models.list())
+    assert len(models) == 1 and models[0].id, models
+    assert sdk(server).models.retrieve(models[0].id).id == models[0].id
+
+
+def sdk_answers_paris(server):
+    answer = ask(server, FRANCE)
+    choice = answer.choices[0]
+    assert "Paris" in choice.message.content, choice.message.content
+    assert choice.message.role == "assistant" and choice.finish_reason == "stop", choice
+    usage = answer.usage
+    assert usage.prompt_tokens > 5 and usage.completion_tokens > 0, usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens, usage
+
+
+def sdk_streams_the_same_answer(server):
+    chunks, text = streamed(server, FRANCE)
+    assert text == ask(server, FRANCE).choices[0].message.content, text
+    assert len({chunk.id for chunk in chunks}) == 1
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons[-1] == "stop" and not any(reasons[:-1]), reasons
+
+
+def sdk_stream_carries_usage_when_asked(server):
+    chunks, _ = streamed(server, FRANCE, stream_options={"include_usage": True})
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens > 0, chunks[-1]
+    assert chunks[-1].choices == []
+
+
+def sdk_stops_at_the_token_limit(server):
+    for field in ["max_tokens", "max_completion_tokens"]:
+        fields = {"max_tokens": openai.omit, field: 2}
+        answer = ask(server, FRANCE, **fields)
+        assert answer.usage.completion_tokens == 2, answer.usage
+        assert answer.choices[0].finish_reason == "length", answer.choices[0]
+
+
+def sdk_honours_a_stop_string(server):
+    whole = ask(server, FRANCE).choices[0].message.content
+    at = whole.index("Paris")
+    for stop in ["Paris", ["never said", "Paris"]]:
+        cut = ask(server, FRANCE, stop=stop)
+        assert cut.choices[0].message.content == whole[:at], cut.choices[0]
+        assert cut.choices[0].finish_reason == "stop"
+    _, text = streamed(server, FRANCE, stop="Paris")
+    assert text == whole[:at], text
+
+
+def sdk_same_seed_gives_the_same_text(server):
+    story = user("Tell me a short story.")
+    texts = [ask(server, story, temperature=1.0, seed=seed).choices[0].message.content for seed in [7, 7, 8, 9, 10, 11, 12]]
+    assert texts[0] == texts[1], texts[:2]
+    assert len(set(texts)) > 1, "six seeds gave one text: the seed does nothing"
+
+
+def sdk_recalls_beyond_one_window(server):
+    answer = ask(server, RECALL)
+    assert answer.usage.prompt_tokens > 2 * 64, answer.usage
+    assert "4821" in answer.choices[0].message.content, answer.choices[0].message.content
+
+
+def sdk_unknown_model_is_not_found(server):
+    error = raised(openai.NotFoundError, lambda: sdk(server).chat.completions.create(model="gpt-none", messages=FRANCE))
+    assert error.code == "model_not_found", error.body
+    raised(openai.NotFoundError, lambda: sdk(server).models.retrieve("gpt-none"))
+
+
+def sdk_bad_requests_are_refused(server):
+    for fields in [{"messages": []}, {"messages": FRANCE, "temperature": -1}, {"messages": FRANCE, "top_p": 2.0},
+                   {"messages": user("x"), "max_tokens": 0}, {"messages": [{"role": "nobody", "content": "x"}]}]:
+        error = raised(openai.BadRequestError, lambda: ask(server, **{"messages": FRANCE, **fields}))
+        assert error.type == "invalid_request_error" and error.message, (fields, error.body)
+
+
+def sdk_too_long_a_prompt_is_named(server):
+    error = raised(openai.BadRequestError, lambda: ask(server, user("count to five and back, please. " * 4000)))
+    assert error.code == "context_length_exceeded", error.body
+
+
+def raised(kind, call):
+    try:
+        call()
+    except kind as error:
+        return error
+    except openai.OpenAIError as error:
+        raise AssertionError(f"{type(error).__name__} instead of {kind.__name__}: {error}") from error
+    raise AssertionError(f"no {kind.__name__}")
+
+
+# --- with curl and bare sockets -------------------------------------------------------------------------
+
+
+def the_server_binds_before_it_loads(server):
+    """503 while loading, then 200 for good; if loading was too quick to be seen, 200 alone is right too."""
+    assert server.health in ([503, 200], [200]), server.health
+    if server.models_while_loading is not None:
+        status, body = server.models_while_loading
+        assert status == 200 and body["object"] == "list", server.models_while_loading
+
+
+def health_and_models(server):
+    assert get(server.url + "/health")[0] == 200
+    status, body = get(server.url + "/v1/models")
+    assert status == 200 and body["object"] == "list" and len(body["data"]) == 1, body
+    assert body["data"][0]["object"] == "model", body
+    assert get(f"{server.url}/v1/models/{body['data'][0]['id']}")[0] == 200
+
+
+def curl_streams_to_done(server):
+    body = json.dumps({"model": model_id(server), "messages": FRANCE, "stream": True, "temperature": 0})
+    done = subprocess.run(
+        ["curl", "-sSN", "--max-time", str(ANSWER_SECONDS), server.url + "/v1/chat/completions",
+         "-H", "Content-Type: application/json", "-d", body],
+        capture_output=True, text=True, check=True,
+    )
+    events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]", done.stdout[-300:]
+    chunks = [json.loads(event) for event in events[:-1]]
+    text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+    assert "Paris" in text and len(chunks) > 2, done.stdout[-300:]
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+
+
+def unknown_fields_and_an_empty_key_are_accepted(server):
+    body = {"model": model_id(server), "messages": FRANCE, "max_tokens": 4, "reasoning_effort": "low", "x_custom": {"a": 1}}
+    request = urllib.request.Request(
+        server.url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json", "Authorization": "Bearer "}
+    )
+    assert send(request)[0] == 200
+
+
+def broken_bodies_are_400(server):
+    for body in [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": 5}', b'{"model": 1, "messages": []}']:
+        status, answer = post(server.url + "/v1/chat/completions", body)
+        assert status == 400 and answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error", (body, answer)
+        assert "\n" not in answer["error"]["message"], answer
+
+
+def an_unknown_route_is_404(server):
+    assert get(server.url + "/v1/nowhere")[0] == 404
+
+
+def a_disconnect_frees_the_server(server):
+    """A client that leaves in mid-stream must not hold up the next one."""
+    body = json.dumps({"model": model_id(server), "messages": user("Tell me a story about a dragon."), "stream": True, "max_tokens": 400})
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=ANSWER_SECONDS) as s:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            s.sendall((head + body).encode())
+            assert b"200" in s.recv(64), "no answer began"
+    status, answer = post(server.url + "/v1/chat/completions", {"model": model_id(server), "messages": FRANCE, "temperature": 0})
+    assert status == 200 and "Paris" in answer["choices"][0]["message"]["content"], answer
+
+
+def requests_at_once_are_all_answered(server):
+    """One at a time inside, in a bounded queue: each is answered, or told 429, and none hangs."""
+    body = {"model": model_id(server), "messages": FRANCE, "temperature": 0, "max_tokens": 48}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: post(server.url + "/v1/chat/completions", body), range(4)))
+    assert {status for status, _ in answers} <= {200, 429} and answers[0][0] == 200, answers
+    texts = {answer["choices"][0]["message"]["content"] for status, answer in answers if status == 200}
+    assert len(texts) == 1, texts
+
+
+def a_taken_port_is_one_line(server):
+    command = [BINARY, "serve", "--allow-software-vulkan", "--port", str(server.port)]
+    second = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    assert second.returncode not in (0, 101, -6, -11), second.returncode
+    error = [line for line in second.stderr.splitlines() if "error" in line.lower()]
+    assert len(error) == 1 and str(server.port) in error[0], second.stderr
+    assert get(server.url + "/health")[0] == 200, "the first server no longer answers"
+
+
+# --- running --------------------------------------------------------------------------------------------
+
+PLAIN = [
+    the_server_binds_before_it_loads, health_and_models, curl_streams_to_done, unknown_fields_and_an_empty_key_are_accepted,
+    broken_bodies_are_400, an_unknown_route_is_404, a_disconnect_frees_the_server, requests_at_once_are_all_answered,
+    a_taken_port_is_one_line,
+]
+SDK = [
+    sdk_lists_the_model, sdk_answers_paris, sdk_streams_the_same_answer, sdk_stream_carries_usage_when_asked,
+    sdk_stops_at_the_token_limit, sdk_honours_a_stop_string, sdk_same_seed_gives_the_same_text, sdk_recalls_beyond_one_window,
+    sdk_unknown_model_is_not_found, sdk_bad_requests_are_refused, sdk_too_long_a_prompt_is_named,
+]
+
+
+def main():
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+
+    def attempt(name, action):
+        try:
+            action()
+        except Exception as error:  # any error is this test's failure, and the next one still runs
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"FAILED {name}: {reason[:600]}", flush=True)
+            counts["failed"] += 1
+            return False
+        print(f"ok {name}", flush=True)
+        counts["passed"] += 1
+        return True
+
+    if not BINARY.exists():
+        sys.exit(f"{BINARY} is not there: cargo build")
+    if not shutil.which("curl"):
+        sys.exit("curl is not installed: python3 tools/setup.py test")
+    server = Server()
+    try:
+        if attempt("the_server_starts", server.wait):
+            for test in PLAIN:
+                attempt(test.__name__, lambda test=test: test(server))
+            for test in SDK:
+                if openai is None:
+                    print(f"SKIP openai-client: {test.__name__}", flush=True)
+                    counts["skipped"] += 1
+                else:
+                    attempt(test.__name__, lambda test=test: test(server))
+    finally:
+        attempt("sigterm_ends_the_server", lambda: expect(server.stop(), 0))
+    print(f"clients: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)
+    return 1 if counts["failed"] else 0
+
+
+def expect(got, wanted):
+    assert got == wanted, f"exit status {got}, expected {wanted}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
