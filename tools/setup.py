@@ -247,6 +247,8 @@ def install(needs, release):
     choice, added = wanted(), False
     try:
         lacking = [need for need, ask in choice.items() if ask is None]
+        if trouble and any(not available_versions(need.package) for need in lacking):
+            raise SetupError(unavailable(lacking[0], name, release, trouble))
         has_backports = any(backports in source.suites for source in read_sources())
         if lacking and release.get("ID") == "debian" and not has_backports:
             text = backports_source(read_sources(), codename)
