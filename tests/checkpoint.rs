@@ -5,13 +5,15 @@ use std::fs;
 use std::path::Path;
 
 use half::{bf16, f16};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
-use crate::support::data;
-use unicorn::checkpoint::{Checkpoint, ModelFiles};
-use unicorn::model::config::Gemma3Config;
+use crate::support::{data, root};
+use unicorn::checkpoint::{Checkpoint, MAX_READ_BYTES, ModelFiles};
+use unicorn::model::config::{Gemma3Config, GenerationConfig, LayerType};
 use unicorn::model::weights::Gemma3Weights;
 use unicorn::quantize::{dequantize_row, grouping, quantize_row, quantize_rows};
 use unicorn::tensor::{DType, QuantizeMode, Scheme};
@@ -50,6 +52,16 @@ fn every_layout_loads_with_its_weights() {
         for tensor in weights.iter() {
             tensor.check_finite().unwrap();
         }
+    }
+}
+
+#[test]
+fn the_demo_model_loads() {
+    let (config, checkpoint) = open(&root().join("models/demo"));
+    let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
+    assert_eq!((weights.layers.len(), weights.skipped_vision), (config.num_hidden_layers, 0));
+    for tensor in weights.iter() {
+        tensor.check_finite().unwrap();
     }
 }
 
@@ -350,4 +362,936 @@ fn file_of_zeros(tensors: &[(String, DType, Vec<usize>)]) -> Vec<u8> {
         );
     }
     with_header(&Value::Object(header).to_string(), &vec![0; end])
+}
+
+// ---- Configs ------------------------------------------------------------------------------------------
+
+fn config(json: Value) -> Result<Gemma3Config, String> {
+    Gemma3Config::from_json(json.to_string().as_bytes(), "config.json").map_err(|e| e.to_string())
+}
+
+/// The published sizes, with the fields their config.json files have and no others.
+#[test]
+fn published_sizes_are_configs() {
+    let linear8 = json!({"factor": 8.0, "rope_type": "linear"});
+    let wrapped = |text: Value| {
+        json!({
+            "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eos_token_id": [1, 106],
+            "image_token_index": 262144, "model_type": "gemma3", "text_config": text, "torch_dtype": "bfloat16",
+            "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27, "model_type": "siglip_vision_model"}
+        })
+    };
+    let defaults = Gemma3Config {
+        vocab_size: 262_208,
+        hidden_size: 2304,
+        intermediate_size: 9216,
+        num_hidden_layers: 26,
+        num_attention_heads: 8,
+        num_key_value_heads: 4,
+        head_dim: 256,
+        rms_norm_eps: 1e-6,
+        max_position_embeddings: 131_072,
+        query_pre_attn_scalar: 256.0,
+        sliding_window: 1024,
+        layer_types: Vec::new(),
+        rope_theta: 1e6,
+        rope_local_base_freq: 1e4,
+        rope_scaling_factor: 8.0,
+        eos_token_ids: vec![1, 106],
+        bos_token_id: 2,
+        pad_token_id: 0,
+        tie_word_embeddings: true,
+    };
+    let cases = [
+        (
+            wrapped(json!({
+                "model_type": "gemma3_text", "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504,
+                "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16,
+                "query_pre_attn_scalar": 168, "rope_scaling": linear8, "sliding_window": 1024
+            })),
+            Gemma3Config {
+                hidden_size: 5376,
+                intermediate_size: 21504,
+                num_hidden_layers: 62,
+                num_attention_heads: 32,
+                num_key_value_heads: 16,
+                head_dim: 128,
+                query_pre_attn_scalar: 168.0,
+                ..defaults.clone()
+            },
+            10,
+        ),
+        (
+            wrapped(json!({
+                "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360,
+                "num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 8,
+                "rope_scaling": linear8, "sliding_window": 1024
+            })),
+            Gemma3Config {
+                hidden_size: 3840,
+                intermediate_size: 15360,
+                num_hidden_layers: 48,
+                num_attention_heads: 16,
+                num_key_value_heads: 8,
+                ..defaults.clone()
+            },
+            8,
+        ),
+        (
+            wrapped(json!({
+                "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+                "num_hidden_layers": 34, "rope_scaling": linear8, "sliding_window": 1024
+            })),
+            Gemma3Config {
+                hidden_size: 2560,
+                intermediate_size: 10240,
+                num_hidden_layers: 34,
+                ..defaults.clone()
+            },
+            5,
+        ),
+        (
+            json!({
+                "architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attn_logit_softcapping": null,
+                "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+                "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+                "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768,
+                "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26,
+                "num_key_value_heads": 1, "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+                "rope_local_base_freq": 10000, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512,
+                "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 262144
+            }),
+            Gemma3Config {
+                vocab_size: 262_144,
+                hidden_size: 1152,
+                intermediate_size: 6912,
+                num_attention_heads: 4,
+                num_key_value_heads: 1,
+                max_position_embeddings: 32768,
+                sliding_window: 512,
+                rope_scaling_factor: 1.0,
+                ..defaults.clone()
+            },
+            4,
+        ),
+    ];
+    for (json, mut expected, full_layers) in cases {
+        let found = config(json).unwrap();
+        expected.layer_types = (1..=expected.num_hidden_layers)
+            .map(|i| if i % 6 == 0 { LayerType::FullAttention } else { LayerType::SlidingAttention })
+            .collect();
+        assert_eq!(found, expected);
+        let full = found.layer_types.iter().filter(|t| **t == LayerType::FullAttention).count();
+        assert_eq!(full, full_layers);
+    }
+}
+
+/// transformers 5 wrote these from the configs of the older generation: they mean the same.
+#[test]
+fn both_generations_of_fields_mean_the_same() {
+    for set in ["tiny-a", "tiny-27b-ratio"] {
+        let load = |folder: &str| {
+            let files = ModelFiles::open(&data(format!("{folder}/{set}"))).unwrap();
+            Gemma3Config::load(&files).unwrap()
+        };
+        let (old, old_generation) = load("gemma3");
+        let (new, _) = load("transformers5");
+        assert_eq!(old, new, "{set}");
+        assert_eq!((old.rope_scaling_factor, old.rope_theta, old.rope_local_base_freq), (8.0, 1e6, 1e4));
+        assert_eq!(old.eos_token_ids, [1, 106]);
+        let expected = GenerationConfig {
+            do_sample: Some(true),
+            top_k: Some(64),
+            top_p: Some(0.95),
+            eos_token_ids: vec![1, 106],
+            ..GenerationConfig::default()
+        };
+        assert_eq!(old_generation, expected);
+    }
+    // layer_types wins over the pattern beside it.
+    let (config, _) = open(&data("transformers5/tiny-27b-l2"));
+    assert_eq!(config.layer_types, [LayerType::SlidingAttention, LayerType::FullAttention]);
+    let (config, _) = open(&data("gemma3/tiny-b"));
+    let full: Vec<_> = (0..config.num_hidden_layers)
+        .filter(|i| config.layer_types[*i] == LayerType::FullAttention)
+        .collect();
+    assert_eq!((full, config.rope_scaling_factor), (vec![2, 5], 1.0));
+}
+
+#[test]
+fn config_fields_are_read_as_transformers_does() {
+    let base = |extra: Value| {
+        let mut json = json!({"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 4});
+        json.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        config(json)
+    };
+    let full = |config: Gemma3Config| -> Vec<bool> {
+        config.layer_types.iter().map(|t| *t == LayerType::FullAttention).collect()
+    };
+    for name in ["sliding_window_pattern", "_sliding_window_pattern"] {
+        assert_eq!(full(base(json!({name: 2})).unwrap()), [false, true, false, true]);
+        assert_eq!(full(base(json!({name: 1})).unwrap()), [true; 4]);
+    }
+    // The key of the type was once `type`.
+    let factor = |json: Value| base(json!({"rope_scaling": json})).map(|c| c.rope_scaling_factor);
+    assert_eq!(factor(json!({"type": "linear", "factor": 4})), Ok(4.0));
+    assert_eq!(factor(json!({"type": "default"})), Ok(1.0));
+    assert_eq!(factor(json!(null)), Ok(1.0));
+    // transformers 5, without scaling and with a theta left to its default.
+    let parameters =
+        json!({"full_attention": {"rope_type": "default", "rope_theta": 5e5}, "sliding_attention": {}});
+    let config = base(json!({"rope_parameters": parameters, "rope_local_base_freq": 2e4})).unwrap();
+    assert_eq!((config.rope_theta, config.rope_local_base_freq, config.rope_scaling_factor), (5e5, 2e4, 1.0));
+    // One id or several, at every level; absent means 1.
+    assert_eq!(base(json!({})).unwrap().eos_token_ids, [1]);
+    assert_eq!(base(json!({"eos_token_id": 7})).unwrap().eos_token_ids, [7]);
+    let nested = json!({
+        "model_type": "gemma3", "eos_token_id": [106, 1], "bos_token_id": 5,
+        "text_config": {"hidden_size": 64, "eos_token_id": 3, "pad_token_id": null, "head_dim": 64.0}
+    });
+    let config = self::config(nested).unwrap();
+    assert_eq!(config.eos_token_ids, [1, 3, 106]);
+    assert_eq!((config.bos_token_id, config.pad_token_id, config.head_dim), (5, 0, 64));
+}
+
+#[test]
+fn configs_that_cannot_be_computed_are_refused_by_field() {
+    let cases = [
+        (
+            json!({"model_type": null}),
+            "model_type is missing; expected \"gemma3\" (text and vision) or \"gemma3_text\"",
+        ),
+        (
+            json!({"model_type": "qwen2"}),
+            "model_type \"qwen2\" is not supported; expected \"gemma3\" (text and vision) or \"gemma3_text\"",
+        ),
+        (json!({"model_type": 3}), "model_type is 3; expected a string"),
+        (
+            json!({"model_type": "gemma3", "hidden_size": null}),
+            "text_config is missing; expected the language model's fields there",
+        ),
+        (json!({"text_config": []}), "text_config is a list; expected an object"),
+        (
+            json!({"text_config": {"model_type": "gemma3n_text"}}),
+            "text_config.model_type \"gemma3n_text\" is not supported; expected \"gemma3_text\"",
+        ),
+        (
+            json!({"text_config": {"hidden_size": "big"}}),
+            "text_config.hidden_size is \"big\"; expected a whole number from 1 to 65536",
+        ),
+        (json!({"hidden_size": 0}), "hidden_size is 0; expected a whole number from 1 to 65536"),
+        (json!({"hidden_size": -64}), "hidden_size is -64; expected a whole number from 1 to 65536"),
+        (json!({"hidden_size": 64.5}), "hidden_size is 64.5; expected a whole number from 1 to 65536"),
+        (
+            json!({"intermediate_size": 1e300}),
+            "intermediate_size is 1e+300; expected a whole number from 1 to 262144",
+        ),
+        (
+            json!({"vocab_size": u64::MAX}),
+            "vocab_size is 18446744073709551615; expected a whole number from 1 to 1048576",
+        ),
+        (
+            json!({"num_hidden_layers": null}),
+            "num_hidden_layers is null; expected a whole number from 1 to 1024",
+        ),
+        (
+            json!({"num_attention_heads": [8]}),
+            "num_attention_heads is a list; expected a whole number from 1 to 1024",
+        ),
+        (
+            json!({"num_attention_heads": 6, "num_key_value_heads": 4}),
+            "num_attention_heads is 6; expected a multiple of num_key_value_heads (4)",
+        ),
+        (json!({"head_dim": 512}), "head_dim is 512; expected a whole number from 32 to 256"),
+        (json!({"head_dim": 34}), "head_dim is 34; expected a multiple of 4"),
+        (
+            json!({"rms_norm_eps": 0}),
+            "rms_norm_eps is 0; expected a number from 0.000000000000000000000000000001 to 1",
+        ),
+        (
+            json!({"query_pre_attn_scalar": -1}),
+            "query_pre_attn_scalar is -1; expected a number from 0.001 to 1000000",
+        ),
+        (json!({"sliding_window": 0}), "sliding_window is 0; expected a whole number from 1 to 16777216"),
+        (
+            json!({"sliding_window_pattern": 0}),
+            "sliding_window_pattern is 0; expected a whole number from 1 to 1024",
+        ),
+        (
+            json!({"sliding_window_pattern": 6, "_sliding_window_pattern": 2}),
+            "_sliding_window_pattern is 2, but sliding_window_pattern is another number",
+        ),
+        (json!({"layer_types": "all"}), "layer_types is \"all\"; expected a list"),
+        (
+            json!({"layer_types": ["full_attention"]}),
+            "layer_types has 1 entries; expected num_hidden_layers (2)",
+        ),
+        (
+            json!({"layer_types": ["full_attention", "chunked_attention"]}),
+            "layer_types[1] is \"chunked_attention\"; expected \"sliding_attention\" or \"full_attention\"",
+        ),
+        (json!({"rope_theta": 0}), "rope_theta is 0; expected a number from 1 to 1000000000000"),
+        (json!({"rope_scaling": 8}), "rope_scaling is 8; expected an object"),
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 8}}),
+            "rope_scaling.rope_type \"yarn\" is not supported; expected \"linear\" or \"default\"",
+        ),
+        (
+            json!({"rope_scaling": {"factor": 8}}),
+            "rope_scaling.rope_type is missing; expected \"linear\" or \"default\"",
+        ),
+        (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling.factor is missing; expected a number"),
+        (
+            json!({"rope_scaling": {"type": "linear", "factor": 0.5}}),
+            "rope_scaling.factor is 0.5; expected a number from 1 to 10000",
+        ),
+        (
+            json!({"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 8}}),
+            "rope_scaling.rope_type is \"default\", but type is \"linear\"; expected one type",
+        ),
+        (
+            json!({"rope_parameters": {"rope_type": "linear", "factor": 8}}),
+            "rope_parameters.full_attention is missing; expected the rope parameters of that layer type",
+        ),
+        (
+            json!({"rope_parameters": {
+                "full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 8}
+            }}),
+            "rope_parameters.sliding_attention.factor scales sliding layers; only full-attention layers may be scaled",
+        ),
+        (
+            json!({"rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {}
+            }}),
+            "rope_parameters.full_attention.partial_rotary_factor is 0.5; expected 1",
+        ),
+        (
+            json!({
+                "rope_scaling": {"type": "linear", "factor": 8},
+                "rope_parameters": {"full_attention": {}, "sliding_attention": {}}
+            }),
+            "rope_scaling contradicts rope_parameters; expected one of them, or both alike",
+        ),
+        (
+            json!({
+                "rope_theta": 1e5,
+                "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {}}
+            }),
+            "rope_theta contradicts rope_parameters; expected one of them, or both alike",
+        ),
+        (
+            json!({"attention_bias": true}),
+            "attention_bias is true; only checkpoints with false can be computed",
+        ),
+        (
+            json!({"use_bidirectional_attention": true}),
+            "use_bidirectional_attention is true; only checkpoints with false can be computed",
+        ),
+        (
+            json!({"tie_word_embeddings": false}),
+            "tie_word_embeddings is false; only checkpoints with true can be computed",
+        ),
+        (
+            json!({"text_config": {"tie_word_embeddings": false}}),
+            "text_config.tie_word_embeddings is false; only checkpoints with true can be computed",
+        ),
+        (
+            json!({"final_logit_softcapping": 30.0}),
+            "final_logit_softcapping is 30.0; expected null: Gemma-3 has no soft capping",
+        ),
+        (
+            json!({"attn_logit_softcapping": 50.0}),
+            "attn_logit_softcapping is 50.0; expected null: Gemma-3 has no soft capping",
+        ),
+        (
+            json!({"hidden_activation": "silu"}),
+            "hidden_activation \"silu\" is not supported; expected \"gelu_pytorch_tanh\"",
+        ),
+        (
+            json!({"quantization_config": {"quant_method": "gptq"}}),
+            "quantization_config marks a quantized checkpoint; expected the original in BF16, F16 or F32 (--quantize \
+             quantizes it)",
+        ),
+        (json!({"eos_token_id": [1, 512]}), "eos_token_id is 512; expected an id below vocab_size (512)"),
+        (json!({"eos_token_id": -1}), "eos_token_id is -1; expected a whole number from 0 to 4294967295"),
+        (json!({"bos_token_id": 4000}), "bos_token_id is 4000; expected an id below vocab_size (512)"),
+    ];
+    for (change, expected) in cases {
+        let mut json = json!({
+            "model_type": "gemma3_text", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2
+        });
+        config(json.clone()).unwrap();
+        json.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        assert_eq!(config(json), Err(format!("config.json: {expected}")));
+    }
+    let raw = |bytes: &[u8]| Gemma3Config::from_json(bytes, "config.json").unwrap_err().to_string();
+    assert_eq!(raw(b"[1]"), "config.json: is a list; expected a JSON object");
+    assert_eq!(raw(b""), "config.json: is no valid JSON: EOF while parsing a value at line 1 column 0");
+    assert_eq!(
+        raw(&[b'['; 5000]),
+        "config.json: is no valid JSON: recursion limit exceeded at line 1 column 128"
+    );
+    assert_eq!(raw(&[b' '; 1 << 21]), "config.json: has 2097152 bytes; expected at most 1048576");
+
+    let generation = |json: Value| {
+        GenerationConfig::from_json(json.to_string().as_bytes(), "generation_config.json")
+            .unwrap_err()
+            .to_string()
+    };
+    for (json, expected) in [
+        (json!({"temperature": -1}), "temperature is -1; expected a number from 0 to 100"),
+        (json!({"top_p": 1.5}), "top_p is 1.5; expected a number from 0 to 1"),
+        (json!({"top_k": 0.5}), "top_k is 0.5; expected a whole number from 0 to 4294967295"),
+        (json!({"do_sample": "yes"}), "do_sample is \"yes\"; expected true or false"),
+        (
+            json!({"eos_token_id": ["</s>"]}),
+            "eos_token_id is \"</s>\"; expected a whole number from 0 to 4294967295",
+        ),
+    ] {
+        assert_eq!(generation(json), format!("generation_config.json: {expected}"));
+    }
+}
+
+// ---- Bad files ----------------------------------------------------------------------------------------
+
+/// What is wrong with a folder of these files, with the folder's name cut out.
+fn problem(files: &[(&str, Vec<u8>)]) -> String {
+    let folder = TempDir::new().unwrap();
+    for (name, bytes) in files {
+        fs::write(folder.path().join(name), bytes).unwrap();
+    }
+    problem_of(folder.path())
+}
+
+fn problem_of(folder: &Path) -> String {
+    let files = ModelFiles::open(folder).unwrap();
+    let error = Checkpoint::open(&files).expect_err("a bad checkpoint").to_string();
+    assert!(!error.contains('\n'), "{error}");
+    error.replace(&format!("{}/", folder.display()), "").replace(&folder.display().to_string(), "DIR")
+}
+
+#[test]
+fn bad_safetensors_files_are_refused_by_tensor() {
+    let good = safetensors_file(&[("a", "U8", &[4], &[1; 4]), ("b", "BF16", &[2, 2], &[0; 8])]);
+    let entry = |dtype: &str, shape: &str, offsets: &str| {
+        format!(r#"{{"dtype":{dtype},"shape":{shape},"data_offsets":{offsets}}}"#)
+    };
+    let two = |b: String| {
+        let a = entry("\"U8\"", "[4]", "[0,4]");
+        with_header(&format!(r#"{{"a":{a},"b":{b}}}"#), &[0; 12])
+    };
+    let cases: Vec<(Vec<u8>, &str)> = vec![
+        (vec![], "truncated: 0 bytes, too few for a safetensors file"),
+        (vec![0; 7], "truncated: 7 bytes, too few for a safetensors file"),
+        (
+            good[..20].to_vec(),
+            "truncated or no safetensors file: its first 8 bytes announce a header of 110 bytes, 12 bytes follow",
+        ),
+        (
+            [&u64::MAX.to_le_bytes()[..], b"{}"].concat(),
+            "truncated or no safetensors file: its first 8 bytes announce a header of 18446744073709551615 bytes, \
+             2 bytes follow",
+        ),
+        (
+            b"PK\x03\x04 a zip archive".to_vec(),
+            "truncated or no safetensors file: its first 8 bytes announce a header of 8800140462016121680 bytes, 10 \
+             bytes follow",
+        ),
+        (
+            good[..good.len() - 1].to_vec(),
+            "tensor b: its bytes end at 12, the file's at 11: the file is truncated or lies",
+        ),
+        ([&good[..], &[0; 3]].concat(), "3 bytes follow the last tensor; expected none"),
+        (
+            with_header("{", &[]),
+            "its header is no valid safetensors header: EOF while parsing an object at line 1 column 1",
+        ),
+        (
+            with_header("[]", &[]),
+            "its header is no valid safetensors header: invalid type: sequence, expected an object at line 1 column 0",
+        ),
+        (
+            with_header("{\"\u{fffd}", &[]).iter().map(|b| if *b == 0xEF { 0xFF } else { *b }).collect(),
+            "its header is no valid safetensors header: EOF while parsing a string at line 1 column 5",
+        ),
+        (
+            with_header(r#"{"a":{"dtype":"U8","shape":[0]}}"#, &[]),
+            "its header is no valid safetensors header: entry a: missing field `data_offsets` at line 1 column 31",
+        ),
+        (
+            with_header(r#"{"__metadata__":{"format":1}}"#, &[]),
+            "its header is no valid safetensors header: entry __metadata__: invalid type: integer `1`, expected a \
+             string at line 1 column 27",
+        ),
+        (
+            two(entry("\"BF16\"", "[-2,2]", "[4,12]")),
+            "its header is no valid safetensors header: entry b: invalid value: integer `-2`, expected u64 at line 1 \
+             column 84",
+        ),
+        (
+            with_header(&format!(r#"{{"a":{0},"a":{0}}}"#, entry("\"U8\"", "[4]", "[0,4]")), &[0; 4]),
+            "its header is no valid safetensors header: entry a: comes twice at line 1 column 56",
+        ),
+        (
+            two(entry("\"F64\"", "[1]", "[4,12]")),
+            "tensor b: element type \"F64\" is not supported; expected F32, F16, BF16, I8, U8, I32 or I64",
+        ),
+        (
+            two(entry("\"BF16\"", "[2,3]", "[4,12]")),
+            "tensor b: BF16 [2, 3] takes 12 bytes; its offsets hold 8",
+        ),
+        (
+            two(entry("\"BF16\"", "[4294967296,4294967296]", "[4,12]")),
+            "tensor b: BF16 [4294967296, 4294967296] is larger than any file",
+        ),
+        (
+            two(entry("\"BF16\"", "[1,1,1,1,1,1,1,1,4]", "[4,12]")),
+            "tensor b: has 9 dimensions; expected at most 8",
+        ),
+        (two(entry("\"BF16\"", "[4]", "[12,4]")), "tensor b: its bytes end at 4, before they begin at 12"),
+        (
+            two(entry("\"BF16\"", "[4]", "[2,10]")),
+            "tensor b: overlaps the tensor before it: its bytes begin at 2, expected 4",
+        ),
+        (
+            two(entry("\"BF16\"", "[3]", "[6,12]")),
+            "tensor b: leaves a gap before it: its bytes begin at 6, expected 4",
+        ),
+        (
+            two(entry("\"BF16\"", "[4]", "[18446744073709551600,18446744073709551608]")),
+            "tensor b: its bytes end at 18446744073709551608, the file's at 12: the file is truncated or lies",
+        ),
+        (
+            two(entry("\"BF16\"", "[9223372036854775807]", "[4,18446744073709551615]")),
+            "tensor b: BF16 [9223372036854775807] takes 18446744073709551614 bytes; its offsets hold \
+             18446744073709551611",
+        ),
+        (
+            with_header(
+                &format!(r#"{{"a\nb{}":{}}}"#, "c".repeat(300), entry("\"U9\"", "[4]", "[0,4]")),
+                &[0; 4],
+            ),
+            "NAME: element type \"U9\" is not supported; expected F32, F16, BF16, I8, U8, I32 or I64",
+        ),
+    ];
+    let mut wrong = Vec::new();
+    for (bytes, expected) in cases {
+        let found = problem(&[("model.safetensors", bytes)]);
+        let found = found.replace(&format!("tensor a\\nb{}…", "c".repeat(197)), "NAME");
+        if found != format!("model.safetensors: {expected}") {
+            wrong.push(format!("found    {found}\nexpected {expected}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    // A header beyond what is parsed at all: sparse on disk, and refused before it is read.
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("model.safetensors");
+    fs::write(&path, (1u64 << 30).to_le_bytes()).unwrap();
+    fs::File::options().write(true).open(&path).unwrap().set_len((1 << 30) + 8).unwrap();
+    assert_eq!(
+        problem_of(folder.path()),
+        "model.safetensors: its header has 1073741824 bytes; expected at most 16777216"
+    );
+}
+
+#[test]
+fn bad_indexes_are_refused_by_tensor() {
+    let index = |json: Value| ("model.safetensors.index.json", json.to_string().into_bytes());
+    let map = |map: Value| index(json!({"metadata": {}, "weight_map": map}));
+    let one = safetensors_file(&[("a", "U8", &[4], &[1; 4])]);
+    let other = safetensors_file(&[("b", "U8", &[4], &[1; 4])]);
+    let both = safetensors_file(&[("a", "U8", &[4], &[1; 4]), ("b", "U8", &[4], &[1; 4])]);
+    let shards = |one: &[u8], two: &[u8]| [("1.safetensors", one.to_vec()), ("2.safetensors", two.to_vec())];
+    let with = |index: (&'static str, Vec<u8>), shards: [(&'static str, Vec<u8>); 2]| {
+        problem(&[vec![index], shards.to_vec()].concat())
+    };
+    let good = json!({"a": "1.safetensors", "b": "2.safetensors"});
+
+    assert_eq!(problem(&[]), "DIR: holds neither model.safetensors nor model.safetensors.index.json");
+    assert_eq!(
+        with(index(json!({"metadata": {}})), shards(&one, &other)),
+        "model.safetensors.index.json: is no valid index of shards: missing field `weight_map` at line 1 column 15"
+    );
+    assert_eq!(
+        with(map(json!({"a": 1})), shards(&one, &other)),
+        "model.safetensors.index.json: is no valid index of shards: entry a: invalid type: integer `1`, expected a \
+         string at line 1 column 34"
+    );
+    assert_eq!(
+        problem(&[map(good.clone()), ("1.safetensors", one.clone())]),
+        "model.safetensors.index.json: tensor b: the index places it, and 0 more, in 2.safetensors, which is missing"
+    );
+    assert_eq!(
+        with(map(good.clone()), shards(&one, &one)),
+        "2.safetensors: tensor a: is in 1.safetensors too; expected it in one file"
+    );
+    assert_eq!(
+        with(map(good.clone()), shards(&one, &both)),
+        "2.safetensors: tensor a: is in 1.safetensors too; expected it in one file"
+    );
+    assert_eq!(
+        with(map(json!({"a": "1.safetensors", "c": "2.safetensors"})), shards(&one, &other)),
+        "model.safetensors.index.json: tensor c: the index places it in 2.safetensors; it is in none of the shards"
+    );
+    assert_eq!(
+        with(map(json!({"a": "2.safetensors", "b": "1.safetensors"})), shards(&one, &other)),
+        "model.safetensors.index.json: tensor a: the index places it in 2.safetensors; it is in 1.safetensors"
+    );
+    assert_eq!(
+        with(map(good.clone()), shards(&one, &other[..50])),
+        "2.safetensors: truncated or no safetensors file: its first 8 bytes announce a header of 53 bytes, 42 bytes \
+         follow"
+    );
+    for outside in ["../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", "", "a\\b", "a\0b"] {
+        let shown = format!("{outside:?}");
+        assert_eq!(
+            with(map(json!({"a": outside})), shards(&one, &other)),
+            format!(
+                "model.safetensors.index.json: tensor a: names {shown}; expected a file of the same folder"
+            )
+        );
+    }
+}
+
+#[test]
+fn links_and_strange_files_are_refused() {
+    use std::os::unix::fs::symlink;
+    let index = json!({"weight_map": {"a": "1.safetensors"}}).to_string();
+    let shard = safetensors_file(&[("a", "U8", &[4], &[1; 4])]);
+    let root = TempDir::new().unwrap();
+    let root = fs::canonicalize(root.path()).unwrap();
+    let model = |name: &str| {
+        let folder = root.join(name);
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("model.safetensors.index.json"), &index).unwrap();
+        folder
+    };
+    fs::create_dir_all(root.join("blobs")).unwrap();
+    fs::write(root.join("blobs/1234"), &shard).unwrap();
+
+    let outside = model("outside");
+    symlink(root.join("blobs/1234"), outside.join("1.safetensors")).unwrap();
+    assert_eq!(
+        problem_of(&outside),
+        format!(
+            "model.safetensors.index.json: tensor a: names \"1.safetensors\", a link to {}; expected a file of the \
+             same folder",
+            root.join("blobs/1234").display()
+        )
+    );
+    // The layout of Hugging Face's cache.
+    let cached = model("snapshots/0123abcd");
+    symlink("../../blobs/1234", cached.join("1.safetensors")).unwrap();
+    let checkpoint = Checkpoint::open(&ModelFiles::open(&cached).unwrap()).unwrap();
+    assert_eq!(checkpoint.get("a").unwrap().data, [1; 4]);
+
+    let dangling = model("dangling");
+    symlink("nowhere", dangling.join("1.safetensors")).unwrap();
+    assert!(problem_of(&dangling).ends_with("in 1.safetensors, which is missing"));
+    let directory = model("directory");
+    fs::create_dir(directory.join("1.safetensors")).unwrap();
+    assert_eq!(
+        problem_of(&directory),
+        "model.safetensors.index.json: tensor a: names \"1.safetensors\", which cannot be used: 1.safetensors: is \
+         not a regular file"
+    );
+    // Opening a pipe would wait for ever.
+    let pipe = root.join("pipe");
+    fs::create_dir(&pipe).unwrap();
+    let made = std::process::Command::new("mkfifo").arg(pipe.join("model.safetensors")).status().unwrap();
+    assert!(made.success());
+    assert_eq!(problem_of(&pipe), "model.safetensors: is not a regular file");
+
+    let files = ModelFiles::open(&outside).unwrap();
+    let big = outside.join("tokenizer.json");
+    fs::File::create(&big).unwrap().set_len(MAX_READ_BYTES + 1).unwrap();
+    let error = files.read("tokenizer.json").unwrap_err().to_string();
+    assert_eq!(error, format!("{}: has 67108865 bytes; expected at most 67108864", big.display()));
+    for (path, expected) in [
+        (
+            root.join("none"),
+            "no such folder; a model is a folder with config.json, tokenizer.json and model.safetensors",
+        ),
+        (big.clone(), "is a file; give the folder that holds it"),
+    ] {
+        let error = ModelFiles::open(&path).unwrap_err().to_string();
+        assert_eq!(error, format!("{}: {expected}", path.display()));
+    }
+    assert_eq!(
+        Gemma3Config::load(&files).unwrap_err().to_string(),
+        format!("{}: holds no config.json", outside.display())
+    );
+}
+
+/// A small whole model: its config and tensors (name, shape), to be spoiled.
+fn small_model() -> (Value, Vec<(String, Vec<usize>)>) {
+    let config = json!({
+        "model_type": "gemma3_text", "vocab_size": 16, "hidden_size": 24, "intermediate_size": 20,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"], "eos_token_id": [1, 3],
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 8, "rope_theta": 1e6
+    });
+    let mut tensors =
+        vec![("model.embed_tokens.weight".to_string(), vec![16, 24]), ("model.norm.weight".into(), vec![24])];
+    for layer in 0..2 {
+        for (name, shape) in [
+            ("input_layernorm", vec![24]),
+            ("post_attention_layernorm", vec![24]),
+            ("pre_feedforward_layernorm", vec![24]),
+            ("post_feedforward_layernorm", vec![24]),
+            ("self_attn.q_norm", vec![32]),
+            ("self_attn.k_norm", vec![32]),
+            ("self_attn.q_proj", vec![64, 24]),
+            ("self_attn.k_proj", vec![32, 24]),
+            ("self_attn.v_proj", vec![32, 24]),
+            ("self_attn.o_proj", vec![24, 64]),
+            ("mlp.gate_proj", vec![20, 24]),
+            ("mlp.up_proj", vec![20, 24]),
+            ("mlp.down_proj", vec![24, 20]),
+        ] {
+            tensors.push((format!("model.layers.{layer}.{name}.weight"), shape));
+        }
+    }
+    (config, tensors)
+}
+
+#[test]
+fn weights_that_contradict_the_config_are_refused_by_tensor() {
+    type Tensors = Vec<(String, DType, Vec<usize>)>;
+    type Case<'a> = (&'a dyn Fn(&mut Tensors), &'a str);
+    let (config, tensors) = small_model();
+    let config = self::config(config).unwrap();
+    let good: Tensors = tensors.into_iter().map(|(name, shape)| (name, DType::BF16, shape)).collect();
+    let collect = |change: &dyn Fn(&mut Tensors)| -> Result<usize, String> {
+        let mut tensors = good.clone();
+        change(&mut tensors);
+        let folder = TempDir::new().unwrap();
+        fs::write(folder.path().join("model.safetensors"), file_of_zeros(&tensors)).unwrap();
+        let checkpoint = Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).unwrap();
+        let folder = folder.path().display().to_string();
+        Gemma3Weights::collect(&checkpoint, &config)
+            .map(|weights| weights.skipped_vision)
+            .map_err(|e| e.to_string().replace(&format!("{folder}/"), "").replace(&folder, "DIR"))
+    };
+    let add = |name: &'static str, dtype: DType, shape: &'static [usize]| {
+        move |tensors: &mut Tensors| tensors.push((name.into(), dtype, shape.to_vec()))
+    };
+    assert_eq!(collect(&|_| ()), Ok(0));
+    assert_eq!(collect(&add("model.vision_tower.encoder.layers.0.mlp.fc1.weight", DType::F32, &[2])), Ok(1));
+    assert_eq!(collect(&add("multi_modal_projector.mm_soft_emb_norm.weight", DType::F32, &[2])), Ok(1));
+    // A tied head that was saved all the same.
+    assert_eq!(collect(&add("lm_head.weight", DType::BF16, &[16, 24])), Ok(0));
+
+    let cases: [Case; 10] = [
+        (
+            &|t| t.retain(|(name, ..)| !name.contains("q_norm")),
+            "DIR: tensor model.layers.0.self_attn.q_norm.weight and 1 more are missing; config.json asks for it with \
+             shape [32]",
+        ),
+        (
+            &|t| t.retain(|(name, ..)| name != "model.norm.weight"),
+            "DIR: tensor model.norm.weight is missing; config.json asks for it with shape [24]",
+        ),
+        (
+            &|t| t[8].2 = vec![64, 20],
+            "model.safetensors: tensor model.layers.0.self_attn.q_proj.weight has shape [64, 20]; config.json asks \
+             for [64, 24] (num_attention_heads * head_dim, hidden_size)",
+        ),
+        (
+            &|t| t[1].2 = vec![1, 24],
+            "model.safetensors: tensor model.norm.weight has shape [1, 24]; config.json asks for [24] (hidden_size)",
+        ),
+        (
+            &|t| t[2].1 = DType::I8,
+            "model.safetensors: tensor model.layers.0.input_layernorm.weight holds I8; expected F32, F16 or BF16",
+        ),
+        (
+            &add("model.layers.2.input_layernorm.weight", DType::BF16, &[24]),
+            "model.safetensors: tensor model.layers.2.input_layernorm.weight is beyond the layers of config.json \
+             (num_hidden_layers 2)",
+        ),
+        (
+            &add("language_model.model.norm.weight", DType::BF16, &[24]),
+            "model.safetensors: tensor language_model.model.norm.weight stands for the same weight as \
+             model.norm.weight; expected one of them",
+        ),
+        (
+            &add("model.layers.1.self_attn.q_proj.bias", DType::BF16, &[64]),
+            "model.safetensors: tensor model.layers.1.self_attn.q_proj.bias is no part of a Gemma-3 language model; \
+             expected its weights, vision_tower, multi_modal_projector and a tied lm_head only",
+        ),
+        (
+            &|t| {
+                add("score.weight", DType::F32, &[2])(t);
+                add("model.vision_tower_adapter.weight", DType::F32, &[2])(t);
+            },
+            "model.safetensors: tensor score.weight and 1 more are no part of a Gemma-3 language model; expected its \
+             weights, vision_tower, multi_modal_projector and a tied lm_head only",
+        ),
+        (
+            &add("lm_head.weight", DType::F32, &[16, 24]),
+            "model.safetensors: tensor lm_head.weight is not equal to the embedding; expected the copy of it that a \
+             tied head is",
+        ),
+    ];
+    for (change, expected) in cases {
+        assert_eq!(collect(change), Err(expected.into()));
+    }
+}
+
+/// Spoils a small model at random, in every file and in every way a file goes wrong, and loads it to the
+/// end: it is refused in one line, or every tensor is what its header says.
+#[test]
+fn spoiled_models_are_refused_or_read_within_bounds() {
+    const ROUNDS: u64 = 3000;
+    let seed: u64 = 0x5EED_2026;
+    println!("seed {seed:#x}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+
+    let (config, tensors) = small_model();
+    let mut shards = [Vec::new(), Vec::new()];
+    let mut weight_map = serde_json::Map::new();
+    for (i, (name, shape)) in tensors.iter().enumerate() {
+        let bytes: Vec<u8> = (0..shape.iter().product())
+            .flat_map(|_| bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_le_bytes())
+            .collect();
+        let shape: Vec<u64> = shape.iter().map(|d| *d as u64).collect();
+        shards[i * 2 / tensors.len()].push((name.as_str(), shape, bytes));
+        weight_map.insert(name.clone(), format!("{}.safetensors", i * 2 / tensors.len()).into());
+    }
+    let shards = shards.map(|shard| {
+        let specs: Vec<TensorSpec> = shard.iter().map(|(n, s, b)| (*n, "BF16", &s[..], &b[..])).collect();
+        safetensors_file(&specs)
+    });
+    let generation = json!({"eos_token_id": [1, 3], "top_k": 64, "top_p": 0.95, "do_sample": true});
+    let files = [
+        ("0.safetensors", shards[0].clone()),
+        ("1.safetensors", shards[1].clone()),
+        ("model.safetensors.index.json", json!({"weight_map": weight_map}).to_string().into_bytes()),
+        ("config.json", config.to_string().into_bytes()),
+        ("generation_config.json", generation.to_string().into_bytes()),
+    ];
+    let folder = TempDir::new().unwrap();
+    for (name, bytes) in &files {
+        fs::write(folder.path().join(name), bytes).unwrap();
+    }
+    assert_eq!(load_to_the_end(folder.path()), Ok(()));
+
+    // A new file each time: some file systems flush one that is cut to nothing and written again.
+    let put = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        fs::remove_file(&path).unwrap();
+        fs::write(path, bytes).unwrap();
+    };
+    let (mut loaded, mut refused) = (0, 0);
+    for round in 0..ROUNDS {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
+        let (name, bytes) = &files[rng.random_range(0..files.len())];
+        let mut spoiled = bytes.clone();
+        for _ in 0..rng.random_range(1..=3) {
+            spoil(&mut spoiled, &mut rng);
+        }
+        put(name, &spoiled);
+        match std::panic::catch_unwind(|| load_to_the_end(folder.path())) {
+            Ok(Ok(())) => loaded += 1,
+            Ok(Err(error)) => {
+                refused += 1;
+                assert!(
+                    !error.is_empty() && !error.contains('\n') && error.len() < 2000,
+                    "{round}: {error:?}"
+                );
+            }
+            Err(_) => panic!("round {round}: {name} spoiled with seed {:#x}", seed.wrapping_add(round)),
+        }
+        put(name, bytes);
+    }
+    // Spoiling a weight's value, or a name that nobody reads, is nothing to refuse.
+    println!("{refused} refused, {loaded} loaded");
+    assert!(refused > ROUNDS / 2 && loaded > ROUNDS / 50, "{refused} refused, {loaded} loaded");
+}
+
+/// Opens, collects, walks and quantizes everything.
+fn load_to_the_end(folder: &Path) -> Result<(), String> {
+    let files = ModelFiles::open(folder).map_err(|e| e.to_string())?;
+    let (config, _) = Gemma3Config::load(&files).map_err(|e| e.to_string())?;
+    let checkpoint = Checkpoint::open(&files).map_err(|e| e.to_string())?;
+    for tensor in checkpoint.iter() {
+        assert_eq!(tensor.data.len(), tensor.shape.iter().product::<usize>() * tensor.dtype.size());
+        std::hint::black_box(tensor.data.iter().fold(0u8, |sum, b| sum.wrapping_add(*b)));
+    }
+    // What is accepted here, the format's own crate accepts too, and reads alike.
+    for file in checkpoint.files() {
+        let bytes = fs::read(file).unwrap();
+        let theirs = safetensors::SafeTensors::deserialize(&bytes).expect("a file that was accepted");
+        for tensor in checkpoint.iter().filter(|t| t.file == file) {
+            let expected = theirs.tensor(tensor.name).unwrap();
+            assert_eq!((tensor.shape, tensor.data), (expected.shape(), expected.data()));
+        }
+    }
+    let weights = Gemma3Weights::collect(&checkpoint, &config).map_err(|e| e.to_string())?;
+    for tensor in weights.iter() {
+        let cols = tensor.cols();
+        let (mut q, mut scales) = (vec![0; cols], vec![f16::ZERO; cols.div_ceil(32)]);
+        for row in tensor.to_f32().map_err(|e| e.to_string())?.chunks(cols) {
+            quantize_row(row, 32, 7, &mut q, &mut scales).map_err(|e| e.to_string())?;
+            assert!(q.iter().all(|q| (-7..=7).contains(q)) && scales.iter().all(|s| s.is_finite()));
+        }
+    }
+    Ok(())
+}
+
+/// One random change: to a byte, to a stretch, to the length, or to a number or word of the JSON in it.
+fn spoil(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
+    const WORDS: [&str; 16] = [
+        "0",
+        "1",
+        "-1",
+        "3",
+        "7",
+        "1e308",
+        "0.5",
+        "4294967296",
+        "9223372036854775807",
+        "18446744073709551615",
+        "99999999999999999999",
+        "null",
+        "\"\"",
+        "[]",
+        "{}",
+        "[[[[[[",
+    ];
+    let len = bytes.len();
+    if len < 16 {
+        bytes.extend_from_slice(b"{\"weight_map\":{}}");
+        return;
+    }
+    // Most of a shard is weights, which may be anything: the header is where it can lie.
+    let head = len.min(2600);
+    let at = if rng.random_bool(0.9) { rng.random_range(0..head) } else { rng.random_range(0..len) };
+    let stretch = at..(at + rng.random_range(1..40)).min(len);
+    match rng.random_range(0..14) {
+        0 => bytes[at] ^= 1 << rng.random_range(0..8),
+        1 => bytes[at] = rng.random(),
+        2 => drop(bytes.drain(stretch)),
+        3 => {
+            let copy = bytes[stretch].to_vec();
+            drop(bytes.splice(at..at, copy));
+        }
+        4 => bytes.truncate(at),
+        5 => bytes[..8].copy_from_slice(&rng.random_range(0..=len as u64 * 2).to_le_bytes()),
+        6 => bytes.extend((0..rng.random_range(1..64)).map(|i| i as u8)),
+        _ => {
+            // Replaces a run of digits, keeping the length field true so that the JSON is reached.
+            let digit = |b: &u8| b.is_ascii_digit();
+            let Some(start) = (8.max(at)..len).find(|i| digit(&bytes[*i])) else { return };
+            let end = (start..len).find(|i| !digit(&bytes[*i])).unwrap_or(len);
+            let word = WORDS[rng.random_range(0..WORDS.len())];
+            drop(bytes.splice(start..end, word.bytes()));
+            let header = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+            if header < len as u64 && (start as u64) < header + 8 {
+                let changed = header + word.len() as u64 - (end - start) as u64;
+                bytes[..8].copy_from_slice(&changed.to_le_bytes());
+            }
+        }
+    }
 }

@@ -33,7 +33,8 @@ pub enum WeightsError {
     )]
     Untied { file: String, tensor: String },
     #[error(
-        "{file}: tensor {tensor}{} no part of a Gemma-3 language model; expected its weights, vision_tower,          multi_modal_projector and a tied lm_head only",
+        "{file}: tensor {tensor}{} no part of a Gemma-3 language model; expected its weights, vision_tower, \
+         multi_modal_projector and a tied lm_head only",
         and(*.more, "is", "are")
     )]
     Unexpected { file: String, tensor: String, more: usize },
