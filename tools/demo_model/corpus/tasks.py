@@ -272,8 +272,9 @@ def tool_call(rng, tool, split):
             return question, {"name": name, "parameters": dict(zip(parameters, values))}
 
 
-def _result(rng, tool):
-    return rng.choice(tool[4]).replace("{n}", str(rng.randint(1, 59)))
+def _result(rng, tool, numbers=None):
+    texts = [t for t in tool[4] if "{n}" in t] if numbers else tool[4]
+    return rng.choice(texts or ["{n}"]).replace("{n}", str(rng.choice(numbers or range(1, 60))))
 
 
 def tool_dialogue(rng, fillers, split=TRAIN, offered=None, plain=None):
@@ -307,7 +308,10 @@ def tool_dialogue(rng, fillers, split=TRAIN, offered=None, plain=None):
             turns.append(Turn(question, json.dumps(call), "tool"))
             called = [chosen]
         if rng.random() < 0.85:
-            turns.append(draw(rng, split, lambda r, _: tool_result([(tool[0], _result(r, tool)) for tool in called])))
+            if split == QUESTIONS:  # numbers that training never returns
+                turns.append(tool_result([(tool[0], _result(rng, tool, range(100, 1000))) for tool in called]))
+            else:
+                turns.append(draw(rng, split, lambda r, _: tool_result([(tool[0], _result(r, tool)) for tool in called])))
     if not turns:
         return tool_dialogue(rng, fillers, split, offered, plain)
     turns[0] = replace(turns[0], user=f"{head}\n\n{turns[0].user}")
