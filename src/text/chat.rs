@@ -1,0 +1,144 @@
+//! Messages as clients send them, and the order in which Gemma accepts them.
+//!
+//! Control tokens typed into a message (`<start_of_turn>`) are not escaped, as in the upstream template:
+//! whoever may send a conversation may also set every role in it, so there is no border to defend here. A
+//! caller that pastes text from strangers into a message should remove them there.
+
+use serde::{Deserialize, Serialize};
+
+/// One message of a conversation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    pub role: String,
+    pub content: Content,
+}
+
+/// A message's content: nothing, a text, or a list of parts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Content {
+    Null,
+    Text(String),
+    Parts(Vec<Part>),
+}
+
+/// One part of a message's content.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Part {
+    Text {
+        text: String,
+    },
+    /// The place of an image; rendered as `<start_of_image>`.
+    Image,
+}
+
+impl Message {
+    pub fn new(role: &str, text: &str) -> Self {
+        Self { role: role.to_owned(), content: Content::Text(text.to_owned()) }
+    }
+}
+
+impl Content {
+    /// The text of a turn: parts trimmed and joined without a separator, as Gemma's template joins them.
+    fn turn_text(&self) -> String {
+        match self {
+            Content::Null => String::new(),
+            Content::Text(text) => python_trim(text).to_owned(),
+            Content::Parts(parts) => parts
+                .iter()
+                .map(|part| match part {
+                    Part::Text { text } => python_trim(text),
+                    Part::Image => "<start_of_image>",
+                })
+                .collect(),
+        }
+    }
+
+    /// The text of a system message, untrimmed as in Gemma's template. Of a list the template takes the
+    /// first part and loses the rest; here all of them count.
+    fn system_text(&self) -> String {
+        match self {
+            Content::Null => String::new(),
+            Content::Text(text) => text.clone(),
+            Content::Parts(parts) => parts
+                .iter()
+                .map(|part| match part {
+                    Part::Text { text } => text.as_str(),
+                    Part::Image => "<start_of_image>",
+                })
+                .collect(),
+        }
+    }
+}
+
+/// Brings any conversation into the order that Gemma's template accepts: at most one `system` message,
+/// first, and then `user` and `assistant` in turn. It never fails, and no text is lost.
+///
+/// A conversation that the template accepts renders to the same bytes before and after, but for two of the
+/// template's quirks: it drops a system message that no user message follows, and all but the first part of
+/// a system message with several.
+///
+/// - `developer` is `system`, `model` is `assistant`; every other role (`tool`, `function`) speaks as `user`.
+/// - System messages at the start become one, joined by an empty line; the template folds it into the first
+///   user turn. Where no user turn follows, the system text becomes that turn.
+/// - A later system message becomes user text at its place: the model knows no system turn, and the turns
+///   before it keep their rendering, so that a cached prefix stays valid.
+/// - Consecutive turns of one role become one, joined by an empty line.
+/// - A conversation that begins with the assistant (a greeting) is given an empty user turn: the model was
+///   never shown one that begins otherwise, and dropping the greeting would lose what the client showed.
+pub fn normalize(messages: &[Message]) -> Vec<Message> {
+    let mut system: Option<String> = None;
+    let mut turns: Vec<(&str, String)> = Vec::new();
+    for message in messages {
+        match message.role.as_str() {
+            "system" | "developer" if turns.is_empty() => {
+                let text = message.content.system_text();
+                system = Some(match system {
+                    Some(before) => join_paragraphs(before, &text),
+                    None => text,
+                });
+            }
+            "assistant" | "model" => push_turn(&mut turns, "assistant", message.content.turn_text()),
+            _ => push_turn(&mut turns, "user", message.content.turn_text()),
+        }
+    }
+
+    let mut normal = Vec::with_capacity(turns.len() + 2);
+    let user_first = turns.first().is_some_and(|(role, _)| *role == "user");
+    match system {
+        Some(text) if user_first => normal.push(Message::new("system", &text)),
+        Some(text) => normal.push(Message::new("user", python_trim(&text))),
+        None if !user_first && !turns.is_empty() => normal.push(Message::new("user", "")),
+        None => {}
+    }
+    normal.extend(turns.into_iter().map(|(role, text)| Message::new(role, &text)));
+    normal
+}
+
+fn push_turn<'a>(turns: &mut Vec<(&'a str, String)>, role: &'a str, text: String) {
+    match turns.last_mut() {
+        Some((last, before)) if *last == role => {
+            let joined = join_paragraphs(std::mem::take(before), &text);
+            *before = joined;
+        }
+        _ => turns.push((role, text)),
+    }
+}
+
+fn join_paragraphs(mut before: String, text: &str) -> String {
+    if !before.is_empty() && !text.is_empty() {
+        before.push_str("\n\n");
+    }
+    before.push_str(text);
+    before
+}
+
+/// `str.strip()` of Python, whose whitespace is Unicode's and the four separators U+001C..U+001F.
+pub(super) fn python_trim(text: &str) -> &str {
+    text.trim_matches(is_python_space)
+}
+
+pub(super) fn is_python_space(c: char) -> bool {
+    c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
+}

@@ -1,0 +1,135 @@
+//! Stop strings in a stream of text.
+//!
+//! The stop string that is complete first ends the answer (of several complete at the same byte, the
+//! longest): the rule looks at the text alone, so the result does not depend on how it was cut into pushes.
+//! No byte of a stop string is ever given out: text that may yet become one is held back, so at most
+//! `MAX_STOP_BYTES - 1` bytes wait. Matching is Knuth-Morris-Pratt, O(1) amortised per byte and stop string.
+
+use super::TextError;
+
+/// Most stop strings in one request.
+pub const MAX_STOPS: usize = 16;
+/// Longest stop string, in bytes.
+pub const MAX_STOP_BYTES: usize = 1024;
+
+/// Finds the first stop string in text that arrives in pieces.
+pub struct StopMatcher {
+    patterns: Vec<Pattern>,
+    /// Text that is a proper prefix of some stop string.
+    held: String,
+    stopped: bool,
+}
+
+struct Pattern {
+    stop: String,
+    /// `failure[n]`: length of the longest proper border of the first `n + 1` bytes.
+    failure: Vec<usize>,
+    /// Length of the longest prefix of `stop` that ends the text seen so far.
+    matched: usize,
+}
+
+/// What one push lets out.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Stopped {
+    /// Text that belongs to the answer; may be empty.
+    pub text: String,
+    /// Index of the stop string that was found; nothing follows it.
+    pub stop: Option<usize>,
+}
+
+impl StopMatcher {
+    /// No stop string at all is fine (text passes through); an empty one, one over [`MAX_STOP_BYTES`], or
+    /// more than [`MAX_STOPS`] are errors.
+    pub fn new<S: AsRef<str>>(stops: &[S]) -> Result<Self, TextError> {
+        if stops.len() > MAX_STOPS {
+            let problem = format!("{} strings were given, at most {MAX_STOPS} are accepted", stops.len());
+            return Err(TextError::Stop(problem));
+        }
+        let mut patterns = Vec::with_capacity(stops.len());
+        for (index, stop) in stops.iter().enumerate() {
+            let stop = stop.as_ref();
+            if stop.is_empty() {
+                return Err(TextError::Stop(format!("string {index} is empty; leave it out")));
+            }
+            if stop.len() > MAX_STOP_BYTES {
+                let problem =
+                    format!("string {index} has {} bytes, at most {MAX_STOP_BYTES} are accepted", stop.len());
+                return Err(TextError::Stop(problem));
+            }
+            patterns.push(Pattern::new(stop));
+        }
+        Ok(Self { patterns, held: String::new(), stopped: false })
+    }
+
+    /// Takes the next piece of text. After a stop string was found, nothing more comes out.
+    pub fn push(&mut self, text: &str) -> Stopped {
+        if self.stopped {
+            return Stopped::default();
+        }
+        if self.patterns.is_empty() {
+            return Stopped { text: text.to_owned(), stop: None };
+        }
+        for (offset, byte) in text.bytes().enumerate() {
+            // Every pattern must see the byte, so there is no early exit.
+            let mut found: Option<usize> = None;
+            for index in 0..self.patterns.len() {
+                if self.patterns[index].step(byte)
+                    && found.is_none_or(|best| self.patterns[index].len() > self.patterns[best].len())
+                {
+                    found = Some(index);
+                }
+            }
+            if let Some(index) = found {
+                self.stopped = true;
+                self.held.push_str(&text[..=offset]);
+                self.held.truncate(self.held.len() - self.patterns[index].len());
+                return Stopped { text: std::mem::take(&mut self.held), stop: Some(index) };
+            }
+        }
+        // A prefix of a stop string begins at a character, so the cut below is between characters.
+        self.held.push_str(text);
+        let waiting = self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0);
+        let rest = self.held.split_off(self.held.len() - waiting);
+        Stopped { text: std::mem::replace(&mut self.held, rest), stop: None }
+    }
+
+    /// The text held back when the answer ends by itself: it did not become a stop string.
+    pub fn finish(&mut self) -> String {
+        self.stopped = true;
+        std::mem::take(&mut self.held)
+    }
+}
+
+impl Pattern {
+    fn new(stop: &str) -> Self {
+        let bytes = stop.as_bytes();
+        let mut failure = vec![0; bytes.len()];
+        let mut border = 0;
+        for i in 1..bytes.len() {
+            while border > 0 && bytes[i] != bytes[border] {
+                border = failure[border - 1];
+            }
+            if bytes[i] == bytes[border] {
+                border += 1;
+            }
+            failure[i] = border;
+        }
+        Self { stop: stop.to_owned(), failure, matched: 0 }
+    }
+
+    fn len(&self) -> usize {
+        self.stop.len()
+    }
+
+    /// True when `byte` completes the stop string; the caller then stops for good.
+    fn step(&mut self, byte: u8) -> bool {
+        let bytes = self.stop.as_bytes();
+        while self.matched > 0 && bytes[self.matched] != byte {
+            self.matched = self.failure[self.matched - 1];
+        }
+        if bytes[self.matched] == byte {
+            self.matched += 1;
+        }
+        self.matched == bytes.len()
+    }
+}

@@ -1,0 +1,454 @@
+//! Chat templates: a checkpoint's own Jinja, or the built-in one for Gemma.
+//!
+//! The environment is the one transformers renders in: `trim_blocks` and `lstrip_blocks`, Python's string
+//! methods, `raise_exception`, `strftime_now` (in UTC), `break` and `continue`, the special tokens as
+//! variables, `tools` and `documents` as none.
+//!
+//! A template comes from strangers. Instructions, recursion, source and output are bounded, so it ends; the
+//! operator `*` is refused, since one `[0] * 10**12` is a single instruction. What is *not* bounded is the
+//! memory of a template that keeps doubling a string.
+
+use std::io;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use minijinja::value::Value;
+use minijinja::{Environment, Error, ErrorKind, State};
+use serde::Deserialize;
+
+use super::chat::{is_python_space, python_trim};
+use super::{MAX_TEXT_BYTES, Message, TextError};
+
+const GEMMA: &str = include_str!("gemma.jinja");
+const NAME: &str = "chat";
+
+/// Longest template source, in bytes; the longest in use have some 20 KiB.
+const MAX_TEMPLATE_BYTES: usize = 256 << 10;
+/// Instructions of one rendering. Gemma's template takes about 40 per message.
+const FUEL: u64 = 5_000_000;
+/// Depth of macros and includes. Below what a thread's 2 MiB stack holds.
+const MAX_RECURSION: usize = 100;
+
+/// The files of a checkpoint that say how a conversation is written; each may be missing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ChatFiles<'a> {
+    /// `tokenizer_config.json`: `chat_template`, `bos_token`, `eos_token`.
+    pub tokenizer_config: Option<&'a [u8]>,
+    /// `chat_template.jinja`, which goes before the one in `tokenizer_config.json`.
+    pub chat_template_jinja: Option<&'a [u8]>,
+}
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    origin: String,
+    special_tokens: SpecialTokens,
+}
+
+#[derive(Debug, Clone)]
+struct SpecialTokens {
+    bos: Option<String>,
+    eos: Option<String>,
+}
+
+impl ChatTemplate {
+    /// The checkpoint's template, or the built-in one if it has none. A template that does not compile is an
+    /// error: another one would give the model prompts it was not trained on.
+    ///
+    /// A `bos_token` or `eos_token` that `tokenizer_config.json` does not mention is Gemma's.
+    pub fn from_checkpoint(files: ChatFiles<'_>) -> Result<Self, TextError> {
+        const CONFIG: &str = "tokenizer_config.json";
+        let config = match files.tokenizer_config {
+            Some(bytes) => serde_json::from_slice(bytes).map_err(|e| template_error(CONFIG, e))?,
+            None => TokenizerConfig::default(),
+        };
+        let special_tokens = SpecialTokens {
+            bos: special_token(&config.bos_token, "bos_token", "<bos>")?,
+            eos: special_token(&config.eos_token, "eos_token", "<end_of_turn>")?,
+        };
+        if let Some(bytes) = files.chat_template_jinja {
+            let origin = "chat_template.jinja";
+            let source =
+                std::str::from_utf8(bytes).map_err(|e| template_error(origin, format!("not UTF-8: {e}")))?;
+            return Self::compile(source, origin, special_tokens);
+        }
+        match &config.chat_template {
+            None => Self::compile(GEMMA, BUILT_IN, special_tokens),
+            Some(named) => {
+                let source = default_template(named).map_err(|problem| template_error(CONFIG, problem))?;
+                Self::compile(source, "tokenizer_config.json: chat_template", special_tokens)
+            }
+        }
+    }
+
+    /// The built-in template, with Gemma's special tokens.
+    pub fn gemma() -> Self {
+        Self::from_checkpoint(ChatFiles::default()).expect("the built-in template compiles")
+    }
+
+    /// Where the template came from, for logs.
+    pub fn origin(&self) -> &str {
+        &self.origin
+    }
+
+    /// The prompt of a conversation. It already holds `<bos>`: encode it without adding special tokens.
+    ///
+    /// Messages go to the template as they are: [`super::normalize`] them first, or Gemma's template refuses
+    /// whatever does not alternate. `add_generation_prompt` opens the model's turn at the end.
+    pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TextError> {
+        if messages.is_empty() {
+            return Err(TextError::NoMessages);
+        }
+        let context = minijinja::context! {
+            messages,
+            add_generation_prompt,
+            tools => Value::from(()),
+            documents => Value::from(()),
+        };
+        let special = |token: &Option<String>| token.clone().map_or(Value::UNDEFINED, Value::from);
+        let context = minijinja::context! {
+            bos_token => special(&self.special_tokens.bos),
+            eos_token => special(&self.special_tokens.eos),
+            ..context
+        };
+        let mut out = BoundedText::default();
+        let template =
+            self.environment.get_template(NAME).map_err(|e| template_error(&self.origin, describe(&e)))?;
+        match template.render_captured_to(context, &mut out) {
+            _ if out.overflow > 0 => {
+                Err(TextError::TooLong { bytes: out.text.len() + out.overflow, limit: MAX_TEXT_BYTES })
+            }
+            Ok(_) => Ok(String::from_utf8(out.text).expect("minijinja writes whole strings")),
+            Err(error) => Err(raised_message(&error)
+                .map_or_else(|| template_error(&self.origin, describe(&error)), TextError::Raised)),
+        }
+    }
+
+    fn compile(source: &str, origin: &str, special_tokens: SpecialTokens) -> Result<Self, TextError> {
+        if source.len() > MAX_TEMPLATE_BYTES {
+            let problem = format!("{} bytes long, at most {MAX_TEMPLATE_BYTES} are accepted", source.len());
+            return Err(template_error(origin, problem));
+        }
+        if let Some(line) = line_of_multiplication(source) {
+            let problem = format!(
+                "line {line} uses the operator *, which is refused because its cost has no bound; write it out"
+            );
+            return Err(template_error(origin, problem));
+        }
+        let mut environment = Environment::new();
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment.set_fuel(Some(FUEL));
+        environment.set_recursion_limit(MAX_RECURSION);
+        environment.set_unknown_method_callback(python_method);
+        environment.add_filter("trim", python_trim_filter);
+        // minijinja takes none for an empty list; Gemma's template tells a null content by this test.
+        environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+        environment.add_function("raise_exception", raise_exception);
+        environment.add_function("strftime_now", strftime_now);
+        environment
+            .add_template_owned(NAME, source.to_owned())
+            .map_err(|e| template_error(origin, describe(&e)))?;
+        Ok(Self { environment, origin: origin.to_owned(), special_tokens })
+    }
+}
+
+const BUILT_IN: &str = "built-in Gemma template";
+
+/// The part of tokenizer_config.json that this module reads.
+#[derive(Deserialize, Default)]
+struct TokenizerConfig {
+    chat_template: Option<serde_json::Value>,
+    // The outer Option: is the key there? The inner one: is it null?
+    #[serde(default, deserialize_with = "present")]
+    bos_token: Option<serde_json::Value>,
+    #[serde(default, deserialize_with = "present")]
+    eos_token: Option<serde_json::Value>,
+}
+
+fn present<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<serde_json::Value>, D::Error> {
+    serde_json::Value::deserialize(deserializer).map(Some)
+}
+
+/// A special token is a string, an object with `content`, or null for a model without one.
+fn special_token(
+    field: &Option<serde_json::Value>,
+    name: &str,
+    absent: &str,
+) -> Result<Option<String>, TextError> {
+    use serde_json::Value as Json;
+    match field {
+        None => Ok(Some(absent.to_owned())),
+        Some(Json::Null) => Ok(None),
+        Some(Json::String(token)) => Ok(Some(token.clone())),
+        Some(Json::Object(token)) if token.get("content").is_some_and(Json::is_string) => {
+            Ok(token["content"].as_str().map(str::to_owned))
+        }
+        Some(_) => Err(template_error(
+            "tokenizer_config.json",
+            format!("{name} is neither a string, nor an object with content, nor null"),
+        )),
+    }
+}
+
+/// `chat_template` is a source, or a list of `{"name", "template"}` of which "default" (or the only one) counts.
+fn default_template(field: &serde_json::Value) -> Result<&str, String> {
+    if let Some(source) = field.as_str() {
+        return Ok(source);
+    }
+    let list = field.as_array().ok_or("chat_template is neither a string nor a list of named templates")?;
+    let mut named = Vec::with_capacity(list.len());
+    for entry in list {
+        match (entry["name"].as_str(), entry["template"].as_str()) {
+            (Some(name), Some(template)) => named.push((name, template)),
+            _ => return Err("chat_template holds an entry without a name and a template".to_owned()),
+        }
+    }
+    if let Some((_, template)) = named.iter().find(|(name, _)| *name == "default") {
+        return Ok(template);
+    }
+    match named.as_slice() {
+        [(_, only)] => Ok(only),
+        _ => {
+            let names: Vec<_> = named.iter().map(|(name, _)| *name).collect();
+            Err(format!("chat_template has no template named \"default\", only [{}]", names.join(", ")))
+        }
+    }
+}
+
+/// The line of the first `*` inside `{{ }}` or `{% %}` and outside of a string, if there is one.
+fn line_of_multiplication(source: &str) -> Option<usize> {
+    let bytes = source.as_bytes();
+    let mut at = 0;
+    while at + 1 < bytes.len() {
+        let close: &[u8] = match &bytes[at..at + 2] {
+            b"{#" => {
+                // A comment ends at the first "#}", whatever it holds.
+                let end = source[at + 2..].find("#}")?;
+                at += 2 + end + 2;
+                continue;
+            }
+            b"{{" => b"}}",
+            b"{%" => b"%}",
+            _ => {
+                at += 1;
+                continue;
+            }
+        };
+        at += 2;
+        let mut quote = None;
+        // A brace closes an inner map literal or the tag; mistaking `}}` of nested maps for the tag's end
+        // would hide what follows, so depth is counted.
+        let mut depth = 0usize;
+        while at < bytes.len() {
+            match (quote, bytes[at]) {
+                (Some(_), b'\\') => at += 1,
+                (Some(open), byte) if byte == open => quote = None,
+                (Some(_), _) => {}
+                (None, byte @ (b'"' | b'\'')) => quote = Some(byte),
+                (None, b'*') => return Some(1 + bytes[..at].iter().filter(|&&b| b == b'\n').count()),
+                (None, b'{') => depth += 1,
+                (None, b'}') if depth > 0 => depth -= 1,
+                (None, _) if bytes[at..].starts_with(close) => {
+                    at += 2;
+                    break;
+                }
+                (None, _) => {}
+            }
+            at += 1;
+        }
+    }
+    None
+}
+
+/// The rendered text, up to [`MAX_TEXT_BYTES`].
+#[derive(Default)]
+struct BoundedText {
+    text: Vec<u8>,
+    overflow: usize,
+}
+
+impl io::Write for BoundedText {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.text.len() + bytes.len() > MAX_TEXT_BYTES {
+            self.overflow = bytes.len();
+            return Err(io::Error::other("rendered text too long"));
+        }
+        self.text.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Marks an error as the template's own words.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
+
+fn raise_exception(message: String) -> Result<String, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
+}
+
+fn raised_message(error: &Error) -> Option<String> {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if let Some(Raised(message)) = error.downcast_ref() {
+            return Some(message.clone());
+        }
+        cause = error.source();
+    }
+    None
+}
+
+fn template_error(origin: &str, problem: impl ToString) -> TextError {
+    TextError::Template { origin: origin.to_owned(), problem: problem.to_string() }
+}
+
+/// One line: what failed first, and where in the template.
+fn describe(error: &Error) -> String {
+    let mut error = error;
+    while let Some(cause) = std::error::Error::source(error).and_then(|cause| cause.downcast_ref()) {
+        error = cause;
+    }
+    if error.kind() == ErrorKind::OutOfFuel {
+        return format!("did not end within {FUEL} instructions");
+    }
+    let mut text = error.kind().to_string();
+    if let Some(detail) = error.detail() {
+        text.push_str(": ");
+        text.extend(detail.split_whitespace().flat_map(|word| [word, " "]));
+        text.truncate(text.trim_end().len());
+    }
+    if let Some(line) = error.line() {
+        text.push_str(&format!(" (line {line})"));
+    }
+    text
+}
+
+fn python_trim_filter(text: String, chars: Option<String>) -> String {
+    match chars {
+        None => python_trim(&text).to_owned(),
+        Some(chars) => text.trim_matches(|c| chars.contains(c)).to_owned(),
+    }
+}
+
+/// Python's methods; those that strip know Python's whitespace.
+fn python_method(state: &State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
+    match (value.as_str(), method, args) {
+        (Some(text), "strip", []) => Ok(Value::from(python_trim(text))),
+        (Some(text), "lstrip", []) => Ok(Value::from(text.trim_start_matches(is_python_space))),
+        (Some(text), "rstrip", []) => Ok(Value::from(text.trim_end_matches(is_python_space))),
+        _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args),
+    }
+}
+
+fn strftime_now(format: String) -> Result<String, Error> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    strftime(&format, now).map_err(|problem| Error::new(ErrorKind::InvalidOperation, problem))
+}
+
+/// The directives of C's strftime that templates use, in English, at `seconds` after 1970 in UTC.
+fn strftime(format: &str, seconds: u64) -> Result<String, String> {
+    const MONTHS: [&str; 12] = [
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
+    ];
+    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+    let days = seconds / 86_400;
+    let (year, month, day) = civil_from_days(days);
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    let hour12 = (hour + 11) % 12 + 1;
+    let weekday = DAYS[(days % 7) as usize];
+    let month_name = MONTHS[month as usize - 1];
+
+    let mut out = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        if c != '%' {
+            out.push(c);
+            continue;
+        }
+        let mut directive = chars.next().unwrap_or('%');
+        let padded = directive != '-';
+        if !padded {
+            directive = chars.next().unwrap_or('-');
+        }
+        let two = |n: u64| if padded { format!("{n:02}") } else { n.to_string() };
+        out.push_str(&match directive {
+            'Y' => year.to_string(),
+            'y' => two(year % 100),
+            'm' => two(month),
+            'd' => two(day),
+            'e' => format!("{day:2}"),
+            'H' => two(hour),
+            'I' => two(hour12),
+            'M' => two(minute),
+            'S' => two(second),
+            'p' => if hour < 12 { "AM" } else { "PM" }.to_owned(),
+            'B' => month_name.to_owned(),
+            'b' => month_name[..3].to_owned(),
+            'A' => weekday.to_owned(),
+            'a' => weekday[..3].to_owned(),
+            '%' => "%".to_owned(),
+            other => return Err(format!("strftime_now: the directive %{other} is not known")),
+        });
+    }
+    Ok(out)
+}
+
+/// Year, month (1..=12) and day of a day counted from 1970-01-01.
+/// Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms".
+fn civil_from_days(days: u64) -> (u64, u64, u64) {
+    let z = days + 719_468;
+    let (era, day_of_era) = (z / 146_097, z % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        // `date -u -d @N +...` of GNU coreutils.
+        let format = "%Y-%m-%d %H:%M:%S|%d %b %Y|%A, %B %-d|%a %e %I %p %y 100%%";
+        for (seconds, expected) in [
+            (0, "1970-01-01 00:00:00|01 Jan 1970|Thursday, January 1|Thu  1 12 AM 70 100%"),
+            (951_782_399, "2000-02-28 23:59:59|28 Feb 2000|Monday, February 28|Mon 28 11 PM 00 100%"),
+            (951_782_400, "2000-02-29 00:00:00|29 Feb 2000|Tuesday, February 29|Tue 29 12 AM 00 100%"),
+            (1_772_323_200, "2026-03-01 00:00:00|01 Mar 2026|Sunday, March 1|Sun  1 12 AM 26 100%"),
+            (4_107_585_845, "2100-03-01 12:04:05|01 Mar 2100|Monday, March 1|Mon  1 12 PM 00 100%"),
+        ] {
+            assert_eq!(strftime(format, seconds).as_deref(), Ok(expected));
+        }
+        assert!(strftime("%Q", 0).is_err());
+    }
+
+    #[test]
+    fn multiplication_is_found_in_tags_only() {
+        assert_eq!(line_of_multiplication("a * b {# * #} {{ '*' }} {{ \"\\\"*\" }} *"), None);
+        assert_eq!(line_of_multiplication("\n{{ a\n * b }}"), Some(3));
+        assert_eq!(line_of_multiplication("{% set x = 2 ** 3 %}"), Some(1));
+        assert_eq!(line_of_multiplication("{{ {'a': {'b': 1}} * 2 }}"), Some(1));
+        assert_eq!(line_of_multiplication("{# '{{' #}{{ 'it' }} don't {{ 1*1 }}"), Some(1));
+        assert_eq!(line_of_multiplication("{{"), None);
+    }
+}

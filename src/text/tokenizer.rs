@@ -1,0 +1,344 @@
+//! A checkpoint's tokenizer.json: text to ids and back.
+//!
+//! Encoding is the `tokenizers` crate's. Decoding is a table of what each id stands for, so that one id at a
+//! time can be decoded exactly; therefore only the pipeline of Gemma's family is accepted (BPE, and a decoder
+//! made of `Replace`, `ByteFallback` and `Fuse`), and everything else is refused while loading.
+//!
+//! A file's `truncation` and `padding` are ignored, as transformers ignores them: a prompt is never cut in
+//! silence. Settings that would lose characters or draw random numbers are refused.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::{Detokenizer, MAX_TEXT_BYTES, TextError};
+
+/// Largest vocabulary accepted; Gemma's is a quarter of it. Bounds the decoding table.
+const MAX_VOCAB: usize = 1 << 20;
+
+/// A tokenizer. Cloning shares it.
+#[derive(Clone)]
+pub struct Tokenizer {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    file: String,
+    encoder: tokenizers::Tokenizer,
+    /// By id; ids that no token has are `Absent`.
+    entries: Vec<Entry>,
+    /// What `Entry::Text` points into.
+    text: String,
+    /// Largest id that is not a special added token.
+    largest_regular: u32,
+}
+
+struct Entry {
+    decoded: Decoded,
+    special: bool,
+}
+
+enum Decoded {
+    Absent,
+    Byte(u8),
+    Text(Range<u32>),
+}
+
+/// What one token stands for in decoded text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Piece<'a> {
+    /// One byte of a character that the vocabulary lacks.
+    Byte(u8),
+    Text(&'a str),
+}
+
+impl Tokenizer {
+    /// Reads a tokenizer.json. `file_name` is what errors call it.
+    pub fn from_bytes(tokenizer_json: &[u8], file_name: &str) -> Result<Self, TextError> {
+        let fail = |problem: String| TextError::Tokenizer { file: file_name.to_owned(), problem };
+
+        let header: Header = serde_json::from_slice(tokenizer_json)
+            .map_err(|e| fail(format!("not a tokenizer.json as the tokenizers library writes it: {e}")))?;
+        header.model.check().map_err(&fail)?;
+        let replacements = decoder_replacements(&header.decoder).map_err(&fail)?;
+
+        let mut encoder =
+            tokenizers::Tokenizer::from_bytes(tokenizer_json).map_err(|e| fail(one_line(&e.to_string())))?;
+        encoder.with_truncation(None).map_err(|e| fail(one_line(&e.to_string())))?;
+        encoder.with_padding(None);
+        header.check_against(&encoder).map_err(&fail)?;
+
+        let (entries, text) = decoding_table(&encoder, &replacements).map_err(&fail)?;
+        let regular = |entry: &Entry| !entry.special && !matches!(entry.decoded, Decoded::Absent);
+        let largest_regular = entries
+            .iter()
+            .rposition(regular)
+            .ok_or_else(|| fail("the vocabulary holds no token but special ones".to_owned()))?
+            as u32;
+        let inner = Inner { file: file_name.to_owned(), encoder, entries, text, largest_regular };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// The ids of `text`. Control tokens in it (`<start_of_turn>`) become their own ids.
+    ///
+    /// `add_special_tokens` lets the file's post-processor add what it adds (Gemma's: `<bos>` in front): right
+    /// for plain text, wrong for a rendered chat template, which already holds it.
+    /// A text over [`MAX_TEXT_BYTES`] is [`TextError::TooLong`].
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
+        if text.len() > MAX_TEXT_BYTES {
+            return Err(TextError::TooLong { bytes: text.len(), limit: MAX_TEXT_BYTES });
+        }
+        let encoding = self.inner.encoder.encode_fast(text, add_special_tokens).map_err(|e| {
+            TextError::Encode { file: self.inner.file.clone(), problem: one_line(&e.to_string()) }
+        })?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of `ids`. Unknown ids give nothing; a run of byte tokens that is not UTF-8 gives one U+FFFD
+    /// per byte.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        let mut detokenizer = self.detokenizer(skip_special);
+        let mut text = String::new();
+        for &id in ids {
+            text.push_str(detokenizer.push(id));
+        }
+        text.push_str(detokenizer.finish());
+        text
+    }
+
+    /// Decodes one id at a time.
+    pub fn detokenizer(&self, skip_special: bool) -> Detokenizer {
+        Detokenizer::new(self.clone(), skip_special)
+    }
+
+    /// Largest id + 1. Some ids below it may stand for nothing ([`Self::contains`]).
+    pub fn vocab_size(&self) -> usize {
+        self.inner.entries.len()
+    }
+
+    /// Whether `id` is a token.
+    pub fn contains(&self, id: u32) -> bool {
+        self.piece(id).is_some()
+    }
+
+    /// The id of the token with exactly this text, as the file writes it (`"<end_of_turn>"`, `"▁the"`).
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.encoder.token_to_id(token)
+    }
+
+    /// The token's text as the file writes it.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.inner.encoder.id_to_token(id)
+    }
+
+    /// The bytes that `id` adds to decoded text: one byte of a character for a byte token.
+    pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
+        self.piece(id).map(|piece| match piece {
+            Piece::Byte(byte) => vec![byte],
+            Piece::Text(text) => text.as_bytes().to_vec(),
+        })
+    }
+
+    /// Whether `id` is a control token (`<bos>`, `<end_of_turn>`), which `skip_special` leaves out.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.inner.entries.get(id as usize).is_some_and(|entry| entry.special)
+    }
+
+    /// Whether a model with `rows` embedding rows can take this tokenizer.
+    ///
+    /// Every regular token needs a row. A special one may lie beyond: Gemma-3 1B has 262144 rows and ships the
+    /// tokenizer of the multimodal models, whose image token is 262144. [`Self::check_ids`] then refuses the
+    /// texts that hold it. More rows than tokens are padding, as in the multimodal models' 262208 rows.
+    pub fn fits(&self, rows: usize) -> Result<(), TextError> {
+        let largest = self.inner.largest_regular;
+        if (largest as usize) < rows {
+            return Ok(());
+        }
+        let token = self.token(largest).unwrap_or_default();
+        Err(TextError::DoesNotFit { file: self.inner.file.clone(), token, largest, rows })
+    }
+
+    /// Whether every id has a row in a model with `rows` embedding rows; names the first that has none.
+    pub fn check_ids(&self, ids: &[u32], rows: usize) -> Result<(), TextError> {
+        match ids.iter().find(|&&id| id as usize >= rows) {
+            None => Ok(()),
+            Some(&id) => Err(TextError::OutsideModel { token: self.token(id).unwrap_or_default(), id, rows }),
+        }
+    }
+
+    pub(super) fn piece(&self, id: u32) -> Option<Piece<'_>> {
+        match &self.inner.entries.get(id as usize)?.decoded {
+            Decoded::Absent => None,
+            Decoded::Byte(byte) => Some(Piece::Byte(*byte)),
+            Decoded::Text(range) => {
+                Some(Piece::Text(&self.inner.text[range.start as usize..range.end as usize]))
+            }
+        }
+    }
+}
+
+/// The fields of a tokenizer.json that decide whether it can be used. The vocabulary is left to the crate.
+#[derive(Deserialize)]
+struct Header {
+    #[serde(default)]
+    added_tokens: Vec<AddedToken>,
+    #[serde(default)]
+    decoder: Value,
+    model: ModelHeader,
+}
+
+#[derive(Deserialize)]
+struct AddedToken {
+    id: u32,
+    content: String,
+}
+
+#[derive(Deserialize)]
+struct ModelHeader {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    dropout: Option<f64>,
+    unk_token: Option<String>,
+    byte_fallback: Option<bool>,
+    continuing_subword_prefix: Option<String>,
+    end_of_word_suffix: Option<String>,
+}
+
+impl ModelHeader {
+    fn check(&self) -> Result<(), String> {
+        match self.kind.as_deref() {
+            Some("BPE") => {}
+            Some(other) => return Err(format!("model.type is {other:?}; expected \"BPE\"")),
+            None => return Err("model.type is missing; expected \"BPE\"".to_owned()),
+        }
+        if self.dropout.is_some_and(|rate| rate != 0.0) {
+            return Err("model.dropout is set; it makes encoding random, set it to null".to_owned());
+        }
+        for (field, value) in [
+            ("continuing_subword_prefix", &self.continuing_subword_prefix),
+            ("end_of_word_suffix", &self.end_of_word_suffix),
+        ] {
+            if value.as_deref().is_some_and(|value| !value.is_empty()) {
+                return Err(format!("model.{field} is set; expected null, as in Gemma's family"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Header {
+    fn check_against(&self, encoder: &tokenizers::Tokenizer) -> Result<(), String> {
+        // The crate gives an added token the id of its place in the list, whatever the file says.
+        for AddedToken { id, content } in &self.added_tokens {
+            match encoder.token_to_id(content) {
+                Some(actual) if actual == *id => {}
+                Some(actual) => {
+                    return Err(format!(
+                        "added token {content:?} says id {id}, but its place gives it {actual}"
+                    ));
+                }
+                None => return Err(format!("added token {id} is empty")),
+            }
+        }
+        let unknown = self.model.unk_token.as_deref();
+        if let Some(token) = unknown
+            && !in_model(encoder, token)
+        {
+            return Err(format!("model.unk_token is {token:?}, which is not in the vocabulary"));
+        }
+        // Without either, characters outside the vocabulary would vanish from the prompt.
+        let byte_fallback = self.model.byte_fallback == Some(true);
+        let missing = (0..=255u8).find(|byte| !in_model(encoder, &format!("<{byte:#04X}>")));
+        if unknown.is_none() && !(byte_fallback && missing.is_none()) {
+            return Err(match missing {
+                Some(byte) if byte_fallback => {
+                    format!(
+                        "model.byte_fallback needs 256 byte tokens, but <{byte:#04X}> is not in the vocabulary"
+                    )
+                }
+                _ => "model has neither byte_fallback nor unk_token: it would lose characters".to_owned(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Whether the model itself, not the added tokens, knows `token`.
+fn in_model(encoder: &tokenizers::Tokenizer, token: &str) -> bool {
+    tokenizers::Model::token_to_id(encoder.get_model(), token).is_some()
+}
+
+/// The `Replace` steps of a decoder that is `[Replace..., ByteFallback, Fuse]`, as (pattern, content).
+fn decoder_replacements(decoder: &Value) -> Result<Vec<(String, String)>, String> {
+    const EXPECTED: &str = "expected a Sequence of Replace (with a String pattern), ByteFallback, Fuse";
+    let steps = match (decoder["type"].as_str(), decoder["decoders"].as_array()) {
+        (Some("Sequence"), Some(steps)) => steps,
+        (Some(kind), _) => return Err(format!("decoder is a {kind}; {EXPECTED}")),
+        (None, _) => return Err(format!("decoder is missing; {EXPECTED}")),
+    };
+    let kind = |step: &Value| step["type"].as_str().unwrap_or("(no type)").to_owned();
+    let [replaces @ .., fallback, fuse] = steps.as_slice() else {
+        return Err(format!("decoder has {} steps; {EXPECTED}", steps.len()));
+    };
+    if kind(fallback) != "ByteFallback" || kind(fuse) != "Fuse" {
+        return Err(format!("decoder ends with {}, {}; {EXPECTED}", kind(fallback), kind(fuse)));
+    }
+    replaces
+        .iter()
+        .map(|step| {
+            let pattern = step["pattern"]["String"].as_str().filter(|pattern| !pattern.is_empty());
+            match (kind(step).as_str(), pattern, step["content"].as_str()) {
+                ("Replace", Some(pattern), Some(content)) => Ok((pattern.to_owned(), content.to_owned())),
+                (kind, ..) => {
+                    Err(format!("decoder step {kind} cannot be followed token by token; {EXPECTED}"))
+                }
+            }
+        })
+        .collect()
+}
+
+/// What each id decodes to: the crate's decoder steps, applied to one token at a time.
+fn decoding_table(
+    encoder: &tokenizers::Tokenizer,
+    replacements: &[(String, String)],
+) -> Result<(Vec<Entry>, String), String> {
+    let largest = encoder.get_vocab(true).into_values().max().ok_or("the vocabulary is empty")? as usize;
+    if largest >= MAX_VOCAB {
+        return Err(format!("a token has id {largest}; ids below {MAX_VOCAB} are expected"));
+    }
+    let mut entries = Vec::with_capacity(largest + 1);
+    let mut text = String::new();
+    for id in 0..=largest as u32 {
+        let Some(token) = encoder.id_to_token(id) else {
+            entries.push(Entry { decoded: Decoded::Absent, special: false });
+            continue;
+        };
+        let special = encoder.get_added_vocabulary().is_special_token(&token);
+        let replaced = replacements
+            .iter()
+            .fold(token, |token, (pattern, content)| token.replace(pattern.as_str(), content));
+        let decoded = match byte_token(&replaced) {
+            Some(byte) => Decoded::Byte(byte),
+            None => {
+                let start = text.len();
+                text.push_str(&replaced);
+                let end = u32::try_from(text.len()).map_err(|_| "the vocabulary's text exceeds 4 GiB")?;
+                Decoded::Text(start as u32..end)
+            }
+        };
+        entries.push(Entry { decoded, special });
+    }
+    Ok((entries, text))
+}
+
+/// The byte of a token `<0xNN>`, by the crate's own test.
+fn byte_token(token: &str) -> Option<u8> {
+    let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
+    if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }
+}
+
+fn one_line(message: &str) -> String {
+    message.split_whitespace().collect::<Vec<_>>().join(" ")
+}
