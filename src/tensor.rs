@@ -35,7 +35,9 @@ pub enum Scheme {
     /// int8, one f16 scale per output row.
     Int8Row,
     /// int4, one f16 scale per `group` consecutive inputs of a row; groups never straddle rows.
-    Int4 { group: u32 },
+    Int4 {
+        group: u32,
+    },
 }
 
 /// `--quantize`: what to do with the weights of an unquantized checkpoint while it is loaded.

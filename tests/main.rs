@@ -2,4 +2,5 @@
 
 mod checkpoint;
 mod support;
+mod text;
 mod tidy;

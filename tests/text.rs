@@ -1,0 +1,796 @@
+//! Tokenizer, chat templates, detokenizer and stop strings, against the goldens in `tests/data/tokenizer-mini`
+//! (a 512-piece tokenizer with the structure of Gemma's) and `tests/data/tokenizer` (the real one's cases; its
+//! tokenizer.json is fetched), and against the `tokenizers` crate and naive oracles on seeded random input.
+
+use std::fs;
+use std::path::PathBuf;
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use unicorn::text::{
+    ChatFiles, ChatTemplate, Content, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BYTES, Message, Part, StopMatcher,
+    TextError, Tokenizer, normalize,
+};
+
+use crate::support;
+
+#[derive(Deserialize)]
+struct EncodeCases {
+    cases: Vec<EncodeCase>,
+}
+
+#[derive(Deserialize)]
+struct EncodeCase {
+    text: String,
+    ids: Vec<u32>,
+    decoded: String,
+    decoded_skip_special: String,
+}
+
+#[derive(Deserialize)]
+struct DecodeCases {
+    cases: Vec<DecodeCase>,
+}
+
+#[derive(Deserialize)]
+struct DecodeCase {
+    ids: Vec<u32>,
+    decoded: String,
+    decoded_skip_special: String,
+}
+
+#[derive(Deserialize)]
+struct ChatCases {
+    cases: Vec<ChatCase>,
+}
+
+#[derive(Deserialize)]
+struct ChatCase {
+    note: String,
+    messages: Vec<Message>,
+    add_generation_prompt: bool,
+    rendered: Option<String>,
+    ids: Option<Vec<u32>>,
+    error: Option<String>,
+}
+
+fn bytes(path: &str) -> Vec<u8> {
+    let path = support::data(path);
+    fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+fn cases<T: DeserializeOwned>(path: &str) -> T {
+    serde_json::from_slice(&bytes(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+fn mini() -> Tokenizer {
+    Tokenizer::from_bytes(&bytes("tokenizer-mini/tokenizer.json"), "tokenizer.json").unwrap()
+}
+
+/// The real Gemma-3 tokenizer.json, where there is one.
+fn real_tokenizer_json() -> Option<Vec<u8>> {
+    let path = match std::env::var_os("UNICORN_REAL_TOKENIZER") {
+        Some(path) => PathBuf::from(path),
+        None => support::root().join(".cache/real-tokenizer/tokenizer.json"),
+    };
+    path.exists().then(|| fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display())))
+}
+
+/// Every golden case of one tokenizer, exact.
+fn check_goldens(tokenizer: &Tokenizer, folder: &str) {
+    let encode: EncodeCases = cases(&format!("{folder}/encode_cases.json"));
+    assert!(encode.cases.len() >= 30, "{folder}: {} encode cases", encode.cases.len());
+    for case in &encode.cases {
+        let text = &case.text;
+        assert_eq!(tokenizer.encode(text, false).unwrap(), case.ids, "{folder}: encode {text:?}");
+        let with_bos: Vec<u32> = [2].into_iter().chain(case.ids.iter().copied()).collect();
+        assert_eq!(tokenizer.encode(text, true).unwrap(), with_bos, "{folder}: encode {text:?} with <bos>");
+        assert_eq!(tokenizer.decode(&case.ids, false), case.decoded, "{folder}: decode {text:?}");
+        assert_eq!(tokenizer.decode(&case.ids, true), case.decoded_skip_special, "{folder}: {text:?}");
+    }
+    let decode: DecodeCases = cases(&format!("{folder}/decode_cases.json"));
+    assert!(decode.cases.len() >= 8, "{folder}: {} decode cases", decode.cases.len());
+    for DecodeCase { ids, decoded, decoded_skip_special } in &decode.cases {
+        assert_eq!(&tokenizer.decode(ids, false), decoded, "{folder}: decode {ids:?}");
+        assert_eq!(&tokenizer.decode(ids, true), decoded_skip_special, "{folder}: decode {ids:?}");
+    }
+
+    let jinja = bytes(&format!("{folder}/chat_template.jinja"));
+    let shipped =
+        ChatTemplate::from_checkpoint(ChatFiles { chat_template_jinja: Some(&jinja), ..Default::default() })
+            .unwrap();
+    let chat: ChatCases = cases(&format!("{folder}/chat_cases.json"));
+    assert!(chat.cases.len() >= 10, "{folder}: {} chat cases", chat.cases.len());
+    for case in &chat.cases {
+        for template in [&shipped, &ChatTemplate::gemma()] {
+            let what = format!("{folder}, {}: {}", template.origin(), case.note);
+            let rendered = template.render(&case.messages, case.add_generation_prompt);
+            match (&case.rendered, &case.error) {
+                (Some(expected), None) => {
+                    assert_eq!(rendered.as_ref(), Ok(expected), "{what}");
+                    let ids = tokenizer.encode(expected, false).unwrap();
+                    assert_eq!(Some(&ids), case.ids.as_ref(), "{what}");
+                }
+                (None, Some(error)) => match rendered.expect_err(&what) {
+                    TextError::Raised(message) => assert_eq!(&format!("TemplateError: {message}"), error),
+                    other => assert!(
+                        other == TextError::NoMessages && case.messages.is_empty(),
+                        "{what}: {other:?} instead of {error}"
+                    ),
+                },
+                _ => panic!("{what}: a case has a text or an error"),
+            }
+        }
+    }
+}
+
+#[test]
+fn the_mini_tokenizer_is_exact_on_every_case() {
+    let tokenizer = mini();
+    assert_eq!(tokenizer.vocab_size(), 512);
+    check_goldens(&tokenizer, "tokenizer-mini");
+}
+
+/// One test for all that needs the 33 MB file: reading it takes seconds.
+#[test]
+fn the_real_tokenizer_is_exact_on_every_case() {
+    let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
+    let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
+    check_goldens(&tokenizer, "tokenizer");
+
+    assert_eq!(tokenizer.vocab_size(), 262_145);
+    assert_eq!(tokenizer.token_id("<end_of_turn>"), Some(106));
+    assert_eq!(tokenizer.token_id("<image_soft_token>"), Some(262_144));
+    // Multimodal checkpoints, 1B, and a vocabulary that is one row too short.
+    tokenizer.fits(262_208).unwrap();
+    tokenizer.fits(262_144).unwrap();
+    let error = tokenizer.fits(262_143).unwrap_err().to_string();
+    assert!(error.contains("262143 rows") && error.contains("262143 (token"), "{error}");
+    let ids = tokenizer.encode("a <image_soft_token>", false).unwrap();
+    tokenizer.check_ids(&ids, 262_208).unwrap();
+    let error = tokenizer.check_ids(&ids, 262_144).unwrap_err().to_string();
+    assert!(error.contains("<image_soft_token>") && error.contains("262144"), "{error}");
+
+    let crate_decode = tokenizers::Tokenizer::from_bytes(&json).unwrap();
+    compare_detokenizer(&tokenizer, &crate_decode, 7, 300);
+    for hostile in hostile_texts(200_000) {
+        let ids = tokenizer.encode(&hostile, false).unwrap();
+        assert_eq!(tokenizer.decode(&ids, false), hostile.replace('▁', " "));
+    }
+}
+
+#[test]
+fn tokens_are_found_by_name_and_by_id() {
+    let tokenizer = mini();
+    assert_eq!(tokenizer.token_id("<bos>"), Some(2));
+    assert_eq!(tokenizer.token_id("<end_of_turn>"), Some(106));
+    assert_eq!(tokenizer.token_id("no such token"), None);
+    assert!(tokenizer.is_special(2) && tokenizer.is_special(106));
+    // Added, but not special: newlines, and what the model never saw.
+    assert!(!tokenizer.is_special(107) && !tokenizer.is_special(6) && !tokenizer.is_special(369));
+    assert!(!tokenizer.is_special(512) && !tokenizer.contains(512) && tokenizer.contains(511));
+    let the = tokenizer.token_id("▁the").unwrap();
+    assert_eq!(tokenizer.token(the).as_deref(), Some("▁the"));
+    assert_eq!(tokenizer.decode(&[the], true), " the");
+    assert_eq!(tokenizer.token_bytes(368).as_deref(), Some(&b" "[..]));
+    let byte = tokenizer.token_id("<0xF0>").unwrap();
+    assert_eq!(tokenizer.token_bytes(byte), Some(vec![0xf0]));
+    assert_eq!(tokenizer.token_bytes(u32::MAX), None);
+}
+
+#[test]
+fn a_tokenizer_fits_only_a_model_with_its_rows() {
+    let tokenizer = mini();
+    tokenizer.fits(512).unwrap();
+    tokenizer.fits(1000).unwrap();
+    let error = tokenizer.fits(511).unwrap_err();
+    assert!(matches!(error, TextError::DoesNotFit { largest: 511, rows: 511, .. }), "{error}");
+    let error = error.to_string();
+    assert!(error.starts_with("tokenizer.json: ") && !error.contains('\n'), "{error}");
+
+    // The same with a special token at the end: it needs no row until a text holds it.
+    let json = edited(|json| {
+        let token = serde_json::json!({"id": 512, "content": "<image_soft_token>", "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": false, "special": true});
+        json["added_tokens"].as_array_mut().unwrap().push(token);
+    });
+    let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
+    assert_eq!(tokenizer.vocab_size(), 513);
+    tokenizer.fits(512).unwrap();
+    assert!(tokenizer.fits(511).is_err());
+    let ids = tokenizer.encode("hi<image_soft_token>", false).unwrap();
+    assert_eq!(ids.last(), Some(&512));
+    assert!(matches!(
+        tokenizer.check_ids(&ids, 512),
+        Err(TextError::OutsideModel { id: 512, rows: 512, .. })
+    ));
+    tokenizer.check_ids(&ids, 513).unwrap();
+}
+
+/// The mini tokenizer.json with one thing changed.
+fn edited(change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
+    let mut json: serde_json::Value =
+        serde_json::from_slice(&bytes("tokenizer-mini/tokenizer.json")).unwrap();
+    change(&mut json);
+    serde_json::to_vec(&json).unwrap()
+}
+
+#[test]
+fn a_tokenizer_that_cannot_be_followed_is_refused_by_field() {
+    use serde_json::{Value, json};
+    type Change = fn(&mut Value);
+    let refused: [(&str, Change); 12] = [
+        ("model.type", |json| json["model"]["type"] = json!("WordPiece")),
+        ("model.type is missing", |json| json["model"]["type"] = Value::Null),
+        ("model.dropout", |json| json["model"]["dropout"] = json!(0.1)),
+        ("model.continuing_subword_prefix", |json| json["model"]["continuing_subword_prefix"] = json!("##")),
+        ("model.unk_token", |json| json["model"]["unk_token"] = json!("<nowhere>")),
+        ("lose characters", |json| {
+            json["model"]["unk_token"] = Value::Null;
+            json["model"]["byte_fallback"] = json!(false);
+        }),
+        ("decoder is a ByteLevel", |json| json["decoder"] = json!({"type": "ByteLevel"})),
+        ("decoder is missing", |json| json["decoder"] = Value::Null),
+        ("decoder ends with Fuse, Strip", |json| {
+            let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
+            json["decoder"]["decoders"].as_array_mut().unwrap().push(strip);
+        }),
+        ("says id 7", |json| json["added_tokens"][6]["id"] = json!(7)),
+        ("id 4000000000", |json| json["model"]["vocab"]["zz"] = json!(4_000_000_000u32)),
+        ("not a tokenizer.json", |json| *json = json!([1, 2])),
+    ];
+    for (expected, change) in refused {
+        let Err(error) = Tokenizer::from_bytes(&edited(change), "dir/tokenizer.json") else {
+            panic!("{expected}: accepted");
+        };
+        let error = error.to_string();
+        assert!(error.starts_with("dir/tokenizer.json: ") && error.contains(expected), "{expected}: {error}");
+        assert!(!error.contains('\n'), "{error}");
+    }
+    // A prompt must never be cut or padded by the file's settings.
+    let cutting = edited(|json| {
+        json["truncation"] =
+            json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0});
+        json["padding"] = json!({"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": null,
+            "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"});
+    });
+    let tokenizer = Tokenizer::from_bytes(&cutting, "tokenizer.json").unwrap();
+    let text = "this is the vim help";
+    assert_eq!(tokenizer.encode(text, true).unwrap(), mini().encode(text, true).unwrap());
+    assert_eq!(tokenizer.encode("a", false).unwrap().len(), 1);
+}
+
+#[test]
+fn mutated_tokenizer_files_end_in_a_result() {
+    const SEED: u64 = 0x70c3;
+    println!("seed {SEED}");
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let original = bytes("tokenizer-mini/tokenizer.json");
+    let mut refused = 0;
+    for _ in 0..400 {
+        let mutated = mutate(&mut rng, &original);
+        match Tokenizer::from_bytes(&mutated, "tokenizer.json") {
+            Err(error) => {
+                refused += 1;
+                assert!(!error.to_string().contains('\n'), "{error}");
+            }
+            Ok(tokenizer) => {
+                if let Ok(ids) = tokenizer.encode("Hello the vim 🦄\n\n<end_of_turn>", true) {
+                    tokenizer.decode(&ids, false);
+                }
+            }
+        }
+    }
+    assert!(refused > 100, "only {refused} of 400 mutations were refused: do they reach the file?");
+}
+
+/// Truncates, flips, repeats or overwrites a part of `original`.
+fn mutate(rng: &mut ChaCha8Rng, original: &[u8]) -> Vec<u8> {
+    const TOKENS: [&[u8]; 16] = [
+        b"{{",
+        b"}}",
+        b"{%",
+        b"%}",
+        b"null",
+        b"\"",
+        b"[",
+        b"]",
+        b"{",
+        b"}",
+        b"9999999999",
+        b"-1",
+        b"for",
+        b"\\",
+        b"<0x",
+        b"\xff",
+    ];
+    let mut mutated = original.to_vec();
+    for _ in 0..rng.random_range(1..4) {
+        let at = rng.random_range(0..mutated.len().max(2) - 1);
+        let end = (at + rng.random_range(1..40)).min(mutated.len());
+        match rng.random_range(0..6) {
+            0 => mutated.truncate(at),
+            1 if at < mutated.len() => mutated[at] ^= 1 << rng.random_range(0..8),
+            2 if at < end => drop(mutated.drain(at..end)),
+            3 if at < end => {
+                let copy = mutated[at..end].to_vec();
+                mutated.splice(at..at, copy);
+            }
+            _ => {
+                let token = TOKENS[rng.random_range(0..TOKENS.len())];
+                let end = if rng.random() { at } else { end };
+                mutated.splice(at.min(end)..end, token.iter().copied());
+            }
+        }
+        if mutated.is_empty() {
+            break;
+        }
+    }
+    mutated
+}
+
+/// Texts that make careless tokenizers quadratic.
+fn hostile_texts(length: usize) -> Vec<String> {
+    vec![
+        " ".repeat(length),
+        "a".repeat(length),
+        "\n".repeat(length),
+        "ab".repeat(length / 2),
+        "the ".repeat(length / 4),
+        "🦄".repeat(length / 4),
+        "<".repeat(length),
+        "<start_of_turn".repeat(length / 14),
+        "<bos>".repeat(length / 5),
+        "▁".repeat(length / 3),
+        "\u{0}\u{1}\u{7f}\u{fffd}\u{e000}\u{301}".repeat(length / 12),
+    ]
+}
+
+#[test]
+fn a_megabyte_of_anything_is_encoded_without_loss() {
+    let tokenizer = mini();
+    for text in hostile_texts(1 << 20) {
+        let ids = tokenizer.encode(&text, false).unwrap();
+        // '▁' is how the vocabulary writes a space; it cannot be told from one.
+        assert!(
+            tokenizer.decode(&ids, false) == text.replace('▁', " "),
+            "{:?}...",
+            &text[..text.len().min(16)]
+        );
+    }
+    let error = tokenizer.encode(&"a".repeat(MAX_TEXT_BYTES + 1), false).unwrap_err();
+    assert_eq!(error, TextError::TooLong { bytes: MAX_TEXT_BYTES + 1, limit: MAX_TEXT_BYTES });
+}
+
+#[test]
+fn random_text_survives_encoding() {
+    const SEED: u64 = 11;
+    println!("seed {SEED}");
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let tokenizer = mini();
+    for _ in 0..2000 {
+        let length = rng.random_range(0..60);
+        let text: String = (0..length)
+            .map(|_| match rng.random_range(0..6) {
+                0 => ' ',
+                1 => rng.random_range('a'..='z'),
+                2 => ['\n', '\t', '<', '>', '\u{301}', '\u{200d}'][rng.random_range(0..6)],
+                _ => rng.random::<char>(),
+            })
+            .collect();
+        let ids = tokenizer.encode(&text, false).unwrap();
+        assert_eq!(tokenizer.decode(&ids, false), text.replace('▁', " "), "{text:?}");
+    }
+}
+
+#[test]
+fn incremental_detokenization_equals_decode() {
+    let reference = tokenizers::Tokenizer::from_bytes(bytes("tokenizer-mini/tokenizer.json")).unwrap();
+    compare_detokenizer(&mini(), &reference, 42, 3000);
+}
+
+/// The detokenizer against the crate's decode, on random ids that favour byte tokens.
+fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer, seed: u64, rounds: usize) {
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let vocab = tokenizer.vocab_size() as u32;
+    let byte = |byte: u8| tokenizer.token_id(&format!("<{byte:#04X}>")).unwrap();
+    for id in 0..vocab.min(20_000) {
+        let decoded = tokenizer.decode(&[id], false);
+        assert_eq!(decoded, reference.decode(&[id], false).unwrap(), "id {id}");
+    }
+    for round in 0..rounds {
+        let mut ids: Vec<u32> = Vec::new();
+        for _ in 0..rng.random_range(0..24) {
+            match rng.random_range(0..8) {
+                0 => ids.push(rng.random_range(0..vocab)),
+                1 => ids.push([0, 2, 106, 107, vocab, u32::MAX][rng.random_range(0..6)]),
+                2 => ids.push(byte(rng.random())),
+                3..=5 => {
+                    // A character in bytes: whole, cut short, or with a control token or an unknown id inside.
+                    let c = rng.random_range('\u{80}'..char::MAX);
+                    let encoded: Vec<u32> = c.to_string().bytes().map(byte).collect();
+                    let cut = if rng.random_range(0..4) == 0 { 1 } else { 0 };
+                    ids.extend(&encoded[..encoded.len() - cut]);
+                    if rng.random_range(0..4) == 0 {
+                        let at = rng.random_range(0..=ids.len());
+                        ids.insert(at, [2, vocab][rng.random_range(0..2)]);
+                    }
+                }
+                _ => ids.extend([rng.random_range(0..vocab), rng.random_range(0..vocab)]),
+            }
+        }
+        for skip_special in [false, true] {
+            let mut detokenizer = tokenizer.detokenizer(skip_special);
+            let mut text = String::new();
+            for &id in &ids {
+                text.push_str(detokenizer.push(id));
+            }
+            text.push_str(detokenizer.finish());
+            let expected = reference.decode(&ids, skip_special).unwrap();
+            assert_eq!(text, expected, "seed {seed}, round {round}, skip {skip_special}, {ids:?}");
+            assert_eq!(tokenizer.decode(&ids, skip_special), expected);
+            // Finished means empty: the same detokenizer serves again.
+            assert_eq!(detokenizer.finish(), "");
+        }
+    }
+}
+
+#[test]
+fn text_comes_as_soon_as_it_is_certain() {
+    let tokenizer = mini();
+    let byte = |byte: u8| tokenizer.token_id(&format!("<{byte:#04X}>")).unwrap();
+    let mut detokenizer = tokenizer.detokenizer(true);
+    assert_eq!(detokenizer.push(369), "a");
+    for b in "🦄é".bytes() {
+        assert_eq!(detokenizer.push(byte(b)), "", "a run of byte tokens may still turn out broken");
+    }
+    assert_eq!(detokenizer.push(106), "", "a skipped token does not end the run");
+    assert_eq!(detokenizer.push(370), "🦄éb");
+    assert_eq!(detokenizer.push(byte(0xe2)), "");
+    assert_eq!(detokenizer.push(byte(0x41)), "\u{fffd}\u{fffd}", "broken: nothing to wait for");
+    assert_eq!(detokenizer.push(byte(0x42)), "\u{fffd}", "the rest of a broken run is broken");
+    assert_eq!(detokenizer.push(369), "a");
+    assert_eq!(detokenizer.push(byte(0x42)), "");
+    assert_eq!(detokenizer.finish(), "B");
+}
+
+#[test]
+fn stop_strings_match_a_naive_search_however_the_text_is_cut() {
+    const SEED: u64 = 2024;
+    println!("seed {SEED}");
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let alphabet = ['a', 'b', 'é', '🦄'];
+    let word = |rng: &mut ChaCha8Rng, lengths: std::ops::Range<usize>| -> String {
+        let length = rng.random_range(lengths);
+        (0..length).map(|_| alphabet[rng.random_range(0..alphabet.len())]).collect()
+    };
+    let mut found = 0;
+    for round in 0..5000 {
+        let stops: Vec<String> = (0..rng.random_range(0..5)).map(|_| word(&mut rng, 1..6)).collect();
+        let text = word(&mut rng, 0..40);
+        let (expected, expected_stop) = naive_stop(&text, &stops);
+
+        let mut matcher = StopMatcher::new(&stops).unwrap();
+        let (mut out, mut stop) = (String::new(), None);
+        let mut rest = text.as_str();
+        while !rest.is_empty() {
+            let cut = rest.char_indices().map(|(at, c)| at + c.len_utf8()).nth(rng.random_range(0..4));
+            let (piece, after) = rest.split_at(cut.unwrap_or(rest.len()));
+            rest = after;
+            let step = matcher.push(piece);
+            out.push_str(&step.text);
+            assert!(expected.starts_with(&out), "round {round}: {out:?} leaks, {stops:?} in {text:?}");
+            stop = stop.or(step.stop);
+        }
+        out.push_str(&matcher.finish());
+        assert_eq!((out.as_str(), stop), (expected, expected_stop), "round {round}: {stops:?} in {text:?}");
+        found += usize::from(stop.is_some());
+    }
+    assert!((1000..4900).contains(&found), "{found} of 5000 rounds stopped: the test needs both");
+}
+
+/// The answer before the stop string that is complete first; of several at one byte, the longest.
+fn naive_stop<'a>(text: &'a str, stops: &[String]) -> (&'a str, Option<usize>) {
+    for end in (0..=text.len()).filter(|&end| text.is_char_boundary(end)) {
+        let mut best: Option<usize> = None;
+        for (index, stop) in stops.iter().enumerate() {
+            if text[..end].ends_with(stop.as_str()) && best.is_none_or(|best| stop.len() > stops[best].len())
+            {
+                best = Some(index);
+            }
+        }
+        if let Some(index) = best {
+            return (&text[..end - stops[index].len()], Some(index));
+        }
+    }
+    (text, None)
+}
+
+#[test]
+fn unusable_stop_strings_are_refused() {
+    for stops in [
+        vec![String::new()],
+        vec!["a".to_owned(), String::new()],
+        vec!["x".repeat(MAX_STOP_BYTES + 1)],
+        vec!["x".to_owned(); MAX_STOPS + 1],
+    ] {
+        assert!(matches!(StopMatcher::new(&stops), Err(TextError::Stop(_))), "{} strings", stops.len());
+    }
+    let mut none = StopMatcher::new::<&str>(&[]).unwrap();
+    assert_eq!(none.push("anything").text, "anything");
+    // The longest allowed, repeated almost to its end: what waits is given out in full.
+    let long = "x".repeat(MAX_STOP_BYTES);
+    let mut matcher = StopMatcher::new(&[&long]).unwrap();
+    assert_eq!(matcher.push(&long[1..]).text, "");
+    assert_eq!(matcher.push("y").text, format!("{}y", &long[1..]));
+    assert_eq!(matcher.push(&long).stop, Some(0));
+    assert_eq!(matcher.push("after"), Default::default());
+    assert_eq!(matcher.finish(), "");
+}
+
+#[test]
+fn the_template_is_taken_where_the_checkpoint_has_it() {
+    let config = bytes("tokenizer-mini/tokenizer_config.json");
+    let jinja = bytes("tokenizer-mini/chat_template.jinja");
+    let hello = [Message::new("user", "Hello")];
+    let expected = "<bos><start_of_turn>user\nHello<end_of_turn>\n<start_of_turn>model\n";
+    let render = |config: Option<&[u8]>, jinja: Option<&[u8]>| {
+        let template = ChatTemplate::from_checkpoint(ChatFiles {
+            tokenizer_config: config,
+            chat_template_jinja: jinja,
+        })?;
+        Ok::<_, TextError>((template.origin().to_owned(), template.render(&hello, true)?))
+    };
+    for (config, jinja, origin) in [
+        (None, None, "built-in Gemma template"),
+        (Some(&config), None, "tokenizer_config.json: chat_template"),
+        (Some(&config), Some(&jinja), "chat_template.jinja"),
+    ] {
+        let rendered = render(config.map(Vec::as_slice), jinja.map(Vec::as_slice)).unwrap();
+        assert_eq!(rendered, (origin.to_owned(), expected.to_owned()));
+    }
+
+    let config = |json: serde_json::Value| serde_json::to_vec(&json).unwrap();
+    for (json, expected) in [
+        (serde_json::json!({"chat_template": "{{ bos_token }}|{{ eos_token }}"}), "<bos>|<end_of_turn>"),
+        (serde_json::json!({"bos_token": "[B]", "chat_template": "{{ bos_token }}"}), "[B]"),
+        (serde_json::json!({"bos_token": {"content": "[B]"}, "chat_template": "{{ bos_token }}"}), "[B]"),
+        (serde_json::json!({"bos_token": null, "chat_template": "({{ bos_token }})"}), "()"),
+        (
+            serde_json::json!({"chat_template": [{"name": "tool_use", "template": "no"},
+            {"name": "default", "template": "yes"}]}),
+            "yes",
+        ),
+        (serde_json::json!({"chat_template": [{"name": "rag", "template": "only"}]}), "only"),
+        (
+            serde_json::json!({"chat_template": null, "bos_token": "[B]"}),
+            "[B]<start_of_turn>user\nHello<end_of_turn>\n<start_of_turn>model\n",
+        ),
+    ] {
+        assert_eq!(render(Some(&config(json)), None).unwrap().1, expected);
+    }
+    for (json, expected) in [
+        (serde_json::json!({"chat_template": 3}), "chat_template is neither"),
+        (serde_json::json!({"chat_template": [{"name": "a"}]}), "without a name and a template"),
+        (
+            serde_json::json!({"chat_template": [{"name": "a", "template": ""}, {"name": "b", "template": ""}]}),
+            "[a, b]",
+        ),
+        (serde_json::json!({"bos_token": 7}), "bos_token is neither"),
+        (serde_json::json!({"chat_template": "{% if %}"}), "syntax error"),
+        (serde_json::json!({"chat_template": "{{ 1 +"}), "line 1"),
+        (serde_json::json!([]), "tokenizer_config.json"),
+    ] {
+        let error = render(Some(&config(json)), None).unwrap_err().to_string();
+        assert!(
+            error.contains(expected) && error.starts_with("tokenizer_config.json"),
+            "{expected}: {error}"
+        );
+        assert!(!error.contains('\n'), "{error}");
+    }
+    assert!(
+        render(None, Some(b"\xff")).unwrap_err().to_string().starts_with("chat_template.jinja: not UTF-8")
+    );
+}
+
+#[test]
+fn templates_meet_the_environment_of_transformers() {
+    let render = |source: &str| {
+        let files = ChatFiles { chat_template_jinja: Some(source.as_bytes()), ..Default::default() };
+        ChatTemplate::from_checkpoint(files)
+            .and_then(|template| template.render(&[Message::new("user", " \u{1c}hi\u{a0} ")], true))
+    };
+    for (source, expected) in [
+        ("{{ messages[0]['content'].strip() }}|{{ messages[0].content | trim }}", "hi|hi"),
+        ("{{ 'xhix'.strip('x') }}{{ ' a '.lstrip() }}{{ ' a '.rstrip() }}|", "hia  a|"),
+        (
+            "{{ 'a,b'.split(',')[1] }}{{ 'ab'.startswith('a') }}{{ messages[-1]['role'].upper() }}",
+            "bTrueUSER",
+        ),
+        ("  {% if true %}\nx\n  {% endif %}\ny\n", "x\ny"),
+        ("{% for m in messages %}{% if loop.last %}{% break %}{% endif %}never{% endfor %}!", "!"),
+        (
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+            "1",
+        ),
+        ("{% if tools is not none %}tools{% endif %}{% if documents %}docs{% endif %}none", "none"),
+        ("{{ add_generation_prompt }}{{ undefined_thing }}{{ none }}", "TrueNone"),
+        ("{% macro turn(m) %}<{{ m.role }}>{% endmacro %}{{ turn(messages[0]) }}", "<user>"),
+    ] {
+        assert_eq!(render(source).as_deref(), Ok(expected), "{source}");
+    }
+    let year = render("{{ strftime_now('%Y') }}").unwrap();
+    assert!(year.len() == 4 && year.as_str() >= "2025", "{year}");
+    assert_eq!(render("{{ raise_exception('no\nway') }}"), Err(TextError::Raised("no\nway".to_owned())));
+    let error = render("\n{{ messages[0].a.b }}").unwrap_err().to_string();
+    assert!(error.starts_with("chat_template.jinja: undefined value") && error.contains("line 2"), "{error}");
+}
+
+#[test]
+fn hostile_templates_end() {
+    let loops = "{% for a in range(9999) %}".repeat(4) + &"{% endfor %}".repeat(4);
+    let nested = "{{ ".to_owned() + &"(".repeat(100_000) + "1" + &")".repeat(100_000) + " }}";
+    let lists = "{{ ".to_owned() + &"[".repeat(140) + &"]".repeat(140) + " }}";
+    let ifs = "{% if true %}".repeat(2000) + &"{% endif %}".repeat(2000);
+    let flood = "{% for a in range(99999) %}".to_owned() + &"x".repeat(1000) + "{% endfor %}";
+    for (source, expected) in [
+        (loops.as_str(), Some("did not end within")),
+        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", Some("recursion")),
+        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", Some("recursion")),
+        ("{% include 'chat' %}", Some("recursion")),
+        ("{% extends 'chat' %}", Some("")),
+        ("{{ [0] * 1000000000000 | length }}", Some("operator *")),
+        ("{{ 'a' * 100000000 }}", Some("operator *")),
+        ("{{ 9 ** 999999 }}", Some("operator *")),
+        ("{{ range(1000000000000) | list }}", Some("range")),
+        (&flood, Some("too long")),
+        (&nested, Some("")),
+        (&ifs, Some("")),
+        (&lists, Some("recursion")),
+        (&"x".repeat(300 << 10), Some("at most")),
+        (
+            "{{ 9223372036854775807 + 9223372036854775807 }}{{ -9223372036854775808 // -1 }}{{ 1 % 0 }}",
+            Some(""),
+        ),
+    ] {
+        let files = ChatFiles { chat_template_jinja: Some(source.as_bytes()), ..Default::default() };
+        let rendered = ChatTemplate::from_checkpoint(files)
+            .and_then(|template| template.render(&[Message::new("user", "hi")], true));
+        let what = &source[..source.len().min(60)];
+        match (rendered, expected) {
+            (Err(error), Some(expected)) => {
+                let error = error.to_string();
+                assert!(error.contains(expected), "{what}: {error}");
+                assert!(!error.contains('\n'), "{what}: {error}");
+            }
+            (Ok(_), None) => {}
+            (other, _) => panic!("{what}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn mutated_templates_end_in_a_result() {
+    const SEED: u64 = 0xc0ffee;
+    println!("seed {SEED}");
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let config = bytes("tokenizer-mini/tokenizer_config.json");
+    let jinja = bytes("tokenizer-mini/chat_template.jinja");
+    let messages = [Message::new("system", "s"), Message::new("user", "u"), Message::new("assistant", "a")];
+    let mut outcomes = [0; 3];
+    for round in 0..3000 {
+        let mutated = mutate(&mut rng, if round % 2 == 0 { &config } else { &jinja });
+        let files = if round % 2 == 0 {
+            ChatFiles { tokenizer_config: Some(&mutated), ..Default::default() }
+        } else {
+            ChatFiles { chat_template_jinja: Some(&mutated), ..Default::default() }
+        };
+        match ChatTemplate::from_checkpoint(files).map(|template| template.render(&messages, true)) {
+            Err(error) => {
+                outcomes[0] += 1;
+                assert!(!error.to_string().contains('\n'), "round {round}: {error}");
+            }
+            Ok(Err(_)) => outcomes[1] += 1,
+            Ok(Ok(_)) => outcomes[2] += 1,
+        }
+    }
+    assert!(outcomes.iter().all(|&n| n > 50), "compile errors, render errors, results: {outcomes:?}");
+}
+
+#[test]
+fn conversations_as_clients_send_them_are_brought_into_order() {
+    fn messages(turns: &[(&str, &str)]) -> Vec<Message> {
+        turns.iter().map(|(role, text)| Message::new(role, text)).collect()
+    }
+    type Turns<'a> = &'a [(&'a str, &'a str)];
+    let cases: [(Turns<'_>, Turns<'_>); 13] = [
+        (&[("user", "a")], &[("user", "a")]),
+        (&[("system", " s "), ("user", " a ")], &[("system", " s "), ("user", "a")]),
+        (&[("developer", "s"), ("user", "a")], &[("system", "s"), ("user", "a")]),
+        (&[("system", "s"), ("developer", "t"), ("user", "a")], &[("system", "s\n\nt"), ("user", "a")]),
+        // Two in a row, as Open WebUI sends a file and a question.
+        (&[("system", "s"), ("user", "a"), ("user", "b")], &[("system", "s"), ("user", "a\n\nb")]),
+        (&[("user", "a"), ("assistant", "b"), ("assistant", "c")], &[("user", "a"), ("assistant", "b\n\nc")]),
+        (&[("user", "a"), ("user", "  "), ("user", "b")], &[("user", "a\n\nb")]),
+        // A greeting first.
+        (&[("assistant", "hi"), ("user", "a")], &[("user", ""), ("assistant", "hi"), ("user", "a")]),
+        (&[("system", "s"), ("assistant", "hi")], &[("user", "s"), ("assistant", "hi")]),
+        (&[("system", "s")], &[("user", "s")]),
+        // A late instruction speaks as the user, where it stands.
+        (
+            &[("user", "a"), ("assistant", "b"), ("system", "late"), ("user", "c")],
+            &[("user", "a"), ("assistant", "b"), ("user", "late\n\nc")],
+        ),
+        (
+            &[("user", "a"), ("model", "b"), ("tool", "r")],
+            &[("user", "a"), ("assistant", "b"), ("user", "r")],
+        ),
+        (&[], &[]),
+    ];
+    for (given, expected) in cases {
+        assert_eq!(normalize(&messages(given)), messages(expected), "{given:?}");
+    }
+
+    let part = |text: &str| Part::Text { text: text.to_owned() };
+    let parts =
+        |role: &str, parts: Vec<Part>| Message { role: role.to_owned(), content: Content::Parts(parts) };
+    let given = [
+        parts("system", vec![part("Be kind. "), part("Be brief.")]),
+        parts("user", vec![part(" look: "), Part::Image, part(" what is it? ")]),
+        Message { role: "assistant".to_owned(), content: Content::Null },
+    ];
+    let expected =
+        [("system", "Be kind. Be brief."), ("user", "look:<start_of_image>what is it?"), ("assistant", "")];
+    assert_eq!(normalize(&given), messages(&expected));
+}
+
+#[test]
+fn a_normal_conversation_always_renders_and_a_good_one_is_not_changed() {
+    const SEED: u64 = 99;
+    println!("seed {SEED}");
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let template = ChatTemplate::gemma();
+    let jinja = bytes("tokenizer-mini/chat_template.jinja");
+    let shipped =
+        ChatTemplate::from_checkpoint(ChatFiles { chat_template_jinja: Some(&jinja), ..Default::default() })
+            .unwrap();
+    let roles = ["system", "developer", "user", "assistant", "tool", "model", "banana"];
+    let words = ["", " ", "one", " two\n", "\u{1c}three", "{{ 4 }}", "<end_of_turn>"];
+    let mut already_good = 0;
+    for round in 0..3000 {
+        let length = rng.random_range(1..7);
+        let messages: Vec<Message> = (0..length)
+            .map(|_| {
+                let mut text = || words[rng.random_range(0..words.len())].to_owned();
+                let (first, second) = (text(), text());
+                let content = match rng.random_range(0..5) {
+                    0 => Content::Null,
+                    1 => Content::Parts(vec![Part::Text { text: first }, Part::Text { text: second }]),
+                    _ => Content::Text(first),
+                };
+                Message { role: roles[rng.random_range(0..roles.len())].to_owned(), content }
+            })
+            .collect();
+        let normal = normalize(&messages);
+        let rendered = template.render(&normal, true).unwrap_or_else(|e| panic!("round {round}: {e}"));
+        assert_eq!(shipped.render(&normal, true).as_ref(), Ok(&rendered), "round {round}: {messages:?}");
+        assert_eq!(normalize(&normal), normal, "round {round}: {messages:?}");
+
+        // What the template took before, but for its quirks (losing text, odd roles), renders the same.
+        let known = |m: &Message| matches!(m.role.as_str(), "user" | "assistant");
+        let has_parts = matches!(messages[0].content, Content::Parts(_));
+        let good = match messages[0].role.as_str() {
+            "system" => messages.len() > 1 && !has_parts && messages[1..].iter().all(known),
+            _ => messages.iter().all(known),
+        };
+        if let (true, Ok(before)) = (good, shipped.render(&messages, true)) {
+            assert_eq!(before, rendered, "round {round}: {messages:?}");
+            already_good += 1;
+        }
+    }
+    assert!(already_good > 50, "{already_good} conversations were good from the start");
+}
