@@ -1,6 +1,8 @@
 //! The one integration binary: every suite shares one build and one Vulkan device. One `mod` line each, sorted.
 
 mod checkpoint;
+mod engine;
+mod fake_runner;
 mod support;
 mod text;
 mod tidy;
