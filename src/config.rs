@@ -1,1 +1,240 @@
-//! (in work)
+//! TOML, environment and flags into one validated [`Config`]. Pure: the caller reads files and the environment.
+//!
+//! `config/default.toml` is the one list of options, with their defaults; the structs here mirror it, and a field
+//! missing there is a bug that every test meets. An unknown option is an error that names it and where it stood.
+
+use serde::Deserialize;
+use toml::{Table, Value};
+
+use crate::tensor::QuantizeMode;
+
+/// The documented defaults, as TOML.
+pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
+const ENV_PREFIX: &str = "UNICORN_";
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    pub server: Server,
+    pub model: Model,
+    pub hardware: Hardware,
+    pub engine: Engine,
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Server {
+    pub host: String,
+    pub port: u16,
+    /// Requests that may wait.
+    pub queue: usize,
+    pub max_body_bytes: usize,
+    pub shutdown_grace_s: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Model {
+    /// None is the embedded demo model.
+    #[serde(deserialize_with = "unless_empty")]
+    pub path: Option<String>,
+    #[serde(deserialize_with = "unless_empty")]
+    pub name: Option<String>,
+    #[serde(deserialize_with = "quantize_mode")]
+    pub quantize: QuantizeMode,
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Hardware {
+    #[serde(deserialize_with = "unless_empty")]
+    pub device: Option<String>,
+    pub allow_software_vulkan: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Engine {
+    /// Tokens; none is as many as the model and the memory allow.
+    #[serde(deserialize_with = "unless_zero")]
+    pub context: Option<usize>,
+    /// Tokens.
+    pub prefill_chunk: usize,
+}
+
+/// One line, naming the option and where it was set.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    #[error("{source_name}: not valid TOML: {problem}")]
+    Syntax { source_name: String, problem: String },
+    #[error("{source_name}: unknown option {option}; expected one of {expected}")]
+    Unknown { source_name: String, option: String, expected: String },
+    #[error("{source_name}: {option}: {problem}")]
+    Value { source_name: String, option: String, problem: String },
+}
+
+/// One place options come from; later layers win.
+#[derive(Debug, Clone)]
+pub struct Layer {
+    name: String,
+    options: Table,
+}
+
+impl Layer {
+    /// A configuration file's text; `name` is what errors call it.
+    pub fn file(name: &str, text: &str) -> Result<Self, ConfigError> {
+        let options = text.parse::<Table>().map_err(|e| ConfigError::Syntax {
+            source_name: name.to_owned(),
+            problem: one_line(&e.to_string()),
+        })?;
+        Ok(Self { name: name.to_owned(), options })
+    }
+
+    /// The variables `UNICORN_SECTION_OPTION`; others, and `UNICORN_` ones of no section, are someone else's.
+    pub fn environment(variables: impl IntoIterator<Item = (String, String)>) -> Result<Self, ConfigError> {
+        let defaults = defaults();
+        let mut layer = Self { name: "environment".into(), options: Table::new() };
+        for (variable, text) in variables {
+            let Some(path) = variable.strip_prefix(ENV_PREFIX) else { continue };
+            let path = path.to_ascii_lowercase();
+            let section = defaults.keys().find(|s| path.strip_prefix(*s).is_some_and(|p| p.starts_with('_')));
+            let Some(section) = section else { continue };
+            let option = &path[section.len() + 1..];
+            let value = match defaults[section].get(option) {
+                None => return Err(unknown("environment", variable, &defaults[section])),
+                Some(default) => parse_like(default, &text).map_err(|problem| ConfigError::Value {
+                    source_name: "environment".into(),
+                    option: variable,
+                    problem,
+                })?,
+            };
+            layer.set(section, option, value);
+        }
+        Ok(layer)
+    }
+
+    /// The command line: add its flags with [`Layer::set`].
+    pub fn flags() -> Self {
+        Self { name: "command line".into(), options: Table::new() }
+    }
+
+    pub fn set(&mut self, section: &str, option: &str, value: impl Into<Value>) {
+        let table = self.options.entry(section).or_insert_with(|| Value::Table(Table::new()));
+        table.as_table_mut().expect("sections are tables").insert(option.to_owned(), value.into());
+    }
+}
+
+impl Config {
+    /// The defaults, overlaid by `layers` in order.
+    pub fn from_layers(layers: &[Layer]) -> Result<Self, ConfigError> {
+        let mut merged = defaults();
+        let mut config = Self::read(&merged).expect("config/default.toml is valid");
+        // One layer at a time, so that an error names the layer it came with.
+        for layer in layers {
+            for (section, options) in &layer.options {
+                overlay(&mut merged, &layer.name, section, options)?;
+            }
+            config = Self::read(&merged).map_err(|(option, problem)| ConfigError::Value {
+                source_name: layer.name.clone(),
+                option,
+                problem,
+            })?;
+        }
+        Ok(config)
+    }
+
+    /// Or the option at fault, and what is wrong with it.
+    fn read(merged: &Table) -> Result<Self, (String, String)> {
+        let config = Config {
+            server: section(merged, "server")?,
+            model: section(merged, "model")?,
+            hardware: section(merged, "hardware")?,
+            engine: section(merged, "engine")?,
+        };
+        let Config { server, engine, .. } = &config;
+        let in_range = |option: &str, value: u64, low: u64, high: u64| {
+            let problem = || format!("expected {low} to {high}, got {value}");
+            if (low..=high).contains(&value) { Ok(()) } else { Err((option.to_owned(), problem())) }
+        };
+        in_range("server.queue", server.queue as u64, 1, 4096)?;
+        in_range("server.max_body_bytes", server.max_body_bytes as u64, 1024, 1 << 30)?;
+        in_range("server.shutdown_grace_s", server.shutdown_grace_s, 0, 3600)?;
+        in_range("engine.prefill_chunk", engine.prefill_chunk as u64, 1, 8192)?;
+        if server.host.is_empty() {
+            return Err(("server.host".into(), "expected an address or a host name, got nothing".into()));
+        }
+        Ok(config)
+    }
+}
+
+fn defaults() -> Table {
+    DEFAULT_TOML.parse().expect("config/default.toml is valid TOML")
+}
+
+fn overlay(merged: &mut Table, source_name: &str, section: &str, options: &Value) -> Result<(), ConfigError> {
+    if !merged.contains_key(section) {
+        return Err(unknown(source_name, section.to_owned(), &Value::Table(merged.clone())));
+    }
+    let Value::Table(options) = options else {
+        let problem = format!("expected a section, [{section}], got a value");
+        return Err(ConfigError::Value { source_name: source_name.into(), option: section.into(), problem });
+    };
+    for (option, value) in options {
+        let table = merged[section].as_table_mut().expect("sections are tables");
+        if table.insert(option.clone(), value.clone()).is_none() {
+            table.remove(option);
+            return Err(unknown(source_name, format!("{section}.{option}"), &merged[section]));
+        }
+    }
+    Ok(())
+}
+
+/// Reads one section, option by option where it fails, so that the error names the option.
+fn section<T: serde::de::DeserializeOwned>(merged: &Table, name: &str) -> Result<T, (String, String)> {
+    let table = merged[name].as_table().expect("sections are tables");
+    table.clone().try_into().map_err(|error: toml::de::Error| {
+        // With every other option at its default, what still fails is the culprit.
+        let culprit = table.iter().find(|(option, value)| {
+            let mut alone = defaults()[name].as_table().expect("sections are tables").clone();
+            alone.insert((*option).clone(), (*value).clone());
+            alone.try_into::<T>().is_err()
+        });
+        let option = culprit.map_or(name.to_owned(), |(option, _)| format!("{name}.{option}"));
+        (option, one_line(error.message()))
+    })
+}
+
+fn unknown(source_name: &str, option: String, among: &Value) -> ConfigError {
+    let names: Vec<&str> = among.as_table().into_iter().flat_map(|t| t.keys()).map(String::as_str).collect();
+    ConfigError::Unknown { source_name: source_name.to_owned(), option, expected: names.join(", ") }
+}
+
+/// A variable's text as the type that the option's default has.
+fn parse_like(default: &Value, text: &str) -> Result<Value, String> {
+    match default {
+        Value::Boolean(_) => {
+            text.parse().map(Value::Boolean).map_err(|_| format!("expected true or false, got {text:?}"))
+        }
+        Value::Integer(_) => {
+            text.parse().map(Value::Integer).map_err(|_| format!("expected an integer, got {text:?}"))
+        }
+        _ => Ok(Value::String(text.to_owned())),
+    }
+}
+
+fn unless_empty<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<String>, D::Error> {
+    String::deserialize(d).map(|s| Some(s).filter(|s| !s.is_empty()))
+}
+
+fn unless_zero<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<usize>, D::Error> {
+    usize::deserialize(d).map(|n| Some(n).filter(|n| *n != 0))
+}
+
+fn quantize_mode<'de, D: serde::Deserializer<'de>>(d: D) -> Result<QuantizeMode, D::Error> {
+    String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
+}
+
+/// The parser draws its errors over several lines, with the place first and the reason last.
+fn one_line(message: &str) -> String {
+    message.lines().map(str::trim).filter(|l| !l.is_empty()).collect::<Vec<_>>().join(" ")
+}

@@ -1,6 +1,7 @@
 //! The one integration binary: every suite shares one build and one Vulkan device. One `mod` line each, sorted.
 
 mod checkpoint;
+mod config;
 mod engine;
 mod fake_runner;
 mod support;
