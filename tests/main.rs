@@ -1,5 +1,6 @@
 //! The one integration binary: every suite shares one build and one Vulkan device. One `mod` line each, sorted.
 
+mod api;
 mod checkpoint;
 mod config;
 mod engine;

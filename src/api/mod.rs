@@ -1,1 +1,214 @@
-//! (in work)
+//! The OpenAI API over HTTP: validates, renders, tokenizes, and streams what the engine yields.
+//!
+//! The server answers before the model is loaded: `/v1/models` from the start and with the same id, `/health` with
+//! 503 until [`Server::set_ready`]. It refuses what it cannot honour with a typed error ([`error`]), never answers
+//! something else instead, and keeps nothing between requests. Prompts and answers are not logged.
+//!
+//! Bounds: bodies ([`Options::max_body_bytes`]) and the time they may take; prompts tokenized at once (one per
+//! processor); requests waiting (the engine's queue); the text of one answer (the context).
+
+mod answer;
+mod chat;
+mod error;
+mod request;
+mod service;
+
+pub use answer::{AnswerText, Delta, End};
+pub use error::ApiError;
+pub use request::ChatRequest;
+pub use service::{SamplingDefaults, Service};
+
+use std::future::Future;
+use std::hash::{BuildHasher, Hasher};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+use tracing::Instrument;
+
+use crate::engine::{EngineError, EngineHandle};
+
+const REQUEST_ID: &str = "x-request-id";
+const MAX_REQUEST_ID_BYTES: usize = 128;
+
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    pub max_body_bytes: usize,
+    /// How often a silent stream carries a comment, so that nobody between takes it for dead.
+    pub keep_alive: Duration,
+}
+
+/// State of the server, from its start on.
+pub struct Server {
+    model_id: String,
+    created: u64,
+    options: Options,
+    service: OnceLock<Arc<Service>>,
+    tokenizing: Arc<Semaphore>,
+}
+
+impl Server {
+    pub fn new(model_id: impl Into<String>, options: Options) -> Arc<Self> {
+        let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
+        Arc::new(Self {
+            model_id: model_id.into(),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+            options,
+            service: OnceLock::new(),
+            tokenizing: Arc::new(Semaphore::new(processors)),
+        })
+    }
+
+    /// Opens the chat; once.
+    pub fn set_ready(&self, service: Service) {
+        assert!(self.service.set(Arc::new(service)).is_ok(), "the model was loaded twice");
+    }
+
+    /// Fails what is still under way and waits for the engine to give its runner back; false after `timeout`.
+    pub fn end(&self, timeout: Duration) -> bool {
+        self.engine().is_none_or(|engine| {
+            engine.abort();
+            engine.join(timeout)
+        })
+    }
+
+    fn service(&self) -> Result<Arc<Service>, ApiError> {
+        self.service.get().cloned().ok_or(ApiError::Loading)
+    }
+
+    fn engine(&self) -> Option<&EngineHandle> {
+        self.service.get().map(|s| s.engine())
+    }
+
+    fn card(&self) -> Value {
+        json!({
+            "id": self.model_id,
+            "object": "model",
+            "created": self.created,
+            "owned_by": env!("CARGO_PKG_NAME"),
+        })
+    }
+}
+
+/// All routes; what is not one is a JSON error too.
+pub fn router(server: Arc<Server>) -> Router {
+    Router::new()
+        .route("/health", get(health))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*id}", get(model))
+        .route("/v1/chat/completions", post(chat::completions))
+        .fallback(async |uri: Uri| ApiError::NoRoute(uri.path().to_owned()))
+        .method_not_allowed_fallback(async |method: Method, uri: Uri| {
+            ApiError::Method(method.to_string(), uri.path().to_owned())
+        })
+        .with_state(server)
+        .layer(middleware::from_fn(identify))
+}
+
+/// Serves until `shutdown` resolves; then takes no request, and gives those under way `grace` to end before they
+/// are failed. Returns at most a few seconds after that.
+pub async fn serve(
+    listener: TcpListener,
+    server: Arc<Server>,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+    grace: Duration,
+) -> std::io::Result<()> {
+    /// For failed requests to tell their clients.
+    const LAST_WORDS: Duration = Duration::from_secs(1);
+
+    let (begin, begun) = tokio::sync::oneshot::channel();
+    let stopping = Arc::clone(&server);
+    let stop = async move {
+        shutdown.await;
+        if let Some(engine) = stopping.engine() {
+            engine.drain();
+        }
+        let _ = begin.send(());
+    };
+    let serving = axum::serve(listener, router(Arc::clone(&server))).with_graceful_shutdown(stop);
+    let bound = async {
+        if begun.await.is_err() {
+            std::future::pending::<()>().await; // serving itself ended
+        }
+        tokio::time::sleep(grace).await;
+        if let Some(engine) = server.engine() {
+            tracing::warn!("requests are still under way after {} s: they are failed", grace.as_secs());
+            engine.abort();
+        }
+        tokio::time::sleep(LAST_WORDS).await;
+    };
+    tokio::select! {
+        result = serving => result,
+        () = bound => Ok(()),
+    }
+}
+
+async fn health(State(server): State<Arc<Server>>) -> Response {
+    let (status, body) = match server.engine().map(EngineHandle::health) {
+        None => (StatusCode::SERVICE_UNAVAILABLE, json!({"status": "loading"})),
+        Some(Ok(())) => (StatusCode::OK, json!({"status": "ok"})),
+        Some(Err(EngineError::ShuttingDown)) => {
+            (StatusCode::SERVICE_UNAVAILABLE, json!({"status": "draining"}))
+        }
+        Some(Err(EngineError::Lost(why))) => {
+            (StatusCode::SERVICE_UNAVAILABLE, json!({"status": "lost", "message": why}))
+        }
+    };
+    (status, Json(body)).into_response()
+}
+
+async fn models(State(server): State<Arc<Server>>) -> Json<Value> {
+    Json(json!({"object": "list", "data": [server.card()]}))
+}
+
+/// Ids may hold slashes, as names on the hub do.
+async fn model(
+    State(server): State<Arc<Server>>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Json<Value>, ApiError> {
+    let Path(asked) = id.map_err(|_| ApiError::invalid("model", "expected an id in UTF-8"))?;
+    if asked != server.model_id {
+        return Err(ApiError::UnknownModel { asked, served: server.model_id.clone() });
+    }
+    Ok(Json(server.card()))
+}
+
+/// Gives every request an id, the client's own where it sent a sound one, in the log and in the response.
+async fn identify(request: Request, next: Next) -> Response {
+    let id = request_id(request.headers());
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let span = tracing::info_span!("request", id = id.to_str().unwrap_or_default());
+    async move {
+        let mut response = next.run(request).await;
+        tracing::debug!("{method} {path}: {}", response.status());
+        response.headers_mut().insert(REQUEST_ID, id);
+        response
+    }
+    .instrument(span)
+    .await
+}
+
+fn request_id(headers: &HeaderMap) -> HeaderValue {
+    let sound = |v: &&HeaderValue| {
+        (1..=MAX_REQUEST_ID_BYTES).contains(&v.len()) && v.as_bytes().iter().all(u8::is_ascii_graphic)
+    };
+    headers.get(REQUEST_ID).filter(sound).cloned().unwrap_or_else(|| {
+        HeaderValue::from_str(&format!("{:016x}", random_u64()))
+            .expect("hexadecimal digits are a header value")
+    })
+}
+
+/// For ids, and for seeds nobody gave: the standard library's hasher is keyed by the system's randomness, anew for
+/// each. Not for secrets.
+pub fn random_u64() -> u64 {
+    std::collections::hash_map::RandomState::new().build_hasher().finish()
+}

@@ -1,0 +1,240 @@
+//! `POST /v1/chat/completions`: from the body to a prompt, and from the engine's events to JSON or SSE.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::sse::{self, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures::{Stream, StreamExt};
+use serde_json::{Value, json};
+
+use super::answer::{AnswerText, Delta, End};
+use super::error::ApiError;
+use super::request::ChatRequest;
+use super::service::Service;
+use super::{Server, random_u64};
+use crate::engine::{self, FinishReason, Timings, TokenStream};
+
+/// A client that takes longer for its body holds a connection for nothing.
+const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The handler. A client that disconnects drops what this returns, and with it the engine's stream: that cancels.
+pub(super) async fn completions(State(server): State<Arc<Server>>, body: Body) -> Result<Response, ApiError> {
+    let body = read_body(body, server.options.max_body_bytes).await?;
+
+    // Rendering and tokenizing a long conversation takes a processor for seconds: not on the threads that answer
+    // other clients, and not on more threads than there are processors.
+    let turn = Arc::clone(&server.tokenizing).acquire_owned().await;
+    let turn = turn.map_err(|_| ApiError::Bug("the tokenizing semaphore was closed".into()))?;
+    let preparing = Arc::clone(&server);
+    let prepared = tokio::task::spawn_blocking(move || {
+        let _turn = turn;
+        prepare(&preparing, &body)
+    });
+    let Prepared { request, answer, service, engine } =
+        prepared.await.map_err(|e| ApiError::Bug(format!("preparing a prompt: {e}")))??;
+
+    let seed = engine.sampling.seed;
+    let tokens = service.engine().submit(engine)?;
+    let reply = Reply {
+        id: format!("chatcmpl-{:016x}{:016x}", random_u64(), random_u64()),
+        created: unix_time_s(),
+        model: server.model_id.clone(),
+        seed,
+        span: tracing::Span::current(),
+    };
+    if request.stream {
+        let keep_alive = KeepAlive::new().interval(server.options.keep_alive);
+        let chunks = stream_chunks(reply, tokens, answer, request.include_usage);
+        Ok(Sse::new(chunks).keep_alive(keep_alive).into_response())
+    } else {
+        collect(reply, tokens, answer).await.map(|body| Json(body).into_response())
+    }
+}
+
+async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, ApiError> {
+    let mut chunks = body.into_data_stream();
+    let read = async {
+        let mut bytes = Vec::new();
+        while let Some(chunk) = chunks.next().await {
+            let chunk = chunk.map_err(|_| ApiError::BodyBroken)?;
+            if bytes.len() + chunk.len() > limit {
+                return Err(ApiError::BodyTooLarge { limit });
+            }
+            bytes.extend_from_slice(&chunk);
+        }
+        Ok(bytes)
+    };
+    let timeout = ApiError::BodyTimeout { seconds: BODY_TIMEOUT.as_secs() };
+    tokio::time::timeout(BODY_TIMEOUT, read).await.map_err(|_| timeout)?
+}
+
+/// A request that only needs the engine.
+struct Prepared {
+    request: ChatRequest,
+    answer: AnswerText,
+    service: Arc<Service>,
+    engine: engine::Request,
+}
+
+/// Errors in the order of what they need: the body alone, then the model's name, then the loaded model.
+fn prepare(server: &Server, body: &[u8]) -> Result<Prepared, ApiError> {
+    let request = ChatRequest::parse(body)?;
+    if request.model != server.model_id {
+        return Err(ApiError::UnknownModel { asked: request.model, served: server.model_id.clone() });
+    }
+    let service = server.service()?;
+    service.engine().health()?;
+    let (engine, answer) = service.prepare(&request)?;
+    Ok(Prepared { request, answer, service, engine })
+}
+
+/// What all parts of one reply share.
+struct Reply {
+    id: String,
+    created: u64,
+    model: String,
+    seed: u64,
+    /// The request's: a stream outlives the handler.
+    span: tracing::Span,
+}
+
+impl Reply {
+    fn object(&self, kind: &str, choices: Value) -> Value {
+        json!({
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": concat!("unicorn-", env!("CARGO_PKG_VERSION")),
+            "choices": choices,
+        })
+    }
+
+    /// One chunk of a stream. Where usage was asked for, every chunk has the field.
+    fn chunk(&self, delta: Value, finish_reason: Option<&str>, usage: bool) -> Value {
+        let choice = json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish_reason});
+        let mut chunk = self.object("chat.completion.chunk", json!([choice]));
+        if usage {
+            chunk["usage"] = Value::Null;
+        }
+        chunk
+    }
+
+    fn log(&self, reason: FinishReason, timings: &Timings) {
+        let Timings { queue, prefill, decode, prompt_n, predicted_n } = timings;
+        let (seed, reason) = (self.seed, finish_reason(reason));
+        self.span.in_scope(|| {
+            tracing::info!(
+                seed,
+                prompt_n,
+                predicted_n,
+                queue_ms = queue.as_millis(),
+                prompt_ms = prefill.as_millis(),
+                predicted_ms = decode.as_millis(),
+                "answered: {reason}"
+            );
+        });
+    }
+}
+
+async fn collect(reply: Reply, mut tokens: TokenStream, mut answer: AnswerText) -> Result<Value, ApiError> {
+    let mut text = String::new();
+    let (reason, timings) = loop {
+        let event = tokens.next().await.ok_or_else(|| ApiError::Bug("an answer had no end".into()))?;
+        let Delta { text: more, end } = answer.push(event);
+        text.push_str(&more);
+        match end {
+            None => {}
+            Some(End::Finished { reason, timings }) => break (reason, timings),
+            Some(End::Failed(error)) => return Err(error.into()),
+        }
+    };
+    reply.log(reason, &timings);
+    let message = json!({"role": "assistant", "content": text, "refusal": null});
+    let choice =
+        json!({"index": 0, "message": message, "logprobs": null, "finish_reason": finish_reason(reason)});
+    let mut body = reply.object("chat.completion", json!([choice]));
+    body["usage"] = usage(&timings);
+    body["timings"] = timings_json(&timings);
+    Ok(body)
+}
+
+/// Role first, then content, then the finish reason, then usage if asked; `[DONE]` last. An error that comes after
+/// the headers is a line of the stream.
+fn stream_chunks(
+    reply: Reply,
+    mut tokens: TokenStream,
+    mut answer: AnswerText,
+    include_usage: bool,
+) -> impl Stream<Item = Result<sse::Event, Infallible>> {
+    let line = |value: Value| Ok(sse::Event::default().data(value.to_string()));
+    async_stream::stream! {
+        yield line(reply.chunk(json!({"role": "assistant", "content": ""}), None, include_usage));
+        while let Some(event) = tokens.next().await {
+            let Delta { text, end } = answer.push(event);
+            if !text.is_empty() {
+                yield line(reply.chunk(json!({"content": text}), None, include_usage));
+            }
+            match end {
+                None => continue,
+                Some(End::Failed(error)) => yield line(ApiError::from(error).body()),
+                Some(End::Finished { reason, timings }) => {
+                    // The engine need not wait for a slow client to read the last lines.
+                    drop(tokens);
+                    reply.log(reason, &timings);
+                    let mut last = reply.chunk(json!({}), Some(finish_reason(reason)), include_usage);
+                    if include_usage {
+                        yield line(last);
+                        last = reply.object("chat.completion.chunk", json!([]));
+                        last["usage"] = usage(&timings);
+                    }
+                    last["timings"] = timings_json(&timings);
+                    yield line(last);
+                }
+            }
+            break;
+        }
+        yield Ok(sse::Event::default().data("[DONE]"));
+    }
+}
+
+fn finish_reason(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+    }
+}
+
+fn usage(timings: &Timings) -> Value {
+    let Timings { prompt_n, predicted_n, .. } = *timings;
+    json!({
+        "prompt_tokens": prompt_n,
+        "completion_tokens": predicted_n,
+        "total_tokens": prompt_n + predicted_n,
+    })
+}
+
+/// As llama.cpp's server reports them; a rate over no time, or of no tokens, is null.
+fn timings_json(timings: &Timings) -> Value {
+    let Timings { prefill, decode, prompt_n, predicted_n, .. } = *timings;
+    let rate = |n: usize, time: Duration| (n > 0 && !time.is_zero()).then(|| n as f64 / time.as_secs_f64());
+    json!({
+        "prompt_n": prompt_n,
+        "cache_n": 0,
+        "prompt_ms": prefill.as_secs_f64() * 1e3,
+        "prompt_per_second": rate(prompt_n, prefill),
+        "predicted_n": predicted_n,
+        "predicted_ms": decode.as_secs_f64() * 1e3,
+        // The first token came with the prompt.
+        "predicted_per_second": rate(predicted_n.saturating_sub(1), decode),
+    })
+}
+
+fn unix_time_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}

@@ -1,0 +1,153 @@
+//! Every way a request can fail, and the status and OpenAI error object that says so. One exhaustive match.
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+use crate::engine::{EngineError, SubmitError};
+
+/// Seconds after which a refused client should ask again.
+const RETRY_LOADING_S: u32 = 5;
+const RETRY_QUEUE_S: u32 = 2;
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ApiError {
+    #[error("the body is not valid JSON: {0}")]
+    Json(String),
+    #[error("the body must be a JSON object, not {0}")]
+    NotAnObject(&'static str),
+    #[error("{param} is required")]
+    Missing { param: String },
+    #[error("{param}: {problem}")]
+    Invalid { param: String, problem: String },
+    /// Understood, and not to be had from this server: answering without it would answer something else.
+    #[error("{param}: {problem}")]
+    Unsupported { param: String, problem: String },
+    #[error("{0}")]
+    Context(String),
+    #[error("{0}")]
+    Text(String),
+    #[error("the model {asked:?} does not exist; this server serves {served:?}")]
+    UnknownModel { asked: String, served: String },
+    #[error("the body is larger than {limit} bytes")]
+    BodyTooLarge { limit: usize },
+    #[error("the body did not arrive within {seconds} s")]
+    BodyTimeout { seconds: u64 },
+    #[error("the body ended early")]
+    BodyBroken,
+    #[error("there is nothing at {0}")]
+    NoRoute(String),
+    #[error("{0} is not allowed at {1}")]
+    Method(String, String),
+    #[error("the server is busy: {waiting} requests are waiting; try again in a few seconds")]
+    QueueFull { waiting: usize },
+    #[error("the model is still loading; try again in a few seconds")]
+    Loading,
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error("the server met a bug: {0}")]
+    Bug(String),
+}
+
+/// What the wire says beside the message.
+struct Wire<'a> {
+    status: StatusCode,
+    kind: &'static str,
+    param: Option<&'a str>,
+    code: Option<&'static str>,
+    retry_after_s: Option<u32>,
+}
+
+impl ApiError {
+    pub fn invalid(param: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::Invalid { param: param.into(), problem: problem.into() }
+    }
+
+    pub fn unsupported(param: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::Unsupported { param: param.into(), problem: problem.into() }
+    }
+
+    pub fn status(&self) -> StatusCode {
+        self.wire().status
+    }
+
+    /// `{"error": {...}}`, as a response's body or as a line of a stream that had begun.
+    pub fn body(&self) -> Value {
+        let Wire { kind, param, code, .. } = self.wire();
+        json!({"error": {"message": self.to_string(), "type": kind, "param": param, "code": code}})
+    }
+
+    fn wire(&self) -> Wire<'_> {
+        let request = |status, param, code| Wire {
+            status,
+            kind: "invalid_request_error",
+            param,
+            code,
+            retry_after_s: None,
+        };
+        let server =
+            |status, kind, code, retry_after_s| Wire { status, kind, param: None, code, retry_after_s };
+        let bad = StatusCode::BAD_REQUEST;
+        let unavailable = StatusCode::SERVICE_UNAVAILABLE;
+        match self {
+            Self::Json(_) | Self::NotAnObject(_) => request(bad, None, Some("invalid_json")),
+            Self::Missing { param } => request(bad, Some(param), Some("missing_required_parameter")),
+            Self::Invalid { param, .. } => request(bad, Some(param), Some("invalid_value")),
+            Self::Unsupported { param, .. } => request(bad, Some(param), Some("unsupported_value")),
+            Self::Context(_) => request(bad, Some("messages"), Some("context_length_exceeded")),
+            Self::Text(_) => request(bad, Some("messages"), Some("invalid_value")),
+            Self::UnknownModel { .. } => {
+                request(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found"))
+            }
+            Self::BodyTooLarge { .. } => request(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
+            Self::BodyTimeout { .. } => request(StatusCode::REQUEST_TIMEOUT, None, Some("body_timeout")),
+            Self::BodyBroken => request(bad, None, Some("body_incomplete")),
+            Self::NoRoute(_) => request(StatusCode::NOT_FOUND, None, Some("not_found")),
+            Self::Method(..) => request(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
+            Self::QueueFull { .. } => server(
+                StatusCode::TOO_MANY_REQUESTS,
+                "rate_limit_error",
+                Some("queue_full"),
+                Some(RETRY_QUEUE_S),
+            ),
+            Self::Loading => {
+                server(unavailable, "server_error", Some("model_loading"), Some(RETRY_LOADING_S))
+            }
+            Self::Engine(EngineError::Lost(_)) => {
+                server(unavailable, "server_error", Some("engine_lost"), None)
+            }
+            Self::Engine(EngineError::ShuttingDown) => {
+                server(unavailable, "server_error", Some("shutting_down"), Some(RETRY_LOADING_S))
+            }
+            Self::Bug(_) => {
+                server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error"), None)
+            }
+        }
+    }
+}
+
+impl From<SubmitError> for ApiError {
+    fn from(error: SubmitError) -> Self {
+        match error {
+            SubmitError::QueueFull { waiting } => Self::QueueFull { waiting },
+            SubmitError::ContextExceeded { .. } => Self::Context(error.to_string()),
+            SubmitError::TokenOutOfRange { .. } => Self::Text(error.to_string()),
+            SubmitError::NoTokens => Self::invalid("max_tokens", "expected at least 1"),
+            SubmitError::Engine(error) => Self::Engine(error),
+            // A rendered conversation is never empty.
+            SubmitError::EmptyPrompt => Self::Bug(error.to_string()),
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let wire = self.wire();
+        let mut response = (wire.status, Json(self.body())).into_response();
+        if let Some(seconds) = wire.retry_after_s {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+}

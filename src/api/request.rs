@@ -1,0 +1,347 @@
+//! The body of `POST /v1/chat/completions`: JSON in, a validated [`ChatRequest`] out.
+//!
+//! Read by hand from a JSON value, and not derived, so that every error names its field and what was expected.
+//! Three rules for fields beyond the messages:
+//!
+//! - **Unknown** fields are ignored: clients send their own.
+//! - **Known but not had here** fields that would change the answer are refused, with code `unsupported_value`:
+//!   an answer that silently lacks what was asked for is worse than none. Values that mean "off" pass.
+//! - **`tools`** with `tool_choice` absent, `auto` or `none` are ignored, since chat front ends attach them to
+//!   every message: `auto` allows an answer without a call. A choice that demands a call is refused.
+
+use serde_json::{Map, Value};
+
+use super::error::ApiError;
+use crate::text::{Content, Message};
+
+/// Most stop strings, as at OpenAI.
+const MAX_STOPS: usize = 4;
+/// A temperature below this is greedy: dividing logits by it would leave the range of f32.
+const MIN_TEMPERATURE: f64 = 1e-5;
+
+/// What was asked; absent fields are the model's defaults.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct ChatRequest {
+    pub model: String,
+    /// Never empty; roles are system, developer, user or assistant.
+    pub messages: Vec<Message>,
+    pub stream: bool,
+    pub include_usage: bool,
+    pub max_tokens: Option<usize>,
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<u32>,
+    pub min_p: Option<f32>,
+    pub seed: Option<u64>,
+    pub stop: Vec<String>,
+}
+
+impl ChatRequest {
+    pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
+        let body: Value = serde_json::from_slice(body).map_err(|e| ApiError::Json(e.to_string()))?;
+        let Value::Object(body) = &body else { return Err(ApiError::NotAnObject(kind(&body))) };
+        let fields = Fields(body);
+
+        let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
+        let messages = messages(fields.array("messages")?.ok_or_else(|| missing("messages"))?)?;
+        refuse_unsupported(&fields)?;
+        check_tools(&fields)?;
+
+        // `max_tokens` is the older name; OpenAI's own models take the newer one alone.
+        let max_tokens = fields.integer("max_completion_tokens", 1, i64::from(u32::MAX))?;
+        let max_tokens = max_tokens.or(fields.integer("max_tokens", 1, i64::from(u32::MAX))?);
+        let temperature = fields.number("temperature", 0.0, 2.0)?;
+        let top_k = fields.integer("top_k", -1, i64::from(u32::MAX))?;
+        Ok(Self {
+            model,
+            messages,
+            stream: fields.bool("stream")?.unwrap_or(false),
+            include_usage: include_usage(&fields)?,
+            max_tokens: max_tokens.map(|n| n as usize),
+            temperature: temperature.map(|t| if t < MIN_TEMPERATURE { 0.0 } else { t as f32 }),
+            top_p: fields.number("top_p", 0.0, 1.0)?.map(|p| p as f32),
+            // -1 is how vLLM's clients say "off".
+            top_k: top_k.map(|k| u32::try_from(k).unwrap_or(0)),
+            min_p: fields.number("min_p", 0.0, 1.0)?.map(|p| p as f32),
+            seed: seed(&fields)?,
+            stop: stop(&fields)?,
+        })
+    }
+}
+
+fn messages(items: &[Value]) -> Result<Vec<Message>, ApiError> {
+    if items.is_empty() {
+        return Err(ApiError::invalid("messages", "expected at least one message, got an empty list"));
+    }
+    items.iter().enumerate().map(|(i, item)| message(&format!("messages[{i}]"), item)).collect()
+}
+
+fn message(at: &str, item: &Value) -> Result<Message, ApiError> {
+    let Value::Object(item) = item else { return Err(wrong_type(at, "an object", item)) };
+    let param = |name: &str| format!("{at}.{name}");
+    let role = match item.get("role") {
+        None | Some(Value::Null) => return Err(missing(param("role"))),
+        Some(Value::String(role)) => role.as_str(),
+        Some(other) => return Err(wrong_type(param("role"), "a string", other)),
+    };
+    match role {
+        "system" | "developer" | "user" | "assistant" => {}
+        "tool" | "function" => {
+            return Err(ApiError::unsupported(param("role"), "this server does not call tools"));
+        }
+        _ => {
+            let problem = format!("expected system, developer, user or assistant, got {:?}", short(role));
+            return Err(ApiError::invalid(param("role"), problem));
+        }
+    }
+    for name in ["tool_calls", "function_call"] {
+        if item.get(name).is_some_and(|v| !v.is_null() && v != &Value::Array(Vec::new())) {
+            return Err(ApiError::unsupported(param(name), "this server does not call tools"));
+        }
+    }
+    let content = match item.get("content") {
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Array(parts)) => content_parts(&param("content"), parts)?,
+        // An assistant's turn may have no text.
+        None | Some(Value::Null) if role == "assistant" => String::new(),
+        None | Some(Value::Null) => return Err(missing(param("content"))),
+        Some(other) => return Err(wrong_type(param("content"), "a string or a list of parts", other)),
+    };
+    Ok(Message { role: role.to_owned(), content: Content::Text(content) })
+}
+
+/// The text of a list of parts, joined as OpenAI's own templates do: without a separator.
+fn content_parts(at: &str, parts: &[Value]) -> Result<String, ApiError> {
+    let mut joined = String::new();
+    for (i, part) in parts.iter().enumerate() {
+        let at = format!("{at}[{i}]");
+        let Value::Object(part) = part else { return Err(wrong_type(at, "an object", part)) };
+        let fields = Fields(part);
+        match fields.string("type").map_err(|e| nested(&at, e))? {
+            Some("text") => {
+                let text = fields.string("text").map_err(|e| nested(&at, e))?;
+                joined.push_str(text.ok_or_else(|| missing(format!("{at}.text")))?);
+            }
+            Some(kind @ ("image_url" | "input_image" | "input_audio" | "file" | "video_url")) => {
+                let problem = format!("this server reads text only, not {kind:?}");
+                return Err(ApiError::unsupported(format!("{at}.type"), problem));
+            }
+            Some(kind) => {
+                let problem = format!("expected \"text\", got {:?}", short(kind));
+                return Err(ApiError::invalid(format!("{at}.type"), problem));
+            }
+            None => return Err(missing(format!("{at}.type"))),
+        }
+    }
+    Ok(joined)
+}
+
+fn include_usage(fields: &Fields) -> Result<bool, ApiError> {
+    let Some(options) = fields.object("stream_options")? else { return Ok(false) };
+    let include = Fields(options).bool("include_usage").map_err(|e| nested("stream_options", e))?;
+    Ok(include.unwrap_or(false))
+}
+
+/// Any integer of 64 bits, signed or not.
+fn seed(fields: &Fields) -> Result<Option<u64>, ApiError> {
+    let Some(value) = fields.get("seed") else { return Ok(None) };
+    let seed = value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned));
+    seed.map(Some).ok_or_else(|| wrong_type("seed", "an integer of 64 bits", value))
+}
+
+fn stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
+    let stops = match fields.get("stop") {
+        None => return Ok(Vec::new()),
+        Some(Value::String(stop)) => vec![stop.clone()],
+        Some(Value::Array(items)) => {
+            let item = |(i, v): (usize, &Value)| match v {
+                Value::String(stop) => Ok(stop.clone()),
+                other => Err(wrong_type(format!("stop[{i}]"), "a string", other)),
+            };
+            items.iter().enumerate().map(item).collect::<Result<_, _>>()?
+        }
+        Some(other) => return Err(wrong_type("stop", "a string or a list of strings", other)),
+    };
+    if stops.len() > MAX_STOPS {
+        return Err(ApiError::invalid(
+            "stop",
+            format!("expected at most {MAX_STOPS} strings, got {}", stops.len()),
+        ));
+    }
+    if stops.iter().any(String::is_empty) {
+        return Err(ApiError::invalid("stop", "an empty string would stop every answer; leave it out"));
+    }
+    Ok(stops)
+}
+
+/// Fields that change the answer and that this version cannot honour.
+fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
+    if fields.integer("n", 1, 128)?.is_some_and(|n| n != 1) {
+        return Err(ApiError::unsupported("n", "this server gives one answer per request"));
+    }
+    if fields.bool("logprobs")? == Some(true) {
+        return Err(ApiError::unsupported("logprobs", "this server does not report log probabilities"));
+    }
+    if fields.integer("top_logprobs", 0, 20)?.is_some_and(|n| n > 0) {
+        return Err(ApiError::unsupported("top_logprobs", "this server does not report log probabilities"));
+    }
+    for (name, off, low, high) in [
+        ("presence_penalty", 0.0, -2.0, 2.0),
+        ("frequency_penalty", 0.0, -2.0, 2.0),
+        ("repetition_penalty", 1.0, 0.0, 10.0),
+        ("repeat_penalty", 1.0, 0.0, 10.0),
+    ] {
+        if fields.number(name, low, high)?.is_some_and(|p| p != off) {
+            return Err(ApiError::unsupported(
+                name,
+                format!("penalties are not supported; leave it out or at {off}"),
+            ));
+        }
+    }
+    if let Some(bias) = fields.object("logit_bias")? {
+        for (token, bias) in bias {
+            let at = || format!("logit_bias.{}", short(token));
+            let bias = bias.as_f64().ok_or_else(|| wrong_type(at(), "a number", bias))?;
+            if bias != 0.0 {
+                return Err(ApiError::unsupported("logit_bias", "biases are not supported; leave it out"));
+            }
+        }
+    }
+    if let Some(format) = fields.object("response_format")? {
+        let kind = Fields(format).string("type").map_err(|e| nested("response_format", e))?;
+        match kind.ok_or_else(|| missing("response_format.type"))? {
+            "text" => {}
+            other => {
+                let problem = format!("expected {{\"type\": \"text\"}}, got {:?}", short(other));
+                return Err(ApiError::unsupported("response_format", problem));
+            }
+        }
+    }
+    if fields.array("modalities")?.is_some_and(|m| m.iter().any(|m| m != "text")) {
+        return Err(ApiError::unsupported("modalities", "this server answers with text only"));
+    }
+    if fields.bool("continue_final_message")? == Some(true) {
+        return Err(ApiError::unsupported("continue_final_message", "the last turn cannot be continued"));
+    }
+    Ok(())
+}
+
+fn check_tools(fields: &Fields) -> Result<(), ApiError> {
+    let tools = fields.array("tools")?.is_some_and(|t| !t.is_empty());
+    let functions = fields.array("functions")?.is_some_and(|t| !t.is_empty());
+    for name in ["tool_choice", "function_call"] {
+        match fields.get(name) {
+            None => {}
+            Some(Value::String(choice)) if choice == "auto" || choice == "none" => {}
+            Some(Value::String(choice)) if choice != "required" => {
+                let problem = format!("expected none, auto, required or an object, got {:?}", short(choice));
+                return Err(ApiError::invalid(name, problem));
+            }
+            Some(Value::String(_) | Value::Object(_)) => {
+                return Err(ApiError::unsupported(
+                    name,
+                    "this server does not call tools; use \"auto\" or \"none\"",
+                ));
+            }
+            Some(other) => return Err(wrong_type(name, "a string or an object", other)),
+        }
+    }
+    if tools || functions {
+        tracing::debug!("tools are ignored: this server does not call them");
+    }
+    Ok(())
+}
+
+/// The fields of one object; a field that is null is absent.
+struct Fields<'a>(&'a Map<String, Value>);
+
+impl<'a> Fields<'a> {
+    fn get(&self, name: &str) -> Option<&'a Value> {
+        self.0.get(name).filter(|v| !v.is_null())
+    }
+
+    fn read<T>(
+        &self,
+        name: &str,
+        expected: &str,
+        read: impl FnOnce(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>, ApiError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        read(value).map(Some).ok_or_else(|| wrong_type(name, expected, value))
+    }
+
+    fn string(&self, name: &str) -> Result<Option<&'a str>, ApiError> {
+        self.read(name, "a string", Value::as_str)
+    }
+
+    fn bool(&self, name: &str) -> Result<Option<bool>, ApiError> {
+        self.read(name, "true or false", Value::as_bool)
+    }
+
+    fn array(&self, name: &str) -> Result<Option<&'a Vec<Value>>, ApiError> {
+        self.read(name, "a list", Value::as_array)
+    }
+
+    fn object(&self, name: &str) -> Result<Option<&'a Map<String, Value>>, ApiError> {
+        self.read(name, "an object", Value::as_object)
+    }
+
+    fn number(&self, name: &str, low: f64, high: f64) -> Result<Option<f64>, ApiError> {
+        let Some(n) = self.read(name, "a number", Value::as_f64)? else { return Ok(None) };
+        if !(low..=high).contains(&n) {
+            return Err(ApiError::invalid(name, format!("expected a number from {low} to {high}, got {n}")));
+        }
+        Ok(Some(n))
+    }
+
+    /// An integer; a whole float (`40.0`) is one.
+    fn integer(&self, name: &str, low: i64, high: i64) -> Result<Option<i64>, ApiError> {
+        let whole = |f: f64| (f.fract() == 0.0 && f.abs() < 2f64.powi(53)).then_some(f as i64);
+        let read = |v: &Value| v.as_i64().or_else(|| v.as_f64().and_then(whole));
+        let Some(n) = self.read(name, "an integer", read)? else { return Ok(None) };
+        if !(low..=high).contains(&n) {
+            return Err(ApiError::invalid(
+                name,
+                format!("expected an integer from {low} to {high}, got {n}"),
+            ));
+        }
+        Ok(Some(n))
+    }
+}
+
+fn missing(param: impl Into<String>) -> ApiError {
+    ApiError::Missing { param: param.into() }
+}
+
+fn wrong_type(param: impl Into<String>, expected: &str, got: &Value) -> ApiError {
+    ApiError::invalid(param, format!("expected {expected}, got {}", kind(got)))
+}
+
+/// Puts the outer field's name before that of an inner one.
+fn nested(at: &str, error: ApiError) -> ApiError {
+    match error {
+        ApiError::Invalid { param, problem } => ApiError::invalid(format!("{at}.{param}"), problem),
+        other => other,
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// A client's text as an error may repeat it.
+fn short(text: &str) -> String {
+    const MAX_CHARS: usize = 40;
+    let mut short: String = text.chars().take(MAX_CHARS).collect();
+    if short.len() < text.len() {
+        short.push('…');
+    }
+    short
+}

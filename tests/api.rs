@@ -1,0 +1,709 @@
+//! The API over the scripted runner and the mini tokenizer: every field, every error, the shape of a stream.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::Body;
+use axum::http::{HeaderMap, Request, StatusCode, header};
+use futures::StreamExt;
+use http_body_util::BodyExt;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use tower::ServiceExt;
+use unicorn::api::{self, Options, SamplingDefaults, Server, Service};
+use unicorn::engine::{Engine, EngineConfig, EngineHandle};
+use unicorn::model::{Limits, SamplingParams};
+use unicorn::text::{ChatTemplate, Tokenizer};
+
+use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
+
+const MODEL: &str = "makers/tiny-gemma";
+const END_OF_TURN: u32 = 106;
+const DEFAULTS: SamplingDefaults = SamplingDefaults { temperature: 0.9, top_k: 64, top_p: 0.95, min_p: 0.0 };
+const OPTIONS: Options = Options { max_body_bytes: 64 << 10, keep_alive: Duration::from_millis(20) };
+
+struct App {
+    router: Router,
+    server: Arc<Server>,
+    engine: EngineHandle,
+    control: Control,
+}
+
+fn tokenizer() -> Tokenizer {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tokenizer-mini/tokenizer.json");
+    Tokenizer::from_bytes(&std::fs::read(path).expect(path), "tokenizer.json").expect("a sound tokenizer")
+}
+
+fn limits() -> Limits {
+    Limits { max_batch_tokens: 32, num_blocks: 150, max_context: 600, ..LIMITS }
+}
+
+fn app(script: Script) -> App {
+    let (runner, control) = FakeRunner::new(limits(), script);
+    let engine = Engine::start(runner, EngineConfig { queue: 2 });
+    let server = Server::new(MODEL, OPTIONS);
+    let stops = vec![1, END_OF_TURN];
+    server.set_ready(Service::new(engine.clone(), tokenizer(), ChatTemplate::gemma(), DEFAULTS, stops));
+    App { router: api::router(Arc::clone(&server)), server, engine, control }
+}
+
+/// A model that answers everything with `text`.
+fn app_that_says(text: &str) -> App {
+    let ids = tokenizer().encode(text, false).expect("encodes");
+    app(says(&ids, END_OF_TURN))
+}
+
+fn chat(text: &str) -> Value {
+    json!({"model": MODEL, "messages": [{"role": "user", "content": text}]})
+}
+
+/// `base` with the fields of `more` set.
+fn with(mut base: Value, more: Value) -> Value {
+    for (name, value) in more.as_object().expect("fields") {
+        base[name] = value.clone();
+    }
+    base
+}
+
+async fn send(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Vec<u8>) {
+    let exchange = async {
+        let response = router.clone().oneshot(request).await.expect("handlers do not fail");
+        let (parts, body) = response.into_parts();
+        let bytes = body.collect().await.expect("a whole body").to_bytes().to_vec();
+        (parts.status, parts.headers, bytes)
+    };
+    tokio::time::timeout(HANG, exchange).await.expect("no request hangs")
+}
+
+async fn send_json(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Value) {
+    let (status, headers, bytes) = send(router, request).await;
+    let text = String::from_utf8_lossy(&bytes);
+    let value = serde_json::from_slice(&bytes).unwrap_or_else(|e| panic!("{status}: {e}: {text}"));
+    (status, headers, value)
+}
+
+fn post(body: impl Into<Body>) -> Request<Body> {
+    let request = Request::post("/v1/chat/completions").header(header::CONTENT_TYPE, "application/json");
+    request.body(body.into()).expect("a sound request")
+}
+
+fn get(path: &str) -> Request<Body> {
+    Request::get(path).body(Body::empty()).expect("a sound request")
+}
+
+async fn complete(app: &App, body: Value) -> (StatusCode, Value) {
+    let (status, _, value) = send_json(&app.router, post(body.to_string())).await;
+    (status, value)
+}
+
+/// The answer's text and finish reason.
+async fn answer(app: &App, body: Value) -> (String, String) {
+    let (status, value) = complete(app, body).await;
+    assert_eq!(status, 200, "{value}");
+    let choice = &value["choices"][0];
+    let text = |v: &Value| v.as_str().unwrap_or_else(|| panic!("not text: {value}")).to_owned();
+    (text(&choice["message"]["content"]), text(&choice["finish_reason"]))
+}
+
+/// The `data:` lines of a stream, and the comments in it.
+async fn stream(app: &App, body: Value) -> (Vec<String>, usize) {
+    let (status, headers, bytes) = send(&app.router, post(body.to_string())).await;
+    let text = String::from_utf8(bytes).expect("UTF-8");
+    assert_eq!(status, 200, "{text}");
+    assert_eq!(headers[header::CONTENT_TYPE], "text/event-stream");
+    let mut comments = 0;
+    let mut lines = Vec::new();
+    for line in text.lines().filter(|l| !l.is_empty()) {
+        match line.strip_prefix("data: ") {
+            Some(data) => lines.push(data.to_owned()),
+            None => {
+                assert!(line.starts_with(':'), "{line:?}");
+                comments += 1;
+            }
+        }
+    }
+    (lines, comments)
+}
+
+fn parse(lines: &[String]) -> Vec<Value> {
+    assert_eq!(lines.last().map(String::as_str), Some("[DONE]"));
+    lines[..lines.len() - 1].iter().map(|l| serde_json::from_str(l).expect("a JSON chunk")).collect()
+}
+
+fn content(chunks: &[Value]) -> String {
+    chunks.iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str()).collect()
+}
+
+async fn assert_all_free(engine: &EngineHandle) {
+    let since = Instant::now();
+    loop {
+        let stats = engine.stats();
+        if stats.running == 0 && stats.waiting == 0 && stats.free_blocks == stats.total_blocks {
+            return;
+        }
+        assert!(since.elapsed() < HANG, "never came to rest: {stats:?}");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// Waiting for the engine's thread must not stop the runtime's.
+async fn submitted(app: &App, steps: usize) {
+    let control = app.control.clone();
+    tokio::task::spawn_blocking(move || control.submitted(steps)).await.expect("steps come");
+}
+
+#[tokio::test]
+async fn an_answer_has_openais_shape() {
+    let app = app_that_says("Vim has two modes.");
+    let (status, body) = complete(&app, chat("What modes are there?")).await;
+    assert_eq!(status, 200);
+    assert!(body["id"].as_str().is_some_and(|id| id.starts_with("chatcmpl-")));
+    assert_eq!((&body["object"], &body["model"]), (&json!("chat.completion"), &json!(MODEL)));
+    assert!(body["created"].as_u64().is_some_and(|t| t > 1_700_000_000));
+    assert!(body["system_fingerprint"].is_string());
+    let message = json!({"role": "assistant", "content": "Vim has two modes.", "refusal": null});
+    let choice = json!({"index": 0, "message": message, "logprobs": null, "finish_reason": "stop"});
+    assert_eq!(body["choices"], json!([choice]));
+
+    let usage = &body["usage"];
+    let (prompt, answer) =
+        (usage["prompt_tokens"].as_u64().unwrap(), usage["completion_tokens"].as_u64().unwrap());
+    let expected = tokenizer().encode("Vim has two modes.", false).unwrap().len() as u64 + 1;
+    assert_eq!(answer, expected, "the stop token counts");
+    assert_eq!(usage["total_tokens"].as_u64(), Some(prompt + answer));
+    assert_eq!(body["timings"]["prompt_n"].as_u64(), Some(prompt));
+    assert_eq!(body["timings"]["predicted_n"].as_u64(), Some(answer));
+    for name in ["cache_n", "prompt_ms", "prompt_per_second", "predicted_ms", "predicted_per_second"] {
+        assert!(body["timings"][name].is_number(), "{name}: {body}");
+    }
+}
+
+#[tokio::test]
+async fn a_stream_is_role_content_reason_usage_and_done() {
+    // Letters outside the vocabulary are several byte tokens each.
+    let text = "Größe: ½, 🦄!";
+    let app = app_that_says(text);
+    for usage in [true, false] {
+        let options = json!({"stream": true, "stream_options": {"include_usage": usage}});
+        let (lines, _) = stream(&app, with(chat("Hi"), options)).await;
+        let mut chunks = parse(&lines);
+        assert_eq!(content(&chunks), text);
+        assert!(!lines.iter().any(|l| l.contains('\u{fffd}')), "half a character was sent");
+        for chunk in &chunks {
+            assert_eq!(chunk["object"], "chat.completion.chunk");
+            assert_eq!((&chunk["id"], &chunk["created"]), (&chunks[0]["id"], &chunks[0]["created"]));
+            assert_eq!(chunk.get("usage").is_some(), usage, "{chunk}");
+        }
+        let first = json!({"role": "assistant", "content": ""});
+        assert_eq!(chunks[0]["choices"][0]["delta"], first);
+        assert!(chunks.last().unwrap()["timings"]["predicted_n"].is_number());
+        if usage {
+            let last = chunks.pop().unwrap();
+            assert_eq!(last["choices"], json!([]));
+            assert!(last["usage"]["total_tokens"].as_u64() > last["usage"]["prompt_tokens"].as_u64());
+        }
+        let reason = chunks.pop().unwrap();
+        assert_eq!(reason["choices"][0]["delta"], json!({}));
+        assert_eq!(reason["choices"][0]["finish_reason"], "stop");
+        assert!(chunks.iter().all(|c| c["choices"][0]["finish_reason"].is_null()));
+    }
+    assert_all_free(&app.engine).await;
+}
+
+#[tokio::test]
+async fn stop_strings_end_an_answer_and_never_show() {
+    let app = app_that_says("One, two, three, four");
+    for (stop, expected, reason) in [
+        (json!("three"), "One, two, ", "stop"),
+        (json!(["xyz", " two, th"]), "One,", "stop"),
+        (json!(["three, five"]), "One, two, three, four", "stop"),
+        (json!("One"), "", "stop"),
+        (json!([]), "One, two, three, four", "stop"),
+    ] {
+        let body = with(chat("Count"), json!({"stop": stop}));
+        assert_eq!(answer(&app, body.clone()).await, (expected.to_owned(), reason.to_owned()), "{stop}");
+        let (lines, _) = stream(&app, with(body, json!({"stream": true}))).await;
+        assert_eq!(content(&parse(&lines)), expected, "{stop}");
+        assert_all_free(&app.engine).await;
+    }
+}
+
+#[tokio::test]
+async fn max_tokens_and_the_context_bound_an_answer() {
+    let app = app(says(&[], 300));
+    for name in ["max_tokens", "max_completion_tokens"] {
+        let (status, body) = complete(&app, with(chat("Hi"), json!({name: 3}))).await;
+        assert_eq!((status, &body["choices"][0]["finish_reason"]), (StatusCode::OK, &json!("length")));
+        assert_eq!(body["usage"]["completion_tokens"], 3);
+    }
+    let (_, body) = complete(&app, chat("Hi")).await;
+    assert_eq!(body["usage"]["total_tokens"], 600, "without max_tokens the answer fills the context");
+
+    // By count, by what is asked on top, and by bytes alone: the last is refused without tokenizing.
+    for (body, number) in [
+        (chat(&"q ".repeat(700)), ""),
+        (with(chat("Hi"), json!({"max_tokens": 600})), "600 more"),
+        (chat(&"q".repeat(60_000)), "60"),
+    ] {
+        let (status, body) = complete(&app, body).await;
+        assert_eq!(
+            (status, &body["error"]["code"]),
+            (StatusCode::BAD_REQUEST, &json!("context_length_exceeded"))
+        );
+        let message = body["error"]["message"].as_str().unwrap();
+        assert!(message.contains("600 tokens") && message.contains(number), "{message}");
+    }
+}
+
+#[tokio::test]
+async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
+    let seen: Arc<Mutex<Vec<SamplingParams>>> = Arc::default();
+    let record = Arc::clone(&seen);
+    let app = app(Box::new(move |_, _, params| {
+        record.lock().unwrap().push(params);
+        END_OF_TURN
+    }));
+    for fields in [
+        json!({}),
+        json!({}),
+        json!({"temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125, "seed": 7}),
+        json!({"temperature": null, "top_p": 0, "top_k": -1, "seed": -1}),
+        json!({"temperature": 1e-30, "top_k": 5.0, "seed": 18446744073709551615u64}),
+    ] {
+        let (status, body) = complete(&app, with(chat("Hi"), fields)).await;
+        assert_eq!(status, 200, "{body}");
+    }
+    let seen = seen.lock().unwrap();
+    let SamplingDefaults { temperature, top_k, top_p, min_p } = DEFAULTS;
+    let default = |seed| SamplingParams { temperature, top_k, top_p, min_p, seed };
+    assert_eq!(seen[0], default(seen[0].seed));
+    assert_ne!(seen[0].seed, seen[1].seed, "without a seed each answer has its own");
+    assert_eq!(seen[2], SamplingParams { temperature: 0.5, top_k: 3, top_p: 0.25, min_p: 0.125, seed: 7 });
+    assert_eq!(
+        seen[3],
+        SamplingParams { top_k: 1, top_p: 0.0, ..default(u64::MAX) },
+        "top_p 0 is the likeliest"
+    );
+    assert_eq!(seen[4], SamplingParams { temperature: 0.0, top_k: 5, ..default(u64::MAX) });
+}
+
+#[tokio::test]
+async fn what_clients_send_beside_is_accepted() {
+    let app = app_that_says("ok");
+    let tool = json!([{"type": "function", "function": {"name": "f", "parameters": {}}}]);
+    for fields in [
+        json!({"custom": {"deep": [1, 2]}, "user": "u", "store": false, "reasoning_effort": "low"}),
+        json!({"tools": tool, "tool_choice": "auto", "parallel_tool_calls": true}),
+        json!({"tools": [], "tool_choice": "none", "functions": null}),
+        json!({"n": 1, "logprobs": false, "top_logprobs": 0, "logit_bias": {}, "response_format": {"type": "text"}}),
+        json!({"presence_penalty": 0, "frequency_penalty": 0.0, "repeat_penalty": 1, "logit_bias": {"5": 0}}),
+        json!({"stop": null, "stream": null, "stream_options": null, "max_tokens": null, "modalities": ["text"]}),
+        json!({"stream_options": {"include_usage": true}, "continue_final_message": false}),
+    ] {
+        assert_eq!(answer(&app, with(chat("Hi"), fields.clone())).await.0, "ok", "{fields}");
+    }
+    let user = json!({"role": "user", "content": "a"});
+    let assistant = json!({"role": "assistant", "content": "b"});
+    for messages in [
+        json!([{"role": "system", "content": "s"}, user, user]),
+        json!([{"role": "developer", "content": [{"type": "text", "text": "s"}]}, user]),
+        json!([assistant, user]),
+        json!([user, {"role": "assistant", "content": null}, user]),
+        json!([user, {"role": "assistant", "content": "b", "tool_calls": []}, user, assistant]),
+        json!([{"role": "system", "content": "only"}]),
+        json!([{"role": "user", "content": ""}]),
+        json!([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]),
+        json!([user, {"role": "system", "content": "late"}, {"role": "user", "content": "c", "name": "n"}]),
+    ] {
+        let body = json!({"model": MODEL, "messages": messages});
+        assert_eq!(answer(&app, body).await.0, "ok", "{messages}");
+    }
+    // Whatever the content type says, or says not.
+    let bare = Request::post("/v1/chat/completions").body(Body::from(chat("Hi").to_string())).unwrap();
+    assert_eq!(send_json(&app.router, bare).await.0, 200);
+}
+
+#[tokio::test]
+async fn bad_bodies_are_refused_by_field() {
+    let app = app_that_says("ok");
+    let body = |fields: Value| with(chat("Hi"), fields).to_string();
+    let messages = |m: Value| body(json!({"messages": m}));
+    let part = |p: Value| messages(json!([{"role": "user", "content": [p]}]));
+    let call = json!([{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]);
+    let cases = [
+        (String::new(), "", "invalid_json"),
+        ("{\"model\": ".into(), "", "invalid_json"),
+        ("[1]".into(), "", "invalid_json"),
+        (format!("{}1", "[".repeat(10_000)), "", "invalid_json"),
+        ("{}".into(), "model", "missing_required_parameter"),
+        (json!({"model": MODEL}).to_string(), "messages", "missing_required_parameter"),
+        (body(json!({"model": 3})), "model", "invalid_value"),
+        (body(json!({"model": "gpt-4"})), "model", "model_not_found"),
+        (messages(json!([])), "messages", "invalid_value"),
+        (messages(json!("Hi")), "messages", "invalid_value"),
+        (messages(json!(["Hi"])), "messages[0]", "invalid_value"),
+        (messages(json!([{"content": "Hi"}])), "messages[0].role", "missing_required_parameter"),
+        (messages(json!([{"role": "wizard", "content": "Hi"}])), "messages[0].role", "invalid_value"),
+        (messages(json!([{"role": "tool", "content": "1"}])), "messages[0].role", "unsupported_value"),
+        (messages(json!([{"role": "user"}])), "messages[0].content", "missing_required_parameter"),
+        (messages(json!([{"role": "user", "content": 5}])), "messages[0].content", "invalid_value"),
+        (
+            messages(json!([{"role": "assistant", "content": null, "tool_calls": call}])),
+            "messages[0].tool_calls",
+            "unsupported_value",
+        ),
+        (part(json!("Hi")), "messages[0].content[0]", "invalid_value"),
+        (part(json!({"type": "text"})), "messages[0].content[0].text", "missing_required_parameter"),
+        (part(json!({"type": "text", "text": 1})), "messages[0].content[0].text", "invalid_value"),
+        (
+            part(json!({"type": "image_url", "image_url": {}})),
+            "messages[0].content[0].type",
+            "unsupported_value",
+        ),
+        (part(json!({"type": "smell"})), "messages[0].content[0].type", "invalid_value"),
+        (body(json!({"stream": "yes"})), "stream", "invalid_value"),
+        (body(json!({"stream_options": []})), "stream_options", "invalid_value"),
+        (
+            body(json!({"stream_options": {"include_usage": 1}})),
+            "stream_options.include_usage",
+            "invalid_value",
+        ),
+        (body(json!({"max_tokens": 0})), "max_tokens", "invalid_value"),
+        (body(json!({"max_tokens": -1})), "max_tokens", "invalid_value"),
+        (body(json!({"max_tokens": 1.5})), "max_tokens", "invalid_value"),
+        (body(json!({"max_tokens": "9"})), "max_tokens", "invalid_value"),
+        (body(json!({"max_completion_tokens": 1e30})), "max_completion_tokens", "invalid_value"),
+        (body(json!({"temperature": -0.1})), "temperature", "invalid_value"),
+        (body(json!({"temperature": 2.5})), "temperature", "invalid_value"),
+        (body(json!({"temperature": "hot"})), "temperature", "invalid_value"),
+        (body(json!({"top_p": 1.1})), "top_p", "invalid_value"),
+        (body(json!({"top_k": -2})), "top_k", "invalid_value"),
+        (body(json!({"min_p": -1})), "min_p", "invalid_value"),
+        (body(json!({"seed": 1.5})), "seed", "invalid_value"),
+        (body(json!({"seed": "7"})), "seed", "invalid_value"),
+        (body(json!({"stop": 7})), "stop", "invalid_value"),
+        (body(json!({"stop": ["a", 7]})), "stop[1]", "invalid_value"),
+        (body(json!({"stop": [""]})), "stop", "invalid_value"),
+        (body(json!({"stop": ["a", "b", "c", "d", "e"]})), "stop", "invalid_value"),
+        (body(json!({"stop": "x".repeat(5000)})), "stop", "invalid_value"),
+        (body(json!({"n": 2})), "n", "unsupported_value"),
+        (body(json!({"n": 0})), "n", "invalid_value"),
+        (body(json!({"logprobs": true})), "logprobs", "unsupported_value"),
+        (body(json!({"top_logprobs": 2})), "top_logprobs", "unsupported_value"),
+        (body(json!({"presence_penalty": 0.5})), "presence_penalty", "unsupported_value"),
+        (body(json!({"frequency_penalty": -3})), "frequency_penalty", "invalid_value"),
+        (body(json!({"repetition_penalty": 1.1})), "repetition_penalty", "unsupported_value"),
+        (body(json!({"logit_bias": {"5": 1}})), "logit_bias", "unsupported_value"),
+        (body(json!({"logit_bias": {"5": "x"}})), "logit_bias.5", "invalid_value"),
+        (body(json!({"response_format": {"type": "json_object"}})), "response_format", "unsupported_value"),
+        (body(json!({"response_format": {}})), "response_format.type", "missing_required_parameter"),
+        (body(json!({"response_format": "text"})), "response_format", "invalid_value"),
+        (body(json!({"tools": {}})), "tools", "invalid_value"),
+        (body(json!({"tool_choice": "required"})), "tool_choice", "unsupported_value"),
+        (body(json!({"tool_choice": {"type": "function"}})), "tool_choice", "unsupported_value"),
+        (body(json!({"tool_choice": "maybe"})), "tool_choice", "invalid_value"),
+        (body(json!({"modalities": ["text", "audio"]})), "modalities", "unsupported_value"),
+        (body(json!({"continue_final_message": true})), "continue_final_message", "unsupported_value"),
+    ];
+    for (body, param, code) in cases {
+        let shown: String = body.chars().take(200).collect();
+        let (status, _, value) = send_json(&app.router, post(body)).await;
+        let error = &value["error"];
+        assert_eq!(status, if code == "model_not_found" { 404 } else { 400 }, "{shown}: {value}");
+        assert_eq!(error["param"].as_str().unwrap_or(""), param, "{shown}: {value}");
+        assert_eq!(error["code"].as_str(), Some(code), "{shown}: {value}");
+        assert_eq!(error["type"], "invalid_request_error");
+        assert!(error["message"].as_str().is_some_and(|m| m.contains(param) && m.len() < 300), "{value}");
+    }
+    assert_eq!(app.control.batches().len(), 0, "none of them reached the engine");
+}
+
+#[tokio::test]
+async fn other_routes_methods_and_sizes_are_json_errors() {
+    let app = app_that_says("ok");
+    for (request, status, code) in [
+        (get("/v1/nothing"), 404, "not_found"),
+        (get("/"), 404, "not_found"),
+        (get("/v1/chat/completions"), 405, "method_not_allowed"),
+        (Request::delete("/v1/models").body(Body::empty()).unwrap(), 405, "method_not_allowed"),
+        (get("/v1/models/other"), 404, "model_not_found"),
+        (get("/v1/models/%ff"), 400, "invalid_value"),
+        (post(vec![b' '; OPTIONS.max_body_bytes + 1]), 413, "body_too_large"),
+        (post(vec![0xff; 10]), 400, "invalid_json"),
+    ] {
+        let path = request.uri().clone();
+        let (got, headers, body) = send_json(&app.router, request).await;
+        assert_eq!((got.as_u16(), body["error"]["code"].as_str()), (status, Some(code)), "{path}: {body}");
+        assert!(headers.contains_key("x-request-id"), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn models_are_listed_by_the_same_id_before_and_after_loading() {
+    let loading = api::router(Server::new(MODEL, OPTIONS));
+    let ready = app_that_says("ok").router;
+    for router in [&loading, &ready] {
+        let (status, _, list) = send_json(router, get("/v1/models")).await;
+        assert_eq!((status, &list["object"]), (StatusCode::OK, &json!("list")));
+        assert_eq!(list["data"].as_array().map(Vec::len), Some(1));
+        let (_, _, one) = send_json(router, get("/v1/models/makers/tiny-gemma")).await;
+        assert_eq!(one, list["data"][0]);
+        assert_eq!((&one["id"], &one["object"]), (&json!(MODEL), &json!("model")));
+        assert!(one["created"].is_u64() && one["owned_by"].is_string());
+    }
+}
+
+#[tokio::test]
+async fn health_and_chat_follow_the_engine() {
+    let loading = api::router(Server::new(MODEL, OPTIONS));
+    let (status, _, body) = send_json(&loading, get("/health")).await;
+    assert_eq!((status.as_u16(), &body["status"]), (503, &json!("loading")));
+    let (status, headers, body) = send_json(&loading, post(chat("Hi").to_string())).await;
+    assert_eq!((status.as_u16(), &body["error"]["code"]), (503, &json!("model_loading")));
+    assert!(headers[header::RETRY_AFTER].to_str().unwrap().parse::<u32>().unwrap() > 0);
+
+    let app = app_that_says("ok");
+    assert_eq!(send_json(&app.router, get("/health")).await.0, 200);
+    app.engine.drain();
+    let (status, _, body) = send_json(&app.router, get("/health")).await;
+    assert_eq!((status.as_u16(), &body["status"]), (503, &json!("draining")));
+    let (status, body) = complete(&app, chat("Hi")).await;
+    assert_eq!((status.as_u16(), &body["error"]["code"]), (503, &json!("shutting_down")));
+}
+
+#[tokio::test]
+async fn a_lost_device_is_503_and_a_line_in_a_stream_that_had_begun() {
+    let app = app_that_says("One, two, three");
+    app.control.fail_wait_at(4);
+    let (lines, _) = stream(&app, with(chat("Hi"), json!({"stream": true}))).await;
+    let chunks = parse(&lines);
+    let error = &chunks.last().unwrap()["error"];
+    assert_eq!((&error["code"], &error["type"]), (&json!("engine_lost"), &json!("server_error")));
+    assert!(error["message"].as_str().unwrap().contains("ring timeout"));
+
+    let (status, body) = complete(&app, chat("Hi")).await;
+    assert_eq!((status.as_u16(), &body["error"]["code"]), (503, &json!("engine_lost")));
+    let (status, _, body) = send_json(&app.router, get("/health")).await;
+    assert_eq!((status.as_u16(), &body["status"]), (503, &json!("lost")));
+}
+
+#[tokio::test]
+async fn a_full_queue_is_429_with_retry_after() {
+    let app = app_that_says("ok");
+    app.control.allow(0);
+    let mut waiting: Vec<_> = Vec::new();
+    for i in 0..3 {
+        let router = app.router.clone();
+        waiting.push(tokio::spawn(async move { send_json(&router, post(chat("Hi").to_string())).await }));
+        if i == 0 {
+            submitted(&app, 1).await;
+        }
+    }
+    let since = Instant::now();
+    while app.engine.stats().waiting < 2 {
+        assert!(since.elapsed() < HANG, "the queue never filled");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let (status, headers, body) = send_json(&app.router, post(chat("Hi").to_string())).await;
+    assert_eq!((status.as_u16(), &body["error"]["code"]), (429, &json!("queue_full")));
+    assert!(headers.contains_key(header::RETRY_AFTER));
+    assert_eq!(send_json(&app.router, get("/v1/models")).await.0, 200, "a busy engine delays no other route");
+    app.control.release();
+    for request in waiting {
+        assert_eq!(request.await.unwrap().0, 200);
+    }
+}
+
+#[tokio::test]
+async fn a_silent_stream_carries_comments() {
+    let app = app_that_says("ok");
+    app.control.allow(0);
+    let control = app.control.clone();
+    let release = tokio::spawn(async move {
+        tokio::time::sleep(OPTIONS.keep_alive * 10).await;
+        control.release();
+    });
+    let (lines, comments) = stream(&app, with(chat("Hi"), json!({"stream": true}))).await;
+    assert_eq!(content(&parse(&lines)), "ok");
+    assert!(comments > 0, "nothing was sent while the prompt was processed");
+    release.await.unwrap();
+}
+
+#[tokio::test]
+async fn request_ids_are_the_clients_if_sound() {
+    let app = app_that_says("ok");
+    let with_id = |id: &str| Request::get("/health").header("x-request-id", id).body(Body::empty()).unwrap();
+    assert_eq!(send(&app.router, with_id("abc-1")).await.1["x-request-id"], "abc-1");
+    for unsound in ["has space", &"x".repeat(200)] {
+        let made = &send(&app.router, with_id(unsound)).await.1["x-request-id"];
+        assert_eq!(made.len(), 16);
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_cancels_before_and_after_the_first_byte() {
+    let app = app(says(&[], 300));
+    for streaming in [false, true] {
+        let steps = app.control.batches().len();
+        app.control.allow(steps);
+        let body = with(chat(&"long ".repeat(30)), json!({"stream": streaming}));
+        let router = app.router.clone();
+        let request = tokio::spawn(async move {
+            let response = router.oneshot(post(body.to_string())).await.unwrap();
+            response.into_body().into_data_stream().map(drop).collect::<Vec<()>>().await
+        });
+        submitted(&app, steps + 1).await;
+        request.abort();
+        assert!(request.await.unwrap_err().is_cancelled());
+        app.control.release();
+        assert_all_free(&app.engine).await;
+        assert!(app.control.batches().len() <= steps + 3, "it ran on for nobody");
+    }
+}
+
+/// Over TCP, where it is hyper that notices.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_closed_connection_cancels_and_shutdown_is_bounded() {
+    let app = app(says(&[], 300));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let shutdown = async { drop(stopped.await) };
+    let grace = Duration::from_millis(50);
+    let serving = tokio::spawn(api::serve(listener, Arc::clone(&app.server), shutdown, grace));
+
+    let request = |body: Value| {
+        let body = body.to_string();
+        format!(
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        )
+    };
+    for streaming in [true, false] {
+        let steps = app.control.batches().len();
+        app.control.allow(steps + 5);
+        let mut client = TcpStream::connect(address).unwrap();
+        client.write_all(request(with(chat("Hi"), json!({"stream": streaming}))).as_bytes()).unwrap();
+        submitted(&app, steps + 6).await;
+        drop(client);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        app.control.release();
+        assert_all_free(&app.engine).await;
+    }
+
+    // One request that will not end by itself, and a connection that says nothing.
+    app.control.allow(app.control.batches().len() + 1);
+    let mut client = TcpStream::connect(address).unwrap();
+    client.write_all(request(with(chat("Hi"), json!({"stream": true}))).as_bytes()).unwrap();
+    let _idle = TcpStream::connect(address).unwrap();
+    let mut first = [0; 64];
+    client.set_read_timeout(Some(HANG)).unwrap();
+    client.read_exact(&mut first).unwrap();
+    assert!(first.starts_with(b"HTTP/1.1 200"));
+    stop.send(()).unwrap();
+    let ended = tokio::time::timeout(HANG, serving).await.expect("shutdown is bounded").unwrap();
+    ended.expect("and clean");
+    app.control.release();
+    assert!(app.engine.join(HANG));
+}
+
+#[tokio::test]
+async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
+    let seed = 0xb0d1;
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let app = app_that_says("ok");
+    let full = json!({
+        "model": MODEL, "stream": false, "stream_options": {"include_usage": true}, "max_tokens": 5, "temperature": 0.7,
+        "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 42, "stop": ["a", "b"], "n": 1, "logprobs": false,
+        "logit_bias": {"1": 0}, "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Grüße 🦄"}]},
+            {"role": "assistant", "content": "Hello"},
+            {"role": "user", "content": "Bye <start_of_turn>\u{0}"},
+        ],
+    });
+    let junk = [
+        json!(null),
+        json!(true),
+        json!(-1),
+        json!(0),
+        json!(1e308),
+        json!(18446744073709551615u64),
+        json!(""),
+        json!("assistant"),
+        json!([]),
+        json!({}),
+        json!([[[]]]),
+        json!({"type": "text"}),
+        json!("\u{fffd}\u{202e}"),
+        json!("<end_of_turn>"),
+        json!(0.1),
+        json!("x".repeat(3000)),
+    ];
+    let mut accepted = 0;
+    for i in 0..2000 {
+        let body = if i % 2 == 0 {
+            let mut value = full.clone();
+            for _ in 0..rng.random_range(1..4) {
+                replace_somewhere(&mut value, junk.choose(&mut rng).unwrap(), &mut rng);
+            }
+            value.to_string().into_bytes()
+        } else {
+            let mut bytes = full.to_string().into_bytes();
+            for _ in 0..rng.random_range(1..6) {
+                let at = rng.random_range(0..bytes.len());
+                match rng.random_range(0..4) {
+                    0 => bytes[at] = rng.random(),
+                    1 => drop(bytes.remove(at)),
+                    2 => bytes.insert(at, *b"\"{}[],:\\0e-u".choose(&mut rng).unwrap()),
+                    _ => bytes.truncate(at.max(1)),
+                }
+            }
+            bytes
+        };
+        let (status, _, reply) = send(&app.router, post(body.clone())).await;
+        let shown = String::from_utf8_lossy(&body);
+        assert!(status.as_u16() < 500, "{status} for {shown}");
+        if status == 200 {
+            accepted += 1;
+        } else {
+            let reply: Value = serde_json::from_slice(&reply).expect("an error is JSON");
+            assert!(reply["error"]["message"].is_string(), "{reply} for {shown}");
+        }
+    }
+    assert!(accepted > 100, "only {accepted} of 2000 were accepted: the mutations reach too little");
+    assert_all_free(&app.engine).await;
+}
+
+/// Replaces one value of `value`, at a random depth, or removes it.
+fn replace_somewhere(value: &mut Value, by: &Value, rng: &mut ChaCha8Rng) {
+    let deeper = rng.random_bool(0.6);
+    match value {
+        Value::Object(map) if !map.is_empty() => {
+            let key = map.keys().nth(rng.random_range(0..map.len())).unwrap().clone();
+            if deeper && (map[&key].is_object() || map[&key].is_array()) {
+                replace_somewhere(&mut map[&key], by, rng);
+            } else if rng.random_bool(0.2) {
+                map.remove(&key);
+            } else {
+                map[&key] = by.clone();
+            }
+        }
+        Value::Array(items) if !items.is_empty() => {
+            let index = rng.random_range(0..items.len());
+            if deeper {
+                replace_somewhere(&mut items[index], by, rng);
+            } else {
+                items[index] = by.clone();
+            }
+        }
+        _ => *value = by.clone(),
+    }
+}
