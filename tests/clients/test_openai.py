@@ -9,6 +9,7 @@ openai package is not installed, its tests are skipped and the others run.
 import concurrent.futures
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -230,6 +231,11 @@ def sdk_too_long_a_prompt_is_named(server):
     assert error.code == "context_length_exceeded", error.body
 
 
+def readme_python_example_streams(server):
+    done = subprocess.run([sys.executable, "-c", readme_block("python", server)], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+    assert done.returncode == 0 and len(done.stdout) > 20, (done.stdout, done.stderr[-300:])
+
+
 def raised(kind, call):
     try:
         call()
@@ -272,6 +278,41 @@ def curl_streams_to_done(server):
     text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
     assert "Paris" in text and len(chunks) > 2, done.stdout[-300:]
     assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+
+
+def readme_curl_example_answers(server):
+    example = readme_block("sh", server, "curl ").replace("curl ", f"curl -sS --max-time {ANSWER_SECONDS} ", 1)
+    done = subprocess.run(["sh", "-c", example], capture_output=True, text=True, check=True)
+    assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"], done.stdout
+
+
+def readme_block(language, server, beginning=""):
+    """The first code block of the README in that language that begins so, pointed at our server."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    block = next(block for block in blocks if block.startswith(beginning))
+    assert ":8010" in block, block
+    return block.replace(":8010", f":{server.port}")
+
+
+def the_readme_names_commands_and_options_that_exist(_):
+    texts = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text() + (ROOT / "Makefile").read_text()
+    commands = set(re.findall(r"(?:`|release/)unicorn ([a-z]+)", texts)) | set(re.findall(r"\$\(UNICORN\) ([a-z]+)", texts))
+    assert len(commands) >= 6, commands
+    helps = ""
+    for command in sorted(commands):
+        subcommands = sorted(set(re.findall(rf"unicorn {command} ([a-z]+)\b", texts))) if command == "eval" else [""]
+        for subcommand in subcommands:
+            done = subprocess.run([BINARY, command, *subcommand.split(), "--help"], capture_output=True, text=True, timeout=30, check=False)
+            assert done.returncode == 0, f"unicorn {command} {subcommand}: {last_line(done.stderr)}"
+            helps += done.stdout
+    readme = (ROOT / "README.md").read_text()
+    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", readme))
+    assert "--allow-software-vulkan" in options and "--quantize" in options, options
+    unknown = {option for option in options if not re.search(rf"{option}\b", helps)}
+    assert not unknown, unknown
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)", texts, re.MULTILINE))
+    assert named <= targets, named - targets
 
 
 def unknown_fields_and_an_empty_key_are_accepted(server):
@@ -327,14 +368,15 @@ def a_taken_port_is_one_line(server):
 # --- running --------------------------------------------------------------------------------------------
 
 PLAIN = [
-    the_server_binds_before_it_loads, health_and_models, curl_streams_to_done, unknown_fields_and_an_empty_key_are_accepted,
+    the_server_binds_before_it_loads, health_and_models, readme_curl_example_answers,
+    the_readme_names_commands_and_options_that_exist, curl_streams_to_done, unknown_fields_and_an_empty_key_are_accepted,
     broken_bodies_are_400, an_unknown_route_is_404, a_disconnect_frees_the_server, requests_at_once_are_all_answered,
     a_taken_port_is_one_line,
 ]
 SDK = [
     sdk_lists_the_model, sdk_answers_paris, sdk_streams_the_same_answer, sdk_stream_carries_usage_when_asked,
     sdk_stops_at_the_token_limit, sdk_honours_a_stop_string, sdk_same_seed_gives_the_same_text, sdk_recalls_beyond_one_window,
-    sdk_unknown_model_is_not_found, sdk_bad_requests_are_refused, sdk_too_long_a_prompt_is_named,
+    sdk_unknown_model_is_not_found, sdk_bad_requests_are_refused, sdk_too_long_a_prompt_is_named, readme_python_example_streams,
 ]
 
 
