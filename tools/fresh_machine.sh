@@ -4,7 +4,7 @@
 # mirror; takes minutes), the toolchain is this machine's own, and the repository is a clean export of HEAD.
 #
 #   tools/fresh_machine.sh bookworm http://deb.debian.org/debian "make test"
-#   COMPONENTS=main,universe tools/fresh_machine.sh noble http://archive.ubuntu.com/ubuntu "python3 tools/setup.py test"
+#   FRESH_COMPONENTS=main,universe tools/fresh_machine.sh noble http://archive.ubuntu.com/ubuntu "python3 tools/setup.py test"
 #
 # The chroot stays in $FRESH (default .cache/fresh-SUITE), and a second call with the same suite continues in it.
 set -eu
@@ -16,7 +16,7 @@ cargo=${CARGO_HOME:-$HOME/.cargo}
 inside=$(awk -F: '$3 == 0 { print $6; exit }' /etc/passwd)
 
 [ -e "$fresh/etc/os-release" ] ||
-    debootstrap --variant=minbase --components="${COMPONENTS:-main}" --include=python3,g++,make "$suite" "$fresh" "$mirror"
+    debootstrap --variant=minbase --components="${FRESH_COMPONENTS:-main}" --include=python3,g++,make "$suite" "$fresh" "$mirror"
 mkdir -p "$fresh/src" "$fresh$inside/.rustup" "$fresh$inside/.cargo/bin"
 git archive HEAD | tar x -C "$fresh/src"
 cp -L /etc/resolv.conf /etc/hosts "$fresh/etc/"
