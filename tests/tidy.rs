@@ -35,7 +35,7 @@ const NEIGHBOURS: [(&str, &str); 3] = [("config", "tensor"), ("kernels", "quanti
 const HIDDEN: [(&str, &str, &[&str]); 14] = [
     ("main", "gpu", &[]),
     ("main", "kernels", &[]),
-    ("cli", "gpu", &["src/cli/load.rs"]),
+    ("cli", "gpu", &["src/cli/load.rs", "src/cli/devices.rs", "src/cli/error.rs"]),
     ("cli", "kernels", &["src/cli/load.rs"]),
     ("api", "gpu", &[]),
     ("api", "kernels", &[]),
