@@ -1,1 +1,21 @@
-//! (in work)
+//! The Vulkan layer: all of `ash` lives here, and all `unsafe` of the compute path.
+//!
+//! It offers a device chosen by policy, memory that stays where it was put, pipelines, and a recorder that
+//! derives barriers. It refuses to know what a tensor or a model is, to fall back to another device, and to
+//! allocate behind its caller's back.
+
+mod device;
+mod error;
+mod instance;
+mod memory;
+mod pipeline;
+mod recorder;
+mod upload;
+
+pub use device::{Device, DeviceInfo, DeviceKind, DevicePolicy, HeapInfo, list_devices};
+pub use error::GpuError;
+pub use instance::ValidationLog;
+pub use memory::{Arena, Buffer, Class, MemoryKind, Placement};
+pub use pipeline::{Pipeline, Shader};
+pub use recorder::{CommandBuffer, Profile, Recorder};
+pub use upload::Uploader;

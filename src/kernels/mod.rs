@@ -1,1 +1,467 @@
-//! (in work)
+//! Typed dispatch of every shader, one method each, and their CPU twins (`reference`, called by tests alone).
+//!
+//! A method states the shapes, checks them against the buffers (shaders have no bounds checks: buffers go by
+//! address), and declares to the recorder what is read and written. It refuses to know what a model is.
+
+use std::sync::Arc;
+
+use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder, Shader};
+use crate::tensor::Scheme;
+
+#[doc(hidden)]
+pub mod reference;
+mod weights;
+
+pub use weights::{Embedding, LAYOUT_VERSION, Matrix, UploadError};
+
+/// The table that build.rs made from `shaders/`.
+#[allow(missing_docs)]
+pub mod shaders {
+    include!(concat!(env!("OUT_DIR"), "/shaders.rs"));
+}
+
+use shaders::{
+    AttentionPush, EmbedPush, GegluPush, MatmulPush, QkvStorePush, RmsNormPush, SamplePush,
+};
+
+/// Largest head the attention shader holds in registers; heads are multiples of 4.
+pub const MAX_HEAD_DIM: usize = 256;
+/// Tokens per workgroup of a matrix product, of which the smallest that fits is used.
+const COLUMNS: [u32; 3] = [1, 4, 8];
+/// An id of the embedding kernel's input that stands for "the id last sampled in slot N": this flag plus N.
+pub const LAST_SAMPLED: u32 = 1 << 31;
+/// What the sampler writes when logits are not finite.
+pub const NO_TOKEN: u32 = u32::MAX;
+
+/// f32 activations `[rows, width]`, rows `stride` elements apart.
+#[derive(Clone)]
+pub struct Activations {
+    pub buffer: Buffer,
+    pub width: usize,
+    pub stride: usize,
+}
+
+impl Activations {
+    /// Elements from row to row: rows of vec4s.
+    pub const fn stride_of(width: usize) -> usize {
+        width.next_multiple_of(4)
+    }
+
+    pub const fn bytes(rows: usize, width: usize) -> u64 {
+        (rows * Self::stride_of(width) * 4) as u64
+    }
+
+    pub fn new(buffer: Buffer, width: usize) -> Activations {
+        Activations { buffer, width, stride: Self::stride_of(width) }
+    }
+
+    fn check(&self, rows: usize, width: usize, what: &str) {
+        assert_eq!(self.width, width, "{what}: width");
+        let needs = (rows * self.stride * 4) as u64;
+        assert!(self.buffer.size() >= needs, "{what}: {rows} rows do not fit");
+    }
+}
+
+/// One layer's share of the paged KV cache: f32 `[block][kv_head][token in block][head_dim]`, keys and values.
+#[derive(Clone)]
+pub struct KvCache {
+    pub keys: Buffer,
+    pub values: Buffer,
+}
+
+/// Shape of attention in one layer.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionShape {
+    pub num_heads: usize,
+    pub num_kv_heads: usize,
+    /// Multiple of 4, at most [`MAX_HEAD_DIM`].
+    pub head_dim: usize,
+    /// Tokens per KV block.
+    pub block_size: usize,
+    /// Block table entries per sequence.
+    pub max_blocks: usize,
+    /// Keys a token sees, itself included; `None`: all.
+    pub window: Option<usize>,
+}
+
+/// Per-token arrays of a step, on the device.
+#[derive(Clone)]
+pub struct StepArrays {
+    /// u32 `[tokens]`: id, or [`LAST_SAMPLED`] + slot.
+    pub ids: Buffer,
+    /// u32 `[tokens]`
+    pub positions: Buffer,
+    /// u32 `[tokens]`: row of `block_tables`.
+    pub sequence_of: Buffer,
+    /// u32 `[tokens]`: block * block_size + token in block.
+    pub slot_mapping: Buffer,
+    /// u32 `[sequences][max_blocks]`
+    pub block_tables: Buffer,
+}
+
+/// One row's parameters as the sample shader reads them.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct SampleRequest {
+    pub temperature: f32,
+    pub top_k: u32,
+    pub top_p: f32,
+    pub min_p: f32,
+    pub seed_low: u32,
+    pub seed_high: u32,
+    pub position: u32,
+    pub slot: u32,
+}
+
+struct ByScheme {
+    embed: Option<Arc<Pipeline>>,
+    matmul: [Arc<Pipeline>; COLUMNS.len()],
+}
+
+/// Every pipeline a model needs, compiled.
+pub struct Kernels {
+    by_scheme: Vec<(u32, ByScheme)>,
+    rms_norm: Arc<Pipeline>,
+    rms_norm_add: Arc<Pipeline>,
+    rms_norm_gather: Arc<Pipeline>,
+    qkv_store: Arc<Pipeline>,
+    attention: Arc<Pipeline>,
+    geglu: Arc<Pipeline>,
+    sample: Arc<Pipeline>,
+}
+
+impl Kernels {
+    /// Compiles the kernels for matrices of `schemes`, one of which, `embedding`, is also looked up by row.
+    pub fn new(device: &Device, schemes: &[Scheme], embedding: Scheme) -> Result<Kernels, GpuError> {
+        let mut by_scheme = Vec::new();
+        for scheme in schemes.iter().chain([&embedding]) {
+            let (matmul, embed) = shaders_of(*scheme);
+            if by_scheme.iter().any(|(id, _)| *id == scheme_id(*scheme)) {
+                continue;
+            }
+            let looked_up = scheme_id(*scheme) == scheme_id(embedding);
+            let pipelines = ByScheme {
+                embed: looked_up.then(|| device.pipeline(embed, &[])).transpose()?,
+                matmul: [
+                    device.pipeline(matmul, &[COLUMNS[0]])?,
+                    device.pipeline(matmul, &[COLUMNS[1]])?,
+                    device.pipeline(matmul, &[COLUMNS[2]])?,
+                ],
+            };
+            by_scheme.push((scheme_id(*scheme), pipelines));
+        }
+        Ok(Kernels {
+            by_scheme,
+            rms_norm: device.pipeline(&shaders::RMS_NORM, &[])?,
+            rms_norm_add: device.pipeline(&shaders::RMS_NORM_ADD, &[])?,
+            rms_norm_gather: device.pipeline(&shaders::RMS_NORM_GATHER, &[])?,
+            qkv_store: device.pipeline(&shaders::QKV_STORE, &[])?,
+            attention: device.pipeline(&shaders::ATTENTION, &[])?,
+            geglu: device.pipeline(&shaders::GEGLU, &[])?,
+            sample: device.pipeline(&shaders::SAMPLE, &[])?,
+        })
+    }
+
+    fn scheme(&self, scheme: Scheme) -> &ByScheme {
+        let found = self.by_scheme.iter().find(|(id, _)| *id == scheme_id(scheme));
+        &found.unwrap_or_else(|| panic!("no kernels were made for {scheme:?}")).1
+    }
+
+    /// `out[t] = embedding[ids[t]] * scale` for `tokens` tokens; `sampled` holds each slot's last id.
+    #[allow(clippy::too_many_arguments)]
+    pub fn embed(
+        &self,
+        recorder: &mut Recorder<'_>,
+        embedding: &Embedding,
+        ids: &Buffer,
+        sampled: &Buffer,
+        scale: f32,
+        out: &Activations,
+        tokens: usize,
+    ) {
+        let matrix = &embedding.matrix;
+        out.check(tokens, matrix.cols, "embed: out");
+        assert!(ids.size() >= 4 * tokens as u64);
+        let pipeline = self.scheme(matrix.scheme).embed.as_ref().expect("made for lookup");
+        let push = EmbedPush {
+            shards: embedding.table.address(),
+            ids: ids.address(),
+            sampled: sampled.address(),
+            embedded: out.buffer.address(),
+            rows_per_shard: matrix.rows_per_shard as u32,
+            cols: matrix.cols as u32,
+            out_stride: out.stride as u32,
+            blocks_per_scale: matrix.scheme.blocks_per_scale(),
+            scale,
+            ..EmbedPush::default()
+        };
+        let mut reads = vec![&embedding.table, ids, sampled];
+        for shard in &matrix.shards {
+            reads.push(&shard.blocks);
+            reads.extend(&shard.scales);
+        }
+        recorder.dispatch(pipeline, &push, [tokens as u32, 1, 1], &reads, &[&out.buffer]);
+    }
+
+    /// `y[t] = W x[t]` for `tokens` rows of `x`.
+    pub fn matmul(
+        &self,
+        recorder: &mut Recorder<'_>,
+        matrix: &Matrix,
+        x: &Activations,
+        y: &Activations,
+        tokens: usize,
+    ) {
+        x.check(tokens, matrix.cols, "matmul: x");
+        y.check(tokens, matrix.rows, "matmul: y");
+        let i = COLUMNS.iter().position(|&c| c as usize >= tokens).unwrap_or(COLUMNS.len() - 1);
+        let pipeline = &self.scheme(matrix.scheme).matmul[i];
+        for shard in &matrix.shards {
+            let push = MatmulPush {
+                blocks: shard.blocks.address(),
+                scales: shard.scales.as_ref().map_or(0, Buffer::address),
+                x: x.buffer.address(),
+                y: y.buffer.address() + 4 * shard.first_row as u64,
+                rows: shard.rows as u32,
+                cols: matrix.cols as u32,
+                tokens: tokens as u32,
+                x_stride: x.stride as u32,
+                y_stride: y.stride as u32,
+                blocks_per_scale: matrix.scheme.blocks_per_scale(),
+            };
+            let groups =
+                [shard.rows.div_ceil(weights::TILE_ROWS) as u32, (tokens as u32).div_ceil(COLUMNS[i]), 1];
+            let mut reads = vec![&shard.blocks, &x.buffer];
+            reads.extend(&shard.scales);
+            // Each shard writes its own columns of y.
+            recorder.dispatch(pipeline, &push, groups, &reads, &[&y.buffer]);
+        }
+    }
+
+    /// `y[t] = norm(x[t])`
+    #[allow(clippy::too_many_arguments)]
+    pub fn rms_norm(
+        &self,
+        recorder: &mut Recorder<'_>,
+        x: &Activations,
+        weight: &Buffer,
+        eps: f32,
+        y: &Activations,
+        rows: usize,
+    ) {
+        self.norm(recorder, &self.rms_norm, x, weight, eps, y, None, rows);
+    }
+
+    /// `y[t] += norm(x[t])`
+    #[allow(clippy::too_many_arguments)]
+    pub fn rms_norm_add(
+        &self,
+        recorder: &mut Recorder<'_>,
+        x: &Activations,
+        weight: &Buffer,
+        eps: f32,
+        y: &Activations,
+        rows: usize,
+    ) {
+        self.norm(recorder, &self.rms_norm_add, x, weight, eps, y, None, rows);
+    }
+
+    /// `y[i] = norm(x[index[i]])` for `rows` entries of `index`, each a row of `x`.
+    #[allow(clippy::too_many_arguments)]
+    pub fn rms_norm_gather(
+        &self,
+        recorder: &mut Recorder<'_>,
+        x: &Activations,
+        index: &Buffer,
+        weight: &Buffer,
+        eps: f32,
+        y: &Activations,
+        rows: usize,
+    ) {
+        self.norm(recorder, &self.rms_norm_gather, x, weight, eps, y, Some(index), rows);
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn norm(
+        &self,
+        recorder: &mut Recorder<'_>,
+        pipeline: &Pipeline,
+        x: &Activations,
+        weight: &Buffer,
+        eps: f32,
+        y: &Activations,
+        index: Option<&Buffer>,
+        rows: usize,
+    ) {
+        x.check(if index.is_some() { 1 } else { rows }, x.width, "rms_norm: x");
+        y.check(rows, x.width, "rms_norm: y");
+        assert!(weight.size() >= 4 * x.width as u64 && index.is_none_or(|i| i.size() >= 4 * rows as u64));
+        let push = RmsNormPush {
+            x: x.buffer.address(),
+            weight: weight.address(),
+            y: y.buffer.address(),
+            rows: index.map_or(0, Buffer::address),
+            dim: x.width as u32,
+            x_stride: x.stride as u32,
+            y_stride: y.stride as u32,
+            eps,
+        };
+        let mut reads = vec![&x.buffer, weight, &y.buffer];
+        reads.extend(index);
+        recorder.dispatch(pipeline, &push, [rows as u32, 1, 1], &reads, &[&y.buffer]);
+    }
+
+    /// QK-norm and RoPE of `q` (in place, times `q_scale`) and `k`, and the store of `k` and `v` in the cache.
+    /// `rope`: f32 `[max position][head_dim / 2][cos, sin]`.
+    #[allow(clippy::too_many_arguments)]
+    pub fn qkv_store(
+        &self,
+        recorder: &mut Recorder<'_>,
+        shape: &AttentionShape,
+        [q, k, v]: [&Activations; 3],
+        [q_norm, k_norm]: [&Buffer; 2],
+        rope: &Buffer,
+        eps: f32,
+        q_scale: f32,
+        step: &StepArrays,
+        cache: &KvCache,
+        tokens: usize,
+    ) {
+        check_heads(shape);
+        q.check(tokens, shape.num_heads * shape.head_dim, "qkv_store: q");
+        k.check(tokens, shape.num_kv_heads * shape.head_dim, "qkv_store: k");
+        v.check(tokens, shape.num_kv_heads * shape.head_dim, "qkv_store: v");
+        let push = QkvStorePush {
+            q: q.buffer.address(),
+            k: k.buffer.address(),
+            v: v.buffer.address(),
+            q_norm: q_norm.address(),
+            k_norm: k_norm.address(),
+            rope: rope.address(),
+            positions: step.positions.address(),
+            slot_mapping: step.slot_mapping.address(),
+            k_cache: cache.keys.address(),
+            v_cache: cache.values.address(),
+            num_heads: shape.num_heads as u32,
+            num_kv_heads: shape.num_kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            block_size: shape.block_size as u32,
+            eps,
+            q_scale,
+        };
+        let groups = [tokens as u32, (shape.num_heads + 2 * shape.num_kv_heads) as u32, 1];
+        let reads = [
+            &q.buffer, &k.buffer, &v.buffer, q_norm, k_norm, rope, &step.positions, &step.slot_mapping,
+        ];
+        let writes = [&q.buffer, &cache.keys, &cache.values];
+        recorder.dispatch(&self.qkv_store, &push, groups, &reads, &writes);
+    }
+
+    /// `y[t] = softmax(q[t] K) V` over what the token may see of its sequence's cached keys.
+    pub fn attention(
+        &self,
+        recorder: &mut Recorder<'_>,
+        shape: &AttentionShape,
+        q: &Activations,
+        cache: &KvCache,
+        step: &StepArrays,
+        y: &Activations,
+        tokens: usize,
+    ) {
+        check_heads(shape);
+        q.check(tokens, shape.num_heads * shape.head_dim, "attention: q");
+        y.check(tokens, shape.num_heads * shape.head_dim, "attention: y");
+        let push = AttentionPush {
+            q: q.buffer.address(),
+            k_cache: cache.keys.address(),
+            v_cache: cache.values.address(),
+            positions: step.positions.address(),
+            sequence_of: step.sequence_of.address(),
+            block_tables: step.block_tables.address(),
+            y: y.buffer.address(),
+            num_heads: shape.num_heads as u32,
+            num_kv_heads: shape.num_kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            block_size: shape.block_size as u32,
+            max_blocks: shape.max_blocks as u32,
+            window: shape.window.unwrap_or(0) as u32,
+        };
+        let reads = [
+            &q.buffer, &cache.keys, &cache.values, &step.positions, &step.sequence_of, &step.block_tables,
+        ];
+        let groups = [tokens as u32, shape.num_heads as u32, 1];
+        recorder.dispatch(&self.attention, &push, groups, &reads, &[&y.buffer]);
+    }
+
+    /// `gate = gelu_tanh(gate) * up`, in place.
+    pub fn geglu(&self, recorder: &mut Recorder<'_>, gate: &Activations, up: &Activations, rows: usize) {
+        gate.check(rows, up.width, "geglu: gate");
+        up.check(rows, gate.width, "geglu: up");
+        let count = rows * gate.stride;
+        let push = GegluPush {
+            gate: gate.buffer.address(),
+            up: up.buffer.address(),
+            y: gate.buffer.address(),
+            count: count as u32,
+            ..GegluPush::default()
+        };
+        let groups = [count.div_ceil(256).min(65535) as u32, 1, 1];
+        recorder.dispatch(&self.geglu, &push, groups, &[&gate.buffer, &up.buffer], &[&gate.buffer]);
+    }
+
+    /// Draws a token per row of `logits`: `ids[row]`, and `sampled[slot]`. Ids from `vocab` up are never drawn.
+    #[allow(clippy::too_many_arguments)]
+    pub fn sample(
+        &self,
+        recorder: &mut Recorder<'_>,
+        logits: &Activations,
+        vocab: usize,
+        requests: &Buffer,
+        ids: &Buffer,
+        sampled: &Buffer,
+        rows: usize,
+    ) {
+        logits.check(rows, logits.width, "sample: logits");
+        assert!(vocab > 0 && vocab <= logits.width);
+        assert!(requests.size() >= (rows * size_of::<SampleRequest>()) as u64 && ids.size() >= 4 * rows as u64);
+        let push = SamplePush {
+            logits: logits.buffer.address(),
+            requests: requests.address(),
+            ids: ids.address(),
+            sampled: sampled.address(),
+            vocab: vocab as u32,
+            logits_stride: logits.stride as u32,
+        };
+        recorder.dispatch(
+            &self.sample,
+            &push,
+            [rows as u32, 1, 1],
+            &[&logits.buffer, requests],
+            &[ids, sampled],
+        );
+    }
+}
+
+fn check_heads(shape: &AttentionShape) {
+    assert!(shape.head_dim <= MAX_HEAD_DIM && shape.head_dim % 4 == 0, "head_dim {}", shape.head_dim);
+    assert_eq!(shape.num_heads % shape.num_kv_heads, 0, "query heads per KV head");
+}
+
+/// Schemes that share shaders share an id: int4 groups differ in a push constant only.
+fn scheme_id(scheme: Scheme) -> u32 {
+    match scheme {
+        Scheme::F32 => 0,
+        Scheme::Bf16 => 1,
+        Scheme::Int8Row => 2,
+        Scheme::Int4 { .. } => 3,
+    }
+}
+
+fn shaders_of(scheme: Scheme) -> (&'static Shader, &'static Shader) {
+    match scheme {
+        Scheme::F32 => (&shaders::MATMUL_F32, &shaders::EMBED_F32),
+        Scheme::Bf16 => (&shaders::MATMUL_BF16, &shaders::EMBED_BF16),
+        Scheme::Int8Row => (&shaders::MATMUL_INT8, &shaders::EMBED_INT8),
+        Scheme::Int4 { .. } => (&shaders::MATMUL_INT4, &shaders::EMBED_INT4),
+    }
+}

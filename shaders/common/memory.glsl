@@ -1,0 +1,13 @@
+// Buffers by device address: shaders take 64-bit addresses as push constants and have no descriptors, because a
+// weight may be larger than maxStorageBufferRange. Bounds are the dispatching code's duty (src/kernels).
+#extension GL_EXT_buffer_reference : require
+#extension GL_EXT_buffer_reference_uvec2 : require
+#extension GL_EXT_control_flow_attributes : require
+
+layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer ReadFloats { float at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ReadVec4s { vec4 at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ReadVec2s { vec2 at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer ReadUints { uint at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer Floats { float at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteFloats { float at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteUints { uint at[]; };

@@ -1,0 +1,480 @@
+//! The device: which one by policy, its queue, and the one timeline every submission is ordered on.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use ash::{ext, vk};
+
+use super::instance::{Instance, ValidationLog};
+use super::memory::Heaps;
+use super::pipeline::Pipelines;
+use super::{GpuError, Profile};
+
+/// Longest any wait on the GPU may last before the device counts as hung.
+const WAIT_LIMIT: Duration = Duration::from_secs(120);
+
+/// Which device to open.
+#[derive(Debug, Clone, Default)]
+pub struct DevicePolicy {
+    /// Index from `unicorn devices`, or part of the device's name in any case. `None`: the best GPU.
+    pub device: Option<String>,
+    /// Accept a device of type CPU. Off, software Vulkan is refused, named or not.
+    pub allow_software: bool,
+    /// Load the validation layer; any message it reports then fails the next wait.
+    pub validation: bool,
+    /// Time every dispatch with timestamp queries.
+    pub profile: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum DeviceKind {
+    Discrete,
+    Integrated,
+    Virtual,
+    Other,
+    /// Software Vulkan.
+    Cpu,
+}
+
+impl fmt::Display for DeviceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            DeviceKind::Discrete => "discrete GPU",
+            DeviceKind::Integrated => "integrated GPU",
+            DeviceKind::Virtual => "virtual GPU",
+            DeviceKind::Other => "other",
+            DeviceKind::Cpu => "software (CPU)",
+        })
+    }
+}
+
+/// One memory heap as the driver reports it.
+#[derive(Debug, Clone)]
+pub struct HeapInfo {
+    pub device_local: bool,
+    pub size_bytes: u64,
+    /// What this process may still allocate: `VK_EXT_memory_budget` clamped to the heap's size.
+    pub free_bytes: u64,
+}
+
+/// A Vulkan device as `unicorn devices` shows it.
+#[derive(Debug, Clone)]
+pub struct DeviceInfo {
+    pub index: usize,
+    pub name: String,
+    pub kind: DeviceKind,
+    /// Driver name and version, e.g. `radv Mesa 25.0.7`.
+    pub driver: String,
+    pub api_version: (u32, u32),
+    pub heaps: Vec<HeapInfo>,
+    pub subgroup_size: u32,
+    pub max_allocation_bytes: u64,
+    pub max_storage_buffer_bytes: u64,
+    /// What this program needs and the device lacks; empty if it can run.
+    pub missing: Vec<String>,
+}
+
+/// Every Vulkan device the loader shows, usable or not.
+pub fn list_devices() -> Result<Vec<DeviceInfo>, GpuError> {
+    let instance = Instance::new(false)?;
+    Ok(enumerate(&instance)?.into_iter().map(|c| c.info).collect())
+}
+
+struct Candidate {
+    raw: vk::PhysicalDevice,
+    queue_family: Option<u32>,
+    memory_budget: bool,
+    pipeline_cache_uuid: [u8; 16],
+    driver_version: u32,
+    vendor_id: u32,
+    device_id: u32,
+    timestamp_period_ns: f32,
+    info: DeviceInfo,
+}
+
+fn enumerate(instance: &Instance) -> Result<Vec<Candidate>, GpuError> {
+    // SAFETY: the instance is alive.
+    let raws = unsafe { instance.raw.enumerate_physical_devices() }
+        .map_err(GpuError::of("vkEnumeratePhysicalDevices"))?;
+    Ok(raws.into_iter().enumerate().map(|(index, raw)| inspect(instance, index, raw)).collect())
+}
+
+fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candidate {
+    let vk_instance = &instance.raw;
+    let mut driver = vk::PhysicalDeviceDriverProperties::default();
+    let mut subgroup = vk::PhysicalDeviceSubgroupProperties::default();
+    let mut limits3 = vk::PhysicalDeviceMaintenance3Properties::default();
+    let mut limits4 = vk::PhysicalDeviceMaintenance4Properties::default();
+    let mut properties = vk::PhysicalDeviceProperties2::default()
+        .push_next(&mut driver)
+        .push_next(&mut subgroup)
+        .push_next(&mut limits3)
+        .push_next(&mut limits4);
+    let mut features12 = vk::PhysicalDeviceVulkan12Features::default();
+    let mut features13 = vk::PhysicalDeviceVulkan13Features::default();
+    let mut features =
+        vk::PhysicalDeviceFeatures2::default().push_next(&mut features12).push_next(&mut features13);
+    // SAFETY: `raw` comes from this instance; the chains are local and well formed. Devices older than
+    // Vulkan 1.3 ignore structures that they do not know.
+    let (families, extensions) = unsafe {
+        vk_instance.get_physical_device_properties2(raw, &mut properties);
+        vk_instance.get_physical_device_features2(raw, &mut features);
+        (
+            vk_instance.get_physical_device_queue_family_properties(raw),
+            vk_instance.enumerate_device_extension_properties(raw).unwrap_or_default(),
+        )
+    };
+    let properties = properties.properties;
+    let memory_budget =
+        extensions.iter().any(|e| e.extension_name_as_c_str() == Ok(ext::memory_budget::NAME));
+    let heaps = super::memory::heap_infos(vk_instance, raw, memory_budget);
+    // A family with compute and no graphics first: its queue is not shared with the desktop's.
+    let queue_family = families
+        .iter()
+        .enumerate()
+        .filter(|(_, f)| f.queue_flags.contains(vk::QueueFlags::COMPUTE))
+        .min_by_key(|(_, f)| f.queue_flags.contains(vk::QueueFlags::GRAPHICS))
+        .map(|(i, _)| i as u32);
+
+    let api = properties.api_version;
+    let api_version = (vk::api_version_major(api), vk::api_version_minor(api));
+    let mut missing = Vec::new();
+    let mut need = |have: bool, what: &str| {
+        if !have {
+            missing.push(what.to_string());
+        }
+    };
+    need(api_version >= (1, 3), "Vulkan 1.3 (on Debian 12, Mesa from bookworm-backports)");
+    need(features12.buffer_device_address == vk::TRUE, "bufferDeviceAddress");
+    need(features12.timeline_semaphore == vk::TRUE, "timelineSemaphore");
+    need(features12.host_query_reset == vk::TRUE, "hostQueryReset");
+    need(features13.synchronization2 == vk::TRUE, "synchronization2");
+    need(features13.maintenance4 == vk::TRUE, "maintenance4");
+    need(queue_family.is_some(), "a compute queue");
+    need(heaps.iter().any(|h| h.size_bytes > 0), "a memory heap");
+
+    let text = |s: Result<&std::ffi::CStr, _>| {
+        s.map_or(String::new(), |s: &std::ffi::CStr| s.to_string_lossy().into_owned())
+    };
+    Candidate {
+        raw,
+        queue_family,
+        memory_budget,
+        pipeline_cache_uuid: properties.pipeline_cache_uuid,
+        driver_version: properties.driver_version,
+        vendor_id: properties.vendor_id,
+        device_id: properties.device_id,
+        timestamp_period_ns: properties.limits.timestamp_period,
+        info: DeviceInfo {
+            index,
+            name: text(properties.device_name_as_c_str()),
+            kind: match properties.device_type {
+                vk::PhysicalDeviceType::DISCRETE_GPU => DeviceKind::Discrete,
+                vk::PhysicalDeviceType::INTEGRATED_GPU => DeviceKind::Integrated,
+                vk::PhysicalDeviceType::VIRTUAL_GPU => DeviceKind::Virtual,
+                vk::PhysicalDeviceType::CPU => DeviceKind::Cpu,
+                _ => DeviceKind::Other,
+            },
+            driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
+            api_version,
+            heaps,
+            subgroup_size: subgroup.subgroup_size,
+            max_allocation_bytes: limits3.max_memory_allocation_size.min(limits4.max_buffer_size),
+            max_storage_buffer_bytes: properties.limits.max_storage_buffer_range.into(),
+            missing,
+        },
+    }
+}
+
+/// Picks a device, or says which were seen and why none will do.
+fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuError> {
+    let refusal = |d: &DeviceInfo| -> Option<String> {
+        if d.kind == DeviceKind::Cpu && !policy.allow_software {
+            Some("software Vulkan, refused without --allow-software-vulkan".into())
+        } else if !d.missing.is_empty() {
+            Some(format!("lacks {}", d.missing.join(", ")))
+        } else {
+            None
+        }
+    };
+    let describe = |d: &DeviceInfo| {
+        let why = refusal(d).map_or(String::new(), |why| format!(": {why}"));
+        format!("[{}] {} ({}){why}", d.index, d.name, d.kind)
+    };
+    let all = || match seen {
+        [] => "the Vulkan loader shows none; is a driver installed (mesa-vulkan-drivers), and may this user open \
+               /dev/dri/renderD* (group render)?"
+            .to_string(),
+        seen => format!("seen: {}", seen.iter().map(describe).collect::<Vec<_>>().join("; ")),
+    };
+
+    let Some(wanted) = &policy.device else {
+        return seen
+            .iter()
+            .filter(|d| refusal(d).is_none())
+            .min_by_key(|d| {
+                let local = d.heaps.iter().filter(|h| h.device_local).map(|h| h.size_bytes).max();
+                (d.kind, std::cmp::Reverse(local))
+            })
+            .map(|d| d.index)
+            .ok_or_else(|| GpuError::NoDevice(all()));
+    };
+    let matches: Vec<&DeviceInfo> = match wanted.parse::<usize>() {
+        Ok(index) => seen.iter().filter(|d| d.index == index).collect(),
+        Err(_) => seen.iter().filter(|d| d.name.to_lowercase().contains(&wanted.to_lowercase())).collect(),
+    };
+    match matches.as_slice() {
+        [] => Err(GpuError::NoDevice(format!("--device {wanted:?} matches none; {}", all()))),
+        [d] => match refusal(d) {
+            None => Ok(d.index),
+            Some(_) => Err(GpuError::NoDevice(describe(d))),
+        },
+        several => Err(GpuError::NoDevice(format!(
+            "--device {wanted:?} matches several, give an index: {}",
+            several.iter().map(|d| describe(d)).collect::<Vec<_>>().join("; ")
+        ))),
+    }
+}
+
+/// An open device. Everything made on it holds an `Arc` of it.
+pub struct Device {
+    pub(super) raw: ash::Device,
+    pub(super) debug: Option<ext::debug_utils::Device>,
+    pub(super) instance: Instance,
+    pub(super) physical: vk::PhysicalDevice,
+    pub(super) queue_family: u32,
+    pub(super) memory_budget: bool,
+    pub(super) timestamp_period_ns: f32,
+    pub(super) heaps: Heaps,
+    pub(super) pipelines: Pipelines,
+    pub(super) profile: Option<Mutex<Profile>>,
+    info: DeviceInfo,
+    queue: Mutex<QueueState>,
+    timeline: vk::Semaphore,
+    lost: AtomicBool,
+}
+
+struct QueueState {
+    raw: vk::Queue,
+    last_value: u64,
+}
+
+impl Device {
+    pub fn open(policy: &DevicePolicy) -> Result<Arc<Device>, GpuError> {
+        let instance = Instance::new(policy.validation)?;
+        let mut candidates = enumerate(&instance)?;
+        let infos: Vec<_> = candidates.iter().map(|c| c.info.clone()).collect();
+        let chosen = candidates.swap_remove(choose(policy, &infos)?);
+        let queue_family = chosen.queue_family.expect("a usable device has a compute queue");
+
+        let priorities = [1.0];
+        let queues = [vk::DeviceQueueCreateInfo::default()
+            .queue_family_index(queue_family)
+            .queue_priorities(&priorities)];
+        let extensions: Vec<_> =
+            chosen.memory_budget.then_some(ext::memory_budget::NAME.as_ptr()).into_iter().collect();
+        let mut features12 = vk::PhysicalDeviceVulkan12Features::default()
+            .buffer_device_address(true)
+            .timeline_semaphore(true)
+            .host_query_reset(true);
+        let mut features13 =
+            vk::PhysicalDeviceVulkan13Features::default().synchronization2(true).maintenance4(true);
+        let info = vk::DeviceCreateInfo::default()
+            .queue_create_infos(&queues)
+            .enabled_extension_names(&extensions)
+            .push_next(&mut features12)
+            .push_next(&mut features13);
+        // SAFETY: the physical device is of this instance, and has the features (see `missing`).
+        let raw = unsafe { instance.raw.create_device(chosen.raw, &info, None) }
+            .map_err(GpuError::of("vkCreateDevice"))?;
+        // SAFETY: family and index were asked for above.
+        let queue = unsafe { raw.get_device_queue(queue_family, 0) };
+
+        let mut kind = vk::SemaphoreTypeCreateInfo::default()
+            .semaphore_type(vk::SemaphoreType::TIMELINE)
+            .initial_value(0);
+        // SAFETY: the device is alive.
+        let timeline =
+            unsafe { raw.create_semaphore(&vk::SemaphoreCreateInfo::default().push_next(&mut kind), None) }
+                .map_err(GpuError::of("vkCreateSemaphore"))?;
+
+        let debug =
+            instance.debug.is_some().then(|| ext::debug_utils::Device::new(&instance.raw, &raw));
+        let cache_key = format!(
+            "{:04x}-{:04x}-{:08x}-{}",
+            chosen.vendor_id,
+            chosen.device_id,
+            chosen.driver_version,
+            chosen.pipeline_cache_uuid.iter().map(|b| format!("{b:02x}")).collect::<String>()
+        );
+        let pipelines = Pipelines::new(&raw, cache_key)?;
+        let heaps = Heaps::new(&instance.raw, chosen.raw);
+        let device = Device {
+            raw,
+            debug,
+            physical: chosen.raw,
+            queue_family,
+            memory_budget: chosen.memory_budget,
+            timestamp_period_ns: chosen.timestamp_period_ns,
+            heaps,
+            pipelines,
+            profile: policy.profile.then(|| Mutex::new(Profile::default())),
+            info: chosen.info,
+            queue: Mutex::new(QueueState { raw: queue, last_value: 0 }),
+            timeline,
+            lost: AtomicBool::new(false),
+            instance,
+        };
+        device.name(device.timeline, "timeline");
+        if device.info.kind == DeviceKind::Cpu {
+            tracing::warn!(
+                "running on software Vulkan ({}): right, but slow; no GPU computes anything here",
+                device.info.name
+            );
+        }
+        Ok(Arc::new(device))
+    }
+
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    pub fn validation_log(&self) -> &Arc<ValidationLog> {
+        &self.instance.log
+    }
+
+    /// Whether a submit or wait has failed for good. Never becomes false again.
+    pub fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// GPU time per kernel since the last call; empty unless opened with `profile`.
+    pub fn take_profile(&self) -> Profile {
+        self.profile.as_ref().map_or(Profile::default(), |p| std::mem::take(&mut p.lock().unwrap()))
+    }
+
+    /// Debug name of a Vulkan object; without validation, nothing reads it.
+    pub(super) fn name(&self, object: impl vk::Handle, name: &str) {
+        let Some(debug) = &self.debug else { return };
+        let name = std::ffi::CString::new(name.replace('\0', " ")).expect("no interior NUL");
+        let info = vk::DebugUtilsObjectNameInfoEXT::default().object_handle(object).object_name(&name);
+        // SAFETY: the object was just made on this device. A failed naming changes nothing.
+        let _ = unsafe { debug.set_debug_utils_object_name(&info) };
+    }
+
+    /// Queues a recorded command buffer behind everything submitted before; returns its timeline value.
+    pub(super) fn submit(&self, commands: vk::CommandBuffer, what: &str) -> Result<u64, GpuError> {
+        let mut queue = self.queue.lock().unwrap();
+        let value = queue.last_value + 1;
+        let commands = [vk::CommandBufferSubmitInfo::default().command_buffer(commands)];
+        let signal = [vk::SemaphoreSubmitInfo::default()
+            .semaphore(self.timeline)
+            .value(value)
+            .stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)];
+        let submit = [vk::SubmitInfo2::default().command_buffer_infos(&commands).signal_semaphore_infos(&signal)];
+        // SAFETY: the queue is locked; the recorder keeps what the commands use alive until `value` passes.
+        unsafe { self.raw.queue_submit2(queue.raw, &submit, vk::Fence::null()) }
+            .map_err(GpuError::of(what))
+            .inspect_err(|e| self.note_loss(e))?;
+        queue.last_value = value;
+        Ok(value)
+    }
+
+    /// Blocks until the timeline has reached `value`; at most two minutes.
+    pub fn wait(&self, value: u64, what: &str) -> Result<(), GpuError> {
+        let (semaphores, values) = ([self.timeline], [value]);
+        let info = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
+        // SAFETY: the semaphore is this device's.
+        match unsafe { self.raw.wait_semaphores(&info, WAIT_LIMIT.as_nanos() as u64) } {
+            Ok(()) => self.instance.log.check(),
+            Err(vk::Result::TIMEOUT) => {
+                Err(GpuError::Timeout { during: what.to_string(), seconds: WAIT_LIMIT.as_secs() })
+            }
+            Err(e) => Err(GpuError::of(what)(e)),
+        }
+        .inspect_err(|e| self.note_loss(e))
+    }
+
+    fn note_loss(&self, error: &GpuError) {
+        if matches!(error, GpuError::DeviceLost { .. } | GpuError::Timeout { .. }) {
+            self.lost.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: buffers, recorders and pipelines hold an Arc of the device, so none is alive here.
+        unsafe {
+            let _ = self.raw.device_wait_idle();
+            self.pipelines.destroy(&self.raw);
+            self.raw.destroy_semaphore(self.timeline, None);
+            self.raw.destroy_device(None);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(index: usize, name: &str, kind: DeviceKind, gib: u64) -> DeviceInfo {
+        DeviceInfo {
+            index,
+            name: name.into(),
+            kind,
+            driver: "test".into(),
+            api_version: (1, 3),
+            heaps: vec![HeapInfo { device_local: true, size_bytes: gib << 30, free_bytes: gib << 30 }],
+            subgroup_size: 32,
+            max_allocation_bytes: 1 << 31,
+            max_storage_buffer_bytes: 1 << 31,
+            missing: Vec::new(),
+        }
+    }
+
+    fn policy(device: Option<&str>, allow_software: bool) -> DevicePolicy {
+        DevicePolicy { device: device.map(String::from), allow_software, ..DevicePolicy::default() }
+    }
+
+    #[test]
+    fn discrete_before_integrated_before_software() {
+        let seen = [
+            device(0, "llvmpipe", DeviceKind::Cpu, 90),
+            device(1, "AMD Radeon 780M (RADV PHOENIX)", DeviceKind::Integrated, 60),
+            device(2, "AMD Radeon RX 7600", DeviceKind::Discrete, 8),
+            device(3, "AMD Radeon RX 7900", DeviceKind::Discrete, 24),
+        ];
+        assert_eq!(choose(&policy(None, false), &seen).unwrap(), 3);
+        assert_eq!(choose(&policy(None, true), &seen[..2]).unwrap(), 1);
+        assert_eq!(choose(&policy(Some("780m"), false), &seen).unwrap(), 1);
+        assert_eq!(choose(&policy(Some("2"), false), &seen).unwrap(), 2);
+    }
+
+    #[test]
+    fn software_is_refused_unless_allowed_even_by_name() {
+        let seen = [device(0, "llvmpipe", DeviceKind::Cpu, 90)];
+        for wanted in [None, Some("llvmpipe"), Some("0")] {
+            let error = choose(&policy(wanted, false), &seen).unwrap_err().to_string();
+            assert!(error.contains("[0] llvmpipe") && error.contains("--allow-software-vulkan"), "{error}");
+            assert_eq!(choose(&policy(wanted, true), &seen).unwrap(), 0);
+        }
+    }
+
+    #[test]
+    fn refusals_name_what_was_seen_and_what_is_missing() {
+        let mut old = device(0, "Old GPU", DeviceKind::Discrete, 4);
+        old.missing.push("Vulkan 1.3".into());
+        let error = choose(&policy(None, true), &[old.clone()]).unwrap_err().to_string();
+        assert!(error.contains("[0] Old GPU (discrete GPU): lacks Vulkan 1.3"), "{error}");
+        let error = choose(&policy(Some("radeon"), false), &[old.clone()]).unwrap_err().to_string();
+        assert!(error.contains("\"radeon\" matches none; seen: [0] Old GPU"), "{error}");
+        let error = choose(&policy(None, false), &[]).unwrap_err().to_string();
+        assert!(error.contains("the Vulkan loader shows none"), "{error}");
+        let twin = device(1, "Old GPU 2", DeviceKind::Discrete, 4);
+        let error = choose(&policy(Some("old"), false), &[old, twin]).unwrap_err().to_string();
+        assert!(error.contains("matches several"), "{error}");
+    }
+}

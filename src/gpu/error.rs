@@ -1,0 +1,42 @@
+//! What can go wrong below the kernels, in words for the person who meets it.
+
+use ash::vk;
+
+/// Errors of the Vulkan layer. None of them is answered by computing somewhere else.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum GpuError {
+    #[error("no Vulkan loader (libvulkan.so.1): {0}; install the package libvulkan1 (`make setup` does)")]
+    NoLoader(String),
+    #[error(
+        "validation was asked for, but the layer VK_LAYER_KHRONOS_validation is not installed; \
+         install the package vulkan-validationlayers (`make setup` does)"
+    )]
+    NoValidationLayer,
+    #[error("no usable Vulkan device: {0}")]
+    NoDevice(String),
+    #[error(
+        "{name}: needs {asked} bytes in {heap}, {free} of {total} are free; choose a smaller --quantize mode \
+         or --context, or free GPU memory"
+    )]
+    OutOfMemory { name: String, heap: String, asked: u64, free: u64, total: u64 },
+    #[error("{name}: {asked} bytes in one piece, but the device allocates at most {limit} at once")]
+    TooLarge { name: String, asked: u64, limit: u64 },
+    #[error("the GPU was lost during {during}; see `dmesg` for the driver's reason, then restart")]
+    DeviceLost { during: String },
+    #[error("the GPU did not finish {during} within {seconds} s")]
+    Timeout { during: String, seconds: u64 },
+    #[error("validation: {0}")]
+    Validation(String),
+    #[error("{call} failed: {result}")]
+    Vulkan { call: String, result: vk::Result },
+}
+
+impl GpuError {
+    /// Names the call that returned `result`.
+    pub(super) fn of(call: &str) -> impl FnOnce(vk::Result) -> GpuError + '_ {
+        move |result| match result {
+            vk::Result::ERROR_DEVICE_LOST => GpuError::DeviceLost { during: call.to_string() },
+            result => GpuError::Vulkan { call: call.to_string(), result },
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! Recording and submitting work. A [`Recorder`] derives barriers from what each command declares it reads and
+//! writes, and keeps those buffers alive until the device has finished with them.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use ash::vk;
+
+use super::device::Device;
+use super::memory::{Buffer, Chunk};
+use super::pipeline::Pipeline;
+use super::GpuError;
+
+/// Timed commands per command buffer; later ones run untimed, and the profile says how many.
+const MAX_TIMED: u32 = 2048;
+
+/// GPU time per kernel.
+#[derive(Debug, Clone, Default)]
+pub struct Profile {
+    /// Kernel -> (dispatches, nanoseconds).
+    pub kernels: BTreeMap<String, (u64, u64)>,
+    pub untimed: u64,
+}
+
+/// A command buffer that is recorded, submitted, waited for, and recorded again.
+pub struct CommandBuffer {
+    device: Arc<Device>,
+    pool: vk::CommandPool,
+    raw: vk::CommandBuffer,
+    queries: vk::QueryPool,
+    timed: Vec<String>,
+    untimed: u64,
+    /// What the commands use, by address of the chunk.
+    retained: BTreeMap<usize, Arc<Chunk>>,
+    /// Timeline value of the last submission, while it may still be running.
+    pending: Option<u64>,
+}
+
+impl CommandBuffer {
+    pub fn new(device: &Arc<Device>, name: &str) -> Result<CommandBuffer, GpuError> {
+        let info = vk::CommandPoolCreateInfo::default().queue_family_index(device.queue_family);
+        // SAFETY: the device is alive; handles are destroyed in Drop.
+        let pool =
+            unsafe { device.raw.create_command_pool(&info, None) }.map_err(GpuError::of("vkCreateCommandPool"))?;
+        let mut commands = CommandBuffer {
+            device: device.clone(),
+            pool,
+            raw: vk::CommandBuffer::null(),
+            queries: vk::QueryPool::null(),
+            timed: Vec::new(),
+            untimed: 0,
+            retained: BTreeMap::new(),
+            pending: None,
+        };
+        let info = vk::CommandBufferAllocateInfo::default().command_pool(pool).command_buffer_count(1);
+        // SAFETY: the pool was just made.
+        commands.raw = unsafe { device.raw.allocate_command_buffers(&info) }
+            .map_err(GpuError::of("vkAllocateCommandBuffers"))?[0];
+        if device.profile.is_some() {
+            let info = vk::QueryPoolCreateInfo::default()
+                .query_type(vk::QueryType::TIMESTAMP)
+                .query_count(2 * MAX_TIMED);
+            // SAFETY: as above.
+            commands.queries = unsafe { device.raw.create_query_pool(&info, None) }
+                .map_err(GpuError::of("vkCreateQueryPool"))?;
+        }
+        device.name(commands.raw, name);
+        Ok(commands)
+    }
+
+    /// Starts recording anew, after waiting for the last submission.
+    pub fn begin(&mut self) -> Result<Recorder<'_>, GpuError> {
+        self.wait()?;
+        // SAFETY: the last submission has finished.
+        unsafe {
+            self.device
+                .raw
+                .reset_command_pool(self.pool, vk::CommandPoolResetFlags::empty())
+                .map_err(GpuError::of("vkResetCommandPool"))?;
+            let info =
+                vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
+            self.device
+                .raw
+                .begin_command_buffer(self.raw, &info)
+                .map_err(GpuError::of("vkBeginCommandBuffer"))?;
+            if self.queries != vk::QueryPool::null() {
+                self.device.raw.reset_query_pool(self.queries, 0, 2 * MAX_TIMED);
+            }
+        }
+        let mut recorder = Recorder { commands: self, reads: Vec::new(), writes: Vec::new() };
+        // Orders this buffer behind everything submitted before it.
+        recorder.barrier();
+        Ok(recorder)
+    }
+
+    /// Waits for the last submission, if any, and adds its times to the device's profile.
+    pub fn wait(&mut self) -> Result<(), GpuError> {
+        let Some(value) = self.pending else { return Ok(()) };
+        self.device.wait(value, "a submitted step")?;
+        self.pending = None;
+        self.retained.clear();
+        self.collect_times()
+    }
+
+    fn collect_times(&mut self) -> Result<(), GpuError> {
+        let Some(profile) = &self.device.profile else { return Ok(()) };
+        let mut ticks = vec![0u64; 2 * self.timed.len()];
+        if !ticks.is_empty() {
+            // SAFETY: the queries were written by the finished submission.
+            unsafe {
+                self.device.raw.get_query_pool_results(
+                    self.queries,
+                    0,
+                    &mut ticks,
+                    vk::QueryResultFlags::TYPE_64,
+                )
+            }
+            .map_err(GpuError::of("vkGetQueryPoolResults"))?;
+        }
+        let mut profile = profile.lock().unwrap();
+        for (name, span) in self.timed.drain(..).zip(ticks.chunks_exact(2)) {
+            let ns = span[1].saturating_sub(span[0]) as f64 * f64::from(self.device.timestamp_period_ns);
+            let entry = profile.kernels.entry(name).or_default();
+            entry.0 += 1;
+            entry.1 += ns as u64;
+        }
+        profile.untimed += std::mem::take(&mut self.untimed);
+        Ok(())
+    }
+}
+
+impl Drop for CommandBuffer {
+    fn drop(&mut self) {
+        if let Some(value) = self.pending {
+            // A lost or hung device is reported elsewhere; here it only matters that nothing is in use.
+            let _ = self.device.wait(value, "the last step before release");
+        }
+        // SAFETY: the last submission has finished or the device is lost.
+        unsafe {
+            self.device.raw.destroy_query_pool(self.queries, None);
+            self.device.raw.destroy_command_pool(self.pool, None);
+        }
+    }
+}
+
+/// An address range in use since the last barrier.
+type Range = std::ops::Range<u64>;
+
+/// A command buffer being recorded.
+pub struct Recorder<'a> {
+    commands: &'a mut CommandBuffer,
+    reads: Vec<Range>,
+    writes: Vec<Range>,
+}
+
+impl Recorder<'_> {
+    /// Runs `groups` workgroups. `reads` and `writes` are all that the shader touches: barriers and lifetimes
+    /// follow from them.
+    pub fn dispatch<P: bytemuck::NoUninit>(
+        &mut self,
+        pipeline: &Pipeline,
+        push: &P,
+        groups: [u32; 3],
+        reads: &[&Buffer],
+        writes: &[&Buffer],
+    ) {
+        assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{}: {groups:?} workgroups", pipeline.name);
+        self.order(reads, writes);
+        let time = self.start_timing(&pipeline.name);
+        let device = &self.commands.device;
+        // SAFETY: recording is open; the pipeline belongs to the device; the push constants fit the layout.
+        unsafe {
+            let raw = self.commands.raw;
+            device.raw.cmd_bind_pipeline(raw, vk::PipelineBindPoint::COMPUTE, pipeline.raw);
+            device.raw.cmd_push_constants(
+                raw,
+                device.pipelines.layout,
+                vk::ShaderStageFlags::COMPUTE,
+                0,
+                bytemuck::bytes_of(push),
+            );
+            device.raw.cmd_dispatch(raw, groups[0], groups[1], groups[2]);
+        }
+        self.stop_timing(time);
+    }
+
+    /// Copies `bytes` between buffers.
+    pub fn copy(&mut self, from: &Buffer, to: &Buffer, bytes: u64) {
+        assert!(bytes <= from.size() && bytes <= to.size(), "copy beyond a buffer");
+        self.order(&[from], &[to]);
+        let region =
+            [vk::BufferCopy::default().src_offset(from.offset).dst_offset(to.offset).size(bytes)];
+        // SAFETY: recording is open; the region lies in both buffers.
+        unsafe {
+            self.commands.device.raw.cmd_copy_buffer(self.commands.raw, from.chunk.raw, to.chunk.raw, &region);
+        }
+    }
+
+    /// Sets every 32-bit word of a buffer (rounded down to words).
+    pub fn fill(&mut self, buffer: &Buffer, word: u32) {
+        self.order(&[], &[buffer]);
+        // SAFETY: recording is open; offset and size are multiples of 4 within the buffer.
+        unsafe {
+            self.commands.device.raw.cmd_fill_buffer(
+                self.commands.raw,
+                buffer.chunk.raw,
+                buffer.offset,
+                buffer.size() & !3,
+                word,
+            );
+        }
+    }
+
+    /// Ends recording and queues the work. What it wrote is visible to the host once the timeline has reached
+    /// the value returned.
+    pub fn submit(self, what: &str) -> Result<u64, GpuError> {
+        let device = self.commands.device.clone();
+        let to_host = [vk::MemoryBarrier2::default()
+            .src_stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
+            .src_access_mask(vk::AccessFlags2::MEMORY_WRITE)
+            .dst_stage_mask(vk::PipelineStageFlags2::HOST)
+            .dst_access_mask(vk::AccessFlags2::HOST_READ)];
+        // SAFETY: recording is open.
+        unsafe {
+            device
+                .raw
+                .cmd_pipeline_barrier2(self.commands.raw, &vk::DependencyInfo::default().memory_barriers(&to_host));
+            device
+                .raw
+                .end_command_buffer(self.commands.raw)
+                .map_err(GpuError::of("vkEndCommandBuffer"))?;
+        }
+        let value = device.submit(self.commands.raw, what)?;
+        self.commands.pending = Some(value);
+        Ok(value)
+    }
+
+    /// Puts a barrier before a command if it conflicts with one recorded since the last barrier.
+    fn order(&mut self, reads: &[&Buffer], writes: &[&Buffer]) {
+        let range = |b: &&Buffer| b.address()..b.address() + b.size();
+        let overlaps = |seen: &[Range], r: &Range| seen.iter().any(|s| s.start < r.end && r.start < s.end);
+        let conflict = reads.iter().map(range).any(|r| overlaps(&self.writes, &r))
+            || writes.iter().map(range).any(|w| overlaps(&self.writes, &w) || overlaps(&self.reads, &w));
+        if conflict {
+            self.barrier();
+        }
+        self.reads.extend(reads.iter().map(range));
+        self.writes.extend(writes.iter().map(range));
+        for buffer in reads.iter().chain(writes) {
+            let key = Arc::as_ptr(&buffer.chunk) as usize;
+            self.commands.retained.entry(key).or_insert_with(|| buffer.chunk.clone());
+        }
+    }
+
+    fn barrier(&mut self) {
+        let stages = vk::PipelineStageFlags2::COMPUTE_SHADER | vk::PipelineStageFlags2::ALL_TRANSFER;
+        let barrier = [vk::MemoryBarrier2::default()
+            .src_stage_mask(stages)
+            .src_access_mask(vk::AccessFlags2::MEMORY_WRITE)
+            .dst_stage_mask(stages)
+            .dst_access_mask(vk::AccessFlags2::MEMORY_READ | vk::AccessFlags2::MEMORY_WRITE)];
+        // SAFETY: recording is open.
+        unsafe {
+            self.commands
+                .device
+                .raw
+                .cmd_pipeline_barrier2(self.commands.raw, &vk::DependencyInfo::default().memory_barriers(&barrier));
+        }
+        self.reads.clear();
+        self.writes.clear();
+    }
+
+    fn start_timing(&mut self, name: &str) -> Option<u32> {
+        let commands = &mut *self.commands;
+        if commands.queries == vk::QueryPool::null() {
+            return None;
+        }
+        let index = commands.timed.len() as u32;
+        if index == MAX_TIMED {
+            commands.untimed += 1;
+            return None;
+        }
+        commands.timed.push(name.to_string());
+        self.timestamp(2 * index, vk::PipelineStageFlags2::TOP_OF_PIPE);
+        Some(index)
+    }
+
+    fn stop_timing(&mut self, index: Option<u32>) {
+        if let Some(index) = index {
+            self.timestamp(2 * index + 1, vk::PipelineStageFlags2::COMPUTE_SHADER);
+        }
+    }
+
+    fn timestamp(&self, query: u32, stage: vk::PipelineStageFlags2) {
+        let commands = &*self.commands;
+        // SAFETY: recording is open, and each query is written once per recording.
+        unsafe { commands.device.raw.cmd_write_timestamp2(commands.raw, stage, commands.queries, query) }
+    }
+}

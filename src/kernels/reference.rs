@@ -1,0 +1,109 @@
+//! CPU twins of the shaders, in f64 unless the order of operations is the point. Called by tests alone: the product
+//! has no CPU path.
+
+/// `x[t, :] . w[r, :]` for all t, r.
+pub fn matmul(x: &[f32], w: &[f32], tokens: usize, rows: usize, cols: usize) -> Vec<f64> {
+    let mut y = Vec::with_capacity(tokens * rows);
+    for x in x.chunks_exact(cols).take(tokens) {
+        for w in w.chunks_exact(cols).take(rows) {
+            y.push(x.iter().zip(w).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum());
+        }
+    }
+    y
+}
+
+/// `sum |x w|` of the same products: what a rounding error is relative to.
+pub fn matmul_magnitude(x: &[f32], w: &[f32], tokens: usize, rows: usize, cols: usize) -> Vec<f64> {
+    let abs = |v: &[f32]| v.iter().map(|x| x.abs()).collect::<Vec<_>>();
+    matmul(&abs(x), &abs(w), tokens, rows, cols)
+}
+
+/// Gemma's RMSNorm of one row.
+pub fn rms_norm(x: &[f64], weight: &[f32], eps: f64) -> Vec<f64> {
+    let mean = x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64;
+    let factor = 1.0 / (mean + eps).sqrt();
+    x.iter().zip(weight).map(|(v, w)| v * factor * (1.0 + f64::from(*w))).collect()
+}
+
+/// Rotates halves of one head by `angle[i] = position * frequency[i]`.
+pub fn rope(x: &[f64], angles: &[f64]) -> Vec<f64> {
+    let half = x.len() / 2;
+    let mut y = vec![0.0; x.len()];
+    for i in 0..half {
+        let (sin, cos) = angles[i].sin_cos();
+        y[i] = x[i] * cos - x[i + half] * sin;
+        y[i + half] = x[i + half] * cos + x[i] * sin;
+    }
+    y
+}
+
+/// Softmax-weighted sum of `values` for one query head; `keys[j]` and `values[j]` are what the token sees.
+pub fn attention(query: &[f32], keys: &[&[f32]], values: &[&[f32]]) -> Vec<f64> {
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+    let scores: Vec<f64> = keys.iter().map(|k| dot(query, k)).collect();
+    let max = scores.iter().cloned().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+    let sum: f64 = weights.iter().sum();
+    (0..query.len())
+        .map(|d| weights.iter().zip(values).map(|(w, v)| w * f64::from(v[d])).sum::<f64>() / sum)
+        .collect()
+}
+
+pub fn geglu(gate: f64, up: f64) -> f64 {
+    let u = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044715 * gate.powi(3));
+    0.5 * gate * (1.0 + u.tanh()) * up
+}
+
+/// Philox4x32-10 (Salmon et al., 2011).
+pub fn philox(mut key: [u32; 2], mut counter: [u32; 4]) -> [u32; 4] {
+    for _ in 0..10 {
+        let a = u64::from(counter[0]) * 0xD251_1F53;
+        let b = u64::from(counter[2]) * 0xCD9E_8D57;
+        counter = [(b >> 32) as u32 ^ counter[1] ^ key[0], b as u32, (a >> 32) as u32 ^ counter[3] ^ key[1], a as u32];
+        key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
+    }
+    counter
+}
+
+/// What is left of a row of logits after temperature, min_p, top_k and top_p, with the probability of each, by
+/// sorting: the textbook's way, not the shader's. Ties at a threshold stay in.
+pub fn filtered(logits: &[f32], temperature: f64, top_k: usize, top_p: f64, min_p: f64) -> Vec<(usize, f64)> {
+    let max = logits.iter().cloned().fold(f32::NEG_INFINITY, f32::max);
+    let mass = |l: f32| ((f64::from(l) - f64::from(max)) / temperature).exp();
+    let mut left: Vec<(usize, f32)> = logits.iter().cloned().enumerate().collect();
+    left.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+    if min_p > 0.0 {
+        left.retain(|(_, l)| mass(*l) >= min_p);
+    }
+    if top_k > 0 && top_k < left.len() {
+        let least = left[top_k - 1].1;
+        left.retain(|(_, l)| *l >= least);
+    }
+    if top_p < 1.0 {
+        let wanted = top_p * left.iter().map(|(_, l)| mass(*l)).sum::<f64>();
+        let mut sum = 0.0;
+        let last = left.iter().position(|(_, l)| {
+            sum += mass(*l);
+            sum >= wanted
+        });
+        let least = left[last.unwrap_or(left.len() - 1)].1;
+        left.retain(|(_, l)| *l >= least);
+    }
+    let total: f64 = left.iter().map(|(_, l)| mass(*l)).sum();
+    left.into_iter().map(|(id, l)| (id, mass(l) / total)).collect()
+}
+
+/// The shader's draw over `candidates`: the largest logit / temperature plus Gumbel noise. Returns the id and by how
+/// much it won.
+pub fn draw(logits: &[f32], candidates: &[usize], temperature: f64, seed: u64, position: u32) -> (usize, f64) {
+    let mut scored: Vec<(f64, usize)> = candidates
+        .iter()
+        .map(|&id| {
+            let random = philox([seed as u32, (seed >> 32) as u32], [position, id as u32 / 4, 0, 0])[id % 4];
+            let v = (f64::from(random) + 0.5) / 4294967296.0;
+            (f64::from(logits[id]) / temperature - (-(-v).ln_1p()).ln(), id)
+        })
+        .collect();
+    scored.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    (scored[0].1, scored.get(1).map_or(f64::INFINITY, |second| scored[0].0 - second.0))
+}
