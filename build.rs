@@ -11,7 +11,9 @@ use std::path::{Path, PathBuf};
 use std::{env, fs};
 
 use glslang::include::{IncludeHandler, IncludeResult, IncludeType};
-use glslang::{Compiler, CompilerOptions, ShaderInput, ShaderSource, ShaderStage, SpirvVersion, Target, VulkanVersion};
+use glslang::{
+    Compiler, CompilerOptions, ShaderInput, ShaderSource, ShaderStage, SpirvVersion, Target, VulkanVersion,
+};
 use rspirv::dr::{Module, Operand};
 use rspirv::spirv::{Decoration, Op, StorageClass};
 
@@ -39,7 +41,9 @@ fn main() {
             let block = PushBlock::of(&name, &module);
             match &push {
                 None => push = Some(block),
-                Some(first) => assert!(*first == block, "{name}: its push constants differ from its siblings'"),
+                Some(first) => {
+                    assert!(*first == block, "{name}: its push constants differ from its siblings'")
+                }
             }
             emit_shader(&mut table, &name, &words, &module);
             (&name, &words).hash(&mut hash);
@@ -54,9 +58,9 @@ fn main() {
     // Names the pipeline cache's file: other shaders, other cache.
     println!("cargo::rustc-env=SHADER_HASH={:016x}", hash.finish());
 
-    let sources = fs::read_dir(&shaders).unwrap().filter(|e| {
-        e.as_ref().unwrap().path().extension().is_some_and(|x| x == "comp")
-    });
+    let sources = fs::read_dir(&shaders)
+        .unwrap()
+        .filter(|e| e.as_ref().unwrap().path().extension().is_some_and(|x| x == "comp"));
     assert_eq!(sources.count(), variants.len(), "shaders/*.comp and variants.toml name different kernels");
     fs::write(PathBuf::from(env::var("OUT_DIR").unwrap()).join("shaders.rs"), table).unwrap();
 }
@@ -73,7 +77,8 @@ fn compile(dir: &Path, kernel: &str, name: &str, defines: &BTreeMap<String, Stri
     let source = ShaderSource::from(text);
     let defines: Vec<(String, Option<String>)> =
         defines.iter().map(|(k, v)| (k.clone(), Some(v.clone()))).collect();
-    let defines: Vec<(&str, Option<&str>)> = defines.iter().map(|(k, v)| (k.as_str(), v.as_deref())).collect();
+    let defines: Vec<(&str, Option<&str>)> =
+        defines.iter().map(|(k, v)| (k.as_str(), v.as_deref())).collect();
     let input = ShaderInput::new(&source, ShaderStage::Compute, &options, Some(&defines), Some(&mut include))
         .unwrap_or_else(|e| panic!("{name}: {e}"));
     let shader = compiler.create_shader(input).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -108,7 +113,8 @@ impl PushBlock {
         let types = &module.types_global_values;
         let find = |id: u32| types.iter().find(|i| i.result_id == Some(id)).expect("type id is defined");
         let Some(variable) = types.iter().find(|i| {
-            i.class.opcode == Op::Variable && i.operands[0] == Operand::StorageClass(StorageClass::PushConstant)
+            i.class.opcode == Op::Variable
+                && i.operands[0] == Operand::StorageClass(StorageClass::PushConstant)
         }) else {
             panic!("{name}: has no push constants");
         };
@@ -124,7 +130,10 @@ impl PushBlock {
                 t if t.class.opcode == Op::TypePointer => "u64",
                 t if t.class.opcode == Op::TypeFloat => "f32",
                 t if t.class.opcode == Op::TypeInt && t.operands[1] == Operand::LiteralBit32(0) => "u32",
-                t => panic!("{name}: push constant {index} has a type without a Rust twin: {:?}", t.class.opcode),
+                t => panic!(
+                    "{name}: push constant {index} has a type without a Rust twin: {:?}",
+                    t.class.opcode
+                ),
             };
             let field = module.debug_names.iter().find(|i| {
                 i.class.opcode == Op::MemberName
@@ -133,8 +142,12 @@ impl PushBlock {
             });
             let field = field.expect("members are named").operands[2].unwrap_literal_string().to_string();
             let offset = module.annotations.iter().find_map(|i| match i.operands.as_slice() {
-                [Operand::IdRef(t), Operand::LiteralBit32(m), Operand::Decoration(Decoration::Offset), Operand::LiteralBit32(o)]
-                    if *t == id && *m == index => Some(*o),
+                [
+                    Operand::IdRef(t),
+                    Operand::LiteralBit32(m),
+                    Operand::Decoration(Decoration::Offset),
+                    Operand::LiteralBit32(o),
+                ] if *t == id && *m == index => Some(*o),
                 _ => None,
             });
             let offset = offset.expect("members have offsets");
@@ -151,12 +164,13 @@ impl PushBlock {
     }
 
     fn emit(&self, out: &mut String, kernel: &str) {
-        let camel: String = kernel
-            .split('_')
-            .map(|w| w[..1].to_uppercase() + &w[1..])
-            .collect();
+        let camel: String = kernel.split('_').map(|w| w[..1].to_uppercase() + &w[1..]).collect();
         writeln!(out, "/// Push constants of `{kernel}.comp`, generated from its SPIR-V.").unwrap();
-        writeln!(out, "#[repr(C)]\n#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]").unwrap();
+        writeln!(
+            out,
+            "#[repr(C)]\n#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]"
+        )
+        .unwrap();
         writeln!(out, "pub struct {camel}Push {{").unwrap();
         for (field, rust, _) in &self.members {
             writeln!(out, "    pub {field}: {rust},").unwrap();
@@ -176,10 +190,14 @@ fn emit_shader(out: &mut String, name: &str, words: &[u32], module: &Module) {
         .iter()
         .filter_map(|i| match i.operands.as_slice() {
             [Operand::IdRef(id), Operand::Decoration(Decoration::SpecId), Operand::LiteralBit32(spec)] => {
-                let name = module.debug_names.iter().find(|n| {
-                    n.class.opcode == Op::Name && n.operands[0] == Operand::IdRef(*id)
-                });
-                Some((*spec, name.map_or(String::new(), |n| n.operands[1].unwrap_literal_string().to_string())))
+                let name = module
+                    .debug_names
+                    .iter()
+                    .find(|n| n.class.opcode == Op::Name && n.operands[0] == Operand::IdRef(*id));
+                Some((
+                    *spec,
+                    name.map_or(String::new(), |n| n.operands[1].unwrap_literal_string().to_string()),
+                ))
             }
             _ => None,
         })

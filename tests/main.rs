@@ -5,6 +5,8 @@ mod checkpoint;
 mod config;
 mod engine;
 mod fake_runner;
+mod golden;
+mod kernels;
 mod support;
 mod text;
 mod tidy;

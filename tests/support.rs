@@ -7,8 +7,10 @@ use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
 use serde::Deserialize;
+use unicorn::gpu::{Device, DevicePolicy};
 
 /// Names the file to which each skip appends a line `name<TAB>test`; `tools/test.py` counts those lines, so
 /// that a skipped test is not reported as a passed one.
@@ -32,6 +34,23 @@ pub fn root() -> &'static Path {
 /// A path below `tests/data`.
 pub fn data(path: impl AsRef<Path>) -> PathBuf {
     root().join("tests/data").join(path)
+}
+
+/// The device every test runs on: the one `UNICORN_TEST_DEVICE` names, else the best GPU, else software Vulkan;
+/// always with the validation layer, whose every message fails the test that waits next.
+pub fn policy() -> DevicePolicy {
+    DevicePolicy {
+        device: std::env::var("UNICORN_TEST_DEVICE").ok(),
+        allow_software: true,
+        validation: true,
+        profile: false,
+    }
+}
+
+/// That device, opened once for all tests.
+pub fn device() -> Arc<Device> {
+    static DEVICE: OnceLock<Arc<Device>> = OnceLock::new();
+    DEVICE.get_or_init(|| Device::open(&policy()).unwrap_or_else(|e| panic!("{e}"))).clone()
 }
 
 /// Reports that the calling test cannot run here; the test returns right after, once and with nothing checked:

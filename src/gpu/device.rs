@@ -177,7 +177,11 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
                 vk::PhysicalDeviceType::CPU => DeviceKind::Cpu,
                 _ => DeviceKind::Other,
             },
-            driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
+            driver: format!(
+                "{} {}",
+                text(driver.driver_name_as_c_str()),
+                text(driver.driver_info_as_c_str())
+            ),
             api_version,
             heaps,
             subgroup_size: subgroup.subgroup_size,
@@ -203,11 +207,13 @@ fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuError>
         let why = refusal(d).map_or(String::new(), |why| format!(": {why}"));
         format!("[{}] {} ({}){why}", d.index, d.name, d.kind)
     };
-    let all = || match seen {
+    let all = || {
+        match seen {
         [] => "the Vulkan loader shows none; is a driver installed (mesa-vulkan-drivers), and may this user open \
                /dev/dri/renderD* (group render)?"
             .to_string(),
         seen => format!("seen: {}", seen.iter().map(describe).collect::<Vec<_>>().join("; ")),
+    }
     };
 
     let Some(wanted) = &policy.device else {
@@ -300,8 +306,7 @@ impl Device {
             unsafe { raw.create_semaphore(&vk::SemaphoreCreateInfo::default().push_next(&mut kind), None) }
                 .map_err(GpuError::of("vkCreateSemaphore"))?;
 
-        let debug =
-            instance.debug.is_some().then(|| ext::debug_utils::Device::new(&instance.raw, &raw));
+        let debug = instance.debug.is_some().then(|| ext::debug_utils::Device::new(&instance.raw, &raw));
         let cache_key = format!(
             "{:04x}-{:04x}-{:08x}-{}",
             chosen.vendor_id,
@@ -373,7 +378,8 @@ impl Device {
             .semaphore(self.timeline)
             .value(value)
             .stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)];
-        let submit = [vk::SubmitInfo2::default().command_buffer_infos(&commands).signal_semaphore_infos(&signal)];
+        let submit =
+            [vk::SubmitInfo2::default().command_buffer_infos(&commands).signal_semaphore_infos(&signal)];
         // SAFETY: the queue is locked; the recorder keeps what the commands use alive until `value` passes.
         unsafe { self.raw.queue_submit2(queue.raw, &submit, vk::Fence::null()) }
             .map_err(GpuError::of(what))

@@ -81,8 +81,9 @@ impl Instance {
         if validation {
             let debug = ext::debug_utils::Instance::new(&instance._entry, &instance.raw);
             // SAFETY: the extension is enabled; the user data is the log, kept alive by `instance.log`.
-            instance.messenger = unsafe { debug.create_debug_utils_messenger(&self::messenger_info(&log), None) }
-                .map_err(GpuError::of("vkCreateDebugUtilsMessengerEXT"))?;
+            instance.messenger =
+                unsafe { debug.create_debug_utils_messenger(&self::messenger_info(&log), None) }
+                    .map_err(GpuError::of("vkCreateDebugUtilsMessengerEXT"))?;
             instance.debug = Some(debug);
         }
         Ok(instance)

@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ash::vk;
 
-use super::device::{Device, DeviceKind, HeapInfo};
 use super::GpuError;
+use super::device::{Device, DeviceKind, HeapInfo};
 
 /// Chunks are at least this large, so that small buffers share one allocation (drivers allow some 4096).
 const CHUNK_BYTES: u64 = 32 << 20;
@@ -96,7 +96,8 @@ pub(super) fn heap_infos(
     // SAFETY: the physical device is of this instance; the budget structure is chained only where supported.
     unsafe { instance.get_physical_device_memory_properties2(physical, &mut properties) };
     let heaps = properties.memory_properties;
-    heaps.memory_heaps_as_slice()
+    heaps
+        .memory_heaps_as_slice()
         .iter()
         .enumerate()
         .map(|(i, heap)| HeapInfo {
@@ -141,7 +142,8 @@ impl Device {
     }
 
     fn heap_name(&self, heap: usize) -> String {
-        let local = self.heaps.properties.memory_heaps[heap].flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL);
+        let local =
+            self.heaps.properties.memory_heaps[heap].flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL);
         format!("heap {heap} ({})", if local { "device-local" } else { "host" })
     }
 
@@ -154,7 +156,9 @@ impl Device {
         let shared = matches!(self.info().kind, DeviceKind::Integrated | DeviceKind::Cpu);
         // Lower is better; None does not suit.
         let rank = |flags: F| match kind {
-            MemoryKind::Device if flags.contains(F::DEVICE_LOCAL) => Some(flags.contains(F::HOST_VISIBLE) as u32),
+            MemoryKind::Device if flags.contains(F::DEVICE_LOCAL) => {
+                Some(flags.contains(F::HOST_VISIBLE) as u32)
+            }
             MemoryKind::Device => shared.then_some(2),
             MemoryKind::Upload => flags.contains(host).then(|| flags.contains(F::HOST_CACHED) as u32),
             MemoryKind::Readback => flags.contains(host).then(|| !flags.contains(F::HOST_CACHED) as u32),
@@ -219,8 +223,15 @@ impl Chunk {
                 return Err(e);
             }
         };
-        let mut chunk =
-            Chunk { device: device.clone(), memory, raw, address: 0, size, heap, mapped: std::ptr::null_mut() };
+        let mut chunk = Chunk {
+            device: device.clone(),
+            memory,
+            raw,
+            address: 0,
+            size,
+            heap,
+            mapped: std::ptr::null_mut(),
+        };
         // SAFETY: buffer and memory are fresh, of this device, and sized for each other; host-visible memory is
         // mapped once and stays so.
         unsafe {
@@ -263,8 +274,7 @@ fn allocate(
             full.get_or_insert_with(refusal);
             continue;
         }
-        let mut flags =
-            vk::MemoryAllocateFlagsInfo::default().flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
+        let mut flags = vk::MemoryAllocateFlagsInfo::default().flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
         let info = vk::MemoryAllocateInfo::default()
             .allocation_size(needs.size)
             .memory_type_index(memory_type)
@@ -366,7 +376,13 @@ impl Arena {
     }
 
     /// A buffer of `size` bytes. Its content is undefined. `name` is for errors and debuggers.
-    pub fn alloc(&mut self, kind: MemoryKind, class: Class, size: u64, name: &str) -> Result<Buffer, GpuError> {
+    pub fn alloc(
+        &mut self,
+        kind: MemoryKind,
+        class: Class,
+        size: u64,
+        name: &str,
+    ) -> Result<Buffer, GpuError> {
         assert!(size > 0, "{name}: empty buffer");
         let rounded = size.next_multiple_of(ALIGNMENT);
         if rounded > CHUNK_BYTES / 2 {
@@ -374,7 +390,8 @@ impl Arena {
             self.note(class, &chunk, rounded);
             return Ok(Buffer { chunk, offset: 0, size });
         }
-        let fits = |o: &&mut OpenChunk| o.kind == kind && o.class == class && o.used + rounded <= o.chunk.size;
+        let fits =
+            |o: &&mut OpenChunk| o.kind == kind && o.class == class && o.used + rounded <= o.chunk.size;
         let open = match self.open.iter_mut().find(fits) {
             Some(open) => open,
             None => {

@@ -47,7 +47,8 @@ impl Pipelines {
         // SAFETY: the data's hash was checked, and the driver checks its own header.
         let cache = unsafe { raw.create_pipeline_cache(&info, None) }
             .map_err(GpuError::of("vkCreatePipelineCache"))?;
-        let push = [vk::PushConstantRange::default().stage_flags(vk::ShaderStageFlags::COMPUTE).size(PUSH_BYTES)];
+        let push =
+            [vk::PushConstantRange::default().stage_flags(vk::ShaderStageFlags::COMPUTE).size(PUSH_BYTES)];
         let info = vk::PipelineLayoutCreateInfo::default().push_constant_ranges(&push);
         // SAFETY: the device is alive.
         let layout = unsafe { raw.create_pipeline_layout(&info, None) }
@@ -101,9 +102,8 @@ impl Device {
                 vk::SpecializationMapEntry::default().constant_id(id).offset(4 * i as u32).size(4)
             })
             .collect();
-        let specialization = vk::SpecializationInfo::default()
-            .map_entries(&entries)
-            .data(bytemuck::cast_slice(constants));
+        let specialization =
+            vk::SpecializationInfo::default().map_entries(&entries).data(bytemuck::cast_slice(constants));
         let entry_point = CString::new("main").expect("no NUL");
         // SAFETY: the SPIR-V comes from glslang at build time; everything pointed to lives across the calls.
         unsafe {
@@ -131,7 +131,8 @@ impl Device {
         let Some(file) = &self.pipelines.file else { return };
         // SAFETY: the cache is this device's.
         let data = unsafe { self.raw.get_pipeline_cache_data(self.pipelines.cache) };
-        let written = data.map_err(|e| e.to_string()).and_then(|d| write_cache(file, &d).map_err(|e| e.to_string()));
+        let written =
+            data.map_err(|e| e.to_string()).and_then(|d| write_cache(file, &d).map_err(|e| e.to_string()));
         if let Err(e) = written {
             tracing::warn!("pipeline cache {} not written: {e}", file.display());
         }

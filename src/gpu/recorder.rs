@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use ash::vk;
 
+use super::GpuError;
 use super::device::Device;
 use super::memory::{Buffer, Chunk};
 use super::pipeline::Pipeline;
-use super::GpuError;
 
 /// Timed commands per command buffer; later ones run untimed, and the profile says how many.
 const MAX_TIMED: u32 = 2048;
@@ -40,8 +40,8 @@ impl CommandBuffer {
     pub fn new(device: &Arc<Device>, name: &str) -> Result<CommandBuffer, GpuError> {
         let info = vk::CommandPoolCreateInfo::default().queue_family_index(device.queue_family);
         // SAFETY: the device is alive; handles are destroyed in Drop.
-        let pool =
-            unsafe { device.raw.create_command_pool(&info, None) }.map_err(GpuError::of("vkCreateCommandPool"))?;
+        let pool = unsafe { device.raw.create_command_pool(&info, None) }
+            .map_err(GpuError::of("vkCreateCommandPool"))?;
         let mut commands = CommandBuffer {
             device: device.clone(),
             pool,
@@ -188,11 +188,15 @@ impl Recorder<'_> {
     pub fn copy(&mut self, from: &Buffer, to: &Buffer, bytes: u64) {
         assert!(bytes <= from.size() && bytes <= to.size(), "copy beyond a buffer");
         self.order(&[from], &[to]);
-        let region =
-            [vk::BufferCopy::default().src_offset(from.offset).dst_offset(to.offset).size(bytes)];
+        let region = [vk::BufferCopy::default().src_offset(from.offset).dst_offset(to.offset).size(bytes)];
         // SAFETY: recording is open; the region lies in both buffers.
         unsafe {
-            self.commands.device.raw.cmd_copy_buffer(self.commands.raw, from.chunk.raw, to.chunk.raw, &region);
+            self.commands.device.raw.cmd_copy_buffer(
+                self.commands.raw,
+                from.chunk.raw,
+                to.chunk.raw,
+                &region,
+            );
         }
     }
 
@@ -222,13 +226,11 @@ impl Recorder<'_> {
             .dst_access_mask(vk::AccessFlags2::HOST_READ)];
         // SAFETY: recording is open.
         unsafe {
-            device
-                .raw
-                .cmd_pipeline_barrier2(self.commands.raw, &vk::DependencyInfo::default().memory_barriers(&to_host));
-            device
-                .raw
-                .end_command_buffer(self.commands.raw)
-                .map_err(GpuError::of("vkEndCommandBuffer"))?;
+            device.raw.cmd_pipeline_barrier2(
+                self.commands.raw,
+                &vk::DependencyInfo::default().memory_barriers(&to_host),
+            );
+            device.raw.end_command_buffer(self.commands.raw).map_err(GpuError::of("vkEndCommandBuffer"))?;
         }
         let value = device.submit(self.commands.raw, what)?;
         self.commands.pending = Some(value);
@@ -261,10 +263,10 @@ impl Recorder<'_> {
             .dst_access_mask(vk::AccessFlags2::MEMORY_READ | vk::AccessFlags2::MEMORY_WRITE)];
         // SAFETY: recording is open.
         unsafe {
-            self.commands
-                .device
-                .raw
-                .cmd_pipeline_barrier2(self.commands.raw, &vk::DependencyInfo::default().memory_barriers(&barrier));
+            self.commands.device.raw.cmd_pipeline_barrier2(
+                self.commands.raw,
+                &vk::DependencyInfo::default().memory_barriers(&barrier),
+            );
         }
         self.reads.clear();
         self.writes.clear();

@@ -20,9 +20,7 @@ pub mod shaders {
     include!(concat!(env!("OUT_DIR"), "/shaders.rs"));
 }
 
-use shaders::{
-    AttentionPush, EmbedPush, GegluPush, MatmulPush, QkvStorePush, RmsNormPush, SamplePush,
-};
+use shaders::{AttentionPush, EmbedPush, GegluPush, MatmulPush, QkvStorePush, RmsNormPush, SamplePush};
 
 /// Largest head the attention shader holds in registers; heads are multiples of 4.
 pub const MAX_HEAD_DIM: usize = 256;
@@ -350,9 +348,8 @@ impl Kernels {
             q_scale,
         };
         let groups = [tokens as u32, (shape.num_heads + 2 * shape.num_kv_heads) as u32, 1];
-        let reads = [
-            &q.buffer, &k.buffer, &v.buffer, q_norm, k_norm, rope, &step.positions, &step.slot_mapping,
-        ];
+        let reads =
+            [&q.buffer, &k.buffer, &v.buffer, q_norm, k_norm, rope, &step.positions, &step.slot_mapping];
         let writes = [&q.buffer, &cache.keys, &cache.values];
         recorder.dispatch(&self.qkv_store, &push, groups, &reads, &writes);
     }
@@ -386,9 +383,8 @@ impl Kernels {
             max_blocks: shape.max_blocks as u32,
             window: shape.window.unwrap_or(0) as u32,
         };
-        let reads = [
-            &q.buffer, &cache.keys, &cache.values, &step.positions, &step.sequence_of, &step.block_tables,
-        ];
+        let reads =
+            [&q.buffer, &cache.keys, &cache.values, &step.positions, &step.sequence_of, &step.block_tables];
         let groups = [tokens as u32, shape.num_heads as u32, 1];
         recorder.dispatch(&self.attention, &push, groups, &reads, &[&y.buffer]);
     }
@@ -423,7 +419,9 @@ impl Kernels {
     ) {
         logits.check(rows, logits.width, "sample: logits");
         assert!(vocab > 0 && vocab <= logits.width);
-        assert!(requests.size() >= (rows * size_of::<SampleRequest>()) as u64 && ids.size() >= 4 * rows as u64);
+        assert!(
+            requests.size() >= (rows * size_of::<SampleRequest>()) as u64 && ids.size() >= 4 * rows as u64
+        );
         let push = SamplePush {
             logits: logits.buffer.address(),
             requests: requests.address(),

@@ -59,7 +59,12 @@ pub fn philox(mut key: [u32; 2], mut counter: [u32; 4]) -> [u32; 4] {
     for _ in 0..10 {
         let a = u64::from(counter[0]) * 0xD251_1F53;
         let b = u64::from(counter[2]) * 0xCD9E_8D57;
-        counter = [(b >> 32) as u32 ^ counter[1] ^ key[0], b as u32, (a >> 32) as u32 ^ counter[3] ^ key[1], a as u32];
+        counter = [
+            (b >> 32) as u32 ^ counter[1] ^ key[0],
+            b as u32,
+            (a >> 32) as u32 ^ counter[3] ^ key[1],
+            a as u32,
+        ];
         key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
     }
     counter
@@ -95,7 +100,13 @@ pub fn filtered(logits: &[f32], temperature: f64, top_k: usize, top_p: f64, min_
 
 /// The shader's draw over `candidates`: the largest logit / temperature plus Gumbel noise. Returns the id and by how
 /// much it won.
-pub fn draw(logits: &[f32], candidates: &[usize], temperature: f64, seed: u64, position: u32) -> (usize, f64) {
+pub fn draw(
+    logits: &[f32],
+    candidates: &[usize],
+    temperature: f64,
+    seed: u64,
+    position: u32,
+) -> (usize, f64) {
     let mut scored: Vec<(f64, usize)> = candidates
         .iter()
         .map(|&id| {

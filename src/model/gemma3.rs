@@ -1,1 +1,781 @@
-//! (in work)
+//! Gemma-3 on the device: load once, then run steps.
+//!
+//! The forward pass in [`Gemma3::record_layer`] reads like the architecture: what it computes is in
+//! `docs/architecture.md`, how in `shaders/`. Weights, KV blocks, activations and staging are taken while loading;
+//! after that nothing is allocated on the device. The residual stream is f32.
+//!
+//! Refuses what does not fit before the first token, naming the tensor or the context that would; has no other
+//! place to compute.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
+use super::weights::{Gemma3Weights, WeightsError};
+use super::{Batch, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
+use crate::checkpoint::{Checkpoint, CheckpointError, ModelFiles, Tensor};
+use crate::gpu::{
+    Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind, Placement, Recorder, Uploader,
+};
+use crate::kernels::{
+    Activations, AttentionShape, Embedding, Kernels, KvCache, LAST_SAMPLED, Matrix, NO_TOKEN, SampleRequest,
+    StepArrays, UploadError,
+};
+use crate::tensor::{DType, QuantizeMode, Scheme};
+
+/// Tokens per KV block.
+const BLOCK_SIZE: usize = 16;
+/// Sequences in one step.
+const MAX_SEQUENCES: usize = 16;
+/// Steps that may be submitted and not yet waited for: the engine prepares one while the other runs.
+const MAX_IN_FLIGHT: usize = 2;
+/// Rows of logits computed at once: the larger of what a step may sample and what `eval` reads in one go.
+const LOGIT_ROWS: usize = 32;
+/// Work per submit, in multiply-adds: some 50 ms at 1 TFLOP/s, well under the amdgpu driver's ring timeout.
+const MAX_SUBMIT_MACS: u64 = 25_000_000_000;
+/// Device memory left to others when the KV cache takes what is free.
+const RESERVE_BYTES: u64 = 512 << 20;
+
+/// How to load a model.
+#[derive(Debug, Clone, Copy)]
+pub struct LoadOptions {
+    pub quantize: QuantizeMode,
+    /// Upper bound on the context; the model's own maximum and the memory left bound it too.
+    pub max_context: Option<usize>,
+    /// Prompt tokens processed per step.
+    pub max_batch_tokens: usize,
+    /// Ids from here up are never sampled: rows of the embedding that the tokenizer does not know.
+    pub sample_below: Option<usize>,
+    /// One allocation of weights is at most this large (tests use it to cut small matrices into shards).
+    pub max_shard_bytes: Option<u64>,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        LoadOptions {
+            quantize: QuantizeMode::None,
+            max_context: None,
+            max_batch_tokens: 256,
+            sample_below: None,
+            max_shard_bytes: None,
+        }
+    }
+}
+
+/// How far a load is.
+#[derive(Debug, Clone, Copy)]
+pub struct Progress {
+    pub stage: &'static str,
+    /// Of `total`, in bytes of the checkpoint.
+    pub done: u64,
+    pub total: u64,
+}
+
+/// A model could not be loaded. One line: what, in which file or tensor, what was expected.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    #[error(
+        "the context: {free} bytes of device memory are left for the KV cache, and {block} tokens take {per_block}; \
+         choose a smaller --quantize mode or free GPU memory"
+    )]
+    NoContext { free: u64, block: usize, per_block: u64 },
+    #[error("{0}")]
+    Option(String),
+}
+
+impl From<UploadError> for LoadError {
+    fn from(error: UploadError) -> Self {
+        match error {
+            UploadError::Gpu(e) => e.into(),
+            UploadError::Checkpoint(e) => e.into(),
+        }
+    }
+}
+
+/// The weights of one layer on the device.
+struct Layer {
+    kind: LayerType,
+    input_layernorm: Buffer,
+    post_attention_layernorm: Buffer,
+    pre_feedforward_layernorm: Buffer,
+    post_feedforward_layernorm: Buffer,
+    q_norm: Buffer,
+    k_norm: Buffer,
+    q_proj: Matrix,
+    k_proj: Matrix,
+    v_proj: Matrix,
+    o_proj: Matrix,
+    gate_proj: Matrix,
+    up_proj: Matrix,
+    down_proj: Matrix,
+    cache: KvCache,
+}
+
+/// Activations of a step, `[max_batch_tokens, ..]` f32 each.
+struct Scratch {
+    /// The residual stream, `[hidden_size]`.
+    hidden: Activations,
+    /// A normed copy of it, and what a sublayer adds to it, `[hidden_size]`.
+    normed: Activations,
+    delta: Activations,
+    /// `[num_attention_heads * head_dim]`
+    q: Activations,
+    attended: Activations,
+    /// `[num_key_value_heads * head_dim]`
+    k: Activations,
+    v: Activations,
+    /// `[intermediate_size]`
+    gate: Activations,
+    up: Activations,
+    /// The normed rows that logits are wanted of, `[LOGIT_ROWS, hidden_size]`, and the logits.
+    final_rows: Activations,
+    logits: Activations,
+}
+
+/// What one step in flight needs for itself.
+struct Frame {
+    /// The step's arrays, host-visible, as are `logit_rows` and `requests`.
+    arrays: StepArrays,
+    logit_rows: Buffer,
+    requests: Buffer,
+    /// Host-visible: the ids drawn.
+    ids: Buffer,
+    /// One per submit of the step.
+    commands: Vec<CommandBuffer>,
+    /// Submits of the step in flight.
+    used: usize,
+    /// Rows sampled by the step in flight.
+    sampled_rows: usize,
+}
+
+/// A loaded model.
+pub struct Gemma3 {
+    device: Arc<Device>,
+    config: Gemma3Config,
+    generation: GenerationConfig,
+    limits: Limits,
+    sample_below: usize,
+    kernels: Kernels,
+    embedding: Embedding,
+    norm: Buffer,
+    layers: Vec<Layer>,
+    /// (cos, sin) per position and dimension pair: sliding layers, full layers.
+    rope_sliding: Buffer,
+    rope_full: Buffer,
+    scratch: Scratch,
+    frames: Vec<Frame>,
+    /// u32 per slot: the id last sampled there.
+    sampled: Buffer,
+    /// Host-visible copy of the logits, for `eval`.
+    logits_readback: Buffer,
+    in_flight: VecDeque<u64>,
+    next_ticket: u64,
+    placements: Vec<Placement>,
+    weight_bytes: u64,
+}
+
+impl Gemma3 {
+    /// Loads a checkpoint into device memory. `progress` is called between tensors.
+    pub fn load(
+        device: &Arc<Device>,
+        files: &ModelFiles,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Gemma3, LoadError> {
+        if options.max_batch_tokens == 0 || options.max_context == Some(0) {
+            return Err(LoadError::Option(
+                "the context and the prefill chunk must be at least 1 token".into(),
+            ));
+        }
+        let (config, generation) = Gemma3Config::load(files)?;
+        let checkpoint = Checkpoint::open(files)?;
+        let weights = Gemma3Weights::collect(&checkpoint, &config)?;
+        if weights.skipped_vision > 0 {
+            tracing::info!(
+                tensors = weights.skipped_vision,
+                bytes = weights.skipped_bytes,
+                "vision tensors skipped: this engine reads text only"
+            );
+        }
+        let scheme_of = |tensor: &Tensor, asked: Option<Scheme>| asked.unwrap_or(native_scheme(tensor.dtype));
+        let projections = |t: &Tensor| scheme_of(t, options.quantize.projections());
+
+        let mut arena = Arena::new(device);
+        let mut loader = Loader {
+            uploader: Uploader::new(device)?,
+            max_shard_bytes: options
+                .max_shard_bytes
+                .unwrap_or(u64::MAX)
+                .min(device.info().max_allocation_bytes / 2),
+            done: 0,
+            total: weights.iter().map(|t| t.data.len() as u64).sum(),
+            progress,
+        };
+
+        let embed_scheme = scheme_of(&weights.embed_tokens, options.quantize.embedding());
+        let mut schemes: Vec<Scheme> =
+            weights.layers.iter().flat_map(|l| l.projections().map(|t| projections(&t))).collect();
+        schemes.dedup();
+        let kernels = Kernels::new(device, &schemes, embed_scheme)?;
+
+        let embedding = loader.matrix(&mut arena, &weights.embed_tokens, embed_scheme)?;
+        let embedding = Embedding::new(&mut arena, &mut loader.uploader, embedding)?;
+        let norm = loader.vector(&mut arena, &weights.norm)?;
+        let mut layers = Vec::new();
+        for (w, &kind) in weights.layers.iter().zip(&config.layer_types) {
+            let mut matrix = |t: &Tensor| loader.matrix(&mut arena, t, projections(t));
+            let [q_proj, k_proj, v_proj, o_proj] =
+                [matrix(&w.q_proj)?, matrix(&w.k_proj)?, matrix(&w.v_proj)?, matrix(&w.o_proj)?];
+            let [gate_proj, up_proj, down_proj] =
+                [matrix(&w.gate_proj)?, matrix(&w.up_proj)?, matrix(&w.down_proj)?];
+            let mut vector = |t: &Tensor| loader.vector(&mut arena, t);
+            layers.push((
+                kind,
+                [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj],
+                [
+                    vector(&w.input_layernorm)?,
+                    vector(&w.post_attention_layernorm)?,
+                    vector(&w.pre_feedforward_layernorm)?,
+                    vector(&w.post_feedforward_layernorm)?,
+                    vector(&w.q_norm)?,
+                    vector(&w.k_norm)?,
+                ],
+            ));
+        }
+        let weight_bytes = arena.placements().iter().map(|p| p.bytes).sum();
+
+        // Activations before the KV cache: the cache takes what is left.
+        let tokens = options.max_batch_tokens.min(config.max_position_embeddings);
+        let scratch = Scratch::new(&mut arena, &config, tokens)?;
+        let sampled = device_buffer(&mut arena, 4 * MAX_SEQUENCES, "sampled ids")?;
+        let logits_bytes = Activations::bytes(LOGIT_ROWS, config.vocab_size);
+        let logits_readback =
+            arena.alloc(MemoryKind::Readback, Class::Staging, logits_bytes, "logits readback")?;
+
+        let context = choose_context(device, &config, options)?;
+        let max_blocks = context.div_ceil(BLOCK_SIZE);
+        let [rope_sliding, rope_full] = [
+            (config.rope_local_base_freq, 1.0, "rope table (sliding layers)"),
+            (config.rope_theta, config.rope_scaling_factor, "rope table (full layers)"),
+        ]
+        .map(|(base, factor, name)| {
+            let table = rope_table(config.head_dim, context, base, factor);
+            let buffer = device_buffer(&mut arena, 4 * table.len(), name)?;
+            loader.uploader.upload(&buffer, &table)?;
+            Ok::<_, GpuError>(buffer)
+        });
+        let layers = layers
+            .into_iter()
+            .enumerate()
+            .map(|(i, (kind, matrices, norms))| {
+                let bytes = max_blocks as u64 * kv_block_bytes(&config);
+                let mut half = |what: &str| {
+                    arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
+                };
+                let cache = KvCache { keys: half("key")?, values: half("value")? };
+                let [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj] = matrices;
+                let [n1, n2, n3, n4, q_norm, k_norm] = norms;
+                Ok(Layer {
+                    kind,
+                    input_layernorm: n1,
+                    post_attention_layernorm: n2,
+                    pre_feedforward_layernorm: n3,
+                    post_feedforward_layernorm: n4,
+                    q_norm,
+                    k_norm,
+                    q_proj,
+                    k_proj,
+                    v_proj,
+                    o_proj,
+                    gate_proj,
+                    up_proj,
+                    down_proj,
+                    cache,
+                })
+            })
+            .collect::<Result<Vec<_>, LoadError>>()?;
+
+        let limits = Limits {
+            max_batch_tokens: tokens.min(context),
+            max_sequences: MAX_SEQUENCES,
+            block_size: BLOCK_SIZE,
+            num_blocks: max_blocks,
+            max_context: context,
+            vocab_size: config.vocab_size,
+        };
+        // Embedding and final projection beside the layers: at most one more submit each.
+        let frames = (0..MAX_IN_FLIGHT)
+            .map(|i| Frame::new(device, &mut arena, &limits, layers.len() + 2, i))
+            .collect::<Result<Vec<_>, LoadError>>()?;
+        let placements = arena.placements().to_vec();
+        let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
+        loader.uploader.finish()?;
+        let mut model = Gemma3 {
+            device: device.clone(),
+            config,
+            generation,
+            limits,
+            sample_below,
+            kernels,
+            embedding,
+            norm,
+            layers,
+            rope_sliding: rope_sliding?,
+            rope_full: rope_full?,
+            scratch,
+            frames,
+            sampled,
+            logits_readback,
+            in_flight: VecDeque::new(),
+            next_ticket: 0,
+            placements,
+            weight_bytes,
+        };
+        // An id sampled in no step must still be a row of the embedding.
+        let commands = &mut model.frames[0].commands[0];
+        let mut recorder = commands.begin()?;
+        recorder.fill(&model.sampled, 0);
+        recorder.submit("clearing sampled ids")?;
+        commands.wait()?;
+        device.save_pipeline_cache();
+        Ok(model)
+    }
+
+    pub fn config(&self) -> &Gemma3Config {
+        &self.config
+    }
+
+    pub fn generation_config(&self) -> &GenerationConfig {
+        &self.generation
+    }
+
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Where every byte lies, by class and heap.
+    pub fn placements(&self) -> &[Placement] {
+        &self.placements
+    }
+
+    /// Bytes of weights on the device.
+    pub fn weight_bytes(&self) -> u64 {
+        self.weight_bytes
+    }
+
+    /// Logits at every position of `tokens`, computed afresh, with nothing else in flight: `each(first, rows)` gets
+    /// rows of `vocab_size` f32 for positions `first..`, in order. Panics if the tokens do not fit the context.
+    pub fn logits(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize, &[f32])) -> Result<(), RunnerError> {
+        assert!(self.in_flight.is_empty(), "logits beside a step in flight");
+        assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
+        let chunk = self.limits.max_batch_tokens.min(LOGIT_ROWS);
+        let (vocab, stride) = (self.config.vocab_size, self.scratch.logits.stride);
+        let blocks: Vec<u32> = (0..self.limits.num_blocks as u32).collect();
+        let mut padded = vec![0f32; chunk * stride];
+        let mut rows = vec![0f32; chunk * vocab];
+        for (i, ids) in tokens.chunks(chunk).enumerate() {
+            let start = i * chunk;
+            let batch = Batch {
+                sequences: vec![super::BatchSequence {
+                    slot: 0,
+                    start,
+                    input: Input::Ids(ids.to_vec()),
+                    block_table: blocks[..(start + ids.len()).div_ceil(BLOCK_SIZE)].to_vec(),
+                }],
+            };
+            let all: Vec<u32> = (0..ids.len() as u32).collect();
+            self.run(0, &batch, &all, &[])?;
+            self.frames[0].wait()?;
+            let n = ids.len();
+            self.logits_readback.read(0, &mut padded[..n * stride]);
+            for (to, from) in rows.chunks_exact_mut(vocab).zip(padded.chunks_exact(stride)).take(n) {
+                to.copy_from_slice(&from[..vocab]);
+            }
+            each(start, &rows[..n * vocab]);
+        }
+        Ok(())
+    }
+
+    /// Records and submits one step on frame `index`. `logit_rows`: tokens of the batch whose logits are computed.
+    /// With `requests`, one per logit row, they are sampled from; without, they are copied to the host.
+    fn run(
+        &mut self,
+        index: usize,
+        batch: &Batch,
+        logit_rows: &[u32],
+        requests: &[SampleRequest],
+    ) -> Result<(), GpuError> {
+        let tokens = batch.num_tokens();
+        self.frames[index].fill(&self.limits, batch, logit_rows, requests);
+        let macs_per_layer = tokens as u64 * self.macs_per_token_and_layer();
+        let layers_per_submit =
+            (MAX_SUBMIT_MACS / macs_per_layer).clamp(1, self.layers.len() as u64) as usize;
+
+        let mut frame = std::mem::take(&mut self.frames[index].commands);
+        let result =
+            self.record(index, &mut frame, layers_per_submit, tokens, logit_rows.len(), !requests.is_empty());
+        self.frames[index].commands = frame;
+        self.frames[index].used = result?;
+        self.frames[index].sampled_rows = requests.len();
+        Ok(())
+    }
+
+    /// Returns the number of submits.
+    fn record(
+        &self,
+        index: usize,
+        commands: &mut [CommandBuffer],
+        layers_per_submit: usize,
+        tokens: usize,
+        logit_rows: usize,
+        sample: bool,
+    ) -> Result<usize, GpuError> {
+        let Frame { arrays, logit_rows: row_index, requests, ids, .. } = &self.frames[index];
+        let s = &self.scratch;
+        let segments = self.layers.chunks(layers_per_submit);
+        let count = segments.len();
+        for (i, (layers, commands)) in segments.zip(commands.iter_mut()).enumerate() {
+            let mut r = commands.begin()?;
+            if i == 0 {
+                let scale = (self.config.hidden_size as f64).sqrt() as f32;
+                let k = &self.kernels;
+                k.embed(&mut r, &self.embedding, &arrays.ids, &self.sampled, scale, &s.hidden, tokens);
+            }
+            for layer in layers {
+                self.record_layer(&mut r, layer, arrays, tokens);
+            }
+            if i + 1 == count && logit_rows > 0 {
+                let eps = self.config.rms_norm_eps;
+                let k = &self.kernels;
+                k.rms_norm_gather(&mut r, &s.hidden, row_index, &self.norm, eps, &s.final_rows, logit_rows);
+                k.matmul(&mut r, self.embedding.matrix(), &s.final_rows, &s.logits, logit_rows);
+                if sample {
+                    k.sample(&mut r, &s.logits, self.sample_below, requests, ids, &self.sampled, logit_rows);
+                } else {
+                    let bytes = Activations::bytes(logit_rows, self.config.vocab_size);
+                    r.copy(&s.logits.buffer, &self.logits_readback, bytes);
+                }
+            }
+            r.submit("a step")?;
+        }
+        Ok(count)
+    }
+
+    /// One decoder layer: attention and feed-forward, each between two norms, added to the residual stream.
+    fn record_layer(&self, r: &mut Recorder<'_>, layer: &Layer, arrays: &StepArrays, n: usize) {
+        let (k, s, eps) = (&self.kernels, &self.scratch, self.config.rms_norm_eps);
+        let (shape, rope) = match layer.kind {
+            LayerType::SlidingAttention => {
+                (self.attention_shape(Some(self.config.sliding_window)), &self.rope_sliding)
+            }
+            LayerType::FullAttention => (self.attention_shape(None), &self.rope_full),
+        };
+        let q_scale = self.config.query_pre_attn_scalar.powf(-0.5) as f32;
+
+        k.rms_norm(r, &s.hidden, &layer.input_layernorm, eps, &s.normed, n);
+        k.matmul(r, &layer.q_proj, &s.normed, &s.q, n);
+        k.matmul(r, &layer.k_proj, &s.normed, &s.k, n);
+        k.matmul(r, &layer.v_proj, &s.normed, &s.v, n);
+        let norms = [&layer.q_norm, &layer.k_norm];
+        k.qkv_store(r, &shape, [&s.q, &s.k, &s.v], norms, rope, eps, q_scale, arrays, &layer.cache, n);
+        k.attention(r, &shape, &s.q, &layer.cache, arrays, &s.attended, n);
+        k.matmul(r, &layer.o_proj, &s.attended, &s.delta, n);
+        k.rms_norm_add(r, &s.delta, &layer.post_attention_layernorm, eps, &s.hidden, n);
+
+        k.rms_norm(r, &s.hidden, &layer.pre_feedforward_layernorm, eps, &s.normed, n);
+        k.matmul(r, &layer.gate_proj, &s.normed, &s.gate, n);
+        k.matmul(r, &layer.up_proj, &s.normed, &s.up, n);
+        k.geglu(r, &s.gate, &s.up, n);
+        k.matmul(r, &layer.down_proj, &s.gate, &s.delta, n);
+        k.rms_norm_add(r, &s.delta, &layer.post_feedforward_layernorm, eps, &s.hidden, n);
+    }
+
+    fn attention_shape(&self, window: Option<usize>) -> AttentionShape {
+        AttentionShape {
+            num_heads: self.config.num_attention_heads,
+            num_kv_heads: self.config.num_key_value_heads,
+            head_dim: self.config.head_dim,
+            block_size: BLOCK_SIZE,
+            max_blocks: self.limits.num_blocks,
+            window,
+        }
+    }
+
+    fn macs_per_token_and_layer(&self) -> u64 {
+        let c = &self.config;
+        let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
+        (c.hidden_size * (heads + 3 * c.intermediate_size)) as u64
+    }
+}
+
+impl Runner for Gemma3 {
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {
+        assert!(self.in_flight.len() < MAX_IN_FLIGHT, "more than {MAX_IN_FLIGHT} steps in flight");
+        let mut ends = Vec::new();
+        let mut end = 0;
+        for sequence in &batch.sequences {
+            end += sequence.input.len();
+            ends.push(end as u32);
+        }
+        let rows: Vec<u32> = sampling.requests.iter().map(|(i, _)| ends[*i] - 1).collect();
+        let requests: Vec<SampleRequest> = sampling
+            .requests
+            .iter()
+            .map(|(i, p)| {
+                let sequence = &batch.sequences[*i];
+                SampleRequest {
+                    temperature: p.temperature,
+                    top_k: p.top_k,
+                    top_p: p.top_p,
+                    min_p: p.min_p,
+                    seed_low: p.seed as u32,
+                    seed_high: (p.seed >> 32) as u32,
+                    position: (sequence.start + sequence.input.len()) as u32,
+                    slot: sequence.slot,
+                }
+            })
+            .collect();
+        let ticket = self.next_ticket;
+        self.run(ticket as usize % MAX_IN_FLIGHT, batch, &rows, &requests)?;
+        self.next_ticket += 1;
+        self.in_flight.push_back(ticket);
+        Ok(Ticket(ticket))
+    }
+
+    fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError> {
+        assert_eq!(self.in_flight.pop_front(), Some(ticket.0), "tickets are waited for in order");
+        let frame = &mut self.frames[ticket.0 as usize % MAX_IN_FLIGHT];
+        frame.wait()?;
+        let mut ids = vec![0u32; frame.sampled_rows];
+        frame.ids.read(0, &mut ids);
+        if ids.contains(&NO_TOKEN) {
+            return Err(RunnerError::Device(
+                "the logits are not finite numbers: nothing can be sampled".into(),
+            ));
+        }
+        Ok(Sampled { ids })
+    }
+}
+
+impl From<GpuError> for RunnerError {
+    fn from(error: GpuError) -> Self {
+        match error {
+            GpuError::DeviceLost { during } => RunnerError::DeviceLost(format!("during {during}")),
+            GpuError::Timeout { seconds, .. } => RunnerError::Timeout { seconds },
+            other => RunnerError::Device(other.to_string()),
+        }
+    }
+}
+
+/// What keeps a checkpoint's own precision: f16 has no scheme of its own, and every f16 is an f32.
+fn native_scheme(dtype: DType) -> Scheme {
+    match dtype {
+        DType::BF16 => Scheme::Bf16,
+        _ => Scheme::F32,
+    }
+}
+
+struct Loader<'a> {
+    uploader: Uploader,
+    max_shard_bytes: u64,
+    done: u64,
+    total: u64,
+    progress: &'a mut dyn FnMut(Progress),
+}
+
+impl Loader<'_> {
+    fn matrix(&mut self, arena: &mut Arena, tensor: &Tensor, scheme: Scheme) -> Result<Matrix, LoadError> {
+        let matrix = Matrix::upload(arena, &mut self.uploader, tensor, scheme, self.max_shard_bytes)?;
+        self.note(tensor);
+        Ok(matrix)
+    }
+
+    fn vector(&mut self, arena: &mut Arena, tensor: &Tensor) -> Result<Buffer, LoadError> {
+        let values = tensor.to_f32()?;
+        let bytes = (4 * values.len()) as u64;
+        let buffer = arena.alloc(MemoryKind::Device, Class::Weights, bytes, tensor.name)?;
+        self.uploader.upload(&buffer, &values)?;
+        self.note(tensor);
+        Ok(buffer)
+    }
+
+    fn note(&mut self, tensor: &Tensor) {
+        self.done += tensor.data.len() as u64;
+        (self.progress)(Progress { stage: "loading weights", done: self.done, total: self.total });
+    }
+}
+
+/// Bytes that one KV block takes in one layer, for keys or values.
+fn kv_block_bytes(config: &Gemma3Config) -> u64 {
+    (BLOCK_SIZE * config.num_key_value_heads * config.head_dim * size_of::<f32>()) as u64
+}
+
+/// The context: what was asked for, the model's maximum, or what the memory left holds, whichever is least.
+fn choose_context(device: &Device, config: &Gemma3Config, options: &LoadOptions) -> Result<usize, LoadError> {
+    let wanted = options.max_context.unwrap_or(usize::MAX).min(config.max_position_embeddings);
+    // Keys and values of every layer, and the rope tables' share.
+    let per_block = 2 * config.num_hidden_layers as u64 * kv_block_bytes(config)
+        + 2 * (BLOCK_SIZE * config.head_dim * size_of::<f32>()) as u64;
+    let free = device.free_device_bytes().saturating_sub(RESERVE_BYTES);
+    // One layer's keys are one allocation.
+    let largest = device.info().max_allocation_bytes / kv_block_bytes(config);
+    let blocks = (free / per_block).min(largest) as usize;
+    if blocks == 0 {
+        return Err(LoadError::NoContext { free, block: BLOCK_SIZE, per_block });
+    }
+    Ok(wanted.min(blocks * BLOCK_SIZE))
+}
+
+/// (cos, sin) of position * base^(-2i / head_dim) / factor, `[positions][head_dim / 2][2]`, computed in f64.
+fn rope_table(head_dim: usize, positions: usize, base: f64, factor: f64) -> Vec<f32> {
+    let frequencies: Vec<f64> =
+        (0..head_dim / 2).map(|i| base.powf(-(2.0 * i as f64) / head_dim as f64) / factor).collect();
+    let mut table = Vec::with_capacity(positions * head_dim);
+    for position in 0..positions {
+        for frequency in &frequencies {
+            let (sin, cos) = (position as f64 * frequency).sin_cos();
+            table.extend([cos as f32, sin as f32]);
+        }
+    }
+    table
+}
+
+fn device_buffer(arena: &mut Arena, bytes: usize, name: &str) -> Result<Buffer, GpuError> {
+    arena.alloc(MemoryKind::Device, Class::Activations, bytes as u64, name)
+}
+
+impl Scratch {
+    fn new(arena: &mut Arena, config: &Gemma3Config, tokens: usize) -> Result<Scratch, GpuError> {
+        let heads = config.num_attention_heads * config.head_dim;
+        let kv_heads = config.num_key_value_heads * config.head_dim;
+        let mut rows = |count: usize, width: usize, name: &str| {
+            let bytes = Activations::bytes(count, width);
+            let buffer = arena.alloc(MemoryKind::Device, Class::Activations, bytes, name)?;
+            Ok::<_, GpuError>(Activations::new(buffer, width))
+        };
+        Ok(Scratch {
+            hidden: rows(tokens, config.hidden_size, "hidden")?,
+            normed: rows(tokens, config.hidden_size, "normed")?,
+            delta: rows(tokens, config.hidden_size, "delta")?,
+            q: rows(tokens, heads, "q")?,
+            attended: rows(tokens, heads, "attended")?,
+            k: rows(tokens, kv_heads, "k")?,
+            v: rows(tokens, kv_heads, "v")?,
+            gate: rows(tokens, config.intermediate_size, "gate")?,
+            up: rows(tokens, config.intermediate_size, "up")?,
+            final_rows: rows(LOGIT_ROWS, config.hidden_size, "final rows")?,
+            logits: rows(LOGIT_ROWS, config.vocab_size, "logits")?,
+        })
+    }
+}
+
+impl Frame {
+    fn new(
+        device: &Arc<Device>,
+        arena: &mut Arena,
+        limits: &Limits,
+        submits: usize,
+        index: usize,
+    ) -> Result<Frame, LoadError> {
+        let per_token = 4 * limits.max_batch_tokens as u64;
+        let tables = 4 * (limits.max_sequences * limits.num_blocks) as u64;
+        let requests = (LOGIT_ROWS * size_of::<SampleRequest>()) as u64;
+        let sizes = [per_token, per_token, per_token, per_token, tables, 4 * LOGIT_ROWS as u64, requests]
+            .map(|bytes| bytes.next_multiple_of(256));
+        let name = format!("step {index} input");
+        let input = arena.alloc(MemoryKind::Upload, Class::Staging, sizes.iter().sum(), &name)?;
+        let mut offset = 0;
+        let [ids, positions, sequence_of, slot_mapping, block_tables, logit_rows, requests] =
+            sizes.map(|bytes| {
+                offset += bytes;
+                input.slice(offset - bytes, bytes)
+            });
+        let ids_out =
+            arena.alloc(MemoryKind::Readback, Class::Staging, 4 * LOGIT_ROWS as u64, "drawn ids")?;
+        let commands = (0..submits)
+            .map(|i| CommandBuffer::new(device, &format!("step {index} submit {i}")))
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Frame {
+            arrays: StepArrays { ids, positions, sequence_of, slot_mapping, block_tables },
+            logit_rows,
+            requests,
+            ids: ids_out,
+            commands,
+            used: 0,
+            sampled_rows: 0,
+        })
+    }
+
+    /// Writes a step's arrays; panics on a batch that breaks the limits, which would be a bug above.
+    fn fill(&mut self, limits: &Limits, batch: &Batch, logit_rows: &[u32], requests: &[SampleRequest]) {
+        let tokens = batch.num_tokens();
+        assert!(tokens > 0 && tokens <= limits.max_batch_tokens, "{tokens} tokens in a step");
+        assert!(batch.sequences.len() <= limits.max_sequences, "{} sequences", batch.sequences.len());
+        assert!(logit_rows.len() <= LOGIT_ROWS && requests.len() <= logit_rows.len());
+        let mut ids = Vec::with_capacity(tokens);
+        let mut positions = Vec::with_capacity(tokens);
+        let mut sequence_of = Vec::with_capacity(tokens);
+        let mut slot_mapping = Vec::with_capacity(tokens);
+        for (row, sequence) in batch.sequences.iter().enumerate() {
+            let end = sequence.start + sequence.input.len();
+            assert!(!sequence.input.is_empty() && end <= limits.max_context, "sequence of {end} tokens");
+            assert!((sequence.slot as usize) < limits.max_sequences, "slot {}", sequence.slot);
+            let table = &sequence.block_table;
+            assert!(table.len() * BLOCK_SIZE >= end && table.len() <= limits.num_blocks, "block table");
+            assert!(table.iter().all(|&b| (b as usize) < limits.num_blocks), "block id");
+            match &sequence.input {
+                Input::Ids(known) => {
+                    assert!(known.iter().all(|&id| (id as usize) < limits.vocab_size), "token id");
+                    ids.extend(known);
+                }
+                Input::LastSampled => ids.push(LAST_SAMPLED | sequence.slot),
+            }
+            for position in sequence.start..end {
+                positions.push(position as u32);
+                sequence_of.push(row as u32);
+                let block = table[position / BLOCK_SIZE];
+                slot_mapping.push(block * BLOCK_SIZE as u32 + (position % BLOCK_SIZE) as u32);
+            }
+            self.arrays.block_tables.write(4 * (row * limits.num_blocks) as u64, table);
+        }
+        self.arrays.ids.write(0, &ids);
+        self.arrays.positions.write(0, &positions);
+        self.arrays.sequence_of.write(0, &sequence_of);
+        self.arrays.slot_mapping.write(0, &slot_mapping);
+        self.logit_rows.write(0, logit_rows);
+        self.requests.write(0, requests);
+    }
+
+    fn wait(&mut self) -> Result<(), GpuError> {
+        let used = std::mem::take(&mut self.used);
+        self.commands[..used].iter_mut().try_for_each(CommandBuffer::wait)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rope_table;
+
+    #[test]
+    fn rope_angles_are_exact_far_out() {
+        let table = rope_table(8, 131_072, 1e6, 8.0);
+        for (position, i) in [(0, 0), (1, 3), (131_071, 0), (100_003, 1)] {
+            let angle = position as f64 / 1e6f64.powf(2.0 * i as f64 / 8.0) / 8.0;
+            let at = (position * 4 + i) * 2;
+            assert!((f64::from(table[at]) - angle.cos()).abs() < 1e-7, "{position} {i}");
+            assert!((f64::from(table[at + 1]) - angle.sin()).abs() < 1e-7, "{position} {i}");
+        }
+    }
+}

@@ -86,6 +86,13 @@ pub struct LayerWeights<'a> {
     pub down_proj: Tensor<'a>,
 }
 
+impl<'a> LayerWeights<'a> {
+    /// The seven matrices, which quantization modes apply to.
+    pub fn projections(&self) -> [Tensor<'a>; 7] {
+        [self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.gate_proj, self.up_proj, self.down_proj]
+    }
+}
+
 impl<'a> Gemma3Weights<'a> {
     /// Finds every weight that `config` asks for, and refuses what it does not.
     pub fn collect(checkpoint: &'a Checkpoint, config: &Gemma3Config) -> Result<Self, WeightsError> {

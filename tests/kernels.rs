@@ -1,0 +1,746 @@
+//! Every kernel against its CPU twin: odd shapes and tails, seeded random data, NaN in every output before and in all
+//! memory that a kernel has no business reading.
+
+use std::sync::Arc;
+
+use half::f16;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
+use unicorn::checkpoint::Tensor;
+use unicorn::gpu::{
+    Arena, Buffer, Class, CommandBuffer, Device, DevicePolicy, MemoryKind, Recorder, Uploader,
+};
+use unicorn::kernels::{
+    Activations, AttentionShape, Embedding, Kernels, KvCache, LAST_SAMPLED, Matrix, NO_TOKEN, SampleRequest,
+    StepArrays, reference, shaders,
+};
+use unicorn::quantize::{dequantize_row, grouping, quantize_row};
+use unicorn::tensor::{DType, Scheme};
+
+use crate::support::{device, policy};
+
+const SCHEMES: [Scheme; 5] =
+    [Scheme::F32, Scheme::Bf16, Scheme::Int8Row, Scheme::Int4 { group: 32 }, Scheme::Int4 { group: 128 }];
+
+/// A device with every kernel, and helpers to move data. Buffers start as NaN.
+struct Bench {
+    device: Arc<Device>,
+    arena: Arena,
+    kernels: Kernels,
+    rng: ChaCha8Rng,
+}
+
+impl Bench {
+    fn new(seed: u64) -> Bench {
+        println!("seed {seed}");
+        let device = device();
+        let kernels = Kernels::new(&device, &SCHEMES, Scheme::Bf16).unwrap();
+        Bench { arena: Arena::new(&device), kernels, rng: ChaCha8Rng::seed_from_u64(seed), device }
+    }
+
+    fn random(&mut self, count: usize, scale: f32) -> Vec<f32> {
+        (0..count).map(|_| self.rng.random_range(-scale..scale)).collect()
+    }
+
+    /// A buffer of `bytes`, every word a NaN.
+    fn poisoned(&mut self, bytes: usize) -> Buffer {
+        let buffer = self.arena.alloc(MemoryKind::Device, Class::Activations, bytes as u64, "test").unwrap();
+        self.run(|_, r| r.fill(&buffer, 0x7fc0_dead));
+        buffer
+    }
+
+    fn upload<T: bytemuck::NoUninit>(&mut self, data: &[T]) -> Buffer {
+        let buffer = self.poisoned(size_of_val(data));
+        let mut uploader = Uploader::new(&self.device).unwrap();
+        uploader.upload(&buffer, data).unwrap();
+        uploader.finish().unwrap();
+        buffer
+    }
+
+    fn download<T: bytemuck::Pod>(&mut self, buffer: &Buffer, count: usize) -> Vec<T> {
+        let bytes = (count * size_of::<T>()) as u64;
+        let host = self.arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "readback").unwrap();
+        self.run(|_, r| r.copy(buffer, &host, bytes));
+        let mut out = vec![T::zeroed(); count];
+        host.read(0, &mut out);
+        out
+    }
+
+    /// Rows of `width` at the stride activations have; the padding is NaN.
+    fn activations(&mut self, rows: &[f32], width: usize) -> Activations {
+        let stride = Activations::stride_of(width);
+        let mut padded = vec![f32::NAN; rows.len() / width * stride];
+        for (to, from) in padded.chunks_exact_mut(stride).zip(rows.chunks_exact(width)) {
+            to[..width].copy_from_slice(from);
+        }
+        Activations::new(self.upload(&padded), width)
+    }
+
+    fn empty(&mut self, rows: usize, width: usize) -> Activations {
+        Activations::new(self.poisoned(Activations::bytes(rows, width) as usize), width)
+    }
+
+    fn rows(&mut self, from: &Activations, rows: usize) -> Vec<f32> {
+        let padded = self.download::<f32>(&from.buffer, rows * from.stride);
+        padded.chunks_exact(from.stride).flat_map(|row| row[..from.width].to_vec()).collect()
+    }
+
+    fn matrix(&mut self, values: &[f32], rows: usize, cols: usize, scheme: Scheme, shard: u64) -> Matrix {
+        let data: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let shape = [rows, cols];
+        let tensor = Tensor { name: "w", file: "test", dtype: DType::F32, shape: &shape, data: &data };
+        let mut uploader = Uploader::new(&self.device).unwrap();
+        let matrix = Matrix::upload(&mut self.arena, &mut uploader, &tensor, scheme, shard).unwrap();
+        uploader.finish().unwrap();
+        matrix
+    }
+
+    fn run(&self, record: impl FnOnce(&Kernels, &mut Recorder<'_>)) {
+        let mut commands = CommandBuffer::new(&self.device, "test").unwrap();
+        let mut recorder = commands.begin().unwrap();
+        record(&self.kernels, &mut recorder);
+        recorder.submit("test").unwrap();
+        commands.wait().unwrap();
+    }
+}
+
+/// The weights that a scheme makes of `values`.
+fn as_stored(values: &[f32], cols: usize, scheme: Scheme) -> Vec<f32> {
+    let mut out = Vec::new();
+    for row in values.chunks_exact(cols) {
+        match (scheme, grouping(scheme, cols)) {
+            (Scheme::Bf16, _) => out.extend(row.iter().map(|v| half::bf16::from_f32(*v).to_f32())),
+            (_, None) => out.extend(row),
+            (_, Some((group, qmax))) => {
+                let mut q = vec![0; cols];
+                let mut scales = vec![f16::ZERO; cols.div_ceil(group)];
+                quantize_row(row, group, qmax, &mut q, &mut scales).unwrap();
+                let mut values = vec![0.0; cols];
+                dequantize_row(&q, &scales, group, &mut values);
+                out.extend(values);
+            }
+        }
+    }
+    out
+}
+
+/// Fails unless `got` is within `bound * magnitude` of `expected`, element by element. NaN is not.
+fn close(got: &[f32], expected: &[f64], magnitude: &[f64], bound: f64, what: &str) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (i, ((g, e), m)) in got.iter().zip(expected).zip(magnitude).enumerate() {
+        let difference = (f64::from(*g) - e).abs();
+        assert!(difference <= bound * m.max(1e-6), "{what}: element {i}: {g} instead of {e}");
+    }
+}
+
+#[test]
+fn matmul_matches_its_twin() {
+    let mut b = Bench::new(1);
+    // (tokens, rows, cols): one, tails of tiles and of blocks, more than one tile of columns.
+    let shapes = [
+        (1, 1, 1),
+        (1, 32, 32),
+        (1, 33, 37),
+        (2, 31, 100),
+        (4, 64, 128),
+        (5, 70, 131),
+        (9, 96, 260),
+        (19, 45, 4),
+    ];
+    for scheme in SCHEMES {
+        for (tokens, rows, cols) in shapes {
+            let what = format!("{scheme:?} {tokens} x [{rows}, {cols}]");
+            let w = b.random(rows * cols, 2.0);
+            let x = b.random(tokens * cols, 3.0);
+            // Also cut into shards of one tile: the rows of y must come out the same.
+            for shard in [u64::MAX, 1] {
+                let matrix = b.matrix(&w, rows, cols, scheme, shard);
+                let input = b.activations(&x, cols);
+                let output = b.empty(tokens + 1, rows);
+                b.run(|k, r| k.matmul(r, &matrix, &input, &output, tokens));
+                let all = b.rows(&output, tokens + 1);
+                let stored = as_stored(&w, cols, scheme);
+                let expected = reference::matmul(&x, &stored, tokens, rows, cols);
+                let magnitude = reference::matmul_magnitude(&x, &stored, tokens, rows, cols);
+                close(&all[..tokens * rows], &expected, &magnitude, 2e-6, &what);
+                assert!(all[tokens * rows..].iter().all(|v| v.is_nan()), "{what}: wrote beyond its rows");
+            }
+        }
+    }
+}
+
+#[test]
+fn one_tokens_product_has_the_same_bits_in_any_batch() {
+    let mut b = Bench::new(2);
+    let (rows, cols) = (50, 203);
+    let w = b.random(rows * cols, 1.0);
+    let x = b.random(17 * cols, 1.0);
+    for scheme in SCHEMES {
+        let matrix = b.matrix(&w, rows, cols, scheme, u64::MAX);
+        let mut product = |x: &[f32]| {
+            let tokens = x.len() / cols;
+            let (input, output) = (b.activations(x, cols), b.empty(tokens, rows));
+            b.run(|k, r| k.matmul(r, &matrix, &input, &output, tokens));
+            b.rows(&output, tokens)
+        };
+        let all = product(&x);
+        for (i, row) in x.chunks_exact(cols).enumerate() {
+            assert_eq!(product(row), all[i * rows..(i + 1) * rows], "{scheme:?} token {i}");
+        }
+        assert_eq!(product(&x[..3 * cols]), all[..3 * rows], "{scheme:?}");
+    }
+}
+
+#[test]
+fn int4_scales_below_f16s_normal_range_are_exact() {
+    let mut b = Bench::new(3);
+    let cols = 64;
+    // Rows whose scales are zero, the least subnormal, subnormal, the least normal.
+    let tops = [0.0, 1e-9, 7.0 * 5.96e-8, 7.0 * 3.1e-6, 7.0 * 6.2e-5];
+    let w: Vec<f32> =
+        tops.iter().flat_map(|t| (0..cols).map(move |i| t * (i as f32 / 63.0 - 0.5) * 2.0)).collect();
+    for scheme in [Scheme::Int8Row, Scheme::Int4 { group: 32 }] {
+        let matrix = b.matrix(&w, tops.len(), cols, scheme, u64::MAX);
+        let x: Vec<f32> = vec![1.0, 2.0, 4.0, 8.0].into_iter().cycle().take(cols).collect();
+        let (input, output) = (b.activations(&x, cols), b.empty(1, tops.len()));
+        b.run(|k, r| k.matmul(r, &matrix, &input, &output, 1));
+        let got = b.rows(&output, 1);
+        let stored = as_stored(&w, cols, scheme);
+        for (i, e) in reference::matmul(&x, &stored, 1, tops.len(), cols).iter().enumerate() {
+            assert!(
+                (f64::from(got[i]) - e).abs() <= e.abs() * 1e-6,
+                "{scheme:?} row {i}: {} instead of {e}",
+                got[i]
+            );
+        }
+    }
+}
+
+#[test]
+fn embed_yields_every_stored_weight() {
+    for (seed, scheme) in SCHEMES.into_iter().enumerate() {
+        let mut b = Bench::new(10 + seed as u64);
+        b.kernels = Kernels::new(&b.device, &[], scheme).unwrap();
+        for (rows, cols, shard) in [(7, 5, u64::MAX), (100, 130, u64::MAX), (100, 130, 1)] {
+            let w = b.random(rows * cols, 1.5);
+            let stored = as_stored(&w, cols, scheme);
+            let matrix = b.matrix(&w, rows, cols, scheme, shard);
+            let mut uploader = Uploader::new(&b.device).unwrap();
+            let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix).unwrap();
+            uploader.finish().unwrap();
+            // Every row by id, then the ids last sampled in slots 2 and 0.
+            let mut ids: Vec<u32> = (0..rows as u32).collect();
+            ids.extend([LAST_SAMPLED | 2, LAST_SAMPLED]);
+            let sampled = b.upload(&[rows as u32 - 1, u32::MAX, 3]);
+            let id_buffer = b.upload(&ids);
+            let output = b.empty(ids.len(), cols);
+            b.run(|k, r| k.embed(r, &embedding, &id_buffer, &sampled, 1.25, &output, ids.len()));
+            let got = b.rows(&output, ids.len());
+            let wanted = (0..rows).chain([3, rows - 1]);
+            for (i, row) in wanted.enumerate() {
+                for c in 0..cols {
+                    assert_eq!(
+                        got[i * cols + c],
+                        stored[row * cols + c] * 1.25,
+                        "{scheme:?} row {row} column {c}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_27b_embedding_works_whole() {
+    // 2.8 GB of bf16: beyond the storage-buffer range (128 MiB on lavapipe) and beyond one allocation (2 GiB).
+    let mut b = Bench::new(15);
+    let (rows, cols) = (262_208, 5376);
+    let value = |row: usize, col: usize| ((row * 31 + col * 7) % 251) as f32 / 64.0 - 2.0;
+    let mut data = vec![0u8; rows * cols * 2];
+    data.par_chunks_exact_mut(cols * 2).enumerate().for_each(|(row, bytes)| {
+        for (col, bytes) in bytes.chunks_exact_mut(2).enumerate() {
+            bytes.copy_from_slice(&half::bf16::from_f32(value(row, col)).to_le_bytes());
+        }
+    });
+    let shape = [rows, cols];
+    let tensor = Tensor { name: "embedding", file: "test", dtype: DType::BF16, shape: &shape, data: &data };
+    let mut uploader = Uploader::new(&b.device).unwrap();
+    let limit = b.device.info().max_allocation_bytes.min(1 << 31);
+    let matrix = Matrix::upload(&mut b.arena, &mut uploader, &tensor, Scheme::Bf16, limit).unwrap();
+    let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix).unwrap();
+    uploader.finish().unwrap();
+    let placed: u64 = b.arena.placements().iter().filter(|p| p.class == Class::Weights).map(|p| p.bytes).sum();
+    assert!(placed >= (rows * cols * 2) as u64, "{placed} bytes of weights");
+
+    // Each id's neighbours in a tile, the ends of shards, and the last row.
+    let shard_rows = (limit / (cols as u64 * 2)) as usize / 32 * 32;
+    let ids = [0, 31, 32, 12_345, shard_rows - 1, shard_rows, rows - 1].map(|id| id as u32);
+    let id_buffer = b.upload(&ids);
+    let output = b.empty(ids.len(), cols);
+    b.run(|k, r| k.embed(r, &embedding, &id_buffer, &id_buffer, 1.0, &output, ids.len()));
+    for (row, id) in b.rows(&output, ids.len()).chunks_exact(cols).zip(ids) {
+        let wrong = (0..cols).find(|&c| row[c] != value(id as usize, c));
+        assert_eq!(wrong, None, "row {id}");
+    }
+
+    // Logits of every row.
+    let x: Vec<f32> = b.random(cols, 1.0);
+    let (input, logits) = (b.activations(&x, cols), b.empty(1, rows));
+    b.run(|k, r| k.matmul(r, embedding.matrix(), &input, &logits, 1));
+    let got = b.rows(&logits, 1);
+    got.par_iter().enumerate().for_each(|(row, got)| {
+        let expected: f64 = (0..cols).map(|c| f64::from(value(row, c)) * f64::from(x[c])).sum();
+        assert!((f64::from(*got) - expected).abs() < 0.01, "row {row}: {got} instead of {expected}");
+    });
+}
+
+#[test]
+fn rms_norm_and_its_variants_match_their_twin() {
+    let mut b = Bench::new(20);
+    for (rows, dim) in [(1, 1), (3, 31), (2, 256), (5, 257), (2, 1153)] {
+        for scale in [1.0, 1e-4, 300.0] {
+            let what = format!("{rows} x {dim}, scale {scale}");
+            let x = b.random(rows * dim, scale);
+            let weight = b.random(dim, 1.0);
+            let base = b.random(rows * dim, 1.0);
+            let eps = 1e-6;
+            let (input, weights) = (b.activations(&x, dim), b.upload(&weight));
+            let expected: Vec<f64> = x
+                .chunks_exact(dim)
+                .flat_map(|row| {
+                    let row: Vec<f64> = row.iter().map(|v| f64::from(*v)).collect();
+                    reference::rms_norm(&row, &weight, f64::from(eps))
+                })
+                .collect();
+            let magnitude: Vec<f64> = expected.iter().map(|v| v.abs() + 0.1).collect();
+
+            let output = b.empty(rows, dim);
+            b.run(|k, r| k.rms_norm(r, &input, &weights, eps, &output, rows));
+            close(&b.rows(&output, rows), &expected, &magnitude, 3e-6, &what);
+
+            let output = b.activations(&base, dim);
+            b.run(|k, r| k.rms_norm_add(r, &input, &weights, eps, &output, rows));
+            let sums: Vec<f64> = expected.iter().zip(&base).map(|(e, b)| e + f64::from(*b)).collect();
+            close(&b.rows(&output, rows), &sums, &magnitude, 4e-6, &format!("{what}, add"));
+
+            let index: Vec<u32> = (0..rows as u32).rev().chain([0]).collect();
+            let index_buffer = b.upload(&index);
+            let output = b.empty(index.len(), dim);
+            b.run(|k, r| k.rms_norm_gather(r, &input, &index_buffer, &weights, eps, &output, index.len()));
+            let gathered: Vec<f64> =
+                index.iter().flat_map(|&i| expected[i as usize * dim..][..dim].to_vec()).collect();
+            let magnitude: Vec<f64> = gathered.iter().map(|v| v.abs() + 0.1).collect();
+            close(&b.rows(&output, index.len()), &gathered, &magnitude, 3e-6, &format!("{what}, gather"));
+        }
+    }
+}
+
+/// A random paged situation: sequences of different length, blocks in random order, tokens at their ends.
+struct Paged {
+    shape: AttentionShape,
+    /// Per sequence: its length, and how many of its last tokens are in the batch.
+    sequences: Vec<(usize, usize)>,
+    tables: Vec<Vec<u32>>,
+    num_blocks: usize,
+}
+
+impl Paged {
+    fn new(b: &mut Bench, shape: AttentionShape, sequences: &[(usize, usize)]) -> Paged {
+        let num_blocks = sequences.iter().map(|(len, _)| len.div_ceil(shape.block_size)).sum::<usize>() + 3;
+        let mut free: Vec<u32> = (0..num_blocks as u32).collect();
+        let tables = sequences
+            .iter()
+            .map(|(len, _)| {
+                (0..len.div_ceil(shape.block_size))
+                    .map(|_| free.swap_remove(b.rng.random_range(0..free.len())))
+                    .collect()
+            })
+            .collect();
+        Paged { shape, sequences: sequences.to_vec(), tables, num_blocks }
+    }
+
+    /// (sequence, position) of every token in the batch.
+    fn tokens(&self) -> Vec<(usize, usize)> {
+        let each = self.sequences.iter().enumerate();
+        each.flat_map(|(s, &(len, new))| (len - new..len).map(move |p| (s, p))).collect()
+    }
+
+    fn slot(&self, sequence: usize, position: usize) -> u32 {
+        let block = self.tables[sequence][position / self.shape.block_size];
+        block * self.shape.block_size as u32 + (position % self.shape.block_size) as u32
+    }
+
+    /// Where a KV head's row of a position starts in the cache.
+    fn row(&self, sequence: usize, position: usize, head: usize) -> usize {
+        let (slot, s) = (self.slot(sequence, position) as usize, &self.shape);
+        let block = slot / s.block_size;
+        ((block * s.num_kv_heads + head) * s.block_size + slot % s.block_size) * s.head_dim
+    }
+
+    fn cache_len(&self) -> usize {
+        self.num_blocks * self.shape.block_size * self.shape.num_kv_heads * self.shape.head_dim
+    }
+
+    fn arrays(&self, b: &mut Bench) -> StepArrays {
+        let tokens = self.tokens();
+        let positions: Vec<u32> = tokens.iter().map(|t| t.1 as u32).collect();
+        let sequence_of: Vec<u32> = tokens.iter().map(|t| t.0 as u32).collect();
+        let slots: Vec<u32> = tokens.iter().map(|t| self.slot(t.0, t.1)).collect();
+        // Entries beyond a sequence's blocks point nowhere.
+        let mut tables = vec![u32::MAX / 2; self.sequences.len() * self.shape.max_blocks];
+        for (to, from) in tables.chunks_exact_mut(self.shape.max_blocks).zip(&self.tables) {
+            to[..from.len()].copy_from_slice(from);
+        }
+        StepArrays {
+            ids: b.upload(&positions),
+            positions: b.upload(&positions),
+            sequence_of: b.upload(&sequence_of),
+            slot_mapping: b.upload(&slots),
+            block_tables: b.upload(&tables),
+        }
+    }
+}
+
+fn shape(
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    block_size: usize,
+    window: Option<usize>,
+) -> AttentionShape {
+    AttentionShape { num_heads: heads, num_kv_heads: kv_heads, head_dim, block_size, max_blocks: 24, window }
+}
+
+#[test]
+fn attention_matches_its_twin_over_pages_and_windows() {
+    let mut b = Bench::new(30);
+    let shapes = [
+        shape(2, 1, 32, 16, None),
+        shape(4, 2, 64, 16, Some(64)),
+        shape(6, 2, 128, 16, Some(7)),
+        shape(3, 1, 100, 5, Some(1)),
+        shape(4, 4, 256, 16, None),
+        shape(4, 1, 256, 32, Some(70)),
+        shape(2, 2, 36, 16, Some(1000)),
+    ];
+    for shape in shapes {
+        let paged = Paged::new(
+            &mut b,
+            shape,
+            &[(1, 1), (67, 3), (16, 16), (110, 1), (64, 2)][..if shape.block_size == 5 { 3 } else { 5 }],
+        );
+        let tokens = paged.tokens();
+        let width = shape.num_heads * shape.head_dim;
+        let q = b.random(tokens.len() * width, 0.5);
+        let mut keys = vec![f32::NAN; paged.cache_len()];
+        let mut values = keys.clone();
+        for (s, &(len, _)) in paged.sequences.iter().enumerate() {
+            for position in 0..len {
+                for head in 0..shape.num_kv_heads {
+                    let row = paged.row(s, position, head);
+                    keys[row..row + shape.head_dim].copy_from_slice(&b.random(shape.head_dim, 1.0));
+                    values[row..row + shape.head_dim].copy_from_slice(&b.random(shape.head_dim, 1.0));
+                }
+            }
+        }
+        let cache = KvCache { keys: b.upload(&keys), values: b.upload(&values) };
+        let arrays = paged.arrays(&mut b);
+        let (input, output) = (b.activations(&q, width), b.empty(tokens.len(), width));
+        b.run(|k, r| k.attention(r, &shape, &input, &cache, &arrays, &output, tokens.len()));
+        let got = b.rows(&output, tokens.len());
+        for (t, &(s, position)) in tokens.iter().enumerate() {
+            let first = shape.window.map_or(0, |w| (position + 1).saturating_sub(w));
+            for head in 0..shape.num_heads {
+                let kv_head = head / (shape.num_heads / shape.num_kv_heads);
+                let row = |cache: &'_ [f32], p: usize| -> Vec<f32> {
+                    cache[paged.row(s, p, kv_head)..][..shape.head_dim].to_vec()
+                };
+                let k: Vec<Vec<f32>> = (first..=position).map(|p| row(&keys, p)).collect();
+                let v: Vec<Vec<f32>> = (first..=position).map(|p| row(&values, p)).collect();
+                let k: Vec<&[f32]> = k.iter().map(Vec::as_slice).collect();
+                let v: Vec<&[f32]> = v.iter().map(Vec::as_slice).collect();
+                let at = t * width + head * shape.head_dim;
+                let expected = reference::attention(&q[at..at + shape.head_dim], &k, &v);
+                let magnitude = vec![1.0; shape.head_dim];
+                let what = format!("{shape:?} sequence {s} position {position} head {head}");
+                close(&got[at..at + shape.head_dim], &expected, &magnitude, 5e-6, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn qkv_store_norms_rotates_and_files_away() {
+    let mut b = Bench::new(40);
+    for shape in [shape(4, 2, 32, 16, None), shape(3, 1, 100, 5, None), shape(2, 2, 256, 16, None)] {
+        let paged = Paged::new(&mut b, shape, &[(3, 3), (40, 1), (21, 7)]);
+        let tokens = paged.tokens();
+        let n = tokens.len();
+        let (d, half) = (shape.head_dim, shape.head_dim / 2);
+        let (qw, kw) = (shape.num_heads * d, shape.num_kv_heads * d);
+        let (q, k, v) = (b.random(n * qw, 2.0), b.random(n * kw, 2.0), b.random(n * kw, 2.0));
+        let (q_norm, k_norm) = (b.random(d, 1.0), b.random(d, 1.0));
+        let angle = |position: usize, i: usize| position as f64 * 10000f64.powf(-(2.0 * i as f64) / d as f64);
+        let rope: Vec<f32> = (0..64)
+            .flat_map(|p| (0..half).flat_map(move |i| [angle(p, i).cos() as f32, angle(p, i).sin() as f32]))
+            .collect();
+        let (eps, q_scale) = (1e-6f32, 0.125f32);
+        let [qa, ka, va] = [(&q, qw), (&k, kw), (&v, kw)].map(|(rows, width)| b.activations(rows, width));
+        let [qn, kn, table] = [&q_norm, &k_norm, &rope].map(|data| b.upload(data));
+        let bytes = paged.cache_len() * 4;
+        let cache = KvCache { keys: b.poisoned(bytes), values: b.poisoned(bytes) };
+        let arrays = paged.arrays(&mut b);
+        b.run(|kernels, r| {
+            kernels.qkv_store(
+                r,
+                &shape,
+                [&qa, &ka, &va],
+                [&qn, &kn],
+                &table,
+                eps,
+                q_scale,
+                &arrays,
+                &cache,
+                n,
+            );
+        });
+
+        let expect = |row: &[f32], norm: &[f32], position: usize, scale: f64| -> Vec<f64> {
+            let row: Vec<f64> = row.iter().map(|v| f64::from(*v)).collect();
+            let angles: Vec<f64> = (0..half).map(|i| angle(position, i)).collect();
+            let turned = reference::rope(&reference::rms_norm(&row, norm, f64::from(eps)), &angles);
+            turned.into_iter().map(|v| v * scale).collect()
+        };
+        let got_q = b.rows(&qa, n);
+        let mut keys = b.download::<f32>(&cache.keys, paged.cache_len());
+        let mut values = b.download::<f32>(&cache.values, paged.cache_len());
+        for (t, &(s, position)) in tokens.iter().enumerate() {
+            let what = format!("{shape:?} sequence {s} position {position}");
+            for head in 0..shape.num_heads {
+                let at = t * qw + head * d;
+                let expected = expect(&q[at..at + d], &q_norm, position, f64::from(q_scale));
+                close(&got_q[at..at + d], &expected, &vec![1.0; d], 1e-6, &what);
+            }
+            for head in 0..shape.num_kv_heads {
+                let (at, row) = (t * kw + head * d, paged.row(s, position, head));
+                let expected = expect(&k[at..at + d], &k_norm, position, 1.0);
+                close(&keys[row..row + d], &expected, &vec![4.0; d], 1e-6, &what);
+                assert_eq!(values[row..row + d], v[at..at + d], "{what}");
+                keys[row..row + d].fill(f32::NAN);
+                values[row..row + d].fill(f32::NAN);
+            }
+        }
+        assert!(keys.iter().chain(&values).all(|v| v.is_nan()), "{shape:?}: wrote beyond its slots");
+    }
+}
+
+#[test]
+fn geglu_matches_its_twin_and_survives_extremes() {
+    let mut b = Bench::new(50);
+    for (rows, width) in [(1, 3), (7, 129), (3, 1000)] {
+        let mut gate = b.random(rows * width, 6.0);
+        let up = b.random(rows * width, 3.0);
+        gate[..3].copy_from_slice(&[-40.0, 60.0, 0.0]);
+        let (g, u) = (b.activations(&gate, width), b.activations(&up, width));
+        b.run(|k, r| k.geglu(r, &g, &u, rows));
+        let expected: Vec<f64> =
+            gate.iter().zip(&up).map(|(g, u)| reference::geglu(f64::from(*g), f64::from(*u))).collect();
+        let magnitude: Vec<f64> = expected.iter().map(|e| e.abs() + 0.01).collect();
+        close(&b.rows(&g, rows), &expected, &magnitude, 1e-5, &format!("{rows} x {width}"));
+    }
+}
+
+/// Draws one id per request from the same logits.
+fn draw(b: &mut Bench, logits: &[f32], vocab: usize, requests: &[SampleRequest]) -> (Vec<u32>, Vec<u32>) {
+    let repeated: Vec<f32> = requests.iter().flat_map(|_| logits.to_vec()).collect();
+    let rows = b.activations(&repeated, logits.len());
+    let request_buffer = b.upload(requests);
+    let ids = b.poisoned(4 * requests.len());
+    let slots = b.poisoned(4 * 64);
+    b.run(|k, r| k.sample(r, &rows, vocab, &request_buffer, &ids, &slots, requests.len()));
+    (b.download(&ids, requests.len()), b.download(&slots, 64))
+}
+
+#[test]
+fn greedy_takes_the_highest_logit_ties_to_the_lowest_id() {
+    let mut b = Bench::new(60);
+    for len in [1, 2, 255, 256, 257, 5000] {
+        let mut logits = b.random(len, 10.0);
+        let request = SampleRequest { slot: 9, ..SampleRequest::default() };
+        let best = |l: &[f32]| (0..l.len()).rev().max_by(|&a, &b| l[a].total_cmp(&l[b])).unwrap() as u32;
+        let (ids, slots) = draw(&mut b, &logits, len, &[request]);
+        assert_eq!((ids[0], slots[9]), (best(&logits), best(&logits)), "{len}");
+        assert!(slots.iter().enumerate().all(|(i, s)| i == 9 || *s == 0x7fc0_dead), "wrote another slot");
+        let tie = b.rng.random_range(0..len);
+        logits[tie] = 11.0;
+        logits[len - 1] = 11.0;
+        assert_eq!(draw(&mut b, &logits, len, &[request]).0, [tie.min(len - 1) as u32], "{len}");
+        // Padding rows of the vocabulary are never drawn.
+        if len > 1 {
+            logits[len - 1] = 100.0;
+            assert_eq!(draw(&mut b, &logits, len - 1, &[request]).0, [best(&logits[..len - 1])], "{len}");
+        }
+    }
+}
+
+#[test]
+fn logits_that_are_no_numbers_are_refused() {
+    let mut b = Bench::new(61);
+    for (bad, at) in [(f32::NAN, 700), (f32::INFINITY, 3), (f32::NAN, 0)] {
+        for temperature in [0.0, 1.0] {
+            let mut logits = b.random(1000, 5.0);
+            logits[at] = bad;
+            let request = SampleRequest { temperature, top_p: 0.9, ..SampleRequest::default() };
+            let (ids, slots) = draw(&mut b, &logits, 1000, &[request]);
+            assert_eq!((ids[0], slots[0]), (NO_TOKEN, 0), "{bad} at {at}, temperature {temperature}");
+        }
+    }
+}
+
+#[test]
+fn sampling_keeps_to_its_filters_and_its_noise() {
+    let mut b = Bench::new(62);
+    let cases = [
+        // temperature, top_k, top_p, min_p
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 40, 1.0, 0.0),
+        (1.3, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.0, 64, 0.95, 0.05),
+        (2.0, 1, 1.0, 0.0),
+        (0.01, 0, 0.5, 0.0),
+        (1.0, 5000, 0.0, 0.0),
+    ];
+    let mut drawn = 0;
+    for (temperature, top_k, top_p, min_p) in cases {
+        for len in [300, 2049] {
+            let logits = b.random(len, 6.0);
+            let left = reference::filtered(
+                &logits,
+                f64::from(temperature),
+                top_k,
+                f64::from(top_p),
+                f64::from(min_p),
+            );
+            let candidates: Vec<usize> = left.iter().map(|(id, _)| *id).collect();
+            let requests: Vec<SampleRequest> = (0..48)
+                .map(|i| SampleRequest {
+                    temperature,
+                    top_k: top_k as u32,
+                    top_p,
+                    min_p,
+                    seed_low: b.rng.random(),
+                    seed_high: b.rng.random(),
+                    position: i * 37,
+                    slot: i,
+                })
+                .collect();
+            let (ids, _) = draw(&mut b, &logits, len, &requests);
+            for (request, id) in requests.iter().zip(ids) {
+                let seed = u64::from(request.seed_low) | u64::from(request.seed_high) << 32;
+                let (expected, margin) =
+                    reference::draw(&logits, &candidates, f64::from(temperature), seed, request.position);
+                let what = format!("{temperature} {top_k} {top_p} {min_p}, {len} logits, seed {seed}");
+                assert!(candidates.contains(&(id as usize)), "{what}: {id} was filtered out");
+                // Two candidates closer than f32 rounding may change places.
+                if margin > 1e-4 {
+                    assert_eq!(id as usize, expected, "{what}");
+                    drawn += 1;
+                }
+            }
+        }
+    }
+    assert!(drawn > 700, "too few clear draws: {drawn}");
+}
+
+#[test]
+fn draws_follow_the_distribution() {
+    let mut b = Bench::new(63);
+    let logits = [0.0f32, 1.0, 2.0, -1.0, 0.5, 1.5, -3.0];
+    let expected = reference::filtered(&logits, 1.0, 0, 1.0, 0.0);
+    let mut counts = [0u32; 7];
+    let draws = 64 * 64;
+    for seed in 0..64 {
+        let requests: Vec<SampleRequest> = (0..64)
+            .map(|i| SampleRequest {
+                temperature: 1.0,
+                top_p: 1.0,
+                seed_low: seed,
+                position: i,
+                slot: i,
+                ..SampleRequest::default()
+            })
+            .collect();
+        draw(&mut b, &logits, 7, &requests).0.iter().for_each(|&id| counts[id as usize] += 1);
+    }
+    // Chi-squared with 6 degrees of freedom: above 22.5 once in a thousand seeds; the seeds are fixed.
+    let chi: f64 = expected
+        .iter()
+        .map(|(id, p)| (f64::from(counts[*id]) - p * f64::from(draws)).powi(2) / (p * f64::from(draws)))
+        .sum();
+    assert!(chi < 22.5, "chi-squared {chi}: {counts:?}");
+}
+
+#[test]
+fn philox_matches_its_published_vectors() {
+    // From the authors' known-answer tests, Philox4x32-10.
+    assert_eq!(reference::philox([0, 0], [0; 4]), [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]);
+    assert_eq!(
+        reference::philox([u32::MAX; 2], [u32::MAX; 4]),
+        [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]
+    );
+}
+
+#[test]
+fn conflicting_commands_are_ordered() {
+    // Each step reads what the one before wrote; without barriers, some would read old values.
+    let mut b = Bench::new(70);
+    let dim = 4096;
+    let weight = b.upload(&vec![0f32; dim]);
+    let x: Vec<f32> = b.random(dim, 1.0);
+    let (mut from, mut to) = (b.activations(&x, dim), b.empty(1, dim));
+    let (first, second) = (from.clone(), to.clone());
+    b.run(|k, r| {
+        for _ in 0..50 {
+            k.rms_norm(r, &from, &weight, 1e-6, &to, 1);
+            std::mem::swap(&mut from, &mut to);
+        }
+    });
+    let mut expected: Vec<f64> = x.iter().map(|v| f64::from(*v)).collect();
+    for _ in 0..50 {
+        expected = reference::rms_norm(&expected, &vec![0.0; dim], 1e-6);
+    }
+    for buffer in [&first, &second] {
+        close(&b.rows(buffer, 1), &expected, &vec![2.0; dim], 1e-5, "ping-pong");
+    }
+}
+
+#[test]
+fn validation_is_loaded_and_catches_a_violation() {
+    // Its own device: what it provokes must not fail the others.
+    let device = Device::open(&DevicePolicy { validation: true, ..policy() }).unwrap();
+    let mut arena = Arena::new(&device);
+    let buffer = arena.alloc(MemoryKind::Device, Class::Staging, 1024, "violated").unwrap();
+    let mut commands = CommandBuffer::new(&device, "violation").unwrap();
+    let mut recorder = commands.begin().unwrap();
+    // vkCmdFillBuffer demands an offset that is a multiple of 4 (VUID-vkCmdFillBuffer-dstOffset-00025).
+    recorder.fill(&buffer.slice(1, 64), 0);
+    recorder.submit("violation").unwrap();
+    let error = commands.wait().unwrap_err().to_string();
+    assert!(error.contains("vkCmdFillBuffer") && error.contains("multiple of 4"), "{error}");
+    assert!(!device.validation_log().take().is_empty());
+}
+
+#[test]
+fn every_shader_fits_the_smallest_device() {
+    for shader in shaders::ALL {
+        assert!(!shader.spirv.is_empty() && shader.spirv.len() % 4 == 0, "{}", shader.name);
+        assert_eq!(shader.spirv[..4], 0x0723_0203u32.to_le_bytes(), "{}: no SPIR-V", shader.name);
+        assert!(
+            shader.constants.iter().all(|(_, name)| !name.is_empty()),
+            "{}: unnamed constant",
+            shader.name
+        );
+    }
+}
