@@ -270,7 +270,8 @@ fn the_27b_embedding_works_whole() {
     let matrix = Matrix::upload(&mut b.arena, &mut uploader, &tensor, Scheme::Bf16, limit).unwrap();
     let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix).unwrap();
     uploader.finish().unwrap();
-    let placed: u64 = b.arena.placements().iter().filter(|p| p.class == Class::Weights).map(|p| p.bytes).sum();
+    let placed: u64 =
+        b.arena.placements().iter().filter(|p| p.class == Class::Weights).map(|p| p.bytes).sum();
     assert!(placed >= (rows * cols * 2) as u64, "{placed} bytes of weights");
 
     // Each id's neighbours in a tile, the ends of shards, and the last row.
