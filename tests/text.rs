@@ -647,6 +647,9 @@ fn hostile_templates_end() {
         ("{{ 'a' * 100000000 }}", Some("operator *")),
         ("{{ 9 ** 999999 }}", Some("operator *")),
         ("{{ range(1000000000000) | list }}", Some("range")),
+        ("{{ 'a'|indent(1000000000000) }}", Some("unknown filter")),
+        ("{{ '{:>1000000000000}'.format(1) }}", Some("unknown method")),
+        ("{% for a in messages %}{{ loop.cycle() }}{% endfor %}", Some("template engine failed")),
         (&flood, Some("too long")),
         (&nested, Some("")),
         (&ifs, Some("")),
@@ -669,6 +672,63 @@ fn hostile_templates_end() {
             }
             (Ok(_), None) => {}
             (other, _) => panic!("{what}: {other:?}"),
+        }
+    }
+}
+
+/// Values at the edges of what filters, methods and slices take: each ends in a text or an error.
+#[test]
+fn edge_values_in_templates_end_in_a_result() {
+    for source in [
+        "{{ 'abc'[5:2] }}{{ 'aé🦄'[::-1] }}{{ 'é'[1:] }}{{ [1, 2][:99999999999] }}",
+        "{{ [1, 2][::0] }}",
+        "{{ 'abc'[-9223372036854775808:9223372036854775807] }}",
+        "{{ [1]|batch(0)|list }}",
+        "{{ [1]|slice(0)|list }}",
+        "{{ [1]|batch(9223372036854775807)|list }}",
+        "{{ [1]|slice(9223372036854775807)|list }}",
+        "{{ 1 // 0 }}",
+        "{{ 1 / 0 }}",
+        "{{ (-9223372036854775807 - 1) // -1 }}",
+        "{{ (-9223372036854775807 - 1)|abs }}",
+        "{{ 1.5|round(99999999999) }}",
+        "{{ 1e999|int }}",
+        "{{ 'a'|indent(9223372036854775807) }}",
+        "{{ '%d %s %99s'|format(1) }}",
+        "{{ '%-9223372036854775807d'|format(1) }}",
+        "{{ '%018446744073709551615d' % 1 }}",
+        "{{ '{:018446744073709551615}'.format(1) }}",
+        "{{ '{:>9223372036854775807}'.format(1) }}",
+        "{{ '{:.18446744073709551615f}'.format(1.5) }}",
+        "{{ '{0.__class__}{99999999999999999999}'.format(1) }}",
+        "{{ 'aaa'.replace('', 'b', -9) }}{{ 'a'.split('') }}",
+        "{{ 'a'.split('a', 9223372036854775807) }}{{ 'é'.find('é', 1) }}",
+        "{{ range(0, 10, 0) }}",
+        "{{ range(-9223372036854775807, 9223372036854775807)|length }}",
+        "{{ range(1, 2, -9223372036854775808) }}",
+        "{% for a in messages %}{{ loop.cycle() }}{% endfor %}",
+        "{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}",
+        "{% for a, b in messages %}{% endfor %}",
+        "{{ super() }}",
+        "{{ self.nothing() }}",
+        "{{ loop.index }}",
+        "{% macro f() %}{{ caller() }}{% endmacro %}{% call f() %}x{% endcall %}{{ f() }}",
+        "{{ debug() }}",
+        "{{ messages|tojson }}",
+        "{{ messages|sort(attribute='role')|map(attribute='content')|join(',')|reverse|upper }}",
+        "{{ messages|groupby('role')|list }}{{ {'a': 1}|dictsort }}{{ [1, 'a', none]|unique|list }}",
+        "{{ [3, 'a', none, 1.5, true]|sort }}{{ [1, none]|max }}{{ []|min }}{{ []|first }}{{ 7|last }}",
+        "{{ 'a' ~ messages ~ none ~ 1 }}{{ messages + 1 }}",
+        "{{ namespace(1) }}",
+        "{{ raise_exception() }}",
+        "{{ strftime_now('%') }}{{ strftime_now('%-') }}{{ strftime_now(3) }}",
+    ] {
+        let files = ChatFiles { chat_template_jinja: Some(source.as_bytes()), ..Default::default() };
+        let rendered = ChatTemplate::from_checkpoint(files)
+            .and_then(|template| template.render(&[Message::new("user", "hi")], true));
+        match rendered {
+            Ok(text) => assert!(text.len() < 1_000_000, "{source}: {} bytes", text.len()),
+            Err(error) => assert!(!error.to_string().contains('\n'), "{source}: {error}"),
         }
     }
 }

@@ -25,8 +25,8 @@ pub use tokenizer::Tokenizer;
 
 /// Longest text, in bytes, that is rendered from a conversation or tokenized in one call.
 ///
-/// Encoding is O(n log n) but takes a few hundred bytes of memory per byte of text, so the bound keeps one
-/// request below a few GiB. Four times the longest Gemma-3 context (131,072 tokens of about four bytes).
+/// Encoding the worst of it takes about a second and 150 bytes of memory per byte of text, so this bounds what
+/// one request can cost. It is four times the longest Gemma-3 context (131,072 tokens of about four bytes).
 pub const MAX_TEXT_BYTES: usize = 2 << 20;
 
 /// What went wrong with a tokenizer, a template, or a text.

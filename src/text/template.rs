@@ -4,11 +4,14 @@
 //! methods, `raise_exception`, `strftime_now` (in UTC), `break` and `continue`, the special tokens as
 //! variables, `tools` and `documents` as none.
 //!
-//! A template comes from strangers. Instructions, recursion, source and output are bounded, so it ends; the
-//! operator `*` is refused, since one `[0] * 10**12` is a single instruction. What is *not* bounded is the
-//! memory of a template that keeps doubling a string.
+//! A template comes with a checkpoint, from strangers. Instructions, recursion, source and output are bounded,
+//! and a panic of the engine is an error. What makes one instruction as costly as a number says is refused: the
+//! operator `*` (`[0] * 10**12`), and the filters `batch`, `format`, `indent` and `slice`, which take whatever
+//! memory they are asked for. What is *not* bounded is a template that keeps doubling a string or a list.
 
+use std::any::Any;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::value::Value;
@@ -114,7 +117,10 @@ impl ChatTemplate {
         let mut out = BoundedText::default();
         let template =
             self.environment.get_template(NAME).map_err(|e| template_error(&self.origin, describe(&e)))?;
-        match template.render_captured_to(context, &mut out) {
+        // The engine can be made to panic (`loop.cycle()` divides by the number of its arguments).
+        let rendered = catch_unwind(AssertUnwindSafe(|| template.render_captured_to(context, &mut out)))
+            .map_err(|panic| template_error(&self.origin, describe_panic(&*panic)))?;
+        match rendered {
             _ if out.overflow > 0 => {
                 Err(TextError::TooLong { bytes: out.text.len() + out.overflow, limit: MAX_TEXT_BYTES })
             }
@@ -142,6 +148,9 @@ impl ChatTemplate {
         environment.set_recursion_limit(MAX_RECURSION);
         environment.set_unknown_method_callback(python_method);
         environment.add_filter("trim", python_trim_filter);
+        for unbounded in ["batch", "format", "indent", "slice"] {
+            environment.remove_filter(unbounded);
+        }
         // minijinja takes none for an empty list; Gemma's template tells a null content by this test.
         environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
         environment.add_function("raise_exception", raise_exception);
@@ -328,6 +337,12 @@ fn describe(error: &Error) -> String {
     text
 }
 
+fn describe_panic(panic: &(dyn Any + Send)) -> String {
+    let message = panic.downcast_ref::<&str>().copied();
+    let message = message.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown");
+    format!("the template engine failed: {message}")
+}
+
 fn python_trim_filter(text: String, chars: Option<String>) -> String {
     match chars {
         None => python_trim(&text).to_owned(),
@@ -340,6 +355,7 @@ fn python_method(state: &State, value: &Value, method: &str, args: &[Value]) -> 
     match (value.as_str(), method, args) {
         (Some(text), "strip", []) => Ok(Value::from(python_trim(text))),
         (Some(text), "lstrip", []) => Ok(Value::from(text.trim_start_matches(is_python_space))),
+        (Some(_), "format", _) => Err(Error::from(ErrorKind::UnknownMethod)),
         (Some(text), "rstrip", []) => Ok(Value::from(text.trim_end_matches(is_python_space))),
         _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args),
     }
