@@ -1,98 +1,140 @@
 // Causal attention of each token over its sequence's paged KV cache, optionally in a sliding window.
 //
-//   q, y  f32 [tokens, num_heads, head_dim]; q already normed, rotated and scaled
-//   k_cache, v_cache  f32 [block][kv_head][token in block][head_dim]
+//   q, y  f32 [tokens, num_kv_heads * GROUP, HEAD_DIM]; q already normed, rotated and scaled
+//   k_cache, v_cache  f32 [block][kv_head][token in block][HEAD_DIM]
 //   block_tables [sequences][max_blocks]; sequence_of, positions [tokens]
 //   window  keys a token sees, itself included; 0: all
 //
-// A workgroup takes one query head of one token. It walks the keys in tiles of 64 that start at multiples of 64,
-// with an online softmax: the order of sums depends on the token's position alone, not on the batch or on how the
-// prompt was cut into chunks. Lane j scores key j of a tile; then lane d sums dimensions d, d + 64, ...
+// A workgroup takes one token and one KV head with its GROUP query heads, so that keys and values are read once for
+// the group. It walks the keys in tiles of 64 that start at multiples of 64, with an online softmax. Lane j scores key
+// j of a tile; then HEAD_DIM / 4 lanes hold four dimensions each and sum over every PARTS-th key, and at the end the
+// parts are added in order. So the order of sums depends on the token's position alone, not on the batch or on how the
+// prompt was cut into chunks (the maximum has no order: it may use subgroups of any size).
 #version 460
 #extension GL_GOOGLE_include_directive : require
+#extension GL_KHR_shader_subgroup_arithmetic : require
 #include "memory.glsl"
-#define WORKGROUP 64
-#include "reduce.glsl"
 
-const uint MAX_HEAD_DIM = 256;
-layout(local_size_x = WORKGROUP) in;
+const uint TILE = 64;
+const float LOWEST = uintBitsToFloat(0xff800000u);
+layout(local_size_x = TILE) in;
+layout(constant_id = 0) const uint GROUP = 1;
+layout(constant_id = 1) const uint HEAD_DIM = 64;
+// Lanes that hold one copy of the output, and how many copies there are.
+const uint LANES = HEAD_DIM / 4;
+const uint PARTS = TILE / LANES;
 
 layout(push_constant, std430) uniform Push {
-    ReadFloats q;
+    ReadVec4s q;
     ReadVec4s k_cache;
-    ReadFloats v_cache;
+    ReadVec4s v_cache;
     ReadUints positions;
     ReadUints sequence_of;
     ReadUints block_tables;
-    WriteFloats y;
-    uint num_heads;
+    WriteVec4s y;
     uint num_kv_heads;
-    uint head_dim;
     uint block_size;
     uint max_blocks;
     uint window;
 };
 
-shared vec4 query[MAX_HEAD_DIM / 4];
-shared float weights[WORKGROUP];
-shared uint key_rows[WORKGROUP];
+shared vec4 query[GROUP][LANES];
+shared float subgroup_maximum[GROUP][TILE];
+shared float weights[GROUP][TILE];
+shared uint key_rows[TILE];
+shared vec4 part_acc[GROUP][PARTS][LANES];
+shared float part_sum[GROUP][PARTS];
 
 void main() {
-    const uint token = gl_WorkGroupID.x, head = gl_WorkGroupID.y, lane = gl_LocalInvocationID.x;
-    const uint kv_head = head / (num_heads / num_kv_heads);
+    const uint token = gl_WorkGroupID.x, kv_head = gl_WorkGroupID.y, lane = gl_LocalInvocationID.x;
     const uint position = positions.at[token];
     const uint table = sequence_of.at[token] * max_blocks;
     const uint first = window > 0 && position >= window ? position - window + 1 : 0;
-    const uint row = (token * num_heads + head) * head_dim;
+    const uint row = (token * num_kv_heads + kv_head) * GROUP * HEAD_DIM;
 
-    for (uint i = lane; i < head_dim / 4; i += WORKGROUP) {
-        const uint at = row + 4 * i;
-        query[i] = vec4(q.at[at], q.at[at + 1], q.at[at + 2], q.at[at + 3]);
+    if (lane < LANES) {
+        [[unroll]] for (uint g = 0; g < GROUP; g++) query[g][lane] = q.at[row / 4 + g * LANES + lane];
     }
     barrier();
 
-    float maximum = uintBitsToFloat(0xff800000u), sum = 0.0;
-    float acc[MAX_HEAD_DIM / WORKGROUP];
-    [[unroll]] for (uint i = 0; i < MAX_HEAD_DIM / WORKGROUP; i++) acc[i] = 0.0;
+    const uint part = lane / LANES, dim = lane % LANES;
+    float maximum[GROUP], sum[GROUP];
+    vec4 acc[GROUP];
+    [[unroll]] for (uint g = 0; g < GROUP; g++) {
+        maximum[g] = LOWEST;
+        sum[g] = 0.0;
+        acc[g] = vec4(0);
+    }
 
-    for (uint tile = first / WORKGROUP * WORKGROUP; tile <= position; tile += WORKGROUP) {
+    for (uint tile = first / TILE * TILE; tile <= position; tile += TILE) {
         const uint key = tile + lane;
-        float score = uintBitsToFloat(0xff800000u);
+        float score[GROUP];
+        [[unroll]] for (uint g = 0; g < GROUP; g++) score[g] = LOWEST;
         if (key >= first && key <= position) {
             const uint block = block_tables.at[table + key / block_size];
-            const uint key_row =
-                ((block * num_kv_heads + kv_head) * block_size + key % block_size) * head_dim;
+            const uint key_row = ((block * num_kv_heads + kv_head) * block_size + key % block_size) * LANES;
             key_rows[lane] = key_row;
-            score = 0.0;
-            for (uint i = 0; i < head_dim / 4; i++) {
-                const vec4 a = query[i], b = k_cache.at[key_row / 4 + i];
-                score = fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, score))));
+            [[unroll]] for (uint g = 0; g < GROUP; g++) score[g] = 0.0;
+            for (uint i = 0; i < LANES; i++) {
+                const vec4 b = k_cache.at[key_row + i];
+                [[unroll]] for (uint g = 0; g < GROUP; g++) {
+                    const vec4 a = query[g][i];
+                    score[g] = fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, score[g]))));
+                }
             }
         }
-        const float tile_maximum = max(maximum, workgroup_max(score));
-        const float weight = exp(score - tile_maximum);
-        weights[lane] = weight;
-        // Also orders the shared arrays before the loop below.
-        const float tile_sum = workgroup_sum(weight);
-        const float correction = exp(maximum - tile_maximum);
-        sum = fma(sum, correction, tile_sum);
-        maximum = tile_maximum;
+        [[unroll]] for (uint g = 0; g < GROUP; g++) {
+            const float highest = subgroupMax(score[g]);
+            if (subgroupElect()) subgroup_maximum[g][gl_SubgroupID] = highest;
+        }
+        barrier();
+
+        float correction[GROUP];
+        [[unroll]] for (uint g = 0; g < GROUP; g++) {
+            float tile_maximum = maximum[g];
+            for (uint i = 0; i < gl_NumSubgroups; i++)
+                tile_maximum = max(tile_maximum, subgroup_maximum[g][i]);
+            correction[g] = exp(maximum[g] - tile_maximum);
+            maximum[g] = tile_maximum;
+            weights[g][lane] = exp(score[g] - tile_maximum);
+        }
+        barrier();
 
         // Keys outside [first, position] may never have been written: they are left out, not weighted by zero.
-        const uint low = max(tile, first) - tile, high = min(tile + WORKGROUP - 1, position) - tile;
-        [[unroll]] for (uint i = 0; i < MAX_HEAD_DIM / WORKGROUP; i++) {
-            const uint d = lane + i * WORKGROUP;
-            if (d < head_dim) {
-                float value = acc[i] * correction;
-                for (uint j = low; j <= high; j++) value = fma(weights[j], v_cache.at[key_rows[j] + d], value);
-                acc[i] = value;
+        const uint low = max(tile, first) - tile, high = min(tile + TILE - 1, position) - tile;
+        [[unroll]] for (uint g = 0; g < GROUP; g++) {
+            sum[g] *= correction[g];
+            acc[g] *= correction[g];
+        }
+        if (part < PARTS) {
+            for (uint j = (low + PARTS - 1 - part) / PARTS * PARTS + part; j <= high; j += PARTS) {
+                const vec4 value = v_cache.at[key_rows[j] + dim];
+                [[unroll]] for (uint g = 0; g < GROUP; g++) {
+                    const float weight = weights[g][j];
+                    sum[g] += weight;
+                    acc[g] = fma(vec4(weight), value, acc[g]);
+                }
             }
         }
         barrier();
     }
 
-    [[unroll]] for (uint i = 0; i < MAX_HEAD_DIM / WORKGROUP; i++) {
-        const uint d = lane + i * WORKGROUP;
-        if (d < head_dim) y.at[row + d] = acc[i] / sum;
+    if (part < PARTS) {
+        [[unroll]] for (uint g = 0; g < GROUP; g++) {
+            part_acc[g][part][dim] = acc[g];
+            if (dim == 0) part_sum[g][part] = sum[g];
+        }
+    }
+    barrier();
+    if (lane < LANES) {
+        [[unroll]] for (uint g = 0; g < GROUP; g++) {
+            vec4 total = part_acc[g][0][lane];
+            float divisor = part_sum[g][0];
+            [[unroll]] for (uint p = 1; p < PARTS; p++) {
+                total += part_acc[g][p][lane];
+                divisor += part_sum[g][p];
+            }
+            y.at[row / 4 + g * LANES + lane] = total / divisor;
+        }
     }
 }

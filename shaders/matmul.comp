@@ -3,9 +3,9 @@
 //   W  [rows, cols], packed (common/weights.glsl)     x  f32 [tokens, cols], rows x_stride apart (multiple of 4)
 //   y  f32 [tokens, rows], rows y_stride apart
 //
-// A workgroup computes 32 rows x COLUMNS tokens: lane (row, split) walks every SPLITS-th block of its row, and
-// the splits' sums are added in order. That order depends on the matrix alone, so one token's result has the
-// same bits whatever else is in the batch and whichever COLUMNS is chosen.
+// A workgroup computes ROW_TILES x 32 rows by COLUMNS tokens: lane (row, split) walks every SPLITS-th block of its
+// rows, and the splits' sums are added in order. That order depends on the matrix alone, so one token's result has the
+// same bits whatever else is in the batch and however large the tiles are.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -14,6 +14,7 @@
 const uint SPLITS = 4;
 layout(local_size_x = 32, local_size_y = SPLITS) in;
 layout(constant_id = 0) const uint COLUMNS = 1;
+layout(constant_id = 1) const uint ROW_TILES = 1;
 
 layout(push_constant, std430) uniform Push {
     Blocks blocks;
@@ -29,7 +30,7 @@ layout(push_constant, std430) uniform Push {
     uint blocks_per_scale;
 };
 
-shared float partial[SPLITS][COLUMNS][TILE_ROWS];
+shared float partial[SPLITS][ROW_TILES][COLUMNS][TILE_ROWS];
 
 vec4 load_x(uint token, uint k) {
     vec4 v = x.at[(token * x_stride + k) / 4];
@@ -39,51 +40,65 @@ vec4 load_x(uint token, uint k) {
 
 void main() {
     const uint lane = gl_LocalInvocationID.x, split = gl_LocalInvocationID.y;
-    const uint tile = gl_WorkGroupID.x, first_token = gl_WorkGroupID.y * COLUMNS;
+    const uint first_tile = gl_WorkGroupID.x * ROW_TILES, first_token = gl_WorkGroupID.y * COLUMNS;
+    const uint last_tile = (rows - 1) / TILE_ROWS;
     const uint blocks_per_row = (cols + BLOCK - 1) / BLOCK;
 #if defined(WEIGHT_INT4)
     const uint scales_per_row = (blocks_per_row + blocks_per_scale - 1) / blocks_per_scale;
 #endif
 
-    float acc[COLUMNS];
-    [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[c] = 0.0;
+    float acc[ROW_TILES][COLUMNS];
+    [[unroll]] for (uint t = 0; t < ROW_TILES; t++)
+        [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[t][c] = 0.0;
 
     for (uint b = split; b < blocks_per_row; b += SPLITS) {
-        const uvec4 block = blocks.at[(tile * blocks_per_row + b) * TILE_ROWS + lane];
-#if defined(WEIGHT_INT4)
-        const float scale =
-            scale_at(scales, (tile * scales_per_row + b / blocks_per_scale) * TILE_ROWS + lane);
-#endif
-        [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-            // The last tile of tokens may be short: its spare columns repeat the last token, and are not stored.
-            const uint token = min(first_token + c, tokens - 1);
-            float sum = 0.0;
-            [[unroll]] for (uint i = 0; i < BLOCK / 4; i++) {
-                const uint k = b * BLOCK + 4 * i;
-                if (k < cols) {
-                    const vec4 w = block_weights(block, i), v = load_x(token, k);
-                    sum = fma(w.w, v.w, fma(w.z, v.z, fma(w.y, v.y, fma(w.x, v.x, sum))));
+        uvec4 block[ROW_TILES];
+        float sum[ROW_TILES][COLUMNS];
+        [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
+            // Spare tiles of the last workgroup repeat the last tile; spare columns, the last token. Neither is stored.
+            const uint tile = min(first_tile + t, last_tile);
+            block[t] = blocks.at[(tile * blocks_per_row + b) * TILE_ROWS + lane];
+            [[unroll]] for (uint c = 0; c < COLUMNS; c++) sum[t][c] = 0.0;
+        }
+        [[unroll]] for (uint i = 0; i < BLOCK / 4; i++) {
+            const uint k = b * BLOCK + 4 * i;
+            if (k < cols) {
+                vec4 w[ROW_TILES];
+                [[unroll]] for (uint t = 0; t < ROW_TILES; t++) w[t] = block_weights(block[t], i);
+                [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
+                    const vec4 v = load_x(min(first_token + c, tokens - 1), k);
+                    [[unroll]] for (uint t = 0; t < ROW_TILES; t++)
+                        sum[t][c] =
+                            fma(w[t].w, v.w, fma(w[t].z, v.z, fma(w[t].y, v.y, fma(w[t].x, v.x, sum[t][c]))));
                 }
             }
+        }
+        [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
 #if defined(WEIGHT_INT4)
-            acc[c] = fma(scale, sum, acc[c]);
+            const uint tile = min(first_tile + t, last_tile);
+            const float scale =
+                scale_at(scales, (tile * scales_per_row + b / blocks_per_scale) * TILE_ROWS + lane);
+            [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[t][c] = fma(scale, sum[t][c], acc[t][c]);
 #else
-            acc[c] += sum;
+            [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[t][c] += sum[t][c];
 #endif
         }
     }
 
-    [[unroll]] for (uint c = 0; c < COLUMNS; c++) partial[split][c][lane] = acc[c];
+    [[unroll]] for (uint t = 0; t < ROW_TILES; t++)
+        [[unroll]] for (uint c = 0; c < COLUMNS; c++) partial[split][t][c][lane] = acc[t][c];
     barrier();
 
-    const uint row = tile * TILE_ROWS + lane;
-    if (row >= rows) return;
-    for (uint c = split; c < COLUMNS && first_token + c < tokens; c += SPLITS) {
-        float sum = partial[0][c][lane];
-        [[unroll]] for (uint s = 1; s < SPLITS; s++) sum += partial[s][c][lane];
+    for (uint t = 0; t < ROW_TILES; t++) {
+        const uint row = (first_tile + t) * TILE_ROWS + lane;
+        if (row >= rows) return;
+        for (uint c = split; c < COLUMNS && first_token + c < tokens; c += SPLITS) {
+            float sum = partial[0][t][c][lane];
+            [[unroll]] for (uint s = 1; s < SPLITS; s++) sum += partial[s][t][c][lane];
 #if defined(WEIGHT_INT8)
-        sum *= scale_at(scales, row);
+            sum *= scale_at(scales, row);
 #endif
-        y.at[(first_token + c) * y_stride + row] = sum;
+            y.at[(first_token + c) * y_stride + row] = sum;
+        }
     }
 }

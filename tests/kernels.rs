@@ -35,8 +35,14 @@ impl Bench {
     fn new(seed: u64) -> Bench {
         println!("seed {seed}");
         let device = device();
-        let kernels = Kernels::new(&device, &SCHEMES, Scheme::Bf16).unwrap();
+        let kernels = Kernels::new(&device, &SCHEMES, Scheme::Bf16, 2, 64).unwrap();
         Bench { arena: Arena::new(&device), kernels, rng: ChaCha8Rng::seed_from_u64(seed), device }
+    }
+
+    /// Kernels for the heads of `shape`.
+    fn make_heads(&mut self, shape: &AttentionShape) {
+        let group = shape.num_heads / shape.num_kv_heads;
+        self.kernels = Kernels::new(&self.device, &[], Scheme::Bf16, group, shape.head_dim).unwrap();
     }
 
     fn random(&mut self, count: usize, scale: f32) -> Vec<f32> {
@@ -221,7 +227,7 @@ fn int4_scales_below_f16s_normal_range_are_exact() {
 fn embed_yields_every_stored_weight() {
     for (seed, scheme) in SCHEMES.into_iter().enumerate() {
         let mut b = Bench::new(10 + seed as u64);
-        b.kernels = Kernels::new(&b.device, &[], scheme).unwrap();
+        b.kernels = Kernels::new(&b.device, &[], scheme, 2, 64).unwrap();
         for (rows, cols, shard) in [(7, 5, u64::MAX), (100, 130, u64::MAX), (100, 130, 1)] {
             let w = b.random(rows * cols, 1.5);
             let stored = as_stored(&w, cols, scheme);
@@ -424,8 +430,10 @@ fn attention_matches_its_twin_over_pages_and_windows() {
         shape(4, 4, 256, 16, None),
         shape(4, 1, 256, 32, Some(70)),
         shape(2, 2, 36, 16, Some(1000)),
+        shape(16, 1, 64, 16, Some(40)),
     ];
     for shape in shapes {
+        b.make_heads(&shape);
         let paged = Paged::new(
             &mut b,
             shape,
@@ -475,6 +483,7 @@ fn attention_matches_its_twin_over_pages_and_windows() {
 fn qkv_store_norms_rotates_and_files_away() {
     let mut b = Bench::new(40);
     for shape in [shape(4, 2, 32, 16, None), shape(3, 1, 100, 5, None), shape(2, 2, 256, 16, None)] {
+        b.make_heads(&shape);
         let paged = Paged::new(&mut b, shape, &[(3, 3), (40, 1), (21, 7)]);
         let tokens = paged.tokens();
         let n = tokens.len();

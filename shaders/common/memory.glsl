@@ -11,3 +11,4 @@ layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Rea
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Floats { float at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteFloats { float at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteUints { uint at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) writeonly buffer WriteVec4s { vec4 at[]; };

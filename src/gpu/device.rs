@@ -152,6 +152,11 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
     need(features12.host_query_reset == vk::TRUE, "hostQueryReset");
     need(features13.synchronization2 == vk::TRUE, "synchronization2");
     need(features13.maintenance4 == vk::TRUE, "maintenance4");
+    need(
+        subgroup.supported_stages.contains(vk::ShaderStageFlags::COMPUTE)
+            && subgroup.supported_operations.contains(vk::SubgroupFeatureFlags::ARITHMETIC),
+        "subgroup arithmetic in compute shaders",
+    );
     need(queue_family.is_some(), "a compute queue");
     need(heaps.iter().any(|h| h.size_bytes > 0), "a memory heap");
 

@@ -24,8 +24,11 @@ use shaders::{AttentionPush, EmbedPush, GegluPush, MatmulPush, QkvStorePush, Rms
 
 /// Largest head the attention shader holds in registers; heads are multiples of 4.
 pub const MAX_HEAD_DIM: usize = 256;
-/// Tokens per workgroup of a matrix product, of which the smallest that fits is used.
-const COLUMNS: [u32; 3] = [1, 4, 8];
+/// Most query heads per KV head: their queries and scores fit 32 KiB of shared memory.
+pub const MAX_GROUP: usize = 16;
+/// Tiles of a matrix product by number of tokens: (tokens, tiles of 32 rows) per workgroup, of which the first with
+/// enough tokens is used. One token wants many small workgroups, a prompt wants each load used often.
+const TILES: [(u32, u32); 3] = [(1, 1), (4, 2), (8, 4)];
 /// An id of the embedding kernel's input that stands for "the id last sampled in slot N": this flag plus N.
 pub const LAST_SAMPLED: u32 = 1 << 31;
 /// What the sampler writes when logits are not finite.
@@ -113,7 +116,7 @@ pub struct SampleRequest {
 
 struct ByScheme {
     embed: Option<Arc<Pipeline>>,
-    matmul: [Arc<Pipeline>; COLUMNS.len()],
+    matmul: [Arc<Pipeline>; TILES.len()],
 }
 
 /// Every pipeline a model needs, compiled.
@@ -124,13 +127,23 @@ pub struct Kernels {
     rms_norm_gather: Arc<Pipeline>,
     qkv_store: Arc<Pipeline>,
     attention: Arc<Pipeline>,
+    group: usize,
+    head_dim: usize,
     geglu: Arc<Pipeline>,
     sample: Arc<Pipeline>,
 }
 
 impl Kernels {
-    /// Compiles the kernels for matrices of `schemes`, one of which, `embedding`, is also looked up by row.
-    pub fn new(device: &Device, schemes: &[Scheme], embedding: Scheme) -> Result<Kernels, GpuError> {
+    /// Compiles the kernels for matrices of `schemes` and of `embedding`, which is also looked up by row, and for
+    /// attention with `group` query heads per KV head.
+    pub fn new(
+        device: &Device,
+        schemes: &[Scheme],
+        embedding: Scheme,
+        group: usize,
+        head_dim: usize,
+    ) -> Result<Kernels, GpuError> {
+        assert!(group <= MAX_GROUP && head_dim <= MAX_HEAD_DIM && head_dim.is_multiple_of(4));
         let mut by_scheme = Vec::new();
         for scheme in schemes.iter().chain([&embedding]) {
             let (matmul, embed) = shaders_of(*scheme);
@@ -140,11 +153,10 @@ impl Kernels {
             let looked_up = scheme_id(*scheme) == scheme_id(embedding);
             let pipelines = ByScheme {
                 embed: looked_up.then(|| device.pipeline(embed, &[])).transpose()?,
-                matmul: [
-                    device.pipeline(matmul, &[COLUMNS[0]])?,
-                    device.pipeline(matmul, &[COLUMNS[1]])?,
-                    device.pipeline(matmul, &[COLUMNS[2]])?,
-                ],
+                matmul: {
+                    let [a, b, c] = TILES.map(|(columns, tiles)| device.pipeline(matmul, &[columns, tiles]));
+                    [a?, b?, c?]
+                },
             };
             by_scheme.push((scheme_id(*scheme), pipelines));
         }
@@ -154,7 +166,9 @@ impl Kernels {
             rms_norm_add: device.pipeline(&shaders::RMS_NORM_ADD, &[])?,
             rms_norm_gather: device.pipeline(&shaders::RMS_NORM_GATHER, &[])?,
             qkv_store: device.pipeline(&shaders::QKV_STORE, &[])?,
-            attention: device.pipeline(&shaders::ATTENTION, &[])?,
+            attention: device.pipeline(&shaders::ATTENTION, &[group as u32, head_dim as u32])?,
+            group,
+            head_dim,
             geglu: device.pipeline(&shaders::GEGLU, &[])?,
             sample: device.pipeline(&shaders::SAMPLE, &[])?,
         })
@@ -212,7 +226,8 @@ impl Kernels {
     ) {
         x.check(tokens, matrix.cols, "matmul: x");
         y.check(tokens, matrix.rows, "matmul: y");
-        let i = COLUMNS.iter().position(|&c| c as usize >= tokens).unwrap_or(COLUMNS.len() - 1);
+        let i = TILES.iter().position(|t| t.0 as usize >= tokens).unwrap_or(TILES.len() - 1);
+        let (columns, row_tiles) = TILES[i];
         let pipeline = &self.scheme(matrix.scheme).matmul[i];
         for shard in &matrix.shards {
             let push = MatmulPush {
@@ -227,8 +242,8 @@ impl Kernels {
                 y_stride: y.stride as u32,
                 blocks_per_scale: matrix.scheme.blocks_per_scale(),
             };
-            let groups =
-                [shard.rows.div_ceil(weights::TILE_ROWS) as u32, (tokens as u32).div_ceil(COLUMNS[i]), 1];
+            let tiles = shard.rows.div_ceil(weights::TILE_ROWS) as u32;
+            let groups = [tiles.div_ceil(row_tiles), (tokens as u32).div_ceil(columns), 1];
             let mut reads = vec![&shard.blocks, &x.buffer];
             reads.extend(&shard.scales);
             // Each shard writes its own columns of y.
@@ -325,7 +340,7 @@ impl Kernels {
         cache: &KvCache,
         tokens: usize,
     ) {
-        check_heads(shape);
+        self.check_heads(shape);
         q.check(tokens, shape.num_heads * shape.head_dim, "qkv_store: q");
         k.check(tokens, shape.num_kv_heads * shape.head_dim, "qkv_store: k");
         v.check(tokens, shape.num_kv_heads * shape.head_dim, "qkv_store: v");
@@ -365,7 +380,7 @@ impl Kernels {
         y: &Activations,
         tokens: usize,
     ) {
-        check_heads(shape);
+        self.check_heads(shape);
         q.check(tokens, shape.num_heads * shape.head_dim, "attention: q");
         y.check(tokens, shape.num_heads * shape.head_dim, "attention: y");
         let push = AttentionPush {
@@ -376,17 +391,21 @@ impl Kernels {
             sequence_of: step.sequence_of.address(),
             block_tables: step.block_tables.address(),
             y: y.buffer.address(),
-            num_heads: shape.num_heads as u32,
             num_kv_heads: shape.num_kv_heads as u32,
-            head_dim: shape.head_dim as u32,
             block_size: shape.block_size as u32,
             max_blocks: shape.max_blocks as u32,
             window: shape.window.unwrap_or(0) as u32,
+            ..AttentionPush::default()
         };
         let reads =
             [&q.buffer, &cache.keys, &cache.values, &step.positions, &step.sequence_of, &step.block_tables];
-        let groups = [tokens as u32, shape.num_heads as u32, 1];
+        let groups = [tokens as u32, shape.num_kv_heads as u32, 1];
         recorder.dispatch(&self.attention, &push, groups, &reads, &[&y.buffer]);
+    }
+
+    fn check_heads(&self, shape: &AttentionShape) {
+        assert_eq!(shape.num_heads, shape.num_kv_heads * self.group, "query heads per KV head");
+        assert_eq!(shape.head_dim, self.head_dim, "head_dim");
     }
 
     /// `gate = gelu_tanh(gate) * up`, in place.
@@ -438,11 +457,6 @@ impl Kernels {
             &[ids, sampled],
         );
     }
-}
-
-fn check_heads(shape: &AttentionShape) {
-    assert!(shape.head_dim <= MAX_HEAD_DIM && shape.head_dim % 4 == 0, "head_dim {}", shape.head_dim);
-    assert_eq!(shape.num_heads % shape.num_kv_heads, 0, "query heads per KV head");
 }
 
 /// Schemes that share shaders share an id: int4 groups differ in a push constant only.

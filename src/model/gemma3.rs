@@ -18,8 +18,8 @@ use crate::gpu::{
     Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind, Placement, Recorder, Uploader,
 };
 use crate::kernels::{
-    Activations, AttentionShape, Embedding, Kernels, KvCache, LAST_SAMPLED, Matrix, NO_TOKEN, SampleRequest,
-    StepArrays, UploadError,
+    Activations, AttentionShape, Embedding, Kernels, KvCache, LAST_SAMPLED, MAX_GROUP, Matrix, NO_TOKEN,
+    SampleRequest, StepArrays, UploadError,
 };
 use crate::tensor::{DType, QuantizeMode, Scheme};
 
@@ -205,6 +205,14 @@ impl Gemma3 {
                 "vision tensors skipped: this engine reads text only"
             );
         }
+        let group = config.num_attention_heads / config.num_key_value_heads;
+        if group > MAX_GROUP {
+            return Err(LoadError::Option(format!(
+                "{}: num_attention_heads is {group} times num_key_value_heads; the attention kernel takes at most \
+                 {MAX_GROUP}",
+                files.display("config.json")
+            )));
+        }
         let scheme_of = |tensor: &Tensor, asked: Option<Scheme>| asked.unwrap_or(native_scheme(tensor.dtype));
         let projections = |t: &Tensor| scheme_of(t, options.quantize.projections());
 
@@ -224,7 +232,7 @@ impl Gemma3 {
         let mut schemes: Vec<Scheme> =
             weights.layers.iter().flat_map(|l| l.projections().map(|t| projections(&t))).collect();
         schemes.dedup();
-        let kernels = Kernels::new(device, &schemes, embed_scheme)?;
+        let kernels = Kernels::new(device, &schemes, embed_scheme, group, config.head_dim)?;
 
         let embedding = loader.matrix(&mut arena, &weights.embed_tokens, embed_scheme)?;
         let embedding = Embedding::new(&mut arena, &mut loader.uploader, embedding)?;
