@@ -2,6 +2,7 @@
 
 mod api;
 mod checkpoint;
+mod cli;
 mod config;
 mod engine;
 mod fake_runner;

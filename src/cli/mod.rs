@@ -1,1 +1,121 @@
-//! (in work)
+//! The commands of the binary: reads the command line, calls the floors below, and says what went wrong.
+//!
+//! Every failure is one line, `error: ...`, and exit code 1; a command line that cannot be read is exit code 2.
+//! Answers and results go to standard output, everything else to standard error. [`load`] alone knows how a
+//! model comes onto a device; no file here names a Vulkan type.
+
+mod args;
+mod bench;
+mod devices;
+mod error;
+mod eval;
+mod generate;
+mod load;
+mod progress;
+mod serve;
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+use args::{Command, CommandLine, Global};
+use error::Error;
+
+use crate::config::{Config, Layer};
+
+/// Runs the process's command line.
+pub fn main() -> ExitCode {
+    let CommandLine { global, command } = CommandLine::parse();
+    match run(&global, command) {
+        Ok(()) => ExitCode::SUCCESS,
+        // A reader that closed its end (`| head`) has seen what it wanted.
+        Err(Error::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(global: &Global, command: Command) -> Result<(), Error> {
+    start_log(global.verbose, matches!(command, Command::Serve(_)));
+    let config = config(global, &command)?;
+    match command {
+        Command::Serve(_) => serve::serve(&config),
+        Command::Generate(args) => generate::generate(&config, args),
+        Command::Chat(args) => generate::chat(&config, args),
+        Command::Devices => devices::devices(),
+        Command::Eval(args) => eval::eval(&config, args),
+        Command::Bench(args) => bench::bench(&config, &args),
+    }
+}
+
+/// A server says what it does; a command on the terminal only what is wrong. `RUST_LOG` overrides both.
+fn start_log(verbose: u8, serving: bool) {
+    let level = match (verbose, serving) {
+        (0, false) => "warn",
+        (0, true) => "info",
+        (1, _) => "info,unicorn=debug",
+        (_, _) => "debug,unicorn=trace",
+    };
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_target(false)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr);
+    if serving { log.init() } else { log.without_time().init() }
+}
+
+/// Defaults, file, environment, flags.
+fn config(global: &Global, command: &Command) -> Result<Config, Error> {
+    let mut layers = Vec::new();
+    if let Some(path) = &global.config {
+        let text =
+            std::fs::read_to_string(path).map_err(|error| Error::File { path: path.clone(), error })?;
+        layers.push(Layer::file(&path.display().to_string(), &text)?);
+    }
+    let variables =
+        std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v.into_string().ok()?)));
+    layers.push(Layer::environment(variables)?);
+
+    let mut flags = Layer::flags();
+    if let Some(device) = &global.device {
+        flags.set("hardware", "device", device.clone());
+    }
+    if global.allow_software_vulkan {
+        flags.set("hardware", "allow_software_vulkan", true);
+    }
+    if let Some(mode) = global.quantize {
+        flags.set("model", "quantize", mode.name());
+    }
+    if let Some(context) = global.context {
+        flags.set("engine", "context", i64::from(context));
+    }
+    let model = match command {
+        Command::Serve(args::Serve { model, .. }) => model.model.as_ref(),
+        Command::Generate(args::Generate { model, .. }) => model.model.as_ref(),
+        Command::Chat(args::Chat { model, .. }) => model.model.as_ref(),
+        Command::Bench(args::Bench { model, .. }) => model.model.as_ref(),
+        Command::Eval(args::Eval::Logits { model, .. } | args::Eval::Perplexity { model, .. }) => Some(model),
+        Command::Devices => None,
+    };
+    if let Some(model) = model {
+        flags.set("model", "path", model.clone());
+    }
+    if let Command::Serve(args::Serve { name, host, port, .. }) = command {
+        if let Some(name) = name {
+            flags.set("model", "name", name.clone());
+        }
+        if let Some(host) = host {
+            flags.set("server", "host", host.clone());
+        }
+        if let Some(port) = port {
+            flags.set("server", "port", i64::from(*port));
+        }
+    }
+    layers.push(flags);
+    Ok(Config::from_layers(&layers)?)
+}

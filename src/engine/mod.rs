@@ -111,7 +111,7 @@ fn overflow(prompt: usize, max_tokens: Option<usize>, context: usize) -> String 
 /// Why the engine answers no more.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EngineError {
-    #[error("{0}; restart the server")]
+    #[error("{0}; restart unicorn")]
     Lost(String),
     #[error("the server is shutting down")]
     ShuttingDown,

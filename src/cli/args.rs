@@ -1,0 +1,173 @@
+//! The command line, as clap reads it.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::tensor::QuantizeMode;
+
+#[derive(Debug, Parser)]
+#[command(name = "unicorn", version, about = "A local LLM server: Gemma-3 in Vulkan compute shaders", long_about = None)]
+pub struct CommandLine {
+    #[command(flatten)]
+    pub global: Global,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// Options of every command. What is not given comes from the environment, the configuration file, the defaults.
+#[derive(Debug, Args)]
+pub struct Global {
+    /// Configuration file; `config/default.toml` in the source lists every option
+    #[arg(long, global = true, env = "UNICORN_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Vulkan device: its index, or a part of its name, as `unicorn devices` shows them
+    #[arg(long, global = true, value_name = "NAME|INDEX")]
+    pub device: Option<String>,
+    /// Accept a Vulkan device that is software on the CPU: slow, for tests and demonstrations
+    #[arg(long, global = true)]
+    pub allow_software_vulkan: bool,
+    /// Store the weights as: none, int8-row, int4-g32, int4-g128, int4-g128-emb8
+    #[arg(long, global = true, value_name = "MODE")]
+    pub quantize: Option<QuantizeMode>,
+    /// Longest prompt and answer together, in tokens
+    #[arg(long, global = true, value_name = "TOKENS")]
+    pub context: Option<u32>,
+    /// Log more; twice for everything
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve the OpenAI API
+    Serve(Serve),
+    /// Answer one prompt on the terminal
+    Generate(Generate),
+    /// Converse on the terminal
+    Chat(Chat),
+    /// List the Vulkan devices, and what each lacks
+    Devices,
+    /// Compute what a model says of given tokens or text
+    #[command(subcommand)]
+    Eval(Eval),
+    /// Measure load time, prefill and decode speed, and memory
+    Bench(Bench),
+}
+
+#[derive(Debug, Args)]
+pub struct Model {
+    /// Folder of a Gemma-3 checkpoint; without it, the demo model in this binary
+    #[arg(long, value_name = "FOLDER")]
+    pub model: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct Serve {
+    #[command(flatten)]
+    pub model: Model,
+    /// Id of the model in the API [default: the folder's name]
+    #[arg(long)]
+    pub name: Option<String>,
+    /// Address to listen on [default: 127.0.0.1]
+    #[arg(long)]
+    pub host: Option<String>,
+    /// TCP port; 0 takes a free one [default: 8010]
+    #[arg(long)]
+    pub port: Option<u16>,
+}
+
+#[derive(Debug, Args)]
+pub struct Generate {
+    #[command(flatten)]
+    pub model: Model,
+    /// What to answer
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: String,
+    #[command(flatten)]
+    pub sampling: Sampling,
+}
+
+#[derive(Debug, Args)]
+pub struct Chat {
+    #[command(flatten)]
+    pub model: Model,
+    #[command(flatten)]
+    pub sampling: Sampling,
+}
+
+/// How to answer; what is not given is the model's own default.
+#[derive(Debug, Args)]
+pub struct Sampling {
+    /// Instructions that stand before the conversation
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// Longest answer
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_tokens: Option<u32>,
+    /// 0 is greedy; at most 2
+    #[arg(long, value_parser = in_range::<0, 2>)]
+    pub temperature: Option<f32>,
+    /// Draw from the likeliest tokens of this probability together; 1 is off
+    #[arg(long, value_parser = in_range::<0, 1>)]
+    pub top_p: Option<f32>,
+    /// Draw from that many likeliest tokens; 0 is off
+    #[arg(long)]
+    pub top_k: Option<u32>,
+    /// Leave out tokens less likely than this share of the likeliest's; 0 is off
+    #[arg(long, value_parser = in_range::<0, 1>)]
+    pub min_p: Option<f32>,
+    /// The same seed gives the same answer
+    #[arg(long)]
+    pub seed: Option<u64>,
+    /// End the answer before this text; up to 4 times
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Eval {
+    /// Write the logits at every position: tensor `logits`, f32 [n, vocabulary]
+    Logits {
+        /// Folder of a Gemma-3 checkpoint
+        model: String,
+        /// Token ids, separated by commas
+        #[arg(long, value_delimiter = ',', required = true, value_name = "IDS")]
+        tokens: Vec<u32>,
+        /// Safetensors file to write
+        #[arg(long, value_name = "FILE")]
+        output: PathBuf,
+    },
+    /// Report how well a model predicts a text: exp of the mean negative log likelihood per token
+    Perplexity {
+        /// Folder of a Gemma-3 checkpoint
+        model: String,
+        /// Text in UTF-8
+        #[arg(long, value_name = "FILE")]
+        text: PathBuf,
+    },
+}
+
+#[derive(Debug, Args)]
+pub struct Bench {
+    #[command(flatten)]
+    pub model: Model,
+    /// Tokens to prefill
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    pub prompt_tokens: u32,
+    /// Tokens to decode
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..))]
+    pub generate_tokens: u32,
+    /// Measured runs, after one to warm up; the median counts
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn in_range<const LOW: u8, const HIGH: u8>(text: &str) -> Result<f32, String> {
+    let expected = || format!("expected a number from {LOW} to {HIGH}");
+    let value: f32 = text.parse().map_err(|_| expected())?;
+    (f32::from(LOW)..=f32::from(HIGH)).contains(&value).then_some(value).ok_or_else(expected)
+}

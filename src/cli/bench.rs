@@ -1,0 +1,134 @@
+//! `unicorn bench`: load time, prefill and decode speed, and memory, with the device, driver and commit they are of.
+//!
+//! Goes through the engine, one request at a time, as a chat does. The prompt is made of ids, not text: which they
+//! are makes no difference to the time.
+
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use super::args;
+use super::devices::bytes;
+use super::error::Error;
+use super::generate::print;
+use super::load;
+use super::progress::Bar;
+use crate::config::Config;
+use crate::engine::{Engine, EngineConfig, EngineHandle, Event, Request, Timings};
+use crate::model::SamplingParams;
+
+pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
+    let files = load::files(&config.model)?;
+    let since = Instant::now();
+    let model = load::model(&files, config)?;
+    let load_time = since.elapsed();
+    let (device, placement) = (model.device.clone(), model.placement());
+    let (quantize, name) = (config.model.quantize.name(), files.name().to_owned());
+
+    let engine = Engine::start(Box::new(model.runner), EngineConfig { queue: 1 });
+    let mut runs = Vec::new();
+    let per_run = u64::from(args.generate_tokens);
+    let mut bar = Bar::tokens("measuring");
+    for i in 0..=u64::from(args.runs) {
+        let total = (u64::from(args.runs) + 1) * per_run;
+        runs.push(run(&engine, args, &mut |n| bar.set(i * per_run + n as u64, total))?);
+    }
+    drop(bar);
+    runs.remove(0); // the first one warms up
+    let prompt_n = args.prompt_tokens as usize;
+    let prefill = median(runs.iter().map(|t| rate(prompt_n, t.prefill)));
+    // The first token comes with the prompt.
+    let decode = median(runs.iter().map(|t| rate(t.predicted_n - 1, t.decode)));
+    let (rss, peak) = resident_bytes();
+    let commit = commit();
+    let load_s = load_time.as_secs_f64();
+
+    if args.json {
+        let placement: Vec<_> =
+            placement.iter().map(|(what, bytes)| json!({"what": what, "bytes": bytes})).collect();
+        let line = json!({
+            "model": name,
+            "quantize": quantize,
+            "device": device.name,
+            "driver": device.driver,
+            "commit": commit,
+            "load_s": load_s,
+            "prompt_tokens": prompt_n,
+            "prefill_tokens_per_s": prefill,
+            "generate_tokens": args.generate_tokens,
+            "decode_tokens_per_s": decode,
+            "runs": args.runs,
+            "rss_bytes": rss,
+            "peak_rss_bytes": peak,
+            "placement": placement,
+        });
+        return print(&format!("{line}\n"));
+    }
+    let or_unknown = |n: Option<u64>| n.map_or("unknown".into(), bytes);
+    let mut text = format!(
+        "{name}, weights {quantize}\n{}, {}, commit {commit}\n\
+         load     {load_s:.2} s\n\
+         prefill  {prefill:.1} tokens/s ({prompt_n} tokens, median of {runs})\n\
+         decode   {decode:.1} tokens/s ({generate} tokens, median of {runs})\n\
+         memory   {} resident, at most {}\n",
+        device.name,
+        device.driver,
+        or_unknown(rss),
+        or_unknown(peak),
+        runs = args.runs,
+        generate = args.generate_tokens,
+    );
+    for (what, n) in placement {
+        text.push_str(&format!("         {} {what}\n", bytes(n)));
+    }
+    print(&text)
+}
+
+/// Where the time of one request went; `progress` hears of each token.
+fn run(engine: &EngineHandle, args: &args::Bench, progress: &mut dyn FnMut(usize)) -> Result<Timings, Error> {
+    let vocab = engine.limits().vocab_size as u32;
+    let request = Request {
+        prompt: (0..args.prompt_tokens).map(|i| i.wrapping_mul(7919) % vocab).collect(),
+        sampling: SamplingParams::GREEDY,
+        max_tokens: Some(args.generate_tokens as usize),
+        stop_token_ids: Vec::new(),
+    };
+    let mut stream = engine.submit(request)?;
+    loop {
+        match stream.blocking_next() {
+            Some(Event::Token { timings, .. }) => progress(timings.predicted_n),
+            Some(Event::Finished { timings, .. }) => return Ok(timings),
+            Some(Event::Failed(error)) => return Err(error.into()),
+            None => unreachable!("a stream ends with Finished or Failed"),
+        }
+    }
+}
+
+fn rate(n: usize, time: Duration) -> f64 {
+    n as f64 / time.as_secs_f64().max(f64::MIN_POSITIVE)
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Of the source tree this binary was built in, if that is still there; `+` where it has changes.
+fn commit() -> String {
+    let describe =
+        ["-C", env!("CARGO_MANIFEST_DIR"), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"];
+    let output = std::process::Command::new("git").args(describe).output();
+    let described = output.ok().filter(|o| o.status.success()).and_then(|o| String::from_utf8(o.stdout).ok());
+    described.map_or("unknown".into(), |text| text.trim().to_owned())
+}
+
+/// Resident now and at most, of this process.
+fn resident_bytes() -> (Option<u64>, Option<u64>) {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let field = |name: &str| -> Option<u64> {
+        let line = status.lines().find_map(|l| l.strip_prefix(name))?;
+        line.trim_start_matches(':').split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib * 1024)
+    };
+    (field("VmRSS"), field("VmHWM"))
+}

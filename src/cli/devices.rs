@@ -1,0 +1,56 @@
+//! `unicorn devices`: what the Vulkan loader shows, what each device holds, and what it lacks.
+
+use std::fmt::Write as _;
+
+use super::error::Error;
+use super::generate::print;
+use crate::gpu::{self, DeviceInfo, DeviceKind};
+
+pub fn devices() -> Result<(), Error> {
+    let devices = gpu::list_devices()?;
+    if devices.is_empty() {
+        return print(
+            "no Vulkan device was found: is a driver installed (mesa-vulkan-drivers), and may this user open /dev/dri?\n",
+        );
+    }
+    print(&devices.iter().map(describe).collect::<String>())
+}
+
+fn describe(device: &DeviceInfo) -> String {
+    let (major, minor) = device.api_version;
+    let mut text = format!("{}: {}\n", device.index, device.name);
+    let mut line = |name: &str, value: String| {
+        let _ = writeln!(text, "   {name:<12} {value}");
+    };
+    line("kind", device.kind.to_string());
+    line("driver", format!("{}, Vulkan {major}.{minor}", device.driver));
+    for (i, heap) in device.heaps.iter().enumerate() {
+        let local = if heap.device_local { "device-local" } else { "host" };
+        line(
+            &format!("heap {i}"),
+            format!("{} {local}, {} free", bytes(heap.size_bytes), bytes(heap.free_bytes)),
+        );
+    }
+    line("allocation", format!("at most {}", bytes(device.max_allocation_bytes)));
+    line("buffer", format!("at most {} at once in a shader", bytes(device.max_storage_buffer_bytes)));
+    line("subgroup", format!("{} invocations", device.subgroup_size));
+    let usable = if !device.missing.is_empty() {
+        format!("no: it lacks {}", device.missing.join(", "))
+    } else if device.kind == DeviceKind::Cpu {
+        "with --allow-software-vulkan: it is software on the CPU, and slow".into()
+    } else {
+        "yes".into()
+    };
+    line("usable", usable);
+    text
+}
+
+/// Bytes for people, in binary units.
+pub fn bytes(n: u64) -> String {
+    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+    if n < 1024 {
+        return format!("{n} B");
+    }
+    let power = (n.ilog2() / 10).min(UNITS.len() as u32);
+    format!("{:.1} {}", n as f64 / 1024f64.powi(power as i32), UNITS[power as usize - 1])
+}

@@ -1,0 +1,61 @@
+//! What a command ends with when it fails: one line for the person at the terminal.
+
+use std::path::PathBuf;
+
+use crate::api::ApiError;
+use crate::checkpoint::CheckpointError;
+use crate::config::ConfigError;
+use crate::engine::{EngineError, SubmitError};
+use crate::gpu::GpuError;
+use crate::model::RunnerError;
+use crate::text::TextError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("{}: {error}", path.display())]
+    File { path: PathBuf, error: std::io::Error },
+    #[error(
+        "port {port} of {host} is taken by another program: stop it, or choose another port with --port {}",
+        next_port(*port)
+    )]
+    PortTaken { host: String, port: u16 },
+    #[error("cannot listen on {host}, port {port}: {error}")]
+    Listen { host: String, port: u16, error: std::io::Error },
+    #[error("serving: {0}")]
+    Serve(std::io::Error),
+    #[error("cannot start the runtime: {0}")]
+    Runtime(std::io::Error),
+    #[error("cannot write the answer: {0}")]
+    Output(std::io::Error),
+    #[error("the terminal: {0}")]
+    Terminal(rustyline::error::ReadlineError),
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    ModelConfig(#[from] crate::model::config::ConfigError),
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    #[error(transparent)]
+    Load(#[from] crate::model::gemma3::LoadError),
+    #[error(transparent)]
+    Text(#[from] TextError),
+    #[error(transparent)]
+    Submit(#[from] SubmitError),
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error(transparent)]
+    Runner(#[from] RunnerError),
+    #[error(transparent)]
+    Request(#[from] ApiError),
+    /// An argument that only the loaded model shows to be wrong.
+    #[error("{0}")]
+    Argument(String),
+    #[error("loading the model met a bug (see the messages above)")]
+    LoadPanicked,
+}
+
+fn next_port(port: u16) -> u16 {
+    port.checked_add(1).unwrap_or(8010)
+}

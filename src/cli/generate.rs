@@ -1,0 +1,161 @@
+//! `unicorn generate` and `unicorn chat`: one answer, or a conversation, on the terminal.
+//!
+//! A conversation is kept in memory alone: neither it nor the lines typed are written to disk.
+
+use std::io::{IsTerminal, Write};
+
+use futures::StreamExt;
+use rustyline::error::ReadlineError;
+
+use super::args;
+use super::error::Error;
+use super::load;
+use super::progress::{self, Spinner};
+use crate::api::{ChatRequest, Delta, End, Service};
+use crate::config::Config;
+use crate::engine::{FinishReason, SubmitError, Timings};
+use crate::text::Message;
+
+/// Answers `args.prompt`, as it comes.
+pub fn generate(config: &Config, args: args::Generate) -> Result<(), Error> {
+    let files = load::files(&config.model)?;
+    let service = load::service(&files, config)?;
+    let mut request = request(args.sampling);
+    request.messages.push(Message::new("user", &args.prompt));
+    // Ctrl-C ends the program, as it does any other.
+    runtime()?.block_on(answer(&service, &request, std::future::pending())).map(drop)
+}
+
+/// Reads a line, answers it, and so on. Ctrl-C ends an answer, Ctrl-D the program.
+pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
+    let files = load::files(&config.model)?;
+    let service = load::service(&files, config)?;
+    let mut request = request(args.sampling);
+    let opening = request.messages.len();
+    // Ctrl-C is a signal only while an answer runs: the editor reads it as a key.
+    let runtime = runtime()?;
+    let mut editor = rustyline::DefaultEditor::new().map_err(Error::Terminal)?;
+    if std::io::stdin().is_terminal() {
+        eprintln!("Ctrl-C stops an answer, Ctrl-D leaves; /new starts a new conversation.");
+    }
+    loop {
+        let line = match editor.readline("> ") {
+            Ok(line) => line,
+            Err(ReadlineError::Interrupted) => {
+                eprintln!("(Ctrl-D leaves)");
+                continue;
+            }
+            Err(ReadlineError::Eof) => return Ok(()),
+            Err(error) => return Err(Error::Terminal(error)),
+        };
+        match line.trim() {
+            "" => continue,
+            "/new" => {
+                request.messages.truncate(opening);
+                eprintln!("(a new conversation)");
+                continue;
+            }
+            "/quit" | "/exit" => return Ok(()),
+            _ => {}
+        }
+        // A line that cannot be kept for the arrow keys is no reason to stop.
+        let _ = editor.add_history_entry(&line);
+        request.messages.push(Message::new("user", &line));
+        match runtime.block_on(answer(&service, &request, tokio::signal::ctrl_c())) {
+            Ok(text) => request.messages.push(Message::new("assistant", &text)),
+            Err(error @ (Error::Engine(_) | Error::Submit(SubmitError::Engine(_)))) => return Err(error),
+            Err(error) => {
+                request.messages.pop();
+                eprintln!("error: {error} (/new starts a new conversation)");
+            }
+        }
+    }
+}
+
+fn runtime() -> Result<tokio::runtime::Runtime, Error> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)
+}
+
+/// Prints an answer as it comes, and returns its text: what there is of it, where `interrupt` ended it.
+async fn answer(
+    service: &Service,
+    request: &ChatRequest,
+    interrupt: impl Future<Output = std::io::Result<()>>,
+) -> Result<String, Error> {
+    let (engine, mut answer) = service.prepare(request)?;
+    let prompt_n = engine.prompt.len();
+    let mut tokens = service.engine().submit(engine)?;
+    let mut text = String::new();
+    let mut interrupt = std::pin::pin!(interrupt);
+    let mut patience = std::pin::pin!(tokio::time::sleep(progress::PATIENCE));
+    let mut reading = true;
+    let mut spinner = None;
+    loop {
+        let event = tokio::select! {
+            event = tokens.next() => event,
+            () = &mut patience, if reading && spinner.is_none() => {
+                spinner = Some(Spinner::start(format!("reading {prompt_n} tokens")));
+                continue;
+            }
+            result = &mut interrupt => {
+                result.map_err(Error::Runtime)?;
+                None
+            }
+        };
+        reading = false;
+        spinner = None;
+        let Some(event) = event else {
+            print("\n")?;
+            eprintln!("(stopped)");
+            return Ok(text);
+        };
+        let Delta { text: more, end } = answer.push(event);
+        print(&more)?;
+        text.push_str(&more);
+        match end {
+            None => {}
+            Some(End::Finished { reason, timings }) => {
+                print("\n")?;
+                say_how(reason, &timings);
+                return Ok(text);
+            }
+            Some(End::Failed(error)) => {
+                print("\n")?;
+                return Err(error.into());
+            }
+        }
+    }
+}
+
+fn request(args: args::Sampling) -> ChatRequest {
+    ChatRequest {
+        messages: args.system.iter().map(|text| Message::new("system", text)).collect(),
+        max_tokens: args.max_tokens.map(|n| n as usize),
+        temperature: args.temperature,
+        top_p: args.top_p,
+        top_k: args.top_k,
+        min_p: args.min_p,
+        seed: args.seed,
+        stop: args.stop,
+        ..ChatRequest::default()
+    }
+}
+
+pub fn print(text: &str) -> Result<(), Error> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Error::Output)
+}
+
+/// How fast it was, and whether it was cut; for people, so only where one watches.
+fn say_how(reason: FinishReason, timings: &Timings) {
+    if !std::io::stderr().is_terminal() {
+        return;
+    }
+    let Timings { prefill, decode, prompt_n, predicted_n, .. } = *timings;
+    let cut = if reason == FinishReason::Length { "; cut at its longest" } else { "" };
+    let rate = predicted_n.saturating_sub(1) as f64 / decode.as_secs_f64().max(1e-9);
+    let prefill_s = prefill.as_secs_f64();
+    eprintln!(
+        "({prompt_n} tokens read in {prefill_s:.2} s, {predicted_n} written at {rate:.1} per second{cut})"
+    );
+}

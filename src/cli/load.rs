@@ -1,0 +1,150 @@
+//! The one place where a model comes onto a device: files, tokenizer, device, weights, engine.
+
+use super::devices::bytes;
+use super::error::Error;
+use super::progress::Bar;
+use crate::api::{SamplingDefaults, Service};
+use crate::checkpoint::ModelFiles;
+use crate::config::{self, Config};
+use crate::engine::{Engine, EngineConfig};
+use crate::gpu::{Device, DeviceInfo, DevicePolicy, Placement};
+use crate::model::Runner;
+use crate::model::config::{Gemma3Config, GenerationConfig};
+use crate::model::gemma3::{Gemma3, LoadOptions};
+use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
+
+const DEMO_NAME: &str = "unicorn-demo";
+
+/// The small model that ships in the binary.
+const DEMO: &[(&str, &[u8])] = &[
+    ("config.json", include_bytes!("../../models/demo/config.json")),
+    ("generation_config.json", include_bytes!("../../models/demo/generation_config.json")),
+    ("model.safetensors", include_bytes!("../../models/demo/model.safetensors")),
+    ("tokenizer.json", include_bytes!("../../models/demo/tokenizer.json")),
+    ("tokenizer_config.json", include_bytes!("../../models/demo/tokenizer_config.json")),
+];
+
+/// The files of the model that was asked for, or those of the demo model.
+pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
+    match &model.path {
+        Some(path) => Ok(ModelFiles::open(path.as_ref())?),
+        None => {
+            tracing::warn!(
+                "no model was given: this is the small demo model in the binary (give one with --model)"
+            );
+            Ok(ModelFiles::embedded(DEMO_NAME, DEMO))
+        }
+    }
+}
+
+/// A model on its device, and the text side that belongs to it.
+pub struct Model {
+    pub runner: Gemma3,
+    pub tokenizer: Tokenizer,
+    pub bos_token_id: u32,
+    pub device: DeviceInfo,
+    template: ChatTemplate,
+    defaults: SamplingDefaults,
+    stop_token_ids: Vec<u32>,
+}
+
+/// Loads `files`. What can be wrong with small files is found before the large ones are touched.
+pub fn model(files: &ModelFiles, config: &Config) -> Result<Model, Error> {
+    let (model_config, generation) = Gemma3Config::load(files)?;
+    let read = |name: &str| files.read(name);
+    let Some(tokenizer_json) = read("tokenizer.json")? else {
+        return Err(Error::Argument(format!("{}: holds no tokenizer.json", files.location())));
+    };
+    let tokenizer = Tokenizer::from_bytes(&tokenizer_json, &files.display("tokenizer.json"))?;
+    tokenizer.fits(model_config.vocab_size)?;
+    let (tokenizer_config, jinja) = (read("tokenizer_config.json")?, read("chat_template.jinja")?);
+    let chat_files =
+        ChatFiles { tokenizer_config: tokenizer_config.as_deref(), chat_template_jinja: jinja.as_deref() };
+    let template = ChatTemplate::from_checkpoint(chat_files)?;
+
+    let policy = DevicePolicy {
+        device: config.hardware.device.clone(),
+        allow_software: config.hardware.allow_software_vulkan,
+        ..DevicePolicy::default()
+    };
+    let device = Device::open(&policy)?;
+    let info = device.info().clone();
+    let options = LoadOptions {
+        quantize: config.model.quantize,
+        max_context: config.engine.context,
+        max_batch_tokens: config.engine.prefill_chunk,
+        // Rows of the embedding beyond the tokenizer's ids are padding: no text stands for them.
+        sample_below: Some(tokenizer.vocab_size()),
+        ..LoadOptions::default()
+    };
+    let mut bar = Bar::bytes("loading");
+    let runner = Gemma3::load(&device, files, &options, &mut |p| bar.set(p.done, p.total))?;
+    drop(bar);
+
+    let mut stop_token_ids = model_config.eos_token_ids.clone();
+    // A checkpoint whose configs name `<eos>` alone still ends its turns with this.
+    let end_of_turn = tokenizer.token_id("<end_of_turn>");
+    stop_token_ids.extend(end_of_turn.filter(|id| !model_config.eos_token_ids.contains(id)));
+    let model = Model {
+        runner,
+        tokenizer,
+        bos_token_id: model_config.bos_token_id,
+        device: info,
+        template,
+        defaults: defaults(&generation),
+        stop_token_ids,
+    };
+    model.log(files, config);
+    Ok(model)
+}
+
+impl Model {
+    pub fn vocab_size(&self) -> usize {
+        self.runner.limits().vocab_size
+    }
+
+    /// Tokens, prompt and answer together.
+    pub fn max_context(&self) -> usize {
+        self.runner.limits().max_context
+    }
+
+    /// What lies where, and how many bytes of it.
+    pub fn placement(&self) -> Vec<(String, u64)> {
+        let row =
+            |p: &Placement| (format!("{} in {} ({} buffers)", p.class.name(), p.heap, p.buffers), p.bytes);
+        self.runner.placements().iter().map(row).collect()
+    }
+
+    fn log(&self, files: &ModelFiles, config: &Config) {
+        let (context, layers) = (self.max_context(), self.runner.config().num_hidden_layers);
+        tracing::info!("model    {}: {layers} layers, weights {}", files.location(), config.model.quantize);
+        tracing::info!("device   {}, {}", self.device.name, self.device.driver);
+        tracing::info!("context  {context} tokens, prompt and answer together");
+        tracing::info!("template {}", self.template.origin());
+        for (what, n) in self.placement() {
+            tracing::info!("memory   {} {what}", bytes(n));
+        }
+    }
+}
+
+/// Loads `files` and starts the engine on it.
+pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
+    let Model { runner, tokenizer, template, defaults, stop_token_ids, .. } = model(files, config)?;
+    let engine = Engine::start(Box::new(runner), EngineConfig { queue: config.server.queue });
+    Ok(Service::new(engine, tokenizer, template, defaults, stop_token_ids))
+}
+
+/// As transformers reads the file: greedy unless it says `do_sample`; what it leaves out restricts nothing.
+fn defaults(generation: &GenerationConfig) -> SamplingDefaults {
+    if generation.repetition_penalty.is_some_and(|p| p != 1.0) {
+        tracing::warn!("generation_config.json: repetition_penalty is not supported, and is ignored");
+    }
+    let temperature =
+        if generation.do_sample == Some(true) { generation.temperature.unwrap_or(1.0) } else { 0.0 };
+    SamplingDefaults {
+        temperature,
+        top_k: generation.top_k.unwrap_or(0),
+        top_p: generation.top_p.unwrap_or(1.0),
+        min_p: generation.min_p.unwrap_or(0.0),
+    }
+}

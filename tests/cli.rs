@@ -1,0 +1,323 @@
+//! The binary: with bad input, its exit code and the one line that names what is wrong; and each command on a
+//! small checkpoint.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::fake_runner::HANG;
+use crate::support::data;
+
+/// With no Vulkan device at all, for what must fail before it needs one.
+fn unicorn(args: &[&str]) -> Command {
+    let mut command = unicorn_on_software(args);
+    command.env("VK_DRIVER_FILES", "/nonexistent.json").env("VK_ICD_FILENAMES", "/nonexistent.json");
+    command
+}
+
+/// With the devices there are; commands that compute are given `--allow-software-vulkan`.
+fn unicorn_on_software(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_unicorn"));
+    command.args(args);
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("UNICORN_") || name == "RUST_LOG" {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
+fn output(mut command: Command) -> (i32, String, String) {
+    let Output { status, stdout, stderr } = command.output().expect("the binary runs");
+    let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+    (status.code().expect("an exit code, not a signal"), text(stdout), text(stderr))
+}
+
+/// One `error:` line with every one of `parts`; warnings may stand before it.
+#[track_caller]
+fn assert_error(command: Command, code: i32, parts: &[&str]) {
+    let shown = format!("{command:?}");
+    let (got, stdout, stderr) = output(command);
+    assert_eq!((got, stdout.as_str()), (code, ""), "{shown}: {stderr}");
+    let errors: Vec<&str> = stderr.lines().skip_while(|l| !l.starts_with("error: ")).collect();
+    assert!(!errors.is_empty(), "{shown}: no error line in {stderr:?}");
+    assert!(code == 2 || errors.len() == 1, "{shown}: more than a line: {stderr}");
+    for part in parts {
+        assert!(errors[0].contains(part), "{shown}: {part:?} is not in {:?}", errors[0]);
+    }
+}
+
+#[test]
+fn a_command_line_that_cannot_be_read_is_exit_code_2() {
+    let model = ["--model", "m"];
+    for (args, part) in [
+        (&["generate"][..], "--prompt"),
+        (&["generate", "--prompt", "x", "--temperature", "hot"], "temperature"),
+        (&["generate", "--prompt", "x", "--temperature", "3"], "temperature"),
+        (&["generate", "--prompt", "x", "--max-tokens", "0"], "max-tokens"),
+        (&["generate", "--prompt", "x", "--quantize", "int3"], "int3"),
+        (&["serve", "--port", "70000"], "port"),
+        (&["eval", "logits", "m", "--output", "o"], "--tokens"),
+        (&["eval", "logits", "m", "--output", "o", "--tokens", "2,x"], "--tokens"),
+        (&["bench", "--generate-tokens", "1"], "generate-tokens"),
+        (&["fly"], "fly"),
+    ] {
+        let mut command = unicorn(args);
+        if args[0] == "serve" {
+            command.args(model);
+        }
+        // clap adds a usage line; its first lines may be several where arguments are missing.
+        let (code, stdout, stderr) = output(command);
+        assert_eq!((code, stdout.as_str()), (2, ""), "{args:?}: {stderr}");
+        assert!(stderr.starts_with("error: ") && stderr.contains(part), "{args:?}: {stderr}");
+    }
+    assert_eq!(output(unicorn(&[])).0, 2);
+    assert_eq!(output(unicorn(&["--version"])).0, 0);
+}
+
+#[test]
+fn configuration_errors_name_the_option_and_where_it_stood() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("unicorn.toml");
+    let path = file.to_str().expect("UTF-8");
+    assert_error(unicorn(&["serve", "--config", path]), 1, &[path, "No such file"]);
+    for (text, part) in
+        [("[server]\nprt = 1", "server.prt"), ("[server]\nport = \"x\"", "server.port"), ("[server", "TOML")]
+    {
+        std::fs::write(&file, text).expect("written");
+        assert_error(unicorn(&["serve", "--config", path]), 1, &[path, part]);
+    }
+    let mut command = unicorn(&["serve"]);
+    command.env("UNICORN_SERVER_PORT", "http");
+    assert_error(command, 1, &["UNICORN_SERVER_PORT", "integer"]);
+}
+
+#[test]
+fn a_taken_port_is_named_and_another_suggested() {
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = taken.local_addr().expect("bound").port().to_string();
+    assert_error(unicorn(&["serve", "--port", &port]), 1, &[&port, "taken", "--port"]);
+    assert_error(unicorn(&["serve", "--host", "203.0.113.1"]), 1, &["203.0.113.1", "8010"]);
+}
+
+#[test]
+fn models_that_are_none_are_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |p: &Path| p.to_str().expect("UTF-8").to_owned();
+    let missing = path(&folder.path().join("nothing"));
+    let empty = path(folder.path());
+    let file = path(&folder.path().join("file"));
+    std::fs::write(&file, "x").expect("written");
+    let no_tokenizer = folder.path().join("half");
+    std::fs::create_dir(&no_tokenizer).expect("made");
+    std::fs::copy(data("gemma3/tiny-a/config.json"), no_tokenizer.join("config.json")).expect("copied");
+    let no_tokenizer = path(&no_tokenizer);
+
+    for (model, part) in [
+        (&missing, "no such folder"),
+        (&file, "is a file"),
+        (&empty, "config.json"),
+        (&no_tokenizer, "tokenizer.json"),
+    ] {
+        assert_error(unicorn(&["generate", "--prompt", "x", "--model", model]), 1, &[model, part]);
+        assert_error(unicorn(&["serve", "--port", "0", "--model", model]), 1, &[model, part]);
+        let eval = ["eval", "logits", model, "--tokens", "2", "--output", "/dev/null"];
+        assert_error(unicorn(&eval), 1, &[model, part]);
+    }
+    let text = unicorn(&["eval", "perplexity", &no_tokenizer, "--text", &missing]);
+    assert_error(text, 1, &[&missing, "No such file"]);
+}
+
+#[test]
+fn without_a_device_there_is_an_error_and_no_fallback() {
+    for args in [
+        &["generate", "--prompt", "x"][..],
+        &["generate", "--prompt", "x", "--allow-software-vulkan"],
+        &["serve", "--port", "0", "--allow-software-vulkan"],
+        &["bench"],
+    ] {
+        assert_error(unicorn(args), 1, &["Vulkan"]);
+    }
+}
+
+/// tiny-a with the mini tokenizer, which fits it.
+fn tiny_model() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in ["config.json", "generation_config.json", "model.safetensors"] {
+        std::fs::copy(data("gemma3/tiny-a").join(file), folder.path().join(file)).expect("copied");
+    }
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(data("tokenizer-mini").join(file), folder.path().join(file)).expect("copied");
+    }
+    folder
+}
+
+fn succeed(args: &[&str]) -> String {
+    let mut command = unicorn_on_software(args);
+    command.arg("--allow-software-vulkan");
+    let (code, stdout, stderr) = output(command);
+    assert_eq!(code, 0, "{args:?}: {stderr}");
+    stdout
+}
+
+#[test]
+fn eval_writes_logits_and_perplexity_that_agree() {
+    let folder = tiny_model();
+    let model = folder.path().to_str().expect("UTF-8");
+    let file = folder.path().join("logits.safetensors");
+    let file_path = file.to_str().expect("UTF-8");
+    let goldens = std::fs::read(data("gemma3/tiny-a/goldens.safetensors")).expect("goldens");
+    let goldens = safetensors::SafeTensors::deserialize(&goldens).expect("goldens");
+    let floats =
+        |bytes: &[u8]| -> Vec<f32> { bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect() };
+    let tokens: Vec<i32> = goldens
+        .tensor("tokens.mid")
+        .unwrap()
+        .data()
+        .chunks_exact(4)
+        .map(bytemuck::pod_read_unaligned)
+        .collect();
+    let list = tokens.iter().map(i32::to_string).collect::<Vec<_>>().join(",");
+
+    succeed(&["eval", "logits", model, "--tokens", &list, "--output", file_path]);
+    let written = std::fs::read(&file).expect("written");
+    let written = safetensors::SafeTensors::deserialize(&written).expect("a sound file");
+    let logits = written.tensor("logits").expect("the tensor");
+    assert_eq!(logits.shape(), [tokens.len(), 512]);
+    let (logits, expected) = (floats(logits.data()), floats(goldens.tensor("logits.mid").unwrap().data()));
+    let worst = logits.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+    assert!(worst < 1e-3, "{worst} from the golden");
+
+    for (tokens, part) in [("2,512", "512"), ("", "--tokens")] {
+        let mut bad =
+            unicorn_on_software(&["eval", "logits", model, "--tokens", tokens, "--output", file_path]);
+        bad.arg("--allow-software-vulkan");
+        assert_error(bad, if tokens.is_empty() { 2 } else { 1 }, &[part]);
+    }
+
+    // A text over several windows: its mean must be that of the logits, here of a random model near ln 512.
+    let text = folder.path().join("text");
+    std::fs::write(&text, "Vim has two modes. ".repeat(40)).expect("written");
+    let text = text.to_str().expect("UTF-8");
+    let report = succeed(&["eval", "perplexity", model, "--text", text, "--context", "64"]);
+    let perplexity: f64 = report.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect(&report);
+    assert!(perplexity.is_finite() && perplexity > 64.0, "{report}");
+}
+
+#[test]
+fn generate_chat_and_bench_run_on_a_small_model() {
+    let folder = tiny_model();
+    let model = folder.path().to_str().expect("UTF-8");
+    let generate = ["generate", "--model", model, "--prompt", "Hello", "--max-tokens", "12", "--seed", "5"];
+    let answer = succeed(&generate);
+    assert_eq!(answer, succeed(&generate), "the same seed gives the same answer");
+
+    let mut chat =
+        unicorn_on_software(&["chat", "--model", model, "--max-tokens", "8", "--temperature", "0"]);
+    chat.arg("--allow-software-vulkan").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut chat = chat.spawn().expect("runs");
+    chat.stdin.take().expect("piped").write_all(b"Hello\n\n/new\nHello\n").expect("typed");
+    let Output { status, stdout, stderr } = chat.wait_with_output().expect("ends");
+    assert!(status.success(), "{}", String::from_utf8_lossy(&stderr));
+    let answers = String::from_utf8(stdout).expect("UTF-8");
+    let (first, second) = answers.split_at(answers.len() / 2);
+    assert_eq!(first, second, "after /new the same question is new");
+
+    let line = succeed(&[
+        "bench",
+        "--model",
+        model,
+        "--prompt-tokens",
+        "20",
+        "--generate-tokens",
+        "4",
+        "--runs",
+        "1",
+        "--json",
+    ]);
+    let report: Value = serde_json::from_str(&line).expect(&line);
+    for name in ["load_s", "prefill_tokens_per_s", "decode_tokens_per_s", "rss_bytes", "peak_rss_bytes"] {
+        assert!(report[name].as_f64().is_some_and(|n| n > 0.0), "{name}: {line}");
+    }
+    for name in ["device", "driver", "commit"] {
+        assert!(report[name].as_str().is_some_and(|s| !s.is_empty()), "{name}: {line}");
+    }
+}
+
+/// Ends the server also where the test fails.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn serve_loads_answers_and_stops_on_sigterm() {
+    let folder = tiny_model();
+    let model = folder.path().to_str().expect("UTF-8");
+    let args = ["serve", "--model", model, "--name", "a/b", "--port", "0", "--allow-software-vulkan"];
+    let mut server = Running(unicorn_on_software(&args).stderr(Stdio::piped()).spawn().expect("runs"));
+    let (send, lines) = mpsc::channel();
+    let stderr = BufReader::new(server.0.stderr.take().expect("piped"));
+    std::thread::spawn(move || stderr.lines().map_while(Result::ok).try_for_each(|l| send.send(l)));
+
+    let mut log = Vec::new();
+    let address = loop {
+        let line = lines.recv_timeout(HANG).unwrap_or_else(|_| panic!("never ready: {log:#?}"));
+        log.push(line.clone());
+        if let Some((_, rest)) = line.split_once("ready: http://") {
+            break rest.split('/').next().expect("an address").to_owned();
+        }
+    };
+    for part in ["a/b", "device", "context", "weights in heap", "KV cache in heap"] {
+        assert!(log.iter().any(|l| l.contains(part)), "{part}: {log:#?}");
+    }
+
+    let ask = |stream: bool| {
+        let messages = json!([{"role": "user", "content": "Hello"}]);
+        let body =
+            json!({"model": "a/b", "messages": messages, "max_tokens": 9, "seed": 3, "stream": stream});
+        exchange(&address, "POST", "/v1/chat/completions", &body.to_string())
+    };
+    let (status, body) = ask(false);
+    assert_eq!(status, 200, "{body}");
+    let content = |body: &str| -> Value {
+        serde_json::from_str::<Value>(body).expect(body)["choices"][0]["message"]["content"].clone()
+    };
+    assert_eq!(content(&body), content(&ask(false).1), "the same seed gives the same answer");
+    let (status, stream) = ask(true);
+    assert!(status == 200 && stream.contains("data: [DONE]"), "{stream}");
+    assert_eq!(exchange(&address, "GET", "/health", "").0, 200);
+
+    let kill = Command::new("kill").args(["-TERM", &server.0.id().to_string()]).status().expect("kill runs");
+    assert!(kill.success());
+    let since = Instant::now();
+    let status = loop {
+        if let Some(status) = server.0.try_wait().expect("waits") {
+            break status;
+        }
+        assert!(since.elapsed() < HANG, "does not stop");
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    assert_eq!(status.code(), Some(0));
+}
+
+/// One request over one connection: the status, and the body as it stands on the wire.
+fn exchange(address: &str, method: &str, path: &str, body: &str) -> (u16, String) {
+    let mut client = TcpStream::connect(address).expect("connects");
+    client.set_read_timeout(Some(HANG)).expect("set");
+    let head = format!("{method} {path} HTTP/1.0\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    client.write_all(head.as_bytes()).expect("sent");
+    let mut reply = String::new();
+    client.read_to_string(&mut reply).expect("answered");
+    let (head, body) = reply.split_once("\r\n\r\n").expect("a head and a body");
+    (head.split(' ').nth(1).and_then(|s| s.parse().ok()).expect(head), body.to_owned())
+}
