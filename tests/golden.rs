@@ -20,20 +20,20 @@ const BOUND: f32 = 1e-3;
 const VARIANTS: [&str; 3] = ["tiny-a", "tiny-b", "tiny-27b-ratio"];
 
 /// A golden set: tensors by name.
-struct Goldens(Vec<u8>);
+pub struct Goldens(Vec<u8>);
 
 impl Goldens {
-    fn open(folder: &Path) -> Goldens {
+    pub fn open(folder: &Path) -> Goldens {
         Goldens(std::fs::read(folder.join("goldens.safetensors")).unwrap())
     }
 
-    fn view<T: bytemuck::AnyBitPattern>(&self, name: &str) -> Vec<T> {
+    pub fn view<T: bytemuck::AnyBitPattern>(&self, name: &str) -> Vec<T> {
         let file = safetensors::SafeTensors::deserialize(&self.0).unwrap();
         let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
         tensor.data().chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
     }
 
-    fn tokens(&self, name: &str) -> Vec<u32> {
+    pub fn tokens(&self, name: &str) -> Vec<u32> {
         self.view::<i32>(name).into_iter().map(|t| t as u32).collect()
     }
 }
@@ -43,7 +43,7 @@ fn load(folder: &Path, options: &LoadOptions) -> Gemma3 {
     Gemma3::load(&device, &ModelFiles::open(folder).unwrap(), options, &mut |_| {}).unwrap()
 }
 
-fn all_logits(model: &mut Gemma3, tokens: &[u32]) -> Vec<f32> {
+pub fn all_logits(model: &mut Gemma3, tokens: &[u32]) -> Vec<f32> {
     let vocab = model.config().vocab_size;
     let mut all = Vec::new();
     model
@@ -94,7 +94,7 @@ fn greedy(model: &mut Gemma3, prompt: &[u32], count: usize, chunk: usize, slot: 
 }
 
 /// Largest difference; NaN counts as infinite.
-fn max_difference(a: &[f32], b: &[f32]) -> f32 {
+pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     let difference = |(a, b): (&f32, &f32)| if (a - b).is_nan() { f32::INFINITY } else { (a - b).abs() };
     a.iter().zip(b).map(difference).fold(0.0, f32::max)

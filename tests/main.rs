@@ -4,6 +4,7 @@ mod api;
 mod checkpoint;
 mod cli;
 mod config;
+mod demo;
 mod engine;
 mod fake_runner;
 mod golden;

@@ -1,0 +1,205 @@
+//! The shipped demo model: the engine answers its question set as PyTorch does, and the model answers well enough.
+//!
+//! `tests/data/demo/README.md` describes the goldens. The quick questions run always; `UNICORN_TEST_DEMO=all` (what
+//! `make test-demo` sets) runs every one.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, OnceLock};
+
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+use unicorn::checkpoint::ModelFiles;
+use unicorn::model::gemma3::{Gemma3, LoadOptions};
+use unicorn::model::{Batch, BatchSequence, Input, Runner, Sampling, SamplingParams};
+use unicorn::text::{ChatTemplate, Message, Tokenizer, normalize};
+
+use crate::golden::{Goldens, all_logits, max_difference};
+use crate::support::{data, device, root};
+
+/// The engine's largest logit error allowed here, as for the reference checkpoints.
+const BOUND: f32 = 1e-3;
+
+#[derive(Deserialize)]
+struct About {
+    model_sha256: String,
+}
+
+#[derive(Deserialize)]
+struct Answer {
+    id: String,
+    category: String,
+    quick: bool,
+    prompt: Vec<u32>,
+    answer: Vec<u32>,
+    text: String,
+    margin: f32,
+    accepted: bool,
+}
+
+#[derive(Deserialize)]
+struct Answers {
+    about: About,
+    answers: Vec<Answer>,
+}
+
+#[derive(Deserialize)]
+struct Question {
+    id: String,
+    messages: Vec<Said>,
+}
+
+#[derive(Deserialize)]
+struct Said {
+    role: String,
+    content: String,
+}
+
+fn goldens() -> &'static Answers {
+    static GOLDENS: OnceLock<Answers> = OnceLock::new();
+    GOLDENS.get_or_init(|| {
+        let bytes = std::fs::read(data("demo/goldens.json")).unwrap();
+        serde_json::from_slice(&bytes).unwrap()
+    })
+}
+
+fn asked() -> impl Iterator<Item = &'static Answer> {
+    let all = std::env::var("UNICORN_TEST_DEMO").is_ok_and(|v| v == "all");
+    goldens().answers.iter().filter(move |a| all || a.quick)
+}
+
+fn folder() -> std::path::PathBuf {
+    root().join("models/demo")
+}
+
+/// One model for all tests here.
+fn model() -> MutexGuard<'static, Gemma3> {
+    static MODEL: OnceLock<Mutex<Gemma3>> = OnceLock::new();
+    let load = || {
+        let files = ModelFiles::open(&folder()).unwrap();
+        Mutex::new(Gemma3::load(&device(), &files, &LoadOptions::default(), &mut |_| {}).unwrap())
+    };
+    MODEL.get_or_init(load).lock().unwrap_or_else(|e| e.into_inner())
+}
+
+fn tokenizer() -> Tokenizer {
+    Tokenizer::from_bytes(&std::fs::read(folder().join("tokenizer.json")).unwrap(), "tokenizer.json").unwrap()
+}
+
+#[test]
+fn the_goldens_are_of_the_shipped_weights() {
+    let weights = std::fs::read(folder().join("model.safetensors")).unwrap();
+    let hash: String = Sha256::digest(&weights).iter().map(|b| format!("{b:02x}")).collect();
+    assert_eq!(hash, goldens().about.model_sha256, "run `make -C tools/demo_model goldens`");
+}
+
+#[test]
+fn questions_render_and_tokenize_to_the_goldens_prompts() {
+    let questions: Vec<Question> =
+        serde_json::from_slice(&std::fs::read(folder().join("questions.json")).unwrap()).unwrap();
+    assert!(questions.len() >= 300, "{} questions", questions.len());
+    let tokenizer = tokenizer();
+    let questions: BTreeMap<&str, &Question> = questions.iter().map(|q| (q.id.as_str(), q)).collect();
+    for answer in &goldens().answers {
+        let messages: Vec<Message> = questions[answer.id.as_str()]
+            .messages
+            .iter()
+            .map(|m| Message::new(&m.role, &m.content))
+            .collect();
+        let text = ChatTemplate::gemma().render(&normalize(&messages), true).unwrap();
+        assert_eq!(tokenizer.encode(&text, false).unwrap(), answer.prompt, "{}: {text:?}", answer.id);
+        assert_eq!(tokenizer.decode(&answer.answer, true), answer.text, "{}", answer.id);
+    }
+}
+
+#[test]
+fn logits_match_pytorch_at_every_length() {
+    let file = Goldens::open(&data("demo"));
+    let mut model = model();
+    for name in ["short", "medium", "long", "thousand", "four_thousand"] {
+        let tokens = file.tokens(&format!("{name}.tokens"));
+        let expected = file.view::<f32>(&format!("{name}.logits"));
+        let all = all_logits(&mut model, &tokens);
+        let difference = max_difference(&all[all.len() - expected.len()..], &expected);
+        println!("{name}: {} tokens, max |difference| {difference:.2e}", tokens.len());
+        assert!(difference <= BOUND, "{name}: {difference}");
+    }
+}
+
+/// Every id of every answer is the engine's highest logit after what came before it, so greedy decoding gives that
+/// answer; where PyTorch's own two best are within the noise, either may win.
+#[test]
+fn the_engine_answers_as_pytorch_does() {
+    let mut model = model();
+    let vocab = model.config().vocab_size;
+    let (mut ids, mut close) = (0, 0);
+    for golden in asked() {
+        let tokens: Vec<u32> = golden.prompt.iter().chain(&golden.answer).copied().collect();
+        let all = all_logits(&mut model, &tokens);
+        for (i, &id) in golden.answer.iter().enumerate() {
+            let logits = &all[(golden.prompt.len() + i - 1) * vocab..][..vocab];
+            let best = (0..vocab).rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
+            ids += 1;
+            if best != id as usize {
+                let gap = logits[best] - logits[id as usize];
+                assert!(
+                    gap <= 2.0 * BOUND && golden.margin <= 2.0 * BOUND,
+                    "{}: token {i} of {:?} is {best} by {gap}",
+                    golden.id,
+                    golden.text
+                );
+                close += 1;
+            }
+        }
+    }
+    println!("{ids} ids equal, {close} of them within the noise");
+    assert!(ids > 500 && close * 100 <= ids, "{close} of {ids} within the noise");
+}
+
+/// The same through the `Runner` seam, ids fed back on the device, for one question of each category.
+#[test]
+fn decoding_reproduces_the_answers() {
+    let mut model = model();
+    let limits = model.limits();
+    let mut seen = Vec::new();
+    for golden in asked().filter(|a| a.margin > 2.0 * BOUND && a.prompt.len() < 400) {
+        if seen.contains(&&golden.category) {
+            continue;
+        }
+        seen.push(&golden.category);
+        let table: Vec<u32> = (0..limits.num_blocks as u32).collect();
+        let sampling = Sampling { requests: vec![(0, SamplingParams::GREEDY)] };
+        let mut start = 0;
+        let mut ids = Vec::new();
+        let chunks: Vec<&[u32]> = golden.prompt.chunks(limits.max_batch_tokens).collect();
+        let prefill = chunks.iter().map(|c| Input::Ids(c.to_vec()));
+        let decode = (1..golden.answer.len()).map(|_| Input::LastSampled);
+        for (step, input) in prefill.chain(decode).enumerate() {
+            let length = input.len();
+            let sequence = BatchSequence { slot: 1, start, input, block_table: table.clone() };
+            let wanted = if step + 1 >= chunks.len() { sampling.clone() } else { Sampling::default() };
+            let ticket = model.submit(&Batch { sequences: vec![sequence] }, &wanted).unwrap();
+            ids.extend(model.wait(ticket).unwrap().ids);
+            start += length;
+        }
+        assert_eq!(ids, golden.answer, "{}: {:?}", golden.id, golden.text);
+    }
+    assert!(seen.len() >= 10, "only {seen:?}");
+}
+
+#[test]
+fn the_model_is_right_in_every_category() {
+    let mut categories: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
+    for answer in &goldens().answers {
+        let entry = categories.entry(&answer.category).or_default();
+        entry.0 += usize::from(answer.accepted);
+        entry.1 += 1;
+    }
+    for (category, (right, all)) in &categories {
+        println!("{category}: {right} of {all}");
+    }
+    for (category, (right, all)) in categories {
+        // Recall beyond the sliding window is what paging and windows must not break.
+        let percent = if category == "recall" { 95 } else { 90 };
+        assert!(right * 100 >= percent * all, "{category}: {right} of {all}, wanted {percent} %");
+    }
+}
