@@ -33,8 +33,10 @@ const MAX_IN_FLIGHT: usize = 2;
 const LOGIT_ROWS: usize = 32;
 /// Work per submit, in multiply-adds: some 50 ms at 1 TFLOP/s, well under the amdgpu driver's ring timeout.
 const MAX_SUBMIT_MACS: u64 = 25_000_000_000;
-/// Device memory left to others when the KV cache takes what is free.
+/// Device memory left to others when the KV cache takes what is free: this much, or a tenth of all there is.
 const RESERVE_BYTES: u64 = 512 << 20;
+/// Prompt tokens per step are not cut below this, however large the model.
+const MIN_BATCH_TOKENS: usize = 32;
 
 /// How to load a model.
 #[derive(Debug, Clone, Copy)]
@@ -261,7 +263,9 @@ impl Gemma3 {
         let weight_bytes = arena.placements().iter().map(|p| p.bytes).sum();
 
         // Activations before the KV cache: the cache takes what is left.
-        let tokens = options.max_batch_tokens.min(config.max_position_embeddings);
+        let bounded = (MAX_SUBMIT_MACS / macs_per_token_and_layer(&config)) as usize;
+        let tokens =
+            options.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(config.max_position_embeddings);
         let scratch = Scratch::new(&mut arena, &config, tokens)?;
         let sampled = device_buffer(&mut arena, 4 * MAX_SEQUENCES, "sampled ids")?;
         let logits_bytes = Activations::bytes(LOGIT_ROWS, config.vocab_size);
@@ -423,7 +427,7 @@ impl Gemma3 {
     ) -> Result<(), GpuError> {
         let tokens = batch.num_tokens();
         self.frames[index].fill(&self.limits, batch, logit_rows, requests);
-        let macs_per_layer = tokens as u64 * self.macs_per_token_and_layer();
+        let macs_per_layer = tokens as u64 * macs_per_token_and_layer(&self.config);
         let layers_per_submit =
             (MAX_SUBMIT_MACS / macs_per_layer).clamp(1, self.layers.len() as u64) as usize;
 
@@ -515,12 +519,6 @@ impl Gemma3 {
             max_blocks: self.limits.num_blocks,
             window,
         }
-    }
-
-    fn macs_per_token_and_layer(&self) -> u64 {
-        let c = &self.config;
-        let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
-        (c.hidden_size * (heads + 3 * c.intermediate_size)) as u64
     }
 }
 
@@ -625,6 +623,12 @@ impl Loader<'_> {
     }
 }
 
+/// Multiply-adds of one layer's matrices for one token.
+fn macs_per_token_and_layer(c: &Gemma3Config) -> u64 {
+    let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
+    (c.hidden_size * (heads + 3 * c.intermediate_size)) as u64
+}
+
 /// Bytes that one KV block takes in one layer, for keys or values.
 fn kv_block_bytes(config: &Gemma3Config) -> u64 {
     (BLOCK_SIZE * config.num_key_value_heads * config.head_dim * size_of::<f32>()) as u64
@@ -636,7 +640,8 @@ fn choose_context(device: &Device, config: &Gemma3Config, options: &LoadOptions)
     // Keys and values of every layer, and the rope tables' share.
     let per_block = 2 * config.num_hidden_layers as u64 * kv_block_bytes(config)
         + 2 * (BLOCK_SIZE * config.head_dim * size_of::<f32>()) as u64;
-    let free = device.free_device_bytes().saturating_sub(RESERVE_BYTES);
+    let all: u64 = device.info().heaps.iter().map(|h| h.size_bytes).sum();
+    let free = device.free_device_bytes().saturating_sub(RESERVE_BYTES.max(all / 10));
     // One layer's keys are one allocation.
     let largest = device.info().max_allocation_bytes / kv_block_bytes(config);
     let blocks = (free / per_block).min(largest) as usize;
