@@ -88,6 +88,10 @@ pub(super) fn heap_infos(
     physical: vk::PhysicalDevice,
     has_budget: bool,
 ) -> Vec<HeapInfo> {
+    // SAFETY: the physical device is of this instance.
+    let has_heaps = unsafe { instance.get_physical_device_memory_properties(physical) }.memory_heap_count > 0;
+    // RADV's null device (RADV_FORCE_FAMILY without a GPU) has no heaps, and crashes when asked for their budget.
+    let has_budget = has_budget && has_heaps;
     let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
     let mut properties = vk::PhysicalDeviceMemoryProperties2::default();
     if has_budget {
