@@ -520,6 +520,25 @@ async fn a_full_queue_is_429_with_retry_after() {
 }
 
 #[tokio::test]
+async fn bodies_that_never_end_are_bounded_in_number() {
+    let app = app_that_says("ok");
+    let stalled = || Body::from_stream(futures::stream::pending::<Result<Vec<u8>, std::io::Error>>());
+    let mut arriving: Vec<_> = Vec::new();
+    let refused = loop {
+        let mut request = Box::pin(app.router.clone().oneshot(post(stalled())));
+        match futures::poll!(&mut request) {
+            std::task::Poll::Pending => arriving.push(request),
+            std::task::Poll::Ready(response) => break response.unwrap(),
+        }
+        assert!(arriving.len() < 1000, "any number of bodies is read at once");
+    };
+    assert_eq!(refused.status(), 429);
+    assert_eq!(send_json(&app.router, get("/health")).await.0, 200);
+    drop(arriving);
+    assert_eq!(answer(&app, chat("Hi")).await.0, "ok");
+}
+
+#[tokio::test]
 async fn a_silent_stream_carries_comments() {
     let app = app_that_says("ok");
     app.control.allow(0);

@@ -16,7 +16,7 @@ use super::answer::{AnswerText, Delta, End};
 use super::error::ApiError;
 use super::request::ChatRequest;
 use super::service::Service;
-use super::{Server, random_u64};
+use super::{MAX_ARRIVING, Server, random_u64};
 use crate::engine::{self, FinishReason, Timings, TokenStream};
 
 /// A client that takes longer for its body holds a connection for nothing.
@@ -24,6 +24,8 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The handler. A client that disconnects drops what this returns, and with it the engine's stream: that cancels.
 pub(super) async fn completions(State(server): State<Arc<Server>>, body: Body) -> Result<Response, ApiError> {
+    let full = ApiError::QueueFull { waiting: MAX_ARRIVING };
+    let arriving = server.arriving.try_acquire().map_err(|_| full)?;
     let body = read_body(body, server.options.max_body_bytes).await?;
 
     // Rendering and tokenizing a long conversation takes a processor for seconds: not on the threads that answer
@@ -40,6 +42,7 @@ pub(super) async fn completions(State(server): State<Arc<Server>>, body: Body) -
 
     let seed = engine.sampling.seed;
     let tokens = service.engine().submit(engine)?;
+    drop(arriving); // from here on the engine's queue is the bound
     let reply = Reply {
         id: format!("chatcmpl-{:016x}{:016x}", random_u64(), random_u64()),
         created: unix_time_s(),

@@ -4,8 +4,8 @@
 //! 503 until [`Server::set_ready`]. It refuses what it cannot honour with a typed error ([`error`]), never answers
 //! something else instead, and keeps nothing between requests. Prompts and answers are not logged.
 //!
-//! Bounds: bodies ([`Options::max_body_bytes`]) and the time they may take; prompts tokenized at once (one per
-//! processor); requests waiting (the engine's queue); the text of one answer (the context).
+//! Bounds: bodies ([`Options::max_body_bytes`]), how many are read at once and the time they may take; prompts
+//! tokenized at once (one per processor); requests waiting (the engine's queue); the text of one answer (the context).
 
 mod answer;
 mod chat;
@@ -39,6 +39,8 @@ use crate::engine::{EngineError, EngineHandle};
 
 const REQUEST_ID: &str = "x-request-id";
 const MAX_REQUEST_ID_BYTES: usize = 128;
+/// Requests between their head and the engine's queue: with the largest bodies, half a GiB by default.
+const MAX_ARRIVING: usize = 64;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
@@ -53,6 +55,7 @@ pub struct Server {
     created: u64,
     options: Options,
     service: OnceLock<Arc<Service>>,
+    arriving: Semaphore,
     tokenizing: Arc<Semaphore>,
 }
 
@@ -64,6 +67,7 @@ impl Server {
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
             options,
             service: OnceLock::new(),
+            arriving: Semaphore::new(MAX_ARRIVING),
             tokenizing: Arc::new(Semaphore::new(processors)),
         })
     }

@@ -23,9 +23,18 @@ pub fn eval(config: &Config, args: args::Eval) -> Result<(), Error> {
     }
 }
 
-/// Writes rows as they come: the logits of a long prompt do not fit everywhere at once.
+/// A file that could not be written to its end does not stay; a device like /dev/null does.
 fn logits(mut model: Model, tokens: &[u32], output: &Path) -> Result<(), Error> {
     check(&model, tokens)?;
+    write_logits(&mut model, tokens, output).inspect_err(|_| {
+        if output.is_file() {
+            drop(std::fs::remove_file(output));
+        }
+    })
+}
+
+/// Writes rows as they come: the logits of a long prompt do not fit everywhere at once.
+fn write_logits(model: &mut Model, tokens: &[u32], output: &Path) -> Result<(), Error> {
     let (n, vocab) = (tokens.len(), model.vocab_size());
     let failed = |error| Error::File { path: output.to_owned(), error };
     let mut file = BufWriter::new(File::create(output).map_err(failed)?);
