@@ -370,6 +370,7 @@ impl Kernels {
     }
 
     /// `y[t] = softmax(q[t] K) V` over what the token may see of its sequence's cached keys.
+    #[allow(clippy::too_many_arguments)]
     pub fn attention(
         &self,
         recorder: &mut Recorder<'_>,
@@ -395,7 +396,6 @@ impl Kernels {
             block_size: shape.block_size as u32,
             max_blocks: shape.max_blocks as u32,
             window: shape.window.unwrap_or(0) as u32,
-            ..AttentionPush::default()
         };
         let reads =
             [&q.buffer, &cache.keys, &cache.values, &step.positions, &step.sequence_of, &step.block_tables];
