@@ -3,7 +3,9 @@
 #   make serve                     install what is missing, build, serve the demo model on 127.0.0.1:8010
 #   make serve ARGS="--model DIR"  the same with options of `unicorn serve`
 #   make test                      everything the tests need, then all tests; the last line counts them
-#   make build | lint | bench | clean | help
+#   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
+#   make bench                     load time, prefill and decode speed, memory
+#   make build | setup | setup-test | lint | clean | help
 
 # rustup's own folder: a shell that was open before Rust was installed does not have it yet.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -14,7 +16,7 @@ UNICORN := target/release/unicorn
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build serve test lint bench clean
+.PHONY: help setup setup-test build serve bench test test-demo lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +38,9 @@ bench: build
 
 test: setup-test
 	@python3 tools/test.py
+
+test-demo: setup-test
+	UNICORN_TEST_DEMO=all cargo test --locked --test suite demo:: -- --nocapture
 
 lint:
 	cargo fmt --check

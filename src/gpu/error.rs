@@ -9,7 +9,7 @@ pub enum GpuError {
     NoLoader(String),
     #[error(
         "validation was asked for, but the layer VK_LAYER_KHRONOS_validation is not installed; \
-         install the package vulkan-validationlayers (`make setup` does)"
+         install the package vulkan-validationlayers (`make setup-test` does)"
     )]
     NoValidationLayer,
     #[error("no usable Vulkan device: {0}")]
