@@ -161,6 +161,9 @@ pub struct Bench {
     /// Measured runs, after one to warm up; the median counts
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: u32,
+    /// Also time every kernel on the device; the timestamps cost a little speed
+    #[arg(long)]
+    pub profile: bool,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,

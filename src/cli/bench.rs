@@ -20,20 +20,25 @@ use crate::model::SamplingParams;
 pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
     let files = load::files(&config.model)?;
     let since = Instant::now();
-    let model = load::model(&files, config)?;
+    let model = load::model(&files, config, args.profile)?;
     let load_time = since.elapsed();
     let (device, placement) = (model.device.clone(), model.placement());
     let (quantize, name) = (config.model.quantize.name(), files.name().to_owned());
 
+    let profiler = model.profiler();
     let engine = Engine::start(Box::new(model.runner), EngineConfig { queue: 1 });
     let mut runs = Vec::new();
     let per_run = u64::from(args.generate_tokens);
     let mut bar = Bar::tokens("measuring");
     for i in 0..=u64::from(args.runs) {
+        if i == 1 {
+            profiler.take(); // what the warm-up did
+        }
         let total = (u64::from(args.runs) + 1) * per_run;
         runs.push(run(&engine, args, &mut |n| bar.set(i * per_run + n as u64, total))?);
     }
     drop(bar);
+    let kernels = profiler.take();
     runs.remove(0); // the first one warms up
     let prompt_n = args.prompt_tokens as usize;
     let prefill = median(runs.iter().map(|t| rate(prompt_n, t.prefill)));
@@ -61,6 +66,10 @@ pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
             "rss_bytes": rss,
             "peak_rss_bytes": peak,
             "placement": placement,
+            "kernels": kernels
+                .iter()
+                .map(|(name, n, time)| json!({"kernel": name, "dispatches": n, "gpu_s": time.as_secs_f64()}))
+                .collect::<Vec<_>>(),
         });
         return print(&format!("{line}\n"));
     }
@@ -80,6 +89,13 @@ pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
     );
     for (what, n) in placement {
         text.push_str(&format!("         {} {what}\n", bytes(n)));
+    }
+    if !kernels.is_empty() {
+        let runs = args.runs;
+        text.push_str(&format!("kernels, GPU time of {runs} runs (prefill and decode):\n"));
+    }
+    for (name, n, time) in kernels {
+        text.push_str(&format!("         {:9.1} ms {n:7} x {name}\n", time.as_secs_f64() * 1e3));
     }
     print(&text)
 }

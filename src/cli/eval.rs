@@ -14,11 +14,13 @@ use crate::config::Config;
 pub fn eval(config: &Config, args: args::Eval) -> Result<(), Error> {
     let files = load::files(&config.model)?;
     match args {
-        args::Eval::Logits { tokens, output, .. } => logits(load::model(&files, config)?, &tokens, &output),
+        args::Eval::Logits { tokens, output, .. } => {
+            logits(load::model(&files, config, false)?, &tokens, &output)
+        }
         args::Eval::Perplexity { text, .. } => {
             let read =
                 std::fs::read_to_string(&text).map_err(|error| Error::File { path: text.clone(), error })?;
-            perplexity(load::model(&files, config)?, &read, &text)
+            perplexity(load::model(&files, config, false)?, &read, &text)
         }
     }
 }

@@ -1,5 +1,8 @@
 //! The one place where a model comes onto a device: files, tokenizer, device, weights, engine.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use super::devices::bytes;
 use super::error::Error;
 use super::progress::Bar;
@@ -48,8 +51,9 @@ pub struct Model {
     stop_token_ids: Vec<u32>,
 }
 
-/// Loads `files`. What can be wrong with small files is found before the large ones are touched.
-pub fn model(files: &ModelFiles, config: &Config) -> Result<Model, Error> {
+/// Loads `files`. What can be wrong with small files is found before the large ones are touched. `profile`: time every
+/// kernel, for [`Profiler`].
+pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model, Error> {
     let (model_config, generation) = Gemma3Config::load(files)?;
     let read = |name: &str| files.read(name);
     let Some(tokenizer_json) = read("tokenizer.json")? else {
@@ -65,6 +69,7 @@ pub fn model(files: &ModelFiles, config: &Config) -> Result<Model, Error> {
     let policy = DevicePolicy {
         device: config.hardware.device.clone(),
         allow_software: config.hardware.allow_software_vulkan,
+        profile,
         ..DevicePolicy::default()
     };
     let device = Device::open(&policy)?;
@@ -108,6 +113,10 @@ impl Model {
         self.runner.limits().max_context
     }
 
+    pub fn profiler(&self) -> Profiler {
+        Profiler(Arc::clone(self.runner.device()))
+    }
+
     /// What lies where, and how many bytes of it.
     pub fn placement(&self) -> Vec<(String, u64)> {
         let row =
@@ -127,9 +136,22 @@ impl Model {
     }
 }
 
+/// Reads the kernels' times of a device while the engine has the model.
+pub struct Profiler(Arc<Device>);
+
+impl Profiler {
+    /// (kernel, dispatches, GPU time) since the last call, longest first; empty unless the model was loaded to profile.
+    pub fn take(&self) -> Vec<(String, u64, Duration)> {
+        let each = self.0.take_profile().kernels.into_iter();
+        let mut kernels: Vec<_> = each.map(|(name, (n, ns))| (name, n, Duration::from_nanos(ns))).collect();
+        kernels.sort_by_key(|(_, _, time)| std::cmp::Reverse(*time));
+        kernels
+    }
+}
+
 /// Loads `files` and starts the engine on it.
 pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
-    let Model { runner, tokenizer, template, defaults, stop_token_ids, .. } = model(files, config)?;
+    let Model { runner, tokenizer, template, defaults, stop_token_ids, .. } = model(files, config, false)?;
     let engine = Engine::start(Box::new(runner), EngineConfig { queue: config.server.queue });
     Ok(Service::new(engine, tokenizer, template, defaults, stop_token_ids))
 }
