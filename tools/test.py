@@ -9,6 +9,7 @@ crashes or prints no result counts as a failure: silence is never success.
     tools/test.py NAME ...   only these (for work on the project; the last line then says which)
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -58,7 +59,8 @@ def run(command, seconds=PART_SECONDS, env=None):
     def kill(*_):
         nonlocal killed
         killed = True
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself just now
+            os.killpg(process.pid, signal.SIGKILL)
 
     previous = signal.signal(signal.SIGALRM, kill)
     signal.alarm(seconds)
