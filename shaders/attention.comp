@@ -38,11 +38,11 @@ layout(push_constant, std430) uniform Push {
     uint window;
 };
 
-shared vec4 query[GROUP][LANES];
+// The queries while keys are walked, then each part's output: 1.5 KiB in all per head of a group, 16 heads at most.
+shared vec4 query[GROUP][TILE];
 shared float subgroup_maximum[GROUP][TILE];
 shared float weights[GROUP][TILE];
 shared uint key_rows[TILE];
-shared vec4 part_acc[GROUP][PARTS][LANES];
 shared float part_sum[GROUP][PARTS];
 
 void main() {
@@ -121,17 +121,17 @@ void main() {
 
     if (part < PARTS) {
         [[unroll]] for (uint g = 0; g < GROUP; g++) {
-            part_acc[g][part][dim] = acc[g];
+            query[g][part * LANES + dim] = acc[g];
             if (dim == 0) part_sum[g][part] = sum[g];
         }
     }
     barrier();
     if (lane < LANES) {
         [[unroll]] for (uint g = 0; g < GROUP; g++) {
-            vec4 total = part_acc[g][0][lane];
+            vec4 total = query[g][lane];
             float divisor = part_sum[g][0];
             [[unroll]] for (uint p = 1; p < PARTS; p++) {
-                total += part_acc[g][p][lane];
+                total += query[g][p * LANES + lane];
                 divisor += part_sum[g][p];
             }
             y.at[row / 4 + g * LANES + lane] = total / divisor;

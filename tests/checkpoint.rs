@@ -584,7 +584,7 @@ fn configs_that_cannot_be_computed_are_refused_by_field() {
         (json!({"hidden_size": 64.5}), "hidden_size is 64.5; expected a whole number from 1 to 65536"),
         (
             json!({"intermediate_size": 1e300}),
-            "intermediate_size is 1e+300; expected a whole number from 1 to 262144",
+            "intermediate_size is 1e+300; expected a whole number from 1 to 131072",
         ),
         (
             json!({"vocab_size": u64::MAX}),
@@ -604,6 +604,11 @@ fn configs_that_cannot_be_computed_are_refused_by_field() {
         ),
         (json!({"head_dim": 512}), "head_dim is 512; expected a whole number from 32 to 256"),
         (json!({"head_dim": 34}), "head_dim is 34; expected a multiple of 4"),
+        // Tiles of such a matrix would not fit the upload's staging buffer.
+        (
+            json!({"num_attention_heads": 1024, "num_key_value_heads": 1024, "head_dim": 256}),
+            "num_attention_heads times head_dim (256) is 262144; expected at most 131072",
+        ),
         (
             json!({"rms_norm_eps": 0}),
             "rms_norm_eps is 0; expected a number from 0.000000000000000000000000000001 to 1",

@@ -1,4 +1,4 @@
-// Device layout of a weight matrix [rows, cols], version 1, "lane = row":
+// Device layout of a weight matrix [rows, cols], "lane = row":
 //
 //   blocks  [ceil(rows/32)][ceil(cols/BLOCK)][32 rows] of 16 bytes: BLOCK consecutive weights of one row
 //   scales  [ceil(rows/32)][scales per row][32 rows] of f16      (int8: 1 per row; int4: 1 per group of columns)

@@ -157,6 +157,9 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
             && subgroup.supported_operations.contains(vk::SubgroupFeatureFlags::ARITHMETIC),
         "subgroup arithmetic in compute shaders",
     );
+    let limits = properties.limits;
+    need(limits.max_compute_shared_memory_size >= 32 << 10, "32 KiB of shared memory");
+    need(limits.max_compute_work_group_invocations >= 256, "workgroups of 256 invocations");
     need(queue_family.is_some(), "a compute queue");
     need(heaps.iter().any(|h| h.size_bytes > 0), "a memory heap");
 
@@ -251,9 +254,7 @@ fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuError>
 
 /// An open device. Everything made on it holds an `Arc` of it.
 pub struct Device {
-    pub(super) raw: ash::Device,
     pub(super) debug: Option<ext::debug_utils::Device>,
-    pub(super) instance: Instance,
     pub(super) physical: vk::PhysicalDevice,
     pub(super) queue_family: u32,
     pub(super) memory_budget: bool,
@@ -265,6 +266,26 @@ pub struct Device {
     queue: Mutex<QueueState>,
     timeline: vk::Semaphore,
     lost: AtomicBool,
+    // Last, in this order: the logical device goes before the instance.
+    pub(super) raw: RawDevice,
+    pub(super) instance: Instance,
+}
+
+/// The logical device; destroyed on every way out of [`Device::open`], too.
+pub(super) struct RawDevice(ash::Device);
+
+impl std::ops::Deref for RawDevice {
+    type Target = ash::Device;
+    fn deref(&self) -> &ash::Device {
+        &self.0
+    }
+}
+
+impl Drop for RawDevice {
+    fn drop(&mut self) {
+        // SAFETY: the owner destroyed what was made on the device.
+        unsafe { self.0.destroy_device(None) }
+    }
 }
 
 struct QueueState {
@@ -300,16 +321,9 @@ impl Device {
         // SAFETY: the physical device is of this instance, and has the features (see `missing`).
         let raw = unsafe { instance.raw.create_device(chosen.raw, &info, None) }
             .map_err(GpuError::of("vkCreateDevice"))?;
+        let raw = RawDevice(raw);
         // SAFETY: family and index were asked for above.
         let queue = unsafe { raw.get_device_queue(queue_family, 0) };
-
-        let mut kind = vk::SemaphoreTypeCreateInfo::default()
-            .semaphore_type(vk::SemaphoreType::TIMELINE)
-            .initial_value(0);
-        // SAFETY: the device is alive.
-        let timeline =
-            unsafe { raw.create_semaphore(&vk::SemaphoreCreateInfo::default().push_next(&mut kind), None) }
-                .map_err(GpuError::of("vkCreateSemaphore"))?;
 
         let debug = instance.debug.is_some().then(|| ext::debug_utils::Device::new(&instance.raw, &raw));
         let cache_key = format!(
@@ -320,9 +334,17 @@ impl Device {
             chosen.pipeline_cache_uuid.iter().map(|b| format!("{b:02x}")).collect::<String>()
         );
         let pipelines = Pipelines::new(&raw, cache_key)?;
+        let mut kind = vk::SemaphoreTypeCreateInfo::default()
+            .semaphore_type(vk::SemaphoreType::TIMELINE)
+            .initial_value(0);
+        let info = vk::SemaphoreCreateInfo::default().push_next(&mut kind);
+        // SAFETY: the device is alive.
+        let timeline = unsafe { raw.create_semaphore(&info, None) }
+            // SAFETY: no pipeline was made yet.
+            .inspect_err(|_| unsafe { pipelines.destroy(&raw) })
+            .map_err(GpuError::of("vkCreateSemaphore"))?;
         let heaps = Heaps::new(&instance.raw, chosen.raw);
         let device = Device {
-            raw,
             debug,
             physical: chosen.raw,
             queue_family,
@@ -335,6 +357,7 @@ impl Device {
             queue: Mutex::new(QueueState { raw: queue, last_value: 0 }),
             timeline,
             lost: AtomicBool::new(false),
+            raw,
             instance,
         };
         device.name(device.timeline, "timeline");
@@ -417,12 +440,16 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: buffers, recorders and pipelines hold an Arc of the device, so none is alive here.
+        // SAFETY: buffers and command buffers hold an Arc of the device, so none is alive here; each waited for its own
+        // last use, or, where the device was lost, keeps it from being dropped at all.
         unsafe {
             let _ = self.raw.device_wait_idle();
             self.pipelines.destroy(&self.raw);
             self.raw.destroy_semaphore(self.timeline, None);
-            self.raw.destroy_device(None);
+        }
+        // The validation log was checked at every wait; this is what came after the last one.
+        if let Err(error) = self.instance.log.check() {
+            tracing::error!("{error}");
         }
     }
 }

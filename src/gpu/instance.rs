@@ -92,7 +92,7 @@ impl Instance {
 
 impl Drop for Instance {
     fn drop(&mut self) {
-        // SAFETY: devices hold an Arc of the instance, so none is alive here.
+        // SAFETY: the device that owns the instance has destroyed its logical device before.
         unsafe {
             if let Some(debug) = &self.debug {
                 debug.destroy_debug_utils_messenger(self.messenger, None);

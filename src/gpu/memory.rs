@@ -60,7 +60,10 @@ pub struct Placement {
     /// e.g. `heap 0 (device-local)`.
     pub heap: String,
     pub buffers: usize,
+    /// What the buffers take.
     pub bytes: u64,
+    /// What was allocated for them: small buffers share chunks.
+    pub allocated: u64,
 }
 
 pub(super) struct Heaps {
@@ -132,13 +135,16 @@ impl Device {
         (free, info.size_bytes)
     }
 
-    /// Bytes free for [`MemoryKind::Device`] buffers, over all heaps that such buffers may lie in.
-    pub fn free_device_bytes(&self) -> u64 {
+    /// Bytes free for [`MemoryKind::Device`] buffers, and in all, over the heaps that such buffers may lie in.
+    pub fn device_bytes(&self) -> (u64, u64) {
         let mut heaps: Vec<usize> =
             self.memory_types(MemoryKind::Device, u32::MAX).into_iter().map(|t| self.heap_of(t)).collect();
         heaps.sort();
         heaps.dedup();
-        heaps.into_iter().map(|heap| self.free_bytes(heap).0).sum()
+        heaps
+            .into_iter()
+            .map(|heap| self.free_bytes(heap))
+            .fold((0, 0), |(f, t), (free, total)| (f + free, t + total))
     }
 
     fn heap_of(&self, memory_type: u32) -> usize {
@@ -191,6 +197,8 @@ pub(super) struct Chunk {
     pub raw: vk::Buffer,
     address: u64,
     size: u64,
+    /// What the allocation takes from its heap.
+    allocated: u64,
     heap: usize,
     /// Persistent mapping of host-visible chunks, null otherwise.
     mapped: *mut u8,
@@ -233,6 +241,7 @@ impl Chunk {
             raw,
             address: 0,
             size,
+            allocated: needs.size,
             heap,
             mapped: std::ptr::null_mut(),
         };
@@ -301,7 +310,12 @@ fn allocate(
 
 impl Drop for Chunk {
     fn drop(&mut self) {
-        self.device.heaps.allocated[self.heap].fetch_sub(self.size, Ordering::Relaxed);
+        if self.device.is_lost() {
+            // It may be in use for ever: this, and so the device, is left to the end of the process.
+            std::mem::forget(self.device.clone());
+            return;
+        }
+        self.device.heaps.allocated[self.heap].fetch_sub(self.allocated, Ordering::Relaxed);
         // SAFETY: the last buffer and the last recorder that used the chunk are gone.
         unsafe {
             self.device.raw.destroy_buffer(self.raw, None);
@@ -391,17 +405,18 @@ impl Arena {
         let rounded = size.next_multiple_of(ALIGNMENT);
         if rounded > CHUNK_BYTES / 2 {
             let chunk = Arc::new(Chunk::new(&self.device, kind, rounded, name)?);
-            self.note(class, &chunk, rounded);
+            self.note(class, &chunk, rounded, chunk.allocated);
             return Ok(Buffer { chunk, offset: 0, size });
         }
         let fits =
             |o: &&mut OpenChunk| o.kind == kind && o.class == class && o.used + rounded <= o.chunk.size;
+        let mut new_chunk = 0;
         let open = match self.open.iter_mut().find(fits) {
             Some(open) => open,
             None => {
                 let shared = format!("{} ({kind:?}, shared)", class.name());
                 let chunk = Arc::new(Chunk::new(&self.device, kind, CHUNK_BYTES, &shared)?);
-                self.note(class, &chunk, CHUNK_BYTES);
+                new_chunk = chunk.allocated;
                 self.open.retain(|o| o.kind != kind || o.class != class);
                 self.open.push(OpenChunk { kind, class, chunk, used: 0 });
                 self.open.last_mut().expect("just pushed")
@@ -409,23 +424,29 @@ impl Arena {
         };
         let buffer = Buffer { chunk: open.chunk.clone(), offset: open.used, size };
         open.used += rounded;
+        let chunk = buffer.chunk.clone();
+        self.note(class, &chunk, rounded, new_chunk);
         Ok(buffer)
     }
 
-    /// Where every byte lies: one row per class and heap. Small buffers count as their shared chunk.
+    /// Where every byte lies: one row per class and heap.
     pub fn placements(&self) -> &[Placement] {
         &self.placements
     }
 
-    fn note(&mut self, class: Class, chunk: &Chunk, bytes: u64) {
+    fn note(&mut self, class: Class, chunk: &Chunk, bytes: u64, allocated: u64) {
         let heap = self.device.heap_name(chunk.heap);
-        match self.placements.iter_mut().find(|p| p.class == class && p.heap == heap) {
-            Some(row) => {
-                row.buffers += 1;
-                row.bytes += bytes;
+        let row = match self.placements.iter().position(|p| p.class == class && p.heap == heap) {
+            Some(row) => row,
+            None => {
+                self.placements.push(Placement { class, heap, buffers: 0, bytes: 0, allocated: 0 });
+                self.placements.sort_by(|a, b| (a.class, &a.heap).cmp(&(b.class, &b.heap)));
+                return self.note(class, chunk, bytes, allocated);
             }
-            None => self.placements.push(Placement { class, heap, buffers: 1, bytes }),
-        }
-        self.placements.sort_by(|a, b| (a.class, &a.heap).cmp(&(b.class, &b.heap)));
+        };
+        let row = &mut self.placements[row];
+        row.buffers += 1;
+        row.bytes += bytes;
+        row.allocated += allocated;
     }
 }

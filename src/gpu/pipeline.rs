@@ -43,16 +43,18 @@ impl Pipelines {
     pub fn new(raw: &ash::Device, driver_key: String) -> Result<Pipelines, GpuError> {
         let file = cache_dir().map(|d| d.join(format!("pipelines-{driver_key}-{}.bin", env!("SHADER_HASH"))));
         let saved = file.as_deref().and_then(read_cache).unwrap_or_default();
-        let info = vk::PipelineCacheCreateInfo::default().initial_data(&saved);
-        // SAFETY: the data's hash was checked, and the driver checks its own header.
-        let cache = unsafe { raw.create_pipeline_cache(&info, None) }
-            .map_err(GpuError::of("vkCreatePipelineCache"))?;
         let push =
             [vk::PushConstantRange::default().stage_flags(vk::ShaderStageFlags::COMPUTE).size(PUSH_BYTES)];
         let info = vk::PipelineLayoutCreateInfo::default().push_constant_ranges(&push);
         // SAFETY: the device is alive.
         let layout = unsafe { raw.create_pipeline_layout(&info, None) }
             .map_err(GpuError::of("vkCreatePipelineLayout"))?;
+        let info = vk::PipelineCacheCreateInfo::default().initial_data(&saved);
+        // SAFETY: the data's hash was checked, and the driver checks its own header.
+        let cache = unsafe { raw.create_pipeline_cache(&info, None) }
+            // SAFETY: nothing uses the layout yet.
+            .inspect_err(|_| unsafe { raw.destroy_pipeline_layout(layout, None) })
+            .map_err(GpuError::of("vkCreatePipelineCache"))?;
         Ok(Pipelines { layout, cache, made: Mutex::default(), file })
     }
 

@@ -87,7 +87,7 @@ impl CommandBuffer {
                 self.device.raw.reset_query_pool(self.queries, 0, 2 * MAX_TIMED);
             }
         }
-        let mut recorder = Recorder { commands: self, reads: Vec::new(), writes: Vec::new() };
+        let mut recorder = Recorder { commands: self, since_barrier: Accesses::default() };
         // Orders this buffer behind everything submitted before it.
         recorder.barrier();
         Ok(recorder)
@@ -131,11 +131,20 @@ impl CommandBuffer {
 
 impl Drop for CommandBuffer {
     fn drop(&mut self) {
+        if self.device.is_lost() {
+            // Its commands may never end: they, and so the device, are left to the end of the process.
+            std::mem::forget(self.device.clone());
+            return;
+        }
         if let Some(value) = self.pending {
             // A lost or hung device is reported elsewhere; here it only matters that nothing is in use.
             let _ = self.device.wait(value, "the last step before release");
         }
-        // SAFETY: the last submission has finished or the device is lost.
+        if self.device.is_lost() {
+            std::mem::forget(self.device.clone());
+            return;
+        }
+        // SAFETY: the last submission has finished.
         unsafe {
             self.device.raw.destroy_query_pool(self.queries, None);
             self.device.raw.destroy_command_pool(self.pool, None);
@@ -143,14 +152,29 @@ impl Drop for CommandBuffer {
     }
 }
 
-/// An address range in use since the last barrier.
+/// An address range.
 type Range = std::ops::Range<u64>;
+
+/// What was read and written since the last barrier.
+#[derive(Default)]
+struct Accesses {
+    reads: Vec<Range>,
+    writes: Vec<Range>,
+}
+
+impl Accesses {
+    /// Whether a command must come behind a barrier: it reads what was written, or writes what was read or written.
+    fn conflict(&self, reads: &[Range], writes: &[Range]) -> bool {
+        let overlap =
+            |a: &[Range], b: &[Range]| a.iter().any(|a| b.iter().any(|b| a.start < b.end && b.start < a.end));
+        overlap(&self.writes, reads) || overlap(&self.writes, writes) || overlap(&self.reads, writes)
+    }
+}
 
 /// A command buffer being recorded.
 pub struct Recorder<'a> {
     commands: &'a mut CommandBuffer,
-    reads: Vec<Range>,
-    writes: Vec<Range>,
+    since_barrier: Accesses,
 }
 
 impl Recorder<'_> {
@@ -239,15 +263,15 @@ impl Recorder<'_> {
 
     /// Puts a barrier before a command if it conflicts with one recorded since the last barrier.
     fn order(&mut self, reads: &[&Buffer], writes: &[&Buffer]) {
-        let range = |b: &&Buffer| b.address()..b.address() + b.size();
-        let overlaps = |seen: &[Range], r: &Range| seen.iter().any(|s| s.start < r.end && r.start < s.end);
-        let conflict = reads.iter().map(range).any(|r| overlaps(&self.writes, &r))
-            || writes.iter().map(range).any(|w| overlaps(&self.writes, &w) || overlaps(&self.reads, &w));
-        if conflict {
+        let ranges = |buffers: &[&Buffer]| -> Vec<Range> {
+            buffers.iter().map(|b| b.address()..b.address() + b.size()).collect()
+        };
+        let (read, written) = (ranges(reads), ranges(writes));
+        if self.since_barrier.conflict(&read, &written) {
             self.barrier();
         }
-        self.reads.extend(reads.iter().map(range));
-        self.writes.extend(writes.iter().map(range));
+        self.since_barrier.reads.extend(read);
+        self.since_barrier.writes.extend(written);
         for buffer in reads.iter().chain(writes) {
             let key = Arc::as_ptr(&buffer.chunk) as usize;
             self.commands.retained.entry(key).or_insert_with(|| buffer.chunk.clone());
@@ -268,8 +292,7 @@ impl Recorder<'_> {
                 &vk::DependencyInfo::default().memory_barriers(&barrier),
             );
         }
-        self.reads.clear();
-        self.writes.clear();
+        self.since_barrier = Accesses::default();
     }
 
     fn start_timing(&mut self, name: &str) -> Option<u32> {
@@ -297,5 +320,31 @@ impl Recorder<'_> {
         let commands = &*self.commands;
         // SAFETY: recording is open, and each query is written once per recording.
         unsafe { commands.device.raw.cmd_write_timestamp2(commands.raw, stage, commands.queries, query) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn barriers_stand_where_an_access_would_overtake_a_write() {
+        let seen = Accesses { reads: vec![0..10, 50..60], writes: vec![100..200] };
+        // (reads, writes, whether they conflict)
+        let cases: [(&[Range], &[Range], bool); 9] = [
+            (&[0..10], &[], false),             // read after read
+            (&[10..20], &[20..30], false),      // nothing in common
+            (&[199..210], &[], true),           // read after write, one byte
+            (&[200..210], &[60..100], false),   // adjacent on all sides
+            (&[], &[0..1], true),               // write after read
+            (&[], &[150..160], true),           // write after write
+            (&[300..400], &[40..51], true),     // write after read, at an edge
+            (&[300..400, 120..121], &[], true), // the second of several
+            (&[], &[], false),
+        ];
+        for (reads, writes, expected) in cases {
+            assert_eq!(seen.conflict(reads, writes), expected, "{reads:?} {writes:?}");
+        }
+        assert!(!Accesses::default().conflict(&[0..10], &[0..10]));
     }
 }

@@ -12,7 +12,7 @@ use crate::tensor::Scheme;
 pub mod reference;
 mod weights;
 
-pub use weights::{Embedding, LAYOUT_VERSION, Matrix, UploadError};
+pub use weights::{Embedding, Matrix, UploadError};
 
 /// The table that build.rs made from `shaders/`.
 #[allow(missing_docs)]
@@ -22,7 +22,7 @@ pub mod shaders {
 
 use shaders::{AttentionPush, EmbedPush, GegluPush, MatmulPush, QkvStorePush, RmsNormPush, SamplePush};
 
-/// Largest head the attention shader holds in registers; heads are multiples of 4.
+/// Largest head: a workgroup of attention holds one in 64 vec4s. Heads are multiples of 4.
 pub const MAX_HEAD_DIM: usize = 256;
 /// Most query heads per KV head: their queries and scores fit 32 KiB of shared memory.
 pub const MAX_GROUP: usize = 16;
@@ -246,7 +246,7 @@ impl Kernels {
             let groups = [tiles.div_ceil(row_tiles), (tokens as u32).div_ceil(columns), 1];
             let mut reads = vec![&shard.blocks, &x.buffer];
             reads.extend(&shard.scales);
-            // Each shard writes its own columns of y.
+            // A shard writes its own columns of y; they interleave, so the whole is declared, and barriers order shards.
             recorder.dispatch(pipeline, &push, groups, &reads, &[&y.buffer]);
         }
     }

@@ -9,8 +9,6 @@ use crate::gpu::{Arena, Buffer, Class, GpuError, MemoryKind, Uploader};
 use crate::quantize::{grouping, quantize_row};
 use crate::tensor::Scheme;
 
-/// Version of the packed layout; a change of layout changes it.
-pub const LAYOUT_VERSION: u32 = 1;
 /// Rows of a tile: one lane each.
 pub const TILE_ROWS: usize = 32;
 /// Bytes of one block: consecutive weights of one row.
@@ -42,12 +40,6 @@ impl Scheme {
             Scheme::Int8Row => 1,
             Scheme::Int4 { group } => cols.div_ceil(group as usize),
         }
-    }
-
-    /// Bytes of a whole matrix on the device, scales included.
-    pub const fn packed_bytes(self, rows: usize, cols: usize) -> u64 {
-        let tiles = rows.div_ceil(TILE_ROWS);
-        (tiles * (self.tile_bytes(cols) + self.scales_per_row(cols) * TILE_ROWS * 2)) as u64
     }
 
     /// What `blocks_per_scale` is in the shaders; 1 where it does not matter.
@@ -148,13 +140,15 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// Packs and uploads a `[rows, cols]` tensor. `max_shard_bytes` bounds one allocation.
+    /// Packs and uploads a `[rows, cols]` tensor. `max_shard_bytes` bounds one allocation; `each` hears how many rows
+    /// have been packed, every few megabytes.
     pub fn upload(
         arena: &mut Arena,
         uploader: &mut Uploader,
         tensor: &Tensor,
         scheme: Scheme,
         max_shard_bytes: u64,
+        each: &mut dyn FnMut(usize),
     ) -> Result<Matrix, UploadError> {
         let (rows, cols) = (tensor.rows(), tensor.cols());
         let tile_bytes = scheme.tile_bytes(cols);
@@ -180,7 +174,9 @@ impl Matrix {
                         let tile_row = first_row + (first_tile + i) * TILE_ROWS;
                         pack_tile(scheme, tensor, tile_row, blocks, scales)
                     })
-                    .map_err(UploadError::from)
+                    .map_err(UploadError::from)?;
+                each(rows.min(first_row + (first_tile + tiles) * TILE_ROWS));
+                Ok::<_, UploadError>(())
             })?;
             let scales = match tile_scales {
                 0 => None,
@@ -194,14 +190,6 @@ impl Matrix {
             shards.push(Shard { first_row, rows: shard_rows, blocks, scales });
         }
         Ok(Matrix { rows, cols, scheme, rows_per_shard, shards })
-    }
-
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    pub fn scheme(&self) -> Scheme {
-        self.scheme
     }
 }
 

@@ -26,7 +26,8 @@ const MAX_CONFIG_BYTES: usize = 1 << 20;
 // overflow. `max_position_embeddings` and `sliding_window` are bounded by what positions are counted in.
 const MAX_VOCAB: u64 = 1 << 20;
 const MAX_HIDDEN: u64 = 1 << 16;
-const MAX_INTERMEDIATE: u64 = 1 << 18;
+/// Also of `num_attention_heads * head_dim`: 32 rows of f32 weights, a tile, must fit the upload's staging buffer.
+const MAX_INTERMEDIATE: u64 = 1 << 17;
 const MAX_LAYERS: u64 = 1024;
 const MAX_HEADS: u64 = 1024;
 const MAX_POSITIONS: u64 = 1 << 24;
@@ -129,6 +130,13 @@ impl Gemma3Config {
         let head_dim = text.size("head_dim", 256, 32..=256)?;
         if !head_dim.is_multiple_of(4) {
             return Err(text.error("head_dim", format!("is {head_dim}; expected a multiple of 4")));
+        }
+        if num_attention_heads * head_dim > MAX_INTERMEDIATE as usize {
+            let what = format!(
+                "times head_dim ({head_dim}) is {}; expected at most {MAX_INTERMEDIATE}",
+                num_attention_heads * head_dim
+            );
+            return Err(text.error("num_attention_heads", what));
         }
         let rope = Rope::read(&text)?;
 

@@ -8,11 +8,12 @@
 //! place to compute.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
 use super::weights::{Gemma3Weights, WeightsError};
-use super::{Batch, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
+use super::{Batch, BatchSequence, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 use crate::checkpoint::{Checkpoint, CheckpointError, ModelFiles, Tensor};
 use crate::gpu::{
     Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind, Placement, Recorder, Uploader,
@@ -31,9 +32,10 @@ const MAX_SEQUENCES: usize = 16;
 const MAX_IN_FLIGHT: usize = 2;
 /// Rows of logits computed at once: the larger of what a step may sample and what `eval` reads in one go.
 const LOGIT_ROWS: usize = 32;
-/// Work per submit, in multiply-adds: some 50 ms at 1 TFLOP/s, well under the amdgpu driver's ring timeout.
+/// Work per submit, in multiply-adds: some 50 ms at 1 TFLOP/s, well under the amdgpu driver's ring timeout. One layer
+/// is not cut: deep into a long context, its attention alone may be more.
 const MAX_SUBMIT_MACS: u64 = 25_000_000_000;
-/// Device memory left to others when the KV cache takes what is free: this much, or a tenth of all there is.
+/// Device memory left to others when the KV cache takes what is free: this much, or a tenth of all that the device has.
 const RESERVE_BYTES: u64 = 512 << 20;
 /// Prompt tokens per step are not cut below this, however large the model.
 const MIN_BATCH_TOKENS: usize = 32;
@@ -67,8 +69,7 @@ impl Default for LoadOptions {
 /// How far a load is.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
-    pub stage: &'static str,
-    /// Of `total`, in bytes of the checkpoint.
+    /// Bytes of the checkpoint, of `total`.
     pub done: u64,
     pub total: u64,
 }
@@ -185,7 +186,7 @@ pub struct Gemma3 {
 }
 
 impl Gemma3 {
-    /// Loads a checkpoint into device memory. `progress` is called between tensors.
+    /// Loads a checkpoint into device memory. `progress` is called every few megabytes.
     pub fn load(
         device: &Arc<Device>,
         files: &ModelFiles,
@@ -323,9 +324,9 @@ impl Gemma3 {
             max_context: context,
             vocab_size: config.vocab_size,
         };
-        // Embedding and final projection beside the layers: at most one more submit each.
+        // At most a submit for each layer, and one for the logits.
         let frames = (0..MAX_IN_FLIGHT)
-            .map(|i| Frame::new(device, &mut arena, &limits, layers.len() + 2, i))
+            .map(|i| Frame::new(device, &mut arena, &limits, layers.len() + 1, i))
             .collect::<Result<Vec<_>, LoadError>>()?;
         let placements = arena.placements().to_vec();
         let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
@@ -396,7 +397,7 @@ impl Gemma3 {
         for (i, ids) in tokens.chunks(chunk).enumerate() {
             let start = i * chunk;
             let batch = Batch {
-                sequences: vec![super::BatchSequence {
+                sequences: vec![BatchSequence {
                     slot: 0,
                     start,
                     input: Input::Ids(ids.to_vec()),
@@ -427,46 +428,63 @@ impl Gemma3 {
     ) -> Result<(), GpuError> {
         let tokens = batch.num_tokens();
         self.frames[index].fill(&self.limits, batch, logit_rows, requests);
-        let macs_per_layer = tokens as u64 * macs_per_token_and_layer(&self.config);
-        let layers_per_submit =
-            (MAX_SUBMIT_MACS / macs_per_layer).clamp(1, self.layers.len() as u64) as usize;
-
+        let segments = self.segments(batch, logit_rows.len());
         let mut frame = std::mem::take(&mut self.frames[index].commands);
         let result =
-            self.record(index, &mut frame, layers_per_submit, tokens, logit_rows.len(), !requests.is_empty());
+            self.record(index, &mut frame, &segments, tokens, logit_rows.len(), !requests.is_empty());
         self.frames[index].commands = frame;
-        self.frames[index].used = result?;
+        result?;
+        self.frames[index].used = segments.len();
         self.frames[index].sampled_rows = requests.len();
         Ok(())
     }
 
-    /// Returns the number of submits.
+    /// Cuts a step into submits. Pieces `0..layers` are layers, piece `layers` is the logits behind them, where any are
+    /// wanted; the embedding goes with the first.
+    fn segments(&self, batch: &Batch, logit_rows: usize) -> Vec<Range<usize>> {
+        let c = &self.config;
+        let tokens = batch.num_tokens() as u64;
+        let heads = (c.num_attention_heads * c.head_dim) as u64;
+        // Keys that the tokens of the step see, added up.
+        let seen = |window: u64| -> u64 {
+            let each =
+                |s: &BatchSequence| s.input.len() as u64 * window.min((s.start + s.input.len()) as u64);
+            batch.sequences.iter().map(each).sum()
+        };
+        let layer = |kind: &LayerType| {
+            let window = match kind {
+                LayerType::SlidingAttention => c.sliding_window as u64,
+                LayerType::FullAttention => u64::MAX,
+            };
+            tokens * macs_per_token_and_layer(c) + 2 * heads * seen(window)
+        };
+        let logits = (logit_rows * c.hidden_size * c.vocab_size) as u64;
+        let work = c.layer_types.iter().map(layer).chain((logit_rows > 0).then_some(logits));
+        cut(work, MAX_SUBMIT_MACS)
+    }
+
     fn record(
         &self,
         index: usize,
         commands: &mut [CommandBuffer],
-        layers_per_submit: usize,
+        segments: &[Range<usize>],
         tokens: usize,
         logit_rows: usize,
         sample: bool,
-    ) -> Result<usize, GpuError> {
+    ) -> Result<(), GpuError> {
         let Frame { arrays, logit_rows: row_index, requests, ids, .. } = &self.frames[index];
-        let s = &self.scratch;
-        let segments = self.layers.chunks(layers_per_submit);
-        let count = segments.len();
-        for (i, (layers, commands)) in segments.zip(commands.iter_mut()).enumerate() {
+        let (k, s) = (&self.kernels, &self.scratch);
+        for (segment, commands) in segments.iter().zip(commands) {
             let mut r = commands.begin()?;
-            if i == 0 {
+            if segment.start == 0 {
                 let scale = (self.config.hidden_size as f64).sqrt() as f32;
-                let k = &self.kernels;
                 k.embed(&mut r, &self.embedding, &arrays.ids, &self.sampled, scale, &s.hidden, tokens);
             }
-            for layer in layers {
+            for layer in &self.layers[segment.start..segment.end.min(self.layers.len())] {
                 self.record_layer(&mut r, layer, arrays, tokens);
             }
-            if i + 1 == count && logit_rows > 0 {
+            if segment.end > self.layers.len() {
                 let eps = self.config.rms_norm_eps;
-                let k = &self.kernels;
                 k.rms_norm_gather(&mut r, &s.hidden, row_index, &self.norm, eps, &s.final_rows, logit_rows);
                 k.matmul(&mut r, self.embedding.matrix(), &s.final_rows, &s.logits, logit_rows);
                 if sample {
@@ -478,7 +496,7 @@ impl Gemma3 {
             }
             r.submit("a step")?;
         }
-        Ok(count)
+        Ok(())
     }
 
     /// One decoder layer: attention and feed-forward, each between two norms, added to the residual stream.
@@ -603,8 +621,13 @@ struct Loader<'a> {
 
 impl Loader<'_> {
     fn matrix(&mut self, arena: &mut Arena, tensor: &Tensor, scheme: Scheme) -> Result<Matrix, LoadError> {
-        let matrix = Matrix::upload(arena, &mut self.uploader, tensor, scheme, self.max_shard_bytes)?;
-        self.note(tensor);
+        let Loader { uploader, max_shard_bytes, done, total, progress } = self;
+        let before = *done;
+        let row_bytes = (tensor.data.len() / tensor.rows()) as u64;
+        let matrix = Matrix::upload(arena, uploader, tensor, scheme, *max_shard_bytes, &mut |rows| {
+            progress(Progress { done: before + rows as u64 * row_bytes, total: *total });
+        })?;
+        *done += tensor.data.len() as u64;
         Ok(matrix)
     }
 
@@ -613,14 +636,27 @@ impl Loader<'_> {
         let bytes = (4 * values.len()) as u64;
         let buffer = arena.alloc(MemoryKind::Device, Class::Weights, bytes, tensor.name)?;
         self.uploader.upload(&buffer, &values)?;
-        self.note(tensor);
+        self.done += tensor.data.len() as u64;
+        (self.progress)(Progress { done: self.done, total: self.total });
         Ok(buffer)
     }
+}
 
-    fn note(&mut self, tensor: &Tensor) {
-        self.done += tensor.data.len() as u64;
-        (self.progress)(Progress { stage: "loading weights", done: self.done, total: self.total });
+/// Cuts pieces of `work` into runs of at most `limit`, or of one piece where that alone is more.
+fn cut(work: impl Iterator<Item = u64>, limit: u64) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    let mut sum = 0;
+    for (i, work) in work.enumerate() {
+        sum += work;
+        match runs.last_mut() {
+            Some(run) if sum <= limit => run.end = i + 1,
+            _ => {
+                runs.push(i..i + 1);
+                sum = work;
+            }
+        }
     }
+    runs
 }
 
 /// Multiply-adds of one layer's matrices for one token.
@@ -640,8 +676,8 @@ fn choose_context(device: &Device, config: &Gemma3Config, options: &LoadOptions)
     // Keys and values of every layer, and the rope tables' share.
     let per_block = 2 * config.num_hidden_layers as u64 * kv_block_bytes(config)
         + 2 * (BLOCK_SIZE * config.head_dim * size_of::<f32>()) as u64;
-    let all: u64 = device.info().heaps.iter().map(|h| h.size_bytes).sum();
-    let free = device.free_device_bytes().saturating_sub(RESERVE_BYTES.max(all / 10));
+    let (free, total) = device.device_bytes();
+    let free = free.saturating_sub(RESERVE_BYTES.max(total / 10));
     // One layer's keys are one allocation.
     let largest = device.info().max_allocation_bytes / kv_block_bytes(config);
     let blocks = (free / per_block).min(largest) as usize;
@@ -779,7 +815,15 @@ impl Frame {
 
 #[cfg(test)]
 mod tests {
-    use super::rope_table;
+    use super::{cut, rope_table};
+
+    #[test]
+    fn work_is_cut_where_it_exceeds_the_limit() {
+        assert_eq!(cut([3, 3, 3, 3].into_iter(), 6), [0..2, 2..4]);
+        assert_eq!(cut([3, 3, 3].into_iter(), 100), [0..3]);
+        assert_eq!(cut([50, 1, 50, 1, 1].into_iter(), 6), [0..1, 1..2, 2..3, 3..5]);
+        assert_eq!(cut([7].into_iter(), 6), [0..1]);
+    }
 
     #[test]
     fn rope_angles_are_exact_far_out() {

@@ -110,6 +110,9 @@ pub enum RunnerError {
     DeviceLost(String),
     #[error("the GPU did not finish a step within {seconds} s")]
     Timeout { seconds: u64 },
+    /// The batch is at fault, not the device: other sequences may go on.
+    #[error("the logits are not finite numbers: nothing can be sampled from them")]
+    NotFinite,
     #[error("the GPU reported: {0}")]
     Device(String),
 }
