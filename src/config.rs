@@ -50,6 +50,7 @@ pub struct Hardware {
     #[serde(deserialize_with = "unless_empty")]
     pub device: Option<String>,
     pub allow_software_vulkan: bool,
+    pub validation: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]

@@ -20,7 +20,8 @@ fn unicorn(args: &[&str]) -> Command {
     command
 }
 
-/// With the devices there are; commands that compute are given `--allow-software-vulkan`.
+/// With the devices there are; commands that compute are given `--allow-software-vulkan`. A single message of the
+/// validation layer fails the command.
 fn unicorn_on_software(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_unicorn"));
     command.args(args);
@@ -33,6 +34,7 @@ fn unicorn_on_software(args: &[&str]) -> Command {
 }
 
 fn output(mut command: Command) -> (i32, String, String) {
+    command.env("UNICORN_HARDWARE_VALIDATION", "true");
     let Output { status, stdout, stderr } = command.output().expect("the binary runs");
     let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
     (status.code().expect("an exit code, not a signal"), text(stdout), text(stderr))

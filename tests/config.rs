@@ -13,6 +13,7 @@ fn the_defaults_are_what_the_file_documents() {
     assert_eq!((config.server.host.as_str(), config.server.port), ("127.0.0.1", 8010));
     assert_eq!((config.model.path, config.engine.context), (None, None));
     assert!(!config.hardware.allow_software_vulkan, "software Vulkan is never a default");
+    assert!(!config.hardware.validation, "nor is what slows every call");
 }
 
 #[test]

@@ -71,6 +71,7 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
         allow_software: config.hardware.allow_software_vulkan,
         profile,
         ..DevicePolicy::default()
+        validation: config.hardware.validation,
     };
     let device = Device::open(&policy)?;
     let info = device.info().clone();
