@@ -217,6 +217,21 @@ fn a_panicking_runner_is_a_lost_engine_and_no_hang() {
 }
 
 #[test]
+fn join_waits_for_the_runners_destructor() {
+    let (engine, control) = start(LIMITS, says(&[], 5));
+    control.drop_slowly();
+    engine.abort();
+    assert!(engine.join(HANG));
+    assert!(control.dropped(), "the process may exit now, and the device is still being given back");
+
+    let (engine, control) = start(LIMITS, Box::new(|_, _, _| panic!("a bug, made for this test")));
+    control.drop_slowly();
+    let mut stream = engine.submit(request(&[1], 1)).expect("accepted");
+    assert!(matches!(collect(&mut stream).1, Event::Failed(EngineError::Lost(_))));
+    assert!(engine.join(HANG) && control.dropped());
+}
+
+#[test]
 fn drain_answers_what_it_has_and_abort_does_not() {
     let (engine, control) = start(LIMITS, says(&[], 5));
     control.allow(0);

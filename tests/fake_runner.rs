@@ -143,6 +143,18 @@ impl Runner for FakeRunner {
     }
 }
 
+impl Drop for FakeRunner {
+    fn drop(&mut self) {
+        let Ok(mut state) = self.control.0.0.lock() else { return };
+        if state.slow_drop {
+            drop(state);
+            std::thread::sleep(Duration::from_millis(100));
+            state = self.control.lock();
+        }
+        state.dropped = true;
+    }
+}
+
 /// The test's hold on the runner: which steps pass, and which fail.
 #[derive(Clone, Default)]
 pub struct Control(Arc<(Mutex<ControlState>, Condvar)>);
@@ -155,6 +167,8 @@ struct ControlState {
     finished: usize,
     fail_submit_at: Option<usize>,
     fail_wait_at: Option<usize>,
+    slow_drop: bool,
+    dropped: bool,
 }
 
 impl Control {
@@ -194,6 +208,16 @@ impl Control {
     /// The `n`-th step, from 0, is lost under way.
     pub fn fail_wait_at(&self, n: usize) {
         self.set(|s| s.fail_wait_at = Some(n));
+    }
+
+    /// The runner takes its time to end, as a driver does.
+    pub fn drop_slowly(&self) {
+        self.set(|s| s.slow_drop = true);
+    }
+
+    /// Whether the runner's destructor has ended.
+    pub fn dropped(&self) -> bool {
+        self.lock().dropped
     }
 
     /// Returns once `n` steps were submitted.

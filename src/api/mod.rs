@@ -77,14 +77,6 @@ impl Server {
         assert!(self.service.set(Arc::new(service)).is_ok(), "the model was loaded twice");
     }
 
-    /// Fails what is still under way and waits for the engine to give its runner back; false after `timeout`.
-    pub fn end(&self, timeout: Duration) -> bool {
-        self.engine().is_none_or(|engine| {
-            engine.abort();
-            engine.join(timeout)
-        })
-    }
-
     fn service(&self) -> Result<Arc<Service>, ApiError> {
         self.service.get().cloned().ok_or(ApiError::Loading)
     }

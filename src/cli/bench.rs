@@ -11,7 +11,7 @@ use super::args;
 use super::devices::bytes;
 use super::error::Error;
 use super::generate::print;
-use super::load;
+use super::load::{self, EndEngine};
 use super::progress::Bar;
 use crate::config::Config;
 use crate::engine::{Engine, EngineConfig, EngineHandle, Event, Request, Timings};
@@ -27,6 +27,7 @@ pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
 
     let profiler = model.profiler();
     let engine = Engine::start(Box::new(model.runner), EngineConfig { queue: 1 });
+    let _end = EndEngine(engine.clone());
     let mut runs = Vec::new();
     let per_run = u64::from(args.generate_tokens);
     let mut bar = Bar::tokens("measuring");

@@ -9,7 +9,7 @@ use rustyline::error::ReadlineError;
 
 use super::args;
 use super::error::Error;
-use super::load;
+use super::load::{self, EndEngine};
 use super::progress::{self, Spinner};
 use crate::api::{ChatRequest, Delta, End, Service};
 use crate::config::Config;
@@ -20,7 +20,7 @@ use crate::text::Message;
 pub fn generate(config: &Config, args: args::Generate) -> Result<(), Error> {
     let files = load::files(&config.model)?;
     let service = load::service(&files, config)?;
-    let mut request = request(args.sampling);
+    let _end = EndEngine(service.engine().clone());
     request.messages.push(Message::new("user", &args.prompt));
     // Ctrl-C ends the program, as it does any other.
     runtime()?.block_on(answer(&service, &request, std::future::pending())).map(drop)
@@ -30,7 +30,7 @@ pub fn generate(config: &Config, args: args::Generate) -> Result<(), Error> {
 pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
     let files = load::files(&config.model)?;
     let service = load::service(&files, config)?;
-    let mut request = request(args.sampling);
+    let _end = EndEngine(service.engine().clone());
     let opening = request.messages.len();
     // Ctrl-C is a signal only while an answer runs: the editor reads it as a key.
     let runtime = runtime()?;

@@ -9,13 +9,15 @@ use super::progress::Bar;
 use crate::api::{SamplingDefaults, Service};
 use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
-use crate::engine::{Engine, EngineConfig};
+use crate::engine::{Engine, EngineConfig, EngineHandle};
 use crate::gpu::{Device, DeviceInfo, DevicePolicy, Placement};
 use crate::model::Runner;
 use crate::model::config::{Gemma3Config, GenerationConfig};
 use crate::model::gemma3::{Gemma3, LoadOptions};
 use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
 
+/// For the engine to give the device back.
+const ENGINE_END: Duration = Duration::from_secs(10);
 const DEMO_NAME: &str = "unicorn-demo";
 
 /// The small model that ships in the binary.
@@ -159,6 +161,19 @@ pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
 
 /// As transformers reads the file: greedy unless it says `do_sample`; what it leaves out restricts nothing.
 fn defaults(generation: &GenerationConfig) -> SamplingDefaults {
+/// Ends the engine when dropped, and waits until the device is given back: a process that exits while another thread
+/// is inside the driver may crash there.
+pub struct EndEngine(pub EngineHandle);
+
+impl Drop for EndEngine {
+    fn drop(&mut self) {
+        self.0.abort();
+        if !self.0.join(ENGINE_END) {
+            tracing::warn!("the engine did not end within {} s", ENGINE_END.as_secs());
+        }
+    }
+}
+
     if generation.repetition_penalty.is_some_and(|p| p != 1.0) {
         tracing::warn!("generation_config.json: repetition_penalty is not supported, and is ignored");
     }

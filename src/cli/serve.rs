@@ -1,20 +1,22 @@
 //! `unicorn serve`: bind, answer, and load the model meanwhile.
 
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::error::Error;
-use super::load;
+use super::load::{self, EndEngine};
 use crate::api::{self, Options, Server, Service};
 use crate::config::Config;
+use crate::engine::EngineHandle;
 
 /// How often a stream that waits for its first token carries a comment.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
-/// For the engine to give the device back after the last connection closed.
-const ENGINE_END: Duration = Duration::from_secs(10);
+/// For the load to end that a signal came into; it cannot be told to.
+const LOAD_END: Duration = Duration::from_secs(20);
 
 /// Serves until SIGINT or SIGTERM, or until the model cannot be loaded.
 pub fn serve(config: &Config) -> Result<(), Error> {
@@ -25,15 +27,22 @@ pub fn serve(config: &Config) -> Result<(), Error> {
     let grace = Duration::from_secs(config.server.shutdown_grace_s);
 
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Error::Runtime)?;
-    runtime.block_on(async {
+    let mut load = None;
+    let engine: Arc<OnceLock<EngineHandle>> = Arc::default();
+    let result = runtime.block_on(async {
         let listener = bind(&config.server.host, config.server.port).await?;
         let address = listener.local_addr().map_err(Error::Serve)?;
         tracing::info!("listening on http://{address}/v1, model {model_id:?}; loading");
 
         // A thread of its own, not the runtime's: a signal while loading must not wait for it.
         let (done, loaded) = tokio::sync::oneshot::channel();
-        let load_config = config.clone();
-        std::thread::spawn(move || drop(done.send(load::service(&files, &load_config))));
+        let (load_config, started) = (config.clone(), Arc::clone(&engine));
+        load = Some(std::thread::spawn(move || {
+            let service = load::service(&files, &load_config);
+            // Beside the channel, whose receiver is gone where a signal came first.
+            let service = service.inspect(|s| drop(started.set(s.engine().clone())));
+            drop(done.send(service));
+        }));
 
         let stop = stop_signal()?;
         let serving = api::serve(listener, Arc::clone(&server), stop, grace);
@@ -52,14 +61,28 @@ pub fn serve(config: &Config) -> Result<(), Error> {
             result = serving => result.map_err(Error::Serve),
             error = loading => Err(error),
         }
-    })?;
-    if !server.end(ENGINE_END) {
-        tracing::warn!("the engine did not end within {} s", ENGINE_END.as_secs());
+    });
+    if !load.is_none_or(ends) {
+        tracing::warn!("the model was still loading after {} s", LOAD_END.as_secs());
     }
+    drop(engine.get().cloned().map(EndEngine));
     tracing::info!("stopped");
     // Not waiting for what may still tokenize for a client that is gone.
     runtime.shutdown_background();
-    Ok(())
+    result
+}
+
+/// Waits for the load to end, so that the process does not exit while it is inside the driver; false after
+/// [`LOAD_END`].
+fn ends(load: JoinHandle<()>) -> bool {
+    let since = Instant::now();
+    while !load.is_finished() {
+        if since.elapsed() > LOAD_END {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    true
 }
 
 async fn bind(host: &str, port: u16) -> Result<TcpListener, Error> {

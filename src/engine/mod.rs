@@ -157,11 +157,16 @@ impl Engine {
             messages,
             shared: Arc::clone(&shared),
         };
+        let handle = EngineHandle { inbox, shared: Arc::clone(&shared) };
         thread::Builder::new()
             .name("engine".into())
-            .spawn(move || engine.run())
+            .spawn(move || {
+                // Outside of `run`: dropped after the runner, or `join` would return while its destructor runs.
+                let _end = EndGuard(shared);
+                engine.run();
+            })
             .expect("spawn the engine thread");
-        EngineHandle { inbox, shared }
+        handle
     }
 }
 
@@ -257,7 +262,7 @@ impl EngineHandle {
         self.drain();
     }
 
-    /// Waits until the engine has ended; false after `timeout`.
+    /// Waits until the engine has ended and its runner is dropped; false after `timeout`.
     pub fn join(&self, timeout: Duration) -> bool {
         let ended = self.shared.ended.lock().expect("nothing panics under this lock");
         let (ended, _) = self
@@ -414,7 +419,7 @@ struct StepLoop {
 
 impl StepLoop {
     fn run(mut self) {
-        let _guard = EndGuard(Arc::clone(&self.shared));
+        let _cause = PanicGuard(Arc::clone(&self.shared));
         loop {
             if !self.drain_inbox() {
                 return;
@@ -461,6 +466,7 @@ impl StepLoop {
         self.clients.retain(|id, client| {
             let keep = !client.events.is_closed();
             if !keep {
+                tracing::debug!(generated = client.clock.predicted_n, "cancelled: its reader left");
                 self.scheduler.remove(*id);
             }
             keep
@@ -516,15 +522,23 @@ impl StepLoop {
     }
 }
 
-/// Says that the engine thread ended, also when it panicked.
-struct EndGuard(Arc<Shared>);
+/// Names a panic as the cause before the clients' channels close, so that they hear of it.
+struct PanicGuard(Arc<Shared>);
 
-impl Drop for EndGuard {
+impl Drop for PanicGuard {
     fn drop(&mut self) {
         if thread::panicking() {
             let _ = self.0.lost.set("the engine met a bug (see the log)".into());
         }
         self.0.draining.store(true, Ordering::Release);
+    }
+}
+
+/// Says that the engine thread is done with everything, also when it panicked.
+struct EndGuard(Arc<Shared>);
+
+impl Drop for EndGuard {
+    fn drop(&mut self) {
         if let Ok(mut ended) = self.0.ended.lock() {
             *ended = true;
         }
