@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::fake_runner::HANG;
+use unicorn::text::Tokenizer;
 use crate::support::data;
 
 /// With no Vulkan device at all, for what must fail before it needs one.
@@ -202,13 +203,37 @@ fn eval_writes_logits_and_perplexity_that_agree() {
         assert_error(bad, if tokens.is_empty() { 2 } else { 1 }, &[part]);
     }
 
-    // A text over several windows: its mean must be that of the logits, here of a random model near ln 512.
-    let text = folder.path().join("text");
-    std::fs::write(&text, "Vim has two modes. ".repeat(40)).expect("written");
-    let text = text.to_str().expect("UTF-8");
-    let report = succeed(&["eval", "perplexity", model, "--text", text, "--context", "64"]);
+    // A text over two windows of 64, each beginning with `<bos>`: its mean is that of the logits.
+    let text_file = folder.path().join("text");
+    let text_path = text_file.to_str().expect("UTF-8");
+    let text = "Vim has two modes. ".repeat(8);
+    std::fs::write(&text_file, &text).expect("written");
+    let tokenizer = std::fs::read(data("tokenizer-mini/tokenizer.json")).expect("the tokenizer");
+    let tokenizer = Tokenizer::from_bytes(&tokenizer, "tokenizer.json").expect("a sound tokenizer");
+    let ids = tokenizer.encode(&text, false).expect("encodes");
+    assert!((64..=126).contains(&ids.len()), "{} tokens are not two windows", ids.len());
+    let mut nll = 0.0;
+    for window in ids.chunks(63) {
+        let tokens: Vec<u32> = [2].iter().chain(window).copied().collect();
+        let list = tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+        succeed(&["eval", "logits", model, "--tokens", &list, "--output", file_path]);
+        let written = std::fs::read(&file).expect("written");
+        let written = safetensors::SafeTensors::deserialize(&written).expect("a sound file");
+        let logits = floats(written.tensor("logits").expect("the tensor").data());
+        for (row, target) in logits.chunks_exact(512).zip(&tokens[1..]) {
+            let sum: f64 = row.iter().map(|x| f64::from(*x).exp()).sum();
+            nll += sum.ln() - f64::from(row[*target as usize]);
+        }
+    }
+    let report = succeed(&["eval", "perplexity", model, "--text", text_path, "--context", "64"]);
     let perplexity: f64 = report.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect(&report);
-    assert!(perplexity.is_finite() && perplexity > 64.0, "{report}");
+    let expected = (nll / ids.len() as f64).exp();
+    assert!((perplexity / expected - 1.0).abs() < 1e-5, "{report}: expected {expected}");
+
+    let mut short =
+        unicorn_on_software(&["eval", "perplexity", model, "--text", text_path, "--context", "1"]);
+    short.arg("--allow-software-vulkan");
+    assert_error(short, 1, &["--context", "at least 2"]);
 }
 
 #[test]

@@ -30,13 +30,12 @@ pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
     let _end = EndEngine(engine.clone());
     let mut runs = Vec::new();
     let per_run = u64::from(args.generate_tokens);
-    let mut bar = Bar::tokens("measuring");
+    let bar = Bar::tokens("measuring", (u64::from(args.runs) + 1) * per_run);
     for i in 0..=u64::from(args.runs) {
         if i == 1 {
             profiler.take(); // what the warm-up did
         }
-        let total = (u64::from(args.runs) + 1) * per_run;
-        runs.push(run(&engine, args, &mut |n| bar.set(i * per_run + n as u64, total))?);
+        runs.push(run(&engine, args, &mut |n| bar.set(i * per_run + n as u64))?);
     }
     drop(bar);
     let kernels = profiler.take();

@@ -42,11 +42,11 @@ fn write_logits(model: &mut Model, tokens: &[u32], output: &Path) -> Result<(), 
     let mut file = BufWriter::new(File::create(output).map_err(failed)?);
     file.write_all(&safetensors_header(n, vocab)).map_err(failed)?;
 
-    let mut bar = Bar::tokens("computing");
+    let bar = Bar::tokens("computing", n as u64);
     let mut written = Ok(());
     model.runner.logits(tokens, &mut |start, rows| {
         assert_eq!(rows.len() % vocab, 0, "whole rows");
-        bar.set((start + rows.len() / vocab) as u64, n as u64);
+        bar.set((start + rows.len() / vocab) as u64);
         if written.is_ok() {
             written = file.write_all(bytemuck::cast_slice(rows));
         }
@@ -90,10 +90,17 @@ fn perplexity(mut model: Model, text: &str, path: &Path) -> Result<(), Error> {
     if ids.is_empty() {
         return Err(Error::Argument(format!("{}: the text is empty", path.display())));
     }
+    // Each window begins with `<bos>`.
+    let window_tokens = model.max_context().saturating_sub(1);
+    if window_tokens == 0 {
+        return Err(Error::Argument(
+            "--context: a context of 1 token predicts nothing; expected at least 2".into(),
+        ));
+    }
     let (vocab, total) = (model.vocab_size(), ids.len());
-    let mut bar = Bar::tokens("reading");
+    let bar = Bar::tokens("reading", total as u64);
     let (mut nll, mut done) = (0f64, 0);
-    for window in ids.chunks(model.max_context() - 1) {
+    for window in ids.chunks(window_tokens) {
         let mut tokens = vec![bos];
         tokens.extend(window);
         // The row at a position predicts the token after it; the last row predicts nothing known.
@@ -102,7 +109,7 @@ fn perplexity(mut model: Model, text: &str, path: &Path) -> Result<(), Error> {
                 nll += negative_log_likelihood(row, *target);
                 done += 1;
             }
-            bar.set(done, total as u64);
+            bar.set(done);
         })?;
     }
     drop(bar);

@@ -71,9 +71,8 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
     let policy = DevicePolicy {
         device: config.hardware.device.clone(),
         allow_software: config.hardware.allow_software_vulkan,
-        profile,
-        ..DevicePolicy::default()
         validation: config.hardware.validation,
+        profile,
     };
     let device = Device::open(&policy)?;
     let info = device.info().clone();
@@ -85,8 +84,11 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
         sample_below: Some(tokenizer.vocab_size()),
         ..LoadOptions::default()
     };
-    let mut bar = Bar::bytes("loading");
-    let runner = Gemma3::load(&device, files, &options, &mut |p| bar.set(p.done, p.total))?;
+    let bar = Bar::bytes("loading");
+    let runner = Gemma3::load(&device, files, &options, &mut |p| {
+        bar.set_total(p.total);
+        bar.set(p.done);
+    })?;
     drop(bar);
 
     let mut stop_token_ids = model_config.eos_token_ids.clone();
@@ -159,8 +161,6 @@ pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
     Ok(Service::new(engine, tokenizer, template, defaults, stop_token_ids))
 }
 
-/// As transformers reads the file: greedy unless it says `do_sample`; what it leaves out restricts nothing.
-fn defaults(generation: &GenerationConfig) -> SamplingDefaults {
 /// Ends the engine when dropped, and waits until the device is given back: a process that exits while another thread
 /// is inside the driver may crash there.
 pub struct EndEngine(pub EngineHandle);
@@ -174,6 +174,8 @@ impl Drop for EndEngine {
     }
 }
 
+/// As transformers reads the file: greedy unless it says `do_sample`; what it leaves out restricts nothing.
+fn defaults(generation: &GenerationConfig) -> SamplingDefaults {
     if generation.repetition_penalty.is_some_and(|p| p != 1.0) {
         tracing::warn!("generation_config.json: repetition_penalty is not supported, and is ignored");
     }

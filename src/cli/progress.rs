@@ -1,59 +1,70 @@
 //! A bar on the terminal for what takes longer than a second; nothing where nobody watches.
 
 use std::io::IsTerminal;
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 /// Nothing is shown for what takes no longer.
 pub const PATIENCE: Duration = Duration::from_secs(1);
+/// A bar that turns says that the program does not hang, also where a step takes long.
+const TICK: Duration = Duration::from_millis(100);
 
 /// Erases itself when dropped.
 pub struct Bar {
     bar: ProgressBar,
-    since: Instant,
-    template: &'static str,
-    what: String,
-    shown: bool,
-    quiet: bool,
+    /// Shows the bar when it is due, also while nothing is reported; none where nobody watches.
+    shower: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
 }
 
 impl Bar {
     pub fn bytes(what: impl Into<String>) -> Self {
-        Self::new(what, "{msg} [{bar:30}] {bytes}/{total_bytes}, {bytes_per_sec}, {eta} left")
+        Self::new(what, 0, "{spinner} {msg} [{bar:30}] {bytes}/{total_bytes}, {bytes_per_sec}, {eta} left")
     }
 
-    pub fn tokens(what: impl Into<String>) -> Self {
-        Self::new(what, "{msg} [{bar:30}] {pos}/{len} tokens, {per_sec}, {eta} left")
+    /// `total`: tokens there are to do.
+    pub fn tokens(what: impl Into<String>, total: u64) -> Self {
+        Self::new(what, total, "{spinner} {msg} [{bar:30}] {pos}/{len} tokens, {per_sec}, {eta} left")
     }
 
-    fn new(what: impl Into<String>, template: &'static str) -> Self {
-        let quiet = !std::io::stderr().is_terminal();
-        let (bar, since, what) = (ProgressBar::hidden(), Instant::now(), what.into());
-        Self { bar, since, template, what, shown: false, quiet }
+    fn new(what: impl Into<String>, total: u64, template: &str) -> Self {
+        let style = ProgressStyle::with_template(template).expect("the templates of this file are valid");
+        let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::hidden());
+        let bar = bar.with_style(style).with_message(what.into());
+        let shower = std::io::stderr().is_terminal().then(|| {
+            let (ended, end) = mpsc::channel::<()>();
+            let bar = bar.clone();
+            let show = move || {
+                if end.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+                    bar.set_draw_target(ProgressDrawTarget::stderr());
+                    bar.enable_steady_tick(TICK);
+                }
+            };
+            (ended, std::thread::spawn(show))
+        });
+        Self { bar, shower }
     }
 
-    /// What is done now, of what there is to do.
-    pub fn set(&mut self, done: u64, total: u64) {
-        if self.quiet {
-            return;
-        }
-        if !self.shown && self.since.elapsed() > PATIENCE {
-            let style =
-                ProgressStyle::with_template(self.template).expect("the templates of this file are valid");
-            let bar = ProgressBar::new(total).with_style(style).with_message(self.what.clone());
-            self.bar = bar.with_elapsed(self.since.elapsed());
-            self.shown = true;
-        }
-        if self.shown {
-            self.bar.set_length(total);
-            self.bar.set_position(done);
-        }
+    /// What is done now.
+    pub fn set(&self, done: u64) {
+        self.bar.set_position(done);
+    }
+
+    /// What there is to do, where that was not known at first.
+    pub fn set_total(&self, total: u64) {
+        self.bar.set_length(total);
     }
 }
 
 impl Drop for Bar {
     fn drop(&mut self) {
+        if let Some((ended, shower)) = self.shower.take() {
+            drop(ended);
+            // A bar that could not be shown is no reason to fail.
+            let _ = shower.join();
+        }
         self.bar.finish_and_clear();
     }
 }
@@ -65,7 +76,7 @@ impl Spinner {
     pub fn start(what: String) -> Self {
         // Hidden by itself where standard error is no terminal.
         let bar = ProgressBar::new_spinner().with_message(what);
-        bar.enable_steady_tick(Duration::from_millis(100));
+        bar.enable_steady_tick(TICK);
         Self(bar)
     }
 }
