@@ -1,8 +1,10 @@
 //! The binary: with bad input, its exit code and the one line that names what is wrong; and each command on a
 //! small checkpoint.
 
+use std::fs::Permissions;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
@@ -11,8 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::fake_runner::HANG;
-use unicorn::text::Tokenizer;
-use crate::support::data;
+use crate::support::{data, root};
 
 /// With no Vulkan device at all, for what must fail before it needs one.
 fn unicorn(args: &[&str]) -> Command {
@@ -141,6 +142,32 @@ fn without_a_device_there_is_an_error_and_no_fallback() {
     for args in [
         &["generate", "--prompt", "x"][..],
         &["generate", "--prompt", "x", "--allow-software-vulkan"],
+/// The wrapper of `make serve`, with a binary that reports these devices.
+#[test]
+fn software_is_allowed_exactly_where_no_device_will_do() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let binary = folder.path().join("unicorn");
+    let script = "#!/bin/sh\nif [ \"$1\" = devices ]; then cat \"$0.devices\"; else echo \"$@\"; fi\n";
+    std::fs::write(&binary, script).expect("written");
+    std::fs::set_permissions(&binary, Permissions::from_mode(0o755)).expect("executable");
+    let device = |usable| format!("0: Old Card\n   kind         discrete GPU\n   usable       {usable}\n");
+    for (devices, software) in [
+        (device("yes"), false),
+        (device("no: it lacks maintenance4") + &device("yes"), false),
+        (device("no: it lacks maintenance4"), true),
+        (device("with --allow-software-vulkan: it is software on the CPU, and slow"), true),
+        ("no Vulkan device was found\n".into(), true),
+    ] {
+        std::fs::write(folder.path().join("unicorn.devices"), &devices).expect("written");
+        let mut command = Command::new(root().join("tools/with_device.sh"));
+        command.arg(&binary).args(["serve", "--port", "1"]);
+        let (code, stdout, stderr) = output(command);
+        let expected = if software { "serve --allow-software-vulkan --port 1\n" } else { "serve --port 1\n" };
+        assert_eq!((code, stdout.as_str()), (0, expected), "{devices}");
+        assert_eq!(stderr.contains("NO USABLE GPU"), software, "{stderr}");
+    }
+}
+
         &["serve", "--port", "0", "--allow-software-vulkan"],
         &["bench"],
     ] {

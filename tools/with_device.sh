@@ -1,18 +1,18 @@
 #!/bin/sh
-# Runs `BINARY COMMAND ARGS`, and adds --allow-software-vulkan only where `BINARY devices` finds no GPU.
+# Runs `BINARY COMMAND ARGS`, and adds --allow-software-vulkan only where `BINARY devices` finds no GPU that can be used.
 # An answer computed by the software driver is as right as a GPU's, and far slower: so it says so, loudly.
 set -eu
 binary=$1 command=$2
 shift 2
 
 devices=$("$binary" devices 2>&1) || true
-if printf '%s\n' "$devices" | grep -Eqi '(discrete|integrated|virtual) gpu'; then
+if printf '%s\n' "$devices" | grep -Eq '^ *usable +yes'; then
     exec "$binary" "$command" "$@"
 fi
 cat >&2 <<'NOTE'
 ########################################################################
-#  NO GPU FOUND: computing on the CPU through Mesa's software Vulkan.  #
-#  Everything works, slowly. `unicorn devices` lists what was seen.    #
+#  NO USABLE GPU: computing on the CPU through Mesa's software Vulkan. #
+#  Everything works, slowly. `unicorn devices` says what each lacks.   #
 ########################################################################
 NOTE
 exec "$binary" "$command" --allow-software-vulkan "$@"
