@@ -44,11 +44,15 @@ fn limits() -> Limits {
 }
 
 fn app(script: Script) -> App {
-    let (runner, control) = FakeRunner::new(limits(), script);
+    app_with(limits(), OPTIONS, DEFAULTS, script)
+}
+
+fn app_with(limits: Limits, options: Options, defaults: SamplingDefaults, script: Script) -> App {
+    let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue: 2 });
-    let server = Server::new(MODEL, OPTIONS);
+    let server = Server::new(MODEL, options);
     let stops = vec![1, END_OF_TURN];
-    server.set_ready(Service::new(engine.clone(), tokenizer(), ChatTemplate::gemma(), DEFAULTS, stops));
+    server.set_ready(Service::new(engine.clone(), tokenizer(), ChatTemplate::gemma(), defaults, stops));
     App { router: api::router(Arc::clone(&server)), server, engine, control }
 }
 
@@ -257,6 +261,36 @@ async fn max_tokens_and_the_context_bound_an_answer() {
         );
         let message = body["error"]["message"].as_str().unwrap();
         assert!(message.contains("600 tokens") && message.contains(number), "{message}");
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_that_no_context_holds_is_too_long_and_not_invalid() {
+    let limits = Limits { block_size: 1024, num_blocks: 128, max_context: 131_072, ..limits() };
+    let options = Options { max_body_bytes: 16 << 20, ..OPTIONS };
+    let app = app_with(limits, options, DEFAULTS, says(&[], END_OF_TURN));
+    // More text than is ever tokenized, whose tokens might be few; and more turns than a template may render.
+    let roles = ["user", "assistant"].iter().cycle();
+    let turns: Vec<Value> = roles.take(130_000).map(|role| json!({"role": role, "content": "a"})).collect();
+    for body in [chat(&"q".repeat((2 << 20) + 1)), with(chat(""), json!({"messages": turns}))] {
+        let (status, answer) = complete(&app, body).await;
+        let code = &answer["error"]["code"];
+        assert_eq!((status.as_u16(), code), (400, &json!("context_length_exceeded")), "{answer}");
+    }
+}
+
+#[tokio::test]
+async fn a_temperature_too_small_to_divide_by_is_greedy_also_as_the_models_default() {
+    for (fields, default) in [(json!({"temperature": 1e-39}), 0.9), (json!({}), 1e-39), (json!({}), 9e-6)] {
+        let seen: Arc<Mutex<Vec<SamplingParams>>> = Arc::default();
+        let record = Arc::clone(&seen);
+        let script: Script = Box::new(move |_, _, params| {
+            record.lock().unwrap().push(params);
+            END_OF_TURN
+        });
+        let app = app_with(limits(), OPTIONS, SamplingDefaults { temperature: default, ..DEFAULTS }, script);
+        assert_eq!(complete(&app, with(chat("Hi"), fields)).await.0, 200);
+        assert_eq!(seen.lock().unwrap()[0].temperature, 0.0, "default {default}");
     }
 }
 
@@ -610,7 +644,14 @@ async fn a_closed_connection_cancels_and_shutdown_is_bounded() {
         client.write_all(request(with(chat("Hi"), json!({"stream": streaming}))).as_bytes()).unwrap();
         submitted(&app, steps + 6).await;
         drop(client);
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        // Step by step, so that the answer, which would fill the context, cannot end before the cancellation comes.
+        let mut more = 0;
+        while app.engine.stats().running > 0 {
+            assert!(more < 300, "it runs on for nobody");
+            more += 1;
+            app.control.allow(steps + 5 + more);
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
         app.control.release();
         assert_all_free(&app.engine).await;
     }

@@ -11,6 +11,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use unicorn::text::Tokenizer;
 
 use crate::fake_runner::HANG;
 use crate::support::{data, root};
@@ -32,11 +33,11 @@ fn unicorn_on_software(args: &[&str]) -> Command {
             command.env_remove(name);
         }
     }
+    command.env("UNICORN_HARDWARE_VALIDATION", "true");
     command
 }
 
 fn output(mut command: Command) -> (i32, String, String) {
-    command.env("UNICORN_HARDWARE_VALIDATION", "true");
     let Output { status, stdout, stderr } = command.output().expect("the binary runs");
     let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
     (status.code().expect("an exit code, not a signal"), text(stdout), text(stderr))
@@ -79,6 +80,10 @@ fn a_command_line_that_cannot_be_read_is_exit_code_2() {
         let (code, stdout, stderr) = output(command);
         assert_eq!((code, stdout.as_str()), (2, ""), "{args:?}: {stderr}");
         assert!(stderr.starts_with("error: ") && stderr.contains(part), "{args:?}: {stderr}");
+    }
+    let stops = ["--stop", "a"].repeat(5);
+    for command in [&["generate", "--prompt", "x"][..], &["chat"]] {
+        assert_error(unicorn(&[command, &stops[..]].concat()), 1, &["stop", "at most 4"]);
     }
     assert_eq!(output(unicorn(&[])).0, 2);
     assert_eq!(output(unicorn(&["--version"])).0, 0);
@@ -137,11 +142,6 @@ fn models_that_are_none_are_named() {
     assert_error(text, 1, &[&missing, "No such file"]);
 }
 
-#[test]
-fn without_a_device_there_is_an_error_and_no_fallback() {
-    for args in [
-        &["generate", "--prompt", "x"][..],
-        &["generate", "--prompt", "x", "--allow-software-vulkan"],
 /// The wrapper of `make serve`, with a binary that reports these devices.
 #[test]
 fn software_is_allowed_exactly_where_no_device_will_do() {
@@ -168,6 +168,11 @@ fn software_is_allowed_exactly_where_no_device_will_do() {
     }
 }
 
+#[test]
+fn without_a_device_there_is_an_error_and_no_fallback() {
+    for args in [
+        &["generate", "--prompt", "x"][..],
+        &["generate", "--prompt", "x", "--allow-software-vulkan"],
         &["serve", "--port", "0", "--allow-software-vulkan"],
         &["bench"],
     ] {
@@ -270,6 +275,15 @@ fn generate_chat_and_bench_run_on_a_small_model() {
     let generate = ["generate", "--model", model, "--prompt", "Hello", "--max-tokens", "12", "--seed", "5"];
     let answer = succeed(&generate);
     assert_eq!(answer, succeed(&generate), "the same seed gives the same answer");
+    assert!(answer.trim().len() > 1, "{answer:?}");
+
+    // The logits divided by so little leave the range of f32: such a temperature is greedy, whoever gives it.
+    let at = |temperature| succeed(&[&generate[..], &["--temperature", temperature]].concat());
+    let greedy = at("0");
+    assert_eq!(at("1e-39"), greedy);
+    let generation = folder.path().join("generation_config.json");
+    std::fs::write(&generation, r#"{"do_sample": true, "temperature": 1e-39}"#).expect("written");
+    assert_eq!(succeed(&generate), greedy);
 
     let mut chat =
         unicorn_on_software(&["chat", "--model", model, "--max-tokens", "8", "--temperature", "0"]);
@@ -281,6 +295,7 @@ fn generate_chat_and_bench_run_on_a_small_model() {
     let answers = String::from_utf8(stdout).expect("UTF-8");
     let (first, second) = answers.split_at(answers.len() / 2);
     assert_eq!(first, second, "after /new the same question is new");
+    assert!(first.trim().len() > 1 && first.ends_with('\n'), "{first:?}");
 
     let line = succeed(&[
         "bench",

@@ -12,12 +12,7 @@
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
-use crate::text::{Content, Message};
-
-/// Most stop strings, as at OpenAI.
-const MAX_STOPS: usize = 4;
-/// A temperature below this is greedy: dividing logits by it would leave the range of f32.
-const MIN_TEMPERATURE: f64 = 1e-5;
+use crate::text::{Content, MAX_STOPS, Message};
 
 /// What was asked; absent fields are the model's defaults.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -58,7 +53,7 @@ impl ChatRequest {
             stream: fields.bool("stream")?.unwrap_or(false),
             include_usage: include_usage(&fields)?,
             max_tokens: max_tokens.map(|n| n as usize),
-            temperature: temperature.map(|t| if t < MIN_TEMPERATURE { 0.0 } else { t as f32 }),
+            temperature: temperature.map(|t| t as f32),
             top_p: fields.number("top_p", 0.0, 1.0)?.map(|p| p as f32),
             // -1 is how vLLM's clients say "off".
             top_k: top_k.map(|k| u32::try_from(k).unwrap_or(0)),

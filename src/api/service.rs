@@ -10,6 +10,11 @@ use crate::engine::{EngineHandle, Request};
 use crate::model::SamplingParams;
 use crate::text::{ChatTemplate, Message, StopMatcher, TextError, Tokenizer, normalize};
 
+/// A temperature below this is greedy, whoever gave it: dividing logits by it would leave the range of f32.
+const MIN_TEMPERATURE: f32 = 1e-5;
+/// Tokens of a turn at the least, whatever the template: one that opens it and one that closes it.
+const TURN_TOKENS: usize = 2;
+
 /// What requests need of a loaded model.
 pub struct Service {
     engine: EngineHandle,
@@ -70,18 +75,27 @@ impl Service {
 
     fn prompt(&self, messages: &[Message]) -> Result<Vec<u32>, ApiError> {
         let limits = self.engine.limits();
-        let text = match self.template.render(&normalize(messages), true) {
-            Ok(text) => text,
-            Err(TextError::TooLong { bytes, .. }) if self.least_tokens(bytes) >= limits.max_context => {
-                return Err(self.overflow(bytes));
+        let refuse = |error: TextError| match error {
+            TextError::TooLong { bytes, .. } if self.least_tokens(bytes) >= limits.max_context => {
+                self.overflow(bytes)
             }
-            Err(error) => return Err(ApiError::Text(error.to_string())),
+            TextError::TooLong { .. } => ApiError::Context(error.to_string()),
+            error => ApiError::Text(error.to_string()),
         };
+        let messages = normalize(messages);
+        // Many short messages take a template longer than it may run: they are counted first.
+        let least = messages.len() * TURN_TOKENS;
+        if least >= limits.max_context {
+            let (context, turns) = (limits.max_context, messages.len());
+            return Err(ApiError::Context(format!(
+                "the context holds {context} tokens, the conversation has {turns} turns and so at least {least} tokens"
+            )));
+        }
+        let text = self.template.render(&messages, true).map_err(refuse)?;
         // Text that is too long whatever its tokens are is not tokenized at all.
         if self.least_tokens(text.len()) >= limits.max_context {
             return Err(self.overflow(text.len()));
         }
-        let refuse = |e: TextError| ApiError::Text(e.to_string());
         let ids = self.tokenizer.encode(&text, false).map_err(refuse)?;
         self.tokenizer.check_ids(&ids, limits.vocab_size).map_err(refuse)?;
         Ok(ids)
@@ -105,8 +119,9 @@ impl Service {
         if top_p == 0.0 {
             top_k = 1; // the smallest set of tokens whose probability is at least 0, and not none
         }
+        let temperature = request.temperature.unwrap_or(defaults.temperature);
         SamplingParams {
-            temperature: request.temperature.unwrap_or(defaults.temperature),
+            temperature: if temperature < MIN_TEMPERATURE { 0.0 } else { temperature },
             top_k,
             top_p,
             min_p: request.min_p.unwrap_or(defaults.min_p),

@@ -14,10 +14,11 @@ use super::progress::{self, Spinner};
 use crate::api::{ChatRequest, Delta, End, Service};
 use crate::config::Config;
 use crate::engine::{FinishReason, SubmitError, Timings};
-use crate::text::Message;
+use crate::text::{Message, StopMatcher};
 
 /// Answers `args.prompt`, as it comes.
 pub fn generate(config: &Config, args: args::Generate) -> Result<(), Error> {
+    let mut request = request(args.sampling)?;
     let files = load::files(&config.model)?;
     let service = load::service(&files, config)?;
     let _end = EndEngine(service.engine().clone());
@@ -28,6 +29,7 @@ pub fn generate(config: &Config, args: args::Generate) -> Result<(), Error> {
 
 /// Reads a line, answers it, and so on. Ctrl-C ends an answer, Ctrl-D the program.
 pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
+    let mut request = request(args.sampling)?;
     let files = load::files(&config.model)?;
     let service = load::service(&files, config)?;
     let _end = EndEngine(service.engine().clone());
@@ -127,8 +129,9 @@ async fn answer(
     }
 }
 
-fn request(args: args::Sampling) -> ChatRequest {
-    ChatRequest {
+fn request(args: args::Sampling) -> Result<ChatRequest, Error> {
+    StopMatcher::new(&args.stop)?; // before the model is loaded in vain
+    Ok(ChatRequest {
         messages: args.system.iter().map(|text| Message::new("system", text)).collect(),
         max_tokens: args.max_tokens.map(|n| n as usize),
         temperature: args.temperature,
@@ -138,7 +141,7 @@ fn request(args: args::Sampling) -> ChatRequest {
         seed: args.seed,
         stop: args.stop,
         ..ChatRequest::default()
-    }
+    })
 }
 
 pub fn print(text: &str) -> Result<(), Error> {

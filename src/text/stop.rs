@@ -7,8 +7,8 @@
 
 use super::TextError;
 
-/// Most stop strings in one request.
-pub const MAX_STOPS: usize = 16;
+/// Most stop strings in one request, as at OpenAI.
+pub const MAX_STOPS: usize = 4;
 /// Longest stop string, in bytes.
 pub const MAX_STOP_BYTES: usize = 1024;
 
