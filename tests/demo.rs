@@ -46,6 +46,32 @@ struct Answers {
 struct Question {
     id: String,
     messages: Vec<Said>,
+    accept: Rule,
+}
+
+/// When an answer counts as right.
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Rule {
+    /// This text.
+    Equals(String),
+    /// This JSON value, however it is spaced.
+    Json(serde_json::Value),
+    /// One of these in it.
+    AnyOf(Vec<String>),
+    /// Each of these in it.
+    AllOf(Vec<String>),
+}
+
+impl Rule {
+    fn accepts(&self, text: &str) -> bool {
+        match self {
+            Rule::Equals(wanted) => text == wanted,
+            Rule::Json(wanted) => serde_json::from_str::<serde_json::Value>(text).is_ok_and(|v| v == *wanted),
+            Rule::AnyOf(wanted) => wanted.iter().any(|w| text.contains(w)),
+            Rule::AllOf(wanted) => wanted.iter().all(|w| text.contains(w)),
+        }
+    }
 }
 
 #[derive(Deserialize)]
@@ -65,6 +91,10 @@ fn goldens() -> &'static Answers {
 fn asked() -> impl Iterator<Item = &'static Answer> {
     let all = std::env::var("UNICORN_TEST_DEMO").is_ok_and(|v| v == "all");
     goldens().answers.iter().filter(move |a| all || a.quick)
+}
+
+fn questions() -> Vec<Question> {
+    serde_json::from_slice(&std::fs::read(folder().join("questions.json")).unwrap()).unwrap()
 }
 
 fn folder() -> std::path::PathBuf {
@@ -94,8 +124,7 @@ fn the_goldens_are_of_the_shipped_weights() {
 
 #[test]
 fn questions_render_and_tokenize_to_the_goldens_prompts() {
-    let questions: Vec<Question> =
-        serde_json::from_slice(&std::fs::read(folder().join("questions.json")).unwrap()).unwrap();
+    let questions = questions();
     assert!(questions.len() >= 300, "{} questions", questions.len());
     let tokenizer = tokenizer();
     let questions: BTreeMap<&str, &Question> = questions.iter().map(|q| (q.id.as_str(), q)).collect();
@@ -186,12 +215,20 @@ fn decoding_reproduces_the_answers() {
     assert!(seen.len() >= 10, "only {seen:?}");
 }
 
+/// Judged here, by the rules beside the questions; that the engine gives these answers is shown above.
 #[test]
 fn the_model_is_right_in_every_category() {
+    let answers: BTreeMap<&str, &Answer> = goldens().answers.iter().map(|a| (a.id.as_str(), a)).collect();
     let mut categories: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
-    for answer in &goldens().answers {
+    for question in &questions() {
+        let answer =
+            answers.get(question.id.as_str()).unwrap_or_else(|| panic!("no golden of {}", question.id));
+        // An answer that did not stop by itself is no answer.
+        let stopped = answer.answer.last().is_some_and(|id| [1, 6].contains(id));
+        let right = stopped && question.accept.accepts(&answer.text);
+        assert_eq!(right, answer.accepted, "{}: {:?}", answer.id, answer.text);
         let entry = categories.entry(&answer.category).or_default();
-        entry.0 += usize::from(answer.accepted);
+        entry.0 += usize::from(right);
         entry.1 += 1;
     }
     for (category, (right, all)) in &categories {
@@ -200,6 +237,9 @@ fn the_model_is_right_in_every_category() {
     for (category, (right, all)) in categories {
         // Recall beyond the sliding window is what paging and windows must not break.
         let percent = if category == "recall" { 95 } else { 90 };
-        assert!(right * 100 >= percent * all, "{category}: {right} of {all}, wanted {percent} %");
+        assert!(
+            right * 100 >= percent * all && all >= 20,
+            "{category}: {right} of {all}, wanted {percent} %"
+        );
     }
 }
