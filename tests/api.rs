@@ -530,6 +530,16 @@ async fn a_lost_device_is_503_and_a_line_in_a_stream_that_had_begun() {
 async fn a_full_queue_is_429_with_retry_after() {
     let app = app_that_says("ok");
     app.control.allow(0);
+#[tokio::test]
+async fn logits_that_are_not_finite_are_500_for_their_request_alone() {
+    let app = app_that_says("ok");
+    app.control.not_finite_at(0);
+    let (status, body) = complete(&app, chat("Hi")).await;
+    assert_eq!((status.as_u16(), &body["error"]["code"]), (500, &json!("logits_not_finite")));
+    assert_eq!(answer(&app, chat("Hi")).await.0, "ok");
+    assert_eq!(send_json(&app.router, get("/health")).await.0, 200);
+}
+
     let mut waiting: Vec<_> = Vec::new();
     for i in 0..3 {
         let router = app.router.clone();

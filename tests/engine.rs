@@ -209,6 +209,24 @@ fn a_lost_device_fails_all_requests_and_those_after() {
 }
 
 #[test]
+fn logits_that_are_not_finite_fail_one_request_alone() {
+    for at in [0, 3] {
+        let (engine, control) = start(LIMITS, says(&[], 5));
+        control.allow(0);
+        control.not_finite_at(at);
+        let mut failing = engine.submit(request(&[1; 20], 50)).expect("accepted");
+        let mut next = engine.submit(request(&[2; 20], 3)).expect("accepted");
+        control.release();
+        let (ids, last) = collect(&mut failing);
+        assert_eq!((ids.len(), last), (at.saturating_sub(1), Event::Failed(EngineError::NotFinite)));
+        let (ids, last) = collect(&mut next);
+        assert_eq!((ids.len(), finish_reason(&last)), (3, FinishReason::Length));
+        assert_eq!(engine.health(), Ok(()));
+        assert_all_free(&engine);
+    }
+}
+
+#[test]
 fn a_panicking_runner_is_a_lost_engine_and_no_hang() {
     let (engine, _) = start(LIMITS, Box::new(|_, _, _| panic!("a bug, made for this test")));
     let mut stream = engine.submit(request(&[1], 1)).expect("accepted");

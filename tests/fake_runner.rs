@@ -167,6 +167,7 @@ struct ControlState {
     finished: usize,
     fail_submit_at: Option<usize>,
     fail_wait_at: Option<usize>,
+    not_finite_at: Option<usize>,
     slow_drop: bool,
     dropped: bool,
 }
@@ -210,6 +211,11 @@ impl Control {
         self.set(|s| s.fail_wait_at = Some(n));
     }
 
+    /// The `n`-th step, from 0, yields logits that nothing can be sampled from.
+    pub fn not_finite_at(&self, n: usize) {
+        self.set(|s| s.not_finite_at = Some(n));
+    }
+
     /// The runner takes its time to end, as a driver does.
     pub fn drop_slowly(&self) {
         self.set(|s| s.slow_drop = true);
@@ -248,6 +254,9 @@ impl Control {
             return Err(RunnerError::DeviceLost("ring timeout".into()));
         }
         state.finished += 1;
+        if state.not_finite_at == Some(state.finished - 1) {
+            return Err(RunnerError::NotFinite);
+        }
         Ok(())
     }
 }

@@ -122,6 +122,9 @@ impl ApiError {
             }
             Self::Bug(_) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error"), None)
+            Self::Engine(EngineError::NotFinite) => {
+                server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("logits_not_finite"), None)
+            }
             }
         }
     }

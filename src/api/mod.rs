@@ -155,8 +155,8 @@ async fn health(State(server): State<Arc<Server>>) -> Response {
         Some(Err(EngineError::ShuttingDown)) => {
             (StatusCode::SERVICE_UNAVAILABLE, json!({"status": "draining"}))
         }
-        Some(Err(EngineError::Lost(why))) => {
-            (StatusCode::SERVICE_UNAVAILABLE, json!({"status": "lost", "message": why}))
+        Some(Err(lost @ (EngineError::Lost(_) | EngineError::NotFinite))) => {
+            (StatusCode::SERVICE_UNAVAILABLE, json!({"status": "lost", "message": lost.to_string()}))
         }
     };
     (status, Json(body)).into_response()

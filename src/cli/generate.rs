@@ -13,7 +13,7 @@ use super::load::{self, EndEngine};
 use super::progress::{self, Spinner};
 use crate::api::{ChatRequest, Delta, End, Service};
 use crate::config::Config;
-use crate::engine::{FinishReason, SubmitError, Timings};
+use crate::engine::{EngineError, FinishReason, SubmitError, Timings};
 use crate::text::{Message, StopMatcher};
 
 /// Answers `args.prompt`, as it comes.
@@ -65,7 +65,9 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
         request.messages.push(Message::new("user", &line));
         match runtime.block_on(answer(&service, &request, tokio::signal::ctrl_c())) {
             Ok(text) => request.messages.push(Message::new("assistant", &text)),
-            Err(error @ (Error::Engine(_) | Error::Submit(SubmitError::Engine(_)))) => return Err(error),
+            Err(error @ (Error::Engine(EngineError::Lost(_)) | Error::Submit(SubmitError::Engine(_)))) => {
+                return Err(error);
+            }
             Err(error) => {
                 request.messages.pop();
                 eprintln!("error: {error} (/new starts a new conversation)");

@@ -9,7 +9,8 @@
 //! and no time. Dropping a [`TokenStream`] cancels its request before the next step, and frees its blocks.
 //!
 //! A failing device ends the engine: the running request and all that wait get [`EngineError::Lost`], and so does
-//! every later [`EngineHandle::submit`]. Nothing is retried and nothing computed elsewhere.
+//! every later [`EngineHandle::submit`]. Nothing is retried and nothing computed elsewhere. A request whose logits are
+//! no numbers fails alone.
 
 mod block_manager;
 mod scheduler;
@@ -108,11 +109,13 @@ fn overflow(prompt: usize, max_tokens: Option<usize>, context: usize) -> String 
     }
 }
 
-/// Why the engine answers no more.
+/// Why a request got no whole answer. After all but `NotFinite`, the engine answers no more.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EngineError {
     #[error("{0}; restart unicorn")]
     Lost(String),
+    #[error("the model's logits are not finite numbers: no answer can be sampled from them")]
+    NotFinite,
     #[error("the server is shutting down")]
     ShuttingDown,
 }
@@ -484,7 +487,18 @@ impl StepLoop {
         self.publish();
 
         let ticket = self.runner.submit(&step.batch, &step.sampling)?;
-        let sampled = self.runner.wait(ticket)?;
+        let sampled = match self.runner.wait(ticket) {
+            Err(error @ RunnerError::NotFinite) => {
+                tracing::error!("{error}");
+                for id in step.ids {
+                    self.scheduler.remove(id);
+                    let client = self.clients.remove(&id).expect("a scheduled sequence has a client");
+                    client.send(Event::Failed(EngineError::NotFinite));
+                }
+                return Ok(());
+            }
+            result => result?,
+        };
         for Output { id, token, finish } in self.scheduler.commit(&step, &sampled) {
             let client = self.clients.get_mut(&id).expect("a scheduled sequence has a client");
             let timings = client.clock.tick();

@@ -585,9 +585,7 @@ impl Runner for Gemma3 {
         let mut ids = vec![0u32; frame.sampled_rows];
         frame.ids.read(0, &mut ids);
         if ids.contains(&NO_TOKEN) {
-            return Err(RunnerError::Device(
-                "the logits are not finite numbers: nothing can be sampled".into(),
-            ));
+            return Err(RunnerError::NotFinite);
         }
         Ok(Sampled { ids })
     }
