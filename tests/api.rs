@@ -25,7 +25,11 @@ use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
 const MODEL: &str = "makers/tiny-gemma";
 const END_OF_TURN: u32 = 106;
 const DEFAULTS: SamplingDefaults = SamplingDefaults { temperature: 0.9, top_k: 64, top_p: 0.95, min_p: 0.0 };
-const OPTIONS: Options = Options { max_body_bytes: 64 << 10, keep_alive: Duration::from_millis(20) };
+const OPTIONS: Options = Options {
+    max_body_bytes: 64 << 10,
+    body_stall: Duration::from_millis(200),
+    keep_alive: Duration::from_millis(20),
+};
 
 struct App {
     router: Router,
@@ -527,10 +531,6 @@ async fn a_lost_device_is_503_and_a_line_in_a_stream_that_had_begun() {
 }
 
 #[tokio::test]
-async fn a_full_queue_is_429_with_retry_after() {
-    let app = app_that_says("ok");
-    app.control.allow(0);
-#[tokio::test]
 async fn logits_that_are_not_finite_are_500_for_their_request_alone() {
     let app = app_that_says("ok");
     app.control.not_finite_at(0);
@@ -540,6 +540,10 @@ async fn logits_that_are_not_finite_are_500_for_their_request_alone() {
     assert_eq!(send_json(&app.router, get("/health")).await.0, 200);
 }
 
+#[tokio::test]
+async fn a_full_queue_is_429_with_retry_after() {
+    let app = app_that_says("ok");
+    app.control.allow(0);
     let mut waiting: Vec<_> = Vec::new();
     for i in 0..3 {
         let router = app.router.clone();
@@ -580,6 +584,10 @@ async fn bodies_that_never_end_are_bounded_in_number() {
     assert_eq!(send_json(&app.router, get("/health")).await.0, 200);
     drop(arriving);
     assert_eq!(answer(&app, chat("Hi")).await.0, "ok");
+
+    // And each for a time without progress.
+    let (status, _, body) = send_json(&app.router, post(stalled())).await;
+    assert_eq!((status.as_u16(), &body["error"]["code"]), (408, &json!("body_timeout")));
 }
 
 #[tokio::test]

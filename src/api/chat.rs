@@ -16,17 +16,17 @@ use super::answer::{AnswerText, Delta, End};
 use super::error::ApiError;
 use super::request::ChatRequest;
 use super::service::Service;
-use super::{MAX_ARRIVING, Server, random_u64};
+use super::{MAX_ARRIVING, Options, Server, random_u64};
 use crate::engine::{self, FinishReason, Timings, TokenStream};
 
-/// A client that takes longer for its body holds a connection for nothing.
+/// For a whole body, however steadily it comes.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The handler. A client that disconnects drops what this returns, and with it the engine's stream: that cancels.
 pub(super) async fn completions(State(server): State<Arc<Server>>, body: Body) -> Result<Response, ApiError> {
     let full = ApiError::QueueFull { waiting: MAX_ARRIVING };
     let arriving = server.arriving.try_acquire().map_err(|_| full)?;
-    let body = read_body(body, server.options.max_body_bytes).await?;
+    let body = read_body(body, &server.options).await?;
 
     // Rendering and tokenizing a long conversation takes a processor for seconds: not on the threads that answer
     // other clients, and not on more threads than there are processors.
@@ -59,11 +59,13 @@ pub(super) async fn completions(State(server): State<Arc<Server>>, body: Body) -
     }
 }
 
-async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, ApiError> {
+async fn read_body(body: Body, options: &Options) -> Result<Vec<u8>, ApiError> {
+    let &Options { max_body_bytes: limit, body_stall: stall, .. } = options;
+    let timeout = || ApiError::BodyTimeout { stall, whole: BODY_TIMEOUT };
     let mut chunks = body.into_data_stream();
     let read = async {
         let mut bytes = Vec::new();
-        while let Some(chunk) = chunks.next().await {
+        while let Some(chunk) = tokio::time::timeout(stall, chunks.next()).await.map_err(|_| timeout())? {
             let chunk = chunk.map_err(|_| ApiError::BodyBroken)?;
             if bytes.len() + chunk.len() > limit {
                 return Err(ApiError::BodyTooLarge { limit });
@@ -72,8 +74,7 @@ async fn read_body(body: Body, limit: usize) -> Result<Vec<u8>, ApiError> {
         }
         Ok(bytes)
     };
-    let timeout = ApiError::BodyTimeout { seconds: BODY_TIMEOUT.as_secs() };
-    tokio::time::timeout(BODY_TIMEOUT, read).await.map_err(|_| timeout)?
+    tokio::time::timeout(BODY_TIMEOUT, read).await.map_err(|_| timeout())?
 }
 
 /// A request that only needs the engine.

@@ -1,5 +1,7 @@
 //! Every way a request can fail, and the status and OpenAI error object that says so. One exhaustive match.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -32,8 +34,8 @@ pub enum ApiError {
     UnknownModel { asked: String, served: String },
     #[error("the body is larger than {limit} bytes")]
     BodyTooLarge { limit: usize },
-    #[error("the body did not arrive within {seconds} s")]
-    BodyTimeout { seconds: u64 },
+    #[error("the body did not arrive: nothing came for {} s, or not all within {} s", stall.as_secs_f64(), whole.as_secs())]
+    BodyTimeout { stall: Duration, whole: Duration },
     #[error("the body ended early")]
     BodyBroken,
     #[error("there is nothing at {0}")]
@@ -120,11 +122,11 @@ impl ApiError {
             Self::Engine(EngineError::ShuttingDown) => {
                 server(unavailable, "server_error", Some("shutting_down"), Some(RETRY_LOADING_S))
             }
-            Self::Bug(_) => {
-                server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error"), None)
             Self::Engine(EngineError::NotFinite) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("logits_not_finite"), None)
             }
+            Self::Bug(_) => {
+                server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error"), None)
             }
         }
     }

@@ -45,6 +45,8 @@ const MAX_ARRIVING: usize = 64;
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     pub max_body_bytes: usize,
+    /// A body of which nothing comes for so long is given up, and its place with it.
+    pub body_stall: Duration,
     /// How often a silent stream carries a comment, so that nobody between takes it for dead.
     pub keep_alive: Duration,
 }

@@ -62,7 +62,10 @@ impl Service {
     /// Renders and tokenizes; what remains is [`EngineHandle::submit`], and to push its events into the answer.
     /// Takes a processor for seconds where the conversation is long.
     pub fn prepare(&self, request: &ChatRequest) -> Result<(Request, AnswerText), ApiError> {
-        let stops = StopMatcher::new(&request.stop).map_err(|e| ApiError::invalid("stop", e.to_string()))?;
+        let stops = StopMatcher::new(&request.stop).map_err(|e| match e {
+            TextError::Stop(problem) => ApiError::invalid("stop", problem),
+            other => ApiError::Text(other.to_string()),
+        })?;
         let prompt = self.prompt(&request.messages)?;
         let engine = Request {
             prompt,

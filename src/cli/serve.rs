@@ -15,6 +15,8 @@ use crate::engine::EngineHandle;
 
 /// How often a stream that waits for its first token carries a comment.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
+/// How long a body may pause: it holds one of few places meanwhile.
+const BODY_STALL: Duration = Duration::from_secs(5);
 /// For the load to end that a signal came into; it cannot be told to.
 const LOAD_END: Duration = Duration::from_secs(20);
 
@@ -22,7 +24,11 @@ const LOAD_END: Duration = Duration::from_secs(20);
 pub fn serve(config: &Config) -> Result<(), Error> {
     let files = load::files(&config.model)?;
     let model_id = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
-    let options = Options { max_body_bytes: config.server.max_body_bytes, keep_alive: KEEP_ALIVE };
+    let options = Options {
+        max_body_bytes: config.server.max_body_bytes,
+        body_stall: BODY_STALL,
+        keep_alive: KEEP_ALIVE,
+    };
     let server = Server::new(model_id.clone(), options);
     let grace = Duration::from_secs(config.server.shutdown_grace_s);
 
