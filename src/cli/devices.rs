@@ -9,9 +9,7 @@ use crate::gpu::{self, DeviceInfo, DeviceKind};
 pub fn devices() -> Result<(), Error> {
     let devices = gpu::list_devices()?;
     if devices.is_empty() {
-        return print(
-            "no Vulkan device was found: is a driver installed (mesa-vulkan-drivers), and may this user open /dev/dri?\n",
-        );
+        return print(&format!("no Vulkan device was found: {}\n", gpu::NO_DRIVER_HINT));
     }
     print(&devices.iter().map(describe).collect::<String>())
 }

@@ -200,6 +200,10 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
     }
 }
 
+/// What to look at where the loader shows no device.
+pub const NO_DRIVER_HINT: &str = "is a driver installed (mesa-vulkan-drivers), and may this user open /dev/dri/renderD* \
+                                  (group render)?";
+
 /// Picks a device, or says which were seen and why none will do.
 fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuError> {
     let refusal = |d: &DeviceInfo| -> Option<String> {
@@ -215,13 +219,9 @@ fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuError>
         let why = refusal(d).map_or(String::new(), |why| format!(": {why}"));
         format!("[{}] {} ({}){why}", d.index, d.name, d.kind)
     };
-    let all = || {
-        match seen {
-        [] => "the Vulkan loader shows none; is a driver installed (mesa-vulkan-drivers), and may this user open \
-               /dev/dri/renderD* (group render)?"
-            .to_string(),
+    let all = || match seen {
+        [] => format!("the Vulkan loader shows none; {NO_DRIVER_HINT}"),
         seen => format!("seen: {}", seen.iter().map(describe).collect::<Vec<_>>().join("; ")),
-    }
     };
 
     let Some(wanted) = &policy.device else {

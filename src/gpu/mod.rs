@@ -12,7 +12,7 @@ mod pipeline;
 mod recorder;
 mod upload;
 
-pub use device::{Device, DeviceInfo, DeviceKind, DevicePolicy, HeapInfo, list_devices};
+pub use device::{Device, DeviceInfo, DeviceKind, DevicePolicy, HeapInfo, NO_DRIVER_HINT, list_devices};
 pub use error::GpuError;
 pub use instance::ValidationLog;
 pub use memory::{Arena, Buffer, Class, MemoryKind, Placement};
