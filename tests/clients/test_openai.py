@@ -249,47 +249,72 @@ def raised(kind, call):
 # --- with curl and bare sockets -------------------------------------------------------------------------
 
 
-def the_server_binds_before_it_loads(_):
-    """With a driver's manifest that is a pipe, loading lasts until somebody writes to it; then there is no device."""
-    with tempfile.TemporaryDirectory() as folder:
-        manifest = os.path.join(folder, "driver.json")
-        os.mkfifo(manifest)
+class Loading:
+    """A server that stays in the middle of loading: its driver's manifest is a pipe, which opens when somebody writes."""
+
+    def __enter__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.manifest = os.path.join(self.folder.name, "driver.json")
+        os.mkfifo(self.manifest)
         port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        environment = {**ENVIRONMENT, "VK_DRIVER_FILES": manifest, "VK_ICD_FILENAMES": manifest}
+        self.url = f"http://127.0.0.1:{port}"
+        environment = {**ENVIRONMENT, "VK_DRIVER_FILES": self.manifest, "VK_ICD_FILENAMES": self.manifest}
         command = [BINARY, "serve", "--allow-software-vulkan", "--port", str(port)]
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while True:
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+        self.folder.cleanup()
+
+    def first_health(self):
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                return get(self.url + "/health")[0]
+            except (urllib.error.URLError, OSError):
+                assert self.process.poll() is None and time.monotonic() < deadline, "the server is not there"
+                time.sleep(0.02)  # not bound yet
+
+    def let_go(self):
+        """Loading goes on, without a device; what the server says until it ends."""
+
+        def write():  # to whoever opens the pipe, as often as it is opened
+            while self.process.poll() is None:
                 try:
-                    status, _ = get(url + "/health")
-                    break
-                except (urllib.error.URLError, OSError):
-                    assert process.poll() is None and time.monotonic() < deadline, "the server is not there"
-                    time.sleep(0.02)  # not bound yet
-            assert status == 503, status
-            status, body = get(url + "/v1/models")
-            assert status == 200 and body["object"] == "list" and len(body["data"]) == 1, body
-            status, body = post(url + "/v1/chat/completions", {"model": body["data"][0]["id"], "messages": FRANCE})
-            assert status == 503 and body["error"]["code"] == "model_loading", body
+                    os.close(os.open(self.manifest, os.O_WRONLY | os.O_NONBLOCK))
+                except OSError:
+                    pass  # nobody reads
+                time.sleep(0.01)
 
-            def let_go():  # whoever opens the pipe, as often as it is opened
-                while process.poll() is None:
-                    try:
-                        os.close(os.open(manifest, os.O_WRONLY | os.O_NONBLOCK))
-                    except OSError:
-                        pass  # nobody reads
-                    time.sleep(0.01)
+        writer = threading.Thread(target=write)
+        writer.start()
+        _, stderr = self.process.communicate(timeout=START_SECONDS)
+        writer.join()
+        return stderr
 
-            writer = threading.Thread(target=let_go)
-            writer.start()
-            _, stderr = process.communicate(timeout=START_SECONDS)
-            writer.join()
-            assert process.returncode == 1 and "Vulkan" in last_line(stderr), (process.returncode, stderr)
-        finally:
-            process.kill()
-            process.wait()
+
+def the_server_binds_before_it_loads(_):
+    with Loading() as loading:
+        status = loading.first_health()
+        assert status == 503, status
+        status, body = get(loading.url + "/v1/models")
+        assert status == 200 and body["object"] == "list" and len(body["data"]) == 1, body
+        status, body = post(loading.url + "/v1/chat/completions", {"model": body["data"][0]["id"], "messages": FRANCE})
+        assert status == 503 and body["error"]["code"] == "model_loading", body
+        stderr = loading.let_go()
+        assert loading.process.returncode == 1 and "Vulkan" in last_line(stderr), (loading.process.returncode, stderr)
+
+
+def a_signal_while_loading_does_not_leave_the_driver_running(_):
+    with Loading() as loading:
+        loading.first_health()
+        loading.process.send_signal(signal.SIGTERM)
+        time.sleep(1)  # a server that does not wait for the load is gone by then
+        assert loading.process.poll() is None, "it ended while a thread was inside the driver"
+        stderr = loading.let_go()
+        assert loading.process.returncode == 0 and last_line(stderr).endswith("stopped"), (loading.process.returncode, stderr)
 
 
 def health_and_models(server):
@@ -475,7 +500,8 @@ def ctrl_c_stops_the_answer_and_not_the_program(_):
 # --- running --------------------------------------------------------------------------------------------
 
 PLAIN = [
-    the_server_binds_before_it_loads, health_and_models, readme_curl_example_answers,
+    the_server_binds_before_it_loads, a_signal_while_loading_does_not_leave_the_driver_running,
+    health_and_models, readme_curl_example_answers,
     the_readme_names_commands_and_options_that_exist, curl_streams_to_done, unknown_fields_and_an_empty_key_are_accepted,
     broken_bodies_are_400, an_unknown_route_is_404, a_disconnect_frees_the_server, requests_at_once_are_all_answered,
     a_taken_port_is_one_line, ctrl_c_stops_the_answer_and_not_the_program,
