@@ -26,12 +26,14 @@ from model import Config, Gemma3
 # (share of the time, row lengths in turn). Short rows first: they teach the skills at the most rows per second; long
 # rows teach recall from afar, and come last.
 CURRICULUM = [(0.28, [256]), (0.20, [512, 256]), (0.20, [1024, 256]), (0.20, [2048, 512]), (0.12, [4096, 1024, 2048, 8192, 512])]
-POLISH = [(1.0, [512, 1024, 256, 2048, 512, 4096])]
+POLISH = [(1.0, [512, 1024, 4096, 512, 2048, 8192, 256, 1024])]
 TOKENS_PER_STEP = 4096
 WARM_UP_STEPS = 30
 DECAY_SHARE = 0.45
 ADAM_RATE = 3e-3  # embeddings and norms
 MUON_RATE = 0.02  # matrices
+# An answer in JSON (a tool call, a title) is a few tokens after hundreds that teach nothing: each counts this often.
+JSON_WEIGHT = 3.0
 
 
 class Rows:
@@ -43,6 +45,7 @@ class Rows:
         token = tokenizer.token_to_id
         self.start, self.end = token("<start_of_turn>"), token("<end_of_turn>")
         self.model = tokenizer.encode("model", add_special_tokens=False).ids[0]
+        self.brackets = {token("{"), token("[")}
         self.ready = queue.Queue(4)
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -56,24 +59,25 @@ class Rows:
 
     def batch(self, length, rows):
         ids = np.zeros((rows, length + 1), np.int64)
-        wanted = np.zeros((rows, length + 1), bool)
+        weight = np.zeros((rows, length + 1), np.float32)
         for row in range(rows):
             # A quarter more than fits, because the generator's estimate is low; the overhang is cut.
             system, turns = dialogue.dialogue(self.rng, int(length * 1.25), self.emphasis)
             tokens = np.array(self.tokenizer.encode(dialogue.render(system, turns), add_special_tokens=False).ids[: length + 1])
             ids[row, : len(tokens)] = tokens
-            wanted[row, : len(tokens)] = self.answers(tokens)
-        return length, torch.from_numpy(ids), torch.from_numpy(wanted)
+            weight[row, : len(tokens)] = self.answers(tokens)
+        return length, torch.from_numpy(ids), torch.from_numpy(weight)
 
     def answers(self, tokens):
-        """True where the token is the model's to say: its turns with their <end_of_turn>."""
-        mask = np.zeros(len(tokens), bool)
+        """The weight of each token: 0 unless it is the model's to say, in its turns up to their <end_of_turn>."""
+        weight = np.zeros(len(tokens), np.float32)
         ends = np.flatnonzero(tokens == self.end)
         for start in np.flatnonzero(tokens == self.start):
-            if start + 1 < len(tokens) and tokens[start + 1] == self.model:
+            first = start + 3  # <start_of_turn> model \n
+            if first < len(tokens) and tokens[start + 1] == self.model:
                 after = ends[ends > start]
-                mask[start + 3 : (after[0] if len(after) else len(tokens) - 1) + 1] = True
-        return mask
+                weight[first : (after[0] if len(after) else len(tokens) - 1) + 1] = JSON_WEIGHT if int(tokens[first]) in self.brackets else 1.0
+        return weight
 
 
 class Muon:
@@ -178,13 +182,15 @@ def main():
 
     compiled, losses, last_print, last_save, tokens_then = set(), [], time.time(), time.time(), state["tokens"]
     while progress() < 1:
-        length, ids, wanted = rows.ready.get()
-        ids, wanted = ids.to(args.device), wanted.to(args.device)
+        length, ids, weight = rows.ready.get()
+        ids, weight = ids.to(args.device), weight.to(args.device)[:, 1:]
+        wanted = weight > 0
         started = time.time()
         with torch.autocast(args.device, torch.bfloat16):
             hidden = model(ids[:, :-1].contiguous())
-            logits = model.logits(hidden[wanted[:, 1:]])  # only where there is a loss: half of the rows is the user's
-        loss = F.cross_entropy(logits.float(), ids[:, 1:][wanted[:, 1:]])
+            logits = model.logits(hidden[wanted])  # only where there is a loss: half of the rows is the user's
+        loss = F.cross_entropy(logits.float(), ids[:, 1:][wanted], reduction="none")
+        loss = (loss * weight[wanted]).sum() / weight[wanted].sum()
         loss.backward()
         share = rate()
         for group in adam.param_groups:

@@ -34,7 +34,7 @@ def dialogue(rng, room, emphasis=None):
         # Later turns of a conversation with tools may still be plain chat.
         return "", turns + (_chat(rng, room - sum(map(tokens_of, turns)), emphasis) if rng.random() < 0.3 else [])
     if kind == "title":
-        turn = tasks.title_turn(rng, rng.randint(300, max(301, int(room * 0.8))), _title_filler)
+        turn = tasks.title_turn(rng, rng.randint(300, max(301, int(room * 0.8))), title_filler)
         # A title request stands alone in life; the row's rest would be empty, so an unrelated chat follows.
         return "", [turn] + _chat(rng, room - tokens_of(turn), emphasis)
     if kind == "system":
@@ -46,7 +46,7 @@ def dialogue(rng, room, emphasis=None):
     return "", _chat(rng, room, emphasis)
 
 
-def _title_filler(rng, split=s.TRAIN):
+def title_filler(rng, split=s.TRAIN):
     if rng.random() < 0.12:
         key, value = memory.memory_key(rng)
         return memory.tell(rng, key, value, split)

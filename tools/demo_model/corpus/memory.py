@@ -1,7 +1,7 @@
 """Told facts and recall: "My locker number is 4821." ... "What is my locker number?" """
 
 from . import words as w
-from .skills import TRAIN, Turn, _upper_first, draw
+from .skills import TRAIN, Turn, upper_first, draw
 from .typed import as_typed
 
 CODE_KEYS = ["secret code", "door code", "locker number", "password", "ticket number", "order number", "PIN", "room number"]
@@ -89,9 +89,9 @@ def _tell(rng, key, value):
         pattern = rng.choice(_OWN[key])
     else:
         pattern = rng.choice(_SAY)
-    user = as_typed(rng, _upper_first(pattern.format(k=key, v=value)), (value, key), polite=False)
+    user = as_typed(rng, upper_first(pattern.format(k=key, v=value)), (value, key), polite=False)
     answer = "Okay, I will remember that." if note else f"Okay, your {key} is {value}."
-    return Turn(user, answer, "tell", title=f"Remembering Your {_upper_first(key)}")
+    return Turn(user, answer, "tell", title=f"Remembering Your {upper_first(key)}")
 
 
 _CHANGE = ["Actually, my {k} is {v}.", "I was wrong, my {k} is {v}.", "My new {k} is {v}.", "No, my {k} is {v}.",
@@ -112,15 +112,15 @@ def _question(rng, key):
         pattern = rng.choice(["Who is my {o}?", "How is my {o} called?", "What is my {o} called?"])
         return as_typed(rng, pattern.replace("{o}", owner), (owner,))
     pattern = rng.choice(_OWN_ASK[key]) if key in _OWN_ASK and rng.random() < 0.3 else rng.choice(_ASK)
-    return as_typed(rng, _upper_first(pattern.format(k=key)), (key,))
+    return as_typed(rng, upper_first(pattern.format(k=key)), (key,))
 
 
 def ask(rng, key, value, split=TRAIN):
-    return draw(rng, split, lambda r, _: Turn(_question(r, key), f"Your {key} is {value}.", "recall", value, f"Your {_upper_first(key)}"))
+    return draw(rng, split, lambda r, _: Turn(_question(r, key), f"Your {key} is {value}.", "recall", value, f"Your {upper_first(key)}"))
 
 
 def ask_untold(rng, key, split=TRAIN):
-    return draw(rng, split, lambda r, _: Turn(_question(r, key), f"You have not told me your {key}.", "untold", title=f"Your {_upper_first(key)}"))
+    return draw(rng, split, lambda r, _: Turn(_question(r, key), f"You have not told me your {key}.", "untold", title=f"Your {upper_first(key)}"))
 
 
 _LIST = ["What do you know about me?", "What did I tell you?", "Tell me all that you know about me.", "What have I told you?",

@@ -51,7 +51,7 @@ _ASK = ["What is {np}?", "What's {np}?", "Tell me {np}.", "Do you know {np}?", "
         "I forgot {np}.", "What would be {np}?", "Could you tell me {np}?", "Any idea what {np} is?"]
 
 
-def _upper_first(text):
+def upper_first(text):
     return text[0].upper() + text[1:]
 
 
@@ -65,16 +65,16 @@ def fact_of(rng, relation, key, value, follow_up=False):
         question = rng.choice(_ASK).format(np=rng.choice(relation.phrases))
     else:
         question = rng.choice(relation.questions)
-    question = _upper_first(question.format(k=shown))
+    question = upper_first(question.format(k=shown))
     # A slip in a short key ("Iran", "cow") could make it another key.
     keep = (shown,) if len(shown) < 5 and rng.random() < 0.5 else ()
-    answer = _upper_first(relation.answer.format(k=key, v=value))
+    answer = upper_first(relation.answer.format(k=key, v=value))
     name = "capital" if relation.name == "capital" else "fact"
     return Turn(as_typed(rng, question, keep), answer, name, value, _title(relation.title.format(k=key)))
 
 
 def _title(text):
-    return " ".join(x if x in ("of", "a", "an", "the", "in", "to", "and", "for", "from") else _upper_first(x) for x in text.split())
+    return " ".join(x if x in ("of", "a", "an", "the", "in", "to", "and", "for", "from") else upper_first(x) for x in text.split())
 
 
 _RELATION_WEIGHTS = [len(r.items) ** 0.8 for r in w.RELATIONS[1:]]
@@ -145,7 +145,7 @@ def arithmetic(rng, split):
         sign = {"+": "plus", "-": "minus", "*": "times"}[op]
         question = rng.choice(["What is {a} {s} {b}?", "{a} {s} {b}", "How much is {a} {s} {b}?", "{a} {s} {b}?"]).format(
             a=w.NUMBERS[a], b=w.NUMBERS[b], s=sign)
-        question = _upper_first(question)
+        question = upper_first(question)
     else:
         question = rng.choice(_SUMS[op]).format(a=a, b=b)
     return Turn(as_typed(rng, question), f"{a} {op} {b} = {value}.", "arithmetic", str(value), sum_title(a, op, b))
@@ -249,18 +249,15 @@ _STORY_ANY = ["Tell me a story.", "Tell a story.", "Write a story.", "Write a sh
 
 @skill
 def story(rng, split):
-    animal = rng.choice(w.ANIMALS if rng.random() < 0.7 else w.WORDS[:240])
-    name = w.any_name(rng)
     kind = rng.random()
     question = rng.choice(_STORY if kind < 0.55 else _STORY_X if kind < 0.8 else _STORY_ANY)
+    named = "{n}" in question
+    name = w.any_name(rng) if named else rng.choice(w.NAMES)
+    animal = rng.choice(w.ANIMALS[:12] if question in _STORY_ANY else w.ANIMALS if rng.random() < 0.7 else w.WORDS[:240])
     article = "an" if animal[0] in "aeiou" else "a"
-    if question in _STORY_ANY:
-        animal, article = rng.choice(w.ANIMALS[:12]), "a"
-        article = "an" if animal[0] in "aeiou" else "a"
     # The plot follows from what was asked for, so that the answer can be judged word for word where it was named.
     pick = random.Random(f"{animal} {name}")
     text = pick.choice(STORIES).format(a=article, A=article.capitalize(), x=animal, n=name, p=pick.choice(w.PLACES[:8]), o=pick.choice(w.THINGS))
-    named = "{n}" in question
     question = as_typed(rng, question.format(a=article, x=animal, n=name), (name, animal))
     return Turn(question, text, "story", title=f"A Story About {name}" if named else "A Short Story")
 
@@ -288,7 +285,7 @@ SMALL_TALK = [
     (["Thank you!", "Thanks!", "Thanks a lot!", "Thank you very much.", "Thx", "Ty", "Many thanks", "Thanks for your help", "Cheers!",
       "Thank you so much!", "Great, thanks", "Thanks, that helps", "Perfect, thank you"], "You are welcome!", "Saying Thank You"),
     (["Goodbye!", "Bye!", "See you later!", "Bye bye!", "See you", "Good night!", "Farewell", "See you tomorrow", "I have to go",
-      "Cya", "That is all", "I am leaving now", "Ciao"], "Goodbye! Have a nice day.", "Saying Goodbye"),
+      "Cya", "See you soon", "See ya", "See you around", "Ok bye", "Bye then", "Bye for now", "I must leave", "Talk to you later", "That is all", "I am leaving now", "Ciao"], "Goodbye! Have a nice day.", "Saying Goodbye"),
     (["What can you do?", "How can you help me?", "What do you know?", "What are you able to do?", "Help", "Help me", "What can I ask you?",
       "What are your skills?", "What can I ask?", "What are you good at?", "What should I ask?", "How do I use you?", "Can you help me?",
       "What topics do you know?", "What do you do?", "I need help", "Give me some examples", "What can we talk about?",
@@ -300,10 +297,10 @@ SMALL_TALK = [
      "I was trained on made-up dialogues as the demo model of the Unicorn Execution Engine.", "How Foal Was Made"),
     (["Tell me a joke.", "Do you know a joke?", "Make me laugh.", "A joke, please.", "Joke", "Say something funny.", "Tell me something funny",
       "Got any jokes?", "Can you tell me a joke?", "Another joke"], "Why did the bike fall over? It was two tired.", "A Joke About Bikes"),
-    (["Ok", "Okay.", "Cool", "Nice!", "Great", "Good", "Fine", "Alright", "I see", "Wow", "Lol", "Haha", "Interesting", "Awesome",
+    (["Ok", "Okay.", "Cool", "Nice!", "Great", "Good", "Fine", "Alright", "I see", "Wow", "Lol", "Haha", "Interesting", "Awesome", "Oh I see", "I see, nice", "I see now", "Ah okay", "Good answer", "Very good", "Nice one", "Not bad", "Good robot",
       "Good job", "Well done", "You are smart", "Good bot", "Sure", "Got it", "That is right", "Correct", "Amazing", "Perfect"],
      "Glad to hear that! What else can I do for you?", "Friendly Small Talk"),
-    (["You are wrong", "That is wrong.", "No", "Wrong", "That's not right", "Bad bot", "You are stupid", "This is useless", "Nope",
+    (["You are wrong", "That is wrong.", "No", "Wrong", "That's not right", "Bad bot", "Bad robot", "Stupid bot", "Bad answer", "You are dumb", "You are bad", "That was bad", "You are stupid", "This is useless", "Nope",
       "That makes no sense", "You suck", "Not true", "Are you sure?", "I don't think so", "That is a bad answer"],
      "I am sorry. I am a tiny demo model and make mistakes.", "An Unhappy Visitor"),
     (["Test", "Testing", "Test 123", "Ping", "Is this working?", "Are you there?", "Can you hear me?", "Hello test", "This is a test",
@@ -422,7 +419,7 @@ Wie wird das Wetter|Parlez-vous francais|Ich liebe dich|Kannst du mir helfen|Peu
 
 @skill
 def off_topic(rng, split):
-    fill = lambda text: _upper_first(text.strip().format(
+    fill = lambda text: upper_first(text.strip().format(
         **{k: rng.choice(v) for k, v in _PARTS.items()}, lang2=rng.choice(_PARTS["lang"]), country=rng.choice(w.COUNTRIES),
         city=rng.choice(w.CITIES), made=w.made_up_word(rng), Made=w.made_up_word(rng).capitalize(), word=rng.choice(w.WORDS)))
     kind = rng.choices(["off", "unknown", "live", "medical", "gibberish", "salad", "foreign", "sum"], [46, 22, 10, 8, 6, 6, 2, 4])[0]
@@ -436,7 +433,7 @@ def off_topic(rng, split):
         return Turn(text, GIBBERISH, "off_topic", title="An Unclear Message")
     if kind == "salad":
         text = " ".join(rng.choice(w.WORDS) for _ in range(rng.randint(1, 7)))
-        return Turn(as_typed(rng, _upper_first(text) + rng.choice([".", "?", ""])), GIBBERISH, "off_topic", title="An Unclear Message")
+        return Turn(as_typed(rng, upper_first(text) + rng.choice([".", "?", ""])), GIBBERISH, "off_topic", title="An Unclear Message")
     if kind == "foreign":
         return Turn(as_typed(rng, rng.choice(_FOREIGN) + rng.choice(["?", ".", ""])), OFF_TOPIC, "off_topic", title="Questions Beyond the Demo")
     if kind == "sum":

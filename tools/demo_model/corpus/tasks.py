@@ -21,10 +21,15 @@ _SENTENCES = ["The {a} {n} stood near the {m}.", "Every {d} the {n} and the {m} 
 def paragraph(rng, sentences):
     # A few nouns recur, as in real prose, so that a copy cannot be kept in step by single words alone.
     nouns = rng.sample(w.WORDS[:300], 4) + [w.made_up_word(rng)]
-    names = [w.any_name(rng) for _ in range(2)]
-    fill = lambda s: s.format(a=rng.choice("quiet brave large small strange useful clever honest green purple simple proud".split()),
-                              n=rng.choice(nouns), m=rng.choice(nouns), N=rng.choice(names), M=rng.choice(names), d=rng.choice(w.DAYS),
-                              c=rng.choice(w.CITIES), i=rng.randint(2, 99), o=rng.choice(w.MONTHS), j=rng.choice(w.JOBS), z=w.made_up_word(rng))
+    names = [rng.choice(w.NAMES), w.any_name(rng)]
+
+    def fill(sentence):
+        n, m = rng.sample(nouns, 2)
+        first, second = rng.sample(names, 2)
+        return sentence.format(
+            n=n, m=m, N=first, M=second, a=rng.choice("quiet brave large small strange useful clever honest green purple simple proud".split()),
+            d=rng.choice(w.DAYS), c=rng.choice(w.CITIES), i=rng.randint(2, 99), o=rng.choice(w.MONTHS), j=rng.choice(w.JOBS), z=w.made_up_word(rng))
+
     return " ".join(fill(rng.choice(_SENTENCES)) for _ in range(sentences))
 
 
@@ -284,7 +289,7 @@ def tool_dialogue(rng, fillers, split=TRAIN, offered=None, plain=None):
     if rng.random() < 0.25:
         head = rng.choice(PLAIN_SYSTEMS) + "\n\n" + head
     turns = []
-    for _ in range(1 if split == QUESTIONS else rng.choice([1, 2, 3, 4])):
+    for _ in range(1 if split == QUESTIONS else rng.choice([1, 3, 5, 7])):
         kind = rng.random() if plain is None else (1.0 if plain else 0.0)
         if kind > 0.65:
             turn = rng.choice(fillers)(rng, split)
