@@ -56,13 +56,14 @@ pub struct Model {
 /// Loads `files`. What can be wrong with small files is found before the large ones are touched. `profile`: time every
 /// kernel, for [`Profiler`].
 pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model, Error> {
-    let (model_config, generation) = Gemma3Config::load(files)?;
+    // For this check alone: what the model is comes from the loaded one.
+    let vocab_size = Gemma3Config::load(files)?.0.vocab_size;
     let read = |name: &str| files.read(name);
     let Some(tokenizer_json) = read("tokenizer.json")? else {
         return Err(Error::Argument(format!("{}: holds no tokenizer.json", files.location())));
     };
     let tokenizer = Tokenizer::from_bytes(&tokenizer_json, &files.display("tokenizer.json"))?;
-    tokenizer.fits(model_config.vocab_size)?;
+    tokenizer.fits(vocab_size)?;
     let (tokenizer_config, jinja) = (read("tokenizer_config.json")?, read("chat_template.jinja")?);
     let chat_files =
         ChatFiles { tokenizer_config: tokenizer_config.as_deref(), chat_template_jinja: jinja.as_deref() };
@@ -91,17 +92,17 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
     })?;
     drop(bar);
 
-    let mut stop_token_ids = model_config.eos_token_ids.clone();
+    let mut stop_token_ids = runner.config().eos_token_ids.clone();
     // A checkpoint whose configs name `<eos>` alone still ends its turns with this.
     let end_of_turn = tokenizer.token_id("<end_of_turn>");
-    stop_token_ids.extend(end_of_turn.filter(|id| !model_config.eos_token_ids.contains(id)));
+    stop_token_ids.extend(end_of_turn.filter(|id| !runner.config().eos_token_ids.contains(id)));
     let model = Model {
+        bos_token_id: runner.config().bos_token_id,
+        defaults: defaults(runner.generation_config()),
         runner,
         tokenizer,
-        bos_token_id: model_config.bos_token_id,
         device: info,
         template,
-        defaults: defaults(&generation),
         stop_token_ids,
     };
     model.log(files, config);
