@@ -273,7 +273,8 @@ async fn a_prompt_that_no_context_holds_is_too_long_and_not_invalid() {
     let limits = Limits { block_size: 1024, num_blocks: 128, max_context: 131_072, ..limits() };
     let options = Options { max_body_bytes: 16 << 20, ..OPTIONS };
     let app = app_with(limits, options, DEFAULTS, says(&[], END_OF_TURN));
-    // More text than is ever tokenized, whose tokens might be few; and more turns than a template may render.
+    // More text than is ever tokenized, whose tokens might be few; and more turns than a template could render within
+    // its bound of instructions, if their text were not too long before.
     let roles = ["user", "assistant"].iter().cycle();
     let turns: Vec<Value> = roles.take(130_000).map(|role| json!({"role": role, "content": "a"})).collect();
     for body in [chat(&"q".repeat((2 << 20) + 1)), with(chat(""), json!({"messages": turns}))] {

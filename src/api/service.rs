@@ -12,8 +12,6 @@ use crate::text::{ChatTemplate, Message, StopMatcher, TextError, Tokenizer, norm
 
 /// A temperature below this is greedy, whoever gave it: dividing logits by it would leave the range of f32.
 const MIN_TEMPERATURE: f32 = 1e-5;
-/// Tokens of a turn at the least, whatever the template: one that opens it and one that closes it.
-const TURN_TOKENS: usize = 2;
 
 /// What requests need of a loaded model.
 pub struct Service {
@@ -85,16 +83,7 @@ impl Service {
             TextError::TooLong { .. } => ApiError::Context(error.to_string()),
             error => ApiError::Text(error.to_string()),
         };
-        let messages = normalize(messages);
-        // Many short messages take a template longer than it may run: they are counted first.
-        let least = messages.len() * TURN_TOKENS;
-        if least >= limits.max_context {
-            let (context, turns) = (limits.max_context, messages.len());
-            return Err(ApiError::Context(format!(
-                "the context holds {context} tokens, the conversation has {turns} turns and so at least {least} tokens"
-            )));
-        }
-        let text = self.template.render(&messages, true).map_err(refuse)?;
+        let text = self.template.render(&normalize(messages), true).map_err(refuse)?;
         // Text that is too long whatever its tokens are is not tokenized at all.
         if self.least_tokens(text.len()) >= limits.max_context {
             return Err(self.overflow(text.len()));
