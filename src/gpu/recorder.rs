@@ -328,6 +328,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[allow(clippy::single_range_in_vec_init)] // address ranges, not lists of numbers
     fn barriers_stand_where_an_access_would_overtake_a_write() {
         let seen = Accesses { reads: vec![0..10, 50..60], writes: vec![100..200] };
         // (reads, writes, whether they conflict)

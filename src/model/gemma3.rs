@@ -816,6 +816,7 @@ mod tests {
     use super::{cut, rope_table};
 
     #[test]
+    #[allow(clippy::single_range_in_vec_init)] // one run of pieces
     fn work_is_cut_where_it_exceeds_the_limit() {
         assert_eq!(cut([3, 3, 3, 3].into_iter(), 6), [0..2, 2..4]);
         assert_eq!(cut([3, 3, 3].into_iter(), 100), [0..3]);
