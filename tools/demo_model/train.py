@@ -152,7 +152,9 @@ def main():
     elif args.init:
         model.load_state_dict(torch.load(args.init, map_location=args.device, weights_only=False)["model"])
 
-    began = state.setdefault("polish_from", state["seconds"]) if args.continue_decay else 0.0
+    if args.continue_decay and state.get("polish_minutes") != args.minutes:  # a new round, not one that is resumed
+        state.update(polish_from=state["seconds"], polish_minutes=args.minutes)
+    began = state["polish_from"] if args.continue_decay else 0.0
     full = args.minutes * 60 - began
     progress = lambda: (state["seconds"] - began) / full
     curriculum = POLISH if args.continue_decay else CURRICULUM
