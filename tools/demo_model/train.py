@@ -115,6 +115,14 @@ def parse_emphasis(text):
     return {name: float(factor) for name, factor in (pair.split("=") for pair in text.split(",") if pair)}
 
 
+def initial_weights(path):
+    if path.endswith(".safetensors"):  # an export: the shipped model can be trained on without its checkpoint
+        from safetensors.torch import load_file
+
+        return {name.removeprefix("model."): tensor.float() for name, tensor in load_file(path).items()}
+    return torch.load(path, map_location="cpu", weights_only=False)["model"]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", required=True, help="folder with tokenizer.json; checkpoint.pt is written here")
@@ -125,7 +133,7 @@ def main():
     parser.add_argument("--emphasis", default="", help="name=factor,...: shifts the mix towards a skill, 'memory', 'tools', 'title' or 'system'")
     parser.add_argument("--continue-decay", action="store_true", help="a further run on a finished checkpoint: long rows, a smaller rate, down to zero")
     parser.add_argument("--rate", type=float, default=0.0, help="first rate of --continue-decay as a share of the full one (default 0.4)")
-    parser.add_argument("--init", help="start from this checkpoint's weights")
+    parser.add_argument("--init", help="start from the weights of this checkpoint.pt or exported model.safetensors")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -150,7 +158,7 @@ def main():
         state = saved["state"]
         print(f"resumed at {state}", flush=True)
     elif args.init:
-        model.load_state_dict(torch.load(args.init, map_location=args.device, weights_only=False)["model"])
+        model.load_state_dict(initial_weights(args.init))
 
     if args.continue_decay and state.get("polish_minutes") != args.minutes:  # a new round, not one that is resumed
         state.update(polish_from=state["seconds"], polish_minutes=args.minutes)
