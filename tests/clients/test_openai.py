@@ -449,16 +449,19 @@ class Terminal:
 
     def expect(self, *texts):
         """Reads until all of `texts` came, in this order, since the last key."""
+        self.expect_match(".*".join(map(re.escape, texts)))
+
+    def expect_match(self, pattern):
+        """Reads until what came since the last key matches `pattern`."""
         deadline = time.monotonic() + ANSWER_SECONDS
-        pattern = re.compile(".*".join(map(re.escape, texts)), re.DOTALL)
-        while not pattern.search(self.seen):
+        while not re.search(pattern, self.seen, re.DOTALL):
             ready, _, _ = select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"{texts} never came: {self.seen[-300:]!r}"
+            assert ready, f"{pattern!r} never came: {self.seen[-300:]!r}"
             try:
                 more = os.read(self.terminal, 4096)
             except OSError:  # how a terminal says that its other end is gone
                 more = b""
-            assert more, f"the program ended before {texts}: {self.seen[-300:]!r}"
+            assert more, f"the program ended before {pattern!r}: {self.seen[-300:]!r}"
             self.seen += more.decode(errors="replace")
 
     def end(self):
@@ -483,10 +486,16 @@ def ctrl_c_stops_the_answer_and_not_the_program(_):
     chat = Terminal("--temperature", "0")
     try:
         chat.expect("Ctrl-D leaves", "> ")
-        chat.type("Tell me a story about a dragon.\r")
-        chat.expect("Once")
-        chat.type("\x03")
-        chat.expect("(stopped)", "> ")
+        # An answer takes a fraction of a second: on a machine that stalls just then, it may be over before the key comes.
+        for _ in range(5):
+            chat.type("Tell me a story about a dragon.\r")
+            # The line editor gives the terminal back (that escape) before the answer: its first word, whichever it is.
+            chat.expect_match(r"\?2004l\s*\w")
+            chat.type("\x03")
+            chat.expect_match(r"(\(stopped\)|tokens read).*> ")
+            if "(stopped)" in chat.seen:
+                break
+        expect("(stopped)" in chat.seen, True)
         chat.type("/new\r")
         chat.expect("(a new conversation)", "> ")
         chat.type("What is the capital of France?\r")
