@@ -27,7 +27,7 @@ layout(push_constant, std430) uniform Push {
     uint rows_per_shard;
     uint cols;
     uint out_stride;
-    // int4: blocks that share one scale (group / 32).
+    // Blocks that share one scale (common/weights.glsl).
     uint blocks_per_scale;
     float scale;
 };
@@ -44,21 +44,23 @@ void main() {
 
     for (uint b = gl_LocalInvocationID.x; b < blocks_per_row; b += 64) {
         const uvec4 block = blocks.at[(tile * blocks_per_row + b) * TILE_ROWS + lane];
-#if defined(WEIGHT_INT8)
-        const float block_scale = scale_at(scales, row);
-#elif defined(WEIGHT_INT4)
-        const uint scales_per_row = (blocks_per_row + blocks_per_scale - 1) / blocks_per_scale;
-        const float block_scale =
-            scale_at(scales, (tile * scales_per_row + b / blocks_per_scale) * TILE_ROWS + lane);
+#if defined(SCALES_ROW)
+        const vec2 scale_shift = vec2(half_at(scales, row), 0.0);
+#elif defined(SCALED_BY_GROUP)
+        const vec2 scale_shift = block_scale(scales, tile, b, lane, blocks_per_row, blocks_per_scale);
 #else
-        const float block_scale = 1.0;
+        const vec2 scale_shift = vec2(1.0, 0.0);
 #endif
         for (uint i = 0; i < BLOCK / 4; i++) {
             const vec4 w = block_weights(block, i);
             [[unroll]] for (uint j = 0; j < 4; j++) {
                 const uint k = b * BLOCK + 4 * i + j;
                 // Dequantized first, then scaled: the order of the reference.
-                if (k < cols) embedded.at[token * out_stride + k] = (w[j] * block_scale) * scale;
+                if (k < cols) {
+                    precise float value = w[j] * scale_shift.x;
+                    value = value + scale_shift.y;
+                    embedded.at[token * out_stride + k] = value * scale;
+                }
             }
         }
     }

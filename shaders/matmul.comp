@@ -26,7 +26,7 @@ layout(push_constant, std430) uniform Push {
     uint tokens;
     uint x_stride;
     uint y_stride;
-    // int4: blocks that share one scale (group / 32).
+    // Blocks that share one scale (common/weights.glsl).
     uint blocks_per_scale;
 };
 
@@ -43,9 +43,6 @@ void main() {
     const uint first_tile = gl_WorkGroupID.x * ROW_TILES, first_token = gl_WorkGroupID.y * COLUMNS;
     const uint last_tile = (rows - 1) / TILE_ROWS;
     const uint blocks_per_row = (cols + BLOCK - 1) / BLOCK;
-#if defined(WEIGHT_INT4)
-    const uint scales_per_row = (blocks_per_row + blocks_per_scale - 1) / blocks_per_scale;
-#endif
 
     float acc[ROW_TILES][COLUMNS];
     [[unroll]] for (uint t = 0; t < ROW_TILES; t++)
@@ -54,6 +51,10 @@ void main() {
     for (uint b = split; b < blocks_per_row; b += SPLITS) {
         uvec4 block[ROW_TILES];
         float sum[ROW_TILES][COLUMNS];
+#if defined(SHIFTED)
+        float x_sum[COLUMNS];
+        [[unroll]] for (uint c = 0; c < COLUMNS; c++) x_sum[c] = 0.0;
+#endif
         [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
             // Spare tiles of the last workgroup repeat the last tile; spare columns, the last token. Neither is stored.
             const uint tile = min(first_tile + t, last_tile);
@@ -70,15 +71,22 @@ void main() {
                     [[unroll]] for (uint t = 0; t < ROW_TILES; t++)
                         sum[t][c] =
                             fma(w[t].w, v.w, fma(w[t].z, v.z, fma(w[t].y, v.y, fma(w[t].x, v.x, sum[t][c]))));
+#if defined(SHIFTED)
+                    x_sum[c] += (v.x + v.y) + (v.z + v.w);
+#endif
                 }
             }
         }
         [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
-#if defined(WEIGHT_INT4)
+#if defined(SCALED_BY_GROUP)
             const uint tile = min(first_tile + t, last_tile);
-            const float scale =
-                scale_at(scales, (tile * scales_per_row + b / blocks_per_scale) * TILE_ROWS + lane);
-            [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[t][c] = fma(scale, sum[t][c], acc[t][c]);
+            const vec2 scale = block_scale(scales, tile, b, lane, blocks_per_row, blocks_per_scale);
+            [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
+                acc[t][c] = fma(scale.x, sum[t][c], acc[t][c]);
+#if defined(SHIFTED)
+                acc[t][c] = fma(scale.y, x_sum[c], acc[t][c]);
+#endif
+            }
 #else
             [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[t][c] += sum[t][c];
 #endif
@@ -95,8 +103,8 @@ void main() {
         for (uint c = split; c < COLUMNS && first_token + c < tokens; c += SPLITS) {
             float sum = partial[0][t][c][lane];
             [[unroll]] for (uint s = 1; s < SPLITS; s++) sum += partial[s][t][c][lane];
-#if defined(WEIGHT_INT8)
-            sum *= scale_at(scales, row);
+#if defined(SCALES_ROW)
+            sum *= half_at(scales, row);
 #endif
             y.at[(first_token + c) * y_stride + row] = sum;
         }

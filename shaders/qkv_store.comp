@@ -77,7 +77,7 @@ void main() {
             pair = vec2(k.at[from + i], k.at[from + j]);
             weight = vec2(k_norm.at[i], k_norm.at[j]);
         }
-        pair = pair * factor * (1.0 + weight);
+        pair = pair * factor * weight;
         const vec2 turned =
             vec2(pair.x * cos_sin.x - pair.y * cos_sin.y, pair.y * cos_sin.x + pair.x * cos_sin.y);
         if (is_q) {

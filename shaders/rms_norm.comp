@@ -38,7 +38,7 @@ void main() {
     }
     const float factor = inversesqrt(workgroup_sum(squares) / float(dim) + eps);
     for (uint i = gl_LocalInvocationID.x; i < dim; i += WORKGROUP) {
-        const float normed = x.at[in_row * x_stride + i] * factor * (1.0 + weight.at[i]);
+        const float normed = x.at[in_row * x_stride + i] * factor * weight.at[i];
 #if defined(ADD)
         y.at[out_row * y_stride + i] += normed;
 #else

@@ -14,7 +14,7 @@ use half::f16;
 use rayon::prelude::*;
 
 use crate::checkpoint::{CheckpointError, Tensor};
-use crate::tensor::Scheme;
+use crate::tensor::{QuantizedRow, Scales, Scheme};
 
 /// A row cannot be quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -25,14 +25,26 @@ pub enum RowError {
     ScaleOverflow { column: usize },
 }
 
-/// Inputs per scale and the largest quantized value of a scheme, for rows of `cols` inputs; `None` for the
-/// schemes that do not quantize.
+/// Inputs per scale and the largest quantized value of a symmetric scheme, for rows of `cols` inputs; `None` for the
+/// schemes that nothing is rounded to here.
 pub const fn grouping(scheme: Scheme, cols: usize) -> Option<(usize, i8)> {
     match scheme {
-        Scheme::F32 | Scheme::Bf16 => None,
         Scheme::Int8Row => Some((cols, 127)),
-        Scheme::Int4 { group } => Some((group as usize, 7)),
+        Scheme::Int8 { group, scales: Scales::Symmetric } => Some((group as usize, 127)),
+        Scheme::Int4 { group, scales: Scales::Symmetric } => Some((group as usize, 7)),
+        _ => None,
     }
+}
+
+/// Quantizes one row to a symmetric scheme; `out` has its sizes. Panics if the scheme is another.
+pub fn quantize_row_to(scheme: Scheme, row: &[f32], out: &mut QuantizedRow) -> Result<(), RowError> {
+    let (group, qmax) = grouping(scheme, row.len()).expect("a symmetric scheme");
+    let mut scales = vec![f16::ZERO; row.len().div_ceil(group)];
+    quantize_row(row, group, qmax, &mut out.q, &mut scales)?;
+    for (bytes, scale) in out.scales.chunks_exact_mut(2).zip(&scales) {
+        bytes.copy_from_slice(&scale.to_le_bytes());
+    }
+    Ok(())
 }
 
 /// Quantizes one row: `row.len()` values of `q`, `row.len().div_ceil(group)` scales.

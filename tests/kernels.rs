@@ -7,7 +7,7 @@ use half::f16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
-use unicorn::checkpoint::Tensor;
+use unicorn::checkpoint::{Encoding, NativeTensor, Tensor};
 use unicorn::gpu::{
     Arena, Buffer, Class, CommandBuffer, Device, DevicePolicy, MemoryKind, Recorder, Uploader,
 };
@@ -16,12 +16,44 @@ use unicorn::kernels::{
     StepArrays, reference,
 };
 use unicorn::quantize::{dequantize_row, grouping, quantize_row};
-use unicorn::tensor::{DType, Scheme};
+use unicorn::tensor::{DType, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row};
 
 use crate::support::{device, policy};
 
-const SCHEMES: [Scheme; 5] =
-    [Scheme::F32, Scheme::Bf16, Scheme::Int8Row, Scheme::Int4 { group: 32 }, Scheme::Int4 { group: 128 }];
+/// Schemes that values are rounded to.
+const SCHEMES: [Scheme; 7] = [
+    Scheme::F32,
+    Scheme::F16,
+    Scheme::Bf16,
+    Scheme::Int8Row,
+    Scheme::int8(32),
+    Scheme::int4(32),
+    Scheme::int4(128),
+];
+/// Schemes of integers, as quantized checkpoints hold them.
+const STORED: [Scheme; 13] = {
+    const fn int8(group: u32, scales: Scales) -> Scheme {
+        Scheme::Int8 { group, scales }
+    }
+    const fn int4(group: u32, scales: Scales) -> Scheme {
+        Scheme::Int4 { group, scales }
+    }
+    [
+        Scheme::Int8Row,
+        int8(16, Scales::Symmetric),
+        int8(32, Scales::Symmetric),
+        int8(64, Scales::ZeroPoint),
+        int8(48, Scales::Affine),
+        int8(16, Scales::Super),
+        int8(32, Scales::Super),
+        int4(32, Scales::Symmetric),
+        int4(128, Scales::Symmetric),
+        int4(64, Scales::ZeroPoint),
+        int4(128, Scales::ZeroPoint),
+        int4(32, Scales::Affine),
+        int4(32, Scales::Super),
+    ]
+};
 
 /// A device with every kernel, and helpers to move data. Buffers start as NaN.
 struct Bench {
@@ -35,7 +67,8 @@ impl Bench {
     fn new(seed: u64) -> Bench {
         println!("seed {seed}");
         let device = device();
-        let kernels = Kernels::new(&device, &SCHEMES, Scheme::Bf16, 2, 64).unwrap();
+        let schemes = [&SCHEMES[..], &STORED].concat();
+        let kernels = Kernels::new(&device, &schemes, Scheme::Bf16, 2, 64).unwrap();
         Bench { arena: Arena::new(&device), kernels, rng: ChaCha8Rng::seed_from_u64(seed), device }
     }
 
@@ -95,12 +128,81 @@ impl Bench {
     fn matrix(&mut self, values: &[f32], rows: usize, cols: usize, scheme: Scheme, shard: u64) -> Matrix {
         let data: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let shape = [rows, cols];
-        let tensor = Tensor { name: "w", file: "test", dtype: DType::F32, shape: &shape, data: &data };
+        let encoding = Encoding::Plain { dtype: DType::F32, data: &data };
+        self.matrix_of(&Tensor { name: "w", file: "test", shape: &shape, encoding }, scheme, shard)
+    }
+
+    fn matrix_of(&mut self, tensor: &Tensor, scheme: Scheme, shard: u64) -> Matrix {
         let mut uploader = Uploader::new(&self.device).unwrap();
         let matrix =
-            Matrix::upload(&mut self.arena, &mut uploader, &tensor, scheme, shard, &mut |_| {}).unwrap();
+            Matrix::upload(&mut self.arena, &mut uploader, tensor, scheme, shard, &mut |_| {}).unwrap();
         uploader.finish().unwrap();
         matrix
+    }
+
+    /// A matrix of random integers and scales.
+    fn stored(&mut self, rows: usize, cols: usize, scheme: Scheme) -> Stored {
+        let (bits, scales) = match scheme {
+            Scheme::Int4 { scales, .. } => (4, scales),
+            Scheme::Int8 { scales, .. } => (8, scales),
+            _ => (8, Scales::Symmetric),
+        };
+        let (least, most) = match (bits, scales) {
+            (4, Scales::Symmetric) => (-8, 7),
+            (4, _) => (0, 15),
+            _ => (-128, 127),
+        };
+        let tiles = rows.div_ceil(TILE_ROWS);
+        let mut stored = Stored {
+            shape: [rows, cols],
+            // What pads rows and columns must not matter.
+            blocks: vec![0x5a; tiles * scheme.tile_bytes(cols)],
+            scales: vec![0; tiles * scheme.tile_scale_bytes(cols)],
+            values: vec![0.0; rows * cols],
+            scheme,
+        };
+        let mut row = QuantizedRow::new(scheme, cols);
+        let rng = &mut self.rng;
+        let mut half = |top: f32| f16::from_f32(rng.random_range(-top..top)).to_le_bytes();
+        for index in 0..rows {
+            let (block_bytes, scale_bytes) = (scheme.tile_bytes(cols), scheme.tile_scale_bytes(cols));
+            row.scales.clear();
+            match scheme.grouping(cols).unwrap() {
+                (_, Scales::Super) => {
+                    let (group, groups) = match scheme {
+                        Scheme::Int8 { group: 16, .. } => (16, 16),
+                        _ => (32, 8),
+                    };
+                    assert_eq!(scheme.grouping(cols).unwrap().0, group);
+                    for _ in 0..cols.div_ceil(256) {
+                        row.scales.extend([half(0.01), half(0.01)].concat());
+                        for _ in 0..groups {
+                            row.scales.extend([half(1.0)[0], half(1.0)[0]]);
+                        }
+                    }
+                }
+                (group, scales) => {
+                    for _ in 0..cols.div_ceil(group) {
+                        match scales {
+                            Scales::Symmetric => row.scales.extend(half(0.1)),
+                            Scales::ZeroPoint => row.scales.extend([half(0.1), half(16.0)].concat()),
+                            _ => row.scales.extend(
+                                [half(0.1), half(1.0)]
+                                    .map(|h| f16::from_le_bytes(h).to_f32().mul_add(1.001, 0.0))
+                                    .map(f32::to_le_bytes)
+                                    .concat(),
+                            ),
+                        }
+                    }
+                }
+            }
+            row.q = (0..cols).map(|_| (half(1.0)[0] as i32 * 7 % (most - least + 1) + least) as i8).collect();
+            row.dequantize_into(scheme, &mut stored.values[index * cols..][..cols]);
+            let (tile, lane) = (index / TILE_ROWS, index % TILE_ROWS);
+            let blocks = &mut stored.blocks[tile * block_bytes..][..block_bytes];
+            pack_row(scheme, &row, lane, blocks, &mut stored.scales[tile * scale_bytes..][..scale_bytes]);
+        }
+        stored
     }
 
     fn run(&self, record: impl FnOnce(&Kernels, &mut Recorder<'_>)) {
@@ -112,11 +214,28 @@ impl Bench {
     }
 }
 
+/// A matrix as a native checkpoint holds it, and the values that it stands for.
+struct Stored {
+    shape: [usize; 2],
+    scheme: Scheme,
+    blocks: Vec<u8>,
+    scales: Vec<u8>,
+    values: Vec<f32>,
+}
+
+impl Stored {
+    fn tensor(&self) -> Tensor<'_> {
+        let native = NativeTensor { scheme: self.scheme, blocks: &self.blocks, scales: &self.scales };
+        Tensor { name: "w", file: "test", shape: &self.shape, encoding: Encoding::Native(native) }
+    }
+}
+
 /// The weights that a scheme makes of `values`.
 fn as_stored(values: &[f32], cols: usize, scheme: Scheme) -> Vec<f32> {
     let mut out = Vec::new();
     for row in values.chunks_exact(cols) {
         match (scheme, grouping(scheme, cols)) {
+            (Scheme::F16, _) => out.extend(row.iter().map(|v| f16::from_f32(*v).to_f32())),
             (Scheme::Bf16, _) => out.extend(row.iter().map(|v| half::bf16::from_f32(*v).to_f32())),
             (_, None) => out.extend(row),
             (_, Some((group, qmax))) => {
@@ -207,7 +326,7 @@ fn int4_scales_below_f16s_normal_range_are_exact() {
     let tops = [0.0, 1e-9, 7.0 * 5.96e-8, 7.0 * 3.1e-6, 7.0 * 6.2e-5];
     let w: Vec<f32> =
         tops.iter().flat_map(|t| (0..cols).map(move |i| t * (i as f32 / 63.0 - 0.5) * 2.0)).collect();
-    for scheme in [Scheme::Int8Row, Scheme::Int4 { group: 32 }] {
+    for scheme in [Scheme::Int8Row, Scheme::int4(32)] {
         let matrix = b.matrix(&w, tops.len(), cols, scheme, u64::MAX);
         let x: Vec<f32> = vec![1.0, 2.0, 4.0, 8.0].into_iter().cycle().take(cols).collect();
         let (input, output) = (b.activations(&x, cols), b.empty(1, tops.len()));
@@ -220,6 +339,51 @@ fn int4_scales_below_f16s_normal_range_are_exact() {
                 "{scheme:?} row {i}: {} instead of {e}",
                 got[i]
             );
+        }
+    }
+}
+
+#[test]
+fn every_stored_scheme_is_read_as_it_says() {
+    let mut b = Bench::new(16);
+    for scheme in STORED {
+        for (tokens, rows, cols) in [(1, 1, 1), (1, 33, 300), (2, 70, 256), (5, 45, 516), (9, 64, 37)] {
+            let what = format!("{scheme} {tokens} x [{rows}, {cols}]");
+            let stored = b.stored(rows, cols, scheme);
+            let x = b.random(tokens * cols, 3.0);
+            for shard in [u64::MAX, 1] {
+                let matrix = b.matrix_of(&stored.tensor(), scheme, shard);
+                let (input, output) = (b.activations(&x, cols), b.empty(tokens, rows));
+                b.run(|k, r| k.matmul(r, &matrix, &input, &output, tokens));
+                let got = b.rows(&output, tokens);
+                let expected = reference::matmul(&x, &stored.values, tokens, rows, cols);
+                // A shift is added apart from the products: what cancels there is rounded too.
+                let most = stored.values.iter().fold(0f32, |most, w| most.max(w.abs()));
+                let largest: Vec<f32> = vec![most; rows * cols];
+                let magnitude = reference::matmul_magnitude(&x, &largest, tokens, rows, cols);
+                close(&got, &expected, &magnitude, 4e-6, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn embed_yields_every_weight_of_every_stored_scheme() {
+    for (seed, scheme) in STORED.into_iter().enumerate() {
+        let mut b = Bench::new(30 + seed as u64);
+        b.kernels = Kernels::new(&b.device, &[], scheme, 2, 64).unwrap();
+        for (rows, cols) in [(7, 5), (70, 600)] {
+            let stored = b.stored(rows, cols, scheme);
+            let matrix = b.matrix_of(&stored.tensor(), scheme, 1);
+            let mut uploader = Uploader::new(&b.device).unwrap();
+            let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix).unwrap();
+            uploader.finish().unwrap();
+            let ids: Vec<u32> = (0..rows as u32).collect();
+            let (id_buffer, output) = (b.upload(&ids), b.empty(rows, cols));
+            b.run(|k, r| k.embed(r, &embedding, &id_buffer, &id_buffer, 1.25, &output, rows));
+            for (i, (got, w)) in b.rows(&output, rows).iter().zip(&stored.values).enumerate() {
+                assert_eq!(*got, w * 1.25, "{scheme} row {} column {}", i / cols, i % cols);
+            }
         }
     }
 }
@@ -271,7 +435,8 @@ fn the_27b_embedding_works_whole() {
         }
     });
     let shape = [rows, cols];
-    let tensor = Tensor { name: "embedding", file: "test", dtype: DType::BF16, shape: &shape, data: &data };
+    let encoding = Encoding::Plain { dtype: DType::BF16, data: &data };
+    let tensor = Tensor { name: "embedding", file: "test", shape: &shape, encoding };
     let mut uploader = Uploader::new(&b.device).unwrap();
     let limit = b.device.info().max_allocation_bytes.min(1 << 31);
     let mut packed = Vec::new();

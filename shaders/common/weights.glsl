@@ -1,17 +1,23 @@
-// Device layout of a weight matrix [rows, cols], "lane = row":
+// Device layout of a weight matrix [rows, cols], "lane = row"; src/tensor/layout.rs writes it, docs/formats.md specifies it:
 //
 //   blocks  [ceil(rows/32)][ceil(cols/BLOCK)][32 rows] of 16 bytes: BLOCK consecutive weights of one row
-//   scales  [ceil(rows/32)][scales per row][32 rows] of f16      (int8: 1 per row; int4: 1 per group of columns)
+//   scales  [ceil(rows/32)][items of a row][32 rows]
 //
 // so that 32 lanes, one per row, read 512 consecutive bytes. Rows and columns beyond the matrix are zero weights.
-// int4: dword j holds columns 4j..4j+3 in its low nibbles and 16+4j.. in its high nibbles, as q + 8; two masks
-// unpack four columns each, in the order that dot products of packed bytes want.
+// int4: dword j holds columns 4j..4j+3 in its low nibbles and 16+4j.. in its high nibbles; two masks unpack four
+// columns each, in the order that dot products of packed bytes want.
 //
-// Define one of WEIGHT_F32, WEIGHT_BF16, WEIGHT_INT8, WEIGHT_INT4. Written by kernels::weights (pack_*).
+// Define one of WEIGHT_F32, WEIGHT_F16, WEIGHT_BF16, WEIGHT_INT8, WEIGHT_INT4, and for integers q one of
+//   SCALES_ROW         item: f16 s, one for each row                     w = s q
+//   SCALES_SYMMETRIC   item: f16 s, one for each group of columns        w = s q       (int4 stores q + 8)
+//   SCALES_ZERO_POINT  item: f16 s, f16 z, one for each group            w = s (q - z)
+//   SCALES_AFFINE      item: f32 s, f32 m, one for each group            w = s q + m
+//   SCALES_SUPER       items for each 256 columns: f16 d, f16 e; then i8 c, u8 n for each group
+//                                                                        w = (d c) q - e n
 
 #if defined(WEIGHT_F32)
 const uint BLOCK = 4;
-#elif defined(WEIGHT_BF16)
+#elif defined(WEIGHT_F16) || defined(WEIGHT_BF16)
 const uint BLOCK = 8;
 #elif defined(WEIGHT_INT8)
 const uint BLOCK = 16;
@@ -20,12 +26,22 @@ const uint BLOCK = 32;
 #endif
 const uint TILE_ROWS = 32;
 
+// Schemes whose scale changes along a row, and those of them whose weights are shifted too.
+#if defined(SCALES_SYMMETRIC) || defined(SCALES_ZERO_POINT) || defined(SCALES_AFFINE) || defined(SCALES_SUPER)
+#define SCALED_BY_GROUP
+#endif
+#if defined(SCALES_ZERO_POINT) || defined(SCALES_AFFINE) || defined(SCALES_SUPER)
+#define SHIFTED
+#endif
+
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Blocks { uvec4 at[]; };
 
 // Four weights of a block, unscaled: columns 4i..4i+3 of the block, i < BLOCK / 4.
 vec4 block_weights(uvec4 block, uint i) {
 #if defined(WEIGHT_F32)
     return uintBitsToFloat(block);
+#elif defined(WEIGHT_F16)
+    return vec4(unpackHalf2x16(block[2 * i]), unpackHalf2x16(block[2 * i + 1]));
 #elif defined(WEIGHT_BF16)
     uint lo = block[2 * i], hi = block[2 * i + 1];
     return uintBitsToFloat(uvec4(lo << 16, lo & 0xffff0000u, hi << 16, hi & 0xffff0000u));
@@ -34,12 +50,45 @@ vec4 block_weights(uvec4 block, uint i) {
     return vec4(bitfieldExtract(w, 0, 8), bitfieldExtract(w, 8, 8), bitfieldExtract(w, 16, 8), w >> 24);
 #elif defined(WEIGHT_INT4)
     uint w = (i < 4 ? block[i] : block[i - 4] >> 4) & 0x0f0f0f0fu;
-    return vec4(w & 0xffu, (w >> 8) & 0xffu, (w >> 16) & 0xffu, w >> 24) - 8.0;
+    vec4 q = vec4(w & 0xffu, (w >> 8) & 0xffu, (w >> 16) & 0xffu, w >> 24);
+#if defined(SCALES_SYMMETRIC)
+    q -= 8.0;
+#endif
+    return q;
 #endif
 }
 
-// f16 number `index` of a scale plane.
-float scale_at(ReadUints scales, uint index) {
-    vec2 pair = unpackHalf2x16(scales.at[index / 2]);
+// f16 number `index` of a plane.
+float half_at(ReadUints plane, uint index) {
+    vec2 pair = unpackHalf2x16(plane.at[index / 2]);
     return (index & 1u) == 0 ? pair.x : pair.y;
 }
+
+#if defined(SCALED_BY_GROUP)
+// What scales block b of row `lane` of a tile: w = s q + m as (s, m).
+vec2 block_scale(ReadUints scales, uint tile, uint b, uint lane, uint blocks_per_row, uint blocks_per_scale) {
+    const uint group = b / blocks_per_scale;
+#if defined(SCALES_SUPER)
+    const uint blocks_per_record = 256 / BLOCK, groups = blocks_per_record / blocks_per_scale;
+    const uint records = (blocks_per_row + blocks_per_record - 1) / blocks_per_record;
+    // A record is 32 dwords of (d, e), then 32 halves of (c, n) for each group.
+    const uint record = (tile * records + b / blocks_per_record) * (TILE_ROWS + groups * TILE_ROWS / 2);
+    const vec2 outer = unpackHalf2x16(scales.at[record + lane]);
+    const uint half_index = (group % groups) * TILE_ROWS + lane;
+    const uint pair = scales.at[record + TILE_ROWS + half_index / 2] >> (16 * (half_index & 1u));
+    const float c = float(bitfieldExtract(int(pair), 0, 8)), n = float((pair >> 8) & 0xffu);
+    return vec2(outer.x * c, -(outer.y * n));
+#else
+    const uint groups = (blocks_per_row + blocks_per_scale - 1) / blocks_per_scale;
+    const uint item = (tile * groups + group) * TILE_ROWS + lane;
+#if defined(SCALES_SYMMETRIC)
+    return vec2(half_at(scales, item), 0.0);
+#elif defined(SCALES_ZERO_POINT)
+    const vec2 pair = unpackHalf2x16(scales.at[item]);
+    return vec2(pair.x, -(pair.x * pair.y));
+#elif defined(SCALES_AFFINE)
+    return vec2(uintBitsToFloat(scales.at[2 * item]), uintBitsToFloat(scales.at[2 * item + 1]));
+#endif
+#endif
+}
+#endif

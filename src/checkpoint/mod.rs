@@ -8,16 +8,21 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::ops::Range;
+
+use crate::tensor::DType;
 
 mod files;
+mod native;
 mod safetensors;
 mod view;
 
 pub use files::{MAX_READ_BYTES, ModelFiles};
-pub use view::Tensor;
+pub use native::NativeTensor;
+pub use view::{Encoding, Tensor};
 
 use files::FileBytes;
-use safetensors::{Entries, TensorInfo, one_line, read_header};
+use safetensors::{Entries, one_line, read_header};
 
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -47,10 +52,34 @@ impl CheckpointError {
 #[derive(Debug)]
 pub struct Checkpoint {
     location: String,
+    norms_hold_one: bool,
     files: Vec<CheckpointFile>,
     /// By file, then by position in it.
-    tensors: Vec<(usize, TensorInfo)>,
+    tensors: Vec<Entry>,
     by_name: HashMap<String, usize>,
+}
+
+/// A tensor and where its parts lie.
+#[derive(Debug)]
+struct Entry {
+    name: String,
+    shape: Vec<usize>,
+    /// The file that messages name.
+    file: usize,
+    stored: Stored,
+}
+
+/// Where the bytes of an [`Encoding`] lie.
+#[derive(Debug)]
+enum Stored {
+    Plain { dtype: DType, data: Span },
+}
+
+/// Bytes of a file.
+#[derive(Debug, Clone)]
+struct Span {
+    file: usize,
+    range: Range<usize>,
 }
 
 #[derive(Debug)]
@@ -65,6 +94,7 @@ impl Checkpoint {
     pub fn open(files: &ModelFiles) -> Result<Self, CheckpointError> {
         let mut checkpoint = Self {
             location: files.location(),
+            norms_hold_one: false,
             files: Vec::new(),
             tensors: Vec::new(),
             by_name: HashMap::new(),
@@ -109,7 +139,7 @@ impl Checkpoint {
 
     /// Bytes of all tensors.
     pub fn total_bytes(&self) -> u64 {
-        self.tensors.iter().map(|(_, info)| info.range.len() as u64).sum()
+        self.iter().map(|tensor| tensor.stored_bytes()).sum()
     }
 
     /// The files the tensors lie in, as messages call them.
@@ -117,15 +147,17 @@ impl Checkpoint {
         self.files.iter().map(|f| f.display.as_str())
     }
 
-    fn view<'a>(&'a self, (file, info): &'a (usize, TensorInfo)) -> Tensor<'a> {
-        let file = &self.files[*file];
-        Tensor {
-            name: &info.name,
-            file: &file.display,
-            dtype: info.dtype,
-            shape: &info.shape,
-            data: &file.bytes[info.range.clone()],
-        }
+    /// Whether norm weights are stored as the factor `1 + w` (GGUF) and not as `w`.
+    pub fn norms_hold_one(&self) -> bool {
+        self.norms_hold_one
+    }
+
+    fn view<'a>(&'a self, entry: &'a Entry) -> Tensor<'a> {
+        let bytes = |span: &Span| &self.files[span.file].bytes[span.range.clone()];
+        let encoding = match &entry.stored {
+            Stored::Plain { dtype, data } => Encoding::Plain { dtype: *dtype, data: bytes(data) },
+        };
+        Tensor { name: &entry.name, file: &self.files[entry.file].display, shape: &entry.shape, encoding }
     }
 
     fn add_shards(&mut self, files: &ModelFiles, index: &[u8]) -> Result<(), CheckpointError> {
@@ -158,7 +190,7 @@ impl Checkpoint {
             self.add_file(files.display(shard), bytes)?;
         }
         for (tensor, shard) in &weight_map {
-            let place = self.by_name.get(tensor).map(|&i| self.files[self.tensors[i].0].display.as_str());
+            let place = self.by_name.get(tensor).map(|&i| self.files[self.tensors[i].file].display.as_str());
             if place != Some(&files.display(shard)) {
                 let place = place.map_or("in none of the shards".into(), |place| format!("in {place}"));
                 let problem = format!("the index places it in {}; it is {place}", short(shard));
@@ -176,12 +208,14 @@ impl Checkpoint {
         let file = self.files.len();
         for info in infos {
             if let Some(&other) = self.by_name.get(&info.name) {
-                let other = &self.files[self.tensors[other].0].display;
+                let other = &self.files[self.tensors[other].file].display;
                 let problem = format!("is in {other} too; expected it in one file");
                 return Err(CheckpointError::tensor(&display, &info.name, problem));
             }
             self.by_name.insert(info.name.clone(), self.tensors.len());
-            self.tensors.push((file, info));
+            let data = Span { file, range: info.range };
+            let stored = Stored::Plain { dtype: info.dtype, data };
+            self.tensors.push(Entry { name: info.name, shape: info.shape, file, stored });
         }
         self.files.push(CheckpointFile { display, bytes });
         Ok(())

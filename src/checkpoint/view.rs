@@ -1,4 +1,4 @@
-//! A tensor as the checkpoint holds it, and its conversion to f32, row by row.
+//! A tensor as the checkpoint holds it, and its values: as f32, or as integers and scales where it is quantized.
 //!
 //! Values that are no numbers (NaN, infinities) are refused wherever values are walked: they would turn
 //! every later logit into NaN, and the message would name nothing.
@@ -8,28 +8,33 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::CheckpointError;
-use crate::tensor::DType;
+use super::native::NativeTensor;
+use crate::tensor::{DType, QuantizedRow, Scheme};
 
 /// Elements checked by one task: large enough to be worth a task, small enough to share out.
 const CHECK_CHUNK: usize = 1 << 20;
 
-/// A tensor of a checkpoint: row-major, little endian, at any alignment.
+/// A tensor of a checkpoint, row-major.
 #[derive(Debug, Clone, Copy)]
 pub struct Tensor<'a> {
+    /// Its Hugging Face name, whatever the file calls it.
     pub name: &'a str,
     /// The file it lies in, as messages call it.
     pub file: &'a str,
-    pub dtype: DType,
     pub shape: &'a [usize],
-    /// `shape`'s product times the element size bytes.
-    pub data: &'a [u8],
+    pub encoding: Encoding<'a>,
+}
+
+/// How the bytes of a tensor stand for its values. Two tensors of equal encodings hold the same values.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Encoding<'a> {
+    /// Little endian elements, at any alignment: `shape`'s product times the element size bytes.
+    Plain { dtype: DType, data: &'a [u8] },
+    /// Packed as the device wants it.
+    Native(NativeTensor<'a>),
 }
 
 impl<'a> Tensor<'a> {
-    pub fn num_elements(&self) -> usize {
-        self.data.len() / self.dtype.size()
-    }
-
     /// Length of a row, the last dimension; 1 for a scalar.
     pub fn cols(&self) -> usize {
         self.shape.last().copied().unwrap_or(1)
@@ -40,29 +45,67 @@ impl<'a> Tensor<'a> {
         self.shape.split_last().map_or(1, |(_, rows)| rows.iter().product())
     }
 
-    /// The bytes of some rows. Panics if they are beyond the tensor.
-    pub fn row_bytes(&self, rows: Range<usize>) -> &'a [u8] {
-        let row = self.cols() * self.dtype.size();
-        &self.data[rows.start * row..rows.end * row]
+    pub fn num_elements(&self) -> usize {
+        self.shape.iter().product()
     }
 
-    /// Some rows as f32 into `out` (`rows.len() * cols` values), exactly: every bf16 and f16 is an f32.
-    /// Refuses integers, NaN and infinities. Panics if the rows are beyond the tensor.
+    /// Bytes that the tensor takes in its file.
+    pub fn stored_bytes(&self) -> u64 {
+        match &self.encoding {
+            Encoding::Plain { data, .. } => data.len() as u64,
+            Encoding::Native(native) => native.stored_bytes(),
+        }
+    }
+
+    /// Element type and bytes of a tensor that is not quantized.
+    pub fn plain(&self) -> Option<(DType, &'a [u8])> {
+        match self.encoding {
+            Encoding::Plain { dtype, data } => Some((dtype, data)),
+            Encoding::Native(_) => None,
+        }
+    }
+
+    /// The device layout that holds the tensor's values without loss. Refuses integers, which are no weights.
+    pub fn scheme(&self) -> Result<Scheme, CheckpointError> {
+        match &self.encoding {
+            Encoding::Plain { dtype, .. } => Scheme::of(*dtype).ok_or_else(|| self.not_floating(*dtype)),
+            Encoding::Native(native) => Ok(native.scheme),
+        }
+    }
+
+    /// Row `row` in the layout of [`Tensor::scheme`]; `out` has its sizes. Panics unless that scheme quantizes and the
+    /// row is one of the tensor's.
+    pub fn quantized_row_into(&self, row: usize, out: &mut QuantizedRow) -> Result<(), CheckpointError> {
+        assert!(row < self.rows() && out.q.len() == self.cols(), "row {row} of {}", self.name);
+        match &self.encoding {
+            Encoding::Plain { dtype, .. } => panic!("{} holds {dtype:?}: it is not quantized", self.name),
+            Encoding::Native(native) => native.quantized_row_into(row, out),
+        }
+        Ok(())
+    }
+
+    /// Some rows as f32 into `out` (`rows.len() * cols` values), exactly: each value is what the encoding says, rounded
+    /// once at most. Refuses integers, NaN and infinities. Panics if the rows are beyond the tensor.
     pub fn rows_f32_into(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), CheckpointError> {
-        assert_eq!(out.len(), rows.len() * self.cols(), "output of {}", self.name);
-        let bytes = self.row_bytes(rows.clone());
-        match self.dtype {
-            DType::F32 => widen(bytes, out, u32::from_le_bytes),
-            DType::BF16 => widen(bytes, out, |b| (u16::from_le_bytes(b) as u32) << 16),
-            DType::F16 => widen(bytes, out, |b| half::f16::from_le_bytes(b).to_f32().to_bits()),
-            DType::I8 | DType::U8 | DType::I32 | DType::I64 => {
-                return Err(self.error(format!("holds {:?}; expected F32, F16 or BF16", self.dtype)));
+        let cols = self.cols();
+        assert_eq!(out.len(), rows.len() * cols, "output of {}", self.name);
+        assert!(rows.end <= self.rows(), "rows {rows:?} of {}", self.name);
+        match &self.encoding {
+            Encoding::Plain { dtype, data } => {
+                let bytes = &data[rows.start * cols * dtype.size()..rows.end * cols * dtype.size()];
+                match dtype {
+                    DType::F32 => widen(bytes, out, u32::from_le_bytes),
+                    DType::BF16 => widen(bytes, out, |b| (u16::from_le_bytes(b) as u32) << 16),
+                    DType::F16 => widen(bytes, out, |b| half::f16::from_le_bytes(b).to_f32().to_bits()),
+                    DType::I8 | DType::U8 | DType::I32 | DType::I64 => return Err(self.not_floating(*dtype)),
+                }
             }
+            Encoding::Native(native) => native.rows_f32_into(rows.clone(), cols, out),
         }
         // A maximum over bits vectorises, a test with an early exit does not.
         if out.iter().fold(0, |max, x| (x.to_bits() & ABS).max(max)) >= INFINITY {
             let at = out.iter().position(|x| !x.is_finite()).unwrap_or(0);
-            return Err(self.not_finite(rows.start * self.cols() + at));
+            return Err(self.not_finite(rows.start * cols + at));
         }
         Ok(())
     }
@@ -81,23 +124,25 @@ impl<'a> Tensor<'a> {
 
     /// Refuses integers, NaN and infinities in a tensor that is used as it is, on all cores.
     pub fn check_finite(&self) -> Result<(), CheckpointError> {
-        match self.dtype {
-            DType::F32 => self.check_exponents(|b: [u8; 4]| u32::from_le_bytes(b) & ABS >= INFINITY),
-            DType::BF16 => self.check_exponents(|b| u16::from_le_bytes(b) & 0x7FFF >= 0x7F80),
-            DType::F16 => self.check_exponents(|b| u16::from_le_bytes(b) & 0x7FFF >= 0x7C00),
-            DType::I8 | DType::U8 | DType::I32 | DType::I64 => {
-                Err(self.error(format!("holds {:?}; expected F32, F16 or BF16", self.dtype)))
-            }
+        let Some((dtype, data)) = self.plain() else {
+            let check = |row| self.rows_f32(row..row + 1).map(drop);
+            return (0..self.rows()).into_par_iter().try_for_each(check);
+        };
+        match dtype {
+            DType::F32 => self.check_exponents(data, |b: [u8; 4]| u32::from_le_bytes(b) & ABS >= INFINITY),
+            DType::BF16 => self.check_exponents(data, |b| u16::from_le_bytes(b) & 0x7FFF >= 0x7F80),
+            DType::F16 => self.check_exponents(data, |b| u16::from_le_bytes(b) & 0x7FFF >= 0x7C00),
+            DType::I8 | DType::U8 | DType::I32 | DType::I64 => Err(self.not_floating(dtype)),
         }
     }
 
     fn check_exponents<const N: usize>(
         &self,
+        data: &[u8],
         bad: impl Fn([u8; N]) -> bool + Sync,
     ) -> Result<(), CheckpointError> {
         let is_bad = |bytes: &[u8]| bad(bytes.try_into().expect("whole elements"));
-        let chunk = self
-            .data
+        let chunk = data
             .par_chunks(CHECK_CHUNK * N)
             .enumerate()
             .find_first(|(_, chunk)| chunk.chunks_exact(N).fold(false, |any, bytes| any | is_bad(bytes)));
@@ -113,6 +158,10 @@ impl<'a> Tensor<'a> {
     /// An error about this tensor.
     pub fn error(&self, problem: impl Into<String>) -> CheckpointError {
         CheckpointError::tensor(self.file, self.name, problem)
+    }
+
+    fn not_floating(&self, dtype: DType) -> CheckpointError {
+        self.error(format!("holds {dtype:?}; expected F32, F16 or BF16"))
     }
 
     fn not_finite(&self, element: usize) -> CheckpointError {

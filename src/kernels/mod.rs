@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder, Shader};
-use crate::tensor::Scheme;
+use crate::tensor::{Scales, Scheme, TILE_ROWS};
 
 #[doc(hidden)]
 pub mod reference;
@@ -121,7 +121,8 @@ struct ByScheme {
 
 /// Every pipeline a model needs, compiled.
 pub struct Kernels {
-    by_scheme: Vec<(u32, ByScheme)>,
+    /// By the shader of their products.
+    by_scheme: Vec<(&'static str, ByScheme)>,
     rms_norm: Arc<Pipeline>,
     rms_norm_add: Arc<Pipeline>,
     rms_norm_gather: Arc<Pipeline>,
@@ -147,10 +148,10 @@ impl Kernels {
         let mut by_scheme = Vec::new();
         for scheme in schemes.iter().chain([&embedding]) {
             let (matmul, embed) = shaders_of(*scheme);
-            if by_scheme.iter().any(|(id, _)| *id == scheme_id(*scheme)) {
+            if by_scheme.iter().any(|(name, _)| *name == matmul.name) {
                 continue;
             }
-            let looked_up = scheme_id(*scheme) == scheme_id(embedding);
+            let looked_up = matmul.name == shaders_of(embedding).0.name;
             let pipelines = ByScheme {
                 embed: looked_up.then(|| device.pipeline(embed, &[])).transpose()?,
                 matmul: {
@@ -158,7 +159,7 @@ impl Kernels {
                     [a?, b?, c?]
                 },
             };
-            by_scheme.push((scheme_id(*scheme), pipelines));
+            by_scheme.push((matmul.name, pipelines));
         }
         Ok(Kernels {
             by_scheme,
@@ -175,7 +176,7 @@ impl Kernels {
     }
 
     fn scheme(&self, scheme: Scheme) -> &ByScheme {
-        let found = self.by_scheme.iter().find(|(id, _)| *id == scheme_id(scheme));
+        let found = self.by_scheme.iter().find(|(name, _)| *name == shaders_of(scheme).0.name);
         &found.unwrap_or_else(|| panic!("no kernels were made for {scheme:?}")).1
     }
 
@@ -203,7 +204,7 @@ impl Kernels {
             rows_per_shard: matrix.rows_per_shard as u32,
             cols: matrix.cols as u32,
             out_stride: out.stride as u32,
-            blocks_per_scale: matrix.scheme.blocks_per_scale(),
+            blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
             scale,
             ..EmbedPush::default()
         };
@@ -240,9 +241,9 @@ impl Kernels {
                 tokens: tokens as u32,
                 x_stride: x.stride as u32,
                 y_stride: y.stride as u32,
-                blocks_per_scale: matrix.scheme.blocks_per_scale(),
+                blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
             };
-            let tiles = shard.rows.div_ceil(weights::TILE_ROWS) as u32;
+            let tiles = shard.rows.div_ceil(TILE_ROWS) as u32;
             let groups = [tiles.div_ceil(row_tiles), (tokens as u32).div_ceil(columns), 1];
             let mut reads = vec![&shard.blocks, &x.buffer];
             reads.extend(&shard.scales);
@@ -459,21 +460,24 @@ impl Kernels {
     }
 }
 
-/// Schemes that share shaders share an id: int4 groups differ in a push constant only.
-fn scheme_id(scheme: Scheme) -> u32 {
-    match scheme {
-        Scheme::F32 => 0,
-        Scheme::Bf16 => 1,
-        Scheme::Int8Row => 2,
-        Scheme::Int4 { .. } => 3,
-    }
-}
-
+/// The shaders for matrices of a scheme; the size of its groups is a push constant.
 fn shaders_of(scheme: Scheme) -> (&'static Shader, &'static Shader) {
     match scheme {
         Scheme::F32 => (&shaders::MATMUL_F32, &shaders::EMBED_F32),
+        Scheme::F16 => (&shaders::MATMUL_F16, &shaders::EMBED_F16),
         Scheme::Bf16 => (&shaders::MATMUL_BF16, &shaders::EMBED_BF16),
-        Scheme::Int8Row => (&shaders::MATMUL_INT8, &shaders::EMBED_INT8),
-        Scheme::Int4 { .. } => (&shaders::MATMUL_INT4, &shaders::EMBED_INT4),
+        Scheme::Int8Row => (&shaders::MATMUL_INT8_ROW, &shaders::EMBED_INT8_ROW),
+        Scheme::Int8 { scales, .. } => match scales {
+            Scales::Symmetric => (&shaders::MATMUL_INT8, &shaders::EMBED_INT8),
+            Scales::ZeroPoint => (&shaders::MATMUL_INT8_ZERO, &shaders::EMBED_INT8_ZERO),
+            Scales::Affine => (&shaders::MATMUL_INT8_AFFINE, &shaders::EMBED_INT8_AFFINE),
+            Scales::Super => (&shaders::MATMUL_INT8_SUPER, &shaders::EMBED_INT8_SUPER),
+        },
+        Scheme::Int4 { scales, .. } => match scales {
+            Scales::Symmetric => (&shaders::MATMUL_INT4, &shaders::EMBED_INT4),
+            Scales::ZeroPoint => (&shaders::MATMUL_INT4_ZERO, &shaders::EMBED_INT4_ZERO),
+            Scales::Affine => (&shaders::MATMUL_INT4_AFFINE, &shaders::EMBED_INT4_AFFINE),
+            Scales::Super => (&shaders::MATMUL_INT4_SUPER, &shaders::EMBED_INT4_SUPER),
+        },
     }
 }

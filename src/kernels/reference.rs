@@ -18,11 +18,11 @@ pub fn matmul_magnitude(x: &[f32], w: &[f32], tokens: usize, rows: usize, cols: 
     matmul(&abs(x), &abs(w), tokens, rows, cols)
 }
 
-/// Gemma's RMSNorm of one row.
+/// RMSNorm of one row; Gemma's `weight` is one plus what its checkpoints store.
 pub fn rms_norm(x: &[f64], weight: &[f32], eps: f64) -> Vec<f64> {
     let mean = x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64;
     let factor = 1.0 / (mean + eps).sqrt();
-    x.iter().zip(weight).map(|(v, w)| v * factor * (1.0 + f64::from(*w))).collect()
+    x.iter().zip(weight).map(|(v, w)| v * factor * f64::from(*w)).collect()
 }
 
 /// Rotates halves of one head by `angle[i] = position * frequency[i]`.

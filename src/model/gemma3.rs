@@ -22,7 +22,7 @@ use crate::kernels::{
     Activations, AttentionShape, Embedding, Kernels, KvCache, LAST_SAMPLED, MAX_GROUP, Matrix, NO_TOKEN,
     SampleRequest, StepArrays, UploadError,
 };
-use crate::tensor::{DType, QuantizeMode, Scheme};
+use crate::tensor::{QuantizeMode, Scheme};
 
 /// Tokens per KV block.
 const BLOCK_SIZE: usize = 16;
@@ -216,7 +216,7 @@ impl Gemma3 {
                 files.display("config.json")
             )));
         }
-        let scheme_of = |tensor: &Tensor, asked: Option<Scheme>| asked.unwrap_or(native_scheme(tensor.dtype));
+        let scheme_of = |tensor: &Tensor, asked: Option<Scheme>| asked.map_or_else(|| tensor.scheme(), Ok);
         let projections = |t: &Tensor| scheme_of(t, options.quantize.projections());
 
         let mut arena = Arena::new(device);
@@ -226,38 +226,39 @@ impl Gemma3 {
                 .max_shard_bytes
                 .unwrap_or(u64::MAX)
                 .min(device.info().max_allocation_bytes / 2),
+            norms_hold_one: checkpoint.norms_hold_one(),
             done: 0,
-            total: weights.iter().map(|t| t.data.len() as u64).sum(),
+            total: weights.iter().map(|t| t.stored_bytes()).sum(),
             progress,
         };
 
-        let embed_scheme = scheme_of(&weights.embed_tokens, options.quantize.embedding());
-        let mut schemes: Vec<Scheme> =
-            weights.layers.iter().flat_map(|l| l.projections().map(|t| projections(&t))).collect();
+        let embed_scheme = scheme_of(&weights.embed_tokens, options.quantize.embedding())?;
+        let each = weights.layers.iter().flat_map(|l| l.projections());
+        let mut schemes = each.map(|t| projections(&t)).collect::<Result<Vec<_>, _>>()?;
         schemes.dedup();
         let kernels = Kernels::new(device, &schemes, embed_scheme, group, config.head_dim)?;
 
         let embedding = loader.matrix(&mut arena, &weights.embed_tokens, embed_scheme)?;
         let embedding = Embedding::new(&mut arena, &mut loader.uploader, embedding)?;
-        let norm = loader.vector(&mut arena, &weights.norm)?;
+        let norm = loader.norm(&mut arena, &weights.norm)?;
         let mut layers = Vec::new();
         for (w, &kind) in weights.layers.iter().zip(&config.layer_types) {
-            let mut matrix = |t: &Tensor| loader.matrix(&mut arena, t, projections(t));
+            let mut matrix = |t: &Tensor| loader.matrix(&mut arena, t, projections(t)?);
             let [q_proj, k_proj, v_proj, o_proj] =
                 [matrix(&w.q_proj)?, matrix(&w.k_proj)?, matrix(&w.v_proj)?, matrix(&w.o_proj)?];
             let [gate_proj, up_proj, down_proj] =
                 [matrix(&w.gate_proj)?, matrix(&w.up_proj)?, matrix(&w.down_proj)?];
-            let mut vector = |t: &Tensor| loader.vector(&mut arena, t);
+            let mut norm = |t: &Tensor| loader.norm(&mut arena, t);
             layers.push((
                 kind,
                 [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj],
                 [
-                    vector(&w.input_layernorm)?,
-                    vector(&w.post_attention_layernorm)?,
-                    vector(&w.pre_feedforward_layernorm)?,
-                    vector(&w.post_feedforward_layernorm)?,
-                    vector(&w.q_norm)?,
-                    vector(&w.k_norm)?,
+                    norm(&w.input_layernorm)?,
+                    norm(&w.post_attention_layernorm)?,
+                    norm(&w.pre_feedforward_layernorm)?,
+                    norm(&w.post_feedforward_layernorm)?,
+                    norm(&w.q_norm)?,
+                    norm(&w.k_norm)?,
                 ],
             ));
         }
@@ -601,17 +602,10 @@ impl From<GpuError> for RunnerError {
     }
 }
 
-/// What keeps a checkpoint's own precision: f16 has no scheme of its own, and every f16 is an f32.
-fn native_scheme(dtype: DType) -> Scheme {
-    match dtype {
-        DType::BF16 => Scheme::Bf16,
-        _ => Scheme::F32,
-    }
-}
-
 struct Loader<'a> {
     uploader: Uploader,
     max_shard_bytes: u64,
+    norms_hold_one: bool,
     done: u64,
     total: u64,
     progress: &'a mut dyn FnMut(Progress),
@@ -619,22 +613,26 @@ struct Loader<'a> {
 
 impl Loader<'_> {
     fn matrix(&mut self, arena: &mut Arena, tensor: &Tensor, scheme: Scheme) -> Result<Matrix, LoadError> {
-        let Loader { uploader, max_shard_bytes, done, total, progress } = self;
+        let Loader { uploader, max_shard_bytes, done, total, progress, .. } = self;
         let before = *done;
-        let row_bytes = (tensor.data.len() / tensor.rows()) as u64;
+        let row_bytes = tensor.stored_bytes() / tensor.rows() as u64;
         let matrix = Matrix::upload(arena, uploader, tensor, scheme, *max_shard_bytes, &mut |rows| {
             progress(Progress { done: before + rows as u64 * row_bytes, total: *total });
         })?;
-        *done += tensor.data.len() as u64;
+        *done += tensor.stored_bytes();
         Ok(matrix)
     }
 
-    fn vector(&mut self, arena: &mut Arena, tensor: &Tensor) -> Result<Buffer, LoadError> {
-        let values = tensor.to_f32()?;
+    /// A norm's factors, `1 + w`.
+    fn norm(&mut self, arena: &mut Arena, tensor: &Tensor) -> Result<Buffer, LoadError> {
+        let mut values = tensor.to_f32()?;
+        if !self.norms_hold_one {
+            values.iter_mut().for_each(|w| *w += 1.0);
+        }
         let bytes = (4 * values.len()) as u64;
         let buffer = arena.alloc(MemoryKind::Device, Class::Weights, bytes, tensor.name)?;
         self.uploader.upload(&buffer, &values)?;
-        self.done += tensor.data.len() as u64;
+        self.done += tensor.stored_bytes();
         (self.progress)(Progress { done: self.done, total: self.total });
         Ok(buffer)
     }

@@ -7,8 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::checkpoint::{Checkpoint, Tensor, short};
-use crate::tensor::DType;
+use crate::checkpoint::{Checkpoint, CheckpointError, Tensor, short};
 
 use super::config::Gemma3Config;
 
@@ -19,8 +18,8 @@ pub enum WeightsError {
     Missing { location: String, first: String, more: usize, expected: Vec<usize> },
     #[error("{file}: tensor {tensor} has shape {found:?}; config.json asks for {expected:?} ({meaning})")]
     Shape { file: String, tensor: String, found: Vec<usize>, expected: Vec<usize>, meaning: &'static str },
-    #[error("{file}: tensor {tensor} holds {found:?}; expected F32, F16 or BF16")]
-    DType { file: String, tensor: String, found: DType },
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     #[error(
         "{file}: tensor {tensor}{} beyond the layers of config.json (num_hidden_layers {num_hidden_layers})",
         and(*.more, "is", "are")
@@ -205,7 +204,7 @@ impl<'a> Found<'a> {
         // Before the prefixes: the vision side's names hold `model.` and `layers.N.mlp` too.
         if tensor.name.split('.').any(|part| part == "vision_tower" || part == "multi_modal_projector") {
             self.skipped_vision += 1;
-            self.skipped_bytes += tensor.data.len() as u64;
+            self.skipped_bytes += tensor.stored_bytes();
             return Ok(());
         }
         if matches!(tensor.name, "lm_head.weight" | "language_model.lm_head.weight") {
@@ -247,9 +246,7 @@ impl<'a> Found<'a> {
                 let (found, expected) = (tensor.shape.to_vec(), shape.clone());
                 return Err(WeightsError::Shape { file, tensor: name, found, expected, meaning });
             }
-            if !matches!(tensor.dtype, DType::F32 | DType::F16 | DType::BF16) {
-                return Err(WeightsError::DType { file, tensor: name, found: tensor.dtype });
-            }
+            tensor.scheme()?;
         }
 
         let known: HashSet<&str> = expected.iter().map(|(name, ..)| name.as_str()).collect();
@@ -259,7 +256,7 @@ impl<'a> Found<'a> {
             }
         }
         // A map has no order; a message has.
-        self.unexpected.sort_by_key(|t| (t.file, t.data.as_ptr()));
+        self.unexpected.sort_by_key(|t| (t.file, t.name));
         if let Some(tensor) = self.unexpected.first() {
             let (file, name, more) = (tensor.file.into(), short(tensor.name), self.unexpected.len() - 1);
             let num_hidden_layers = config.num_hidden_layers;
@@ -273,7 +270,7 @@ impl<'a> Found<'a> {
 
         let embedding = &self.by_name["embed_tokens.weight"];
         for head in &self.heads {
-            if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) || head.data != embedding.data {
+            if (head.shape, head.encoding) != (embedding.shape, embedding.encoding) {
                 return Err(WeightsError::Untied { file: head.file.into(), tensor: short(head.name) });
             }
         }

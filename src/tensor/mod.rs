@@ -1,7 +1,15 @@
-//! Element types, quantization modes and shapes. Pure: no I/O, no GPU.
+//! Element types, device layouts of weight matrices, quantization modes. Pure: no I/O, no GPU.
 
 use std::fmt;
 use std::str::FromStr;
+
+mod layout;
+
+pub(crate) use layout::empty_block_byte;
+pub use layout::{
+    BLOCK_BYTES, LAYOUT_VERSION, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_plain_row, pack_row,
+    unpack_plain_row, unpack_row,
+};
 
 /// Element type of a checkpoint tensor, as safetensors names them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -25,19 +33,6 @@ impl DType {
             DType::I64 => 8,
         }
     }
-}
-
-/// How a weight matrix is stored on the device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Scheme {
-    F32,
-    Bf16,
-    /// int8, one f16 scale per output row.
-    Int8Row,
-    /// int4, one f16 scale per `group` consecutive inputs of a row; groups never straddle rows.
-    Int4 {
-        group: u32,
-    },
 }
 
 /// `--quantize`: what to do with the weights of an unquantized checkpoint while it is loaded.
@@ -72,8 +67,8 @@ impl QuantizeMode {
         match self {
             Self::None => None,
             Self::Int8Row => Some(Scheme::Int8Row),
-            Self::Int4G32 => Some(Scheme::Int4 { group: 32 }),
-            Self::Int4G128 | Self::Int4G128Emb8 => Some(Scheme::Int4 { group: 128 }),
+            Self::Int4G32 => Some(Scheme::int4(32)),
+            Self::Int4G128 | Self::Int4G128Emb8 => Some(Scheme::int4(128)),
         }
     }
 
