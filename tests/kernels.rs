@@ -225,7 +225,8 @@ struct Stored {
 
 impl Stored {
     fn tensor(&self) -> Tensor<'_> {
-        let native = NativeTensor { scheme: self.scheme, blocks: &self.blocks, scales: &self.scales };
+        let (blocks, scales) = (self.blocks[..].into(), self.scales[..].into());
+        let native = NativeTensor { scheme: self.scheme, blocks, scales };
         Tensor { name: "w", file: "test", shape: &self.shape, encoding: Encoding::Native(native) }
     }
 }

@@ -6,7 +6,8 @@
 use std::borrow::Cow;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
-use std::ops::Deref;
+use std::ops::{Deref, Range};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::CheckpointError;
@@ -113,7 +114,7 @@ impl ModelFiles {
                 // it. Another process may still write to or truncate the file; that is as fatal here as it
                 // is for every program that maps its input, and weights are not edited while they are served.
                 let map = unsafe { memmap2::Mmap::map(&file) };
-                map.map(|map| Some(FileBytes::Mapped(map)))
+                map.map(|map| Some(FileBytes::Mapped(map, file)))
                     .map_err(|e| fail(format!("cannot be mapped into memory: {e}")))
             }
         }
@@ -156,7 +157,7 @@ impl ModelFiles {
 /// Bytes of a file, borrowed from the binary or from a mapping.
 #[derive(Debug)]
 pub(super) enum FileBytes {
-    Mapped(memmap2::Mmap),
+    Mapped(memmap2::Mmap, File),
     Static(&'static [u8]),
 }
 
@@ -164,8 +165,87 @@ impl Deref for FileBytes {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         match self {
-            FileBytes::Mapped(map) => map,
+            FileBytes::Mapped(map, _) => map,
             FileBytes::Static(bytes) => bytes,
+        }
+    }
+}
+
+impl FileBytes {
+    pub fn slice(&self, range: Range<usize>) -> FileSlice<'_> {
+        let file = match self {
+            FileBytes::Mapped(_, file) => Some((file, range.start as u64)),
+            FileBytes::Static(_) => None,
+        };
+        FileSlice { bytes: &self[range], file }
+    }
+
+    /// Gives back the memory that holds some bytes of a mapped file: they are read from the disk again when they are
+    /// wanted again. That this works is no promise: the system keeps what others use.
+    pub fn release(&self, range: Range<usize>) {
+        let FileBytes::Mapped(map, file) = self else { return };
+        if range.is_empty() {
+            return;
+        }
+        // SAFETY: the mapping is of a file and read-only: dropping its pages changes no byte that it shows.
+        let dropped = unsafe {
+            map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, range.len())
+        };
+        let length = std::num::NonZeroU64::new(range.len() as u64);
+        let forgotten = rustix::fs::fadvise(file, range.start as u64, length, rustix::fs::Advice::DontNeed);
+        if let (Err(error), _) | (_, Err(error)) =
+            (dropped, forgotten.map_err(std::io::Error::from))
+        {
+            tracing::debug!(%error, "pages of a file were not released");
+        }
+    }
+
+    /// Bytes of the file that are in memory now, whoever holds them there.
+    pub fn resident_bytes(&self) -> u64 {
+        let FileBytes::Mapped(map, _) = self else { return 0 };
+        let page = rustix::param::page_size();
+        let mut pages = vec![0u8; map.len().div_ceil(page)];
+        // SAFETY: the range is the mapping's own, which begins at a page, and there is one byte for each of its pages.
+        let result = unsafe { libc::mincore(map.as_ptr() as *mut _, map.len(), pages.as_mut_ptr()) };
+        if result != 0 {
+            return 0;
+        }
+        pages.iter().filter(|page| **page & 1 != 0).count() as u64 * page as u64
+    }
+}
+
+/// Some bytes of a file, in memory or to be read.
+#[derive(Debug, Clone, Copy)]
+pub struct FileSlice<'a> {
+    /// The bytes through the mapping: reading here pages them in.
+    pub bytes: &'a [u8],
+    /// The file and where the bytes begin in it; none for bytes that are in memory anyway.
+    file: Option<(&'a File, u64)>,
+}
+
+impl<'a> From<&'a [u8]> for FileSlice<'a> {
+    fn from(bytes: &'a [u8]) -> Self {
+        FileSlice { bytes, file: None }
+    }
+}
+
+impl PartialEq for FileSlice<'_> {
+    fn eq(&self, other: &Self) -> bool {
+        self.bytes == other.bytes
+    }
+}
+
+impl FileSlice<'_> {
+    /// Reads `into.len()` bytes from byte `offset` of the slice, past the mapping: one copy, straight to where they are
+    /// wanted. Panics if they are beyond the slice.
+    pub fn read_at(&self, offset: u64, into: &mut [u8]) -> std::io::Result<()> {
+        let from = &self.bytes[offset as usize..][..into.len()];
+        match self.file {
+            Some((file, start)) => file.read_exact_at(into, start + offset),
+            None => {
+                into.copy_from_slice(from);
+                Ok(())
+            }
         }
     }
 }

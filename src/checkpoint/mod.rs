@@ -10,19 +10,19 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::ops::Range;
 
-use crate::tensor::DType;
+use crate::tensor::{DType, Scheme};
 
 mod files;
 mod native;
 mod safetensors;
 mod view;
 
-pub use files::{MAX_READ_BYTES, ModelFiles};
-pub use native::NativeTensor;
+pub use files::{FileSlice, MAX_READ_BYTES, ModelFiles};
+pub use native::{FileWriter, Manifest, NativeTensor, NativeWriter, NewTensor, Synthetic, verify};
 pub use view::{Encoding, Tensor};
 
 use files::FileBytes;
-use safetensors::{Entries, one_line, read_header};
+use safetensors::{Entries, TensorInfo, one_line, read_header};
 
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -53,6 +53,7 @@ impl CheckpointError {
 pub struct Checkpoint {
     location: String,
     norms_hold_one: bool,
+    synthetic: Option<Synthetic>,
     files: Vec<CheckpointFile>,
     /// By file, then by position in it.
     tensors: Vec<Entry>,
@@ -73,6 +74,18 @@ struct Entry {
 #[derive(Debug)]
 enum Stored {
     Plain { dtype: DType, data: Span },
+    Native { scheme: Scheme, blocks: Span, scales: Option<Span> },
+}
+
+impl Stored {
+    fn spans(&self) -> impl Iterator<Item = &Span> {
+        match self {
+            Stored::Plain { data, .. } => [Some(data), None],
+            Stored::Native { blocks, scales, .. } => [Some(blocks), scales.as_ref()],
+        }
+        .into_iter()
+        .flatten()
+    }
 }
 
 /// Bytes of a file.
@@ -89,24 +102,28 @@ struct CheckpointFile {
 }
 
 impl Checkpoint {
-    /// Maps `model.safetensors`, or the shards that `model.safetensors.index.json` lists, and checks
-    /// every header. The single file is preferred where both exist, as transformers does.
+    /// Maps the files of a native checkpoint; else `model.safetensors`, or the shards that
+    /// `model.safetensors.index.json` lists; and checks every header. The single file is preferred where both exist, as
+    /// transformers does.
     pub fn open(files: &ModelFiles) -> Result<Self, CheckpointError> {
         let mut checkpoint = Self {
             location: files.location(),
             norms_hold_one: false,
+            synthetic: None,
             files: Vec::new(),
             tensors: Vec::new(),
             by_name: HashMap::new(),
         };
-        if let Some(bytes) = files.map(SINGLE_FILE)? {
+        if let Some(manifest) = Manifest::read(files)? {
+            checkpoint.add_native(files, &manifest)?;
+        } else if let Some(bytes) = files.map(SINGLE_FILE)? {
             checkpoint.add_file(files.display(SINGLE_FILE), bytes)?;
         } else if let Some(index) = files.read(INDEX_FILE)? {
             checkpoint.add_shards(files, &index)?;
         } else {
             return Err(CheckpointError::file(
                 files.location(),
-                format!("holds neither {SINGLE_FILE} nor {INDEX_FILE}"),
+                format!("holds neither {SINGLE_FILE} nor {INDEX_FILE} nor {}", native::MANIFEST_FILE),
             ));
         }
         Ok(checkpoint)
@@ -152,10 +169,34 @@ impl Checkpoint {
         self.norms_hold_one
     }
 
+    /// How the weights were drawn, where they are random and no model.
+    pub fn synthetic(&self) -> Option<&Synthetic> {
+        self.synthetic.as_ref()
+    }
+
+    /// Gives back the memory that holds a tensor's bytes: they are on the device now, or converted. Reading the tensor
+    /// again reads the disk again.
+    pub fn release(&self, tensor: &Tensor) {
+        let Some(&index) = self.by_name.get(tensor.name) else { return };
+        for span in self.tensors[index].stored.spans() {
+            self.files[span.file].bytes.release(span.range.clone());
+        }
+    }
+
+    /// Bytes of the files that are in memory now, whoever holds them there.
+    pub fn resident_bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.bytes.resident_bytes()).sum()
+    }
+
     fn view<'a>(&'a self, entry: &'a Entry) -> Tensor<'a> {
-        let bytes = |span: &Span| &self.files[span.file].bytes[span.range.clone()];
+        let slice = |span: &Span| self.files[span.file].bytes.slice(span.range.clone());
         let encoding = match &entry.stored {
-            Stored::Plain { dtype, data } => Encoding::Plain { dtype: *dtype, data: bytes(data) },
+            Stored::Plain { dtype, data } => Encoding::Plain { dtype: *dtype, data: slice(data).bytes },
+            Stored::Native { scheme, blocks, scales } => Encoding::Native(NativeTensor {
+                scheme: *scheme,
+                blocks: slice(blocks),
+                scales: scales.as_ref().map_or((&[][..]).into(), slice),
+            }),
         };
         Tensor { name: &entry.name, file: &self.files[entry.file].display, shape: &entry.shape, encoding }
     }
@@ -200,26 +241,60 @@ impl Checkpoint {
         Ok(())
     }
 
-    fn add_file(&mut self, display: String, bytes: FileBytes) -> Result<(), CheckpointError> {
-        let infos = read_header(&bytes).map_err(|e| match e.tensor {
-            Some(tensor) => CheckpointError::tensor(&display, &tensor, e.problem),
-            None => CheckpointError::file(&display, e.problem),
-        })?;
-        let file = self.files.len();
-        for info in infos {
-            if let Some(&other) = self.by_name.get(&info.name) {
-                let other = &self.files[self.tensors[other].file].display;
-                let problem = format!("is in {other} too; expected it in one file");
-                return Err(CheckpointError::tensor(&display, &info.name, problem));
+    fn add_native(&mut self, files: &ModelFiles, manifest: &Manifest) -> Result<(), CheckpointError> {
+        self.norms_hold_one = manifest.norms_hold_one;
+        self.synthetic = manifest.synthetic.clone();
+        for (name, record) in manifest.weight_files() {
+            let display = files.display(name);
+            let fail = |problem: String| CheckpointError::file(&display, problem);
+            let bytes = files.map_listed(name).map_err(fail)?;
+            let bytes = bytes.ok_or_else(|| fail("is missing; the manifest lists it".into()))?;
+            native::check_length(files, name, record, bytes.len())?;
+            let infos = header(&display, &bytes)?;
+            let file = self.files.len();
+            for (name, shape, stored) in native::entries(manifest, name, &display, file, infos)? {
+                self.add(Entry { name, shape, file, stored }, &display)?;
             }
-            self.by_name.insert(info.name.clone(), self.tensors.len());
+            self.files.push(CheckpointFile { display, bytes });
+        }
+        match manifest.tensors.iter().find(|(name, _)| !self.by_name.contains_key(*name)) {
+            None => Ok(()),
+            Some((name, record)) => {
+                let problem = format!("is missing; its manifest places it in {}", short(&record.file));
+                Err(CheckpointError::tensor(files.location(), name, problem))
+            }
+        }
+    }
+
+    fn add_file(&mut self, display: String, bytes: FileBytes) -> Result<(), CheckpointError> {
+        let file = self.files.len();
+        for info in header(&display, &bytes)? {
             let data = Span { file, range: info.range };
             let stored = Stored::Plain { dtype: info.dtype, data };
-            self.tensors.push(Entry { name: info.name, shape: info.shape, file, stored });
+            self.add(Entry { name: info.name, shape: info.shape, file, stored }, &display)?;
         }
         self.files.push(CheckpointFile { display, bytes });
         Ok(())
     }
+
+    /// Adds a tensor of the file that is added next.
+    fn add(&mut self, entry: Entry, display: &str) -> Result<(), CheckpointError> {
+        if let Some(&other) = self.by_name.get(&entry.name) {
+            let other = self.files.get(self.tensors[other].file).map_or(display, |f| &f.display);
+            let problem = format!("is in {other} too; expected it in one file");
+            return Err(CheckpointError::tensor(display, &entry.name, problem));
+        }
+        self.by_name.insert(entry.name.clone(), self.tensors.len());
+        self.tensors.push(entry);
+        Ok(())
+    }
+}
+
+fn header(display: &str, bytes: &[u8]) -> Result<Vec<TensorInfo>, CheckpointError> {
+    read_header(bytes).map_err(|e| match e.tensor {
+        Some(tensor) => CheckpointError::tensor(display, &tensor, e.problem),
+        None => CheckpointError::file(display, e.problem),
+    })
 }
 
 /// Text from a file as a message may hold it: on one line, and of bounded length.

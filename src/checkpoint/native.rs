@@ -3,26 +3,53 @@
 //! A folder with a manifest `unicorn.json`, `layer-NNN.safetensors` for each decoder layer, `shared.safetensors` for
 //! the rest, and the source's configs, tokenizer and template. `docs/formats.md` specifies it.
 //!
-//! Refuses a manifest of a newer format or layout, files of another size than it says, and tensors whose bytes do not
-//! fit scheme and shape; checksums are compared where that is asked for (`unicorn inspect --verify`).
+//! The manifest is written last, so a folder that has one is whole: what was interrupted, or met a full disk, does not
+//! load. Refuses a manifest of a newer format or layout, files of another size than it says, a config that is not the
+//! one the weights were written for, and tensors whose bytes do not fit scheme and shape. Checksums are compared where
+//! that is asked for ([`verify`]).
 
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 
-use crate::tensor::{QuantizedRow, Scheme, TILE_ROWS, unpack_plain_row, unpack_row};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::files::FileSlice;
+use super::safetensors::{TensorInfo, one_line};
+use super::{CheckpointError, ModelFiles, Span, Stored, short};
+use crate::tensor::{
+    DType, LAYOUT_VERSION, QuantizedRow, Scheme, TILE_ROWS, unpack_plain_row, unpack_row,
+};
+
+pub(super) const MANIFEST_FILE: &str = "unicorn.json";
+/// What a conversion has done so far; only in a folder without a manifest.
+const PROGRESS_FILE: &str = "unicorn.partial.json";
+/// Held while a conversion runs.
+const LOCK_FILE: &str = "unicorn.lock";
+const FORMAT: &str = "unicorn-native";
+/// Version of the folder's structure; that of the tensors' bytes is [`LAYOUT_VERSION`].
+const FORMAT_VERSION: u32 = 1;
+const BLOCKS: &str = ".blocks";
+const SCALES: &str = ".scales";
+/// Bytes hashed at once.
+const HASH_BYTES: usize = 8 << 20;
 
 /// A tensor in a device layout.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct NativeTensor<'a> {
     pub scheme: Scheme,
     /// [`Scheme::block_bytes`] of the tensor's rows and columns.
-    pub blocks: &'a [u8],
+    pub blocks: FileSlice<'a>,
     /// [`Scheme::scale_bytes`]; empty for floating-point weights.
-    pub scales: &'a [u8],
+    pub scales: FileSlice<'a>,
 }
 
 impl<'a> NativeTensor<'a> {
     pub(super) fn stored_bytes(&self) -> u64 {
-        (self.blocks.len() + self.scales.len()) as u64
+        (self.blocks.bytes.len() + self.scales.bytes.len()) as u64
     }
 
     pub(super) fn quantized_row_into(&self, row: usize, out: &mut QuantizedRow) {
@@ -48,6 +75,459 @@ impl<'a> NativeTensor<'a> {
 
     fn tile(&self, tile: usize, cols: usize) -> (&'a [u8], &'a [u8]) {
         let (blocks, scales) = (self.scheme.tile_bytes(cols), self.scheme.tile_scale_bytes(cols));
-        (&self.blocks[tile * blocks..][..blocks], &self.scales[tile * scales..][..scales])
+        (&self.blocks.bytes[tile * blocks..][..blocks], &self.scales.bytes[tile * scales..][..scales])
     }
+}
+
+/// `unicorn.json`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Manifest {
+    format: String,
+    version: u32,
+    layout: u32,
+    /// The program that wrote the folder.
+    pub writer: String,
+    /// What it was made from, for people.
+    pub source: String,
+    /// Random weights, for measurements: how they were drawn. None for a model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub synthetic: Option<Synthetic>,
+    #[serde(default)]
+    pub norms_hold_one: bool,
+    /// The `config.json` that the weights were written for.
+    pub config: serde_json::Value,
+    pub files: BTreeMap<String, FileRecord>,
+    pub tensors: BTreeMap<String, TensorRecord>,
+}
+
+/// Where random weights come from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Synthetic {
+    pub shape: String,
+    pub seed: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRecord {
+    pub bytes: u64,
+    /// In hexadecimal.
+    pub sha256: String,
+}
+
+/// A packed tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorRecord {
+    pub file: String,
+    /// As [`Scheme`] displays it.
+    pub scheme: String,
+    pub shape: Vec<usize>,
+}
+
+impl Manifest {
+    /// The manifest of a native checkpoint; `None` if the files are of another format.
+    pub fn read(files: &ModelFiles) -> Result<Option<Manifest>, CheckpointError> {
+        let fail = |problem: String| CheckpointError::file(files.display(MANIFEST_FILE), problem);
+        let Some(bytes) = files.read(MANIFEST_FILE)? else {
+            if files.read(PROGRESS_FILE)?.is_some() {
+                return Err(CheckpointError::file(
+                    files.location(),
+                    "holds a conversion that did not end; run the same `unicorn quantize` again to finish it",
+                ));
+            }
+            return Ok(None);
+        };
+        // Versions first: a newer manifest may have other fields.
+        #[derive(Deserialize)]
+        struct Versions {
+            format: String,
+            version: u32,
+            layout: u32,
+        }
+        let invalid = |e: serde_json::Error| fail(format!("is no valid manifest: {}", one_line(&e)));
+        let versions: Versions = serde_json::from_slice(&bytes).map_err(invalid)?;
+        if versions.format != FORMAT {
+            return Err(fail(format!("is of format {:?}; expected {FORMAT:?}", short(&versions.format))));
+        }
+        if (versions.version, versions.layout) != (FORMAT_VERSION, LAYOUT_VERSION) {
+            return Err(fail(format!(
+                "is of version {}, layout {}; this program reads version {FORMAT_VERSION}, layout {LAYOUT_VERSION}: \
+                 update it, or quantize the source again",
+                versions.version, versions.layout
+            )));
+        }
+        let manifest: Manifest = serde_json::from_slice(&bytes).map_err(invalid)?;
+        let config = files.read("config.json")?.ok_or_else(|| {
+            CheckpointError::file(files.location(), "holds no config.json; the copy is incomplete")
+        })?;
+        let config: serde_json::Value = serde_json::from_slice(&config).map_err(|e| {
+            CheckpointError::file(files.display("config.json"), format!("is no JSON: {}", one_line(&e)))
+        })?;
+        if config != manifest.config {
+            return Err(CheckpointError::file(
+                files.display("config.json"),
+                "is not the config that the weights were written for (unicorn.json has it)",
+            ));
+        }
+        Ok(Some(manifest))
+    }
+
+    /// The weight files, in the order of their names.
+    pub(super) fn weight_files(&self) -> impl Iterator<Item = (&str, &FileRecord)> {
+        self.files.iter().filter(|(name, _)| name.ends_with(".safetensors")).map(|(n, r)| (n.as_str(), r))
+    }
+}
+
+/// What a file of a native checkpoint holds, by what its manifest says of it: (name, shape, where). In order of position.
+pub(super) fn entries(
+    manifest: &Manifest,
+    file_name: &str,
+    display: &str,
+    file: usize,
+    infos: Vec<TensorInfo>,
+) -> Result<Vec<(String, Vec<usize>, Stored)>, CheckpointError> {
+    let mut found = Vec::new();
+    let mut infos = infos.into_iter().peekable();
+    while let Some(info) = infos.next() {
+        let Some(name) = info.name.strip_suffix(BLOCKS) else {
+            if let Some(record) = manifest.tensors.get(&info.name) {
+                let problem = format!("is stored plain; its manifest says {}", short(&record.scheme));
+                return Err(CheckpointError::tensor(display, &info.name, problem));
+            }
+            let data = Span { file, range: info.range };
+            found.push((info.name, info.shape, Stored::Plain { dtype: info.dtype, data }));
+            continue;
+        };
+        let fail = |problem: String| CheckpointError::tensor(display, name, problem);
+        let record = manifest
+            .tensors
+            .get(name)
+            .filter(|record| record.file == file_name)
+            .ok_or_else(|| fail("is not in the manifest for this file".into()))?;
+        let scheme: Scheme = record.scheme.parse().map_err(fail)?;
+        let &[rows, cols] = &record.shape[..] else {
+            return Err(fail(format!("has shape {:?}; expected a matrix", record.shape)));
+        };
+        // Bounds that no real matrix reaches, so that sizes cannot overflow.
+        if rows == 0 || cols == 0 || rows > 1 << 24 || cols > 1 << 24 {
+            return Err(fail(format!("has shape {:?}; expected 1 to 16777216 rows and columns", record.shape)));
+        }
+        let (block_bytes, scale_bytes) = (scheme.block_bytes(rows, cols), scheme.scale_bytes(rows, cols));
+        let check = |info: &TensorInfo, expected: u64| match (info.dtype, info.range.len() as u64) {
+            (DType::U8, bytes) if bytes == expected => Ok(()),
+            (dtype, bytes) => Err(fail(format!(
+                "{} holds {bytes} bytes of {dtype:?}; {scheme} {:?} takes {expected} of U8",
+                short(&info.name),
+                record.shape
+            ))),
+        };
+        check(&info, block_bytes)?;
+        let scales = match scale_bytes {
+            0 => None,
+            _ => match infos.next_if(|next| next.name.strip_suffix(SCALES) == Some(name)) {
+                Some(next) => {
+                    check(&next, scale_bytes)?;
+                    Some(Span { file, range: next.range })
+                }
+                None => return Err(fail("has no scales behind its blocks".into())),
+            },
+        };
+        let stored = Stored::Native { scheme, blocks: Span { file, range: info.range }, scales };
+        found.push((name.to_string(), record.shape.clone(), stored));
+    }
+    Ok(found)
+}
+
+/// Compares every file of a native checkpoint with the checksum in its manifest. `each` hears how many bytes have been
+/// read, of how many.
+pub fn verify(
+    files: &ModelFiles,
+    manifest: &Manifest,
+    each: &mut dyn FnMut(u64, u64),
+) -> Result<(), CheckpointError> {
+    let total = manifest.files.values().map(|f| f.bytes).sum();
+    let mut done = 0;
+    for (name, record) in &manifest.files {
+        let fail = |problem: String| CheckpointError::file(files.display(name), problem);
+        let bytes = files.map_listed(name).map_err(fail)?;
+        let bytes = bytes.ok_or_else(|| fail("is missing; the manifest lists it".into()))?;
+        check_length(files, name, record, bytes.len())?;
+        let mut hash = Sha256::new();
+        let mut buffer = vec![0; HASH_BYTES.min(bytes.len())];
+        for start in (0..bytes.len()).step_by(HASH_BYTES) {
+            let end = bytes.len().min(start + HASH_BYTES);
+            let piece = &mut buffer[..end - start];
+            bytes
+                .slice(start..end)
+                .read_at(0, piece)
+                .map_err(|e| fail(format!("byte {start}: cannot be read: {e}")))?;
+            hash.update(piece);
+            bytes.release(start..end);
+            done += (end - start) as u64;
+            each(done, total);
+        }
+        let sha256 = hex(&hash.finalize());
+        if sha256 != record.sha256 {
+            return Err(fail(format!(
+                "has sha256 {sha256}; its manifest says {}: the file is damaged, get it again",
+                short(&record.sha256)
+            )));
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn check_length(
+    files: &ModelFiles,
+    name: &str,
+    record: &FileRecord,
+    bytes: usize,
+) -> Result<(), CheckpointError> {
+    if bytes as u64 == record.bytes {
+        return Ok(());
+    }
+    let problem = format!("has {bytes} bytes; its manifest says {}: the copy is incomplete", record.bytes);
+    Err(CheckpointError::file(files.display(name), problem))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// A tensor about to be written.
+#[derive(Debug, Clone)]
+pub struct NewTensor {
+    pub name: String,
+    pub shape: Vec<usize>,
+    /// `None`: plain f32.
+    pub scheme: Option<Scheme>,
+}
+
+impl NewTensor {
+    /// Names, element types, shapes and sizes of what stands for it in a file.
+    fn parts(&self) -> Vec<(String, &'static str, Vec<usize>, u64)> {
+        match (self.scheme, &self.shape[..]) {
+            (Some(scheme), &[rows, cols]) => {
+                let plane = |suffix, bytes: u64| {
+                    (format!("{}{suffix}", self.name), "U8", vec![bytes as usize], bytes)
+                };
+                let mut parts = vec![plane(BLOCKS, scheme.block_bytes(rows, cols))];
+                if scheme.scale_bytes(rows, cols) > 0 {
+                    parts.push(plane(SCALES, scheme.scale_bytes(rows, cols)));
+                }
+                parts
+            }
+            (Some(_), shape) => panic!("{}: {shape:?} is no matrix", self.name),
+            (None, shape) => {
+                let bytes = 4 * shape.iter().product::<usize>() as u64;
+                vec![(self.name.clone(), "F32", shape.to_vec(), bytes)]
+            }
+        }
+    }
+}
+
+/// What a conversion has done.
+#[derive(Debug, Serialize, Deserialize)]
+struct Progress {
+    /// What is converted, and how: another job must not go on with these files.
+    job: serde_json::Value,
+    files: BTreeMap<String, FileRecord>,
+    tensors: BTreeMap<String, TensorRecord>,
+    /// What the caller wants to know again of each file.
+    notes: BTreeMap<String, serde_json::Value>,
+}
+
+/// Writes a native checkpoint, file by file. What is finished survives an interruption.
+pub struct NativeWriter {
+    folder: PathBuf,
+    progress: Progress,
+    /// Locked as long as it is open.
+    _lock: File,
+}
+
+impl NativeWriter {
+    /// Begins a folder, or goes on with one that the same `job` began.
+    pub fn open(folder: &Path, job: serde_json::Value) -> Result<NativeWriter, CheckpointError> {
+        let fail = |problem: String| CheckpointError::file(folder.display(), problem);
+        let io = |e: std::io::Error| fail(format!("cannot be written: {e}"));
+        fs::create_dir_all(folder).map_err(io)?;
+        if folder.join(MANIFEST_FILE).exists() {
+            return Err(fail("holds a native checkpoint already; remove it, or choose another folder".into()));
+        }
+        let has_progress = folder.join(PROGRESS_FILE).exists();
+        let mut names = fs::read_dir(folder).map_err(io)?.filter_map(Result::ok).map(|e| e.file_name());
+        if !has_progress && names.any(|name| name != LOCK_FILE) {
+            return Err(fail("is not empty; give a folder of its own to the model".into()));
+        }
+        let lock = File::create(folder.join(LOCK_FILE)).map_err(io)?;
+        rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
+            .map_err(|_| fail("is being written by another process".into()))?;
+        let progress = match has_progress {
+            false => Progress { job, files: [].into(), tensors: [].into(), notes: [].into() },
+            true => {
+                let bytes = fs::read(folder.join(PROGRESS_FILE)).map_err(io)?;
+                let progress: Progress = serde_json::from_slice(&bytes)
+                    .map_err(|e| fail(format!("{PROGRESS_FILE} cannot be read: {}", one_line(&e))))?;
+                if progress.job != job {
+                    return Err(fail(
+                        "holds an unfinished conversion of another source or with other options; finish that one, or \
+                         remove the folder"
+                            .into(),
+                    ));
+                }
+                progress
+            }
+        };
+        let writer = NativeWriter { folder: folder.to_path_buf(), progress, _lock: lock };
+        writer.save_progress()?;
+        Ok(writer)
+    }
+
+    /// What was noted with a file that is finished; `None` if it is not.
+    pub fn finished(&self, name: &str) -> Option<&serde_json::Value> {
+        self.progress.notes.get(name)
+    }
+
+    /// Begins the file `name`, which will hold `tensors` in that order.
+    pub fn create(&self, name: &str, tensors: Vec<NewTensor>) -> Result<FileWriter, CheckpointError> {
+        let mut header = serde_json::Map::new();
+        let mut end = 0;
+        for (part, dtype, shape, bytes) in tensors.iter().flat_map(NewTensor::parts) {
+            let entry = serde_json::json!({"dtype": dtype, "shape": shape, "data_offsets": [end, end + bytes]});
+            header.insert(part, entry);
+            end += bytes;
+        }
+        let mut header = serde_json::Value::Object(header).to_string();
+        // The data begins at a multiple of 8, as the format asks.
+        header.extend(std::iter::repeat_n(' ', header.len().next_multiple_of(8) - header.len()));
+        let mut writer = FileWriter {
+            name: name.to_string(),
+            path: self.folder.join(name),
+            file: BufWriter::with_capacity(1 << 20, create(&self.folder.join(temporary(name)))?),
+            hash: Sha256::new(),
+            written: 0,
+            expected: end,
+            tensors,
+        };
+        writer.put(&(header.len() as u64).to_le_bytes())?;
+        writer.put(header.as_bytes())?;
+        writer.expected += writer.written;
+        Ok(writer)
+    }
+
+    /// Ends a file begun by [`NativeWriter::create`]: it is on the disk when this returns. Panics if bytes are missing.
+    pub fn finish_file(
+        &mut self,
+        writer: FileWriter,
+        note: serde_json::Value,
+    ) -> Result<(), CheckpointError> {
+        let FileWriter { name, path, file, hash, written, expected, tensors } = writer;
+        assert_eq!(written, expected, "bytes of {name}");
+        let fail = |e: std::io::Error| written_error(&path, e);
+        let file = file.into_inner().map_err(|e| fail(e.into_error()))?;
+        file.sync_all().map_err(fail)?;
+        // What was just written is not wanted in memory: the next layers need the room.
+        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
+        fs::rename(self.folder.join(temporary(&name)), &path).map_err(fail)?;
+        for tensor in tensors {
+            if let Some(scheme) = tensor.scheme {
+                let record =
+                    TensorRecord { file: name.clone(), scheme: scheme.to_string(), shape: tensor.shape };
+                self.progress.tensors.insert(tensor.name, record);
+            }
+        }
+        let record = FileRecord { bytes: written, sha256: hex(&hash.finalize()) };
+        self.progress.files.insert(name.clone(), record);
+        self.progress.notes.insert(name, note);
+        self.save_progress()
+    }
+
+    /// Writes a small file as it is.
+    pub fn copy(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+        write_whole(&self.folder, name, bytes)?;
+        let record = FileRecord { bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(bytes)) };
+        self.progress.files.insert(name.to_string(), record);
+        Ok(())
+    }
+
+    /// Writes the manifest: from now on the folder is a checkpoint. Returns the bytes of all files.
+    pub fn finish(
+        self,
+        source: String,
+        synthetic: Option<Synthetic>,
+        norms_hold_one: bool,
+        config: serde_json::Value,
+    ) -> Result<u64, CheckpointError> {
+        let Progress { files, tensors, .. } = self.progress;
+        let bytes = files.values().map(|f| f.bytes).sum();
+        let manifest = Manifest {
+            format: FORMAT.into(),
+            version: FORMAT_VERSION,
+            layout: LAYOUT_VERSION,
+            writer: concat!("unicorn ", env!("CARGO_PKG_VERSION")).into(),
+            source,
+            synthetic,
+            norms_hold_one,
+            config,
+            files,
+            tensors,
+        };
+        let json = serde_json::to_vec_pretty(&manifest).expect("a manifest is JSON");
+        write_whole(&self.folder, MANIFEST_FILE, &json)?;
+        for name in [PROGRESS_FILE, LOCK_FILE] {
+            // The manifest counts; what is left over does no harm.
+            let _ = fs::remove_file(self.folder.join(name));
+        }
+        Ok(bytes)
+    }
+
+    fn save_progress(&self) -> Result<(), CheckpointError> {
+        let json = serde_json::to_vec(&self.progress).expect("progress is JSON");
+        write_whole(&self.folder, PROGRESS_FILE, &json)
+    }
+}
+
+/// A file under way.
+pub struct FileWriter {
+    name: String,
+    path: PathBuf,
+    file: BufWriter<File>,
+    hash: Sha256,
+    written: u64,
+    expected: u64,
+    tensors: Vec<NewTensor>,
+}
+
+impl FileWriter {
+    /// The next bytes of the tensors, in order: blocks, then scales of each.
+    pub fn put(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
+        self.hash.update(bytes);
+        self.written += bytes.len() as u64;
+        self.file.write_all(bytes).map_err(|e| written_error(&self.path, e))
+    }
+}
+
+fn temporary(name: &str) -> String {
+    format!("{name}.part")
+}
+
+fn create(path: &Path) -> Result<File, CheckpointError> {
+    File::create(path).map_err(|e| written_error(path, e))
+}
+
+/// The file as a whole, or not at all.
+fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+    let (part, path) = (folder.join(temporary(name)), folder.join(name));
+    let mut file = create(&part)?;
+    let written = file.write_all(bytes).and_then(|()| file.sync_all()).and_then(|()| fs::rename(&part, &path));
+    written.map_err(|e| written_error(&path, e))
+}
+
+fn written_error(path: &Path, error: std::io::Error) -> CheckpointError {
+    let advice = match error.kind() {
+        std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
+            "; make room and run the same command again, which goes on where it stopped"
+        }
+        _ => "",
+    };
+    CheckpointError::file(path.display(), format!("cannot be written: {error}{advice}"))
 }

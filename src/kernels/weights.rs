@@ -1,47 +1,10 @@
 //! Weight matrices on the device: the packed layout of `shaders/common/weights.glsl`, cut into row shards where
 //! one allocation cannot hold them.
 
-use rayon::prelude::*;
-
 use crate::checkpoint::{CheckpointError, Tensor};
 use crate::gpu::{Arena, Buffer, Class, GpuError, MemoryKind, Uploader};
-use crate::quantize::quantize_row_to;
-use crate::tensor::{QuantizedRow, Scheme, TILE_ROWS, empty_block_byte, pack_plain_row, pack_row};
-
-/// Packs up to 32 rows of a tensor, from `first_row` on, into one tile: as they are where the tensor is stored in
-/// `scheme`, else from their values, rounded where the scheme asks for it.
-///
-/// `blocks`: [`Scheme::tile_bytes`]. `scales`: [`Scheme::tile_scale_bytes`], zeroed.
-pub(crate) fn pack_tile(
-    scheme: Scheme,
-    tensor: &Tensor,
-    first_row: usize,
-    blocks: &mut [u8],
-    scales: &mut [u8],
-) -> Result<(), CheckpointError> {
-    let cols = tensor.cols();
-    let rows = first_row..tensor.rows().min(first_row + TILE_ROWS);
-    blocks.fill(empty_block_byte(scheme));
-    let quantized = scheme.grouping(cols).is_some();
-    let as_stored = quantized && tensor.scheme()? == scheme;
-    let mut values = vec![0.0; if as_stored { 0 } else { cols }];
-    let mut row = QuantizedRow::new(scheme, if quantized { cols } else { 0 });
-    for (lane, index) in rows.enumerate() {
-        if as_stored {
-            tensor.quantized_row_into(index, &mut row)?;
-        } else {
-            tensor.rows_f32_into(index..index + 1, &mut values)?;
-            if !quantized {
-                pack_plain_row(scheme, &values, lane, blocks);
-                continue;
-            }
-            quantize_row_to(scheme, &values, &mut row)
-                .map_err(|e| tensor.error(format!("row {index}: {e}")))?;
-        }
-        pack_row(scheme, &row, lane, blocks, scales);
-    }
-    Ok(())
-}
+use crate::quantize::{Rounding, pack_tiles};
+use crate::tensor::{Scheme, TILE_ROWS};
 
 /// A matrix could not be put on the device.
 #[derive(Debug, thiserror::Error)]
@@ -96,15 +59,9 @@ impl Matrix {
             uploader.fill_with(&blocks, tile_bytes as u64, |offset, piece| {
                 let first_tile = offset as usize / tile_bytes;
                 let tiles = piece.len() / tile_bytes;
-                piece
-                    .par_chunks_exact_mut(tile_bytes)
-                    .zip(split(&mut scales[first_tile * tile_scales..], tile_scales, tiles))
-                    .enumerate()
-                    .try_for_each(|(i, (blocks, scales))| {
-                        let tile_row = first_row + (first_tile + i) * TILE_ROWS;
-                        pack_tile(scheme, tensor, tile_row, blocks, scales)
-                    })
-                    .map_err(UploadError::from)?;
+                let scales = &mut scales[first_tile * tile_scales..][..tiles * tile_scales];
+                let first = first_row / TILE_ROWS + first_tile;
+                pack_tiles(scheme, Rounding::Nearest, tensor, first..first + tiles, piece, scales)?;
                 each(rows.min(first_row + (first_tile + tiles) * TILE_ROWS));
                 Ok::<_, UploadError>(())
             })?;
@@ -120,14 +77,6 @@ impl Matrix {
             shards.push(Shard { first_row, rows: shard_rows, blocks, scales });
         }
         Ok(Matrix { rows, cols, scheme, rows_per_shard, shards })
-    }
-}
-
-/// The first `count` pieces of `size` bytes; empty pieces where there are no scales.
-fn split(scales: &mut [u8], size: usize, count: usize) -> Vec<&mut [u8]> {
-    match size {
-        0 => (0..count).map(|_| &mut [][..]).collect(),
-        size => scales.chunks_exact_mut(size).take(count).collect(),
     }
 }
 

@@ -86,9 +86,36 @@ pub struct LayerWeights<'a> {
 }
 
 impl<'a> LayerWeights<'a> {
+    /// The four matrices of attention, by their names in a layer.
+    pub fn attention(&self) -> [(&'static str, Tensor<'a>); 4] {
+        [
+            ("self_attn.q_proj", self.q_proj),
+            ("self_attn.k_proj", self.k_proj),
+            ("self_attn.v_proj", self.v_proj),
+            ("self_attn.o_proj", self.o_proj),
+        ]
+    }
+
+    /// The three matrices of the feed-forward network.
+    pub fn feed_forward(&self) -> [(&'static str, Tensor<'a>); 3] {
+        [("mlp.gate_proj", self.gate_proj), ("mlp.up_proj", self.up_proj), ("mlp.down_proj", self.down_proj)]
+    }
+
+    /// The six vectors.
+    pub fn norms(&self) -> [(&'static str, Tensor<'a>); 6] {
+        [
+            ("input_layernorm", self.input_layernorm),
+            ("post_attention_layernorm", self.post_attention_layernorm),
+            ("pre_feedforward_layernorm", self.pre_feedforward_layernorm),
+            ("post_feedforward_layernorm", self.post_feedforward_layernorm),
+            ("self_attn.q_norm", self.q_norm),
+            ("self_attn.k_norm", self.k_norm),
+        ]
+    }
+
     /// The seven matrices, which quantization modes apply to.
-    pub fn projections(&self) -> [Tensor<'a>; 7] {
-        [self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.gate_proj, self.up_proj, self.down_proj]
+    pub fn projections(&self) -> impl Iterator<Item = Tensor<'a>> {
+        self.attention().into_iter().chain(self.feed_forward()).map(|(_, tensor)| tensor)
     }
 }
 
@@ -130,23 +157,8 @@ impl<'a> Gemma3Weights<'a> {
 
     /// Every tensor of the language model.
     pub fn iter(&self) -> impl Iterator<Item = Tensor<'a>> {
-        let layers = self.layers.iter().flat_map(|l| {
-            [
-                l.input_layernorm,
-                l.post_attention_layernorm,
-                l.pre_feedforward_layernorm,
-                l.post_feedforward_layernorm,
-                l.q_norm,
-                l.k_norm,
-                l.q_proj,
-                l.k_proj,
-                l.v_proj,
-                l.o_proj,
-                l.gate_proj,
-                l.up_proj,
-                l.down_proj,
-            ]
-        });
+        let layers =
+            self.layers.iter().flat_map(|l| l.projections().chain(l.norms().map(|(_, tensor)| tensor)));
         [self.embed_tokens, self.norm].into_iter().chain(layers)
     }
 }

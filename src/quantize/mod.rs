@@ -5,6 +5,9 @@
 //! `q = clip(rint(x / f32(s)), -qmax, qmax)` with ties to even, `q = 0` where `s` is 0. The value is
 //! `f32(q) * f32(s)`. Int4 has `qmax` 7, int8 rows have 127 and one group per row.
 //!
+//! [`search`](Rounding::Search) finds better scales, where there is time for it. What is packed for the device or for
+//! a native file passes through [`pack_tiles`].
+//!
 //! Works row by row, so that the largest tensor (262208 x 5376) is never in f32 as a whole. Refuses NaN,
 //! infinities, and rows whose scale f16 cannot hold: each would make a weight that is no number.
 
@@ -14,7 +17,14 @@ use half::f16;
 use rayon::prelude::*;
 
 use crate::checkpoint::{CheckpointError, Tensor};
-use crate::tensor::{QuantizedRow, Scales, Scheme};
+use crate::tensor::{
+    QuantizedRow, Scales, Scheme, TILE_ROWS, empty_block_byte, pack_plain_row, pack_row,
+    unpack_plain_row,
+};
+
+mod search;
+
+pub use search::quantize_row_searching;
 
 /// A row cannot be quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -36,11 +46,135 @@ pub const fn grouping(scheme: Scheme, cols: usize) -> Option<(usize, i8)> {
     }
 }
 
+/// How values become integers.
+#[derive(Debug, Clone, Copy)]
+pub enum Rounding<'a> {
+    /// Bit for bit the reference's.
+    Nearest,
+    /// The scale of least squared error; `importance` is what each column's error counts, none: all the same.
+    Search { importance: Option<&'a [f32]> },
+}
+
+/// What packing changed: sums over the weights that were rounded.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Loss {
+    /// Sum of the squared differences.
+    pub error: f64,
+    /// Sum of the squared weights.
+    pub total: f64,
+}
+
+impl Loss {
+    /// Root of the mean squared difference relative to the root of the mean square; 0 where nothing was rounded.
+    pub fn relative(&self) -> f64 {
+        if self.total > 0.0 { (self.error / self.total).sqrt() } else { 0.0 }
+    }
+}
+
+impl std::ops::Add for Loss {
+    type Output = Loss;
+    fn add(self, other: Loss) -> Loss {
+        Loss { error: self.error + other.error, total: self.total + other.total }
+    }
+}
+
+/// Packs up to 32 rows of a tensor, from `first_row` on, into one tile: as they are where the tensor is stored in
+/// `scheme`, else from their values, rounded where the scheme asks for it.
+///
+/// `blocks`: [`Scheme::tile_bytes`]. `scales`: [`Scheme::tile_scale_bytes`], zeroed.
+fn pack_tile(
+    scheme: Scheme,
+    rounding: Rounding,
+    tensor: &Tensor,
+    first_row: usize,
+    blocks: &mut [u8],
+    scales: &mut [u8],
+) -> Result<Loss, CheckpointError> {
+    let cols = tensor.cols();
+    let rows = first_row..tensor.rows().min(first_row + TILE_ROWS);
+    blocks.fill(empty_block_byte(scheme));
+    let stored = tensor.scheme()?;
+    let quantized = scheme.grouping(cols).is_some();
+    let mut values = vec![0.0; cols];
+    let mut packed = vec![0.0; cols];
+    let mut row = QuantizedRow::new(scheme, if quantized { cols } else { 0 });
+    let mut loss = Loss::default();
+    for (lane, index) in rows.enumerate() {
+        if quantized && stored == scheme {
+            tensor.quantized_row_into(index, &mut row)?;
+            pack_row(scheme, &row, lane, blocks, scales);
+            continue;
+        }
+        tensor.rows_f32_into(index..index + 1, &mut values)?;
+        if quantized {
+            quantize_row_to(scheme, rounding, &values, &mut row)
+                .map_err(|e| tensor.error(format!("row {index}: {e}")))?;
+            pack_row(scheme, &row, lane, blocks, scales);
+            row.dequantize_into(scheme, &mut packed);
+        } else {
+            pack_plain_row(scheme, &values, lane, blocks);
+            if stored == scheme || scheme == Scheme::F32 {
+                continue;
+            }
+            unpack_plain_row(scheme, lane, blocks, &mut packed);
+            if packed.iter().any(|w| w.is_infinite()) {
+                return Err(tensor.error(format!("row {index}: holds a value too large for {scheme}")));
+            }
+        }
+        for (x, y) in values.iter().zip(&packed) {
+            let (x, y) = (f64::from(*x), f64::from(*y));
+            loss.error += (x - y) * (x - y);
+            loss.total += x * x;
+        }
+    }
+    Ok(loss)
+}
+
+/// Packs consecutive tiles on all cores; see [`pack_tile`]. `blocks` and `scales`: those of all tiles.
+pub fn pack_tiles(
+    scheme: Scheme,
+    rounding: Rounding,
+    tensor: &Tensor,
+    tiles: Range<usize>,
+    blocks: &mut [u8],
+    scales: &mut [u8],
+) -> Result<Loss, CheckpointError> {
+    let (tile_bytes, scale_bytes) =
+        (scheme.tile_bytes(tensor.cols()), scheme.tile_scale_bytes(tensor.cols()));
+    assert_eq!(
+        (blocks.len(), scales.len()),
+        (tiles.len() * tile_bytes, tiles.len() * scale_bytes),
+        "output of {}",
+        tensor.name
+    );
+    let scales: Vec<&mut [u8]> = match scale_bytes {
+        0 => tiles.clone().map(|_| &mut [][..]).collect(),
+        bytes => scales.chunks_exact_mut(bytes).collect(),
+    };
+    let tile = |(tile, (blocks, scales)): (usize, (&mut [u8], &mut [u8]))| {
+        pack_tile(scheme, rounding, tensor, tile * TILE_ROWS, blocks, scales)
+    };
+    let parts = blocks.par_chunks_exact_mut(tile_bytes).zip(scales);
+    // In order, so that the sums do not depend on the number of cores.
+    let losses: Vec<Loss> = tiles.into_par_iter().zip(parts).map(tile).collect::<Result<_, _>>()?;
+    Ok(losses.into_iter().fold(Loss::default(), std::ops::Add::add))
+}
+
 /// Quantizes one row to a symmetric scheme; `out` has its sizes. Panics if the scheme is another.
-pub fn quantize_row_to(scheme: Scheme, row: &[f32], out: &mut QuantizedRow) -> Result<(), RowError> {
+fn quantize_row_to(
+    scheme: Scheme,
+    rounding: Rounding,
+    row: &[f32],
+    out: &mut QuantizedRow,
+) -> Result<(), RowError> {
     let (group, qmax) = grouping(scheme, row.len()).expect("a symmetric scheme");
     let mut scales = vec![f16::ZERO; row.len().div_ceil(group)];
-    quantize_row(row, group, qmax, &mut out.q, &mut scales)?;
+    match rounding {
+        Rounding::Nearest => quantize_row(row, group, qmax, &mut out.q, &mut scales)?,
+        Rounding::Search { importance } => {
+            quantize_row_searching(row, importance, group, qmax, &mut out.q, &mut scales)?;
+        }
+    }
     for (bytes, scale) in out.scales.chunks_exact_mut(2).zip(&scales) {
         bytes.copy_from_slice(&scale.to_le_bytes());
     }
@@ -74,20 +208,20 @@ pub fn quantize_row(
             continue;
         }
         for (q, x) in q.iter_mut().zip(x) {
-            *q = round(x / s, qmax);
+            *q = round(x / s, -qmax, qmax);
         }
     }
     Ok(())
 }
 
-/// `clip(rint(x), -qmax, qmax)`, ties to even, for finite or infinite `x`.
+/// `clip(rint(x), low, high)`, ties to even, for finite or infinite `x` and whole bounds within those of i8.
 ///
 /// Adding 1.5 * 2^23 leaves no bits for a fraction, so the addition itself rounds (to nearest even), and
 /// the sum's low byte is the integer in two's complement. Clipping first gives the same, the bounds being
 /// integers. This is a few vector instructions where `round_ties_even` is a call on plain x86-64.
-fn round(x: f32, qmax: f32) -> i8 {
+fn round(x: f32, low: f32, high: f32) -> i8 {
     const SHIFT: f32 = 12_582_912.0;
-    (x.clamp(-qmax, qmax) + SHIFT).to_bits() as i8
+    (x.clamp(low, high) + SHIFT).to_bits() as i8
 }
 
 /// Quantizes some rows of a tensor on all cores: `q` is `[rows, cols]`, `scales` `[rows, groups]`, both
@@ -144,7 +278,7 @@ mod tests {
         for x in near.chain(far) {
             for qmax in [7.0, 127.0] {
                 let expected = x.round_ties_even().clamp(-qmax, qmax) as i8;
-                assert_eq!(round(x, qmax), expected, "{x:?} clipped at {qmax}");
+                assert_eq!(round(x, -qmax, qmax), expected, "{x:?} clipped at {qmax}");
             }
         }
     }
