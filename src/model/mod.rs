@@ -5,6 +5,7 @@
 pub mod config;
 pub mod gemma3;
 mod runner;
+pub mod shapes;
 pub mod weights;
 
 pub use runner::{
