@@ -9,6 +9,7 @@ use std::io::{ErrorKind, Read};
 use std::ops::{Deref, Range};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use super::CheckpointError;
 
@@ -193,11 +194,15 @@ impl FileBytes {
         };
         let length = std::num::NonZeroU64::new(range.len() as u64);
         let forgotten = rustix::fs::fadvise(file, range.start as u64, length, rustix::fs::Advice::DontNeed);
-        if let (Err(error), _) | (_, Err(error)) =
-            (dropped, forgotten.map_err(std::io::Error::from))
-        {
+        if let (Err(error), _) | (_, Err(error)) = (dropped, forgotten.map_err(std::io::Error::from)) {
             tracing::debug!(%error, "pages of a file were not released");
         }
+    }
+
+    /// When the file was last changed, where that is known.
+    pub fn modified(&self) -> Option<SystemTime> {
+        let FileBytes::Mapped(_, file) = self else { return None };
+        file.metadata().and_then(|metadata| metadata.modified()).ok()
     }
 
     /// Bytes of the file that are in memory now, whoever holds them there.

@@ -52,12 +52,30 @@ impl CheckpointError {
 #[derive(Debug)]
 pub struct Checkpoint {
     location: String,
+    format: Format,
     norms_hold_one: bool,
     synthetic: Option<Synthetic>,
     files: Vec<CheckpointFile>,
     /// By file, then by position in it.
     tensors: Vec<Entry>,
     by_name: HashMap<String, usize>,
+}
+
+/// What kind of files a checkpoint consists of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    Safetensors,
+    Native,
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Format::Safetensors => "safetensors",
+            Format::Native => "native",
+        })
+    }
 }
 
 /// A tensor and where its parts lie.
@@ -108,6 +126,7 @@ impl Checkpoint {
     pub fn open(files: &ModelFiles) -> Result<Self, CheckpointError> {
         let mut checkpoint = Self {
             location: files.location(),
+            format: Format::Safetensors,
             norms_hold_one: false,
             synthetic: None,
             files: Vec::new(),
@@ -140,6 +159,10 @@ impl Checkpoint {
         self.tensors.iter().map(|entry| self.view(entry))
     }
 
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
     /// Where the checkpoint lies, for people.
     pub fn location(&self) -> &str {
         &self.location
@@ -167,6 +190,11 @@ impl Checkpoint {
     /// Whether norm weights are stored as the factor `1 + w` (GGUF) and not as `w`.
     pub fn norms_hold_one(&self) -> bool {
         self.norms_hold_one
+    }
+
+    /// What tells these files from others and from later versions of them: names, lengths, times of change.
+    pub fn fingerprint(&self) -> Vec<(String, u64, Option<std::time::SystemTime>)> {
+        self.files.iter().map(|f| (f.display.clone(), f.bytes.len() as u64, f.bytes.modified())).collect()
     }
 
     /// How the weights were drawn, where they are random and no model.
@@ -242,6 +270,7 @@ impl Checkpoint {
     }
 
     fn add_native(&mut self, files: &ModelFiles, manifest: &Manifest) -> Result<(), CheckpointError> {
+        self.format = Format::Native;
         self.norms_hold_one = manifest.norms_hold_one;
         self.synthetic = manifest.synthetic.clone();
         for (name, record) in manifest.weight_files() {

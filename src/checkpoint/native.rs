@@ -20,9 +20,7 @@ use sha2::{Digest, Sha256};
 use super::files::FileSlice;
 use super::safetensors::{TensorInfo, one_line};
 use super::{CheckpointError, ModelFiles, Span, Stored, short};
-use crate::tensor::{
-    DType, LAYOUT_VERSION, QuantizedRow, Scheme, TILE_ROWS, unpack_plain_row, unpack_row,
-};
+use crate::tensor::{DType, LAYOUT_VERSION, QuantizedRow, Scheme, TILE_ROWS, unpack_plain_row, unpack_row};
 
 pub(super) const MANIFEST_FILE: &str = "unicorn.json";
 /// What a conversion has done so far; only in a folder without a manifest.
@@ -209,7 +207,10 @@ pub(super) fn entries(
         };
         // Bounds that no real matrix reaches, so that sizes cannot overflow.
         if rows == 0 || cols == 0 || rows > 1 << 24 || cols > 1 << 24 {
-            return Err(fail(format!("has shape {:?}; expected 1 to 16777216 rows and columns", record.shape)));
+            return Err(fail(format!(
+                "has shape {:?}; expected 1 to 16777216 rows and columns",
+                record.shape
+            )));
         }
         let (block_bytes, scale_bytes) = (scheme.block_bytes(rows, cols), scheme.scale_bytes(rows, cols));
         let check = |info: &TensorInfo, expected: u64| match (info.dtype, info.range.len() as u64) {
@@ -351,7 +352,9 @@ impl NativeWriter {
         let io = |e: std::io::Error| fail(format!("cannot be written: {e}"));
         fs::create_dir_all(folder).map_err(io)?;
         if folder.join(MANIFEST_FILE).exists() {
-            return Err(fail("holds a native checkpoint already; remove it, or choose another folder".into()));
+            return Err(fail(
+                "holds a native checkpoint already; remove it, or choose another folder".into(),
+            ));
         }
         let has_progress = folder.join(PROGRESS_FILE).exists();
         let mut names = fs::read_dir(folder).map_err(io)?.filter_map(Result::ok).map(|e| e.file_name());
@@ -392,7 +395,8 @@ impl NativeWriter {
         let mut header = serde_json::Map::new();
         let mut end = 0;
         for (part, dtype, shape, bytes) in tensors.iter().flat_map(NewTensor::parts) {
-            let entry = serde_json::json!({"dtype": dtype, "shape": shape, "data_offsets": [end, end + bytes]});
+            let entry =
+                serde_json::json!({"dtype": dtype, "shape": shape, "data_offsets": [end, end + bytes]});
             header.insert(part, entry);
             end += bytes;
         }
@@ -518,7 +522,8 @@ fn create(path: &Path) -> Result<File, CheckpointError> {
 fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
     let (part, path) = (folder.join(temporary(name)), folder.join(name));
     let mut file = create(&part)?;
-    let written = file.write_all(bytes).and_then(|()| file.sync_all()).and_then(|()| fs::rename(&part, &path));
+    let written =
+        file.write_all(bytes).and_then(|()| file.sync_all()).and_then(|()| fs::rename(&part, &path));
     written.map_err(|e| written_error(&path, e))
 }
 

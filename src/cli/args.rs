@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::tensor::QuantizeMode;
+use crate::model::shapes::Shape;
+use crate::tensor::{QuantizeMode, Scales, Scheme};
 
 #[derive(Debug, Parser)]
 #[command(name = "unicorn", version, about = "A local LLM server: Gemma-3 in Vulkan compute shaders", long_about = None)]
@@ -51,6 +52,12 @@ pub enum Command {
     /// Compute what a model says of given tokens or text
     #[command(subcommand)]
     Eval(Eval),
+    /// Convert a checkpoint to a native one, quantized: the form that loads fastest
+    Quantize(Quantize),
+    /// Show what a checkpoint holds: format, shape, schemes, sizes
+    Inspect(Inspect),
+    /// Write a native checkpoint of random weights in a published shape: for measurements, not for answers
+    Synth(Synth),
     /// Measure load time, prefill and decode speed, and memory
     Bench(Bench),
 }
@@ -146,6 +153,141 @@ pub enum Eval {
         #[arg(long, value_name = "FILE")]
         text: PathBuf,
     },
+}
+
+/// How each kind of matrix is stored.
+#[derive(Debug, Args)]
+pub struct Schemes {
+    /// Attention and feed-forward matrices: int4-g32, int4-g128, int8-row, bf16, or keep (as the source has them)
+    #[arg(long, value_name = "SCHEME", default_value = "int4-g32")]
+    pub scheme: Target,
+    /// The matrices of attention, where they differ
+    #[arg(long, value_name = "SCHEME")]
+    pub attention: Option<Target>,
+    /// The matrices of the feed-forward networks, where they differ
+    #[arg(long, value_name = "SCHEME")]
+    pub feed_forward: Option<Target>,
+    /// The embedding, which is the output head too [default: int8-row; with --scheme bf16 or keep, that]
+    #[arg(long, value_name = "SCHEME")]
+    pub embedding: Option<Target>,
+}
+
+impl Schemes {
+    pub fn of(&self, class: Class) -> Target {
+        match class {
+            Class::Attention => self.attention.unwrap_or(self.scheme),
+            Class::FeedForward => self.feed_forward.unwrap_or(self.scheme),
+            Class::Embedding => self.embedding.unwrap_or(match self.scheme {
+                Target(None | Some(Scheme::F32 | Scheme::F16 | Scheme::Bf16)) => self.scheme,
+                Target(Some(_)) => Target(Some(Scheme::Int8Row)),
+            }),
+        }
+    }
+}
+
+/// What a matrix is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Class {
+    Attention,
+    FeedForward,
+    Embedding,
+}
+
+impl Class {
+    pub const ALL: [Class; 3] = [Class::Attention, Class::FeedForward, Class::Embedding];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Class::Attention => "attention",
+            Class::FeedForward => "feed-forward",
+            Class::Embedding => "embedding",
+        }
+    }
+}
+
+/// A scheme that values can be brought to; none keeps the source's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Target(pub Option<Scheme>);
+
+impl std::str::FromStr for Target {
+    type Err = String;
+    fn from_str(name: &str) -> Result<Target, String> {
+        if name == "keep" {
+            return Ok(Target(None));
+        }
+        match name.parse()? {
+            Scheme::Int8 { scales, .. } | Scheme::Int4 { scales, .. } if scales != Scales::Symmetric => {
+                Err(format!("{name} can be read, not written: nothing is rounded to it"))
+            }
+            scheme => Ok(Target(Some(scheme))),
+        }
+    }
+}
+
+impl std::fmt::Display for Target {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            None => f.write_str("keep"),
+            Some(scheme) => scheme.fmt(f),
+        }
+    }
+}
+
+/// How values become integers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum RoundingMethod {
+    /// Search the scale of least squared error for each group
+    Search,
+    /// Scale by the largest value, round to nearest: faster, and worse
+    Nearest,
+}
+
+#[derive(Debug, Args)]
+pub struct Quantize {
+    /// The checkpoint: a folder of safetensors or a GGUF file
+    pub source: String,
+    /// Folder to write, which must not exist or be empty, or hold what an interrupted run has written
+    pub destination: PathBuf,
+    #[command(flatten)]
+    pub schemes: Schemes,
+    /// How int4 weights are rounded
+    #[arg(long, value_enum, default_value = "search")]
+    pub rounding: RoundingMethod,
+    /// Weigh errors by how large the activations of this text are, which the source model computes on the device
+    #[arg(long, value_name = "FILE")]
+    pub calibrate: Option<PathBuf>,
+    /// Compare the result with the source on this text: perplexity, and the mean KL divergence
+    #[arg(long, value_name = "FILE")]
+    pub eval: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct Inspect {
+    /// A checkpoint in any format that can be read
+    pub model: String,
+    /// Compare every file with its checksum
+    #[arg(long)]
+    pub verify: bool,
+    /// List every tensor
+    #[arg(long)]
+    pub tensors: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Synth {
+    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
+    #[arg(long, value_parser = Shape::named)]
+    pub shape: Shape,
+    #[command(flatten)]
+    pub schemes: Schemes,
+    /// The same seed writes the same bytes
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Folder to write
+    pub destination: PathBuf,
 }
 
 #[derive(Debug, Args)]

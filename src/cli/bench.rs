@@ -140,7 +140,7 @@ fn commit() -> String {
 }
 
 /// Resident now and at most, of this process.
-fn resident_bytes() -> (Option<u64>, Option<u64>) {
+pub fn resident_bytes() -> (Option<u64>, Option<u64>) {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let field = |name: &str| -> Option<u64> {
         let line = status.lines().find_map(|l| l.strip_prefix(name))?;

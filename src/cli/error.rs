@@ -36,6 +36,8 @@ pub enum Error {
     #[error(transparent)]
     ModelConfig(#[from] crate::model::config::ConfigError),
     #[error(transparent)]
+    Weights(#[from] crate::model::weights::WeightsError),
+    #[error(transparent)]
     Gpu(#[from] GpuError),
     #[error(transparent)]
     Load(#[from] crate::model::gemma3::LoadError),

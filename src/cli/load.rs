@@ -37,9 +37,14 @@ pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
             tracing::warn!(
                 "no model was given: this is the small demo model in the binary (give one with --model)"
             );
-            Ok(ModelFiles::embedded(DEMO_NAME, DEMO))
+            Ok(demo_files())
         }
     }
+}
+
+/// The files of the demo model.
+pub fn demo_files() -> ModelFiles {
+    ModelFiles::embedded(DEMO_NAME, DEMO)
 }
 
 /// A model on its device, and the text side that belongs to it.

@@ -10,9 +10,12 @@ mod devices;
 mod error;
 mod eval;
 mod generate;
+mod inspect;
 mod load;
 mod progress;
+mod quantize;
 mod serve;
+mod synth;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -48,6 +51,9 @@ fn run(global: &Global, command: Command) -> Result<(), Error> {
         Command::Chat(args) => generate::chat(&config, args),
         Command::Devices => devices::devices(),
         Command::Eval(args) => eval::eval(&config, args),
+        Command::Quantize(args) => quantize::quantize(&config, &args),
+        Command::Inspect(args) => inspect::inspect(&args),
+        Command::Synth(args) => synth::synth(&args),
         Command::Bench(args) => bench::bench(&config, &args),
     }
 }
@@ -100,7 +106,7 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
         Command::Chat(args::Chat { model, .. }) => model.model.as_ref(),
         Command::Bench(args::Bench { model, .. }) => model.model.as_ref(),
         Command::Eval(args::Eval::Logits { model, .. } | args::Eval::Perplexity { model, .. }) => Some(model),
-        Command::Devices => None,
+        Command::Devices | Command::Quantize(_) | Command::Inspect(_) | Command::Synth(_) => None,
     };
     if let Some(model) = model {
         flags.set("model", "path", model.clone());

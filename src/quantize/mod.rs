@@ -16,15 +16,17 @@ use std::ops::Range;
 use half::f16;
 use rayon::prelude::*;
 
-use crate::checkpoint::{CheckpointError, Tensor};
+use crate::checkpoint::{CheckpointError, FileWriter, Tensor};
 use crate::tensor::{
-    QuantizedRow, Scales, Scheme, TILE_ROWS, empty_block_byte, pack_plain_row, pack_row,
-    unpack_plain_row,
+    QuantizedRow, Scales, Scheme, TILE_ROWS, empty_block_byte, pack_plain_row, pack_row, unpack_plain_row,
 };
 
 mod search;
 
 pub use search::quantize_row_searching;
+
+/// Packed bytes made at once: some tiles for each core.
+const PIECE_BYTES: usize = 16 << 20;
 
 /// A row cannot be quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -158,6 +160,40 @@ pub fn pack_tiles(
     // In order, so that the sums do not depend on the number of cores.
     let losses: Vec<Loss> = tiles.into_par_iter().zip(parts).map(tile).collect::<Result<_, _>>()?;
     Ok(losses.into_iter().fold(Loss::default(), std::ops::Add::add))
+}
+
+/// Writes a tensor's blocks and scales to a native file, or a plain one's f32 values where `scheme` is none; `each` hears
+/// how many rows are done. In memory is a piece of the blocks, and the scales.
+pub fn write_tensor(
+    writer: &mut FileWriter,
+    tensor: &Tensor,
+    scheme: Option<Scheme>,
+    rounding: Rounding,
+    each: &mut dyn FnMut(usize),
+) -> Result<Loss, CheckpointError> {
+    let (rows, cols) = (tensor.rows(), tensor.cols());
+    let Some(scheme) = scheme else {
+        let bytes: Vec<u8> = tensor.to_f32()?.iter().flat_map(|v| v.to_le_bytes()).collect();
+        writer.put(&bytes)?;
+        each(rows);
+        return Ok(Loss::default());
+    };
+    let (tile_bytes, scale_bytes) = (scheme.tile_bytes(cols), scheme.tile_scale_bytes(cols));
+    let tiles = rows.div_ceil(TILE_ROWS);
+    let piece = (PIECE_BYTES / tile_bytes).max(1);
+    let mut blocks = vec![0; piece.min(tiles) * tile_bytes];
+    let mut scales = vec![0; tiles * scale_bytes];
+    let mut loss = Loss::default();
+    for first in (0..tiles).step_by(piece) {
+        let range = first..tiles.min(first + piece);
+        let blocks = &mut blocks[..range.len() * tile_bytes];
+        let scales = &mut scales[first * scale_bytes..range.end * scale_bytes];
+        loss = loss + pack_tiles(scheme, rounding, tensor, range.clone(), blocks, scales)?;
+        writer.put(blocks)?;
+        each(rows.min(range.end * TILE_ROWS));
+    }
+    writer.put(&scales)?;
+    Ok(loss)
 }
 
 /// Quantizes one row to a symmetric scheme; `out` has its sizes. Panics if the scheme is another.

@@ -2,8 +2,9 @@
 //!
 //! For a candidate scale the integers follow by rounding, and for given integers q the best scale is
 //! `sum(h x q) / sum(h q q)` (least squares), h being how much each column matters. Candidates are a grid around the one
-//! that maps the largest value to the end of the range, round-to-nearest's own among them: the result is never worse
-//! than that one's by the measure it minimises, which is taken with the scale as f16 will hold it.
+//! that maps the largest value to the end of the range, and round-to-nearest itself: the result is never worse than
+//! that by the measure it minimises, which is taken with the scale as f16 will hold it. A scale may be negative: int4
+//! reaches one further down than up, and the largest value of a group may be on either side.
 
 use half::f16;
 
@@ -46,31 +47,28 @@ pub fn quantize_row_searching(
             continue;
         }
         // Round-to-nearest, the one to beat.
-        let mut least = {
-            let sums = round_all(x, h, nearest.to_f32().recip(), -f32::from(qmax), f32::from(qmax), q);
-            sums.error(nearest.to_f32())
-        };
-        let (low, high) = (-f32::from(qmax) - 1.0, f32::from(qmax));
+        let bound = f32::from(qmax);
+        let sums = round_all(x, h, nearest.to_f32().recip(), -bound, bound, q);
+        let mut least = sums.error(nearest.to_f32());
         let trial = &mut trial[..x.len()];
         // The range reaches one further down than up: the largest value goes to that end.
         for step in -STEPS..=STEPS {
-            let inverse = (low - STEP * step as f32) / largest;
-            let sums = round_all(x, h, inverse, low, high, trial);
-            let best = f16::from_f32(sums.best_scale());
-            // Once more with the scale as it will be read: rounding it may move a value to its neighbour.
-            for candidate in [best, f16::from_f32(inverse.recip())] {
-                let s = candidate.to_f32();
-                if s == 0.0 || !s.is_finite() {
-                    continue;
-                }
-                let sums = round_all(x, h, s.recip(), low, high, trial);
-                let error = sums.error(s);
-                if error < least {
-                    least = error;
-                    *scale = candidate;
-                    q.copy_from_slice(trial);
-                }
+            let inverse = (-bound - 1.0 - STEP * step as f32) / largest;
+            let sums = round_all(x, h, inverse, -bound - 1.0, bound, trial);
+            let s = f16::from_f32(sums.best_scale());
+            let error = sums.error(s.to_f32());
+            if error < least && s.is_finite() && s != f16::ZERO {
+                least = error;
+                *scale = s;
+                q.copy_from_slice(trial);
             }
+        }
+        // The best scale moved a little from the one the integers were rounded with: once more with that.
+        let sums = round_all(x, h, scale.to_f32().recip(), -bound - 1.0, bound, trial);
+        let refined = f16::from_f32(sums.best_scale());
+        if refined.is_finite() && refined != f16::ZERO && sums.error(refined.to_f32()) < least {
+            *scale = refined;
+            q.copy_from_slice(trial);
         }
     }
     Ok(())

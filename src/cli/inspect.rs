@@ -1,0 +1,149 @@
+//! `unicorn inspect`: what a checkpoint holds, without a device.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::json;
+
+use super::args;
+use super::devices::bytes;
+use super::error::Error;
+use super::generate::print;
+use super::progress::Bar;
+use crate::checkpoint::{self, Checkpoint, Manifest, ModelFiles};
+use crate::model::config::{Gemma3Config, LayerType};
+use crate::model::weights::Gemma3Weights;
+
+pub fn inspect(args: &args::Inspect) -> Result<(), Error> {
+    let files = ModelFiles::open(Path::new(&args.model))?;
+    let (config, _) = Gemma3Config::load(&files)?;
+    let checkpoint = Checkpoint::open(&files)?;
+    let weights = Gemma3Weights::collect(&checkpoint, &config)?;
+    let manifest = Manifest::read(&files)?;
+    if args.verify {
+        let Some(manifest) = &manifest else {
+            return Err(Error::Argument(format!(
+                "--verify: {} carries no checksums; a checkpoint written by `unicorn quantize` does",
+                files.location()
+            )));
+        };
+        let bar = Bar::bytes("verifying");
+        checkpoint::verify(&files, manifest, &mut |done, total| {
+            bar.set_total(total);
+            bar.set(done);
+        })?;
+    }
+
+    // (tensors, weights, bytes) by scheme.
+    let mut by_scheme: BTreeMap<String, (u64, u64, u64)> = BTreeMap::new();
+    for tensor in weights.iter() {
+        let sum = by_scheme.entry(tensor.scheme()?.to_string()).or_default();
+        *sum = (sum.0 + 1, sum.1 + tensor.num_elements() as u64, sum.2 + tensor.stored_bytes());
+    }
+    let parameters: u64 = by_scheme.values().map(|(_, weights, _)| weights).sum();
+    let global = config.layer_types.iter().filter(|kind| **kind == LayerType::FullAttention).count();
+    let format = checkpoint.format();
+    let synthetic = checkpoint.synthetic();
+    if args.json {
+        let tensors: Vec<_> = weights
+            .iter()
+            .map(|t| Ok(json!({"name": t.name, "shape": t.shape, "scheme": t.scheme()?.to_string(), "bytes": t.stored_bytes(), "file": t.file})))
+            .collect::<Result<_, Error>>()?;
+        let line = json!({
+            "model": files.location(),
+            "format": format,
+            "synthetic": synthetic,
+            "parameters": parameters,
+            "bytes": checkpoint.total_bytes(),
+            "num_hidden_layers": config.num_hidden_layers,
+            "full_attention_layers": global,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+            "sliding_window": config.sliding_window,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_position_embeddings,
+            "skipped_vision_tensors": weights.skipped_vision,
+            "schemes": by_scheme
+                .iter()
+                .map(|(scheme, (tensors, weights, bytes))| json!({"scheme": scheme, "tensors": tensors, "weights": weights, "bytes": bytes}))
+                .collect::<Vec<_>>(),
+            "verified": args.verify,
+            "tensors": if args.tensors { Some(tensors) } else { None },
+        });
+        return print(&format!("{line}\n"));
+    }
+
+    let mut text = format!("{}\n", files.location());
+    let mut line = |name: &str, value: String| text.push_str(&format!("  {name:<10} {value}\n"));
+    line("format", format.to_string());
+    if let Some(synthetic) = synthetic {
+        line(
+            "synthetic",
+            format!("random weights in the shape of {}, seed {}", synthetic.shape, synthetic.seed),
+        );
+    }
+    if let Some(manifest) = &manifest {
+        line("source", manifest.source.clone());
+        line("writer", manifest.writer.clone());
+    }
+    line(
+        "layers",
+        format!(
+            "{} ({global} of full attention, the others see {} tokens)",
+            config.num_hidden_layers, config.sliding_window
+        ),
+    );
+    line(
+        "shape",
+        format!(
+            "hidden {}, feed-forward {}, {} heads and {} KV heads of {}, vocabulary {}",
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.vocab_size
+        ),
+    );
+    line("context", format!("{} tokens at most", config.max_position_embeddings));
+    line("weights", format!("{:.3} billion in {}", parameters as f64 / 1e9, bytes(checkpoint.total_bytes())));
+    for (scheme, (tensors, weights, stored)) in &by_scheme {
+        line(
+            "",
+            format!(
+                "{scheme:<14} {tensors:5} tensors, {:9.3} billion, {}",
+                *weights as f64 / 1e9,
+                bytes(*stored)
+            ),
+        );
+    }
+    if weights.skipped_vision > 0 {
+        line(
+            "vision",
+            format!("{} tensors, {}, not read", weights.skipped_vision, bytes(weights.skipped_bytes)),
+        );
+    }
+    line(
+        "checksums",
+        match (&manifest, args.verify) {
+            (None, _) => "none".into(),
+            (Some(manifest), false) => format!("of {} files; --verify compares them", manifest.files.len()),
+            (Some(manifest), true) => format!("of {} files: all right", manifest.files.len()),
+        },
+    );
+    if args.tensors {
+        for t in weights.iter() {
+            text.push_str(&format!(
+                "  {:<14} {:>14} {:>10}  {}\n",
+                t.scheme()?.to_string(),
+                format!("{:?}", t.shape),
+                bytes(t.stored_bytes()),
+                t.name
+            ));
+        }
+    }
+    print(&text)
+}

@@ -1,0 +1,203 @@
+//! `unicorn quantize`: any checkpoint that can be read becomes a native one.
+//!
+//! Layer by layer: what is in memory is a piece of one tensor. An interrupted run goes on where it stopped.
+
+use std::path::Path;
+use std::time::Instant;
+
+use serde_json::json;
+
+use super::args::{self, Class, RoundingMethod, Schemes, Target};
+use super::bench::resident_bytes;
+use super::devices::bytes;
+use super::error::Error;
+use super::generate::print;
+use super::progress::Bar;
+use crate::checkpoint::{Checkpoint, ModelFiles, NativeWriter, NewTensor, Tensor};
+use crate::config::Config;
+use crate::model::config::Gemma3Config;
+use crate::model::weights::Gemma3Weights;
+use crate::quantize::{Loss, Rounding, write_tensor};
+use crate::tensor::Scheme;
+
+/// Files that stand beside the weights, copied where they exist.
+const SMALL_FILES: [&str; 6] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+
+pub fn quantize(_config: &Config, args: &args::Quantize) -> Result<(), Error> {
+    let since = Instant::now();
+    let files = ModelFiles::open(Path::new(&args.source))?;
+    let (config, _) = Gemma3Config::load(&files)?;
+    let checkpoint = Checkpoint::open(&files)?;
+    let weights = Gemma3Weights::collect(&checkpoint, &config)?;
+    let job = json!({
+        "source": files.location(),
+        "files": checkpoint.fingerprint(),
+        "schemes": Class::ALL.map(|class| args.schemes.of(class).to_string()),
+        "rounding": format!("{:?}", args.rounding),
+    });
+    let bar = Bar::bytes("quantizing");
+    bar.set_total(weights.iter().map(|t| t.stored_bytes()).sum());
+    let mut conversion = Conversion {
+        writer: NativeWriter::open(&args.destination, job)?,
+        checkpoint: &checkpoint,
+        schemes: &args.schemes,
+        rounding: args.rounding,
+        losses: Default::default(),
+        done: 0,
+        bar,
+    };
+    let json = conversion.copy_small_files(&files)?;
+    conversion.file(
+        "shared.safetensors",
+        vec![
+            Source::matrix("model.embed_tokens", weights.embed_tokens, Class::Embedding),
+            Source::norm("model.norm", weights.norm),
+        ],
+    )?;
+    for (i, layer) in weights.layers.iter().enumerate() {
+        let full = |name: &str| format!("model.layers.{i}.{name}");
+        let attention = layer.attention().map(|(n, t)| Source::matrix(&full(n), t, Class::Attention));
+        let ffn = layer.feed_forward().map(|(n, t)| Source::matrix(&full(n), t, Class::FeedForward));
+        let norms = layer.norms().map(|(n, t)| Source::norm(&full(n), t));
+        let tensors = attention.into_iter().chain(ffn).chain(norms).collect();
+        conversion.file(&format!("layer-{i:03}.safetensors"), tensors)?;
+    }
+    let Conversion { writer, losses, bar, .. } = conversion;
+    drop(bar);
+    let written = writer.finish(
+        checkpoint.location().to_string(),
+        checkpoint.synthetic().cloned(),
+        checkpoint.norms_hold_one(),
+        json,
+    )?;
+
+    let parameters: usize = weights.iter().map(|t| t.num_elements()).sum();
+    let seconds = since.elapsed().as_secs_f64();
+    let mut text = format!(
+        "{}: {}, {:.2} bits per weight, in {seconds:.1} s ({:.1} s per billion weights)\n",
+        args.destination.display(),
+        bytes(written),
+        written as f64 * 8.0 / parameters as f64,
+        seconds / (parameters as f64 / 1e9),
+    );
+    for (class, loss) in Class::ALL.into_iter().zip(losses) {
+        let scheme = args.schemes.of(class).to_string();
+        let error = match loss.total > 0.0 {
+            true => format!("relative error {:.5}", loss.relative()),
+            false => "without loss".into(),
+        };
+        text.push_str(&format!("  {:<13} {scheme:<10} {error}\n", class.name()));
+    }
+    if let (_, Some(peak)) = resident_bytes() {
+        text.push_str(&format!("  memory        at most {} resident\n", bytes(peak)));
+    }
+    print(&text)
+}
+
+/// A tensor on its way.
+struct Source<'a> {
+    name: String,
+    tensor: Tensor<'a>,
+    /// None for norms, which stay f32.
+    class: Option<Class>,
+}
+
+impl<'a> Source<'a> {
+    fn matrix(name: &str, tensor: Tensor<'a>, class: Class) -> Self {
+        Source { name: format!("{name}.weight"), tensor, class: Some(class) }
+    }
+
+    fn norm(name: &str, tensor: Tensor<'a>) -> Self {
+        Source { name: format!("{name}.weight"), tensor, class: None }
+    }
+}
+
+struct Conversion<'a> {
+    writer: NativeWriter,
+    checkpoint: &'a Checkpoint,
+    schemes: &'a Schemes,
+    rounding: RoundingMethod,
+    /// In the order of [`Class::ALL`].
+    losses: [Loss; 3],
+    /// Bytes of the source.
+    done: u64,
+    bar: Bar,
+}
+
+impl Conversion<'_> {
+    /// Copies configs, tokenizer and template; returns the config.
+    fn copy_small_files(&mut self, files: &ModelFiles) -> Result<serde_json::Value, Error> {
+        for name in SMALL_FILES {
+            if let Some(bytes) = files.read(name)? {
+                self.writer.copy(name, &bytes)?;
+            }
+        }
+        let config = files.read("config.json")?.expect("a config that was loaded");
+        let mut config: serde_json::Value = serde_json::from_slice(&config).expect("and that is JSON");
+        if let Some(fields) = config.as_object_mut() {
+            // How the source was packed is not how this checkpoint is.
+            fields.shift_remove("quantization_config");
+        }
+        self.writer.copy("config.json", format!("{config:#}\n").as_bytes())?;
+        Ok(config)
+    }
+
+    /// Writes one file, or takes it as an earlier run has left it.
+    fn file(&mut self, name: &str, sources: Vec<Source>) -> Result<(), Error> {
+        if let Some(note) = self.writer.finished(name) {
+            let losses: [(f64, f64); 3] = serde_json::from_value(note.clone())
+                .map_err(|e| Error::Argument(format!("{name}: the earlier run's notes: {e}")))?;
+            for (sum, (error, total)) in self.losses.iter_mut().zip(losses) {
+                *sum = *sum + Loss { error, total };
+            }
+            self.done += sources.iter().map(|s| s.tensor.stored_bytes()).sum::<u64>();
+            self.bar.set(self.done);
+            return Ok(());
+        }
+        let schemes = sources.iter().map(|s| self.scheme(s)).collect::<Result<Vec<_>, _>>()?;
+        let tensors = sources.iter().zip(&schemes).map(|(source, scheme)| NewTensor {
+            name: source.name.clone(),
+            shape: source.tensor.shape.to_vec(),
+            scheme: *scheme,
+        });
+        let mut writer = self.writer.create(name, tensors.collect())?;
+        let mut losses = [Loss::default(); 3];
+        for (source, scheme) in sources.iter().zip(schemes) {
+            let (done, row_bytes) = (self.done, source.tensor.stored_bytes() / source.tensor.rows() as u64);
+            let rounding = match (self.rounding, scheme) {
+                // A row of int8 has nothing to gain.
+                (RoundingMethod::Search, Some(Scheme::Int4 { .. })) => Rounding::Search { importance: None },
+                _ => Rounding::Nearest,
+            };
+            let loss = write_tensor(&mut writer, &source.tensor, scheme, rounding, &mut |rows| {
+                self.bar.set(done + rows as u64 * row_bytes);
+            })?;
+            if let Some(class) = source.class {
+                losses[class as usize] = losses[class as usize] + loss;
+            }
+            self.done += source.tensor.stored_bytes();
+            self.checkpoint.release(&source.tensor);
+        }
+        let note = losses.map(|loss| (loss.error, loss.total));
+        self.writer.finish_file(writer, json!(note))?;
+        for (sum, loss) in self.losses.iter_mut().zip(losses) {
+            *sum = *sum + loss;
+        }
+        Ok(())
+    }
+
+    fn scheme(&self, source: &Source) -> Result<Option<Scheme>, Error> {
+        Ok(match source.class.map(|class| self.schemes.of(class)) {
+            None => None,
+            Some(Target(Some(scheme))) => Some(scheme),
+            Some(Target(None)) => Some(source.tensor.scheme()?),
+        })
+    }
+}

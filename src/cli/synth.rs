@@ -1,0 +1,176 @@
+//! `unicorn synth`: native checkpoints of published shapes with random weights, where real ones are not at hand.
+//!
+//! Integers are uniform, scales are one value for a matrix, chosen so that a product of unit variance comes out of inputs
+//! of unit variance: activations stay finite through any number of layers, since every sublayer's output is normed. The
+//! tokenizer and the template are the demo model's. The manifest says that the weights mean nothing, and a load warns.
+
+use half::{bf16, f16};
+use rand::{Rng, RngCore, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
+use serde_json::json;
+
+use super::args::{self, Class, Target};
+use super::devices::bytes;
+use super::error::Error;
+use super::generate::print;
+use super::load;
+use super::progress::Bar;
+use crate::checkpoint::{FileWriter, NativeWriter, NewTensor, Synthetic};
+use crate::tensor::{Scheme, TILE_ROWS};
+
+/// Drawn at once, on one core.
+const PIECE_TILES: usize = 16;
+const PIECES: usize = 16;
+
+pub fn synth(args: &args::Synth) -> Result<(), Error> {
+    let shape = args.shape;
+    let config = shape.config();
+    let synthetic = Synthetic { shape: shape.name.to_string(), seed: args.seed };
+    let job = json!({
+        "synthetic": synthetic,
+        "schemes": Class::ALL.map(|class| args.schemes.of(class).to_string()),
+    });
+    let mut writer = NativeWriter::open(&args.destination, job)?;
+    let config_json = shape.config_json();
+    writer.copy("config.json", config_json.as_bytes())?;
+    let demo = load::demo_files();
+    for name in ["generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
+        let bytes = demo.read(name)?.expect("a file of the demo model");
+        writer.copy(name, &bytes)?;
+    }
+
+    let (hidden, ffn) = (config.hidden_size, config.intermediate_size);
+    let q = config.num_attention_heads * config.head_dim;
+    let kv = config.num_key_value_heads * config.head_dim;
+    let matrix = |name: String, rows, cols, class| {
+        let Target(scheme) = args.schemes.of(class);
+        let scheme = scheme.unwrap_or(Scheme::Bf16);
+        NewTensor { name: format!("{name}.weight"), shape: vec![rows, cols], scheme: Some(scheme) }
+    };
+    let norm = |name: String, n| NewTensor { name: format!("{name}.weight"), shape: vec![n], scheme: None };
+    let mut files = vec![(
+        "shared.safetensors".to_string(),
+        vec![
+            matrix("model.embed_tokens".into(), config.vocab_size, hidden, Class::Embedding),
+            norm("model.norm".into(), hidden),
+        ],
+    )];
+    for i in 0..config.num_hidden_layers {
+        let full = |name: &str| format!("model.layers.{i}.{name}");
+        let tensors = vec![
+            matrix(full("self_attn.q_proj"), q, hidden, Class::Attention),
+            matrix(full("self_attn.k_proj"), kv, hidden, Class::Attention),
+            matrix(full("self_attn.v_proj"), kv, hidden, Class::Attention),
+            matrix(full("self_attn.o_proj"), hidden, q, Class::Attention),
+            matrix(full("mlp.gate_proj"), ffn, hidden, Class::FeedForward),
+            matrix(full("mlp.up_proj"), ffn, hidden, Class::FeedForward),
+            matrix(full("mlp.down_proj"), hidden, ffn, Class::FeedForward),
+            norm(full("input_layernorm"), hidden),
+            norm(full("post_attention_layernorm"), hidden),
+            norm(full("pre_feedforward_layernorm"), hidden),
+            norm(full("post_feedforward_layernorm"), hidden),
+            norm(full("self_attn.q_norm"), config.head_dim),
+            norm(full("self_attn.k_norm"), config.head_dim),
+        ];
+        files.push((format!("layer-{i:03}.safetensors"), tensors));
+    }
+
+    let bar = Bar::bytes("writing");
+    bar.set_total(files.iter().flat_map(|(_, tensors)| tensors).map(stored_bytes).sum());
+    let (mut done, mut index) = (0, 0u64);
+    for (name, tensors) in files {
+        let finished = writer.finished(&name).is_some();
+        let mut file = if finished { None } else { Some(writer.create(&name, tensors.clone())?) };
+        for tensor in &tensors {
+            if let Some(file) = &mut file {
+                // Each tensor has numbers of its own, whatever was written before it.
+                put(file, tensor, args.seed, index, &mut |n| bar.set(done + n))?;
+            }
+            index += 1;
+            done += stored_bytes(tensor);
+            bar.set(done);
+        }
+        if let Some(file) = file {
+            writer.finish_file(file, json!(null))?;
+        }
+    }
+    drop(bar);
+    let json = serde_json::from_str(&config_json).expect("the config is JSON");
+    let written =
+        writer.finish(format!("random weights, seed {}", args.seed), Some(synthetic), false, json)?;
+    print(&format!(
+        "{}: {} of random weights in the shape of {}\n",
+        args.destination.display(),
+        bytes(written),
+        shape.name
+    ))
+}
+
+fn stored_bytes(tensor: &NewTensor) -> u64 {
+    match (tensor.scheme, &tensor.shape[..]) {
+        (Some(scheme), &[rows, cols]) => scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols),
+        (_, shape) => 4 * shape.iter().product::<usize>() as u64,
+    }
+}
+
+fn put(
+    file: &mut FileWriter,
+    tensor: &NewTensor,
+    seed: u64,
+    index: u64,
+    each: &mut dyn FnMut(u64),
+) -> Result<(), Error> {
+    let (Some(scheme), &[rows, cols]) = (tensor.scheme, &tensor.shape[..]) else {
+        // Norms of one: stored as w, the factor is 1 + w.
+        return Ok(file.put(&vec![0; stored_bytes(tensor) as usize])?);
+    };
+    let (tiles, tile_bytes) = (rows.div_ceil(TILE_ROWS), scheme.tile_bytes(cols));
+    let deviation = 1.0 / (cols as f32).sqrt();
+    let mut done = 0;
+    let mut pieces = vec![Vec::new(); PIECES];
+    for first in (0..tiles).step_by(PIECE_TILES * PIECES) {
+        pieces.par_iter_mut().enumerate().for_each(|(i, piece)| {
+            let first = (first + i * PIECE_TILES).min(tiles);
+            let count = PIECE_TILES.min(tiles - first);
+            piece.resize(count * tile_bytes, 0);
+            let mut rng = ChaCha8Rng::seed_from_u64(seed);
+            rng.set_stream(index << 32 | first as u64);
+            draw(scheme, deviation, &mut rng, piece);
+        });
+        for piece in &pieces {
+            file.put(piece)?;
+            done += piece.len() as u64;
+        }
+        each(done);
+    }
+    let scale = match scheme {
+        Scheme::Int4 { .. } => deviation / INT4_DEVIATION,
+        _ => deviation / INT8_DEVIATION,
+    };
+    let scales = f16::from_f32(scale).to_le_bytes().repeat(scheme.scale_bytes(rows, cols) as usize / 2);
+    Ok(file.put(&scales)?)
+}
+
+/// Of integers drawn evenly from -8 to 7, and from -128 to 127: sqrt((n^2 - 1) / 12).
+const INT4_DEVIATION: f32 = 4.609_772;
+const INT8_DEVIATION: f32 = 73.9;
+
+/// Fills blocks with weights of that standard deviation.
+fn draw(scheme: Scheme, deviation: f32, rng: &mut ChaCha8Rng, blocks: &mut [u8]) {
+    // Evenly distributed values of standard deviation d reach d * sqrt(3).
+    let reach = deviation * 3f32.sqrt();
+    match scheme {
+        // Every byte is two nibbles, or an int8, whatever it holds.
+        Scheme::Int8Row | Scheme::Int8 { .. } | Scheme::Int4 { .. } => rng.fill_bytes(blocks),
+        Scheme::Bf16 => blocks.chunks_exact_mut(2).for_each(|b| {
+            b.copy_from_slice(&bf16::from_f32(rng.random_range(-reach..reach)).to_le_bytes());
+        }),
+        Scheme::F16 => blocks.chunks_exact_mut(2).for_each(|b| {
+            b.copy_from_slice(&f16::from_f32(rng.random_range(-reach..reach)).to_le_bytes());
+        }),
+        Scheme::F32 => blocks.chunks_exact_mut(4).for_each(|b| {
+            b.copy_from_slice(&rng.random_range(-reach..reach).to_le_bytes());
+        }),
+    }
+}
