@@ -17,7 +17,7 @@ use crate::fake_runner::HANG;
 use crate::support::{data, root};
 
 /// With no Vulkan device at all, for what must fail before it needs one.
-fn unicorn(args: &[&str]) -> Command {
+pub fn unicorn(args: &[&str]) -> Command {
     let mut command = unicorn_on_software(args);
     command.env("VK_DRIVER_FILES", "/nonexistent.json").env("VK_ICD_FILENAMES", "/nonexistent.json");
     command
@@ -25,7 +25,7 @@ fn unicorn(args: &[&str]) -> Command {
 
 /// With the devices there are; commands that compute are given `--allow-software-vulkan`. A single message of the
 /// validation layer fails the command.
-fn unicorn_on_software(args: &[&str]) -> Command {
+pub fn unicorn_on_software(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_unicorn"));
     command.args(args);
     for (name, _) in std::env::vars_os() {
@@ -37,7 +37,7 @@ fn unicorn_on_software(args: &[&str]) -> Command {
     command
 }
 
-fn output(mut command: Command) -> (i32, String, String) {
+pub fn output(mut command: Command) -> (i32, String, String) {
     let Output { status, stdout, stderr } = command.output().expect("the binary runs");
     let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
     (status.code().expect("an exit code, not a signal"), text(stdout), text(stderr))
@@ -45,7 +45,7 @@ fn output(mut command: Command) -> (i32, String, String) {
 
 /// One `error:` line with every one of `parts`; warnings may stand before it.
 #[track_caller]
-fn assert_error(command: Command, code: i32, parts: &[&str]) {
+pub fn assert_error(command: Command, code: i32, parts: &[&str]) {
     let shown = format!("{command:?}");
     let (got, stdout, stderr) = output(command);
     assert_eq!((got, stdout.as_str()), (code, ""), "{shown}: {stderr}");

@@ -9,6 +9,7 @@ mod engine;
 mod fake_runner;
 mod golden;
 mod kernels;
+mod native;
 mod support;
 mod text;
 mod tidy;

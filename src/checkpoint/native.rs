@@ -245,7 +245,7 @@ pub fn verify(
     manifest: &Manifest,
     each: &mut dyn FnMut(u64, u64),
 ) -> Result<(), CheckpointError> {
-    let total = manifest.files.values().map(|f| f.bytes).sum();
+    let total = manifest.files.values().fold(0u64, |sum, file| sum.saturating_add(file.bytes));
     let mut done = 0;
     for (name, record) in &manifest.files {
         let fail = |problem: String| CheckpointError::file(files.display(name), problem);

@@ -7,7 +7,7 @@ use super::devices::bytes;
 use super::error::Error;
 use super::progress::Bar;
 use crate::api::{SamplingDefaults, Service};
-use crate::checkpoint::ModelFiles;
+use crate::checkpoint::{Manifest, ModelFiles};
 use crate::config::{self, Config};
 use crate::engine::{Engine, EngineConfig, EngineHandle};
 use crate::gpu::{Device, DeviceInfo, DevicePolicy, Placement};
@@ -74,6 +74,15 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
         ChatFiles { tokenizer_config: tokenizer_config.as_deref(), chat_template_jinja: jinja.as_deref() };
     let template = ChatTemplate::from_checkpoint(chat_files)?;
 
+    if let Some(manifest) = Manifest::read(files)?
+        && let Some(synthetic) = manifest.synthetic
+    {
+        let shape = synthetic.shape;
+        tracing::warn!(
+            "{}: random weights in the shape of {shape}: what it answers means nothing",
+            files.location()
+        );
+    }
     let policy = DevicePolicy {
         device: config.hardware.device.clone(),
         allow_software: config.hardware.allow_software_vulkan,

@@ -29,7 +29,7 @@ pub fn quantize_row_searching(
 ) -> Result<(), RowError> {
     assert_eq!((q.len(), scales.len()), (row.len(), row.len().div_ceil(group)), "output of a row");
     assert!(importance.is_none_or(|h| h.len() == row.len()), "importance of each column");
-    let mut trial = vec![0i8; group.min(row.len())];
+    let (mut trial, mut found) = (vec![0i8; group.min(row.len())], vec![0i8; group.min(row.len())]);
     for (index, ((x, q), scale)) in row.chunks(group).zip(q.chunks_mut(group)).zip(scales).enumerate() {
         let column = index * group;
         let h = importance.map(|h| &h[column..column + x.len()]);
@@ -46,32 +46,47 @@ pub fn quantize_row_searching(
             q.fill(0);
             continue;
         }
-        // Round-to-nearest, the one to beat.
         let bound = f32::from(qmax);
-        let sums = round_all(x, h, nearest.to_f32().recip(), -bound, bound, q);
-        let mut least = sums.error(nearest.to_f32());
-        let trial = &mut trial[..x.len()];
-        // The range reaches one further down than up: the largest value goes to that end.
-        for step in -STEPS..=STEPS {
-            let inverse = (-bound - 1.0 - STEP * step as f32) / largest;
-            let sums = round_all(x, h, inverse, -bound - 1.0, bound, trial);
+        round_all(x, h, nearest.to_f32().recip(), -bound, bound, q);
+        let to_beat = error(x, h, nearest, q);
+        let (trial, found) = (&mut trial[..x.len()], &mut found[..x.len()]);
+        let (mut least, mut found_scale) = (f32::INFINITY, f16::ZERO);
+        let mut keep = |sums: Sums, trial: &[i8]| {
             let s = f16::from_f32(sums.best_scale());
             let error = sums.error(s.to_f32());
             if error < least && s.is_finite() && s != f16::ZERO {
-                least = error;
-                *scale = s;
-                q.copy_from_slice(trial);
+                (least, found_scale) = (error, s);
+                found.copy_from_slice(trial);
             }
+            found_scale
+        };
+        // The range reaches one further down than up: the largest value goes to that end.
+        let mut best = nearest;
+        for step in -STEPS..=STEPS {
+            let inverse = (-bound - 1.0 - STEP * step as f32) / largest;
+            best = keep(round_all(x, h, inverse, -bound - 1.0, bound, trial), trial);
         }
-        // The best scale moved a little from the one the integers were rounded with: once more with that.
-        let sums = round_all(x, h, scale.to_f32().recip(), -bound - 1.0, bound, trial);
-        let refined = f16::from_f32(sums.best_scale());
-        if refined.is_finite() && refined != f16::ZERO && sums.error(refined.to_f32()) < least {
-            *scale = refined;
-            q.copy_from_slice(trial);
+        // The best scale has moved a little from the one its integers were rounded with: once more with that.
+        if best != f16::ZERO {
+            keep(round_all(x, h, best.to_f32().recip(), -bound - 1.0, bound, trial), trial);
+        }
+        // Sums cancel where little error is left; what decides is summed term by term.
+        if found_scale != f16::ZERO && error(x, h, found_scale, found) < to_beat {
+            *scale = found_scale;
+            q.copy_from_slice(found);
         }
     }
     Ok(())
+}
+
+/// `sum(h (x - s q)^2)`, term by term.
+fn error(x: &[f32], h: Option<&[f32]>, s: f16, q: &[i8]) -> f64 {
+    let s = f64::from(s.to_f32());
+    let term = |i: usize| {
+        let difference = f64::from(x[i]) - s * f64::from(q[i]);
+        h.map_or(1.0, |h| f64::from(h[i])) * difference * difference
+    };
+    (0..x.len()).map(term).sum()
 }
 
 /// Weighted sums over a group.

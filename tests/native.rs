@@ -1,0 +1,468 @@
+//! Native checkpoints: what `unicorn quantize` and `unicorn synth` write is what they were given, to the bit; what was
+//! interrupted goes on and does not load before; what is damaged is refused by name.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use half::f16;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use unicorn::checkpoint::{Checkpoint, Manifest, ModelFiles, verify};
+use unicorn::model::config::Gemma3Config;
+use unicorn::model::gemma3::{Gemma3, LoadOptions};
+use unicorn::model::weights::Gemma3Weights;
+use unicorn::quantize::{dequantize_row, quantize_row, quantize_row_searching};
+use unicorn::tensor::{
+    QuantizeMode, QuantizedRow, Scales, Scheme, pack_plain_row, pack_row, unpack_plain_row, unpack_row,
+};
+
+use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
+use crate::golden::{Goldens, all_logits, max_difference};
+use crate::support::{data, device};
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("UTF-8")
+}
+
+/// `unicorn quantize SOURCE DESTINATION ...`, which must succeed.
+#[track_caller]
+fn quantize(source: &Path, destination: &Path, args: &[&str]) -> String {
+    let (code, stdout, stderr) =
+        output(unicorn(&[&["quantize", text(source), text(destination)], args].concat()));
+    assert_eq!(code, 0, "{stderr}");
+    stdout
+}
+
+fn logits(folder: &Path, options: &LoadOptions, tokens: &[u32]) -> Vec<f32> {
+    let files = ModelFiles::open(folder).unwrap();
+    all_logits(&mut Gemma3::load(&device(), &files, options, &mut |_| {}).unwrap(), tokens)
+}
+
+/// Every file of a folder by name.
+fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+    files.map(|f| (f.file_name().into_string().unwrap(), fs::read(f.path()).unwrap())).collect()
+}
+
+#[test]
+fn a_conversion_without_loss_gives_the_same_logits_to_the_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    for (i, variant) in ["tiny-a", "tiny-b", "tiny-27b-ratio"].into_iter().enumerate() {
+        let source = data("gemma3").join(variant);
+        let tokens = Goldens::open(&source).tokens("tokens.short");
+        let kept = folder.path().join(format!("kept-{i}"));
+        let report = quantize(&source, &kept, &["--scheme", "keep"]);
+        assert_eq!(report.matches("without loss").count(), 3, "{report}");
+        let expected = logits(&source, &LoadOptions::default(), &tokens);
+        assert_eq!(logits(&kept, &LoadOptions::default(), &tokens), expected, "{variant}");
+        let golden = Goldens::open(&source).view::<f32>("logits.short");
+        assert!(max_difference(&expected, &golden) <= 1e-3);
+
+        // A native checkpoint is a source like any other.
+        let again = folder.path().join(format!("again-{i}"));
+        quantize(&kept, &again, &["--scheme", "keep"]);
+        let (mut first, mut second) = (contents(&kept), contents(&again));
+        let source_of = |files: &mut BTreeMap<String, Vec<u8>>| {
+            let mut manifest: Value = serde_json::from_slice(&files.remove("unicorn.json").unwrap()).unwrap();
+            manifest.as_object_mut().unwrap().remove("source").unwrap();
+            manifest
+        };
+        assert_eq!(source_of(&mut first), source_of(&mut second));
+        assert_eq!(first, second, "{variant}");
+    }
+}
+
+#[test]
+fn rounding_to_nearest_is_what_a_load_would_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = data("gemma3/tiny-a");
+    let goldens = Goldens::open(&source);
+    let tokens = goldens.tokens("tokens.short");
+    let cases = [
+        (QuantizeMode::Int4G32, ["--scheme", "int4-g32", "--embedding", "keep"], "int4_g32"),
+        (QuantizeMode::Int4G128, ["--scheme", "int4-g128", "--embedding", "keep"], "int4_g128"),
+        (QuantizeMode::Int8Row, ["--scheme", "int8-row", "--embedding", "bf16"], "int8_row"),
+        (QuantizeMode::Int4G128Emb8, ["--scheme", "int4-g128", "--embedding", "int8-row"], "int4_g128_emb8"),
+    ];
+    for (quantize_mode, args, golden) in cases {
+        let native = folder.path().join(golden);
+        quantize(&source, &native, &[&args[..], &["--rounding", "nearest"]].concat());
+        let options = LoadOptions { quantize: quantize_mode, ..LoadOptions::default() };
+        let got = logits(&native, &LoadOptions::default(), &tokens);
+        assert_eq!(got, logits(&source, &options, &tokens), "{quantize_mode}");
+        let expected = goldens.view::<f32>(&format!("q.{golden}.logits.short"));
+        assert!(max_difference(&got, &expected) <= 1e-3, "{quantize_mode}");
+    }
+}
+
+#[test]
+fn rows_are_packed_and_unpacked_without_loss() {
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    println!("seed 3");
+    let all = [Scales::Symmetric, Scales::ZeroPoint, Scales::Affine, Scales::Super];
+    let grouped = all.into_iter().flat_map(|scales| {
+        [
+            Scheme::Int4 { group: 32, scales },
+            Scheme::Int8 { group: 16, scales },
+            Scheme::Int8 { group: 32, scales },
+        ]
+    });
+    for scheme in grouped.chain([Scheme::Int8Row]) {
+        assert_eq!(scheme.to_string().parse::<Scheme>(), Ok(scheme));
+        for cols in [1, 16, 31, 256, 300, 700] {
+            let (mut blocks, mut scales) =
+                (vec![0xee; scheme.tile_bytes(cols)], vec![0xee; scheme.tile_scale_bytes(cols)]);
+            let rows: Vec<QuantizedRow> = (0..32)
+                .map(|_| {
+                    let mut row = QuantizedRow::new(scheme, cols);
+                    row.scales.iter_mut().for_each(|b| *b = rng.random());
+                    row.q.iter_mut().for_each(|q| {
+                        *q = match scheme {
+                            Scheme::Int4 { scales: Scales::Symmetric, .. } => rng.random_range(-8..8),
+                            Scheme::Int4 { .. } => rng.random_range(0..16),
+                            _ => rng.random(),
+                        }
+                    });
+                    row
+                })
+                .collect();
+            for (lane, row) in rows.iter().enumerate() {
+                pack_row(scheme, row, lane, &mut blocks, &mut scales);
+            }
+            for (lane, row) in rows.iter().enumerate() {
+                let mut got = QuantizedRow::new(scheme, cols);
+                unpack_row(scheme, lane, &blocks, &scales, &mut got);
+                assert_eq!(got, *row, "{scheme} {cols} lane {lane}");
+            }
+        }
+    }
+    for scheme in [Scheme::F32, Scheme::F16, Scheme::Bf16] {
+        let row: Vec<f32> =
+            (0..77).map(|_| half::bf16::from_f32(f32::from(rng.random::<i8>()) / 8.0).to_f32()).collect();
+        let (mut blocks, mut got) = (vec![0xee; scheme.tile_bytes(77)], vec![0.0; 77]);
+        pack_plain_row(scheme, &row, 5, &mut blocks);
+        unpack_plain_row(scheme, 5, &blocks, &mut got);
+        assert_eq!(got, row, "{scheme}");
+    }
+    for name in
+        ["int4-g31", "int4-g0", "int8-g8", "int4-g48-super", "int5-g32", "int4-g032", "int4-g32-x", ""]
+    {
+        assert!(name.parse::<Scheme>().is_err(), "{name}");
+    }
+}
+
+#[test]
+fn the_search_never_loses_to_round_to_nearest() {
+    println!("seed 4");
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    let (mut better, mut groups) = (0, 0);
+    for round in 0..300 {
+        let cols = rng.random_range(1..200);
+        let group = *[32, 128].get(round % 2).unwrap();
+        let size = 10f32.powi(rng.random_range(-6..4));
+        let row: Vec<f32> = (0..cols)
+            .map(|_| {
+                let heavy = rng.random_range(-1.0f32..1.0).powi(3);
+                if rng.random_range(0..20) == 0 { 0.0 } else { heavy * size }
+            })
+            .collect();
+        let importance: Vec<f32> = (0..cols).map(|_| rng.random_range(0.0f32..2.0).powi(4)).collect();
+        for h in [None, Some(&importance[..])] {
+            let run = |search: bool| {
+                let (mut q, mut s) = (vec![0i8; cols], vec![f16::ZERO; cols.div_ceil(group)]);
+                match search {
+                    false => quantize_row(&row, group, 7, &mut q, &mut s).unwrap(),
+                    true => quantize_row_searching(&row, h, group, 7, &mut q, &mut s).unwrap(),
+                }
+                assert!(q.iter().all(|q| (-8..=7).contains(q)) && s.iter().all(|s| s.is_finite()));
+                let mut values = vec![0.0; cols];
+                dequantize_row(&q, &s, group, &mut values);
+                let error = |i: usize| {
+                    f64::from(h.map_or(1.0, |h| h[i])) * (f64::from(row[i]) - f64::from(values[i])).powi(2)
+                };
+                let all: Vec<f64> = (0..cols).map(error).collect();
+                all.chunks(group).map(|g| g.iter().sum::<f64>()).collect::<Vec<_>>()
+            };
+            for (found, nearest) in run(true).into_iter().zip(run(false)) {
+                assert!(found <= nearest, "round {round}: {found} after {nearest}");
+                groups += 1;
+                better += usize::from(found < nearest * 0.99);
+            }
+        }
+    }
+    assert!(better * 2 > groups, "better in {better} of {groups} groups");
+    let (mut q, mut s) = (vec![0i8; 3], vec![f16::ZERO]);
+    assert!(quantize_row_searching(&[1.0, f32::NAN, 0.0], None, 32, 7, &mut q, &mut s).is_err());
+    assert!(quantize_row_searching(&[1e9, 0.0, 0.0], None, 32, 7, &mut q, &mut s).is_err());
+    quantize_row_searching(&[0.0; 3], None, 32, 7, &mut q, &mut s).unwrap();
+    assert_eq!((q, s), (vec![0; 3], vec![f16::ZERO]));
+}
+
+/// A shell that lets no file grow beyond `kib`, and what then happens to a program that tries.
+fn limited(kib: u32, ignore: bool, args: &[&str]) -> Command {
+    let mut command = Command::new("sh");
+    let trap = if ignore { "trap '' XFSZ; " } else { "" };
+    command.arg("-c").arg(format!("{trap}ulimit -f {}; exec \"$0\" \"$@\"", kib * 2));
+    command.arg(env!("CARGO_BIN_EXE_unicorn")).args(args);
+    command
+}
+
+#[test]
+fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = data("gemma3/tiny-a");
+    let (whole, resumed) = (folder.path().join("whole"), folder.path().join("resumed"));
+    quantize(&source, &whole, &["--scheme", "keep"]);
+    let shared = fs::metadata(whole.join("shared.safetensors")).unwrap().len();
+    let layer = fs::metadata(whole.join("layer-000.safetensors")).unwrap().len();
+    assert!(shared + 4096 < layer, "the limit below lies between {shared} and {layer}");
+
+    // Killed in the middle of the first layer.
+    let args = ["quantize", text(&source), text(&resumed), "--scheme", "keep"];
+    let limit = (shared / 1024 + 2) as u32;
+    let status = limited(limit, false, &args).output().unwrap().status;
+    assert_eq!(status.code(), None, "killed by the signal");
+    assert_error(unicorn(&["inspect", text(&resumed)]), 1, &[text(&resumed), "did not end", "quantize"]);
+    let before = fs::metadata(resumed.join("shared.safetensors")).unwrap();
+
+    // A write that fails is one line that says so, and leaves what was finished.
+    let failed = limited(limit, true, &args).output().unwrap();
+    let line = String::from_utf8(failed.stderr).unwrap();
+    assert_eq!(failed.status.code(), Some(1), "{line}");
+    assert!(
+        line.starts_with("error: ") && line.contains("layer-000.safetensors: cannot be written"),
+        "{line}"
+    );
+
+    // Something else must not go on with it.
+    let other = ["quantize", text(&source), text(&resumed), "--scheme", "int8-row"];
+    assert_error(unicorn(&other), 1, &["unfinished conversion", "other options"]);
+    let lock = fs::File::open(resumed.join("unicorn.lock")).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    assert_error(unicorn(&args), 1, &["another process"]);
+    drop(lock);
+
+    let report = quantize(&source, &resumed, &["--scheme", "keep"]);
+    assert!(report.contains("without loss"), "{report}");
+    let after = fs::metadata(resumed.join("shared.safetensors")).unwrap();
+    assert_eq!((before.ino(), before.mtime_nsec()), (after.ino(), after.mtime_nsec()), "written once");
+    assert_eq!(contents(&whole), contents(&resumed));
+
+    assert_error(unicorn(&args), 1, &["already"]);
+    let full = folder.path().join("full");
+    fs::create_dir(&full).unwrap();
+    fs::write(full.join("letter.txt"), "mine").unwrap();
+    assert_error(unicorn(&["quantize", text(&source), text(&full)]), 1, &["not empty"]);
+}
+
+#[test]
+fn damaged_native_checkpoints_are_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let sound = folder.path().join("sound");
+    quantize(&data("gemma3/tiny-a"), &sound, &["--scheme", "int4-g32"]);
+    let mut count = 0;
+    let mut damaged = |change: &dyn Fn(&Path)| -> PathBuf {
+        count += 1;
+        let copy = folder.path().join(format!("damaged-{count}"));
+        fs::create_dir(&copy).unwrap();
+        for (name, bytes) in contents(&sound) {
+            fs::write(copy.join(name), bytes).unwrap();
+        }
+        change(&copy);
+        copy
+    };
+    let manifest = |change: &'static dyn Fn(&mut Value)| {
+        move |folder: &Path| {
+            let path = folder.join("unicorn.json");
+            let mut json: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+            change(&mut json);
+            fs::write(&path, json.to_string()).unwrap();
+        }
+    };
+    const Q: &str = "model.layers.2.self_attn.q_proj.weight";
+    let cases: Vec<(Box<dyn Fn(&Path)>, &[&str])> = vec![
+        (
+            Box::new(|f: &Path| {
+                let path = f.join("layer-003.safetensors");
+                let file = fs::OpenOptions::new().write(true).open(path).unwrap();
+                file.set_len(1000).unwrap();
+            }),
+            &["layer-003.safetensors", "has 1000 bytes", "incomplete"],
+        ),
+        (
+            Box::new(|f: &Path| fs::remove_file(f.join("layer-003.safetensors")).unwrap()),
+            &["layer-003.safetensors", "missing"],
+        ),
+        (
+            Box::new(|f: &Path| {
+                let path = f.join("config.json");
+                let text = fs::read_to_string(&path).unwrap();
+                let changed = text.replacen("\"rms_norm_eps\": 1e-6", "\"rms_norm_eps\": 1e-5", 1);
+                assert_ne!(changed, text);
+                fs::write(path, changed).unwrap();
+            }),
+            &["config.json", "not the config"],
+        ),
+        (Box::new(manifest(&|m| m["version"] = json!(2))), &["unicorn.json", "version 2", "update"]),
+        (Box::new(manifest(&|m| m["layout"] = json!(9))), &["unicorn.json", "layout 9"]),
+        (Box::new(manifest(&|m| m["format"] = json!("gguf"))), &["unicorn.json", "gguf"]),
+        (Box::new(|f: &Path| fs::write(f.join("unicorn.json"), "{").unwrap()), &["unicorn.json", "no valid"]),
+        (Box::new(manifest(&|m| m["tensors"][Q]["scheme"] = json!("int8-row"))), &[Q, "int8-row", "takes"]),
+        (Box::new(manifest(&|m| m["tensors"][Q]["scheme"] = json!("int4-g33"))), &[Q, "int4-g33"]),
+        (Box::new(manifest(&|m| m["tensors"][Q]["shape"] = json!([64, 32]))), &[Q, "[64, 32]"]),
+        (
+            Box::new(manifest(&|m| m["tensors"][Q]["shape"] = json!([u64::MAX / 2, u64::MAX / 2]))),
+            &[Q, "expected 1 to"],
+        ),
+        (Box::new(manifest(&|m| m["tensors"][Q]["file"] = json!("layer-001.safetensors"))), &[Q, "manifest"]),
+        (
+            Box::new(manifest(&|m| {
+                let record = m["tensors"][Q].clone();
+                m["tensors"]["model.layers.9.x.weight"] = record;
+            })),
+            &["model.layers.9.x.weight", "missing"],
+        ),
+        (
+            Box::new(manifest(&|m| {
+                let record = m["files"]["layer-000.safetensors"].clone();
+                m["files"]["../layer-000.safetensors"] = record;
+            })),
+            &["../layer-000.safetensors", "same folder"],
+        ),
+    ];
+    for (change, parts) in cases {
+        let copy = damaged(&*change);
+        assert_error(unicorn(&["inspect", text(&copy)]), 1, parts);
+    }
+
+    // One bit: only the checksum sees it.
+    let flipped = damaged(&|f: &Path| {
+        let path = f.join("layer-005.safetensors");
+        let mut bytes = fs::read(&path).unwrap();
+        let last = bytes.len() - 100;
+        bytes[last] ^= 4;
+        fs::write(path, bytes).unwrap();
+    });
+    assert_eq!(output(unicorn(&["inspect", text(&flipped)])).0, 0);
+    let parts = ["layer-005.safetensors", "sha256", "damaged"];
+    assert_error(unicorn(&["inspect", text(&flipped), "--verify"]), 1, &parts);
+    let (code, stdout, stderr) = output(unicorn(&["inspect", text(&sound), "--verify", "--json"]));
+    assert_eq!(code, 0, "{stderr}");
+    let shown: Value = serde_json::from_str(&stdout).unwrap();
+    assert_eq!((shown["format"].as_str(), shown["verified"].as_bool()), (Some("native"), Some(true)));
+    let source = data("gemma3/tiny-a");
+    assert_error(unicorn(&["inspect", text(&source), "--verify"]), 1, &["no checksums"]);
+}
+
+/// Mutates manifests and headers a byte or a number at a time: refused, or read to the end.
+#[test]
+fn mutated_native_checkpoints_are_refused_or_read() {
+    const SEED: u64 = 11;
+    const ROUNDS: usize = 4000;
+    println!("seed {SEED}");
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let folder = tempfile::tempdir().unwrap();
+    let sound = folder.path().join("sound");
+    quantize(&data("gemma3/tiny-a"), &sound, &["--scheme", "int4-g32"]);
+    let originals = contents(&sound);
+    let numbers =
+        ["0", "1", "-1", "31", "32", "33", "4294967295", "18446744073709551615", "1e99", "null", "[]"];
+    let (mut refused, mut read) = (0, 0);
+    for _ in 0..ROUNDS {
+        let name = ["unicorn.json", "unicorn.json", "layer-001.safetensors", "shared.safetensors"]
+            [rng.random_range(0..4)];
+        let mut bytes = originals[name].clone();
+        let header = if name == "unicorn.json" { bytes.len() } else { 1500.min(bytes.len()) };
+        for _ in 0..rng.random_range(1..3) {
+            let at = rng.random_range(0..header.min(bytes.len()));
+            match rng.random_range(0..5) {
+                0 => bytes[at] = rng.random(),
+                1 => drop(bytes.remove(at)),
+                2 => bytes.truncate(at),
+                // Another number in place of one: what gets past the JSON.
+                _ => {
+                    let digit = |b: &u8| b.is_ascii_digit();
+                    let Some(start) = bytes[at..].iter().position(digit).map(|p| p + at) else { continue };
+                    let end =
+                        bytes[start..].iter().position(|b| !digit(b)).map_or(bytes.len(), |p| p + start);
+                    let number = numbers[rng.random_range(0..numbers.len())];
+                    bytes.splice(start..end, number.bytes());
+                }
+            }
+            if bytes.is_empty() {
+                break;
+            }
+        }
+        fs::write(sound.join(name), &bytes).unwrap();
+        match read_to_the_end(&sound) {
+            Ok(()) => read += 1,
+            Err(error) => {
+                assert!(!error.contains('\n') && error.len() < 2000, "{error:?}");
+                refused += 1;
+            }
+        }
+        fs::write(sound.join(name), &originals[name]).unwrap();
+    }
+    println!("{refused} refused, {read} read");
+    assert!(refused > ROUNDS / 2 && read > ROUNDS / 50, "{refused} refused, {read} read");
+}
+
+fn read_to_the_end(folder: &Path) -> Result<(), String> {
+    let files = ModelFiles::open(folder).map_err(|e| e.to_string())?;
+    let (config, _) = Gemma3Config::load(&files).map_err(|e| e.to_string())?;
+    let checkpoint = Checkpoint::open(&files).map_err(|e| e.to_string())?;
+    if let Some(manifest) = Manifest::read(&files).map_err(|e| e.to_string())? {
+        // Refused or not: it must end.
+        let _ = verify(&files, &manifest, &mut |_, _| {});
+    }
+    let weights = Gemma3Weights::collect(&checkpoint, &config).map_err(|e| e.to_string())?;
+    for tensor in weights.iter() {
+        for row in [0, tensor.rows() - 1] {
+            tensor.rows_f32(row..row + 1).map_err(|e| e.to_string())?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn synthetic_checkpoints_are_of_their_shape_and_say_what_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let (a, b) = (folder.path().join("a"), folder.path().join("b"));
+    let args = ["--shape", "gemma-3-270m", "--scheme", "int4-g128", "--embedding", "int4-g128"];
+    for (folder, seed) in [(&a, "0"), (&b, "0")] {
+        let (code, stdout, stderr) =
+            output(unicorn(&[&["synth", text(folder), "--seed", seed], &args[..]].concat()));
+        assert_eq!(code, 0, "{stderr}");
+        assert!(stdout.contains("random weights in the shape of gemma-3-270m"), "{stdout}");
+    }
+    let (first, second) = (contents(&a), contents(&b));
+    assert_eq!(first["layer-000.safetensors"], second["layer-000.safetensors"]);
+    assert_ne!(first["layer-000.safetensors"], first["layer-001.safetensors"]);
+    assert!(first.keys().eq(second.keys()) && first["unicorn.json"] == second["unicorn.json"]);
+
+    let files = ModelFiles::open(&a).unwrap();
+    let checkpoint = Checkpoint::open(&files).unwrap();
+    let row = checkpoint.get("model.layers.3.mlp.up_proj.weight").unwrap().rows_f32(77..78).unwrap();
+    let square = row.iter().map(|w| w * w).sum::<f32>();
+    assert!((0.8..1.25).contains(&square), "a row of unit length: {square}");
+    let (_, stdout, _) = output(unicorn(&["inspect", text(&a)]));
+    assert!(stdout.contains("random weights"), "{stdout}");
+    let (code, stdout, stderr) = output(unicorn_on_software(&[
+        "generate",
+        "--allow-software-vulkan",
+        "--model",
+        text(&a),
+        "--prompt",
+        "hello",
+        "--max-tokens",
+        "2",
+        "--context",
+        "64",
+    ]));
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stderr.contains("random weights") && !stdout.is_empty(), "{stdout} {stderr}");
+}
