@@ -11,5 +11,6 @@ mod golden;
 mod kernels;
 mod native;
 mod support;
+mod target;
 mod text;
 mod tidy;

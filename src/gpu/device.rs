@@ -82,19 +82,19 @@ pub fn list_devices() -> Result<Vec<DeviceInfo>, GpuError> {
     Ok(enumerate(&instance)?.into_iter().map(|c| c.info).collect())
 }
 
-struct Candidate {
-    raw: vk::PhysicalDevice,
-    queue_family: Option<u32>,
+pub(super) struct Candidate {
+    pub raw: vk::PhysicalDevice,
+    pub queue_family: Option<u32>,
     memory_budget: bool,
     pipeline_cache_uuid: [u8; 16],
     driver_version: u32,
     vendor_id: u32,
     device_id: u32,
     timestamp_period_ns: f32,
-    info: DeviceInfo,
+    pub info: DeviceInfo,
 }
 
-fn enumerate(instance: &Instance) -> Result<Vec<Candidate>, GpuError> {
+pub(super) fn enumerate(instance: &Instance) -> Result<Vec<Candidate>, GpuError> {
     // SAFETY: the instance is alive.
     let raws = unsafe { instance.raw.enumerate_physical_devices() }
         .map_err(GpuError::of("vkEnumeratePhysicalDevices"))?;
@@ -272,7 +272,7 @@ pub struct Device {
 }
 
 /// The logical device; destroyed on every way out of [`Device::open`], too.
-pub(super) struct RawDevice(ash::Device);
+pub(super) struct RawDevice(pub(super) ash::Device);
 
 impl std::ops::Deref for RawDevice {
     type Target = ash::Device;

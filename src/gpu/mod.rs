@@ -4,6 +4,8 @@
 //! derives barriers. It refuses to know what a tensor or a model is, to fall back to another device, and to
 //! allocate behind its caller's back.
 
+#[doc(hidden)]
+pub mod compiler;
 mod device;
 mod error;
 mod instance;

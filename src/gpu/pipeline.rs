@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use super::{Device, GpuError};
 
 /// Push-constant bytes of every pipeline layout: what Vulkan guarantees.
-const PUSH_BYTES: u32 = 128;
+pub(super) const PUSH_BYTES: u32 = 128;
 
 /// One compiled shader of the kernel table.
 #[derive(Debug)]
@@ -87,44 +87,12 @@ impl Device {
     }
 
     fn compile(&self, shader: &'static Shader, constants: &[u32]) -> Result<Pipeline, GpuError> {
-        let words: Vec<u32> =
-            shader.spirv.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-        let name = match constants {
-            [] => shader.name.to_string(),
-            values => {
-                let named = shader.constants.iter().zip(values).map(|((_, n), v)| format!("{n}={v}"));
-                format!("{} {}", shader.name, named.collect::<Vec<_>>().join(" "))
-            }
-        };
-        let entries: Vec<_> = shader
-            .constants
-            .iter()
-            .enumerate()
-            .map(|(i, &(id, _))| {
-                vk::SpecializationMapEntry::default().constant_id(id).offset(4 * i as u32).size(4)
-            })
-            .collect();
-        let specialization =
-            vk::SpecializationInfo::default().map_entries(&entries).data(bytemuck::cast_slice(constants));
-        let entry_point = CString::new("main").expect("no NUL");
-        // SAFETY: the SPIR-V comes from glslang at build time; everything pointed to lives across the calls.
-        unsafe {
-            let module = self
-                .raw
-                .create_shader_module(&vk::ShaderModuleCreateInfo::default().code(&words), None)
-                .map_err(GpuError::of("vkCreateShaderModule"))?;
-            let stage = vk::PipelineShaderStageCreateInfo::default()
-                .stage(vk::ShaderStageFlags::COMPUTE)
-                .module(module)
-                .name(&entry_point)
-                .specialization_info(&specialization);
-            let info = vk::ComputePipelineCreateInfo::default().stage(stage).layout(self.pipelines.layout);
-            let made = self.raw.create_compute_pipelines(self.pipelines.cache, &[info], None);
-            self.raw.destroy_shader_module(module, None);
-            let raw = made.map_err(|(_, e)| GpuError::of(&format!("compiling {name}"))(e))?[0];
-            self.name(raw, &name);
-            Ok(Pipeline { raw, name })
-        }
+        let (cache, layout) = (self.pipelines.cache, self.pipelines.layout);
+        let flags = vk::PipelineCreateFlags::empty();
+        let raw = create_pipeline(&self.raw, cache, layout, flags, shader, constants)?;
+        let name = pipeline_name(shader, constants);
+        self.name(raw, &name);
+        Ok(Pipeline { raw, name })
     }
 
     /// Writes the pipeline cache for the next start. A cache that cannot be written costs time, not answers:
@@ -138,6 +106,51 @@ impl Device {
         if let Err(e) = written {
             tracing::warn!("pipeline cache {} not written: {e}", file.display());
         }
+    }
+}
+
+/// A shader's name and the values of its constants.
+pub(super) fn pipeline_name(shader: &Shader, constants: &[u32]) -> String {
+    let named = shader.constants.iter().zip(constants).map(|((_, n), v)| format!(" {n}={v}"));
+    format!("{}{}", shader.name, named.collect::<String>())
+}
+
+pub(super) fn create_pipeline(
+    raw: &ash::Device,
+    cache: vk::PipelineCache,
+    layout: vk::PipelineLayout,
+    flags: vk::PipelineCreateFlags,
+    shader: &'static Shader,
+    constants: &[u32],
+) -> Result<vk::Pipeline, GpuError> {
+    let words: Vec<u32> =
+        shader.spirv.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    let entries: Vec<_> = shader
+        .constants
+        .iter()
+        .enumerate()
+        .map(|(i, &(id, _))| {
+            vk::SpecializationMapEntry::default().constant_id(id).offset(4 * i as u32).size(4)
+        })
+        .collect();
+    let specialization =
+        vk::SpecializationInfo::default().map_entries(&entries).data(bytemuck::cast_slice(constants));
+    let entry_point = CString::new("main").expect("no NUL");
+    // SAFETY: the SPIR-V comes from glslang at build time; everything pointed to lives across the calls.
+    unsafe {
+        let module = raw
+            .create_shader_module(&vk::ShaderModuleCreateInfo::default().code(&words), None)
+            .map_err(GpuError::of("vkCreateShaderModule"))?;
+        let stage = vk::PipelineShaderStageCreateInfo::default()
+            .stage(vk::ShaderStageFlags::COMPUTE)
+            .module(module)
+            .name(&entry_point)
+            .specialization_info(&specialization);
+        let info = vk::ComputePipelineCreateInfo::default().flags(flags).stage(stage).layout(layout);
+        let made = raw.create_compute_pipelines(cache, &[info], None);
+        raw.destroy_shader_module(module, None);
+        let name = || format!("compiling {}", pipeline_name(shader, constants));
+        Ok(made.map_err(|(_, e)| GpuError::of(&name())(e))?[0])
     }
 }
 

@@ -34,6 +34,20 @@ pub const LAST_SAMPLED: u32 = 1 << 31;
 /// What the sampler writes when logits are not finite.
 pub const NO_TOKEN: u32 = u32::MAX;
 
+/// Every pipeline there is, with the constants of each, for attention of `group` query heads per KV head.
+#[doc(hidden)]
+pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
+    let constants = |shader: &Shader| -> Vec<Vec<u32>> {
+        match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
+            [] => vec![vec![]],
+            ["COLUMNS", "ROW_TILES"] => TILES.iter().map(|(columns, tiles)| vec![*columns, *tiles]).collect(),
+            ["GROUP", "HEAD_DIM"] => vec![vec![group, head_dim]],
+            ref others => panic!("{}: constants {others:?} have no values here", shader.name),
+        }
+    };
+    shaders::ALL.iter().flat_map(|shader| constants(shader).into_iter().map(move |c| (*shader, c))).collect()
+}
+
 /// f32 activations `[rows, width]`, rows `stride` elements apart.
 #[derive(Clone)]
 pub struct Activations {

@@ -1,0 +1,166 @@
+//! What a driver's compiler makes of a pipeline: registers, spills, assembly. For a GPU that is not there.
+//!
+//! RADV compiles for any AMD GPU without one: `VK_DRIVER_FILES` names its ICD and `RADV_FORCE_FAMILY=phoenix` the
+//! Radeon 780M's family, and the loader shows "Null hardware". That device has no heaps and makes no timeline
+//! semaphore, so [`Device`](super::Device) does not open it; this opens it for compiling alone.
+
+use ash::{khr, vk};
+
+use super::device::{RawDevice, enumerate};
+use super::instance::Instance;
+use super::pipeline::{PUSH_BYTES, create_pipeline, pipeline_name};
+use super::{GpuError, Shader};
+
+/// A device that compiles and runs nothing.
+pub struct Compiler {
+    layout: vk::PipelineLayout,
+    executables: khr::pipeline_executable_properties::Device,
+    pub device_name: String,
+    pub driver: String,
+    raw: RawDevice,
+    _instance: Instance,
+}
+
+/// One pipeline, compiled.
+#[derive(Debug, Clone)]
+pub struct Compiled {
+    pub name: String,
+    /// The driver's own numbers by its own names, e.g. ("Spilled VGPRs", 0).
+    pub statistics: Vec<(String, u64)>,
+    pub assembly: String,
+}
+
+impl Compiled {
+    /// The statistic of that name; `None` if the driver gives none.
+    pub fn statistic(&self, name: &str) -> Option<u64> {
+        self.statistics.iter().find(|(n, _)| n == name).map(|(_, value)| *value)
+    }
+
+    /// Instructions of the assembly whose name begins with `prefix`.
+    pub fn instructions(&self, prefix: &str) -> usize {
+        self.assembly.lines().filter(|line| line.trim_start().starts_with(prefix)).count()
+    }
+}
+
+impl Compiler {
+    /// Opens the device whose name holds `part`.
+    pub fn open(part: &str) -> Result<Compiler, GpuError> {
+        let instance = Instance::new(false)?;
+        let candidates = enumerate(&instance)?;
+        let seen: Vec<_> = candidates.iter().map(|c| c.info.name.clone()).collect();
+        let chosen = candidates.into_iter().find(|c| c.info.name.contains(part)).ok_or_else(|| {
+            GpuError::NoDevice(format!("none is called {part:?}; seen: {}", seen.join("; ")))
+        })?;
+        let queues = [vk::DeviceQueueCreateInfo::default()
+            .queue_family_index(chosen.queue_family.unwrap_or(0))
+            .queue_priorities(&[1.0])];
+        let extensions = [khr::pipeline_executable_properties::NAME.as_ptr()];
+        let mut statistics = vk::PhysicalDevicePipelineExecutablePropertiesFeaturesKHR::default()
+            .pipeline_executable_info(true);
+        let mut features12 = vk::PhysicalDeviceVulkan12Features::default().buffer_device_address(true);
+        let mut features13 = vk::PhysicalDeviceVulkan13Features::default().maintenance4(true);
+        let info = vk::DeviceCreateInfo::default()
+            .queue_create_infos(&queues)
+            .enabled_extension_names(&extensions)
+            .push_next(&mut statistics)
+            .push_next(&mut features12)
+            .push_next(&mut features13);
+        // SAFETY: the physical device is of this instance.
+        let raw = unsafe { instance.raw.create_device(chosen.raw, &info, None) }
+            .map_err(GpuError::of("vkCreateDevice"))?;
+        let raw = RawDevice(raw);
+        let push =
+            [vk::PushConstantRange::default().stage_flags(vk::ShaderStageFlags::COMPUTE).size(PUSH_BYTES)];
+        let info = vk::PipelineLayoutCreateInfo::default().push_constant_ranges(&push);
+        // SAFETY: the device is alive.
+        let layout = unsafe { raw.create_pipeline_layout(&info, None) }
+            .map_err(GpuError::of("vkCreatePipelineLayout"))?;
+        let executables = khr::pipeline_executable_properties::Device::new(&instance.raw, &raw);
+        Ok(Compiler {
+            layout,
+            executables,
+            device_name: chosen.info.name,
+            driver: chosen.info.driver,
+            raw,
+            _instance: instance,
+        })
+    }
+
+    /// Compiles `shader` with `constants`, in the order of `Shader::constants`.
+    pub fn compile(&self, shader: &'static Shader, constants: &[u32]) -> Result<Compiled, GpuError> {
+        let flags = vk::PipelineCreateFlags::CAPTURE_STATISTICS_KHR
+            | vk::PipelineCreateFlags::CAPTURE_INTERNAL_REPRESENTATIONS_KHR;
+        let cache = vk::PipelineCache::null();
+        let pipeline = create_pipeline(&self.raw, cache, self.layout, flags, shader, constants)?;
+        let name = pipeline_name(shader, constants);
+        let what = format!("statistics of {name}");
+        let info = vk::PipelineInfoKHR::default().pipeline(pipeline);
+        let executable = vk::PipelineExecutableInfoKHR::default().pipeline(pipeline).executable_index(0);
+        // SAFETY: the pipeline was made just now with both capture flags, and is destroyed once, below.
+        let captured = unsafe {
+            let count = self.executables.get_pipeline_executable_properties(&info).map(|all| all.len());
+            assert_eq!(count, Ok(1), "a compute pipeline is one executable");
+            let statistics = self.executables.get_pipeline_executable_statistics(&executable);
+            let texts = self.representations(&executable);
+            self.raw.destroy_pipeline(pipeline, None);
+            statistics.and_then(|s| Ok((s, texts?))).map_err(GpuError::of(&what))?
+        };
+        let value = |s: &vk::PipelineExecutableStatisticKHR| match s.format {
+            // SAFETY: the format says which field of the union is set.
+            vk::PipelineExecutableStatisticFormatKHR::UINT64 => unsafe { s.value.u64 },
+            // SAFETY: as above.
+            vk::PipelineExecutableStatisticFormatKHR::INT64 => unsafe { s.value.i64 as u64 },
+            _ => 0,
+        };
+        let text = |name: Result<&std::ffi::CStr, _>| {
+            name.map_or(String::new(), |n: &std::ffi::CStr| n.to_string_lossy().into_owned())
+        };
+        let (statistics, texts) = captured;
+        Ok(Compiled {
+            name,
+            statistics: statistics.iter().map(|s| (text(s.name_as_c_str()), value(s))).collect(),
+            assembly: texts
+                .into_iter()
+                .find(|(name, _)| name.contains("ssembly"))
+                .map_or(String::new(), |t| t.1),
+        })
+    }
+
+    /// What the compiler went through, by name.
+    ///
+    /// SAFETY (caller): the executable's pipeline is alive, and was made with the capture flag.
+    unsafe fn representations(
+        &self,
+        executable: &vk::PipelineExecutableInfoKHR<'_>,
+    ) -> Result<Vec<(String, String)>, vk::Result> {
+        let call = self.executables.fp().get_pipeline_executable_internal_representations_khr;
+        let mut count = 0;
+        // SAFETY: per this function's contract; the first call counts, the second asks for lengths, the third for texts.
+        unsafe {
+            call(self.raw.handle(), executable, &mut count, std::ptr::null_mut()).result()?;
+            let mut list = vec![vk::PipelineExecutableInternalRepresentationKHR::default(); count as usize];
+            call(self.raw.handle(), executable, &mut count, list.as_mut_ptr()).result()?;
+            let mut texts: Vec<Vec<u8>> = list.iter().map(|r| vec![0; r.data_size]).collect();
+            for (representation, text) in list.iter_mut().zip(&mut texts) {
+                representation.p_data = text.as_mut_ptr().cast();
+            }
+            call(self.raw.handle(), executable, &mut count, list.as_mut_ptr()).result()?;
+            let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').to_string();
+            Ok(list
+                .iter()
+                .zip(&texts)
+                .map(|(r, bytes)| {
+                    let name = r.name_as_c_str().map_or(String::new(), |n| n.to_string_lossy().into_owned());
+                    (name, text(bytes))
+                })
+                .collect())
+        }
+    }
+}
+
+impl Drop for Compiler {
+    fn drop(&mut self) {
+        // SAFETY: pipelines are destroyed as soon as they are looked at; the layout is destroyed once.
+        unsafe { self.raw.destroy_pipeline_layout(self.layout, None) }
+    }
+}
