@@ -720,6 +720,26 @@ fn qkv_store_norms_rotates_and_files_away() {
 }
 
 #[test]
+fn moments_add_up_squares_by_column() {
+    let mut b = Bench::new(17);
+    for (tokens, width) in [(1, 1), (3, 63), (17, 64), (5, 130)] {
+        let x = b.random(tokens * width, 3.0);
+        let before = b.random(width, 1.0);
+        let (input, sums) = (b.activations(&x, width), b.upload(&before));
+        b.run(|k, r| k.moments(r, &input, &sums, tokens));
+        let got: Vec<f32> = b.download(&sums, width);
+        let square = |t: usize, c: usize| f64::from(x[t * width + c]).powi(2);
+        let expected: Vec<f64> = (0..width)
+            .map(|c| f64::from(before[c]) + (0..tokens).map(|t| square(t, c)).sum::<f64>())
+            .collect();
+        let magnitude: Vec<f64> = (0..width)
+            .map(|c| f64::from(before[c]).abs() + (0..tokens).map(|t| square(t, c)).sum::<f64>())
+            .collect();
+        close(&got, &expected, &magnitude, 2e-6, &format!("{tokens} x {width}"));
+    }
+}
+
+#[test]
 fn geglu_matches_its_twin_and_survives_extremes() {
     let mut b = Bench::new(50);
     for (rows, width) in [(1, 3), (7, 129), (3, 1000)] {

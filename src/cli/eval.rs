@@ -79,17 +79,40 @@ fn check(model: &Model, tokens: &[u32]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The text in windows of the whole context, each beginning with `<bos>`, no token predicted twice.
 fn perplexity(mut model: Model, text: &str, path: &Path) -> Result<(), Error> {
+    let ids = text_ids(&model, text, path)?;
+    let bar = Bar::tokens("reading", ids.len() as u64);
+    let (mut nll, mut done) = (0f64, 0);
+    each_prediction(&mut model, &ids, &mut |row, target| {
+        nll += negative_log_likelihood(row, target);
+        done += 1;
+        bar.set(done);
+    })?;
+    drop(bar);
+    let (total, mean) = (ids.len(), nll / ids.len() as f64);
+    print(&format!("perplexity {:.4} (nll {mean:.5} per token, {total} tokens)\n", mean.exp()))
+}
+
+/// The ids of a text, without `<bos>`; at least one.
+pub fn text_ids(model: &Model, text: &str, path: &Path) -> Result<Vec<u32>, Error> {
     let mut ids = model.tokenizer.encode(text, true)?;
     model.tokenizer.check_ids(&ids, model.vocab_size())?;
-    let bos = model.bos_token_id;
-    if ids.first() == Some(&bos) {
+    if ids.first() == Some(&model.bos_token_id) {
         ids.remove(0);
     }
     if ids.is_empty() {
         return Err(Error::Argument(format!("{}: the text is empty", path.display())));
     }
+    Ok(ids)
+}
+
+/// The logits before each of `ids`, and the id, in order: in windows of the whole context, each beginning with `<bos>`,
+/// no token predicted twice.
+pub fn each_prediction(
+    model: &mut Model,
+    ids: &[u32],
+    each: &mut dyn FnMut(&[f32], u32),
+) -> Result<(), Error> {
     // Each window begins with `<bos>`.
     let window_tokens = model.max_context().saturating_sub(1);
     if window_tokens == 0 {
@@ -97,32 +120,41 @@ fn perplexity(mut model: Model, text: &str, path: &Path) -> Result<(), Error> {
             "--context: a context of 1 token predicts nothing; expected at least 2".into(),
         ));
     }
-    let (vocab, total) = (model.vocab_size(), ids.len());
-    let bar = Bar::tokens("reading", total as u64);
-    let (mut nll, mut done) = (0f64, 0);
+    let vocab = model.vocab_size();
+    let mut done = 0;
     for window in ids.chunks(window_tokens) {
-        let mut tokens = vec![bos];
+        let mut tokens = vec![model.bos_token_id];
         tokens.extend(window);
         // The row at a position predicts the token after it; the last row predicts nothing known.
         model.runner.logits(&tokens, &mut |start, rows| {
             for (row, target) in rows.chunks_exact(vocab).zip(&tokens[start + 1..]) {
-                nll += negative_log_likelihood(row, *target);
+                each(row, *target);
                 done += 1;
             }
-            bar.set(done);
         })?;
     }
-    drop(bar);
-    assert_eq!(done as usize, total, "every token is predicted once");
-    let mean = nll / total as f64;
-    print(&format!("perplexity {:.4} (nll {mean:.5} per token, {total} tokens)\n", mean.exp()))
+    assert_eq!(done, ids.len(), "every token is predicted once");
+    Ok(())
 }
 
 /// In nats, summed in f64.
-fn negative_log_likelihood(row: &[f32], target: u32) -> f64 {
+pub fn negative_log_likelihood(row: &[f32], target: u32) -> f64 {
+    log_sum_exp(row) - f64::from(row[target as usize])
+}
+
+/// `KL(p || q)` of the softmaxes of two rows of logits, in nats, summed in f64.
+pub fn divergence(p: &[f32], q: &[f32]) -> f64 {
+    let (p_total, q_total) = (log_sum_exp(p), log_sum_exp(q));
+    let term = |(p, q): (&f32, &f32)| {
+        let (log_p, log_q) = (f64::from(*p) - p_total, f64::from(*q) - q_total);
+        log_p.exp() * (log_p - log_q)
+    };
+    p.iter().zip(q).map(term).sum()
+}
+
+fn log_sum_exp(row: &[f32]) -> f64 {
     let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = row.iter().map(|x| f64::from(x - max).exp()).sum();
-    sum.ln() - f64::from(row[target as usize] - max)
+    row.iter().map(|x| f64::from(x - max).exp()).sum::<f64>().ln() + f64::from(max)
 }
 
 #[cfg(test)]
@@ -134,6 +166,14 @@ mod tests {
         let row = [1000.0, 1000.0, 1000.0 + 3f32.ln()];
         assert!((negative_log_likelihood(&row, 0) - 5f64.ln()).abs() < 1e-4);
         assert!((negative_log_likelihood(&row, 2) - (5.0 / 3.0f64).ln()).abs() < 1e-4);
+    }
+
+    #[test]
+    fn divergence_is_that_of_two_distributions() {
+        let (p, q) = ([7.0, 7.0 + 3f32.ln()], [-2.0, -2.0]); // 1/4 and 3/4, against 1/2 and 1/2
+        let expected = 0.25 * 0.5f64.ln() + 0.75 * 1.5f64.ln();
+        assert!((divergence(&p, &q) - expected).abs() < 1e-6);
+        assert!(divergence(&p, &p).abs() < 1e-12);
     }
 
     #[test]

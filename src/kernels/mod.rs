@@ -20,7 +20,9 @@ pub mod shaders {
     include!(concat!(env!("OUT_DIR"), "/shaders.rs"));
 }
 
-use shaders::{AttentionPush, EmbedPush, GegluPush, MatmulPush, QkvStorePush, RmsNormPush, SamplePush};
+use shaders::{
+    AttentionPush, EmbedPush, GegluPush, MatmulPush, MomentsPush, QkvStorePush, RmsNormPush, SamplePush,
+};
 
 /// Largest head: a workgroup of attention holds one in 64 vec4s. Heads are multiples of 4.
 pub const MAX_HEAD_DIM: usize = 256;
@@ -145,6 +147,7 @@ pub struct Kernels {
     group: usize,
     head_dim: usize,
     geglu: Arc<Pipeline>,
+    moments: Arc<Pipeline>,
     sample: Arc<Pipeline>,
 }
 
@@ -185,6 +188,7 @@ impl Kernels {
             group,
             head_dim,
             geglu: device.pipeline(&shaders::GEGLU, &[])?,
+            moments: device.pipeline(&shaders::MOMENTS, &[])?,
             sample: device.pipeline(&shaders::SAMPLE, &[])?,
         })
     }
@@ -437,6 +441,22 @@ impl Kernels {
         };
         let groups = [count.div_ceil(256).min(65535) as u32, 1, 1];
         recorder.dispatch(&self.geglu, &push, groups, &[&gate.buffer, &up.buffer], &[&gate.buffer]);
+    }
+
+    /// `sums[c] += sum of x[t, c]^2` over `tokens` rows: f32, one for each column.
+    pub fn moments(&self, recorder: &mut Recorder<'_>, x: &Activations, sums: &Buffer, tokens: usize) {
+        x.check(tokens, x.width, "moments: x");
+        assert!(sums.size() >= 4 * x.width as u64, "moments: sums");
+        let push = MomentsPush {
+            x: x.buffer.address(),
+            sums: sums.address(),
+            tokens: tokens as u32,
+            width: x.width as u32,
+            x_stride: x.stride as u32,
+            ..MomentsPush::default()
+        };
+        let groups = [(x.width as u32).div_ceil(64), 1, 1];
+        recorder.dispatch(&self.moments, &push, groups, &[&x.buffer, sums], &[sums]);
     }
 
     /// Draws a token per row of `logits`: `ids[row]`, and `sampled[slot]`. Ids from `vocab` up are never drawn.
