@@ -18,6 +18,7 @@ pub struct Config {
     pub server: Server,
     pub model: Model,
     pub hardware: Hardware,
+    pub memory: Memory,
     pub engine: Engine,
 }
 
@@ -51,6 +52,20 @@ pub struct Hardware {
     pub device: Option<String>,
     pub allow_software_vulkan: bool,
     pub validation: bool,
+    /// Whether a model that the kernel does not see in memory is refused.
+    pub strict: bool,
+}
+
+/// Bytes; none is what the driver says.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Memory {
+    #[serde(deserialize_with = "byte_size")]
+    pub vram: Option<u64>,
+    #[serde(deserialize_with = "byte_size")]
+    pub gtt: Option<u64>,
+    #[serde(deserialize_with = "byte_size")]
+    pub reserve: Option<u64>,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -150,6 +165,7 @@ impl Config {
             server: section(merged, "server")?,
             model: section(merged, "model")?,
             hardware: section(merged, "hardware")?,
+            memory: section(merged, "memory")?,
             engine: section(merged, "engine")?,
         };
         let Config { server, engine, .. } = &config;
@@ -231,8 +247,47 @@ fn unless_zero<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<usize>, 
     usize::deserialize(d).map(|n| Some(n).filter(|n| *n != 0))
 }
 
+fn byte_size<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
+    let text = String::deserialize(d)?;
+    if text.is_empty() {
+        return Ok(None);
+    }
+    parse_bytes(&text).map(Some).map_err(serde::de::Error::custom)
+}
+
 fn quantize_mode<'de, D: serde::Deserializer<'de>>(d: D) -> Result<QuantizeMode, D::Error> {
     String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
+}
+
+const BYTE_UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+/// A size in bytes: a number and one of the binary units, `16GiB`, `1.5 GiB`, `512MiB`. A number alone is bytes.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    let expected = || format!("expected a size such as 16GiB or 512MiB, got {text:?}");
+    let trimmed = text.trim();
+    let digits = trimmed.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(trimmed.len());
+    let (number, unit) = (&trimmed[..digits], trimmed[digits..].trim());
+    let power = match unit {
+        "" => 0,
+        unit => BYTE_UNITS.iter().position(|u| *u == unit).ok_or_else(expected)?,
+    };
+    let bytes = match number.parse::<u64>() {
+        Ok(whole) => whole.checked_mul(1 << (10 * power)).ok_or_else(expected)?,
+        Err(_) => {
+            let number: f64 = number.parse().map_err(|_| expected())?;
+            (number * 1024f64.powi(power as i32)).round() as u64
+        }
+    };
+    if bytes > 1 << 50 { Err(expected()) } else { Ok(bytes) }
+}
+
+/// Bytes for people, in binary units.
+pub fn show_bytes(n: u64) -> String {
+    if n < 1024 {
+        return format!("{n} B");
+    }
+    let power = (n.ilog2() / 10).min(BYTE_UNITS.len() as u32 - 1);
+    format!("{:.1} {}", n as f64 / 1024f64.powi(power as i32), BYTE_UNITS[power as usize])
 }
 
 /// The parser draws its errors over several lines, with the place first and the reason last.

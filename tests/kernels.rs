@@ -135,7 +135,8 @@ impl Bench {
     fn matrix_of(&mut self, tensor: &Tensor, scheme: Scheme, shard: u64) -> Matrix {
         let mut uploader = Uploader::new(&self.device).unwrap();
         let matrix =
-            Matrix::upload(&mut self.arena, &mut uploader, tensor, scheme, shard, &mut |_| {}).unwrap();
+            Matrix::upload(&mut self.arena, &mut uploader, tensor, scheme, Class::Ffn, shard, &mut |_| {})
+                .unwrap();
         uploader.finish().unwrap();
         matrix
     }
@@ -441,13 +442,20 @@ fn the_27b_embedding_works_whole() {
     let mut uploader = Uploader::new(&b.device).unwrap();
     let limit = b.device.info().max_allocation_bytes.min(1 << 31);
     let mut packed = Vec::new();
-    let matrix =
-        Matrix::upload(&mut b.arena, &mut uploader, &tensor, Scheme::Bf16, limit, &mut |r| packed.push(r))
-            .unwrap();
+    let matrix = Matrix::upload(
+        &mut b.arena,
+        &mut uploader,
+        &tensor,
+        Scheme::Bf16,
+        Class::Embedding,
+        limit,
+        &mut |r| packed.push(r),
+    )
+    .unwrap();
     let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix).unwrap();
     uploader.finish().unwrap();
     let placed: u64 =
-        b.arena.placements().iter().filter(|p| p.class == Class::Weights).map(|p| p.bytes).sum();
+        b.arena.placements().iter().filter(|p| p.class == Class::Embedding).map(|p| p.bytes).sum();
     assert!(placed >= (rows * cols * 2) as u64, "{placed} bytes of weights");
 
     assert!(packed.is_sorted() && packed.last() == Some(&rows), "progress: {packed:?}");

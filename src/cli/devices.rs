@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use super::error::Error;
 use super::generate::print;
+pub use crate::config::show_bytes as bytes;
 use crate::gpu::{self, DeviceInfo, DeviceKind};
 
 pub fn devices() -> Result<(), Error> {
@@ -41,14 +42,4 @@ fn describe(device: &DeviceInfo) -> String {
     };
     line("usable", usable);
     text
-}
-
-/// Bytes for people, in binary units.
-pub fn bytes(n: u64) -> String {
-    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
-    if n < 1024 {
-        return format!("{n} B");
-    }
-    let power = (n.ilog2() / 10).min(UNITS.len() as u32);
-    format!("{:.1} {}", n as f64 / 1024f64.powi(power as i32), UNITS[power as usize - 1])
 }

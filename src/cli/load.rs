@@ -3,17 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::devices::bytes;
 use super::error::Error;
 use super::progress::Bar;
 use crate::api::{SamplingDefaults, Service};
 use crate::checkpoint::{Manifest, ModelFiles};
-use crate::config::{self, Config};
+use crate::config::{self, Config, show_bytes as bytes};
 use crate::engine::{Engine, EngineConfig, EngineHandle};
-use crate::gpu::{Device, DeviceInfo, DevicePolicy, Placement};
+use crate::gpu::placement::{Limits, Placement};
+use crate::gpu::{Device, DeviceInfo, DevicePolicy};
 use crate::model::Runner;
 use crate::model::config::{Gemma3Config, GenerationConfig};
-use crate::model::gemma3::{Gemma3, LoadOptions};
+use crate::model::gemma3::{Gemma3, LoadError, LoadOptions};
 use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
 
 /// For the engine to give the device back.
@@ -94,6 +94,8 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
     let options = LoadOptions {
         quantize: config.model.quantize,
         max_context: config.engine.context,
+        memory: limits(&config.memory),
+        strict: config.hardware.strict,
         max_batch_tokens: config.engine.prefill_chunk,
         // Rows of the embedding beyond the tokenizer's ids are padding: no text stands for them.
         sample_below: Some(tokenizer.vocab_size()),
@@ -103,8 +105,13 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
     let runner = Gemma3::load(&device, files, &options, &mut |p| {
         bar.set_total(p.total);
         bar.set(p.done);
-    })?;
+    });
     drop(bar);
+    let runner = runner.inspect_err(|error| {
+        if let LoadError::DoesNotFit(error) = error {
+            error.refusal.table().iter().for_each(|row| tracing::warn!("memory   {row}"));
+        }
+    })?;
 
     let mut stop_token_ids = runner.config().eos_token_ids.clone();
     // A checkpoint whose configs name `<eos>` alone still ends its turns with this.
@@ -153,6 +160,7 @@ impl Model {
         for (what, n) in self.placement() {
             tracing::info!("memory   {} {what}", bytes(n));
         }
+        tracing::info!("memory   {}", self.runner.residency());
     }
 }
 
@@ -167,6 +175,12 @@ impl Profiler {
         kernels.sort_by_key(|(_, _, time)| std::cmp::Reverse(*time));
         kernels
     }
+}
+
+/// What a user allows of a device's memory.
+pub fn limits(memory: &config::Memory) -> Limits {
+    let config::Memory { vram, gtt, reserve } = *memory;
+    Limits { vram, gtt, reserve }
 }
 
 /// Loads `files` and starts the engine on it.

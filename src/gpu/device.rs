@@ -10,6 +10,8 @@ use ash::{ext, vk};
 use super::instance::{Instance, ValidationLog};
 use super::memory::Heaps;
 use super::pipeline::Pipelines;
+use super::placement::Machine;
+use super::residency::{self, Held};
 use super::{GpuError, Profile};
 
 /// Longest any wait on the GPU may last before the device counts as hung.
@@ -54,6 +56,10 @@ impl fmt::Display for DeviceKind {
 #[derive(Debug, Clone)]
 pub struct HeapInfo {
     pub device_local: bool,
+    /// The host may write and read it without flushing.
+    pub host_visible: bool,
+    /// Whether any memory type there is one that this program uses.
+    pub usable: bool,
     pub size_bytes: u64,
     /// What this process may still allocate: `VK_EXT_memory_budget` clamped to the heap's size.
     pub free_bytes: u64,
@@ -72,8 +78,17 @@ pub struct DeviceInfo {
     pub subgroup_size: u32,
     pub max_allocation_bytes: u64,
     pub max_storage_buffer_bytes: u64,
+    /// PCI address, e.g. `0000:c5:00.0`, where the driver tells it.
+    pub pci: Option<String>,
     /// What this program needs and the device lacks; empty if it can run.
     pub missing: Vec<String>,
+}
+
+impl DeviceInfo {
+    /// Its memory, for the placement policy.
+    pub fn machine(&self) -> Machine {
+        super::memory::machine(&self.heaps, self.kind, self.max_allocation_bytes)
+    }
 }
 
 /// Every Vulkan device the loader shows, usable or not.
@@ -127,8 +142,16 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
         )
     };
     let properties = properties.properties;
-    let memory_budget =
-        extensions.iter().any(|e| e.extension_name_as_c_str() == Ok(ext::memory_budget::NAME));
+    let has = |name| extensions.iter().any(|e| e.extension_name_as_c_str() == Ok(name));
+    let memory_budget = has(ext::memory_budget::NAME);
+    let pci = has(ext::pci_bus_info::NAME).then(|| {
+        let mut pci = vk::PhysicalDevicePCIBusInfoPropertiesEXT::default();
+        let mut properties = vk::PhysicalDeviceProperties2::default().push_next(&mut pci);
+        // SAFETY: as above; the device has the extension that the chained structure is of.
+        unsafe { vk_instance.get_physical_device_properties2(raw, &mut properties) };
+        let (domain, bus, slot, function) = (pci.pci_domain, pci.pci_bus, pci.pci_device, pci.pci_function);
+        format!("{domain:04x}:{bus:02x}:{slot:02x}.{function}")
+    });
     let heaps = super::memory::heap_infos(vk_instance, raw, memory_budget);
     // A family with compute and no graphics first: its queue is not shared with the desktop's.
     let queue_family = families
@@ -195,6 +218,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
             subgroup_size: subgroup.subgroup_size,
             max_allocation_bytes: limits3.max_memory_allocation_size.min(limits4.max_buffer_size),
             max_storage_buffer_bytes: properties.limits.max_storage_buffer_range.into(),
+            pci,
             missing,
         },
     }
@@ -203,6 +227,13 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
 /// What to look at where the loader shows no device.
 pub const NO_DRIVER_HINT: &str = "is a driver installed (mesa-vulkan-drivers), and may this user open /dev/dri/renderD* \
                                   (group render)?";
+
+/// The device that [`Device::open`] would take, not opened.
+pub fn chosen_device(policy: &DevicePolicy) -> Result<DeviceInfo, GpuError> {
+    let mut seen = list_devices()?;
+    let index = choose(policy, &seen)?;
+    Ok(seen.swap_remove(index))
+}
 
 /// Picks a device, or says which were seen and why none will do.
 fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuError> {
@@ -374,6 +405,11 @@ impl Device {
         &self.info
     }
 
+    /// What the kernel says this process holds of the device; `None` where it says nothing.
+    pub fn held(&self) -> Option<Held> {
+        residency::held(std::path::Path::new("/proc/self"), self.info.pci.as_deref()?)
+    }
+
     pub fn validation_log(&self) -> &Arc<ValidationLog> {
         &self.instance.log
     }
@@ -465,10 +501,17 @@ mod tests {
             kind,
             driver: "test".into(),
             api_version: (1, 3),
-            heaps: vec![HeapInfo { device_local: true, size_bytes: gib << 30, free_bytes: gib << 30 }],
+            heaps: vec![HeapInfo {
+                device_local: true,
+                host_visible: true,
+                usable: true,
+                size_bytes: gib << 30,
+                free_bytes: gib << 30,
+            }],
             subgroup_size: 32,
             max_allocation_bytes: 1 << 31,
             max_storage_buffer_bytes: 1 << 31,
+            pci: None,
             missing: Vec::new(),
         }
     }

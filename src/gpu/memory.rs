@@ -1,7 +1,8 @@
 //! Device memory: heaps, arenas, buffers.
 //!
 //! An [`Arena`] takes memory in chunks and hands out sub-ranges; whoever owns the arena decides when
-//! allocation ends, by dropping it. Buffers are addressed by 64-bit device addresses, not descriptors:
+//! allocation ends, by dropping it. A model's arena follows a [`Plan`] and takes all of it at once; without one (staging
+//! of a load, tests) chunks are taken as they are needed. Buffers are addressed by 64-bit device addresses, not descriptors:
 //! a weight may be larger than `maxStorageBufferRange` (128 MiB on lavapipe), and 62 layers need no
 //! descriptor sets. A buffer larger than one allocation may be is refused; matrices are cut into row shards
 //! before they get here.
@@ -9,6 +10,7 @@
 //! Invariants: nothing is ever moved, padded to fit, or freed behind a buffer's back; a chunk lives as long
 //! as the last buffer in it.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,54 +18,17 @@ use ash::vk;
 
 use super::GpuError;
 use super::device::{Device, DeviceKind, HeapInfo};
+use super::placement::{ALIGNMENT, CHUNK_BYTES, Class, Heap, Machine, MemoryKind, Placement, Plan};
 
-/// Chunks are at least this large, so that small buffers share one allocation (drivers allow some 4096).
-const CHUNK_BYTES: u64 = 32 << 20;
-/// Sub-allocations start at multiples of this: cache lines, and every `vec4`-aligned shader access.
-const ALIGNMENT: u64 = 256;
+/// What the host writes and reads without flushing.
+const HOST: vk::MemoryPropertyFlags = vk::MemoryPropertyFlags::from_raw(
+    vk::MemoryPropertyFlags::HOST_VISIBLE.as_raw() | vk::MemoryPropertyFlags::HOST_COHERENT.as_raw(),
+);
 
-/// Which memory a buffer needs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MemoryKind {
-    /// Read and written by shaders; the host reaches it through copies.
-    Device,
-    /// Written by the host, read by the device.
-    Upload,
-    /// Written by the device, read by the host.
-    Readback,
-}
-
-/// What the bytes are for: the rows of the placement table.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Class {
-    Weights,
-    KvCache,
-    Activations,
-    Staging,
-}
-
-impl Class {
-    pub const fn name(self) -> &'static str {
-        match self {
-            Class::Weights => "weights",
-            Class::KvCache => "KV cache",
-            Class::Activations => "activations",
-            Class::Staging => "staging",
-        }
-    }
-}
-
-/// Bytes of one class in one heap.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Placement {
-    pub class: Class,
-    /// e.g. `heap 0 (device-local)`.
-    pub heap: String,
-    pub buffers: usize,
-    /// What the buffers take.
-    pub bytes: u64,
-    /// What was allocated for them: small buffers share chunks.
-    pub allocated: u64,
+/// Device-coherent and protected types are slow or need features that are off.
+fn is_plain(flags: vk::MemoryPropertyFlags) -> bool {
+    use vk::MemoryPropertyFlags as F;
+    (F::DEVICE_LOCAL | F::HOST_VISIBLE | F::HOST_COHERENT | F::HOST_CACHED).contains(flags)
 }
 
 pub(super) struct Heaps {
@@ -103,11 +68,17 @@ pub(super) fn heap_infos(
     // SAFETY: the physical device is of this instance; the budget structure is chained only where supported.
     unsafe { instance.get_physical_device_memory_properties2(physical, &mut properties) };
     let heaps = properties.memory_properties;
+    let types_of = |heap: usize| {
+        let types = heaps.memory_types_as_slice().iter().filter(move |t| t.heap_index as usize == heap);
+        types.map(|t| t.property_flags).filter(|flags| is_plain(*flags))
+    };
     heaps
         .memory_heaps_as_slice()
         .iter()
         .enumerate()
         .map(|(i, heap)| HeapInfo {
+            usable: types_of(i).next().is_some(),
+            host_visible: types_of(i).any(|flags| flags.contains(HOST)),
             device_local: heap.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL),
             size_bytes: heap.size,
             free_bytes: if has_budget {
@@ -125,61 +96,45 @@ impl Device {
         self.heaps.allocations.load(Ordering::Relaxed)
     }
 
-    fn free_bytes(&self, heap: usize) -> (u64, u64) {
-        let info = &heap_infos(&self.instance.raw, self.physical, self.memory_budget)[heap];
-        let free = if self.memory_budget {
-            info.free_bytes
-        } else {
-            info.size_bytes.saturating_sub(self.heaps.allocated[heap].load(Ordering::Relaxed))
-        };
-        (free, info.size_bytes)
+    /// The device's memory, with what is free now.
+    pub fn machine(&self) -> Machine {
+        let mut heaps = heap_infos(&self.instance.raw, self.physical, self.memory_budget);
+        if !self.memory_budget {
+            for (heap, taken) in heaps.iter_mut().zip(&self.heaps.allocated) {
+                heap.free_bytes = heap.size_bytes.saturating_sub(taken.load(Ordering::Relaxed));
+            }
+        }
+        machine(&heaps, self.info().kind, self.info().max_allocation_bytes)
     }
 
-    /// Bytes free for [`MemoryKind::Device`] buffers, and in all, over the heaps that such buffers may lie in.
-    pub fn device_bytes(&self) -> (u64, u64) {
-        let mut heaps: Vec<usize> =
-            self.memory_types(MemoryKind::Device, u32::MAX).into_iter().map(|t| self.heap_of(t)).collect();
-        heaps.sort();
-        heaps.dedup();
-        heaps
-            .into_iter()
-            .map(|heap| self.free_bytes(heap))
-            .fold((0, 0), |(f, t), (free, total)| (f + free, t + total))
+    fn free_bytes(&self, heap: usize) -> (u64, u64) {
+        let machine = self.machine();
+        let heap = machine.heaps.iter().find(|h| h.index == heap).expect("a heap with usable memory types");
+        (heap.free, heap.size)
     }
 
     fn heap_of(&self, memory_type: u32) -> usize {
         self.heaps.properties.memory_types[memory_type as usize].heap_index as usize
     }
 
-    fn heap_name(&self, heap: usize) -> String {
-        let local =
-            self.heaps.properties.memory_heaps[heap].flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL);
-        format!("heap {heap} ({})", if local { "device-local" } else { "host" })
-    }
-
     /// Memory types that suit `kind`, best first.
     fn memory_types(&self, kind: MemoryKind, allowed: u32) -> Vec<u32> {
         use vk::MemoryPropertyFlags as F;
-        let host = F::HOST_VISIBLE | F::HOST_COHERENT;
-        // An integrated GPU reaches all of its memory at one speed: GTT is as good as the carve-out. On a
-        // discrete one, weights in host memory would crawl over PCIe: a silent substitute, so refused.
-        let shared = matches!(self.info().kind, DeviceKind::Integrated | DeviceKind::Cpu);
+        let shared = is_unified(self.info().kind);
         // Lower is better; None does not suit.
         let rank = |flags: F| match kind {
             MemoryKind::Device if flags.contains(F::DEVICE_LOCAL) => {
                 Some(flags.contains(F::HOST_VISIBLE) as u32)
             }
             MemoryKind::Device => shared.then_some(2),
-            MemoryKind::Upload => flags.contains(host).then(|| flags.contains(F::HOST_CACHED) as u32),
-            MemoryKind::Readback => flags.contains(host).then(|| !flags.contains(F::HOST_CACHED) as u32),
+            MemoryKind::Upload => flags.contains(HOST).then(|| flags.contains(F::HOST_CACHED) as u32),
+            MemoryKind::Readback => flags.contains(HOST).then(|| !flags.contains(F::HOST_CACHED) as u32),
         };
-        // Device-coherent and protected types are slow or need features that are off.
-        let plain = F::DEVICE_LOCAL | F::HOST_VISIBLE | F::HOST_COHERENT | F::HOST_CACHED;
         let mut types: Vec<(u32, u32)> = (0..self.heaps.properties.memory_type_count)
             .filter(|&t| allowed & (1 << t) != 0)
             .filter_map(|t| {
                 let flags = self.heaps.properties.memory_types[t as usize].property_flags;
-                if !plain.contains(flags) {
+                if !is_plain(flags) {
                     return None;
                 }
                 Some((rank(flags)?, t))
@@ -188,6 +143,29 @@ impl Device {
         types.sort();
         types.into_iter().map(|(_, t)| t).collect()
     }
+}
+
+/// An integrated GPU reaches all of its memory at one speed: GTT is as good as the carve-out.
+fn is_unified(kind: DeviceKind) -> bool {
+    matches!(kind, DeviceKind::Integrated | DeviceKind::Cpu)
+}
+
+/// A device's heaps, as far as buffers may lie in them, for the policy.
+pub(super) fn machine(heaps: &[HeapInfo], kind: DeviceKind, max_allocation_bytes: u64) -> Machine {
+    let usable = heaps.iter().enumerate().filter(|(_, info)| info.usable);
+    let heaps = usable.map(|(index, info)| Heap {
+        index,
+        name: heap_name(index, info.device_local),
+        size: info.size_bytes,
+        free: info.free_bytes,
+        device_local: info.device_local,
+        host_visible: info.host_visible,
+    });
+    Machine { heaps: heaps.collect(), unified: is_unified(kind), max_allocation_bytes }
+}
+
+fn heap_name(index: usize, device_local: bool) -> String {
+    format!("heap {index} ({})", if device_local { "device-local" } else { "host" })
 }
 
 /// One `VkDeviceMemory` with the one `VkBuffer` that covers it.
@@ -212,7 +190,14 @@ unsafe impl Send for Chunk {}
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
-    fn new(device: &Arc<Device>, kind: MemoryKind, size: u64, name: &str) -> Result<Chunk, GpuError> {
+    /// In the heap with the driver's index `heap`, or in the best one for its kind.
+    fn new(
+        device: &Arc<Device>,
+        kind: MemoryKind,
+        heap: Option<usize>,
+        size: u64,
+        name: &str,
+    ) -> Result<Chunk, GpuError> {
         let limit = device.info().max_allocation_bytes;
         if size > limit {
             return Err(GpuError::TooLarge { name: name.to_string(), asked: size, limit });
@@ -227,7 +212,7 @@ impl Chunk {
         let raw = unsafe { device.raw.create_buffer(&info, None) }.map_err(GpuError::of("vkCreateBuffer"))?;
         // SAFETY: the buffer was just made.
         let needs = unsafe { device.raw.get_buffer_memory_requirements(raw) };
-        let (memory, heap) = match allocate(device, kind, &needs, name) {
+        let (memory, heap) = match allocate(device, kind, heap, &needs, name) {
             Ok(memory) => memory,
             Err(e) => {
                 // SAFETY: nothing uses the buffer yet.
@@ -269,16 +254,22 @@ impl Chunk {
 fn allocate(
     device: &Device,
     kind: MemoryKind,
+    wanted: Option<usize>,
     needs: &vk::MemoryRequirements,
     name: &str,
 ) -> Result<(vk::DeviceMemory, usize), GpuError> {
     let mut full: Option<GpuError> = None;
     for memory_type in device.memory_types(kind, needs.memory_type_bits) {
         let heap = device.heap_of(memory_type);
+        if wanted.is_some_and(|wanted| wanted != heap) {
+            continue;
+        }
         let (free, total) = device.free_bytes(heap);
+        let local =
+            device.heaps.properties.memory_heaps[heap].flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL);
         let refusal = || GpuError::OutOfMemory {
             name: name.to_string(),
-            heap: device.heap_name(heap),
+            heap: heap_name(heap, local),
             asked: needs.size,
             free,
             total,
@@ -376,8 +367,19 @@ impl Buffer {
 /// Hands out buffers; when it is dropped, allocation is over, and the buffers stay.
 pub struct Arena {
     device: Arc<Device>,
+    /// With a plan: what it asked for and is not handed out yet.
+    planned: Option<Planned>,
     open: Vec<OpenChunk>,
     placements: Vec<Placement>,
+    allocated: u64,
+}
+
+/// A plan carried out.
+struct Planned {
+    plan: Plan,
+    chunks: Vec<Arc<Chunk>>,
+    /// Requests not handed out yet, by class, in the order in which they were made.
+    left: Vec<VecDeque<usize>>,
 }
 
 /// The chunk that small buffers of one kind and class are still cut from.
@@ -390,10 +392,35 @@ struct OpenChunk {
 
 impl Arena {
     pub fn new(device: &Arc<Device>) -> Arena {
-        Arena { device: device.clone(), open: Vec::new(), placements: Vec::new() }
+        Arena {
+            device: device.clone(),
+            planned: None,
+            open: Vec::new(),
+            placements: Vec::new(),
+            allocated: 0,
+        }
     }
 
-    /// A buffer of `size` bytes. Its content is undefined. `name` is for errors and debuggers.
+    /// Takes everything that `plan` asks for, now; `plan` was made for [`Device::machine`]. Its requests are then handed
+    /// out class by class, each class in the order of the requests.
+    pub fn with_plan(device: &Arc<Device>, plan: Plan) -> Result<Arena, GpuError> {
+        let take = |chunk: &super::placement::Chunk| {
+            let heap = plan.heaps[chunk.heap].heap.index;
+            Chunk::new(device, chunk.kind, Some(heap), chunk.bytes(), &chunk.name).map(Arc::new)
+        };
+        let chunks = plan.chunks.iter().map(take).collect::<Result<Vec<_>, _>>()?;
+        let mut left = vec![VecDeque::new(); Class::ALL.len()];
+        for (i, request) in plan.requests.iter().enumerate() {
+            left[request.class as usize].push_back(i);
+        }
+        let placements = plan.placements();
+        let allocated = chunks.iter().map(|chunk| chunk.allocated).sum();
+        let planned = Some(Planned { plan, chunks, left });
+        Ok(Arena { device: device.clone(), planned, open: Vec::new(), placements, allocated })
+    }
+
+    /// A buffer of `size` bytes. Its content is undefined. `name` is for errors and debuggers. Panics where a plan asked
+    /// for another buffer here: whoever planned and whoever loads share one list.
     pub fn alloc(
         &mut self,
         kind: MemoryKind,
@@ -402,9 +429,12 @@ impl Arena {
         name: &str,
     ) -> Result<Buffer, GpuError> {
         assert!(size > 0, "{name}: empty buffer");
+        if let Some(planned) = &mut self.planned {
+            return Ok(planned.hand_out(kind, class, size, name));
+        }
         let rounded = size.next_multiple_of(ALIGNMENT);
         if rounded > CHUNK_BYTES / 2 {
-            let chunk = Arc::new(Chunk::new(&self.device, kind, rounded, name)?);
+            let chunk = Arc::new(Chunk::new(&self.device, kind, None, rounded, name)?);
             self.note(class, &chunk, rounded, chunk.allocated);
             return Ok(Buffer { chunk, offset: 0, size });
         }
@@ -415,7 +445,7 @@ impl Arena {
             Some(open) => open,
             None => {
                 let shared = format!("{} ({kind:?}, shared)", class.name());
-                let chunk = Arc::new(Chunk::new(&self.device, kind, CHUNK_BYTES, &shared)?);
+                let chunk = Arc::new(Chunk::new(&self.device, kind, None, CHUNK_BYTES, &shared)?);
                 new_chunk = chunk.allocated;
                 self.open.retain(|o| o.kind != kind || o.class != class);
                 self.open.push(OpenChunk { kind, class, chunk, used: 0 });
@@ -434,8 +464,26 @@ impl Arena {
         &self.placements
     }
 
+    /// Bytes taken from the heaps.
+    pub fn allocated(&self) -> u64 {
+        self.allocated
+    }
+
+    /// Every chunk of a plan, whole, with what it is for. None without a plan.
+    pub fn chunks(&self) -> Vec<(Class, Buffer)> {
+        let Some(Planned { plan, chunks, .. }) = &self.planned else { return Vec::new() };
+        let whole = |chunk: &Arc<Chunk>| Buffer { chunk: chunk.clone(), offset: 0, size: chunk.size };
+        plan.chunks.iter().zip(chunks).map(|(planned, chunk)| (planned.class, whole(chunk))).collect()
+    }
+
+    /// Whether everything that a plan took has been handed out.
+    pub fn is_exhausted(&self) -> bool {
+        self.planned.as_ref().is_none_or(|planned| planned.left.iter().all(VecDeque::is_empty))
+    }
+
     fn note(&mut self, class: Class, chunk: &Chunk, bytes: u64, allocated: u64) {
-        let heap = self.device.heap_name(chunk.heap);
+        let local = self.device.heaps.properties.memory_heaps[chunk.heap].flags;
+        let heap = heap_name(chunk.heap, local.contains(vk::MemoryHeapFlags::DEVICE_LOCAL));
         let row = match self.placements.iter().position(|p| p.class == class && p.heap == heap) {
             Some(row) => row,
             None => {
@@ -448,5 +496,24 @@ impl Arena {
         row.buffers += 1;
         row.bytes += bytes;
         row.allocated += allocated;
+        self.allocated += allocated;
+    }
+}
+
+impl Planned {
+    fn hand_out(&mut self, kind: MemoryKind, class: Class, size: u64, name: &str) -> Buffer {
+        let next = self.left[class as usize].pop_front();
+        let next =
+            next.unwrap_or_else(|| panic!("{name}: {size} bytes of {} were not planned", class.name()));
+        let request = &self.plan.requests[next];
+        assert!(
+            (request.kind, request.bytes) == (kind, size),
+            "{name}: {size} bytes of {kind:?} memory, but {} bytes of {:?} memory were planned for {}",
+            request.bytes,
+            request.kind,
+            request.name
+        );
+        let slot = self.plan.slots[next];
+        Buffer { chunk: self.chunks[slot.chunk].clone(), offset: slot.offset, size }
     }
 }

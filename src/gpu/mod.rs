@@ -11,13 +11,18 @@ mod error;
 mod instance;
 mod memory;
 mod pipeline;
+pub mod placement;
 mod recorder;
+pub mod residency;
 mod upload;
 
-pub use device::{Device, DeviceInfo, DeviceKind, DevicePolicy, HeapInfo, NO_DRIVER_HINT, list_devices};
+pub use device::{
+    Device, DeviceInfo, DeviceKind, DevicePolicy, HeapInfo, NO_DRIVER_HINT, chosen_device, list_devices,
+};
 pub use error::GpuError;
 pub use instance::ValidationLog;
-pub use memory::{Arena, Buffer, Class, MemoryKind, Placement};
+pub use memory::{Arena, Buffer};
 pub use pipeline::{Pipeline, Shader};
+pub use placement::{Class, MemoryKind, Placement};
 pub use recorder::{CommandBuffer, Profile, Recorder};
 pub use upload::Uploader;

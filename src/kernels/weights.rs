@@ -33,6 +33,21 @@ pub struct Matrix {
 }
 
 impl Matrix {
+    /// The allocations of a matrix `[rows, cols]`, in their order: bytes of the blocks and of the scales of each shard.
+    pub fn buffer_bytes(
+        scheme: Scheme,
+        rows: usize,
+        cols: usize,
+        max_shard_bytes: u64,
+    ) -> impl Iterator<Item = (u64, Option<u64>)> {
+        let step = rows_per_shard(scheme, rows, cols, max_shard_bytes);
+        (0..rows).step_by(step).map(move |first_row| {
+            let rows = step.min(rows - first_row);
+            let scales = scheme.scale_bytes(rows, cols);
+            (scheme.block_bytes(rows, cols), Some(scales).filter(|bytes| *bytes > 0))
+        })
+    }
+
     /// Packs and uploads a `[rows, cols]` tensor. `max_shard_bytes` bounds one allocation; `each` hears how many rows
     /// have been packed, every few megabytes.
     pub fn upload(
@@ -40,21 +55,21 @@ impl Matrix {
         uploader: &mut Uploader,
         tensor: &Tensor,
         scheme: Scheme,
+        class: Class,
         max_shard_bytes: u64,
         each: &mut dyn FnMut(usize),
     ) -> Result<Matrix, UploadError> {
         let (rows, cols) = (tensor.rows(), tensor.cols());
         let tile_bytes = scheme.tile_bytes(cols);
         let tile_scales = scheme.tile_scale_bytes(cols);
-        let max_tiles = (max_shard_bytes as usize / tile_bytes).max(1);
-        let rows_per_shard = (max_tiles * TILE_ROWS).min(rows.next_multiple_of(TILE_ROWS));
+        let rows_per_shard = rows_per_shard(scheme, rows, cols, max_shard_bytes);
 
         let mut shards = Vec::new();
         for first_row in (0..rows).step_by(rows_per_shard) {
             let shard_rows = rows_per_shard.min(rows - first_row);
             let tiles = shard_rows.div_ceil(TILE_ROWS);
             let bytes = (tiles * tile_bytes) as u64;
-            let blocks = arena.alloc(MemoryKind::Device, Class::Weights, bytes, tensor.name)?;
+            let blocks = arena.alloc(MemoryKind::Device, class, bytes, tensor.name)?;
             let mut scales = vec![0u8; tiles * tile_scales];
             uploader.fill_with(&blocks, tile_bytes as u64, |offset, piece| {
                 let first_tile = offset as usize / tile_bytes;
@@ -68,8 +83,7 @@ impl Matrix {
             let scales = match tile_scales {
                 0 => None,
                 _ => {
-                    let buffer =
-                        arena.alloc(MemoryKind::Device, Class::Weights, scales.len() as u64, tensor.name)?;
+                    let buffer = arena.alloc(MemoryKind::Device, class, scales.len() as u64, tensor.name)?;
                     uploader.upload(&buffer, &scales)?;
                     Some(buffer)
                 }
@@ -80,6 +94,12 @@ impl Matrix {
     }
 }
 
+/// Whole tiles, as many as `max_shard_bytes` hold; one at least.
+fn rows_per_shard(scheme: Scheme, rows: usize, cols: usize, max_shard_bytes: u64) -> usize {
+    let max_tiles = (max_shard_bytes as usize / scheme.tile_bytes(cols)).max(1);
+    max_tiles.saturating_mul(TILE_ROWS).min(rows.next_multiple_of(TILE_ROWS))
+}
+
 /// A matrix whose rows are also looked up by id: it carries the table of its shards' addresses.
 pub struct Embedding {
     pub(super) matrix: Matrix,
@@ -87,14 +107,19 @@ pub struct Embedding {
 }
 
 impl Embedding {
+    /// Bytes of the table.
+    pub const fn table_bytes(shards: usize) -> u64 {
+        (shards * size_of::<[u64; 2]>()) as u64
+    }
+
     pub fn new(arena: &mut Arena, uploader: &mut Uploader, matrix: Matrix) -> Result<Embedding, GpuError> {
         let addresses: Vec<[u64; 2]> = matrix
             .shards
             .iter()
             .map(|s| [s.blocks.address(), s.scales.as_ref().map_or(0, |b| b.address())])
             .collect();
-        let bytes = (addresses.len() * 16) as u64;
-        let table = arena.alloc(MemoryKind::Device, Class::Weights, bytes, "embedding shard table")?;
+        let bytes = Embedding::table_bytes(addresses.len());
+        let table = arena.alloc(MemoryKind::Device, Class::Embedding, bytes, "embedding shard table")?;
         uploader.upload(&table, &addresses)?;
         Ok(Embedding { matrix, table })
     }

@@ -12,40 +12,31 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
+use super::memory::{
+    self, BLOCK_SIZE, Demand, DoesNotFit, LOGIT_ROWS, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, Schemes, smaller_modes,
+};
 use super::weights::{Gemma3Weights, WeightsError};
 use super::{Batch, BatchSequence, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 use crate::checkpoint::{Checkpoint, CheckpointError, ModelFiles, Tensor};
-use crate::gpu::{
-    Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind, Placement, Recorder, Uploader,
-};
+use crate::gpu::placement::{self, Class, MemoryKind, Placement};
+use crate::gpu::residency::{self, Residency};
+use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Uploader};
 use crate::kernels::{
     Activations, AttentionShape, Embedding, Kernels, KvCache, LAST_SAMPLED, MAX_GROUP, Matrix, NO_TOKEN,
     SampleRequest, StepArrays, UploadError,
 };
 use crate::tensor::{QuantizeMode, Scheme};
 
-/// Tokens per KV block.
-const BLOCK_SIZE: usize = 16;
-/// Sequences in one step.
-const MAX_SEQUENCES: usize = 16;
-/// Steps that may be submitted and not yet waited for: the engine prepares one while the other runs.
-const MAX_IN_FLIGHT: usize = 2;
-/// Rows of logits computed at once: the larger of what a step may sample and what `eval` reads in one go.
-const LOGIT_ROWS: usize = 32;
-/// Work per submit, in multiply-adds: some 50 ms at 1 TFLOP/s, well under the amdgpu driver's ring timeout. One layer
-/// is not cut: deep into a long context, its attention alone may be more.
-const MAX_SUBMIT_MACS: u64 = 25_000_000_000;
-/// Device memory left to others when the KV cache takes what is free: this much, or a tenth of all that the device has.
-const RESERVE_BYTES: u64 = 512 << 20;
-/// Prompt tokens per step are not cut below this, however large the model.
-const MIN_BATCH_TOKENS: usize = 32;
-
 /// How to load a model.
 #[derive(Debug, Clone, Copy)]
 pub struct LoadOptions {
     pub quantize: QuantizeMode,
-    /// Upper bound on the context; the model's own maximum and the memory left bound it too.
+    /// Tokens, or the model's own maximum if that is less; refused where they do not fit. `None`: as many as fit.
     pub max_context: Option<usize>,
+    /// What may be taken of the device's memory.
+    pub memory: placement::Limits,
+    /// Refuse a model that the kernel does not see in memory; off, that is a warning.
+    pub strict: bool,
     /// Prompt tokens processed per step.
     pub max_batch_tokens: usize,
     /// Ids from here up are never sampled: rows of the embedding that the tokenizer does not know.
@@ -59,6 +50,8 @@ impl Default for LoadOptions {
         LoadOptions {
             quantize: QuantizeMode::None,
             max_context: None,
+            memory: placement::Limits::default(),
+            strict: true,
             max_batch_tokens: 256,
             sample_below: None,
             max_shard_bytes: None,
@@ -85,11 +78,13 @@ pub enum LoadError {
     Weights(#[from] WeightsError),
     #[error(transparent)]
     Gpu(#[from] GpuError),
+    #[error(transparent)]
+    DoesNotFit(#[from] Box<DoesNotFit>),
     #[error(
-        "the context: {free} bytes of device memory are left for the KV cache, and {block} tokens take {per_block}; \
-         choose a smaller --quantize mode or free GPU memory"
+        "the model is not where it was placed: {0}; other programs may have pushed it out, or the driver failed \
+         (`dmesg` tells): free memory, or set hardware.strict = false to serve nevertheless"
     )]
-    NoContext { free: u64, block: usize, per_block: u64 },
+    NotResident(Residency),
     #[error("{0}")]
     Option(String),
 }
@@ -182,6 +177,7 @@ pub struct Gemma3 {
     in_flight: VecDeque<u64>,
     next_ticket: u64,
     placements: Vec<Placement>,
+    residency: Residency,
     weight_bytes: u64,
 }
 
@@ -216,38 +212,53 @@ impl Gemma3 {
                 files.display("config.json")
             )));
         }
-        let scheme_of = |tensor: &Tensor, asked: Option<Scheme>| asked.map_or_else(|| tensor.scheme(), Ok);
-        let projections = |t: &Tensor| scheme_of(t, options.quantize.projections());
-
-        let mut arena = Arena::new(device);
-        let mut loader = Loader {
-            uploader: Uploader::new(device)?,
+        let held_before = device.held();
+        let demand = Demand {
+            config: &config,
+            schemes: Schemes::of(&weights, options.quantize)?,
+            max_batch_tokens: options.max_batch_tokens,
             max_shard_bytes: options
                 .max_shard_bytes
                 .unwrap_or(u64::MAX)
                 .min(device.info().max_allocation_bytes / 2),
+        };
+        let mut loader = Loader {
+            // First, so that what is free for the model is what its staging leaves.
+            uploader: Uploader::new(device)?,
+            max_shard_bytes: demand.max_shard_bytes,
             norms_hold_one: checkpoint.norms_hold_one(),
             done: 0,
             total: weights.iter().map(|t| t.stored_bytes()).sum(),
             progress,
         };
+        // Everything is placed before anything is taken, and taken before anything is read.
+        let smaller = smaller_modes(&demand, |mode| Schemes::of(&weights, mode))?;
+        let machine = device.machine();
+        let fit =
+            demand.fit(&machine, &options.memory, options.max_context, 1, &smaller).map_err(Box::new)?;
+        let context = fit.context;
+        let limits = demand.limits(context, 1);
+        let tokens = demand.batch_tokens();
+        let mut arena = Arena::with_plan(device, fit.plan)?;
+        touch(device, &arena)?;
 
-        let embed_scheme = scheme_of(&weights.embed_tokens, options.quantize.embedding())?;
-        let each = weights.layers.iter().flat_map(|l| l.projections());
-        let mut schemes = each.map(|t| projections(&t)).collect::<Result<Vec<_>, _>>()?;
+        let Schemes { embedding: embed_scheme, layers: layer_schemes } = &demand.schemes;
+        let mut schemes = layer_schemes.concat();
         schemes.dedup();
-        let kernels = Kernels::new(device, &schemes, embed_scheme, group, config.head_dim)?;
+        let kernels = Kernels::new(device, &schemes, *embed_scheme, group, config.head_dim)?;
 
-        let embedding = loader.matrix(&mut arena, &weights.embed_tokens, embed_scheme)?;
+        let embedding = loader.matrix(&mut arena, &weights.embed_tokens, *embed_scheme, Class::Embedding)?;
         let embedding = Embedding::new(&mut arena, &mut loader.uploader, embedding)?;
         let norm = loader.norm(&mut arena, &weights.norm)?;
         let mut layers = Vec::new();
-        for (w, &kind) in weights.layers.iter().zip(&config.layer_types) {
-            let mut matrix = |t: &Tensor| loader.matrix(&mut arena, t, projections(t)?);
-            let [q_proj, k_proj, v_proj, o_proj] =
-                [matrix(&w.q_proj)?, matrix(&w.k_proj)?, matrix(&w.v_proj)?, matrix(&w.o_proj)?];
+        for ((w, &kind), schemes) in weights.layers.iter().zip(&config.layer_types).zip(layer_schemes) {
+            let [q, k, v, o, gate, up, down] = *schemes;
+            let mut attention = |t, scheme| loader.matrix(&mut arena, t, scheme, Class::Attention);
+            let [q_proj, k_proj] = [attention(&w.q_proj, q)?, attention(&w.k_proj, k)?];
+            let [v_proj, o_proj] = [attention(&w.v_proj, v)?, attention(&w.o_proj, o)?];
+            let mut ffn = |t, scheme| loader.matrix(&mut arena, t, scheme, Class::Ffn);
             let [gate_proj, up_proj, down_proj] =
-                [matrix(&w.gate_proj)?, matrix(&w.up_proj)?, matrix(&w.down_proj)?];
+                [ffn(&w.gate_proj, gate)?, ffn(&w.up_proj, up)?, ffn(&w.down_proj, down)?];
             let mut norm = |t: &Tensor| loader.norm(&mut arena, t);
             layers.push((
                 kind,
@@ -262,27 +273,21 @@ impl Gemma3 {
                 ],
             ));
         }
-        let weight_bytes = arena.placements().iter().map(|p| p.bytes).sum();
-
-        // Activations before the KV cache: the cache takes what is left.
-        let bounded = (MAX_SUBMIT_MACS / macs_per_token_and_layer(&config)) as usize;
-        let tokens =
-            options.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(config.max_position_embeddings);
         let scratch = Scratch::new(&mut arena, &config, tokens)?;
-        let sampled = device_buffer(&mut arena, 4 * MAX_SEQUENCES, "sampled ids")?;
-        let logits_bytes = Activations::bytes(LOGIT_ROWS, config.vocab_size);
-        let logits_readback =
-            arena.alloc(MemoryKind::Readback, Class::Staging, logits_bytes, "logits readback")?;
-
-        let context = choose_context(device, &config, options)?;
-        let max_blocks = context.div_ceil(BLOCK_SIZE);
+        let sampled = device_buffer(&mut arena, memory::SAMPLED_BYTES, "sampled ids")?;
+        let logits_readback = arena.alloc(
+            MemoryKind::Readback,
+            Class::Staging,
+            memory::logits_bytes(&config),
+            "logits readback",
+        )?;
         let [rope_sliding, rope_full] = [
             (config.rope_local_base_freq, 1.0, "rope table (sliding layers)"),
             (config.rope_theta, config.rope_scaling_factor, "rope table (full layers)"),
         ]
         .map(|(base, factor, name)| {
             let table = rope_table(config.head_dim, context, base, factor);
-            let buffer = device_buffer(&mut arena, 4 * table.len(), name)?;
+            let buffer = device_buffer(&mut arena, memory::rope_table_bytes(&config, context), name)?;
             loader.uploader.upload(&buffer, &table)?;
             Ok::<_, GpuError>(buffer)
         });
@@ -290,7 +295,7 @@ impl Gemma3 {
             .into_iter()
             .enumerate()
             .map(|(i, (kind, matrices, norms))| {
-                let bytes = max_blocks as u64 * kv_block_bytes(&config);
+                let bytes = limits.num_blocks as u64 * memory::kv_block_bytes(&config);
                 let mut half = |what: &str| {
                     arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
                 };
@@ -317,21 +322,22 @@ impl Gemma3 {
             })
             .collect::<Result<Vec<_>, LoadError>>()?;
 
-        let limits = Limits {
-            max_batch_tokens: tokens.min(context),
-            max_sequences: MAX_SEQUENCES,
-            block_size: BLOCK_SIZE,
-            num_blocks: max_blocks,
-            max_context: context,
-            vocab_size: config.vocab_size,
-        };
         // At most a submit for each layer, and one for the logits.
         let frames = (0..MAX_IN_FLIGHT)
             .map(|i| Frame::new(device, &mut arena, &limits, layers.len() + 1, i))
             .collect::<Result<Vec<_>, LoadError>>()?;
+        assert!(arena.is_exhausted(), "something was planned that nobody asked for");
         let placements = arena.placements().to_vec();
+        let weight_bytes = placements.iter().filter(|p| p.class.is_weights()).map(|p| p.bytes).sum();
         let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
         loader.uploader.finish()?;
+        let residency = residency::compare(arena.allocated(), held_before, device.held());
+        if let Residency::Denied { .. } = residency {
+            if options.strict {
+                return Err(LoadError::NotResident(residency));
+            }
+            tracing::warn!("the model is not where it was placed: {residency}");
+        }
         let mut model = Gemma3 {
             device: device.clone(),
             config,
@@ -351,6 +357,7 @@ impl Gemma3 {
             in_flight: VecDeque::new(),
             next_ticket: 0,
             placements,
+            residency,
             weight_bytes,
         };
         // An id sampled in no step must still be a row of the embedding.
@@ -378,6 +385,11 @@ impl Gemma3 {
     /// Where every byte lies, by class and heap.
     pub fn placements(&self) -> &[Placement] {
         &self.placements
+    }
+
+    /// Whether the kernel sees them there.
+    pub fn residency(&self) -> Residency {
+        self.residency
     }
 
     /// Bytes of weights on the device.
@@ -457,7 +469,7 @@ impl Gemma3 {
                 LayerType::SlidingAttention => c.sliding_window as u64,
                 LayerType::FullAttention => u64::MAX,
             };
-            tokens * macs_per_token_and_layer(c) + 2 * heads * seen(window)
+            tokens * memory::macs_per_token_and_layer(c) + 2 * heads * seen(window)
         };
         let logits = (logit_rows * c.hidden_size * c.vocab_size) as u64;
         let work = c.layer_types.iter().map(layer).chain((logit_rows > 0).then_some(logits));
@@ -612,11 +624,17 @@ struct Loader<'a> {
 }
 
 impl Loader<'_> {
-    fn matrix(&mut self, arena: &mut Arena, tensor: &Tensor, scheme: Scheme) -> Result<Matrix, LoadError> {
+    fn matrix(
+        &mut self,
+        arena: &mut Arena,
+        tensor: &Tensor,
+        scheme: Scheme,
+        class: Class,
+    ) -> Result<Matrix, LoadError> {
         let Loader { uploader, max_shard_bytes, done, total, progress, .. } = self;
         let before = *done;
         let row_bytes = tensor.stored_bytes() / tensor.rows() as u64;
-        let matrix = Matrix::upload(arena, uploader, tensor, scheme, *max_shard_bytes, &mut |rows| {
+        let matrix = Matrix::upload(arena, uploader, tensor, scheme, class, *max_shard_bytes, &mut |rows| {
             progress(Progress { done: before + rows as u64 * row_bytes, total: *total });
         })?;
         *done += tensor.stored_bytes();
@@ -630,7 +648,7 @@ impl Loader<'_> {
             values.iter_mut().for_each(|w| *w += 1.0);
         }
         let bytes = (4 * values.len()) as u64;
-        let buffer = arena.alloc(MemoryKind::Device, Class::Weights, bytes, tensor.name)?;
+        let buffer = arena.alloc(MemoryKind::Device, Class::Norms, bytes, tensor.name)?;
         self.uploader.upload(&buffer, &values)?;
         self.done += tensor.stored_bytes();
         (self.progress)(Progress { done: self.done, total: self.total });
@@ -655,34 +673,6 @@ fn cut(work: impl Iterator<Item = u64>, limit: u64) -> Vec<Range<usize>> {
     runs
 }
 
-/// Multiply-adds of one layer's matrices for one token.
-fn macs_per_token_and_layer(c: &Gemma3Config) -> u64 {
-    let heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim;
-    (c.hidden_size * (heads + 3 * c.intermediate_size)) as u64
-}
-
-/// Bytes that one KV block takes in one layer, for keys or values.
-fn kv_block_bytes(config: &Gemma3Config) -> u64 {
-    (BLOCK_SIZE * config.num_key_value_heads * config.head_dim * size_of::<f32>()) as u64
-}
-
-/// The context: what was asked for, the model's maximum, or what the memory left holds, whichever is least.
-fn choose_context(device: &Device, config: &Gemma3Config, options: &LoadOptions) -> Result<usize, LoadError> {
-    let wanted = options.max_context.unwrap_or(usize::MAX).min(config.max_position_embeddings);
-    // Keys and values of every layer, and the rope tables' share.
-    let per_block = 2 * config.num_hidden_layers as u64 * kv_block_bytes(config)
-        + 2 * (BLOCK_SIZE * config.head_dim * size_of::<f32>()) as u64;
-    let (free, total) = device.device_bytes();
-    let free = free.saturating_sub(RESERVE_BYTES.max(total / 10));
-    // One layer's keys are one allocation.
-    let largest = device.info().max_allocation_bytes / kv_block_bytes(config);
-    let blocks = (free / per_block).min(largest) as usize;
-    if blocks == 0 {
-        return Err(LoadError::NoContext { free, block: BLOCK_SIZE, per_block });
-    }
-    Ok(wanted.min(blocks * BLOCK_SIZE))
-}
-
 /// (cos, sin) of position * base^(-2i / head_dim) / factor, `[positions][head_dim / 2][2]`, computed in f64.
 fn rope_table(head_dim: usize, positions: usize, base: f64, factor: f64) -> Vec<f32> {
     let frequencies: Vec<f64> =
@@ -697,31 +687,43 @@ fn rope_table(head_dim: usize, positions: usize, base: f64, factor: f64) -> Vec<
     table
 }
 
-fn device_buffer(arena: &mut Arena, bytes: usize, name: &str) -> Result<Buffer, GpuError> {
-    arena.alloc(MemoryKind::Device, Class::Activations, bytes as u64, name)
+fn device_buffer(arena: &mut Arena, bytes: u64, name: &str) -> Result<Buffer, GpuError> {
+    arena.alloc(MemoryKind::Device, Class::Activations, bytes, name)
+}
+
+/// Writes zeros over all that a plan took and the load does not write itself, so that its pages are there before a
+/// request needs them: a driver may hand out memory that nothing stands behind yet.
+fn touch(device: &Arc<Device>, arena: &Arena) -> Result<(), GpuError> {
+    let mut commands = CommandBuffer::new(device, "touch")?;
+    for (_, chunk) in arena.chunks().iter().filter(|(class, _)| !class.is_weights()) {
+        let mut recorder = commands.begin()?;
+        recorder.fill(chunk, 0);
+        recorder.submit("touching memory")?;
+        commands.wait()?;
+    }
+    Ok(())
 }
 
 impl Scratch {
     fn new(arena: &mut Arena, config: &Gemma3Config, tokens: usize) -> Result<Scratch, GpuError> {
-        let heads = config.num_attention_heads * config.head_dim;
-        let kv_heads = config.num_key_value_heads * config.head_dim;
-        let mut rows = |count: usize, width: usize, name: &str| {
-            let bytes = Activations::bytes(count, width);
-            let buffer = arena.alloc(MemoryKind::Device, Class::Activations, bytes, name)?;
+        let mut each = memory::activations(config, tokens).into_iter();
+        let mut next = || {
+            let (name, rows, width) = each.next().expect("one for each field");
+            let buffer = device_buffer(arena, Activations::bytes(rows, width), name)?;
             Ok::<_, GpuError>(Activations::new(buffer, width))
         };
         Ok(Scratch {
-            hidden: rows(tokens, config.hidden_size, "hidden")?,
-            normed: rows(tokens, config.hidden_size, "normed")?,
-            delta: rows(tokens, config.hidden_size, "delta")?,
-            q: rows(tokens, heads, "q")?,
-            attended: rows(tokens, heads, "attended")?,
-            k: rows(tokens, kv_heads, "k")?,
-            v: rows(tokens, kv_heads, "v")?,
-            gate: rows(tokens, config.intermediate_size, "gate")?,
-            up: rows(tokens, config.intermediate_size, "up")?,
-            final_rows: rows(LOGIT_ROWS, config.hidden_size, "final rows")?,
-            logits: rows(LOGIT_ROWS, config.vocab_size, "logits")?,
+            hidden: next()?,
+            normed: next()?,
+            delta: next()?,
+            q: next()?,
+            attended: next()?,
+            k: next()?,
+            v: next()?,
+            gate: next()?,
+            up: next()?,
+            final_rows: next()?,
+            logits: next()?,
         })
     }
 }
@@ -734,11 +736,7 @@ impl Frame {
         submits: usize,
         index: usize,
     ) -> Result<Frame, LoadError> {
-        let per_token = 4 * limits.max_batch_tokens as u64;
-        let tables = 4 * (limits.max_sequences * limits.num_blocks) as u64;
-        let requests = (LOGIT_ROWS * size_of::<SampleRequest>()) as u64;
-        let sizes = [per_token, per_token, per_token, per_token, tables, 4 * LOGIT_ROWS as u64, requests]
-            .map(|bytes| bytes.next_multiple_of(256));
+        let sizes = memory::step_input_bytes(limits);
         let name = format!("step {index} input");
         let input = arena.alloc(MemoryKind::Upload, Class::Staging, sizes.iter().sum(), &name)?;
         let mut offset = 0;
@@ -748,7 +746,7 @@ impl Frame {
                 input.slice(offset - bytes, bytes)
             });
         let ids_out =
-            arena.alloc(MemoryKind::Readback, Class::Staging, 4 * LOGIT_ROWS as u64, "drawn ids")?;
+            arena.alloc(MemoryKind::Readback, Class::Staging, memory::DRAWN_IDS_BYTES, "drawn ids")?;
         let commands = (0..submits)
             .map(|i| CommandBuffer::new(device, &format!("step {index} submit {i}")))
             .collect::<Result<Vec<_>, _>>()?;

@@ -4,6 +4,7 @@
 
 pub mod config;
 pub mod gemma3;
+pub mod memory;
 mod runner;
 pub mod shapes;
 pub mod weights;

@@ -1,0 +1,415 @@
+//! Where every byte of a model goes: one policy, pure arithmetic, followed by a real load and by a plan on paper alike.
+//!
+//! Classes are placed in the order of [`Class`], each into the first heap of its list that has room:
+//!
+//! | class | heaps where the GPU reaches all memory at one speed (integrated, software) | elsewhere |
+//! |---|---|---|
+//! | attention weights, embedding, norms, activations, KV cache | VRAM, then GTT | VRAM |
+//! | FFN weights, the bulk | GTT, then VRAM | VRAM |
+//! | staging | host-visible: GTT, then VRAM | the same |
+//!
+//! VRAM are the device-local heaps, GTT the others, larger ones first. What spills is written down like everything
+//! else: a row of the table for each class and heap. On a discrete GPU weights in host memory would crawl over PCIe: a
+//! silent substitute, so refused.
+//!
+//! Invariants: no heap is filled beyond what may be used of it; no allocation is larger than the device's largest;
+//! every request is placed, or all are refused with the table of what was asked and what is free.
+
+use std::fmt;
+
+use crate::config::show_bytes;
+
+/// Small buffers share chunks of at most this, so that there are few allocations (drivers allow some 4096).
+pub(super) const CHUNK_BYTES: u64 = 32 << 20;
+/// Buffers start at multiples of this: cache lines, and every `vec4`-aligned shader access.
+pub(super) const ALIGNMENT: u64 = 256;
+/// Chunks are multiples of this, the largest page of common GPUs' small-page modes: what is planned is what is taken.
+const GRAIN: u64 = 64 << 10;
+/// Left to others where no reserve is given: this much, or a tenth of the memory, whichever is more.
+const RESERVE_BYTES: u64 = 512 << 20;
+/// What RADV allocates at once, at most: taken for plans on paper.
+const PAPER_MAX_ALLOCATION: u64 = 0xffff_fffc;
+
+/// Which memory a buffer needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum MemoryKind {
+    /// Read and written by shaders; the host reaches it through copies.
+    Device,
+    /// Written by the host, read by the device.
+    Upload,
+    /// Written by the device, read by the host.
+    Readback,
+}
+
+/// What bytes are for: the rows of the placement table, in the order in which they are placed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Class {
+    Attention,
+    Embedding,
+    Norms,
+    Activations,
+    Staging,
+    KvCache,
+    Ffn,
+}
+
+impl Class {
+    pub const ALL: [Class; 7] = [
+        Class::Attention,
+        Class::Embedding,
+        Class::Norms,
+        Class::Activations,
+        Class::Staging,
+        Class::KvCache,
+        Class::Ffn,
+    ];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Class::Attention => "attention weights",
+            Class::Embedding => "embedding",
+            Class::Norms => "norms",
+            Class::Activations => "activations",
+            Class::Staging => "staging",
+            Class::KvCache => "KV cache",
+            Class::Ffn => "FFN weights",
+        }
+    }
+
+    /// Whether these bytes come from the checkpoint.
+    pub const fn is_weights(self) -> bool {
+        matches!(self, Class::Attention | Class::Embedding | Class::Norms | Class::Ffn)
+    }
+}
+
+/// A heap that buffers may lie in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Heap {
+    /// The driver's index.
+    pub index: usize,
+    /// e.g. `heap 0 (device-local)`.
+    pub name: String,
+    pub size: u64,
+    /// What this process may still allocate, by the driver's budget; at most `size`.
+    pub free: u64,
+    pub device_local: bool,
+    pub host_visible: bool,
+}
+
+/// The memory of a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Machine {
+    pub heaps: Vec<Heap>,
+    /// The GPU reaches all of it at one speed: weights may lie in any heap.
+    pub unified: bool,
+    /// `maxMemoryAllocationSize`.
+    pub max_allocation_bytes: u64,
+}
+
+impl Machine {
+    /// A machine that is not here: an integrated AMD GPU with so much of both, or a GPU with one heap where `gtt` is 0.
+    pub fn on_paper(vram: u64, gtt: u64) -> Machine {
+        let heap = |index, name: &str, size, device_local| Heap {
+            index,
+            name: name.to_owned(),
+            size,
+            free: size,
+            device_local,
+            host_visible: true,
+        };
+        let heaps = [heap(0, "VRAM", vram, true), heap(1, "GTT", gtt, false)];
+        Machine {
+            heaps: heaps.into_iter().filter(|heap| heap.size > 0).collect(),
+            unified: true,
+            max_allocation_bytes: PAPER_MAX_ALLOCATION,
+        }
+    }
+
+    /// Bytes that may be used of each heap: what is free, less its share of the reserve, at most the limit of its kind.
+    pub fn usable(&self, limits: &Limits) -> Vec<u64> {
+        let counts = |heap: &Heap| self.unified || heap.device_local;
+        let total: u64 = self.heaps.iter().filter(|heap| counts(heap)).map(|heap| heap.size).sum();
+        let reserve = limits.reserve.unwrap_or(RESERVE_BYTES.max(total / 10)).min(total);
+        let mut left = [limits.gtt.unwrap_or(u64::MAX), limits.vram.unwrap_or(u64::MAX)];
+        // The larger heap of a kind has the limit first, as it has the buffers.
+        let mut usable = vec![0; self.heaps.len()];
+        for device_local in [true, false] {
+            for i in self.of_kind(device_local) {
+                let heap = &self.heaps[i];
+                let share = u128::from(reserve) * u128::from(heap.size) / u128::from(total.max(1));
+                let share = if counts(heap) { share as u64 } else { 0 };
+                let left = &mut left[usize::from(device_local)];
+                usable[i] = heap.free.saturating_sub(share).min(*left);
+                *left -= usable[i];
+            }
+        }
+        usable
+    }
+
+    /// Device-local heaps, or the others, larger ones first.
+    fn of_kind(&self, device_local: bool) -> Vec<usize> {
+        let mut heaps: Vec<usize> =
+            (0..self.heaps.len()).filter(|&i| self.heaps[i].device_local == device_local).collect();
+        heaps.sort_by_key(|&i| std::cmp::Reverse(self.heaps[i].size));
+        heaps
+    }
+
+    /// Heaps for buffers of a class and kind, best first: the policy.
+    fn preference(&self, class: Class, kind: MemoryKind) -> Vec<usize> {
+        let (vram, gtt) = (self.of_kind(true), self.of_kind(false));
+        match (kind, class) {
+            (MemoryKind::Upload | MemoryKind::Readback, _) => {
+                [gtt, vram].concat().into_iter().filter(|&i| self.heaps[i].host_visible).collect()
+            }
+            (MemoryKind::Device, _) if !self.unified => vram,
+            (MemoryKind::Device, Class::Ffn) => [gtt, vram].concat(),
+            (MemoryKind::Device, _) => [vram, gtt].concat(),
+        }
+    }
+}
+
+/// What a user allows; `None` is what the driver says.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of device-local heaps.
+    pub vram: Option<u64>,
+    /// Bytes of other heaps.
+    pub gtt: Option<u64>,
+    /// Bytes left to others, taken off the heaps in proportion to their sizes. `None`: 512 MiB or a tenth of the
+    /// memory, whichever is more.
+    pub reserve: Option<u64>,
+}
+
+/// One buffer that a model needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    pub class: Class,
+    pub kind: MemoryKind,
+    /// At least 1.
+    pub bytes: u64,
+    /// For errors and debuggers.
+    pub name: String,
+}
+
+/// One allocation, of one class and kind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chunk {
+    /// Index into [`Machine::heaps`].
+    pub heap: usize,
+    pub class: Class,
+    pub kind: MemoryKind,
+    /// What its buffers take.
+    pub used: u64,
+    /// Of its first buffer.
+    pub name: String,
+}
+
+impl Chunk {
+    /// What is allocated.
+    pub fn bytes(&self) -> u64 {
+        self.used.next_multiple_of(GRAIN)
+    }
+}
+
+/// Where a buffer lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Slot {
+    /// Index into [`Plan::chunks`].
+    pub chunk: usize,
+    pub offset: u64,
+}
+
+/// Bytes of one class in one heap: a row of the table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Placement {
+    pub class: Class,
+    /// [`Heap::name`]
+    pub heap: String,
+    pub buffers: usize,
+    /// What the buffers take.
+    pub bytes: u64,
+    /// What is allocated for them: small buffers share chunks.
+    pub allocated: u64,
+}
+
+/// What becomes of one heap.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HeapUse {
+    pub heap: Heap,
+    /// What may be used of it.
+    pub usable: u64,
+    /// What the plan allocates there.
+    pub placed: u64,
+}
+
+/// Every request in its place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    pub requests: Vec<Request>,
+    /// One per request.
+    pub slots: Vec<Slot>,
+    pub chunks: Vec<Chunk>,
+    pub heaps: Vec<HeapUse>,
+}
+
+impl Plan {
+    /// What is allocated, over all heaps.
+    pub fn bytes(&self) -> u64 {
+        self.heaps.iter().map(|heap| heap.placed).sum()
+    }
+
+    /// The heap that request `i` lies in.
+    pub fn heap_of(&self, i: usize) -> &Heap {
+        &self.heaps[self.chunks[self.slots[i].chunk].heap].heap
+    }
+
+    /// The table: one row per class and heap that hold something, in the order of placing.
+    pub fn placements(&self) -> Vec<Placement> {
+        let mut rows: Vec<(Class, usize, Placement)> = Vec::new();
+        for chunk in &self.chunks {
+            let row =
+                match rows.iter().position(|(class, heap, _)| (*class, *heap) == (chunk.class, chunk.heap)) {
+                    Some(row) => row,
+                    None => {
+                        let heap = self.heaps[chunk.heap].heap.name.clone();
+                        let row = Placement { class: chunk.class, heap, buffers: 0, bytes: 0, allocated: 0 };
+                        rows.push((chunk.class, chunk.heap, row));
+                        rows.len() - 1
+                    }
+                };
+            rows[row].2.bytes += chunk.used;
+            rows[row].2.allocated += chunk.bytes();
+        }
+        for slot in &self.slots {
+            let chunk = &self.chunks[slot.chunk];
+            let row = rows.iter_mut().find(|(class, heap, _)| (*class, *heap) == (chunk.class, chunk.heap));
+            row.expect("a row for every chunk").2.buffers += 1;
+        }
+        rows.sort_by_key(|(class, heap, _)| (*class, *heap));
+        rows.into_iter().map(|(_, _, row)| row).collect()
+    }
+}
+
+/// Why a request has no place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Obstacle {
+    /// No heap that it may lie in has room.
+    Full,
+    /// One allocation holds at most so many bytes.
+    TooLarge { limit: u64 },
+}
+
+/// What was asked does not fit; nothing was taken. Displays as one line; [`Refusal::table`] has the rows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The first request that found no place.
+    pub request: Request,
+    pub obstacle: Obstacle,
+    /// Bytes asked, by class.
+    pub asked: Vec<(Class, u64)>,
+    /// `placed`: what had been placed before the request that failed.
+    pub heaps: Vec<HeapUse>,
+}
+
+impl Refusal {
+    pub fn asked_bytes(&self) -> u64 {
+        self.asked.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// What was asked and what is free, a row each.
+    pub fn table(&self) -> Vec<String> {
+        let asked =
+            self.asked.iter().map(|(class, n)| format!("asked  {:>10} {}", show_bytes(*n), class.name()));
+        let heaps = self.heaps.iter().map(|HeapUse { heap, usable, .. }| {
+            let (usable, free, size) = (show_bytes(*usable), show_bytes(heap.free), show_bytes(heap.size));
+            format!("usable {usable:>10} {}: {free} free of {size}", heap.name)
+        });
+        asked.chain(heaps).collect()
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list = |parts: Vec<String>| parts.join(", ");
+        let asked = self.asked.iter().map(|(class, n)| format!("{} {}", class.name(), show_bytes(*n)));
+        let usable = self.heaps.iter().map(|HeapUse { heap, usable, .. }| {
+            format!("{} of {} ({} free)", show_bytes(*usable), heap.name, show_bytes(heap.free))
+        });
+        write!(
+            f,
+            "{} are asked ({}), usable are {}; ",
+            show_bytes(self.asked_bytes()),
+            list(asked.collect()),
+            list(usable.collect())
+        )?;
+        let Request { class, bytes, name, .. } = &self.request;
+        write!(f, "{} {name:?} with {}", class.name(), show_bytes(*bytes))?;
+        match self.obstacle {
+            Obstacle::Full => write!(f, " has no room"),
+            Obstacle::TooLarge { limit } => {
+                write!(f, " is more than one allocation holds on this device, {}", show_bytes(limit))
+            }
+        }
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+/// Places every request, or none.
+pub fn place(machine: &Machine, limits: &Limits, requests: Vec<Request>) -> Result<Plan, Box<Refusal>> {
+    let usable = machine.usable(limits);
+    let mut heaps: Vec<HeapUse> = (machine.heaps.iter().zip(usable))
+        .map(|(heap, usable)| HeapUse { heap: heap.clone(), usable, placed: 0 })
+        .collect();
+    let limit = machine.max_allocation_bytes / GRAIN * GRAIN;
+    let mut chunks: Vec<Chunk> = Vec::new();
+    let mut slots = vec![Slot { chunk: usize::MAX, offset: 0 }; requests.len()];
+    // The shared chunk of each heap that small buffers are still added to; of the class and kind being placed.
+    let mut open: Vec<Option<usize>> = vec![None; heaps.len()];
+    let mut placing = None;
+
+    let mut order: Vec<usize> = (0..requests.len()).collect();
+    order.sort_by_key(|&i| (requests[i].class, requests[i].kind));
+    for i in order {
+        let Request { class, kind, bytes, ref name } = requests[i];
+        assert!(bytes > 0, "{name}: empty buffer");
+        if placing != Some((class, kind)) {
+            placing = Some((class, kind));
+            open.fill(None);
+        }
+        let refuse = |obstacle, heaps| {
+            let asked = Class::ALL.map(|class| {
+                let of_class = requests.iter().filter(|r| r.class == class);
+                (class, of_class.map(|r| r.bytes).fold(0, u64::saturating_add))
+            });
+            let asked = asked.into_iter().filter(|(_, bytes)| *bytes > 0).collect();
+            Box::new(Refusal { request: requests[i].clone(), obstacle, asked, heaps })
+        };
+        if bytes > limit {
+            return Err(refuse(Obstacle::TooLarge { limit }, heaps));
+        }
+        let bytes = bytes.next_multiple_of(ALIGNMENT);
+        let shares = bytes <= CHUNK_BYTES.min(limit) / 2;
+        let found = machine.preference(class, kind).into_iter().find_map(|h| {
+            let left = heaps[h].usable - heaps[h].placed;
+            let shared = open[h].filter(|&c| shares && chunks[c].used + bytes <= CHUNK_BYTES.min(limit));
+            let before = shared.map_or(0, |c| chunks[c].used);
+            let cost = (before + bytes).next_multiple_of(GRAIN) - before.next_multiple_of(GRAIN);
+            (cost <= left).then_some((h, shared, before, cost))
+        });
+        let Some((h, shared, offset, cost)) = found else {
+            return Err(refuse(Obstacle::Full, heaps));
+        };
+        heaps[h].placed += cost;
+        let chunk = shared.unwrap_or_else(|| {
+            chunks.push(Chunk { heap: h, class, kind, used: 0, name: name.clone() });
+            chunks.len() - 1
+        });
+        chunks[chunk].used += bytes;
+        slots[i] = Slot { chunk, offset };
+        if shares {
+            open[h] = Some(chunk);
+        }
+    }
+    Ok(Plan { requests, slots, chunks, heaps })
+}

@@ -1,0 +1,260 @@
+//! What the kernel says this process holds of a GPU: the proof that "loaded" is more than a word.
+//!
+//! On Linux each open file of a DRM device has a text under `/proc/self/fdinfo`
+//! (<https://docs.kernel.org/gpu/drm-usage-stats.html>). amdgpu tells there what this process's buffers take of VRAM and
+//! of GTT; `mem_info_vram_used` in sysfs would count the desktop's too. On an integrated GPU the driver may move buffers
+//! between the two, so only their sum is held against what was placed.
+//!
+//! Refuses to guess: a driver that tells nothing, or a device whose files are not found, is [`Residency::Unknown`].
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::Path;
+
+use crate::config::show_bytes;
+
+/// An fdinfo text has a few KB.
+const MAX_TEXT_BYTES: u64 = 64 << 10;
+/// What may be missing: a hundredth, or the little that the driver itself may have given back meanwhile. Kernels count
+/// whole pages, so that what is there counts for no less than was asked, and print KiB.
+const MISSING_SHARE: u64 = 100;
+const MISSING_BYTES: u64 = 4 << 20;
+/// What may be there beyond what was placed: page tables and rounding to pages (at most 8 bytes for each 4 KiB, so a
+/// hundredth is ample), and the driver's own buffers for pipelines and command buffers.
+const EXTRA_SHARE: u64 = 100;
+const EXTRA_BYTES: u64 = 256 << 20;
+
+/// One open DRM file, as its fdinfo text describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Client {
+    /// e.g. `amdgpu`
+    pub driver: String,
+    /// PCI address, e.g. `0000:c5:00.0`.
+    pub pdev: Option<String>,
+    /// Files with one id share one account.
+    pub client_id: Option<u64>,
+    /// Absent where the kernel tells no memory.
+    pub held: Option<Held>,
+}
+
+/// Bytes that a process holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Held {
+    pub vram: u64,
+    pub gtt: u64,
+}
+
+impl Held {
+    pub fn sum(self) -> u64 {
+        self.vram.saturating_add(self.gtt)
+    }
+}
+
+/// Reads an fdinfo text; `None` for a file that is no DRM device's.
+pub fn parse(text: &str) -> Option<Client> {
+    let lines = text.lines().filter_map(|line| line.split_once(':'));
+    let keys: BTreeMap<&str, &str> = lines.map(|(key, value)| (key.trim(), value.trim())).collect();
+    let bytes = |region: &str| {
+        // `resident` is what lies there now. `memory` is amdgpu's older name for it; some kernels let it count buffers
+        // without pages, so the newer one goes first.
+        ["drm-resident-", "drm-memory-"].iter().find_map(|key| size(keys.get(&*format!("{key}{region}"))?))
+    };
+    Some(Client {
+        driver: (*keys.get("drm-driver")?).to_owned(),
+        pdev: keys.get("drm-pdev").map(|pdev| pdev.to_ascii_lowercase()),
+        client_id: keys.get("drm-client-id").and_then(|id| id.parse().ok()),
+        // A device without memory of its own may leave the first out.
+        held: match (bytes("vram"), bytes("gtt")) {
+            (None, None) => None,
+            (vram, gtt) => Some(Held { vram: vram.unwrap_or(0), gtt: gtt.unwrap_or(0) }),
+        },
+    })
+}
+
+/// A number with its unit; without one it is bytes.
+fn size(text: &&str) -> Option<u64> {
+    let mut words = text.split_whitespace();
+    let number: u64 = words.next()?.parse().ok()?;
+    let unit = match words.next() {
+        None => 1,
+        Some("KiB") => 1 << 10,
+        Some("MiB") => 1 << 20,
+        Some(_) => return None,
+    };
+    number.checked_mul(unit).filter(|_| words.next().is_none())
+}
+
+/// What the process whose `/proc` folder this is holds of the amdgpu device at PCI address `pdev`; `None` where no open
+/// file tells it.
+pub fn held(process: &Path, pdev: &str) -> Option<Held> {
+    let mut clients = BTreeMap::new();
+    // A file that was closed meanwhile, or that another user's namespace hides, tells nothing.
+    for entry in std::fs::read_dir(process.join("fdinfo")).ok()?.filter_map(Result::ok) {
+        let Ok(file) = std::fs::File::open(entry.path()) else { continue };
+        let mut text = String::new();
+        if file.take(MAX_TEXT_BYTES).read_to_string(&mut text).is_err() {
+            continue;
+        }
+        if let Some(Client { driver, pdev: Some(at), client_id, held: Some(held) }) = parse(&text)
+            && driver == "amdgpu"
+            && at == pdev.to_ascii_lowercase()
+        {
+            clients.insert(client_id, held);
+        }
+    }
+    let add =
+        |a: Held, b: Held| Held { vram: a.vram.saturating_add(b.vram), gtt: a.gtt.saturating_add(b.gtt) };
+    clients.into_values().reduce(add)
+}
+
+/// What became of the question whether the bytes that were placed are there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Residency {
+    /// The driver tells nothing here.
+    Unknown,
+    /// They are; `held` since the device was opened.
+    Confirmed { placed: u64, held: Held },
+    /// They are not.
+    Denied { placed: u64, held: Held },
+}
+
+/// Holds what was placed against what the process held `before` and `after`.
+pub fn compare(placed: u64, before: Option<Held>, after: Option<Held>) -> Residency {
+    let Some(after) = after else { return Residency::Unknown };
+    let before = before.unwrap_or_default();
+    // Each may have shrunk while the other grew: the driver moves buffers between them.
+    let grown = after.sum().saturating_sub(before.sum());
+    let missing = (placed / MISSING_SHARE).max(MISSING_BYTES);
+    let extra = placed / EXTRA_SHARE + EXTRA_BYTES;
+    let vram = after.vram.saturating_sub(before.vram).min(grown);
+    let held = Held { vram, gtt: grown - vram };
+    if grown.saturating_add(missing) >= placed && grown <= placed.saturating_add(extra) {
+        Residency::Confirmed { placed, held }
+    } else {
+        Residency::Denied { placed, held }
+    }
+}
+
+impl std::fmt::Display for Residency {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let figures = |f: &mut std::fmt::Formatter<'_>, placed: u64, held: &Held| {
+            let [placed, sum, vram, gtt] = [placed, held.sum(), held.vram, held.gtt].map(show_bytes);
+            write!(
+                f,
+                "{placed} were placed, the kernel sees {sum} of this process: {vram} in VRAM, {gtt} in GTT"
+            )
+        };
+        match self {
+            Residency::Unknown => write!(
+                f,
+                "what lies in GPU memory cannot be verified here: only amdgpu on Linux tells it (drm-memory-* in \
+                 /proc/self/fdinfo)"
+            ),
+            Residency::Confirmed { placed, held } | Residency::Denied { placed, held } => {
+                figures(f, *placed, held)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+    const MIB: u64 = 1 << 20;
+
+    /// Linux 6.1: amdgpu's own keys.
+    const OLD: &str = "pos:\t0\nflags:\t02100002\nmnt_id:\t26\nino:\t529\ndrm-driver:\tamdgpu\npasid:\t32777\n\
+        drm-pdev:\t0000:c5:00.0\ndrm-client-id:\t42\ndrm-memory-vram:\t16777216 KiB\ndrm-memory-gtt: \t10485760 KiB\n\
+        drm-memory-cpu: \t0 KiB\ndrm-engine-gfx:\t27365839120 ns\ndrm-engine-compute:\t7 ns\n";
+    /// Linux 6.8: with what was evicted and requested.
+    const MIDDLE: &str = "pos:\t0\nflags:\t02100002\nmnt_id:\t24\nino:\t1239\ndrm-driver:\tamdgpu\ndrm-client-id:\t4\n\
+        drm-pdev:\t0000:c5:00.0\npasid:\t32771\ndrm-memory-vram:\t44564 KiB\ndrm-memory-gtt: \t2392 KiB\n\
+        drm-memory-cpu: \t0 KiB\namd-memory-visible-vram:\t44564 KiB\namd-evicted-vram:\t0 KiB\n\
+        amd-evicted-visible-vram:\t0 KiB\namd-requested-vram:\t44564 KiB\namd-requested-visible-vram:\t11952 KiB\n\
+        amd-requested-gtt:\t2392 KiB\ndrm-shared-vram:\t0 KiB\ndrm-shared-gtt:\t0 KiB\ndrm-shared-cpu:\t0 KiB\n";
+    /// Linux 6.14: the common keys of DRM, whose unit is the largest that divides, beside amdgpu's, which here count
+    /// pages that are not there.
+    const NEW: &str = "pos:\t0\nflags:\t02100002\nmnt_id:\t24\nino:\t1239\ndrm-driver:\tamdgpu\ndrm-client-id:\t9\n\
+        drm-pdev:\t0000:C5:00.0\npasid:\t32771\ndrm-total-cpu:\t0\ndrm-shared-cpu:\t0\ndrm-resident-cpu:\t0\n\
+        drm-purgeable-cpu:\t0\ndrm-total-gtt:\t10 MiB\ndrm-shared-gtt:\t0\ndrm-resident-gtt:\t10 MiB\n\
+        drm-purgeable-gtt:\t0\ndrm-total-vram:\t117088 KiB\ndrm-shared-vram:\t31952 KiB\ndrm-resident-vram:\t180 KiB\n\
+        drm-purgeable-vram:\t0\ndrm-memory-vram:\t117088 KiB\ndrm-memory-gtt: \t10240 KiB\ndrm-memory-cpu: \t0 KiB\n\
+        amd-evicted-vram:\t116908 KiB\namd-requested-vram:\t117088 KiB\namd-requested-gtt:\t10240 KiB\n";
+    /// A driver without memory keys, and a file that is no device's.
+    const OTHER: &str = "pos:\t0\ndrm-driver:\ti915\ndrm-pdev:\t0000:00:02.0\ndrm-client-id:\t7\n";
+    const PLAIN: &str = "pos:\t0\nflags:\t0100002\nmnt_id:\t15\nino:\t1057\n";
+
+    fn held_of(text: &str) -> Option<Held> {
+        parse(text).expect("a DRM file").held
+    }
+
+    #[test]
+    fn texts_of_several_kernels_are_read() {
+        let old = parse(OLD).unwrap();
+        assert_eq!(
+            (old.driver.as_str(), old.pdev.as_deref(), old.client_id),
+            ("amdgpu", Some("0000:c5:00.0"), Some(42))
+        );
+        assert_eq!(old.held, Some(Held { vram: 16 * GIB, gtt: 10 * GIB }));
+        assert_eq!(held_of(MIDDLE), Some(Held { vram: 44564 << 10, gtt: 2392 << 10 }));
+        assert_eq!(held_of(NEW), Some(Held { vram: 180 << 10, gtt: 10 * MIB }));
+        assert_eq!(held_of(OTHER), None);
+        assert_eq!(parse(PLAIN), None);
+        assert_eq!(parse(""), None);
+    }
+
+    #[test]
+    fn figures_that_are_none_are_not_read_as_none() {
+        for bad in ["", "x KiB", "1 XiB", "1 KiB more", "18446744073709551615 MiB", "-1 KiB"] {
+            let text = format!("drm-driver:\tamdgpu\ndrm-memory-vram:\t{bad}\n");
+            assert_eq!(held_of(&text), None, "{bad:?}");
+        }
+        assert_eq!(held_of("drm-driver: amdgpu\ndrm-memory-gtt: 4096\n"), Some(Held { vram: 0, gtt: 4096 }));
+    }
+
+    #[test]
+    fn files_of_one_client_count_once_and_those_of_other_devices_not_at_all() {
+        let process = tempfile::tempdir().unwrap();
+        let folder = process.path().join("fdinfo");
+        std::fs::create_dir(&folder).unwrap();
+        assert_eq!(held(process.path(), "0000:c5:00.0"), None, "no file at all");
+        let write = |fd: u32, text: &str| std::fs::write(folder.join(fd.to_string()), text).unwrap();
+        write(0, PLAIN);
+        write(3, OTHER);
+        assert_eq!(held(process.path(), "0000:c5:00.0"), None, "no file of the device");
+        write(4, MIDDLE);
+        write(5, MIDDLE);
+        let one = Held { vram: 44564 << 10, gtt: 2392 << 10 };
+        assert_eq!(held(process.path(), "0000:c5:00.0"), Some(one));
+        write(6, &MIDDLE.replace("drm-client-id:\t4", "drm-client-id:\t5"));
+        write(
+            7,
+            &MIDDLE.replace("0000:c5:00.0", "0000:03:00.0").replace("drm-client-id:\t4", "drm-client-id:\t6"),
+        );
+        assert_eq!(held(process.path(), "0000:C5:00.0"), Some(Held { vram: 2 * one.vram, gtt: 2 * one.gtt }));
+        assert_eq!(held(&process.path().join("gone"), "0000:c5:00.0"), None);
+    }
+
+    #[test]
+    fn the_sum_counts_and_not_the_split() {
+        let (placed, before) = (16 * GIB, Some(Held { vram: 40 * MIB, gtt: 8 * MIB }));
+        let after = |vram, gtt| Some(Held { vram, gtt });
+        let confirmed = |after| matches!(compare(placed, before, after), Residency::Confirmed { .. });
+        assert!(confirmed(after(16 * GIB + 40 * MIB, 8 * MIB)));
+        assert!(confirmed(after(GIB, 15 * GIB + 48 * MIB)), "moved to GTT");
+        assert!(confirmed(after(0, 16 * GIB + 48 * MIB)), "moved altogether");
+        assert!(confirmed(after(16 * GIB, 300 * MIB)), "with the driver's own");
+        assert!(!confirmed(after(15 * GIB, 100 * MIB)), "a sixteenth is missing");
+        assert!(!confirmed(after(17 * GIB, GIB)), "more than was placed");
+        assert!(!confirmed(before), "nothing is there");
+        assert_eq!(compare(placed, before, None), Residency::Unknown);
+        // What the original printed "loaded" over.
+        let empty = compare(26 * GIB, before, before);
+        assert_eq!(
+            empty.to_string(),
+            "26.0 GiB were placed, the kernel sees 0 B of this process: 0 B in VRAM, 0 B in GTT"
+        );
+    }
+}
