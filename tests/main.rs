@@ -10,6 +10,7 @@ mod fake_runner;
 mod golden;
 mod kernels;
 mod native;
+mod placement;
 mod support;
 mod target;
 mod text;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
 use super::memory::{
-    self, BLOCK_SIZE, Demand, DoesNotFit, LOGIT_ROWS, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, Schemes, smaller_modes,
+    self, BLOCK_SIZE, Demand, DoesNotFit, LOGIT_ROWS, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, Schemes,
 };
 use super::weights::{Gemma3Weights, WeightsError};
 use super::{Batch, BatchSequence, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
@@ -222,8 +222,16 @@ impl Gemma3 {
                 .unwrap_or(u64::MAX)
                 .min(device.info().max_allocation_bytes / 2),
         };
+        // Everything is placed before anything is taken, and taken before anything is read.
+        let others = memory::quantize_modes(&weights)?;
+        let machine = device.machine();
+        let fit = demand.fit(&machine, &options.memory, options.max_context, 1, &others).map_err(Box::new)?;
+        let context = fit.context;
+        let limits = demand.limits(context, 1);
+        let tokens = demand.batch_tokens();
+        let mut arena = Arena::with_plan(device, fit.plan)?;
+        touch(device, &arena)?;
         let mut loader = Loader {
-            // First, so that what is free for the model is what its staging leaves.
             uploader: Uploader::new(device)?,
             max_shard_bytes: demand.max_shard_bytes,
             norms_hold_one: checkpoint.norms_hold_one(),
@@ -231,16 +239,6 @@ impl Gemma3 {
             total: weights.iter().map(|t| t.stored_bytes()).sum(),
             progress,
         };
-        // Everything is placed before anything is taken, and taken before anything is read.
-        let smaller = smaller_modes(&demand, |mode| Schemes::of(&weights, mode))?;
-        let machine = device.machine();
-        let fit =
-            demand.fit(&machine, &options.memory, options.max_context, 1, &smaller).map_err(Box::new)?;
-        let context = fit.context;
-        let limits = demand.limits(context, 1);
-        let tokens = demand.batch_tokens();
-        let mut arena = Arena::with_plan(device, fit.plan)?;
-        touch(device, &arena)?;
 
         let Schemes { embedding: embed_scheme, layers: layer_schemes } = &demand.schemes;
         let mut schemes = layer_schemes.concat();

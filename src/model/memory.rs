@@ -50,12 +50,10 @@ impl Schemes {
         Ok(Schemes { embedding, layers })
     }
 
-    /// Of a bf16 checkpoint that is loaded with `mode`.
-    pub fn of_bf16(config: &Gemma3Config, mode: QuantizeMode) -> Schemes {
-        Schemes {
-            embedding: mode.embedding().unwrap_or(Scheme::Bf16),
-            layers: vec![[mode.projections().unwrap_or(Scheme::Bf16); 7]; config.num_hidden_layers],
-        }
+    /// The same for every layer: attention, feed-forward, embedding.
+    pub fn uniform(config: &Gemma3Config, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
+        let layer = [attention, attention, attention, attention, ffn, ffn, ffn];
+        Schemes { embedding, layers: vec![layer; config.num_hidden_layers] }
     }
 }
 
@@ -88,8 +86,8 @@ pub struct DoesNotFit {
     pub refusal: Box<Refusal>,
     /// Tokens of each sequence that would fit; 0 where none do.
     pub largest_context: usize,
-    /// A mode of `--quantize` with which it would fit, and tokens of each sequence then.
-    pub smaller: Option<(QuantizeMode, usize)>,
+    /// The option, e.g. `--quantize int4-g128`, with which it would fit, and tokens of each sequence then.
+    pub smaller: Option<(String, usize)>,
 }
 
 fn tokens_of(sequences: usize, context: usize) -> String {
@@ -100,12 +98,10 @@ fn tokens_of(sequences: usize, context: usize) -> String {
 }
 
 fn advice(error: &DoesNotFit) -> String {
-    match (error.largest_context, error.smaller) {
-        (0, None) => {
-            "no smaller --quantize mode would fit: free memory, or raise memory.vram and memory.gtt".into()
-        }
-        (0, Some((mode, context))) => {
-            format!("--quantize {mode} would fit, with {}", tokens_of(error.sequences, context))
+    match (error.largest_context, &error.smaller) {
+        (0, None) => "no smaller scheme would fit: free memory, or raise memory.vram and memory.gtt".into(),
+        (0, Some((option, context))) => {
+            format!("{option} would fit, with {}", tokens_of(error.sequences, *context))
         }
         (context, _) => format!("--context {context} would fit"),
     }
@@ -230,14 +226,14 @@ impl Demand<'_> {
     }
 
     /// Places `wanted` tokens of context, or as many as fit up to the model's maximum; each as often as there are
-    /// `sequences`. `smaller`: the modes that would make the weights smaller, with the layouts they lead to.
+    /// `sequences`. `others`: options that store the weights otherwise, as [`quantize_modes`] does, with what they lead to.
     pub fn fit(
         &self,
         machine: &Machine,
         limits: &placement::Limits,
         wanted: Option<usize>,
         sequences: usize,
-        smaller: &[(QuantizeMode, Schemes)],
+        others: &[(String, Schemes)],
     ) -> Result<Fit, DoesNotFit> {
         let longest = self.config.max_position_embeddings;
         let context = match wanted {
@@ -247,12 +243,34 @@ impl Demand<'_> {
         };
         self.place(machine, limits, context, sequences).map(|plan| Fit { context, plan }).map_err(|refusal| {
             let largest_context = self.largest_context(machine, limits, sequences);
-            let mut others = smaller.iter().map(|(mode, schemes)| {
-                let demand = Demand { schemes: schemes.clone(), ..self.clone() };
-                (*mode, demand.largest_context(machine, limits, sequences))
-            });
-            let smaller = if largest_context == 0 { others.find(|(_, context)| *context > 0) } else { None };
+            let smaller = if largest_context > 0 {
+                None
+            } else {
+                self.first_smaller(machine, limits, sequences, others)
+            };
             DoesNotFit { context, sequences, refusal, largest_context, smaller }
+        })
+    }
+
+    /// Of `others`, the one with the largest weights that are smaller than these and fit, and its largest context.
+    fn first_smaller(
+        &self,
+        machine: &Machine,
+        limits: &placement::Limits,
+        sequences: usize,
+        others: &[(String, Schemes)],
+    ) -> Option<(String, usize)> {
+        let with = |schemes: &Schemes| Demand { schemes: schemes.clone(), ..self.clone() };
+        let mut others: Vec<_> = others
+            .iter()
+            .map(|(option, schemes)| (option, with(schemes)))
+            .map(|(o, d)| (d.weight_bytes(), o, d))
+            .collect();
+        others.retain(|(bytes, ..)| *bytes < self.weight_bytes());
+        others.sort_by_key(|(bytes, ..)| std::cmp::Reverse(*bytes));
+        others.into_iter().find_map(|(_, option, demand)| {
+            let context = demand.largest_context(machine, limits, sequences);
+            (context > 0).then(|| (option.clone(), context))
         })
     }
 
@@ -322,19 +340,8 @@ pub(super) fn macs_per_token_and_layer(c: &Gemma3Config) -> u64 {
     (c.hidden_size * (heads + 3 * c.intermediate_size)) as u64
 }
 
-/// The modes that store a model in less than `schemes` do, largest first, with the layouts they lead to.
-pub fn smaller_modes(
-    demand: &Demand<'_>,
-    of: impl Fn(QuantizeMode) -> Result<Schemes, CheckpointError>,
-) -> Result<Vec<(QuantizeMode, Schemes)>, CheckpointError> {
-    let mut modes = Vec::new();
-    for mode in QuantizeMode::ALL {
-        let schemes = of(mode)?;
-        let bytes = Demand { schemes: schemes.clone(), ..demand.clone() }.weight_bytes();
-        if bytes < demand.weight_bytes() {
-            modes.push((bytes, mode, schemes));
-        }
-    }
-    modes.sort_by_key(|(bytes, ..)| std::cmp::Reverse(*bytes));
-    Ok(modes.into_iter().map(|(_, mode, schemes)| (mode, schemes)).collect())
+/// What each mode of `--quantize` would make of a checkpoint, by option.
+pub fn quantize_modes(weights: &Gemma3Weights<'_>) -> Result<Vec<(String, Schemes)>, CheckpointError> {
+    let each = QuantizeMode::ALL.into_iter();
+    each.map(|mode| Ok((format!("--quantize {mode}"), Schemes::of(weights, mode)?))).collect()
 }

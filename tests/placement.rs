@@ -1,0 +1,462 @@
+//! The placement policy on paper, the list of buffers that a load follows, and the refusal before anything is taken.
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use unicorn::checkpoint::ModelFiles;
+use unicorn::gpu::Device;
+use unicorn::gpu::placement::{Class, Heap, Limits, Machine, MemoryKind, Obstacle, Plan, Request, place};
+use unicorn::gpu::residency::Residency;
+use unicorn::model::Runner;
+use unicorn::model::config::Gemma3Config;
+use unicorn::model::gemma3::{Gemma3, LoadError, LoadOptions};
+use unicorn::model::memory::{Demand, Schemes};
+use unicorn::model::shapes::Shape;
+use unicorn::tensor::Scheme;
+
+use crate::support::{data, policy};
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+/// Nothing is left to others: what is free may be used.
+const ALL: Limits = Limits { vram: None, gtt: None, reserve: Some(0) };
+
+fn heap(index: usize, size: u64, free: u64, device_local: bool, host_visible: bool) -> Heap {
+    let name = format!("heap {index} ({})", if device_local { "device-local" } else { "host" });
+    Heap { index, name, size, free, device_local, host_visible }
+}
+
+/// As RADV shows an integrated GPU: two thirds of carve-out and GTT together as its own, one third as the host's.
+fn apu(bytes: u64) -> Machine {
+    let (local, host) = (bytes / 3 * 2, bytes / 3);
+    Machine {
+        heaps: vec![heap(0, host, host, false, true), heap(1, local, local, true, true)],
+        unified: true,
+        max_allocation_bytes: 0xffff_fffc,
+    }
+}
+
+/// A card with 8 GiB of its own, of which 256 MiB can be mapped, beside 16 GiB of the host's.
+fn discrete() -> Machine {
+    Machine {
+        heaps: vec![
+            heap(0, 8 * GIB - 256 * MIB, 8 * GIB - 256 * MIB, true, false),
+            heap(1, 16 * GIB, 16 * GIB, false, true),
+            heap(2, 256 * MIB, 256 * MIB, true, true),
+        ],
+        unified: false,
+        max_allocation_bytes: 0xffff_fffc,
+    }
+}
+
+/// As lavapipe shows itself.
+fn one_heap(bytes: u64) -> Machine {
+    Machine { heaps: vec![heap(0, bytes, bytes, true, true)], unified: true, max_allocation_bytes: 2 * GIB }
+}
+
+fn request(class: Class, bytes: u64) -> Request {
+    let kind = if class == Class::Staging { MemoryKind::Upload } else { MemoryKind::Device };
+    Request { class, kind, bytes, name: format!("{} of {bytes}", class.name()) }
+}
+
+/// Bytes of a class in the device-local heaps, and in the others.
+fn split(plan: &Plan, class: Class) -> (u64, u64) {
+    let local = |name: &str| plan.heaps.iter().any(|h| h.heap.name == name && h.heap.device_local);
+    plan.placements().iter().filter(|p| p.class == class).fold((0, 0), |(vram, gtt), p| {
+        if local(&p.heap) { (vram + p.bytes, gtt) } else { (vram, gtt + p.bytes) }
+    })
+}
+
+/// A shape in the schemes that `unicorn synth --scheme int4-g128` writes.
+fn demand(config: &Gemma3Config) -> Demand<'_> {
+    Demand {
+        config,
+        schemes: Schemes::uniform(config, Scheme::int4(128), Scheme::int4(128), Scheme::Int8Row),
+        max_batch_tokens: 256,
+        max_shard_bytes: 0xffff_fffc / 2,
+    }
+}
+
+/// Holds a plan to its invariants, recounted from the slots.
+#[track_caller]
+fn check(machine: &Machine, limits: &Limits, plan: &Plan) {
+    let mut placed = vec![0; machine.heaps.len()];
+    for chunk in &plan.chunks {
+        assert!(chunk.bytes() <= machine.max_allocation_bytes, "a chunk of {}", chunk.bytes());
+        placed[chunk.heap] += chunk.bytes();
+        let heap = &machine.heaps[chunk.heap];
+        assert!(chunk.kind == MemoryKind::Device || heap.host_visible, "{} is not mapped", heap.name);
+        assert!(
+            chunk.kind != MemoryKind::Device || machine.unified || heap.device_local,
+            "{} lies in the host's memory",
+            chunk.class.name()
+        );
+    }
+    for ((heap, usable), placed) in plan.heaps.iter().zip(machine.usable(limits)).zip(placed) {
+        assert_eq!((heap.usable, heap.placed), (usable, placed), "{}", heap.heap.name);
+        assert!(placed <= usable, "{}: {placed} of {usable}", heap.heap.name);
+    }
+    let mut ranges: Vec<(usize, u64, u64)> = Vec::new();
+    for (request, slot) in plan.requests.iter().zip(&plan.slots) {
+        let chunk = &plan.chunks[slot.chunk];
+        assert_eq!((chunk.class, chunk.kind), (request.class, request.kind), "{}", request.name);
+        assert!(slot.offset % 256 == 0 && slot.offset + request.bytes <= chunk.bytes(), "{}", request.name);
+        ranges.push((slot.chunk, slot.offset, slot.offset + request.bytes));
+    }
+    ranges.sort();
+    for pair in ranges.windows(2) {
+        assert!(pair[0].0 != pair[1].0 || pair[0].2 <= pair[1].1, "buffers overlap: {pair:?}");
+    }
+}
+
+#[test]
+fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
+    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let machine = Machine::on_paper(16 * GIB, 30 * GIB);
+    let plan = demand(&config).place(&machine, &ALL, 8192, 1).unwrap();
+    check(&machine, &ALL, &plan);
+    for class in [Class::Attention, Class::Embedding, Class::Norms, Class::Activations, Class::KvCache] {
+        assert_eq!(split(&plan, class).1, 0, "{}", class.name());
+        assert!(split(&plan, class).0 > 0, "{}", class.name());
+    }
+    for class in [Class::Ffn, Class::Staging] {
+        assert_eq!(split(&plan, class).0, 0, "{}", class.name());
+        assert!(split(&plan, class).1 > 0, "{}", class.name());
+    }
+    // Two thirds and one third of 48 GiB: the same split, by the driver's own heaps.
+    let machine = apu(48 * GIB);
+    let plan = demand(&config).place(&machine, &Limits::default(), 8192, 1).unwrap();
+    check(&machine, &Limits::default(), &plan);
+    assert_eq!((split(&plan, Class::Attention).1, split(&plan, Class::Ffn).0), (0, 0));
+}
+
+#[test]
+fn what_spills_is_in_the_table() {
+    // GTT holds 4 GiB of FFN weights, the rest lies in VRAM; a KV cache larger than VRAM lies in both.
+    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let machine = Machine::on_paper(20 * GIB, 4 * GIB);
+    let plan = demand(&config).place(&machine, &ALL, 1024, 1).unwrap();
+    check(&machine, &ALL, &plan);
+    let (vram, gtt) = split(&plan, Class::Ffn);
+    assert!(gtt > 3 * GIB && vram > 6 * GIB, "{gtt} in GTT, {vram} in VRAM");
+    let rows = plan.placements();
+    assert_eq!(rows.iter().filter(|row| row.class == Class::Ffn).count(), 2, "{rows:?}");
+
+    let machine = Machine::on_paper(8 * GIB, 38 * GIB);
+    let plan = demand(&config).place(&machine, &ALL, 16_384, 1).unwrap();
+    check(&machine, &ALL, &plan);
+    let (vram, gtt) = split(&plan, Class::KvCache);
+    assert!(vram > 3 * GIB && gtt > 8 * GIB, "{vram} in VRAM, {gtt} in GTT");
+    assert_eq!(split(&plan, Class::Attention).1, 0, "attention is placed before the KV cache");
+}
+
+#[test]
+fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
+    let machine = discrete();
+    let config = Shape::named("gemma-3-4b").unwrap().config();
+    let plan = demand(&config).place(&machine, &Limits::default(), 8192, 1).unwrap();
+    check(&machine, &Limits::default(), &plan);
+    let host: Vec<_> = plan.placements().into_iter().filter(|p| p.heap.contains("host")).collect();
+    assert!(host.iter().all(|p| p.class == Class::Staging) && !host.is_empty(), "{host:?}");
+
+    // 16 GiB of the host's would hold the 27B; the card does not.
+    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let refusal = demand(&config).place(&machine, &ALL, 16, 1).unwrap_err();
+    assert_eq!((refusal.obstacle, refusal.request.class), (Obstacle::Full, Class::Ffn));
+}
+
+#[test]
+fn with_one_heap_everything_lies_there() {
+    let machine = one_heap(23 * GIB);
+    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let plan = demand(&config).place(&machine, &Limits::default(), 512, 1).unwrap();
+    check(&machine, &Limits::default(), &plan);
+    assert_eq!(plan.placements().len(), Class::ALL.len(), "one row for each class");
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
+    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let demand = demand(&config);
+    let machine = Machine::on_paper(16 * GIB, 4 * GIB);
+
+    // Too long a context: the largest is named, and is the largest.
+    let error = demand.fit(&machine, &ALL, Some(100_000), 1, &[]).unwrap_err();
+    let largest = error.largest_context;
+    assert!(largest > 1000 && largest % 16 == 0, "{largest}");
+    demand.fit(&machine, &ALL, Some(largest), 1, &[]).unwrap();
+    demand.fit(&machine, &ALL, Some(largest + 16), 1, &[]).unwrap_err();
+    let message = error.to_string();
+    let parts = [
+        "100000 tokens",
+        "VRAM",
+        "GTT",
+        "KV cache 94.6 GiB",
+        "FFN weights 10.3 GiB",
+        &format!("--context {largest}"),
+    ];
+    for part in parts {
+        assert!(message.contains(part), "{part:?} is not in {message}");
+    }
+    assert!(!message.contains('\n'), "{message}");
+    let table = error.refusal.table();
+    assert_eq!(table.len(), Class::ALL.len() + 2, "{table:#?}");
+
+    // No context at all: the largest scheme that would fit is named, and one that would not is not.
+    let bf16 = Demand {
+        schemes: Schemes::uniform(&config, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16),
+        ..demand.clone()
+    };
+    let others =
+        [("a", Scheme::Int8Row), ("b", Scheme::int4(128)), ("c", Scheme::int4(32)), ("d", Scheme::F32)].map(
+            |(name, s)| (format!("--quantize {name}"), Schemes::uniform(&config, s, s, Scheme::Int8Row)),
+        );
+    let error = bf16.fit(&machine, &ALL, None, 1, &others).unwrap_err();
+    assert_eq!(error.largest_context, 0);
+    let (option, context) = error.smaller.clone().expect("one of them fits");
+    assert_eq!(option, "--quantize c");
+    assert!(
+        error.to_string().contains(&format!("--quantize c would fit, with a context of {context} tokens"))
+    );
+    let error = bf16.fit(&Machine::on_paper(GIB, 0), &ALL, None, 1, &others).unwrap_err();
+    assert_eq!((error.largest_context, &error.smaller), (0, &None));
+    assert!(error.to_string().contains("memory.vram"), "{error}");
+}
+
+#[test]
+fn no_allocation_is_larger_than_the_device_allows() {
+    let machine = Machine::on_paper(64 * GIB, 0);
+    let limit = 4 * GIB - 64 * KIB; // 4 GiB - 4, in whole chunks
+    place(&machine, &ALL, vec![request(Class::KvCache, limit)]).unwrap();
+    let refusal = place(&machine, &ALL, vec![request(Class::KvCache, limit + 1)]).unwrap_err();
+    assert_eq!(refusal.obstacle, Obstacle::TooLarge { limit });
+    assert!(refusal.to_string().contains("one allocation"), "{refusal}");
+
+    // The 27B's embedding in bf16 is more than half of it, and is cut; a context's keys are not.
+    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let demand = Demand {
+        schemes: Schemes::uniform(&config, Scheme::int4(32), Scheme::int4(32), Scheme::Bf16),
+        ..demand(&config)
+    };
+    let requests = demand.requests(16, 1);
+    let embedding: Vec<u64> =
+        requests.iter().filter(|r| r.class == Class::Embedding).map(|r| r.bytes).collect();
+    assert_eq!(embedding.len(), 3, "two shards and their table: {embedding:?}");
+    assert_eq!(embedding[..2].iter().sum::<u64>(), 262_208 * 5376 * 2);
+    let machine = Machine { max_allocation_bytes: 64 * MIB, ..Machine::on_paper(1 << 50, 0) };
+    let demand = Demand { max_shard_bytes: 32 * MIB, ..demand };
+    // 16 heads of 128 f32: 8 KiB for a token's keys.
+    assert_eq!(demand.largest_context(&machine, &ALL, 1), 64 * 1024 / 8);
+    assert_eq!(demand.largest_context(&machine, &ALL, 16), 64 * 1024 / 8 / 16);
+}
+
+#[test]
+fn the_budget_the_limits_and_the_reserve_bound_what_is_used() {
+    let mut machine = apu(48 * GIB);
+    let heaps = |machine: &Machine, limits: Limits| machine.usable(&limits);
+    let [host, local] = [16 * GIB, 32 * GIB];
+    assert_eq!(heaps(&machine, ALL), [host, local]);
+    // A tenth, shared by size.
+    let tenth = 48 * GIB / 10;
+    let expected = [host - tenth / 3, local - (tenth as u128 * 2 / 3) as u64];
+    assert_eq!(heaps(&machine, Limits::default()), expected);
+    assert_eq!(heaps(&machine, Limits { reserve: Some(3 * GIB), ..ALL }), [host - GIB, local - 2 * GIB]);
+    // Limits beyond what is free change nothing; others do.
+    let limits = Limits { vram: Some(16 * GIB), gtt: Some(99 * GIB), ..ALL };
+    assert_eq!(heaps(&machine, limits), [host, 16 * GIB]);
+    // Another program took most of the GPU's own.
+    machine.heaps[1].free = 2 * GIB;
+    assert_eq!(heaps(&machine, limits), [host, 2 * GIB]);
+    assert_eq!(heaps(&machine, Limits { reserve: Some(99 * GIB), ..ALL }), [0, 0]);
+    // On a small GPU the reserve is not less than 512 MiB.
+    assert_eq!(one_heap(2 * GIB).usable(&Limits::default()), [2 * GIB - 512 * MIB]);
+    // On a discrete one the host's memory is not what the reserve is taken of.
+    assert_eq!(discrete().usable(&Limits::default())[1], 16 * GIB);
+    // Several heaps of a kind share its limit, the larger first.
+    let limits = Limits { vram: Some(8 * GIB - 128 * MIB), ..ALL };
+    assert_eq!(discrete().usable(&limits), [8 * GIB - 256 * MIB, 16 * GIB, 128 * MIB]);
+}
+
+/// Random machines and requests: no heap is overfilled, everything is placed or all refused, and each request lies in
+/// the first heap of its class that had room when its turn came.
+#[test]
+fn random_requests_are_placed_in_order_or_refused() {
+    let seed = 0x91ace;
+    println!("seed {seed:#x}");
+    let (mut placed, mut refused) = (0, 0);
+    for round in 0..2000 {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed + round);
+        let heaps = (0..rng.random_range(1..=4usize)).map(|i| {
+            let size = rng.random_range(0..2 * GIB);
+            heap(i, size, rng.random_range(0..=size), i == 0 || rng.random(), rng.random())
+        });
+        let machine = Machine {
+            heaps: heaps.collect(),
+            unified: rng.random(),
+            max_allocation_bytes: rng.random_range(64 * MIB..GIB),
+        };
+        let mut limit = |below: u64| rng.random_bool(0.3).then(|| rng.random_range(0..below));
+        let limits = Limits { vram: limit(4 * GIB), gtt: limit(4 * GIB), reserve: limit(GIB) };
+        let requests: Vec<Request> = (0..rng.random_range(0..120))
+            .map(|_| {
+                let class = Class::ALL[rng.random_range(0..Class::ALL.len())];
+                let most = if rng.random_bool(0.2) { 64 * MIB } else { 2 * MIB };
+                Request { bytes: rng.random_range(1..most), ..request(class, 1) }
+            })
+            .collect();
+        match place(&machine, &limits, requests.clone()) {
+            Ok(plan) => {
+                placed += 1;
+                assert_eq!(plan.requests, requests);
+                check(&machine, &limits, &plan);
+                in_order(&machine, &limits, &plan, round);
+            }
+            Err(refusal) => {
+                refused += 1;
+                let asked: u64 = requests.iter().map(|r| r.bytes).sum();
+                assert_eq!(refusal.asked_bytes(), asked, "round {round}");
+                assert_eq!(refusal.heaps.len(), machine.heaps.len());
+                if let Obstacle::TooLarge { limit } = refusal.obstacle {
+                    assert!(refusal.request.bytes > limit && limit <= machine.max_allocation_bytes);
+                }
+            }
+        }
+    }
+    assert!(placed > 300 && refused > 300, "{placed} placed, {refused} refused: one side was hardly tried");
+}
+
+/// A request lies in a later heap of its class only where the earlier ones could not take it any more.
+#[track_caller]
+fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
+    let usable = machine.usable(limits);
+    let mut order: Vec<usize> = (0..plan.requests.len()).collect();
+    order.sort_by_key(|&i| (plan.requests[i].class, plan.requests[i].kind));
+    let rank = |class: Class, heap: &Heap| match class {
+        Class::Ffn | Class::Staging => heap.device_local,
+        _ => !heap.device_local,
+    };
+    let mut used = vec![0u64; usable.len()];
+    let mut filled = vec![0u64; plan.chunks.len()];
+    for i in order {
+        let (request, chunk) = (&plan.requests[i], plan.slots[i].chunk);
+        let mine = plan.chunks[chunk].heap;
+        for (h, heap) in machine.heaps.iter().enumerate() {
+            let allowed = if request.kind == MemoryKind::Device {
+                machine.unified || heap.device_local
+            } else {
+                heap.host_visible
+            };
+            let unified_or_staging = machine.unified || request.kind != MemoryKind::Device;
+            let better = allowed
+                && h != mine
+                && unified_or_staging
+                && rank(request.class, heap) < rank(request.class, &machine.heaps[mine]);
+            // With a chunk of its own it would not have fitted; in a shared one it takes less than that.
+            let room = usable[h] - used[h];
+            assert!(
+                !better || request.bytes.next_multiple_of(64 * KIB) > room,
+                "round {round}: {} lies in {}, and {} has {room} left",
+                request.name,
+                machine.heaps[mine].name,
+                heap.name
+            );
+        }
+        let before = filled[chunk].next_multiple_of(64 * KIB);
+        filled[chunk] += request.bytes.next_multiple_of(256);
+        used[mine] += filled[chunk].next_multiple_of(64 * KIB) - before;
+    }
+}
+
+/// By hand, from the shapes alone: what docs/architecture.md says of the 27B.
+#[test]
+fn the_27b_takes_what_is_counted_by_hand() {
+    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let demand = demand(&config);
+    let bytes = |class| -> u64 {
+        demand.requests(8192, 1).iter().filter(|r| r.class == class).map(|r| r.bytes).sum()
+    };
+    // int4 in groups of 128: half a byte for a weight, and 2 for 128 of them.
+    let int4 = |weights: u64| weights / 2 + weights / 128 * 2;
+    let attention = 5376 * 4096 + 2 * 5376 * 2048 + 4096 * 5376;
+    assert_eq!(bytes(Class::Attention), 62 * int4(attention));
+    assert_eq!(bytes(Class::Ffn), 62 * int4(3 * 5376 * 21_504));
+    assert_eq!(bytes(Class::Ffn), 11_087_290_368); // 10.3 GiB
+    // int8: a byte for a weight, 2 for a row, and the address table of its one shard.
+    assert_eq!(bytes(Class::Embedding), 262_208 * 5376 + 2 * 262_208 + 16);
+    assert_eq!(bytes(Class::Norms), 4 * (62 * (4 * 5376 + 2 * 128) + 5376));
+    // Keys and values of 62 layers and 16 heads of 128 f32.
+    assert_eq!(demand.kv_bytes_per_token(), 62 * 2 * 16 * 128 * 4);
+    assert_eq!(demand.kv_bytes_per_token(), 992 * KIB);
+    assert_eq!(bytes(Class::KvCache), 8192 * 992 * KIB);
+    // 25e9 multiply-adds per submit leave 60 tokens a step; 32 rows of logits; two tables of 128 f32 a position.
+    let tokens = 25_000_000_000 / (attention + 3 * 5376 * 21_504);
+    assert_eq!((tokens, demand.batch_tokens()), (60, 60));
+    let row = 3 * 5376 + 2 * 4096 + 2 * 2048 + 2 * 21_504;
+    let expected = 4 * (tokens * row + 32 * (5376 + 262_208) + 2 * 8192 * 128) + 64;
+    assert_eq!(bytes(Class::Activations), expected);
+
+    // What 46 GiB leave for the cache, in whole blocks of 16: 1 KiB a token for RoPE tables, 8 bytes for block tables.
+    // Rounding to chunks costs less than a block or two.
+    let machine = Machine::on_paper(16 * GIB, 30 * GIB);
+    let fixed: u64 =
+        demand.requests(16, 1).iter().filter(|r| r.class != Class::KvCache).map(|r| r.bytes).sum();
+    let counted = (46 * GIB - fixed) / (992 * KIB + KIB + 8);
+    let largest = demand.largest_context(&machine, &ALL, 1) as u64;
+    assert!(largest <= counted && largest + 300 > counted, "{largest}, by hand {counted}");
+    let sixteen = demand.largest_context(&machine, &ALL, 16) as u64;
+    assert!(
+        sixteen * 16 <= counted + 300 && (sixteen + 32) * 16 > largest,
+        "{sixteen} times 16, once {largest}"
+    );
+}
+
+#[test]
+fn a_load_takes_what_was_planned() {
+    let device = Device::open(&policy()).unwrap();
+    let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
+    let config = Gemma3Config::load(&files).unwrap().0;
+    let options = LoadOptions { max_context: Some(100), ..LoadOptions::default() };
+    let demand = Demand {
+        config: &config,
+        schemes: Schemes::uniform(&config, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16),
+        max_batch_tokens: options.max_batch_tokens,
+        max_shard_bytes: device.info().max_allocation_bytes / 2,
+    };
+    let plan = demand.place(&device.machine(), &options.memory, 100, 1).unwrap();
+    let model = Gemma3::load(&device, &files, &options, &mut |_| {}).unwrap();
+    assert_eq!(model.placements(), plan.placements());
+    assert_eq!(model.limits().max_context, 100);
+    assert_eq!(model.limits().num_blocks, 7);
+    if device.held().is_none() {
+        assert_eq!(model.residency(), Residency::Unknown);
+    }
+}
+
+#[test]
+fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
+    let device = Device::open(&policy()).unwrap();
+    let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
+    let load = |vram, gtt, max_context| {
+        let memory = Limits { vram: Some(vram), gtt: Some(gtt), reserve: Some(0) };
+        let options = LoadOptions { memory, max_context, ..LoadOptions::default() };
+        let mut heard = false;
+        let result = Gemma3::load(&device, &files, &options, &mut |_| heard = true);
+        assert_eq!(heard, result.is_ok(), "nothing is read of a model that does not fit");
+        result
+    };
+    let Err(LoadError::DoesNotFit(error)) = load(MIB, 0, None) else { panic!("1 MiB is enough") };
+    assert_eq!(error.largest_context, 0);
+    assert_eq!(device.allocations(), 0);
+    let Err(LoadError::DoesNotFit(error)) = load(16 * MIB, 16 * MIB, Some(4096)) else {
+        panic!("32 MiB are enough")
+    };
+    let largest = error.largest_context;
+    assert!(largest > 0 && largest < 4096, "{largest}");
+    assert_eq!(device.allocations(), 0);
+    // What it names does fit.
+    let model = load(16 * MIB, 16 * MIB, Some(largest)).unwrap();
+    assert_eq!(model.limits().max_context, largest);
+    drop(model);
+    let model = load(16 * MIB, 16 * MIB, None).unwrap();
+    assert_eq!(model.limits().max_context, largest);
+}
