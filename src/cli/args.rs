@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::config::parse_bytes;
 use crate::model::shapes::Shape;
 use crate::tensor::{QuantizeMode, Scales, Scheme};
 
@@ -58,6 +59,8 @@ pub enum Command {
     Inspect(Inspect),
     /// Write a native checkpoint of random weights in a published shape: for measurements, not for answers
     Synth(Synth),
+    /// Show where a model would lie in memory, and how long a context fits; needs no GPU
+    Plan(Plan),
     /// Measure load time, prefill and decode speed, and memory
     Bench(Bench),
 }
@@ -67,6 +70,22 @@ pub struct Model {
     /// Folder of a Gemma-3 checkpoint; without it, the demo model in this binary
     #[arg(long, value_name = "FOLDER")]
     pub model: Option<String>,
+    #[command(flatten)]
+    pub memory: Memory,
+}
+
+/// What may be taken of a device's memory: sizes such as 16GiB or 512MiB.
+#[derive(Debug, Args)]
+pub struct Memory {
+    /// Of the GPU's own memory, at most so much
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub vram: Option<u64>,
+    /// Of the host memory that the GPU reaches, at most so much
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub gtt: Option<u64>,
+    /// Left free for others
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub reserve: Option<u64>,
 }
 
 #[derive(Debug, Args)]
@@ -288,6 +307,37 @@ pub struct Synth {
     pub seed: u64,
     /// Folder to write
     pub destination: PathBuf,
+}
+
+/// A checkpoint or a published shape, on a machine with the given --vram and --gtt, or on this one.
+#[derive(Debug, Args)]
+#[command(group(clap::ArgGroup::new("what").required(true).args(["model", "shape"])))]
+pub struct Plan {
+    /// A checkpoint in any format that can be read
+    pub model: Option<String>,
+    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
+    #[arg(long, value_parser = Shape::named, requires = "scheme", conflicts_with = "quantize")]
+    pub shape: Option<Shape>,
+    /// Attention and feed-forward matrices of the shape: int4-g32, int4-g128, int8-row or bf16
+    #[arg(long, value_name = "SCHEME", requires = "shape")]
+    pub scheme: Option<Target>,
+    /// The matrices of attention, where they differ
+    #[arg(long, value_name = "SCHEME", requires = "shape")]
+    pub attention: Option<Target>,
+    /// The matrices of the feed-forward networks, where they differ
+    #[arg(long, value_name = "SCHEME", requires = "shape")]
+    pub feed_forward: Option<Target>,
+    /// The embedding, which is the output head too [default: int8-row; with --scheme bf16, that]
+    #[arg(long, value_name = "SCHEME", requires = "shape")]
+    pub embedding: Option<Target>,
+    /// Conversations held at once, each with the whole context
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub sequences: u32,
+    #[command(flatten)]
+    pub memory: Memory,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(Debug, Args)]

@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use super::args;
+use super::devices::bytes;
 use super::error::Error;
 use super::generate::print;
 use super::load::{self, EndEngine};
 use super::progress::Bar;
-use crate::config::{Config, show_bytes as bytes};
+use crate::config::Config;
 use crate::engine::{Engine, EngineConfig, EngineHandle, Event, Request, Timings};
 use crate::model::SamplingParams;
 

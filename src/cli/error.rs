@@ -40,6 +40,10 @@ pub enum Error {
     #[error(transparent)]
     Gpu(#[from] GpuError),
     #[error(transparent)]
+    DoesNotFit(#[from] Box<crate::model::memory::DoesNotFit>),
+    #[error("{0}; or say what a machine has with --vram and --gtt")]
+    NoMachine(GpuError),
+    #[error(transparent)]
     Load(#[from] crate::model::gemma3::LoadError),
     #[error(transparent)]
     Text(#[from] TextError),

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::devices::bytes;
 use super::error::Error;
 use super::progress::Bar;
 use crate::api::{SamplingDefaults, Service};
 use crate::checkpoint::{Manifest, ModelFiles};
-use crate::config::{self, Config, show_bytes as bytes};
+use crate::config::{self, Config};
 use crate::engine::{Engine, EngineConfig, EngineHandle};
-use crate::gpu::placement::{Limits, Placement};
-use crate::gpu::{Device, DeviceInfo, DevicePolicy};
+use crate::gpu::placement::{Limits, Machine, Placement};
+use crate::gpu::{self, Device, DeviceInfo, DevicePolicy};
 use crate::model::Runner;
 use crate::model::config::{Gemma3Config, GenerationConfig};
 use crate::model::gemma3::{Gemma3, LoadError, LoadOptions};
@@ -83,13 +84,7 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
             files.location()
         );
     }
-    let policy = DevicePolicy {
-        device: config.hardware.device.clone(),
-        allow_software: config.hardware.allow_software_vulkan,
-        validation: config.hardware.validation,
-        profile,
-    };
-    let device = Device::open(&policy)?;
+    let device = Device::open(&policy(config, profile))?;
     let info = device.info().clone();
     let options = LoadOptions {
         quantize: config.model.quantize,
@@ -177,8 +172,32 @@ impl Profiler {
     }
 }
 
+/// The memory to plan for, and what may be used of it: of a machine with so much VRAM and GTT, all of which may be used,
+/// or else of the device that a load would take.
+pub fn machine(config: &Config, paper: Option<(u64, u64)>) -> Result<(Machine, Limits), Error> {
+    match paper {
+        Some((vram, gtt)) => {
+            let limits = Limits { reserve: Some(config.memory.reserve.unwrap_or(0)), ..Limits::default() };
+            Ok((Machine::on_paper(vram, gtt), limits))
+        }
+        None => {
+            let device = gpu::chosen_device(&policy(config, false)).map_err(Error::NoMachine)?;
+            Ok((device.machine(), limits(&config.memory)))
+        }
+    }
+}
+
+fn policy(config: &Config, profile: bool) -> DevicePolicy {
+    DevicePolicy {
+        device: config.hardware.device.clone(),
+        allow_software: config.hardware.allow_software_vulkan,
+        validation: config.hardware.validation,
+        profile,
+    }
+}
+
 /// What a user allows of a device's memory.
-pub fn limits(memory: &config::Memory) -> Limits {
+fn limits(memory: &config::Memory) -> Limits {
     let config::Memory { vram, gtt, reserve } = *memory;
     Limits { vram, gtt, reserve }
 }

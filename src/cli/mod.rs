@@ -12,6 +12,7 @@ mod eval;
 mod generate;
 mod inspect;
 mod load;
+mod plan;
 mod progress;
 mod quantize;
 mod serve;
@@ -54,6 +55,7 @@ fn run(global: &Global, command: Command) -> Result<(), Error> {
         Command::Quantize(args) => quantize::quantize(&config, &args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Synth(args) => synth::synth(&args),
+        Command::Plan(args) => plan::plan(&config, &args),
         Command::Bench(args) => bench::bench(&config, &args),
     }
 }
@@ -106,10 +108,29 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
         Command::Chat(args::Chat { model, .. }) => model.model.as_ref(),
         Command::Bench(args::Bench { model, .. }) => model.model.as_ref(),
         Command::Eval(args::Eval::Logits { model, .. } | args::Eval::Perplexity { model, .. }) => Some(model),
-        Command::Devices | Command::Quantize(_) | Command::Inspect(_) | Command::Synth(_) => None,
+        Command::Devices
+        | Command::Quantize(_)
+        | Command::Inspect(_)
+        | Command::Synth(_)
+        | Command::Plan(_) => None,
     };
     if let Some(model) = model {
         flags.set("model", "path", model.clone());
+    }
+    let memory = match command {
+        Command::Serve(args::Serve { model, .. }) => Some(&model.memory),
+        Command::Generate(args::Generate { model, .. }) => Some(&model.memory),
+        Command::Chat(args::Chat { model, .. }) => Some(&model.memory),
+        Command::Bench(args::Bench { model, .. }) => Some(&model.memory),
+        Command::Plan(args::Plan { memory, .. }) => Some(memory),
+        _ => None,
+    };
+    if let Some(memory) = memory {
+        for (option, bytes) in [("vram", memory.vram), ("gtt", memory.gtt), ("reserve", memory.reserve)] {
+            if let Some(bytes) = bytes {
+                flags.set("memory", option, bytes.to_string());
+            }
+        }
     }
     if let Command::Serve(args::Serve { name, host, port, .. }) = command {
         if let Some(name) = name {

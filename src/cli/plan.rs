@@ -1,0 +1,261 @@
+//! `unicorn plan`: where every byte of a model would lie, by the arithmetic that a load follows, and the context that
+//! fits. Takes nothing of a device, and needs none where `--vram` and `--gtt` say what there is.
+
+use std::path::Path;
+
+use serde_json::json;
+
+use super::args::{self, Class, Target};
+use super::devices::bytes;
+use super::error::Error;
+use super::generate::print;
+use super::load;
+use crate::checkpoint::{Checkpoint, ModelFiles};
+use crate::config::Config;
+use crate::model::config::Gemma3Config;
+use crate::model::memory::{Demand, DoesNotFit, Fit, MAX_SEQUENCES, Schemes, quantize_modes};
+use crate::model::shapes::Shape;
+use crate::model::weights::Gemma3Weights;
+use crate::tensor::Scheme;
+
+/// What is planned for.
+struct Subject {
+    name: String,
+    /// How its weights are stored, in words.
+    stored: String,
+    config: Gemma3Config,
+    schemes: Schemes,
+    /// By option, what would store it otherwise.
+    others: Vec<(String, Schemes)>,
+}
+
+pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
+    let subject = match (&args.model, args.shape) {
+        (Some(model), _) => checkpoint(model, config)?,
+        (None, Some(shape)) => published(shape, args),
+        (None, None) => {
+            return Err(Error::Argument("plan: give a checkpoint, or --shape and --scheme".into()));
+        }
+    };
+    let args::Memory { vram, gtt, .. } = args.memory;
+    let paper = (vram.is_some() || gtt.is_some()).then(|| (vram.unwrap_or(0), gtt.unwrap_or(0)));
+    let (machine, limits) = load::machine(config, paper)?;
+    let demand = Demand {
+        config: &subject.config,
+        schemes: subject.schemes.clone(),
+        max_batch_tokens: config.engine.prefill_chunk,
+        max_shard_bytes: machine.max_allocation_bytes / 2,
+    };
+    let sequences = args.sequences as usize;
+    let wanted = config.engine.context;
+    let outcome = demand.fit(&machine, &limits, wanted, sequences, &subject.others);
+
+    let mut counts = vec![1, MAX_SEQUENCES, sequences];
+    counts.sort_unstable();
+    counts.dedup();
+    let largest: Vec<(usize, usize)> =
+        counts.into_iter().map(|n| (n, demand.largest_context(&machine, &limits, n))).collect();
+    let text = match args.json {
+        true => as_json(&subject, &demand, sequences, wanted, &outcome, &largest),
+        false => as_text(&subject, &demand, sequences, wanted, &outcome, &largest),
+    };
+    print(&text)?;
+    outcome.map(drop).map_err(|error| Box::new(error).into())
+}
+
+fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
+    let files = ModelFiles::open(Path::new(model))?;
+    let (gemma, _) = Gemma3Config::load(&files)?;
+    let checkpoint = Checkpoint::open(&files)?;
+    let weights = Gemma3Weights::collect(&checkpoint, &gemma)?;
+    let schemes = Schemes::of(&weights, config.model.quantize)?;
+    let others = quantize_modes(&weights)?;
+    let stored = words(&schemes);
+    Ok(Subject { name: files.location(), stored, config: gemma, schemes, others })
+}
+
+fn published(shape: Shape, args: &args::Plan) -> Subject {
+    let config = shape.config();
+    let of = |schemes: args::Schemes| {
+        let [attention, ffn, embedding] =
+            [Class::Attention, Class::FeedForward, Class::Embedding].map(|class| {
+                let Target(scheme) = schemes.of(class);
+                scheme.unwrap_or(Scheme::Bf16)
+            });
+        Schemes::uniform(&config, attention, ffn, embedding)
+    };
+    let scheme = args.scheme.unwrap_or(Target(None));
+    let schemes = of(args::Schemes {
+        scheme,
+        attention: args.attention,
+        feed_forward: args.feed_forward,
+        embedding: args.embedding,
+    });
+    let others = [Scheme::Int8Row, Scheme::int4(32), Scheme::int4(128)].map(|scheme| {
+        let target = args::Schemes {
+            scheme: Target(Some(scheme)),
+            attention: None,
+            feed_forward: None,
+            embedding: None,
+        };
+        (format!("--scheme {scheme}"), of(target))
+    });
+    let stored = words(&schemes);
+    Subject { name: shape.name.into(), stored, config, schemes, others: others.into() }
+}
+
+/// The schemes of each class.
+fn words(schemes: &Schemes) -> String {
+    let of = |range: std::ops::Range<usize>| {
+        let mut names: Vec<String> =
+            schemes.layers.iter().flat_map(|layer| &layer[range.clone()]).map(Scheme::to_string).collect();
+        names.sort();
+        names.dedup();
+        names.join(" and ")
+    };
+    format!("attention {}, feed-forward {}, embedding {}", of(0..4), of(4..7), schemes.embedding)
+}
+
+fn contexts(sequences: usize, context: usize) -> String {
+    match sequences {
+        1 => format!("{context} tokens for 1 sequence"),
+        n => format!("{context} tokens for each of {n} sequences"),
+    }
+}
+
+fn as_text(
+    subject: &Subject,
+    demand: &Demand<'_>,
+    sequences: usize,
+    wanted: Option<usize>,
+    outcome: &Result<Fit, DoesNotFit>,
+    largest: &[(usize, usize)],
+) -> String {
+    let mut text = format!("{}: {}\n", subject.name, subject.stored);
+    let (context, heaps) = match outcome {
+        Ok(fit) => (fit.context, &fit.plan.heaps),
+        Err(error) => (error.context, &error.refusal.heaps),
+    };
+    let verdict = match (outcome, wanted) {
+        (Ok(_), Some(_)) => "fits",
+        (Ok(_), None) => "the longest that fits",
+        (Err(_), _) => "DOES NOT FIT",
+    };
+    text += &format!("{}: {verdict}\n\n", contexts(sequences, context));
+
+    let widths: Vec<usize> = heaps.iter().map(|heap| heap.heap.name.len().max(9) + 2).collect();
+    let mut row = |name: &str, cells: Vec<String>, total: String| {
+        text += &format!("{name:<18}");
+        for (cell, width) in cells.iter().zip(&widths) {
+            text += &format!("{cell:>width$}");
+        }
+        text += &format!("{total:>11}\n");
+    };
+    let shown = |n: u64| if n == 0 { "-".to_owned() } else { bytes(n) };
+    row("", heaps.iter().map(|heap| heap.heap.name.clone()).collect(), "total".into());
+    match outcome {
+        Ok(fit) => {
+            let rows = fit.plan.placements();
+            let mut classes: Vec<&str> = rows.iter().map(|row| row.class.name()).collect();
+            classes.dedup();
+            for class in classes {
+                let here = |heap: &str| -> u64 {
+                    let here = rows.iter().filter(|row| row.class.name() == class && row.heap == heap);
+                    here.map(|row| row.allocated).sum()
+                };
+                let cells: Vec<u64> = heaps.iter().map(|heap| here(&heap.heap.name)).collect();
+                row(class, cells.iter().map(|n| shown(*n)).collect(), bytes(cells.iter().sum()));
+            }
+            row("placed", heaps.iter().map(|heap| shown(heap.placed)).collect(), bytes(fit.plan.bytes()));
+        }
+        Err(error) => {
+            let unplaced = || vec![String::new(); heaps.len()];
+            for (class, n) in &error.refusal.asked {
+                row(class.name(), unplaced(), bytes(*n));
+            }
+            row("asked", unplaced(), bytes(error.refusal.asked_bytes()));
+        }
+    }
+    let usable: Vec<u64> = heaps.iter().map(|heap| heap.usable).collect();
+    row("usable", usable.iter().map(|n| shown(*n)).collect(), bytes(usable.iter().sum()));
+
+    let per_token = demand.kv_bytes_per_token();
+    text += &format!(
+        "\nKV cache         {} per token, {} for a sequence of {context} tokens\n",
+        bytes(per_token),
+        bytes(per_token * context as u64)
+    );
+    for (i, (sequences, context)) in largest.iter().enumerate() {
+        let name = if i == 0 { "largest context" } else { "" };
+        text += &format!("{name:<16} {}\n", contexts(*sequences, *context));
+    }
+    text
+}
+
+fn as_json(
+    subject: &Subject,
+    demand: &Demand<'_>,
+    sequences: usize,
+    wanted: Option<usize>,
+    outcome: &Result<Fit, DoesNotFit>,
+    largest: &[(usize, usize)],
+) -> String {
+    let (context, heaps) = match outcome {
+        Ok(fit) => (fit.context, &fit.plan.heaps),
+        Err(error) => (error.context, &error.refusal.heaps),
+    };
+    let per_token = demand.kv_bytes_per_token();
+    let asked = demand.requests(context, sequences);
+    let heaps: Vec<_> = heaps
+        .iter()
+        .map(|heap| {
+            json!({
+                "name": heap.heap.name,
+                "device_local": heap.heap.device_local,
+                "size_bytes": heap.heap.size,
+                "free_bytes": heap.heap.free,
+                "usable_bytes": heap.usable,
+                "placed_bytes": outcome.is_ok().then_some(heap.placed),
+            })
+        })
+        .collect();
+    let placements = outcome.as_ref().ok().map(|fit| {
+        let rows = fit.plan.placements();
+        rows.iter()
+            .map(|row| {
+                json!({
+                    "class": row.class.name(),
+                    "heap": row.heap,
+                    "buffers": row.buffers,
+                    "bytes": row.bytes,
+                    "allocated_bytes": row.allocated,
+                })
+            })
+            .collect::<Vec<_>>()
+    });
+    let refusal = outcome.as_ref().err();
+    let line = json!({
+        "model": subject.name,
+        "schemes": subject.stored,
+        "fits": outcome.is_ok(),
+        "error": refusal.map(ToString::to_string),
+        "sequences": sequences,
+        "requested_context": wanted,
+        "context": context,
+        "largest_contexts": largest
+            .iter()
+            .map(|(sequences, context)| json!({"sequences": sequences, "context": context}))
+            .collect::<Vec<_>>(),
+        "smaller": refusal.and_then(|error| error.smaller.as_ref()).map(|(option, context)| {
+            json!({"option": option, "context": context})
+        }),
+        "kv_bytes_per_token": per_token,
+        "bytes_per_sequence": per_token * context as u64,
+        "weight_bytes": demand.weight_bytes(),
+        "asked_bytes": asked.iter().map(|request| request.bytes).sum::<u64>(),
+        "placed_bytes": outcome.as_ref().ok().map(|fit| fit.plan.bytes()),
+        "heaps": heaps,
+        "placements": placements,
+    });
+    format!("{line}\n")
+}
