@@ -70,6 +70,16 @@ fn a_command_line_that_cannot_be_read_is_exit_code_2() {
         (&["eval", "logits", "m", "--output", "o"], "--tokens"),
         (&["eval", "logits", "m", "--output", "o", "--tokens", "2,x"], "--tokens"),
         (&["bench", "--generate-tokens", "1"], "generate-tokens"),
+        (&["plan"], "<MODEL|--shape <SHAPE>>"),
+        (&["plan", "m", "--shape", "gemma-3-1b", "--scheme", "bf16"], "--shape"),
+        (&["plan", "--shape", "gemma-3-1b"], "required"),
+        (&["plan", "--shape", "gemma-3-2b", "--scheme", "bf16"], "gemma-3-27b"),
+        (&["plan", "--shape", "gemma-3-1b", "--scheme", "int3"], "int3"),
+        (&["plan", "--shape", "gemma-3-1b", "--scheme", "bf16", "--quantize", "int8-row"], "--quantize"),
+        (&["plan", "m", "--scheme", "bf16"], "--scheme"),
+        (&["plan", "m", "--vram", "16GB"], "16GiB"),
+        (&["plan", "m", "--sequences", "0"], "sequences"),
+        (&["serve", "--gtt", "much"], "gtt"),
         (&["fly"], "fly"),
     ] {
         let mut command = unicorn(args);
@@ -181,7 +191,7 @@ fn without_a_device_there_is_an_error_and_no_fallback() {
 }
 
 /// tiny-a with the mini tokenizer, which fits it.
-fn tiny_model() -> tempfile::TempDir {
+pub fn tiny_model() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     for file in ["config.json", "generation_config.json", "model.safetensors"] {
         std::fs::copy(data("gemma3/tiny-a").join(file), folder.path().join(file)).expect("copied");

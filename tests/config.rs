@@ -1,6 +1,6 @@
 //! Layers of configuration: which wins, and what an error names.
 
-use unicorn::config::{Config, ConfigError, Layer};
+use unicorn::config::{Config, ConfigError, Layer, Memory, parse_bytes, show_bytes};
 use unicorn::tensor::QuantizeMode;
 
 fn from_file(text: &str) -> Result<Config, ConfigError> {
@@ -14,6 +14,8 @@ fn the_defaults_are_what_the_file_documents() {
     assert_eq!((config.model.path, config.engine.context), (None, None));
     assert!(!config.hardware.allow_software_vulkan, "software Vulkan is never a default");
     assert!(!config.hardware.validation, "nor is what slows every call");
+    assert!(config.hardware.strict, "a model that is not in memory is not served");
+    assert_eq!(config.memory, Memory { vram: None, gtt: None, reserve: None });
 }
 
 #[test]
@@ -41,6 +43,8 @@ fn errors_name_the_option_and_its_source() {
         ("[server]\nqueue = 0", &["unicorn.toml", "server.queue", "1 to 4096"]),
         ("[engine]\ncontext = -1", &["unicorn.toml", "engine.context"]),
         ("[model]\nquantize = \"int3\"", &["unicorn.toml", "model.quantize", "int3", "int8-row"]),
+        ("[memory]\nvram = \"16GB\"", &["unicorn.toml", "memory.vram", "16GB", "16GiB"]),
+        ("[memory]\nreserve = 5", &["unicorn.toml", "memory.reserve", "string"]),
         ("[server", &["unicorn.toml", "TOML"]),
     ] {
         let message = from_file(text).expect_err(text).to_string();
@@ -53,4 +57,36 @@ fn errors_name_the_option_and_its_source() {
         let error = Layer::environment([(variable.to_owned(), value.to_owned())]).expect_err(variable);
         assert!(error.to_string().contains(variable), "{error}");
     }
+}
+
+#[test]
+fn sizes_are_read_and_shown_in_binary_units() {
+    for (text, bytes) in [
+        ("0", 0),
+        ("4096", 4096),
+        ("12B", 12),
+        ("512MiB", 512 << 20),
+        (" 16 GiB ", 16 << 30),
+        ("1.5GiB", 3 << 29),
+        ("0.5KiB", 512),
+        ("2TiB", 2 << 40),
+    ] {
+        assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
+    }
+    for text in [
+        "",
+        "GiB",
+        "16GB",
+        "16gib",
+        "-1GiB",
+        "1e3",
+        "1.2.3KiB",
+        "2000TiB",
+        "99999999999999999999",
+        "16 GiB free",
+    ] {
+        assert!(parse_bytes(text).is_err_and(|error| error.contains("16GiB")), "{text:?}");
+    }
+    let shown = [0, 1023, 1024, 1536, 5 << 20, 16 << 30, 3 << 50].map(show_bytes);
+    assert_eq!(shown, ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 MiB", "16.0 GiB", "3072.0 TiB"]);
 }

@@ -2,6 +2,7 @@
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
 use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::Device;
 use unicorn::gpu::placement::{Class, Heap, Limits, Machine, MemoryKind, Obstacle, Plan, Request, place};
@@ -13,7 +14,8 @@ use unicorn::model::memory::{Demand, Schemes};
 use unicorn::model::shapes::Shape;
 use unicorn::tensor::Scheme;
 
-use crate::support::{data, policy};
+use crate::cli::{assert_error, output, tiny_model, unicorn, unicorn_on_software};
+use crate::support::{data, policy, root};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -459,4 +461,74 @@ fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
     drop(model);
     let model = load(16 * MIB, 16 * MIB, None).unwrap();
     assert_eq!(model.limits().max_context, largest);
+}
+
+const PLAN_27B: [&str; 9] =
+    ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "16GiB", "--gtt", "30GiB"];
+
+#[test]
+fn the_plan_that_the_readme_shows_is_what_is_printed() {
+    let (code, stdout, stderr) = output(unicorn(&PLAN_27B));
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    let readme = std::fs::read_to_string(root().join("README.md")).expect("the README");
+    let shown = format!("$ unicorn {}\n{stdout}```", PLAN_27B.join(" "));
+    assert!(readme.contains(&shown), "README.md shows something else than:\n{shown}");
+}
+
+#[test]
+fn a_plan_as_json_says_the_same_and_adds_up() {
+    let plan = |args: &[&str]| -> (i32, Value, String) {
+        let (code, stdout, stderr) = output(unicorn(&[&PLAN_27B[..], &["--json"], args].concat()));
+        (code, serde_json::from_str(&stdout).expect("one JSON object"), stderr)
+    };
+    let bytes = |value: &Value| value.as_u64().expect("a number");
+    let (code, line, _) = plan(&[]);
+    assert_eq!((code, &line["fits"], &line["error"]), (0, &json!(true), &Value::Null));
+    assert_eq!(line["kv_bytes_per_token"], json!(992 * KIB));
+    let largest = &line["largest_contexts"];
+    assert_eq!(largest[0], json!({"sequences": 1, "context": line["context"]}));
+    assert_eq!(bytes(&line["bytes_per_sequence"]), bytes(&line["context"]) * 992 * KIB);
+    for heap in line["heaps"].as_array().expect("a list") {
+        let rows = line["placements"].as_array().expect("a list").iter();
+        let placed: u64 =
+            rows.filter(|r| r["heap"] == heap["name"]).map(|r| bytes(&r["allocated_bytes"])).sum();
+        assert_eq!(bytes(&heap["placed_bytes"]), placed);
+        assert!(placed <= bytes(&heap["usable_bytes"]));
+    }
+    // Sixteen times the context that fits sixteen times; not once more.
+    let each = bytes(&largest[1]["context"]);
+    let context = |context: u64| plan(&["--sequences", "16", "--context", &context.to_string()]);
+    assert_eq!(context(each).0, 0);
+    let (code, line, stderr) = context(each + 16);
+    assert_eq!((code, &line["fits"], &line["placements"]), (1, &json!(false), &Value::Null));
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    let way_out = format!("--context {each} would fit");
+    assert!(
+        stderr.contains(&way_out) && line["error"].as_str().expect("text").contains(&way_out),
+        "{stderr}"
+    );
+}
+
+#[test]
+fn a_checkpoint_is_planned_with_its_own_schemes() {
+    let folder = tiny_model();
+    let model = folder.path().to_str().expect("UTF-8");
+    let weights = |args: &[&str]| -> u64 {
+        let args = [&["plan", model, "--vram", "1GiB", "--json"], args].concat();
+        let (code, stdout, stderr) = output(unicorn(&args));
+        assert_eq!(code, 0, "{stderr}");
+        serde_json::from_str::<Value>(&stdout).expect("JSON")["weight_bytes"].as_u64().expect("a number")
+    };
+    let (own, int4) = (weights(&[]), weights(&["--quantize", "int4-g32"]));
+    let projections = 8 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256);
+    assert_eq!(own - int4, projections * 2 - projections / 2 - projections / 32 * 2);
+
+    assert_error(unicorn(&["plan", model]), 1, &["Vulkan", "--vram and --gtt"]);
+    assert_error(unicorn(&["plan", "/nonexistent", "--vram", "1GiB"]), 1, &["/nonexistent"]);
+    // And what a plan refuses, a load does.
+    for command in [&["generate", "--prompt", "x"][..], &["serve", "--port", "0"]] {
+        let memory = ["--model", model, "--vram", "64KiB", "--gtt", "64KiB", "--allow-software-vulkan"];
+        let refused = unicorn_on_software(&[command, &memory].concat());
+        assert_error(refused, 1, &["does not fit", "64.0 KiB of heap", "attention weights"]);
+    }
 }

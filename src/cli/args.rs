@@ -319,16 +319,16 @@ pub struct Plan {
     #[arg(long, value_parser = Shape::named, requires = "scheme", conflicts_with = "quantize")]
     pub shape: Option<Shape>,
     /// Attention and feed-forward matrices of the shape: int4-g32, int4-g128, int8-row or bf16
-    #[arg(long, value_name = "SCHEME", requires = "shape")]
+    #[arg(long, value_name = "SCHEME", conflicts_with = "model")]
     pub scheme: Option<Target>,
     /// The matrices of attention, where they differ
-    #[arg(long, value_name = "SCHEME", requires = "shape")]
+    #[arg(long, value_name = "SCHEME", conflicts_with = "model")]
     pub attention: Option<Target>,
     /// The matrices of the feed-forward networks, where they differ
-    #[arg(long, value_name = "SCHEME", requires = "shape")]
+    #[arg(long, value_name = "SCHEME", conflicts_with = "model")]
     pub feed_forward: Option<Target>,
     /// The embedding, which is the output head too [default: int8-row; with --scheme bf16, that]
-    #[arg(long, value_name = "SCHEME", requires = "shape")]
+    #[arg(long, value_name = "SCHEME", conflicts_with = "model")]
     pub embedding: Option<Target>,
     /// Conversations held at once, each with the whole context
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
