@@ -362,6 +362,10 @@ fn serve_loads_answers_and_stops_on_sigterm() {
     for part in ["a/b", "device", "context", "weights in heap", "KV cache in heap"] {
         assert!(log.iter().any(|l| l.contains(part)), "{part}: {log:#?}");
     }
+    // What the kernel sees, or, where it tells nothing, that.
+    let verdicts =
+        log.iter().filter(|l| l.contains("the kernel sees") || l.contains("cannot be verified here"));
+    assert_eq!(verdicts.count(), 1, "{log:#?}");
 
     let ask = |stream: bool| {
         let messages = json!([{"role": "user", "content": "Hello"}]);

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::Device;
 use unicorn::gpu::placement::{Class, Heap, Limits, Machine, MemoryKind, Obstacle, Plan, Request, place};
-use unicorn::gpu::residency::Residency;
+use unicorn::gpu::residency::{self, Residency};
 use unicorn::model::Runner;
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::gemma3::{Gemma3, LoadError, LoadOptions};
@@ -102,7 +102,11 @@ fn check(machine: &Machine, limits: &Limits, plan: &Plan) {
     for (request, slot) in plan.requests.iter().zip(&plan.slots) {
         let chunk = &plan.chunks[slot.chunk];
         assert_eq!((chunk.class, chunk.kind), (request.class, request.kind), "{}", request.name);
-        assert!(slot.offset % 256 == 0 && slot.offset + request.bytes <= chunk.bytes(), "{}", request.name);
+        assert!(
+            slot.offset.is_multiple_of(256) && slot.offset + request.bytes <= chunk.bytes(),
+            "{}",
+            request.name
+        );
         ranges.push((slot.chunk, slot.offset, slot.offset + request.bytes));
     }
     ranges.sort();
@@ -185,7 +189,7 @@ fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
     // Too long a context: the largest is named, and is the largest.
     let error = demand.fit(&machine, &ALL, Some(100_000), 1, &[]).unwrap_err();
     let largest = error.largest_context;
-    assert!(largest > 1000 && largest % 16 == 0, "{largest}");
+    assert!(largest > 1000 && largest.is_multiple_of(16), "{largest}");
     demand.fit(&machine, &ALL, Some(largest), 1, &[]).unwrap();
     demand.fit(&machine, &ALL, Some(largest + 16), 1, &[]).unwrap_err();
     let message = error.to_string();
@@ -334,8 +338,8 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
     let mut order: Vec<usize> = (0..plan.requests.len()).collect();
     order.sort_by_key(|&i| (plan.requests[i].class, plan.requests[i].kind));
     let rank = |class: Class, heap: &Heap| match class {
-        Class::Ffn | Class::Staging => heap.device_local,
-        _ => !heap.device_local,
+        Class::Ffn | Class::Staging => u8::from(heap.device_local),
+        _ => u8::from(!heap.device_local),
     };
     let mut used = vec![0u64; usable.len()];
     let mut filled = vec![0u64; plan.chunks.len()];
@@ -461,6 +465,35 @@ fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
     drop(model);
     let model = load(16 * MIB, 16 * MIB, None).unwrap();
     assert_eq!(model.limits().max_context, largest);
+}
+
+/// A process folder with one amdgpu file, before and after a load of 26 GiB.
+#[test]
+fn loaded_is_not_said_over_an_empty_gpu() {
+    let process = tempfile::tempdir().expect("a folder");
+    std::fs::create_dir(process.path().join("fdinfo")).expect("a folder");
+    let held = |vram_kib: u64, gtt_kib: u64| {
+        let text = format!(
+            "pos:\t0\nflags:\t02100002\ndrm-driver:\tamdgpu\ndrm-client-id:\t42\ndrm-pdev:\t0000:c5:00.0\n\
+             drm-memory-vram:\t{vram_kib} KiB\ndrm-memory-gtt: \t{gtt_kib} KiB\ndrm-memory-cpu: \t0 KiB\n"
+        );
+        std::fs::write(process.path().join("fdinfo/7"), text).expect("written");
+        residency::held(process.path(), "0000:c5:00.0")
+    };
+    let placed = 26 * GIB;
+    let (opened, empty) = (held(20 << 10, 4 << 10), held(120 << 10, 60 << 10));
+    let denied = residency::compare(placed, opened, empty);
+    assert!(matches!(denied, Residency::Denied { .. }), "{denied}");
+    let error = LoadError::NotResident(denied).to_string();
+    for part in
+        ["26.0 GiB were placed", "156.0 MiB", "100.0 MiB in VRAM, 56.0 MiB in GTT", "hardware.strict = false"]
+    {
+        assert!(error.contains(part), "{part:?} is not in {error}");
+    }
+    assert!(!error.contains('\n'), "{error}");
+    // The driver moved all of VRAM to GTT: the sum is what counts.
+    let moved = held(0, (26 << 20) + (64 << 10));
+    assert!(matches!(residency::compare(placed, opened, moved), Residency::Confirmed { .. }));
 }
 
 const PLAN_27B: [&str; 9] =

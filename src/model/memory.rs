@@ -99,7 +99,7 @@ fn tokens_of(sequences: usize, context: usize) -> String {
 
 fn advice(error: &DoesNotFit) -> String {
     match (error.largest_context, &error.smaller) {
-        (0, None) => "no smaller scheme would fit: free memory, or raise memory.vram and memory.gtt".into(),
+        (0, None) => "no smaller scheme would fit: free memory, or allow more of it (memory.vram, memory.gtt, memory.reserve)".into(),
         (0, Some((option, context))) => {
             format!("{option} would fit, with {}", tokens_of(error.sequences, *context))
         }
