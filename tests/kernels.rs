@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use unicorn::checkpoint::{Encoding, NativeTensor, Tensor};
 use unicorn::gpu::{
-    Arena, Buffer, Class, CommandBuffer, Device, DevicePolicy, MemoryKind, Recorder, Uploader,
+    Arena, Buffer, Class, CommandBuffer, Device, DevicePolicy, GpuError, MemoryKind, Recorder, Uploader,
 };
 use unicorn::kernels::{
     Activations, AttentionShape, Embedding, Kernels, KvCache, LAST_SAMPLED, Matrix, NO_TOKEN, SampleRequest,
@@ -366,6 +366,39 @@ fn every_stored_scheme_is_read_as_it_says() {
                 close(&got, &expected, &magnitude, 4e-6, &what);
             }
         }
+    }
+}
+
+#[test]
+fn bytes_read_straight_and_through_staging_are_the_same() {
+    let mut b = Bench::new(18);
+    // More than two staging buffers, and a tail.
+    let bytes = (40 << 20) + 12;
+    let data: Vec<u8> = (0..bytes).map(|_| b.rng.random()).collect();
+    for staged in [false, true] {
+        let mut buffer = b.poisoned(bytes);
+        let mut uploader = Uploader::new(&b.device).unwrap();
+        if staged {
+            uploader = uploader.staged();
+        }
+        let mut heard = Vec::new();
+        let read = |offset: u64, piece: &mut [u8]| {
+            piece.copy_from_slice(&data[offset as usize..][..piece.len()]);
+            Ok::<_, GpuError>(())
+        };
+        uploader.fill_reading(&mut buffer, read, &mut |bytes| heard.push(bytes)).unwrap();
+        uploader.finish().unwrap();
+        assert!(b.download::<u8>(&buffer, bytes) == data, "staged: {staged}");
+        assert!(heard.is_sorted() && heard.last() == Some(&(bytes as u64)), "{heard:?}");
+
+        let fail = |offset: u64, _: &mut [u8]| match offset {
+            0 => Ok(()),
+            _ => Err(GpuError::NoLoader("read error".into())),
+        };
+        let mut uploader = Uploader::new(&b.device).unwrap();
+        let error = uploader.fill_reading(&mut buffer, fail, &mut |_| {}).unwrap_err();
+        assert!(error.to_string().contains("read error"), "{error}");
+        uploader.finish().unwrap();
     }
 }
 

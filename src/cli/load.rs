@@ -1,8 +1,9 @@
 //! The one place where a model comes onto a device: files, tokenizer, device, weights, engine.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use super::bench::resident_bytes;
 use super::devices::bytes;
 use super::error::Error;
 use super::progress::Bar;
@@ -96,6 +97,7 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
         sample_below: Some(tokenizer.vocab_size()),
         ..LoadOptions::default()
     };
+    let since = Instant::now();
     let bar = Bar::bytes("loading");
     let runner = Gemma3::load(&device, files, &options, &mut |p| {
         bar.set_total(p.total);
@@ -108,6 +110,7 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
         }
     })?;
 
+    let seconds = since.elapsed().as_secs_f64();
     let mut stop_token_ids = runner.config().eos_token_ids.clone();
     // A checkpoint whose configs name `<eos>` alone still ends its turns with this.
     let end_of_turn = tokenizer.token_id("<end_of_turn>");
@@ -121,7 +124,7 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
         template,
         stop_token_ids,
     };
-    model.log(files, config);
+    model.log(files, config, seconds);
     Ok(model)
 }
 
@@ -146,10 +149,22 @@ impl Model {
         self.runner.placements().iter().map(row).collect()
     }
 
-    fn log(&self, files: &ModelFiles, config: &Config) {
+    fn log(&self, files: &ModelFiles, config: &Config, seconds: f64) {
         let (context, layers) = (self.max_context(), self.runner.config().num_hidden_layers);
         tracing::info!("model    {}: {layers} layers, weights {}", files.location(), config.model.quantize);
         tracing::info!("device   {}, {}", self.device.name, self.device.driver);
+        let (loaded, gb) = (self.runner.loaded(), |bytes: u64| bytes as f64 / 1e9);
+        let (resident, peak) = resident_bytes();
+        tracing::info!(
+            "loaded   {:.2} GB in {seconds:.2} s, {:.2} GB/s; {:.2} GB on the device, {:.2} GB resident, at most {:.2} GB; \
+             {:.2} GB of its files in memory",
+            gb(loaded.bytes),
+            gb(loaded.bytes) / seconds.max(f64::MIN_POSITIVE),
+            gb(self.placement().iter().map(|(_, bytes)| bytes).sum()),
+            gb(resident.unwrap_or(0)),
+            gb(peak.unwrap_or(0)),
+            gb(loaded.resident_bytes),
+        );
         tracing::info!("context  {context} tokens, prompt and answer together");
         tracing::info!("template {}", self.template.origin());
         for (what, n) in self.placement() {

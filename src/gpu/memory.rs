@@ -123,8 +123,10 @@ impl Device {
         let shared = is_unified(self.info().kind);
         // Lower is better; None does not suit.
         let rank = |flags: F| match kind {
+            // Where all memory is one, what the host can reach is as fast, and weights are read from the disk right
+            // into it; on a card that window is small, and others want it.
             MemoryKind::Device if flags.contains(F::DEVICE_LOCAL) => {
-                Some(flags.contains(F::HOST_VISIBLE) as u32)
+                Some((flags.contains(HOST) != shared) as u32)
             }
             MemoryKind::Device => shared.then_some(2),
             MemoryKind::Upload => flags.contains(HOST).then(|| flags.contains(F::HOST_CACHED) as u32),
@@ -178,7 +180,7 @@ pub(super) struct Chunk {
     /// What the allocation takes from its heap.
     allocated: u64,
     heap: usize,
-    /// Persistent mapping of host-visible chunks, null otherwise.
+    /// Persistent mapping of chunks that the host can reach, null otherwise.
     mapped: *mut u8,
 }
 
@@ -212,7 +214,7 @@ impl Chunk {
         let raw = unsafe { device.raw.create_buffer(&info, None) }.map_err(GpuError::of("vkCreateBuffer"))?;
         // SAFETY: the buffer was just made.
         let needs = unsafe { device.raw.get_buffer_memory_requirements(raw) };
-        let (memory, heap) = match allocate(device, kind, heap, &needs, name) {
+        let (memory, memory_type) = match allocate(device, kind, heap, &needs, name) {
             Ok(memory) => memory,
             Err(e) => {
                 // SAFETY: nothing uses the buffer yet.
@@ -220,6 +222,9 @@ impl Chunk {
                 return Err(e);
             }
         };
+        let heap = device.heap_of(memory_type);
+        let flags = device.heaps.properties.memory_types[memory_type as usize].property_flags;
+        let host_visible = flags.contains(HOST);
         let mut chunk = Chunk {
             device: device.clone(),
             memory,
@@ -234,7 +239,7 @@ impl Chunk {
         // mapped once and stays so.
         unsafe {
             device.raw.bind_buffer_memory(raw, memory, 0).map_err(GpuError::of("vkBindBufferMemory"))?;
-            if kind != MemoryKind::Device {
+            if host_visible {
                 let pointer = device
                     .raw
                     .map_memory(memory, 0, vk::WHOLE_SIZE, vk::MemoryMapFlags::empty())
@@ -257,7 +262,7 @@ fn allocate(
     wanted: Option<usize>,
     needs: &vk::MemoryRequirements,
     name: &str,
-) -> Result<(vk::DeviceMemory, usize), GpuError> {
+) -> Result<(vk::DeviceMemory, u32), GpuError> {
     let mut full: Option<GpuError> = None;
     for memory_type in device.memory_types(kind, needs.memory_type_bits) {
         let heap = device.heap_of(memory_type);
@@ -288,7 +293,7 @@ fn allocate(
             Ok(memory) => {
                 device.heaps.allocated[heap].fetch_add(needs.size, Ordering::Relaxed);
                 device.heaps.allocations.fetch_add(1, Ordering::Relaxed);
-                return Ok((memory, heap));
+                return Ok((memory, memory_type));
             }
             Err(vk::Result::ERROR_OUT_OF_DEVICE_MEMORY | vk::Result::ERROR_OUT_OF_HOST_MEMORY) => {
                 full.get_or_insert_with(refusal);
@@ -354,6 +359,18 @@ impl Buffer {
         let from = self.host_range(offset, bytes.len() as u64);
         // SAFETY: as in `write`.
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
+    }
+
+    /// The bytes as the host sees them, to be written and not read: the memory may be write-combined. `None` where the
+    /// host does not reach it. The device must not be using the buffer.
+    pub(super) fn mapped(&mut self) -> Option<&mut [u8]> {
+        if self.chunk.mapped.is_null() {
+            return None;
+        }
+        let start = self.host_range(0, self.size);
+        // SAFETY: the range lies in the mapping (checked), which lives as long as the chunk that the buffer holds; no other
+        // buffer has this range, and clones of this one are made when a load has written it.
+        Some(unsafe { std::slice::from_raw_parts_mut(start, self.size as usize) })
     }
 
     fn host_range(&self, offset: u64, bytes: u64) -> *mut u8 {

@@ -1,7 +1,7 @@
 //! Weight matrices on the device: the packed layout of `shaders/common/weights.glsl`, cut into row shards where
 //! one allocation cannot hold them.
 
-use crate::checkpoint::{CheckpointError, Tensor};
+use crate::checkpoint::{CheckpointError, Encoding, FileSlice, Tensor};
 use crate::gpu::{Arena, Buffer, Class, GpuError, MemoryKind, Uploader};
 use crate::quantize::{Rounding, pack_tiles};
 use crate::tensor::{Scheme, TILE_ROWS};
@@ -48,8 +48,8 @@ impl Matrix {
         })
     }
 
-    /// Packs and uploads a `[rows, cols]` tensor. `max_shard_bytes` bounds one allocation; `each` hears how many rows
-    /// have been packed, every few megabytes.
+    /// Brings a `[rows, cols]` tensor to the device: as it is where it is packed in `scheme` already, else packed here.
+    /// `max_shard_bytes` bounds one allocation; `each` hears how many rows are there, every few megabytes.
     pub fn upload(
         arena: &mut Arena,
         uploader: &mut Uploader,
@@ -64,29 +64,57 @@ impl Matrix {
         let tile_scales = scheme.tile_scale_bytes(cols);
         let rows_per_shard = rows_per_shard(scheme, rows, cols, max_shard_bytes);
 
+        let packed = match tensor.encoding {
+            Encoding::Native(native) if native.scheme == scheme => Some(native),
+            _ => None,
+        };
+
         let mut shards = Vec::new();
         for first_row in (0..rows).step_by(rows_per_shard) {
             let shard_rows = rows_per_shard.min(rows - first_row);
             let tiles = shard_rows.div_ceil(TILE_ROWS);
             let bytes = (tiles * tile_bytes) as u64;
-            let blocks = arena.alloc(MemoryKind::Device, class, bytes, tensor.name)?;
-            let mut scales = vec![0u8; tiles * tile_scales];
-            uploader.fill_with(&blocks, tile_bytes as u64, |offset, piece| {
-                let first_tile = offset as usize / tile_bytes;
-                let tiles = piece.len() / tile_bytes;
-                let scales = &mut scales[first_tile * tile_scales..][..tiles * tile_scales];
-                let first = first_row / TILE_ROWS + first_tile;
-                pack_tiles(scheme, Rounding::Nearest, tensor, first..first + tiles, piece, scales)?;
-                each(rows.min(first_row + (first_tile + tiles) * TILE_ROWS));
-                Ok::<_, UploadError>(())
-            })?;
-            let scales = match tile_scales {
-                0 => None,
-                _ => {
-                    let buffer = arena.alloc(MemoryKind::Device, class, scales.len() as u64, tensor.name)?;
-                    uploader.upload(&buffer, &scales)?;
-                    Some(buffer)
+            let mut blocks = arena.alloc(MemoryKind::Device, class, bytes, tensor.name)?;
+            let first_tile = first_row / TILE_ROWS;
+            let alloc_scales = |arena: &mut Arena| match tiles * tile_scales {
+                0 => Ok(None),
+                bytes => arena.alloc(MemoryKind::Device, class, bytes as u64, tensor.name).map(Some),
+            };
+            let scales = if let Some(native) = packed {
+                let mut read = |plane: FileSlice, skip: usize, to: &mut Buffer, each: &mut dyn FnMut(u64)| {
+                    let read = |offset: u64, into: &mut [u8]| {
+                        let at = skip as u64 + offset;
+                        plane
+                            .read_at(at, into)
+                            .map_err(|e| tensor.error(format!("byte {at}: cannot be read: {e}")))?;
+                        Ok::<_, UploadError>(())
+                    };
+                    uploader.fill_reading(to, read, each)
+                };
+                read(native.blocks, first_tile * tile_bytes, &mut blocks, &mut |bytes| {
+                    each(rows.min(first_row + bytes as usize / tile_bytes * TILE_ROWS));
+                })?;
+                let mut scales = alloc_scales(arena)?;
+                if let Some(scales) = &mut scales {
+                    read(native.scales, first_tile * tile_scales, scales, &mut |_| {})?;
                 }
+                scales
+            } else {
+                let mut scales = vec![0u8; tiles * tile_scales];
+                uploader.fill_with(&blocks, tile_bytes as u64, |offset, piece| {
+                    let first = offset as usize / tile_bytes;
+                    let count = piece.len() / tile_bytes;
+                    let scales = &mut scales[first * tile_scales..][..count * tile_scales];
+                    let tiles = first_tile + first..first_tile + first + count;
+                    pack_tiles(scheme, Rounding::Nearest, tensor, tiles, piece, scales)?;
+                    each(rows.min(first_row + (first + count) * TILE_ROWS));
+                    Ok::<_, UploadError>(())
+                })?;
+                let buffer = alloc_scales(arena)?;
+                if let Some(buffer) = &buffer {
+                    uploader.upload(buffer, &scales)?;
+                }
+                buffer
             };
             shards.push(Shard { first_row, rows: shard_rows, blocks, scales });
         }

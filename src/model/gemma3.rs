@@ -59,6 +59,15 @@ impl Default for LoadOptions {
     }
 }
 
+/// What a load read.
+#[derive(Debug, Clone, Copy)]
+pub struct Loaded {
+    /// Bytes of the checkpoint's tensors.
+    pub bytes: u64,
+    /// Bytes of its files that are in memory afterwards, beside the device's own copy; others may hold them there.
+    pub resident_bytes: u64,
+}
+
 /// How far a load is.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
@@ -177,6 +186,7 @@ pub struct Gemma3 {
     in_flight: VecDeque<u64>,
     next_ticket: u64,
     placements: Vec<Placement>,
+    loaded: Loaded,
     residency: Residency,
     weight_bytes: u64,
 }
@@ -232,9 +242,9 @@ impl Gemma3 {
         let mut arena = Arena::with_plan(device, fit.plan)?;
         touch(device, &arena)?;
         let mut loader = Loader {
+            checkpoint: &checkpoint,
             uploader: Uploader::new(device)?,
             max_shard_bytes: demand.max_shard_bytes,
-            norms_hold_one: checkpoint.norms_hold_one(),
             done: 0,
             total: weights.iter().map(|t| t.stored_bytes()).sum(),
             progress,
@@ -328,6 +338,7 @@ impl Gemma3 {
         let placements = arena.placements().to_vec();
         let weight_bytes = placements.iter().filter(|p| p.class.is_weights()).map(|p| p.bytes).sum();
         let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
+        let loaded = Loaded { bytes: loader.total, resident_bytes: checkpoint.resident_bytes() };
         loader.uploader.finish()?;
         let residency = residency::compare(arena.allocated(), held_before, device.held());
         if let Residency::Denied { .. } = residency {
@@ -355,6 +366,7 @@ impl Gemma3 {
             in_flight: VecDeque::new(),
             next_ticket: 0,
             placements,
+            loaded,
             residency,
             weight_bytes,
         };
@@ -378,6 +390,10 @@ impl Gemma3 {
 
     pub fn device(&self) -> &Arc<Device> {
         &self.device
+    }
+
+    pub fn loaded(&self) -> Loaded {
+        self.loaded
     }
 
     /// Where every byte lies, by class and heap.
@@ -613,9 +629,9 @@ impl From<GpuError> for RunnerError {
 }
 
 struct Loader<'a> {
+    checkpoint: &'a Checkpoint,
     uploader: Uploader,
     max_shard_bytes: u64,
-    norms_hold_one: bool,
     done: u64,
     total: u64,
     progress: &'a mut dyn FnMut(Progress),
@@ -629,20 +645,22 @@ impl Loader<'_> {
         scheme: Scheme,
         class: Class,
     ) -> Result<Matrix, LoadError> {
-        let Loader { uploader, max_shard_bytes, done, total, progress, .. } = self;
+        let Loader { checkpoint, uploader, max_shard_bytes, done, total, progress, .. } = self;
         let before = *done;
         let row_bytes = tensor.stored_bytes() / tensor.rows() as u64;
         let matrix = Matrix::upload(arena, uploader, tensor, scheme, class, *max_shard_bytes, &mut |rows| {
             progress(Progress { done: before + rows as u64 * row_bytes, total: *total });
         })?;
         *done += tensor.stored_bytes();
+        // Nothing may keep the model a second time: what is on the device leaves the page cache.
+        checkpoint.release(tensor);
         Ok(matrix)
     }
 
     /// A norm's factors, `1 + w`.
     fn norm(&mut self, arena: &mut Arena, tensor: &Tensor) -> Result<Buffer, LoadError> {
         let mut values = tensor.to_f32()?;
-        if !self.norms_hold_one {
+        if !self.checkpoint.norms_hold_one() {
             values.iter_mut().for_each(|w| *w += 1.0);
         }
         let bytes = (4 * values.len()) as u64;
