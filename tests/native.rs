@@ -12,6 +12,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::checkpoint::{Checkpoint, Manifest, ModelFiles, verify};
+use unicorn::kernels::reference::rms_norm;
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
 use unicorn::model::weights::Gemma3Weights;
@@ -22,7 +23,7 @@ use unicorn::tensor::{
 
 use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
 use crate::golden::{Goldens, all_logits, max_difference};
-use crate::support::{data, device};
+use crate::support::{data, device, root};
 
 fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
@@ -284,7 +285,8 @@ fn damaged_native_checkpoints_are_refused_by_name() {
         }
     };
     const Q: &str = "model.layers.2.self_attn.q_proj.weight";
-    let cases: Vec<(Box<dyn Fn(&Path)>, &[&str])> = vec![
+    type Damage = Box<dyn Fn(&Path)>;
+    let cases: Vec<(Damage, &[&str])> = vec![
         (
             Box::new(|f: &Path| {
                 let path = f.join("layer-003.safetensors");
@@ -465,4 +467,94 @@ fn synthetic_checkpoints_are_of_their_shape_and_say_what_they_are() {
     ]));
     assert_eq!(code, 0, "{stderr}");
     assert!(stderr.contains("random weights") && !stdout.is_empty(), "{stdout} {stderr}");
+}
+
+#[test]
+fn observed_inputs_are_those_of_the_matrices() {
+    let source = data("gemma3/tiny-b");
+    let goldens = Goldens::open(&source);
+    let files = ModelFiles::open(&source).unwrap();
+    let options = LoadOptions { moments: true, max_batch_tokens: 20, ..LoadOptions::default() };
+    let mut model = Gemma3::load(&device(), &files, &options, &mut |_| {}).unwrap();
+    let tokens = goldens.tokens("tokens.mid");
+    model.observe(&tokens, &mut |_| {}).unwrap();
+    let moments = model.take_moments().unwrap();
+    let config = model.config().clone();
+    assert_eq!(moments.len(), config.num_hidden_layers);
+    let heads = config.num_attention_heads * config.head_dim;
+    let widths = [config.hidden_size, heads, config.hidden_size, config.intermediate_size];
+    for layer in &moments {
+        assert_eq!(layer.each_ref().map(Vec::len), widths);
+        assert!(layer.iter().flatten().all(|sum| sum.is_finite() && *sum >= 0.0));
+        assert!(layer.iter().all(|sums| sums.iter().any(|sum| *sum > 0.0)));
+    }
+
+    // What meets the first layer's q, k and v follows from the embedding alone.
+    let checkpoint = Checkpoint::open(&files).unwrap();
+    let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
+    let factors: Vec<f32> =
+        weights.layers[0].input_layernorm.to_f32().unwrap().iter().map(|w| 1.0 + w).collect();
+    let mut expected = vec![0f64; config.hidden_size];
+    for id in &tokens {
+        let row = weights.embed_tokens.rows_f32(*id as usize..*id as usize + 1).unwrap();
+        let scale = (config.hidden_size as f64).sqrt();
+        let row: Vec<f64> = row.iter().map(|w| f64::from(*w) * scale).collect();
+        let normed = rms_norm(&row, &factors, f64::from(config.rms_norm_eps));
+        expected.iter_mut().zip(normed).for_each(|(sum, x)| *sum += x * x);
+    }
+    for (got, expected) in moments[0][0].iter().zip(&expected) {
+        assert!(
+            (f64::from(*got) - expected).abs() <= 1e-4 * expected.max(1e-3),
+            "{got} instead of {expected}"
+        );
+    }
+
+    // Looking on changes nothing.
+    let plain = logits(&source, &LoadOptions { max_batch_tokens: 20, ..LoadOptions::default() }, &tokens);
+    assert_eq!(all_logits(&mut model, &tokens), plain);
+}
+
+/// Numbers behind `word` in a report.
+fn number(report: &str, word: &str) -> f64 {
+    let rest = report.split_once(word).unwrap_or_else(|| panic!("{word} is not in {report}")).1.trim_start();
+    rest.split([' ', ',', '\n']).next().unwrap().parse().unwrap_or_else(|_| panic!("{word} in {report}"))
+}
+
+#[test]
+fn quantizing_reports_what_it_cost_on_a_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = root().join("models/demo");
+    let text_file = folder.path().join("text.txt");
+    let turns = [
+        ("What is the capital of France?", "The capital of France is Paris."),
+        ("what is 3 plus 4", "3 plus 4 is 7."),
+        ("hello", "Hello! How can I help you?"),
+    ];
+    let turn = |(question, answer): &(&str, &str)| {
+        format!("<start_of_turn>user\n{question}<end_of_turn>\n<start_of_turn>model\n{answer}<end_of_turn>\n")
+    };
+    fs::write(&text_file, turns.iter().map(turn).collect::<String>()).unwrap();
+    let run = |name: &str, args: &[&str]| {
+        let destination = folder.path().join(name);
+        let eval = ["--eval", text(&text_file), "--allow-software-vulkan", "--context", "256"];
+        let all = [&["quantize", text(&source), text(&destination)], args, &eval[..]].concat();
+        let (code, stdout, stderr) = output(unicorn_on_software(&all));
+        assert_eq!(code, 0, "{stderr}");
+        stdout
+    };
+    let kept = run("kept", &["--scheme", "keep"]);
+    assert_eq!(number(&kept, "mean KL divergence"), 0.0, "{kept}");
+    assert_eq!(number(&kept, "perplexity"), number(&kept, "->"), "{kept}");
+    let nearest = run("nearest", &["--rounding", "nearest"]);
+    let found = run("found", &[]);
+    let weighed = run("weighed", &["--calibrate", text(&text_file)]);
+    for report in [&nearest, &found, &weighed] {
+        let kl = number(report, "mean KL divergence");
+        assert!(kl > 1e-5 && kl < 1.0, "{report}");
+    }
+    assert!(number(&found, "int4-g32   relative error") < number(&nearest, "int4-g32   relative error"));
+    // Other columns count now, so other integers are written.
+    let layer = |name: &str| fs::read(folder.path().join(name).join("layer-002.safetensors")).unwrap();
+    assert_ne!(layer("found"), layer("weighed"));
+    assert_ne!(layer("found"), layer("nearest"));
 }

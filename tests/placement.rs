@@ -76,6 +76,7 @@ fn demand(config: &Gemma3Config) -> Demand<'_> {
         schemes: Schemes::uniform(config, Scheme::int4(128), Scheme::int4(128), Scheme::Int8Row),
         max_batch_tokens: 256,
         max_shard_bytes: 0xffff_fffc / 2,
+        moments: false,
     }
 }
 
@@ -427,6 +428,7 @@ fn a_load_takes_what_was_planned() {
         schemes: Schemes::uniform(&config, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16),
         max_batch_tokens: options.max_batch_tokens,
         max_shard_bytes: device.info().max_allocation_bytes / 2,
+        moments: false,
     };
     let plan = demand.place(&device.machine(), &options.memory, 100, 1).unwrap();
     let model = Gemma3::load(&device, &files, &options, &mut |_| {}).unwrap();

@@ -11,7 +11,7 @@ use super::args;
 use super::devices::bytes;
 use super::error::Error;
 use super::generate::print;
-use super::load::{self, EndEngine};
+use super::load::{self, EndEngine, Watch};
 use super::progress::Bar;
 use crate::config::Config;
 use crate::engine::{Engine, EngineConfig, EngineHandle, Event, Request, Timings};
@@ -19,8 +19,9 @@ use crate::model::SamplingParams;
 
 pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
     let files = load::files(&config.model)?;
+    let watch = if args.profile { Watch::Kernels } else { Watch::Nothing };
     let since = Instant::now();
-    let model = load::model(&files, config, args.profile)?;
+    let model = load::model(&files, config, watch)?;
     let load_time = since.elapsed();
     let (device, placement) = (model.device.clone(), model.placement());
     let (quantize, name) = (config.model.quantize.name(), files.name().to_owned());

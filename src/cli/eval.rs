@@ -7,7 +7,7 @@ use std::path::Path;
 use super::args;
 use super::error::Error;
 use super::generate::print;
-use super::load::{self, Model};
+use super::load::{self, Model, Watch};
 use super::progress::Bar;
 use crate::config::Config;
 
@@ -15,12 +15,12 @@ pub fn eval(config: &Config, args: args::Eval) -> Result<(), Error> {
     let files = load::files(&config.model)?;
     match args {
         args::Eval::Logits { tokens, output, .. } => {
-            logits(load::model(&files, config, false)?, &tokens, &output)
+            logits(load::model(&files, config, Watch::Nothing)?, &tokens, &output)
         }
         args::Eval::Perplexity { text, .. } => {
             let read =
                 std::fs::read_to_string(&text).map_err(|error| Error::File { path: text.clone(), error })?;
-            perplexity(load::model(&files, config, false)?, &read, &text)
+            perplexity(load::model(&files, config, Watch::Nothing)?, &read, &text)
         }
     }
 }

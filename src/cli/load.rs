@@ -60,9 +60,18 @@ pub struct Model {
     stop_token_ids: Vec<u32>,
 }
 
-/// Loads `files`. What can be wrong with small files is found before the large ones are touched. `profile`: time every
-/// kernel, for [`Profiler`].
-pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model, Error> {
+/// What is watched while a model runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Watch {
+    Nothing,
+    /// The time of every kernel, for [`Profiler`].
+    Kernels,
+    /// The inputs of every matrix, for calibration.
+    Activations,
+}
+
+/// Loads `files`. What can be wrong with small files is found before the large ones are touched.
+pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model, Error> {
     // For this check alone: what the model is comes from the loaded one.
     let vocab_size = Gemma3Config::load(files)?.0.vocab_size;
     let read = |name: &str| files.read(name);
@@ -85,13 +94,14 @@ pub fn model(files: &ModelFiles, config: &Config, profile: bool) -> Result<Model
             files.location()
         );
     }
-    let device = Device::open(&policy(config, profile))?;
+    let device = Device::open(&policy(config, watch == Watch::Kernels))?;
     let info = device.info().clone();
     let options = LoadOptions {
         quantize: config.model.quantize,
         max_context: config.engine.context,
         memory: limits(&config.memory),
         strict: config.hardware.strict,
+        moments: watch == Watch::Activations,
         max_batch_tokens: config.engine.prefill_chunk,
         // Rows of the embedding beyond the tokenizer's ids are padding: no text stands for them.
         sample_below: Some(tokenizer.vocab_size()),
@@ -219,7 +229,8 @@ fn limits(memory: &config::Memory) -> Limits {
 
 /// Loads `files` and starts the engine on it.
 pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
-    let Model { runner, tokenizer, template, defaults, stop_token_ids, .. } = model(files, config, false)?;
+    let Model { runner, tokenizer, template, defaults, stop_token_ids, .. } =
+        model(files, config, Watch::Nothing)?;
     let engine = Engine::start(Box::new(runner), EngineConfig { queue: config.server.queue });
     Ok(Service::new(engine, tokenizer, template, defaults, stop_token_ids))
 }

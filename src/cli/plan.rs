@@ -45,6 +45,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
         schemes: subject.schemes.clone(),
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: machine.max_allocation_bytes / 2,
+        moments: false,
     };
     let sequences = args.sequences as usize;
     let wanted = config.engine.context;

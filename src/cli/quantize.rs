@@ -7,6 +7,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use serde_json::json;
+use sha2::{Digest, Sha256};
 
 use super::args::{self, Class, RoundingMethod, Schemes, Target};
 use super::bench::resident_bytes;
@@ -14,7 +15,7 @@ use super::devices::bytes;
 use super::error::Error;
 use super::eval::{divergence, each_prediction, negative_log_likelihood, text_ids};
 use super::generate::print;
-use super::load;
+use super::load::{self, Watch};
 use super::progress::Bar;
 use crate::checkpoint::{Checkpoint, ModelFiles, NativeWriter, NewTensor, Tensor};
 use crate::config::Config;
@@ -25,6 +26,8 @@ use crate::tensor::{QuantizeMode, Scheme};
 
 /// Tokens of a text that `--eval` compares on; with a vocabulary of 262,208, their logits take 2 GB of disk.
 const EVAL_TOKENS: usize = 2048;
+/// Tokens of a text that `--calibrate` runs.
+const CALIBRATION_TOKENS: usize = 16384;
 /// Files that stand beside the weights, copied where they exist.
 const SMALL_FILES: [&str; 6] = [
     "generation_config.json",
@@ -41,16 +44,29 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     let (shape, _) = Gemma3Config::load(&files)?;
     let checkpoint = Checkpoint::open(&files)?;
     let weights = Gemma3Weights::collect(&checkpoint, &shape)?;
+    let calibration = match &args.calibrate {
+        None => None,
+        Some(path) => {
+            Some(std::fs::read_to_string(path).map_err(|error| Error::File { path: path.clone(), error })?)
+        }
+    };
     let job = json!({
         "source": files.location(),
         "files": checkpoint.fingerprint(),
         "schemes": Class::ALL.map(|class| args.schemes.of(class).to_string()),
         "rounding": format!("{:?}", args.rounding),
+        "calibration": calibration.as_ref().map(|text| format!("{:x}", Sha256::digest(text))),
     });
+    // Before the source is walked: what is wrong with the folder is known at once.
+    let writer = NativeWriter::open(&args.destination, job)?;
+    let moments = match (&calibration, &args.calibrate) {
+        (Some(text), Some(path)) => calibrate(config, &files, text, path)?,
+        _ => Vec::new(),
+    };
     let bar = Bar::bytes("quantizing");
     bar.set_total(weights.iter().map(|t| t.stored_bytes()).sum());
     let mut conversion = Conversion {
-        writer: NativeWriter::open(&args.destination, job)?,
+        writer,
         checkpoint: &checkpoint,
         schemes: &args.schemes,
         rounding: args.rounding,
@@ -68,10 +84,20 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     )?;
     for (i, layer) in weights.layers.iter().enumerate() {
         let full = |name: &str| format!("model.layers.{i}.{name}");
-        let attention = layer.attention().map(|(n, t)| Source::matrix(&full(n), t, Class::Attention));
-        let ffn = layer.feed_forward().map(|(n, t)| Source::matrix(&full(n), t, Class::FeedForward));
+        let moments = moments.get(i).map(|[a, b, c, d]| [a, a, a, b, c, c, d]);
+        let of = |which: usize| moments.map(|moments| &moments[which][..]);
+        let attention = layer
+            .attention()
+            .into_iter()
+            .enumerate()
+            .map(|(m, (n, t))| Source::matrix(&full(n), t, Class::Attention).weighed(of(m)));
+        let ffn = layer
+            .feed_forward()
+            .into_iter()
+            .enumerate()
+            .map(|(m, (n, t))| Source::matrix(&full(n), t, Class::FeedForward).weighed(of(4 + m)));
         let norms = layer.norms().map(|(n, t)| Source::norm(&full(n), t));
-        let tensors = attention.into_iter().chain(ffn).chain(norms).collect();
+        let tensors = attention.chain(ffn).chain(norms).collect();
         conversion.file(&format!("layer-{i:03}.safetensors"), tensors)?;
     }
     let Conversion { writer, losses, bar, .. } = conversion;
@@ -110,18 +136,41 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     }
 }
 
+/// Runs a text through the source model on the device: for each layer how large the inputs of its matrices are.
+fn calibrate(
+    config: &Config,
+    source: &ModelFiles,
+    text: &str,
+    path: &Path,
+) -> Result<Vec<[Vec<f32>; 4]>, Error> {
+    let mut model = load::model(source, &as_stored(config), Watch::Activations)?;
+    let mut ids = text_ids(&model, text, path)?;
+    ids.truncate(CALIBRATION_TOKENS);
+    let bar = Bar::tokens("calibrating", ids.len() as u64);
+    let mut done = 0;
+    for window in ids.chunks(model.max_context().saturating_sub(1).max(1)) {
+        let tokens = [&[model.bos_token_id], window].concat();
+        model.runner.observe(&tokens, &mut |n| bar.set((done + n) as u64))?;
+        done += window.len();
+    }
+    Ok(model.runner.take_moments()?)
+}
+
+/// The configuration, but for what would quantize a checkpoint while it loads.
+fn as_stored(config: &Config) -> Config {
+    let mut config = config.clone();
+    config.model.quantize = QuantizeMode::None;
+    config
+}
+
 /// What the conversion cost on a text: perplexities, and the mean KL divergence from the source's distributions. The two
 /// models are on the device one after the other; the source's logits wait in a file that has no name.
 fn compare(config: &Config, source: &ModelFiles, destination: &Path, path: &Path) -> Result<String, Error> {
     let text = std::fs::read_to_string(path).map_err(|error| Error::File { path: path.into(), error })?;
-    let as_stored = {
-        let mut config = config.clone();
-        config.model.quantize = QuantizeMode::None;
-        config
-    };
+    let as_stored = as_stored(config);
     let failed = |error| Error::File { path: destination.into(), error };
     let mut rows = BufWriter::new(tempfile::tempfile_in(destination).map_err(failed)?);
-    let mut model = load::model(source, &as_stored, false)?;
+    let mut model = load::model(source, &as_stored, Watch::Nothing)?;
     let mut ids = text_ids(&model, &text, path)?;
     ids.truncate(EVAL_TOKENS);
     let (vocab, windows) = (model.vocab_size(), model.max_context());
@@ -142,7 +191,7 @@ fn compare(config: &Config, source: &ModelFiles, destination: &Path, path: &Path
     let mut rows = BufReader::new(rows);
 
     let files = ModelFiles::open(destination)?;
-    let mut model = load::model(&files, &as_stored, false)?;
+    let mut model = load::model(&files, &as_stored, Watch::Nothing)?;
     if model.max_context() != windows {
         return Err(Error::Argument(format!(
             "--eval: the source has a context of {windows} tokens here, the result {}; give a --context that fits both",
@@ -177,15 +226,21 @@ struct Source<'a> {
     tensor: Tensor<'a>,
     /// None for norms, which stay f32.
     class: Option<Class>,
+    /// What the error of each column counts; none: all the same.
+    importance: Option<&'a [f32]>,
 }
 
 impl<'a> Source<'a> {
     fn matrix(name: &str, tensor: Tensor<'a>, class: Class) -> Self {
-        Source { name: format!("{name}.weight"), tensor, class: Some(class) }
+        Source { name: format!("{name}.weight"), tensor, class: Some(class), importance: None }
+    }
+
+    fn weighed(self, importance: Option<&'a [f32]>) -> Self {
+        Source { importance, ..self }
     }
 
     fn norm(name: &str, tensor: Tensor<'a>) -> Self {
-        Source { name: format!("{name}.weight"), tensor, class: None }
+        Source { name: format!("{name}.weight"), tensor, class: None, importance: None }
     }
 }
 
@@ -243,7 +298,9 @@ impl Conversion<'_> {
             let (done, row_bytes) = (self.done, source.tensor.stored_bytes() / source.tensor.rows() as u64);
             let rounding = match (self.rounding, scheme) {
                 // A row of int8 has nothing to gain.
-                (RoundingMethod::Search, Some(Scheme::Int4 { .. })) => Rounding::Search { importance: None },
+                (RoundingMethod::Search, Some(Scheme::Int4 { .. })) => {
+                    Rounding::Search { importance: source.importance }
+                }
                 _ => Rounding::Nearest,
             };
             let loss = write_tensor(&mut writer, &source.tensor, scheme, rounding, &mut |rows| {

@@ -128,7 +128,9 @@ impl Compiler {
 
     /// What the compiler went through, by name.
     ///
-    /// SAFETY (caller): the executable's pipeline is alive, and was made with the capture flag.
+    /// # Safety
+    ///
+    /// The executable's pipeline is alive, and was made with the capture flag.
     unsafe fn representations(
         &self,
         executable: &vk::PipelineExecutableInfoKHR<'_>,

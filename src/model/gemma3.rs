@@ -41,6 +41,8 @@ pub struct LoadOptions {
     pub max_batch_tokens: usize,
     /// Ids from here up are never sampled: rows of the embedding that the tokenizer does not know.
     pub sample_below: Option<usize>,
+    /// Sum up the squares of every matrix's inputs, for [`Gemma3::take_moments`].
+    pub moments: bool,
     /// One allocation of weights is at most this large (tests use it to cut small matrices into shards).
     pub max_shard_bytes: Option<u64>,
 }
@@ -54,6 +56,7 @@ impl Default for LoadOptions {
             strict: true,
             max_batch_tokens: 256,
             sample_below: None,
+            moments: false,
             max_shard_bytes: None,
         }
     }
@@ -124,6 +127,8 @@ struct Layer {
     up_proj: Matrix,
     down_proj: Matrix,
     cache: KvCache,
+    /// Sums of squares of what meets q, k and v; o; gate and up; down: f32 for each column.
+    moments: Option<[Buffer; 4]>,
 }
 
 /// Activations of a step, `[max_batch_tokens, ..]` f32 each.
@@ -231,6 +236,7 @@ impl Gemma3 {
                 .max_shard_bytes
                 .unwrap_or(u64::MAX)
                 .min(device.info().max_allocation_bytes / 2),
+            moments: options.moments,
         };
         // Everything is placed before anything is taken, and taken before anything is read.
         let others = memory::quantize_modes(&weights)?;
@@ -299,6 +305,13 @@ impl Gemma3 {
             loader.uploader.upload(&buffer, &table)?;
             Ok::<_, GpuError>(buffer)
         });
+        let mut moments = Vec::new();
+        for i in 0..if options.moments { layers.len() } else { 0 } {
+            let [a, b, c, d] = memory::moment_widths(&config)
+                .map(|width| device_buffer(&mut arena, 4 * width as u64, &format!("layer {i} moments")));
+            moments.push([a?, b?, c?, d?]);
+        }
+        let mut moments = moments.into_iter();
         let layers = layers
             .into_iter()
             .enumerate()
@@ -326,6 +339,7 @@ impl Gemma3 {
                     up_proj,
                     down_proj,
                     cache,
+                    moments: moments.next(),
                 })
             })
             .collect::<Result<Vec<_>, LoadError>>()?;
@@ -411,6 +425,52 @@ impl Gemma3 {
         self.weight_bytes
     }
 
+    /// Runs `tokens` through the layers, for what is summed up on the way; `each` hears how many are done. Panics if the
+    /// tokens do not fit the context.
+    pub fn observe(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize)) -> Result<(), RunnerError> {
+        assert!(self.in_flight.is_empty(), "observing beside a step in flight");
+        assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
+        let chunk = self.limits.max_batch_tokens;
+        for (i, ids) in tokens.chunks(chunk).enumerate() {
+            self.run(0, &self.alone(i * chunk, ids), &[], &[])?;
+            self.frames[0].wait()?;
+            each(i * chunk + ids.len());
+        }
+        Ok(())
+    }
+
+    /// For each layer the sums of squares of what met q, k and v; o; gate and up; down, by column, over everything that
+    /// was run. Panics unless the model was loaded with `moments`.
+    pub fn take_moments(&mut self) -> Result<Vec<[Vec<f32>; 4]>, RunnerError> {
+        assert!(self.in_flight.is_empty(), "reading beside a step in flight");
+        let commands = &mut self.frames[0].commands[0];
+        let readback = &self.logits_readback;
+        let mut read = |sums: &Buffer| {
+            let mut recorder = commands.begin()?;
+            recorder.copy(sums, readback, sums.size());
+            recorder.submit("reading moments")?;
+            commands.wait()?;
+            let mut values = vec![0f32; sums.size() as usize / 4];
+            readback.read(0, &mut values);
+            Ok::<_, GpuError>(values)
+        };
+        let mut all = Vec::new();
+        for layer in &self.layers {
+            let [a, b, c, d] = layer.moments.as_ref().expect("a model loaded with moments").each_ref();
+            all.push([read(a)?, read(b)?, read(c)?, read(d)?]);
+        }
+        Ok(all)
+    }
+
+    /// A batch of one sequence that has all blocks to itself.
+    fn alone(&self, start: usize, ids: &[u32]) -> Batch {
+        let blocks = (start + ids.len()).div_ceil(BLOCK_SIZE) as u32;
+        let block_table = (0..blocks).collect();
+        Batch {
+            sequences: vec![BatchSequence { slot: 0, start, input: Input::Ids(ids.to_vec()), block_table }],
+        }
+    }
+
     /// Logits at every position of `tokens`, computed afresh, with nothing else in flight: `each(first, rows)` gets
     /// rows of `vocab_size` f32 for positions `first..`, in order. Panics if the tokens do not fit the context.
     pub fn logits(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize, &[f32])) -> Result<(), RunnerError> {
@@ -418,19 +478,11 @@ impl Gemma3 {
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
         let chunk = self.limits.max_batch_tokens.min(LOGIT_ROWS);
         let (vocab, stride) = (self.config.vocab_size, self.scratch.logits.stride);
-        let blocks: Vec<u32> = (0..self.limits.num_blocks as u32).collect();
         let mut padded = vec![0f32; chunk * stride];
         let mut rows = vec![0f32; chunk * vocab];
         for (i, ids) in tokens.chunks(chunk).enumerate() {
             let start = i * chunk;
-            let batch = Batch {
-                sequences: vec![BatchSequence {
-                    slot: 0,
-                    start,
-                    input: Input::Ids(ids.to_vec()),
-                    block_table: blocks[..(start + ids.len()).div_ceil(BLOCK_SIZE)].to_vec(),
-                }],
-            };
+            let batch = self.alone(start, ids);
             let all: Vec<u32> = (0..ids.len() as u32).collect();
             self.run(0, &batch, &all, &[])?;
             self.frames[0].wait()?;
@@ -536,21 +588,30 @@ impl Gemma3 {
             LayerType::FullAttention => (self.attention_shape(None), &self.rope_full),
         };
         let q_scale = self.config.query_pre_attn_scalar.powf(-0.5) as f32;
+        let watch = |r: &mut Recorder<'_>, which: usize, x: &Activations| {
+            if let Some(moments) = &layer.moments {
+                k.moments(r, x, &moments[which], n);
+            }
+        };
 
         k.rms_norm(r, &s.hidden, &layer.input_layernorm, eps, &s.normed, n);
+        watch(r, 0, &s.normed);
         k.matmul(r, &layer.q_proj, &s.normed, &s.q, n);
         k.matmul(r, &layer.k_proj, &s.normed, &s.k, n);
         k.matmul(r, &layer.v_proj, &s.normed, &s.v, n);
         let norms = [&layer.q_norm, &layer.k_norm];
         k.qkv_store(r, &shape, [&s.q, &s.k, &s.v], norms, rope, eps, q_scale, arrays, &layer.cache, n);
         k.attention(r, &shape, &s.q, &layer.cache, arrays, &s.attended, n);
+        watch(r, 1, &s.attended);
         k.matmul(r, &layer.o_proj, &s.attended, &s.delta, n);
         k.rms_norm_add(r, &s.delta, &layer.post_attention_layernorm, eps, &s.hidden, n);
 
         k.rms_norm(r, &s.hidden, &layer.pre_feedforward_layernorm, eps, &s.normed, n);
+        watch(r, 2, &s.normed);
         k.matmul(r, &layer.gate_proj, &s.normed, &s.gate, n);
         k.matmul(r, &layer.up_proj, &s.normed, &s.up, n);
         k.geglu(r, &s.gate, &s.up, n);
+        watch(r, 3, &s.gate);
         k.matmul(r, &layer.down_proj, &s.gate, &s.delta, n);
         k.rms_norm_add(r, &s.delta, &layer.post_feedforward_layernorm, eps, &s.hidden, n);
     }

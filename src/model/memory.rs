@@ -66,6 +66,8 @@ pub struct Demand<'a> {
     pub max_batch_tokens: usize,
     /// One allocation of weights is at most this large.
     pub max_shard_bytes: u64,
+    /// Whether the inputs of each layer's matrices are summed up.
+    pub moments: bool,
 }
 
 /// A context that fits, and where everything lies then.
@@ -182,6 +184,14 @@ impl Demand<'_> {
         add(Class::Activations, device, SAMPLED_BYTES, "sampled ids".into());
         for name in ["rope table (sliding layers)", "rope table (full layers)"] {
             add(Class::Activations, device, rope_table_bytes(c, context), name.into());
+        }
+
+        if self.moments {
+            for i in 0..c.num_hidden_layers {
+                for width in moment_widths(c) {
+                    add(Class::Activations, device, 4 * width as u64, format!("layers.{i} moments"));
+                }
+            }
         }
 
         add(Class::Staging, MemoryKind::Readback, logits_bytes(c), "logits readback".into());
@@ -308,6 +318,11 @@ pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, us
         ("final rows", LOGIT_ROWS, c.hidden_size),
         ("logits", LOGIT_ROWS, c.vocab_size),
     ]
+}
+
+/// Inputs of a layer's matrices: of q, k and v; of o; of gate and up; of down.
+pub(super) fn moment_widths(c: &Gemma3Config) -> [usize; 4] {
+    [c.hidden_size, c.num_attention_heads * c.head_dim, c.hidden_size, c.intermediate_size]
 }
 
 /// The logits' way back to the host.

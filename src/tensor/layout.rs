@@ -214,7 +214,7 @@ impl std::str::FromStr for Scheme {
             _ => return Err(unknown()),
         };
         let unit = scheme.block_weights() as u32;
-        let divides = scales != Scales::Super || SUPER_COLS as u32 % group.max(1) == 0;
+        let divides = scales != Scales::Super || (SUPER_COLS as u32).is_multiple_of(group.max(1));
         if group == 0 || !group.is_multiple_of(unit) || !divides {
             return Err(format!("scheme {name:?}: its groups must be a multiple of {unit} columns"));
         }
