@@ -13,11 +13,15 @@ use unicorn::model::gemma3::{Gemma3, LoadOptions};
 use unicorn::model::{Batch, BatchSequence, Input, Runner, Sampling, SamplingParams};
 use unicorn::text::{ChatTemplate, Message, Tokenizer, normalize};
 
+use crate::cli::{output, unicorn_on_software};
 use crate::golden::{Goldens, all_logits, max_difference};
 use crate::support::{data, device, root};
 
 /// The engine's largest logit error allowed here, as for the reference checkpoints.
 const BOUND: f32 = 1e-3;
+
+/// `<eos>` and `<end_of_turn>` of the demo model.
+const STOP: [u32; 2] = [1, 6];
 
 #[derive(Deserialize)]
 struct About {
@@ -184,32 +188,42 @@ fn the_engine_answers_as_pytorch_does() {
     assert!(ids > 500 && close * 100 <= ids, "{close} of {ids} within the noise");
 }
 
+/// What greedy decoding answers through the `Runner` seam, ids fed back on the device: `most` ids, or fewer if one of
+/// `stop` ends it.
+fn answer(model: &mut Gemma3, prompt: &[u32], most: usize, stop: &[u32]) -> Vec<u32> {
+    let limits = model.limits();
+    let table: Vec<u32> = (0..limits.num_blocks as u32).collect();
+    let sampling = Sampling { requests: vec![(0, SamplingParams::GREEDY)] };
+    let mut start = 0;
+    let mut ids = Vec::new();
+    let chunks: Vec<&[u32]> = prompt.chunks(limits.max_batch_tokens).collect();
+    let prefill = chunks.iter().map(|c| Input::Ids(c.to_vec()));
+    let decode = (1..most).map(|_| Input::LastSampled);
+    for (step, input) in prefill.chain(decode).enumerate() {
+        let length = input.len();
+        let sequence = BatchSequence { slot: 1, start, input, block_table: table.clone() };
+        let wanted = if step + 1 >= chunks.len() { sampling.clone() } else { Sampling::default() };
+        let ticket = model.submit(&Batch { sequences: vec![sequence] }, &wanted).unwrap();
+        ids.extend(model.wait(ticket).unwrap().ids);
+        start += length;
+        if ids.last().is_some_and(|id| stop.contains(id)) {
+            break;
+        }
+    }
+    ids
+}
+
 /// The same through the `Runner` seam, ids fed back on the device, for one question of each category.
 #[test]
 fn decoding_reproduces_the_answers() {
     let mut model = model();
-    let limits = model.limits();
     let mut seen = Vec::new();
     for golden in asked().filter(|a| a.margin > 2.0 * BOUND && a.prompt.len() < 400) {
         if seen.contains(&&golden.category) {
             continue;
         }
         seen.push(&golden.category);
-        let table: Vec<u32> = (0..limits.num_blocks as u32).collect();
-        let sampling = Sampling { requests: vec![(0, SamplingParams::GREEDY)] };
-        let mut start = 0;
-        let mut ids = Vec::new();
-        let chunks: Vec<&[u32]> = golden.prompt.chunks(limits.max_batch_tokens).collect();
-        let prefill = chunks.iter().map(|c| Input::Ids(c.to_vec()));
-        let decode = (1..golden.answer.len()).map(|_| Input::LastSampled);
-        for (step, input) in prefill.chain(decode).enumerate() {
-            let length = input.len();
-            let sequence = BatchSequence { slot: 1, start, input, block_table: table.clone() };
-            let wanted = if step + 1 >= chunks.len() { sampling.clone() } else { Sampling::default() };
-            let ticket = model.submit(&Batch { sequences: vec![sequence] }, &wanted).unwrap();
-            ids.extend(model.wait(ticket).unwrap().ids);
-            start += length;
-        }
+        let ids = answer(&mut model, &golden.prompt, golden.answer.len(), &[]);
         assert_eq!(ids, golden.answer, "{}: {:?}", golden.id, golden.text);
     }
     assert!(seen.len() >= 10, "only {seen:?}");
@@ -224,7 +238,7 @@ fn the_model_is_right_in_every_category() {
         let answer =
             answers.get(question.id.as_str()).unwrap_or_else(|| panic!("no golden of {}", question.id));
         // An answer that did not stop by itself is no answer.
-        let stopped = answer.answer.last().is_some_and(|id| [1, 6].contains(id));
+        let stopped = answer.answer.last().is_some_and(|id| STOP.contains(id));
         let right = stopped && question.accept.accepts(&answer.text);
         assert_eq!(right, answer.accepted, "{}: {:?}", answer.id, answer.text);
         let entry = categories.entry(&answer.category).or_default();
@@ -250,4 +264,69 @@ fn the_model_is_right_in_every_category() {
         }
     }
     assert!(shortfalls.is_empty(), "no such categories: {shortfalls:?}");
+}
+
+/// `unicorn quantize` to int4: how many answers stay right, and that the search for scales is worth its time.
+#[test]
+fn int4_keeps_the_accuracy_and_the_search_beats_round_to_nearest() {
+    let folder_of = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer();
+    // The model's own kind of text: questions and answers, of every category.
+    let text_file = folder_of.path().join("text.txt");
+    let mut text = String::new();
+    for golden in goldens().answers.iter().filter(|a| a.quick && a.prompt.len() < 200) {
+        text += &tokenizer.decode(&[&golden.prompt[1..], &golden.answer].concat(), false);
+    }
+    std::fs::write(&text_file, &text).unwrap();
+    let quantize = |name: &str, rounding: &str| {
+        let destination = folder_of.path().join(name);
+        let [source, destination_text, text] =
+            [&folder(), &destination, &text_file].map(|p| p.to_str().unwrap().to_string());
+        let args = [
+            "quantize",
+            &source,
+            &destination_text,
+            "--scheme",
+            "int4-g32",
+            "--rounding",
+            rounding,
+            "--eval",
+            &text,
+        ];
+        let (code, report, error) =
+            output(unicorn_on_software(&[&args[..], &["--allow-software-vulkan"]].concat()));
+        assert_eq!(code, 0, "{error}");
+        println!("{rounding}: {report}");
+        let kl = report
+            .split_once("mean KL divergence ")
+            .unwrap()
+            .1
+            .split(' ')
+            .next()
+            .unwrap()
+            .parse::<f64>()
+            .unwrap();
+        (destination, kl)
+    };
+    let (_, nearest) = quantize("nearest", "nearest");
+    let (found, searched) = quantize("found", "search");
+    assert!(searched < nearest, "mean KL {searched} with the search, {nearest} without");
+
+    let options = LoadOptions::default();
+    let mut model =
+        Gemma3::load(&device(), &ModelFiles::open(&found).unwrap(), &options, &mut |_| {}).unwrap();
+    let rules: BTreeMap<String, Rule> = questions().into_iter().map(|q| (q.id, q.accept)).collect();
+    let (mut before, mut after, mut all) = (0, 0, 0);
+    for golden in asked() {
+        let ids = answer(&mut model, &golden.prompt, golden.answer.len() + 16, &STOP);
+        let stopped = ids.last().is_some_and(|id| STOP.contains(id));
+        let right = stopped && rules[&golden.id].accepts(&tokenizer.decode(&ids, true));
+        all += 1;
+        before += usize::from(golden.accepted);
+        after += usize::from(right);
+    }
+    println!(
+        "{after} of {all} right in int4-g32, {before} in bf16; mean KL {searched} nats, {nearest} rounded to nearest"
+    );
+    assert!(after * 100 >= before * 95, "{after} of {all} right in int4-g32, {before} in bf16");
 }

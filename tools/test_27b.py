@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Loads a whole Gemma-3 27B and answers with it: random weights of the true shape, so that no download is needed.
+
+    tools/test_27b.py [--dir DIR] [--shape gemma-3-27b] [--scheme int4-g128] [--keep]
+
+Writes the checkpoint with `unicorn synth` (16 GB of disk), reads it once with fio, evicts it from memory, serves it, asks for
+two tokens, and prints one line of JSON: load time and rate, the disk's rate in the same run, resident memory. Fails unless all
+layers are placed, the answer has two tokens, and nothing of the files stays in memory. Minutes on software Vulkan, so it is no part
+of `make test`; results are dated in docs/measurements.md.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+UNICORN = ROOT / "target/release/unicorn"
+START_SECONDS = 3600
+ANSWER_SECONDS = 3600
+
+
+def evict(files):
+    """Drops the files' clean pages, as a machine that has just started has none."""
+    os.sync()
+    for file in files:
+        with open(file, "rb") as f:
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def disk_rate(files):
+    """Bytes per second that fio reads of the files one after the other, past the page cache; None without fio."""
+    if not shutil.which("fio"):
+        return None
+    size = sum(f.stat().st_size for f in files)
+    # A device that is slow to start, and noisy neighbours: the best of three.
+    best = 0
+    for _ in range(3):
+        evict(files)
+        command = ["fio", "--name=read", "--rw=read", "--bs=8m", "--direct=1", "--ioengine=libaio", "--iodepth=8",
+                   "--readonly", "--output-format=json", f"--filename={':'.join(map(str, files))}",
+                   "--file_service_type=sequential", f"--size={size}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        best = max(best, json.loads(done.stdout)["jobs"][0]["read"]["bw_bytes"])
+    return best
+
+
+def status(pid, field):
+    text = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found.group(1)) * 1024
+
+
+def get(url, body=None, seconds=60):
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=seconds) as answer:
+        return json.load(answer)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, default=ROOT / "target/synth-27b")
+    parser.add_argument("--shape", default="gemma-3-27b")
+    parser.add_argument("--scheme", default="int4-g128")
+    parser.add_argument("--context", default="256")
+    parser.add_argument("--keep", action="store_true", help="leave the checkpoint for the next run")
+    args = parser.parse_args()
+
+    if not (args.dir / "unicorn.json").exists():
+        subprocess.run([UNICORN, "synth", "--shape", args.shape, "--scheme", args.scheme, args.dir], check=True)
+    shown = json.loads(subprocess.run([UNICORN, "inspect", args.dir, "--json"], check=True, capture_output=True).stdout)
+    files = sorted(args.dir.glob("*.safetensors"))
+    disk = disk_rate(files)
+    evict(files)
+
+    # A port of its own, which the log names.
+    command = [ROOT / "tools/with_device.sh", UNICORN, "serve", "--model", args.dir, "--port", "0", "--context", args.context]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    lines, url, loaded = [], None, threading.Event()
+
+    def watch():
+        nonlocal url
+        for line in server.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            lines.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                url = found.group(0)
+            if "loaded   " in line:
+                loaded.set()
+        loaded.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        if not loaded.wait(START_SECONDS) or server.poll() is not None or not url:
+            sys.exit("error: the model was not loaded; the log above says why")
+        line = next(line for line in lines if "loaded   " in line)
+        numbers = re.search(
+            r"loaded\s+([\d.]+) GB in ([\d.]+) s, ([\d.]+) GB/s; ([\d.]+) GB on the device, "
+            r"([\d.]+) GB resident, at most ([\d.]+) GB; ([\d.]+) GB of its files in memory", line)
+        if not numbers:
+            sys.exit(f"error: the log's line on loading is not understood: {line}")
+        size, seconds, rate, placed, resident, peak, cached = map(float, numbers.groups())
+        since = time.monotonic()
+        body = {"model": "synth", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0}
+        body["model"] = get(f"{url}/v1/models")["data"][0]["id"]
+        answer = get(f"{url}/v1/chat/completions", body, ANSWER_SECONDS)
+        answered = time.monotonic() - since
+        after = status(server.pid, "VmHWM")
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+        if not args.keep:
+            shutil.rmtree(args.dir, ignore_errors=True)
+
+    usage = answer["usage"]
+    result = {
+        "shape": args.shape,
+        "scheme": args.scheme,
+        "layers": shown["num_hidden_layers"],
+        "file_bytes": shown["bytes"],
+        "load_s": seconds,
+        "load_gb_per_s": rate,
+        "disk_gb_per_s": disk and disk / 1e9,
+        "share_of_disk": disk and rate / (disk / 1e9),
+        "placed_gb": placed,
+        "peak_resident_gb": peak,
+        "peak_resident_without_device_memory_gb": round(peak - placed, 3),
+        "peak_resident_after_answer_gb": after / 1e9,
+        "files_in_memory_gb": cached,
+        "prompt_tokens": usage["prompt_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        "answer_s": round(answered, 1),
+    }
+    print(json.dumps(result))
+    if usage["completion_tokens"] != 2 or usage["prompt_tokens"] > 16:
+        sys.exit(f"error: expected two tokens for at most 16, got {usage}")
+    if cached > 0.05 * size:
+        sys.exit(f"error: {cached} GB of the files stay in memory beside the device's copy")
+
+
+if __name__ == "__main__":
+    main()
