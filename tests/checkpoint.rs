@@ -1012,9 +1012,10 @@ fn links_and_strange_files_are_refused() {
     for (path, expected) in [
         (
             root.join("none"),
-            "no such folder; a model is a folder with config.json, tokenizer.json and model.safetensors",
+            "no such file or folder; a model is a folder with config.json, tokenizer.json and model.safetensors, or a \
+             GGUF file",
         ),
-        (big.clone(), "is a file; give the folder that holds it"),
+        (big.clone(), "is no GGUF file; of other formats, give the folder that holds it"),
     ] {
         let error = ModelFiles::open(&path).unwrap_err().to_string();
         assert_eq!(error, format!("{}: {expected}", path.display()));

@@ -138,8 +138,8 @@ fn models_that_are_none_are_named() {
     let no_tokenizer = path(&no_tokenizer);
 
     for (model, part) in [
-        (&missing, "no such folder"),
-        (&file, "is a file"),
+        (&missing, "no such file or folder"),
+        (&file, "is no GGUF file"),
         (&empty, "config.json"),
         (&no_tokenizer, "tokenizer.json"),
     ] {

@@ -1,17 +1,20 @@
-//! Where a model's files come from: a folder, or the binary itself.
+//! Where a model's files come from: a folder, a GGUF file, or the binary itself.
 //!
 //! A model is addressed by plain file names; nothing here reads outside the folder on the word of a file
-//! inside it. Refuses what is not a regular file (a pipe would hang, a device never end).
+//! inside it. A GGUF file holds the small files as metadata: they are read as if they lay beside it.
+//! Refuses what is not a regular file (a pipe would hang, a device never end).
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
 use std::ops::{Deref, Range};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::SystemTime;
 
-use super::CheckpointError;
+use super::{CheckpointError, gguf};
 
 /// Largest file that is read into memory; Gemma-3's tokenizer.json, the largest in use, has 33 MB.
 pub const MAX_READ_BYTES: u64 = 64 << 20;
@@ -27,28 +30,52 @@ pub struct ModelFiles {
 enum Source {
     Folder(PathBuf),
     Embedded(&'static [(&'static str, &'static [u8])]),
+    /// One GGUF file, or its parts in order.
+    Gguf(Vec<PathBuf>),
+    Memory(Arc<BTreeMap<String, Arc<[u8]>>>),
 }
 
 impl ModelFiles {
-    /// The files of a folder in Hugging Face layout. The model is called after the folder.
+    /// The files of a folder in Hugging Face layout, or a GGUF file, or the folder of one. The model is called after
+    /// the folder or the file.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         let fail = |problem: String| CheckpointError::file(folder.display(), problem);
         let canonical = match fs::canonicalize(folder) {
             Ok(path) => path,
             Err(e) if e.kind() == ErrorKind::NotFound => {
                 return Err(fail(
-                    "no such folder; a model is a folder with config.json, tokenizer.json and \
-                                 model.safetensors"
+                    "no such file or folder; a model is a folder with config.json, tokenizer.json and \
+                     model.safetensors, or a GGUF file"
                         .into(),
                 ));
             }
             Err(e) => return Err(fail(format!("cannot be opened: {e}"))),
         };
         if !canonical.is_dir() {
-            return Err(fail("is a file; give the folder that holds it".into()));
+            return match is_gguf(folder).map_err(fail)? {
+                true => Self::open_gguf(folder),
+                false => Err(fail("is no GGUF file; of other formats, give the folder that holds it".into())),
+            };
+        }
+        if let Some(file) = only_gguf(folder).map_err(fail)? {
+            return Self::open_gguf(&file);
         }
         let name = canonical.file_name().unwrap_or(canonical.as_os_str()).to_string_lossy().into_owned();
         Ok(Self { name, source: Source::Folder(folder.to_path_buf()) })
+    }
+
+    fn open_gguf(file: &Path) -> Result<Self, CheckpointError> {
+        let parts = gguf_parts(file).map_err(|problem| CheckpointError::file(file.display(), problem))?;
+        let stem = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
+        // The parts of a split file are numbered after the name.
+        let name = split_number(&stem).map_or(&*stem, |(name, ..)| name).to_owned();
+        Ok(Self { name, source: Source::Gguf(parts) })
+    }
+
+    /// Files in memory, by name; one alone whose name ends on `.gguf` is a whole model.
+    pub fn in_memory(name: impl Into<String>, files: impl IntoIterator<Item = (String, Vec<u8>)>) -> Self {
+        let files = files.into_iter().map(|(name, bytes)| (name, Arc::from(bytes))).collect();
+        Self { name: name.into(), source: Source::Memory(Arc::new(files)) }
     }
 
     /// Files embedded in the binary, as (file name, contents).
@@ -66,6 +93,8 @@ impl ModelFiles {
         match &self.source {
             Source::Folder(folder) => folder.display().to_string(),
             Source::Embedded(_) => format!("{} (embedded)", self.name),
+            Source::Gguf(parts) => parts[0].display().to_string(),
+            Source::Memory(_) => format!("{} (in memory)", self.name),
         }
     }
 
@@ -74,13 +103,21 @@ impl ModelFiles {
         match &self.source {
             Source::Folder(folder) => folder.join(name).display().to_string(),
             Source::Embedded(_) => format!("{} (embedded)/{name}", self.name),
+            Source::Gguf(_) => format!("{}: {name} of its metadata", self.location()),
+            Source::Memory(_) => format!("{} (in memory)/{name}", self.name),
         }
     }
 
     /// The whole file, at most [`MAX_READ_BYTES`]; `None` if the model has no such file.
     pub fn read(&self, name: &str) -> Result<Option<Cow<'static, [u8]>>, CheckpointError> {
+        if let Some(parts) = self.map_gguf()? {
+            let parts: Vec<_> = parts.iter().map(|(display, bytes)| (display.as_str(), &**bytes)).collect();
+            return Ok(gguf::generated(&parts, name)?.map(Cow::Owned));
+        }
         match &self.source {
             Source::Embedded(_) => Ok(self.embedded_file(name).map(Cow::Borrowed)),
+            Source::Memory(files) => Ok(files.get(name).map(|bytes| Cow::Owned(bytes.to_vec()))),
+            Source::Gguf(_) => Ok(None),
             Source::Folder(folder) => {
                 let fail = |problem: String| CheckpointError::file(self.display(name), problem);
                 let Some((file, len)) = open_regular(&folder.join(name)).map_err(fail)? else {
@@ -105,18 +142,32 @@ impl ModelFiles {
             Source::Embedded(_) => Ok(self.embedded_file(name).map(FileBytes::Static)),
             Source::Folder(folder) => {
                 let fail = |problem: String| CheckpointError::file(self.display(name), problem);
-                let Some((file, len)) = open_regular(&folder.join(name)).map_err(fail)? else {
-                    return Ok(None);
-                };
-                if len == 0 {
-                    return Ok(Some(FileBytes::Static(&[]))); // an empty mapping is an error on some systems
+                map_file(&folder.join(name)).map_err(fail)
+            }
+            Source::Memory(files) => Ok(files.get(name).map(|bytes| FileBytes::Shared(Arc::clone(bytes)))),
+            Source::Gguf(_) => Ok(None),
+        }
+    }
+
+    /// The parts of a GGUF file, mapped, with what messages call them; `None` if the model is no GGUF file.
+    pub(super) fn map_gguf(&self) -> Result<Option<Vec<(String, FileBytes)>>, CheckpointError> {
+        match &self.source {
+            Source::Folder(_) | Source::Embedded(_) => Ok(None),
+            Source::Memory(files) => Ok(match files.first_key_value() {
+                Some((name, bytes)) if files.len() == 1 && has_gguf_ending(name.as_ref()) => {
+                    Some(vec![(self.display(name), FileBytes::Shared(Arc::clone(bytes)))])
                 }
-                // SAFETY: the mapping is read-only, and lives as long as the bytes lent from
-                // it. Another process may still write to or truncate the file; that is as fatal here as it
-                // is for every program that maps its input, and weights are not edited while they are served.
-                let map = unsafe { memmap2::Mmap::map(&file) };
-                map.map(|map| Some(FileBytes::Mapped(map, file)))
-                    .map_err(|e| fail(format!("cannot be mapped into memory: {e}")))
+                _ => None,
+            }),
+            Source::Gguf(parts) => {
+                let map = |part: &PathBuf| {
+                    let fail = |problem| CheckpointError::file(part.display(), problem);
+                    match map_file(part).map_err(fail)? {
+                        Some(bytes) => Ok((part.display().to_string(), bytes)),
+                        None => Err(fail("no such file".into())),
+                    }
+                };
+                parts.iter().map(map).collect::<Result<_, _>>().map(Some)
             }
         }
     }
@@ -160,6 +211,7 @@ impl ModelFiles {
 pub(super) enum FileBytes {
     Mapped(memmap2::Mmap, File),
     Static(&'static [u8]),
+    Shared(Arc<[u8]>),
 }
 
 impl Deref for FileBytes {
@@ -168,6 +220,7 @@ impl Deref for FileBytes {
         match self {
             FileBytes::Mapped(map, _) => map,
             FileBytes::Static(bytes) => bytes,
+            FileBytes::Shared(bytes) => bytes,
         }
     }
 }
@@ -176,7 +229,7 @@ impl FileBytes {
     pub fn slice(&self, range: Range<usize>) -> FileSlice<'_> {
         let file = match self {
             FileBytes::Mapped(_, file) => Some((file, range.start as u64)),
-            FileBytes::Static(_) => None,
+            FileBytes::Static(_) | FileBytes::Shared(_) => None,
         };
         FileSlice { bytes: &self[range], file }
     }
@@ -257,6 +310,93 @@ impl FileSlice<'_> {
 
 fn is_plain_name(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
+}
+
+/// The file mapped into memory; `None` if there is none.
+fn map_file(path: &Path) -> Result<Option<FileBytes>, String> {
+    let Some((file, len)) = open_regular(path)? else {
+        return Ok(None);
+    };
+    if len == 0 {
+        return Ok(Some(FileBytes::Static(&[]))); // an empty mapping is an error on some systems
+    }
+    // SAFETY: the mapping is read-only, and lives as long as the bytes lent from
+    // it. Another process may still write to or truncate the file; that is as fatal here as it
+    // is for every program that maps its input, and weights are not edited while they are served.
+    let map = unsafe { memmap2::Mmap::map(&file) };
+    map.map(|map| Some(FileBytes::Mapped(map, file)))
+        .map_err(|e| format!("cannot be mapped into memory: {e}"))
+}
+
+/// Whether a file is GGUF, by its first bytes: Ollama's have no ending. One that ends on `.gguf` is taken for what it
+/// says, so that its reader can tell what is wrong with it.
+fn is_gguf(path: &Path) -> Result<bool, String> {
+    let Some((file, _)) = open_regular(path)? else {
+        return Ok(false);
+    };
+    let mut magic = Vec::new();
+    file.take(4).read_to_end(&mut magic).map_err(|e| format!("cannot be read: {e}"))?;
+    Ok(magic == b"GGUF" || has_gguf_ending(path))
+}
+
+fn has_gguf_ending(path: &Path) -> bool {
+    path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("gguf"))
+}
+
+/// The GGUF file of a folder that holds no other weights: as downloads lie, some with a config that nobody needs.
+fn only_gguf(folder: &Path) -> Result<Option<PathBuf>, String> {
+    let unreadable = |e: std::io::Error| format!("cannot be read: {e}");
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).map_err(unreadable)? {
+        let path = entry.map_err(unreadable)?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.extension().is_some_and(|ending| ending == "safetensors") {
+            return Ok(None);
+        }
+        // Vision towers and the later parts of a split file are no model of their own.
+        let later =
+            path.file_stem().and_then(|stem| split_number(stem.to_str()?)).is_some_and(|(_, n, _)| n > 1);
+        if has_gguf_ending(&path) && !later && !name.starts_with("mmproj") {
+            found.push(name);
+        }
+    }
+    found.sort();
+    match &found[..] {
+        [] => Ok(None),
+        [name] => Ok(Some(folder.join(name))),
+        [first, ..] => Err(format!("holds {} GGUF files; give one of them ({first})", found.len())),
+    }
+}
+
+/// `name-00001-of-00003` as (name, 1, 3).
+fn split_number(stem: &str) -> Option<(&str, u32, u32)> {
+    let (rest, count) = stem.rsplit_once("-of-")?;
+    let (name, number) = rest.rsplit_once('-')?;
+    let parse = |digits: &str| {
+        let all = digits.len() == 5 && digits.bytes().all(|b| b.is_ascii_digit());
+        if all { digits.parse().ok() } else { None }
+    };
+    Some((name, parse(number)?, parse(count)?))
+}
+
+/// The parts of a GGUF file in order: itself, or all that its name counts.
+fn gguf_parts(file: &Path) -> Result<Vec<PathBuf>, String> {
+    let stem = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
+    let Some((name, number, count)) = split_number(stem) else {
+        return Ok(vec![file.to_path_buf()]);
+    };
+    let part = |n: u32| file.with_file_name(format!("{name}-{n:05}-of-{count:05}.gguf"));
+    if number != 1 {
+        return Err(format!("is part {number} of {count}; give the first, {}", part(1).display()));
+    }
+    if count as usize > super::MAX_SHARDS {
+        return Err(format!("is one of {count} parts; expected at most {}", super::MAX_SHARDS));
+    }
+    let parts: Vec<_> = (1..=count).map(part).collect();
+    match parts.iter().find(|part| !part.exists()) {
+        None => Ok(parts),
+        Some(missing) => Err(format!("is one of {count} parts, of which {} is missing", missing.display())),
+    }
 }
 
 /// `None` if there is no such file. Looks before it opens: opening a pipe waits for a writer.

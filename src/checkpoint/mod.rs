@@ -1,10 +1,11 @@
 //! Checkpoints on disk: which files a model consists of, and its tensors, mapped and checked.
 //!
-//! Reads safetensors in one file or in shards with an index. Every header is checked before a byte of a
+//! Reads safetensors in one file or in shards with an index, and GGUF. Every header is checked before a byte of a
 //! tensor is lent out, so that a [`Tensor`] is always what it says: in bounds, and as long as its shape.
 //! Nothing is converted or copied on opening; a tensor's bytes are paged in when they are walked.
 //!
-//! Refuses to know a model: names are strings here, and what they mean is for [`crate::model`].
+//! Refuses to know a model: names are strings here, and what they mean is for [`crate::model`]. GGUF's alone are
+//! translated, into Hugging Face's, which everything else speaks.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -13,11 +14,13 @@ use std::ops::Range;
 use crate::tensor::{DType, Scheme};
 
 mod files;
+mod gguf;
 mod native;
 mod safetensors;
 mod view;
 
 pub use files::{FileSlice, MAX_READ_BYTES, ModelFiles};
+pub use gguf::{GgmlTensor, GgmlType};
 pub use native::{FileWriter, Manifest, NativeTensor, NativeWriter, NewTensor, Synthetic, verify};
 pub use view::{Encoding, Tensor};
 
@@ -66,6 +69,7 @@ pub struct Checkpoint {
 #[serde(rename_all = "lowercase")]
 pub enum Format {
     Safetensors,
+    Gguf,
     Native,
 }
 
@@ -73,6 +77,7 @@ impl fmt::Display for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Format::Safetensors => "safetensors",
+            Format::Gguf => "gguf",
             Format::Native => "native",
         })
     }
@@ -92,13 +97,14 @@ struct Entry {
 #[derive(Debug)]
 enum Stored {
     Plain { dtype: DType, data: Span },
+    Ggml { kind: GgmlType, data: Span },
     Native { scheme: Scheme, blocks: Span, scales: Option<Span> },
 }
 
 impl Stored {
     fn spans(&self) -> impl Iterator<Item = &Span> {
         match self {
-            Stored::Plain { data, .. } => [Some(data), None],
+            Stored::Plain { data, .. } | Stored::Ggml { data, .. } => [Some(data), None],
             Stored::Native { blocks, scales, .. } => [Some(blocks), scales.as_ref()],
         }
         .into_iter()
@@ -120,9 +126,9 @@ struct CheckpointFile {
 }
 
 impl Checkpoint {
-    /// Maps the files of a native checkpoint; else `model.safetensors`, or the shards that
-    /// `model.safetensors.index.json` lists; and checks every header. The single file is preferred where both exist, as
-    /// transformers does.
+    /// Maps the GGUF file that the model is, or the files of a native checkpoint; else `model.safetensors`, or the shards
+    /// that `model.safetensors.index.json` lists; and checks every header. The single file is preferred where both
+    /// exist, as transformers does.
     pub fn open(files: &ModelFiles) -> Result<Self, CheckpointError> {
         let mut checkpoint = Self {
             location: files.location(),
@@ -133,7 +139,9 @@ impl Checkpoint {
             tensors: Vec::new(),
             by_name: HashMap::new(),
         };
-        if let Some(manifest) = Manifest::read(files)? {
+        if let Some(parts) = files.map_gguf()? {
+            checkpoint.add_gguf(parts)?;
+        } else if let Some(manifest) = Manifest::read(files)? {
             checkpoint.add_native(files, &manifest)?;
         } else if let Some(bytes) = files.map(SINGLE_FILE)? {
             checkpoint.add_file(files.display(SINGLE_FILE), bytes)?;
@@ -220,6 +228,9 @@ impl Checkpoint {
         let slice = |span: &Span| self.files[span.file].bytes.slice(span.range.clone());
         let encoding = match &entry.stored {
             Stored::Plain { dtype, data } => Encoding::Plain { dtype: *dtype, data: slice(data).bytes },
+            Stored::Ggml { kind, data } => {
+                Encoding::Ggml(GgmlTensor { kind: *kind, data: slice(data).bytes })
+            }
             Stored::Native { scheme, blocks, scales } => Encoding::Native(NativeTensor {
                 scheme: *scheme,
                 blocks: slice(blocks),
@@ -303,6 +314,24 @@ impl Checkpoint {
             self.add(Entry { name: info.name, shape: info.shape, file, stored }, &display)?;
         }
         self.files.push(CheckpointFile { display, bytes });
+        Ok(())
+    }
+
+    fn add_gguf(&mut self, parts: Vec<(String, FileBytes)>) -> Result<(), CheckpointError> {
+        self.format = Format::Gguf;
+        self.norms_hold_one = true;
+        let count = parts.len();
+        for (file, (display, bytes)) in parts.into_iter().enumerate() {
+            for tensor in gguf::tensors(&bytes, &display, (file, count))? {
+                let data = Span { file, range: tensor.range };
+                let stored = match tensor.storage {
+                    gguf::Storage::Plain(dtype) => Stored::Plain { dtype, data },
+                    gguf::Storage::Ggml(kind) => Stored::Ggml { kind, data },
+                };
+                self.add(Entry { name: tensor.name, shape: tensor.shape, file, stored }, &display)?;
+            }
+            self.files.push(CheckpointFile { display, bytes });
+        }
         Ok(())
     }
 

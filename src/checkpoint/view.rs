@@ -8,6 +8,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::CheckpointError;
+use super::gguf::GgmlTensor;
 use super::native::NativeTensor;
 use crate::tensor::{DType, QuantizedRow, Scheme};
 
@@ -30,6 +31,8 @@ pub struct Tensor<'a> {
 pub enum Encoding<'a> {
     /// Little endian elements, at any alignment: `shape`'s product times the element size bytes.
     Plain { dtype: DType, data: &'a [u8] },
+    /// Blocks of ggml, of a GGUF file.
+    Ggml(GgmlTensor<'a>),
     /// Packed as the device wants it.
     Native(NativeTensor<'a>),
 }
@@ -53,6 +56,7 @@ impl<'a> Tensor<'a> {
     pub fn stored_bytes(&self) -> u64 {
         match &self.encoding {
             Encoding::Plain { data, .. } => data.len() as u64,
+            Encoding::Ggml(ggml) => ggml.stored_bytes(),
             Encoding::Native(native) => native.stored_bytes(),
         }
     }
@@ -61,7 +65,7 @@ impl<'a> Tensor<'a> {
     pub fn plain(&self) -> Option<(DType, &'a [u8])> {
         match self.encoding {
             Encoding::Plain { dtype, data } => Some((dtype, data)),
-            Encoding::Native(_) => None,
+            Encoding::Ggml(_) | Encoding::Native(_) => None,
         }
     }
 
@@ -69,6 +73,7 @@ impl<'a> Tensor<'a> {
     pub fn scheme(&self) -> Result<Scheme, CheckpointError> {
         match &self.encoding {
             Encoding::Plain { dtype, .. } => Scheme::of(*dtype).ok_or_else(|| self.not_floating(*dtype)),
+            Encoding::Ggml(ggml) => Ok(ggml.scheme()),
             Encoding::Native(native) => Ok(native.scheme),
         }
     }
@@ -79,6 +84,7 @@ impl<'a> Tensor<'a> {
         assert!(row < self.rows() && out.q.len() == self.cols(), "row {row} of {}", self.name);
         match &self.encoding {
             Encoding::Plain { dtype, .. } => panic!("{} holds {dtype:?}: it is not quantized", self.name),
+            Encoding::Ggml(ggml) => ggml.quantized_row_into(row, out),
             Encoding::Native(native) => native.quantized_row_into(row, out),
         }
         Ok(())
@@ -100,6 +106,7 @@ impl<'a> Tensor<'a> {
                     DType::I8 | DType::U8 | DType::I32 | DType::I64 => return Err(self.not_floating(*dtype)),
                 }
             }
+            Encoding::Ggml(ggml) => ggml.rows_f32_into(rows.clone(), cols, out),
             Encoding::Native(native) => native.rows_f32_into(rows.clone(), cols, out),
         }
         // A maximum over bits vectorises, a test with an early exit does not.

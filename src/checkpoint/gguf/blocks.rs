@@ -1,0 +1,222 @@
+//! The quantized element types of GGUF, taken apart into the device's integers and scales without loss.
+//!
+//! A row is a sequence of blocks, each with its scales inside; the layouts are those of ggml's `ggml-common.h`. Every
+//! product of a scale and an integer is exact in f32, so that a value is rounded once at most, and is the one that
+//! ggml's own dequantization gives, bit for bit.
+
+use std::ops::Range;
+
+use crate::tensor::{QuantizedRow, Scales, Scheme};
+
+/// A quantized element type. The others are [`crate::tensor::DType`]s.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum GgmlType {
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q8_0,
+    Q4K,
+    Q5K,
+    Q6K,
+}
+
+impl GgmlType {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Q4_0 => "Q4_0",
+            Self::Q4_1 => "Q4_1",
+            Self::Q5_0 => "Q5_0",
+            Self::Q5_1 => "Q5_1",
+            Self::Q8_0 => "Q8_0",
+            Self::Q4K => "Q4_K",
+            Self::Q5K => "Q5_K",
+            Self::Q6K => "Q6_K",
+        }
+    }
+
+    /// Values in a block; rows are whole blocks.
+    pub const fn block_values(self) -> usize {
+        match self {
+            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 => 32,
+            Self::Q4K | Self::Q5K | Self::Q6K => 256,
+        }
+    }
+
+    /// Bytes of a block.
+    pub const fn block_bytes(self) -> usize {
+        match self {
+            Self::Q4_0 => 2 + 16,
+            Self::Q4_1 => 2 + 2 + 16,
+            Self::Q5_0 => 2 + 4 + 16,
+            Self::Q5_1 => 2 + 2 + 4 + 16,
+            Self::Q8_0 => 2 + 32,
+            Self::Q4K => 2 + 2 + 12 + 128,
+            Self::Q5K => 2 + 2 + 12 + 32 + 128,
+            Self::Q6K => 128 + 64 + 16 + 2,
+        }
+    }
+
+    /// The device layout that holds the type without loss.
+    pub const fn scheme(self) -> Scheme {
+        match self {
+            Self::Q4_0 => Scheme::Int4 { group: 32, scales: Scales::Symmetric },
+            Self::Q4_1 => Scheme::Int4 { group: 32, scales: Scales::Affine },
+            Self::Q5_0 | Self::Q8_0 => Scheme::Int8 { group: 32, scales: Scales::Symmetric },
+            Self::Q5_1 => Scheme::Int8 { group: 32, scales: Scales::Affine },
+            Self::Q4K => Scheme::Int4 { group: 32, scales: Scales::Super },
+            Self::Q5K => Scheme::Int8 { group: 32, scales: Scales::Super },
+            Self::Q6K => Scheme::Int8 { group: 16, scales: Scales::Super },
+        }
+    }
+
+    /// Takes one block apart. `q` has [`Self::block_values`], `scales` the bytes that [`Self::scheme`] gives as many
+    /// columns.
+    fn unpack(self, block: &[u8], q: &mut [i8], scales: &mut [u8]) {
+        match self {
+            Self::Q4_0 => {
+                scales.copy_from_slice(&block[..2]);
+                nibbles(&block[2..], q);
+                q.iter_mut().for_each(|q| *q -= 8);
+            }
+            Self::Q4_1 => {
+                affine(block, scales);
+                nibbles(&block[4..], q);
+            }
+            Self::Q5_0 => {
+                scales.copy_from_slice(&block[..2]);
+                nibbles(&block[6..], q);
+                fifth_bits(&block[2..6], q);
+                q.iter_mut().for_each(|q| *q -= 16);
+            }
+            Self::Q5_1 => {
+                affine(block, scales);
+                nibbles(&block[8..], q);
+                fifth_bits(&block[4..8], q);
+            }
+            Self::Q8_0 => {
+                scales.copy_from_slice(&block[..2]);
+                for (q, byte) in q.iter_mut().zip(&block[2..]) {
+                    *q = *byte as i8;
+                }
+            }
+            Self::Q4K => {
+                super_scales(block, scales);
+                for (bytes, q) in block[16..].chunks_exact(32).zip(q.chunks_exact_mut(64)) {
+                    let (low, high) = q.split_at_mut(32);
+                    for ((byte, low), high) in bytes.iter().zip(low).zip(high) {
+                        (*low, *high) = ((byte & 15) as i8, (byte >> 4) as i8);
+                    }
+                }
+            }
+            Self::Q5K => {
+                super_scales(block, scales);
+                let high_bits = &block[16..48];
+                for (i, (bytes, q)) in block[48..].chunks_exact(32).zip(q.chunks_exact_mut(64)).enumerate() {
+                    let (low, high) = q.split_at_mut(32);
+                    for (((byte, bits), low), high) in bytes.iter().zip(high_bits).zip(low).zip(high) {
+                        let bits = bits >> (2 * i);
+                        *low = (byte & 15 | (bits & 1) << 4) as i8;
+                        *high = (byte >> 4 | (bits >> 1 & 1) << 4) as i8;
+                    }
+                }
+            }
+            Self::Q6K => {
+                let (low, rest) = block.split_at(128);
+                let (high, rest) = rest.split_at(64);
+                let (sub_scales, d) = rest.split_at(16);
+                scales[..2].copy_from_slice(d);
+                scales[2..4].fill(0);
+                for (record, scale) in scales[4..].chunks_exact_mut(2).zip(sub_scales) {
+                    record.copy_from_slice(&[*scale, 0]);
+                }
+                let halves = low.chunks_exact(64).zip(high.chunks_exact(32));
+                for ((low, high), q) in halves.zip(q.chunks_exact_mut(128)) {
+                    for (i, q) in q.iter_mut().enumerate() {
+                        let (quarter, at) = (i / 32, i % 32);
+                        let four = low[i % 64] >> (4 * (quarter / 2)) & 15;
+                        let two = high[at] >> (2 * quarter) & 3;
+                        *q = (four | two << 4) as i8 - 32;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// 16 bytes: the low nibbles are values 0..16, the high ones values 16..32.
+fn nibbles(bytes: &[u8], q: &mut [i8]) {
+    let (low, high) = q.split_at_mut(16);
+    for ((byte, low), high) in bytes.iter().zip(low).zip(high) {
+        (*low, *high) = ((byte & 15) as i8, (byte >> 4) as i8);
+    }
+}
+
+/// Bit i of 4 bytes is bit 4 of value i.
+fn fifth_bits(bytes: &[u8], q: &mut [i8]) {
+    let bits = u32::from_le_bytes(bytes.try_into().expect("4 bytes"));
+    for (i, q) in q.iter_mut().enumerate() {
+        *q |= ((bits >> i & 1) << 4) as i8;
+    }
+}
+
+/// Two f16, scale and minimum, as the f32 that they are.
+fn affine(block: &[u8], scales: &mut [u8]) {
+    for (from, to) in block[..4].chunks_exact(2).zip(scales.chunks_exact_mut(4)) {
+        let value = half::f16::from_le_bytes([from[0], from[1]]).to_f32();
+        to.copy_from_slice(&value.to_le_bytes());
+    }
+}
+
+/// Two f16, then eight 6-bit scales and eight 6-bit minima in 12 bytes, as (scale, minimum) of each group.
+fn super_scales(block: &[u8], scales: &mut [u8]) {
+    scales[..4].copy_from_slice(&block[..4]);
+    let packed = &block[4..16];
+    for (group, record) in scales[4..].chunks_exact_mut(2).enumerate() {
+        let (scale, minimum) = match group {
+            0..4 => (packed[group] & 63, packed[group + 4] & 63),
+            _ => (
+                packed[group + 4] & 15 | packed[group - 4] >> 6 << 4,
+                packed[group + 4] >> 4 | packed[group] >> 6 << 4,
+            ),
+        };
+        record.copy_from_slice(&[scale, minimum]);
+    }
+}
+
+/// A quantized tensor of a GGUF file.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GgmlTensor<'a> {
+    pub kind: GgmlType,
+    /// Whole rows of whole blocks.
+    pub data: &'a [u8],
+}
+
+impl GgmlTensor<'_> {
+    pub(in crate::checkpoint) fn stored_bytes(&self) -> u64 {
+        self.data.len() as u64
+    }
+
+    pub(in crate::checkpoint) fn scheme(&self) -> Scheme {
+        self.kind.scheme()
+    }
+
+    pub(in crate::checkpoint) fn quantized_row_into(&self, row: usize, out: &mut QuantizedRow) {
+        let (values, bytes) = (self.kind.block_values(), self.kind.block_bytes());
+        let blocks = out.q.len() / values;
+        let scales = out.scales.len() / blocks;
+        let row = &self.data[row * blocks * bytes..][..blocks * bytes];
+        let targets = out.q.chunks_exact_mut(values).zip(out.scales.chunks_exact_mut(scales));
+        for (block, (q, scales)) in row.chunks_exact(bytes).zip(targets) {
+            self.kind.unpack(block, q, scales);
+        }
+    }
+
+    pub(in crate::checkpoint) fn rows_f32_into(&self, rows: Range<usize>, cols: usize, out: &mut [f32]) {
+        let mut row = QuantizedRow::new(self.scheme(), cols);
+        for (index, out) in rows.zip(out.chunks_exact_mut(cols)) {
+            self.quantized_row_into(index, &mut row);
+            row.dequantize_into(self.scheme(), out);
+        }
+    }
+}

@@ -1,0 +1,597 @@
+//! The header of a GGUF file, read strictly: metadata keys and tensor places.
+//!
+//! Layout, little endian: `GGUF`, version, number of tensors, number of keys; each key with its type and value; each
+//! tensor with its name, dimensions (fastest first), type and offset; padding to the alignment; the tensors' bytes.
+//! Versions 2 and 3 differ in nothing else than that 3 may be big endian.
+//!
+//! Everything here comes from a file that may lie. Every length is held against the bytes that are left before anything
+//! is done with it, values stay in the file until they are asked for, and so what is allocated is bounded by the file's
+//! own size. Refuses version 1, big endian, keys and tensors that come twice, arrays of arrays, element types without a
+//! reader, and tensors that overlap or lie outside. A refusal names the key or the tensor.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::ops::Range;
+
+use super::blocks::GgmlType;
+use crate::checkpoint::short;
+use crate::tensor::DType;
+
+const MAGIC: &[u8; 4] = b"GGUF";
+/// The 808 tensors of Gemma-3 27B come with 41 keys.
+const MAX_KEYS: u64 = 1 << 16;
+const MAX_TENSORS: u64 = 1 << 16;
+/// Of ggml: 64 bytes; some builds double it.
+const MAX_TENSOR_NAME: u64 = 256;
+/// Of the format.
+const MAX_KEY: u64 = u16::MAX as u64;
+/// Of ggml.
+const MAX_DIMENSIONS: u32 = 4;
+const DEFAULT_ALIGNMENT: u64 = 32;
+const MAX_ALIGNMENT: u64 = 1 << 20;
+
+/// Why a file was refused, and what it is about.
+#[derive(Debug)]
+pub(super) struct HeaderError {
+    pub about: About,
+    pub problem: String,
+}
+
+#[derive(Debug)]
+pub(super) enum About {
+    File,
+    Key(String),
+    Tensor(String),
+}
+
+impl HeaderError {
+    fn file(problem: impl Into<String>) -> Self {
+        Self { about: About::File, problem: problem.into() }
+    }
+
+    pub(super) fn key(key: &str, problem: impl Into<String>) -> Self {
+        Self { about: About::Key(key.to_owned()), problem: problem.into() }
+    }
+
+    pub(super) fn tensor(name: &str, problem: impl Into<String>) -> Self {
+        Self { about: About::Tensor(name.to_owned()), problem: problem.into() }
+    }
+}
+
+/// What a file says of itself.
+#[derive(Debug)]
+pub(super) struct Header<'a> {
+    pub metadata: Metadata<'a>,
+    /// In order of their bytes.
+    pub tensors: Vec<TensorInfo<'a>>,
+}
+
+#[derive(Debug)]
+pub(super) struct TensorInfo<'a> {
+    pub name: &'a str,
+    pub element: Element,
+    /// Slowest first, as everywhere but in GGUF.
+    pub shape: Vec<usize>,
+    /// Bytes of the file.
+    pub range: Range<usize>,
+}
+
+/// How a tensor's elements are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Element {
+    Plain(DType),
+    Blocks(GgmlType),
+}
+
+/// Reads the header of a whole file.
+pub(super) fn read_header(bytes: &[u8]) -> Result<Header<'_>, HeaderError> {
+    let mut reader = Reader { bytes, at: 0 };
+    let magic = reader.take(4, "the magic").map_err(HeaderError::file)?;
+    if magic != MAGIC {
+        let hint = match magic {
+            b"FUGG" => "it is big endian; convert it to little endian (gguf_convert_endian.py)",
+            b"lmgg" | b"fmgg" | b"tjgg" | b"algg" => "it is of an older ggml format; convert the model again",
+            _ => "expected the bytes GGUF at its start",
+        };
+        return Err(HeaderError::file(format!("is no GGUF file: {hint}")));
+    }
+    let version = reader.u32("the version").map_err(HeaderError::file)?;
+    match version {
+        2 | 3 => {}
+        _ if version & 0xffff == 0 => {
+            return Err(HeaderError::file(
+                "is big endian; expected little endian (gguf_convert_endian.py converts it)",
+            ));
+        }
+        _ => {
+            return Err(HeaderError::file(format!(
+                "is GGUF version {version}; expected 2 or 3 (llama.cpp's converters write 3)"
+            )));
+        }
+    }
+    let num_tensors = reader.count("tensors", MAX_TENSORS)?;
+    let num_keys = reader.count("keys", MAX_KEYS)?;
+
+    let mut metadata = Metadata { bytes, values: HashMap::new() };
+    for index in 0..num_keys {
+        let key = reader
+            .text(MAX_KEY, "its name")
+            .map_err(|problem| HeaderError::file(format!("key {index} of {num_keys}: {problem}")))?;
+        let value = reader.value().map_err(|problem| HeaderError::key(key, problem))?;
+        if metadata.values.insert(key, value).is_some() {
+            return Err(HeaderError::key(key, "comes twice"));
+        }
+    }
+
+    let alignment = metadata.alignment()?;
+    let mut claims = Vec::new();
+    let mut names = HashSet::new();
+    for index in 0..num_tensors {
+        let name = reader
+            .text(MAX_TENSOR_NAME, "its name")
+            .map_err(|problem| HeaderError::file(format!("tensor {index} of {num_tensors}: {problem}")))?;
+        let claim = reader.tensor(alignment).map_err(|problem| HeaderError::tensor(name, problem))?;
+        if !names.insert(name) {
+            return Err(HeaderError::tensor(name, "comes twice"));
+        }
+        claims.push((name, claim));
+    }
+
+    // The last padding may be missing where no tensor follows it.
+    let start = (reader.at as u64).next_multiple_of(alignment);
+    let len = (bytes.len() as u64).saturating_sub(start);
+    let mut tensors = Vec::with_capacity(claims.len());
+    for (name, claim) in claims {
+        let end = claim.offset.checked_add(claim.bytes).filter(|end| *end <= len).ok_or_else(|| {
+            let problem = format!(
+                "its {} bytes from offset {} on end beyond the {len} bytes of tensor data: the file is truncated or lies",
+                claim.bytes, claim.offset
+            );
+            HeaderError::tensor(name, problem)
+        })?;
+        let range = (start + claim.offset) as usize..(start + end) as usize;
+        tensors.push(TensorInfo { name, element: claim.element, shape: claim.shape, range });
+    }
+    tensors.sort_by_key(|t| t.range.start);
+    for pair in tensors.windows(2) {
+        if pair[1].range.start < pair[0].range.end {
+            let problem = format!("overlaps tensor {}", short(pair[0].name));
+            return Err(HeaderError::tensor(pair[1].name, problem));
+        }
+    }
+    Ok(Header { metadata, tensors })
+}
+
+/// What a tensor's entry says, before it is held against the file.
+struct Claim {
+    element: Element,
+    shape: Vec<usize>,
+    /// From the start of the tensor data.
+    offset: u64,
+    bytes: u64,
+}
+
+impl Element {
+    fn parse(id: u32) -> Result<Self, String> {
+        Ok(match id {
+            0 => Self::Plain(DType::F32),
+            1 => Self::Plain(DType::F16),
+            30 => Self::Plain(DType::BF16),
+            2 => Self::Blocks(GgmlType::Q4_0),
+            3 => Self::Blocks(GgmlType::Q4_1),
+            6 => Self::Blocks(GgmlType::Q5_0),
+            7 => Self::Blocks(GgmlType::Q5_1),
+            8 => Self::Blocks(GgmlType::Q8_0),
+            12 => Self::Blocks(GgmlType::Q4K),
+            13 => Self::Blocks(GgmlType::Q5K),
+            14 => Self::Blocks(GgmlType::Q6K),
+            _ => {
+                let name = other_type(id).map_or(format!("of the unknown type {id}"), |name| name.into());
+                return Err(format!(
+                    "is {name}, which is not supported; expected F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, \
+                     Q5_K or Q6_K (take another file of the model, or requantize it)"
+                ));
+            }
+        })
+    }
+
+    const fn block_values(self) -> u64 {
+        match self {
+            Self::Plain(_) => 1,
+            Self::Blocks(kind) => kind.block_values() as u64,
+        }
+    }
+
+    const fn block_bytes(self) -> u64 {
+        match self {
+            Self::Plain(dtype) => dtype.size() as u64,
+            Self::Blocks(kind) => kind.block_bytes() as u64,
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Plain(_) => "a plain type",
+            Self::Blocks(kind) => kind.name(),
+        }
+    }
+}
+
+/// The types of ggml that nothing here reads.
+fn other_type(id: u32) -> Option<&'static str> {
+    Some(match id {
+        9 => "Q8_1",
+        10 => "Q2_K",
+        11 => "Q3_K",
+        15 => "Q8_K",
+        16 => "IQ2_XXS",
+        17 => "IQ2_XS",
+        18 => "IQ3_XXS",
+        19 => "IQ1_S",
+        20 => "IQ4_NL",
+        21 => "IQ3_S",
+        22 => "IQ2_S",
+        23 => "IQ4_XS",
+        24 => "I8",
+        25 => "I16",
+        26 => "I32",
+        27 => "I64",
+        28 => "F64",
+        29 => "IQ1_M",
+        34 => "TQ1_0",
+        35 => "TQ2_0",
+        39 => "MXFP4",
+        _ => return None,
+    })
+}
+
+/// The key-value pairs of a file. Values are read from its bytes when they are asked for.
+#[derive(Debug)]
+pub(super) struct Metadata<'a> {
+    bytes: &'a [u8],
+    values: HashMap<&'a str, RawValue>,
+}
+
+/// A value's type and bytes, whose extent was checked.
+#[derive(Debug, Clone, Copy)]
+enum RawValue {
+    Scalar { kind: Kind, at: usize },
+    Array { kind: Kind, len: usize, at: usize },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    U8,
+    I8,
+    U16,
+    I16,
+    U32,
+    I32,
+    F32,
+    Bool,
+    Text,
+    U64,
+    I64,
+    F64,
+}
+
+impl Kind {
+    /// Bytes of a value; of a text, of its length.
+    const fn size(self) -> usize {
+        match self {
+            Self::U8 | Self::I8 | Self::Bool => 1,
+            Self::U16 | Self::I16 => 2,
+            Self::U32 | Self::I32 | Self::F32 => 4,
+            Self::U64 | Self::I64 | Self::F64 | Self::Text => 8,
+        }
+    }
+}
+
+/// A value of the metadata.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Value<'a> {
+    Whole(i128),
+    Number(f64),
+    Flag(bool),
+    Text(&'a str),
+}
+
+impl fmt::Display for Value<'_> {
+    /// As a message may quote it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Whole(n) => write!(f, "{n}"),
+            Self::Number(n) => write!(f, "{n}"),
+            Self::Flag(flag) => write!(f, "{flag}"),
+            Self::Text(text) => write!(f, "{:?}", short(text)),
+        }
+    }
+}
+
+impl<'a> Metadata<'a> {
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.values.contains_key(key)
+    }
+
+    /// A value that is no array; `None` if the file has no such key.
+    pub(super) fn scalar(&self, key: &str) -> Result<Option<Value<'a>>, HeaderError> {
+        match self.values.get(key) {
+            None => Ok(None),
+            Some(RawValue::Scalar { kind, at }) => {
+                self.read(*kind, *at).map(Some).map_err(|problem| HeaderError::key(key, problem))
+            }
+            Some(RawValue::Array { .. }) => Err(HeaderError::key(key, "is an array; expected one value")),
+        }
+    }
+
+    pub(super) fn is_array(&self, key: &str) -> bool {
+        matches!(self.values.get(key), Some(RawValue::Array { .. }))
+    }
+
+    /// The elements of an array; `None` if the file has no such key.
+    pub(super) fn elements<'m>(&'m self, key: &'m str) -> Result<Option<Elements<'a, 'm>>, HeaderError> {
+        match self.values.get(key) {
+            None => Ok(None),
+            Some(RawValue::Scalar { .. }) => Err(HeaderError::key(key, "is one value; expected an array")),
+            Some(&RawValue::Array { kind, len, at }) => {
+                Ok(Some(Elements { metadata: self, key, kind, len, index: 0, at }))
+            }
+        }
+    }
+
+    pub(super) fn text(&self, key: &str) -> Result<Option<&'a str>, HeaderError> {
+        match self.scalar(key)? {
+            None => Ok(None),
+            Some(Value::Text(text)) => Ok(Some(text)),
+            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected a text"))),
+        }
+    }
+
+    pub(super) fn flag(&self, key: &str) -> Result<Option<bool>, HeaderError> {
+        match self.scalar(key)? {
+            None => Ok(None),
+            Some(Value::Flag(flag)) => Ok(Some(flag)),
+            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected true or false"))),
+        }
+    }
+
+    /// A whole number that is not negative, of whatever width.
+    pub(super) fn whole(&self, key: &str) -> Result<Option<u64>, HeaderError> {
+        match self.scalar(key)? {
+            None => Ok(None),
+            Some(Value::Whole(n)) if u64::try_from(n).is_ok() => Ok(Some(n as u64)),
+            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected a whole number"))),
+        }
+    }
+
+    /// A finite number.
+    pub(super) fn number(&self, key: &str) -> Result<Option<f64>, HeaderError> {
+        match self.scalar(key)? {
+            None => Ok(None),
+            Some(Value::Number(n)) if n.is_finite() => Ok(Some(n)),
+            Some(Value::Whole(n)) => Ok(Some(n as f64)),
+            Some(other) => Err(HeaderError::key(key, format!("is {other}; expected a number"))),
+        }
+    }
+
+    fn alignment(&self) -> Result<u64, HeaderError> {
+        const KEY: &str = "general.alignment";
+        match self.whole(KEY)? {
+            None => Ok(DEFAULT_ALIGNMENT),
+            Some(n) if n.is_power_of_two() && n <= MAX_ALIGNMENT => Ok(n),
+            Some(n) => {
+                let problem = format!("is {n}; expected a power of two, at most {MAX_ALIGNMENT}");
+                Err(HeaderError::key(KEY, problem))
+            }
+        }
+    }
+
+    /// The value at `at`, whose extent was checked.
+    fn read(&self, kind: Kind, at: usize) -> Result<Value<'a>, String> {
+        let bytes = &self.bytes[at..self.end(kind, at)];
+        Ok(match kind {
+            Kind::Text => match std::str::from_utf8(&bytes[8..]) {
+                Ok(text) => Value::Text(text),
+                Err(_) => return Err("is no valid UTF-8".into()),
+            },
+            Kind::U8 => Value::Whole(bytes[0].into()),
+            Kind::I8 => Value::Whole((bytes[0] as i8).into()),
+            Kind::U16 => Value::Whole(u16::from_le_bytes(array(bytes)).into()),
+            Kind::I16 => Value::Whole(i16::from_le_bytes(array(bytes)).into()),
+            Kind::U32 => Value::Whole(u32::from_le_bytes(array(bytes)).into()),
+            Kind::I32 => Value::Whole(i32::from_le_bytes(array(bytes)).into()),
+            Kind::U64 => Value::Whole(u64::from_le_bytes(array(bytes)).into()),
+            Kind::I64 => Value::Whole(i64::from_le_bytes(array(bytes)).into()),
+            Kind::F32 => Value::Number(f32::from_le_bytes(array(bytes)).into()),
+            Kind::F64 => Value::Number(f64::from_le_bytes(array(bytes))),
+            Kind::Bool => match bytes[0] {
+                0 => Value::Flag(false),
+                1 => Value::Flag(true),
+                other => return Err(format!("is a flag with byte {other}; expected 0 or 1")),
+            },
+        })
+    }
+
+    /// Where a value that was checked ends.
+    fn end(&self, kind: Kind, at: usize) -> usize {
+        let head = at + kind.size();
+        match kind {
+            Kind::Text => head + u64::from_le_bytes(array(&self.bytes[at..head])) as usize,
+            _ => head,
+        }
+    }
+}
+
+/// The elements of an array, read as they are walked.
+pub(super) struct Elements<'a, 'm> {
+    metadata: &'m Metadata<'a>,
+    key: &'m str,
+    kind: Kind,
+    len: usize,
+    index: usize,
+    at: usize,
+}
+
+impl<'a> Iterator for Elements<'a, '_> {
+    type Item = Result<Value<'a>, HeaderError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.index == self.len {
+            return None;
+        }
+        let (index, at) = (self.index, self.at);
+        self.index += 1;
+        self.at = self.metadata.end(self.kind, at);
+        let value = self.metadata.read(self.kind, at);
+        Some(value.map_err(|problem| HeaderError::key(self.key, format!("element {index} {problem}"))))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (self.len - self.index, Some(self.len - self.index))
+    }
+}
+
+impl ExactSizeIterator for Elements<'_, '_> {}
+
+fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
+    bytes.try_into().expect("the width of the type")
+}
+
+/// A place in the header. What is read is held against the bytes that are left.
+struct Reader<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, len: u64, what: &str) -> Result<&'a [u8], String> {
+        let left = &self.bytes[self.at..];
+        if len > left.len() as u64 {
+            return Err(format!(
+                "{what} takes {len} bytes, {} are left: the file is truncated or lies",
+                left.len()
+            ));
+        }
+        self.at += len as usize;
+        Ok(&left[..len as usize])
+    }
+
+    fn u32(&mut self, what: &str) -> Result<u32, String> {
+        Ok(u32::from_le_bytes(array(self.take(4, what)?)))
+    }
+
+    fn u64(&mut self, what: &str) -> Result<u64, String> {
+        Ok(u64::from_le_bytes(array(self.take(8, what)?)))
+    }
+
+    fn count(&mut self, what: &str, max: u64) -> Result<u64, HeaderError> {
+        let count = self.u64(&format!("the number of {what}")).map_err(HeaderError::file)?;
+        if count > max {
+            return Err(HeaderError::file(format!("claims {count} {what}; expected at most {max}")));
+        }
+        Ok(count)
+    }
+
+    fn text(&mut self, max: u64, what: &str) -> Result<&'a str, String> {
+        let len = self.u64(&format!("the length of {what}"))?;
+        if len == 0 || len > max {
+            return Err(format!("{what} has {len} bytes; expected 1 to {max}"));
+        }
+        std::str::from_utf8(self.take(len, what)?).map_err(|_| format!("{what} is no valid UTF-8"))
+    }
+
+    /// Checks a value's extent, and goes past it.
+    fn value(&mut self) -> Result<RawValue, String> {
+        const ARRAY: u32 = 9;
+        let kind = self.u32("its type")?;
+        if kind != ARRAY {
+            let kind = value_kind(kind)?;
+            let at = self.at;
+            self.skip(kind, "its value")?;
+            return Ok(RawValue::Scalar { kind, at });
+        }
+        let kind = self.u32("its element type")?;
+        if kind == ARRAY {
+            return Err("is an array of arrays; expected plain elements".into());
+        }
+        let kind = value_kind(kind)?;
+        let len = self.u64("its length")?;
+        let at = self.at;
+        // Every element takes its size at least.
+        let least = len.checked_mul(kind.size() as u64).filter(|n| *n <= (self.bytes.len() - at) as u64);
+        if least.is_none() {
+            let left = self.bytes.len() - at;
+            return Err(format!(
+                "claims {len} elements, {left} bytes are left: the file is truncated or lies"
+            ));
+        }
+        if kind == Kind::Text {
+            for index in 0..len {
+                self.skip(kind, "the text").map_err(|problem| format!("element {index}: {problem}"))?;
+            }
+        } else {
+            self.take(len * kind.size() as u64, "its value")?;
+        }
+        Ok(RawValue::Array { kind, len: len as usize, at })
+    }
+
+    fn skip(&mut self, kind: Kind, what: &str) -> Result<(), String> {
+        let len = match kind {
+            Kind::Text => self.u64(what)?,
+            _ => kind.size() as u64,
+        };
+        self.take(len, what).map(drop)
+    }
+
+    fn tensor(&mut self, alignment: u64) -> Result<Claim, String> {
+        let dimensions = self.u32("the number of its dimensions")?;
+        if !(1..=MAX_DIMENSIONS).contains(&dimensions) {
+            return Err(format!("has {dimensions} dimensions; expected 1 to {MAX_DIMENSIONS}"));
+        }
+        let mut shape = (0..dimensions).map(|_| self.u64("a dimension")).collect::<Result<Vec<_>, _>>()?;
+        let element = Element::parse(self.u32("its type")?)?;
+        let offset = self.u64("its offset")?;
+
+        if shape.contains(&0) {
+            return Err(format!("has the dimensions {shape:?}; expected no zero"));
+        }
+        if !shape[0].is_multiple_of(element.block_values()) {
+            return Err(format!(
+                "has rows of {} values; {} stores them in blocks of {}",
+                shape[0],
+                element.name(),
+                element.block_values()
+            ));
+        }
+        let bytes = shape[1..]
+            .iter()
+            .try_fold(shape[0] / element.block_values(), |n, dim| n.checked_mul(*dim))
+            .and_then(|blocks| blocks.checked_mul(element.block_bytes()))
+            .ok_or_else(|| format!("has the dimensions {shape:?}, larger than any file"))?;
+        if !offset.is_multiple_of(alignment) {
+            return Err(format!("has the offset {offset}; expected a multiple of {alignment}"));
+        }
+        shape.reverse();
+        // Their product is at most the bytes of a file, which the caller checks.
+        let shape = shape.into_iter().map(|dim| usize::try_from(dim).map_err(|e| e.to_string()));
+        Ok(Claim { element, shape: shape.collect::<Result<_, _>>()?, offset, bytes })
+    }
+}
+
+fn value_kind(id: u32) -> Result<Kind, String> {
+    Ok(match id {
+        0 => Kind::U8,
+        1 => Kind::I8,
+        2 => Kind::U16,
+        3 => Kind::I16,
+        4 => Kind::U32,
+        5 => Kind::I32,
+        6 => Kind::F32,
+        7 => Kind::Bool,
+        8 => Kind::Text,
+        10 => Kind::U64,
+        11 => Kind::I64,
+        12 => Kind::F64,
+        _ => return Err(format!("has the unknown value type {id}")),
+    })
+}

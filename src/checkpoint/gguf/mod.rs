@@ -1,0 +1,100 @@
+//! GGUF, the file format of llama.cpp: the whole model in one file, tokenizer and configuration included.
+//!
+//! What the file says is presented as the files and names of a Hugging Face checkpoint, so that nothing above knows the
+//! difference. Two things differ in the weights themselves: norms hold `1 + w`, and quantized tensors keep their integers
+//! and scales ([`GgmlTensor`]).
+
+use std::ops::Range;
+
+mod blocks;
+mod header;
+mod model;
+mod tokenizer;
+
+pub use blocks::{GgmlTensor, GgmlType};
+
+use super::CheckpointError;
+use crate::tensor::DType;
+use header::{About, Element, Header, HeaderError, read_header};
+
+/// How the tensors of a file are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Storage {
+    Plain(DType),
+    Ggml(GgmlType),
+}
+
+/// A tensor by its Hugging Face name.
+#[derive(Debug)]
+pub(super) struct GgufTensor {
+    pub name: String,
+    pub storage: Storage,
+    /// Slowest first.
+    pub shape: Vec<usize>,
+    /// Bytes of the file.
+    pub range: Range<usize>,
+}
+
+/// The tensors of part `index` of a file of `count` parts, in order of their bytes. `display` is how messages call the part.
+pub(super) fn tensors(
+    bytes: &[u8],
+    display: &str,
+    (index, count): (usize, usize),
+) -> Result<Vec<GgufTensor>, CheckpointError> {
+    let read = || {
+        let header = read_header(bytes)?;
+        for (key, expected) in [("split.no", index as u64), ("split.count", count as u64)] {
+            // A file that is no part of another one may say that it is the only one.
+            if let Some(found) = header.metadata.whole(key)?.filter(|found| *found != expected)
+                && !(count == 1 && found == 0)
+            {
+                let problem =
+                    format!("is {found}; expected {expected}: the file was renamed, or parts are missing");
+                return Err(HeaderError::key(key, problem));
+            }
+        }
+        let named = header.tensors.into_iter().map(|tensor| {
+            let storage = match tensor.element {
+                Element::Plain(dtype) => Storage::Plain(dtype),
+                Element::Blocks(kind) => Storage::Ggml(kind),
+            };
+            let name = model::tensor_name(tensor.name)?;
+            Ok(GgufTensor { name, storage, shape: tensor.shape, range: tensor.range })
+        });
+        named.collect()
+    };
+    read().map_err(|e| error(display, e))
+}
+
+/// The file of that name that a Hugging Face checkpoint of the model would have, made from the metadata; `None` if the
+/// metadata does not hold it. `parts`: the file or its parts in order, with what messages call them.
+pub(super) fn generated(parts: &[(&str, &[u8])], name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
+    let [(display, first), rest @ ..] = parts else { return Ok(None) };
+    let about_first = |e| error(display, e);
+    let Header { metadata, mut tensors } = read_header(first).map_err(about_first)?;
+    for (display, part) in rest {
+        tensors.extend(read_header(part).map_err(|e| error(display, e))?.tensors);
+    }
+    let make = || {
+        Ok(match name {
+            "config.json" => Some(model::config(&metadata, &tensors)?.to_string().into_bytes()),
+            "generation_config.json" => {
+                model::generation_config(&metadata)?.map(|config| config.to_string().into_bytes())
+            }
+            "tokenizer_config.json" => Some(model::tokenizer_config(&metadata)?.to_string().into_bytes()),
+            "tokenizer.json" => tokenizer::tokenizer_json(&metadata)?,
+            _ => None,
+        })
+    };
+    make().map_err(about_first)
+}
+
+fn error(display: &str, error: HeaderError) -> CheckpointError {
+    match error.about {
+        About::File => CheckpointError::file(display, error.problem),
+        About::Key(key) => {
+            CheckpointError::file(display, format!("key {}: {}", super::short(&key), error.problem))
+        }
+        About::Tensor(tensor) => CheckpointError::tensor(display, &tensor, error.problem),
+    }
+}

@@ -1,0 +1,373 @@
+//! What the metadata of a GGUF file says of the model, as the files of a Hugging Face checkpoint: `config.json`,
+//! `generation_config.json`, `tokenizer_config.json`; and the Hugging Face names of its tensors.
+//!
+//! Keys are those of llama.cpp's converter, and where other converters write others, those too: Ollama's (nested rope
+//! keys, vision tower in the same file, no epsilon), Google's own for the QAT files (no sampling, no
+//! `add_space_prefix`). What llama.cpp derives from the architecture and no converter writes is derived alike: the layer
+//! pattern, and the scale of attention, which only the 27B (62 layers) takes from hidden size and heads.
+//!
+//! Refuses every architecture but `gemma3`, and by key what would change the result and is not computed. What remains is
+//! left to the reader of `config.json`.
+
+use serde_json::{Map, Value as Json, json};
+
+use super::header::{HeaderError, Metadata, TensorInfo, Value};
+use crate::checkpoint::short;
+
+const ARCHITECTURE: &str = "general.architecture";
+/// Beyond any model; bounds what is made of a block count.
+const MAX_BLOCKS: u64 = 1024;
+/// Layers of Gemma-3 27B: what llama.cpp knows it by.
+const BLOCKS_27B: u64 = 62;
+/// Layers of Gemma-3 1B.
+const BLOCKS_1B: u64 = 26;
+/// Longest context that is not scaled up; the longer ones divide positions by 8.
+const UNSCALED_CONTEXT: u64 = 32_768;
+
+/// `config.json`.
+pub(super) fn config(metadata: &Metadata, tensors: &[TensorInfo]) -> Result<Json, HeaderError> {
+    let keys = Keys(metadata);
+    keys.check_architecture()?;
+
+    let blocks = keys.required("block_count")?;
+    if !(1..=MAX_BLOCKS).contains(&blocks) {
+        return Err(keys.error("block_count", format!("is {blocks}; expected 1 to {MAX_BLOCKS}")));
+    }
+    let hidden = keys.required("embedding_length")?;
+    let heads =
+        keys.uniform("attention.head_count", blocks)?.ok_or_else(|| keys.missing("attention.head_count"))?;
+    if heads == 0 {
+        return Err(keys.error("attention.head_count", "is 0; expected at least 1"));
+    }
+    let head_dim = keys.whole("attention.key_length")?.unwrap_or(hidden / heads);
+    for name in ["attention.value_length", "rope.dimension_count"] {
+        if let Some(other) = keys.whole(name)?.filter(|other| *other != head_dim) {
+            let problem = format!("is {other}; expected the length of the keys ({head_dim})");
+            return Err(keys.error(name, problem));
+        }
+    }
+    if keys.0.flag(&keys.full("attention.causal"))? == Some(false) {
+        return Err(keys.error("attention.causal", "is false; expected a model that generates text"));
+    }
+    let context = keys.whole("context_length")?.unwrap_or(131_072);
+
+    let mut config = json!({
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": vocab_size(tensors)?,
+        "hidden_size": hidden,
+        "intermediate_size": keys.uniform("feed_forward_length", blocks)?.ok_or_else(|| keys.missing("feed_forward_length"))?,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.uniform("attention.head_count_kv", blocks)?.unwrap_or(heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": keys.number(&["attention.layer_norm_rms_epsilon"])?.unwrap_or(1e-6),
+        "query_pre_attn_scalar": if blocks == BLOCKS_27B { hidden / heads } else { head_dim },
+        "sliding_window": keys.required("attention.sliding_window")?,
+        "layer_types": layer_types(&keys, blocks)?,
+        "rope_theta": keys.number(&["rope.freq_base", "rope.global.freq_base"])?.unwrap_or(1e6),
+        "rope_local_base_freq":
+            keys.number(&["rope.freq_base_swa", "rope.local.freq_base", "rope.local_freq_base"])?.unwrap_or(1e4),
+        "tie_word_embeddings": true,
+    });
+    if let Some(factor) = rope_factor(&keys, context)? {
+        config["rope_scaling"] = json!({"rope_type": "linear", "factor": factor});
+    }
+    for (name, field) in [
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "final_logit_softcapping"),
+    ] {
+        match keys.number(&[name])? {
+            None | Some(0.0) => {}
+            // Ollama's converter wrote one for the 1B, which has none; its own engine ignores it.
+            Some(cap) if name == "final_logit_softcapping" && blocks == BLOCKS_1B => {
+                tracing::warn!("{} is {cap} and is ignored: Gemma-3 1B has no soft capping", keys.full(name));
+            }
+            // The reader of config.json refuses it by its name.
+            Some(cap) => config[field] = json!(cap),
+        }
+    }
+    let special = special_ids(metadata)?;
+    config["bos_token_id"] = json!(special.bos);
+    config["pad_token_id"] = json!(special.pad);
+    config["eos_token_id"] = json!(special.eos);
+    Ok(config)
+}
+
+/// `generation_config.json`, if the file says how to sample.
+pub(super) fn generation_config(metadata: &Metadata) -> Result<Option<Json>, HeaderError> {
+    let mut config = Map::new();
+    for (key, field) in [
+        ("general.sampling.temp", "temperature"),
+        ("general.sampling.top_p", "top_p"),
+        ("general.sampling.min_p", "min_p"),
+        ("general.sampling.penalty_repeat", "repetition_penalty"),
+    ] {
+        if let Some(number) = metadata.number(key)? {
+            config.insert(field.into(), json!(number));
+        }
+    }
+    if let Some(top_k) = metadata.whole("general.sampling.top_k")? {
+        config.insert("top_k".into(), json!(top_k));
+    }
+    if config.is_empty() {
+        return Ok(None);
+    }
+    config.insert("do_sample".into(), json!(true));
+    Ok(Some(config.into()))
+}
+
+/// `tokenizer_config.json`: the chat template, if the file has one, and the texts of its special tokens.
+pub(super) fn tokenizer_config(metadata: &Metadata) -> Result<Json, HeaderError> {
+    let mut config = Map::new();
+    let special = special_ids(metadata)?;
+    let eos = metadata.whole("tokenizer.ggml.eos_token_id")?;
+    for (field, id) in [("bos_token", Some(special.bos)), ("eos_token", eos)] {
+        let text = match id {
+            Some(id) => token(metadata, id)?,
+            None => None,
+        };
+        if let Some(text) = text {
+            config.insert(field.into(), json!(text));
+        }
+    }
+    if let Some(template) = metadata.text("tokenizer.chat_template")? {
+        config.insert("chat_template".into(), json!(template));
+    }
+    Ok(config.into())
+}
+
+struct SpecialIds {
+    bos: u64,
+    pad: u64,
+    /// Every id that ends an answer.
+    eos: Vec<u64>,
+}
+
+/// Gemma's own ids where the file names none. Its two end tokens end an answer whichever of them the file names:
+/// converters write the one of `tokenizer_config.json`, and models use both.
+fn special_ids(metadata: &Metadata) -> Result<SpecialIds, HeaderError> {
+    let id = |name: &str| metadata.whole(&format!("tokenizer.ggml.{name}"));
+    let mut eos = Vec::new();
+    for name in ["eos_token_id", "eot_token_id", "eom_token_id"] {
+        eos.extend(id(name)?);
+    }
+    let more = "tokenizer.ggml.eos_token_ids";
+    for value in metadata.elements(more)?.into_iter().flatten() {
+        match value? {
+            Value::Whole(id) if u32::try_from(id).is_ok() => eos.push(id as u64),
+            other => return Err(HeaderError::key(more, format!("holds {other}; expected token ids"))),
+        }
+    }
+    for (id, token) in metadata.elements("tokenizer.ggml.tokens")?.into_iter().flatten().enumerate() {
+        if matches!(token?, Value::Text("<eos>" | "<end_of_turn>")) {
+            eos.push(id as u64);
+        }
+    }
+    eos.sort_unstable();
+    eos.dedup();
+    Ok(SpecialIds { bos: id("bos_token_id")?.unwrap_or(2), pad: id("padding_token_id")?.unwrap_or(0), eos })
+}
+
+/// The text of a token; `None` beyond the vocabulary.
+fn token<'a>(metadata: &Metadata<'a>, id: u64) -> Result<Option<&'a str>, HeaderError> {
+    let tokens = metadata.elements("tokenizer.ggml.tokens")?;
+    match tokens.into_iter().flatten().nth(usize::try_from(id).unwrap_or(usize::MAX)).transpose()? {
+        Some(Value::Text(text)) => Ok(Some(text)),
+        _ => Ok(None),
+    }
+}
+
+/// Rows of the embedding: what the vocabulary of the model is, whatever the tokenizer knows.
+fn vocab_size(tensors: &[TensorInfo]) -> Result<usize, HeaderError> {
+    const NAME: &str = "token_embd.weight";
+    match tensors.iter().find(|t| t.name == NAME) {
+        Some(tensor) if tensor.shape.len() == 2 => Ok(tensor.shape[0]),
+        Some(tensor) => {
+            Err(HeaderError::tensor(NAME, format!("has the shape {:?}; expected a matrix", tensor.shape)))
+        }
+        None => Err(HeaderError::tensor(NAME, "is missing; expected the embedding of the tokens")),
+    }
+}
+
+/// Which layers see everything: by a period, by a list with true for those that do not, else every sixth.
+fn layer_types(keys: &Keys, blocks: u64) -> Result<Vec<&'static str>, HeaderError> {
+    const NAME: &str = "attention.sliding_window_pattern";
+    let name_of = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
+    let key = keys.full(NAME);
+    if keys.0.is_array(&key)
+        && let Some(elements) = keys.0.elements(&key)?
+    {
+        if elements.len() as u64 != blocks {
+            let problem = format!("has {} elements; expected one per layer ({blocks})", elements.len());
+            return Err(keys.error(NAME, problem));
+        }
+        return elements
+            .map(|value| match value? {
+                Value::Flag(slides) => Ok(name_of(slides)),
+                Value::Whole(n @ 0..=1) => Ok(name_of(n == 1)),
+                other => Err(keys.error(NAME, format!("holds {other}; expected true where a layer slides"))),
+            })
+            .collect();
+    }
+    let period = match keys.whole(NAME)? {
+        Some(period @ 1..=MAX_BLOCKS) => period,
+        Some(period) => {
+            return Err(keys.error(NAME, format!("is {period}; expected 1 to {MAX_BLOCKS}, or a list")));
+        }
+        None => 6,
+    };
+    Ok((1..=blocks).map(|layer| name_of(!layer.is_multiple_of(period))).collect())
+}
+
+/// By what the full layers divide positions.
+fn rope_factor(keys: &Keys, context: u64) -> Result<Option<f64>, HeaderError> {
+    let factor = keys.number(&["rope.scaling.factor", "rope.scale_linear"])?;
+    let kind = keys.0.text(&keys.full("rope.scaling.type"))?;
+    match kind {
+        Some("none") => return Ok(None),
+        None | Some("linear") => {}
+        Some(other) => {
+            let problem = format!("is {:?}; expected \"linear\" or \"none\"", short(other));
+            return Err(keys.error("rope.scaling.type", problem));
+        }
+    }
+    // Some write 0 for no scaling.
+    match factor.filter(|factor| *factor != 0.0) {
+        Some(factor) => Ok(Some(factor)),
+        None if kind.is_some() => Err(keys.missing("rope.scaling.factor")),
+        // Ollama's converter leaves it out; every Gemma-3 with a vision tower has it.
+        None if context > UNSCALED_CONTEXT && keys.has("vision.block_count") => {
+            tracing::warn!(
+                "{} is missing beside a vision tower; taking Gemma-3's own, 8",
+                keys.full("rope.scaling.factor")
+            );
+            Ok(Some(8.0))
+        }
+        None => Ok(None),
+    }
+}
+
+/// The keys of the architecture.
+struct Keys<'a, 'm>(&'m Metadata<'a>);
+
+impl Keys<'_, '_> {
+    fn check_architecture(&self) -> Result<(), HeaderError> {
+        const EXPECTED: &str = "expected \"gemma3\"";
+        let problem = match self.0.text(ARCHITECTURE)? {
+            Some("gemma3") => return Ok(()),
+            Some("clip") => {
+                format!(
+                    "is \"clip\": this is a vision tower (mmproj); {EXPECTED}, the file of the language model"
+                )
+            }
+            Some(other) => format!("{:?} is not supported; {EXPECTED}", short(other)),
+            None => format!("is missing; {EXPECTED}"),
+        };
+        Err(HeaderError::key(ARCHITECTURE, problem))
+    }
+
+    fn full(&self, name: &str) -> String {
+        format!("gemma3.{name}")
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.0.has(&self.full(name))
+    }
+
+    fn error(&self, name: &str, problem: impl Into<String>) -> HeaderError {
+        HeaderError::key(&self.full(name), problem)
+    }
+
+    fn missing(&self, name: &str) -> HeaderError {
+        self.error(name, "is missing; expected a number")
+    }
+
+    fn whole(&self, name: &str) -> Result<Option<u64>, HeaderError> {
+        self.0.whole(&self.full(name))
+    }
+
+    fn required(&self, name: &str) -> Result<u64, HeaderError> {
+        self.whole(name)?.ok_or_else(|| self.missing(name))
+    }
+
+    /// The first of some keys for one thing that the file has.
+    fn number(&self, names: &[&str]) -> Result<Option<f64>, HeaderError> {
+        match names.iter().find(|name| self.has(name)) {
+            Some(name) => self.0.number(&self.full(name)),
+            None => Ok(None),
+        }
+    }
+
+    /// A whole number, which some files write once per layer.
+    fn uniform(&self, name: &str, blocks: u64) -> Result<Option<u64>, HeaderError> {
+        let key = self.full(name);
+        if !self.0.is_array(&key) {
+            return self.whole(name);
+        }
+        let wrong = || self.error(name, format!("is a list; expected one number, or {blocks} equal ones"));
+        let mut elements = self.0.elements(&key)?.into_iter().flatten();
+        let first = match elements.next().transpose()? {
+            Some(Value::Whole(first)) => u64::try_from(first).map_err(|_| wrong())?,
+            _ => return Err(wrong()),
+        };
+        let mut count = 1;
+        for value in elements {
+            count += 1;
+            if value? != Value::Whole(first.into()) || count > blocks {
+                return Err(wrong());
+            }
+        }
+        if count == blocks { Ok(Some(first)) } else { Err(wrong()) }
+    }
+}
+
+/// The Hugging Face name of a tensor. The vision tower, which Ollama and older tools put into the same file, is named
+/// so that it is known for what it is; what is no tensor of Gemma-3 keeps its name.
+pub(super) fn tensor_name(name: &str) -> Result<String, HeaderError> {
+    const PER_LAYER: [(&str, &str); 13] = [
+        ("attn_norm", "input_layernorm"),
+        ("post_attention_norm", "post_attention_layernorm"),
+        ("ffn_norm", "pre_feedforward_layernorm"),
+        ("post_ffw_norm", "post_feedforward_layernorm"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+    ];
+    match name {
+        "token_embd.weight" => return Ok("model.embed_tokens.weight".into()),
+        "output_norm.weight" => return Ok("model.norm.weight".into()),
+        "output.weight" => return Ok("lm_head.weight".into()),
+        _ => {}
+    }
+    if let Some(rest) = name.strip_prefix("v.") {
+        return Ok(format!("vision_tower.{rest}"));
+    }
+    if let Some(rest) = name.strip_prefix("mm.") {
+        return Ok(format!("multi_modal_projector.{rest}"));
+    }
+    let in_layer = || {
+        let (layer, part) = name.strip_prefix("blk.")?.strip_suffix(".weight")?.split_once('.')?;
+        let layer: u32 = layer.parse().ok().filter(|n: &u32| n.to_string() == layer)?;
+        let (_, part) = PER_LAYER.iter().find(|(ours, _)| *ours == part)?;
+        Some(format!("model.layers.{layer}.{part}.weight"))
+    };
+    match in_layer() {
+        Some(name) => Ok(name),
+        // Its norms would be taken for what they are not.
+        None if ["model.", "language_model.", "lm_head."].iter().any(|p| name.starts_with(p)) => {
+            Err(HeaderError::tensor(
+                name,
+                "has a name of Hugging Face's; expected llama.cpp's (blk.0.attn_q.weight)",
+            ))
+        }
+        None => Ok(name.into()),
+    }
+}

@@ -1,0 +1,438 @@
+//! The tokenizer of a GGUF file, as a `tokenizer.json` of the `tokenizers` crate.
+//!
+//! Two kinds are in use for Gemma-3. `llama` is SentencePiece's BPE as llama.cpp computes it: no merges, but scores;
+//! of all neighbours whose joined text is a piece, the pair with the highest score is joined first, the leftmost of
+//! equals. `gpt2` is what the converter writes where there was no `tokenizer.model`: pieces and merges, as they stood in
+//! `tokenizer.json`.
+//!
+//! # Merges from scores
+//!
+//! For every piece, each of its splits into two pieces is a merge; the better the piece's score, the lower the rank. The
+//! crate gives every pair a rank of its own, where llama.cpp joins the leftmost of equal scores, so equal ones need an
+//! order under which it does not matter. Two splits of one piece compete only where they overlap: `[x][y][z]` with
+//! `xy = yz = p`. Then `p` has the period |x|, and the split after |x| must go first. (Where both splits of a pair could be
+//! the left one, `p` is a power of a shorter word; a run of that word is joined from the left, and only its rest is
+//! shorter, so that they do not meet.) Splits of different pieces with equal scores occur where a converter gave all
+//! added pieces one score, which matters for runs of spaces and newlines: the longest piece first, split as far right as
+//! can be, is what joining from the left comes to.
+//!
+//! Refuses a vocabulary that cannot be expressed so: pieces that come twice, one that could be joined from a character
+//! that is no piece itself, and byte-level pieces.
+
+use std::collections::HashMap;
+
+use serde::Serialize;
+use serde::ser::Serializer;
+use serde_json::{Value as Json, json};
+
+use super::header::{HeaderError, Metadata, Value};
+use crate::checkpoint::short;
+
+const MODEL: &str = "tokenizer.ggml.model";
+const TOKENS: &str = "tokenizer.ggml.tokens";
+const TYPES: &str = "tokenizer.ggml.token_type";
+const SCORES: &str = "tokenizer.ggml.scores";
+const MERGES: &str = "tokenizer.ggml.merges";
+
+/// Gemma-3 has 262,145.
+const MAX_PIECES: usize = 1 << 20;
+/// All pieces together; Gemma-3's have 2 MB.
+const MAX_TEXT_BYTES: usize = 32 << 20;
+/// Those that are cut out of a text first, which are searched for all at once; Gemma-3's have 0.1 MB.
+const MAX_CUT_OUT_BYTES: usize = 4 << 20;
+/// Longest piece that is joined from others; Gemma-3's longest has 93 bytes. Bounds the work on its splits.
+const MAX_JOINED_BYTES: usize = 255;
+/// Merges may take that many times the bytes of the pieces, and some more: a vocabulary made for it has far more ways to
+/// join a piece than letters. Gemma-3's take four times.
+const MERGE_BYTES: usize = 16;
+const MORE_MERGE_BYTES: usize = 1 << 16;
+
+/// SentencePiece's mark for a space.
+const SPACE: char = '\u{2581}';
+
+/// Texts that stand for what they say in every Gemma-3, whatever type a converter gave them: Google's QAT files have some as
+/// normal pieces, and a turn's marks would be spelled out.
+const CONTROL: [&str; 9] = [
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<unk>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
+];
+
+/// What a piece is for; `tokenizer.ggml.token_type`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Joined from others; also the bytes and the unused.
+    Joined,
+    /// Cut out of the text first.
+    UserDefined,
+    /// Cut out first, and no text of an answer.
+    Control,
+}
+
+/// A piece's place in the file is its id; ids without text are left out.
+struct Piece<'a> {
+    id: u32,
+    text: &'a str,
+    kind: Kind,
+}
+
+/// `tokenizer.json`; `None` if the file has no tokenizer.
+pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<Option<Vec<u8>>, HeaderError> {
+    let model = match metadata.text(MODEL)? {
+        Some(model @ ("llama" | "gpt2")) => model,
+        Some(other) => {
+            let problem = format!("{:?} is not supported; expected \"llama\" or \"gpt2\"", short(other));
+            return Err(HeaderError::key(MODEL, problem));
+        }
+        None => return Ok(None),
+    };
+    let pieces = read_pieces(metadata)?;
+    let by_text = by_text(&pieces)?;
+    let merges = match model {
+        "llama" => merges_from_scores(&pieces, &by_text, &read_scores(metadata)?)?,
+        _ => read_merges(metadata, &by_text)?,
+    };
+
+    let id = |name: &str| metadata.whole(&format!("tokenizer.ggml.{name}"));
+    let text_of = |id: u64| pieces.iter().find(|p| u64::from(p.id) == id).map(|p| p.text);
+    let unknown = match id("unknown_token_id")? {
+        Some(id) => text_of(id),
+        None => by_text.contains_key("<unk>").then_some("<unk>"),
+    };
+    let flag = |name: &str, default| {
+        metadata.flag(&format!("tokenizer.ggml.{name}")).map(|flag| flag.unwrap_or(default))
+    };
+    // Gemma puts <bos> in front, and no space; where a file says otherwise, it is done.
+    let bos = text_of(id("bos_token_id")?.unwrap_or(2));
+    let bos = if flag("add_bos_token", true)? { bos } else { None };
+    let eos = text_of(id("eos_token_id")?.unwrap_or(1));
+    let eos = if flag("add_eos_token", false)? { eos } else { None };
+    let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": SPACE});
+    let normalizer = match flag("add_space_prefix", false)? {
+        false => spaces,
+        true => json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, spaces]}),
+    };
+
+    let byte_pieces = (0..=255u8).filter(|byte| by_text.contains_key(format!("<{byte:#04X}>").as_str()));
+    let file = TokenizerJson {
+        version: "1.0",
+        truncation: (),
+        padding: (),
+        added_tokens: pieces.iter().filter_map(AddedToken::of).collect(),
+        normalizer,
+        pre_tokenizer: (),
+        post_processor: post_processor(bos, eos, &by_text),
+        decoder: json!({"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ]}),
+        model: Bpe {
+            kind: "BPE",
+            dropout: (),
+            unk_token: unknown,
+            continuing_subword_prefix: (),
+            end_of_word_suffix: (),
+            fuse_unk: true,
+            byte_fallback: byte_pieces.count() == 256,
+            ignore_merges: false,
+            vocab: Vocab(&pieces),
+            merges,
+        },
+    };
+    // It holds texts and numbers: nothing that cannot be written.
+    Ok(Some(serde_json::to_vec(&file).expect("a tokenizer is JSON")))
+}
+
+fn read_pieces<'a>(metadata: &Metadata<'a>) -> Result<Vec<Piece<'a>>, HeaderError> {
+    let Some(texts) = metadata.elements(TOKENS)? else {
+        return Err(HeaderError::key(TOKENS, "is missing; expected the vocabulary"));
+    };
+    let count = texts.len();
+    if count == 0 || count > MAX_PIECES {
+        return Err(HeaderError::key(TOKENS, format!("has {count} elements; expected 1 to {MAX_PIECES}")));
+    }
+    let mut types = metadata.elements(TYPES)?;
+    if let Some(found) = types.as_ref().map(|types| types.len()).filter(|found| *found != count) {
+        return Err(HeaderError::key(
+            TYPES,
+            format!("has {found} elements; expected one per token ({count})"),
+        ));
+    }
+
+    let mut pieces = Vec::with_capacity(count);
+    let (mut bytes, mut cut_out_bytes) = (0, 0);
+    for (id, text) in texts.enumerate() {
+        let text = match text? {
+            Value::Text(text) => text,
+            other => return Err(HeaderError::key(TOKENS, format!("holds {other}; expected texts"))),
+        };
+        let kind = match types.as_mut().and_then(|types| types.next()).transpose()? {
+            None | Some(Value::Whole(1 | 5 | 6)) => Kind::Joined,
+            Some(Value::Whole(2 | 3)) => Kind::Control,
+            Some(Value::Whole(4)) => Kind::UserDefined,
+            Some(other) => {
+                let problem = format!("element {id} is {other}; expected 1 (normal) to 6 (byte)");
+                return Err(HeaderError::key(TYPES, problem));
+            }
+        };
+        // What the converter writes for ids that the tokenizer does not know.
+        if text.is_empty() || text == format!("[PAD{id}]") {
+            continue;
+        }
+        bytes += text.len();
+        if bytes > MAX_TEXT_BYTES {
+            return Err(HeaderError::key(TOKENS, format!("holds over {MAX_TEXT_BYTES} bytes of text")));
+        }
+        let kind = if CONTROL.contains(&text) { Kind::Control } else { kind };
+        if kind != Kind::Joined {
+            cut_out_bytes += text.len();
+            if cut_out_bytes > MAX_CUT_OUT_BYTES {
+                let problem =
+                    format!("holds over {MAX_CUT_OUT_BYTES} bytes of control and user-defined tokens");
+                return Err(HeaderError::key(TOKENS, problem));
+            }
+        }
+        pieces.push(Piece { id: id as u32, text, kind });
+    }
+    Ok(pieces)
+}
+
+/// The index of each piece by its text.
+fn by_text<'a>(pieces: &[Piece<'a>]) -> Result<HashMap<&'a str, u32>, HeaderError> {
+    let mut by_text = HashMap::with_capacity(pieces.len());
+    for (index, piece) in pieces.iter().enumerate() {
+        if let Some(other) = by_text.insert(piece.text, index as u32) {
+            let (a, b) = (pieces[other as usize].id, piece.id);
+            let problem = format!("elements {a} and {b} are both {:?}", short(piece.text));
+            return Err(HeaderError::key(TOKENS, problem));
+        }
+    }
+    Ok(by_text)
+}
+
+/// One score per id.
+fn read_scores(metadata: &Metadata) -> Result<Vec<f32>, HeaderError> {
+    let Some(scores) = metadata.elements(SCORES)? else {
+        return Err(HeaderError::key(SCORES, "is missing; expected a score per token"));
+    };
+    let tokens = metadata.elements(TOKENS)?.map_or(0, |tokens| tokens.len());
+    if scores.len() != tokens {
+        let problem = format!("has {} elements; expected one per token ({tokens})", scores.len());
+        return Err(HeaderError::key(SCORES, problem));
+    }
+    scores
+        .enumerate()
+        .map(|(index, score)| match score? {
+            Value::Number(n) if !n.is_nan() => Ok(n as f32),
+            other => Err(HeaderError::key(SCORES, format!("element {index} is {other}; expected a number"))),
+        })
+        .collect()
+}
+
+/// A way to join a piece.
+struct Split {
+    score: f32,
+    piece: u32,
+    /// Bytes of the left part.
+    at: u8,
+    /// Whether it goes before the split that it competes with, the one as far from the end as this is from the start.
+    first: bool,
+}
+
+fn merges_from_scores<'a>(
+    pieces: &[Piece<'a>],
+    by_text: &HashMap<&'a str, u32>,
+    scores: &[f32],
+) -> Result<Vec<(&'a str, &'a str)>, HeaderError> {
+    let budget = MERGE_BYTES * pieces.iter().map(|p| p.text.len()).sum::<usize>() + MORE_MERGE_BYTES;
+    let mut spent = 0;
+    let mut splits = Vec::new();
+    for (index, piece) in pieces.iter().enumerate() {
+        let text = piece.text;
+        // What is cut out first is never joined, unless it is written with the mark that spaces become only after; and
+        // then there are no spaces any more.
+        if (piece.kind != Kind::Joined && !text.contains(SPACE)) || text.contains(' ') {
+            continue;
+        }
+        if text.len() > MAX_JOINED_BYTES {
+            let problem = format!(
+                "element {} has {} bytes; expected at most {MAX_JOINED_BYTES} in a piece that is no control token",
+                piece.id,
+                text.len()
+            );
+            return Err(HeaderError::key(TOKENS, problem));
+        }
+        for (at, _) in text.char_indices().skip(1) {
+            let (left, right) = text.split_at(at);
+            let known = |part: &str| by_text.contains_key(part);
+            let single = |part: &str| part.chars().nth(1).is_none();
+            match (known(left), known(right)) {
+                (true, true) => {}
+                // Single characters are joined though they be no pieces, which merges cannot say.
+                (l, r) if (l || single(left)) && (r || single(right)) => {
+                    let lone = if l { right } else { left };
+                    let problem = format!(
+                        "element {} ({:?}) could be joined from the character {:?}, which is no token itself",
+                        piece.id,
+                        short(text),
+                        short(lone)
+                    );
+                    return Err(HeaderError::key(TOKENS, problem));
+                }
+                _ => continue,
+            }
+            // As tokenizer.json will hold it, quotes and all.
+            spent += text.len() + 8;
+            if spent > budget {
+                let problem = format!("has too many ways to join its pieces: over {budget} bytes of merges");
+                return Err(HeaderError::key(TOKENS, problem));
+            }
+            // Whether the text repeats itself after `at` bytes, and after as many as follow them.
+            let period = |at: usize| text.as_bytes()[at..] == text.as_bytes()[..text.len() - at];
+            let first = match (period(at), period(text.len() - at)) {
+                (true, false) => true,
+                (false, true) => false,
+                _ => at * 2 >= text.len(),
+            };
+            let score = scores[piece.id as usize];
+            splits.push(Split { score, piece: index as u32, at: at as u8, first });
+        }
+    }
+    let text = |split: &Split| pieces[split.piece as usize].text;
+    splits.sort_by(|a, b| {
+        let by_score = b.score.partial_cmp(&a.score).expect("no score is NaN");
+        let longest = || text(b).len().cmp(&text(a).len());
+        let own = || b.first.cmp(&a.first).then(b.at.cmp(&a.at));
+        by_score.then_with(longest).then(a.piece.cmp(&b.piece)).then_with(own)
+    });
+    Ok(splits.iter().map(|split| text(split).split_at(split.at.into())).collect())
+}
+
+/// The merges of a `gpt2` tokenizer: two pieces with a space between them.
+fn read_merges<'a>(
+    metadata: &Metadata<'a>,
+    by_text: &HashMap<&'a str, u32>,
+) -> Result<Vec<(&'a str, &'a str)>, HeaderError> {
+    if !by_text.contains_key("<0x00>") && !by_text.keys().any(|text| text.starts_with(SPACE)) {
+        return Err(HeaderError::key(
+            TOKENS,
+            "are byte-level pieces; expected Gemma-3's, with ▁ for a space and <0x00> for a byte",
+        ));
+    }
+    let Some(lines) = metadata.elements(MERGES)? else {
+        return Err(HeaderError::key(MERGES, "is missing; expected the merges of a gpt2 tokenizer"));
+    };
+    let mut merges = Vec::new();
+    for (index, line) in lines.enumerate() {
+        let fail = |problem: String| HeaderError::key(MERGES, format!("element {index} {problem}"));
+        let pair = match line? {
+            Value::Text(line) => {
+                line.split_once(' ').filter(|(a, b)| !a.is_empty() && !b.is_empty() && !b.contains(' '))
+            }
+            other => return Err(fail(format!("is {other}; expected two pieces"))),
+        };
+        let Some((left, right)) = pair else {
+            return Err(fail("is no pair of pieces with one space between them".into()));
+        };
+        let joined = format!("{left}{right}");
+        let missing = [left, right, &joined].into_iter().find(|text| !by_text.contains_key(text));
+        match missing {
+            None => merges.push((left, right)),
+            // The converter writes added pieces of spaces as spaces: they are cut out first and never joined.
+            Some(text) if by_text.contains_key(text.replace(SPACE, " ").as_str()) => {}
+            Some(text) => return Err(fail(format!("needs {:?}, which is no token", short(text)))),
+        }
+    }
+    Ok(merges)
+}
+
+/// Puts the end pieces around a text.
+fn post_processor(bos: Option<&str>, eos: Option<&str>, by_text: &HashMap<&str, u32>) -> Json {
+    let special = |text: &str, of: u32| json!({"SpecialToken": {"id": text, "type_id": of}});
+    let sequence = |name: &str, of: u32| {
+        let mut parts: Vec<Json> = bos.map(|text| special(text, of)).into_iter().collect();
+        parts.push(json!({"Sequence": {"id": name, "type_id": of}}));
+        parts.extend(eos.map(|text| special(text, of)));
+        parts
+    };
+    let tokens: serde_json::Map<String, Json> = [bos, eos]
+        .into_iter()
+        .flatten()
+        .map(|text| (text.to_owned(), json!({"id": text, "ids": [by_text[text]], "tokens": [text]})))
+        .collect();
+    let pair = [sequence("A", 0), sequence("B", 1)].concat();
+    json!({
+        "type": "TemplateProcessing",
+        "single": sequence("A", 0),
+        "pair": pair,
+        "special_tokens": tokens,
+    })
+}
+
+#[derive(Serialize)]
+struct TokenizerJson<'a> {
+    version: &'static str,
+    truncation: (),
+    padding: (),
+    added_tokens: Vec<AddedToken<'a>>,
+    normalizer: Json,
+    pre_tokenizer: (),
+    post_processor: Json,
+    decoder: Json,
+    model: Bpe<'a>,
+}
+
+#[derive(Serialize)]
+struct AddedToken<'a> {
+    id: u32,
+    content: &'a str,
+    single_word: bool,
+    lstrip: bool,
+    rstrip: bool,
+    normalized: bool,
+    special: bool,
+}
+
+impl<'a> AddedToken<'a> {
+    fn of(piece: &Piece<'a>) -> Option<Self> {
+        (piece.kind != Kind::Joined).then_some(Self {
+            id: piece.id,
+            content: piece.text,
+            single_word: false,
+            lstrip: false,
+            rstrip: false,
+            normalized: false,
+            special: piece.kind == Kind::Control,
+        })
+    }
+}
+
+#[derive(Serialize)]
+struct Bpe<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    dropout: (),
+    unk_token: Option<&'a str>,
+    continuing_subword_prefix: (),
+    end_of_word_suffix: (),
+    fuse_unk: bool,
+    byte_fallback: bool,
+    ignore_merges: bool,
+    vocab: Vocab<'a>,
+    merges: Vec<(&'a str, &'a str)>,
+}
+
+struct Vocab<'a>(&'a [Piece<'a>]);
+
+impl Serialize for Vocab<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|piece| (piece.text, piece.id)))
+    }
+}
