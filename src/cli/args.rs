@@ -29,7 +29,7 @@ pub struct Global {
     /// Accept a Vulkan device that is software on the CPU: slow, for tests and demonstrations
     #[arg(long, global = true)]
     pub allow_software_vulkan: bool,
-    /// Store the weights as: none, int8-row, int4-g32, int4-g128, int4-g128-emb8
+    /// Store the weights as: none, int8-row, int4-g32, int4-g128, int4-g128-emb8, emb8
     #[arg(long, global = true, value_name = "MODE")]
     pub quantize: Option<QuantizeMode>,
     /// Longest prompt and answer together, in tokens
@@ -67,8 +67,8 @@ pub enum Command {
 
 #[derive(Debug, Args)]
 pub struct Model {
-    /// Folder of a Gemma-3 checkpoint; without it, the demo model in this binary
-    #[arg(long, value_name = "FOLDER")]
+    /// Folder of a Gemma-3 checkpoint, or a GGUF file; without it, the demo model in this binary
+    #[arg(long, value_name = "FOLDER|FILE")]
     pub model: Option<String>,
     #[command(flatten)]
     pub memory: Memory,

@@ -46,11 +46,13 @@ pub enum QuantizeMode {
     Int4G128,
     /// int4 in groups of 128 for the projections, int8 rows for the (tied) embedding.
     Int4G128Emb8,
+    /// int8 rows for the (tied) embedding alone: Google's QAT files have it in f16 beside int4.
+    Emb8,
 }
 
 impl QuantizeMode {
-    pub const ALL: [QuantizeMode; 5] =
-        [Self::None, Self::Int8Row, Self::Int4G32, Self::Int4G128, Self::Int4G128Emb8];
+    pub const ALL: [QuantizeMode; 6] =
+        [Self::None, Self::Int8Row, Self::Int4G32, Self::Int4G128, Self::Int4G128Emb8, Self::Emb8];
 
     pub const fn name(self) -> &'static str {
         match self {
@@ -59,13 +61,14 @@ impl QuantizeMode {
             Self::Int4G32 => "int4-g32",
             Self::Int4G128 => "int4-g128",
             Self::Int4G128Emb8 => "int4-g128-emb8",
+            Self::Emb8 => "emb8",
         }
     }
 
     /// Scheme of the seven projections of a layer; `None` keeps the checkpoint's element type.
     pub const fn projections(self) -> Option<Scheme> {
         match self {
-            Self::None => None,
+            Self::None | Self::Emb8 => None,
             Self::Int8Row => Some(Scheme::Int8Row),
             Self::Int4G32 => Some(Scheme::int4(32)),
             Self::Int4G128 | Self::Int4G128Emb8 => Some(Scheme::int4(128)),
@@ -75,7 +78,7 @@ impl QuantizeMode {
     /// Scheme of the embedding, used for lookup and logits alike.
     pub const fn embedding(self) -> Option<Scheme> {
         match self {
-            Self::Int4G128Emb8 => Some(Scheme::Int8Row),
+            Self::Int4G128Emb8 | Self::Emb8 => Some(Scheme::Int8Row),
             _ => None,
         }
     }
