@@ -7,6 +7,10 @@ mod config;
 mod demo;
 mod engine;
 mod fake_runner;
+#[allow(dead_code)]
+#[path = "../fuzz/bodies.rs"]
+mod fuzz_bodies;
+mod gguf;
 mod golden;
 mod kernels;
 mod native;

@@ -71,7 +71,7 @@ fn mini() -> Tokenizer {
 }
 
 /// The real Gemma-3 tokenizer.json, where there is one.
-fn real_tokenizer_json() -> Option<Vec<u8>> {
+pub fn real_tokenizer_json() -> Option<Vec<u8>> {
     let path = match std::env::var_os("UNICORN_REAL_TOKENIZER") {
         Some(path) => PathBuf::from(path),
         None => support::root().join(".cache/real-tokenizer/tokenizer.json"),

@@ -1,0 +1,131 @@
+//! What the fuzz targets run, and the mutation tests too: bytes in, one line of refusal or a checkpoint read to the end.
+//!
+//! Each body holds what must be true of any input: no panic, a refusal of one line, and of what is accepted, rows that can
+//! be dequantized.
+
+use unicorn::checkpoint::{Checkpoint, ModelFiles};
+use unicorn::model::config::Gemma3Config;
+use unicorn::model::weights::Gemma3Weights;
+use unicorn::tensor::QuantizedRow;
+use unicorn::text::{ChatFiles, ChatTemplate, Tokenizer};
+
+/// How far a file was accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Accepted {
+    /// Tensors whose places were checked; none if the header was refused.
+    pub tensors: usize,
+    /// The config too, and the weights it asks for.
+    pub model: bool,
+    pub tokenizer: bool,
+}
+
+/// A GGUF file.
+pub fn gguf(bytes: Vec<u8>) -> Accepted {
+    checkpoint(&ModelFiles::in_memory("m", [("m.gguf".into(), bytes)]))
+}
+
+/// A `model.safetensors`.
+pub fn safetensors(bytes: Vec<u8>) -> Accepted {
+    checkpoint(&ModelFiles::in_memory("m", [("model.safetensors".into(), bytes)]))
+}
+
+/// A native manifest for the config `{}`, the length of which comes first, and the file of its shared tensors after it.
+pub fn native(bytes: Vec<u8>) -> Accepted {
+    let (length, rest) = bytes.split_first_chunk::<4>().unwrap_or((&[0; 4], &[]));
+    let (manifest, shared) = rest.split_at(rest.len().min(u32::from_le_bytes(*length) as usize));
+    let files = [("unicorn.json", manifest), ("shared.safetensors", shared), ("config.json", b"{}")];
+    checkpoint(&ModelFiles::in_memory("m", files.map(|(name, bytes)| (name.into(), bytes.to_vec()))))
+}
+
+/// The tokenizer and template of a GGUF file, and some texts through them.
+pub fn gguf_tokenizer(bytes: Vec<u8>) -> Option<Tokenizer> {
+    tokenizer(&ModelFiles::in_memory("m", [("m.gguf".into(), bytes)]))
+}
+
+/// Everything that a loader asks of a model's files.
+pub fn checkpoint(files: &ModelFiles) -> Accepted {
+    let opened = Checkpoint::open(files);
+    if let Err(error) = &opened {
+        one_line(error);
+    }
+    let config = Gemma3Config::load(files);
+    if let Err(error) = &config {
+        one_line(error);
+    }
+    let mut accepted = Accepted { tensors: 0, model: false, tokenizer: tokenizer(files).is_some() };
+    let Ok(checkpoint) = opened else { return accepted };
+    accepted.tensors = checkpoint.len();
+    for tensor in checkpoint.iter() {
+        let (rows, cols) = (tensor.rows(), tensor.cols());
+        assert_eq!(tensor.num_elements(), rows * cols, "{}", tensor.name);
+        let Ok(scheme) = tensor.scheme() else { continue };
+        let mut values = vec![0.0; cols];
+        // The first, one between and the last: their places are those of all.
+        for row in [0, rows / 2, rows.saturating_sub(1)] {
+            if row >= rows || cols == 0 {
+                continue;
+            }
+            match tensor.rows_f32_into(row..row + 1, &mut values) {
+                Ok(()) => assert!(values.iter().all(|value| value.is_finite()), "{} row {row}", tensor.name),
+                Err(error) => one_line(&error),
+            }
+            if scheme.grouping(cols).is_some() {
+                let mut quantized = QuantizedRow::new(scheme, cols);
+                if let Err(error) = tensor.quantized_row_into(row, &mut quantized) {
+                    one_line(&error);
+                }
+            }
+        }
+    }
+    if let Ok((config, _)) = config {
+        match Gemma3Weights::collect(&checkpoint, &config) {
+            Ok(weights) => {
+                assert!(weights.iter().count() > 0);
+                accepted.model = true;
+            }
+            Err(error) => one_line(&error),
+        }
+    }
+    accepted
+}
+
+fn tokenizer(files: &ModelFiles) -> Option<Tokenizer> {
+    match files.read("tokenizer_config.json") {
+        Ok(Some(bytes)) => {
+            let chat = ChatFiles { tokenizer_config: Some(&bytes), chat_template_jinja: None };
+            if let Err(error) = ChatTemplate::from_checkpoint(chat) {
+                assert!(!error.to_string().is_empty());
+            }
+        }
+        Ok(None) => {}
+        Err(error) => one_line(&error),
+    }
+    let bytes = match files.read("tokenizer.json") {
+        Ok(bytes) => bytes?,
+        Err(error) => {
+            one_line(&error);
+            return None;
+        }
+    };
+    match Tokenizer::from_bytes(&bytes, "tokenizer.json") {
+        Ok(tokenizer) => {
+            for text in ["", "a", "<bos>ab c\n\n  \u{2581}abc<end_of_turn>", "\u{1f984}\0\u{e9}"] {
+                if let Ok(ids) = tokenizer.encode(text, true) {
+                    assert!(ids.iter().all(|id| tokenizer.contains(*id)), "{text:?}: {ids:?}");
+                    tokenizer.decode(&ids, true);
+                }
+            }
+            Some(tokenizer)
+        }
+        Err(error) => {
+            one_line(&error);
+            None
+        }
+    }
+}
+
+/// What every refusal is.
+fn one_line(error: &dyn std::fmt::Display) {
+    let text = error.to_string();
+    assert!(!text.is_empty() && !text.contains('\n') && text.len() < 2000, "{text:?}");
+}

@@ -1,0 +1,10 @@
+//! A GGUF file's tokenizer and template, and texts through them.
+#![no_main]
+
+#[allow(dead_code)]
+#[path = "../bodies.rs"]
+mod bodies;
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    bodies::gguf_tokenizer(bytes.to_vec());
+});

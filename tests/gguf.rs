@@ -1,0 +1,1838 @@
+//! GGUF: headers that lie, tensors bit by bit, what the metadata becomes, tokenizers, and logits of every reference file
+//! (`tests/data/gguf`) on the device.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::fs;
+use std::path::Path;
+
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde::Deserialize;
+use serde_json::Value as Json;
+use sha2::{Digest, Sha256};
+use tempfile::TempDir;
+use unicorn::checkpoint::{Checkpoint, Encoding, ModelFiles};
+use unicorn::model::config::{Gemma3Config, GenerationConfig, LayerType};
+use unicorn::model::gemma3::{Gemma3, LoadOptions};
+use unicorn::model::weights::Gemma3Weights;
+use unicorn::tensor::{QuantizeMode, QuantizedRow, Scheme};
+use unicorn::text::Tokenizer;
+
+use crate::cli;
+use crate::fuzz_bodies::{self, Accepted};
+use crate::golden::{Goldens, all_logits, greedy, max_difference};
+use crate::support::{self, data, device};
+use crate::text;
+
+/// Folder and name of every reference file.
+const FILES: [(&str, &str); 8] = [
+    ("gguf-a", "gguf-a-zoo"),
+    ("gguf-a", "gguf-a-Q4_K_M"),
+    ("gguf-s", "gguf-s-BF16"),
+    ("gguf-s", "gguf-s-Q4_0-embF16"),
+    ("gguf-s", "gguf-s-Q4_K_M"),
+    ("gguf-s", "gguf-s-Q4_1-pure"),
+    ("gguf-s", "gguf-s-Q8_0"),
+    ("gguf-62", "gguf-62-Q8_0"),
+];
+
+fn reference(folder: &str, file: &str) -> ModelFiles {
+    ModelFiles::open(&data("gguf").join(folder).join(format!("{file}.gguf"))).unwrap()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
+}
+
+fn f32_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+// --- writing GGUF -----------------------------------------------------------------------------------------
+
+/// A metadata value.
+#[derive(Debug, Clone)]
+enum Val {
+    U32(u32),
+    U64(u64),
+    I32(i32),
+    F32(f32),
+    Bool(bool),
+    Text(String),
+    Texts(Vec<String>),
+    Floats(Vec<f32>),
+    Ints(Vec<i32>),
+    Flags(Vec<bool>),
+    /// Type and bytes as they are.
+    Raw(u32, Vec<u8>),
+}
+
+fn put_text(out: &mut Vec<u8>, text: &[u8]) {
+    out.extend((text.len() as u64).to_le_bytes());
+    out.extend(text);
+}
+
+impl Val {
+    fn put(&self, out: &mut Vec<u8>) {
+        fn array<T>(out: &mut Vec<u8>, kind: u32, items: &[T], put: impl Fn(&mut Vec<u8>, &T)) {
+            out.extend(9u32.to_le_bytes());
+            out.extend(kind.to_le_bytes());
+            out.extend((items.len() as u64).to_le_bytes());
+            items.iter().for_each(|item| put(out, item));
+        }
+        let mut scalar = |kind: u32, bytes: &[u8]| {
+            out.extend(kind.to_le_bytes());
+            out.extend(bytes);
+        };
+        match self {
+            Val::U32(n) => scalar(4, &n.to_le_bytes()),
+            Val::I32(n) => scalar(5, &n.to_le_bytes()),
+            Val::F32(n) => scalar(6, &n.to_le_bytes()),
+            Val::Bool(flag) => scalar(7, &[u8::from(*flag)]),
+            Val::U64(n) => scalar(10, &n.to_le_bytes()),
+            Val::Raw(kind, bytes) => scalar(*kind, bytes),
+            Val::Text(text) => {
+                out.extend(8u32.to_le_bytes());
+                put_text(out, text.as_bytes());
+            }
+            Val::Texts(texts) => array(out, 8, texts, |out, text| put_text(out, text.as_bytes())),
+            Val::Floats(items) => array(out, 6, items, |out, n| out.extend(n.to_le_bytes())),
+            Val::Ints(items) => array(out, 5, items, |out, n| out.extend(n.to_le_bytes())),
+            Val::Flags(items) => array(out, 7, items, |out, flag| out.push(u8::from(*flag))),
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+struct TensorSpec {
+    name: String,
+    /// Fastest first.
+    dims: Vec<u64>,
+    kind: u32,
+    bytes: Vec<u8>,
+    /// Where it says that its bytes are; where they are, if `None`.
+    offset: Option<u64>,
+}
+
+/// A GGUF file to be written, and spoiled.
+#[derive(Debug, Clone)]
+struct Writer {
+    version: u32,
+    keys: Vec<(String, Val)>,
+    tensors: Vec<TensorSpec>,
+    alignment: u64,
+}
+
+impl Writer {
+    fn new() -> Self {
+        Self { version: 3, keys: Vec::new(), tensors: Vec::new(), alignment: 32 }
+    }
+
+    fn set(&mut self, key: &str, value: Val) -> &mut Self {
+        match self.keys.iter_mut().find(|(k, _)| k == key) {
+            Some(entry) => entry.1 = value,
+            None => self.keys.push((key.into(), value)),
+        }
+        self
+    }
+
+    fn remove(&mut self, key: &str) -> &mut Self {
+        self.keys.retain(|(k, _)| k != key);
+        self
+    }
+
+    fn tensor(&mut self, name: &str, dims: &[u64], kind: u32, bytes: Vec<u8>) -> &mut Self {
+        self.tensors.push(TensorSpec { name: name.into(), dims: dims.into(), kind, bytes, offset: None });
+        self
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut out = b"GGUF".to_vec();
+        out.extend(self.version.to_le_bytes());
+        out.extend((self.tensors.len() as u64).to_le_bytes());
+        out.extend((self.keys.len() as u64).to_le_bytes());
+        for (key, value) in &self.keys {
+            put_text(&mut out, key.as_bytes());
+            value.put(&mut out);
+        }
+        let mut offset = 0u64;
+        for tensor in &self.tensors {
+            put_text(&mut out, tensor.name.as_bytes());
+            out.extend((tensor.dims.len() as u32).to_le_bytes());
+            tensor.dims.iter().for_each(|dim| out.extend(dim.to_le_bytes()));
+            out.extend(tensor.kind.to_le_bytes());
+            out.extend(tensor.offset.unwrap_or(offset).to_le_bytes());
+            offset = (offset + tensor.bytes.len() as u64).next_multiple_of(self.alignment);
+        }
+        for tensor in &self.tensors {
+            out.resize(out.len().next_multiple_of(self.alignment as usize), 0);
+            out.extend(&tensor.bytes);
+        }
+        out
+    }
+
+    fn files(&self) -> ModelFiles {
+        in_memory(self.bytes())
+    }
+}
+
+fn in_memory(bytes: Vec<u8>) -> ModelFiles {
+    ModelFiles::in_memory("m", [("m.gguf".to_owned(), bytes)])
+}
+
+/// Values and bytes of a block of each quantized type, by ggml's number.
+const BLOCKS: [(u32, usize, usize); 8] = [
+    (2, 32, 18),
+    (3, 32, 20),
+    (6, 32, 22),
+    (7, 32, 24),
+    (8, 32, 34),
+    (12, 256, 144),
+    (13, 256, 176),
+    (14, 256, 210),
+];
+/// Bytes of a value of the plain types.
+const PLAIN: [(u32, usize); 3] = [(0, 4), (1, 2), (30, 2)];
+
+fn tensor_bytes(kind: u32, values: usize) -> usize {
+    match BLOCKS.iter().find(|(k, ..)| *k == kind) {
+        Some((_, block, bytes)) => values / block * bytes,
+        None => values * PLAIN.iter().find(|(k, _)| *k == kind).unwrap().1,
+    }
+}
+
+/// A whole model of one layer whose rows have 256 values: a type of its own for each matrix, small values, and a
+/// vocabulary of all bytes.
+fn small_model(rng: &mut ChaCha8Rng) -> Writer {
+    let mut file = Writer::new();
+    file.set("general.architecture", Val::Text("gemma3".into()))
+        .set("general.sampling.top_k", Val::I32(64))
+        .set("general.sampling.top_p", Val::F32(0.95))
+        .set("gemma3.block_count", Val::U32(1))
+        .set("gemma3.context_length", Val::U32(4096))
+        .set("gemma3.embedding_length", Val::U32(256))
+        .set("gemma3.feed_forward_length", Val::U32(256))
+        .set("gemma3.attention.head_count", Val::U32(8))
+        .set("gemma3.attention.head_count_kv", Val::U32(1))
+        .set("gemma3.attention.key_length", Val::U32(32))
+        .set("gemma3.attention.value_length", Val::U32(32))
+        .set("gemma3.attention.layer_norm_rms_epsilon", Val::F32(1e-6))
+        .set("gemma3.attention.sliding_window", Val::U32(16))
+        .set("gemma3.attention.sliding_window_pattern", Val::Flags(vec![true]))
+        .set("gemma3.rope.freq_base", Val::F32(1e6))
+        .set("gemma3.rope.freq_base_swa", Val::F32(1e4))
+        .set("gemma3.rope.scaling.type", Val::Text("linear".into()))
+        .set("gemma3.rope.scaling.factor", Val::F32(8.0))
+        .set("tokenizer.chat_template", Val::Text("{{ bos_token }}{{ messages[0].content }}".into()));
+    set_vocabulary(&mut file, &["a", "b", "c", "\u{2581}", "\u{2581}a", "ab", "abc", "bc"]);
+    let rows = match &file.keys.iter().find(|(k, _)| k == "tokenizer.ggml.tokens").unwrap().1 {
+        Val::Texts(tokens) => tokens.len() as u64,
+        _ => unreachable!(),
+    };
+    let mut matrix = |file: &mut Writer, name: &str, rows: u64, kind: u32| {
+        let mut bytes: Vec<u8> = (0..tensor_bytes(kind, rows as usize * 256)).map(|_| rng.random()).collect();
+        // Scales are the one thing that is not free: exponents of finite f16 and f32 numbers.
+        match kind {
+            0 => bytes.chunks_exact_mut(4).for_each(|b| b[3] &= 0x3f),
+            1 | 30 => bytes.chunks_exact_mut(2).for_each(|b| b[1] &= 0x3b),
+            _ => {
+                let &(_, _, block) = BLOCKS.iter().find(|(k, ..)| *k == kind).unwrap();
+                let at: &[usize] = match kind {
+                    2 | 6 | 8 => &[1],
+                    14 => &[209],
+                    _ => &[1, 3],
+                };
+                bytes.chunks_exact_mut(block).for_each(|b| at.iter().for_each(|at| b[*at] &= 0x3b));
+            }
+        }
+        file.tensor(name, &[256, rows], kind, bytes);
+    };
+    matrix(&mut file, "token_embd.weight", rows, 8);
+    for (name, rows, kind) in [
+        ("attn_q", 256, 2),
+        ("attn_k", 32, 3),
+        ("attn_v", 32, 6),
+        ("attn_output", 256, 7),
+        ("ffn_gate", 256, 12),
+        ("ffn_up", 256, 13),
+        ("ffn_down", 256, 14),
+    ] {
+        matrix(&mut file, &format!("blk.0.{name}.weight"), rows, kind);
+    }
+    for (name, len) in [
+        ("output_norm", 256),
+        ("blk.0.attn_norm", 256),
+        ("blk.0.post_attention_norm", 256),
+        ("blk.0.ffn_norm", 256),
+        ("blk.0.post_ffw_norm", 256),
+        ("blk.0.attn_q_norm", 32),
+        ("blk.0.attn_k_norm", 32),
+    ] {
+        file.tensor(&format!("{name}.weight"), &[len], 0, f32_bytes(&vec![1.0; len as usize]));
+    }
+    file
+}
+
+/// Gemma's control tokens and bytes, then `pieces`, each with a score below the one before it.
+fn set_vocabulary(file: &mut Writer, pieces: &[&str]) {
+    let mut tokens: Vec<String> =
+        ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"].map(String::from).into();
+    let mut types = vec![3, 3, 3, 2, 3, 3];
+    let mut scores = vec![-1000.0; 6];
+    for byte in 0..=255u8 {
+        tokens.push(format!("<{byte:#04X}>"));
+        types.push(6);
+        scores.push(0.0);
+    }
+    for (i, piece) in pieces.iter().enumerate() {
+        tokens.push((*piece).to_owned());
+        types.push(1);
+        scores.push(-(i as f32));
+    }
+    file.set("tokenizer.ggml.model", Val::Text("llama".into()))
+        .set("tokenizer.ggml.tokens", Val::Texts(tokens))
+        .set("tokenizer.ggml.token_type", Val::Ints(types))
+        .set("tokenizer.ggml.scores", Val::Floats(scores))
+        .set("tokenizer.ggml.bos_token_id", Val::U32(2))
+        .set("tokenizer.ggml.eos_token_id", Val::U32(1))
+        .set("tokenizer.ggml.unknown_token_id", Val::U32(3))
+        .set("tokenizer.ggml.padding_token_id", Val::U32(0));
+}
+
+// --- the reference files ----------------------------------------------------------------------------------
+
+#[derive(Deserialize)]
+struct TensorGolden {
+    #[serde(rename = "type")]
+    kind: String,
+    ne: Vec<usize>,
+    n_bytes: u64,
+    sha256: String,
+    f32_sha256: Option<String>,
+}
+
+/// The names of the reference's Python converter, spelled out.
+fn hugging_face_name(name: &str) -> String {
+    let part = |part: &str| match part {
+        "attn_norm" => "input_layernorm",
+        "post_attention_norm" => "post_attention_layernorm",
+        "ffn_norm" => "pre_feedforward_layernorm",
+        "post_ffw_norm" => "post_feedforward_layernorm",
+        "attn_q_norm" => "self_attn.q_norm",
+        "attn_k_norm" => "self_attn.k_norm",
+        "attn_q" => "self_attn.q_proj",
+        "attn_k" => "self_attn.k_proj",
+        "attn_v" => "self_attn.v_proj",
+        "attn_output" => "self_attn.o_proj",
+        "ffn_gate" => "mlp.gate_proj",
+        "ffn_up" => "mlp.up_proj",
+        "ffn_down" => "mlp.down_proj",
+        other => panic!("{other}"),
+    };
+    match name.split('.').collect::<Vec<_>>()[..] {
+        ["token_embd", "weight"] => "model.embed_tokens.weight".into(),
+        ["output_norm", "weight"] => "model.norm.weight".into(),
+        ["blk", layer, name, "weight"] => format!("model.layers.{layer}.{}.weight", part(name)),
+        _ => panic!("{name}"),
+    }
+}
+
+#[test]
+fn every_tensor_dequantizes_to_the_bits_of_the_reference() {
+    let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
+    for (folder, file) in FILES {
+        let text = fs::read(data("gguf").join(folder).join(format!("{file}.tensors.json"))).unwrap();
+        let goldens: BTreeMap<String, TensorGolden> = serde_json::from_slice(&text).unwrap();
+        let checkpoint = Checkpoint::open(&reference(folder, file)).unwrap();
+        assert!(checkpoint.norms_hold_one());
+        assert_eq!(checkpoint.len(), goldens.len(), "{file}");
+        for (name, golden) in goldens {
+            let tensor =
+                checkpoint.get(&hugging_face_name(&name)).unwrap_or_else(|| panic!("{file}: {name}"));
+            let (kind, bytes) = match tensor.encoding {
+                Encoding::Plain { dtype, data } => (format!("{dtype:?}"), data),
+                Encoding::Ggml(ggml) => (ggml.kind.name().to_owned(), ggml.data),
+                other => panic!("{file}: {name}: {other:?}"),
+            };
+            assert_eq!(kind, golden.kind, "{file}: {name}");
+            assert_eq!(tensor.shape.iter().rev().copied().collect::<Vec<_>>(), golden.ne, "{file}: {name}");
+            assert_eq!(tensor.stored_bytes(), golden.n_bytes, "{file}: {name}");
+            assert_eq!(sha256(bytes), golden.sha256, "{file}: {name}");
+
+            let values = tensor.to_f32().unwrap();
+            let expected = golden.f32_sha256.as_ref().unwrap_or(&golden.sha256);
+            assert_eq!(&sha256(&f32_bytes(&values)), expected, "{file}: {name} ({kind})");
+            // The device's layout holds the same bits.
+            let scheme = tensor.scheme().unwrap();
+            if scheme.grouping(tensor.cols()).is_some() {
+                let mut row = QuantizedRow::new(scheme, tensor.cols());
+                let mut out = vec![0.0; tensor.cols()];
+                for (index, expected) in values.chunks(tensor.cols()).enumerate() {
+                    tensor.quantized_row_into(index, &mut row).unwrap();
+                    row.dequantize_into(scheme, &mut out);
+                    assert_eq!(f32_bytes(&out), f32_bytes(expected), "{file}: {name}, row {index}");
+                    if matches!(scheme, Scheme::Int4 { .. }) {
+                        let range = if kind == "Q4_0" { -8..=7 } else { 0..=15 };
+                        assert!(row.q.iter().all(|q| range.contains(q)), "{file}: {name}, row {index}");
+                    }
+                }
+            }
+            *kinds.entry(kind).or_default() += 1;
+        }
+    }
+    println!("{kinds:?}");
+    let all = ["BF16", "F16", "F32", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"];
+    assert_eq!(kinds.keys().map(String::as_str).collect::<Vec<_>>(), all);
+}
+
+#[test]
+fn the_metadata_of_the_reference_becomes_its_config() {
+    for (folder, file) in FILES {
+        let files = reference(folder, file);
+        assert_eq!(files.name(), file);
+        let (config, generation) = Gemma3Config::load(&files).unwrap();
+        let full = |layers: &[usize], count: usize| {
+            let kind = |i| match layers.contains(&i) {
+                true => LayerType::FullAttention,
+                false => LayerType::SlidingAttention,
+            };
+            (0..count).map(kind).collect::<Vec<_>>()
+        };
+        let every_sixth: Vec<usize> = (0..62).filter(|i| i % 6 == 5).collect();
+        let base = Gemma3Config {
+            vocab_size: 512,
+            hidden_size: 256,
+            intermediate_size: 256,
+            num_hidden_layers: 7,
+            num_attention_heads: 8,
+            num_key_value_heads: 2,
+            head_dim: 32,
+            rms_norm_eps: 1e-6,
+            max_position_embeddings: 4096,
+            query_pre_attn_scalar: 32.0,
+            sliding_window: 16,
+            layer_types: full(&[5], 7),
+            rope_theta: 1e6,
+            rope_local_base_freq: 1e4,
+            rope_scaling_factor: 8.0,
+            eos_token_ids: vec![1, 106],
+            bos_token_id: 2,
+            pad_token_id: 0,
+            tie_word_embeddings: true,
+        };
+        let expected = match folder {
+            "gguf-a" => base,
+            "gguf-s" => Gemma3Config {
+                hidden_size: 96,
+                intermediate_size: 160,
+                num_hidden_layers: 3,
+                num_attention_heads: 3,
+                num_key_value_heads: 1,
+                head_dim: 64,
+                query_pre_attn_scalar: 64.0,
+                sliding_window: 8,
+                layer_types: full(&[1], 3),
+                rope_scaling_factor: 1.0,
+                ..base
+            },
+            _ => Gemma3Config {
+                hidden_size: 32,
+                intermediate_size: 32,
+                num_hidden_layers: 62,
+                num_attention_heads: 2,
+                num_key_value_heads: 1,
+                query_pre_attn_scalar: 16.0,
+                layer_types: full(&every_sixth, 62),
+                ..base
+            },
+        };
+        assert_eq!(config, expected, "{file}");
+        let sampling = GenerationConfig {
+            do_sample: Some(true),
+            top_k: Some(64),
+            top_p: Some(0.95),
+            ..GenerationConfig::default()
+        };
+        assert_eq!(generation, sampling, "{file}");
+        let checkpoint = Checkpoint::open(&files).unwrap();
+        let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
+        assert_eq!(weights.iter().count(), checkpoint.len(), "{file}");
+    }
+}
+
+// --- logits -------------------------------------------------------------------------------------------------
+
+fn log_softmax(logits: &[f32]) -> Vec<f32> {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|x| f64::from(x - max).exp()).sum();
+    logits.iter().map(|x| x - max - sum.ln() as f32).collect()
+}
+
+/// Logits and greedy tokens of one file, against the exact oracle closely, and against llama.cpp within the noise of its
+/// rounded activations (`llama_bound`).
+fn check_logits(folder: &str, file: &str, exact_bound: f32, llama_bound: f32) {
+    let base = Goldens::read(&data("gguf").join(folder).join("base.safetensors"));
+    let goldens = Goldens::read(&data("gguf").join(folder).join(format!("{file}.goldens.safetensors")));
+    let options = LoadOptions::default();
+    let mut model = Gemma3::load(&device(), &reference(folder, file), &options, &mut |_| {}).unwrap();
+    let vocab = model.config().vocab_size;
+    for prompt in ["short", "mid", "long"] {
+        let tokens = base.tokens(&format!("tokens.{prompt}"));
+        let all = all_logits(&mut model, &tokens);
+        let positions = base.tokens(&format!("positions.{prompt}"));
+        let got: Vec<f32> =
+            positions.iter().flat_map(|&p| all[p as usize * vocab..][..vocab].to_vec()).collect();
+        let exact = max_difference(&got, &goldens.view::<f32>(&format!("exact.logits.{prompt}")));
+
+        // Log-probabilities fix logits up to a constant: their means are brought together.
+        let got = log_softmax(&all[(tokens.len() - 1) * vocab..]);
+        let theirs = goldens.view::<f32>(&format!("llama.logprobs.{prompt}"));
+        let shift = got.iter().zip(&theirs).map(|(a, b)| a - b).sum::<f32>() / vocab as f32;
+        let differences = || got.iter().zip(&theirs).map(|(a, b)| (a - b - shift).abs());
+        let (llama, mean) = (differences().fold(0.0, f32::max), differences().sum::<f32>() / vocab as f32);
+        let kl: f32 = got.iter().zip(&theirs).map(|(a, b)| b.exp() * (b - a)).sum();
+        println!(
+            "{file} {prompt}: max |difference| {exact:.2e}; from llama.cpp {llama:.2e}, mean {mean:.2e}, KL {kl:.2e}"
+        );
+        assert!(exact <= exact_bound, "{file} {prompt}: {exact}");
+        let (mean_bound, kl_bound) = if folder == "gguf-62" { (0.5, 0.15) } else { (0.15, 0.04) };
+        assert!(
+            llama <= llama_bound && mean <= mean_bound && kl <= kl_bound,
+            "{file} {prompt}: {llama} {mean} {kl}"
+        );
+
+        // Equal up to the first step that the noise could turn.
+        for (oracle, noise) in [("exact", 5e-3), ("llama", 2.0 * llama_bound)] {
+            let expected = goldens.tokens(&format!("{oracle}.greedy.{prompt}.tokens"));
+            let margins = goldens.view::<f32>(&format!("{oracle}.greedy.{prompt}.margin"));
+            let sure = margins.iter().position(|m| *m < noise).unwrap_or(expected.len());
+            if sure > 0 {
+                assert_eq!(
+                    greedy(&mut model, &tokens, sure, 64, 3),
+                    expected[..sure],
+                    "{file} {prompt} {oracle}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_file_of_bf16_matches_both_oracles() {
+    check_logits("gguf-s", "gguf-s-BF16", 1e-3, 0.1);
+}
+
+#[test]
+fn every_type_in_one_forward_pass_matches_both_oracles() {
+    check_logits("gguf-a", "gguf-a-zoo", 1e-3, 0.4);
+}
+
+#[test]
+fn the_default_mix_of_k_quants_matches_both_oracles() {
+    check_logits("gguf-a", "gguf-a-Q4_K_M", 1e-3, 0.7);
+}
+
+#[test]
+fn the_shape_of_qat_files_matches_both_oracles() {
+    check_logits("gguf-s", "gguf-s-Q4_0-embF16", 1e-3, 0.4);
+}
+
+#[test]
+fn rows_that_are_no_multiple_of_256_match_both_oracles() {
+    check_logits("gguf-s", "gguf-s-Q4_K_M", 1e-3, 0.7);
+    check_logits("gguf-s", "gguf-s-Q4_1-pure", 1e-3, 0.4);
+    check_logits("gguf-s", "gguf-s-Q8_0", 1e-3, 0.4);
+}
+
+#[test]
+fn sixty_two_layers_scale_attention_as_the_27b_does() {
+    check_logits("gguf-62", "gguf-62-Q8_0", 2e-3, 2.0);
+}
+
+#[test]
+fn quantizing_a_gguf_starts_from_its_values() {
+    // The embedding alone as int8 rows: what the f16 head of a QAT file is for.
+    let files = reference("gguf-s", "gguf-s-Q4_0-embF16");
+    let base = Goldens::read(&data("gguf/gguf-s/base.safetensors"));
+    let tokens = base.tokens("tokens.short");
+    let mut kept = Gemma3::load(&device(), &files, &LoadOptions::default(), &mut |_| {}).unwrap();
+    let exact = all_logits(&mut kept, &tokens);
+    let bytes = kept.weight_bytes();
+    for (quantize, low, high) in [(QuantizeMode::Emb8, 1e-3, 0.5), (QuantizeMode::Int8Row, 1e-3, 1.0)] {
+        let options = LoadOptions { quantize, ..LoadOptions::default() };
+        let mut model = Gemma3::load(&device(), &files, &options, &mut |_| {}).unwrap();
+        let difference = max_difference(&all_logits(&mut model, &tokens), &exact);
+        println!("{quantize}: max |difference| {difference:.2e}, {} of {bytes} bytes", model.weight_bytes());
+        assert!((low..high).contains(&difference), "{quantize}: {difference}");
+        if quantize == QuantizeMode::Emb8 {
+            // 512 rows of 96: half the bytes, and a scale for each row.
+            assert_eq!(bytes - model.weight_bytes(), 512 * 96 - 512 * 2);
+        }
+    }
+}
+
+// --- tokenizers ---------------------------------------------------------------------------------------------
+
+fn tokenizer(files: &ModelFiles) -> Result<Tokenizer, String> {
+    let bytes = files.read("tokenizer.json").map_err(|e| e.to_string())?.ok_or("no tokenizer")?;
+    Tokenizer::from_bytes(&bytes, &files.display("tokenizer.json")).map_err(|e| e.to_string())
+}
+
+#[derive(Deserialize)]
+struct TokenizerCases {
+    encode: Vec<EncodeCase>,
+    decode: Vec<DecodeCase>,
+}
+
+#[derive(Deserialize)]
+struct EncodeCase {
+    text: String,
+    ids_parse_special: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+struct DecodeCase {
+    ids: Vec<u32>,
+    bytes_hex_with_special: String,
+    bytes_hex_without_special: String,
+    hf_text: String,
+}
+
+fn check_tokenizer_cases(tokenizer: &Tokenizer) {
+    let cases: TokenizerCases =
+        serde_json::from_slice(&fs::read(data("gguf/tokenizer_cases.json")).unwrap()).unwrap();
+    assert!(cases.encode.len() >= 71 && cases.decode.len() >= 13);
+    for case in &cases.encode {
+        assert_eq!(tokenizer.encode(&case.text, false).unwrap(), case.ids_parse_special, "{:?}", case.text);
+        let with_bos = [&[2], &case.ids_parse_special[..]].concat();
+        assert_eq!(tokenizer.encode(&case.text, true).unwrap(), with_bos, "{:?}", case.text);
+    }
+    for case in &cases.decode {
+        let bytes = |special: bool| -> Vec<u8> {
+            let ids = case.ids.iter().filter(|id| special || !tokenizer.is_special(**id));
+            ids.flat_map(|id| tokenizer.token_bytes(*id).unwrap()).collect()
+        };
+        assert_eq!(hex(&bytes(true)), case.bytes_hex_with_special, "{:?}", case.ids);
+        assert_eq!(hex(&bytes(false)), case.bytes_hex_without_special, "{:?}", case.ids);
+        assert_eq!(tokenizer.decode(&case.ids, false), case.hf_text, "{:?}", case.ids);
+    }
+}
+
+#[test]
+fn the_tokenizer_of_the_metadata_gives_llama_cpp_s_ids() {
+    for (folder, file) in FILES {
+        let files = reference(folder, file);
+        let tokenizer = tokenizer(&files).unwrap();
+        assert_eq!(tokenizer.vocab_size(), 512, "{file}");
+        check_tokenizer_cases(&tokenizer);
+        // The template is in the metadata too.
+        let config: Json =
+            serde_json::from_slice(&files.read("tokenizer_config.json").unwrap().unwrap()).unwrap();
+        assert_eq!((&config["bos_token"], &config["eos_token"]), (&"<bos>".into(), &"<end_of_turn>".into()));
+        assert!(config["chat_template"].as_str().unwrap().contains("<start_of_turn>"), "{file}");
+        assert!(files.read("chat_template.jinja").unwrap().is_none());
+    }
+}
+
+/// llama.cpp's algorithm, as it is defined: of all neighbours whose joined text is a piece, the best score, and of those
+/// the leftmost, until there are none.
+fn join_by_scores(text: &str, scores: &HashMap<String, f32>) -> Vec<String> {
+    let mut symbols: Vec<String> = text.chars().map(String::from).collect();
+    loop {
+        let mut best: Option<(f32, usize)> = None;
+        for (at, pair) in symbols.windows(2).enumerate() {
+            if let Some(score) = scores.get(&pair.concat())
+                && best.is_none_or(|(other, _)| *score > other)
+            {
+                best = Some((*score, at));
+            }
+        }
+        let Some((_, at)) = best else { return symbols };
+        let right = symbols.remove(at + 1);
+        symbols[at].push_str(&right);
+    }
+}
+
+/// Random vocabularies, with pieces that overlap themselves in every way, runs of one letter, and texts of them.
+#[test]
+fn merges_made_from_scores_join_what_the_scores_join() {
+    const ROUNDS: u64 = 150;
+    let seed = 0x6006_0F00;
+    println!("seed {seed:#x}");
+    let mut joined = 0;
+    for round in 0..ROUNDS {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed + round);
+        let alphabet = &["a", "b", "\u{2581}", "\u{e9}"][..rng.random_range(1..=4)];
+        let mut pieces: Vec<String> = alphabet.iter().map(|c| (*c).to_string()).collect();
+        let mut known: HashSet<String> = pieces.iter().cloned().collect();
+        // Half of them as a training makes them, from two that exist; the others from letters, not all of them in reach.
+        for _ in 0..rng.random_range(4..60) {
+            let piece = match rng.random_bool(0.5) {
+                true => {
+                    [pieces.choose(&mut rng).unwrap().as_str(), pieces.choose(&mut rng).unwrap()].concat()
+                }
+                false => (0..rng.random_range(2..7)).map(|_| *alphabet.choose(&mut rng).unwrap()).collect(),
+            };
+            if piece.chars().count() <= 16 && known.insert(piece.clone()) {
+                pieces.push(piece);
+            }
+        }
+        // Scores are all different, and not in the order of the pieces.
+        let mut order: Vec<usize> = (0..pieces.len()).collect();
+        for i in (1..order.len()).rev() {
+            order.swap(i, rng.random_range(0..=i));
+        }
+        let mut file = Writer::new();
+        let texts: Vec<&str> = pieces.iter().map(String::as_str).collect();
+        set_vocabulary(&mut file, &texts);
+        let mut scores = vec![-1000.0; 6 + 256];
+        scores.extend(order.iter().map(|rank| -(*rank as f32)));
+        let by_text: HashMap<String, f32> =
+            pieces.iter().cloned().zip(scores[262..].iter().copied()).collect();
+        file.set("tokenizer.ggml.scores", Val::Floats(scores));
+        let tokenizer = tokenizer(&file.files()).unwrap();
+        for _ in 0..40 {
+            let text: String =
+                (0..rng.random_range(1..40)).map(|_| *alphabet.choose(&mut rng).unwrap()).collect();
+            let expected = join_by_scores(&text, &by_text);
+            joined += text.chars().count() - expected.len();
+            let got = tokenizer.encode(&text.replace('\u{2581}', " "), false).unwrap();
+            let got: Vec<String> = got.iter().map(|id| tokenizer.token(*id).unwrap()).collect();
+            assert_eq!(got, expected, "round {round}: {text:?} with {by_text:?}");
+        }
+    }
+    assert!(joined > 20_000, "{joined}");
+}
+
+/// Runs of added pieces that share one score, as Google's QAT files have them: joined from the left.
+#[test]
+fn runs_of_pieces_with_one_score_are_joined_from_the_left() {
+    let mut file = Writer::new();
+    let mut pieces: Vec<String> = ["a", "b", "ab", "\u{2581}a"].map(String::from).into();
+    for c in ["\n", "\u{2581}"] {
+        pieces.extend((1..=31).map(|n| c.repeat(n)));
+    }
+    let texts: Vec<&str> = pieces.iter().map(String::as_str).collect();
+    set_vocabulary(&mut file, &texts);
+    let mut scores = vec![0.0; 262];
+    scores.extend(pieces.iter().map(|p| if p.contains(['a', 'b']) { -5.0 } else { 0.0 }));
+    let by_text: HashMap<String, f32> = pieces.iter().cloned().zip(scores[262..].iter().copied()).collect();
+    file.set("tokenizer.ggml.scores", Val::Floats(scores));
+    let tokenizer = tokenizer(&file.files()).unwrap();
+    for n in 1..80 {
+        for text in [
+            "\n".repeat(n),
+            " ".repeat(n),
+            format!("a{}ab{}b", "\n".repeat(n), " ".repeat(n / 2)),
+            format!("{}a\n{}a", " ".repeat(n), "\n ".repeat(n)),
+        ] {
+            let expected = join_by_scores(&text.replace(' ', "\u{2581}"), &by_text);
+            let got = tokenizer.encode(&text, false).unwrap();
+            let got: Vec<String> = got.iter().map(|id| tokenizer.token(*id).unwrap()).collect();
+            assert_eq!(got, expected, "{text:?}");
+        }
+    }
+}
+
+/// A vocabulary of the real one's size: bounded memory, and still the same ids.
+#[test]
+fn a_vocabulary_of_the_real_size_is_read() {
+    let seed = 0xB16_0CAB;
+    println!("seed {seed:#x}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let letters: Vec<String> = ('a'..='z').chain(['\u{2581}']).map(String::from).collect();
+    let mut pieces = letters.clone();
+    let mut known: HashSet<String> = pieces.iter().cloned().collect();
+    while pieces.len() < 262_144 - 262 {
+        // As a training makes them: early pieces are short and take part in many others.
+        let reach = rng.random_range(27..=pieces.len());
+        let piece =
+            [&pieces[rng.random_range(0..reach)][..], &pieces[rng.random_range(0..reach.min(2000))]].concat();
+        if piece.len() <= 24 && known.insert(piece.clone()) {
+            pieces.push(piece);
+        }
+    }
+    let mut file = Writer::new();
+    let texts: Vec<&str> = pieces.iter().map(String::as_str).collect();
+    set_vocabulary(&mut file, &texts);
+    let scores: HashMap<String, f32> =
+        pieces.iter().enumerate().map(|(i, piece)| (piece.clone(), -(i as f32))).collect();
+    let bytes = file.bytes();
+    let len = bytes.len();
+    let files = in_memory(bytes);
+    let (json, peak) = support::peak_allocation(|| files.read("tokenizer.json").unwrap().unwrap());
+    println!("{len} bytes of metadata, {} of tokenizer.json, {peak} allocated", json.len());
+    assert!(peak < 40 * len, "{peak} bytes for a file of {len}");
+    let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
+    assert_eq!(tokenizer.vocab_size(), 262_144);
+    let text: String = (0..2000).map(|_| letters.choose(&mut rng).unwrap().as_str()).collect();
+    let got = tokenizer.encode(&text.replace('\u{2581}', " "), false).unwrap();
+    let got: Vec<String> = got.iter().map(|id| tokenizer.token(*id).unwrap()).collect();
+    assert_eq!(got, join_by_scores(&text, &scores));
+    println!("{} pieces", got.len());
+    assert!(got.len() < 1500);
+}
+
+/// The real vocabulary as llama.cpp's converter writes it, and as Google's own files have it, against the goldens of the real
+/// tokenizer.json.
+#[test]
+fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
+    let Some(json) = text::real_tokenizer_json() else { return support::skip("real-tokenizer") };
+    let json: Json = serde_json::from_slice(&json).unwrap();
+    let vocab = json["model"]["vocab"].as_object().unwrap();
+    let mut tokens = vec![String::new(); vocab.len()];
+    vocab.iter().for_each(|(text, id)| tokens[id.as_u64().unwrap() as usize] = text.clone());
+    // Pieces come in the order in which they were trained, and a piece's score is its place.
+    let mut scores: Vec<f32> = (0..tokens.len()).map(|id| -(id as f32)).collect();
+    let mut types = vec![1; tokens.len()];
+    tokens
+        .iter()
+        .zip(&mut types)
+        .filter(|(token, _)| token.starts_with("<0x"))
+        .for_each(|(_, kind)| *kind = 6);
+    let (mut converted, mut qat) = (Writer::new(), Writer::new());
+    for added in json["added_tokens"].as_array().unwrap() {
+        // The last one has no place in the vocabulary: the image token of the multimodal models.
+        let id = added["id"].as_u64().unwrap() as usize;
+        if id < tokens.len() {
+            let special = added["special"].as_bool().unwrap() || tokens[id].starts_with("<unused") || id == 4;
+            types[id] = if special { 3 } else { 4 };
+            scores[id] = 0.0;
+        }
+    }
+    for file in [&mut converted, &mut qat] {
+        file.set("tokenizer.ggml.model", Val::Text("llama".into()))
+            .set("tokenizer.ggml.bos_token_id", Val::U32(2))
+            .set("tokenizer.ggml.unknown_token_id", Val::U32(3));
+    }
+    // Google's: all normal but four.
+    let normal = [vec![3, 3, 3, 2], vec![1; types.len() - 4]].concat();
+    qat.set("tokenizer.ggml.tokens", Val::Texts(tokens.clone()))
+        .set("tokenizer.ggml.token_type", Val::Ints(normal))
+        .set("tokenizer.ggml.scores", Val::Floats(scores.clone()));
+    // The converter's: spaces of added pieces as spaces, and one score for all of them.
+    for (token, (kind, score)) in tokens.iter_mut().zip(types.iter().zip(&mut scores)) {
+        if matches!(kind, 3 | 4) {
+            *token = token.replace('\u{2581}', " ");
+            *score = -1000.0;
+        }
+    }
+    converted
+        .set("tokenizer.ggml.tokens", Val::Texts(tokens))
+        .set("tokenizer.ggml.token_type", Val::Ints(types))
+        .set("tokenizer.ggml.scores", Val::Floats(scores));
+
+    let (converted, qat) = (tokenizer(&converted.files()).unwrap(), tokenizer(&qat.files()).unwrap());
+    let cases: Json =
+        serde_json::from_slice(&fs::read(data("tokenizer/encode_cases.json")).unwrap()).unwrap();
+    let (mut checked, mut checked_qat) = (0, 0);
+    for case in cases["cases"].as_array().unwrap() {
+        let text = case["text"].as_str().unwrap();
+        let expected: Vec<u32> =
+            case["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
+        // The image token has no place in the vocabulary, and spaces of added pieces are no marks any more.
+        if expected.contains(&262_144) || text.contains('\u{2581}') {
+            continue;
+        }
+        assert_eq!(converted.encode(text, false).unwrap(), expected, "{text:?}");
+        checked += 1;
+        // Normal pieces are not cut out: <h1>, <unused7>, [multimodal] are spelled out there.
+        if !text.replace("_of_turn>", "").contains(['>', ']']) {
+            assert_eq!(qat.encode(text, false).unwrap(), expected, "{text:?}");
+            checked_qat += 1;
+        }
+    }
+    assert!(checked > 40 && checked_qat > 30, "{checked} {checked_qat}");
+}
+
+/// What the converter writes where there is no tokenizer.model: the vocabulary and merges of tokenizer.json.
+#[test]
+fn a_gpt2_style_vocabulary_gives_the_ids_of_its_tokenizer_json() {
+    let json: Json =
+        serde_json::from_slice(&fs::read(data("tokenizer-mini/tokenizer.json")).unwrap()).unwrap();
+    let vocab = json["model"]["vocab"].as_object().unwrap();
+    let mut tokens = vec![String::new(); vocab.len()];
+    vocab.iter().for_each(|(text, id)| tokens[id.as_u64().unwrap() as usize] = text.clone());
+    let mut types = vec![1; tokens.len()];
+    for added in json["added_tokens"].as_array().unwrap() {
+        let looks_special = added["content"].as_str().unwrap().starts_with('<');
+        let control = added["special"].as_bool().unwrap() || looks_special;
+        types[added["id"].as_u64().unwrap() as usize] = if control { 3 } else { 4 };
+    }
+    let merges = json["model"]["merges"].as_array().unwrap();
+    let merges: Vec<String> =
+        merges.iter().map(|m| format!("{} {}", m[0].as_str().unwrap(), m[1].as_str().unwrap())).collect();
+    let mut file = Writer::new();
+    file.set("tokenizer.ggml.model", Val::Text("gpt2".into()))
+        .set("tokenizer.ggml.tokens", Val::Texts(tokens.clone()))
+        .set("tokenizer.ggml.token_type", Val::Ints(types))
+        .set("tokenizer.ggml.merges", Val::Texts(merges.clone()))
+        .set("tokenizer.ggml.bos_token_id", Val::U32(2));
+    check_tokenizer_cases(&tokenizer(&file.files()).unwrap());
+
+    let mut bad = file.clone();
+    bad.set("tokenizer.ggml.merges", Val::Texts([&merges[..], &["he xyz".to_owned()]].concat()));
+    assert_eq!(
+        tokenizer(&bad.files()).err().unwrap(),
+        format!(
+            "m (in memory)/m.gguf: key tokenizer.ggml.merges: element {} needs \"xyz\", which is no token",
+            merges.len()
+        )
+    );
+    bad.set("tokenizer.ggml.merges", Val::Texts(vec!["he".into()]));
+    assert!(
+        tokenizer(&bad.files())
+            .err()
+            .unwrap()
+            .ends_with("element 0 is no pair of pieces with one space between them")
+    );
+    let byte_level = tokens.iter().map(|t| t.replace('\u{2581}', "\u{120}").replace("<0x", "<1x")).collect();
+    bad.set("tokenizer.ggml.tokens", Val::Texts(byte_level));
+    assert!(tokenizer(&bad.files()).err().unwrap().contains("are byte-level pieces; expected Gemma-3's"));
+}
+
+#[test]
+fn a_tokenizer_s_settings_come_from_the_metadata() {
+    let pieces = ["a", "b", "\u{2581}", "\u{2581}a", "ab", "  ", "\n\n", "\n"];
+    let make = |change: &dyn Fn(&mut Writer)| {
+        let mut file = Writer::new();
+        set_vocabulary(&mut file, &pieces);
+        change(&mut file);
+        tokenizer(&file.files()).unwrap()
+    };
+    let plain = make(&|_| ());
+    let id = |text: &str| plain.token_id(text).unwrap();
+    let [a, b, space, space_a, ab] = ["a", "b", "\u{2581}", "\u{2581}a", "ab"].map(id);
+    assert_eq!(plain.encode("ab a", true).unwrap(), [2, ab, space_a]);
+    assert_eq!(plain.encode("ab", false).unwrap(), [ab]);
+    let both = make(&|file| {
+        file.set("tokenizer.ggml.add_eos_token", Val::Bool(true));
+    });
+    assert_eq!(both.encode("b", true).unwrap(), [2, b, 1]);
+    let neither = make(&|file| {
+        file.set("tokenizer.ggml.add_bos_token", Val::Bool(false));
+    });
+    assert_eq!(neither.encode("b", true).unwrap(), [b]);
+    let prefix = make(&|file| {
+        file.set("tokenizer.ggml.add_space_prefix", Val::Bool(true));
+    });
+    assert_eq!(prefix.encode("ab", false).unwrap(), [space_a, b]);
+
+    // User-defined pieces are cut out first, longest first; spaces as the converter writes them.
+    let user_defined = make(&|file| {
+        let types = [vec![3, 3, 3, 2, 3, 3], vec![6; 256], vec![1, 1, 1, 1, 1, 4, 4, 4]].concat();
+        file.set("tokenizer.ggml.token_type", Val::Ints(types));
+    });
+    let (spaces, newlines) = (id("  "), id("\n\n"));
+    assert_eq!(user_defined.encode("a   a\n\nb", false).unwrap(), [a, spaces, space_a, newlines, b]);
+    assert!(!user_defined.is_special(spaces) && plain.is_special(2) && plain.is_special(3));
+    assert_eq!(plain.encode("b  b", false).unwrap(), [b, space, space, b]);
+
+    // Google's QAT files have the marks of turns as normal pieces, and Ollama's a token without a row.
+    let mistyped = make(&|file| {
+        let types = [vec![3, 3, 3, 2, 1, 1], vec![1; 256], vec![1; 8]].concat();
+        file.set("tokenizer.ggml.token_type", Val::Ints(types));
+    });
+    assert_eq!(mistyped.encode("<start_of_turn>b<end_of_turn>", false).unwrap(), [4, b, 5]);
+    assert!(mistyped.is_special(4) && mistyped.is_special(5));
+
+    // Ids without a token of their own.
+    let padded = make(&|file| {
+        let mut tokens: Vec<String> = (0..262).map(|id| plain.token(id).unwrap()).collect();
+        tokens.extend(["a", "", "b", "[PAD265]", "[PAD266]"].map(String::from));
+        file.set("tokenizer.ggml.tokens", Val::Texts(tokens))
+            .set("tokenizer.ggml.token_type", Val::Ints([vec![1; 265], vec![5; 2]].concat()))
+            .set("tokenizer.ggml.scores", Val::Floats(vec![0.0; 267]));
+    });
+    assert_eq!((padded.vocab_size(), padded.contains(263)), (265, false));
+    assert_eq!(padded.encode("ba", false).unwrap(), [264, 262]);
+}
+
+#[test]
+fn a_vocabulary_that_cannot_be_expressed_is_refused() {
+    type Case<'a> = (&'a dyn Fn(&mut Writer), &'a str);
+    let cases: [Case; 13] = [
+        (
+            &|f| {
+                f.set("tokenizer.ggml.model", Val::Text("bert".into()));
+            },
+            "model: \"bert\" is not supported; expected \"llama\" or \"gpt2\"",
+        ),
+        (
+            &|f| {
+                f.remove("tokenizer.ggml.tokens");
+            },
+            "tokens: is missing; expected the vocabulary",
+        ),
+        (
+            &|f| {
+                f.set("tokenizer.ggml.tokens", Val::Texts(vec![]));
+            },
+            "tokens: has 0 elements; expected 1 to 1048576",
+        ),
+        (
+            &|f| {
+                f.set("tokenizer.ggml.tokens", Val::U32(5));
+            },
+            "tokens: is one value; expected an array",
+        ),
+        (
+            &|f| {
+                f.remove("tokenizer.ggml.scores");
+            },
+            "scores: is missing; expected a score per token",
+        ),
+        (
+            &|f| {
+                f.set("tokenizer.ggml.scores", Val::Floats(vec![0.0; 3]));
+            },
+            "scores: has 3 elements; expected one per token (264)",
+        ),
+        (
+            &|f| {
+                f.set("tokenizer.ggml.scores", Val::Floats(vec![f32::NAN; 264]));
+            },
+            "scores: element 0 is NaN; expected a number",
+        ),
+        (
+            &|f| {
+                f.set("tokenizer.ggml.token_type", Val::Ints(vec![1; 9]));
+            },
+            "token_type: has 9 elements; expected one per token (264)",
+        ),
+        (
+            &|f| {
+                f.set("tokenizer.ggml.token_type", Val::Ints(vec![7; 264]));
+            },
+            "token_type: element 0 is 7; expected 1 (normal) to 6 (byte)",
+        ),
+        (
+            &|f| {
+                let tokens =
+                    (0..264).map(|id| if id == 0 { "x".repeat((4 << 20) + 1) } else { format!("t{id}") });
+                f.set("tokenizer.ggml.tokens", Val::Texts(tokens.collect()));
+            },
+            "tokens: holds over 4194304 bytes of control and user-defined tokens",
+        ),
+        (&|f| set_vocabulary(f, &["a", "a"]), "tokens: elements 262 and 263 are both \"a\""),
+        (
+            &|f| set_vocabulary(f, &["a", "a\u{e9}"]),
+            "tokens: element 263 (\"a\u{e9}\") could be joined from the character \"\u{e9}\", which is no token itself",
+        ),
+        (
+            &|f| set_vocabulary(f, &["a", &"a".repeat(256)]),
+            "tokens: element 263 has 256 bytes; expected at most 255 in a piece that is no control token",
+        ),
+    ];
+    // Every part of a text: its merges would take a hundred times its bytes.
+    let mut rng = ChaCha8Rng::seed_from_u64(7);
+    let text: String = (0..200).map(|_| rng.random_range('a'..='z')).collect();
+    let parts: BTreeSet<&str> =
+        (0..200).flat_map(|from| (from + 1..=200).map(move |to| from..to)).map(|r| &text[r]).collect();
+    let mut file = Writer::new();
+    set_vocabulary(&mut file, &parts.into_iter().collect::<Vec<_>>());
+    let (error, peak) = support::peak_allocation(|| tokenizer(&file.files()).err().unwrap());
+    assert!(error.contains("tokenizer.ggml.tokens: has too many ways to join its pieces: over "), "{error}");
+    assert!(peak < 20 * file.bytes().len(), "{peak}");
+
+    for (change, expected) in cases {
+        let mut file = Writer::new();
+        set_vocabulary(&mut file, &["a", "b"]);
+        change(&mut file);
+        let error = tokenizer(&file.files()).err().unwrap();
+        assert_eq!(error, format!("m (in memory)/m.gguf: key tokenizer.ggml.{expected}"));
+    }
+}
+
+// --- metadata -----------------------------------------------------------------------------------------------
+
+fn small(seed: u64) -> Writer {
+    small_model(&mut ChaCha8Rng::seed_from_u64(seed))
+}
+
+fn config_of(change: &dyn Fn(&mut Writer)) -> Result<Gemma3Config, String> {
+    let mut file = small(1);
+    change(&mut file);
+    Gemma3Config::load(&file.files()).map(|(config, _)| config).map_err(|e| e.to_string())
+}
+
+/// What other converters write, and what they leave out.
+#[test]
+fn the_keys_of_other_converters_are_known() {
+    let base = config_of(&|_| ()).unwrap();
+    assert_eq!((base.head_dim, base.query_pre_attn_scalar, base.rope_scaling_factor), (32, 32.0, 8.0));
+    // `<eos>`, which the file names, and the end of a turn.
+    assert_eq!(base.eos_token_ids, [1, 5]);
+
+    // Ollama: nested rope keys; the others left out.
+    let ollama = config_of(&|file| {
+        for key in [
+            "attention.layer_norm_rms_epsilon",
+            "rope.freq_base",
+            "rope.freq_base_swa",
+            "rope.scaling.type",
+            "rope.scaling.factor",
+            "attention.sliding_window_pattern",
+        ] {
+            file.remove(&format!("gemma3.{key}"));
+        }
+        file.set("gemma3.rope.global.freq_base", Val::F32(5e5))
+            .set("gemma3.rope.local.freq_base", Val::F32(2e4));
+        file.set("tokenizer.ggml.eos_token_ids", Val::Ints(vec![1, 4]));
+    })
+    .unwrap();
+    assert_eq!((ollama.rope_theta, ollama.rope_local_base_freq, ollama.rms_norm_eps), (5e5, 2e4, 1e-6));
+    assert_eq!((ollama.rope_scaling_factor, &ollama.eos_token_ids[..]), (1.0, &[1, 4, 5][..]));
+    assert_eq!(ollama.layer_types, [LayerType::SlidingAttention]);
+    let defaults = |file: &mut Writer| {
+        file.remove("gemma3.rope.freq_base").remove("gemma3.rope.freq_base_swa");
+    };
+    let config = config_of(&defaults).unwrap();
+    assert_eq!((config.rope_theta, config.rope_local_base_freq), (1e6, 1e4));
+    // With its vision tower in the same file it is a model of the long context, whose factor is left out.
+    let vision = |context: u32| {
+        config_of(&move |file| {
+            file.remove("gemma3.rope.scaling.type").remove("gemma3.rope.scaling.factor");
+            file.set("gemma3.vision.block_count", Val::U32(27))
+                .set("gemma3.context_length", Val::U32(context));
+        })
+        .unwrap()
+        .rope_scaling_factor
+    };
+    assert_eq!((vision(131_072), vision(32_768)), (8.0, 1.0));
+    // Its 1B has a soft cap that Gemma-3 does not have.
+    let one_b = config_of(&|file| {
+        file.set("gemma3.block_count", Val::U32(26)).remove("gemma3.attention.sliding_window_pattern");
+        file.set("gemma3.final_logit_softcapping", Val::F32(30.0));
+    });
+    assert_eq!(
+        one_b.unwrap().layer_types.iter().filter(|kind| **kind == LayerType::FullAttention).count(),
+        4
+    );
+    // Google: no type of scaling, or factor 1.
+    for (kind, factor, expected) in
+        [(None, 8.0, 8.0), (Some("linear"), 1.0, 1.0), (Some("none"), 8.0, 1.0), (None, 0.0, 1.0)]
+    {
+        let config = config_of(&|file| {
+            file.set("gemma3.rope.scaling.factor", Val::F32(factor));
+            match kind {
+                Some(kind) => file.set("gemma3.rope.scaling.type", Val::Text(kind.into())),
+                None => file.remove("gemma3.rope.scaling.type"),
+            };
+        });
+        assert_eq!(config.unwrap().rope_scaling_factor, expected, "{kind:?} {factor}");
+    }
+
+    use LayerType::{FullAttention, SlidingAttention};
+    for (pattern, expected) in [
+        (Val::U32(1), FullAttention),
+        (Val::U32(2), SlidingAttention),
+        (Val::Flags(vec![false]), FullAttention),
+        (Val::Ints(vec![1]), SlidingAttention),
+    ] {
+        let config = config_of(&|file| {
+            file.set("gemma3.attention.sliding_window_pattern", pattern.clone());
+        });
+        assert_eq!(config.unwrap().layer_types, [expected], "{pattern:?}");
+    }
+    // One value per layer where one is for all.
+    let config = config_of(&|file| {
+        file.set("gemma3.feed_forward_length", Val::Ints(vec![256]));
+    });
+    assert_eq!(config.unwrap().intermediate_size, 256);
+    // Without the length of keys, a head's share of the hidden size.
+    let config = config_of(&|file| {
+        file.remove("gemma3.attention.key_length");
+    });
+    assert_eq!(config.unwrap().head_dim, 32);
+
+    // The vision tower of the same file is left alone.
+    let mut file = small(1);
+    file.tensor("v.blk.0.attn_q.weight", &[32], 0, vec![0; 128]).tensor(
+        "mm.input_projection.weight",
+        &[32],
+        1,
+        vec![0; 64],
+    );
+    let (config, _) = Gemma3Config::load(&file.files()).unwrap();
+    let checkpoint = Checkpoint::open(&file.files()).unwrap();
+    assert_eq!(Gemma3Weights::collect(&checkpoint, &config).unwrap().skipped_vision, 2);
+}
+
+#[test]
+fn metadata_of_another_model_is_refused_by_key() {
+    type Case<'a> = (&'a str, Option<Val>, &'a str);
+    let cases: Vec<Case> = vec![
+        (
+            "general.architecture",
+            Some(Val::Text("gemma2".into())),
+            "\"gemma2\" is not supported; expected \"gemma3\"",
+        ),
+        (
+            "general.architecture",
+            Some(Val::Text("clip".into())),
+            "is \"clip\": this is a vision tower (mmproj); expected \"gemma3\", the file of the language model",
+        ),
+        ("general.architecture", Some(Val::U32(3)), "is 3; expected a text"),
+        ("general.architecture", None, "is missing; expected \"gemma3\""),
+        ("gemma3.block_count", None, "is missing; expected a number"),
+        ("gemma3.block_count", Some(Val::U64(1 << 40)), "is 1099511627776; expected 1 to 1024"),
+        ("gemma3.block_count", Some(Val::I32(-1)), "is -1; expected a whole number"),
+        ("gemma3.embedding_length", Some(Val::F32(256.0)), "is 256; expected a whole number"),
+        ("gemma3.attention.head_count", Some(Val::U32(0)), "is 0; expected at least 1"),
+        (
+            "gemma3.attention.head_count_kv",
+            Some(Val::Ints(vec![1, 2])),
+            "is a list; expected one number, or 1 equal ones",
+        ),
+        ("gemma3.attention.value_length", Some(Val::U32(64)), "is 64; expected the length of the keys (32)"),
+        ("gemma3.rope.dimension_count", Some(Val::U32(16)), "is 16; expected the length of the keys (32)"),
+        ("gemma3.attention.causal", Some(Val::Bool(false)), "is false; expected a model that generates text"),
+        ("gemma3.attention.sliding_window", None, "is missing; expected a number"),
+        ("gemma3.attention.sliding_window_pattern", Some(Val::U32(0)), "is 0; expected 1 to 1024, or a list"),
+        (
+            "gemma3.attention.sliding_window_pattern",
+            Some(Val::Flags(vec![true; 2])),
+            "has 2 elements; expected one per layer (1)",
+        ),
+        (
+            "gemma3.attention.sliding_window_pattern",
+            Some(Val::Ints(vec![2])),
+            "holds 2; expected true where a layer slides",
+        ),
+        (
+            "gemma3.rope.scaling.type",
+            Some(Val::Text("yarn".into())),
+            "is \"yarn\"; expected \"linear\" or \"none\"",
+        ),
+        ("gemma3.rope.scaling.factor", None, "is missing; expected a number"),
+        ("gemma3.rope.freq_base", Some(Val::F32(f32::NAN)), "is NaN; expected a number"),
+        ("gemma3.rope.freq_base", Some(Val::Raw(7, vec![2])), "is a flag with byte 2; expected 0 or 1"),
+        ("tokenizer.ggml.eos_token_ids", Some(Val::Ints(vec![-3])), "holds -3; expected token ids"),
+    ];
+    for (key, value, expected) in cases {
+        let error = config_of(&|file| match &value {
+            Some(value) => {
+                file.set(key, value.clone());
+            }
+            None => {
+                file.remove(key);
+            }
+        })
+        .expect_err(key);
+        assert_eq!(error, format!("m (in memory)/m.gguf: key {key}: {expected}"));
+    }
+    // What the reader of config.json refuses, it refuses of a GGUF too.
+    let place = "m (in memory)/config.json";
+    for (key, value, expected) in [
+        (
+            "gemma3.final_logit_softcapping",
+            Val::F32(30.0),
+            "final_logit_softcapping is 30.0; expected null: Gemma-3 has no soft capping",
+        ),
+        (
+            "gemma3.attention.head_count_kv",
+            Val::U32(3),
+            "num_attention_heads is 8; expected a multiple of num_key_value_heads (3)",
+        ),
+        (
+            "tokenizer.ggml.eos_token_id",
+            Val::U32(4000),
+            "eos_token_id is 4000; expected an id below vocab_size (270)",
+        ),
+    ] {
+        let error = config_of(&|file| {
+            file.set(key, value.clone());
+        })
+        .expect_err(key);
+        assert_eq!(error, format!("{place}: {expected}"));
+    }
+    let mut file = small(1);
+    file.tensors.remove(0);
+    assert_eq!(
+        Gemma3Config::load(&file.files()).unwrap_err().to_string(),
+        "m (in memory)/m.gguf: tensor token_embd.weight: is missing; expected the embedding of the tokens"
+    );
+}
+
+// --- headers ------------------------------------------------------------------------------------------------
+
+fn open(bytes: Vec<u8>) -> Result<Checkpoint, String> {
+    Checkpoint::open(&in_memory(bytes)).map_err(|e| e.to_string())
+}
+
+/// Bytes of the header's fields before the keys.
+const PREAMBLE: usize = 24;
+
+#[test]
+fn a_header_that_lies_is_refused_by_key_or_tensor() {
+    let mut tiny = Writer::new();
+    tiny.set("k", Val::U32(7)).tensor("t", &[4, 2], 0, f32_bytes(&[1.0; 8]));
+    assert_eq!(open(tiny.bytes()).unwrap().get("t").unwrap().shape, [2, 4]);
+    let mut second = tiny.clone();
+    second.version = 2;
+    assert_eq!(open(second.bytes()).unwrap().len(), 1);
+
+    let spoil = |change: &dyn Fn(&mut Vec<u8>)| {
+        let mut bytes = tiny.bytes();
+        change(&mut bytes);
+        open(bytes).err().unwrap()
+    };
+    let put = |at: usize, value: &[u8]| {
+        let value = value.to_vec();
+        spoil(&|bytes| bytes[at..at + value.len()].copy_from_slice(&value))
+    };
+    let write = |change: &dyn Fn(&mut Writer)| {
+        let mut file = tiny.clone();
+        change(&mut file);
+        open(file.bytes()).err().unwrap()
+    };
+    let huge = u64::MAX.to_le_bytes();
+    // The first key's name begins after its length; the first tensor after the key's type and value.
+    let (key, tensor) = (PREAMBLE, PREAMBLE + 8 + 1 + 4 + 4);
+    let after_name = tensor + 8 + 1;
+    let cases: Vec<(String, &str)> = vec![
+        (spoil(&|b| b.truncate(3)), ": the magic takes 4 bytes, 3 are left: the file is truncated or lies"),
+        (
+            put(0, b"FUGG"),
+            ": is no GGUF file: it is big endian; convert it to little endian (gguf_convert_endian.py)",
+        ),
+        (put(0, b"tjgg"), ": is no GGUF file: it is of an older ggml format; convert the model again"),
+        (put(0, b"PK\x03\x04"), ": is no GGUF file: expected the bytes GGUF at its start"),
+        (
+            put(4, &1u32.to_le_bytes()),
+            ": is GGUF version 1; expected 2 or 3 (llama.cpp's converters write 3)",
+        ),
+        (
+            put(4, &3u32.to_be_bytes()),
+            ": is big endian; expected little endian (gguf_convert_endian.py converts it)",
+        ),
+        (put(8, &huge), ": claims 18446744073709551615 tensors; expected at most 65536"),
+        (put(16, &huge), ": claims 18446744073709551615 keys; expected at most 65536"),
+        (
+            put(key, &60_000u64.to_le_bytes()),
+            ": key 0 of 1: its name takes 60000 bytes, 96 are left: the file is truncated or lies",
+        ),
+        (put(key, &huge), ": key 0 of 1: its name has 18446744073709551615 bytes; expected 1 to 65535"),
+        (put(key, &0u64.to_le_bytes()), ": key 0 of 1: its name has 0 bytes; expected 1 to 65535"),
+        (put(key + 8, &[0xff]), ": key 0 of 1: its name is no valid UTF-8"),
+        (put(key + 9, &13u32.to_le_bytes()), ": key k: has the unknown value type 13"),
+        (
+            put(key + 9, &8u32.to_le_bytes()),
+            ": key k: its value takes 4294967303 bytes, 83 are left: the file is truncated or lies",
+        ),
+        (
+            write(&|f| {
+                f.set("k", Val::Raw(9, [4u32.to_le_bytes().to_vec(), huge.to_vec()].concat()));
+            }),
+            ": key k: claims 18446744073709551615 elements,",
+        ),
+        (write(&|f| f.keys.push(f.keys[0].clone())), ": key k: comes twice"),
+        (
+            write(&|f| {
+                f.set("k", Val::Raw(9, [9u32.to_le_bytes().to_vec(), huge.to_vec()].concat()));
+            }),
+            ": key k: is an array of arrays; expected plain elements",
+        ),
+        (
+            write(&|f| {
+                f.set(
+                    "k",
+                    Val::Raw(
+                        9,
+                        [
+                            8u32.to_le_bytes().to_vec(),
+                            2u64.to_le_bytes().to_vec(),
+                            0u64.to_le_bytes().to_vec(),
+                            huge.to_vec(),
+                        ]
+                        .concat(),
+                    ),
+                );
+            }),
+            ": key k: element 1: the text takes 18446744073709551615 bytes",
+        ),
+        (
+            write(&|f| {
+                f.set("general.alignment", Val::U32(0));
+            }),
+            ": key general.alignment: is 0; expected a power of two, at most 1048576",
+        ),
+        (
+            write(&|f| {
+                f.set("general.alignment", Val::U32(48));
+            }),
+            ": key general.alignment: is 48; expected a power of two, at most 1048576",
+        ),
+        (
+            write(&|f| {
+                f.set("general.alignment", Val::Text("8".into()));
+            }),
+            ": key general.alignment: is \"8\"; expected a whole number",
+        ),
+        (put(tensor, &huge), ": tensor 0 of 1: its name has 18446744073709551615 bytes; expected 1 to 256"),
+        (put(tensor + 8, &[0x80]), ": tensor 0 of 1: its name is no valid UTF-8"),
+        (put(after_name, &5u32.to_le_bytes()), ": tensor t: has 5 dimensions; expected 1 to 4"),
+        (put(after_name, &0u32.to_le_bytes()), ": tensor t: has 0 dimensions; expected 1 to 4"),
+        (
+            write(&|f| f.tensors[0].dims = vec![4, 0]),
+            ": tensor t: has the dimensions [4, 0]; expected no zero",
+        ),
+        (
+            write(&|f| f.tensors[0].dims = vec![1 << 33, 1 << 33]),
+            ": tensor t: has the dimensions [8589934592, 8589934592], larger than any file",
+        ),
+        (
+            write(&|f| f.tensors[0].dims = vec![1 << 62]),
+            ": tensor t: has the dimensions [4611686018427387904], larger than any file",
+        ),
+        (
+            write(&|f| f.tensors[0].dims = vec![4, 3]),
+            ": tensor t: its 48 bytes from offset 0 on end beyond the 32 bytes of tensor data: the file is truncated or lies",
+        ),
+        (
+            write(&|f| f.tensors[0].kind = 2),
+            ": tensor t: has rows of 4 values; Q4_0 stores them in blocks of 32",
+        ),
+        (
+            write(&|f| f.tensors[0].kind = 23),
+            ": tensor t: is IQ4_XS, which is not supported; expected F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K (take another file of the model, or requantize it)",
+        ),
+        (write(&|f| f.tensors[0].kind = 4), ": tensor t: is of the unknown type 4, which is not supported;"),
+        (
+            write(&|f| f.tensors[0].offset = Some(u64::MAX - 31)),
+            ": tensor t: its 32 bytes from offset 18446744073709551584 on end beyond the 32 bytes",
+        ),
+        (
+            write(&|f| f.tensors[0].offset = Some(4)),
+            ": tensor t: has the offset 4; expected a multiple of 32",
+        ),
+        (
+            spoil(&|b| {
+                b.pop();
+            }),
+            ": tensor t: its 32 bytes from offset 0 on end beyond the 31 bytes of tensor data",
+        ),
+        (
+            spoil(&|b| b.truncate(100)),
+            ": tensor t: its 32 bytes from offset 0 on end beyond the 4 bytes of tensor data",
+        ),
+        (write(&|f| f.tensors.push(f.tensors[0].clone())), ": tensor t: comes twice"),
+        (
+            write(&|f| {
+                f.tensor("u", &[8], 0, vec![0; 32]).tensors[1].offset = Some(0);
+            }),
+            ": tensor u: overlaps tensor t",
+        ),
+        (
+            write(&|f| f.tensors[0].name = "model.norm.weight".into()),
+            ": tensor model.norm.weight: has a name of Hugging Face's; expected llama.cpp's (blk.0.attn_q.weight)",
+        ),
+    ];
+    for (error, expected) in cases {
+        let rest = error.strip_prefix("m (in memory)/m.gguf").unwrap_or_else(|| panic!("{error}"));
+        assert!(rest.starts_with(expected), "{rest:?}, expected {expected:?}");
+        assert!(!error.contains('\n') && error.len() < 400, "{error}");
+    }
+
+    // Other alignments are honoured.
+    for alignment in [1u64, 8, 64, 4096] {
+        let mut file = tiny.clone();
+        file.alignment = alignment;
+        file.set("general.alignment", Val::U32(alignment as u32)).tensor(
+            "u",
+            &[2],
+            0,
+            f32_bytes(&[2.0, 3.0]),
+        );
+        let checkpoint = open(file.bytes()).unwrap();
+        assert_eq!(checkpoint.get("u").unwrap().to_f32().unwrap(), [2.0, 3.0], "{alignment}");
+    }
+}
+
+#[test]
+fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
+    let mut file = small(2);
+    for tensor in &mut file.tensors {
+        if let Some(&(_, _, block)) = BLOCKS.iter().find(|(k, ..)| *k == tensor.kind) {
+            // The scale of the second block: all ones are NaN, as f16.
+            let at = if tensor.kind == 14 { 208 } else { 0 };
+            tensor.bytes[block + at..block + at + 2].fill(0xff);
+        }
+    }
+    let checkpoint = open(file.bytes()).unwrap();
+    let mut refused = 0;
+    for tensor in checkpoint.iter() {
+        match tensor.check_finite() {
+            Ok(()) => assert!(tensor.plain().is_some(), "{}", tensor.name),
+            Err(e) => {
+                assert!(e.to_string().contains("is NaN or infinite; expected a finite number"), "{e}");
+                refused += 1;
+            }
+        }
+    }
+    assert_eq!(refused, 8);
+}
+
+#[test]
+fn a_file_is_found_by_path_by_folder_and_in_parts() {
+    let folder = TempDir::new().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let problem = |path: &Path| {
+        let error = ModelFiles::open(path).err().unwrap().to_string();
+        error
+            .replace(&format!("{}/", folder.path().display()), "")
+            .replace(&folder.path().display().to_string(), "DIR")
+    };
+    let whole = small(3);
+    // Ollama's blobs have no ending.
+    fs::write(at("sha256-0123"), whole.bytes()).unwrap();
+    assert_eq!(
+        Checkpoint::open(&ModelFiles::open(&at("sha256-0123")).unwrap()).unwrap().len(),
+        whole.tensors.len()
+    );
+    fs::write(at("notes.txt"), "no model").unwrap();
+    assert_eq!(
+        problem(&at("notes.txt")),
+        "notes.txt: is no GGUF file; of other formats, give the folder that holds it"
+    );
+
+    // A folder with a model and its vision tower.
+    fs::write(at("mmproj-x.gguf"), b"GGUF").unwrap();
+    fs::write(at("x-q4_0.gguf"), whole.bytes()).unwrap();
+    let files = ModelFiles::open(folder.path()).unwrap();
+    assert_eq!((files.name(), files.location()), ("x-q4_0", at("x-q4_0.gguf").display().to_string()));
+    fs::write(at("y.gguf"), whole.bytes()).unwrap();
+    assert_eq!(problem(folder.path()), "DIR: holds 2 GGUF files; give one of them (x-q4_0.gguf)");
+    fs::remove_file(at("x-q4_0.gguf")).unwrap();
+    fs::remove_file(at("y.gguf")).unwrap();
+
+    // Three parts: the metadata in the first, tensors in all; the first may have none.
+    let mut parts = [whole.clone(), Writer::new(), Writer::new()];
+    parts[1].tensors = parts[0].tensors.split_off(0);
+    parts[2].tensors = parts[1].tensors.split_off(5);
+    for (index, part) in parts.iter_mut().enumerate() {
+        part.set("split.no", Val::Raw(2, (index as u16).to_le_bytes().into()));
+        part.set("split.count", Val::Raw(2, 3u16.to_le_bytes().into()));
+        fs::write(at(&format!("z-{:05}-of-00003.gguf", index + 1)), part.bytes()).unwrap();
+    }
+    for path in [&at("z-00001-of-00003.gguf"), folder.path()] {
+        let files = ModelFiles::open(path).unwrap();
+        assert_eq!(files.name(), "z");
+        let (config, _) = Gemma3Config::load(&files).unwrap();
+        let checkpoint = Checkpoint::open(&files).unwrap();
+        let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
+        assert_eq!((weights.iter().count(), checkpoint.files().len()), (whole.tensors.len(), 3));
+        let expected = open(whole.bytes()).unwrap();
+        for tensor in checkpoint.iter() {
+            assert_eq!(tensor.to_f32().unwrap(), expected.get(tensor.name).unwrap().to_f32().unwrap());
+        }
+    }
+    assert_eq!(
+        problem(&at("z-00002-of-00003.gguf")),
+        "z-00002-of-00003.gguf: is part 2 of 3; give the first, z-00001-of-00003.gguf"
+    );
+    fs::rename(at("z-00003-of-00003.gguf"), at("w.gguf")).unwrap();
+    assert_eq!(
+        problem(&at("z-00001-of-00003.gguf")),
+        "z-00001-of-00003.gguf: is one of 3 parts, of which z-00003-of-00003.gguf is missing"
+    );
+    let alone = Checkpoint::open(&ModelFiles::open(&at("w.gguf")).unwrap()).err().unwrap().to_string();
+    assert!(
+        alone.ends_with("w.gguf: key split.no: is 2; expected 0: the file was renamed, or parts are missing"),
+        "{alone}"
+    );
+}
+
+// --- spoiled files ------------------------------------------------------------------------------------------
+
+/// A random change that leaves a file which can be written: to a value, a key, a tensor or its bytes.
+fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
+    const NUMBERS: [u64; 14] =
+        [0, 1, 2, 3, 7, 8, 31, 33, 255, 65_536, u32::MAX as u64, 1 << 33, i64::MAX as u64, u64::MAX];
+    const TEXTS: [&str; 12] = [
+        "", "gemma3", "gemma2", "llama", "gpt2", "linear", "yarn", "a\n\0b", "{{", "\u{2581}", "<bos>",
+        "<0x0A>",
+    ];
+    let number = *NUMBERS.choose(rng).unwrap();
+    let text = (*TEXTS.choose(rng).unwrap()).to_owned();
+    let key = rng.random_range(0..file.keys.len());
+    let tensor = rng.random_range(0..file.tensors.len());
+    match rng.random_range(0..16) {
+        // Another value of the same type.
+        0..5 => match &mut file.keys[key].1 {
+            Val::U32(n) => *n = number as u32,
+            Val::U64(n) => *n = number,
+            Val::I32(n) => *n = number as i32,
+            Val::F32(n) => *n = f32::from_bits(number as u32 | rng.random::<u32>()),
+            Val::Bool(flag) => *flag = !*flag,
+            Val::Text(t) => *t = text,
+            Val::Texts(texts) => match rng.random_range(0..4) {
+                0 => texts.truncate(number as usize % (texts.len() + 1)),
+                1 => texts.push(text),
+                _ if texts.is_empty() => {}
+                _ => {
+                    let at = rng.random_range(0..texts.len());
+                    let other = texts[rng.random_range(0..texts.len())].clone();
+                    texts[at] = if rng.random() { other + &text } else { text };
+                }
+            },
+            Val::Floats(items) if !items.is_empty() => {
+                let at = rng.random_range(0..items.len());
+                items[at] = f32::from_bits(rng.random());
+            }
+            Val::Ints(items) if !items.is_empty() => {
+                let at = rng.random_range(0..items.len());
+                items[at] = number as i32 % 9;
+            }
+            Val::Flags(items) => items.resize(number as usize % 100, rng.random()),
+            Val::Floats(_) | Val::Ints(_) | Val::Raw(..) => {}
+        },
+        // A value of another type.
+        5 => {
+            file.keys[key].1 = match rng.random_range(0..9) {
+                0 => Val::U32(number as u32),
+                1 => Val::U64(number),
+                2 => Val::I32(number as i32),
+                3 => Val::F32(number as f32),
+                4 => Val::Bool(rng.random()),
+                5 => Val::Text(text),
+                6 => Val::Texts(vec![text; number as usize % 5]),
+                7 => Val::Ints(vec![number as i32; number as usize % 300]),
+                _ => Val::Raw(rng.random_range(0..14), vec![rng.random(); rng.random_range(0..20)]),
+            }
+        }
+        6 => drop(file.keys.remove(key)),
+        7 => file.keys[key].0 = [text, file.keys[key].0.clone()].concat(),
+        // Other values, scales that are no numbers among them.
+        8..10 => {
+            let bytes = &mut file.tensors[tensor].bytes;
+            if !bytes.is_empty() {
+                let at = rng.random_range(0..bytes.len());
+                let end = (at + rng.random_range(1..300)).min(bytes.len());
+                let fill = *[0, 0x7c, 0xff, rng.random()].choose(rng).unwrap();
+                bytes[at..end].fill(fill);
+            }
+        }
+        // Another shape or type of as many bytes as it takes.
+        10..12 => {
+            let kinds: Vec<u32> = BLOCKS.iter().map(|b| b.0).chain(PLAIN.iter().map(|p| p.0)).collect();
+            let tensor = &mut file.tensors[tensor];
+            tensor.kind = *kinds.choose(rng).unwrap();
+            let rows = rng.random_range(1..5u64);
+            tensor.dims = match rng.random_range(0..4) {
+                0 => vec![256],
+                1 => vec![512, rows],
+                2 => vec![256, rows, 1, 1],
+                _ => vec![256, rows, 2],
+            };
+            tensor
+                .bytes
+                .resize(tensor_bytes(tensor.kind, tensor.dims.iter().product::<u64>() as usize), 0x3c);
+        }
+        // One that does not fit.
+        12 => {
+            let tensor = &mut file.tensors[tensor];
+            match rng.random_range(0..5) {
+                0 => tensor.dims = vec![number; rng.random_range(0..6)],
+                1 => tensor.kind = number as u32 % 50,
+                2 => tensor.offset = Some(number & !31),
+                3 => tensor.bytes.truncate(number as usize % (tensor.bytes.len() + 1)),
+                _ => tensor.dims[0] = number,
+            }
+        }
+        13 => {
+            let other = file.tensors[rng.random_range(0..file.tensors.len())].name.clone();
+            file.tensors[tensor].name = if rng.random() { other } else { text };
+        }
+        14 => drop(file.tensors.remove(tensor)),
+        _ => {
+            file.alignment = 1 << rng.random_range(0..8);
+            let said = if rng.random_bool(0.7) { file.alignment } else { number };
+            file.set("general.alignment", Val::U32(said as u32));
+        }
+    }
+}
+
+/// A random change to the bytes, most of them in the header.
+fn spoil_bytes(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
+    let head = bytes.len().min(12_000);
+    let at = rng.random_range(0..head);
+    match rng.random_range(0..6) {
+        0 => bytes[at] ^= 1 << rng.random_range(0..8),
+        1 => bytes[at] = rng.random(),
+        2 => bytes.truncate(at),
+        3 => drop(bytes.drain(at..(at + rng.random_range(1..40)).min(head))),
+        4 => {
+            let end = (at + 8).min(bytes.len());
+            let value = (bytes.len() as u64).wrapping_mul(rng.random_range(0..3)).to_le_bytes();
+            bytes[at..end].copy_from_slice(&value[..end - at]);
+        }
+        _ => {
+            let copy = bytes[at..(at + 40).min(head)].to_vec();
+            drop(bytes.splice(at..at, copy));
+        }
+    }
+}
+
+/// Spoils a small model in its structure and in its bytes, and loads it to the end: it is refused in one line, or its
+/// rows can be dequantized, and what is allocated is bounded by the file.
+#[test]
+fn spoiled_files_are_refused_or_read_within_bounds() {
+    const ROUNDS: u64 = 12_000;
+    // Most of it is the tokenizer's tables, of which the crate builds several.
+    const PER_BYTE: usize = 12;
+    const FIXED: usize = 2 << 20;
+    let seed: u64 = 0x6006_5EED;
+    println!("seed {seed:#x}");
+    let mut whole = small(seed);
+    // Most of its bytes say nothing about a parser.
+    for tensor in &mut whole.tensors {
+        if tensor.dims.len() == 2 && tensor.name.starts_with("blk") {
+            tensor.dims[1] = 2;
+            tensor.bytes.truncate(tensor_bytes(tensor.kind, 512));
+        }
+    }
+    let accepted = fuzz_bodies::gguf(whole.bytes());
+    assert_eq!(accepted, Accepted { tensors: whole.tensors.len(), model: false, tokenizer: true });
+    assert_eq!(fuzz_bodies::gguf(small(seed).bytes()), Accepted { model: true, ..accepted });
+
+    let (mut past_header, mut with_tokenizer, mut most) = (0, 0, 0);
+    for round in 0..ROUNDS {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
+        let mut file = whole.clone();
+        for _ in 0..rng.random_range(1..=3) {
+            spoil(&mut file, &mut rng);
+            if file.tensors.is_empty() || file.keys.is_empty() {
+                file = whole.clone();
+            }
+        }
+        let mut bytes = file.bytes();
+        if rng.random_bool(0.2) {
+            spoil_bytes(&mut bytes, &mut rng);
+        }
+        let len = bytes.len();
+        let run = || std::panic::catch_unwind(|| fuzz_bodies::gguf(bytes));
+        let (accepted, peak) = support::peak_allocation(run);
+        let Ok(accepted) = accepted else {
+            panic!("round {round}: spoiled with seed {:#x}", seed.wrapping_add(round));
+        };
+        assert!(peak <= PER_BYTE * len + FIXED, "round {round}: {peak} bytes for a file of {len}");
+        most = most.max(peak);
+        past_header += u64::from(accepted.tensors > 0);
+        with_tokenizer += u64::from(accepted.tokenizer);
+    }
+    println!(
+        "{past_header} of {ROUNDS} got past the header, {with_tokenizer} tokenizers, at most {most} bytes held"
+    );
+    assert!(past_header > ROUNDS / 2 && past_header < ROUNDS * 19 / 20, "{past_header}");
+    assert!(with_tokenizer > ROUNDS / 2, "{with_tokenizer}");
+}
+
+/// The other fuzz targets' bodies, with bytes spoiled at random: what `cargo fuzz` runs is run here too.
+#[test]
+fn the_bodies_of_the_other_fuzz_targets_hold() {
+    const ROUNDS: u64 = 1000;
+    let seed: u64 = 0xF022_5EED;
+    println!("seed {seed:#x}");
+    let (checkpoint, folder) = (small(seed).files(), TempDir::new().unwrap());
+    let source = Checkpoint::open(&checkpoint).unwrap();
+    let norm = source.get("model.norm.weight").unwrap();
+    let view =
+        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![256], norm.plain().unwrap().1);
+    let plain = safetensors::serialize([("model.norm.weight", view.unwrap())], None).unwrap();
+
+    let file = folder.path().join("m.gguf");
+    fs::write(&file, small(seed).bytes()).unwrap();
+    let native = folder.path().join("native");
+    quantize(&file, &native);
+    let mut manifest: Json = serde_json::from_slice(&fs::read(native.join("unicorn.json")).unwrap()).unwrap();
+    manifest["config"] = serde_json::json!({});
+    manifest["files"].as_object_mut().unwrap().retain(|name, _| name == "shared.safetensors");
+    manifest["tensors"].as_object_mut().unwrap().retain(|_, t| t["file"] == "shared.safetensors");
+    let manifest = manifest.to_string().into_bytes();
+    let shared = fs::read(native.join("shared.safetensors")).unwrap();
+    let native = [&(manifest.len() as u32).to_le_bytes()[..], &manifest, &shared].concat();
+
+    type Body = fn(Vec<u8>) -> usize;
+    let bodies: [(&str, Body, &[u8]); 3] = [
+        ("safetensors", |bytes| fuzz_bodies::safetensors(bytes).tensors, &plain),
+        ("native", |bytes| fuzz_bodies::native(bytes).tensors, &native),
+        (
+            "gguf_tokenizer",
+            |bytes| fuzz_bodies::gguf_tokenizer(bytes).map_or(0, |t| t.vocab_size()),
+            &small(seed).bytes(),
+        ),
+    ];
+    for (name, body, whole) in bodies {
+        assert!(body(whole.to_vec()) > 0, "{name}");
+        let mut accepted = 0;
+        for round in 0..ROUNDS {
+            let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
+            let mut bytes = whole.to_vec();
+            spoil_bytes(&mut bytes, &mut rng);
+            let run = std::panic::AssertUnwindSafe(|| body(bytes));
+            let found = std::panic::catch_unwind(run).unwrap_or_else(|_| panic!("{name}, round {round}"));
+            accepted += u64::from(found > 0);
+        }
+        println!("{name}: {accepted} of {ROUNDS} accepted");
+        assert!(accepted < ROUNDS, "{name}");
+    }
+}
+
+// --- the command line ---------------------------------------------------------------------------------------
+
+/// `unicorn quantize`, without rounding.
+fn quantize(source: &Path, destination: &Path) {
+    let [source, destination] = [source, destination].map(|path| path.to_str().unwrap());
+    let (code, _, stderr) = cli::output(cli::unicorn(&["quantize", source, destination, "--scheme", "keep"]));
+    assert_eq!(code, 0, "{stderr}");
+}
+
+#[test]
+fn a_gguf_file_becomes_a_native_checkpoint_of_the_same_bits() {
+    let folder = TempDir::new().unwrap();
+    let tokens = Goldens::read(&data("gguf/gguf-a/base.safetensors")).tokens("tokens.short");
+    let logits = |files: &ModelFiles| {
+        let options = LoadOptions::default();
+        all_logits(&mut Gemma3::load(&device(), files, &options, &mut |_| {}).unwrap(), &tokens)
+    };
+    let native = folder.path().join("native");
+    quantize(&data("gguf/gguf-a/gguf-a-zoo.gguf"), &native);
+    let native = ModelFiles::open(&native).unwrap();
+    assert!(Checkpoint::open(&native).unwrap().norms_hold_one());
+    assert!(logits(&native) == logits(&reference("gguf-a", "gguf-a-zoo")));
+    // Its tokenizer is a file now.
+    check_tokenizer_cases(&tokenizer(&native).unwrap());
+}
+
+#[test]
+fn a_gguf_file_answers_on_the_command_line() {
+    let file = data("gguf/gguf-s/gguf-s-Q4_0-embF16.gguf");
+    let file = file.to_str().unwrap();
+    for mode in ["none", "emb8"] {
+        let args = [
+            "generate",
+            "--prompt",
+            "open the file",
+            "--max-tokens",
+            "4",
+            "--model",
+            file,
+            "--quantize",
+            mode,
+            "--allow-software-vulkan",
+        ];
+        let (code, _, stderr) = cli::output(cli::unicorn_on_software(&args));
+        assert_eq!(code, 0, "{stderr}");
+    }
+    let (code, stdout, stderr) = cli::output(cli::unicorn(&["inspect", file, "--json"]));
+    assert_eq!(code, 0, "{stderr}");
+    let shown: Json = serde_json::from_str(&stdout).unwrap();
+    assert_eq!(shown["format"], "gguf");
+}
