@@ -42,7 +42,7 @@ impl Goldens {
     }
 }
 
-fn load(folder: &Path, options: &LoadOptions) -> Gemma3 {
+pub fn load(folder: &Path, options: &LoadOptions) -> Gemma3 {
     let device: Arc<Device> = device();
     Gemma3::load(&device, &ModelFiles::open(folder).unwrap(), options, &mut |_| {}).unwrap()
 }

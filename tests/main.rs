@@ -13,6 +13,7 @@ mod fuzz_bodies;
 mod gguf;
 mod golden;
 mod kernels;
+mod legacy;
 mod native;
 mod placement;
 mod support;

@@ -19,6 +19,9 @@ use super::{CheckpointError, gguf};
 /// Largest file that is read into memory; Gemma-3's tokenizer.json, the largest in use, has 33 MB.
 pub const MAX_READ_BYTES: u64 = 64 << 20;
 
+/// Entries of a folder that are looked at.
+const MAX_NAMES: usize = 1 << 16;
+
 /// The files of one model, by name.
 #[derive(Debug, Clone)]
 pub struct ModelFiles {
@@ -132,6 +135,25 @@ impl ModelFiles {
                     .read_to_end(&mut bytes)
                     .map_err(|e| fail(format!("cannot be read: {e}")))?;
                 Ok(Some(Cow::Owned(bytes)))
+            }
+        }
+    }
+
+    /// The names of the files, of which a model has far fewer than are looked at.
+    pub(super) fn names(&self) -> Result<Vec<String>, CheckpointError> {
+        match &self.source {
+            Source::Embedded(files) => Ok(files.iter().map(|(name, _)| (*name).to_owned()).collect()),
+            Source::Memory(files) => Ok(files.keys().cloned().collect()),
+            Source::Gguf(_) => Ok(Vec::new()),
+            Source::Folder(folder) => {
+                let fail = |e| CheckpointError::file(folder.display(), format!("cannot be listed: {e}"));
+                let entries = fs::read_dir(folder).map_err(fail)?.take(MAX_NAMES);
+                let names = entries.filter_map(|entry| match entry {
+                    // Names that are no text are no files of a model.
+                    Ok(entry) => entry.file_name().into_string().ok().map(Ok),
+                    Err(e) => Some(Err(fail(e))),
+                });
+                names.collect()
             }
         }
     }

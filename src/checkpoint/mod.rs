@@ -15,17 +15,19 @@ use crate::tensor::{DType, Scheme};
 
 mod files;
 mod gguf;
+mod legacy;
 mod native;
 mod safetensors;
 mod view;
 
 pub use files::{FileSlice, MAX_READ_BYTES, ModelFiles};
 pub use gguf::{GgmlTensor, GgmlType};
+pub use legacy::LegacyTensor;
 pub use native::{FileWriter, Manifest, NativeTensor, NativeWriter, NewTensor, Synthetic, verify};
 pub use view::{Encoding, Tensor};
 
 use files::FileBytes;
-use safetensors::{Entries, TensorInfo, one_line, read_header};
+use safetensors::{Entries, Header, one_line, read_header};
 
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -99,6 +101,7 @@ enum Stored {
     Plain { dtype: DType, data: Span },
     Ggml { kind: GgmlType, data: Span },
     Native { scheme: Scheme, blocks: Span, scales: Option<Span> },
+    Legacy { layout: legacy::Layout, q: Span, scales: Span },
 }
 
 impl Stored {
@@ -106,6 +109,7 @@ impl Stored {
         match self {
             Stored::Plain { data, .. } | Stored::Ggml { data, .. } => [Some(data), None],
             Stored::Native { blocks, scales, .. } => [Some(blocks), scales.as_ref()],
+            Stored::Legacy { q, scales, .. } => [Some(q), Some(scales)],
         }
         .into_iter()
         .flatten()
@@ -148,6 +152,12 @@ impl Checkpoint {
         } else if let Some(index) = files.read(INDEX_FILE)? {
             checkpoint.add_shards(files, &index)?;
         } else {
+            let names = files.names()?;
+            let layers = legacy::layer_files(&names);
+            if !layers.is_empty() {
+                checkpoint.add_layer_files(files, &layers)?;
+                return Ok(checkpoint);
+            }
             return Err(CheckpointError::file(
                 files.location(),
                 format!("holds neither {SINGLE_FILE} nor {INDEX_FILE} nor {}", native::MANIFEST_FILE),
@@ -195,6 +205,13 @@ impl Checkpoint {
         self.files.iter().map(|f| f.display.as_str())
     }
 
+    /// What the writer of the checkpoint lost, tensor by tensor, as far as the stored data shows it. Reads the values of
+    /// some tensors, which are small but for the embedding.
+    pub fn defects(&self) -> Vec<String> {
+        let named = |tensor: Tensor| Some(format!("{}: {}", short(tensor.name), tensor.defect()?));
+        self.iter().filter_map(named).collect()
+    }
+
     /// Whether norm weights are stored as the factor `1 + w` (GGUF) and not as `w`.
     pub fn norms_hold_one(&self) -> bool {
         self.norms_hold_one
@@ -236,6 +253,9 @@ impl Checkpoint {
                 blocks: slice(blocks),
                 scales: scales.as_ref().map_or((&[][..]).into(), slice),
             }),
+            Stored::Legacy { layout, q, scales } => {
+                Encoding::Legacy(LegacyTensor::new(*layout, slice(q).bytes, slice(scales).bytes))
+            }
         };
         Tensor { name: &entry.name, file: &self.files[entry.file].display, shape: &entry.shape, encoding }
     }
@@ -247,7 +267,7 @@ impl Checkpoint {
         }
         let index_name = files.display(INDEX_FILE);
         let fail = |problem: String| CheckpointError::file(&index_name, problem);
-        let Index { weight_map: Entries(weight_map) } = serde_json::from_slice(index)
+        let Index { weight_map: Entries { entries: weight_map, .. } } = serde_json::from_slice(index)
             .map_err(|e| fail(format!("is no valid index of shards: {}", one_line(&e))))?;
 
         // In order of file name, whatever the order of the index.
@@ -290,7 +310,7 @@ impl Checkpoint {
             let bytes = files.map_listed(name).map_err(fail)?;
             let bytes = bytes.ok_or_else(|| fail("is missing; the manifest lists it".into()))?;
             native::check_length(files, name, record, bytes.len())?;
-            let infos = header(&display, &bytes)?;
+            let infos = header(&display, &bytes)?.tensors;
             let file = self.files.len();
             for (name, shape, stored) in native::entries(manifest, name, &display, file, infos)? {
                 self.add(Entry { name, shape, file, stored }, &display)?;
@@ -308,7 +328,7 @@ impl Checkpoint {
 
     fn add_file(&mut self, display: String, bytes: FileBytes) -> Result<(), CheckpointError> {
         let file = self.files.len();
-        for info in header(&display, &bytes)? {
+        for info in header(&display, &bytes)?.tensors {
             let data = Span { file, range: info.range };
             let stored = Stored::Plain { dtype: info.dtype, data };
             self.add(Entry { name: info.name, shape: info.shape, file, stored }, &display)?;
@@ -348,7 +368,8 @@ impl Checkpoint {
     }
 }
 
-fn header(display: &str, bytes: &[u8]) -> Result<Vec<TensorInfo>, CheckpointError> {
+/// The header of a safetensors file, which messages call `display`.
+fn header(display: &str, bytes: &[u8]) -> Result<Header, CheckpointError> {
     read_header(bytes).map_err(|e| match e.tensor {
         Some(tensor) => CheckpointError::tensor(display, &tensor, e.problem),
         None => CheckpointError::file(display, e.problem),

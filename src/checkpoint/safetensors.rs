@@ -38,8 +38,16 @@ pub(super) struct HeaderError {
     pub problem: String,
 }
 
-/// The tensors of a file in the order of their bytes.
-pub(super) fn read_header(bytes: &[u8]) -> Result<Vec<TensorInfo>, HeaderError> {
+/// What a file says of itself.
+#[derive(Debug)]
+pub(super) struct Header {
+    /// In the order of their bytes.
+    pub tensors: Vec<TensorInfo>,
+    pub metadata: HashMap<String, String>,
+}
+
+/// Reads and checks the header of a file.
+pub(super) fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
     let file_error = |problem: String| HeaderError { tensor: None, problem };
     let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
         return Err(file_error(format!("truncated: {} bytes, too few for a safetensors file", bytes.len())));
@@ -58,7 +66,7 @@ pub(super) fn read_header(bytes: &[u8]) -> Result<Vec<TensorInfo>, HeaderError> 
         )));
     }
     let (header, data) = rest.split_at(length as usize);
-    let Entries::<HeaderEntry, true>(entries) = serde_json::from_slice(header)
+    let Entries::<HeaderEntry, true> { entries, metadata } = serde_json::from_slice(header)
         .map_err(|e| file_error(format!("its header is no valid safetensors header: {}", one_line(&e))))?;
 
     let start = bytes.len() - data.len();
@@ -91,7 +99,7 @@ pub(super) fn read_header(bytes: &[u8]) -> Result<Vec<TensorInfo>, HeaderError> 
     if end != bytes.len() {
         return Err(file_error(format!("{} bytes follow the last tensor; expected none", bytes.len() - end)));
     }
-    Ok(tensors)
+    Ok(Header { tensors, metadata })
 }
 
 fn check_entry(entry: &HeaderEntry, data_len: usize) -> Result<(DType, Vec<usize>, Range<usize>), String> {
@@ -152,8 +160,11 @@ struct HeaderEntry {
 }
 
 /// A JSON object as (name, value) in file order, refusing a name that comes twice. With `METADATA` the
-/// entry `__metadata__` is an object of strings and left out.
-pub(super) struct Entries<V, const METADATA: bool>(pub Vec<(String, V)>);
+/// entry `__metadata__` is an object of strings, and apart.
+pub(super) struct Entries<V, const METADATA: bool> {
+    pub entries: Vec<(String, V)>,
+    pub metadata: HashMap<String, String>,
+}
 
 impl<'de, V: Deserialize<'de>, const METADATA: bool> Deserialize<'de> for Entries<V, METADATA> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -171,7 +182,7 @@ impl<'de, V: Deserialize<'de>, const METADATA: bool> Visitor<'de> for EntriesVis
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut entries = Vec::new();
+        let (mut entries, mut metadata) = (Vec::new(), HashMap::new());
         let mut seen = std::collections::HashSet::new();
         while let Some(name) = map.next_key::<String>()? {
             let in_entry = |e: A::Error| A::Error::custom(format!("entry {}: {e}", short(&name)));
@@ -179,13 +190,13 @@ impl<'de, V: Deserialize<'de>, const METADATA: bool> Visitor<'de> for EntriesVis
                 return Err(in_entry(A::Error::custom("comes twice")));
             }
             if METADATA && name == "__metadata__" {
-                map.next_value::<HashMap<String, String>>().map_err(in_entry)?;
+                metadata = map.next_value().map_err(in_entry)?;
             } else {
                 let value = map.next_value().map_err(in_entry)?;
                 entries.push((name, value));
             }
         }
-        Ok(Entries(entries))
+        Ok(Entries { entries, metadata })
     }
 }
 

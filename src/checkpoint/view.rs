@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use super::CheckpointError;
 use super::gguf::GgmlTensor;
+use super::legacy::LegacyTensor;
 use super::native::NativeTensor;
 use crate::tensor::{DType, QuantizedRow, Scheme};
 
@@ -35,6 +36,8 @@ pub enum Encoding<'a> {
     Ggml(GgmlTensor<'a>),
     /// Packed as the device wants it.
     Native(NativeTensor<'a>),
+    /// In a layer file of the original project.
+    Legacy(LegacyTensor<'a>),
 }
 
 impl<'a> Tensor<'a> {
@@ -58,6 +61,7 @@ impl<'a> Tensor<'a> {
             Encoding::Plain { data, .. } => data.len() as u64,
             Encoding::Ggml(ggml) => ggml.stored_bytes(),
             Encoding::Native(native) => native.stored_bytes(),
+            Encoding::Legacy(legacy) => legacy.stored_bytes(),
         }
     }
 
@@ -65,7 +69,7 @@ impl<'a> Tensor<'a> {
     pub fn plain(&self) -> Option<(DType, &'a [u8])> {
         match self.encoding {
             Encoding::Plain { dtype, data } => Some((dtype, data)),
-            Encoding::Ggml(_) | Encoding::Native(_) => None,
+            Encoding::Ggml(_) | Encoding::Native(_) | Encoding::Legacy(_) => None,
         }
     }
 
@@ -75,6 +79,7 @@ impl<'a> Tensor<'a> {
             Encoding::Plain { dtype, .. } => Scheme::of(*dtype).ok_or_else(|| self.not_floating(*dtype)),
             Encoding::Ggml(ggml) => Ok(ggml.scheme()),
             Encoding::Native(native) => Ok(native.scheme),
+            Encoding::Legacy(legacy) => Ok(legacy.scheme()),
         }
     }
 
@@ -86,6 +91,7 @@ impl<'a> Tensor<'a> {
             Encoding::Plain { dtype, .. } => panic!("{} holds {dtype:?}: it is not quantized", self.name),
             Encoding::Ggml(ggml) => ggml.quantized_row_into(row, out),
             Encoding::Native(native) => native.quantized_row_into(row, out),
+            Encoding::Legacy(legacy) => legacy.quantized_row_into(row, out).map_err(|e| self.error(e))?,
         }
         Ok(())
     }
@@ -108,6 +114,9 @@ impl<'a> Tensor<'a> {
             }
             Encoding::Ggml(ggml) => ggml.rows_f32_into(rows.clone(), cols, out),
             Encoding::Native(native) => native.rows_f32_into(rows.clone(), cols, out),
+            Encoding::Legacy(legacy) => {
+                legacy.rows_f32_into(rows.clone(), out).map_err(|e| self.error(e))?;
+            }
         }
         // A maximum over bits vectorises, a test with an early exit does not.
         if out.iter().fold(0, |max, x| (x.to_bits() & ABS).max(max)) >= INFINITY {
@@ -159,6 +168,14 @@ impl<'a> Tensor<'a> {
                 let at = chunk.chunks_exact(N).position(is_bad).unwrap_or(0);
                 Err(self.not_finite(index * CHECK_CHUNK + at))
             }
+        }
+    }
+
+    /// What the tensor's writer lost of it, as far as the stored data shows it.
+    pub fn defect(&self) -> Option<String> {
+        match &self.encoding {
+            Encoding::Legacy(legacy) => legacy.defect(),
+            Encoding::Plain { .. } | Encoding::Ggml(_) | Encoding::Native(_) => None,
         }
     }
 

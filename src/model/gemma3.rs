@@ -212,6 +212,9 @@ impl Gemma3 {
         let (config, generation) = Gemma3Config::load(files)?;
         let checkpoint = Checkpoint::open(files)?;
         let weights = Gemma3Weights::collect(&checkpoint, &config)?;
+        if let Some(defects) = weights.defects() {
+            tracing::warn!("{}: {defects}", checkpoint.location());
+        }
         if weights.skipped_vision > 0 {
             tracing::info!(
                 tensors = weights.skipped_vision,

@@ -155,6 +155,24 @@ impl<'a> Gemma3Weights<'a> {
         Ok(Self { embed_tokens, norm, layers, skipped_vision, skipped_bytes })
     }
 
+    /// One line that names the tensors which the checkpoint's writer damaged, as far as that can be seen; none if
+    /// there are none.
+    pub fn defects(&self) -> Option<String> {
+        const NAMED: usize = 8;
+        let of = |tensor: Tensor| Some(format!("{} ({})", short(tensor.name), tensor.defect()?));
+        let each: Vec<String> = self.iter().filter_map(of).collect();
+        let names = each.iter().take(NAMED).map(String::as_str).collect::<Vec<_>>().join(", ");
+        let more = each.len().saturating_sub(NAMED);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        (!each.is_empty()).then(|| {
+            format!(
+                "the quantizer that wrote this checkpoint lost parts of {} tensor(s), which are used as they are: \
+                 {names}{more}; requantize the original checkpoint (`unicorn quantize`)",
+                each.len()
+            )
+        })
+    }
+
     /// Every tensor of the language model.
     pub fn iter(&self) -> impl Iterator<Item = Tensor<'a>> {
         let layers =

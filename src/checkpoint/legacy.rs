@@ -1,0 +1,401 @@
+//! The layer files of the project that this one succeeds (`quantized_models/*-layer-by-layer`), read as they are.
+//!
+//! A folder of `STEM_layer_N.safetensors` and `STEM_shared.safetensors`, one STEM for each shard of the source: what
+//! the shards hold of a layer is merged, and a vision layer shares the files of the language layer of its number. A
+//! tensor T comes with its scales `T_scale`, and its scheme stands in the file's metadata:
+//!
+//! | scheme | T | `T_scale` | value |
+//! |---|---|---|---|
+//! | `int8_symmetric` | I8 | one, in the source's element type | `q * s` |
+//! | `int4_grouped` | I8, -7 to 7 in a byte each | one per 128 values of the flattened tensor | `q * s` |
+//! | `int8_asymmetric` | U8 | F32 `[s, z]` | `(q - z) * s` |
+//!
+//! The writer had defects, which are not undone here, since what they lost is not in the files: a tensor without a zero
+//! in its range was cut off at the end of the 8 bits, and one that is constant became zero. [`LegacyTensor::defect`]
+//! finds them.
+//!
+//! Refuses tensors without a scheme or scales, other types and shapes than the scheme has, and files whose names and
+//! tensors disagree about the layer.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use half::{bf16, f16};
+
+use super::safetensors::TensorInfo;
+use super::{Checkpoint, CheckpointError, Entry, MAX_SHARDS, ModelFiles, Span, Stored, short};
+use crate::tensor::{DType, QuantizedRow, Scales, Scheme};
+
+/// Values of a flattened tensor that share a scale; the last group may be short.
+const GROUP: usize = 128;
+
+/// A tensor of the original project.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LegacyTensor<'a> {
+    layout: Layout,
+    q: &'a [u8],
+    scales: &'a [u8],
+}
+
+/// How a tensor is stored, and the device's layout that holds it without loss.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Layout {
+    kind: Kind,
+    scale_type: ScaleType,
+    /// Of a row.
+    cols: usize,
+    scheme: Scheme,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    Int8Symmetric,
+    Int4Grouped,
+    Int8Asymmetric,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum ScaleType {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl ScaleType {
+    fn at(self, bytes: &[u8], index: usize) -> f32 {
+        match self {
+            Self::F32 => f32::from_le_bytes(bytes[4 * index..4 * index + 4].try_into().expect("4 bytes")),
+            Self::F16 => f16::from_le_bytes([bytes[2 * index], bytes[2 * index + 1]]).to_f32(),
+            Self::Bf16 => bf16::from_le_bytes([bytes[2 * index], bytes[2 * index + 1]]).to_f32(),
+        }
+    }
+
+    const fn size(self) -> usize {
+        if matches!(self, Self::F32) { 4 } else { 2 }
+    }
+}
+
+impl<'a> LegacyTensor<'a> {
+    /// The bytes as `layout` describes them.
+    pub(super) fn new(layout: Layout, q: &'a [u8], scales: &'a [u8]) -> Self {
+        Self { layout, q, scales }
+    }
+
+    pub(super) fn stored_bytes(&self) -> u64 {
+        (self.q.len() + self.scales.len()) as u64
+    }
+
+    pub(super) fn scheme(&self) -> Scheme {
+        self.layout.scheme
+    }
+
+    /// Some rows, each value rounded once at most.
+    pub(super) fn rows_f32_into(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), String> {
+        let first = rows.start * self.layout.cols;
+        let q = &self.q[first..first + out.len()];
+        match self.layout.kind {
+            Kind::Int8Symmetric => {
+                let scale = self.scale(0);
+                q.iter().zip(out).for_each(|(q, out)| *out = f32::from(*q as i8) * scale);
+            }
+            Kind::Int4Grouped => {
+                for (i, (q, out)) in q.iter().zip(out).enumerate() {
+                    *out = f32::from(self.int4(first + i, *q)?) * self.scale((first + i) / GROUP);
+                }
+            }
+            Kind::Int8Asymmetric => {
+                let (scale, zero) = (self.scale(0), self.scale(1));
+                q.iter().zip(out).for_each(|(q, out)| *out = (f32::from(*q) - zero) * scale);
+            }
+        }
+        Ok(())
+    }
+
+    /// A row in the layout of [`LegacyTensor::scheme`]; panics if that does not quantize.
+    pub(super) fn quantized_row_into(&self, row: usize, out: &mut QuantizedRow) -> Result<(), String> {
+        let Layout { kind, cols, scheme, .. } = self.layout;
+        let first = row * cols;
+        for (i, (q, out)) in self.q[first..first + cols].iter().zip(&mut out.q).enumerate() {
+            *out = match kind {
+                Kind::Int8Symmetric => *q as i8,
+                Kind::Int4Grouped => self.int4(first + i, *q)?,
+                Kind::Int8Asymmetric => (i16::from(*q) - 128) as i8,
+            };
+        }
+        let (group, scales) = scheme.grouping(cols).expect("a scheme that quantizes");
+        for (col, index) in (0..cols).step_by(group).zip(0..) {
+            let scale = match kind {
+                Kind::Int4Grouped => self.scale((first + col) / GROUP),
+                _ => self.scale(0),
+            };
+            match scales {
+                Scales::Affine => {
+                    let offset = match kind {
+                        Kind::Int8Asymmetric => (128.0 - self.scale(1)) * scale,
+                        _ => 0.0,
+                    };
+                    let record = &mut out.scales[8 * index..8 * index + 8];
+                    record[..4].copy_from_slice(&scale.to_le_bytes());
+                    record[4..].copy_from_slice(&offset.to_le_bytes());
+                }
+                _ => {
+                    out.scales[2 * index..2 * index + 2].copy_from_slice(&f16::from_f32(scale).to_le_bytes())
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What the writer lost of this tensor, as far as the stored data shows it; none if nothing.
+    pub fn defect(&self) -> Option<String> {
+        let count = self.q.len();
+        match self.layout.kind {
+            Kind::Int8Symmetric => {
+                (count > 0 && self.scale(0) == 0.0).then(|| "scale 0: reads as zeros".into())
+            }
+            Kind::Int4Grouped => {
+                let groups = count.div_ceil(GROUP);
+                let zero = (0..groups).filter(|group| self.scale(*group) == 0.0).count();
+                (zero > 0).then(|| format!("{zero} of {groups} groups have scale 0: read as zeros"))
+            }
+            Kind::Int8Asymmetric => {
+                if count > 0 && self.scale(0) == 0.0 {
+                    return Some("constant when written: reads as zeros".into());
+                }
+                let (clamped, cut) = match self.scale(1) {
+                    0.0 => (0u8, 255u8),
+                    255.0 => (255, 0),
+                    _ => return None,
+                };
+                // Right if the integer that stands for zero occurs: then the minimum or maximum is zero. Else what is
+                // nearest to it says how far the range was moved, by which the far end was cut off.
+                let moved = self.q.iter().map(|q| q.abs_diff(clamped)).min().filter(|steps| *steps > 0)?;
+                let saturated = self.q.iter().filter(|q| **q == cut).count();
+                let (side, loss) =
+                    (if clamped == 0 { "positive" } else { "negative" }, f32::from(moved) * self.scale(0));
+                let more = if moved == 255 { " or more" } else { "" };
+                Some(format!(
+                    "all {side}, zero point clamped to {clamped}: {saturated} of {count} values saturated, by up to \
+                     {loss}{more}"
+                ))
+            }
+        }
+    }
+
+    fn scale(&self, index: usize) -> f32 {
+        self.layout.scale_type.at(self.scales, index)
+    }
+
+    /// The integer at a place of the flattened tensor.
+    fn int4(&self, at: usize, byte: u8) -> Result<i8, String> {
+        let q = byte as i8;
+        if (-7..=7).contains(&q) {
+            return Ok(q);
+        }
+        let (row, col) = (at / self.layout.cols, at % self.layout.cols);
+        Err(format!("row {row}, column {col} holds {q}; expected -7 to 7, as int4_grouped has"))
+    }
+}
+
+impl Layout {
+    /// Checks a tensor and its scales against the scheme that the metadata names.
+    fn check(
+        scheme: &str,
+        tensor: &TensorInfo,
+        q: &[u8],
+        scale: &TensorInfo,
+        scales: &[u8],
+    ) -> Result<Layout, LayoutError> {
+        let (kind, dtype, scale_shape) = match scheme {
+            "int8_symmetric" => (Kind::Int8Symmetric, DType::I8, vec![]),
+            "int4_grouped" => (Kind::Int4Grouped, DType::I8, vec![q.len().div_ceil(GROUP)]),
+            "int8_asymmetric" => (Kind::Int8Asymmetric, DType::U8, vec![2]),
+            other => {
+                let problem = format!(
+                    "has scheme {:?} in the file's metadata; expected int8_symmetric, int4_grouped or int8_asymmetric",
+                    short(other)
+                );
+                return Err(LayoutError::Tensor(problem));
+            }
+        };
+        if tensor.dtype != dtype {
+            let problem = format!("is {:?}; expected {dtype:?} by its scheme, {scheme}", tensor.dtype);
+            return Err(LayoutError::Tensor(problem));
+        }
+        let scale_type = match (scale.dtype, kind) {
+            (DType::F32, _) => ScaleType::F32,
+            (DType::F16, Kind::Int8Symmetric | Kind::Int4Grouped) => ScaleType::F16,
+            (DType::BF16, Kind::Int8Symmetric | Kind::Int4Grouped) => ScaleType::Bf16,
+            (other, _) => {
+                let expected = if kind == Kind::Int8Asymmetric { "F32" } else { "BF16, F16 or F32" };
+                let problem = format!("is {other:?}; expected {expected} by the scheme, {scheme}");
+                return Err(LayoutError::Scale(problem));
+            }
+        };
+        if scale.shape != scale_shape {
+            let problem =
+                format!("has shape {:?}; expected {scale_shape:?} by the scheme, {scheme}", scale.shape);
+            return Err(LayoutError::Scale(problem));
+        }
+        let count = scales.len() / scale_type.size();
+        let mut values = (0..count).map(|index| scale_type.at(scales, index));
+        if let Some(index) = values.clone().position(|scale| !scale.is_finite()) {
+            let problem = format!("element {index} is NaN or infinite; expected a finite number");
+            return Err(LayoutError::Scale(problem));
+        }
+        if kind == Kind::Int8Asymmetric {
+            let zero = scale_type.at(scales, 1);
+            if zero.fract() != 0.0 || !(0.0..=255.0).contains(&zero) {
+                let problem = format!("has zero point {zero}; expected a whole number from 0 to 255");
+                return Err(LayoutError::Scale(problem));
+            }
+        }
+        let f16_holds = values.all(|scale| f16::from_f32(scale).to_f32() == scale);
+        let cols = tensor.shape.last().copied().unwrap_or(1);
+        let scheme = device_scheme(kind, cols, f16_holds, scale_type.at_first(scales));
+        Ok(Layout { kind, scale_type, cols, scheme })
+    }
+}
+
+/// What is wrong: the tensor, or its scales.
+enum LayoutError {
+    Tensor(String),
+    Scale(String),
+}
+
+impl ScaleType {
+    fn at_first(self, scales: &[u8]) -> f32 {
+        if scales.is_empty() { 0.0 } else { self.at(scales, 0) }
+    }
+}
+
+/// The layout that holds the products bit for bit; f32 where the device has none.
+fn device_scheme(kind: Kind, cols: usize, f16_holds: bool, scale: f32) -> Scheme {
+    // Of a group of 128 flattened values, each row has whole pieces of this many columns.
+    let piece = 1usize << cols.trailing_zeros().min(GROUP.trailing_zeros());
+    let affine = |group: usize| Scheme::Int8 { group: group as u32, scales: Scales::Affine };
+    let whole_row = || affine(cols.next_multiple_of(16));
+    match kind {
+        Kind::Int8Symmetric if f16_holds => Scheme::Int8Row,
+        Kind::Int8Symmetric => whole_row(),
+        Kind::Int4Grouped if f16_holds && piece >= 32 => Scheme::int4(piece as u32),
+        Kind::Int4Grouped if piece >= 16 => affine(piece),
+        // q - z has 9 bits; where s has no more than 15, no product and no sum is rounded.
+        Kind::Int8Asymmetric if scale == 0.0 || scale.is_normal() && scale.to_bits() & 0x1FF == 0 => {
+            whole_row()
+        }
+        Kind::Int4Grouped | Kind::Int8Asymmetric => Scheme::F32,
+    }
+}
+
+// ---- The files ----------------------------------------------------------------------------------------------
+
+/// The layer files of a folder that is such a checkpoint: their names, and the layer where it is not the shared one.
+/// Shared files first, then layer by layer.
+pub(super) fn layer_files(names: &[String]) -> Vec<(Option<u32>, &str)> {
+    let mut files: Vec<_> = names.iter().filter_map(|name| layer_file(name)).collect();
+    files.sort_unstable();
+    files
+}
+
+fn layer_file(name: &str) -> Option<(Option<u32>, &str)> {
+    let stem = name.strip_suffix(".safetensors")?;
+    if stem.strip_suffix("_shared").is_some_and(|stem| !stem.is_empty()) {
+        return Some((None, name));
+    }
+    let (stem, number) = stem.rsplit_once("_layer_")?;
+    let digits = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
+    if stem.is_empty() || !digits {
+        return None;
+    }
+    Some((Some(number.parse().ok()?), name))
+}
+
+/// N of a name with `layers.N.`, as the writer found it.
+fn layer_of(name: &str) -> Option<&str> {
+    name.split_once("layers.").map(|(_, rest)| rest.split('.').next().unwrap_or(rest))
+}
+
+impl Checkpoint {
+    /// Maps the layer files of [`layer_files`], and checks every tensor with its scales.
+    pub(super) fn add_layer_files(
+        &mut self,
+        files: &ModelFiles,
+        names: &[(Option<u32>, &str)],
+    ) -> Result<(), CheckpointError> {
+        let fail = |problem: String| Err(CheckpointError::file(files.location(), problem));
+        if names.len() > MAX_SHARDS {
+            return fail(format!("holds {} layer files; expected at most {MAX_SHARDS}", names.len()));
+        }
+        if !names.iter().any(|(layer, _)| layer.is_none()) {
+            return fail("holds layer files, but no *_shared.safetensors, in which the embedding is".into());
+        }
+        for (layer, name) in names {
+            let display = files.display(name);
+            let Some(bytes) = files.map(name)? else {
+                return Err(CheckpointError::file(display, "was there a moment ago, and is gone"));
+            };
+            self.add_layer_file(display, bytes, *layer)?;
+        }
+        Ok(())
+    }
+
+    fn add_layer_file(
+        &mut self,
+        display: String,
+        bytes: super::FileBytes,
+        layer: Option<u32>,
+    ) -> Result<(), CheckpointError> {
+        let header = super::header(&display, &bytes)?;
+        let about = |tensor: &str, problem: String| CheckpointError::tensor(&display, tensor, problem);
+        let by_name: HashMap<&str, &TensorInfo> =
+            header.tensors.iter().map(|info| (info.name.as_str(), info)).collect();
+        // `format` is what other writers put there.
+        let lost =
+            header.metadata.keys().filter(|name| !by_name.contains_key(name.as_str()) && *name != "format");
+        if let Some(name) = lost.min() {
+            return Err(about(name, "has a scheme in the file's metadata, but is not in the file".into()));
+        }
+        let file = self.files.len();
+        for info in &header.tensors {
+            let name = &info.name;
+            let Some(scheme) = header.metadata.get(name) else {
+                match name.strip_suffix("_scale") {
+                    Some(of) if header.metadata.contains_key(of) => continue,
+                    _ => {
+                        let problem = "has no scheme in the file's metadata, as the layer files of the original \
+                                       project have";
+                        return Err(about(name, problem.into()));
+                    }
+                }
+            };
+            let number = layer_of(name);
+            if number.map(|number| number.parse::<u32>().ok()) != layer.map(Some) {
+                let problem = match layer {
+                    Some(layer) => {
+                        format!("lies in a file of layer {layer}; expected layers.{layer} in its name")
+                    }
+                    None => "lies in a file of what layers share; expected no layers.N in its name".into(),
+                };
+                return Err(about(name, problem));
+            }
+            let scale_name = format!("{name}_scale");
+            let Some(scale) = by_name.get(scale_name.as_str()) else {
+                return Err(about(
+                    &scale_name,
+                    format!("is missing; expected the scales of {}", short(name)),
+                ));
+            };
+            let (q, scales) = (&bytes[info.range.clone()], &bytes[scale.range.clone()]);
+            let layout = Layout::check(scheme, info, q, scale, scales).map_err(|e| match e {
+                LayoutError::Tensor(problem) => about(name, problem),
+                LayoutError::Scale(problem) => about(&scale_name, problem),
+            })?;
+            let span = |info: &TensorInfo| Span { file, range: info.range.clone() };
+            let stored = Stored::Legacy { layout, q: span(info), scales: span(scale) };
+            self.add(Entry { name: name.clone(), shape: info.shape.clone(), file, stored }, &display)?;
+        }
+        self.files.push(super::CheckpointFile { display, bytes });
+        Ok(())
+    }
+}

@@ -1,0 +1,510 @@
+//! The original project's layer files: read to the bit, their defects found, and anything that is none refused.
+//!
+//! `tests/data/legacy` holds what that project's own quantizer wrote, and what its dequantization gives, by SHA-256.
+
+use std::fs;
+use std::path::Path;
+
+use half::bf16;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+use tempfile::TempDir;
+
+use crate::golden::{self, Goldens};
+use crate::support::data;
+use unicorn::checkpoint::{Checkpoint, ModelFiles, Tensor};
+use unicorn::model::config::Gemma3Config;
+use unicorn::model::gemma3::LoadOptions;
+use unicorn::model::weights::Gemma3Weights;
+use unicorn::tensor::{QuantizedRow, Scales, Scheme};
+
+const BOUND: f32 = 1e-3;
+
+fn open(folder: &Path) -> Checkpoint {
+    Checkpoint::open(&ModelFiles::open(folder).unwrap()).unwrap_or_else(|e| panic!("{e}"))
+}
+
+fn le_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+pub fn sha256(values: &[f32]) -> String {
+    Sha256::digest(le_bytes(values)).iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// The values of a tensor, and the same by way of the integers and scales that the device gets.
+pub fn values_both_ways(tensor: &Tensor) -> (Vec<f32>, Vec<f32>) {
+    let values = tensor.to_f32().unwrap();
+    let (scheme, cols) = (tensor.scheme().unwrap(), tensor.cols());
+    if scheme.grouping(cols).is_none() {
+        return (values.clone(), values);
+    }
+    let mut row = QuantizedRow::new(scheme, cols);
+    let mut again = vec![0.0; values.len()];
+    for (index, out) in again.chunks_exact_mut(cols).enumerate() {
+        tensor.quantized_row_into(index, &mut row).unwrap();
+        row.dequantize_into(scheme, out);
+    }
+    (values, again)
+}
+
+#[test]
+fn every_tensor_reads_as_the_manifest_says() {
+    let folder = data("legacy/tiny-a");
+    let checkpoint = open(&folder);
+    let manifest: Value =
+        serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
+    let manifest = manifest.as_object().unwrap();
+    assert_eq!((checkpoint.len(), manifest.len()), (145, 145));
+    for (name, expected) in manifest {
+        let tensor = checkpoint.get(name).unwrap_or_else(|| panic!("{name}"));
+        let (values, again) = values_both_ways(&tensor);
+        assert_eq!(sha256(&values), expected["dequant_f32_sha256"], "{name}");
+        assert_eq!(json!(tensor.shape), expected["shape"], "{name}");
+        assert!(tensor.file.ends_with(expected["file"].as_str().unwrap()), "{name} in {}", tensor.file);
+        assert!(values.iter().zip(&again).all(|(a, b)| a == b), "{name} as {}", tensor.scheme().unwrap());
+    }
+}
+
+#[test]
+fn groups_straddle_rows_and_end_short() {
+    let folder = data("legacy/tiny-a");
+    let (checkpoint, goldens) = (open(&folder), Goldens::open(&folder));
+    let layer = "vision_tower.vision_model.encoder.layers.0.mlp";
+    for (name, shape) in
+        [("fc1.weight", &[50, 36][..]), ("fc1.bias", &[50]), ("fc2.weight", &[36, 50]), ("fc2.bias", &[36])]
+    {
+        let name = format!("{layer}.{name}");
+        let tensor = checkpoint.get(&name).unwrap();
+        assert_eq!(tensor.shape, shape, "{name}");
+        let expected: Vec<f32> = goldens.view(&format!("dequant.{name}"));
+        assert_eq!(tensor.to_f32().unwrap(), expected, "{name}");
+        // Rows from the middle, as loading takes them.
+        if let [rows, cols] = *shape {
+            assert_eq!(
+                tensor.rows_f32(rows - 3..rows - 1).unwrap(),
+                expected[(rows - 3) * cols..][..2 * cols]
+            );
+        }
+        // No piece of 16 columns has one scale.
+        assert_eq!(tensor.scheme().unwrap(), Scheme::F32, "{name}");
+    }
+}
+
+#[test]
+fn files_of_a_layer_are_merged_and_vision_is_left_alone() {
+    let folder = data("legacy/tiny-a");
+    let files = ModelFiles::open(&folder).unwrap();
+    let (config, _) = Gemma3Config::load(&files).unwrap();
+    let checkpoint = Checkpoint::open(&files).unwrap();
+    let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
+    assert_eq!((weights.layers.len(), weights.iter().count()), (8, 8 * 13 + 2));
+    assert_eq!(weights.iter().count() + weights.skipped_vision, checkpoint.len());
+    // The border of the source's shards runs through layer 4.
+    let layer_4: std::collections::BTreeSet<_> =
+        weights.iter().filter(|t| t.name.contains(".layers.4.")).map(|t| t.file).collect();
+    assert_eq!(layer_4.len(), 2, "{layer_4:?}");
+    // What each scheme becomes on the device; nothing needs more bytes than it had.
+    let whole_row = |cols: u32| Scheme::Int8 { group: cols, scales: Scales::Affine };
+    assert_eq!(weights.embed_tokens.scheme().unwrap(), whole_row(128));
+    for layer in &weights.layers {
+        assert_eq!(layer.q_proj.scheme().unwrap(), Scheme::Int8Row);
+        assert_eq!(layer.down_proj.scheme().unwrap(), Scheme::int4(128));
+        assert_eq!(layer.input_layernorm.scheme().unwrap(), whole_row(128));
+    }
+}
+
+#[test]
+fn damaged_tensors_are_named() {
+    let folder = data("legacy/tiny-a");
+    let checkpoint = open(&folder);
+    let manifest: Value =
+        serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
+    let defects = checkpoint.defects();
+    let found = |name: &str| defects.iter().find(|d| d.starts_with(&format!("{name}: ")));
+    // The writer's own errors, which the files do not hold, say which tensors are damaged: those that lost more than two
+    // steps of the scale, which is what rounding to integers in bf16 takes at most here.
+    let mut damaged = 0;
+    for (name, facts) in
+        manifest.as_object().unwrap().iter().filter(|(_, f)| f["scheme"] == "int8_asymmetric")
+    {
+        let mut values = checkpoint.get(name).unwrap().to_f32().unwrap();
+        values.sort_by(f32::total_cmp);
+        let step =
+            values.windows(2).map(|pair| pair[1] - pair[0]).filter(|step| *step > 0.0).reduce(f32::min);
+        let error = facts["max_abs_err"].as_f64().unwrap() as f32;
+        // Where all values are one, all were cut off.
+        let lost = step.is_none_or(|step| error > 2.0 * step);
+        assert_eq!(found(name).is_some_and(|d| d.contains("saturated")), lost, "{name}: {facts}");
+        damaged += usize::from(lost);
+    }
+    assert_eq!(damaged, 10);
+    let norm = "language_model.model.layers.1.pre_feedforward_layernorm.weight";
+    let found = found(norm).unwrap();
+    assert!(found.ends_with("clamped to 0: 5 of 128 values saturated, by up to 0.2557068"), "{found}");
+
+    let weights = Gemma3Config::load(&ModelFiles::open(&folder).unwrap()).unwrap().0;
+    let weights = Gemma3Weights::collect(&checkpoint, &weights).unwrap();
+    let warning = weights.defects().unwrap();
+    assert!(warning.contains(norm) && !warning.contains("vision_tower"), "{warning}");
+    assert!(warning.ends_with("requantize the original checkpoint (`unicorn quantize`)"), "{warning}");
+    assert!(!warning.contains('\n'));
+}
+
+#[test]
+fn a_legacy_checkpoint_matches_the_oracle() {
+    let folder = data("legacy/tiny-a");
+    let goldens = Goldens::open(&folder);
+    let mut model = golden::load(&folder, &LoadOptions::default());
+    let vocab = model.config().vocab_size;
+    for prompt in ["short", "mid", "long"] {
+        let tokens = goldens.tokens(&format!("tokens.{prompt}"));
+        let rows: Vec<usize> = match prompt {
+            "short" => (0..tokens.len()).collect(),
+            _ => goldens.tokens(&format!("positions.{prompt}")).iter().map(|&p| p as usize).collect(),
+        };
+        let all = golden::all_logits(&mut model, &tokens);
+        let got: Vec<f32> = rows.iter().flat_map(|&r| all[r * vocab..(r + 1) * vocab].to_vec()).collect();
+        let difference = golden::max_difference(&got, &goldens.view(&format!("logits.{prompt}")));
+        println!("legacy {prompt}: max |difference| {difference:.2e}");
+        assert!(difference <= BOUND, "{prompt}: {difference}");
+
+        // These runs were not chosen for margin: equal up to the first step within the noise.
+        let expected = goldens.tokens(&format!("greedy.{prompt}.tokens"));
+        let margins = goldens.view::<f32>(&format!("greedy.{prompt}.margin"));
+        let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
+        assert!(sure > 0, "{prompt}: no step is sure");
+        assert_eq!(golden::greedy(&mut model, &tokens, sure, 256, 0), expected[..sure], "{prompt}");
+    }
+}
+
+// ---- Made-up files -------------------------------------------------------------------------------------
+
+/// A tensor of a layer file: name, scheme, element type, shape, bytes; scale's type, shape, bytes.
+type Made = (String, &'static str, &'static str, Vec<usize>, Vec<u8>, &'static str, Vec<usize>, Vec<u8>);
+
+fn symmetric(name: &str, shape: &[usize], scale: f32, q: &[i8]) -> Made {
+    let q = q.iter().map(|q| *q as u8).collect();
+    let scale = bf16::from_f32(scale).to_le_bytes().to_vec();
+    (name.into(), "int8_symmetric", "I8", shape.to_vec(), q, "BF16", vec![], scale)
+}
+
+fn grouped(name: &str, shape: &[usize], scales: &[f32], q: &[i8]) -> Made {
+    let q = q.iter().map(|q| *q as u8).collect();
+    let bytes = scales.iter().flat_map(|s| bf16::from_f32(*s).to_le_bytes()).collect();
+    (name.into(), "int4_grouped", "I8", shape.to_vec(), q, "BF16", vec![scales.len()], bytes)
+}
+
+fn asymmetric(name: &str, shape: &[usize], scale: f32, zero: f32, q: &[u8]) -> Made {
+    let scales = le_bytes(&[scale, zero]);
+    (name.into(), "int8_asymmetric", "U8", shape.to_vec(), q.to_vec(), "F32", vec![2], scales)
+}
+
+fn layer_file(tensors: &[Made]) -> Vec<u8> {
+    let (mut header, mut metadata, mut bytes) = (Map::new(), Map::new(), Vec::new());
+    for (name, scheme, dtype, shape, q, scale_type, scale_shape, scales) in tensors {
+        metadata.insert(name.clone(), json!(scheme));
+        for (name, dtype, shape, data) in
+            [(name.clone(), dtype, shape, q), (format!("{name}_scale"), scale_type, scale_shape, scales)]
+        {
+            let offsets = [bytes.len(), bytes.len() + data.len()];
+            header.insert(name, json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
+            bytes.extend_from_slice(data);
+        }
+    }
+    header.insert("__metadata__".into(), Value::Object(metadata));
+    with_header(&Value::Object(header).to_string(), &bytes)
+}
+
+pub fn with_header(header: &str, bytes: &[u8]) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), bytes].concat()
+}
+
+fn folder(files: &[(&str, Vec<u8>)]) -> TempDir {
+    let folder = TempDir::new().unwrap();
+    for (name, bytes) in files {
+        fs::write(folder.path().join(name), bytes).unwrap();
+    }
+    folder
+}
+
+fn shared() -> (&'static str, Vec<u8>) {
+    ("m_shared.safetensors", layer_file(&[asymmetric("norm.weight", &[2], 0.5, 3.0, &[3, 255])]))
+}
+
+#[test]
+fn what_was_lost_is_seen_where_it_can_be() {
+    let ones = vec![1i8; 200];
+    let cases = [
+        (symmetric("a", &[3], 0.0, &[0, 1, 2]), Some("scale 0: reads as zeros")),
+        (symmetric("a", &[3], 0.5, &[0, 1, -127]), None),
+        (grouped("a", &[2, 100], &[0.5, 0.0], &ones), Some("1 of 2 groups have scale 0: read as zeros")),
+        (grouped("a", &[2, 100], &[0.5, 0.25], &ones), None),
+        (asymmetric("a", &[3], 0.0, 0.0, &[7, 7, 7]), Some("constant when written: reads as zeros")),
+        (
+            asymmetric("a", &[4], 0.5, 0.0, &[1, 20, 255, 255]),
+            Some("all positive, zero point clamped to 0: 2 of 4 values saturated, by up to 0.5"),
+        ),
+        (
+            asymmetric("a", &[4], 0.5, 255.0, &[0, 20, 254, 0]),
+            Some("all negative, zero point clamped to 255: 2 of 4 values saturated, by up to 0.5"),
+        ),
+        (
+            asymmetric("a", &[2], 0.5, 0.0, &[255, 255]),
+            Some("all positive, zero point clamped to 0: 2 of 2 values saturated, by up to 127.5 or more"),
+        ),
+        // Their smallest or largest value is zero itself.
+        (asymmetric("a", &[3], 0.5, 0.0, &[0, 20, 255]), None),
+        (asymmetric("a", &[3], 0.5, 255.0, &[0, 20, 255]), None),
+        (asymmetric("a", &[3], 0.5, 100.0, &[0, 255, 255]), None),
+    ];
+    for (tensor, expected) in cases {
+        let what = format!("{tensor:?}");
+        let folder = folder(&[("m_shared.safetensors", layer_file(&[tensor]))]);
+        let expected = Vec::from_iter(expected.map(|problem| format!("a: {problem}")));
+        assert_eq!(open(folder.path()).defects(), expected, "{what}");
+    }
+}
+
+#[test]
+fn scales_beyond_f16_lose_nothing() {
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    // bf16 holds these, f16 does not: too small, too large.
+    for scale in [1e-9f32, 1e9] {
+        let q: Vec<i8> = (0..3 * 64).map(|_| rng.random_range(-7..=7)).collect();
+        let bytes: Vec<u8> = q.iter().map(|q| q.unsigned_abs() * 30).collect();
+        let tensors = [
+            symmetric("symmetric", &[3, 64], scale, &q),
+            grouped("grouped", &[3, 64], &[scale, 0.125], &q),
+            asymmetric("asymmetric", &[3, 64], bf16::from_f32(scale).to_f32(), 7.0, &bytes),
+            // A scale of 24 bits, as a float32 source has: its products are rounded, on the device as here.
+            asymmetric("wide", &[3, 64], 0.1, 7.0, &bytes),
+        ];
+        let folder = folder(&[("m_shared.safetensors", layer_file(&tensors))]);
+        let checkpoint = open(folder.path());
+        for (name, group) in [("symmetric", 64), ("grouped", 64), ("asymmetric", 64)] {
+            let tensor = checkpoint.get(name).unwrap();
+            assert_eq!(tensor.scheme().unwrap(), Scheme::Int8 { group, scales: Scales::Affine }, "{name}");
+            let (values, again) = values_both_ways(&tensor);
+            assert_eq!(values, again, "{name} {scale}");
+            assert!(values.iter().any(|x| *x != 0.0));
+        }
+        let wide = checkpoint.get("wide").unwrap();
+        assert_eq!(wide.scheme().unwrap(), Scheme::F32);
+        assert_eq!(wide.to_f32().unwrap()[5], (f32::from(bytes[5]) - 7.0) * 0.1);
+    }
+}
+
+#[test]
+fn what_is_no_layer_file_is_refused_by_name() {
+    let layer = |tensors: &[Made]| vec![shared(), ("m_layer_3.safetensors", layer_file(tensors))];
+    let name = "x.layers.3.w";
+    let good = || symmetric(name, &[2, 2], 0.5, &[1, 2, 3, 4]);
+    let changed = |change: &dyn Fn(&mut Made)| {
+        let mut tensor = good();
+        change(&mut tensor);
+        layer(&[tensor])
+    };
+    let raw = |metadata: Value, header: Value, bytes: &[u8]| {
+        let mut header = header.as_object().unwrap().clone();
+        header.insert("__metadata__".into(), metadata);
+        vec![shared(), ("m_layer_3.safetensors", with_header(&Value::Object(header).to_string(), bytes))]
+    };
+    let i8_2 = |offsets: [u8; 2]| json!({"dtype": "I8", "shape": [2], "data_offsets": offsets});
+    let cases: Vec<(Vec<(&str, Vec<u8>)>, &str)> = vec![
+        (
+            vec![("m_layer_3.safetensors", layer_file(&[good()]))],
+            ": holds layer files, but no *_shared.safetensors, in which the embedding is",
+        ),
+        (
+            changed(&|t| t.1 = "int3"),
+            "m_layer_3.safetensors: tensor x.layers.3.w: has scheme \"int3\" in the file's metadata; expected \
+             int8_symmetric, int4_grouped or int8_asymmetric",
+        ),
+        (changed(&|t| t.2 = "U8"), "tensor x.layers.3.w: is U8; expected I8 by its scheme, int8_symmetric"),
+        (
+            changed(&|t| t.1 = "int8_asymmetric"),
+            "tensor x.layers.3.w: is I8; expected U8 by its scheme, int8_asymmetric",
+        ),
+        (
+            changed(&|t| t.1 = "int4_grouped"),
+            "tensor x.layers.3.w_scale: has shape []; expected [1] by the scheme, int4_grouped",
+        ),
+        (
+            changed(&|t| t.5 = "I8"),
+            "m_layer_3.safetensors: tensor x.layers.3.w_scale: I8 [] takes 1 bytes; its offsets hold 2",
+        ),
+        (
+            changed(&|t| t.7 = bf16::NAN.to_le_bytes().to_vec()),
+            "tensor x.layers.3.w_scale: element 0 is NaN or infinite; expected a finite number",
+        ),
+        (
+            layer(&[asymmetric(name, &[2], 0.5, 256.0, &[1, 2])]),
+            "tensor x.layers.3.w_scale: has zero point 256; expected a whole number from 0 to 255",
+        ),
+        (
+            layer(&[asymmetric(name, &[2], 0.5, 2.5, &[1, 2])]),
+            "tensor x.layers.3.w_scale: has zero point 2.5; expected a whole number from 0 to 255",
+        ),
+        (
+            layer(&[symmetric("x.layers.4.w", &[1], 0.5, &[1])]),
+            "tensor x.layers.4.w: lies in a file of layer 3; expected layers.3 in its name",
+        ),
+        (
+            layer(&[symmetric("norm", &[1], 0.5, &[1])]),
+            "tensor norm: lies in a file of layer 3; expected layers.3 in its name",
+        ),
+        (
+            vec![("m_shared.safetensors", layer_file(&[good()]))],
+            "tensor x.layers.3.w: lies in a file of what layers share; expected no layers.N in its name",
+        ),
+        (
+            vec![
+                shared(),
+                ("m_layer_3.safetensors", layer_file(&[good()])),
+                ("n_layer_3.safetensors", layer_file(&[good()])),
+            ],
+            "m_layer_3.safetensors too; expected it in one file",
+        ),
+        (
+            raw(json!({}), json!({name: i8_2([0, 2])}), &[1, 2]),
+            "tensor x.layers.3.w: has no scheme in the file's metadata, as the layer files of the original project have",
+        ),
+        (
+            raw(json!({name: "int8_symmetric"}), json!({name: i8_2([0, 2])}), &[1, 2]),
+            "tensor x.layers.3.w_scale: is missing; expected the scales of x.layers.3.w",
+        ),
+        (
+            raw(json!({name: "int8_symmetric"}), json!({}), &[]),
+            "tensor x.layers.3.w: has a scheme in the file's metadata, but is not in the file",
+        ),
+    ];
+    for (files, expected) in cases {
+        let folder = folder(&files);
+        let error = Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).unwrap_err().to_string();
+        assert!(error.contains(expected) && !error.contains('\n'), "{error:?}, expected {expected:?}");
+    }
+    // A byte that is no int4 is found where it is read.
+    let folder =
+        folder(&layer(&[grouped(name, &[2, 32], &[0.5], &[&[1i8; 40][..], &[9], &[1; 23]].concat())]));
+    let checkpoint = open(folder.path());
+    let tensor = checkpoint.get(name).unwrap();
+    let mut row = QuantizedRow::new(tensor.scheme().unwrap(), 32);
+    tensor.quantized_row_into(0, &mut row).unwrap();
+    for error in [tensor.quantized_row_into(1, &mut row).unwrap_err(), tensor.to_f32().unwrap_err()] {
+        let expected = "tensor x.layers.3.w: row 1, column 8 holds 9; expected -7 to 7, as int4_grouped has";
+        assert!(error.to_string().ends_with(expected), "{error}");
+    }
+}
+
+/// Reads everything there is to read of a checkpoint that may be damaged.
+pub fn read_all(folder: &Path) -> Result<usize, String> {
+    let checkpoint = Checkpoint::open(&ModelFiles::open(folder).unwrap()).map_err(|e| e.to_string())?;
+    checkpoint.defects();
+    for tensor in checkpoint.iter() {
+        let mut row = vec![0.0; tensor.cols()];
+        if let Ok(scheme) = tensor.scheme() {
+            let mut quantized = QuantizedRow::new(scheme, tensor.cols());
+            for index in 0..tensor.rows().min(8) {
+                let values = tensor.rows_f32_into(index..index + 1, &mut row);
+                if scheme.grouping(tensor.cols()).is_some() {
+                    let as_stored = tensor.quantized_row_into(index, &mut quantized);
+                    assert!(as_stored.is_ok() || values.is_err(), "{}: {as_stored:?}", tensor.name);
+                }
+            }
+        }
+    }
+    Ok(checkpoint.len())
+}
+
+/// Changes a safetensors file: a byte of its data or a value of its header, which stays JSON mostly.
+pub fn mutate(file: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
+    let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let (header, data) = (&file[8..8 + length], &file[8 + length..]);
+    let mut data = data.to_vec();
+    let mut header: Value = serde_json::from_slice(header).unwrap();
+    for _ in 0..rng.random_range(1..3) {
+        let names: Vec<String> = header.as_object().unwrap().keys().cloned().collect();
+        let (name, other) = (names.choose(rng).unwrap().clone(), names.choose(rng).unwrap().clone());
+        let number = [0i64, 1, -1, 2, 3, 31, 32, 64, 1 << 31, i64::MAX].choose(rng).copied().unwrap();
+        let entries = header.as_object_mut().unwrap();
+        match rng.random_range(0..20) {
+            0 => {
+                let dtypes = ["F32", "F16", "BF16", "I8", "U8", "I32", "I64"];
+                entries[&name]["dtype"] = json!(dtypes.choose(rng));
+            }
+            1 => {
+                if let Some(shape) = entries[&name].get_mut("shape").and_then(Value::as_array_mut) {
+                    match rng.random_range(0..4) {
+                        0 => shape.push(json!(number)),
+                        1 => drop(shape.pop()),
+                        2 => shape.reverse(),
+                        _ => shape.iter_mut().for_each(|dim| *dim = json!(number)),
+                    }
+                }
+            }
+            2 => drop(entries.remove(&name)),
+            3 => {
+                let value = entries[&name].clone();
+                entries.insert(other, value);
+            }
+            4 => {
+                let value = entries.remove(&name).unwrap();
+                let suffixes =
+                    [".weight", ".qweight", ".scales", ".qzeros", ".weight_packed", "_scale", "_layers.1."];
+                entries.insert(format!("{other}{}", suffixes.choose(rng).unwrap()), value);
+            }
+            5 => {
+                if let Some(metadata) = entries.get_mut("__metadata__").and_then(Value::as_object_mut) {
+                    let schemes = ["int8_symmetric", "int4_grouped", "int8_asymmetric", ""];
+                    metadata.insert(name, json!(schemes.choose(rng)));
+                }
+            }
+            6 => {
+                let part = rng.random_range(0..2);
+                if let Some(offset) = entries[&name].get_mut("data_offsets").and_then(|o| o.get_mut(part)) {
+                    *offset = json!(number);
+                }
+            }
+            // What most damage is, and what gets past the header.
+            _ if !data.is_empty() => {
+                let at = rng.random_range(0..data.len());
+                data[at] ^= 1 << rng.random_range(0..8);
+            }
+            _ => {}
+        }
+    }
+    if rng.random_ratio(1, 40) {
+        data.truncate(data.len() / 2);
+    }
+    with_header(&header.to_string(), &data)
+}
+
+#[test]
+fn damaged_layer_files_are_an_error_or_read() {
+    const SEED: u64 = 31;
+    println!("seed {SEED}");
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let q: Vec<i8> = (0..256).map(|i| (i % 15) as i8 - 7).collect();
+    let whole = layer_file(&[
+        symmetric("x.layers.1.q_proj", &[4, 64], 0.5, &q),
+        grouped("x.layers.1.up_proj", &[4, 64], &[0.5, 0.25], &q),
+        grouped("x.layers.1.odd", &[5, 30], &[0.5, 0.25], &q[..150]),
+        asymmetric("x.layers.1.norm", &[64], 0.5, 0.0, &[9; 64]),
+    ]);
+    let folder = folder(&[shared(), ("m_layer_1.safetensors", whole.clone())]);
+    assert_eq!(read_all(folder.path()), Ok(5));
+    let mut read = 0;
+    for _ in 0..4000 {
+        fs::write(folder.path().join("m_layer_1.safetensors"), mutate(&whole, &mut rng)).unwrap();
+        match read_all(folder.path()) {
+            Ok(_) => read += 1,
+            Err(error) => assert!(!error.contains('\n') && error.len() < 2000, "{error:?}"),
+        }
+    }
+    println!("{read} of 4000 read");
+    assert!((2000..3600).contains(&read), "{read}: too few or too many to say anything");
+}
