@@ -709,11 +709,6 @@ fn configs_that_cannot_be_computed_are_refused_by_field() {
             json!({"hidden_activation": "silu"}),
             "hidden_activation \"silu\" is not supported; expected \"gelu_pytorch_tanh\"",
         ),
-        (
-            json!({"quantization_config": {"quant_method": "gptq"}}),
-            "quantization_config marks a quantized checkpoint; expected the original in BF16, F16 or F32 (--quantize \
-             quantizes it)",
-        ),
         (json!({"eos_token_id": [1, 512]}), "eos_token_id is 512; expected an id below vocab_size (512)"),
         (json!({"eos_token_id": -1}), "eos_token_id is -1; expected a whole number from 0 to 4294967295"),
         (json!({"bos_token_id": 4000}), "bos_token_id is 4000; expected an id below vocab_size (512)"),

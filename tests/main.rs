@@ -15,6 +15,7 @@ mod golden;
 mod kernels;
 mod legacy;
 mod native;
+mod packed;
 mod placement;
 mod support;
 mod target;

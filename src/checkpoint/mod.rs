@@ -17,6 +17,7 @@ mod files;
 mod gguf;
 mod legacy;
 mod native;
+mod packed;
 mod safetensors;
 mod view;
 
@@ -24,6 +25,7 @@ pub use files::{FileSlice, MAX_READ_BYTES, ModelFiles};
 pub use gguf::{GgmlTensor, GgmlType};
 pub use legacy::LegacyTensor;
 pub use native::{FileWriter, Manifest, NativeTensor, NativeWriter, NewTensor, Synthetic, verify};
+pub use packed::PackedMatrix;
 pub use view::{Encoding, Tensor};
 
 use files::FileBytes;
@@ -102,14 +104,16 @@ enum Stored {
     Ggml { kind: GgmlType, data: Span },
     Native { scheme: Scheme, blocks: Span, scales: Option<Span> },
     Legacy { layout: legacy::Layout, q: Span, scales: Span },
+    Packed { layout: packed::Layout, weights: Span, scales: Span, zeros: Option<Span> },
 }
 
 impl Stored {
     fn spans(&self) -> impl Iterator<Item = &Span> {
         match self {
-            Stored::Plain { data, .. } | Stored::Ggml { data, .. } => [Some(data), None],
-            Stored::Native { blocks, scales, .. } => [Some(blocks), scales.as_ref()],
-            Stored::Legacy { q, scales, .. } => [Some(q), Some(scales)],
+            Stored::Plain { data, .. } | Stored::Ggml { data, .. } => [Some(data), None, None],
+            Stored::Native { blocks, scales, .. } => [Some(blocks), scales.as_ref(), None],
+            Stored::Legacy { q, scales, .. } => [Some(q), Some(scales), None],
+            Stored::Packed { weights, scales, zeros, .. } => [Some(weights), Some(scales), zeros.as_ref()],
         }
         .into_iter()
         .flatten()
@@ -163,6 +167,7 @@ impl Checkpoint {
                 format!("holds neither {SINGLE_FILE} nor {INDEX_FILE} nor {}", native::MANIFEST_FILE),
             ));
         }
+        checkpoint.join_packed(files)?;
         Ok(checkpoint)
     }
 
@@ -255,6 +260,10 @@ impl Checkpoint {
             }),
             Stored::Legacy { layout, q, scales } => {
                 Encoding::Legacy(LegacyTensor::new(*layout, slice(q).bytes, slice(scales).bytes))
+            }
+            Stored::Packed { layout, weights, scales, zeros } => {
+                let zeros = zeros.as_ref().map_or(&[][..], |zeros| slice(zeros).bytes);
+                Encoding::Packed(PackedMatrix::new(*layout, slice(weights).bytes, slice(scales).bytes, zeros))
             }
         };
         Tensor { name: &entry.name, file: &self.files[entry.file].display, shape: &entry.shape, encoding }

@@ -11,6 +11,7 @@ use super::CheckpointError;
 use super::gguf::GgmlTensor;
 use super::legacy::LegacyTensor;
 use super::native::NativeTensor;
+use super::packed::PackedMatrix;
 use crate::tensor::{DType, QuantizedRow, Scheme};
 
 /// Elements checked by one task: large enough to be worth a task, small enough to share out.
@@ -38,6 +39,8 @@ pub enum Encoding<'a> {
     Native(NativeTensor<'a>),
     /// In a layer file of the original project.
     Legacy(LegacyTensor<'a>),
+    /// By GPTQ, AWQ or compressed-tensors.
+    Packed(PackedMatrix<'a>),
 }
 
 impl<'a> Tensor<'a> {
@@ -62,6 +65,7 @@ impl<'a> Tensor<'a> {
             Encoding::Ggml(ggml) => ggml.stored_bytes(),
             Encoding::Native(native) => native.stored_bytes(),
             Encoding::Legacy(legacy) => legacy.stored_bytes(),
+            Encoding::Packed(packed) => packed.stored_bytes(),
         }
     }
 
@@ -69,7 +73,7 @@ impl<'a> Tensor<'a> {
     pub fn plain(&self) -> Option<(DType, &'a [u8])> {
         match self.encoding {
             Encoding::Plain { dtype, data } => Some((dtype, data)),
-            Encoding::Ggml(_) | Encoding::Native(_) | Encoding::Legacy(_) => None,
+            Encoding::Ggml(_) | Encoding::Native(_) | Encoding::Legacy(_) | Encoding::Packed(_) => None,
         }
     }
 
@@ -80,6 +84,7 @@ impl<'a> Tensor<'a> {
             Encoding::Ggml(ggml) => Ok(ggml.scheme()),
             Encoding::Native(native) => Ok(native.scheme),
             Encoding::Legacy(legacy) => Ok(legacy.scheme()),
+            Encoding::Packed(packed) => Ok(packed.scheme()),
         }
     }
 
@@ -92,6 +97,7 @@ impl<'a> Tensor<'a> {
             Encoding::Ggml(ggml) => ggml.quantized_row_into(row, out),
             Encoding::Native(native) => native.quantized_row_into(row, out),
             Encoding::Legacy(legacy) => legacy.quantized_row_into(row, out).map_err(|e| self.error(e))?,
+            Encoding::Packed(packed) => packed.quantized_row_into(row, out).map_err(|e| self.error(e))?,
         }
         Ok(())
     }
@@ -116,6 +122,9 @@ impl<'a> Tensor<'a> {
             Encoding::Native(native) => native.rows_f32_into(rows.clone(), cols, out),
             Encoding::Legacy(legacy) => {
                 legacy.rows_f32_into(rows.clone(), out).map_err(|e| self.error(e))?;
+            }
+            Encoding::Packed(packed) => {
+                packed.rows_f32_into(rows.clone(), out).map_err(|e| self.error(e))?;
             }
         }
         // A maximum over bits vectorises, a test with an early exit does not.
@@ -175,7 +184,7 @@ impl<'a> Tensor<'a> {
     pub fn defect(&self) -> Option<String> {
         match &self.encoding {
             Encoding::Legacy(legacy) => legacy.defect(),
-            Encoding::Plain { .. } | Encoding::Ggml(_) | Encoding::Native(_) => None,
+            Encoding::Plain { .. } | Encoding::Ggml(_) | Encoding::Native(_) | Encoding::Packed(_) => None,
         }
     }
 

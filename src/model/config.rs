@@ -6,8 +6,8 @@
 //! transformers' `Gemma3TextConfig`.
 //!
 //! Refuses by name whatever would change the result and is not computed here: other model types, soft
-//! capping, biases, bidirectional attention, untied heads, rope scalings other than linear, quantized
-//! checkpoints. Invariant: a [`Gemma3Config`] that exists can be computed.
+//! capping, biases, bidirectional attention, untied heads, rope scalings other than linear. How the weights
+//! are quantized (`quantization_config`) is for [`crate::checkpoint`] to read. Invariant: a [`Gemma3Config`] that exists can be computed.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -521,12 +521,6 @@ impl<'a> Level<'a> {
         {
             let problem = format!("{:?} is not supported; expected \"gelu_pytorch_tanh\"", short(activation));
             return Err(self.error("hidden_activation", problem));
-        }
-        if self.get("quantization_config").is_some() {
-            return Err(self.error(
-                "quantization_config",
-                "marks a quantized checkpoint; expected the original in BF16, F16 or F32 (--quantize quantizes it)",
-            ));
         }
         Ok(())
     }

@@ -1,0 +1,515 @@
+//! GPTQ, AWQ and compressed-tensors checkpoints: read without loss, and refused by name where they are not what is read.
+//!
+//! `tests/data/packed` was packed, and unpacked again for the goldens, by those projects' own code
+//! (`tools/packed_goldens`).
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Map, Value, json};
+use tempfile::TempDir;
+
+use crate::golden::{self, Goldens};
+use crate::legacy::{mutate, read_all, sha256, values_both_ways, with_header};
+use crate::support::data;
+use unicorn::checkpoint::{Checkpoint, ModelFiles};
+use unicorn::model::config::Gemma3Config;
+use unicorn::model::gemma3::LoadOptions;
+use unicorn::model::weights::Gemma3Weights;
+use unicorn::tensor::{Scales, Scheme};
+
+const BOUND: f32 = 1e-3;
+
+/// Each checkpoint, and what its q_proj (128 columns) and down_proj (256) are on the device.
+fn variants() -> Vec<(&'static str, Scheme, Scheme)> {
+    let int4 = |group, scales| Scheme::Int4 { group, scales };
+    let same = |name, scheme| (name, scheme, scheme);
+    let zero_8 = |group| Scheme::Int8 { group, scales: Scales::ZeroPoint };
+    vec![
+        same("gptq-v1-g128-sym", Scheme::int4(128)),
+        same("gptq-v1-g64", int4(64, Scales::ZeroPoint)),
+        same("gptq-v1-g32-gptqmodel", int4(32, Scales::ZeroPoint)),
+        same("gptq-v2-g128", int4(128, Scales::ZeroPoint)),
+        ("gptq-v2-row-8bit", zero_8(128), zero_8(256)),
+        same("awq-g128", int4(128, Scales::ZeroPoint)),
+        same("awq-g32", int4(32, Scales::ZeroPoint)),
+        same("compressed-g128-sym", Scheme::int4(128)),
+        same("compressed-g32", int4(32, Scales::ZeroPoint)),
+        ("compressed-row-sym", Scheme::int4(128), Scheme::int4(256)),
+        same("compressed-row-sym-8bit", Scheme::Int8Row),
+    ]
+}
+
+fn folder_of(variant: &str) -> PathBuf {
+    data("packed").join(variant)
+}
+
+fn open(folder: &Path) -> Result<Checkpoint, String> {
+    Checkpoint::open(&ModelFiles::open(folder).unwrap()).map_err(|e| e.to_string())
+}
+
+#[test]
+fn every_tensor_is_what_the_packages_unpack() {
+    for (variant, q_proj, down_proj) in variants() {
+        let folder = folder_of(variant);
+        let checkpoint = open(&folder).unwrap();
+        let hashes: Value =
+            serde_json::from_slice(&fs::read(folder.join("dequantized.json")).unwrap()).unwrap();
+        for (name, expected) in hashes.as_object().unwrap() {
+            let tensor = checkpoint.get(name).unwrap_or_else(|| panic!("{variant}: {name}"));
+            let (values, again) = values_both_ways(&tensor);
+            assert_eq!(sha256(&values), *expected, "{variant}: {name}");
+            assert!(values.iter().zip(&again).all(|(a, b)| a == b), "{variant}: {name} on the device");
+        }
+        let files = ModelFiles::open(&folder).unwrap();
+        let (config, _) = Gemma3Config::load(&files).unwrap();
+        let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
+        assert_eq!(weights.iter().count(), hashes.as_object().unwrap().len(), "{variant}");
+        assert_eq!(weights.iter().count() + weights.skipped_vision, checkpoint.len(), "{variant}");
+        for layer in &weights.layers {
+            assert_eq!(layer.q_proj.scheme().unwrap(), q_proj, "{variant}");
+            assert_eq!(layer.down_proj.scheme().unwrap(), down_proj, "{variant}");
+        }
+        // Every byte is one tensor's, but for the parts that only say how the rest lies.
+        let size = fs::metadata(folder.join("model.safetensors")).unwrap().len();
+        assert!((size * 9 / 10..size).contains(&checkpoint.total_bytes()), "{variant}");
+    }
+}
+
+#[test]
+fn packed_checkpoints_match_the_oracle() {
+    for (variant, ..) in variants() {
+        let folder = folder_of(variant);
+        let goldens = Goldens::open(&folder);
+        let mut model = golden::load(&folder, &LoadOptions::default());
+        let got = golden::all_logits(&mut model, &goldens.tokens("tokens"));
+        let difference = golden::max_difference(&got, &goldens.view("logits"));
+        println!("{variant}: max |difference| {difference:.2e}");
+        assert!(difference <= BOUND, "{variant}: {difference}");
+    }
+}
+
+// ---- Made-up files -------------------------------------------------------------------------------------
+
+type Part = (&'static str, &'static str, Vec<usize>, Vec<u8>);
+
+fn words(words: impl IntoIterator<Item = u32>) -> Vec<u8> {
+    words.into_iter().flat_map(u32::to_le_bytes).collect()
+}
+
+fn f16s(scales: &[f32]) -> Vec<u8> {
+    scales.iter().flat_map(|s| f16::from_f32(*s).to_le_bytes()).collect()
+}
+
+fn bf16s(scales: &[f32]) -> Vec<u8> {
+    scales.iter().flat_map(|s| bf16::from_f32(*s).to_le_bytes()).collect()
+}
+
+fn file(parts: &[Part]) -> Vec<u8> {
+    let (mut header, mut bytes) = (Map::new(), Vec::new());
+    for (name, dtype, shape, data) in parts {
+        let offsets = [bytes.len(), bytes.len() + data.len()];
+        header.insert((*name).into(), json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
+        bytes.extend_from_slice(data);
+    }
+    with_header(&Value::Object(header).to_string(), &bytes)
+}
+
+fn folder(quantization: Option<Value>, parts: &[Part]) -> TempDir {
+    let folder = TempDir::new().unwrap();
+    let config = quantization.map_or(json!({}), |q| json!({"quantization_config": q}));
+    fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    fs::write(folder.path().join("model.safetensors"), file(parts)).unwrap();
+    folder
+}
+
+fn gptq() -> Value {
+    json!({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"})
+}
+
+fn awq() -> Value {
+    json!({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": true})
+}
+
+fn compressed() -> Value {
+    json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+        "targets": ["Linear"], "input_activations": null,
+        "weights": {"num_bits": 4, "type": "int", "symmetric": false, "strategy": "group", "group_size": 32}}}})
+}
+
+/// 8 rows of 64 columns in groups of 32.
+fn gptq_parts() -> Vec<Part> {
+    vec![
+        ("p.qweight", "I32", vec![8, 8], words(1..65)),
+        ("p.qzeros", "I32", vec![2, 1], words([0x7654_3210, 0x0123_4567])),
+        ("p.scales", "F16", vec![2, 8], f16s(&[0.5; 16])),
+        ("p.g_idx", "I32", vec![64], words((0..64).map(|col| col / 32))),
+    ]
+}
+
+fn awq_parts() -> Vec<Part> {
+    vec![
+        ("p.qweight", "I32", vec![64, 1], words(0..64)),
+        ("p.qzeros", "I32", vec![2, 1], words([0x7654_3210, 0x0123_4567])),
+        ("p.scales", "F16", vec![2, 8], f16s(&[0.5; 16])),
+    ]
+}
+
+/// 10 rows: the last word of zero points is filled up.
+fn compressed_parts() -> Vec<Part> {
+    let shape = [10i64, 64].iter().flat_map(|n| n.to_le_bytes()).collect();
+    vec![
+        ("p.weight_packed", "I32", vec![10, 8], words(0..80)),
+        ("p.weight_scale", "BF16", vec![10, 2], bf16s(&[0.5; 20])),
+        ("p.weight_zero_point", "I32", vec![2, 2], words([0x7654_3210, 0, 0xFFFF_FF99, 0])),
+        ("p.weight_shape", "I64", vec![2], shape),
+    ]
+}
+
+#[test]
+fn integers_and_zero_points_lie_where_the_formats_say() {
+    // GPTQ: word 3 * 8 + 2 holds columns 24 to 31 of row 2, lowest first; its zero point in group 0 is 2.
+    let f = folder(Some(gptq()), &gptq_parts());
+    let p = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
+    assert_eq!(p[2 * 64 + 24], 0.5 * (f32::from((3u8 * 8 + 2 + 1) & 15) - 2.0));
+    assert_eq!(p[2 * 64 + 25], 0.5 * (f32::from((3u8 * 8 + 2 + 1) >> 4) - 2.0));
+    // AWQ: row 1 is the fifth of eight: 0 4 1 5 2 6 3 7.
+    let mut parts = awq_parts();
+    parts[0].3 = words((0..64).map(|_| 0x7654_3210));
+    let f = folder(Some(awq()), &parts);
+    let p = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
+    let order = [0u8, 4, 1, 5, 2, 6, 3, 7].map(f32::from);
+    for (row, place) in order.into_iter().enumerate() {
+        // The zero points are the same word in group 0, and lie the other way round in group 1.
+        assert_eq!((p[row * 64], p[row * 64 + 32]), (0.0, 0.5 * (place - (7.0 - place))), "row {row}");
+    }
+    // compressed-tensors: row 9's zero point is the second of the second word.
+    let f = folder(Some(compressed()), &compressed_parts());
+    let p = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
+    assert_eq!(p[9 * 64], 0.5 * (f32::from(72u8 & 15) - 9.0));
+}
+
+#[test]
+fn the_first_version_of_gptq_stores_zero_points_less_one() {
+    let at = |quantization: Value, zeros: u32| {
+        let mut parts = gptq_parts();
+        parts[0].3 = words([0; 64]);
+        parts[1].3 = words([zeros; 2]);
+        let f = folder(Some(quantization), &parts);
+        let checkpoint = open(f.path()).unwrap();
+        let tensor = checkpoint.get("p.weight").unwrap();
+        let values =
+            (0..8).map(|row| tensor.rows_f32(row..row + 1).map(|x| -2.0 * x[0]).map_err(|e| e.to_string()));
+        (values.collect::<Vec<_>>(), tensor.scheme().unwrap())
+    };
+    let mut v1 = gptq();
+    v1["checkpoint_format"] = json!("gptq");
+    let mut unnamed = gptq();
+    unnamed.as_object_mut().unwrap().remove("checkpoint_format");
+    let mut by_gptqmodel = v1.clone();
+    by_gptqmodel["meta"] = json!({"quantizer": ["gptqmodel:2.2.0"]});
+    let ok = |zeros: [u8; 8]| zeros.map(|z| Ok(f32::from(z))).to_vec();
+    let zero = Scheme::Int4 { group: 32, scales: Scales::ZeroPoint };
+    assert_eq!(at(gptq(), 0x7654_3210), (ok([0, 1, 2, 3, 4, 5, 6, 7]), zero));
+    for config in [&v1, &unnamed, &by_gptqmodel] {
+        assert_eq!(at(config.clone(), 0x7654_3210), (ok([1, 2, 3, 4, 5, 6, 7, 8]), zero));
+        assert_eq!(at(config.clone(), 0x7777_7777), (ok([8; 8]), Scheme::int4(32)));
+    }
+    assert_eq!(at(gptq(), 0x8888_8888), (ok([8; 8]), Scheme::int4(32)));
+    // Zero points 3, 0, 3, ..: GPTQModel's subtraction borrowed, and is undone; AutoGPTQ's left nothing to undo.
+    let written = 0x3333_3303u32.wrapping_sub(0x1111_1111);
+    assert_eq!(at(by_gptqmodel, written), (ok([3, 0, 3, 3, 3, 3, 3, 3]), zero));
+    let (values, _) = at(v1, 0xFFFF_FFF2);
+    assert_eq!(values[0], Ok(3.0));
+    let error = values[1].clone().unwrap_err();
+    assert!(error.contains("tensor p.weight: row 1, group 0: its zero point is stored as 15"), "{error}");
+}
+
+#[test]
+fn bf16_scales_that_f16_cannot_hold_lose_nothing() {
+    for (zeros, bias) in [(true, 0.0), (false, 8.0)] {
+        let mut parts = compressed_parts();
+        parts[1].3 = bf16s(&[1e-9, 3e9].repeat(10));
+        if !zeros {
+            parts.remove(2);
+        }
+        let f = folder(Some(compressed()), &parts);
+        let checkpoint = open(f.path()).unwrap();
+        let tensor = checkpoint.get("p.weight").unwrap();
+        assert_eq!(tensor.scheme().unwrap(), Scheme::Int4 { group: 32, scales: Scales::Affine });
+        let (values, again) = values_both_ways(&tensor);
+        assert_eq!(values, again);
+        // Word 9 of row 1: 9 in column 8; and columns 32 on have zero point 0, or none.
+        let (small, large) = (bf16::from_f32(1e-9).to_f32(), bf16::from_f32(3e9).to_f32());
+        assert_eq!(values[64 + 8], small * (9.0 - if zeros { 1.0 } else { 8.0 }));
+        assert_eq!(values[64 + 32], large * (12.0 - bias));
+    }
+}
+
+#[test]
+fn modules_may_differ_where_the_config_says_so() {
+    let mut quantization = gptq();
+    quantization["dynamic"] = json!({"+:.*p": {"bits": 8, "group_size": 64}});
+    // 8 rows of 32 columns in 8 bits, one group.
+    let parts: Vec<Part> = vec![
+        ("p.qweight", "I32", vec![8, 8], words([0x0302_01FF; 64])),
+        ("p.qzeros", "I32", vec![1, 2], words([0x0403_0201; 2])),
+        ("p.scales", "F16", vec![1, 8], f16s(&[0.5; 8])),
+        ("q.weight", "F16", vec![1], f16s(&[2.0])),
+    ];
+    let f = folder(Some(quantization), &parts);
+    let checkpoint = open(f.path()).unwrap();
+    let p = checkpoint.get("p.weight").unwrap();
+    assert_eq!(p.shape, [8, 32]);
+    assert_eq!(p.rows_f32(1..2).unwrap()[..4], [126.5, -0.5, 0.0, 0.5]);
+    assert_eq!(values_both_ways(&p).0, values_both_ways(&p).1);
+    assert_eq!(checkpoint.get("q.weight").unwrap().to_f32().unwrap(), [2.0]);
+    assert_eq!(checkpoint.iter().map(|t| t.name).collect::<Vec<_>>(), ["p.weight", "q.weight"]);
+}
+
+/// The parts of a matrix may lie in different shards.
+#[test]
+fn parts_are_found_in_every_shard() {
+    let f = folder(Some(gptq()), &gptq_parts());
+    let expected = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap();
+    fs::remove_file(f.path().join("model.safetensors")).unwrap();
+    let mut weight_map = Map::new();
+    for (i, part) in gptq_parts().into_iter().enumerate() {
+        let name = format!("{i}.safetensors");
+        weight_map.insert(part.0.into(), json!(name));
+        fs::write(f.path().join(name), file(&[part])).unwrap();
+    }
+    let index = json!({"weight_map": weight_map}).to_string();
+    fs::write(f.path().join("model.safetensors.index.json"), index).unwrap();
+    let checkpoint = open(f.path()).unwrap();
+    assert_eq!(checkpoint.get("p.weight").unwrap().to_f32().unwrap(), expected);
+    assert_eq!(checkpoint.len(), 1);
+}
+
+#[test]
+fn configs_of_other_packings_are_refused_by_name() {
+    let with = |mut base: Value, path: &str, value: Value| {
+        *base.pointer_mut(path).unwrap_or_else(|| panic!("{path}")) = value;
+        base
+    };
+    let add = |mut base: Value, name: &str, value: Value| {
+        base[name] = value;
+        base
+    };
+    let weights = "/config_groups/group_0/weights";
+    let inner = |name: &str| format!("{weights}/{name}");
+    let cases = [
+        (
+            json!({"quant_method": "bitsandbytes"}),
+            "quant_method is \"bitsandbytes\"; expected \"gptq\", \"awq\" or \"compressed-tensors\", or the original \
+             checkpoint in BF16, F16 or F32",
+        ),
+        (
+            json!({}),
+            "quant_method is missing; expected \"gptq\", \"awq\" or \"compressed-tensors\", or the original checkpoint in \
+             BF16, F16 or F32",
+        ),
+        (json!({"quant_method": 3}), "quant_method is 3; expected a string"),
+        (with(gptq(), "/bits", json!(3)), "bits is 3; expected 4 or 8"),
+        (with(gptq(), "/bits", json!("4")), "bits is \"4\"; expected 4 or 8"),
+        (
+            with(gptq(), "/group_size", json!(-2)),
+            "group_size is -2; expected a number of columns, or -1 for the whole row",
+        ),
+        (
+            with(gptq(), "/group_size", json!(0)),
+            "group_size is 0; expected a number of columns, or -1 for the whole row",
+        ),
+        (
+            with(gptq(), "/checkpoint_format", json!("marlin")),
+            "checkpoint_format is \"marlin\"; expected \"gptq\" or \"gptq_v2\"",
+        ),
+        (add(gptq(), "pack_dtype", json!("int16")), "pack_dtype is \"int16\"; expected \"int32\""),
+        (with(awq(), "/version", json!("gemv")), "version is \"gemv\"; expected \"gemm\""),
+        (with(awq(), "/bits", json!(8)), "bits is 8; expected 4"),
+        (with(awq(), "/zero_point", json!(false)), "zero_point is false; expected true"),
+        (
+            with(compressed(), "/format", json!("float-quantized")),
+            "format is \"float-quantized\"; expected \"pack-quantized\"",
+        ),
+        (
+            with(compressed(), "/config_groups", json!({})),
+            "config_groups is an object; expected 1 to 64 groups",
+        ),
+        (
+            with(compressed(), "/config_groups/group_0/input_activations", json!({"num_bits": 8})),
+            "config_groups.group_0.input_activations is an object; expected null: activations are not quantized here",
+        ),
+        (
+            with(compressed(), weights, json!(null)),
+            "config_groups.group_0.weights is missing; expected how the weights are quantized",
+        ),
+        (
+            with(compressed(), &inner("type"), json!("float")),
+            "config_groups.group_0.weights.type is \"float\"; expected \"int\"",
+        ),
+        (
+            with(compressed(), &inner("num_bits"), json!(2)),
+            "config_groups.group_0.weights.num_bits is 2; expected 4 or 8",
+        ),
+        (
+            with(compressed(), &inner("strategy"), json!("tensor")),
+            "config_groups.group_0.weights.strategy is \"tensor\"; expected \"group\" or \"channel\"",
+        ),
+        (
+            add(compressed(), "kv_cache_scheme", json!({"num_bits": 8})),
+            "kv_cache_scheme is an object; expected null: the KV cache is not quantized here",
+        ),
+    ];
+    for (quantization, expected) in cases {
+        let f = folder(Some(quantization.clone()), &[]);
+        let error = open(f.path()).unwrap_err();
+        assert!(
+            error.ends_with(&format!("config.json: quantization_config.{expected}")),
+            "{error}\n{expected}"
+        );
+        // transformers 5 nests it.
+        let nested = json!({"text_config": {"quantization_config": quantization}}).to_string();
+        fs::write(f.path().join("config.json"), nested).unwrap();
+        assert_eq!(open(f.path()).unwrap_err(), error);
+    }
+}
+
+#[test]
+fn parts_that_disagree_are_refused_by_name() {
+    type Change = Box<dyn Fn(&mut Vec<Part>)>;
+    let change = |i: usize, change: fn(&mut Part)| -> Change { Box::new(move |parts| change(&mut parts[i])) };
+    let remove = |i: usize| -> Change { Box::new(move |parts| drop(parts.remove(i))) };
+    let gptq_cases: Vec<(Change, &str)> = vec![
+        (remove(0), "p.qweight: is missing"),
+        (remove(1), "p.qzeros: is missing"),
+        (remove(2), "p.scales: is missing"),
+        (change(0, |p| p.2 = vec![64]), "p.qweight: has shape [64]; expected two dimensions"),
+        (change(0, |p| p.2 = vec![16, 4]), "p.qweight: has 4 rows of weights; expected a multiple of 8"),
+        (change(0, |p| p.2 = vec![4, 16]), "p.scales: is F16 [2, 8]; expected F16 or BF16 [1, 16]"),
+        (change(1, |p| p.2 = vec![1, 2]), "p.qzeros: is I32 [1, 2]; expected I32 [2, 1]"),
+        (change(2, |p| p.2 = vec![1, 16]), "p.scales: is F16 [1, 16]; expected F16 or BF16 [2, 8]"),
+        (
+            change(2, |p| (p.1, p.3) = ("F32", vec![0; 64])),
+            "p.scales: is F32 [2, 8]; expected F16 or BF16 [2, 8]",
+        ),
+        (
+            change(3, |p| p.3 = words((0..64).map(|col| col % 2))),
+            "p.g_idx: puts column 1 into group 1: columns in activation order (desc_act, actorder) are not supported; \
+             expected groups of 32 columns in a row",
+        ),
+        (change(3, |p| (p.2, p.3) = (vec![1], words([0]))), "p.g_idx: is I32 [1]; expected I32 [64]"),
+        (
+            Box::new(|parts| parts.push(("p.weight", "F16", vec![1], f16s(&[1.0])))),
+            "p.weight: is there whole, and packed in parts; expected one of them",
+        ),
+    ];
+    let awq_cases: Vec<(Change, &str)> = vec![
+        (remove(1), "p.qzeros: is missing"),
+        (change(0, |p| (p.2, p.3) = (vec![0, 1], vec![])), "p.qweight: is empty"),
+        (change(0, |p| p.2 = vec![32, 2]), "p.scales: is F16 [2, 8]; expected F16 or BF16 [1, 16]"),
+        (change(1, |p| p.2 = vec![1, 2]), "p.qzeros: is I32 [1, 2]; expected I32 [2, 1]"),
+    ];
+    let compressed_cases: Vec<(Change, &str)> = vec![
+        (remove(0), "p.weight_packed: is missing"),
+        (remove(3), "p.weight_shape: is missing"),
+        (
+            change(3, |p| p.3 = [11i64, 64].iter().flat_map(|n| n.to_le_bytes()).collect()),
+            "p.weight_shape: is [11, 64]; the matrix's 10 rows of 8 words and 2 scales are no such shape in any of \
+             quantization_config.config_groups",
+        ),
+        (
+            change(3, |p| p.3 = [10i64, -64].iter().flat_map(|n| n.to_le_bytes()).collect()),
+            "p.weight_shape: is [10, -64]; the matrix's 10 rows of 8 words and 2 scales are no such shape in any of \
+             quantization_config.config_groups",
+        ),
+        (
+            change(1, |p| p.2 = vec![20, 1]),
+            "p.weight_shape: is [10, 64]; the matrix's 10 rows of 8 words and 1 scales are no such shape in any of \
+             quantization_config.config_groups",
+        ),
+        (change(2, |p| p.2 = vec![4, 1]), "p.weight_zero_point: is I32 [4, 1]; expected I32 [2, 2]"),
+    ];
+    for (config, parts, cases) in [
+        (gptq(), gptq_parts(), gptq_cases),
+        (awq(), awq_parts(), awq_cases),
+        (compressed(), compressed_parts(), compressed_cases),
+    ] {
+        assert_eq!(open(folder(Some(config.clone()), &parts).path()).unwrap().len(), 1);
+        for (change, expected) in cases {
+            let mut parts = parts.clone();
+            change(&mut parts);
+            let error = open(folder(Some(config.clone()), &parts).path()).unwrap_err();
+            assert!(error.ends_with(&format!("model.safetensors: tensor {expected}")), "{error}\n{expected}");
+        }
+        // Groups that the device's blocks straddle.
+        let narrow = config.to_string().replace("\"group_size\":32", "\"group_size\":24");
+        let narrow: Value = serde_json::from_str(&narrow).unwrap();
+        let error = open(folder(Some(narrow), &parts).path()).unwrap_err();
+        let straddled = error.contains("scales groups of 24 columns; expected a multiple of 32");
+        assert!(
+            straddled || error.contains("expected F16 or BF16 [3, 8]") || error.contains("no such shape"),
+            "{error}"
+        );
+
+        let error = open(folder(None, &parts).path()).unwrap_err();
+        let expected = "is a packed matrix, but config.json has no quantization_config that says how";
+        assert!(error.contains(expected), "{error}");
+    }
+    // A scale that is no number is found where it is read.
+    let mut parts = gptq_parts();
+    parts[2].3 = f16s(&[&[0.5f32; 11][..], &[f32::NAN], &[0.5; 4]].concat());
+    let f = folder(Some(gptq()), &parts);
+    let error = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap_err().to_string();
+    let expected = "tensor p.weight: row 3, group 1: its scale is NaN or infinite; expected a finite number";
+    assert!(error.ends_with(expected), "{error}");
+}
+
+#[test]
+fn damaged_packed_files_are_an_error_or_read() {
+    const SEED: u64 = 32;
+    println!("seed {SEED}");
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let mut dynamic = gptq();
+    dynamic["dynamic"] = json!({"+:x": {"bits": 8}});
+    let configs = [
+        (gptq(), gptq_parts()),
+        (dynamic, gptq_parts()),
+        (awq(), awq_parts()),
+        (compressed(), compressed_parts()),
+    ];
+    let mut read = 0;
+    for (config, parts) in configs {
+        let f = folder(Some(config.clone()), &parts);
+        assert_eq!(read_all(f.path()), Ok(1));
+        let whole = file(&parts);
+        for round in 0..1000 {
+            // Every tenth time the config says something else of the parts.
+            let mut said = config.to_string();
+            if round % 10 == 0 {
+                let (old, new) = [
+                    ("32", "64"),
+                    ("32", "-1"),
+                    ("32", "16"),
+                    ("4", "8"),
+                    ("gptq_v2", "gptq"),
+                    ("32", "1e9"),
+                ][rng.random_range(0..6)];
+                said = said.replacen(&format!(":{old}"), &format!(":{new}"), 1);
+                said = said.replacen(&format!(":\"{old}"), &format!(":\"{new}"), 1);
+            }
+            let said = format!("{{\"quantization_config\":{said}}}");
+            fs::write(f.path().join("config.json"), said).unwrap();
+            fs::write(f.path().join("model.safetensors"), mutate(&whole, &mut rng)).unwrap();
+            match read_all(f.path()) {
+                Ok(_) => read += 1,
+                Err(error) => assert!(!error.contains('\n') && error.len() < 2000, "{error:?}"),
+            }
+        }
+    }
+    println!("{read} of 4000 read");
+    assert!((1500..3600).contains(&read), "{read}: too few or too many to say anything");
+}
