@@ -41,6 +41,12 @@ pub struct Model {
     pub path: Option<String>,
     #[serde(deserialize_with = "unless_empty")]
     pub name: Option<String>,
+    /// Where config.json is, if not with the model.
+    #[serde(deserialize_with = "unless_empty")]
+    pub config: Option<String>,
+    /// Where tokenizer.json is, if not with the model.
+    #[serde(deserialize_with = "unless_empty")]
+    pub tokenizer: Option<String>,
     #[serde(deserialize_with = "quantize_mode")]
     pub quantize: QuantizeMode,
 }

@@ -1017,7 +1017,10 @@ fn links_and_strange_files_are_refused() {
     }
     assert_eq!(
         Gemma3Config::load(&files).unwrap_err().to_string(),
-        format!("{}: holds no config.json", outside.display())
+        format!(
+            "{}: holds no config.json; give that of the original model with --model-config",
+            outside.display()
+        )
     );
 }
 

@@ -13,6 +13,7 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
+use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
 use crate::golden::{self, Goldens};
 use crate::support::data;
 use unicorn::checkpoint::{Checkpoint, ModelFiles, Tensor};
@@ -117,13 +118,18 @@ fn files_of_a_layer_are_merged_and_vision_is_left_alone() {
     }
 }
 
+/// Of every tensor.
+fn defects(checkpoint: &Checkpoint) -> Vec<String> {
+    checkpoint.iter().filter_map(|t| Some(format!("{}: {}", t.name, t.defect()?))).collect()
+}
+
 #[test]
 fn damaged_tensors_are_named() {
     let folder = data("legacy/tiny-a");
     let checkpoint = open(&folder);
     let manifest: Value =
         serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
-    let defects = checkpoint.defects();
+    let defects = defects(&checkpoint);
     let found = |name: &str| defects.iter().find(|d| d.starts_with(&format!("{name}: ")));
     // The writer's own errors, which the files do not hold, say which tensors are damaged: those that lost more than two
     // steps of the scale, which is what rounding to integers in bf16 takes at most here.
@@ -148,10 +154,9 @@ fn damaged_tensors_are_named() {
 
     let weights = Gemma3Config::load(&ModelFiles::open(&folder).unwrap()).unwrap().0;
     let weights = Gemma3Weights::collect(&checkpoint, &weights).unwrap();
-    let warning = weights.defects().unwrap();
-    assert!(warning.contains(norm) && !warning.contains("vision_tower"), "{warning}");
-    assert!(warning.ends_with("requantize the original checkpoint (`unicorn quantize`)"), "{warning}");
-    assert!(!warning.contains('\n'));
+    // Those of the language model alone: the vision tower's are not used.
+    assert_eq!(weights.defects().iter().filter(|defect| defect.contains("saturated")).count(), 5);
+    assert!(weights.defects().contains(found));
 }
 
 #[test]
@@ -179,6 +184,102 @@ fn a_legacy_checkpoint_matches_the_oracle() {
         assert!(sure > 0, "{prompt}: no step is sure");
         assert_eq!(golden::greedy(&mut model, &tokens, sure, 256, 0), expected[..sure], "{prompt}");
     }
+}
+
+/// The layer files alone, as the original project leaves them.
+fn bare() -> TempDir {
+    let bare = TempDir::new().unwrap();
+    for entry in fs::read_dir(data("legacy/tiny-a")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if name.contains("_layer_") || name.contains("_shared") {
+            fs::copy(&path, bare.path().join(name)).unwrap();
+        }
+    }
+    bare
+}
+
+#[test]
+fn config_and_tokenizer_come_from_where_the_user_says() {
+    let bare = bare();
+    let files = || ModelFiles::open(bare.path()).unwrap();
+    let error = Gemma3Config::load(&files()).unwrap_err().to_string();
+    assert!(
+        error.ends_with(": holds no config.json; give that of the original model with --model-config"),
+        "{error}"
+    );
+
+    let config = data("legacy/tiny-a/config.json");
+    let expected = fs::read(&config).unwrap();
+    for path in [config.as_path(), &data("legacy/tiny-a")] {
+        let files = files().with_config(path).unwrap();
+        assert_eq!(*files.read("config.json").unwrap().unwrap(), *expected);
+        assert_eq!(files.display("config.json"), config.display().to_string());
+        assert_eq!(Checkpoint::open(&files).unwrap().len(), 145);
+    }
+    // A folder's files go together; a file stands for itself alone.
+    fs::write(bare.path().join("tokenizer_config.json"), "own").unwrap();
+    fs::write(bare.path().join("chat_template.jinja"), "own").unwrap();
+    let mini = data("tokenizer-mini");
+    let folder = files().with_tokenizer(&mini).unwrap();
+    let file = files().with_tokenizer(&mini.join("tokenizer.json")).unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+        let given = fs::read(mini.join(name)).unwrap();
+        assert_eq!(*folder.read(name).unwrap().unwrap(), *given, "{name}");
+        let alone = if name == "tokenizer.json" { given } else { b"own".to_vec() };
+        assert_eq!(*file.read(name).unwrap().unwrap(), *alone, "{name}");
+    }
+    let without = files().with_config(&data("legacy/tiny-a")).unwrap();
+    fs::write(bare.path().join("generation_config.json"), "{}").unwrap();
+    assert!(without.read("generation_config.json").unwrap().is_none());
+
+    for (path, expected) in [
+        (
+            bare.path().to_path_buf(),
+            "holds no tokenizer.json; expected a tokenizer.json, or a folder that holds one",
+        ),
+        (
+            bare.path().join("x"),
+            "is no file and no folder; expected a tokenizer.json, or a folder that holds one",
+        ),
+    ] {
+        let error = files().with_tokenizer(&path).unwrap_err().to_string();
+        assert_eq!(error, format!("{}: {expected}", path.display()));
+    }
+}
+
+#[test]
+fn the_binary_runs_layer_files_and_says_what_they_lack() {
+    let bare = bare();
+    let model = bare.path().to_str().unwrap();
+    let original = data("legacy/tiny-a");
+    let original = original.to_str().unwrap();
+    let tokenizer = data("tokenizer-mini");
+    let tokenizer = tokenizer.to_str().unwrap();
+
+    assert_error(unicorn(&["inspect", model]), 1, &[model, "holds no config.json", "--model-config"]);
+    let prompt =
+        ["generate", "--model", model, "--model-config", original, "--prompt", "x", "--max-tokens", "1"];
+    assert_error(unicorn(&prompt), 1, &[model, "holds no tokenizer.json", "--tokenizer"]);
+
+    let (code, stdout, stderr) = output(unicorn(&["inspect", model, "--model-config", original, "--json"]));
+    assert_eq!(code, 0, "{stderr}");
+    let facts: Value = serde_json::from_str(&stdout).unwrap();
+    assert_eq!(facts["format"], "legacy");
+    assert!(facts["defects"].as_array().unwrap().iter().any(|d| d.as_str().unwrap().contains("saturated")));
+    let (_, stdout, _) = output(unicorn(&["inspect", model, "--model-config", original]));
+    assert!(
+        stdout.contains("layer files of the original project") && stdout.contains("saturated"),
+        "{stdout}"
+    );
+
+    let mut command = unicorn_on_software(&[&prompt[..], &["--allow-software-vulkan"]].concat());
+    command.env("UNICORN_MODEL_TOKENIZER", tokenizer);
+    let (code, _, stderr) = output(command);
+    assert_eq!(code, 0, "{stderr}");
+    let warnings =
+        stderr.lines().filter(|line| line.contains("the quantizer that wrote this checkpoint lost parts"));
+    assert_eq!(warnings.count(), 1, "{stderr}");
 }
 
 // ---- Made-up files -------------------------------------------------------------------------------------
@@ -265,7 +366,7 @@ fn what_was_lost_is_seen_where_it_can_be() {
         let what = format!("{tensor:?}");
         let folder = folder(&[("m_shared.safetensors", layer_file(&[tensor]))]);
         let expected = Vec::from_iter(expected.map(|problem| format!("a: {problem}")));
-        assert_eq!(open(folder.path()).defects(), expected, "{what}");
+        assert_eq!(defects(&open(folder.path())), expected, "{what}");
     }
 }
 
@@ -403,8 +504,8 @@ fn what_is_no_layer_file_is_refused_by_name() {
 /// Reads everything there is to read of a checkpoint that may be damaged.
 pub fn read_all(folder: &Path) -> Result<usize, String> {
     let checkpoint = Checkpoint::open(&ModelFiles::open(folder).unwrap()).map_err(|e| e.to_string())?;
-    checkpoint.defects();
     for tensor in checkpoint.iter() {
+        tensor.defect();
         let mut row = vec![0.0; tensor.cols()];
         if let Ok(scheme) = tensor.scheme() {
             let mut quantized = QuantizedRow::new(scheme, tensor.cols());

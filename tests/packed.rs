@@ -64,6 +64,11 @@ fn every_tensor_is_what_the_packages_unpack() {
             assert_eq!(sha256(&values), *expected, "{variant}: {name}");
             assert!(values.iter().zip(&again).all(|(a, b)| a == b), "{variant}: {name} on the device");
         }
+        let format = serde_json::to_value(checkpoint.format()).unwrap();
+        assert!(
+            variant.starts_with(format.as_str().unwrap().trim_end_matches("-tensors")),
+            "{variant}: {format}"
+        );
         let files = ModelFiles::open(&folder).unwrap();
         let (config, _) = Gemma3Config::load(&files).unwrap();
         let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();

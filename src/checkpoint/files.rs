@@ -1,8 +1,9 @@
 //! Where a model's files come from: a folder, a GGUF file, or the binary itself.
 //!
 //! A model is addressed by plain file names; nothing here reads outside the folder on the word of a file
-//! inside it. A GGUF file holds the small files as metadata: they are read as if they lay beside it.
-//! Refuses what is not a regular file (a pipe would hang, a device never end).
+//! inside it. A GGUF file holds the small files as metadata: they are read as if they lay beside it. Configs and
+//! tokenizer may be taken from elsewhere, by the word of the user. Refuses what is not a regular file (a pipe would
+//! hang, a device never end).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -27,6 +28,8 @@ const MAX_NAMES: usize = 1 << 16;
 pub struct ModelFiles {
     name: String,
     source: Source,
+    /// Files that are taken from another place than the rest, by name; there may be none there.
+    elsewhere: Vec<(&'static str, PathBuf)>,
 }
 
 #[derive(Debug, Clone)]
@@ -64,7 +67,7 @@ impl ModelFiles {
             return Self::open_gguf(&file);
         }
         let name = canonical.file_name().unwrap_or(canonical.as_os_str()).to_string_lossy().into_owned();
-        Ok(Self { name, source: Source::Folder(folder.to_path_buf()) })
+        Ok(Self { name, source: Source::Folder(folder.to_path_buf()), elsewhere: Vec::new() })
     }
 
     fn open_gguf(file: &Path) -> Result<Self, CheckpointError> {
@@ -72,18 +75,57 @@ impl ModelFiles {
         let stem = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
         // The parts of a split file are numbered after the name.
         let name = split_number(&stem).map_or(&*stem, |(name, ..)| name).to_owned();
-        Ok(Self { name, source: Source::Gguf(parts) })
+        Ok(Self { name, source: Source::Gguf(parts), elsewhere: Vec::new() })
     }
 
     /// Files in memory, by name; one alone whose name ends on `.gguf` is a whole model.
     pub fn in_memory(name: impl Into<String>, files: impl IntoIterator<Item = (String, Vec<u8>)>) -> Self {
         let files = files.into_iter().map(|(name, bytes)| (name, Arc::from(bytes))).collect();
-        Self { name: name.into(), source: Source::Memory(Arc::new(files)) }
+        Self { name: name.into(), source: Source::Memory(Arc::new(files)), elsewhere: Vec::new() }
     }
 
     /// Files embedded in the binary, as (file name, contents).
     pub fn embedded(name: impl Into<String>, files: &'static [(&'static str, &'static [u8])]) -> Self {
-        Self { name: name.into(), source: Source::Embedded(files) }
+        Self { name: name.into(), source: Source::Embedded(files), elsewhere: Vec::new() }
+    }
+
+    /// Takes `config.json` from another place: a file, or a folder, from which `generation_config.json` comes too.
+    pub fn with_config(self, path: &Path) -> Result<Self, CheckpointError> {
+        self.with("config.json", &["generation_config.json"], path)
+    }
+
+    /// Takes `tokenizer.json` from another place: a file, or a folder, from which the chat template comes too.
+    pub fn with_tokenizer(self, path: &Path) -> Result<Self, CheckpointError> {
+        self.with("tokenizer.json", &["tokenizer_config.json", "chat_template.jinja"], path)
+    }
+
+    fn with(
+        mut self,
+        name: &'static str,
+        companions: &[&'static str],
+        path: &Path,
+    ) -> Result<Self, CheckpointError> {
+        let fail = |problem: String| {
+            let problem = format!("{problem}; expected a {name}, or a folder that holds one");
+            Err(CheckpointError::file(path.display(), problem))
+        };
+        if path.is_dir() {
+            if !path.join(name).is_file() {
+                return fail(format!("holds no {name}"));
+            }
+            // Also those that are not there: two folders' files do not go together.
+            let all = [name].into_iter().chain(companions.iter().copied());
+            self.elsewhere.extend(all.map(|name| (name, path.join(name))));
+        } else if path.is_file() {
+            self.elsewhere.push((name, path.to_path_buf()));
+        } else {
+            return fail("is no file and no folder".into());
+        }
+        Ok(self)
+    }
+
+    fn elsewhere(&self, name: &str) -> Option<&Path> {
+        self.elsewhere.iter().find(|(other, _)| *other == name).map(|(_, path)| path.as_path())
     }
 
     /// What the model is called.
@@ -103,6 +145,9 @@ impl ModelFiles {
 
     /// How messages call the file `name` of this model.
     pub fn display(&self, name: &str) -> String {
+        if let Some(path) = self.elsewhere(name) {
+            return path.display().to_string();
+        }
         match &self.source {
             Source::Folder(folder) => folder.join(name).display().to_string(),
             Source::Embedded(_) => format!("{} (embedded)/{name}", self.name),
@@ -113,6 +158,10 @@ impl ModelFiles {
 
     /// The whole file, at most [`MAX_READ_BYTES`]; `None` if the model has no such file.
     pub fn read(&self, name: &str) -> Result<Option<Cow<'static, [u8]>>, CheckpointError> {
+        let fail = |problem: String| CheckpointError::file(self.display(name), problem);
+        if let Some(path) = self.elsewhere(name) {
+            return read_file(path).map_err(fail);
+        }
         if let Some(parts) = self.map_gguf()? {
             let parts: Vec<_> = parts.iter().map(|(display, bytes)| (display.as_str(), &**bytes)).collect();
             return Ok(gguf::generated(&parts, name)?.map(Cow::Owned));
@@ -121,21 +170,7 @@ impl ModelFiles {
             Source::Embedded(_) => Ok(self.embedded_file(name).map(Cow::Borrowed)),
             Source::Memory(files) => Ok(files.get(name).map(|bytes| Cow::Owned(bytes.to_vec()))),
             Source::Gguf(_) => Ok(None),
-            Source::Folder(folder) => {
-                let fail = |problem: String| CheckpointError::file(self.display(name), problem);
-                let Some((file, len)) = open_regular(&folder.join(name)).map_err(fail)? else {
-                    return Ok(None);
-                };
-                if len > MAX_READ_BYTES {
-                    return Err(fail(format!("has {len} bytes; expected at most {MAX_READ_BYTES}")));
-                }
-                let mut bytes = Vec::with_capacity(len as usize);
-                // The file may grow while it is read: the bound holds all the same.
-                file.take(MAX_READ_BYTES)
-                    .read_to_end(&mut bytes)
-                    .map_err(|e| fail(format!("cannot be read: {e}")))?;
-                Ok(Some(Cow::Owned(bytes)))
-            }
+            Source::Folder(folder) => read_file(&folder.join(name)).map_err(fail),
         }
     }
 
@@ -419,6 +454,18 @@ fn gguf_parts(file: &Path) -> Result<Vec<PathBuf>, String> {
         None => Ok(parts),
         Some(missing) => Err(format!("is one of {count} parts, of which {} is missing", missing.display())),
     }
+}
+
+/// The whole file, at most [`MAX_READ_BYTES`]; `None` if there is no such file.
+fn read_file(path: &Path) -> Result<Option<Cow<'static, [u8]>>, String> {
+    let Some((file, len)) = open_regular(path)? else { return Ok(None) };
+    if len > MAX_READ_BYTES {
+        return Err(format!("has {len} bytes; expected at most {MAX_READ_BYTES}"));
+    }
+    let mut bytes = Vec::with_capacity(len as usize);
+    // The file may grow while it is read: the bound holds all the same.
+    file.take(MAX_READ_BYTES).read_to_end(&mut bytes).map_err(|e| format!("cannot be read: {e}"))?;
+    Ok(Some(Cow::Owned(bytes)))
 }
 
 /// `None` if there is no such file. Looks before it opens: opening a pipe waits for a writer.

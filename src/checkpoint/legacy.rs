@@ -23,7 +23,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::safetensors::TensorInfo;
-use super::{Checkpoint, CheckpointError, Entry, MAX_SHARDS, ModelFiles, Span, Stored, short};
+use super::{Checkpoint, CheckpointError, Entry, Format, MAX_SHARDS, ModelFiles, Span, Stored, short};
 use crate::tensor::{DType, QuantizedRow, Scales, Scheme};
 
 /// Values of a flattened tensor that share a scale; the last group may be short.
@@ -292,7 +292,7 @@ fn device_scheme(kind: Kind, cols: usize, f16_holds: bool, scale: f32) -> Scheme
 
 /// The layer files of a folder that is such a checkpoint: their names, and the layer where it is not the shared one.
 /// Shared files first, then layer by layer.
-pub(super) fn layer_files(names: &[String]) -> Vec<(Option<u32>, &str)> {
+fn layer_files(names: &[String]) -> Vec<(Option<u32>, &str)> {
     let mut files: Vec<_> = names.iter().filter_map(|name| layer_file(name)).collect();
     files.sort_unstable();
     files
@@ -317,12 +317,13 @@ fn layer_of(name: &str) -> Option<&str> {
 }
 
 impl Checkpoint {
-    /// Maps the layer files of [`layer_files`], and checks every tensor with its scales.
-    pub(super) fn add_layer_files(
-        &mut self,
-        files: &ModelFiles,
-        names: &[(Option<u32>, &str)],
-    ) -> Result<(), CheckpointError> {
+    /// Maps the layer files, if the model has any, and checks every tensor with its scales.
+    pub(super) fn add_layer_files(&mut self, files: &ModelFiles) -> Result<bool, CheckpointError> {
+        let names = files.names()?;
+        let names = layer_files(&names);
+        if names.is_empty() {
+            return Ok(false);
+        }
         let fail = |problem: String| Err(CheckpointError::file(files.location(), problem));
         if names.len() > MAX_SHARDS {
             return fail(format!("holds {} layer files; expected at most {MAX_SHARDS}", names.len()));
@@ -335,9 +336,10 @@ impl Checkpoint {
             let Some(bytes) = files.map(name)? else {
                 return Err(CheckpointError::file(display, "was there a moment ago, and is gone"));
             };
-            self.add_layer_file(display, bytes, *layer)?;
+            self.add_layer_file(display, bytes, layer)?;
         }
-        Ok(())
+        self.format = Format::Legacy;
+        Ok(true)
     }
 
     fn add_layer_file(

@@ -70,11 +70,16 @@ pub struct Checkpoint {
 
 /// What kind of files a checkpoint consists of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum Format {
     Safetensors,
     Gguf,
     Native,
+    /// The original project's layer files.
+    Legacy,
+    Gptq,
+    Awq,
+    CompressedTensors,
 }
 
 impl fmt::Display for Format {
@@ -83,6 +88,10 @@ impl fmt::Display for Format {
             Format::Safetensors => "safetensors",
             Format::Gguf => "gguf",
             Format::Native => "native",
+            Format::Legacy => "layer files of the original project",
+            Format::Gptq => "safetensors, packed by GPTQ",
+            Format::Awq => "safetensors, packed by AWQ",
+            Format::CompressedTensors => "safetensors, packed by compressed-tensors",
         })
     }
 }
@@ -135,8 +144,8 @@ struct CheckpointFile {
 
 impl Checkpoint {
     /// Maps the GGUF file that the model is, or the files of a native checkpoint; else `model.safetensors`, or the shards
-    /// that `model.safetensors.index.json` lists; and checks every header. The single file is preferred where both
-    /// exist, as transformers does.
+    /// that `model.safetensors.index.json` lists; else the original project's layer files; and checks every header. The
+    /// single file is preferred where both exist, as transformers does.
     pub fn open(files: &ModelFiles) -> Result<Self, CheckpointError> {
         let mut checkpoint = Self {
             location: files.location(),
@@ -153,21 +162,15 @@ impl Checkpoint {
             checkpoint.add_native(files, &manifest)?;
         } else if let Some(bytes) = files.map(SINGLE_FILE)? {
             checkpoint.add_file(files.display(SINGLE_FILE), bytes)?;
+            checkpoint.join_packed(files)?;
         } else if let Some(index) = files.read(INDEX_FILE)? {
             checkpoint.add_shards(files, &index)?;
-        } else {
-            let names = files.names()?;
-            let layers = legacy::layer_files(&names);
-            if !layers.is_empty() {
-                checkpoint.add_layer_files(files, &layers)?;
-                return Ok(checkpoint);
-            }
-            return Err(CheckpointError::file(
-                files.location(),
-                format!("holds neither {SINGLE_FILE} nor {INDEX_FILE} nor {}", native::MANIFEST_FILE),
-            ));
+            checkpoint.join_packed(files)?;
+        } else if !checkpoint.add_layer_files(files)? {
+            let problem =
+                format!("holds neither {SINGLE_FILE} nor {INDEX_FILE} nor {}", native::MANIFEST_FILE);
+            return Err(CheckpointError::file(files.location(), problem));
         }
-        checkpoint.join_packed(files)?;
         Ok(checkpoint)
     }
 
@@ -208,13 +211,6 @@ impl Checkpoint {
     /// The files the tensors lie in, as messages call them.
     pub fn files(&self) -> impl ExactSizeIterator<Item = &str> {
         self.files.iter().map(|f| f.display.as_str())
-    }
-
-    /// What the writer of the checkpoint lost, tensor by tensor, as far as the stored data shows it. Reads the values of
-    /// some tensors, which are small but for the embedding.
-    pub fn defects(&self) -> Vec<String> {
-        let named = |tensor: Tensor| Some(format!("{}: {}", short(tensor.name), tensor.defect()?));
-        self.iter().filter_map(named).collect()
     }
 
     /// Whether norm weights are stored as the factor `1 + w` (GGUF) and not as `w`.

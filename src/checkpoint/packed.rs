@@ -26,7 +26,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 
-use super::{Checkpoint, CheckpointError, Entry, ModelFiles, Span, Stored, short};
+use super::{Checkpoint, CheckpointError, Entry, Format, ModelFiles, Span, Stored, short};
 use crate::tensor::{DType, QuantizedRow, Scales, Scheme};
 
 const CONFIG_FILE: &str = "config.json";
@@ -360,6 +360,7 @@ impl Checkpoint {
                 .map_err(|problem| CheckpointError::file(files.display(CONFIG_FILE), problem))?,
         };
         let Some(method) = &method else { return self.refuse_packed() };
+        self.format = method.format();
         // By name, so that messages are the same from one run to the next.
         let mut matrices: BTreeMap<String, [Option<usize>; 5]> = BTreeMap::new();
         for (index, entry) in self.tensors.iter().enumerate() {
@@ -595,6 +596,14 @@ impl Method {
             ));
         }
         Ok(Self::CompressedTensors(numbers))
+    }
+
+    fn format(&self) -> Format {
+        match self {
+            Self::Gptq { .. } => Format::Gptq,
+            Self::Awq(_) => Format::Awq,
+            Self::CompressedTensors(_) => Format::CompressedTensors,
+        }
     }
 
     /// The matrix that a tensor is a part of, and which part.

@@ -32,6 +32,12 @@ pub struct Global {
     /// Store the weights as: none, int8-row, int4-g32, int4-g128, int4-g128-emb8, emb8
     #[arg(long, global = true, value_name = "MODE")]
     pub quantize: Option<QuantizeMode>,
+    /// config.json of a checkpoint that comes without one, or the folder that it is in
+    #[arg(long, global = true, value_name = "PATH")]
+    pub model_config: Option<String>,
+    /// tokenizer.json of a checkpoint that comes without one, or the folder that it is in
+    #[arg(long, global = true, value_name = "PATH")]
+    pub tokenizer: Option<String>,
     /// Longest prompt and answer together, in tokens
     #[arg(long, global = true, value_name = "TOKENS")]
     pub context: Option<u32>,

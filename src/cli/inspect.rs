@@ -9,13 +9,15 @@ use super::args;
 use super::devices::bytes;
 use super::error::Error;
 use super::generate::print;
+use super::load;
 use super::progress::Bar;
-use crate::checkpoint::{self, Checkpoint, Manifest, ModelFiles};
+use crate::checkpoint::{self, Checkpoint, Manifest};
+use crate::config::Config;
 use crate::model::config::{Gemma3Config, LayerType};
 use crate::model::weights::Gemma3Weights;
 
-pub fn inspect(args: &args::Inspect) -> Result<(), Error> {
-    let files = ModelFiles::open(Path::new(&args.model))?;
+pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
+    let files = load::files_of(Path::new(&args.model), &options.model)?;
     let (config, _) = Gemma3Config::load(&files)?;
     let checkpoint = Checkpoint::open(&files)?;
     let weights = Gemma3Weights::collect(&checkpoint, &config)?;
@@ -66,6 +68,7 @@ pub fn inspect(args: &args::Inspect) -> Result<(), Error> {
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.max_position_embeddings,
             "skipped_vision_tensors": weights.skipped_vision,
+            "defects": weights.defects(),
             "schemes": by_scheme
                 .iter()
                 .map(|(scheme, (tensors, weights, bytes))| json!({"scheme": scheme, "tensors": tensors, "weights": weights, "bytes": bytes}))
@@ -125,6 +128,9 @@ pub fn inspect(args: &args::Inspect) -> Result<(), Error> {
             "vision",
             format!("{} tensors, {}, not read", weights.skipped_vision, bytes(weights.skipped_bytes)),
         );
+    }
+    for (i, defect) in weights.defects().into_iter().enumerate() {
+        line(if i == 0 { "defects" } else { "" }, defect);
     }
     line(
         "checksums",

@@ -1,5 +1,6 @@
 //! The one place where a model comes onto a device: files, tokenizer, device, weights, engine.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -34,7 +35,7 @@ const DEMO: &[(&str, &[u8])] = &[
 /// The files of the model that was asked for, or those of the demo model.
 pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
     match &model.path {
-        Some(path) => Ok(ModelFiles::open(path.as_ref())?),
+        Some(path) => files_of(path.as_ref(), model),
         None => {
             tracing::warn!(
                 "no model was given: this is the small demo model in the binary (give one with --model)"
@@ -42,6 +43,18 @@ pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
             Ok(demo_files())
         }
     }
+}
+
+/// The files of the model at `path`, with config and tokenizer from where `model` says.
+pub fn files_of(path: &Path, model: &config::Model) -> Result<ModelFiles, Error> {
+    let mut files = ModelFiles::open(path)?;
+    if let Some(path) = &model.config {
+        files = files.with_config(path.as_ref())?;
+    }
+    if let Some(path) = &model.tokenizer {
+        files = files.with_tokenizer(path.as_ref())?;
+    }
+    Ok(files)
 }
 
 /// The files of the demo model.
@@ -76,7 +89,8 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
     let vocab_size = Gemma3Config::load(files)?.0.vocab_size;
     let read = |name: &str| files.read(name);
     let Some(tokenizer_json) = read("tokenizer.json")? else {
-        return Err(Error::Argument(format!("{}: holds no tokenizer.json", files.location())));
+        let problem = "holds no tokenizer.json; give that of the original model with --tokenizer";
+        return Err(Error::Argument(format!("{}: {problem}", files.location())));
     };
     let tokenizer = Tokenizer::from_bytes(&tokenizer_json, &files.display("tokenizer.json"))?;
     tokenizer.fits(vocab_size)?;

@@ -53,7 +53,7 @@ fn run(global: &Global, command: Command) -> Result<(), Error> {
         Command::Devices => devices::devices(),
         Command::Eval(args) => eval::eval(&config, args),
         Command::Quantize(args) => quantize::quantize(&config, &args),
-        Command::Inspect(args) => inspect::inspect(&args),
+        Command::Inspect(args) => inspect::inspect(&config, &args),
         Command::Synth(args) => synth::synth(&args),
         Command::Plan(args) => plan::plan(&config, &args),
         Command::Bench(args) => bench::bench(&config, &args),
@@ -98,6 +98,11 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
     }
     if let Some(mode) = global.quantize {
         flags.set("model", "quantize", mode.name());
+    }
+    for (option, path) in [("config", &global.model_config), ("tokenizer", &global.tokenizer)] {
+        if let Some(path) = path {
+            flags.set("model", option, path.clone());
+        }
     }
     if let Some(context) = global.context {
         flags.set("engine", "context", i64::from(context));

@@ -40,10 +40,11 @@ const SMALL_FILES: [&str; 6] = [
 
 pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     let since = Instant::now();
-    let files = ModelFiles::open(Path::new(&args.source))?;
+    let files = load::files_of(Path::new(&args.source), &config.model)?;
     let (shape, _) = Gemma3Config::load(&files)?;
     let checkpoint = Checkpoint::open(&files)?;
     let weights = Gemma3Weights::collect(&checkpoint, &shape)?;
+    weights.warn_of_defects(&checkpoint);
     let calibration = match &args.calibrate {
         None => None,
         Some(path) => {

@@ -91,7 +91,8 @@ impl Gemma3Config {
     /// of both.
     pub fn load(files: &ModelFiles) -> Result<(Self, GenerationConfig), ConfigError> {
         let Some(bytes) = files.read(CONFIG_FILE)? else {
-            let problem = format!("holds no {CONFIG_FILE}");
+            let problem =
+                format!("holds no {CONFIG_FILE}; give that of the original model with --model-config");
             return Err(ConfigError::File { file: files.location(), problem });
         };
         let mut config = Self::from_json(&bytes, &files.display(CONFIG_FILE))?;

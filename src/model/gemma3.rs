@@ -212,9 +212,7 @@ impl Gemma3 {
         let (config, generation) = Gemma3Config::load(files)?;
         let checkpoint = Checkpoint::open(files)?;
         let weights = Gemma3Weights::collect(&checkpoint, &config)?;
-        if let Some(defects) = weights.defects() {
-            tracing::warn!("{}: {defects}", checkpoint.location());
-        }
+        weights.warn_of_defects(&checkpoint);
         if weights.skipped_vision > 0 {
             tracing::info!(
                 tensors = weights.skipped_vision,

@@ -155,22 +155,17 @@ impl<'a> Gemma3Weights<'a> {
         Ok(Self { embed_tokens, norm, layers, skipped_vision, skipped_bytes })
     }
 
-    /// One line that names the tensors which the checkpoint's writer damaged, as far as that can be seen; none if
-    /// there are none.
-    pub fn defects(&self) -> Option<String> {
-        const NAMED: usize = 8;
-        let of = |tensor: Tensor| Some(format!("{} ({})", short(tensor.name), tensor.defect()?));
-        let each: Vec<String> = self.iter().filter_map(of).collect();
-        let names = each.iter().take(NAMED).map(String::as_str).collect::<Vec<_>>().join(", ");
-        let more = each.len().saturating_sub(NAMED);
-        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        (!each.is_empty()).then(|| {
-            format!(
-                "the quantizer that wrote this checkpoint lost parts of {} tensor(s), which are used as they are: \
-                 {names}{more}; requantize the original checkpoint (`unicorn quantize`)",
-                each.len()
-            )
-        })
+    /// What the checkpoint's writer lost of the language model, tensor by tensor, as far as the stored data shows it.
+    pub fn defects(&self) -> Vec<String> {
+        let of = |tensor: Tensor| Some(format!("{}: {}", short(tensor.name), tensor.defect()?));
+        self.iter().filter_map(of).collect()
+    }
+
+    /// Logs one line about the defects of a checkpoint that is going to be used.
+    pub fn warn_of_defects(&self, checkpoint: &Checkpoint) {
+        if let Some(warning) = defects_warning(checkpoint.location(), &self.defects()) {
+            tracing::warn!("{warning}");
+        }
     }
 
     /// Every tensor of the language model.
@@ -179,6 +174,22 @@ impl<'a> Gemma3Weights<'a> {
             self.layers.iter().flat_map(|l| l.projections().chain(l.norms().map(|(_, tensor)| tensor)));
         [self.embed_tokens, self.norm].into_iter().chain(layers)
     }
+}
+
+/// One line that names the first of the defects; none if there are none.
+fn defects_warning(location: &str, defects: &[String]) -> Option<String> {
+    const NAMED: usize = 8;
+    let first = defects[..defects.len().min(NAMED)].join("; ");
+    let more = match defects.len().saturating_sub(NAMED) {
+        0 => String::new(),
+        more => format!("; and {more} more (`unicorn inspect` lists them)"),
+    };
+    (!defects.is_empty()).then(|| {
+        format!(
+            "{location}: the quantizer that wrote this checkpoint lost parts of it, which are missing here too: {first}{more}. \
+             Quantize the original model anew (`unicorn quantize`) to have them"
+        )
+    })
 }
 
 /// Name without prefix, shape, and what the shape is in the config's words.
@@ -311,4 +322,22 @@ impl<'a> Found<'a> {
 /// N of `...layers.N...`
 fn layer_of(name: &str) -> Option<usize> {
     name.split('.').skip_while(|part| *part != "layers").nth(1)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::defects_warning;
+
+    #[test]
+    fn a_warning_names_the_first_defects_and_counts_the_rest() {
+        assert_eq!(defects_warning("m", &[]), None);
+        let defects: Vec<String> = (0..9).map(|i| format!("t{i}: gone")).collect();
+        let warning = defects_warning("m", &defects[..8]).unwrap();
+        assert!(
+            warning.contains("here too: t0: gone; ") && warning.contains("; t7: gone. Quantize"),
+            "{warning}"
+        );
+        let warning = defects_warning("m", &defects).unwrap();
+        assert!(warning.contains("; t7: gone; and 1 more (`unicorn inspect` lists them). "), "{warning}");
+    }
 }
