@@ -904,7 +904,10 @@ fn bad_indexes_are_refused_by_tensor() {
     };
     let good = json!({"a": "1.safetensors", "b": "2.safetensors"});
 
-    assert_eq!(problem(&[]), "DIR: holds neither model.safetensors nor model.safetensors.index.json");
+    assert_eq!(
+        problem(&[]),
+        "DIR: holds neither model.safetensors nor model.safetensors.index.json nor unicorn.json"
+    );
     assert_eq!(
         with(index(json!({"metadata": {}})), shards(&one, &other)),
         "model.safetensors.index.json: is no valid index of shards: missing field `weight_map` at line 1 column 15"
@@ -1126,7 +1129,7 @@ fn weights_that_contradict_the_config_are_refused_by_tensor() {
                 add("score.weight", DType::F32, &[2])(t);
                 add("model.vision_tower_adapter.weight", DType::F32, &[2])(t);
             },
-            "model.safetensors: tensor score.weight and 1 more are no part of a Gemma-3 language model; expected its \
+            "model.safetensors: tensor model.vision_tower_adapter.weight and 1 more are no part of a Gemma-3 language model; expected its \
              weights, vision_tower, multi_modal_projector and a tied lm_head only",
         ),
         (
