@@ -443,6 +443,10 @@ fn what_is_no_layer_file_is_refused_by_name() {
             "tensor x.layers.3.w_scale: element 0 is NaN or infinite; expected a finite number",
         ),
         (
+            layer(&[symmetric(name, &[3, 0], 0.5, &[])]),
+            "tensor x.layers.3.w: has shape [3, 0]; expected values",
+        ),
+        (
             layer(&[asymmetric(name, &[2], 0.5, 256.0, &[1, 2])]),
             "tensor x.layers.3.w_scale: has zero point 256; expected a whole number from 0 to 255",
         ),

@@ -238,10 +238,12 @@ fn bf16_scales_that_f16_cannot_hold_lose_nothing() {
     for (zeros, bias) in [(true, 0.0), (false, 8.0)] {
         let mut parts = compressed_parts();
         parts[1].3 = bf16s(&[1e-9, 3e9].repeat(10));
+        let mut config = compressed();
+        config["config_groups"]["group_0"]["weights"]["symmetric"] = json!(!zeros);
         if !zeros {
             parts.remove(2);
         }
-        let f = folder(Some(compressed()), &parts);
+        let f = folder(Some(config), &parts);
         let checkpoint = open(f.path()).unwrap();
         let tensor = checkpoint.get("p.weight").unwrap();
         assert_eq!(tensor.scheme().unwrap(), Scheme::Int4 { group: 32, scales: Scales::Affine });
@@ -421,6 +423,7 @@ fn parts_that_disagree_are_refused_by_name() {
     let compressed_cases: Vec<(Change, &str)> = vec![
         (remove(0), "p.weight_packed: is missing"),
         (remove(3), "p.weight_shape: is missing"),
+        (remove(2), "p.weight_zero_point: is missing; the weights are not symmetric by quantization_config"),
         (
             change(3, |p| p.3 = [11i64, 64].iter().flat_map(|n| n.to_le_bytes()).collect()),
             "p.weight_shape: is [11, 64]; the matrix's 10 rows of 8 words and 2 scales are no such shape in any of \
@@ -464,6 +467,14 @@ fn parts_that_disagree_are_refused_by_name() {
         let expected = "is a packed matrix, but config.json has no quantization_config that says how";
         assert!(error.contains(expected), "{error}");
     }
+    let mut by_activation = gptq();
+    by_activation["desc_act"] = json!(true);
+    assert!(
+        open(folder(Some(by_activation.clone()), &gptq_parts()).path()).is_ok(),
+        "g_idx shows that it is trivial"
+    );
+    let error = open(folder(Some(by_activation), &gptq_parts()[..3]).path()).unwrap_err();
+    assert!(error.ends_with("tensor p.g_idx: is missing"), "{error}");
     // A scale that is no number is found where it is read.
     let mut parts = gptq_parts();
     parts[2].3 = f16s(&[&[0.5f32; 11][..], &[f32::NAN], &[0.5; 4]].concat());

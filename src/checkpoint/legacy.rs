@@ -150,16 +150,14 @@ impl<'a> LegacyTensor<'a> {
     pub fn defect(&self) -> Option<String> {
         let count = self.q.len();
         match self.layout.kind {
-            Kind::Int8Symmetric => {
-                (count > 0 && self.scale(0) == 0.0).then(|| "scale 0: reads as zeros".into())
-            }
+            Kind::Int8Symmetric => (self.scale(0) == 0.0).then(|| "scale 0: reads as zeros".into()),
             Kind::Int4Grouped => {
                 let groups = count.div_ceil(GROUP);
                 let zero = (0..groups).filter(|group| self.scale(*group) == 0.0).count();
                 (zero > 0).then(|| format!("{zero} of {groups} groups have scale 0: read as zeros"))
             }
             Kind::Int8Asymmetric => {
-                if count > 0 && self.scale(0) == 0.0 {
+                if self.scale(0) == 0.0 {
                     return Some("constant when written: reads as zeros".into());
                 }
                 let (clamped, cut) = match self.scale(1) {
@@ -218,6 +216,9 @@ impl Layout {
                 return Err(LayoutError::Tensor(problem));
             }
         };
+        if q.is_empty() {
+            return Err(LayoutError::Tensor(format!("has shape {:?}; expected values", tensor.shape)));
+        }
         if tensor.dtype != dtype {
             let problem = format!("is {:?}; expected {dtype:?} by its scheme, {scheme}", tensor.dtype);
             return Err(LayoutError::Tensor(problem));
@@ -252,7 +253,7 @@ impl Layout {
         }
         let f16_holds = values.all(|scale| f16::from_f32(scale).to_f32() == scale);
         let cols = tensor.shape.last().copied().unwrap_or(1);
-        let scheme = device_scheme(kind, cols, f16_holds, scale_type.at_first(scales));
+        let scheme = device_scheme(kind, cols, f16_holds, scale_type.at(scales, 0));
         Ok(Layout { kind, scale_type, cols, scheme })
     }
 }
@@ -261,12 +262,6 @@ impl Layout {
 enum LayoutError {
     Tensor(String),
     Scale(String),
-}
-
-impl ScaleType {
-    fn at_first(self, scales: &[u8]) -> f32 {
-        if scales.is_empty() { 0.0 } else { self.at(scales, 0) }
-    }
 }
 
 /// The layout that holds the products bit for bit; f32 where the device has none.

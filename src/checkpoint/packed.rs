@@ -264,7 +264,7 @@ impl<'a> PackedMatrix<'a> {
                 stored if stored == mask => {
                     return Err(format!(
                         "row {row}, group {group}: its zero point is stored as {stored}, which is how AutoGPTQ wrote 0, \
-                         overwriting those beside it; requantize the original, or convert it to \"gptq_v2\" with care"
+                         overwriting those beside it; quantize the original anew (\"gptq_v2\" has room for 0)"
                     ));
                 }
                 stored => stored + 1,
@@ -449,10 +449,12 @@ enum Method {
         zeros: GptqZeros,
         /// None where modules may differ (`dynamic`).
         numbers: Option<Numbers>,
+        /// Whether columns were put into groups by their activations (`desc_act`), which `g_idx` then has to show.
+        by_activation: bool,
     },
     Awq(Numbers),
-    /// One of these each matrix is in.
-    CompressedTensors(Vec<Numbers>),
+    /// One of these each matrix is in; whether with zero points.
+    CompressedTensors(Vec<(Numbers, bool)>),
 }
 
 /// What a method says of a matrix.
@@ -522,7 +524,8 @@ impl Method {
         }
         let dynamic = object.object.get("dynamic").and_then(Value::as_object).is_some_and(|d| !d.is_empty());
         let numbers = object.numbers("bits", "group_size")?;
-        Ok(Self::Gptq { zeros, numbers: (!dynamic).then_some(numbers) })
+        let by_activation = object.get("desc_act") == Some(&Value::Bool(true));
+        Ok(Self::Gptq { zeros, numbers: (!dynamic).then_some(numbers), by_activation })
     }
 
     fn read_awq(object: &Fields) -> Result<Self, String> {
@@ -581,10 +584,16 @@ impl Method {
             if !matches!(kind, None | Some("int")) {
                 return Err(weights.unlike("type", quote(kind), "\"int\""));
             }
-            match weights.text("strategy")? {
-                Some("group") => weights.numbers("num_bits", "group_size"),
-                Some("channel") => Ok(Numbers { group: None, ..weights.numbers("num_bits", "group_size")? }),
-                other => Err(weights.unlike("strategy", quote(other), "\"group\" or \"channel\"")),
+            let numbers = weights.numbers("num_bits", "group_size")?;
+            let numbers = match weights.text("strategy")? {
+                Some("group") => numbers,
+                Some("channel") => Numbers { group: None, ..numbers },
+                other => return Err(weights.unlike("strategy", quote(other), "\"group\" or \"channel\"")),
+            };
+            match weights.get("symmetric") {
+                None | Some(Value::Bool(true)) => Ok((numbers, false)),
+                Some(Value::Bool(false)) => Ok((numbers, true)),
+                Some(other) => Err(weights.unlike("symmetric", show(other), "true or false")),
             }
         };
         let numbers = groups.iter().map(read).collect::<Result<_, _>>()?;
@@ -640,7 +649,7 @@ impl Method {
     /// Checks that the parts of a matrix are one, and reads how it lies in them. The error names the part it is about.
     fn layout(&self, parts: &Parts) -> Result<Layout, PartError> {
         let layout = match self {
-            Self::Gptq { zeros, numbers } => Self::gptq_layout(parts, *zeros, *numbers)?,
+            Self::Gptq { zeros, numbers, .. } => Self::gptq_layout(parts, *zeros, *numbers)?,
             Self::Awq(numbers) => Self::awq_layout(parts, *numbers)?,
             Self::CompressedTensors(numbers) => Self::compressed_layout(parts, numbers)?,
         };
@@ -649,6 +658,10 @@ impl Method {
             let problem =
                 format!("scales groups of {} columns; expected a multiple of {block}", layout.group);
             return Err((PartKind::Scales, problem));
+        }
+        let ordered = matches!(self, Self::Gptq { by_activation: true, .. }) && layout.group < layout.cols;
+        if ordered {
+            parts.required(PartKind::GroupIndex)?;
         }
         if let Some(index) = parts.get(PartKind::GroupIndex) {
             index.expect(&[DType::I32], &[layout.cols]).about(PartKind::GroupIndex)?;
@@ -722,7 +735,7 @@ impl Method {
         Ok(layout)
     }
 
-    fn compressed_layout(parts: &Parts, numbers: &[Numbers]) -> Result<Layout, PartError> {
+    fn compressed_layout(parts: &Parts, numbers: &[(Numbers, bool)]) -> Result<Layout, PartError> {
         let weights = parts.required(PartKind::Weights)?;
         let scales = parts.required(PartKind::Scales)?;
         let shape = parts.required(PartKind::Shape)?;
@@ -737,21 +750,18 @@ impl Method {
         };
         let [stated_rows, cols] = dims.map(|dim| usize::try_from(dim).unwrap_or(0));
         let scale_type = ScaleType::of(&scales);
-        let of_group = |numbers: &Numbers| Layout {
-            kind: Kind::Compressed,
-            bits: numbers.bits,
-            rows,
-            cols,
-            group: numbers.columns(cols),
-            scale_type,
-            form: Form::Symmetric,
-        };
-        let fits = |layout: &Layout| {
+        let with_zeros = parts.get(PartKind::Zeros).is_some();
+        let of_group = |(numbers, asymmetric): &(Numbers, bool)| {
+            let (bits, group) = (numbers.bits, numbers.columns(cols));
+            let layout =
+                Layout { kind: Kind::Compressed, bits, rows, cols, group, scale_type, form: Form::Symmetric };
             let same = stated_rows == rows && cols.div_ceil(layout.per_word()) == words;
-            same && layout.groups() == groups
+            let fits = rows > 0 && cols > 0 && same && layout.groups() == groups;
+            // Writers of symmetric weights may add zero points; of others they may not leave them out.
+            fits.then_some((layout, *asymmetric && !with_zeros))
         };
-        let nonempty = rows > 0 && cols > 0;
-        let Some(layout) = numbers.iter().map(of_group).find(|layout| nonempty && fits(layout)) else {
+        let Some((layout, lacks_zeros)) = numbers.iter().filter_map(of_group).min_by_key(|(_, lacks)| *lacks)
+        else {
             let problem = format!(
                 "is {dims:?}; the matrix's {rows} rows of {words} words and {groups} scales are no such shape in any of \
                  quantization_config.config_groups"
@@ -760,6 +770,12 @@ impl Method {
         };
         weights.expect(&[DType::I32], &[rows, words]).about(PartKind::Weights)?;
         scales.expect(&SCALE_TYPES, &[rows, groups]).about(PartKind::Scales)?;
+        if lacks_zeros {
+            return Err((
+                PartKind::Zeros,
+                "is missing; the weights are not symmetric by quantization_config".into(),
+            ));
+        }
         if let Some(zeros) = parts.get(PartKind::Zeros) {
             let shape = [rows.div_ceil(layout.per_word()), groups];
             zeros.expect(&[DType::I32], &shape).about(PartKind::Zeros)?;
