@@ -324,6 +324,9 @@ pub fn with_header(header: &str, bytes: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), bytes].concat()
 }
 
+/// Files by name.
+type Files = Vec<(&'static str, Vec<u8>)>;
+
 fn folder(files: &[(&str, Vec<u8>)]) -> TempDir {
     let folder = TempDir::new().unwrap();
     for (name, bytes) in files {
@@ -415,7 +418,7 @@ fn what_is_no_layer_file_is_refused_by_name() {
         vec![shared(), ("m_layer_3.safetensors", with_header(&Value::Object(header).to_string(), bytes))]
     };
     let i8_2 = |offsets: [u8; 2]| json!({"dtype": "I8", "shape": [2], "data_offsets": offsets});
-    let cases: Vec<(Vec<(&str, Vec<u8>)>, &str)> = vec![
+    let cases: Vec<(Files, &str)> = vec![
         (
             vec![("m_layer_3.safetensors", layer_file(&[good()]))],
             ": holds layer files, but no *_shared.safetensors, in which the embedding is",
@@ -437,6 +440,14 @@ fn what_is_no_layer_file_is_refused_by_name() {
         (
             changed(&|t| t.5 = "I8"),
             "m_layer_3.safetensors: tensor x.layers.3.w_scale: I8 [] takes 1 bytes; its offsets hold 2",
+        ),
+        (
+            changed(&|t| (t.5, t.7) = ("I8", vec![1])),
+            "tensor x.layers.3.w_scale: is I8; expected BF16, F16 or F32 by the scheme, int8_symmetric",
+        ),
+        (
+            layer(&[(name.into(), "int8_asymmetric", "U8", vec![1], vec![1], "BF16", vec![2], vec![0; 4])]),
+            "tensor x.layers.3.w_scale: is BF16; expected F32 by the scheme, int8_asymmetric",
         ),
         (
             changed(&|t| t.7 = bf16::NAN.to_le_bytes().to_vec()),

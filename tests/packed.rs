@@ -277,6 +277,33 @@ fn modules_may_differ_where_the_config_says_so() {
     assert_eq!(checkpoint.iter().map(|t| t.name).collect::<Vec<_>>(), ["p.weight", "q.weight"]);
 }
 
+/// Writers of symmetric weights may store their zero points all the same.
+#[test]
+fn zero_points_that_are_half_the_range_take_no_room() {
+    let mut parts = compressed_parts();
+    // Ten rows: the filling of the last word may be anything, and is not looked at.
+    let zero = Scheme::Int4 { group: 32, scales: Scales::ZeroPoint };
+    for (rows, scheme) in [(10usize, zero), (8, Scheme::int4(32))] {
+        let shape = [rows as i64, 64].iter().flat_map(|n| n.to_le_bytes()).collect();
+        parts[0] = ("p.weight_packed", "I32", vec![rows, 8], words(0..rows as u32 * 8));
+        parts[1] = ("p.weight_scale", "BF16", vec![rows, 2], bf16s(&vec![0.5; rows * 2]));
+        parts[2] = (
+            "p.weight_zero_point",
+            "I32",
+            vec![rows.div_ceil(8), 2],
+            words(vec![0x8888_8888; rows.div_ceil(8) * 2]),
+        );
+        parts[3] = ("p.weight_shape", "I64", vec![2], shape);
+        let f = folder(Some(compressed()), &parts);
+        let checkpoint = open(f.path()).unwrap();
+        let tensor = checkpoint.get("p.weight").unwrap();
+        assert_eq!(tensor.scheme().unwrap(), scheme);
+        let (values, again) = values_both_ways(&tensor);
+        assert_eq!((values[0], values[1]), (-4.0, -4.0));
+        assert_eq!(values, again);
+    }
+}
+
 /// The parts of a matrix may lie in different shards.
 #[test]
 fn parts_are_found_in_every_shard() {

@@ -20,9 +20,10 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use half::{bf16, f16};
+use half::f16;
 
 use super::safetensors::TensorInfo;
+use super::view::{f16_holds, float_at};
 use super::{Checkpoint, CheckpointError, Entry, Format, MAX_SHARDS, ModelFiles, Span, Stored, short};
 use crate::tensor::{DType, QuantizedRow, Scales, Scheme};
 
@@ -41,7 +42,8 @@ pub struct LegacyTensor<'a> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Layout {
     kind: Kind,
-    scale_type: ScaleType,
+    /// Floating-point.
+    scale_type: DType,
     /// Of a row.
     cols: usize,
     scheme: Scheme,
@@ -52,27 +54,6 @@ enum Kind {
     Int8Symmetric,
     Int4Grouped,
     Int8Asymmetric,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum ScaleType {
-    F32,
-    F16,
-    Bf16,
-}
-
-impl ScaleType {
-    fn at(self, bytes: &[u8], index: usize) -> f32 {
-        match self {
-            Self::F32 => f32::from_le_bytes(bytes[4 * index..4 * index + 4].try_into().expect("4 bytes")),
-            Self::F16 => f16::from_le_bytes([bytes[2 * index], bytes[2 * index + 1]]).to_f32(),
-            Self::Bf16 => bf16::from_le_bytes([bytes[2 * index], bytes[2 * index + 1]]).to_f32(),
-        }
-    }
-
-    const fn size(self) -> usize {
-        if matches!(self, Self::F32) { 4 } else { 2 }
-    }
 }
 
 impl<'a> LegacyTensor<'a> {
@@ -181,7 +162,7 @@ impl<'a> LegacyTensor<'a> {
     }
 
     fn scale(&self, index: usize) -> f32 {
-        self.layout.scale_type.at(self.scales, index)
+        float_at(self.layout.scale_type, self.scales, index)
     }
 
     /// The integer at a place of the flattened tensor.
@@ -223,37 +204,34 @@ impl Layout {
             let problem = format!("is {:?}; expected {dtype:?} by its scheme, {scheme}", tensor.dtype);
             return Err(LayoutError::Tensor(problem));
         }
-        let scale_type = match (scale.dtype, kind) {
-            (DType::F32, _) => ScaleType::F32,
-            (DType::F16, Kind::Int8Symmetric | Kind::Int4Grouped) => ScaleType::F16,
-            (DType::BF16, Kind::Int8Symmetric | Kind::Int4Grouped) => ScaleType::Bf16,
-            (other, _) => {
-                let expected = if kind == Kind::Int8Asymmetric { "F32" } else { "BF16, F16 or F32" };
-                let problem = format!("is {other:?}; expected {expected} by the scheme, {scheme}");
-                return Err(LayoutError::Scale(problem));
-            }
-        };
+        let floats = matches!(scale.dtype, DType::F32 | DType::F16 | DType::BF16);
+        if !floats || (kind == Kind::Int8Asymmetric && scale.dtype != DType::F32) {
+            let expected = if kind == Kind::Int8Asymmetric { "F32" } else { "BF16, F16 or F32" };
+            let problem = format!("is {:?}; expected {expected} by the scheme, {scheme}", scale.dtype);
+            return Err(LayoutError::Scale(problem));
+        }
+        let scale_type = scale.dtype;
         if scale.shape != scale_shape {
             let problem =
                 format!("has shape {:?}; expected {scale_shape:?} by the scheme, {scheme}", scale.shape);
             return Err(LayoutError::Scale(problem));
         }
         let count = scales.len() / scale_type.size();
-        let mut values = (0..count).map(|index| scale_type.at(scales, index));
+        let mut values = (0..count).map(|index| float_at(scale_type, scales, index));
         if let Some(index) = values.clone().position(|scale| !scale.is_finite()) {
             let problem = format!("element {index} is NaN or infinite; expected a finite number");
             return Err(LayoutError::Scale(problem));
         }
         if kind == Kind::Int8Asymmetric {
-            let zero = scale_type.at(scales, 1);
+            let zero = float_at(scale_type, scales, 1);
             if zero.fract() != 0.0 || !(0.0..=255.0).contains(&zero) {
                 let problem = format!("has zero point {zero}; expected a whole number from 0 to 255");
                 return Err(LayoutError::Scale(problem));
             }
         }
-        let f16_holds = values.all(|scale| f16::from_f32(scale).to_f32() == scale);
+        let exact_in_f16 = values.all(f16_holds);
         let cols = tensor.shape.last().copied().unwrap_or(1);
-        let scheme = device_scheme(kind, cols, f16_holds, scale_type.at(scales, 0));
+        let scheme = device_scheme(kind, cols, exact_in_f16, float_at(scale_type, scales, 0));
         Ok(Layout { kind, scale_type, cols, scheme })
     }
 }
@@ -265,15 +243,15 @@ enum LayoutError {
 }
 
 /// The layout that holds the products bit for bit; f32 where the device has none.
-fn device_scheme(kind: Kind, cols: usize, f16_holds: bool, scale: f32) -> Scheme {
+fn device_scheme(kind: Kind, cols: usize, exact_in_f16: bool, scale: f32) -> Scheme {
     // Of a group of 128 flattened values, each row has whole pieces of this many columns.
     let piece = 1usize << cols.trailing_zeros().min(GROUP.trailing_zeros());
     let affine = |group: usize| Scheme::Int8 { group: group as u32, scales: Scales::Affine };
     let whole_row = || affine(cols.next_multiple_of(16));
     match kind {
-        Kind::Int8Symmetric if f16_holds => Scheme::Int8Row,
+        Kind::Int8Symmetric if exact_in_f16 => Scheme::Int8Row,
         Kind::Int8Symmetric => whole_row(),
-        Kind::Int4Grouped if f16_holds && piece >= 32 => Scheme::int4(piece as u32),
+        Kind::Int4Grouped if exact_in_f16 && piece >= 32 => Scheme::int4(piece as u32),
         Kind::Int4Grouped if piece >= 16 => affine(piece),
         // q - z has 9 bits; where s has no more than 15, no product and no sum is rounded.
         Kind::Int8Asymmetric if scale == 0.0 || scale.is_normal() && scale.to_bits() & 0x1FF == 0 => {

@@ -1,0 +1,491 @@
+//! How a checkpoint is packed, by its config, and whether the parts of a matrix are what that says.
+//!
+//! Nothing of a part is used before its type and shape are checked: a [`Layout`] that exists fits its parts.
+
+use std::fmt;
+
+use serde_json::{Map, Value};
+
+use super::{Form, GptqZeros, Kind, Layout, block_columns, word};
+use crate::checkpoint::{Format, short};
+use crate::tensor::DType;
+
+/// A config has a few KB.
+const MAX_CONFIG_BYTES: usize = 1 << 20;
+/// Of `config_groups`; each real checkpoint has one.
+const MAX_CONFIG_GROUPS: usize = 64;
+
+/// How a checkpoint is packed, by the `quantization_config` of its config.json.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Method {
+    Gptq {
+        zeros: GptqZeros,
+        /// None where modules may differ (`dynamic`).
+        numbers: Option<Numbers>,
+        /// Whether columns were put into groups by their activations (`desc_act`), which `g_idx` then has to show.
+        by_activation: bool,
+    },
+    Awq(Numbers),
+    /// One of these each matrix is in; whether with zero points.
+    CompressedTensors(Vec<(Numbers, bool)>),
+}
+
+/// What a method says of a matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Numbers {
+    bits: u32,
+    /// Columns; none is a whole row.
+    group: Option<usize>,
+}
+
+impl Method {
+    /// From a config.json, which may be of any model; none where it has no `quantization_config`.
+    pub(super) fn read(config: &[u8]) -> Result<Option<Method>, String> {
+        if config.len() > MAX_CONFIG_BYTES {
+            return Err(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", config.len()));
+        }
+        let config: Value = serde_json::from_slice(config)
+            .map_err(|e| format!("is no valid JSON: {}", short(&e.to_string())))?;
+        let found = config
+            .get("quantization_config")
+            .or_else(|| config.get("text_config")?.get("quantization_config"));
+        let object = match found {
+            None | Some(Value::Null) => return Ok(None),
+            Some(Value::Object(object)) => Fields { prefix: "quantization_config", object },
+            Some(other) => return Err(format!("quantization_config is {}; expected an object", show(other))),
+        };
+        let method = match object.text("quant_method")? {
+            Some("gptq") => Self::read_gptq(&object),
+            Some("awq") => Self::read_awq(&object),
+            Some("compressed-tensors") => Self::read_compressed(&object),
+            other => Err(format!(
+                "quantization_config.quant_method is {}; expected \"gptq\", \"awq\" or \"compressed-tensors\", or the \
+                 original checkpoint in BF16, F16 or F32",
+                quote(other)
+            )),
+        };
+        method.map(Some)
+    }
+
+    fn read_gptq(object: &Fields) -> Result<Self, String> {
+        let by_gptqmodel =
+            object.object.get("meta").and_then(|meta| meta.get("quantizer")).is_some_and(|by| {
+                let ours = |by: &Value| by.as_str().is_some_and(|by| by.starts_with("gptqmodel"));
+                ours(by) || by.as_array().is_some_and(|list| list.iter().any(ours))
+            });
+        let zeros = match object.text("checkpoint_format")? {
+            Some("gptq_v2") => GptqZeros::AsStored,
+            None | Some("gptq") if by_gptqmodel => GptqZeros::WordLess,
+            None | Some("gptq") => GptqZeros::EachLess,
+            other => return Err(object.unlike("checkpoint_format", quote(other), "\"gptq\" or \"gptq_v2\"")),
+        };
+        if let Some(words) = object.text("pack_dtype")?
+            && words != "int32"
+        {
+            return Err(object.unlike("pack_dtype", quote(Some(words)), "\"int32\""));
+        }
+        let dynamic = object.object.get("dynamic").and_then(Value::as_object).is_some_and(|d| !d.is_empty());
+        let numbers = object.numbers("bits", "group_size")?;
+        let by_activation = object.get("desc_act") == Some(&Value::Bool(true));
+        Ok(Self::Gptq { zeros, numbers: (!dynamic).then_some(numbers), by_activation })
+    }
+
+    fn read_awq(object: &Fields) -> Result<Self, String> {
+        let version = object.text("version")?.or(object.text("checkpoint_format")?);
+        if !version.is_some_and(|v| v.eq_ignore_ascii_case("gemm")) {
+            return Err(object.unlike("version", quote(version), "\"gemm\""));
+        }
+        let numbers = object.numbers("bits", "group_size")?;
+        if numbers.bits != 4 {
+            return Err(object.unlike("bits", numbers.bits.to_string(), "4"));
+        }
+        match object.object.get("zero_point") {
+            None | Some(Value::Bool(true)) => Ok(Self::Awq(numbers)),
+            Some(other) => Err(object.unlike("zero_point", show(other), "true")),
+        }
+    }
+
+    fn read_compressed(object: &Fields) -> Result<Self, String> {
+        let packed = |format: Option<&str>| format == Some("pack-quantized");
+        let format = object.text("format")?;
+        if !packed(format) {
+            return Err(object.unlike("format", quote(format), "\"pack-quantized\""));
+        }
+        let groups = match object.object.get("config_groups") {
+            Some(Value::Object(groups)) if (1..=MAX_CONFIG_GROUPS).contains(&groups.len()) => groups,
+            other => {
+                let found = other.map_or("missing".into(), show);
+                return Err(object.unlike(
+                    "config_groups",
+                    found,
+                    format!("1 to {MAX_CONFIG_GROUPS} groups"),
+                ));
+            }
+        };
+        let read = |(name, group): (&String, &Value)| {
+            let path = format!("{}.config_groups.{}", object.prefix, short(name));
+            let Value::Object(group) = group else {
+                return Err(format!("{path} is {}; expected an object", show(group)));
+            };
+            let group = Fields { prefix: &path, object: group };
+            let format = group.text("format")?;
+            if format.is_some() && !packed(format) {
+                return Err(group.unlike("format", quote(format), "\"pack-quantized\""));
+            }
+            for name in ["input_activations", "output_activations"] {
+                if let Some(value) = group.get(name) {
+                    return Err(group.unlike(name, show(value), "null: activations are not quantized here"));
+                }
+            }
+            let path = format!("{path}.weights");
+            let Some(Value::Object(weights)) = group.get("weights") else {
+                return Err(format!("{path} is missing; expected how the weights are quantized"));
+            };
+            let weights = Fields { prefix: &path, object: weights };
+            let kind = weights.text("type")?;
+            if !matches!(kind, None | Some("int")) {
+                return Err(weights.unlike("type", quote(kind), "\"int\""));
+            }
+            let numbers = weights.numbers("num_bits", "group_size")?;
+            let numbers = match weights.text("strategy")? {
+                Some("group") => numbers,
+                Some("channel") => Numbers { group: None, ..numbers },
+                other => return Err(weights.unlike("strategy", quote(other), "\"group\" or \"channel\"")),
+            };
+            match weights.get("symmetric") {
+                None | Some(Value::Bool(true)) => Ok((numbers, false)),
+                Some(Value::Bool(false)) => Ok((numbers, true)),
+                Some(other) => Err(weights.unlike("symmetric", show(other), "true or false")),
+            }
+        };
+        let numbers = groups.iter().map(read).collect::<Result<_, _>>()?;
+        if let Some(scheme) = object.get("kv_cache_scheme") {
+            return Err(object.unlike(
+                "kv_cache_scheme",
+                show(scheme),
+                "null: the KV cache is not quantized here",
+            ));
+        }
+        Ok(Self::CompressedTensors(numbers))
+    }
+
+    pub(super) fn format(&self) -> Format {
+        match self {
+            Self::Gptq { .. } => Format::Gptq,
+            Self::Awq(_) => Format::Awq,
+            Self::CompressedTensors(_) => Format::CompressedTensors,
+        }
+    }
+
+    /// The matrix that a tensor is a part of, and which part.
+    pub(super) fn part_of<'n>(&self, name: &'n str) -> Option<(&'n str, PartKind)> {
+        let kinds: &[PartKind] = match self {
+            Self::Gptq { .. } => {
+                &[PartKind::Weights, PartKind::Zeros, PartKind::Scales, PartKind::GroupIndex]
+            }
+            Self::Awq(_) => &[PartKind::Weights, PartKind::Zeros, PartKind::Scales],
+            Self::CompressedTensors(_) => &PartKind::ALL,
+        };
+        kinds.iter().find_map(|kind| {
+            let base = name.strip_suffix(self.suffix(*kind))?.strip_suffix('.')?;
+            Some((base, *kind))
+        })
+    }
+
+    /// What ends the names of a kind of parts.
+    pub(super) fn suffix(&self, kind: PartKind) -> &'static str {
+        match (self, kind) {
+            (Self::CompressedTensors(_), PartKind::Weights) => "weight_packed",
+            (Self::CompressedTensors(_), PartKind::Scales) => "weight_scale",
+            (Self::CompressedTensors(_), PartKind::Zeros) => "weight_zero_point",
+            (Self::CompressedTensors(_), PartKind::GroupIndex) => "weight_g_idx",
+            (Self::CompressedTensors(_), PartKind::Shape) => "weight_shape",
+            (_, PartKind::Weights) => "qweight",
+            (_, PartKind::Scales) => "scales",
+            (_, PartKind::Zeros) => "qzeros",
+            (_, PartKind::GroupIndex) => "g_idx",
+            (_, PartKind::Shape) => "shape",
+        }
+    }
+
+    /// Checks that the parts of a matrix are one, and reads how it lies in them. The error names the part it is about.
+    pub(super) fn layout(&self, parts: &Parts) -> Result<Layout, PartError> {
+        let layout = match self {
+            Self::Gptq { zeros, numbers, .. } => Self::gptq_layout(parts, *zeros, *numbers)?,
+            Self::Awq(numbers) => Self::awq_layout(parts, *numbers)?,
+            Self::CompressedTensors(numbers) => Self::compressed_layout(parts, numbers)?,
+        };
+        let block = block_columns(layout.bits);
+        if layout.group < layout.cols && !layout.group.is_multiple_of(block) {
+            let problem =
+                format!("scales groups of {} columns; expected a multiple of {block}", layout.group);
+            return Err((PartKind::Scales, problem));
+        }
+        let ordered = matches!(self, Self::Gptq { by_activation: true, .. }) && layout.group < layout.cols;
+        if ordered {
+            parts.required(PartKind::GroupIndex)?;
+        }
+        if let Some(index) = parts.get(PartKind::GroupIndex) {
+            index.expect(&[DType::I32], &[layout.cols]).about(PartKind::GroupIndex)?;
+            let wrong = (0..layout.cols).find(|col| word(index.data, *col) as usize != col / layout.group);
+            if let Some(col) = wrong {
+                let problem = format!(
+                    "puts column {col} into group {}: columns in activation order (desc_act, actorder) are not \
+                     supported; expected groups of {} columns in a row",
+                    word(index.data, col) as i32,
+                    layout.group
+                );
+                return Err((PartKind::GroupIndex, problem));
+            }
+        }
+        Ok(layout)
+    }
+
+    fn gptq_layout(parts: &Parts, zeros: GptqZeros, numbers: Option<Numbers>) -> Result<Layout, PartError> {
+        let weights = parts.required(PartKind::Weights)?;
+        let scales = parts.required(PartKind::Scales)?;
+        let stored_zeros = parts.required(PartKind::Zeros)?;
+        let [words, rows] = weights.matrix().about(PartKind::Weights)?;
+        let [groups, _] = scales.matrix().about(PartKind::Scales)?;
+        let [_, zero_words] = stored_zeros.matrix().about(PartKind::Zeros)?;
+        let bits = match numbers {
+            Some(Numbers { bits, .. }) => bits,
+            None => match [4, 8].into_iter().find(|bits| zero_words.checked_mul(32 / bits) == Some(rows)) {
+                Some(bits) => bits as u32,
+                None => {
+                    let problem =
+                        format!("has {zero_words} words for {rows} rows; expected 4 or 8 bits each");
+                    return Err((PartKind::Zeros, problem));
+                }
+            },
+        };
+        let per_word = 32 / bits as usize;
+        let cols = size(words.checked_mul(per_word)).about(PartKind::Weights)?;
+        if rows == 0 || !rows.is_multiple_of(per_word) {
+            let problem = format!("has {rows} rows of weights; expected a multiple of {per_word}");
+            return Err((PartKind::Weights, problem));
+        }
+        let group = match numbers {
+            Some(numbers) => numbers.columns(cols),
+            // Modules differ: only the scales say it.
+            None => cols.div_ceil(groups.max(1)),
+        };
+        let scale_type = scales.dtype;
+        let layout =
+            Layout { kind: Kind::Gptq(zeros), bits, rows, cols, group, scale_type, form: Form::ZeroPoint };
+        let groups = layout.groups();
+        weights.expect(&[DType::I32], &[words, rows]).about(PartKind::Weights)?;
+        scales.expect(&SCALE_TYPES, &[groups, rows]).about(PartKind::Scales)?;
+        stored_zeros.expect(&[DType::I32], &[groups, rows / per_word]).about(PartKind::Zeros)?;
+        Ok(layout)
+    }
+
+    fn awq_layout(parts: &Parts, numbers: Numbers) -> Result<Layout, PartError> {
+        let weights = parts.required(PartKind::Weights)?;
+        let scales = parts.required(PartKind::Scales)?;
+        let zeros = parts.required(PartKind::Zeros)?;
+        let [cols, words] = weights.matrix().about(PartKind::Weights)?;
+        size(Some(cols)).about(PartKind::Weights)?;
+        let rows = size(words.checked_mul(8)).about(PartKind::Weights)?;
+        let group = numbers.columns(cols);
+        let scale_type = scales.dtype;
+        let layout =
+            Layout { kind: Kind::Awq, bits: 4, rows, cols, group, scale_type, form: Form::ZeroPoint };
+        weights.expect(&[DType::I32], &[cols, words]).about(PartKind::Weights)?;
+        scales.expect(&SCALE_TYPES, &[layout.groups(), rows]).about(PartKind::Scales)?;
+        zeros.expect(&[DType::I32], &[layout.groups(), words]).about(PartKind::Zeros)?;
+        Ok(layout)
+    }
+
+    fn compressed_layout(parts: &Parts, numbers: &[(Numbers, bool)]) -> Result<Layout, PartError> {
+        let weights = parts.required(PartKind::Weights)?;
+        let scales = parts.required(PartKind::Scales)?;
+        let shape = parts.required(PartKind::Shape)?;
+        let [rows, words] = weights.matrix().about(PartKind::Weights)?;
+        let [_, groups] = scales.matrix().about(PartKind::Scales)?;
+        shape.expect(&[DType::I64, DType::I32], &[2]).about(PartKind::Shape)?;
+        let dims = match shape.dtype {
+            DType::I64 => {
+                [0, 8].map(|at| i64::from_le_bytes(shape.data[at..at + 8].try_into().expect("8 bytes")))
+            }
+            _ => [0, 1].map(|i| i64::from(word(shape.data, i) as i32)),
+        };
+        let [stated_rows, cols] = dims.map(|dim| usize::try_from(dim).unwrap_or(0));
+        let scale_type = scales.dtype;
+        let with_zeros = parts.get(PartKind::Zeros).is_some();
+        let of_group = |(numbers, asymmetric): &(Numbers, bool)| {
+            let (bits, group) = (numbers.bits, numbers.columns(cols));
+            let layout =
+                Layout { kind: Kind::Compressed, bits, rows, cols, group, scale_type, form: Form::Symmetric };
+            let same = stated_rows == rows && cols.div_ceil(layout.per_word()) == words;
+            let fits = rows > 0 && cols > 0 && same && layout.groups() == groups;
+            // Writers of symmetric weights may add zero points; of others they may not leave them out.
+            fits.then_some((layout, *asymmetric && !with_zeros))
+        };
+        let Some((layout, lacks_zeros)) = numbers.iter().filter_map(of_group).min_by_key(|(_, lacks)| *lacks)
+        else {
+            let problem = format!(
+                "is {dims:?}; the matrix's {rows} rows of {words} words and {groups} scales are no such shape in any of \
+                 quantization_config.config_groups"
+            );
+            return Err((PartKind::Shape, problem));
+        };
+        weights.expect(&[DType::I32], &[rows, words]).about(PartKind::Weights)?;
+        scales.expect(&SCALE_TYPES, &[rows, groups]).about(PartKind::Scales)?;
+        if lacks_zeros {
+            return Err((
+                PartKind::Zeros,
+                "is missing; the weights are not symmetric by quantization_config".into(),
+            ));
+        }
+        if let Some(zeros) = parts.get(PartKind::Zeros) {
+            let shape = [rows.div_ceil(layout.per_word()), groups];
+            zeros.expect(&[DType::I32], &shape).about(PartKind::Zeros)?;
+        }
+        Ok(layout)
+    }
+}
+
+const SCALE_TYPES: [DType; 2] = [DType::F16, DType::BF16];
+
+impl Numbers {
+    /// Columns of a group in rows of `cols`, at least one.
+    fn columns(self, cols: usize) -> usize {
+        self.group.map_or(cols, |group| group.min(cols)).max(1)
+    }
+}
+
+fn size(size: Option<usize>) -> Result<usize, String> {
+    match size {
+        None => Err("is larger than any file".into()),
+        Some(0) => Err("is empty".into()),
+        Some(size) => Ok(size),
+    }
+}
+
+/// What a tensor is to the matrix it is a part of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PartKind {
+    Weights,
+    Scales,
+    Zeros,
+    GroupIndex,
+    Shape,
+}
+
+impl PartKind {
+    pub const ALL: [PartKind; 5] = [Self::Weights, Self::Scales, Self::Zeros, Self::GroupIndex, Self::Shape];
+}
+
+/// A tensor as its file has it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Part<'a> {
+    pub dtype: DType,
+    pub shape: &'a [usize],
+    pub data: &'a [u8],
+}
+
+impl Part<'_> {
+    fn expect(&self, dtypes: &[DType], shape: &[usize]) -> Result<(), String> {
+        if dtypes.contains(&self.dtype) && self.shape == shape {
+            return Ok(());
+        }
+        let names: Vec<_> = dtypes.iter().map(|dtype| format!("{dtype:?}")).collect();
+        let expected = names.join(" or ");
+        Err(format!("is {:?} {:?}; expected {expected} {shape:?}", self.dtype, self.shape))
+    }
+
+    /// Rows and columns of the part itself.
+    fn matrix(&self) -> Result<[usize; 2], String> {
+        self.shape.try_into().map_err(|_| format!("has shape {:?}; expected two dimensions", self.shape))
+    }
+}
+
+/// The parts of one matrix, by [`PartKind`].
+#[derive(Debug, Default)]
+pub(super) struct Parts<'a>(pub [Option<Part<'a>>; 5]);
+
+impl<'a> Parts<'a> {
+    fn get(&self, kind: PartKind) -> Option<Part<'a>> {
+        self.0[kind as usize]
+    }
+
+    fn required(&self, kind: PartKind) -> Result<Part<'a>, PartError> {
+        self.get(kind).ok_or((kind, "is missing".into()))
+    }
+}
+
+/// Which part is wrong, and how.
+pub(super) type PartError = (PartKind, String);
+
+trait About<T> {
+    fn about(self, kind: PartKind) -> Result<T, PartError>;
+}
+
+impl<T> About<T> for Result<T, String> {
+    fn about(self, kind: PartKind) -> Result<T, PartError> {
+        self.map_err(|problem| (kind, problem))
+    }
+}
+
+/// An object of config.json, and where it stands.
+struct Fields<'a> {
+    prefix: &'a str,
+    object: &'a Map<String, Value>,
+}
+
+impl<'a> Fields<'a> {
+    /// A field that is there and not null.
+    fn get(&self, name: &str) -> Option<&'a Value> {
+        self.object.get(name).filter(|value| !value.is_null())
+    }
+
+    fn unlike(&self, name: &str, found: impl fmt::Display, expected: impl fmt::Display) -> String {
+        format!("{}.{name} is {found}; expected {expected}", self.prefix)
+    }
+
+    fn text(&self, name: &str) -> Result<Option<&'a str>, String> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(other) => Err(self.unlike(name, show(other), "a string")),
+        }
+    }
+
+    /// Bits, 4 or 8, and the columns of a group; -1 or null is a whole row.
+    fn numbers(&self, bits: &str, group: &str) -> Result<Numbers, String> {
+        let found = self.get(bits).map_or("missing".into(), show);
+        let bits = match self.get(bits).and_then(Value::as_u64) {
+            Some(bits @ (4 | 8)) => bits as u32,
+            _ => return Err(self.unlike(bits, found, "4 or 8")),
+        };
+        let columns = match self.get(group) {
+            None => None,
+            Some(value) => match value.as_i64() {
+                Some(-1) => None,
+                Some(columns) if columns > 0 => Some(columns as usize),
+                _ => {
+                    return Err(self.unlike(
+                        group,
+                        show(value),
+                        "a number of columns, or -1 for the whole row",
+                    ));
+                }
+            },
+        };
+        Ok(Numbers { bits, group: columns })
+    }
+}
+
+/// A value as a message may quote it.
+fn show(value: &Value) -> String {
+    match value {
+        Value::Object(_) => "an object".into(),
+        Value::Array(_) => "a list".into(),
+        other => short(&other.to_string()),
+    }
+}
+
+fn quote(text: Option<&str>) -> String {
+    text.map_or("missing".into(), |text| format!("{:?}", short(text)))
+}
