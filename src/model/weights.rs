@@ -178,7 +178,7 @@ impl<'a> Gemma3Weights<'a> {
 
 /// One line that names the first of the defects; none if there are none.
 fn defects_warning(location: &str, defects: &[String]) -> Option<String> {
-    const NAMED: usize = 8;
+    const NAMED: usize = 4;
     let first = defects[..defects.len().min(NAMED)].join("; ");
     let more = match defects.len().saturating_sub(NAMED) {
         0 => String::new(),
@@ -186,8 +186,8 @@ fn defects_warning(location: &str, defects: &[String]) -> Option<String> {
     };
     (!defects.is_empty()).then(|| {
         format!(
-            "{location}: the quantizer that wrote this checkpoint lost parts of it, which are missing here too: {first}{more}. \
-             Quantize the original model anew (`unicorn quantize`) to have them"
+            "{location}: the quantizer that wrote this checkpoint cut values off, or stored them with scale 0, and they are \
+             read as they are: {first}{more}. To have what was lost, quantize the original model anew (`unicorn quantize`)"
         )
     })
 }
@@ -331,13 +331,13 @@ mod tests {
     #[test]
     fn a_warning_names_the_first_defects_and_counts_the_rest() {
         assert_eq!(defects_warning("m", &[]), None);
-        let defects: Vec<String> = (0..9).map(|i| format!("t{i}: gone")).collect();
-        let warning = defects_warning("m", &defects[..8]).unwrap();
+        let defects: Vec<String> = (0..5).map(|i| format!("t{i}: gone")).collect();
+        let warning = defects_warning("m", &defects[..4]).unwrap();
         assert!(
-            warning.contains("here too: t0: gone; ") && warning.contains("; t7: gone. Quantize"),
+            warning.contains("as they are: t0: gone; ") && warning.contains("; t3: gone. To"),
             "{warning}"
         );
         let warning = defects_warning("m", &defects).unwrap();
-        assert!(warning.contains("; t7: gone; and 1 more (`unicorn inspect` lists them). "), "{warning}");
+        assert!(warning.contains("; t3: gone; and 1 more (`unicorn inspect` lists them). "), "{warning}");
     }
 }
