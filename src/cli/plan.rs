@@ -10,7 +10,7 @@ use super::devices::bytes;
 use super::error::Error;
 use super::generate::print;
 use super::load;
-use crate::checkpoint::{Checkpoint, ModelFiles};
+use crate::checkpoint::Checkpoint;
 use crate::config::Config;
 use crate::model::config::Gemma3Config;
 use crate::model::memory::{Demand, DoesNotFit, Fit, MAX_SEQUENCES, Schemes, quantize_modes};
@@ -65,7 +65,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
 }
 
 fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
-    let files = ModelFiles::open(Path::new(model))?;
+    let files = load::files_of(Path::new(model), &config.model)?;
     let (gemma, _) = Gemma3Config::load(&files)?;
     let checkpoint = Checkpoint::open(&files)?;
     let weights = Gemma3Weights::collect(&checkpoint, &gemma)?;

@@ -44,7 +44,10 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     let (shape, _) = Gemma3Config::load(&files)?;
     let checkpoint = Checkpoint::open(&files)?;
     let weights = Gemma3Weights::collect(&checkpoint, &shape)?;
-    weights.warn_of_defects(&checkpoint);
+    if args.calibrate.is_none() && args.eval.is_none() {
+        // Else loading it does.
+        weights.warn_of_defects(&checkpoint);
+    }
     let calibration = match &args.calibrate {
         None => None,
         Some(path) => {
