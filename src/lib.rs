@@ -14,7 +14,7 @@
 //! | 4 | [`engine`] | know text, HTTP, `ash`, or a layer; be async |
 //! | 3 | [`model`] | see a request, a queue, or a clock |
 //! | 2 | [`kernels`], [`quantize`] | know a model or a scheduler |
-//! | 1 | [`gpu`], [`checkpoint`], [`text`] | import each other |
+//! | 1 | [`gpu`], [`checkpoint`], [`text`], [`hub`] | import each other |
 //! | 0 | [`tensor`], [`config`] | do I/O |
 //!
 //! # One request
@@ -31,6 +31,7 @@ pub mod config;
 pub mod gpu;
 pub mod checkpoint;
 pub mod text;
+pub mod hub;
 pub mod kernels;
 pub mod quantize;
 pub mod model;

@@ -12,6 +12,7 @@ mod fake_runner;
 mod fuzz_bodies;
 mod gguf;
 mod golden;
+mod hub;
 mod kernels;
 mod legacy;
 mod native;

@@ -11,13 +11,14 @@ use std::path::{Component, Path, PathBuf};
 use crate::support::root;
 
 /// The floors of lib.rs: a module may name those below it.
-const FLOORS: [(&str, u32); 13] = [
+const FLOORS: [(&str, u32); 14] = [
     ("tensor", 0),
     ("config", 0),
     ("gpu", 1),
     ("npu", 1),
     ("checkpoint", 1),
     ("text", 1),
+    ("hub", 1),
     ("kernels", 2),
     ("quantize", 2),
     ("model", 3),
@@ -32,7 +33,7 @@ const FLOORS: [(&str, u32); 13] = [
 const NEIGHBOURS: [(&str, &str); 3] = [("config", "tensor"), ("kernels", "quantize"), ("cli", "api")];
 
 /// What lies below a module and is nevertheless none of its business: (who, what, where it is allowed after all).
-const HIDDEN: [(&str, &str, &[&str]); 14] = [
+const HIDDEN: [(&str, &str, &[&str]); 16] = [
     ("main", "gpu", &[]),
     ("main", "kernels", &[]),
     ("cli", "gpu", &["src/cli/load.rs", "src/cli/devices.rs", "src/cli/error.rs"]),
@@ -40,23 +41,26 @@ const HIDDEN: [(&str, &str, &[&str]); 14] = [
     ("api", "gpu", &[]),
     ("api", "kernels", &[]),
     ("api", "checkpoint", &[]),
+    ("api", "hub", &[]),
     ("engine", "gpu", &[]),
     ("engine", "kernels", &[]),
     ("engine", "checkpoint", &[]),
     ("engine", "text", &[]),
     ("engine", "quantize", &[]),
+    ("engine", "hub", &[]),
     ("engine", "model::gemma3", &[]),
     ("engine", "model::weights", &[]),
 ];
 
 /// Words of other crates and of the language that a module must not contain.
-const FOREIGN: [(&str, &[&str]); 6] = [
+const FOREIGN: [(&str, &[&str]); 7] = [
     ("tensor", &["std::fs", "std::net", "File", "tokio"]),
     ("config", &["std::fs", "std::net", "File", "tokio"]),
     ("model", &["Instant", "SystemTime", "tokio", "axum", "tokenizers", "minijinja"]),
     ("engine", &["async", "await", "tokio", "axum", "tokenizers", "minijinja", "safetensors"]),
     ("kernels", &["tokio", "axum", "tokenizers"]),
     ("gpu", &["tokio", "axum", "tokenizers", "safetensors"]),
+    ("hub", &["tokio", "axum", "tokenizers", "safetensors"]),
 ];
 
 /// Sizes are in bytes; 12 MB in all keeps a clone small and the binary that embeds the model smaller than most.

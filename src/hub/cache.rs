@@ -1,0 +1,553 @@
+//! The folder of pulled models, laid out as the hub's own tools do, so that all of them share it:
+//!
+//! ```text
+//! ROOT/models--ORG--NAME/blobs/CHECKSUM               a file's bytes, named by what they hash to
+//!                       /blobs/CHECKSUM.incomplete    the part of it that has arrived
+//!                       /snapshots/COMMIT/PATH        a relative link to the blob
+//!                       /refs/REVISION                the commit that a branch or tag was when it was pulled
+//!     /.locks/models--ORG--NAME/CHECKSUM.lock         held (`flock`) by the one who writes that blob
+//! ```
+//!
+//! What stands in `blobs` under its checksum is whole: it is written beside, checked, and renamed. A reference is written
+//! after everything that it stands for, so that a pull that was interrupted leaves the revision before it in use.
+//! Walks are bounded, and a link is never followed to delete.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, ErrorKind, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _, symlink};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock, statvfs};
+
+use super::HubError;
+use super::name::{ModelName, RepoId, is_commit};
+use super::select::{self, is_weights, part_of};
+
+/// Folders inside a repository, and files of one snapshot: more is no model.
+const MAX_DEPTH: usize = 8;
+const MAX_FILES: usize = 100_000;
+const MAX_REF_BYTES: u64 = 256;
+
+/// Everyone may read, as a service does that runs as a user of its own.
+const SHARED_FOLDER: u32 = 0o755;
+const SHARED_FILE: u32 = 0o644;
+
+/// One folder of models.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    root: PathBuf,
+    /// Whether everyone may read what is written; else the user's umask decides.
+    shared: bool,
+}
+
+/// One model that lies in a cache: a snapshot, or a GGUF file of one.
+#[derive(Debug, Clone)]
+pub struct Pulled {
+    /// As `--model` takes it.
+    pub name: ModelName,
+    pub format: Format,
+    pub bytes: u64,
+    /// The folder, or the GGUF file.
+    pub path: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    Safetensors,
+    Gguf,
+    /// Begun and not finished.
+    Partial,
+    /// Nothing that can be served.
+    Other,
+}
+
+impl Format {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Safetensors => "safetensors",
+            Self::Gguf => "gguf",
+            Self::Partial => "partial",
+            Self::Other => "other",
+        }
+    }
+}
+
+/// What [`Cache::removal`] found to delete.
+#[derive(Debug)]
+pub struct Removal {
+    pub bytes: u64,
+    folder: PathBuf,
+    locks: PathBuf,
+    whole: bool,
+    /// References and links first, so that nothing leads to a blob that is gone.
+    links: Vec<PathBuf>,
+    blobs: Vec<PathBuf>,
+}
+
+/// Held until dropped.
+#[derive(Debug)]
+pub(super) struct Lock(#[expect(dead_code, reason = "the lock is the open file")] File);
+
+/// A file of a snapshot: path, where it leads, bytes.
+struct Entry {
+    path: String,
+    link: PathBuf,
+    target: Option<PathBuf>,
+    bytes: u64,
+}
+
+impl Cache {
+    /// A folder of this machine's models, which every user may read.
+    pub fn system(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into(), shared: true }
+    }
+
+    /// The user's own cache.
+    pub fn of_user(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into(), shared: false }
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The folder of a snapshot, or the GGUF file, that `name` means; `None` if nothing of the repository is here.
+    ///
+    /// # Errors
+    /// The model is here in part, or `name` could be several.
+    pub fn find(&self, name: &ModelName) -> Result<Option<PathBuf>, HubError> {
+        let Some(commit) = self.commit(name)? else {
+            return if self.repository(&name.repo).join("blobs").is_dir() && name.revision.is_none() {
+                Err(HubError::Partial { name: name.clone() })
+            } else {
+                Ok(None)
+            };
+        };
+        let snapshot = self.snapshot(&name.repo, &commit);
+        let entries = entries(&snapshot)?;
+        if let Some(file) = &name.file
+            && let Some(entry) = entries.iter().find(|e| e.path == *file && e.target.is_some())
+        {
+            return Ok(Some(entry.link.clone()));
+        }
+        if name.file.is_none() && state(&entries) == Format::Safetensors {
+            return Ok(Some(snapshot));
+        }
+        let files: Vec<select::Entry> =
+            entries.iter().filter(|e| e.target.is_some()).map(|e| (e.path.clone(), Some(e.bytes))).collect();
+        match select::gguf(name, &files) {
+            Ok(i) => Ok(Some(snapshot.join(&files[i].0))),
+            // Another file of the repository may have been pulled.
+            Err(HubError::NoFile { .. }) => Ok(None),
+            Err(HubError::Choose { .. }) if !files.iter().any(|(path, _)| matches(path, name)) => Ok(None),
+            Err(HubError::NothingToServe { .. }) => Err(HubError::Partial { name: name.clone() }),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Everything here, by name.
+    pub fn list(&self) -> Result<Vec<Pulled>, HubError> {
+        let mut all = Vec::new();
+        for folder in names_in(&self.root)? {
+            let Some(repo) = RepoId::from_folder(&folder) else { continue };
+            let references = self.references(&repo)?;
+            let mut whole = false;
+            for commit in names_in(&self.repository(&repo).join("snapshots"))? {
+                let snapshot = self.snapshot(&repo, &commit);
+                let entries = entries(&snapshot)?;
+                if entries.is_empty() {
+                    continue;
+                }
+                let named: Vec<&String> =
+                    references.iter().filter(|(_, c)| **c == commit).map(|(r, _)| r).collect();
+                let revision = match named.iter().any(|r| *r == super::name::MAIN) {
+                    true => None,
+                    false => Some(named.first().map_or(commit.clone(), |r| (*r).clone())),
+                };
+                let name = ModelName { repo: repo.clone(), revision, file: None };
+                let format = state(&entries);
+                let ggufs: Vec<&Entry> =
+                    entries.iter().filter(|e| e.path.ends_with(".gguf") && e.target.is_some()).collect();
+                whole |= format != Format::Partial;
+                if format != Format::Gguf {
+                    let bytes = entries.iter().map(|e| e.bytes).sum::<u64>();
+                    let bytes = bytes - ggufs.iter().map(|e| e.bytes).sum::<u64>();
+                    all.push(Pulled { name: name.clone(), format, bytes, path: snapshot.clone() });
+                }
+                for entry in ggufs {
+                    all.push(Pulled {
+                        name: name.with_file(&entry.path),
+                        format: Format::Gguf,
+                        bytes: entry.bytes,
+                        path: entry.link.clone(),
+                    });
+                }
+            }
+            let incomplete = self.incomplete_bytes(&repo)?;
+            if incomplete > 0 || !whole && all.last().is_none_or(|last| last.name.repo != repo) {
+                let name = ModelName { repo: repo.clone(), revision: None, file: None };
+                let path = self.repository(&repo);
+                all.push(Pulled { name, format: Format::Partial, bytes: incomplete, path });
+            }
+        }
+        Ok(all)
+    }
+
+    /// What removing `name` means: a whole repository, one revision of it, or one file; with the blobs that nothing else
+    /// here refers to. `None` if there is no such thing.
+    pub fn removal(&self, name: &ModelName) -> Result<Option<Removal>, HubError> {
+        let folder = self.repository(&name.repo);
+        let locks = self.root.join(".locks").join(name.repo.folder());
+        if !folder.is_dir() {
+            return Ok(None);
+        }
+        let blobs_folder = folder.join("blobs");
+        let whole = name.revision.is_none() && name.file.is_none();
+        if whole {
+            let mut bytes = 0;
+            for blob in names_in(&blobs_folder)? {
+                bytes += size(&blobs_folder.join(blob));
+            }
+            return Ok(Some(Removal { bytes, folder, locks, whole, links: vec![], blobs: vec![] }));
+        }
+        let Some(commit) = self.commit(name)? else { return Ok(None) };
+        let (mut links, mut going, mut staying) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+        for other in names_in(&folder.join("snapshots"))? {
+            let entries = entries(&self.snapshot(&name.repo, &other))?;
+            let files: Vec<select::Entry> = entries.iter().map(|e| (e.path.clone(), None)).collect();
+            for entry in entries {
+                let meant = match &name.file {
+                    _ if other != commit => false,
+                    None => true,
+                    Some(file) if files.iter().any(|(path, _)| path == file) => entry.path == *file,
+                    Some(_) => select::gguf(name, &files).is_ok_and(|i| files[i].0 == entry.path),
+                };
+                if meant {
+                    links.push(entry.link);
+                    going.extend(entry.target);
+                } else {
+                    staying.extend(entry.target);
+                }
+            }
+        }
+        if links.is_empty() {
+            return Ok(None);
+        }
+        if name.file.is_none() {
+            for (reference, of) in self.references(&name.repo)? {
+                if of == commit {
+                    links.insert(0, folder.join("refs").join(reference));
+                }
+            }
+            links.push(self.snapshot(&name.repo, &commit));
+        }
+        // A link may lead anywhere; what is deleted lies in this folder.
+        let inside = fs::canonicalize(&blobs_folder).unwrap_or(blobs_folder);
+        let blobs: Vec<PathBuf> =
+            going.difference(&staying).filter(|b| b.parent() == Some(inside.as_path())).cloned().collect();
+        let bytes = blobs.iter().map(|b| size(b)).sum();
+        Ok(Some(Removal { bytes, folder, locks, whole, links, blobs }))
+    }
+
+    // --- for pulling ------------------------------------------------------------------------------------------
+
+    fn repository(&self, repo: &RepoId) -> PathBuf {
+        self.root.join(repo.folder())
+    }
+
+    pub(super) fn snapshot(&self, repo: &RepoId, commit: &str) -> PathBuf {
+        self.repository(repo).join("snapshots").join(commit)
+    }
+
+    pub(super) fn blob(&self, repo: &RepoId, checksum: &str) -> PathBuf {
+        self.repository(repo).join("blobs").join(checksum)
+    }
+
+    pub(super) fn incomplete(&self, repo: &RepoId, checksum: &str) -> PathBuf {
+        self.repository(repo).join("blobs").join(format!("{checksum}.incomplete"))
+    }
+
+    /// Makes the folders of a repository. The root is made as well, and stays as it is where it exists.
+    pub(super) fn prepare(&self, repo: &RepoId) -> Result<(), HubError> {
+        let folder = self.repository(repo);
+        let locks = self.root.join(".locks").join(repo.folder());
+        for folder in [folder.join("blobs"), folder.join("refs"), folder.join("snapshots"), locks] {
+            self.make_folder(&folder)?;
+        }
+        Ok(())
+    }
+
+    /// Bytes that may still be written below the root.
+    pub(super) fn free_bytes(&self) -> Result<u64, HubError> {
+        let space =
+            statvfs(&self.root).map_err(|e| failed("ask for the free space of", &self.root, e.into()))?;
+        Ok(space.f_bavail.saturating_mul(space.f_frsize))
+    }
+
+    /// The right to write a blob. Does not wait: a download may take hours.
+    pub(super) fn lock(&self, repo: &RepoId, checksum: &str, file: &str) -> Result<Lock, HubError> {
+        let lock = self.root.join(".locks").join(repo.folder()).join(format!("{checksum}.lock"));
+        let handle = self.create(&lock, OpenOptions::new().write(true))?;
+        match flock(&handle, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Lock(handle)),
+            Err(rustix::io::Errno::WOULDBLOCK) => Err(HubError::Busy { file: file.to_owned(), lock }),
+            Err(error) => Err(failed("lock", &lock, error.into())),
+        }
+    }
+
+    /// Opens a file of this cache, which everyone may read if that is what the cache is for.
+    pub(super) fn create(&self, path: &Path, options: &mut OpenOptions) -> Result<File, HubError> {
+        let mut create = || {
+            let file = options.create(true).open(path)?;
+            // The umask took away what was asked for at the creation.
+            if self.shared && file.metadata()?.permissions().mode() & 0o777 != SHARED_FILE {
+                file.set_permissions(Permissions::from_mode(SHARED_FILE))?;
+            }
+            Ok(file)
+        };
+        create().map_err(|error| failed("write", path, error))
+    }
+
+    /// Makes `snapshots/COMMIT/FILE` a link to the blob.
+    pub(super) fn link(
+        &self,
+        repo: &RepoId,
+        commit: &str,
+        file: &str,
+        checksum: &str,
+    ) -> Result<(), HubError> {
+        let link = self.snapshot(repo, commit).join(file);
+        self.make_folder(link.parent().expect("a file lies in a folder"))?;
+        let up = "../".repeat(file.split('/').count() + 1);
+        let target = PathBuf::from(format!("{up}blobs/{checksum}"));
+        if fs::read_link(&link).is_ok_and(|there| there == target) {
+            return Ok(());
+        }
+        let beside =
+            self.repository(repo).join("blobs").join(format!("{checksum}.link{}", std::process::id()));
+        let make = || {
+            let _ = fs::remove_file(&beside);
+            symlink(&target, &beside)?;
+            fs::rename(&beside, &link)
+        };
+        make().map_err(|error| {
+            failed("make a symbolic link, which the layout of the hub's cache needs, at", &link, error)
+        })
+    }
+
+    /// Makes `revision` stand for `commit`.
+    pub(super) fn refer(&self, repo: &RepoId, revision: &str, commit: &str) -> Result<(), HubError> {
+        if revision == commit {
+            return Ok(());
+        }
+        let path = self.repository(repo).join("refs").join(revision);
+        if fs::read(&path).is_ok_and(|there| there == commit.as_bytes()) {
+            return Ok(());
+        }
+        self.make_folder(path.parent().expect("a reference lies in a folder"))?;
+        let beside = self.repository(repo).join("blobs").join(format!("ref{}", std::process::id()));
+        let mut file = self.create(&beside, OpenOptions::new().write(true).truncate(true))?;
+        let mut write = || {
+            file.write_all(commit.as_bytes())?;
+            file.sync_all()?;
+            fs::rename(&beside, &path)
+        };
+        write().map_err(|error| failed("write", &path, error))
+    }
+
+    fn make_folder(&self, folder: &Path) -> Result<(), HubError> {
+        let mut missing = Vec::new();
+        let mut at = folder;
+        while !at.is_dir() {
+            missing.push(at);
+            match at.parent() {
+                Some(parent) if !parent.as_os_str().is_empty() => at = parent,
+                _ => break,
+            }
+        }
+        for folder in missing.into_iter().rev() {
+            let mode = if self.shared { SHARED_FOLDER } else { 0o777 };
+            let make = || {
+                match DirBuilder::new().mode(mode).create(folder) {
+                    Err(e) if e.kind() == ErrorKind::AlreadyExists && folder.is_dir() => return Ok(()),
+                    result => result?,
+                }
+                if self.shared { fs::set_permissions(folder, Permissions::from_mode(mode)) } else { Ok(()) }
+            };
+            make().map_err(|error| failed("make the folder", folder, error))?;
+        }
+        Ok(())
+    }
+
+    // --- what is there ----------------------------------------------------------------------------------------
+
+    /// The commit that `name` means here.
+    fn commit(&self, name: &ModelName) -> Result<Option<String>, HubError> {
+        let references = self.references(&name.repo)?;
+        let snapshots = names_in(&self.repository(&name.repo).join("snapshots"))?;
+        let here = |commit: &String| snapshots.contains(commit);
+        if let Some(revision) = &name.revision {
+            let commit = references.get(revision).unwrap_or(revision);
+            return Ok(Some(commit.clone()).filter(here));
+        }
+        if let Some(commit) = references.get(super::name::MAIN).filter(|c| here(c)) {
+            return Ok(Some(commit.clone()));
+        }
+        let mut known: Vec<&String> = references.iter().filter(|(_, c)| here(c)).map(|(r, _)| r).collect();
+        if known.is_empty() {
+            known = snapshots.iter().collect();
+        }
+        match known[..] {
+            [] => Ok(None),
+            [one] => Ok(Some(references.get(one).unwrap_or(one).clone())),
+            _ => Err(HubError::WhichRevision {
+                name: name.clone(),
+                names: known.iter().map(|r| format!("{}@{r}", name.repo)).collect(),
+            }),
+        }
+    }
+
+    /// Revision to commit.
+    fn references(&self, repo: &RepoId) -> Result<BTreeMap<String, String>, HubError> {
+        let folder = self.repository(repo).join("refs");
+        let mut all = BTreeMap::new();
+        for entry in entries(&folder)? {
+            let Some(path) = &entry.target else { continue };
+            if entry.bytes <= MAX_REF_BYTES
+                && let Ok(commit) = fs::read_to_string(path)
+                && is_commit(commit.trim())
+            {
+                all.insert(entry.path, commit.trim().to_owned());
+            }
+        }
+        Ok(all)
+    }
+
+    fn incomplete_bytes(&self, repo: &RepoId) -> Result<u64, HubError> {
+        let blobs = self.repository(repo).join("blobs");
+        let incomplete = names_in(&blobs)?.into_iter().filter(|name| name.ends_with(".incomplete"));
+        Ok(incomplete.map(|name| size(&blobs.join(name))).sum())
+    }
+}
+
+impl Removal {
+    /// Deletes it.
+    ///
+    /// # Errors
+    /// Another program pulls the model, or the file system refuses; what is deleted by then stays so.
+    pub fn apply(self) -> Result<(), HubError> {
+        let mut held = Vec::new();
+        for name in names_in(&self.locks)? {
+            let lock = self.locks.join(name);
+            let Ok(handle) = File::open(&lock) else { continue };
+            if flock(&handle, FlockOperation::NonBlockingLockExclusive).is_err() {
+                let file = self.folder.display().to_string();
+                return Err(HubError::Busy { file, lock });
+            }
+            held.push(handle);
+        }
+        let gone = |path: &Path| {
+            // The link itself, not what it leads to.
+            let remove = match fs::symlink_metadata(path) {
+                Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
+                Ok(_) => fs::remove_file(path),
+                Err(error) => Err(error),
+            };
+            match remove {
+                Err(e) if e.kind() != ErrorKind::NotFound => Err(failed("remove", path, e)),
+                _ => Ok(()),
+            }
+        };
+        for path in self.links.iter().chain(&self.blobs) {
+            gone(path)?;
+        }
+        if self.whole {
+            // In this order, what is left after an interruption is no model that looks whole.
+            for part in ["refs", "snapshots", "blobs"] {
+                gone(&self.folder.join(part))?;
+            }
+            gone(&self.folder)?;
+            gone(&self.locks)?;
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn failed(action: &'static str, path: &Path, error: io::Error) -> HubError {
+    HubError::File { action, path: path.to_path_buf(), error }
+}
+
+/// Of what a link leads to; 0 where that is nothing.
+fn size(path: &Path) -> u64 {
+    fs::metadata(path).map_or(0, |m| m.len())
+}
+
+/// Sorted; none where there is no such folder.
+fn names_in(folder: &Path) -> Result<Vec<String>, HubError> {
+    let listing = match fs::read_dir(folder) {
+        Ok(listing) => listing,
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(Vec::new()),
+        Err(e) => return Err(failed("list", folder, e)),
+    };
+    let mut names: Vec<String> =
+        listing.take(MAX_FILES).filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+    names.sort_unstable();
+    Ok(names)
+}
+
+/// The files below `folder`, sorted by path. Folders that are links are not entered.
+fn entries(folder: &Path) -> Result<Vec<Entry>, HubError> {
+    fn walk(folder: &Path, before: &str, depth: usize, all: &mut Vec<Entry>) -> Result<(), HubError> {
+        for name in names_in(folder)? {
+            let link = folder.join(&name);
+            let path = format!("{before}{name}");
+            let is_folder = fs::symlink_metadata(&link).is_ok_and(|m| m.is_dir());
+            if is_folder && depth < MAX_DEPTH {
+                walk(&link, &format!("{path}/"), depth + 1, all)?;
+            } else if !is_folder && all.len() < MAX_FILES {
+                let target = fs::canonicalize(&link).ok().filter(|t| t.is_file());
+                let bytes = target.as_deref().map_or(0, size);
+                all.push(Entry { path, link, target, bytes });
+            }
+        }
+        Ok(())
+    }
+    let mut all = Vec::new();
+    walk(folder, "", 0, &mut all)?;
+    Ok(all)
+}
+
+/// What a snapshot holds, and whether all of it is there.
+fn state(entries: &[Entry]) -> Format {
+    let here: BTreeSet<&str> =
+        entries.iter().filter(|e| e.target.is_some()).map(|e| e.path.as_str()).collect();
+    let weights: Vec<&str> = here.iter().copied().filter(|path| is_weights(path)).collect();
+    let whole = |path: &str| {
+        let stem = path.strip_suffix(".safetensors").unwrap_or(path);
+        let Some((name, total)) = part_of(stem) else { return true };
+        weights.iter().filter(|other| sibling_of(other, name, total)).count() == total
+    };
+    if !weights.is_empty() && here.contains("config.json") {
+        return if weights.iter().all(|w| whole(w)) { Format::Safetensors } else { Format::Partial };
+    }
+    if here.iter().any(|path| path.ends_with(".gguf")) {
+        return Format::Gguf;
+    }
+    if here.iter().any(|path| path.ends_with(".safetensors.index.json")) {
+        Format::Partial
+    } else {
+        Format::Other
+    }
+}
+
+/// Whether `path` is one of the `total` shards of `name`.
+fn sibling_of(path: &str, name: &str, total: usize) -> bool {
+    path.strip_suffix(".safetensors").and_then(part_of) == Some((name, total))
+}
+
+/// Whether the file is the one that `name` names, or could be by its tag.
+fn matches(path: &str, name: &ModelName) -> bool {
+    let files = [(path.to_owned(), None)];
+    select::gguf(name, &files).is_ok()
+}

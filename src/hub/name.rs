@@ -1,0 +1,166 @@
+//! What a user types to name a model of the hub: `ORG/NAME`, `ORG/NAME@REVISION`, `ORG/NAME:FILE`.
+//!
+//! Every part becomes part of a path on disk and of a URL, so each is checked here, once. File names that the server
+//! sends go through [`check_file`] as well: they are no more to be trusted than what is typed.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::HubError;
+
+/// The hub's own limit on a name, and the common file systems' on a path component.
+const MAX_NAME: usize = 96;
+const MAX_COMPONENT: usize = 255;
+const MAX_PATH: usize = 1024;
+
+/// The branch a model is on where no revision is named.
+pub const MAIN: &str = "main";
+
+/// `ORG/NAME`.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct RepoId(String);
+
+/// A repository, and what of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelName {
+    pub repo: RepoId,
+    /// A branch, a tag, a commit, or `refs/pr/N`; none is [`MAIN`].
+    pub revision: Option<String>,
+    /// A file of the repository, or the quantization tag that ends the name of one (`Q4_0`).
+    pub file: Option<String>,
+}
+
+impl RepoId {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Without the organisation.
+    pub fn name(&self) -> &str {
+        self.0.rsplit('/').next().unwrap_or(&self.0)
+    }
+
+    /// The folder of this repository in a cache.
+    pub(super) fn folder(&self) -> String {
+        format!("models--{}", self.0.replace('/', "--"))
+    }
+
+    /// Reads back what [`RepoId::folder`] made; `None` for any other folder.
+    pub(super) fn from_folder(folder: &str) -> Option<Self> {
+        let (org, name) = folder.strip_prefix("models--")?.split_once("--")?;
+        format!("{org}/{name}").parse().ok()
+    }
+}
+
+impl fmt::Display for RepoId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for RepoId {
+    type Err = HubError;
+
+    fn from_str(text: &str) -> Result<Self, HubError> {
+        let good = |part: &str| {
+            (1..=MAX_NAME).contains(&part.len())
+                && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
+                && !part.starts_with(['.', '-'])
+                && !part.ends_with(['.', '-'])
+                && !part.contains("..")
+                && !part.contains("--")
+        };
+        match text.split_once('/') {
+            Some((org, name)) if good(org) && good(name) => Ok(Self(text.to_owned())),
+            _ => Err(HubError::Name(format!(
+                "{text:?} names no model of the hub; expected ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE"
+            ))),
+        }
+    }
+}
+
+impl FromStr for ModelName {
+    type Err = HubError;
+
+    fn from_str(text: &str) -> Result<Self, HubError> {
+        let (rest, file) = split(text, ':');
+        let (repo, revision) = split(rest, '@');
+        if let Some(file) = file {
+            check_file(file).map_err(|problem| HubError::Name(format!("{text:?}: {file:?} {problem}")))?;
+        }
+        if let Some(revision) = revision {
+            check_revision(revision).map_err(|problem| HubError::Name(format!("{text:?}: {problem}")))?;
+        }
+        let repo = repo.parse()?;
+        Ok(Self { repo, revision: revision.map(str::to_owned), file: file.map(str::to_owned) })
+    }
+}
+
+impl ModelName {
+    /// The revision by name.
+    pub fn revision(&self) -> &str {
+        self.revision.as_deref().unwrap_or(MAIN)
+    }
+
+    /// The same revision, with that file.
+    pub fn with_file(&self, file: &str) -> Self {
+        Self { file: Some(file.to_owned()), ..self.clone() }
+    }
+}
+
+/// As it is typed.
+impl fmt::Display for ModelName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.repo)?;
+        if let Some(revision) = &self.revision {
+            write!(f, "@{revision}")?;
+        }
+        if let Some(file) = &self.file {
+            write!(f, ":{file}")?;
+        }
+        Ok(())
+    }
+}
+
+fn split(text: &str, at: char) -> (&str, Option<&str>) {
+    text.split_once(at).map_or((text, None), |(before, after)| (before, Some(after)))
+}
+
+fn check_revision(revision: &str) -> Result<(), String> {
+    let good = |part: &str| {
+        !part.is_empty()
+            && part.len() <= MAX_COMPONENT
+            && !part.starts_with(['.', '-'])
+            && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-+".contains(c))
+            && !part.contains("..")
+    };
+    if revision.len() <= MAX_PATH && revision.split('/').all(good) {
+        return Ok(());
+    }
+    Err(format!(
+        "{revision:?} is no revision; expected a branch, a tag or a commit (as in ORG/NAME@REVISION:FILE)"
+    ))
+}
+
+/// A relative path of plain names. What is wrong with it reads on from the name.
+pub(super) fn check_file(path: &str) -> Result<(), &'static str> {
+    if path.is_empty() || path.len() > MAX_PATH {
+        return Err("is no file name: it is empty, or too long");
+    }
+    if path.chars().any(|c| c.is_control() || c == '\\') {
+        return Err("is no file name: it has control characters or backslashes");
+    }
+    // An absolute path begins with an empty part.
+    if path
+        .split('/')
+        .any(|part| part.is_empty() || part == "." || part == ".." || part.len() > MAX_COMPONENT)
+    {
+        return Err("is no path inside the repository");
+    }
+    Ok(())
+}
+
+/// Whether this is the full hash of a commit.
+pub(super) fn is_commit(text: &str) -> bool {
+    text.len() == 40 && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+}

@@ -1,0 +1,321 @@
+//! From the hub to the cache: what is needed, whether it fits, and each file checked before it counts as here.
+//!
+//! A transfer that breaks off goes on where it stopped, in this run and in the next one: what has arrived stays in
+//! `CHECKSUM.incomplete`. A server that cannot begin in the middle starts the file again. Nothing is renamed into place
+//! that does not hash to what the hub named: SHA-256 for files in large-file storage, and git's own object hash for the
+//! small ones, which is what the hub calls those by.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{ErrorKind, Read, Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use sha1::Sha1;
+use sha2::{Digest as _, Sha256};
+
+use super::HubError;
+use super::cache::{Cache, failed};
+use super::client::{Checksum, Client, Content, Failure};
+use super::name::{ModelName, check_file};
+use super::select::select;
+use super::settings::Settings;
+
+/// A transfer that broke off after less than this has not got anywhere.
+const PROGRESS_BYTES: u64 = 1 << 20;
+const BUFFER_BYTES: usize = 256 << 10;
+const RANGE_NOT_SATISFIABLE: u16 = 416;
+
+/// What a pull is doing.
+#[derive(Debug, Clone, Copy)]
+pub enum Progress<'a> {
+    /// All there is to get, and how much of it was here before.
+    Start {
+        total: u64,
+        here: u64,
+    },
+    File {
+        path: &'a str,
+    },
+    /// Of the total of all files.
+    Done {
+        bytes: u64,
+    },
+}
+
+/// A file to get.
+struct Task {
+    path: String,
+    size: u64,
+    checksum: Checksum,
+}
+
+/// Gets what is needed to serve `name` into `cache`, and returns where it lies: the folder, or the GGUF file.
+///
+/// # Errors
+/// What has arrived by then stays, and the next pull goes on from it.
+pub fn pull(
+    settings: &Settings,
+    cache: &Cache,
+    name: &ModelName,
+    report: &mut dyn FnMut(Progress),
+) -> Result<PathBuf, HubError> {
+    if settings.offline {
+        return Err(HubError::Offline { name: name.clone() });
+    }
+    let client = Client::new(settings);
+    let listing = client.list(name)?;
+    let entries: Vec<_> = listing.files.iter().map(|f| (f.path.clone(), f.size)).collect();
+    let chosen = select(name, &entries)?;
+    for i in &chosen {
+        let path = &listing.files[*i].path;
+        check_file(path).map_err(|problem| HubError::HostileName {
+            repo: name.repo.clone(),
+            name: path.clone(),
+            problem,
+        })?;
+    }
+    let commit = listing.commit;
+    let mut tasks = Vec::new();
+    for i in &chosen {
+        let file = &listing.files[*i];
+        let (size, checksum) = match (file.size, &file.checksum) {
+            (Some(size), Some(checksum)) => (size, checksum.clone()),
+            _ => client.describe(name, &commit, &file.path)?,
+        };
+        tasks.push(Task { path: file.path.clone(), size, checksum });
+    }
+
+    cache.prepare(&name.repo)?;
+    let puller = Puller { client, cache, name, commit: &commit, patience: settings.patience.attempts };
+    let here: Vec<u64> = tasks.iter().map(|t| puller.bytes_here(t)).collect();
+    // The sizes are the server's word, and may be anything.
+    let sum = |sizes: &mut dyn Iterator<Item = u64>| sizes.fold(0, u64::saturating_add);
+    let (total, mut rest) = (sum(&mut tasks.iter().map(|t| t.size)), sum(&mut here.iter().copied()));
+    let (needed, free) = (total.saturating_sub(rest), cache.free_bytes()?);
+    if needed > free {
+        return Err(HubError::Space { folder: cache.root().to_path_buf(), needed, free });
+    }
+    report(Progress::Start { total, here: rest });
+    let mut before = 0;
+    for (task, here) in tasks.iter().zip(here) {
+        report(Progress::File { path: &task.path });
+        rest -= here; // what lies here of the files after this one
+        puller.get(task, &mut |bytes| report(Progress::Done { bytes: before + bytes + rest }))?;
+        cache.link(&name.repo, &commit, &task.path, task.checksum.hex())?;
+        before += task.size;
+    }
+    cache.refer(&name.repo, name.revision(), &commit)?;
+    let snapshot = cache.snapshot(&name.repo, &commit);
+    match &tasks[..] {
+        [one] => Ok(snapshot.join(&one.path)),
+        _ => Ok(snapshot),
+    }
+}
+
+struct Puller<'a> {
+    client: Client<'a>,
+    cache: &'a Cache,
+    name: &'a ModelName,
+    commit: &'a str,
+    /// Tries without progress.
+    patience: u32,
+}
+
+impl Puller<'_> {
+    /// Of this file, whole or in part.
+    fn bytes_here(&self, task: &Task) -> u64 {
+        let (repo, checksum) = (&self.name.repo, task.checksum.hex());
+        let bytes = |path| fs::metadata(path).map_or(0, |m| m.len());
+        let whole = bytes(self.cache.blob(repo, checksum));
+        if whole == task.size { whole } else { bytes(self.cache.incomplete(repo, checksum)).min(task.size) }
+    }
+
+    /// Makes the blob of `task` be there.
+    fn get(&self, task: &Task, report: &mut dyn FnMut(u64)) -> Result<(), HubError> {
+        let (repo, checksum) = (&self.name.repo, task.checksum.hex());
+        let blob = self.cache.blob(repo, checksum);
+        // A blob is checked before it gets its name; one of another size was damaged since.
+        let is_here = || fs::metadata(&blob).is_ok_and(|m| m.is_file() && m.len() == task.size);
+        if is_here() {
+            return Ok(());
+        }
+        let _lock = self.cache.lock(repo, checksum, &task.path)?;
+        if is_here() {
+            return Ok(());
+        }
+        let mut partial = Partial::open(self.cache, self.cache.incomplete(repo, checksum), task)?;
+        self.fill(&mut partial, task, report)?;
+        partial.finish(task, &blob)
+    }
+
+    /// Downloads until `partial` has every byte.
+    fn fill(&self, partial: &mut Partial, task: &Task, report: &mut dyn FnMut(u64)) -> Result<(), HubError> {
+        let (mut tries, mut reached) = (1, partial.len);
+        while partial.len < task.size {
+            let (error, pause) = match self.transfer(partial, task, report) {
+                Ok(()) => continue,
+                // It answered when the files were listed: worth waiting for.
+                Err(
+                    Failure::Final(HubError::Unreachable { problem, .. })
+                    | Failure::Passing(HubError::Unreachable { problem, .. }, _),
+                ) => (HubError::Interrupted { file: task.path.clone(), problem }, Duration::ZERO),
+                Err(Failure::Final(error)) => return Err(error),
+                Err(Failure::Passing(error, pause)) => (error, pause),
+            };
+            if matches!(error, HubError::Status { status: RANGE_NOT_SATISFIABLE, .. }) {
+                partial.restart()?;
+            }
+            // Counted from the farthest point: a server that starts over each time gets nowhere.
+            if partial.len >= reached + PROGRESS_BYTES {
+                tries = 1;
+            } else if tries >= self.patience {
+                return Err(error);
+            }
+            reached = reached.max(partial.len);
+            self.client.pause(tries, pause, &error);
+            tries += 1;
+        }
+        Ok(())
+    }
+
+    /// One request; fails where the answer ends too early.
+    fn transfer(
+        &self,
+        partial: &mut Partial,
+        task: &Task,
+        report: &mut dyn FnMut(u64),
+    ) -> Result<(), Failure> {
+        let Content { start, mut body } =
+            self.client.open(self.name, self.commit, &task.path, partial.len, task.size)?;
+        if start != partial.len {
+            partial.restart().map_err(Failure::Final)?;
+        }
+        let broken =
+            |problem: String| Failure::passing(HubError::Interrupted { file: task.path.clone(), problem });
+        let mut buffer = vec![0; BUFFER_BYTES];
+        loop {
+            report(partial.len);
+            match body.read(&mut buffer) {
+                Ok(0) if partial.len == task.size => return Ok(()),
+                Ok(0) => {
+                    return Err(broken(format!("it ended after {} of {} bytes", partial.len, task.size)));
+                }
+                Ok(n) => partial.append(&buffer[..n]).map_err(Failure::Final)?,
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(broken(e.to_string())),
+            }
+        }
+    }
+}
+
+/// The file beside the blob that takes what arrives, and the hash of it so far.
+struct Partial {
+    path: PathBuf,
+    file: File,
+    len: u64,
+    hash: Hash,
+}
+
+impl Partial {
+    /// With what an earlier pull left.
+    fn open(cache: &Cache, path: PathBuf, task: &Task) -> Result<Self, HubError> {
+        let file = cache.create(&path, OpenOptions::new().read(true).write(true))?;
+        let mut partial = Self { path, file, len: 0, hash: Hash::new(task) };
+        let mut buffer = vec![0; BUFFER_BYTES];
+        let read = |partial: &mut Self, buffer: &mut [u8]| {
+            partial.file.read(buffer).map_err(|e| failed("read", &partial.path, e))
+        };
+        loop {
+            let n = read(&mut partial, &mut buffer)?;
+            if n == 0 {
+                return Ok(partial);
+            }
+            partial.hash.update(&buffer[..n]);
+            partial.len += n as u64;
+            if partial.len > task.size {
+                // No part of this file.
+                partial.restart()?;
+                return Ok(partial);
+            }
+        }
+    }
+
+    fn append(&mut self, bytes: &[u8]) -> Result<(), HubError> {
+        self.file.write_all(bytes).map_err(|e| failed("write", &self.path, e))?;
+        self.hash.update(bytes);
+        self.len += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn restart(&mut self) -> Result<(), HubError> {
+        let empty = self.file.set_len(0).and_then(|()| self.file.seek(SeekFrom::Start(0)));
+        empty.map_err(|e| failed("write", &self.path, e))?;
+        (self.len, self.hash) = (0, self.hash.again());
+        Ok(())
+    }
+
+    /// Checks, and gives the file its name.
+    fn finish(self, task: &Task, blob: &Path) -> Result<(), HubError> {
+        let algorithm = self.hash.algorithm();
+        let got = self.hash.hex();
+        if got != task.checksum.hex() {
+            fs::remove_file(&self.path).map_err(|e| failed("remove", &self.path, e))?;
+            let expected = task.checksum.hex().to_owned();
+            return Err(HubError::Corrupt { file: task.path.clone(), algorithm, got, expected });
+        }
+        self.file.sync_all().map_err(|e| failed("write", &self.path, e))?;
+        fs::rename(&self.path, blob).map_err(|e| failed("rename", &self.path, e))
+    }
+}
+
+enum Hash {
+    Sha256(Sha256),
+    /// SHA-1 of `blob SIZE\0` and the bytes.
+    Git {
+        hash: Sha1,
+        size: u64,
+    },
+}
+
+impl Hash {
+    fn new(task: &Task) -> Self {
+        match task.checksum {
+            Checksum::Sha256(_) => Self::Sha256(Sha256::new()),
+            Checksum::Git(_) => Self::git(task.size),
+        }
+    }
+
+    fn git(size: u64) -> Self {
+        Self::Git { hash: Sha1::new_with_prefix(format!("blob {size}\0")), size }
+    }
+
+    /// Of nothing yet.
+    fn again(&self) -> Self {
+        match self {
+            Self::Sha256(_) => Self::Sha256(Sha256::new()),
+            Self::Git { size, .. } => Self::git(*size),
+        }
+    }
+
+    fn update(&mut self, bytes: &[u8]) {
+        match self {
+            Self::Sha256(hash) => hash.update(bytes),
+            Self::Git { hash, .. } => hash.update(bytes),
+        }
+    }
+
+    fn hex(&self) -> String {
+        let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x}")).collect();
+        match self {
+            Self::Sha256(hash) => hex(&hash.clone().finalize()),
+            Self::Git { hash, .. } => hex(&hash.clone().finalize()),
+        }
+    }
+
+    fn algorithm(&self) -> &'static str {
+        match self {
+            Self::Sha256(_) => "SHA-256",
+            Self::Git { .. } => "git checksum",
+        }
+    }
+}

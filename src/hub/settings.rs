@@ -1,0 +1,152 @@
+//! Where the hub is, who asks, and how patiently: from the environment variables that every tool of the hub reads.
+//!
+//! The token is kept out of every message and of `Debug`; messages name the place it came from.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::HubError;
+use super::url::Url;
+
+const HUGGING_FACE: &str = "https://huggingface.co";
+/// The longest a token file may be; tokens have about 40 characters.
+const MAX_TOKEN_BYTES: u64 = 4096;
+
+#[derive(Debug, Clone)]
+pub struct Settings {
+    pub(super) endpoint: Url,
+    pub(super) token: Option<Token>,
+    pub(super) offline: bool,
+    pub patience: Patience,
+}
+
+/// How long to wait, and how often to try.
+#[derive(Debug, Clone)]
+pub struct Patience {
+    pub connect: Duration,
+    /// For a server that sends nothing.
+    pub stall: Duration,
+    /// Before the second try; doubled before each further one.
+    pub backoff: Duration,
+    /// Tries without any progress between them.
+    pub attempts: u32,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self {
+            connect: Duration::from_secs(10),
+            stall: Duration::from_secs(30),
+            backoff: Duration::from_secs(1),
+            attempts: 5,
+        }
+    }
+}
+
+#[derive(Clone)]
+pub(super) struct Token {
+    pub value: String,
+    /// The variable or the file, for messages.
+    pub origin: String,
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Token(of {})", self.origin)
+    }
+}
+
+impl Settings {
+    /// `variable`: the environment. Reads the file of a token where no variable holds one.
+    ///
+    /// # Errors
+    /// A `HF_ENDPOINT` that is no URL, a token that cannot be sent.
+    pub fn from_environment(variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, HubError> {
+        let text = |name: &str| text(&variable, name);
+        let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| HUGGING_FACE.into());
+        let endpoint = Url::parse(endpoint.trim_end_matches('/'))
+            .map_err(|problem| HubError::Settings(format!("HF_ENDPOINT: {problem}")))?;
+        let yes = |name: &str| {
+            text(name).is_some_and(|v| matches!(v.to_ascii_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE"))
+        };
+        Ok(Self {
+            endpoint,
+            token: token(&variable)?,
+            offline: yes("HF_HUB_OFFLINE") || yes("TRANSFORMERS_OFFLINE"),
+            patience: Patience::default(),
+        })
+    }
+}
+
+/// The folder that tools of the hub share; `None` where the environment names neither it nor a home.
+pub fn standard_cache(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let given = path(&variable, "HF_HUB_CACHE").or_else(|| path(&variable, "HUGGINGFACE_HUB_CACHE"));
+    given.or_else(|| Some(hugging_face_home(&variable)?.join("hub")))
+}
+
+fn hugging_face_home(variable: &impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    path(variable, "HF_HOME").or_else(|| {
+        let cache = path(variable, "XDG_CACHE_HOME").or_else(|| Some(path(variable, "HOME")?.join(".cache")));
+        Some(cache?.join("huggingface"))
+    })
+}
+
+/// From the first place that has one, in the order of the hub's own tools.
+fn token(variable: &impl Fn(&str) -> Option<OsString>) -> Result<Option<Token>, HubError> {
+    let usable = |value: &str, origin: String| {
+        let value = value.trim();
+        if value.is_empty() {
+            return Ok(None);
+        }
+        if !value.bytes().all(|b| b.is_ascii_graphic()) {
+            let problem =
+                "the token holds characters that no token has; copy it again from the hub's settings";
+            return Err(HubError::Settings(format!("{origin}: {problem}")));
+        }
+        Ok(Some(Token { value: value.to_owned(), origin }))
+    };
+    for name in ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"] {
+        let value = text(variable, name).unwrap_or_default();
+        if let Some(token) = usable(&value, name.to_owned())? {
+            return Ok(Some(token));
+        }
+    }
+    let file = path(variable, "HF_TOKEN_PATH").or_else(|| Some(hugging_face_home(variable)?.join("token")));
+    let Some(file) = file else { return Ok(None) };
+    match read_small(&file) {
+        Ok(None) => Ok(None),
+        Ok(Some(value)) => usable(&value, file.display().to_string()),
+        Err(error) => Err(HubError::File { action: "read the token in", path: file, error }),
+    }
+}
+
+fn read_small(file: &Path) -> Result<Option<String>, std::io::Error> {
+    use std::io::{ErrorKind, Read as _};
+    // Looks before it opens: opening a pipe waits for a writer.
+    match std::fs::metadata(file) {
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
+        Err(e) => return Err(e),
+        Ok(metadata) if !metadata.is_file() => {
+            return Err(std::io::Error::new(ErrorKind::InvalidInput, "it is no regular file"));
+        }
+        Ok(_) => {}
+    }
+    let mut text = String::new();
+    std::fs::File::open(file)?.take(MAX_TOKEN_BYTES).read_to_string(&mut text)?;
+    Ok(Some(text))
+}
+
+fn text(variable: &impl Fn(&str) -> Option<OsString>, name: &str) -> Option<String> {
+    variable(name)?.into_string().ok().map(|v| v.trim().to_owned()).filter(|v| !v.is_empty())
+}
+
+/// `~/` stands for the home: service files and quoted assignments leave it to the reader.
+fn path(variable: &impl Fn(&str) -> Option<OsString>, name: &str) -> Option<PathBuf> {
+    let value = variable(name).filter(|v| !v.is_empty())?;
+    match value.to_str().and_then(|v| v.strip_prefix("~/")) {
+        Some(rest) => Some(PathBuf::from(variable("HOME")?).join(rest)),
+        None => Some(value.into()),
+    }
+}

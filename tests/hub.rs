@@ -1,0 +1,923 @@
+//! Pulling models, against a server of this file that speaks the hub's interface and can be told to misbehave; and what
+//! is found, listed and removed of what was pulled. Nothing here reaches beyond this machine.
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, Response, StatusCode};
+use futures::StreamExt;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use sha1::Sha1;
+use sha2::{Digest, Sha256};
+use unicorn::hub::{Cache, Format, HubError, ModelName, Settings, pull, standard_cache};
+
+const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+const OTHER_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";
+
+// --- the server -----------------------------------------------------------------------------------------------
+
+/// What the next answer with a file's bytes does wrong.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fault {
+    /// The connection ends after that many bytes.
+    Cut(usize),
+    /// Nothing follows that many bytes, and the connection stays.
+    Stall(usize),
+    IgnoreRange,
+    Flip,
+    Status(u16),
+    /// Says that the file has that many bytes.
+    Length(usize),
+}
+
+#[derive(Debug, Clone)]
+struct Hosted {
+    path: String,
+    bytes: Bytes,
+    lfs: bool,
+}
+
+/// A request as it came.
+#[derive(Debug, Clone)]
+struct Seen {
+    method: String,
+    path: String,
+    authorization: Option<String>,
+    range: Option<String>,
+}
+
+/// What the hub has, and how it behaves.
+#[derive(Debug, Default)]
+struct Behaviour {
+    repo: String,
+    commit: String,
+    files: Vec<Hosted>,
+    /// For the answers with bytes, first one first; the last stays.
+    faults: VecDeque<Fault>,
+    gated: bool,
+    /// The listing names neither sizes nor checksums.
+    bare: bool,
+    /// Replaces the listing.
+    listing: Option<String>,
+    /// The one token that is any good; none is needed unless it is set.
+    token: Option<String>,
+    /// The hub's redirect names no checksum.
+    unlinked: bool,
+    /// Every file redirects to itself.
+    circular: bool,
+    /// The repository's name before it was renamed.
+    old_name: String,
+    seen: Vec<Seen>,
+    seen_by_cdn: Vec<Seen>,
+}
+
+type Shared = Arc<Mutex<Behaviour>>;
+
+/// The hub, and the other host that it sends its clients to.
+struct Hub {
+    behaviour: Shared,
+    url: String,
+    runtime: Option<tokio::runtime::Runtime>,
+}
+
+impl Hub {
+    /// With a repository `org/tiny`.
+    fn start(files: &[(&str, &[u8], bool)]) -> Self {
+        let files = files.iter().map(|(path, bytes, lfs)| Hosted {
+            path: (*path).to_owned(),
+            bytes: Bytes::copy_from_slice(bytes),
+            lfs: *lfs,
+        });
+        let behaviour = Behaviour {
+            repo: "org/tiny".into(),
+            commit: COMMIT.into(),
+            files: files.collect(),
+            old_name: "org/old".into(),
+            ..Behaviour::default()
+        };
+        let behaviour = Arc::new(Mutex::new(behaviour));
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = runtime.expect("a runtime");
+        let cdn = Router::new().fallback(cdn).with_state(Arc::clone(&behaviour));
+        let cdn = serve(&runtime, cdn);
+        let hub = Router::new().fallback(hub).with_state((Arc::clone(&behaviour), cdn));
+        let url = serve(&runtime, hub);
+        Self { behaviour, url, runtime: Some(runtime) }
+    }
+
+    fn set(&self, change: impl FnOnce(&mut Behaviour)) {
+        change(&mut self.behaviour.lock().expect("sound"));
+    }
+
+    fn fault(&self, faults: &[Fault]) {
+        self.set(|b| b.faults = faults.iter().copied().collect());
+    }
+
+    /// What the CDN was asked since the last call.
+    fn cdn_requests(&self) -> Vec<Seen> {
+        let mut requests = Vec::new();
+        self.set(|b| requests = std::mem::take(&mut b.seen_by_cdn));
+        requests
+    }
+
+    fn hub_requests(&self) -> Vec<Seen> {
+        let mut requests = Vec::new();
+        self.set(|b| requests = std::mem::take(&mut b.seen));
+        requests
+    }
+
+    fn settings(&self) -> Settings {
+        self.settings_with(&[])
+    }
+
+    fn settings_with(&self, variables: &[(&str, &str)]) -> Settings {
+        let variable = |name: &str| -> Option<OsString> {
+            let own = [("HF_ENDPOINT", self.url.as_str())];
+            own.iter().chain(variables).find(|(n, _)| *n == name).map(|(_, v)| v.into())
+        };
+        let mut settings = Settings::from_environment(variable).expect("sound settings");
+        settings.patience.backoff = Duration::from_millis(1);
+        settings.patience.attempts = 3;
+        settings
+    }
+
+    fn pull(&self, cache: &Cache, name: &str) -> Result<PathBuf, HubError> {
+        pull(&self.settings(), cache, &name.parse().expect(name), &mut |_| {})
+    }
+}
+
+impl Drop for Hub {
+    fn drop(&mut self) {
+        // Not waiting for a connection that stalls on purpose.
+        self.runtime.take().expect("there until now").shutdown_background();
+    }
+}
+
+fn serve(runtime: &tokio::runtime::Runtime, router: Router) -> String {
+    let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a free port");
+    let url = format!("http://{}", listener.local_addr().expect("bound"));
+    runtime.spawn(async move { axum::serve(listener, router).await });
+    url
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn git_sha1(bytes: &[u8]) -> String {
+    let hash = Sha1::new().chain_update(format!("blob {}\0", bytes.len())).chain_update(bytes).finalize();
+    hash.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn seen(request: &Request) -> Seen {
+    let header = |name: &str| request.headers().get(name).map(|v| v.to_str().expect("text").to_owned());
+    Seen {
+        method: request.method().to_string(),
+        path: request.uri().to_string(),
+        authorization: header("authorization"),
+        range: header("range"),
+    }
+}
+
+fn answer(status: u16, headers: &[(&str, &str)], body: impl Into<Body>) -> Response<Body> {
+    let mut response = Response::builder().status(status);
+    for (name, value) in headers {
+        response = response.header(*name, *value);
+    }
+    response.body(body.into()).expect("a response")
+}
+
+async fn hub(State((behaviour, cdn)): State<(Shared, String)>, request: Request) -> Response<Body> {
+    let mut b = behaviour.lock().expect("sound");
+    let asked = seen(&request);
+    b.seen.push(asked.clone());
+    let path = request.uri().path();
+    if b.token.is_some() && asked.authorization != b.token.as_ref().map(|t| format!("Bearer {t}")) {
+        let message = "Invalid credentials in Authorization header";
+        return answer(401, &[("x-error-message", message)], "{}");
+    }
+    if path.contains(&b.old_name) {
+        return answer(307, &[("location", &asked.path.replace(&b.old_name, &b.repo))], "");
+    }
+    if let Some(revision) = path.strip_prefix(&format!("/api/models/{}/revision/", b.repo)) {
+        if let Some(listing) = &b.listing {
+            return answer(200, &[], listing.clone());
+        }
+        if ![&b.commit, "main", "v1"].contains(&revision) {
+            return answer(404, &[("x-error-code", "RevisionNotFound")], "{}");
+        }
+        return answer(200, &[], listing(&b).to_string());
+    }
+    let resolve = format!("/{}/resolve/{}/", b.repo, b.commit);
+    let Some(file) = path.strip_prefix(&resolve) else {
+        let code = if path.starts_with("/api/") { "RepoNotFound" } else { "EntryNotFound" };
+        return answer(if path.starts_with("/api/") { 401 } else { 404 }, &[("x-error-code", code)], "{}");
+    };
+    if b.circular {
+        return answer(302, &[("location", path)], "");
+    }
+    if b.gated {
+        let status = if asked.authorization.is_some() { 403 } else { 401 };
+        return answer(
+            status,
+            &[("x-error-code", "GatedRepo"), ("x-error-message", "Access is restricted.")],
+            "",
+        );
+    }
+    let Some(hosted) = b.files.iter().find(|f| f.path == file).cloned() else {
+        return answer(404, &[("x-error-code", "EntryNotFound")], "{}");
+    };
+    if !hosted.lfs {
+        let etag = format!("\"{}\"", git_sha1(&hosted.bytes));
+        return content(&mut b, &hosted, request.headers(), &etag);
+    }
+    let (etag, size) = (format!("\"{}\"", sha256(&hosted.bytes)), hosted.bytes.len().to_string());
+    let location = format!("{cdn}/signed/{file}?Signature=secret");
+    let mut headers = vec![("location", location.as_str())];
+    if !b.unlinked {
+        headers.extend([
+            ("x-linked-etag", etag.as_str()),
+            ("x-linked-size", &size),
+            ("x-repo-commit", &b.commit),
+        ]);
+    }
+    answer(302, &headers, "")
+}
+
+async fn cdn(State(behaviour): State<Shared>, request: Request) -> Response<Body> {
+    let mut b = behaviour.lock().expect("sound");
+    b.seen_by_cdn.push(seen(&request));
+    let file = request.uri().path().trim_start_matches("/signed/");
+    let hosted = b.files.iter().find(|f| f.path == file).cloned().expect("the hub knows what it links to");
+    // Looks like the checksum, and is another value.
+    let etag = format!("\"{}\"", sha256(b"the CDN's own"));
+    content(&mut b, &hosted, request.headers(), &etag)
+}
+
+/// The bytes of a file, with the fault that is due.
+fn content(b: &mut Behaviour, hosted: &Hosted, headers: &HeaderMap, etag: &str) -> Response<Body> {
+    let fault = if b.faults.len() > 1 { b.faults.pop_front() } else { b.faults.front().copied() };
+    if let Some(Fault::Status(status)) = fault {
+        return answer(status, &[], "broken");
+    }
+    let mut bytes = hosted.bytes.to_vec();
+    if fault == Some(Fault::Flip) {
+        *bytes.last_mut().expect("some bytes") ^= 1;
+    }
+    let total = bytes.len();
+    let range = headers.get("range").filter(|_| fault != Some(Fault::IgnoreRange));
+    let start: usize = range.map_or(0, |range| {
+        let range = range.to_str().expect("text").trim_start_matches("bytes=").trim_end_matches('-');
+        range.parse().expect("an offset")
+    });
+    if start >= total && start > 0 {
+        return answer(416, &[], "");
+    }
+    let rest = Bytes::from(bytes.split_off(start));
+    let length = match fault {
+        Some(Fault::Length(length)) => length,
+        _ => rest.len(),
+    };
+    let mut response = Response::builder().header("etag", etag).header("content-length", length);
+    if range.is_some() {
+        let range = format!("bytes {start}-{}/{total}", total - 1);
+        response = response.status(StatusCode::PARTIAL_CONTENT).header("content-range", range);
+    }
+    let body = match fault {
+        Some(Fault::Cut(after)) if after < rest.len() => {
+            let part = rest.slice(..after);
+            // The server sends what it has when the next piece is a while in coming.
+            let end = futures::stream::once(async {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                Err(io::Error::from(io::ErrorKind::ConnectionReset))
+            });
+            Body::from_stream(futures::stream::iter([Ok(part)]).chain(end))
+        }
+        Some(Fault::Stall(after)) => {
+            let part: Result<Bytes, io::Error> = Ok(rest.slice(..after.min(rest.len())));
+            Body::from_stream(futures::stream::iter([part]).chain(futures::stream::pending()))
+        }
+        Some(Fault::Length(length)) => Body::from(rest.slice(..length.min(rest.len()))),
+        _ => Body::from(rest),
+    };
+    response.body(body).expect("a response")
+}
+
+fn listing(b: &Behaviour) -> Value {
+    let siblings = b.files.iter().map(|f| {
+        if b.bare {
+            return json!({"rfilename": f.path});
+        }
+        let lfs =
+            f.lfs.then(|| json!({"sha256": sha256(&f.bytes), "size": f.bytes.len(), "pointerSize": 130}));
+        // Of the pointer, where the file is in large-file storage.
+        let blob = git_sha1(if f.lfs { b"version https://git-lfs" } else { &f.bytes });
+        json!({"rfilename": f.path, "size": f.bytes.len(), "blobId": blob, "lfs": lfs})
+    });
+    json!({"id": b.repo, "sha": b.commit, "gated": b.gated, "siblings": siblings.collect::<Vec<_>>()})
+}
+
+// --- what the tests share ---------------------------------------------------------------------------------------
+
+/// Bytes that compress to nothing and repeat nowhere.
+fn noise(n: usize) -> Vec<u8> {
+    let seed = 0x5eed;
+    println!("seed {seed:#x}");
+    let mut bytes = vec![0; n];
+    ChaCha8Rng::seed_from_u64(seed).fill(&mut bytes[..]);
+    bytes
+}
+
+fn temporary() -> (tempfile::TempDir, Cache) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let cache = Cache::of_user(folder.path().join("hub"));
+    (folder, cache)
+}
+
+fn name(text: &str) -> ModelName {
+    text.parse().unwrap_or_else(|e| panic!("{text}: {e}"))
+}
+
+fn repository(cache: &Cache) -> PathBuf {
+    cache.root().join("models--org--tiny")
+}
+
+fn blobs(cache: &Cache) -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(repository(cache).join("blobs"))
+        .map(|dir| dir.map(|e| e.unwrap().file_name().into_string().unwrap()).collect())
+        .unwrap_or_default();
+    names.sort();
+    names
+}
+
+/// The message is one line, with all of `parts`.
+#[track_caller]
+fn says(error: &HubError, parts: &[&str]) {
+    let message = error.to_string();
+    assert!(!message.contains('\n'), "{message:?}");
+    for part in parts {
+        assert!(message.contains(part), "{part:?} is not in {message:?}");
+    }
+}
+
+// --- names ------------------------------------------------------------------------------------------------------
+
+#[test]
+fn names_are_read_and_shown_as_they_are_typed() {
+    for text in ["google/gemma-3-27b-it", "a/b@v1.0", "a/b@refs/pr/3:sub/x.gguf", "a/b:Q4_K_M"] {
+        assert_eq!(name(text).to_string(), text);
+    }
+    let full = name("org/tiny@v1:a.gguf");
+    assert_eq!(
+        (full.repo.as_str(), full.repo.name(), full.revision(), full.file.as_deref()),
+        ("org/tiny", "tiny", "v1", Some("a.gguf"))
+    );
+    for bad in [
+        "",
+        "tiny",
+        "/tiny",
+        "org/",
+        "org/a/b",
+        "../etc",
+        "org/..",
+        "./models",
+        "org/-x",
+        "org/a--b",
+        "a b/c",
+        "org/tiny@",
+        "org/tiny@../x",
+        "org/tiny@a//b",
+        "org/tiny@-rf",
+        "org/tiny:",
+        "org/tiny:../x",
+        "org/tiny:/etc/passwd",
+        "org/tiny:a\\b",
+        "org/tiny:a\nb",
+        "http://org/tiny",
+    ] {
+        let error = bad.parse::<ModelName>().expect_err(bad);
+        says(&error, &["expected"][..usize::from(!bad.contains(':'))]);
+    }
+}
+
+#[test]
+fn the_environment_is_read_as_other_tools_do() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let home = folder.path().to_str().expect("UTF-8");
+    let with = |pairs: &[(&str, &str)]| {
+        let pairs: Vec<(String, OsString)> = pairs.iter().map(|(k, v)| ((*k).to_owned(), v.into())).collect();
+        move |name: &str| pairs.iter().find(|(k, _)| k == name).map(|(_, v)| v.clone())
+    };
+    let cache = |pairs: &[(&str, &str)]| standard_cache(with(pairs)).map(|p| p.display().to_string());
+    assert_eq!(cache(&[]), None);
+    assert_eq!(cache(&[("HOME", "/h")]).as_deref(), Some("/h/.cache/huggingface/hub"));
+    assert_eq!(cache(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]).as_deref(), Some("/x/huggingface/hub"));
+    assert_eq!(cache(&[("HOME", "/h"), ("HF_HOME", "~/hf")]).as_deref(), Some("/h/hf/hub"));
+    assert_eq!(cache(&[("HF_HOME", "/hf"), ("HF_HUB_CACHE", "/c")]).as_deref(), Some("/c"));
+
+    // Which token is taken is seen at the server; here, that it is not told to anyone else.
+    for (pairs, origin) in [
+        (&[("HF_TOKEN", "hf_secret"), ("HUGGING_FACE_HUB_TOKEN", "hf_other")][..], "HF_TOKEN"),
+        (&[("HF_TOKEN", " "), ("HUGGING_FACE_HUB_TOKEN", "hf_secret")], "HUGGING_FACE_HUB_TOKEN"),
+    ] {
+        let settings = format!("{:?}", Settings::from_environment(with(pairs)).expect("sound"));
+        assert!(settings.contains(origin) && !settings.contains("hf_"), "{settings}");
+    }
+    fs::create_dir(folder.path().join("hf")).expect("made");
+    fs::write(folder.path().join("hf/token"), "hf_secret\n").expect("written");
+    let settings = Settings::from_environment(with(&[("HOME", home), ("HF_HOME", "~/hf")])).expect("sound");
+    assert!(format!("{settings:?}").contains("hf/token"), "{settings:?}");
+
+    for (pairs, part) in [
+        (("HF_ENDPOINT", "huggingface.co"), "HF_ENDPOINT"),
+        (("HF_ENDPOINT", "https://hub@evil.example"), "HF_ENDPOINT"),
+        (("HF_TOKEN", "hf_se\u{7f}cret"), "HF_TOKEN"),
+        (("HF_TOKEN_PATH", home), "token"),
+    ] {
+        let error = Settings::from_environment(with(&[pairs])).expect_err(part);
+        says(&error, &[part]);
+        assert!(!error.to_string().contains("hf_se"), "{error}");
+    }
+}
+
+// --- pulling ----------------------------------------------------------------------------------------------------
+
+#[test]
+fn what_serving_needs_is_pulled_into_the_shared_layout() {
+    let weights = noise(300_000);
+    let hub = Hub::start(&[
+        ("config.json", b"hello\n", false),
+        ("tokenizer.json", b"{\"a\": 1}", true),
+        ("chat_template.jinja", b"{{ x }}", false),
+        ("model.safetensors", &weights, true),
+        ("pytorch_model.bin", b"runs code", true),
+        ("original/model.safetensors", b"another format", true),
+        ("README.md", b"# Tiny", false),
+        ("adapter_model.safetensors", b"not weights of its own", true),
+    ]);
+    let (_folder, cache) = temporary();
+    let path = hub.pull(&cache, "org/tiny").expect("pulled");
+    assert_eq!(path, repository(&cache).join("snapshots").join(COMMIT));
+    let mut names: Vec<_> =
+        fs::read_dir(&path).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    assert_eq!(names, ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]);
+    assert_eq!(fs::read(path.join("model.safetensors")).unwrap(), weights);
+    // As `git hash-object` names it.
+    let link = fs::read_link(path.join("config.json")).expect("a link");
+    assert_eq!(link, Path::new("../../blobs/ce013625030ba8dba906f756967f9e9ca394464a"));
+    let link = fs::read_link(path.join("model.safetensors")).expect("a link");
+    assert_eq!(link, Path::new("../../blobs").join(sha256(&weights)));
+    assert_eq!(fs::read_to_string(repository(&cache).join("refs/main")).unwrap(), COMMIT);
+    assert!(blobs(&cache).iter().all(|b| !b.contains('.')), "nothing is left over: {:?}", blobs(&cache));
+    assert_eq!(cache.find(&name("org/tiny")).expect("sound").as_ref(), Some(&path));
+
+    // Again: only the listing is asked for.
+    hub.hub_requests();
+    hub.cdn_requests();
+    assert_eq!(hub.pull(&cache, "org/tiny").expect("here"), path);
+    let asked = hub.hub_requests();
+    assert!(asked.len() == 1 && asked[0].path.starts_with("/api/models/org/tiny/revision/main"), "{asked:?}");
+    assert!(hub.cdn_requests().is_empty());
+
+    // A tag is another name of the same commit; a new commit takes over what did not change.
+    hub.pull(&cache, "org/tiny@v1").expect("pulled");
+    assert_eq!(fs::read_to_string(repository(&cache).join("refs/v1")).unwrap(), COMMIT);
+    hub.set(|b| {
+        b.commit = OTHER_COMMIT.into();
+        b.files[0].bytes = Bytes::from_static(b"hello again\n");
+    });
+    hub.hub_requests();
+    let newer = hub.pull(&cache, "org/tiny").expect("pulled");
+    assert!(newer.ends_with(OTHER_COMMIT) && hub.cdn_requests().is_empty());
+    assert_eq!(cache.find(&name("org/tiny")).expect("sound").as_ref(), Some(&newer));
+    assert_eq!(cache.find(&name("org/tiny@v1")).expect("sound").as_ref(), Some(&path));
+    assert_eq!(cache.find(&name("org/tiny@v2")).expect("sound"), None);
+    assert_eq!(cache.find(&name("org/other")).expect("sound"), None);
+}
+
+#[test]
+fn of_several_gguf_files_one_is_named() {
+    let hub = Hub::start(&[
+        ("tiny-Q4_0.gguf", b"q4_0", true),
+        ("tiny-UD-Q4_K_M.gguf", b"ud", true),
+        ("tiny-Q4_K_M.gguf", b"q4_k_m", true),
+        ("bf16/tiny-bf16-00001-of-00002.gguf", b"part", true),
+        ("mmproj-tiny-f16.gguf", b"eyes", true),
+        ("config.json", b"{}", false),
+    ]);
+    let (_folder, cache) = temporary();
+    let choices = |result: Result<PathBuf, HubError>| match result {
+        Err(HubError::Choose { files, .. }) => files.into_vec(),
+        other => panic!("{other:?}"),
+    };
+    let all = choices(hub.pull(&cache, "org/tiny"));
+    assert_eq!(all.len(), 3, "{all:?}");
+    assert!(
+        all.contains(&("tiny-Q4_0.gguf".into(), Some(4))) && !all.iter().any(|(f, _)| f.contains("mmproj"))
+    );
+    assert_eq!(choices(hub.pull(&cache, "org/tiny:q4_k_m")).len(), 2);
+    assert_eq!(choices(hub.pull(&cache, "org/tiny:Q5_0")).len(), 3);
+    says(&hub.pull(&cache, "org/tiny:Q5_0").unwrap_err(), &["Q5_0", "org/tiny:tiny-Q4_0.gguf"]);
+    let part = "org/tiny:bf16/tiny-bf16-00001-of-00002.gguf";
+    says(&hub.pull(&cache, part).unwrap_err(), &["one part"]);
+    assert!(!cache.root().exists(), "nothing was written for a question");
+
+    let q4_0 = hub.pull(&cache, "org/tiny:q4_0").expect("pulled");
+    assert!(q4_0.ends_with("tiny-Q4_0.gguf") && fs::read(&q4_0).unwrap() == b"q4_0");
+    let found = |text: &str| cache.find(&name(text)).expect("sound");
+    assert_eq!(found("org/tiny").as_ref(), Some(&q4_0), "the only one that is here");
+    assert_eq!(found("org/tiny:tiny-Q4_0.gguf").as_ref(), Some(&q4_0));
+    assert_eq!(found("org/tiny:Q4_0").as_ref(), Some(&q4_0));
+    assert_eq!(found("org/tiny:Q4_K_M"), None, "on the hub, and not here");
+    hub.pull(&cache, "org/tiny:tiny-Q4_K_M.gguf").expect("pulled");
+    assert_eq!(found("org/tiny:Q4_0").as_ref(), Some(&q4_0));
+    says(&cache.find(&name("org/tiny")).unwrap_err(), &["2", "org/tiny:tiny-Q4_0.gguf"]);
+
+    // One alone needs no name.
+    hub.set(|b| b.files.retain(|f| f.path == "tiny-Q4_0.gguf" || f.path.starts_with("mmproj")));
+    assert!(hub.pull(&cache, "org/tiny").expect("pulled").ends_with("tiny-Q4_0.gguf"));
+    hub.set(|b| b.files.retain(|f| f.path.starts_with("mmproj")));
+    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["nothing that can be served", "gguf"]);
+    says(&hub.pull(&cache, "org/tiny:none.txt").unwrap_err(), &["org/tiny", "none.txt"]);
+}
+
+#[test]
+fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
+    let weights = noise(5_000_000);
+    let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
+    let (_folder, cache) = temporary();
+    // More often than the patience lasts, were it not for what arrives between.
+    let cut = Fault::Cut(1_100_000);
+    hub.fault(&[cut, cut, cut, cut, Fault::Status(503), Fault::Cut(usize::MAX)]);
+    let path = hub.pull(&cache, "org/tiny").expect("pulled");
+    assert_eq!(fs::read(path).unwrap(), weights);
+    let ranges: Vec<Option<String>> = hub.cdn_requests().into_iter().map(|r| r.range).collect();
+    assert_eq!(ranges[0], None);
+    let offsets: Vec<usize> = ranges[1..]
+        .iter()
+        .map(|r| r.as_ref().expect("a range")["bytes=".len()..].trim_end_matches('-').parse().unwrap())
+        .collect();
+    assert!(offsets.len() == 5 && offsets.is_sorted() && offsets[1] > 1_100_000, "{offsets:?}");
+}
+
+#[test]
+fn a_later_pull_goes_on_with_what_an_earlier_one_left() {
+    let weights = noise(200_000);
+    let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
+    let (_folder, cache) = temporary();
+    hub.fault(&[Fault::Cut(50_000)]);
+    let error = hub.pull(&cache, "org/tiny").unwrap_err();
+    says(&error, &["tiny.gguf", "broke off", "pull again"]);
+    says(&cache.find(&name("org/tiny")).unwrap_err(), &["in part"]);
+    let incomplete = repository(&cache).join("blobs").join(sha256(&weights) + ".incomplete");
+    let left = fs::metadata(&incomplete).expect("kept").len();
+    assert!(left > 0 && left < 200_000, "{left}");
+
+    hub.cdn_requests();
+    hub.fault(&[]);
+    let mut first = None;
+    let report = &mut |p: unicorn::hub::Progress| {
+        if let unicorn::hub::Progress::Start { total, here } = p {
+            first = Some((total, here));
+        }
+    };
+    let path = pull(&hub.settings(), &cache, &name("org/tiny"), report).expect("pulled");
+    assert_eq!(first, Some((200_000, left)));
+    assert_eq!(hub.cdn_requests()[0].range, Some(format!("bytes={left}-")));
+    assert_eq!(fs::read(path).unwrap(), weights);
+    assert!(!incomplete.exists());
+}
+
+#[test]
+fn a_server_that_cannot_begin_in_the_middle_starts_over() {
+    let weights = noise(200_000);
+    let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
+    let (_folder, cache) = temporary();
+    hub.fault(&[Fault::Cut(150_000), Fault::IgnoreRange]);
+    let path = hub.pull(&cache, "org/tiny").expect("pulled");
+    assert_eq!(fs::read(path).unwrap(), weights);
+
+    // One that breaks off at the same place each time gets nowhere, however far that is.
+    let (_folder, cache) = temporary();
+    hub.cdn_requests();
+    hub.fault(&[Fault::Length(2000)]);
+    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["2000", "200000"]);
+    assert_eq!(hub.cdn_requests().len(), 1, "a length that is wrong is no accident");
+}
+
+#[test]
+fn what_lies_there_from_something_else_is_not_believed() {
+    let weights = noise(100_000);
+    let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
+    for (left, survives) in [(vec![7; 60_000], false), (vec![7; 100_000], false), (vec![7; 100_001], true)] {
+        let (_folder, cache) = temporary();
+        let blobs_folder = repository(&cache).join("blobs");
+        fs::create_dir_all(&blobs_folder).expect("made");
+        let incomplete = blobs_folder.join(sha256(&weights) + ".incomplete");
+        fs::write(&incomplete, &left).expect("written");
+        if !survives {
+            let error = hub.pull(&cache, "org/tiny").unwrap_err();
+            says(&error, &["tiny.gguf", "SHA-256", &sha256(&weights), "deleted"]);
+            assert!(blobs(&cache).is_empty(), "{:?}", blobs(&cache));
+        }
+        let path = hub.pull(&cache, "org/tiny").expect("pulled");
+        assert_eq!(fs::read(path).unwrap(), weights);
+    }
+    // A blob that lost its end since it was checked is got again.
+    let (_folder, cache) = temporary();
+    hub.pull(&cache, "org/tiny").expect("pulled");
+    let blob = repository(&cache).join("blobs").join(sha256(&weights));
+    fs::write(&blob, &weights[..10]).expect("written");
+    hub.pull(&cache, "org/tiny").expect("pulled");
+    assert_eq!(fs::read(&blob).unwrap(), weights);
+}
+
+#[test]
+fn what_does_not_hash_to_what_the_hub_named_is_deleted() {
+    let weights = noise(100_000);
+    for lfs in [true, false] {
+        let hub = Hub::start(&[("tiny.gguf", &weights, lfs)]);
+        let (_folder, cache) = temporary();
+        hub.fault(&[Fault::Flip]);
+        let error = hub.pull(&cache, "org/tiny").unwrap_err();
+        let checksum = if lfs { sha256(&weights) } else { git_sha1(&weights) };
+        says(&error, &["tiny.gguf", &checksum, "deleted"]);
+        assert!(blobs(&cache).is_empty(), "{:?}", blobs(&cache));
+        hub.fault(&[]);
+        let path = hub.pull(&cache, "org/tiny").expect("pulled");
+        assert_eq!(fs::read(path).unwrap(), weights);
+    }
+}
+
+#[test]
+fn a_silent_server_is_given_up_and_asked_again() {
+    let weights = noise(100_000);
+    let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
+    let (_folder, cache) = temporary();
+    hub.fault(&[Fault::Stall(40_000), Fault::Cut(usize::MAX)]);
+    let mut settings = hub.settings();
+    settings.patience.stall = Duration::from_millis(300);
+    let path = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).expect("pulled");
+    assert_eq!(fs::read(path).unwrap(), weights);
+    let asked = hub.cdn_requests();
+    assert_eq!(asked[1].range.as_deref(), Some("bytes=40000-"), "{asked:?}");
+}
+
+#[test]
+fn the_token_goes_to_the_hub_and_nowhere_else() {
+    let hub = Hub::start(&[("tiny.gguf", &noise(1000), true)]);
+    let (_folder, cache) = temporary();
+    hub.set(|b| {
+        b.bare = true;
+        b.token = Some("hf_secret".into());
+    });
+    let settings = hub.settings_with(&[("HF_TOKEN", "hf_secret\n")]);
+    pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).expect("pulled");
+    let (asked, elsewhere) = (hub.hub_requests(), hub.cdn_requests());
+    assert_eq!(asked.iter().map(|r| r.method.as_str()).collect::<Vec<_>>(), ["GET", "HEAD", "GET"]);
+    assert!(asked.iter().all(|r| r.authorization.as_deref() == Some("Bearer hf_secret")), "{asked:?}");
+    assert_eq!(elsewhere.len(), 1, "the hub's own redirect describes the file");
+    assert!(elsewhere.iter().all(|r| r.authorization.is_none()), "{elsewhere:?}");
+
+    let settings = hub.settings_with(&[("HUGGING_FACE_HUB_TOKEN", "hf_expired")]);
+    let error = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
+    says(&error, &["HUGGING_FACE_HUB_TOKEN", "wrong or expired", "settings/tokens"]);
+    assert!(!error.to_string().contains("hf_expired"));
+}
+
+#[test]
+fn a_checksum_is_needed_and_must_be_the_hubs_own() {
+    let hub = Hub::start(&[("tiny.gguf", &noise(1000), true), ("small.gguf", b"small", false)]);
+    let (_folder, cache) = temporary();
+    hub.set(|b| b.bare = true);
+    let path = hub.pull(&cache, "org/tiny:small.gguf").expect("pulled");
+    assert!(fs::read_link(path).unwrap().ends_with(git_sha1(b"small")));
+    hub.set(|b| b.unlinked = true);
+    says(&hub.pull(&cache, "org/tiny:tiny.gguf").unwrap_err(), &["tiny.gguf", "checksum"]);
+}
+
+#[test]
+fn redirects_are_followed_within_bounds() {
+    let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
+    let (_folder, cache) = temporary();
+    // A renamed repository; the hub's own redirects stay on it, and so does the token.
+    let settings = hub.settings_with(&[("HF_TOKEN", "hf_mine")]);
+    pull(&settings, &cache, &name("org/old"), &mut |_| {}).expect("pulled");
+    let asked = hub.hub_requests();
+    assert_eq!(asked.len(), 4, "{asked:?}");
+    assert!(asked.iter().all(|r| r.authorization.is_some()), "{asked:?}");
+    assert!(cache.find(&name("org/old")).expect("sound").is_some());
+    hub.set(|b| b.circular = true);
+    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["redirects more than"]);
+    assert_eq!(hub.hub_requests().len(), 7);
+}
+
+#[test]
+fn refusals_say_what_to_do() {
+    let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
+    let (_folder, cache) = temporary();
+    let fails = |text: &str, parts: &[&str]| says(&hub.pull(&cache, text).unwrap_err(), parts);
+    fails("org/none", &["org/none", "no such model", "HF_TOKEN"]);
+    fails("org/tiny@v9", &["org/tiny", "revision", "v9"]);
+    fails("org/tiny:x.bin", &["org/tiny", "x.bin", "org/tiny:tiny.gguf"]);
+    hub.set(|b| b.gated = true);
+    let licence = format!("{}/org/tiny", hub.url);
+    fails("org/tiny", &["gated", &licence, "accept", "HF_TOKEN"]);
+    let settings = hub.settings_with(&[("HF_TOKEN", "hf_mine")]);
+    let error = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
+    says(&error, &["gated", &licence, "the token of HF_TOKEN"]);
+
+    hub.set(|b| b.gated = false);
+    hub.fault(&[Fault::Status(503)]);
+    hub.cdn_requests();
+    fails("org/tiny", &["tiny.gguf", "503"]);
+    assert_eq!(hub.cdn_requests().len(), 3, "as often as the patience lasts");
+    hub.fault(&[Fault::Status(404)]);
+    hub.cdn_requests();
+    fails("org/tiny", &["404"]);
+    assert_eq!(hub.cdn_requests().len(), 1);
+
+    let settings = hub.settings_with(&[("HF_HUB_OFFLINE", "1")]);
+    hub.hub_requests();
+    let error = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
+    says(&error, &["HF_HUB_OFFLINE"]);
+    assert!(hub.hub_requests().is_empty());
+    // Nobody listens at a port that was just given back.
+    let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound");
+    let endpoint = format!("http://{free}");
+    let settings = Settings::from_environment(|n| (n == "HF_ENDPOINT").then(|| endpoint.clone().into()));
+    let error = pull(&settings.expect("sound"), &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
+    says(&error, &["cannot reach", &endpoint, "HF_ENDPOINT"]);
+}
+
+#[test]
+fn a_hostile_listing_writes_nothing() {
+    let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
+    let (folder, cache) = temporary();
+    let lists = |path: &str, sha: &str, sum: &str, size: u64| {
+        let file = json!({"rfilename": path, "size": size, "lfs": {"sha256": sum, "size": size}});
+        hub.set(|b| b.listing = Some(json!({"sha": sha, "siblings": [file]}).to_string()));
+        hub.pull(&cache, "org/tiny").unwrap_err()
+    };
+    let sum = sha256(b"tiny");
+    for path in [
+        "../evil.gguf",
+        "/tmp/evil.gguf",
+        "a/../../evil.gguf",
+        "a//b.gguf",
+        "..\\evil.gguf",
+        "a\u{1b}[2J.gguf",
+    ] {
+        says(&lists(path, COMMIT, &sum, 4), &["org/tiny", "nothing of it was written"]);
+    }
+    for sha in ["../../evil", "main", "", "0123456789ABCDEF0123456789abcdef01234567"] {
+        says(&lists("tiny.gguf", sha, &sum, 4), &["commit"]);
+    }
+    // A checksum names a file: what is none is not used. The hub is asked, and does not know the file.
+    says(&lists("evil.gguf", COMMIT, "../../../evil", 4), &["evil.gguf"]);
+    says(&lists("tiny.gguf", COMMIT, &sum, u64::MAX), &["free", "--models-dir"]);
+    let twice = ["config.json", "a.safetensors", "b.safetensors"]
+        .map(|path| json!({"rfilename": path, "size": u64::MAX, "lfs": {"sha256": sum, "size": u64::MAX}}));
+    let huge = json!({"sha": COMMIT, "siblings": twice});
+    for (listing, part) in [
+        (huge.to_string(), "free"),
+        ("[]".into(), "listing"),
+        ("<html>".into(), "listing"),
+        (format!("{{\"sha\": \"{COMMIT}\", \"siblings\": [{}]}}", " ".repeat(17 << 20)), "more than"),
+        ("[".repeat(100_000), "listing"),
+    ] {
+        hub.set(|b| b.listing = Some(listing));
+        says(&hub.pull(&cache, "org/tiny").unwrap_err(), &[part]);
+    }
+    let written: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert!(written.is_empty() || written == ["hub"], "{written:?}");
+    assert!(blobs(&cache).is_empty() && !repository(&cache).join("refs/main").exists());
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_named() {
+    let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("file");
+    fs::write(&file, "x").expect("written");
+    let cache = Cache::system(file.join("models"));
+    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["make the folder", file.to_str().unwrap()]);
+    // Where even its owner may not write, which the superuser may anywhere but here.
+    let cache = Cache::system("/proc/models");
+    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["/proc/models"]);
+    // A folder stands where a file of that name should.
+    let cache = Cache::of_user(folder.path().join("hub"));
+    fs::create_dir_all(repository(&cache).join("blobs").join(sha256(b"tiny") + ".incomplete")).expect("made");
+    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["write", ".incomplete"]);
+}
+
+#[test]
+fn one_writes_a_file_at_a_time() {
+    let weights = noise(400_000);
+    let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
+    let (_folder, cache) = temporary();
+    let locks = cache.root().join(".locks/models--org--tiny");
+    fs::create_dir_all(&locks).expect("made");
+    let lock = fs::File::create(locks.join(sha256(&weights) + ".lock")).expect("made");
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).expect("locked");
+    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["tiny.gguf", "another program", ".lock"]);
+    assert!(hub.cdn_requests().is_empty());
+    let removal = cache.removal(&name("org/tiny")).expect("sound").expect("something");
+    says(&removal.apply().unwrap_err(), &["another program"]);
+    drop(lock);
+
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let pulls: Vec<_> = (0..4).map(|_| scope.spawn(|| hub.pull(&cache, "org/tiny"))).collect();
+        pulls.into_iter().map(|p| p.join().expect("no panic")).collect()
+    });
+    assert!(results.iter().any(Result::is_ok), "{results:?}");
+    assert!(results.iter().all(|r| matches!(r, Ok(_) | Err(HubError::Busy { .. }))), "{results:?}");
+    let path = cache.find(&name("org/tiny")).expect("sound").expect("pulled");
+    assert_eq!(fs::read(path).unwrap(), weights);
+}
+
+// --- what is here -----------------------------------------------------------------------------------------------
+
+/// (name, format, bytes) of everything.
+fn listed(cache: &Cache) -> Vec<(String, Format, u64)> {
+    let all = cache.list().expect("sound");
+    assert!(all.iter().all(|m| m.path.exists()), "{all:?}");
+    all.into_iter().map(|m| (m.name.to_string(), m.format, m.bytes)).collect()
+}
+
+#[test]
+fn models_are_listed_and_removed_with_what_no_other_needs() {
+    let hub = Hub::start(&[("a-Q4_0.gguf", b"four", true), ("a-Q8_0.gguf", b"eightbit", true)]);
+    let (folder, cache) = temporary();
+    assert_eq!(listed(&cache), []);
+    hub.pull(&cache, "org/tiny:Q4_0").expect("pulled");
+    hub.pull(&cache, "org/tiny:Q8_0").expect("pulled");
+    hub.set(|b| b.commit = OTHER_COMMIT.into());
+    hub.pull(&cache, "org/tiny@v1:Q8_0").expect("pulled");
+    let gguf = |name: &str, bytes| (name.to_owned(), Format::Gguf, bytes);
+    let (four, eight) = (gguf("org/tiny:a-Q4_0.gguf", 4), gguf("org/tiny:a-Q8_0.gguf", 8));
+    let tagged = gguf("org/tiny@v1:a-Q8_0.gguf", 8);
+    assert_eq!(listed(&cache), [four.clone(), eight, tagged.clone()]);
+    // What other tools keep beside models is none of them.
+    fs::create_dir_all(cache.root().join("datasets--org--x/blobs")).expect("made");
+    fs::write(cache.root().join("version.txt"), "1").expect("written");
+    assert_eq!(listed(&cache).len(), 3);
+
+    let remove = |text: &str| {
+        let removal = cache.removal(&name(text)).expect("sound").expect("something");
+        let bytes = removal.bytes;
+        removal.apply().expect("removed");
+        bytes
+    };
+    assert_eq!(remove("org/tiny:Q8_0"), 0, "the other revision needs the blob");
+    assert_eq!(listed(&cache), [four.clone(), tagged]);
+    assert_eq!(remove("org/tiny@v1"), 8);
+    assert_eq!(listed(&cache), [four]);
+    assert_eq!(blobs(&cache), [sha256(b"four")]);
+    for absent in ["org/tiny@v1", "org/tiny:Q8_0", "org/other"] {
+        assert!(cache.removal(&name(absent)).expect("sound").is_none(), "{absent}");
+    }
+
+    // A link out of the folder is removed; what it leads to is not.
+    let outside = folder.path().join("precious.gguf");
+    fs::write(&outside, "precious").expect("written");
+    let snapshot = repository(&cache).join("snapshots").join(COMMIT);
+    symlink(&outside, snapshot.join("x-Q2_K.gguf")).expect("linked");
+    assert_eq!(remove("org/tiny:x-Q2_K.gguf"), 0);
+    assert!(outside.exists() && !snapshot.join("x-Q2_K.gguf").exists());
+    assert_eq!(remove("org/tiny"), 4);
+    assert_eq!(listed(&cache), []);
+    assert!(!repository(&cache).exists() && cache.root().join("datasets--org--x").exists());
+}
+
+#[test]
+fn a_model_that_is_here_in_part_is_called_so() {
+    let hub = Hub::start(&[
+        ("config.json", b"{}", false),
+        ("model.safetensors.index.json", b"{ }", false),
+        ("model-00001-of-00002.safetensors", b"one", true),
+        ("model-00002-of-00002.safetensors", b"two", true),
+    ]);
+    let (_folder, cache) = temporary();
+    let whole = Fault::Cut(usize::MAX);
+    hub.fault(&[whole, whole, whole, Fault::Cut(0)]);
+    says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["model-00002-of-00002.safetensors", "broke off"]);
+    says(&cache.find(&name("org/tiny")).unwrap_err(), &["in part", "unicorn pull org/tiny"]);
+    assert!(listed(&cache).iter().all(|(_, format, _)| *format == Format::Partial), "{:?}", listed(&cache));
+    hub.fault(&[]);
+    let path = hub.pull(&cache, "org/tiny").expect("pulled");
+    assert_eq!(cache.find(&name("org/tiny")).expect("sound"), Some(path));
+    assert_eq!(listed(&cache), [("org/tiny".to_owned(), Format::Safetensors, 11)]);
+}
