@@ -17,6 +17,7 @@ const ENV_PREFIX: &str = "UNICORN_";
 pub struct Config {
     pub server: Server,
     pub model: Model,
+    pub models: Models,
     pub hardware: Hardware,
     pub memory: Memory,
     pub engine: Engine,
@@ -49,6 +50,14 @@ pub struct Model {
     pub tokenizer: Option<String>,
     #[serde(deserialize_with = "quantize_mode")]
     pub quantize: QuantizeMode,
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Models {
+    /// Where models are pulled to and looked for; none is the cache that tools of the Hugging Face hub share.
+    #[serde(deserialize_with = "unless_empty")]
+    pub dir: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -170,6 +179,7 @@ impl Config {
         let config = Config {
             server: section(merged, "server")?,
             model: section(merged, "model")?,
+            models: section(merged, "models")?,
             hardware: section(merged, "hardware")?,
             memory: section(merged, "memory")?,
             engine: section(merged, "engine")?,

@@ -5,8 +5,9 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -21,6 +22,8 @@ use serde_json::{Value, json};
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use unicorn::hub::{Cache, Format, HubError, ModelName, Settings, pull, standard_cache};
+
+use crate::support::data;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const OTHER_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";
@@ -920,4 +923,130 @@ fn a_model_that_is_here_in_part_is_called_so() {
     let path = hub.pull(&cache, "org/tiny").expect("pulled");
     assert_eq!(cache.find(&name("org/tiny")).expect("sound"), Some(path));
     assert_eq!(listed(&cache), [("org/tiny".to_owned(), Format::Safetensors, 11)]);
+}
+
+// --- the commands -----------------------------------------------------------------------------------------------
+
+/// The binary, with a home of its own.
+fn unicorn(home: &Path, hub: &Hub, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_unicorn"));
+    for (name, _) in std::env::vars_os() {
+        let name = name.to_string_lossy();
+        let of_others = ["HF_", "HUGGING", "TRANSFORMERS_", "XDG_CACHE", "UNICORN_"];
+        if of_others.iter().any(|o| name.starts_with(o)) || name.to_ascii_uppercase().ends_with("_PROXY") {
+            command.env_remove(&*name);
+        }
+    }
+    command
+        .args(args)
+        .env("HOME", home)
+        .env("HF_ENDPOINT", &hub.url)
+        .env("UNICORN_HARDWARE_VALIDATION", "true");
+    command
+}
+
+fn output(mut command: Command) -> (i32, String, String) {
+    let Output { status, stdout, stderr } = command.output().expect("the binary runs");
+    let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+    (status.code().expect("an exit code, not a signal"), text(stdout), text(stderr))
+}
+
+#[test]
+fn a_pulled_model_is_found_by_its_name() {
+    let read = |path: &str| fs::read(data(path)).expect(path);
+    let hub = Hub::start(&[
+        ("config.json", &read("gemma3/tiny-a/config.json"), false),
+        ("generation_config.json", &read("gemma3/tiny-a/generation_config.json"), false),
+        ("tokenizer_config.json", &read("tokenizer-mini/tokenizer_config.json"), false),
+        ("tokenizer.json", &read("tokenizer-mini/tokenizer.json"), true),
+        ("model.safetensors", &read("gemma3/tiny-a/model.safetensors"), true),
+    ]);
+    let home = tempfile::tempdir().expect("a folder");
+    let generate = [
+        "generate",
+        "--model",
+        "org/tiny",
+        "--prompt",
+        "Hello",
+        "--max-tokens",
+        "4",
+        "--temperature",
+        "0",
+        "--allow-software-vulkan",
+    ];
+    let (code, _, stderr) = output(unicorn(home.path(), &hub, &generate));
+    assert!(code == 1 && stderr.contains("`unicorn pull org/tiny`"), "{stderr}");
+    assert!(hub.hub_requests().is_empty(), "only `pull` asks the hub");
+
+    let (code, stdout, stderr) = output(unicorn(home.path(), &hub, &["pull", "org/tiny"]));
+    assert_eq!((code, stderr.as_str()), (0, ""), "quiet without a terminal");
+    let path = home.path().join(".cache/huggingface/hub/models--org--tiny/snapshots").join(COMMIT);
+    assert_eq!(stdout, format!("{}\n", path.display()));
+    hub.hub_requests();
+    let (code, answer, stderr) = output(unicorn(home.path(), &hub, &generate));
+    assert_eq!(code, 0, "{stderr}");
+    let by_path = [&["generate", "--model", path.to_str().expect("UTF-8")], &generate[3..]].concat();
+    let (code, by_path, stderr) = output(unicorn(home.path(), &hub, &by_path));
+    assert_eq!((code, &by_path), (0, &answer), "{stderr}");
+    assert!(answer.trim().len() > 1 && hub.hub_requests().is_empty(), "{answer:?}");
+    let (code, report, stderr) = output(unicorn(home.path(), &hub, &["inspect", "org/tiny", "--json"]));
+    assert!(code == 0 && report.contains(COMMIT), "{stderr}");
+}
+
+#[test]
+fn the_commands_pull_list_and_remove() {
+    let hub = Hub::start(&[("a-Q4_0.gguf", b"four", true), ("sub/a-Q8_0.gguf", b"eightbit", true)]);
+    let home = tempfile::tempdir().expect("a folder");
+    let system = home.path().join("srv/models");
+    let dir = system.to_str().expect("UTF-8");
+    let (code, stdout, stderr) = output(unicorn(home.path(), &hub, &["pull", "org/tiny"]));
+    assert_eq!((code, stdout.as_str()), (1, ""));
+    let lines: Vec<&str> = stderr.lines().collect();
+    assert!(lines.len() == 3 && lines[0].trim() == "4 B  org/tiny:a-Q4_0.gguf", "{stderr}");
+    assert!(lines[2].starts_with("error: org/tiny "), "{stderr}");
+
+    // A service of another user reads what was pulled, whatever the umask of who pulled it.
+    let mut pull = Command::new("sh");
+    let binary = env!("CARGO_BIN_EXE_unicorn");
+    pull.args(["-c", "umask 077; exec \"$@\"", "sh", binary, "pull", "org/tiny:Q8_0", "--models-dir", dir]);
+    pull.env("HOME", home.path()).env("HF_ENDPOINT", &hub.url);
+    for name in ["HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"]
+    {
+        pull.env_remove(name);
+    }
+    let (code, stdout, stderr) = output(pull);
+    assert_eq!(code, 0, "{stderr}");
+    let file = system.join("models--org--tiny/snapshots").join(COMMIT).join("sub/a-Q8_0.gguf");
+    assert_eq!(stdout, format!("{}\n", file.display()));
+    assert_eq!(fs::read_link(&file).expect("a link"), Path::new("../../../blobs").join(sha256(b"eightbit")));
+    let mode = |path: &Path| fs::metadata(path).expect("there").permissions().mode() & 0o777;
+    assert_eq!(mode(&file), 0o644);
+    assert_eq!(mode(&system.join("models--org--tiny/refs/main")), 0o644);
+    for folder in file.ancestors().skip(1).take_while(|f| *f != home.path()) {
+        assert_eq!(mode(folder), 0o755, "{}", folder.display());
+    }
+
+    output(unicorn(home.path(), &hub, &["pull", "org/tiny:Q4_0"]));
+    let mut list = unicorn(home.path(), &hub, &["models", "list", "--json"]);
+    list.env("UNICORN_MODELS_DIR", dir);
+    let (code, stdout, stderr) = output(list);
+    assert_eq!(code, 0, "{stderr}");
+    let rows: Value = serde_json::from_str(&stdout).expect(&stdout);
+    let names: Vec<&str> = rows.as_array().unwrap().iter().map(|r| r["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["org/tiny:sub/a-Q8_0.gguf", "org/tiny:a-Q4_0.gguf"], "models.dir first");
+    assert_eq!((&rows[0]["bytes"], &rows[0]["format"]), (&json!(8), &json!("gguf")));
+    let (_, stdout, _) = output(unicorn(home.path(), &hub, &["models", "list"]));
+    assert!(stdout.lines().count() == 1 && stdout.starts_with("org/tiny:a-Q4_0.gguf  gguf"), "{stdout}");
+
+    let (code, _, stderr) = output(unicorn(home.path(), &hub, &["models", "rm", "org/tiny"]));
+    assert!(code == 1 && stderr.contains("--yes"), "{stderr}");
+    let (code, _, stderr) = output(unicorn(home.path(), &hub, &["models", "rm", "org/tiny", "--yes"]));
+    assert!(code == 0 && stderr.contains("removed org/tiny, 4 B"), "{stderr}");
+    let (code, _, stderr) = output(unicorn(home.path(), &hub, &["models", "rm", "org/tiny", "--yes"]));
+    assert!(code == 1 && stderr.contains("no such model here"), "{stderr}");
+    assert!(file.exists(), "the other folder was not named");
+    let (_, stdout, _) = output(unicorn(home.path(), &hub, &["models", "list"]));
+    assert!(stdout.contains("unicorn pull"), "{stdout}");
+    let (code, _, stderr) = output(unicorn(home.path(), &hub, &["pull", "tiny"]));
+    assert!(code == 2 && stderr.contains("ORG/NAME"), "{stderr}");
 }

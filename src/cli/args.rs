@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 
 use crate::config::parse_bytes;
+use crate::hub::ModelName;
 use crate::model::shapes::Shape;
 use crate::tensor::{QuantizeMode, Scales, Scheme};
 
@@ -41,6 +42,9 @@ pub struct Global {
     /// Longest prompt and answer together, in tokens
     #[arg(long, global = true, value_name = "TOKENS")]
     pub context: Option<u32>,
+    /// Folder of pulled models [default: the cache that tools of the Hugging Face hub share]
+    #[arg(long, global = true, value_name = "FOLDER")]
+    pub models_dir: Option<String>,
     /// Log more; twice for everything
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub verbose: u8,
@@ -69,12 +73,18 @@ pub enum Command {
     Plan(Plan),
     /// Measure load time, prefill and decode speed, and memory
     Bench(Bench),
+    /// Get a model from the Hugging Face hub, or the rest of one
+    Pull(Pull),
+    /// List or remove pulled models
+    #[command(subcommand)]
+    Models(Models),
 }
 
 #[derive(Debug, Args)]
 pub struct Model {
-    /// Folder of a Gemma-3 checkpoint, or a GGUF file; without it, the demo model in this binary
-    #[arg(long, value_name = "FOLDER|FILE")]
+    /// Folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model; without it, the demo model in this
+    /// binary
+    #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
     pub model: Option<String>,
     #[command(flatten)]
     pub memory: Memory,
@@ -161,7 +171,7 @@ pub struct Sampling {
 pub enum Eval {
     /// Write the logits at every position: tensor `logits`, f32 [n, vocabulary]
     Logits {
-        /// Folder of a Gemma-3 checkpoint
+        /// Folder of a Gemma-3 checkpoint, or the name of a pulled model
         model: String,
         /// Token ids, separated by commas
         #[arg(long, value_delimiter = ',', required = true, value_name = "IDS")]
@@ -172,7 +182,7 @@ pub enum Eval {
     },
     /// Report how well a model predicts a text: exp of the mean negative log likelihood per token
     Perplexity {
-        /// Folder of a Gemma-3 checkpoint
+        /// Folder of a Gemma-3 checkpoint, or the name of a pulled model
         model: String,
         /// Text in UTF-8
         #[arg(long, value_name = "FILE")]
@@ -269,7 +279,7 @@ pub enum RoundingMethod {
 
 #[derive(Debug, Args)]
 pub struct Quantize {
-    /// The checkpoint: a folder of safetensors or a GGUF file
+    /// The checkpoint: a folder of safetensors, a GGUF file, or the name of a pulled model
     pub source: String,
     /// Folder to write, which must not exist or be empty, or hold what an interrupted run has written
     pub destination: PathBuf,
@@ -288,7 +298,7 @@ pub struct Quantize {
 
 #[derive(Debug, Args)]
 pub struct Inspect {
-    /// A checkpoint in any format that can be read
+    /// A checkpoint in any format that can be read, or the name of a pulled model
     pub model: String,
     /// Compare every file with its checksum
     #[arg(long)]
@@ -365,6 +375,32 @@ pub struct Bench {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Pull {
+    /// The repository: of safetensors with their configuration, or of GGUF files, one of which is named by its file
+    /// name or by its quantization (`Q4_0`)
+    #[arg(value_name = "ORG/NAME[@REVISION][:FILE]")]
+    pub name: ModelName,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Models {
+    /// Show the pulled models: name, format, size, place
+    List {
+        /// Print one JSON array
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove a pulled model, a revision or a file of it, and what no other needs
+    Rm {
+        #[arg(value_name = "ORG/NAME[@REVISION][:FILE]")]
+        name: ModelName,
+        /// Do not ask
+        #[arg(long, short)]
+        yes: bool,
+    },
 }
 
 fn in_range<const LOW: u8, const HIGH: u8>(text: &str) -> Result<f32, String> {

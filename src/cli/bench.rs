@@ -24,7 +24,8 @@ pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
     let model = load::model(&files, config, watch)?;
     let load_time = since.elapsed();
     let (device, placement) = (model.device.clone(), model.placement());
-    let (quantize, name) = (config.model.quantize.name(), files.name().to_owned());
+    let quantize = config.model.quantize.name();
+    let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
 
     let profiler = model.profiler();
     let engine = Engine::start(Box::new(model.runner), EngineConfig { queue: 1 });

@@ -7,6 +7,7 @@ use crate::checkpoint::CheckpointError;
 use crate::config::ConfigError;
 use crate::engine::{EngineError, SubmitError};
 use crate::gpu::GpuError;
+use crate::hub::HubError;
 use crate::model::RunnerError;
 use crate::text::TextError;
 
@@ -43,6 +44,8 @@ pub enum Error {
     DoesNotFit(#[from] Box<crate::model::memory::DoesNotFit>),
     #[error("{0}; or say what a machine has with --vram and --gtt")]
     NoMachine(GpuError),
+    #[error(transparent)]
+    Hub(#[from] HubError),
     #[error(transparent)]
     Load(#[from] crate::model::gemma3::LoadError),
     #[error(transparent)]

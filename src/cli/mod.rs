@@ -12,8 +12,10 @@ mod eval;
 mod generate;
 mod inspect;
 mod load;
+mod models;
 mod plan;
 mod progress;
+mod pull;
 mod quantize;
 mod serve;
 mod synth;
@@ -43,9 +45,10 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn run(global: &Global, command: Command) -> Result<(), Error> {
+fn run(global: &Global, mut command: Command) -> Result<(), Error> {
     start_log(global.verbose, matches!(command, Command::Serve(_)));
-    let config = config(global, &command)?;
+    let mut config = config(global, &command)?;
+    models::locate(&mut config, &mut command)?;
     match command {
         Command::Serve(_) => serve::serve(&config),
         Command::Generate(args) => generate::generate(&config, args),
@@ -57,6 +60,9 @@ fn run(global: &Global, command: Command) -> Result<(), Error> {
         Command::Synth(args) => synth::synth(&args),
         Command::Plan(args) => plan::plan(&config, &args),
         Command::Bench(args) => bench::bench(&config, &args),
+        Command::Pull(args) => pull::pull(&config, &args.name),
+        Command::Models(args::Models::List { json }) => models::list(&config, json),
+        Command::Models(args::Models::Rm { name, yes }) => models::remove(&config, &name, yes),
     }
 }
 
@@ -104,6 +110,9 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
             flags.set("model", option, path.clone());
         }
     }
+    if let Some(dir) = &global.models_dir {
+        flags.set("models", "dir", dir.clone());
+    }
     if let Some(context) = global.context {
         flags.set("engine", "context", i64::from(context));
     }
@@ -117,7 +126,9 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
         | Command::Quantize(_)
         | Command::Inspect(_)
         | Command::Synth(_)
-        | Command::Plan(_) => None,
+        | Command::Plan(_)
+        | Command::Pull(_)
+        | Command::Models(_) => None,
     };
     if let Some(model) = model {
         flags.set("model", "path", model.clone());

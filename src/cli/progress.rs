@@ -47,6 +47,17 @@ impl Bar {
         Self { bar, shower }
     }
 
+    /// What was done before the clock began to run: it is no part of the rate.
+    pub fn begin_at(&self, done: u64) {
+        self.bar.set_position(done);
+        self.bar.reset_eta();
+    }
+
+    /// What the bar is at.
+    pub fn say(&self, what: impl Into<String>) {
+        self.bar.set_message(what.into());
+    }
+
     /// What is done now.
     pub fn set(&self, done: u64) {
         self.bar.set_position(done);

@@ -1,0 +1,141 @@
+//! `unicorn models`: what was pulled, and getting rid of it; and the way from a model's name to its files.
+//!
+//! Looks in `models.dir` and then in the cache that tools of the Hugging Face hub share; never at the network.
+
+use std::io::{BufRead as _, IsTerminal as _};
+use std::path::Path;
+
+use serde_json::json;
+
+use super::args::Command;
+use super::devices::bytes;
+use super::error::Error;
+use super::generate::print;
+use super::pull::show_choice;
+use crate::config::Config;
+use crate::hub::{Cache, HubError, ModelName, standard_cache};
+
+/// Where `unicorn pull` writes.
+pub fn cache_to_pull_to(config: &Config) -> Result<Cache, Error> {
+    caches(config).into_iter().next().ok_or_else(|| {
+        Error::Argument(
+            "no folder for models: HOME is not set; name one with --models-dir or in HF_HUB_CACHE".into(),
+        )
+    })
+}
+
+/// Where pulled models are looked for.
+fn caches(config: &Config) -> Vec<Cache> {
+    let own = config.models.dir.as_ref().map(Cache::system);
+    let standard = standard_cache(|name| std::env::var_os(name)).map(Cache::of_user);
+    let mut all: Vec<Cache> = own.into_iter().chain(standard).collect();
+    all.dedup_by(|b, a| a.root() == b.root());
+    all
+}
+
+/// Replaces the model that the command reads by the place of the pulled one that it names, if it is no path.
+pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
+    let text = match command {
+        Command::Devices | Command::Synth(_) | Command::Pull(_) | Command::Models(_) => return Ok(()),
+        Command::Quantize(args) => &mut args.source,
+        Command::Inspect(args) => &mut args.model,
+        Command::Plan(args) => match &mut args.model {
+            Some(model) => model,
+            None => return Ok(()),
+        },
+        Command::Serve(_)
+        | Command::Generate(_)
+        | Command::Chat(_)
+        | Command::Eval(_)
+        | Command::Bench(_) => {
+            let Some(mut text) = config.model.path.take() else { return Ok(()) };
+            // A snapshot's own name is a commit.
+            let name = find(config, &mut text)?.map(|name| name.repo.name().to_owned());
+            config.model.name = config.model.name.take().or(name);
+            config.model.path = Some(text);
+            return Ok(());
+        }
+    };
+    find(config, text).map(drop)
+}
+
+/// Replaces `text` by the place of the pulled model that it names; `None` where it is a path, or cannot be a name.
+fn find(config: &Config, text: &mut String) -> Result<Option<ModelName>, Error> {
+    if Path::new(&text).exists() {
+        return Ok(None);
+    }
+    let Ok(name) = text.parse::<ModelName>() else { return Ok(None) };
+    let caches = caches(config);
+    for cache in &caches {
+        match cache.find(&name) {
+            Ok(Some(path)) => {
+                *text = path.into_os_string().into_string().map_err(|path| {
+                    Error::Argument(format!("{}: the path of a model must be UTF-8", path.display()))
+                })?;
+                return Ok(Some(name));
+            }
+            Ok(None) => {}
+            Err(error) => {
+                show_choice(&error);
+                return Err(error.into());
+            }
+        }
+    }
+    let roots = caches.iter().map(|c| c.root().to_path_buf()).collect();
+    Err(HubError::NotPulled { name, roots }.into())
+}
+
+pub fn list(config: &Config, json: bool) -> Result<(), Error> {
+    let mut all = Vec::new();
+    for cache in caches(config) {
+        all.extend(cache.list()?);
+    }
+    if json {
+        let rows: Vec<_> = all
+            .iter()
+            .map(|m| {
+                let name = m.name.to_string();
+                json!({"name": name, "format": m.format.name(), "bytes": m.bytes, "path": m.path.display().to_string()})
+            })
+            .collect();
+        return print(&format!("{}\n", serde_json::Value::from(rows)));
+    }
+    if all.is_empty() {
+        return print("no models here: get one with `unicorn pull ORG/NAME`\n");
+    }
+    let names: Vec<String> = all.iter().map(|m| m.name.to_string()).collect();
+    let width = names.iter().map(String::len).max().unwrap_or(0);
+    let row = |(name, m): (&String, &crate::hub::Pulled)| {
+        let size = bytes(m.bytes);
+        format!("{name:<width$}  {:<11}  {size:>10}  {}\n", m.format.name(), m.path.display())
+    };
+    print(&names.iter().zip(&all).map(row).collect::<String>())
+}
+
+pub fn remove(config: &Config, name: &ModelName, yes: bool) -> Result<(), Error> {
+    let caches = caches(config);
+    for cache in &caches {
+        let Some(removal) = cache.removal(name)? else { continue };
+        let what = format!("{name}, {} in {}", bytes(removal.bytes), cache.root().display());
+        if !yes && !confirm(&what)? {
+            return Err(Error::Argument(format!("{name} was not removed")));
+        }
+        removal.apply()?;
+        eprintln!("removed {what}");
+        return Ok(());
+    }
+    Err(Error::Argument(format!(
+        "{name}: there is no such model here; `unicorn models list` shows those there are"
+    )))
+}
+
+fn confirm(what: &str) -> Result<bool, Error> {
+    let input = std::io::stdin();
+    if !input.is_terminal() {
+        return Err(Error::Argument(format!("not removing {what} without being asked: add --yes")));
+    }
+    eprint!("remove {what}? [y/N] ");
+    let mut answer = String::new();
+    input.lock().read_line(&mut answer).map_err(Error::Output)?;
+    Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
+}

@@ -1,0 +1,43 @@
+//! `unicorn pull`: a model from the Hugging Face hub onto this machine.
+//!
+//! Prints the path of what it got, and nothing else where no terminal watches.
+
+use super::devices::bytes;
+use super::error::Error;
+use super::generate::print;
+use super::models;
+use super::progress::Bar;
+use crate::config::Config;
+use crate::hub::{self, HubError, ModelName, Progress, Settings};
+
+pub fn pull(config: &Config, name: &ModelName) -> Result<(), Error> {
+    let settings = Settings::from_environment(|name| std::env::var_os(name))?;
+    let cache = models::cache_to_pull_to(config)?;
+    let bar = Bar::bytes(name.to_string());
+    let pulled = hub::pull(&settings, &cache, name, &mut |progress| match progress {
+        Progress::Start { total, here } => {
+            bar.set_total(total);
+            bar.begin_at(here);
+        }
+        Progress::File { path } => bar.say(path),
+        Progress::Done { bytes } => bar.set(bytes),
+    });
+    drop(bar);
+    match pulled {
+        Ok(path) => print(&format!("{}\n", path.display())),
+        Err(error) => {
+            show_choice(&error);
+            Err(error.into())
+        }
+    }
+}
+
+/// What there is to choose from, above the line of the error.
+pub fn show_choice(error: &HubError) {
+    if let HubError::Choose { name, files, .. } = error {
+        for (file, size) in files {
+            let size = size.map_or("unknown size".into(), bytes);
+            eprintln!("{size:>12}  {}", name.with_file(file));
+        }
+    }
+}
