@@ -4,7 +4,8 @@
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs;
-use std::io;
+use std::io::{self, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -147,12 +148,38 @@ impl Hub {
     fn settings_with(&self, variables: &[(&str, &str)]) -> Settings {
         let variable = |name: &str| -> Option<OsString> {
             let own = [("HF_ENDPOINT", self.url.as_str())];
-            own.iter().chain(variables).find(|(n, _)| *n == name).map(|(_, v)| v.into())
+            variables.iter().chain(&own).find(|(n, _)| *n == name).map(|(_, v)| v.into())
         };
         let mut settings = Settings::from_environment(variable).expect("sound settings");
         settings.patience.backoff = Duration::from_millis(1);
         settings.patience.attempts = 3;
         settings
+    }
+
+    /// The same hub behind TLS: its address, and the certificate to believe it by.
+    fn behind_tls(&self) -> (String, String) {
+        let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).expect("a certificate");
+        let key = rustls::pki_types::PrivatePkcs8KeyDer::from(signed.signing_key.serialize_der());
+        let config =
+            rustls::ServerConfig::builder_with_provider(rustls::crypto::ring::default_provider().into())
+                .with_safe_default_protocol_versions()
+                .expect("versions")
+                .with_no_client_auth()
+                .with_single_cert(vec![signed.cert.der().clone()], key.into())
+                .map(Arc::new)
+                .expect("a sound configuration");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let url = format!("https://{}", listener.local_addr().expect("bound"));
+        let plain = self.url.trim_start_matches("http://").to_owned();
+        // Ends with the process: nobody connects any more when the test is over.
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let session = rustls::ServerConnection::new(Arc::clone(&config)).expect("a session");
+                // A client that does not believe the certificate goes away.
+                let _ = forward(rustls::StreamOwned::new(session, stream.expect("a connection")), &plain);
+            }
+        });
+        (url, signed.cert.pem())
     }
 
     fn pull(&self, cache: &Cache, name: &str) -> Result<PathBuf, HubError> {
@@ -165,6 +192,24 @@ impl Drop for Hub {
         // Not waiting for a connection that stalls on purpose.
         self.runtime.take().expect("there until now").shutdown_background();
     }
+}
+
+/// One request and its answer.
+fn forward(mut client: impl Read + Write, plain: &str) -> io::Result<()> {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        let mut byte = [0];
+        client.read_exact(&mut byte)?;
+        head.push(byte[0]);
+    }
+    head.truncate(head.len() - 2);
+    let mut server = TcpStream::connect(plain)?;
+    server.write_all(&head)?;
+    server.write_all(b"connection: close\r\n\r\n")?;
+    let mut answer = Vec::new();
+    server.read_to_end(&mut answer)?;
+    client.write_all(&answer)?;
+    client.flush()
 }
 
 fn serve(runtime: &tokio::runtime::Runtime, router: Router) -> String {
@@ -728,6 +773,32 @@ fn redirects_are_followed_within_bounds() {
 }
 
 #[test]
+fn a_hub_behind_tls_is_believed_by_its_certificate() {
+    let hub = Hub::start(&[("small.gguf", b"small", false), ("tiny.gguf", b"tiny", true)]);
+    let (folder, cache) = temporary();
+    let (url, certificate) = hub.behind_tls();
+    let file = folder.path().join("authority.pem");
+    fs::write(&file, certificate).expect("written");
+    let file = file.to_str().expect("UTF-8");
+    let with = |variables: &[(&str, &str)]| {
+        hub.settings_with(&[&[("HF_ENDPOINT", url.as_str())], variables].concat())
+    };
+    let pull = |settings: &Settings, text: &str| pull(settings, &cache, &name(text), &mut |_| {});
+
+    says(&pull(&with(&[]), "org/tiny:small.gguf").unwrap_err(), &["cannot reach", &url, "SSL_CERT_FILE"]);
+    let believed = with(&[("SSL_CERT_FILE", file)]);
+    let path = pull(&believed, "org/tiny:small.gguf").expect("pulled");
+    assert_eq!(fs::read(path).unwrap(), b"small");
+    // The CDN of this test is not encrypted.
+    hub.cdn_requests();
+    says(&pull(&believed, "org/tiny:tiny.gguf").unwrap_err(), &["redirects", "not encrypted"]);
+    assert!(hub.cdn_requests().is_empty());
+
+    let config = |name: &str| (name == "SSL_CERT_FILE").then(|| "/etc/hostname".into());
+    says(&Settings::from_environment(config).unwrap_err(), &["SSL_CERT_FILE"]);
+}
+
+#[test]
 fn refusals_say_what_to_do() {
     let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
     let (_folder, cache) = temporary();
@@ -758,7 +829,7 @@ fn refusals_say_what_to_do() {
     says(&error, &["HF_HUB_OFFLINE"]);
     assert!(hub.hub_requests().is_empty());
     // Nobody listens at a port that was just given back.
-    let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound");
+    let free = TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound");
     let endpoint = format!("http://{free}");
     let settings = Settings::from_environment(|n| (n == "HF_ENDPOINT").then(|| endpoint.clone().into()));
     let error = pull(&settings.expect("sound"), &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 use ureq::http::{HeaderMap, Response, StatusCode};
+use ureq::tls::{RootCerts, TlsConfig};
 use ureq::{Agent, Body};
 
 use super::HubError;
@@ -106,9 +107,15 @@ enum Method {
 impl<'a> Client<'a> {
     pub fn new(settings: &'a Settings) -> Self {
         let patience = &settings.patience;
+        let authorities = match &settings.authorities {
+            Some(certificates) => RootCerts::from(certificates.iter().cloned()),
+            None => RootCerts::WebPki,
+        };
+        let tls = TlsConfig::builder().root_certs(authorities).build();
         let config = || {
             Agent::config_builder()
                 .user_agent(concat!("unicorn/", env!("CARGO_PKG_VERSION")))
+                .tls_config(tls.clone())
                 .http_status_as_error(false)
                 .max_redirects(0)
                 .timeout_resolve(Some(patience.connect))

@@ -14,7 +14,8 @@ pub enum HubError {
     #[error("{name}: HF_HUB_OFFLINE is set, so nothing is asked of the hub: unset it to pull")]
     Offline { name: ModelName },
     #[error(
-        "cannot reach {endpoint}: {problem}; check the network and HTTPS_PROXY, or name a mirror in HF_ENDPOINT. \
+        "cannot reach {endpoint}: {problem}; check the network and HTTPS_PROXY (SSL_CERT_FILE where a \
+         proxy signs for everyone), or name a mirror in HF_ENDPOINT. \
          Models that were pulled are served without a network"
     )]
     Unreachable { endpoint: String, problem: String },

@@ -7,18 +7,24 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ureq::tls::{Certificate, PemItem, parse_pem};
+
 use super::HubError;
 use super::url::Url;
 
 const HUGGING_FACE: &str = "https://huggingface.co";
 /// The longest a token file may be; tokens have about 40 characters.
 const MAX_TOKEN_BYTES: u64 = 4096;
+/// A distribution's bundle has 220 KB.
+const MAX_CERTIFICATES_BYTES: u64 = 8 << 20;
 
 #[derive(Debug, Clone)]
 pub struct Settings {
     pub(super) endpoint: Url,
     pub(super) token: Option<Token>,
     pub(super) offline: bool,
+    /// Whom to believe instead of the certificate authorities in the binary, which are Mozilla's.
+    pub(super) authorities: Option<Vec<Certificate<'static>>>,
     pub patience: Patience,
 }
 
@@ -62,7 +68,7 @@ impl Settings {
     /// `variable`: the environment. Reads the file of a token where no variable holds one.
     ///
     /// # Errors
-    /// A `HF_ENDPOINT` that is no URL, a token that cannot be sent.
+    /// A `HF_ENDPOINT` that is no URL, a token that cannot be sent, a `SSL_CERT_FILE` that holds no certificates.
     pub fn from_environment(variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, HubError> {
         let text = |name: &str| text(&variable, name);
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| HUGGING_FACE.into());
@@ -74,6 +80,7 @@ impl Settings {
         Ok(Self {
             endpoint,
             token: token(&variable)?,
+            authorities: authorities(&variable)?,
             offline: yes("HF_HUB_OFFLINE") || yes("TRANSFORMERS_OFFLINE"),
             patience: Patience::default(),
         })
@@ -115,14 +122,39 @@ fn token(variable: &impl Fn(&str) -> Option<OsString>) -> Result<Option<Token>, 
     }
     let file = path(variable, "HF_TOKEN_PATH").or_else(|| Some(hugging_face_home(variable)?.join("token")));
     let Some(file) = file else { return Ok(None) };
-    match read_small(&file) {
+    match read_small(&file, MAX_TOKEN_BYTES) {
         Ok(None) => Ok(None),
         Ok(Some(value)) => usable(&value, file.display().to_string()),
         Err(error) => Err(HubError::File { action: "read the token in", path: file, error }),
     }
 }
 
-fn read_small(file: &Path) -> Result<Option<String>, std::io::Error> {
+/// For networks whose proxy signs for everyone, and for mirrors of one's own.
+fn authorities(
+    variable: &impl Fn(&str) -> Option<OsString>,
+) -> Result<Option<Vec<Certificate<'static>>>, HubError> {
+    let Some(file) = path(variable, "SSL_CERT_FILE") else { return Ok(None) };
+    let fail = |problem: &str| HubError::Settings(format!("SSL_CERT_FILE, {}: {problem}", file.display()));
+    let text = match read_small(&file, MAX_CERTIFICATES_BYTES) {
+        Ok(Some(text)) => text,
+        Ok(None) => return Err(fail("there is no such file")),
+        Err(error) => return Err(fail(&error.to_string())),
+    };
+    let certificates: Vec<_> = parse_pem(text.as_bytes())
+        .filter_map(|item| match item {
+            Ok(PemItem::Certificate(certificate)) => Some(certificate),
+            _ => None,
+        })
+        .collect();
+    if certificates.is_empty() {
+        Err(fail("it holds no certificates in PEM form"))
+    } else {
+        Ok(Some(certificates))
+    }
+}
+
+/// At most `limit` bytes; `None` where there is no such file.
+fn read_small(file: &Path, limit: u64) -> Result<Option<String>, std::io::Error> {
     use std::io::{ErrorKind, Read as _};
     // Looks before it opens: opening a pipe waits for a writer.
     match std::fs::metadata(file) {
@@ -134,7 +166,7 @@ fn read_small(file: &Path) -> Result<Option<String>, std::io::Error> {
         Ok(_) => {}
     }
     let mut text = String::new();
-    std::fs::File::open(file)?.take(MAX_TOKEN_BYTES).read_to_string(&mut text)?;
+    std::fs::File::open(file)?.take(limit).read_to_string(&mut text)?;
     Ok(Some(text))
 }
 
