@@ -10,7 +10,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::{Body, Bytes};
@@ -24,6 +24,7 @@ use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use unicorn::hub::{Cache, Format, HubError, ModelName, Settings, pull, standard_cache};
 
+use crate::fake_runner::HANG;
 use crate::support::data;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -561,7 +562,9 @@ fn of_several_gguf_files_one_is_named() {
         ("tiny-Q4_0.gguf", b"q4_0", true),
         ("tiny-UD-Q4_K_M.gguf", b"ud", true),
         ("tiny-Q4_K_M.gguf", b"q4_k_m", true),
-        ("bf16/tiny-bf16-00001-of-00002.gguf", b"part", true),
+        ("bf16/tiny-bf16-00001-of-00002.gguf", b"first part", true),
+        ("bf16/tiny-bf16-00002-of-00002.gguf", b"second", true),
+        ("f32/tiny-f32-00001-of-00002.gguf", b"the other is not there", true),
         ("mmproj-tiny-f16.gguf", b"eyes", true),
         ("config.json", b"{}", false),
     ]);
@@ -571,15 +574,14 @@ fn of_several_gguf_files_one_is_named() {
         other => panic!("{other:?}"),
     };
     let all = choices(hub.pull(&cache, "org/tiny"));
-    assert_eq!(all.len(), 3, "{all:?}");
+    assert_eq!(all.len(), 4, "{all:?}");
+    assert!(all.contains(&("bf16/tiny-bf16-00001-of-00002.gguf".into(), Some(16))), "{all:?}");
     assert!(
         all.contains(&("tiny-Q4_0.gguf".into(), Some(4))) && !all.iter().any(|(f, _)| f.contains("mmproj"))
     );
     assert_eq!(choices(hub.pull(&cache, "org/tiny:q4_k_m")).len(), 2);
-    assert_eq!(choices(hub.pull(&cache, "org/tiny:Q5_0")).len(), 3);
+    assert_eq!(choices(hub.pull(&cache, "org/tiny:Q5_0")).len(), 4);
     says(&hub.pull(&cache, "org/tiny:Q5_0").unwrap_err(), &["Q5_0", "org/tiny:tiny-Q4_0.gguf"]);
-    let part = "org/tiny:bf16/tiny-bf16-00001-of-00002.gguf";
-    says(&hub.pull(&cache, part).unwrap_err(), &["one part"]);
     assert!(!cache.root().exists(), "nothing was written for a question");
 
     let q4_0 = hub.pull(&cache, "org/tiny:q4_0").expect("pulled");
@@ -592,6 +594,22 @@ fn of_several_gguf_files_one_is_named() {
     hub.pull(&cache, "org/tiny:tiny-Q4_K_M.gguf").expect("pulled");
     assert_eq!(found("org/tiny:Q4_0").as_ref(), Some(&q4_0));
     says(&cache.find(&name("org/tiny")).unwrap_err(), &["2", "org/tiny:tiny-Q4_0.gguf"]);
+
+    // What is split is one model: any part of its name gets all parts, and the first stands for them.
+    for text in ["org/tiny:BF16", "org/tiny:bf16/tiny-bf16-00002-of-00002.gguf"] {
+        let (_folder, cache) = temporary();
+        let path = hub.pull(&cache, text).expect("pulled");
+        assert!(path.ends_with("bf16/tiny-bf16-00001-of-00002.gguf") && path.exists());
+        assert_eq!(fs::read(path.with_file_name("tiny-bf16-00002-of-00002.gguf")).unwrap(), b"second");
+        assert_eq!(cache.find(&name(text)).expect("sound").as_ref(), Some(&path));
+        assert_eq!(
+            listed(&cache),
+            [("org/tiny:bf16/tiny-bf16-00001-of-00002.gguf".to_owned(), Format::Gguf, 16)]
+        );
+        fs::remove_file(path.with_file_name("tiny-bf16-00002-of-00002.gguf")).expect("removed");
+        says(&cache.find(&name("org/tiny")).unwrap_err(), &["in part"]);
+        assert_eq!(listed(&cache), [("org/tiny".to_owned(), Format::Partial, 10)]);
+    }
 
     // One alone needs no name.
     hub.set(|b| b.files.retain(|f| f.path == "tiny-Q4_0.gguf" || f.path.starts_with("mmproj")));
@@ -989,7 +1007,11 @@ fn a_model_that_is_here_in_part_is_called_so() {
     hub.fault(&[whole, whole, whole, Fault::Cut(0)]);
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["model-00002-of-00002.safetensors", "broke off"]);
     says(&cache.find(&name("org/tiny")).unwrap_err(), &["in part", "unicorn pull org/tiny"]);
-    assert!(listed(&cache).iter().all(|(_, format, _)| *format == Format::Partial), "{:?}", listed(&cache));
+    assert_eq!(
+        listed(&cache),
+        [("org/tiny".to_owned(), Format::Partial, 8)],
+        "both configurations and a half"
+    );
     hub.fault(&[]);
     let path = hub.pull(&cache, "org/tiny").expect("pulled");
     assert_eq!(cache.find(&name("org/tiny")).expect("sound"), Some(path));
@@ -1062,6 +1084,29 @@ fn a_pulled_model_is_found_by_its_name() {
     assert!(answer.trim().len() > 1 && hub.hub_requests().is_empty(), "{answer:?}");
     let (code, report, stderr) = output(unicorn(home.path(), &hub, &["inspect", "org/tiny", "--json"]));
     assert!(code == 0 && report.contains(COMMIT), "{stderr}");
+}
+
+#[test]
+fn a_pull_that_was_killed_goes_on() {
+    let weights = noise(100_000);
+    let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
+    let home = tempfile::tempdir().expect("a folder");
+    hub.fault(&[Fault::Stall(40_000), Fault::Cut(usize::MAX)]);
+    let mut killed = unicorn(home.path(), &hub, &["pull", "org/tiny"]).spawn().expect("runs");
+    let blobs = home.path().join(".cache/huggingface/hub/models--org--tiny/blobs");
+    let incomplete = blobs.join(sha256(&weights) + ".incomplete");
+    let since = Instant::now();
+    while fs::metadata(&incomplete).map_or(0, |m| m.len()) < 40_000 {
+        assert!(since.elapsed() < HANG, "nothing arrives");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    killed.kill().expect("killed");
+    killed.wait().expect("gone");
+    hub.cdn_requests();
+    let (code, stdout, stderr) = output(unicorn(home.path(), &hub, &["pull", "org/tiny"]));
+    assert_eq!(code, 0, "{stderr}");
+    assert_eq!(hub.cdn_requests()[0].range.as_deref(), Some("bytes=40000-"));
+    assert_eq!(fs::read(stdout.trim_end()).unwrap(), weights);
 }
 
 #[test]

@@ -126,21 +126,20 @@ impl Cache {
         };
         let snapshot = self.snapshot(&name.repo, &commit);
         let entries = entries(&snapshot)?;
+        let files = present(&entries);
         if let Some(file) = &name.file
-            && let Some(entry) = entries.iter().find(|e| e.path == *file && e.target.is_some())
+            && !file.ends_with(".gguf")
+            && files.iter().any(|(path, _)| path == file)
         {
-            return Ok(Some(entry.link.clone()));
+            return Ok(Some(snapshot.join(file)));
         }
         if name.file.is_none() && state(&entries) == Format::Safetensors {
             return Ok(Some(snapshot));
         }
-        let files: Vec<select::Entry> =
-            entries.iter().filter(|e| e.target.is_some()).map(|e| (e.path.clone(), Some(e.bytes))).collect();
         match select::gguf(name, &files) {
-            Ok(i) => Ok(Some(snapshot.join(&files[i].0))),
-            // Another file of the repository may have been pulled.
-            Err(HubError::NoFile { .. }) => Ok(None),
-            Err(HubError::Choose { .. }) if !files.iter().any(|(path, _)| matches(path, name)) => Ok(None),
+            Ok(gguf) => Ok(Some(snapshot.join(gguf.path))),
+            // Another file of the repository was pulled.
+            Err(error) if is_absent(&error) => Ok(None),
             Err(HubError::NothingToServe { .. }) => Err(HubError::Partial { name: name.clone() }),
             Err(error) => Err(error),
         }
@@ -152,43 +151,45 @@ impl Cache {
         for folder in names_in(&self.root)? {
             let Some(repo) = RepoId::from_folder(&folder) else { continue };
             let references = self.references(&repo)?;
-            let mut whole = false;
-            for commit in names_in(&self.repository(&repo).join("snapshots"))? {
-                let snapshot = self.snapshot(&repo, &commit);
+            // What an interrupted pull left is one row, whatever has arrived of it.
+            let (mut begun, mut begun_bytes) = (false, self.incomplete_bytes(&repo)?);
+            let snapshots = names_in(&self.repository(&repo).join("snapshots"))?;
+            for commit in &snapshots {
+                let snapshot = self.snapshot(&repo, commit);
                 let entries = entries(&snapshot)?;
-                if entries.is_empty() {
-                    continue;
-                }
                 let named: Vec<&String> =
-                    references.iter().filter(|(_, c)| **c == commit).map(|(r, _)| r).collect();
+                    references.iter().filter(|(_, c)| *c == commit).map(|(r, _)| r).collect();
                 let revision = match named.iter().any(|r| *r == super::name::MAIN) {
                     true => None,
                     false => Some(named.first().map_or(commit.clone(), |r| (*r).clone())),
                 };
                 let name = ModelName { repo: repo.clone(), revision, file: None };
+                let ggufs = select::ggufs(&present(&entries));
+                let all_bytes = entries.iter().map(|e| e.bytes).sum::<u64>();
+                let other_bytes = all_bytes - ggufs.iter().filter_map(|g| g.size).sum::<u64>();
                 let format = state(&entries);
-                let ggufs: Vec<&Entry> =
-                    entries.iter().filter(|e| e.path.ends_with(".gguf") && e.target.is_some()).collect();
-                whole |= format != Format::Partial;
-                if format != Format::Gguf {
-                    let bytes = entries.iter().map(|e| e.bytes).sum::<u64>();
-                    let bytes = bytes - ggufs.iter().map(|e| e.bytes).sum::<u64>();
-                    all.push(Pulled { name: name.clone(), format, bytes, path: snapshot.clone() });
+                if format == Format::Safetensors || format == Format::Other && !named.is_empty() {
+                    let (name, path) = (name.clone(), snapshot.clone());
+                    all.push(Pulled { name, format, bytes: other_bytes, path });
+                } else if format != Format::Gguf {
+                    begun = true;
+                    begun_bytes += other_bytes;
                 }
-                for entry in ggufs {
-                    all.push(Pulled {
-                        name: name.with_file(&entry.path),
-                        format: Format::Gguf,
-                        bytes: entry.bytes,
-                        path: entry.link.clone(),
-                    });
-                }
+                all.extend(ggufs.into_iter().map(|gguf| Pulled {
+                    name: name.with_file(&gguf.path),
+                    format: Format::Gguf,
+                    bytes: gguf.size.unwrap_or(0),
+                    path: snapshot.join(gguf.path),
+                }));
             }
-            let incomplete = self.incomplete_bytes(&repo)?;
-            if incomplete > 0 || !whole && all.last().is_none_or(|last| last.name.repo != repo) {
+            if begun || begun_bytes > 0 || snapshots.is_empty() {
                 let name = ModelName { repo: repo.clone(), revision: None, file: None };
-                let path = self.repository(&repo);
-                all.push(Pulled { name, format: Format::Partial, bytes: incomplete, path });
+                all.push(Pulled {
+                    name,
+                    format: Format::Partial,
+                    bytes: begun_bytes,
+                    path: self.repository(&repo),
+                });
             }
         }
         Ok(all)
@@ -216,14 +217,17 @@ impl Cache {
         for other in names_in(&folder.join("snapshots"))? {
             let entries = entries(&self.snapshot(&name.repo, &other))?;
             let files: Vec<select::Entry> = entries.iter().map(|e| (e.path.clone(), None)).collect();
-            for entry in entries {
-                let meant = match &name.file {
-                    _ if other != commit => false,
-                    None => true,
-                    Some(file) if files.iter().any(|(path, _)| path == file) => entry.path == *file,
-                    Some(_) => select::gguf(name, &files).is_ok_and(|i| files[i].0 == entry.path),
-                };
-                if meant {
+            let meant: Vec<usize> = match &name.file {
+                _ if other != commit => Vec::new(),
+                None => (0..files.len()).collect(),
+                Some(_) => match select::select(name, &files) {
+                    Ok(selection) => selection.files,
+                    Err(error) if is_absent(&error) => Vec::new(),
+                    Err(error) => return Err(error),
+                },
+            };
+            for (i, entry) in entries.into_iter().enumerate() {
+                if meant.contains(&i) {
                     links.push(entry.link);
                     going.extend(entry.target);
                 } else {
@@ -531,14 +535,11 @@ fn state(entries: &[Entry]) -> Format {
     if !weights.is_empty() && here.contains("config.json") {
         return if weights.iter().all(|w| whole(w)) { Format::Safetensors } else { Format::Partial };
     }
-    if here.iter().any(|path| path.ends_with(".gguf")) {
+    if !select::ggufs(&present(entries)).is_empty() {
         return Format::Gguf;
     }
-    if here.iter().any(|path| path.ends_with(".safetensors.index.json")) {
-        Format::Partial
-    } else {
-        Format::Other
-    }
+    let begun = here.iter().any(|path| path.ends_with(".safetensors.index.json") || path.ends_with(".gguf"));
+    if begun { Format::Partial } else { Format::Other }
 }
 
 /// Whether `path` is one of the `total` shards of `name`.
@@ -546,8 +547,12 @@ fn sibling_of(path: &str, name: &str, total: usize) -> bool {
     path.strip_suffix(".safetensors").and_then(part_of) == Some((name, total))
 }
 
-/// Whether the file is the one that `name` names, or could be by its tag.
-fn matches(path: &str, name: &ModelName) -> bool {
-    let files = [(path.to_owned(), None)];
-    select::gguf(name, &files).is_ok()
+/// The files that are there, as [`select`] takes them.
+fn present(entries: &[Entry]) -> Vec<select::Entry> {
+    entries.iter().filter(|e| e.target.is_some()).map(|e| (e.path.clone(), Some(e.bytes))).collect()
+}
+
+/// Whether the file that was named is not there, as against one that could be several.
+fn is_absent(error: &HubError) -> bool {
+    matches!(error, HubError::NoFile { .. } | HubError::Choose { problem: select::NO_SUCH_FILE, .. })
 }

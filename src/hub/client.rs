@@ -359,17 +359,21 @@ impl<'a> Client<'a> {
             other => shown(&other.to_string()),
         };
         let unreachable = self.unreachable(&problem);
-        match error {
-            // Nothing that a second try a moment later would change.
-            ureq::Error::HostNotFound | ureq::Error::Tls(_) | ureq::Error::Rustls(_) => {
-                Failure::Final(unreachable)
+        let passing = match error {
+            ureq::Error::Timeout(_) | ureq::Error::Protocol(_) => true,
+            ureq::Error::Io(e) => {
+                use io::ErrorKind::{
+                    BrokenPipe, ConnectionAborted, ConnectionReset, TimedOut, UnexpectedEof,
+                };
+                matches!(
+                    e.kind(),
+                    BrokenPipe | ConnectionAborted | ConnectionReset | TimedOut | UnexpectedEof
+                )
             }
-            ureq::Error::Io(e) if e.kind() == io::ErrorKind::ConnectionRefused => Failure::Final(unreachable),
-            ureq::Error::BadUri(_) | ureq::Error::Http(_) | ureq::Error::InvalidProxyUrl => {
-                Failure::Final(unreachable)
-            }
-            _ => Failure::passing(unreachable),
-        }
+            // A name that is unknown, a port where nobody listens, a certificate: the same a moment later.
+            _ => false,
+        };
+        if passing { Failure::passing(unreachable) } else { Failure::Final(unreachable) }
     }
 
     pub fn unreachable(&self, problem: &str) -> HubError {

@@ -51,10 +51,6 @@ pub enum HubError {
         "{name} holds nothing that can be served: {found}; expected *.safetensors with config.json, or a *.gguf file"
     )]
     NothingToServe { name: ModelName, found: String },
-    #[error(
-        "{file} is one part of a GGUF file in several; parts cannot be served: choose a quantization in one file"
-    )]
-    Split { file: String },
     #[error("{repo} lists {name:?}, which {problem}; nothing of it was written")]
     HostileName { repo: RepoId, name: String, problem: &'static str },
     #[error(

@@ -66,7 +66,7 @@ pub fn pull(
     let listing = client.list(name)?;
     let entries: Vec<_> = listing.files.iter().map(|f| (f.path.clone(), f.size)).collect();
     let chosen = select(name, &entries)?;
-    for i in &chosen {
+    for i in &chosen.files {
         let path = &listing.files[*i].path;
         check_file(path).map_err(|problem| HubError::HostileName {
             repo: name.repo.clone(),
@@ -74,19 +74,19 @@ pub fn pull(
             problem,
         })?;
     }
-    let commit = listing.commit;
+    let commit = &listing.commit;
     let mut tasks = Vec::new();
-    for i in &chosen {
+    for i in &chosen.files {
         let file = &listing.files[*i];
         let (size, checksum) = match (file.size, &file.checksum) {
             (Some(size), Some(checksum)) => (size, checksum.clone()),
-            _ => client.describe(name, &commit, &file.path)?,
+            _ => client.describe(name, commit, &file.path)?,
         };
         tasks.push(Task { path: file.path.clone(), size, checksum });
     }
 
     cache.prepare(&name.repo)?;
-    let puller = Puller { client, cache, name, commit: &commit, patience: settings.patience.attempts };
+    let puller = Puller { client, cache, name, commit, patience: settings.patience.attempts };
     let here: Vec<u64> = tasks.iter().map(|t| puller.bytes_here(t)).collect();
     // The sizes are the server's word, and may be anything.
     let sum = |sizes: &mut dyn Iterator<Item = u64>| sizes.fold(0, u64::saturating_add);
@@ -101,15 +101,15 @@ pub fn pull(
         report(Progress::File { path: &task.path });
         rest -= here; // what lies here of the files after this one
         puller.get(task, &mut |bytes| report(Progress::Done { bytes: before + bytes + rest }))?;
-        cache.link(&name.repo, &commit, &task.path, task.checksum.hex())?;
+        cache.link(&name.repo, commit, &task.path, task.checksum.hex())?;
         before += task.size;
     }
-    cache.refer(&name.repo, name.revision(), &commit)?;
-    let snapshot = cache.snapshot(&name.repo, &commit);
-    match &tasks[..] {
-        [one] => Ok(snapshot.join(&one.path)),
-        _ => Ok(snapshot),
-    }
+    cache.refer(&name.repo, name.revision(), commit)?;
+    let snapshot = cache.snapshot(&name.repo, commit);
+    Ok(match chosen.model {
+        Some(i) => snapshot.join(&listing.files[i].path),
+        None => snapshot,
+    })
 }
 
 struct Puller<'a> {
