@@ -831,6 +831,10 @@ fn refusals_say_what_to_do() {
     let error = pull(&settings, &cache, &name("org/tiny"), &mut |_| {}).unwrap_err();
     says(&error, &["gated", &licence, "the token of HF_TOKEN"]);
 
+    // A refusal leaves nothing that looks like a model.
+    assert_eq!(listed(&cache), []);
+    assert_eq!(cache.find(&name("org/tiny")).expect("sound"), None);
+
     hub.set(|b| b.gated = false);
     hub.fault(&[Fault::Status(503)]);
     hub.cdn_requests();
@@ -1106,6 +1110,38 @@ fn a_pull_that_was_killed_goes_on() {
     let (code, stdout, stderr) = output(unicorn(home.path(), &hub, &["pull", "org/tiny"]));
     assert_eq!(code, 0, "{stderr}");
     assert_eq!(hub.cdn_requests()[0].range.as_deref(), Some("bytes=40000-"));
+    assert_eq!(fs::read(stdout.trim_end()).unwrap(), weights);
+}
+
+#[test]
+fn a_write_that_fails_leaves_what_arrived() {
+    let weights = noise(100_000);
+    let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
+    let home = tempfile::tempdir().expect("a folder");
+    // As a full disk does, at a size that the shell sets: its blocks have 512 or 1024 bytes.
+    let limited = |command: Command| {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "trap '' XFSZ; ulimit -f 40; exec \"$@\"", "sh"]).arg(command.get_program());
+        shell.args(command.get_args());
+        for (name, value) in command.get_envs() {
+            match value {
+                Some(value) => shell.env(name, value),
+                None => shell.env_remove(name),
+            };
+        }
+        shell
+    };
+    let (code, _, stderr) = output(limited(unicorn(home.path(), &hub, &["pull", "org/tiny"])));
+    assert!(
+        code == 1 && stderr.starts_with("error: cannot write") && stderr.contains(".incomplete"),
+        "{stderr}"
+    );
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    hub.cdn_requests();
+    let (code, stdout, stderr) = output(unicorn(home.path(), &hub, &["pull", "org/tiny"]));
+    assert_eq!(code, 0, "{stderr}");
+    let range = hub.cdn_requests()[0].range.clone().expect("a range");
+    assert!(["bytes=20480-", "bytes=40960-"].contains(&range.as_str()), "{range}");
     assert_eq!(fs::read(stdout.trim_end()).unwrap(), weights);
 }
 

@@ -118,7 +118,8 @@ impl Cache {
     /// The model is here in part, or `name` could be several.
     pub fn find(&self, name: &ModelName) -> Result<Option<PathBuf>, HubError> {
         let Some(commit) = self.commit(name)? else {
-            return if self.repository(&name.repo).join("blobs").is_dir() && name.revision.is_none() {
+            let begun = !names_in(&self.repository(&name.repo).join("blobs"))?.is_empty();
+            return if begun && name.revision.is_none() {
                 Err(HubError::Partial { name: name.clone() })
             } else {
                 Ok(None)
@@ -182,7 +183,7 @@ impl Cache {
                     path: snapshot.join(gguf.path),
                 }));
             }
-            if begun || begun_bytes > 0 || snapshots.is_empty() {
+            if begun || begun_bytes > 0 {
                 let name = ModelName { repo: repo.clone(), revision: None, file: None };
                 all.push(Pulled {
                     name,

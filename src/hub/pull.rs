@@ -144,8 +144,13 @@ impl Puller<'_> {
             return Ok(());
         }
         let mut partial = Partial::open(self.cache, self.cache.incomplete(repo, checksum), task)?;
-        self.fill(&mut partial, task, report)?;
-        partial.finish(task, &blob)
+        match self.fill(&mut partial, task, report) {
+            Ok(()) => partial.finish(task, &blob),
+            Err(error) => {
+                partial.leave();
+                Err(error)
+            }
+        }
     }
 
     /// Downloads until `partial` has every byte.
@@ -252,6 +257,15 @@ impl Partial {
         empty.map_err(|e| failed("write", &self.path, e))?;
         (self.len, self.hash) = (0, self.hash.again());
         Ok(())
+    }
+
+    /// For the next pull, unless that is nothing: then nothing was begun.
+    fn leave(self) {
+        // The file's own size: a write that failed may have written a part.
+        if self.file.metadata().is_ok_and(|m| m.len() == 0) {
+            // It does no harm where it cannot be removed.
+            let _ = fs::remove_file(&self.path);
+        }
     }
 
     /// Checks, and gives the file its name.
