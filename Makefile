@@ -4,6 +4,7 @@
 #   make serve ARGS="--model DIR"  the same with options of `unicorn serve`
 #   make test                      everything the tests need, then all tests; the last line counts them
 #   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
+#   make test-27b                  write, load and ask a 27B of random weights: 16 GB of disk and of memory, and minutes
 #   make bench                     load time, prefill and decode speed, memory
 #   make build | setup | setup-test | lint | clean | help
 
@@ -16,7 +17,7 @@ UNICORN := target/release/unicorn
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build serve bench test test-demo lint clean
+.PHONY: help setup setup-test build serve bench test test-demo test-27b lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +42,10 @@ test: setup-test
 
 test-demo: setup-test
 	UNICORN_TEST_DEMO=all cargo test --locked --test suite demo:: -- --nocapture
+
+test-27b: build
+	@python3 tools/setup.py measure
+	@python3 tools/test_27b.py $(ARGS)
 
 lint:
 	cargo fmt --check

@@ -3,6 +3,7 @@
 
     tools/setup.py run     the Vulkan loader and Mesa's Vulkan drivers, version 24 or later
     tools/setup.py test    also the validation layers, curl, and Python's venv module
+    tools/setup.py measure what `run` needs, and fio, which tells how fast the disk is
 
 Debian 12, Debian 13 and Ubuntu (24.04 or later), as root or with sudo. Where the release's own Mesa is too
 old and the distribution has backports (Debian 12), the backports suite is added beside the machine's own
@@ -44,6 +45,8 @@ class Need:
 
 RUN = [Need("libvulkan1"), Need("mesa-vulkan-drivers", MESA_MAJOR)]
 TEST = RUN + [Need("vulkan-validationlayers"), Need("curl"), Need("ca-certificates"), Need("python3-venv")]
+MEASURE = RUN + [Need("fio")]
+NEEDS = {"run": RUN, "test": TEST, "measure": MEASURE}
 
 
 # --- what the machine has -------------------------------------------------------------------------------
@@ -297,13 +300,13 @@ def say(text):
 
 
 def main(arguments):
-    if arguments not in (["run"], ["test"]):
-        raise SetupError("usage: tools/setup.py run|test")
+    if len(arguments) != 1 or arguments[0] not in NEEDS:
+        raise SetupError(f"usage: tools/setup.py {'|'.join(NEEDS)}")
     check_toolchain()
     if os.environ.get("UNICORN_SKIP_SETUP") == "1":
         say("UNICORN_SKIP_SETUP=1: packages are not checked")
         return
-    needs = RUN if arguments == ["run"] else TEST
+    needs = NEEDS[arguments[0]]
     path = Path("/etc/os-release")
     release = os_release(path.read_text()) if path.exists() else {}
     if release.get("ID") not in ("debian", "ubuntu") or not shutil.which("apt-get"):
