@@ -1091,6 +1091,20 @@ fn a_pulled_model_is_found_by_its_name() {
 }
 
 #[test]
+fn a_pulled_gguf_file_is_read_by_its_tag() {
+    let file = fs::read(data("gguf/gguf-s/gguf-s-Q4_K_M.gguf")).expect("the file");
+    let hub = Hub::start(&[("gguf-s-Q4_K_M.gguf", &file, true), ("gguf-s-Q8_0.gguf", b"another", true)]);
+    let home = tempfile::tempdir().expect("a folder");
+    let (code, path, stderr) = output(unicorn(home.path(), &hub, &["pull", "org/tiny:q4_k_m"]));
+    assert_eq!(code, 0, "{stderr}");
+    for name in ["org/tiny", "org/tiny:Q4_K_M"] {
+        let (code, by_name, stderr) = output(unicorn(home.path(), &hub, &["inspect", name, "--json"]));
+        let by_path = output(unicorn(home.path(), &hub, &["inspect", path.trim_end(), "--json"])).1;
+        assert!(code == 0 && by_name == by_path && by_name.contains("gguf"), "{stderr}{by_name}");
+    }
+}
+
+#[test]
 fn a_pull_that_was_killed_goes_on() {
     let weights = noise(100_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
