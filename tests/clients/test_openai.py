@@ -370,8 +370,8 @@ def the_readme_names_commands_and_options_that_exist(_):
     assert "--allow-software-vulkan" in options and "--quantize" in options, options
     unknown = {option for option in options if not re.search(rf"{option}\b", helps)}
     assert not unknown, unknown
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"(?:`|^)make ([a-z-]+)", texts, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:`|^)make ([a-z0-9-]+)", texts, re.MULTILINE))
     assert named <= targets, named - targets
 
 
