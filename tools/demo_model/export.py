@@ -65,12 +65,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", required=True)
     parser.add_argument("--output", required=True)
+    parser.add_argument("--averaged", action="store_true", help="the average over the last steps instead of the last step's weights")
     args = parser.parse_args()
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
     saved = torch.load(f"{args.work}/checkpoint.pt", map_location="cpu", weights_only=False)
     model = Gemma3(Config(**saved["config"]))
-    model.load_state_dict(saved["model"])
+    model.load_state_dict(saved["average" if args.averaged else "model"])
     tensors = {"model." + name: tensor.bfloat16().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for the owner alone

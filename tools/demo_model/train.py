@@ -26,10 +26,11 @@ from model import Config, Gemma3
 # (share of the time, row lengths in turn). Short rows first: they teach the skills at the most rows per second; long
 # rows teach recall from afar, and come last.
 CURRICULUM = [(0.28, [256]), (0.20, [512, 256]), (0.20, [1024, 256]), (0.20, [2048, 512]), (0.12, [4096, 1024, 2048, 8192, 512])]
-POLISH = [(1.0, [512, 1024, 4096, 512, 2048, 8192, 256, 1024])]
+POLISH = [(0.6, [512, 1024, 512, 2048, 256, 1024, 512, 4096]), (0.4, [512, 1024, 4096, 512, 2048, 8192, 256, 1024])]
 TOKENS_PER_STEP = 4096
 WARM_UP_STEPS = 30
 DECAY_SHARE = 0.45
+AVERAGE = 0.998  # the averaged weights move this slowly: over some 500 steps
 ADAM_RATE = 3e-3  # embeddings and norms
 MUON_RATE = 0.02  # matrices
 # An answer in JSON (a tool call, a title) is a few tokens after hundreds that teach nothing: each counts this often.
@@ -132,7 +133,8 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--emphasis", default="", help="name=factor,...: shifts the mix towards a skill, 'memory', 'tools', 'title' or 'system'")
     parser.add_argument("--continue-decay", action="store_true", help="a further run on a finished checkpoint: long rows, a smaller rate, down to zero")
-    parser.add_argument("--rate", type=float, default=0.0, help="first rate of --continue-decay as a share of the full one (default 0.4)")
+    parser.add_argument("--rate", type=float, default=0.4, help="first rate of --continue-decay as a share of the full one")
+    parser.add_argument("--hold", type=float, default=0.0, help="share of the time for which --continue-decay keeps that rate before it falls")
     parser.add_argument("--init", help="start from the weights of this checkpoint.pt or exported model.safetensors")
     args = parser.parse_args()
 
@@ -147,7 +149,7 @@ def main():
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
     adam = torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     muon = Muon(matrices)
-    state = {"seconds": 0.0, "steps": 0, "tokens": 0}
+    state, average = {"seconds": 0.0, "steps": 0, "tokens": 0}, None
 
     path = f"{args.work}/checkpoint.pt"
     if os.path.exists(path):
@@ -156,12 +158,17 @@ def main():
         adam.load_state_dict(saved["adam"])
         muon.momentum = {shape: m.to(args.device) for shape, m in saved["muon"].items()}
         state = saved["state"]
+        average = saved.get("average")
         print(f"resumed at {state}", flush=True)
     elif args.init:
         model.load_state_dict(initial_weights(args.init))
 
+    # Weights averaged over the last steps answer better than those of any one step, most of all while the rate is high.
+    parameters = dict(model.named_parameters())
+    average = {name: (average or parameters)[name].detach().clone() for name in parameters}
+
     if args.continue_decay and state.get("polish_minutes") != args.minutes:  # a new round, not one that is resumed
-        state.update(polish_from=state["seconds"], polish_minutes=args.minutes)
+        state.update(polish_from=state["seconds"], polish_step=state["steps"], polish_minutes=args.minutes)
     began = state["polish_from"] if args.continue_decay else 0.0
     full = args.minutes * 60 - began
     progress = lambda: (state["seconds"] - began) / full
@@ -177,11 +184,12 @@ def main():
 
     def rate():
         if args.continue_decay:
-            return (args.rate or 0.4) * (1 - progress())
+            warm = min(1.0, (state["steps"] - state.get("polish_step", 0) + 1) / WARM_UP_STEPS)
+            return args.rate * warm * min(1.0, (1 - progress()) / (1 - args.hold))
         return min(1.0, (state["steps"] + 1) / WARM_UP_STEPS) * min(1.0, (1 - progress()) / DECAY_SHARE)
 
     def save():
-        torch.save({"model": model.state_dict(), "config": model.config.as_dict(), "adam": adam.state_dict(), "muon": muon.momentum,
+        torch.save({"model": model.state_dict(), "average": average, "config": model.config.as_dict(), "adam": adam.state_dict(), "muon": muon.momentum,
                     "state": state}, path + ".part")
         os.replace(path + ".part", path)
 
@@ -207,6 +215,7 @@ def main():
             group["lr"] = ADAM_RATE * share
         adam.step()
         muon.step(MUON_RATE * share)
+        torch._foreach_lerp_(list(average.values()), [p.detach() for p in parameters.values()], 1 - AVERAGE)
         model.zero_grad()
         if length in compiled:  # the first step of a length compiles: that is no training time
             state["seconds"] += time.time() - started
