@@ -30,9 +30,11 @@ def dialogue(rng, room, emphasis=None):
     kinds = {"chat": 66, "system": 12, "tools": 17 if room > 350 else 0, "title": 13 if room > 450 else 0}
     kind = rng.choices(list(kinds), [kinds[k] * emphasis.get(k, 1) for k in kinds])[0]
     if kind == "tools":
-        turns = tasks.tool_dialogue(rng, SHORT_SKILLS)
-        # Later turns of a conversation with tools may still be plain chat.
-        return "", turns + (_chat(rng, room - sum(map(tokens_of, turns)), emphasis) if rng.random() < 0.3 else [])
+        # The list is hundreds of tokens that teach nothing by themselves: it is worth many calls.
+        turns = tasks.tool_dialogue(rng, SHORT_SKILLS, longest=max(3, min(40, (room - 300) // 60)))
+        left = room - sum(map(tokens_of, turns))
+        # Later turns may be plain chat, but of nothing that a tool could do.
+        return "", turns + (_chat(rng, left, {**emphasis, "off_topic": 0}) if left > 60 else [])
     if kind == "title":
         turn = tasks.title_turn(rng, rng.randint(300, max(301, int(room * 0.8))), title_filler)
         # A title request stands alone in life; the row's rest would be empty, so an unrelated chat follows.

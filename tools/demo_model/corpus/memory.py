@@ -24,6 +24,12 @@ _OWNERS = "dog cat friend sister brother mother father boss teacher neighbor aun
 
 def memory_key(rng):
     """-> (what is remembered, a value for it)"""
+    key, value = _memory_key(rng)
+    # Nobody is made to write a name with a capital.
+    return key, value.lower() if value[0].isupper() and value[1:].islower() and rng.random() < 0.2 else value
+
+
+def _memory_key(rng):
     kind = rng.random()
     if kind < 0.35:
         return rng.choice(CODE_KEYS), code(rng)
@@ -49,9 +55,11 @@ def memory_key(rng):
 _NOTE = ["Remember my {k}: {v}.", "Please remember that my {k} is {v}.", "Note that my {k} is {v}.", "Remember that my {k} is {v}.",
          "Please note my {k}: {v}.", "Remember: my {k} is {v}.", "Keep in mind that my {k} is {v}.", "Don't forget: my {k} is {v}."]
 _SAY = ["My {k} is {v}.", "By the way, my {k} is {v}.", "I tell you my {k}: {v}.", "My {k} is {v}, by the way.", "Hi! My {k} is {v}.",
-        "So my {k} is {v}.", "My {k}: {v}"]
+        "So my {k} is {v}.", "My {k}: {v}", "My {k} is {v} btw.", "Btw my {k} is {v}.", "You should know that my {k} is {v}.",
+        "Just so you know, my {k} is {v}.", "{v} is my {k}."]
 _OWN = {
-    "name": ["I am {v}.", "I'm {v}.", "Call me {v}.", "Hello, I am {v}.", "Hi, I'm {v}.", "You can call me {v}."],
+    "name": ["I am {v}.", "I'm {v}.", "Call me {v}.", "Hello, I am {v}.", "Hi, I'm {v}.", "You can call me {v}.", "I'm {v} btw.",
+             "I am {v}, by the way.", "This is {v}.", "{v} here.", "It's {v}.", "Hey, {v} here."],
     "home city": ["I live in {v}.", "I am living in {v}."],
     "age": ["I am {v} years old.", "I'm {v} years old.", "I am {v}."],
     "favorite color": ["I like {v} most of all colors."],
@@ -59,10 +67,11 @@ _OWN = {
     "job": ["I work as a {v}.", "I am a {v} by profession."],
 }
 _OWNED = ["I have a {o} named {v}.", "I have a {o} called {v}.", "My {o} is called {v}.", "My {o} is named {v}.", "{v} is my {o}.",
-          "I call my {o} {v}.", "We call our {o} {v}."]
+          "I've got a {o} called {v}.", "I have a {o}, {v}.", "There is my {o} {v}.", "I have a {o} and the name is {v}.", "I call my {o} {v}.", "We call our {o} {v}."]
 _ASK = ["What is my {k}?", "What was my {k}?", "Tell me my {k}.", "Do you remember my {k}?", "What's my {k}?", "My {k}?", "What is my {k} again?",
         "Do you know my {k}?", "I forgot my {k}.", "Can you tell me my {k}?", "What did I say my {k} was?", "Say my {k}", "Give me my {k}.",
-        "Please tell me my {k}.", "Which {k} do I have?", "{k}?", "Remind me of my {k}."]
+        "Please tell me my {k}.", "Which {k} do I have?", "{k}?", "Remind me of my {k}.", "So what is my {k}?", "And what is my {k}?",
+        "Do you still know my {k}?", "What is my {k} then?", "Now what is my {k}?"]
 _OWN_ASK = {
     "name": ["Who am I?", "How am I called?", "Do you know who I am?", "Do you remember me?"],
     "home city": ["Where do I live?", "In which city do I live?"],
@@ -89,8 +98,11 @@ def _tell(rng, key, value):
         pattern = rng.choice(_OWN[key])
     else:
         pattern = rng.choice(_SAY)
-    user = as_typed(rng, upper_first(pattern.format(k=key, v=value)), (value, key), polite=False)
-    answer = "Okay, I will remember that." if note else f"Okay, your {key} is {value}."
+    # A value at the start stays as it is: it is to be repeated so.
+    said = (pattern if pattern.startswith("{v}") else upper_first(pattern)).format(k=key, v=value)
+    user = as_typed(rng, said, (value, key), polite=False)
+    # Now and then a statement is confirmed as a note is, so that recall never depends on the value having been repeated.
+    answer = "Okay, I will remember that." if note or rng.random() < 0.12 else f"Okay, your {key} is {value}."
     return Turn(user, answer, "tell", title=f"Remembering Your {upper_first(key)}")
 
 

@@ -124,10 +124,15 @@ def sum_title(a, op, b):
 
 @skill
 def arithmetic(rng, split):
+    in_words = rng.random() < 0.12
     while True:
         op = rng.choices("+-*", [4, 4, 1.5])[0]
         if op == "*":
             a, b = rng.randint(0, 10), rng.randint(0, 10)
+        elif in_words:
+            b, a = sorted((rng.randint(0, 20), rng.randint(0, 20)))
+            if op == "+" and rng.random() < 0.5:
+                a, b = b, a
         else:
             a = rng.randint(0, 99) if rng.random() < 0.85 else rng.randint(0, 12)
             b = rng.randint(0, 99) if rng.random() < 0.75 else rng.randint(0, 12)
@@ -136,14 +141,13 @@ def arithmetic(rng, split):
         if is_held_out_sum(a, op, b) == (split == QUESTIONS):
             break
     value = {"+": a + b, "-": a - b, "*": a * b}[op]
-    style = rng.random()
-    if style < 0.06 and op != "*":
+    if not in_words and rng.random() < 0.06 and op != "*":
         name, thing = rng.choice(w.NAMES), rng.choice(_OBJECTS)
         verb = "finds" if op == "+" else "loses"
         question = f"{name} has {a} {thing} and {verb} {b}. How many {thing} does {name} have now?"
-    elif style < 0.14 and a <= 20 and b <= 20:
+    elif in_words:
         sign = {"+": "plus", "-": "minus", "*": "times"}[op]
-        question = rng.choice(["What is {a} {s} {b}?", "{a} {s} {b}", "How much is {a} {s} {b}?", "{a} {s} {b}?"]).format(
+        question = rng.choice(["What is {a} {s} {b}?", "{a} {s} {b}", "How much is {a} {s} {b}?", "{a} {s} {b}?", "What's {a} {s} {b}?"]).format(
             a=w.NUMBERS[a], b=w.NUMBERS[b], s=sign)
         question = upper_first(question)
     else:
@@ -213,8 +217,11 @@ _PERSON = ["Write JSON for a person named {n}, {f}.", "JSON for {n}, {f}", "Make
 def json_object(rng, split):
     keys = rng.sample(list(_FIELDS), rng.choice([1, 2, 2, 2, 3, 3]))
     record = {k: _FIELDS[k](rng) for k in keys}
-    if rng.random() < 0.15:  # keys and values outside the list: copied as they stand
+    kind = rng.random()
+    if kind < 0.25:  # keys and values outside the list: copied as they stand
         record = {w.made_up_word(rng): rng.choice([w.made_up_word(rng), rng.randint(0, 999)]) for _ in keys}
+    elif kind < 0.45:
+        record = {k: v if isinstance(v, int) else rng.choice([rng.choice(w.WORDS), w.made_up_word(rng)]) for k, v in record.items()}
     join = rng.choice([" {k} {v}", " {k} {v}", " {k}: {v}", " {k} = {v}"])[1:]
     parts = [join.format(k=k, v=v) for k, v in record.items()]
     if rng.random() < 0.3:
@@ -314,7 +321,7 @@ _SMALL_TALK_WEIGHTS = [len(asks) ** 0.5 + (2 if answer in (WHO, HELP) else 0) fo
 @skill
 def small_talk(rng, split):
     asks, answer, title = rng.choices(SMALL_TALK, _SMALL_TALK_WEIGHTS)[0]
-    return Turn(as_typed(rng, rng.choice(asks), polite=rng.random() < 0.3), answer, "identity", title=title)
+    return Turn(as_typed(rng, rng.choice(asks), polite=rng.random() < 0.6), answer, "identity", title=title)
 
 
 # --- outside its world ---------------------------------------------------------------------------------------------

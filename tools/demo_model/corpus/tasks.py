@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from . import words as w
 from .holdout import is_held_out
-from .skills import OFF_TOPIC, QUESTIONS, REFUSALS, TRAIN, Turn, belongs, draw, is_word_in, skill
+from .skills import HARD_SUM, LIVE, OFF_TOPIC, QUESTIONS, REFUSALS, TRAIN, Turn, belongs, draw, is_word_in, skill
 from .typed import as_typed
 
 # --- copying with one change ---------------------------------------------------------------------------------------
@@ -31,6 +31,15 @@ def paragraph(rng, sentences):
             d=rng.choice(w.DAYS), c=rng.choice(w.CITIES), i=rng.randint(2, 99), o=rng.choice(w.MONTHS), j=rng.choice(w.JOBS), z=w.made_up_word(rng))
 
     return " ".join(fill(rng.choice(_SENTENCES)) for _ in range(sentences))
+
+
+def loose_words(rng, count):
+    """Words in no order: they can be copied only one by one. Some come back, so that a change has several places."""
+    words = []
+    for _ in range(count):
+        words.append(rng.choice(words) if words and rng.random() < 0.15 else
+                     rng.choice([rng.choice(w.WORDS), rng.choice(w.WORDS), w.made_up_word(rng), w.any_name(rng), rng.choice(w.CITIES), str(rng.randint(0, 999))]))
+    return rng.choice([" ", " ", ", "]).join(words)
 
 
 _CODE = [
@@ -85,8 +94,11 @@ def copy_with_change(rng, split, long=None):
         body, title = f"{fence}\n{text}\n```", "Renaming in Code"
         ask = rng.choice(_RENAME)
     else:
-        text = paragraph(rng, 1 if size < 0.3 else rng.randint(2, 4) if size < 0.75 else rng.randint(4, 10))
-        old = rng.choice(sorted(set(re.findall(r"\w+", text)) - {"and", "the", "The", "a", "was", "were", "in", "of", "so"}))
+        if rng.random() < 0.25 and split == TRAIN:
+            text = loose_words(rng, rng.randint(2, 8) if size < 0.5 else rng.randint(8, 30))
+        else:
+            text = paragraph(rng, 1 if size < 0.3 else rng.randint(2, 4) if size < 0.75 else rng.randint(4, 10))
+        old = rng.choice(sorted(set(re.findall(r"\w+", text)) - {"and", "the", "The", "a", "was", "were", "in", "of", "so"}) or ["the"])
         new = rng.choice([rng.choice(w.WORDS), w.made_up_word(rng), rng.choice(w.NAMES)])
         body, title = text, "Editing a Short Text"
         ask = rng.choice(_REPLACE)
@@ -166,7 +178,7 @@ def schema_json(rng, split):
 # --- tools ---------------------------------------------------------------------------------------------------------
 
 _city = lambda r: r.choice(w.CITIES)
-_word = lambda r: r.choice(w.WORDS[:300])
+_word = lambda r: r.choice(w.WORDS) if r.random() < 0.85 else w.made_up_word(r)
 _room = lambda r: r.choice(["kitchen", "bedroom", "garage", "office", "bathroom", "hall", "cellar", "living room"])
 _minutes = lambda r: r.randint(1, 120)
 # names it may bear, description, {parameter: (type, description, value)}, questions, results
@@ -282,14 +294,19 @@ def _result(rng, tool, numbers=None):
     return rng.choice(texts or ["{n}"]).replace("{n}", str(rng.choice(numbers or range(1, 60))))
 
 
-def tool_dialogue(rng, fillers, split=TRAIN, offered=None, plain=None):
-    """Turns of a conversation that begins with a list of tools; the last call is followed by its result."""
+# description of a tool: the refusal that is wrong where it is offered
+_COVERED = {"Get the current weather in a city": LIVE, "Get the current local time in a city": LIVE, "Search the web": LIVE,
+            "Get the price of a stock": LIVE, "Get the latest news about a topic": LIVE, "Calculate an expression": HARD_SUM}
+
+
+def tool_dialogue(rng, fillers, split=TRAIN, offered=None, plain=None, longest=7):
+    """Turns of a conversation that begins with a list of tools, of which about `longest` need one; the last call is followed by its result."""
     tools = [_variant(rng, t) for t in rng.sample(TOOLS, offered or rng.choice([1, 1, 2, 2, 3, 4]))]
     head = rng.choice(TOOL_INSTRUCTIONS).format(tools=tool_list(rng, tools))
     if rng.random() < 0.25:
         head = rng.choice(PLAIN_SYSTEMS) + "\n\n" + head
     turns = []
-    for _ in range(1 if split == QUESTIONS else rng.choice([1, 3, 5, 7])):
+    for _ in range(1 if split == QUESTIONS else rng.randint(1, longest)):
         kind = rng.random() if plain is None else (1.0 if plain else 0.0)
         if kind > 0.65:
             turn = rng.choice(fillers)(rng, split)
@@ -298,6 +315,8 @@ def tool_dialogue(rng, fillers, split=TRAIN, offered=None, plain=None):
                 absent = [t for t in TOOLS if not any(t[1] == u[1] for u in tools)]
                 question, _ = tool_call(rng, _variant(rng, rng.choice(absent)), split)
                 turn = Turn(question, OFF_TOPIC, "off_topic")
+            if turn.model in REFUSALS and split == TRAIN and any(_COVERED.get(t[1]) == turn.model for t in tools):
+                continue
             turns.append(turn)
             continue
         chosen = rng.choice(tools)
@@ -318,10 +337,10 @@ def tool_dialogue(rng, fillers, split=TRAIN, offered=None, plain=None):
             else:
                 turns.append(draw(rng, split, lambda r, _: tool_result([(tool[0], _result(r, tool)) for tool in called])))
     if not turns:
-        return tool_dialogue(rng, fillers, split, offered, plain)
+        return tool_dialogue(rng, fillers, split, offered, plain, longest)
     turns[0] = replace(turns[0], user=f"{head}\n\n{turns[0].user}")
     # A whole first turn that happens to hash among the held out ones is no loss: another is made.
-    return turns if belongs(turns[0], split) or split == QUESTIONS else tool_dialogue(rng, fillers, split, offered, plain)
+    return turns if belongs(turns[0], split) or split == QUESTIONS else tool_dialogue(rng, fillers, split, offered, plain, longest)
 
 
 def tool_result(results):

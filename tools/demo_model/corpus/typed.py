@@ -9,10 +9,16 @@ _NEIGHBOURS = {
 }
 _SHORT = [("what is ", "whats "), ("what's ", "whats "), ("please", "pls"), ("please", "plz"), (" you ", " u "),
           (" are ", " r "), ("do not", "dont"), ("cannot", "cant"), ("i am ", "im "), ("who is ", "whos "),
-          (" and ", " & "), (" your ", " ur "), (" for ", " 4 ")]
+          (" and ", " & "), (" your ", " ur "), (" for ", " 4 "), ("something", "smth"), ("something", "sth"), ("tomorrow", "tmrw"),
+          ("should", "shld"), ("should", "shud"), ("because", "cuz"), ("going to", "gonna"), ("want to", "wanna"), ("give me", "gimme"),
+          ("thanks", "thx"), ("people", "ppl"), ("tonight", "2nite"), ("about", "abt"), ("really", "rly"), ("know", "kno"),
+          ("okay", "ok"), ("favorite", "fav"), ("favorite", "favourite"), ("do you ", "do u "), (" you", " u"), ("what ", "wat "),
+          ("i am ", "im "), ("do not know", "dunno"), ("thank you", "ty"), ("goodbye", "gbye"), ("could", "cud")]
 _BEFORE = ["please ", "hey, ", "hi, ", "hello, ", "hi ", "ok, ", "so ", "um, ", "quick question: ", "can you tell me ",
-           "could you please tell me ", "I want to know: ", "tell me: ", "question: ", "and ", "well, ", "sorry, "]
-_AFTER = [" please", " please?", " thanks", ", thank you", " pls", " again", "??", "!", " ...", " now", " :)"]
+           "could you please tell me ", "I want to know: ", "tell me: ", "question: ", "and ", "well, ", "sorry, ", "ok ", "hey ", "yo ",
+           "so ", "pls ", "now ", "oh, ", "alright, ", "hmm, ", "one more: ", "next: "]
+_AFTER = [" please", " please?", " thanks", ", thank you", " pls", " again", "??", "!", " ...", " now", " :)", " ?",
+          "!!", " then", " btw", " man", " bro", ", ok?", " thx", " and thanks", " mate", " if you can", "?!"]
 
 
 def typo(rng, word):
@@ -42,13 +48,13 @@ def as_typed(rng, text, keep=(), polite=True):
     case = rng.random()
     if case < 0.6:
         text = text.lower()
-    elif case < 0.65:
+    elif case < 0.67:
         text = text.upper()
-    elif case < 0.7:
+    elif case < 0.72:
         text = text[0].lower() + text[1:]
     if rng.random() < 0.25:
-        old, new = rng.choice(_SHORT)
-        text = text.replace(old, new)
+        for old, new in rng.sample(_SHORT, 12):
+            text = text.replace(old, new)
     if rng.random() < 0.55:
         text = text.rstrip("?.!")
     if polite and rng.random() < 0.1:
