@@ -33,12 +33,17 @@ def paragraph(rng, sentences):
     return " ".join(fill(rng.choice(_SENTENCES)) for _ in range(sentences))
 
 
+def _symbol(rng):
+    return "".join(rng.choice("ABCDEFGHKLMNPRSTXZ") for _ in range(rng.randint(2, 4)))
+
+
 def loose_words(rng, count):
     """Words in no order: they can be copied only one by one. Some come back, so that a change has several places."""
     words = []
     for _ in range(count):
-        words.append(rng.choice(words) if words and rng.random() < 0.15 else
-                     rng.choice([rng.choice(w.WORDS), rng.choice(w.WORDS), w.made_up_word(rng), w.any_name(rng), rng.choice(w.CITIES), str(rng.randint(0, 999))]))
+        word = rng.choice([rng.choice(w.WORDS), rng.choice(w.WORDS), w.made_up_word(rng), w.made_up_word(rng), w.any_name(rng),
+                           rng.choice(w.CITIES), str(rng.randint(0, 999)), _symbol(rng)])
+        words.append(rng.choice(words) if words and rng.random() < 0.15 else word)
     return rng.choice([" ", " ", ", "]).join(words)
 
 
@@ -191,7 +196,7 @@ TOOLS = [
      ["What time is it in {0}?", "Tell me the time in {0}.", "Time in {0}", "How late is it in {0}?"], ["{n}:30", "{n}:05 in the morning", '{"time": "{n}:15"}']),
     (["search_web", "web_search", "search"], "Search the web", {"query|q|text": ("string", "What to search for", lambda r: f"{_word(r)} {_word(r)}")},
      ["Search the web for {0}.", "Look up {0} on the web.", "Google {0}", "Find pages about {0}.", "Search for {0}"], ["{n} pages found", "no pages found"]),
-    (["get_stock_price", "stock_price", "quote"], "Get the price of a stock", {"symbol|ticker": ("string", "Stock symbol", lambda r: "".join(r.choice("ABCDEFGHKLMNPRSTXZ") for _ in range(r.randint(2, 4))))},
+    (["get_stock_price", "stock_price", "quote"], "Get the price of a stock", {"symbol|ticker": ("string", "Stock symbol", _symbol)},
      ["What is the stock price of {0}?", "How much is {0} stock?", "Price of {0} shares?", "Stock price {0}"], ["{n} dollars", "{n}.5 USD", '{"price": {n}}']),
     (["set_timer", "start_timer", "timer"], "Start a timer", {"minutes|duration": ("integer", "Length in minutes", _minutes)},
      ["Set a timer for {0} minutes.", "Start a {0} minute timer.", "Timer {0} minutes", "Wake me in {0} minutes."], ["timer started", "ok, {n} minutes"]),
