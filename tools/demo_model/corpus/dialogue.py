@@ -36,9 +36,14 @@ def dialogue(rng, room, emphasis=None):
         # Later turns may be plain chat, but of nothing that a tool could do.
         return "", turns + (_chat(rng, left, {**emphasis, "off_topic": 0}) if left > 60 else [])
     if kind == "title":
-        turn = tasks.title_turn(rng, rng.randint(300, max(301, int(room * 0.8))), title_filler)
-        # A title request stands alone in life; the row's rest would be empty, so an unrelated chat follows.
-        return "", [turn] + _chat(rng, room - tokens_of(turn), emphasis)
+        turns = [tasks.title_turn(rng, rng.randint(300, max(301, int(room * 0.8))), title_filler)]
+        left = room - tokens_of(turns[0])
+        # A title request stands alone in life; the row's rest would be empty. Titles of short chats fill it at the least
+        # cost for each: how a word looks with a capital is learnt nowhere else. Or an unrelated chat follows.
+        while left > 300 and rng.random() < 0.85:
+            turns.append(tasks.title_turn(rng, rng.randint(150, 450), title_filler))
+            left -= tokens_of(turns[-1])
+        return "", turns + (_chat(rng, left, emphasis) if left > 60 else [])
     if kind == "system":
         style, system, answer = tasks.system_style(rng)
         turns = [tasks.styled(t, answer) for t in _chat(rng, room, emphasis, only_short=style != "plain")]
@@ -49,6 +54,8 @@ def dialogue(rng, room, emphasis=None):
 
 
 def title_filler(rng, split=s.TRAIN):
+    if rng.random() < 0.3:  # the skill with the most titles
+        return s.fact(rng, split)
     if rng.random() < 0.12:
         key, value = memory.memory_key(rng)
         return memory.tell(rng, key, value, split)

@@ -88,8 +88,7 @@ _REPEAT = ["Repeat this text:", "Copy this text exactly:", "Repeat the following
 
 @skill
 def copy_with_change(rng, split):
-    # What is hard is the changed word and going on after it; a long copy around it costs many tokens and teaches no more.
-    size = rng.random() ** (1.6 if split == TRAIN else 1)
+    size = rng.random()
     if rng.random() < 0.4:
         text, names = code_block(rng, 1 if size < 0.6 else 2 if size < 0.9 else 4)
         if not names:
