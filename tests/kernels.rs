@@ -91,7 +91,7 @@ impl Bench {
 
     fn upload<T: bytemuck::NoUninit>(&mut self, data: &[T]) -> Buffer {
         let buffer = self.poisoned(size_of_val(data));
-        let mut uploader = Uploader::new(&self.device).unwrap();
+        let mut uploader = Uploader::<GpuError>::new(&self.device).unwrap();
         uploader.upload(&buffer, data).unwrap();
         uploader.finish().unwrap();
         buffer
@@ -376,30 +376,46 @@ fn bytes_read_straight_and_through_staging_are_the_same() {
     let bytes = (40 << 20) + 12;
     let data: Vec<u8> = (0..bytes).map(|_| b.rng.random()).collect();
     for staged in [false, true] {
-        let mut buffer = b.poisoned(bytes);
+        let buffer = b.poisoned(bytes);
         let mut uploader = Uploader::new(&b.device).unwrap();
         if staged {
             uploader = uploader.staged();
         }
-        let mut heard = Vec::new();
-        let read = |offset: u64, piece: &mut [u8]| {
-            piece.copy_from_slice(&data[offset as usize..][..piece.len()]);
-            Ok::<_, GpuError>(())
+        // The other half of the buffer by another, and in the wrong order.
+        let (head, tail) = (buffer.slice(0, 24 << 20), buffer.slice(24 << 20, bytes as u64 - (24 << 20)));
+        let read = |start: usize| {
+            let data = &data;
+            move |offset: u64, piece: &mut [u8]| {
+                piece.copy_from_slice(&data[start + offset as usize..][..piece.len()]);
+                Ok::<_, GpuError>(())
+            }
         };
-        uploader.fill_reading(&mut buffer, read, &mut |bytes| heard.push(bytes)).unwrap();
+        uploader.queue(&tail, read(24 << 20));
+        uploader.queue(&head, read(0));
         uploader.finish().unwrap();
         assert!(b.download::<u8>(&buffer, bytes) == data, "staged: {staged}");
-        assert!(heard.is_sorted() && heard.last() == Some(&(bytes as u64)), "{heard:?}");
 
         let fail = |offset: u64, _: &mut [u8]| match offset {
             0 => Ok(()),
             _ => Err(GpuError::NoLoader("read error".into())),
         };
         let mut uploader = Uploader::new(&b.device).unwrap();
-        let error = uploader.fill_reading(&mut buffer, fail, &mut |_| {}).unwrap_err();
+        uploader.queue(&buffer, fail);
+        let error = uploader.finish().unwrap_err();
         assert!(error.to_string().contains("read error"), "{error}");
-        uploader.finish().unwrap();
     }
+}
+
+#[test]
+#[should_panic(expected = "two readings fill the same bytes")]
+fn two_readings_of_the_same_bytes_are_refused() {
+    let mut b = Bench::new(19);
+    let buffer = b.poisoned(1 << 20);
+    let read = |_: u64, _: &mut [u8]| Ok::<_, GpuError>(());
+    let both = [buffer.slice(0, 1 << 19), buffer.slice((1 << 19) - 4, 1 << 19)];
+    let mut uploader = Uploader::new(&b.device).unwrap();
+    both.iter().for_each(|half| uploader.queue(half, read));
+    let _ = uploader.read_queued();
 }
 
 #[test]

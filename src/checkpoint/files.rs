@@ -10,11 +10,11 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
 use std::ops::{Deref, Range};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use super::direct::DirectFile;
 use super::{CheckpointError, gguf};
 
 /// Largest file that is read into memory; Gemma-3's tokenizer.json, the largest in use, has 33 MB.
@@ -266,7 +266,7 @@ impl ModelFiles {
 /// Bytes of a file, borrowed from the binary or from a mapping.
 #[derive(Debug)]
 pub(super) enum FileBytes {
-    Mapped(memmap2::Mmap, File),
+    Mapped(memmap2::Mmap, DirectFile),
     Static(&'static [u8]),
     Shared(Arc<[u8]>),
 }
@@ -303,16 +303,26 @@ impl FileBytes {
             map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, range.len())
         };
         let length = std::num::NonZeroU64::new(range.len() as u64);
-        let forgotten = rustix::fs::fadvise(file, range.start as u64, length, rustix::fs::Advice::DontNeed);
+        let forgotten =
+            rustix::fs::fadvise(file.buffered(), range.start as u64, length, rustix::fs::Advice::DontNeed);
         if let (Err(error), _) | (_, Err(error)) = (dropped, forgotten.map_err(std::io::Error::from)) {
             tracing::debug!(%error, "pages of a file were not released");
+        }
+    }
+
+    /// Whether the system reads a mapped file ahead of what is looked at.
+    pub fn read_ahead(&self, ahead: bool) {
+        let FileBytes::Mapped(map, _) = self else { return };
+        let advice = if ahead { memmap2::Advice::Normal } else { memmap2::Advice::Random };
+        if let Err(error) = map.advise(advice) {
+            tracing::debug!(%error, "no advice is taken on a file");
         }
     }
 
     /// When the file was last changed, where that is known.
     pub fn modified(&self) -> Option<SystemTime> {
         let FileBytes::Mapped(_, file) = self else { return None };
-        file.metadata().and_then(|metadata| metadata.modified()).ok()
+        file.buffered().metadata().and_then(|metadata| metadata.modified()).ok()
     }
 
     /// Bytes of the file that are in memory now, whoever holds them there.
@@ -335,7 +345,7 @@ pub struct FileSlice<'a> {
     /// The bytes through the mapping: reading here pages them in.
     pub bytes: &'a [u8],
     /// The file and where the bytes begin in it; none for bytes that are in memory anyway.
-    file: Option<(&'a File, u64)>,
+    file: Option<(&'a DirectFile, u64)>,
 }
 
 impl<'a> From<&'a [u8]> for FileSlice<'a> {
@@ -351,8 +361,7 @@ impl PartialEq for FileSlice<'_> {
 }
 
 impl FileSlice<'_> {
-    /// Reads `into.len()` bytes from byte `offset` of the slice, past the mapping: one copy, straight to where they are
-    /// wanted. Panics if they are beyond the slice.
+    /// Reads `into.len()` bytes from byte `offset` of the slice, past the mapping and the page cache. Panics if they are beyond the slice.
     pub fn read_at(&self, offset: u64, into: &mut [u8]) -> std::io::Result<()> {
         let from = &self.bytes[offset as usize..][..into.len()];
         match self.file {
@@ -381,7 +390,7 @@ fn map_file(path: &Path) -> Result<Option<FileBytes>, String> {
     // it. Another process may still write to or truncate the file; that is as fatal here as it
     // is for every program that maps its input, and weights are not edited while they are served.
     let map = unsafe { memmap2::Mmap::map(&file) };
-    map.map(|map| Some(FileBytes::Mapped(map, file)))
+    map.map(|map| Some(FileBytes::Mapped(map, DirectFile::new(file, path))))
         .map_err(|e| format!("cannot be mapped into memory: {e}"))
 }
 

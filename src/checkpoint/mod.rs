@@ -13,6 +13,7 @@ use std::ops::Range;
 
 use crate::tensor::{DType, Scheme};
 
+mod direct;
 mod files;
 mod gguf;
 mod legacy;
@@ -228,6 +229,16 @@ impl Checkpoint {
         self.synthetic.as_ref()
     }
 
+    /// The values of a small tensor, read by themselves: a look at a mapping has the system read much around it.
+    pub fn read_f32(&self, tensor: &Tensor) -> Result<Vec<f32>, CheckpointError> {
+        let stored = self.by_name.get(tensor.name).map(|&index| &self.tensors[index].stored);
+        let Some(Stored::Plain { dtype, data }) = stored else { return tensor.to_f32() };
+        let mut bytes = vec![0; data.range.len()];
+        let slice = self.files[data.file].bytes.slice(data.range.clone());
+        slice.read_at(0, &mut bytes).map_err(|e| tensor.error(format!("cannot be read: {e}")))?;
+        Tensor { encoding: Encoding::Plain { dtype: *dtype, data: &bytes }, ..*tensor }.to_f32()
+    }
+
     /// Gives back the memory that holds a tensor's bytes: they are on the device now, or converted. Reading the tensor
     /// again reads the disk again.
     pub fn release(&self, tensor: &Tensor) {
@@ -374,8 +385,12 @@ impl Checkpoint {
 }
 
 /// The header of a safetensors file, which messages call `display`.
-fn header(display: &str, bytes: &[u8]) -> Result<Header, CheckpointError> {
-    read_header(bytes).map_err(|e| match e.tensor {
+fn header(display: &str, bytes: &FileBytes) -> Result<Header, CheckpointError> {
+    // What lies behind a header is another's to read, and perhaps past the page cache.
+    bytes.read_ahead(false);
+    let header = read_header(bytes);
+    bytes.read_ahead(true);
+    header.map_err(|e| match e.tensor {
         Some(tensor) => CheckpointError::tensor(display, &tensor, e.problem),
         None => CheckpointError::file(display, e.problem),
     })

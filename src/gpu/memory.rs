@@ -364,17 +364,23 @@ impl Buffer {
     /// The bytes as the host sees them, to be written and not read: the memory may be write-combined. `None` where the
     /// host does not reach it. The device must not be using the buffer.
     pub(super) fn mapped(&mut self) -> Option<&mut [u8]> {
-        if self.chunk.mapped.is_null() {
+        if !self.is_mapped() {
             return None;
         }
         let start = self.host_range(0, self.size);
-        // SAFETY: the range lies in the mapping (checked), which lives as long as the chunk that the buffer holds; no other
-        // buffer has this range, and clones of this one are made when a load has written it.
+        // SAFETY: the range lies in the mapping (checked), which lives as long as the chunk that the buffer holds. Other
+        // buffers of this range reach it only through raw copies, which a load does not make of what is yet to be read;
+        // two readings of one range are refused.
         Some(unsafe { std::slice::from_raw_parts_mut(start, self.size as usize) })
     }
 
+    /// Whether the host reaches the buffer.
+    pub(super) fn is_mapped(&self) -> bool {
+        !self.chunk.mapped.is_null()
+    }
+
     fn host_range(&self, offset: u64, bytes: u64) -> *mut u8 {
-        assert!(!self.chunk.mapped.is_null(), "the buffer is not host-visible");
+        assert!(self.is_mapped(), "the buffer is not host-visible");
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.size), "access beyond the buffer");
         // SAFETY: in bounds of the chunk's mapping by the check above.
         unsafe { self.chunk.mapped.add((self.offset + offset) as usize) }

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::{Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind};
@@ -10,38 +11,60 @@ use super::{Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind};
 /// Bytes of one staging buffer.
 const STAGING_BYTES: u64 = 16 << 20;
 
-/// Bytes read straight to the device between two words of progress.
-const STRAIGHT_BYTES: u64 = 128 << 20;
 /// Bytes read by one task.
 const READ_BYTES: usize = 2 << 20;
 
-/// Staging for a load; dropped when the load is over.
-pub struct Uploader {
+/// Threads that read: more than many machines have cores, since they wait for the disk most of the time.
+const READERS: usize = 8;
+
+/// Writes the bytes that belong at some byte offset of a buffer, and does not look at what was there.
+type Read<'a, E> = dyn Fn(u64, &mut [u8]) -> Result<(), E> + Send + Sync + 'a;
+
+/// A buffer, and where its bytes come from.
+struct Reading<'a, E> {
+    to: Buffer,
+    read: Box<Read<'a, E>>,
+}
+
+/// Staging for a load, and what is yet to be read; dropped when the load is over. Reading fails with an `E`.
+pub struct Uploader<'a, E> {
+    readings: Vec<Reading<'a, E>>,
     halves: [(Buffer, CommandBuffer); 2],
     next: usize,
     scratch: Vec<u8>,
     staged: bool,
+    readers: ThreadPool,
 }
 
-impl Uploader {
-    pub fn new(device: &Arc<Device>) -> Result<Uploader, GpuError> {
+impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
+    pub fn new(device: &Arc<Device>) -> Result<Self, GpuError> {
         let mut arena = Arena::new(device);
         let mut half = || {
             let buffer = arena.alloc(MemoryKind::Upload, Class::Staging, STAGING_BYTES, "staging")?;
             Ok::<_, GpuError>((buffer, CommandBuffer::new(device, "upload")?))
         };
-        Ok(Uploader { halves: [half()?, half()?], next: 0, scratch: Vec::new(), staged: false })
+        let readers =
+            rayon::ThreadPoolBuilder::new().num_threads(READERS).thread_name(|i| format!("reader {i}"));
+        let readers = readers.build().expect("the system starts a few threads");
+        Ok(Uploader {
+            readings: Vec::new(),
+            halves: [half()?, half()?],
+            next: 0,
+            scratch: Vec::new(),
+            staged: false,
+            readers,
+        })
     }
 
     /// Goes through staging also where the host reaches the device's memory: as on a card, for tests without one.
     #[doc(hidden)]
-    pub fn staged(self) -> Uploader {
+    pub fn staged(self) -> Self {
         Uploader { staged: true, ..self }
     }
 
     /// Fills `to` piece by piece: `produce(offset, piece)` writes the bytes that belong at byte `offset`. Every
     /// piece but the last is a multiple of `unit` bytes.
-    pub fn fill_with<E: From<GpuError>>(
+    pub fn fill_with(
         &mut self,
         to: &Buffer,
         unit: u64,
@@ -68,44 +91,67 @@ impl Uploader {
         Ok(())
     }
 
-    /// Fills `to` on all cores: `read(offset, piece)` writes the bytes that belong at byte `offset`, in any order, and
-    /// does not look at what was there. Into the device's memory itself where the host reaches it. `each` hears how many
-    /// bytes are there, now and then.
-    pub fn fill_reading<E: From<GpuError> + Send>(
-        &mut self,
-        to: &mut Buffer,
-        read: impl Fn(u64, &mut [u8]) -> Result<(), E> + Sync,
-        each: &mut dyn FnMut(u64),
-    ) -> Result<(), E> {
-        let all = |start: u64, bytes: &mut [u8]| {
-            let pieces = bytes.par_chunks_mut(READ_BYTES).enumerate();
-            pieces.try_for_each(|(i, piece)| read(start + (i * READ_BYTES) as u64, piece))
-        };
-        let size = to.size();
-        let straight = !self.staged && to.mapped().is_some();
-        let step = if straight { STRAIGHT_BYTES } else { STAGING_BYTES };
-        for start in (0..size).step_by(step as usize) {
-            let bytes = step.min(size - start);
-            let mut part = to.slice(start, bytes);
-            if straight {
-                all(start, part.mapped().expect("a part of mapped memory"))?;
-            } else {
-                let (staging, commands) = &mut self.halves[self.next];
-                self.next = 1 - self.next;
-                commands.wait()?;
-                let mapped = staging.mapped().expect("staging memory is the host's to write");
-                all(start, &mut mapped[..bytes as usize])?;
-                let mut recorder = commands.begin()?;
-                recorder.copy(staging, &part, bytes);
-                recorder.submit("upload")?;
+    /// Has `to` filled by [`Uploader::read_queued`]: `read(offset, piece)` writes the bytes that belong at byte `offset`.
+    pub fn queue(&mut self, to: &Buffer, read: impl Fn(u64, &mut [u8]) -> Result<(), E> + Send + Sync + 'a) {
+        self.readings.push(Reading { to: to.clone(), read: Box::new(read) });
+    }
+
+    /// Reads all that was queued, several pieces at a time and in any order: into the device's memory itself where the host
+    /// reaches it. Panics if the same bytes were to be filled twice.
+    pub fn read_queued(&mut self) -> Result<(), E> {
+        let mut readings = std::mem::take(&mut self.readings);
+        let mut ranges: Vec<_> = readings.iter().map(|r| (r.to.address(), r.to.size())).collect();
+        ranges.sort_unstable();
+        let apart = ranges.is_sorted_by(|(first, size), (next, _)| first + size <= *next);
+        assert!(apart, "two readings fill the same bytes");
+
+        let (mut straight, mut staged) = (Vec::new(), Vec::new());
+        for Reading { to, read } in &mut readings {
+            let read: &Read<E> = read;
+            let offsets = (0..to.size()).step_by(READ_BYTES);
+            if self.staged || !to.is_mapped() {
+                staged.extend(
+                    offsets.map(|offset| (&*to, read, offset, (to.size() - offset).min(READ_BYTES as u64))),
+                );
+            } else if let Some(mapped) = to.mapped() {
+                straight.extend(
+                    offsets.zip(mapped.chunks_mut(READ_BYTES)).map(|(offset, piece)| (read, offset, piece)),
+                );
             }
-            each(start + bytes);
+        }
+        read_all(&self.readers, straight)?;
+        let mut rest = &staged[..];
+        while !rest.is_empty() {
+            // As many pieces as a staging buffer holds.
+            let mut room = STAGING_BYTES;
+            let fits = rest
+                .iter()
+                .take_while(|(.., bytes)| room.checked_sub(*bytes).inspect(|left| room = *left).is_some());
+            let (now, later) = rest.split_at(fits.count());
+            rest = later;
+            let half = self.next;
+            self.next = 1 - half;
+            self.halves[half].1.wait()?;
+            let mut mapped = self.halves[half].0.mapped().expect("staging memory is the host's to write");
+            let pieces = now.iter().map(|&(_, read, offset, bytes)| {
+                let piece = mapped.split_off_mut(..bytes as usize).expect("counted above");
+                (read, offset, piece)
+            });
+            read_all(&self.readers, pieces.collect())?;
+            let (staging, commands) = &mut self.halves[half];
+            let mut recorder = commands.begin()?;
+            let mut at = 0;
+            for (to, _, offset, bytes) in now {
+                recorder.copy(&staging.slice(at, *bytes), &to.slice(*offset, *bytes), *bytes);
+                at += bytes;
+            }
+            recorder.submit("upload")?;
         }
         Ok(())
     }
 
     /// Copies `data` to the start of `to`.
-    pub fn upload<T: bytemuck::NoUninit>(&mut self, to: &Buffer, data: &[T]) -> Result<(), GpuError> {
+    pub fn upload<T: bytemuck::NoUninit>(&mut self, to: &Buffer, data: &[T]) -> Result<(), E> {
         let bytes: &[u8] = bytemuck::cast_slice(data);
         let to = to.slice(0, bytes.len() as u64);
         self.fill_with(&to, 4, |offset, piece| {
@@ -114,8 +160,15 @@ impl Uploader {
         })
     }
 
-    /// Waits until every byte has arrived.
-    pub fn finish(mut self) -> Result<(), GpuError> {
-        self.halves.iter_mut().try_for_each(|(_, commands)| commands.wait())
+    /// Reads what is queued, and waits until every byte has arrived.
+    pub fn finish(mut self) -> Result<(), E> {
+        self.read_queued()?;
+        Ok(self.halves.iter_mut().try_for_each(|(_, commands)| commands.wait())?)
     }
+}
+
+/// In order as far as threads keep one: disks like that.
+fn read_all<E: Send>(readers: &ThreadPool, pieces: Vec<(&Read<E>, u64, &mut [u8])>) -> Result<(), E> {
+    let pieces = pieces.into_iter().par_bridge();
+    readers.install(|| pieces.try_for_each(|(read, offset, piece)| read(offset, piece)))
 }

@@ -48,12 +48,13 @@ impl Matrix {
         })
     }
 
-    /// Brings a `[rows, cols]` tensor to the device: as it is where it is packed in `scheme` already, else packed here.
-    /// `max_shard_bytes` bounds one allocation; `each` hears how many rows are there, every few megabytes.
-    pub fn upload(
+    /// Brings a `[rows, cols]` tensor to the device. Where it is packed in `scheme` already, reading it is queued with the
+    /// uploader; else it is packed here, and `each` hears how many rows are there, every few megabytes. `max_shard_bytes`
+    /// bounds one allocation.
+    pub fn upload<'a>(
         arena: &mut Arena,
-        uploader: &mut Uploader,
-        tensor: &Tensor,
+        uploader: &mut Uploader<'a, UploadError>,
+        tensor: &Tensor<'a>,
         scheme: Scheme,
         class: Class,
         max_shard_bytes: u64,
@@ -74,29 +75,25 @@ impl Matrix {
             let shard_rows = rows_per_shard.min(rows - first_row);
             let tiles = shard_rows.div_ceil(TILE_ROWS);
             let bytes = (tiles * tile_bytes) as u64;
-            let mut blocks = arena.alloc(MemoryKind::Device, class, bytes, tensor.name)?;
+            let blocks = arena.alloc(MemoryKind::Device, class, bytes, tensor.name)?;
             let first_tile = first_row / TILE_ROWS;
             let alloc_scales = |arena: &mut Arena| match tiles * tile_scales {
                 0 => Ok(None),
                 bytes => arena.alloc(MemoryKind::Device, class, bytes as u64, tensor.name).map(Some),
             };
             let scales = if let Some(native) = packed {
-                let mut read = |plane: FileSlice, skip: usize, to: &mut Buffer, each: &mut dyn FnMut(u64)| {
-                    let read = |offset: u64, into: &mut [u8]| {
+                let mut read = |to: &Buffer, plane: FileSlice<'a>, skip: usize| {
+                    let tensor = *tensor;
+                    uploader.queue(to, move |offset, into| {
                         let at = skip as u64 + offset;
-                        plane
-                            .read_at(at, into)
-                            .map_err(|e| tensor.error(format!("byte {at}: cannot be read: {e}")))?;
-                        Ok::<_, UploadError>(())
-                    };
-                    uploader.fill_reading(to, read, each)
+                        let failed = |e| tensor.error(format!("byte {at}: cannot be read: {e}"));
+                        Ok(plane.read_at(at, into).map_err(failed)?)
+                    });
                 };
-                read(native.blocks, first_tile * tile_bytes, &mut blocks, &mut |bytes| {
-                    each(rows.min(first_row + bytes as usize / tile_bytes * TILE_ROWS));
-                })?;
-                let mut scales = alloc_scales(arena)?;
-                if let Some(scales) = &mut scales {
-                    read(native.scales, first_tile * tile_scales, scales, &mut |_| {})?;
+                read(&blocks, native.blocks, first_tile * tile_bytes);
+                let scales = alloc_scales(arena)?;
+                if let Some(scales) = &scales {
+                    read(scales, native.scales, first_tile * tile_scales);
                 }
                 scales
             } else {
@@ -140,7 +137,11 @@ impl Embedding {
         (shards * size_of::<[u64; 2]>()) as u64
     }
 
-    pub fn new(arena: &mut Arena, uploader: &mut Uploader, matrix: Matrix) -> Result<Embedding, GpuError> {
+    pub fn new(
+        arena: &mut Arena,
+        uploader: &mut Uploader<UploadError>,
+        matrix: Matrix,
+    ) -> Result<Embedding, UploadError> {
         let addresses: Vec<[u64; 2]> = matrix
             .shards
             .iter()

@@ -251,6 +251,7 @@ impl Gemma3 {
         let mut loader = Loader {
             checkpoint: &checkpoint,
             uploader: Uploader::new(device)?,
+            queued: Vec::new(),
             max_shard_bytes: demand.max_shard_bytes,
             done: 0,
             total: weights.iter().map(|t| t.stored_bytes()).sum(),
@@ -288,6 +289,7 @@ impl Gemma3 {
                 ],
             ));
         }
+        loader.read_queued()?;
         let scratch = Scratch::new(&mut arena, &config, tokens)?;
         let sampled = device_buffer(&mut arena, memory::SAMPLED_BYTES, "sampled ids")?;
         let logits_readback = arena.alloc(
@@ -304,7 +306,7 @@ impl Gemma3 {
             let table = rope_table(config.head_dim, context, base, factor);
             let buffer = device_buffer(&mut arena, memory::rope_table_bytes(&config, context), name)?;
             loader.uploader.upload(&buffer, &table)?;
-            Ok::<_, GpuError>(buffer)
+            Ok::<_, LoadError>(buffer)
         });
         let mut moments = Vec::new();
         for i in 0..if options.moments { layers.len() } else { 0 } {
@@ -690,38 +692,59 @@ impl From<GpuError> for RunnerError {
     }
 }
 
+/// Bytes of tensors that are read together, so that the disk always has enough to do, and progress shows.
+const READ_TOGETHER_BYTES: u64 = 256 << 20;
+
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
-    uploader: Uploader,
+    uploader: Uploader<'a, UploadError>,
+    /// Tensors that may be yet to be read.
+    queued: Vec<Tensor<'a>>,
     max_shard_bytes: u64,
     done: u64,
     total: u64,
     progress: &'a mut dyn FnMut(Progress),
 }
 
-impl Loader<'_> {
+impl<'a> Loader<'a> {
     fn matrix(
         &mut self,
         arena: &mut Arena,
-        tensor: &Tensor,
+        tensor: &Tensor<'a>,
         scheme: Scheme,
         class: Class,
     ) -> Result<Matrix, LoadError> {
-        let Loader { checkpoint, uploader, max_shard_bytes, done, total, progress, .. } = self;
-        let before = *done;
+        let before = self.done + self.queued_bytes();
+        let Loader { uploader, max_shard_bytes, total, progress, .. } = self;
         let row_bytes = tensor.stored_bytes() / tensor.rows() as u64;
-        let matrix = Matrix::upload(arena, uploader, tensor, scheme, class, *max_shard_bytes, &mut |rows| {
-            progress(Progress { done: before + rows as u64 * row_bytes, total: *total });
-        })?;
-        *done += tensor.stored_bytes();
-        // Nothing may keep the model a second time: what is on the device leaves the page cache.
-        checkpoint.release(tensor);
+        let each = &mut |rows| progress(Progress { done: before + rows as u64 * row_bytes, total: *total });
+        let matrix = Matrix::upload(arena, uploader, tensor, scheme, class, *max_shard_bytes, each)?;
+        self.queued.push(*tensor);
+        if self.queued_bytes() >= READ_TOGETHER_BYTES {
+            self.read_queued()?;
+        }
         Ok(matrix)
+    }
+
+    fn queued_bytes(&self) -> u64 {
+        self.queued.iter().map(|tensor| tensor.stored_bytes()).sum()
+    }
+
+    /// Reads what is yet to be read.
+    fn read_queued(&mut self) -> Result<(), LoadError> {
+        self.uploader.read_queued()?;
+        for tensor in self.queued.drain(..) {
+            self.done += tensor.stored_bytes();
+            // Nothing may keep the model a second time: what is on the device leaves the page cache.
+            self.checkpoint.release(&tensor);
+        }
+        (self.progress)(Progress { done: self.done, total: self.total });
+        Ok(())
     }
 
     /// A norm's factors, `1 + w`.
     fn norm(&mut self, arena: &mut Arena, tensor: &Tensor) -> Result<Buffer, LoadError> {
-        let mut values = tensor.to_f32()?;
+        let mut values = self.checkpoint.read_f32(tensor)?;
         if !self.checkpoint.norms_hold_one() {
             values.iter_mut().for_each(|w| *w += 1.0);
         }
@@ -729,7 +752,8 @@ impl Loader<'_> {
         let buffer = arena.alloc(MemoryKind::Device, Class::Norms, bytes, tensor.name)?;
         self.uploader.upload(&buffer, &values)?;
         self.done += tensor.stored_bytes();
-        (self.progress)(Progress { done: self.done, total: self.total });
+        let done = self.done + self.queued_bytes();
+        (self.progress)(Progress { done, total: self.total });
         Ok(buffer)
     }
 }
