@@ -29,12 +29,36 @@ pub fn safetensors(bytes: Vec<u8>) -> Accepted {
     checkpoint(&ModelFiles::in_memory("m", [("model.safetensors".into(), bytes)]))
 }
 
-/// A native manifest for the config `{}`, the length of which comes first, and the file of its shared tensors after it.
+/// A native manifest for the config `{}`, and the file of its shared tensors; see [`joined`].
 pub fn native(bytes: Vec<u8>) -> Accepted {
-    let (length, rest) = bytes.split_first_chunk::<4>().unwrap_or((&[0; 4], &[]));
-    let (manifest, shared) = rest.split_at(rest.len().min(u32::from_le_bytes(*length) as usize));
-    let files = [("unicorn.json", manifest), ("shared.safetensors", shared), ("config.json", b"{}")];
+    let [manifest, shared] = parted(&bytes);
+    named([("unicorn.json", manifest), ("shared.safetensors", shared), ("config.json", b"{}")])
+}
+
+/// Two files of the original project: shared tensors, and a layer; see [`joined`].
+pub fn legacy(bytes: Vec<u8>) -> Accepted {
+    let [shared, layer] = parted(&bytes);
+    named([("m_shared.safetensors", shared), ("m_layer_1.safetensors", layer)])
+}
+
+/// The config and the weights of a GPTQ, AWQ or compressed-tensors checkpoint; see [`joined`].
+pub fn packed(bytes: Vec<u8>) -> Accepted {
+    let [config, weights] = parted(&bytes);
+    named([("config.json", config), ("model.safetensors", weights)])
+}
+
+fn named<const N: usize>(files: [(&str, &[u8]); N]) -> Accepted {
     checkpoint(&ModelFiles::in_memory("m", files.map(|(name, bytes)| (name.into(), bytes.to_vec()))))
+}
+
+/// Two files as one input: the length of the first in four bytes, little endian, and both.
+pub fn joined(first: &[u8], second: &[u8]) -> Vec<u8> {
+    [&(first.len() as u32).to_le_bytes(), first, second].concat()
+}
+
+fn parted(bytes: &[u8]) -> [&[u8]; 2] {
+    let (length, rest) = bytes.split_first_chunk::<4>().unwrap_or((&[0; 4], &[]));
+    rest.split_at(rest.len().min(u32::from_le_bytes(*length) as usize)).into()
 }
 
 /// The tokenizer and template of a GGUF file, and some texts through them.

@@ -1757,12 +1757,14 @@ fn the_bodies_of_the_other_fuzz_targets_hold() {
     manifest["tensors"].as_object_mut().unwrap().retain(|_, t| t["file"] == "shared.safetensors");
     let manifest = manifest.to_string().into_bytes();
     let shared = fs::read(native.join("shared.safetensors")).unwrap();
-    let native = [&(manifest.len() as u32).to_le_bytes()[..], &manifest, &shared].concat();
+    let native = fuzz_bodies::joined(&manifest, &shared);
 
     type Body = fn(Vec<u8>) -> usize;
-    let bodies: [(&str, Body, &[u8]); 3] = [
+    let bodies: [(&str, Body, &[u8]); 5] = [
         ("safetensors", |bytes| fuzz_bodies::safetensors(bytes).tensors, &plain),
         ("native", |bytes| fuzz_bodies::native(bytes).tensors, &native),
+        ("legacy", |bytes| fuzz_bodies::legacy(bytes).tensors, &crate::legacy::fuzz_input()),
+        ("packed", |bytes| fuzz_bodies::packed(bytes).tensors, &crate::packed::fuzz_input()),
         (
             "gguf_tokenizer",
             |bytes| fuzz_bodies::gguf_tokenizer(bytes).map_or(0, |t| t.vocab_size()),

@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
 use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
+use crate::fuzz_bodies::joined;
 use crate::golden::{self, Goldens};
 use crate::support::data;
 use unicorn::checkpoint::{Checkpoint, ModelFiles, Tensor};
@@ -600,18 +601,27 @@ pub fn mutate(file: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
     with_header(&header.to_string(), &data)
 }
 
+fn layer_of_all_schemes() -> Vec<u8> {
+    let q: Vec<i8> = (0..256).map(|i| (i % 15) as i8 - 7).collect();
+    layer_file(&[
+        symmetric("x.layers.1.q_proj", &[4, 64], 0.5, &q),
+        grouped("x.layers.1.up_proj", &[4, 64], &[0.5, 0.25], &q),
+        grouped("x.layers.1.odd", &[5, 30], &[0.5, 0.25], &q[..150]),
+        asymmetric("x.layers.1.norm", &[64], 0.5, 0.0, &[9; 64]),
+    ])
+}
+
+/// What the fuzz target of this format takes.
+pub fn fuzz_input() -> Vec<u8> {
+    joined(&shared().1, &layer_of_all_schemes())
+}
+
 #[test]
 fn damaged_layer_files_are_an_error_or_read() {
     const SEED: u64 = 31;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
-    let q: Vec<i8> = (0..256).map(|i| (i % 15) as i8 - 7).collect();
-    let whole = layer_file(&[
-        symmetric("x.layers.1.q_proj", &[4, 64], 0.5, &q),
-        grouped("x.layers.1.up_proj", &[4, 64], &[0.5, 0.25], &q),
-        grouped("x.layers.1.odd", &[5, 30], &[0.5, 0.25], &q[..150]),
-        asymmetric("x.layers.1.norm", &[64], 0.5, 0.0, &[9; 64]),
-    ]);
+    let whole = layer_of_all_schemes();
     let folder = folder(&[shared(), ("m_layer_1.safetensors", whole.clone())]);
     assert_eq!(read_all(folder.path()), Ok(5));
     let mut read = 0;

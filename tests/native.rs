@@ -77,6 +77,31 @@ fn a_conversion_without_loss_gives_the_same_logits_to_the_bit() {
     }
 }
 
+/// The weights are on the device then, and nothing of their files may take memory a second time.
+#[test]
+fn a_load_leaves_nothing_of_the_files_in_memory() {
+    // On a disk, if the sources are: what a file system in memory holds stays there.
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let is_disk = rustix::fs::statfs(folder.path()).unwrap().f_type != libc::TMPFS_MAGIC;
+    let [plain, native] = ["plain", "native"].map(|name| folder.path().join(name));
+    fs::create_dir(&plain).unwrap();
+    for (name, bytes) in contents(&root().join("models/demo")) {
+        fs::write(plain.join(name), bytes).unwrap();
+    }
+    quantize(&plain, &native, &["--scheme", "keep"]);
+    for folder in [plain, native] {
+        let in_memory = contents(&folder); // all of it is, now
+        for name in in_memory.keys() {
+            fs::File::open(folder.join(name)).unwrap().sync_all().unwrap();
+        }
+        let files = ModelFiles::open(&folder).unwrap();
+        let loaded = Gemma3::load(&device(), &files, &LoadOptions::default(), &mut |_| {}).unwrap().loaded();
+        println!("{}: {loaded:?}", folder.display());
+        assert!(loaded.bytes > 5 << 20, "{loaded:?}");
+        assert_eq!(loaded.resident_bytes < loaded.bytes / 10, is_disk, "{loaded:?}");
+    }
+}
+
 #[test]
 fn rounding_to_nearest_is_what_a_load_would_do() {
     let folder = tempfile::tempdir().unwrap();

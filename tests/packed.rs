@@ -12,6 +12,7 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
+use crate::fuzz_bodies::joined;
 use crate::golden::{self, Goldens};
 use crate::legacy::{mutate, read_all, sha256, values_both_ways, with_header};
 use crate::support::data;
@@ -509,6 +510,12 @@ fn parts_that_disagree_are_refused_by_name() {
     let error = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap_err().to_string();
     let expected = "tensor p.weight: row 3, group 1: its scale is NaN or infinite; expected a finite number";
     assert!(error.ends_with(expected), "{error}");
+}
+
+/// What the fuzz target of these formats takes.
+pub fn fuzz_input() -> Vec<u8> {
+    let config = json!({"quantization_config": gptq()});
+    joined(config.to_string().as_bytes(), &file(&gptq_parts()))
 }
 
 #[test]

@@ -355,6 +355,7 @@ impl Gemma3 {
         let placements = arena.placements().to_vec();
         let weight_bytes = placements.iter().filter(|p| p.class.is_weights()).map(|p| p.bytes).sum();
         let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
+        checkpoint.release_all();
         let loaded = Loaded { bytes: loader.total, resident_bytes: checkpoint.resident_bytes() };
         loader.uploader.finish()?;
         let residency = residency::compare(arena.allocated(), held_before, device.held());
