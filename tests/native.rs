@@ -582,4 +582,15 @@ fn quantizing_reports_what_it_cost_on_a_text() {
     let layer = |name: &str| fs::read(folder.path().join(name).join("layer-002.safetensors")).unwrap();
     assert_ne!(layer("found"), layer("weighed"));
     assert_ne!(layer("found"), layer("nearest"));
+
+    // What the evaluation lacks is known before anything is converted.
+    let none = folder.path().join("none");
+    for (args, parts) in [
+        (["--eval", text(&text_file), "--device", "no such device"], ["no such device"]),
+        (["--eval", "no-such-file", "--device", "0"], ["no-such-file"]),
+    ] {
+        let all = [&["quantize", text(&source), text(&none)], &args[..]].concat();
+        assert_error(unicorn_on_software(&all), 1, &parts);
+        assert!(!none.exists());
+    }
 }

@@ -211,6 +211,12 @@ impl Profiler {
     }
 }
 
+/// Whether there is a device that a load would take, for commands that load after long work.
+pub fn find_device(config: &Config) -> Result<(), Error> {
+    gpu::chosen_device(&policy(config, false))?;
+    Ok(())
+}
+
 /// The memory to plan for, and what may be used of it: of a machine with so much VRAM and GTT, all of which may be used,
 /// or else of the device that a load would take.
 pub fn machine(config: &Config, paper: Option<(u64, u64)>) -> Result<(Machine, Limits), Error> {

@@ -3,7 +3,7 @@
 //! Layer by layer: what is in memory is a piece of one tensor. An interrupted run goes on where it stopped.
 
 use std::io::{BufReader, BufWriter, Read, Seek, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use serde_json::json;
@@ -48,24 +48,29 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         // Else loading it does.
         weights.warn_of_defects(&checkpoint);
     }
-    let calibration = match &args.calibrate {
-        None => None,
-        Some(path) => {
-            Some(std::fs::read_to_string(path).map_err(|error| Error::File { path: path.clone(), error })?)
-        }
+    // Both texts, and a device to run them on, before minutes are spent on the way there.
+    let text = |path: &Option<PathBuf>| {
+        let Some(path) = path else { return Ok(None) };
+        let text =
+            std::fs::read_to_string(path).map_err(|error| Error::File { path: path.clone(), error })?;
+        Ok::<_, Error>(Some((text, path.clone())))
     };
+    let (calibration, eval) = (text(&args.calibrate)?, text(&args.eval)?);
+    if calibration.is_some() || eval.is_some() {
+        load::find_device(config)?;
+    }
     let job = json!({
         "source": files.location(),
         "files": checkpoint.fingerprint(),
         "schemes": Class::ALL.map(|class| args.schemes.of(class).to_string()),
         "rounding": format!("{:?}", args.rounding),
-        "calibration": calibration.as_ref().map(|text| format!("{:x}", Sha256::digest(text))),
+        "calibration": calibration.as_ref().map(|(text, _)| format!("{:x}", Sha256::digest(text))),
     });
     // Before the source is walked: what is wrong with the folder is known at once.
     let writer = NativeWriter::open(&args.destination, job)?;
-    let moments = match (&calibration, &args.calibrate) {
-        (Some(text), Some(path)) => calibrate(config, &files, text, path)?,
-        _ => Vec::new(),
+    let moments = match &calibration {
+        Some((text, path)) => calibrate(config, &files, text, path)?,
+        None => Vec::new(),
     };
     let bar = Bar::bytes("quantizing");
     bar.set_total(weights.iter().map(|t| t.stored_bytes()).sum());
@@ -134,9 +139,9 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         text.push_str(&format!("  memory        at most {} resident\n", bytes(peak)));
     }
     print(&text)?;
-    match &args.eval {
+    match &eval {
         None => Ok(()),
-        Some(path) => print(&compare(config, &files, &args.destination, path)?),
+        Some((text, path)) => print(&compare(config, &files, &args.destination, text, path)?),
     }
 }
 
@@ -169,13 +174,18 @@ fn as_stored(config: &Config) -> Config {
 
 /// What the conversion cost on a text: perplexities, and the mean KL divergence from the source's distributions. The two
 /// models are on the device one after the other; the source's logits wait in a file that has no name.
-fn compare(config: &Config, source: &ModelFiles, destination: &Path, path: &Path) -> Result<String, Error> {
-    let text = std::fs::read_to_string(path).map_err(|error| Error::File { path: path.into(), error })?;
+fn compare(
+    config: &Config,
+    source: &ModelFiles,
+    destination: &Path,
+    text: &str,
+    path: &Path,
+) -> Result<String, Error> {
     let as_stored = as_stored(config);
     let failed = |error| Error::File { path: destination.into(), error };
     let mut rows = BufWriter::new(tempfile::tempfile_in(destination).map_err(failed)?);
     let mut model = load::model(source, &as_stored, Watch::Nothing)?;
-    let mut ids = text_ids(&model, &text, path)?;
+    let mut ids = text_ids(&model, text, path)?;
     ids.truncate(EVAL_TOKENS);
     let (vocab, windows) = (model.vocab_size(), model.max_context());
     let bar = Bar::tokens("evaluating", 2 * ids.len() as u64);
