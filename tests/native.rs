@@ -272,6 +272,15 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
     assert_error(unicorn(&args), 1, &["another process"]);
     drop(lock);
 
+    // What was finished, and is lost, is converted again.
+    let lost = folder.path().join("lost");
+    fs::create_dir(&lost).unwrap();
+    for (name, bytes) in contents(&resumed).into_iter().filter(|(name, _)| name != "shared.safetensors") {
+        fs::write(lost.join(name), bytes).unwrap();
+    }
+    quantize(&source, &lost, &["--scheme", "keep"]);
+    assert_eq!(contents(&whole), contents(&lost));
+
     let report = quantize(&source, &resumed, &["--scheme", "keep"]);
     assert!(report.contains("without loss"), "{report}");
     let after = fs::metadata(resumed.join("shared.safetensors")).unwrap();

@@ -385,9 +385,11 @@ impl NativeWriter {
         Ok(writer)
     }
 
-    /// What was noted with a file that is finished; `None` if it is not.
+    /// What was noted with a file that is finished; `None` if it is not, or is gone since.
     pub fn finished(&self, name: &str) -> Option<&serde_json::Value> {
-        self.progress.notes.get(name)
+        let record = self.progress.files.get(name)?;
+        let there = fs::metadata(self.folder.join(name)).is_ok_and(|metadata| metadata.len() == record.bytes);
+        self.progress.notes.get(name).filter(|_| there)
     }
 
     /// Begins the file `name`, which will hold `tensors` in that order.
