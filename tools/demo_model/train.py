@@ -31,6 +31,7 @@ POLISH = [(0.6, [512, 1024, 512, 2048, 256, 1024, 512, 1024, 512, 2048, 512, 102
 TOKENS_PER_STEP = 4096
 WARM_UP_STEPS = 30
 DECAY_SHARE = 0.45
+LONGEST_STEP = 30.0  # seconds; what is longer was suspended, and must not eat the schedule
 AVERAGE = 0.998  # the averaged weights move this slowly: over some 500 steps
 ADAM_RATE = 3e-3  # embeddings and norms
 MUON_RATE = 0.02  # matrices
@@ -219,7 +220,7 @@ def main():
         torch._foreach_lerp_(list(average.values()), [p.detach() for p in parameters.values()], 1 - AVERAGE)
         model.zero_grad()
         if length in compiled:  # the first step of a length compiles: that is no training time
-            state["seconds"] += time.time() - started
+            state["seconds"] += min(time.time() - started, LONGEST_STEP)
         compiled.add(length)
         state["steps"] += 1
         state["tokens"] += ids.shape[0] * length
