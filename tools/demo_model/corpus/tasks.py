@@ -99,7 +99,7 @@ def copy_with_change(rng, split):
         body, title = f"{fence}\n{text}\n```", "Renaming in Code"
         ask = rng.choice(_RENAME)
     else:
-        if rng.random() < 0.25 and split == TRAIN:
+        if rng.random() < 0.4 and split == TRAIN:
             text = loose_words(rng, rng.randint(2, 8) if size < 0.5 else rng.randint(8, 30))
         else:
             text = paragraph(rng, 1 if size < 0.3 else rng.randint(2, 4) if size < 0.75 else rng.randint(4, 10))
