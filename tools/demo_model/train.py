@@ -26,8 +26,8 @@ from model import Config, Gemma3
 # (share of the time, row lengths in turn). Short rows first: they teach the skills at the most rows per second; long
 # rows teach recall from afar, and come last.
 CURRICULUM = [(0.28, [256]), (0.20, [512, 256]), (0.20, [1024, 256]), (0.20, [2048, 512]), (0.12, [4096, 1024, 2048, 8192, 512])]
-POLISH = [(0.6, [512, 1024, 512, 2048, 256, 1024, 512, 1024, 512, 2048, 512, 1024, 256, 1024, 512, 4096]),
-          (0.4, [512, 1024, 4096, 512, 2048, 1024, 256, 1024, 512, 2048, 4096, 512, 1024, 8192, 512, 1024])]
+POLISH = [(0.6, [512, 1024, 4096, 512, 2048, 1024, 512, 4096]),
+          (0.4, [512, 4096, 1024, 2048, 512, 4096, 8192, 1024])]
 TOKENS_PER_STEP = 4096
 WARM_UP_STEPS = 30
 DECAY_SHARE = 0.45

@@ -39,11 +39,11 @@ def _symbol(rng):
 
 def loose_words(rng, count):
     """Words in no order: they can be copied only one by one. Some come back, so that a change has several places."""
-    words = []
+    words, again = [], rng.choice([0.15, 0.15, 0.6])
     for _ in range(count):
         word = rng.choice([rng.choice(w.WORDS), rng.choice(w.WORDS), w.made_up_word(rng), w.made_up_word(rng), w.any_name(rng),
                            rng.choice(w.CITIES), str(rng.randint(0, 999)), _symbol(rng)])
-        words.append(rng.choice(words) if words and rng.random() < 0.15 else word)
+        words.append(rng.choice(words) if words and rng.random() < again else word)
     return rng.choice([" ", " ", ", "]).join(words)
 
 
@@ -82,6 +82,7 @@ _REPLACE = ["Replace {x} with {y} in this text:", "Replace the word {x} by {y}:"
             "Use {y} instead of {x} in this text:"]
 _RENAME = ["Rename {x} to {y} in this code:", "Rename the variable {x} to {y}:", "Change the name {x} to {y} in this code:",
            "Replace {x} by {y} in this code:", "In this code, rename {x} to {y}:", "Please rename {x} to {y}:"]
+_SMALL = {"and", "the", "The", "a", "was", "were", "in", "of", "so"}
 _REPEAT = ["Repeat this text:", "Copy this text exactly:", "Repeat the following word for word:", "Write this again:", "Repeat after me:",
            "Copy:", "Say exactly this:"]
 
@@ -94,7 +95,9 @@ def copy_with_change(rng, split):
         if not names:
             return copy_with_change(rng, split)
         old = rng.choice(names)
-        new = rng.choice([x for x in _IDENTIFIERS if not is_word_in(x, text)]) if rng.random() < 0.5 else w.made_up_word(rng)
+        # Training writes made-up words more often than it is asked to: they are the harder ones.
+        known = 0.5 if split != TRAIN else 0.3
+        new = rng.choice([x for x in _IDENTIFIERS if not is_word_in(x, text)]) if rng.random() < known else w.made_up_word(rng)
         fence = "```" + (rng.choice(["", "python", "js", "c", "rust"]) if rng.random() < 0.5 else "")
         body, title = f"{fence}\n{text}\n```", "Renaming in Code"
         ask = rng.choice(_RENAME)
@@ -103,8 +106,11 @@ def copy_with_change(rng, split):
             text = loose_words(rng, rng.randint(2, 8) if size < 0.5 else rng.randint(8, 30))
         else:
             text = paragraph(rng, 1 if size < 0.3 else rng.randint(2, 4) if size < 0.75 else rng.randint(4, 10))
-        old = rng.choice(sorted(set(re.findall(r"\w+", text)) - {"and", "the", "The", "a", "was", "were", "in", "of", "so"}) or ["the"])
+        candidates = re.findall(r"\w+", text)  # in training with repetition: what stands in several places is changed more often
+        old = rng.choice((sorted(set(candidates) - _SMALL) if split != TRAIN else [x for x in candidates if x not in _SMALL]) or ["the"])
         new = rng.choice([rng.choice(w.WORDS), w.made_up_word(rng), rng.choice(w.NAMES)])
+        if split == TRAIN and rng.random() < 0.3:
+            new = w.made_up_word(rng)
         body, title = text, "Editing a Short Text"
         ask = rng.choice(_REPLACE)
         if rng.random() < 0.25:
