@@ -1457,24 +1457,40 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
 
 #[test]
 fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
-    let mut file = small(2);
-    for tensor in &mut file.tensors {
-        if let Some(&(_, _, block)) = BLOCKS.iter().find(|(k, ..)| *k == tensor.kind) {
-            // The scale of the second block: all ones are NaN, as f16.
-            let at = if tensor.kind == 14 { 208 } else { 0 };
-            tensor.bytes[block + at..block + at + 2].fill(0xff);
-        }
-    }
-    let checkpoint = open(file.bytes()).unwrap();
+    let (whole, folder) = (small(2), TempDir::new().unwrap());
+    let checkpoint = open(whole.bytes()).unwrap();
+    let names: Vec<&str> = checkpoint.iter().map(|tensor| tensor.name).collect();
+    let load = |file: &Writer| {
+        Gemma3::load(&device(), &file.files(), &LoadOptions::default(), &mut |_| {}).map(drop)
+    };
+    load(&whole).unwrap();
     let mut refused = 0;
-    for tensor in checkpoint.iter() {
-        match tensor.check_finite() {
-            Ok(()) => assert!(tensor.plain().is_some(), "{}", tensor.name),
-            Err(e) => {
-                assert!(e.to_string().contains("is NaN or infinite; expected a finite number"), "{e}");
-                refused += 1;
-            }
-        }
+    for (index, name) in names.into_iter().enumerate() {
+        let mut file = whole.clone();
+        let tensor = &mut file.tensors[index];
+        let Some(&(kind, values, block)) = BLOCKS.iter().find(|(k, ..)| *k == tensor.kind) else { continue };
+        // The scale of the second block: all ones are NaN, as f16.
+        let at = if kind == 14 { 208 } else { 0 };
+        tensor.bytes[block + at..block + at + 2].fill(0xff);
+        let (row, col) = (values / 256, values % 256);
+        let place = format!("row {row}: what scales its columns from {col} on is NaN");
+
+        // Each way on which the integers stay what they are.
+        let error = load(&file).unwrap_err().to_string();
+        assert!(error.contains(name) && error.contains("m.gguf") && error.contains(&place), "{error}");
+        let [path, native] = ["gguf", "native"].map(|end| folder.path().join(format!("{index}.{end}")));
+        fs::write(&path, file.bytes()).unwrap();
+        let [path, native] = [&path, &native].map(|path| path.to_str().unwrap());
+        let quantize = ["quantize", path, native, "--scheme", "keep"];
+        cli::assert_error(cli::unicorn(&quantize), 1, &[path, name, &place]);
+        // And the one on which they become values.
+        let quantize = ["quantize", path, &format!("{native}-rounded"), "--scheme", "int4-g128"];
+        cli::assert_error(
+            cli::unicorn(&quantize),
+            1,
+            &[path, name, &format!("row {row}, column {col} is NaN")],
+        );
+        refused += 1;
     }
     assert_eq!(refused, 8);
 }

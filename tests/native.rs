@@ -182,6 +182,35 @@ fn rows_are_packed_and_unpacked_without_loss() {
 }
 
 #[test]
+fn scales_that_make_no_numbers_are_found_by_column() {
+    let (nan, infinite) = (&f16::NAN.to_le_bytes()[..], &f16::INFINITY.to_le_bytes()[..]);
+    let cases: [(&str, usize, &[u8], usize); 9] = [
+        ("int8-row", 0, nan, 0),
+        ("int4-g32", 2, infinite, 32),
+        ("int8-g16", 4, nan, 32),
+        ("int4-g32-zero", 4 + 2, infinite, 32),
+        ("int8-g32-affine", 8, &f32::NAN.to_le_bytes(), 32),
+        ("int4-g32-affine", 8 + 4, &f32::INFINITY.to_le_bytes(), 32),
+        // Finite, unlike its product with 2.
+        ("int8-g32-affine", 0, &3e38f32.to_le_bytes(), 0),
+        ("int4-g32-super", (4 + 2 * 8) + 2, nan, 256),
+        ("int8-g16-super", 4 + 2 * 16, infinite, 256),
+    ];
+    for (scheme, at, bytes, column) in cases {
+        let scheme: Scheme = scheme.parse().unwrap();
+        let mut row = QuantizedRow::new(scheme, 500);
+        row.q.fill(2);
+        for record in row.scales.chunks_exact_mut(2) {
+            // An f16, or half of an f32.
+            record.copy_from_slice(&[0x12, 0x3b]);
+        }
+        assert_eq!(row.not_finite(scheme), None, "{scheme}");
+        row.scales[at..at + bytes.len()].copy_from_slice(bytes);
+        assert_eq!(row.not_finite(scheme), Some(column), "{scheme}");
+    }
+}
+
+#[test]
 fn the_search_never_loses_to_round_to_nearest() {
     println!("seed 4");
     let mut rng = ChaCha8Rng::seed_from_u64(4);

@@ -1,11 +1,10 @@
 //! A tensor as the checkpoint holds it, and its values: as f32, or as integers and scales where it is quantized.
 //!
-//! Values that are no numbers (NaN, infinities) are refused wherever values are walked: they would turn
-//! every later logit into NaN, and the message would name nothing.
+//! Values that are no numbers (NaN, infinities) are refused wherever values, or integers and scales, are walked: they
+//! would turn every later logit into NaN, and the message would name nothing. A native checkpoint was walked when it was
+//! written; a load reads it straight to the device, and what has become of it since is for its checksums to tell.
 
 use std::ops::Range;
-
-use rayon::prelude::*;
 
 use super::CheckpointError;
 use super::gguf::GgmlTensor;
@@ -13,9 +12,6 @@ use super::legacy::LegacyTensor;
 use super::native::NativeTensor;
 use super::packed::PackedMatrix;
 use crate::tensor::{DType, QuantizedRow, Scheme};
-
-/// Elements checked by one task: large enough to be worth a task, small enough to share out.
-const CHECK_CHUNK: usize = 1 << 20;
 
 /// A tensor of a checkpoint, row-major.
 #[derive(Debug, Clone, Copy)]
@@ -88,8 +84,8 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Row `row` in the layout of [`Tensor::scheme`]; `out` has its sizes. Panics unless that scheme quantizes and the
-    /// row is one of the tensor's.
+    /// Row `row` in the layout of [`Tensor::scheme`]; `out` has its sizes. Refuses scales that make a weight
+    /// NaN or infinite. Panics unless that scheme quantizes and the row is one of the tensor's.
     pub fn quantized_row_into(&self, row: usize, out: &mut QuantizedRow) -> Result<(), CheckpointError> {
         assert!(row < self.rows() && out.q.len() == self.cols(), "row {row} of {}", self.name);
         match &self.encoding {
@@ -99,7 +95,12 @@ impl<'a> Tensor<'a> {
             Encoding::Legacy(legacy) => legacy.quantized_row_into(row, out).map_err(|e| self.error(e))?,
             Encoding::Packed(packed) => packed.quantized_row_into(row, out).map_err(|e| self.error(e))?,
         }
-        Ok(())
+        match out.not_finite(self.scheme()?) {
+            None => Ok(()),
+            Some(col) => Err(self.error(format!(
+                "row {row}: what scales its columns from {col} on is NaN, infinite or too large; expected finite numbers"
+            ))),
+        }
     }
 
     /// Some rows as f32 into `out` (`rows.len() * cols` values), exactly: each value is what the encoding says, rounded
@@ -145,39 +146,6 @@ impl<'a> Tensor<'a> {
     /// The whole tensor as f32. For norms and tests: the embedding of a 27B takes 5.6 GB this way.
     pub fn to_f32(&self) -> Result<Vec<f32>, CheckpointError> {
         self.rows_f32(0..self.rows())
-    }
-
-    /// Refuses integers, NaN and infinities in a tensor that is used as it is, on all cores.
-    pub fn check_finite(&self) -> Result<(), CheckpointError> {
-        let Some((dtype, data)) = self.plain() else {
-            let check = |row| self.rows_f32(row..row + 1).map(drop);
-            return (0..self.rows()).into_par_iter().try_for_each(check);
-        };
-        match dtype {
-            DType::F32 => self.check_exponents(data, |b: [u8; 4]| u32::from_le_bytes(b) & ABS >= INFINITY),
-            DType::BF16 => self.check_exponents(data, |b| u16::from_le_bytes(b) & 0x7FFF >= 0x7F80),
-            DType::F16 => self.check_exponents(data, |b| u16::from_le_bytes(b) & 0x7FFF >= 0x7C00),
-            DType::I8 | DType::U8 | DType::I32 | DType::I64 => Err(self.not_floating(dtype)),
-        }
-    }
-
-    fn check_exponents<const N: usize>(
-        &self,
-        data: &[u8],
-        bad: impl Fn([u8; N]) -> bool + Sync,
-    ) -> Result<(), CheckpointError> {
-        let is_bad = |bytes: &[u8]| bad(bytes.try_into().expect("whole elements"));
-        let chunk = data
-            .par_chunks(CHECK_CHUNK * N)
-            .enumerate()
-            .find_first(|(_, chunk)| chunk.chunks_exact(N).fold(false, |any, bytes| any | is_bad(bytes)));
-        match chunk {
-            None => Ok(()),
-            Some((index, chunk)) => {
-                let at = chunk.chunks_exact(N).position(is_bad).unwrap_or(0);
-                Err(self.not_finite(index * CHECK_CHUNK + at))
-            }
-        }
     }
 
     /// What the tensor's writer lost of it, as far as the stored data shows it.

@@ -260,35 +260,6 @@ fn round(x: f32, low: f32, high: f32) -> i8 {
     (x.clamp(low, high) + SHIFT).to_bits() as i8
 }
 
-/// Quantizes some rows of a tensor on all cores: `q` is `[rows, cols]`, `scales` `[rows, groups]`, both
-/// row-major. Needs one row of f32 per core. Panics if `scheme` is not a quantized one, the rows are beyond
-/// the tensor, or an output has another size.
-pub fn quantize_rows(
-    tensor: &Tensor,
-    rows: Range<usize>,
-    scheme: Scheme,
-    q: &mut [i8],
-    scales: &mut [f16],
-) -> Result<(), CheckpointError> {
-    let cols = tensor.cols();
-    let (group, qmax) = grouping(scheme, cols).expect("a scheme that quantizes");
-    let groups = cols.div_ceil(group);
-    assert_eq!(
-        (q.len(), scales.len()),
-        (rows.len() * cols, rows.len() * groups),
-        "output of {}",
-        tensor.name
-    );
-    q.par_chunks_mut(cols).zip(scales.par_chunks_mut(groups)).enumerate().try_for_each_init(
-        || vec![0.0; cols],
-        |buffer, (index, (q, scales))| {
-            let row = rows.start + index;
-            tensor.rows_f32_into(row..row + 1, buffer)?;
-            quantize_row(buffer, group, qmax, q, scales).map_err(|e| tensor.error(format!("row {row}: {e}")))
-        },
-    )
-}
-
 /// The values that a quantized row stands for.
 pub fn dequantize_row(q: &[i8], scales: &[f16], group: usize, out: &mut [f32]) {
     assert_eq!((out.len(), scales.len()), (q.len(), q.len().div_ceil(group)), "a row and its scales");

@@ -239,6 +239,33 @@ impl QuantizedRow {
         QuantizedRow { q: vec![0; cols], scales: vec![0; scheme.row_scale_bytes(cols)] }
     }
 
+    /// The first column of what shares the scales that make some weight NaN or infinite; none if all are finite. Panics
+    /// unless `scheme` quantizes and the row has its sizes.
+    pub fn not_finite(&self, scheme: Scheme) -> Option<usize> {
+        let cols = self.q.len();
+        let (group, scales) = scheme.grouping(cols).expect("a scheme that quantizes");
+        assert_eq!(self.scales.len(), scheme.row_scale_bytes(cols), "scales of a row");
+        let (bytes, columns) = match scales {
+            Scales::Super => (4 + SUPER_COLS / group * Scales::Super.group_bytes(), SUPER_COLS),
+            _ => (scales.group_bytes(), group),
+        };
+        // What f16 holds is far too small for its products with integers to leave f32.
+        let f16_is = |two: &[u8]| two[1] & 0x7c != 0x7c;
+        let f32_at = |four: &[u8]| f32::from_le_bytes(four.try_into().expect("4 bytes"));
+        let is_finite = |record: &[u8], q: &[i8]| match scales {
+            Scales::Symmetric => f16_is(&record[..2]),
+            Scales::ZeroPoint | Scales::Super => f16_is(&record[..2]) && f16_is(&record[2..4]),
+            Scales::Affine => {
+                let (s, m) = (f32_at(&record[..4]), f32_at(&record[4..]));
+                // No q is beyond -128: each is looked at only where that would be too much.
+                (128.0 * s.abs() + m.abs()).is_finite()
+                    || q.iter().all(|q| (s * f32::from(*q) + m).is_finite())
+            }
+        };
+        let mut records = self.scales.chunks_exact(bytes).zip(self.q.chunks(columns));
+        records.position(|(record, q)| !is_finite(record, q)).map(|index| index * columns)
+    }
+
     /// The values that the row stands for, each rounded to f32 once where that is needed at all. Panics unless `scheme`
     /// quantizes and the row has its sizes.
     pub fn dequantize_into(&self, scheme: Scheme, out: &mut [f32]) {
