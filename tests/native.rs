@@ -317,10 +317,33 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
     assert_eq!(contents(&whole), contents(&resumed));
 
     assert_error(unicorn(&args), 1, &["already"]);
+    // Whoever holds the lock may be about to end: what lies there counts for who has it.
+    let lock = fs::File::create(resumed.join("unicorn.lock")).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    assert_error(unicorn(&args), 1, &["another process"]);
+    drop(lock);
     let full = folder.path().join("full");
     fs::create_dir(&full).unwrap();
     fs::write(full.join("letter.txt"), "mine").unwrap();
     assert_error(unicorn(&["quantize", text(&source), text(&full)]), 1, &["not empty"]);
+    assert_eq!(contents(&full).keys().collect::<Vec<_>>(), ["letter.txt"]);
+}
+
+#[test]
+fn a_conversion_that_could_not_note_anything_is_begun_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = data("gemma3/tiny-a");
+    for ignore in [true, false] {
+        let name = if ignore { "failed" } else { "killed" };
+        let destination = folder.path().join(name);
+        let args = ["quantize", text(&source), text(&destination), "--scheme", "int4-g32"];
+        let output = limited(0, ignore, &args).output().unwrap();
+        assert_eq!(output.status.code(), ignore.then_some(1), "{name}: {output:?}");
+        let part = destination.join("unicorn.partial.json.part");
+        assert_eq!(part.exists(), !ignore, "{name}: a file that cannot be written does not stay");
+        quantize(&source, &destination, &["--scheme", "int4-g32"]);
+        assert!(!part.exists());
+    }
 }
 
 #[test]

@@ -351,19 +351,25 @@ impl NativeWriter {
         let fail = |problem: String| CheckpointError::file(folder.display(), problem);
         let io = |e: std::io::Error| fail(format!("cannot be written: {e}"));
         fs::create_dir_all(folder).map_err(io)?;
-        if folder.join(MANIFEST_FILE).exists() {
-            return Err(fail(
-                "holds a native checkpoint already; remove it, or choose another folder".into(),
-            ));
-        }
-        let has_progress = folder.join(PROGRESS_FILE).exists();
-        let mut names = fs::read_dir(folder).map_err(io)?.filter_map(Result::ok).map(|e| e.file_name());
-        if !has_progress && names.any(|name| name != LOCK_FILE) {
-            return Err(fail("is not empty; give a folder of its own to the model".into()));
-        }
         let lock = File::create(folder.join(LOCK_FILE)).map_err(io)?;
         rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
             .map_err(|_| fail("is being written by another process".into()))?;
+        // What is there counts from here on: another process may just have ended.
+        let refuse = |problem: &str| {
+            // No file of ours stays in a folder that is not for us.
+            let _ = fs::remove_file(folder.join(LOCK_FILE));
+            fail(problem.into())
+        };
+        if folder.join(MANIFEST_FILE).exists() {
+            return Err(refuse("holds a native checkpoint already; remove it, or choose another folder"));
+        }
+        let has_progress = folder.join(PROGRESS_FILE).exists();
+        // A run that was killed before its first note has left these two.
+        let own = [LOCK_FILE.to_string(), temporary(PROGRESS_FILE)];
+        let mut names = fs::read_dir(folder).map_err(io)?.filter_map(Result::ok).map(|e| e.file_name());
+        if !has_progress && names.any(|name| own.iter().all(|own| name != **own)) {
+            return Err(refuse("is not empty; give a folder of its own to the model"));
+        }
         let progress = match has_progress {
             false => Progress { job, files: [].into(), tensors: [].into(), notes: [].into() },
             true => {
@@ -526,7 +532,11 @@ fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<(), Checkpoint
     let mut file = create(&part)?;
     let written =
         file.write_all(bytes).and_then(|()| file.sync_all()).and_then(|()| fs::rename(&part, &path));
-    written.map_err(|e| written_error(&path, e))
+    written.map_err(|e| {
+        // The room it takes is what the next run needs; where it cannot go either, that run takes no offence.
+        let _ = fs::remove_file(&part);
+        written_error(&path, e)
+    })
 }
 
 fn written_error(path: &Path, error: std::io::Error) -> CheckpointError {
