@@ -296,6 +296,17 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
     // Something else must not go on with it.
     let other = ["quantize", text(&source), text(&resumed), "--scheme", "int8-row"];
     assert_error(unicorn(&other), 1, &["unfinished conversion", "other options"]);
+    // Nor a program that lays out its files otherwise.
+    let notes = resumed.join("unicorn.partial.json");
+    let written = fs::read(&notes).unwrap();
+    for field in ["version", "layout"] {
+        let mut older: Value = serde_json::from_slice(&written).unwrap();
+        assert_eq!(older["job"][field], 1);
+        older["job"][field] = json!(0);
+        fs::write(&notes, older.to_string()).unwrap();
+        assert_error(unicorn(&args), 1, &["unfinished conversion", "another version"]);
+    }
+    fs::write(&notes, written).unwrap();
     let lock = fs::File::open(resumed.join("unicorn.lock")).unwrap();
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
     assert_error(unicorn(&args), 1, &["another process"]);

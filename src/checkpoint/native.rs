@@ -347,7 +347,8 @@ pub struct NativeWriter {
 
 impl NativeWriter {
     /// Begins a folder, or goes on with one that the same `job` began.
-    pub fn open(folder: &Path, job: serde_json::Value) -> Result<NativeWriter, CheckpointError> {
+    pub fn open(folder: &Path, job: &serde_json::Value) -> Result<NativeWriter, CheckpointError> {
+        let job = versioned(job);
         let fail = |problem: String| CheckpointError::file(folder.display(), problem);
         let io = |e: std::io::Error| fail(format!("cannot be written: {e}"));
         fs::create_dir_all(folder).map_err(io)?;
@@ -378,8 +379,8 @@ impl NativeWriter {
                     .map_err(|e| fail(format!("{PROGRESS_FILE} cannot be read: {}", one_line(&e))))?;
                 if progress.job != job {
                     return Err(fail(
-                        "holds an unfinished conversion of another source or with other options; finish that one, or \
-                         remove the folder"
+                        "holds an unfinished conversion of another source, with other options or by another version of \
+                         this program; finish that one, or remove the folder"
                             .into(),
                     ));
                 }
@@ -496,6 +497,11 @@ impl NativeWriter {
         let json = serde_json::to_vec(&self.progress).expect("progress is JSON");
         write_whole(&self.folder, PROGRESS_FILE, &json)
     }
+}
+
+/// A job as this program does it: files of another layout do not go into one folder with its own.
+fn versioned(job: &serde_json::Value) -> serde_json::Value {
+    serde_json::json!({"version": FORMAT_VERSION, "layout": LAYOUT_VERSION, "job": job})
 }
 
 /// A file under way.

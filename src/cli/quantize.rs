@@ -67,7 +67,7 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         "calibration": calibration.as_ref().map(|(text, _)| format!("{:x}", Sha256::digest(text))),
     });
     // Before the source is walked: what is wrong with the folder is known at once.
-    let writer = NativeWriter::open(&args.destination, job)?;
+    let writer = NativeWriter::open(&args.destination, &job)?;
     let moments = match &calibration {
         Some((text, path)) => calibrate(config, &files, text, path)?,
         None => Vec::new(),

@@ -31,7 +31,7 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
         "synthetic": synthetic,
         "schemes": Class::ALL.map(|class| args.schemes.of(class).to_string()),
     });
-    let mut writer = NativeWriter::open(&args.destination, job)?;
+    let mut writer = NativeWriter::open(&args.destination, &job)?;
     let config_json = shape.config_json();
     writer.copy("config.json", config_json.as_bytes())?;
     let demo = load::demo_files();
