@@ -147,10 +147,15 @@ impl Manifest {
             return Err(fail(format!("is of format {:?}; expected {FORMAT:?}", short(&versions.format))));
         }
         if (versions.version, versions.layout) != (FORMAT_VERSION, LAYOUT_VERSION) {
+            let newer = versions.version > FORMAT_VERSION || versions.layout > LAYOUT_VERSION;
             return Err(fail(format!(
-                "is of version {}, layout {}; this program reads version {FORMAT_VERSION}, layout {LAYOUT_VERSION}: \
-                 update it, or quantize the source again",
-                versions.version, versions.layout
+                "is of version {}, layout {}; this program reads version {FORMAT_VERSION}, layout {LAYOUT_VERSION}: {}",
+                versions.version,
+                versions.layout,
+                match newer {
+                    true => "a newer program wrote it: update this one, or quantize the source again",
+                    false => "an older program wrote it: quantize the source again",
+                }
             )));
         }
         let manifest: Manifest = serde_json::from_slice(&bytes).map_err(invalid)?;
