@@ -69,7 +69,9 @@ fn a_conversion_without_loss_gives_the_same_logits_to_the_bit() {
         let (mut first, mut second) = (contents(&kept), contents(&again));
         let source_of = |files: &mut BTreeMap<String, Vec<u8>>| {
             let mut manifest: Value = serde_json::from_slice(&files.remove("unicorn.json").unwrap()).unwrap();
-            manifest.as_object_mut().unwrap().remove("source").unwrap();
+            for field in ["source", "job"] {
+                manifest.as_object_mut().unwrap().remove(field).unwrap();
+            }
             manifest
         };
         assert_eq!(source_of(&mut first), source_of(&mut second));
@@ -666,4 +668,37 @@ fn quantizing_reports_what_it_cost_on_a_text() {
         assert_error(unicorn_on_software(&all), 1, &parts);
         assert!(!none.exists());
     }
+}
+
+/// The longest context that fits is another for the result than for the source: an evaluation takes one for both.
+#[test]
+fn an_evaluation_needs_no_context_and_is_repeated_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let text_file = folder.path().join("text.txt");
+    fs::write(&text_file, "The capital of France is Paris.\n".repeat(4)).unwrap();
+    let (source, destination) = (root().join("models/demo"), folder.path().join("result"));
+    let command = |vram: &str, scheme: &str| {
+        let eval = ["--eval", text(&text_file), "--allow-software-vulkan", "--verbose"];
+        let mut command = unicorn_on_software(
+            &[&["quantize", text(&source), text(&destination), "--scheme", scheme], &eval[..]].concat(),
+        );
+        for (name, bytes) in [("VRAM", vram), ("GTT", "0"), ("RESERVE", "0")] {
+            command.env(format!("UNICORN_MEMORY_{name}"), bytes);
+        }
+        command
+    };
+    // Too little memory for the evaluation, which is the last thing done.
+    let (code, _, stderr) = output(command("8MiB", "int4-g32"));
+    assert!(code == 1 && stderr.contains("does not fit"), "{stderr}");
+    let before = contents(&destination);
+    assert!(before.contains_key("unicorn.json"), "{stderr}");
+
+    let (code, stdout, stderr) = output(command("32MiB", "int4-g32"));
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stdout.contains("converted by this command before"), "{stdout}");
+    assert!(number(&stdout, "mean KL divergence") > 1e-5, "{stdout}");
+    assert_eq!(stderr.matches("context  2049 tokens").count(), 2, "{stderr}");
+    assert_eq!(contents(&destination), before);
+    // What another command would have written is not evaluated in its place.
+    assert_error(command("32MiB", "int8-row"), 1, &["already"]);
 }

@@ -92,6 +92,9 @@ pub struct Manifest {
     pub synthetic: Option<Synthetic>,
     #[serde(default)]
     pub norms_hold_one: bool,
+    /// Digest of what was asked for, by which the same command knows its result.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    job: Option<String>,
     /// The `config.json` that the weights were written for.
     pub config: serde_json::Value,
     pub files: BTreeMap<String, FileRecord>,
@@ -351,6 +354,12 @@ pub struct NativeWriter {
 }
 
 impl NativeWriter {
+    /// Whether the folder holds what the same `job` has written to its end.
+    pub fn is_result(folder: &Path, job: &serde_json::Value) -> bool {
+        let manifest = ModelFiles::open(folder).and_then(|files| Manifest::read(&files));
+        matches!(manifest, Ok(Some(Manifest { job: Some(of), .. })) if of == digest(&versioned(job)))
+    }
+
     /// Begins a folder, or goes on with one that the same `job` began.
     pub fn open(folder: &Path, job: &serde_json::Value) -> Result<NativeWriter, CheckpointError> {
         let job = versioned(job);
@@ -475,7 +484,7 @@ impl NativeWriter {
         norms_hold_one: bool,
         config: serde_json::Value,
     ) -> Result<u64, CheckpointError> {
-        let Progress { files, tensors, .. } = self.progress;
+        let Progress { job, files, tensors, .. } = self.progress;
         let bytes = files.values().map(|f| f.bytes).sum();
         let manifest = Manifest {
             format: FORMAT.into(),
@@ -485,6 +494,7 @@ impl NativeWriter {
             source,
             synthetic,
             norms_hold_one,
+            job: Some(digest(&job)),
             config,
             files,
             tensors,
@@ -507,6 +517,10 @@ impl NativeWriter {
 /// A job as this program does it: files of another layout do not go into one folder with its own.
 fn versioned(job: &serde_json::Value) -> serde_json::Value {
     serde_json::json!({"version": FORMAT_VERSION, "layout": LAYOUT_VERSION, "job": job})
+}
+
+fn digest(job: &serde_json::Value) -> String {
+    hex(&Sha256::digest(job.to_string()))
 }
 
 /// A file under way.

@@ -281,7 +281,7 @@ pub enum RoundingMethod {
 pub struct Quantize {
     /// The checkpoint: a folder of safetensors, a GGUF file, or the name of a pulled model
     pub source: String,
-    /// Folder to write, which must not exist or be empty, or hold what an interrupted run has written
+    /// Folder to write, which must not exist or be empty, or hold what this command has written before
     pub destination: PathBuf,
     #[command(flatten)]
     pub schemes: Schemes,
@@ -291,7 +291,8 @@ pub struct Quantize {
     /// Weigh errors by how large the activations of this text are, which the source model computes on the device
     #[arg(long, value_name = "FILE")]
     pub calibrate: Option<PathBuf>,
-    /// Compare the result with the source on this text: perplexity, and the mean KL divergence
+    /// Compare the result with the source on this text: perplexity, and the mean KL divergence; also of a folder that this
+    /// command has finished before
     #[arg(long, value_name = "FILE")]
     pub eval: Option<PathBuf>,
 }
