@@ -360,6 +360,29 @@ fn a_conversion_that_could_not_note_anything_is_begun_anew() {
 }
 
 #[test]
+fn a_file_that_ends_while_it_is_loaded_is_named_with_the_place_in_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let native = folder.path().join("native");
+    quantize(&data("gemma3/tiny-a"), &native, &["--scheme", "int4-g32"]);
+    let path = native.join("shared.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+    let header: Value = serde_json::from_slice(&bytes[8..][..length as usize]).unwrap();
+    let scales = header["model.embed_tokens.weight.scales"]["data_offsets"][0].as_u64().unwrap() + 8 + length;
+
+    // By then the small tensors of the file are read, and the matrix is not.
+    let files = ModelFiles::open(&native).unwrap();
+    let mut progress = |_| {
+        fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(scales + 10).unwrap();
+    };
+    let loaded = Gemma3::load(&device(), &files, &LoadOptions::default(), &mut progress);
+    let error = loaded.err().unwrap().to_string();
+    for part in [text(&path), "tensor model.embed_tokens.weight", &format!("bytes {scales} to ")] {
+        assert!(error.contains(part), "{part:?} is not in {error:?}");
+    }
+}
+
+#[test]
 fn damaged_native_checkpoints_are_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let sound = folder.path().join("sound");

@@ -361,11 +361,15 @@ impl PartialEq for FileSlice<'_> {
 }
 
 impl FileSlice<'_> {
-    /// Reads `into.len()` bytes from byte `offset` of the slice, past the mapping and the page cache. Panics if they are beyond the slice.
-    pub fn read_at(&self, offset: u64, into: &mut [u8]) -> std::io::Result<()> {
+    /// Reads `into.len()` bytes from byte `offset` of the slice, past the mapping and the page cache. The error says which
+    /// bytes of the file these are. Panics if they are beyond the slice.
+    pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<(), String> {
         let from = &self.bytes[offset as usize..][..into.len()];
         match self.file {
-            Some((file, start)) => file.read_exact_at(into, start + offset),
+            Some((file, start)) => file.read_exact_at(into, start + offset).map_err(|e| {
+                let at = start + offset;
+                format!("bytes {at} to {} of the file cannot be read: {e}", at + into.len() as u64)
+            }),
             None => {
                 into.copy_from_slice(from);
                 Ok(())

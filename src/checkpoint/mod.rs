@@ -235,7 +235,7 @@ impl Checkpoint {
         let Some(Stored::Plain { dtype, data }) = stored else { return tensor.to_f32() };
         let mut bytes = vec![0; data.range.len()];
         let slice = self.files[data.file].bytes.slice(data.range.clone());
-        slice.read_at(0, &mut bytes).map_err(|e| tensor.error(format!("cannot be read: {e}")))?;
+        slice.read_at(0, &mut bytes).map_err(|e| tensor.error(e))?;
         Tensor { encoding: Encoding::Plain { dtype: *dtype, data: &bytes }, ..*tensor }.to_f32()
     }
 

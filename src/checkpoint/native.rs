@@ -265,10 +265,7 @@ pub fn verify(
         for start in (0..bytes.len()).step_by(HASH_BYTES) {
             let end = bytes.len().min(start + HASH_BYTES);
             let piece = &mut buffer[..end - start];
-            bytes
-                .slice(start..end)
-                .read_at(0, piece)
-                .map_err(|e| fail(format!("byte {start}: cannot be read: {e}")))?;
+            bytes.slice(start..end).read_at(0, piece).map_err(fail)?;
             hash.update(piece);
             bytes.release(start..end);
             done += (end - start) as u64;

@@ -85,9 +85,7 @@ impl Matrix {
                 let mut read = |to: &Buffer, plane: FileSlice<'a>, skip: usize| {
                     let tensor = *tensor;
                     uploader.queue(to, move |offset, into| {
-                        let at = skip as u64 + offset;
-                        let failed = |e| tensor.error(format!("byte {at}: cannot be read: {e}"));
-                        Ok(plane.read_at(at, into).map_err(failed)?)
+                        Ok(plane.read_at(skip as u64 + offset, into).map_err(|e| tensor.error(e))?)
                     });
                 };
                 read(&blocks, native.blocks, first_tile * tile_bytes);
