@@ -1204,6 +1204,21 @@ fn the_commands_pull_list_and_remove() {
     let (_, stdout, _) = output(unicorn(home.path(), &hub, &["models", "list"]));
     assert!(stdout.lines().count() == 1 && stdout.starts_with("org/tiny:a-Q4_0.gguf  gguf"), "{stdout}");
 
+    // One that was begun in models.dir hides none that is whole in the other cache.
+    let begun = home.path().join("begun");
+    fs::create_dir_all(begun.join("models--org--tiny/blobs")).expect("made");
+    fs::write(begun.join("models--org--tiny/blobs/0123.incomplete"), "fo").expect("written");
+    let inspect = |home: &Path| {
+        let mut inspect = unicorn(home, &hub, &["inspect", "org/tiny"]);
+        inspect.env("UNICORN_MODELS_DIR", &begun);
+        output(inspect).2
+    };
+    let found = inspect(home.path());
+    assert!(found.contains("a-Q4_0.gguf: "), "{found}");
+    let elsewhere = tempfile::tempdir().expect("a folder");
+    let found = inspect(elsewhere.path());
+    assert!(found.contains("org/tiny is here only in part; `unicorn pull org/tiny`"), "{found}");
+
     let (code, _, stderr) = output(unicorn(home.path(), &hub, &["models", "rm", "org/tiny"]));
     assert!(code == 1 && stderr.contains("--yes"), "{stderr}");
     let (code, _, stderr) = output(unicorn(home.path(), &hub, &["models", "rm", "org/tiny", "--yes"]));

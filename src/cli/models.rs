@@ -66,6 +66,7 @@ fn find(config: &Config, text: &mut String) -> Result<Option<ModelName>, Error> 
     }
     let Ok(name) = text.parse::<ModelName>() else { return Ok(None) };
     let caches = caches(config);
+    let mut partial = None;
     for cache in &caches {
         match cache.find(&name) {
             Ok(Some(path)) => {
@@ -75,6 +76,8 @@ fn find(config: &Config, text: &mut String) -> Result<Option<ModelName>, Error> 
                 return Ok(Some(name));
             }
             Ok(None) => {}
+            // Another cache may have all of it.
+            Err(error @ HubError::Partial { .. }) => partial = partial.or(Some(error)),
             Err(error) => {
                 show_choice(&error);
                 return Err(error.into());
@@ -82,7 +85,7 @@ fn find(config: &Config, text: &mut String) -> Result<Option<ModelName>, Error> 
         }
     }
     let roots = caches.iter().map(|c| c.root().to_path_buf()).collect();
-    Err(HubError::NotPulled { name, roots }.into())
+    Err(partial.unwrap_or(HubError::NotPulled { name, roots }).into())
 }
 
 pub fn list(config: &Config, json: bool) -> Result<(), Error> {
