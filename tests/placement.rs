@@ -521,7 +521,8 @@ fn a_plan_as_json_says_the_same_and_adds_up() {
     assert_eq!((code, &line["fits"], &line["error"]), (0, &json!(true), &Value::Null));
     assert_eq!(line["kv_bytes_per_token"], json!(992 * KIB));
     let largest = &line["largest_contexts"];
-    assert_eq!(largest[0], json!({"sequences": 1, "context": line["context"]}));
+    let bound = &Value::Null;
+    assert_eq!((&largest[0]["context"], &largest[0]["largest_allocation_bytes"]), (&line["context"], bound));
     assert_eq!(bytes(&line["bytes_per_sequence"]), bytes(&line["context"]) * 992 * KIB);
     for heap in line["heaps"].as_array().expect("a list") {
         let rows = line["placements"].as_array().expect("a list").iter();
@@ -542,6 +543,36 @@ fn a_plan_as_json_says_the_same_and_adds_up() {
         stderr.contains(&way_out) && line["error"].as_str().expect("text").contains(&way_out),
         "{stderr}"
     );
+}
+
+#[test]
+fn a_plan_says_what_else_than_memory_bounds_a_context() {
+    let plan = |args: &[&str]| {
+        let shape = ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "900GiB"];
+        let (code, stdout, stderr) = output(unicorn(&[&shape[..], args].concat()));
+        assert_eq!((code, stderr.as_str()), (0, ""));
+        stdout
+    };
+    let json = |args: &[&str]| -> Value { serde_json::from_str(&plan(args)).expect("one JSON object") };
+    // More than the model was trained for is cut, and said to be.
+    let text = plan(&["--context", "200000"]);
+    let cut = "131072 tokens for 1 sequence: fits (200000 were asked for; the model's maximum is 131072)";
+    assert!(text.contains(cut), "{text}");
+    let line = json(&["--json", "--context", "200000"]);
+    assert_eq!((&line["context"], &line["cut_to_model_maximum"]), (&json!(131_072), &json!(true)));
+    let line = json(&["--json", "--context", "131072"]);
+    assert_eq!((&line["context"], &line["cut_to_model_maximum"]), (&json!(131_072), &json!(false)));
+    // Sixteen sequences' keys of one layer, 8 KiB a token, in an allocation of 4 GiB less a grain: with half of the memory
+    // left over.
+    let text = plan(&[]);
+    for row in [
+        "largest context  131072 tokens for 1 sequence\n",
+        "32752 tokens for each of 16 sequences (one allocation holds at most 4.0 GiB)\n",
+    ] {
+        assert!(text.contains(row), "{row:?} is not in {text}");
+    }
+    assert_eq!(line["largest_contexts"][0]["largest_allocation_bytes"], Value::Null);
+    assert_eq!(line["largest_contexts"][1]["largest_allocation_bytes"], json!((4 * GIB) - 64 * KIB));
 }
 
 #[test]

@@ -29,6 +29,9 @@ struct Subject {
     others: Vec<(String, Schemes)>,
 }
 
+/// Sequences, the tokens of each that fit, and the largest allocation where that alone bounds them.
+type Largest = (usize, usize, Option<u64>);
+
 pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let subject = match (&args.model, args.shape) {
         (Some(model), _) => checkpoint(model, config)?,
@@ -54,8 +57,11 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let mut counts = vec![1, MAX_SEQUENCES, sequences];
     counts.sort_unstable();
     counts.dedup();
-    let largest: Vec<(usize, usize)> =
-        counts.into_iter().map(|n| (n, demand.largest_context(&machine, &limits, n))).collect();
+    let largest = counts.into_iter().map(|n| {
+        let context = demand.largest_context(&machine, &limits, n);
+        (n, context, demand.allocation_limit(&machine, &limits, context, n))
+    });
+    let largest: Vec<Largest> = largest.collect();
     let text = match args.json {
         true => as_json(&subject, &demand, sequences, wanted, &outcome, &largest),
         false => as_text(&subject, &demand, sequences, wanted, &outcome, &largest),
@@ -124,13 +130,19 @@ fn contexts(sequences: usize, context: usize) -> String {
     }
 }
 
+/// What was asked for, and the model's maximum, where that is less.
+fn cut(demand: &Demand<'_>, wanted: Option<usize>) -> Option<(usize, usize)> {
+    let longest = demand.config.max_position_embeddings;
+    wanted.filter(|wanted| *wanted > longest).map(|wanted| (wanted, longest))
+}
+
 fn as_text(
     subject: &Subject,
     demand: &Demand<'_>,
     sequences: usize,
     wanted: Option<usize>,
     outcome: &Result<Fit, DoesNotFit>,
-    largest: &[(usize, usize)],
+    largest: &[Largest],
 ) -> String {
     let mut text = format!("{}: {}\n", subject.name, subject.stored);
     let (context, heaps) = match outcome {
@@ -142,7 +154,11 @@ fn as_text(
         (Ok(_), None) => "the longest that fits",
         (Err(_), _) => "DOES NOT FIT",
     };
-    text += &format!("{}: {verdict}\n\n", contexts(sequences, context));
+    let cut = match cut(demand, wanted) {
+        Some((wanted, longest)) => format!(" ({wanted} were asked for; the model's maximum is {longest})"),
+        None => String::new(),
+    };
+    text += &format!("{}: {verdict}{cut}\n\n", contexts(sequences, context));
 
     let widths: Vec<usize> = heaps.iter().map(|heap| heap.heap.name.len().max(9) + 2).collect();
     let mut row = |name: &str, cells: Vec<String>, total: String| {
@@ -186,9 +202,10 @@ fn as_text(
         bytes(per_token),
         bytes(per_token * context as u64)
     );
-    for (i, (sequences, context)) in largest.iter().enumerate() {
+    for (i, (sequences, context, limit)) in largest.iter().enumerate() {
         let name = if i == 0 { "largest context" } else { "" };
-        text += &format!("{name:<16} {}\n", contexts(*sequences, *context));
+        let why = limit.map(|n| format!(" (one allocation holds at most {})", bytes(n))).unwrap_or_default();
+        text += &format!("{name:<16} {}{why}\n", contexts(*sequences, *context));
     }
     text
 }
@@ -199,7 +216,7 @@ fn as_json(
     sequences: usize,
     wanted: Option<usize>,
     outcome: &Result<Fit, DoesNotFit>,
-    largest: &[(usize, usize)],
+    largest: &[Largest],
 ) -> String {
     let (context, heaps) = match outcome {
         Ok(fit) => (fit.context, &fit.plan.heaps),
@@ -242,10 +259,13 @@ fn as_json(
         "error": refusal.map(ToString::to_string),
         "sequences": sequences,
         "requested_context": wanted,
+        "cut_to_model_maximum": cut(demand, wanted).is_some(),
         "context": context,
         "largest_contexts": largest
             .iter()
-            .map(|(sequences, context)| json!({"sequences": sequences, "context": context}))
+            .map(|(sequences, context, limit)| {
+                json!({"sequences": sequences, "context": context, "largest_allocation_bytes": limit})
+            })
             .collect::<Vec<_>>(),
         "smaller": refusal.and_then(|error| error.smaller.as_ref()).map(|(option, context)| {
             json!({"option": option, "context": context})

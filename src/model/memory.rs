@@ -262,6 +262,24 @@ impl Demand<'_> {
         })
     }
 
+    /// The largest allocation, where that is what keeps more than `context`, the largest that fits, from fitting: a layer's
+    /// keys are one buffer.
+    pub fn allocation_limit(
+        &self,
+        machine: &Machine,
+        limits: &placement::Limits,
+        context: usize,
+        sequences: usize,
+    ) -> Option<u64> {
+        if context >= self.config.max_position_embeddings {
+            return None;
+        }
+        match self.place(machine, limits, context + BLOCK_SIZE, sequences).err()?.obstacle {
+            placement::Obstacle::TooLarge { limit } => Some(limit),
+            placement::Obstacle::Full => None,
+        }
+    }
+
     /// Of `others`, the one with the largest weights that are smaller than these and fit, and its largest context.
     fn first_smaller(
         &self,
