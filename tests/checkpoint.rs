@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
-use crate::support::{data, root};
+use crate::legacy::mutate;
+use crate::support::{self, data, root};
 use unicorn::checkpoint::{Checkpoint, CheckpointError, MAX_READ_BYTES, ModelFiles, Tensor};
 use unicorn::model::config::{Gemma3Config, GenerationConfig, LayerType};
 use unicorn::model::weights::Gemma3Weights;
@@ -1165,6 +1166,8 @@ fn weights_that_contradict_the_config_are_refused_by_tensor() {
 #[test]
 fn spoiled_models_are_refused_or_read_within_bounds() {
     const ROUNDS: u64 = 3000;
+    const PER_BYTE: usize = 12;
+    const FIXED: usize = 64 << 10;
     let seed: u64 = 0x5EED_2026;
     println!("seed {seed:#x}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -1204,16 +1207,27 @@ fn spoiled_models_are_refused_or_read_within_bounds() {
         fs::remove_file(&path).unwrap();
         fs::write(path, bytes).unwrap();
     };
-    let (mut loaded, mut refused) = (0, 0);
+    let whole: usize = files.iter().map(|(_, bytes)| bytes.len()).sum();
+    let (mut loaded, mut refused, mut past_header, mut most) = (0, 0, 0, 0);
     for round in 0..ROUNDS {
         let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
         let (name, bytes) = &files[rng.random_range(0..files.len())];
         let mut spoiled = bytes.clone();
-        for _ in 0..rng.random_range(1..=3) {
-            spoil(&mut spoiled, &mut rng);
+        if name.ends_with(".safetensors") && rng.random_bool(0.8) {
+            spoiled = mutate(bytes, &mut rng);
+        } else {
+            for _ in 0..rng.random_range(1..=3) {
+                spoil(&mut spoiled, &mut rng);
+            }
         }
         put(name, &spoiled);
-        match std::panic::catch_unwind(|| load_to_the_end(folder.path())) {
+        let held = whole - bytes.len() + spoiled.len();
+        let run = || std::panic::catch_unwind(|| load_to_the_end(folder.path()));
+        let (outcome, peak) = support::peak_allocation(run);
+        assert!(peak <= PER_BYTE * held + FIXED, "round {round}: {peak} bytes for files of {held}");
+        most = most.max(peak);
+        past_header += u64::from(Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).is_ok());
+        match outcome {
             Ok(Ok(())) => loaded += 1,
             Ok(Err(error)) => {
                 refused += 1;
@@ -1227,8 +1241,11 @@ fn spoiled_models_are_refused_or_read_within_bounds() {
         put(name, bytes);
     }
     // Spoiling a weight's value, or a name that nobody reads, is nothing to refuse.
-    println!("{refused} refused, {loaded} loaded");
+    println!(
+        "{past_header} past the header, {refused} refused, {loaded} loaded, at most {most} bytes held for {whole}"
+    );
     assert!(refused > ROUNDS / 2 && loaded > ROUNDS / 50, "{refused} refused, {loaded} loaded");
+    assert!(past_header > ROUNDS / 2, "{past_header} past the header");
 }
 
 /// Opens, collects, walks and quantizes everything.

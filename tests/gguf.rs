@@ -1754,6 +1754,8 @@ fn spoiled_files_are_refused_or_read_within_bounds() {
 #[test]
 fn the_bodies_of_the_other_fuzz_targets_hold() {
     const ROUNDS: u64 = 1000;
+    const PER_BYTE: usize = 12;
+    const FIXED: usize = 64 << 10;
     let seed: u64 = 0xF022_5EED;
     println!("seed {seed:#x}");
     let (checkpoint, folder) = (small(seed).files(), TempDir::new().unwrap());
@@ -1789,16 +1791,20 @@ fn the_bodies_of_the_other_fuzz_targets_hold() {
     ];
     for (name, body, whole) in bodies {
         assert!(body(whole.to_vec()) > 0, "{name}");
-        let mut accepted = 0;
+        let (mut accepted, mut most) = (0, 0);
         for round in 0..ROUNDS {
             let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
             let mut bytes = whole.to_vec();
             spoil_bytes(&mut bytes, &mut rng);
+            let len = bytes.len();
             let run = std::panic::AssertUnwindSafe(|| body(bytes));
-            let found = std::panic::catch_unwind(run).unwrap_or_else(|_| panic!("{name}, round {round}"));
+            let (found, peak) = support::peak_allocation(|| std::panic::catch_unwind(run));
+            let found = found.unwrap_or_else(|_| panic!("{name}, round {round}"));
+            assert!(peak <= PER_BYTE * len + FIXED, "{name}, round {round}: {peak} bytes for {len}");
+            most = most.max(peak);
             accepted += u64::from(found > 0);
         }
-        println!("{name}: {accepted} of {ROUNDS} accepted");
+        println!("{name}: {accepted} of {ROUNDS} accepted, at most {most} bytes held for {}", whole.len());
         assert!(accepted < ROUNDS, "{name}");
     }
 }

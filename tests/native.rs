@@ -23,7 +23,8 @@ use unicorn::tensor::{
 
 use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
 use crate::golden::{Goldens, all_logits, max_difference};
-use crate::support::{data, device, root};
+use crate::legacy::mutate;
+use crate::support::{self, data, device, root};
 
 fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
@@ -434,6 +435,10 @@ fn damaged_native_checkpoints_are_refused_by_name() {
         (Box::new(manifest(&|m| m["version"] = json!(2))), &["unicorn.json", "version 2", "newer", "update"]),
         (Box::new(manifest(&|m| m["layout"] = json!(9))), &["unicorn.json", "layout 9", "newer", "update"]),
         (Box::new(manifest(&|m| m["layout"] = json!(0))), &["unicorn.json", "layout 0", "older", "again"]),
+        (
+            Box::new(manifest(&|m| m["source"] = json!("x".repeat(2 << 20)))),
+            &["unicorn.json", "bytes; expected at most 2097152"],
+        ),
         (Box::new(manifest(&|m| m["format"] = json!("gguf"))), &["unicorn.json", "gguf"]),
         (Box::new(|f: &Path| fs::write(f.join("unicorn.json"), "{").unwrap()), &["unicorn.json", "no valid"]),
         (Box::new(manifest(&|m| m["tensors"][Q]["scheme"] = json!("int8-row"))), &[Q, "int8-row", "takes"]),
@@ -483,11 +488,13 @@ fn damaged_native_checkpoints_are_refused_by_name() {
     assert_error(unicorn(&["inspect", text(&source), "--verify"]), 1, &["no checksums"]);
 }
 
-/// Mutates manifests and headers a byte or a number at a time: refused, or read to the end.
+/// Mutates manifests, headers and what lies behind them: refused, or read to the end within bounds.
 #[test]
 fn mutated_native_checkpoints_are_refused_or_read() {
     const SEED: u64 = 11;
     const ROUNDS: usize = 4000;
+    const PER_BYTE: usize = 12;
+    const FIXED: usize = 64 << 10;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let folder = tempfile::tempdir().unwrap();
@@ -496,44 +503,58 @@ fn mutated_native_checkpoints_are_refused_or_read() {
     let originals = contents(&sound);
     let numbers =
         ["0", "1", "-1", "31", "32", "33", "4294967295", "18446744073709551615", "1e99", "null", "[]"];
-    let (mut refused, mut read) = (0, 0);
-    for _ in 0..ROUNDS {
-        let name = ["unicorn.json", "unicorn.json", "layer-001.safetensors", "shared.safetensors"]
+    let whole: usize = originals.values().map(Vec::len).sum();
+    let (mut refused, mut read, mut most) = (0, 0, 0);
+    for round in 0..ROUNDS {
+        // Of the manifest a byte or a number; of the other files what leaves most of them to be read.
+        let name = ["unicorn.json", "layer-001.safetensors", "layer-005.safetensors", "shared.safetensors"]
             [rng.random_range(0..4)];
         let mut bytes = originals[name].clone();
-        let header = if name == "unicorn.json" { bytes.len() } else { 1500.min(bytes.len()) };
-        for _ in 0..rng.random_range(1..3) {
-            let at = rng.random_range(0..header.min(bytes.len()));
-            match rng.random_range(0..5) {
-                0 => bytes[at] = rng.random(),
-                1 => drop(bytes.remove(at)),
-                2 => bytes.truncate(at),
-                // Another number in place of one: what gets past the JSON.
-                _ => {
-                    let digit = |b: &u8| b.is_ascii_digit();
-                    let Some(start) = bytes[at..].iter().position(digit).map(|p| p + at) else { continue };
-                    let end =
-                        bytes[start..].iter().position(|b| !digit(b)).map_or(bytes.len(), |p| p + start);
-                    let number = numbers[rng.random_range(0..numbers.len())];
-                    bytes.splice(start..end, number.bytes());
+        if name != "unicorn.json" {
+            bytes = mutate(&bytes, &mut rng);
+            // A file of another length is refused before it is read.
+            let mut manifest: Value = serde_json::from_slice(&originals["unicorn.json"]).unwrap();
+            manifest["files"][name]["bytes"] = json!(bytes.len());
+            fs::write(sound.join("unicorn.json"), manifest.to_string()).unwrap();
+        } else {
+            for _ in 0..rng.random_range(1..3) {
+                let at = rng.random_range(0..bytes.len());
+                match rng.random_range(0..5) {
+                    0 => bytes[at] = rng.random(),
+                    1 => drop(bytes.remove(at)),
+                    2 => bytes.truncate(at.max(1)),
+                    // Another number in place of one: what gets past the JSON.
+                    _ => {
+                        let digit = |b: &u8| b.is_ascii_digit();
+                        let Some(start) = bytes[at..].iter().position(digit).map(|p| p + at) else {
+                            continue;
+                        };
+                        let end =
+                            bytes[start..].iter().position(|b| !digit(b)).map_or(bytes.len(), |p| p + start);
+                        let number = numbers[rng.random_range(0..numbers.len())];
+                        bytes.splice(start..end, number.bytes());
+                    }
                 }
-            }
-            if bytes.is_empty() {
-                break;
             }
         }
         fs::write(sound.join(name), &bytes).unwrap();
-        match read_to_the_end(&sound) {
+        let held = whole - originals[name].len() + bytes.len();
+        let (outcome, peak) = support::peak_allocation(|| read_to_the_end(&sound));
+        assert!(peak <= PER_BYTE * held + FIXED, "round {round}: {peak} bytes for files of {held}");
+        most = most.max(peak);
+        match outcome {
             Ok(()) => read += 1,
             Err(error) => {
                 assert!(!error.contains('\n') && error.len() < 2000, "{error:?}");
                 refused += 1;
             }
         }
-        fs::write(sound.join(name), &originals[name]).unwrap();
+        for name in [name, "unicorn.json"] {
+            fs::write(sound.join(name), &originals[name]).unwrap();
+        }
     }
-    println!("{refused} refused, {read} read");
-    assert!(refused > ROUNDS / 2 && read > ROUNDS / 50, "{refused} refused, {read} read");
+    println!("{refused} refused, {read} read, at most {most} bytes held for {whole}");
+    assert!(refused > ROUNDS / 5 && read > ROUNDS / 2, "{refused} refused, {read} read");
 }
 
 fn read_to_the_end(folder: &Path) -> Result<(), String> {

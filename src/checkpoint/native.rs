@@ -4,7 +4,7 @@
 //! the rest, and the source's configs, tokenizer and template. `docs/formats.md` specifies it.
 //!
 //! The manifest is written last, so a folder that has one is whole: what was interrupted, or met a full disk, does not
-//! load. Refuses a manifest of a newer format or layout, files of another size than it says, a config that is not the
+//! load. Refuses a manifest of another format or layout, files of another size than it says, a config that is not the
 //! one the weights were written for, and tensors whose bytes do not fit scheme and shape. Checksums are compared where
 //! that is asked for ([`verify`]).
 
@@ -32,6 +32,10 @@ const FORMAT: &str = "unicorn-native";
 const FORMAT_VERSION: u32 = 1;
 const BLOCKS: &str = ".blocks";
 const SCALES: &str = ".scales";
+/// The 435 matrices of a 27B take 0.1 MB.
+const MAX_MANIFEST_BYTES: usize = 2 << 20;
+/// As the model's own reader has it.
+const MAX_CONFIG_BYTES: usize = 1 << 20;
 /// Bytes hashed at once.
 const HASH_BYTES: usize = 8 << 20;
 
@@ -137,6 +141,9 @@ impl Manifest {
             }
             return Ok(None);
         };
+        if bytes.len() > MAX_MANIFEST_BYTES {
+            return Err(fail(format!("has {} bytes; expected at most {MAX_MANIFEST_BYTES}", bytes.len())));
+        }
         // Versions first: a newer manifest may have other fields.
         #[derive(Deserialize)]
         struct Versions {
@@ -165,9 +172,12 @@ impl Manifest {
         let config = files.read("config.json")?.ok_or_else(|| {
             CheckpointError::file(files.location(), "holds no config.json; the copy is incomplete")
         })?;
-        let config: serde_json::Value = serde_json::from_slice(&config).map_err(|e| {
-            CheckpointError::file(files.display("config.json"), format!("is no JSON: {}", one_line(&e)))
-        })?;
+        let fail = |problem: String| CheckpointError::file(files.display("config.json"), problem);
+        if config.len() > MAX_CONFIG_BYTES {
+            return Err(fail(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", config.len())));
+        }
+        let config: serde_json::Value =
+            serde_json::from_slice(&config).map_err(|e| fail(format!("is no JSON: {}", one_line(&e))))?;
         if config != manifest.config {
             return Err(CheckpointError::file(
                 files.display("config.json"),
