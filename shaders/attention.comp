@@ -1,7 +1,7 @@
 // Causal attention of each token over its sequence's paged KV cache, optionally in a sliding window.
 //
 //   q, y  f32 [tokens, num_kv_heads * GROUP, HEAD_DIM]; q already normed, rotated and scaled
-//   k_cache, v_cache  f32 [block][kv_head][token in block][HEAD_DIM]
+//   k_cache, v_cache  blocks of rows [kv_head][token in block][HEAD_DIM] (common/kv.glsl)
 //   block_tables [sequences][max_blocks]; sequence_of, positions [tokens]
 //   window  keys a token sees, itself included; 0: all
 //
@@ -14,6 +14,7 @@
 #extension GL_GOOGLE_include_directive : require
 #extension GL_KHR_shader_subgroup_arithmetic : require
 #include "memory.glsl"
+#include "kv.glsl"
 
 const uint TILE = 64;
 const float LOWEST = uintBitsToFloat(0xff800000u);
@@ -26,8 +27,8 @@ const uint PARTS = TILE / LANES;
 
 layout(push_constant, std430) uniform Push {
     ReadVec4s q;
-    ReadVec4s k_cache;
-    ReadVec4s v_cache;
+    ReadCache k_cache;
+    ReadCache v_cache;
     ReadUints positions;
     ReadUints sequence_of;
     ReadUints block_tables;
@@ -43,6 +44,9 @@ shared vec4 query[GROUP][TILE];
 shared float subgroup_maximum[GROUP][TILE];
 shared float weights[GROUP][TILE];
 shared uint key_rows[TILE];
+#if defined(KV_INT8)
+shared float value_scales[TILE];
+#endif
 shared float part_sum[GROUP][PARTS];
 
 void main() {
@@ -72,16 +76,24 @@ void main() {
         [[unroll]] for (uint g = 0; g < GROUP; g++) score[g] = LOWEST;
         if (key >= first && key <= position) {
             const uint block = block_tables.at[table + key / block_size];
-            const uint key_row = ((block * num_kv_heads + kv_head) * block_size + key % block_size) * LANES;
+            const uint head_row = kv_head * block_size + key % block_size, rows = num_kv_heads * block_size;
+            const uint key_row = cache_row(block, rows, head_row, LANES);
             key_rows[lane] = key_row;
+#if defined(KV_INT8)
+            const float scale = cache_scale(k_cache, block, rows, head_row, LANES);
+            value_scales[lane] = cache_scale(v_cache, block, rows, head_row, LANES);
+#endif
             [[unroll]] for (uint g = 0; g < GROUP; g++) score[g] = 0.0;
             for (uint i = 0; i < LANES; i++) {
-                const vec4 b = k_cache.at[key_row + i];
+                const vec4 b = cache_four(k_cache, key_row + i);
                 [[unroll]] for (uint g = 0; g < GROUP; g++) {
                     const vec4 a = query[g][i];
                     score[g] = fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, score[g]))));
                 }
             }
+#if defined(KV_INT8)
+            [[unroll]] for (uint g = 0; g < GROUP; g++) score[g] *= scale;
+#endif
         }
         [[unroll]] for (uint g = 0; g < GROUP; g++) {
             const float highest = subgroupMax(score[g]);
@@ -108,7 +120,10 @@ void main() {
         }
         if (part < PARTS) {
             for (uint j = (low + PARTS - 1 - part) / PARTS * PARTS + part; j <= high; j += PARTS) {
-                const vec4 value = v_cache.at[key_rows[j] + dim];
+                vec4 value = cache_four(v_cache, key_rows[j] + dim);
+#if defined(KV_INT8)
+                value *= value_scales[j];
+#endif
                 [[unroll]] for (uint g = 0; g < GROUP; g++) {
                     const float weight = weights[g][j];
                     sum[g] += weight;

@@ -3,7 +3,7 @@
 //   q f32 [tokens, num_heads, head_dim]     q = rope(norm(q)) * q_scale, in place
 //   k f32 [tokens, num_kv_heads, head_dim]  k_cache[slot] = rope(norm(k))
 //   v f32 [tokens, num_kv_heads, head_dim]  v_cache[slot] = v
-//   k_cache, v_cache f32 [block][kv_head][token in block][head_dim]
+//   k_cache, v_cache  blocks of rows [kv_head][token in block][head_dim] (common/kv.glsl)
 //   rope  [position][head_dim / 2] of (cos, sin), made on the host in f64: Vulkan's own are specified on
 //         [-pi, pi] only. Halves are rotated (dimension i with i + head_dim / 2).
 //   slot_mapping [tokens]: block * block_size + token in block
@@ -12,6 +12,7 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
+#include "kv.glsl"
 #define WORKGROUP 64
 #include "reduce.glsl"
 
@@ -26,8 +27,8 @@ layout(push_constant, std430) uniform Push {
     ReadVec2s rope;
     ReadUints positions;
     ReadUints slot_mapping;
-    WriteFloats k_cache;
-    WriteFloats v_cache;
+    WriteUints k_cache;
+    WriteUints v_cache;
     uint num_heads;
     uint num_kv_heads;
     uint head_dim;
@@ -36,10 +37,34 @@ layout(push_constant, std430) uniform Push {
     float q_scale;
 };
 
-// First element of this token's row of kv head `head` in a cache.
-uint cache_row(uint token, uint head) {
-    const uint slot = slot_mapping.at[token];
-    return (((slot / block_size) * num_kv_heads + head) * block_size + slot % block_size) * head_dim;
+// A key or a value on its way to the cache.
+shared float row[256];
+
+// Files `row` away as this token's of KV head `head`.
+void store(WriteUints cache, uint token, uint head) {
+    const uint lane = gl_LocalInvocationID.x, fours = head_dim / 4;
+    const uint slot = slot_mapping.at[token], block = slot / block_size;
+    const uint rows = num_kv_heads * block_size, head_row = head * block_size + slot % block_size;
+    const uint to = cache_row(block, rows, head_row, fours);
+    barrier();
+#if defined(KV_F32)
+    for (uint i = lane; i < head_dim; i += WORKGROUP) cache.at[to * 4 + i] = floatBitsToUint(row[i]);
+#elif defined(KV_F16)
+    for (uint i = lane; i < head_dim / 2; i += WORKGROUP)
+        cache.at[to * 2 + i] = packHalf2x16(clamp(vec2(row[2 * i], row[2 * i + 1]), -65504.0, 65504.0));
+#elif defined(KV_INT8)
+    float largest = 0.0;
+    for (uint i = lane; i < head_dim; i += WORKGROUP) largest = max(largest, abs(row[i]));
+    largest = workgroup_max(largest);
+    const float inverse = largest > 0.0 ? 127.0 / largest : 0.0;
+    for (uint i = lane; i < fours; i += WORKGROUP) {
+        uint four = 0;
+        [[unroll]] for (uint j = 0; j < 4; j++)
+            four |= (uint(int(roundEven(row[4 * i + j] * inverse))) & 0xffu) << (8 * j);
+        cache.at[to + i] = four;
+    }
+    if (lane == 0) cache.at[cache_scale_index(block, rows, head_row, fours)] = floatBitsToUint(largest / 127.0);
+#endif
 }
 
 void main() {
@@ -48,8 +73,9 @@ void main() {
 
     if (head >= num_heads + num_kv_heads) {
         head -= num_heads + num_kv_heads;
-        const uint from = (token * num_kv_heads + head) * head_dim, to = cache_row(token, head);
-        for (uint i = lane; i < head_dim; i += WORKGROUP) v_cache.at[to + i] = v.at[from + i];
+        const uint from = (token * num_kv_heads + head) * head_dim;
+        for (uint i = lane; i < head_dim; i += WORKGROUP) row[i] = v.at[from + i];
+        store(v_cache, token, head);
         return;
     }
 
@@ -65,7 +91,6 @@ void main() {
     const float factor = inversesqrt(workgroup_sum(squares) / float(head_dim) + eps);
 
     const uint angles = positions.at[token] * half_dim;
-    const uint to = is_q ? from : cache_row(token, head);
     for (uint i = lane; i < half_dim; i += WORKGROUP) {
         const uint j = i + half_dim;
         const vec2 cos_sin = rope.at[angles + i];
@@ -81,11 +106,12 @@ void main() {
         const vec2 turned =
             vec2(pair.x * cos_sin.x - pair.y * cos_sin.y, pair.y * cos_sin.x + pair.x * cos_sin.y);
         if (is_q) {
-            q.at[to + i] = turned.x * q_scale;
-            q.at[to + j] = turned.y * q_scale;
+            q.at[from + i] = turned.x * q_scale;
+            q.at[from + j] = turned.y * q_scale;
         } else {
-            k_cache.at[to + i] = turned.x;
-            k_cache.at[to + j] = turned.y;
+            row[i] = turned.x;
+            row[j] = turned.y;
         }
     }
+    if (!is_q) store(k_cache, token, head);
 }

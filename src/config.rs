@@ -3,10 +3,13 @@
 //! `config/default.toml` is the one list of options, with their defaults; the structs here mirror it, and a field
 //! missing there is a bug that every test meets. An unknown option is an error that names it and where it stood.
 
+use std::fmt::Display;
+use std::str::FromStr;
+
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use crate::tensor::QuantizeMode;
+use crate::tensor::{KvDtype, QuantizeMode};
 
 /// The documented defaults, as TOML.
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
@@ -21,6 +24,7 @@ pub struct Config {
     pub hardware: Hardware,
     pub memory: Memory,
     pub engine: Engine,
+    pub kv: Kv,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -48,7 +52,7 @@ pub struct Model {
     /// Where tokenizer.json is, if not with the model.
     #[serde(deserialize_with = "unless_empty")]
     pub tokenizer: Option<String>,
-    #[serde(deserialize_with = "quantize_mode")]
+    #[serde(deserialize_with = "parsed")]
     pub quantize: QuantizeMode,
 }
 
@@ -91,6 +95,18 @@ pub struct Engine {
     pub context: Option<usize>,
     /// Tokens.
     pub prefill_chunk: usize,
+    pub sequences: usize,
+    pub token_gap_ms: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Kv {
+    #[serde(deserialize_with = "parsed")]
+    pub dtype: KvDtype,
+    /// Bytes; none is half of the sliding layers' cache.
+    #[serde(deserialize_with = "byte_size")]
+    pub snapshot_bytes: Option<u64>,
 }
 
 /// One line, naming the option and where it was set.
@@ -183,6 +199,7 @@ impl Config {
             hardware: section(merged, "hardware")?,
             memory: section(merged, "memory")?,
             engine: section(merged, "engine")?,
+            kv: section(merged, "kv")?,
         };
         let Config { server, engine, .. } = &config;
         let in_range = |option: &str, value: u64, low: u64, high: u64| {
@@ -193,6 +210,8 @@ impl Config {
         in_range("server.max_body_bytes", server.max_body_bytes as u64, 1024, 1 << 30)?;
         in_range("server.shutdown_grace_s", server.shutdown_grace_s, 0, 3600)?;
         in_range("engine.prefill_chunk", engine.prefill_chunk as u64, 1, 8192)?;
+        in_range("engine.sequences", engine.sequences as u64, 1, 64)?;
+        in_range("engine.token_gap_ms", engine.token_gap_ms, 1, 60_000)?;
         if server.host.is_empty() {
             return Err(("server.host".into(), "expected an address or a host name, got nothing".into()));
         }
@@ -271,7 +290,7 @@ fn byte_size<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<u64>, D::E
     parse_bytes(&text).map(Some).map_err(serde::de::Error::custom)
 }
 
-fn quantize_mode<'de, D: serde::Deserializer<'de>>(d: D) -> Result<QuantizeMode, D::Error> {
+fn parsed<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display>>(d: D) -> Result<T, D::Error> {
     String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
 }
 

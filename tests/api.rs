@@ -16,8 +16,8 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use tower::ServiceExt;
 use unicorn::api::{self, Options, SamplingDefaults, Server, Service};
-use unicorn::engine::{Engine, EngineConfig, EngineHandle};
-use unicorn::model::{Limits, SamplingParams};
+use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
+use unicorn::model::{KvLimits, Limits, SamplingParams};
 use unicorn::text::{ChatTemplate, Tokenizer};
 
 use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
@@ -44,7 +44,8 @@ fn tokenizer() -> Tokenizer {
 }
 
 fn limits() -> Limits {
-    Limits { max_batch_tokens: 32, num_blocks: 150, max_context: 600, ..LIMITS }
+    let kv = KvLimits { full_blocks: 150, ..LIMITS.kv };
+    Limits { max_batch_tokens: 32, kv, max_context: 600, max_sequences: 1, ..LIMITS }
 }
 
 fn app(script: Script) -> App {
@@ -53,7 +54,7 @@ fn app(script: Script) -> App {
 
 fn app_with(limits: Limits, options: Options, defaults: SamplingDefaults, script: Script) -> App {
     let (runner, control) = FakeRunner::new(limits, script);
-    let engine = Engine::start(runner, EngineConfig { queue: 2 });
+    let engine = Engine::start(runner, EngineConfig { queue: 2, scheduler: SchedulerConfig::default() });
     let server = Server::new(MODEL, options);
     let stops = vec![1, END_OF_TURN];
     server.set_ready(Service::new(engine.clone(), tokenizer(), ChatTemplate::gemma(), defaults, stops));
@@ -151,7 +152,7 @@ async fn assert_all_free(engine: &EngineHandle) {
     let since = Instant::now();
     loop {
         let stats = engine.stats();
-        if stats.running == 0 && stats.waiting == 0 && stats.free_blocks == stats.total_blocks {
+        if stats.running == 0 && stats.waiting == 0 && stats.full.held + stats.sliding.held == 0 {
             return;
         }
         assert!(since.elapsed() < HANG, "never came to rest: {stats:?}");
@@ -270,7 +271,8 @@ async fn max_tokens_and_the_context_bound_an_answer() {
 
 #[tokio::test]
 async fn a_prompt_that_no_context_holds_is_too_long_and_not_invalid() {
-    let limits = Limits { block_size: 1024, num_blocks: 128, max_context: 131_072, ..limits() };
+    let kv = KvLimits { block_size: 1024, full_blocks: 128, ..LIMITS.kv };
+    let limits = Limits { kv, max_context: 131_072, ..limits() };
     let options = Options { max_body_bytes: 16 << 20, ..OPTIONS };
     let app = app_with(limits, options, DEFAULTS, says(&[], END_OF_TURN));
     // More text than is ever tokenized, whose tokens might be few; and more turns than a template could render within
@@ -289,7 +291,7 @@ async fn a_temperature_too_small_to_divide_by_is_greedy_also_as_the_models_defau
     for (fields, default) in [(json!({"temperature": 1e-39}), 0.9), (json!({}), 1e-39), (json!({}), 9e-6)] {
         let seen: Arc<Mutex<Vec<SamplingParams>>> = Arc::default();
         let record = Arc::clone(&seen);
-        let script: Script = Box::new(move |_, _, params| {
+        let script: Script = Box::new(move |_, params| {
             record.lock().unwrap().push(params);
             END_OF_TURN
         });
@@ -303,7 +305,7 @@ async fn a_temperature_too_small_to_divide_by_is_greedy_also_as_the_models_defau
 async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
     let seen: Arc<Mutex<Vec<SamplingParams>>> = Arc::default();
     let record = Arc::clone(&seen);
-    let app = app(Box::new(move |_, _, params| {
+    let app = app(Box::new(move |_, params| {
         record.lock().unwrap().push(params);
         END_OF_TURN
     }));

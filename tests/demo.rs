@@ -9,12 +9,16 @@ use std::sync::{Mutex, MutexGuard, OnceLock};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use unicorn::checkpoint::ModelFiles;
+use unicorn::engine::Sequence;
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
-use unicorn::model::{Batch, BatchSequence, Input, Runner, Sampling, SamplingParams};
+use unicorn::model::{Runner, SamplingParams};
+use unicorn::tensor::KvDtype;
+
 use unicorn::text::{ChatTemplate, Message, Tokenizer, normalize};
 
 use crate::cli::{output, unicorn_on_software};
-use crate::golden::{Goldens, all_logits, max_difference};
+use crate::drive::{Driver, greedy};
+use crate::golden::{Goldens, all_logits, load, max_difference};
 use crate::support::{data, device, root};
 
 /// The engine's largest logit error allowed here, as for the reference checkpoints.
@@ -97,11 +101,16 @@ fn asked() -> impl Iterator<Item = &'static Answer> {
     goldens().answers.iter().filter(move |a| all || a.quick)
 }
 
+/// Prompts of the quick questions that are no longer than `most`.
+pub fn quick_prompts(most: usize) -> impl Iterator<Item = &'static [u32]> {
+    goldens().answers.iter().filter(move |a| a.quick && a.prompt.len() <= most).map(|a| &a.prompt[..])
+}
+
 fn questions() -> Vec<Question> {
     serde_json::from_slice(&std::fs::read(folder().join("questions.json")).unwrap()).unwrap()
 }
 
-fn folder() -> std::path::PathBuf {
+pub fn folder() -> std::path::PathBuf {
     root().join("models/demo")
 }
 
@@ -188,32 +197,7 @@ fn the_engine_answers_as_pytorch_does() {
     assert!(ids > 500 && close * 100 <= ids, "{close} of {ids} within the noise");
 }
 
-/// What greedy decoding answers through the `Runner` seam, ids fed back on the device: `most` ids, or fewer if one of
-/// `stop` ends it.
-fn answer(model: &mut Gemma3, prompt: &[u32], most: usize, stop: &[u32]) -> Vec<u32> {
-    let limits = model.limits();
-    let table: Vec<u32> = (0..limits.num_blocks as u32).collect();
-    let sampling = Sampling { requests: vec![(0, SamplingParams::GREEDY)] };
-    let mut start = 0;
-    let mut ids = Vec::new();
-    let chunks: Vec<&[u32]> = prompt.chunks(limits.max_batch_tokens).collect();
-    let prefill = chunks.iter().map(|c| Input::Ids(c.to_vec()));
-    let decode = (1..most).map(|_| Input::LastSampled);
-    for (step, input) in prefill.chain(decode).enumerate() {
-        let length = input.len();
-        let sequence = BatchSequence { slot: 1, start, input, block_table: table.clone() };
-        let wanted = if step + 1 >= chunks.len() { sampling.clone() } else { Sampling::default() };
-        let ticket = model.submit(&Batch { sequences: vec![sequence] }, &wanted).unwrap();
-        ids.extend(model.wait(ticket).unwrap().ids);
-        start += length;
-        if ids.last().is_some_and(|id| stop.contains(id)) {
-            break;
-        }
-    }
-    ids
-}
-
-/// The same through the `Runner` seam, ids fed back on the device, for one question of each category.
+/// The same through the scheduler, ids fed back on the device, for one question of each category.
 #[test]
 fn decoding_reproduces_the_answers() {
     let mut model = model();
@@ -223,10 +207,36 @@ fn decoding_reproduces_the_answers() {
             continue;
         }
         seen.push(&golden.category);
-        let ids = answer(&mut model, &golden.prompt, golden.answer.len(), &[]);
+        let ids = greedy(&mut *model, &golden.prompt, golden.answer.len(), usize::MAX, &[]);
         assert_eq!(ids, golden.answer, "{}: {:?}", golden.id, golden.text);
     }
     assert!(seen.len() >= 10, "only {seen:?}");
+}
+
+/// What f16 and int8 keys and values cost: answers that are not PyTorch's in f32 any more.
+#[test]
+fn the_kv_cache_in_f16_and_int8_keeps_the_answers() {
+    let wanted: Vec<&Answer> =
+        goldens().answers.iter().filter(|a| a.quick && a.prompt.len() <= 600).collect();
+    for (kv, least) in [(KvDtype::F16, 99), (KvDtype::Int8, 90)] {
+        let options = LoadOptions { kv, sequences: 16, max_context: Some(1024), ..LoadOptions::default() };
+        let mut model = load(&folder(), &options);
+        let limits = model.limits();
+        let sequence = |(i, a): (usize, &&Answer)| {
+            let mut sequence =
+                Sequence::new(i as u64, a.prompt.clone(), SamplingParams::GREEDY, a.answer.len());
+            sequence.stop_token_ids = STOP.into();
+            sequence
+        };
+        let run = Driver::new(&mut model, limits).run(wanted.iter().enumerate().map(sequence).collect());
+        let same = |(i, a): &(usize, &&Answer)| {
+            let text: Vec<u32> = a.answer.iter().copied().filter(|id| !STOP.contains(id)).collect();
+            run.answers[&(*i as u64)] == text
+        };
+        let equal = wanted.iter().enumerate().filter(same).count();
+        println!("{kv}: {equal} of {} answers are those of f32", wanted.len());
+        assert!(equal * 100 >= least * wanted.len(), "{kv}: {equal} of {}", wanted.len());
+    }
 }
 
 /// Judged here, by the rules beside the questions; that the engine gives these answers is shown above.
@@ -308,7 +318,7 @@ fn int4_keeps_the_accuracy_and_the_search_beats_round_to_nearest() {
     let rules: BTreeMap<String, Rule> = questions().into_iter().map(|q| (q.id, q.accept)).collect();
     let (mut before, mut after, mut all) = (0, 0, 0);
     for golden in asked() {
-        let ids = answer(&mut model, &golden.prompt, golden.answer.len() + 16, &STOP);
+        let ids = greedy(&mut model, &golden.prompt, golden.answer.len() + 16, usize::MAX, &STOP);
         let stopped = ids.last().is_some_and(|id| STOP.contains(id));
         let right = stopped && rules[&golden.id].accepts(&tokenizer.decode(&ids, true));
         all += 1;

@@ -1,10 +1,17 @@
 //! A scripted [`Runner`] that checks every batch it is handed, for the tests of the engine and of the API.
+//!
+//! Its KV cache is real as far as the engine can tell: each place of a block holds the token that was written there and a
+//! hash of all tokens before it, so that a block that is shared, copied, freed or found again at the wrong time is noticed
+//! by the next step that reads it.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use unicorn::model::{Batch, Input, Limits, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket};
+use unicorn::model::{
+    Batch, BatchSequence, BlockPool, Input, KvLimits, Limits, Runner, RunnerError, Sampled, Sampling,
+    SamplingParams, Ticket,
+};
 
 /// A test that waits this long hangs.
 pub const HANG: Duration = Duration::from_secs(30);
@@ -12,59 +19,78 @@ pub const HANG: Duration = Duration::from_secs(30);
 pub const LIMITS: Limits = Limits {
     max_batch_tokens: 16,
     max_sequences: 2,
-    block_size: 4,
-    num_blocks: 64,
+    max_draws: 2,
+    max_in_flight: 1,
+    kv: KvLimits { block_size: 4, full_blocks: 64, sliding_blocks: 32, sliding_window: Some(10) },
     max_context: 200,
     vocab_size: 512,
 };
 
-/// The id after `prompt` and `n` generated ones.
-pub type Script = Box<dyn FnMut(&[u32], usize, SamplingParams) -> u32 + Send>;
+/// The id after `tokens`, which are the prompt and what was generated.
+pub type Script = Box<dyn FnMut(&[u32], SamplingParams) -> u32 + Send>;
 
-/// A script that depends on every id of the prompt, on the position, and on the seed.
+/// A script that depends on every id before, and on the seed.
 pub fn mixed(vocab_size: usize) -> Script {
-    Box::new(move |prompt, n, sampling| mix(prompt, n, sampling.seed, vocab_size))
+    Box::new(move |tokens, sampling| mix(tokens, sampling.seed, vocab_size))
 }
 
-pub fn mix(prompt: &[u32], n: usize, seed: u64, vocab_size: usize) -> u32 {
-    let fold = |h: u64, x: u64| (h ^ x).wrapping_mul(0x0100_0000_01b3).rotate_left(17);
-    let hash = prompt.iter().fold(fold(seed, n as u64), |h, id| fold(h, u64::from(*id)));
-    (hash % vocab_size as u64) as u32
+fn fold(h: u64, x: u64) -> u64 {
+    (h ^ x).wrapping_mul(0x0100_0000_01b3).rotate_left(17)
+}
+
+fn mix(tokens: &[u32], seed: u64, vocab_size: usize) -> u32 {
+    (tokens.iter().fold(seed, |h, id| fold(h, u64::from(*id))) % vocab_size as u64) as u32
+}
+
+/// What [`mixed`] answers: `n` ids, or fewer, up to `end`.
+pub fn mixed_answer(prompt: &[u32], n: usize, seed: u64, vocab_size: usize, end: u32) -> Vec<u32> {
+    let mut tokens = prompt.to_vec();
+    for _ in 0..n {
+        match mix(&tokens, seed, vocab_size) {
+            id if id == end => break,
+            id => tokens.push(id),
+        }
+    }
+    tokens.split_off(prompt.len())
 }
 
 /// A script that answers every prompt with `answer`, and then with `end` for ever.
 pub fn says(answer: &[u32], end: u32) -> Script {
     let answer = answer.to_vec();
-    Box::new(move |_, n, _| answer.get(n).copied().unwrap_or(end))
+    Box::new(move |tokens, _| {
+        let said = (0..=answer.len())
+            .rev()
+            .find(|n| tokens.ends_with(&answer[..*n]))
+            .expect("nothing is said at least");
+        answer.get(said).copied().unwrap_or(end)
+    })
 }
+
+/// What a place of a block holds: a token, and the hash of those up to it.
+type Place = Option<(u32, u64)>;
 
 pub struct FakeRunner {
     limits: Limits,
     script: Script,
-    slots: HashMap<u32, Slot>,
+    full: Vec<Place>,
+    sliding: Vec<Place>,
+    /// By slot.
+    sampled: Vec<Option<u32>>,
     tickets: u64,
     pending: VecDeque<(Ticket, Sampled)>,
     control: Control,
 }
 
-/// What the device would hold for a slot.
-#[derive(Default)]
-struct Slot {
-    prompt: Vec<u32>,
-    computed: usize,
-    sampled: usize,
-    /// The step before this one drew an id.
-    fresh: bool,
-    block_table: Vec<u32>,
-}
-
 impl FakeRunner {
     pub fn new(limits: Limits, script: Script) -> (Box<Self>, Control) {
         let control = Control::default();
+        let kv = limits.kv;
         let runner = Self {
             limits,
             script,
-            slots: HashMap::new(),
+            full: vec![None; kv.full_blocks * kv.block_size],
+            sliding: vec![None; kv.sliding_blocks * kv.block_size],
+            sampled: vec![None; limits.max_sequences],
             tickets: 0,
             pending: VecDeque::new(),
             control: control.clone(),
@@ -73,23 +99,63 @@ impl FakeRunner {
     }
 
     fn check_shape(&self, batch: &Batch, sampling: &Sampling) {
-        let limits = &self.limits;
+        let (limits, kv) = (&self.limits, &self.limits.kv);
         assert!(!batch.sequences.is_empty() && batch.sequences.len() <= limits.max_sequences, "{batch:?}");
         assert!(batch.num_tokens() <= limits.max_batch_tokens, "{} tokens in a step", batch.num_tokens());
         let mut slots = HashSet::new();
-        let mut blocks = HashSet::new();
+        let mut written = HashSet::new();
         for s in &batch.sequences {
             let end = s.start + s.input.len();
             assert!(!s.input.is_empty() && end <= limits.max_context, "positions {}..{end}", s.start);
             assert!(slots.insert(s.slot) && (s.slot as usize) < limits.max_sequences, "slot {}", s.slot);
-            assert_eq!(s.block_table.len(), end.div_ceil(limits.block_size), "blocks for {end} positions");
-            for block in &s.block_table {
-                assert!((*block as usize) < limits.num_blocks, "block {block} of {}", limits.num_blocks);
-                assert!(blocks.insert(*block), "block {block} is used twice");
+            assert!(s.full_blocks.len() * kv.block_size >= end, "blocks for {end} positions");
+            for position in s.start..end {
+                let place = self.place(s, BlockPool::Full, position);
+                assert!(written.insert((0, place)), "position {position} is written by two sequences");
+                if kv.sliding_window.is_some() {
+                    let place = self.place(s, BlockPool::Sliding, position);
+                    assert!(written.insert((1, place)), "position {position} is written by two sequences");
+                }
             }
         }
-        let indices: Vec<usize> = sampling.requests.iter().map(|(i, _)| *i).collect();
-        assert!(indices.is_sorted_by(|a, b| a < b) && indices.iter().all(|i| *i < batch.sequences.len()));
+        let order: Vec<_> = sampling.draws.iter().map(|d| (d.sequence, d.token)).collect();
+        assert!(order.is_sorted(), "draws in order: {order:?}");
+        assert!(sampling.draws.len() <= limits.max_draws, "{} draws", sampling.draws.len());
+        for draw in &sampling.draws {
+            assert!(
+                draw.token < batch.sequences[draw.sequence].input.len()
+                    && (draw.slot as usize) < limits.max_sequences
+            );
+        }
+    }
+
+    /// Where a position of a sequence lies in a pool.
+    fn place(&self, s: &BatchSequence, pool: BlockPool, position: usize) -> usize {
+        let (size, index) = (self.limits.kv.block_size, position / self.limits.kv.block_size);
+        let block = match pool {
+            BlockPool::Full => s.full_blocks[index],
+            BlockPool::Sliding => s.sliding_blocks[index - s.sliding_first],
+        };
+        block as usize * size + position % size
+    }
+
+    /// The tokens before `start`, as the blocks of the sequence hold them; panics where they are not one text, or where a
+    /// window is not the same text's.
+    fn tokens_before(&self, s: &BatchSequence) -> (Vec<u32>, u64) {
+        let (mut tokens, mut hash) = (Vec::new(), 0);
+        let window = self.limits.kv.sliding_window.map_or(0, |window| window - 1);
+        for position in 0..s.start {
+            let held = self.full[self.place(s, BlockPool::Full, position)];
+            let (token, chain) = held.unwrap_or_else(|| panic!("position {position} was never computed"));
+            hash = fold(hash, u64::from(token) + 1);
+            assert_eq!(chain, hash, "position {position} holds another text");
+            tokens.push(token);
+            if position + window >= s.start {
+                let sliding = self.sliding[self.place(s, BlockPool::Sliding, position)];
+                assert_eq!(sliding, held, "position {position} of the window holds another text");
+            }
+        }
+        (tokens, hash)
     }
 }
 
@@ -99,36 +165,47 @@ impl Runner for FakeRunner {
     }
 
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {
+        assert!(self.pending.len() < self.limits.max_in_flight, "more in flight than there may be");
         self.check_shape(batch, sampling);
         self.control.record(batch)?;
-        for s in &batch.sequences {
-            let slot = self.slots.entry(s.slot).or_default();
-            if s.start == 0 {
-                *slot = Slot::default();
-            }
-            assert_eq!(s.start, slot.computed, "the sequence goes on where its last step ended");
-            assert!(
-                s.block_table.starts_with(&slot.block_table),
-                "a sequence keeps its blocks while it runs"
-            );
-            match &s.input {
-                Input::Ids(ids) => {
-                    assert!(ids.iter().all(|id| (*id as usize) < self.limits.vocab_size));
-                    assert_eq!(slot.sampled, 0, "prompt ids after an answer began");
-                    slot.prompt.extend(ids);
+        let size = self.limits.kv.block_size;
+        for copy in &batch.copies {
+            let places = match copy.pool {
+                BlockPool::Full => &mut self.full,
+                BlockPool::Sliding => &mut self.sliding,
+            };
+            let from = copy.from as usize * size;
+            places.copy_within(from..from + size, copy.to as usize * size);
+        }
+        // All read what was there before the step.
+        let before: Vec<_> = batch.sequences.iter().map(|s| self.tokens_before(s)).collect();
+        let mut texts = Vec::new();
+        for (s, (mut tokens, mut hash)) in batch.sequences.iter().zip(before) {
+            let ids = match &s.input {
+                Input::Ids(ids) => ids.clone(),
+                Input::LastSampled => {
+                    vec![self.sampled[s.slot as usize].expect("LastSampled, and nothing was")]
                 }
-                Input::LastSampled => assert!(slot.fresh, "LastSampled, and the step before drew nothing"),
+            };
+            for (position, id) in (s.start..).zip(&ids) {
+                assert!((*id as usize) < self.limits.vocab_size, "id {id}");
+                hash = fold(hash, u64::from(*id) + 1);
+                tokens.push(*id);
+                let place = self.place(s, BlockPool::Full, position);
+                self.full[place] = Some((*id, hash));
+                if self.limits.kv.sliding_window.is_some() {
+                    let place = self.place(s, BlockPool::Sliding, position);
+                    self.sliding[place] = Some((*id, hash));
+                }
             }
-            slot.computed += s.input.len();
-            slot.block_table.clone_from(&s.block_table);
-            slot.fresh = false;
+            texts.push(tokens);
         }
         let mut ids = Vec::new();
-        for (index, params) in &sampling.requests {
-            let slot = self.slots.get_mut(&batch.sequences[*index].slot).expect("just seen");
-            ids.push((self.script)(&slot.prompt, slot.sampled, *params));
-            slot.sampled += 1;
-            slot.fresh = true;
+        for draw in &sampling.draws {
+            let end = batch.sequences[draw.sequence].start + draw.token + 1;
+            let id = (self.script)(&texts[draw.sequence][..end], draw.params);
+            self.sampled[draw.slot as usize] = Some(id);
+            ids.push((!self.control.take_not_finite()).then_some(id));
         }
         self.tickets += 1;
         self.pending.push_back((Ticket(self.tickets), Sampled { ids }));
@@ -162,6 +239,7 @@ pub struct Control(Arc<(Mutex<ControlState>, Condvar)>);
 #[derive(Default)]
 struct ControlState {
     batches: Vec<Batch>,
+    draws: usize,
     /// Steps that may finish; none is all.
     allowed: Option<usize>,
     finished: usize,
@@ -211,7 +289,7 @@ impl Control {
         self.set(|s| s.fail_wait_at = Some(n));
     }
 
-    /// The `n`-th step, from 0, yields logits that nothing can be sampled from.
+    /// The `n`-th draw, from 0, finds logits that nothing can be sampled from.
     pub fn not_finite_at(&self, n: usize) {
         self.set(|s| s.not_finite_at = Some(n));
     }
@@ -235,6 +313,12 @@ impl Control {
         self.lock().batches.clone()
     }
 
+    fn take_not_finite(&self) -> bool {
+        let mut state = self.lock();
+        state.draws += 1;
+        state.not_finite_at == Some(state.draws - 1)
+    }
+
     fn record(&self, batch: &Batch) -> Result<(), RunnerError> {
         let mut state = self.lock();
         if state.fail_submit_at == Some(state.batches.len()) {
@@ -254,9 +338,6 @@ impl Control {
             return Err(RunnerError::DeviceLost("ring timeout".into()));
         }
         state.finished += 1;
-        if state.not_finite_at == Some(state.finished - 1) {
-            return Err(RunnerError::NotFinite);
-        }
         Ok(())
     }
 }

@@ -9,11 +9,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use unicorn::checkpoint::ModelFiles;
+use unicorn::engine::Sequence;
 use unicorn::gpu::Device;
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
-use unicorn::model::{Batch, BatchSequence, Input, Runner, Sampling, SamplingParams};
+use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::QuantizeMode;
 
+use crate::drive::{Driver, greedy};
 use crate::support::{data, device};
 
 const BOUND: f32 = 1e-3;
@@ -60,43 +62,6 @@ pub fn all_logits(model: &mut Gemma3, tokens: &[u32]) -> Vec<f32> {
     all
 }
 
-/// Runs a prompt through the `Runner` seam in chunks of `chunk`, then decodes greedily, feeding sampled ids on the
-/// device and submitting each step before the last one's id is known.
-pub fn greedy(model: &mut Gemma3, prompt: &[u32], count: usize, chunk: usize, slot: u32) -> Vec<u32> {
-    let limits = model.limits();
-    // Blocks in descending order: a table that is not the identity.
-    let blocks: Vec<u32> = (0..limits.num_blocks as u32).rev().collect();
-    let table = |end: usize| blocks[..end.div_ceil(limits.block_size)].to_vec();
-    let sample = Sampling { requests: vec![(0, SamplingParams::GREEDY)] };
-    let mut start = 0;
-    let mut in_flight = None;
-    let mut ids = Vec::new();
-    for piece in prompt.chunks(chunk) {
-        let end = start + piece.len();
-        let input = Input::Ids(piece.to_vec());
-        let sequence = BatchSequence { slot, start, input, block_table: table(end) };
-        let last = end == prompt.len();
-        let sampling = if last { sample.clone() } else { Sampling::default() };
-        let ticket = model.submit(&Batch { sequences: vec![sequence] }, &sampling).unwrap();
-        match last {
-            false => assert!(model.wait(ticket).unwrap().ids.is_empty()),
-            true => in_flight = Some(ticket),
-        }
-        start = end;
-    }
-    while ids.len() < count {
-        let next = (ids.len() + 1 < count).then(|| {
-            let sequence =
-                BatchSequence { slot, start, input: Input::LastSampled, block_table: table(start + 1) };
-            model.submit(&Batch { sequences: vec![sequence] }, &sample).unwrap()
-        });
-        start += 1;
-        ids.extend(model.wait(in_flight.take().unwrap()).unwrap().ids);
-        in_flight = next;
-    }
-    ids
-}
-
 /// Largest difference; NaN counts as infinite.
 pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
@@ -116,7 +81,7 @@ fn check_f32(variant: &str) {
         assert!(difference <= BOUND, "{variant} {prompt}: {difference}");
 
         let expected = goldens.tokens(&format!("greedy.{prompt}.tokens"));
-        assert_eq!(greedy(&mut model, &tokens, expected.len(), 64, 3), expected, "{variant} {prompt}");
+        assert_eq!(greedy(&mut model, &tokens, expected.len(), 64, &[]), expected, "{variant} {prompt}");
     }
 }
 
@@ -166,7 +131,7 @@ fn every_quantized_mode_matches_its_dequantized_golden() {
                 let margins = goldens.view::<f32>(&format!("q.{name}.greedy.{prompt}.margin"));
                 let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
                 assert!(sure > 0, "{variant} {mode} {prompt}: no step is sure");
-                let got = greedy(&mut model, &tokens, sure, 256, 0);
+                let got = greedy(&mut model, &tokens, sure, 256, &[]);
                 assert_eq!(got, expected[..sure], "{variant} {mode} {prompt}");
             }
         }
@@ -203,43 +168,9 @@ fn chunks_batches_and_shards_change_no_bit() {
         let got = all_logits(&mut load(&folder, &options), &tokens);
         assert!(got == expected, "chunks of {max_batch_tokens}, shards of {max_shard_bytes:?}");
     }
-    let one = greedy(&mut whole, &tokens, 16, 256, 0);
-    let other = greedy(&mut whole, &tokens, 16, 13, 15);
+    let one = greedy(&mut whole, &tokens, 16, 256, &[]);
+    let other = greedy(&mut whole, &tokens, 16, 13, &[]);
     assert_eq!(one, other);
-}
-
-#[test]
-fn two_sequences_in_a_batch_do_not_see_each_other() {
-    let folder = data("gemma3/tiny-b");
-    let goldens = Goldens::open(&folder);
-    let options = LoadOptions { max_context: Some(512), ..LoadOptions::default() };
-    let mut model = load(&folder, &options);
-    let limits = model.limits();
-    let prompts = ["mid", "short"].map(|p| goldens.tokens(&format!("tokens.{p}")));
-    let expected = ["mid", "short"].map(|p| goldens.tokens(&format!("greedy.{p}.tokens")));
-    // The first sequence has the even blocks, the second the odd ones.
-    let table = |which: usize, end: usize| -> Vec<u32> {
-        (0..end.div_ceil(limits.block_size)).map(|i| (2 * i + which) as u32).collect()
-    };
-    let mut got = [vec![], vec![]];
-    let mut starts = [0, 0];
-    for step in 0..20 {
-        let sequences = [0, 1].map(|s| {
-            let input = if step == 0 { Input::Ids(prompts[s].clone()) } else { Input::LastSampled };
-            let end = starts[s] + input.len();
-            let sequence =
-                BatchSequence { slot: s as u32, start: starts[s], input, block_table: table(s, end) };
-            starts[s] = end;
-            sequence
-        });
-        let sampling = Sampling { requests: vec![(0, SamplingParams::GREEDY), (1, SamplingParams::GREEDY)] };
-        let ticket = model.submit(&Batch { sequences: sequences.to_vec() }, &sampling).unwrap();
-        let ids = model.wait(ticket).unwrap().ids;
-        got[0].push(ids[0]);
-        got[1].push(ids[1]);
-    }
-    assert_eq!(got[0], expected[0][..20]);
-    assert_eq!(got[1], expected[1][..20]);
 }
 
 #[test]
@@ -254,7 +185,7 @@ fn nothing_is_allocated_after_loading() {
     assert!(placed > model.weight_bytes() && model.weight_bytes() > 0);
     let before = device.allocations();
     assert!(before > 0);
-    greedy(&mut model, &tokens, 24, 17, 1);
+    greedy(&mut model, &tokens, 24, 17, &[]);
     all_logits(&mut model, &tokens);
     assert_eq!(device.allocations(), before);
 }
@@ -264,23 +195,14 @@ fn the_same_seed_draws_the_same_tokens_and_another_seed_others() {
     let folder = data("gemma3/tiny-a");
     let tokens = Goldens::open(&folder).tokens("tokens.short");
     let mut model = load(&folder, &LoadOptions::default());
-    let mut draw = |seed: u64, slot: u32| {
+    let limits = model.limits();
+    let mut driver = Driver::new(&mut model, limits);
+    let mut draw = |seed: u64| {
         let params = SamplingParams { temperature: 1.0, top_k: 64, top_p: 0.95, min_p: 0.0, seed };
-        let blocks: Vec<u32> = (0..8).collect();
-        let mut ids = Vec::new();
-        let mut start = 0;
-        for step in 0..32 {
-            let input = if step == 0 { Input::Ids(tokens.clone()) } else { Input::LastSampled };
-            let sequence = BatchSequence { slot, start, block_table: blocks.clone(), input };
-            start += sequence.input.len();
-            let sampling = Sampling { requests: vec![(0, params)] };
-            let ticket = model.submit(&Batch { sequences: vec![sequence] }, &sampling).unwrap();
-            ids.extend(model.wait(ticket).unwrap().ids);
-        }
-        ids
+        driver.run(vec![Sequence::new(0, tokens.clone(), params, 32)]).answers[&0].clone()
     };
-    let first = draw(7, 0);
-    assert_eq!(first, draw(7, 5));
-    assert_ne!(first, draw(8, 0));
-    assert_ne!(first, draw(7 | 1 << 40, 0));
+    let first = draw(7);
+    assert_eq!(first, draw(7));
+    assert_ne!(first, draw(8));
+    assert_ne!(first, draw(7 | 1 << 40));
 }

@@ -12,15 +12,16 @@ use unicorn::gpu::{
     Arena, Buffer, Class, CommandBuffer, Device, DevicePolicy, GpuError, MemoryKind, Recorder, Uploader,
 };
 use unicorn::kernels::{
-    Activations, AttentionShape, Embedding, Kernels, KvCache, LAST_SAMPLED, Matrix, NO_TOKEN, SampleRequest,
-    StepArrays, reference,
+    Activations, AttentionShape, Embedding, Heads, Kernels, KvCache, LAST_SAMPLED, Matrix, NO_TOKEN,
+    SampleRequest, StepArrays, reference,
 };
 use unicorn::quantize::{dequantize_row, grouping, quantize_row};
-use unicorn::tensor::{DType, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row};
+use unicorn::tensor::{DType, KvDtype, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row};
 
 use crate::support::{device, policy};
 
 /// Schemes that values are rounded to.
+const HEADS: Heads = Heads { group: 2, head_dim: 64, kv: KvDtype::F32 };
 const SCHEMES: [Scheme; 7] = [
     Scheme::F32,
     Scheme::F16,
@@ -68,14 +69,14 @@ impl Bench {
         println!("seed {seed}");
         let device = device();
         let schemes = [&SCHEMES[..], &STORED].concat();
-        let kernels = Kernels::new(&device, &schemes, Scheme::Bf16, 2, 64).unwrap();
+        let kernels = Kernels::new(&device, &schemes, Scheme::Bf16, HEADS).unwrap();
         Bench { arena: Arena::new(&device), kernels, rng: ChaCha8Rng::seed_from_u64(seed), device }
     }
 
     /// Kernels for the heads of `shape`.
-    fn make_heads(&mut self, shape: &AttentionShape) {
-        let group = shape.num_heads / shape.num_kv_heads;
-        self.kernels = Kernels::new(&self.device, &[], Scheme::Bf16, group, shape.head_dim).unwrap();
+    fn make_heads(&mut self, shape: &AttentionShape, kv: KvDtype) {
+        let heads = Heads { group: shape.num_heads / shape.num_kv_heads, head_dim: shape.head_dim, kv };
+        self.kernels = Kernels::new(&self.device, &[], Scheme::Bf16, heads).unwrap();
     }
 
     fn random(&mut self, count: usize, scale: f32) -> Vec<f32> {
@@ -422,7 +423,7 @@ fn two_readings_of_the_same_bytes_are_refused() {
 fn embed_yields_every_weight_of_every_stored_scheme() {
     for (seed, scheme) in STORED.into_iter().enumerate() {
         let mut b = Bench::new(30 + seed as u64);
-        b.kernels = Kernels::new(&b.device, &[], scheme, 2, 64).unwrap();
+        b.kernels = Kernels::new(&b.device, &[], scheme, HEADS).unwrap();
         for (rows, cols) in [(7, 5), (70, 600)] {
             let stored = b.stored(rows, cols, scheme);
             let matrix = b.matrix_of(&stored.tensor(), scheme, 1);
@@ -443,7 +444,7 @@ fn embed_yields_every_weight_of_every_stored_scheme() {
 fn embed_yields_every_stored_weight() {
     for (seed, scheme) in SCHEMES.into_iter().enumerate() {
         let mut b = Bench::new(10 + seed as u64);
-        b.kernels = Kernels::new(&b.device, &[], scheme, 2, 64).unwrap();
+        b.kernels = Kernels::new(&b.device, &[], scheme, HEADS).unwrap();
         for (rows, cols, shard) in [(7, 5, u64::MAX), (100, 130, u64::MAX), (100, 130, 1)] {
             let w = b.random(rows * cols, 1.5);
             let stored = as_stored(&w, cols, scheme);
@@ -614,6 +615,70 @@ impl Paged {
         ((block * s.num_kv_heads + head) * s.block_size + slot % s.block_size) * s.head_dim
     }
 
+    /// Bytes of a cache that nobody wrote to: every word a NaN.
+    fn empty_cache(&self, kv: KvDtype) -> Vec<u8> {
+        let s = &self.shape;
+        let bytes = self.num_blocks * s.block_size * s.num_kv_heads * kv.row_bytes(s.head_dim);
+        0x7fc0_deadu32.to_le_bytes().into_iter().cycle().take(bytes).collect()
+    }
+
+    /// Byte ranges of a row, given by its first element, and of its scale where the type has one.
+    fn ranges(&self, kv: KvDtype, element: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
+        let (s, d) = (&self.shape, self.shape.head_dim);
+        let rows = s.block_size * s.num_kv_heads;
+        let (block, row) = (element / d / rows, element / d % rows);
+        let size = kv.row_bytes(d);
+        let (start, length) = match kv {
+            KvDtype::Int8 => (block * rows * size + row * d, d),
+            _ => ((block * rows + row) * size, size),
+        };
+        let scale = block * rows * size + rows * d + 4 * row;
+        (start..start + length, scale..if kv == KvDtype::Int8 { scale + 4 } else { scale })
+    }
+
+    /// Writes a row into a cache's bytes as the type has it, and returns what is left of its values.
+    fn file_away(&self, cache: &mut [u8], kv: KvDtype, element: usize, values: &[f32]) -> Vec<f32> {
+        let (row, scale) = self.ranges(kv, element);
+        let bytes: Vec<u8> = match kv {
+            KvDtype::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            KvDtype::F16 => values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
+            KvDtype::Int8 => {
+                let (s, q) = reference::kv_int8(values);
+                cache[scale.clone()].copy_from_slice(&s.to_le_bytes());
+                q.into_iter().map(|q| q as u8).collect()
+            }
+        };
+        cache[row].copy_from_slice(&bytes);
+        self.read(cache, kv, element)
+    }
+
+    fn read(&self, cache: &[u8], kv: KvDtype, element: usize) -> Vec<f32> {
+        let (row, scale) = self.ranges(kv, element);
+        let row = &cache[row];
+        match kv {
+            KvDtype::F32 => row.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect(),
+            KvDtype::F16 => {
+                row.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+            }
+            KvDtype::Int8 => {
+                let scale: f32 = bytemuck::pod_read_unaligned(&cache[scale]);
+                row.iter().map(|q| f32::from(*q as i8) * scale).collect()
+            }
+        }
+    }
+
+    /// What a cache holds in a row, which is poisoned then.
+    fn take(&self, cache: &mut [u8], kv: KvDtype, element: usize) -> Vec<f32> {
+        let values = self.read(cache, kv, element);
+        let (row, scale) = self.ranges(kv, element);
+        for range in [row, scale] {
+            for (byte, i) in cache[range.clone()].iter_mut().zip(range) {
+                *byte = 0x7fc0_deadu32.to_le_bytes()[i % 4];
+            }
+        }
+        values
+    }
+
     fn cache_len(&self) -> usize {
         self.num_blocks * self.shape.block_size * self.shape.num_kv_heads * self.shape.head_dim
     }
@@ -663,8 +728,10 @@ fn attention_matches_its_twin_over_pages_and_windows() {
         // The largest that a device with 32 KiB of shared memory takes.
         shape(16, 1, 256, 16, Some(40)),
     ];
-    for shape in shapes {
-        b.make_heads(&shape);
+    let dtypes = KvDtype::ALL.iter().cycle();
+    // Every shape in f32, and in turn in the others.
+    for (shape, kv) in shapes.iter().flat_map(|s| [s, s]).zip(dtypes).map(|(s, kv)| (*s, *kv)) {
+        b.make_heads(&shape, kv);
         let paged = Paged::new(
             &mut b,
             shape,
@@ -673,18 +740,21 @@ fn attention_matches_its_twin_over_pages_and_windows() {
         let tokens = paged.tokens();
         let width = shape.num_heads * shape.head_dim;
         let q = b.random(tokens.len() * width, 0.5);
-        let mut keys = vec![f32::NAN; paged.cache_len()];
-        let mut values = keys.clone();
+        let mut cached = [paged.empty_cache(kv), paged.empty_cache(kv)];
+        let [mut keys, mut values] = [(); 2].map(|()| vec![f32::NAN; paged.cache_len()]);
         for (s, &(len, _)) in paged.sequences.iter().enumerate() {
             for position in 0..len {
                 for head in 0..shape.num_kv_heads {
                     let row = paged.row(s, position, head);
-                    keys[row..row + shape.head_dim].copy_from_slice(&b.random(shape.head_dim, 1.0));
-                    values[row..row + shape.head_dim].copy_from_slice(&b.random(shape.head_dim, 1.0));
+                    for (cached, exact) in cached.iter_mut().zip([&mut keys, &mut values]) {
+                        let random = b.random(shape.head_dim, 1.0);
+                        let kept = paged.file_away(cached, kv, row, &random);
+                        exact[row..row + shape.head_dim].copy_from_slice(&kept);
+                    }
                 }
             }
         }
-        let cache = KvCache { keys: b.upload(&keys), values: b.upload(&values) };
+        let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
         let arrays = paged.arrays(&mut b);
         let (input, output) = (b.activations(&q, width), b.empty(tokens.len(), width));
         b.run(|k, r| k.attention(r, &shape, &input, &cache, &arrays, &output, tokens.len()));
@@ -703,7 +773,7 @@ fn attention_matches_its_twin_over_pages_and_windows() {
                 let at = t * width + head * shape.head_dim;
                 let expected = reference::attention(&q[at..at + shape.head_dim], &k, &v);
                 let magnitude = vec![1.0; shape.head_dim];
-                let what = format!("{shape:?} sequence {s} position {position} head {head}");
+                let what = format!("{shape:?} {kv} sequence {s} position {position} head {head}");
                 close(&got[at..at + shape.head_dim], &expected, &magnitude, 5e-6, &what);
             }
         }
@@ -713,8 +783,9 @@ fn attention_matches_its_twin_over_pages_and_windows() {
 #[test]
 fn qkv_store_norms_rotates_and_files_away() {
     let mut b = Bench::new(40);
-    for shape in [shape(4, 2, 32, 16, None), shape(3, 1, 100, 5, None), shape(2, 2, 256, 16, None)] {
-        b.make_heads(&shape);
+    let shapes = [shape(4, 2, 32, 16, None), shape(3, 1, 100, 5, None), shape(2, 2, 256, 16, None)];
+    for (shape, kv) in shapes.iter().flat_map(|s| KvDtype::ALL.map(|kv| (*s, kv))) {
+        b.make_heads(&shape, kv);
         let paged = Paged::new(&mut b, shape, &[(3, 3), (40, 1), (21, 7)]);
         let tokens = paged.tokens();
         let n = tokens.len();
@@ -729,7 +800,7 @@ fn qkv_store_norms_rotates_and_files_away() {
         let (eps, q_scale) = (1e-6f32, 0.125f32);
         let [qa, ka, va] = [(&q, qw), (&k, kw), (&v, kw)].map(|(rows, width)| b.activations(rows, width));
         let [qn, kn, table] = [&q_norm, &k_norm, &rope].map(|data| b.upload(data));
-        let bytes = paged.cache_len() * 4;
+        let bytes = paged.empty_cache(kv).len();
         let cache = KvCache { keys: b.poisoned(bytes), values: b.poisoned(bytes) };
         let arrays = paged.arrays(&mut b);
         b.run(|kernels, r| {
@@ -754,10 +825,10 @@ fn qkv_store_norms_rotates_and_files_away() {
             turned.into_iter().map(|v| v * scale).collect()
         };
         let got_q = b.rows(&qa, n);
-        let mut keys = b.download::<f32>(&cache.keys, paged.cache_len());
-        let mut values = b.download::<f32>(&cache.values, paged.cache_len());
+        let mut keys = b.download::<u8>(&cache.keys, bytes);
+        let mut values = b.download::<u8>(&cache.values, bytes);
         for (t, &(s, position)) in tokens.iter().enumerate() {
-            let what = format!("{shape:?} sequence {s} position {position}");
+            let what = format!("{shape:?} {kv} sequence {s} position {position}");
             for head in 0..shape.num_heads {
                 let at = t * qw + head * d;
                 let expected = expect(&q[at..at + d], &q_norm, position, f64::from(q_scale));
@@ -766,13 +837,24 @@ fn qkv_store_norms_rotates_and_files_away() {
             for head in 0..shape.num_kv_heads {
                 let (at, row) = (t * kw + head * d, paged.row(s, position, head));
                 let expected = expect(&k[at..at + d], &k_norm, position, 1.0);
-                close(&keys[row..row + d], &expected, &vec![4.0; d], 1e-6, &what);
-                assert_eq!(values[row..row + d], v[at..at + d], "{what}");
-                keys[row..row + d].fill(f32::NAN);
-                values[row..row + d].fill(f32::NAN);
+                // What a type cannot say: half of its last bit.
+                let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
+                let lost = [0.0, largest / 2048.0, largest / 254.0][kv as usize];
+                close(&paged.take(&mut keys, kv, row), &expected, &vec![4.0; d], 1e-6 + lost / 4.0, &what);
+                let mut one = paged.empty_cache(kv);
+                let kept = paged.file_away(&mut one, kv, row, &v[at..at + d]);
+                let kept: Vec<f64> = kept.into_iter().map(f64::from).collect();
+                // A value in the middle between two may go to either.
+                let step = [0.0, 1.0 / 1024.0, 2.0 / 127.0][kv as usize];
+                let got = paged.take(&mut values, kv, row);
+                close(&got, &kept, &vec![1.0; d], step * 1.01, &what);
+                let off = got.iter().zip(&kept).filter(|(g, k)| (f64::from(**g) - **k).abs() > 1e-6).count();
+                assert!(off * 20 <= d, "{what}: {off} of {d} values are not the nearest");
             }
         }
-        assert!(keys.iter().chain(&values).all(|v| v.is_nan()), "{shape:?}: wrote beyond its slots");
+        let poison = 0x7fc0_deadu32.to_le_bytes();
+        let untouched = |bytes: &[u8]| bytes.chunks_exact(4).all(|word| word == poison);
+        assert!(untouched(&keys) && untouched(&values), "{shape:?} {kv}: wrote beyond its slots");
     }
 }
 

@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
 use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
+use crate::drive::greedy;
 use crate::fuzz_bodies::joined;
 use crate::golden::{self, Goldens};
 use crate::support::{self, data};
@@ -183,7 +184,7 @@ fn a_legacy_checkpoint_matches_the_oracle() {
         let margins = goldens.view::<f32>(&format!("greedy.{prompt}.margin"));
         let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
         assert!(sure > 0, "{prompt}: no step is sure");
-        assert_eq!(golden::greedy(&mut model, &tokens, sure, 256, 0), expected[..sure], "{prompt}");
+        assert_eq!(greedy(&mut model, &tokens, sure, 256, &[]), expected[..sure], "{prompt}");
     }
 }
 

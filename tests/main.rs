@@ -1,10 +1,12 @@
 //! The one integration binary: every suite shares one build and one Vulkan device. One `mod` line each, sorted.
 
 mod api;
+mod batching;
 mod checkpoint;
 mod cli;
 mod config;
 mod demo;
+mod drive;
 mod engine;
 mod fake_runner;
 #[allow(dead_code)]

@@ -12,7 +12,7 @@ use unicorn::model::config::Gemma3Config;
 use unicorn::model::gemma3::{Gemma3, LoadError, LoadOptions};
 use unicorn::model::memory::{Demand, Schemes};
 use unicorn::model::shapes::Shape;
-use unicorn::tensor::Scheme;
+use unicorn::tensor::{KvDtype, Scheme};
 
 use crate::cli::{assert_error, output, tiny_model, unicorn, unicorn_on_software};
 use crate::support::{data, policy, root};
@@ -74,6 +74,7 @@ fn demand(config: &Gemma3Config) -> Demand<'_> {
     Demand {
         config,
         schemes: Schemes::uniform(config, Scheme::int4(128), Scheme::int4(128), Scheme::Int8Row),
+        kv: KvDtype::F16,
         max_batch_tokens: 256,
         max_shard_bytes: 0xffff_fffc / 2,
         moments: false,
@@ -120,7 +121,7 @@ fn check(machine: &Machine, limits: &Limits, plan: &Plan) {
 fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let machine = Machine::on_paper(16 * GIB, 30 * GIB);
-    let plan = demand(&config).place(&machine, &ALL, 8192, 1).unwrap();
+    let plan = demand(&config).place(&machine, &ALL, 8192, demand(&config).pools(8192, 1)).unwrap();
     check(&machine, &ALL, &plan);
     for class in [Class::Attention, Class::Embedding, Class::Norms, Class::Activations, Class::KvCache] {
         assert_eq!(split(&plan, class).1, 0, "{}", class.name());
@@ -132,7 +133,8 @@ fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
     }
     // Two thirds and one third of 48 GiB: the same split, by the driver's own heaps.
     let machine = apu(48 * GIB);
-    let plan = demand(&config).place(&machine, &Limits::default(), 8192, 1).unwrap();
+    let plan =
+        demand(&config).place(&machine, &Limits::default(), 8192, demand(&config).pools(8192, 1)).unwrap();
     check(&machine, &Limits::default(), &plan);
     assert_eq!((split(&plan, Class::Attention).1, split(&plan, Class::Ffn).0), (0, 0));
 }
@@ -142,7 +144,7 @@ fn what_spills_is_in_the_table() {
     // GTT holds 4 GiB of FFN weights, the rest lies in VRAM; a KV cache larger than VRAM lies in both.
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let machine = Machine::on_paper(20 * GIB, 4 * GIB);
-    let plan = demand(&config).place(&machine, &ALL, 1024, 1).unwrap();
+    let plan = demand(&config).place(&machine, &ALL, 1024, demand(&config).pools(1024, 1)).unwrap();
     check(&machine, &ALL, &plan);
     let (vram, gtt) = split(&plan, Class::Ffn);
     assert!(gtt > 3 * GIB && vram > 6 * GIB, "{gtt} in GTT, {vram} in VRAM");
@@ -150,7 +152,7 @@ fn what_spills_is_in_the_table() {
     assert_eq!(rows.iter().filter(|row| row.class == Class::Ffn).count(), 2, "{rows:?}");
 
     let machine = Machine::on_paper(8 * GIB, 38 * GIB);
-    let plan = demand(&config).place(&machine, &ALL, 16_384, 1).unwrap();
+    let plan = demand(&config).place(&machine, &ALL, 16_384, demand(&config).pools(16_384, 8)).unwrap();
     check(&machine, &ALL, &plan);
     let (vram, gtt) = split(&plan, Class::KvCache);
     assert!(vram > 3 * GIB && gtt > 8 * GIB, "{vram} in VRAM, {gtt} in GTT");
@@ -161,14 +163,15 @@ fn what_spills_is_in_the_table() {
 fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
     let machine = discrete();
     let config = Shape::named("gemma-3-4b").unwrap().config();
-    let plan = demand(&config).place(&machine, &Limits::default(), 8192, 1).unwrap();
+    let plan =
+        demand(&config).place(&machine, &Limits::default(), 8192, demand(&config).pools(8192, 1)).unwrap();
     check(&machine, &Limits::default(), &plan);
     let host: Vec<_> = plan.placements().into_iter().filter(|p| p.heap.contains("host")).collect();
     assert!(host.iter().all(|p| p.class == Class::Staging) && !host.is_empty(), "{host:?}");
 
     // 16 GiB of the host's would hold the 27B; the card does not.
     let config = Shape::named("gemma-3-27b").unwrap().config();
-    let refusal = demand(&config).place(&machine, &ALL, 16, 1).unwrap_err();
+    let refusal = demand(&config).place(&machine, &ALL, 16, demand(&config).pools(16, 1)).unwrap_err();
     assert_eq!((refusal.obstacle, refusal.request.class), (Obstacle::Full, Class::Ffn));
 }
 
@@ -176,7 +179,8 @@ fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
 fn with_one_heap_everything_lies_there() {
     let machine = one_heap(23 * GIB);
     let config = Shape::named("gemma-3-27b").unwrap().config();
-    let plan = demand(&config).place(&machine, &Limits::default(), 512, 1).unwrap();
+    let plan =
+        demand(&config).place(&machine, &Limits::default(), 512, demand(&config).pools(512, 1)).unwrap();
     check(&machine, &Limits::default(), &plan);
     assert_eq!(plan.placements().len(), Class::ALL.len(), "one row for each class");
 }
@@ -198,7 +202,7 @@ fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
         "100000 tokens",
         "VRAM",
         "GTT",
-        "KV cache 94.6 GiB",
+        "KV cache 8.1 GiB",
         "FFN weights 10.3 GiB",
         &format!("--context {largest}"),
     ];
@@ -245,16 +249,16 @@ fn no_allocation_is_larger_than_the_device_allows() {
         schemes: Schemes::uniform(&config, Scheme::int4(32), Scheme::int4(32), Scheme::Bf16),
         ..demand(&config)
     };
-    let requests = demand.requests(16, 1);
+    let requests = demand.requests(16, demand.pools(16, 1));
     let embedding: Vec<u64> =
         requests.iter().filter(|r| r.class == Class::Embedding).map(|r| r.bytes).collect();
     assert_eq!(embedding.len(), 3, "two shards and their table: {embedding:?}");
     assert_eq!(embedding[..2].iter().sum::<u64>(), 262_208 * 5376 * 2);
-    let machine = Machine { max_allocation_bytes: 64 * MIB, ..Machine::on_paper(1 << 50, 0) };
-    let demand = Demand { max_shard_bytes: 32 * MIB, ..demand };
-    // 16 heads of 128 f32: 8 KiB for a token's keys.
-    assert_eq!(demand.largest_context(&machine, &ALL, 1), 64 * 1024 / 8);
-    assert_eq!(demand.largest_context(&machine, &ALL, 16), 64 * 1024 / 8 / 16);
+    let machine = Machine { max_allocation_bytes: 128 * MIB, ..Machine::on_paper(1 << 50, 0) };
+    let demand = Demand { max_shard_bytes: 64 * MIB, ..demand };
+    // 16 heads of 128 f16: 4 KiB for a token's keys, and a block of 16 that nobody reads.
+    assert_eq!(demand.largest_context(&machine, &ALL, 1), 128 * 1024 / 4 - 16);
+    assert_eq!(demand.largest_context(&machine, &ALL, 16), (128 * 1024 / 4 / 16 - 1) / 16 * 16);
 }
 
 #[test]
@@ -380,7 +384,12 @@ fn the_27b_takes_what_is_counted_by_hand() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let demand = demand(&config);
     let bytes = |class| -> u64 {
-        demand.requests(8192, 1).iter().filter(|r| r.class == class).map(|r| r.bytes).sum()
+        demand
+            .requests(8192, demand.pools(8192, 1))
+            .iter()
+            .filter(|r| r.class == class)
+            .map(|r| r.bytes)
+            .sum()
     };
     // int4 in groups of 128: half a byte for a weight, and 2 for 128 of them.
     let int4 = |weights: u64| weights / 2 + weights / 128 * 2;
@@ -391,30 +400,36 @@ fn the_27b_takes_what_is_counted_by_hand() {
     // int8: a byte for a weight, 2 for a row, and the address table of its one shard.
     assert_eq!(bytes(Class::Embedding), 262_208 * 5376 + 2 * 262_208 + 16);
     assert_eq!(bytes(Class::Norms), 4 * (62 * (4 * 5376 + 2 * 128) + 5376));
-    // Keys and values of 62 layers and 16 heads of 128 f32.
-    assert_eq!(demand.kv_bytes_per_token(), 62 * 2 * 16 * 128 * 4);
-    assert_eq!(demand.kv_bytes_per_token(), 992 * KIB);
-    assert_eq!(bytes(Class::KvCache), 8192 * 992 * KIB);
-    // 25e9 multiply-adds per submit leave 60 tokens a step; 32 rows of logits; two tables of 128 f32 a position.
+    // Keys and values of 10 full layers and 16 heads of 128 f16; in the 52 others a window, the tokens of two steps, and
+    // what two blocks are not full of. One block more in each, which nobody reads.
+    assert_eq!(demand.kv_bytes_per_token(), 10 * 2 * 16 * 128 * 2);
+    assert_eq!(demand.kv_bytes_per_token(), 80 * KIB);
+    let blocks = (1024u64 + 2 * 60).div_ceil(16) + 1;
+    assert_eq!(demand.window_bytes(8192), 52 * 2 * blocks * 64 * KIB);
+    assert_eq!(bytes(Class::KvCache), (10 * 2 * (8192 / 16 + 1) + 52 * 2 * (blocks + 1)) * 64 * KIB);
+    // 25e9 multiply-adds per submit leave 60 tokens a step; 64 rows of logits; two tables of 128 f32 a position; 64 slots.
     let tokens = 25_000_000_000 / (attention + 3 * 5376 * 21_504);
     assert_eq!((tokens, demand.batch_tokens()), (60, 60));
     let row = 3 * 5376 + 2 * 4096 + 2 * 2048 + 2 * 21_504;
-    let expected = 4 * (tokens * row + 32 * (5376 + 262_208) + 2 * 8192 * 128) + 64;
+    let expected = 4 * (tokens * row + 64 * (5376 + 262_208) + 2 * 8192 * 128) + 256;
     assert_eq!(bytes(Class::Activations), expected);
 
-    // What 46 GiB leave for the cache, in whole blocks of 16: 1 KiB a token for RoPE tables, 8 bytes for block tables.
-    // Rounding to chunks costs less than a block or two.
-    let machine = Machine::on_paper(16 * GIB, 30 * GIB);
-    let fixed: u64 =
-        demand.requests(16, 1).iter().filter(|r| r.class != Class::KvCache).map(|r| r.bytes).sum();
-    let counted = (46 * GIB - fixed) / (992 * KIB + KIB + 8);
-    let largest = demand.largest_context(&machine, &ALL, 1) as u64;
-    assert!(largest <= counted && largest + 300 > counted, "{largest}, by hand {counted}");
-    let sixteen = demand.largest_context(&machine, &ALL, 16) as u64;
-    assert!(
-        sixteen * 16 <= counted + 300 && (sixteen + 32) * 16 > largest,
-        "{sixteen} times 16, once {largest}"
-    );
+    // What memory leaves for the cache, in whole blocks of 16: 1 KiB a token for RoPE tables, and 4 bytes a block and row of
+    // the four block tables, which are of 64 sequences and one. Rounding to chunks costs less than some blocks.
+    let fixed: u64 = demand
+        .requests(16, demand.pools(16, 1))
+        .iter()
+        .filter(|r| r.class != Class::KvCache)
+        .map(|r| r.bytes)
+        .sum();
+    for (gib, sequences) in [(22, 1), (30, 16)] {
+        let machine = Machine::on_paper(16 * GIB, (gib - 16) * GIB);
+        let unread = (10 + 52) * 2 * 64 * KIB;
+        let left = gib * GIB - fixed - unread - sequences * demand.window_bytes(8192);
+        let counted = left / (sequences * 80 * KIB + KIB + 4 * 4 * 65 / 16);
+        let largest = demand.largest_context(&machine, &ALL, sequences as usize) as u64;
+        assert!(largest <= counted && largest + 300 > counted, "{largest}, by hand {counted}");
+    }
 }
 
 #[test]
@@ -426,15 +441,16 @@ fn a_load_takes_what_was_planned() {
     let demand = Demand {
         config: &config,
         schemes: Schemes::uniform(&config, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16),
+        kv: options.kv,
         max_batch_tokens: options.max_batch_tokens,
         max_shard_bytes: device.info().max_allocation_bytes / 2,
         moments: false,
     };
-    let plan = demand.place(&device.machine(), &options.memory, 100, 1).unwrap();
+    let plan = demand.place(&device.machine(), &options.memory, 100, demand.pools(100, 1)).unwrap();
     let model = Gemma3::load(&device, &files, &options, &mut |_| {}).unwrap();
     assert_eq!(model.placements(), plan.placements());
     assert_eq!(model.limits().max_context, 100);
-    assert_eq!(model.limits().num_blocks, 7);
+    assert_eq!(model.limits().kv.full_blocks, 7);
     if device.held().is_none() {
         assert_eq!(model.residency(), Residency::Unknown);
     }
@@ -455,17 +471,17 @@ fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
     let Err(LoadError::DoesNotFit(error)) = load(MIB, 0, None) else { panic!("1 MiB is enough") };
     assert_eq!(error.largest_context, 0);
     assert_eq!(device.allocations(), 0);
-    let Err(LoadError::DoesNotFit(error)) = load(16 * MIB, 16 * MIB, Some(4096)) else {
-        panic!("32 MiB are enough")
+    let Err(LoadError::DoesNotFit(error)) = load(6 * MIB, 6 * MIB, Some(4096)) else {
+        panic!("6 MiB are enough")
     };
     let largest = error.largest_context;
     assert!(largest > 0 && largest < 4096, "{largest}");
     assert_eq!(device.allocations(), 0);
     // What it names does fit.
-    let model = load(16 * MIB, 16 * MIB, Some(largest)).unwrap();
+    let model = load(6 * MIB, 6 * MIB, Some(largest)).unwrap();
     assert_eq!(model.limits().max_context, largest);
     drop(model);
-    let model = load(16 * MIB, 16 * MIB, None).unwrap();
+    let model = load(6 * MIB, 6 * MIB, None).unwrap();
     assert_eq!(model.limits().max_context, largest);
 }
 
@@ -519,11 +535,12 @@ fn a_plan_as_json_says_the_same_and_adds_up() {
     let bytes = |value: &Value| value.as_u64().expect("a number");
     let (code, line, _) = plan(&[]);
     assert_eq!((code, &line["fits"], &line["error"]), (0, &json!(true), &Value::Null));
-    assert_eq!(line["kv_bytes_per_token"], json!(992 * KIB));
+    assert_eq!(line["kv_bytes_per_token"], json!(80 * KIB));
+    let window = bytes(&line["kv_bytes_per_window"]);
     let largest = &line["largest_contexts"];
     let bound = &Value::Null;
     assert_eq!((&largest[0]["context"], &largest[0]["largest_allocation_bytes"]), (&line["context"], bound));
-    assert_eq!(bytes(&line["bytes_per_sequence"]), bytes(&line["context"]) * 992 * KIB);
+    assert_eq!(bytes(&line["bytes_per_sequence"]), bytes(&line["context"]) * 80 * KIB + window);
     for heap in line["heaps"].as_array().expect("a list") {
         let rows = line["placements"].as_array().expect("a list").iter();
         let placed: u64 =
@@ -562,12 +579,12 @@ fn a_plan_says_what_else_than_memory_bounds_a_context() {
     assert_eq!((&line["context"], &line["cut_to_model_maximum"]), (&json!(131_072), &json!(true)));
     let line = json(&["--json", "--context", "131072"]);
     assert_eq!((&line["context"], &line["cut_to_model_maximum"]), (&json!(131_072), &json!(false)));
-    // Sixteen sequences' keys of one layer, 8 KiB a token, in an allocation of 4 GiB less a grain: with half of the memory
+    // Sixteen sequences' keys of one layer, 4 KiB a token, in an allocation of 4 GiB less a grain: with most of the memory
     // left over.
     let text = plan(&[]);
     for row in [
         "largest context  131072 tokens for 1 sequence\n",
-        "32752 tokens for each of 16 sequences (one allocation holds at most 4.0 GiB)\n",
+        "65520 tokens for each of 16 sequences (one allocation holds at most 4.0 GiB)\n",
     ] {
         assert!(text.contains(row), "{row:?} is not in {text}");
     }

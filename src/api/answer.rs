@@ -31,12 +31,12 @@ impl AnswerText {
 
     pub fn push(&mut self, event: Event) -> Delta {
         match event {
-            Event::Token { id, timings } => {
+            Event::Token { id, timings, .. } => {
                 let stopped = self.stops.push(self.detokenizer.push(id));
                 let reason = FinishReason::Stop;
                 Delta { text: stopped.text, end: stopped.stop.map(|_| End::Finished { reason, timings }) }
             }
-            Event::Finished { mut reason, timings } => {
+            Event::Finished { mut reason, timings, .. } => {
                 let stopped = self.stops.push(self.detokenizer.finish());
                 let mut text = stopped.text;
                 match stopped.stop {

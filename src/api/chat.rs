@@ -130,12 +130,13 @@ impl Reply {
     }
 
     fn log(&self, reason: FinishReason, timings: &Timings) {
-        let Timings { queue, prefill, decode, prompt_n, predicted_n } = timings;
+        let Timings { queue, prefill, decode, prompt_n, cached_n, predicted_n } = timings;
         let (seed, reason) = (self.seed, finish_reason(reason));
         self.span.in_scope(|| {
             tracing::info!(
                 seed,
                 prompt_n,
+                cached_n,
                 predicted_n,
                 queue_ms = queue.as_millis(),
                 prompt_ms = prefill.as_millis(),
@@ -215,21 +216,24 @@ fn finish_reason(reason: FinishReason) -> &'static str {
 }
 
 fn usage(timings: &Timings) -> Value {
-    let Timings { prompt_n, predicted_n, .. } = *timings;
+    let Timings { prompt_n, cached_n, predicted_n, .. } = *timings;
     json!({
         "prompt_tokens": prompt_n,
         "completion_tokens": predicted_n,
         "total_tokens": prompt_n + predicted_n,
+        "prompt_tokens_details": {"cached_tokens": cached_n},
     })
 }
 
 /// As llama.cpp's server reports them; a rate over no time, or of no tokens, is null.
 fn timings_json(timings: &Timings) -> Value {
-    let Timings { prefill, decode, prompt_n, predicted_n, .. } = *timings;
+    let Timings { prefill, decode, prompt_n: whole_prompt, cached_n, predicted_n, .. } = *timings;
+    // As there: of the prompt, what was computed, and what needed not be.
+    let prompt_n = whole_prompt - cached_n;
     let rate = |n: usize, time: Duration| (n > 0 && !time.is_zero()).then(|| n as f64 / time.as_secs_f64());
     json!({
         "prompt_n": prompt_n,
-        "cache_n": 0,
+        "cache_n": cached_n,
         "prompt_ms": prefill.as_secs_f64() * 1e3,
         "prompt_per_second": rate(prompt_n, prefill),
         "predicted_n": predicted_n,

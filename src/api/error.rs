@@ -125,6 +125,12 @@ impl ApiError {
             Self::Engine(EngineError::NotFinite) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("logits_not_finite"), None)
             }
+            Self::Engine(EngineError::SlowReader) => {
+                request(StatusCode::REQUEST_TIMEOUT, None, Some("not_read"))
+            }
+            Self::Engine(EngineError::Deadline) => {
+                server(StatusCode::GATEWAY_TIMEOUT, "server_error", Some("deadline"), None)
+            }
             Self::Bug(_) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error"), None)
             }
@@ -139,6 +145,7 @@ impl From<SubmitError> for ApiError {
             SubmitError::ContextExceeded { .. } => Self::Context(error.to_string()),
             SubmitError::TokenOutOfRange { .. } => Self::Text(error.to_string()),
             SubmitError::NoTokens => Self::invalid("max_tokens", "expected at least 1"),
+            SubmitError::TooManyAnswers { .. } => Self::invalid("n", error.to_string()),
             SubmitError::Engine(error) => Self::Engine(error),
             // A rendered conversation is never empty.
             SubmitError::EmptyPrompt => Self::Bug(error.to_string()),

@@ -157,7 +157,7 @@ async fn health(State(server): State<Arc<Server>>) -> Response {
         Some(Err(EngineError::ShuttingDown)) => {
             (StatusCode::SERVICE_UNAVAILABLE, json!({"status": "draining"}))
         }
-        Some(Err(lost @ (EngineError::Lost(_) | EngineError::NotFinite))) => {
+        Some(Err(lost)) => {
             (StatusCode::SERVICE_UNAVAILABLE, json!({"status": "lost", "message": lost.to_string()}))
         }
     };

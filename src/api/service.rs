@@ -66,10 +66,10 @@ impl Service {
         })?;
         let prompt = self.prompt(&request.messages)?;
         let engine = Request {
-            prompt,
             sampling: self.sampling(request),
             max_tokens: request.max_tokens,
             stop_token_ids: self.stop_token_ids.clone(),
+            ..Request::new(prompt)
         };
         Ok((engine, AnswerText::new(self.tokenizer.detokenizer(true), stops)))
     }

@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::config::parse_bytes;
 use crate::hub::ModelName;
 use crate::model::shapes::Shape;
-use crate::tensor::{QuantizeMode, Scales, Scheme};
+use crate::tensor::{KvDtype, QuantizeMode, Scales, Scheme};
 
 #[derive(Debug, Parser)]
 #[command(name = "unicorn", version, about = "A local LLM server: Gemma-3 in Vulkan compute shaders", long_about = None)]
@@ -42,6 +42,9 @@ pub struct Global {
     /// Longest prompt and answer together, in tokens
     #[arg(long, global = true, value_name = "TOKENS")]
     pub context: Option<u32>,
+    /// Store keys and values as: f16, int8, f32 [default: f16; eval and quantize: f32]
+    #[arg(long, global = true, value_name = "TYPE")]
+    pub kv: Option<KvDtype>,
     /// Folder of pulled models [default: the cache that tools of the Hugging Face hub share]
     #[arg(long, global = true, value_name = "FOLDER")]
     pub models_dir: Option<String>,

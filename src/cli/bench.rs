@@ -14,8 +14,7 @@ use super::generate::print;
 use super::load::{self, EndEngine, Watch};
 use super::progress::Bar;
 use crate::config::Config;
-use crate::engine::{Engine, EngineConfig, EngineHandle, Event, Request, Timings};
-use crate::model::SamplingParams;
+use crate::engine::{EngineHandle, Event, Request, Timings};
 
 pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
     let files = load::files(&config.model)?;
@@ -28,7 +27,7 @@ pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
     let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
 
     let profiler = model.profiler();
-    let engine = Engine::start(Box::new(model.runner), EngineConfig { queue: 1 });
+    let engine = load::engine(model.runner, config, 1);
     let _end = EndEngine(engine.clone());
     let mut runs = Vec::new();
     let per_run = u64::from(args.generate_tokens);
@@ -37,7 +36,7 @@ pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
         if i == 1 {
             profiler.take(); // what the warm-up did
         }
-        runs.push(run(&engine, args, &mut |n| bar.set(i * per_run + n as u64))?);
+        runs.push(run(&engine, args, i as u32, &mut |n| bar.set(i * per_run + n as u64))?);
     }
     drop(bar);
     let kernels = profiler.take();
@@ -102,15 +101,17 @@ pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
     print(&text)
 }
 
-/// Where the time of one request went; `progress` hears of each token.
-fn run(engine: &EngineHandle, args: &args::Bench, progress: &mut dyn FnMut(usize)) -> Result<Timings, Error> {
+/// Where the time of one request went, whose prompt is none of another run's, or the prefix cache had it; `progress` hears
+/// of each token.
+fn run(
+    engine: &EngineHandle,
+    args: &args::Bench,
+    run: u32,
+    progress: &mut dyn FnMut(usize),
+) -> Result<Timings, Error> {
     let vocab = engine.limits().vocab_size as u32;
-    let request = Request {
-        prompt: (0..args.prompt_tokens).map(|i| i.wrapping_mul(7919) % vocab).collect(),
-        sampling: SamplingParams::GREEDY,
-        max_tokens: Some(args.generate_tokens as usize),
-        stop_token_ids: Vec::new(),
-    };
+    let prompt = (0..args.prompt_tokens).map(|i| i.wrapping_mul(7919).wrapping_add(run) % vocab).collect();
+    let request = Request { max_tokens: Some(args.generate_tokens as usize), ..Request::new(prompt) };
     let mut stream = engine.submit(request)?;
     loop {
         match stream.blocking_next() {

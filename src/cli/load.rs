@@ -11,7 +11,7 @@ use super::progress::Bar;
 use crate::api::{SamplingDefaults, Service};
 use crate::checkpoint::{Manifest, ModelFiles};
 use crate::config::{self, Config};
-use crate::engine::{Engine, EngineConfig, EngineHandle};
+use crate::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use crate::gpu::placement::{Limits, Machine, Placement};
 use crate::gpu::{self, Device, DeviceInfo, DevicePolicy};
 use crate::model::Runner;
@@ -113,6 +113,8 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
     let options = LoadOptions {
         quantize: config.model.quantize,
         max_context: config.engine.context,
+        sequences: config.engine.sequences,
+        kv: config.kv.dtype,
         memory: limits(&config.memory),
         strict: config.hardware.strict,
         moments: watch == Watch::Activations,
@@ -247,11 +249,22 @@ fn limits(memory: &config::Memory) -> Limits {
     Limits { vram, gtt, reserve }
 }
 
+/// Starts the engine on a model.
+pub fn engine(runner: Gemma3, config: &Config, queue: usize) -> EngineHandle {
+    let gap = Duration::from_millis(config.engine.token_gap_ms);
+    let turn_blocks = match (config.kv.snapshot_bytes, runner.sliding_block_bytes()) {
+        (Some(bytes), block @ 1..) => (bytes / block) as usize,
+        _ => runner.limits().kv.sliding_blocks / 2,
+    };
+    let scheduler = SchedulerConfig { gap, turn_blocks, ..SchedulerConfig::default() };
+    Engine::start(Box::new(runner), EngineConfig { queue, scheduler })
+}
+
 /// Loads `files` and starts the engine on it.
 pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
     let Model { runner, tokenizer, template, defaults, stop_token_ids, .. } =
         model(files, config, Watch::Nothing)?;
-    let engine = Engine::start(Box::new(runner), EngineConfig { queue: config.server.queue });
+    let engine = engine(runner, config, config.server.queue);
     Ok(Service::new(engine, tokenizer, template, defaults, stop_token_ids))
 }
 

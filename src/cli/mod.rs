@@ -30,6 +30,7 @@ use args::{Command, CommandLine, Global};
 use error::Error;
 
 use crate::config::{Config, Layer};
+use crate::tensor::KvDtype;
 
 /// Runs the process's command line.
 pub fn main() -> ExitCode {
@@ -115,6 +116,11 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
     }
     if let Some(context) = global.context {
         flags.set("engine", "context", i64::from(context));
+    }
+    // What is measured against other implementations is computed without loss, unless it is the loss that is measured.
+    let exact = matches!(command, Command::Eval(_) | Command::Quantize(_)).then_some(KvDtype::F32);
+    if let Some(dtype) = global.kv.or(exact) {
+        flags.set("kv", "dtype", dtype.name());
     }
     let model = match command {
         Command::Serve(args::Serve { model, .. }) => model.model.as_ref(),

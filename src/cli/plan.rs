@@ -13,7 +13,7 @@ use super::load;
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
 use crate::model::config::Gemma3Config;
-use crate::model::memory::{Demand, DoesNotFit, Fit, MAX_SEQUENCES, Schemes, quantize_modes};
+use crate::model::memory::{Demand, DoesNotFit, Fit, Schemes, quantize_modes};
 use crate::model::shapes::Shape;
 use crate::model::weights::Gemma3Weights;
 use crate::tensor::Scheme;
@@ -28,6 +28,9 @@ struct Subject {
     /// By option, what would store it otherwise.
     others: Vec<(String, Schemes)>,
 }
+
+/// Sequences that a plan counts for beside one and those asked for.
+const SEVERAL: usize = 16;
 
 /// Sequences, the tokens of each that fit, and the largest allocation where that alone bounds them.
 type Largest = (usize, usize, Option<u64>);
@@ -46,6 +49,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let demand = Demand {
         config: &subject.config,
         schemes: subject.schemes.clone(),
+        kv: config.kv.dtype,
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: machine.max_allocation_bytes / 2,
         moments: false,
@@ -54,7 +58,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let wanted = config.engine.context;
     let outcome = demand.fit(&machine, &limits, wanted, sequences, &subject.others);
 
-    let mut counts = vec![1, MAX_SEQUENCES, sequences];
+    let mut counts = vec![1, SEVERAL, sequences];
     counts.sort_unstable();
     counts.dedup();
     let largest = counts.into_iter().map(|n| {
@@ -196,11 +200,12 @@ fn as_text(
     let usable: Vec<u64> = heaps.iter().map(|heap| heap.usable).collect();
     row("usable", usable.iter().map(|n| shown(*n)).collect(), bytes(usable.iter().sum()));
 
-    let per_token = demand.kv_bytes_per_token();
+    let (per_token, window) = (demand.kv_bytes_per_token(), demand.window_bytes(context));
     text += &format!(
-        "\nKV cache         {} per token, {} for a sequence of {context} tokens\n",
+        "\nKV cache         {} per token and {} per window, {} for a sequence of {context} tokens\n",
         bytes(per_token),
-        bytes(per_token * context as u64)
+        bytes(window),
+        bytes(per_token * context as u64 + window)
     );
     for (i, (sequences, context, limit)) in largest.iter().enumerate() {
         let name = if i == 0 { "largest context" } else { "" };
@@ -222,8 +227,8 @@ fn as_json(
         Ok(fit) => (fit.context, &fit.plan.heaps),
         Err(error) => (error.context, &error.refusal.heaps),
     };
-    let per_token = demand.kv_bytes_per_token();
-    let asked = demand.requests(context, sequences);
+    let (per_token, window) = (demand.kv_bytes_per_token(), demand.window_bytes(context));
+    let asked = demand.requests(context, demand.pools(context, sequences));
     let heaps: Vec<_> = heaps
         .iter()
         .map(|heap| {
@@ -271,7 +276,8 @@ fn as_json(
             json!({"option": option, "context": context})
         }),
         "kv_bytes_per_token": per_token,
-        "bytes_per_sequence": per_token * context as u64,
+        "kv_bytes_per_window": window,
+        "bytes_per_sequence": per_token * context as u64 + window,
         "weight_bytes": demand.weight_bytes(),
         "asked_bytes": asked.iter().map(|request| request.bytes).sum::<u64>(),
         "placed_bytes": outcome.as_ref().ok().map(|fit| fit.plan.bytes()),

@@ -1,79 +1,692 @@
-//! The pool of KV blocks, and who owns each.
+//! The KV pools, who holds each block, and the prefix cache.
 //!
-//! A [`Block`] is neither `Clone` nor constructible outside this file, so a block is in exactly one place: the
-//! pool's free list, or the table of one sequence.
+//! There are two pools, because Gemma-3's layers are of two kinds: a full layer keeps every token of a sequence, a
+//! sliding layer only its window. A sequence's [`BlockTable`] names a block of each pool for every `block_size`
+//! positions; in the sliding pool those before the window are let go while the sequence runs.
 //!
 //! ```text
-//! ids      0 .................................................. total
-//! owners   | free list | sequence a | free list | sequence b  |
+//! positions   0   16   32   48   64   80        window of 32, at position 80
+//! full        f0 | f1 | f2 | f3 | f4 |
+//! sliding      -    -  | s2 | s3 | s4 |
 //! ```
 //!
-//! Invariant, checked by [`BlockManager::check`]: free + owned = total, and no id occurs twice.
+//! A block whose tokens are all computed is *registered*: it becomes (part of) a [`Node`] of the prefix cache, which is
+//! found by the chain of its tokens and those before it. Registered blocks are never written again, are shared by
+//! every sequence that starts with the same tokens, and stay when the last of them ends, until the room is needed.
+//! A hit at position `p` needs the full blocks of everything before `p` and the sliding blocks of the window before `p`
+//! (no fewer: sliding layers feed each other, so the window alone cannot be computed again).
+//!
+//! What goes first where room is needed: of full blocks the longest unused one that no other builds on; of sliding blocks
+//! those that no turn of a conversation ended in, then those of the oldest turn.
+//!
+//! Invariants, checked by [`BlockManager::check`]: a block is free, cached (registered, held by none) or held, and is held
+//! as often as tables name it; whoever holds a full block holds those before it; a sliding block is registered only
+//! beside its full block.
 
-/// One KV block of the runner's pool, owned by whoever holds this value.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Block(u32);
+use std::collections::hash_map::RandomState;
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::hash::BuildHasher;
 
-impl Block {
-    pub fn id(&self) -> u32 {
-        self.0
+use crate::model::{BlockCopy, BlockPool, KvLimits};
+
+/// The blocks of one sequence: what [`BlockManager::admit`] gives and [`BlockManager::release`] takes back.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct BlockTable {
+    /// Block `i` holds positions `i * block_size ..`.
+    full: Vec<u32>,
+    /// The same for sliding layers, from block `sliding_first` on.
+    sliding: VecDeque<u32>,
+    sliding_first: usize,
+    /// The registered ones of `full`, from the first on.
+    nodes: Vec<NodeId>,
+}
+
+impl BlockTable {
+    /// Blocks of the full layers, from position 0 on.
+    pub fn full(&self) -> &[u32] {
+        &self.full
+    }
+
+    /// Blocks of the sliding layers, and the index of the first of them among the sequence's blocks.
+    pub fn sliding(&self) -> (usize, impl Iterator<Item = u32> + '_) {
+        (self.sliding_first, self.sliding.iter().copied())
+    }
+
+    fn of(&self, pool: BlockPool) -> usize {
+        match pool {
+            BlockPool::Full => self.full.len(),
+            BlockPool::Sliding => self.sliding_first + self.sliding.len(),
+        }
     }
 }
 
-/// Hands out blocks and takes them back. Last freed is first out.
+type NodeId = u32;
+
+/// A registered block: `block_size` tokens behind those of its parent.
+#[derive(Debug)]
+struct Node {
+    parent: Option<NodeId>,
+    /// Of the tokens and of the parent's chain.
+    chain: u64,
+    tokens: Box<[u32]>,
+    /// Nodes that have this one as parent.
+    children: u32,
+    full: u32,
+    sliding: Option<u32>,
+    /// When the full block, and the sliding block, was last let go.
+    used: [u64; 2],
+    /// The newest turn whose end needs the sliding block; 0 is none.
+    turn: u64,
+}
+
+/// One of the two pools.
+#[derive(Debug)]
+struct Pool {
+    /// Tables that name the block, by block.
+    holders: Vec<u32>,
+    /// By block.
+    node: Vec<Option<NodeId>>,
+    free: Vec<u32>,
+    /// Registered blocks that nobody holds.
+    cached: usize,
+}
+
+impl Pool {
+    fn new(blocks: usize) -> Self {
+        let ids = 0..u32::try_from(blocks).expect("block ids are u32");
+        Self { holders: vec![0; blocks], node: vec![None; blocks], free: ids.rev().collect(), cached: 0 }
+    }
+
+    fn available(&self) -> usize {
+        self.free.len() + self.cached
+    }
+}
+
+/// How many blocks are in which state.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PoolUse {
+    pub free: usize,
+    /// Of the prefix cache alone: free to whoever needs them.
+    pub cached: usize,
+    pub held: usize,
+}
+
+/// No block is free, and none can be made free.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NoRoom;
+
 #[derive(Debug)]
 pub struct BlockManager {
-    free: Vec<Block>,
-    total: usize,
-    block_size: usize,
+    limits: KvLimits,
+    /// Sliding blocks that ends of turns may keep from going first.
+    turn_blocks: usize,
+    full: Pool,
+    sliding: Pool,
+    nodes: Vec<Node>,
+    unused_nodes: Vec<NodeId>,
+    by_chain: HashMap<u64, NodeId>,
+    /// Salts the chains: what another process or model would call the same tokens is none of ours.
+    salt: RandomState,
+    /// Nodes whose full block can go, by when it was last used: nobody holds it, and no node builds on it.
+    full_order: BTreeSet<(u64, NodeId)>,
+    /// Nodes whose sliding block can go, by turn and by when it was last used.
+    sliding_order: BTreeSet<(u64, u64, NodeId)>,
+    /// Ends of turns, oldest first, and their nodes.
+    turns: VecDeque<(u64, Vec<NodeId>)>,
+    next_turn: u64,
+    clock: u64,
 }
 
 impl BlockManager {
-    /// `total` blocks of `block_size` tokens, all free.
-    pub fn new(total: usize, block_size: usize) -> Self {
-        assert!(block_size > 0, "a KV block holds at least one token");
-        let ids = 0..u32::try_from(total).expect("block ids are u32");
-        Self { free: ids.rev().map(Block).collect(), total, block_size }
-    }
-
-    pub fn num_free(&self) -> usize {
-        self.free.len()
-    }
-
-    pub fn total(&self) -> usize {
-        self.total
-    }
-
-    /// Grows `table` until it holds `tokens` positions; false, and nothing taken, where the pool lacks blocks.
-    #[must_use]
-    pub fn grow(&mut self, table: &mut Vec<Block>, tokens: usize) -> bool {
-        let missing = tokens.div_ceil(self.block_size).saturating_sub(table.len());
-        if missing > self.free.len() {
-            return false;
+    /// Everything free. `turn_blocks`: sliding blocks that may be kept because a turn ended in them.
+    pub fn new(limits: KvLimits, turn_blocks: usize) -> Self {
+        assert!(limits.block_size > 0, "a KV block holds at least one token");
+        Self {
+            limits,
+            turn_blocks,
+            full: Pool::new(limits.full_blocks),
+            sliding: Pool::new(if limits.sliding_window.is_some() { limits.sliding_blocks } else { 0 }),
+            nodes: Vec::new(),
+            unused_nodes: Vec::new(),
+            by_chain: HashMap::new(),
+            salt: RandomState::new(),
+            full_order: BTreeSet::new(),
+            sliding_order: BTreeSet::new(),
+            turns: VecDeque::new(),
+            next_turn: 1,
+            clock: 0,
         }
-        table.extend(self.free.drain(self.free.len() - missing..).rev());
+    }
+
+    pub fn usage(&self, pool: BlockPool) -> PoolUse {
+        let pool = self.pool(pool);
+        let held = pool.holders.len() - pool.available();
+        PoolUse { free: pool.free.len(), cached: pool.cached, held }
+    }
+
+    /// A table for a sequence that starts with `tokens`, and how many of them it need not compute: whole blocks, and
+    /// never all of `tokens`, for the last one's logits are wanted.
+    pub fn admit(&mut self, tokens: &[u32]) -> (BlockTable, usize) {
+        let path = self.longest_path(tokens);
+        let blocks = self.usable(&path);
+        let nodes = path[..blocks].to_vec();
+        let mut table = BlockTable::default();
+        if self.limits.sliding_window.is_some() {
+            table.sliding_first = self.first_needed(blocks * self.limits.block_size);
+        }
+        for (i, id) in nodes.iter().enumerate() {
+            let block = self.nodes[*id as usize].full;
+            self.hold(BlockPool::Full, block);
+            table.full.push(block);
+            if self.limits.sliding_window.is_some() && i >= table.sliding_first {
+                let block = self.nodes[*id as usize].sliding.expect("usable blocks have both");
+                self.hold(BlockPool::Sliding, block);
+                table.sliding.push_back(block);
+            }
+        }
+        table.nodes = nodes;
+        (table, blocks * self.limits.block_size)
+    }
+
+    /// Full blocks that [`BlockManager::admit`] would find for `tokens` and that somebody holds already.
+    pub fn held_prefix(&self, tokens: &[u32]) -> usize {
+        let path = self.longest_path(tokens);
+        let held = |id: &&NodeId| self.full.holders[self.nodes[**id as usize].full as usize] > 0;
+        path[..self.usable(&path)].iter().take_while(held).count()
+    }
+
+    /// Blocks of each pool that `table` lacks for positions `..tokens`.
+    pub fn missing(&self, table: &BlockTable, tokens: usize) -> [usize; 2] {
+        let blocks = tokens.div_ceil(self.limits.block_size);
+        let missing = |pool| blocks.saturating_sub(table.of(pool));
+        [
+            missing(BlockPool::Full),
+            if self.limits.sliding_window.is_some() { missing(BlockPool::Sliding) } else { 0 },
+        ]
+    }
+
+    /// Whether that many blocks of each pool could be had at once.
+    pub fn has_room(&self, [full, sliding]: [usize; 2]) -> bool {
+        full <= self.full.available() && sliding <= self.sliding.available()
+    }
+
+    /// Grows `table` until it holds positions `..tokens`; nothing is taken where a pool lacks blocks.
+    pub fn grow(&mut self, table: &mut BlockTable, tokens: usize) -> Result<(), NoRoom> {
+        let missing = self.missing(table, tokens);
+        if !self.has_room(missing) {
+            return Err(NoRoom);
+        }
+        for _ in 0..missing[0] {
+            let block = self.take(BlockPool::Full);
+            table.full.push(block);
+        }
+        for _ in 0..missing[1] {
+            let block = self.take(BlockPool::Sliding);
+            table.sliding.push_back(block);
+        }
+        Ok(())
+    }
+
+    /// The blocks of `position` in each pool, where other tables name them too.
+    pub fn shared_at(&self, table: &BlockTable, position: usize) -> [Option<u32>; 2] {
+        let index = position / self.limits.block_size;
+        let full = table.full.get(index).copied();
+        let sliding = index.checked_sub(table.sliding_first).and_then(|i| table.sliding.get(i)).copied();
+        [
+            full.filter(|block| self.full.holders[*block as usize] > 1),
+            sliding.filter(|block| self.sliding.holders[*block as usize] > 1),
+        ]
+    }
+
+    /// Makes the block of `position` the table's own, for it is about to be written: the copies that must be made on the
+    /// device first.
+    pub fn make_writable(
+        &mut self,
+        table: &mut BlockTable,
+        position: usize,
+    ) -> Result<Vec<BlockCopy>, NoRoom> {
+        let index = position / self.limits.block_size;
+        let shared = self.shared_at(table, position);
+        if !self.has_room(shared.map(|block| usize::from(block.is_some()))) {
+            return Err(NoRoom);
+        }
+        let mut copies = Vec::new();
+        for (pool, from) in [BlockPool::Full, BlockPool::Sliding].into_iter().zip(shared) {
+            let Some(from) = from else { continue };
+            assert!(
+                self.pool(pool).node[from as usize].is_none(),
+                "a registered block is about to be written"
+            );
+            let to = self.take(pool);
+            self.let_go(pool, from);
+            match pool {
+                BlockPool::Full => table.full[index] = to,
+                BlockPool::Sliding => table.sliding[index - table.sliding_first] = to,
+            }
+            copies.push(BlockCopy { pool, from, to });
+        }
+        Ok(copies)
+    }
+
+    /// A second table for the same positions; what both name is shared.
+    pub fn fork(&mut self, table: &BlockTable) -> BlockTable {
+        for block in &table.full {
+            self.hold(BlockPool::Full, *block);
+        }
+        for block in &table.sliding {
+            self.hold(BlockPool::Sliding, *block);
+        }
+        BlockTable {
+            full: table.full.clone(),
+            sliding: table.sliding.clone(),
+            sliding_first: table.sliding_first,
+            nodes: table.nodes.clone(),
+        }
+    }
+
+    /// Registers every block whose positions are all in `tokens`, which are computed, and lets go of those that the window
+    /// of the next position has left. Where another sequence registered the same tokens first, its block takes the place
+    /// of this one's.
+    pub fn commit(&mut self, table: &mut BlockTable, tokens: &[u32]) {
+        let size = self.limits.block_size;
+        for (index, tokens) in tokens.chunks_exact(size).enumerate().skip(table.nodes.len()) {
+            let parent = table.nodes.last().copied();
+            let chain = self.chain(parent, tokens);
+            let id = match self.find(chain, parent, tokens) {
+                Ok(Some(id)) if self.share_full(table, index, id) => id,
+                // Forks have the same block, and would not hold the one that was registered before.
+                Ok(Some(_)) => break,
+                Ok(None) => self.register(parent, chain, tokens, table.full[index]),
+                // Two chains with one hash: the second is not cached.
+                Err(Collision) => break,
+            };
+            table.nodes.push(id);
+            if let Some(i) = index.checked_sub(table.sliding_first).filter(|i| *i < table.sliding.len()) {
+                self.share_sliding(table, i, id);
+            }
+        }
+        self.leave_window(table, tokens.len());
+    }
+
+    /// Lets go of the sliding blocks that no position from `next` on can see.
+    fn leave_window(&mut self, table: &mut BlockTable, next: usize) {
+        self.clock += 1;
+        let first = self.first_needed(next);
+        while table.sliding_first < first {
+            let Some(block) = table.sliding.pop_front() else { break };
+            table.sliding_first += 1;
+            self.let_go(BlockPool::Sliding, block);
+        }
+    }
+
+    /// Notes that a turn of a conversation ends behind the registered tokens of `table`: the next one will start from
+    /// there, so the window there goes last.
+    pub fn end_turn(&mut self, table: &BlockTable) {
+        let first = self.first_needed(table.nodes.len() * self.limits.block_size);
+        let window = &table.nodes[first.min(table.nodes.len())..];
+        if self.limits.sliding_window.is_none() || window.is_empty() {
+            return;
+        }
+        let turn = self.next_turn;
+        self.next_turn += 1;
+        let nodes: Vec<NodeId> =
+            window.iter().copied().filter(|id| self.nodes[*id as usize].sliding.is_some()).collect();
+        for id in &nodes {
+            self.set_turn(*id, turn);
+        }
+        self.turns.push_back((turn, nodes));
+        self.forget_turns();
+    }
+
+    /// Takes every block of `table` back; the registered ones stay cached.
+    pub fn release(&mut self, table: BlockTable) {
+        self.clock += 1;
+        for block in table.full.into_iter().rev() {
+            self.let_go(BlockPool::Full, block);
+        }
+        for block in table.sliding.into_iter().rev() {
+            self.let_go(BlockPool::Sliding, block);
+        }
+    }
+
+    // --- the prefix cache ---
+
+    /// Nodes of `tokens` from the first block on, all but the last token's block at most.
+    fn longest_path(&self, tokens: &[u32]) -> Vec<NodeId> {
+        let mut path: Vec<NodeId> = Vec::new();
+        let known = &tokens[..tokens.len().saturating_sub(1)];
+        for tokens in known.chunks_exact(self.limits.block_size) {
+            let parent = path.last().copied();
+            match self.find(self.chain(parent, tokens), parent, tokens) {
+                Ok(Some(id)) => path.push(id),
+                _ => break,
+            }
+        }
+        path
+    }
+
+    /// How many blocks of `path` a sequence can start behind: the most whose window is whole.
+    fn usable(&self, path: &[NodeId]) -> usize {
+        if self.limits.sliding_window.is_none() {
+            return path.len();
+        }
+        // Sliding blocks in a row that end at the block before.
+        let (mut row, mut usable) = (0, 0);
+        for (i, id) in path.iter().enumerate() {
+            row = if self.nodes[*id as usize].sliding.is_some() { row + 1 } else { 0 };
+            let blocks = i + 1;
+            if row >= blocks - self.first_needed(blocks * self.limits.block_size) {
+                usable = blocks;
+            }
+        }
+        usable
+    }
+
+    /// The first block that a sliding layer needs at `position`.
+    fn first_needed(&self, position: usize) -> usize {
+        self.limits
+            .sliding_window
+            .map_or(0, |window| (position + 1).saturating_sub(window) / self.limits.block_size)
+    }
+
+    fn chain(&self, parent: Option<NodeId>, tokens: &[u32]) -> u64 {
+        self.salt.hash_one((parent.map(|id| self.nodes[id as usize].chain), tokens))
+    }
+
+    fn find(&self, chain: u64, parent: Option<NodeId>, tokens: &[u32]) -> Result<Option<NodeId>, Collision> {
+        let Some(&id) = self.by_chain.get(&chain) else { return Ok(None) };
+        let node = &self.nodes[id as usize];
+        if node.parent == parent && *node.tokens == *tokens { Ok(Some(id)) } else { Err(Collision) }
+    }
+
+    fn register(&mut self, parent: Option<NodeId>, chain: u64, tokens: &[u32], full: u32) -> NodeId {
+        let node = Node {
+            parent,
+            chain,
+            tokens: tokens.into(),
+            children: 0,
+            full,
+            sliding: None,
+            used: [self.clock; 2],
+            turn: 0,
+        };
+        let id = match self.unused_nodes.pop() {
+            Some(id) => {
+                self.nodes[id as usize] = node;
+                id
+            }
+            None => {
+                self.nodes.push(node);
+                (self.nodes.len() - 1) as NodeId
+            }
+        };
+        if let Some(parent) = parent {
+            self.nodes[parent as usize].children += 1;
+        }
+        self.by_chain.insert(chain, id);
+        self.full.node[full as usize] = Some(id);
+        id
+    }
+
+    /// Puts the registered full block of `id` in the place of the table's own; false where others have that one too.
+    fn share_full(&mut self, table: &mut BlockTable, index: usize, id: NodeId) -> bool {
+        let (own, shared) = (table.full[index], self.nodes[id as usize].full);
+        if own != shared {
+            if self.full.holders[own as usize] > 1 {
+                return false;
+            }
+            self.hold(BlockPool::Full, shared);
+            self.let_go(BlockPool::Full, own);
+            table.full[index] = shared;
+        }
         true
     }
 
-    /// Takes every block of `table` back.
-    pub fn release(&mut self, table: Vec<Block>) {
-        self.free.extend(table.into_iter().rev());
-    }
-
-    /// Panics unless the free blocks and those of `tables` are the whole pool, each once.
-    pub fn check<'a>(&'a self, tables: impl Iterator<Item = &'a [Block]>) {
-        let mut seen = vec![false; self.total];
-        for block in self.free.iter().chain(tables.flatten()) {
-            assert!(
-                !std::mem::replace(&mut seen[block.0 as usize], true),
-                "KV block {} has two owners",
-                block.0
-            );
+    /// Registers the table's sliding block with `id`, or puts the one registered in its place.
+    fn share_sliding(&mut self, table: &mut BlockTable, index: usize, id: NodeId) {
+        let own = table.sliding[index];
+        match self.nodes[id as usize].sliding {
+            Some(shared) if shared == own => {}
+            Some(shared) => {
+                self.hold(BlockPool::Sliding, shared);
+                self.let_go(BlockPool::Sliding, own);
+                table.sliding[index] = shared;
+            }
+            None => {
+                self.nodes[id as usize].sliding = Some(own);
+                self.sliding.node[own as usize] = Some(id);
+            }
         }
-        assert!(seen.iter().all(|s| *s), "KV blocks {:?} have no owner", lost(&seen));
+    }
+
+    fn set_turn(&mut self, id: NodeId, turn: u64) {
+        let node = &mut self.nodes[id as usize];
+        let cached = node.sliding.is_some_and(|block| self.sliding.holders[block as usize] == 0);
+        if cached {
+            self.sliding_order.remove(&(node.turn, node.used[1], id));
+            self.sliding_order.insert((turn, node.used[1], id));
+        }
+        node.turn = turn;
+    }
+
+    /// Forgets the oldest turns until the rest is within its bound.
+    fn forget_turns(&mut self) {
+        let kept = |nodes: &[Node], (turn, ids): &(u64, Vec<NodeId>)| {
+            ids.iter().filter(|id| nodes[**id as usize].turn == *turn).count()
+        };
+        let mut total: usize = self.turns.iter().map(|turn| kept(&self.nodes, turn)).sum();
+        while total > self.turn_blocks {
+            let oldest = self.turns.pop_front().expect("blocks are kept by turns");
+            total -= kept(&self.nodes, &oldest);
+            for id in oldest.1 {
+                if self.nodes[id as usize].turn == oldest.0 {
+                    self.set_turn(id, 0);
+                }
+            }
+        }
+    }
+
+    // --- blocks ---
+
+    fn pool(&self, pool: BlockPool) -> &Pool {
+        match pool {
+            BlockPool::Full => &self.full,
+            BlockPool::Sliding => &self.sliding,
+        }
+    }
+
+    fn pool_mut(&mut self, pool: BlockPool) -> &mut Pool {
+        match pool {
+            BlockPool::Full => &mut self.full,
+            BlockPool::Sliding => &mut self.sliding,
+        }
+    }
+
+    /// A block for one holder. The caller has seen that there is room.
+    fn take(&mut self, pool: BlockPool) -> u32 {
+        if self.pool(pool).free.is_empty() {
+            match pool {
+                BlockPool::Full => self.evict_full(),
+                BlockPool::Sliding => self.evict_sliding(),
+            }
+        }
+        let pool = self.pool_mut(pool);
+        let block = pool.free.pop().expect("the caller has seen that there is room");
+        pool.holders[block as usize] = 1;
+        block
+    }
+
+    fn hold(&mut self, pool: BlockPool, block: u32) {
+        let which = self.pool_mut(pool);
+        let holders = &mut which.holders[block as usize];
+        *holders += 1;
+        if *holders > 1 {
+            return;
+        }
+        let id = which.node[block as usize].expect("a block that nobody holds is cached");
+        which.cached -= 1;
+        let node = &self.nodes[id as usize];
+        match pool {
+            BlockPool::Full => self.full_order.remove(&(node.used[0], id)),
+            BlockPool::Sliding => self.sliding_order.remove(&(node.turn, node.used[1], id)),
+        };
+    }
+
+    fn let_go(&mut self, pool: BlockPool, block: u32) {
+        let clock = self.clock;
+        let which = self.pool_mut(pool);
+        let holders = &mut which.holders[block as usize];
+        *holders -= 1;
+        if *holders > 0 {
+            return;
+        }
+        let Some(id) = which.node[block as usize] else {
+            which.free.push(block);
+            return;
+        };
+        which.cached += 1;
+        let node = &mut self.nodes[id as usize];
+        match pool {
+            BlockPool::Full => {
+                node.used[0] = clock;
+                if node.children == 0 {
+                    self.full_order.insert((clock, id));
+                }
+            }
+            BlockPool::Sliding => {
+                node.used[1] = clock;
+                self.sliding_order.insert((node.turn, clock, id));
+            }
+        }
+    }
+
+    /// Frees the longest unused full block that no other builds on, and its node with it.
+    fn evict_full(&mut self) {
+        let (_, id) = self.full_order.pop_first().expect("the caller has seen that there is room");
+        if self.nodes[id as usize].sliding.is_some() {
+            self.free_sliding(id);
+        }
+        let Node { parent, chain, full, .. } = self.nodes[id as usize];
+        self.by_chain.remove(&chain);
+        self.unused_nodes.push(id);
+        self.nodes[id as usize].turn = 0;
+        self.full.node[full as usize] = None;
+        self.full.cached -= 1;
+        self.full.free.push(full);
+        if let Some(parent) = parent {
+            let node = &mut self.nodes[parent as usize];
+            node.children -= 1;
+            if node.children == 0 && self.full.holders[node.full as usize] == 0 {
+                self.full_order.insert((node.used[0], parent));
+            }
+        }
+    }
+
+    fn evict_sliding(&mut self) {
+        let (.., id) = *self.sliding_order.first().expect("the caller has seen that there is room");
+        self.free_sliding(id);
+    }
+
+    /// Frees the cached sliding block of a node.
+    fn free_sliding(&mut self, id: NodeId) {
+        let node = &mut self.nodes[id as usize];
+        let block = node.sliding.take().expect("the node has one");
+        assert!(
+            self.sliding_order.remove(&(node.turn, node.used[1], id)),
+            "a held block is about to be freed"
+        );
+        node.turn = 0;
+        self.sliding.node[block as usize] = None;
+        self.sliding.cached -= 1;
+        self.sliding.free.push(block);
+    }
+
+    /// Panics unless every block is free, cached or held as often as `tables` name it, and the cache hangs together.
+    pub fn check<'a>(&self, tables: impl Iterator<Item = &'a BlockTable>) {
+        let mut held = [vec![0; self.full.holders.len()], vec![0; self.sliding.holders.len()]];
+        for table in tables {
+            table.full.iter().for_each(|block| held[0][*block as usize] += 1);
+            table.sliding.iter().for_each(|block| held[1][*block as usize] += 1);
+            assert!(table.nodes.len() <= table.full.len(), "more is registered than there is");
+            for (index, id) in table.nodes.iter().enumerate() {
+                let node = &self.nodes[*id as usize];
+                assert_eq!(node.full, table.full[index], "block {index} is not the registered one");
+                assert_eq!(
+                    node.parent,
+                    index.checked_sub(1).map(|i| table.nodes[i]),
+                    "block {index}'s parent"
+                );
+                if let Some(own) = index.checked_sub(table.sliding_first).and_then(|i| table.sliding.get(i)) {
+                    assert_eq!(node.sliding, Some(*own), "sliding block {index} is not the registered one");
+                }
+            }
+        }
+        for (pool, held) in [(&self.full, &held[0]), (&self.sliding, &held[1])] {
+            assert_eq!(&pool.holders, held, "holders");
+            let mut free = vec![false; held.len()];
+            for block in &pool.free {
+                assert!(!std::mem::replace(&mut free[*block as usize], true), "block {block} is free twice");
+            }
+            let mut cached = 0;
+            for block in 0..held.len() {
+                let registered = pool.node[block].is_some();
+                match (free[block], held[block] > 0) {
+                    (true, held) => assert!(!held && !registered, "block {block} is free, and in use"),
+                    (false, true) => {}
+                    (false, false) => {
+                        assert!(registered, "block {block} is lost");
+                        cached += 1;
+                    }
+                }
+            }
+            assert_eq!(pool.cached, cached, "cached blocks");
+        }
+        self.check_nodes();
+    }
+
+    fn check_nodes(&self) {
+        let mut children = vec![0; self.nodes.len()];
+        let (mut leaves, mut windows) = (0, 0);
+        for (chain, &id) in &self.by_chain {
+            let node = &self.nodes[id as usize];
+            assert_eq!(node.chain, *chain);
+            assert_eq!(self.full.node[node.full as usize], Some(id), "a node's full block");
+            let held = self.full.holders[node.full as usize] > 0;
+            if let Some(parent) = node.parent {
+                children[parent as usize] += 1;
+                let parent = &self.nodes[parent as usize];
+                assert!(
+                    !held || self.full.holders[parent.full as usize] > 0,
+                    "a block is held, and the one before is not"
+                );
+            }
+            if !held && node.children == 0 {
+                leaves += 1;
+                assert!(
+                    self.full_order.contains(&(node.used[0], id)),
+                    "a full block that can go is not listed"
+                );
+            }
+            if let Some(block) = node.sliding {
+                assert_eq!(self.sliding.node[block as usize], Some(id), "a node's sliding block");
+                if self.sliding.holders[block as usize] == 0 {
+                    windows += 1;
+                    let key = (node.turn, node.used[1], id);
+                    assert!(self.sliding_order.contains(&key), "a sliding block that can go is not listed");
+                }
+            }
+        }
+        assert_eq!(
+            (leaves, windows),
+            (self.full_order.len(), self.sliding_order.len()),
+            "blocks that can go"
+        );
+        assert_eq!(self.by_chain.len() + self.unused_nodes.len(), self.nodes.len(), "nodes");
+        for &id in self.by_chain.values() {
+            assert_eq!(self.nodes[id as usize].children, children[id as usize], "children of node {id}");
+        }
     }
 }
 
-fn lost(seen: &[bool]) -> Vec<usize> {
-    (0..seen.len()).filter(|id| !seen[*id]).collect()
-}
+/// Another chain has the same hash.
+struct Collision;

@@ -1,26 +1,31 @@
 //! The engine: one thread that owns every sequence and every KV block, and drives a [`Runner`] step by step.
 //!
 //! ```text
-//! submit -> bounded inbox -> | drain inbox -> schedule -> Batch -> submit/wait -> commit | -> events per request
+//! submit -> bounded inbox -> | drain inbox -> schedule -> submit step N+1 -> wait for step N -> commit | -> events
 //! ```
 //!
-//! It speaks token ids and refuses to know text, HTTP, the device or a layer. It never waits for a reader: the
-//! event channel of a request holds its whole answer, so a slow reader costs memory (bounded by `max_tokens`)
-//! and no time. Dropping a [`TokenStream`] cancels its request before the next step, and frees its blocks.
+//! While the device runs one step the next is already submitted: what a step draws feeds the next one there, and what
+//! the host does about an id (stop ids, limits, telling the reader) it does beside the device, not in its way.
+//!
+//! It speaks token ids and refuses to know text, HTTP, the device or a layer. It never waits for a reader: one that
+//! falls [`EVENTS`] events behind is cancelled, alone. Dropping a [`TokenStream`] cancels its request before the next
+//! step is scheduled, and frees its blocks.
 //!
 //! A failing device ends the engine: the running request and all that wait get [`EngineError::Lost`], and so does
 //! every later [`EngineHandle::submit`]. Nothing is retried and nothing computed elsewhere. A request whose logits are
 //! no numbers fails alone.
 
 mod block_manager;
+mod pace;
 mod scheduler;
 mod sequence;
 
-pub use block_manager::{Block, BlockManager};
-pub use scheduler::{Output, Scheduler, Step};
-pub use sequence::{FinishReason, Sequence, SequenceId};
+pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
+pub use pace::{Load, Pace};
+pub use scheduler::{End, Output, Scheduler, SchedulerConfig, Share, Step};
+pub use sequence::{ClientId, FinishReason, Fork, Priority, Sequence, SequenceId};
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
@@ -31,12 +36,16 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc as events;
 
-use crate::model::{Limits, Runner, RunnerError, SamplingParams};
+use crate::model::{BlockPool, Limits, Runner, RunnerError, SamplingParams, Ticket};
+
+/// Events of one request that may wait for its reader: some seconds of an answer, or a reader's pause.
+pub const EVENTS: usize = 1024;
 
 #[derive(Debug, Clone, Copy)]
 pub struct EngineConfig {
-    /// Requests that may wait beyond the running one; at least 1.
+    /// Requests that may wait beyond those that run; at least 1.
     pub queue: usize,
+    pub scheduler: SchedulerConfig,
 }
 
 /// One prompt and how to answer it. Ids are `0..limits.vocab_size`.
@@ -48,6 +57,29 @@ pub struct Request {
     pub max_tokens: Option<usize>,
     /// Ids that end the answer and are not part of it.
     pub stop_token_ids: Vec<u32>,
+    /// Seeds of further answers to the same prompt, which is computed once.
+    pub more_seeds: Vec<u64>,
+    /// Whose request it is, for fairness between them.
+    pub client: ClientId,
+    pub priority: Priority,
+    /// When an answer that is not finished fails.
+    pub deadline: Option<Instant>,
+}
+
+impl Request {
+    /// One greedy answer, as long as the context allows, of interactive priority.
+    pub fn new(prompt: Vec<u32>) -> Self {
+        Self {
+            prompt,
+            sampling: SamplingParams::GREEDY,
+            max_tokens: None,
+            stop_token_ids: Vec::new(),
+            more_seeds: Vec::new(),
+            client: 0,
+            priority: Priority::Interactive,
+            deadline: None,
+        }
+    }
 }
 
 /// Where a request's time went, up to the event that carries it.
@@ -59,24 +91,29 @@ pub struct Timings {
     pub prefill: Duration,
     /// From the first id to this one.
     pub decode: Duration,
-    /// Prompt tokens processed.
+    /// Tokens of the prompt.
     pub prompt_n: usize,
+    /// Of these, those that the prefix cache had.
+    pub cached_n: usize,
     /// Ids sampled so far, a stop id included.
     pub predicted_n: usize,
 }
 
+/// `choice` counts the answers of a request: 0, and one for each of [`Request::more_seeds`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     Token {
+        choice: usize,
         id: u32,
         timings: Timings,
     },
     /// Last event of an answer.
     Finished {
+        choice: usize,
         reason: FinishReason,
         timings: Timings,
     },
-    /// Last event of a request that ended without one.
+    /// Last event of a request that ended without all its answers.
     Failed(EngineError),
 }
 
@@ -94,6 +131,8 @@ pub enum SubmitError {
     ContextExceeded { prompt: usize, max_tokens: Option<usize>, context: usize },
     #[error("token id {id} is outside the vocabulary of {vocab_size}")]
     TokenOutOfRange { id: u32, vocab_size: usize },
+    #[error("{n} answers were asked for, and {most} can run at once")]
+    TooManyAnswers { n: usize, most: usize },
     #[error(transparent)]
     Engine(#[from] EngineError),
 }
@@ -109,7 +148,7 @@ fn overflow(prompt: usize, max_tokens: Option<usize>, context: usize) -> String 
     }
 }
 
-/// Why a request got no whole answer. After all but `NotFinite`, the engine answers no more.
+/// Why a request got no whole answer. After `Lost` and `ShuttingDown`, the engine answers no more.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EngineError {
     #[error("{0}; restart unicorn")]
@@ -118,16 +157,29 @@ pub enum EngineError {
     NotFinite,
     #[error("the server is shutting down")]
     ShuttingDown,
+    #[error("the answer was not read: {EVENTS} of its tokens waited for the client")]
+    SlowReader,
+    #[error("the request's deadline has passed")]
+    Deadline,
 }
 
-/// Counts at the last step's end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Counts at the last step's end; those of events since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Submitted and not yet running.
     pub waiting: usize,
     pub running: usize,
-    pub free_blocks: usize,
-    pub total_blocks: usize,
+    /// Blocks of the two pools.
+    pub full: PoolUse,
+    pub sliding: PoolUse,
+    pub preemptions: u64,
+    pub steps: u64,
+    /// Tokens of sequences that those steps computed.
+    pub step_tokens: u64,
+    /// Shares of sequences in those steps.
+    pub step_shares: u64,
+    /// Time of the engine's thread beside waiting for the device and for work.
+    pub host_ns: u64,
 }
 
 pub struct Engine;
@@ -144,8 +196,7 @@ impl Engine {
             limits,
             queue: config.queue,
             waiting: AtomicUsize::new(0),
-            running: AtomicUsize::new(0),
-            free_blocks: AtomicUsize::new(limits.num_blocks),
+            stats: Mutex::new(Stats::default()),
             next_id: AtomicU64::new(0),
             draining: AtomicBool::new(false),
             aborted: AtomicBool::new(false),
@@ -155,11 +206,16 @@ impl Engine {
         });
         let engine = StepLoop {
             runner,
-            scheduler: Scheduler::new(limits),
-            clients: HashMap::new(),
+            scheduler: Scheduler::new(limits, config.scheduler),
+            pace: Pace::new(),
+            in_flight: VecDeque::new(),
+            last_done: Instant::now(),
+            answers: HashMap::new(),
             messages,
             shared: Arc::clone(&shared),
+            stats: Stats::default(),
         };
+        engine.publish();
         let handle = EngineHandle { inbox, shared: Arc::clone(&shared) };
         thread::Builder::new()
             .name("engine".into())
@@ -191,23 +247,35 @@ impl EngineHandle {
         let max_tokens = self.admissible(&request)?;
         let permit = Permit::take(&self.shared)?;
 
-        // Room for the whole answer and its last event: the engine never finds the channel full.
-        let (sender, receiver) = events::channel(max_tokens + 1);
-        let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
+        let (sender, receiver) = events::channel(EVENTS);
+        let choices = 1 + request.more_seeds.len();
+        let id = self.shared.next_id.fetch_add(choices as u64, Ordering::Relaxed);
         let prompt_n = request.prompt.len();
-        let sequence = Sequence {
-            id,
-            prompt: request.prompt,
-            sampling: request.sampling,
-            max_tokens,
-            stop_token_ids: request.stop_token_ids,
-            computed: 0,
-            generated: 0,
-            blocks: Vec::new(),
-        };
-        let client = Client { events: sender, permit: Some(permit), clock: Clock::new(prompt_n) };
-        match self.inbox.try_send(Message::Submit(Box::new(sequence), client)) {
-            Ok(()) => Ok(TokenStream { events: receiver, shared: Arc::clone(&self.shared), done: false }),
+        let mut sequence = Sequence::new(id, request.prompt, request.sampling, max_tokens);
+        sequence.client = request.client;
+        sequence.priority = request.priority;
+        sequence.stop_token_ids = request.stop_token_ids;
+        sequence.forks = (id + 1..).zip(request.more_seeds).map(|(id, seed)| Fork { id, seed }).collect();
+        let failure = Arc::new(OnceLock::new());
+        let answers = (0..choices)
+            .map(|choice| Answer {
+                choice,
+                events: sender.clone(),
+                failure: Arc::clone(&failure),
+                deadline: request.deadline,
+                permit: None,
+                clock: Clock::new(prompt_n),
+            })
+            .collect::<Vec<_>>();
+        let mut submitted = Submitted { sequence, answers };
+        submitted.answers[0].permit = Some(permit);
+        match self.inbox.try_send(Message::Submit(Box::new(submitted))) {
+            Ok(()) => Ok(TokenStream {
+                events: receiver,
+                shared: Arc::clone(&self.shared),
+                failure,
+                unfinished: choices,
+            }),
             Err(TrySendError::Full(_)) => Err(SubmitError::QueueFull { waiting: self.shared.queue }),
             Err(TrySendError::Disconnected(_)) => Err(self.shared.why_ended().into()),
         }
@@ -229,6 +297,10 @@ impl EngineHandle {
         if let Some(id) = request.prompt.iter().copied().find(|id| *id as usize >= vocab_size) {
             return Err(SubmitError::TokenOutOfRange { id, vocab_size });
         }
+        let (n, most) = (1 + request.more_seeds.len(), self.shared.limits.max_sequences);
+        if n > most {
+            return Err(SubmitError::TooManyAnswers { n, most });
+        }
         let left = context - prompt;
         match request.max_tokens {
             Some(n) if n > left => Err(SubmitError::ContextExceeded { prompt, max_tokens: Some(n), context }),
@@ -244,12 +316,8 @@ impl EngineHandle {
     }
 
     pub fn stats(&self) -> Stats {
-        Stats {
-            waiting: self.shared.waiting.load(Ordering::Acquire),
-            running: self.shared.running.load(Ordering::Acquire),
-            free_blocks: self.shared.free_blocks.load(Ordering::Acquire),
-            total_blocks: self.shared.limits.num_blocks,
-        }
+        let stats = *self.shared.stats.lock().expect("nothing panics under this lock");
+        Stats { waiting: self.shared.waiting.load(Ordering::Acquire), ..stats }
     }
 
     /// Refuses new requests; the engine ends when those it has are answered.
@@ -277,28 +345,36 @@ impl EngineHandle {
     }
 }
 
-/// The events of one request, the last of them [`Event::Finished`] or [`Event::Failed`]; then none. Dropping it
-/// cancels the request.
+/// The events of one request, the last of them [`Event::Finished`] of its last answer or [`Event::Failed`]; then none.
+/// Dropping it cancels the request.
 pub struct TokenStream {
     events: events::Receiver<Event>,
     shared: Arc<Shared>,
-    done: bool,
+    /// Why the channel closed without a last event.
+    failure: Arc<OnceLock<EngineError>>,
+    /// Answers that are to come to an end.
+    unfinished: usize,
 }
 
 impl TokenStream {
     /// The next event; not for use inside an async runtime, where this is a [`futures::Stream`].
     pub fn blocking_next(&mut self) -> Option<Event> {
-        if self.done {
+        if self.unfinished == 0 {
             return None;
         }
         let event = self.events.blocking_recv();
         Some(self.deliver(event))
     }
 
-    /// A channel that closed before a last event belonged to an engine that ended before it could send one.
+    /// A channel that closed before a last event belonged to a reader that was too slow, or to an engine that ended.
     fn deliver(&mut self, event: Option<Event>) -> Event {
-        let event = event.unwrap_or_else(|| Event::Failed(self.shared.why_ended()));
-        self.done = !matches!(event, Event::Token { .. });
+        let why = || self.failure.get().cloned().unwrap_or_else(|| self.shared.why_ended());
+        let event = event.unwrap_or_else(|| Event::Failed(why()));
+        match event {
+            Event::Token { .. } => {}
+            Event::Finished { .. } => self.unfinished -= 1,
+            Event::Failed(_) => self.unfinished = 0,
+        }
         event
     }
 }
@@ -307,26 +383,30 @@ impl futures::Stream for TokenStream {
     type Item = Event;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Event>> {
-        if self.done {
+        if self.unfinished == 0 {
             return Poll::Ready(None);
         }
         self.events.poll_recv(cx).map(|event| Some(self.deliver(event)))
     }
 }
 
+struct Submitted {
+    sequence: Sequence,
+    answers: Vec<Answer>,
+}
+
 enum Message {
-    Submit(Box<Sequence>, Client),
+    Submit(Box<Submitted>),
     /// Look at the flags.
     Wake,
 }
 
-/// What the handles and the engine thread share; nothing of it is on the path of a step but five counters.
+/// What the handles and the engine thread share; on the path of a step is one lock that nobody holds for long.
 struct Shared {
     limits: Limits,
     queue: usize,
     waiting: AtomicUsize,
-    running: AtomicUsize,
-    free_blocks: AtomicUsize,
+    stats: Mutex<Stats>,
     next_id: AtomicU64,
     draining: AtomicBool,
     aborted: AtomicBool,
@@ -363,21 +443,32 @@ impl Drop for Permit {
     }
 }
 
-/// Who asked, as the engine thread knows them.
-struct Client {
+/// Who asked, as the engine thread knows them: one for each answer.
+struct Answer {
+    choice: usize,
     events: events::Sender<Event>,
-    /// Held while the request waits.
+    failure: Arc<OnceLock<EngineError>>,
+    deadline: Option<Instant>,
+    /// Held by the first answer while the request waits.
     permit: Option<Permit>,
     clock: Clock,
 }
 
-impl Client {
-    fn send(&self, event: Event) {
+impl Answer {
+    /// False where the reader is too far behind to be told.
+    #[must_use]
+    fn send(&self, event: Event) -> bool {
         match self.events.try_send(event) {
             // A reader that left: the request is removed before the next step.
-            Ok(()) | Err(events::error::TrySendError::Closed(_)) => {}
-            Err(events::error::TrySendError::Full(_)) => unreachable!("the channel holds a whole answer"),
+            Ok(()) | Err(events::error::TrySendError::Closed(_)) => true,
+            Err(events::error::TrySendError::Full(_)) => false,
         }
+    }
+
+    /// The last event, where there is still room for one; else the reader finds it behind the others.
+    fn fail(self, error: EngineError) {
+        let _ = self.failure.set(error.clone());
+        let _ = self.send(Event::Failed(error));
     }
 }
 
@@ -387,12 +478,13 @@ struct Clock {
     started: Option<Instant>,
     first: Option<Instant>,
     prompt_n: usize,
+    cached_n: usize,
     predicted_n: usize,
 }
 
 impl Clock {
     fn new(prompt_n: usize) -> Self {
-        Self { submitted: Instant::now(), started: None, first: None, prompt_n, predicted_n: 0 }
+        Self { submitted: Instant::now(), started: None, first: None, prompt_n, cached_n: 0, predicted_n: 0 }
     }
 
     /// Notes that an id was sampled, and says where the time went.
@@ -406,18 +498,32 @@ impl Clock {
             prefill: first - started,
             decode: now - first,
             prompt_n: self.prompt_n,
+            cached_n: self.cached_n,
             predicted_n: self.predicted_n,
         }
     }
+}
+
+/// A step on the device.
+struct InFlight {
+    ticket: Ticket,
+    step: Step,
+    submitted: Instant,
 }
 
 /// The engine thread's state.
 struct StepLoop {
     runner: Box<dyn Runner>,
     scheduler: Scheduler,
-    clients: HashMap<SequenceId, Client>,
+    pace: Pace,
+    /// Oldest first.
+    in_flight: VecDeque<InFlight>,
+    /// When the last step ended: the next one had the device from then on.
+    last_done: Instant,
+    answers: HashMap<SequenceId, Answer>,
     messages: Receiver<Message>,
     shared: Arc<Shared>,
+    stats: Stats,
 }
 
 impl StepLoop {
@@ -427,16 +533,25 @@ impl StepLoop {
             if !self.drain_inbox() {
                 return;
             }
-            self.remove_cancelled();
-            if let Err(error) = self.step() {
-                tracing::error!("{error}: the engine stops");
-                // The first cause stays; it is what health and every later refusal name.
-                let _ = self.shared.lost.set(error.to_string());
-                self.fail_all();
-                return;
-            }
+            let began = Instant::now();
+            self.remove_ended();
+            let waited = match self.step() {
+                Ok(waited) => waited,
+                Err(error) => {
+                    tracing::error!("{error}: the engine stops");
+                    // The first cause stays; it is what health and every later refusal name.
+                    let _ = self.shared.lost.set(error.to_string());
+                    self.fail_all();
+                    return;
+                }
+            };
+            self.stats.host_ns += (began.elapsed() - waited).as_nanos() as u64;
             self.publish();
         }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.scheduler.is_idle() && self.in_flight.is_empty()
     }
 
     /// Takes in what arrived, waiting for it where there is nothing else to do; false where the engine is to end.
@@ -447,7 +562,7 @@ impl StepLoop {
                 self.fail_all();
                 return false;
             }
-            let message = if self.scheduler.is_idle() && !draining {
+            let message = if self.is_idle() && !draining {
                 match self.messages.recv() {
                     Ok(message) => message,
                     Err(_) => return false, // no handle is left, and no work
@@ -455,84 +570,122 @@ impl StepLoop {
             } else {
                 match self.messages.try_recv() {
                     Ok(message) => message,
-                    Err(_) => return !self.scheduler.is_idle(),
+                    Err(_) => return !self.is_idle(),
                 }
             };
-            if let Message::Submit(sequence, client) = message {
-                self.clients.insert(sequence.id, client);
-                self.scheduler.add(*sequence);
+            if let Message::Submit(submitted) = message {
+                let Submitted { sequence, answers } = *submitted;
+                self.answers.extend((sequence.id..).zip(answers));
+                self.scheduler.add(sequence);
             }
         }
     }
 
-    fn remove_cancelled(&mut self) {
-        self.clients.retain(|id, client| {
-            let keep = !client.events.is_closed();
-            if !keep {
-                tracing::debug!(generated = client.clock.predicted_n, "cancelled: its reader left");
-                self.scheduler.remove(*id);
+    /// Removes those whose reader left, and those whose time is over.
+    fn remove_ended(&mut self) {
+        let now = Instant::now();
+        let ended =
+            |answer: &Answer| answer.events.is_closed() || answer.deadline.is_some_and(|at| at <= now);
+        let ids: Vec<SequenceId> = self.answers.iter().filter(|(_, a)| ended(a)).map(|(id, _)| *id).collect();
+        for id in ids {
+            let answer = self.remove(id);
+            if answer.events.is_closed() {
+                tracing::debug!(generated = answer.clock.predicted_n, "cancelled: its reader left");
+            } else {
+                answer.fail(EngineError::Deadline);
             }
-            keep
-        });
-        self.publish();
+        }
     }
 
-    fn step(&mut self) -> Result<(), RunnerError> {
-        let Some(step) = self.scheduler.schedule() else { return Ok(()) };
-        for id in &step.ids {
-            let client = self.clients.get_mut(id).expect("a scheduled sequence has a client");
-            client.permit = None;
-            client.clock.started.get_or_insert_with(Instant::now);
-        }
-        self.publish();
+    fn remove(&mut self, id: SequenceId) -> Answer {
+        self.scheduler.remove(id);
+        self.answers.remove(&id).expect("every sequence has an answer")
+    }
 
-        let ticket = self.runner.submit(&step.batch, &step.sampling)?;
-        let sampled = match self.runner.wait(ticket) {
-            Err(error @ RunnerError::NotFinite) => {
-                tracing::error!("{error}");
-                for id in step.ids {
-                    self.scheduler.remove(id);
-                    let client = self.clients.remove(&id).expect("a scheduled sequence has a client");
-                    client.send(Event::Failed(EngineError::NotFinite));
-                }
-                return Ok(());
+    /// Submits what can be, waits for the oldest step, and takes in what it drew. Returns how long it waited.
+    fn step(&mut self) -> Result<Duration, RunnerError> {
+        while self.in_flight.len() < self.shared.limits.max_in_flight {
+            let Some(step) = self.scheduler.schedule(&self.pace) else { break };
+            for share in &step.shares {
+                let answer = self.answers.get_mut(&share.id).expect("a scheduled sequence has an answer");
+                answer.permit = None;
+                answer.clock.started.get_or_insert_with(Instant::now);
             }
-            result => result?,
+            let ticket = self.runner.submit(&step.batch, &step.sampling)?;
+            self.stats.steps += 1;
+            self.stats.step_tokens += step.load.tokens as u64;
+            self.stats.step_shares += step.shares.len() as u64;
+            self.in_flight.push_back(InFlight { ticket, step, submitted: Instant::now() });
+            self.publish();
+        }
+        let Some(InFlight { ticket, step, submitted }) = self.in_flight.pop_front() else {
+            return Ok(Duration::ZERO);
         };
-        for Output { id, token, finish } in self.scheduler.commit(&step, &sampled) {
-            let client = self.clients.get_mut(&id).expect("a scheduled sequence has a client");
-            let timings = client.clock.tick();
-            if let Some(id) = token {
-                client.send(Event::Token { id, timings });
-            }
-            if let Some(reason) = finish {
-                client.send(Event::Finished { reason, timings });
-                self.clients.remove(&id);
-            }
+        let before = Instant::now();
+        let sampled = self.runner.wait(ticket)?;
+        let done = Instant::now();
+        self.pace.observe(step.load, done - submitted.max(self.last_done));
+        self.last_done = done;
+        for output in self.scheduler.commit(&step, &sampled) {
+            self.tell(output);
         }
-        Ok(())
+        Ok(done - before)
+    }
+
+    /// Hands on what a step yielded for one sequence.
+    fn tell(&mut self, Output { id: sequence, token, end, cached_tokens }: Output) {
+        let answer = self.answers.get_mut(&sequence).expect("a scheduled sequence has an answer");
+        answer.clock.cached_n = cached_tokens;
+        let (choice, timings) = (answer.choice, answer.clock.tick());
+        let mut told = token.is_none_or(|id| answer.send(Event::Token { choice, id, timings }));
+        match end {
+            Some(End::NotFinite) => {
+                tracing::error!("{}", EngineError::NotFinite);
+                let answer = self.answers.remove(&sequence).expect("just seen");
+                answer.fail(EngineError::NotFinite);
+                return;
+            }
+            Some(End::Finished(reason)) => {
+                told &= answer.send(Event::Finished { choice, reason, timings });
+                if told {
+                    self.answers.remove(&sequence);
+                    return;
+                }
+            }
+            None => {}
+        }
+        if !told {
+            tracing::warn!("{}: cancelled", EngineError::SlowReader);
+            self.remove(sequence).fail(EngineError::SlowReader);
+        }
     }
 
     /// Fails all that run or wait, those still in the inbox too.
     fn fail_all(&mut self) {
         self.shared.draining.store(true, Ordering::Release);
         let error = self.shared.why_ended();
-        for (id, client) in self.clients.drain() {
+        for (id, answer) in self.answers.drain() {
             self.scheduler.remove(id);
-            client.send(Event::Failed(error.clone()));
+            answer.fail(error.clone());
         }
         // What arrives after this finds the channel closed, and says the same.
         while let Ok(message) = self.messages.try_recv() {
-            if let Message::Submit(_, client) = message {
-                client.send(Event::Failed(error.clone()));
+            if let Message::Submit(submitted) = message {
+                submitted.answers.into_iter().for_each(|answer| answer.fail(error.clone()));
             }
         }
         self.publish();
     }
 
     fn publish(&self) {
-        self.shared.running.store(self.scheduler.num_running(), Ordering::Release);
-        self.shared.free_blocks.store(self.scheduler.free_blocks(), Ordering::Release);
+        let stats = Stats {
+            running: self.scheduler.num_running(),
+            full: self.scheduler.usage(BlockPool::Full),
+            sliding: self.scheduler.usage(BlockPool::Sliding),
+            preemptions: self.scheduler.preemptions(),
+            ..self.stats
+        };
+        *self.shared.stats.lock().expect("nothing panics under this lock") = stats;
     }
 }
 

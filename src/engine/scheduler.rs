@@ -1,28 +1,65 @@
 //! Decides what the next step computes: a synchronous state machine without clock, I/O or GPU.
 //!
-//! One cycle is [`Scheduler::schedule`] -> the step -> [`Scheduler::commit`]. This version runs one sequence at a
-//! time, in order of arrival; what changes for more is the body of `schedule`, not its callers: a [`Batch`]
-//! already names slots, and every sequence contributes `(start, tokens)` under one token budget.
+//! One cycle is [`Scheduler::schedule`] -> the step -> [`Scheduler::commit`], and a second step may be scheduled before
+//! the first is committed: what that one draws goes on without the host. Steps are committed in their order.
 //!
-//! Invariants, checked after each step in debug builds: every block has one owner; `computed <= total` for each
-//! sequence, and its blocks hold `computed` positions.
+//! Under one budget of tokens per step come, of interactive sequences and then of background ones: those that decode,
+//! those that are amid their prompt, and as many waiting ones as find a slot and blocks. Prompts are cut into chunks, and
+//! where others decode in the same step, a chunk is only so long that the step stays within [`SchedulerConfig::gap`].
+//!
+//! Who waits first: of the clients the one that was given the fewest tokens so far, and of its requests the oldest
+//! (virtual token counters: Sheng et al., Fairness in Serving Large Language Models, 2024). Nobody is passed over for
+//! ever: who did not get on for [`SchedulerConfig::patience`] steps is interactive from then on, and first in line.
+//!
+//! Where blocks end, a sequence of lower priority or later arrival is preempted: it loses its blocks, waits, and is
+//! computed again, from the prefix cache as far as that still has it. So the first of all always gets on.
+//!
+//! Invariants, checked after each commit in debug builds: those of [`BlockManager::check`] and of [`Sequence`]; a slot has
+//! one sequence; a step keeps within [`Limits`].
 
-use std::collections::VecDeque;
+use std::collections::HashMap;
+use std::time::Duration;
 
-use super::block_manager::BlockManager;
-use super::sequence::{FinishReason, Sequence, SequenceId};
-use crate::model::{Batch, BatchSequence, Input, Limits, Sampled, Sampling};
+use super::block_manager::{BlockManager, BlockTable, PoolUse};
+use super::pace::{Load, Pace};
+use super::sequence::{ClientId, FinishReason, Priority, Sequence, SequenceId};
+use crate::model::{Batch, BatchSequence, BlockPool, Draw, Input, Limits, Sampled, Sampling};
 
-/// The device slot of the one running sequence.
-const SLOT: u32 = 0;
+#[derive(Debug, Clone, Copy)]
+pub struct SchedulerConfig {
+    /// What a step with decodes in it may take, as far as its prefill goes.
+    pub gap: Duration,
+    /// Steps after which a sequence that did not get on is first in line, whatever its priority and its client.
+    pub patience: u64,
+    /// Sliding blocks that the prefix cache keeps for ends of turns.
+    pub turn_blocks: usize,
+}
+
+impl Default for SchedulerConfig {
+    fn default() -> Self {
+        Self { gap: Duration::from_millis(500), patience: 1024, turn_blocks: usize::MAX }
+    }
+}
 
 /// A step and what it is for.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Step {
     pub batch: Batch,
     pub sampling: Sampling,
-    /// Whose tokens: one per entry of `batch.sequences`.
-    pub ids: Vec<SequenceId>,
+    pub load: Load,
+    /// Whose tokens, and what comes of them.
+    pub shares: Vec<Share>,
+}
+
+/// What a step does for one sequence. Forks have a share in the step that draws their first id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Share {
+    pub id: SequenceId,
+    life: u32,
+    /// Positions that are computed when the step is done.
+    end: usize,
+    /// Index into [`Sampling::draws`].
+    draw: Option<usize>,
 }
 
 /// What one step yielded for one sequence.
@@ -31,31 +68,74 @@ pub struct Output {
     pub id: SequenceId,
     /// Id for the reader; none where the sampled one is a stop id.
     pub token: Option<u32>,
-    /// Set where the sequence ended; it is gone from the scheduler then, and its blocks are free.
-    pub finish: Option<FinishReason>,
+    /// Set where the sequence ended; it is gone from the scheduler then.
+    pub end: Option<End>,
+    /// Prompt tokens that were found in the prefix cache.
+    pub cached_tokens: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    Finished(FinishReason),
+    /// The logits were no finite numbers.
+    NotFinite,
 }
 
 #[derive(Debug)]
 pub struct Scheduler {
     limits: Limits,
+    config: SchedulerConfig,
     blocks: BlockManager,
-    waiting: VecDeque<Sequence>,
-    running: Option<Sequence>,
+    /// In order of arrival.
+    waiting: Vec<Sequence>,
+    /// In order of arrival.
+    running: Vec<Sequence>,
+    free_slots: Vec<u32>,
+    /// Tokens given to each client that has a sequence here.
+    served: HashMap<ClientId, u64>,
+    arrivals: u64,
+    /// Steps scheduled.
+    now: u64,
+    preemptions: u64,
+}
+
+/// A step being put together, and the room left in it.
+struct Draft {
+    step: Step,
+    tokens: usize,
+    draws: usize,
+    /// Whether anybody in it waits for its next id.
+    decodes: bool,
 }
 
 impl Scheduler {
-    /// The pool must hold one sequence of full length, or the first long request could never run.
-    pub fn new(limits: Limits) -> Self {
+    /// The pools must hold one sequence of full length, or the first long request could never run.
+    pub fn new(limits: Limits, config: SchedulerConfig) -> Self {
+        let kv = limits.kv;
         assert!(limits.max_batch_tokens > 0 && limits.max_sequences > 0, "a step holds nothing: {limits:?}");
+        assert!(limits.max_draws >= limits.max_sequences, "not everybody can decode at once: {limits:?}");
         assert!(
-            limits.num_blocks * limits.block_size >= limits.max_context,
-            "{} KV blocks of {} tokens do not hold a context of {}",
-            limits.num_blocks,
-            limits.block_size,
-            limits.max_context
+            kv.full_blocks * kv.block_size >= limits.max_context,
+            "the KV pool holds no full context: {limits:?}"
         );
-        let blocks = BlockManager::new(limits.num_blocks, limits.block_size);
-        Self { limits, blocks, waiting: VecDeque::new(), running: None }
+        let window =
+            kv.window_blocks(limits.max_batch_tokens).min(limits.max_context.div_ceil(kv.block_size));
+        assert!(
+            kv.sliding_window.is_none() || kv.sliding_blocks >= window,
+            "the KV pool of sliding layers holds no window and step, {window} blocks: {limits:?}"
+        );
+        Self {
+            limits,
+            config,
+            blocks: BlockManager::new(kv, config.turn_blocks),
+            waiting: Vec::new(),
+            running: Vec::new(),
+            free_slots: (0..limits.max_sequences as u32).rev().collect(),
+            served: HashMap::new(),
+            arrivals: 0,
+            now: 0,
+            preemptions: 0,
+        }
     }
 
     pub fn num_waiting(&self) -> usize {
@@ -63,80 +143,382 @@ impl Scheduler {
     }
 
     pub fn num_running(&self) -> usize {
-        usize::from(self.running.is_some())
+        self.running.len()
     }
 
-    pub fn free_blocks(&self) -> usize {
-        self.blocks.num_free()
+    pub fn usage(&self, pool: BlockPool) -> PoolUse {
+        self.blocks.usage(pool)
+    }
+
+    /// Whether a sequence waits or runs, or is to part from one that does.
+    pub fn knows(&self, id: SequenceId) -> bool {
+        let mut all = self.waiting.iter().chain(&self.running);
+        all.any(|s| s.id == id || s.forks.iter().any(|fork| fork.id == id))
+    }
+
+    /// Times that a sequence lost its blocks to another.
+    pub fn preemptions(&self) -> u64 {
+        self.preemptions
     }
 
     pub fn is_idle(&self) -> bool {
-        self.running.is_none() && self.waiting.is_empty()
+        self.running.is_empty() && self.waiting.is_empty()
     }
 
-    /// Appends a sequence that fits `max_context`; the caller has refused others.
-    pub fn add(&mut self, sequence: Sequence) {
-        debug_assert!(sequence.prompt.len() + sequence.max_tokens <= self.limits.max_context);
-        debug_assert!(!sequence.prompt.is_empty() && sequence.max_tokens > 0 && sequence.blocks.is_empty());
-        self.waiting.push_back(sequence);
+    /// Takes a sequence that fits `max_context`, and whose forks fit the slots; the caller has refused others.
+    pub fn add(&mut self, mut sequence: Sequence) {
+        debug_assert!(sequence.prompt_len + sequence.max_tokens <= self.limits.max_context);
+        debug_assert!(sequence.prompt_len > 0 && sequence.max_tokens > 0);
+        debug_assert!(sequence.forks.len() < self.limits.max_sequences);
+        sequence.arrival = self.arrivals;
+        sequence.since = self.now;
+        self.arrivals += 1;
+        // Who comes back after a pause does not bring a right to all that others had meanwhile.
+        let least = self.served.values().copied().min().unwrap_or(0);
+        self.served.entry(sequence.client).or_insert(least);
+        self.waiting.push(sequence);
     }
 
-    /// Forgets a sequence and frees its blocks. Not while a step is under way.
+    /// Forgets a sequence, its unborn forks with it, and frees its blocks; what a step under way yields for it is dropped.
     pub fn remove(&mut self, id: SequenceId) {
-        self.waiting.retain(|s| s.id != id);
-        if let Some(sequence) = self.running.take_if(|s| s.id == id) {
-            self.blocks.release(sequence.blocks);
+        for sequence in self.waiting.iter_mut().chain(&mut self.running) {
+            if let Some(index) = sequence.forks.iter().position(|fork| fork.id == id) {
+                sequence.forks.remove(index);
+                self.free_slots.extend(sequence.fork_slots.pop());
+                return;
+            }
+        }
+        if let Some(index) = self.waiting.iter().position(|s| s.id == id) {
+            let sequence = self.waiting.remove(index);
+            self.forget_client(sequence.client);
+        } else if let Some(index) = self.running.iter().position(|s| s.id == id) {
+            self.end(index);
         }
     }
 
-    /// The next step, or none where nothing waits or runs.
-    pub fn schedule(&mut self) -> Option<Step> {
-        if self.running.is_none() {
-            self.running = self.waiting.pop_front();
-        }
-        let sequence = self.running.as_mut()?;
+    /// Takes a running sequence out.
+    fn end(&mut self, index: usize) {
+        let mut sequence = self.running.remove(index);
+        self.take_resources(&mut sequence);
+        self.forget_client(sequence.client);
+    }
 
-        let (start, pending) = (sequence.computed, sequence.pending());
-        let len = pending.min(self.limits.max_batch_tokens);
-        let input = if start < sequence.prompt.len() {
-            Input::Ids(sequence.prompt[start..start + len].to_vec())
+    fn take_resources(&mut self, sequence: &mut Sequence) {
+        self.blocks.release(std::mem::take(&mut sequence.table));
+        self.free_slots.extend(sequence.slot.take());
+        self.free_slots.append(&mut sequence.fork_slots);
+    }
+
+    fn forget_client(&mut self, client: ClientId) {
+        if !self.waiting.iter().chain(&self.running).any(|s| s.client == client) {
+            self.served.remove(&client);
+        }
+    }
+
+    // --- scheduling ---
+
+    /// The next step, or none where nothing can get on before a step under way is committed, or nothing is there.
+    pub fn schedule(&mut self, pace: &Pace) -> Option<Step> {
+        self.now += 1;
+        // For good: who was raised for one step only would lose the next, and what it had computed.
+        let patience = self.config.patience;
+        for sequence in self.waiting.iter_mut().chain(&mut self.running) {
+            if self.now - sequence.since > patience {
+                sequence.priority = Priority::Interactive;
+            }
+        }
+        let mut draft = Draft {
+            step: Step::default(),
+            tokens: self.limits.max_batch_tokens,
+            draws: self.limits.max_draws,
+            decodes: false,
+        };
+        for class in [Priority::Interactive, Priority::Background] {
+            for decodes in [true, false] {
+                // By id: the list grows by forks, and shrinks by preemptions, while it is walked.
+                for id in self.running_of(class, decodes) {
+                    if let Some(index) = self.running.iter().position(|s| s.id == id) {
+                        self.place(&mut draft, index, pace);
+                    }
+                }
+            }
+            if !self.admit(class, &mut draft, pace) {
+                break; // the first in line waits for room: nobody overtakes it
+            }
+        }
+        (!draft.step.shares.is_empty()).then_some(draft.step)
+    }
+
+    fn is_overdue(&self, sequence: &Sequence) -> bool {
+        self.now - sequence.since > self.config.patience
+    }
+
+    fn running_of(&self, class: Priority, decodes: bool) -> Vec<SequenceId> {
+        // Not those that are in the step already.
+        let open = |s: &Sequence| s.since < self.now && s.pending() > 0;
+        let wanted = |s: &&Sequence| open(s) && s.priority == class && (s.pending() == 1) == decodes;
+        self.running.iter().filter(wanted).map(|s| s.id).collect()
+    }
+
+    /// Puts the next tokens of a running sequence into the step, as far as there is room.
+    fn place(&mut self, draft: &mut Draft, index: usize, pace: &Pace) {
+        let sequence = &self.running[index];
+        let (id, start, pending) = (sequence.id, sequence.submitted, sequence.pending());
+        let mut len = pending.min(draft.tokens);
+        if pending > 1 && draft.decodes && len > 0 {
+            len = pace.room(draft.step.load, start, len, self.config.gap);
+        }
+        let draws = 1 + sequence.forks.len();
+        if len == pending && draws > draft.draws {
+            len -= 1; // all but the token whose id has no place in this step
+        }
+        if len == 0 {
+            return;
+        }
+        // From here on the sequence may move, or lose its own place.
+        let Some(index) = self.make_room(draft, id, start + len) else { return };
+        let sequence = &mut self.running[index];
+        let Ok(copies) = self.blocks.make_writable(&mut sequence.table, start) else {
+            unreachable!("room was made")
+        };
+        draft.step.batch.copies.extend(copies);
+
+        let known = sequence.tokens.len();
+        let input = if start + len <= known {
+            Input::Ids(sequence.tokens[start..start + len].to_vec())
         } else {
+            assert!(len == 1 && start >= known, "an id that is not known yet is fed alone");
             Input::LastSampled
         };
-        let grown = self.blocks.grow(&mut sequence.blocks, start + len);
-        assert!(grown, "a lone sequence of {} tokens found the KV pool empty", start + len);
-
-        let requests = if len == pending { vec![(0, sequence.sampling)] } else { Vec::new() };
-        let block_table = sequence.blocks.iter().map(|b| b.id()).collect();
-        let share = BatchSequence { slot: SLOT, start, input, block_table };
-        let ids = vec![sequence.id];
-        Some(Step { batch: Batch { sequences: vec![share] }, sampling: Sampling { requests }, ids })
+        let (sliding_first, sliding) = sequence.table.sliding();
+        let slot = sequence.slot.expect("a running sequence has a slot");
+        let (client, life, end) = (sequence.client, sequence.life, start + len);
+        let batch_index = draft.step.batch.sequences.len();
+        draft.step.batch.sequences.push(BatchSequence {
+            slot,
+            start,
+            input,
+            full_blocks: sequence.table.full().to_vec(),
+            sliding_blocks: sliding.collect(),
+            sliding_first,
+        });
+        sequence.submitted = end;
+        sequence.since = self.now;
+        let mut draw = None;
+        if len == pending {
+            sequence.drawn += 1;
+            draw = Some(draft.step.sampling.draws.len());
+            let params = sequence.sampling;
+            draft.step.sampling.draws.push(Draw { sequence: batch_index, token: len - 1, slot, params });
+        }
+        draft.decodes |= start >= sequence.prompt_len;
+        draft.step.shares.push(Share { id, life, end, draw });
+        draft.tokens -= len;
+        draft.draws -= usize::from(draw.is_some());
+        draft.step.load = draft.step.load.with(start, len);
+        *self.served.get_mut(&client).expect("a running sequence's client is known") += len as u64;
+        if draw.is_some() {
+            self.part(draft, index, batch_index, len - 1);
+        }
     }
+
+    /// Lets the forks of a sequence go their own way: its prompt is submitted, and each draws its first id from there.
+    fn part(&mut self, draft: &mut Draft, index: usize, batch_index: usize, token: usize) {
+        let forks = std::mem::take(&mut self.running[index].forks);
+        for fork in forks {
+            let parent = &mut self.running[index];
+            let slot = parent.fork_slots.pop().expect("a slot was kept for each fork");
+            let mut child = Sequence::new(
+                fork.id,
+                parent.tokens.clone(),
+                crate::model::SamplingParams { seed: fork.seed, ..parent.sampling },
+                parent.max_tokens,
+            );
+            child.client = parent.client;
+            child.priority = parent.priority;
+            child.stop_token_ids.clone_from(&parent.stop_token_ids);
+            child.arrival = parent.arrival;
+            child.slot = Some(slot);
+            child.table = self.blocks.fork(&parent.table);
+            (child.computed, child.submitted) = (parent.computed, parent.submitted);
+            child.drawn = 1;
+            child.cached = parent.cached;
+            child.since = self.now;
+            let draw = draft.step.sampling.draws.len();
+            let params = child.sampling;
+            draft.step.sampling.draws.push(Draw { sequence: batch_index, token, slot, params });
+            draft.draws -= 1;
+            draft.step.shares.push(Share { id: child.id, life: 0, end: child.submitted, draw: Some(draw) });
+            let behind = self.running.partition_point(|s| s.arrival <= child.arrival);
+            self.running.insert(behind, child);
+        }
+    }
+
+    /// Blocks for positions `..tokens` of a running sequence, taken from others that come after it where none are free;
+    /// its index then. None where it lost its own.
+    fn make_room(&mut self, draft: &Draft, id: SequenceId, tokens: usize) -> Option<usize> {
+        loop {
+            let index = self.running.iter().position(|s| s.id == id)?;
+            let sequence = &mut self.running[index];
+            // A block that is shared and about to be written needs another one.
+            let mut wanted = self.blocks.missing(&sequence.table, tokens);
+            let copied = self.blocks.shared_at(&sequence.table, sequence.submitted);
+            wanted
+                .iter_mut()
+                .zip(copied)
+                .for_each(|(wanted, copied)| *wanted += usize::from(copied.is_some()));
+            if self.blocks.has_room(wanted) {
+                let grown = self.blocks.grow(&mut sequence.table, tokens);
+                assert!(grown.is_ok(), "there was room");
+                return Some(index);
+            }
+            let victim = self.last_in_line(draft).unwrap_or(index);
+            let comes_after =
+                |a: &Sequence, b: &Sequence| (a.priority, a.arrival, a.id) > (b.priority, b.arrival, b.id);
+            let own = &self.running[index];
+            if comes_after(&self.running[victim], own) {
+                self.preempt(victim);
+                continue;
+            }
+            // The step under way will let go of what the window leaves behind; without one, nothing will.
+            if own.submitted == own.computed {
+                self.preempt(index);
+            }
+            return None;
+        }
+    }
+
+    /// The running sequence that comes after all others and is not in the step.
+    fn last_in_line(&self, draft: &Draft) -> Option<usize> {
+        let free = |s: &Sequence| draft.step.shares.iter().all(|share| share.id != s.id);
+        let candidates = self.running.iter().enumerate().filter(|(_, s)| free(s));
+        candidates.max_by_key(|(_, s)| (s.priority, s.arrival, s.id)).map(|(index, _)| index)
+    }
+
+    /// Takes a sequence's blocks and slot; it waits, to be computed again.
+    fn preempt(&mut self, index: usize) {
+        let mut sequence = self.running.remove(index);
+        tracing::debug!(sequence = sequence.id, tokens = sequence.submitted, "preempted");
+        self.preemptions += 1;
+        self.take_resources(&mut sequence);
+        (sequence.computed, sequence.submitted, sequence.drawn) = (0, 0, 0);
+        sequence.life += 1;
+        let behind = self.waiting.partition_point(|s| s.arrival <= sequence.arrival);
+        self.waiting.insert(behind, sequence);
+    }
+
+    /// Lets waiting sequences of a class run, first in line first; false where one of them lacks room.
+    fn admit(&mut self, class: Priority, draft: &mut Draft, pace: &Pace) -> bool {
+        loop {
+            let Some(index) = self.first_in_line(class) else { return true };
+            if draft.tokens == 0 {
+                return false;
+            }
+            if !self.has_place(index, draft) {
+                // What runs in the room that others leave makes way for those others.
+                let victim = self.last_in_line(draft);
+                match victim.filter(|v| class < self.running[*v].priority) {
+                    Some(victim) => self.preempt(victim),
+                    None => return false,
+                }
+                continue;
+            }
+            let mut sequence = self.waiting.remove(index);
+            let (table, cached) = self.blocks.admit(&sequence.tokens);
+            sequence.table = table;
+            (sequence.computed, sequence.submitted) = (cached, cached);
+            sequence.cached.get_or_insert(cached.min(sequence.prompt_len));
+            sequence.slot = self.free_slots.pop();
+            let forks = self.free_slots.len() - sequence.forks.len();
+            sequence.fork_slots = self.free_slots.split_off(forks);
+            let id = sequence.id;
+            let behind = self.running.partition_point(|s| s.arrival <= sequence.arrival);
+            self.running.insert(behind, sequence);
+            self.place(draft, behind, pace);
+            if draft.step.shares.iter().all(|share| share.id != id) {
+                return false; // no room for its first tokens in this step
+            }
+        }
+    }
+
+    /// The waiting sequence whose turn it is.
+    fn first_in_line(&self, class: Priority) -> Option<usize> {
+        let candidates = self.waiting.iter().enumerate().filter(|(_, s)| s.priority == class);
+        let turn = |s: &Sequence| {
+            let overdue = self.is_overdue(s);
+            let served = if overdue { 0 } else { self.served[&s.client] };
+            (!overdue, served, s.arrival, s.id)
+        };
+        candidates.min_by_key(|(_, s)| turn(s)).map(|(index, _)| index)
+    }
+
+    /// Whether there are slots for a waiting sequence, and blocks for all that it has to compute before its first id.
+    fn has_place(&self, index: usize, draft: &Draft) -> bool {
+        let sequence = &self.waiting[index];
+        if self.free_slots.len() < 1 + sequence.forks.len() {
+            return false;
+        }
+        if self.running.is_empty() && draft.step.shares.is_empty() {
+            return true; // all there is can be had
+        }
+        let kv = self.limits.kv;
+        // Blocks of the prefix that are cached are counted as wanted: they stop being free when they are held.
+        let tokens = sequence.tokens.len();
+        let window = kv.window_blocks(self.limits.max_batch_tokens.min(tokens));
+        // One more, or the first decode would preempt.
+        let full = tokens.div_ceil(kv.block_size) + 1 - self.blocks.held_prefix(&sequence.tokens);
+        self.blocks.has_room([full, window.min(tokens.div_ceil(kv.block_size) + 1)])
+    }
+
+    // --- commit ---
 
     /// Takes in what a step yielded; `sampled` answers `step.sampling` entry by entry.
     pub fn commit(&mut self, step: &Step, sampled: &Sampled) -> Vec<Output> {
-        assert_eq!(
-            sampled.ids.len(),
-            step.sampling.requests.len(),
-            "the runner sampled for others than asked"
-        );
-        let sequence = self.running.as_mut().expect("a step was committed that nothing runs for");
-        assert_eq!(step.ids, [sequence.id], "a step was committed twice, or after its sequence left");
-        sequence.computed += step.batch.num_tokens();
-
-        let mut outputs = Vec::new();
-        if let [token] = sampled.ids[..] {
-            sequence.generated += 1;
-            let stopped = sequence.stop_token_ids.contains(&token);
-            let finish = if stopped {
-                Some(FinishReason::Stop)
-            } else {
-                (sequence.generated == sequence.max_tokens).then_some(FinishReason::Length)
+        assert_eq!(sampled.ids.len(), step.sampling.draws.len(), "the runner sampled for others than asked");
+        let mut outputs = Vec::with_capacity(step.shares.len());
+        for share in &step.shares {
+            // What was removed or preempted since is not waited for.
+            let Some(index) = self.running.iter().position(|s| s.id == share.id && s.life == share.life)
+            else {
+                continue;
             };
-            outputs.push(Output { id: sequence.id, token: (!stopped).then_some(token), finish });
-            if finish.is_some() {
-                let id = sequence.id;
-                self.remove(id);
+            let sequence = &mut self.running[index];
+            let was_prefill = sequence.computed < sequence.prompt_len;
+            sequence.computed = share.end;
+            let drawn = share.draw.map(|draw| sampled.ids[draw]);
+            let cached_tokens = sequence.cached.unwrap_or(0);
+            let mut end = None;
+            let mut token = None;
+            if let Some(drawn) = drawn {
+                sequence.drawn -= 1;
+                match drawn {
+                    None => end = Some(End::NotFinite),
+                    Some(id) => {
+                        sequence.tokens.push(id);
+                        let stopped = sequence.stop_token_ids.contains(&id);
+                        token = (!stopped).then_some(id);
+                        let all = sequence.generated() == sequence.max_tokens;
+                        let reason = if stopped {
+                            Some(FinishReason::Stop)
+                        } else {
+                            all.then_some(FinishReason::Length)
+                        };
+                        end = reason.map(End::Finished);
+                    }
+                }
+            }
+            if end != Some(End::NotFinite) {
+                let computed = sequence.computed;
+                self.blocks.commit(&mut sequence.table, &sequence.tokens[..computed]);
+                if (was_prefill && computed >= sequence.prompt_len) || end.is_some() {
+                    self.blocks.end_turn(&sequence.table);
+                }
+            }
+            if drawn.is_some() {
+                outputs.push(Output { id: share.id, token, end, cached_tokens });
+            }
+            if end.is_some() {
+                self.end(index);
             }
         }
         if cfg!(debug_assertions) {
@@ -147,11 +529,31 @@ impl Scheduler {
 
     /// Panics where an invariant of this file's head is broken.
     pub fn check(&self) {
-        self.blocks.check(self.running.iter().map(|s| &s.blocks[..]));
-        for s in self.waiting.iter().chain(&self.running) {
-            assert!(s.computed <= s.total(), "sequence {}: {} of {} computed", s.id, s.computed, s.total());
-            assert!(s.blocks.len() * self.limits.block_size >= s.computed, "sequence {} lacks blocks", s.id);
+        self.blocks.check(self.running.iter().map(|s| &s.table));
+        let mut slots: Vec<u32> = self.free_slots.clone();
+        for s in &self.running {
+            slots.extend(s.slot);
+            slots.extend(&s.fork_slots);
+            assert_eq!(s.forks.len(), s.fork_slots.len(), "sequence {}: slots of its forks", s.id);
+            assert!(s.slot.is_some() && s.computed <= s.submitted, "sequence {}", s.id);
+            assert!(s.submitted <= s.tokens.len() + s.drawn, "sequence {} submitted what is not there", s.id);
+            let blocks = s.table.full().len();
+            assert!(blocks * self.limits.kv.block_size >= s.submitted, "sequence {} lacks blocks", s.id);
         }
-        assert!(self.waiting.iter().all(|s| s.blocks.is_empty()), "a waiting sequence owns blocks");
+        slots.sort_unstable();
+        assert!(slots.iter().copied().eq(0..self.limits.max_sequences as u32), "slots {slots:?}");
+        for s in &self.waiting {
+            assert!(
+                s.table == BlockTable::default() && s.slot.is_none() && s.fork_slots.is_empty(),
+                "waiting {}",
+                s.id
+            );
+            assert_eq!((s.computed, s.submitted, s.drawn), (0, 0, 0), "waiting {}", s.id);
+        }
+        let order = |list: &[Sequence]| list.is_sorted_by_key(|s| s.arrival);
+        assert!(order(&self.waiting) && order(&self.running), "order of arrival");
+        for client in self.waiting.iter().chain(&self.running).map(|s| s.client) {
+            assert!(self.served.contains_key(&client), "client {client} is forgotten");
+        }
     }
 }

@@ -1,10 +1,23 @@
-//! One prompt and its answer, as the scheduler sees it: lengths, blocks and limits, no ids of the answer.
+//! One prompt and its answer, as the scheduler sees it: ids, lengths, blocks and limits.
 
-use super::block_manager::Block;
+use super::block_manager::BlockTable;
 use crate::model::SamplingParams;
 
-/// Name of a request inside the engine; never reused.
+/// Name of an answer inside the engine; never reused.
 pub type SequenceId = u64;
+
+/// Whose request it is, as far as fairness goes: an API key, or a connection.
+pub type ClientId = u64;
+
+/// Who goes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub enum Priority {
+    /// Somebody waits for it.
+    #[default]
+    Interactive,
+    /// Runs in the room that interactive requests leave.
+    Background,
+}
 
 /// Why an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,29 +28,83 @@ pub enum FinishReason {
     Length,
 }
 
-/// Two ordered lengths: `computed <= total`, where `total = prompt + generated`.
+/// An answer that parts from another behind their common prompt (`n > 1`): it differs by its seed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fork {
+    pub id: SequenceId,
+    pub seed: u64,
+}
+
+/// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted.
 #[derive(Debug)]
 pub struct Sequence {
     pub id: SequenceId,
-    pub prompt: Vec<u32>,
+    pub client: ClientId,
+    pub priority: Priority,
+    /// The prompt, and the ids of the answer that are known.
+    pub tokens: Vec<u32>,
+    pub prompt_len: usize,
     pub sampling: SamplingParams,
     pub max_tokens: usize,
     pub stop_token_ids: Vec<u32>,
-    /// Tokens whose keys and values are in the cache once the submitted steps are done.
-    pub computed: usize,
-    /// Ids sampled so far, a stop id included.
-    pub generated: usize,
-    /// Blocks that hold positions `0..computed` and those of the step under way.
-    pub blocks: Vec<Block>,
+    /// Answers that are to part from this one when the prompt is computed.
+    pub forks: Vec<Fork>,
+    /// Order of arrival; forks have their parent's.
+    pub(super) arrival: u64,
+    /// The device slot, while it runs; and those kept for `forks`.
+    pub(super) slot: Option<u32>,
+    pub(super) fork_slots: Vec<u32>,
+    pub(super) table: BlockTable,
+    /// Positions whose keys and values are in the cache, as the steps that are done left it.
+    pub(super) computed: usize,
+    /// The same once the submitted steps are done.
+    pub(super) submitted: usize,
+    /// Ids that the submitted steps will draw.
+    pub(super) drawn: usize,
+    /// Counts preemptions: what an earlier life had submitted is not this one's.
+    pub(super) life: u32,
+    /// Tokens that were found in the prefix cache when it was first admitted.
+    pub(super) cached: Option<usize>,
+    /// The scheduler's step in which it last got on, or arrived.
+    pub(super) since: u64,
 }
 
 impl Sequence {
-    pub fn total(&self) -> usize {
-        self.prompt.len() + self.generated
+    /// An answer of at most `max_tokens` ids to `prompt`, of interactive priority, for client 0, in one version.
+    pub fn new(id: SequenceId, prompt: Vec<u32>, sampling: SamplingParams, max_tokens: usize) -> Self {
+        Self {
+            id,
+            client: 0,
+            priority: Priority::default(),
+            prompt_len: prompt.len(),
+            tokens: prompt,
+            sampling,
+            max_tokens,
+            stop_token_ids: Vec::new(),
+            forks: Vec::new(),
+            arrival: 0,
+            slot: None,
+            fork_slots: Vec::new(),
+            table: BlockTable::default(),
+            computed: 0,
+            submitted: 0,
+            drawn: 0,
+            life: 0,
+            cached: None,
+            since: 0,
+        }
     }
 
-    /// Tokens that the next steps must process before the sequence yields an id.
-    pub fn pending(&self) -> usize {
-        self.total() - self.computed
+    /// Ids of the answer that are known, a stop id included.
+    pub fn generated(&self) -> usize {
+        self.tokens.len() - self.prompt_len
+    }
+
+    /// Tokens that the next steps must process before the sequence yields an id; 0 where it waits for one that ends it.
+    pub(super) fn pending(&self) -> usize {
+        if self.generated() + self.drawn == self.max_tokens {
+            return 0;
+        }
+        self.tokens.len() + self.drawn - self.submitted
     }
 }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder, Shader};
-use crate::tensor::{Scales, Scheme, TILE_ROWS};
+use crate::tensor::{KvDtype, Scales, Scheme, TILE_ROWS};
 
 #[doc(hidden)]
 pub mod reference;
@@ -79,7 +79,8 @@ impl Activations {
     }
 }
 
-/// One layer's share of the paged KV cache: f32 `[block][kv_head][token in block][head_dim]`, keys and values.
+/// One layer's share of the paged KV cache: `[block][kv_head][token in block][head_dim]`, keys and values, in the type
+/// that [`Kernels`] was made for (`shaders/common/kv.glsl`).
 #[derive(Clone)]
 pub struct KvCache {
     pub keys: Buffer,
@@ -130,6 +131,17 @@ pub struct SampleRequest {
     pub slot: u32,
 }
 
+/// What attention is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heads {
+    /// Query heads per KV head, at most [`MAX_GROUP`].
+    pub group: usize,
+    /// Multiple of 4, at most [`MAX_HEAD_DIM`].
+    pub head_dim: usize,
+    /// How the cache holds keys and values.
+    pub kv: KvDtype,
+}
+
 struct ByScheme {
     embed: Option<Arc<Pipeline>>,
     matmul: [Arc<Pipeline>; TILES.len()],
@@ -144,8 +156,7 @@ pub struct Kernels {
     rms_norm_gather: Arc<Pipeline>,
     qkv_store: Arc<Pipeline>,
     attention: Arc<Pipeline>,
-    group: usize,
-    head_dim: usize,
+    heads: Heads,
     geglu: Arc<Pipeline>,
     moments: Arc<Pipeline>,
     sample: Arc<Pipeline>,
@@ -153,14 +164,14 @@ pub struct Kernels {
 
 impl Kernels {
     /// Compiles the kernels for matrices of `schemes` and of `embedding`, which is also looked up by row, and for
-    /// attention with `group` query heads per KV head.
+    /// attention of such heads.
     pub fn new(
         device: &Device,
         schemes: &[Scheme],
         embedding: Scheme,
-        group: usize,
-        head_dim: usize,
+        heads: Heads,
     ) -> Result<Kernels, GpuError> {
+        let Heads { group, head_dim, kv } = heads;
         assert!(group <= MAX_GROUP && head_dim <= MAX_HEAD_DIM && head_dim.is_multiple_of(4));
         let mut by_scheme = Vec::new();
         for scheme in schemes.iter().chain([&embedding]) {
@@ -178,15 +189,19 @@ impl Kernels {
             };
             by_scheme.push((matmul.name, pipelines));
         }
+        let (qkv_store, attention) = match kv {
+            KvDtype::F32 => (&shaders::QKV_STORE_F32, &shaders::ATTENTION_F32),
+            KvDtype::F16 => (&shaders::QKV_STORE_F16, &shaders::ATTENTION_F16),
+            KvDtype::Int8 => (&shaders::QKV_STORE_INT8, &shaders::ATTENTION_INT8),
+        };
         Ok(Kernels {
             by_scheme,
             rms_norm: device.pipeline(&shaders::RMS_NORM, &[])?,
             rms_norm_add: device.pipeline(&shaders::RMS_NORM_ADD, &[])?,
             rms_norm_gather: device.pipeline(&shaders::RMS_NORM_GATHER, &[])?,
-            qkv_store: device.pipeline(&shaders::QKV_STORE, &[])?,
-            attention: device.pipeline(&shaders::ATTENTION, &[group as u32, head_dim as u32])?,
-            group,
-            head_dim,
+            qkv_store: device.pipeline(qkv_store, &[])?,
+            attention: device.pipeline(attention, &[group as u32, head_dim as u32])?,
+            heads,
             geglu: device.pipeline(&shaders::GEGLU, &[])?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
             sample: device.pipeline(&shaders::SAMPLE, &[])?,
@@ -423,8 +438,8 @@ impl Kernels {
     }
 
     fn check_heads(&self, shape: &AttentionShape) {
-        assert_eq!(shape.num_heads, shape.num_kv_heads * self.group, "query heads per KV head");
-        assert_eq!(shape.head_dim, self.head_dim, "head_dim");
+        assert_eq!(shape.num_heads, shape.num_kv_heads * self.heads.group, "query heads per KV head");
+        assert_eq!(shape.head_dim, self.heads.head_dim, "head_dim");
     }
 
     /// `gate = gelu_tanh(gate) * up`, in place.

@@ -49,6 +49,13 @@ pub fn attention(query: &[f32], keys: &[&[f32]], values: &[&[f32]]) -> Vec<f64> 
         .collect()
 }
 
+/// A row of the KV cache in int8: its scale, and integers of at most 127, ties to even.
+pub fn kv_int8(row: &[f32]) -> (f32, Vec<i8>) {
+    let largest = row.iter().fold(0f32, |a, b| a.max(b.abs()));
+    let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+    (largest / 127.0, row.iter().map(|v| (v * inverse).round_ties_even() as i8).collect())
+}
+
 pub fn geglu(gate: f64, up: f64) -> f64 {
     let u = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044715 * gate.powi(3));
     0.5 * gate * (1.0 + u.tanh()) * up

@@ -13,19 +13,21 @@ use std::sync::Arc;
 
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
 use super::memory::{
-    self, BLOCK_SIZE, Demand, DoesNotFit, LOGIT_ROWS, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, Schemes,
+    self, BLOCK_SIZE, Demand, DoesNotFit, LOGIT_ROWS, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, READBACK_ROWS, Schemes,
 };
 use super::weights::{Gemma3Weights, WeightsError};
-use super::{Batch, BatchSequence, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
+use super::{
+    Batch, BatchSequence, BlockCopy, BlockPool, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
+};
 use crate::checkpoint::{Checkpoint, CheckpointError, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind, Placement};
 use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Uploader};
 use crate::kernels::{
-    Activations, AttentionShape, Embedding, Kernels, KvCache, LAST_SAMPLED, MAX_GROUP, Matrix, NO_TOKEN,
-    SampleRequest, StepArrays, UploadError,
+    Activations, AttentionShape, Embedding, Heads, Kernels, KvCache, LAST_SAMPLED, MAX_GROUP, Matrix,
+    NO_TOKEN, SampleRequest, StepArrays, UploadError,
 };
-use crate::tensor::{QuantizeMode, Scheme};
+use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
 /// How to load a model.
 #[derive(Debug, Clone, Copy)]
@@ -33,6 +35,10 @@ pub struct LoadOptions {
     pub quantize: QuantizeMode,
     /// Tokens, or the model's own maximum if that is less; refused where they do not fit. `None`: as many as fit.
     pub max_context: Option<usize>,
+    /// Sequences that the KV cache is to have room for; fewer where it has not.
+    pub sequences: usize,
+    /// How it stores keys and values.
+    pub kv: KvDtype,
     /// What may be taken of the device's memory.
     pub memory: placement::Limits,
     /// Refuse a model that the kernel does not see in memory; off, that is a warning.
@@ -52,6 +58,8 @@ impl Default for LoadOptions {
         LoadOptions {
             quantize: QuantizeMode::None,
             max_context: None,
+            sequences: 1,
+            kv: KvDtype::F32,
             memory: placement::Limits::default(),
             strict: true,
             max_batch_tokens: 256,
@@ -154,8 +162,9 @@ struct Scratch {
 
 /// What one step in flight needs for itself.
 struct Frame {
-    /// The step's arrays, host-visible, as are `logit_rows` and `requests`.
-    arrays: StepArrays,
+    /// The step's arrays as the layers of each pool see them, host-visible, as are `logit_rows` and `requests`.
+    full: StepArrays,
+    sliding: StepArrays,
     logit_rows: Buffer,
     requests: Buffer,
     /// Host-visible: the ids drawn.
@@ -174,6 +183,7 @@ pub struct Gemma3 {
     config: Gemma3Config,
     generation: GenerationConfig,
     limits: Limits,
+    kv: KvDtype,
     sample_below: usize,
     kernels: Kernels,
     embedding: Embedding,
@@ -232,6 +242,7 @@ impl Gemma3 {
         let demand = Demand {
             config: &config,
             schemes: Schemes::of(&weights, options.quantize)?,
+            kv: options.kv,
             max_batch_tokens: options.max_batch_tokens,
             max_shard_bytes: options
                 .max_shard_bytes
@@ -242,9 +253,11 @@ impl Gemma3 {
         // Everything is placed before anything is taken, and taken before anything is read.
         let others = memory::quantize_modes(&weights)?;
         let machine = device.machine();
-        let fit = demand.fit(&machine, &options.memory, options.max_context, 1, &others).map_err(Box::new)?;
+        let fit = demand
+            .fit_to_serve(&machine, &options.memory, options.max_context, options.sequences, &others)
+            .map_err(Box::new)?;
         let context = fit.context;
-        let limits = demand.limits(context, 1);
+        let limits = demand.limits(context, fit.pools);
         let tokens = demand.batch_tokens();
         let mut arena = Arena::with_plan(device, fit.plan)?;
         touch(device, &arena)?;
@@ -261,7 +274,8 @@ impl Gemma3 {
         let Schemes { embedding: embed_scheme, layers: layer_schemes } = &demand.schemes;
         let mut schemes = layer_schemes.concat();
         schemes.dedup();
-        let kernels = Kernels::new(device, &schemes, *embed_scheme, group, config.head_dim)?;
+        let heads = Heads { group, head_dim: config.head_dim, kv: options.kv };
+        let kernels = Kernels::new(device, &schemes, *embed_scheme, heads)?;
 
         let embedding = loader.matrix(&mut arena, &weights.embed_tokens, *embed_scheme, Class::Embedding)?;
         let embedding = Embedding::new(&mut arena, &mut loader.uploader, embedding)?;
@@ -319,7 +333,7 @@ impl Gemma3 {
             .into_iter()
             .enumerate()
             .map(|(i, (kind, matrices, norms))| {
-                let bytes = limits.num_blocks as u64 * memory::kv_block_bytes(&config);
+                let bytes = memory::kv_pool_bytes(&config, options.kv, &limits.kv, kind);
                 let mut half = |what: &str| {
                     arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
                 };
@@ -370,6 +384,7 @@ impl Gemma3 {
             config,
             generation,
             limits,
+            kv: options.kv,
             sample_below,
             kernels,
             embedding,
@@ -424,6 +439,12 @@ impl Gemma3 {
         self.residency
     }
 
+    /// Bytes of one KV block in all sliding layers together.
+    pub fn sliding_block_bytes(&self) -> u64 {
+        let sliding = self.layers.iter().filter(|layer| layer.kind == LayerType::SlidingAttention).count();
+        2 * sliding as u64 * memory::kv_block_bytes(&self.config, self.kv)
+    }
+
     /// Bytes of weights on the device.
     pub fn weight_bytes(&self) -> u64 {
         self.weight_bytes
@@ -468,10 +489,21 @@ impl Gemma3 {
 
     /// A batch of one sequence that has all blocks to itself.
     fn alone(&self, start: usize, ids: &[u32]) -> Batch {
+        let kv = &self.limits.kv;
         let blocks = (start + ids.len()).div_ceil(BLOCK_SIZE) as u32;
-        let block_table = (0..blocks).collect();
+        let first = kv.sliding_window.map_or(0, |window| (start + 1).saturating_sub(window) / BLOCK_SIZE);
+        // A ring of blocks: one that is written again has left the window.
+        let ring = kv.sliding_blocks.max(1) as u32;
         Batch {
-            sequences: vec![BatchSequence { slot: 0, start, input: Input::Ids(ids.to_vec()), block_table }],
+            sequences: vec![BatchSequence {
+                slot: 0,
+                start,
+                input: Input::Ids(ids.to_vec()),
+                full_blocks: (0..blocks).collect(),
+                sliding_blocks: (first as u32..blocks).map(|block| block % ring).collect(),
+                sliding_first: first,
+            }],
+            copies: Vec::new(),
         }
     }
 
@@ -480,7 +512,7 @@ impl Gemma3 {
     pub fn logits(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize, &[f32])) -> Result<(), RunnerError> {
         assert!(self.in_flight.is_empty(), "logits beside a step in flight");
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
-        let chunk = self.limits.max_batch_tokens.min(LOGIT_ROWS);
+        let chunk = self.limits.max_batch_tokens.min(READBACK_ROWS);
         let (vocab, stride) = (self.config.vocab_size, self.scratch.logits.stride);
         let mut padded = vec![0f32; chunk * stride];
         let mut rows = vec![0f32; chunk * vocab];
@@ -509,12 +541,10 @@ impl Gemma3 {
         logit_rows: &[u32],
         requests: &[SampleRequest],
     ) -> Result<(), GpuError> {
-        let tokens = batch.num_tokens();
         self.frames[index].fill(&self.limits, batch, logit_rows, requests);
         let segments = self.segments(batch, logit_rows.len());
         let mut frame = std::mem::take(&mut self.frames[index].commands);
-        let result =
-            self.record(index, &mut frame, &segments, tokens, logit_rows.len(), !requests.is_empty());
+        let result = self.record(index, &mut frame, &segments, batch, logit_rows.len(), !requests.is_empty());
         self.frames[index].commands = frame;
         result?;
         self.frames[index].used = segments.len();
@@ -551,20 +581,24 @@ impl Gemma3 {
         index: usize,
         commands: &mut [CommandBuffer],
         segments: &[Range<usize>],
-        tokens: usize,
+        batch: &Batch,
         logit_rows: usize,
         sample: bool,
     ) -> Result<(), GpuError> {
-        let Frame { arrays, logit_rows: row_index, requests, ids, .. } = &self.frames[index];
-        let (k, s) = (&self.kernels, &self.scratch);
+        let frame = &self.frames[index];
+        let Frame { logit_rows: row_index, requests, ids, .. } = frame;
+        let (k, s, tokens) = (&self.kernels, &self.scratch, batch.num_tokens());
         for (segment, commands) in segments.iter().zip(commands) {
             let mut r = commands.begin()?;
             if segment.start == 0 {
+                for copy in &batch.copies {
+                    self.record_copy(&mut r, copy);
+                }
                 let scale = (self.config.hidden_size as f64).sqrt() as f32;
-                k.embed(&mut r, &self.embedding, &arrays.ids, &self.sampled, scale, &s.hidden, tokens);
+                k.embed(&mut r, &self.embedding, &frame.full.ids, &self.sampled, scale, &s.hidden, tokens);
             }
             for layer in &self.layers[segment.start..segment.end.min(self.layers.len())] {
-                self.record_layer(&mut r, layer, arrays, tokens);
+                self.record_layer(&mut r, layer, frame, tokens);
             }
             if segment.end > self.layers.len() {
                 let eps = self.config.rms_norm_eps;
@@ -582,14 +616,30 @@ impl Gemma3 {
         Ok(())
     }
 
-    /// One decoder layer: attention and feed-forward, each between two norms, added to the residual stream.
-    fn record_layer(&self, r: &mut Recorder<'_>, layer: &Layer, arrays: &StepArrays, n: usize) {
-        let (k, s, eps) = (&self.kernels, &self.scratch, self.config.rms_norm_eps);
-        let (shape, rope) = match layer.kind {
-            LayerType::SlidingAttention => {
-                (self.attention_shape(Some(self.config.sliding_window)), &self.rope_sliding)
+    /// Gives a block the contents of another, in every layer of its pool.
+    fn record_copy(&self, r: &mut Recorder<'_>, copy: &BlockCopy) {
+        let kind = match copy.pool {
+            BlockPool::Full => LayerType::FullAttention,
+            BlockPool::Sliding => LayerType::SlidingAttention,
+        };
+        let bytes = memory::kv_block_bytes(&self.config, self.kv);
+        for layer in self.layers.iter().filter(|layer| layer.kind == kind) {
+            for half in [&layer.cache.keys, &layer.cache.values] {
+                let block = |id: u32| half.slice(u64::from(id) * bytes, bytes);
+                r.copy(&block(copy.from), &block(copy.to), bytes);
             }
-            LayerType::FullAttention => (self.attention_shape(None), &self.rope_full),
+        }
+    }
+
+    /// One decoder layer: attention and feed-forward, each between two norms, added to the residual stream.
+    fn record_layer(&self, r: &mut Recorder<'_>, layer: &Layer, frame: &Frame, n: usize) {
+        let (k, s, eps) = (&self.kernels, &self.scratch, self.config.rms_norm_eps);
+        let (shape, rope, arrays) = match layer.kind {
+            LayerType::SlidingAttention => {
+                let shape = self.attention_shape(Some(self.config.sliding_window));
+                (shape, &self.rope_sliding, &frame.sliding)
+            }
+            LayerType::FullAttention => (self.attention_shape(None), &self.rope_full, &frame.full),
         };
         let q_scale = self.config.query_pre_attn_scalar.powf(-0.5) as f32;
         let watch = |r: &mut Recorder<'_>, which: usize, x: &Activations| {
@@ -626,7 +676,7 @@ impl Gemma3 {
             num_kv_heads: self.config.num_key_value_heads,
             head_dim: self.config.head_dim,
             block_size: BLOCK_SIZE,
-            max_blocks: self.limits.num_blocks,
+            max_blocks: memory::table_blocks(&self.limits),
             window,
         }
     }
@@ -645,12 +695,20 @@ impl Runner for Gemma3 {
             end += sequence.input.len();
             ends.push(end as u32);
         }
-        let rows: Vec<u32> = sampling.requests.iter().map(|(i, _)| ends[*i] - 1).collect();
-        let requests: Vec<SampleRequest> = sampling
-            .requests
+        let rows: Vec<u32> = sampling
+            .draws
             .iter()
-            .map(|(i, p)| {
-                let sequence = &batch.sequences[*i];
+            .map(|draw| {
+                let input = &batch.sequences[draw.sequence].input;
+                assert!(draw.token < input.len(), "a draw behind a token that is not there");
+                ends[draw.sequence] - (input.len() - draw.token) as u32
+            })
+            .collect();
+        let requests: Vec<SampleRequest> = sampling
+            .draws
+            .iter()
+            .map(|draw| {
+                let p = draw.params;
                 SampleRequest {
                     temperature: p.temperature,
                     top_k: p.top_k,
@@ -658,8 +716,8 @@ impl Runner for Gemma3 {
                     min_p: p.min_p,
                     seed_low: p.seed as u32,
                     seed_high: (p.seed >> 32) as u32,
-                    position: (sequence.start + sequence.input.len()) as u32,
-                    slot: sequence.slot,
+                    position: (batch.sequences[draw.sequence].start + draw.token + 1) as u32,
+                    slot: draw.slot,
                 }
             })
             .collect();
@@ -676,10 +734,7 @@ impl Runner for Gemma3 {
         frame.wait()?;
         let mut ids = vec![0u32; frame.sampled_rows];
         frame.ids.read(0, &mut ids);
-        if ids.contains(&NO_TOKEN) {
-            return Err(RunnerError::NotFinite);
-        }
-        Ok(Sampled { ids })
+        Ok(Sampled { ids: ids.into_iter().map(|id| (id != NO_TOKEN).then_some(id)).collect() })
     }
 }
 
@@ -843,7 +898,7 @@ impl Frame {
         let name = format!("step {index} input");
         let input = arena.alloc(MemoryKind::Upload, Class::Staging, sizes.iter().sum(), &name)?;
         let mut offset = 0;
-        let [ids, positions, sequence_of, slot_mapping, block_tables, logit_rows, requests] =
+        let [ids, positions, sequence_of, full_slots, full_tables, slots, tables, logit_rows, requests] =
             sizes.map(|bytes| {
                 offset += bytes;
                 input.slice(offset - bytes, bytes)
@@ -854,7 +909,20 @@ impl Frame {
             .map(|i| CommandBuffer::new(device, &format!("step {index} submit {i}")))
             .collect::<Result<Vec<_>, _>>()?;
         Ok(Frame {
-            arrays: StepArrays { ids, positions, sequence_of, slot_mapping, block_tables },
+            sliding: StepArrays {
+                ids: ids.clone(),
+                positions: positions.clone(),
+                sequence_of: sequence_of.clone(),
+                slot_mapping: slots,
+                block_tables: tables,
+            },
+            full: StepArrays {
+                ids,
+                positions,
+                sequence_of,
+                slot_mapping: full_slots,
+                block_tables: full_tables,
+            },
             logit_rows,
             requests,
             ids: ids_out,
@@ -873,14 +941,27 @@ impl Frame {
         let mut ids = Vec::with_capacity(tokens);
         let mut positions = Vec::with_capacity(tokens);
         let mut sequence_of = Vec::with_capacity(tokens);
-        let mut slot_mapping = Vec::with_capacity(tokens);
+        let (mut full_slots, mut sliding_slots) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
+        let (kv, table_blocks) = (&limits.kv, memory::table_blocks(limits));
         for (row, sequence) in batch.sequences.iter().enumerate() {
             let end = sequence.start + sequence.input.len();
             assert!(!sequence.input.is_empty() && end <= limits.max_context, "sequence of {end} tokens");
             assert!((sequence.slot as usize) < limits.max_sequences, "slot {}", sequence.slot);
-            let table = &sequence.block_table;
-            assert!(table.len() * BLOCK_SIZE >= end && table.len() <= limits.num_blocks, "block table");
-            assert!(table.iter().all(|&b| (b as usize) < limits.num_blocks), "block id");
+            let BatchSequence { full_blocks, sliding_blocks, sliding_first, .. } = sequence;
+            assert!(
+                full_blocks.len() * BLOCK_SIZE >= end && full_blocks.len() <= table_blocks,
+                "block table"
+            );
+            assert!(full_blocks.iter().all(|&b| (b as usize) < kv.full_blocks), "block id");
+            assert!(sliding_blocks.iter().all(|&b| (b as usize) < kv.sliding_blocks), "block id");
+            if let Some(window) = kv.sliding_window {
+                let behind = sliding_first + sliding_blocks.len();
+                assert!(
+                    behind * BLOCK_SIZE >= end && behind <= table_blocks,
+                    "block table of sliding layers"
+                );
+                assert!(sliding_first * BLOCK_SIZE <= (sequence.start + 1).saturating_sub(window), "window");
+            }
             match &sequence.input {
                 Input::Ids(known) => {
                     assert!(known.iter().all(|&id| (id as usize) < limits.vocab_size), "token id");
@@ -891,15 +972,21 @@ impl Frame {
             for position in sequence.start..end {
                 positions.push(position as u32);
                 sequence_of.push(row as u32);
-                let block = table[position / BLOCK_SIZE];
-                slot_mapping.push(block * BLOCK_SIZE as u32 + (position % BLOCK_SIZE) as u32);
+                let slot = |block: u32| block * BLOCK_SIZE as u32 + (position % BLOCK_SIZE) as u32;
+                full_slots.push(slot(full_blocks[position / BLOCK_SIZE]));
+                if kv.sliding_window.is_some() {
+                    sliding_slots.push(slot(sliding_blocks[position / BLOCK_SIZE - sliding_first]));
+                }
             }
-            self.arrays.block_tables.write(4 * (row * limits.num_blocks) as u64, table);
+            let at = |block: usize| 4 * (row * table_blocks + block) as u64;
+            self.full.block_tables.write(at(0), full_blocks);
+            self.sliding.block_tables.write(at(*sliding_first), sliding_blocks);
         }
-        self.arrays.ids.write(0, &ids);
-        self.arrays.positions.write(0, &positions);
-        self.arrays.sequence_of.write(0, &sequence_of);
-        self.arrays.slot_mapping.write(0, &slot_mapping);
+        self.full.ids.write(0, &ids);
+        self.full.positions.write(0, &positions);
+        self.full.sequence_of.write(0, &sequence_of);
+        self.full.slot_mapping.write(0, &full_slots);
+        self.sliding.slot_mapping.write(0, &sliding_slots);
         self.logit_rows.write(0, logit_rows);
         self.requests.write(0, requests);
     }

@@ -5,22 +5,26 @@
 //! place for, and names the largest context or the smaller scheme that would fit. Invariant: the list is complete; a
 //! load that asks for anything else panics.
 
-use super::Limits;
-use super::config::Gemma3Config;
+use super::config::{Gemma3Config, LayerType};
 use super::weights::Gemma3Weights;
+use super::{KvLimits, Limits};
 use crate::checkpoint::CheckpointError;
 use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Request};
 use crate::kernels::{Activations, Embedding, Matrix, SampleRequest};
-use crate::tensor::{QuantizeMode, Scheme};
+use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
 /// Tokens per KV block.
 pub const BLOCK_SIZE: usize = 16;
-/// Sequences in one step.
-pub const MAX_SEQUENCES: usize = 16;
+/// Sequences in one step, and ids that it draws.
+pub const MAX_SEQUENCES: usize = 64;
+/// Of a context that is not asked for, at least so much comes before room for more sequences.
+const LEAST_CONTEXT: usize = 4096;
 /// Steps that may be submitted and not yet waited for: the engine prepares one while the other runs.
 pub(super) const MAX_IN_FLIGHT: usize = 2;
-/// Rows of logits computed at once: the larger of what a step may sample and what `eval` reads in one go.
-pub(super) const LOGIT_ROWS: usize = 32;
+/// Rows of logits computed at once: what a step may draw.
+pub(super) const LOGIT_ROWS: usize = MAX_SEQUENCES;
+/// Rows of them that are read back at once, for `eval`.
+pub(super) const READBACK_ROWS: usize = 32;
 /// Work per submit, in multiply-adds: some 50 ms at 1 TFLOP/s, well under the amdgpu driver's ring timeout. One layer
 /// is not cut: deep into a long context, its attention alone may be more.
 pub(super) const MAX_SUBMIT_MACS: u64 = 25_000_000_000;
@@ -62,6 +66,8 @@ impl Schemes {
 pub struct Demand<'a> {
     pub config: &'a Gemma3Config,
     pub schemes: Schemes,
+    /// How keys and values are stored.
+    pub kv: KvDtype,
     /// Prompt tokens processed per step, as asked for.
     pub max_batch_tokens: usize,
     /// One allocation of weights is at most this large.
@@ -70,11 +76,21 @@ pub struct Demand<'a> {
     pub moments: bool,
 }
 
+/// Blocks of the KV cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pools {
+    /// For every token of every sequence, in full layers.
+    pub full: usize,
+    /// For a window of every sequence, in sliding layers.
+    pub sliding: usize,
+}
+
 /// A context that fits, and where everything lies then.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fit {
     /// Tokens of each sequence.
     pub context: usize,
+    pub pools: Pools,
     pub plan: Plan,
 }
 
@@ -116,22 +132,58 @@ impl Demand<'_> {
         self.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(self.config.max_position_embeddings)
     }
 
-    /// What a runner with that context can hold.
-    pub fn limits(&self, context: usize, sequences: usize) -> Limits {
+    /// Layers that see every token, and those that see a window.
+    fn layers(&self) -> [usize; 2] {
+        let sliding =
+            self.config.layer_types.iter().filter(|kind| **kind == LayerType::SlidingAttention).count();
+        [self.config.num_hidden_layers - sliding, sliding]
+    }
+
+    /// Tokens that a sliding layer sees; none where there is no such layer.
+    fn window(&self) -> Option<usize> {
+        (self.layers()[1] > 0).then_some(self.config.sliding_window)
+    }
+
+    /// Blocks of sliding layers that one sequence of `context` tokens holds at most.
+    fn window_blocks(&self, context: usize) -> usize {
+        let kv = KvLimits {
+            block_size: BLOCK_SIZE,
+            full_blocks: 0,
+            sliding_blocks: 0,
+            sliding_window: self.window(),
+        };
+        // The steps in flight have their tokens there at once.
+        kv.window_blocks((MAX_IN_FLIGHT * self.batch_tokens()).min(context)).min(context.div_ceil(BLOCK_SIZE))
+    }
+
+    /// Blocks for that many sequences of `context` tokens each.
+    pub fn pools(&self, context: usize, sequences: usize) -> Pools {
+        let full = sequences * context.div_ceil(BLOCK_SIZE);
+        Pools { full, sliding: sequences * self.window_blocks(context) }
+    }
+
+    /// What a runner with that context and those pools can hold.
+    pub fn limits(&self, context: usize, pools: Pools) -> Limits {
         Limits {
             max_batch_tokens: self.batch_tokens().min(context),
             max_sequences: MAX_SEQUENCES,
-            block_size: BLOCK_SIZE,
-            num_blocks: sequences * context.div_ceil(BLOCK_SIZE),
+            max_draws: LOGIT_ROWS,
+            max_in_flight: MAX_IN_FLIGHT,
+            kv: KvLimits {
+                block_size: BLOCK_SIZE,
+                full_blocks: pools.full,
+                sliding_blocks: pools.sliding,
+                sliding_window: self.window(),
+            },
             max_context: context,
             vocab_size: self.config.vocab_size,
         }
     }
 
     /// Every buffer, each class in the order in which a load asks for it.
-    pub fn requests(&self, context: usize, sequences: usize) -> Vec<Request> {
+    pub fn requests(&self, context: usize, pools: Pools) -> Vec<Request> {
         let c = self.config;
-        let limits = self.limits(context, sequences);
+        let limits = self.limits(context, pools);
         let mut requests = Vec::new();
         let mut add = |class, kind, bytes, name: String| requests.push(Request { class, kind, bytes, name });
         let device = MemoryKind::Device;
@@ -201,38 +253,66 @@ impl Demand<'_> {
             add(Class::Staging, MemoryKind::Readback, DRAWN_IDS_BYTES, "drawn ids".into());
         }
 
-        for i in 0..c.num_hidden_layers {
+        for (i, kind) in c.layer_types.iter().enumerate() {
             for what in ["key", "value"] {
-                let bytes = limits.num_blocks as u64 * kv_block_bytes(c);
+                let bytes = kv_pool_bytes(c, self.kv, &limits.kv, *kind);
                 add(Class::KvCache, device, bytes, format!("layer {i} {what} cache"));
             }
         }
         requests
     }
 
-    /// Everything in its place, with `sequences` contexts of `context` tokens.
+    /// Everything in its place.
     pub fn place(
         &self,
         machine: &Machine,
         limits: &placement::Limits,
         context: usize,
-        sequences: usize,
+        pools: Pools,
     ) -> Result<Plan, Box<Refusal>> {
-        placement::place(machine, limits, self.requests(context, sequences))
+        placement::place(machine, limits, self.requests(context, pools))
     }
 
     /// The largest context, in whole blocks or the model's own maximum, that fits that many times; 0 where none does.
     pub fn largest_context(&self, machine: &Machine, limits: &placement::Limits, sequences: usize) -> usize {
         let longest = self.config.max_position_embeddings;
         let context = |blocks: usize| (blocks * BLOCK_SIZE).min(longest);
-        let fits = |blocks| self.place(machine, limits, context(blocks), sequences).is_ok();
-        // Between what fits and what does not.
-        let (mut fitting, mut beyond) = (0, longest.div_ceil(BLOCK_SIZE) + 1);
-        while beyond - fitting > 1 {
-            let middle = fitting + (beyond - fitting) / 2;
-            if fits(middle) { fitting = middle } else { beyond = middle }
+        let pools = |blocks| self.pools(context(blocks), sequences);
+        let fits = |blocks| self.place(machine, limits, context(blocks), pools(blocks)).is_ok();
+        context(largest(0, longest.div_ceil(BLOCK_SIZE), fits))
+    }
+
+    /// Room to serve: a context of `wanted` tokens, or as many as fit up to the model's maximum, windows for up to
+    /// `sequences` of them, and in all that is left then, up to as many full contexts, blocks of full layers, which the
+    /// sequences share as they need them. `others`: as in [`Demand::fit`].
+    pub fn fit_to_serve(
+        &self,
+        machine: &Machine,
+        limits: &placement::Limits,
+        wanted: Option<usize>,
+        sequences: usize,
+        others: &[(String, Schemes)],
+    ) -> Result<Fit, DoesNotFit> {
+        let alone = self.fit(machine, limits, wanted, 1, others)?;
+        let longest = wanted.unwrap_or(usize::MAX).min(self.config.max_position_embeddings);
+        let least = match wanted {
+            Some(_) => alone.context,
+            None => alone.context.min(LEAST_CONTEXT),
+        };
+        let (fewest, most) = (least.div_ceil(BLOCK_SIZE), longest.div_ceil(BLOCK_SIZE));
+        let with = |blocks: usize, windows: usize| {
+            let context = (blocks * BLOCK_SIZE).min(longest);
+            let pools = Pools { full: blocks, sliding: windows * self.window_blocks(context) };
+            (context, pools)
+        };
+        let place = |(context, pools)| self.place(machine, limits, context, pools);
+        let windows = largest(1, sequences, |n| place(with(fewest, n)).is_ok());
+        let blocks = largest(fewest, windows * most, |n| place(with(n, windows)).is_ok());
+        let (context, pools) = with(blocks, windows);
+        match place((context, pools)) {
+            Ok(plan) => Ok(Fit { context, pools, plan }),
+            Err(_) => Ok(alone),
         }
-        context(fitting)
     }
 
     /// Places `wanted` tokens of context, or as many as fit up to the model's maximum; each as often as there are
@@ -251,15 +331,18 @@ impl Demand<'_> {
             // Where not even a block fits, the refusal is that of a block.
             None => self.largest_context(machine, limits, sequences).max(BLOCK_SIZE.min(longest)),
         };
-        self.place(machine, limits, context, sequences).map(|plan| Fit { context, plan }).map_err(|refusal| {
-            let largest_context = self.largest_context(machine, limits, sequences);
-            let smaller = if largest_context > 0 {
-                None
-            } else {
-                self.first_smaller(machine, limits, sequences, others)
-            };
-            DoesNotFit { context, sequences, refusal, largest_context, smaller }
-        })
+        let pools = self.pools(context, sequences);
+        self.place(machine, limits, context, pools).map(|plan| Fit { context, pools, plan }).map_err(
+            |refusal| {
+                let largest_context = self.largest_context(machine, limits, sequences);
+                let smaller = if largest_context > 0 {
+                    None
+                } else {
+                    self.first_smaller(machine, limits, sequences, others)
+                };
+                DoesNotFit { context, sequences, refusal, largest_context, smaller }
+            },
+        )
     }
 
     /// The largest allocation, where that is what keeps more than `context`, the largest that fits, from fitting: a layer's
@@ -274,7 +357,8 @@ impl Demand<'_> {
         if context >= self.config.max_position_embeddings {
             return None;
         }
-        match self.place(machine, limits, context + BLOCK_SIZE, sequences).err()?.obstacle {
+        let more = context + BLOCK_SIZE;
+        match self.place(machine, limits, more, self.pools(more, sequences)).err()?.obstacle {
             placement::Obstacle::TooLarge { limit } => Some(limit),
             placement::Obstacle::Full => None,
         }
@@ -302,16 +386,32 @@ impl Demand<'_> {
         })
     }
 
-    /// Bytes of KV cache that one token of one sequence takes.
+    /// Bytes of KV cache that one token of one sequence takes, in full layers.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        2 * self.config.num_hidden_layers as u64 * kv_block_bytes(self.config) / BLOCK_SIZE as u64
+        2 * self.layers()[0] as u64 * kv_block_bytes(self.config, self.kv) / BLOCK_SIZE as u64
+    }
+
+    /// Bytes of KV cache that one sequence of `context` tokens takes at most, in sliding layers.
+    pub fn window_bytes(&self, context: usize) -> u64 {
+        2 * (self.layers()[1] * self.window_blocks(context)) as u64 * kv_block_bytes(self.config, self.kv)
     }
 
     /// Bytes of weights on the device.
     pub fn weight_bytes(&self) -> u64 {
-        let weights = self.requests(BLOCK_SIZE, 1).into_iter().filter(|r| r.class.is_weights());
+        let weights =
+            self.requests(BLOCK_SIZE, self.pools(BLOCK_SIZE, 1)).into_iter().filter(|r| r.class.is_weights());
         weights.map(|r| r.bytes).sum()
     }
+}
+
+/// The most of `fitting..=most` that fits, where `fitting` is known or taken to.
+fn largest(mut fitting: usize, most: usize, fits: impl Fn(usize) -> bool) -> usize {
+    let mut beyond = most.max(fitting) + 1;
+    while beyond - fitting > 1 {
+        let middle = fitting + (beyond - fitting) / 2;
+        if fits(middle) { fitting = middle } else { beyond = middle }
+    }
+    fitting
 }
 
 /// u32 per slot: the id last sampled there.
@@ -345,7 +445,7 @@ pub(super) fn moment_widths(c: &Gemma3Config) -> [usize; 4] {
 
 /// The logits' way back to the host.
 pub(super) fn logits_bytes(c: &Gemma3Config) -> u64 {
-    Activations::bytes(LOGIT_ROWS, c.vocab_size)
+    Activations::bytes(READBACK_ROWS, c.vocab_size)
 }
 
 /// (cos, sin) in f32 for each position and pair of dimensions.
@@ -354,16 +454,31 @@ pub(super) fn rope_table_bytes(c: &Gemma3Config, context: usize) -> u64 {
 }
 
 /// Bytes that one KV block takes in one layer, for keys or values.
-pub(super) fn kv_block_bytes(c: &Gemma3Config) -> u64 {
-    (BLOCK_SIZE * c.num_key_value_heads * c.head_dim * size_of::<f32>()) as u64
+pub(super) fn kv_block_bytes(c: &Gemma3Config, kv: KvDtype) -> u64 {
+    (BLOCK_SIZE * c.num_key_value_heads * kv.row_bytes(c.head_dim)) as u64
 }
 
-/// The arrays of one step: ids, positions, sequence of each token, slots, block tables, logit rows, sample requests.
-pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 7] {
-    let per_token = 4 * limits.max_batch_tokens as u64;
-    let tables = 4 * (limits.max_sequences * limits.num_blocks) as u64;
+/// Bytes of one layer's keys, or values: its pool, and a block that nobody reads, for tokens that fill up a step.
+pub(super) fn kv_pool_bytes(c: &Gemma3Config, dtype: KvDtype, kv: &KvLimits, kind: LayerType) -> u64 {
+    let blocks = match kind {
+        LayerType::FullAttention => kv.full_blocks,
+        LayerType::SlidingAttention => kv.sliding_blocks,
+    };
+    (blocks as u64 + 1) * kv_block_bytes(c, dtype)
+}
+
+/// Entries of a sequence's block table.
+pub(super) fn table_blocks(limits: &Limits) -> usize {
+    limits.max_context.div_ceil(BLOCK_SIZE)
+}
+
+/// The arrays of one step: ids, positions, sequence of each token; slots and block tables of full and of sliding layers;
+/// logit rows, sample requests. One more sequence has the tokens that fill up a step.
+pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 9] {
+    let tokens = 4 * limits.max_batch_tokens as u64;
+    let tables = 4 * ((limits.max_sequences + 1) * table_blocks(limits)) as u64;
     let requests = (LOGIT_ROWS * size_of::<SampleRequest>()) as u64;
-    [per_token, per_token, per_token, per_token, tables, 4 * LOGIT_ROWS as u64, requests]
+    [tokens, tokens, tokens, tokens, tables, tokens, tables, 4 * LOGIT_ROWS as u64, requests]
         .map(|bytes| bytes.next_multiple_of(256))
 }
 

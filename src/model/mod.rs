@@ -10,5 +10,6 @@ pub mod shapes;
 pub mod weights;
 
 pub use runner::{
-    Batch, BatchSequence, Input, Limits, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
+    Batch, BatchSequence, BlockCopy, BlockPool, Draw, Input, KvLimits, Limits, Runner, RunnerError, Sampled,
+    Sampling, SamplingParams, Ticket,
 };

@@ -4,6 +4,26 @@
 //! step there, so that the engine can prepare and submit a step before it has seen the last one's ids.
 //! Implementations: [`crate::model::gemma3::Gemma3`], and the scripted fake of the engine's tests.
 
+/// The KV cache of a runner: two pools of blocks, for Gemma-3 has two kinds of layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvLimits {
+    /// Tokens per block, in both pools.
+    pub block_size: usize,
+    /// Blocks of the layers that see every token; ids are `0..full_blocks`.
+    pub full_blocks: usize,
+    /// Blocks of the layers that see a window of tokens; ids are `0..sliding_blocks`.
+    pub sliding_blocks: usize,
+    /// Keys that a token sees in those, itself included; none where the model has no such layer.
+    pub sliding_window: Option<usize>,
+}
+
+impl KvLimits {
+    /// Blocks of sliding layers that one sequence holds at most: a window, and the tokens of one step behind it.
+    pub fn window_blocks(&self, max_batch_tokens: usize) -> usize {
+        self.sliding_window.map_or(0, |window| (window + max_batch_tokens).div_ceil(self.block_size) + 1)
+    }
+}
+
 /// What a runner can hold; fixed when the model is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
@@ -11,14 +31,30 @@ pub struct Limits {
     pub max_batch_tokens: usize,
     /// Sequences one step may contain, and slots for sampled ids.
     pub max_sequences: usize,
-    /// Tokens per KV block.
-    pub block_size: usize,
-    /// KV blocks in the pool; ids are `0..num_blocks`.
-    pub num_blocks: usize,
-    /// Longest sequence, prompt and answer together: min(model's maximum, what the KV pool holds).
+    /// Ids one step may draw; no fewer than `max_sequences`.
+    pub max_draws: usize,
+    /// Steps that may be submitted and not yet waited for.
+    pub max_in_flight: usize,
+    pub kv: KvLimits,
+    /// Longest sequence, prompt and answer together: min(model's maximum, what the KV pools hold).
     pub max_context: usize,
     /// Ids a prompt may contain and sampling may yield are `0..vocab_size`.
     pub vocab_size: usize,
+}
+
+/// One of the two pools of [`KvLimits`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockPool {
+    Full,
+    Sliding,
+}
+
+/// A block that gets the contents of another before a step's tokens are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockCopy {
+    pub pool: BlockPool,
+    pub from: u32,
+    pub to: u32,
 }
 
 /// Tokens of one sequence in one step.
@@ -46,19 +82,24 @@ impl Input {
 /// One sequence's share of a step: `input.len()` tokens at positions `start..`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BatchSequence {
-    /// Which of the `max_sequences` device slots is this sequence's; stable over its life.
+    /// Which of the `max_sequences` device slots is this sequence's; stable while it runs.
     pub slot: u32,
     /// Tokens already in the KV cache.
     pub start: usize,
     pub input: Input,
-    /// Blocks that hold positions `0..start + input.len()`, in order.
-    pub block_table: Vec<u32>,
+    /// Blocks of full layers that hold positions `0..start + input.len()`, in order, and maybe more.
+    pub full_blocks: Vec<u32>,
+    /// The same of sliding layers, from the block of index `sliding_first` on: all that the positions see.
+    pub sliding_blocks: Vec<u32>,
+    pub sliding_first: usize,
 }
 
 /// One step. A batch has no phase: prefill chunks and decodes are the same thing of different length.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Batch {
     pub sequences: Vec<BatchSequence>,
+    /// Made before anything is computed.
+    pub copies: Vec<BlockCopy>,
 }
 
 impl Batch {
@@ -86,21 +127,33 @@ impl SamplingParams {
     pub const GREEDY: Self = Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 };
 }
 
-/// Which sequences of a batch yield a token after their last input token, and how it is drawn.
+/// One id to draw behind a token of a batch.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Draw {
+    /// Index into `Batch::sequences`.
+    pub sequence: usize,
+    /// The token of that sequence's input behind which the id comes.
+    pub token: usize,
+    /// Slot that the id goes to: the sequence's own, or that of one which is forked from it.
+    pub slot: u32,
+    pub params: SamplingParams,
+}
+
+/// What a step draws, in ascending order of (sequence, token).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Sampling {
-    /// (index into `Batch::sequences`, parameters), in ascending order of index.
-    pub requests: Vec<(usize, SamplingParams)>,
+    pub draws: Vec<Draw>,
 }
 
 /// A submitted step; wait for tickets in the order in which they were given.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket(pub u64);
 
-/// Ids drawn in one step, one per entry of [`Sampling::requests`], in that order.
+/// Ids drawn in one step, one per entry of [`Sampling::draws`], in that order; none where the logits were no finite
+/// numbers, which is the sequence's fault, not the device's: the others may go on.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sampled {
-    pub ids: Vec<u32>,
+    pub ids: Vec<Option<u32>>,
 }
 
 /// The device failed. None of these is answered by computing elsewhere.
@@ -110,9 +163,6 @@ pub enum RunnerError {
     DeviceLost(String),
     #[error("the GPU did not finish a step within {seconds} s")]
     Timeout { seconds: u64 },
-    /// The batch is at fault, not the device: other sequences may go on.
-    #[error("the logits are not finite numbers: nothing can be sampled from them")]
-    NotFinite,
     #[error("the GPU reported: {0}")]
     Device(String),
 }

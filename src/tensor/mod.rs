@@ -35,6 +35,52 @@ impl DType {
     }
 }
 
+/// How keys and values are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum KvDtype {
+    F32,
+    #[default]
+    F16,
+    /// -127..=127, with one f32 scale for each token and head.
+    Int8,
+}
+
+impl KvDtype {
+    pub const ALL: [KvDtype; 3] = [Self::F32, Self::F16, Self::Int8];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Int8 => "int8",
+        }
+    }
+
+    /// Bytes of one token's keys, or values, of one head.
+    pub const fn row_bytes(self, head_dim: usize) -> usize {
+        match self {
+            Self::F32 => 4 * head_dim,
+            Self::F16 => 2 * head_dim,
+            Self::Int8 => head_dim + 4,
+        }
+    }
+}
+
+impl fmt::Display for KvDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for KvDtype {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|dtype| dtype.name() == text);
+        found.ok_or_else(|| format!("expected f32, f16 or int8, got {text:?}"))
+    }
+}
+
 /// `--quantize`: what to do with the weights of an unquantized checkpoint while it is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum QuantizeMode {

@@ -1,0 +1,140 @@
+//! How long a step takes, learnt from those that were run: what bounds the prefill that may run beside decodes.
+//!
+//! The model is linear: a step costs so much for being one (its weights are read once), so much for each token, and so
+//! much for each key that a token looks at. The three are fitted to the steps seen, newer ones counting more. Refuses to
+//! read a clock: the engine says what a step took.
+
+use std::time::Duration;
+
+/// What a step computes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Load {
+    pub tokens: usize,
+    /// Keys seen by its tokens, added up, as if every layer were full.
+    pub keys: u64,
+}
+
+impl Load {
+    /// With `tokens` at positions `start..` of a sequence.
+    pub fn with(self, start: usize, tokens: usize) -> Load {
+        let keys = (start..start + tokens).map(|position| position as u64 + 1).sum::<u64>();
+        Load { tokens: self.tokens + tokens, keys: self.keys + keys }
+    }
+
+    fn features(self) -> [f64; 3] {
+        [1.0, self.tokens as f64, self.keys as f64 / 1024.0]
+    }
+}
+
+/// Newer steps count more: after this many the weight of one has fallen to a third.
+const MEMORY_STEPS: f64 = 200.0;
+/// Steps before the fit is trusted.
+const LEARNING_STEPS: u64 = 4;
+/// Prefill tokens beside decodes while nothing is known, and the fewest there ever are, or a prompt would never be done.
+const CAREFUL_TOKENS: usize = 16;
+
+/// Recursive least squares with forgetting (Haykin, Adaptive Filter Theory, chapter 10).
+#[derive(Debug, Clone)]
+pub struct Pace {
+    seconds: [f64; 3],
+    covariance: [[f64; 3]; 3],
+    steps: u64,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Pace {
+    pub fn new() -> Self {
+        // Nothing is known: any fit is as likely. Scaled to what the features are like.
+        let covariance = [[1.0, 0.0, 0.0], [0.0, 1e-2, 0.0], [0.0, 0.0, 1e-2]];
+        Self { seconds: [0.0; 3], covariance, steps: 0 }
+    }
+
+    /// Takes in what a step took.
+    pub fn observe(&mut self, load: Load, took: Duration) {
+        let x = load.features();
+        let p = &self.covariance;
+        let px: [f64; 3] = std::array::from_fn(|i| (0..3).map(|j| p[i][j] * x[j]).sum());
+        let forget = 1.0 - 1.0 / MEMORY_STEPS;
+        let scale = forget + (0..3).map(|i| x[i] * px[i]).sum::<f64>();
+        let error = took.as_secs_f64() - self.predict_raw(load);
+        for (seconds, gain) in self.seconds.iter_mut().zip(px) {
+            *seconds += gain / scale * error;
+        }
+        self.covariance = std::array::from_fn(|i| {
+            // Bounded, or a feature that is never seen to vary would let it grow without end.
+            std::array::from_fn(|j| ((p[i][j] - px[i] * px[j] / scale) / forget).clamp(-1e3, 1e3))
+        });
+        self.steps += 1;
+    }
+
+    fn predict_raw(&self, load: Load) -> f64 {
+        load.features().iter().zip(self.seconds).map(|(x, s)| x * s).sum()
+    }
+
+    /// What a step is expected to take; none while too few were seen.
+    pub fn predict(&self, load: Load) -> Option<Duration> {
+        (self.steps >= LEARNING_STEPS).then(|| {
+            let cost = load.features().iter().zip(self.seconds).map(|(x, s)| x * s.max(0.0)).sum::<f64>();
+            Duration::from_secs_f64(cost.clamp(0.0, 1e6))
+        })
+    }
+
+    /// Of `wanted` tokens at positions `start..`, how many may join `load` for the step to stay within `bound`; at least a
+    /// few, however slow the device is.
+    pub fn room(&self, load: Load, start: usize, wanted: usize, bound: Duration) -> usize {
+        let least = CAREFUL_TOKENS.min(wanted);
+        let fits = |tokens: usize| self.predict(load.with(start, tokens)).is_some_and(|took| took <= bound);
+        if wanted == least || !fits(least) {
+            return least;
+        }
+        let (mut fitting, mut beyond) = (least, wanted + 1);
+        while beyond - fitting > 1 {
+            let middle = fitting + (beyond - fitting) / 2;
+            if fits(middle) { fitting = middle } else { beyond = middle }
+        }
+        fitting
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pace_of_a_linear_device_is_learnt_and_bounds_the_prefill() {
+        let took = |load: Load| {
+            Duration::from_secs_f64(
+                0.020 + 0.001 * load.tokens as f64 + 2e-6 * load.keys as f64 / 1024.0 * 1024.0,
+            )
+        };
+        let mut pace = Pace::new();
+        assert_eq!(
+            pace.room(Load::default(), 0, 500, Duration::from_secs(1)),
+            CAREFUL_TOKENS,
+            "nothing is known"
+        );
+        for i in 0..400usize {
+            let load = Load::default().with(37 * i % 900, 1 + 29 * i % 64).with(11 * i % 300, 1 + i % 3);
+            pace.observe(load, took(load));
+        }
+        for (start, tokens) in [(0, 10), (500, 64), (1000, 200)] {
+            let load = Load::default().with(start, tokens);
+            let (expected, found) = (took(load).as_secs_f64(), pace.predict(load).unwrap().as_secs_f64());
+            assert!((expected - found).abs() < 0.05 * expected, "{expected} and {found}");
+        }
+        let bound = Duration::from_millis(120);
+        let [near, far] = [0, 4000].map(|start| pace.room(Load::default(), start, 500, bound));
+        assert!(took(Load::default().with(0, near)) <= bound * 21 / 20 && near > 60, "{near}");
+        assert!(far < near && far >= CAREFUL_TOKENS, "chunks shrink with depth: {near}, {far}");
+        assert_eq!(
+            pace.room(Load::default(), 0, 500, Duration::ZERO),
+            CAREFUL_TOKENS,
+            "a prompt always gets on"
+        );
+    }
+}

@@ -1,0 +1,94 @@
+//! Runs sequences on a model as the engine does, step by step, without its thread and its clock.
+
+use std::collections::{HashMap, VecDeque};
+
+use unicorn::engine::{End, FinishReason, Pace, Scheduler, SchedulerConfig, Sequence};
+use unicorn::model::{Limits, Runner, SamplingParams};
+
+/// A run to be held to account: what was answered, and how.
+#[derive(Debug, Default)]
+pub struct Run {
+    /// By sequence; stop ids left out.
+    pub answers: HashMap<u64, Vec<u32>>,
+    /// Prompt tokens that were found in the prefix cache, by sequence.
+    pub cached: HashMap<u64, usize>,
+    pub preemptions: u64,
+    pub steps: usize,
+    /// The most sequences that shared a step.
+    pub widest: usize,
+}
+
+/// `Driver::run` may be called again and again: what earlier sequences computed stays cached.
+pub struct Driver<'a> {
+    runner: &'a mut dyn Runner,
+    limits: Limits,
+    scheduler: Scheduler,
+}
+
+impl<'a> Driver<'a> {
+    /// `limits`: at most the runner's own.
+    pub fn new(runner: &'a mut dyn Runner, limits: Limits) -> Self {
+        let scheduler = Scheduler::new(limits, SchedulerConfig::default());
+        Self { runner, limits, scheduler }
+    }
+
+    /// Adds sequence `i` before step `arrivals(i)`, and runs all to their end, two steps in flight.
+    pub fn run_staggered(&mut self, sequences: Vec<Sequence>, arrivals: impl Fn(usize) -> usize) -> Run {
+        let mut run = Run::default();
+        let (pace, mut in_flight) = (Pace::new(), VecDeque::new());
+        let mut waiting: VecDeque<(usize, Sequence)> =
+            sequences.into_iter().enumerate().map(|(i, sequence)| (arrivals(i), sequence)).collect();
+        let before = self.scheduler.preemptions();
+        while !waiting.is_empty() || !self.scheduler.is_idle() || !in_flight.is_empty() {
+            while waiting.front().is_some_and(|(step, _)| *step <= run.steps || self.scheduler.is_idle()) {
+                self.scheduler.add(waiting.pop_front().expect("just seen").1);
+            }
+            while in_flight.len() < self.limits.max_in_flight {
+                let Some(step) = self.scheduler.schedule(&pace) else { break };
+                run.steps += 1;
+                run.widest = run.widest.max(step.batch.sequences.len());
+                in_flight.push_back((self.runner.submit(&step.batch, &step.sampling).unwrap(), step));
+            }
+            let (ticket, step) = in_flight.pop_front().expect("something waits and nothing runs");
+            for output in self.scheduler.commit(&step, &self.runner.wait(ticket).unwrap()) {
+                run.answers.entry(output.id).or_default().extend(output.token);
+                run.cached.insert(output.id, output.cached_tokens);
+                assert_ne!(output.end, Some(End::NotFinite), "sequence {}", output.id);
+            }
+        }
+        run.preemptions = self.scheduler.preemptions() - before;
+        run
+    }
+
+    pub fn run(&mut self, sequences: Vec<Sequence>) -> Run {
+        self.run_staggered(sequences, |_| 0)
+    }
+}
+
+/// What greedy decoding answers, chunks of a prompt and ids fed back on the device: `count` ids, or fewer if one of `stop`
+/// ends it, which is then the last.
+pub fn greedy(runner: &mut dyn Runner, prompt: &[u32], count: usize, chunk: usize, stop: &[u32]) -> Vec<u32> {
+    let limits = Limits { max_batch_tokens: chunk.min(runner.limits().max_batch_tokens), ..runner.limits() };
+    let mut scheduler = Scheduler::new(limits, SchedulerConfig::default());
+    let mut sequence = Sequence::new(0, prompt.to_vec(), SamplingParams::GREEDY, count);
+    sequence.stop_token_ids = stop.to_vec();
+    scheduler.add(sequence);
+    let mut ids = Vec::new();
+    let mut in_flight = VecDeque::new();
+    loop {
+        while in_flight.len() < limits.max_in_flight {
+            let Some(step) = scheduler.schedule(&Pace::new()) else { break };
+            in_flight.push_back((runner.submit(&step.batch, &step.sampling).unwrap(), step));
+        }
+        let Some((ticket, step)) = in_flight.pop_front() else { return ids };
+        let sampled = runner.wait(ticket).unwrap();
+        for output in scheduler.commit(&step, &sampled) {
+            // A stop id is not handed out, but it was drawn.
+            ids.extend(sampled.ids.iter().flatten());
+            assert!(matches!(
+                output.end,
+                None | Some(End::Finished(FinishReason::Stop | FinishReason::Length))
+            ));
+        }
+    }
+}
