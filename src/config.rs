@@ -97,6 +97,7 @@ pub struct Engine {
     pub prefill_chunk: usize,
     pub sequences: usize,
     pub token_gap_ms: u64,
+    pub speculation_tokens: usize,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -212,6 +213,7 @@ impl Config {
         in_range("engine.prefill_chunk", engine.prefill_chunk as u64, 1, 8192)?;
         in_range("engine.sequences", engine.sequences as u64, 1, 64)?;
         in_range("engine.token_gap_ms", engine.token_gap_ms, 1, 60_000)?;
+        in_range("engine.speculation_tokens", engine.speculation_tokens as u64, 0, 64)?;
         if server.host.is_empty() {
             return Err(("server.host".into(), "expected an address or a host name, got nothing".into()));
         }

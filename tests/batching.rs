@@ -144,3 +144,25 @@ fn a_seed_draws_the_same_in_any_batch() {
         assert_eq!(together.answers[&(i as u64)], *alone, "prompt {i}");
     }
 }
+
+/// Copies with a change, which repeat their prompt: guesses at what comes next come true, and the answer is the expected one.
+#[test]
+fn text_that_repeats_its_prompt_takes_less_than_half_the_passes() {
+    let options = LoadOptions { max_context: Some(2048), ..LoadOptions::default() };
+    let mut model = golden::load(&demo::folder(), &options);
+    let limits = model.limits();
+    let (mut tokens, mut passes, mut proposed, mut accepted) = (0, 0, 0, 0);
+    for (prompt, answer) in demo::answered("copy") {
+        let mut sequence = Sequence::new(0, prompt.to_vec(), SamplingParams::GREEDY, answer.len() + 16);
+        sequence.stop_token_ids = demo::STOP.into();
+        let run = Driver::new(&mut model, limits).run(vec![sequence]);
+        assert_eq!(run.answers[&0], answer);
+        tokens += answer.len() + 1;
+        // The last chunk of the prompt draws the first id.
+        passes += run.steps + 1 - prompt.len().div_ceil(limits.max_batch_tokens);
+        proposed += run.drafts[&0].proposed;
+        accepted += run.drafts[&0].accepted;
+    }
+    println!("{tokens} tokens in {passes} passes; {accepted} of {proposed} guesses came true");
+    assert!(tokens >= 2 * passes, "{tokens} tokens in {passes} passes");
+}

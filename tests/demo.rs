@@ -25,7 +25,7 @@ use crate::support::{data, device, root};
 const BOUND: f32 = 1e-3;
 
 /// `<eos>` and `<end_of_turn>` of the demo model.
-const STOP: [u32; 2] = [1, 6];
+pub const STOP: [u32; 2] = [1, 6];
 
 #[derive(Deserialize)]
 struct About {
@@ -104,6 +104,13 @@ fn asked() -> impl Iterator<Item = &'static Answer> {
 /// Prompts of the quick questions that are no longer than `most`.
 pub fn quick_prompts(most: usize) -> impl Iterator<Item = &'static [u32]> {
     goldens().answers.iter().filter(move |a| a.quick && a.prompt.len() <= most).map(|a| &a.prompt[..])
+}
+
+/// Prompts and answers, stop ids left out, of every accepted question of a category.
+pub fn answered(category: &str) -> Vec<(&'static [u32], Vec<u32>)> {
+    let of =
+        goldens().answers.iter().filter(|a| a.category == category && a.accepted && a.margin > 2.0 * BOUND);
+    of.map(|a| (&a.prompt[..], a.answer.iter().copied().filter(|id| !STOP.contains(id)).collect())).collect()
 }
 
 fn questions() -> Vec<Question> {

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use unicorn::engine::{End, FinishReason, Pace, Scheduler, SchedulerConfig, Sequence};
+use unicorn::engine::{Drafts, End, FinishReason, Pace, Scheduler, SchedulerConfig, Sequence};
 use unicorn::model::{Limits, Runner, SamplingParams};
 
 /// A run to be held to account: what was answered, and how.
@@ -16,6 +16,8 @@ pub struct Run {
     pub steps: usize,
     /// The most sequences that shared a step.
     pub widest: usize,
+    /// Ids guessed ahead and those that came true, by sequence.
+    pub drafts: HashMap<u64, Drafts>,
 }
 
 /// `Driver::run` may be called again and again: what earlier sequences computed stays cached.
@@ -53,6 +55,7 @@ impl<'a> Driver<'a> {
             for output in self.scheduler.commit(&step, &self.runner.wait(ticket).unwrap()) {
                 run.answers.entry(output.id).or_default().extend(output.token);
                 run.cached.insert(output.id, output.cached_tokens);
+                run.drafts.insert(output.id, output.drafts);
                 assert_ne!(output.end, Some(End::NotFinite), "sequence {}", output.id);
             }
         }
@@ -69,7 +72,8 @@ impl<'a> Driver<'a> {
 /// ends it, which is then the last.
 pub fn greedy(runner: &mut dyn Runner, prompt: &[u32], count: usize, chunk: usize, stop: &[u32]) -> Vec<u32> {
     let limits = Limits { max_batch_tokens: chunk.min(runner.limits().max_batch_tokens), ..runner.limits() };
-    let mut scheduler = Scheduler::new(limits, SchedulerConfig::default());
+    let plain = SchedulerConfig { speculation_tokens: 0, ..SchedulerConfig::default() };
+    let mut scheduler = Scheduler::new(limits, plain);
     let mut sequence = Sequence::new(0, prompt.to_vec(), SamplingParams::GREEDY, count);
     sequence.stop_token_ids = stop.to_vec();
     scheduler.add(sequence);

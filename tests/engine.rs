@@ -67,10 +67,10 @@ fn assert_all_free(engine: &EngineHandle) {
 #[test]
 fn an_answer_is_prefilled_in_chunks_and_then_decoded_from_the_device() {
     // The second step is on the device before the first is read, so its ids are not known to the host.
-    let (engine, control) = start(Limits { max_in_flight: 2, ..LIMITS }, says(&[7, 8, 9], END));
+    let (engine, control) = start(Limits { max_in_flight: 2, ..LIMITS }, says(&[207, 208, 209], END));
     let prompt: Vec<u32> = (0..37).collect();
     let (ids, last) = collect(&mut engine.submit(request(&prompt, 10)).expect("accepted"));
-    assert_eq!(ids, [7, 8, 9]);
+    assert_eq!(ids, [207, 208, 209]);
     let Event::Finished { reason: FinishReason::Stop, timings, .. } = last else { panic!("{last:?}") };
     assert_eq!((timings.prompt_n, timings.predicted_n), (37, 4), "the stop id is counted, not handed out");
 
@@ -493,11 +493,13 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (mut operations, mut preemptions, mut forks, mut hits, mut longest_wait) = (0u64, 0, 0, 0, 0);
+    let mut accepted = 0;
     while operations < 120_000 {
         let limits = random_limits(&mut rng);
         let config = SchedulerConfig {
             patience: 50,
             turn_blocks: rng.random_range(0..40),
+            speculation_tokens: rng.random_range(0..12),
             ..SchedulerConfig::default()
         };
         let (mut runner, _) = FakeRunner::new(limits, mixed(512));
@@ -569,6 +571,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                                 alive.remove(&output.id).expect("it was under way");
                             }
                             hits += usize::from(output.cached_tokens > 0);
+                            accepted += usize::from(output.end.is_some()) * output.drafts.accepted;
                         }
                         // What was removed while its step was under way.
                         alive.retain(|id, _| scheduler.knows(*id));
@@ -603,7 +606,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
         preemptions += scheduler.preemptions();
     }
     println!(
-        "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached; waited {longest_wait}"
+        "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached, {accepted} guessed; waited {longest_wait}"
     );
-    assert!(preemptions > 500 && forks > 500 && hits > 500, "the test tests too little");
+    assert!(preemptions > 500 && forks > 500 && hits > 500 && accepted > 500, "the test tests too little");
 }

@@ -29,7 +29,8 @@ pub const LIMITS: Limits = Limits {
 /// The id after `tokens`, which are the prompt and what was generated.
 pub type Script = Box<dyn FnMut(&[u32], SamplingParams) -> u32 + Send>;
 
-/// A script that depends on every id before, and on the seed.
+/// A script that depends on every id before, and on the seed; three times of four it says what it said nine ids before, so
+/// that there is something to guess.
 pub fn mixed(vocab_size: usize) -> Script {
     Box::new(move |tokens, sampling| mix(tokens, sampling.seed, vocab_size))
 }
@@ -39,7 +40,11 @@ fn fold(h: u64, x: u64) -> u64 {
 }
 
 fn mix(tokens: &[u32], seed: u64, vocab_size: usize) -> u32 {
-    (tokens.iter().fold(seed, |h, id| fold(h, u64::from(*id))) % vocab_size as u64) as u32
+    let hash = tokens.iter().fold(seed, |h, id| fold(h, u64::from(*id)));
+    match tokens.len().checked_sub(9) {
+        Some(before) if hash >> 60 < 12 => tokens[before],
+        _ => (hash % vocab_size as u64) as u32,
+    }
 }
 
 /// What [`mixed`] answers: `n` ids, or fewer, up to `end`.

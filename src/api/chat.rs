@@ -130,7 +130,7 @@ impl Reply {
     }
 
     fn log(&self, reason: FinishReason, timings: &Timings) {
-        let Timings { queue, prefill, decode, prompt_n, cached_n, predicted_n } = timings;
+        let Timings { queue, prefill, decode, prompt_n, cached_n, predicted_n, drafts } = timings;
         let (seed, reason) = (self.seed, finish_reason(reason));
         self.span.in_scope(|| {
             tracing::info!(
@@ -138,6 +138,8 @@ impl Reply {
                 prompt_n,
                 cached_n,
                 predicted_n,
+                draft_n = drafts.proposed,
+                draft_n_accepted = drafts.accepted,
                 queue_ms = queue.as_millis(),
                 prompt_ms = prefill.as_millis(),
                 predicted_ms = decode.as_millis(),
@@ -227,7 +229,7 @@ fn usage(timings: &Timings) -> Value {
 
 /// As llama.cpp's server reports them; a rate over no time, or of no tokens, is null.
 fn timings_json(timings: &Timings) -> Value {
-    let Timings { prefill, decode, prompt_n: whole_prompt, cached_n, predicted_n, .. } = *timings;
+    let Timings { prefill, decode, prompt_n: whole_prompt, cached_n, predicted_n, drafts, .. } = *timings;
     // As there: of the prompt, what was computed, and what needed not be.
     let prompt_n = whole_prompt - cached_n;
     let rate = |n: usize, time: Duration| (n > 0 && !time.is_zero()).then(|| n as f64 / time.as_secs_f64());
@@ -240,6 +242,8 @@ fn timings_json(timings: &Timings) -> Value {
         "predicted_ms": decode.as_secs_f64() * 1e3,
         // The first token came with the prompt.
         "predicted_per_second": rate(predicted_n.saturating_sub(1), decode),
+        "draft_n": drafts.proposed,
+        "draft_n_accepted": drafts.accepted,
     })
 }
 

@@ -256,7 +256,8 @@ pub fn engine(runner: Gemma3, config: &Config, queue: usize) -> EngineHandle {
         (Some(bytes), block @ 1..) => (bytes / block) as usize,
         _ => runner.limits().kv.sliding_blocks / 2,
     };
-    let scheduler = SchedulerConfig { gap, turn_blocks, ..SchedulerConfig::default() };
+    let speculation_tokens = config.engine.speculation_tokens;
+    let scheduler = SchedulerConfig { gap, turn_blocks, speculation_tokens, ..SchedulerConfig::default() };
     Engine::start(Box::new(runner), EngineConfig { queue, scheduler })
 }
 

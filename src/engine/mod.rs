@@ -19,11 +19,12 @@ mod block_manager;
 mod pace;
 mod scheduler;
 mod sequence;
+mod speculation;
 
 pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use pace::{Load, Pace};
-pub use scheduler::{End, Output, Scheduler, SchedulerConfig, Share, Step};
-pub use sequence::{ClientId, FinishReason, Fork, Priority, Sequence, SequenceId};
+pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
+pub use sequence::{ClientId, Drafts, End, FinishReason, Fork, Priority, Sequence, SequenceId};
 
 use std::collections::{HashMap, VecDeque};
 use std::pin::Pin;
@@ -97,6 +98,8 @@ pub struct Timings {
     pub cached_n: usize,
     /// Ids sampled so far, a stop id included.
     pub predicted_n: usize,
+    /// Of these, those guessed ahead, and the guesses that there were.
+    pub drafts: Drafts,
 }
 
 /// `choice` counts the answers of a request: 0, and one for each of [`Request::more_seeds`].
@@ -479,12 +482,21 @@ struct Clock {
     first: Option<Instant>,
     prompt_n: usize,
     cached_n: usize,
+    drafts: Drafts,
     predicted_n: usize,
 }
 
 impl Clock {
     fn new(prompt_n: usize) -> Self {
-        Self { submitted: Instant::now(), started: None, first: None, prompt_n, cached_n: 0, predicted_n: 0 }
+        Self {
+            submitted: Instant::now(),
+            started: None,
+            first: None,
+            prompt_n,
+            cached_n: 0,
+            drafts: Drafts::default(),
+            predicted_n: 0,
+        }
     }
 
     /// Notes that an id was sampled, and says where the time went.
@@ -500,6 +512,7 @@ impl Clock {
             prompt_n: self.prompt_n,
             cached_n: self.cached_n,
             predicted_n: self.predicted_n,
+            drafts: self.drafts,
         }
     }
 }
@@ -633,8 +646,10 @@ impl StepLoop {
     }
 
     /// Hands on what a step yielded for one sequence.
-    fn tell(&mut self, Output { id: sequence, token, end, cached_tokens }: Output) {
-        let answer = self.answers.get_mut(&sequence).expect("a scheduled sequence has an answer");
+    fn tell(&mut self, Output { id: sequence, token, end, cached_tokens, drafts }: Output) {
+        // Of several ids in one step, the first may have found its reader too far behind.
+        let Some(answer) = self.answers.get_mut(&sequence) else { return };
+        answer.clock.drafts = drafts;
         answer.clock.cached_n = cached_tokens;
         let (choice, timings) = (answer.choice, answer.clock.tick());
         let mut told = token.is_none_or(|id| answer.send(Event::Token { choice, id, timings }));

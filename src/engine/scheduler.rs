@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use super::block_manager::{BlockManager, BlockTable, PoolUse};
 use super::pace::{Load, Pace};
-use super::sequence::{ClientId, FinishReason, Priority, Sequence, SequenceId};
+use super::sequence::{ClientId, Drafts, End, Priority, Sequence, SequenceId};
 use crate::model::{Batch, BatchSequence, BlockPool, Draw, Input, Limits, Sampled, Sampling};
 
 #[derive(Debug, Clone, Copy)]
@@ -33,11 +33,19 @@ pub struct SchedulerConfig {
     pub patience: u64,
     /// Sliding blocks that the prefix cache keeps for ends of turns.
     pub turn_blocks: usize,
+    /// Tokens that a step which guesses may have, guesses and all; 0 is none. More of them read the same weights, up to
+    /// where arithmetic costs more than memory.
+    pub speculation_tokens: usize,
 }
 
 impl Default for SchedulerConfig {
     fn default() -> Self {
-        Self { gap: Duration::from_millis(500), patience: 1024, turn_blocks: usize::MAX }
+        Self {
+            gap: Duration::from_millis(500),
+            patience: 1024,
+            turn_blocks: usize::MAX,
+            speculation_tokens: 16,
+        }
     }
 }
 
@@ -52,14 +60,16 @@ pub struct Step {
 }
 
 /// What a step does for one sequence. Forks have a share in the step that draws their first id.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
     pub id: SequenceId,
     life: u32,
-    /// Positions that are computed when the step is done.
+    /// Positions that are computed when the step is done, guesses left out.
     end: usize,
-    /// Index into [`Sampling::draws`].
+    /// Index into [`Sampling::draws`] of the first of `1 + drafts.len()`.
     draw: Option<usize>,
+    /// Guesses at what is drawn, one behind the other: position `end` was computed with the first of them.
+    drafts: Vec<u32>,
 }
 
 /// What one step yielded for one sequence.
@@ -72,13 +82,7 @@ pub struct Output {
     pub end: Option<End>,
     /// Prompt tokens that were found in the prefix cache.
     pub cached_tokens: usize,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    Finished(FinishReason),
-    /// The logits were no finite numbers.
-    NotFinite,
+    pub drafts: Drafts,
 }
 
 #[derive(Debug)]
@@ -262,6 +266,7 @@ impl Scheduler {
 
     /// Puts the next tokens of a running sequence into the step, as far as there is room.
     fn place(&mut self, draft: &mut Draft, index: usize, pace: &Pace) {
+        let Some(drafts) = self.guess(draft, index) else { return };
         let sequence = &self.running[index];
         let (id, start, pending) = (sequence.id, sequence.submitted, sequence.pending());
         let mut len = pending.min(draft.tokens);
@@ -276,7 +281,7 @@ impl Scheduler {
             return;
         }
         // From here on the sequence may move, or lose its own place.
-        let Some(index) = self.make_room(draft, id, start + len) else { return };
+        let Some(index) = self.make_room(draft, id, start + len + drafts.len()) else { return };
         let sequence = &mut self.running[index];
         let Ok(copies) = self.blocks.make_writable(&mut sequence.table, start) else {
             unreachable!("room was made")
@@ -285,7 +290,7 @@ impl Scheduler {
 
         let known = sequence.tokens.len();
         let input = if start + len <= known {
-            Input::Ids(sequence.tokens[start..start + len].to_vec())
+            Input::Ids([&sequence.tokens[start..start + len], &drafts].concat())
         } else {
             assert!(len == 1 && start >= known, "an id that is not known yet is fed alone");
             Input::LastSampled
@@ -302,24 +307,46 @@ impl Scheduler {
             sliding_blocks: sliding.collect(),
             sliding_first,
         });
-        sequence.submitted = end;
+        sequence.submitted = end + drafts.len();
+        sequence.speculating = !drafts.is_empty();
+        sequence.drafts.proposed += drafts.len();
         sequence.since = self.now;
         let mut draw = None;
         if len == pending {
             sequence.drawn += 1;
             draw = Some(draft.step.sampling.draws.len());
             let params = sequence.sampling;
-            draft.step.sampling.draws.push(Draw { sequence: batch_index, token: len - 1, slot, params });
+            let tokens = len - 1..len + drafts.len();
+            let draws = tokens.map(|token| Draw { sequence: batch_index, token, slot, params });
+            draft.step.sampling.draws.extend(draws);
         }
         draft.decodes |= start >= sequence.prompt_len;
-        draft.step.shares.push(Share { id, life, end, draw });
-        draft.tokens -= len;
-        draft.draws -= usize::from(draw.is_some());
-        draft.step.load = draft.step.load.with(start, len);
+        let tokens = len + drafts.len();
+        draft.tokens -= tokens;
+        draft.draws -= if draw.is_some() { 1 + drafts.len() } else { 0 };
+        draft.step.load = draft.step.load.with(start, tokens);
+        draft.step.shares.push(Share { id, life, end, draw, drafts });
         *self.served.get_mut(&client).expect("a running sequence's client is known") += len as u64;
         if draw.is_some() {
             self.part(draft, index, batch_index, len - 1);
         }
+    }
+
+    /// Ids that may follow a sequence that decodes, as many as the step has room for; none at all where a guess is to be
+    /// made, and what it starts from is not known yet: the sequence sits this step out.
+    fn guess(&mut self, draft: &Draft, index: usize) -> Option<Vec<u32>> {
+        let waiting_decodes = self.running.iter().filter(|s| s.since < self.now && s.pending() == 1).count();
+        let sequence = &mut self.running[index];
+        let decodes = sequence.pending() == 1 && sequence.submitted >= sequence.prompt_len;
+        // Everybody gets the id that is due before anybody gets a guess.
+        let room = self.config.speculation_tokens.saturating_sub(draft.step.load.tokens);
+        let room = room.min(draft.draws).min(draft.tokens).saturating_sub(waiting_decodes);
+        let most = room.min(sequence.max_tokens - sequence.generated() - 1);
+        if !decodes || most == 0 {
+            return Some(Vec::new());
+        }
+        let drafts = sequence.lookup.propose(&sequence.tokens, most);
+        if drafts.is_empty() || sequence.drawn == 0 { Some(drafts) } else { None }
     }
 
     /// Lets the forks of a sequence go their own way: its prompt is submitted, and each draws its first id from there.
@@ -348,7 +375,8 @@ impl Scheduler {
             let params = child.sampling;
             draft.step.sampling.draws.push(Draw { sequence: batch_index, token, slot, params });
             draft.draws -= 1;
-            draft.step.shares.push(Share { id: child.id, life: 0, end: child.submitted, draw: Some(draw) });
+            let (id, end) = (child.id, child.submitted);
+            draft.step.shares.push(Share { id, life: 0, end, draw: Some(draw), drafts: Vec::new() });
             let behind = self.running.partition_point(|s| s.arrival <= child.arrival);
             self.running.insert(behind, child);
         }
@@ -402,6 +430,7 @@ impl Scheduler {
         self.preemptions += 1;
         self.take_resources(&mut sequence);
         (sequence.computed, sequence.submitted, sequence.drawn) = (0, 0, 0);
+        sequence.speculating = false;
         sequence.life += 1;
         let behind = self.waiting.partition_point(|s| s.arrival <= sequence.arrival);
         self.waiting.insert(behind, sequence);
@@ -485,37 +514,42 @@ impl Scheduler {
             let sequence = &mut self.running[index];
             let was_prefill = sequence.computed < sequence.prompt_len;
             sequence.computed = share.end;
-            let drawn = share.draw.map(|draw| sampled.ids[draw]);
-            let cached_tokens = sequence.cached.unwrap_or(0);
             let mut end = None;
-            let mut token = None;
-            if let Some(drawn) = drawn {
+            let first = outputs.len();
+            if let Some(draw) = share.draw {
                 sequence.drawn -= 1;
-                match drawn {
-                    None => end = Some(End::NotFinite),
-                    Some(id) => {
-                        sequence.tokens.push(id);
-                        let stopped = sequence.stop_token_ids.contains(&id);
-                        token = (!stopped).then_some(id);
-                        let all = sequence.generated() == sequence.max_tokens;
-                        let reason = if stopped {
-                            Some(FinishReason::Stop)
-                        } else {
-                            all.then_some(FinishReason::Length)
-                        };
-                        end = reason.map(End::Finished);
+                for i in 0..=share.drafts.len() {
+                    let (token, ended) = sequence.take(sampled.ids[draw + i]);
+                    outputs.push(Output {
+                        id: share.id,
+                        token,
+                        end: ended,
+                        cached_tokens: sequence.cached.unwrap_or(0),
+                        drafts: Drafts::default(),
+                    });
+                    end = ended;
+                    // The next draw was made behind the guess: it counts where that was right.
+                    if end.is_some() || share.drafts.get(i) != sampled.ids[draw + i].as_ref() {
+                        break;
                     }
+                    sequence.computed += 1;
                 }
             }
+            if !share.drafts.is_empty() {
+                let accepted = outputs.len() - first - 1;
+                sequence.drafts.accepted += accepted;
+                sequence.lookup.judge(share.drafts.len(), accepted, sequence.tokens.len());
+                sequence.submitted = sequence.computed;
+                sequence.speculating = false;
+            }
+            let drafts = sequence.drafts;
+            outputs[first..].iter_mut().for_each(|output| output.drafts = drafts);
             if end != Some(End::NotFinite) {
                 let computed = sequence.computed;
                 self.blocks.commit(&mut sequence.table, &sequence.tokens[..computed]);
                 if (was_prefill && computed >= sequence.prompt_len) || end.is_some() {
                     self.blocks.end_turn(&sequence.table);
                 }
-            }
-            if drawn.is_some() {
-                outputs.push(Output { id: share.id, token, end, cached_tokens });
             }
             if end.is_some() {
                 self.end(index);
@@ -536,7 +570,8 @@ impl Scheduler {
             slots.extend(&s.fork_slots);
             assert_eq!(s.forks.len(), s.fork_slots.len(), "sequence {}: slots of its forks", s.id);
             assert!(s.slot.is_some() && s.computed <= s.submitted, "sequence {}", s.id);
-            assert!(s.submitted <= s.tokens.len() + s.drawn, "sequence {} submitted what is not there", s.id);
+            let known = s.tokens.len() + s.drawn;
+            assert!(s.speculating || s.submitted <= known, "sequence {} submitted what is not there", s.id);
             let blocks = s.table.full().len();
             assert!(blocks * self.limits.kv.block_size >= s.submitted, "sequence {} lacks blocks", s.id);
         }

@@ -1,6 +1,7 @@
 //! One prompt and its answer, as the scheduler sees it: ids, lengths, blocks and limits.
 
 use super::block_manager::BlockTable;
+use super::speculation::Lookup;
 use crate::model::SamplingParams;
 
 /// Name of an answer inside the engine; never reused.
@@ -19,6 +20,14 @@ pub enum Priority {
     Background,
 }
 
+/// How an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    Finished(FinishReason),
+    /// The logits were no finite numbers.
+    NotFinite,
+}
+
 /// Why an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
@@ -28,6 +37,13 @@ pub enum FinishReason {
     Length,
 }
 
+/// Ids that were guessed ahead of the model, and how many of them it drew.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Drafts {
+    pub proposed: usize,
+    pub accepted: usize,
+}
+
 /// An answer that parts from another behind their common prompt (`n > 1`): it differs by its seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fork {
@@ -35,7 +51,7 @@ pub struct Fork {
     pub seed: u64,
 }
 
-/// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted.
+/// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted, and but for guesses.
 #[derive(Debug)]
 pub struct Sequence {
     pub id: SequenceId,
@@ -61,6 +77,11 @@ pub struct Sequence {
     pub(super) submitted: usize,
     /// Ids that the submitted steps will draw.
     pub(super) drawn: usize,
+    /// Guesses at the next ids are submitted: how many are drawn is known when that step is done.
+    pub(super) speculating: bool,
+    pub(super) lookup: Lookup,
+    /// Ids guessed so far, and those that came true.
+    pub(super) drafts: Drafts,
     /// Counts preemptions: what an earlier life had submitted is not this one's.
     pub(super) life: u32,
     /// Tokens that were found in the prefix cache when it was first admitted.
@@ -89,6 +110,9 @@ impl Sequence {
             computed: 0,
             submitted: 0,
             drawn: 0,
+            speculating: false,
+            lookup: Lookup::default(),
+            drafts: Drafts::default(),
             life: 0,
             cached: None,
             since: 0,
@@ -100,9 +124,20 @@ impl Sequence {
         self.tokens.len() - self.prompt_len
     }
 
+    /// Takes in what was drawn behind its last token: what its reader is told of it, and whether that is the end.
+    pub(super) fn take(&mut self, drawn: Option<u32>) -> (Option<u32>, Option<End>) {
+        let Some(id) = drawn else { return (None, Some(End::NotFinite)) };
+        self.tokens.push(id);
+        if self.stop_token_ids.contains(&id) {
+            return (None, Some(End::Finished(FinishReason::Stop)));
+        }
+        let all = self.generated() == self.max_tokens;
+        (Some(id), all.then_some(End::Finished(FinishReason::Length)))
+    }
+
     /// Tokens that the next steps must process before the sequence yields an id; 0 where it waits for one that ends it.
     pub(super) fn pending(&self) -> usize {
-        if self.generated() + self.drawn == self.max_tokens {
+        if self.speculating || self.generated() + self.drawn == self.max_tokens {
             return 0;
         }
         self.tokens.len() + self.drawn - self.submitted
