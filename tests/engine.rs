@@ -414,6 +414,23 @@ fn interactive_requests_go_before_background_ones_which_are_not_forgotten() {
     assert_all_free(&engine);
 }
 
+#[test]
+fn a_client_with_many_requests_does_not_keep_another_waiting() {
+    let (engine, control) = start(one_slot(), says(&[], 5));
+    control.allow(0);
+    let of = |client, n: u32| Request { client, ..request(&[n; 4], 5) };
+    let mut streams = vec![engine.submit(of(1, 1)).expect("runs")];
+    control.submitted(1);
+    streams.extend((2..5).map(|n| engine.submit(of(1, n)).expect("waits")));
+    streams.push(engine.submit(of(2, 9)).expect("waits"));
+    control.release();
+    streams.iter_mut().for_each(|stream| assert_eq!(collect(stream).0, [5; 5]));
+    let firsts = control.batches().into_iter().map(|b| b.sequences[0].clone()).filter(|s| s.start == 0);
+    let order: Vec<Input> = firsts.map(|s| s.input).collect();
+    let ids = |n| Input::Ids(vec![n; 4]);
+    assert_eq!(order, [ids(1), ids(9), ids(2), ids(3), ids(4)], "whoever was given least is next");
+}
+
 /// Limits of all kinds, in which at least one sequence of full length fits.
 fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
     let block_size = rng.random_range(1..9);

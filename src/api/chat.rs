@@ -1,14 +1,17 @@
 //! `POST /v1/chat/completions`: from the body to a prompt, and from the engine's events to JSON or SSE.
 
 use std::convert::Infallible;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::Json;
 use axum::body::Body;
-use axum::extract::State;
+use axum::extract::{ConnectInfo, State};
+use axum::http::{HeaderMap, header};
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use futures::{Stream, StreamExt};
 use serde_json::{Value, json};
 
@@ -17,13 +20,18 @@ use super::error::ApiError;
 use super::request::ChatRequest;
 use super::service::Service;
 use super::{MAX_ARRIVING, Options, Server, random_u64};
-use crate::engine::{self, FinishReason, Timings, TokenStream};
+use crate::engine::{self, ClientId, FinishReason, Timings, TokenStream};
 
 /// For a whole body, however steadily it comes.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The handler. A client that disconnects drops what this returns, and with it the engine's stream: that cancels.
-pub(super) async fn completions(State(server): State<Arc<Server>>, body: Body) -> Result<Response, ApiError> {
+pub(super) async fn completions(
+    State(server): State<Arc<Server>>,
+    peer: Option<Extension<ConnectInfo<SocketAddr>>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
     let full = ApiError::QueueFull { waiting: MAX_ARRIVING };
     let arriving = server.arriving.try_acquire().map_err(|_| full)?;
     let body = read_body(body, &server.options).await?;
@@ -37,8 +45,9 @@ pub(super) async fn completions(State(server): State<Arc<Server>>, body: Body) -
         let _turn = turn;
         prepare(&preparing, &body)
     });
-    let Prepared { request, answer, service, engine } =
+    let Prepared { request, answer, service, mut engine } =
         prepared.await.map_err(|e| ApiError::Bug(format!("preparing a prompt: {e}")))??;
+    engine.client = client_of(&headers, peer.map(|Extension(ConnectInfo(address))| address.ip()));
 
     let seed = engine.sampling.seed;
     let tokens = service.engine().submit(engine)?;
@@ -57,6 +66,16 @@ pub(super) async fn completions(State(server): State<Arc<Server>>, body: Body) -
     } else {
         collect(reply, tokens, answer).await.map(|body| Json(body).into_response())
     }
+}
+
+/// Whose request it is, as far as fairness between clients goes: the API key's, or without one the address's.
+fn client_of(headers: &HeaderMap, peer: Option<IpAddr>) -> ClientId {
+    let mut hasher = DefaultHasher::new();
+    match headers.get(header::AUTHORIZATION) {
+        Some(key) => key.as_bytes().hash(&mut hasher),
+        None => peer.hash(&mut hasher),
+    }
+    hasher.finish()
 }
 
 async fn read_body(body: Body, options: &Options) -> Result<Vec<u8>, ApiError> {
@@ -249,4 +268,24 @@ fn timings_json(timings: &Timings) -> Value {
 
 fn unix_time_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_are_told_apart_by_key_and_then_by_address() {
+        let with = |key: Option<&'static str>, address: [u8; 4]| {
+            let mut headers = HeaderMap::new();
+            if let Some(key) = key {
+                headers.insert(header::AUTHORIZATION, header::HeaderValue::from_static(key));
+            }
+            client_of(&headers, Some(IpAddr::from(address)))
+        };
+        assert_eq!(with(None, [10, 0, 0, 1]), with(None, [10, 0, 0, 1]));
+        assert_ne!(with(None, [10, 0, 0, 1]), with(None, [10, 0, 0, 2]));
+        assert_eq!(with(Some("Bearer a"), [10, 0, 0, 1]), with(Some("Bearer a"), [10, 0, 0, 2]));
+        assert_ne!(with(Some("Bearer a"), [10, 0, 0, 1]), with(Some("Bearer b"), [10, 0, 0, 1]));
+    }
 }

@@ -20,6 +20,7 @@ pub use service::{SamplingDefaults, Service};
 
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher};
+use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -132,7 +133,8 @@ pub async fn serve(
         }
         let _ = begin.send(());
     };
-    let serving = axum::serve(listener, router(Arc::clone(&server))).with_graceful_shutdown(stop);
+    let app = router(Arc::clone(&server)).into_make_service_with_connect_info::<SocketAddr>();
+    let serving = axum::serve(listener, app).with_graceful_shutdown(stop);
     let bound = async {
         if begun.await.is_err() {
             std::future::pending::<()>().await; // serving itself ended
