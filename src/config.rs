@@ -22,6 +22,7 @@ pub struct Config {
     pub model: Model,
     pub models: Models,
     pub hardware: Hardware,
+    pub gpu: Gpu,
     pub memory: Memory,
     pub engine: Engine,
     pub kv: Kv,
@@ -73,6 +74,12 @@ pub struct Hardware {
     pub validation: bool,
     /// Whether a model that the kernel does not see in memory is refused.
     pub strict: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gpu {
+    pub max_submit_ms: u64,
 }
 
 /// Bytes; none is what the driver says.
@@ -198,11 +205,12 @@ impl Config {
             model: section(merged, "model")?,
             models: section(merged, "models")?,
             hardware: section(merged, "hardware")?,
+            gpu: section(merged, "gpu")?,
             memory: section(merged, "memory")?,
             engine: section(merged, "engine")?,
             kv: section(merged, "kv")?,
         };
-        let Config { server, engine, .. } = &config;
+        let Config { server, engine, gpu, .. } = &config;
         let in_range = |option: &str, value: u64, low: u64, high: u64| {
             let problem = || format!("expected {low} to {high}, got {value}");
             if (low..=high).contains(&value) { Ok(()) } else { Err((option.to_owned(), problem())) }
@@ -210,6 +218,7 @@ impl Config {
         in_range("server.queue", server.queue as u64, 1, 4096)?;
         in_range("server.max_body_bytes", server.max_body_bytes as u64, 1024, 1 << 30)?;
         in_range("server.shutdown_grace_s", server.shutdown_grace_s, 0, 3600)?;
+        in_range("gpu.max_submit_ms", gpu.max_submit_ms, 1, 5000)?;
         in_range("engine.prefill_chunk", engine.prefill_chunk as u64, 1, 8192)?;
         in_range("engine.sequences", engine.sequences as u64, 1, 64)?;
         in_range("engine.token_gap_ms", engine.token_gap_ms, 1, 60_000)?;

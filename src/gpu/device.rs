@@ -106,6 +106,8 @@ pub(super) struct Candidate {
     vendor_id: u32,
     device_id: u32,
     timestamp_period_ns: f32,
+    /// Of the compute queue's timestamps; 0 where it has none.
+    timestamp_bits: u32,
     pub info: DeviceInfo,
 }
 
@@ -198,6 +200,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
         vendor_id: properties.vendor_id,
         device_id: properties.device_id,
         timestamp_period_ns: properties.limits.timestamp_period,
+        timestamp_bits: queue_family.map_or(0, |i| families[i as usize].timestamp_valid_bits),
         info: DeviceInfo {
             index,
             name: text(properties.device_name_as_c_str()),
@@ -290,6 +293,7 @@ pub struct Device {
     pub(super) queue_family: u32,
     pub(super) memory_budget: bool,
     pub(super) timestamp_period_ns: f32,
+    pub(super) timestamp_bits: u32,
     pub(super) heaps: Heaps,
     pub(super) pipelines: Pipelines,
     pub(super) profile: Option<Mutex<Profile>>,
@@ -375,15 +379,23 @@ impl Device {
             .inspect_err(|_| unsafe { pipelines.destroy(&raw) })
             .map_err(GpuError::of("vkCreateSemaphore"))?;
         let heaps = Heaps::new(&instance.raw, chosen.raw);
+        let profile = policy.profile && chosen.timestamp_bits > 0;
+        if policy.profile && !profile {
+            tracing::warn!(
+                "{}: its compute queue has no timestamps, so no kernel can be timed",
+                chosen.info.name
+            );
+        }
         let device = Device {
             debug,
             physical: chosen.raw,
             queue_family,
             memory_budget: chosen.memory_budget,
             timestamp_period_ns: chosen.timestamp_period_ns,
+            timestamp_bits: chosen.timestamp_bits,
             heaps,
             pipelines,
-            profile: policy.profile.then(|| Mutex::new(Profile::default())),
+            profile: profile.then(|| Mutex::new(Profile::default())),
             info: chosen.info,
             queue: Mutex::new(QueueState { raw: queue, last_value: 0 }),
             timeline,
@@ -417,6 +429,12 @@ impl Device {
     /// Whether a submit or wait has failed for good. Never becomes false again.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
+    }
+
+    /// Between two timestamps of its compute queue; the counter may have begun anew.
+    pub(super) fn nanoseconds(&self, from: u64, to: u64) -> u64 {
+        let mask = u64::MAX >> (64 - self.timestamp_bits.clamp(1, 64));
+        ((to.wrapping_sub(from) & mask) as f64 * f64::from(self.timestamp_period_ns)) as u64
     }
 
     /// GPU time per kernel since the last call; empty unless opened with `profile`.

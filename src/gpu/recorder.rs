@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ash::vk;
 
@@ -27,9 +28,12 @@ pub struct CommandBuffer {
     device: Arc<Device>,
     pool: vk::CommandPool,
     raw: vk::CommandBuffer,
+    /// Two timestamps around all of it; null where the device has none.
+    span: vk::QueryPool,
     queries: vk::QueryPool,
     timed: Vec<String>,
     untimed: u64,
+    took: Option<Duration>,
     /// What the commands use, by address of the chunk.
     retained: BTreeMap<usize, Arc<Chunk>>,
     /// Timeline value of the last submission, while it may still be running.
@@ -46,9 +50,11 @@ impl CommandBuffer {
             device: device.clone(),
             pool,
             raw: vk::CommandBuffer::null(),
+            span: vk::QueryPool::null(),
             queries: vk::QueryPool::null(),
             timed: Vec::new(),
             untimed: 0,
+            took: None,
             retained: BTreeMap::new(),
             pending: None,
         };
@@ -56,13 +62,17 @@ impl CommandBuffer {
         // SAFETY: the pool was just made.
         commands.raw = unsafe { device.raw.allocate_command_buffers(&info) }
             .map_err(GpuError::of("vkAllocateCommandBuffers"))?[0];
-        if device.profile.is_some() {
-            let info = vk::QueryPoolCreateInfo::default()
-                .query_type(vk::QueryType::TIMESTAMP)
-                .query_count(2 * MAX_TIMED);
+        let queries = |count: u32| {
+            let info =
+                vk::QueryPoolCreateInfo::default().query_type(vk::QueryType::TIMESTAMP).query_count(count);
             // SAFETY: as above.
-            commands.queries = unsafe { device.raw.create_query_pool(&info, None) }
-                .map_err(GpuError::of("vkCreateQueryPool"))?;
+            unsafe { device.raw.create_query_pool(&info, None) }.map_err(GpuError::of("vkCreateQueryPool"))
+        };
+        if device.timestamp_bits > 0 {
+            commands.span = queries(2)?;
+        }
+        if device.profile.is_some() {
+            commands.queries = queries(2 * MAX_TIMED)?;
         }
         device.name(commands.raw, name);
         Ok(commands)
@@ -86,10 +96,14 @@ impl CommandBuffer {
             if self.queries != vk::QueryPool::null() {
                 self.device.raw.reset_query_pool(self.queries, 0, 2 * MAX_TIMED);
             }
+            if self.span != vk::QueryPool::null() {
+                self.device.raw.reset_query_pool(self.span, 0, 2);
+            }
         }
         let mut recorder = Recorder { commands: self, since_barrier: Accesses::default() };
         // Orders this buffer behind everything submitted before it.
         recorder.barrier();
+        recorder.timestamp(recorder.commands.span, 0, vk::PipelineStageFlags2::COMPUTE_SHADER);
         Ok(recorder)
     }
 
@@ -99,7 +113,26 @@ impl CommandBuffer {
         self.device.wait(value, "a submitted step")?;
         self.pending = None;
         self.retained.clear();
+        self.took = self.span_time()?;
         self.collect_times()
+    }
+
+    /// What the last submission that was waited for took on the device, where that has a clock.
+    pub fn took(&self) -> Option<Duration> {
+        self.took
+    }
+
+    fn span_time(&self) -> Result<Option<Duration>, GpuError> {
+        if self.span == vk::QueryPool::null() {
+            return Ok(None);
+        }
+        let mut ticks = [0u64; 2];
+        // SAFETY: both queries were written by the finished submission.
+        unsafe {
+            self.device.raw.get_query_pool_results(self.span, 0, &mut ticks, vk::QueryResultFlags::TYPE_64)
+        }
+        .map_err(GpuError::of("vkGetQueryPoolResults"))?;
+        Ok(Some(Duration::from_nanos(self.device.nanoseconds(ticks[0], ticks[1]))))
     }
 
     fn collect_times(&mut self) -> Result<(), GpuError> {
@@ -119,10 +152,10 @@ impl CommandBuffer {
         }
         let mut profile = profile.lock().unwrap();
         for (name, span) in self.timed.drain(..).zip(ticks.chunks_exact(2)) {
-            let ns = span[1].saturating_sub(span[0]) as f64 * f64::from(self.device.timestamp_period_ns);
+            let ns = self.device.nanoseconds(span[0], span[1]);
             let entry = profile.kernels.entry(name).or_default();
             entry.0 += 1;
-            entry.1 += ns as u64;
+            entry.1 += ns;
         }
         profile.untimed += std::mem::take(&mut self.untimed);
         Ok(())
@@ -147,6 +180,7 @@ impl Drop for CommandBuffer {
         // SAFETY: the last submission has finished.
         unsafe {
             self.device.raw.destroy_query_pool(self.queries, None);
+            self.device.raw.destroy_query_pool(self.span, None);
             self.device.raw.destroy_command_pool(self.pool, None);
         }
     }
@@ -243,6 +277,7 @@ impl Recorder<'_> {
     /// the value returned.
     pub fn submit(self, what: &str) -> Result<u64, GpuError> {
         let device = self.commands.device.clone();
+        self.timestamp(self.commands.span, 1, vk::PipelineStageFlags2::ALL_COMMANDS);
         let to_host = [vk::MemoryBarrier2::default()
             .src_stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
             .src_access_mask(vk::AccessFlags2::MEMORY_WRITE)
@@ -306,20 +341,23 @@ impl Recorder<'_> {
             return None;
         }
         commands.timed.push(name.to_string());
-        self.timestamp(2 * index, vk::PipelineStageFlags2::TOP_OF_PIPE);
+        self.timestamp(self.commands.queries, 2 * index, vk::PipelineStageFlags2::TOP_OF_PIPE);
         Some(index)
     }
 
     fn stop_timing(&mut self, index: Option<u32>) {
         if let Some(index) = index {
-            self.timestamp(2 * index + 1, vk::PipelineStageFlags2::COMPUTE_SHADER);
+            self.timestamp(self.commands.queries, 2 * index + 1, vk::PipelineStageFlags2::COMPUTE_SHADER);
         }
     }
 
-    fn timestamp(&self, query: u32, stage: vk::PipelineStageFlags2) {
+    fn timestamp(&self, pool: vk::QueryPool, query: u32, stage: vk::PipelineStageFlags2) {
+        if pool == vk::QueryPool::null() {
+            return;
+        }
         let commands = &*self.commands;
         // SAFETY: recording is open, and each query is written once per recording.
-        unsafe { commands.device.raw.cmd_write_timestamp2(commands.raw, stage, commands.queries, query) }
+        unsafe { commands.device.raw.cmd_write_timestamp2(commands.raw, stage, pool, query) }
     }
 }
 

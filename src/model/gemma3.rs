@@ -10,6 +10,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
 use super::memory::{
@@ -39,6 +40,8 @@ pub struct LoadOptions {
     pub sequences: usize,
     /// How it stores keys and values.
     pub kv: KvDtype,
+    /// What one submit may take on the device, as far as the time of those before tells.
+    pub max_submit: Duration,
     /// What may be taken of the device's memory.
     pub memory: placement::Limits,
     /// Refuse a model that the kernel does not see in memory; off, that is a warning.
@@ -60,6 +63,7 @@ impl Default for LoadOptions {
             max_context: None,
             sequences: 1,
             kv: KvDtype::F32,
+            max_submit: Duration::from_millis(200),
             memory: placement::Limits::default(),
             strict: true,
             max_batch_tokens: 256,
@@ -171,8 +175,8 @@ struct Frame {
     ids: Buffer,
     /// One per submit of the step.
     commands: Vec<CommandBuffer>,
-    /// Submits of the step in flight.
-    used: usize,
+    /// Submits of the step in flight, by their work in multiply-adds.
+    submits: Vec<u64>,
     /// Rows sampled by the step in flight.
     sampled_rows: usize,
 }
@@ -200,6 +204,9 @@ pub struct Gemma3 {
     logits_readback: Buffer,
     in_flight: VecDeque<u64>,
     next_ticket: u64,
+    /// Work per submit, as the submits before allow, and the time that it is held to.
+    submit_macs: u64,
+    max_submit: Duration,
     placements: Vec<Placement>,
     loaded: Loaded,
     residency: Residency,
@@ -398,6 +405,8 @@ impl Gemma3 {
             logits_readback,
             in_flight: VecDeque::new(),
             next_ticket: 0,
+            submit_macs: MAX_SUBMIT_MACS,
+            max_submit: options.max_submit,
             placements,
             loaded,
             residency,
@@ -547,14 +556,14 @@ impl Gemma3 {
         let result = self.record(index, &mut frame, &segments, batch, logit_rows.len(), !requests.is_empty());
         self.frames[index].commands = frame;
         result?;
-        self.frames[index].used = segments.len();
+        self.frames[index].submits = segments.iter().map(|s| s.work).collect();
         self.frames[index].sampled_rows = requests.len();
         Ok(())
     }
 
     /// Cuts a step into submits. Pieces `0..layers` are layers, piece `layers` is the logits behind them, where any are
     /// wanted; the embedding goes with the first.
-    fn segments(&self, batch: &Batch, logit_rows: usize) -> Vec<Range<usize>> {
+    fn segments(&self, batch: &Batch, logit_rows: usize) -> Vec<Segment> {
         let c = &self.config;
         let tokens = batch.num_tokens() as u64;
         let heads = (c.num_attention_heads * c.head_dim) as u64;
@@ -573,14 +582,14 @@ impl Gemma3 {
         };
         let logits = (logit_rows * c.hidden_size * c.vocab_size) as u64;
         let work = c.layer_types.iter().map(layer).chain((logit_rows > 0).then_some(logits));
-        cut(work, MAX_SUBMIT_MACS)
+        cut(work, self.submit_macs)
     }
 
     fn record(
         &self,
         index: usize,
         commands: &mut [CommandBuffer],
-        segments: &[Range<usize>],
+        segments: &[Segment],
         batch: &Batch,
         logit_rows: usize,
         sample: bool,
@@ -588,7 +597,7 @@ impl Gemma3 {
         let frame = &self.frames[index];
         let Frame { logit_rows: row_index, requests, ids, .. } = frame;
         let (k, s, tokens) = (&self.kernels, &self.scratch, batch.num_tokens());
-        for (segment, commands) in segments.iter().zip(commands) {
+        for (Segment { pieces: segment, .. }, commands) in segments.iter().zip(commands) {
             let mut r = commands.begin()?;
             if segment.start == 0 {
                 for copy in &batch.copies {
@@ -732,6 +741,9 @@ impl Runner for Gemma3 {
         assert_eq!(self.in_flight.pop_front(), Some(ticket.0), "tickets are waited for in order");
         let frame = &mut self.frames[ticket.0 as usize % MAX_IN_FLIGHT];
         frame.wait()?;
+        for (work, commands) in frame.submits.iter().zip(&frame.commands) {
+            self.submit_macs = bounded(self.submit_macs, *work, commands.took(), self.max_submit);
+        }
         let mut ids = vec![0u32; frame.sampled_rows];
         frame.ids.read(0, &mut ids);
         Ok(Sampled { ids: ids.into_iter().map(|id| (id != NO_TOKEN).then_some(id)).collect() })
@@ -814,21 +826,40 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// Cuts pieces of `work` into runs of at most `limit`, or of one piece where that alone is more.
-fn cut(work: impl Iterator<Item = u64>, limit: u64) -> Vec<Range<usize>> {
-    let mut runs: Vec<Range<usize>> = Vec::new();
-    let mut sum = 0;
+/// What one submit computes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Segment {
+    pieces: Range<usize>,
+    /// Multiply-adds.
+    work: u64,
+}
+
+/// Cuts pieces of `work` into segments of at most `limit`, or of one piece where that alone is more.
+fn cut(work: impl Iterator<Item = u64>, limit: u64) -> Vec<Segment> {
+    let mut segments: Vec<Segment> = Vec::new();
     for (i, work) in work.enumerate() {
-        sum += work;
-        match runs.last_mut() {
-            Some(run) if sum <= limit => run.end = i + 1,
-            _ => {
-                runs.push(i..i + 1);
-                sum = work;
+        match segments.last_mut() {
+            Some(last) if last.work + work <= limit => {
+                last.pieces.end = i + 1;
+                last.work += work;
             }
+            _ => segments.push(Segment { pieces: i..i + 1, work }),
         }
     }
-    runs
+    segments
+}
+
+/// Submits shorter than this say little about the device's speed.
+const TELLING: Duration = Duration::from_millis(1);
+/// Work per submit is not cut below this, however slow the device.
+const LEAST_SUBMIT_MACS: u64 = 100_000_000;
+
+/// The bound of work per submit after one of `work` that `took` so long: down at once, up by and by.
+fn bounded(limit: u64, work: u64, took: Option<Duration>, most: Duration) -> u64 {
+    let Some(took) = took.filter(|took| *took >= TELLING) else { return limit };
+    let allowed = (work as f64 * (most.as_secs_f64() / took.as_secs_f64())) as u64;
+    let next = if allowed < limit { allowed } else { limit + (allowed - limit) / 8 };
+    next.clamp(LEAST_SUBMIT_MACS, u64::MAX / 16)
 }
 
 /// (cos, sin) of position * base^(-2i / head_dim) / factor, `[positions][head_dim / 2][2]`, computed in f64.
@@ -927,7 +958,7 @@ impl Frame {
             requests,
             ids: ids_out,
             commands,
-            used: 0,
+            submits: Vec::new(),
             sampled_rows: 0,
         })
     }
@@ -992,22 +1023,38 @@ impl Frame {
     }
 
     fn wait(&mut self) -> Result<(), GpuError> {
-        let used = std::mem::take(&mut self.used);
-        self.commands[..used].iter_mut().try_for_each(CommandBuffer::wait)
+        self.commands[..self.submits.len()].iter_mut().try_for_each(CommandBuffer::wait)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{cut, rope_table};
+    use super::*;
 
     #[test]
     #[allow(clippy::single_range_in_vec_init)] // one run of pieces
     fn work_is_cut_where_it_exceeds_the_limit() {
-        assert_eq!(cut([3, 3, 3, 3].into_iter(), 6), [0..2, 2..4]);
-        assert_eq!(cut([3, 3, 3].into_iter(), 100), [0..3]);
-        assert_eq!(cut([50, 1, 50, 1, 1].into_iter(), 6), [0..1, 1..2, 2..3, 3..5]);
-        assert_eq!(cut([7].into_iter(), 6), [0..1]);
+        let pieces = |work: &[u64], limit| -> Vec<Range<usize>> {
+            cut(work.iter().copied(), limit).into_iter().map(|segment| segment.pieces).collect()
+        };
+        assert_eq!(pieces(&[3, 3, 3, 3], 6), [0..2, 2..4]);
+        assert_eq!(pieces(&[3, 3, 3], 100), [0..3]);
+        assert_eq!(pieces(&[50, 1, 50, 1, 1], 6), [0..1, 1..2, 2..3, 3..5]);
+        assert_eq!(pieces(&[7], 6), [0..1]);
+        assert_eq!(cut([2, 3].into_iter(), 9), [Segment { pieces: 0..2, work: 5 }]);
+    }
+
+    #[test]
+    fn the_bound_of_a_submit_follows_the_devices_speed() {
+        let ms = Duration::from_millis;
+        // Ten times too slow: down at once.
+        assert_eq!(bounded(10_000_000_000, 10_000_000_000, Some(ms(2000)), ms(200)), 1_000_000_000);
+        // Four times faster than needed: up by an eighth of the way.
+        assert_eq!(bounded(8_000_000_000, 8_000_000_000, Some(ms(50)), ms(200)), 11_000_000_000);
+        // Without a clock, or after too short a submit: as before. Never nothing.
+        assert_eq!(bounded(8_000_000_000, 1, None, ms(200)), 8_000_000_000);
+        assert_eq!(bounded(8_000_000_000, 1, Some(Duration::from_micros(9)), ms(200)), 8_000_000_000);
+        assert_eq!(bounded(8_000_000_000, 1, Some(ms(9)), ms(1)), LEAST_SUBMIT_MACS);
     }
 
     #[test]

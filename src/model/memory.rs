@@ -25,8 +25,8 @@ pub(super) const MAX_IN_FLIGHT: usize = 2;
 pub(super) const LOGIT_ROWS: usize = MAX_SEQUENCES;
 /// Rows of them that are read back at once, for `eval`.
 pub(super) const READBACK_ROWS: usize = 32;
-/// Work per submit, in multiply-adds: some 50 ms at 1 TFLOP/s, well under the amdgpu driver's ring timeout. One layer
-/// is not cut: deep into a long context, its attention alone may be more.
+/// Work per submit, in multiply-adds, until the device has shown its speed: some 50 ms at 1 TFLOP/s, well under the amdgpu
+/// driver's ring timeout. One layer is not cut: deep into a long context, its attention alone may be more.
 pub(super) const MAX_SUBMIT_MACS: u64 = 25_000_000_000;
 /// Prompt tokens per step are not cut below this, however large the model.
 const MIN_BATCH_TOKENS: usize = 32;
