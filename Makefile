@@ -6,6 +6,7 @@
 #   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
 #   make test-27b                  write, load and ask a 27B of random weights: 16 GB of disk and of memory, and minutes
 #   make bench                     load time, prefill and decode speed, memory
+#   make bench-serve               start a server, measure it under load, stop it; its options in SERVE_ARGS
 #   make build | setup | setup-test | lint | clean | help
 
 # rustup's own folder: a shell that was open before Rust was installed does not have it yet.
@@ -15,9 +16,10 @@ export MESA_SHADER_CACHE_DIR ?= $(CURDIR)/.cache/mesa
 
 UNICORN := target/release/unicorn
 ARGS ?=
+SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build serve bench test test-demo test-27b lint clean
+.PHONY: help setup setup-test build serve bench bench-serve test test-demo test-27b lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +38,9 @@ serve: build
 
 bench: build
 	@tools/with_device.sh $(UNICORN) bench $(ARGS)
+
+bench-serve: build
+	@SERVE_ARGS="$(SERVE_ARGS)" tools/bench_serve.sh $(UNICORN) $(ARGS)
 
 test: setup-test
 	@python3 tools/test.py

@@ -67,6 +67,13 @@ fn app_that_says(text: &str) -> App {
     app(says(&ids, END_OF_TURN))
 }
 
+/// The routes of a server that answers everything with `text`, for as many as ask, and how many ids it draws for that.
+pub fn router_that_says(text: &str) -> (Router, usize) {
+    let ids = tokenizer().encode(text, false).expect("encodes");
+    let more = Limits { max_sequences: 2, ..limits() };
+    (app_with(more, OPTIONS, DEFAULTS, says(&ids, END_OF_TURN)).router, ids.len() + 1)
+}
+
 fn chat(text: &str) -> Value {
     json!({"model": MODEL, "messages": [{"role": "user", "content": text}]})
 }

@@ -70,6 +70,10 @@ fn a_command_line_that_cannot_be_read_is_exit_code_2() {
         (&["eval", "logits", "m", "--output", "o"], "--tokens"),
         (&["eval", "logits", "m", "--output", "o", "--tokens", "2,x"], "--tokens"),
         (&["bench", "--generate-tokens", "1"], "generate-tokens"),
+        (&["bench", "engine", "--streams", "65"], "streams"),
+        (&["bench", "--runs", "2", "serve"], "serve"),
+        (&["bench", "serve", "--concurrency", "1,0"], "concurrency"),
+        (&["bench", "serve", "--scenario", "open"], "second-turn"),
         (&["plan"], "<MODEL|--shape <SHAPE>>"),
         (&["plan", "m", "--shape", "gemma-3-1b", "--scheme", "bf16"], "--shape"),
         (&["plan", "--shape", "gemma-3-1b"], "required"),
@@ -185,6 +189,7 @@ fn without_a_device_there_is_an_error_and_no_fallback() {
         &["generate", "--prompt", "x", "--allow-software-vulkan"],
         &["serve", "--port", "0", "--allow-software-vulkan"],
         &["bench"],
+        &["bench", "engine"],
     ] {
         assert_error(unicorn(args), 1, &["Vulkan"]);
     }
@@ -320,11 +325,24 @@ fn generate_chat_and_bench_run_on_a_small_model() {
         "4",
         "--runs",
         "1",
+        "--streams",
+        "1,3",
         "--json",
     ]);
     let report: Value = serde_json::from_str(&line).expect(&line);
     for name in ["load_s", "prefill_tokens_per_s", "decode_tokens_per_s", "rss_bytes", "peak_rss_bytes"] {
         assert!(report[name].as_f64().is_some_and(|n| n > 0.0), "{name}: {line}");
+    }
+    let streams = report["streams"].as_array().expect(&line);
+    assert_eq!(
+        streams.iter().map(|s| s["streams"].as_u64()).collect::<Vec<_>>(),
+        [Some(1), Some(3)],
+        "{line}"
+    );
+    for streams in streams {
+        for name in ["decode_tokens_per_s", "steps", "host_us_per_step", "host_us_per_sequence_step"] {
+            assert!(streams[name].as_f64().is_some_and(|n| n > 0.0), "{name}: {line}");
+        }
     }
     for name in ["device", "driver", "commit"] {
         assert!(report[name].as_str().is_some_and(|s| !s.is_empty()), "{name}: {line}");

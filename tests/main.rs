@@ -2,6 +2,7 @@
 
 mod api;
 mod batching;
+mod bench;
 mod checkpoint;
 mod cli;
 mod config;

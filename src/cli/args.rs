@@ -74,7 +74,7 @@ pub enum Command {
     Synth(Synth),
     /// Show where a model would lie in memory, and how long a context fits; needs no GPU
     Plan(Plan),
-    /// Measure load time, prefill and decode speed, and memory
+    /// Measure the engine, load time and memory, or a server under load
     Bench(Bench),
     /// Get a model from the Hugging Face hub, or the rest of one
     Pull(Pull),
@@ -360,8 +360,37 @@ pub struct Plan {
     pub json: bool,
 }
 
+/// Without a word for what is measured, it is the engine.
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct Bench {
+    #[command(subcommand)]
+    pub what: Option<Benchmark>,
+    #[command(flatten)]
+    engine: BenchEngine,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Benchmark {
+    /// Measure the engine in this process, as `unicorn bench` alone does: load time, prefill and decode speed, memory
+    Engine(BenchEngine),
+    /// Measure a server that speaks the OpenAI API, as its clients see it
+    Serve(BenchServe),
+}
+
+impl Bench {
+    /// None where a server is measured: no model is loaded then.
+    pub fn engine(&self) -> Option<&BenchEngine> {
+        match &self.what {
+            None => Some(&self.engine),
+            Some(Benchmark::Engine(args)) => Some(args),
+            Some(Benchmark::Serve(_)) => None,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub struct BenchEngine {
     #[command(flatten)]
     pub model: Model,
     /// Tokens to prefill
@@ -373,9 +402,84 @@ pub struct Bench {
     /// Measured runs, after one to warm up; the median counts
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: u32,
+    /// Also decode so many sequences together, each after a prompt of its own; several numbers, separated by commas
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub streams: Vec<u32>,
     /// Also time every kernel on the device; the timestamps cost a little speed
     #[arg(long)]
     pub profile: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What is asked of a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Scenario {
+    /// Streams that each ask again as soon as they are answered, at each --concurrency in turn
+    Closed,
+    /// Chats, alone and then while long prompts arrive at half of the rate that the server can take in alone
+    Mixed,
+    /// Chats of two turns: what the second turn's first token has to wait for
+    SecondTurn,
+}
+
+impl Scenario {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Scenario::Closed => "closed",
+            Scenario::Mixed => "mixed",
+            Scenario::SecondTurn => "second-turn",
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub struct BenchServe {
+    /// Base address of the API, http or https; no proxy is used
+    #[arg(long, default_value = "http://127.0.0.1:8010/v1")]
+    pub url: String,
+    /// Id of the model [default: the one that the server lists]
+    #[arg(long, value_name = "ID")]
+    pub model: Option<String>,
+    /// Sent as a bearer token
+    #[arg(long, value_name = "KEY")]
+    pub api_key: Option<String>,
+    #[arg(long, value_enum, default_value_t = Scenario::Closed)]
+    pub scenario: Scenario,
+    /// Requests of each stream, one after the other; with second-turn, chats
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub requests: u32,
+    /// Longest answer
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub max_tokens: u32,
+    /// 0 is greedy, so that every server does the same work; at most 2
+    #[arg(long, default_value_t = 0.0, value_parser = in_range::<0, 2>)]
+    pub temperature: f32,
+    /// Longest time that one request may take
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub timeout_s: u32,
+    /// The same seed asks the same; a server that keeps prompts has seen it then [default: a new one]
+    #[arg(long)]
+    pub seed: Option<u64>,
+    /// About how long a prompt is; closed and mixed [default: 128]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub prompt_tokens: Option<u32>,
+    /// Streams at once; closed [default: 1,2,4,8,16,32,64]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub concurrency: Option<Vec<u32>>,
+    /// Streams that chat; mixed [default: 16]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub chats: Option<u32>,
+    /// About how long a long prompt is; mixed [default: 4000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub long_tokens: Option<u32>,
+    /// Long prompts that arrive; mixed [default: 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub long_requests: Option<u32>,
+    /// About how long the first turn's question is; second-turn [default: 2000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub history_tokens: Option<u32>,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,

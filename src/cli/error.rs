@@ -61,6 +61,9 @@ pub enum Error {
     /// An argument that only the loaded model shows to be wrong.
     #[error("{0}")]
     Argument(String),
+    /// A server that is measured, and what it did instead.
+    #[error("{url}: {problem}")]
+    Measured { url: String, problem: String },
     #[error("loading the model met a bug (see the messages above)")]
     LoadPanicked,
 }

@@ -126,7 +126,7 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
         Command::Serve(args::Serve { model, .. }) => model.model.as_ref(),
         Command::Generate(args::Generate { model, .. }) => model.model.as_ref(),
         Command::Chat(args::Chat { model, .. }) => model.model.as_ref(),
-        Command::Bench(args::Bench { model, .. }) => model.model.as_ref(),
+        Command::Bench(args) => args.engine().and_then(|args| args.model.model.as_ref()),
         Command::Eval(args::Eval::Logits { model, .. } | args::Eval::Perplexity { model, .. }) => Some(model),
         Command::Devices
         | Command::Quantize(_)
@@ -143,7 +143,7 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
         Command::Serve(args::Serve { model, .. }) => Some(&model.memory),
         Command::Generate(args::Generate { model, .. }) => Some(&model.memory),
         Command::Chat(args::Chat { model, .. }) => Some(&model.memory),
-        Command::Bench(args::Bench { model, .. }) => Some(&model.memory),
+        Command::Bench(args) => args.engine().map(|args| &args.model.memory),
         Command::Plan(args::Plan { memory, .. }) => Some(memory),
         _ => None,
     };

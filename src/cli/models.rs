@@ -37,6 +37,8 @@ fn caches(config: &Config) -> Vec<Cache> {
 pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     let text = match command {
         Command::Devices | Command::Synth(_) | Command::Pull(_) | Command::Models(_) => return Ok(()),
+        // The model is the server's.
+        Command::Bench(args) if args.engine().is_none() => return Ok(()),
         Command::Quantize(args) => &mut args.source,
         Command::Inspect(args) => &mut args.model,
         Command::Plan(args) => match &mut args.model {

@@ -29,6 +29,11 @@ impl Bar {
         Self::new(what, total, "{spinner} {msg} [{bar:30}] {pos}/{len} tokens, {per_sec}, {eta} left")
     }
 
+    /// `total`: requests there are to send.
+    pub fn requests(what: impl Into<String>, total: u64) -> Self {
+        Self::new(what, total, "{spinner} {msg} [{bar:30}] {pos}/{len} requests, {eta} left")
+    }
+
     fn new(what: impl Into<String>, total: u64, template: &str) -> Self {
         let style = ProgressStyle::with_template(template).expect("the templates of this file are valid");
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::hidden());

@@ -1,0 +1,292 @@
+//! `unicorn bench engine`: load time, prefill and decode speed, memory, and what the engine's own thread takes of a step,
+//! with the device, driver and commit they are of.
+//!
+//! Goes through the engine, one request at a time, as a chat does, and then with `--streams` many at once. The prompts
+//! are made of ids, not text: which they are makes no difference to the time.
+
+use std::time::{Duration, Instant};
+
+use futures::StreamExt;
+use futures::executor::block_on;
+use futures::stream::select_all;
+use serde_json::{Value, json};
+
+use super::statistics::median;
+use crate::cli::args;
+use crate::cli::devices::bytes;
+use crate::cli::error::Error;
+use crate::cli::generate::print;
+use crate::cli::load::{self, EndEngine, Watch};
+use crate::cli::progress::Bar;
+use crate::config::Config;
+use crate::engine::{EngineHandle, Event, Request, Stats, Timings};
+
+pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
+    // Every stream that is asked for gets its place in the KV cache, if the memory has it.
+    let widest = args.streams.iter().copied().max().unwrap_or(1) as usize;
+    let mut config = config.clone();
+    config.engine.sequences = config.engine.sequences.max(widest);
+    let config = &config;
+    let files = load::files(&config.model)?;
+    let watch = if args.profile { Watch::Kernels } else { Watch::Nothing };
+    let since = Instant::now();
+    let model = load::model(&files, config, watch)?;
+    let load_time = since.elapsed();
+    let (device, placement) = (model.device.clone(), model.placement());
+    let quantize = config.model.quantize.name();
+    let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
+
+    let profiler = model.profiler();
+    let engine = load::engine(model.runner, config, widest);
+    let _end = EndEngine(engine.clone());
+    let mut runs = Vec::new();
+    let per_run = u64::from(args.generate_tokens);
+    let bar = Bar::tokens("measuring", (u64::from(args.runs) + 1) * per_run);
+    let mut before = Stats::default();
+    for i in 0..=u64::from(args.runs) {
+        if i == 1 {
+            profiler.take(); // what the warm-up did
+            before = engine.stats();
+        }
+        runs.push(run(&engine, args, i as u32, &mut |n| bar.set(i * per_run + n as u64))?);
+    }
+    drop(bar);
+    let host = HostTime::between(&before, &engine.stats());
+    let kernels = profiler.take();
+    runs.remove(0); // the first one warms up
+    let mut prompts = args.runs + 1; // those that were used
+    let mut together = Vec::new();
+    for n in &args.streams {
+        let each =
+            Bar::tokens(format!("measuring {n} streams"), u64::from(args.runs) * u64::from(*n) * per_run);
+        let mut windows = Vec::new();
+        for i in 0..u64::from(args.runs) {
+            let done = i * u64::from(*n) * per_run;
+            windows.push(decode_together(&engine, args, prompts, *n, &mut |tokens| each.set(done + tokens))?);
+            prompts += n;
+        }
+        windows.sort_by(|a, b| a.tokens_per_s.total_cmp(&b.tokens_per_s));
+        together.push(windows.swap_remove(windows.len() / 2));
+    }
+    let prompt_n = args.prompt_tokens as usize;
+    let prefill = median(runs.iter().map(|t| rate(prompt_n, t.prefill)));
+    // The first token comes with the prompt.
+    let decode = median(runs.iter().map(|t| rate(t.predicted_n - 1, t.decode)));
+    let (rss, peak) = resident_bytes();
+    let commit = commit();
+    let load_s = load_time.as_secs_f64();
+
+    if args.json {
+        let placement: Vec<_> =
+            placement.iter().map(|(what, bytes)| json!({"what": what, "bytes": bytes})).collect();
+        let line = json!({
+            "model": name,
+            "quantize": quantize,
+            "device": device.name,
+            "driver": device.driver,
+            "commit": commit,
+            "load_s": load_s,
+            "prompt_tokens": prompt_n,
+            "prefill_tokens_per_s": prefill,
+            "generate_tokens": args.generate_tokens,
+            "decode_tokens_per_s": decode,
+            "runs": args.runs,
+            "host_us_per_step": host.per_step,
+            "host_us_per_sequence_step": host.per_share,
+            "streams": together.iter().map(Together::json).collect::<Vec<_>>(),
+            "rss_bytes": rss,
+            "peak_rss_bytes": peak,
+            "placement": placement,
+            "kernels": kernels
+                .iter()
+                .map(|(name, n, time)| json!({"kernel": name, "dispatches": n, "gpu_s": time.as_secs_f64()}))
+                .collect::<Vec<_>>(),
+        });
+        return print(&format!("{line}\n"));
+    }
+    let or_unknown = |n: Option<u64>| n.map_or("unknown".into(), bytes);
+    let mut text = format!(
+        "{name}, weights {quantize}\n{}, {}, commit {commit}\n\
+         load     {load_s:.2} s\n\
+         prefill  {prefill:.1} tokens/s ({prompt_n} tokens, median of {runs})\n\
+         decode   {decode:.1} tokens/s ({generate} tokens, median of {runs})\n\
+         host     {:.1} us a step\n\
+         memory   {} resident, at most {}\n",
+        device.name,
+        device.driver,
+        host.per_step,
+        or_unknown(rss),
+        or_unknown(peak),
+        runs = args.runs,
+        generate = args.generate_tokens,
+    );
+    for (what, n) in placement {
+        text.push_str(&format!("         {} {what}\n", bytes(n)));
+    }
+    if !together.is_empty() {
+        let runs = args.runs;
+        text.push_str(&format!(
+            "streams  decode tokens/s  of one  us of host a step  and sequence  preempted (median of {runs})\n"
+        ));
+    }
+    for t in &together {
+        text.push_str(&format!(
+            "{:7} {:16.1} {:7.2} {:18.1} {:13.1} {:10}\n",
+            t.streams,
+            t.tokens_per_s,
+            t.tokens_per_s / decode,
+            t.host.per_step,
+            t.host.per_share,
+            t.preemptions,
+        ));
+    }
+    if !kernels.is_empty() {
+        let runs = args.runs;
+        text.push_str(&format!("kernels, GPU time of {runs} runs (prefill and decode):\n"));
+    }
+    for (name, n, time) in kernels {
+        text.push_str(&format!("         {:9.1} ms {n:7} x {name}\n", time.as_secs_f64() * 1e3));
+    }
+    print(&text)
+}
+
+/// Where the time of one request went; `progress` hears of each token.
+fn run(
+    engine: &EngineHandle,
+    args: &args::BenchEngine,
+    run: u32,
+    progress: &mut dyn FnMut(usize),
+) -> Result<Timings, Error> {
+    let request = Request {
+        max_tokens: Some(args.generate_tokens as usize),
+        ..Request::new(prompt(engine, args, run))
+    };
+    let mut stream = engine.submit(request)?;
+    loop {
+        match stream.blocking_next() {
+            Some(Event::Token { timings, .. }) => progress(timings.predicted_n),
+            Some(Event::Finished { timings, .. }) => return Ok(timings),
+            Some(Event::Failed(error)) => return Err(error.into()),
+            None => unreachable!("a stream ends with Finished or Failed"),
+        }
+    }
+}
+
+/// None of another run's: the prefix cache would have it.
+fn prompt(engine: &EngineHandle, args: &args::BenchEngine, run: u32) -> Vec<u32> {
+    let vocab = engine.limits().vocab_size as u32;
+    (0..args.prompt_tokens).map(|i| i.wrapping_mul(7919).wrapping_add(run) % vocab).collect()
+}
+
+/// What the engine's thread takes beside waiting for the device, in microseconds.
+struct HostTime {
+    per_step: f64,
+    /// For each sequence in a step.
+    per_share: f64,
+}
+
+impl HostTime {
+    fn between(before: &Stats, after: &Stats) -> Self {
+        let us = (after.host_ns - before.host_ns) as f64 / 1e3;
+        let each = |n: u64| us / n.max(1) as f64;
+        Self {
+            per_step: each(after.steps - before.steps),
+            per_share: each(after.step_shares - before.step_shares),
+        }
+    }
+}
+
+/// What several streams did while all of them decoded.
+struct Together {
+    streams: u32,
+    /// Of all together.
+    tokens_per_s: f64,
+    steps: u64,
+    preemptions: u64,
+    host: HostTime,
+}
+
+impl Together {
+    fn json(&self) -> Value {
+        json!({
+            "streams": self.streams,
+            "decode_tokens_per_s": self.tokens_per_s,
+            "steps": self.steps,
+            "preemptions": self.preemptions,
+            "host_us_per_step": self.host.per_step,
+            "host_us_per_sequence_step": self.host.per_share,
+        })
+    }
+}
+
+/// Decodes with `n` streams, from when the last of them has its first token; those before it go on meanwhile, as long as
+/// the context allows. `progress` hears how many tokens were measured.
+fn decode_together(
+    engine: &EngineHandle,
+    args: &args::BenchEngine,
+    first_prompt: u32,
+    n: u32,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Together, Error> {
+    let streams = (0..n).map(|i| {
+        let stream = engine.submit(Request::new(prompt(engine, args, first_prompt + i)))?;
+        Ok(stream.map(move |event| (i as usize, event)))
+    });
+    let mut events = select_all(streams.collect::<Result<Vec<_>, Error>>()?);
+    let mut begun = vec![false; n as usize];
+    let (mut waiting, mut tokens, wanted) = (n, 0, u64::from(n) * u64::from(args.generate_tokens));
+    let (mut since, mut before) = (Instant::now(), Stats::default());
+    loop {
+        let (i, event) = block_on(events.next()).expect("no stream ends before it is dropped");
+        match event {
+            Event::Token { .. } if waiting > 0 => {
+                waiting -= u32::from(!std::mem::replace(&mut begun[i], true));
+                (since, before) = (Instant::now(), engine.stats());
+            }
+            Event::Token { .. } => {
+                tokens += 1;
+                progress(tokens);
+                if tokens == wanted {
+                    break;
+                }
+            }
+            Event::Finished { .. } => {
+                let problem = "a stream came to the end of the context before all had decoded enough";
+                let advice = "give a larger --context, fewer streams, or fewer tokens";
+                return Err(Error::Argument(format!("--streams {n}: {problem}; {advice}")));
+            }
+            Event::Failed(error) => return Err(error.into()),
+        }
+    }
+    let (time, after) = (since.elapsed(), engine.stats());
+    Ok(Together {
+        streams: n,
+        tokens_per_s: rate(tokens as usize, time),
+        steps: after.steps - before.steps,
+        preemptions: after.preemptions - before.preemptions,
+        host: HostTime::between(&before, &after),
+    })
+}
+
+fn rate(n: usize, time: Duration) -> f64 {
+    n as f64 / time.as_secs_f64().max(f64::MIN_POSITIVE)
+}
+
+/// Of the source tree this binary was built in, if that is still there; `+` where it has changes.
+fn commit() -> String {
+    let describe =
+        ["-C", env!("CARGO_MANIFEST_DIR"), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"];
+    let output = std::process::Command::new("git").args(describe).output();
+    let described = output.ok().filter(|o| o.status.success()).and_then(|o| String::from_utf8(o.stdout).ok());
+    described.map_or("unknown".into(), |text| text.trim().to_owned())
+}
+
+/// Resident now and at most, of this process.
+pub fn resident_bytes() -> (Option<u64>, Option<u64>) {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let field = |name: &str| -> Option<u64> {
+        let line = status.lines().find_map(|l| l.strip_prefix(name))?;
+        line.trim_start_matches(':').split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib * 1024)
+    };
+    (field("VmRSS"), field("VmHWM"))
+}

@@ -1,0 +1,503 @@
+//! The load generator against servers that behave as a script says, well and badly, and against this project's own. What
+//! is slow here waits for something to happen, never for a time; no figure of time is held to anything.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::cli::{assert_error, output, unicorn};
+use crate::fake_runner::HANG;
+use crate::support::root;
+
+/// What a server does about the n-th question, from 0; the first one warms it up.
+enum Reply {
+    /// These pieces of text, and usage.
+    Say(&'static [&'static str]),
+    /// The same without usage, and without `[DONE]`.
+    SayPlainly(&'static [&'static str]),
+    Refuse(u16, &'static str),
+    /// Bytes as they are, and no more.
+    Raw(&'static str),
+    /// An event stream of these lines, which then ends as HTTP has it.
+    Events(&'static [&'static str]),
+}
+
+use Reply::{Events, Raw, Refuse, Say, SayPlainly};
+
+/// An HTTP server, a thread for each connection, until the test ends.
+struct Scripted {
+    url: String,
+    seen: Arc<Mutex<Vec<(String, Value)>>>,
+}
+
+impl Scripted {
+    fn start(script: impl Fn(usize, &Value) -> Reply + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let url = format!("http://{}/v1", listener.local_addr().expect("bound"));
+        let seen: Arc<Mutex<Vec<(String, Value)>>> = Arc::default();
+        let (log, script) = (Arc::clone(&seen), Arc::new(script));
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let (log, script) = (Arc::clone(&log), Arc::clone(&script));
+                // A client that leaves is not the server's failure.
+                std::thread::spawn(move || drop(answer(stream.expect("connects"), &log, &*script)));
+            }
+        });
+        Self { url, seen }
+    }
+
+    /// The questions so far, in the order they came.
+    fn questions(&self) -> Vec<Value> {
+        self.seen.lock().expect("no panic").iter().map(|(_, body)| body.clone()).collect()
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        unicorn(&[&["bench", "serve", "--url", &self.url][..], args].concat())
+    }
+
+    /// The report of a run that succeeds.
+    #[track_caller]
+    fn report(&self, args: &[&str]) -> Value {
+        let (code, stdout, stderr) = output(self.command(&[args, &["--json"]].concat()));
+        assert_eq!((code, stderr.as_str()), (0, ""), "{args:?}");
+        serde_json::from_str(&stdout).unwrap_or_else(|e| panic!("{e}: {stdout}"))
+    }
+}
+
+fn answer(
+    mut stream: TcpStream,
+    log: &Mutex<Vec<(String, Value)>>,
+    script: &dyn Fn(usize, &Value) -> Reply,
+) -> std::io::Result<()> {
+    stream.set_read_timeout(Some(HANG))?;
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let (mut head, mut length) = (String::new(), 0);
+    loop {
+        let mut line = String::new();
+        reader.read_line(&mut line)?;
+        if let Some((_, n)) = line.to_ascii_lowercase().split_once("content-length:") {
+            length = n.trim().parse().expect("a length");
+        }
+        if line.trim().is_empty() {
+            break;
+        }
+        head.push_str(&line);
+    }
+    if head.starts_with("GET /v1/models ") {
+        let list = json!({"object": "list", "data": [{"id": "a/b"}]}).to_string();
+        return stream.write_all(http("200 OK", "application/json", &list).as_bytes());
+    }
+    assert!(head.starts_with("POST /v1/chat/completions "), "{head}");
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body)?;
+    let body: Value = serde_json::from_slice(&body).expect("JSON");
+    let n = {
+        let mut log = log.lock().expect("no panic");
+        log.push((head, body.clone()));
+        log.len() - 1
+    };
+    match script(n, &body) {
+        Raw(bytes) => stream.write_all(bytes.as_bytes())?,
+        Refuse(status, message) => {
+            let error = json!({"error": {"message": message, "type": "server_error"}}).to_string();
+            stream.write_all(http(&format!("{status} Refused"), "application/json", &error).as_bytes())?;
+        }
+        Events(lines) => send_events(&mut stream, lines.iter().map(|l| (*l).to_owned()))?,
+        Say(pieces) => {
+            let usage = json!({
+                "prompt_tokens": 40,
+                // Not one for each piece, so that the test can tell who counted.
+                "completion_tokens": 2 * pieces.len(),
+                "prompt_tokens_details": {"cached_tokens": 7},
+            });
+            let end = [json!({"choices": [], "usage": usage}).to_string(), "[DONE]".into()];
+            send_events(&mut stream, chunks(pieces).chain(end))?;
+        }
+        SayPlainly(pieces) => send_events(&mut stream, chunks(pieces))?,
+    }
+    stream.shutdown(Shutdown::Both)
+}
+
+fn http(status: &str, kind: &str, body: &str) -> String {
+    let length = body.len();
+    format!("HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n\r\n{body}")
+}
+
+/// A role, the pieces, why it ended.
+fn chunks(pieces: &'static [&'static str]) -> impl Iterator<Item = String> {
+    let chunk = |delta: Value, reason: Value| {
+        json!({"choices": [{"index": 0, "delta": delta, "finish_reason": reason}], "usage": null}).to_string()
+    };
+    let role = chunk(json!({"role": "assistant", "content": ""}), Value::Null);
+    let said = pieces.iter().map(move |text| chunk(json!({"content": text}), Value::Null));
+    let end = chunk(json!({}), "length".into());
+    std::iter::once(role).chain(said).chain([end])
+}
+
+/// Each in an HTTP chunk of its own, and a comment before.
+fn send_events(stream: &mut TcpStream, events: impl Iterator<Item = String>) -> std::io::Result<()> {
+    let head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n";
+    stream.write_all(head.as_bytes())?;
+    for line in [": waiting\n\n".to_owned()].into_iter().chain(events.map(|e| format!("data: {e}\n\n"))) {
+        stream.write_all(format!("{:x}\r\n{line}\r\n", line.len()).as_bytes())?;
+    }
+    stream.write_all(b"0\r\n\r\n")
+}
+
+#[test]
+fn a_closed_loop_counts_what_was_asked_and_answered() {
+    let server = Scripted::start(|_, _| Say(&["one ", "two ", "three"]));
+    let args = ["--concurrency", "1,3", "--requests", "2", "--max-tokens", "9", "--api-key", "secret"];
+    let report = server.report(&args);
+    assert_eq!((&report["model"], &report["scenario"]), (&json!("a/b"), &json!("closed")), "{report}");
+    assert_eq!(report["tokens_counted_by"], "usage");
+    let levels = report["levels"].as_array().expect("levels");
+    assert_eq!(levels.len(), 2);
+    for (level, streams) in levels.iter().zip([1, 3]) {
+        assert_eq!(level["streams"], streams, "{level}");
+        assert_eq!(level["requests"], 2 * streams, "{level}");
+        assert_eq!((&level["failures"], &level["first_failure"]), (&json!(0), &Value::Null), "{level}");
+        assert_eq!(level["tokens"], 2 * streams * 6, "{level}");
+        assert_eq!(level["mean_prompt_tokens"], 40.0, "{level}");
+        for figure in ["tokens_per_s", "ratio_to_one", "time_s"] {
+            assert!(level[figure].as_f64().is_some_and(|n| n > 0.0), "{figure}: {level}");
+        }
+        for times in ["ttft_ms", "inter_token_ms"] {
+            let figure =
+                |name: &str| level[times][name].as_f64().unwrap_or_else(|| panic!("{times}: {level}"));
+            assert!(figure("p50") <= figure("p99") && figure("p99") <= figure("max"), "{times}: {level}");
+        }
+    }
+    assert_eq!(levels[0]["ratio_to_one"], 1.0);
+
+    // One to warm up, and no two alike.
+    let questions = server.questions();
+    assert_eq!(questions.len(), 1 + 2 + 6);
+    let text = |question: &Value| question["messages"][0]["content"].as_str().expect("text").to_owned();
+    let mut texts: Vec<String> = questions.iter().map(text).collect();
+    // 96 words were 40 tokens to this server; from then on it gets as many as make 128.
+    assert_eq!(texts[0].split(' ').count(), 96);
+    assert_eq!(texts[1].split(' ').count(), 307);
+    texts.sort();
+    texts.dedup();
+    assert_eq!(texts.len(), questions.len());
+    for question in &questions {
+        for (name, expected) in [
+            ("model", json!("a/b")),
+            ("stream", json!(true)),
+            ("max_tokens", json!(9)),
+            ("temperature", json!(0.0)),
+            ("stream_options", json!({"include_usage": true})),
+        ] {
+            assert_eq!(question[name], expected, "{name}");
+        }
+    }
+    let heads = server.seen.lock().expect("no panic");
+    assert!(heads.iter().all(|(head, _)| head.to_ascii_lowercase().contains("authorization: bearer secret")));
+}
+
+#[test]
+fn streams_ask_at_the_same_time_and_the_same_seed_asks_the_same() {
+    // Nobody is answered before all five are there: with fewer at once, this would hang.
+    let arrived: Arc<(Mutex<usize>, Condvar)> = Arc::default();
+    let server = Scripted::start(move |n, _| {
+        if n > 0 {
+            let (count, all) = &*arrived;
+            let mut count = count.lock().expect("no panic");
+            *count += 1;
+            all.notify_all();
+            let wait = all.wait_timeout_while(count, HANG, |count| *count < 5).expect("no panic");
+            assert!(!wait.1.timed_out(), "the others never came");
+        }
+        Say(&["yes"])
+    });
+    let args = ["--concurrency", "5", "--requests", "1", "--seed", "11"];
+    let report = server.report(&args);
+    assert_eq!((&report["levels"][0]["failures"], &report["seed"]), (&json!(0), &json!(11)), "{report}");
+    // No level of one stream to compare with.
+    assert_eq!(report["levels"][0]["ratio_to_one"], Value::Null);
+    server.report(&args);
+    let mut texts: Vec<String> = server.questions().iter().map(|q| q["messages"].to_string()).collect();
+    texts.sort();
+    texts.dedup();
+    assert_eq!(texts.len(), 6);
+}
+
+#[test]
+fn without_usage_the_pieces_are_counted() {
+    let server = Scripted::start(|_, body| match body.get("stream_options") {
+        Some(_) => Refuse(400, "stream_options is not known here"),
+        None => SayPlainly(&["a", "b", "c", "d", "e"]),
+    });
+    let report = server.report(&["--concurrency", "1", "--requests", "3", "--model", "other"]);
+    assert_eq!(report["tokens_counted_by"], "content deltas");
+    assert_eq!(report["levels"][0]["tokens"], 15, "{report}");
+    assert_eq!(report["levels"][0]["mean_prompt_tokens"], Value::Null);
+    let questions = server.questions();
+    assert!(questions.iter().all(|q| q["model"] == "other"));
+    assert_eq!(questions.len(), 1 + 1 + 3);
+}
+
+#[test]
+fn failures_are_counted_and_the_first_is_told() {
+    for (bad, parts) in [
+        (|| Refuse(429, "busy:\n32 wait"), &["429 Too Many Requests", "busy: 32 wait"][..]),
+        (|| Raw("HTTP/1.1 503 Oh\r\nContent-Length: 9\r\n\r\n<p>no</p>"), &["503", "<p>no</p>"]),
+        (|| Raw("HTTP/1.1 302 Away\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"), &["302"]),
+        (
+            || Raw("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"),
+            &["application/json", "SSE"],
+        ),
+        (|| Raw("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"), &["no content type", "SSE"]),
+        (|| Raw("220 mail.example ESMTP\r\n"), &["HTTP"]),
+        (|| Raw(""), &["disconnected"]),
+        (
+            || Events(&["{\"choices\": [{\"delta\": {\"content\": \"half\"}}]}"]),
+            &["broke off after 1 pieces"],
+        ),
+        (|| Events(&[]), &["broke off after 0 pieces"]),
+        (
+            || Events(&["{\"error\": {\"message\": \"the device is lost\"}}", "[DONE]"]),
+            &["the device is lost"],
+        ),
+        (|| Events(&["{\"choices\": [", "[DONE]"]), &["no JSON"]),
+        (
+            || {
+                Raw(
+                    "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n39\r\n",
+                )
+            },
+            &["broke off after 0 pieces", ":"],
+        ),
+    ] as [(fn() -> Reply, &[&str]); 12]
+    {
+        // After the warm-up, every second request.
+        let every_second = || Scripted::start(move |n, _| if n % 2 == 1 { bad() } else { Say(&["well"]) });
+        let server = every_second();
+        let report = server.report(&["--concurrency", "1", "--requests", "4"]);
+        let level = &report["levels"][0];
+        assert_eq!((&level["requests"], &level["failures"]), (&json!(4), &json!(2)), "{level}");
+        assert_eq!(level["tokens"], 4, "only whole answers are counted: {level}");
+        let first = level["first_failure"].as_str().expect("told");
+        assert!(
+            parts.iter().all(|part| first.contains(part)) && !first.contains('\n'),
+            "{parts:?}: {first:?}"
+        );
+
+        // The table says so too.
+        let (code, stdout, stderr) =
+            output(every_second().command(&["--concurrency", "1,2", "--requests", "4"]));
+        assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
+        assert!(stdout.contains("1 at once: 2 of 4 requests failed, first: "), "{stdout}");
+        assert!(stdout.contains(first), "{stdout}");
+
+        // Where nothing else comes, it is an error.
+        let server = Scripted::start(move |n, _| if n > 0 { bad() } else { Say(&["well"]) });
+        let args = ["--concurrency", "1,2", "--requests", "2"];
+        assert_error(
+            server.command(&args),
+            1,
+            &[&[&server.url, "no request was answered"][..], parts].concat(),
+        );
+        let server = Scripted::start(move |_, _| bad());
+        assert_error(server.command(&[]), 1, &[&[server.url.as_str()][..], parts].concat());
+    }
+}
+
+#[test]
+fn a_server_that_hangs_is_given_up() {
+    let hanging = Arc::new(AtomicUsize::new(0));
+    let hung = Arc::clone(&hanging);
+    let server = Scripted::start(move |n, _| {
+        if n == 0 {
+            return Say(&["well"]);
+        }
+        hung.fetch_add(1, Ordering::Relaxed);
+        std::thread::sleep(HANG);
+        Say(&["late"])
+    });
+    let args = ["--concurrency", "1", "--requests", "1", "--timeout-s", "1"];
+    assert_error(server.command(&args), 1, &["no whole answer within 1 s", "--timeout-s"]);
+    assert_eq!(hanging.load(Ordering::Relaxed), 1, "it is not asked again");
+}
+
+#[test]
+fn what_cannot_be_measured_is_one_line() {
+    let free = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let nobody = format!("http://{}/v1", free.local_addr().expect("bound"));
+    drop(free);
+    for model in [&[][..], &["--model", "m"]] {
+        let command = unicorn(&[&["bench", "serve", "--url", &nobody][..], model].concat());
+        assert_error(command, 1, &[&nobody, "cannot connect", "refused", "is a server running there?"]);
+    }
+    for url in ["", "127.0.0.1:8010", "ftp://a/v1", "http:///v1", "http://a b/", "http://a/v1?x=1"] {
+        assert_error(unicorn(&["bench", "serve", "--url", url]), 1, &["--url", "http://127.0.0.1:8010/v1"]);
+    }
+    assert_error(unicorn(&["bench", "serve", "--api-key", "a\nb"]), 1, &["--api-key"]);
+    for (option, scenario, other) in [
+        ("--chats", "closed", "mixed"),
+        ("--long-tokens", "second-turn", "mixed"),
+        ("--long-requests", "closed", "mixed"),
+        ("--history-tokens", "mixed", "second-turn"),
+        ("--prompt-tokens", "second-turn", "closed or mixed"),
+        ("--concurrency", "mixed", "closed"),
+    ] {
+        let args = ["bench", "serve", "--scenario", scenario, option, "4"];
+        assert_error(unicorn(&args), 1, &[option, &format!("--scenario {other}")]);
+    }
+    // Nothing of a model is looked at here.
+    let mut command = unicorn(&["bench", "serve", "--url", &nobody]);
+    command.env("UNICORN_MODEL_PATH", "no/such-model");
+    assert_error(command, 1, &["cannot connect"]);
+}
+
+#[test]
+fn long_prompts_come_among_chats_that_wait_for_them() {
+    // The chats go on until every long prompt was answered, and those are answered once each chat has asked five times.
+    let chatted: Arc<(Mutex<usize>, Condvar)> = Arc::default();
+    let server = Scripted::start(move |n, body| {
+        let (count, more) = &*chatted;
+        let mut count = count.lock().expect("no panic");
+        if body["max_tokens"] == 1 && n > 1 {
+            let wait = more.wait_timeout_while(count, HANG, |count| *count < 10).expect("no panic");
+            assert!(!wait.1.timed_out(), "the chats ended before the long prompts");
+            return Say(&["x"]);
+        }
+        *count += 1;
+        more.notify_all();
+        Say(&["a", "b"])
+    });
+    let args = ["--scenario", "mixed", "--chats", "2", "--requests", "2", "--long-tokens", "500"];
+    let report = server.report(&[&args[..], &["--long-requests", "3"]].concat());
+    assert_eq!(report["long"]["requests"], 3, "{report}");
+    assert_eq!(report["long"]["tokens_per_s"], Value::Null, "nobody took the time of all: {report}");
+    for name in ["prefill_tokens_per_s", "long_interval_s"] {
+        assert!(report[name].as_f64().is_some_and(|n| n > 0.0), "{name}: {report}");
+    }
+    assert_eq!((&report["without_long"]["requests"], &report["chats"]), (&json!(4), &json!(2)), "{report}");
+    assert!(report["with_long"]["requests"].as_u64() >= Some(4), "{report}");
+    for name in ["without_long", "with_long"] {
+        assert!(
+            report[name]["inter_token_ms"]["p99"].as_f64() <= report[name]["inter_token_ms"]["max"].as_f64()
+        );
+        assert_eq!(report[name]["failures"], 0, "{report}");
+    }
+    let long = |q: &&Value| q["max_tokens"] == 1;
+    let questions = server.questions();
+    assert_eq!(questions.iter().filter(long).count(), 1 + 3);
+    let words = |q: &Value| q["messages"][0]["content"].as_str().expect("text").split(' ').count();
+    assert!(questions.iter().filter(long).all(|q| words(q) > 1000), "some 2.4 words are a token here");
+
+    let (code, stdout, stderr) = output(server.command(&[&args[..], &["--long-requests", "1"]].concat()));
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    assert!(["alone", "with long", "long prompts"].iter().all(|row| stdout.contains(row)), "{stdout}");
+}
+
+#[test]
+fn a_second_turn_holds_the_first_and_its_answer() {
+    let server = Scripted::start(|_, _| Say(&["Once ", "upon"]));
+    let args = ["--scenario", "second-turn", "--requests", "3", "--history-tokens", "60"];
+    let report = server.report(&args);
+    for turn in ["first_turn", "second_turn"] {
+        assert_eq!(
+            (&report[turn]["requests"], &report[turn]["failures"]),
+            (&json!(3), &json!(0)),
+            "{report}"
+        );
+        assert!(report[turn]["ttft_ms"].as_f64().is_some_and(|n| n > 0.0), "{report}");
+        assert_eq!(report[turn]["mean_cached_tokens"], 7.0, "{report}");
+    }
+    assert!(report["second_of_first"].as_f64().is_some_and(|n| n > 0.0), "{report}");
+    let questions = server.questions();
+    assert_eq!(questions.len(), 1 + 6);
+    for turns in questions[1..].chunks(2) {
+        let (first, second) = (&turns[0]["messages"], &turns[1]["messages"]);
+        assert_eq!((first.as_array().map(Vec::len), second.as_array().map(Vec::len)), (Some(1), Some(3)));
+        assert_eq!(first[0], second[0]);
+        assert_eq!(second[1], json!({"role": "assistant", "content": "Once upon"}));
+        assert_eq!(second[2]["role"], "user");
+    }
+    let (code, stdout, stderr) = output(server.command(&args));
+    assert_eq!((code, stderr.as_str()), (0, ""));
+    assert!(stdout.contains("of the first's time"), "{stdout}");
+
+    // A chat whose first turn fails has no second one.
+    let server = Scripted::start(|n, _| if n == 1 { Refuse(500, "no") } else { Say(&["well"]) });
+    let report = server.report(&args);
+    assert_eq!(
+        (&report["first_turn"]["failures"], &report["second_turn"]["requests"]),
+        (&json!(1), &json!(2))
+    );
+}
+
+/// The server of this project, whose model says the same to everyone.
+#[test]
+fn this_projects_own_server_can_be_measured() {
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let _inside = runtime.enter();
+    let (router, said) = crate::api::router_that_says("The answer is no.");
+    let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a free port");
+    let url = format!("http://{}/v1", listener.local_addr().expect("bound"));
+    runtime.spawn(async move { axum::serve(listener, router).await });
+    let run = |args: &[&str]| {
+        let fixed = ["bench", "serve", "--url", &url, "--max-tokens", "20", "--json"];
+        let (code, stdout, stderr) = output(unicorn(&[&fixed[..], args].concat()));
+        assert_eq!((code, stderr.as_str()), (0, ""), "{args:?}");
+        serde_json::from_str::<Value>(&stdout).expect("JSON")
+    };
+    let report = run(&["--concurrency", "1,2", "--requests", "2", "--prompt-tokens", "40"]);
+    assert_eq!(report["tokens_counted_by"], "usage", "{report}");
+    for level in report["levels"].as_array().expect("levels") {
+        assert_eq!(level["failures"], 0, "{report}");
+        assert_eq!(level["tokens"].as_u64(), level["requests"].as_u64().map(|n| n * said as u64), "{report}");
+    }
+    let report = run(&["--scenario", "second-turn", "--requests", "1", "--history-tokens", "60"]);
+    assert!(report["second_turn"]["mean_cached_tokens"].as_f64().is_some_and(|n| n > 0.0), "{report}");
+    runtime.shutdown_timeout(Duration::from_secs(5));
+}
+
+/// `make bench-serve`, with a binary that serves nothing and reports what it was asked.
+#[test]
+fn the_server_of_make_bench_serve_is_stopped_again() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let binary = folder.path().join("unicorn");
+    let script = "#!/bin/sh\n\
+        case \"$1\" in\n\
+        devices) echo '   usable       yes' ;;\n\
+        serve) echo $$ >\"$0.pid\"; echo \"$@\" >\"$0.args\"; [ -e \"$0.bad\" ] && { echo 'error: no memory' >&2; exit 1; }\n\
+        echo 'INFO ready: http://127.0.0.1:5/v1, context 1 tokens' >&2; exec sleep 60 ;;\n\
+        *) echo \"$@\"; [ ! -e \"$0.failing\" ] ;;\n\
+        esac\n";
+    std::fs::write(&binary, script).expect("written");
+    std::fs::set_permissions(&binary, std::fs::Permissions::from_mode(0o755)).expect("executable");
+    let command = || {
+        let mut command = Command::new(root().join("tools/bench_serve.sh"));
+        command.arg(&binary).args(["--requests", "2"]).env("SERVE_ARGS", "--model m");
+        command
+    };
+    let left = |name: &str| std::fs::read_to_string(folder.path().join(name)).expect(name).trim().to_owned();
+    let (code, stdout, stderr) = output(command());
+    assert_eq!(
+        (code, stdout.as_str()),
+        (0, "bench serve --url http://127.0.0.1:5/v1 --requests 2\n"),
+        "{stderr}"
+    );
+    assert_eq!(left("unicorn.args"), "serve --port 0 --model m");
+    let runs = || Command::new("sh").args(["-c", &format!("kill -0 {} 2>&1", left("unicorn.pid"))]).output();
+    assert!(!runs().expect("sh runs").status.success(), "the server still runs");
+
+    std::fs::write(folder.path().join("unicorn.failing"), "").expect("written");
+    assert_eq!(output(command()).0, 1);
+    assert!(!runs().expect("sh runs").status.success(), "the server still runs");
+
+    std::fs::write(folder.path().join("unicorn.bad"), "").expect("written");
+    let (code, stdout, stderr) = output(command());
+    assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+    assert!(stderr.contains("error: no memory"), "{stderr}");
+}
