@@ -412,7 +412,7 @@ def a_disconnect_frees_the_server(server):
 
 
 def requests_at_once_are_all_answered(server):
-    """One at a time inside, in a bounded queue: each is answered, or told 429, and none hangs."""
+    """Together inside, behind a bounded queue: each is answered, or told 429, and none hangs."""
     body = {"model": model_id(server), "messages": FRANCE, "temperature": 0, "max_tokens": 48}
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: post(server.url + "/v1/chat/completions", body), range(4)))
