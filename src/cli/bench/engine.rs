@@ -26,6 +26,8 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
     let widest = args.streams.iter().copied().max().unwrap_or(1) as usize;
     let mut config = config.clone();
     config.engine.sequences = config.engine.sequences.max(widest);
+    // What is measured is the pass over the weights; how often a made-up prompt repeats itself says nothing.
+    config.engine.speculation_tokens = 0;
     let config = &config;
     let files = load::files(&config.model)?;
     let watch = if args.profile { Watch::Kernels } else { Watch::Nothing };
