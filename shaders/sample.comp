@@ -1,6 +1,8 @@
 // Draws one token per row of logits: ids[row], and sampled[slot] for the next step's embedding.
 //
-//   logits f32 [rows, *], rows logits_stride apart; ids >= vocab are padding and never drawn
+//   logits    f32 [rows, *], rows logits_stride apart; ids >= vocab are padding and never drawn
+//   adjusted  u32 [rows, *], the same: what penalties and biases made of them (adjust.comp)
+//   masks     u32 [*, mask_words]: bit id % 32 of word id / 32 is set where an id may come
 //
 // temperature 0: the highest logit, ties to the lowest id. Else, over z = (logit - max) / temperature: min_p, top_k
 // and top_p, in this order, each become a threshold on the logit (top_k: the k-th largest; top_p: the largest value
@@ -9,7 +11,8 @@
 // argmax(z - log(E)), E exponential from Philox4x32-10 with key = seed and counter = (position, id / 4): it depends
 // on nothing else in the batch.
 //
-// Logits that are not finite yield id 0xffffffff, which the host reports as an error.
+// Logits that are not finite yield id 0xffffffff, which the host reports as an error, and so does a row whose every id
+// is forbidden.
 //
 // A workgroup takes one row.
 #version 460
@@ -17,33 +20,23 @@
 #include "memory.glsl"
 #define WORKGROUP 256
 #include "reduce.glsl"
+#include "argmax.glsl"
+#include "draws.glsl"
 
 layout(local_size_x = WORKGROUP) in;
 
-struct Request {
-    float temperature;
-    uint top_k;
-    float top_p;
-    float min_p;
-    uint seed_low;
-    uint seed_high;
-    uint position;
-    uint slot;
-};
-layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Requests { Request at[]; };
-
 layout(push_constant, std430) uniform Push {
     ReadFloats logits;
+    ReadUints adjusted;
+    ReadUints masks;
     Requests requests;
     WriteUints ids;
     WriteUints sampled;
     uint vocab;
     uint logits_stride;
+    uint mask_words;
 };
 
-const uint NONE = 0xffffffffu;
-const float LOWEST = uintBitsToFloat(0xff800000u);
-shared uint best_ids[WORKGROUP];
 shared uint counts[WORKGROUP];
 
 // Maps floats to unsigned integers of the same order.
@@ -71,26 +64,6 @@ float gumbel(uint random) {
     return -log(exponential);
 }
 
-// The id of the largest value, ties to the lowest id; each invocation brings the best of its own.
-uint workgroup_argmax(float value, uint id) {
-    const uint i = gl_LocalInvocationID.x;
-    reduce_scratch[i] = value;
-    best_ids[i] = id;
-    barrier();
-    for (uint half_size = WORKGROUP / 2; half_size > 0; half_size /= 2) {
-        if (i < half_size) {
-            const float other = reduce_scratch[i + half_size];
-            const uint other_id = best_ids[i + half_size];
-            if (other > reduce_scratch[i] || (other == reduce_scratch[i] && other_id < best_ids[i])) {
-                reduce_scratch[i] = other;
-                best_ids[i] = other_id;
-            }
-        }
-        barrier();
-    }
-    return best_ids[0];
-}
-
 uint workgroup_count(uint value) {
     const uint i = gl_LocalInvocationID.x;
     counts[i] = value;
@@ -104,17 +77,33 @@ uint workgroup_count(uint value) {
     return total;
 }
 
+uint base, mask_base;
+bool is_adjusted, is_masked;
+
+// What `logit`, the one of an id, became.
+float changed_logit(uint id, float logit) {
+    if (is_adjusted) logit = adjusted_logit(adjusted.at[base + id], logit);
+    if (is_masked && (masks.at[mask_base + id / 32] >> (id % 32) & 1) == 0) logit = FORBIDDEN;
+    return logit;
+}
+
+float logit_of(uint id) { return changed_logit(id, logits.at[base + id]); }
+
 void main() {
     const uint lane = gl_LocalInvocationID.x, row = gl_WorkGroupID.x;
-    const uint base = row * logits_stride;
     const Request request = requests.at[row];
+    base = row * logits_stride;
+    is_adjusted = request.history_len > 0 || request.biases > 0;
+    is_masked = request.mask > 0;
+    mask_base = is_masked ? (request.mask - 1) * mask_words : 0;
 
     float best = LOWEST;
     uint best_id = NONE;
     for (uint i = lane; i < vocab; i += WORKGROUP) {
         float logit = logits.at[base + i];
-        // A NaN anywhere must not vanish in comparisons: it counts as infinite, which is refused below.
-        if ((floatBitsToUint(logit) & 0x7fffffffu) > 0x7f800000u) logit = -LOWEST;
+        // A NaN anywhere must not vanish in comparisons, nor behind a mask: it counts as infinite, which is refused below.
+        const bool refused = (floatBitsToUint(logit) & 0x7fffffffu) > 0x7f800000u || logit == -LOWEST;
+        logit = refused ? -LOWEST : changed_logit(i, logit);
         if (logit > best || best_id == NONE) {
             best = logit;
             best_id = i;
@@ -134,7 +123,7 @@ void main() {
                 const uint middle = low + (high - low) / 2 + 1;
                 uint count = 0;
                 for (uint i = lane; i < vocab; i += WORKGROUP)
-                    count += uint(ordered(logits.at[base + i]) >= middle);
+                    count += uint(ordered(logit_of(i)) >= middle);
                 if (workgroup_count(count) >= request.top_k) low = middle;
                 else high = middle - 1;
             }
@@ -149,7 +138,7 @@ void main() {
                 const uint middle = first ? low : low + (high - low) / 2 + 1;
                 float mass = 0.0;
                 for (uint i = lane; i < vocab; i += WORKGROUP) {
-                    const float logit = logits.at[base + i];
+                    const float logit = logit_of(i);
                     if (ordered(logit) >= middle) mass += exp((logit - maximum) * inverse);
                 }
                 mass = workgroup_sum(mass);
@@ -168,7 +157,7 @@ void main() {
             [[unroll]] for (uint j = 0; j < 4; j++) {
                 const uint i = four * 4 + j;
                 if (i < vocab) {
-                    const float logit = logits.at[base + i];
+                    const float logit = logit_of(i);
                     const float value = (logit - maximum) * inverse + gumbel(random[j]);
                     if (ordered(logit) >= threshold && (value > best || best_id == NONE)) {
                         best = value;
@@ -181,7 +170,7 @@ void main() {
 
     const uint id = workgroup_argmax(best, best_id);
     if (lane == 0) {
-        const bool finite = maximum > LOWEST && maximum < -LOWEST;
+        const bool finite = maximum > FORBIDDEN && maximum < -LOWEST;
         ids.at[row] = finite ? id : NONE;
         // The next step may read this before the host sees the failure: it must be a row of the embedding.
         sampled.at[request.slot] = finite ? id : 0;

@@ -328,10 +328,11 @@ async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
     }
     let seen = seen.lock().unwrap();
     let SamplingDefaults { temperature, top_k, top_p, min_p } = DEFAULTS;
-    let default = |seed| SamplingParams { temperature, top_k, top_p, min_p, seed };
+    let default = |seed| SamplingParams { temperature, top_k, top_p, min_p, seed, ..SamplingParams::GREEDY };
     assert_eq!(seen[0], default(seen[0].seed));
     assert_ne!(seen[0].seed, seen[1].seed, "without a seed each answer has its own");
-    assert_eq!(seen[2], SamplingParams { temperature: 0.5, top_k: 3, top_p: 0.25, min_p: 0.125, seed: 7 });
+    let asked = SamplingParams { temperature: 0.5, top_k: 3, top_p: 0.25, min_p: 0.125, ..default(7) };
+    assert_eq!(seen[2], asked);
     assert_eq!(
         seen[3],
         SamplingParams { top_k: 1, top_p: 0.0, ..default(u64::MAX) },

@@ -1,31 +1,49 @@
 //! Greedy tokens do not depend on what else the engine does: alone or in a batch, whole or in chunks, computed or found in
 //! the prefix cache, preempted or not, forked or not, they are the same to the last id, on the device, whatever the type of
-//! the KV cache.
+//! the KV cache. Nor do those that penalties, seeds and masks choose.
 
-use unicorn::engine::{Fork, Sequence};
+use std::sync::Arc;
+
+use unicorn::engine::{Fork, Sequence, TokenMask};
+use unicorn::kernels::reference;
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
 use unicorn::model::{KvLimits, Limits, Runner, SamplingParams};
 use unicorn::tensor::KvDtype;
 
-use crate::drive::{Driver, Run, greedy};
+use crate::drive::{Driver, Run};
 use crate::support::data;
 use crate::{demo, golden};
 
-/// Prompts, and what is answered to each alone.
+/// Prompts, and what is answered to each alone, with some parameters and temperature 0.
 struct Texts {
+    params: SamplingParams,
     prompts: Vec<Vec<u32>>,
     alone: Vec<Vec<u32>>,
 }
 
+const PENALTIES: SamplingParams = SamplingParams {
+    repetition_penalty: 1.3,
+    presence_penalty: 0.7,
+    frequency_penalty: 0.2,
+    ..SamplingParams::GREEDY
+};
+
+/// What is answered to one prompt by a scheduler that has seen nothing.
+fn answer(model: &mut Gemma3, prompt: &[u32], params: SamplingParams, tokens: usize) -> Vec<u32> {
+    let limits = model.limits();
+    let sequence = Sequence::new(0, prompt.to_vec(), params, tokens);
+    Driver::new(model, limits).run(vec![sequence]).answers.remove(&0).expect("an answer")
+}
+
 impl Texts {
-    fn new(model: &mut Gemma3, prompts: Vec<Vec<u32>>, tokens: usize) -> Texts {
-        let alone = prompts.iter().map(|p| greedy(model, p, tokens, usize::MAX, &[])).collect();
-        Texts { prompts, alone }
+    fn new(model: &mut Gemma3, params: SamplingParams, prompts: Vec<Vec<u32>>, tokens: usize) -> Texts {
+        let alone = prompts.iter().map(|p| answer(model, p, params, tokens)).collect();
+        Texts { params, prompts, alone }
     }
 
     fn sequences(&self) -> Vec<Sequence> {
         let each = self.prompts.iter().zip(&self.alone).enumerate();
-        each.map(|(i, (p, a))| Sequence::new(i as u64, p.clone(), SamplingParams::GREEDY, a.len())).collect()
+        each.map(|(i, (p, a))| Sequence::new(i as u64, p.clone(), self.params, a.len())).collect()
     }
 
     #[track_caller]
@@ -51,12 +69,12 @@ impl Texts {
 
         // The next turn of each: prompt and answer as a prompt, which the cache has but for its end.
         let next = |i: usize| [&self.prompts[i][..], &self.alone[i], &[5, 6, 7]].concat();
-        let turns = Texts { prompts: (0..self.prompts.len()).map(next).collect(), alone: Vec::new() };
-        let turn = |i: usize| Sequence::new(i as u64, turns.prompts[i].clone(), SamplingParams::GREEDY, 12);
-        let cached = driver.run((0..turns.prompts.len()).map(turn).collect());
-        let whole = turns.prompts[long as usize].len();
+        let prompts: Vec<Vec<u32>> = (0..self.prompts.len()).map(next).collect();
+        let turn = |i: usize| Sequence::new(i as u64, prompts[i].clone(), self.params, 12);
+        let cached = driver.run((0..prompts.len()).map(turn).collect());
+        let whole = prompts[long as usize].len();
         assert!(cached.cached[&long] + 32 > whole, "{} of {whole} tokens cached", cached.cached[&long]);
-        let turns = Texts::new(model, turns.prompts, 12);
+        let turns = Texts::new(model, self.params, prompts, 12);
         turns.check(&cached, "the next turn");
 
         let limits = Limits { max_batch_tokens: 7, ..limits };
@@ -100,8 +118,11 @@ fn the_demo_model_answers_the_same_whatever_else_runs() {
     let options = LoadOptions { sequences: 16, max_context: Some(1024), ..LoadOptions::default() };
     let mut model = golden::load(&demo::folder(), &options);
     let prompts = demo::quick_prompts(300).step_by(5).map(<[u32]>::to_vec).take(14).collect();
-    let texts = Texts::new(&mut model, prompts, 24);
+    let texts = Texts::new(&mut model, SamplingParams::GREEDY, prompts, 24);
     texts.check_all(&mut model);
+    let penalized = Texts::new(&mut model, PENALTIES, texts.prompts.clone(), 24);
+    assert_ne!(penalized.alone, texts.alone, "penalties change nothing");
+    penalized.check_all(&mut model);
 }
 
 #[test]
@@ -116,8 +137,104 @@ fn the_reference_model_answers_the_same_whatever_else_runs() {
     let long = long[..long.len().min(200)].to_vec();
     let other = long[11..].to_vec();
     let prompts = vec![mid.clone(), short.clone(), long, other, short[1..].to_vec(), mid[..9].to_vec()];
-    let texts = Texts::new(&mut model, prompts, 60);
+    let texts = Texts::new(&mut model, SamplingParams::GREEDY, prompts, 60);
     texts.check_all(&mut model);
+}
+
+/// What penalties, biases, masks and log probabilities are made of is the model's logits, position by position.
+#[test]
+fn what_is_drawn_follows_from_the_logits() {
+    let options = LoadOptions { sequences: 4, max_context: Some(512), ..LoadOptions::default() };
+    let mut model = golden::load(&demo::folder(), &options);
+    let (limits, vocab) = (model.limits(), model.limits().vocab_size);
+    let prompts: Vec<Vec<u32>> = demo::quick_prompts(300).step_by(17).map(<[u32]>::to_vec).take(4).collect();
+    let favourite = 300u32;
+    let mut sequences = Vec::new();
+    for (i, prompt) in prompts.iter().enumerate() {
+        let plain = answer(&mut model, prompt, SamplingParams::GREEDY, 20);
+        let mut sequence = Sequence::new(i as u64, prompt.clone(), PENALTIES, 20);
+        sequence.bias = Arc::new([(favourite, 3.0), (plain[0], -2.5)]);
+        // What comes third would end it, were it not too early.
+        sequence.stop_token_ids = vec![plain[2]];
+        sequence.min_tokens = 10;
+        sequence.logprobs = Some(i);
+        sequences.push(sequence);
+    }
+    let stops: Vec<u32> = sequences.iter().map(|s| s.stop_token_ids[0]).collect();
+    let biases: Vec<Arc<[(u32, f32)]>> = sequences.iter().map(|s| Arc::clone(&s.bias)).collect();
+    let run = Driver::new(&mut model, limits).run(sequences);
+    let penalties = reference::Penalties { repetition: 1.3, presence: 0.7, frequency: 0.2 };
+    for (i, prompt) in prompts.iter().enumerate() {
+        let (answer, logprobs) = (&run.answers[&(i as u64)], &run.logprobs[&(i as u64)]);
+        assert!(answer.len() >= 10 && logprobs.len() == answer.len(), "prompt {i}: {answer:?}");
+        let tokens = [&prompt[..], answer].concat();
+        let mut rows = Vec::new();
+        model.logits(&tokens, &mut |_, more| rows.extend_from_slice(more)).unwrap();
+        for (n, (id, logprobs)) in answer.iter().zip(logprobs).enumerate() {
+            let raw = &rows[(prompt.len() + n - 1) * vocab..][..vocab];
+            let mut adjusted = reference::adjusted(raw, prompt, &answer[..n], &penalties, &biases[i], None);
+            if n < 10 {
+                adjusted[stops[i] as usize] = f32::NEG_INFINITY;
+            }
+            let best = adjusted.iter().cloned().fold(f32::NEG_INFINITY, f32::max);
+            assert!(adjusted[*id as usize] >= best - 1e-3, "prompt {i}, id {n}: {id}");
+            let expected = reference::log_softmax(raw);
+            let near = |id: u32, got: f32| (expected[id as usize] - f64::from(got)).abs() < 1e-3;
+            assert!(near(*id, logprobs.drawn), "prompt {i}, id {n}: {logprobs:?}");
+            assert!(logprobs.top.iter().all(|(id, got)| near(*id, *got)), "prompt {i}: {logprobs:?}");
+            assert!(logprobs.top.len() == i && logprobs.top.is_sorted_by(|a, b| a.1 >= b.1));
+        }
+    }
+}
+
+/// Every id twice as large as the one before, modulo what is allowed: a mask follows from the last id.
+#[derive(Clone)]
+struct Doubling(usize);
+
+impl TokenMask for Doubling {
+    fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
+        let mut words = vec![0u32; self.0.div_ceil(32)];
+        // Two may come, so that the model has a choice.
+        for id in [answer.last().map_or(7, |last| last * 2 % 500), answer.len() as u32 + 30] {
+            words[id as usize / 32] |= 1 << (id % 32);
+        }
+        words.into()
+    }
+
+    fn boxed_clone(&self) -> Box<dyn TokenMask> {
+        Box::new(self.clone())
+    }
+}
+
+#[test]
+fn a_mask_binds_beside_those_that_have_none() {
+    let options = LoadOptions { sequences: 8, max_context: Some(512), ..LoadOptions::default() };
+    let mut model = golden::load(&demo::folder(), &options);
+    let limits = model.limits();
+    let prompts: Vec<Vec<u32>> = demo::quick_prompts(300).step_by(23).map(<[u32]>::to_vec).take(6).collect();
+    let free: Vec<Vec<u32>> =
+        prompts.iter().map(|p| answer(&mut model, p, SamplingParams::GREEDY, 20)).collect();
+    let sequence = |i: usize| {
+        let mut sequence = Sequence::new(i as u64, prompts[i].clone(), SamplingParams::GREEDY, 20);
+        if i % 2 == 1 {
+            sequence.mask = Some(Box::new(Doubling(limits.vocab_size)));
+            sequence.forks = vec![Fork { id: 100 + i as u64, seed: 0 }];
+        }
+        sequence
+    };
+    let run = Driver::new(&mut model, limits).run((0..prompts.len()).map(sequence).collect());
+    for (i, free) in free.iter().enumerate() {
+        let got = &run.answers[&(i as u64)];
+        if i % 2 == 0 {
+            assert_eq!(got, free, "prompt {i}");
+            continue;
+        }
+        assert_eq!(run.answers[&(100 + i as u64)], *got, "the fork of prompt {i}");
+        for (n, id) in got.iter().enumerate() {
+            let doubled = n.checked_sub(1).map_or(7, |last| got[last] * 2 % 500);
+            assert!(*id == doubled || *id == n as u32 + 30, "prompt {i}: {got:?}");
+        }
+    }
 }
 
 /// Drawn with a seed, a token depends on nothing else either.

@@ -3,13 +3,15 @@
 use std::collections::{HashMap, VecDeque};
 
 use unicorn::engine::{Drafts, End, FinishReason, Pace, Scheduler, SchedulerConfig, Sequence};
-use unicorn::model::{Limits, Runner, SamplingParams};
+use unicorn::model::{Limits, Logprobs, Runner, SamplingParams};
 
 /// A run to be held to account: what was answered, and how.
 #[derive(Debug, Default)]
 pub struct Run {
     /// By sequence; stop ids left out.
     pub answers: HashMap<u64, Vec<u32>>,
+    /// Of the ids in `answers`, where they were wanted.
+    pub logprobs: HashMap<u64, Vec<Logprobs>>,
     /// Prompt tokens that were found in the prefix cache, by sequence.
     pub cached: HashMap<u64, usize>,
     pub preemptions: u64,
@@ -54,6 +56,9 @@ impl<'a> Driver<'a> {
             let (ticket, step) = in_flight.pop_front().expect("something waits and nothing runs");
             for output in self.scheduler.commit(&step, &self.runner.wait(ticket).unwrap()) {
                 run.answers.entry(output.id).or_default().extend(output.token);
+                if output.token.is_some() {
+                    run.logprobs.entry(output.id).or_default().extend(output.logprobs);
+                }
                 run.cached.insert(output.id, output.cached_tokens);
                 run.drafts.insert(output.id, output.drafts);
                 assert_ne!(output.end, Some(End::NotFinite), "sequence {}", output.id);

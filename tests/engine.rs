@@ -1,6 +1,7 @@
 //! The engine against the scripted runner, which checks the batches; and the scheduler alone, by random operations.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rand::seq::IndexedRandom;
@@ -8,11 +9,13 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
     EVENTS, End, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace, Priority,
-    Request, Scheduler, SchedulerConfig, Sequence, SubmitError, TokenStream,
+    Request, Scheduler, SchedulerConfig, Sequence, SubmitError, TokenMask, TokenStream,
 };
-use unicorn::model::{BlockPool, Input, KvLimits, Limits, Runner, Sampled, SamplingParams};
+use unicorn::model::{BlockPool, Input, KvLimits, Limits, Runner, SamplingParams};
 
-use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, mixed, mixed_answer, says};
+use crate::fake_runner::{
+    Control, FakeRunner, HANG, LIMITS, Script, fake_logprobs, mixed, mixed_answer, says,
+};
 
 const END: u32 = 106;
 
@@ -28,6 +31,25 @@ fn one_slot() -> Limits {
 
 fn request(prompt: &[u32], max_tokens: usize) -> Request {
     Request { max_tokens: Some(max_tokens), stop_token_ids: vec![END], ..Request::new(prompt.to_vec()) }
+}
+
+/// Allows even ids after an even number of ids, and odd ones after an odd number.
+#[derive(Clone, Default)]
+struct Parity {
+    seen: Vec<u32>,
+}
+
+impl TokenMask for Parity {
+    fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
+        let before = answer.len().saturating_sub(1);
+        assert!(self.seen == answer || self.seen == answer[..before], "{:?}, then {answer:?}", self.seen);
+        self.seen = answer.to_vec();
+        Arc::new([0x5555_5555 << (answer.len() % 2); 16])
+    }
+
+    fn boxed_clone(&self) -> Box<dyn TokenMask> {
+        Box::new(self.clone())
+    }
 }
 
 /// Every event to the end; ids, and the last one.
@@ -119,6 +141,44 @@ fn a_request_that_cannot_be_answered_is_refused_with_its_numbers() {
     assert_eq!(control.batches().len(), 13);
     let more = Request { more_seeds: vec![1, 2], ..request(&[1], 1) };
     assert_eq!(refused(more), SubmitError::TooManyAnswers { n: 3, most: 2 });
+}
+
+#[test]
+fn a_mask_sees_every_id_before_it_says_what_may_come_next() {
+    let limits = Limits { max_in_flight: 2, max_sequences: 4, max_draws: 4, ..LIMITS };
+    let (engine, control) = start(limits, mixed(512));
+    let masked = Request {
+        mask: Some(Box::new(Parity::default())),
+        more_seeds: vec![1],
+        logprobs: Some(2),
+        ..request(&[1, 2, 3], 12)
+    };
+    let mut free = engine.submit(request(&[1, 2], 12)).unwrap();
+    let mut stream = engine.submit(masked).unwrap();
+    let mut counts = [0u32; 2];
+    while let Some(event) = stream.blocking_next() {
+        let Event::Token { choice, id, logprobs, .. } = event else { continue };
+        assert_eq!(id % 2, counts[choice] % 2, "id {} of answer {choice}", counts[choice]);
+        assert_eq!(logprobs, Some(fake_logprobs(id, 2)));
+        counts[choice] += 1;
+    }
+    assert!(counts.iter().all(|n| *n > 3), "{counts:?}");
+    assert_eq!(collect(&mut free).0, mixed_answer(&[1, 2], 12, 0, 512, END));
+    let inputs = control.batches().into_iter().flat_map(|batch| batch.sequences);
+    assert!(inputs.into_iter().any(|s| s.input == Input::LastSampled), "others do not wait for the host");
+}
+
+#[test]
+fn no_stop_id_comes_before_min_tokens() {
+    let limits = Limits { max_in_flight: 2, ..LIMITS };
+    for min_tokens in [0, 1, 5] {
+        let (engine, _) = start(limits, says(&[40, 41], END));
+        let request = Request { min_tokens, ..request(&[1, 2, 3], 30) };
+        let (ids, last) = collect(&mut engine.submit(request).unwrap());
+        // Where the end is forbidden, the fake takes the id behind it, after which it begins anew.
+        let expected: &[u32] = if min_tokens == 5 { &[40, 41, END + 1, 40, 41] } else { &[40, 41] };
+        assert_eq!((&ids[..], finish_reason(&last)), (expected, FinishReason::Stop), "{min_tokens}");
+    }
 }
 
 #[test]
@@ -542,6 +602,12 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                         rng.random_range(1..=limits.max_context - len),
                     );
                     sequence.stop_token_ids = vec![END];
+                    // The fake holds the history of such a sequence against its blocks, and asks its mask.
+                    sequence.sampling.presence_penalty = if rng.random() { 0.5 } else { 0.0 };
+                    sequence.min_tokens = rng.random_range(0..3);
+                    if rng.random_bool(0.2) {
+                        sequence.mask = Some(Box::new(Parity::default()));
+                    }
                     sequence.client = rng.random_range(0..3);
                     sequence.priority =
                         if rng.random() { Priority::Interactive } else { Priority::Background };
@@ -577,9 +643,9 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     if (full || rng.random_bool(0.5))
                         && let Some((ticket, step)) = in_flight.pop_front()
                     {
-                        let Sampled { mut ids } = runner.wait(ticket).expect("never fails");
-                        ids.iter_mut().filter(|_| rng.random_bool(0.002)).for_each(|id| *id = None);
-                        for output in scheduler.commit(&step, &Sampled { ids }) {
+                        let mut sampled = runner.wait(ticket).expect("never fails");
+                        sampled.ids.iter_mut().filter(|_| rng.random_bool(0.002)).for_each(|id| *id = None);
+                        for output in scheduler.commit(&step, &sampled) {
                             if let Some(end) = output.end {
                                 assert_eq!(
                                     output.token.is_none(),

@@ -9,8 +9,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use unicorn::model::{
-    Batch, BatchSequence, BlockPool, Input, KvLimits, Limits, Runner, RunnerError, Sampled, Sampling,
-    SamplingParams, Ticket,
+    Batch, BatchSequence, BlockPool, Draw, Input, KvLimits, Limits, Logprobs, Runner, RunnerError, Sampled,
+    Sampling, SamplingParams, Ticket,
 };
 
 /// A test that waits this long hangs.
@@ -71,6 +71,19 @@ pub fn says(answer: &[u32], end: u32) -> Script {
     })
 }
 
+/// The first id from `id` on that a draw does not forbid.
+fn allowed(id: u32, draw: &Draw, vocab_size: u32) -> u32 {
+    let biased = |id| draw.bias.contains(&(id, f32::NEG_INFINITY));
+    let masked = |id: u32| draw.mask.as_ref().is_some_and(|m| m[id as usize / 32] >> (id % 32) & 1 == 0);
+    let mut all = (id..vocab_size).chain(0..id);
+    all.find(|id| !biased(*id) && !masked(*id)).expect("an id that is allowed")
+}
+
+/// What the fake holds for likely, wherever it is asked: `id`, and less so those behind it.
+pub fn fake_logprobs(id: u32, n: usize) -> Logprobs {
+    Logprobs { drawn: -0.5, top: (0..n as u32).map(|i| (id + i, -0.5 - i as f32)).collect() }
+}
+
 /// What a place of a block holds: a token, and the hash of those up to it.
 type Place = Option<(u32, u64)>;
 
@@ -81,6 +94,8 @@ pub struct FakeRunner {
     sliding: Vec<Place>,
     /// By slot.
     sampled: Vec<Option<u32>>,
+    /// By slot and position.
+    history: Vec<Vec<u32>>,
     tickets: u64,
     pending: VecDeque<(Ticket, Sampled)>,
     control: Control,
@@ -96,6 +111,7 @@ impl FakeRunner {
             full: vec![None; kv.full_blocks * kv.block_size],
             sliding: vec![None; kv.sliding_blocks * kv.block_size],
             sampled: vec![None; limits.max_sequences],
+            history: vec![vec![u32::MAX; limits.max_context]; limits.max_sequences],
             tickets: 0,
             pending: VecDeque::new(),
             control: control.clone(),
@@ -203,17 +219,35 @@ impl Runner for FakeRunner {
                     self.sliding[place] = Some((*id, hash));
                 }
             }
+            let row = &mut self.history[s.slot as usize];
+            if let Some(known) = &s.history {
+                assert_eq!(known.len(), s.start, "history before the first token");
+                row[..s.start].copy_from_slice(known);
+            }
+            row[s.start..tokens.len()].copy_from_slice(&tokens[s.start..]);
             texts.push(tokens);
         }
-        let mut ids = Vec::new();
+        for copy in &batch.history_copies {
+            let from = self.history[copy.from as usize][..copy.tokens].to_vec();
+            self.history[copy.to as usize][..copy.tokens].copy_from_slice(&from);
+        }
+        let known = batch.sequences.iter().filter_map(|s| Some(s.history.as_ref()?.len()));
+        assert!(known.sum::<usize>() <= self.limits.max_context, "history of a step");
+        let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
         for draw in &sampling.draws {
             let end = batch.sequences[draw.sequence].start + draw.token + 1;
-            let id = (self.script)(&texts[draw.sequence][..end], draw.params);
+            let text = &texts[draw.sequence][..end];
+            if draw.params.penalizes() {
+                let slot = batch.sequences[draw.sequence].slot as usize;
+                assert_eq!(self.history[slot][..end], *text, "the history of slot {slot}");
+            }
+            let id = allowed((self.script)(text, draw.params), draw, self.limits.vocab_size as u32);
+            logprobs.push(draw.logprobs.map(|n| fake_logprobs(id, n)));
             self.sampled[draw.slot as usize] = Some(id);
             ids.push((!self.control.take_not_finite()).then_some(id));
         }
         self.tickets += 1;
-        self.pending.push_back((Ticket(self.tickets), Sampled { ids }));
+        self.pending.push_back((Ticket(self.tickets), Sampled { ids, logprobs }));
         Ok(Ticket(self.tickets))
     }
 

@@ -198,7 +198,8 @@ fn the_same_seed_draws_the_same_tokens_and_another_seed_others() {
     let limits = model.limits();
     let mut driver = Driver::new(&mut model, limits);
     let mut draw = |seed: u64| {
-        let params = SamplingParams { temperature: 1.0, top_k: 64, top_p: 0.95, min_p: 0.0, seed };
+        let params =
+            SamplingParams { temperature: 1.0, top_k: 64, top_p: 0.95, seed, ..SamplingParams::GREEDY };
         driver.run(vec![Sequence::new(0, tokens.clone(), params, 32)]).answers[&0].clone()
     };
     let first = draw(7);

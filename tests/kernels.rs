@@ -12,8 +12,8 @@ use unicorn::gpu::{
     Arena, Buffer, Class, CommandBuffer, Device, DevicePolicy, GpuError, MemoryKind, Recorder, Uploader,
 };
 use unicorn::kernels::{
-    Activations, AttentionShape, Embedding, Heads, Kernels, KvCache, LAST_SAMPLED, Matrix, NO_TOKEN,
-    SampleRequest, StepArrays, reference,
+    Activations, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Kernels, KvCache, LAST_SAMPLED,
+    LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, SampleRequest, StepArrays, mask_words, reference,
 };
 use unicorn::quantize::{dequantize_row, grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row};
@@ -897,12 +897,61 @@ fn geglu_matches_its_twin_and_survives_extremes() {
 /// Draws one id per request from the same logits.
 fn draw(b: &mut Bench, logits: &[f32], vocab: usize, requests: &[SampleRequest]) -> (Vec<u32>, Vec<u32>) {
     let repeated: Vec<f32> = requests.iter().flat_map(|_| logits.to_vec()).collect();
-    let rows = b.activations(&repeated, logits.len());
-    let request_buffer = b.upload(requests);
-    let ids = b.poisoned(4 * requests.len());
-    let slots = b.poisoned(4 * 64);
-    b.run(|k, r| k.sample(r, &rows, vocab, &request_buffer, &ids, &slots, requests.len()));
-    (b.download(&ids, requests.len()), b.download(&slots, 64))
+    let drawing = Drawing::new(b, &repeated, logits.len(), requests);
+    drawing.run(b, vocab);
+    (b.download(&drawing.arrays.ids, requests.len()), b.download(&drawing.slots, 64))
+}
+
+/// Rows of logits to draw from, and what draws take; histories, biases and masks are nowhere unless they are set.
+struct Drawing {
+    requests: Vec<SampleRequest>,
+    logits: Activations,
+    /// All 0, and poisoned between the rows: what is not a row's is not read, and stays.
+    adjusted: Activations,
+    arrays: DrawArrays,
+    history: History,
+    slots: Buffer,
+}
+
+impl Drawing {
+    fn new(b: &mut Bench, logits: &[f32], width: usize, requests: &[SampleRequest]) -> Drawing {
+        let zeros = vec![0f32; logits.len()];
+        Drawing {
+            requests: requests.to_vec(),
+            logits: b.activations(logits, width),
+            adjusted: b.activations(&zeros, width),
+            arrays: DrawArrays {
+                requests: b.upload(requests),
+                bias: b.poisoned(8),
+                masks: b.poisoned(4),
+                ids: b.poisoned(4 * requests.len()),
+                logprobs: b.poisoned(4 * LOGPROB_WORDS * requests.len()),
+            },
+            history: History { ids: b.poisoned(4), slot_len: 1 },
+            slots: b.poisoned(4 * 64),
+        }
+    }
+
+    fn adjust(&self, b: &Bench) {
+        let Drawing { requests, logits, adjusted, arrays, history, .. } = self;
+        b.run(|k, r| k.adjust(r, logits, adjusted, arrays, history, requests));
+    }
+
+    fn clear(&self, b: &Bench) {
+        let Drawing { requests, logits, adjusted, arrays, history, .. } = self;
+        b.run(|k, r| k.clear_adjusted(r, logits, adjusted, arrays, history, requests));
+    }
+
+    fn sample(&self, b: &Bench, vocab: usize) {
+        let Drawing { requests, logits, adjusted, arrays, slots, .. } = self;
+        b.run(|k, r| k.sample(r, logits, adjusted, vocab, arrays, slots, requests.len()));
+    }
+
+    fn run(&self, b: &Bench, vocab: usize) {
+        self.adjust(b);
+        self.sample(b, vocab);
+        self.clear(b);
+    }
 }
 
 #[test]
@@ -977,6 +1026,7 @@ fn sampling_keeps_to_its_filters_and_its_noise() {
                     seed_high: b.rng.random(),
                     position: i * 37,
                     slot: i,
+                    ..SampleRequest::default()
                 })
                 .collect();
             let (ids, _) = draw(&mut b, &logits, len, &requests);
@@ -1023,6 +1073,250 @@ fn draws_follow_the_distribution() {
         .map(|(id, p)| (f64::from(counts[*id]) - p * f64::from(draws)).powi(2) / (p * f64::from(draws)))
         .sum();
     assert!(chi < 22.5, "chi-squared {chi}: {counts:?}");
+}
+
+/// Requests that differ in everything, for the same number of rows of random logits, and what their twin makes of these.
+struct Adjusted {
+    drawing: Drawing,
+    width: usize,
+    /// After penalties, biases and masks.
+    expected: Vec<Vec<f32>>,
+    raw: Vec<f32>,
+}
+
+fn adjusted(b: &mut Bench, width: usize, rows: usize) -> Adjusted {
+    let (slots, slot_len) = (5, 700);
+    let mut raw = b.random(rows * width, 8.0);
+    raw[width / 2] = 0.0;
+    let words = mask_words(width);
+    let history: Vec<u32> = (0..slots * slot_len).map(|_| b.rng.random_range(0..width as u32)).collect();
+    let (mut requests, mut bias, mut masks, mut expected) = (vec![], vec![], vec![], vec![]);
+    for row in 0..rows {
+        // In turn: nothing, penalties, biases, both, a mask, all.
+        let (penalizes, biased, masked) = (row % 6 % 2 == 1, [2, 3, 5].contains(&(row % 6)), row % 6 > 3);
+        let len = if penalizes { b.rng.random_range(1..=slot_len) } else { 0 };
+        let request = SampleRequest {
+            temperature: if row % 4 == 0 { 0.0 } else { 1.1 },
+            top_p: 0.95,
+            seed_low: b.rng.random(),
+            position: len as u32,
+            slot: row as u32,
+            repetition_penalty: b.rng.random_range(0.5..2.0),
+            presence_penalty: b.rng.random_range(-2.0..2.0),
+            frequency_penalty: b.rng.random_range(-0.5..0.5),
+            history_slot: b.rng.random_range(0..slots as u32),
+            history_len: len as u32,
+            prompt_len: b.rng.random_range(0..=len as u32 + 3),
+            first_bias: bias.len() as u32,
+            biases: if biased { b.rng.random_range(1..=width.min(300) as u32) } else { 0 },
+            mask: if masked { masks.len() as u32 / words as u32 + 1 } else { 0 },
+            ..SampleRequest::default()
+        };
+        let first = b.rng.random_range(0..width as u32);
+        let pairs: Vec<(u32, f32)> = (0..request.biases)
+            .map(|i| {
+                let forbidden = i % 7 == 3;
+                let bias = if forbidden { f32::NEG_INFINITY } else { b.rng.random_range(-9.0..9.0) };
+                ((first + i) % width as u32, bias)
+            })
+            .collect();
+        bias.extend(pairs.iter().map(|&(id, bias)| Bias { id, bias }));
+        // At least one id may come.
+        let allowed: Vec<bool> = (0..width).map(|i| i as u32 == first || b.rng.random_ratio(1, 3)).collect();
+        if masked {
+            masks.extend(allowed.chunks(32).map(|bits| {
+                bits.iter().enumerate().fold(0u32, |word, (i, bit)| word | u32::from(*bit) << i)
+            }));
+        }
+        let ids = &history[request.history_slot as usize * slot_len..][..len];
+        let (prompt, answer) = ids.split_at(len.min(request.prompt_len as usize));
+        let penalties = reference::Penalties {
+            repetition: request.repetition_penalty,
+            presence: request.presence_penalty,
+            frequency: request.frequency_penalty,
+        };
+        let logits = &raw[row * width..][..width];
+        let mask = masked.then_some(&allowed[..]);
+        expected.push(reference::adjusted(logits, prompt, answer, &penalties, &pairs, mask));
+        requests.push(request);
+    }
+    let mut drawing = Drawing::new(b, &raw, width, &requests);
+    drawing.arrays.bias = b.upload(&bias);
+    drawing.arrays.masks = b.upload(&masks);
+    drawing.history = History { ids: b.upload(&history), slot_len };
+    Adjusted { drawing, width, expected, raw }
+}
+
+#[test]
+fn sampling_penalties_and_biases_match_their_twin_and_leave_no_trace() {
+    let mut b = Bench::new(64);
+    for width in [1, 37, 258, 5003] {
+        let Adjusted { drawing, expected, raw, .. } = adjusted(&mut b, width, 12);
+        drawing.adjust(&b);
+        let words = b.download::<u32>(&drawing.adjusted.buffer, 12 * drawing.adjusted.stride);
+        for (row, expected) in expected.iter().enumerate() {
+            if drawing.requests[row].mask > 0 {
+                continue; // the mask is the sampler's own
+            }
+            for (id, expected) in expected.iter().enumerate() {
+                let word = words[row * drawing.adjusted.stride + id];
+                let got = match word {
+                    0 => raw[row * width + id],
+                    word => f32::from_bits(word ^ f32::NEG_INFINITY.to_bits()),
+                };
+                let forbidden = *expected == f32::NEG_INFINITY && got == f32::MIN;
+                let near = (got - expected).abs() <= 1e-5 * (1.0 + expected.abs());
+                assert!(forbidden || near, "{width}, row {row}, id {id}: {got}, not {expected}");
+            }
+        }
+        assert_eq!(b.rows(&drawing.logits, 12), raw, "the logits themselves stay");
+        drawing.clear(&b);
+        assert!(b.rows(&drawing.adjusted, 12).iter().all(|word| word.to_bits() == 0), "{width}: a trace");
+    }
+}
+
+#[test]
+fn sampling_draws_from_what_penalties_biases_and_masks_leave() {
+    let mut b = Bench::new(65);
+    let mut clear = 0;
+    for width in [37, 258, 5003] {
+        for _ in 0..4 {
+            let Adjusted { drawing, width, expected, .. } = adjusted(&mut b, width, 24);
+            drawing.run(&b, width);
+            let ids = b.download::<u32>(&drawing.arrays.ids, 24);
+            for (row, (id, expected)) in ids.into_iter().zip(&expected).enumerate() {
+                let request = &drawing.requests[row];
+                let what = format!("{width}, row {row}: {request:?}");
+                assert!(expected[id as usize] > f32::NEG_INFINITY, "{what}: {id} is forbidden");
+                if request.temperature == 0.0 {
+                    let max = expected.iter().cloned().fold(f32::NEG_INFINITY, f32::max);
+                    assert!(expected[id as usize] >= max - 1e-4, "{what}: {id}");
+                    continue;
+                }
+                let temperature = f64::from(request.temperature);
+                let left = reference::filtered(expected, temperature, 0, f64::from(request.top_p), 0.0);
+                let candidates: Vec<usize> = left.iter().map(|(id, _)| *id).collect();
+                let (best, margin) = reference::draw(
+                    expected,
+                    &candidates,
+                    temperature,
+                    u64::from(request.seed_low),
+                    request.position,
+                );
+                if margin > 1e-3 {
+                    assert_eq!(id as usize, best, "{what}");
+                    clear += 1;
+                }
+            }
+        }
+    }
+    assert!(clear > 180, "too few clear draws: {clear}");
+}
+
+#[test]
+fn sampling_where_every_id_is_forbidden_yields_none() {
+    let mut b = Bench::new(66);
+    let logits = b.random(100, 3.0);
+    for temperature in [0.0, 1.0] {
+        let masked = SampleRequest { temperature, top_p: 1.0, mask: 1, ..SampleRequest::default() };
+        let mut drawing = Drawing::new(&mut b, &logits, 100, &[masked]);
+        drawing.arrays.masks = b.upload(&[0u32; 4]);
+        drawing.run(&b, 100);
+        assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [NO_TOKEN]);
+        // One that is not a number does not hide behind a mask.
+        drawing.arrays.masks = b.upload(&[1u32, 0, 0, 0]);
+        drawing.run(&b, 100);
+        assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [0]);
+        let mut bad = logits.clone();
+        bad[50] = f32::NAN;
+        drawing.logits = b.activations(&bad, 100);
+        drawing.run(&b, 100);
+        assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [NO_TOKEN]);
+    }
+}
+
+#[test]
+fn sampling_reports_log_probabilities_of_the_raw_distribution() {
+    let mut b = Bench::new(67);
+    for (width, vocab) in [(1, 1), (7, 6), (300, 257), (5003, 5000)] {
+        let rows = 6;
+        let mut logits = b.random(rows * width, 7.0);
+        // Ties come in the order of their ids.
+        logits[3 * width..][..vocab.min(9)].fill(7.5);
+        let requests: Vec<SampleRequest> = (0..rows as u32)
+            .map(|row| SampleRequest {
+                temperature: 0.9,
+                top_p: 0.5,
+                seed_low: row,
+                slot: row,
+                biases: 1,
+                logprobs: [0, 1, 2, 21, 6, 21][row as usize],
+                ..SampleRequest::default()
+            })
+            .collect();
+        let mut drawing = Drawing::new(&mut b, &logits, width, &requests);
+        drawing.arrays.bias = b.upload(&[Bias { id: vocab as u32 - 1, bias: 5.0 }]);
+        drawing.run(&b, vocab);
+        b.run(|k, r| k.logprobs(r, &drawing.logits, vocab, &drawing.arrays, rows));
+        let ids = b.download::<u32>(&drawing.arrays.ids, rows);
+        let words = b.download::<u32>(&drawing.arrays.logprobs, rows * LOGPROB_WORDS);
+        for row in 0..rows {
+            let expected = reference::log_softmax(&logits[row * width..][..vocab]);
+            let (words, what) =
+                (&words[row * LOGPROB_WORDS..][..LOGPROB_WORDS], format!("{vocab}, row {row}"));
+            let near = |word: u32, id: u32| {
+                let got = f64::from(f32::from_bits(word));
+                assert!((got - expected[id as usize]).abs() < 1e-4, "{what}: id {id} has {got}");
+            };
+            let wanted = requests[row].logprobs as usize;
+            if wanted == 0 {
+                assert!(words.iter().all(|word| *word == 0x7fc0_dead), "{what} wants none");
+                continue;
+            }
+            near(words[0], ids[row]);
+            let mut order: Vec<u32> = (0..vocab as u32).collect();
+            let logit = |id: &u32| logits[row * width + *id as usize];
+            order.sort_by(|x, y| logit(y).total_cmp(&logit(x)).then(x.cmp(y)));
+            let top = words[1..].chunks_exact(2);
+            for (n, pair) in top.enumerate().take(MAX_LOGPROBS) {
+                match order.get(n) {
+                    _ if n + 1 >= wanted => assert_eq!(*pair, [0x7fc0_dead; 2], "{what}: {n}"),
+                    Some(&id) => {
+                        assert_eq!(pair[0], id, "{what}: {n}");
+                        near(pair[1], id);
+                    }
+                    None => assert_eq!(pair[0], NO_TOKEN, "{what}: {n}"),
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn history_holds_each_tokens_id_at_its_slot_and_position() {
+    let mut b = Bench::new(68);
+    let (slots, slot_len) = (4, 90);
+    // Three sequences, in slots 2, 0 and 3; of the last, the id is what was sampled there.
+    let sequence_of: Vec<u32> = [vec![0; 70], vec![1; 9], vec![2]].concat();
+    let positions: Vec<u32> = [(13..83).collect::<Vec<_>>(), (0..9).collect(), vec![89]].concat();
+    let mut ids: Vec<u32> = positions.iter().map(|p| 1000 + p).collect();
+    ids[79] = LAST_SAMPLED | 3;
+    let step = StepArrays {
+        ids: b.upload(&ids),
+        positions: b.upload(&positions),
+        sequence_of: b.upload(&sequence_of),
+        slot_mapping: b.poisoned(4),
+        block_tables: b.poisoned(4),
+    };
+    let (slots_of, sampled) = (b.upload(&[2u32, 0, 3]), b.upload(&[7u32, 7, 7, 55]));
+    let history = History { ids: b.poisoned(4 * slots * slot_len), slot_len };
+    b.run(|k, r| k.history(r, &step, &slots_of, &sampled, &history, ids.len()));
+    let mut expected = vec![0x7fc0_dead; slots * slot_len];
+    ids[79] = 55;
+    for ((id, position), sequence) in ids.iter().zip(&positions).zip(&sequence_of) {
+        expected[[2, 0, 3][*sequence as usize] * slot_len + *position as usize] = *id;
+    }
+    assert_eq!(b.download::<u32>(&history.ids, slots * slot_len), expected);
 }
 
 #[test]

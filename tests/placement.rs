@@ -407,15 +407,17 @@ fn the_27b_takes_what_is_counted_by_hand() {
     let blocks = (1024u64 + 2 * 60).div_ceil(16) + 1;
     assert_eq!(demand.window_bytes(8192), 52 * 2 * blocks * 64 * KIB);
     assert_eq!(bytes(Class::KvCache), (10 * 2 * (8192 / 16 + 1) + 52 * 2 * (blocks + 1)) * 64 * KIB);
-    // 25e9 multiply-adds per submit leave 60 tokens a step; 64 rows of logits; two tables of 128 f32 a position; 64 slots.
+    // 25e9 multiply-adds per submit leave 60 tokens a step; 64 rows of logits, as they are and as draws change them; two
+    // tables of 128 f32 a position; 64 slots, and the history of one more.
     let tokens = 25_000_000_000 / (attention + 3 * 5376 * 21_504);
     assert_eq!((tokens, demand.batch_tokens()), (60, 60));
     let row = 3 * 5376 + 2 * 4096 + 2 * 2048 + 2 * 21_504;
-    let expected = 4 * (tokens * row + 64 * (5376 + 262_208) + 2 * 8192 * 128) + 256;
+    let expected = 4 * (tokens * row + 64 * (5376 + 2 * 262_208) + 2 * 8192 * 128 + 65 * 8192) + 256;
     assert_eq!(bytes(Class::Activations), expected);
 
-    // What memory leaves for the cache, in whole blocks of 16: 1 KiB a token for RoPE tables, and 4 bytes a block and row of
-    // the four block tables, which are of 64 sequences and one. Rounding to chunks costs less than some blocks.
+    // What memory leaves for the cache, in whole blocks of 16: 1 KiB a token for RoPE tables, 4 bytes for 65 rows of history
+    // and two ways there, and 4 bytes a block and row of the four block tables, which are of 64 sequences and one. Rounding
+    // to chunks costs less than some blocks.
     let fixed: u64 = demand
         .requests(16, demand.pools(16, 1))
         .iter()
@@ -426,7 +428,7 @@ fn the_27b_takes_what_is_counted_by_hand() {
         let machine = Machine::on_paper(16 * GIB, (gib - 16) * GIB);
         let unread = (10 + 52) * 2 * 64 * KIB;
         let left = gib * GIB - fixed - unread - sequences * demand.window_bytes(8192);
-        let counted = left / (sequences * 80 * KIB + KIB + 4 * 4 * 65 / 16);
+        let counted = left / (sequences * 80 * KIB + KIB + 4 * 67 + 4 * 4 * 65 / 16);
         let largest = demand.largest_context(&machine, &ALL, sequences as usize) as u64;
         assert!(largest <= counted && largest + 300 > counted, "{largest}, by hand {counted}");
     }

@@ -145,6 +145,8 @@ impl From<SubmitError> for ApiError {
             SubmitError::ContextExceeded { .. } => Self::Context(error.to_string()),
             SubmitError::TokenOutOfRange { .. } => Self::Text(error.to_string()),
             SubmitError::NoTokens => Self::invalid("max_tokens", "expected at least 1"),
+            SubmitError::TooManyBiases { .. } => Self::invalid("logit_bias", error.to_string()),
+            SubmitError::TooManyLogprobs { .. } => Self::invalid("top_logprobs", error.to_string()),
             SubmitError::TooManyAnswers { .. } => Self::invalid("n", error.to_string()),
             SubmitError::Engine(error) => Self::Engine(error),
             // A rendered conversation is never empty.

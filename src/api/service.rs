@@ -117,6 +117,9 @@ impl Service {
             top_k,
             top_p,
             min_p: request.min_p.unwrap_or(defaults.min_p),
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
             seed: request.seed.unwrap_or_else(random_u64),
         }
     }

@@ -24,20 +24,22 @@ mod speculation;
 pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use pace::{Load, Pace};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
-pub use sequence::{ClientId, Drafts, End, FinishReason, Fork, Priority, Sequence, SequenceId};
+pub use sequence::{ClientId, Drafts, End, FinishReason, Fork, Priority, Sequence, SequenceId, TokenMask};
 
 use std::collections::{HashMap, VecDeque};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc as events;
 
-use crate::model::{BlockPool, Limits, Runner, RunnerError, SamplingParams, Ticket};
+use crate::model::{
+    BlockPool, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Runner, RunnerError, SamplingParams, Ticket,
+};
 
 /// Events of one request that may wait for its reader: some seconds of an answer, or a reader's pause.
 pub const EVENTS: usize = 1024;
@@ -58,6 +60,14 @@ pub struct Request {
     pub max_tokens: Option<usize>,
     /// Ids that end the answer and are not part of it.
     pub stop_token_ids: Vec<u32>,
+    /// Ids to generate before one of those may come.
+    pub min_tokens: usize,
+    /// Added to the logits of these ids, none of them twice.
+    pub bias: Vec<(u32, f32)>,
+    /// Which ids may come next; each answer has its own.
+    pub mask: Option<Box<dyn TokenMask>>,
+    /// Log probabilities of the ids, and of so many of the most likely ones in their places.
+    pub logprobs: Option<usize>,
     /// Seeds of further answers to the same prompt, which is computed once.
     pub more_seeds: Vec<u64>,
     /// Whose request it is, for fairness between them.
@@ -75,6 +85,10 @@ impl Request {
             sampling: SamplingParams::GREEDY,
             max_tokens: None,
             stop_token_ids: Vec::new(),
+            min_tokens: 0,
+            bias: Vec::new(),
+            mask: None,
+            logprobs: None,
             more_seeds: Vec::new(),
             client: 0,
             priority: Priority::Interactive,
@@ -108,16 +122,24 @@ pub enum Event {
     Token {
         choice: usize,
         id: u32,
+        /// Where they were asked for.
+        logprobs: Option<Logprobs>,
         timings: Timings,
     },
     /// Last event of an answer.
-    Finished {
-        choice: usize,
-        reason: FinishReason,
-        timings: Timings,
-    },
+    Finished { choice: usize, reason: FinishReason, timings: Timings },
     /// Last event of a request that ended without all its answers.
     Failed(EngineError),
+}
+
+impl Event {
+    /// Whose it is; none where it is that of all answers.
+    pub fn choice(&self) -> Option<usize> {
+        match self {
+            Event::Token { choice, .. } | Event::Finished { choice, .. } => Some(*choice),
+            Event::Failed(_) => None,
+        }
+    }
 }
 
 /// Why a request was refused; nothing of it was kept.
@@ -134,6 +156,10 @@ pub enum SubmitError {
     ContextExceeded { prompt: usize, max_tokens: Option<usize>, context: usize },
     #[error("token id {id} is outside the vocabulary of {vocab_size}")]
     TokenOutOfRange { id: u32, vocab_size: usize },
+    #[error("{n} biases of ids, stop ids before min_tokens included, are more than {MAX_BIASES}")]
+    TooManyBiases { n: usize },
+    #[error("{n} alternatives to an id are more than {MAX_LOGPROBS}")]
+    TooManyLogprobs { n: usize },
     #[error("{n} answers were asked for, and {most} can run at once")]
     TooManyAnswers { n: usize, most: usize },
     #[error(transparent)]
@@ -257,13 +283,22 @@ impl EngineHandle {
         let mut sequence = Sequence::new(id, request.prompt, request.sampling, max_tokens);
         sequence.client = request.client;
         sequence.priority = request.priority;
+        // What the model has no row for never comes.
+        let vocab_size = self.shared.limits.vocab_size;
         sequence.stop_token_ids = request.stop_token_ids;
+        sequence.stop_token_ids.retain(|id| (*id as usize) < vocab_size);
+        sequence.min_tokens = request.min_tokens;
+        sequence.bias = request.bias.into();
+        sequence.mask = request.mask;
+        sequence.logprobs = request.logprobs;
         sequence.forks = (id + 1..).zip(request.more_seeds).map(|(id, seed)| Fork { id, seed }).collect();
         let failure = Arc::new(OnceLock::new());
+        let stopped: Arc<[AtomicBool]> = (0..choices).map(|_| AtomicBool::new(false)).collect();
         let answers = (0..choices)
             .map(|choice| Answer {
                 choice,
                 events: sender.clone(),
+                stopped: Arc::clone(&stopped),
                 failure: Arc::clone(&failure),
                 deadline: request.deadline,
                 permit: None,
@@ -277,7 +312,8 @@ impl EngineHandle {
                 events: receiver,
                 shared: Arc::clone(&self.shared),
                 failure,
-                unfinished: choices,
+                stopped,
+                unfinished: vec![true; choices],
             }),
             Err(TrySendError::Full(_)) => Err(SubmitError::QueueFull { waiting: self.shared.queue }),
             Err(TrySendError::Disconnected(_)) => Err(self.shared.why_ended().into()),
@@ -297,8 +333,17 @@ impl EngineHandle {
         if prompt >= context {
             return Err(SubmitError::ContextExceeded { prompt, max_tokens: None, context });
         }
-        if let Some(id) = request.prompt.iter().copied().find(|id| *id as usize >= vocab_size) {
+        let biased = request.bias.iter().map(|(id, _)| id);
+        let mut ids = request.prompt.iter().chain(biased).copied();
+        if let Some(id) = ids.find(|id| *id as usize >= vocab_size) {
             return Err(SubmitError::TokenOutOfRange { id, vocab_size });
+        }
+        let n = request.bias.len() + request.stop_token_ids.len();
+        if n > MAX_BIASES {
+            return Err(SubmitError::TooManyBiases { n });
+        }
+        if let Some(n) = request.logprobs.filter(|n| *n > MAX_LOGPROBS) {
+            return Err(SubmitError::TooManyLogprobs { n });
         }
         let (n, most) = (1 + request.more_seeds.len(), self.shared.limits.max_sequences);
         if n > most {
@@ -355,30 +400,47 @@ pub struct TokenStream {
     shared: Arc<Shared>,
     /// Why the channel closed without a last event.
     failure: Arc<OnceLock<EngineError>>,
-    /// Answers that are to come to an end.
-    unfinished: usize,
+    /// By answer: whether its reader has enough of it.
+    stopped: Arc<[AtomicBool]>,
+    /// By answer: whether it is to come to an end.
+    unfinished: Vec<bool>,
 }
 
 impl TokenStream {
     /// The next event; not for use inside an async runtime, where this is a [`futures::Stream`].
     pub fn blocking_next(&mut self) -> Option<Event> {
-        if self.unfinished == 0 {
-            return None;
+        while self.is_open() {
+            let event = self.events.blocking_recv();
+            if let Some(event) = self.deliver(event) {
+                return Some(event);
+            }
         }
-        let event = self.events.blocking_recv();
-        Some(self.deliver(event))
+        None
     }
 
-    /// A channel that closed before a last event belonged to a reader that was too slow, or to an engine that ended.
-    fn deliver(&mut self, event: Option<Event>) -> Event {
+    /// Ends one of the answers before its next step; no event of it comes any more.
+    pub fn stop(&mut self, choice: usize) {
+        self.unfinished[choice] = false;
+        self.stopped[choice].store(true, Ordering::Release);
+    }
+
+    fn is_open(&self) -> bool {
+        self.unfinished.contains(&true)
+    }
+
+    /// None for what a stopped answer had on the way. A channel that closed before a last event belonged to a reader that was too slow, or to an engine that ended.
+    fn deliver(&mut self, event: Option<Event>) -> Option<Event> {
         let why = || self.failure.get().cloned().unwrap_or_else(|| self.shared.why_ended());
         let event = event.unwrap_or_else(|| Event::Failed(why()));
+        if event.choice().is_some_and(|choice| !self.unfinished[choice]) {
+            return None;
+        }
         match event {
             Event::Token { .. } => {}
-            Event::Finished { .. } => self.unfinished -= 1,
-            Event::Failed(_) => self.unfinished = 0,
+            Event::Finished { choice, .. } => self.unfinished[choice] = false,
+            Event::Failed(_) => self.unfinished.fill(false),
         }
-        event
+        Some(event)
     }
 }
 
@@ -386,10 +448,13 @@ impl futures::Stream for TokenStream {
     type Item = Event;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Event>> {
-        if self.unfinished == 0 {
-            return Poll::Ready(None);
+        while self.is_open() {
+            let event = ready!(self.events.poll_recv(cx));
+            if let Some(event) = self.deliver(event) {
+                return Poll::Ready(Some(event));
+            }
         }
-        self.events.poll_recv(cx).map(|event| Some(self.deliver(event)))
+        Poll::Ready(None)
     }
 }
 
@@ -450,6 +515,8 @@ impl Drop for Permit {
 struct Answer {
     choice: usize,
     events: events::Sender<Event>,
+    /// As [`TokenStream::stop`] has it.
+    stopped: Arc<[AtomicBool]>,
     failure: Arc<OnceLock<EngineError>>,
     deadline: Option<Instant>,
     /// Held by the first answer while the request waits.
@@ -594,15 +661,17 @@ impl StepLoop {
         }
     }
 
-    /// Removes those whose reader left, and those whose time is over.
+    /// Removes those whose reader left or has enough, and those whose time is over.
     fn remove_ended(&mut self) {
         let now = Instant::now();
-        let ended =
-            |answer: &Answer| answer.events.is_closed() || answer.deadline.is_some_and(|at| at <= now);
+        let left = |answer: &Answer| {
+            answer.events.is_closed() || answer.stopped[answer.choice].load(Ordering::Acquire)
+        };
+        let ended = |answer: &Answer| left(answer) || answer.deadline.is_some_and(|at| at <= now);
         let ids: Vec<SequenceId> = self.answers.iter().filter(|(_, a)| ended(a)).map(|(id, _)| *id).collect();
         for id in ids {
             let answer = self.remove(id);
-            if answer.events.is_closed() {
+            if left(&answer) {
                 tracing::debug!(generated = answer.clock.predicted_n, "cancelled: its reader left");
             } else {
                 answer.fail(EngineError::Deadline);
@@ -646,13 +715,13 @@ impl StepLoop {
     }
 
     /// Hands on what a step yielded for one sequence.
-    fn tell(&mut self, Output { id: sequence, token, end, cached_tokens, drafts }: Output) {
+    fn tell(&mut self, Output { id: sequence, token, logprobs, end, cached_tokens, drafts }: Output) {
         // Of several ids in one step, the first may have found its reader too far behind.
         let Some(answer) = self.answers.get_mut(&sequence) else { return };
         answer.clock.drafts = drafts;
         answer.clock.cached_n = cached_tokens;
         let (choice, timings) = (answer.choice, answer.clock.tick());
-        let mut told = token.is_none_or(|id| answer.send(Event::Token { choice, id, timings }));
+        let mut told = token.is_none_or(|id| answer.send(Event::Token { choice, id, logprobs, timings }));
         match end {
             Some(End::NotFinite) => {
                 tracing::error!("{}", EngineError::NotFinite);

@@ -18,12 +18,15 @@
 //! one sequence; a step keeps within [`Limits`].
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::block_manager::{BlockManager, BlockTable, PoolUse};
 use super::pace::{Load, Pace};
 use super::sequence::{ClientId, Drafts, End, Priority, Sequence, SequenceId};
-use crate::model::{Batch, BatchSequence, BlockPool, Draw, Input, Limits, Sampled, Sampling};
+use crate::model::{
+    Batch, BatchSequence, BlockPool, HistoryCopy, Input, Limits, Logprobs, Sampled, Sampling,
+};
 
 #[derive(Debug, Clone, Copy)]
 pub struct SchedulerConfig {
@@ -73,11 +76,13 @@ pub struct Share {
 }
 
 /// What one step yielded for one sequence.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Output {
     pub id: SequenceId,
     /// Id for the reader; none where the sampled one is a stop id.
     pub token: Option<u32>,
+    /// Of the sampled id, where they were wanted.
+    pub logprobs: Option<Logprobs>,
     /// Set where the sequence ended; it is gone from the scheduler then.
     pub end: Option<End>,
     /// Prompt tokens that were found in the prefix cache.
@@ -108,6 +113,8 @@ struct Draft {
     step: Step,
     tokens: usize,
     draws: usize,
+    /// Ids of history.
+    history: usize,
     /// Whether anybody in it waits for its next id.
     decodes: bool,
 }
@@ -235,6 +242,7 @@ impl Scheduler {
             step: Step::default(),
             tokens: self.limits.max_batch_tokens,
             draws: self.limits.max_draws,
+            history: self.limits.max_context,
             decodes: false,
         };
         for class in [Priority::Interactive, Priority::Background] {
@@ -277,7 +285,8 @@ impl Scheduler {
         if len == pending && draws > draft.draws {
             len -= 1; // all but the token whose id has no place in this step
         }
-        if len == 0 {
+        let unseen = sequence.unseen();
+        if len == 0 || unseen > draft.history {
             return;
         }
         // From here on the sequence may move, or lose its own place.
@@ -306,24 +315,25 @@ impl Scheduler {
             full_blocks: sequence.table.full().to_vec(),
             sliding_blocks: sliding.collect(),
             sliding_first,
+            history: (unseen > 0).then(|| sequence.tokens[..unseen].to_vec()),
         });
+        sequence.fresh = false;
         sequence.submitted = end + drafts.len();
         sequence.speculating = !drafts.is_empty();
         sequence.drafts.proposed += drafts.len();
         sequence.since = self.now;
         let mut draw = None;
         if len == pending {
-            sequence.drawn += 1;
             draw = Some(draft.step.sampling.draws.len());
-            let params = sequence.sampling;
-            let tokens = len - 1..len + drafts.len();
-            let draws = tokens.map(|token| Draw { sequence: batch_index, token, slot, params });
+            let draws = (0..=drafts.len()).map(|ahead| sequence.draw(batch_index, len - 1 + ahead, ahead));
             draft.step.sampling.draws.extend(draws);
+            sequence.drawn += 1;
         }
         draft.decodes |= start >= sequence.prompt_len;
         let tokens = len + drafts.len();
         draft.tokens -= tokens;
         draft.draws -= if draw.is_some() { 1 + drafts.len() } else { 0 };
+        draft.history -= unseen;
         draft.step.load = draft.step.load.with(start, tokens);
         draft.step.shares.push(Share { id, life, end, draw, drafts });
         *self.served.get_mut(&client).expect("a running sequence's client is known") += len as u64;
@@ -342,7 +352,8 @@ impl Scheduler {
         let room = self.config.speculation_tokens.saturating_sub(draft.step.load.tokens);
         let room = room.min(draft.draws).min(draft.tokens).saturating_sub(waiting_decodes);
         let most = room.min(sequence.max_tokens - sequence.generated() - 1);
-        if !decodes || most == 0 {
+        // What a mask allows behind a guess is not asked for: it follows the answer id by id.
+        if !decodes || most == 0 || sequence.mask.is_some() {
             return Some(Vec::new());
         }
         let drafts = sequence.lookup.propose(&sequence.tokens, most);
@@ -364,16 +375,24 @@ impl Scheduler {
             child.client = parent.client;
             child.priority = parent.priority;
             child.stop_token_ids.clone_from(&parent.stop_token_ids);
+            child.min_tokens = parent.min_tokens;
+            child.bias = Arc::clone(&parent.bias);
+            child.mask.clone_from(&parent.mask);
+            child.logprobs = parent.logprobs;
             child.arrival = parent.arrival;
             child.slot = Some(slot);
             child.table = self.blocks.fork(&parent.table);
             (child.computed, child.submitted) = (parent.computed, parent.submitted);
-            child.drawn = 1;
+            if child.sampling.penalizes() {
+                let from = parent.slot.expect("a running sequence has a slot");
+                let copy = HistoryCopy { from, to: slot, tokens: parent.submitted };
+                draft.step.batch.history_copies.push(copy);
+            }
             child.cached = parent.cached;
             child.since = self.now;
             let draw = draft.step.sampling.draws.len();
-            let params = child.sampling;
-            draft.step.sampling.draws.push(Draw { sequence: batch_index, token, slot, params });
+            draft.step.sampling.draws.push(child.draw(batch_index, token, 0));
+            child.drawn = 1;
             draft.draws -= 1;
             let (id, end) = (child.id, child.submitted);
             draft.step.shares.push(Share { id, life: 0, end, draw: Some(draw), drafts: Vec::new() });
@@ -458,6 +477,7 @@ impl Scheduler {
             (sequence.computed, sequence.submitted) = (cached, cached);
             sequence.cached.get_or_insert(cached.min(sequence.prompt_len));
             sequence.slot = self.free_slots.pop();
+            sequence.fresh = true;
             let forks = self.free_slots.len() - sequence.forks.len();
             sequence.fork_slots = self.free_slots.split_off(forks);
             let id = sequence.id;
@@ -523,6 +543,7 @@ impl Scheduler {
                     outputs.push(Output {
                         id: share.id,
                         token,
+                        logprobs: sampled.logprobs[draw + i].clone(),
                         end: ended,
                         cached_tokens: sequence.cached.unwrap_or(0),
                         drafts: Drafts::default(),

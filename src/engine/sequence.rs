@@ -1,8 +1,11 @@
 //! One prompt and its answer, as the scheduler sees it: ids, lengths, blocks and limits.
 
+use std::fmt;
+use std::sync::Arc;
+
 use super::block_manager::BlockTable;
 use super::speculation::Lookup;
-use crate::model::SamplingParams;
+use crate::model::{Draw, SamplingParams};
 
 /// Name of an answer inside the engine; never reused.
 pub type SequenceId = u64;
@@ -51,7 +54,32 @@ pub struct Fork {
     pub seed: u64,
 }
 
-/// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted, and but for guesses.
+/// Says which ids may come next in one answer, as a grammar has it.
+///
+/// It is asked once for each id, and sees all that came before: a sequence with a mask has no step in flight while its
+/// next one is prepared.
+pub trait TokenMask: Send {
+    /// Bit `id % 32` of word `id / 32` is set where an id may follow `answer`, at least one, for the whole vocabulary.
+    /// `answer` is what it was at the last call and one id more, or the same again, where that draw was lost.
+    fn mask(&mut self, answer: &[u32]) -> Arc<[u32]>;
+
+    /// The same for another answer.
+    fn boxed_clone(&self) -> Box<dyn TokenMask>;
+}
+
+impl Clone for Box<dyn TokenMask> {
+    fn clone(&self) -> Self {
+        self.boxed_clone()
+    }
+}
+
+impl fmt::Debug for dyn TokenMask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("TokenMask")
+    }
+}
+
+/// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted.
 #[derive(Debug)]
 pub struct Sequence {
     pub id: SequenceId,
@@ -63,6 +91,13 @@ pub struct Sequence {
     pub sampling: SamplingParams,
     pub max_tokens: usize,
     pub stop_token_ids: Vec<u32>,
+    /// Ids before which no stop id is drawn.
+    pub min_tokens: usize,
+    /// As [`Draw::bias`]; there must be room for the stop ids as well, where `min_tokens` forbids them.
+    pub bias: Arc<[(u32, f32)]>,
+    pub mask: Option<Box<dyn TokenMask>>,
+    /// As [`Draw::logprobs`].
+    pub logprobs: Option<usize>,
     /// Answers that are to part from this one when the prompt is computed.
     pub forks: Vec<Fork>,
     /// Order of arrival; forks have their parent's.
@@ -86,6 +121,8 @@ pub struct Sequence {
     pub(super) life: u32,
     /// Tokens that were found in the prefix cache when it was first admitted.
     pub(super) cached: Option<usize>,
+    /// Whether its slot has none of its tokens yet, since it was admitted.
+    pub(super) fresh: bool,
     /// The scheduler's step in which it last got on, or arrived.
     pub(super) since: u64,
 }
@@ -102,6 +139,10 @@ impl Sequence {
             sampling,
             max_tokens,
             stop_token_ids: Vec::new(),
+            min_tokens: 0,
+            bias: Arc::default(),
+            mask: None,
+            logprobs: None,
             forks: Vec::new(),
             arrival: 0,
             slot: None,
@@ -115,6 +156,7 @@ impl Sequence {
             drafts: Drafts::default(),
             life: 0,
             cached: None,
+            fresh: false,
             since: 0,
         }
     }
@@ -137,9 +179,38 @@ impl Sequence {
 
     /// Tokens that the next steps must process before the sequence yields an id; 0 where it waits for one that ends it.
     pub(super) fn pending(&self) -> usize {
-        if self.speculating || self.generated() + self.drawn == self.max_tokens {
+        // A mask follows from ids that are known.
+        let masked = self.mask.is_some() && self.drawn > 0;
+        if self.speculating || masked || self.generated() + self.drawn == self.max_tokens {
             return 0;
         }
         self.tokens.len() + self.drawn - self.submitted
+    }
+
+    /// Ids before its next tokens that the device does not have where it counts them, as the sequence was admitted with
+    /// them in the cache.
+    pub(super) fn unseen(&self) -> usize {
+        if self.fresh && self.sampling.penalizes() { self.submitted } else { 0 }
+    }
+
+    /// The draw of the next id but `ahead`, which are guessed, behind a token of the `sequence`-th of a batch.
+    pub(super) fn draw(&mut self, sequence: usize, token: usize, ahead: usize) -> Draw {
+        let answer = &self.tokens[self.prompt_len..];
+        let mut bias = Arc::clone(&self.bias);
+        if answer.len() + self.drawn + ahead < self.min_tokens {
+            let others = bias.iter().copied().filter(|(id, _)| !self.stop_token_ids.contains(id));
+            let stops = self.stop_token_ids.iter().map(|id| (*id, f32::NEG_INFINITY));
+            bias = others.chain(stops).collect();
+        }
+        Draw {
+            sequence,
+            token,
+            slot: self.slot.expect("a running sequence has a slot"),
+            params: self.sampling,
+            prompt_len: self.prompt_len,
+            bias,
+            mask: self.mask.as_mut().map(|mask| mask.mask(answer)),
+            logprobs: self.logprobs,
+        }
     }
 }

@@ -21,7 +21,8 @@ pub mod shaders {
 }
 
 use shaders::{
-    AttentionPush, EmbedPush, GegluPush, MatmulPush, MomentsPush, QkvStorePush, RmsNormPush, SamplePush,
+    AdjustPush, AttentionPush, EmbedPush, GegluPush, HistoryPush, LogprobsPush, MatmulPush, MomentsPush,
+    QkvStorePush, RmsNormPush, SamplePush,
 };
 
 /// Largest head: a workgroup of attention holds one in 64 vec4s. Heads are multiples of 4.
@@ -35,6 +36,11 @@ const TILES: [(u32, u32); 3] = [(1, 1), (4, 2), (8, 4)];
 pub const LAST_SAMPLED: u32 = 1 << 31;
 /// What the sampler writes when logits are not finite.
 pub const NO_TOKEN: u32 = u32::MAX;
+
+/// Most alternatives whose log probabilities come back with an id.
+pub const MAX_LOGPROBS: usize = 20;
+/// Words that the log probabilities of one row take: that of the drawn id, and pairs of alternatives.
+pub const LOGPROB_WORDS: usize = 1 + 2 * MAX_LOGPROBS;
 
 /// Every pipeline there is, with the constants of each, for attention of `group` query heads per KV head.
 #[doc(hidden)]
@@ -117,7 +123,7 @@ pub struct StepArrays {
     pub block_tables: Buffer,
 }
 
-/// One row's parameters as the sample shader reads them.
+/// One row's parameters as the shaders read them that draw (`shaders/common/draws.glsl`).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct SampleRequest {
@@ -129,6 +135,62 @@ pub struct SampleRequest {
     pub seed_high: u32,
     pub position: u32,
     pub slot: u32,
+    pub repetition_penalty: f32,
+    pub presence_penalty: f32,
+    pub frequency_penalty: f32,
+    /// Row of the history, ids of it that are penalized, and how many of these are the prompt's; no ids: no penalties.
+    pub history_slot: u32,
+    pub history_len: u32,
+    pub prompt_len: u32,
+    /// Its pairs of [`DrawArrays::bias`], no id twice.
+    pub first_bias: u32,
+    pub biases: u32,
+    /// One more than the row of [`DrawArrays::masks`]; 0: every id may come.
+    pub mask: u32,
+    /// One more than the alternatives that are reported, at most [`MAX_LOGPROBS`]; 0: no log probabilities.
+    pub logprobs: u32,
+}
+
+impl SampleRequest {
+    /// Ids, with repetitions, whose logits are changed.
+    fn changes(&self) -> u32 {
+        self.history_len.max(self.biases)
+    }
+}
+
+/// What is added to the logit of an id; negative infinity forbids it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Bias {
+    pub id: u32,
+    pub bias: f32,
+}
+
+/// What the draws of a step take, and what comes of them.
+#[derive(Clone)]
+pub struct DrawArrays {
+    /// [`SampleRequest`] `[rows]`
+    pub requests: Buffer,
+    /// [`Bias`] `[..]`
+    pub bias: Buffer,
+    /// u32 `[..][mask_words]`, of [`mask_words`] of the vocabulary: a bit for each id that may come.
+    pub masks: Buffer,
+    /// u32 `[rows]`: the ids drawn.
+    pub ids: Buffer,
+    /// `[rows][LOGPROB_WORDS]`: f32 of the id; pairs of u32 id and f32.
+    pub logprobs: Buffer,
+}
+
+/// The ids of each slot's sequence, by position: u32 `[slots][slot_len]`.
+#[derive(Clone)]
+pub struct History {
+    pub ids: Buffer,
+    pub slot_len: usize,
+}
+
+/// Words of a mask of `vocab` ids.
+pub const fn mask_words(vocab: usize) -> usize {
+    vocab.div_ceil(32)
 }
 
 /// What attention is made for.
@@ -159,7 +221,11 @@ pub struct Kernels {
     heads: Heads,
     geglu: Arc<Pipeline>,
     moments: Arc<Pipeline>,
+    history: Arc<Pipeline>,
+    adjust: [Arc<Pipeline>; 3],
+    adjust_clear: Arc<Pipeline>,
     sample: Arc<Pipeline>,
+    logprobs: Arc<Pipeline>,
 }
 
 impl Kernels {
@@ -204,7 +270,15 @@ impl Kernels {
             heads,
             geglu: device.pipeline(&shaders::GEGLU, &[])?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
+            history: device.pipeline(&shaders::HISTORY, &[])?,
+            adjust: [
+                device.pipeline(&shaders::ADJUST_COUNT, &[])?,
+                device.pipeline(&shaders::ADJUST_PENALIZE, &[])?,
+                device.pipeline(&shaders::ADJUST_BIAS, &[])?,
+            ],
+            adjust_clear: device.pipeline(&shaders::ADJUST_CLEAR, &[])?,
             sample: device.pipeline(&shaders::SAMPLE, &[])?,
+            logprobs: device.pipeline(&shaders::LOGPROBS, &[])?,
         })
     }
 
@@ -474,38 +548,172 @@ impl Kernels {
         recorder.dispatch(&self.moments, &push, groups, &[&x.buffer, sums], &[sums]);
     }
 
-    /// Draws a token per row of `logits`: `ids[row]`, and `sampled[slot]`. Ids from `vocab` up are never drawn.
+    /// Writes the ids of `tokens` tokens where the history has their sequences; `slots`: u32 by entry of
+    /// [`StepArrays::sequence_of`].
+    pub fn history(
+        &self,
+        recorder: &mut Recorder<'_>,
+        step: &StepArrays,
+        slots: &Buffer,
+        sampled: &Buffer,
+        history: &History,
+        tokens: usize,
+    ) {
+        assert!(
+            [&step.ids, &step.positions, &step.sequence_of].iter().all(|b| b.size() >= 4 * tokens as u64)
+        );
+        let push = HistoryPush {
+            ids: step.ids.address(),
+            sampled: sampled.address(),
+            positions: step.positions.address(),
+            sequence_of: step.sequence_of.address(),
+            slots: slots.address(),
+            history: history.ids.address(),
+            tokens: tokens as u32,
+            slot_len: history.slot_len as u32,
+        };
+        let reads = [&step.ids, sampled, &step.positions, &step.sequence_of, slots];
+        recorder.dispatch(
+            &self.history,
+            &push,
+            [(tokens as u32).div_ceil(64), 1, 1],
+            &reads,
+            &[&history.ids],
+        );
+    }
+
+    /// Writes what penalties and biases make of some of the `logits` to `adjusted`, of the same shape, all of whose words
+    /// are 0; [`Kernels::clear_adjusted`] makes them so again. `requests`: what [`DrawArrays::requests`] holds. Nothing
+    /// is recorded where none of them changes anything.
+    pub fn adjust(
+        &self,
+        recorder: &mut Recorder<'_>,
+        logits: &Activations,
+        adjusted: &Activations,
+        draws: &DrawArrays,
+        history: &History,
+        requests: &[SampleRequest],
+    ) {
+        let [count, penalize, bias] = &self.adjust;
+        if requests.iter().any(|request| request.history_len > 0) {
+            self.adjust_by(recorder, count, logits, adjusted, draws, history, requests);
+            self.adjust_by(recorder, penalize, logits, adjusted, draws, history, requests);
+        }
+        if requests.iter().any(|request| request.biases > 0) {
+            self.adjust_by(recorder, bias, logits, adjusted, draws, history, requests);
+        }
+    }
+
+    /// Takes back what [`Kernels::adjust`] did.
+    pub fn clear_adjusted(
+        &self,
+        recorder: &mut Recorder<'_>,
+        logits: &Activations,
+        adjusted: &Activations,
+        draws: &DrawArrays,
+        history: &History,
+        requests: &[SampleRequest],
+    ) {
+        if requests.iter().any(|request| request.changes() > 0) {
+            self.adjust_by(recorder, &self.adjust_clear, logits, adjusted, draws, history, requests);
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn adjust_by(
+        &self,
+        recorder: &mut Recorder<'_>,
+        pipeline: &Pipeline,
+        logits: &Activations,
+        adjusted: &Activations,
+        draws: &DrawArrays,
+        history: &History,
+        requests: &[SampleRequest],
+    ) {
+        logits.check(requests.len(), adjusted.width, "adjust: logits");
+        adjusted.check(requests.len(), logits.width, "adjust: adjusted");
+        assert!(draws.requests.size() >= size_of_val(requests) as u64);
+        for request in requests {
+            let bytes = (request.first_bias + request.biases) as usize * size_of::<Bias>();
+            assert!(draws.bias.size() >= bytes as u64, "adjust: bias");
+            assert!(request.history_len as usize <= history.slot_len, "adjust: history");
+        }
+        let push = AdjustPush {
+            logits: logits.buffer.address(),
+            adjusted: adjusted.buffer.address(),
+            requests: draws.requests.address(),
+            history: history.ids.address(),
+            bias: draws.bias.address(),
+            stride: logits.stride as u32,
+            slot_len: history.slot_len as u32,
+        };
+        let most = requests.iter().map(SampleRequest::changes).max().unwrap_or(0);
+        let groups = [most.div_ceil(256).clamp(1, 64), requests.len() as u32, 1];
+        let reads = [&logits.buffer, &adjusted.buffer, &draws.requests, &history.ids, &draws.bias];
+        recorder.dispatch(pipeline, &push, groups, &reads, &[&adjusted.buffer]);
+    }
+
+    /// Draws a token per row of `logits`, with what [`Kernels::adjust`] made of them: `ids[row]`, and `sampled[slot]`. Ids
+    /// from `vocab` up are never drawn.
     #[allow(clippy::too_many_arguments)]
     pub fn sample(
         &self,
         recorder: &mut Recorder<'_>,
         logits: &Activations,
+        adjusted: &Activations,
         vocab: usize,
-        requests: &Buffer,
-        ids: &Buffer,
+        draws: &DrawArrays,
         sampled: &Buffer,
         rows: usize,
     ) {
         logits.check(rows, logits.width, "sample: logits");
+        adjusted.check(rows, logits.width, "sample: adjusted");
         assert!(vocab > 0 && vocab <= logits.width);
+        let DrawArrays { requests, masks, ids, .. } = draws;
         assert!(
             requests.size() >= (rows * size_of::<SampleRequest>()) as u64 && ids.size() >= 4 * rows as u64
         );
         let push = SamplePush {
             logits: logits.buffer.address(),
+            adjusted: adjusted.buffer.address(),
+            masks: masks.address(),
             requests: requests.address(),
             ids: ids.address(),
             sampled: sampled.address(),
             vocab: vocab as u32,
             logits_stride: logits.stride as u32,
+            mask_words: mask_words(logits.width) as u32,
+            ..SamplePush::default()
         };
-        recorder.dispatch(
-            &self.sample,
-            &push,
-            [rows as u32, 1, 1],
-            &[&logits.buffer, requests],
-            &[ids, sampled],
-        );
+        let reads = [&logits.buffer, &adjusted.buffer, masks, requests];
+        recorder.dispatch(&self.sample, &push, [rows as u32, 1, 1], &reads, &[ids, sampled]);
+    }
+
+    /// Log probabilities, of the raw `logits` of ids below `vocab`, of the ids that were drawn, and of the most likely ones,
+    /// for the rows whose requests want them.
+    pub fn logprobs(
+        &self,
+        recorder: &mut Recorder<'_>,
+        logits: &Activations,
+        vocab: usize,
+        draws: &DrawArrays,
+        rows: usize,
+    ) {
+        logits.check(rows, logits.width, "logprobs: logits");
+        let DrawArrays { requests, ids, logprobs, .. } = draws;
+        assert!(vocab > 0 && vocab <= logits.width && logprobs.size() >= (4 * rows * LOGPROB_WORDS) as u64);
+        let push = LogprobsPush {
+            logits: logits.buffer.address(),
+            requests: requests.address(),
+            ids: ids.address(),
+            result: logprobs.address(),
+            vocab: vocab as u32,
+            logits_stride: logits.stride as u32,
+            out_stride: LOGPROB_WORDS as u32,
+            ..LogprobsPush::default()
+        };
+        let reads = [&logits.buffer, requests, ids];
+        recorder.dispatch(&self.logprobs, &push, [rows as u32, 1, 1], &reads, &[logprobs]);
     }
 }
 

@@ -77,6 +77,52 @@ pub fn philox(mut key: [u32; 2], mut counter: [u32; 4]) -> [u32; 4] {
     counter
 }
 
+/// Penalties of a draw; 1, 0 and 0 are none.
+pub struct Penalties {
+    pub repetition: f32,
+    pub presence: f32,
+    pub frequency: f32,
+}
+
+/// Logits after penalties, biases and a mask (true: may come), as vLLM has them: repetition (Keskar et al., CTRL, 2019) for
+/// what prompt or answer has, presence and frequency (OpenAI) for what the answer has. What is forbidden is -infinity.
+pub fn adjusted(
+    logits: &[f32],
+    prompt: &[u32],
+    answer: &[u32],
+    penalties: &Penalties,
+    bias: &[(u32, f32)],
+    mask: Option<&[bool]>,
+) -> Vec<f32> {
+    let mut y = logits.to_vec();
+    for (id, y) in (0u32..).zip(&mut y) {
+        let count = answer.iter().filter(|&&a| a == id).count();
+        if count > 0 || prompt.contains(&id) {
+            *y = if *y > 0.0 { *y / penalties.repetition } else { *y * penalties.repetition };
+        }
+        *y -= penalties.frequency * count as f32;
+        if count > 0 {
+            *y -= penalties.presence;
+        }
+    }
+    for (id, bias) in bias {
+        y[*id as usize] += bias;
+    }
+    for (y, allowed) in y.iter_mut().zip(mask.unwrap_or(&[])) {
+        if !allowed {
+            *y = f32::NEG_INFINITY;
+        }
+    }
+    y
+}
+
+/// Log probabilities of a row of logits.
+pub fn log_softmax(logits: &[f32]) -> Vec<f64> {
+    let max = logits.iter().cloned().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|l| (f64::from(*l) - f64::from(max)).exp()).sum();
+    logits.iter().map(|l| f64::from(*l) - f64::from(max) - sum.ln()).collect()
+}
+
 /// What is left of a row of logits after temperature, min_p, top_k and top_p, with the probability of each, by
 /// sorting: the textbook's way, not the shader's. Ties at a threshold stay in.
 pub fn filtered(logits: &[f32], temperature: f64, top_k: usize, top_p: f64, min_p: f64) -> Vec<(usize, f64)> {

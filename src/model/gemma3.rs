@@ -18,15 +18,16 @@ use super::memory::{
 };
 use super::weights::{Gemma3Weights, WeightsError};
 use super::{
-    Batch, BatchSequence, BlockCopy, BlockPool, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
+    Batch, BatchSequence, BlockCopy, BlockPool, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS,
+    Runner, RunnerError, Sampled, Sampling, Ticket,
 };
 use crate::checkpoint::{Checkpoint, CheckpointError, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind, Placement};
 use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Uploader};
 use crate::kernels::{
-    Activations, AttentionShape, Embedding, Heads, Kernels, KvCache, LAST_SAMPLED, MAX_GROUP, Matrix,
-    NO_TOKEN, SampleRequest, StepArrays, UploadError,
+    Activations, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Kernels, KvCache, LAST_SAMPLED,
+    LOGPROB_WORDS, MAX_GROUP, Matrix, NO_TOKEN, SampleRequest, StepArrays, UploadError, mask_words,
 };
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
@@ -159,26 +160,39 @@ struct Scratch {
     /// `[intermediate_size]`
     gate: Activations,
     up: Activations,
-    /// The normed rows that logits are wanted of, `[LOGIT_ROWS, hidden_size]`, and the logits.
+    /// The normed rows that logits are wanted of, `[LOGIT_ROWS, hidden_size]`, the logits, and what draws change of them,
+    /// of which all is 0 between steps.
     final_rows: Activations,
     logits: Activations,
+    adjusted: Activations,
+}
+
+/// The tokens of a step whose logits are computed, and how ids are drawn from them: a request for each, or none where
+/// the logits are copied to the host.
+#[derive(Default)]
+struct Wanted {
+    rows: Vec<u32>,
+    requests: Vec<SampleRequest>,
+    bias: Vec<Bias>,
+    masks: Vec<u32>,
 }
 
 /// What one step in flight needs for itself.
 struct Frame {
-    /// The step's arrays as the layers of each pool see them, host-visible, as are `logit_rows` and `requests`.
+    /// The step's arrays as the layers of each pool see them, host-visible, as are all others.
     full: StepArrays,
     sliding: StepArrays,
     logit_rows: Buffer,
-    requests: Buffer,
-    /// Host-visible: the ids drawn.
-    ids: Buffer,
+    draws: DrawArrays,
+    /// u32 of each sequence of the step, and ids that the history gets from the host.
+    slots: Buffer,
+    history: Buffer,
     /// One per submit of the step.
     commands: Vec<CommandBuffer>,
     /// Submits of the step in flight, by their work in multiply-adds.
     submits: Vec<u64>,
-    /// Rows sampled by the step in flight.
-    sampled_rows: usize,
+    /// What was asked of the step in flight, for each id: [`SampleRequest::logprobs`].
+    logprobs: Vec<u32>,
 }
 
 /// A loaded model.
@@ -200,6 +214,7 @@ pub struct Gemma3 {
     frames: Vec<Frame>,
     /// u32 per slot: the id last sampled there.
     sampled: Buffer,
+    history: History,
     /// Host-visible copy of the logits, for `eval`.
     logits_readback: Buffer,
     in_flight: VecDeque<u64>,
@@ -313,6 +328,8 @@ impl Gemma3 {
         loader.read_queued()?;
         let scratch = Scratch::new(&mut arena, &config, tokens)?;
         let sampled = device_buffer(&mut arena, memory::SAMPLED_BYTES, "sampled ids")?;
+        let history = device_buffer(&mut arena, memory::history_bytes(&limits), "history")?;
+        let history = History { ids: history, slot_len: limits.max_context };
         let logits_readback = arena.alloc(
             MemoryKind::Readback,
             Class::Staging,
@@ -402,6 +419,7 @@ impl Gemma3 {
             scratch,
             frames,
             sampled,
+            history,
             logits_readback,
             in_flight: VecDeque::new(),
             next_ticket: 0,
@@ -466,7 +484,7 @@ impl Gemma3 {
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
         let chunk = self.limits.max_batch_tokens;
         for (i, ids) in tokens.chunks(chunk).enumerate() {
-            self.run(0, &self.alone(i * chunk, ids), &[], &[])?;
+            self.run(0, &self.alone(i * chunk, ids), &Wanted::default())?;
             self.frames[0].wait()?;
             each(i * chunk + ids.len());
         }
@@ -511,8 +529,9 @@ impl Gemma3 {
                 full_blocks: (0..blocks).collect(),
                 sliding_blocks: (first as u32..blocks).map(|block| block % ring).collect(),
                 sliding_first: first,
+                history: None,
             }],
-            copies: Vec::new(),
+            ..Batch::default()
         }
     }
 
@@ -528,8 +547,8 @@ impl Gemma3 {
         for (i, ids) in tokens.chunks(chunk).enumerate() {
             let start = i * chunk;
             let batch = self.alone(start, ids);
-            let all: Vec<u32> = (0..ids.len() as u32).collect();
-            self.run(0, &batch, &all, &[])?;
+            let all = Wanted { rows: (0..ids.len() as u32).collect(), ..Wanted::default() };
+            self.run(0, &batch, &all)?;
             self.frames[0].wait()?;
             let n = ids.len();
             self.logits_readback.read(0, &mut padded[..n * stride]);
@@ -541,23 +560,16 @@ impl Gemma3 {
         Ok(())
     }
 
-    /// Records and submits one step on frame `index`. `logit_rows`: tokens of the batch whose logits are computed.
-    /// With `requests`, one per logit row, they are sampled from; without, they are copied to the host.
-    fn run(
-        &mut self,
-        index: usize,
-        batch: &Batch,
-        logit_rows: &[u32],
-        requests: &[SampleRequest],
-    ) -> Result<(), GpuError> {
-        self.frames[index].fill(&self.limits, batch, logit_rows, requests);
-        let segments = self.segments(batch, logit_rows.len());
+    /// Records and submits one step on frame `index`.
+    fn run(&mut self, index: usize, batch: &Batch, wanted: &Wanted) -> Result<(), GpuError> {
+        self.frames[index].fill(&self.limits, batch, wanted);
+        let segments = self.segments(batch, wanted.rows.len());
         let mut frame = std::mem::take(&mut self.frames[index].commands);
-        let result = self.record(index, &mut frame, &segments, batch, logit_rows.len(), !requests.is_empty());
+        let result = self.record(index, &mut frame, &segments, batch, wanted);
         self.frames[index].commands = frame;
         result?;
         self.frames[index].submits = segments.iter().map(|s| s.work).collect();
-        self.frames[index].sampled_rows = requests.len();
+        self.frames[index].logprobs = wanted.requests.iter().map(|request| request.logprobs).collect();
         Ok(())
     }
 
@@ -591,11 +603,10 @@ impl Gemma3 {
         commands: &mut [CommandBuffer],
         segments: &[Segment],
         batch: &Batch,
-        logit_rows: usize,
-        sample: bool,
+        wanted: &Wanted,
     ) -> Result<(), GpuError> {
         let frame = &self.frames[index];
-        let Frame { logit_rows: row_index, requests, ids, .. } = frame;
+        let (row_index, logit_rows) = (&frame.logit_rows, wanted.rows.len());
         let (k, s, tokens) = (&self.kernels, &self.scratch, batch.num_tokens());
         for (Segment { pieces: segment, .. }, commands) in segments.iter().zip(commands) {
             let mut r = commands.begin()?;
@@ -605,6 +616,7 @@ impl Gemma3 {
                 }
                 let scale = (self.config.hidden_size as f64).sqrt() as f32;
                 k.embed(&mut r, &self.embedding, &frame.full.ids, &self.sampled, scale, &s.hidden, tokens);
+                self.record_history(&mut r, frame, batch);
             }
             for layer in &self.layers[segment.start..segment.end.min(self.layers.len())] {
                 self.record_layer(&mut r, layer, frame, tokens);
@@ -613,8 +625,8 @@ impl Gemma3 {
                 let eps = self.config.rms_norm_eps;
                 k.rms_norm_gather(&mut r, &s.hidden, row_index, &self.norm, eps, &s.final_rows, logit_rows);
                 k.matmul(&mut r, self.embedding.matrix(), &s.final_rows, &s.logits, logit_rows);
-                if sample {
-                    k.sample(&mut r, &s.logits, self.sample_below, requests, ids, &self.sampled, logit_rows);
+                if !wanted.requests.is_empty() {
+                    self.record_draws(&mut r, frame, &wanted.requests);
                 } else {
                     let bytes = Activations::bytes(logit_rows, self.config.vocab_size);
                     r.copy(&s.logits.buffer, &self.logits_readback, bytes);
@@ -637,6 +649,38 @@ impl Gemma3 {
                 let block = |id: u32| half.slice(u64::from(id) * bytes, bytes);
                 r.copy(&block(copy.from), &block(copy.to), bytes);
             }
+        }
+    }
+
+    /// Writes the ids of the step's tokens where draws find them, and those before them that the host or another slot has.
+    fn record_history(&self, r: &mut Recorder<'_>, frame: &Frame, batch: &Batch) {
+        let ids = |slot: u32, tokens: usize| {
+            let bytes = 4 * tokens as u64;
+            self.history.ids.slice(4 * u64::from(slot) * self.history.slot_len as u64, bytes)
+        };
+        let mut offset = 0;
+        for (sequence, known) in batch.sequences.iter().filter_map(|s| Some((s, s.history.as_ref()?))) {
+            let bytes = 4 * known.len() as u64;
+            r.copy(&frame.history.slice(offset, bytes), &ids(sequence.slot, known.len()), bytes);
+            offset += bytes;
+        }
+        let tokens = batch.num_tokens();
+        self.kernels.history(r, &frame.full, &frame.slots, &self.sampled, &self.history, tokens);
+        for copy in &batch.history_copies {
+            let (from, to) = (ids(copy.from, copy.tokens), ids(copy.to, copy.tokens));
+            r.copy(&from, &to, 4 * copy.tokens as u64);
+        }
+    }
+
+    /// Draws an id from each row of logits.
+    fn record_draws(&self, r: &mut Recorder<'_>, frame: &Frame, requests: &[SampleRequest]) {
+        let (k, draws, below, n) = (&self.kernels, &frame.draws, self.sample_below, requests.len());
+        let Scratch { logits, adjusted, .. } = &self.scratch;
+        k.adjust(r, logits, adjusted, draws, &self.history, requests);
+        k.sample(r, logits, adjusted, below, draws, &self.sampled, n);
+        k.clear_adjusted(r, logits, adjusted, draws, &self.history, requests);
+        if requests.iter().any(|request| request.logprobs > 0) {
+            k.logprobs(r, logits, below, draws, n);
         }
     }
 
@@ -704,34 +748,16 @@ impl Runner for Gemma3 {
             end += sequence.input.len();
             ends.push(end as u32);
         }
-        let rows: Vec<u32> = sampling
-            .draws
-            .iter()
-            .map(|draw| {
-                let input = &batch.sequences[draw.sequence].input;
-                assert!(draw.token < input.len(), "a draw behind a token that is not there");
-                ends[draw.sequence] - (input.len() - draw.token) as u32
-            })
-            .collect();
-        let requests: Vec<SampleRequest> = sampling
-            .draws
-            .iter()
-            .map(|draw| {
-                let p = draw.params;
-                SampleRequest {
-                    temperature: p.temperature,
-                    top_k: p.top_k,
-                    top_p: p.top_p,
-                    min_p: p.min_p,
-                    seed_low: p.seed as u32,
-                    seed_high: (p.seed >> 32) as u32,
-                    position: (batch.sequences[draw.sequence].start + draw.token + 1) as u32,
-                    slot: draw.slot,
-                }
-            })
-            .collect();
+        let mut wanted = Wanted::default();
+        for draw in &sampling.draws {
+            let sequence = &batch.sequences[draw.sequence];
+            let tokens = sequence.input.len();
+            assert!(draw.token < tokens, "a draw behind a token that is not there");
+            wanted.rows.push(ends[draw.sequence] - (tokens - draw.token) as u32);
+            wanted.draw(&self.limits, draw, sequence);
+        }
         let ticket = self.next_ticket;
-        self.run(ticket as usize % MAX_IN_FLIGHT, batch, &rows, &requests)?;
+        self.run(ticket as usize % MAX_IN_FLIGHT, batch, &wanted)?;
         self.next_ticket += 1;
         self.in_flight.push_back(ticket);
         Ok(Ticket(ticket))
@@ -744,9 +770,49 @@ impl Runner for Gemma3 {
         for (work, commands) in frame.submits.iter().zip(&frame.commands) {
             self.submit_macs = bounded(self.submit_macs, *work, commands.took(), self.max_submit);
         }
-        let mut ids = vec![0u32; frame.sampled_rows];
-        frame.ids.read(0, &mut ids);
-        Ok(Sampled { ids: ids.into_iter().map(|id| (id != NO_TOKEN).then_some(id)).collect() })
+        let mut ids = vec![0u32; frame.logprobs.len()];
+        frame.draws.ids.read(0, &mut ids);
+        let logprobs = (0..).zip(&frame.logprobs).zip(&ids);
+        let logprobs = logprobs.map(|((row, wanted), id)| frame.read_logprobs(row, *wanted, *id)).collect();
+        Ok(Sampled { ids: ids.into_iter().map(|id| (id != NO_TOKEN).then_some(id)).collect(), logprobs })
+    }
+}
+
+impl Wanted {
+    /// Adds the request for one id, with its biases and its mask; panics where a draw breaks its bounds.
+    fn draw(&mut self, limits: &Limits, draw: &Draw, sequence: &BatchSequence) {
+        let (p, position) = (draw.params, (sequence.start + draw.token + 1) as u32);
+        assert!(draw.bias.len() <= MAX_BIASES, "{} biases", draw.bias.len());
+        assert!(draw.bias.iter().all(|(id, _)| (*id as usize) < limits.vocab_size), "bias of an id");
+        assert!(draw.logprobs.is_none_or(|n| n <= MAX_LOGPROBS), "{:?} log probabilities", draw.logprobs);
+        let words = mask_words(limits.vocab_size);
+        let mask = draw.mask.as_ref().map_or(0, |mask| {
+            assert_eq!(mask.len(), words, "words of a mask");
+            self.masks.extend_from_slice(mask);
+            self.masks.len() / words
+        });
+        self.requests.push(SampleRequest {
+            temperature: p.temperature,
+            top_k: p.top_k,
+            top_p: p.top_p,
+            min_p: p.min_p,
+            seed_low: p.seed as u32,
+            seed_high: (p.seed >> 32) as u32,
+            position,
+            slot: draw.slot,
+            repetition_penalty: p.repetition_penalty,
+            presence_penalty: p.presence_penalty,
+            frequency_penalty: p.frequency_penalty,
+            // Also that of a fork, until it has its own.
+            history_slot: sequence.slot,
+            history_len: if p.penalizes() { position } else { 0 },
+            prompt_len: draw.prompt_len as u32,
+            first_bias: self.bias.len() as u32,
+            biases: draw.bias.len() as u32,
+            mask: mask as u32,
+            logprobs: draw.logprobs.map_or(0, |n| n as u32 + 1),
+        });
+        self.bias.extend(draw.bias.iter().map(|&(id, bias)| Bias { id, bias }));
     }
 }
 
@@ -913,6 +979,7 @@ impl Scratch {
             up: next()?,
             final_rows: next()?,
             logits: next()?,
+            adjusted: next()?,
         })
     }
 }
@@ -929,13 +996,23 @@ impl Frame {
         let name = format!("step {index} input");
         let input = arena.alloc(MemoryKind::Upload, Class::Staging, sizes.iter().sum(), &name)?;
         let mut offset = 0;
-        let [ids, positions, sequence_of, full_slots, full_tables, slots, tables, logit_rows, requests] =
-            sizes.map(|bytes| {
-                offset += bytes;
-                input.slice(offset - bytes, bytes)
-            });
-        let ids_out =
-            arena.alloc(MemoryKind::Readback, Class::Staging, memory::DRAWN_IDS_BYTES, "drawn ids")?;
+        let arrays = sizes.map(|bytes| {
+            offset += bytes;
+            input.slice(offset - bytes, bytes)
+        });
+        let [ids, positions, sequence_of, full_slots, full_tables, sliding_slots, tables, ..] =
+            arrays.clone();
+        let [.., logit_rows, requests, slots, history, bias, masks] = arrays;
+        let [ids_bytes, logprobs_bytes] = memory::drawn_bytes();
+        let bytes = ids_bytes + logprobs_bytes;
+        let drawn = arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "drawn ids")?;
+        let draws = DrawArrays {
+            requests,
+            bias,
+            masks,
+            ids: drawn.slice(0, ids_bytes),
+            logprobs: drawn.slice(ids_bytes, logprobs_bytes),
+        };
         let commands = (0..submits)
             .map(|i| CommandBuffer::new(device, &format!("step {index} submit {i}")))
             .collect::<Result<Vec<_>, _>>()?;
@@ -944,7 +1021,7 @@ impl Frame {
                 ids: ids.clone(),
                 positions: positions.clone(),
                 sequence_of: sequence_of.clone(),
-                slot_mapping: slots,
+                slot_mapping: sliding_slots,
                 block_tables: tables,
             },
             full: StepArrays {
@@ -955,16 +1032,18 @@ impl Frame {
                 block_tables: full_tables,
             },
             logit_rows,
-            requests,
-            ids: ids_out,
+            draws,
+            slots,
+            history,
             commands,
             submits: Vec::new(),
-            sampled_rows: 0,
+            logprobs: Vec::new(),
         })
     }
 
     /// Writes a step's arrays; panics on a batch that breaks the limits, which would be a bug above.
-    fn fill(&mut self, limits: &Limits, batch: &Batch, logit_rows: &[u32], requests: &[SampleRequest]) {
+    fn fill(&mut self, limits: &Limits, batch: &Batch, wanted: &Wanted) {
+        let Wanted { rows: logit_rows, requests, bias, masks } = wanted;
         let tokens = batch.num_tokens();
         assert!(tokens > 0 && tokens <= limits.max_batch_tokens, "{tokens} tokens in a step");
         assert!(batch.sequences.len() <= limits.max_sequences, "{} sequences", batch.sequences.len());
@@ -974,6 +1053,9 @@ impl Frame {
         let mut sequence_of = Vec::with_capacity(tokens);
         let (mut full_slots, mut sliding_slots) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
         let (kv, table_blocks) = (&limits.kv, memory::table_blocks(limits));
+        // Tokens of no sequence have a slot of nobody.
+        let mut slots = vec![limits.max_sequences as u32; limits.max_sequences + 1];
+        let mut history = Vec::new();
         for (row, sequence) in batch.sequences.iter().enumerate() {
             let end = sequence.start + sequence.input.len();
             assert!(!sequence.input.is_empty() && end <= limits.max_context, "sequence of {end} tokens");
@@ -992,6 +1074,11 @@ impl Frame {
                     "block table of sliding layers"
                 );
                 assert!(sliding_first * BLOCK_SIZE <= (sequence.start + 1).saturating_sub(window), "window");
+            }
+            slots[row] = sequence.slot;
+            if let Some(known) = &sequence.history {
+                assert_eq!(known.len(), sequence.start, "history");
+                history.extend_from_slice(known);
             }
             match &sequence.input {
                 Input::Ids(known) => {
@@ -1019,7 +1106,26 @@ impl Frame {
         self.full.slot_mapping.write(0, &full_slots);
         self.sliding.slot_mapping.write(0, &sliding_slots);
         self.logit_rows.write(0, logit_rows);
-        self.requests.write(0, requests);
+        assert!(history.len() <= limits.max_context, "{} ids of history in a step", history.len());
+        self.slots.write(0, &slots);
+        self.history.write(0, &history);
+        self.draws.requests.write(0, requests);
+        self.draws.bias.write(0, bias);
+        self.draws.masks.write(0, masks);
+    }
+
+    /// The log probabilities of a row, where they were wanted and an id was drawn.
+    fn read_logprobs(&self, row: usize, wanted: u32, id: u32) -> Option<Logprobs> {
+        if wanted == 0 || id == NO_TOKEN {
+            return None;
+        }
+        let mut words = vec![0u32; 2 * wanted as usize - 1];
+        self.draws.logprobs.read((4 * row * LOGPROB_WORDS) as u64, &mut words);
+        let top = words[1..].chunks_exact(2).map(|pair| (pair[0], f32::from_bits(pair[1])));
+        Some(Logprobs {
+            drawn: f32::from_bits(words[0]),
+            top: top.filter(|(id, _)| *id != NO_TOKEN).collect(),
+        })
     }
 
     fn wait(&mut self) -> Result<(), GpuError> {

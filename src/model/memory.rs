@@ -7,10 +7,10 @@
 
 use super::config::{Gemma3Config, LayerType};
 use super::weights::Gemma3Weights;
-use super::{KvLimits, Limits};
+use super::{KvLimits, Limits, MAX_BIASES};
 use crate::checkpoint::CheckpointError;
 use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Request};
-use crate::kernels::{Activations, Embedding, Matrix, SampleRequest};
+use crate::kernels::{Activations, Bias, Embedding, LOGPROB_WORDS, Matrix, SampleRequest, mask_words};
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
 /// Tokens per KV block.
@@ -234,6 +234,7 @@ impl Demand<'_> {
             add(Class::Activations, device, Activations::bytes(rows, width), name.into());
         }
         add(Class::Activations, device, SAMPLED_BYTES, "sampled ids".into());
+        add(Class::Activations, device, history_bytes(&limits), "history".into());
         for name in ["rope table (sliding layers)", "rope table (full layers)"] {
             add(Class::Activations, device, rope_table_bytes(c, context), name.into());
         }
@@ -250,7 +251,7 @@ impl Demand<'_> {
         for step in 0..MAX_IN_FLIGHT {
             let input = step_input_bytes(&limits).iter().sum();
             add(Class::Staging, MemoryKind::Upload, input, format!("step {step} input"));
-            add(Class::Staging, MemoryKind::Readback, DRAWN_IDS_BYTES, "drawn ids".into());
+            add(Class::Staging, MemoryKind::Readback, drawn_bytes().iter().sum(), "drawn ids".into());
         }
 
         for (i, kind) in c.layer_types.iter().enumerate() {
@@ -416,11 +417,18 @@ fn largest(mut fitting: usize, most: usize, fits: impl Fn(usize) -> bool) -> usi
 
 /// u32 per slot: the id last sampled there.
 pub(super) const SAMPLED_BYTES: u64 = 4 * MAX_SEQUENCES as u64;
-/// u32 per row of logits.
-pub(super) const DRAWN_IDS_BYTES: u64 = 4 * LOGIT_ROWS as u64;
+/// What comes back for each row of logits: a u32 of the id, and its log probabilities.
+pub(super) fn drawn_bytes() -> [u64; 2] {
+    [4 * LOGIT_ROWS as u64, (4 * LOGIT_ROWS * LOGPROB_WORDS) as u64].map(|bytes| bytes.next_multiple_of(256))
+}
+
+/// u32 for each position of each slot, and of a sequence that fills up a step.
+pub(super) fn history_bytes(limits: &Limits) -> u64 {
+    4 * ((limits.max_sequences + 1) * limits.max_context) as u64
+}
 
 /// Activations of a step: name, rows, width, in the order of `Scratch`.
-pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 11] {
+pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 12] {
     let heads = c.num_attention_heads * c.head_dim;
     let kv_heads = c.num_key_value_heads * c.head_dim;
     [
@@ -435,6 +443,7 @@ pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, us
         ("up", tokens, c.intermediate_size),
         ("final rows", LOGIT_ROWS, c.hidden_size),
         ("logits", LOGIT_ROWS, c.vocab_size),
+        ("adjusted logits", LOGIT_ROWS, c.vocab_size),
     ]
 }
 
@@ -473,12 +482,18 @@ pub(super) fn table_blocks(limits: &Limits) -> usize {
 }
 
 /// The arrays of one step: ids, positions, sequence of each token; slots and block tables of full and of sliding layers;
-/// logit rows, sample requests. One more sequence has the tokens that fill up a step.
-pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 9] {
+/// logit rows, sample requests; slots of the sequences, their history, biases and masks of the draws. One more sequence has
+/// the tokens that fill up a step.
+pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 13] {
     let tokens = 4 * limits.max_batch_tokens as u64;
     let tables = 4 * ((limits.max_sequences + 1) * table_blocks(limits)) as u64;
     let requests = (LOGIT_ROWS * size_of::<SampleRequest>()) as u64;
-    [tokens, tokens, tokens, tokens, tables, tokens, tables, 4 * LOGIT_ROWS as u64, requests]
+    let slots = 4 * (limits.max_sequences + 1) as u64;
+    let history = 4 * limits.max_context as u64;
+    let biases = (LOGIT_ROWS * MAX_BIASES * size_of::<Bias>()) as u64;
+    let masks = (4 * LOGIT_ROWS * mask_words(limits.vocab_size)) as u64;
+    let rows = 4 * LOGIT_ROWS as u64;
+    [tokens, tokens, tokens, tokens, tables, tokens, tables, rows, requests, slots, history, biases, masks]
         .map(|bytes| bytes.next_multiple_of(256))
 }
 

@@ -10,6 +10,6 @@ pub mod shapes;
 pub mod weights;
 
 pub use runner::{
-    Batch, BatchSequence, BlockCopy, BlockPool, Draw, Input, KvLimits, Limits, Runner, RunnerError, Sampled,
-    Sampling, SamplingParams, Ticket,
+    Batch, BatchSequence, BlockCopy, BlockPool, Draw, HistoryCopy, Input, KvLimits, Limits, Logprobs,
+    MAX_BIASES, MAX_LOGPROBS, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
 };

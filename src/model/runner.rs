@@ -4,6 +4,13 @@
 //! step there, so that the engine can prepare and submit a step before it has seen the last one's ids.
 //! Implementations: [`crate::model::gemma3::Gemma3`], and the scripted fake of the engine's tests.
 
+use std::sync::Arc;
+
+pub use crate::kernels::MAX_LOGPROBS;
+
+/// Biases that one draw takes at most.
+pub const MAX_BIASES: usize = 1024;
+
 /// The KV cache of a runner: two pools of blocks, for Gemma-3 has two kinds of layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvLimits {
@@ -92,6 +99,17 @@ pub struct BatchSequence {
     /// The same of sliding layers, from the block of index `sliding_first` on: all that the positions see.
     pub sliding_blocks: Vec<u32>,
     pub sliding_first: usize,
+    /// The ids at `0..start`, where draws of the sequence count them and this slot did not compute them. All sequences of
+    /// a step have at most `max_context` together.
+    pub history: Option<Vec<u32>>,
+}
+
+/// A slot whose first ids are those of another, as they are when a step's tokens are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HistoryCopy {
+    pub from: u32,
+    pub to: u32,
+    pub tokens: usize,
 }
 
 /// One step. A batch has no phase: prefill chunks and decodes are the same thing of different length.
@@ -100,6 +118,7 @@ pub struct Batch {
     pub sequences: Vec<BatchSequence>,
     /// Made before anything is computed.
     pub copies: Vec<BlockCopy>,
+    pub history_copies: Vec<HistoryCopy>,
 }
 
 impl Batch {
@@ -108,7 +127,7 @@ impl Batch {
     }
 }
 
-/// Distribution a token is drawn from. Order: temperature, min_p, top_k, top_p.
+/// Distribution a token is drawn from. Order: penalties, biases, mask, temperature, min_p, top_k, top_p.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SamplingParams {
     /// 0 is greedy: the highest logit, ties to the lowest id.
@@ -119,16 +138,36 @@ pub struct SamplingParams {
     pub top_p: f32,
     /// Relative to the most likely token's probability; 0 is off.
     pub min_p: f32,
+    /// Divides the positive logits of ids that prompt or answer have, and multiplies the others of these; above 0, 1 is off.
+    pub repetition_penalty: f32,
+    /// Taken from the logits of ids that the answer has; 0 is off.
+    pub presence_penalty: f32,
+    /// The same for each time that it has them; 0 is off.
+    pub frequency_penalty: f32,
     /// The draw at a position depends on (seed, position) and the logits, on nothing else.
     pub seed: u64,
 }
 
 impl SamplingParams {
-    pub const GREEDY: Self = Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 };
+    pub const GREEDY: Self = Self {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        seed: 0,
+    };
+
+    /// Whether a draw depends on which ids came before, beside what the logits make of them.
+    pub fn penalizes(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
 }
 
 /// One id to draw behind a token of a batch.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Draw {
     /// Index into `Batch::sequences`.
     pub sequence: usize,
@@ -137,6 +176,15 @@ pub struct Draw {
     /// Slot that the id goes to: the sequence's own, or that of one which is forked from it.
     pub slot: u32,
     pub params: SamplingParams,
+    /// Tokens of the sequence that are its prompt; those behind them are its answer.
+    pub prompt_len: usize,
+    /// Added to the logits of these ids, none of them twice; negative infinity forbids one. At most [`MAX_BIASES`].
+    pub bias: Arc<[(u32, f32)]>,
+    /// Bit `id % 32` of word `id / 32` is set where an id may come, for the whole vocabulary; none: all may.
+    pub mask: Option<Arc<[u32]>>,
+    /// How many of the most likely ids come back with the one drawn, and the log probabilities of all; at most
+    /// [`MAX_LOGPROBS`].
+    pub logprobs: Option<usize>,
 }
 
 /// What a step draws, in ascending order of (sequence, token).
@@ -151,9 +199,20 @@ pub struct Ticket(pub u64);
 
 /// Ids drawn in one step, one per entry of [`Sampling::draws`], in that order; none where the logits were no finite
 /// numbers, which is the sequence's fault, not the device's: the others may go on.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Sampled {
     pub ids: Vec<Option<u32>>,
+    /// For each of them, where they were wanted.
+    pub logprobs: Vec<Option<Logprobs>>,
+}
+
+/// Natural logarithms of what the model itself holds for likely, before penalties, temperature and the rest.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Logprobs {
+    /// Of the id that was drawn.
+    pub drawn: f32,
+    /// The most likely ids, the likeliest first, ties to the lowest id.
+    pub top: Vec<(u32, f32)>,
 }
 
 /// The device failed. None of these is answered by computing elsewhere.

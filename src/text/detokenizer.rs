@@ -9,6 +9,7 @@ use super::Tokenizer;
 use super::tokenizer::Piece;
 
 /// Turns a stream of token ids into a stream of text.
+#[derive(Clone)]
 pub struct Detokenizer {
     tokenizer: Tokenizer,
     skip_special: bool,

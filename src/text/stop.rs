@@ -13,6 +13,7 @@ pub const MAX_STOPS: usize = 4;
 pub const MAX_STOP_BYTES: usize = 1024;
 
 /// Finds the first stop string in text that arrives in pieces.
+#[derive(Clone)]
 pub struct StopMatcher {
     patterns: Vec<Pattern>,
     /// Text that is a proper prefix of some stop string.
@@ -20,6 +21,7 @@ pub struct StopMatcher {
     stopped: bool,
 }
 
+#[derive(Clone)]
 struct Pattern {
     stop: String,
     /// `failure[n]`: length of the longest proper border of the first `n + 1` bytes.

@@ -1,0 +1,42 @@
+// What the kernels that draw ids share: one Request per row of logits (`SampleRequest` in src/kernels).
+struct Request {
+    float temperature;
+    uint top_k;
+    float top_p;
+    float min_p;
+    uint seed_low;
+    uint seed_high;
+    uint position;
+    uint slot;
+    float repetition;
+    float presence;
+    float frequency;
+    // Row of the history, how many of its ids count, and how many of these, the first ones, are the prompt's. No ids:
+    // no penalties.
+    uint history_slot;
+    uint history_len;
+    uint prompt_len;
+    uint first_bias;
+    uint biases;
+    // One more than the index of its mask; 0: every id may come.
+    uint mask;
+    // One more than the alternatives that are reported; 0: no log probabilities.
+    uint logprobs;
+};
+layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Requests { Request at[]; };
+
+const uint NONE = 0xffffffffu;
+const float LOWEST = uintBitsToFloat(0xff800000u);
+
+// A word of `adjusted`, one for each logit. 0: the logit stands as it is. Below FIRST_CHANGED, and only until the
+// penalties are taken: PROMPT where the prompt has the id, and how often the answer has it. Else a changed logit, its
+// bits xor'ed with those of -infinity, which no changed logit is: so all words of the two first kinds are negative NaNs.
+const uint FIRST_CHANGED = 1u << 23;
+const uint PROMPT = 1u << 22;
+// What is forbidden: the lowest finite number.
+const float FORBIDDEN = uintBitsToFloat(0xff7fffffu);
+
+uint changed(float logit) { return floatBitsToUint(max(logit, FORBIDDEN)) ^ 0xff800000u; }
+float adjusted_logit(uint word, float logit) {
+    return word == 0 ? logit : uintBitsToFloat(word ^ 0xff800000u);
+}
