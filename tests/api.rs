@@ -24,7 +24,8 @@ use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
 
 const MODEL: &str = "makers/tiny-gemma";
 const END_OF_TURN: u32 = 106;
-const DEFAULTS: SamplingDefaults = SamplingDefaults { temperature: 0.9, top_k: 64, top_p: 0.95, min_p: 0.0 };
+const DEFAULTS: SamplingDefaults =
+    SamplingDefaults { temperature: 0.9, top_k: 64, top_p: 0.95, min_p: 0.0, repetition_penalty: 1.25 };
 const OPTIONS: Options = Options {
     max_body_bytes: 64 << 10,
     body_stall: Duration::from_millis(200),
@@ -250,6 +251,84 @@ async fn stop_strings_end_an_answer_and_never_show() {
 }
 
 #[tokio::test]
+async fn log_probabilities_have_openais_shape() {
+    // Letters outside the vocabulary are several tokens of a byte each.
+    let text = "Vim: ½ or two?";
+    let app = app_that_says(text);
+    let ids = tokenizer().encode(text, false).unwrap();
+    let fields = json!({"logprobs": true, "top_logprobs": 2});
+    let (_, body) = complete(&app, with(chat("Hi"), fields.clone())).await;
+    let logprobs = &body["choices"][0]["logprobs"];
+    assert_eq!(logprobs["refusal"], Value::Null);
+    let tokens = logprobs["content"].as_array().expect("a list").clone();
+    assert_eq!(tokens.len(), ids.len(), "one for each token but the stop token");
+    for (token, id) in tokens.iter().zip(&ids) {
+        let bytes = tokenizer().token_bytes(*id).unwrap();
+        assert_eq!((&token["bytes"], &token["logprob"]), (&json!(bytes), &json!(-0.5)), "{token}");
+        assert_eq!(token["token"], json!(String::from_utf8_lossy(&bytes)));
+        let top = token["top_logprobs"].as_array().expect("a list");
+        assert_eq!((top.len(), &top[0]["bytes"], &top[1]["logprob"]), (2, &json!(bytes), &json!(-1.5)));
+    }
+    let (lines, _) = stream(&app, with(chat("Hi"), with(fields, json!({"stream": true})))).await;
+    let chunks = parse(&lines);
+    assert_eq!(content(&chunks), text);
+    let of = |chunk: &Value| chunk["choices"][0]["logprobs"]["content"].as_array().cloned();
+    assert_eq!(chunks.iter().filter_map(of).flatten().collect::<Vec<_>>(), tokens);
+
+    let (_, body) = complete(&app, with(chat("Hi"), json!({"logprobs": true}))).await;
+    assert_eq!(body["choices"][0]["logprobs"]["content"][0]["top_logprobs"], json!([]));
+}
+
+#[tokio::test]
+async fn n_answers_come_with_seeds_of_their_own_and_each_ends_for_itself() {
+    let limits = Limits { max_sequences: 3, max_draws: 3, ..limits() };
+    let answers = ["One.", "Two, and more", "Three"].map(|text| tokenizer().encode(text, false).unwrap());
+    let mut scripts = answers.map(|ids| says(&ids, END_OF_TURN));
+    let script: Script = Box::new(move |tokens, params| scripts[params.seed as usize - 7](tokens, params));
+    let app = app_with(limits, OPTIONS, DEFAULTS, script);
+    let fields = json!({"n": 3, "seed": 7, "stop": ", and"});
+    let (status, body) = complete(&app, with(chat("Count"), fields.clone())).await;
+    assert_eq!(status, 200, "{body}");
+    let expected = ["One.", "Two", "Three"];
+    for (i, text) in expected.iter().enumerate() {
+        let choice = &body["choices"][i];
+        assert_eq!((&choice["index"], &choice["message"]["content"]), (&json!(i), &json!(text)));
+        assert_eq!(choice["finish_reason"], "stop");
+    }
+    let usage = &body["usage"];
+    let sum = usage["prompt_tokens"].as_u64().unwrap() + usage["completion_tokens"].as_u64().unwrap();
+    assert_eq!(usage["total_tokens"], sum);
+    assert_all_free(&app.engine).await;
+
+    let (lines, _) = stream(&app, with(chat("Count"), with(fields, json!({"stream": true})))).await;
+    let chunks = parse(&lines);
+    for (i, text) in expected.iter().enumerate() {
+        let own: Vec<Value> = chunks.iter().filter(|c| c["choices"][0]["index"] == i).cloned().collect();
+        assert_eq!(content(&own), *text);
+        assert_eq!(own[0]["choices"][0]["delta"]["role"], "assistant");
+        let reasons = own.iter().filter(|c| !c["choices"][0]["finish_reason"].is_null());
+        assert_eq!(reasons.count(), 1);
+    }
+    assert!(chunks.last().unwrap()["timings"]["predicted_n"].is_number());
+    assert_all_free(&app.engine).await;
+}
+
+#[tokio::test]
+async fn biases_and_the_extensions_for_lengths_reach_the_sampler() {
+    let app = app_that_says("ok");
+    let ids = tokenizer().encode("ok", false).unwrap();
+    // The fake takes the id behind one that is forbidden.
+    let next = tokenizer().detokenizer(true).push(ids[0] + 1).to_owned();
+    let bias = json!({"max_tokens": 1, "logit_bias": {ids[0].to_string(): -100}});
+    assert_eq!(answer(&app, with(chat("Hi"), bias)).await, (next, "length".to_owned()));
+    let on = json!({"ignore_eos": true, "max_tokens": 9});
+    assert_eq!(answer(&app, with(chat("Hi"), on)).await.1, "length");
+    let (_, body) = complete(&app, with(chat("Hi"), json!({"min_tokens": 7}))).await;
+    assert!(body["usage"]["completion_tokens"].as_u64() > Some(7), "{body}");
+    assert_eq!(body["choices"][0]["finish_reason"], "stop");
+}
+
+#[tokio::test]
 async fn max_tokens_and_the_context_bound_an_answer() {
     let app = app(says(&[], 300));
     for name in ["max_tokens", "max_completion_tokens"] {
@@ -322,13 +401,23 @@ async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
         json!({"temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125, "seed": 7}),
         json!({"temperature": null, "top_p": 0, "top_k": -1, "seed": -1}),
         json!({"temperature": 1e-30, "top_k": 5.0, "seed": 18446744073709551615u64}),
+        json!({"seed": 8, "presence_penalty": -1.5, "frequency_penalty": 2, "repetition_penalty": 0.5}),
+        json!({"seed": 8, "repeat_penalty": 1}),
     ] {
         let (status, body) = complete(&app, with(chat("Hi"), fields)).await;
         assert_eq!(status, 200, "{body}");
     }
     let seen = seen.lock().unwrap();
-    let SamplingDefaults { temperature, top_k, top_p, min_p } = DEFAULTS;
-    let default = |seed| SamplingParams { temperature, top_k, top_p, min_p, seed, ..SamplingParams::GREEDY };
+    let SamplingDefaults { temperature, top_k, top_p, min_p, repetition_penalty } = DEFAULTS;
+    let default = |seed| SamplingParams {
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty,
+        seed,
+        ..SamplingParams::GREEDY
+    };
     assert_eq!(seen[0], default(seen[0].seed));
     assert_ne!(seen[0].seed, seen[1].seed, "without a seed each answer has its own");
     let asked = SamplingParams { temperature: 0.5, top_k: 3, top_p: 0.25, min_p: 0.125, ..default(7) };
@@ -339,6 +428,9 @@ async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
         "top_p 0 is the likeliest"
     );
     assert_eq!(seen[4], SamplingParams { temperature: 0.0, top_k: 5, ..default(u64::MAX) });
+    let penalties = (seen[5].presence_penalty, seen[5].frequency_penalty, seen[5].repetition_penalty);
+    assert_eq!(penalties, (-1.5, 2.0, 0.5));
+    assert_eq!(seen[6], SamplingParams { repetition_penalty: 1.0, ..default(8) }, "llama.cpp's name");
 }
 
 #[tokio::test]
@@ -440,15 +532,23 @@ async fn bad_bodies_are_refused_by_field() {
         (body(json!({"stop": [""]})), "stop", "invalid_value"),
         (body(json!({"stop": ["a", "b", "c", "d", "e"]})), "stop", "invalid_value"),
         (body(json!({"stop": "x".repeat(5000)})), "stop", "invalid_value"),
-        (body(json!({"n": 2})), "n", "unsupported_value"),
+        (body(json!({"n": 2})), "n", "invalid_value"), // this one runs one at a time
         (body(json!({"n": 0})), "n", "invalid_value"),
-        (body(json!({"logprobs": true})), "logprobs", "unsupported_value"),
-        (body(json!({"top_logprobs": 2})), "top_logprobs", "unsupported_value"),
-        (body(json!({"presence_penalty": 0.5})), "presence_penalty", "unsupported_value"),
+        (body(json!({"logprobs": 3})), "logprobs", "invalid_value"),
+        (body(json!({"logprobs": true, "top_logprobs": 21})), "top_logprobs", "invalid_value"),
+        (body(json!({"top_logprobs": 2})), "top_logprobs", "invalid_value"),
+        (body(json!({"presence_penalty": 2.5})), "presence_penalty", "invalid_value"),
         (body(json!({"frequency_penalty": -3})), "frequency_penalty", "invalid_value"),
-        (body(json!({"repetition_penalty": 1.1})), "repetition_penalty", "unsupported_value"),
-        (body(json!({"logit_bias": {"5": 1}})), "logit_bias", "unsupported_value"),
+        (body(json!({"repetition_penalty": 0})), "repetition_penalty", "invalid_value"),
+        (body(json!({"repeat_penalty": -1.1})), "repeat_penalty", "invalid_value"),
         (body(json!({"logit_bias": {"5": "x"}})), "logit_bias.5", "invalid_value"),
+        (body(json!({"logit_bias": {"5": 101}})), "logit_bias.5", "invalid_value"),
+        (body(json!({"logit_bias": {"5": 1, "05": 2}})), "logit_bias.05", "invalid_value"),
+        (body(json!({"logit_bias": {"hello": 1}})), "logit_bias.hello", "invalid_value"),
+        (body(json!({"logit_bias": {"512": 1}})), "logit_bias.512", "invalid_value"),
+        (body(json!({"logit_bias": [5]})), "logit_bias", "invalid_value"),
+        (body(json!({"min_tokens": 6, "max_tokens": 5})), "min_tokens", "invalid_value"),
+        (body(json!({"ignore_eos": 1})), "ignore_eos", "invalid_value"),
         (body(json!({"response_format": {"type": "json_object"}})), "response_format", "unsupported_value"),
         (body(json!({"response_format": {}})), "response_format.type", "missing_required_parameter"),
         (body(json!({"response_format": "text"})), "response_format", "invalid_value"),
@@ -710,7 +810,8 @@ async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
     let full = json!({
         "model": MODEL, "stream": false, "stream_options": {"include_usage": true}, "max_tokens": 5, "temperature": 0.7,
         "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 42, "stop": ["a", "b"], "n": 1, "logprobs": false,
-        "logit_bias": {"1": 0}, "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto",
+        "top_logprobs": 0, "logit_bias": {"1": 3}, "presence_penalty": 0.5, "min_tokens": 1, "tool_choice": "auto",
+        "response_format": {"type": "text"}, "tools": [],
         "messages": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "Grüße 🦄"}]},
@@ -750,7 +851,7 @@ async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
                 let at = rng.random_range(0..bytes.len());
                 match rng.random_range(0..4) {
                     0 => bytes[at] = rng.random(),
-                    1 => drop(bytes.remove(at)),
+                    1 if bytes.len() > 1 => drop(bytes.remove(at)),
                     2 => bytes.insert(at, *b"\"{}[],:\\0e-u".choose(&mut rng).unwrap()),
                     _ => bytes.truncate(at.max(1)),
                 }

@@ -1,9 +1,11 @@
 //! From the engine's events to the text of an answer.
 
 use crate::engine::{EngineError, Event, FinishReason, Timings};
+use crate::model::Logprobs;
 use crate::text::{Detokenizer, StopMatcher};
 
 /// Turns token events into text that never holds half a character, nor any byte of a stop string.
+#[derive(Clone)]
 pub struct AnswerText {
     detokenizer: Detokenizer,
     stops: StopMatcher,
@@ -14,7 +16,9 @@ pub struct AnswerText {
 pub struct Delta {
     /// May be empty.
     pub text: String,
-    /// Set where this is the last of it; the engine's stream should be dropped then.
+    /// The token that the event brought, where log probabilities were asked for; its text may come later.
+    pub logprobs: Option<(u32, Logprobs)>,
+    /// Set where this is the last of it; the engine need not go on with this answer then.
     pub end: Option<End>,
 }
 
@@ -31,10 +35,11 @@ impl AnswerText {
 
     pub fn push(&mut self, event: Event) -> Delta {
         match event {
-            Event::Token { id, timings, .. } => {
+            Event::Token { id, logprobs, timings, .. } => {
                 let stopped = self.stops.push(self.detokenizer.push(id));
                 let reason = FinishReason::Stop;
-                Delta { text: stopped.text, end: stopped.stop.map(|_| End::Finished { reason, timings }) }
+                let end = stopped.stop.map(|_| End::Finished { reason, timings });
+                Delta { text: stopped.text, logprobs: logprobs.map(|logprobs| (id, logprobs)), end }
             }
             Event::Finished { mut reason, timings, .. } => {
                 let stopped = self.stops.push(self.detokenizer.finish());
@@ -43,9 +48,11 @@ impl AnswerText {
                     Some(_) => reason = FinishReason::Stop,
                     None => text.push_str(&self.stops.finish()),
                 }
-                Delta { text, end: Some(End::Finished { reason, timings }) }
+                Delta { text, logprobs: None, end: Some(End::Finished { reason, timings }) }
             }
-            Event::Failed(error) => Delta { text: String::new(), end: Some(End::Failed(error)) },
+            Event::Failed(error) => {
+                Delta { text: String::new(), logprobs: None, end: Some(End::Failed(error)) }
+            }
         }
     }
 }

@@ -49,7 +49,7 @@ pub(super) async fn completions(
         prepared.await.map_err(|e| ApiError::Bug(format!("preparing a prompt: {e}")))??;
     engine.client = client_of(&headers, peer.map(|Extension(ConnectInfo(address))| address.ip()));
 
-    let seed = engine.sampling.seed;
+    let (seed, n) = (engine.sampling.seed, 1 + engine.more_seeds.len());
     let tokens = service.engine().submit(engine)?;
     drop(arriving); // from here on the engine's queue is the bound
     let reply = Reply {
@@ -61,10 +61,11 @@ pub(super) async fn completions(
     };
     if request.stream {
         let keep_alive = KeepAlive::new().interval(server.options.keep_alive);
-        let chunks = stream_chunks(reply, tokens, answer, request.include_usage);
+        let answers = Answers::new(tokens, answer, n, service);
+        let chunks = stream_chunks(reply, answers, request.include_usage);
         Ok(Sse::new(chunks).keep_alive(keep_alive).into_response())
     } else {
-        collect(reply, tokens, answer).await.map(|body| Json(body).into_response())
+        collect(reply, Answers::new(tokens, answer, n, service)).await.map(|body| Json(body).into_response())
     }
 }
 
@@ -139,8 +140,9 @@ impl Reply {
     }
 
     /// One chunk of a stream. Where usage was asked for, every chunk has the field.
-    fn chunk(&self, delta: Value, finish_reason: Option<&str>, usage: bool) -> Value {
-        let choice = json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish_reason});
+    fn chunk(&self, index: usize, delta: Value, finish_reason: Option<&str>, usage: bool) -> Value {
+        let choice =
+            json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": finish_reason});
         let mut chunk = self.object("chat.completion.chunk", json!([choice]));
         if usage {
             chunk["usage"] = Value::Null;
@@ -168,62 +170,133 @@ impl Reply {
     }
 }
 
-async fn collect(reply: Reply, mut tokens: TokenStream, mut answer: AnswerText) -> Result<Value, ApiError> {
-    let mut text = String::new();
-    let (reason, timings) = loop {
-        let event = tokens.next().await.ok_or_else(|| ApiError::Bug("an answer had no end".into()))?;
-        let Delta { text: more, end } = answer.push(event);
-        text.push_str(&more);
-        match end {
-            None => {}
-            Some(End::Finished { reason, timings }) => break (reason, timings),
-            Some(End::Failed(error)) => return Err(error.into()),
+/// The answers to one request, as they come.
+struct Answers {
+    tokens: TokenStream,
+    texts: Vec<AnswerText>,
+    /// Why and when each ended.
+    ends: Vec<Option<(FinishReason, Timings)>>,
+    service: Arc<Service>,
+}
+
+/// What one event adds to an answer.
+struct Piece {
+    choice: usize,
+    text: String,
+    /// OpenAI's object for the token that it brought.
+    logprobs: Option<Value>,
+    end: Option<FinishReason>,
+}
+
+impl Answers {
+    fn new(tokens: TokenStream, text: AnswerText, n: usize, service: Arc<Service>) -> Self {
+        Self { tokens, texts: vec![text; n], ends: vec![None; n], service }
+    }
+
+    /// None behind the end of the last answer.
+    async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
+        if self.ends.iter().all(Option::is_some) {
+            return None;
         }
-    };
-    reply.log(reason, &timings);
-    let message = json!({"role": "assistant", "content": text, "refusal": null});
-    let choice =
-        json!({"index": 0, "message": message, "logprobs": null, "finish_reason": finish_reason(reason)});
-    let mut body = reply.object("chat.completion", json!([choice]));
+        let Some(event) = self.tokens.next().await else {
+            return Some(Err(ApiError::Bug("an answer had no end".into())));
+        };
+        // A failure is that of all answers.
+        let choice = event.choice().unwrap_or(0);
+        let Delta { text, logprobs, end } = self.texts[choice].push(event);
+        let end = match end {
+            None => None,
+            Some(End::Failed(error)) => return Some(Err(error.into())),
+            Some(End::Finished { reason, timings }) => {
+                self.ends[choice] = Some((reason, timings));
+                // A stop string ends it here and not in the engine.
+                self.tokens.stop(choice);
+                Some(reason)
+            }
+        };
+        let logprobs = logprobs.map(|(id, logprobs)| self.service.logprobs_json(id, &logprobs));
+        Some(Ok(Piece { choice, text, logprobs, end }))
+    }
+
+    /// Of all answers together, which share their prompt.
+    fn timings(&self) -> Timings {
+        let ends = || self.ends.iter().flatten().map(|(_, timings)| *timings);
+        let decode = ends().map(|timings| timings.decode).max().unwrap_or_default();
+        let predicted_n = ends().map(|timings| timings.predicted_n).sum();
+        Timings { decode, predicted_n, ..ends().next().unwrap_or_default() }
+    }
+}
+
+fn logprobs_content(tokens: Vec<Value>) -> Value {
+    json!({"content": tokens, "refusal": null})
+}
+
+async fn collect(reply: Reply, mut answers: Answers) -> Result<Value, ApiError> {
+    let n = answers.ends.len();
+    let (mut texts, mut logprobs) = (vec![String::new(); n], vec![Vec::new(); n]);
+    let mut last = FinishReason::Stop;
+    while let Some(piece) = answers.next().await {
+        let piece = piece?;
+        texts[piece.choice].push_str(&piece.text);
+        logprobs[piece.choice].extend(piece.logprobs);
+        last = piece.end.unwrap_or(last);
+    }
+    let timings = answers.timings();
+    reply.log(last, &timings);
+    let choices = answers.ends.iter().flatten().zip(texts).zip(logprobs).enumerate();
+    let choices = choices.map(|(index, (((reason, _), text), tokens))| {
+        let message = json!({"role": "assistant", "content": text, "refusal": null});
+        let logprobs = if tokens.is_empty() { Value::Null } else { logprobs_content(tokens) };
+        let reason = finish_reason(*reason);
+        json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
+    });
+    let mut body = reply.object("chat.completion", choices.collect());
     body["usage"] = usage(&timings);
     body["timings"] = timings_json(&timings);
     Ok(body)
 }
 
-/// Role first, then content, then the finish reason, then usage if asked; `[DONE]` last. An error that comes after
-/// the headers is a line of the stream.
+/// Of each answer the role first, then content, then the finish reason; then usage if asked; `[DONE]` last. An error that
+/// comes after the headers is a line of the stream.
 fn stream_chunks(
     reply: Reply,
-    mut tokens: TokenStream,
-    mut answer: AnswerText,
+    mut answers: Answers,
     include_usage: bool,
 ) -> impl Stream<Item = Result<sse::Event, Infallible>> {
     let line = |value: Value| Ok(sse::Event::default().data(value.to_string()));
     async_stream::stream! {
-        yield line(reply.chunk(json!({"role": "assistant", "content": ""}), None, include_usage));
-        while let Some(event) = tokens.next().await {
-            let Delta { text, end } = answer.push(event);
-            if !text.is_empty() {
-                yield line(reply.chunk(json!({"content": text}), None, include_usage));
-            }
-            match end {
-                None => continue,
-                Some(End::Failed(error)) => yield line(ApiError::from(error).body()),
-                Some(End::Finished { reason, timings }) => {
-                    // The engine need not wait for a slow client to read the last lines.
-                    drop(tokens);
-                    reply.log(reason, &timings);
-                    let mut last = reply.chunk(json!({}), Some(finish_reason(reason)), include_usage);
-                    if include_usage {
-                        yield line(last);
-                        last = reply.object("chat.completion.chunk", json!([]));
-                        last["usage"] = usage(&timings);
-                    }
-                    last["timings"] = timings_json(&timings);
-                    yield line(last);
+        for choice in 0..answers.ends.len() {
+            let role = json!({"role": "assistant", "content": ""});
+            yield line(reply.chunk(choice, role, None, include_usage));
+        }
+        while let Some(piece) = answers.next().await {
+            let Piece { choice, text, logprobs, end } = match piece {
+                Ok(piece) => piece,
+                Err(error) => {
+                    yield line(error.body());
+                    break;
                 }
+            };
+            if !text.is_empty() || logprobs.is_some() {
+                let mut chunk = reply.chunk(choice, json!({"content": text}), None, include_usage);
+                if let Some(token) = logprobs {
+                    chunk["choices"][0]["logprobs"] = logprobs_content(vec![token]);
+                }
+                yield line(chunk);
             }
-            break;
+            let Some(reason) = end else { continue };
+            let mut last = reply.chunk(choice, json!({}), Some(finish_reason(reason)), include_usage);
+            if answers.ends.iter().all(Option::is_some) {
+                let timings = answers.timings();
+                reply.log(reason, &timings);
+                if include_usage {
+                    yield line(last);
+                    last = reply.object("chat.completion.chunk", json!([]));
+                    last["usage"] = usage(&timings);
+                }
+                last["timings"] = timings_json(&timings);
+            }
+            yield line(last);
         }
         yield Ok(sse::Event::default().data("[DONE]"));
     }

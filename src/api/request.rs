@@ -9,9 +9,12 @@
 //! - **`tools`** with `tool_choice` absent, `auto` or `none` are ignored, since chat front ends attach them to
 //!   every message: `auto` allows an answer without a call. A choice that demands a call is refused.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
+use crate::model::MAX_LOGPROBS;
 use crate::text::{Content, MAX_STOPS, Message};
 
 /// What was asked; absent fields are the model's defaults.
@@ -27,8 +30,20 @@ pub struct ChatRequest {
     pub top_p: Option<f32>,
     pub top_k: Option<u32>,
     pub min_p: Option<f32>,
+    pub presence_penalty: Option<f32>,
+    pub frequency_penalty: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    /// No id twice, no bias 0.
+    pub logit_bias: Vec<(u32, f32)>,
     pub seed: Option<u64>,
     pub stop: Vec<String>,
+    /// At most `max_tokens`, if that is there.
+    pub min_tokens: Option<usize>,
+    pub ignore_eos: bool,
+    /// Log probabilities of each token, and of so many alternatives.
+    pub logprobs: Option<usize>,
+    /// Answers; at least 1.
+    pub n: Option<usize>,
 }
 
 impl ChatRequest {
@@ -46,6 +61,8 @@ impl ChatRequest {
         let max_tokens = fields.integer("max_completion_tokens", 1, i64::from(u32::MAX))?;
         let max_tokens = max_tokens.or(fields.integer("max_tokens", 1, i64::from(u32::MAX))?);
         let temperature = fields.number("temperature", 0.0, 2.0)?;
+        let min_tokens = fields.integer("min_tokens", 0, max_tokens.unwrap_or(i64::from(u32::MAX)))?;
+        let n = fields.integer("n", 1, 128)?;
         let top_k = fields.integer("top_k", -1, i64::from(u32::MAX))?;
         Ok(Self {
             model,
@@ -58,8 +75,16 @@ impl ChatRequest {
             // -1 is how vLLM's clients say "off".
             top_k: top_k.map(|k| u32::try_from(k).unwrap_or(0)),
             min_p: fields.number("min_p", 0.0, 1.0)?.map(|p| p as f32),
+            presence_penalty: fields.number("presence_penalty", -2.0, 2.0)?.map(|p| p as f32),
+            frequency_penalty: fields.number("frequency_penalty", -2.0, 2.0)?.map(|p| p as f32),
+            repetition_penalty: repetition_penalty(&fields)?,
+            logit_bias: logit_bias(&fields)?,
             seed: seed(&fields)?,
             stop: stop(&fields)?,
+            min_tokens: min_tokens.map(|n| n as usize),
+            ignore_eos: fields.bool("ignore_eos")?.unwrap_or(false),
+            logprobs: logprobs(&fields)?,
+            n: n.map(|n| n as usize),
         })
     }
 }
@@ -137,6 +162,39 @@ fn include_usage(fields: &Fields) -> Result<bool, ApiError> {
     Ok(include.unwrap_or(false))
 }
 
+/// vLLM's name, or llama.cpp's.
+fn repetition_penalty(fields: &Fields) -> Result<Option<f32>, ApiError> {
+    let [ours, theirs] = ["repetition_penalty", "repeat_penalty"].map(|name| fields.number(name, 1e-3, 1e3));
+    Ok(ours?.or(theirs?).map(|p| p as f32))
+}
+
+/// Token id, written as a string, to what is added to its logit.
+fn logit_bias(fields: &Fields) -> Result<Vec<(u32, f32)>, ApiError> {
+    let Some(map) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
+    let mut biases = BTreeMap::new();
+    for (token, bias) in map {
+        let at = format!("logit_bias.{}", short(token));
+        let id: u32 = token.parse().map_err(|_| ApiError::invalid(&at, "expected a token id as the name"))?;
+        let bias = bias.as_f64().ok_or_else(|| wrong_type(&at, "a number", bias))?;
+        if !(-100.0..=100.0).contains(&bias) {
+            return Err(ApiError::invalid(at, format!("expected a number from -100 to 100, got {bias}")));
+        }
+        if biases.insert(id, bias as f32).is_some() {
+            return Err(ApiError::invalid(at, "names a token that another entry names"));
+        }
+    }
+    Ok(biases.into_iter().filter(|(_, bias)| *bias != 0.0).collect())
+}
+
+fn logprobs(fields: &Fields) -> Result<Option<usize>, ApiError> {
+    let wanted = fields.bool("logprobs")?.unwrap_or(false);
+    let top = fields.integer("top_logprobs", 0, MAX_LOGPROBS as i64)?.unwrap_or(0);
+    if top > 0 && !wanted {
+        return Err(ApiError::invalid("top_logprobs", "expected logprobs to be true beside it"));
+    }
+    Ok(wanted.then_some(top as usize))
+}
+
 /// Any integer of 64 bits, signed or not.
 fn seed(fields: &Fields) -> Result<Option<u64>, ApiError> {
     let Some(value) = fields.get("seed") else { return Ok(None) };
@@ -171,37 +229,6 @@ fn stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
 
 /// Fields that change the answer and that this version cannot honour.
 fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
-    if fields.integer("n", 1, 128)?.is_some_and(|n| n != 1) {
-        return Err(ApiError::unsupported("n", "this server gives one answer per request"));
-    }
-    if fields.bool("logprobs")? == Some(true) {
-        return Err(ApiError::unsupported("logprobs", "this server does not report log probabilities"));
-    }
-    if fields.integer("top_logprobs", 0, 20)?.is_some_and(|n| n > 0) {
-        return Err(ApiError::unsupported("top_logprobs", "this server does not report log probabilities"));
-    }
-    for (name, off, low, high) in [
-        ("presence_penalty", 0.0, -2.0, 2.0),
-        ("frequency_penalty", 0.0, -2.0, 2.0),
-        ("repetition_penalty", 1.0, 0.0, 10.0),
-        ("repeat_penalty", 1.0, 0.0, 10.0),
-    ] {
-        if fields.number(name, low, high)?.is_some_and(|p| p != off) {
-            return Err(ApiError::unsupported(
-                name,
-                format!("penalties are not supported; leave it out or at {off}"),
-            ));
-        }
-    }
-    if let Some(bias) = fields.object("logit_bias")? {
-        for (token, bias) in bias {
-            let at = || format!("logit_bias.{}", short(token));
-            let bias = bias.as_f64().ok_or_else(|| wrong_type(at(), "a number", bias))?;
-            if bias != 0.0 {
-                return Err(ApiError::unsupported("logit_bias", "biases are not supported; leave it out"));
-            }
-        }
-    }
     if let Some(format) = fields.object("response_format")? {
         let kind = Fields(format).string("type").map_err(|e| nested("response_format", e))?;
         match kind.ok_or_else(|| missing("response_format.type"))? {

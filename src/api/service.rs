@@ -2,12 +2,14 @@
 //!
 //! Shared by the server and the terminal commands, so that both answer alike.
 
+use serde_json::{Value, json};
+
 use super::answer::AnswerText;
 use super::error::ApiError;
 use super::random_u64;
 use super::request::ChatRequest;
 use crate::engine::{EngineHandle, Request};
-use crate::model::SamplingParams;
+use crate::model::{Logprobs, SamplingParams};
 use crate::text::{ChatTemplate, Message, StopMatcher, TextError, Tokenizer, normalize};
 
 /// A temperature below this is greedy, whoever gave it: dividing logits by it would leave the range of f32.
@@ -32,6 +34,7 @@ pub struct SamplingDefaults {
     pub top_k: u32,
     pub top_p: f32,
     pub min_p: f32,
+    pub repetition_penalty: f32,
 }
 
 impl Service {
@@ -57,21 +60,46 @@ impl Service {
         &self.engine
     }
 
-    /// Renders and tokenizes; what remains is [`EngineHandle::submit`], and to push its events into the answer.
+    /// Renders and tokenizes; what remains is [`EngineHandle::submit`], and to push the events of each answer into a copy of
+    /// the text that comes with it.
     /// Takes a processor for seconds where the conversation is long.
     pub fn prepare(&self, request: &ChatRequest) -> Result<(Request, AnswerText), ApiError> {
         let stops = StopMatcher::new(&request.stop).map_err(|e| match e {
             TextError::Stop(problem) => ApiError::invalid("stop", problem),
             other => ApiError::Text(other.to_string()),
         })?;
+        let vocab_size = self.engine.limits().vocab_size;
+        if let Some((id, _)) = request.logit_bias.iter().find(|(id, _)| *id as usize >= vocab_size) {
+            let problem = format!("expected a token id below {vocab_size}");
+            return Err(ApiError::invalid(format!("logit_bias.{id}"), problem));
+        }
         let prompt = self.prompt(&request.messages)?;
+        let sampling = self.sampling(request);
+        let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
         let engine = Request {
-            sampling: self.sampling(request),
+            sampling,
             max_tokens: request.max_tokens,
-            stop_token_ids: self.stop_token_ids.clone(),
+            stop_token_ids: if request.ignore_eos { Vec::new() } else { self.stop_token_ids.clone() },
+            min_tokens: request.min_tokens.unwrap_or(0),
+            bias: request.logit_bias.clone(),
+            logprobs: request.logprobs,
+            more_seeds: (1..=more).map(|i| sampling.seed.wrapping_add(i)).collect(),
             ..Request::new(prompt)
         };
         Ok((engine, AnswerText::new(self.tokenizer.detokenizer(true), stops)))
+    }
+
+    /// OpenAI's object for one token of an answer.
+    pub fn logprobs_json(&self, id: u32, logprobs: &Logprobs) -> Value {
+        let token = |id: u32, logprob: f32| {
+            let bytes = self.tokenizer.token_bytes(id);
+            let text = bytes.as_deref().map(String::from_utf8_lossy);
+            // JSON has no infinity; this is what OpenAI says for next to impossible.
+            json!({"token": text.unwrap_or_default(), "logprob": logprob.max(-9999.0), "bytes": bytes})
+        };
+        let mut object = token(id, logprobs.drawn);
+        object["top_logprobs"] = logprobs.top.iter().map(|(id, logprob)| token(*id, *logprob)).collect();
+        object
     }
 
     fn prompt(&self, messages: &[Message]) -> Result<Vec<u32>, ApiError> {
@@ -117,9 +145,9 @@ impl Service {
             top_k,
             top_p,
             min_p: request.min_p.unwrap_or(defaults.min_p),
-            repetition_penalty: 1.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
+            repetition_penalty: request.repetition_penalty.unwrap_or(defaults.repetition_penalty),
+            presence_penalty: request.presence_penalty.unwrap_or(0.0),
+            frequency_penalty: request.frequency_penalty.unwrap_or(0.0),
             seed: request.seed.unwrap_or_else(random_u64),
         }
     }

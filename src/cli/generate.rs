@@ -113,7 +113,7 @@ async fn answer(
             eprintln!("(stopped)");
             return Ok(text);
         };
-        let Delta { text: more, end } = answer.push(event);
+        let Delta { text: more, end, .. } = answer.push(event);
         print(&more)?;
         text.push_str(&more);
         match end {

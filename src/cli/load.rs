@@ -285,9 +285,6 @@ impl Drop for EndEngine {
 
 /// As transformers reads the file: greedy unless it says `do_sample`; what it leaves out restricts nothing.
 fn defaults(generation: &GenerationConfig) -> SamplingDefaults {
-    if generation.repetition_penalty.is_some_and(|p| p != 1.0) {
-        tracing::warn!("generation_config.json: repetition_penalty is not supported, and is ignored");
-    }
     let temperature =
         if generation.do_sample == Some(true) { generation.temperature.unwrap_or(1.0) } else { 0.0 };
     SamplingDefaults {
@@ -295,5 +292,6 @@ fn defaults(generation: &GenerationConfig) -> SamplingDefaults {
         top_k: generation.top_k.unwrap_or(0),
         top_p: generation.top_p.unwrap_or(1.0),
         min_p: generation.min_p.unwrap_or(0.0),
+        repetition_penalty: generation.repetition_penalty.unwrap_or(1.0),
     }
 }

@@ -207,6 +207,35 @@ def sdk_same_seed_gives_the_same_text(server):
     assert len(set(texts)) > 1, "six seeds gave one text: the seed does nothing"
 
 
+def sdk_reports_log_probabilities(server):
+    choice = ask(server, FRANCE, logprobs=True, top_logprobs=3).choices[0]
+    tokens = choice.logprobs.content
+    assert "".join(token.token for token in tokens) == choice.message.content, tokens
+    for token in tokens:  # greedy: the likeliest
+        assert len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token, token
+        assert token.logprob <= 0 and bytes(token.bytes).decode() == token.token, token
+    chunks, text = streamed(server, FRANCE, logprobs=True)
+    content = [token for chunk in chunks if chunk.choices and chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.content]
+    assert "".join(token.token for token in content) == text, content
+    assert [token.logprob for token in content] == [token.logprob for token in tokens]
+
+
+def sdk_gives_n_answers(server):
+    story = user("Tell me a short story.")
+    answer = ask(server, story, temperature=1.0, seed=7, n=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    alone = [ask(server, story, temperature=1.0, seed=seed).choices[0].message.content for seed in (7, 8, 9)]
+    assert [choice.message.content for choice in answer.choices] == alone, alone
+
+
+def sdk_penalties_and_lengths_count(server):
+    whole = ask(server, FRANCE).choices[0].message.content
+    cold = {"presence_penalty": 2.0, "frequency_penalty": 2.0}
+    assert ask(server, FRANCE, **cold, extra_body={"repetition_penalty": 3.0}).choices[0].message.content != whole
+    for fields in [{"ignore_eos": True}, {"min_tokens": 48}]:
+        assert ask(server, FRANCE, extra_body=fields).usage.completion_tokens == 48, fields
+
+
 def sdk_recalls_beyond_one_window(server):
     answer = ask(server, RECALL)
     assert answer.usage.prompt_tokens > 2 * 64, answer.usage
@@ -221,7 +250,7 @@ def sdk_unknown_model_is_not_found(server):
 
 def sdk_bad_requests_are_refused(server):
     for fields in [{"messages": []}, {"messages": FRANCE, "temperature": -1}, {"messages": FRANCE, "top_p": 2.0},
-                   {"messages": user("x"), "max_tokens": 0}, {"messages": [{"role": "nobody", "content": "x"}]}]:
+                   {"messages": user("x"), "max_tokens": 0}, {"messages": FRANCE, "presence_penalty": 3}, {"messages": [{"role": "nobody", "content": "x"}]}]:
         error = raised(openai.BadRequestError, lambda: ask(server, **{"messages": FRANCE, **fields}))
         assert error.type == "invalid_request_error" and error.message, (fields, error.body)
 
@@ -517,7 +546,8 @@ PLAIN = [
 ]
 SDK = [
     sdk_lists_the_model, sdk_answers_paris, sdk_streams_the_same_answer, sdk_stream_carries_usage_when_asked,
-    sdk_stops_at_the_token_limit, sdk_honours_a_stop_string, sdk_same_seed_gives_the_same_text, sdk_recalls_beyond_one_window,
+    sdk_stops_at_the_token_limit, sdk_honours_a_stop_string, sdk_same_seed_gives_the_same_text,
+    sdk_reports_log_probabilities, sdk_gives_n_answers, sdk_penalties_and_lengths_count, sdk_recalls_beyond_one_window,
     sdk_unknown_model_is_not_found, sdk_bad_requests_are_refused, sdk_too_long_a_prompt_is_named, readme_python_example_streams,
 ]
 
