@@ -471,18 +471,17 @@ impl BlockManager {
 
     /// Forgets the oldest turns until the rest is within its bound.
     fn forget_turns(&mut self) {
-        let kept = |nodes: &[Node], (turn, ids): &(u64, Vec<NodeId>)| {
-            ids.iter().filter(|id| nodes[**id as usize].turn == *turn).count()
-        };
-        let mut total: usize = self.turns.iter().map(|turn| kept(&self.nodes, turn)).sum();
+        // What was evicted, or belongs to a newer turn by now, is none of these any more.
+        let nodes = &self.nodes;
+        self.turns.retain_mut(|(turn, ids)| {
+            ids.retain(|id| nodes[*id as usize].turn == *turn);
+            !ids.is_empty()
+        });
+        let mut total: usize = self.turns.iter().map(|(_, ids)| ids.len()).sum();
         while total > self.turn_blocks {
-            let oldest = self.turns.pop_front().expect("blocks are kept by turns");
-            total -= kept(&self.nodes, &oldest);
-            for id in oldest.1 {
-                if self.nodes[id as usize].turn == oldest.0 {
-                    self.set_turn(id, 0);
-                }
-            }
+            let (_, ids) = self.turns.pop_front().expect("blocks are kept by turns");
+            total -= ids.len();
+            ids.into_iter().for_each(|id| self.set_turn(id, 0));
         }
     }
 

@@ -28,10 +28,12 @@ impl Load {
 
 /// Newer steps count more: after this many the weight of one has fallen to a third.
 const MEMORY_STEPS: f64 = 200.0;
+/// The covariance's diagonal is at most this.
+const MOST_UNCERTAIN: f64 = 1e3;
 /// Steps before the fit is trusted.
 const LEARNING_STEPS: u64 = 4;
 /// Prefill tokens beside decodes while nothing is known, and the fewest there ever are, or a prompt would never be done.
-const CAREFUL_TOKENS: usize = 16;
+pub(super) const CAREFUL_TOKENS: usize = 16;
 
 /// Recursive least squares with forgetting (Haykin, Adaptive Filter Theory, chapter 10).
 #[derive(Debug, Clone)]
@@ -65,10 +67,13 @@ impl Pace {
         for (seconds, gain) in self.seconds.iter_mut().zip(px) {
             *seconds += gain / scale * error;
         }
-        self.covariance = std::array::from_fn(|i| {
-            // Bounded, or a feature that is never seen to vary would let it grow without end.
-            std::array::from_fn(|j| ((p[i][j] - px[i] * px[j] / scale) / forget).clamp(-1e3, 1e3))
-        });
+        let next: [[f64; 3]; 3] =
+            std::array::from_fn(|i| std::array::from_fn(|j| (p[i][j] - px[i] * px[j] / scale) / forget));
+        // Bounded as a whole, so that it stays what a covariance is: a feature that is not seen to vary would let it grow
+        // without end.
+        let largest = (0..3).map(|i| next[i][i]).fold(0.0, f64::max);
+        let bound = (MOST_UNCERTAIN / largest).min(1.0);
+        self.covariance = next.map(|row| row.map(|p| p * bound));
         self.steps += 1;
     }
 
@@ -84,12 +89,12 @@ impl Pace {
         })
     }
 
-    /// Of `wanted` tokens at positions `start..`, how many may join `load` for the step to stay within `bound`; at least a
-    /// few, however slow the device is.
-    pub fn room(&self, load: Load, start: usize, wanted: usize, bound: Duration) -> usize {
-        let least = CAREFUL_TOKENS.min(wanted);
+    /// Of `wanted` tokens at positions `start..`, how many may join `load` for the step to stay within `bound`; at least
+    /// `least`, however slow the device is.
+    pub fn room(&self, load: Load, start: usize, wanted: usize, least: usize, bound: Duration) -> usize {
+        let least = least.min(wanted);
         let fits = |tokens: usize| self.predict(load.with(start, tokens)).is_some_and(|took| took <= bound);
-        if wanted == least || !fits(least) {
+        if wanted == least || (least > 0 && !fits(least)) {
             return least;
         }
         let (mut fitting, mut beyond) = (least, wanted + 1);
@@ -113,11 +118,8 @@ mod tests {
             )
         };
         let mut pace = Pace::new();
-        assert_eq!(
-            pace.room(Load::default(), 0, 500, Duration::from_secs(1)),
-            CAREFUL_TOKENS,
-            "nothing is known"
-        );
+        let room = |pace: &Pace, start, bound| pace.room(Load::default(), start, 500, CAREFUL_TOKENS, bound);
+        assert_eq!(room(&pace, 0, Duration::from_secs(1)), CAREFUL_TOKENS, "nothing is known");
         for i in 0..400usize {
             let load = Load::default().with(37 * i % 900, 1 + 29 * i % 64).with(11 * i % 300, 1 + i % 3);
             pace.observe(load, took(load));
@@ -128,13 +130,38 @@ mod tests {
             assert!((expected - found).abs() < 0.05 * expected, "{expected} and {found}");
         }
         let bound = Duration::from_millis(120);
-        let [near, far] = [0, 4000].map(|start| pace.room(Load::default(), start, 500, bound));
+        let [near, far] = [0, 4000].map(|start| room(&pace, start, bound));
         assert!(took(Load::default().with(0, near)) <= bound * 21 / 20 && near > 60, "{near}");
         assert!(far < near && far >= CAREFUL_TOKENS, "chunks shrink with depth: {near}, {far}");
-        assert_eq!(
-            pace.room(Load::default(), 0, 500, Duration::ZERO),
-            CAREFUL_TOKENS,
-            "a prompt always gets on"
-        );
+        assert_eq!(room(&pace, 0, Duration::ZERO), CAREFUL_TOKENS, "a prompt always gets on");
+        assert_eq!(pace.room(Load::default(), 0, 500, 0, Duration::ZERO), 0, "but not every prompt");
+    }
+
+    #[test]
+    fn a_long_time_of_nothing_but_decodes_unlearns_nothing() {
+        for streams in [1, 8, 16, 64] {
+            let took = |load: Load| {
+                Duration::from_secs_f64(0.050 + 0.004 * load.tokens as f64 + 1e-6 * load.keys as f64)
+            };
+            let mut pace = Pace::new();
+            let step = |depth: usize| (0..streams).fold(Load::default(), |load, _| load.with(depth, 1));
+            let prefill = |pace: &mut Pace, chunk: usize| {
+                let load = step(500).with(300, chunk);
+                pace.observe(load, took(load));
+            };
+            (0..100).for_each(|i| prefill(&mut pace, 16 + 7 * i % 200));
+            for i in 0..20_000 {
+                let load = step(600 + i % 200);
+                pace.observe(load, took(load));
+            }
+            (0..20).for_each(|i| prefill(&mut pace, 16 + 31 * i % 200));
+            for load in [step(700), step(700).with(0, 64), step(700).with(0, 256)] {
+                let (expected, found) = (took(load).as_secs_f64(), pace.predict(load).unwrap().as_secs_f64());
+                assert!(
+                    (expected - found).abs() < 0.25 * expected,
+                    "{streams} streams: {expected} and {found}"
+                );
+            }
+        }
     }
 }

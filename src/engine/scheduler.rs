@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::block_manager::{BlockManager, BlockTable, PoolUse};
-use super::pace::{Load, Pace};
+use super::pace::{CAREFUL_TOKENS, Load, Pace};
 use super::sequence::{ClientId, Drafts, End, Priority, Sequence, SequenceId};
 use crate::model::{
     Batch, BatchSequence, BlockPool, HistoryCopy, Input, Limits, Logprobs, Sampled, Sampling,
@@ -115,8 +115,10 @@ struct Draft {
     draws: usize,
     /// Ids of history.
     history: usize,
-    /// Whether anybody in it waits for its next id.
+    /// Whether anybody waits for its next id: in the step, or in one under way.
     decodes: bool,
+    /// Whether a part of a prompt is in it.
+    prefills: bool,
 }
 
 impl Scheduler {
@@ -243,7 +245,8 @@ impl Scheduler {
             tokens: self.limits.max_batch_tokens,
             draws: self.limits.max_draws,
             history: self.limits.max_context,
-            decodes: false,
+            decodes: self.running.iter().any(|s| s.submitted >= s.prompt_len),
+            prefills: false,
         };
         for class in [Priority::Interactive, Priority::Background] {
             for decodes in [true, false] {
@@ -277,10 +280,8 @@ impl Scheduler {
         let Some(drafts) = self.guess(draft, index) else { return };
         let sequence = &self.running[index];
         let (id, start, pending) = (sequence.id, sequence.submitted, sequence.pending());
-        let mut len = pending.min(draft.tokens);
-        if pending > 1 && draft.decodes && len > 0 {
-            len = pace.room(draft.step.load, start, len, self.config.gap);
-        }
+        let mut len =
+            if pending > 1 { self.chunk(draft, start, pending, pace) } else { pending.min(draft.tokens) };
         let draws = 1 + sequence.forks.len();
         if len == pending && draws > draft.draws {
             len -= 1; // all but the token whose id has no place in this step
@@ -329,7 +330,7 @@ impl Scheduler {
             draft.step.sampling.draws.extend(draws);
             sequence.drawn += 1;
         }
-        draft.decodes |= start >= sequence.prompt_len;
+        draft.prefills |= pending > 1;
         let tokens = len + drafts.len();
         draft.tokens -= tokens;
         draft.draws -= if draw.is_some() { 1 + drafts.len() } else { 0 };
@@ -340,6 +341,17 @@ impl Scheduler {
         if draw.is_some() {
             self.part(draft, index, batch_index, len - 1);
         }
+    }
+
+    /// How many of the `pending` tokens of a prompt from `start` on the step has room for. Beside decodes one prompt gets a
+    /// few however long the step takes then, the others what the time allows.
+    fn chunk(&self, draft: &Draft, start: usize, pending: usize, pace: &Pace) -> usize {
+        let wanted = pending.min(draft.tokens);
+        if !draft.decodes {
+            return wanted;
+        }
+        let least = if draft.prefills { 0 } else { CAREFUL_TOKENS };
+        pace.room(draft.step.load, start, wanted, least, self.config.gap)
     }
 
     /// Ids that may follow a sequence that decodes, as many as the step has room for; none at all where a guess is to be
@@ -420,6 +432,10 @@ impl Scheduler {
                 return Some(index);
             }
             let victim = self.last_in_line(draft).unwrap_or(index);
+            let last = (0..self.running.len()).max_by_key(|i| {
+                let s = &self.running[*i];
+                (s.priority, s.arrival, s.id)
+            });
             let comes_after =
                 |a: &Sequence, b: &Sequence| (a.priority, a.arrival, a.id) > (b.priority, b.arrival, b.id);
             let own = &self.running[index];
@@ -427,8 +443,9 @@ impl Scheduler {
                 self.preempt(victim);
                 continue;
             }
-            // The step under way will let go of what the window leaves behind; without one, nothing will.
-            if own.submitted == own.computed {
+            // Those that come after it are in the step, or its own step under way will let go of what the window leaves
+            // behind: it waits for them. Else nobody will make room for it.
+            if own.submitted == own.computed && last == Some(index) {
                 self.preempt(index);
             }
             return None;
@@ -459,7 +476,7 @@ impl Scheduler {
     fn admit(&mut self, class: Priority, draft: &mut Draft, pace: &Pace) -> bool {
         loop {
             let Some(index) = self.first_in_line(class) else { return true };
-            if draft.tokens == 0 {
+            if self.chunk(draft, 0, self.waiting[index].tokens.len(), pace) == 0 {
                 return false;
             }
             if !self.has_place(index, draft) {
@@ -510,13 +527,28 @@ impl Scheduler {
         if self.running.is_empty() && draft.step.shares.is_empty() {
             return true; // all there is can be had
         }
-        let kv = self.limits.kv;
-        // Blocks of the prefix that are cached are counted as wanted: they stop being free when they are held.
-        let tokens = sequence.tokens.len();
-        let window = kv.window_blocks(self.limits.max_batch_tokens.min(tokens));
-        // One more, or the first decode would preempt.
-        let full = tokens.div_ceil(kv.block_size) + 1 - self.blocks.held_prefix(&sequence.tokens);
-        self.blocks.has_room([full, window.min(tokens.div_ceil(kv.block_size) + 1)])
+        // What those that run amid their prompts have yet to take is theirs.
+        let mut wanted = [0, 0];
+        for s in self.running.iter().filter(|s| s.submitted < s.tokens.len()) {
+            let [full, sliding] = self.blocks.missing(&s.table, s.tokens.len());
+            wanted[0] += full;
+            wanted[1] +=
+                sliding.min(self.window_blocks(s.tokens.len()).saturating_sub(s.table.sliding().1.count()));
+        }
+        // Blocks of the prefix that are cached are counted as wanted: they stop being free when they are held. One more, or
+        // the first decode would preempt.
+        let blocks = sequence.tokens.len().div_ceil(self.limits.kv.block_size) + 1;
+        wanted[0] += blocks;
+        wanted[1] += self.window_blocks(sequence.tokens.len()).min(blocks);
+        self.blocks.has_room(wanted) || {
+            wanted[0] -= self.blocks.held_prefix(&sequence.tokens);
+            self.blocks.has_room(wanted)
+        }
+    }
+
+    /// Sliding blocks that a sequence of `tokens` holds at most.
+    fn window_blocks(&self, tokens: usize) -> usize {
+        self.limits.kv.window_blocks(self.limits.max_batch_tokens.min(tokens))
     }
 
     // --- commit ---

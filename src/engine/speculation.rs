@@ -12,6 +12,8 @@ const GRAMS: [usize; 2] = [3, 2];
 /// Tokens proposed at once, at most and at first.
 const MOST: usize = 15;
 const FIRST: usize = 4;
+/// Tokens taken in at once.
+const INDEXED_AT_ONCE: usize = 8192;
 /// Ids to draw without a proposal after one that failed from the start, doubled with each in a row, up to the second.
 const PAUSE: [usize; 2] = [2, 64];
 
@@ -43,7 +45,8 @@ fn gram(tokens: &[u32]) -> [u32; 3] {
 impl Lookup {
     /// Takes in what is new in `tokens`, but for the n-grams at its end: nothing has followed them yet.
     fn index(&mut self, tokens: &[u32]) {
-        for next in self.indexed.max(1)..tokens.len() {
+        // Of a long prompt the end: nobody is to wait for the beginning.
+        for next in self.indexed.max(tokens.len().saturating_sub(INDEXED_AT_ONCE)).max(1)..tokens.len() {
             for (followed, n) in self.followed.iter_mut().zip(GRAMS) {
                 if let Some(start) = next.checked_sub(n) {
                     followed.insert(gram(&tokens[start..next]), next as u32);

@@ -28,8 +28,8 @@ pub(super) const READBACK_ROWS: usize = 32;
 /// Work per submit, in multiply-adds, until the device has shown its speed: some 50 ms at 1 TFLOP/s, well under the amdgpu
 /// driver's ring timeout. One layer is not cut: deep into a long context, its attention alone may be more.
 pub(super) const MAX_SUBMIT_MACS: u64 = 25_000_000_000;
-/// Prompt tokens per step are not cut below this, however large the model.
-const MIN_BATCH_TOKENS: usize = 32;
+/// Tokens per step are not cut below this, however large the model: an id of every sequence, and as much of a prompt.
+const MIN_BATCH_TOKENS: usize = 2 * MAX_SEQUENCES;
 
 /// How the matrices of a model lie on the device.
 #[derive(Debug, Clone, PartialEq, Eq)]
