@@ -578,7 +578,6 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
             turn_blocks: rng.random_range(0..40),
             speculation_tokens: rng.random_range(0..12),
             gap: Duration::from_millis(rng.random_range(1..60)),
-            ..SchedulerConfig::default()
         };
         let (mut runner, _) = FakeRunner::new(limits, mixed(512));
         let mut scheduler = Scheduler::new(limits, config);

@@ -389,8 +389,8 @@ def the_readme_names_commands_and_options_that_exist(_):
     assert len(commands) >= 6, commands
     helps = ""
     for command in sorted(commands):
-        subcommands = sorted(set(re.findall(rf"unicorn {command} ([a-z]+)\b", texts))) if command == "eval" else [""]
-        for subcommand in subcommands:
+        subcommands = sorted(set(re.findall(rf"unicorn {command} ([a-z]+)\b", texts))) if command in ("eval", "bench") else []
+        for subcommand in ["", *subcommands]:
             done = subprocess.run([BINARY, command, *subcommand.split(), "--help"], env=ENVIRONMENT, capture_output=True, text=True, timeout=30, check=False)
             assert done.returncode == 0, f"unicorn {command} {subcommand}: {last_line(done.stderr)}"
             helps += done.stdout
