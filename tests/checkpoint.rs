@@ -1166,8 +1166,6 @@ fn weights_that_contradict_the_config_are_refused_by_tensor() {
 #[test]
 fn spoiled_models_are_refused_or_read_within_bounds() {
     const ROUNDS: u64 = 3000;
-    const PER_BYTE: usize = 12;
-    const FIXED: usize = 64 << 10;
     let seed: u64 = 0x5EED_2026;
     println!("seed {seed:#x}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -1223,8 +1221,8 @@ fn spoiled_models_are_refused_or_read_within_bounds() {
         put(name, &spoiled);
         let held = whole - bytes.len() + spoiled.len();
         let run = || std::panic::catch_unwind(|| load_to_the_end(folder.path()));
-        let (outcome, peak) = support::peak_allocation(run);
-        assert!(peak <= PER_BYTE * held + FIXED, "round {round}: {peak} bytes for files of {held}");
+        let (outcome, peak) =
+            support::bounded_allocation(held, support::PARSER_BYTES, format_args!("round {round}"), run);
         most = most.max(peak);
         past_header += u64::from(Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).is_ok());
         match outcome {

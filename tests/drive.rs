@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use unicorn::engine::{Drafts, End, FinishReason, Pace, Scheduler, SchedulerConfig, Sequence};
+use unicorn::engine::{Drafts, End, Pace, Scheduler, SchedulerConfig, Sequence};
 use unicorn::model::{Limits, Logprobs, Runner, SamplingParams};
 
 /// A run to be held to account: what was answered, and how.
@@ -14,6 +14,8 @@ pub struct Run {
     pub logprobs: HashMap<u64, Vec<Logprobs>>,
     /// Prompt tokens that were found in the prefix cache, by sequence.
     pub cached: HashMap<u64, usize>,
+    /// Every id that was drawn and not dropped, stop ids too, in order; meant for one sequence that does not guess.
+    pub drawn: Vec<u32>,
     pub preemptions: u64,
     pub steps: usize,
     /// The most sequences that shared a step.
@@ -32,8 +34,11 @@ pub struct Driver<'a> {
 impl<'a> Driver<'a> {
     /// `limits`: at most the runner's own.
     pub fn new(runner: &'a mut dyn Runner, limits: Limits) -> Self {
-        let scheduler = Scheduler::new(limits, SchedulerConfig::default());
-        Self { runner, limits, scheduler }
+        Self::with(runner, limits, SchedulerConfig::default())
+    }
+
+    pub fn with(runner: &'a mut dyn Runner, limits: Limits, config: SchedulerConfig) -> Self {
+        Self { runner, limits, scheduler: Scheduler::new(limits, config) }
     }
 
     /// Adds sequence `i` before step `arrivals(i)`, and runs all to their end, two steps in flight.
@@ -54,7 +59,9 @@ impl<'a> Driver<'a> {
                 in_flight.push_back((self.runner.submit(&step.batch, &step.sampling).unwrap(), step));
             }
             let (ticket, step) = in_flight.pop_front().expect("something waits and nothing runs");
-            for output in self.scheduler.commit(&step, &self.runner.wait(ticket).unwrap()) {
+            let sampled = self.runner.wait(ticket).unwrap();
+            for output in self.scheduler.commit(&step, &sampled) {
+                run.drawn.extend(sampled.ids.iter().flatten());
                 run.answers.entry(output.id).or_default().extend(output.token);
                 if output.token.is_some() {
                     run.logprobs.entry(output.id).or_default().extend(output.logprobs);
@@ -78,26 +85,7 @@ impl<'a> Driver<'a> {
 pub fn greedy(runner: &mut dyn Runner, prompt: &[u32], count: usize, chunk: usize, stop: &[u32]) -> Vec<u32> {
     let limits = Limits { max_batch_tokens: chunk.min(runner.limits().max_batch_tokens), ..runner.limits() };
     let plain = SchedulerConfig { speculation_tokens: 0, ..SchedulerConfig::default() };
-    let mut scheduler = Scheduler::new(limits, plain);
     let mut sequence = Sequence::new(0, prompt.to_vec(), SamplingParams::GREEDY, count);
     sequence.stop_token_ids = stop.to_vec();
-    scheduler.add(sequence);
-    let mut ids = Vec::new();
-    let mut in_flight = VecDeque::new();
-    loop {
-        while in_flight.len() < limits.max_in_flight {
-            let Some(step) = scheduler.schedule(&Pace::new()) else { break };
-            in_flight.push_back((runner.submit(&step.batch, &step.sampling).unwrap(), step));
-        }
-        let Some((ticket, step)) = in_flight.pop_front() else { return ids };
-        let sampled = runner.wait(ticket).unwrap();
-        for output in scheduler.commit(&step, &sampled) {
-            // A stop id is not handed out, but it was drawn.
-            ids.extend(sampled.ids.iter().flatten());
-            assert!(matches!(
-                output.end,
-                None | Some(End::Finished(FinishReason::Stop | FinishReason::Length))
-            ));
-        }
-    }
+    Driver::with(runner, limits, plain).run(vec![sequence]).drawn
 }

@@ -493,8 +493,6 @@ fn damaged_native_checkpoints_are_refused_by_name() {
 fn mutated_native_checkpoints_are_refused_or_read() {
     const SEED: u64 = 11;
     const ROUNDS: usize = 4000;
-    const PER_BYTE: usize = 12;
-    const FIXED: usize = 64 << 10;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let folder = tempfile::tempdir().unwrap();
@@ -539,8 +537,10 @@ fn mutated_native_checkpoints_are_refused_or_read() {
         }
         fs::write(sound.join(name), &bytes).unwrap();
         let held = whole - originals[name].len() + bytes.len();
-        let (outcome, peak) = support::peak_allocation(|| read_to_the_end(&sound));
-        assert!(peak <= PER_BYTE * held + FIXED, "round {round}: {peak} bytes for files of {held}");
+        let (outcome, peak) =
+            support::bounded_allocation(held, support::PARSER_BYTES, format_args!("round {round}"), || {
+                read_to_the_end(&sound)
+            });
         most = most.max(peak);
         match outcome {
             Ok(()) => read += 1,

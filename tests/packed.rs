@@ -521,8 +521,6 @@ pub fn fuzz_input() -> Vec<u8> {
 #[test]
 fn damaged_packed_files_are_an_error_or_read() {
     const SEED: u64 = 32;
-    const PER_BYTE: usize = 12;
-    const FIXED: usize = 64 << 10;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let mut dynamic = gptq();
@@ -557,11 +555,11 @@ fn damaged_packed_files_are_an_error_or_read() {
             fs::write(f.path().join("config.json"), said).unwrap();
             let damaged = mutate(&whole, &mut rng);
             fs::write(f.path().join("model.safetensors"), &damaged).unwrap();
-            let (outcome, peak) = support::peak_allocation(|| read_all(f.path()));
-            assert!(
-                peak <= PER_BYTE * damaged.len() + FIXED,
-                "round {round}: {peak} bytes for {}",
-                damaged.len()
+            let (outcome, peak) = support::bounded_allocation(
+                damaged.len(),
+                support::PARSER_BYTES,
+                format_args!("round {round}"),
+                || read_all(f.path()),
             );
             most = most.max(peak);
             match outcome {

@@ -157,6 +157,22 @@ pub fn peak_allocation<T>(run: impl FnOnce() -> T) -> (T, usize) {
     (result, (PEAK.get() - before).max(0) as usize)
 }
 
+/// What a parser may hold beyond its input's own size times 12, where a suite has no reason for more.
+pub const PARSER_BYTES: usize = 64 << 10;
+
+/// What `run` returns on damaged input of `len` bytes, and the most bytes that it held; panics where that is more than 12
+/// times `len` and `fixed`. `what` names the input.
+pub fn bounded_allocation<T>(
+    len: usize,
+    fixed: usize,
+    what: impl std::fmt::Display,
+    run: impl FnOnce() -> T,
+) -> (T, usize) {
+    let (result, peak) = peak_allocation(run);
+    assert!(peak <= 12 * len + fixed, "{what}: {peak} bytes for {len}");
+    (result, peak)
+}
+
 mod tests {
     #[test]
     fn allocations_of_a_thread_are_counted() {

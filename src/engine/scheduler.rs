@@ -25,7 +25,7 @@ use super::block_manager::{BlockManager, BlockTable, PoolUse};
 use super::pace::{CAREFUL_TOKENS, Load, Pace};
 use super::sequence::{ClientId, Drafts, End, Priority, Sequence, SequenceId};
 use crate::model::{
-    Batch, BatchSequence, BlockPool, HistoryCopy, Input, Limits, Logprobs, Sampled, Sampling,
+    Batch, BatchSequence, BlockPool, HistoryCopy, Input, Limits, Logprobs, Sampled, Sampling, SamplingParams,
 };
 
 #[derive(Debug, Clone, Copy)]
@@ -236,7 +236,7 @@ impl Scheduler {
         // For good: who was raised for one step only would lose the next, and what it had computed.
         let patience = self.config.patience;
         for sequence in self.waiting.iter_mut().chain(&mut self.running) {
-            if self.now - sequence.since > patience {
+            if sequence.is_overdue(self.now, patience) {
                 sequence.priority = Priority::Interactive;
             }
         }
@@ -262,10 +262,6 @@ impl Scheduler {
             }
         }
         (!draft.step.shares.is_empty()).then_some(draft.step)
-    }
-
-    fn is_overdue(&self, sequence: &Sequence) -> bool {
-        self.now - sequence.since > self.config.patience
     }
 
     fn running_of(&self, class: Priority, decodes: bool) -> Vec<SequenceId> {
@@ -381,7 +377,7 @@ impl Scheduler {
             let mut child = Sequence::new(
                 fork.id,
                 parent.tokens.clone(),
-                crate::model::SamplingParams { seed: fork.seed, ..parent.sampling },
+                SamplingParams { seed: fork.seed, ..parent.sampling },
                 parent.max_tokens,
             );
             child.client = parent.client;
@@ -414,7 +410,7 @@ impl Scheduler {
     }
 
     /// Blocks for positions `..tokens` of a running sequence, taken from others that come after it where none are free;
-    /// its index then. None where it lost its own.
+    /// its index then. None where it waits for others, or lost its own.
     fn make_room(&mut self, draft: &Draft, id: SequenceId, tokens: usize) -> Option<usize> {
         loop {
             let index = self.running.iter().position(|s| s.id == id)?;
@@ -431,21 +427,16 @@ impl Scheduler {
                 assert!(grown.is_ok(), "there was room");
                 return Some(index);
             }
-            let victim = self.last_in_line(draft).unwrap_or(index);
-            let last = (0..self.running.len()).max_by_key(|i| {
-                let s = &self.running[*i];
-                (s.priority, s.arrival, s.id)
-            });
-            let comes_after =
-                |a: &Sequence, b: &Sequence| (a.priority, a.arrival, a.id) > (b.priority, b.arrival, b.id);
             let own = &self.running[index];
-            if comes_after(&self.running[victim], own) {
+            let behind = |victim: &usize| self.running[*victim].line() > own.line();
+            if let Some(victim) = self.last_in_line(draft).filter(behind) {
                 self.preempt(victim);
                 continue;
             }
+            let is_last = self.running.iter().all(|s| s.line() <= own.line());
             // Those that come after it are in the step, or its own step under way will let go of what the window leaves
             // behind: it waits for them. Else nobody will make room for it.
-            if own.submitted == own.computed && last == Some(index) {
+            if own.submitted == own.computed && is_last {
                 self.preempt(index);
             }
             return None;
@@ -456,7 +447,7 @@ impl Scheduler {
     fn last_in_line(&self, draft: &Draft) -> Option<usize> {
         let free = |s: &Sequence| draft.step.shares.iter().all(|share| share.id != s.id);
         let candidates = self.running.iter().enumerate().filter(|(_, s)| free(s));
-        candidates.max_by_key(|(_, s)| (s.priority, s.arrival, s.id)).map(|(index, _)| index)
+        candidates.max_by_key(|(_, s)| s.line()).map(|(index, _)| index)
     }
 
     /// Takes a sequence's blocks and slot; it waits, to be computed again.
@@ -511,7 +502,7 @@ impl Scheduler {
     fn first_in_line(&self, class: Priority) -> Option<usize> {
         let candidates = self.waiting.iter().enumerate().filter(|(_, s)| s.priority == class);
         let turn = |s: &Sequence| {
-            let overdue = self.is_overdue(s);
+            let overdue = s.is_overdue(self.now, self.config.patience);
             let served = if overdue { 0 } else { self.served[&s.client] };
             (!overdue, served, s.arrival, s.id)
         };

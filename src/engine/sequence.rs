@@ -79,7 +79,7 @@ impl fmt::Debug for dyn TokenMask {
     }
 }
 
-/// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted.
+/// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted, and but for guesses.
 #[derive(Debug)]
 pub struct Sequence {
     pub id: SequenceId,
@@ -164,6 +164,16 @@ impl Sequence {
     /// Ids of the answer that are known, a stop id included.
     pub fn generated(&self) -> usize {
         self.tokens.len() - self.prompt_len
+    }
+
+    /// Its place in the line for blocks: whoever has the larger one makes way.
+    pub(super) fn line(&self) -> (Priority, u64, SequenceId) {
+        (self.priority, self.arrival, self.id)
+    }
+
+    /// Whether it did not get on for more than `patience` steps.
+    pub(super) fn is_overdue(&self, now: u64, patience: u64) -> bool {
+        now - self.since > patience
     }
 
     /// Takes in what was drawn behind its last token: what its reader is told of it, and whether that is the end.
