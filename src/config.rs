@@ -112,6 +112,8 @@ pub struct Engine {
 pub struct Kv {
     #[serde(deserialize_with = "parsed")]
     pub dtype: KvDtype,
+    /// Tokens.
+    pub block_size: usize,
     /// Bytes; none is half of the sliding layers' cache.
     #[serde(deserialize_with = "byte_size")]
     pub snapshot_bytes: Option<u64>,
@@ -210,7 +212,7 @@ impl Config {
             engine: section(merged, "engine")?,
             kv: section(merged, "kv")?,
         };
-        let Config { server, engine, gpu, .. } = &config;
+        let Config { server, engine, gpu, kv, .. } = &config;
         let in_range = |option: &str, value: u64, low: u64, high: u64| {
             let problem = || format!("expected {low} to {high}, got {value}");
             if (low..=high).contains(&value) { Ok(()) } else { Err((option.to_owned(), problem())) }
@@ -223,6 +225,7 @@ impl Config {
         in_range("engine.sequences", engine.sequences as u64, 1, 64)?;
         in_range("engine.token_gap_ms", engine.token_gap_ms, 1, 60_000)?;
         in_range("engine.speculation_tokens", engine.speculation_tokens as u64, 0, 64)?;
+        in_range("kv.block_size", kv.block_size as u64, 1, 256)?;
         if server.host.is_empty() {
             return Err(("server.host".into(), "expected an address or a host name, got nothing".into()));
         }

@@ -141,6 +141,34 @@ fn the_reference_model_answers_the_same_whatever_else_runs() {
     texts.check_all(&mut model);
 }
 
+/// Nor on how many tokens a block of the cache has, of which the answers are cut otherwise into blocks and windows.
+#[test]
+fn the_size_of_a_block_changes_no_answer() {
+    let folder = data("gemma3/tiny-a");
+    let goldens = golden::Goldens::open(&folder);
+    let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
+    let prompts = vec![short, long[..150].to_vec(), mid, long[7..90].to_vec()];
+    let mut expected: Option<Vec<Vec<u32>>> = None;
+    for block_size in [16, 1, 5, 48] {
+        let options =
+            LoadOptions { block_size, sequences: 8, max_context: Some(256), ..LoadOptions::default() };
+        let mut model = golden::load(&folder, &options);
+        let limits = model.limits();
+        assert_eq!(limits.kv.block_size, block_size);
+        let texts = Texts::new(&mut model, SamplingParams::GREEDY, prompts.clone(), 40);
+        assert_eq!(
+            *expected.get_or_insert_with(|| texts.alone.clone()),
+            texts.alone,
+            "blocks of {block_size}"
+        );
+        let mut driver = Driver::new(&mut model, limits);
+        texts.check(&driver.run(texts.sequences()), "in a batch");
+        let again = driver.run(texts.sequences());
+        texts.check(&again, "from the cache");
+        assert_eq!(again.cached[&1], 149 / block_size * block_size, "cached in blocks of {block_size}");
+    }
+}
+
 /// What penalties, biases, masks and log probabilities are made of is the model's logits, position by position.
 #[test]
 fn what_is_drawn_follows_from_the_logits() {

@@ -10,7 +10,7 @@ use unicorn::gpu::residency::{self, Residency};
 use unicorn::model::Runner;
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::gemma3::{Gemma3, LoadError, LoadOptions};
-use unicorn::model::memory::{Demand, Schemes};
+use unicorn::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes};
 use unicorn::model::shapes::Shape;
 use unicorn::tensor::{KvDtype, Scheme};
 
@@ -75,6 +75,7 @@ fn demand(config: &Gemma3Config) -> Demand<'_> {
         config,
         schemes: Schemes::uniform(config, Scheme::int4(128), Scheme::int4(128), Scheme::Int8Row),
         kv: KvDtype::F16,
+        block_size: DEFAULT_BLOCK_SIZE,
         max_batch_tokens: 256,
         max_shard_bytes: 0xffff_fffc / 2,
         moments: false,
@@ -445,6 +446,7 @@ fn a_load_takes_what_was_planned() {
         config: &config,
         schemes: Schemes::uniform(&config, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16),
         kv: options.kv,
+        block_size: options.block_size,
         max_batch_tokens: options.max_batch_tokens,
         max_shard_bytes: device.info().max_allocation_bytes / 2,
         moments: false,

@@ -50,6 +50,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
         config: &subject.config,
         schemes: subject.schemes.clone(),
         kv: config.kv.dtype,
+        block_size: config.kv.block_size,
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: machine.max_allocation_bytes / 2,
         moments: false,

@@ -14,7 +14,8 @@ use std::time::Duration;
 
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
 use super::memory::{
-    self, BLOCK_SIZE, Demand, DoesNotFit, LOGIT_ROWS, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, READBACK_ROWS, Schemes,
+    self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, LOGIT_ROWS, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, READBACK_ROWS,
+    Schemes,
 };
 use super::weights::{Gemma3Weights, WeightsError};
 use super::{
@@ -41,6 +42,8 @@ pub struct LoadOptions {
     pub sequences: usize,
     /// How it stores keys and values.
     pub kv: KvDtype,
+    /// Tokens per block of its cache; at least 1.
+    pub block_size: usize,
     /// What one submit may take on the device, as far as the time of those before tells.
     pub max_submit: Duration,
     /// What may be taken of the device's memory.
@@ -64,6 +67,7 @@ impl Default for LoadOptions {
             max_context: None,
             sequences: 1,
             kv: KvDtype::F32,
+            block_size: DEFAULT_BLOCK_SIZE,
             max_submit: Duration::from_millis(200),
             memory: placement::Limits::default(),
             strict: true,
@@ -265,6 +269,7 @@ impl Gemma3 {
             config: &config,
             schemes: Schemes::of(&weights, options.quantize)?,
             kv: options.kv,
+            block_size: options.block_size,
             max_batch_tokens: options.max_batch_tokens,
             max_shard_bytes: options
                 .max_shard_bytes
@@ -469,7 +474,7 @@ impl Gemma3 {
     /// Bytes of one KV block in all sliding layers together.
     pub fn sliding_block_bytes(&self) -> u64 {
         let sliding = self.layers.iter().filter(|layer| layer.kind == LayerType::SlidingAttention).count();
-        2 * sliding as u64 * memory::kv_block_bytes(&self.config, self.kv)
+        2 * sliding as u64 * memory::kv_block_bytes(&self.config, self.kv, self.limits.kv.block_size)
     }
 
     /// Bytes of weights on the device.
@@ -517,8 +522,8 @@ impl Gemma3 {
     /// A batch of one sequence that has all blocks to itself.
     fn alone(&self, start: usize, ids: &[u32]) -> Batch {
         let kv = &self.limits.kv;
-        let blocks = (start + ids.len()).div_ceil(BLOCK_SIZE) as u32;
-        let first = kv.sliding_window.map_or(0, |window| (start + 1).saturating_sub(window) / BLOCK_SIZE);
+        let blocks = (start + ids.len()).div_ceil(kv.block_size) as u32;
+        let first = kv.sliding_window.map_or(0, |window| (start + 1).saturating_sub(window) / kv.block_size);
         // A ring of blocks: one that is written again has left the window.
         let ring = kv.sliding_blocks.max(1) as u32;
         Batch {
@@ -643,7 +648,7 @@ impl Gemma3 {
             BlockPool::Full => LayerType::FullAttention,
             BlockPool::Sliding => LayerType::SlidingAttention,
         };
-        let bytes = memory::kv_block_bytes(&self.config, self.kv);
+        let bytes = memory::kv_block_bytes(&self.config, self.kv, self.limits.kv.block_size);
         for layer in self.layers.iter().filter(|layer| layer.kind == kind) {
             for half in [&layer.cache.keys, &layer.cache.values] {
                 let block = |id: u32| half.slice(u64::from(id) * bytes, bytes);
@@ -728,7 +733,7 @@ impl Gemma3 {
             num_heads: self.config.num_attention_heads,
             num_kv_heads: self.config.num_key_value_heads,
             head_dim: self.config.head_dim,
-            block_size: BLOCK_SIZE,
+            block_size: self.limits.kv.block_size,
             max_blocks: memory::table_blocks(&self.limits),
             window,
         }
@@ -1053,6 +1058,7 @@ impl Frame {
         let mut sequence_of = Vec::with_capacity(tokens);
         let (mut full_slots, mut sliding_slots) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
         let (kv, table_blocks) = (&limits.kv, memory::table_blocks(limits));
+        let block_size = kv.block_size;
         // Tokens of no sequence have a slot of nobody.
         let mut slots = vec![limits.max_sequences as u32; limits.max_sequences + 1];
         let mut history = Vec::new();
@@ -1062,7 +1068,7 @@ impl Frame {
             assert!((sequence.slot as usize) < limits.max_sequences, "slot {}", sequence.slot);
             let BatchSequence { full_blocks, sliding_blocks, sliding_first, .. } = sequence;
             assert!(
-                full_blocks.len() * BLOCK_SIZE >= end && full_blocks.len() <= table_blocks,
+                full_blocks.len() * block_size >= end && full_blocks.len() <= table_blocks,
                 "block table"
             );
             assert!(full_blocks.iter().all(|&b| (b as usize) < kv.full_blocks), "block id");
@@ -1070,10 +1076,10 @@ impl Frame {
             if let Some(window) = kv.sliding_window {
                 let behind = sliding_first + sliding_blocks.len();
                 assert!(
-                    behind * BLOCK_SIZE >= end && behind <= table_blocks,
+                    behind * block_size >= end && behind <= table_blocks,
                     "block table of sliding layers"
                 );
-                assert!(sliding_first * BLOCK_SIZE <= (sequence.start + 1).saturating_sub(window), "window");
+                assert!(sliding_first * block_size <= (sequence.start + 1).saturating_sub(window), "window");
             }
             slots[row] = sequence.slot;
             if let Some(known) = &sequence.history {
@@ -1090,10 +1096,10 @@ impl Frame {
             for position in sequence.start..end {
                 positions.push(position as u32);
                 sequence_of.push(row as u32);
-                let slot = |block: u32| block * BLOCK_SIZE as u32 + (position % BLOCK_SIZE) as u32;
-                full_slots.push(slot(full_blocks[position / BLOCK_SIZE]));
+                let slot = |block: u32| block * block_size as u32 + (position % block_size) as u32;
+                full_slots.push(slot(full_blocks[position / block_size]));
                 if kv.sliding_window.is_some() {
-                    sliding_slots.push(slot(sliding_blocks[position / BLOCK_SIZE - sliding_first]));
+                    sliding_slots.push(slot(sliding_blocks[position / block_size - sliding_first]));
                 }
             }
             let at = |block: usize| 4 * (row * table_blocks + block) as u64;

@@ -13,8 +13,8 @@ use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Req
 use crate::kernels::{Activations, Bias, Embedding, LOGPROB_WORDS, Matrix, SampleRequest, mask_words};
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
-/// Tokens per KV block.
-pub const BLOCK_SIZE: usize = 16;
+/// Tokens per KV block where nobody asks for others.
+pub const DEFAULT_BLOCK_SIZE: usize = 16;
 /// Sequences in one step, and ids that it draws.
 pub const MAX_SEQUENCES: usize = 64;
 /// Of a context that is not asked for, at least so much comes before room for more sequences.
@@ -68,6 +68,8 @@ pub struct Demand<'a> {
     pub schemes: Schemes,
     /// How keys and values are stored.
     pub kv: KvDtype,
+    /// Tokens per block of them.
+    pub block_size: usize,
     /// Prompt tokens processed per step, as asked for.
     pub max_batch_tokens: usize,
     /// One allocation of weights is at most this large.
@@ -147,18 +149,19 @@ impl Demand<'_> {
     /// Blocks of sliding layers that one sequence of `context` tokens holds at most.
     fn window_blocks(&self, context: usize) -> usize {
         let kv = KvLimits {
-            block_size: BLOCK_SIZE,
+            block_size: self.block_size,
             full_blocks: 0,
             sliding_blocks: 0,
             sliding_window: self.window(),
         };
         // The steps in flight have their tokens there at once.
-        kv.window_blocks((MAX_IN_FLIGHT * self.batch_tokens()).min(context)).min(context.div_ceil(BLOCK_SIZE))
+        kv.window_blocks((MAX_IN_FLIGHT * self.batch_tokens()).min(context))
+            .min(context.div_ceil(self.block_size))
     }
 
     /// Blocks for that many sequences of `context` tokens each.
     pub fn pools(&self, context: usize, sequences: usize) -> Pools {
-        let full = sequences * context.div_ceil(BLOCK_SIZE);
+        let full = sequences * context.div_ceil(self.block_size);
         Pools { full, sliding: sequences * self.window_blocks(context) }
     }
 
@@ -170,7 +173,7 @@ impl Demand<'_> {
             max_draws: LOGIT_ROWS,
             max_in_flight: MAX_IN_FLIGHT,
             kv: KvLimits {
-                block_size: BLOCK_SIZE,
+                block_size: self.block_size,
                 full_blocks: pools.full,
                 sliding_blocks: pools.sliding,
                 sliding_window: self.window(),
@@ -277,10 +280,10 @@ impl Demand<'_> {
     /// The largest context, in whole blocks or the model's own maximum, that fits that many times; 0 where none does.
     pub fn largest_context(&self, machine: &Machine, limits: &placement::Limits, sequences: usize) -> usize {
         let longest = self.config.max_position_embeddings;
-        let context = |blocks: usize| (blocks * BLOCK_SIZE).min(longest);
+        let context = |blocks: usize| (blocks * self.block_size).min(longest);
         let pools = |blocks| self.pools(context(blocks), sequences);
         let fits = |blocks| self.place(machine, limits, context(blocks), pools(blocks)).is_ok();
-        context(largest(0, longest.div_ceil(BLOCK_SIZE), fits))
+        context(largest(0, longest.div_ceil(self.block_size), fits))
     }
 
     /// Room to serve: a context of `wanted` tokens, or as many as fit up to the model's maximum, windows for up to
@@ -300,9 +303,9 @@ impl Demand<'_> {
             Some(_) => alone.context,
             None => alone.context.min(LEAST_CONTEXT),
         };
-        let (fewest, most) = (least.div_ceil(BLOCK_SIZE), longest.div_ceil(BLOCK_SIZE));
+        let (fewest, most) = (least.div_ceil(self.block_size), longest.div_ceil(self.block_size));
         let with = |blocks: usize, windows: usize| {
-            let context = (blocks * BLOCK_SIZE).min(longest);
+            let context = (blocks * self.block_size).min(longest);
             let pools = Pools { full: blocks, sliding: windows * self.window_blocks(context) };
             (context, pools)
         };
@@ -330,7 +333,7 @@ impl Demand<'_> {
         let context = match wanted {
             Some(wanted) => wanted.min(longest),
             // Where not even a block fits, the refusal is that of a block.
-            None => self.largest_context(machine, limits, sequences).max(BLOCK_SIZE.min(longest)),
+            None => self.largest_context(machine, limits, sequences).max(self.block_size.min(longest)),
         };
         let pools = self.pools(context, sequences);
         self.place(machine, limits, context, pools).map(|plan| Fit { context, pools, plan }).map_err(
@@ -358,7 +361,7 @@ impl Demand<'_> {
         if context >= self.config.max_position_embeddings {
             return None;
         }
-        let more = context + BLOCK_SIZE;
+        let more = context + self.block_size;
         match self.place(machine, limits, more, self.pools(more, sequences)).err()?.obstacle {
             placement::Obstacle::TooLarge { limit } => Some(limit),
             placement::Obstacle::Full => None,
@@ -389,18 +392,22 @@ impl Demand<'_> {
 
     /// Bytes of KV cache that one token of one sequence takes, in full layers.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        2 * self.layers()[0] as u64 * kv_block_bytes(self.config, self.kv) / BLOCK_SIZE as u64
+        2 * self.layers()[0] as u64 * kv_block_bytes(self.config, self.kv, self.block_size)
+            / self.block_size as u64
     }
 
     /// Bytes of KV cache that one sequence of `context` tokens takes at most, in sliding layers.
     pub fn window_bytes(&self, context: usize) -> u64 {
-        2 * (self.layers()[1] * self.window_blocks(context)) as u64 * kv_block_bytes(self.config, self.kv)
+        2 * (self.layers()[1] * self.window_blocks(context)) as u64
+            * kv_block_bytes(self.config, self.kv, self.block_size)
     }
 
     /// Bytes of weights on the device.
     pub fn weight_bytes(&self) -> u64 {
-        let weights =
-            self.requests(BLOCK_SIZE, self.pools(BLOCK_SIZE, 1)).into_iter().filter(|r| r.class.is_weights());
+        let weights = self
+            .requests(self.block_size, self.pools(self.block_size, 1))
+            .into_iter()
+            .filter(|r| r.class.is_weights());
         weights.map(|r| r.bytes).sum()
     }
 }
@@ -463,8 +470,8 @@ pub(super) fn rope_table_bytes(c: &Gemma3Config, context: usize) -> u64 {
 }
 
 /// Bytes that one KV block takes in one layer, for keys or values.
-pub(super) fn kv_block_bytes(c: &Gemma3Config, kv: KvDtype) -> u64 {
-    (BLOCK_SIZE * c.num_key_value_heads * kv.row_bytes(c.head_dim)) as u64
+pub(super) fn kv_block_bytes(c: &Gemma3Config, kv: KvDtype, block_size: usize) -> u64 {
+    (block_size * c.num_key_value_heads * kv.row_bytes(c.head_dim)) as u64
 }
 
 /// Bytes of one layer's keys, or values: its pool, and a block that nobody reads, for tokens that fill up a step.
@@ -473,12 +480,12 @@ pub(super) fn kv_pool_bytes(c: &Gemma3Config, dtype: KvDtype, kv: &KvLimits, kin
         LayerType::FullAttention => kv.full_blocks,
         LayerType::SlidingAttention => kv.sliding_blocks,
     };
-    (blocks as u64 + 1) * kv_block_bytes(c, dtype)
+    (blocks as u64 + 1) * kv_block_bytes(c, dtype, kv.block_size)
 }
 
 /// Entries of a sequence's block table.
 pub(super) fn table_blocks(limits: &Limits) -> usize {
-    limits.max_context.div_ceil(BLOCK_SIZE)
+    limits.max_context.div_ceil(limits.kv.block_size)
 }
 
 /// The arrays of one step: ids, positions, sequence of each token; slots and block tables of full and of sliding layers;
