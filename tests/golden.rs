@@ -162,15 +162,34 @@ fn chunks_batches_and_shards_change_no_bit() {
     let tokens = goldens.tokens("tokens.long");
     let mut whole = load(&folder, &LoadOptions::default());
     let expected = all_logits(&mut whole, &tokens);
-    // Other chunks of the prompt, hence other tiles of the products; and every matrix cut into shards of one tile.
-    for (max_batch_tokens, max_shard_bytes) in [(1, None), (7, None), (256, Some(1))] {
-        let options = LoadOptions { max_batch_tokens, max_shard_bytes, ..LoadOptions::default() };
+    // Other chunks of the prompt, hence other tiles of the products; every matrix cut into shards of one tile; and every
+    // layer into submits of 16 tokens.
+    for (max_batch_tokens, max_shard_bytes, max_submit_macs) in
+        [(1, None, u64::MAX), (7, None, 1), (256, Some(1), u64::MAX), (256, None, 1), (100, None, 1)]
+    {
+        let options =
+            LoadOptions { max_batch_tokens, max_shard_bytes, max_submit_macs, ..LoadOptions::default() };
         let got = all_logits(&mut load(&folder, &options), &tokens);
-        assert!(got == expected, "chunks of {max_batch_tokens}, shards of {max_shard_bytes:?}");
+        assert!(
+            got == expected,
+            "chunks of {max_batch_tokens}, shards of {max_shard_bytes:?}, {max_submit_macs} in a submit"
+        );
     }
     let one = greedy(&mut whole, &tokens, 16, 256, &[]);
     let other = greedy(&mut whole, &tokens, 16, 13, &[]);
     assert_eq!(one, other);
+}
+
+/// More numbers of tokens than are kept recorded, there and back again.
+#[test]
+fn what_is_recorded_anew_computes_the_same() {
+    let folder = data("gemma3/tiny-a");
+    let tokens = Goldens::open(&folder).tokens("tokens.mid");
+    let mut model = load(&folder, &LoadOptions::default());
+    let expected = greedy(&mut model, &tokens, 4, 256, &[]);
+    for chunk in (1..=24).chain((1..=256).rev().step_by(9)) {
+        assert_eq!(greedy(&mut model, &tokens, 4, chunk, &[]), expected, "chunks of {chunk}");
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The device: which one by policy, its queue, and the one timeline every submission is ordered on.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -301,6 +301,8 @@ pub struct Device {
     queue: Mutex<QueueState>,
     timeline: vk::Semaphore,
     lost: AtomicBool,
+    /// The timeline is known to have come so far.
+    reached: AtomicU64,
     // Last, in this order: the logical device goes before the instance.
     pub(super) raw: RawDevice,
     pub(super) instance: Instance,
@@ -400,6 +402,7 @@ impl Device {
             queue: Mutex::new(QueueState { raw: queue, last_value: 0 }),
             timeline,
             lost: AtomicBool::new(false),
+            reached: AtomicU64::new(0),
             raw,
             instance,
         };
@@ -452,10 +455,11 @@ impl Device {
     }
 
     /// Queues a recorded command buffer behind everything submitted before; returns its timeline value.
-    pub(super) fn submit(&self, commands: vk::CommandBuffer, what: &str) -> Result<u64, GpuError> {
+    pub(super) fn submit(&self, commands: &[vk::CommandBuffer], what: &str) -> Result<u64, GpuError> {
         let mut queue = self.queue.lock().unwrap();
         let value = queue.last_value + 1;
-        let commands = [vk::CommandBufferSubmitInfo::default().command_buffer(commands)];
+        let info = |raw: &vk::CommandBuffer| vk::CommandBufferSubmitInfo::default().command_buffer(*raw);
+        let commands: Vec<_> = commands.iter().map(info).collect();
         let signal = [vk::SemaphoreSubmitInfo::default()
             .semaphore(self.timeline)
             .value(value)
@@ -472,17 +476,36 @@ impl Device {
 
     /// Blocks until the timeline has reached `value`; at most two minutes.
     pub fn wait(&self, value: u64, what: &str) -> Result<(), GpuError> {
+        if self.reached.load(Ordering::Acquire) >= value {
+            return Ok(()); // many are waited for that one submit had
+        }
         let (semaphores, values) = ([self.timeline], [value]);
         let info = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
         // SAFETY: the semaphore is this device's.
         match unsafe { self.raw.wait_semaphores(&info, WAIT_LIMIT.as_nanos() as u64) } {
-            Ok(()) => self.instance.log.check(),
+            Ok(()) => {
+                self.reached.fetch_max(value, Ordering::AcqRel);
+                self.instance.log.check()
+            }
             Err(vk::Result::TIMEOUT) => {
                 Err(GpuError::Timeout { during: what.to_string(), seconds: WAIT_LIMIT.as_secs() })
             }
             Err(e) => Err(GpuError::of(what)(e)),
         }
         .inspect_err(|e| self.note_loss(e))
+    }
+
+    /// Whether what was submitted last may be destroyed with all that it uses. Of a device that was lost, commands may never
+    /// end: they, and so the device, are left to the end of the process.
+    pub(super) fn is_at_rest(self: &Arc<Device>, pending: Option<u64>) -> bool {
+        if let Some(value) = pending.filter(|_| !self.is_lost()) {
+            // A lost or hung device is reported elsewhere; here it only matters that nothing is in use.
+            let _ = self.wait(value, "the last step before release");
+        }
+        if self.is_lost() {
+            std::mem::forget(Arc::clone(self));
+        }
+        !self.is_lost()
     }
 
     fn note_loss(&self, error: &GpuError) {

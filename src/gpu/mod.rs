@@ -24,5 +24,5 @@ pub use instance::ValidationLog;
 pub use memory::{Arena, Buffer};
 pub use pipeline::{Pipeline, Shader};
 pub use placement::{Class, MemoryKind, Placement};
-pub use recorder::{CommandBuffer, Profile, Recorder};
+pub use recorder::{CommandBuffer, Profile, Recorder, Submission};
 pub use upload::Uploader;

@@ -1,5 +1,8 @@
 //! Recording and submitting work. A [`Recorder`] derives barriers from what each command declares it reads and
-//! writes, and keeps those buffers alive until the device has finished with them.
+//! writes, and keeps those buffers alive as long as the recording is.
+//!
+//! What is recorded is submitted alone, once, by [`Recorder::submit`]; or it is kept by [`Recorder::finish`], and a
+//! [`Submission`] hands it to the device with others, as often as wanted, each time after the last has ended.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +16,7 @@ use super::memory::{Buffer, Chunk};
 use super::pipeline::Pipeline;
 
 /// Timed commands per command buffer; later ones run untimed, and the profile says how many.
-const MAX_TIMED: u32 = 2048;
+const MAX_TIMED: u32 = 256;
 
 /// GPU time per kernel.
 #[derive(Debug, Clone, Default)]
@@ -23,18 +26,16 @@ pub struct Profile {
     pub untimed: u64,
 }
 
-/// A command buffer that is recorded, submitted, waited for, and recorded again.
+/// A command buffer that is recorded, submitted, waited for, and submitted or recorded again.
 pub struct CommandBuffer {
     device: Arc<Device>,
     pool: vk::CommandPool,
     raw: vk::CommandBuffer,
-    /// Two timestamps around all of it; null where the device has none.
-    span: vk::QueryPool,
     queries: vk::QueryPool,
+    /// Kernels with timestamps, and how many have none for want of room.
     timed: Vec<String>,
     untimed: u64,
-    took: Option<Duration>,
-    /// What the commands use, by address of the chunk.
+    /// What the recorded commands use, by address of the chunk.
     retained: BTreeMap<usize, Arc<Chunk>>,
     /// Timeline value of the last submission, while it may still be running.
     pending: Option<u64>,
@@ -42,68 +43,53 @@ pub struct CommandBuffer {
 
 impl CommandBuffer {
     pub fn new(device: &Arc<Device>, name: &str) -> Result<CommandBuffer, GpuError> {
-        let info = vk::CommandPoolCreateInfo::default().queue_family_index(device.queue_family);
-        // SAFETY: the device is alive; handles are destroyed in Drop.
-        let pool = unsafe { device.raw.create_command_pool(&info, None) }
-            .map_err(GpuError::of("vkCreateCommandPool"))?;
+        let (pool, [raw]) = allocate(device)?;
         let mut commands = CommandBuffer {
             device: device.clone(),
             pool,
-            raw: vk::CommandBuffer::null(),
-            span: vk::QueryPool::null(),
+            raw,
             queries: vk::QueryPool::null(),
             timed: Vec::new(),
             untimed: 0,
-            took: None,
             retained: BTreeMap::new(),
             pending: None,
         };
-        let info = vk::CommandBufferAllocateInfo::default().command_pool(pool).command_buffer_count(1);
-        // SAFETY: the pool was just made.
-        commands.raw = unsafe { device.raw.allocate_command_buffers(&info) }
-            .map_err(GpuError::of("vkAllocateCommandBuffers"))?[0];
-        let queries = |count: u32| {
-            let info =
-                vk::QueryPoolCreateInfo::default().query_type(vk::QueryType::TIMESTAMP).query_count(count);
-            // SAFETY: as above.
-            unsafe { device.raw.create_query_pool(&info, None) }.map_err(GpuError::of("vkCreateQueryPool"))
-        };
-        if device.timestamp_bits > 0 {
-            commands.span = queries(2)?;
-        }
         if device.profile.is_some() {
-            commands.queries = queries(2 * MAX_TIMED)?;
+            commands.queries = timestamps(device, 2 * MAX_TIMED)?;
         }
         device.name(commands.raw, name);
         Ok(commands)
     }
 
-    /// Starts recording anew, after waiting for the last submission.
+    /// Starts recording anew, for [`Recorder::submit`], after waiting for the last submission.
     pub fn begin(&mut self) -> Result<Recorder<'_>, GpuError> {
+        self.begin_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT)
+    }
+
+    /// The same for [`Recorder::finish`].
+    pub fn begin_to_keep(&mut self) -> Result<Recorder<'_>, GpuError> {
+        self.begin_with(vk::CommandBufferUsageFlags::empty())
+    }
+
+    fn begin_with(&mut self, usage: vk::CommandBufferUsageFlags) -> Result<Recorder<'_>, GpuError> {
         self.wait()?;
+        self.retained.clear();
+        self.timed.clear();
+        self.untimed = 0;
         // SAFETY: the last submission has finished.
         unsafe {
             self.device
                 .raw
                 .reset_command_pool(self.pool, vk::CommandPoolResetFlags::empty())
                 .map_err(GpuError::of("vkResetCommandPool"))?;
-            let info =
-                vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
             self.device
                 .raw
-                .begin_command_buffer(self.raw, &info)
+                .begin_command_buffer(self.raw, &vk::CommandBufferBeginInfo::default().flags(usage))
                 .map_err(GpuError::of("vkBeginCommandBuffer"))?;
-            if self.queries != vk::QueryPool::null() {
-                self.device.raw.reset_query_pool(self.queries, 0, 2 * MAX_TIMED);
-            }
-            if self.span != vk::QueryPool::null() {
-                self.device.raw.reset_query_pool(self.span, 0, 2);
-            }
         }
         let mut recorder = Recorder { commands: self, since_barrier: Accesses::default() };
         // Orders this buffer behind everything submitted before it.
         recorder.barrier();
-        recorder.timestamp(recorder.commands.span, 0, vk::PipelineStageFlags2::COMPUTE_SHADER);
         Ok(recorder)
     }
 
@@ -112,27 +98,22 @@ impl CommandBuffer {
         let Some(value) = self.pending else { return Ok(()) };
         self.device.wait(value, "a submitted step")?;
         self.pending = None;
-        self.retained.clear();
-        self.took = self.span_time()?;
         self.collect_times()
     }
 
-    /// What the last submission that was waited for took on the device, where that has a clock.
-    pub fn took(&self) -> Option<Duration> {
-        self.took
+    fn end(&mut self) -> Result<(), GpuError> {
+        // SAFETY: recording is open.
+        unsafe { self.device.raw.end_command_buffer(self.raw) }.map_err(GpuError::of("vkEndCommandBuffer"))
     }
 
-    fn span_time(&self) -> Result<Option<Duration>, GpuError> {
-        if self.span == vk::QueryPool::null() {
-            return Ok(None);
+    /// What was recorded may be submitted, for the first time or again.
+    fn make_ready(&mut self) -> Result<(), GpuError> {
+        self.wait()?;
+        if self.queries != vk::QueryPool::null() {
+            // SAFETY: the last submission has finished.
+            unsafe { self.device.raw.reset_query_pool(self.queries, 0, 2 * MAX_TIMED) };
         }
-        let mut ticks = [0u64; 2];
-        // SAFETY: both queries were written by the finished submission.
-        unsafe {
-            self.device.raw.get_query_pool_results(self.span, 0, &mut ticks, vk::QueryResultFlags::TYPE_64)
-        }
-        .map_err(GpuError::of("vkGetQueryPoolResults"))?;
-        Ok(Some(Duration::from_nanos(self.device.nanoseconds(ticks[0], ticks[1]))))
+        Ok(())
     }
 
     fn collect_times(&mut self) -> Result<(), GpuError> {
@@ -151,38 +132,163 @@ impl CommandBuffer {
             .map_err(GpuError::of("vkGetQueryPoolResults"))?;
         }
         let mut profile = profile.lock().unwrap();
-        for (name, span) in self.timed.drain(..).zip(ticks.chunks_exact(2)) {
+        for (name, span) in self.timed.iter().zip(ticks.chunks_exact(2)) {
             let ns = self.device.nanoseconds(span[0], span[1]);
-            let entry = profile.kernels.entry(name).or_default();
+            let entry = profile.kernels.entry(name.clone()).or_default();
             entry.0 += 1;
             entry.1 += ns;
         }
-        profile.untimed += std::mem::take(&mut self.untimed);
+        profile.untimed += self.untimed;
         Ok(())
     }
 }
 
 impl Drop for CommandBuffer {
     fn drop(&mut self) {
-        if self.device.is_lost() {
-            // Its commands may never end: they, and so the device, are left to the end of the process.
-            std::mem::forget(self.device.clone());
-            return;
+        if self.device.is_at_rest(self.pending) {
+            // SAFETY: the last submission has finished.
+            unsafe {
+                self.device.raw.destroy_query_pool(self.queries, None);
+                self.device.raw.destroy_command_pool(self.pool, None);
+            }
         }
-        if let Some(value) = self.pending {
-            // A lost or hung device is reported elsewhere; here it only matters that nothing is in use.
-            let _ = self.device.wait(value, "the last step before release");
+    }
+}
+
+/// Several command buffers that the device runs as one, and how long it takes.
+pub struct Submission {
+    device: Arc<Device>,
+    pool: vk::CommandPool,
+    /// Recorded once: what comes before the others, and behind them.
+    begin: vk::CommandBuffer,
+    end: vk::CommandBuffer,
+    /// Two timestamps around all of it; null where the device has none.
+    span: vk::QueryPool,
+    took: Option<Duration>,
+    pending: Option<u64>,
+}
+
+impl Submission {
+    pub fn new(device: &Arc<Device>) -> Result<Submission, GpuError> {
+        let (pool, [begin, end]) = allocate(device)?;
+        let mut submission = Submission {
+            device: device.clone(),
+            pool,
+            begin,
+            end,
+            span: vk::QueryPool::null(),
+            took: None,
+            pending: None,
+        };
+        if device.timestamp_bits > 0 {
+            submission.span = timestamps(device, 2)?;
         }
-        if self.device.is_lost() {
-            std::mem::forget(self.device.clone());
-            return;
+        let stages = [vk::PipelineStageFlags2::COMPUTE_SHADER, vk::PipelineStageFlags2::ALL_COMMANDS];
+        for (query, (raw, stage)) in (0..).zip([begin, end].into_iter().zip(stages)) {
+            // SAFETY: the buffers were just made; each query is written once in a submission.
+            unsafe {
+                let info = vk::CommandBufferBeginInfo::default();
+                device.raw.begin_command_buffer(raw, &info).map_err(GpuError::of("vkBeginCommandBuffer"))?;
+                if submission.span != vk::QueryPool::null() {
+                    device.raw.cmd_write_timestamp2(raw, stage, submission.span, query);
+                }
+                if raw == end {
+                    show_to_host(device, raw);
+                }
+                device.raw.end_command_buffer(raw).map_err(GpuError::of("vkEndCommandBuffer"))?;
+            }
         }
-        // SAFETY: the last submission has finished.
+        Ok(submission)
+    }
+
+    /// Queues what was recorded, in this order, as soon as none of it is under way any more. What it wrote is visible to
+    /// the host once this was waited for.
+    pub fn submit(&mut self, recorded: &mut [&mut CommandBuffer], what: &str) -> Result<(), GpuError> {
+        self.wait()?;
+        let mut all = vec![self.begin];
+        for commands in recorded.iter_mut() {
+            commands.make_ready()?;
+            all.push(commands.raw);
+        }
+        all.push(self.end);
+        if self.span != vk::QueryPool::null() {
+            // SAFETY: the last submission has finished.
+            unsafe { self.device.raw.reset_query_pool(self.span, 0, 2) };
+        }
+        let value = self.device.submit(&all, what)?;
+        self.pending = Some(value);
+        recorded.iter_mut().for_each(|commands| commands.pending = Some(value));
+        Ok(())
+    }
+
+    pub fn wait(&mut self) -> Result<(), GpuError> {
+        let Some(value) = self.pending else { return Ok(()) };
+        self.device.wait(value, "a submitted step")?;
+        self.pending = None;
+        if self.span == vk::QueryPool::null() {
+            return Ok(());
+        }
+        let mut ticks = [0u64; 2];
+        // SAFETY: both queries were written by the finished submission.
         unsafe {
-            self.device.raw.destroy_query_pool(self.queries, None);
-            self.device.raw.destroy_query_pool(self.span, None);
-            self.device.raw.destroy_command_pool(self.pool, None);
+            self.device.raw.get_query_pool_results(self.span, 0, &mut ticks, vk::QueryResultFlags::TYPE_64)
         }
+        .map_err(GpuError::of("vkGetQueryPoolResults"))?;
+        self.took = Some(Duration::from_nanos(self.device.nanoseconds(ticks[0], ticks[1])));
+        Ok(())
+    }
+
+    /// What the last one that was waited for took on the device, where that has a clock.
+    pub fn took(&self) -> Option<Duration> {
+        self.took
+    }
+}
+
+impl Drop for Submission {
+    fn drop(&mut self) {
+        if self.device.is_at_rest(self.pending) {
+            // SAFETY: the last submission has finished.
+            unsafe {
+                self.device.raw.destroy_query_pool(self.span, None);
+                self.device.raw.destroy_command_pool(self.pool, None);
+            }
+        }
+    }
+}
+
+fn allocate<const N: usize>(device: &Device) -> Result<(vk::CommandPool, [vk::CommandBuffer; N]), GpuError> {
+    let info = vk::CommandPoolCreateInfo::default().queue_family_index(device.queue_family);
+    // SAFETY: the device is alive; whoever calls this destroys the pool.
+    let pool = unsafe { device.raw.create_command_pool(&info, None) }
+        .map_err(GpuError::of("vkCreateCommandPool"))?;
+    let info = vk::CommandBufferAllocateInfo::default().command_pool(pool).command_buffer_count(N as u32);
+    // SAFETY: the pool was just made.
+    match unsafe { device.raw.allocate_command_buffers(&info) } {
+        Ok(buffers) => Ok((pool, buffers.try_into().expect("as many as asked for"))),
+        Err(error) => {
+            // SAFETY: nothing uses it.
+            unsafe { device.raw.destroy_command_pool(pool, None) };
+            Err(GpuError::of("vkAllocateCommandBuffers")(error))
+        }
+    }
+}
+
+fn timestamps(device: &Device, count: u32) -> Result<vk::QueryPool, GpuError> {
+    let info = vk::QueryPoolCreateInfo::default().query_type(vk::QueryType::TIMESTAMP).query_count(count);
+    // SAFETY: the device is alive; whoever calls this destroys the pool.
+    unsafe { device.raw.create_query_pool(&info, None) }.map_err(GpuError::of("vkCreateQueryPool"))
+}
+
+/// Makes what was written visible to the host, once the timeline has passed.
+fn show_to_host(device: &Device, raw: vk::CommandBuffer) {
+    let to_host = [vk::MemoryBarrier2::default()
+        .src_stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
+        .src_access_mask(vk::AccessFlags2::MEMORY_WRITE)
+        .dst_stage_mask(vk::PipelineStageFlags2::HOST)
+        .dst_access_mask(vk::AccessFlags2::HOST_READ)];
+    // SAFETY: recording is open.
+    unsafe {
+        device.raw.cmd_pipeline_barrier2(raw, &vk::DependencyInfo::default().memory_barriers(&to_host));
     }
 }
 
@@ -276,24 +382,18 @@ impl Recorder<'_> {
     /// Ends recording and queues the work. What it wrote is visible to the host once the timeline has reached
     /// the value returned.
     pub fn submit(self, what: &str) -> Result<u64, GpuError> {
-        let device = self.commands.device.clone();
-        self.timestamp(self.commands.span, 1, vk::PipelineStageFlags2::ALL_COMMANDS);
-        let to_host = [vk::MemoryBarrier2::default()
-            .src_stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
-            .src_access_mask(vk::AccessFlags2::MEMORY_WRITE)
-            .dst_stage_mask(vk::PipelineStageFlags2::HOST)
-            .dst_access_mask(vk::AccessFlags2::HOST_READ)];
-        // SAFETY: recording is open.
-        unsafe {
-            device.raw.cmd_pipeline_barrier2(
-                self.commands.raw,
-                &vk::DependencyInfo::default().memory_barriers(&to_host),
-            );
-            device.raw.end_command_buffer(self.commands.raw).map_err(GpuError::of("vkEndCommandBuffer"))?;
-        }
-        let value = device.submit(self.commands.raw, what)?;
-        self.commands.pending = Some(value);
+        let Recorder { commands, .. } = self;
+        show_to_host(&commands.device, commands.raw);
+        commands.end()?;
+        commands.make_ready()?;
+        let value = commands.device.submit(&[commands.raw], what)?;
+        commands.pending = Some(value);
         Ok(value)
+    }
+
+    /// Ends recording; a [`Submission`] may have it.
+    pub fn finish(self) -> Result<(), GpuError> {
+        self.commands.end()
     }
 
     /// Puts a barrier before a command if it conflicts with one recorded since the last barrier.

@@ -3,6 +3,7 @@
 //! A method states the shapes, checks them against the buffers (shaders have no bounds checks: buffers go by
 //! address), and declares to the recorder what is read and written. It refuses to know what a model is.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder, Shader};
@@ -78,6 +79,13 @@ impl Activations {
         Activations { buffer, width, stride: Self::stride_of(width) }
     }
 
+    /// Some of its rows.
+    pub fn rows(&self, rows: &Range<usize>) -> Activations {
+        let buffer =
+            self.buffer.slice(Self::bytes(rows.start, self.width), Self::bytes(rows.len(), self.width));
+        Activations { buffer, ..*self }
+    }
+
     fn check(&self, rows: usize, width: usize, what: &str) {
         assert_eq!(self.width, width, "{what}: width");
         let needs = (rows * self.stride * 4) as u64;
@@ -121,6 +129,20 @@ pub struct StepArrays {
     pub slot_mapping: Buffer,
     /// u32 `[sequences][max_blocks]`
     pub block_tables: Buffer,
+}
+
+impl StepArrays {
+    /// Those of some of the tokens.
+    pub fn rows(&self, rows: &Range<usize>) -> StepArrays {
+        let some = |array: &Buffer| array.slice(4 * rows.start as u64, 4 * rows.len() as u64);
+        StepArrays {
+            ids: some(&self.ids),
+            positions: some(&self.positions),
+            sequence_of: some(&self.sequence_of),
+            slot_mapping: some(&self.slot_mapping),
+            block_tables: self.block_tables.clone(),
+        }
+    }
 }
 
 /// One row's parameters as the shaders read them that draw (`shaders/common/draws.glsl`).

@@ -14,21 +14,20 @@ use std::time::Duration;
 
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
 use super::memory::{
-    self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, LOGIT_ROWS, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, READBACK_ROWS,
-    Schemes,
+    self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, READBACK_ROWS, Schemes,
 };
+use super::step::{self, Frame, Part, Submit, Wanted};
 use super::weights::{Gemma3Weights, WeightsError};
 use super::{
-    Batch, BatchSequence, BlockCopy, BlockPool, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS,
-    Runner, RunnerError, Sampled, Sampling, Ticket,
+    Batch, BatchSequence, BlockCopy, BlockPool, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
 };
 use crate::checkpoint::{Checkpoint, CheckpointError, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind, Placement};
 use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Uploader};
 use crate::kernels::{
-    Activations, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Kernels, KvCache, LAST_SAMPLED,
-    LOGPROB_WORDS, MAX_GROUP, Matrix, NO_TOKEN, SampleRequest, StepArrays, UploadError, mask_words,
+    Activations, AttentionShape, Embedding, Heads, History, Kernels, KvCache, MAX_GROUP, Matrix,
+    SampleRequest, UploadError,
 };
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
@@ -46,6 +45,8 @@ pub struct LoadOptions {
     pub block_size: usize,
     /// What one submit may take on the device, as far as the time of those before tells.
     pub max_submit: Duration,
+    /// The multiply-adds of a submit are at most this, however fast the device (tests use it to cut small models).
+    pub max_submit_macs: u64,
     /// What may be taken of the device's memory.
     pub memory: placement::Limits,
     /// Refuse a model that the kernel does not see in memory; off, that is a warning.
@@ -69,6 +70,7 @@ impl Default for LoadOptions {
             kv: KvDtype::F32,
             block_size: DEFAULT_BLOCK_SIZE,
             max_submit: Duration::from_millis(200),
+            max_submit_macs: u64::MAX,
             memory: placement::Limits::default(),
             strict: true,
             max_batch_tokens: 256,
@@ -149,6 +151,7 @@ struct Layer {
 }
 
 /// Activations of a step, `[max_batch_tokens, ..]` f32 each.
+#[derive(Clone)]
 struct Scratch {
     /// The residual stream, `[hidden_size]`.
     hidden: Activations,
@@ -169,34 +172,6 @@ struct Scratch {
     final_rows: Activations,
     logits: Activations,
     adjusted: Activations,
-}
-
-/// The tokens of a step whose logits are computed, and how ids are drawn from them: a request for each, or none where
-/// the logits are copied to the host.
-#[derive(Default)]
-struct Wanted {
-    rows: Vec<u32>,
-    requests: Vec<SampleRequest>,
-    bias: Vec<Bias>,
-    masks: Vec<u32>,
-}
-
-/// What one step in flight needs for itself.
-struct Frame {
-    /// The step's arrays as the layers of each pool see them, host-visible, as are all others.
-    full: StepArrays,
-    sliding: StepArrays,
-    logit_rows: Buffer,
-    draws: DrawArrays,
-    /// u32 of each sequence of the step, and ids that the history gets from the host.
-    slots: Buffer,
-    history: Buffer,
-    /// One per submit of the step.
-    commands: Vec<CommandBuffer>,
-    /// Submits of the step in flight, by their work in multiply-adds.
-    submits: Vec<u64>,
-    /// What was asked of the step in flight, for each id: [`SampleRequest::logprobs`].
-    logprobs: Vec<u32>,
 }
 
 /// A loaded model.
@@ -226,6 +201,7 @@ pub struct Gemma3 {
     /// Work per submit, as the submits before allow, and the time that it is held to.
     submit_macs: u64,
     max_submit: Duration,
+    max_submit_macs: u64,
     placements: Vec<Placement>,
     loaded: Loaded,
     residency: Residency,
@@ -390,9 +366,8 @@ impl Gemma3 {
             })
             .collect::<Result<Vec<_>, LoadError>>()?;
 
-        // At most a submit for each layer, and one for the logits.
         let frames = (0..MAX_IN_FLIGHT)
-            .map(|i| Frame::new(device, &mut arena, &limits, layers.len() + 1, i))
+            .map(|i| Frame::new(&mut arena, &limits, i))
             .collect::<Result<Vec<_>, LoadError>>()?;
         assert!(arena.is_exhausted(), "something was planned that nobody asked for");
         let placements = arena.placements().to_vec();
@@ -408,7 +383,7 @@ impl Gemma3 {
             }
             tracing::warn!("the model is not where it was placed: {residency}");
         }
-        let mut model = Gemma3 {
+        let model = Gemma3 {
             device: device.clone(),
             config,
             generation,
@@ -430,13 +405,14 @@ impl Gemma3 {
             next_ticket: 0,
             submit_macs: MAX_SUBMIT_MACS,
             max_submit: options.max_submit,
+            max_submit_macs: options.max_submit_macs,
             placements,
             loaded,
             residency,
             weight_bytes,
         };
         // An id sampled in no step must still be a row of the embedding.
-        let commands = &mut model.frames[0].commands[0];
+        let mut commands = CommandBuffer::new(device, "clear")?;
         let mut recorder = commands.begin()?;
         recorder.fill(&model.sampled, 0);
         recorder.submit("clearing sampled ids")?;
@@ -490,7 +466,7 @@ impl Gemma3 {
         let chunk = self.limits.max_batch_tokens;
         for (i, ids) in tokens.chunks(chunk).enumerate() {
             self.run(0, &self.alone(i * chunk, ids), &Wanted::default())?;
-            self.frames[0].wait()?;
+            self.wait_for(0)?;
             each(i * chunk + ids.len());
         }
         Ok(())
@@ -500,7 +476,7 @@ impl Gemma3 {
     /// was run. Panics unless the model was loaded with `moments`.
     pub fn take_moments(&mut self) -> Result<Vec<[Vec<f32>; 4]>, RunnerError> {
         assert!(self.in_flight.is_empty(), "reading beside a step in flight");
-        let commands = &mut self.frames[0].commands[0];
+        let mut commands = CommandBuffer::new(&self.device, "moments")?;
         let readback = &self.logits_readback;
         let mut read = |sums: &Buffer| {
             let mut recorder = commands.begin()?;
@@ -554,7 +530,7 @@ impl Gemma3 {
             let batch = self.alone(start, ids);
             let all = Wanted { rows: (0..ids.len() as u32).collect(), ..Wanted::default() };
             self.run(0, &batch, &all)?;
-            self.frames[0].wait()?;
+            self.wait_for(0)?;
             let n = ids.len();
             self.logits_readback.read(0, &mut padded[..n * stride]);
             for (to, from) in rows.chunks_exact_mut(vocab).zip(padded.chunks_exact(stride)).take(n) {
@@ -565,24 +541,45 @@ impl Gemma3 {
         Ok(())
     }
 
-    /// Records and submits one step on frame `index`.
+    /// Submits one step on frame `index`, of which nothing is under way.
     fn run(&mut self, index: usize, batch: &Batch, wanted: &Wanted) -> Result<(), GpuError> {
-        self.frames[index].fill(&self.limits, batch, wanted);
-        let segments = self.segments(batch, wanted.rows.len());
-        let mut frame = std::mem::take(&mut self.frames[index].commands);
-        let result = self.record(index, &mut frame, &segments, batch, wanted);
-        self.frames[index].commands = frame;
-        result?;
-        self.frames[index].submits = segments.iter().map(|s| s.work).collect();
-        self.frames[index].logprobs = wanted.requests.iter().map(|request| request.logprobs).collect();
-        Ok(())
+        let tokens = self.filled_up(batch.num_tokens());
+        self.frames[index].fill(&self.limits, batch, tokens, wanted);
+        let submits = self.plan(batch, tokens, wanted.rows.len());
+        let mut commands = std::mem::take(&mut self.frames[index].commands);
+        let frame = &self.frames[index];
+        let result = commands.run(&self.device, tokens, &submits, &mut |r, part| match part {
+            Part::Opening => self.record_opening(r, frame, batch, tokens),
+            Part::Segment(layers) => {
+                self.layers[layers.clone()]
+                    .iter()
+                    .for_each(|layer| self.record_layer(r, layer, frame, 0..tokens));
+            }
+            Part::Layer { layer, rows } => self.record_layer(r, &self.layers[*layer], frame, rows.clone()),
+            Part::Closing => self.record_closing(r, frame, wanted),
+        });
+        self.frames[index].commands = commands;
+        result
     }
 
-    /// Cuts a step into submits. Pieces `0..layers` are layers, piece `layers` is the logits behind them, where any are
-    /// wanted; the embedding goes with the first.
-    fn segments(&self, batch: &Batch, logit_rows: usize) -> Vec<Segment> {
+    /// Waits for the step on a frame, and learns from it how fast the device is.
+    fn wait_for(&mut self, index: usize) -> Result<(), GpuError> {
+        let Gemma3 { frames, submit_macs, max_submit, .. } = self;
+        frames[index]
+            .commands
+            .wait(&mut |work, took| *submit_macs = step::bounded(*submit_macs, work, took, *max_submit))
+    }
+
+    /// Tokens that a step of so many is computed as.
+    fn filled_up(&self, tokens: usize) -> usize {
+        // What is summed up over the tokens is not to count those of nobody.
+        let sums = self.layers.iter().any(|layer| layer.moments.is_some());
+        if sums { tokens } else { step::filled_up(tokens, self.limits.max_batch_tokens) }
+    }
+
+    /// Cuts a step into submits.
+    fn plan(&self, batch: &Batch, tokens: usize, logit_rows: usize) -> Vec<Submit> {
         let c = &self.config;
-        let tokens = batch.num_tokens() as u64;
         let heads = (c.num_attention_heads * c.head_dim) as u64;
         // Keys that the tokens of the step see, added up.
         let seen = |window: u64| -> u64 {
@@ -590,56 +587,45 @@ impl Gemma3 {
                 |s: &BatchSequence| s.input.len() as u64 * window.min((s.start + s.input.len()) as u64);
             batch.sequences.iter().map(each).sum()
         };
-        let layer = |kind: &LayerType| {
-            let window = match kind {
-                LayerType::SlidingAttention => c.sliding_window as u64,
-                LayerType::FullAttention => u64::MAX,
-            };
-            tokens * memory::macs_per_token_and_layer(c) + 2 * heads * seen(window)
+        let matrices = tokens as u64 * memory::macs_per_token_and_layer(c);
+        let [sliding, full] =
+            [c.sliding_window as u64, u64::MAX].map(|window| matrices + 2 * heads * seen(window));
+        let layer = |kind: &LayerType| match kind {
+            LayerType::SlidingAttention => sliding,
+            LayerType::FullAttention => full,
         };
+        let layers: Vec<u64> = c.layer_types.iter().map(layer).collect();
         let logits = (logit_rows * c.hidden_size * c.vocab_size) as u64;
-        let work = c.layer_types.iter().map(layer).chain((logit_rows > 0).then_some(logits));
-        cut(work, self.submit_macs)
+        step::plan(
+            &layers,
+            tokens,
+            (logit_rows > 0).then_some(logits),
+            self.submit_macs.min(self.max_submit_macs),
+        )
     }
 
-    fn record(
-        &self,
-        index: usize,
-        commands: &mut [CommandBuffer],
-        segments: &[Segment],
-        batch: &Batch,
-        wanted: &Wanted,
-    ) -> Result<(), GpuError> {
-        let frame = &self.frames[index];
-        let (row_index, logit_rows) = (&frame.logit_rows, wanted.rows.len());
-        let (k, s, tokens) = (&self.kernels, &self.scratch, batch.num_tokens());
-        for (Segment { pieces: segment, .. }, commands) in segments.iter().zip(commands) {
-            let mut r = commands.begin()?;
-            if segment.start == 0 {
-                for copy in &batch.copies {
-                    self.record_copy(&mut r, copy);
-                }
-                let scale = (self.config.hidden_size as f64).sqrt() as f32;
-                k.embed(&mut r, &self.embedding, &frame.full.ids, &self.sampled, scale, &s.hidden, tokens);
-                self.record_history(&mut r, frame, batch);
-            }
-            for layer in &self.layers[segment.start..segment.end.min(self.layers.len())] {
-                self.record_layer(&mut r, layer, frame, tokens);
-            }
-            if segment.end > self.layers.len() {
-                let eps = self.config.rms_norm_eps;
-                k.rms_norm_gather(&mut r, &s.hidden, row_index, &self.norm, eps, &s.final_rows, logit_rows);
-                k.matmul(&mut r, self.embedding.matrix(), &s.final_rows, &s.logits, logit_rows);
-                if !wanted.requests.is_empty() {
-                    self.record_draws(&mut r, frame, &wanted.requests);
-                } else {
-                    let bytes = Activations::bytes(logit_rows, self.config.vocab_size);
-                    r.copy(&s.logits.buffer, &self.logits_readback, bytes);
-                }
-            }
-            r.submit("a step")?;
+    /// Copies of blocks, the residual stream's beginning, and the ids for later draws.
+    fn record_opening(&self, r: &mut Recorder<'_>, frame: &Frame, batch: &Batch, tokens: usize) {
+        for copy in &batch.copies {
+            self.record_copy(r, copy);
         }
-        Ok(())
+        let scale = (self.config.hidden_size as f64).sqrt() as f32;
+        let (ids, hidden) = (&frame.full.ids, &self.scratch.hidden);
+        self.kernels.embed(r, &self.embedding, ids, &self.sampled, scale, hidden, tokens);
+        self.record_history(r, frame, batch);
+    }
+
+    /// The logits that are wanted, and what is drawn from them, or else their way to the host.
+    fn record_closing(&self, r: &mut Recorder<'_>, frame: &Frame, wanted: &Wanted) {
+        let (k, s, eps, rows) = (&self.kernels, &self.scratch, self.config.rms_norm_eps, wanted.rows.len());
+        k.rms_norm_gather(r, &s.hidden, &frame.logit_rows, &self.norm, eps, &s.final_rows, rows);
+        k.matmul(r, self.embedding.matrix(), &s.final_rows, &s.logits, rows);
+        if wanted.requests.is_empty() {
+            let bytes = Activations::bytes(rows, self.config.vocab_size);
+            r.copy(&s.logits.buffer, &self.logits_readback, bytes);
+        } else {
+            self.record_draws(r, frame, &wanted.requests);
+        }
     }
 
     /// Gives a block the contents of another, in every layer of its pool.
@@ -689,15 +675,16 @@ impl Gemma3 {
         }
     }
 
-    /// One decoder layer: attention and feed-forward, each between two norms, added to the residual stream.
-    fn record_layer(&self, r: &mut Recorder<'_>, layer: &Layer, frame: &Frame, n: usize) {
-        let (k, s, eps) = (&self.kernels, &self.scratch, self.config.rms_norm_eps);
+    /// One decoder layer, for some of a step's tokens: attention and feed-forward, each between two norms, added to the
+    /// residual stream.
+    fn record_layer(&self, r: &mut Recorder<'_>, layer: &Layer, frame: &Frame, rows: Range<usize>) {
+        let (k, s, eps, n) = (&self.kernels, self.scratch.rows(&rows), self.config.rms_norm_eps, rows.len());
         let (shape, rope, arrays) = match layer.kind {
             LayerType::SlidingAttention => {
                 let shape = self.attention_shape(Some(self.config.sliding_window));
-                (shape, &self.rope_sliding, &frame.sliding)
+                (shape, &self.rope_sliding, frame.sliding.rows(&rows))
             }
-            LayerType::FullAttention => (self.attention_shape(None), &self.rope_full, &frame.full),
+            LayerType::FullAttention => (self.attention_shape(None), &self.rope_full, frame.full.rows(&rows)),
         };
         let q_scale = self.config.query_pre_attn_scalar.powf(-0.5) as f32;
         let watch = |r: &mut Recorder<'_>, which: usize, x: &Activations| {
@@ -712,8 +699,8 @@ impl Gemma3 {
         k.matmul(r, &layer.k_proj, &s.normed, &s.k, n);
         k.matmul(r, &layer.v_proj, &s.normed, &s.v, n);
         let norms = [&layer.q_norm, &layer.k_norm];
-        k.qkv_store(r, &shape, [&s.q, &s.k, &s.v], norms, rope, eps, q_scale, arrays, &layer.cache, n);
-        k.attention(r, &shape, &s.q, &layer.cache, arrays, &s.attended, n);
+        k.qkv_store(r, &shape, [&s.q, &s.k, &s.v], norms, rope, eps, q_scale, &arrays, &layer.cache, n);
+        k.attention(r, &shape, &s.q, &layer.cache, &arrays, &s.attended, n);
         watch(r, 1, &s.attended);
         k.matmul(r, &layer.o_proj, &s.attended, &s.delta, n);
         k.rms_norm_add(r, &s.delta, &layer.post_attention_layernorm, eps, &s.hidden, n);
@@ -770,54 +757,9 @@ impl Runner for Gemma3 {
 
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError> {
         assert_eq!(self.in_flight.pop_front(), Some(ticket.0), "tickets are waited for in order");
-        let frame = &mut self.frames[ticket.0 as usize % MAX_IN_FLIGHT];
-        frame.wait()?;
-        for (work, commands) in frame.submits.iter().zip(&frame.commands) {
-            self.submit_macs = bounded(self.submit_macs, *work, commands.took(), self.max_submit);
-        }
-        let mut ids = vec![0u32; frame.logprobs.len()];
-        frame.draws.ids.read(0, &mut ids);
-        let logprobs = (0..).zip(&frame.logprobs).zip(&ids);
-        let logprobs = logprobs.map(|((row, wanted), id)| frame.read_logprobs(row, *wanted, *id)).collect();
-        Ok(Sampled { ids: ids.into_iter().map(|id| (id != NO_TOKEN).then_some(id)).collect(), logprobs })
-    }
-}
-
-impl Wanted {
-    /// Adds the request for one id, with its biases and its mask; panics where a draw breaks its bounds.
-    fn draw(&mut self, limits: &Limits, draw: &Draw, sequence: &BatchSequence) {
-        let (p, position) = (draw.params, (sequence.start + draw.token + 1) as u32);
-        assert!(draw.bias.len() <= MAX_BIASES, "{} biases", draw.bias.len());
-        assert!(draw.bias.iter().all(|(id, _)| (*id as usize) < limits.vocab_size), "bias of an id");
-        assert!(draw.logprobs.is_none_or(|n| n <= MAX_LOGPROBS), "{:?} log probabilities", draw.logprobs);
-        let words = mask_words(limits.vocab_size);
-        let mask = draw.mask.as_ref().map_or(0, |mask| {
-            assert_eq!(mask.len(), words, "words of a mask");
-            self.masks.extend_from_slice(mask);
-            self.masks.len() / words
-        });
-        self.requests.push(SampleRequest {
-            temperature: p.temperature,
-            top_k: p.top_k,
-            top_p: p.top_p,
-            min_p: p.min_p,
-            seed_low: p.seed as u32,
-            seed_high: (p.seed >> 32) as u32,
-            position,
-            slot: draw.slot,
-            repetition_penalty: p.repetition_penalty,
-            presence_penalty: p.presence_penalty,
-            frequency_penalty: p.frequency_penalty,
-            // Also that of a fork, until it has its own.
-            history_slot: sequence.slot,
-            history_len: if p.penalizes() { position } else { 0 },
-            prompt_len: draw.prompt_len as u32,
-            first_bias: self.bias.len() as u32,
-            biases: draw.bias.len() as u32,
-            mask: mask as u32,
-            logprobs: draw.logprobs.map_or(0, |n| n as u32 + 1),
-        });
-        self.bias.extend(draw.bias.iter().map(|&(id, bias)| Bias { id, bias }));
+        let index = ticket.0 as usize % MAX_IN_FLIGHT;
+        self.wait_for(index)?;
+        Ok(self.frames[index].drawn())
     }
 }
 
@@ -897,42 +839,6 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// What one submit computes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Segment {
-    pieces: Range<usize>,
-    /// Multiply-adds.
-    work: u64,
-}
-
-/// Cuts pieces of `work` into segments of at most `limit`, or of one piece where that alone is more.
-fn cut(work: impl Iterator<Item = u64>, limit: u64) -> Vec<Segment> {
-    let mut segments: Vec<Segment> = Vec::new();
-    for (i, work) in work.enumerate() {
-        match segments.last_mut() {
-            Some(last) if last.work + work <= limit => {
-                last.pieces.end = i + 1;
-                last.work += work;
-            }
-            _ => segments.push(Segment { pieces: i..i + 1, work }),
-        }
-    }
-    segments
-}
-
-/// Submits shorter than this say little about the device's speed.
-const TELLING: Duration = Duration::from_millis(1);
-/// Work per submit is not cut below this, however slow the device.
-const LEAST_SUBMIT_MACS: u64 = 100_000_000;
-
-/// The bound of work per submit after one of `work` that `took` so long: down at once, up by and by.
-fn bounded(limit: u64, work: u64, took: Option<Duration>, most: Duration) -> u64 {
-    let Some(took) = took.filter(|took| *took >= TELLING) else { return limit };
-    let allowed = (work as f64 * (most.as_secs_f64() / took.as_secs_f64())) as u64;
-    let next = if allowed < limit { allowed } else { limit + (allowed - limit) / 8 };
-    next.clamp(LEAST_SUBMIT_MACS, u64::MAX / 16)
-}
-
 /// (cos, sin) of position * base^(-2i / head_dim) / factor, `[positions][head_dim / 2][2]`, computed in f64.
 fn rope_table(head_dim: usize, positions: usize, base: f64, factor: f64) -> Vec<f32> {
     let frequencies: Vec<f64> =
@@ -965,6 +871,23 @@ fn touch(device: &Arc<Device>, arena: &Arena) -> Result<(), GpuError> {
 }
 
 impl Scratch {
+    /// The same of some tokens of the step; logits, which are not by token, as they are.
+    fn rows(&self, rows: &Range<usize>) -> Scratch {
+        let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, .. } = self;
+        Scratch {
+            hidden: hidden.rows(rows),
+            normed: normed.rows(rows),
+            delta: delta.rows(rows),
+            q: q.rows(rows),
+            attended: attended.rows(rows),
+            k: k.rows(rows),
+            v: v.rows(rows),
+            gate: gate.rows(rows),
+            up: up.rows(rows),
+            ..self.clone()
+        }
+    }
+
     fn new(arena: &mut Arena, config: &Gemma3Config, tokens: usize) -> Result<Scratch, GpuError> {
         let mut each = memory::activations(config, tokens).into_iter();
         let mut next = || {
@@ -989,185 +912,9 @@ impl Scratch {
     }
 }
 
-impl Frame {
-    fn new(
-        device: &Arc<Device>,
-        arena: &mut Arena,
-        limits: &Limits,
-        submits: usize,
-        index: usize,
-    ) -> Result<Frame, LoadError> {
-        let sizes = memory::step_input_bytes(limits);
-        let name = format!("step {index} input");
-        let input = arena.alloc(MemoryKind::Upload, Class::Staging, sizes.iter().sum(), &name)?;
-        let mut offset = 0;
-        let arrays = sizes.map(|bytes| {
-            offset += bytes;
-            input.slice(offset - bytes, bytes)
-        });
-        let [ids, positions, sequence_of, full_slots, full_tables, sliding_slots, tables, ..] =
-            arrays.clone();
-        let [.., logit_rows, requests, slots, history, bias, masks] = arrays;
-        let [ids_bytes, logprobs_bytes] = memory::drawn_bytes();
-        let bytes = ids_bytes + logprobs_bytes;
-        let drawn = arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "drawn ids")?;
-        let draws = DrawArrays {
-            requests,
-            bias,
-            masks,
-            ids: drawn.slice(0, ids_bytes),
-            logprobs: drawn.slice(ids_bytes, logprobs_bytes),
-        };
-        let commands = (0..submits)
-            .map(|i| CommandBuffer::new(device, &format!("step {index} submit {i}")))
-            .collect::<Result<Vec<_>, _>>()?;
-        Ok(Frame {
-            sliding: StepArrays {
-                ids: ids.clone(),
-                positions: positions.clone(),
-                sequence_of: sequence_of.clone(),
-                slot_mapping: sliding_slots,
-                block_tables: tables,
-            },
-            full: StepArrays {
-                ids,
-                positions,
-                sequence_of,
-                slot_mapping: full_slots,
-                block_tables: full_tables,
-            },
-            logit_rows,
-            draws,
-            slots,
-            history,
-            commands,
-            submits: Vec::new(),
-            logprobs: Vec::new(),
-        })
-    }
-
-    /// Writes a step's arrays; panics on a batch that breaks the limits, which would be a bug above.
-    fn fill(&mut self, limits: &Limits, batch: &Batch, wanted: &Wanted) {
-        let Wanted { rows: logit_rows, requests, bias, masks } = wanted;
-        let tokens = batch.num_tokens();
-        assert!(tokens > 0 && tokens <= limits.max_batch_tokens, "{tokens} tokens in a step");
-        assert!(batch.sequences.len() <= limits.max_sequences, "{} sequences", batch.sequences.len());
-        assert!(logit_rows.len() <= LOGIT_ROWS && requests.len() <= logit_rows.len());
-        let mut ids = Vec::with_capacity(tokens);
-        let mut positions = Vec::with_capacity(tokens);
-        let mut sequence_of = Vec::with_capacity(tokens);
-        let (mut full_slots, mut sliding_slots) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
-        let (kv, table_blocks) = (&limits.kv, memory::table_blocks(limits));
-        let block_size = kv.block_size;
-        // Tokens of no sequence have a slot of nobody.
-        let mut slots = vec![limits.max_sequences as u32; limits.max_sequences + 1];
-        let mut history = Vec::new();
-        for (row, sequence) in batch.sequences.iter().enumerate() {
-            let end = sequence.start + sequence.input.len();
-            assert!(!sequence.input.is_empty() && end <= limits.max_context, "sequence of {end} tokens");
-            assert!((sequence.slot as usize) < limits.max_sequences, "slot {}", sequence.slot);
-            let BatchSequence { full_blocks, sliding_blocks, sliding_first, .. } = sequence;
-            assert!(
-                full_blocks.len() * block_size >= end && full_blocks.len() <= table_blocks,
-                "block table"
-            );
-            assert!(full_blocks.iter().all(|&b| (b as usize) < kv.full_blocks), "block id");
-            assert!(sliding_blocks.iter().all(|&b| (b as usize) < kv.sliding_blocks), "block id");
-            if let Some(window) = kv.sliding_window {
-                let behind = sliding_first + sliding_blocks.len();
-                assert!(
-                    behind * block_size >= end && behind <= table_blocks,
-                    "block table of sliding layers"
-                );
-                assert!(sliding_first * block_size <= (sequence.start + 1).saturating_sub(window), "window");
-            }
-            slots[row] = sequence.slot;
-            if let Some(known) = &sequence.history {
-                assert_eq!(known.len(), sequence.start, "history");
-                history.extend_from_slice(known);
-            }
-            match &sequence.input {
-                Input::Ids(known) => {
-                    assert!(known.iter().all(|&id| (id as usize) < limits.vocab_size), "token id");
-                    ids.extend(known);
-                }
-                Input::LastSampled => ids.push(LAST_SAMPLED | sequence.slot),
-            }
-            for position in sequence.start..end {
-                positions.push(position as u32);
-                sequence_of.push(row as u32);
-                let slot = |block: u32| block * block_size as u32 + (position % block_size) as u32;
-                full_slots.push(slot(full_blocks[position / block_size]));
-                if kv.sliding_window.is_some() {
-                    sliding_slots.push(slot(sliding_blocks[position / block_size - sliding_first]));
-                }
-            }
-            let at = |block: usize| 4 * (row * table_blocks + block) as u64;
-            self.full.block_tables.write(at(0), full_blocks);
-            self.sliding.block_tables.write(at(*sliding_first), sliding_blocks);
-        }
-        self.full.ids.write(0, &ids);
-        self.full.positions.write(0, &positions);
-        self.full.sequence_of.write(0, &sequence_of);
-        self.full.slot_mapping.write(0, &full_slots);
-        self.sliding.slot_mapping.write(0, &sliding_slots);
-        self.logit_rows.write(0, logit_rows);
-        assert!(history.len() <= limits.max_context, "{} ids of history in a step", history.len());
-        self.slots.write(0, &slots);
-        self.history.write(0, &history);
-        self.draws.requests.write(0, requests);
-        self.draws.bias.write(0, bias);
-        self.draws.masks.write(0, masks);
-    }
-
-    /// The log probabilities of a row, where they were wanted and an id was drawn.
-    fn read_logprobs(&self, row: usize, wanted: u32, id: u32) -> Option<Logprobs> {
-        if wanted == 0 || id == NO_TOKEN {
-            return None;
-        }
-        let mut words = vec![0u32; 2 * wanted as usize - 1];
-        self.draws.logprobs.read((4 * row * LOGPROB_WORDS) as u64, &mut words);
-        let top = words[1..].chunks_exact(2).map(|pair| (pair[0], f32::from_bits(pair[1])));
-        Some(Logprobs {
-            drawn: f32::from_bits(words[0]),
-            top: top.filter(|(id, _)| *id != NO_TOKEN).collect(),
-        })
-    }
-
-    fn wait(&mut self) -> Result<(), GpuError> {
-        self.commands[..self.submits.len()].iter_mut().try_for_each(CommandBuffer::wait)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    #[allow(clippy::single_range_in_vec_init)] // one run of pieces
-    fn work_is_cut_where_it_exceeds_the_limit() {
-        let pieces = |work: &[u64], limit| -> Vec<Range<usize>> {
-            cut(work.iter().copied(), limit).into_iter().map(|segment| segment.pieces).collect()
-        };
-        assert_eq!(pieces(&[3, 3, 3, 3], 6), [0..2, 2..4]);
-        assert_eq!(pieces(&[3, 3, 3], 100), [0..3]);
-        assert_eq!(pieces(&[50, 1, 50, 1, 1], 6), [0..1, 1..2, 2..3, 3..5]);
-        assert_eq!(pieces(&[7], 6), [0..1]);
-        assert_eq!(cut([2, 3].into_iter(), 9), [Segment { pieces: 0..2, work: 5 }]);
-    }
-
-    #[test]
-    fn the_bound_of_a_submit_follows_the_devices_speed() {
-        let ms = Duration::from_millis;
-        // Ten times too slow: down at once.
-        assert_eq!(bounded(10_000_000_000, 10_000_000_000, Some(ms(2000)), ms(200)), 1_000_000_000);
-        // Four times faster than needed: up by an eighth of the way.
-        assert_eq!(bounded(8_000_000_000, 8_000_000_000, Some(ms(50)), ms(200)), 11_000_000_000);
-        // Without a clock, or after too short a submit: as before. Never nothing.
-        assert_eq!(bounded(8_000_000_000, 1, None, ms(200)), 8_000_000_000);
-        assert_eq!(bounded(8_000_000_000, 1, Some(Duration::from_micros(9)), ms(200)), 8_000_000_000);
-        assert_eq!(bounded(8_000_000_000, 1, Some(ms(9)), ms(1)), LEAST_SUBMIT_MACS);
-    }
 
     #[test]
     fn rope_angles_are_exact_far_out() {

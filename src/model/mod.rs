@@ -7,6 +7,7 @@ pub mod gemma3;
 pub mod memory;
 mod runner;
 pub mod shapes;
+mod step;
 pub mod weights;
 
 pub use runner::{

@@ -1,0 +1,502 @@
+//! One step on its way through the device: its arrays, what is recorded for it, and how it is cut into submits.
+//!
+//! The layers of a step are recorded once for each number of tokens, as segments of a few of them, and handed to the
+//! device again and again; only the arrays are written anew, and what comes before the layers and behind them is recorded
+//! for each step. So that few numbers of tokens occur, a step is filled up with tokens of no sequence: they read and
+//! write a block of their own, which nobody else reads.
+//!
+//! No submit is to take longer than the device's driver, or a desktop on the same device, can wait. Where a segment is
+//! too much for one, its layers go alone, and where a layer is, its tokens go one part after the other: a token needs
+//! of its layer nothing but the keys and values of those before it. Those pieces are recorded for each step.
+//!
+//! Refuses to know what a layer computes.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::gemma3::LoadError;
+use super::memory::{self, LOGIT_ROWS};
+use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Sampled};
+use crate::gpu::placement::{Class, MemoryKind};
+use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission};
+use crate::kernels::{
+    Bias, DrawArrays, LAST_SAMPLED, LOGPROB_WORDS, NO_TOKEN, SampleRequest, StepArrays, mask_words,
+};
+
+/// Layers that are recorded together.
+const SEGMENT_LAYERS: usize = 4;
+/// Numbers of tokens whose layers are kept recorded; the one that was not run for the longest time gives way.
+const RECORDED: usize = 16;
+/// Parts that the tokens of a layer are cut into have no fewer, and are multiples of this.
+const LEAST_ROWS: usize = 16;
+/// Submits shorter than this say little about the device's speed.
+const TELLING: Duration = Duration::from_millis(1);
+/// Work per submit is not cut below this, however slow the device.
+const LEAST_SUBMIT_MACS: u64 = 100_000_000;
+
+/// Tokens that a step of so many is filled up to, of at most `most`: few enough numbers, and at most an eighth more.
+pub(super) fn filled_up(tokens: usize, most: usize) -> usize {
+    let multiple = if tokens <= 8 { 1 } else { (tokens.next_power_of_two() / 16).max(8) };
+    tokens.next_multiple_of(multiple).min(most)
+}
+
+/// A piece of a step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Part {
+    /// What comes before the layers.
+    Opening,
+    /// Some layers, for all tokens: each of them in the same segment in every step.
+    Segment(Range<usize>),
+    /// One layer, for some of the tokens.
+    Layer { layer: usize, rows: Range<usize> },
+    /// What comes behind them: the logits, and what is drawn from them.
+    Closing,
+}
+
+/// What one submit computes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Submit {
+    pub parts: Vec<Part>,
+    /// Multiply-adds.
+    pub work: u64,
+}
+
+/// Cuts a step of `tokens` into submits of at most `limit` multiply-adds, or of one smallest piece where that alone is
+/// more. `layers`: the work of each; `closing`: that behind them, where there is any.
+pub(super) fn plan(layers: &[u64], tokens: usize, closing: Option<u64>, limit: u64) -> Vec<Submit> {
+    let mut submits = vec![Submit { parts: vec![Part::Opening], work: 0 }];
+    let mut add = |part, work| match submits.last_mut() {
+        Some(last) if last.work == 0 || last.work + work <= limit => {
+            last.parts.push(part);
+            last.work += work;
+        }
+        _ => submits.push(Submit { parts: vec![part], work }),
+    };
+    for (first, segment) in (0..).step_by(SEGMENT_LAYERS).zip(layers.chunks(SEGMENT_LAYERS)) {
+        let whole = segment.iter().sum();
+        if whole <= limit {
+            add(Part::Segment(first..first + segment.len()), whole);
+            continue;
+        }
+        for (layer, work) in (first..).zip(segment) {
+            let cuts = work.div_ceil(limit) as usize;
+            let rows = tokens.div_ceil(cuts).next_multiple_of(LEAST_ROWS);
+            for first in (0..tokens).step_by(rows) {
+                let rows = first..(first + rows).min(tokens);
+                let share = work * rows.len() as u64 / tokens as u64;
+                add(Part::Layer { layer, rows }, share);
+            }
+        }
+    }
+    if let Some(work) = closing {
+        add(Part::Closing, work);
+    }
+    submits
+}
+
+/// The bound of work per submit after one of `work` that `took` so long: down at once, up by and by.
+pub(super) fn bounded(limit: u64, work: u64, took: Option<Duration>, most: Duration) -> u64 {
+    let Some(took) = took.filter(|took| *took >= TELLING) else { return limit };
+    let allowed = (work as f64 * (most.as_secs_f64() / took.as_secs_f64())) as u64;
+    let next = if allowed < limit { allowed } else { limit + (allowed - limit) / 8 };
+    next.clamp(LEAST_SUBMIT_MACS, u64::MAX / 16)
+}
+
+/// The tokens of a step whose logits are computed, and how ids are drawn from them: a request for each, or none where
+/// the logits are copied to the host.
+#[derive(Default)]
+pub(super) struct Wanted {
+    pub rows: Vec<u32>,
+    pub requests: Vec<SampleRequest>,
+    pub bias: Vec<Bias>,
+    pub masks: Vec<u32>,
+}
+
+/// What one step in flight needs for itself.
+pub(super) struct Frame {
+    /// The step's arrays as the layers of each pool see them, host-visible, as are all others.
+    pub full: StepArrays,
+    pub sliding: StepArrays,
+    pub logit_rows: Buffer,
+    pub draws: DrawArrays,
+    /// u32 of each sequence of the step, and ids that the history gets from the host.
+    pub slots: Buffer,
+    pub history: Buffer,
+    pub commands: Commands,
+    /// What was asked of the step in flight, for each id: [`SampleRequest::logprobs`].
+    logprobs: Vec<u32>,
+}
+
+/// What is recorded for a frame.
+#[derive(Default)]
+pub(super) struct Commands {
+    recorded: Vec<Recorded>,
+    /// Recorded for each step, in the order of its parts.
+    fresh: Vec<CommandBuffer>,
+    /// One for each submit of a step, and the work of those of the step in flight.
+    submissions: Vec<Submission>,
+    work: Vec<u64>,
+    steps: u64,
+}
+
+/// The layers of a step of so many tokens, in segments.
+struct Recorded {
+    tokens: usize,
+    /// The step that ran them last.
+    used: u64,
+    segments: Vec<(CommandBuffer, bool)>,
+}
+
+impl Wanted {
+    /// Adds the request for one id, with its biases and its mask; panics where a draw breaks its bounds.
+    pub fn draw(&mut self, limits: &Limits, draw: &Draw, sequence: &BatchSequence) {
+        let (p, position) = (draw.params, (sequence.start + draw.token + 1) as u32);
+        assert!(draw.bias.len() <= MAX_BIASES, "{} biases", draw.bias.len());
+        assert!(draw.bias.iter().all(|(id, _)| (*id as usize) < limits.vocab_size), "bias of an id");
+        assert!(draw.logprobs.is_none_or(|n| n <= MAX_LOGPROBS), "{:?} log probabilities", draw.logprobs);
+        let words = mask_words(limits.vocab_size);
+        let mask = draw.mask.as_ref().map_or(0, |mask| {
+            assert_eq!(mask.len(), words, "words of a mask");
+            self.masks.extend_from_slice(mask);
+            self.masks.len() / words
+        });
+        self.requests.push(SampleRequest {
+            temperature: p.temperature,
+            top_k: p.top_k,
+            top_p: p.top_p,
+            min_p: p.min_p,
+            seed_low: p.seed as u32,
+            seed_high: (p.seed >> 32) as u32,
+            position,
+            slot: draw.slot,
+            repetition_penalty: p.repetition_penalty,
+            presence_penalty: p.presence_penalty,
+            frequency_penalty: p.frequency_penalty,
+            // Also that of a fork, until it has its own.
+            history_slot: sequence.slot,
+            history_len: if p.penalizes() { position } else { 0 },
+            prompt_len: draw.prompt_len as u32,
+            first_bias: self.bias.len() as u32,
+            biases: draw.bias.len() as u32,
+            mask: mask as u32,
+            logprobs: draw.logprobs.map_or(0, |n| n as u32 + 1),
+        });
+        self.bias.extend(draw.bias.iter().map(|&(id, bias)| Bias { id, bias }));
+    }
+}
+
+impl Commands {
+    /// Records what is not yet recorded of a step of `tokens`, with `record`, and hands it to the device.
+    pub fn run(
+        &mut self,
+        device: &Arc<Device>,
+        tokens: usize,
+        submits: &[Submit],
+        record: &mut dyn FnMut(&mut Recorder<'_>, &Part),
+    ) -> Result<(), GpuError> {
+        self.steps += 1;
+        let parts = || submits.iter().flat_map(|submit| &submit.parts);
+        let segment_of = |layers: &Range<usize>| layers.start / SEGMENT_LAYERS;
+        let segments =
+            parts().filter_map(|p| if let Part::Segment(l) = p { Some(1 + segment_of(l)) } else { None });
+        let segments = segments.max().unwrap_or(0);
+        let fresh = parts().filter(|part| !matches!(part, Part::Segment(_))).count();
+        while self.fresh.len() < fresh {
+            self.fresh.push(CommandBuffer::new(device, "a part of a step")?);
+        }
+        while self.submissions.len() < submits.len() {
+            self.submissions.push(Submission::new(device)?);
+        }
+        let at = self.recorded(tokens);
+        let recorded = &mut self.recorded[at];
+        while recorded.segments.len() < segments {
+            let name = format!("segment {} of {tokens} tokens", recorded.segments.len());
+            recorded.segments.push((CommandBuffer::new(device, &name)?, false));
+        }
+        self.work.clear();
+        let mut recorded: Vec<_> = self.recorded[at].segments.iter_mut().map(Some).collect();
+        let mut fresh = self.fresh.iter_mut();
+        for (submit, submission) in submits.iter().zip(&mut self.submissions) {
+            let mut all = Vec::with_capacity(submit.parts.len());
+            for part in &submit.parts {
+                let commands = match part {
+                    Part::Segment(layers) => {
+                        let (commands, is_recorded) =
+                            recorded[segment_of(layers)].take().expect("each segment runs once");
+                        if !*is_recorded {
+                            let mut recorder = commands.begin_to_keep()?;
+                            record(&mut recorder, part);
+                            recorder.finish()?;
+                            *is_recorded = true;
+                        }
+                        commands
+                    }
+                    part => {
+                        let commands = fresh.next().expect("counted");
+                        let mut recorder = commands.begin()?;
+                        record(&mut recorder, part);
+                        recorder.finish()?;
+                        commands
+                    }
+                };
+                all.push(commands);
+            }
+            submission.submit(&mut all, "a step")?;
+            self.work.push(submit.work);
+        }
+        Ok(())
+    }
+
+    /// Which of `self.recorded` is of steps of so many tokens, in place of others where there are too many.
+    fn recorded(&mut self, tokens: usize) -> usize {
+        let found = self.recorded.iter().position(|recorded| recorded.tokens == tokens);
+        let at = match found {
+            Some(at) => at,
+            None if self.recorded.len() < RECORDED => {
+                self.recorded.push(Recorded { tokens, used: 0, segments: Vec::new() });
+                self.recorded.len() - 1
+            }
+            None => {
+                let oldest = (0..RECORDED).min_by_key(|at| self.recorded[*at].used).expect("there are some");
+                let recorded = &mut self.recorded[oldest];
+                recorded.tokens = tokens;
+                recorded.segments.iter_mut().for_each(|(_, is_recorded)| *is_recorded = false);
+                oldest
+            }
+        };
+        self.recorded[at].used = self.steps;
+        at
+    }
+
+    /// Waits for the step in flight; `each` gets the work of its submits, and what they took where the device has a clock.
+    pub fn wait(&mut self, each: &mut dyn FnMut(u64, Option<Duration>)) -> Result<(), GpuError> {
+        for (submission, work) in self.submissions.iter_mut().zip(self.work.drain(..)) {
+            submission.wait()?;
+            each(work, submission.took());
+        }
+        // For their times, where those are taken.
+        let recorded = self.recorded.iter_mut().flat_map(|r| &mut r.segments).map(|(commands, _)| commands);
+        self.fresh.iter_mut().chain(recorded).try_for_each(CommandBuffer::wait)
+    }
+}
+
+impl Frame {
+    pub fn new(arena: &mut Arena, limits: &Limits, index: usize) -> Result<Frame, LoadError> {
+        let sizes = memory::step_input_bytes(limits);
+        let name = format!("step {index} input");
+        let input = arena.alloc(MemoryKind::Upload, Class::Staging, sizes.iter().sum(), &name)?;
+        let mut offset = 0;
+        let arrays = sizes.map(|bytes| {
+            offset += bytes;
+            input.slice(offset - bytes, bytes)
+        });
+        let [ids, positions, sequence_of, full_slots, full_tables, sliding_slots, tables, ..] =
+            arrays.clone();
+        let [.., logit_rows, requests, slots, history, bias, masks] = arrays;
+        let [ids_bytes, logprobs_bytes] = memory::drawn_bytes();
+        let bytes = ids_bytes + logprobs_bytes;
+        let drawn = arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "drawn ids")?;
+        let draws = DrawArrays {
+            requests,
+            bias,
+            masks,
+            ids: drawn.slice(0, ids_bytes),
+            logprobs: drawn.slice(ids_bytes, logprobs_bytes),
+        };
+        // The blocks of those tokens that fill up a step: one behind the pool's own.
+        let nobody = |blocks: usize| vec![blocks as u32; memory::table_blocks(limits)];
+        let row = 4 * (limits.max_sequences * memory::table_blocks(limits)) as u64;
+        full_tables.write(row, &nobody(limits.kv.full_blocks));
+        tables.write(row, &nobody(limits.kv.sliding_blocks));
+        Ok(Frame {
+            sliding: StepArrays {
+                ids: ids.clone(),
+                positions: positions.clone(),
+                sequence_of: sequence_of.clone(),
+                slot_mapping: sliding_slots,
+                block_tables: tables,
+            },
+            full: StepArrays {
+                ids,
+                positions,
+                sequence_of,
+                slot_mapping: full_slots,
+                block_tables: full_tables,
+            },
+            logit_rows,
+            draws,
+            slots,
+            history,
+            commands: Commands::default(),
+            logprobs: Vec::new(),
+        })
+    }
+
+    /// Writes the arrays of a step that is filled up to so many tokens; panics on a batch that breaks the limits, which would be a bug above.
+    pub fn fill(&mut self, limits: &Limits, batch: &Batch, filled_up: usize, wanted: &Wanted) {
+        let Wanted { rows: logit_rows, requests, bias, masks } = wanted;
+        let tokens = batch.num_tokens();
+        assert!(tokens > 0 && tokens <= filled_up, "{tokens} tokens in a step of {filled_up}");
+        assert!(filled_up <= limits.max_batch_tokens, "{filled_up} tokens in a step");
+        assert!(batch.sequences.len() <= limits.max_sequences, "{} sequences", batch.sequences.len());
+        assert!(logit_rows.len() <= LOGIT_ROWS && requests.len() <= logit_rows.len());
+        let mut ids = Vec::with_capacity(tokens);
+        let mut positions = Vec::with_capacity(tokens);
+        let mut sequence_of = Vec::with_capacity(tokens);
+        let (mut full_slots, mut sliding_slots) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
+        let (kv, table_blocks) = (&limits.kv, memory::table_blocks(limits));
+        let block_size = kv.block_size;
+        // Tokens of no sequence have a slot of nobody.
+        let mut slots = vec![limits.max_sequences as u32; limits.max_sequences + 1];
+        let mut history = Vec::new();
+        for (row, sequence) in batch.sequences.iter().enumerate() {
+            let end = sequence.start + sequence.input.len();
+            assert!(!sequence.input.is_empty() && end <= limits.max_context, "sequence of {end} tokens");
+            assert!((sequence.slot as usize) < limits.max_sequences, "slot {}", sequence.slot);
+            let BatchSequence { full_blocks, sliding_blocks, sliding_first, .. } = sequence;
+            assert!(
+                full_blocks.len() * block_size >= end && full_blocks.len() <= table_blocks,
+                "block table"
+            );
+            assert!(full_blocks.iter().all(|&b| (b as usize) < kv.full_blocks), "block id");
+            assert!(sliding_blocks.iter().all(|&b| (b as usize) < kv.sliding_blocks), "block id");
+            if let Some(window) = kv.sliding_window {
+                let behind = sliding_first + sliding_blocks.len();
+                assert!(
+                    behind * block_size >= end && behind <= table_blocks,
+                    "block table of sliding layers"
+                );
+                assert!(sliding_first * block_size <= (sequence.start + 1).saturating_sub(window), "window");
+            }
+            slots[row] = sequence.slot;
+            if let Some(known) = &sequence.history {
+                assert_eq!(known.len(), sequence.start, "history");
+                history.extend_from_slice(known);
+            }
+            match &sequence.input {
+                Input::Ids(known) => {
+                    assert!(known.iter().all(|&id| (id as usize) < limits.vocab_size), "token id");
+                    ids.extend(known);
+                }
+                Input::LastSampled => ids.push(LAST_SAMPLED | sequence.slot),
+            }
+            for position in sequence.start..end {
+                positions.push(position as u32);
+                sequence_of.push(row as u32);
+                let slot = |block: u32| block * block_size as u32 + (position % block_size) as u32;
+                full_slots.push(slot(full_blocks[position / block_size]));
+                if kv.sliding_window.is_some() {
+                    sliding_slots.push(slot(sliding_blocks[position / block_size - sliding_first]));
+                }
+            }
+            let at = |block: usize| 4 * (row * table_blocks + block) as u64;
+            self.full.block_tables.write(at(0), full_blocks);
+            self.sliding.block_tables.write(at(*sliding_first), sliding_blocks);
+        }
+        // The rest are first tokens of nobody, in the block of nobody.
+        let nobody = |blocks: usize| (blocks * block_size) as u32;
+        ids.resize(filled_up, 0);
+        positions.resize(filled_up, 0);
+        sequence_of.resize(filled_up, limits.max_sequences as u32);
+        full_slots.resize(filled_up, nobody(kv.full_blocks));
+        sliding_slots.resize(filled_up, nobody(kv.sliding_blocks));
+        self.full.ids.write(0, &ids);
+        self.full.positions.write(0, &positions);
+        self.full.sequence_of.write(0, &sequence_of);
+        self.full.slot_mapping.write(0, &full_slots);
+        self.sliding.slot_mapping.write(0, &sliding_slots);
+        self.logit_rows.write(0, logit_rows);
+        assert!(history.len() <= limits.max_context, "{} ids of history in a step", history.len());
+        self.slots.write(0, &slots);
+        self.history.write(0, &history);
+        self.draws.requests.write(0, requests);
+        self.draws.bias.write(0, bias);
+        self.draws.masks.write(0, masks);
+        self.logprobs = requests.iter().map(|request| request.logprobs).collect();
+    }
+
+    /// The log probabilities of a row, where they were wanted and an id was drawn.
+    fn read_logprobs(&self, row: usize, wanted: u32, id: u32) -> Option<Logprobs> {
+        if wanted == 0 || id == NO_TOKEN {
+            return None;
+        }
+        let mut words = vec![0u32; 2 * wanted as usize - 1];
+        self.draws.logprobs.read((4 * row * LOGPROB_WORDS) as u64, &mut words);
+        let top = words[1..].chunks_exact(2).map(|pair| (pair[0], f32::from_bits(pair[1])));
+        Some(Logprobs {
+            drawn: f32::from_bits(words[0]),
+            top: top.filter(|(id, _)| *id != NO_TOKEN).collect(),
+        })
+    }
+
+    /// The ids of the step, which was waited for, and their log probabilities.
+    pub fn drawn(&self) -> Sampled {
+        let mut ids = vec![0u32; self.logprobs.len()];
+        self.draws.ids.read(0, &mut ids);
+        let logprobs = (0..).zip(&self.logprobs).zip(&ids);
+        let logprobs = logprobs.map(|((row, wanted), id)| self.read_logprobs(row, *wanted, *id)).collect();
+        Sampled { ids: ids.into_iter().map(|id| (id != NO_TOKEN).then_some(id)).collect(), logprobs }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_is_cut_where_it_exceeds_the_limit() {
+        use Part::{Closing, Opening, Segment};
+        let layer = |layer, rows| Part::Layer { layer, rows };
+        let parts = |layers: &[u64], tokens, closing, limit| -> Vec<Vec<Part>> {
+            plan(layers, tokens, closing, limit).into_iter().map(|submit| submit.parts).collect()
+        };
+        assert_eq!(
+            parts(&[1; 9], 5, Some(2), 100),
+            [[Opening, Segment(0..4), Segment(4..8), Segment(8..9), Closing]],
+            "in one go"
+        );
+        assert_eq!(
+            parts(&[3; 9], 5, Some(9), 24),
+            [vec![Opening, Segment(0..4), Segment(4..8)], vec![Segment(8..9), Closing]]
+        );
+        // The third layer is too much for a segment, and not for a submit.
+        let third = vec![layer(2, 0..40), layer(3, 0..40)];
+        assert_eq!(
+            parts(&[3, 3, 20, 3, 3], 40, None, 25),
+            [vec![Opening, layer(0, 0..40), layer(1, 0..40)], third, vec![Segment(4..5)]]
+        );
+        // A layer alone is too much: its tokens go in parts, and no smaller ones than there may be.
+        assert_eq!(
+            parts(&[50], 40, None, 20),
+            [vec![Opening, layer(0, 0..16)], vec![layer(0, 16..32)], vec![layer(0, 32..40)]]
+        );
+        assert_eq!(parts(&[9000], 7, Some(1), 1), [vec![Opening, layer(0, 0..7)], vec![Closing]]);
+        let all: u64 = plan(&[50; 7], 40, Some(3), 20).iter().map(|submit| submit.work).sum();
+        assert_eq!(all, 353);
+    }
+
+    #[test]
+    fn steps_are_filled_up_to_few_numbers_of_tokens() {
+        for tokens in 1..=8192 {
+            let filled = filled_up(tokens, 8192);
+            assert!(filled >= tokens && filled - tokens <= 7.max(tokens / 8), "{tokens}: {filled}");
+            assert_eq!(filled_up(tokens, tokens), tokens, "never more than a step holds");
+        }
+        let numbers: std::collections::BTreeSet<_> = (1..=256).map(|tokens| filled_up(tokens, 256)).collect();
+        assert_eq!(numbers.len(), 31);
+    }
+
+    #[test]
+    fn the_bound_of_a_submit_follows_the_devices_speed() {
+        let ms = Duration::from_millis;
+        // Ten times too slow: down at once.
+        assert_eq!(bounded(10_000_000_000, 10_000_000_000, Some(ms(2000)), ms(200)), 1_000_000_000);
+        // Four times faster than needed: up by an eighth of the way.
+        assert_eq!(bounded(8_000_000_000, 8_000_000_000, Some(ms(50)), ms(200)), 11_000_000_000);
+        // Without a clock, or after too short a submit: as before. Never nothing.
+        assert_eq!(bounded(8_000_000_000, 1, None, ms(200)), 8_000_000_000);
+        assert_eq!(bounded(8_000_000_000, 1, Some(Duration::from_micros(9)), ms(200)), 8_000_000_000);
+        assert_eq!(bounded(8_000_000_000, 1, Some(ms(9)), ms(1)), LEAST_SUBMIT_MACS);
+    }
+}
