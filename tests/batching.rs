@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use unicorn::engine::{Fork, Sequence, TokenMask};
+use unicorn::engine::{Fork, Sequence, SharedMask, TokenMask};
 use unicorn::kernels::reference;
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
 use unicorn::model::{KvLimits, Limits, Runner, SamplingParams};
@@ -245,7 +245,7 @@ fn a_mask_binds_beside_those_that_have_none() {
     let sequence = |i: usize| {
         let mut sequence = Sequence::new(i as u64, prompts[i].clone(), SamplingParams::GREEDY, 20);
         if i % 2 == 1 {
-            sequence.mask = Some(Box::new(Doubling(limits.vocab_size)));
+            sequence.mask = Some(SharedMask::new(Box::new(Doubling(limits.vocab_size))));
             sequence.forks = vec![Fork { id: 100 + i as u64, seed: 0 }];
         }
         sequence

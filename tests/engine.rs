@@ -9,7 +9,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
     EVENTS, End, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace, Priority,
-    Request, Scheduler, SchedulerConfig, Sequence, SubmitError, TokenMask, TokenStream,
+    Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, TokenStream,
 };
 use unicorn::model::{BlockPool, Input, KvLimits, Limits, Runner, SamplingParams};
 
@@ -606,7 +606,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     sequence.sampling.presence_penalty = if rng.random() { 0.5 } else { 0.0 };
                     sequence.min_tokens = rng.random_range(0..3);
                     if rng.random_bool(0.2) {
-                        sequence.mask = Some(Box::new(Parity::default()));
+                        sequence.mask = Some(SharedMask::new(Box::new(Parity::default())));
                     }
                     sequence.client = rng.random_range(0..3);
                     sequence.priority =

@@ -74,7 +74,8 @@ pub fn says(answer: &[u32], end: u32) -> Script {
 /// The first id from `id` on that a draw does not forbid, or next to.
 fn allowed(id: u32, draw: &Draw, vocab_size: u32) -> u32 {
     let biased = |id| draw.bias.iter().any(|(other, bias)| *other == id && *bias <= -100.0);
-    let masked = |id: u32| draw.mask.as_ref().is_some_and(|m| m[id as usize / 32] >> (id % 32) & 1 == 0);
+    let mask = draw.mask.as_ref().map(|mask| mask.words());
+    let masked = |id: u32| mask.as_ref().is_some_and(|m| m[id as usize / 32] >> (id % 32) & 1 == 0);
     let mut all = (id..vocab_size).chain(0..id);
     all.find(|id| !biased(*id) && !masked(*id)).expect("an id that is allowed")
 }

@@ -24,7 +24,9 @@ mod speculation;
 pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use pace::{Load, Pace};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
-pub use sequence::{ClientId, Drafts, End, FinishReason, Fork, Priority, Sequence, SequenceId, TokenMask};
+pub use sequence::{
+    ClientId, Drafts, End, FinishReason, Fork, Priority, Sequence, SequenceId, SharedMask, TokenMask,
+};
 
 use std::collections::{HashMap, VecDeque};
 use std::pin::Pin;
@@ -289,7 +291,7 @@ impl EngineHandle {
         sequence.stop_token_ids.retain(|id| (*id as usize) < vocab_size);
         sequence.min_tokens = request.min_tokens;
         sequence.bias = request.bias.into();
-        sequence.mask = request.mask;
+        sequence.mask = request.mask.map(SharedMask::new);
         sequence.logprobs = request.logprobs;
         sequence.forks = (id + 1..).zip(request.more_seeds).map(|(id, seed)| Fork { id, seed }).collect();
         let failure = Arc::new(OnceLock::new());

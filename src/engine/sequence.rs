@@ -1,11 +1,11 @@
 //! One prompt and its answer, as the scheduler sees it: ids, lengths, blocks and limits.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use super::block_manager::BlockTable;
 use super::speculation::Lookup;
-use crate::model::{Draw, SamplingParams};
+use crate::model::{Draw, Mask, SamplingParams};
 
 /// Name of an answer inside the engine; never reused.
 pub type SequenceId = u64;
@@ -57,7 +57,7 @@ pub struct Fork {
 /// Says which ids may come next in one answer, as a grammar has it.
 ///
 /// It is asked once for each id, and sees all that came before: a sequence with a mask has no step in flight while its
-/// next one is prepared.
+/// next one is prepared. It is asked when the layers of that step are under way on the device.
 pub trait TokenMask: Send {
     /// Bit `id % 32` of word `id / 32` is set where an id may follow `answer`, at least one, for the whole vocabulary.
     /// `answer` is what it was at the last call and one id more, or the same again, where that draw was lost.
@@ -79,6 +79,29 @@ impl fmt::Debug for dyn TokenMask {
     }
 }
 
+/// The mask of one answer, which the steps that draw it share.
+#[derive(Debug)]
+pub struct SharedMask(Arc<Mutex<Box<dyn TokenMask>>>);
+
+impl SharedMask {
+    pub fn new(mask: Box<dyn TokenMask>) -> Self {
+        Self(Arc::new(Mutex::new(mask)))
+    }
+
+    /// What may follow `answer`.
+    fn behind(&self, answer: &[u32]) -> Mask {
+        let (mask, answer) = (Arc::clone(&self.0), answer.to_vec());
+        Mask::new(move || mask.lock().expect("a grammar does not panic").mask(&answer))
+    }
+}
+
+/// That of another answer.
+impl Clone for SharedMask {
+    fn clone(&self) -> Self {
+        Self::new(self.0.lock().expect("a grammar does not panic").clone())
+    }
+}
+
 /// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted, and but for guesses.
 #[derive(Debug)]
 pub struct Sequence {
@@ -95,7 +118,7 @@ pub struct Sequence {
     pub min_tokens: usize,
     /// As [`Draw::bias`]; there must be room for the stop ids as well, where `min_tokens` forbids them.
     pub bias: Arc<[(u32, f32)]>,
-    pub mask: Option<Box<dyn TokenMask>>,
+    pub mask: Option<SharedMask>,
     /// As [`Draw::logprobs`].
     pub logprobs: Option<usize>,
     /// Answers that are to part from this one when the prompt is computed.
@@ -219,7 +242,7 @@ impl Sequence {
             params: self.sampling,
             prompt_len: self.prompt_len,
             bias,
-            mask: self.mask.as_mut().map(|mask| mask.mask(answer)),
+            mask: self.mask.as_ref().map(|mask| mask.behind(answer)),
             logprobs: self.logprobs,
         }
     }

@@ -545,7 +545,7 @@ impl Gemma3 {
     fn run(&mut self, index: usize, batch: &Batch, wanted: &Wanted) -> Result<(), GpuError> {
         let tokens = self.filled_up(batch.num_tokens());
         self.frames[index].fill(&self.limits, batch, tokens, wanted);
-        let submits = self.plan(batch, tokens, wanted.rows.len());
+        let submits = self.plan(batch, tokens, wanted);
         let mut commands = std::mem::take(&mut self.frames[index].commands);
         let frame = &self.frames[index];
         let result = commands.run(&self.device, tokens, &submits, &mut |r, part| match part {
@@ -556,7 +556,10 @@ impl Gemma3 {
                     .for_each(|layer| self.record_layer(r, layer, frame, 0..tokens));
             }
             Part::Layer { layer, rows } => self.record_layer(r, &self.layers[*layer], frame, rows.clone()),
-            Part::Closing => self.record_closing(r, frame, wanted),
+            Part::Closing => {
+                frame.fill_masks(&self.limits, &wanted.masks);
+                self.record_closing(r, frame, wanted);
+            }
         });
         self.frames[index].commands = commands;
         result
@@ -578,7 +581,7 @@ impl Gemma3 {
     }
 
     /// Cuts a step into submits.
-    fn plan(&self, batch: &Batch, tokens: usize, logit_rows: usize) -> Vec<Submit> {
+    fn plan(&self, batch: &Batch, tokens: usize, wanted: &Wanted) -> Vec<Submit> {
         let c = &self.config;
         let heads = (c.num_attention_heads * c.head_dim) as u64;
         // Keys that the tokens of the step see, added up.
@@ -595,11 +598,12 @@ impl Gemma3 {
             LayerType::FullAttention => full,
         };
         let layers: Vec<u64> = c.layer_types.iter().map(layer).collect();
-        let logits = (logit_rows * c.hidden_size * c.vocab_size) as u64;
+        // Masks are made while the layers are under way.
+        let closing = ((wanted.rows.len() * c.hidden_size * c.vocab_size) as u64, !wanted.masks.is_empty());
         step::plan(
             &layers,
             tokens,
-            (logit_rows > 0).then_some(logits),
+            (!wanted.rows.is_empty()).then_some(closing),
             self.submit_macs.min(self.max_submit_macs),
         )
     }

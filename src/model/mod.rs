@@ -12,5 +12,5 @@ pub mod weights;
 
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockPool, Draw, HistoryCopy, Input, KvLimits, Limits, Logprobs,
-    MAX_BIASES, MAX_LOGPROBS, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
+    MAX_BIASES, MAX_LOGPROBS, Mask, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
 };

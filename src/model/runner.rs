@@ -4,6 +4,7 @@
 //! step there, so that the engine can prepare and submit a step before it has seen the last one's ids.
 //! Implementations: [`crate::model::gemma3::Gemma3`], and the scripted fake of the engine's tests.
 
+use std::fmt;
 use std::sync::Arc;
 
 pub use crate::kernels::MAX_LOGPROBS;
@@ -167,7 +168,7 @@ impl SamplingParams {
 }
 
 /// One id to draw behind a token of a batch.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct Draw {
     /// Index into `Batch::sequences`.
     pub sequence: usize,
@@ -180,15 +181,37 @@ pub struct Draw {
     pub prompt_len: usize,
     /// Added to the logits of these ids, none of them twice; negative infinity forbids one. At most [`MAX_BIASES`].
     pub bias: Arc<[(u32, f32)]>,
-    /// Bit `id % 32` of word `id / 32` is set where an id may come, for the whole vocabulary; none: all may.
-    pub mask: Option<Arc<[u32]>>,
+    /// Which ids may come; none: all may.
+    pub mask: Option<Mask>,
     /// How many of the most likely ids come back with the one drawn, and the log probabilities of all; at most
     /// [`MAX_LOGPROBS`].
     pub logprobs: Option<usize>,
 }
 
+/// Which ids may come, made when it is asked for: a runner does that once, when the layers of the step are under way, so
+/// that the device does not wait for a grammar.
+#[derive(Clone)]
+pub struct Mask(Arc<dyn Fn() -> Arc<[u32]> + Send + Sync>);
+
+impl Mask {
+    pub fn new(make: impl Fn() -> Arc<[u32]> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(make))
+    }
+
+    /// Bit `id % 32` of word `id / 32` is set where an id may come, for the whole vocabulary.
+    pub fn words(&self) -> Arc<[u32]> {
+        (self.0)()
+    }
+}
+
+impl fmt::Debug for Mask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Mask")
+    }
+}
+
 /// What a step draws, in ascending order of (sequence, token).
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default)]
 pub struct Sampling {
     pub draws: Vec<Draw>,
 }

@@ -15,9 +15,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rayon::prelude::*;
+
 use super::gemma3::LoadError;
 use super::memory::{self, LOGIT_ROWS};
-use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Sampled};
+use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Mask, Sampled};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission};
 use crate::kernels::{
@@ -63,8 +65,9 @@ pub(super) struct Submit {
 }
 
 /// Cuts a step of `tokens` into submits of at most `limit` multiply-adds, or of one smallest piece where that alone is
-/// more. `layers`: the work of each; `closing`: that behind them, where there is any.
-pub(super) fn plan(layers: &[u64], tokens: usize, closing: Option<u64>, limit: u64) -> Vec<Submit> {
+/// more. `layers`: the work of each; `closing`: that behind them, where there is any, and whether it is to be submitted
+/// alone.
+pub(super) fn plan(layers: &[u64], tokens: usize, closing: Option<(u64, bool)>, limit: u64) -> Vec<Submit> {
     let mut submits = vec![Submit { parts: vec![Part::Opening], work: 0 }];
     let mut add = |part, work| match submits.last_mut() {
         Some(last) if last.work == 0 || last.work + work <= limit => {
@@ -89,8 +92,10 @@ pub(super) fn plan(layers: &[u64], tokens: usize, closing: Option<u64>, limit: u
             }
         }
     }
-    if let Some(work) = closing {
-        add(Part::Closing, work);
+    match closing {
+        None => {}
+        Some((work, false)) => add(Part::Closing, work),
+        Some((work, true)) => submits.push(Submit { parts: vec![Part::Closing], work }),
     }
     submits
 }
@@ -110,7 +115,7 @@ pub(super) struct Wanted {
     pub rows: Vec<u32>,
     pub requests: Vec<SampleRequest>,
     pub bias: Vec<Bias>,
-    pub masks: Vec<u32>,
+    pub masks: Vec<Mask>,
 }
 
 /// What one step in flight needs for itself.
@@ -155,12 +160,8 @@ impl Wanted {
         assert!(draw.bias.len() <= MAX_BIASES, "{} biases", draw.bias.len());
         assert!(draw.bias.iter().all(|(id, _)| (*id as usize) < limits.vocab_size), "bias of an id");
         assert!(draw.logprobs.is_none_or(|n| n <= MAX_LOGPROBS), "{:?} log probabilities", draw.logprobs);
-        let words = mask_words(limits.vocab_size);
-        let mask = draw.mask.as_ref().map_or(0, |mask| {
-            assert_eq!(mask.len(), words, "words of a mask");
-            self.masks.extend_from_slice(mask);
-            self.masks.len() / words
-        });
+        self.masks.extend(draw.mask.clone());
+        let mask = if draw.mask.is_some() { self.masks.len() } else { 0 };
         self.requests.push(SampleRequest {
             temperature: p.temperature,
             top_k: p.top_k,
@@ -335,7 +336,7 @@ impl Frame {
 
     /// Writes the arrays of a step that is filled up to so many tokens; panics on a batch that breaks the limits, which would be a bug above.
     pub fn fill(&mut self, limits: &Limits, batch: &Batch, filled_up: usize, wanted: &Wanted) {
-        let Wanted { rows: logit_rows, requests, bias, masks } = wanted;
+        let Wanted { rows: logit_rows, requests, bias, .. } = wanted;
         let tokens = batch.num_tokens();
         assert!(tokens > 0 && tokens <= filled_up, "{tokens} tokens in a step of {filled_up}");
         assert!(filled_up <= limits.max_batch_tokens, "{filled_up} tokens in a step");
@@ -412,7 +413,6 @@ impl Frame {
         self.history.write(0, &history);
         self.draws.requests.write(0, requests);
         self.draws.bias.write(0, bias);
-        self.draws.masks.write(0, masks);
         self.logprobs = requests.iter().map(|request| request.logprobs).collect();
     }
 
@@ -428,6 +428,17 @@ impl Frame {
             drawn: f32::from_bits(words[0]),
             top: top.filter(|(id, _)| *id != NO_TOKEN).collect(),
         })
+    }
+
+    /// Writes which ids may come, before what draws them is submitted; panics on masks of another vocabulary.
+    pub fn fill_masks(&self, limits: &Limits, masks: &[Mask]) {
+        let words = mask_words(limits.vocab_size);
+        // Each is some grammar's work.
+        let made: Vec<_> = masks.par_iter().map(Mask::words).collect();
+        for (row, mask) in (0..).zip(made) {
+            assert_eq!(mask.len(), words, "words of a mask");
+            self.draws.masks.write(4 * row * words as u64, &mask);
+        }
     }
 
     /// The ids of the step, which was waited for, and their log probabilities.
@@ -448,8 +459,11 @@ mod tests {
     fn work_is_cut_where_it_exceeds_the_limit() {
         use Part::{Closing, Opening, Segment};
         let layer = |layer, rows| Part::Layer { layer, rows };
-        let parts = |layers: &[u64], tokens, closing, limit| -> Vec<Vec<Part>> {
-            plan(layers, tokens, closing, limit).into_iter().map(|submit| submit.parts).collect()
+        let parts = |layers: &[u64], tokens, closing: Option<u64>, limit| -> Vec<Vec<Part>> {
+            plan(layers, tokens, closing.map(|work| (work, false)), limit)
+                .into_iter()
+                .map(|submit| submit.parts)
+                .collect()
         };
         assert_eq!(
             parts(&[1; 9], 5, Some(2), 100),
@@ -472,8 +486,10 @@ mod tests {
             [vec![Opening, layer(0, 0..16)], vec![layer(0, 16..32)], vec![layer(0, 32..40)]]
         );
         assert_eq!(parts(&[9000], 7, Some(1), 1), [vec![Opening, layer(0, 0..7)], vec![Closing]]);
-        let all: u64 = plan(&[50; 7], 40, Some(3), 20).iter().map(|submit| submit.work).sum();
+        let all: u64 = plan(&[50; 7], 40, Some((3, true)), 20).iter().map(|submit| submit.work).sum();
         assert_eq!(all, 353);
+        let alone = plan(&[1], 4, Some((1, true)), 100).pop().expect("some");
+        assert_eq!(alone, Submit { parts: vec![Closing], work: 1 });
     }
 
     #[test]
