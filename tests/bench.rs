@@ -153,7 +153,17 @@ fn send_events(stream: &mut TcpStream, events: impl Iterator<Item = String>) -> 
 #[test]
 fn a_closed_loop_counts_what_was_asked_and_answered() {
     let server = Scripted::start(|_, _| Say(&["one ", "two ", "three"]));
-    let args = ["--concurrency", "1,3", "--requests", "2", "--max-tokens", "9", "--api-key", "secret"];
+    let args = [
+        "--concurrency",
+        "1,3",
+        "--requests",
+        "2",
+        "--max-tokens",
+        "9",
+        "--ignore-eos",
+        "--api-key",
+        "secret",
+    ];
     let report = server.report(&args);
     assert_eq!((&report["model"], &report["scenario"]), (&json!("a/b"), &json!("closed")), "{report}");
     assert_eq!(report["tokens_counted_by"], "usage");
@@ -193,6 +203,7 @@ fn a_closed_loop_counts_what_was_asked_and_answered() {
             ("stream", json!(true)),
             ("max_tokens", json!(9)),
             ("temperature", json!(0.0)),
+            ("ignore_eos", json!(true)),
             ("stream_options", json!({"include_usage": true})),
         ] {
             assert_eq!(question[name], expected, "{name}");

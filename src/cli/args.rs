@@ -453,6 +453,9 @@ pub struct BenchServe {
     /// Longest answer
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub max_tokens: u32,
+    /// Every answer is that long, whatever the model says: sends `ignore_eos`, which vLLM, SGLang and llama.cpp know too
+    #[arg(long)]
+    pub ignore_eos: bool,
     /// 0 is greedy, so that every server does the same work; at most 2
     #[arg(long, default_value_t = 0.0, value_parser = in_range::<0, 2>)]
     pub temperature: f32,

@@ -55,6 +55,7 @@ pub struct Options {
     pub url: String,
     pub api_key: Option<String>,
     pub temperature: f32,
+    pub ignore_eos: bool,
     /// For a request as a whole.
     pub timeout: Duration,
 }
@@ -103,6 +104,11 @@ impl Answer {
 }
 
 impl Client {
+    /// Whether every answer is as long as it may be.
+    pub fn ignores_eos(&self) -> bool {
+        self.options.ignore_eos
+    }
+
     pub fn new(options: Options) -> Self {
         let config = Agent::config_builder()
             .http_status_as_error(false)
@@ -149,6 +155,9 @@ impl Client {
             "temperature": self.options.temperature,
             "stream": true,
         });
+        if self.options.ignore_eos {
+            body["ignore_eos"] = json!(true);
+        }
         if self.include_usage {
             body["stream_options"] = json!({"include_usage": true});
         }

@@ -92,7 +92,13 @@ impl Generator {
             ));
         }
         let timeout = Duration::from_secs(args.timeout_s.into());
-        let options = Options { url, api_key: args.api_key.clone(), temperature: args.temperature, timeout };
+        let options = Options {
+            url,
+            api_key: args.api_key.clone(),
+            temperature: args.temperature,
+            ignore_eos: args.ignore_eos,
+            timeout,
+        };
         let client = Client::new(options);
         let _spinner = Spinner::start(format!("warming up {}", client.url()));
         let model = match &args.model {
@@ -204,8 +210,14 @@ impl Generator {
             "seed": self.prompts.seed(),
             "requests_per_stream": self.requests,
             "max_tokens": self.max_tokens,
+            "ignore_eos": self.client.ignores_eos(),
             "tokens_counted_by": counted_by,
         })
+    }
+
+    /// Of an answer, in tokens.
+    fn length(&self) -> String {
+        format!("{}{}", if self.client.ignores_eos() { "" } else { "at most " }, self.max_tokens)
     }
 
     fn heading(&self) -> String {
@@ -374,9 +386,11 @@ fn closed(generator: &Generator, args: &BenchServe) -> Result<(), Error> {
         .find_map(Tally::mean_prompt)
         .map_or(String::new(), |n| format!(" ({n:.0} by the server's count)"));
     text.push_str(&format!(
-        "{} requests of each stream, prompts of about {} tokens{own}, answers of at most {}\n\
+        "{} requests of each stream, prompts of about {} tokens{own}, answers of {}\n\
          tokens counted by {counted}; times in ms\nstreams {HEADER}",
-        generator.requests, generator.prompt_tokens, generator.max_tokens
+        generator.requests,
+        generator.prompt_tokens,
+        generator.length()
     ));
     for (streams, tally) in &levels {
         text.push_str(&format!("{streams:7} {}", tally.row(of_one(tally))));
@@ -447,11 +461,11 @@ fn mixed(generator: &Generator, args: &BenchServe) -> Result<(), Error> {
     }
     let mut text = generator.heading();
     text.push_str(&format!(
-        "{chats} chats, prompts of about {} tokens, answers of at most {}; tokens counted by {counted}; times in ms\n\
+        "{chats} chats, prompts of about {} tokens, answers of {}; tokens counted by {counted}; times in ms\n\
          a long prompt of {taken} tokens alone: {:.2} s, {prefill:.1} tokens/s; one arrives each {:.2} s\n\
          chats        {HEADER}alone        {}with long    {}long prompts {}",
         generator.prompt_tokens,
-        generator.max_tokens,
+        generator.length(),
         time.as_secs_f64(),
         interval.as_secs_f64(),
         without.row(None),
@@ -553,12 +567,12 @@ fn second_turn(generator: &Generator, args: &BenchServe) -> Result<(), Error> {
     }
     let mut text = generator.heading();
     text.push_str(&format!(
-        "{} chats, one after the other, a first question of about {history_tokens} tokens, answers of at most {}\n\
+        "{} chats, one after the other, a first question of about {history_tokens} tokens, answers of {}\n\
          turn   requests failed   TTFT ms    prompt    cached (median of the times, mean of the tokens)\n\
          first  {}second {}\
          the second turn's first token takes {} of the first's time\n",
         generator.requests,
-        generator.max_tokens,
+        generator.length(),
         first.row(),
         second.row(),
         column(second_of_first, 0, 3),
