@@ -442,6 +442,35 @@ fn answers_to_one_prompt_part_behind_it() {
 }
 
 #[test]
+fn an_answer_that_is_not_wanted_any_more_leaves_the_others_their_prompt() {
+    let limits = Limits { max_sequences: 4, max_draws: 4, max_in_flight: 2, ..LIMITS };
+    let prompt: Vec<u32> = (0..37).collect();
+    for unwanted in 0..3 {
+        let (engine, control) = start(limits, mixed(512));
+        // The first chunks of the prompt are under way then.
+        control.allow(0);
+        let mut stream =
+            engine.submit(Request { more_seeds: vec![5, 6], ..request(&prompt, 30) }).expect("accepted");
+        stream.stop(unwanted);
+        control.release();
+        let mut answers = vec![Vec::new(); 3];
+        while let Some(event) = stream.blocking_next() {
+            match event {
+                Event::Token { choice, id, .. } => answers[choice].push(id),
+                Event::Finished { choice, .. } => assert_ne!(choice, unwanted),
+                Event::Failed(error) => panic!("{error}"),
+            }
+        }
+        for (choice, seed) in [0, 5, 6].into_iter().enumerate() {
+            let expected =
+                if choice == unwanted { vec![] } else { mixed_answer(&prompt, 30, seed, 512, END) };
+            assert_eq!(answers[choice], expected, "without {unwanted}: choice {choice}");
+        }
+        assert_all_free(&engine);
+    }
+}
+
+#[test]
 fn a_deadline_that_passes_fails_the_request_alone() {
     let (engine, control) = start(LIMITS, says(&[], 5));
     control.allow(3);
@@ -625,10 +654,8 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                 2 => {
                     let ids: Vec<u64> = alive.keys().copied().collect();
                     if let Some(id) = ids.choose(&mut rng) {
-                        // A parent takes its unborn forks with it.
                         scheduler.remove(*id);
                         alive.remove(id);
-                        alive.retain(|id, _| scheduler.knows(*id));
                     }
                 }
                 _ => {

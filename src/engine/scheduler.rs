@@ -192,7 +192,8 @@ impl Scheduler {
         self.waiting.push(sequence);
     }
 
-    /// Forgets a sequence, its unborn forks with it, and frees its blocks; what a step under way yields for it is dropped.
+    /// Forgets a sequence and frees its blocks; what a step under way yields for it is dropped. Where others are to part from
+    /// it, the first of them takes its place.
     pub fn remove(&mut self, id: SequenceId) {
         for sequence in self.waiting.iter_mut().chain(&mut self.running) {
             if let Some(index) = sequence.forks.iter().position(|fork| fork.id == id) {
@@ -201,7 +202,12 @@ impl Scheduler {
                 return;
             }
         }
-        if let Some(index) = self.waiting.iter().position(|s| s.id == id) {
+        let mut all = self.waiting.iter_mut().chain(&mut self.running);
+        if let Some(sequence) = all.find(|s| s.id == id && !s.forks.is_empty()) {
+            let fork = sequence.forks.remove(0);
+            (sequence.id, sequence.sampling.seed) = (fork.id, fork.seed);
+            self.free_slots.extend(sequence.fork_slots.pop());
+        } else if let Some(index) = self.waiting.iter().position(|s| s.id == id) {
             let sequence = self.waiting.remove(index);
             self.forget_client(sequence.client);
         } else if let Some(index) = self.running.iter().position(|s| s.id == id) {

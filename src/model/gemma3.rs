@@ -590,7 +590,8 @@ impl Gemma3 {
                 |s: &BatchSequence| s.input.len() as u64 * window.min((s.start + s.input.len()) as u64);
             batch.sequences.iter().map(each).sum()
         };
-        let matrices = tokens as u64 * memory::macs_per_token_and_layer(c);
+        let weighed = |rows: usize| rows.max(LEAST_WEIGHED) as u64;
+        let matrices = weighed(tokens) * memory::macs_per_token_and_layer(c);
         let [sliding, full] =
             [c.sliding_window as u64, u64::MAX].map(|window| matrices + 2 * heads * seen(window));
         let layer = |kind: &LayerType| match kind {
@@ -599,7 +600,8 @@ impl Gemma3 {
         };
         let layers: Vec<u64> = c.layer_types.iter().map(layer).collect();
         // Masks are made while the layers are under way.
-        let closing = ((wanted.rows.len() * c.hidden_size * c.vocab_size) as u64, !wanted.masks.is_empty());
+        let logits = weighed(wanted.rows.len()) * (c.hidden_size * c.vocab_size) as u64;
+        let closing = (logits, !wanted.masks.is_empty());
         step::plan(
             &layers,
             tokens,
@@ -776,6 +778,10 @@ impl From<GpuError> for RunnerError {
         }
     }
 }
+
+/// Tokens whose arithmetic takes about as long as the weights take to be read, an estimate for memory of 73 GB/s and half a
+/// byte for each weight: a step of fewer is no shorter.
+const LEAST_WEIGHED: usize = 16;
 
 /// Bytes of tensors that are read together, so that the disk always has enough to do, and progress shows.
 const READ_TOGETHER_BYTES: u64 = 256 << 20;
