@@ -10,6 +10,7 @@
 mod answer;
 mod chat;
 mod error;
+mod exchange;
 mod request;
 mod service;
 
@@ -67,7 +68,7 @@ impl Server {
         let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
         Arc::new(Self {
             model_id: model_id.into(),
-            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+            created: unix_time_s(),
             options,
             service: OnceLock::new(),
             arriving: Semaphore::new(MAX_ARRIVING),
@@ -80,8 +81,14 @@ impl Server {
         assert!(self.service.set(Arc::new(service)).is_ok(), "the model was loaded twice");
     }
 
-    fn service(&self) -> Result<Arc<Service>, ApiError> {
-        self.service.get().cloned().ok_or(ApiError::Loading)
+    /// What answers for `model`.
+    fn service_for(&self, model: &str) -> Result<Arc<Service>, ApiError> {
+        if model != self.model_id {
+            return Err(ApiError::UnknownModel { asked: model.to_owned(), served: self.model_id.clone() });
+        }
+        let service = self.service.get().cloned().ok_or(ApiError::Loading)?;
+        service.engine().health()?;
+        Ok(service)
     }
 
     fn engine(&self) -> Option<&EngineHandle> {
@@ -205,6 +212,10 @@ fn request_id(headers: &HeaderMap) -> HeaderValue {
         HeaderValue::from_str(&format!("{:016x}", random_u64()))
             .expect("hexadecimal digits are a header value")
     })
+}
+
+fn unix_time_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
 /// For ids, and for seeds nobody gave: the standard library's hasher is keyed by the system's randomness, anew for

@@ -1,0 +1,286 @@
+//! One request's way through the server, whatever its wire format: a body to a prompt, to the engine, to answers as they
+//! come. What is on the wire is its callers' business.
+
+use std::convert::Infallible;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::{ConnectInfo, FromRequestParts};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, header};
+use axum::response::sse::{self, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures::{Stream, StreamExt};
+use serde_json::{Value, json};
+
+use super::answer::{AnswerText, Delta, End};
+use super::error::ApiError;
+use super::request::ChatRequest;
+use super::service::Service;
+use super::{MAX_ARRIVING, Options, Server, random_u64, unix_time_s};
+use crate::engine::{ClientId, FinishReason, Request, Timings, TokenStream};
+use crate::model::Logprobs;
+
+/// For a whole body, however steadily it comes.
+const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Who asks, as far as fairness between clients goes.
+pub(super) struct Caller(ClientId);
+
+impl<S: Sync> FromRequestParts<S> for Caller {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        let peer = parts.extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(address)| address.ip());
+        Ok(Self(client_of(&parts.headers, peer)))
+    }
+}
+
+/// Whose request it is, as far as fairness between clients goes: the API key's, or without one the address's.
+fn client_of(headers: &HeaderMap, peer: Option<IpAddr>) -> ClientId {
+    let mut hasher = DefaultHasher::new();
+    match headers.get(header::AUTHORIZATION) {
+        Some(key) => key.as_bytes().hash(&mut hasher),
+        None => peer.hash(&mut hasher),
+    }
+    hasher.finish()
+}
+
+/// A request that the engine has.
+pub(super) struct Exchange<T> {
+    /// What the wire format wanted to remember of it.
+    pub wire: T,
+    pub reply: Reply,
+    pub answers: Answers,
+}
+
+/// Reads a body, makes a prompt of it, and asks the engine. Errors in the order of what they need: the body alone, then
+/// the model's name, then the loaded model. A client that disconnects drops what this returns, and with it the engine's
+/// stream: that cancels. `prefix` is that of the reply's id.
+pub(super) async fn ask<T: Send + 'static>(
+    server: &Arc<Server>,
+    caller: Caller,
+    body: Body,
+    prefix: &str,
+    parse: impl FnOnce(&[u8]) -> Result<(ChatRequest, T), ApiError> + Send + 'static,
+    prepare: impl FnOnce(&Service, &ChatRequest, &T) -> Result<(Request, AnswerText), ApiError> + Send + 'static,
+) -> Result<Exchange<T>, ApiError> {
+    let full = ApiError::QueueFull { waiting: MAX_ARRIVING };
+    let arriving = server.arriving.try_acquire().map_err(|_| full)?;
+    let body = read_body(body, &server.options).await?;
+
+    // Rendering and tokenizing a long conversation takes a processor for seconds: not on the threads that answer
+    // other clients, and not on more threads than there are processors.
+    let turn = Arc::clone(&server.tokenizing).acquire_owned().await;
+    let turn = turn.map_err(|_| ApiError::Bug("the tokenizing semaphore was closed".into()))?;
+    let preparing = Arc::clone(server);
+    let prepared = tokio::task::spawn_blocking(move || {
+        let _turn = turn;
+        let (request, wire) = parse(&body)?;
+        let service = preparing.service_for(&request.model)?;
+        let (engine, answer) = prepare(&service, &request, &wire)?;
+        Ok::<_, ApiError>((service, engine, answer, wire))
+    });
+    let (service, mut engine, answer, wire) =
+        prepared.await.map_err(|e| ApiError::Bug(format!("preparing a prompt: {e}")))??;
+    engine.client = caller.0;
+
+    let (seed, n) = (engine.sampling.seed, 1 + engine.more_seeds.len());
+    let tokens = service.engine().submit(engine)?;
+    drop(arriving); // from here on the engine's queue is the bound
+    let reply = Reply {
+        id: format!("{prefix}{:016x}{:016x}", random_u64(), random_u64()),
+        created: unix_time_s(),
+        model: server.model_id.clone(),
+        seed,
+        span: tracing::Span::current(),
+    };
+    Ok(Exchange { wire, reply, answers: Answers::new(tokens, answer, n, service) })
+}
+
+async fn read_body(body: Body, options: &Options) -> Result<Vec<u8>, ApiError> {
+    let &Options { max_body_bytes: limit, body_stall: stall, .. } = options;
+    let timeout = || ApiError::BodyTimeout { stall, whole: BODY_TIMEOUT };
+    let mut chunks = body.into_data_stream();
+    let read = async {
+        let mut bytes = Vec::new();
+        while let Some(chunk) = tokio::time::timeout(stall, chunks.next()).await.map_err(|_| timeout())? {
+            let chunk = chunk.map_err(|_| ApiError::BodyBroken)?;
+            if bytes.len() + chunk.len() > limit {
+                return Err(ApiError::BodyTooLarge { limit });
+            }
+            bytes.extend_from_slice(&chunk);
+        }
+        Ok(bytes)
+    };
+    tokio::time::timeout(BODY_TIMEOUT, read).await.map_err(|_| timeout())?
+}
+
+/// A reply that comes in pieces, with comments while nothing comes.
+pub(super) fn stream(
+    server: &Server,
+    lines: impl Stream<Item = Result<sse::Event, Infallible>> + Send + 'static,
+) -> Response {
+    let keep_alive = KeepAlive::new().interval(server.options.keep_alive);
+    Sse::new(lines).keep_alive(keep_alive).into_response()
+}
+
+/// What all parts of one reply share.
+pub(super) struct Reply {
+    pub id: String,
+    pub created: u64,
+    pub model: String,
+    seed: u64,
+    /// The request's: a stream outlives the handler.
+    span: tracing::Span,
+}
+
+impl Reply {
+    /// OpenAI's object around the answers.
+    pub fn object(&self, kind: &str, choices: Value) -> Value {
+        json!({
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": concat!("unicorn-", env!("CARGO_PKG_VERSION")),
+            "choices": choices,
+        })
+    }
+
+    pub fn log(&self, reason: FinishReason, timings: &Timings) {
+        let Timings { queue, prefill, decode, prompt_n, cached_n, predicted_n, drafts } = timings;
+        let (seed, reason) = (self.seed, finish_reason(reason));
+        self.span.in_scope(|| {
+            tracing::info!(
+                seed,
+                prompt_n,
+                cached_n,
+                predicted_n,
+                draft_n = drafts.proposed,
+                draft_n_accepted = drafts.accepted,
+                queue_ms = queue.as_millis(),
+                prompt_ms = prefill.as_millis(),
+                predicted_ms = decode.as_millis(),
+                "answered: {reason}"
+            );
+        });
+    }
+}
+
+/// The answers to one request, as they come.
+pub(super) struct Answers {
+    tokens: TokenStream,
+    texts: Vec<AnswerText>,
+    /// Why and when each ended.
+    pub ends: Vec<Option<(FinishReason, Timings)>>,
+    pub service: Arc<Service>,
+}
+
+/// What one event adds to an answer.
+pub(super) struct Piece {
+    pub choice: usize,
+    pub text: String,
+    /// The token that it brought, where they were asked for; its text may come later.
+    pub logprobs: Option<(u32, Logprobs)>,
+    pub end: Option<FinishReason>,
+}
+
+impl Answers {
+    fn new(tokens: TokenStream, text: AnswerText, n: usize, service: Arc<Service>) -> Self {
+        Self { tokens, texts: vec![text; n], ends: vec![None; n], service }
+    }
+
+    /// None behind the end of the last answer.
+    pub async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
+        if self.ends.iter().all(Option::is_some) {
+            return None;
+        }
+        let Some(event) = self.tokens.next().await else {
+            return Some(Err(ApiError::Bug("an answer had no end".into())));
+        };
+        // A failure is that of all answers.
+        let choice = event.choice().unwrap_or(0);
+        let Delta { text, logprobs, end } = self.texts[choice].push(event);
+        let end = match end {
+            None => None,
+            Some(End::Failed(error)) => return Some(Err(error.into())),
+            Some(End::Finished { reason, timings }) => {
+                self.ends[choice] = Some((reason, timings));
+                // A stop string ends it here and not in the engine.
+                self.tokens.stop(choice);
+                Some(reason)
+            }
+        };
+        Some(Ok(Piece { choice, text, logprobs, end }))
+    }
+
+    /// Of all answers together, which share their prompt.
+    pub fn timings(&self) -> Timings {
+        let ends = || self.ends.iter().flatten().map(|(_, timings)| *timings);
+        let decode = ends().map(|timings| timings.decode).max().unwrap_or_default();
+        let predicted_n = ends().map(|timings| timings.predicted_n).sum();
+        Timings { decode, predicted_n, ..ends().next().unwrap_or_default() }
+    }
+}
+
+/// OpenAI's words.
+pub(super) fn finish_reason(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+    }
+}
+
+pub(super) fn usage(timings: &Timings) -> Value {
+    let Timings { prompt_n, cached_n, predicted_n, .. } = *timings;
+    json!({
+        "prompt_tokens": prompt_n,
+        "completion_tokens": predicted_n,
+        "total_tokens": prompt_n + predicted_n,
+        "prompt_tokens_details": {"cached_tokens": cached_n},
+    })
+}
+
+/// As llama.cpp's server reports them; a rate over no time, or of no tokens, is null.
+pub(super) fn timings_json(timings: &Timings) -> Value {
+    let Timings { prefill, decode, prompt_n: whole_prompt, cached_n, predicted_n, drafts, .. } = *timings;
+    // As there: of the prompt, what was computed, and what needed not be.
+    let prompt_n = whole_prompt - cached_n;
+    let rate = |n: usize, time: Duration| (n > 0 && !time.is_zero()).then(|| n as f64 / time.as_secs_f64());
+    json!({
+        "prompt_n": prompt_n,
+        "cache_n": cached_n,
+        "prompt_ms": prefill.as_secs_f64() * 1e3,
+        "prompt_per_second": rate(prompt_n, prefill),
+        "predicted_n": predicted_n,
+        "predicted_ms": decode.as_secs_f64() * 1e3,
+        // The first token came with the prompt.
+        "predicted_per_second": rate(predicted_n.saturating_sub(1), decode),
+        "draft_n": drafts.proposed,
+        "draft_n_accepted": drafts.accepted,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_are_told_apart_by_key_and_then_by_address() {
+        let with = |key: Option<&'static str>, address: [u8; 4]| {
+            let mut headers = HeaderMap::new();
+            if let Some(key) = key {
+                headers.insert(header::AUTHORIZATION, header::HeaderValue::from_static(key));
+            }
+            client_of(&headers, Some(IpAddr::from(address)))
+        };
+        assert_eq!(with(None, [10, 0, 0, 1]), with(None, [10, 0, 0, 1]));
+        assert_ne!(with(None, [10, 0, 0, 1]), with(None, [10, 0, 0, 2]));
+        assert_eq!(with(Some("Bearer a"), [10, 0, 0, 1]), with(Some("Bearer a"), [10, 0, 0, 2]));
+        assert_ne!(with(Some("Bearer a"), [10, 0, 0, 1]), with(Some("Bearer b"), [10, 0, 0, 1]));
+    }
+}
