@@ -23,37 +23,37 @@ use unicorn::text::{ChatTemplate, Tokenizer};
 use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
 
 const MODEL: &str = "makers/tiny-gemma";
-const END_OF_TURN: u32 = 106;
-const DEFAULTS: SamplingDefaults =
+pub const END_OF_TURN: u32 = 106;
+pub const DEFAULTS: SamplingDefaults =
     SamplingDefaults { temperature: 0.9, top_k: 64, top_p: 0.95, min_p: 0.0, repetition_penalty: 1.25 };
-const OPTIONS: Options = Options {
+pub const OPTIONS: Options = Options {
     max_body_bytes: 64 << 10,
     body_stall: Duration::from_millis(200),
     keep_alive: Duration::from_millis(20),
 };
 
-struct App {
-    router: Router,
-    server: Arc<Server>,
-    engine: EngineHandle,
-    control: Control,
+pub struct App {
+    pub router: Router,
+    pub server: Arc<Server>,
+    pub engine: EngineHandle,
+    pub control: Control,
 }
 
-fn tokenizer() -> Tokenizer {
+pub fn tokenizer() -> Tokenizer {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tokenizer-mini/tokenizer.json");
     Tokenizer::from_bytes(&std::fs::read(path).expect(path), "tokenizer.json").expect("a sound tokenizer")
 }
 
-fn limits() -> Limits {
+pub fn limits() -> Limits {
     let kv = KvLimits { full_blocks: 150, ..LIMITS.kv };
     Limits { max_batch_tokens: 32, kv, max_context: 600, max_sequences: 1, ..LIMITS }
 }
 
-fn app(script: Script) -> App {
+pub fn app(script: Script) -> App {
     app_with(limits(), OPTIONS, DEFAULTS, script)
 }
 
-fn app_with(limits: Limits, options: Options, defaults: SamplingDefaults, script: Script) -> App {
+pub fn app_with(limits: Limits, options: Options, defaults: SamplingDefaults, script: Script) -> App {
     let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue: 2, scheduler: SchedulerConfig::default() });
     let server = Server::new(MODEL, options);
@@ -63,7 +63,7 @@ fn app_with(limits: Limits, options: Options, defaults: SamplingDefaults, script
 }
 
 /// A model that answers everything with `text`.
-fn app_that_says(text: &str) -> App {
+pub fn app_that_says(text: &str) -> App {
     let ids = tokenizer().encode(text, false).expect("encodes");
     app(says(&ids, END_OF_TURN))
 }
@@ -75,12 +75,12 @@ pub fn router_that_says(text: &str) -> (Router, usize) {
     (app_with(more, OPTIONS, DEFAULTS, says(&ids, END_OF_TURN)).router, ids.len() + 1)
 }
 
-fn chat(text: &str) -> Value {
+pub fn chat(text: &str) -> Value {
     json!({"model": MODEL, "messages": [{"role": "user", "content": text}]})
 }
 
 /// `base` with the fields of `more` set.
-fn with(mut base: Value, more: Value) -> Value {
+pub fn with(mut base: Value, more: Value) -> Value {
     for (name, value) in more.as_object().expect("fields") {
         base[name] = value.clone();
     }
@@ -113,13 +113,13 @@ fn get(path: &str) -> Request<Body> {
     Request::get(path).body(Body::empty()).expect("a sound request")
 }
 
-async fn complete(app: &App, body: Value) -> (StatusCode, Value) {
+pub async fn complete(app: &App, body: Value) -> (StatusCode, Value) {
     let (status, _, value) = send_json(&app.router, post(body.to_string())).await;
     (status, value)
 }
 
 /// The answer's text and finish reason.
-async fn answer(app: &App, body: Value) -> (String, String) {
+pub async fn answer(app: &App, body: Value) -> (String, String) {
     let (status, value) = complete(app, body).await;
     assert_eq!(status, 200, "{value}");
     let choice = &value["choices"][0];
@@ -128,7 +128,7 @@ async fn answer(app: &App, body: Value) -> (String, String) {
 }
 
 /// The `data:` lines of a stream, and the comments in it.
-async fn stream(app: &App, body: Value) -> (Vec<String>, usize) {
+pub async fn stream(app: &App, body: Value) -> (Vec<String>, usize) {
     let (status, headers, bytes) = send(&app.router, post(body.to_string())).await;
     let text = String::from_utf8(bytes).expect("UTF-8");
     assert_eq!(status, 200, "{text}");
@@ -147,16 +147,16 @@ async fn stream(app: &App, body: Value) -> (Vec<String>, usize) {
     (lines, comments)
 }
 
-fn parse(lines: &[String]) -> Vec<Value> {
+pub fn parse(lines: &[String]) -> Vec<Value> {
     assert_eq!(lines.last().map(String::as_str), Some("[DONE]"));
     lines[..lines.len() - 1].iter().map(|l| serde_json::from_str(l).expect("a JSON chunk")).collect()
 }
 
-fn content(chunks: &[Value]) -> String {
+pub fn content(chunks: &[Value]) -> String {
     chunks.iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str()).collect()
 }
 
-async fn assert_all_free(engine: &EngineHandle) {
+pub async fn assert_all_free(engine: &EngineHandle) {
     let since = Instant::now();
     loop {
         let stats = engine.stats();
@@ -549,7 +549,7 @@ async fn bad_bodies_are_refused_by_field() {
         (body(json!({"logit_bias": [5]})), "logit_bias", "invalid_value"),
         (body(json!({"min_tokens": 6, "max_tokens": 5})), "min_tokens", "invalid_value"),
         (body(json!({"ignore_eos": 1})), "ignore_eos", "invalid_value"),
-        (body(json!({"response_format": {"type": "json_object"}})), "response_format", "unsupported_value"),
+        (body(json!({"response_format": {"type": "xml"}})), "response_format.type", "invalid_value"),
         (body(json!({"response_format": {}})), "response_format.type", "missing_required_parameter"),
         (body(json!({"response_format": "text"})), "response_format", "invalid_value"),
         (body(json!({"tools": {}})), "tools", "invalid_value"),

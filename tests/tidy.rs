@@ -57,7 +57,7 @@ const FOREIGN: [(&str, &[&str]); 7] = [
     ("tensor", &["std::fs", "std::net", "File", "tokio"]),
     ("config", &["std::fs", "std::net", "File", "tokio"]),
     ("model", &["Instant", "SystemTime", "tokio", "axum", "tokenizers", "minijinja"]),
-    ("engine", &["async", "await", "tokio", "axum", "tokenizers", "minijinja", "safetensors"]),
+    ("engine", &["async", "await", "tokio", "axum", "tokenizers", "minijinja", "llguidance", "safetensors"]),
     ("kernels", &["tokio", "axum", "tokenizers"]),
     ("gpu", &["tokio", "axum", "tokenizers", "safetensors"]),
     ("hub", &["tokio", "axum", "tokenizers", "safetensors"]),

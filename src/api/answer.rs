@@ -1,5 +1,6 @@
 //! From the engine's events to the text of an answer.
 
+use super::grammar::Failure;
 use crate::engine::{EngineError, Event, FinishReason, Timings};
 use crate::model::Logprobs;
 use crate::text::{Detokenizer, StopMatcher};
@@ -9,6 +10,8 @@ use crate::text::{Detokenizer, StopMatcher};
 pub struct AnswerText {
     detokenizer: Detokenizer,
     stops: StopMatcher,
+    /// Set where it ended because its grammar could not be followed.
+    failure: Option<Failure>,
 }
 
 /// What one event adds to the answer.
@@ -24,13 +27,23 @@ pub struct Delta {
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum End {
-    Finished { reason: FinishReason, timings: Timings },
+    Finished {
+        reason: FinishReason,
+        timings: Timings,
+    },
     Failed(EngineError),
+    /// Its grammar could not be followed any further, and why.
+    OffGrammar(String),
 }
 
 impl AnswerText {
     pub fn new(detokenizer: Detokenizer, stops: StopMatcher) -> Self {
-        Self { detokenizer, stops }
+        Self { detokenizer, stops, failure: None }
+    }
+
+    /// Of an answer that is held to a grammar.
+    pub(super) fn with_failure(self, failure: Failure) -> Self {
+        Self { failure: Some(failure), ..self }
     }
 
     pub fn push(&mut self, event: Event) -> Delta {
@@ -48,7 +61,12 @@ impl AnswerText {
                     Some(_) => reason = FinishReason::Stop,
                     None => text.push_str(&self.stops.finish()),
                 }
-                Delta { text, logprobs: None, end: Some(End::Finished { reason, timings }) }
+                let failed = self.failure.as_ref().and_then(|failure| failure.get());
+                let end = match failed {
+                    Some(problem) => End::OffGrammar(problem.clone()),
+                    None => End::Finished { reason, timings },
+                };
+                Delta { text, logprobs: None, end: Some(end) }
             }
             Event::Failed(error) => {
                 Delta { text: String::new(), logprobs: None, end: Some(End::Failed(error)) }

@@ -30,6 +30,9 @@ pub enum ApiError {
     Context(String),
     #[error("{0}")]
     Text(String),
+    /// While the answer was written.
+    #[error("the answer could not be held to its grammar: {0}")]
+    Grammar(String),
     #[error("the model {asked:?} does not exist; this server serves {served:?}")]
     UnknownModel { asked: String, served: String },
     #[error("the body is larger than {limit} bytes")]
@@ -99,6 +102,7 @@ impl ApiError {
             Self::Unsupported { param, .. } => request(bad, Some(param), Some("unsupported_value")),
             Self::Context(_) => request(bad, Some("messages"), Some("context_length_exceeded")),
             Self::Text(_) => request(bad, Some("messages"), Some("invalid_value")),
+            Self::Grammar(_) => request(bad, None, Some("grammar_failed")),
             Self::UnknownModel { .. } => {
                 request(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found"))
             }

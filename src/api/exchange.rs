@@ -208,6 +208,7 @@ impl Answers {
         let end = match end {
             None => None,
             Some(End::Failed(error)) => return Some(Err(error.into())),
+            Some(End::OffGrammar(problem)) => return Some(Err(ApiError::Grammar(problem))),
             Some(End::Finished { reason, timings }) => {
                 self.ends[choice] = Some((reason, timings));
                 // A stop string ends it here and not in the engine.

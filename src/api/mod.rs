@@ -11,11 +11,13 @@ mod answer;
 mod chat;
 mod error;
 mod exchange;
+mod grammar;
 mod request;
 mod service;
 
 pub use answer::{AnswerText, Delta, End};
 pub use error::ApiError;
+pub use grammar::ResponseGrammar;
 pub use request::ChatRequest;
 pub use service::{SamplingDefaults, Service};
 

@@ -14,6 +14,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
+use super::grammar::{ResponseGrammar, response_grammar};
 use crate::model::MAX_LOGPROBS;
 use crate::text::{Content, MAX_STOPS, Message};
 
@@ -44,6 +45,8 @@ pub struct ChatRequest {
     pub logprobs: Option<usize>,
     /// Answers; at least 1.
     pub n: Option<usize>,
+    /// What each answer must be.
+    pub grammar: Option<ResponseGrammar>,
 }
 
 impl ChatRequest {
@@ -85,6 +88,7 @@ impl ChatRequest {
             ignore_eos: fields.bool("ignore_eos")?.unwrap_or(false),
             logprobs: logprobs(&fields)?,
             n: n.map(|n| n as usize),
+            grammar: response_grammar(&fields)?,
         })
     }
 }
@@ -229,16 +233,6 @@ fn stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
 
 /// Fields that change the answer and that this version cannot honour.
 fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
-    if let Some(format) = fields.object("response_format")? {
-        let kind = Fields(format).string("type").map_err(|e| nested("response_format", e))?;
-        match kind.ok_or_else(|| missing("response_format.type"))? {
-            "text" => {}
-            other => {
-                let problem = format!("expected {{\"type\": \"text\"}}, got {:?}", short(other));
-                return Err(ApiError::unsupported("response_format", problem));
-            }
-        }
-    }
     if fields.array("modalities")?.is_some_and(|m| m.iter().any(|m| m != "text")) {
         return Err(ApiError::unsupported("modalities", "this server answers with text only"));
     }
@@ -275,10 +269,10 @@ fn check_tools(fields: &Fields) -> Result<(), ApiError> {
 }
 
 /// The fields of one object; a field that is null is absent.
-struct Fields<'a>(&'a Map<String, Value>);
+pub(super) struct Fields<'a>(pub(super) &'a Map<String, Value>);
 
 impl<'a> Fields<'a> {
-    fn get(&self, name: &str) -> Option<&'a Value> {
+    pub(super) fn get(&self, name: &str) -> Option<&'a Value> {
         self.0.get(name).filter(|v| !v.is_null())
     }
 
@@ -292,23 +286,23 @@ impl<'a> Fields<'a> {
         read(value).map(Some).ok_or_else(|| wrong_type(name, expected, value))
     }
 
-    fn string(&self, name: &str) -> Result<Option<&'a str>, ApiError> {
+    pub(super) fn string(&self, name: &str) -> Result<Option<&'a str>, ApiError> {
         self.read(name, "a string", Value::as_str)
     }
 
-    fn bool(&self, name: &str) -> Result<Option<bool>, ApiError> {
+    pub(super) fn bool(&self, name: &str) -> Result<Option<bool>, ApiError> {
         self.read(name, "true or false", Value::as_bool)
     }
 
-    fn array(&self, name: &str) -> Result<Option<&'a Vec<Value>>, ApiError> {
+    pub(super) fn array(&self, name: &str) -> Result<Option<&'a Vec<Value>>, ApiError> {
         self.read(name, "a list", Value::as_array)
     }
 
-    fn object(&self, name: &str) -> Result<Option<&'a Map<String, Value>>, ApiError> {
+    pub(super) fn object(&self, name: &str) -> Result<Option<&'a Map<String, Value>>, ApiError> {
         self.read(name, "an object", Value::as_object)
     }
 
-    fn number(&self, name: &str, low: f64, high: f64) -> Result<Option<f64>, ApiError> {
+    pub(super) fn number(&self, name: &str, low: f64, high: f64) -> Result<Option<f64>, ApiError> {
         let Some(n) = self.read(name, "a number", Value::as_f64)? else { return Ok(None) };
         if !(low..=high).contains(&n) {
             return Err(ApiError::invalid(name, format!("expected a number from {low} to {high}, got {n}")));
@@ -317,7 +311,7 @@ impl<'a> Fields<'a> {
     }
 
     /// An integer; a whole float (`40.0`) is one.
-    fn integer(&self, name: &str, low: i64, high: i64) -> Result<Option<i64>, ApiError> {
+    pub(super) fn integer(&self, name: &str, low: i64, high: i64) -> Result<Option<i64>, ApiError> {
         let whole = |f: f64| (f.fract() == 0.0 && f.abs() < 2f64.powi(53)).then_some(f as i64);
         let read = |v: &Value| v.as_i64().or_else(|| v.as_f64().and_then(whole));
         let Some(n) = self.read(name, "an integer", read)? else { return Ok(None) };
@@ -331,23 +325,23 @@ impl<'a> Fields<'a> {
     }
 }
 
-fn missing(param: impl Into<String>) -> ApiError {
+pub(super) fn missing(param: impl Into<String>) -> ApiError {
     ApiError::Missing { param: param.into() }
 }
 
-fn wrong_type(param: impl Into<String>, expected: &str, got: &Value) -> ApiError {
+pub(super) fn wrong_type(param: impl Into<String>, expected: &str, got: &Value) -> ApiError {
     ApiError::invalid(param, format!("expected {expected}, got {}", kind(got)))
 }
 
 /// Puts the outer field's name before that of an inner one.
-fn nested(at: &str, error: ApiError) -> ApiError {
+pub(super) fn nested(at: &str, error: ApiError) -> ApiError {
     match error {
         ApiError::Invalid { param, problem } => ApiError::invalid(format!("{at}.{param}"), problem),
         other => other,
     }
 }
 
-fn kind(value: &Value) -> &'static str {
+pub(super) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "a boolean",
@@ -359,7 +353,7 @@ fn kind(value: &Value) -> &'static str {
 }
 
 /// A client's text as an error may repeat it.
-fn short(text: &str) -> String {
+pub(super) fn short(text: &str) -> String {
     const MAX_CHARS: usize = 40;
     let mut short: String = text.chars().take(MAX_CHARS).collect();
     if short.len() < text.len() {

@@ -2,15 +2,20 @@
 //!
 //! Shared by the server and the terminal commands, so that both answer alike.
 
+use std::sync::Arc;
+
 use serde_json::{Value, json};
 
 use super::answer::AnswerText;
 use super::error::ApiError;
+use super::grammar::{Failure, GrammarMask, ResponseGrammar};
 use super::random_u64;
 use super::request::ChatRequest;
 use crate::engine::{EngineHandle, Request};
 use crate::model::{Logprobs, SamplingParams};
-use crate::text::{ChatTemplate, Message, StopMatcher, TextError, Tokenizer, normalize};
+use crate::text::{
+    ChatTemplate, Constraint, Grammars, Message, StopMatcher, TextError, Tokenizer, normalize,
+};
 
 /// A temperature below this is greedy, whoever gave it: dividing logits by it would leave the range of f32.
 const MIN_TEMPERATURE: f32 = 1e-5;
@@ -20,6 +25,7 @@ pub struct Service {
     engine: EngineHandle,
     tokenizer: Tokenizer,
     template: ChatTemplate,
+    grammars: Grammars,
     defaults: SamplingDefaults,
     stop_token_ids: Vec<u32>,
     /// Bytes of text that one token stands for at most.
@@ -53,7 +59,8 @@ impl Service {
         };
         let longest = (0..tokenizer.vocab_size() as u32).map(bytes).max();
         let longest_token_bytes = longest.unwrap_or(1).max(1);
-        Self { engine, tokenizer, template, defaults, stop_token_ids, longest_token_bytes }
+        let grammars = Grammars::new(tokenizer.clone(), engine.limits().vocab_size, &stop_token_ids);
+        Self { engine, tokenizer, template, grammars, defaults, stop_token_ids, longest_token_bytes }
     }
 
     pub fn engine(&self) -> &EngineHandle {
@@ -73,10 +80,11 @@ impl Service {
             let problem = format!("expected a token id below {vocab_size}");
             return Err(ApiError::invalid(format!("logit_bias.{id}"), problem));
         }
+        let constraint = request.grammar.as_ref().map(|grammar| self.constraint(grammar)).transpose()?;
         let prompt = self.prompt(&request.messages)?;
         let sampling = self.sampling(request);
         let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
-        let engine = Request {
+        let mut engine = Request {
             sampling,
             max_tokens: request.max_tokens,
             stop_token_ids: if request.ignore_eos { Vec::new() } else { self.stop_token_ids.clone() },
@@ -86,7 +94,26 @@ impl Service {
             more_seeds: (1..=more).map(|i| sampling.seed.wrapping_add(i)).collect(),
             ..Request::new(prompt)
         };
-        Ok((engine, AnswerText::new(self.tokenizer.detokenizer(true), stops)))
+        let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops);
+        if let Some(constraint) = constraint {
+            // A grammar that has come to its end lets nothing follow but the ids that end the answer: they cannot be kept
+            // away from it, so it is the mask that keeps them away until then.
+            let least = if request.ignore_eos { usize::MAX } else { engine.min_tokens };
+            engine.min_tokens = 0;
+            engine.stop_token_ids.clone_from(&self.stop_token_ids);
+            let failure = Failure::default();
+            answer = answer.with_failure(Arc::clone(&failure));
+            engine.mask = Some(Box::new(GrammarMask::new(constraint, least, failure)));
+        }
+        Ok((engine, answer))
+    }
+
+    fn constraint(&self, grammar: &ResponseGrammar) -> Result<Constraint, ApiError> {
+        let grammar = self.grammars.compile(&grammar.source).map_err(|error| match error {
+            TextError::Grammar(problem) => ApiError::invalid(&grammar.param, problem),
+            other => ApiError::Text(other.to_string()),
+        })?;
+        Ok(grammar.start())
     }
 
     /// OpenAI's object for one token of an answer.

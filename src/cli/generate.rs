@@ -11,7 +11,7 @@ use super::args;
 use super::error::Error;
 use super::load::{self, EndEngine};
 use super::progress::{self, Spinner};
-use crate::api::{ChatRequest, Delta, End, Service};
+use crate::api::{ApiError, ChatRequest, Delta, End, Service};
 use crate::config::Config;
 use crate::engine::{EngineError, FinishReason, SubmitError, Timings};
 use crate::text::{Message, StopMatcher};
@@ -126,6 +126,10 @@ async fn answer(
             Some(End::Failed(error)) => {
                 print("\n")?;
                 return Err(error.into());
+            }
+            Some(End::OffGrammar(problem)) => {
+                print("\n")?;
+                return Err(ApiError::Grammar(problem).into());
             }
         }
     }

@@ -7,18 +7,21 @@
 //! | text | token ids | [`Tokenizer::encode`] |
 //! | one token id | the text it completes | [`Detokenizer::push`] |
 //! | text as it arrives | text before the first stop string | [`StopMatcher::push`] |
+//! | a schema, a regex, a grammar | which ids may come next | [`Constraint::mask`] |
 //!
 //! This module gets bytes and opens no file. It knows no model, request or engine. What it is given by
 //! others (a checkpoint's files, a client's text) ends in a result or a [`TextError`], never a panic.
 
 mod chat;
 mod detokenizer;
+mod grammar;
 mod stop;
 mod template;
 mod tokenizer;
 
 pub use chat::{Content, Message, Part, normalize};
 pub use detokenizer::Detokenizer;
+pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES};
 pub use stop::{MAX_STOP_BYTES, MAX_STOPS, StopMatcher, Stopped};
 pub use template::{ChatFiles, ChatTemplate};
 pub use tokenizer::Tokenizer;
@@ -69,6 +72,10 @@ pub enum TextError {
     /// There is nothing to render.
     #[error("messages is empty: a conversation needs at least one message")]
     NoMessages,
+
+    /// A grammar cannot be compiled, or followed any further; names what in it.
+    #[error("{0}")]
+    Grammar(String),
 
     /// The stop strings cannot be used.
     #[error("stop: {0}")]

@@ -242,6 +242,67 @@ def sdk_recalls_beyond_one_window(server):
     assert "4821" in answer.choices[0].message.content, answer.choices[0].message.content
 
 
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}, "pet": {"enum": ["cat", "dog", "penguin"]}},
+    "required": ["name", "age", "pet"],
+    "additionalProperties": False,
+}
+LEO = user("Return a JSON object that follows this schema:\n" + json.dumps(PERSON) + "\n\nLeo is 34 and has a penguin.")
+
+
+def sdk_answers_by_a_schema(server):
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    # Also where nobody asked for JSON in words: the schema alone holds it.
+    for messages in [LEO, FRANCE, user("Tell me a short story.")]:
+        for temperature in [0, 1.5]:
+            choice = ask(server, messages, response_format=wanted, temperature=temperature, seed=5, max_tokens=200).choices[0]
+            if choice.finish_reason == "length":  # a string may be as long as it likes
+                assert choice.message.content.startswith("{"), choice
+                continue
+            person = json.loads(choice.message.content)
+            assert list(person) == PERSON["required"] and isinstance(person["age"], int) and person["age"] >= 0, person
+            assert person["pet"] in PERSON["properties"]["pet"]["enum"], person
+    _, text = streamed(server, LEO, response_format=wanted)
+    assert json.loads(text) == {"name": "Leo", "age": 34, "pet": "penguin"}, text
+
+
+def sdk_answers_with_a_json_object(server):
+    answer = ask(server, user("JSON for David, item hammer"), response_format={"type": "json_object"}, n=2, temperature=0.5, max_tokens=100)
+    for choice in answer.choices:
+        assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict), choice
+
+
+def sdk_parses_into_a_pydantic_model(server):
+    import pydantic
+
+    class Person(pydantic.BaseModel):
+        """A docstring becomes a description, which is no constraint."""
+
+        name: str
+        age: int
+        pet: str | None
+
+    parsed = sdk(server).chat.completions.parse(
+        model=model_id(server), messages=LEO, response_format=Person, max_tokens=100, temperature=0
+    ).choices[0].message.parsed
+    assert isinstance(parsed, Person) and parsed.name == "Leo" and parsed.age == 34, parsed
+
+
+def sdk_chooses_and_matches(server):
+    question = user("Is Paris in France? Answer yes or no.")
+    for fields in [{"guided_choice": ["yes", "no"]}, {"guided_regex": "yes|no"}, {"guided_grammar": 'start: "yes" | "no"'},
+                   {"structured_outputs": {"choice": ["yes", "no"]}}]:
+        choice = ask(server, question, extra_body=fields).choices[0]
+        assert choice.message.content in ("yes", "no") and choice.finish_reason == "stop", (fields, choice)
+
+
+def sdk_is_told_which_keyword_is_not_supported(server):
+    schema = {"name": "x", "strict": True, "schema": {"type": "array", "uniqueItems": True}}
+    error = raised(openai.BadRequestError, lambda: ask(server, LEO, response_format={"type": "json_schema", "json_schema": schema}))
+    assert error.param == "response_format" and "uniqueItems" in error.message, error.body
+
+
 def sdk_unknown_model_is_not_found(server):
     error = raised(openai.NotFoundError, lambda: sdk(server).chat.completions.create(model="gpt-none", messages=FRANCE))
     assert error.code == "model_not_found", error.body
@@ -548,7 +609,8 @@ SDK = [
     sdk_lists_the_model, sdk_answers_paris, sdk_streams_the_same_answer, sdk_stream_carries_usage_when_asked,
     sdk_stops_at_the_token_limit, sdk_honours_a_stop_string, sdk_same_seed_gives_the_same_text,
     sdk_reports_log_probabilities, sdk_gives_n_answers, sdk_penalties_and_lengths_count, sdk_recalls_beyond_one_window,
-    sdk_unknown_model_is_not_found, sdk_bad_requests_are_refused, sdk_too_long_a_prompt_is_named, readme_python_example_streams,
+    sdk_answers_by_a_schema, sdk_answers_with_a_json_object, sdk_parses_into_a_pydantic_model, sdk_chooses_and_matches,
+    sdk_is_told_which_keyword_is_not_supported, sdk_unknown_model_is_not_found, sdk_bad_requests_are_refused, sdk_too_long_a_prompt_is_named, readme_python_example_streams,
 ]
 
 

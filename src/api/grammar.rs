@@ -1,0 +1,163 @@
+//! What a request says its answer must be, and the mask that holds each answer to it.
+//!
+//! OpenAI's `response_format`, and vLLM's fields for the same: `structured_outputs`, and the older `guided_json`,
+//! `guided_regex`, `guided_choice` and `guided_grammar`. At most one of them counts, so more are refused.
+
+use std::sync::{Arc, OnceLock};
+
+use serde_json::Value;
+
+use super::error::ApiError;
+use super::request::{Fields, missing, nested, short, wrong_type};
+use crate::engine::TokenMask;
+use crate::text::{Constraint, GrammarSource};
+
+/// The grammar of an answer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ResponseGrammar {
+    pub source: GrammarSource,
+    /// The field that asks for it, which errors name.
+    pub param: String,
+}
+
+/// None where the answer may be any text.
+pub(super) fn response_grammar(fields: &Fields) -> Result<Option<ResponseGrammar>, ApiError> {
+    let mut found = Vec::new();
+    found.extend(response_format(fields)?.map(|source| ("response_format".to_owned(), source)));
+    for name in ["json", "regex", "choice", "grammar"] {
+        let param = format!("guided_{name}");
+        found.extend(guided(fields, &param, name)?.map(|source| (param, source)));
+    }
+    found.extend(structured_outputs(fields)?);
+    if let [(first, _), (second, _), ..] = found.as_slice() {
+        return Err(ApiError::invalid(second, format!("cannot be had together with {first}")));
+    }
+    Ok(found.pop().map(|(param, source)| ResponseGrammar { source, param }))
+}
+
+fn response_format(fields: &Fields) -> Result<Option<GrammarSource>, ApiError> {
+    const AT: &str = "response_format";
+    let Some(format) = fields.object(AT)?.map(Fields) else { return Ok(None) };
+    let within = |error| nested(AT, error);
+    match format.string("type").map_err(within)?.ok_or_else(|| missing("response_format.type"))? {
+        "text" => Ok(None),
+        // The schema is not OpenAI's, but llama.cpp's and others'.
+        "json_object" => Ok(Some(match format.object("schema").map_err(within)? {
+            None => GrammarSource::json_object(),
+            Some(schema) => {
+                GrammarSource::JsonSchema { schema: Value::Object(schema.clone()), strict: false }
+            }
+        })),
+        "json_schema" => {
+            let at = "response_format.json_schema";
+            let json_schema = format.object("json_schema").map_err(within)?.ok_or_else(|| missing(at))?;
+            let json_schema = Fields(json_schema);
+            let within = |error| nested(at, error);
+            json_schema.string("name").map_err(within)?;
+            let strict = json_schema.bool("strict").map_err(within)?.unwrap_or(false);
+            let schema = json_schema.object("schema").map_err(within)?;
+            let schema = schema.ok_or_else(|| missing(format!("{at}.schema")))?.clone();
+            Ok(Some(GrammarSource::JsonSchema { schema: Value::Object(schema), strict }))
+        }
+        other => {
+            let problem = format!("expected text, json_object or json_schema, got {:?}", short(other));
+            Err(ApiError::invalid("response_format.type", problem))
+        }
+    }
+}
+
+/// One of vLLM's kinds: `kind` is the name of the field without its prefix, `param` that with it.
+fn guided(fields: &Fields, param: &str, kind: &str) -> Result<Option<GrammarSource>, ApiError> {
+    let Some(value) = fields.get(param) else { return Ok(None) };
+    let text = |value: &Value| match value {
+        Value::String(text) => Ok(text.clone()),
+        other => Err(wrong_type(param, "a string", other)),
+    };
+    Ok(Some(match kind {
+        "json" => GrammarSource::JsonSchema { schema: schema(param, value)?, strict: true },
+        "regex" => GrammarSource::Regex(text(value)?),
+        "grammar" => GrammarSource::Lark(text(value)?),
+        _ => {
+            let choices = value.as_array().ok_or_else(|| wrong_type(param, "a list of strings", value))?;
+            GrammarSource::Choice(choices.iter().map(text).collect::<Result<_, _>>()?)
+        }
+    }))
+}
+
+/// An object, or the text of one.
+fn schema(param: &str, value: &Value) -> Result<Value, ApiError> {
+    let parsed = match value {
+        Value::String(text) => serde_json::from_str(text)
+            .map_err(|error| ApiError::invalid(param, format!("the text is not valid JSON: {error}")))?,
+        other => other.clone(),
+    };
+    if parsed.is_object() { Ok(parsed) } else { Err(wrong_type(param, "a JSON schema", &parsed)) }
+}
+
+fn structured_outputs(fields: &Fields) -> Result<Vec<(String, GrammarSource)>, ApiError> {
+    const AT: &str = "structured_outputs";
+    let Some(outputs) = fields.object(AT)?.map(Fields) else { return Ok(Vec::new()) };
+    let within = |error| nested(AT, error);
+    for name in
+        ["structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"]
+    {
+        if outputs.get(name).is_some_and(|value| *value != Value::Bool(false)) {
+            let problem = "this server does not have it; leave it out";
+            return Err(ApiError::unsupported(format!("{AT}.{name}"), problem));
+        }
+    }
+    let mut found = Vec::new();
+    for name in ["json", "regex", "choice", "grammar"] {
+        let source = guided(&outputs, name, name).map_err(within)?;
+        found.extend(source.map(|source| (format!("{AT}.{name}"), source)));
+    }
+    if outputs.bool("json_object").map_err(within)? == Some(true) {
+        found.push((format!("{AT}.json_object"), GrammarSource::json_object()));
+    }
+    Ok(found)
+}
+
+/// Why answers could not be held to their grammar any further; shared by those of one request.
+pub(super) type Failure = Arc<OnceLock<String>>;
+
+/// Holds one answer to a grammar. The engine must stop at the ids that end an answer, and leave it to the mask when they may
+/// come: one that no other id may follow ends the answer, however long it was to be.
+#[derive(Clone)]
+pub(super) struct GrammarMask {
+    constraint: Constraint,
+    /// Ids before which the answer is not to end, where the grammar lets it go on.
+    min_tokens: usize,
+    /// Ids of the answer that `constraint` has taken.
+    taken: usize,
+    /// For the next one.
+    mask: Option<Arc<[u32]>>,
+    failure: Failure,
+}
+
+impl GrammarMask {
+    pub(super) fn new(constraint: Constraint, min_tokens: usize, failure: Failure) -> Self {
+        Self { constraint, min_tokens, taken: 0, mask: None, failure }
+    }
+}
+
+impl TokenMask for GrammarMask {
+    fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
+        if let Some(mask) = self.mask.as_ref().filter(|_| answer.len() == self.taken) {
+            return Arc::clone(mask);
+        }
+        let new = answer[self.taken..].iter().try_for_each(|id| self.constraint.push(*id));
+        let may_end = answer.len() >= self.min_tokens;
+        let mask = new.and_then(|()| self.constraint.mask(may_end)).unwrap_or_else(|error| {
+            // The answer ends, and who reads it is told why.
+            let _ = self.failure.set(error.to_string());
+            self.constraint.ends()
+        });
+        self.taken = answer.len();
+        self.mask = Some(Arc::clone(&mask));
+        mask
+    }
+
+    fn boxed_clone(&self) -> Box<dyn TokenMask> {
+        Box::new(self.clone())
+    }
+}

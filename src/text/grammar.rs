@@ -1,0 +1,410 @@
+//! Grammars: what an answer must be, as masks over the vocabulary.
+//!
+//! A [`GrammarSource`] is compiled once ([`Grammars::compile`]); each answer starts a [`Constraint`] of its own, which is told
+//! the ids that were drawn and says which may come next. Special tokens never may, but for those that end an answer, and
+//! these only where the grammar may end. Parsing is the `llguidance` crate's.
+//!
+//! A grammar comes with a request, from strangers. Its size, the time and the threads for compiling it, its states, and the
+//! work for one mask are bounded; what is beyond a bound is a [`TextError`]. Compiling recurses along a schema's references,
+//! so it has a thread with a stack for as many as may be in one. White space between tokens of JSON is bounded too: a model
+//! that pads would do so for ever.
+
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::thread;
+use std::time::Duration;
+
+use llguidance::api::TopLevelGrammar;
+use llguidance::earley::SlicedBiasComputer;
+use llguidance::toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
+use llguidance::{JsonCompileOptions, Matcher, ParserFactory};
+use serde_json::{Value, json};
+
+use super::{TextError, Tokenizer};
+
+/// Longest grammar, in bytes of its text.
+pub const MAX_GRAMMAR_BYTES: usize = 256 << 10;
+/// Most choices of a [`GrammarSource::Choice`].
+pub const MAX_CHOICES: usize = 4096;
+
+/// Grammars that stay compiled.
+const CACHED: usize = 32;
+/// Time for compiling one; the fuel that llguidance counts ends it long before on any machine, as a rule.
+const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Grammars compiled at once, those included that took too long and have not ended yet.
+const MAX_COMPILING: usize = 4;
+/// References that follow each other need a few KiB each, and a grammar has room for some 10,000 of them.
+const COMPILE_STACK_BYTES: usize = 256 << 20;
+/// States of one answer's lexer; 1 to 2 KiB each.
+const MAX_LEXER_STATES: usize = 50_000;
+/// A token longer than that is in no grammar: the trie's nodes count their depth in 10 bits.
+const MAX_TOKEN_BYTES: usize = 512;
+/// Bytes of all tokens together; the trie counts its nodes in 22 bits.
+const MAX_VOCABULARY_BYTES: usize = (1 << 22) - 1;
+/// What may stand between two tokens of JSON: nothing, a space, or a line's end and an indentation.
+const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
+
+/// What an answer must be.
+#[derive(Debug, Clone, PartialEq)]
+pub enum GrammarSource {
+    /// JSON. Of `strict` schemas every keyword is enforced, or it is an error; of others, keywords that cannot be are left
+    /// to the model.
+    JsonSchema { schema: Value, strict: bool },
+    /// Text that matches as a whole; the syntax is that of the `regex` crate, without look-around.
+    Regex(String),
+    /// The dialect of Lark that llguidance reads; the rule `start` is the answer.
+    Lark(String),
+    /// One of these texts.
+    Choice(Vec<String>),
+}
+
+impl GrammarSource {
+    /// Any JSON object.
+    pub fn json_object() -> Self {
+        Self::JsonSchema { schema: json!({"type": "object"}), strict: true }
+    }
+
+    /// Its text, in which two that differ differ.
+    fn key(&self) -> String {
+        match self {
+            Self::JsonSchema { schema, strict: true } => format!("strict {schema}"),
+            Self::JsonSchema { schema, strict: false } => format!("json {schema}"),
+            Self::Regex(regex) => format!("regex {regex}"),
+            Self::Lark(grammar) => format!("lark {grammar}"),
+            Self::Choice(choices) => format!("choice {}", json!(choices)),
+        }
+    }
+
+    fn grammar(&self) -> Result<TopLevelGrammar, TextError> {
+        let refuse = |problem: String| Err(TextError::Grammar(problem));
+        match self {
+            Self::JsonSchema { schema, strict } => {
+                let mut schema = match schema {
+                    Value::Bool(true) => json!({}),
+                    Value::Object(_) => schema.clone(),
+                    Value::Bool(false) => return refuse("the schema is false: no JSON matches it".into()),
+                    _ => return refuse("a schema is an object".into()),
+                };
+                if *strict && let Some(problem) = unenforced_bound(&schema) {
+                    return refuse(problem);
+                }
+                let options = JsonCompileOptions {
+                    whitespace_pattern: Some(WHITESPACE.into()),
+                    lenient: !strict,
+                    ..JsonCompileOptions::default()
+                };
+                options.apply_to(&mut schema);
+                Ok(TopLevelGrammar::from_json_schema(schema))
+            }
+            Self::Regex(regex) => Ok(TopLevelGrammar::from_regex(regex)),
+            Self::Lark(grammar) if grammar.contains("::=") => {
+                refuse("expected Lark, where a rule is written \"start: ...\", and not with \"::=\"".into())
+            }
+            Self::Lark(grammar) => Ok(TopLevelGrammar::from_lark(grammar.clone())),
+            Self::Choice(choices) if choices.is_empty() => refuse("there is nothing to choose from".into()),
+            Self::Choice(choices) if choices.len() > MAX_CHOICES => {
+                refuse(format!("{} choices, at most {MAX_CHOICES} are accepted", choices.len()))
+            }
+            Self::Choice(choices) => {
+                // Lark writes strings as JSON does.
+                let choices: Vec<String> = choices.iter().map(|choice| json!(choice).to_string()).collect();
+                Ok(TopLevelGrammar::from_lark(format!("start: {}", choices.join(" | "))))
+            }
+        }
+    }
+}
+
+/// The first place of a schema where llguidance 1.9 lets a number be the bound that it excludes: a whole one, where the bound
+/// on the other side has the same integer part.
+fn unenforced_bound(schema: &Value) -> Option<String> {
+    let bound = |name: &str| schema.get(name).and_then(Value::as_f64);
+    for (excluded, others) in [
+        ("exclusiveMinimum", ["maximum", "exclusiveMaximum"]),
+        ("exclusiveMaximum", ["minimum", "exclusiveMinimum"]),
+    ] {
+        let Some(whole) = bound(excluded).filter(|bound| bound.fract() == 0.0) else { continue };
+        let near = |name: &&str| bound(name).is_some_and(|other| other.trunc() == whole);
+        if let Some(other) = others.into_iter().find(near) {
+            return Some(format!("{excluded} {whole} cannot be enforced beside a {other} within 1 of it"));
+        }
+    }
+    match schema {
+        Value::Object(map) => map.values().find_map(unenforced_bound),
+        Value::Array(items) => items.iter().find_map(unenforced_bound),
+        _ => None,
+    }
+}
+
+/// Compiles grammars for one model, and keeps the last few.
+pub struct Grammars {
+    vocabulary: Arc<Vocabulary>,
+    /// Made for the first grammar: it takes seconds for a large vocabulary, and many servers never need it.
+    factory: OnceLock<Result<Arc<ParserFactory>, TextError>>,
+    /// Last used first.
+    cache: Mutex<Vec<(String, Grammar)>>,
+    compiling: Arc<Compiling>,
+}
+
+/// What all grammars of one model share.
+struct Vocabulary {
+    tokenizer: Tokenizer,
+    /// Ids are `0..rows`.
+    rows: usize,
+    /// Those of `rows` that end an answer.
+    stops: Vec<TokenId>,
+    /// Bit `id % 32` of word `id / 32`, as in every mask here: ids that stand for text.
+    text: Vec<u32>,
+    /// Ids that end an answer.
+    ends: Vec<u32>,
+}
+
+/// A grammar, compiled.
+#[derive(Clone)]
+pub struct Grammar {
+    vocabulary: Arc<Vocabulary>,
+    /// At its start.
+    matcher: Arc<Matcher>,
+}
+
+/// Where one answer stands in its grammar.
+#[derive(Clone)]
+pub struct Constraint {
+    vocabulary: Arc<Vocabulary>,
+    matcher: Matcher,
+}
+
+impl Grammars {
+    /// For a model with `rows` ids, of which those of `stop_token_ids` end an answer.
+    pub fn new(tokenizer: Tokenizer, rows: usize, stop_token_ids: &[u32]) -> Self {
+        let stops: Vec<TokenId> = stop_token_ids.iter().copied().filter(|id| (*id as usize) < rows).collect();
+        let is_text = |id: u32| !tokenizer.is_special(id) && !stops.contains(&id) && tokenizer.contains(id);
+        let text = words(rows, (0..rows as u32).filter(|id| is_text(*id)));
+        let ends = words(rows, stops.iter().copied());
+        let vocabulary = Arc::new(Vocabulary { tokenizer, rows, stops, text, ends });
+        Self {
+            vocabulary,
+            factory: OnceLock::new(),
+            cache: Mutex::new(Vec::new()),
+            compiling: Arc::default(),
+        }
+    }
+
+    /// Takes up to [`COMPILE_TIMEOUT`], a few milliseconds as a rule; at once where the same one was compiled lately.
+    pub fn compile(&self, source: &GrammarSource) -> Result<Grammar, TextError> {
+        let key = source.key();
+        if key.len() > MAX_GRAMMAR_BYTES {
+            let problem = format!("{} bytes long, at most {MAX_GRAMMAR_BYTES} are accepted", key.len());
+            return Err(TextError::Grammar(problem));
+        }
+        if let Some(grammar) = self.cached(&key) {
+            return Ok(grammar);
+        }
+        let factory = self.factory.get_or_init(|| self.vocabulary.factory().map(Arc::new)).clone()?;
+        let matcher = self.matcher(factory, source.grammar()?)?;
+        let grammar = Grammar { vocabulary: Arc::clone(&self.vocabulary), matcher: Arc::new(matcher) };
+        // A grammar without a first id is none; and its first mask names what is wrong with it.
+        grammar.start().mask(true)?;
+        self.keep(key, grammar.clone());
+        Ok(grammar)
+    }
+
+    fn cached(&self, key: &str) -> Option<Grammar> {
+        let mut cache = self.cache.lock().expect("nothing panics under this lock");
+        let index = cache.iter().position(|(other, _)| other == key)?;
+        cache[..=index].rotate_right(1);
+        Some(cache[0].1.clone())
+    }
+
+    fn keep(&self, key: String, grammar: Grammar) {
+        let mut cache = self.cache.lock().expect("nothing panics under this lock");
+        cache.retain(|(other, _)| *other != key);
+        cache.truncate(CACHED - 1);
+        cache.insert(0, (key, grammar));
+    }
+
+    fn matcher(&self, factory: Arc<ParserFactory>, grammar: TopLevelGrammar) -> Result<Matcher, TextError> {
+        let turn = Turn::take(&self.compiling)?;
+        let (sender, receiver) = sync_channel(1);
+        let work = move || {
+            let parser = factory.create_parser(grammar).map_err(|error| problem(&error.to_string()));
+            drop(turn);
+            // Nobody may wait any more.
+            let _ = sender.send(parser.map(|parser| Matcher::new(Ok(parser))));
+        };
+        let thread = thread::Builder::new().name("grammar".into()).stack_size(COMPILE_STACK_BYTES);
+        let refuse = |problem: String| TextError::Grammar(problem);
+        thread.spawn(work).map_err(|error| refuse(format!("no thread to compile it: {error}")))?;
+        match receiver.recv_timeout(COMPILE_TIMEOUT) {
+            Ok(matcher) => matcher,
+            Err(RecvTimeoutError::Timeout) => {
+                let seconds = COMPILE_TIMEOUT.as_secs();
+                Err(refuse(format!("it takes more than {seconds} s to compile; make it simpler")))
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(refuse("it cannot be compiled".into())),
+        }
+    }
+}
+
+/// Those that compile a grammar now.
+#[derive(Default)]
+struct Compiling {
+    threads: Mutex<usize>,
+    ended: Condvar,
+}
+
+/// A place among them, free again when dropped.
+struct Turn(Arc<Compiling>);
+
+impl Turn {
+    fn take(compiling: &Arc<Compiling>) -> Result<Self, TextError> {
+        let threads = compiling.threads.lock().expect("nothing panics under this lock");
+        let (mut threads, waited) = compiling
+            .ended
+            .wait_timeout_while(threads, COMPILE_TIMEOUT, |threads| *threads >= MAX_COMPILING)
+            .expect("nothing panics under this lock");
+        if waited.timed_out() {
+            return Err(TextError::Grammar("others take too long to compile; try again".into()));
+        }
+        *threads += 1;
+        Ok(Self(Arc::clone(compiling)))
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        *self.0.threads.lock().expect("nothing panics under this lock") -= 1;
+        self.0.ended.notify_one();
+    }
+}
+
+impl Vocabulary {
+    fn factory(self: &Arc<Self>) -> Result<ParserFactory, TextError> {
+        let refuse = |problem: String| TextError::Grammar(format!("this model takes no grammars: {problem}"));
+        if self.stops.is_empty() {
+            return Err(refuse("no token ends its answers".into()));
+        }
+        let bytes = |id: u32| {
+            let bytes = if holds(&self.text, id) { self.tokenizer.token_bytes(id) } else { None };
+            bytes.filter(|bytes| bytes.len() <= MAX_TOKEN_BYTES).unwrap_or_default()
+        };
+        let tokens: Vec<Vec<u8>> = (0..self.rows as u32).map(bytes).collect();
+        let total: usize = tokens.iter().map(Vec::len).sum();
+        if total > MAX_VOCABULARY_BYTES {
+            return Err(refuse(format!("its vocabulary has {total} bytes, {MAX_VOCABULARY_BYTES} fit")));
+        }
+        let info = TokRxInfo::new(self.rows as u32, self.stops[0]);
+        let trie = TokTrie::from(&info, &tokens).with_eos_tokens(&self.stops);
+        let env: TokEnv = Arc::new(Environment { vocabulary: Arc::clone(self), trie });
+        let none = InferenceCapabilities::default();
+        let mut factory = ParserFactory::new(&env, none, &SlicedBiasComputer::general_slices())
+            .map_err(|error| refuse(error.to_string()))?;
+        factory.quiet();
+        let limits = factory.limits_mut();
+        limits.max_lexer_states = MAX_LEXER_STATES;
+        limits.verbose_errors = false;
+        Ok(factory)
+    }
+}
+
+/// What llguidance sees of the tokenizer.
+struct Environment {
+    vocabulary: Arc<Vocabulary>,
+    trie: TokTrie,
+}
+
+impl TokenizerEnv for Environment {
+    fn tok_trie(&self) -> &TokTrie {
+        &self.trie
+    }
+
+    /// As the model was taught to write the text, where a grammar leaves no choice of it.
+    fn tokenize_bytes(&self, bytes: &[u8]) -> Vec<TokenId> {
+        self.trie.tokenize_with_greedy_fallback(bytes, |text| {
+            let ids = self.vocabulary.tokenizer.encode(text, false).unwrap_or_default();
+            // A control token written out in a grammar is text, and not that token.
+            let is_text =
+                |id: &TokenId| (*id as usize) < self.vocabulary.rows && holds(&self.vocabulary.text, *id);
+            if ids.iter().all(is_text) && self.trie.decode_raw(&ids) == text.as_bytes() {
+                ids
+            } else {
+                self.trie.greedy_tokenize(text.as_bytes())
+            }
+        })
+    }
+}
+
+impl Grammar {
+    /// For a new answer. Nothing of it is shared with other answers.
+    pub fn start(&self) -> Constraint {
+        Constraint { vocabulary: Arc::clone(&self.vocabulary), matcher: self.matcher.deep_clone() }
+    }
+}
+
+impl Constraint {
+    /// Takes the next id of the answer, one that the last mask allowed.
+    pub fn push(&mut self, id: u32) -> Result<(), TextError> {
+        self.matcher.consume_token(id).map_err(|error| problem(&error.to_string()))
+    }
+
+    /// Which ids may come next, at least one: bit `id % 32` of word `id / 32`. Ids that end the answer are among them where
+    /// the grammar may end, unless `may_end` says that they may not yet; where nothing else may come, they are nevertheless.
+    pub fn mask(&mut self, may_end: bool) -> Result<Arc<[u32]>, TextError> {
+        let mask = self.matcher.compute_mask_or_eos().map_err(|error| problem(&error.to_string()))?;
+        let Vocabulary { text, ends, .. } = &*self.vocabulary;
+        let and =
+            |allowed: &[u32]| mask.as_slice().iter().zip(allowed).map(|(a, b)| a & b).collect::<Vec<u32>>();
+        let texts = and(text);
+        let none = texts.iter().all(|word| *word == 0);
+        if !none && !may_end {
+            return Ok(texts.into());
+        }
+        let mask: Arc<[u32]> = texts.iter().zip(and(ends)).map(|(a, b)| a | b).collect();
+        if mask.iter().all(|word| *word == 0) {
+            return Err(TextError::Grammar("no text of this model's vocabulary can follow it".into()));
+        }
+        Ok(mask)
+    }
+
+    /// The ids that end an answer, as a mask.
+    pub fn ends(&self) -> Arc<[u32]> {
+        self.vocabulary.ends.as_slice().into()
+    }
+}
+
+/// A mask of `rows` bits with these set.
+fn words(rows: usize, ids: impl Iterator<Item = u32>) -> Vec<u32> {
+    let mut words = vec![0; rows.div_ceil(32)];
+    for id in ids {
+        words[id as usize / 32] |= 1 << (id % 32);
+    }
+    words
+}
+
+fn holds(words: &[u32], id: u32) -> bool {
+    words[id as usize / 32] >> (id % 32) & 1 == 1
+}
+
+/// What llguidance says, as the person who wrote the grammar should read it: one line, and no state of the parser.
+fn problem(message: &str) -> TextError {
+    const MAX_CHARS: usize = 160;
+    // Where it panics it says so itself, and catches it.
+    if message.starts_with("panic:") {
+        return TextError::Grammar("it cannot be compiled: llguidance met a bug in itself".into());
+    }
+    let line = message.lines().next().unwrap_or_default().trim();
+    let said = if let Some(keywords) = line.strip_prefix("Unimplemented keys: ") {
+        format!("keywords that are not supported: {keywords}")
+    } else if line.starts_with("oneOf constraints") {
+        "oneOf is supported where types or constants tell its options apart; use anyOf".to_owned()
+    } else if line.starts_with("Only absolute $ref") {
+        let reference = line.rsplit("; ref ").next().unwrap_or_default();
+        format!("$ref is supported within the schema alone (\"#/...\"), not {reference}")
+    } else if line.contains("regex parse error") {
+        // Of several lines the one that says why.
+        let why = message.lines().find_map(|line| line.trim().strip_prefix("error: "));
+        format!("a regular expression cannot be read: {}", why.unwrap_or("it is none"))
+    } else {
+        line.to_owned()
+    };
+    TextError::Grammar(said.chars().take(MAX_CHARS).collect())
+}

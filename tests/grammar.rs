@@ -1,0 +1,691 @@
+//! Grammars as masks: what is allowed is always valid, what is valid is allowed, and what cannot be had is said by name.
+//!
+//! Answers are random walks under the mask, with the mini tokenizer's 512 pieces; JSON is judged by another crate.
+
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+
+use unicorn::text::{
+    Constraint, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES, TextError, Tokenizer,
+};
+
+use crate::{support, text};
+
+const STOPS: [u32; 2] = [1, 106];
+const ROWS: usize = 512;
+
+fn tokenizer() -> Tokenizer {
+    let path = support::data("tokenizer-mini/tokenizer.json");
+    Tokenizer::from_bytes(&std::fs::read(path).unwrap(), "tokenizer.json").unwrap()
+}
+
+fn grammars() -> Grammars {
+    Grammars::new(tokenizer(), ROWS, &STOPS)
+}
+
+fn strict(schema: Value) -> GrammarSource {
+    GrammarSource::JsonSchema { schema, strict: true }
+}
+
+fn allowed(mask: &[u32]) -> Vec<u32> {
+    (0..mask.len() as u32 * 32).filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
+}
+
+/// Whether `text` is an answer that the grammar allows.
+fn accepts(grammars: &Grammars, source: &GrammarSource, text: &str) -> bool {
+    let mut constraint = grammars.compile(source).unwrap_or_else(|e| panic!("{source:?}: {e}")).start();
+    let ids = tokenizer().encode(text, false).unwrap();
+    ids.iter().all(|id| constraint.push(*id).is_ok())
+        && allowed(&constraint.mask(true).unwrap()).iter().any(|id| STOPS.contains(id))
+}
+
+fn refusal(grammars: &Grammars, source: &GrammarSource) -> String {
+    match grammars.compile(source) {
+        Err(TextError::Grammar(problem)) => problem,
+        Err(other) => panic!("{source:?}: {other:?}"),
+        Ok(_) => panic!("{source:?} was accepted"),
+    }
+}
+
+/// One random answer, as text; steered towards its end when it grows long.
+fn walk(mut constraint: Constraint, tokenizer: &Tokenizer, rng: &mut ChaCha8Rng) -> String {
+    const LONG: usize = 40;
+    const MOST: usize = 2000;
+    let mut ids = Vec::new();
+    loop {
+        let text = tokenizer.decode(&ids, true);
+        let mask = constraint.mask(true).unwrap_or_else(|e| panic!("{e} behind {text:?}"));
+        let mut choices = allowed(&mask);
+        let ends = choices.iter().any(|id| STOPS.contains(id));
+        if ends && (ids.len() > LONG || rng.random_bool(0.3)) {
+            return text;
+        }
+        choices.retain(|id| !STOPS.contains(id));
+        assert!(choices.iter().all(|id| !tokenizer.is_special(*id)), "a special token behind {text:?}");
+        // A number that JSON allows and no f64 holds says nothing about the grammar.
+        let exponent = |id: &u32| tokenizer.decode(&[*id], true).starts_with(['e', 'E']);
+        if text.ends_with(|c: char| c.is_ascii_digit()) && choices.iter().any(|id| !exponent(id)) {
+            choices.retain(|id| !exponent(id));
+        }
+        if choices.is_empty() {
+            return text;
+        }
+        let says = |id: u32, text: &str| tokenizer.decode(&[id], true) == text;
+        let find = |text: &&str| choices.iter().find(|id| says(**id, text));
+        let close = if ids.len() > LONG && rng.random_bool(0.8) {
+            ["\"", "}", "]"].iter().find_map(find)
+        } else {
+            None
+        };
+        let id = *close.unwrap_or_else(|| choices.choose(rng).unwrap());
+        constraint.push(id).unwrap_or_else(|e| panic!("{e}: {id} behind {text:?}"));
+        ids.push(id);
+        assert!(ids.len() < MOST, "it does not end: {text:?}");
+    }
+}
+
+/// What each keyword lets through and what it does not.
+#[test]
+fn every_keyword_is_enforced() {
+    let grammars = grammars();
+    let cases: &[(Value, &[&str], &[&str])] = &[
+        (json!({"type": "null"}), &["null"], &["0", "nul"]),
+        (json!({"type": "boolean"}), &["true", "false"], &["True", "\"true\""]),
+        (json!({"type": "integer"}), &["0", "-12", "987"], &["1.5", "01", "+1"]),
+        (json!({"type": "number"}), &["0", "-1.25", "1e5"], &[".5", "1.", "0x1"]),
+        (json!({"type": "string"}), &["\"\"", "\"a\\n\\\"½\""], &["a", "\"a\nb\"", "\"\\x\""]),
+        (json!({"type": ["string", "null"]}), &["\"a\"", "null"], &["1"]),
+        (
+            json!({"enum": ["a", 2, null, [1], {"b": true}]}),
+            &["\"a\"", "2", "null", "[1]", "{\"b\": true}"],
+            &["\"b\"", "[]", "{}"],
+        ),
+        (json!({"const": {"a": [1, "x"]}}), &["{\"a\": [1, \"x\"]}"], &["{\"a\": [1]}"]),
+        (json!({"type": "integer", "minimum": 3, "maximum": 12}), &["3", "12"], &["2", "13", "-5"]),
+        (
+            json!({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}),
+            &["0.5", "0.01"],
+            &["0", "1", "1.5"],
+        ),
+        (json!({"type": "integer", "multipleOf": 5}), &["0", "15", "-10"], &["3", "51"]),
+        (
+            json!({"type": "string", "minLength": 2, "maxLength": 3}),
+            &["\"ab\"", "\"½½½\""],
+            &["\"a\"", "\"abcd\""],
+        ),
+        (json!({"type": "string", "pattern": "^[a-c]+$"}), &["\"abc\""], &["\"\"", "\"abd\""]),
+        (json!({"type": "string", "pattern": "b"}), &["\"abc\""], &["\"ac\""]),
+        (json!({"type": "array", "items": {"type": "integer"}}), &["[]", "[1, 2]"], &["[\"a\"]", "[1,]"]),
+        (
+            json!({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}),
+            &["[1]", "[1, 2]"],
+            &["[]", "[1, 2, 3]"],
+        ),
+        (
+            json!({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "null"}], "items": false}),
+            &["[1, null]"],
+            &["[null]", "[1, null, 1]"],
+        ),
+        (
+            json!({"type": "array", "prefixItems": [{"const": 1}], "items": {"const": 2}}),
+            &["[1, 2, 2]"],
+            &["[2]"],
+        ),
+        (
+            json!({"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"], "additionalProperties": false}),
+            &["{\"a\": 1}", "{\"a\": 1, \"b\": [{}]}"],
+            &["{}", "{\"a\": \"x\"}", "{\"a\": 1, \"c\": 2}"],
+        ),
+        (
+            json!({"type": "object", "additionalProperties": {"type": "integer"}}),
+            &["{}", "{\"x\": 1, \"y\": 2}"],
+            &["{\"x\": \"y\"}"],
+        ),
+        (
+            json!({"type": "object", "patternProperties": {"^n_": {"type": "integer"}}, "additionalProperties": false}),
+            &["{\"n_x\": 1}"],
+            &["{\"x\": 1}", "{\"n_x\": null}"],
+        ),
+        (
+            json!({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1, "maxProperties": 1, "additionalProperties": false}),
+            &["{\"a\": 1}", "{\"b\": 1}"],
+            &["{}", "{\"a\": 1, \"b\": 1}"],
+        ),
+        (json!({"anyOf": [{"type": "integer"}, {"type": "string"}]}), &["1", "\"a\""], &["null"]),
+        (json!({"oneOf": [{"type": "integer"}, {"type": "null"}]}), &["1", "null"], &["\"a\""]),
+        (json!({"allOf": [{"type": "integer"}, {"minimum": 5}]}), &["5"], &["4"]),
+        (
+            json!({"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}, "additionalProperties": false}}}),
+            &["{}", "{\"next\": {\"next\": {}}}"],
+            &["{\"next\": 1}"],
+        ),
+        (
+            json!({"definitions": {"i": {"type": "integer"}}, "items": {"$ref": "#/definitions/i"}, "type": "array"}),
+            &["[1]"],
+            &["[\"a\"]"],
+        ),
+        (json!({"type": "string", "format": "date"}), &["\"2024-02-29\""], &["\"2024-13-01\"", "\"today\""]),
+        (json!({"type": "string", "format": "time"}), &["\"10:20:30Z\""], &["\"25:00:00Z\""]),
+        (
+            json!({"type": "string", "format": "date-time"}),
+            &["\"2024-01-31T10:20:30.5+02:00\""],
+            &["\"2024-01-31\""],
+        ),
+        (json!({"type": "string", "format": "duration"}), &["\"P1DT2H\""], &["\"1D\""]),
+        (json!({"type": "string", "format": "email"}), &["\"a.b@c.de\""], &["\"a.b\""]),
+        (json!({"type": "string", "format": "hostname"}), &["\"a-b.de\""], &["\"-a\""]),
+        (json!({"type": "string", "format": "ipv4"}), &["\"10.0.0.255\""], &["\"10.0.0.256\""]),
+        (json!({"type": "string", "format": "ipv6"}), &["\"::1\""], &["\"1::2::3\""]),
+        (
+            json!({"type": "string", "format": "uuid"}),
+            &["\"123e4567-e89b-12d3-a456-426614174000\""],
+            &["\"123e4567\""],
+        ),
+        (json!({"type": "string", "format": "uri"}), &["\"https://a.de/b?c#d\""], &["\"a b\""]),
+        (
+            json!({"title": "t", "description": "d", "default": 1, "examples": [1], "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "i", "$comment": "c", "type": "null"}),
+            &["null"],
+            &["1"],
+        ),
+        (json!({}), &["1", "\"a\"", "[{}, null]"], &["a", ""]),
+    ];
+    for (schema, good, bad) in cases {
+        let source = strict(schema.clone());
+        for text in *good {
+            assert!(accepts(&grammars, &source, text), "{schema} refuses {text}");
+        }
+        for text in *bad {
+            assert!(!accepts(&grammars, &source, text), "{schema} accepts {text}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_enforced_is_named() {
+    let grammars = grammars();
+    for (schema, named) in [
+        (json!({"not": {"type": "string"}}), "\"not\""),
+        (
+            json!({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": true}}}),
+            "\"uniqueItems\"",
+        ),
+        (json!({"if": {}, "then": {}, "else": {}}), "\"if\""),
+        (json!({"contains": {}}), "\"contains\""),
+        (json!({"minContains": 1}), "\"minContains\""),
+        (json!({"propertyNames": {}}), "\"propertyNames\""),
+        (json!({"dependentRequired": {}}), "\"dependentRequired\""),
+        (json!({"dependentSchemas": {}}), "\"dependentSchemas\""),
+        (json!({"unevaluatedProperties": false}), "\"unevaluatedProperties\""),
+        (json!({"unevaluatedItems": false}), "\"unevaluatedItems\""),
+        (json!({"$dynamicRef": "#a"}), "\"$dynamicRef\""),
+        (json!({"type": "string", "format": "phone"}), "format: phone"),
+        (
+            json!({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 1}, {"type": "integer", "maximum": 3}]}),
+            "oneOf",
+        ),
+        (json!({"items": {"exclusiveMinimum": 19, "maximum": 19.5}}), "exclusiveMinimum 19"),
+        (json!({"exclusiveMaximum": -3, "minimum": -3.25}), "exclusiveMaximum -3"),
+        (
+            json!({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2}),
+            "min/maxProperties",
+        ),
+    ] {
+        let problem = refusal(&grammars, &strict(schema.clone()));
+        assert!(
+            problem.contains(named) && !problem.contains('\n') && problem.len() < 200,
+            "{schema}: {problem}"
+        );
+        // Where the schema is a wish, the rest of it is enforced all the same.
+        let wish = GrammarSource::JsonSchema { schema: schema.clone(), strict: false };
+        grammars.compile(&wish).unwrap_or_else(|e| panic!("{schema}: {e}"));
+    }
+    for (schema, named) in [
+        (json!({"type": "strin"}), "strin"),
+        (json!({"type": 3}), "type"),
+        (json!({"$ref": "https://example.org/x.json"}), "$ref"),
+        (json!({"$ref": "#/$defs/missing"}), "missing"),
+        (json!({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+        (json!({"type": "string", "pattern": "("}), "unclosed group"),
+        (json!({"type": "string", "minLength": "x"}), "minLength"),
+        (json!({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
+        (json!({"anyOf": []}), "anyOf"),
+        (json!({"enum": []}), "anyOf"),
+        (json!({"properties": []}), "properties"),
+        (json!(false), "false"),
+        (json!([]), "object"),
+    ] {
+        for strict in [true, false] {
+            let problem = refusal(&grammars, &GrammarSource::JsonSchema { schema: schema.clone(), strict });
+            assert!(
+                problem.contains(named) && !problem.contains('\n') && problem.len() < 200,
+                "{schema}: {problem}"
+            );
+        }
+    }
+}
+
+#[test]
+fn other_grammars_and_what_is_wrong_with_them() {
+    let grammars = grammars();
+    let regex = |text: &str| GrammarSource::Regex(text.into());
+    let lark = |text: &str| GrammarSource::Lark(text.into());
+    let choice =
+        |texts: &[&str]| GrammarSource::Choice(texts.iter().map(|text| (*text).to_owned()).collect());
+    let quoted = ["yes", "no \"maybe\"\n\\", "1 | 2 /x/"];
+    for (source, good, bad) in [
+        (regex("[a-c]+-[0-9]{2}"), "abc-12", "abc-1"),
+        (regex("a/b\\.c|½"), "½", "a/bxc"),
+        (lark("start: \"a\" list\nlist: item | item \",\" list\nitem: /[0-9]+/"), "a1,22", "a,1"),
+        (lark("start: pair\npair: \"(\" pair? \")\""), "((()))", "(()"),
+        (lark("start: \"is \" json\njson: %json {\"type\": \"integer\"}"), "is 12", "is x"),
+        (choice(&quoted), quoted[1], "no"),
+        (choice(&quoted), quoted[2], "yes1 | 2 /x/"),
+    ] {
+        assert!(accepts(&grammars, &source, good), "{source:?} refuses {good}");
+        assert!(!accepts(&grammars, &source, bad), "{source:?} accepts {bad}");
+    }
+    let many = vec!["x".to_owned(); MAX_CHOICES + 1];
+    for (source, named) in [
+        (regex("("), "unclosed group"),
+        (regex("(?=a)b"), "look-around"),
+        (lark("begin: \"a\""), "start"),
+        (lark("start: other"), "other"),
+        (lark("root ::= \"a\""), "::="),
+        (lark(""), "start"),
+        (choice(&[]), "nothing"),
+        (GrammarSource::Choice(many), "4096"),
+        (regex(&"a".repeat(MAX_GRAMMAR_BYTES)), "at most"),
+    ] {
+        let problem = refusal(&grammars, &source);
+        assert!(problem.contains(named) && !problem.contains('\n') && problem.len() < 200, "{problem}");
+    }
+}
+
+#[test]
+fn an_answer_ends_where_the_grammar_does_and_is_not_padded() {
+    let grammars = grammars();
+    let object =
+        strict(json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}));
+    for text in ["{\"a\":1}", "{ \"a\" : 1 }", "{\n    \"a\": 1\n}", "{\r\n\t\"a\": 1\r\n}"] {
+        assert!(accepts(&grammars, &object, text), "{text:?}");
+    }
+    let long = format!("{{\n{}\"a\": 1}}", " ".repeat(41));
+    for text in [" {\"a\":1}", "{\"a\":1}\n", "{  \"a\":1}", "{\n\n\"a\":1}", long.as_str()] {
+        assert!(!accepts(&grammars, &object, text), "{text:?}");
+    }
+
+    let digits = GrammarSource::Regex("[0-9]{1,2}".into());
+    let mut constraint = grammars.compile(&digits).unwrap().start();
+    let one = tokenizer().encode("1", false).unwrap()[0];
+    let ends = |mask: &[u32]| allowed(mask).iter().filter(|id| STOPS.contains(id)).count();
+    assert_eq!(ends(&constraint.mask(true).unwrap()), 0, "nothing is no answer");
+    constraint.push(one).unwrap();
+    let both = constraint.mask(true).unwrap();
+    assert!(ends(&both) == 2 && allowed(&both).len() > 2);
+    let on = constraint.mask(false).unwrap();
+    assert!(ends(&on) == 0 && allowed(&on).len() == allowed(&both).len() - 2, "it is not to end yet");
+    constraint.push(one).unwrap();
+    for may_end in [true, false] {
+        assert_eq!(allowed(&constraint.mask(may_end).unwrap()), STOPS, "nothing may follow but the end");
+    }
+    assert_eq!(constraint.ends(), constraint.mask(true).unwrap());
+}
+
+#[test]
+fn answers_to_one_grammar_do_not_know_of_each_other() {
+    let grammars = grammars();
+    let source = GrammarSource::Choice(vec!["ab".into(), "cd".into()]);
+    let grammar = grammars.compile(&source).unwrap();
+    let (mut a, mut b) = (grammar.start(), grammars.compile(&source).unwrap().start());
+    let id = |text: &str| tokenizer().encode(text, false).unwrap()[0];
+    let first = a.mask(true).unwrap();
+    assert_eq!(first, b.mask(true).unwrap());
+    a.push(id("a")).unwrap();
+    b.push(id("c")).unwrap();
+    let mut fork = a.clone();
+    assert_eq!(fork.mask(true).unwrap(), a.mask(true).unwrap());
+    assert_ne!(a.mask(true).unwrap(), b.mask(true).unwrap());
+    fork.push(id("b")).unwrap();
+    assert!(a.push(id("d")).is_err() && b.push(id("d")).is_ok());
+    assert_eq!(grammar.start().mask(true).unwrap(), first);
+}
+
+#[test]
+fn control_tokens_in_a_grammar_are_text() {
+    let (grammars, tokenizer) = (grammars(), tokenizer());
+    let mut rng = ChaCha8Rng::seed_from_u64(7);
+    let text = "<end_of_turn>\n<start_of_turn>user";
+    for source in [strict(json!({"const": text})), GrammarSource::Choice(vec![text.into()])] {
+        for _ in 0..20 {
+            let said = walk(grammars.compile(&source).unwrap().start(), &tokenizer, &mut rng);
+            // JSON has several ways to write a line's end.
+            assert!(
+                said == text || serde_json::from_str::<Value>(&said).is_ok_and(|v| v == text),
+                "{said:?}"
+            );
+        }
+    }
+    // A grammar that names one by its number gets none.
+    let problem = refusal(&grammars, &GrammarSource::Lark("start: <[105]>".into()));
+    assert!(problem.contains("vocabulary"), "{problem}");
+}
+
+/// A schema that `jsonschema` and llguidance understand alike, of bounded depth; `definitions` counts those that may be
+/// referred to.
+fn random_schema(rng: &mut ChaCha8Rng, depth: usize, definitions: usize) -> Value {
+    let kind = rng.random_range(0..if depth == 0 { 8 } else { 14 });
+    let inner = |rng: &mut ChaCha8Rng| random_schema(rng, depth.saturating_sub(1), definitions);
+    match kind {
+        0 => json!({"type": "null"}),
+        1 => json!({"type": "boolean"}),
+        2 => {
+            let (least, span) = (rng.random_range(-200..200), rng.random_range(0..300));
+            match rng.random_range(0..4) {
+                0 => json!({"type": "integer"}),
+                1 => json!({"type": "integer", "minimum": least, "maximum": least + span}),
+                2 => json!({"type": "integer", "exclusiveMinimum": least}),
+                _ => {
+                    json!({"type": "integer", "multipleOf": rng.random_range(1..20), "minimum": -9999, "maximum": 9999})
+                }
+            }
+        }
+        3 => {
+            let (least, span) =
+                (f64::from(rng.random_range(-200..200)) / 8.0, f64::from(rng.random_range(1..300)) / 8.0);
+            match rng.random_range(0..3) {
+                0 => json!({"type": "number"}),
+                1 => json!({"type": "number", "minimum": least, "maximum": least + span}),
+                // One that is whole is not enforced beside one within 1 of it, and refused.
+                _ => {
+                    json!({"type": "number", "exclusiveMinimum": least + 0.0625, "exclusiveMaximum": least + span})
+                }
+            }
+        }
+        4 => {
+            let least = rng.random_range(0..5);
+            json!({"type": "string", "minLength": least, "maxLength": least + rng.random_range(0..6)})
+        }
+        5 => {
+            let patterns = ["^[a-z]{2,4}$", "^(yes|no)$", "[0-9]", "^\\\\$", "^\"?½*$", "^$|^\\\\d+$"];
+            json!({"type": "string", "pattern": patterns.choose(rng).unwrap()})
+        }
+        6 => json!({"type": "string", "format": (["uuid", "ipv4"].choose(rng).unwrap())}),
+        7 => {
+            let all = [
+                json!(1),
+                json!("a\"b"),
+                json!(null),
+                json!([1, {"x": "½"}]),
+                json!({"k": [true]}),
+                json!(-2.5),
+            ];
+            let some: Vec<Value> = all.choose_multiple(rng, 3).cloned().collect();
+            if rng.random() { json!({"enum": some}) } else { json!({"const": some[0]}) }
+        }
+        8 => {
+            let least = rng.random_range(0..3);
+            let mut schema =
+                json!({"type": "array", "items": inner(rng), "maxItems": least + rng.random_range(0..3)});
+            if rng.random() {
+                schema["minItems"] = json!(least);
+            }
+            if rng.random_bool(0.3) {
+                schema["prefixItems"] = json!([inner(rng)]);
+            }
+            schema
+        }
+        9 | 10 => {
+            let names = ["a", "b c", "\"q\"", "ü", "list"];
+            let names: Vec<&str> = names.choose_multiple(rng, 3).copied().collect();
+            let properties: serde_json::Map<String, Value> =
+                names.iter().map(|name| ((*name).to_owned(), inner(rng))).collect();
+            let required: Vec<&str> = names.iter().copied().filter(|_| rng.random()).collect();
+            let mut schema = json!({"type": "object", "properties": properties, "required": required});
+            match rng.random_range(0..4) {
+                0 => schema["additionalProperties"] = inner(rng),
+                1 => schema["patternProperties"] = json!({"^x-": inner(rng)}),
+                _ => {}
+            }
+            if rng.random() && schema.get("additionalProperties").is_none() {
+                schema["additionalProperties"] = json!(false);
+            }
+            schema
+        }
+        11 => json!({"anyOf": [inner(rng), inner(rng)]}),
+        12 => {
+            json!({"oneOf": [{"type": "integer"}, {"type": "null"}, {"type": "array", "items": inner(rng), "maxItems": 2}]})
+        }
+        _ if definitions > 0 => json!({"$ref": format!("#/$defs/d{}", rng.random_range(0..definitions))}),
+        _ => json!({"allOf": [{"type": "integer", "minimum": -9}, {"maximum": 99}]}),
+    }
+}
+
+#[test]
+fn random_answers_to_random_schemas_are_valid() {
+    let seed = 0x1111;
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let (grammars, tokenizer) = (grammars(), tokenizer());
+    let mut longest = 0;
+    for i in 0..1000 {
+        let mut schema = random_schema(&mut rng, 3, 2);
+        // One that is made of itself, but need not be for ever; and one that is not.
+        schema["$defs"] = json!({
+            "d0": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/d0"}}, "required": ["v"], "additionalProperties": false},
+            "d1": random_schema(&mut rng, 1, 0),
+        });
+        let validator = jsonschema::draft202012::options().should_validate_formats(true).build(&schema);
+        let validator = validator.unwrap_or_else(|e| panic!("{i}: {schema}: {e}"));
+        let grammar = match grammars.compile(&strict(schema.clone())) {
+            Ok(grammar) => grammar,
+            Err(error) => panic!("{i}: {schema}: {error}"),
+        };
+        for _ in 0..3 {
+            let text = walk(grammar.start(), &tokenizer, &mut rng);
+            let value: Value =
+                serde_json::from_str(&text).unwrap_or_else(|e| panic!("{i}: {schema} let {text:?} be: {e}"));
+            if let Err(error) = validator.validate(&value) {
+                panic!("{i}: {schema} let {text} be: {error}");
+            }
+            longest = longest.max(text.len());
+        }
+    }
+    assert!(longest > 200, "the longest answer had {longest} bytes: the schemas ask for too little");
+}
+
+#[test]
+fn deep_large_and_circular_schemas_are_bounded() {
+    let grammars = grammars();
+    let nest = |depth: usize, wrap: fn(Value) -> Value| {
+        (0..depth).fold(json!({"type": "null"}), |inner, _| wrap(inner))
+    };
+    let chain = |n: usize| {
+        let mut defs: serde_json::Map<String, Value> =
+            (0..n).map(|i| (format!("d{i}"), json!({"$ref": format!("#/$defs/d{}", i + 1)}))).collect();
+        defs.insert(format!("d{n}"), json!({"type": "null"}));
+        json!({"$ref": "#/$defs/d0", "$defs": defs})
+    };
+    let half = |n: usize| -> Value {
+        // Twice as many options at each level.
+        let level = |i: usize| json!({"anyOf": [{"minimum": i}, {"maximum": 100 + i}]});
+        json!({"type": "integer", "allOf": (0..n).map(level).collect::<Vec<_>>()})
+    };
+    let wide: serde_json::Map<String, Value> =
+        (0..3000).map(|i| (format!("p{i}"), json!({"type": "null"}))).collect();
+    let schemas = [
+        nest(120, |inner| json!({"type": "array", "items": inner})),
+        nest(120, |inner| json!({"type": "object", "properties": {"a": inner}, "required": ["a"]})),
+        nest(120, |inner| json!({"anyOf": [inner, {"type": "integer"}]})),
+        nest(120, |inner| json!({"allOf": [inner]})),
+        chain(6000),
+        half(10),
+        half(40),
+        json!({"type": "object", "properties": wide}),
+        json!({"enum": (0..20_000).collect::<Vec<_>>()}),
+        json!({"const": "ab".repeat(100_000)}),
+        json!({"type": "string", "minLength": 100_000_000}),
+        json!({"type": "string", "maxLength": u64::MAX}),
+        json!({"type": "string", "pattern": "(((a{1,99}){1,99}){1,99}){1,99}"}),
+        json!({"type": "string", "pattern": "^(a|b)*a(a|b){200}$"}),
+        json!({"type": "array", "items": {}, "minItems": 1_000_000}),
+        json!({"type": "integer", "multipleOf": 4_000_000_000u64}),
+        json!({"type": "integer", "allOf": [{"multipleOf": 4_294_967_291u64}, {"multipleOf": 4_294_967_279u64}]}),
+        json!({"$ref": "#"}),
+        json!({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+        json!({"$defs": {"a": {"$ref": "#/$defs/a", "type": "object"}}, "$ref": "#/$defs/a"}),
+        json!({"type": "object", "properties": {"self": {"$ref": "#"}}, "required": ["self"]}),
+    ];
+    let mut compiled = 0;
+    for schema in schemas {
+        match grammars.compile(&strict(schema.clone())) {
+            Ok(grammar) => {
+                compiled += 1;
+                let mut constraint = grammar.start();
+                for _ in 0..50 {
+                    // Whatever the bounds say, it is a result.
+                    let Ok(mask) = constraint.mask(true) else { break };
+                    let ids = allowed(&mask);
+                    if STOPS.contains(&ids[0]) || constraint.push(ids[ids.len() / 2]).is_err() {
+                        break;
+                    }
+                }
+            }
+            Err(TextError::Grammar(problem)) => {
+                assert!(problem.len() < 200 && !problem.contains('\n'), "{problem}")
+            }
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+    assert!(compiled > 10, "{compiled} were compiled");
+}
+
+#[test]
+fn mutated_schemas_never_panic_or_hang() {
+    let seed = 0x5c4e;
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let (grammars, tokenizer) = (grammars(), tokenizer());
+    let junk = [
+        json!(null),
+        json!(true),
+        json!(false),
+        json!(-1),
+        json!(0),
+        json!(1e308),
+        json!(5e-324),
+        json!(u64::MAX),
+        json!(i64::MIN),
+        json!(0.1),
+        json!(""),
+        json!("½".repeat(80)),
+        json!("#"),
+        json!("#/$defs/d0"),
+        json!("string"),
+        json!([]),
+        json!({}),
+        json!(["integer", "integer"]),
+        json!("\\p{L}+(a|b)*"),
+        json!("(?i)x{0,1000}"),
+        json!([1, 1]),
+        json!({"$ref": "#"}),
+    ];
+    let keywords = [
+        "type",
+        "enum",
+        "const",
+        "not",
+        "minimum",
+        "multipleOf",
+        "pattern",
+        "required",
+        "items",
+        "maxItems",
+        "$ref",
+        "allOf",
+        "x-guidance",
+        "minLength",
+        "format",
+    ];
+    let (mut compiled, mut walked) = (0, 0);
+    for _ in 0..2000 {
+        let mut schema = random_schema(&mut rng, 3, 1);
+        schema["$defs"] = json!({"d0": random_schema(&mut rng, 1, 1)});
+        for _ in 0..rng.random_range(1..4) {
+            mutate(&mut schema, &junk, &keywords, &mut rng);
+        }
+        let source = GrammarSource::JsonSchema { schema: schema.clone(), strict: rng.random() };
+        let grammar = match grammars.compile(&source) {
+            Ok(grammar) => grammar,
+            Err(TextError::Grammar(problem)) => {
+                assert!(problem.len() < 700 && !problem.contains('\n'), "{schema}: {problem}");
+                continue;
+            }
+            Err(other) => panic!("{schema}: {other:?}"),
+        };
+        compiled += 1;
+        let mut constraint = grammar.start();
+        for _ in 0..30 {
+            let Ok(mask) = constraint.mask(true) else { break };
+            let ids = allowed(&mask);
+            let id = *ids.choose(&mut rng).expect("a mask allows something");
+            if STOPS.contains(&id) {
+                walked += 1;
+                break;
+            }
+            assert!(!tokenizer.is_special(id), "{schema}");
+            constraint.push(id).unwrap_or_else(|e| panic!("{schema}: {e}"));
+        }
+    }
+    assert!(
+        compiled > 500 && walked > 200,
+        "{compiled} compiled, {walked} ended: the mutations reach too little"
+    );
+}
+
+/// Replaces, removes or adds something, at a random depth.
+fn mutate(value: &mut Value, junk: &[Value], keywords: &[&str], rng: &mut ChaCha8Rng) {
+    let deeper = rng.random_bool(0.7);
+    match value {
+        Value::Object(map) if !map.is_empty() => {
+            let key = map.keys().nth(rng.random_range(0..map.len())).unwrap().clone();
+            if deeper && (map[&key].is_object() || map[&key].is_array()) {
+                mutate(&mut map[&key], junk, keywords, rng);
+            } else {
+                let by = junk.choose(rng).unwrap().clone();
+                match rng.random_range(0..4) {
+                    0 => drop(map.remove(&key)),
+                    1 => drop(map.insert((*keywords.choose(rng).unwrap()).to_owned(), by)),
+                    _ => map[&key] = by,
+                }
+            }
+        }
+        Value::Array(items) if !items.is_empty() && deeper => {
+            let index = rng.random_range(0..items.len());
+            mutate(&mut items[index], junk, keywords, rng);
+        }
+        _ => *value = junk.choose(rng).unwrap().clone(),
+    }
+}
+
+/// With 262144 tokens, among them many that are several of the grammar's.
+#[test]
+fn the_real_vocabulary_writes_json() {
+    let Some(json) = text::real_tokenizer_json() else { return support::skip("real-tokenizer") };
+    let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
+    let grammars = Grammars::new(tokenizer.clone(), 262_208, &STOPS);
+    let seed = 0x6e33a;
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    for _ in 0..10 {
+        let schema = random_schema(&mut rng, 3, 0);
+        let validator =
+            jsonschema::draft202012::options().should_validate_formats(true).build(&schema).unwrap();
+        let grammar = grammars.compile(&strict(schema.clone())).unwrap();
+        let text = walk(grammar.start(), &tokenizer, &mut rng);
+        let value: Value =
+            serde_json::from_str(&text).unwrap_or_else(|e| panic!("{schema} let {text:?} be: {e}"));
+        assert!(validator.is_valid(&value), "{schema} let {text} be");
+    }
+}
