@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use unicorn::engine::{Drafts, End, Pace, Scheduler, SchedulerConfig, Sequence};
+use unicorn::engine::{self, Drafts, End, Pace, Scheduler, SchedulerConfig, Sequence};
 use unicorn::model::{Limits, Logprobs, Runner, SamplingParams};
 
 /// A run to be held to account: what was answered, and how.
@@ -38,6 +38,7 @@ impl<'a> Driver<'a> {
     }
 
     pub fn with(runner: &'a mut dyn Runner, limits: Limits, config: SchedulerConfig) -> Self {
+        let config = SchedulerConfig { draft_model: runner.has_draft(), ..config };
         Self { runner, limits, scheduler: Scheduler::new(limits, config) }
     }
 
@@ -53,6 +54,9 @@ impl<'a> Driver<'a> {
                 self.scheduler.add(waiting.pop_front().expect("just seen").1);
             }
             while in_flight.len() < self.limits.max_in_flight {
+                if engine::draft(&mut self.scheduler, self.runner, in_flight.len()).unwrap().is_none() {
+                    break;
+                }
                 let Some(step) = self.scheduler.schedule(&pace) else { break };
                 run.steps += 1;
                 run.widest = run.widest.max(step.batch.sequences.len());

@@ -9,7 +9,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
     EVENTS, End, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace, Priority,
-    Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, TokenStream,
+    Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, TokenStream, draft,
 };
 use unicorn::model::{BlockPool, Input, KvLimits, Limits, Runner, SamplingParams};
 
@@ -20,7 +20,10 @@ use crate::fake_runner::{
 const END: u32 = 106;
 
 fn start(limits: Limits, script: Script) -> (EngineHandle, Control) {
-    let (runner, control) = FakeRunner::new(limits, script);
+    start_on(FakeRunner::new(limits, script))
+}
+
+fn start_on((runner, control): (Box<FakeRunner>, Control)) -> (EngineHandle, Control) {
     (Engine::start(runner, EngineConfig { queue: 4, scheduler: SchedulerConfig::default() }), control)
 }
 
@@ -520,6 +523,87 @@ fn a_client_with_many_requests_does_not_keep_another_waiting() {
     assert_eq!(order, [ids(1), ids(9), ids(2), ids(3), ids(4)], "whoever was given least is next");
 }
 
+fn fake(limits: Limits, with_draft: bool) -> (Box<FakeRunner>, Control) {
+    if with_draft {
+        FakeRunner::with_draft(limits, mixed(512), 1)
+    } else {
+        FakeRunner::new(limits, mixed(512))
+    }
+}
+
+/// A script that follows from every id before, and repeats nothing: there is nothing to look up.
+fn unforeseen() -> Script {
+    Box::new(|tokens, _| {
+        let sum = tokens.iter().fold(7u32, |sum, id| sum.wrapping_mul(31).wrapping_add(*id + 1));
+        200 + (sum.wrapping_mul(0x9e37_79b9) >> 8) % 300
+    })
+}
+
+fn unforeseen_answer(prompt: &[u32], n: usize) -> Vec<u32> {
+    let mut tokens = prompt.to_vec();
+    let mut script = unforeseen();
+    (0..n).for_each(|_| tokens.push(script(&tokens, SamplingParams::GREEDY)));
+    tokens.split_off(prompt.len())
+}
+
+/// Room for eight guessing sequences.
+fn wide() -> Limits {
+    let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
+    Limits { max_batch_tokens: 64, max_sequences: 16, max_draws: 16, max_in_flight: 2, kv, ..LIMITS }
+}
+
+#[test]
+fn a_draft_model_saves_passes_and_changes_no_answer() {
+    for (wrong, most_steps) in [(0, 16), (1, 50), (4, 106)] {
+        let (engine, control) = start_on(FakeRunner::with_draft(wide(), unforeseen(), wrong));
+        let (ids, last) = collect(&mut engine.submit(request(&[1, 2, 3], 100)).expect("accepted"));
+        assert_eq!(ids, unforeseen_answer(&[1, 2, 3], 100), "{wrong} of 4 guesses are wrong");
+        let Event::Finished { timings, .. } = last else { panic!("{last:?}") };
+        let (steps, chains) = (control.batches().len(), control.guesses());
+        let [guessed, accepted] = [chains.iter().flatten().flatten().count(), timings.drafts.accepted];
+        println!("{wrong} of 4 wrong: {steps} steps, {accepted} of {guessed} guesses came true");
+        assert!(steps <= most_steps, "{steps} steps for 100 ids, {wrong} of 4 guesses wrong");
+        assert_eq!((timings.drafts.proposed, steps + accepted >= 100), (guessed, true));
+        assert_all_free(&engine);
+        let stats = engine.stats();
+        assert_eq!((stats.guesses.model, stats.guesses.lookup.proposed), (timings.drafts, 0));
+        match wrong {
+            0 => assert_eq!(accepted, guessed, "all of them are right"),
+            // Tried again, ever less often.
+            4 => assert!(accepted == 0 && (4..=10).contains(&chains.len()), "{chains:?}"),
+            _ => assert!(accepted < guessed),
+        }
+    }
+}
+
+#[test]
+fn sequences_share_the_room_for_guesses_until_there_is_none() {
+    for (n, each) in [(1, 15), (2, 7), (5, 2), (8, 1), (9, 0), (16, 0)] {
+        let (engine, control) = start_on(FakeRunner::with_draft(wide(), unforeseen(), 0));
+        control.allow(0);
+        let mut streams: Vec<_> =
+            (0..4).map(|i| engine.submit(request(&[i, 7], 60)).expect("accepted")).take(n).collect();
+        control.submitted(1);
+        // No more than wait at once.
+        while streams.len() < n {
+            let i = streams.len() as u32;
+            match engine.submit(request(&[i, 7], 60)) {
+                Ok(stream) => streams.push(stream),
+                Err(SubmitError::QueueFull { .. }) => control.allow(control.batches().len()),
+                Err(error) => panic!("{error}"),
+            }
+        }
+        control.release();
+        for (i, stream) in streams.iter_mut().enumerate() {
+            assert_eq!(collect(stream).0, unforeseen_answer(&[i as u32, 7], 60), "{n} streams");
+        }
+        let together = control.guesses().into_iter().filter(|chain| chain.len() == n);
+        let most = together.flatten().map(|guesses| guesses.len()).max().unwrap_or(0);
+        assert_eq!(most, each, "{n} streams");
+        assert_all_free(&engine);
+    }
+}
+
 /// Limits of all kinds, in which at least one sequence of full length fits.
 fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
     let block_size = rng.random_range(1..9);
@@ -548,7 +632,8 @@ fn random_requests_and_cancellations_leave_every_answer_exact_and_every_block_fr
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     for _ in 0..40 {
         let limits = random_limits(&mut rng);
-        let (engine, _) = start(limits, mixed(512));
+        let with_draft = rng.random();
+        let (engine, _) = start_on(fake(limits, with_draft));
         let mut open = Vec::new();
         for _ in 0..30 {
             let len = rng.random_range(1..limits.max_context);
@@ -599,7 +684,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (mut operations, mut preemptions, mut forks, mut hits, mut longest_wait) = (0u64, 0, 0, 0, 0);
-    let mut accepted = 0;
+    let (mut accepted, mut drafted, mut drafts) = (0, 0, 0);
     while operations < 120_000 {
         let limits = random_limits(&mut rng);
         let config = SchedulerConfig {
@@ -607,8 +692,9 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
             turn_blocks: rng.random_range(0..40),
             speculation_tokens: rng.random_range(0..12),
             gap: Duration::from_millis(rng.random_range(1..60)),
+            draft_model: rng.random(),
         };
-        let (mut runner, _) = FakeRunner::new(limits, mixed(512));
+        let (mut runner, _) = fake(limits, config.draft_model);
         let mut scheduler = Scheduler::new(limits, config);
         let (mut pace, mut in_flight) = (Pace::new(), VecDeque::new());
         // Answers under way: when they last got on.
@@ -659,9 +745,16 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     }
                 }
                 _ => {
-                    if in_flight.len() < limits.max_in_flight
-                        && let Some(step) = scheduler.schedule(&pace)
-                    {
+                    let mut room = in_flight.len() < limits.max_in_flight;
+                    // An engine always asks the draft model first; nothing may hang on it.
+                    if room && rng.random_bool(0.9) {
+                        room = draft(&mut scheduler, &mut *runner, in_flight.len())
+                            .expect("never fails")
+                            .is_some();
+                        // Cancelled or joined by others before the guesses are used.
+                        room &= rng.random_bool(0.9);
+                    }
+                    if room && let Some(step) = scheduler.schedule(&pace) {
                         let ticket = runner.submit(&step.batch, &step.sampling).expect("never fails");
                         alive.extend(step.shares.iter().map(|share| (share.id, now)));
                         in_flight.push_back((ticket, step));
@@ -717,9 +810,14 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
             assert_eq!(scheduler.usage(pool).held, 0, "{pool:?}");
         }
         preemptions += scheduler.preemptions();
+        let model = scheduler.guesses().model;
+        assert!(config.draft_model || model.proposed == 0, "{model:?}");
+        (drafted, drafts) = (drafted + model.proposed, drafts + model.accepted);
     }
     println!(
-        "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached, {accepted} guessed; waited {longest_wait}"
+        "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached, {accepted} guessed; {drafts} of \
+         {drafted} by the draft model; waited {longest_wait}"
     );
     assert!(preemptions > 500 && forks > 500 && hits > 500 && accepted > 500, "the test tests too little");
+    assert!(drafts > 500 && drafted > drafts + 100, "the draft model is always right, or never");
 }

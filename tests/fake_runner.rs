@@ -2,15 +2,15 @@
 //!
 //! Its KV cache is real as far as the engine can tell: each place of a block holds the token that was written there and a
 //! hash of all tokens before it, so that a block that is shared, copied, freed or found again at the wrong time is noticed
-//! by the next step that reads it.
+//! by the next step that reads it. With a draft model it has a second cache, which that one writes ahead of the first.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use unicorn::model::{
-    Batch, BatchSequence, BlockPool, Draw, Input, KvLimits, Limits, Logprobs, Runner, RunnerError, Sampled,
-    Sampling, SamplingParams, Ticket,
+    Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, Input, KvLimits, Limits, Logprobs,
+    Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
 };
 
 /// A test that waits this long hangs.
@@ -88,11 +88,77 @@ pub fn fake_logprobs(id: u32, n: usize) -> Logprobs {
 /// What a place of a block holds: a token, and the hash of those up to it.
 type Place = Option<(u32, u64)>;
 
+/// The KV cache of one model.
+struct Cache {
+    kv: KvLimits,
+    full: Vec<Place>,
+    sliding: Vec<Place>,
+}
+
+impl Cache {
+    fn new(kv: KvLimits) -> Self {
+        let places = |blocks: usize| vec![None; blocks * kv.block_size];
+        Self { kv, full: places(kv.full_blocks), sliding: places(kv.sliding_blocks) }
+    }
+
+    /// Where a position of a sequence lies in a pool.
+    fn place(&self, s: &BatchSequence, pool: BlockPool, position: usize) -> usize {
+        let (size, index) = (self.kv.block_size, position / self.kv.block_size);
+        let block = match pool {
+            BlockPool::Full => s.full_blocks[index],
+            BlockPool::Sliding => s.sliding_blocks[index - s.sliding_first],
+        };
+        block as usize * size + position % size
+    }
+
+    fn copy(&mut self, copies: &[BlockCopy]) {
+        let size = self.kv.block_size;
+        for copy in copies {
+            let places = match copy.pool {
+                BlockPool::Full => &mut self.full,
+                BlockPool::Sliding => &mut self.sliding,
+            };
+            let from = copy.from as usize * size;
+            places.copy_within(from..from + size, copy.to as usize * size);
+        }
+    }
+
+    /// The tokens before `start`, as the blocks of the sequence hold them, and their hash; panics where they are not one
+    /// text, or where a window is not the same text's.
+    fn tokens_before(&self, s: &BatchSequence) -> (Vec<u32>, u64) {
+        let (mut tokens, mut hash) = (Vec::new(), 0);
+        let window = self.kv.sliding_window.map_or(0, |window| window - 1);
+        for position in 0..s.start {
+            let held = self.full[self.place(s, BlockPool::Full, position)];
+            let (token, chain) = held.unwrap_or_else(|| panic!("position {position} was never computed"));
+            hash = fold(hash, u64::from(token) + 1);
+            assert_eq!(chain, hash, "position {position} holds another text");
+            tokens.push(token);
+            if position + window >= s.start {
+                let sliding = self.sliding[self.place(s, BlockPool::Sliding, position)];
+                assert_eq!(sliding, held, "position {position} of the window holds another text");
+            }
+        }
+        (tokens, hash)
+    }
+
+    fn write(&mut self, s: &BatchSequence, position: usize, place: (u32, u64)) {
+        let at = self.place(s, BlockPool::Full, position);
+        self.full[at] = Some(place);
+        if self.kv.sliding_window.is_some() {
+            let at = self.place(s, BlockPool::Sliding, position);
+            self.sliding[at] = Some(place);
+        }
+    }
+}
+
 pub struct FakeRunner {
     limits: Limits,
     script: Script,
-    full: Vec<Place>,
-    sliding: Vec<Place>,
+    cache: Cache,
+    /// The draft model's, whose window is smaller.
+    draft: Option<Cache>,
+    wrong: u64,
     /// By slot.
     sampled: Vec<Option<u32>>,
     /// By slot and position.
@@ -105,12 +171,12 @@ pub struct FakeRunner {
 impl FakeRunner {
     pub fn new(limits: Limits, script: Script) -> (Box<Self>, Control) {
         let control = Control::default();
-        let kv = limits.kv;
         let runner = Self {
             limits,
             script,
-            full: vec![None; kv.full_blocks * kv.block_size],
-            sliding: vec![None; kv.sliding_blocks * kv.block_size],
+            cache: Cache::new(limits.kv),
+            draft: None,
+            wrong: 0,
             sampled: vec![None; limits.max_sequences],
             history: vec![vec![u32::MAX; limits.max_context]; limits.max_sequences],
             tickets: 0,
@@ -118,6 +184,15 @@ impl FakeRunner {
             control: control.clone(),
         };
         (Box::new(runner), control)
+    }
+
+    /// With a draft model that guesses what the script says, but for so many ids of four.
+    pub fn with_draft(limits: Limits, script: Script, wrong: u64) -> (Box<Self>, Control) {
+        let (mut runner, control) = Self::new(limits, script);
+        runner.wrong = wrong;
+        let window = limits.kv.sliding_window.map(|window| window.div_ceil(2));
+        runner.draft = Some(Cache::new(KvLimits { sliding_window: window, ..limits.kv }));
+        (runner, control)
     }
 
     fn check_shape(&self, batch: &Batch, sampling: &Sampling) {
@@ -132,10 +207,10 @@ impl FakeRunner {
             assert!(slots.insert(s.slot) && (s.slot as usize) < limits.max_sequences, "slot {}", s.slot);
             assert!(s.full_blocks.len() * kv.block_size >= end, "blocks for {end} positions");
             for position in s.start..end {
-                let place = self.place(s, BlockPool::Full, position);
+                let place = self.cache.place(s, BlockPool::Full, position);
                 assert!(written.insert((0, place)), "position {position} is written by two sequences");
                 if kv.sliding_window.is_some() {
-                    let place = self.place(s, BlockPool::Sliding, position);
+                    let place = self.cache.place(s, BlockPool::Sliding, position);
                     assert!(written.insert((1, place)), "position {position} is written by two sequences");
                 }
             }
@@ -150,35 +225,6 @@ impl FakeRunner {
             );
         }
     }
-
-    /// Where a position of a sequence lies in a pool.
-    fn place(&self, s: &BatchSequence, pool: BlockPool, position: usize) -> usize {
-        let (size, index) = (self.limits.kv.block_size, position / self.limits.kv.block_size);
-        let block = match pool {
-            BlockPool::Full => s.full_blocks[index],
-            BlockPool::Sliding => s.sliding_blocks[index - s.sliding_first],
-        };
-        block as usize * size + position % size
-    }
-
-    /// The tokens before `start`, as the blocks of the sequence hold them; panics where they are not one text, or where a
-    /// window is not the same text's.
-    fn tokens_before(&self, s: &BatchSequence) -> (Vec<u32>, u64) {
-        let (mut tokens, mut hash) = (Vec::new(), 0);
-        let window = self.limits.kv.sliding_window.map_or(0, |window| window - 1);
-        for position in 0..s.start {
-            let held = self.full[self.place(s, BlockPool::Full, position)];
-            let (token, chain) = held.unwrap_or_else(|| panic!("position {position} was never computed"));
-            hash = fold(hash, u64::from(token) + 1);
-            assert_eq!(chain, hash, "position {position} holds another text");
-            tokens.push(token);
-            if position + window >= s.start {
-                let sliding = self.sliding[self.place(s, BlockPool::Sliding, position)];
-                assert_eq!(sliding, held, "position {position} of the window holds another text");
-            }
-        }
-        (tokens, hash)
-    }
 }
 
 impl Runner for FakeRunner {
@@ -190,17 +236,15 @@ impl Runner for FakeRunner {
         assert!(self.pending.len() < self.limits.max_in_flight, "more in flight than there may be");
         self.check_shape(batch, sampling);
         self.control.record(batch)?;
-        let size = self.limits.kv.block_size;
-        for copy in &batch.copies {
-            let places = match copy.pool {
-                BlockPool::Full => &mut self.full,
-                BlockPool::Sliding => &mut self.sliding,
-            };
-            let from = copy.from as usize * size;
-            places.copy_within(from..from + size, copy.to as usize * size);
-        }
+        self.cache.copy(&batch.copies);
         // All read what was there before the step.
-        let before: Vec<_> = batch.sequences.iter().map(|s| self.tokens_before(s)).collect();
+        let before: Vec<_> = batch.sequences.iter().map(|s| self.cache.tokens_before(s)).collect();
+        if let Some(draft) = &mut self.draft {
+            draft.copy(&batch.copies);
+            for (s, before) in batch.sequences.iter().zip(&before) {
+                assert_eq!(draft.tokens_before(s), *before, "the draft model has read another text");
+            }
+        }
         let mut texts = Vec::new();
         for (s, (mut tokens, mut hash)) in batch.sequences.iter().zip(before) {
             let ids = match &s.input {
@@ -213,11 +257,8 @@ impl Runner for FakeRunner {
                 assert!((*id as usize) < self.limits.vocab_size, "id {id}");
                 hash = fold(hash, u64::from(*id) + 1);
                 tokens.push(*id);
-                let place = self.place(s, BlockPool::Full, position);
-                self.full[place] = Some((*id, hash));
-                if self.limits.kv.sliding_window.is_some() {
-                    let place = self.place(s, BlockPool::Sliding, position);
-                    self.sliding[place] = Some((*id, hash));
+                for cache in [Some(&mut self.cache), self.draft.as_mut()].into_iter().flatten() {
+                    cache.write(s, position, (*id, hash));
                 }
             }
             let row = &mut self.history[s.slot as usize];
@@ -258,6 +299,53 @@ impl Runner for FakeRunner {
         self.control.pass()?;
         Ok(sampled)
     }
+
+    fn has_draft(&self) -> bool {
+        self.draft.is_some()
+    }
+
+    fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
+        let cache = self.draft.as_mut().expect("a draft model");
+        assert!(self.pending.is_empty(), "guesses are asked for beside a step in flight");
+        assert!(!requests.is_empty() && requests.len() <= self.limits.max_sequences, "{requests:?}");
+        let mut written = HashSet::new();
+        let mut all = Vec::new();
+        for DraftRequest { sequence: s, draws } in requests {
+            let Input::Ids(known) = &s.input else { panic!("guesses behind an id that is not known") };
+            assert!(known.len() == 1 && !draws.is_empty() && s.history.is_none(), "{s:?}");
+            assert!(s.start + draws.len() < self.limits.max_context, "guesses beyond the context");
+            let (mut tokens, mut hash) = self.cache.tokens_before(s);
+            assert_eq!(
+                cache.tokens_before(s),
+                (tokens.clone(), hash),
+                "the draft model has read another text"
+            );
+            let (mut id, mut guesses) = (known[0], Vec::new());
+            for (position, draw) in (s.start..).zip(draws) {
+                assert!(draw.slot == s.slot && draw.mask.is_none() && draw.logprobs.is_none(), "{draw:?}");
+                hash = fold(hash, u64::from(id) + 1);
+                tokens.push(id);
+                assert!(
+                    written.insert(cache.place(s, BlockPool::Full, position)),
+                    "position {position} twice"
+                );
+                cache.write(s, position, (id, hash));
+                let row = &mut self.history[s.slot as usize];
+                row[position] = id;
+                if draw.params.penalizes() {
+                    assert_eq!(row[..=position], tokens, "the history of slot {}", s.slot);
+                }
+                let vocab_size = self.limits.vocab_size as u32;
+                id = allowed((self.script)(&tokens, draw.params), draw, vocab_size);
+                id = if hash >> 62 < self.wrong { (id + 1) % vocab_size } else { id };
+                guesses.push(id);
+            }
+            self.sampled[s.slot as usize] = None;
+            all.push(guesses);
+        }
+        self.control.drafted(&all);
+        Ok(all)
+    }
 }
 
 impl Drop for FakeRunner {
@@ -279,6 +367,7 @@ pub struct Control(Arc<(Mutex<ControlState>, Condvar)>);
 #[derive(Default)]
 struct ControlState {
     batches: Vec<Batch>,
+    guesses: Vec<Vec<Vec<u32>>>,
     draws: usize,
     /// Steps that may finish; none is all.
     allowed: Option<usize>,
@@ -351,6 +440,15 @@ impl Control {
 
     pub fn batches(&self) -> Vec<Batch> {
         self.lock().batches.clone()
+    }
+
+    /// What the draft model guessed, for those that it was asked for at once.
+    pub fn guesses(&self) -> Vec<Vec<Vec<u32>>> {
+        self.lock().guesses.clone()
+    }
+
+    fn drafted(&self, guesses: &[Vec<u32>]) {
+        self.set(|s| s.guesses.push(guesses.to_vec()));
     }
 
     fn take_not_finite(&self) -> bool {

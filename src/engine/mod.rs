@@ -7,6 +7,9 @@
 //! While the device runs one step the next is already submitted: what a step draws feeds the next one there, and what
 //! the host does about an id (stop ids, limits, telling the reader) it does beside the device, not in its way.
 //!
+//! With a draft model the steps do not overlap while a sequence wants guesses: the second model guesses what follows the
+//! last known id, and one step of the first checks all of it.
+//!
 //! It speaks token ids and refuses to know text, HTTP, the device or a layer. It never waits for a reader: one that
 //! falls [`EVENTS`] events behind is cancelled, alone. Dropping a [`TokenStream`] cancels its request before the next
 //! step is scheduled, and frees its blocks.
@@ -27,6 +30,7 @@ pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
 pub use sequence::{
     ClientId, Drafts, End, FinishReason, Fork, Priority, Sequence, SequenceId, SharedMask, TokenMask,
 };
+pub use speculation::Guesses;
 
 use std::collections::{HashMap, VecDeque};
 use std::pin::Pin;
@@ -204,6 +208,8 @@ pub struct Stats {
     pub full: PoolUse,
     pub sliding: PoolUse,
     pub preemptions: u64,
+    /// Ids guessed ahead.
+    pub guesses: Guesses,
     pub steps: u64,
     /// Tokens of sequences that those steps computed.
     pub step_tokens: u64,
@@ -235,9 +241,10 @@ impl Engine {
             ended: Mutex::new(false),
             end: Condvar::new(),
         });
+        let config = SchedulerConfig { draft_model: runner.has_draft(), ..config.scheduler };
         let engine = StepLoop {
             runner,
-            scheduler: Scheduler::new(limits, config.scheduler),
+            scheduler: Scheduler::new(limits, config),
             pace: Pace::new(),
             in_flight: VecDeque::new(),
             last_done: Instant::now(),
@@ -688,7 +695,12 @@ impl StepLoop {
 
     /// Submits what can be, waits for the oldest step, and takes in what it drew. Returns how long it waited.
     fn step(&mut self) -> Result<Duration, RunnerError> {
+        let mut drafting = Duration::ZERO;
         while self.in_flight.len() < self.shared.limits.max_in_flight {
+            match draft(&mut self.scheduler, &mut *self.runner, self.in_flight.len())? {
+                Some(took) => drafting += took,
+                None => break,
+            }
             let Some(step) = self.scheduler.schedule(&self.pace) else { break };
             for share in &step.shares {
                 let answer = self.answers.get_mut(&share.id).expect("a scheduled sequence has an answer");
@@ -703,7 +715,7 @@ impl StepLoop {
             self.publish();
         }
         let Some(InFlight { ticket, step, submitted }) = self.in_flight.pop_front() else {
-            return Ok(Duration::ZERO);
+            return Ok(drafting);
         };
         let before = Instant::now();
         let sampled = self.runner.wait(ticket)?;
@@ -713,7 +725,7 @@ impl StepLoop {
         for output in self.scheduler.commit(&step, &sampled) {
             self.tell(output);
         }
-        Ok(done - before)
+        Ok(done - before + drafting)
     }
 
     /// Hands on what a step yielded for one sequence.
@@ -769,10 +781,36 @@ impl StepLoop {
             full: self.scheduler.usage(BlockPool::Full),
             sliding: self.scheduler.usage(BlockPool::Sliding),
             preemptions: self.scheduler.preemptions(),
+            guesses: self.scheduler.guesses(),
             ..self.stats
         };
         *self.shared.stats.lock().expect("nothing panics under this lock") = stats;
     }
+}
+
+/// Lets the runner's draft model guess before the next step is scheduled, with `in_flight` steps under way: how long that
+/// took, or none where these are to be committed first.
+pub fn draft(
+    scheduler: &mut Scheduler,
+    runner: &mut dyn Runner,
+    in_flight: usize,
+) -> Result<Option<Duration>, RunnerError> {
+    if !scheduler.wants_draft() {
+        return Ok(Some(Duration::ZERO));
+    }
+    if in_flight > 0 {
+        return Ok(None);
+    }
+    let (ids, requests): (Vec<_>, Vec<_>) = scheduler.wishes().into_iter().unzip();
+    if requests.is_empty() {
+        return Ok(Some(Duration::ZERO));
+    }
+    let before = Instant::now();
+    let guesses = runner.draft(&requests)?;
+    let took = before.elapsed();
+    assert_eq!(guesses.len(), ids.len(), "the runner guessed for others than asked");
+    scheduler.offer(ids.into_iter().zip(guesses), took);
+    Ok(Some(took))
 }
 
 /// Names a panic as the cause before the clients' channels close, so that they hear of it.

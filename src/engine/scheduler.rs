@@ -14,6 +14,10 @@
 //! Where blocks end, a sequence of lower priority or later arrival is preempted: it loses its blocks, waits, and is
 //! computed again, from the prefix cache as far as that still has it. So the first of all always gets on.
 //!
+//! Where a draft model guesses ([`SchedulerConfig::draft_model`]), a cycle begins with [`Scheduler::wishes`] and
+//! [`Scheduler::offer`], and no step is scheduled ahead while a sequence wants guesses ([`Scheduler::wants_draft`]): what is
+//! to be guessed follows ids that are known, and those who wait for them meanwhile share the next pass.
+//!
 //! Invariants, checked after each commit in debug builds: those of [`BlockManager::check`] and of [`Sequence`]; a slot has
 //! one sequence; a step keeps within [`Limits`].
 
@@ -24,8 +28,10 @@ use std::time::Duration;
 use super::block_manager::{BlockManager, BlockTable, PoolUse};
 use super::pace::{CAREFUL_TOKENS, Load, Pace};
 use super::sequence::{ClientId, Drafts, End, Priority, Sequence, SequenceId};
+use super::speculation::{Guesser, Guesses};
 use crate::model::{
-    Batch, BatchSequence, BlockPool, HistoryCopy, Input, Limits, Logprobs, Sampled, Sampling, SamplingParams,
+    Batch, BatchSequence, BlockPool, DraftRequest, Draw, HistoryCopy, Input, Limits, Logprobs, Sampled,
+    Sampling, SamplingParams,
 };
 
 #[derive(Debug, Clone, Copy)]
@@ -39,6 +45,8 @@ pub struct SchedulerConfig {
     /// Tokens that a step which guesses may have, guesses and all; 0 is none. More of them read the same weights, up to
     /// where arithmetic costs more than memory.
     pub speculation_tokens: usize,
+    /// Whether the runner has a draft model, which guesses where prompt lookup has nothing to say.
+    pub draft_model: bool,
 }
 
 impl Default for SchedulerConfig {
@@ -48,6 +56,7 @@ impl Default for SchedulerConfig {
             patience: 1024,
             turn_blocks: usize::MAX,
             speculation_tokens: 16,
+            draft_model: false,
         }
     }
 }
@@ -73,6 +82,7 @@ pub struct Share {
     draw: Option<usize>,
     /// Guesses at what is drawn, one behind the other: position `end` was computed with the first of them.
     drafts: Vec<u32>,
+    guesser: Guesser,
 }
 
 /// What one step yielded for one sequence.
@@ -106,6 +116,23 @@ pub struct Scheduler {
     /// Steps scheduled.
     now: u64,
     preemptions: u64,
+    guesses: Guesses,
+    /// What the draft model took before the step that is scheduled next.
+    drafting: Duration,
+}
+
+/// The next tokens of a running sequence, `input` at positions `start..`, with the blocks that it has.
+fn share_of(sequence: &Sequence, start: usize, input: Input, history: Option<Vec<u32>>) -> BatchSequence {
+    let (sliding_first, sliding) = sequence.table.sliding();
+    BatchSequence {
+        slot: sequence.slot.expect("a running sequence has a slot"),
+        start,
+        input,
+        full_blocks: sequence.table.full().to_vec(),
+        sliding_blocks: sliding.collect(),
+        sliding_first,
+        history,
+    }
 }
 
 /// A step being put together, and the room left in it.
@@ -148,6 +175,8 @@ impl Scheduler {
             arrivals: 0,
             now: 0,
             preemptions: 0,
+            guesses: Guesses::default(),
+            drafting: Duration::ZERO,
         }
     }
 
@@ -172,6 +201,11 @@ impl Scheduler {
     /// Times that a sequence lost its blocks to another.
     pub fn preemptions(&self) -> u64 {
         self.preemptions
+    }
+
+    /// Ids guessed ahead, of all sequences so far.
+    pub fn guesses(&self) -> Guesses {
+        self.guesses
     }
 
     pub fn is_idle(&self) -> bool {
@@ -234,6 +268,83 @@ impl Scheduler {
         }
     }
 
+    // --- the draft model ---
+
+    /// Whether a sequence wants guesses of the draft model, or will when the steps under way are committed: until then,
+    /// nothing more is to be scheduled.
+    pub fn wants_draft(&self) -> bool {
+        let share = self.draft_share();
+        share > 0 && self.running.iter().any(|s| s.speculating || self.wanted_guesses(s, share) > 0)
+    }
+
+    /// What the draft model is to guess before the next step is scheduled, with none under way: for the sequences that
+    /// decode, if prompt lookup has nothing to say. They get blocks for it where those are free.
+    pub fn wishes(&mut self) -> Vec<(SequenceId, DraftRequest)> {
+        let share = self.draft_share();
+        let mut wishes = Vec::new();
+        for index in 0..self.running.len() {
+            let wanted = self.wanted_guesses(&self.running[index], share);
+            let sequence = &mut self.running[index];
+            if wanted == 0 || sequence.drawn > 0 {
+                continue;
+            }
+            if !sequence.lookup.propose(&sequence.tokens, wanted).is_empty() {
+                continue;
+            }
+            let (start, tokens) = (sequence.submitted, sequence.tokens.len());
+            let grown = self.blocks.grow(&mut sequence.table, tokens + wanted);
+            assert!(grown.is_ok(), "there was room");
+            let input = Input::Ids(sequence.tokens[start..].to_vec());
+            let draws = (0..wanted).map(|ahead| Draw { logprobs: None, ..sequence.draw(0, 0, ahead) });
+            let draws = draws.collect();
+            let request = DraftRequest { sequence: share_of(sequence, start, input, None), draws };
+            wishes.push((sequence.id, request));
+        }
+        wishes
+    }
+
+    /// Takes the guesses that came of [`Scheduler::wishes`] for the step that is scheduled next, and how long they took.
+    pub fn offer(&mut self, guesses: impl IntoIterator<Item = (SequenceId, Vec<u32>)>, took: Duration) {
+        self.drafting = took;
+        for (id, guesses) in guesses {
+            if let Some(sequence) = self.running.iter_mut().find(|s| s.id == id) {
+                sequence.offered = guesses;
+            }
+        }
+    }
+
+    /// Guesses that each sequence that decodes may have of the draft model: the room for guesses, shared evenly.
+    fn draft_share(&self) -> usize {
+        if !self.config.draft_model {
+            return 0;
+        }
+        let decoding = self.running.iter().filter(|s| s.submitted >= s.prompt_len).count();
+        let room =
+            self.config.speculation_tokens.min(self.limits.max_batch_tokens).min(self.limits.max_draws);
+        (room / decoding.max(1)).saturating_sub(1)
+    }
+
+    /// How many ids the draft model is to guess for a running sequence once what is submitted for it is drawn, out of its
+    /// `share`. Nobody makes room for guesses, and none are made where a block is about to be copied.
+    fn wanted_guesses(&self, s: &Sequence, share: usize) -> usize {
+        let known = s.tokens.len() + s.drawn;
+        let left = s.max_tokens.saturating_sub(s.generated() + s.drawn + 1);
+        let wanted = share.min(left).min(s.draft.length(known));
+        let decodes = s.submitted >= s.prompt_len && s.submitted + 1 == known;
+        if wanted == 0 || !decodes || s.mask.is_some() || s.unseen() > 0 {
+            return 0;
+        }
+        // The prompts of those that somebody waits for come first, and leave no room in the step.
+        let prompts =
+            self.waiting.iter().chain(&self.running).filter(|other| other.submitted < other.prompt_len);
+        if prompts.into_iter().any(|other| other.priority < s.priority) {
+            return 0;
+        }
+        let is_own = self.blocks.shared_at(&s.table, s.submitted) == [None, None];
+        let has_room = self.blocks.has_room(self.blocks.missing(&s.table, known + wanted));
+        if is_own && has_room { wanted } else { 0 }
+    }
+
     // --- scheduling ---
 
     /// The next step, or none where nothing can get on before a step under way is committed, or nothing is there.
@@ -267,6 +378,9 @@ impl Scheduler {
                 break; // the first in line waits for room: nobody overtakes it
             }
         }
+        // What is not in the step is guessed again when its turn comes.
+        self.running.iter_mut().for_each(|s| s.offered.clear());
+        self.drafting = Duration::ZERO;
         (!draft.step.shares.is_empty()).then_some(draft.step)
     }
 
@@ -279,7 +393,7 @@ impl Scheduler {
 
     /// Puts the next tokens of a running sequence into the step, as far as there is room.
     fn place(&mut self, draft: &mut Draft, index: usize, pace: &Pace) {
-        let Some(drafts) = self.guess(draft, index) else { return };
+        let Some((drafts, guesser)) = self.guess(draft, index) else { return };
         let sequence = &self.running[index];
         let (id, start, pending) = (sequence.id, sequence.submitted, sequence.pending());
         let mut len =
@@ -307,23 +421,15 @@ impl Scheduler {
             assert!(len == 1 && start >= known, "an id that is not known yet is fed alone");
             Input::LastSampled
         };
-        let (sliding_first, sliding) = sequence.table.sliding();
-        let slot = sequence.slot.expect("a running sequence has a slot");
         let (client, life, end) = (sequence.client, sequence.life, start + len);
         let batch_index = draft.step.batch.sequences.len();
-        draft.step.batch.sequences.push(BatchSequence {
-            slot,
-            start,
-            input,
-            full_blocks: sequence.table.full().to_vec(),
-            sliding_blocks: sliding.collect(),
-            sliding_first,
-            history: (unseen > 0).then(|| sequence.tokens[..unseen].to_vec()),
-        });
+        let history = (unseen > 0).then(|| sequence.tokens[..unseen].to_vec());
+        draft.step.batch.sequences.push(share_of(sequence, start, input, history));
         sequence.fresh = false;
         sequence.submitted = end + drafts.len();
         sequence.speculating = !drafts.is_empty();
         sequence.drafts.proposed += drafts.len();
+        self.guesses.of(guesser).proposed += drafts.len();
         sequence.since = self.now;
         let mut draw = None;
         if len == pending {
@@ -338,7 +444,7 @@ impl Scheduler {
         draft.draws -= if draw.is_some() { 1 + drafts.len() } else { 0 };
         draft.history -= unseen;
         draft.step.load = draft.step.load.with(start, tokens);
-        draft.step.shares.push(Share { id, life, end, draw, drafts });
+        draft.step.shares.push(Share { id, life, end, draw, drafts, guesser });
         *self.served.get_mut(&client).expect("a running sequence's client is known") += len as u64;
         if draw.is_some() {
             self.part(draft, index, batch_index, len - 1);
@@ -353,12 +459,12 @@ impl Scheduler {
             return wanted;
         }
         let least = if draft.prefills { 0 } else { CAREFUL_TOKENS };
-        pace.room(draft.step.load, start, wanted, least, self.config.gap)
+        pace.room(draft.step.load, start, wanted, least, self.config.gap.saturating_sub(self.drafting))
     }
 
     /// Ids that may follow a sequence that decodes, as many as the step has room for; none at all where a guess is to be
     /// made, and what it starts from is not known yet: the sequence sits this step out.
-    fn guess(&mut self, draft: &Draft, index: usize) -> Option<Vec<u32>> {
+    fn guess(&mut self, draft: &Draft, index: usize) -> Option<(Vec<u32>, Guesser)> {
         let waiting_decodes = self.running.iter().filter(|s| s.since < self.now && s.pending() == 1).count();
         let sequence = &mut self.running[index];
         let decodes = sequence.pending() == 1 && sequence.submitted >= sequence.prompt_len;
@@ -368,10 +474,21 @@ impl Scheduler {
         let most = room.min(sequence.max_tokens - sequence.generated() - 1);
         // What a mask allows behind a guess is not asked for: it follows the answer id by id.
         if !decodes || most == 0 || sequence.mask.is_some() {
-            return Some(Vec::new());
+            return Some((Vec::new(), Guesser::Lookup));
         }
-        let drafts = sequence.lookup.propose(&sequence.tokens, most);
-        if drafts.is_empty() || sequence.drawn == 0 { Some(drafts) } else { None }
+        let mut drafts = sequence.lookup.propose(&sequence.tokens, most);
+        let mut guesser = Guesser::Lookup;
+        if drafts.is_empty() {
+            drafts = std::mem::take(&mut sequence.offered);
+            drafts.truncate(most);
+            guesser = Guesser::Model;
+        } else if sequence.drawn > 0 {
+            return None;
+        }
+        // What stops the answer is drawn behind the others, and nothing follows it.
+        let end = drafts.iter().position(|id| sequence.stop_token_ids.contains(id));
+        drafts.truncate(end.unwrap_or(most));
+        Some((drafts, guesser))
     }
 
     /// Lets the forks of a sequence go their own way: its prompt is submitted, and each draws its first id from there.
@@ -409,7 +526,8 @@ impl Scheduler {
             child.drawn = 1;
             draft.draws -= 1;
             let (id, end) = (child.id, child.submitted);
-            draft.step.shares.push(Share { id, life: 0, end, draw: Some(draw), drafts: Vec::new() });
+            let guesser = Guesser::Lookup;
+            draft.step.shares.push(Share { id, life: 0, end, draw: Some(draw), drafts: Vec::new(), guesser });
             let behind = self.running.partition_point(|s| s.arrival <= child.arrival);
             self.running.insert(behind, child);
         }
@@ -464,6 +582,7 @@ impl Scheduler {
         self.take_resources(&mut sequence);
         (sequence.computed, sequence.submitted, sequence.drawn) = (0, 0, 0);
         sequence.speculating = false;
+        sequence.offered.clear();
         sequence.life += 1;
         let behind = self.waiting.partition_point(|s| s.arrival <= sequence.arrival);
         self.waiting.insert(behind, sequence);
@@ -588,7 +707,9 @@ impl Scheduler {
             if !share.drafts.is_empty() {
                 let accepted = outputs.len() - first - 1;
                 sequence.drafts.accepted += accepted;
-                sequence.lookup.judge(share.drafts.len(), accepted, sequence.tokens.len());
+                self.guesses.of(share.guesser).accepted += accepted;
+                let total = sequence.tokens.len();
+                sequence.adaptive(share.guesser).judge(share.drafts.len(), accepted, total);
                 sequence.submitted = sequence.computed;
                 sequence.speculating = false;
             }
@@ -622,6 +743,11 @@ impl Scheduler {
             assert!(s.slot.is_some() && s.computed <= s.submitted, "sequence {}", s.id);
             let known = s.tokens.len() + s.drawn;
             assert!(s.speculating || s.submitted <= known, "sequence {} submitted what is not there", s.id);
+            assert!(
+                s.offered.is_empty() || s.pending() == 1 && s.drawn == 0,
+                "guesses for sequence {}",
+                s.id
+            );
             let blocks = s.table.full().len();
             assert!(blocks * self.limits.kv.block_size >= s.submitted, "sequence {} lacks blocks", s.id);
         }
@@ -629,7 +755,10 @@ impl Scheduler {
         assert!(slots.iter().copied().eq(0..self.limits.max_sequences as u32), "slots {slots:?}");
         for s in &self.waiting {
             assert!(
-                s.table == BlockTable::default() && s.slot.is_none() && s.fork_slots.is_empty(),
+                s.table == BlockTable::default()
+                    && s.slot.is_none()
+                    && s.fork_slots.is_empty()
+                    && s.offered.is_empty(),
                 "waiting {}",
                 s.id
             );

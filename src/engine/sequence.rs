@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use super::block_manager::BlockTable;
-use super::speculation::Lookup;
+use super::speculation::{Adaptive, Guesser, Lookup};
 use crate::model::{Draw, Mask, SamplingParams};
 
 /// Name of an answer inside the engine; never reused.
@@ -138,6 +138,10 @@ pub struct Sequence {
     /// Guesses at the next ids are submitted: how many are drawn is known when that step is done.
     pub(super) speculating: bool,
     pub(super) lookup: Lookup,
+    /// How the draft model does.
+    pub(super) draft: Adaptive,
+    /// What it guesses to be drawn next, for the step that is scheduled next; nothing is submitted and not committed then.
+    pub(super) offered: Vec<u32>,
     /// Ids guessed so far, and those that came true.
     pub(super) drafts: Drafts,
     /// Counts preemptions: what an earlier life had submitted is not this one's.
@@ -176,6 +180,8 @@ impl Sequence {
             drawn: 0,
             speculating: false,
             lookup: Lookup::default(),
+            draft: Adaptive::default(),
+            offered: Vec::new(),
             drafts: Drafts::default(),
             life: 0,
             cached: None,
@@ -224,6 +230,13 @@ impl Sequence {
     /// them in the cache.
     pub(super) fn unseen(&self) -> usize {
         if self.fresh && self.sampling.penalizes() { self.submitted } else { 0 }
+    }
+
+    pub(super) fn adaptive(&mut self, guesser: Guesser) -> &mut Adaptive {
+        match guesser {
+            Guesser::Lookup => &mut self.lookup.adaptive,
+            Guesser::Model => &mut self.draft,
+        }
     }
 
     /// The draw of the next id but `ahead`, which are guessed, behind a token of the `sequence`-th of a batch.

@@ -11,6 +11,6 @@ mod step;
 pub mod weights;
 
 pub use runner::{
-    Batch, BatchSequence, BlockCopy, BlockPool, Draw, HistoryCopy, Input, KvLimits, Limits, Logprobs,
-    MAX_BIASES, MAX_LOGPROBS, Mask, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
+    Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,
+    Logprobs, MAX_BIASES, MAX_LOGPROBS, Mask, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
 };

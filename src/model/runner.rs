@@ -216,6 +216,16 @@ pub struct Sampling {
     pub draws: Vec<Draw>,
 }
 
+/// A sequence whose next ids a draft model is to guess, none of whose steps is in flight.
+#[derive(Debug, Clone)]
+pub struct DraftRequest {
+    /// Its one token that is known and not computed, and blocks for a token in front of each guess.
+    pub sequence: BatchSequence,
+    /// What is to be drawn one behind the other, as a step would draw it behind the ids before; never empty. Neither masks
+    /// nor log probabilities are asked for.
+    pub draws: Vec<Draw>,
+}
+
 /// A submitted step; wait for tickets in the order in which they were given.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket(pub u64);
@@ -259,4 +269,16 @@ pub trait Runner: Send {
 
     /// Blocks until the step is done; bounded in time.
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError>;
+
+    /// Whether there is a second model that guesses what this one draws.
+    fn has_draft(&self) -> bool {
+        false
+    }
+
+    /// What that model draws for each of several sequences, at most `max_sequences`: as many ids as draws, fewer where its
+    /// logits were no finite numbers. Blocks until it has; bounded in time. Nothing may be in flight. What was last sampled
+    /// for the slots is lost: their next input is known ids.
+    fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
+        Ok(vec![Vec::new(); requests.len()])
+    }
 }
