@@ -2,7 +2,8 @@
 //
 //   E    [vocab, cols], packed (common/weights.glsl), in shards of rows_per_shard rows; `shards` lists their
 //        addresses
-//   ids  [tokens]: a token id, or 1 << 31 | slot for the id last sampled in that slot
+//   ids  [tokens]: a token id, or 1 << 31 | slot for the id last sampled in that slot; the last row stands for ids beyond
+//        it, which another model may have sampled there
 //   out  f32 [tokens, cols], rows out_stride apart
 //
 // A workgroup copies one token's row, an invocation every 64th block of it.
@@ -25,6 +26,7 @@ layout(push_constant, std430) uniform Push {
     ReadUints sampled;
     WriteFloats embedded;
     uint rows_per_shard;
+    uint rows;
     uint cols;
     uint out_stride;
     // Blocks that share one scale (common/weights.glsl).
@@ -35,7 +37,7 @@ layout(push_constant, std430) uniform Push {
 void main() {
     const uint token = gl_WorkGroupID.x;
     uint id = ids.at[token];
-    if (id >> 31 != 0) id = sampled.at[id & 0x7fffffffu];
+    if (id >> 31 != 0) id = min(sampled.at[id & 0x7fffffffu], rows - 1);
     const Shard shard = shards.at[id / rows_per_shard];
     Blocks blocks = Blocks(shard.blocks);
     ReadUints scales = ReadUints(shard.scales);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use unicorn::engine::{Fork, Sequence, SharedMask, TokenMask};
 use unicorn::kernels::reference;
-use unicorn::model::gemma3::{Gemma3, LoadOptions};
+use unicorn::model::gemma3::LoadOptions;
 use unicorn::model::{KvLimits, Limits, Runner, SamplingParams};
 use unicorn::tensor::KvDtype;
 
@@ -14,14 +14,14 @@ use crate::drive::{Driver, Run};
 use crate::support::data;
 use crate::{demo, golden};
 
-/// Prompts, and what is answered to each alone, with some parameters and temperature 0.
-struct Texts {
+/// Prompts, and what is answered to each alone, with some parameters.
+pub struct Texts {
     params: SamplingParams,
-    prompts: Vec<Vec<u32>>,
+    pub prompts: Vec<Vec<u32>>,
     alone: Vec<Vec<u32>>,
 }
 
-const PENALTIES: SamplingParams = SamplingParams {
+pub const PENALTIES: SamplingParams = SamplingParams {
     repetition_penalty: 1.3,
     presence_penalty: 0.7,
     frequency_penalty: 0.2,
@@ -29,14 +29,19 @@ const PENALTIES: SamplingParams = SamplingParams {
 };
 
 /// What is answered to one prompt by a scheduler that has seen nothing.
-fn answer(model: &mut Gemma3, prompt: &[u32], params: SamplingParams, tokens: usize) -> Vec<u32> {
+fn answer(model: &mut dyn Runner, prompt: &[u32], params: SamplingParams, tokens: usize) -> Vec<u32> {
     let limits = model.limits();
     let sequence = Sequence::new(0, prompt.to_vec(), params, tokens);
     Driver::new(model, limits).run(vec![sequence]).answers.remove(&0).expect("an answer")
 }
 
 impl Texts {
-    fn new(model: &mut Gemma3, params: SamplingParams, prompts: Vec<Vec<u32>>, tokens: usize) -> Texts {
+    pub fn new(
+        model: &mut dyn Runner,
+        params: SamplingParams,
+        prompts: Vec<Vec<u32>>,
+        tokens: usize,
+    ) -> Texts {
         let alone = prompts.iter().map(|p| answer(model, p, params, tokens)).collect();
         Texts { params, prompts, alone }
     }
@@ -55,7 +60,8 @@ impl Texts {
     }
 
     /// Everything that must change nothing.
-    fn check_all(&self, model: &mut Gemma3) {
+    /// On this model, which need not be the one that answered.
+    pub fn check_all(&self, model: &mut dyn Runner) {
         let limits = model.limits();
         let mut driver = Driver::new(model, limits);
         let run = driver.run(self.sequences());
@@ -74,8 +80,10 @@ impl Texts {
         let cached = driver.run((0..prompts.len()).map(turn).collect());
         let whole = prompts[long as usize].len();
         assert!(cached.cached[&long] + 32 > whole, "{} of {whole} tokens cached", cached.cached[&long]);
+        let guesses = driver.guesses();
         let turns = Texts::new(model, self.params, prompts, 12);
         turns.check(&cached, "the next turn");
+        assert_eq!(guesses.model.proposed > 0, model.has_draft(), "{guesses:?}");
 
         let limits = Limits { max_batch_tokens: 7, ..limits };
         self.check(&Driver::new(model, limits).run_staggered(self.sequences(), |i| i), "in chunks of 7");
@@ -95,15 +103,22 @@ impl Texts {
         assert!(run.preemptions > 0, "nobody was preempted");
         self.check(&run, "preempted");
 
-        // Three answers to each prompt, which part behind it and are the same, being greedy.
+        // Three answers to each prompt, which part behind it, and are the same where they are greedy.
         let mut forked = self.sequences();
+        let with_seed = |seed| SamplingParams { seed, ..self.params };
+        let mut expected = |i: usize, n: u64| match self.params.temperature {
+            0.0 => self.alone[i].clone(),
+            _ => answer(model, &self.prompts[i], with_seed(n), self.alone[i].len()),
+        };
+        let forks: Vec<[Vec<u32>; 3]> =
+            (0..forked.len()).map(|i| [self.alone[i].clone(), expected(i, 1), expected(i, 2)]).collect();
         for sequence in &mut forked {
             sequence.forks = (1..3).map(|n| Fork { id: sequence.id + 1000 * n, seed: n }).collect();
         }
         let run = Driver::new(model, model_limits(&limits)).run(forked);
-        for (i, alone) in self.alone.iter().enumerate() {
-            for n in 0..3 {
-                assert_eq!(run.answers[&(i as u64 + 1000 * n)], *alone, "fork {n} of prompt {i}");
+        for (i, answers) in forks.iter().enumerate() {
+            for (n, answer) in (0..).zip(answers) {
+                assert_eq!(run.answers[&(i as u64 + 1000 * n)], *answer, "fork {n} of prompt {i}");
             }
         }
     }

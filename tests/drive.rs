@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use unicorn::engine::{self, Drafts, End, Pace, Scheduler, SchedulerConfig, Sequence};
+use unicorn::engine::{self, Drafts, End, Guesses, Pace, Scheduler, SchedulerConfig, Sequence};
 use unicorn::model::{Limits, Logprobs, Runner, SamplingParams};
 
 /// A run to be held to account: what was answered, and how.
@@ -77,6 +77,11 @@ impl<'a> Driver<'a> {
         }
         run.preemptions = self.scheduler.preemptions() - before;
         run
+    }
+
+    /// Ids guessed ahead, of all runs so far.
+    pub fn guesses(&self) -> Guesses {
+        self.scheduler.guesses()
     }
 
     pub fn run(&mut self, sequences: Vec<Sequence>) -> Run {

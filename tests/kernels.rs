@@ -452,15 +452,15 @@ fn embed_yields_every_stored_weight() {
             let mut uploader = Uploader::new(&b.device).unwrap();
             let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix).unwrap();
             uploader.finish().unwrap();
-            // Every row by id, then the ids last sampled in slots 2 and 0.
+            // Every row by id, then the ids last sampled in slots 2, 0 and 1, where it was one that has no row.
             let mut ids: Vec<u32> = (0..rows as u32).collect();
-            ids.extend([LAST_SAMPLED | 2, LAST_SAMPLED]);
-            let sampled = b.upload(&[rows as u32 - 1, u32::MAX, 3]);
+            ids.extend([LAST_SAMPLED | 2, LAST_SAMPLED, LAST_SAMPLED | 1]);
+            let sampled = b.upload(&[rows as u32 - 1, rows as u32, 3]);
             let id_buffer = b.upload(&ids);
             let output = b.empty(ids.len(), cols);
             b.run(|k, r| k.embed(r, &embedding, &id_buffer, &sampled, 1.25, &output, ids.len()));
             let got = b.rows(&output, ids.len());
-            let wanted = (0..rows).chain([3, rows - 1]);
+            let wanted = (0..rows).chain([3, rows - 1, rows - 1]);
             for (i, row) in wanted.enumerate() {
                 for c in 0..cols {
                     assert_eq!(

@@ -7,6 +7,7 @@ mod checkpoint;
 mod cli;
 mod config;
 mod demo;
+mod draft;
 mod drive;
 mod engine;
 mod fake_runner;

@@ -54,6 +54,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: machine.max_allocation_bytes / 2,
         moments: false,
+        draft: None,
     };
     let sequences = args.sequences as usize;
     let wanted = config.engine.context;
@@ -137,7 +138,7 @@ fn contexts(sequences: usize, context: usize) -> String {
 
 /// What was asked for, and the model's maximum, where that is less.
 fn cut(demand: &Demand<'_>, wanted: Option<usize>) -> Option<(usize, usize)> {
-    let longest = demand.config.max_position_embeddings;
+    let longest = demand.longest_context();
     wanted.filter(|wanted| *wanted > longest).map(|wanted| (wanted, longest))
 }
 

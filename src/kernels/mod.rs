@@ -309,7 +309,8 @@ impl Kernels {
         &found.unwrap_or_else(|| panic!("no kernels were made for {scheme:?}")).1
     }
 
-    /// `out[t] = embedding[ids[t]] * scale` for `tokens` tokens; `sampled` holds each slot's last id.
+    /// `out[t] = embedding[ids[t]] * scale` for `tokens` tokens; `sampled` holds each slot's last id;
+    /// beyond the last row, that one is taken.
     #[allow(clippy::too_many_arguments)]
     pub fn embed(
         &self,
@@ -331,11 +332,11 @@ impl Kernels {
             sampled: sampled.address(),
             embedded: out.buffer.address(),
             rows_per_shard: matrix.rows_per_shard as u32,
+            rows: matrix.rows as u32,
             cols: matrix.cols as u32,
             out_stride: out.stride as u32,
             blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
             scale,
-            ..EmbedPush::default()
         };
         let mut reads = vec![&embedding.table, ids, sampled];
         for shard in &matrix.shards {

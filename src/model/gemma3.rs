@@ -13,8 +13,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
+use super::draft::check_draft;
 use super::memory::{
-    self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, READBACK_ROWS, Schemes,
+    self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, DraftDemand, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, READBACK_ROWS,
+    Schemes,
 };
 use super::step::{self, Frame, Part, Submit, Wanted};
 use super::weights::{Gemma3Weights, WeightsError};
@@ -216,33 +218,40 @@ impl Gemma3 {
         options: &LoadOptions,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Gemma3, LoadError> {
+        Gemma3::load_with_draft(device, files, None, options, progress).map(|(model, _)| model)
+    }
+
+    /// The same, and beside it a second model as its draft, stored as its files have it: that one shares the first one's
+    /// blocks, slots and activations, so nothing but [`super::draft::Drafted`] may run it.
+    pub(super) fn load_with_draft(
+        device: &Arc<Device>,
+        files: &ModelFiles,
+        draft_files: Option<&ModelFiles>,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<(Gemma3, Option<Gemma3>), LoadError> {
         if options.max_batch_tokens == 0 || options.max_context == Some(0) {
             return Err(LoadError::Option(
                 "the context and the prefill chunk must be at least 1 token".into(),
             ));
         }
-        let (config, generation) = Gemma3Config::load(files)?;
-        let checkpoint = Checkpoint::open(files)?;
-        let weights = Gemma3Weights::collect(&checkpoint, &config)?;
-        weights.warn_of_defects(&checkpoint);
-        if weights.skipped_vision > 0 {
-            tracing::info!(
-                tensors = weights.skipped_vision,
-                bytes = weights.skipped_bytes,
-                "vision tensors skipped: this engine reads text only"
-            );
-        }
-        let group = config.num_attention_heads / config.num_key_value_heads;
-        if group > MAX_GROUP {
-            return Err(LoadError::Option(format!(
-                "{}: num_attention_heads is {group} times num_key_value_heads; the attention kernel takes at most \
-                 {MAX_GROUP}",
-                files.display("config.json")
-            )));
-        }
+        let source = Source::open(files)?;
+        let weights = source.weights()?;
+        let draft_source = draft_files.map(Source::open).transpose()?;
+        let draft = match &draft_source {
+            None => None,
+            Some(draft) => {
+                let name = || draft.files.display("config.json");
+                check_draft(&source.config, &draft.config)
+                    .map_err(|problem| LoadError::Option(format!("{}: {problem}", name())))?;
+                let weights = draft.weights()?;
+                let schemes = Schemes::of(&weights, QuantizeMode::None)?;
+                Some((draft, weights, DraftDemand { config: &draft.config, schemes }))
+            }
+        };
         let held_before = device.held();
         let demand = Demand {
-            config: &config,
+            config: &source.config,
             schemes: Schemes::of(&weights, options.quantize)?,
             kv: options.kv,
             block_size: options.block_size,
@@ -252,6 +261,7 @@ impl Gemma3 {
                 .unwrap_or(u64::MAX)
                 .min(device.info().max_allocation_bytes / 2),
             moments: options.moments,
+            draft: draft.as_ref().map(|(.., demand)| demand.clone()),
         };
         // Everything is placed before anything is taken, and taken before anything is read.
         let others = memory::quantize_modes(&weights)?;
@@ -259,123 +269,29 @@ impl Gemma3 {
         let fit = demand
             .fit_to_serve(&machine, &options.memory, options.max_context, options.sequences, &others)
             .map_err(Box::new)?;
-        let context = fit.context;
-        let limits = demand.limits(context, fit.pools);
-        let tokens = demand.batch_tokens();
-        let mut arena = Arena::with_plan(device, fit.plan)?;
+        let limits = demand.limits(fit.context, fit.pools);
+        let arena = Arena::with_plan(device, fit.plan)?;
         touch(device, &arena)?;
-        let mut loader = Loader {
-            checkpoint: &checkpoint,
-            uploader: Uploader::new(device)?,
-            queued: Vec::new(),
-            max_shard_bytes: demand.max_shard_bytes,
+        let draft_weights = draft.iter().flat_map(|(_, weights, _)| weights.iter());
+        let mut load = Load {
+            device,
+            options,
+            demand: &demand,
+            arena,
             done: 0,
-            total: weights.iter().map(|t| t.stored_bytes()).sum(),
+            total: weights.iter().chain(draft_weights).map(|t| t.stored_bytes()).sum(),
             progress,
         };
-
-        let Schemes { embedding: embed_scheme, layers: layer_schemes } = &demand.schemes;
-        let mut schemes = layer_schemes.concat();
-        schemes.dedup();
-        let heads = Heads { group, head_dim: config.head_dim, kv: options.kv };
-        let kernels = Kernels::new(device, &schemes, *embed_scheme, heads)?;
-
-        let embedding = loader.matrix(&mut arena, &weights.embed_tokens, *embed_scheme, Class::Embedding)?;
-        let embedding = Embedding::new(&mut arena, &mut loader.uploader, embedding)?;
-        let norm = loader.norm(&mut arena, &weights.norm)?;
-        let mut layers = Vec::new();
-        for ((w, &kind), schemes) in weights.layers.iter().zip(&config.layer_types).zip(layer_schemes) {
-            let [q, k, v, o, gate, up, down] = *schemes;
-            let mut attention = |t, scheme| loader.matrix(&mut arena, t, scheme, Class::Attention);
-            let [q_proj, k_proj] = [attention(&w.q_proj, q)?, attention(&w.k_proj, k)?];
-            let [v_proj, o_proj] = [attention(&w.v_proj, v)?, attention(&w.o_proj, o)?];
-            let mut ffn = |t, scheme| loader.matrix(&mut arena, t, scheme, Class::Ffn);
-            let [gate_proj, up_proj, down_proj] =
-                [ffn(&w.gate_proj, gate)?, ffn(&w.up_proj, up)?, ffn(&w.down_proj, down)?];
-            let mut norm = |t: &Tensor| loader.norm(&mut arena, t);
-            layers.push((
-                kind,
-                [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj],
-                [
-                    norm(&w.input_layernorm)?,
-                    norm(&w.post_attention_layernorm)?,
-                    norm(&w.pre_feedforward_layernorm)?,
-                    norm(&w.post_feedforward_layernorm)?,
-                    norm(&w.q_norm)?,
-                    norm(&w.k_norm)?,
-                ],
-            ));
-        }
-        loader.read_queued()?;
-        let scratch = Scratch::new(&mut arena, &config, tokens)?;
-        let sampled = device_buffer(&mut arena, memory::SAMPLED_BYTES, "sampled ids")?;
-        let history = device_buffer(&mut arena, memory::history_bytes(&limits), "history")?;
-        let history = History { ids: history, slot_len: limits.max_context };
-        let logits_readback = arena.alloc(
-            MemoryKind::Readback,
-            Class::Staging,
-            memory::logits_bytes(&config),
-            "logits readback",
-        )?;
-        let [rope_sliding, rope_full] = [
-            (config.rope_local_base_freq, 1.0, "rope table (sliding layers)"),
-            (config.rope_theta, config.rope_scaling_factor, "rope table (full layers)"),
-        ]
-        .map(|(base, factor, name)| {
-            let table = rope_table(config.head_dim, context, base, factor);
-            let buffer = device_buffer(&mut arena, memory::rope_table_bytes(&config, context), name)?;
-            loader.uploader.upload(&buffer, &table)?;
-            Ok::<_, LoadError>(buffer)
-        });
-        let mut moments = Vec::new();
-        for i in 0..if options.moments { layers.len() } else { 0 } {
-            let [a, b, c, d] = memory::moment_widths(&config)
-                .map(|width| device_buffer(&mut arena, 4 * width as u64, &format!("layer {i} moments")));
-            moments.push([a?, b?, c?, d?]);
-        }
-        let mut moments = moments.into_iter();
-        let layers = layers
-            .into_iter()
-            .enumerate()
-            .map(|(i, (kind, matrices, norms))| {
-                let bytes = memory::kv_pool_bytes(&config, options.kv, &limits.kv, kind);
-                let mut half = |what: &str| {
-                    arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
-                };
-                let cache = KvCache { keys: half("key")?, values: half("value")? };
-                let [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj] = matrices;
-                let [n1, n2, n3, n4, q_norm, k_norm] = norms;
-                Ok(Layer {
-                    kind,
-                    input_layernorm: n1,
-                    post_attention_layernorm: n2,
-                    pre_feedforward_layernorm: n3,
-                    post_feedforward_layernorm: n4,
-                    q_norm,
-                    k_norm,
-                    q_proj,
-                    k_proj,
-                    v_proj,
-                    o_proj,
-                    gate_proj,
-                    up_proj,
-                    down_proj,
-                    cache,
-                    moments: moments.next(),
-                })
-            })
-            .collect::<Result<Vec<_>, LoadError>>()?;
-
-        let frames = (0..MAX_IN_FLIGHT)
-            .map(|i| Frame::new(&mut arena, &limits, i))
-            .collect::<Result<Vec<_>, LoadError>>()?;
+        let mut model = load.model(&source, &weights, &demand.schemes, limits, None)?;
+        let mut draft_model = match &draft {
+            None => None,
+            Some((source, weights, demand)) => {
+                let limits = Limits { vocab_size: source.config.vocab_size, ..limits };
+                Some(load.model(source, weights, &demand.schemes, limits, Some(&model))?)
+            }
+        };
+        let arena = load.arena;
         assert!(arena.is_exhausted(), "something was planned that nobody asked for");
-        let placements = arena.placements().to_vec();
-        let weight_bytes = placements.iter().filter(|p| p.class.is_weights()).map(|p| p.bytes).sum();
-        let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
-        checkpoint.release_all();
-        let loaded = Loaded { bytes: loader.total, resident_bytes: checkpoint.resident_bytes() };
-        loader.uploader.finish()?;
         let residency = residency::compare(arena.allocated(), held_before, device.held());
         if let Residency::Denied { .. } = residency {
             if options.strict {
@@ -383,34 +299,10 @@ impl Gemma3 {
             }
             tracing::warn!("the model is not where it was placed: {residency}");
         }
-        let model = Gemma3 {
-            device: device.clone(),
-            config,
-            generation,
-            limits,
-            kv: options.kv,
-            sample_below,
-            kernels,
-            embedding,
-            norm,
-            layers,
-            rope_sliding: rope_sliding?,
-            rope_full: rope_full?,
-            scratch,
-            frames,
-            sampled,
-            history,
-            logits_readback,
-            in_flight: VecDeque::new(),
-            next_ticket: 0,
-            submit_macs: MAX_SUBMIT_MACS,
-            max_submit: options.max_submit,
-            max_submit_macs: options.max_submit_macs,
-            placements,
-            loaded,
-            residency,
-            weight_bytes,
-        };
+        for model in [Some(&mut model), draft_model.as_mut()].into_iter().flatten() {
+            model.residency = residency;
+            model.placements = arena.placements().to_vec();
+        }
         // An id sampled in no step must still be a row of the embedding.
         let mut commands = CommandBuffer::new(device, "clear")?;
         let mut recorder = commands.begin()?;
@@ -418,7 +310,7 @@ impl Gemma3 {
         recorder.submit("clearing sampled ids")?;
         commands.wait()?;
         device.save_pipeline_cache();
-        Ok(model)
+        Ok((model, draft_model))
     }
 
     pub fn config(&self) -> &Gemma3Config {
@@ -783,6 +675,223 @@ impl From<GpuError> for RunnerError {
 /// byte for each weight: a step of fewer is no shorter.
 const LEAST_WEIGHED: usize = 16;
 
+/// A checkpoint that is about to be loaded.
+struct Source<'a> {
+    files: &'a ModelFiles,
+    config: Gemma3Config,
+    generation: GenerationConfig,
+    checkpoint: Checkpoint,
+}
+
+impl<'a> Source<'a> {
+    fn open(files: &'a ModelFiles) -> Result<Source<'a>, LoadError> {
+        let (config, generation) = Gemma3Config::load(files)?;
+        Ok(Source { files, config, generation, checkpoint: Checkpoint::open(files)? })
+    }
+
+    /// Its tensors, none of which is missing, for a model that the kernels can compute.
+    fn weights(&self) -> Result<Gemma3Weights<'_>, LoadError> {
+        let Source { files, config, checkpoint, .. } = self;
+        let weights = Gemma3Weights::collect(checkpoint, config)?;
+        weights.warn_of_defects(checkpoint);
+        if weights.skipped_vision > 0 {
+            tracing::info!(
+                tensors = weights.skipped_vision,
+                bytes = weights.skipped_bytes,
+                "vision tensors skipped: this engine reads text only"
+            );
+        }
+        let group = config.num_attention_heads / config.num_key_value_heads;
+        if group > MAX_GROUP {
+            return Err(LoadError::Option(format!(
+                "{}: num_attention_heads is {group} times num_key_value_heads; the attention kernel takes at most \
+                 {MAX_GROUP}",
+                files.display("config.json")
+            )));
+        }
+        Ok(weights)
+    }
+}
+
+/// A load under way: everything is taken, and handed out model by model.
+struct Load<'a> {
+    device: &'a Arc<Device>,
+    options: &'a LoadOptions,
+    demand: &'a Demand<'a>,
+    arena: Arena,
+    /// Bytes of the checkpoints.
+    done: u64,
+    total: u64,
+    progress: &'a mut dyn FnMut(Progress),
+}
+
+impl Load<'_> {
+    /// The next model; `of` is the one whose draft it is. What concerns all of the load is filled in when it is over.
+    fn model(
+        &mut self,
+        source: &Source<'_>,
+        weights: &Gemma3Weights<'_>,
+        schemes: &Schemes,
+        limits: Limits,
+        of: Option<&Gemma3>,
+    ) -> Result<Gemma3, LoadError> {
+        let Load { device, options, demand, arena, done, total, progress } = self;
+        let Source { config, checkpoint, .. } = source;
+        let tokens = demand.batch_tokens();
+        let group = config.num_attention_heads / config.num_key_value_heads;
+        let mut loader = Loader {
+            checkpoint,
+            uploader: Uploader::new(device)?,
+            queued: Vec::new(),
+            max_shard_bytes: demand.max_shard_bytes,
+            done: *done,
+            total: *total,
+            progress: &mut **progress,
+        };
+
+        let Schemes { embedding: embed_scheme, layers: layer_schemes } = schemes;
+        let mut kinds = layer_schemes.concat();
+        kinds.dedup();
+        let heads = Heads { group, head_dim: config.head_dim, kv: options.kv };
+        let kernels = Kernels::new(device, &kinds, *embed_scheme, heads)?;
+
+        let embedding = loader.matrix(arena, &weights.embed_tokens, *embed_scheme, Class::Embedding)?;
+        let embedding = Embedding::new(arena, &mut loader.uploader, embedding)?;
+        let norm = loader.norm(arena, &weights.norm)?;
+        let mut layers = Vec::new();
+        for ((w, &kind), schemes) in weights.layers.iter().zip(&config.layer_types).zip(layer_schemes) {
+            let [q, k, v, o, gate, up, down] = *schemes;
+            let mut attention = |t, scheme| loader.matrix(arena, t, scheme, Class::Attention);
+            let [q_proj, k_proj] = [attention(&w.q_proj, q)?, attention(&w.k_proj, k)?];
+            let [v_proj, o_proj] = [attention(&w.v_proj, v)?, attention(&w.o_proj, o)?];
+            let mut ffn = |t, scheme| loader.matrix(arena, t, scheme, Class::Ffn);
+            let [gate_proj, up_proj, down_proj] =
+                [ffn(&w.gate_proj, gate)?, ffn(&w.up_proj, up)?, ffn(&w.down_proj, down)?];
+            let mut norm = |t: &Tensor| loader.norm(arena, t);
+            layers.push((
+                kind,
+                [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj],
+                [
+                    norm(&w.input_layernorm)?,
+                    norm(&w.post_attention_layernorm)?,
+                    norm(&w.pre_feedforward_layernorm)?,
+                    norm(&w.post_feedforward_layernorm)?,
+                    norm(&w.q_norm)?,
+                    norm(&w.k_norm)?,
+                ],
+            ));
+        }
+        loader.read_queued()?;
+        let (scratch, sampled, history) = match of {
+            Some(model) => {
+                (model.scratch.by_turns(config, tokens), model.sampled.clone(), model.history.clone())
+            }
+            None => {
+                let scratch = Scratch::new(arena, config, tokens, demand.activation_bytes())?;
+                let sampled = device_buffer(arena, memory::SAMPLED_BYTES, "sampled ids")?;
+                let history = device_buffer(arena, memory::history_bytes(&limits), "history")?;
+                (scratch, sampled, History { ids: history, slot_len: limits.max_context })
+            }
+        };
+        let logits_readback = match of {
+            Some(model) => model.logits_readback.clone(),
+            None => {
+                let bytes = memory::logits_bytes(config);
+                arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "logits readback")?
+            }
+        };
+        let [rope_sliding, rope_full] = [
+            (config.rope_local_base_freq, 1.0, "rope table (sliding layers)"),
+            (config.rope_theta, config.rope_scaling_factor, "rope table (full layers)"),
+        ]
+        .map(|(base, factor, name)| {
+            let table = rope_table(config.head_dim, limits.max_context, base, factor);
+            let bytes = memory::rope_table_bytes(config, limits.max_context);
+            let buffer = device_buffer(arena, bytes, name)?;
+            loader.uploader.upload(&buffer, &table)?;
+            Ok::<_, LoadError>(buffer)
+        });
+        let mut moments = Vec::new();
+        for i in 0..if options.moments && of.is_none() { layers.len() } else { 0 } {
+            let [a, b, c, d] = memory::moment_widths(config)
+                .map(|width| device_buffer(arena, 4 * width as u64, &format!("layer {i} moments")));
+            moments.push([a?, b?, c?, d?]);
+        }
+        let mut moments = moments.into_iter();
+        let layers = layers
+            .into_iter()
+            .enumerate()
+            .map(|(i, (kind, matrices, norms))| {
+                let bytes = memory::kv_pool_bytes(config, options.kv, &limits.kv, kind);
+                let mut half = |what: &str| {
+                    arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
+                };
+                let cache = KvCache { keys: half("key")?, values: half("value")? };
+                let [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj] = matrices;
+                let [n1, n2, n3, n4, q_norm, k_norm] = norms;
+                Ok(Layer {
+                    kind,
+                    input_layernorm: n1,
+                    post_attention_layernorm: n2,
+                    pre_feedforward_layernorm: n3,
+                    post_feedforward_layernorm: n4,
+                    q_norm,
+                    k_norm,
+                    q_proj,
+                    k_proj,
+                    v_proj,
+                    o_proj,
+                    gate_proj,
+                    up_proj,
+                    down_proj,
+                    cache,
+                    moments: moments.next(),
+                })
+            })
+            .collect::<Result<Vec<_>, LoadError>>()?;
+
+        let frames = (0..MAX_IN_FLIGHT)
+            .map(|i| Frame::new(arena, &limits, i))
+            .collect::<Result<Vec<_>, LoadError>>()?;
+        let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
+        // What the model itself has no row for is no guess.
+        let sample_below = of.map_or(sample_below, |model| sample_below.min(model.sample_below));
+        checkpoint.release_all();
+        *done = loader.done;
+        let bytes = weights.iter().map(|t| t.stored_bytes()).sum();
+        let loaded = Loaded { bytes, resident_bytes: checkpoint.resident_bytes() };
+        loader.uploader.finish()?;
+        Ok(Gemma3 {
+            device: device.clone(),
+            config: config.clone(),
+            generation: source.generation.clone(),
+            limits,
+            kv: options.kv,
+            sample_below,
+            kernels,
+            embedding,
+            norm,
+            layers,
+            rope_sliding: rope_sliding?,
+            rope_full: rope_full?,
+            scratch,
+            frames,
+            sampled,
+            history,
+            logits_readback,
+            in_flight: VecDeque::new(),
+            next_ticket: 0,
+            submit_macs: MAX_SUBMIT_MACS,
+            max_submit: options.max_submit,
+            max_submit_macs: options.max_submit_macs,
+            placements: Vec::new(),
+            loaded,
+            residency: Residency::Unknown,
+            weight_bytes: demand.weight_bytes_of(config, schemes),
+        })
+    }
+}
+
 /// Bytes of tensors that are read together, so that the disk always has enough to do, and progress shows.
 const READ_TOGETHER_BYTES: u64 = 256 << 20;
 
@@ -898,27 +1007,47 @@ impl Scratch {
         }
     }
 
-    fn new(arena: &mut Arena, config: &Gemma3Config, tokens: usize) -> Result<Scratch, GpuError> {
-        let mut each = memory::activations(config, tokens).into_iter();
-        let mut next = || {
-            let (name, rows, width) = each.next().expect("one for each field");
-            let buffer = device_buffer(arena, Activations::bytes(rows, width), name)?;
-            Ok::<_, GpuError>(Activations::new(buffer, width))
-        };
-        Ok(Scratch {
-            hidden: next()?,
-            normed: next()?,
-            delta: next()?,
-            q: next()?,
-            attended: next()?,
-            k: next()?,
-            v: next()?,
-            gate: next()?,
-            up: next()?,
-            final_rows: next()?,
-            logits: next()?,
-            adjusted: next()?,
-        })
+    /// Buffers of such names and sizes, as those of `config` need them for `tokens` at least.
+    fn new(
+        arena: &mut Arena,
+        config: &Gemma3Config,
+        tokens: usize,
+        sizes: [(&str, u64); 12],
+    ) -> Result<Scratch, GpuError> {
+        let buffers = sizes.map(|(name, bytes)| device_buffer(arena, bytes, name));
+        let buffers = buffers.into_iter().collect::<Result<Vec<_>, _>>()?;
+        Ok(Scratch::of(config, tokens, buffers))
+    }
+
+    /// The same buffers for another model, whose steps come before and behind those of this one.
+    fn by_turns(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
+        let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, final_rows, logits, adjusted } =
+            self;
+        let all = [hidden, normed, delta, q, attended, k, v, gate, up, final_rows, logits, adjusted];
+        Scratch::of(config, tokens, all.map(|activations| activations.buffer.clone()).into())
+    }
+
+    fn of(config: &Gemma3Config, tokens: usize, buffers: Vec<Buffer>) -> Scratch {
+        let each = memory::activations(config, tokens).into_iter().zip(buffers);
+        let mut each = each.map(|((name, rows, width), buffer)| {
+            assert!(buffer.size() >= Activations::bytes(rows, width), "{name}: the buffer is too small");
+            Activations::new(buffer, width)
+        });
+        let mut next = || each.next().expect("one for each field");
+        Scratch {
+            hidden: next(),
+            normed: next(),
+            delta: next(),
+            q: next(),
+            attended: next(),
+            k: next(),
+            v: next(),
+            gate: next(),
+            up: next(),
+            final_rows: next(),
+            logits: next(),
+            adjusted: next(),
+        }
     }
 }
 

@@ -76,6 +76,16 @@ pub struct Demand<'a> {
     pub max_shard_bytes: u64,
     /// Whether the inputs of each layer's matrices are summed up.
     pub moments: bool,
+    /// What lies beside it to guess for it.
+    pub draft: Option<DraftDemand<'a>>,
+}
+
+/// A second model, which guesses for the first one (`draft.rs`): it has blocks where that one has them, its steps at the same
+/// time, and its activations in the same place by turns.
+#[derive(Debug, Clone)]
+pub struct DraftDemand<'a> {
+    pub config: &'a Gemma3Config,
+    pub schemes: Schemes,
 }
 
 /// Blocks of the KV cache.
@@ -98,7 +108,7 @@ pub struct Fit {
 
 /// A model does not fit. Nothing was taken. One line; [`Refusal::table`] has the rows.
 #[derive(Debug, thiserror::Error)]
-#[error("the model does not fit with {}: {refusal}; {}", tokens_of(*.sequences, *.context), advice(self))]
+#[error("{} not fit with {}: {refusal}; {}", subject(self), tokens_of(*.sequences, *.context), advice(self))]
 pub struct DoesNotFit {
     /// Tokens of each sequence that were asked for; the least there is, where as many as fit were.
     pub context: usize,
@@ -108,6 +118,15 @@ pub struct DoesNotFit {
     pub largest_context: usize,
     /// The option, e.g. `--quantize int4-g128`, with which it would fit, and tokens of each sequence then.
     pub smaller: Option<(String, usize)>,
+    /// Where there is a draft model, tokens of each sequence that would fit without it; 0 where none do.
+    pub without_draft: Option<usize>,
+}
+
+fn subject(error: &DoesNotFit) -> &'static str {
+    match error.without_draft {
+        None => "the model does",
+        Some(_) => "the model and its draft model do",
+    }
 }
 
 fn tokens_of(sequences: usize, context: usize) -> String {
@@ -118,32 +137,48 @@ fn tokens_of(sequences: usize, context: usize) -> String {
 }
 
 fn advice(error: &DoesNotFit) -> String {
-    match (error.largest_context, &error.smaller) {
+    let advice = match (error.largest_context, &error.smaller) {
         (0, None) => "no smaller scheme would fit: free memory, or allow more of it (memory.vram, memory.gtt, memory.reserve)".into(),
         (0, Some((option, context))) => {
             format!("{option} would fit, with {}", tokens_of(error.sequences, *context))
         }
         (context, _) => format!("--context {context} would fit"),
+    };
+    match error.without_draft {
+        None | Some(0) => advice,
+        Some(context) => format!("{advice}; without --draft, {} would", tokens_of(error.sequences, context)),
     }
 }
 
-impl Demand<'_> {
+/// Layers that see every token, and those that see a window.
+fn layers(config: &Gemma3Config) -> [usize; 2] {
+    let sliding = config.layer_types.iter().filter(|kind| **kind == LayerType::SlidingAttention).count();
+    [config.num_hidden_layers - sliding, sliding]
+}
+
+/// Tokens that a sliding layer sees; none where there is no such layer.
+pub(super) fn window(config: &Gemma3Config) -> Option<usize> {
+    (layers(config)[1] > 0).then_some(config.sliding_window)
+}
+
+impl<'a> Demand<'a> {
+    /// The model, and its draft where it has one: what its buffers' names begin with, config, schemes.
+    fn models(&self) -> impl Iterator<Item = (&'static str, &'a Gemma3Config, &Schemes)> {
+        let draft = self.draft.as_ref().map(|draft| ("draft ", draft.config, &draft.schemes));
+        [("", self.config, &self.schemes)].into_iter().chain(draft)
+    }
+
+    /// The longest context that the model was made for, and its draft.
+    pub fn longest_context(&self) -> usize {
+        let each = self.models().map(|(_, config, _)| config.max_position_embeddings);
+        each.min().expect("a model at least")
+    }
+
     /// Tokens that a step has room for.
     pub fn batch_tokens(&self) -> usize {
-        let bounded = (MAX_SUBMIT_MACS / macs_per_token_and_layer(self.config)) as usize;
-        self.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(self.config.max_position_embeddings)
-    }
-
-    /// Layers that see every token, and those that see a window.
-    fn layers(&self) -> [usize; 2] {
-        let sliding =
-            self.config.layer_types.iter().filter(|kind| **kind == LayerType::SlidingAttention).count();
-        [self.config.num_hidden_layers - sliding, sliding]
-    }
-
-    /// Tokens that a sliding layer sees; none where there is no such layer.
-    fn window(&self) -> Option<usize> {
-        (self.layers()[1] > 0).then_some(self.config.sliding_window)
+        let macs = self.models().map(|(_, config, _)| macs_per_token_and_layer(config)).max();
+        let bounded = (MAX_SUBMIT_MACS / macs.expect("a model at least")) as usize;
+        self.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(self.longest_context())
     }
 
     /// Blocks of sliding layers that one sequence of `context` tokens holds at most.
@@ -152,7 +187,7 @@ impl Demand<'_> {
             block_size: self.block_size,
             full_blocks: 0,
             sliding_blocks: 0,
-            sliding_window: self.window(),
+            sliding_window: window(self.config),
         };
         // The steps in flight have their tokens there at once.
         kv.window_blocks((MAX_IN_FLIGHT * self.batch_tokens()).min(context))
@@ -176,7 +211,7 @@ impl Demand<'_> {
                 block_size: self.block_size,
                 full_blocks: pools.full,
                 sliding_blocks: pools.sliding,
-                sliding_window: self.window(),
+                sliding_window: window(self.config),
             },
             max_context: context,
             vocab_size: self.config.vocab_size,
@@ -185,29 +220,73 @@ impl Demand<'_> {
 
     /// Every buffer, each class in the order in which a load asks for it.
     pub fn requests(&self, context: usize, pools: Pools) -> Vec<Request> {
-        let c = self.config;
         let limits = self.limits(context, pools);
-        let mut requests = Vec::new();
-        let mut add = |class, kind, bytes, name: String| requests.push(Request { class, kind, bytes, name });
         let device = MemoryKind::Device;
+        let mut requests = Vec::new();
+        for (prefix, c, schemes) in self.models() {
+            let is_draft = !prefix.is_empty();
+            let mut add = |class, kind, bytes, name: String| {
+                requests.push(Request { class, kind, bytes, name: format!("{prefix}{name}") });
+            };
+            self.weights(c, schemes, &mut |class, bytes, name| add(class, device, bytes, name));
+
+            if !is_draft {
+                for (name, bytes) in self.activation_bytes() {
+                    add(Class::Activations, device, bytes, name.into());
+                }
+                add(Class::Activations, device, SAMPLED_BYTES, "sampled ids".into());
+                add(Class::Activations, device, history_bytes(&limits), "history".into());
+            }
+            for name in ["rope table (sliding layers)", "rope table (full layers)"] {
+                add(Class::Activations, device, rope_table_bytes(c, context), name.into());
+            }
+            if self.moments && !is_draft {
+                for i in 0..c.num_hidden_layers {
+                    for width in moment_widths(c) {
+                        add(Class::Activations, device, 4 * width as u64, format!("layers.{i} moments"));
+                    }
+                }
+            }
+
+            if !is_draft {
+                add(Class::Staging, MemoryKind::Readback, logits_bytes(c), "logits readback".into());
+            }
+            let limits = Limits { vocab_size: c.vocab_size, ..limits };
+            for step in 0..MAX_IN_FLIGHT {
+                let input = step_input_bytes(&limits).iter().sum();
+                add(Class::Staging, MemoryKind::Upload, input, format!("step {step} input"));
+                add(Class::Staging, MemoryKind::Readback, drawn_bytes().iter().sum(), "drawn ids".into());
+            }
+
+            for (i, kind) in c.layer_types.iter().enumerate() {
+                for what in ["key", "value"] {
+                    let bytes = kv_pool_bytes(c, self.kv, &limits.kv, *kind);
+                    add(Class::KvCache, device, bytes, format!("layer {i} {what} cache"));
+                }
+            }
+        }
+        requests
+    }
+
+    /// The weights of one of the models, as [`Demand::requests`] lists them.
+    fn weights(&self, c: &Gemma3Config, schemes: &Schemes, add: &mut dyn FnMut(Class, u64, String)) {
         let matrix = |(rows, cols): (usize, usize), scheme: Scheme| {
             Matrix::buffer_bytes(scheme, rows, cols, self.max_shard_bytes)
         };
-
         let (mut bytes, mut shards) = (Vec::new(), 0);
-        for (blocks, scales) in matrix((c.vocab_size, c.hidden_size), self.schemes.embedding) {
+        for (blocks, scales) in matrix((c.vocab_size, c.hidden_size), schemes.embedding) {
             shards += 1;
             bytes.push(blocks);
             bytes.extend(scales);
         }
         bytes.push(Embedding::table_bytes(shards));
         for bytes in bytes {
-            add(Class::Embedding, device, bytes, "embed_tokens".into());
+            add(Class::Embedding, bytes, "embed_tokens".into());
         }
 
         let (hidden, head_dim) = (c.hidden_size as u64, c.head_dim as u64);
         let norms = [hidden, hidden, hidden, hidden, head_dim, head_dim];
-        add(Class::Norms, device, 4 * hidden, "norm".into());
+        add(Class::Norms, 4 * hidden, "norm".into());
         let (q, kv) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
         let (attention, ffn) = (Class::Attention, Class::Ffn);
         let projections = [
@@ -219,51 +298,30 @@ impl Demand<'_> {
             ("up_proj", ffn, (c.intermediate_size, c.hidden_size)),
             ("down_proj", ffn, (c.hidden_size, c.intermediate_size)),
         ];
-        for (i, schemes) in self.schemes.layers.iter().enumerate() {
+        for (i, schemes) in schemes.layers.iter().enumerate() {
             for ((name, class, shape), scheme) in projections.iter().zip(schemes) {
                 for (blocks, scales) in matrix(*shape, *scheme) {
-                    add(*class, device, blocks, format!("layers.{i}.{name}"));
+                    add(*class, blocks, format!("layers.{i}.{name}"));
                     if let Some(scales) = scales {
-                        add(*class, device, scales, format!("layers.{i}.{name} scales"));
+                        add(*class, scales, format!("layers.{i}.{name} scales"));
                     }
                 }
             }
             for elements in norms {
-                add(Class::Norms, device, 4 * elements, format!("layers.{i} norm"));
+                add(Class::Norms, 4 * elements, format!("layers.{i} norm"));
             }
         }
+    }
 
-        for (name, rows, width) in activations(c, self.batch_tokens()) {
-            add(Class::Activations, device, Activations::bytes(rows, width), name.into());
-        }
-        add(Class::Activations, device, SAMPLED_BYTES, "sampled ids".into());
-        add(Class::Activations, device, history_bytes(&limits), "history".into());
-        for name in ["rope table (sliding layers)", "rope table (full layers)"] {
-            add(Class::Activations, device, rope_table_bytes(c, context), name.into());
-        }
-
-        if self.moments {
-            for i in 0..c.num_hidden_layers {
-                for width in moment_widths(c) {
-                    add(Class::Activations, device, 4 * width as u64, format!("layers.{i} moments"));
-                }
+    /// The activations of a step, each as large as the larger of the models needs it.
+    pub(super) fn activation_bytes(&self) -> [(&'static str, u64); 12] {
+        let mut largest = activations(self.config, self.batch_tokens()).map(|(name, ..)| (name, 0));
+        for (_, config, _) in self.models() {
+            for (most, (_, rows, width)) in largest.iter_mut().zip(activations(config, self.batch_tokens())) {
+                most.1 = most.1.max(Activations::bytes(rows, width));
             }
         }
-
-        add(Class::Staging, MemoryKind::Readback, logits_bytes(c), "logits readback".into());
-        for step in 0..MAX_IN_FLIGHT {
-            let input = step_input_bytes(&limits).iter().sum();
-            add(Class::Staging, MemoryKind::Upload, input, format!("step {step} input"));
-            add(Class::Staging, MemoryKind::Readback, drawn_bytes().iter().sum(), "drawn ids".into());
-        }
-
-        for (i, kind) in c.layer_types.iter().enumerate() {
-            for what in ["key", "value"] {
-                let bytes = kv_pool_bytes(c, self.kv, &limits.kv, *kind);
-                add(Class::KvCache, device, bytes, format!("layer {i} {what} cache"));
-            }
-        }
-        requests
+        largest
     }
 
     /// Everything in its place.
@@ -279,7 +337,7 @@ impl Demand<'_> {
 
     /// The largest context, in whole blocks or the model's own maximum, that fits that many times; 0 where none does.
     pub fn largest_context(&self, machine: &Machine, limits: &placement::Limits, sequences: usize) -> usize {
-        let longest = self.config.max_position_embeddings;
+        let longest = self.longest_context();
         let context = |blocks: usize| (blocks * self.block_size).min(longest);
         let pools = |blocks| self.pools(context(blocks), sequences);
         let fits = |blocks| self.place(machine, limits, context(blocks), pools(blocks)).is_ok();
@@ -298,7 +356,7 @@ impl Demand<'_> {
         others: &[(String, Schemes)],
     ) -> Result<Fit, DoesNotFit> {
         let alone = self.fit(machine, limits, wanted, 1, others)?;
-        let longest = wanted.unwrap_or(usize::MAX).min(self.config.max_position_embeddings);
+        let longest = wanted.unwrap_or(usize::MAX).min(self.longest_context());
         let least = match wanted {
             Some(_) => alone.context,
             None => alone.context.min(LEAST_CONTEXT),
@@ -329,7 +387,7 @@ impl Demand<'_> {
         sequences: usize,
         others: &[(String, Schemes)],
     ) -> Result<Fit, DoesNotFit> {
-        let longest = self.config.max_position_embeddings;
+        let longest = self.longest_context();
         let context = match wanted {
             Some(wanted) => wanted.min(longest),
             // Where not even a block fits, the refusal is that of a block.
@@ -344,7 +402,9 @@ impl Demand<'_> {
                 } else {
                     self.first_smaller(machine, limits, sequences, others)
                 };
-                DoesNotFit { context, sequences, refusal, largest_context, smaller }
+                let alone = self.draft.is_some().then(|| Demand { draft: None, ..self.clone() });
+                let without_draft = alone.map(|alone| alone.largest_context(machine, limits, sequences));
+                DoesNotFit { context, sequences, refusal, largest_context, smaller, without_draft }
             },
         )
     }
@@ -358,7 +418,7 @@ impl Demand<'_> {
         context: usize,
         sequences: usize,
     ) -> Option<u64> {
-        if context >= self.config.max_position_embeddings {
+        if context >= self.longest_context() {
             return None;
         }
         let more = context + self.block_size;
@@ -392,23 +452,30 @@ impl Demand<'_> {
 
     /// Bytes of KV cache that one token of one sequence takes, in full layers.
     pub fn kv_bytes_per_token(&self) -> u64 {
-        2 * self.layers()[0] as u64 * kv_block_bytes(self.config, self.kv, self.block_size)
-            / self.block_size as u64
+        self.block_bytes(0) / self.block_size as u64
     }
 
     /// Bytes of KV cache that one sequence of `context` tokens takes at most, in sliding layers.
     pub fn window_bytes(&self, context: usize) -> u64 {
-        2 * (self.layers()[1] * self.window_blocks(context)) as u64
-            * kv_block_bytes(self.config, self.kv, self.block_size)
+        self.window_blocks(context) as u64 * self.block_bytes(1)
+    }
+
+    /// Bytes of a block in all full layers together, or (1) in all sliding ones.
+    fn block_bytes(&self, kind: usize) -> u64 {
+        let of = |config| 2 * layers(config)[kind] as u64 * kv_block_bytes(config, self.kv, self.block_size);
+        self.models().map(|(_, config, _)| of(config)).sum()
     }
 
     /// Bytes of weights on the device.
     pub fn weight_bytes(&self) -> u64 {
-        let weights = self
-            .requests(self.block_size, self.pools(self.block_size, 1))
-            .into_iter()
-            .filter(|r| r.class.is_weights());
-        weights.map(|r| r.bytes).sum()
+        self.models().map(|(_, config, schemes)| self.weight_bytes_of(config, schemes)).sum()
+    }
+
+    /// The same of one of the models.
+    pub(super) fn weight_bytes_of(&self, config: &Gemma3Config, schemes: &Schemes) -> u64 {
+        let mut sum = 0;
+        self.weights(config, schemes, &mut |_, bytes, _| sum += bytes);
+        sum
     }
 }
 

@@ -3,6 +3,7 @@
 //! Refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
 
 pub mod config;
+pub mod draft;
 pub mod gemma3;
 pub mod memory;
 mod runner;

@@ -1,0 +1,179 @@
+//! A model and its draft on one device: what a small model guesses, the large one checks several of at once.
+//!
+//! The draft's cache mirrors the model's: as many blocks of the same size, and every step's tokens go through both, at the
+//! same positions, in the same blocks, behind the same copies. So the engine's one block manager, its prefix cache, forks and
+//! preemption serve both, and a sequence's draft is ready wherever the sequence is. The draft's half of a step goes to the
+//! queue first: it reads the ids last sampled before the model draws new ones, from the same slots.
+//!
+//! Guessing is a chain of steps of the draft alone, each of one token for every sequence that wants more. They draw what the
+//! model is to draw, with its parameters, from the same history and with the same noise at the same positions, so that
+//! with a temperature too they agree as often as the models do.
+//!
+//! Refuses a draft that would have to look back further than the model's blocks reach. Ids that the draft has no row for are
+//! read as the last one it has: the guesses behind them are worse, and the answer is the same.
+
+use std::borrow::Cow;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::config::Gemma3Config;
+use super::gemma3::{Gemma3, LoadError, LoadOptions, Loaded, Progress};
+use super::memory::window;
+use super::{
+    Batch, BatchSequence, DraftRequest, Draw, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
+};
+use crate::checkpoint::ModelFiles;
+use crate::gpu::Device;
+
+/// Whether a model of the second config can be the draft of one of the first; else why not.
+pub fn check_draft(model: &Gemma3Config, draft: &Gemma3Config) -> Result<(), String> {
+    match (window(model), window(draft)) {
+        (None, Some(draft)) => Err(format!(
+            "its layers see a window of {draft} tokens, and the model has no such layers, so no blocks for them: it \
+             cannot be that model's draft"
+        )),
+        (Some(model), Some(draft)) if draft > model => Err(format!(
+            "sliding_window is {draft}, and that of the model is {model}: a draft looks back as far as the model at most"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Loads a model and its draft into device memory, for a context that both were made for. What `options` say of weights
+/// concerns the model: the draft's are stored as its files have them.
+pub fn load(
+    device: &Arc<Device>,
+    files: &ModelFiles,
+    draft_files: &ModelFiles,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<(Gemma3, Draft), LoadError> {
+    let (model, draft) = Gemma3::load_with_draft(device, files, Some(draft_files), options, progress)?;
+    Ok((model, Draft(draft.expect("one was asked for"))))
+}
+
+/// A draft, loaded beside the model that it belongs to.
+pub struct Draft(Gemma3);
+
+impl Draft {
+    pub fn config(&self) -> &Gemma3Config {
+        self.0.config()
+    }
+
+    pub fn loaded(&self) -> Loaded {
+        self.0.loaded()
+    }
+
+    /// Bytes of its weights on the device.
+    pub fn weight_bytes(&self) -> u64 {
+        self.0.weight_bytes()
+    }
+
+    /// Bytes of its half of one KV block in all sliding layers together.
+    pub fn sliding_block_bytes(&self) -> u64 {
+        self.0.sliding_block_bytes()
+    }
+}
+
+/// A model and its draft, at work.
+pub struct Drafted {
+    model: Gemma3,
+    draft: Gemma3,
+    /// The draft's halves of the steps in flight.
+    mirrored: VecDeque<Ticket>,
+}
+
+impl Drafted {
+    /// The two that were loaded together; nothing has been computed yet.
+    pub fn new(model: Gemma3, Draft(draft): Draft) -> Drafted {
+        Drafted { model, draft, mirrored: VecDeque::new() }
+    }
+
+    pub fn model(&self) -> &Gemma3 {
+        &self.model
+    }
+
+    /// The step as far as the draft can read it.
+    fn mirrored<'a>(&self, batch: &'a Batch) -> Cow<'a, Batch> {
+        let rows = self.draft.limits().vocab_size as u32;
+        let foreign = |s: &BatchSequence| match &s.input {
+            Input::Ids(ids) => ids.iter().any(|id| *id >= rows),
+            Input::LastSampled => false,
+        };
+        if !batch.sequences.iter().any(foreign) {
+            return Cow::Borrowed(batch);
+        }
+        let mut batch = batch.clone();
+        for sequence in &mut batch.sequences {
+            if let Input::Ids(ids) = &mut sequence.input {
+                ids.iter_mut().for_each(|id| *id = (*id).min(rows - 1));
+            }
+        }
+        Cow::Owned(batch)
+    }
+
+    /// The step of the chain that is `ahead` of its beginning, with the requests that have a token in it.
+    fn link(&self, requests: &[DraftRequest], ahead: usize) -> (Batch, Sampling, Vec<usize>) {
+        let (mut batch, mut sampling, mut whose) = (Batch::default(), Sampling::default(), Vec::new());
+        let rows = self.draft.limits().vocab_size;
+        for (i, DraftRequest { sequence, draws }) in requests.iter().enumerate() {
+            let Some(draw) = draws.get(ahead) else { continue };
+            let mut draw = Draw { sequence: whose.len(), token: 0, ..draw.clone() };
+            if draw.bias.iter().any(|(id, _)| *id as usize >= rows) {
+                draw.bias = draw.bias.iter().copied().filter(|(id, _)| (*id as usize) < rows).collect();
+            }
+            let mut sequence = BatchSequence { start: sequence.start + ahead, ..sequence.clone() };
+            if ahead > 0 {
+                sequence.input = Input::LastSampled;
+            }
+            batch.sequences.push(sequence);
+            sampling.draws.push(draw);
+            whose.push(i);
+        }
+        (batch, sampling, whose)
+    }
+}
+
+impl Runner for Drafted {
+    fn limits(&self) -> Limits {
+        self.model.limits()
+    }
+
+    fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {
+        let mirrored = self.draft.submit(&self.mirrored(batch), &Sampling::default())?;
+        self.mirrored.push_back(mirrored);
+        self.model.submit(batch, sampling)
+    }
+
+    fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError> {
+        self.draft.wait(self.mirrored.pop_front().expect("a step in flight"))?;
+        self.model.wait(ticket)
+    }
+
+    fn has_draft(&self) -> bool {
+        true
+    }
+
+    fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
+        assert!(self.mirrored.is_empty(), "guesses are asked for beside a step in flight");
+        let mut guesses = vec![Vec::new(); requests.len()];
+        let mut under_way = VecDeque::new();
+        let mut take = |draft: &mut Gemma3, (ticket, whose): (Ticket, Vec<usize>)| {
+            let sampled = draft.wait(ticket)?;
+            whose.into_iter().zip(sampled.ids).for_each(|(i, id)| guesses[i].push(id));
+            Ok::<_, RunnerError>(())
+        };
+        let longest = requests.iter().map(|request| request.draws.len()).max().unwrap_or(0);
+        for ahead in 0..longest {
+            let (batch, sampling, whose) = self.link(requests, ahead);
+            if under_way.len() == self.draft.limits().max_in_flight {
+                take(&mut self.draft, under_way.pop_front().expect("just counted"))?;
+            }
+            let ticket = self.draft.submit(&self.mirrored(&batch), &sampling)?;
+            under_way.push_back((ticket, whose));
+        }
+        under_way.into_iter().try_for_each(|link| take(&mut self.draft, link))?;
+        // What follows an id that could not be drawn follows from nothing.
+        Ok(guesses.into_iter().map(|ids| ids.into_iter().map_while(|id| id).collect()).collect())
+    }
+}

@@ -1,0 +1,235 @@
+//! A model and its draft on the device: every answer is the one that the model gives alone, whatever the draft guesses, and
+//! it takes fewer passes where that guesses well. What cannot be a draft is refused with its numbers.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+use unicorn::checkpoint::ModelFiles;
+use unicorn::engine::{Guesses, Sequence};
+use unicorn::gpu::placement::{Class, Limits as MemoryLimits, Machine, MemoryKind};
+use unicorn::model::config::Gemma3Config;
+use unicorn::model::draft::{self, Drafted, check_draft};
+use unicorn::model::gemma3::{Gemma3, LoadError, LoadOptions};
+use unicorn::model::memory::{Demand, DraftDemand, Schemes};
+use unicorn::model::shapes::Shape;
+use unicorn::model::{Runner, SamplingParams};
+use unicorn::tensor::{KvDtype, QuantizeMode, Scheme};
+
+use crate::batching::{PENALTIES, Texts};
+use crate::drive::Driver;
+use crate::support::{data, device};
+use crate::{demo, golden};
+
+const DRAWN: SamplingParams = SamplingParams { temperature: 0.8, seed: 4711, ..SamplingParams::GREEDY };
+
+fn load(model: &Path, draft: &Path, options: &LoadOptions) -> Result<Drafted, LoadError> {
+    let [files, draft_files] = [model, draft].map(|folder| ModelFiles::open(folder).unwrap());
+    let (model, draft) = draft::load(&device(), &files, &draft_files, options, &mut |_| {})?;
+    Ok(Drafted::new(model, draft))
+}
+
+/// Prompts of questions, three of them some blocks long.
+fn prompts(n: usize) -> Vec<Vec<u32>> {
+    let long = demo::quick_prompts(70).filter(|prompt| prompt.len() > 40).take(3);
+    long.chain(demo::quick_prompts(40).step_by(7)).map(<[u32]>::to_vec).take(n).collect()
+}
+
+/// Runs the prompts one after the other, up to a stop id: the answers, passes beyond the prompts', and what was guessed.
+fn one_by_one(
+    model: &mut dyn Runner,
+    params: SamplingParams,
+    prompts: &[Vec<u32>],
+) -> (Vec<Vec<u32>>, usize, Guesses) {
+    let limits = model.limits();
+    let (mut answers, mut passes) = (Vec::new(), 0);
+    let mut driver = Driver::new(model, limits);
+    for (i, prompt) in prompts.iter().enumerate() {
+        let mut sequence = Sequence::new(i as u64, prompt.clone(), params, 40);
+        sequence.stop_token_ids = demo::STOP.into();
+        // Penalties alone would hide that biases are guessed with.
+        sequence.bias = if params.penalizes() { [(300, 2.0)].into() } else { [].into() };
+        let mut run = driver.run(vec![sequence]);
+        passes += run.steps + 1 - (prompt.len() - run.cached[&(i as u64)]).div_ceil(limits.max_batch_tokens);
+        answers.push(run.answers.remove(&(i as u64)).unwrap());
+    }
+    (answers, passes, driver.guesses())
+}
+
+/// It then guesses everything right: greedy or drawn, with penalties and biases or without.
+#[test]
+fn a_model_that_is_its_own_draft_takes_less_than_half_the_passes() {
+    let options = LoadOptions { max_context: Some(512), ..LoadOptions::default() };
+    let mut plain = golden::load(&demo::folder(), &options);
+    let mut drafted = load(&demo::folder(), &demo::folder(), &options).unwrap();
+    let prompts = prompts(12);
+    assert_eq!(prompts.len(), 12);
+    for params in [SamplingParams::GREEDY, SamplingParams { temperature: 0.8, seed: 5, ..PENALTIES }] {
+        let (expected, ..) = one_by_one(&mut plain, params, &prompts);
+        let (answers, passes, guesses) = one_by_one(&mut drafted, params, &prompts);
+        assert_eq!(answers, expected);
+        let tokens: usize = answers.iter().map(|answer| answer.len() + 1).sum();
+        println!("{tokens} tokens in {passes} passes, {guesses:?}");
+        assert!(tokens > 2 * passes, "{tokens} tokens in {passes} passes");
+        assert!(guesses.model.accepted > 100, "{guesses:?}");
+        assert_eq!(guesses.model.accepted, guesses.model.proposed, "all of them are right");
+    }
+}
+
+/// Alone, in batches, from the prefix cache, in chunks, preempted, forked: with a draft that differs by how its weights are
+/// rounded.
+#[test]
+fn answers_with_a_draft_are_those_without() {
+    let options = LoadOptions {
+        quantize: QuantizeMode::Int4G32,
+        kv: KvDtype::F16,
+        sequences: 16,
+        max_context: Some(512),
+        ..LoadOptions::default()
+    };
+    let mut plain = golden::load(&demo::folder(), &options);
+    let mut drafted = load(&demo::folder(), &demo::folder(), &options).unwrap();
+    for params in [SamplingParams::GREEDY, DRAWN] {
+        let texts = Texts::new(&mut plain, params, prompts(5), 24);
+        texts.check_all(&mut drafted);
+        let (_, passes, guesses) = one_by_one(&mut drafted, params, &texts.prompts);
+        println!("temperature {}: {passes} passes, {guesses:?}", params.temperature);
+        assert!(guesses.model.accepted > 10, "{guesses:?}");
+    }
+    // So hot that the two often part.
+    let hot = SamplingParams { temperature: 2.0, seed: 12, ..SamplingParams::GREEDY };
+    let (expected, ..) = one_by_one(&mut plain, hot, &prompts(12));
+    let (answers, passes, guesses) = one_by_one(&mut drafted, hot, &prompts(12));
+    println!("temperature 2: {passes} passes, {guesses:?}");
+    assert_eq!(answers, expected);
+    let (proposed, accepted) = (guesses.model.proposed, guesses.model.accepted);
+    assert!(accepted > 10 && accepted + 10 < proposed, "{guesses:?}");
+}
+
+/// Of another shape, with a window of 8 where the model has 16, and without rows for a third of its ids.
+#[test]
+fn a_draft_with_fewer_ids_and_a_smaller_window_changes_nothing() {
+    let folder = data("gemma3/tiny-a");
+    let goldens = golden::Goldens::open(&folder);
+    let options = LoadOptions { sequences: 16, max_context: Some(512), ..LoadOptions::default() };
+    let mut plain = golden::load(&folder, &options);
+    let mut drafted = load(&folder, &data("gemma3/tiny-b"), &options).unwrap();
+    assert_eq!((drafted.limits(), drafted.has_draft()), (plain.limits(), true));
+    let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
+    let long = long[..long.len().min(150)].to_vec();
+    let prompts = vec![mid.clone(), short, long.clone(), long[11..].to_vec(), mid[..9].to_vec()];
+    for params in [SamplingParams::GREEDY, SamplingParams { temperature: 1.5, ..DRAWN }] {
+        let texts = Texts::new(&mut plain, params, prompts.clone(), 40);
+        texts.check_all(&mut drafted);
+    }
+    let (answers, _, guesses) = one_by_one(&mut drafted, DRAWN, &prompts);
+    let foreign = answers.iter().flatten().filter(|id| **id >= 320).count();
+    assert!(foreign > 10 && guesses.model.proposed > 10, "{foreign} ids beyond 320, {guesses:?}");
+}
+
+#[test]
+fn what_cannot_be_a_draft_is_refused_with_its_numbers() {
+    let config = |name| Shape::named(name).unwrap().config();
+    for (model, draft) in [("gemma-3-27b", "gemma-3-1b"), ("gemma-3-1b", "gemma-3-270m")] {
+        assert_eq!(check_draft(&config(model), &config(draft)), Ok(()));
+    }
+    let problem = check_draft(&config("gemma-3-1b"), &config("gemma-3-4b")).unwrap_err();
+    assert!(problem.contains("1024") && problem.contains("512"), "{problem}");
+
+    // A draft may have no window; a model without one has no blocks for a draft that has.
+    let mut full: Value = serde_json::from_str(&Shape::named("gemma-3-1b").unwrap().config_json()).unwrap();
+    full["layer_types"] = json!(vec!["full_attention"; 26]);
+    let full = Gemma3Config::from_json(full.to_string().as_bytes(), "full").unwrap();
+    assert_eq!(check_draft(&config("gemma-3-4b"), &full), Ok(()));
+    let problem = check_draft(&full, &config("gemma-3-270m")).unwrap_err();
+    assert!(problem.contains("512"), "{problem}");
+
+    let Err(LoadError::Option(message)) =
+        load(&data("gemma3/tiny-b"), &data("gemma3/tiny-a"), &LoadOptions::default())
+    else {
+        panic!("a window of 16 in one of 8")
+    };
+    for part in ["tiny-a", "config.json", "sliding_window is 16", "8"] {
+        assert!(message.contains(part), "{part:?} is not in {message}");
+    }
+}
+
+/// The 27B with the 1B beside it, on paper, by what each takes alone.
+#[test]
+fn a_model_and_its_draft_are_planned_together() {
+    let [model, small] = ["gemma-3-27b", "gemma-3-1b"].map(|name| Shape::named(name).unwrap().config());
+    let schemes = |c| Schemes::uniform(c, Scheme::int4(128), Scheme::int4(128), Scheme::Int8Row);
+    let alone = |config| Demand {
+        config,
+        schemes: schemes(config),
+        kv: KvDtype::F16,
+        block_size: 16,
+        max_batch_tokens: 128,
+        max_shard_bytes: 0xffff_fffc / 2,
+        moments: false,
+        draft: None,
+    };
+    let draft = DraftDemand { config: &small, schemes: schemes(&small) };
+    let both = Demand { draft: Some(draft), ..alone(&model) };
+    assert_eq!((both.longest_context(), both.batch_tokens()), (32_768, 128));
+    let pools = both.pools(4096, 2);
+    assert_eq!(pools, alone(&model).pools(4096, 2), "blocks are those of the model");
+    let sum = |demand: &Demand<'_>, class| -> u64 {
+        let requests = demand.requests(4096, pools).into_iter();
+        requests.filter(|request| request.class == class).map(|request| request.bytes).sum()
+    };
+    for class in [Class::Attention, Class::Ffn, Class::Embedding, Class::Norms, Class::KvCache] {
+        let each = sum(&alone(&model), class) + sum(&alone(&small), class);
+        assert_eq!(sum(&both, class), each, "{}", class.name());
+    }
+    // Two tables of 128 pairs for each position; all else is there by turns.
+    let tables = 2 * 4096 * 256 * 4;
+    assert_eq!(sum(&both, Class::Activations), sum(&alone(&model), Class::Activations) + tables);
+    let [of_both, of_model, of_draft] = [&both, &alone(&model), &alone(&small)]
+        .map(|demand| (demand.weight_bytes(), demand.kv_bytes_per_token()));
+    assert_eq!(of_both, (of_model.0 + of_draft.0, of_model.1 + of_draft.1));
+    let staged = both.requests(4096, pools).into_iter().filter(|r| r.kind == MemoryKind::Readback).count();
+    assert_eq!(staged, 1 + 2 * 2, "the logits' way back, and what two steps of each draw");
+
+    // What fits without it is said.
+    let machine = Machine::on_paper(14 << 30, 1 << 29);
+    let all = MemoryLimits { vram: None, gtt: None, reserve: Some(0) };
+    let fits = alone(&model).largest_context(&machine, &all, 1);
+    assert!(fits > 0, "{fits}");
+    let error = both.fit(&machine, &all, Some(4096), 1, &[]).unwrap_err().to_string();
+    let says = format!("without --draft, a context of {fits} tokens would");
+    assert!(error.contains("the model and its draft model do not fit") && error.contains(&says), "{error}");
+}
+
+#[test]
+fn a_load_of_both_takes_what_was_planned() {
+    let folders = [data("gemma3/tiny-a"), data("gemma3/tiny-b")];
+    let options = LoadOptions { max_context: Some(100), ..LoadOptions::default() };
+    let configs = folders.each_ref().map(|f| Gemma3Config::load(&ModelFiles::open(f).unwrap()).unwrap().0);
+    let bf16 = |c| Schemes::uniform(c, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16);
+    let demand = Demand {
+        config: &configs[0],
+        schemes: bf16(&configs[0]),
+        kv: options.kv,
+        block_size: options.block_size,
+        max_batch_tokens: options.max_batch_tokens,
+        max_shard_bytes: device().info().max_allocation_bytes / 2,
+        moments: false,
+        draft: Some(DraftDemand { config: &configs[1], schemes: bf16(&configs[1]) }),
+    };
+    let plan = demand.place(&device().machine(), &options.memory, 100, demand.pools(100, 1)).unwrap();
+    let drafted = load(&folders[0], &folders[1], &options).unwrap();
+    assert_eq!(drafted.model().placements(), plan.placements());
+    assert_eq!(drafted.model().weight_bytes(), golden::load(&folders[0], &options).weight_bytes());
+}
+
+/// Whatever it is beside, a draft leaves the model alone as it was.
+#[test]
+fn a_model_with_a_draft_computes_alone_as_well() {
+    let folder = data("gemma3/tiny-a");
+    let tokens = golden::Goldens::open(&folder).tokens("tokens.mid");
+    let files = ModelFiles::open(&folder).unwrap();
+    let options = LoadOptions::default();
+    let (mut beside, _draft) = draft::load(&device(), &files, &files, &options, &mut |_| {}).unwrap();
+    let mut alone = Gemma3::load(&device(), &files, &options, &mut |_| {}).unwrap();
+    assert!(golden::all_logits(&mut beside, &tokens) == golden::all_logits(&mut alone, &tokens));
+}
