@@ -53,6 +53,9 @@ pub struct Model {
     /// Where tokenizer.json is, if not with the model.
     #[serde(deserialize_with = "unless_empty")]
     pub tokenizer: Option<String>,
+    /// The model that guesses for this one.
+    #[serde(deserialize_with = "unless_empty")]
+    pub draft: Option<String>,
     #[serde(deserialize_with = "parsed")]
     pub quantize: QuantizeMode,
 }

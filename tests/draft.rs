@@ -16,6 +16,7 @@ use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::{KvDtype, QuantizeMode, Scheme};
 
 use crate::batching::{PENALTIES, Texts};
+use crate::cli::{assert_error, output, tiny_model, unicorn, unicorn_on_software};
 use crate::drive::Driver;
 use crate::support::{data, device};
 use crate::{demo, golden};
@@ -220,6 +221,59 @@ fn a_load_of_both_takes_what_was_planned() {
     let drafted = load(&folders[0], &folders[1], &options).unwrap();
     assert_eq!(drafted.model().placements(), plan.placements());
     assert_eq!(drafted.model().weight_bytes(), golden::load(&folders[0], &options).weight_bytes());
+}
+
+#[test]
+fn the_command_line_takes_a_draft() {
+    let demo = demo::folder();
+    let demo = demo.to_str().unwrap();
+    let ask = [
+        "generate",
+        "--prompt",
+        "What is the capital of France?",
+        "--allow-software-vulkan",
+        "--context",
+        "512",
+    ];
+    let answer = |args: &[&str]| {
+        let (code, stdout, stderr) = output(unicorn_on_software(&[&ask, args].concat()));
+        assert_eq!(code, 0, "{stderr}");
+        (stdout, stderr)
+    };
+    let (alone, _) = answer(&[]);
+    let (drafted, log) = answer(&["--draft", demo, "-v"]);
+    assert_eq!(drafted, alone);
+    assert!(log.contains(&format!("draft    {demo}: 6 layers")), "{log}");
+
+    // Files that cannot be, before a device is touched.
+    let tiny = tiny_model();
+    let tiny = tiny.path().to_str().unwrap();
+    let generate = |args: &[&str]| unicorn(&[&["generate", "--prompt", "x"], args].concat());
+    assert_error(generate(&["--draft", "/nonexistent"]), 1, &["/nonexistent"]);
+    let parts = [tiny, "tokenizer.json: id", "a draft model must have the model's tokenizer"];
+    assert_error(generate(&["--draft", tiny]), 1, &parts);
+    let mut environment = generate(&[]);
+    environment.env("UNICORN_MODEL_DRAFT", tiny);
+    assert_error(environment, 1, &parts);
+
+    let plan = |args: &[&str]| -> Value {
+        let (code, stdout, stderr) =
+            output(unicorn(&[&["plan", demo, "--vram", "1GiB", "--json"], args].concat()));
+        assert_eq!(code, 0, "{stderr}");
+        serde_json::from_str(&stdout).unwrap()
+    };
+    let (one, two) = (plan(&[]), plan(&["--draft", demo]));
+    let weights = |line: &Value| line["weight_bytes"].as_u64().unwrap();
+    assert_eq!(weights(&two), 2 * weights(&one));
+    assert_eq!((&one["draft"], &two["draft"]["model"]), (&Value::Null, &json!(demo)));
+
+    let bench = ["bench", "engine", "--allow-software-vulkan", "--json", "--context", "256", "--runs", "1"];
+    let sizes = ["--prompt-tokens", "20", "--generate-tokens", "20", "--draft", demo];
+    let (code, stdout, stderr) = output(unicorn_on_software(&[&bench[..], &sizes].concat()));
+    assert_eq!(code, 0, "{stderr}");
+    let line: Value = serde_json::from_str(&stdout).unwrap();
+    let guesses = &line["guesses"]["draft_model"];
+    assert!(guesses["accepted"].as_u64() > Some(0) && guesses["proposed"].as_u64() > Some(0), "{line}");
 }
 
 /// Whatever it is beside, a draft leaves the model alone as it was.

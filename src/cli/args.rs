@@ -89,6 +89,10 @@ pub struct Model {
     /// binary
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
     pub model: Option<String>,
+    /// A smaller model with the same tokenizer, which guesses what the model will answer: the answer is the same, and
+    /// comes sooner where guesses come true
+    #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
+    pub draft: Option<String>,
     #[command(flatten)]
     pub memory: Memory,
 }
@@ -350,6 +354,9 @@ pub struct Plan {
     /// The embedding, which is the output head too [default: int8-row; with --scheme bf16, that]
     #[arg(long, value_name = "SCHEME", conflicts_with = "model")]
     pub embedding: Option<Target>,
+    /// A checkpoint to lie beside it as its draft model
+    #[arg(long, value_name = "MODEL")]
+    pub draft: Option<String>,
     /// Conversations held at once, each with the whole context
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub sequences: u32,

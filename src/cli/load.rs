@@ -16,7 +16,8 @@ use crate::gpu::placement::{Limits, Machine, Placement};
 use crate::gpu::{self, Device, DeviceInfo, DevicePolicy};
 use crate::model::Runner;
 use crate::model::config::{Gemma3Config, GenerationConfig};
-use crate::model::gemma3::{Gemma3, LoadError, LoadOptions};
+use crate::model::draft::{self, Draft, Drafted};
+use crate::model::gemma3::{Gemma3, LoadError, LoadOptions, Loaded, Progress};
 use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
 
 /// For the engine to give the device back.
@@ -65,6 +66,7 @@ pub fn demo_files() -> ModelFiles {
 /// A model on its device, and the text side that belongs to it.
 pub struct Model {
     pub runner: Gemma3,
+    pub draft: Option<Draft>,
     pub tokenizer: Tokenizer,
     pub bos_token_id: u32,
     pub device: DeviceInfo,
@@ -99,6 +101,8 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
         ChatFiles { tokenizer_config: tokenizer_config.as_deref(), chat_template_jinja: jinja.as_deref() };
     let template = ChatTemplate::from_checkpoint(chat_files)?;
 
+    let draft_files = draft_files(files, &tokenizer, config)?;
+
     if let Some(manifest) = Manifest::read(files)?
         && let Some(synthetic) = manifest.synthetic
     {
@@ -127,12 +131,17 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
     };
     let since = Instant::now();
     let bar = Bar::bytes("loading");
-    let runner = Gemma3::load(&device, files, &options, &mut |p| {
+    let mut progress = |p: Progress| {
         bar.set_total(p.total);
         bar.set(p.done);
-    });
+    };
+    let loaded = match &draft_files {
+        None => Gemma3::load(&device, files, &options, &mut progress).map(|model| (model, None)),
+        Some(draft) => draft::load(&device, files, draft, &options, &mut progress)
+            .map(|(model, draft)| (model, Some(draft))),
+    };
     drop(bar);
-    let runner = runner.inspect_err(|error| {
+    let (runner, draft) = loaded.inspect_err(|error| {
         if let LoadError::DoesNotFit(error) = error {
             error.refusal.table().iter().for_each(|row| tracing::warn!("memory   {row}"));
         }
@@ -147,13 +156,41 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
         bos_token_id: runner.config().bos_token_id,
         defaults: defaults(runner.generation_config()),
         runner,
+        draft,
         tokenizer,
         device: info,
         template,
         stop_token_ids,
     };
-    model.log(files, config, seconds);
+    model.log(files, draft_files.as_ref(), config, seconds);
     Ok(model)
+}
+
+/// The files of the draft model, where there is to be one, whose ids stand for what the model's do.
+fn draft_files(
+    files: &ModelFiles,
+    tokenizer: &Tokenizer,
+    config: &Config,
+) -> Result<Option<ModelFiles>, Error> {
+    let Some(path) = &config.model.draft else { return Ok(None) };
+    let draft = ModelFiles::open(path.as_ref())?;
+    let vocab_size = Gemma3Config::load(&draft)?.0.vocab_size;
+    let Some(json) = draft.read("tokenizer.json")? else {
+        // Taken to be the model's, if it has rows for its tokens.
+        tokenizer.fits(vocab_size)?;
+        return Ok(Some(draft));
+    };
+    let name = draft.display("tokenizer.json");
+    let own = Tokenizer::from_bytes(&json, &name)?;
+    own.fits(vocab_size)?;
+    if let Some((id, tokens)) = tokenizer.first_difference(&own) {
+        let [here, there] = tokens.map(|token| token.map_or("nothing".into(), |token| format!("{token:?}")));
+        return Err(Error::Argument(format!(
+            "{name}: id {id} is {there}, and {here} in {}: a draft model must have the model's tokenizer",
+            files.display("tokenizer.json")
+        )));
+    }
+    Ok(Some(draft))
 }
 
 impl Model {
@@ -177,11 +214,18 @@ impl Model {
         self.runner.placements().iter().map(row).collect()
     }
 
-    fn log(&self, files: &ModelFiles, config: &Config, seconds: f64) {
+    fn log(&self, files: &ModelFiles, draft: Option<&ModelFiles>, config: &Config, seconds: f64) {
         let (context, layers) = (self.max_context(), self.runner.config().num_hidden_layers);
         tracing::info!("model    {}: {layers} layers, weights {}", files.location(), config.model.quantize);
+        if let (Some(model), Some(files)) = (&self.draft, draft) {
+            let (layers, weights) = (model.config().num_hidden_layers, bytes(model.weight_bytes()));
+            tracing::info!("draft    {}: {layers} layers, {weights} of weights", files.location());
+        }
         tracing::info!("device   {}, {}", self.device.name, self.device.driver);
-        let (loaded, gb) = (self.runner.loaded(), |bytes: u64| bytes as f64 / 1e9);
+        let of_draft = self.draft.as_ref().map(Draft::loaded);
+        let sum = |of: fn(&Loaded) -> u64| of(&self.runner.loaded()) + of_draft.as_ref().map_or(0, of);
+        let loaded = Loaded { bytes: sum(|l| l.bytes), resident_bytes: sum(|l| l.resident_bytes) };
+        let gb = |bytes: u64| bytes as f64 / 1e9;
         let (resident, peak) = resident_bytes();
         tracing::info!(
             "loaded   {:.2} GB in {seconds:.2} s, {:.2} GB/s; {:.2} GB on the device, {:.2} GB resident, at most {:.2} GB; \
@@ -193,7 +237,16 @@ impl Model {
             gb(peak.unwrap_or(0)),
             gb(loaded.resident_bytes),
         );
-        tracing::info!("context  {context} tokens, prompt and answer together");
+        // A draft made for less than the model bounds it.
+        let longest = |config: &Gemma3Config| config.max_position_embeddings;
+        let short = self.draft.as_ref().map(|draft| longest(draft.config()));
+        let why = match short {
+            Some(short) if short == context && short < longest(self.runner.config()) => {
+                ", the draft's maximum"
+            }
+            _ => "",
+        };
+        tracing::info!("context  {context} tokens, prompt and answer together{why}");
         tracing::info!("template {}", self.template.origin());
         for (what, n) in self.placement() {
             tracing::info!("memory   {} {what}", bytes(n));
@@ -251,23 +304,28 @@ fn limits(memory: &config::Memory) -> Limits {
     Limits { vram, gtt, reserve }
 }
 
-/// Starts the engine on a model.
-pub fn engine(runner: Gemma3, config: &Config, queue: usize) -> EngineHandle {
+/// Starts the engine on a model, with its draft where it has one.
+pub fn engine(model: Gemma3, draft: Option<Draft>, config: &Config, queue: usize) -> EngineHandle {
     let gap = Duration::from_millis(config.engine.token_gap_ms);
-    let turn_blocks = match (config.kv.snapshot_bytes, runner.sliding_block_bytes()) {
+    let block_bytes = model.sliding_block_bytes() + draft.as_ref().map_or(0, Draft::sliding_block_bytes);
+    let turn_blocks = match (config.kv.snapshot_bytes, block_bytes) {
         (Some(bytes), block @ 1..) => (bytes / block) as usize,
-        _ => runner.limits().kv.sliding_blocks / 2,
+        _ => model.limits().kv.sliding_blocks / 2,
     };
     let speculation_tokens = config.engine.speculation_tokens;
     let scheduler = SchedulerConfig { gap, turn_blocks, speculation_tokens, ..SchedulerConfig::default() };
-    Engine::start(Box::new(runner), EngineConfig { queue, scheduler })
+    let runner: Box<dyn Runner> = match draft {
+        None => Box::new(model),
+        Some(draft) => Box::new(Drafted::new(model, draft)),
+    };
+    Engine::start(runner, EngineConfig { queue, scheduler })
 }
 
 /// Loads `files` and starts the engine on it.
 pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
-    let Model { runner, tokenizer, template, defaults, stop_token_ids, .. } =
+    let Model { runner, draft, tokenizer, template, defaults, stop_token_ids, .. } =
         model(files, config, Watch::Nothing)?;
-    let engine = engine(runner, config, config.server.queue);
+    let engine = engine(runner, draft, config, config.server.queue);
     Ok(Service::new(engine, tokenizer, template, defaults, stop_token_ids))
 }
 

@@ -139,6 +139,16 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
     if let Some(model) = model {
         flags.set("model", "path", model.clone());
     }
+    let draft = match command {
+        Command::Serve(args::Serve { model, .. }) => model.draft.as_ref(),
+        Command::Generate(args::Generate { model, .. }) => model.draft.as_ref(),
+        Command::Chat(args::Chat { model, .. }) => model.draft.as_ref(),
+        Command::Bench(args) => args.engine().and_then(|args| args.model.draft.as_ref()),
+        _ => None,
+    };
+    if let Some(draft) = draft {
+        flags.set("model", "draft", draft.clone());
+    }
     let memory = match command {
         Command::Serve(args::Serve { model, .. }) => Some(&model.memory),
         Command::Generate(args::Generate { model, .. }) => Some(&model.memory),

@@ -33,8 +33,29 @@ fn caches(config: &Config) -> Vec<Cache> {
     all
 }
 
-/// Replaces the model that the command reads by the place of the pulled one that it names, if it is no path.
+/// Replaces the model that the command reads, and its draft, by the place of the pulled one that it names, if it is no path.
 pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
+    let draft = match command {
+        Command::Plan(args) => args.draft.as_mut(),
+        // A model is looked at by itself.
+        Command::Eval(_) | Command::Quantize(_) => {
+            config.model.draft = None;
+            None
+        }
+        Command::Bench(args) if args.engine().is_none() => None,
+        Command::Serve(_) | Command::Generate(_) | Command::Chat(_) | Command::Bench(_) => {
+            let mut draft = config.model.draft.take();
+            draft.as_mut().map(|text| find(config, text)).transpose()?;
+            config.model.draft = draft;
+            None
+        }
+        Command::Devices
+        | Command::Inspect(_)
+        | Command::Synth(_)
+        | Command::Pull(_)
+        | Command::Models(_) => None,
+    };
+    draft.map(|text| find(config, text)).transpose()?;
     let text = match command {
         Command::Devices | Command::Synth(_) | Command::Pull(_) | Command::Models(_) => return Ok(()),
         // The model is the server's.

@@ -10,16 +10,18 @@ use super::devices::bytes;
 use super::error::Error;
 use super::generate::print;
 use super::load;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, ModelFiles};
 use crate::config::Config;
 use crate::model::config::Gemma3Config;
-use crate::model::memory::{Demand, DoesNotFit, Fit, Schemes, quantize_modes};
+use crate::model::draft::check_draft;
+use crate::model::memory::{Demand, DoesNotFit, DraftDemand, Fit, Schemes, quantize_modes};
 use crate::model::shapes::Shape;
 use crate::model::weights::Gemma3Weights;
-use crate::tensor::Scheme;
+use crate::tensor::{QuantizeMode, Scheme};
 
 /// What is planned for.
 struct Subject {
+    draft: Option<DraftSubject>,
     name: String,
     /// How its weights are stored, in words.
     stored: String,
@@ -29,6 +31,14 @@ struct Subject {
     others: Vec<(String, Schemes)>,
 }
 
+/// A model that lies beside it, to guess for it.
+struct DraftSubject {
+    name: String,
+    stored: String,
+    config: Gemma3Config,
+    schemes: Schemes,
+}
+
 /// Sequences that a plan counts for beside one and those asked for.
 const SEVERAL: usize = 16;
 
@@ -36,13 +46,16 @@ const SEVERAL: usize = 16;
 type Largest = (usize, usize, Option<u64>);
 
 pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
-    let subject = match (&args.model, args.shape) {
+    let mut subject = match (&args.model, args.shape) {
         (Some(model), _) => checkpoint(model, config)?,
         (None, Some(shape)) => published(shape, args),
         (None, None) => {
             return Err(Error::Argument("plan: give a checkpoint, or --shape and --scheme".into()));
         }
     };
+    if let Some(path) = &args.draft {
+        subject.draft = Some(draft(path, &subject.config)?);
+    }
     let args::Memory { vram, gtt, .. } = args.memory;
     let paper = (vram.is_some() || gtt.is_some()).then(|| (vram.unwrap_or(0), gtt.unwrap_or(0)));
     let (machine, limits) = load::machine(config, paper)?;
@@ -54,7 +67,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
         max_batch_tokens: config.engine.prefill_chunk,
         max_shard_bytes: machine.max_allocation_bytes / 2,
         moments: false,
-        draft: None,
+        draft: subject.draft.as_ref().map(|d| DraftDemand { config: &d.config, schemes: d.schemes.clone() }),
     };
     let sequences = args.sequences as usize;
     let wanted = config.engine.context;
@@ -84,7 +97,18 @@ fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
     let schemes = Schemes::of(&weights, config.model.quantize)?;
     let others = quantize_modes(&weights)?;
     let stored = words(&schemes);
-    Ok(Subject { name: files.location(), stored, config: gemma, schemes, others })
+    Ok(Subject { draft: None, name: files.location(), stored, config: gemma, schemes, others })
+}
+
+/// A draft's weights are as its files have them.
+fn draft(path: &str, model: &Gemma3Config) -> Result<DraftSubject, Error> {
+    let files = ModelFiles::open(Path::new(path))?;
+    let (config, _) = Gemma3Config::load(&files)?;
+    check_draft(model, &config)
+        .map_err(|problem| Error::Argument(format!("{}: {problem}", files.display("config.json"))))?;
+    let checkpoint = Checkpoint::open(&files)?;
+    let schemes = Schemes::of(&Gemma3Weights::collect(&checkpoint, &config)?, QuantizeMode::None)?;
+    Ok(DraftSubject { name: files.location(), stored: words(&schemes), config, schemes })
 }
 
 fn published(shape: Shape, args: &args::Plan) -> Subject {
@@ -114,7 +138,7 @@ fn published(shape: Shape, args: &args::Plan) -> Subject {
         (format!("--scheme {scheme}"), of(target))
     });
     let stored = words(&schemes);
-    Subject { name: shape.name.into(), stored, config, schemes, others: others.into() }
+    Subject { draft: None, name: shape.name.into(), stored, config, schemes, others: others.into() }
 }
 
 /// The schemes of each class.
@@ -151,6 +175,9 @@ fn as_text(
     largest: &[Largest],
 ) -> String {
     let mut text = format!("{}: {}\n", subject.name, subject.stored);
+    if let Some(draft) = &subject.draft {
+        text += &format!("draft {}: {}\n", draft.name, draft.stored);
+    }
     let (context, heaps) = match outcome {
         Ok(fit) => (fit.context, &fit.plan.heaps),
         Err(error) => (error.context, &error.refusal.heaps),
@@ -161,7 +188,14 @@ fn as_text(
         (Err(_), _) => "DOES NOT FIT",
     };
     let cut = match cut(demand, wanted) {
-        Some((wanted, longest)) => format!(" ({wanted} were asked for; the model's maximum is {longest})"),
+        Some((wanted, longest)) => {
+            let whose = if demand.longest_context() < demand.config.max_position_embeddings {
+                "the draft"
+            } else {
+                "the model"
+            };
+            format!(" ({wanted} were asked for; {whose}'s maximum is {longest})")
+        }
         None => String::new(),
     };
     text += &format!("{}: {verdict}{cut}\n\n", contexts(sequences, context));
@@ -262,6 +296,7 @@ fn as_json(
     let line = json!({
         "model": subject.name,
         "schemes": subject.stored,
+        "draft": subject.draft.as_ref().map(|d| json!({"model": d.name, "schemes": d.stored})),
         "fits": outcome.is_ok(),
         "error": refusal.map(ToString::to_string),
         "sequences": sequences,

@@ -160,6 +160,14 @@ impl Tokenizer {
         Err(TextError::DoesNotFit { file: self.inner.file.clone(), token, largest, rows })
     }
 
+    /// The first id that is another token in `other`, with what it is here and there; beyond the ids of either, nothing is
+    /// compared.
+    pub fn first_difference(&self, other: &Tokenizer) -> Option<(u32, [Option<String>; 2])> {
+        let ids = 0..self.vocab_size().min(other.vocab_size()) as u32;
+        let mut each = ids.map(|id| (id, [self.token(id), other.token(id)]));
+        each.find(|(_, [here, there])| here != there)
+    }
+
     /// Whether every id has a row in a model with `rows` embedding rows; names the first that has none.
     pub fn check_ids(&self, ids: &[u32], rows: usize) -> Result<(), TextError> {
         match ids.iter().find(|&&id| id as usize >= rows) {

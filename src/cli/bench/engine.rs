@@ -19,15 +19,18 @@ use crate::cli::generate::print;
 use crate::cli::load::{self, EndEngine, Watch};
 use crate::cli::progress::Bar;
 use crate::config::Config;
-use crate::engine::{EngineHandle, Event, Request, Stats, Timings};
+use crate::engine::{Drafts, EngineHandle, Event, Guesses, Request, Stats, Timings};
 
 pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
     // Every stream that is asked for gets its place in the KV cache, if the memory has it.
     let widest = args.streams.iter().copied().max().unwrap_or(1) as usize;
     let mut config = config.clone();
     config.engine.sequences = config.engine.sequences.max(widest);
-    // What is measured is the pass over the weights; how often a made-up prompt repeats itself says nothing.
-    config.engine.speculation_tokens = 0;
+    // What is measured is the pass over the weights; how often a made-up prompt repeats itself says nothing. What a draft
+    // model takes and brings is measured with it.
+    if config.model.draft.is_none() {
+        config.engine.speculation_tokens = 0;
+    }
     let config = &config;
     let files = load::files(&config.model)?;
     let watch = if args.profile { Watch::Kernels } else { Watch::Nothing };
@@ -39,7 +42,7 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
     let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
 
     let profiler = model.profiler();
-    let engine = load::engine(model.runner, config, widest);
+    let engine = load::engine(model.runner, model.draft, config, widest);
     let _end = EndEngine(engine.clone());
     let mut runs = Vec::new();
     let per_run = u64::from(args.generate_tokens);
@@ -53,7 +56,9 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
         runs.push(run(&engine, args, i as u32, &mut |n| bar.set(i * per_run + n as u64))?);
     }
     drop(bar);
-    let host = HostTime::between(&before, &engine.stats());
+    let after = engine.stats();
+    let host = HostTime::between(&before, &after);
+    let guesses = config.model.draft.is_some().then(|| guessed_between(&before.guesses, &after.guesses));
     let kernels = profiler.take();
     runs.remove(0); // the first one warms up
     let mut prompts = args.runs + 1; // those that were used
@@ -95,6 +100,7 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
             "runs": args.runs,
             "host_us_per_step": host.per_step,
             "host_us_per_sequence_step": host.per_share,
+            "guesses": guesses.as_ref().map(guesses_json),
             "streams": together.iter().map(Together::json).collect::<Vec<_>>(),
             "rss_bytes": rss,
             "peak_rss_bytes": peak,
@@ -122,6 +128,12 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
         runs = args.runs,
         generate = args.generate_tokens,
     );
+    if let Some(Guesses { lookup, model }) = &guesses {
+        text.push_str(&format!(
+            "guesses  {} of {} by the draft model came true, {} of {} by prompt lookup\n",
+            model.accepted, model.proposed, lookup.accepted, lookup.proposed
+        ));
+    }
     for (what, n) in placement {
         text.push_str(&format!("         {} {what}\n", bytes(n)));
     }
@@ -196,6 +208,20 @@ impl HostTime {
             per_share: each(after.step_shares - before.step_shares),
         }
     }
+}
+
+/// Ids that were guessed ahead, and those that came true.
+fn guessed_between(before: &Guesses, after: &Guesses) -> Guesses {
+    let since = |before: Drafts, after: Drafts| Drafts {
+        proposed: after.proposed - before.proposed,
+        accepted: after.accepted - before.accepted,
+    };
+    Guesses { lookup: since(before.lookup, after.lookup), model: since(before.model, after.model) }
+}
+
+fn guesses_json(guesses: &Guesses) -> Value {
+    let each = |drafts: &Drafts| json!({"proposed": drafts.proposed, "accepted": drafts.accepted});
+    json!({"draft_model": each(&guesses.model), "prompt_lookup": each(&guesses.lookup)})
 }
 
 /// What several streams did while all of them decoded.
