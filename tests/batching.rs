@@ -201,6 +201,7 @@ fn what_is_drawn_follows_from_the_logits() {
         sequence.stop_token_ids = vec![plain[2]];
         sequence.min_tokens = 10;
         sequence.logprobs = Some(i);
+        sequence.prompt_logprobs = Some(i);
         sequences.push(sequence);
     }
     let stops: Vec<u32> = sequences.iter().map(|s| s.stop_token_ids[0]).collect();
@@ -213,6 +214,14 @@ fn what_is_drawn_follows_from_the_logits() {
         let tokens = [&prompt[..], answer].concat();
         let mut rows = Vec::new();
         model.logits(&tokens, &mut |_, more| rows.extend_from_slice(more)).unwrap();
+        let scores = &run.scores[&(i as u64)];
+        assert_eq!(scores.len(), prompt.len() - 1);
+        for (n, (id, score)) in prompt[1..].iter().zip(scores).enumerate() {
+            let expected = reference::log_softmax(&rows[n * vocab..][..vocab]);
+            let near = |id: u32, got: f32| (expected[id as usize] - f64::from(got)).abs() < 1e-3;
+            assert!(near(*id, score.drawn), "prompt {i}, its id {n}: {score:?}");
+            assert!(score.top.len() == i && score.top.iter().all(|(id, got)| near(*id, *got)));
+        }
         for (n, (id, logprobs)) in answer.iter().zip(logprobs).enumerate() {
             let raw = &rows[(prompt.len() + n - 1) * vocab..][..vocab];
             let mut adjusted = reference::adjusted(raw, prompt, &answer[..n], &penalties, &biases[i], None);

@@ -12,6 +12,8 @@ pub struct Run {
     pub answers: HashMap<u64, Vec<u32>>,
     /// Of the ids in `answers`, where they were wanted.
     pub logprobs: HashMap<u64, Vec<Logprobs>>,
+    /// Of the ids of prompts but the first, where they were wanted.
+    pub scores: HashMap<u64, Vec<Logprobs>>,
     /// Prompt tokens that were found in the prefix cache, by sequence.
     pub cached: HashMap<u64, usize>,
     /// Every id that was drawn and not dropped, stop ids too, in order; meant for one sequence that does not guess.
@@ -70,6 +72,7 @@ impl<'a> Driver<'a> {
                 if output.token.is_some() {
                     run.logprobs.entry(output.id).or_default().extend(output.logprobs);
                 }
+                run.scores.extend(output.prompt.map(|scores| (output.id, scores)));
                 run.cached.insert(output.id, output.cached_tokens);
                 run.drafts.insert(output.id, output.drafts);
                 assert_ne!(output.end, Some(End::NotFinite), "sequence {}", output.id);

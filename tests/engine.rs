@@ -11,7 +11,7 @@ use unicorn::engine::{
     EVENTS, End, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace, Priority,
     Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, TokenStream, draft,
 };
-use unicorn::model::{BlockPool, Input, KvLimits, Limits, Runner, SamplingParams};
+use unicorn::model::{BlockPool, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
 
 use crate::fake_runner::{
     Control, FakeRunner, HANG, LIMITS, Script, fake_logprobs, mixed, mixed_answer, says,
@@ -428,7 +428,7 @@ fn answers_to_one_prompt_part_behind_it() {
         match event {
             Event::Token { choice, id, .. } => answers.entry(choice).or_default().push(id),
             Event::Finished { .. } => ends += 1,
-            Event::Failed(error) => panic!("{error}"),
+            other => panic!("{other:?}"),
         }
     }
     assert_eq!(ends, 3);
@@ -441,6 +441,40 @@ fn answers_to_one_prompt_part_behind_it() {
     assert_eq!(prompt_tokens, 37, "the prompt was computed once");
     let copies: usize = batches.iter().map(|b| b.copies.len()).sum();
     assert_eq!(copies, 4, "the block in which they part, for two of three, in two pools");
+    assert_all_free(&engine);
+}
+
+#[test]
+fn a_prompt_is_scored_whether_it_was_computed_before_or_not() {
+    let limits = Limits { max_batch_tokens: 16, max_draws: 5, max_sequences: 4, max_in_flight: 2, ..LIMITS };
+    let (engine, control) = start(limits, mixed(512));
+    let prompt: Vec<u32> = (0..37).collect();
+    collect(&mut engine.submit(request(&prompt, 5)).expect("accepted"));
+    let scored = Request { prompt_logprobs: Some(2), more_seeds: vec![9], ..request(&prompt, 5) };
+    let mut stream = engine.submit(scored).expect("accepted");
+    let expected: Vec<Logprobs> = (1..37).map(|id| fake_logprobs(id, 2)).collect();
+    assert_eq!(stream.blocking_next(), Some(Event::Prompt { logprobs: expected }));
+    let mut answers = [vec![], vec![]];
+    while let Some(event) = stream.blocking_next() {
+        match event {
+            Event::Token { choice, id, timings, .. } => {
+                assert_eq!(timings.cached_n, 0, "what is scored is computed");
+                answers[choice].push(id);
+            }
+            Event::Finished { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    for (answer, seed) in answers.iter().zip([0, 9]) {
+        assert_eq!(*answer, mixed_answer(&prompt, 5, seed, 512, END));
+    }
+    assert!(
+        control.batches().iter().any(|b| b.sequences.iter().any(|s| s.start == 36 && s.input.len() == 1))
+    );
+    // Of one token there is nothing to score.
+    let alone = Request { prompt_logprobs: Some(0), ..request(&prompt[..1], 1) };
+    let first = engine.submit(alone).expect("accepted").blocking_next();
+    assert_eq!(first, Some(Event::Prompt { logprobs: vec![] }));
     assert_all_free(&engine);
 }
 
@@ -461,7 +495,7 @@ fn an_answer_that_is_not_wanted_any_more_leaves_the_others_their_prompt() {
             match event {
                 Event::Token { choice, id, .. } => answers[choice].push(id),
                 Event::Finished { choice, .. } => assert_ne!(choice, unwanted),
-                Event::Failed(error) => panic!("{error}"),
+                other => panic!("{other:?}"),
             }
         }
         for (choice, seed) in [0, 5, 6].into_iter().enumerate() {
@@ -663,7 +697,7 @@ fn random_requests_and_cancellations_leave_every_answer_exact_and_every_block_fr
                     match event {
                         Event::Token { choice, id, .. } => answers[choice].push(id),
                         Event::Finished { .. } => {}
-                        Event::Failed(error) => panic!("{error} for {limits:?}"),
+                        other => panic!("{other:?} for {limits:?}"),
                     }
                 }
                 for (seed, answer) in [0].iter().chain(&more_seeds).zip(answers) {
@@ -720,6 +754,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     // The fake holds the history of such a sequence against its blocks, and asks its mask.
                     sequence.sampling.presence_penalty = if rng.random() { 0.5 } else { 0.0 };
                     sequence.min_tokens = rng.random_range(0..3);
+                    sequence.prompt_logprobs = rng.random_bool(0.2).then_some(1);
                     if rng.random_bool(0.2) {
                         sequence.mask = Some(SharedMask::new(Box::new(Parity::default())));
                     }

@@ -71,8 +71,11 @@ pub fn says(answer: &[u32], end: u32) -> Script {
     })
 }
 
-/// The first id from `id` on that a draw does not forbid, or next to.
+/// The first id from `id` on that a draw does not forbid, or next to; that which it forces, if there is one.
 fn allowed(id: u32, draw: &Draw, vocab_size: u32) -> u32 {
+    if let Some((forced, _)) = draw.bias.iter().find(|(_, bias)| *bias >= 1e20) {
+        return *forced;
+    }
     let biased = |id| draw.bias.iter().any(|(other, bias)| *other == id && *bias <= -100.0);
     let mask = draw.mask.as_ref().map(|mask| mask.words());
     let masked = |id: u32| mask.as_ref().is_some_and(|m| m[id as usize / 32] >> (id % 32) & 1 == 0);

@@ -21,6 +21,8 @@ pub struct Delta {
     pub text: String,
     /// The token that the event brought, where log probabilities were asked for; its text may come later.
     pub logprobs: Option<(u32, Logprobs)>,
+    /// Those of the prompt's ids but the first, where they were asked for: before anything else.
+    pub prompt: Option<Vec<Logprobs>>,
     /// Set where this is the last of it; the engine need not go on with this answer then.
     pub end: Option<End>,
 }
@@ -48,11 +50,19 @@ impl AnswerText {
 
     pub fn push(&mut self, event: Event) -> Delta {
         match event {
+            Event::Prompt { logprobs } => {
+                Delta { text: String::new(), logprobs: None, prompt: Some(logprobs), end: None }
+            }
             Event::Token { id, logprobs, timings, .. } => {
                 let stopped = self.stops.push(self.detokenizer.push(id));
                 let reason = FinishReason::Stop;
                 let end = stopped.stop.map(|_| End::Finished { reason, timings });
-                Delta { text: stopped.text, logprobs: logprobs.map(|logprobs| (id, logprobs)), end }
+                Delta {
+                    text: stopped.text,
+                    logprobs: logprobs.map(|logprobs| (id, logprobs)),
+                    prompt: None,
+                    end,
+                }
             }
             Event::Finished { mut reason, timings, .. } => {
                 let stopped = self.stops.push(self.detokenizer.finish());
@@ -66,10 +76,10 @@ impl AnswerText {
                     Some(problem) => End::OffGrammar(problem.clone()),
                     None => End::Finished { reason, timings },
                 };
-                Delta { text, logprobs: None, end: Some(end) }
+                Delta { text, logprobs: None, prompt: None, end: Some(end) }
             }
             Event::Failed(error) => {
-                Delta { text: String::new(), logprobs: None, end: Some(End::Failed(error)) }
+                Delta { text: String::new(), logprobs: None, prompt: None, end: Some(End::Failed(error)) }
             }
         }
     }

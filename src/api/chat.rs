@@ -35,7 +35,7 @@ pub(super) async fn completions(
         Ok((request, form))
     };
     let asked = exchange::ask(&server, caller, body, "chatcmpl-", parse, |service, request, _| {
-        service.prepare(request)
+        Ok(vec![service.prepare(request)?])
     });
     let Exchange { wire: form, reply, answers } = asked.await?;
     if form.stream {
@@ -60,7 +60,7 @@ fn logprobs_content(tokens: Vec<Value>) -> Value {
 }
 
 async fn collect(reply: Reply, mut answers: Answers) -> Result<Value, ApiError> {
-    let n = answers.ends.len();
+    let n = answers.count();
     let (mut texts, mut logprobs) = (vec![String::new(); n], vec![Vec::new(); n]);
     let mut last = FinishReason::Stop;
     while let Some(piece) = answers.next().await {
@@ -72,11 +72,11 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<Value, ApiError> 
     }
     let timings = answers.timings();
     reply.log(last, &timings);
-    let choices = answers.ends.iter().flatten().zip(texts).zip(logprobs).enumerate();
-    let choices = choices.map(|(index, (((reason, _), text), tokens))| {
+    let choices = answers.ends().zip(texts).zip(logprobs).enumerate();
+    let choices = choices.map(|(index, ((reason, text), tokens))| {
         let message = json!({"role": "assistant", "content": text, "refusal": null});
         let logprobs = if tokens.is_empty() { Value::Null } else { logprobs_content(tokens) };
-        let reason = finish_reason(*reason);
+        let reason = finish_reason(reason);
         json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
     });
     let mut body = reply.object("chat.completion", choices.collect());
@@ -94,12 +94,12 @@ fn stream_chunks(
 ) -> impl Stream<Item = Result<sse::Event, Infallible>> {
     let line = |value: Value| Ok(sse::Event::default().data(value.to_string()));
     async_stream::stream! {
-        for choice in 0..answers.ends.len() {
+        for choice in 0..answers.count() {
             let role = json!({"role": "assistant", "content": ""});
             yield line(chunk(&reply, choice, role, None, include_usage));
         }
         while let Some(piece) = answers.next().await {
-            let Piece { choice, text, logprobs, end } = match piece {
+            let Piece { choice, text, logprobs, end, .. } = match piece {
                 Ok(piece) => piece,
                 Err(error) => {
                     yield line(error.body());
@@ -116,7 +116,7 @@ fn stream_chunks(
             }
             let Some(reason) = end else { continue };
             let mut last = chunk(&reply, choice, json!({}), Some(finish_reason(reason)), include_usage);
-            if answers.ends.iter().all(Option::is_some) {
+            if answers.is_done() {
                 let timings = answers.timings();
                 reply.log(reason, &timings);
                 if include_usage {

@@ -2,9 +2,11 @@
 //! come. What is on the wire is its callers' business.
 
 use std::convert::Infallible;
+use std::future::poll_fn;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -15,13 +17,14 @@ use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::{Stream, StreamExt};
 use serde_json::{Value, json};
+use tokio::sync::SemaphorePermit;
 
 use super::answer::{AnswerText, Delta, End};
 use super::error::ApiError;
 use super::request::ChatRequest;
 use super::service::Service;
 use super::{MAX_ARRIVING, Options, Server, random_u64, unix_time_s};
-use crate::engine::{ClientId, FinishReason, Request, Timings, TokenStream};
+use crate::engine::{ClientId, Event, FinishReason, Request, Timings, TokenStream};
 use crate::model::Logprobs;
 
 /// For a whole body, however steadily it comes.
@@ -57,39 +60,33 @@ pub(super) struct Exchange<T> {
     pub answers: Answers,
 }
 
-/// Reads a body, makes a prompt of it, and asks the engine. Errors in the order of what they need: the body alone, then
+/// Reads a body, makes prompts of it, and asks the engine. Errors in the order of what they need: the body alone, then
 /// the model's name, then the loaded model. A client that disconnects drops what this returns, and with it the engine's
-/// stream: that cancels. `prefix` is that of the reply's id.
+/// streams: that cancels. `prefix` is that of the reply's id.
 pub(super) async fn ask<T: Send + 'static>(
     server: &Arc<Server>,
     caller: Caller,
     body: Body,
     prefix: &str,
     parse: impl FnOnce(&[u8]) -> Result<(ChatRequest, T), ApiError> + Send + 'static,
-    prepare: impl FnOnce(&Service, &ChatRequest, &T) -> Result<(Request, AnswerText), ApiError> + Send + 'static,
+    prepare: impl FnOnce(&Service, &ChatRequest, &T) -> Result<Vec<(Request, AnswerText)>, ApiError>
+    + Send
+    + 'static,
 ) -> Result<Exchange<T>, ApiError> {
-    let full = ApiError::QueueFull { waiting: MAX_ARRIVING };
-    let arriving = server.arriving.try_acquire().map_err(|_| full)?;
-    let body = read_body(body, &server.options).await?;
-
-    // Rendering and tokenizing a long conversation takes a processor for seconds: not on the threads that answer
-    // other clients, and not on more threads than there are processors.
-    let turn = Arc::clone(&server.tokenizing).acquire_owned().await;
-    let turn = turn.map_err(|_| ApiError::Bug("the tokenizing semaphore was closed".into()))?;
-    let preparing = Arc::clone(server);
-    let prepared = tokio::task::spawn_blocking(move || {
-        let _turn = turn;
-        let (request, wire) = parse(&body)?;
-        let service = preparing.service_for(&request.model)?;
-        let (engine, answer) = prepare(&service, &request, &wire)?;
-        Ok::<_, ApiError>((service, engine, answer, wire))
+    let prepared = work(server, body, |server, body| {
+        let (request, wire) = parse(body)?;
+        let service = server.service_for(&request.model)?;
+        let prepared = prepare(&service, &request, &wire)?;
+        Ok((service, prepared, wire))
     });
-    let (service, mut engine, answer, wire) =
-        prepared.await.map_err(|e| ApiError::Bug(format!("preparing a prompt: {e}")))??;
-    engine.client = caller.0;
-
-    let (seed, n) = (engine.sampling.seed, 1 + engine.more_seeds.len());
-    let tokens = service.engine().submit(engine)?;
+    let (arriving, (service, prepared, wire)) = prepared.await?;
+    let seed = prepared.first().map_or(0, |(engine, _)| engine.sampling.seed);
+    let mut answers = Answers::new(Arc::clone(&service));
+    for (mut engine, text) in prepared {
+        engine.client = caller.0;
+        let n = 1 + engine.more_seeds.len();
+        answers.add(service.engine().submit(engine)?, &text, n);
+    }
     drop(arriving); // from here on the engine's queue is the bound
     let reply = Reply {
         id: format!("{prefix}{:016x}{:016x}", random_u64(), random_u64()),
@@ -98,7 +95,31 @@ pub(super) async fn ask<T: Send + 'static>(
         seed,
         span: tracing::Span::current(),
     };
-    Ok(Exchange { wire, reply, answers: Answers::new(tokens, answer, n, service) })
+    Ok(Exchange { wire, reply, answers })
+}
+
+/// Reads a body and does with it what takes a processor for long; beside the result comes the place among those that
+/// arrive.
+pub(super) async fn work<T: Send + 'static>(
+    server: &Arc<Server>,
+    body: Body,
+    work: impl FnOnce(&Server, &[u8]) -> Result<T, ApiError> + Send + 'static,
+) -> Result<(SemaphorePermit<'_>, T), ApiError> {
+    let full = ApiError::QueueFull { waiting: MAX_ARRIVING };
+    let arriving = server.arriving.try_acquire().map_err(|_| full)?;
+    let body = read_body(body, &server.options).await?;
+
+    // Rendering and tokenizing a long conversation takes a processor for seconds: not on the threads that answer
+    // other clients, and not on more threads than there are processors.
+    let turn = Arc::clone(&server.tokenizing).acquire_owned().await;
+    let turn = turn.map_err(|_| ApiError::Bug("the tokenizing semaphore was closed".into()))?;
+    let worker = Arc::clone(server);
+    let worked = tokio::task::spawn_blocking(move || {
+        let _turn = turn;
+        work(&worker, &body)
+    });
+    let worked = worked.await.map_err(|e| ApiError::Bug(format!("preparing a prompt: {e}")))??;
+    Ok((arriving, worked))
 }
 
 async fn read_body(body: Body, options: &Options) -> Result<Vec<u8>, ApiError> {
@@ -171,13 +192,22 @@ impl Reply {
     }
 }
 
-/// The answers to one request, as they come.
+/// The answers to one request, as they come: those to each of its prompts in turn.
 pub(super) struct Answers {
+    streams: Vec<Answering>,
+    /// The stream that is looked at first.
+    next: usize,
+    pub service: Arc<Service>,
+}
+
+/// The answers to one prompt.
+struct Answering {
     tokens: TokenStream,
     texts: Vec<AnswerText>,
     /// Why and when each ended.
-    pub ends: Vec<Option<(FinishReason, Timings)>>,
-    pub service: Arc<Service>,
+    ends: Vec<Option<(FinishReason, Timings)>>,
+    /// The number of the first of them.
+    first: usize,
 }
 
 /// What one event adds to an answer.
@@ -186,29 +216,26 @@ pub(super) struct Piece {
     pub text: String,
     /// The token that it brought, where they were asked for; its text may come later.
     pub logprobs: Option<(u32, Logprobs)>,
+    /// Of the ids of its prompt but the first, where they were asked for: before anything else of that prompt's answers.
+    pub prompt: Option<Vec<Logprobs>>,
     pub end: Option<FinishReason>,
 }
 
-impl Answers {
-    fn new(tokens: TokenStream, text: AnswerText, n: usize, service: Arc<Service>) -> Self {
-        Self { tokens, texts: vec![text; n], ends: vec![None; n], service }
+impl Answering {
+    fn is_done(&self) -> bool {
+        self.ends.iter().all(Option::is_some)
     }
 
-    /// None behind the end of the last answer.
-    pub async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
-        if self.ends.iter().all(Option::is_some) {
-            return None;
-        }
-        let Some(event) = self.tokens.next().await else {
-            return Some(Err(ApiError::Bug("an answer had no end".into())));
-        };
+    /// What an event adds; none stands for the stream's end, before that of its answers.
+    fn take(&mut self, event: Option<Event>) -> Result<Piece, ApiError> {
+        let Some(event) = event else { return Err(ApiError::Bug("an answer had no end".into())) };
         // A failure is that of all answers.
         let choice = event.choice().unwrap_or(0);
-        let Delta { text, logprobs, end } = self.texts[choice].push(event);
+        let Delta { text, logprobs, prompt, end } = self.texts[choice].push(event);
         let end = match end {
             None => None,
-            Some(End::Failed(error)) => return Some(Err(error.into())),
-            Some(End::OffGrammar(problem)) => return Some(Err(ApiError::Grammar(problem))),
+            Some(End::Failed(error)) => return Err(error.into()),
+            Some(End::OffGrammar(problem)) => return Err(ApiError::Grammar(problem)),
             Some(End::Finished { reason, timings }) => {
                 self.ends[choice] = Some((reason, timings));
                 // A stop string ends it here and not in the engine.
@@ -216,15 +243,72 @@ impl Answers {
                 Some(reason)
             }
         };
-        Some(Ok(Piece { choice, text, logprobs, end }))
+        Ok(Piece { choice: self.first + choice, text, logprobs, prompt, end })
+    }
+}
+
+impl Answers {
+    fn new(service: Arc<Service>) -> Self {
+        Self { streams: Vec::new(), next: 0, service }
     }
 
-    /// Of all answers together, which share their prompt.
+    /// The `n` answers to one more prompt.
+    fn add(&mut self, tokens: TokenStream, text: &AnswerText, n: usize) {
+        let first = self.count();
+        self.streams.push(Answering { tokens, texts: vec![text.clone(); n], ends: vec![None; n], first });
+    }
+
+    /// How many there are, of all prompts.
+    pub fn count(&self) -> usize {
+        self.streams.last().map_or(0, |stream| stream.first + stream.ends.len())
+    }
+
+    pub fn is_done(&self) -> bool {
+        self.streams.iter().all(Answering::is_done)
+    }
+
+    /// The next piece of any of them; none behind the end of the last.
+    pub async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
+        poll_fn(|context| {
+            let n = self.streams.len();
+            for at in (0..n).map(|i| (self.next + i) % n) {
+                let stream = &mut self.streams[at];
+                if !stream.is_done()
+                    && let Poll::Ready(event) = stream.tokens.poll_next_unpin(context)
+                {
+                    self.next = at + 1;
+                    return Poll::Ready(Some(stream.take(event)));
+                }
+            }
+            if self.is_done() { Poll::Ready(None) } else { Poll::Pending }
+        })
+        .await
+    }
+
+    /// Why each ended, those that did.
+    pub fn ends(&self) -> impl Iterator<Item = FinishReason> {
+        self.streams.iter().flat_map(|stream| &stream.ends).flatten().map(|(reason, _)| *reason)
+    }
+
+    /// Of all answers together; those to one prompt share it.
     pub fn timings(&self) -> Timings {
-        let ends = || self.ends.iter().flatten().map(|(_, timings)| *timings);
-        let decode = ends().map(|timings| timings.decode).max().unwrap_or_default();
-        let predicted_n = ends().map(|timings| timings.predicted_n).sum();
-        Timings { decode, predicted_n, ..ends().next().unwrap_or_default() }
+        let mut all = Timings::default();
+        for stream in &self.streams {
+            let ends = || stream.ends.iter().flatten().map(|(_, timings)| timings);
+            if let Some(first) = ends().next() {
+                all.queue = all.queue.max(first.queue);
+                all.prefill = all.prefill.max(first.prefill);
+                all.prompt_n += first.prompt_n;
+                all.cached_n += first.cached_n;
+            }
+            for timings in ends() {
+                all.decode = all.decode.max(timings.decode);
+                all.predicted_n += timings.predicted_n;
+                all.drafts.proposed += timings.drafts.proposed;
+                all.drafts.accepted += timings.drafts.accepted;
+            }
+        }
+        all
     }
 }
 

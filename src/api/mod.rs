@@ -9,11 +9,13 @@
 
 mod answer;
 mod chat;
+mod completions;
 mod error;
 mod exchange;
 mod grammar;
 mod request;
 mod service;
+mod tokens;
 
 pub use answer::{AnswerText, Delta, End};
 pub use error::ApiError;
@@ -83,6 +85,11 @@ impl Server {
         assert!(self.service.set(Arc::new(service)).is_ok(), "the model was loaded twice");
     }
 
+    /// The same for requests that need not name a model.
+    fn service_for_any(&self, model: Option<&str>) -> Result<Arc<Service>, ApiError> {
+        self.service_for(model.unwrap_or(&self.model_id))
+    }
+
     /// What answers for `model`.
     fn service_for(&self, model: &str) -> Result<Arc<Service>, ApiError> {
         if model != self.model_id {
@@ -114,6 +121,9 @@ pub fn router(server: Arc<Server>) -> Router {
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
         .route("/v1/chat/completions", post(chat::completions))
+        .route("/v1/completions", post(completions::completions))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
         .fallback(async |uri: Uri| ApiError::NoRoute(uri.path().to_owned()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             ApiError::Method(method.to_string(), uri.path().to_owned())

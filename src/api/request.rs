@@ -22,7 +22,7 @@ use crate::text::{Content, MAX_STOPS, Message};
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ChatRequest {
     pub model: String,
-    /// Never empty; roles are system, developer, user or assistant.
+    /// Roles are system, developer, user or assistant; none where the prompt is no conversation.
     pub messages: Vec<Message>,
     pub stream: bool,
     pub include_usage: bool,
@@ -51,10 +51,8 @@ pub struct ChatRequest {
 
 impl ChatRequest {
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        let body: Value = serde_json::from_slice(body).map_err(|e| ApiError::Json(e.to_string()))?;
-        let Value::Object(body) = &body else { return Err(ApiError::NotAnObject(kind(&body))) };
-        let fields = Fields(body);
-
+        let body = object(body)?;
+        let fields = Fields(&body);
         let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
         let messages = messages(fields.array("messages")?.ok_or_else(|| missing("messages"))?)?;
         refuse_unsupported(&fields)?;
@@ -63,15 +61,20 @@ impl ChatRequest {
         // `max_tokens` is the older name; OpenAI's own models take the newer one alone.
         let max_tokens = fields.integer("max_completion_tokens", 1, i64::from(u32::MAX))?;
         let max_tokens = max_tokens.or(fields.integer("max_tokens", 1, i64::from(u32::MAX))?);
+        Ok(Self { messages, logprobs: logprobs(&fields)?, ..Self::options(&fields, model, max_tokens)? })
+    }
+
+    /// What stands beside the prompt, whatever that is; log probabilities, which differ, are left out.
+    pub(super) fn options(fields: &Fields, model: String, max_tokens: Option<i64>) -> Result<Self, ApiError> {
         let temperature = fields.number("temperature", 0.0, 2.0)?;
         let min_tokens = fields.integer("min_tokens", 0, max_tokens.unwrap_or(i64::from(u32::MAX)))?;
         let n = fields.integer("n", 1, 128)?;
         let top_k = fields.integer("top_k", -1, i64::from(u32::MAX))?;
         Ok(Self {
             model,
-            messages,
+            messages: Vec::new(),
             stream: fields.bool("stream")?.unwrap_or(false),
-            include_usage: include_usage(&fields)?,
+            include_usage: include_usage(fields)?,
             max_tokens: max_tokens.map(|n| n as usize),
             temperature: temperature.map(|t| t as f32),
             top_p: fields.number("top_p", 0.0, 1.0)?.map(|p| p as f32),
@@ -80,24 +83,33 @@ impl ChatRequest {
             min_p: fields.number("min_p", 0.0, 1.0)?.map(|p| p as f32),
             presence_penalty: fields.number("presence_penalty", -2.0, 2.0)?.map(|p| p as f32),
             frequency_penalty: fields.number("frequency_penalty", -2.0, 2.0)?.map(|p| p as f32),
-            repetition_penalty: repetition_penalty(&fields)?,
-            logit_bias: logit_bias(&fields)?,
-            seed: seed(&fields)?,
-            stop: stop(&fields)?,
+            repetition_penalty: repetition_penalty(fields)?,
+            logit_bias: logit_bias(fields)?,
+            seed: seed(fields)?,
+            stop: stop(fields)?,
             min_tokens: min_tokens.map(|n| n as usize),
             ignore_eos: fields.bool("ignore_eos")?.unwrap_or(false),
-            logprobs: logprobs(&fields)?,
+            logprobs: None,
             n: n.map(|n| n as usize),
-            grammar: response_grammar(&fields)?,
+            grammar: response_grammar(fields)?,
         })
     }
 }
 
-fn messages(items: &[Value]) -> Result<Vec<Message>, ApiError> {
+pub(super) fn messages(items: &[Value]) -> Result<Vec<Message>, ApiError> {
     if items.is_empty() {
         return Err(ApiError::invalid("messages", "expected at least one message, got an empty list"));
     }
     items.iter().enumerate().map(|(i, item)| message(&format!("messages[{i}]"), item)).collect()
+}
+
+/// Ids of a vocabulary that nobody knows yet.
+pub(super) fn token_ids(at: &str, items: &[Value]) -> Result<Vec<u32>, ApiError> {
+    let id = |(i, item): (usize, &Value)| {
+        let id = item.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| wrong_type(format!("{at}[{i}]"), "a token id", item))
+    };
+    items.iter().enumerate().map(id).collect()
 }
 
 fn message(at: &str, item: &Value) -> Result<Message, ApiError> {
@@ -266,6 +278,14 @@ fn check_tools(fields: &Fields) -> Result<(), ApiError> {
         tracing::debug!("tools are ignored: this server does not call them");
     }
     Ok(())
+}
+
+/// A body that is an object.
+pub(super) fn object(body: &[u8]) -> Result<Map<String, Value>, ApiError> {
+    match serde_json::from_slice(body).map_err(|e| ApiError::Json(e.to_string()))? {
+        Value::Object(fields) => Ok(fields),
+        other => Err(ApiError::NotAnObject(kind(&other))),
+    }
 }
 
 /// The fields of one object; a field that is null is absent.

@@ -71,6 +71,15 @@ impl Service {
     /// the text that comes with it.
     /// Takes a processor for seconds where the conversation is long.
     pub fn prepare(&self, request: &ChatRequest) -> Result<(Request, AnswerText), ApiError> {
+        self.prepare_with(request, || self.prompt(&request.messages))
+    }
+
+    /// The same with a prompt that is no conversation. What is wrong beside the prompt is found before it is made.
+    pub(super) fn prepare_with(
+        &self,
+        request: &ChatRequest,
+        prompt: impl FnOnce() -> Result<Vec<u32>, ApiError>,
+    ) -> Result<(Request, AnswerText), ApiError> {
         let stops = StopMatcher::new(&request.stop).map_err(|e| match e {
             TextError::Stop(problem) => ApiError::invalid("stop", problem),
             other => ApiError::Text(other.to_string()),
@@ -81,7 +90,6 @@ impl Service {
             return Err(ApiError::invalid(format!("logit_bias.{id}"), problem));
         }
         let constraint = request.grammar.as_ref().map(|grammar| self.constraint(grammar)).transpose()?;
-        let prompt = self.prompt(&request.messages)?;
         let sampling = self.sampling(request);
         let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
         let mut engine = Request {
@@ -92,7 +100,7 @@ impl Service {
             bias: request.logit_bias.clone(),
             logprobs: request.logprobs,
             more_seeds: (1..=more).map(|i| sampling.seed.wrapping_add(i)).collect(),
-            ..Request::new(prompt)
+            ..Request::new(prompt()?)
         };
         let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops);
         if let Some(constraint) = constraint {
@@ -116,6 +124,12 @@ impl Service {
         Ok(grammar.start())
     }
 
+    /// What a token stands for in a text, by itself: of a part of a character, what Unicode has for such.
+    pub(super) fn piece(&self, id: u32) -> String {
+        let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
     /// OpenAI's object for one token of an answer.
     pub fn logprobs_json(&self, id: u32, logprobs: &Logprobs) -> Value {
         let token = |id: u32, logprob: f32| {
@@ -129,23 +143,38 @@ impl Service {
         object
     }
 
-    fn prompt(&self, messages: &[Message]) -> Result<Vec<u32>, ApiError> {
+    /// The ids of a conversation, up to where the answer begins.
+    pub(super) fn prompt(&self, messages: &[Message]) -> Result<Vec<u32>, ApiError> {
+        let text = self.template.render(&normalize(messages), true).map_err(|error| self.refusal(error))?;
+        self.encode(&text, false)
+    }
+
+    /// The ids of a text, with those that begin one where wanted. Text that is too long whatever its tokens are is not
+    /// tokenized at all.
+    pub(super) fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, ApiError> {
         let limits = self.engine.limits();
-        let refuse = |error: TextError| match error {
-            TextError::TooLong { bytes, .. } if self.least_tokens(bytes) >= limits.max_context => {
+        if self.least_tokens(text.len()) >= limits.max_context {
+            return Err(self.overflow(text.len()));
+        }
+        let ids = self.tokenizer.encode(text, special).map_err(|error| self.refusal(error))?;
+        self.tokenizer.check_ids(&ids, limits.vocab_size).map_err(|error| self.refusal(error))?;
+        Ok(ids)
+    }
+
+    pub(super) fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    fn refusal(&self, error: TextError) -> ApiError {
+        match error {
+            TextError::TooLong { bytes, .. }
+                if self.least_tokens(bytes) >= self.engine.limits().max_context =>
+            {
                 self.overflow(bytes)
             }
             TextError::TooLong { .. } => ApiError::Context(error.to_string()),
             error => ApiError::Text(error.to_string()),
-        };
-        let text = self.template.render(&normalize(messages), true).map_err(refuse)?;
-        // Text that is too long whatever its tokens are is not tokenized at all.
-        if self.least_tokens(text.len()) >= limits.max_context {
-            return Err(self.overflow(text.len()));
         }
-        let ids = self.tokenizer.encode(&text, false).map_err(refuse)?;
-        self.tokenizer.check_ids(&ids, limits.vocab_size).map_err(refuse)?;
-        Ok(ids)
     }
 
     fn least_tokens(&self, bytes: usize) -> usize {

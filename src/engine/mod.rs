@@ -74,6 +74,8 @@ pub struct Request {
     pub mask: Option<Box<dyn TokenMask>>,
     /// Log probabilities of the ids, and of so many of the most likely ones in their places.
     pub logprobs: Option<usize>,
+    /// The same for the ids of the prompt but the first, which is computed afresh for it.
+    pub prompt_logprobs: Option<usize>,
     /// Seeds of further answers to the same prompt, which is computed once.
     pub more_seeds: Vec<u64>,
     /// Whose request it is, for fairness between them.
@@ -95,6 +97,7 @@ impl Request {
             bias: Vec::new(),
             mask: None,
             logprobs: None,
+            prompt_logprobs: None,
             more_seeds: Vec::new(),
             client: 0,
             priority: Priority::Interactive,
@@ -125,6 +128,8 @@ pub struct Timings {
 /// `choice` counts the answers of a request: 0, and one for each of [`Request::more_seeds`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
+    /// Before all others, where they were asked for: those of the prompt's ids but the first.
+    Prompt { logprobs: Vec<Logprobs> },
     Token {
         choice: usize,
         id: u32,
@@ -143,7 +148,7 @@ impl Event {
     pub fn choice(&self) -> Option<usize> {
         match self {
             Event::Token { choice, .. } | Event::Finished { choice, .. } => Some(*choice),
-            Event::Failed(_) => None,
+            Event::Prompt { .. } | Event::Failed(_) => None,
         }
     }
 }
@@ -300,6 +305,7 @@ impl EngineHandle {
         sequence.bias = request.bias.into();
         sequence.mask = request.mask.map(SharedMask::new);
         sequence.logprobs = request.logprobs;
+        sequence.prompt_logprobs = request.prompt_logprobs;
         sequence.forks = (id + 1..).zip(request.more_seeds).map(|(id, seed)| Fork { id, seed }).collect();
         let failure = Arc::new(OnceLock::new());
         let stopped: Arc<[AtomicBool]> = (0..choices).map(|_| AtomicBool::new(false)).collect();
@@ -351,7 +357,8 @@ impl EngineHandle {
         if n > MAX_BIASES {
             return Err(SubmitError::TooManyBiases { n });
         }
-        if let Some(n) = request.logprobs.filter(|n| *n > MAX_LOGPROBS) {
+        let logprobs = request.logprobs.max(request.prompt_logprobs);
+        if let Some(n) = logprobs.filter(|n| *n > MAX_LOGPROBS) {
             return Err(SubmitError::TooManyLogprobs { n });
         }
         let (n, most) = (1 + request.more_seeds.len(), self.shared.limits.max_sequences);
@@ -445,7 +452,7 @@ impl TokenStream {
             return None;
         }
         match event {
-            Event::Token { .. } => {}
+            Event::Prompt { .. } | Event::Token { .. } => {}
             Event::Finished { choice, .. } => self.unfinished[choice] = false,
             Event::Failed(_) => self.unfinished.fill(false),
         }
@@ -729,13 +736,15 @@ impl StepLoop {
     }
 
     /// Hands on what a step yielded for one sequence.
-    fn tell(&mut self, Output { id: sequence, token, logprobs, end, cached_tokens, drafts }: Output) {
+    fn tell(&mut self, output: Output) {
+        let Output { id: sequence, token, logprobs, prompt, end, cached_tokens, drafts } = output;
         // Of several ids in one step, the first may have found its reader too far behind.
         let Some(answer) = self.answers.get_mut(&sequence) else { return };
         answer.clock.drafts = drafts;
         answer.clock.cached_n = cached_tokens;
         let (choice, timings) = (answer.choice, answer.clock.tick());
-        let mut told = token.is_none_or(|id| answer.send(Event::Token { choice, id, logprobs, timings }));
+        let mut told = prompt.is_none_or(|logprobs| answer.send(Event::Prompt { logprobs }));
+        told &= token.is_none_or(|id| answer.send(Event::Token { choice, id, logprobs, timings }));
         match end {
             Some(End::NotFinite) => {
                 tracing::error!("{}", EngineError::NotFinite);

@@ -22,6 +22,7 @@
 //! one sequence; a step keeps within [`Limits`].
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -78,6 +79,8 @@ pub struct Share {
     life: u32,
     /// Positions that are computed when the step is done, guesses left out.
     end: usize,
+    /// Those of [`Sampling::draws`] that score the ids of the prompt up to `end`, itself included.
+    scores: Range<usize>,
     /// Index into [`Sampling::draws`] of the first of `1 + drafts.len()`.
     draw: Option<usize>,
     /// Guesses at what is drawn, one behind the other: position `end` was computed with the first of them.
@@ -86,13 +89,15 @@ pub struct Share {
 }
 
 /// What one step yielded for one sequence.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Output {
     pub id: SequenceId,
     /// Id for the reader; none where the sampled one is a stop id.
     pub token: Option<u32>,
     /// Of the sampled id, where they were wanted.
     pub logprobs: Option<Logprobs>,
+    /// With the first id: those of the prompt's ids but the first, where they were wanted.
+    pub prompt: Option<Vec<Logprobs>>,
     /// Set where the sequence ended; it is gone from the scheduler then.
     pub end: Option<End>,
     /// Prompt tokens that were found in the prefix cache.
@@ -399,7 +404,11 @@ impl Scheduler {
         let mut len =
             if pending > 1 { self.chunk(draft, start, pending, pace) } else { pending.min(draft.tokens) };
         let draws = 1 + sequence.forks.len();
-        if len == pending && draws > draft.draws {
+        let unscored = sequence.unscored();
+        if unscored > 0 {
+            // Each has a draw, and the one behind the prompt a step of its own: they all go to the same slot.
+            len = len.min(unscored).min(draft.draws);
+        } else if len == pending && draws > draft.draws {
             len -= 1; // all but the token whose id has no place in this step
         }
         let unseen = sequence.unseen();
@@ -432,7 +441,11 @@ impl Scheduler {
         self.guesses.of(guesser).proposed += drafts.len();
         sequence.since = self.now;
         let mut draw = None;
-        if len == pending {
+        let first_draw = draft.step.sampling.draws.len();
+        if unscored > 0 {
+            let scores = (0..len).map(|token| sequence.score(batch_index, token, start + token + 1));
+            draft.step.sampling.draws.extend(scores);
+        } else if len == pending {
             draw = Some(draft.step.sampling.draws.len());
             let draws = (0..=drafts.len()).map(|ahead| sequence.draw(batch_index, len - 1 + ahead, ahead));
             draft.step.sampling.draws.extend(draws);
@@ -441,10 +454,11 @@ impl Scheduler {
         draft.prefills |= pending > 1;
         let tokens = len + drafts.len();
         draft.tokens -= tokens;
-        draft.draws -= if draw.is_some() { 1 + drafts.len() } else { 0 };
+        draft.draws -= draft.step.sampling.draws.len() - first_draw;
         draft.history -= unseen;
         draft.step.load = draft.step.load.with(start, tokens);
-        draft.step.shares.push(Share { id, life, end, draw, drafts, guesser });
+        let scores = first_draw..first_draw + if unscored > 0 { len } else { 0 };
+        draft.step.shares.push(Share { id, life, end, scores, draw, drafts, guesser });
         *self.served.get_mut(&client).expect("a running sequence's client is known") += len as u64;
         if draw.is_some() {
             self.part(draft, index, batch_index, len - 1);
@@ -527,7 +541,9 @@ impl Scheduler {
             draft.draws -= 1;
             let (id, end) = (child.id, child.submitted);
             let guesser = Guesser::Lookup;
-            draft.step.shares.push(Share { id, life: 0, end, draw: Some(draw), drafts: Vec::new(), guesser });
+            let share =
+                Share { id, life: 0, end, scores: 0..0, draw: Some(draw), drafts: Vec::new(), guesser };
+            draft.step.shares.push(share);
             let behind = self.running.partition_point(|s| s.arrival <= child.arrival);
             self.running.insert(behind, child);
         }
@@ -583,6 +599,7 @@ impl Scheduler {
         (sequence.computed, sequence.submitted, sequence.drawn) = (0, 0, 0);
         sequence.speculating = false;
         sequence.offered.clear();
+        sequence.scores.clear();
         sequence.life += 1;
         let behind = self.waiting.partition_point(|s| s.arrival <= sequence.arrival);
         self.waiting.insert(behind, sequence);
@@ -605,7 +622,9 @@ impl Scheduler {
                 continue;
             }
             let mut sequence = self.waiting.remove(index);
-            let (table, cached) = self.blocks.admit(&sequence.tokens);
+            // What is scored is computed, whoever computed it before.
+            let known: &[u32] = if sequence.unscored() > 0 { &[] } else { &sequence.tokens };
+            let (table, cached) = self.blocks.admit(known);
             sequence.table = table;
             (sequence.computed, sequence.submitted) = (cached, cached);
             sequence.cached.get_or_insert(cached.min(sequence.prompt_len));
@@ -656,10 +675,11 @@ impl Scheduler {
         let blocks = sequence.tokens.len().div_ceil(self.limits.kv.block_size) + 1;
         wanted[0] += blocks;
         wanted[1] += self.window_blocks(sequence.tokens.len()).min(blocks);
-        self.blocks.has_room(wanted) || {
-            wanted[0] -= self.blocks.held_prefix(&sequence.tokens);
-            self.blocks.has_room(wanted)
-        }
+        self.blocks.has_room(wanted)
+            || sequence.unscored() == 0 && {
+                wanted[0] -= self.blocks.held_prefix(&sequence.tokens);
+                self.blocks.has_room(wanted)
+            }
     }
 
     /// Sliding blocks that a sequence of `tokens` holds at most.
@@ -684,6 +704,14 @@ impl Scheduler {
             sequence.computed = share.end;
             let mut end = None;
             let first = outputs.len();
+            for (position, draw) in (share.end + 1 - share.scores.len()..).zip(share.scores.clone()) {
+                end = sequence.take_score(position, sampled.ids[draw], sampled.logprobs[draw].as_ref());
+                if end.is_some() {
+                    let id = share.id;
+                    outputs.push(Output { id, end, ..Output::default() });
+                    break;
+                }
+            }
             if let Some(draw) = share.draw {
                 sequence.drawn -= 1;
                 for i in 0..=share.drafts.len() {
@@ -692,6 +720,7 @@ impl Scheduler {
                         id: share.id,
                         token,
                         logprobs: sampled.logprobs[draw + i].clone(),
+                        prompt: sequence.take_scores(),
                         end: ended,
                         cached_tokens: sequence.cached.unwrap_or(0),
                         drafts: Drafts::default(),

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use super::block_manager::BlockTable;
 use super::speculation::{Adaptive, Guesser, Lookup};
-use crate::model::{Draw, Mask, SamplingParams};
+use crate::model::{Draw, Logprobs, Mask, SamplingParams};
 
 /// Name of an answer inside the engine; never reused.
 pub type SequenceId = u64;
@@ -121,6 +121,8 @@ pub struct Sequence {
     pub mask: Option<SharedMask>,
     /// As [`Draw::logprobs`].
     pub logprobs: Option<usize>,
+    /// The same for the ids of the prompt but the first; forks leave them to their parent.
+    pub prompt_logprobs: Option<usize>,
     /// Answers that are to part from this one when the prompt is computed.
     pub forks: Vec<Fork>,
     /// Order of arrival; forks have their parent's.
@@ -144,6 +146,8 @@ pub struct Sequence {
     pub(super) offered: Vec<u32>,
     /// Ids guessed so far, and those that came true.
     pub(super) drafts: Drafts,
+    /// Of the prompt's ids from the second on, as far as they are known.
+    pub(super) scores: Vec<Logprobs>,
     /// Counts preemptions: what an earlier life had submitted is not this one's.
     pub(super) life: u32,
     /// Tokens that were found in the prefix cache when it was first admitted.
@@ -170,6 +174,7 @@ impl Sequence {
             bias: Arc::default(),
             mask: None,
             logprobs: None,
+            prompt_logprobs: None,
             forks: Vec::new(),
             arrival: 0,
             slot: None,
@@ -183,6 +188,7 @@ impl Sequence {
             draft: Adaptive::default(),
             offered: Vec::new(),
             drafts: Drafts::default(),
+            scores: Vec::new(),
             life: 0,
             cached: None,
             fresh: false,
@@ -230,6 +236,49 @@ impl Sequence {
     /// them in the cache.
     pub(super) fn unseen(&self) -> usize {
         if self.fresh && self.sampling.penalizes() { self.submitted } else { 0 }
+    }
+
+    /// Tokens from the next one on behind which an id of the prompt is to be scored.
+    pub(super) fn unscored(&self) -> usize {
+        if self.prompt_logprobs.is_some() { (self.prompt_len - 1).saturating_sub(self.submitted) } else { 0 }
+    }
+
+    /// The draw of an id that the prompt has at `position`, behind a token of the `sequence`-th of a batch: what is wanted
+    /// is its probability.
+    pub(super) fn score(&self, sequence: usize, token: usize, position: usize) -> Draw {
+        /// More than any logit.
+        const FORCED: f32 = 1e30;
+        Draw {
+            sequence,
+            token,
+            slot: self.slot.expect("a running sequence has a slot"),
+            params: SamplingParams::GREEDY,
+            prompt_len: self.prompt_len,
+            bias: [(self.tokens[position], FORCED)].into(),
+            mask: None,
+            logprobs: self.prompt_logprobs,
+        }
+    }
+
+    /// Takes in the probability of the id at `position` of the prompt.
+    pub(super) fn take_score(
+        &mut self,
+        position: usize,
+        drawn: Option<u32>,
+        logprobs: Option<&Logprobs>,
+    ) -> Option<End> {
+        let (Some(drawn), Some(logprobs)) = (drawn, logprobs) else { return Some(End::NotFinite) };
+        let mut logprobs = logprobs.clone();
+        if drawn != self.tokens[position] {
+            logprobs.drawn = f32::NEG_INFINITY; // one that is never drawn: of no text
+        }
+        self.scores.push(logprobs);
+        None
+    }
+
+    /// The probabilities of the prompt's ids, once.
+    pub(super) fn take_scores(&mut self) -> Option<Vec<Logprobs>> {
+        self.prompt_logprobs.take().map(|_| std::mem::take(&mut self.scores))
     }
 
     pub(super) fn adaptive(&mut self, guesser: Guesser) -> &mut Adaptive {

@@ -1,0 +1,368 @@
+//! `POST /v1/completions`: text goes on as it is, without a chat's template. Prompts are a text, a list of texts, or token
+//! ids; `echo` with `logprobs` scores them, which is what evaluation harnesses ask for.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::sse;
+use axum::response::{IntoResponse, Response};
+use futures::Stream;
+use serde_json::{Map, Value, json};
+
+use super::Server;
+use super::answer::AnswerText;
+use super::error::ApiError;
+use super::exchange::{self, Answers, Caller, Exchange, Piece, Reply, finish_reason, timings_json, usage};
+use super::request::{ChatRequest, Fields, kind, missing, object, token_ids};
+use super::service::Service;
+use super::tokens;
+use crate::engine::{FinishReason, Request};
+use crate::model::{Logprobs, MAX_LOGPROBS};
+
+/// Tokens of an answer where nobody says how many, as OpenAI has it.
+const MAX_TOKENS: i64 = 16;
+/// Prompts of one request.
+const MAX_PROMPTS: usize = 128;
+
+/// What to go on from.
+enum Prompt {
+    Text(String),
+    Ids(Vec<u32>),
+}
+
+/// How the answer is wanted.
+struct Form {
+    prompts: Vec<Prompt>,
+    /// Answers to each of them.
+    n: usize,
+    stream: bool,
+    include_usage: bool,
+    /// Whether an answer begins with its prompt.
+    echo: bool,
+    /// Whether the prompt is all there is to be.
+    prompt_only: bool,
+    logprobs: Option<usize>,
+}
+
+/// The handler.
+pub(super) async fn completions(
+    State(server): State<Arc<Server>>,
+    caller: Caller,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let asked = exchange::ask(&server, caller, body, "cmpl-", parse, prepare);
+    let Exchange { wire: form, reply, answers } = asked.await?;
+    let echoes = form.echoes(&answers.service);
+    if form.stream {
+        Ok(exchange::stream(&server, stream_chunks(reply, answers, form, echoes)))
+    } else {
+        collect(reply, answers, form, echoes).await.map(|body| Json(body).into_response())
+    }
+}
+
+fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
+    let body = object(body)?;
+    let fields = Fields(&body);
+    let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
+    let prompts = prompts(fields.get("prompt").ok_or_else(|| missing("prompt"))?)?;
+    let echo = fields.bool("echo")?.unwrap_or(false);
+    let max_tokens = fields.integer("max_tokens", i64::from(!echo), i64::from(u32::MAX))?;
+    let max_tokens = max_tokens.unwrap_or(MAX_TOKENS);
+    let logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS as i64)?.map(|n| n as usize);
+    if fields.string("suffix")?.is_some_and(|suffix| !suffix.is_empty()) {
+        return Err(ApiError::unsupported("suffix", "Gemma-3 was not trained to fill in between two texts"));
+    }
+    // One token is drawn in any case.
+    let options = ChatRequest::options(&fields, model, Some(max_tokens.max(1)))?;
+    let n = options.n.unwrap_or(1);
+    if fields.integer("best_of", 1, 128)?.is_some_and(|best_of| best_of != n as i64) {
+        let problem = "all answers are returned: expected the same as n";
+        return Err(ApiError::unsupported("best_of", problem));
+    }
+    let form = Form {
+        prompts,
+        n,
+        stream: options.stream,
+        include_usage: options.include_usage,
+        echo,
+        prompt_only: max_tokens == 0,
+        logprobs,
+    };
+    Ok((ChatRequest { logprobs, ..options }, form))
+}
+
+fn prompts(value: &Value) -> Result<Vec<Prompt>, ApiError> {
+    const AT: &str = "prompt";
+    let of_text = |text: &String| Prompt::Text(text.clone());
+    let prompts = match value {
+        Value::String(text) => vec![of_text(text)],
+        Value::Array(items) if items.first().is_some_and(Value::is_number) => {
+            vec![Prompt::Ids(token_ids(AT, items)?)]
+        }
+        Value::Array(items) => {
+            let each = items.iter().enumerate().map(|(i, item)| match item {
+                Value::String(text) => Ok(of_text(text)),
+                Value::Array(ids) => Ok(Prompt::Ids(token_ids(&format!("{AT}[{i}]"), ids)?)),
+                other => {
+                    let problem = format!("expected a string or a list of token ids, got {}", kind(other));
+                    Err(ApiError::invalid(format!("{AT}[{i}]"), problem))
+                }
+            });
+            each.collect::<Result<Vec<_>, _>>()?
+        }
+        other => {
+            let problem = format!("expected a string, a list of them, or token ids, got {}", kind(other));
+            return Err(ApiError::invalid(AT, problem));
+        }
+    };
+    if !(1..=MAX_PROMPTS).contains(&prompts.len()) {
+        return Err(ApiError::invalid(
+            AT,
+            format!("expected 1 to {MAX_PROMPTS} prompts, got {}", prompts.len()),
+        ));
+    }
+    Ok(prompts)
+}
+
+fn prepare(
+    service: &Service,
+    request: &ChatRequest,
+    form: &Form,
+) -> Result<Vec<(Request, AnswerText)>, ApiError> {
+    let one = |(i, prompt): (usize, &Prompt)| {
+        let (mut engine, text) = service.prepare_with(request, || {
+            let ids = match prompt {
+                Prompt::Text(text) => service.encode(text, true)?,
+                Prompt::Ids(ids) => {
+                    tokens::check(service, "prompt", ids)?;
+                    ids.clone()
+                }
+            };
+            let problem = "expected at least one token";
+            if ids.is_empty() { Err(ApiError::invalid(format!("prompt[{i}]"), problem)) } else { Ok(ids) }
+        })?;
+        if form.echo {
+            engine.prompt_logprobs = form.logprobs;
+        }
+        Ok((engine, text))
+    };
+    form.prompts.iter().enumerate().map(one).collect()
+}
+
+/// What an answer begins with, where it echoes its prompt.
+#[derive(Default)]
+struct Echo {
+    text: String,
+    ids: Vec<u32>,
+}
+
+impl Form {
+    /// By prompt.
+    fn echoes(&self, service: &Service) -> Vec<Echo> {
+        let echo = |prompt: &Prompt| match prompt {
+            _ if !self.echo => Echo::default(),
+            Prompt::Text(text) => {
+                // It was encoded before, and found good.
+                Echo { text: text.clone(), ids: service.encode(text, true).unwrap_or_default() }
+            }
+            Prompt::Ids(ids) => Echo { text: service.tokenizer().decode(ids, false), ids: ids.clone() },
+        };
+        self.prompts.iter().map(echo).collect()
+    }
+}
+
+/// OpenAI's lists for the tokens of a completion.
+#[derive(Default)]
+struct Scores {
+    tokens: Vec<Value>,
+    token_logprobs: Vec<Value>,
+    top_logprobs: Vec<Value>,
+    text_offset: Vec<usize>,
+    /// Characters so far.
+    offset: usize,
+}
+
+impl Scores {
+    /// The first token of a prompt has no probability: nothing was there to foretell it.
+    fn push(&mut self, service: &Service, id: u32, logprobs: Option<&Logprobs>) {
+        let piece = service.piece(id);
+        self.text_offset.push(self.offset);
+        self.offset += piece.chars().count();
+        self.tokens.push(json!(piece));
+        // JSON has no infinity.
+        let number = |logprob: f32| json!(logprob.max(-9999.0));
+        self.token_logprobs.push(logprobs.map_or(Value::Null, |found| number(found.drawn)));
+        self.top_logprobs.push(logprobs.map_or(Value::Null, |found| {
+            let mut top = Map::new();
+            for (id, logprob) in &found.top {
+                // Of two tokens of the same text, the likelier one.
+                top.entry(service.piece(*id)).or_insert_with(|| number(*logprob));
+            }
+            Value::Object(top)
+        }));
+    }
+
+    fn prompt(&mut self, service: &Service, ids: &[u32], logprobs: &[Logprobs]) {
+        for (i, id) in ids.iter().enumerate() {
+            self.push(service, *id, i.checked_sub(1).and_then(|before| logprobs.get(before)));
+        }
+    }
+
+    /// What came since the last call.
+    fn take(&mut self) -> Value {
+        let rest = Scores { offset: self.offset, ..Scores::default() };
+        let Scores { tokens, token_logprobs, top_logprobs, text_offset, .. } = std::mem::replace(self, rest);
+        json!({
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": text_offset,
+        })
+    }
+}
+
+/// What an answer is made of so far.
+struct Completing<'a> {
+    form: &'a Form,
+    echoes: &'a [Echo],
+    /// By answer.
+    scores: Vec<Scores>,
+    begun: Vec<bool>,
+}
+
+impl<'a> Completing<'a> {
+    fn new(form: &'a Form, echoes: &'a [Echo]) -> Self {
+        let answers = form.n * form.prompts.len();
+        Self {
+            form,
+            echoes,
+            scores: (0..answers).map(|_| Scores::default()).collect(),
+            begun: vec![false; answers],
+        }
+    }
+
+    /// The text that a piece adds; its tokens go to the scores.
+    fn take(&mut self, service: &Service, piece: Piece) -> String {
+        let Piece { choice, text, logprobs, prompt, .. } = piece;
+        let mut added = String::new();
+        let echo = &self.echoes[choice / self.form.n];
+        // The scores of a prompt come with its first answer, before anything else of any.
+        for (sibling, logprobs) in prompt.iter().flat_map(|p| (0..self.form.n).map(move |i| (choice + i, p)))
+        {
+            self.scores[sibling].prompt(service, &echo.ids, logprobs);
+        }
+        if !std::mem::replace(&mut self.begun[choice], true) {
+            added.push_str(&echo.text);
+        }
+        if !self.form.prompt_only {
+            added.push_str(&text);
+            if let Some((id, logprobs)) = logprobs {
+                self.scores[choice].push(service, id, Some(&logprobs));
+            }
+        }
+        added
+    }
+
+    fn scores(&mut self, choice: usize) -> Value {
+        match self.form.logprobs {
+            Some(_) => self.scores[choice].take(),
+            None => Value::Null,
+        }
+    }
+}
+
+fn choice(index: usize, text: &str, logprobs: Value, reason: Option<FinishReason>) -> Value {
+    json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason.map(finish_reason)})
+}
+
+/// Why an answer ended; of a prompt alone, that nothing was to follow it.
+fn reason(form: &Form, reason: FinishReason) -> FinishReason {
+    if form.prompt_only { FinishReason::Length } else { reason }
+}
+
+/// The whole reply's last words.
+fn close(reply: &Reply, answers: &Answers, form: &Form, last: FinishReason) -> (Value, Value) {
+    let mut timings = answers.timings();
+    if form.prompt_only {
+        timings.predicted_n = 0;
+    }
+    reply.log(last, &timings);
+    (usage(&timings), timings_json(&timings))
+}
+
+async fn collect(
+    reply: Reply,
+    mut answers: Answers,
+    form: Form,
+    echoes: Vec<Echo>,
+) -> Result<Value, ApiError> {
+    let service = Arc::clone(&answers.service);
+    let mut all = Completing::new(&form, &echoes);
+    let mut texts = vec![String::new(); answers.count()];
+    while let Some(piece) = answers.next().await {
+        let piece = piece?;
+        let choice = piece.choice;
+        texts[choice].push_str(&all.take(&service, piece));
+    }
+    let ends: Vec<FinishReason> = answers.ends().map(|end| reason(&form, end)).collect();
+    let choices = texts
+        .iter()
+        .zip(&ends)
+        .enumerate()
+        .map(|(i, (text, end))| choice(i, text, all.scores(i), Some(*end)));
+    let mut body = reply.object("text_completion", choices.collect());
+    let last = ends.last().copied().unwrap_or(FinishReason::Stop);
+    (body["usage"], body["timings"]) = close(&reply, &answers, &form, last);
+    Ok(body)
+}
+
+/// The text of each answer as it comes, then its finish reason; then usage if asked; `[DONE]` last. An error that comes
+/// after the headers is a line of the stream.
+fn stream_chunks(
+    reply: Reply,
+    mut answers: Answers,
+    form: Form,
+    echoes: Vec<Echo>,
+) -> impl Stream<Item = Result<sse::Event, Infallible>> {
+    let line = |value: Value| Ok(sse::Event::default().data(value.to_string()));
+    async_stream::stream! {
+        let service = Arc::clone(&answers.service);
+        let mut all = Completing::new(&form, &echoes);
+        while let Some(piece) = answers.next().await {
+            let piece = match piece {
+                Ok(piece) => piece,
+                Err(error) => {
+                    yield line(error.body());
+                    break;
+                }
+            };
+            let (index, end) = (piece.choice, piece.end.map(|end| reason(&form, end)));
+            let text = all.take(&service, piece);
+            let scores = all.scores(index);
+            let is_empty = text.is_empty() && scores["tokens"].as_array().is_none_or(Vec::is_empty);
+            if is_empty && end.is_none() {
+                continue;
+            }
+            let mut chunk = reply.object("text_completion", json!([choice(index, &text, scores, end)]));
+            if form.include_usage {
+                chunk["usage"] = Value::Null;
+            }
+            let Some(end) = end.filter(|_| answers.is_done()) else {
+                yield line(chunk);
+                continue;
+            };
+            let (usage, timings) = close(&reply, &answers, &form, end);
+            if form.include_usage {
+                yield line(chunk);
+                chunk = reply.object("text_completion", json!([]));
+                chunk["usage"] = usage;
+            }
+            chunk["timings"] = timings;
+            yield line(chunk);
+        }
+        yield Ok(sse::Event::default().data("[DONE]"));
+    }
+}

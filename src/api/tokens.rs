@@ -1,0 +1,87 @@
+//! `POST /tokenize` and `POST /detokenize`, in the words of vLLM and of llama.cpp's server.
+//!
+//! A text comes as `prompt` (vLLM: `add_special_tokens` is on unless said otherwise) or as `content` (llama.cpp:
+//! `add_special` is off), a conversation as `messages` (vLLM). The reply has the fields of whichever was asked.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use serde_json::{Value, json};
+
+use super::Server;
+use super::error::ApiError;
+use super::exchange;
+use super::request::{Fields, messages, missing, object, token_ids};
+use super::service::Service;
+
+pub(super) async fn tokenize(State(server): State<Arc<Server>>, body: Body) -> Result<Json<Value>, ApiError> {
+    let work = exchange::work(&server, body, |server, body| {
+        let body = object(body)?;
+        let fields = Fields(&body);
+        let (content, prompt) = (fields.string("content")?, fields.string("prompt")?);
+        let conversation = fields.array("messages")?.map(|items| messages(items)).transpose()?;
+        let special = [fields.bool("add_special")?, fields.bool("add_special_tokens")?];
+        let with_pieces = fields.bool("with_pieces")?.unwrap_or(false);
+        let strings = fields.bool("return_token_strs")?.unwrap_or(false);
+        let service = server.service_for_any(fields.string("model")?)?;
+        let piece = |id: &u32| service.piece(*id);
+        match (content, prompt, conversation) {
+            (Some(text), ..) => {
+                let ids = service.encode(text, special[0].unwrap_or(false))?;
+                Ok(match with_pieces {
+                    false => json!({"tokens": ids}),
+                    true => {
+                        let pieces: Vec<_> =
+                            ids.iter().map(|id| json!({"id": id, "piece": piece(id)})).collect();
+                        json!({"tokens": pieces})
+                    }
+                })
+            }
+            (None, text, conversation) => {
+                let ids = match (text, conversation) {
+                    (Some(text), _) => service.encode(text, special[1].unwrap_or(true))?,
+                    (None, Some(messages)) => service.prompt(&messages)?,
+                    (None, None) => return Err(missing("prompt")),
+                };
+                Ok(json!({
+                    "count": ids.len(),
+                    "max_model_len": service.engine().limits().max_context,
+                    "tokens": ids,
+                    "token_strs": strings.then(|| ids.iter().map(piece).collect::<Vec<_>>()),
+                }))
+            }
+        }
+    });
+    work.await.map(|(_, reply)| Json(reply))
+}
+
+pub(super) async fn detokenize(
+    State(server): State<Arc<Server>>,
+    body: Body,
+) -> Result<Json<Value>, ApiError> {
+    let work = exchange::work(&server, body, |server, body| {
+        let body = object(body)?;
+        let fields = Fields(&body);
+        let ids = token_ids("tokens", fields.array("tokens")?.ok_or_else(|| missing("tokens"))?)?;
+        let service = server.service_for_any(fields.string("model")?)?;
+        check(&service, "tokens", &ids)?;
+        let text = service.tokenizer().decode(&ids, false);
+        // vLLM's name for it, and llama.cpp's.
+        Ok(json!({"prompt": text, "content": text}))
+    });
+    work.await.map(|(_, reply)| Json(reply))
+}
+
+/// Whether the model knows the ids of a field.
+pub(super) fn check(service: &Service, param: &str, ids: &[u32]) -> Result<(), ApiError> {
+    let vocab_size = service.engine().limits().vocab_size;
+    match ids.iter().position(|id| *id as usize >= vocab_size) {
+        None => Ok(()),
+        Some(at) => {
+            let problem = format!("expected a token id below {vocab_size}, got {}", ids[at]);
+            Err(ApiError::invalid(format!("{param}[{at}]"), problem))
+        }
+    }
+}
