@@ -35,8 +35,25 @@ pub struct Server {
     pub port: u16,
     /// Requests that may wait.
     pub queue: usize,
+    /// Requests of one client that may be under way.
+    pub requests_per_client: usize,
     pub max_body_bytes: usize,
+    /// Connections open at once.
+    pub connections: usize,
+    pub head_timeout_s: u64,
+    pub idle_timeout_s: u64,
     pub shutdown_grace_s: u64,
+    #[serde(deserialize_with = "unless_empty")]
+    pub api_key_file: Option<String>,
+    /// Whether other machines may be let in without a key.
+    pub allow_keyless: bool,
+    pub allowed_hosts: Vec<String>,
+    pub cors_origins: Vec<String>,
+    /// PEM files; both or none.
+    #[serde(deserialize_with = "unless_empty")]
+    pub tls_cert: Option<String>,
+    #[serde(deserialize_with = "unless_empty")]
+    pub tls_key: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -221,6 +238,10 @@ impl Config {
             if (low..=high).contains(&value) { Ok(()) } else { Err((option.to_owned(), problem())) }
         };
         in_range("server.queue", server.queue as u64, 1, 4096)?;
+        in_range("server.requests_per_client", server.requests_per_client as u64, 1, 4096)?;
+        in_range("server.connections", server.connections as u64, 1, 65_536)?;
+        in_range("server.head_timeout_s", server.head_timeout_s, 1, 300)?;
+        in_range("server.idle_timeout_s", server.idle_timeout_s, 1, 3600)?;
         in_range("server.max_body_bytes", server.max_body_bytes as u64, 1024, 1 << 30)?;
         in_range("server.shutdown_grace_s", server.shutdown_grace_s, 0, 3600)?;
         in_range("gpu.max_submit_ms", gpu.max_submit_ms, 1, 5000)?;
@@ -232,8 +253,47 @@ impl Config {
         if server.host.is_empty() {
             return Err(("server.host".into(), "expected an address or a host name, got nothing".into()));
         }
+        for host in &server.allowed_hosts {
+            check_host(host).map_err(|problem| ("server.allowed_hosts".to_owned(), problem))?;
+        }
+        for origin in &server.cors_origins {
+            check_origin(origin).map_err(|problem| ("server.cors_origins".to_owned(), problem))?;
+        }
+        for (option, given, missing) in [
+            ("server.tls_cert", &server.tls_cert, &server.tls_key),
+            ("server.tls_key", &server.tls_key, &server.tls_cert),
+        ] {
+            if given.is_some() && missing.is_none() {
+                return Err((option.into(), "tls_cert and tls_key go together, and only one is set".into()));
+            }
+        }
         Ok(config)
     }
+}
+
+fn check_host(host: &str) -> Result<(), String> {
+    let sound = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if !host.is_empty() && host.chars().all(sound) {
+        return Ok(());
+    }
+    Err(format!("expected a host name without port, such as box.lan, got {host:?}"))
+}
+
+/// As browsers send it.
+fn check_origin(origin: &str) -> Result<(), String> {
+    let sound = |c: char| c.is_ascii_graphic() && !"/,\"*@".contains(c);
+    let named = origin.split_once("://").is_some_and(|(scheme, host)| {
+        !scheme.is_empty()
+            && scheme.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c))
+            && !host.is_empty()
+            && host.chars().all(sound)
+    });
+    if named || origin == "*" {
+        return Ok(());
+    }
+    Err(format!(
+        "expected \"*\" or an origin such as http://localhost:3000, without a path or a slash at its end, got {origin:?}"
+    ))
 }
 
 fn defaults() -> Table {
@@ -286,6 +346,10 @@ fn parse_like(default: &Value, text: &str) -> Result<Value, String> {
         }
         Value::Integer(_) => {
             text.parse().map(Value::Integer).map_err(|_| format!("expected an integer, got {text:?}"))
+        }
+        Value::Array(_) => {
+            let items = text.split(',').map(str::trim).filter(|item| !item.is_empty());
+            Ok(Value::Array(items.map(|item| Value::String(item.to_owned())).collect()))
         }
         _ => Ok(Value::String(text.to_owned())),
     }

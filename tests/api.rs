@@ -15,14 +15,14 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use tower::ServiceExt;
-use unicorn::api::{self, Options, SamplingDefaults, Server, Service};
+use unicorn::api::{self, Door, Options, SamplingDefaults, Server, Service};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use unicorn::model::{KvLimits, Limits, SamplingParams};
 use unicorn::text::{ChatTemplate, Tokenizer};
 
 use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
 
-const MODEL: &str = "makers/tiny-gemma";
+pub const MODEL: &str = "makers/tiny-gemma";
 pub const END_OF_TURN: u32 = 106;
 pub const DEFAULTS: SamplingDefaults =
     SamplingDefaults { temperature: 0.9, top_k: 64, top_p: 0.95, min_p: 0.0, repetition_penalty: 1.25 };
@@ -54,9 +54,20 @@ pub fn app(script: Script) -> App {
 }
 
 pub fn app_with(limits: Limits, options: Options, defaults: SamplingDefaults, script: Script) -> App {
+    let server = Server::new(MODEL, options, Door::default());
+    loaded(server, limits, defaults, script)
+}
+
+/// A model behind a door, that answers with `text` whoever may come in; two at once.
+pub fn app_behind(door: Door, text: &str) -> App {
+    let ids = tokenizer().encode(text, false).expect("encodes");
+    let more = Limits { max_sequences: 2, ..limits() };
+    loaded(Server::new(MODEL, OPTIONS, door), more, DEFAULTS, says(&ids, END_OF_TURN))
+}
+
+fn loaded(server: Arc<Server>, limits: Limits, defaults: SamplingDefaults, script: Script) -> App {
     let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue: 2, scheduler: SchedulerConfig::default() });
-    let server = Server::new(MODEL, options);
     let stops = vec![1, END_OF_TURN];
     server.set_ready(Service::new(engine.clone(), tokenizer(), ChatTemplate::gemma(), defaults, stops));
     App { router: api::router(Arc::clone(&server)), server, engine, control }
@@ -71,8 +82,7 @@ pub fn app_that_says(text: &str) -> App {
 /// The routes of a server that answers everything with `text`, for as many as ask, and how many ids it draws for that.
 pub fn router_that_says(text: &str) -> (Router, usize) {
     let ids = tokenizer().encode(text, false).expect("encodes");
-    let more = Limits { max_sequences: 2, ..limits() };
-    (app_with(more, OPTIONS, DEFAULTS, says(&ids, END_OF_TURN)).router, ids.len() + 1)
+    (app_behind(Door::default(), text).router, ids.len() + 1)
 }
 
 pub fn chat(text: &str) -> Value {
@@ -87,7 +97,7 @@ pub fn with(mut base: Value, more: Value) -> Value {
     base
 }
 
-async fn send(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Vec<u8>) {
+pub async fn send(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Vec<u8>) {
     let exchange = async {
         let response = router.clone().oneshot(request).await.expect("handlers do not fail");
         let (parts, body) = response.into_parts();
@@ -97,7 +107,7 @@ async fn send(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap
     tokio::time::timeout(HANG, exchange).await.expect("no request hangs")
 }
 
-async fn send_json(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Value) {
+pub async fn send_json(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Value) {
     let (status, headers, bytes) = send(router, request).await;
     let text = String::from_utf8_lossy(&bytes);
     let value = serde_json::from_slice(&bytes).unwrap_or_else(|e| panic!("{status}: {e}: {text}"));
@@ -594,7 +604,7 @@ async fn other_routes_methods_and_sizes_are_json_errors() {
 
 #[tokio::test]
 async fn models_are_listed_by_the_same_id_before_and_after_loading() {
-    let loading = api::router(Server::new(MODEL, OPTIONS));
+    let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
     let ready = app_that_says("ok").router;
     for router in [&loading, &ready] {
         let (status, _, list) = send_json(router, get("/v1/models")).await;
@@ -609,7 +619,7 @@ async fn models_are_listed_by_the_same_id_before_and_after_loading() {
 
 #[tokio::test]
 async fn health_and_chat_follow_the_engine() {
-    let loading = api::router(Server::new(MODEL, OPTIONS));
+    let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
     let (status, _, body) = send_json(&loading, get("/health")).await;
     assert_eq!((status.as_u16(), &body["status"]), (503, &json!("loading")));
     let (status, headers, body) = send_json(&loading, post(chat("Hi").to_string())).await;
@@ -757,12 +767,18 @@ async fn a_closed_connection_cancels_and_shutdown_is_bounded() {
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let shutdown = async { drop(stopped.await) };
     let grace = Duration::from_millis(50);
-    let serving = tokio::spawn(api::serve(listener, Arc::clone(&app.server), shutdown, grace));
+    let serving = tokio::spawn(api::serve(
+        listener,
+        Arc::clone(&app.server),
+        crate::door::CONNECTIONS,
+        shutdown,
+        grace,
+    ));
 
     let request = |body: Value| {
         let body = body.to_string();
         format!(
-            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{body}",
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}",
             body.len()
         )
     };
@@ -795,8 +811,7 @@ async fn a_closed_connection_cancels_and_shutdown_is_bounded() {
     client.read_exact(&mut first).unwrap();
     assert!(first.starts_with(b"HTTP/1.1 200"));
     stop.send(()).unwrap();
-    let ended = tokio::time::timeout(HANG, serving).await.expect("shutdown is bounded").unwrap();
-    ended.expect("and clean");
+    tokio::time::timeout(HANG, serving).await.expect("shutdown is bounded").expect("and clean");
     app.control.release();
     assert!(app.engine.join(HANG));
 }

@@ -8,6 +8,7 @@ mod cli;
 mod config;
 mod demo;
 mod draft;
+mod door;
 mod drive;
 mod engine;
 mod fake_runner;

@@ -45,6 +45,22 @@ pub enum ApiError {
     NoRoute(String),
     #[error("{0} is not allowed at {1}")]
     Method(String, String),
+    #[error("this server asks for an API key: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`")]
+    NoKey,
+    #[error("the API key is none of this server's")]
+    WrongKey,
+    #[error(
+        "this server does not go by the name {0:?}: use localhost or its address, add the name to server.allowed_hosts, \
+         or have the server ask for an API key"
+    )]
+    ForeignHost(String),
+    #[error(
+        "a page of {0:?} may not use this server: add that origin to server.cors_origins, or have the server ask for an \
+         API key"
+    )]
+    ForeignOrigin(String),
+    #[error("{limit} requests of yours are under way already; try again when one of them has ended")]
+    ClientFull { limit: usize },
     #[error("the server is busy: {waiting} requests are waiting; try again in a few seconds")]
     QueueFull { waiting: usize },
     #[error("the model is still loading; try again in a few seconds")]
@@ -111,6 +127,15 @@ impl ApiError {
             Self::BodyBroken => request(bad, None, Some("body_incomplete")),
             Self::NoRoute(_) => request(StatusCode::NOT_FOUND, None, Some("not_found")),
             Self::Method(..) => request(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
+            Self::NoKey | Self::WrongKey => request(StatusCode::UNAUTHORIZED, None, Some("invalid_api_key")),
+            Self::ForeignHost(_) => request(StatusCode::FORBIDDEN, None, Some("host_not_allowed")),
+            Self::ForeignOrigin(_) => request(StatusCode::FORBIDDEN, None, Some("origin_not_allowed")),
+            Self::ClientFull { .. } => server(
+                StatusCode::TOO_MANY_REQUESTS,
+                "rate_limit_error",
+                Some("client_full"),
+                Some(RETRY_QUEUE_S),
+            ),
             Self::QueueFull { .. } => server(
                 StatusCode::TOO_MANY_REQUESTS,
                 "rate_limit_error",
@@ -165,6 +190,10 @@ impl IntoResponse for ApiError {
         let mut response = (wire.status, Json(self.body())).into_response();
         if let Some(seconds) = wire.retry_after_s {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if wire.status == StatusCode::UNAUTHORIZED {
+            let how = HeaderValue::from_static("Bearer realm=\"unicorn\"");
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, how);
         }
         response
     }

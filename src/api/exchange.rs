@@ -3,8 +3,7 @@
 
 use std::convert::Infallible;
 use std::future::poll_fn;
-use std::hash::{DefaultHasher, Hash, Hasher};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -12,7 +11,6 @@ use std::time::Duration;
 use axum::body::Body;
 use axum::extract::{ConnectInfo, FromRequestParts};
 use axum::http::request::Parts;
-use axum::http::{HeaderMap, header};
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::{Stream, StreamExt};
@@ -20,6 +18,7 @@ use serde_json::{Value, json};
 use tokio::sync::SemaphorePermit;
 
 use super::answer::{AnswerText, Delta, End};
+use super::door::client_of;
 use super::error::ApiError;
 use super::request::ChatRequest;
 use super::service::Service;
@@ -40,16 +39,6 @@ impl<S: Sync> FromRequestParts<S> for Caller {
         let peer = parts.extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(address)| address.ip());
         Ok(Self(client_of(&parts.headers, peer)))
     }
-}
-
-/// Whose request it is, as far as fairness between clients goes: the API key's, or without one the address's.
-fn client_of(headers: &HeaderMap, peer: Option<IpAddr>) -> ClientId {
-    let mut hasher = DefaultHasher::new();
-    match headers.get(header::AUTHORIZATION) {
-        Some(key) => key.as_bytes().hash(&mut hasher),
-        None => peer.hash(&mut hasher),
-    }
-    hasher.finish()
 }
 
 /// A request that the engine has.
@@ -348,24 +337,4 @@ pub(super) fn timings_json(timings: &Timings) -> Value {
         "draft_n": drafts.proposed,
         "draft_n_accepted": drafts.accepted,
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn clients_are_told_apart_by_key_and_then_by_address() {
-        let with = |key: Option<&'static str>, address: [u8; 4]| {
-            let mut headers = HeaderMap::new();
-            if let Some(key) = key {
-                headers.insert(header::AUTHORIZATION, header::HeaderValue::from_static(key));
-            }
-            client_of(&headers, Some(IpAddr::from(address)))
-        };
-        assert_eq!(with(None, [10, 0, 0, 1]), with(None, [10, 0, 0, 1]));
-        assert_ne!(with(None, [10, 0, 0, 1]), with(None, [10, 0, 0, 2]));
-        assert_eq!(with(Some("Bearer a"), [10, 0, 0, 1]), with(Some("Bearer a"), [10, 0, 0, 2]));
-        assert_ne!(with(Some("Bearer a"), [10, 0, 0, 1]), with(Some("Bearer b"), [10, 0, 0, 1]));
-    }
 }

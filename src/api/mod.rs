@@ -2,30 +2,40 @@
 //!
 //! The server answers before the model is loaded: `/v1/models` from the start and with the same id, `/health` with
 //! 503 until [`Server::set_ready`]. It refuses what it cannot honour with a typed error ([`error`]), never answers
-//! something else instead, and keeps nothing between requests. Prompts and answers are not logged.
+//! something else instead, and keeps nothing between requests. Prompts and answers are not logged, nor are keys.
 //!
-//! Bounds: bodies ([`Options::max_body_bytes`]), how many are read at once and the time they may take; prompts
-//! tokenized at once (one per processor); requests waiting (the engine's queue); the text of one answer (the context).
+//! Who may ask is decided at the [`Door`]. Bounds: connections and their silence ([`Connections`]); requests of one client
+//! ([`Door::requests_per_client`]); bodies ([`Options::max_body_bytes`]), how many are read at once and the time they
+//! may take; prompts tokenized at once (one per processor); requests waiting (the engine's queue); the text of one
+//! answer (the context).
 
 mod answer;
 mod chat;
 mod completions;
+mod door;
 mod error;
 mod exchange;
 mod grammar;
+mod held;
+mod keys;
+mod listen;
 mod request;
 mod service;
 mod tokens;
+mod tls;
 
 pub use answer::{AnswerText, Delta, End};
+pub use door::Door;
 pub use error::ApiError;
 pub use grammar::ResponseGrammar;
+pub use keys::{Keys, KeysError};
+pub use listen::Connections;
 pub use request::ChatRequest;
 pub use service::{SamplingDefaults, Service};
+pub use tls::{Tls, TlsError};
 
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher};
-use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -62,18 +72,22 @@ pub struct Server {
     model_id: String,
     created: u64,
     options: Options,
+    door: Door,
+    places: door::Places,
     service: OnceLock<Arc<Service>>,
     arriving: Semaphore,
     tokenizing: Arc<Semaphore>,
 }
 
 impl Server {
-    pub fn new(model_id: impl Into<String>, options: Options) -> Arc<Self> {
+    pub fn new(model_id: impl Into<String>, options: Options, door: Door) -> Arc<Self> {
         let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
         Arc::new(Self {
             model_id: model_id.into(),
             created: unix_time_s(),
             options,
+            door,
+            places: door::Places::default(),
             service: OnceLock::new(),
             arriving: Semaphore::new(MAX_ARRIVING),
             tokenizing: Arc::new(Semaphore::new(processors)),
@@ -116,6 +130,7 @@ impl Server {
 
 /// All routes; what is not one is a JSON error too.
 pub fn router(server: Arc<Server>) -> Router {
+    let cors = tower::util::option_layer(server.door.cors());
     Router::new()
         .route("/health", get(health))
         .route("/v1/models", get(models))
@@ -128,7 +143,10 @@ pub fn router(server: Arc<Server>) -> Router {
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             ApiError::Method(method.to_string(), uri.path().to_owned())
         })
-        .with_state(server)
+        .with_state(Arc::clone(&server))
+        .layer(middleware::from_fn_with_state(server, door::guard))
+        // Around the door: a preflight brings no key, and the page is to read a refusal too.
+        .layer(cors)
         .layer(middleware::from_fn(identify))
 }
 
@@ -137,9 +155,10 @@ pub fn router(server: Arc<Server>) -> Router {
 pub async fn serve(
     listener: TcpListener,
     server: Arc<Server>,
+    connections: Connections,
     shutdown: impl Future<Output = ()> + Send + 'static,
     grace: Duration,
-) -> std::io::Result<()> {
+) {
     /// For failed requests to tell their clients.
     const LAST_WORDS: Duration = Duration::from_secs(1);
 
@@ -152,8 +171,7 @@ pub async fn serve(
         }
         let _ = begin.send(());
     };
-    let app = router(Arc::clone(&server)).into_make_service_with_connect_info::<SocketAddr>();
-    let serving = axum::serve(listener, app).with_graceful_shutdown(stop);
+    let serving = listen::listen(listener, router(Arc::clone(&server)), connections, stop);
     let bound = async {
         if begun.await.is_err() {
             std::future::pending::<()>().await; // serving itself ended
@@ -166,8 +184,8 @@ pub async fn serve(
         tokio::time::sleep(LAST_WORDS).await;
     };
     tokio::select! {
-        result = serving => result,
-        () = bound => Ok(()),
+        () = serving => {}
+        () = bound => {}
     }
 }
 

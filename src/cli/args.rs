@@ -124,6 +124,9 @@ pub struct Serve {
     /// TCP port; 0 takes a free one [default: 8010]
     #[arg(long)]
     pub port: Option<u16>,
+    /// API keys that are asked for, one per line; needed where other machines can reach the address
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::api::ApiError;
+use crate::api::{ApiError, KeysError, TlsError};
 use crate::checkpoint::CheckpointError;
 use crate::config::ConfigError;
 use crate::engine::{EngineError, SubmitError};
@@ -22,6 +22,20 @@ pub enum Error {
     PortTaken { host: String, port: u16 },
     #[error("cannot listen on {host}, port {port}: {error}")]
     Listen { host: String, port: u16, error: std::io::Error },
+    #[error(
+        "other machines can reach {0}, and there is no API key: give a file of keys with --api-key-file, listen on 127.0.0.1, or \
+         set server.allow_keyless to let everybody in"
+    )]
+    Keyless(std::net::SocketAddr),
+    #[error(transparent)]
+    Keys(#[from] KeysError),
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    #[error(
+        "server.connections = {connections} needs {needed} open files, and this process may have {most}: raise that \
+         (`ulimit -n`, or LimitNOFILE= in systemd), or lower server.connections"
+    )]
+    OpenFiles { connections: usize, needed: u64, most: u64 },
     #[error("serving: {0}")]
     Serve(std::io::Error),
     #[error("cannot start the runtime: {0}")]

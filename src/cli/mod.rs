@@ -164,7 +164,7 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
             }
         }
     }
-    if let Command::Serve(args::Serve { name, host, port, .. }) = command {
+    if let Command::Serve(args::Serve { name, host, port, api_key_file, .. }) = command {
         if let Some(name) = name {
             flags.set("model", "name", name.clone());
         }
@@ -173,6 +173,9 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
         }
         if let Some(port) = port {
             flags.set("server", "port", i64::from(*port));
+        }
+        if let Some(file) = api_key_file {
+            flags.set("server", "api_key_file", file.clone());
         }
     }
     layers.push(flags);

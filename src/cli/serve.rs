@@ -4,19 +4,26 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::error::Error;
 use super::load::{self, EndEngine};
-use crate::api::{self, Options, Server, Service};
-use crate::config::Config;
+use crate::api::{self, Connections, Door, Keys, Options, Server, Service, Tls};
+use crate::config::{self, Config};
 use crate::engine::EngineHandle;
 
 /// How often a stream that waits for its first token carries a comment.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 /// How long a body may pause: it holds one of few places meanwhile.
 const BODY_STALL: Duration = Duration::from_secs(5);
+/// How long a client may take nothing of what is sent to it.
+const WRITE_STALL: Duration = Duration::from_secs(60);
+/// API keys beside those of the file, with commas or blanks between them.
+const KEYS_VARIABLE: &str = "UNICORN_API_KEYS";
+/// Files besides connections: a checkpoint's, the device's, the runtime's.
+const OTHER_FILES: u64 = 256;
 /// For the load to end that a signal came into; it cannot be told to.
 const LOAD_END: Duration = Duration::from_secs(20);
 
@@ -29,7 +36,11 @@ pub fn serve(config: &Config) -> Result<(), Error> {
         body_stall: BODY_STALL,
         keep_alive: KEEP_ALIVE,
     };
-    let server = Server::new(model_id.clone(), options);
+    let door = door(&config.server)?;
+    let keyless = door.keys.is_empty();
+    let connections = connections(&config.server)?;
+    let scheme = if connections.tls.is_some() { "https" } else { "http" };
+    let server = Server::new(model_id.clone(), options, door);
     let grace = Duration::from_secs(config.server.shutdown_grace_s);
 
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Error::Runtime)?;
@@ -38,7 +49,18 @@ pub fn serve(config: &Config) -> Result<(), Error> {
     let result = runtime.block_on(async {
         let listener = bind(&config.server.host, config.server.port).await?;
         let address = listener.local_addr().map_err(Error::Serve)?;
-        tracing::info!("listening on http://{address}/v1, model {model_id:?}; loading");
+        let base = format!("{scheme}://{address}/v1");
+        let public = !address.ip().to_canonical().is_loopback();
+        if public && keyless {
+            if !config.server.allow_keyless {
+                return Err(Error::Keyless(address));
+            }
+            tracing::warn!("everybody who can reach {address} may use this server: it asks for no API key");
+        }
+        if public && scheme == "http" {
+            tracing::warn!("prompts, answers and keys cross the network as they are: set server.tls_cert and server.tls_key");
+        }
+        tracing::info!("listening on {base}, model {model_id:?}; loading");
 
         // A thread of its own, not the runtime's: a signal while loading must not wait for it.
         let (done, loaded) = tokio::sync::oneshot::channel();
@@ -51,11 +73,11 @@ pub fn serve(config: &Config) -> Result<(), Error> {
         }));
 
         let stop = stop_signal()?;
-        let serving = api::serve(listener, Arc::clone(&server), stop, grace);
+        let serving = api::serve(listener, Arc::clone(&server), connections, stop, grace);
         let loading = async {
             match loaded.await {
                 Ok(Ok(service)) => {
-                    say_ready(&service, &address.to_string());
+                    say_ready(&service, &base);
                     server.set_ready(service);
                     std::future::pending().await
                 }
@@ -64,7 +86,7 @@ pub fn serve(config: &Config) -> Result<(), Error> {
             }
         };
         tokio::select! {
-            result = serving => result.map_err(Error::Serve),
+            () = serving => Ok(()),
             error = loading => Err(error),
         }
     });
@@ -76,6 +98,52 @@ pub fn serve(config: &Config) -> Result<(), Error> {
     // Not waiting for what may still tokenize for a client that is gone.
     runtime.shutdown_background();
     result
+}
+
+/// Who may come in, with the keys of the file and of the environment together.
+fn door(options: &config::Server) -> Result<Door, Error> {
+    let of_file = options.api_key_file.as_ref().map(|path| Keys::read(path.as_ref())).transpose()?;
+    let of_environment = match std::env::var(KEYS_VARIABLE) {
+        Ok(text) => Keys::from_variable(KEYS_VARIABLE, &text)?,
+        Err(std::env::VarError::NotPresent) => Keys::default(),
+        Err(error) => return Err(Error::Argument(format!("{KEYS_VARIABLE}: {error}"))),
+    };
+    let mut allowed_hosts = options.allowed_hosts.clone();
+    allowed_hosts.push(options.host.clone());
+    let cors_origins = options.cors_origins.clone();
+    let keys = of_environment.and(of_file.unwrap_or_default());
+    if keys.is_empty() && cors_origins.iter().any(|origin| origin == "*") {
+        tracing::warn!(
+            "every web page that somebody here opens may use this server: server.cors_origins is \"*\", and it asks for no API key"
+        );
+    }
+    Ok(Door { keys, allowed_hosts, cors_origins, requests_per_client: options.requests_per_client })
+}
+
+/// How connections are treated; makes sure that the process may have so many.
+fn connections(options: &config::Server) -> Result<Connections, Error> {
+    let needed = options.connections as u64 + OTHER_FILES;
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current.is_some_and(|files| files < needed) {
+        // What a shell gives is 1024, for programs that know no other way to wait than `select`.
+        if limit.maximum.is_some_and(|files| files < needed) {
+            let most = limit.maximum.unwrap_or(u64::MAX);
+            return Err(Error::OpenFiles { connections: options.connections, needed, most });
+        }
+        let raised = Rlimit { current: Some(needed), ..limit };
+        setrlimit(Resource::Nofile, raised).map_err(|error| Error::Serve(error.into()))?;
+    }
+    let tls = match (&options.tls_cert, &options.tls_key) {
+        (Some(cert), Some(key)) => Some(Tls::read(cert.as_ref(), key.as_ref())?),
+        _ => None,
+    };
+    Ok(Connections {
+        most: options.connections,
+        head_timeout: Duration::from_secs(options.head_timeout_s),
+        idle_timeout: Duration::from_secs(options.idle_timeout_s),
+        write_timeout: WRITE_STALL,
+        tls,
+    })
 }
 
 /// Waits for the load to end, so that the process does not exit while it is inside the driver; false after
@@ -118,7 +186,7 @@ fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static, Error> {
     })
 }
 
-fn say_ready(service: &Service, address: &str) {
+fn say_ready(service: &Service, base: &str) {
     let context = service.engine().limits().max_context;
-    tracing::info!("ready: http://{address}/v1, context {context} tokens");
+    tracing::info!("ready: {base}, context {context} tokens");
 }

@@ -342,13 +342,16 @@ def raised(kind, call):
 class Loading:
     """A server that stays in the middle of loading: its driver's manifest is a pipe, which opens when somebody writes."""
 
+    def __init__(self, **variables):
+        self.variables = variables
+
     def __enter__(self):
         self.folder = tempfile.TemporaryDirectory()
         self.manifest = os.path.join(self.folder.name, "driver.json")
         os.mkfifo(self.manifest)
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        environment = {**ENVIRONMENT, "VK_DRIVER_FILES": self.manifest, "VK_ICD_FILENAMES": self.manifest}
+        environment = {**ENVIRONMENT, "VK_DRIVER_FILES": self.manifest, "VK_ICD_FILENAMES": self.manifest, **self.variables}
         command = [BINARY, "serve", "--allow-software-vulkan", "--port", str(port)]
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         return self
@@ -493,12 +496,54 @@ def a_disconnect_frees_the_server(server):
     body = json.dumps({"model": model_id(server), "messages": user("Tell me a story about a dragon."), "stream": True, "max_tokens": 400})
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", server.port), timeout=ANSWER_SECONDS) as s:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             s.sendall((head + body).encode())
             assert b"200" in s.recv(64), "no answer began"
     status, answer = post(server.url + "/v1/chat/completions", {"model": model_id(server), "messages": FRANCE, "temperature": 0})
     assert status == 200 and "Paris" in answer["choices"][0]["message"]["content"], answer
     assert cancelled() == before + 3, f"{cancelled() - before} of 3 were cancelled"
+
+
+def nothing_of_a_prompt_is_logged(server):
+    """Not of one that is answered, nor of one that is refused, whatever was wrong with it; details of work on the server may be."""
+    canary = "xylophonecanary"
+    model, path = model_id(server), server.url + "/v1/chat/completions"
+    sound = {"model": model, "messages": user(f"Say {canary}."), "max_tokens": 8, "stop": ["zzz" + canary]}
+    for body, status in [
+        (sound, 200),
+        ({**sound, "logprobs": True, "n": 2, "seed": 1}, 200),
+        ({**sound, "model": canary}, 404),
+        ({**sound, "messages": [{"role": canary, "content": canary}]}, 400),
+        ({**sound, "messages": user(canary * 20000)}, 400),
+        ({**sound, "temperature": canary}, 400),
+        ({**sound, "response_format": {"type": canary}}, 400),
+        ({**sound, "logit_bias": {canary: 1}}, 400),
+        (f'{{"messages": "{canary}'.encode(), 400),
+        (f'"{canary}"'.encode(), 400),
+    ]:
+        got, answer = post(path, body)
+        assert got == status, (body, answer)
+    for _ in range(2):
+        done = subprocess.run(["curl", "-sSN", path, "-d", json.dumps({**sound, "stream": True})], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+        assert "[DONE]" in done.stdout, done
+    told = [line for line in LOG.read_text().splitlines() if canary in line and " DEBUG " not in line]
+    assert not told, told
+
+
+def a_key_is_asked_for_and_never_shown(_):
+    key = "sk-a0b1c2d3e4f5"
+    with Loading(UNICORN_API_KEYS=f"another,{key}") as loading:
+        assert loading.first_health() == 503
+        for fields, wanted in [({}, 401), ({"Authorization": "Bearer sk-wrong"}, 401), ({"Authorization": f"Bearer {key}"}, 200), ({"x-api-key": key}, 200)]:
+            status, body = send(urllib.request.Request(loading.url + "/v1/models", headers=fields))
+            assert status == wanted and key not in str(body), (fields, status, body)
+        if openai is not None:
+            client = lambda key: openai.OpenAI(base_url=loading.url + "/v1", api_key=key, max_retries=0)
+            error = raised(openai.AuthenticationError, lambda: client("sk-wrong").models.list())
+            assert error.code == "invalid_api_key", error.body
+            assert len(client(key).models.list().data) == 1
+        assert key not in Path(f"/proc/{loading.process.pid}/cmdline").read_text()
+        assert key not in loading.let_go()
 
 
 def requests_at_once_are_all_answered(server):
@@ -603,6 +648,7 @@ PLAIN = [
     health_and_models, readme_curl_example_answers,
     the_readme_names_commands_and_options_that_exist, curl_streams_to_done, unknown_fields_and_an_empty_key_are_accepted,
     broken_bodies_are_400, an_unknown_route_is_404, a_disconnect_frees_the_server, requests_at_once_are_all_answered,
+    nothing_of_a_prompt_is_logged, a_key_is_asked_for_and_never_shown,
     a_taken_port_is_one_line, ctrl_c_stops_the_answer_and_not_the_program,
 ]
 SDK = [

@@ -1,0 +1,290 @@
+//! Who may come in: API keys, the names the server answers to, origins of web pages, and how much one client may ask at
+//! once. Decided from a request's head, before its body is read; `/health` alone is open to all.
+//!
+//! With keys, a request needs one of them, and no web page has it unless its user gave it. Without keys whoever reaches
+//! the port may ask, and the browser of somebody who does reaches it for every page they open. So then a request must
+//! call the server by a name that no stranger can point at it (DNS rebinding), and one that a foreign page sends is
+//! refused, unless CORS lets that page in.
+//!
+//! A name that is an address cannot be rebound, so every address will do.
+
+use std::collections::HashMap;
+use std::collections::hash_map::{DefaultHasher, Entry};
+use std::hash::{Hash, Hasher};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Extension;
+use axum::extract::{ConnectInfo, Request, State};
+use axum::http::uri::Authority;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use tower_http::cors::{AllowHeaders, AllowOrigin, AllowPrivateNetwork, CorsLayer};
+
+use super::Server;
+use super::error::ApiError;
+use super::held::hold;
+use super::keys::Keys;
+use crate::engine::ClientId;
+
+/// Needs no key and no name: whoever watches a server knows neither.
+const OPEN: &str = "/health";
+const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+/// How long a browser may keep the answer to a preflight.
+const PREFLIGHT_AGE: Duration = Duration::from_secs(600);
+/// Of what a client called itself or the server, in an error.
+const MAX_SHOWN_CHARS: usize = 100;
+
+#[derive(Debug, Clone)]
+pub struct Door {
+    /// None: everybody may ask.
+    pub keys: Keys,
+    /// Names the server answers to besides `localhost` and addresses, where it has no keys; without port.
+    pub allowed_hosts: Vec<String>,
+    /// Pages that browsers may let in, as browsers name them (`https://chat.example.org`), or `*` for all.
+    pub cors_origins: Vec<String>,
+    /// Requests of one client that may be under way.
+    pub requests_per_client: usize,
+}
+
+impl Default for Door {
+    fn default() -> Self {
+        Self { keys: Keys::default(), allowed_hosts: vec![], cors_origins: vec![], requests_per_client: 128 }
+    }
+}
+
+impl Door {
+    /// What answers preflights, and tells browsers which pages may read answers; none where no page may.
+    pub(super) fn cors(&self) -> Option<CorsLayer> {
+        if self.cors_origins.is_empty() {
+            return None;
+        }
+        let origins = if self.cors_origins.iter().any(|origin| origin == "*") {
+            AllowOrigin::any()
+        } else {
+            let door = self.clone();
+            AllowOrigin::predicate(move |origin, _| door.lets_in(origin))
+        };
+        let door = self.clone();
+        let layer = CorsLayer::new()
+            .allow_origin(origins)
+            .allow_methods([Method::GET, Method::POST])
+            // Clients send headers of their own with each version: those of the official ones alone are a dozen.
+            .allow_headers(AllowHeaders::mirror_request())
+            .expose_headers([HeaderName::from_static(super::REQUEST_ID), header::RETRY_AFTER])
+            .allow_private_network(AllowPrivateNetwork::predicate(move |origin, _| door.lets_in(origin)))
+            .max_age(PREFLIGHT_AGE);
+        Some(layer)
+    }
+
+    fn lets_in(&self, origin: &HeaderValue) -> bool {
+        let is =
+            |allowed: &String| allowed == "*" || allowed.as_bytes().eq_ignore_ascii_case(origin.as_bytes());
+        self.cors_origins.iter().any(is)
+    }
+
+    fn check(&self, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), ApiError> {
+        if !self.keys.is_empty() {
+            return self.check_key(headers);
+        }
+        let names = headers.get_all(header::HOST).iter().map(HeaderValue::as_bytes);
+        // Whatever is no browser may leave it out.
+        for name in names.chain(uri.authority().map(|a| a.as_str().as_bytes())) {
+            if !self.answers_to(name) {
+                return Err(ApiError::ForeignHost(shown(name)));
+            }
+        }
+        match headers.get(header::ORIGIN) {
+            Some(origin) if changes(method) && !self.lets_in(origin) && !is_own(origin, headers) => {
+                Err(ApiError::ForeignOrigin(shown(origin.as_bytes())))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_key(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+        let mut sent = keys_of(headers).peekable();
+        if sent.peek().is_none() {
+            return Err(ApiError::NoKey);
+        }
+        if sent.any(|key| self.keys.contain(key)) { Ok(()) } else { Err(ApiError::WrongKey) }
+    }
+
+    fn answers_to(&self, name: &[u8]) -> bool {
+        let Ok(authority) = Authority::try_from(name) else { return false };
+        let host = authority.host().trim_start_matches('[').trim_end_matches(']').trim_end_matches('.');
+        let allowed = || self.allowed_hosts.iter().any(|allowed| allowed.eq_ignore_ascii_case(host));
+        !name.contains(&b'@')
+            && (host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok() || allowed())
+    }
+}
+
+/// Lets a request in, or says why not.
+pub(super) async fn guard(
+    State(server): State<Arc<Server>>,
+    peer: Option<Extension<ConnectInfo<SocketAddr>>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    if request.uri().path() == OPEN {
+        return next.run(request).await;
+    }
+    if let Err(error) = server.door.check(request.method(), request.uri(), request.headers()) {
+        return error.into_response();
+    }
+    if !changes(request.method()) {
+        return next.run(request).await;
+    }
+    let peer = peer.map(|Extension(ConnectInfo(address))| address.ip());
+    let client = client_of(request.headers(), peer);
+    let most = server.door.requests_per_client;
+    let Some(place) = server.places.take(client, most) else {
+        return ApiError::ClientFull { limit: most }.into_response();
+    };
+    hold(next.run(request).await, place)
+}
+
+/// Whether a request may do something, rather than ask how things are.
+fn changes(method: &Method) -> bool {
+    !matches!(*method, Method::GET | Method::HEAD)
+}
+
+/// Whether a page that came from this server sent it.
+fn is_own(origin: &HeaderValue, headers: &HeaderMap) -> bool {
+    let host_of = |origin: &[u8]| {
+        let at = origin.windows(3).position(|sign| sign == b"://")?;
+        Some(origin[at + 3..].to_ascii_lowercase())
+    };
+    let host = headers.get(header::HOST).map(|host| host.as_bytes().to_ascii_lowercase());
+    host.is_some() && host == host_of(origin.as_bytes())
+}
+
+/// The keys that a request came with, as OpenAI's and as Anthropic's clients send them; an empty one is none.
+fn keys_of(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
+    let bearer = headers.get_all(header::AUTHORIZATION).iter().filter_map(|value| {
+        let (scheme, key) = value.as_bytes().split_at_checked(b"Bearer ".len())?;
+        scheme.eq_ignore_ascii_case(b"Bearer ").then_some(key.trim_ascii())
+    });
+    let own = headers.get_all(X_API_KEY).iter().map(|value| value.as_bytes().trim_ascii());
+    bearer.chain(own).filter(|key| !key.is_empty())
+}
+
+/// Whose request it is, for fairness between clients: the key's that came with it, or without one the address's.
+pub(super) fn client_of(headers: &HeaderMap, peer: Option<IpAddr>) -> ClientId {
+    let mut hasher = DefaultHasher::new();
+    match keys_of(headers).next() {
+        Some(key) => key.hash(&mut hasher),
+        None => peer.hash(&mut hasher),
+    }
+    hasher.finish()
+}
+
+fn shown(name: &[u8]) -> String {
+    String::from_utf8_lossy(name).chars().take(MAX_SHOWN_CHARS).collect()
+}
+
+/// How many requests of each client are under way; clients without any are forgotten.
+#[derive(Debug, Default)]
+pub(super) struct Places(Arc<Mutex<HashMap<ClientId, usize>>>);
+
+impl Places {
+    /// None where the client has `most` already.
+    fn take(&self, client: ClientId, most: usize) -> Option<Place> {
+        let mut taken = self.0.lock().expect("nothing panics under this lock");
+        let n = taken.entry(client).or_default();
+        if *n >= most {
+            return None;
+        }
+        *n += 1;
+        Some(Place { places: Arc::clone(&self.0), client })
+    }
+}
+
+/// One request's place, free again when dropped.
+struct Place {
+    places: Arc<Mutex<HashMap<ClientId, usize>>>,
+    client: ClientId,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut taken = self.places.lock().expect("nothing panics under this lock");
+        if let Entry::Occupied(mut n) = taken.entry(self.client) {
+            *n.get_mut() -= 1;
+            if *n.get() == 0 {
+                n.remove();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(fields: &[(HeaderName, &'static str)]) -> HeaderMap {
+        fields.iter().map(|(name, value)| (name.clone(), HeaderValue::from_static(value))).collect()
+    }
+
+    #[test]
+    fn clients_are_told_apart_by_key_and_then_by_address() {
+        let with = |name: &HeaderName, key: &'static str, address: [u8; 4]| {
+            client_of(&headers(&[(name.clone(), key)]), Some(IpAddr::from(address)))
+        };
+        let (bearer, own) = (&header::AUTHORIZATION, &X_API_KEY);
+        assert_eq!(with(bearer, "Bearer", [10, 0, 0, 1]), with(bearer, "Bearer ", [10, 0, 0, 1]));
+        assert_ne!(with(bearer, "", [10, 0, 0, 1]), with(bearer, "", [10, 0, 0, 2]));
+        assert_eq!(with(bearer, "Bearer a", [10, 0, 0, 1]), with(bearer, "bearer  a", [10, 0, 0, 2]));
+        assert_eq!(with(bearer, "Bearer a", [10, 0, 0, 1]), with(own, "a", [10, 0, 0, 1]));
+        assert_ne!(with(bearer, "Bearer a", [10, 0, 0, 1]), with(bearer, "Bearer b", [10, 0, 0, 1]));
+    }
+
+    #[test]
+    fn names_that_a_stranger_could_point_here_are_not_answered_to() {
+        let door = Door { allowed_hosts: vec!["box.lan".into()], ..Door::default() };
+        for name in [
+            "localhost",
+            "LOCALHOST:8010",
+            "localhost.:1",
+            "127.0.0.1:8010",
+            "[::1]:8010",
+            "[::1]",
+            "192.168.1.9:80",
+            "box.lan",
+            "Box.LAN:8010",
+        ] {
+            assert!(door.answers_to(name.as_bytes()), "{name}");
+        }
+        for name in [
+            "",
+            "evil.example",
+            "evil.example:8010",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "xbox.lan",
+            "localhost@evil.example",
+            "evil.example@localhost",
+            "127.1",
+            "0x7f.1",
+            "a b",
+            "localhost/",
+        ] {
+            assert!(!door.answers_to(name.as_bytes()), "{name}");
+        }
+    }
+
+    #[test]
+    fn places_are_counted_by_client_and_given_back() {
+        let places = Places::default();
+        let first = places.take(1, 2).expect("free");
+        let second = places.take(1, 2).expect("free");
+        assert!(places.take(1, 2).is_none());
+        let other = places.take(2, 2).expect("another's are free");
+        drop(first);
+        drop(places.take(1, 2).expect("free again"));
+        drop((second, other));
+        assert!(places.0.lock().unwrap().is_empty(), "forgotten");
+    }
+}

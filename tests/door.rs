@@ -1,0 +1,639 @@
+//! Who may come in, and how long a connection may keep its place: keys, names, pages, TLS, silence, and crowds.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::body::Body;
+use axum::http::{HeaderMap, Request, Response, StatusCode};
+use futures::StreamExt;
+use rustls::pki_types::ServerName;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tower::ServiceExt;
+use unicorn::api::{self, Connections, Door, Keys, Tls};
+
+use crate::api::{App, MODEL, app_behind, chat, send, send_json};
+use crate::cli::{assert_error, output, unicorn};
+use crate::fake_runner::HANG;
+
+/// So short that a test sees them pass, and longer than this machine takes to answer.
+pub const CONNECTIONS: Connections = Connections {
+    most: 64,
+    head_timeout: Duration::from_millis(500),
+    idle_timeout: Duration::from_millis(700),
+    write_timeout: Duration::from_millis(500),
+    tls: None,
+};
+const KEY: &str = "sk-unicorn-1234567890";
+
+fn with_keys() -> Door {
+    let keys = Keys::from_variable("test", &format!("first-key,{KEY}")).expect("sound keys");
+    Door { keys, ..Door::default() }
+}
+
+fn with_cors(origins: &[&str]) -> Door {
+    Door { cors_origins: origins.iter().map(|&o| o.into()).collect(), ..Door::default() }
+}
+
+/// A request with these header fields; a body where it is a POST.
+fn request(method: &str, path: &str, fields: &[(&str, &str)]) -> Request<Body> {
+    let mut request = Request::builder().method(method).uri(path);
+    for (name, value) in fields {
+        request = request.header(*name, *value);
+    }
+    let body = if method == "POST" { chat("Hi").to_string() } else { String::new() };
+    request.body(Body::from(body)).expect("a sound request")
+}
+
+/// Its status, and the error's code where it is one.
+async fn outcome(app: &App, request: Request<Body>) -> (u16, String) {
+    let (status, _, body) = send_json(&app.router, request).await;
+    (status.as_u16(), body["error"]["code"].as_str().unwrap_or_default().to_owned())
+}
+
+const CHAT: &str = "/v1/chat/completions";
+
+#[tokio::test]
+async fn with_keys_every_route_but_health_asks_for_one() {
+    let app = app_behind(with_keys(), "ok");
+    for (method, path) in [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/makers/tiny-gemma"),
+        ("POST", CHAT),
+        ("GET", "/"),
+        ("GET", "/nothing"),
+        ("DELETE", CHAT),
+        ("GET", "/health/"),
+        ("GET", "//health"),
+    ] {
+        for fields in [
+            &[][..],
+            &[("authorization", "")],
+            &[("authorization", "Bearer")],
+            &[("authorization", "Bearer ")],
+            &[("authorization", "Bearer sk-unicorn-1234567891")],
+            &[("authorization", "Bearer sk-unicorn-123456789")],
+            &[("authorization", "Bearer first-key,sk-unicorn-1234567890")],
+            &[("authorization", KEY)],
+            &[("authorization", "Basic sk-unicorn-1234567890")],
+            &[("x-api-key", "wrong")],
+            &[("x-api-key", "Bearer sk-unicorn-1234567890")],
+            &[("api-key", KEY)],
+        ] {
+            let (status, headers, body) = send_json(&app.router, request(method, path, fields)).await;
+            let error = &body["error"];
+            assert_eq!(
+                (status.as_u16(), &error["code"]),
+                (401, &json!("invalid_api_key")),
+                "{path} {fields:?}"
+            );
+            assert_eq!((&error["type"], &error["param"]), (&json!("invalid_request_error"), &Value::Null));
+            assert!(headers["www-authenticate"].to_str().unwrap().starts_with("Bearer"));
+            assert!(headers.contains_key("x-request-id"));
+            // Neither the server's nor the client's.
+            for key in [KEY, "first-key", "1234567891"] {
+                assert!(!body.to_string().contains(key), "{body}");
+            }
+        }
+    }
+    for (name, value) in [
+        ("authorization", "Bearer sk-unicorn-1234567890"),
+        ("authorization", "bearer first-key"),
+        ("x-api-key", KEY),
+        // A key that no page of a stranger has opens the door under any name, and to any page.
+        ("x-api-key", "first-key"),
+    ] {
+        let strange = [(name, value), ("host", "strange.example"), ("origin", "https://strange.example")];
+        assert_eq!(outcome(&app, request("POST", CHAT, &strange)).await.0, 200, "{value}");
+        assert_eq!(outcome(&app, request("GET", "/v1/models", &strange)).await.0, 200);
+    }
+    let both = [("authorization", "Bearer of-something-else"), ("x-api-key", KEY)];
+    assert_eq!(outcome(&app, request("POST", CHAT, &both)).await.0, 200);
+    let watcher = [("host", "strange.example")];
+    assert_eq!(outcome(&app, request("GET", "/health", &watcher)).await.0, 200);
+}
+
+#[tokio::test]
+async fn without_keys_any_key_or_none_will_do() {
+    let app = app_behind(Door::default(), "ok");
+    for fields in
+        [&[][..], &[("authorization", "Bearer ")], &[("authorization", "Bearer x")], &[("x-api-key", "")]]
+    {
+        assert_eq!(outcome(&app, request("POST", CHAT, fields)).await, (200, String::new()), "{fields:?}");
+    }
+}
+
+#[tokio::test]
+async fn without_keys_foreign_names_and_pages_are_refused() {
+    let app = app_behind(Door { allowed_hosts: vec!["box.lan".into()], ..Door::default() }, "ok");
+    for host in ["evil.example:8010", "localhost.evil.example", "a@localhost", ""] {
+        for (method, path) in [("POST", CHAT), ("GET", "/v1/models"), ("GET", "/nothing")] {
+            let (status, headers, body) =
+                send_json(&app.router, request(method, path, &[("host", host)])).await;
+            assert_eq!(
+                (status.as_u16(), &body["error"]["code"]),
+                (403, &json!("host_not_allowed")),
+                "{host:?}"
+            );
+            assert!(body["error"]["message"].as_str().unwrap().contains("server.allowed_hosts"));
+            assert!(headers.contains_key("x-request-id"));
+        }
+    }
+    // Two names, and one in the request's target, are all looked at.
+    let two = [("host", "localhost"), ("host", "evil.example")];
+    assert_eq!(outcome(&app, request("POST", CHAT, &two)).await.0, 403);
+    let target = request("POST", &format!("http://evil.example{CHAT}"), &[("host", "localhost")]);
+    assert_eq!(outcome(&app, target).await.0, 403);
+    for host in ["localhost:8010", "127.0.0.1", "[::1]:8010", "192.168.1.9:8010", "box.lan:8010"] {
+        assert_eq!(outcome(&app, request("POST", CHAT, &[("host", host)])).await.0, 200, "{host}");
+    }
+
+    for origin in
+        ["https://evil.example", "http://localhost:3000", "null", "http://127.0.0.1:8010", "localhost:8010"]
+    {
+        let page = [("host", "localhost:8010"), ("origin", origin), ("content-type", "text/plain")];
+        let (status, _, body) = send_json(&app.router, request("POST", CHAT, &page)).await;
+        assert_eq!(
+            (status.as_u16(), &body["error"]["code"]),
+            (403, &json!("origin_not_allowed")),
+            "{origin}"
+        );
+        assert!(body["error"]["message"].as_str().unwrap().contains("server.cors_origins"));
+        // The answer to this one is not for the page to read: no header says so.
+        let (status, headers, _) = send(&app.router, request("GET", "/v1/models", &page)).await;
+        assert!(status == 200 && !headers.contains_key("access-control-allow-origin"));
+        // A preflight gets no leave either.
+        let (status, headers, _) = send(&app.router, request("OPTIONS", CHAT, &page)).await;
+        assert!(status == 403 && !headers.contains_key("access-control-allow-origin"));
+    }
+    // The server's own page.
+    let own = [("host", "Box.lan:8010"), ("origin", "http://box.lan:8010")];
+    assert_eq!(outcome(&app, request("POST", CHAT, &own)).await.0, 200);
+}
+
+/// As Chrome and Firefox send them before a POST of JSON with a key.
+fn preflight(origin: &str) -> Request<Body> {
+    request(
+        "OPTIONS",
+        CHAT,
+        &[
+            ("host", "127.0.0.1:8010"),
+            ("accept", "*/*"),
+            ("access-control-request-method", "POST"),
+            ("access-control-request-headers", "authorization,content-type,x-stainless-lang"),
+            ("access-control-request-private-network", "true"),
+            ("origin", origin),
+            ("sec-fetch-mode", "cors"),
+            ("sec-fetch-site", "cross-site"),
+            ("sec-fetch-dest", "empty"),
+        ],
+    )
+}
+
+fn field<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    headers.get(name).map(|value| value.to_str().expect("text"))
+}
+
+#[tokio::test]
+async fn pages_that_cors_lets_in_may_ask_and_read() {
+    let page = "http://localhost:3000";
+    let named = with_cors(&["https://chat.example", page]);
+    for door in [named.clone(), with_cors(&["*"]), Door { keys: with_keys().keys, ..named }] {
+        let keyed = !door.keys.is_empty();
+        let all = door.cors_origins == ["*"];
+        let app = app_behind(door, "ok");
+        let (status, headers, _) = send(&app.router, preflight(page)).await;
+        assert_eq!(status, 200, "{headers:?}");
+        assert_eq!(field(&headers, "access-control-allow-origin"), Some(if all { "*" } else { page }));
+        assert!(field(&headers, "access-control-allow-methods").unwrap().contains("POST"));
+        let allowed = field(&headers, "access-control-allow-headers").unwrap();
+        assert_eq!(allowed, "authorization,content-type,x-stainless-lang");
+        assert_eq!(field(&headers, "access-control-allow-private-network"), Some("true"));
+        assert!(field(&headers, "access-control-max-age").unwrap().parse::<u32>().unwrap() > 0);
+        assert!(field(&headers, "access-control-allow-credentials").is_none());
+
+        let fields = [("origin", page), ("host", "127.0.0.1:8010"), ("x-api-key", KEY)];
+        let (status, headers, _) = send(&app.router, request("POST", CHAT, &fields)).await;
+        assert_eq!(status, 200);
+        assert_eq!(field(&headers, "access-control-allow-origin"), Some(if all { "*" } else { page }));
+        assert!(field(&headers, "access-control-expose-headers").unwrap().contains("retry-after"));
+        assert!(all || field(&headers, "vary").unwrap().to_lowercase().contains("origin"));
+        // An error is the page's to read too: that of the door, and that of a route.
+        let wrong = [("origin", page), ("x-api-key", "wrong")];
+        for request in [request("POST", CHAT, &wrong), request("GET", "/nothing", &fields)] {
+            let (status, headers, _) = send(&app.router, request).await;
+            assert!(!keyed || status == 401 || status == 404, "{status}");
+            assert!(headers.contains_key("access-control-allow-origin"));
+        }
+        if !all {
+            let (_, headers, _) = send(&app.router, preflight("https://evil.example")).await;
+            assert_eq!(field(&headers, "access-control-allow-origin"), None);
+            assert_eq!(field(&headers, "access-control-allow-private-network"), None);
+            if !keyed {
+                let evil = request("POST", CHAT, &[("origin", "https://evil.example")]);
+                assert_eq!(outcome(&app, evil).await, (403, "origin_not_allowed".into()));
+            }
+        }
+    }
+}
+
+/// Sends and reads no body.
+async fn begin(app: &App, request: Request<Body>) -> Response<Body> {
+    let response = tokio::time::timeout(HANG, app.router.clone().oneshot(request));
+    response.await.expect("no request hangs").expect("handlers do not fail")
+}
+
+#[tokio::test]
+async fn a_client_has_so_many_requests_under_way_until_their_ends() {
+    let app = app_behind(Door { requests_per_client: 1, ..with_keys() }, "One, two, three");
+    app.control.allow(2);
+    let of = |key: &str, stream: bool| {
+        let mut body = chat("Hi");
+        body["stream"] = json!(stream);
+        Request::post(CHAT).header("x-api-key", key).body(Body::from(body.to_string())).unwrap()
+    };
+    let mut answer = begin(&app, of(KEY, true)).await.into_body().into_data_stream();
+    assert!(answer.next().await.expect("a first chunk").is_ok());
+    let (status, headers, body) = send_json(&app.router, of(KEY, false)).await;
+    assert_eq!((status, &body["error"]["code"]), (StatusCode::TOO_MANY_REQUESTS, &json!("client_full")));
+    assert_eq!(body["error"]["type"], "rate_limit_error");
+    assert!(field(&headers, "retry-after").unwrap().parse::<u32>().unwrap() > 0);
+    // To ask how things are takes no place, and another's are free.
+    assert_eq!(outcome(&app, request("GET", "/v1/models", &[("x-api-key", KEY)])).await.0, 200);
+    let other = begin(&app, of("first-key", true)).await;
+    assert_eq!(other.status(), 200);
+    drop(answer);
+    // Given up in the middle, its place is free; refused, it took none.
+    assert_eq!(begin(&app, of(KEY, true)).await.status(), 200);
+    app.control.release();
+    drop(other);
+    assert_eq!(outcome(&app, of(KEY, false)).await.0, 200);
+    assert_eq!(outcome(&app, of(KEY, false)).await.0, 200, "and again after a whole answer");
+}
+
+// --- over TCP -------------------------------------------------------------------------------------------
+
+/// A server on a port of its own.
+struct Serving {
+    address: SocketAddr,
+    stop: Option<oneshot::Sender<()>>,
+    task: JoinHandle<()>,
+    app: App,
+}
+
+impl Serving {
+    async fn start(app: App, connections: Connections) -> Self {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let address = listener.local_addr().expect("bound");
+        let (stop, stopped) = oneshot::channel::<()>();
+        let shutdown = async { drop(stopped.await) };
+        let task = api::serve(listener, Arc::clone(&app.server), connections, shutdown, Duration::ZERO);
+        Self { address, stop: Some(stop), task: tokio::spawn(task), app }
+    }
+
+    fn connect(&self) -> TcpStream {
+        connect(self.address)
+    }
+
+    async fn end(mut self) {
+        self.app.control.release();
+        let _ = self.stop.take().expect("not yet").send(());
+        tokio::time::timeout(HANG, self.task).await.expect("ends in time").expect("without a panic");
+    }
+}
+
+fn connect(address: SocketAddr) -> TcpStream {
+    let stream = TcpStream::connect(address).expect("connects");
+    stream.set_read_timeout(Some(HANG)).expect("set");
+    stream
+}
+
+fn get(path: &str) -> String {
+    format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n")
+}
+
+fn post(stream: bool) -> String {
+    let body = json!({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": stream})
+        .to_string();
+    format!("POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+}
+
+/// All that comes until the server closes; panics where it does not.
+fn read_to_end(stream: &mut impl Read) -> String {
+    let mut all = Vec::new();
+    match stream.read_to_end(&mut all) {
+        Ok(_) => {}
+        Err(e) if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof) => {}
+        Err(error) => panic!("not closed: {error}"),
+    }
+    String::from_utf8(all).expect("text")
+}
+
+/// Reads the head of an answer and `Content-Length` bytes of body.
+fn read_answer(stream: &mut impl Read) -> (String, String) {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        let mut byte = [0];
+        stream.read_exact(&mut byte).expect("a whole head");
+        head.push(byte[0]);
+    }
+    let head = String::from_utf8(head).expect("text").to_ascii_lowercase();
+    let length = head.split("content-length: ").nth(1).and_then(|rest| rest.lines().next());
+    let mut body = vec![0; length.expect("a length").parse().expect("a number")];
+    stream.read_exact(&mut body).expect("a whole body");
+    (head, String::from_utf8(body).expect("text"))
+}
+
+/// What blocks must not stop the runtime that it waits for.
+async fn blocking<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'static) -> T {
+    tokio::time::timeout(2 * HANG, tokio::task::spawn_blocking(run))
+        .await
+        .expect("no hang")
+        .expect("no panic")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_keeps_a_connection_waiting_loses_it() {
+    let serving = Serving::start(app_behind(Door::default(), "ok"), CONNECTIONS).await;
+    let address = serving.address;
+    blocking(move || {
+        // Nothing at all.
+        assert_eq!(read_to_end(&mut connect(address)), "");
+        // A head that never ends, byte by byte.
+        let head = format!("{}X-Slow: ", get("/health").trim_end());
+        let mut slow = connect(address);
+        let mut sent = head.bytes().chain(std::iter::repeat(b'a'));
+        slow.set_read_timeout(Some(Duration::from_millis(20))).expect("set");
+        let since = Instant::now();
+        loop {
+            assert!(since.elapsed() < HANG, "a slow head is never given up");
+            if slow.write_all(&[sent.next().expect("endless")]).is_err() {
+                break;
+            }
+            match slow.read(&mut [0; 64]) {
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+                Ok(0) | Err(_) => break,
+                Ok(_) => panic!("answered half a request"),
+            }
+        }
+        // Two requests, the second in two parts, and then no more.
+        let mut idle = connect(address);
+        idle.write_all(get("/health").as_bytes()).expect("sent");
+        assert!(read_answer(&mut idle).0.starts_with("http/1.1 200"));
+        let second = get("/v1/models");
+        idle.write_all(&second.as_bytes()[..20]).expect("sent");
+        std::thread::sleep(Duration::from_millis(50));
+        idle.write_all(&second.as_bytes()[20..]).expect("sent");
+        assert!(read_answer(&mut idle).1.contains(MODEL));
+        assert_eq!(read_to_end(&mut idle), "");
+        // A second head that never ends, after a first that did.
+        let mut half = connect(address);
+        half.write_all(get("/health").as_bytes()).expect("sent");
+        read_answer(&mut half);
+        half.write_all(b"GET /v1/mod").expect("sent");
+        assert_eq!(read_to_end(&mut half), "");
+    })
+    .await;
+    serving.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_may_take_longer_than_silence_may() {
+    let serving = Serving::start(app_behind(Door::default(), "One, two, three"), CONNECTIONS).await;
+    serving.app.control.allow(2);
+    let (mut streaming, mut whole) = (serving.connect(), serving.connect());
+    streaming.write_all(post(true).as_bytes()).expect("sent");
+    whole.write_all(post(false).as_bytes()).expect("sent");
+    // Longer than any of the timeouts: none of them is for a request that is being answered.
+    tokio::time::sleep(2 * CONNECTIONS.idle_timeout).await;
+    serving.app.control.release();
+    blocking(move || {
+        assert!(read_answer(&mut whole).1.contains("One, two, three"));
+        let stream = read_to_end(&mut streaming);
+        assert!(stream.contains("[DONE]"), "{stream}");
+        // And is idle from then on.
+        assert_eq!(read_to_end(&mut whole), "");
+    })
+    .await;
+    serving.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_crowd_waits_outside_and_is_served_when_it_is_its_turn() {
+    // It is the crowd that makes places free, and no timeout.
+    let connections = Connections { most: 4, head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
+    let serving = Serving::start(app_behind(Door::default(), "ok"), connections).await;
+    // More than there are places, which say nothing; two of the first have asked something before.
+    let mut silent: Vec<TcpStream> = (0..12).map(|_| serving.connect()).collect();
+    for idle in &mut silent[..2] {
+        idle.write_all(get("/health").as_bytes()).expect("sent");
+    }
+    let mut asking = serving.connect();
+    asking.write_all(get("/v1/models").as_bytes()).expect("sent");
+    blocking(move || assert!(read_answer(&mut asking).1.contains(MODEL))).await;
+    drop(silent);
+    // As many as the kernel lets wait, and all are served.
+    let clients: Vec<TcpStream> = (0..100).map(|_| serving.connect()).collect();
+    blocking(move || {
+        let ask = |mut client: TcpStream| {
+            client
+                .write_all(get("/health").replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n").as_bytes())?;
+            Ok::<_, io::Error>(read_to_end(&mut client))
+        };
+        for client in clients {
+            assert!(ask(client).expect("sent").starts_with("HTTP/1.1 200"));
+        }
+    })
+    .await;
+    serving.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn heads_beyond_all_measure_are_refused() {
+    let serving = Serving::start(app_behind(Door::default(), "ok"), CONNECTIONS).await;
+    let (mut long, mut many) = (serving.connect(), serving.connect());
+    blocking(move || {
+        let head =
+            get("/health").replace("\r\n\r\n", &format!("\r\nX-Long: {}\r\n\r\n", "a".repeat(500_000)));
+        let _ = long.write_all(head.as_bytes());
+        let answer = read_to_end(&mut long);
+        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431"), "{answer}");
+        let fields: String = (0..200).map(|i| format!("X-{i}: a\r\n")).collect();
+        let head = get("/health").replace("\r\n\r\n", &format!("\r\n{fields}\r\n"));
+        let _ = many.write_all(head.as_bytes());
+        let answer = read_to_end(&mut many);
+        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431"), "{answer}");
+    })
+    .await;
+    serving.end().await;
+}
+
+// --- TLS ------------------------------------------------------------------------------------------------
+
+/// A folder with `cert.pem` and `key.pem` for localhost.
+fn certificate() -> (TempDir, rustls::pki_types::CertificateDer<'static>) {
+    let signed = rcgen::generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
+    let folder = tempfile::tempdir().expect("a folder");
+    std::fs::write(folder.path().join("cert.pem"), signed.cert.pem()).expect("written");
+    std::fs::write(folder.path().join("key.pem"), signed.signing_key.serialize_pem()).expect("written");
+    (folder, signed.cert.der().clone())
+}
+
+fn tls(folder: &Path) -> Result<Tls, String> {
+    Tls::read(&folder.join("cert.pem"), &folder.join("key.pem")).map_err(|error| error.to_string())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn https_is_spoken_with_a_certificate() {
+    let (folder, cert) = certificate();
+    let connections = Connections { tls: Some(tls(folder.path()).expect("sound")), ..CONNECTIONS };
+    let serving = Serving::start(app_behind(Door::default(), "One, two, three"), connections).await;
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(cert).expect("sound");
+    let address = serving.address;
+    for versions in [&[&rustls::version::TLS12][..], &[&rustls::version::TLS13]] {
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let mut config = rustls::ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(versions)
+            .expect("known")
+            .with_root_certificates(roots.clone())
+            .with_no_client_auth();
+        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+        let name = ServerName::try_from("localhost").expect("a name");
+        let session = rustls::ClientConnection::new(Arc::new(config), name).expect("a session");
+        let mut client = rustls::StreamOwned::new(session, serving.connect());
+        blocking(move || {
+            client.write_all(get("/v1/models").as_bytes()).expect("sent");
+            assert!(read_answer(&mut client).1.contains(MODEL));
+            assert_eq!(client.conn.alpn_protocol(), Some(&b"http/1.1"[..]));
+            client.write_all(post(true).as_bytes()).expect("sent");
+            assert!(read_to_end(&mut client).contains("[DONE]"));
+        })
+        .await;
+    }
+    blocking(move || {
+        // Who speaks plain HTTP is told; who does not end the handshake loses its place.
+        let mut plain = connect(address);
+        plain.write_all(get("/health").as_bytes()).expect("sent");
+        let answer = read_to_end(&mut plain);
+        assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("https://"), "{answer}");
+        let mut half = connect(address);
+        half.write_all(&[22, 3, 1, 2, 0, 1]).expect("sent");
+        assert_eq!(read_to_end(&mut half), "");
+        assert_eq!(read_to_end(&mut connect(address)), "");
+    })
+    .await;
+    serving.end().await;
+}
+
+#[test]
+fn a_certificate_that_will_not_do_is_named_with_its_file() {
+    let (folder, _) = certificate();
+    let path = folder.path();
+    tls(path).expect("sound");
+    let (cert, key) = (path.join("cert.pem"), path.join("key.pem"));
+    let key_text = std::fs::read_to_string(&key).expect("read");
+    let other = rcgen::generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
+    let cert_text = std::fs::read_to_string(&cert).expect("read");
+    let broken = cert_text.replace("-----END", "-----");
+    for (file, text, parts) in [
+        (&cert, key_text.as_str(), ["cert.pem", "no certificate"]),
+        (&cert, "", ["cert.pem", "no certificate"]),
+        (&cert, broken.as_str(), ["cert.pem", "PEM"]),
+        (
+            &cert,
+            "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+            ["cert.pem", "certificate"],
+        ),
+        (&key, cert_text.as_str(), ["key.pem", "no private key"]),
+        (&key, &other.signing_key.serialize_pem(), ["key.pem", "is not the key"]),
+        (
+            &key,
+            "-----BEGIN ENCRYPTED PRIVATE KEY-----\nAAAA\n-----END ENCRYPTED PRIVATE KEY-----\n",
+            ["key.pem", "openssl"],
+        ),
+        (&key, "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", ["key.pem", "key"]),
+    ] {
+        let sound = std::fs::read(file).expect("read");
+        std::fs::write(file, text).expect("written");
+        let error = tls(path).expect_err(parts[1]);
+        for part in parts {
+            assert!(error.contains(part), "{part:?} is not in {error:?}");
+        }
+        assert!(!error.contains('\n'), "{error:?}");
+        std::fs::write(file, sound).expect("written");
+    }
+    std::fs::remove_file(&key).expect("removed");
+    assert!(tls(path).expect_err("gone").contains("key.pem"));
+}
+
+// --- the binary -----------------------------------------------------------------------------------------
+
+#[test]
+fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let keys = folder.path().join("keys");
+    let path = keys.to_str().expect("UTF-8");
+    let serve = |more: &[&str]| unicorn(&[&["serve", "--port", "0"], more].concat());
+    for host in ["0.0.0.0", "::"] {
+        assert_error(serve(&["--host", host]), 1, &["API key", "--api-key-file", "server.allow_keyless"]);
+    }
+    let mut empty = serve(&["--host", "0.0.0.0"]);
+    empty.env("UNICORN_API_KEYS", " , ");
+    assert_error(empty, 1, &["API key"]);
+
+    assert_error(serve(&["--api-key-file", path]), 1, &[path, "No such file"]);
+    std::fs::write(&keys, "# nobody yet\n").expect("written");
+    assert_error(serve(&["--api-key-file", path]), 1, &[path, "no key"]);
+    std::fs::write(&keys, "good\nsecret with blanks\n").expect("written");
+    let (code, _, stderr) = output(serve(&["--api-key-file", path]));
+    assert!(code == 1 && stderr.contains("line 2") && !stderr.contains("secret"), "{stderr}");
+    // Who may read the file is said, and not what is in it; then what is next wrong is: there is no device.
+    std::fs::write(&keys, KEY).expect("written");
+    for (mode, warned) in [("644", true), ("640", false), ("600", false)] {
+        let chmod = std::process::Command::new("chmod").args([mode, path]).status().expect("runs");
+        assert!(chmod.success());
+        let (code, _, stderr) = output(serve(&["--api-key-file", path, "--host", "0.0.0.0"]));
+        assert_eq!((code, stderr.contains("chmod o=")), (1, warned), "{mode}: {stderr}");
+        assert!(stderr.contains("listening on http://0.0.0.0:"), "{stderr}");
+        assert!(stderr.contains("cross the network") && !stderr.contains(KEY), "{stderr}");
+    }
+    let mut open = serve(&["--host", "0.0.0.0"]);
+    open.env("UNICORN_SERVER_ALLOW_KEYLESS", "true");
+    let (_, _, stderr) = output(open);
+    assert!(stderr.contains("asks for no API key") && stderr.contains("listening on"), "{stderr}");
+    let mut variable = serve(&["--host", "0.0.0.0"]);
+    variable.env("UNICORN_API_KEYS", KEY);
+    let (_, _, stderr) = output(variable);
+    assert!(!stderr.contains("no API key") && stderr.contains("listening on"), "{stderr}");
+
+    // More connections than this process may have files.
+    let mut limited = std::process::Command::new("sh");
+    limited.args(["-c", "ulimit -n 300; exec \"$0\" serve --port 0", env!("CARGO_BIN_EXE_unicorn")]);
+    assert_error(limited, 1, &["server.connections = 512", "300", "ulimit -n"]);
+
+    let (certificates, _) = certificate();
+    let pem = |name: &str| certificates.path().join(name).to_str().expect("UTF-8").to_owned();
+    let mut secure = serve(&[]);
+    secure.env("UNICORN_SERVER_TLS_CERT", pem("cert.pem")).env("UNICORN_SERVER_TLS_KEY", pem("key.pem"));
+    assert!(output(secure).2.contains("listening on https://127.0.0.1:"));
+    let mut mixed = serve(&[]);
+    mixed.env("UNICORN_SERVER_TLS_CERT", pem("key.pem")).env("UNICORN_SERVER_TLS_KEY", pem("cert.pem"));
+    assert_error(mixed, 1, &["key.pem", "no certificate"]);
+    for (variable, value, part) in [
+        ("UNICORN_SERVER_TLS_CERT", "x", "go together"),
+        ("UNICORN_SERVER_CORS_ORIGINS", "https://a.example/,http://b", "https://a.example/"),
+        ("UNICORN_SERVER_CORS_ORIGINS", "a.example", "http://localhost:3000"),
+        ("UNICORN_SERVER_ALLOWED_HOSTS", "a.lan,b.lan:80", "b.lan:80"),
+        ("UNICORN_SERVER_CONNECTIONS", "0", "server.connections"),
+    ] {
+        let mut command = serve(&[]);
+        command.env(variable, value);
+        assert_error(command, 1, &[part]);
+    }
+}
