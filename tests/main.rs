@@ -5,6 +5,7 @@ mod batching;
 mod bench;
 mod checkpoint;
 mod cli;
+mod completions;
 mod config;
 mod demo;
 mod draft;
