@@ -59,13 +59,14 @@ async fn outcome(app: &App, request: Request<Body>) -> (u16, String) {
 const CHAT: &str = "/v1/chat/completions";
 
 #[tokio::test]
-async fn with_keys_every_route_but_health_asks_for_one() {
+async fn with_keys_every_route_but_health_and_the_page_asks_for_one() {
     let app = app_behind(with_keys(), "ok");
     for (method, path) in [
         ("GET", "/v1/models"),
         ("GET", "/v1/models/makers/tiny-gemma"),
         ("POST", CHAT),
-        ("GET", "/"),
+        ("GET", "/page"),
+        ("GET", "/page/"),
         ("GET", "/nothing"),
         ("DELETE", CHAT),
         ("GET", "/health/"),
@@ -116,6 +117,9 @@ async fn with_keys_every_route_but_health_asks_for_one() {
     assert_eq!(outcome(&app, request("POST", CHAT, &both)).await.0, 200);
     let watcher = [("host", "strange.example")];
     assert_eq!(outcome(&app, request("GET", "/health", &watcher)).await.0, 200);
+    for path in ["/", "/page/app.js"] {
+        assert_eq!(send(&app.router, request("GET", path, &[])).await.0, 200, "{path}");
+    }
 }
 
 #[tokio::test]

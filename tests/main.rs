@@ -24,6 +24,7 @@ mod kernels;
 mod legacy;
 mod native;
 mod packed;
+mod page;
 mod placement;
 mod structured;
 mod support;

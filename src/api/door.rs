@@ -1,5 +1,6 @@
 //! Who may come in: API keys, the names the server answers to, origins of web pages, and how much one client may ask at
-//! once. Decided from a request's head, before its body is read; `/health` alone is open to all.
+//! once. Decided from a request's head, before its body is read; `/health` alone is open to all, and the page's files need
+//! no key: a browser loads them before its user can give it one.
 //!
 //! With keys, a request needs one of them, and no web page has it unless its user gave it. Without keys whoever reaches
 //! the port may ask, and the browser of somebody who does reaches it for every page they open. So then a request must
@@ -27,6 +28,7 @@ use super::Server;
 use super::error::ApiError;
 use super::held::hold;
 use super::keys::Keys;
+use super::page;
 use crate::engine::ClientId;
 
 /// Needs no key and no name: whoever watches a server knows neither.
@@ -87,7 +89,7 @@ impl Door {
 
     fn check(&self, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), ApiError> {
         if !self.keys.is_empty() {
-            return self.check_key(headers);
+            return if page::has(uri.path()) { Ok(()) } else { self.check_key(headers) };
         }
         let names = headers.get_all(header::HOST).iter().map(HeaderValue::as_bytes);
         // Whatever is no browser may leave it out.

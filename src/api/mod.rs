@@ -19,6 +19,7 @@ mod grammar;
 mod held;
 mod keys;
 mod listen;
+mod page;
 mod request;
 mod service;
 mod tokens;
@@ -128,10 +129,11 @@ impl Server {
     }
 }
 
-/// All routes; what is not one is a JSON error too.
+/// All routes, and the [`page`]; what is not one is a JSON error too.
 pub fn router(server: Arc<Server>) -> Router {
     let cors = tower::util::option_layer(server.door.cors());
     Router::new()
+        .merge(page::routes())
         .route("/health", get(health))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))

@@ -1,0 +1,110 @@
+// Puts the page together: chat, status, parameters, the API key, and which of the two views a phone shows.
+
+import { getJson, setKey, whenKeyIsWanted } from "./api.js";
+import * as chat from "./chat.js";
+import * as status from "./status.js";
+import { forget, recall, remember } from "./store.js";
+
+const $ = (selector) => document.querySelector(selector);
+
+// --- the API key ----------------------------------------------------------------------------------------
+
+whenKeyIsWanted((refused) => {
+  if (refused) setKey("");
+  if ($("#key-form").hidden) $("#key").value = "";
+  $("#key-form").hidden = false;
+  if (!$("#input").value) $("#key").focus();
+  $("#key-form label").textContent = refused ? "The server does not accept this API key." : "This server asks for an API key.";
+});
+
+$("#key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey($("#key").value);
+  $("#key").value = "";
+  $("#key-form").hidden = true; // it comes back if the server says so
+  nameModel();
+  status.look();
+  $("#input").focus();
+});
+
+// --- parameters -----------------------------------------------------------------------------------------
+
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const parameters = $("#parameters form");
+
+/** What was set, ready for a request. */
+function set() {
+  const fields = {};
+  if (parameters.elements.system.value.trim()) fields.system = parameters.elements.system.value;
+  for (const name of NUMBERS) {
+    const { valueAsNumber, validity } = parameters.elements[name];
+    if (validity.valid && !Number.isNaN(valueAsNumber)) fields[name] = valueAsNumber;
+  }
+  return fields;
+}
+
+function showWhetherSet() {
+  const n = Object.keys(set()).length;
+  $("#open-parameters").textContent = n ? `Parameters (${n})` : "Parameters";
+}
+
+function recallParameters() {
+  const saved = recall("local", "parameters") ?? {};
+  for (const name of ["system", ...NUMBERS]) parameters.elements[name].value = saved[name] ?? "";
+  showWhetherSet();
+}
+
+$("#open-parameters").addEventListener("click", () => $("#parameters").showModal());
+$("#reset-parameters").addEventListener("click", () => {
+  forget("local", "parameters");
+  recallParameters();
+});
+$("#parameters").addEventListener("close", () => {
+  remember("local", "parameters", set());
+  recallParameters(); // without what was not valid
+});
+
+// --- views ----------------------------------------------------------------------------------------------
+
+const tabs = [$("#tab-chat"), $("#tab-status")];
+
+function view(tab) {
+  document.body.dataset.view = tab.getAttribute("aria-controls");
+  for (const other of tabs) {
+    other.setAttribute("aria-selected", other === tab);
+    other.tabIndex = other === tab ? 0 : -1;
+  }
+}
+
+for (const tab of tabs) {
+  tab.addEventListener("click", () => view(tab));
+  tab.addEventListener("keydown", (event) => {
+    if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+    const other = tabs.find((t) => t !== tab);
+    view(other);
+    other.focus();
+  });
+}
+
+// --- begin ----------------------------------------------------------------------------------------------
+
+/** The list of models is there while the model loads. */
+async function nameModel() {
+  try {
+    const { data } = await getJson("v1/models");
+    const id = data[0].id;
+    $("#model").textContent = id;
+    document.title = `${id} · Unicorn`;
+    chat.setModel(id);
+  } catch {
+    // The status says what is wrong; once that is over, this is asked again.
+  }
+}
+
+$("#new-chat").addEventListener("click", () => {
+  view($("#tab-chat"));
+  chat.clear();
+});
+recallParameters();
+chat.start(set);
+status.start(nameModel);

@@ -1,0 +1,192 @@
+// The server as it is now: asked every second or two while somebody looks, never by a page in the background. A figure that
+// the server does not tell is left out; none is made up.
+
+import { getJson } from "./api.js";
+import { rate } from "./chat.js";
+
+const EVERY_MS = 1500;
+const AWAY_MS = 3000;
+const PATIENCE_MS = 5000;
+/** Points of the curve. */
+const POINTS = 60;
+/** Those that take the most of the device's time. */
+const KERNELS = 6;
+
+const $ = (selector) => document.querySelector(selector);
+
+const STATES = {
+  ok: "Ready",
+  loading: "Loading",
+  draining: "Stopping",
+  lost: "Device lost",
+  away: "Unreachable",
+  locked: "Key needed",
+  unknown: "No status",
+};
+const TROUBLES = {
+  loading: "The model is loading. Questions are answered as soon as it is there.",
+  draining: "The server is shutting down: it finishes what it has begun, and takes nothing new.",
+  lost: "The server lost its device and answers nothing until it is started again.",
+  away: "Nobody answers at this address. This page asks again every few seconds.",
+  locked: "The server tells its status to those with an API key.",
+  unknown: "The server does not tell its status.",
+};
+
+let timer;
+let asking;
+let state;
+let before;
+let onReachable = () => {};
+const curve = [];
+
+/** `reachable` is called when the server can be reached, again whenever its state changes: it may be another one. */
+export function start(reachable) {
+  onReachable = reachable;
+  document.addEventListener("visibilitychange", look);
+  look();
+}
+
+/** Asks now, and then regularly, if somebody looks. */
+export async function look() {
+  clearTimeout(timer);
+  asking?.abort();
+  if (document.hidden) return;
+  const own = (asking = new AbortController());
+  let seen;
+  try {
+    const body = await getJson("status", AbortSignal.any([own.signal, AbortSignal.timeout(PATIENCE_MS)]));
+    seen = { state: body.status, message: body.message, body };
+  } catch (error) {
+    if (own.signal.aborted) return;
+    seen = { state: { 0: "away", 401: "locked" }[error.status] ?? "unknown" };
+  }
+  if (own.signal.aborted) return;
+  showState(seen);
+  timer = setTimeout(look, state === "away" ? AWAY_MS : EVERY_MS);
+  if (seen.body) showFigures(seen.body);
+}
+
+function showState({ state: now, message }) {
+  const was = state;
+  state = now in STATES ? now : "unknown";
+  $("#state").dataset.state = state;
+  // A live region: it is not said again while nothing changes.
+  if (state !== was) $("#state").textContent = STATES[state];
+  $("#trouble").hidden = state === "ok";
+  $("#trouble").textContent = message ?? TROUBLES[state] ?? "";
+  $("#status").classList.toggle("stale", state !== "ok");
+  if (state !== was && state !== "away" && state !== "locked") onReachable();
+  if (state === "away") before = undefined; // another server may answer next
+}
+
+// --- figures --------------------------------------------------------------------------------------------
+
+function showFigures({ tokens = {}, requests = {}, kv = {}, memory = {}, kernels = [], model = {}, device = {}, ...server }) {
+  showSpeed(tokens.generated);
+  rows($("#requests"), [
+    ["Being answered", requests.running],
+    ["Waiting", requests.waiting],
+  ]);
+
+  const pools = [["Full layers", kv.full], ["Sliding layers", kv.sliding]];
+  bars($("#pools"), pools.flatMap(([name, { held, cached, free } = {}]) => {
+    const all = held + cached + free;
+    if (!all) return [];
+    const below = `${count(held)} in use, ${count(cached)} kept for reuse, of ${count(all)} blocks`;
+    return { name, said: `${percent(held, all)} in use`, parts: [held / all, cached / all], below };
+  }));
+
+  const heaps = Map.groupBy(memory.placed ?? [], ({ heap }) => heap);
+  const sums = [...heaps].map(([name, parts]) => [name, parts.reduce((sum, part) => sum + part.bytes, 0), parts]);
+  const largest = Math.max(...sums.map(([, all]) => all));
+  bars($("#placed"), sums.map(([name, all, parts]) => {
+    parts.sort((a, b) => b.bytes - a.bytes);
+    const below = parts.map((part) => `${part.class} ${bytes(part.bytes)}`).join(", ");
+    return { name, said: bytes(all), parts: parts.map((part) => part.bytes / largest), below };
+  }));
+  const held = [["VRAM held", memory.vram_bytes], ["GTT held", memory.gtt_bytes], ["Process", memory.resident_bytes]];
+  rows($("#held"), held.filter(([, n]) => n).map(([name, n]) => [name, bytes(n)]));
+
+  const guesses = (what) => Object.values(server.guesses ?? {}).reduce((sum, guesser) => sum + guesser[what], 0);
+  bars($("#saved"), [
+    ["Prompts from the prefix cache", tokens.cached, tokens.prompt],
+    ["Guessed tokens that were right", guesses("accepted"), guesses("proposed")],
+  ].filter(([, , all]) => all).map(([name, part, all]) => (
+    { name, said: percent(part, all), parts: [part / all], below: `${count(part)} of ${count(all)} tokens` }
+  )));
+
+  const busy = kernels.reduce((sum, { seconds }) => sum + seconds, 0);
+  const longest = [...kernels].sort((a, b) => b.seconds - a.seconds).slice(0, KERNELS);
+  bars($("#kernels"), longest.map(({ kernel, seconds }) => ({ name: kernel, said: percent(seconds, busy), parts: [seconds / busy] })));
+
+  rows($("#facts"), [
+    ["Model", model.id],
+    ["Context", model.context && `${count(model.context)} tokens`],
+    ["Weights", model.weights],
+    ["Device", device.name],
+    ["Driver", device.driver],
+    ["Up for", server.uptime_s !== undefined && time(server.uptime_s)],
+    ["Version", server.version],
+    ["Last error", server.last_error?.message],
+  ]);
+}
+
+function showSpeed(tokens) {
+  $("#speed").hidden = tokens === undefined;
+  const now = { at: performance.now(), tokens };
+  // A count that is smaller than before is another server's.
+  const perSecond = tokens >= before?.tokens ? ((tokens - before.tokens) / (now.at - before.at)) * 1000 : undefined;
+  before = now;
+  $("#rate").textContent = perSecond === undefined ? "–" : rate(perSecond);
+  if (perSecond === undefined) return;
+  curve.push(perSecond);
+  if (curve.length > POINTS) curve.shift();
+  const most = Math.max(1, ...curve);
+  const x = (i) => (120 * (POINTS - curve.length + i)) / (POINTS - 1);
+  $("#curve").setAttribute("points", curve.map((y, i) => `${x(i).toFixed(1)},${(31 - (29 * y) / most).toFixed(1)}`).join(" "));
+}
+
+/** Bars: {name, said, parts: shares of the whole track, each paler than the one before, below}. */
+function bars(parent, bars) {
+  parent.replaceChildren(...bars.map(({ name, said, parts, below }) => {
+    const track = node("div", { className: "track" }, ...parts.map((share, i) => {
+      const part = node("i", {});
+      part.style.flexBasis = `${100 * share}%`;
+      part.style.opacity = Math.max(0.2, 0.55 ** i);
+      return part;
+    }));
+    const lines = [node("p", {}, node("span", {}, name), node("span", {}, said)), track];
+    if (below) lines.push(node("p", { className: "parts" }, below));
+    return node("div", { className: "bar" }, ...lines);
+  }));
+  parent.closest("section").hidden = bars.length === 0;
+}
+
+/** Rows of a list of terms: those whose value is not known are left out. */
+function rows(parent, rows) {
+  const known = rows.filter(([, value]) => value !== undefined && value !== null && value !== false);
+  parent.replaceChildren(...known.flatMap(([term, value]) => [node("dt", {}, term), node("dd", {}, String(value))]));
+  if (parent.id === "facts") parent.closest("section").hidden = known.length === 0;
+}
+
+function node(tag, properties, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+const UNITS = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
+
+function bytes(n) {
+  const [unit, name] = UNITS.find(([unit]) => n >= unit) ?? [1, "B"];
+  return `${(n / unit).toFixed(n < 100 * unit && unit > 1 ? 1 : 0)} ${name}`;
+}
+
+const count = (n) => n.toLocaleString("en");
+const percent = (part, whole) => `${((100 * part) / whole).toFixed(0)} %`;
+
+function time(seconds) {
+  const [d, h, m] = [Math.floor(seconds / 86400), Math.floor(seconds / 3600) % 24, Math.floor(seconds / 60) % 60];
+  if (d) return `${d} d ${h} h`;
+  return h ? `${h} h ${m} min` : m ? `${m} min` : `${Math.floor(seconds)} s`;
+}

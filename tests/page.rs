@@ -1,0 +1,99 @@
+//! The page at `/` as a browser gets it: types, the policy, and what is not sent twice. What it does is tests/page's.
+
+use axum::Router;
+use axum::body::Body;
+use axum::http::{HeaderMap, Method, Request, StatusCode, header};
+use http_body_util::BodyExt;
+use tower::ServiceExt;
+
+use crate::api::router_that_says;
+
+async fn ask(router: &Router, method: Method, path: &str, known: &str) -> (StatusCode, HeaderMap, String) {
+    let request = Request::builder().method(method).uri(path).header(header::IF_NONE_MATCH, known);
+    let request = request.body(Body::empty()).expect("a sound request");
+    let (parts, body) = router.clone().oneshot(request).await.expect("handlers do not fail").into_parts();
+    let bytes = body.collect().await.expect("a whole body").to_bytes().to_vec();
+    (parts.status, parts.headers, String::from_utf8(bytes).expect("UTF-8"))
+}
+
+/// Addresses that a file names, relative ones made absolute.
+fn addresses(text: &str) -> Vec<String> {
+    let in_markup = ["src=\"", "href=\""].iter().flat_map(|mark| text.split(mark).skip(1));
+    let in_scripts = text.split("from \"./").skip(1).map(|rest| ("/page/", rest));
+    let all = in_markup.map(|rest| ("/", rest)).chain(in_scripts);
+    all.map(|(folder, rest)| format!("{folder}{}", rest.split('"').next().unwrap_or(""))).collect()
+}
+
+#[tokio::test]
+async fn every_file_of_the_page_is_there_with_its_type_and_the_policy() {
+    let (router, _) = router_that_says("Hi");
+    let mut paths = vec!["/".to_owned()];
+    let mut bytes = 0;
+    let mut next = 0;
+    while let Some(path) = paths.get(next).cloned() {
+        let (status, headers, text) = ask(&router, Method::GET, &path, "").await;
+        assert_eq!(status, 200, "{path}");
+        let kind = match path.rsplit('.').next() {
+            Some("css") => "text/css; charset=utf-8",
+            Some("js") => "text/javascript; charset=utf-8",
+            Some("svg") => "image/svg+xml",
+            _ => "text/html; charset=utf-8",
+        };
+        assert_eq!(headers[header::CONTENT_TYPE], kind, "{path}");
+        assert_eq!(headers[header::X_CONTENT_TYPE_OPTIONS], "nosniff", "{path}");
+        assert_eq!(headers[header::CACHE_CONTROL], "no-cache", "{path}");
+        let policy = headers[header::CONTENT_SECURITY_POLICY].to_str().unwrap();
+        for part in ["default-src 'none'", "script-src 'self';", "frame-ancestors 'none'"] {
+            assert!(policy.contains(part), "{path}: {policy}");
+        }
+        assert!(!policy.contains("unsafe") && !policy.contains("http"), "{path}: {policy}");
+        // Nothing in line, nothing from elsewhere.
+        assert!(!text.contains("style=\"") && !text.contains(" onclick"), "{path}");
+        let elsewhere = text.replace("http://www.w3.org/2000/svg", "").contains("://");
+        assert!(!elsewhere, "{path} names another host");
+        bytes += text.len();
+        for address in addresses(&text) {
+            if !paths.contains(&address) {
+                paths.push(address);
+            }
+        }
+        next += 1;
+    }
+    assert_eq!(paths.len(), 9, "{paths:?}");
+    assert!(bytes < 64 << 10, "the page has {bytes} bytes");
+}
+
+#[tokio::test]
+async fn a_file_that_the_browser_has_is_not_sent_again() {
+    let (router, _) = router_that_says("Hi");
+    let (_, headers, _) = ask(&router, Method::GET, "/page/app.js", "").await;
+    let etag = headers[header::ETAG].to_str().unwrap().to_owned();
+    assert!(etag.starts_with('"') && etag.ends_with('"') && etag.len() > 10, "{etag}");
+    for known in [etag.clone(), format!("W/{etag}"), format!("\"x\", {etag}")] {
+        let (status, headers, text) = ask(&router, Method::GET, "/page/app.js", &known).await;
+        assert_eq!((status, text.as_str()), (StatusCode::NOT_MODIFIED, ""), "{known}");
+        assert_eq!(headers[header::ETAG], etag.as_str());
+        assert!(!headers.contains_key(header::CONTENT_TYPE));
+    }
+    let (_, other, _) = ask(&router, Method::GET, "/page/chat.js", "").await;
+    assert_ne!(other[header::ETAG], etag.as_str());
+    assert_eq!(ask(&router, Method::GET, "/page/chat.js", &etag).await.0, 200);
+}
+
+#[tokio::test]
+async fn the_page_is_read_only_and_has_no_other_files() {
+    let (router, _) = router_that_says("Hi");
+    let (status, headers, text) = ask(&router, Method::HEAD, "/", "").await;
+    assert_eq!((status, text.as_str()), (StatusCode::OK, ""));
+    assert_eq!(headers[header::CONTENT_TYPE], "text/html; charset=utf-8");
+    let (status, _, text) = ask(&router, Method::POST, "/", "").await;
+    assert_eq!(status, 405);
+    assert!(text.contains("method_not_allowed"), "{text}");
+    let rebound = Request::get("/").header(header::HOST, "strange.example").body(Body::empty()).unwrap();
+    assert_eq!(router.clone().oneshot(rebound).await.unwrap().status(), 403, "a name that could be rebound");
+    for path in ["/page", "/page/", "/page/index.html", "/page/../page.rs", "/page/app.js/x", "/index.html"] {
+        let (status, _, text) = ask(&router, Method::GET, path, "").await;
+        assert_eq!(status, 404, "{path}");
+        assert!(text.contains("not_found"), "{path}: {text}");
+    }
+}
