@@ -2,7 +2,8 @@
 """Installs what running or testing Unicorn needs and this machine lacks, and nothing else.
 
     tools/setup.py run     the Vulkan loader and Mesa's Vulkan drivers, version 24 or later
-    tools/setup.py test    also the validation layers, curl, and Python's venv module
+    tools/setup.py test    also the validation layers, curl, and Python's venv module; and for the page's tests Chromium,
+                           Node.js and npm, without which those are skipped
     tools/setup.py measure what `run` needs, and fio, which tells how fast the disk is
 
 Debian 12, Debian 13 and Ubuntu (24.04 or later), as root or with sudo. Where the release's own Mesa is too
@@ -41,12 +42,17 @@ class Need:
 
     package: str
     major: int = 0
+    # What the package is wanted for; where that is there from somewhere else, it does.
+    command: str = ""
 
 
 RUN = [Need("libvulkan1"), Need("mesa-vulkan-drivers", MESA_MAJOR)]
 TEST = RUN + [Need("vulkan-validationlayers"), Need("curl"), Need("ca-certificates"), Need("python3-venv")]
+# Ubuntu has no Chromium but as a snap, which a test cannot count on: without these, tests/skips.toml says what is skipped.
+BROWSER = [Need("chromium", command="chromium"), Need("nodejs", command="node"), Need("npm", command="npm")]
 MEASURE = RUN + [Need("fio")]
 NEEDS = {"run": RUN, "test": TEST, "measure": MEASURE}
+WISHES = {"test": BROWSER}
 
 
 # --- what the machine has -------------------------------------------------------------------------------
@@ -69,7 +75,8 @@ def installed_versions(packages):
 
 
 def missing(needs):
-    have = installed_versions([need.package for need in needs])
+    needs = [need for need in needs if not (need.command and shutil.which(need.command))]
+    have = installed_versions([need.package for need in needs]) if needs else {}
     return [need for need in needs if need.package not in have or major(have[need.package]) < need.major]
 
 
@@ -318,6 +325,12 @@ def main(arguments):
     lacking = missing(needs)
     if lacking:
         install(lacking, release)
+    wished = missing(WISHES.get(arguments[0], []))
+    if wished:
+        try:
+            install(wished, release)
+        except SetupError as error:
+            say(f"without {', '.join(need.package for need in wished)}: {error}")
     have = installed_versions([need.package for need in needs])
     say(", ".join(f"{package} {version}" for package, version in have.items()))
 

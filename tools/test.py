@@ -25,6 +25,8 @@ CACHE = ROOT / ".cache" / "test"
 SKIP_LOG = CACHE / "skips.log"
 VENV = ROOT / ".venv"
 REQUIREMENTS = ROOT / "tests/clients/requirements.txt"
+PAGE = ROOT / "tests/page"
+PAGE_MODULES = ROOT / ".cache/page"
 
 PART_SECONDS = 40 * 60
 FETCH_SECONDS = 180
@@ -121,7 +123,7 @@ def clippy():
 
 
 def rust():
-    """Unit tests, the integration suite and the documentation's examples. Builds the server for `clients` too."""
+    """Unit tests, the integration suite and the documentation's examples. Builds the server for `clients` and `page` too."""
     fetched, _ = run([str(ROOT / "tools/fetch_real_tokenizer.sh")], FETCH_SECONDS)
     if fetched not in (0, 3, 4, None):  # 3 and 4: it cannot be had here, so its cases are skipped
         return Result(failures=[f"rust: tools/fetch_real_tokenizer.sh: {ended(fetched)}"])
@@ -177,6 +179,47 @@ def clients():
     return result
 
 
+def page():
+    """A browser at the page of a real server. Without Chromium, Node.js or playwright-core, all of it is skipped."""
+    lacks = page_lacks()
+    if lacks:
+        return Result(skipped=[("browser", f"tests/page ({lacks})")])
+    return page_result(*run(["node", str(PAGE / "test_page.js")], env={"NODE_PATH": str(PAGE_MODULES / "node_modules")}))
+
+
+def page_result(status, output):
+    line = re.search(r"^page: (\d+) passed, (\d+) failed$", output, re.MULTILINE)
+    if not line:
+        return Result(failures=[f"page: no result ({ended(status)})"])
+    failures = [f"page: {name}" for name in re.findall(r"^FAILED (\w+): ", output, re.MULTILINE)]
+    if len(failures) != int(line[2]) or (status != 0) != bool(failures):
+        failures.append(f"page: the count and the report differ ({ended(status)})")
+    return Result(passed=int(line[1]), failures=failures)
+
+
+def page_lacks():
+    """What is missing for a browser to be driven, '' if nothing is. Installs playwright-core as the lock file names it."""
+    for command in ["chromium", "node", "npm"]:
+        if not shutil.which(command):
+            return f"no {command}"
+    version = subprocess.run(["node", "--version"], capture_output=True, text=True, check=False).stdout
+    major = re.match(r"v(\d+)\.", version)
+    if not major or int(major[1]) < 18:
+        return f"node {version.strip()}, where 18 is needed"
+    # A copy, since npm puts the modules beside the lock file.
+    wanted, there = (folder / "package-lock.json" for folder in (PAGE, PAGE_MODULES))
+    module = PAGE_MODULES / "node_modules/playwright-core/package.json"
+    if not (module.exists() and there.exists() and there.read_bytes() == wanted.read_bytes()):
+        shutil.rmtree(PAGE_MODULES, ignore_errors=True)
+        PAGE_MODULES.mkdir(parents=True)
+        for name in ["package.json", "package-lock.json"]:
+            shutil.copy(PAGE / name, PAGE_MODULES)
+        status, _ = run(["npm", "ci", "--prefix", str(PAGE_MODULES), "--ignore-scripts", "--no-audit", "--no-fund"], FETCH_SECONDS)
+        if status != 0:
+            return "npm could not fetch playwright-core"
+    return ""
+
+
 def client_python():
     """The interpreter of .venv with the pinned packages in it, or None when they cannot be had."""
     python = VENV / "bin/python"
@@ -195,8 +238,8 @@ def client_python():
     return str(python) if ready() else None
 
 
-# Cheap checks first; `clients` starts the server that `rust` built.
-PARTS = {"tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "clients": clients, "clippy": clippy}
+# Cheap checks first; `clients` and `page` start the server that `rust` built.
+PARTS = {"tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "clients": clients, "page": page, "clippy": clippy}
 
 
 def main(names):

@@ -113,6 +113,20 @@ class Choice(unittest.TestCase):
         self.assertNotIn("\n", message)
 
 
+class Missing(unittest.TestCase):
+    def test_a_command_from_somewhere_else_does(self):
+        there, nowhere = setup.Need("no-such-package", command="python3"), setup.Need("no-such-package", command="no-such-command")
+        original = setup.installed_versions
+        setup.installed_versions = lambda packages: {}
+        self.addCleanup(setattr, setup, "installed_versions", original)
+        self.assertEqual(setup.missing([there, nowhere]), [nowhere])
+        self.assertEqual(setup.missing([there]), [])
+
+    def test_what_is_only_wished_for_is_listed_as_a_skip(self):
+        self.assertTrue(set(setup.WISHES) <= set(setup.NEEDS))
+        self.assertIn("[browser]", (Path(__file__).resolve().parents[1] / "skips.toml").read_text())
+
+
 class Versions(unittest.TestCase):
     def test_major(self):
         for version, expected in [("1:25.0.7-2~bpo12+1", 25), ("22.3.6-1+deb12u1", 22), ("24.2.8-1ubuntu1~24.04.1", 24), ("x", 0)]:
