@@ -31,3 +31,4 @@ mod support;
 mod target;
 mod text;
 mod tidy;
+mod tools;

@@ -3,13 +3,15 @@
 use super::grammar::Failure;
 use crate::engine::{EngineError, Event, FinishReason, Timings};
 use crate::model::Logprobs;
-use crate::text::{Detokenizer, StopMatcher};
+use crate::text::{CallPiece, CallReader, Detokenizer, Said, StopMatcher};
 
 /// Turns token events into text that never holds half a character, nor any byte of a stop string.
 #[derive(Clone)]
 pub struct AnswerText {
     detokenizer: Detokenizer,
     stops: StopMatcher,
+    /// Where it may call tools.
+    calls: Option<CallReader>,
     /// Set where it ended because its grammar could not be followed.
     failure: Option<Failure>,
 }
@@ -19,6 +21,8 @@ pub struct AnswerText {
 pub struct Delta {
     /// May be empty.
     pub text: String,
+    /// Of calls of tools; none where there is text.
+    pub calls: Vec<CallPiece>,
     /// The token that the event brought, where log probabilities were asked for; its text may come later.
     pub logprobs: Option<(u32, Logprobs)>,
     /// Those of the prompt's ids but the first, where they were asked for: before anything else.
@@ -27,10 +31,21 @@ pub struct Delta {
     pub end: Option<End>,
 }
 
+/// Why an answer is whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reason {
+    /// The model ended it, or a stop string did.
+    Stop,
+    /// No more tokens were wanted, or fit.
+    Length,
+    /// It calls tools, which are to be asked now.
+    Called,
+}
+
 #[derive(Debug, Clone, PartialEq)]
 pub enum End {
     Finished {
-        reason: FinishReason,
+        reason: Reason,
         timings: Timings,
     },
     Failed(EngineError),
@@ -40,7 +55,12 @@ pub enum End {
 
 impl AnswerText {
     pub fn new(detokenizer: Detokenizer, stops: StopMatcher) -> Self {
-        Self { detokenizer, stops, failure: None }
+        Self { detokenizer, stops, calls: None, failure: None }
+    }
+
+    /// Of an answer that may call tools.
+    pub(super) fn with_calls(self, calls: CallReader) -> Self {
+        Self { calls: Some(calls), ..self }
     }
 
     /// Of an answer that is held to a grammar.
@@ -49,20 +69,15 @@ impl AnswerText {
     }
 
     pub fn push(&mut self, event: Event) -> Delta {
+        let nothing =
+            Delta { text: String::new(), calls: Vec::new(), logprobs: None, prompt: None, end: None };
         match event {
-            Event::Prompt { logprobs } => {
-                Delta { text: String::new(), logprobs: None, prompt: Some(logprobs), end: None }
-            }
+            Event::Prompt { logprobs } => Delta { prompt: Some(logprobs), ..nothing },
             Event::Token { id, logprobs, timings, .. } => {
                 let stopped = self.stops.push(self.detokenizer.push(id));
-                let reason = FinishReason::Stop;
-                let end = stopped.stop.map(|_| End::Finished { reason, timings });
-                Delta {
-                    text: stopped.text,
-                    logprobs: logprobs.map(|logprobs| (id, logprobs)),
-                    prompt: None,
-                    end,
-                }
+                let (text, calls) = self.read(stopped.text, stopped.stop.is_some());
+                let end = stopped.stop.map(|_| self.end(FinishReason::Stop, timings));
+                Delta { text, calls, logprobs: logprobs.map(|logprobs| (id, logprobs)), end, ..nothing }
             }
             Event::Finished { mut reason, timings, .. } => {
                 let stopped = self.stops.push(self.detokenizer.finish());
@@ -71,16 +86,40 @@ impl AnswerText {
                     Some(_) => reason = FinishReason::Stop,
                     None => text.push_str(&self.stops.finish()),
                 }
-                let failed = self.failure.as_ref().and_then(|failure| failure.get());
-                let end = match failed {
-                    Some(problem) => End::OffGrammar(problem.clone()),
-                    None => End::Finished { reason, timings },
-                };
-                Delta { text, logprobs: None, prompt: None, end: Some(end) }
+                let (text, calls) = self.read(text, true);
+                Delta { text, calls, end: Some(self.end(reason, timings)), ..nothing }
             }
-            Event::Failed(error) => {
-                Delta { text: String::new(), logprobs: None, prompt: None, end: Some(End::Failed(error)) }
+            Event::Failed(error) => Delta { end: Some(End::Failed(error)), ..nothing },
+        }
+    }
+
+    /// Tells calls from text, where there may be calls.
+    fn read(&mut self, text: String, last: bool) -> (String, Vec<CallPiece>) {
+        let Some(reader) = &mut self.calls else { return (text, Vec::new()) };
+        let mut said = reader.push(&text);
+        if last {
+            said.extend(reader.finish());
+        }
+        let (mut text, mut calls) = (String::new(), Vec::new());
+        for said in said {
+            match said {
+                Said::Text(more) => text.push_str(&more),
+                Said::Call(call) => calls.push(call),
             }
         }
+        (text, calls)
+    }
+
+    fn end(&self, reason: FinishReason, timings: Timings) -> End {
+        if let Some(problem) = self.failure.as_ref().and_then(|failure| failure.get()) {
+            return End::OffGrammar(problem.clone());
+        }
+        let called = self.calls.as_ref().is_some_and(CallReader::called);
+        let reason = match reason {
+            FinishReason::Stop if called => Reason::Called,
+            FinishReason::Stop => Reason::Stop,
+            FinishReason::Length => Reason::Length,
+        };
+        End::Finished { reason, timings }
     }
 }

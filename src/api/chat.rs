@@ -11,11 +11,12 @@ use axum::response::{IntoResponse, Response};
 use futures::Stream;
 use serde_json::{Value, json};
 
-use super::Server;
+use super::answer::Reason;
 use super::error::ApiError;
 use super::exchange::{self, Answers, Caller, Exchange, Piece, Reply, finish_reason, timings_json, usage};
 use super::request::ChatRequest;
-use crate::engine::FinishReason;
+use super::{Server, random_u64};
+use crate::text::CallPiece;
 
 /// How the answer is wanted.
 struct Form {
@@ -55,6 +56,21 @@ fn chunk(reply: &Reply, index: usize, delta: Value, finish_reason: Option<&str>,
     chunk
 }
 
+fn call_id() -> String {
+    format!("call_{:016x}{:08x}", random_u64(), random_u64() as u32)
+}
+
+/// OpenAI's delta of one call: its name with its id first, and then its arguments piece by piece.
+fn call_delta(call: CallPiece) -> Value {
+    match call {
+        CallPiece::Name { index, name } => {
+            let function = json!({"name": name, "arguments": ""});
+            json!({"index": index, "id": call_id(), "type": "function", "function": function})
+        }
+        CallPiece::Parameters { index, json } => json!({"index": index, "function": {"arguments": json}}),
+    }
+}
+
 fn logprobs_content(tokens: Vec<Value>) -> Value {
     json!({"content": tokens, "refusal": null})
 }
@@ -62,19 +78,34 @@ fn logprobs_content(tokens: Vec<Value>) -> Value {
 async fn collect(reply: Reply, mut answers: Answers) -> Result<Value, ApiError> {
     let n = answers.count();
     let (mut texts, mut logprobs) = (vec![String::new(); n], vec![Vec::new(); n]);
-    let mut last = FinishReason::Stop;
+    let mut calls = vec![Vec::<(String, String)>::new(); n];
+    let mut last = Reason::Stop;
     while let Some(piece) = answers.next().await {
         let piece = piece?;
         texts[piece.choice].push_str(&piece.text);
+        for call in piece.calls {
+            let calls = &mut calls[piece.choice];
+            match call {
+                CallPiece::Name { name, .. } => calls.push((name, String::new())),
+                CallPiece::Parameters { index, json } => calls[index].1.push_str(&json),
+            }
+        }
         let token = piece.logprobs.map(|(id, logprobs)| answers.service.logprobs_json(id, &logprobs));
         logprobs[piece.choice].extend(token);
         last = piece.end.unwrap_or(last);
     }
     let timings = answers.timings();
     reply.log(last, &timings);
-    let choices = answers.ends().zip(texts).zip(logprobs).enumerate();
-    let choices = choices.map(|(index, ((reason, text), tokens))| {
-        let message = json!({"role": "assistant", "content": text, "refusal": null});
+    let choices = answers.ends().zip(texts).zip(calls).zip(logprobs).enumerate();
+    let choices = choices.map(|(index, (((reason, text), calls), tokens))| {
+        let mut message = json!({"role": "assistant", "content": text, "refusal": null});
+        if !calls.is_empty() {
+            let call = |(name, arguments): &(String, String)| {
+                json!({"id": call_id(), "type": "function", "function": {"name": name, "arguments": arguments}})
+            };
+            message["content"] = Value::Null;
+            message["tool_calls"] = calls.iter().map(call).collect();
+        }
         let logprobs = if tokens.is_empty() { Value::Null } else { logprobs_content(tokens) };
         let reason = finish_reason(reason);
         json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
@@ -85,7 +116,7 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<Value, ApiError> 
     Ok(body)
 }
 
-/// Of each answer the role first, then content, then the finish reason; then usage if asked; `[DONE]` last. An error that
+/// Of each answer the role first, then content or calls, then the finish reason; then usage if asked; `[DONE]` last. An error that
 /// comes after the headers is a line of the stream.
 fn stream_chunks(
     reply: Reply,
@@ -99,15 +130,19 @@ fn stream_chunks(
             yield line(chunk(&reply, choice, role, None, include_usage));
         }
         while let Some(piece) = answers.next().await {
-            let Piece { choice, text, logprobs, end, .. } = match piece {
+            let Piece { choice, text, calls, logprobs, end, .. } = match piece {
                 Ok(piece) => piece,
                 Err(error) => {
                     yield line(error.body());
                     break;
                 }
             };
-            if !text.is_empty() || logprobs.is_some() {
-                let mut chunk = chunk(&reply, choice, json!({"content": text}), None, include_usage);
+            if !text.is_empty() || !calls.is_empty() || logprobs.is_some() {
+                let delta = match calls.is_empty() {
+                    true => json!({"content": text}),
+                    false => json!({"tool_calls": calls.into_iter().map(call_delta).collect::<Vec<_>>()}),
+                };
+                let mut chunk = chunk(&reply, choice, delta, None, include_usage);
                 if let Some((id, logprobs)) = logprobs {
                     let token = answers.service.logprobs_json(id, &logprobs);
                     chunk["choices"][0]["logprobs"] = logprobs_content(vec![token]);

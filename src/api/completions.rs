@@ -13,13 +13,13 @@ use futures::Stream;
 use serde_json::{Map, Value, json};
 
 use super::Server;
-use super::answer::AnswerText;
+use super::answer::{AnswerText, Reason};
 use super::error::ApiError;
 use super::exchange::{self, Answers, Caller, Exchange, Piece, Reply, finish_reason, timings_json, usage};
 use super::request::{ChatRequest, Fields, kind, missing, object, token_ids};
 use super::service::Service;
 use super::tokens;
-use crate::engine::{FinishReason, Request};
+use crate::engine::Request;
 use crate::model::{Logprobs, MAX_LOGPROBS};
 
 /// Tokens of an answer where nobody says how many, as OpenAI has it.
@@ -274,17 +274,17 @@ impl<'a> Completing<'a> {
     }
 }
 
-fn choice(index: usize, text: &str, logprobs: Value, reason: Option<FinishReason>) -> Value {
+fn choice(index: usize, text: &str, logprobs: Value, reason: Option<Reason>) -> Value {
     json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason.map(finish_reason)})
 }
 
 /// Why an answer ended; of a prompt alone, that nothing was to follow it.
-fn reason(form: &Form, reason: FinishReason) -> FinishReason {
-    if form.prompt_only { FinishReason::Length } else { reason }
+fn reason(form: &Form, reason: Reason) -> Reason {
+    if form.prompt_only { Reason::Length } else { reason }
 }
 
 /// The whole reply's last words.
-fn close(reply: &Reply, answers: &Answers, form: &Form, last: FinishReason) -> (Value, Value) {
+fn close(reply: &Reply, answers: &Answers, form: &Form, last: Reason) -> (Value, Value) {
     let mut timings = answers.timings();
     if form.prompt_only {
         timings.predicted_n = 0;
@@ -307,14 +307,14 @@ async fn collect(
         let choice = piece.choice;
         texts[choice].push_str(&all.take(&service, piece));
     }
-    let ends: Vec<FinishReason> = answers.ends().map(|end| reason(&form, end)).collect();
+    let ends: Vec<Reason> = answers.ends().map(|end| reason(&form, end)).collect();
     let choices = texts
         .iter()
         .zip(&ends)
         .enumerate()
         .map(|(i, (text, end))| choice(i, text, all.scores(i), Some(*end)));
     let mut body = reply.object("text_completion", choices.collect());
-    let last = ends.last().copied().unwrap_or(FinishReason::Stop);
+    let last = ends.last().copied().unwrap_or(Reason::Stop);
     (body["usage"], body["timings"]) = close(&reply, &answers, &form, last);
     Ok(body)
 }

@@ -17,14 +17,15 @@ use futures::{Stream, StreamExt};
 use serde_json::{Value, json};
 use tokio::sync::SemaphorePermit;
 
-use super::answer::{AnswerText, Delta, End};
+use super::answer::{AnswerText, Delta, End, Reason};
 use super::door::client_of;
 use super::error::ApiError;
 use super::request::ChatRequest;
 use super::service::Service;
 use super::{MAX_ARRIVING, Options, Server, random_u64, unix_time_s};
-use crate::engine::{ClientId, Event, FinishReason, Request, Timings, TokenStream};
+use crate::engine::{ClientId, Event, Request, Timings, TokenStream};
 use crate::model::Logprobs;
+use crate::text::CallPiece;
 
 /// For a whole body, however steadily it comes.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -161,7 +162,7 @@ impl Reply {
         })
     }
 
-    pub fn log(&self, reason: FinishReason, timings: &Timings) {
+    pub fn log(&self, reason: Reason, timings: &Timings) {
         let Timings { queue, prefill, decode, prompt_n, cached_n, predicted_n, drafts } = timings;
         let (seed, reason) = (self.seed, finish_reason(reason));
         self.span.in_scope(|| {
@@ -194,7 +195,7 @@ struct Answering {
     tokens: TokenStream,
     texts: Vec<AnswerText>,
     /// Why and when each ended.
-    ends: Vec<Option<(FinishReason, Timings)>>,
+    ends: Vec<Option<(Reason, Timings)>>,
     /// The number of the first of them.
     first: usize,
 }
@@ -203,11 +204,13 @@ struct Answering {
 pub(super) struct Piece {
     pub choice: usize,
     pub text: String,
+    /// Of calls of tools; none where there is text.
+    pub calls: Vec<CallPiece>,
     /// The token that it brought, where they were asked for; its text may come later.
     pub logprobs: Option<(u32, Logprobs)>,
     /// Of the ids of its prompt but the first, where they were asked for: before anything else of that prompt's answers.
     pub prompt: Option<Vec<Logprobs>>,
-    pub end: Option<FinishReason>,
+    pub end: Option<Reason>,
 }
 
 impl Answering {
@@ -220,7 +223,7 @@ impl Answering {
         let Some(event) = event else { return Err(ApiError::Bug("an answer had no end".into())) };
         // A failure is that of all answers.
         let choice = event.choice().unwrap_or(0);
-        let Delta { text, logprobs, prompt, end } = self.texts[choice].push(event);
+        let Delta { text, calls, logprobs, prompt, end } = self.texts[choice].push(event);
         let end = match end {
             None => None,
             Some(End::Failed(error)) => return Err(error.into()),
@@ -232,7 +235,7 @@ impl Answering {
                 Some(reason)
             }
         };
-        Ok(Piece { choice: self.first + choice, text, logprobs, prompt, end })
+        Ok(Piece { choice: self.first + choice, text, calls, logprobs, prompt, end })
     }
 }
 
@@ -275,7 +278,7 @@ impl Answers {
     }
 
     /// Why each ended, those that did.
-    pub fn ends(&self) -> impl Iterator<Item = FinishReason> {
+    pub fn ends(&self) -> impl Iterator<Item = Reason> {
         self.streams.iter().flat_map(|stream| &stream.ends).flatten().map(|(reason, _)| *reason)
     }
 
@@ -302,10 +305,11 @@ impl Answers {
 }
 
 /// OpenAI's words.
-pub(super) fn finish_reason(reason: FinishReason) -> &'static str {
+pub(super) fn finish_reason(reason: Reason) -> &'static str {
     match reason {
-        FinishReason::Stop => "stop",
-        FinishReason::Length => "length",
+        Reason::Stop => "stop",
+        Reason::Length => "length",
+        Reason::Called => "tool_calls",
     }
 }
 

@@ -12,6 +12,7 @@
 mod answer;
 mod chat;
 mod completions;
+mod conversation;
 mod door;
 mod error;
 mod exchange;
@@ -24,8 +25,9 @@ mod request;
 mod service;
 mod tokens;
 mod tls;
+mod tools;
 
-pub use answer::{AnswerText, Delta, End};
+pub use answer::{AnswerText, Delta, End, Reason};
 pub use door::Door;
 pub use error::ApiError;
 pub use grammar::ResponseGrammar;
@@ -34,6 +36,7 @@ pub use listen::Connections;
 pub use request::ChatRequest;
 pub use service::{SamplingDefaults, Service};
 pub use tls::{Tls, TlsError};
+pub use tools::{Call, MAX_TOOLS, Tool, ToolChoice, Tools};
 
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher};

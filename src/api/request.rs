@@ -6,23 +6,25 @@
 //! - **Unknown** fields are ignored: clients send their own.
 //! - **Known but not had here** fields that would change the answer are refused, with code `unsupported_value`:
 //!   an answer that silently lacks what was asked for is worse than none. Values that mean "off" pass.
-//! - **`tools`** with `tool_choice` absent, `auto` or `none` are ignored, since chat front ends attach them to
-//!   every message: `auto` allows an answer without a call. A choice that demands a call is refused.
+//! - **`functions`** and `function_call`, which `tools` have replaced, are refused where they ask for a call.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
+use super::conversation::{messages, tools};
 use super::error::ApiError;
 use super::grammar::{ResponseGrammar, response_grammar};
+use super::tools::Tools;
 use crate::model::MAX_LOGPROBS;
-use crate::text::{Content, MAX_STOPS, Message};
+use crate::text::{MAX_STOPS, Message};
 
 /// What was asked; absent fields are the model's defaults.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ChatRequest {
     pub model: String,
-    /// Roles are system, developer, user or assistant; none where the prompt is no conversation.
+    /// Roles are system, developer, user or assistant; calls of tools, and what these gave, are text in them. None where the
+    /// prompt is no conversation.
     pub messages: Vec<Message>,
     pub stream: bool,
     pub include_usage: bool,
@@ -45,8 +47,9 @@ pub struct ChatRequest {
     pub logprobs: Option<usize>,
     /// Answers; at least 1.
     pub n: Option<usize>,
-    /// What each answer must be.
+    /// What each answer must be that calls no tool.
     pub grammar: Option<ResponseGrammar>,
+    pub tools: Tools,
 }
 
 impl ChatRequest {
@@ -56,12 +59,17 @@ impl ChatRequest {
         let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
         let messages = messages(fields.array("messages")?.ok_or_else(|| missing("messages"))?)?;
         refuse_unsupported(&fields)?;
-        check_tools(&fields)?;
+        let tools = tools(&fields)?;
 
         // `max_tokens` is the older name; OpenAI's own models take the newer one alone.
         let max_tokens = fields.integer("max_completion_tokens", 1, i64::from(u32::MAX))?;
         let max_tokens = max_tokens.or(fields.integer("max_tokens", 1, i64::from(u32::MAX))?);
-        Ok(Self { messages, logprobs: logprobs(&fields)?, ..Self::options(&fields, model, max_tokens)? })
+        Ok(Self {
+            messages,
+            tools,
+            logprobs: logprobs(&fields)?,
+            ..Self::options(&fields, model, max_tokens)?
+        })
     }
 
     /// What stands beside the prompt, whatever that is; log probabilities, which differ, are left out.
@@ -92,15 +100,9 @@ impl ChatRequest {
             logprobs: None,
             n: n.map(|n| n as usize),
             grammar: response_grammar(fields)?,
+            tools: Tools::default(),
         })
     }
-}
-
-pub(super) fn messages(items: &[Value]) -> Result<Vec<Message>, ApiError> {
-    if items.is_empty() {
-        return Err(ApiError::invalid("messages", "expected at least one message, got an empty list"));
-    }
-    items.iter().enumerate().map(|(i, item)| message(&format!("messages[{i}]"), item)).collect()
 }
 
 /// Ids of a vocabulary that nobody knows yet.
@@ -110,66 +112,6 @@ pub(super) fn token_ids(at: &str, items: &[Value]) -> Result<Vec<u32>, ApiError>
         id.ok_or_else(|| wrong_type(format!("{at}[{i}]"), "a token id", item))
     };
     items.iter().enumerate().map(id).collect()
-}
-
-fn message(at: &str, item: &Value) -> Result<Message, ApiError> {
-    let Value::Object(item) = item else { return Err(wrong_type(at, "an object", item)) };
-    let param = |name: &str| format!("{at}.{name}");
-    let role = match item.get("role") {
-        None | Some(Value::Null) => return Err(missing(param("role"))),
-        Some(Value::String(role)) => role.as_str(),
-        Some(other) => return Err(wrong_type(param("role"), "a string", other)),
-    };
-    match role {
-        "system" | "developer" | "user" | "assistant" => {}
-        "tool" | "function" => {
-            return Err(ApiError::unsupported(param("role"), "this server does not call tools"));
-        }
-        _ => {
-            let problem = format!("expected system, developer, user or assistant, got {:?}", short(role));
-            return Err(ApiError::invalid(param("role"), problem));
-        }
-    }
-    for name in ["tool_calls", "function_call"] {
-        if item.get(name).is_some_and(|v| !v.is_null() && v != &Value::Array(Vec::new())) {
-            return Err(ApiError::unsupported(param(name), "this server does not call tools"));
-        }
-    }
-    let content = match item.get("content") {
-        Some(Value::String(text)) => text.clone(),
-        Some(Value::Array(parts)) => content_parts(&param("content"), parts)?,
-        // An assistant's turn may have no text.
-        None | Some(Value::Null) if role == "assistant" => String::new(),
-        None | Some(Value::Null) => return Err(missing(param("content"))),
-        Some(other) => return Err(wrong_type(param("content"), "a string or a list of parts", other)),
-    };
-    Ok(Message { role: role.to_owned(), content: Content::Text(content) })
-}
-
-/// The text of a list of parts, joined as OpenAI's own templates do: without a separator.
-fn content_parts(at: &str, parts: &[Value]) -> Result<String, ApiError> {
-    let mut joined = String::new();
-    for (i, part) in parts.iter().enumerate() {
-        let at = format!("{at}[{i}]");
-        let Value::Object(part) = part else { return Err(wrong_type(at, "an object", part)) };
-        let fields = Fields(part);
-        match fields.string("type").map_err(|e| nested(&at, e))? {
-            Some("text") => {
-                let text = fields.string("text").map_err(|e| nested(&at, e))?;
-                joined.push_str(text.ok_or_else(|| missing(format!("{at}.text")))?);
-            }
-            Some(kind @ ("image_url" | "input_image" | "input_audio" | "file" | "video_url")) => {
-                let problem = format!("this server reads text only, not {kind:?}");
-                return Err(ApiError::unsupported(format!("{at}.type"), problem));
-            }
-            Some(kind) => {
-                let problem = format!("expected \"text\", got {:?}", short(kind));
-                return Err(ApiError::invalid(format!("{at}.type"), problem));
-            }
-            None => return Err(missing(format!("{at}.type"))),
-        }
-    }
-    Ok(joined)
 }
 
 fn include_usage(fields: &Fields) -> Result<bool, ApiError> {
@@ -250,32 +192,6 @@ fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
     }
     if fields.bool("continue_final_message")? == Some(true) {
         return Err(ApiError::unsupported("continue_final_message", "the last turn cannot be continued"));
-    }
-    Ok(())
-}
-
-fn check_tools(fields: &Fields) -> Result<(), ApiError> {
-    let tools = fields.array("tools")?.is_some_and(|t| !t.is_empty());
-    let functions = fields.array("functions")?.is_some_and(|t| !t.is_empty());
-    for name in ["tool_choice", "function_call"] {
-        match fields.get(name) {
-            None => {}
-            Some(Value::String(choice)) if choice == "auto" || choice == "none" => {}
-            Some(Value::String(choice)) if choice != "required" => {
-                let problem = format!("expected none, auto, required or an object, got {:?}", short(choice));
-                return Err(ApiError::invalid(name, problem));
-            }
-            Some(Value::String(_) | Value::Object(_)) => {
-                return Err(ApiError::unsupported(
-                    name,
-                    "this server does not call tools; use \"auto\" or \"none\"",
-                ));
-            }
-            Some(other) => return Err(wrong_type(name, "a string or an object", other)),
-        }
-    }
-    if tools || functions {
-        tracing::debug!("tools are ignored: this server does not call them");
     }
     Ok(())
 }

@@ -8,13 +8,13 @@ use serde_json::{Value, json};
 
 use super::answer::AnswerText;
 use super::error::ApiError;
-use super::grammar::{Failure, GrammarMask, ResponseGrammar};
+use super::grammar::{Failure, GrammarMask};
 use super::random_u64;
 use super::request::ChatRequest;
 use crate::engine::{EngineHandle, Request};
 use crate::model::{Logprobs, SamplingParams};
 use crate::text::{
-    ChatTemplate, Constraint, Grammars, Message, StopMatcher, TextError, Tokenizer, normalize,
+    CallReader, ChatTemplate, Constraint, Grammars, Message, StopMatcher, TextError, Tokenizer, normalize,
 };
 
 /// A temperature below this is greedy, whoever gave it: dividing logits by it would leave the range of f32.
@@ -71,7 +71,7 @@ impl Service {
     /// the text that comes with it.
     /// Takes a processor for seconds where the conversation is long.
     pub fn prepare(&self, request: &ChatRequest) -> Result<(Request, AnswerText), ApiError> {
-        self.prepare_with(request, || self.prompt(&request.messages))
+        self.prepare_with(request, || self.prompt(&request.tools.tell(&request.messages)))
     }
 
     /// The same with a prompt that is no conversation. What is wrong beside the prompt is found before it is made.
@@ -89,7 +89,7 @@ impl Service {
             let problem = format!("expected a token id below {vocab_size}");
             return Err(ApiError::invalid(format!("logit_bias.{id}"), problem));
         }
-        let constraint = request.grammar.as_ref().map(|grammar| self.constraint(grammar)).transpose()?;
+        let constraint = self.constraint(request)?;
         let sampling = self.sampling(request);
         let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
         let mut engine = Request {
@@ -103,6 +103,10 @@ impl Service {
             ..Request::new(prompt()?)
         };
         let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops);
+        let tools = request.tools.offered();
+        if !tools.is_empty() {
+            answer = answer.with_calls(CallReader::new(tools.iter().map(|tool| tool.name.clone()).collect()));
+        }
         if let Some(constraint) = constraint {
             // A grammar that has come to its end lets nothing follow but the ids that end the answer: they cannot be kept
             // away from it, so it is the mask that keeps them away until then.
@@ -116,12 +120,25 @@ impl Service {
         Ok((engine, answer))
     }
 
-    fn constraint(&self, grammar: &ResponseGrammar) -> Result<Constraint, ApiError> {
-        let grammar = self.grammars.compile(&grammar.source).map_err(|error| match error {
-            TextError::Grammar(problem) => ApiError::invalid(&grammar.param, problem),
+    /// What each answer is held to, if anything.
+    fn constraint(&self, request: &ChatRequest) -> Result<Option<Constraint>, ApiError> {
+        let Some((grammar, from_the_start)) = request.tools.grammar(request.grammar.as_ref())? else {
+            return Ok(None);
+        };
+        let refuse = |param: &str, error| match error {
+            TextError::Grammar(problem) => ApiError::invalid(param, problem),
             other => ApiError::Text(other.to_string()),
+        };
+        let compiled = self.grammars.compile(&grammar.source).map_err(|error| {
+            // Of several schemas in one, the one that is to blame.
+            for (param, source) in request.tools.sources() {
+                if let Err(error) = self.grammars.compile(&source) {
+                    return refuse(&param, error);
+                }
+            }
+            refuse(&grammar.param, error)
         })?;
-        Ok(grammar.start())
+        Ok(Some(if from_the_start { compiled.start() } else { compiled.start_if_opened() }))
     }
 
     /// What a token stands for in a text, by itself: of a part of a character, what Unicode has for such.

@@ -11,9 +11,10 @@ use axum::extract::State;
 use serde_json::{Value, json};
 
 use super::Server;
+use super::conversation::{messages, tools};
 use super::error::ApiError;
 use super::exchange;
-use super::request::{Fields, messages, missing, object, token_ids};
+use super::request::{Fields, missing, object, token_ids};
 use super::service::Service;
 
 pub(super) async fn tokenize(State(server): State<Arc<Server>>, body: Body) -> Result<Json<Value>, ApiError> {
@@ -21,7 +22,10 @@ pub(super) async fn tokenize(State(server): State<Arc<Server>>, body: Body) -> R
         let body = object(body)?;
         let fields = Fields(&body);
         let (content, prompt) = (fields.string("content")?, fields.string("prompt")?);
-        let conversation = fields.array("messages")?.map(|items| messages(items)).transpose()?;
+        let conversation = match fields.array("messages")? {
+            Some(items) => Some(tools(&fields)?.tell(&messages(items)?)),
+            None => None,
+        };
         let special = [fields.bool("add_special")?, fields.bool("add_special_tokens")?];
         let with_pieces = fields.bool("with_pieces")?.unwrap_or(false);
         let strings = fields.bool("return_token_strs")?.unwrap_or(false);

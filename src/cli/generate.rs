@@ -11,9 +11,9 @@ use super::args;
 use super::error::Error;
 use super::load::{self, EndEngine};
 use super::progress::{self, Spinner};
-use crate::api::{ApiError, ChatRequest, Delta, End, Service};
+use crate::api::{ApiError, ChatRequest, Delta, End, Reason, Service};
 use crate::config::Config;
-use crate::engine::{EngineError, FinishReason, SubmitError, Timings};
+use crate::engine::{EngineError, SubmitError, Timings};
 use crate::text::{Message, StopMatcher};
 
 /// Answers `args.prompt`, as it comes.
@@ -156,12 +156,12 @@ pub fn print(text: &str) -> Result<(), Error> {
 }
 
 /// How fast it was, and whether it was cut; for people, so only where one watches.
-fn say_how(reason: FinishReason, timings: &Timings) {
+fn say_how(reason: Reason, timings: &Timings) {
     if !std::io::stderr().is_terminal() {
         return;
     }
     let Timings { prefill, decode, prompt_n, predicted_n, .. } = *timings;
-    let cut = if reason == FinishReason::Length { "; cut at its longest" } else { "" };
+    let cut = if reason == Reason::Length { "; cut at its longest" } else { "" };
     let rate = predicted_n.saturating_sub(1) as f64 / decode.as_secs_f64().max(1e-9);
     let prefill_s = prefill.as_secs_f64();
     eprintln!(

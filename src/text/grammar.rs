@@ -155,7 +155,14 @@ struct Vocabulary {
     /// Bit `id % 32` of word `id / 32`, as in every mask here: ids that stand for text.
     text: Vec<u32>,
     /// Ids that end an answer.
-    ends: Vec<u32>,
+    ends: Arc<[u32]>,
+    /// What free text may go on with: all ids, also special ones, and those that no token has.
+    all: Arc<[u32]>,
+    all_but_ends: Arc<[u32]>,
+    /// Ids that are nothing but white space.
+    blanks: Vec<u32>,
+    /// Ids whose first character beside white space opens an object or an array.
+    openers: Vec<u32>,
 }
 
 /// A grammar, compiled.
@@ -171,6 +178,16 @@ pub struct Grammar {
 pub struct Constraint {
     vocabulary: Arc<Vocabulary>,
     matcher: Matcher,
+    holds: Holds,
+}
+
+/// Whether an answer is held to its grammar.
+#[derive(Clone, Copy, PartialEq)]
+enum Holds {
+    Yes,
+    /// Nothing but white space has come.
+    IfOpened,
+    No,
 }
 
 impl Grammars {
@@ -179,8 +196,17 @@ impl Grammars {
         let stops: Vec<TokenId> = stop_token_ids.iter().copied().filter(|id| (*id as usize) < rows).collect();
         let is_text = |id: u32| !tokenizer.is_special(id) && !stops.contains(&id) && tokenizer.contains(id);
         let text = words(rows, (0..rows as u32).filter(|id| is_text(*id)));
-        let ends = words(rows, stops.iter().copied());
-        let vocabulary = Arc::new(Vocabulary { tokenizer, rows, stops, text, ends });
+        let ends = words(rows, stops.iter().copied()).into();
+        let all = words(rows, 0..rows as u32).into();
+        let all_but_ends = words(rows, (0..rows as u32).filter(|id| !stops.contains(id))).into();
+        let starts = |id: u32, with: fn(&[u8]) -> bool| {
+            holds(&text, id) && tokenizer.token_bytes(id).is_some_and(|bytes| with(bytes.trim_ascii_start()))
+        };
+        let blanks = words(rows, (0..rows as u32).filter(|id| starts(*id, |bytes| bytes.is_empty())));
+        let opens = |bytes: &[u8]| matches!(bytes.first(), Some(b'{' | b'['));
+        let openers = words(rows, (0..rows as u32).filter(|id| starts(*id, opens)));
+        let vocabulary =
+            Arc::new(Vocabulary { tokenizer, rows, stops, text, ends, all, all_but_ends, blanks, openers });
         Self {
             vocabulary,
             factory: OnceLock::new(),
@@ -336,29 +362,55 @@ impl TokenizerEnv for Environment {
 impl Grammar {
     /// For a new answer. Nothing of it is shared with other answers.
     pub fn start(&self) -> Constraint {
-        Constraint { vocabulary: Arc::clone(&self.vocabulary), matcher: self.matcher.deep_clone() }
+        Constraint {
+            vocabulary: Arc::clone(&self.vocabulary),
+            matcher: self.matcher.deep_clone(),
+            holds: Holds::Yes,
+        }
+    }
+
+    /// For a new answer, which may be any text: only one that begins with `{` or `[`, behind white space or none, is held to
+    /// the grammar from there on.
+    pub fn start_if_opened(&self) -> Constraint {
+        Constraint { holds: Holds::IfOpened, ..self.start() }
     }
 }
 
 impl Constraint {
     /// Takes the next id of the answer, one that the last mask allowed.
     pub fn push(&mut self, id: u32) -> Result<(), TextError> {
+        let Vocabulary { blanks, openers, .. } = &*self.vocabulary;
+        if self.holds == Holds::IfOpened && !holds(blanks, id) {
+            self.holds = if holds(openers, id) { Holds::Yes } else { Holds::No };
+        }
+        if self.holds != Holds::Yes {
+            return Ok(());
+        }
         self.matcher.consume_token(id).map_err(|error| problem(&error.to_string()))
     }
 
     /// Which ids may come next, at least one: bit `id % 32` of word `id / 32`. Ids that end the answer are among them where
     /// the grammar may end, unless `may_end` says that they may not yet; where nothing else may come, they are nevertheless.
     pub fn mask(&mut self, may_end: bool) -> Result<Arc<[u32]>, TextError> {
+        let Vocabulary { text, ends, all, all_but_ends, openers, .. } = &*self.vocabulary;
+        let free = if may_end { all } else { all_but_ends };
+        if self.holds == Holds::No {
+            return Ok(Arc::clone(free));
+        }
         let mask = self.matcher.compute_mask_or_eos().map_err(|error| problem(&error.to_string()))?;
-        let Vocabulary { text, ends, .. } = &*self.vocabulary;
-        let and =
-            |allowed: &[u32]| mask.as_slice().iter().zip(allowed).map(|(a, b)| a & b).collect::<Vec<u32>>();
+        let and = |allowed: &[u32]| -> Vec<u32> {
+            mask.as_slice().iter().zip(allowed).map(|(mask, allowed)| mask & allowed).collect()
+        };
         let texts = and(text);
+        if self.holds == Holds::IfOpened {
+            let either = free.iter().zip(openers).zip(texts);
+            return Ok(either.map(|((free, openers), text)| free & !openers | text & openers).collect());
+        }
         let none = texts.iter().all(|word| *word == 0);
         if !none && !may_end {
             return Ok(texts.into());
         }
-        let mask: Arc<[u32]> = texts.iter().zip(and(ends)).map(|(a, b)| a | b).collect();
+        let mask: Arc<[u32]> = texts.iter().zip(and(ends)).map(|(text, end)| text | end).collect();
         if mask.iter().all(|word| *word == 0) {
             return Err(TextError::Grammar("no text of this model's vocabulary can follow it".into()));
         }
@@ -367,7 +419,7 @@ impl Constraint {
 
     /// The ids that end an answer, as a mask.
     pub fn ends(&self) -> Arc<[u32]> {
-        self.vocabulary.ends.as_slice().into()
+        Arc::clone(&self.vocabulary.ends)
     }
 }
 

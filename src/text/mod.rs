@@ -7,11 +7,13 @@
 //! | text | token ids | [`Tokenizer::encode`] |
 //! | one token id | the text it completes | [`Detokenizer::push`] |
 //! | text as it arrives | text before the first stop string | [`StopMatcher::push`] |
+//! | text as it arrives | calls of tools in it | [`CallReader::push`] |
 //! | a schema, a regex, a grammar | which ids may come next | [`Constraint::mask`] |
 //!
 //! This module gets bytes and opens no file. It knows no model, request or engine. What it is given by
 //! others (a checkpoint's files, a client's text) ends in a result or a [`TextError`], never a panic.
 
+mod calls;
 mod chat;
 mod detokenizer;
 mod grammar;
@@ -19,6 +21,7 @@ mod stop;
 mod template;
 mod tokenizer;
 
+pub use calls::{CallPiece, CallReader, Said};
 pub use chat::{Content, Message, Part, normalize};
 pub use detokenizer::Detokenizer;
 pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES};

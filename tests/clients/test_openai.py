@@ -303,6 +303,85 @@ def sdk_is_told_which_keyword_is_not_supported(server):
     assert error.param == "response_format" and "uniqueItems" in error.message, error.body
 
 
+def function(name, description, **properties):
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS = [
+    function("get_weather", "Get the current weather in a city", city={"type": "string", "description": "Name of the city"}),
+    function("roll_dice", "Roll dice", count={"type": "integer", "description": "How many dice"}, sides={"type": "integer", "description": "Sides of each"}),
+]
+WEATHER = user("What is the weather in Paris?")
+
+
+def the_call(choice, name, arguments):
+    """The one call of an answer, which must be this."""
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None, choice
+    (call,) = choice.message.tool_calls
+    assert call.type == "function" and call.id and call.function.name == name, call
+    assert json.loads(call.function.arguments) == arguments, call
+    return call
+
+
+def sdk_calls_a_tool_and_reads_its_result(server):
+    message = ask(server, WEATHER, tools=TOOLS).choices[0]
+    call = the_call(message, "get_weather", {"city": "Paris"})
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain, 912 degrees"}
+    answer = ask(server, [*WEATHER, message.message, result], tools=TOOLS).choices[0]
+    assert answer.finish_reason == "stop" and "rain, 912 degrees" in answer.message.content, answer
+    # And back to talking.
+    turns = [*WEATHER, message.message, result, answer.message, *FRANCE]
+    assert "Paris" in ask(server, turns, tools=TOOLS).choices[0].message.content
+
+
+def sdk_streams_a_tool_call(server):
+    with sdk(server).chat.completions.stream(model=model_id(server), messages=WEATHER, tools=TOOLS, temperature=0, max_tokens=60) as stream:
+        kinds = [event.type for event in stream]
+        choice = stream.get_final_completion().choices[0]
+    assert choice.finish_reason == "tool_calls" and json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris"}, choice
+    assert kinds.count("tool_calls.function.arguments.delta") > 1 and "tool_calls.function.arguments.done" in kinds, kinds
+
+
+def sdk_calls_several_tools_at_once(server):
+    question = user("What is the weather in Oslo and roll 2 dice with 6 sides.")
+    choice = ask(server, question, tools=TOOLS, tool_choice="required", max_tokens=120).choices[0]
+    assert choice.finish_reason == "tool_calls", choice
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert calls == [("get_weather", {"city": "Oslo"}), ("roll_dice", {"count": 2, "sides": 6})], calls
+    assert len({call.id for call in choice.message.tool_calls}) == 2, choice
+    results = [{"role": "tool", "tool_call_id": call.id, "content": text} for call, text in zip(choice.message.tool_calls, ["sunny", "7"])]
+    # In whichever order they come.
+    answer = ask(server, [*question, choice.message, *reversed(results)], tools=TOOLS).choices[0].message.content
+    assert answer == "According to get_weather: sunny\nAccording to roll_dice: 7", answer
+
+
+def sdk_obeys_the_tool_choice(server):
+    named = {"type": "function", "function": {"name": "roll_dice"}}
+    for seed in range(4):  # whatever is asked, and however it is sampled
+        for choice in [named, "required"]:
+            answer = ask(server, FRANCE, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, temperature=1.0, seed=seed, max_tokens=200).choices[0]
+            if answer.finish_reason == "length":
+                continue
+            (call,) = answer.message.tool_calls
+            arguments = json.loads(call.function.arguments)
+            assert call.function.name == "roll_dice" or choice == "required", call
+            if call.function.name == "roll_dice":
+                assert sorted(arguments) == ["count", "sides"] and all(isinstance(n, int) for n in arguments.values()), call
+    talk = ask(server, FRANCE, tools=TOOLS).choices[0]
+    assert "Paris" in talk.message.content and not talk.message.tool_calls, talk
+    none = ask(server, WEATHER, tools=TOOLS, tool_choice="none").choices[0]
+    assert none.message.content and not none.message.tool_calls and none.finish_reason == "stop", none
+
+
+def sdk_is_told_what_is_wrong_with_tools(server):
+    result = [*WEATHER, {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
+    for fields, param in [({"messages": result, "tools": TOOLS}, "messages[1].tool_call_id"), ({"tools": TOOLS[:1] * 2}, "tools[1].function.name"),
+                          ({"tool_choice": "required"}, "tool_choice")]:
+        error = raised(openai.BadRequestError, lambda: ask(server, **{"messages": WEATHER, **fields}))
+        assert error.param == param, (fields, error.body)
+
+
 def sdk_unknown_model_is_not_found(server):
     error = raised(openai.NotFoundError, lambda: sdk(server).chat.completions.create(model="gpt-none", messages=FRANCE))
     assert error.code == "model_not_found", error.body
@@ -656,7 +735,9 @@ SDK = [
     sdk_stops_at_the_token_limit, sdk_honours_a_stop_string, sdk_same_seed_gives_the_same_text,
     sdk_reports_log_probabilities, sdk_gives_n_answers, sdk_penalties_and_lengths_count, sdk_recalls_beyond_one_window,
     sdk_answers_by_a_schema, sdk_answers_with_a_json_object, sdk_parses_into_a_pydantic_model, sdk_chooses_and_matches,
-    sdk_is_told_which_keyword_is_not_supported, sdk_unknown_model_is_not_found, sdk_bad_requests_are_refused, sdk_too_long_a_prompt_is_named, readme_python_example_streams,
+    sdk_is_told_which_keyword_is_not_supported, sdk_calls_a_tool_and_reads_its_result, sdk_streams_a_tool_call,
+    sdk_calls_several_tools_at_once, sdk_obeys_the_tool_choice, sdk_is_told_what_is_wrong_with_tools,
+    sdk_unknown_model_is_not_found, sdk_bad_requests_are_refused, sdk_too_long_a_prompt_is_named, readme_python_example_streams,
 ]
 
 

@@ -1,0 +1,179 @@
+//! Tool calls in a stream of text: `{"name": NAME, "parameters": {...}}`, or an array of such objects.
+//!
+//! An answer is calls from its first character to its last, or it is text. Which of them is known when the name of a tool and
+//! the opening brace of its parameters have come; until then everything is held, and given out as text where it turns out to
+//! be that. White space may stand wherever JSON has it. The parameters are given out as they were written.
+
+/// What a piece of an answer turned out to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Said {
+    Text(String),
+    Call(CallPiece),
+}
+
+/// A piece of a call; calls count from 0.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CallPiece {
+    /// The next call has begun.
+    Name { index: usize, name: String },
+    /// More of the JSON of its parameters; never empty.
+    Parameters { index: usize, json: String },
+}
+
+/// Tells calls from text as they arrive, in O(1) per byte.
+#[derive(Debug, Clone)]
+pub struct CallReader {
+    names: Vec<String>,
+    state: State,
+    /// What was not given out yet, because it may be a call.
+    held: String,
+    /// The tool of the call that is being read.
+    name: String,
+    /// Calls that have begun.
+    calls: usize,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum State {
+    /// Not even white space has come that could not be a call's.
+    Start,
+    /// It is no call, and neither is what follows.
+    Text,
+    /// Before a call, between two, or behind the last.
+    Outside,
+    BeforeKey,
+    /// In a string, with its quotes; `key` says which of both it is.
+    Quoted {
+        json: String,
+        escaped: bool,
+        key: bool,
+    },
+    Colon {
+        key: String,
+    },
+    Value {
+        key: String,
+    },
+    Parameters {
+        depth: usize,
+        quoted: bool,
+        escaped: bool,
+    },
+    BehindValue,
+}
+
+impl CallReader {
+    /// For calls of tools of these names.
+    pub fn new(names: Vec<String>) -> Self {
+        Self { names, state: State::Start, held: String::new(), name: String::new(), calls: 0 }
+    }
+
+    /// Whether there were calls, and all of them whole.
+    pub fn called(&self) -> bool {
+        self.calls > 0 && self.state == State::Outside
+    }
+
+    /// Takes the next piece of the answer.
+    pub fn push(&mut self, text: &str) -> Vec<Said> {
+        let mut said = Vec::new();
+        for (at, c) in text.char_indices() {
+            if self.state == State::Text {
+                said.push(Said::Text(text[at..].to_owned()));
+                break;
+            }
+            if self.calls == 0 {
+                self.held.push(c);
+            }
+            match self.step(c, &mut said) {
+                Some(next) => self.state = next,
+                // Behind a first call nothing else can come of a grammar.
+                None if self.calls > 0 => self.state = State::Outside,
+                None => {
+                    self.state = State::Text;
+                    said.push(Said::Text(std::mem::take(&mut self.held)));
+                }
+            }
+        }
+        said
+    }
+
+    /// What is still held, where the answer ends before it is known to be a call.
+    pub fn finish(&mut self) -> Option<Said> {
+        let held = std::mem::take(&mut self.held);
+        (!held.is_empty()).then_some(Said::Text(held))
+    }
+
+    /// The state behind `c`, or none where no call goes on like that.
+    fn step(&mut self, c: char, said: &mut Vec<Said>) -> Option<State> {
+        let blank = matches!(c, ' ' | '\n' | '\r' | '\t');
+        match std::mem::replace(&mut self.state, State::Outside) {
+            State::Text => Some(State::Text),
+            State::Start => match c {
+                '[' => Some(State::Outside),
+                '{' => Some(State::BeforeKey),
+                _ => blank.then_some(State::Start),
+            },
+            State::Outside => match c {
+                '{' => Some(State::BeforeKey),
+                _ => (blank || matches!(c, ',' | ']')).then_some(State::Outside),
+            },
+            State::BeforeKey if blank => Some(State::BeforeKey),
+            State::BeforeKey => {
+                (c == '"').then(|| State::Quoted { json: c.into(), escaped: false, key: true })
+            }
+            State::Quoted { mut json, escaped, key } => {
+                json.push(c);
+                if escaped || c != '"' {
+                    return Some(State::Quoted { json, escaped: !escaped && c == '\\', key });
+                }
+                let text: String = serde_json::from_str(&json).ok()?;
+                if key {
+                    return Some(State::Colon { key: text });
+                }
+                self.name = text;
+                self.names.contains(&self.name).then_some(State::BehindValue)
+            }
+            State::Colon { key } if blank => Some(State::Colon { key }),
+            State::Colon { key } => (c == ':').then_some(State::Value { key }),
+            State::Value { key } if blank => Some(State::Value { key }),
+            State::Value { key } => match (key.as_str(), c) {
+                ("name", '"') => Some(State::Quoted { json: c.into(), escaped: false, key: false }),
+                ("parameters", '{') if !self.name.is_empty() => {
+                    let index = self.calls;
+                    let name = std::mem::take(&mut self.name);
+                    said.push(Said::Call(CallPiece::Name { index, name }));
+                    self.calls += 1;
+                    self.held.clear();
+                    self.parameter(c, said);
+                    Some(State::Parameters { depth: 1, quoted: false, escaped: false })
+                }
+                _ => None,
+            },
+            State::Parameters { depth, quoted, escaped } => {
+                self.parameter(c, said);
+                let (depth, quoted, escaped) = match c {
+                    _ if escaped => (depth, quoted, false),
+                    '\\' if quoted => (depth, quoted, true),
+                    '"' => (depth, !quoted, false),
+                    '{' | '[' if !quoted => (depth + 1, quoted, false),
+                    '}' | ']' if !quoted => (depth - 1, quoted, false),
+                    _ => (depth, quoted, false),
+                };
+                let inside = State::Parameters { depth, quoted, escaped };
+                Some(if depth == 0 { State::BehindValue } else { inside })
+            }
+            State::BehindValue => match c {
+                ',' => Some(State::BeforeKey),
+                '}' if self.calls > 0 => Some(State::Outside),
+                _ => blank.then_some(State::BehindValue),
+            },
+        }
+    }
+
+    fn parameter(&mut self, c: char, said: &mut Vec<Said>) {
+        if let Some(Said::Call(CallPiece::Parameters { json, .. })) = said.last_mut() {
+            return json.push(c);
+        }
+        said.push(Said::Call(CallPiece::Parameters { index: self.calls - 1, json: c.into() }));
+    }
+}

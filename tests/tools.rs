@@ -1,0 +1,585 @@
+//! Tools: what the model is told, what it may say, and what of it becomes calls, over HTTP and the scripted runner.
+
+use std::sync::{Arc, Mutex};
+
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use unicorn::model::{KvLimits, Limits};
+use unicorn::text::{CallPiece, CallReader, Said};
+
+use crate::api::{
+    self, App, DEFAULTS, END_OF_TURN, OPTIONS, app_with, assert_all_free, chat, complete, parse, stream,
+    tokenizer, with,
+};
+use crate::fake_runner::{Script, says};
+
+/// With room for tools in the context.
+fn limits() -> Limits {
+    let limits = api::limits();
+    Limits { kv: KvLimits { full_blocks: 500, ..limits.kv }, max_context: 2000, ..limits }
+}
+
+fn app(script: Script) -> App {
+    app_with(limits(), OPTIONS, DEFAULTS, script)
+}
+
+fn app_that_says(text: &str) -> App {
+    app(says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN))
+}
+
+fn names() -> Vec<String> {
+    vec!["get_weather".into(), "add \"it\"".into()]
+}
+
+/// The text, and the calls, of an answer that comes in `pieces`; and whether it counts as calls.
+fn read<'a>(pieces: impl Iterator<Item = &'a str>) -> (String, Vec<(String, String)>, bool) {
+    let mut reader = CallReader::new(names());
+    let (mut text, mut calls) = (String::new(), Vec::<(String, String)>::new());
+    let mut said: Vec<Said> = pieces.flat_map(|piece| reader.push(piece)).collect();
+    said.extend(reader.finish());
+    for said in said {
+        match said {
+            Said::Text(more) => text.push_str(&more),
+            Said::Call(CallPiece::Name { index, name }) => {
+                assert_eq!(index, calls.len());
+                calls.push((name, String::new()));
+            }
+            Said::Call(CallPiece::Parameters { index, json }) => {
+                assert!(index + 1 == calls.len() && !json.is_empty());
+                calls[index].1.push_str(&json);
+            }
+        }
+    }
+    (text, calls, reader.called())
+}
+
+#[test]
+fn calls_are_told_from_text_however_they_are_cut() {
+    let seed = 0xca11;
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let call = |name: &str, json: &str| (name.to_owned(), json.to_owned());
+    let weather = "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"R}o\\\"{m\", \"a\": [{}]}}";
+    let args = "{\"city\": \"R}o\\\"{m\", \"a\": [{}]}";
+    let spaced = "\n [ {\n\t\"name\" :\"add \\\"it\\\"\",\"parameters\":{ } } ,\r\n{\"name\":\"get_weather\",\"parameters\":{\"½\":1}}]";
+    let cut = "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"R";
+    for (text, calls, called) in [
+        (weather, vec![call("get_weather", args)], true),
+        (&format!("[{weather}]"), vec![call("get_weather", args)], true),
+        (spaced, vec![call("add \"it\"", "{ }"), call("get_weather", "{\"½\":1}")], true),
+        (cut, vec![call("get_weather", "{\"city\": \"R")], false),
+        ("{\"name\": \"get_wea", vec![], false),
+        ("{\"name\": \"unknown\", \"parameters\": {}}", vec![], false),
+        ("{\"parameters\": {}, \"name\": \"get_weather\"}", vec![], false),
+        ("{\"name\": \"get_weather\", \"parameters\": 3}", vec![], false),
+        ("{\"name\": \"Ada\", \"age\": 3}", vec![], false),
+        ("{}", vec![], false),
+        ("[1, 2]", vec![], false),
+        (" \n Hello {\"name\": \"get_weather\", \"parameters\": {}}", vec![], false),
+        ("  ", vec![], false),
+        ("", vec![], false),
+        ("½ {", vec![], false),
+    ] {
+        let expected = (if calls.is_empty() { text.to_owned() } else { String::new() }, calls, called);
+        assert_eq!(read([text].into_iter()), expected, "{text}");
+        for _ in 0..20 {
+            let mut at: Vec<usize> =
+                text.char_indices().map(|(at, _)| at).filter(|_| rng.random_bool(0.4)).collect();
+            at.push(text.len());
+            let mut from = 0;
+            let pieces: Vec<&str> =
+                at.iter().map(|to| &text[std::mem::replace(&mut from, *to)..*to]).collect();
+            assert_eq!(read(pieces.iter().copied()), expected, "{pieces:?}");
+        }
+    }
+}
+
+#[test]
+fn any_text_comes_out_as_it_went_in() {
+    let seed = 0x7e47;
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let pieces = [
+        "{",
+        "}",
+        "[",
+        "]",
+        "\"",
+        "name",
+        "parameters",
+        ":",
+        ",",
+        " ",
+        "\\",
+        "get_weather",
+        "½",
+        "\n",
+        "\"name\": \"get_weather\", ",
+    ];
+    for _ in 0..20_000 {
+        let pieces: Vec<&str> =
+            (0..rng.random_range(0..12)).map(|_| *pieces.choose(&mut rng).unwrap()).collect();
+        let (text, calls, _) = read(pieces.iter().copied());
+        if calls.is_empty() {
+            assert_eq!(text, pieces.concat());
+        } else {
+            assert!(
+                text.is_empty() && pieces.concat().contains(&calls[0].1),
+                "{pieces:?}: {calls:?}, {text:?}"
+            );
+        }
+    }
+}
+
+fn weather() -> Value {
+    json!({"type": "function", "function": {
+        "name": "get_weather",
+        "description": "Get the current weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["c", "f"]}},
+            "required": ["city"],
+        },
+    }})
+}
+
+fn roll() -> Value {
+    json!({"type": "function", "function": {"name": "roll", "parameters": {
+        "type": "object",
+        "properties": {"count": {"$ref": "#/$defs/n"}},
+        "required": ["count"],
+        "$defs": {"n": {"type": "integer", "minimum": 1, "maximum": 9}},
+    }}})
+}
+
+fn now() -> Value {
+    json!({"type": "function", "function": {"name": "now"}})
+}
+
+fn ask(more: Value) -> Value {
+    with(
+        with(chat("Is it warm in Rome?"), json!({"tools": [weather(), roll(), now()], "max_tokens": 1200})),
+        more,
+    )
+}
+
+/// Name and arguments of each call, as they came and as JSON; and the finish reason.
+fn calls_of(body: &Value) -> (Vec<(String, Value)>, String) {
+    let choice = &body["choices"][0];
+    let calls = choice["message"]["tool_calls"].as_array().unwrap_or_else(|| panic!("{body}"));
+    assert_eq!(choice["message"]["content"], Value::Null, "{body}");
+    let call = |call: &Value| {
+        assert!(
+            call["id"].as_str().is_some_and(|id| id.starts_with("call_")) && call["type"] == "function",
+            "{call}"
+        );
+        assert!(call.get("index").is_none(), "{call}");
+        let function = &call["function"];
+        let arguments = function["arguments"].as_str().unwrap_or_else(|| panic!("{body}"));
+        let arguments = serde_json::from_str(arguments).unwrap_or_else(|e| panic!("{e}: {arguments}"));
+        (function["name"].as_str().unwrap().to_owned(), arguments)
+    };
+    (calls.iter().map(call).collect(), choice["finish_reason"].as_str().unwrap().to_owned())
+}
+
+const ROME: &str = "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"Rome\", \"unit\": \"c\"}}";
+
+#[tokio::test]
+async fn a_call_is_a_tool_call_in_openais_shape_also_in_a_stream() {
+    let rome = ("get_weather".to_owned(), json!({"city": "Rome", "unit": "c"}));
+    let three = ("roll".to_owned(), json!({"count": 3}));
+    let both = format!(
+        "[{ROME},\n  {{ \"name\":\"roll\", \"parameters\": {{\"count\": 3}}}}, {{\"name\": \"now\", \"parameters\": {{}}}}]"
+    );
+    for (text, expected) in [
+        (ROME.to_owned(), vec![rome.clone()]),
+        (format!(" \n{ROME}"), vec![rome.clone()]),
+        (both, vec![rome, three, ("now".to_owned(), json!({}))]),
+    ] {
+        let app = app_that_says(&text);
+        for choice in [json!("auto"), json!("required"), Value::Null] {
+            if choice == "required" && text.starts_with(' ') {
+                continue; // a demanded call begins with the call
+            }
+            let body = ask(json!({"tool_choice": choice}));
+            let (status, whole) = complete(&app, body.clone()).await;
+            assert_eq!(status, 200, "{whole}");
+            assert_eq!(calls_of(&whole), (expected.clone(), "tool_calls".into()), "{text}");
+
+            let (lines, _) = stream(&app, with(body, json!({"stream": true}))).await;
+            let chunks = parse(&lines);
+            let (mut calls, mut ids, mut fragments) = (Vec::<(String, String)>::new(), Vec::new(), 0);
+            for delta in chunks.iter().map(|chunk| &chunk["choices"][0]["delta"]) {
+                assert!(delta["content"].as_str().unwrap_or_default().is_empty(), "{delta}");
+                for call in delta["tool_calls"].as_array().into_iter().flatten() {
+                    let index = call["index"].as_u64().unwrap() as usize;
+                    let arguments = call["function"]["arguments"].as_str().unwrap();
+                    if index == calls.len() {
+                        assert!(call["type"] == "function" && arguments.is_empty(), "{call}");
+                        ids.push(call["id"].as_str().unwrap().to_owned());
+                        calls.push((call["function"]["name"].as_str().unwrap().to_owned(), String::new()));
+                    } else {
+                        assert!(call.get("id").is_none() && call["function"].get("name").is_none(), "{call}");
+                        fragments += 1;
+                    }
+                    calls[index].1.push_str(arguments);
+                }
+            }
+            let calls: Vec<(String, Value)> =
+                calls.into_iter().map(|(name, json)| (name, serde_json::from_str(&json).unwrap())).collect();
+            assert_eq!(calls, expected);
+            assert!(fragments > calls.len(), "arguments come as they are written");
+            ids.sort();
+            ids.dedup();
+            assert_eq!(ids.len(), calls.len(), "ids differ");
+            let last = chunks.last().unwrap();
+            assert_eq!(last["choices"][0]["finish_reason"], "tool_calls");
+        }
+        assert_all_free(&app.engine).await;
+    }
+}
+
+#[tokio::test]
+async fn text_stays_text_and_is_not_held_to_anything() {
+    for text in ["Yes, it is { warm }.", " \n\nWarm", "It is.", "½", "\"quoted\""] {
+        let app = app_that_says(text);
+        let (_, body) = complete(&app, ask(json!({}))).await;
+        let choice = &body["choices"][0];
+        assert_eq!(
+            (&choice["message"]["content"], &choice["finish_reason"]),
+            (&json!(text), &json!("stop")),
+            "{body}"
+        );
+        assert!(choice["message"].get("tool_calls").is_none(), "{body}");
+        let (lines, _) = stream(&app, ask(json!({"stream": true}))).await;
+        assert_eq!(api::content(&parse(&lines)), text);
+    }
+    // Of a choice of none, also a call is text.
+    let app = app_that_says(ROME);
+    let (_, body) = complete(&app, ask(json!({"tool_choice": "none"}))).await;
+    assert_eq!(body["choices"][0]["message"]["content"], ROME);
+    // An answer that begins as a call has to be one.
+    let app = app_that_says("{warm}");
+    let (_, body) = complete(&app, ask(json!({"max_tokens": 300}))).await;
+    assert!(["get_weather", "roll", "now"].contains(&calls_of(&body).0[0].0.as_str()), "{body}");
+}
+
+/// A model that says whatever comes to its mind.
+fn babbling() -> App {
+    let mut rng = ChaCha8Rng::seed_from_u64(0xbab);
+    app(Box::new(move |_, _| rng.random_range(0..512)))
+}
+
+#[tokio::test]
+async fn a_demanded_call_is_made_and_fits_its_schema() {
+    let app = babbling();
+    let named = |name: &str| json!({"type": "function", "function": {"name": name}});
+    let (_, body) =
+        complete(&app, ask(json!({"tool_choice": named("roll"), "parallel_tool_calls": false}))).await;
+    let (calls, reason) = calls_of(&body);
+    assert!(calls.len() == 1 && calls[0].0 == "roll" && reason == "tool_calls", "{body}");
+    assert!(calls[0].1["count"].as_u64().is_some_and(|n| (1..=9).contains(&n)), "{body}");
+    // A function without parameters takes none.
+    let (_, body) =
+        complete(&app, ask(json!({"tool_choice": named("now"), "parallel_tool_calls": false}))).await;
+    assert_eq!(calls_of(&body).0, [("now".to_owned(), json!({}))]);
+
+    let app = babbling();
+    let (_, body) = complete(&app, ask(json!({"tool_choice": "required", "max_tokens": 1200}))).await;
+    assert!(!calls_of(&body).0.is_empty(), "{body}");
+    // One object where calls are not to be parallel.
+    let app = app_that_says(&format!("[{ROME}]"));
+    let one = json!({"tool_choice": "required", "parallel_tool_calls": false, "max_tokens": 1200});
+    let (_, body) = complete(&app, ask(one)).await;
+    assert_eq!(calls_of(&body).0.len(), 1, "{body}");
+}
+
+#[tokio::test]
+async fn each_of_n_answers_calls_or_talks_for_itself() {
+    let limits = Limits { max_sequences: 2, max_draws: 2, ..limits() };
+    let mut scripts =
+        [ROME, "It is."].map(|text| says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN));
+    let script: Script = Box::new(move |tokens, params| scripts[params.seed as usize - 7](tokens, params));
+    let app = app_with(limits, OPTIONS, DEFAULTS, script);
+    let (status, body) = complete(&app, ask(json!({"n": 2, "seed": 7}))).await;
+    assert_eq!(status, 200, "{body}");
+    let reasons = [0, 1].map(|i| body["choices"][i]["finish_reason"].clone());
+    assert_eq!(reasons, [json!("tool_calls"), json!("stop")], "{body}");
+    assert_eq!(body["choices"][1]["message"]["content"], "It is.");
+    assert_all_free(&app.engine).await;
+}
+
+#[tokio::test]
+async fn what_cuts_a_call_says_so() {
+    let app = app_that_says(ROME);
+    let whole = tokenizer().encode(ROME, false).unwrap().len();
+    let (_, body) = complete(&app, ask(json!({"max_tokens": whole - 6}))).await;
+    let choice = &body["choices"][0];
+    let arguments = choice["message"]["tool_calls"][0]["function"]["arguments"].as_str().unwrap();
+    assert_eq!(choice["finish_reason"], "length");
+    assert!(arguments.starts_with("{\"city\"") && !arguments.ends_with('}'), "{body}");
+    // Before there is a name it is no call yet.
+    let (_, body) = complete(&app, ask(json!({"max_tokens": 3}))).await;
+    let choice = &body["choices"][0];
+    let text = choice["message"]["content"].as_str().unwrap();
+    assert!(choice["finish_reason"] == "length" && ROME.starts_with(text) && !text.is_empty(), "{body}");
+    // A stop string ends calls as it ends text.
+    let (_, body) = complete(&app, ask(json!({"stop": "Rom"}))).await;
+    let choice = &body["choices"][0];
+    assert_eq!(choice["finish_reason"], "stop");
+    assert_eq!(choice["message"]["tool_calls"][0]["function"]["arguments"], "{\"city\": \"");
+    // Log probabilities are those of all that was written.
+    let (_, body) = complete(&app, ask(json!({"logprobs": true}))).await;
+    assert_eq!(body["choices"][0]["logprobs"]["content"].as_array().map(Vec::len), Some(whole));
+    calls_of(&body);
+}
+
+#[tokio::test]
+async fn a_schema_for_the_answer_and_tools_go_together() {
+    let answer = json!({"type": "object", "properties": {"warm": {"$ref": "#/$defs/b"}}, "required": ["warm"], "additionalProperties": false, "$defs": {"b": {"type": "boolean"}}});
+    let format = json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": answer}}});
+    for (text, called) in [(ROME, true), ("{\"warm\": true}", false)] {
+        let (_, body) = complete(&app_that_says(text), ask(format.clone())).await;
+        if called {
+            assert_eq!(calls_of(&body).0[0].0, "get_weather");
+        } else {
+            let text = body["choices"][0]["message"]["content"].as_str().unwrap_or_else(|| panic!("{body}"));
+            let value: Value = serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"));
+            assert!(value["warm"].is_boolean(), "{value}");
+        }
+    }
+    let (_, body) = complete(&babbling(), ask(with(format, json!({"tool_choice": "required"})))).await;
+    assert!(!calls_of(&body).0.is_empty(), "{body}");
+    let (status, body) = complete(&babbling(), ask(json!({"guided_regex": "a"}))).await;
+    assert_eq!((status.as_u16(), &body["error"]["param"]), (400, &json!("guided_regex")), "{body}");
+    let (status, _) = complete(&babbling(), ask(json!({"guided_regex": "a", "tool_choice": "none"}))).await;
+    assert_eq!(status, 200);
+}
+
+/// What the model was given.
+async fn prompt_of(body: Value) -> String {
+    let seen: Arc<Mutex<Vec<u32>>> = Arc::default();
+    let record = Arc::clone(&seen);
+    let app = app(Box::new(move |tokens, _| {
+        *record.lock().unwrap() = tokens.to_vec();
+        END_OF_TURN
+    }));
+    let (status, body) = complete(&app, body).await;
+    assert_eq!(status, 200, "{body}");
+    tokenizer().decode(&seen.lock().unwrap(), false)
+}
+
+#[tokio::test]
+async fn the_model_is_told_of_tools_calls_and_results() {
+    let call = |id: &str, name: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
+    let messages = json!([
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": null, "tool_calls": [call("a", "now", "{}"), call("b", "roll", "{\"count\": 2}")]},
+        {"role": "tool", "tool_call_id": "b", "content": [{"type": "text", "text": "7"}]},
+        {"role": "tool", "tool_call_id": "a", "content": "10:00"},
+        {"role": "assistant", "content": "Seven.", "tool_calls": [call("a", "roll", "oops")]},
+        {"role": "tool", "tool_call_id": "a", "content": null},
+        {"role": "user", "content": "And?"},
+    ]);
+    let body = json!({"model": api::MODEL, "messages": messages, "tools": [now()], "max_tokens": 1});
+    let told = concat!(
+        "<bos><start_of_turn>user\nBe brief.\n\nYou can call these tools:\n",
+        "- {\"name\":\"now\",\"parameters\":{\"type\":\"object\",\"properties\":{}}}\n",
+        "If a tool is needed, reply only with JSON: {\"name\": NAME, \"parameters\": {...}}, or an array of such objects for several calls. ",
+        "Otherwise answer normally.\n\nHi<end_of_turn>\n",
+        "<start_of_turn>model\n[{\"name\": \"now\", \"parameters\": {}}, {\"name\": \"roll\", \"parameters\": {\"count\": 2}}]<end_of_turn>\n",
+        "<start_of_turn>user\nResult of now: 10:00\nResult of roll: 7<end_of_turn>\n",
+        "<start_of_turn>model\nSeven.\n\n{\"name\": \"roll\", \"parameters\": \"oops\"}<end_of_turn>\n",
+        "<start_of_turn>user\nResult of roll:\n\nAnd?<end_of_turn>\n<start_of_turn>model\n",
+    );
+    assert_eq!(prompt_of(body.clone()).await, told);
+    assert_eq!(
+        prompt_of(with(body.clone(), json!({"tool_choice": "required"}))).await,
+        told,
+        "a prefix stays cached"
+    );
+    let alone = prompt_of(with(body.clone(), json!({"parallel_tool_calls": false}))).await;
+    assert_eq!(alone, told.replace(", or an array of such objects for several calls", ""));
+    let none = prompt_of(with(body, json!({"tool_choice": "none"}))).await;
+    assert!(
+        none.starts_with("<bos><start_of_turn>user\nBe brief.\n\nHi<end") && none.contains("Result of now"),
+        "{none}"
+    );
+}
+
+#[tokio::test]
+async fn what_is_wrong_with_tools_is_said_by_field() {
+    let app = app_that_says("ok");
+    let tools = |tools: Value| json!({"tools": tools});
+    let function =
+        |function: Value| json!({"tools": [weather(), {"type": "function", "function": function}]});
+    let messages = |more: Value| {
+        let mut all = vec![json!({"role": "user", "content": "Hi"})];
+        all.extend(more.as_array().unwrap().iter().cloned());
+        json!({"messages": all})
+    };
+    let call = json!({"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}});
+    let assistant =
+        |calls: Value| messages(json!([{"role": "assistant", "content": null, "tool_calls": calls}]));
+    for (fields, param, named) in [
+        (tools(json!("x")), "tools", "a list"),
+        (tools(json!([1])), "tools[0]", "an object"),
+        (tools(json!([{"type": "code_interpreter"}])), "tools[0].type", "code_interpreter"),
+        (tools(json!([{"type": "function"}])), "tools[0].function", "required"),
+        (tools(json!(vec![now(); 129])), "tools", "128"),
+        (tools(json!([now(), now()])), "tools[1].function.name", "another tool"),
+        (function(json!({})), "tools[1].function.name", "required"),
+        (function(json!({"name": ""})), "tools[1].function.name", "1 to 128"),
+        (function(json!({"name": "a\nb"})), "tools[1].function.name", "control"),
+        (function(json!({"name": "f", "parameters": 1})), "tools[1].function.parameters", "an object"),
+        (
+            function(json!({"name": "f", "parameters": {"type": "array"}})),
+            "tools[1].function.parameters.type",
+            "object",
+        ),
+        (function(json!({"name": "f", "description": 1})), "tools[1].function.description", "a string"),
+        (
+            function(json!({"name": "f", "strict": true, "parameters": {"type": "object", "not": {}}})),
+            "tools[1].function.parameters",
+            "\"not\"",
+        ),
+        (
+            function(
+                json!({"name": "f", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}}}),
+            ),
+            "tools[1].function.parameters",
+            "Reference",
+        ),
+        (json!({"tool_choice": "maybe"}), "tool_choice", "maybe"),
+        (json!({"tool_choice": 1}), "tool_choice", "an object"),
+        (json!({"tool_choice": {"type": "function"}}), "tool_choice.function", "required"),
+        (json!({"tool_choice": {"type": "custom"}}), "tool_choice.type", "custom"),
+        (
+            json!({"tool_choice": {"type": "function", "function": {"name": "x"}}}),
+            "tool_choice.function.name",
+            "\"x\"",
+        ),
+        (json!({"tool_choice": "required", "tools": []}), "tool_choice", "no tools"),
+        (json!({"parallel_tool_calls": "yes"}), "parallel_tool_calls", "true or false"),
+        (json!({"functions": [{"name": "f"}]}), "functions", "tools"),
+        (json!({"function_call": {"name": "f"}}), "function_call", "tool_choice"),
+        (messages(json!([{"role": "tool", "content": "1"}])), "messages[1].tool_call_id", "required"),
+        (
+            messages(json!([{"role": "tool", "content": "1", "tool_call_id": "a"}])),
+            "messages[1].tool_call_id",
+            "\"a\"",
+        ),
+        (
+            messages(json!([{"role": "user", "content": "x", "tool_calls": [call]}])),
+            "messages[1].tool_calls",
+            "assistant",
+        ),
+        (assistant(json!("x")), "messages[1].tool_calls", "a list"),
+        (assistant(json!([1])), "messages[1].tool_calls[0]", "an object"),
+        (assistant(json!([{"type": "function"}])), "messages[1].tool_calls[0].id", "required"),
+        (assistant(json!([{"id": "a"}])), "messages[1].tool_calls[0].function", "required"),
+        (
+            assistant(json!([{"id": "a", "function": {}}])),
+            "messages[1].tool_calls[0].function.name",
+            "required",
+        ),
+        (
+            assistant(json!([{"id": "a", "function": {"name": "f", "arguments": 1}}])),
+            "messages[1].tool_calls[0].function.arguments",
+            "a string",
+        ),
+        (
+            messages(json!([{"role": "assistant", "function_call": {"name": "f", "arguments": ""}}])),
+            "messages[1].function_call",
+            "tool_calls",
+        ),
+    ] {
+        let (status, body) = complete(&app, ask(fields.clone())).await;
+        let error = &body["error"];
+        assert_eq!((status.as_u16(), error["param"].as_str()), (400, Some(param)), "{fields}: {body}");
+        assert!(
+            error["message"].as_str().is_some_and(|m| m.contains(named) && m.len() < 300),
+            "{fields}: {body}"
+        );
+    }
+    // Not strict, so what cannot be enforced is left to the model.
+    let loose =
+        json!({"name": "f", "parameters": {"properties": {"a": {"type": "array", "uniqueItems": true}}}});
+    assert_eq!(complete(&app, ask(function(loose))).await.0, 200);
+}
+
+#[tokio::test]
+async fn mutated_tools_and_schemas_never_panic_hang_or_fail_the_server() {
+    let seed = 0x7001;
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let app = babbling();
+    let call = json!({"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}});
+    let full = json!({
+        "model": api::MODEL, "max_tokens": 8, "tools": [weather(), roll(), now()], "parallel_tool_calls": true,
+        "tool_choice": "required",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": {
+            "type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer", "minimum": 3}}}, "required": ["a"],
+        }}},
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": null, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "content": "10:00"},
+        ],
+    });
+    let junk = [
+        json!(null),
+        json!(true),
+        json!(-1),
+        json!(1e308),
+        json!(""),
+        json!("auto"),
+        json!("required"),
+        json!("none"),
+        json!([]),
+        json!({}),
+        json!([[]]),
+        json!({"type": "object"}),
+        json!("<end_of_turn>"),
+        json!("#"),
+        json!({"$ref": "#"}),
+        json!("½".repeat(70)),
+        json!("string"),
+        json!({"type": "json_object"}),
+        json!([{"type": "function", "function": {"name": "f"}}]),
+        call,
+    ];
+    let parts = [
+        "/tools/0/function/parameters",
+        "/tools/1/function/parameters",
+        "/tools/1/function",
+        "/response_format/json_schema/schema",
+        "/messages/1/tool_calls/0",
+        "/tools",
+        "/tool_choice",
+    ];
+    let mut accepted = 0;
+    for i in 0..1500 {
+        let mut body = full.clone();
+        for _ in 0..rng.random_range(1..3) {
+            // A mutation before it may have taken it away.
+            if let Some(part) = body.pointer_mut(parts.choose(&mut rng).unwrap()) {
+                api::replace_somewhere(part, junk.choose(&mut rng).unwrap(), &mut rng);
+            }
+        }
+        let (status, reply) = complete(&app, body.clone()).await;
+        assert!(status.as_u16() < 500, "{i}: {status} for {body}: {reply}");
+        if status == 200 {
+            accepted += 1;
+            let message = &reply["choices"][0]["message"];
+            assert!(message["content"].is_string() != message["tool_calls"].is_array(), "{body}: {reply}");
+        } else {
+            assert!(reply["error"]["message"].as_str().is_some_and(|m| !m.contains('\n')), "{body}: {reply}");
+        }
+    }
+    assert!(accepted > 200, "only {accepted} of 1500 were accepted: the mutations reach too little");
+    assert_all_free(&app.engine).await;
+}
