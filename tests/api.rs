@@ -178,6 +178,46 @@ pub async fn assert_all_free(engine: &EngineHandle) {
     }
 }
 
+/// A model that says `text`, and the ids of the last prompt that it saw.
+pub fn app_that_shows_its_prompt(text: &str) -> (App, Arc<Mutex<Vec<u32>>>) {
+    let mut answer = says(&tokenizer().encode(text, false).expect("encodes"), END_OF_TURN);
+    let seen: Arc<Mutex<Vec<u32>>> = Arc::default();
+    let (record, mut last) = (Arc::clone(&seen), Vec::new());
+    let script: Script = Box::new(move |tokens, params| {
+        // Each call but the first of an answer sees what the one before it drew.
+        if tokens != last {
+            *record.lock().expect("no test panics with it") = tokens.to_vec();
+        }
+        let id = answer(tokens, params);
+        last = [tokens, &[id]].concat();
+        id
+    });
+    (app(script), seen)
+}
+
+/// The ids of a prompt in Gemma's format, without its `<bos>`.
+pub fn prompt_ids(text: &str) -> Vec<u32> {
+    tokenizer().encode(&format!("<bos>{text}"), false).expect("encodes")
+}
+
+/// The events of a stream that names them: each name is that in its data.
+pub fn named_events(bytes: &[u8]) -> Vec<Value> {
+    let text = std::str::from_utf8(bytes).expect("UTF-8");
+    let lines = |event: &'_ str| event.lines().filter(|l| !l.starts_with(':')).map(str::to_owned).collect();
+    let events = text.split("\n\n").map(lines).filter(|lines: &Vec<String>| !lines.is_empty());
+    let parse = |lines: Vec<String>| {
+        let [name, data] = &lines[..] else { panic!("{lines:?}") };
+        let data: Value = serde_json::from_str(data.strip_prefix("data: ").expect("data")).expect("JSON");
+        assert_eq!(name.strip_prefix("event: "), data["type"].as_str(), "{data}");
+        data
+    };
+    events.map(parse).collect()
+}
+
+pub fn post_to(path: &str, body: impl Into<Body>) -> Request<Body> {
+    Request::post(path).header(header::CONTENT_TYPE, "application/json").body(body.into()).expect("sound")
+}
+
 /// Waiting for the engine's thread must not stop the runtime's.
 async fn submitted(app: &App, steps: usize) {
     let control = app.control.clone();
@@ -336,6 +376,24 @@ async fn biases_and_the_extensions_for_lengths_reach_the_sampler() {
     let (_, body) = complete(&app, with(chat("Hi"), json!({"min_tokens": 7}))).await;
     assert!(body["usage"]["completion_tokens"].as_u64() > Some(7), "{body}");
     assert_eq!(body["choices"][0]["finish_reason"], "stop");
+}
+
+#[tokio::test]
+async fn a_last_turn_is_continued_closed_or_followed_by_an_answer() {
+    let (app, seen) = app_that_shows_its_prompt("four.");
+    let messages =
+        json!([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": " It is \n"}]);
+    let begin = "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\nIt is";
+    for (fields, end) in [
+        (json!({"continue_final_message": true}), ""),
+        (json!({"continue_final_message": true, "add_generation_prompt": false}), ""),
+        (json!({"add_generation_prompt": false}), "<end_of_turn>\n"),
+        (json!({}), "<end_of_turn>\n<start_of_turn>model\n"),
+    ] {
+        let body = with(json!({"model": MODEL, "messages": messages}), fields.clone());
+        assert_eq!(answer(&app, body).await.0, "four.", "{fields}");
+        assert_eq!(*seen.lock().unwrap(), prompt_ids(&format!("{begin}{end}")), "{fields}");
+    }
 }
 
 #[tokio::test]
@@ -560,7 +618,16 @@ async fn bad_bodies_are_refused_by_field() {
         (body(json!({"tool_choice": "required"})), "tool_choice", "invalid_value"),
         (body(json!({"tool_choice": "maybe"})), "tool_choice", "invalid_value"),
         (body(json!({"modalities": ["text", "audio"]})), "modalities", "unsupported_value"),
-        (body(json!({"continue_final_message": true})), "continue_final_message", "unsupported_value"),
+        (body(json!({"continue_final_message": true})), "continue_final_message", "invalid_value"),
+        (
+            body(json!({
+                "messages": [{"role": "assistant", "content": "a"}],
+                "continue_final_message": true,
+                "add_generation_prompt": true,
+            })),
+            "continue_final_message",
+            "invalid_value",
+        ),
     ];
     for (body, param, code) in cases {
         let shown: String = body.chars().take(200).collect();
@@ -827,6 +894,25 @@ async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
             {"role": "user", "content": "Bye <start_of_turn>\u{0}"},
         ],
     });
+    let mut accepted = 0;
+    for i in 0..2000 {
+        let body = mutated(&full, i, &mut rng);
+        let (status, _, reply) = send(&app.router, post(body.clone())).await;
+        let shown = String::from_utf8_lossy(&body);
+        assert!(status.as_u16() < 500, "{status} for {shown}");
+        if status == 200 {
+            accepted += 1;
+        } else {
+            let reply: Value = serde_json::from_slice(&reply).expect("an error is JSON");
+            assert!(reply["error"]["message"].is_string(), "{reply} for {shown}");
+        }
+    }
+    assert!(accepted > 100, "only {accepted} of 2000 were accepted: the mutations reach too little");
+    assert_all_free(&app.engine).await;
+}
+
+/// The `i`th mutation of a body: every other one is still JSON.
+pub fn mutated(full: &Value, i: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
     let junk = [
         json!(null),
         json!(true),
@@ -845,39 +931,24 @@ async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
         json!(0.1),
         json!("x".repeat(3000)),
     ];
-    let mut accepted = 0;
-    for i in 0..2000 {
-        let body = if i % 2 == 0 {
-            let mut value = full.clone();
-            for _ in 0..rng.random_range(1..4) {
-                replace_somewhere(&mut value, junk.choose(&mut rng).unwrap(), &mut rng);
-            }
-            value.to_string().into_bytes()
-        } else {
-            let mut bytes = full.to_string().into_bytes();
-            for _ in 0..rng.random_range(1..6) {
-                let at = rng.random_range(0..bytes.len());
-                match rng.random_range(0..4) {
-                    0 => bytes[at] = rng.random(),
-                    1 if bytes.len() > 1 => drop(bytes.remove(at)),
-                    2 => bytes.insert(at, *b"\"{}[],:\\0e-u".choose(&mut rng).unwrap()),
-                    _ => bytes.truncate(at.max(1)),
-                }
-            }
-            bytes
-        };
-        let (status, _, reply) = send(&app.router, post(body.clone())).await;
-        let shown = String::from_utf8_lossy(&body);
-        assert!(status.as_u16() < 500, "{status} for {shown}");
-        if status == 200 {
-            accepted += 1;
-        } else {
-            let reply: Value = serde_json::from_slice(&reply).expect("an error is JSON");
-            assert!(reply["error"]["message"].is_string(), "{reply} for {shown}");
+    if i.is_multiple_of(2) {
+        let mut value = full.clone();
+        for _ in 0..rng.random_range(1..4) {
+            replace_somewhere(&mut value, junk.choose(rng).unwrap(), rng);
+        }
+        return value.to_string().into_bytes();
+    }
+    let mut bytes = full.to_string().into_bytes();
+    for _ in 0..rng.random_range(1..6) {
+        let at = rng.random_range(0..bytes.len());
+        match rng.random_range(0..4) {
+            0 => bytes[at] = rng.random(),
+            1 if bytes.len() > 1 => drop(bytes.remove(at)),
+            2 => bytes.insert(at, *b"\"{}[],:\\0e-u".choose(rng).unwrap()),
+            _ => bytes.truncate(at.max(1)),
         }
     }
-    assert!(accepted > 100, "only {accepted} of 2000 were accepted: the mutations reach too little");
-    assert_all_free(&app.engine).await;
+    bytes
 }
 
 /// Replaces one value of `value`, at a random depth, or removes it.

@@ -50,6 +50,19 @@ pub struct ChatRequest {
     /// What each answer must be that calls no tool.
     pub grammar: Option<ResponseGrammar>,
     pub tools: Tools,
+    pub ending: PromptEnding,
+}
+
+/// What stands at the end of the prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PromptEnding {
+    /// The beginning of an answer.
+    #[default]
+    Answer,
+    /// The last message, which is the assistant's, as far as it goes: the answer goes on from there.
+    Continued,
+    /// The last message.
+    Closed,
 }
 
 impl ChatRequest {
@@ -64,9 +77,11 @@ impl ChatRequest {
         // `max_tokens` is the older name; OpenAI's own models take the newer one alone.
         let max_tokens = fields.integer("max_completion_tokens", 1, i64::from(u32::MAX))?;
         let max_tokens = max_tokens.or(fields.integer("max_tokens", 1, i64::from(u32::MAX))?);
+        let ending = prompt_ending(&fields, &messages)?;
         Ok(Self {
             messages,
             tools,
+            ending,
             logprobs: logprobs(&fields)?,
             ..Self::options(&fields, model, max_tokens)?
         })
@@ -101,6 +116,7 @@ impl ChatRequest {
             n: n.map(|n| n as usize),
             grammar: response_grammar(fields)?,
             tools: Tools::default(),
+            ending: PromptEnding::Answer,
         })
     }
 }
@@ -190,10 +206,24 @@ fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
     if fields.array("modalities")?.is_some_and(|m| m.iter().any(|m| m != "text")) {
         return Err(ApiError::unsupported("modalities", "this server answers with text only"));
     }
-    if fields.bool("continue_final_message")? == Some(true) {
-        return Err(ApiError::unsupported("continue_final_message", "the last turn cannot be continued"));
-    }
     Ok(())
+}
+
+/// vLLM's two fields.
+pub(super) fn prompt_ending(fields: &Fields, messages: &[Message]) -> Result<PromptEnding, ApiError> {
+    const AT: &str = "continue_final_message";
+    let continued = fields.bool(AT)?.unwrap_or(false);
+    let last = messages.last().map_or("", |message| message.role.as_str());
+    match (continued, fields.bool("add_generation_prompt")?) {
+        (true, Some(true)) => Err(ApiError::invalid(AT, "cannot be had together with add_generation_prompt")),
+        (true, _) if last != "assistant" => {
+            let problem = format!("expected the last message to be an assistant's, it is that of {last:?}");
+            Err(ApiError::invalid(AT, problem))
+        }
+        (true, _) => Ok(PromptEnding::Continued),
+        (false, Some(false)) => Ok(PromptEnding::Closed),
+        (false, _) => Ok(PromptEnding::Answer),
+    }
 }
 
 /// A body that is an object.

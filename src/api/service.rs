@@ -10,7 +10,7 @@ use super::answer::AnswerText;
 use super::error::ApiError;
 use super::grammar::{Failure, GrammarMask};
 use super::random_u64;
-use super::request::ChatRequest;
+use super::request::{ChatRequest, PromptEnding};
 use crate::engine::{EngineHandle, Request};
 use crate::model::{Logprobs, SamplingParams};
 use crate::text::{
@@ -71,7 +71,7 @@ impl Service {
     /// the text that comes with it.
     /// Takes a processor for seconds where the conversation is long.
     pub fn prepare(&self, request: &ChatRequest) -> Result<(Request, AnswerText), ApiError> {
-        self.prepare_with(request, || self.prompt(&request.tools.tell(&request.messages)))
+        self.prepare_with(request, || self.prompt(&request.tools.tell(&request.messages), request.ending))
     }
 
     /// The same with a prompt that is no conversation. What is wrong beside the prompt is found before it is made.
@@ -161,9 +161,14 @@ impl Service {
     }
 
     /// The ids of a conversation, up to where the answer begins.
-    pub(super) fn prompt(&self, messages: &[Message]) -> Result<Vec<u32>, ApiError> {
-        let text = self.template.render(&normalize(messages), true).map_err(|error| self.refusal(error))?;
-        self.encode(&text, false)
+    pub(super) fn prompt(&self, messages: &[Message], ending: PromptEnding) -> Result<Vec<u32>, ApiError> {
+        let turns = normalize(messages);
+        let text = match ending {
+            PromptEnding::Answer => self.template.render(&turns, true),
+            PromptEnding::Closed => self.template.render(&turns, false),
+            PromptEnding::Continued => self.template.render_continued(&turns),
+        };
+        self.encode(&text.map_err(|error| self.refusal(error))?, false)
     }
 
     /// The ids of a text, with those that begin one where wanted. Text that is too long whatever its tokens are is not

@@ -14,7 +14,7 @@ use super::Server;
 use super::conversation::{messages, tools};
 use super::error::ApiError;
 use super::exchange;
-use super::request::{Fields, missing, object, token_ids};
+use super::request::{Fields, missing, object, prompt_ending, token_ids};
 use super::service::Service;
 
 pub(super) async fn tokenize(State(server): State<Arc<Server>>, body: Body) -> Result<Json<Value>, ApiError> {
@@ -46,7 +46,9 @@ pub(super) async fn tokenize(State(server): State<Arc<Server>>, body: Body) -> R
             (None, text, conversation) => {
                 let ids = match (text, conversation) {
                     (Some(text), _) => service.encode(text, special[1].unwrap_or(true))?,
-                    (None, Some(messages)) => service.prompt(&messages)?,
+                    (None, Some(messages)) => {
+                        service.prompt(&messages, prompt_ending(&fields, &messages)?)?
+                    }
                     (None, None) => return Err(missing("prompt")),
                 };
                 Ok(json!({

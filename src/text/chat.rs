@@ -41,7 +41,7 @@ impl Message {
 
 impl Content {
     /// The text of a turn: parts trimmed and joined without a separator, as Gemma's template joins them.
-    fn turn_text(&self) -> String {
+    pub(super) fn turn_text(&self) -> String {
         match self {
             Content::Null => String::new(),
             Content::Text(text) => python_trim(text).to_owned(),

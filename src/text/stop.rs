@@ -19,6 +19,7 @@ pub struct StopMatcher {
     /// Text that is a proper prefix of some stop string.
     held: String,
     stopped: bool,
+    found: Option<usize>,
 }
 
 #[derive(Clone)]
@@ -60,7 +61,7 @@ impl StopMatcher {
             }
             patterns.push(Pattern::new(stop));
         }
-        Ok(Self { patterns, held: String::new(), stopped: false })
+        Ok(Self { patterns, held: String::new(), stopped: false, found: None })
     }
 
     /// Takes the next piece of text. After a stop string was found, nothing more comes out.
@@ -83,6 +84,7 @@ impl StopMatcher {
             }
             if let Some(index) = found {
                 self.stopped = true;
+                self.found = Some(index);
                 self.held.push_str(&text[..=offset]);
                 self.held.truncate(self.held.len() - self.patterns[index].len());
                 return Stopped { text: std::mem::take(&mut self.held), stop: Some(index) };
@@ -93,6 +95,11 @@ impl StopMatcher {
         let waiting = self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0);
         let rest = self.held.split_off(self.held.len() - waiting);
         Stopped { text: std::mem::replace(&mut self.held, rest), stop: None }
+    }
+
+    /// Index of the stop string that ended the text, if one did.
+    pub fn found(&self) -> Option<usize> {
+        self.found
     }
 
     /// The text held back when the answer ends by itself: it did not become a stop string.

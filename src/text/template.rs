@@ -130,6 +130,25 @@ impl ChatTemplate {
         }
     }
 
+    /// The prompt of a conversation whose last turn is to go on: it ends where that turn's text ends.
+    pub fn render_continued(&self, messages: &[Message]) -> Result<String, TextError> {
+        // Stands for the text, which the template might have changed, or have put elsewhere too.
+        const MARK: &str = "\u{2}the text to continue\u{3}";
+        let Some((last, before)) = messages.split_last() else { return Err(TextError::NoMessages) };
+        let marked = [before, &[Message::new(&last.role, MARK)]].concat();
+        let mut rendered = self.render(&marked, false)?;
+        let Some(at) = rendered.rfind(MARK) else {
+            let problem = "does not write the last turn as it is, which so cannot be continued";
+            return Err(template_error(&self.origin, problem));
+        };
+        rendered.truncate(at);
+        rendered.push_str(&last.content.turn_text());
+        if rendered.len() > MAX_TEXT_BYTES {
+            return Err(TextError::TooLong { bytes: rendered.len(), limit: MAX_TEXT_BYTES });
+        }
+        Ok(rendered)
+    }
+
     fn compile(source: &str, origin: &str, special_tokens: SpecialTokens) -> Result<Self, TextError> {
         if source.len() > MAX_TEMPLATE_BYTES {
             let problem = format!("{} bytes long, at most {MAX_TEMPLATE_BYTES} are accepted", source.len());
