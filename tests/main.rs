@@ -22,6 +22,7 @@ mod grammar;
 mod hub;
 mod kernels;
 mod legacy;
+mod messages;
 mod native;
 mod packed;
 mod page;

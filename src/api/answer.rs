@@ -68,6 +68,11 @@ impl AnswerText {
         Self { failure: Some(failure), ..self }
     }
 
+    /// Index of the stop string that ended it, if one did.
+    pub(super) fn stopped_by(&self) -> Option<usize> {
+        self.stops.found()
+    }
+
     pub fn push(&mut self, event: Event) -> Delta {
         let nothing =
             Delta { text: String::new(), calls: Vec::new(), logprobs: None, prompt: None, end: None };

@@ -1,4 +1,4 @@
-//! Every way a request can fail, and the status and OpenAI error object that says so. One exhaustive match.
+//! Every way a request can fail, and the status and error object, OpenAI's or Anthropic's, that says so. One exhaustive match.
 
 use std::time::Duration;
 
@@ -12,6 +12,8 @@ use crate::engine::{EngineError, SubmitError};
 /// Seconds after which a refused client should ask again.
 const RETRY_LOADING_S: u32 = 5;
 const RETRY_QUEUE_S: u32 = 2;
+/// Anthropic's status for a server that has too much to do.
+const OVERLOADED: u16 = 529;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ApiError {
@@ -97,6 +99,27 @@ impl ApiError {
     pub fn body(&self) -> Value {
         let Wire { kind, param, code, .. } = self.wire();
         json!({"error": {"message": self.to_string(), "type": kind, "param": param, "code": code}})
+    }
+
+    /// The same in Anthropic's words, and with the status that goes with them.
+    pub fn anthropic(&self) -> (StatusCode, Value) {
+        let wire = self.wire();
+        let (status, kind) = match wire.status.as_u16() {
+            // What their clients know as "try again", and take for nobody's fault.
+            429 if matches!(self, Self::QueueFull { .. }) => (OVERLOADED, "overloaded_error"),
+            503 if wire.retry_after_s.is_some() => (wire.status.as_u16(), "overloaded_error"),
+            401 => (401, "authentication_error"),
+            403 => (403, "permission_error"),
+            404 => (404, "not_found_error"),
+            413 => (413, "request_too_large"),
+            429 => (429, "rate_limit_error"),
+            504 => (504, "timeout_error"),
+            status @ 400..500 => (status, "invalid_request_error"),
+            status => (status, "api_error"),
+        };
+        let error = json!({"type": kind, "message": self.to_string()});
+        let status = StatusCode::from_u16(status).expect("a status of three digits");
+        (status, json!({"type": "error", "error": error}))
     }
 
     fn wire(&self) -> Wire<'_> {
@@ -195,6 +218,8 @@ impl IntoResponse for ApiError {
             let how = HeaderValue::from_static("Bearer realm=\"unicorn\"");
             response.headers_mut().insert(header::WWW_AUTHENTICATE, how);
         }
+        // For routes that say it in other words.
+        response.extensions_mut().insert(self);
         response
     }
 }

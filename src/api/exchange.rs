@@ -211,6 +211,10 @@ pub(super) struct Piece {
     /// Of the ids of its prompt but the first, where they were asked for: before anything else of that prompt's answers.
     pub prompt: Option<Vec<Logprobs>>,
     pub end: Option<Reason>,
+    /// Where a stop string ended it: which.
+    pub stopped_by: Option<usize>,
+    /// Up to here.
+    pub timings: Timings,
 }
 
 impl Answering {
@@ -223,6 +227,10 @@ impl Answering {
         let Some(event) = event else { return Err(ApiError::Bug("an answer had no end".into())) };
         // A failure is that of all answers.
         let choice = event.choice().unwrap_or(0);
+        let timings = match &event {
+            Event::Token { timings, .. } | Event::Finished { timings, .. } => *timings,
+            Event::Prompt { .. } | Event::Failed(_) => Timings::default(),
+        };
         let Delta { text, calls, logprobs, prompt, end } = self.texts[choice].push(event);
         let end = match end {
             None => None,
@@ -235,7 +243,9 @@ impl Answering {
                 Some(reason)
             }
         };
-        Ok(Piece { choice: self.first + choice, text, calls, logprobs, prompt, end })
+        let stopped_by = self.texts[choice].stopped_by();
+        let choice = self.first + choice;
+        Ok(Piece { choice, text, calls, logprobs, prompt, end, stopped_by, timings })
     }
 }
 

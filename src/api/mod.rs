@@ -1,4 +1,4 @@
-//! The OpenAI API over HTTP: validates, renders, tokenizes, and streams what the engine yields.
+//! The OpenAI API, and Anthropic's, over HTTP: validates, renders, tokenizes, and streams what the engine yields.
 //!
 //! The server answers before the model is loaded: `/v1/models` from the start and with the same id, `/health` with
 //! 503 until [`Server::set_ready`]. It refuses what it cannot honour with a typed error ([`error`]), never answers
@@ -20,6 +20,7 @@ mod grammar;
 mod held;
 mod keys;
 mod listen;
+mod messages;
 mod page;
 mod request;
 mod service;
@@ -33,7 +34,7 @@ pub use error::ApiError;
 pub use grammar::ResponseGrammar;
 pub use keys::{Keys, KeysError};
 pub use listen::Connections;
-pub use request::ChatRequest;
+pub use request::{ChatRequest, PromptEnding};
 pub use service::{SamplingDefaults, Service};
 pub use tls::{Tls, TlsError};
 pub use tools::{Call, MAX_TOOLS, Tool, ToolChoice, Tools};
@@ -144,6 +145,8 @@ pub fn router(server: Arc<Server>) -> Router {
         .route("/v1/completions", post(completions::completions))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .fallback(async |uri: Uri| ApiError::NoRoute(uri.path().to_owned()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             ApiError::Method(method.to_string(), uri.path().to_owned())
@@ -153,6 +156,7 @@ pub fn router(server: Arc<Server>) -> Router {
         // Around the door: a preflight brings no key, and the page is to read a refusal too.
         .layer(cors)
         .layer(middleware::from_fn(identify))
+        .layer(middleware::from_fn(messages::in_its_words))
 }
 
 /// Serves until `shutdown` resolves; then takes no request, and gives those under way `grace` to end before they
