@@ -100,6 +100,8 @@ pub struct Hardware {
 #[serde(deny_unknown_fields)]
 pub struct Gpu {
     pub max_submit_ms: u64,
+    /// Whether the time of every kernel is measured while serving.
+    pub profile: bool,
 }
 
 /// Bytes; none is what the driver says.

@@ -30,6 +30,7 @@ pub const OPTIONS: Options = Options {
     max_body_bytes: 64 << 10,
     body_stall: Duration::from_millis(200),
     keep_alive: Duration::from_millis(20),
+    device_timeout: Duration::from_millis(500),
 };
 
 pub struct App {
@@ -647,7 +648,7 @@ async fn other_routes_methods_and_sizes_are_json_errors() {
     let app = app_that_says("ok");
     for (request, status, code) in [
         (get("/v1/nothing"), 404, "not_found"),
-        (get("/"), 404, "not_found"),
+        (get("/page/nothing"), 404, "not_found"),
         (get("/v1/chat/completions"), 405, "method_not_allowed"),
         (Request::delete("/v1/models").body(Body::empty()).unwrap(), 405, "method_not_allowed"),
         (get("/v1/models/other"), 404, "model_not_found"),

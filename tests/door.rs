@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use tower::ServiceExt;
 use unicorn::api::{self, Connections, Door, Keys, Tls};
 
-use crate::api::{App, MODEL, app_behind, chat, send, send_json};
+use crate::api::{App, MODEL, app_behind, assert_all_free, chat, send, send_json};
 use crate::cli::{assert_error, output, unicorn};
 use crate::fake_runner::HANG;
 
@@ -263,6 +263,9 @@ async fn a_client_has_so_many_requests_under_way_until_their_ends() {
     };
     let mut answer = begin(&app, of(KEY, true)).await.into_body().into_data_stream();
     assert!(answer.next().await.expect("a first chunk").is_ok());
+    // The engine has so few places for requests that wait that it must be running.
+    let control = app.control.clone();
+    blocking(move || control.submitted(1)).await;
     let (status, headers, body) = send_json(&app.router, of(KEY, false)).await;
     assert_eq!((status, &body["error"]["code"]), (StatusCode::TOO_MANY_REQUESTS, &json!("client_full")));
     assert_eq!(body["error"]["type"], "rate_limit_error");
@@ -276,6 +279,7 @@ async fn a_client_has_so_many_requests_under_way_until_their_ends() {
     assert_eq!(begin(&app, of(KEY, true)).await.status(), 200);
     app.control.release();
     drop(other);
+    assert_all_free(&app.engine).await;
     assert_eq!(outcome(&app, of(KEY, false)).await.0, 200);
     assert_eq!(outcome(&app, of(KEY, false)).await.0, 200, "and again after a whole answer");
 }

@@ -349,6 +349,11 @@ impl Runner for FakeRunner {
         self.control.drafted(&all);
         Ok(all)
     }
+
+    fn probe(&mut self) -> Result<(), RunnerError> {
+        assert!(self.pending.is_empty(), "a probe beside a step");
+        self.control.probe()
+    }
 }
 
 impl Drop for FakeRunner {
@@ -378,6 +383,9 @@ struct ControlState {
     fail_submit_at: Option<usize>,
     fail_wait_at: Option<usize>,
     not_finite_at: Option<usize>,
+    probes: usize,
+    fail_probes: bool,
+    hold_probes: bool,
     slow_drop: bool,
     dropped: bool,
 }
@@ -426,6 +434,20 @@ impl Control {
         self.set(|s| s.not_finite_at = Some(n));
     }
 
+    /// Probes come back wrong from now on.
+    pub fn fail_probes(&self) {
+        self.set(|s| s.fail_probes = true);
+    }
+
+    /// Whether probes do not come back.
+    pub fn hold_probes(&self, hold: bool) {
+        self.set(|s| s.hold_probes = hold);
+    }
+
+    pub fn probes(&self) -> usize {
+        self.lock().probes
+    }
+
     /// The runner takes its time to end, as a driver does.
     pub fn drop_slowly(&self) {
         self.set(|s| s.slow_drop = true);
@@ -471,6 +493,12 @@ impl Control {
         state.batches.push(batch.clone());
         self.0.1.notify_all();
         Ok(())
+    }
+
+    fn probe(&self) -> Result<(), RunnerError> {
+        self.set(|s| s.probes += 1);
+        let state = self.wait_until("a probe to be let go", |s| !s.hold_probes);
+        if state.fail_probes { Err(RunnerError::Device("came back wrong".into())) } else { Ok(()) }
     }
 
     fn pass(&self) -> Result<(), RunnerError> {

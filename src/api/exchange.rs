@@ -20,6 +20,7 @@ use tokio::sync::SemaphorePermit;
 use super::answer::{AnswerText, Delta, End, Reason};
 use super::door::client_of;
 use super::error::ApiError;
+use super::metrics::Followed;
 use super::request::ChatRequest;
 use super::service::Service;
 use super::{MAX_ARRIVING, Options, Server, random_u64, unix_time_s};
@@ -75,7 +76,8 @@ pub(super) async fn ask<T: Send + 'static>(
     for (mut engine, text) in prepared {
         engine.client = caller.0;
         let n = 1 + engine.more_seeds.len();
-        answers.add(service.engine().submit(engine)?, &text, n);
+        let tokens = service.engine().submit(engine)?;
+        answers.add(tokens, &text, n, server.metrics.follow(n));
     }
     drop(arriving); // from here on the engine's queue is the bound
     let reply = Reply {
@@ -198,6 +200,7 @@ struct Answering {
     ends: Vec<Option<(Reason, Timings)>>,
     /// The number of the first of them.
     first: usize,
+    followed: Followed,
 }
 
 /// What one event adds to an answer.
@@ -225,6 +228,7 @@ impl Answering {
     /// What an event adds; none stands for the stream's end, before that of its answers.
     fn take(&mut self, event: Option<Event>) -> Result<Piece, ApiError> {
         let Some(event) = event else { return Err(ApiError::Bug("an answer had no end".into())) };
+        self.followed.event(&event);
         // A failure is that of all answers.
         let choice = event.choice().unwrap_or(0);
         let timings = match &event {
@@ -235,9 +239,13 @@ impl Answering {
         let end = match end {
             None => None,
             Some(End::Failed(error)) => return Err(error.into()),
-            Some(End::OffGrammar(problem)) => return Err(ApiError::Grammar(problem)),
+            Some(End::OffGrammar(problem)) => {
+                self.followed.end_all("error");
+                return Err(ApiError::Grammar(problem));
+            }
             Some(End::Finished { reason, timings }) => {
                 self.ends[choice] = Some((reason, timings));
+                self.followed.ended(choice, reason, &timings);
                 // A stop string ends it here and not in the engine.
                 self.tokens.stop(choice);
                 Some(reason)
@@ -255,9 +263,10 @@ impl Answers {
     }
 
     /// The `n` answers to one more prompt.
-    fn add(&mut self, tokens: TokenStream, text: &AnswerText, n: usize) {
+    fn add(&mut self, tokens: TokenStream, text: &AnswerText, n: usize, followed: Followed) {
         let first = self.count();
-        self.streams.push(Answering { tokens, texts: vec![text.clone(); n], ends: vec![None; n], first });
+        let (texts, ends) = (vec![text.clone(); n], vec![None; n]);
+        self.streams.push(Answering { tokens, texts, ends, first, followed });
     }
 
     /// How many there are, of all prompts.

@@ -21,11 +21,13 @@ mod held;
 mod keys;
 mod listen;
 mod messages;
+mod metrics;
 mod page;
 mod request;
 mod service;
-mod tokens;
+mod status;
 mod tls;
+mod tokens;
 mod tools;
 
 pub use answer::{AnswerText, Delta, End, Reason};
@@ -36,6 +38,7 @@ pub use keys::{Keys, KeysError};
 pub use listen::Connections;
 pub use request::{ChatRequest, PromptEnding};
 pub use service::{SamplingDefaults, Service};
+pub use status::{Facts, KernelTime, MemoryNow, Placed, SUPPORTED_PARAMETERS};
 pub use tls::{Tls, TlsError};
 pub use tools::{Call, MAX_TOOLS, Tool, ToolChoice, Tools};
 
@@ -45,10 +48,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
+use axum::extract::{MatchedPath, Path, Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, Uri};
 use axum::middleware::{self, Next};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
@@ -56,7 +59,7 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tracing::Instrument;
 
-use crate::engine::{EngineError, EngineHandle};
+use crate::engine::EngineHandle;
 
 const REQUEST_ID: &str = "x-request-id";
 const MAX_REQUEST_ID_BYTES: usize = 128;
@@ -70,6 +73,8 @@ pub struct Options {
     pub body_stall: Duration,
     /// How often a silent stream carries a comment, so that nobody between takes it for dead.
     pub keep_alive: Duration,
+    /// A step that takes longer is taken for a device that hangs, as far as `/health` goes.
+    pub device_timeout: Duration,
 }
 
 /// State of the server, from its start on.
@@ -80,6 +85,8 @@ pub struct Server {
     door: Door,
     places: door::Places,
     service: OnceLock<Arc<Service>>,
+    facts: OnceLock<Facts>,
+    metrics: Arc<metrics::Metrics>,
     arriving: Semaphore,
     tokenizing: Arc<Semaphore>,
 }
@@ -94,6 +101,8 @@ impl Server {
             door,
             places: door::Places::default(),
             service: OnceLock::new(),
+            facts: OnceLock::new(),
+            metrics: Arc::default(),
             arriving: Semaphore::new(MAX_ARRIVING),
             tokenizing: Arc::new(Semaphore::new(processors)),
         })
@@ -104,9 +113,13 @@ impl Server {
         assert!(self.service.set(Arc::new(service)).is_ok(), "the model was loaded twice");
     }
 
-    /// The same for requests that need not name a model.
-    fn service_for_any(&self, model: Option<&str>) -> Result<Arc<Service>, ApiError> {
-        self.service_for(model.unwrap_or(&self.model_id))
+    /// Tells `/status` and `/metrics` of the loaded model; once.
+    pub fn set_facts(&self, facts: Facts) {
+        assert!(self.facts.set(facts).is_ok(), "the model was loaded twice");
+    }
+
+    fn facts(&self) -> Option<&Facts> {
+        self.facts.get()
     }
 
     /// What answers for `model`.
@@ -119,17 +132,13 @@ impl Server {
         Ok(service)
     }
 
-    fn engine(&self) -> Option<&EngineHandle> {
-        self.service.get().map(|s| s.engine())
+    /// The same for requests that need not name a model.
+    fn service_for_any(&self, model: Option<&str>) -> Result<Arc<Service>, ApiError> {
+        self.service_for(model.unwrap_or(&self.model_id))
     }
 
-    fn card(&self) -> Value {
-        json!({
-            "id": self.model_id,
-            "object": "model",
-            "created": self.created,
-            "owned_by": env!("CARGO_PKG_NAME"),
-        })
+    fn engine(&self) -> Option<&EngineHandle> {
+        self.service.get().map(|s| s.engine())
     }
 }
 
@@ -138,7 +147,9 @@ pub fn router(server: Arc<Server>) -> Router {
     let cors = tower::util::option_layer(server.door.cors());
     Router::new()
         .merge(page::routes())
-        .route("/health", get(health))
+        .route("/health", get(status::health))
+        .route("/status", get(status::status))
+        .route("/metrics", get(metrics::metrics))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
         .route("/v1/chat/completions", post(chat::completions))
@@ -152,10 +163,10 @@ pub fn router(server: Arc<Server>) -> Router {
             ApiError::Method(method.to_string(), uri.path().to_owned())
         })
         .with_state(Arc::clone(&server))
-        .layer(middleware::from_fn_with_state(server, door::guard))
+        .layer(middleware::from_fn_with_state(Arc::clone(&server), door::guard))
         // Around the door: a preflight brings no key, and the page is to read a refusal too.
         .layer(cors)
-        .layer(middleware::from_fn(identify))
+        .layer(middleware::from_fn_with_state(server, identify))
         .layer(middleware::from_fn(messages::in_its_words))
 }
 
@@ -198,22 +209,8 @@ pub async fn serve(
     }
 }
 
-async fn health(State(server): State<Arc<Server>>) -> Response {
-    let (status, body) = match server.engine().map(EngineHandle::health) {
-        None => (StatusCode::SERVICE_UNAVAILABLE, json!({"status": "loading"})),
-        Some(Ok(())) => (StatusCode::OK, json!({"status": "ok"})),
-        Some(Err(EngineError::ShuttingDown)) => {
-            (StatusCode::SERVICE_UNAVAILABLE, json!({"status": "draining"}))
-        }
-        Some(Err(lost)) => {
-            (StatusCode::SERVICE_UNAVAILABLE, json!({"status": "lost", "message": lost.to_string()}))
-        }
-    };
-    (status, Json(body)).into_response()
-}
-
 async fn models(State(server): State<Arc<Server>>) -> Json<Value> {
-    Json(json!({"object": "list", "data": [server.card()]}))
+    Json(json!({"object": "list", "data": [status::card(&server)]}))
 }
 
 /// Ids may hold slashes, as names on the hub do.
@@ -225,17 +222,20 @@ async fn model(
     if asked != server.model_id {
         return Err(ApiError::UnknownModel { asked, served: server.model_id.clone() });
     }
-    Ok(Json(server.card()))
+    Ok(Json(status::card(&server)))
 }
 
-/// Gives every request an id, the client's own where it sent a sound one, in the log and in the response.
-async fn identify(request: Request, next: Next) -> Response {
+/// Gives every request an id, the client's own where it sent a sound one, in the log and in the response; and counts it.
+async fn identify(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let route = request.extensions().get::<MatchedPath>().cloned();
     let span = tracing::info_span!("request", id = id.to_str().unwrap_or_default());
     async move {
         let mut response = next.run(request).await;
         tracing::debug!("{method} {path}: {}", response.status());
+        let route = route.as_ref().map_or("other", MatchedPath::as_str);
+        server.metrics.responded(route, response.status().as_u16());
         response.headers_mut().insert(REQUEST_ID, id);
         response
     }

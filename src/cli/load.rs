@@ -8,7 +8,7 @@ use super::bench::resident_bytes;
 use super::devices::bytes;
 use super::error::Error;
 use super::progress::Bar;
-use crate::api::{SamplingDefaults, Service};
+use crate::api::{Facts, KernelTime, MemoryNow, Placed, SamplingDefaults, Service};
 use crate::checkpoint::{Manifest, ModelFiles};
 use crate::config::{self, Config};
 use crate::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
@@ -214,6 +214,38 @@ impl Model {
         self.runner.placements().iter().map(row).collect()
     }
 
+    /// The same for `/status` and `/metrics`, and how to ask later what changes.
+    fn facts(&self, config: &Config) -> Facts {
+        let placed = |p: &Placement| Placed {
+            class: p.class.name().to_owned(),
+            heap: p.heap.clone(),
+            buffers: p.buffers,
+            bytes: p.bytes,
+        };
+        // Who asks must not keep the device from being given back when the engine ends.
+        let (held_of, timed) = (Arc::downgrade(self.runner.device()), Arc::downgrade(self.runner.device()));
+        let memory = move || {
+            let held = held_of.upgrade().and_then(|device| device.held());
+            let (vram, gtt) = (held.map(|held| held.vram), held.map(|held| held.gtt));
+            MemoryNow { vram, gtt, resident: resident_bytes().0 }
+        };
+        let kernels = move || {
+            let each = timed.upgrade().map(|device| Profiler(device).take()).into_iter().flatten();
+            each.map(|(kernel, dispatches, time)| KernelTime { kernel, dispatches, time }).collect()
+        };
+        Facts {
+            layers: self.runner.config().num_hidden_layers,
+            draft_layers: self.draft.as_ref().map(|draft| draft.config().num_hidden_layers),
+            weights: config.model.quantize.to_string(),
+            device: self.device.name.clone(),
+            driver: self.device.driver.clone(),
+            placements: self.runner.placements().iter().map(placed).collect(),
+            residency: self.runner.residency().to_string(),
+            memory: Box::new(memory),
+            kernels: Box::new(kernels),
+        }
+    }
+
     fn log(&self, files: &ModelFiles, draft: Option<&ModelFiles>, config: &Config, seconds: f64) {
         let (context, layers) = (self.max_context(), self.runner.config().num_hidden_layers);
         tracing::info!("model    {}: {layers} layers, weights {}", files.location(), config.model.quantize);
@@ -323,10 +355,17 @@ pub fn engine(model: Gemma3, draft: Option<Draft>, config: &Config, queue: usize
 
 /// Loads `files` and starts the engine on it.
 pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
-    let Model { runner, draft, tokenizer, template, defaults, stop_token_ids, .. } =
-        model(files, config, Watch::Nothing)?;
+    Ok(served(files, config)?.0)
+}
+
+/// The same, with what there is to tell of it.
+pub fn served(files: &ModelFiles, config: &Config) -> Result<(Service, Facts), Error> {
+    let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
+    let model = model(files, config, watch)?;
+    let facts = model.facts(config);
+    let Model { runner, draft, tokenizer, template, defaults, stop_token_ids, .. } = model;
     let engine = engine(runner, draft, config, config.server.queue);
-    Ok(Service::new(engine, tokenizer, template, defaults, stop_token_ids))
+    Ok((Service::new(engine, tokenizer, template, defaults, stop_token_ids), facts))
 }
 
 /// Ends the engine when dropped, and waits until the device is given back: a process that exits while another thread

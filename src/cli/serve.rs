@@ -18,6 +18,8 @@ use crate::engine::EngineHandle;
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 /// How long a body may pause: it holds one of few places meanwhile.
 const BODY_STALL: Duration = Duration::from_secs(5);
+/// For a step: longer than the longest of a prompt, and less than the two minutes after which the device is given up.
+const DEVICE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a client may take nothing of what is sent to it.
 const WRITE_STALL: Duration = Duration::from_secs(60);
 /// API keys beside those of the file, with commas or blanks between them.
@@ -35,6 +37,7 @@ pub fn serve(config: &Config) -> Result<(), Error> {
         max_body_bytes: config.server.max_body_bytes,
         body_stall: BODY_STALL,
         keep_alive: KEEP_ALIVE,
+        device_timeout: DEVICE_TIMEOUT,
     };
     let door = door(&config.server)?;
     let keyless = door.keys.is_empty();
@@ -66,18 +69,19 @@ pub fn serve(config: &Config) -> Result<(), Error> {
         let (done, loaded) = tokio::sync::oneshot::channel();
         let (load_config, started) = (config.clone(), Arc::clone(&engine));
         load = Some(std::thread::spawn(move || {
-            let service = load::service(&files, &load_config);
+            let served = load::served(&files, &load_config);
             // Beside the channel, whose receiver is gone where a signal came first.
-            let service = service.inspect(|s| drop(started.set(s.engine().clone())));
-            drop(done.send(service));
+            let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
+            drop(done.send(served));
         }));
 
         let stop = stop_signal()?;
         let serving = api::serve(listener, Arc::clone(&server), connections, stop, grace);
         let loading = async {
             match loaded.await {
-                Ok(Ok(service)) => {
+                Ok(Ok((service, facts))) => {
                     say_ready(&service, &base);
+                    server.set_facts(facts);
                     server.set_ready(service);
                     std::future::pending().await
                 }

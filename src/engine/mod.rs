@@ -224,6 +224,22 @@ pub struct Stats {
     pub host_ns: u64,
 }
 
+/// What the engine gives the device to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    Step,
+    Probe,
+}
+
+/// Signs of life of the device.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Signs {
+    /// When it last finished something.
+    pub last: Option<Instant>,
+    /// What it has to do now, and since when.
+    pub work: Option<(Work, Instant)>,
+}
+
 pub struct Engine;
 
 impl Engine {
@@ -239,6 +255,8 @@ impl Engine {
             queue: config.queue,
             waiting: AtomicUsize::new(0),
             stats: Mutex::new(Stats::default()),
+            signs: Mutex::new(Signs::default()),
+            probe: AtomicBool::new(false),
             next_id: AtomicU64::new(0),
             draining: AtomicBool::new(false),
             aborted: AtomicBool::new(false),
@@ -384,6 +402,19 @@ impl EngineHandle {
         Stats { waiting: self.shared.waiting.load(Ordering::Acquire), ..stats }
     }
 
+    pub fn signs(&self) -> Signs {
+        *self.shared.signs.lock().expect("nothing panics under this lock")
+    }
+
+    /// Has the device do something tiny as soon as it has nothing else to do; [`EngineHandle::signs`] tells of it. One
+    /// that fails it is lost.
+    pub fn probe(&self) {
+        // Asked once: the inbox's places are for requests.
+        if !self.shared.probe.swap(true, Ordering::AcqRel) {
+            let _ = self.inbox.try_send(Message::Wake);
+        }
+    }
+
     /// Refuses new requests; the engine ends when those it has are answered.
     pub fn drain(&self) {
         self.shared.draining.store(true, Ordering::Release);
@@ -491,6 +522,9 @@ struct Shared {
     queue: usize,
     waiting: AtomicUsize,
     stats: Mutex<Stats>,
+    signs: Mutex<Signs>,
+    /// A probe was asked for, and not yet begun.
+    probe: AtomicBool,
     next_id: AtomicU64,
     draining: AtomicBool,
     aborted: AtomicBool,
@@ -500,6 +534,19 @@ struct Shared {
 }
 
 impl Shared {
+    fn begins(&self, work: Work) {
+        self.signs.lock().expect("nothing panics under this lock").work = Some((work, Instant::now()));
+    }
+
+    fn begins_nothing(&self) {
+        self.signs.lock().expect("nothing panics under this lock").work = None;
+    }
+
+    fn finished(&self) {
+        let signs = Signs { last: Some(Instant::now()), work: None };
+        *self.signs.lock().expect("nothing panics under this lock") = signs;
+    }
+
     fn why_ended(&self) -> EngineError {
         match self.lost.get() {
             Some(why) => EngineError::Lost(why.clone()),
@@ -633,17 +680,18 @@ impl StepLoop {
             self.remove_ended();
             let waited = match self.step() {
                 Ok(waited) => waited,
-                Err(error) => {
-                    tracing::error!("{error}: the engine stops");
-                    // The first cause stays; it is what health and every later refusal name.
-                    let _ = self.shared.lost.set(error.to_string());
-                    self.fail_all();
-                    return;
-                }
+                Err(error) => return self.lose(&error),
             };
             self.stats.host_ns += (began.elapsed() - waited).as_nanos() as u64;
             self.publish();
         }
+    }
+
+    fn lose(&mut self, error: &RunnerError) {
+        tracing::error!("{error}: the engine stops");
+        // The first cause stays; it is what health and every later refusal name.
+        let _ = self.shared.lost.set(error.to_string());
+        self.fail_all();
     }
 
     fn is_idle(&self) -> bool {
@@ -659,6 +707,14 @@ impl StepLoop {
                 return false;
             }
             let message = if self.is_idle() && !draining {
+                if self.shared.probe.swap(false, Ordering::AcqRel) {
+                    self.shared.begins(Work::Probe);
+                    if let Err(error) = self.runner.probe() {
+                        self.lose(&error);
+                        return false;
+                    }
+                    self.shared.finished();
+                }
                 match self.messages.recv() {
                     Ok(message) => message,
                     Err(_) => return false, // no handle is left, and no work
@@ -703,6 +759,7 @@ impl StepLoop {
     /// Submits what can be, waits for the oldest step, and takes in what it drew. Returns how long it waited.
     fn step(&mut self) -> Result<Duration, RunnerError> {
         let mut drafting = Duration::ZERO;
+        self.shared.begins(Work::Step);
         while self.in_flight.len() < self.shared.limits.max_in_flight {
             match draft(&mut self.scheduler, &mut *self.runner, self.in_flight.len())? {
                 Some(took) => drafting += took,
@@ -722,10 +779,12 @@ impl StepLoop {
             self.publish();
         }
         let Some(InFlight { ticket, step, submitted }) = self.in_flight.pop_front() else {
+            self.shared.begins_nothing();
             return Ok(drafting);
         };
         let before = Instant::now();
         let sampled = self.runner.wait(ticket)?;
+        self.shared.finished();
         let done = Instant::now();
         self.pace.observe(step.load, done - submitted.max(self.last_done));
         self.last_done = done;

@@ -150,6 +150,11 @@ impl Runner for Drafted {
         self.model.wait(ticket)
     }
 
+    fn probe(&mut self) -> Result<(), RunnerError> {
+        // They are on one device.
+        self.model.probe()
+    }
+
     fn has_draft(&self) -> bool {
         true
     }

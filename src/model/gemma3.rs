@@ -659,6 +659,30 @@ impl Runner for Gemma3 {
         self.wait_for(index)?;
         Ok(self.frames[index].drawn())
     }
+
+    fn probe(&mut self) -> Result<(), RunnerError> {
+        /// gelu_tanh(1) * 2
+        const EXPECTED: f32 = 1.682_384;
+
+        assert!(self.in_flight.is_empty(), "a probe beside a step");
+        // By a kernel of every layer, where no step leaves anything that another one needs.
+        let [gate, up] = [&self.scratch.gate, &self.scratch.up].map(|x| x.rows(&(0..1)));
+        self.logits_readback.write(0, &[f32::NAN]);
+        let mut commands = CommandBuffer::new(&self.device, "probe")?;
+        let mut recorder = commands.begin()?;
+        recorder.fill(&gate.buffer, 1f32.to_bits());
+        recorder.fill(&up.buffer, 2f32.to_bits());
+        self.kernels.geglu(&mut recorder, &gate, &up, 1);
+        recorder.copy(&gate.buffer, &self.logits_readback, 4);
+        recorder.submit("a probe")?;
+        commands.wait()?;
+        let mut got = [0f32];
+        self.logits_readback.read(0, &mut got);
+        if (got[0] - EXPECTED).abs() < 1e-3 {
+            return Ok(());
+        }
+        Err(RunnerError::Device(format!("gelu(1) * 2 is {}, it should be {EXPECTED}", got[0])))
+    }
 }
 
 impl From<GpuError> for RunnerError {

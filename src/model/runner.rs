@@ -281,4 +281,8 @@ pub trait Runner: Send {
     fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
         Ok(vec![Vec::new(); requests.len()])
     }
+
+    /// Has the device compute something tiny and compares what comes back, with no step in flight; bounded in time. Leaves
+    /// what sequences need as it is.
+    fn probe(&mut self) -> Result<(), RunnerError>;
 }

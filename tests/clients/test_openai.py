@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What clients see: the official openai package and curl against a real `unicorn serve` with the demo model.
+"""What clients see: the official openai package, a parser of Prometheus's text, and curl against a real `unicorn serve` with the demo model.
 
 tools/test.py starts it with the interpreter of .venv. Alone: `.venv/bin/python tests/clients/test_openai.py`,
 after `cargo build`. Prints one line per test and at the end `clients: N passed, N failed, N skipped`. Where the
@@ -400,6 +400,31 @@ def sdk_too_long_a_prompt_is_named(server):
     assert error.code == "context_length_exceeded", error.body
 
 
+def prometheus_reads_what_docs_metrics_md_lists(server):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    def scrape():
+        with urllib.request.urlopen(server.url + "/metrics", timeout=ANSWER_SECONDS) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4"), answer.headers
+            return {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+
+    def value(families, name):
+        return next(sample.value for family in families.values() for sample in family.samples if sample.name == name)
+
+    before, answer, after = scrape(), ask(server, FRANCE), scrape()
+    for name, more in [("unicorn_prompt_tokens_total", answer.usage.prompt_tokens), ("unicorn_generation_tokens_total", answer.usage.completion_tokens),
+                       ("unicorn_prefix_cache_hits_total", answer.usage.prompt_tokens_details.cached_tokens), ("unicorn_time_to_first_token_seconds_count", 1)]:
+        assert value(after, name) - value(before, name) == more, (name, value(before, name), value(after, name), more)
+    documented = set(re.findall(r"^\| `([a-z0-9_]+)` \| (?:counter|gauge|histogram)", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    found = {name + "_total" if family.type == "counter" else name for name, family in after.items()}
+    assert found <= documented, found - documented
+    # What only some machines and settings have.
+    optional = {name for name in documented if "gpu_memory_driver" in name or "_kernel_" in name}
+    assert documented - found <= optional, documented - found - optional
+    for family in after.values():
+        assert family.documentation and all(sample.labels["model_name"] == model_id(server) for sample in family.samples), family
+
+
 def readme_python_example_streams(server):
     done = subprocess.run([sys.executable, "-c", readme_block("python", server)], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
     assert done.returncode == 0 and len(done.stdout) > 20, (done.stdout, done.stderr[-300:])
@@ -493,8 +518,19 @@ def health_and_models(server):
     assert get(server.url + "/health")[0] == 200
     status, body = get(server.url + "/v1/models")
     assert status == 200 and body["object"] == "list" and len(body["data"]) == 1, body
+    assert body["data"][0]["max_model_len"] == body["data"][0]["context_length"] > 1000, body
     assert body["data"][0]["object"] == "model", body
     assert get(f"{server.url}/v1/models/{body['data'][0]['id']}")[0] == 200
+
+
+def the_status_tells_where_the_model_lies(server):
+    status, body = get(server.url + "/status")
+    assert status == 200 and body["status"] == "ok" and body["device"]["name"] and body["device"]["driver"], body
+    assert body["model"]["layers"] > 1 and body["model"]["context"] > 1000 and body["last_error"] is None, body
+    placed = {row["class"]: row["bytes"] for row in body["memory"]["placed"]}
+    assert placed["KV cache"] > 0 and placed["FFN weights"] > 0 and body["memory"]["resident_bytes"] > 0, body
+    for pool in ["full", "sliding"]:
+        assert set(body["kv"][pool]) == {"held", "cached", "free"} and body["kv"][pool]["free"] > 0, body
 
 
 def curl_streams_to_done(server):
@@ -724,7 +760,7 @@ def ctrl_c_stops_the_answer_and_not_the_program(_):
 
 PLAIN = [
     the_server_binds_before_it_loads, a_signal_while_loading_does_not_leave_the_driver_running,
-    health_and_models, readme_curl_example_answers,
+    health_and_models, the_status_tells_where_the_model_lies, readme_curl_example_answers,
     the_readme_names_commands_and_options_that_exist, curl_streams_to_done, unknown_fields_and_an_empty_key_are_accepted,
     broken_bodies_are_400, an_unknown_route_is_404, a_disconnect_frees_the_server, requests_at_once_are_all_answered,
     nothing_of_a_prompt_is_logged, a_key_is_asked_for_and_never_shown,
@@ -738,6 +774,7 @@ SDK = [
     sdk_is_told_which_keyword_is_not_supported, sdk_calls_a_tool_and_reads_its_result, sdk_streams_a_tool_call,
     sdk_calls_several_tools_at_once, sdk_obeys_the_tool_choice, sdk_is_told_what_is_wrong_with_tools,
     sdk_unknown_model_is_not_found, sdk_bad_requests_are_refused, sdk_too_long_a_prompt_is_named, readme_python_example_streams,
+    prometheus_reads_what_docs_metrics_md_lists,
 ]
 
 

@@ -1,0 +1,318 @@
+//! How a server tells how it is: health that is a proof, its status, its metrics, and the card of its model.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use axum::body::Body;
+use axum::http::Request;
+use serde_json::{Value, json};
+use unicorn::api::{self, Door, Facts, KernelTime, Keys, MemoryNow, Placed, SUPPORTED_PARAMETERS, Server};
+
+use crate::api::{App, MODEL, OPTIONS, app_behind, assert_all_free, chat, send, send_json};
+use crate::fake_runner::HANG;
+
+fn get(path: &str) -> Request<Body> {
+    Request::get(path).body(Body::empty()).expect("a sound request")
+}
+
+async fn ask(app: &App, more: Value) -> (u16, Value) {
+    let mut body = chat("Hi");
+    for (name, value) in more.as_object().expect("fields") {
+        body[name] = value.clone();
+    }
+    let request = Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("sound");
+    let (status, _, bytes) = send(&app.router, request).await;
+    (status.as_u16(), serde_json::from_slice(&bytes).unwrap_or(Value::Null))
+}
+
+async fn health(app: &App) -> (u16, String) {
+    let (status, _, body) = send_json(&app.router, get("/health")).await;
+    (status.as_u16(), body["status"].as_str().expect("a word").to_owned())
+}
+
+async fn status(app: &App) -> Value {
+    let (code, _, body) = send_json(&app.router, get("/status")).await;
+    assert_eq!(code, 200);
+    body
+}
+
+fn app() -> App {
+    app_behind(Door::default(), "One, two, three")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn health_is_a_sign_of_the_device_or_a_probe() {
+    let app = app();
+    assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 1));
+    assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 1), "fresh enough");
+    let app = self::app();
+    assert_eq!(ask(&app, json!({})).await.0, 200);
+    assert_all_free(&app.engine).await;
+    assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 0), "a step is a sign");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_that_answers_nothing_is_unresponsive_until_it_does() {
+    let app = app();
+    app.control.hold_probes(true);
+    for _ in 0..2 {
+        assert_eq!(health(&app).await, (503, "unresponsive".into()));
+    }
+    app.control.hold_probes(false);
+    // It comes back late, and counts.
+    let since = Instant::now();
+    while health(&app).await.0 != 200 {
+        assert!(since.elapsed() < HANG, "never well again");
+    }
+    assert_eq!(app.control.probes(), 1, "one is enough");
+
+    // A step may take its time, and no probe is sent beside it.
+    let app = self::app();
+    app.control.allow(0);
+    let (router, control) = (app.router.clone(), app.control.clone());
+    let body = chat("Hi").to_string();
+    let asked = tokio::spawn(async move {
+        let request = Request::post("/v1/chat/completions").body(Body::from(body)).expect("sound");
+        send(&router, request).await.0
+    });
+    tokio::task::spawn_blocking(move || control.submitted(1)).await.expect("a step comes");
+    assert_eq!(health(&app).await, (200, "ok".into()));
+    tokio::time::sleep(OPTIONS.device_timeout + Duration::from_millis(50)).await;
+    assert_eq!(health(&app).await, (503, "unresponsive".into()));
+    assert_eq!(status(&app).await["requests"], json!({"waiting": 0, "running": 1}));
+    app.control.release();
+    assert_eq!(asked.await.expect("no panic"), 200);
+    assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_that_computes_something_else_is_lost() {
+    let app = app();
+    app.control.fail_probes();
+    let (code, _, body) = send_json(&app.router, get("/health")).await;
+    assert_eq!((code.as_u16(), &body["status"]), (503, &json!("lost")));
+    assert!(body["message"].as_str().expect("why").contains("came back wrong"), "{body}");
+    assert_eq!(ask(&app, json!({})).await.0, 503);
+    assert_eq!(status(&app).await["status"], "lost");
+    assert!(app.engine.join(HANG));
+}
+
+/// What the text says, by name and labels; panics where it is not one that Prometheus reads.
+fn parse(text: &str) -> BTreeMap<String, f64> {
+    let (mut samples, mut kinds) = (BTreeMap::new(), BTreeMap::new());
+    assert!(text.ends_with('\n'));
+    for line in text.lines() {
+        if let Some(rest) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = rest.split_once(' ').expect("a name and a kind");
+            assert!(kinds.insert(name.to_owned(), kind.to_owned()).is_none(), "{name} twice");
+            continue;
+        }
+        if line.starts_with("# HELP ") {
+            continue;
+        }
+        let (name, value) = line.rsplit_once(' ').expect(line);
+        let family = name.split('{').next().expect("a name");
+        let stem = ["_bucket", "_sum", "_count"].iter().find_map(|end| family.strip_suffix(end));
+        let kind =
+            kinds.get(family).or_else(|| kinds.get(stem?)).unwrap_or_else(|| panic!("{line}: no TYPE"));
+        assert_eq!(kind == "counter", family.ends_with("_total"), "{line}");
+        assert!(name.contains(&format!("{{model_name=\"{MODEL}\"")), "{line}");
+        let name = name.replace(&format!("model_name=\"{MODEL}\""), "").replace("{,", "{").replace("{}", "");
+        assert!(samples.insert(name, value.parse().expect(line)).is_none(), "{line} twice");
+    }
+    samples
+}
+
+async fn metrics(app: &App) -> BTreeMap<String, f64> {
+    let (code, headers, bytes) = send(&app.router, get("/metrics")).await;
+    assert_eq!(code, 200);
+    assert!(headers["content-type"].to_str().expect("text").starts_with("text/plain; version=0.0.4"));
+    parse(&String::from_utf8(bytes).expect("UTF-8"))
+}
+
+fn facts() -> Facts {
+    let placed =
+        |class: &str, heap: &str, bytes| Placed { class: class.into(), heap: heap.into(), buffers: 1, bytes };
+    Facts {
+        layers: 6,
+        draft_layers: Some(2),
+        weights: "none".into(),
+        device: "a \"device\"".into(),
+        driver: "a driver".into(),
+        placements: vec![placed("KV cache", "heap 0", 7), placed("norms", "heap \"1\"", 9)],
+        residency: "confirmed".into(),
+        memory: Box::new(|| MemoryNow { vram: Some(11), gtt: None, resident: Some(13) }),
+        kernels: Box::new(|| {
+            let time = Duration::from_millis(500);
+            vec![KernelTime { kernel: "matmul".into(), dispatches: 2, time }]
+        }),
+    }
+}
+
+#[tokio::test]
+async fn metrics_add_up_to_what_was_asked() {
+    let app = app();
+    let before = metrics(&app).await;
+    assert_eq!(before["unicorn_ready"], 1.0);
+    assert_eq!(before["unicorn_generation_tokens_total"], 0.0);
+    assert!(!before.keys().any(|name| name.starts_with("unicorn_gpu_memory")), "nobody told of it");
+
+    let mut usage = [0.0; 3];
+    for more in [json!({}), json!({"max_tokens": 3, "n": 2}), json!({"stop": "two"})] {
+        let (code, body) = ask(&app, more).await;
+        assert_eq!(code, 200, "{body}");
+        let of = |name: &str| body["usage"][name].as_f64().expect("a number");
+        usage[0] += of("prompt_tokens");
+        usage[1] += of("completion_tokens");
+        usage[2] += body["usage"]["prompt_tokens_details"]["cached_tokens"].as_f64().expect("a number");
+    }
+    assert_eq!(ask(&app, json!({"temperature": "hot"})).await.0, 400);
+    send(&app.router, get("/made/up/by/somebody")).await;
+    app.server.set_facts(facts());
+    let m = metrics(&app).await;
+    for (name, value) in [
+        ("unicorn_prompt_tokens_total", usage[0]),
+        ("unicorn_prefix_cache_queries_total", usage[0]),
+        ("unicorn_prefix_cache_hits_total", usage[2]),
+        ("unicorn_generation_tokens_total", usage[1]),
+        ("unicorn_request_success_total{finished_reason=\"stop\"}", 2.0),
+        ("unicorn_request_success_total{finished_reason=\"length\"}", 2.0),
+        ("unicorn_http_requests_total{endpoint=\"/v1/chat/completions\",status=\"200\"}", 3.0),
+        ("unicorn_http_requests_total{endpoint=\"/v1/chat/completions\",status=\"400\"}", 1.0),
+        ("unicorn_http_requests_total{endpoint=\"other\",status=\"404\"}", 1.0),
+        ("unicorn_http_requests_total{endpoint=\"/metrics\",status=\"200\"}", 1.0),
+        ("unicorn_time_to_first_token_seconds_count", 3.0),
+        ("unicorn_time_to_first_token_seconds_bucket{le=\"+Inf\"}", 3.0),
+        ("unicorn_request_queue_time_seconds_count", 3.0),
+        ("unicorn_request_prefill_time_seconds_count", 3.0),
+        // Of each answer.
+        ("unicorn_e2e_request_latency_seconds_count", 4.0),
+        ("unicorn_request_decode_time_seconds_count", 4.0),
+        ("unicorn_num_requests_waiting", 0.0),
+        ("unicorn_num_preemptions_total", 0.0),
+        ("unicorn_gpu_memory_bytes{class=\"KV cache\",heap=\"heap 0\"}", 7.0),
+        ("unicorn_gpu_memory_bytes{class=\"norms\",heap=\"heap \\\"1\\\"\"}", 9.0),
+        ("unicorn_gpu_memory_driver_bytes{kind=\"vram\"}", 11.0),
+        ("process_resident_memory_bytes", 13.0),
+        ("unicorn_kernel_seconds_total{kernel=\"matmul\"}", 0.5),
+        ("unicorn_kernel_dispatches_total{kernel=\"matmul\"}", 2.0),
+    ] {
+        assert_eq!(m.get(name), Some(&value), "{name}: {m:#?}");
+    }
+    // Tokens but the first of each answer; those after a stop string were never told.
+    assert!(m["unicorn_inter_token_latency_seconds_count"] > 0.0);
+    assert!(m["unicorn_steps_total"] > 0.0 && m["unicorn_step_tokens_total"] >= usage[1]);
+    let buckets: Vec<f64> = m
+        .iter()
+        .filter(|(name, _)| name.starts_with("unicorn_time_to_first_token_seconds_bucket"))
+        .map(|(_, n)| *n)
+        .collect();
+    assert!(buckets.len() > 5 && buckets.iter().all(|n| *n <= 3.0));
+    let pool = |state: &str| m[&format!("unicorn_kv_cache_blocks{{pool=\"full\",state=\"{state}\"}}")];
+    assert_eq!(pool("held") + pool("cached") + pool("free"), 150.0);
+    // Counters only grow; a second look adds what was measured since.
+    assert_eq!(metrics(&app).await["unicorn_kernel_seconds_total{kernel=\"matmul\"}"], 1.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_without_an_end_are_counted_by_what_became_of_them() {
+    let app = app();
+    app.control.allow(2);
+    let mut body = chat("Hi");
+    body["stream"] = json!(true);
+    let request = || Request::post("/v1/chat/completions").body(Body::from(body.to_string())).expect("sound");
+    let left = tower::ServiceExt::oneshot(app.router.clone(), request()).await.expect("begins");
+    drop(left);
+    app.control.release();
+    assert_all_free(&app.engine).await;
+    assert_eq!(metrics(&app).await["unicorn_request_success_total{finished_reason=\"abort\"}"], 1.0);
+    assert_eq!(status(&app).await["last_error"], Value::Null, "that was the client's wish");
+
+    let steps = app.control.batches().len();
+    app.control.fail_wait_at(steps + 1);
+    assert_eq!(ask(&app, json!({})).await.0, 503);
+    let m = metrics(&app).await;
+    assert_eq!(m["unicorn_request_success_total{finished_reason=\"error\"}"], 1.0);
+    assert_eq!(m["unicorn_ready"], 0.0);
+    let error = status(&app).await["last_error"].clone();
+    assert!(error["message"].as_str().expect("why").contains("ring timeout"), "{error}");
+    assert!(error["at"].as_u64() > Some(1_700_000_000));
+}
+
+#[tokio::test]
+async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
+    let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
+    let (_, _, early) = send_json(&loading, get("/status")).await;
+    assert_eq!((&early["status"], &early["model"]), (&json!("loading"), &json!({"id": MODEL})));
+    assert!(
+        !String::from_utf8(send(&loading, get("/metrics")).await.2).expect("UTF-8").contains("num_requests")
+    );
+
+    let app = app();
+    app.server.set_facts(facts());
+    ask(&app, json!({"messages": [{"role": "user", "content": "a canary"}], "user": "somebody"})).await;
+    assert_all_free(&app.engine).await;
+    let body = status(&app).await;
+    for (pointer, value) in [
+        ("/status", json!("ok")),
+        ("/version", json!(env!("CARGO_PKG_VERSION"))),
+        ("/model/id", json!(MODEL)),
+        ("/model/context", json!(600)),
+        ("/model/layers", json!(6)),
+        ("/model/draft_layers", json!(2)),
+        ("/device/name", json!("a \"device\"")),
+        ("/device/driver", json!("a driver")),
+        ("/memory/placed/0", json!({"class": "KV cache", "heap": "heap 0", "buffers": 1, "bytes": 7})),
+        ("/memory/vram_bytes", json!(11)),
+        ("/memory/gtt_bytes", Value::Null),
+        ("/memory/resident_bytes", json!(13)),
+        ("/requests", json!({"waiting": 0, "running": 0})),
+        ("/kernels/0", json!({"kernel": "matmul", "dispatches": 2, "seconds": 0.5})),
+        ("/finished", json!({"stop": 1})),
+        ("/guesses/draft_model", json!({"proposed": 0, "accepted": 0})),
+        ("/last_error", Value::Null),
+    ] {
+        assert_eq!(body.pointer(pointer), Some(&value), "{pointer}: {body:#}");
+    }
+    assert!(body["uptime_s"].is_u64() && body["tokens"]["generated"].as_u64() > Some(0));
+    let kv = &body["kv"]["full"];
+    assert_eq!(
+        kv["held"].as_u64().unwrap() + kv["cached"].as_u64().unwrap() + kv["free"].as_u64().unwrap(),
+        150
+    );
+    let all = body.to_string() + &format!("{:?}", metrics(&app).await);
+    assert!(!all.contains("canary") && !all.contains("somebody"));
+}
+
+#[tokio::test]
+async fn who_looks_needs_a_key_where_who_asks_does() {
+    let door = Door { keys: Keys::from_variable("test", "a-key").expect("sound"), ..Door::default() };
+    let app = app_behind(door, "ok");
+    for path in ["/status", "/metrics", "/v1/models"] {
+        assert_eq!(send(&app.router, get(path)).await.0, 401, "{path}");
+        let request =
+            Request::get(path).header("authorization", "Bearer a-key").body(Body::empty()).expect("sound");
+        assert_eq!(send(&app.router, request).await.0, 200, "{path}");
+    }
+    assert_eq!(send(&app.router, get("/health")).await.0, 200);
+}
+
+#[tokio::test]
+async fn the_card_of_the_model_names_its_context_and_what_requests_may_say() {
+    let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
+    let app = app();
+    let card = |body: Value| body["data"][0].clone();
+    let early = card(send_json(&loading, get("/v1/models")).await.2);
+    assert!(early.get("max_model_len").is_none(), "not known yet");
+    let card = card(send_json(&app.router, get("/v1/models")).await.2);
+    assert_eq!((&card["max_model_len"], &card["context_length"]), (&json!(600), &json!(600)));
+    assert_eq!(card["meta"]["n_ctx"], 600);
+    assert_eq!(card["architecture"]["input_modalities"], json!(["text"]));
+    assert_eq!(card["supported_parameters"], early["supported_parameters"]);
+    // Each is read: none is an object of this kind.
+    for name in SUPPORTED_PARAMETERS {
+        let (code, body) = ask(&app, json!({"logprobs": true, name: {"no": "such thing"}})).await;
+        let param = body["error"]["param"].as_str().unwrap_or_default();
+        assert!(code == 400 && param.starts_with(name), "{name}: {code} {body}");
+    }
+}
