@@ -37,6 +37,9 @@ const MAX_COMPILING: usize = 4;
 const COMPILE_STACK_BYTES: usize = 256 << 20;
 /// States of one answer's lexer; 1 to 2 KiB each.
 const MAX_LEXER_STATES: usize = 50_000;
+/// Items of one row of the parser: what may go on at one place in the text. Ambiguous grammars have one for each way to read
+/// it, and the work for the next mask grows with their square.
+const MAX_ITEMS: usize = 1000;
 /// A token longer than that is in no grammar: the trie's nodes count their depth in 10 bits.
 const MAX_TOKEN_BYTES: usize = 512;
 /// Bytes of all tokens together; the trie counts its nodes in 22 bits.
@@ -327,6 +330,7 @@ impl Vocabulary {
         factory.quiet();
         let limits = factory.limits_mut();
         limits.max_lexer_states = MAX_LEXER_STATES;
+        limits.max_items_in_row = MAX_ITEMS;
         limits.verbose_errors = false;
         Ok(factory)
     }
