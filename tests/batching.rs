@@ -253,6 +253,10 @@ impl TokenMask for Doubling {
         words.into()
     }
 
+    fn is_free(&mut self, _: &[u32]) -> bool {
+        false
+    }
+
     fn boxed_clone(&self) -> Box<dyn TokenMask> {
         Box::new(self.clone())
     }

@@ -36,18 +36,24 @@ fn request(prompt: &[u32], max_tokens: usize) -> Request {
     Request { max_tokens: Some(max_tokens), stop_token_ids: vec![END], ..Request::new(prompt.to_vec()) }
 }
 
-/// Allows even ids after an even number of ids, and odd ones after an odd number.
+/// Allows even ids after an even number of ids, and odd ones after an odd number, until there are so many.
 #[derive(Clone, Default)]
 struct Parity {
     seen: Vec<u32>,
+    free_after: Option<usize>,
 }
 
 impl TokenMask for Parity {
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
         let before = answer.len().saturating_sub(1);
         assert!(self.seen == answer || self.seen == answer[..before], "{:?}, then {answer:?}", self.seen);
+        assert!(!self.is_free(answer), "asked when all may come");
         self.seen = answer.to_vec();
         Arc::new([0x5555_5555 << (answer.len() % 2); 16])
+    }
+
+    fn is_free(&mut self, answer: &[u32]) -> bool {
+        self.free_after.is_some_and(|n| answer.len() >= n)
     }
 
     fn boxed_clone(&self) -> Box<dyn TokenMask> {
@@ -169,6 +175,22 @@ fn a_mask_sees_every_id_before_it_says_what_may_come_next() {
     assert_eq!(collect(&mut free).0, mixed_answer(&[1, 2], 12, 0, 512, END));
     let inputs = control.batches().into_iter().flat_map(|batch| batch.sequences);
     assert!(inputs.into_iter().any(|s| s.input == Input::LastSampled), "others do not wait for the host");
+}
+
+#[test]
+fn an_answer_that_becomes_free_is_not_masked_any_more_and_runs_ahead() {
+    let limits = Limits { max_in_flight: 2, ..LIMITS };
+    let answer = [2, 3, 4, 50, 60, 70, 80];
+    for (free_after, n) in [(Some(3), 7), (Some(1), 7), (None, 3)] {
+        let (engine, control) = start(limits, says(&answer, END));
+        let mask = Box::new(Parity { free_after, ..Parity::default() });
+        let request = Request { mask: Some(mask), ..request(&[1], 9) };
+        let (ids, _) = collect(&mut engine.submit(request).unwrap());
+        assert_eq!(ids[..n], answer[..n], "{free_after:?}");
+        let inputs = control.batches().into_iter().flat_map(|batch| batch.sequences);
+        let ahead = inputs.filter(|sequence| sequence.input == Input::LastSampled).count();
+        assert_eq!(ahead > 0, free_after.is_some(), "{free_after:?}: {ahead} steps ahead of the host");
+    }
 }
 
 #[test]

@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::error::ApiError;
 use super::request::{Fields, missing, nested, short, wrong_type};
 use crate::engine::TokenMask;
-use crate::text::{Constraint, GrammarSource};
+use crate::text::{Constraint, GrammarSource, TextError};
 
 /// The grammar of an answer.
 #[derive(Debug, Clone, PartialEq)]
@@ -140,21 +140,42 @@ impl GrammarMask {
     }
 }
 
+impl GrammarMask {
+    /// Takes in the ids of an answer that are new.
+    fn take(&mut self, answer: &[u32]) -> Result<(), TextError> {
+        let new = &answer[self.taken..];
+        self.taken = answer.len();
+        if !new.is_empty() {
+            self.mask = None;
+        }
+        new.iter().try_for_each(|id| self.constraint.push(*id))
+    }
+
+    /// The answer ends, and who reads it is told why.
+    fn fail(&self, error: &TextError) -> Arc<[u32]> {
+        let _ = self.failure.set(error.to_string());
+        self.constraint.ends()
+    }
+}
+
 impl TokenMask for GrammarMask {
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
-        if let Some(mask) = self.mask.as_ref().filter(|_| answer.len() == self.taken) {
+        let taken = self.take(answer);
+        if let Some(mask) = &self.mask {
             return Arc::clone(mask);
         }
-        let new = answer[self.taken..].iter().try_for_each(|id| self.constraint.push(*id));
         let may_end = answer.len() >= self.min_tokens;
-        let mask = new.and_then(|()| self.constraint.mask(may_end)).unwrap_or_else(|error| {
-            // The answer ends, and who reads it is told why.
-            let _ = self.failure.set(error.to_string());
-            self.constraint.ends()
-        });
-        self.taken = answer.len();
+        let mask = taken.and_then(|()| self.constraint.mask(may_end));
+        let mask = mask.unwrap_or_else(|error| self.fail(&error));
         self.mask = Some(Arc::clone(&mask));
         mask
+    }
+
+    fn is_free(&mut self, answer: &[u32]) -> bool {
+        if let Err(error) = self.take(answer) {
+            self.mask = Some(self.fail(&error));
+        }
+        self.constraint.is_free() && answer.len() >= self.min_tokens
     }
 
     fn boxed_clone(&self) -> Box<dyn TokenMask> {

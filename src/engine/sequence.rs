@@ -63,6 +63,10 @@ pub trait TokenMask: Send {
     /// `answer` is what it was at the last call and one id more, or the same again, where that draw was lost.
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]>;
 
+    /// Whether every id may follow `answer`, and will from then on. Asked when an id has come: an answer that has become free
+    /// runs ahead of the host again, and is guessed.
+    fn is_free(&mut self, answer: &[u32]) -> bool;
+
     /// The same for another answer.
     fn boxed_clone(&self) -> Box<dyn TokenMask>;
 }
@@ -86,6 +90,10 @@ pub struct SharedMask(Arc<Mutex<Box<dyn TokenMask>>>);
 impl SharedMask {
     pub fn new(mask: Box<dyn TokenMask>) -> Self {
         Self(Arc::new(Mutex::new(mask)))
+    }
+
+    fn is_free(&self, answer: &[u32]) -> bool {
+        self.0.lock().expect("a grammar does not panic").is_free(answer)
     }
 
     /// What may follow `answer`.
@@ -218,6 +226,8 @@ impl Sequence {
         if self.stop_token_ids.contains(&id) {
             return (None, Some(End::Finished(FinishReason::Stop)));
         }
+        let answer = &self.tokens[self.prompt_len..];
+        self.mask.take_if(|mask| mask.is_free(answer));
         let all = self.generated() == self.max_tokens;
         (Some(id), all.then_some(End::Finished(FinishReason::Length)))
     }

@@ -421,6 +421,11 @@ impl Constraint {
         Ok(mask)
     }
 
+    /// Whether the answer is not held to the grammar, nor will be.
+    pub fn is_free(&self) -> bool {
+        self.holds == Holds::No
+    }
+
     /// The ids that end an answer, as a mask.
     pub fn ends(&self) -> Arc<[u32]> {
         Arc::clone(&self.vocabulary.ends)
