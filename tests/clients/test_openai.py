@@ -24,6 +24,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import anthropic_sdk
+
 try:
     import openai
 except ImportError:
@@ -802,9 +804,10 @@ def main():
         if attempt("the_server_starts", server.wait):
             for test in PLAIN:
                 attempt(test.__name__, lambda test=test: test(server))
-            for test in SDK:
-                if openai is None:
-                    print(f"SKIP openai-client: {test.__name__}", flush=True)
+            packages = [("openai-client", openai, SDK), ("anthropic-client", anthropic_sdk.anthropic, anthropic_sdk.TESTS)]
+            for name, package, test in [(name, package, test) for name, package, tests in packages for test in tests]:
+                if package is None:
+                    print(f"SKIP {name}: {test.__name__}", flush=True)
                     counts["skipped"] += 1
                 else:
                     attempt(test.__name__, lambda test=test: test(server))
