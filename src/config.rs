@@ -38,6 +38,9 @@ pub struct Server {
     /// Requests of one client that may be under way.
     pub requests_per_client: usize,
     pub max_body_bytes: usize,
+    /// Responses kept for later requests, and the bytes they may take.
+    pub stored_responses: usize,
+    pub stored_response_bytes: usize,
     /// Connections open at once.
     pub connections: usize,
     pub head_timeout_s: u64,
@@ -245,6 +248,8 @@ impl Config {
         in_range("server.head_timeout_s", server.head_timeout_s, 1, 300)?;
         in_range("server.idle_timeout_s", server.idle_timeout_s, 1, 3600)?;
         in_range("server.max_body_bytes", server.max_body_bytes as u64, 1024, 1 << 30)?;
+        in_range("server.stored_responses", server.stored_responses as u64, 0, 1 << 20)?;
+        in_range("server.stored_response_bytes", server.stored_response_bytes as u64, 0, 1 << 40)?;
         in_range("server.shutdown_grace_s", server.shutdown_grace_s, 0, 3600)?;
         in_range("gpu.max_submit_ms", gpu.max_submit_ms, 1, 5000)?;
         in_range("engine.prefill_chunk", engine.prefill_chunk as u64, 1, 8192)?;

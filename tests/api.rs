@@ -29,6 +29,8 @@ pub const DEFAULTS: SamplingDefaults =
 pub const OPTIONS: Options = Options {
     max_body_bytes: 64 << 10,
     body_stall: Duration::from_millis(200),
+    stored_responses: 9,
+    stored_response_bytes: 1 << 20,
     keep_alive: Duration::from_millis(20),
     device_timeout: Duration::from_millis(500),
 };

@@ -27,6 +27,7 @@ mod native;
 mod packed;
 mod page;
 mod placement;
+mod responses;
 mod structured;
 mod support;
 mod target;

@@ -72,7 +72,7 @@ impl Door {
         let door = self.clone();
         let layer = CorsLayer::new()
             .allow_origin(origins)
-            .allow_methods([Method::GET, Method::POST])
+            .allow_methods([Method::GET, Method::POST, Method::DELETE])
             // Clients send headers of their own with each version: those of the official ones alone are a dozen.
             .allow_headers(AllowHeaders::mirror_request())
             .expose_headers([HeaderName::from_static(super::REQUEST_ID), header::RETRY_AFTER])

@@ -37,6 +37,11 @@ pub enum ApiError {
     Grammar(String),
     #[error("the model {asked:?} does not exist; this server serves {served:?}")]
     UnknownModel { asked: String, served: String },
+    // OpenAI's words for these two.
+    #[error("Response with id '{0}' not found.")]
+    UnknownResponse(String),
+    #[error("Previous response with id '{0}' not found.")]
+    UnknownPreviousResponse(String),
     #[error("the body is larger than {limit} bytes")]
     BodyTooLarge { limit: usize },
     #[error("the body did not arrive: nothing came for {} s, or not all within {} s", stall.as_secs_f64(), whole.as_secs())]
@@ -144,6 +149,12 @@ impl ApiError {
             Self::Grammar(_) => request(bad, None, Some("grammar_failed")),
             Self::UnknownModel { .. } => {
                 request(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found"))
+            }
+            Self::UnknownResponse(_) => {
+                request(StatusCode::NOT_FOUND, Some("response_id"), Some("not_found"))
+            }
+            Self::UnknownPreviousResponse(_) => {
+                request(bad, Some("previous_response_id"), Some("previous_response_not_found"))
             }
             Self::BodyTooLarge { .. } => request(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
             Self::BodyTimeout { .. } => request(StatusCode::REQUEST_TIMEOUT, None, Some("body_timeout")),

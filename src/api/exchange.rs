@@ -31,8 +31,15 @@ use crate::text::CallPiece;
 /// For a whole body, however steadily it comes.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Who asks, as far as fairness between clients goes.
+/// Who asks: whose fair share it takes, and who may read what is kept of it.
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Caller(ClientId);
+
+impl Caller {
+    pub fn id(self) -> ClientId {
+        self.0
+    }
+}
 
 impl<S: Sync> FromRequestParts<S> for Caller {
     type Rejection = Infallible;

@@ -2,7 +2,8 @@
 //!
 //! The server answers before the model is loaded: `/v1/models` from the start and with the same id, `/health` with
 //! 503 until [`Server::set_ready`]. It refuses what it cannot honour with a typed error ([`error`]), never answers
-//! something else instead, and keeps nothing between requests. Prompts and answers are not logged, nor are keys.
+//! something else instead, and keeps nothing between requests but what
+//! a client may name later (`responses`: for the client alone, and bounded). Prompts and answers are not logged, nor are keys.
 //!
 //! Who may ask is decided at the [`Door`]. Bounds: connections and their silence ([`Connections`]); requests of one client
 //! ([`Door::requests_per_client`]); bodies ([`Options::max_body_bytes`]), how many are read at once and the time they
@@ -24,6 +25,7 @@ mod messages;
 mod metrics;
 mod page;
 mod request;
+mod responses;
 mod service;
 mod status;
 mod tls;
@@ -71,6 +73,9 @@ pub struct Options {
     pub max_body_bytes: usize,
     /// A body of which nothing comes for so long is given up, and its place with it.
     pub body_stall: Duration,
+    /// Responses that are kept for later requests, and about how many bytes of memory they may take; 0 keeps none.
+    pub stored_responses: usize,
+    pub stored_response_bytes: usize,
     /// How often a silent stream carries a comment, so that nobody between takes it for dead.
     pub keep_alive: Duration,
     /// A step that takes longer is taken for a device that hangs, as far as `/health` goes.
@@ -89,6 +94,7 @@ pub struct Server {
     metrics: Arc<metrics::Metrics>,
     arriving: Semaphore,
     tokenizing: Arc<Semaphore>,
+    responses: responses::Responses,
 }
 
 impl Server {
@@ -105,6 +111,7 @@ impl Server {
             metrics: Arc::default(),
             arriving: Semaphore::new(MAX_ARRIVING),
             tokenizing: Arc::new(Semaphore::new(processors)),
+            responses: responses::Responses::new(options.stored_responses, options.stored_response_bytes),
         })
     }
 
@@ -156,6 +163,8 @@ pub fn router(server: Arc<Server>) -> Router {
         .route("/v1/completions", post(completions::completions))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
         .route("/v1/messages", post(messages::create))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .fallback(async |uri: Uri| ApiError::NoRoute(uri.path().to_owned()))

@@ -35,6 +35,8 @@ pub fn serve(config: &Config) -> Result<(), Error> {
     let model_id = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
     let options = Options {
         max_body_bytes: config.server.max_body_bytes,
+        stored_responses: config.server.stored_responses,
+        stored_response_bytes: config.server.stored_response_bytes,
         body_stall: BODY_STALL,
         keep_alive: KEEP_ALIVE,
         device_timeout: DEVICE_TIMEOUT,

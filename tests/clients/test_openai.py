@@ -25,6 +25,7 @@ import urllib.request
 from pathlib import Path
 
 import anthropic_sdk
+import responses_sdk
 
 try:
     import openai
@@ -804,7 +805,7 @@ def main():
         if attempt("the_server_starts", server.wait):
             for test in PLAIN:
                 attempt(test.__name__, lambda test=test: test(server))
-            packages = [("openai-client", openai, SDK), ("anthropic-client", anthropic_sdk.anthropic, anthropic_sdk.TESTS)]
+            packages = [("openai-client", openai, SDK + responses_sdk.TESTS), ("anthropic-client", anthropic_sdk.anthropic, anthropic_sdk.TESTS)]
             for name, package, test in [(name, package, test) for name, package, tests in packages for test in tests]:
                 if package is None:
                     print(f"SKIP {name}: {test.__name__}", flush=True)

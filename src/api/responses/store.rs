@@ -1,0 +1,177 @@
+//! Responses that clients may name later: in memory, bounded in number and bytes, those least recently used given up first.
+//!
+//! Each belongs to who asked for it. To anybody else it is not there, so that nobody learns which ids are.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use crate::engine::ClientId;
+use crate::text::{Content, Message};
+
+/// One response, and what a further one needs to know of it.
+#[derive(Debug)]
+pub(super) struct Stored {
+    pub owner: ClientId,
+    /// The response's object, as JSON.
+    pub body: String,
+    /// The conversation up to its answer, that included; without instructions, which count for one response alone.
+    pub turns: Vec<Message>,
+}
+
+#[derive(Debug)]
+pub(in super::super) struct Responses {
+    max: usize,
+    max_bytes: usize,
+    kept: Mutex<Kept>,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    by_id: HashMap<String, Entry>,
+    /// By when each was used last.
+    by_use: BTreeMap<u64, String>,
+    uses: u64,
+    bytes: usize,
+}
+
+#[derive(Debug)]
+struct Entry {
+    stored: Arc<Stored>,
+    bytes: usize,
+    used: u64,
+}
+
+impl Responses {
+    /// Keeps at most `max`, in about `max_bytes` of memory; 0 of either keeps none.
+    pub fn new(max: usize, max_bytes: usize) -> Self {
+        Self { max, max_bytes, kept: Mutex::default() }
+    }
+
+    /// Keeps one, at the cost of others; false where it alone is too large.
+    pub(super) fn insert(&self, id: String, stored: Stored) -> bool {
+        let bytes = size(&id, &stored);
+        if self.max == 0 || bytes > self.max_bytes {
+            return false;
+        }
+        let mut kept = self.lock();
+        kept.remove(&id);
+        while kept.by_id.len() >= self.max || kept.bytes + bytes > self.max_bytes {
+            let Some((_, oldest)) = kept.by_use.pop_first() else { break };
+            kept.remove(&oldest);
+        }
+        kept.uses += 1;
+        let used = kept.uses;
+        kept.bytes += bytes;
+        kept.by_use.insert(used, id.clone());
+        kept.by_id.insert(id, Entry { stored: Arc::new(stored), bytes, used });
+        true
+    }
+
+    pub(super) fn get(&self, id: &str, owner: ClientId) -> Option<Arc<Stored>> {
+        let mut kept = self.lock();
+        let kept = &mut *kept;
+        let entry = kept.by_id.get_mut(id).filter(|entry| entry.stored.owner == owner)?;
+        kept.uses += 1;
+        kept.by_use.remove(&entry.used);
+        kept.by_use.insert(kept.uses, id.to_owned());
+        entry.used = kept.uses;
+        Some(Arc::clone(&entry.stored))
+    }
+
+    /// False where it is not there.
+    pub(super) fn remove(&self, id: &str, owner: ClientId) -> bool {
+        let mut kept = self.lock();
+        let there = kept.by_id.get(id).is_some_and(|entry| entry.stored.owner == owner);
+        if there {
+            kept.remove(id);
+        }
+        there
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().expect("nothing panics under this lock")
+    }
+}
+
+impl Kept {
+    fn remove(&mut self, id: &str) {
+        if let Some(entry) = self.by_id.remove(id) {
+            self.bytes -= entry.bytes;
+            self.by_use.remove(&entry.used);
+        }
+    }
+}
+
+/// Bytes of memory, roughly.
+fn size(id: &str, stored: &Stored) -> usize {
+    let turn = |turn: &Message| match &turn.content {
+        Content::Text(text) => text.len() + turn.role.len() + size_of::<Message>(),
+        Content::Null | Content::Parts(_) => size_of::<Message>(),
+    };
+    let maps = size_of::<Entry>() + 2 * (id.len() + size_of::<String>());
+    stored.body.len() + stored.turns.iter().map(turn).sum::<usize>() + size_of::<Stored>() + maps
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::{Rng, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+
+    fn stored(owner: ClientId, n: usize) -> Stored {
+        Stored { owner, body: "x".repeat(n), turns: vec![Message::new("user", "Hi")] }
+    }
+
+    #[test]
+    fn a_response_is_its_owners_alone() {
+        let responses = Responses::new(9, 9000);
+        assert!(responses.insert("a".into(), stored(1, 10)));
+        assert!(responses.get("a", 2).is_none() && responses.get("b", 1).is_none());
+        assert!(!responses.remove("a", 2));
+        assert_eq!(responses.get("a", 1).expect("kept").body.len(), 10);
+        assert!(responses.remove("a", 1) && !responses.remove("a", 1));
+        assert!(responses.get("a", 1).is_none());
+        assert_eq!(responses.lock().bytes, 0);
+    }
+
+    #[test]
+    fn the_least_recently_used_are_given_up() {
+        let responses = Responses::new(2, 1 << 20);
+        for id in ["a", "b"] {
+            assert!(responses.insert(id.into(), stored(1, 10)));
+        }
+        assert!(responses.get("a", 1).is_some());
+        assert!(responses.insert("c".into(), stored(1, 10)));
+        assert!(responses.get("b", 1).is_none(), "nobody asked for it");
+        assert!(responses.get("a", 1).is_some() && responses.get("c", 1).is_some());
+        assert!(!Responses::new(0, 1 << 20).insert("a".into(), stored(1, 10)));
+    }
+
+    #[test]
+    fn both_bounds_hold_whatever_comes() {
+        let seed = 0x57;
+        println!("seed {seed}");
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let (max, max_bytes) = (12, 20_000);
+        let responses = Responses::new(max, max_bytes);
+        for _ in 0..20_000 {
+            let (id, owner) = (rng.random_range(0..40u32).to_string(), rng.random_range(0..3));
+            match rng.random_range(0..4) {
+                0 => drop(responses.get(&id, owner)),
+                1 => drop(responses.remove(&id, owner)),
+                _ => {
+                    let n = rng.random_range(0..25_000);
+                    let fits = size(&id, &stored(owner, n)) <= max_bytes;
+                    assert_eq!(responses.insert(id.clone(), stored(owner, n)), fits);
+                    assert!(!fits || responses.get(&id, owner).is_some());
+                }
+            }
+            let kept = responses.lock();
+            assert!(kept.by_id.len() <= max && kept.bytes <= max_bytes);
+            assert_eq!(kept.by_id.values().map(|entry| entry.bytes).sum::<usize>(), kept.bytes);
+            assert_eq!(kept.by_use.len(), kept.by_id.len());
+            assert!(kept.by_use.iter().all(|(used, id)| kept.by_id[id].used == *used));
+        }
+    }
+}

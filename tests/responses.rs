@@ -1,0 +1,467 @@
+//! OpenAI's responses over the scripted runner: every event of a stream, what is kept and for whom, every field and error.
+
+use axum::body::Body;
+use axum::http::{Method, Request};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use unicorn::api::Options;
+
+use crate::api::{
+    App, DEFAULTS, MODEL, OPTIONS, app, app_that_says, app_that_shows_its_prompt, app_with, assert_all_free,
+    limits, mutated, named_events, post_to, prompt_ids, send, send_json, tokenizer, with,
+};
+use crate::fake_runner::says;
+
+const PATH: &str = "/v1/responses";
+
+fn ask(text: &str) -> Value {
+    json!({"model": MODEL, "input": text})
+}
+
+async fn create(app: &App, body: Value) -> (u16, Value) {
+    let (status, _, value) = send_json(&app.router, post_to(PATH, body.to_string())).await;
+    (status.as_u16(), value)
+}
+
+async fn created(app: &App, body: Value) -> Value {
+    let (status, value) = create(app, body).await;
+    assert_eq!(status, 200, "{value}");
+    value
+}
+
+/// A request about a kept response, with somebody's key.
+async fn about(app: &App, method: Method, id: &Value, key: &str) -> (u16, Value) {
+    let uri = format!("{PATH}/{}", id.as_str().expect("an id"));
+    let request = Request::builder().method(method).uri(uri).header("authorization", format!("Bearer {key}"));
+    let (status, _, value) = send_json(&app.router, request.body(Body::empty()).unwrap()).await;
+    (status.as_u16(), value)
+}
+
+async fn events(app: &App, body: Value) -> Vec<Value> {
+    let body = with(body, json!({"stream": true}));
+    let (status, headers, bytes) = send(&app.router, post_to(PATH, body.to_string())).await;
+    assert_eq!((status.as_u16(), &headers["content-type"]), (200, &"text/event-stream".parse().unwrap()));
+    let events = named_events(&bytes);
+    for (i, event) in events.iter().enumerate() {
+        assert_eq!(event["sequence_number"], i, "{event}");
+    }
+    events
+}
+
+fn ids(text: &str) -> usize {
+    tokenizer().encode(text, false).unwrap().len()
+}
+
+#[tokio::test]
+async fn a_response_has_openais_shape() {
+    let text = "Größe: ½, 🦄!";
+    let app = app_that_says(text);
+    let fields = json!({"instructions": "Be brief.", "metadata": {"a": "b"}, "max_output_tokens": 90, "top_p": 0.5, "user": "u"});
+    let body = created(&app, with(ask("Hi"), fields)).await;
+    let id = body["id"].as_str().and_then(|id| id.strip_prefix("resp_")).expect("an id");
+    let prompt =
+        prompt_ids("<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n").len();
+    let answer = ids(text) + 1;
+    let part = json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []});
+    for (name, expected) in [
+        ("object", json!("response")),
+        ("status", json!("completed")),
+        ("model", json!(MODEL)),
+        ("error", json!(null)),
+        ("incomplete_details", json!(null)),
+        ("instructions", json!("Be brief.")),
+        ("metadata", json!({"a": "b"})),
+        ("max_output_tokens", json!(90)),
+        ("top_p", json!(0.5)),
+        ("temperature", json!(null)),
+        ("user", json!("u")),
+        ("previous_response_id", json!(null)),
+        ("store", json!(true)),
+        ("background", json!(false)),
+        ("tools", json!([])),
+        ("tool_choice", json!("none")),
+        ("parallel_tool_calls", json!(true)),
+        ("text", json!({"format": {"type": "text"}})),
+        ("truncation", json!("disabled")),
+        (
+            "output",
+            json!([{"id": format!("msg_{id}"), "type": "message", "status": "completed", "role": "assistant", "content": [part]}]),
+        ),
+        (
+            "usage",
+            json!({
+                "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": answer, "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + answer,
+            }),
+        ),
+    ] {
+        assert_eq!(body[name], expected, "{name}: {body}");
+    }
+    assert!(body["completed_at"].as_u64() >= body["created_at"].as_u64() && body["created_at"].is_u64());
+    assert_all_free(&app.engine).await;
+}
+
+#[tokio::test]
+async fn a_stream_is_these_events_in_this_order() {
+    let text = "Vim: ½ or two?";
+    for (app, fields, status) in [
+        (app_that_says(text), json!({}), "completed"),
+        (
+            app_that_says(text),
+            json!({"include": ["message.output_text.logprobs"], "top_logprobs": 1}),
+            "completed",
+        ),
+        (app_that_says(""), json!({}), "completed"),
+        (app_that_says(text), json!({"max_output_tokens": 2}), "incomplete"),
+    ] {
+        let events = events(&app, with(ask("Hi"), fields.clone())).await;
+        let names: Vec<&str> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
+        let deltas = events.len() - 8;
+        let mut expected = vec![
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+        ];
+        expected.extend(vec!["response.output_text.delta"; deltas]);
+        let last = format!("response.{status}");
+        expected.extend([
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            &last,
+        ]);
+        assert_eq!(names, expected, "{fields}");
+
+        let response = &events.last().unwrap()["response"];
+        let item = &response["output"][0];
+        let part = &item["content"][0];
+        assert_eq!((&response["status"], &item["status"]), (&json!(status), &json!(status)));
+        for event in &events[..2] {
+            let begun = &event["response"];
+            assert_eq!((&begun["id"], &begun["status"]), (&response["id"], &json!("in_progress")));
+            assert_eq!((&begun["output"], &begun["usage"]), (&json!([]), &json!(null)));
+        }
+        assert_eq!(
+            events[2]["item"],
+            json!({"id": item["id"], "type": "message", "status": "in_progress", "role": "assistant", "content": []})
+        );
+        assert_eq!(
+            events[3]["part"],
+            json!({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+        );
+        let [text_done, part_done, item_done] = &events[4 + deltas..7 + deltas] else { panic!("{names:?}") };
+        let (mut said, mut logprobs) = (String::new(), Vec::new());
+        for event in &events[4..4 + deltas] {
+            said.push_str(event["delta"].as_str().unwrap());
+            logprobs.extend(event["logprobs"].as_array().unwrap().clone());
+            assert_eq!(
+                (&event["item_id"], &event["output_index"], &event["content_index"]),
+                (&item["id"], &json!(0), &json!(0))
+            );
+        }
+        assert_eq!((&text_done["text"], &part["text"]), (&json!(said), &json!(said)));
+        assert_eq!((&text_done["logprobs"], &part["logprobs"]), (&json!(logprobs), &json!(logprobs)));
+        assert_eq!((&part_done["part"], &item_done["item"]), (part, item));
+        assert_eq!(text_done["item_id"], item["id"]);
+        if fields["include"].is_array() {
+            assert_eq!(
+                (logprobs.len(), logprobs[0]["top_logprobs"].as_array().unwrap().len()),
+                (ids(text), 1)
+            );
+        }
+
+        let whole = created(&app, with(ask("Hi"), fields)).await;
+        assert_eq!((&whole["output"][0]["content"], &whole["status"]), (&item["content"], &json!(status)));
+        assert_eq!(whole["incomplete_details"], response["incomplete_details"]);
+        if status == "incomplete" {
+            assert_eq!(response["incomplete_details"], json!({"reason": "max_output_tokens"}));
+        }
+        assert_eq!(
+            about(&app, Method::GET, &response["id"], "").await,
+            (200, response.clone()),
+            "what was streamed is kept"
+        );
+        assert_all_free(&app.engine).await;
+    }
+}
+
+#[tokio::test]
+async fn a_conversation_goes_on_from_a_response_without_its_instructions() {
+    let (app, seen) = app_that_shows_its_prompt("ok");
+    let open = "<end_of_turn>\n<start_of_turn>model\n";
+    let part = |kind: &str, text: &str| json!({"type": kind, "text": text});
+    let input = json!([
+        {"role": "developer", "content": "D"},
+        {"type": "message", "role": "user", "content": [part("input_text", "a"), part("input_text", "b")]},
+        {"type": "reasoning", "summary": []},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [part("output_text", "c")]},
+        {"role": "user", "content": "d"},
+    ]);
+    let fields = json!({"input": input, "instructions": "I"});
+    let first = created(&app, with(ask(""), fields)).await;
+    let turns = format!("ab{open}c<end_of_turn>\n<start_of_turn>user\nd{open}");
+    assert_eq!(*seen.lock().unwrap(), prompt_ids(&format!("<start_of_turn>user\nI\n\nD\n\n{turns}")));
+
+    let next = json!({"previous_response_id": first["id"], "instructions": "J"});
+    let second = created(&app, with(ask("e"), next)).await;
+    let turns = format!("{turns}ok<end_of_turn>\n<start_of_turn>user\ne{open}");
+    assert_eq!(*seen.lock().unwrap(), prompt_ids(&format!("<start_of_turn>user\nJ\n\nD\n\n{turns}")));
+    assert_eq!(second["previous_response_id"], first["id"]);
+
+    // Also where the one between is gone, and from one point twice.
+    assert_eq!(about(&app, Method::DELETE, &first["id"], "").await.0, 200);
+    for _ in 0..2 {
+        created(&app, with(ask("f"), json!({"previous_response_id": second["id"], "store": false}))).await;
+        let turns = format!("{turns}ok<end_of_turn>\n<start_of_turn>user\nf{open}");
+        assert_eq!(*seen.lock().unwrap(), prompt_ids(&format!("<start_of_turn>user\nD\n\n{turns}")));
+    }
+}
+
+#[tokio::test]
+async fn what_is_kept_is_its_callers_alone() {
+    let app = app_that_says("ok");
+    let asked = |body: Value, key: &str| {
+        let mut request = post_to(PATH, body.to_string());
+        request.headers_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
+        request
+    };
+    let (_, _, body) = send_json(&app.router, asked(ask("Hi"), "mine")).await;
+    let id = &body["id"];
+    assert_eq!(about(&app, Method::GET, id, "mine").await, (200, body.clone()));
+
+    let not_found = |value: &Value| {
+        let message = format!("Response with id '{}' not found.", id.as_str().unwrap());
+        value["error"]["message"] == message && value["error"]["type"] == "invalid_request_error"
+    };
+    for method in [Method::GET, Method::DELETE] {
+        for key in ["other", ""] {
+            let (status, value) = about(&app, method.clone(), id, key).await;
+            assert!(status == 404 && not_found(&value), "{value}");
+        }
+    }
+    let next = with(ask("more"), json!({"previous_response_id": id}));
+    let (status, _, value) = send_json(&app.router, asked(next.clone(), "other")).await;
+    assert_eq!(
+        (status.as_u16(), &value["error"]["code"]),
+        (400, &json!("previous_response_not_found")),
+        "{value}"
+    );
+    assert_eq!(value["error"]["param"], "previous_response_id");
+    let message = format!("Previous response with id '{}' not found.", id.as_str().unwrap());
+    assert_eq!(value["error"]["message"], message);
+    assert_eq!(send_json(&app.router, asked(next, "mine")).await.0, 200);
+
+    let gone = json!({"id": id, "object": "response", "deleted": true});
+    assert_eq!(about(&app, Method::DELETE, id, "mine").await, (200, gone));
+    for method in [Method::GET, Method::DELETE] {
+        let (status, value) = about(&app, method, id, "mine").await;
+        assert!(status == 404 && not_found(&value), "{value}");
+    }
+}
+
+#[tokio::test]
+async fn what_is_kept_is_bounded_and_only_where_it_was_wanted() {
+    let ok = tokenizer().encode("ok", false).unwrap();
+    let with_room = |entries, bytes| {
+        let options = Options { stored_responses: entries, stored_response_bytes: bytes, ..OPTIONS };
+        app_with(limits(), options, DEFAULTS, says(&ok, 106))
+    };
+    let app = with_room(2, 1 << 20);
+    let mut kept = Vec::new();
+    for i in 0..3 {
+        kept.push(created(&app, ask(&format!("q{i}"))).await["id"].clone());
+    }
+    assert_eq!(about(&app, Method::GET, &kept[0], "").await.0, 404, "the oldest gave way");
+    assert_eq!(about(&app, Method::GET, &kept[2], "").await.0, 200);
+    let body = created(&app, with(ask("x"), json!({"store": false}))).await;
+    assert_eq!(body["store"], false);
+    assert_eq!(about(&app, Method::GET, &body["id"], "").await.0, 404);
+
+    for app in [with_room(0, 1 << 20), with_room(9, 100)] {
+        let body = created(&app, ask("x")).await;
+        assert_eq!(about(&app, Method::GET, &body["id"], "").await.0, 404);
+    }
+}
+
+#[tokio::test]
+async fn an_answer_is_held_to_a_format() {
+    let app = app_that_says("{\"yes\": true}");
+    let schema = json!({"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": false});
+    for format in [
+        json!({"type": "json_schema", "name": "v", "schema": schema, "strict": true}),
+        json!({"type": "json_object"}),
+    ] {
+        let body = created(&app, with(ask("Hi"), json!({"text": {"format": format}}))).await;
+        assert_eq!(body["output"][0]["content"][0]["text"], "{\"yes\": true}");
+        assert_eq!(body["text"], json!({"format": format}), "repeated");
+    }
+    let format = json!({"type": "json_schema", "name": "v", "schema": {"type": "array", "uniqueItems": true}, "strict": true});
+    let (status, body) = create(&app, with(ask("Hi"), json!({"text": {"format": format}}))).await;
+    assert_eq!((status, &body["error"]["param"]), (400, &json!("text.format")));
+    assert!(body["error"]["message"].as_str().unwrap().contains("uniqueItems"), "{body}");
+}
+
+#[tokio::test]
+async fn what_clients_send_beside_is_accepted() {
+    let app = app_that_says("ok");
+    let tool = json!([{"type": "function", "name": "f", "parameters": {}}]);
+    for fields in [
+        json!({"reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"], "custom": {"deep": [1]}}),
+        json!({"tools": tool, "tool_choice": "auto", "parallel_tool_calls": false, "max_tool_calls": 3}),
+        json!({"background": false, "conversation": null, "truncation": "auto", "service_tier": "flex"}),
+        json!({"stream_options": {"include_obfuscation": false}, "prompt_cache_key": "k", "safety_identifier": "s"}),
+        json!({"text": {"verbosity": "low"}, "temperature": 0, "top_logprobs": 0, "metadata": {}}),
+    ] {
+        let body = created(&app, with(ask("Hi"), fields.clone())).await;
+        assert_eq!(body["output"][0]["content"][0]["text"], "ok", "{fields}");
+    }
+}
+
+#[tokio::test]
+async fn bad_bodies_are_refused_by_field() {
+    let app = app_that_says("ok");
+    let body = |fields: Value| with(ask("Hi"), fields);
+    let item = |item: Value| body(json!({"input": [item]}));
+    let part = |part: Value| item(json!({"role": "user", "content": [part]}));
+    let format = |format: Value| body(json!({"text": {"format": format}}));
+    for (body, param, code) in [
+        (json!({"input": "Hi"}), "model", "missing_required_parameter"),
+        (json!({"model": MODEL}), "input", "missing_required_parameter"),
+        (body(json!({"model": 3})), "model", "invalid_value"),
+        (body(json!({"input": 3})), "input", "invalid_value"),
+        (body(json!({"input": []})), "input", "invalid_value"),
+        (item(json!("Hi")), "input[0]", "invalid_value"),
+        (item(json!({"content": "Hi"})), "input[0].role", "missing_required_parameter"),
+        (item(json!({"role": "tool", "content": "Hi"})), "input[0].role", "invalid_value"),
+        (item(json!({"role": "user"})), "input[0].content", "missing_required_parameter"),
+        (item(json!({"role": "user", "content": 1})), "input[0].content", "invalid_value"),
+        (item(json!({"type": 1})), "input[0].type", "invalid_value"),
+        (item(json!({"type": "smell"})), "input[0].type", "invalid_value"),
+        (item(json!({"type": "function_call"})), "input[0].type", "unsupported_value"),
+        (item(json!({"type": "function_call_output"})), "input[0].type", "unsupported_value"),
+        (item(json!({"type": "item_reference", "id": "x"})), "input[0].type", "unsupported_value"),
+        (part(json!("Hi")), "input[0].content[0]", "invalid_value"),
+        (part(json!({"text": "Hi"})), "input[0].content[0].type", "missing_required_parameter"),
+        (part(json!({"type": "input_text"})), "input[0].content[0].text", "missing_required_parameter"),
+        (part(json!({"type": "input_text", "text": 1})), "input[0].content[0].text", "invalid_value"),
+        (part(json!({"type": "input_image"})), "input[0].content[0].type", "unsupported_value"),
+        (part(json!({"type": "input_file"})), "input[0].content[0].type", "unsupported_value"),
+        (part(json!({"type": "smell"})), "input[0].content[0].type", "invalid_value"),
+        (body(json!({"instructions": ["x"]})), "instructions", "invalid_value"),
+        (body(json!({"max_output_tokens": 0})), "max_output_tokens", "invalid_value"),
+        (body(json!({"temperature": 2.5})), "temperature", "invalid_value"),
+        (body(json!({"top_p": "1"})), "top_p", "invalid_value"),
+        (body(json!({"top_logprobs": 21})), "top_logprobs", "invalid_value"),
+        (body(json!({"include": "x"})), "include", "invalid_value"),
+        (body(json!({"include": [1]})), "include[0]", "invalid_value"),
+        (body(json!({"stream": 1})), "stream", "invalid_value"),
+        (body(json!({"store": "no"})), "store", "invalid_value"),
+        (body(json!({"metadata": []})), "metadata", "invalid_value"),
+        (body(json!({"user": 1})), "user", "invalid_value"),
+        (body(json!({"prompt_cache_key": 1})), "prompt_cache_key", "invalid_value"),
+        (body(json!({"safety_identifier": 1})), "safety_identifier", "invalid_value"),
+        (body(json!({"parallel_tool_calls": 1})), "parallel_tool_calls", "invalid_value"),
+        (body(json!({"previous_response_id": 1})), "previous_response_id", "invalid_value"),
+        (
+            body(json!({"previous_response_id": "resp_x"})),
+            "previous_response_id",
+            "previous_response_not_found",
+        ),
+        (body(json!({"background": true})), "background", "unsupported_value"),
+        (body(json!({"conversation": "conv_1"})), "conversation", "unsupported_value"),
+        (body(json!({"prompt": {"id": "p"}})), "prompt", "unsupported_value"),
+        (body(json!({"truncation": "some"})), "truncation", "invalid_value"),
+        (body(json!({"tools": {}})), "tools", "invalid_value"),
+        (body(json!({"tool_choice": "required"})), "tool_choice", "unsupported_value"),
+        (body(json!({"tool_choice": {"type": "function", "name": "f"}})), "tool_choice", "unsupported_value"),
+        (body(json!({"tool_choice": "maybe"})), "tool_choice", "invalid_value"),
+        (body(json!({"text": "x"})), "text", "invalid_value"),
+        (format(json!("text")), "text.format", "invalid_value"),
+        (format(json!({})), "text.format.type", "missing_required_parameter"),
+        (format(json!({"type": "xml"})), "text.format.type", "invalid_value"),
+        (
+            format(json!({"type": "json_schema", "schema": {}})),
+            "text.format.name",
+            "missing_required_parameter",
+        ),
+        (
+            format(json!({"type": "json_schema", "name": "x"})),
+            "text.format.schema",
+            "missing_required_parameter",
+        ),
+    ] {
+        let (status, reply) = create(&app, body.clone()).await;
+        let error = &reply["error"];
+        assert_eq!(status, 400, "{body}: {reply}");
+        assert_eq!(
+            (error["param"].as_str(), error["code"].as_str()),
+            (Some(param), Some(code)),
+            "{body}: {reply}"
+        );
+        assert_eq!(error["type"], "invalid_request_error");
+    }
+    assert_eq!(app.control.batches().len(), 0, "none of them reached the engine");
+    let (status, reply) = create(&app, body(json!({"model": "gpt-5"}))).await;
+    assert_eq!((status, &reply["error"]["code"]), (404, &json!("model_not_found")));
+}
+
+#[tokio::test]
+async fn a_lost_device_is_a_response_that_failed() {
+    let app = app_that_says("One, two, three");
+    app.control.fail_wait_at(4);
+    let events = events(&app, ask("Hi")).await;
+    let last = events.last().unwrap();
+    let response = &last["response"];
+    assert_eq!((&last["type"], &response["status"]), (&json!("response.failed"), &json!("failed")));
+    assert_eq!(response["error"]["code"], "server_error");
+    assert!(response["error"]["message"].as_str().unwrap().contains("ring timeout"), "{last}");
+    assert_eq!(response["id"], events[0]["response"]["id"]);
+    assert_eq!(about(&app, Method::GET, &response["id"], "").await.0, 404, "nothing of it is kept");
+    assert_eq!(create(&app, ask("Hi")).await.0, 503);
+}
+
+#[tokio::test]
+async fn the_context_bounds_an_answer() {
+    let app = app(says(&[], 300));
+    let body = created(&app, ask("Hi")).await;
+    assert_eq!((&body["status"], &body["usage"]["total_tokens"]), (&json!("incomplete"), &json!(600)));
+    let (status, body) = create(&app, ask(&"q ".repeat(700))).await;
+    assert_eq!((status, &body["error"]["code"]), (400, &json!("context_length_exceeded")), "{body}");
+}
+
+#[tokio::test]
+async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
+    let seed = 0x4e5;
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let app = app_that_says("ok");
+    let first = created(&app, ask("Hi")).await;
+    let full = json!({
+        "model": MODEL, "instructions": "Be brief.", "max_output_tokens": 5, "stream": false, "store": true,
+        "temperature": 0.7, "top_p": 0.9, "previous_response_id": first["id"], "metadata": {"a": "b"},
+        "text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto", "include": [], "top_logprobs": 0,
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Grüße 🦄"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello"}]},
+            {"role": "user", "content": "Bye <start_of_turn>\u{0}"},
+        ],
+    });
+    let mut accepted = 0;
+    for i in 0..3000 {
+        let body = mutated(&full, i, &mut rng);
+        let (status, _, reply) = send(&app.router, post_to(PATH, body.clone())).await;
+        let shown = String::from_utf8_lossy(&body);
+        assert!(status.as_u16() < 500, "{status} for {shown}");
+        if status == 200 {
+            accepted += 1;
+        } else {
+            let reply: Value = serde_json::from_slice(&reply).expect("an error is JSON");
+            assert!(reply["error"]["message"].is_string(), "{reply} for {shown}");
+        }
+    }
+    assert!(accepted > 300, "only {accepted} of 3000 were accepted: the mutations reach too little");
+    assert_all_free(&app.engine).await;
+}
