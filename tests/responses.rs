@@ -462,6 +462,6 @@ async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
             assert!(reply["error"]["message"].is_string(), "{reply} for {shown}");
         }
     }
-    assert!(accepted > 300, "only {accepted} of 3000 were accepted: the mutations reach too little");
+    assert!(accepted > 200, "only {accepted} of 3000 were accepted: the mutations reach too little");
     assert_all_free(&app.engine).await;
 }
