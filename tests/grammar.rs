@@ -8,7 +8,7 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
 use unicorn::text::{
-    Constraint, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES, TextError, Tokenizer,
+    Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES, TextError, Tokenizer,
 };
 
 use crate::{support, text};
@@ -559,6 +559,32 @@ fn deep_large_and_circular_schemas_are_bounded() {
         }
     }
     assert!(compiled > 10, "{compiled} were compiled");
+}
+
+#[test]
+fn objects_of_many_properties_are_read() {
+    let grammars = grammars();
+    let answer = |grammar: &Grammar| -> Result<(), TextError> {
+        let mut constraint = grammar.start();
+        for id in tokenizer().encode("{\"p0\": null, \"p1\": null", false).unwrap() {
+            constraint.mask(true)?;
+            constraint.push(id)?;
+        }
+        constraint.mask(true).map(drop)
+    };
+    for (optional, required, read) in [(450, 0, true), (0, 3000, true), (450, 450, true), (600, 0, false)] {
+        let names: Vec<String> = (0..optional + required).map(|i| format!("p{i}")).collect();
+        let properties: serde_json::Map<String, Value> =
+            names.iter().map(|name| (name.clone(), json!({"type": "null"}))).collect();
+        let schema = json!({
+            "type": "object",
+            "properties": properties,
+            "required": names[optional..],
+            "additionalProperties": false,
+        });
+        let answered = answer(&grammars.compile(&strict(schema)).unwrap());
+        assert_eq!(answered.is_ok(), read, "{optional} optional, {required} required: {answered:?}");
+    }
 }
 
 #[test]

@@ -37,9 +37,9 @@ const MAX_COMPILING: usize = 4;
 const COMPILE_STACK_BYTES: usize = 256 << 20;
 /// States of one answer's lexer; 1 to 2 KiB each.
 const MAX_LEXER_STATES: usize = 50_000;
-/// Items of one row of the parser: what may go on at one place in the text. Ambiguous grammars have one for each way to read
-/// it, and the work for the next mask grows with their square.
-const MAX_ITEMS: usize = 1000;
+/// Items of one row of the parser: what may go on at one place in the text. An optional property of an object is four of them;
+/// an ambiguous grammar has one for each way to read the text, and the work for a mask grows with their square.
+const MAX_ITEMS: usize = 2000;
 /// A token longer than that is in no grammar: the trie's nodes count their depth in 10 bits.
 const MAX_TOKEN_BYTES: usize = 512;
 /// Bytes of all tokens together; the trie counts its nodes in 22 bits.
