@@ -40,8 +40,9 @@ struct Form {
     n: usize,
     stream: bool,
     include_usage: bool,
-    /// Whether an answer begins with its prompt.
+    /// Whether an answer begins with its prompt, and what it begins with then, by prompt.
     echo: bool,
+    echoes: Vec<Echo>,
     /// Whether the prompt is all there is to be.
     prompt_only: bool,
     logprobs: Option<usize>,
@@ -55,11 +56,10 @@ pub(super) async fn completions(
 ) -> Result<Response, ApiError> {
     let asked = exchange::ask(&server, caller, body, "cmpl-", parse, prepare);
     let Exchange { wire: form, reply, answers } = asked.await?;
-    let echoes = form.echoes(&answers.service);
     if form.stream {
-        Ok(exchange::stream(&server, stream_chunks(reply, answers, form, echoes)))
+        Ok(exchange::stream(&server, stream_chunks(reply, answers, form)))
     } else {
-        collect(reply, answers, form, echoes).await.map(|body| Json(body).into_response())
+        collect(reply, answers, form).await.map(|body| Json(body).into_response())
     }
 }
 
@@ -88,6 +88,7 @@ fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
         stream: options.stream,
         include_usage: options.include_usage,
         echo,
+        echoes: Vec::new(),
         prompt_only: max_tokens == 0,
         logprobs,
     };
@@ -130,10 +131,11 @@ fn prompts(value: &Value) -> Result<Vec<Prompt>, ApiError> {
 fn prepare(
     service: &Service,
     request: &ChatRequest,
-    form: &Form,
+    form: &mut Form,
 ) -> Result<Vec<(Request, AnswerText)>, ApiError> {
-    let one = |(i, prompt): (usize, &Prompt)| {
-        let (mut engine, text) = service.prepare_with(request, || {
+    let mut prepared = Vec::with_capacity(form.prompts.len());
+    for (i, prompt) in form.prompts.iter().enumerate() {
+        let (mut engine, answer) = service.prepare_with(request, || {
             let ids = match prompt {
                 Prompt::Text(text) => service.encode(text, true)?,
                 Prompt::Ids(ids) => {
@@ -144,12 +146,19 @@ fn prepare(
             let problem = "expected at least one token";
             if ids.is_empty() { Err(ApiError::invalid(format!("prompt[{i}]"), problem)) } else { Ok(ids) }
         })?;
+        let mut echo = Echo::default();
         if form.echo {
             engine.prompt_logprobs = form.logprobs;
+            echo.ids.clone_from(&engine.prompt);
+            echo.text = match prompt {
+                Prompt::Text(text) => text.clone(),
+                Prompt::Ids(ids) => service.tokenizer().decode(ids, false),
+            };
         }
-        Ok((engine, text))
-    };
-    form.prompts.iter().enumerate().map(one).collect()
+        form.echoes.push(echo);
+        prepared.push((engine, answer));
+    }
+    Ok(prepared)
 }
 
 /// What an answer begins with, where it echoes its prompt.
@@ -157,21 +166,6 @@ fn prepare(
 struct Echo {
     text: String,
     ids: Vec<u32>,
-}
-
-impl Form {
-    /// By prompt.
-    fn echoes(&self, service: &Service) -> Vec<Echo> {
-        let echo = |prompt: &Prompt| match prompt {
-            _ if !self.echo => Echo::default(),
-            Prompt::Text(text) => {
-                // It was encoded before, and found good.
-                Echo { text: text.clone(), ids: service.encode(text, true).unwrap_or_default() }
-            }
-            Prompt::Ids(ids) => Echo { text: service.tokenizer().decode(ids, false), ids: ids.clone() },
-        };
-        self.prompts.iter().map(echo).collect()
-    }
 }
 
 /// OpenAI's lists for the tokens of a completion.
@@ -227,28 +221,22 @@ impl Scores {
 /// What an answer is made of so far.
 struct Completing<'a> {
     form: &'a Form,
-    echoes: &'a [Echo],
     /// By answer.
     scores: Vec<Scores>,
     begun: Vec<bool>,
 }
 
 impl<'a> Completing<'a> {
-    fn new(form: &'a Form, echoes: &'a [Echo]) -> Self {
+    fn new(form: &'a Form) -> Self {
         let answers = form.n * form.prompts.len();
-        Self {
-            form,
-            echoes,
-            scores: (0..answers).map(|_| Scores::default()).collect(),
-            begun: vec![false; answers],
-        }
+        Self { form, scores: (0..answers).map(|_| Scores::default()).collect(), begun: vec![false; answers] }
     }
 
     /// The text that a piece adds; its tokens go to the scores.
     fn take(&mut self, service: &Service, piece: Piece) -> String {
         let Piece { choice, text, logprobs, prompt, .. } = piece;
         let mut added = String::new();
-        let echo = &self.echoes[choice / self.form.n];
+        let echo = &self.form.echoes[choice / self.form.n];
         // The scores of a prompt come with its first answer, before anything else of any.
         for (sibling, logprobs) in prompt.iter().flat_map(|p| (0..self.form.n).map(move |i| (choice + i, p)))
         {
@@ -293,14 +281,9 @@ fn close(reply: &Reply, answers: &Answers, form: &Form, last: Reason) -> (Value,
     (usage(&timings), timings_json(&timings))
 }
 
-async fn collect(
-    reply: Reply,
-    mut answers: Answers,
-    form: Form,
-    echoes: Vec<Echo>,
-) -> Result<Value, ApiError> {
+async fn collect(reply: Reply, mut answers: Answers, form: Form) -> Result<Value, ApiError> {
     let service = Arc::clone(&answers.service);
-    let mut all = Completing::new(&form, &echoes);
+    let mut all = Completing::new(&form);
     let mut texts = vec![String::new(); answers.count()];
     while let Some(piece) = answers.next().await {
         let piece = piece?;
@@ -325,12 +308,11 @@ fn stream_chunks(
     reply: Reply,
     mut answers: Answers,
     form: Form,
-    echoes: Vec<Echo>,
 ) -> impl Stream<Item = Result<sse::Event, Infallible>> {
     let line = |value: Value| Ok(sse::Event::default().data(value.to_string()));
     async_stream::stream! {
         let service = Arc::clone(&answers.service);
-        let mut all = Completing::new(&form, &echoes);
+        let mut all = Completing::new(&form);
         while let Some(piece) = answers.next().await {
             let piece = match piece {
                 Ok(piece) => piece,

@@ -67,14 +67,14 @@ pub(super) async fn ask<T: Send + 'static>(
     body: Body,
     prefix: &str,
     parse: impl FnOnce(&[u8]) -> Result<(ChatRequest, T), ApiError> + Send + 'static,
-    prepare: impl FnOnce(&Service, &ChatRequest, &T) -> Result<Vec<(Request, AnswerText)>, ApiError>
+    prepare: impl FnOnce(&Service, &ChatRequest, &mut T) -> Result<Vec<(Request, AnswerText)>, ApiError>
     + Send
     + 'static,
 ) -> Result<Exchange<T>, ApiError> {
     let prepared = work(server, body, |server, body| {
-        let (request, wire) = parse(body)?;
+        let (request, mut wire) = parse(body)?;
         let service = server.service_for(&request.model)?;
-        let prepared = prepare(&service, &request, &wire)?;
+        let prepared = prepare(&service, &request, &mut wire)?;
         Ok((service, prepared, wire))
     });
     let (arriving, (service, prepared, wire)) = prepared.await?;
