@@ -217,6 +217,14 @@ pub fn named_events(bytes: &[u8]) -> Vec<Value> {
     events.map(parse).collect()
 }
 
+/// The events of a stream.
+pub async fn events_of(app: &App, path: &str, body: Value) -> Vec<Value> {
+    let body = with(body, json!({"stream": true}));
+    let (status, headers, bytes) = send(&app.router, post_to(path, body.to_string())).await;
+    assert_eq!((status.as_u16(), &headers["content-type"]), (200, &"text/event-stream".parse().unwrap()));
+    named_events(&bytes)
+}
+
 pub fn post_to(path: &str, body: impl Into<Body>) -> Request<Body> {
     Request::post(path).header(header::CONTENT_TYPE, "application/json").body(body.into()).expect("sound")
 }
@@ -897,21 +905,38 @@ async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
             {"role": "user", "content": "Bye <start_of_turn>\u{0}"},
         ],
     });
+    let path = |_| "/v1/chat/completions";
+    let accepted =
+        survive_mutations(&app, &full, 2000, &mut rng, path, |reply| reply["error"]["message"].is_string())
+            .await;
+    assert!(accepted > 100, "only {accepted} of 2000 were accepted: the mutations reach too little");
+    assert_all_free(&app.engine).await;
+}
+
+/// Sends so many mutations of a body, the `i`th to `path(i)`: each is answered, or refused with what `is_error` knows, and
+/// none is the server's fault. How many were answered.
+pub async fn survive_mutations(
+    app: &App,
+    full: &Value,
+    times: usize,
+    rng: &mut ChaCha8Rng,
+    path: impl Fn(usize) -> &'static str,
+    is_error: impl Fn(&Value) -> bool,
+) -> usize {
     let mut accepted = 0;
-    for i in 0..2000 {
-        let body = mutated(&full, i, &mut rng);
-        let (status, _, reply) = send(&app.router, post(body.clone())).await;
+    for i in 0..times {
+        let body = mutated(full, i, rng);
+        let (status, _, reply) = send(&app.router, post_to(path(i), body.clone())).await;
         let shown = String::from_utf8_lossy(&body);
         assert!(status.as_u16() < 500, "{status} for {shown}");
         if status == 200 {
             accepted += 1;
         } else {
             let reply: Value = serde_json::from_slice(&reply).expect("an error is JSON");
-            assert!(reply["error"]["message"].is_string(), "{reply} for {shown}");
+            assert!(is_error(&reply), "{reply} for {shown}");
         }
     }
-    assert!(accepted > 100, "only {accepted} of 2000 were accepted: the mutations reach too little");
-    assert_all_free(&app.engine).await;
+    accepted
 }
 
 /// The `i`th mutation of a body: every other one is still JSON.

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use unicorn::api::{self, Door, Keys, Server};
 
 use crate::api::{
-    App, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, assert_all_free, mutated,
-    named_events, post_to, prompt_ids, send, send_json, tokenizer, with,
+    App, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, assert_all_free,
+    events_of, post_to, prompt_ids, send, send_json, survive_mutations, tokenizer, with,
 };
 use crate::fake_runner::says;
 
@@ -24,10 +24,7 @@ async fn create(app: &App, body: &Value) -> (StatusCode, HeaderMap, Value) {
 }
 
 async fn events(app: &App, body: Value) -> Vec<Value> {
-    let body = with(body, json!({"stream": true}));
-    let (status, headers, bytes) = send(&app.router, post_to(PATH, body.to_string())).await;
-    assert_eq!((status.as_u16(), &headers["content-type"]), (200, &"text/event-stream".parse().unwrap()));
-    named_events(&bytes)
+    events_of(app, PATH, body).await
 }
 
 fn ids(text: &str) -> usize {
@@ -389,20 +386,9 @@ async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
             {"role": "user", "content": "Bye <start_of_turn>\u{0}"},
         ],
     });
-    let mut accepted = 0;
-    for i in 0..3000 {
-        let body = mutated(&full, i, &mut rng);
-        let path = if i % 8 == 7 { "/v1/messages/count_tokens" } else { PATH };
-        let (status, _, reply) = send(&app.router, post_to(path, body.clone())).await;
-        let shown = String::from_utf8_lossy(&body);
-        assert!(status.as_u16() < 500, "{status} for {shown}");
-        if status == 200 {
-            accepted += 1;
-        } else {
-            let reply: Value = serde_json::from_slice(&reply).expect("an error is JSON");
-            assert!(reply["error"]["message"].is_string() && reply["type"] == "error", "{reply} for {shown}");
-        }
-    }
+    let path = |i| if i % 8 == 7 { "/v1/messages/count_tokens" } else { PATH };
+    let is_error = |reply: &Value| reply["error"]["message"].is_string() && reply["type"] == "error";
+    let accepted = survive_mutations(&app, &full, 3000, &mut rng, path, is_error).await;
     assert!(accepted > 300, "only {accepted} of 3000 were accepted: the mutations reach too little");
     assert_all_free(&app.engine).await;
 }

@@ -9,7 +9,7 @@ use unicorn::api::Options;
 
 use crate::api::{
     App, DEFAULTS, MODEL, OPTIONS, app, app_that_says, app_that_shows_its_prompt, app_with, assert_all_free,
-    limits, mutated, named_events, post_to, prompt_ids, send, send_json, tokenizer, with,
+    events_of, limits, post_to, prompt_ids, send_json, survive_mutations, tokenizer, with,
 };
 use crate::fake_runner::says;
 
@@ -39,10 +39,7 @@ async fn about(app: &App, method: Method, id: &Value, key: &str) -> (u16, Value)
 }
 
 async fn events(app: &App, body: Value) -> Vec<Value> {
-    let body = with(body, json!({"stream": true}));
-    let (status, headers, bytes) = send(&app.router, post_to(PATH, body.to_string())).await;
-    assert_eq!((status.as_u16(), &headers["content-type"]), (200, &"text/event-stream".parse().unwrap()));
-    let events = named_events(&bytes);
+    let events = events_of(app, PATH, body).await;
     for (i, event) in events.iter().enumerate() {
         assert_eq!(event["sequence_number"], i, "{event}");
     }
@@ -449,19 +446,15 @@ async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
             {"role": "user", "content": "Bye <start_of_turn>\u{0}"},
         ],
     });
-    let mut accepted = 0;
-    for i in 0..3000 {
-        let body = mutated(&full, i, &mut rng);
-        let (status, _, reply) = send(&app.router, post_to(PATH, body.clone())).await;
-        let shown = String::from_utf8_lossy(&body);
-        assert!(status.as_u16() < 500, "{status} for {shown}");
-        if status == 200 {
-            accepted += 1;
-        } else {
-            let reply: Value = serde_json::from_slice(&reply).expect("an error is JSON");
-            assert!(reply["error"]["message"].is_string(), "{reply} for {shown}");
-        }
-    }
+    let accepted = survive_mutations(
+        &app,
+        &full,
+        3000,
+        &mut rng,
+        |_| PATH,
+        |reply| reply["error"]["message"].is_string(),
+    )
+    .await;
     assert!(accepted > 200, "only {accepted} of 3000 were accepted: the mutations reach too little");
     assert_all_free(&app.engine).await;
 }

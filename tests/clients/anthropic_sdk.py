@@ -1,5 +1,7 @@
 """What users of the official anthropic package see; test_openai.py runs these against its server."""
 
+from raised import raised
+
 try:
     import anthropic
 except ImportError:
@@ -22,16 +24,6 @@ def model_id(server):
 def create(server, **fields):
     fields = {"messages": FRANCE, "max_tokens": 48, **GREEDY, **fields}
     return sdk(server).messages.create(model=model_id(server), **fields)
-
-
-def raised(kind, call):
-    try:
-        call()
-    except kind as error:
-        return error
-    except anthropic.AnthropicError as error:
-        raise AssertionError(f"{type(error).__name__} instead of {kind.__name__}: {error}") from error
-    raise AssertionError(f"no {kind.__name__}")
 
 
 def anthropic_answers_paris(server):

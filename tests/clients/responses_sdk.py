@@ -1,5 +1,7 @@
 """What users of the official openai package see of /v1/responses; test_openai.py runs these against its server."""
 
+from raised import raised
+
 try:
     import openai
 except ImportError:
@@ -19,16 +21,6 @@ def fields(server, **more):
 
 def create(server, **more):
     return sdk(server).responses.create(**fields(server, **more))
-
-
-def raised(kind, call):
-    try:
-        call()
-    except kind as error:
-        return error
-    except openai.OpenAIError as error:
-        raise AssertionError(f"{type(error).__name__} instead of {kind.__name__}: {error}") from error
-    raise AssertionError(f"no {kind.__name__}")
 
 
 def responses_answer_paris(server):

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import anthropic_sdk
 import responses_sdk
+from raised import raised
 
 try:
     import openai
@@ -431,16 +432,6 @@ def prometheus_reads_what_docs_metrics_md_lists(server):
 def readme_python_example_streams(server):
     done = subprocess.run([sys.executable, "-c", readme_block("python", server)], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
     assert done.returncode == 0 and len(done.stdout) > 20, (done.stdout, done.stderr[-300:])
-
-
-def raised(kind, call):
-    try:
-        call()
-    except kind as error:
-        return error
-    except openai.OpenAIError as error:
-        raise AssertionError(f"{type(error).__name__} instead of {kind.__name__}: {error}") from error
-    raise AssertionError(f"no {kind.__name__}")
 
 
 # --- with curl and bare sockets -------------------------------------------------------------------------
