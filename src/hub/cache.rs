@@ -87,7 +87,25 @@ pub struct Removal {
 
 /// Held until dropped.
 #[derive(Debug)]
-pub(super) struct Lock(#[expect(dead_code, reason = "the lock is the open file")] File);
+pub(super) struct Lock(File);
+
+impl Lock {
+    /// None where somebody else holds it.
+    fn take(file: File) -> Result<Option<Lock>, std::io::Error> {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Lock(file))),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // To close the file is not enough: a process that is just being started by another thread still has it open.
+        let _ = flock(&self.0, FlockOperation::Unlock);
+    }
+}
 
 /// A file of a snapshot: path, where it leads, bytes.
 struct Entry {
@@ -294,10 +312,9 @@ impl Cache {
     pub(super) fn lock(&self, repo: &RepoId, checksum: &str, file: &str) -> Result<Lock, HubError> {
         let lock = self.root.join(".locks").join(repo.folder()).join(format!("{checksum}.lock"));
         let handle = self.create(&lock, OpenOptions::new().write(true))?;
-        match flock(&handle, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Lock(handle)),
-            Err(rustix::io::Errno::WOULDBLOCK) => Err(HubError::Busy { file: file.to_owned(), lock }),
-            Err(error) => Err(failed("lock", &lock, error.into())),
+        match Lock::take(handle).map_err(|error| failed("lock", &lock, error))? {
+            Some(held) => Ok(held),
+            None => Err(HubError::Busy { file: file.to_owned(), lock }),
         }
     }
 
@@ -446,11 +463,10 @@ impl Removal {
         for name in names_in(&self.locks)? {
             let lock = self.locks.join(name);
             let Ok(handle) = File::open(&lock) else { continue };
-            if flock(&handle, FlockOperation::NonBlockingLockExclusive).is_err() {
-                let file = self.folder.display().to_string();
-                return Err(HubError::Busy { file, lock });
+            match Lock::take(handle).map_err(|error| failed("lock", &lock, error))? {
+                Some(lock) => held.push(lock),
+                None => return Err(HubError::Busy { file: self.folder.display().to_string(), lock }),
             }
-            held.push(handle);
         }
         let gone = |path: &Path| {
             // The link itself, not what it leads to.
