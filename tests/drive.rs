@@ -14,6 +14,8 @@ pub struct Run {
     pub logprobs: HashMap<u64, Vec<Logprobs>>,
     /// Of the ids of prompts but the first, where they were wanted.
     pub scores: HashMap<u64, Vec<Logprobs>>,
+    /// Means of hidden states, where they were wanted.
+    pub pooled: HashMap<u64, Vec<f32>>,
     /// Prompt tokens that were found in the prefix cache, by sequence.
     pub cached: HashMap<u64, usize>,
     /// Every id that was drawn and not dropped, stop ids too, in order; meant for one sequence that does not guess.
@@ -72,6 +74,7 @@ impl<'a> Driver<'a> {
                 if output.token.is_some() {
                     run.logprobs.entry(output.id).or_default().extend(output.logprobs);
                 }
+                run.pooled.extend(output.pooled.map(|state| (output.id, state)));
                 run.scores.extend(output.prompt.map(|scores| (output.id, scores)));
                 run.cached.insert(output.id, output.cached_tokens);
                 run.drafts.insert(output.id, output.drafts);

@@ -14,7 +14,7 @@ use unicorn::engine::{
 use unicorn::model::{BlockPool, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
 
 use crate::fake_runner::{
-    Control, FakeRunner, HANG, LIMITS, Script, fake_logprobs, mixed, mixed_answer, says,
+    Control, FakeRunner, HANG, LIMITS, Script, fake_logprobs, fake_pooled, mixed, mixed_answer, says,
 };
 
 const END: u32 = 106;
@@ -501,6 +501,48 @@ fn a_prompt_is_scored_whether_it_was_computed_before_or_not() {
 }
 
 #[test]
+fn a_pooled_prompt_is_computed_afresh_and_left_to_nobody() {
+    let limits = Limits { max_batch_tokens: 16, max_sequences: 4, max_draws: 4, max_in_flight: 2, ..LIMITS };
+    let (engine, control) = start(limits, mixed(512));
+    let prompt: Vec<u32> = (0..37).map(|i| i * 5 % 64).collect();
+    let pooled = |prompt: &[u32]| Request { pooling: true, ..Request::new(prompt.to_vec()) };
+    let embed = |prompt: &[u32]| {
+        let mut stream = engine.submit(pooled(prompt)).expect("accepted");
+        let Some(Event::Pooled { state }) = stream.blocking_next() else { panic!("a state comes first") };
+        assert_eq!(state, fake_pooled(prompt));
+        let Some(Event::Finished { timings, .. }) = stream.blocking_next() else { panic!("then the end") };
+        assert_eq!((timings.prompt_n, timings.cached_n, timings.predicted_n), (prompt.len(), 0, 0));
+        assert_eq!(stream.blocking_next(), None);
+    };
+    embed(&prompt);
+    assert_all_free(&engine);
+    assert_eq!(engine.stats().full.cached, 0, "nothing of it is kept");
+    // What the cache has of an answer, it keeps, and the next one does without.
+    let answer = |expected: usize| {
+        let (ids, last) = collect(&mut engine.submit(request(&prompt, 5)).expect("accepted"));
+        assert_eq!(ids, mixed_answer(&prompt, 5, 0, 512, END));
+        let Event::Finished { timings, .. } = last else { panic!("{last:?}") };
+        assert_eq!(timings.cached_n, expected);
+    };
+    answer(0);
+    embed(&prompt);
+    embed(&prompt[..1]);
+    answer(36);
+    // Several at once, beside one that decodes.
+    control.allow(control.batches().len());
+    let mut others: Vec<_> =
+        (20..23).map(|n| (n, engine.submit(pooled(&prompt[..n])).expect("accepted"))).collect();
+    let mut decoding = engine.submit(request(&prompt[1..], 5)).expect("accepted");
+    control.release();
+    for (n, stream) in &mut others {
+        assert_eq!(stream.blocking_next(), Some(Event::Pooled { state: fake_pooled(&prompt[..*n]) }));
+    }
+    assert_eq!(collect(&mut decoding).0, mixed_answer(&prompt[1..], 5, 0, 512, END));
+    drop(others);
+    assert_all_free(&engine);
+}
+
+#[test]
 fn an_answer_that_is_not_wanted_any_more_leaves_the_others_their_prompt() {
     let limits = Limits { max_sequences: 4, max_draws: 4, max_in_flight: 2, ..LIMITS };
     let prompt: Vec<u32> = (0..37).collect();
@@ -678,6 +720,7 @@ fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
         kv,
         max_context,
         vocab_size: 512,
+        hidden_size: 3,
     }
 }
 
@@ -740,7 +783,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (mut operations, mut preemptions, mut forks, mut hits, mut longest_wait) = (0u64, 0, 0, 0, 0);
-    let (mut accepted, mut drafted, mut drafts) = (0, 0, 0);
+    let (mut accepted, mut drafted, mut drafts, mut pooled) = (0, 0, 0, 0);
     while operations < 120_000 {
         let limits = random_limits(&mut rng);
         let config = SchedulerConfig {
@@ -777,13 +820,14 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     sequence.sampling.presence_penalty = if rng.random() { 0.5 } else { 0.0 };
                     sequence.min_tokens = rng.random_range(0..3);
                     sequence.prompt_logprobs = rng.random_bool(0.2).then_some(1);
+                    sequence.pooling = rng.random_bool(0.2);
                     if rng.random_bool(0.2) {
                         sequence.mask = Some(SharedMask::new(Box::new(Parity::default())));
                     }
                     sequence.client = rng.random_range(0..3);
                     sequence.priority =
                         if rng.random() { Priority::Interactive } else { Priority::Background };
-                    let n = if rng.random_bool(0.3) {
+                    let n = if !sequence.pooling && rng.random_bool(0.3) {
                         rng.random_range(0..limits.max_sequences.min(4))
                     } else {
                         0
@@ -825,14 +869,18 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                         pace.observe(step.load, Duration::from_millis(ms));
                         let mut sampled = runner.wait(ticket).expect("never fails");
                         sampled.ids.iter_mut().filter(|_| rng.random_bool(0.002)).for_each(|id| *id = None);
+                        sampled
+                            .pooled
+                            .iter_mut()
+                            .filter(|_| rng.random_bool(0.02))
+                            .for_each(|s| s[1] = f32::NAN);
                         for output in scheduler.commit(&step, &sampled) {
                             if let Some(end) = output.end {
-                                assert_eq!(
-                                    output.token.is_none(),
-                                    end != End::Finished(FinishReason::Length)
-                                );
+                                let nothing = output.token.is_none() && output.pooled.is_none();
+                                assert_eq!(nothing, end != End::Finished(FinishReason::Length));
                                 alive.remove(&output.id).expect("it was under way");
                             }
+                            pooled += usize::from(output.pooled.is_some());
                             hits += usize::from(output.cached_tokens > 0);
                             accepted += usize::from(output.end.is_some()) * output.drafts.accepted;
                         }
@@ -872,9 +920,10 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
         (drafted, drafts) = (drafted + model.proposed, drafts + model.accepted);
     }
     println!(
-        "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached, {accepted} guessed; {drafts} of \
-         {drafted} by the draft model; waited {longest_wait}"
+        "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached, {pooled} pooled, {accepted} guessed; \
+         {drafts} of {drafted} by the draft model; waited {longest_wait}"
     );
+    assert!(pooled > 500, "the test pools too little");
     assert!(preemptions > 500 && forks > 500 && hits > 500 && accepted > 500, "the test tests too little");
     assert!(drafts > 500 && drafted > drafts + 100, "the draft model is always right, or never");
 }

@@ -24,6 +24,7 @@ pub const LIMITS: Limits = Limits {
     kv: KvLimits { block_size: 4, full_blocks: 64, sliding_blocks: 32, sliding_window: Some(10) },
     max_context: 200,
     vocab_size: 512,
+    hidden_size: 3,
 };
 
 /// The id after `tokens`, which are the prompt and what was generated.
@@ -86,6 +87,22 @@ fn allowed(id: u32, draw: &Draw, vocab_size: u32) -> u32 {
 /// What the fake holds for likely, wherever it is asked: `id`, and less so those behind it.
 pub fn fake_logprobs(id: u32, n: usize) -> Logprobs {
     Logprobs { drawn: -0.5, top: (0..n as u32).map(|i| (id + i, -0.5 - i as f32)).collect() }
+}
+
+/// Its hidden state of a token: the id, the position, and one to count by.
+fn fake_state(position: usize, id: u32) -> [f32; 3] {
+    [id as f32, position as f32, 1.0]
+}
+
+/// The mean of those of a prompt.
+pub fn fake_pooled(prompt: &[u32]) -> Vec<f32> {
+    let n = prompt.len() as f32;
+    let states = prompt.iter().enumerate().map(|(position, id)| fake_state(position, *id));
+    states
+        .fold(vec![0.0; 3], |sums, state| sums.iter().zip(state).map(|(a, b)| a + b).collect())
+        .iter()
+        .map(|sum| sum / n)
+        .collect()
 }
 
 /// What a place of a block holds: a token, and the hash of those up to it.
@@ -166,6 +183,8 @@ pub struct FakeRunner {
     sampled: Vec<Option<u32>>,
     /// By slot and position.
     history: Vec<Vec<u32>>,
+    /// By slot: sums of hidden states.
+    sums: Vec<[f32; 3]>,
     tickets: u64,
     pending: VecDeque<(Ticket, Sampled)>,
     control: Control,
@@ -182,6 +201,7 @@ impl FakeRunner {
             wrong: 0,
             sampled: vec![None; limits.max_sequences],
             history: vec![vec![u32::MAX; limits.max_context]; limits.max_sequences],
+            sums: vec![[f32::NAN; 3]; limits.max_sequences],
             tickets: 0,
             pending: VecDeque::new(),
             control: control.clone(),
@@ -218,6 +238,7 @@ impl FakeRunner {
                 }
             }
         }
+        assert!(sampling.pooling.is_sorted_by(|a, b| a.sequence < b.sequence), "{:?}", sampling.pooling);
         let order: Vec<_> = sampling.draws.iter().map(|d| (d.sequence, d.token)).collect();
         assert!(order.is_sorted(), "draws in order: {order:?}");
         assert!(sampling.draws.len() <= limits.max_draws, "{} draws", sampling.draws.len());
@@ -291,8 +312,24 @@ impl Runner for FakeRunner {
             self.sampled[draw.slot as usize] = Some(id);
             ids.push((!self.control.take_not_finite()).then_some(id));
         }
+        let mut pooled = Vec::new();
+        for pooling in &sampling.pooling {
+            let s = &batch.sequences[pooling.sequence];
+            let sums = &mut self.sums[s.slot as usize];
+            if s.start == 0 {
+                *sums = [0.0; 3];
+            }
+            assert_eq!(sums[2], s.start as f32, "hidden states of slot {} that are added up", s.slot);
+            let text = &texts[pooling.sequence];
+            for (position, id) in (s.start..).zip(&text[s.start..]) {
+                sums.iter_mut().zip(fake_state(position, *id)).for_each(|(sum, state)| *sum += state);
+            }
+            if pooling.last {
+                pooled.push(sums.to_vec());
+            }
+        }
         self.tickets += 1;
-        self.pending.push_back((Ticket(self.tickets), Sampled { ids, logprobs }));
+        self.pending.push_back((Ticket(self.tickets), Sampled { ids, logprobs, pooled }));
         Ok(Ticket(self.tickets))
     }
 

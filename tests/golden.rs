@@ -8,10 +8,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use unicorn::checkpoint::ModelFiles;
+use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::engine::Sequence;
 use unicorn::gpu::Device;
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
+use unicorn::model::weights::Gemma3Weights;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::QuantizeMode;
 
@@ -189,6 +190,50 @@ fn what_is_recorded_anew_computes_the_same() {
     let expected = greedy(&mut model, &tokens, 4, 256, &[]);
     for chunk in (1..=24).chain((1..=256).rev().step_by(9)) {
         assert_eq!(greedy(&mut model, &tokens, 4, chunk, &[]), expected, "chunks of {chunk}");
+    }
+}
+
+/// Logits are the embedding's rows by the hidden state, so their mean is the same of the mean.
+#[test]
+fn pooled_states_give_the_mean_of_the_oracles_logits() {
+    for variant in VARIANTS {
+        let folder = data("gemma3").join(variant);
+        let goldens = Goldens::open(&folder);
+        let mut model = load(&folder, &LoadOptions::default());
+        let (vocab, hidden) = (model.config().vocab_size, model.config().hidden_size);
+        let checkpoint = Checkpoint::open(&ModelFiles::open(&folder).unwrap()).unwrap();
+        let embedding = Gemma3Weights::collect(&checkpoint, model.config()).unwrap().embed_tokens;
+        let embedding = checkpoint.read_f32(&embedding).unwrap();
+        let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
+        let sequences = || {
+            (0..).zip(&prompts).map(|(id, tokens)| {
+                let mut sequence = Sequence::new(id, tokens.clone(), SamplingParams::GREEDY, 1);
+                sequence.pooling = true;
+                sequence
+            })
+        };
+        let mut limits = model.limits();
+        let together = Driver::new(&mut model, limits).run(sequences().collect()).pooled;
+        for (id, prompt) in (0..).zip(["short", "mid", "long"]) {
+            let logits = goldens.view::<f32>(&format!("logits.{prompt}"));
+            let positions = prompts[id as usize].len();
+            for (row, weights) in embedding.chunks_exact(hidden).enumerate().take(vocab) {
+                let products = together[&id].iter().zip(weights).map(|(a, b)| f64::from(*a) * f64::from(*b));
+                let column = logits.iter().skip(row).step_by(vocab).map(|logit| f64::from(*logit));
+                let (got, expected) = (products.sum::<f64>(), column.sum::<f64>() / positions as f64);
+                assert!(
+                    (got - expected).abs() <= f64::from(BOUND),
+                    "{variant} {prompt} {row}: {got} {expected}"
+                );
+            }
+        }
+        // Alone, and in other pieces: the same bits.
+        limits.max_batch_tokens = 7;
+        for sequence in sequences() {
+            let id = sequence.id;
+            let alone = Driver::new(&mut model, limits).run(vec![sequence]).pooled;
+            assert_eq!(alone[&id], together[&id], "{variant}");
+        }
     }
 }
 

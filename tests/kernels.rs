@@ -879,6 +879,35 @@ fn moments_add_up_squares_by_column() {
 }
 
 #[test]
+fn pooled_rows_add_up_however_they_are_cut() {
+    let mut b = Bench::new(18);
+    for (tokens, width) in [(1, 1), (3, 63), (17, 64), (40, 130)] {
+        let x = b.random(tokens * width, 3.0);
+        let input = b.activations(&x, width);
+        let poison = vec![f32::NAN; width];
+        let sum = |at_once: usize, b: &mut Bench| -> Vec<f32> {
+            let sums = b.activations(&poison, width);
+            for first in (0..tokens).step_by(at_once) {
+                let rows = first..(first + at_once).min(tokens);
+                b.run(|k, r| k.pool(r, &input.rows(&rows), &sums, first == 0, rows.len()));
+            }
+            b.download(&sums.buffer, width)
+        };
+        let whole = sum(tokens, &mut b);
+        assert_eq!(
+            (sum(1, &mut b), sum(7, &mut b)),
+            (whole.clone(), whole.clone()),
+            "{tokens} x {width}: to the bit"
+        );
+        let column =
+            |c: usize, of: fn(f64) -> f64| (0..tokens).map(|t| of(f64::from(x[t * width + c]))).sum();
+        let expected: Vec<f64> = (0..width).map(|c| column(c, |x| x)).collect();
+        let magnitude: Vec<f64> = (0..width).map(|c| column(c, f64::abs)).collect();
+        close(&whole, &expected, &magnitude, 2e-6, &format!("{tokens} x {width}"));
+    }
+}
+
+#[test]
 fn geglu_matches_its_twin_and_survives_extremes() {
     let mut b = Bench::new(50);
     for (rows, width) in [(1, 3), (7, 129), (3, 1000)] {

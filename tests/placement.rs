@@ -410,12 +410,12 @@ fn the_27b_takes_what_is_counted_by_hand() {
     assert_eq!(demand.window_bytes(8192), 52 * 2 * blocks * 64 * KIB);
     assert_eq!(bytes(Class::KvCache), (10 * 2 * (8192 / 16 + 1) + 52 * 2 * (blocks + 1)) * 64 * KIB);
     // 25e9 multiply-adds per submit leave 60 tokens a layer, and 128 are the least of a step; 64 rows of logits, as they are and as draws change them; two
-    // tables of 128 f32 a position; 64 slots, and the history of one more.
+    // tables of 128 f32 a position; 64 slots, a sum of hidden states in each, and the history of one more.
     assert_eq!(25_000_000_000 / (attention + 3 * 5376 * 21_504), 60);
     let tokens = 128;
     assert_eq!(demand.batch_tokens() as u64, tokens);
     let row = 3 * 5376 + 2 * 4096 + 2 * 2048 + 2 * 21_504;
-    let expected = 4 * (tokens * row + 64 * (5376 + 2 * 262_208) + 2 * 8192 * 128 + 65 * 8192) + 256;
+    let expected = 4 * (tokens * row + 64 * (2 * 5376 + 2 * 262_208) + 2 * 8192 * 128 + 65 * 8192) + 256;
     assert_eq!(bytes(Class::Activations), expected);
 
     // What memory leaves for the cache, in whole blocks of 16: 1 KiB a token for RoPE tables, 4 bytes for 65 rows of history

@@ -94,6 +94,7 @@ impl AnswerText {
                 let (text, calls) = self.read(text, true);
                 Delta { text, calls, end: Some(self.end(reason, timings)), ..nothing }
             }
+            Event::Pooled { .. } => nothing,
             Event::Failed(error) => Delta { end: Some(End::Failed(error)), ..nothing },
         }
     }

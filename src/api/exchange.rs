@@ -240,7 +240,7 @@ impl Answering {
         let choice = event.choice().unwrap_or(0);
         let timings = match &event {
             Event::Token { timings, .. } | Event::Finished { timings, .. } => *timings,
-            Event::Prompt { .. } | Event::Failed(_) => Timings::default(),
+            Event::Prompt { .. } | Event::Pooled { .. } | Event::Failed(_) => Timings::default(),
         };
         let Delta { text, calls, logprobs, prompt, end } = self.texts[choice].push(event);
         let end = match end {

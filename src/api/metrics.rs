@@ -136,7 +136,7 @@ impl Followed {
     pub fn event(&mut self, event: &Event) {
         let m = Arc::clone(&self.metrics);
         let (choice, timings) = match event {
-            Event::Prompt { .. } => return,
+            Event::Prompt { .. } | Event::Pooled { .. } => return,
             Event::Token { choice, timings, .. } | Event::Finished { choice, timings, .. } => {
                 (*choice, timings)
             }
@@ -156,7 +156,9 @@ impl Followed {
             count(&m.cached_tokens, timings.cached_n);
             m.queued.observe(timings.queue);
             m.prefilled.observe(timings.prefill);
-            m.to_first_token.observe(timings.queue + timings.prefill);
+            if timings.predicted_n > 0 {
+                m.to_first_token.observe(timings.queue + timings.prefill);
+            }
         }
         let answer = &mut self.answers[choice];
         let more = timings.predicted_n.saturating_sub(answer.predicted);
@@ -171,7 +173,9 @@ impl Followed {
         let m = &self.metrics;
         self.answers[choice].ended = true;
         *locked(&m.finished).entry(finish_reason(reason)).or_default() += 1;
-        m.decoded.observe(timings.decode);
+        if timings.predicted_n > 0 {
+            m.decoded.observe(timings.decode);
+        }
         m.answered.observe(timings.queue + timings.prefill + timings.decode);
     }
 

@@ -309,7 +309,7 @@ impl BlockManager {
     }
 
     /// Lets go of the sliding blocks that no position from `next` on can see.
-    fn leave_window(&mut self, table: &mut BlockTable, next: usize) {
+    pub fn leave_window(&mut self, table: &mut BlockTable, next: usize) {
         self.clock += 1;
         let first = self.first_needed(next);
         while table.sliding_first < first {

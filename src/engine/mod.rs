@@ -76,6 +76,8 @@ pub struct Request {
     pub logprobs: Option<usize>,
     /// The same for the ids of the prompt but the first, which is computed afresh for it.
     pub prompt_logprobs: Option<usize>,
+    /// The mean of the prompt's hidden states is wanted, and no answer: of what is above, the prompt alone counts.
+    pub pooling: bool,
     /// Seeds of further answers to the same prompt, which is computed once.
     pub more_seeds: Vec<u64>,
     /// Whose request it is, for fairness between them.
@@ -98,6 +100,7 @@ impl Request {
             mask: None,
             logprobs: None,
             prompt_logprobs: None,
+            pooling: false,
             more_seeds: Vec::new(),
             client: 0,
             priority: Priority::Interactive,
@@ -130,6 +133,9 @@ pub struct Timings {
 pub enum Event {
     /// Before all others, where they were asked for: those of the prompt's ids but the first.
     Prompt { logprobs: Vec<Logprobs> },
+    /// What a request with [`Request::pooling`] is for: the mean over its tokens of the hidden states behind the final norm,
+    /// `[hidden_size]`.
+    Pooled { state: Vec<f32> },
     Token {
         choice: usize,
         id: u32,
@@ -148,7 +154,7 @@ impl Event {
     pub fn choice(&self) -> Option<usize> {
         match self {
             Event::Token { choice, .. } | Event::Finished { choice, .. } => Some(*choice),
-            Event::Prompt { .. } | Event::Failed(_) => None,
+            Event::Prompt { .. } | Event::Pooled { .. } | Event::Failed(_) => None,
         }
     }
 }
@@ -324,6 +330,7 @@ impl EngineHandle {
         sequence.mask = request.mask.map(SharedMask::new);
         sequence.logprobs = request.logprobs;
         sequence.prompt_logprobs = request.prompt_logprobs;
+        sequence.pooling = request.pooling;
         sequence.forks = (id + 1..).zip(request.more_seeds).map(|(id, seed)| Fork { id, seed }).collect();
         let failure = Arc::new(OnceLock::new());
         let stopped: Arc<[AtomicBool]> = (0..choices).map(|_| AtomicBool::new(false)).collect();
@@ -356,6 +363,7 @@ impl EngineHandle {
     /// Ids that `request` may generate.
     fn admissible(&self, request: &Request) -> Result<usize, SubmitError> {
         let Limits { max_context: context, vocab_size, .. } = self.shared.limits;
+        assert!(!request.pooling || request.more_seeds.is_empty(), "several answers, and none");
         let prompt = request.prompt.len();
         if prompt == 0 {
             return Err(SubmitError::EmptyPrompt);
@@ -483,7 +491,7 @@ impl TokenStream {
             return None;
         }
         match event {
-            Event::Prompt { .. } | Event::Token { .. } => {}
+            Event::Prompt { .. } | Event::Pooled { .. } | Event::Token { .. } => {}
             Event::Finished { choice, .. } => self.unfinished[choice] = false,
             Event::Failed(_) => self.unfinished.fill(false),
         }
@@ -629,12 +637,12 @@ impl Clock {
         }
     }
 
-    /// Notes that an id was sampled, and says where the time went.
-    fn tick(&mut self) -> Timings {
+    /// Notes that so many ids were sampled, and says where the time went.
+    fn tick(&mut self, ids: usize) -> Timings {
         let now = Instant::now();
         let started = self.started.unwrap_or(now);
         let first = *self.first.get_or_insert(now);
-        self.predicted_n += 1;
+        self.predicted_n += ids;
         Timings {
             queue: started - self.submitted,
             prefill: first - started,
@@ -796,13 +804,14 @@ impl StepLoop {
 
     /// Hands on what a step yielded for one sequence.
     fn tell(&mut self, output: Output) {
-        let Output { id: sequence, token, logprobs, prompt, end, cached_tokens, drafts } = output;
+        let Output { id: sequence, token, logprobs, prompt, pooled, end, cached_tokens, drafts } = output;
         // Of several ids in one step, the first may have found its reader too far behind.
         let Some(answer) = self.answers.get_mut(&sequence) else { return };
         answer.clock.drafts = drafts;
         answer.clock.cached_n = cached_tokens;
-        let (choice, timings) = (answer.choice, answer.clock.tick());
+        let (choice, timings) = (answer.choice, answer.clock.tick(usize::from(pooled.is_none())));
         let mut told = prompt.is_none_or(|logprobs| answer.send(Event::Prompt { logprobs }));
+        told &= pooled.is_none_or(|state| answer.send(Event::Pooled { state }));
         told &= token.is_none_or(|id| answer.send(Event::Token { choice, id, logprobs, timings }));
         match end {
             Some(End::NotFinite) => {

@@ -31,8 +31,8 @@ use super::pace::{CAREFUL_TOKENS, Load, Pace};
 use super::sequence::{ClientId, Drafts, End, Priority, Sequence, SequenceId};
 use super::speculation::{Guesser, Guesses};
 use crate::model::{
-    Batch, BatchSequence, BlockPool, DraftRequest, Draw, HistoryCopy, Input, Limits, Logprobs, Sampled,
-    Sampling, SamplingParams,
+    Batch, BatchSequence, BlockPool, DraftRequest, Draw, HistoryCopy, Input, Limits, Logprobs, Pooling,
+    Sampled, Sampling, SamplingParams,
 };
 
 #[derive(Debug, Clone, Copy)]
@@ -83,6 +83,8 @@ pub struct Share {
     scores: Range<usize>,
     /// Index into [`Sampling::draws`] of the first of `1 + drafts.len()`.
     draw: Option<usize>,
+    /// Index into [`Sampled::pooled`], where the step has the last of a prompt that is pooled.
+    pooled: Option<usize>,
     /// Guesses at what is drawn, one behind the other: position `end` was computed with the first of them.
     drafts: Vec<u32>,
     guesser: Guesser,
@@ -98,6 +100,8 @@ pub struct Output {
     pub logprobs: Option<Logprobs>,
     /// With the first id: those of the prompt's ids but the first, where they were wanted.
     pub prompt: Option<Vec<Logprobs>>,
+    /// The mean of the prompt's hidden states, where that was wanted.
+    pub pooled: Option<Vec<f32>>,
     /// Set where the sequence ended; it is gone from the scheduler then.
     pub end: Option<End>,
     /// Prompt tokens that were found in the prefix cache.
@@ -403,7 +407,7 @@ impl Scheduler {
         let (id, start, pending) = (sequence.id, sequence.submitted, sequence.pending());
         let mut len =
             if pending > 1 { self.chunk(draft, start, pending, pace) } else { pending.min(draft.tokens) };
-        let draws = 1 + sequence.forks.len();
+        let draws = if sequence.pooling { 0 } else { 1 + sequence.forks.len() };
         let unscored = sequence.unscored();
         if unscored > 0 {
             // Each has a draw, and the one behind the prompt a step of its own: they all go to the same slot.
@@ -440,11 +444,15 @@ impl Scheduler {
         sequence.drafts.proposed += drafts.len();
         self.guesses.of(guesser).proposed += drafts.len();
         sequence.since = self.now;
-        let mut draw = None;
+        let (mut draw, mut pooled) = (None, None);
         let first_draw = draft.step.sampling.draws.len();
         if unscored > 0 {
             let scores = (0..len).map(|token| sequence.score(batch_index, token, start + token + 1));
             draft.step.sampling.draws.extend(scores);
+        } else if sequence.pooling {
+            let last = len == pending;
+            pooled = last.then(|| draft.step.sampling.pooling.iter().filter(|pooling| pooling.last).count());
+            draft.step.sampling.pooling.push(Pooling { sequence: batch_index, last });
         } else if len == pending {
             draw = Some(draft.step.sampling.draws.len());
             let draws = (0..=drafts.len()).map(|ahead| sequence.draw(batch_index, len - 1 + ahead, ahead));
@@ -458,7 +466,7 @@ impl Scheduler {
         draft.history -= unseen;
         draft.step.load = draft.step.load.with(start, tokens);
         let scores = first_draw..first_draw + if unscored > 0 { len } else { 0 };
-        draft.step.shares.push(Share { id, life, end, scores, draw, drafts, guesser });
+        draft.step.shares.push(Share { id, life, end, scores, draw, pooled, drafts, guesser });
         *self.served.get_mut(&client).expect("a running sequence's client is known") += len as u64;
         if draw.is_some() {
             self.part(draft, index, batch_index, len - 1);
@@ -541,9 +549,16 @@ impl Scheduler {
             draft.draws -= 1;
             let (id, end) = (child.id, child.submitted);
             let guesser = Guesser::Lookup;
-            let share =
-                Share { id, life: 0, end, scores: 0..0, draw: Some(draw), drafts: Vec::new(), guesser };
-            draft.step.shares.push(share);
+            draft.step.shares.push(Share {
+                id,
+                life: 0,
+                end,
+                scores: 0..0,
+                draw: Some(draw),
+                pooled: None,
+                drafts: Vec::new(),
+                guesser,
+            });
             let behind = self.running.partition_point(|s| s.arrival <= child.arrival);
             self.running.insert(behind, child);
         }
@@ -622,8 +637,7 @@ impl Scheduler {
                 continue;
             }
             let mut sequence = self.waiting.remove(index);
-            // What is scored is computed, whoever computed it before.
-            let known: &[u32] = if sequence.unscored() > 0 { &[] } else { &sequence.tokens };
+            let known: &[u32] = if sequence.is_computed_afresh() { &[] } else { &sequence.tokens };
             let (table, cached) = self.blocks.admit(known);
             sequence.table = table;
             (sequence.computed, sequence.submitted) = (cached, cached);
@@ -676,7 +690,7 @@ impl Scheduler {
         wanted[0] += blocks;
         wanted[1] += self.window_blocks(sequence.tokens.len()).min(blocks);
         self.blocks.has_room(wanted)
-            || sequence.unscored() == 0 && {
+            || !sequence.is_computed_afresh() && {
                 wanted[0] -= self.blocks.held_prefix(&sequence.tokens);
                 self.blocks.has_room(wanted)
             }
@@ -721,6 +735,7 @@ impl Scheduler {
                         token,
                         logprobs: sampled.logprobs[draw + i].clone(),
                         prompt: sequence.take_scores(),
+                        pooled: None,
                         end: ended,
                         cached_tokens: sequence.cached.unwrap_or(0),
                         drafts: Drafts::default(),
@@ -733,6 +748,11 @@ impl Scheduler {
                     sequence.computed += 1;
                 }
             }
+            if let Some(at) = share.pooled {
+                let (pooled, ended) = sequence.take_pooled(&sampled.pooled[at]);
+                end = Some(ended);
+                outputs.push(Output { id: share.id, pooled, end, ..Output::default() });
+            }
             if !share.drafts.is_empty() {
                 let accepted = outputs.len() - first - 1;
                 sequence.drafts.accepted += accepted;
@@ -744,7 +764,9 @@ impl Scheduler {
             }
             let drafts = sequence.drafts;
             outputs[first..].iter_mut().for_each(|output| output.drafts = drafts);
-            if end != Some(End::NotFinite) {
+            if sequence.pooling {
+                self.blocks.leave_window(&mut sequence.table, sequence.computed);
+            } else if end != Some(End::NotFinite) {
                 let computed = sequence.computed;
                 self.blocks.commit(&mut sequence.table, &sequence.tokens[..computed]);
                 if (was_prefill && computed >= sequence.prompt_len) || end.is_some() {

@@ -110,7 +110,8 @@ impl Clone for SharedMask {
     }
 }
 
-/// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted, and but for guesses.
+/// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted, and but for guesses and for
+/// prompts that are pooled, which end where all of them is submitted.
 #[derive(Debug)]
 pub struct Sequence {
     pub id: SequenceId,
@@ -131,6 +132,9 @@ pub struct Sequence {
     pub logprobs: Option<usize>,
     /// The same for the ids of the prompt but the first; forks leave them to their parent.
     pub prompt_logprobs: Option<usize>,
+    /// The prompt's hidden states are wanted, added up, and nothing that would follow it. The prefix cache neither has them nor
+    /// gets anything of it: what is embedded once is no beginning of a chat.
+    pub pooling: bool,
     /// Answers that are to part from this one when the prompt is computed.
     pub forks: Vec<Fork>,
     /// Order of arrival; forks have their parent's.
@@ -183,6 +187,7 @@ impl Sequence {
             mask: None,
             logprobs: None,
             prompt_logprobs: None,
+            pooling: false,
             forks: Vec::new(),
             arrival: 0,
             slot: None,
@@ -250,7 +255,13 @@ impl Sequence {
 
     /// Tokens from the next one on behind which an id of the prompt is to be scored.
     pub(super) fn unscored(&self) -> usize {
-        if self.prompt_logprobs.is_some() { (self.prompt_len - 1).saturating_sub(self.submitted) } else { 0 }
+        let is_scored = self.prompt_logprobs.is_some() && !self.pooling;
+        if is_scored { (self.prompt_len - 1).saturating_sub(self.submitted) } else { 0 }
+    }
+
+    /// Whether the prompt, or what is left of it, is computed whoever computed it before.
+    pub(super) fn is_computed_afresh(&self) -> bool {
+        self.pooling || self.unscored() > 0
     }
 
     /// The draw of an id that the prompt has at `position`, behind a token of the `sequence`-th of a batch: what is wanted
@@ -284,6 +295,15 @@ impl Sequence {
         }
         self.scores.push(logprobs);
         None
+    }
+
+    /// The mean of the prompt's hidden states, of which these are the sums, and its end.
+    pub(super) fn take_pooled(&self, sums: &[f32]) -> (Option<Vec<f32>>, End) {
+        let mean: Vec<f32> = sums.iter().map(|sum| sum / self.prompt_len as f32).collect();
+        match mean.iter().all(|x| x.is_finite()) {
+            true => (Some(mean), End::Finished(FinishReason::Length)),
+            false => (None, End::NotFinite),
+        }
     }
 
     /// The probabilities of the prompt's ids, once.

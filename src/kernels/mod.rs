@@ -23,7 +23,7 @@ pub mod shaders {
 
 use shaders::{
     AdjustPush, AttentionPush, EmbedPush, GegluPush, HistoryPush, LogprobsPush, MatmulPush, MomentsPush,
-    QkvStorePush, RmsNormPush, SamplePush,
+    PoolPush, QkvStorePush, RmsNormPush, SamplePush,
 };
 
 /// Largest head: a workgroup of attention holds one in 64 vec4s. Heads are multiples of 4.
@@ -243,6 +243,7 @@ pub struct Kernels {
     heads: Heads,
     geglu: Arc<Pipeline>,
     moments: Arc<Pipeline>,
+    pool: Arc<Pipeline>,
     history: Arc<Pipeline>,
     adjust: [Arc<Pipeline>; 3],
     adjust_clear: Arc<Pipeline>,
@@ -292,6 +293,7 @@ impl Kernels {
             heads,
             geglu: device.pipeline(&shaders::GEGLU, &[])?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
+            pool: device.pipeline(&shaders::POOL, &[])?,
             history: device.pipeline(&shaders::HISTORY, &[])?,
             adjust: [
                 device.pipeline(&shaders::ADJUST_COUNT, &[])?,
@@ -569,6 +571,29 @@ impl Kernels {
         };
         let groups = [(x.width as u32).div_ceil(64), 1, 1];
         recorder.dispatch(&self.moments, &push, groups, &[&x.buffer, sums], &[sums]);
+    }
+
+    /// Adds the `tokens` rows of `x` to the one row of `sums`, or, where that is `fresh`, makes them what it is.
+    pub fn pool(
+        &self,
+        recorder: &mut Recorder<'_>,
+        x: &Activations,
+        sums: &Activations,
+        fresh: bool,
+        tokens: usize,
+    ) {
+        x.check(tokens, sums.width, "pool: x");
+        sums.check(1, x.width, "pool: sums");
+        let push = PoolPush {
+            x: x.buffer.address(),
+            sums: sums.buffer.address(),
+            tokens: tokens as u32,
+            width: x.width as u32,
+            x_stride: x.stride as u32,
+            fresh: u32::from(fresh),
+        };
+        let groups = [(x.width as u32).div_ceil(64), 1, 1];
+        recorder.dispatch(&self.pool, &push, groups, &[&x.buffer, &sums.buffer], &[&sums.buffer]);
     }
 
     /// Writes the ids of `tokens` tokens where the history has their sequences; `slots`: u32 by entry of

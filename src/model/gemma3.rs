@@ -18,7 +18,7 @@ use super::memory::{
     self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, DraftDemand, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, READBACK_ROWS,
     Schemes,
 };
-use super::step::{self, Frame, Part, Submit, Wanted};
+use super::step::{self, Frame, Part, PoolRequest, Submit, Wanted};
 use super::weights::{Gemma3Weights, WeightsError};
 use super::{
     Batch, BatchSequence, BlockCopy, BlockPool, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
@@ -174,6 +174,8 @@ struct Scratch {
     final_rows: Activations,
     logits: Activations,
     adjusted: Activations,
+    /// Sums of normed rows of the residual stream, a row for each slot, `[hidden_size]`.
+    pooled: Activations,
 }
 
 /// A loaded model.
@@ -450,7 +452,7 @@ impl Gemma3 {
             Part::Layer { layer, rows } => self.record_layer(r, &self.layers[*layer], frame, rows.clone()),
             Part::Closing => {
                 frame.fill_masks(&self.limits, &wanted.masks);
-                self.record_closing(r, frame, wanted);
+                self.record_closing(r, frame, wanted, batch.num_tokens());
             }
         });
         self.frames[index].commands = commands;
@@ -492,12 +494,15 @@ impl Gemma3 {
         };
         let layers: Vec<u64> = c.layer_types.iter().map(layer).collect();
         // Masks are made while the layers are under way.
-        let logits = weighed(wanted.rows.len()) * (c.hidden_size * c.vocab_size) as u64;
+        let logits = match wanted.rows.len() {
+            0 => 0,
+            rows => weighed(rows) * (c.hidden_size * c.vocab_size) as u64,
+        };
         let closing = (logits, !wanted.masks.is_empty());
         step::plan(
             &layers,
             tokens,
-            (!wanted.rows.is_empty()).then_some(closing),
+            (!wanted.rows.is_empty() || !wanted.pooling.is_empty()).then_some(closing),
             self.submit_macs.min(self.max_submit_macs),
         )
     }
@@ -513,9 +518,25 @@ impl Gemma3 {
         self.record_history(r, frame, batch);
     }
 
-    /// The logits that are wanted, and what is drawn from them, or else their way to the host.
-    fn record_closing(&self, r: &mut Recorder<'_>, frame: &Frame, wanted: &Wanted) {
+    /// The sums of hidden states that are wanted; the logits, and what is drawn from them, or else their way to the host.
+    fn record_closing(&self, r: &mut Recorder<'_>, frame: &Frame, wanted: &Wanted, tokens: usize) {
         let (k, s, eps, rows) = (&self.kernels, &self.scratch, self.config.rms_norm_eps, wanted.rows.len());
+        if !wanted.pooling.is_empty() {
+            k.rms_norm(r, &s.hidden, &self.norm, eps, &s.normed, tokens);
+            let mut to = 0;
+            for PoolRequest { rows, slot, fresh, last } in &wanted.pooling {
+                let slot = *slot as usize;
+                let sums = s.pooled.rows(&(slot..slot + 1));
+                k.pool(r, &s.normed.rows(rows), &sums, *fresh, rows.len());
+                if *last {
+                    r.copy(&sums.buffer, &frame.pooled.rows(&(to..to + 1)).buffer, sums.buffer.size());
+                    to += 1;
+                }
+            }
+        }
+        if rows == 0 {
+            return;
+        }
         k.rms_norm_gather(r, &s.hidden, &frame.logit_rows, &self.norm, eps, &s.final_rows, rows);
         k.matmul(r, self.embedding.matrix(), &s.final_rows, &s.logits, rows);
         if wanted.requests.is_empty() {
@@ -646,6 +667,16 @@ impl Runner for Gemma3 {
             wanted.rows.push(ends[draw.sequence] - (tokens - draw.token) as u32);
             wanted.draw(&self.limits, draw, sequence);
         }
+        for pooling in &sampling.pooling {
+            let BatchSequence { slot, start, input, .. } = &batch.sequences[pooling.sequence];
+            let end = ends[pooling.sequence] as usize;
+            wanted.pooling.push(PoolRequest {
+                rows: end - input.len()..end,
+                slot: *slot,
+                fresh: *start == 0,
+                last: pooling.last,
+            });
+        }
         let ticket = self.next_ticket;
         self.run(ticket as usize % MAX_IN_FLIGHT, batch, &wanted)?;
         self.next_ticket += 1;
@@ -657,7 +688,7 @@ impl Runner for Gemma3 {
         assert_eq!(self.in_flight.pop_front(), Some(ticket.0), "tickets are waited for in order");
         let index = ticket.0 as usize % MAX_IN_FLIGHT;
         self.wait_for(index)?;
-        Ok(self.frames[index].drawn())
+        Ok(self.frames[index].results())
     }
 
     fn probe(&mut self) -> Result<(), RunnerError> {
@@ -875,7 +906,7 @@ impl Load<'_> {
             .collect::<Result<Vec<_>, LoadError>>()?;
 
         let frames = (0..MAX_IN_FLIGHT)
-            .map(|i| Frame::new(arena, &limits, i))
+            .map(|i| Frame::new(arena, config, &limits, i))
             .collect::<Result<Vec<_>, LoadError>>()?;
         let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
         // What the model itself has no row for is no guess.
@@ -1036,7 +1067,7 @@ impl Scratch {
         arena: &mut Arena,
         config: &Gemma3Config,
         tokens: usize,
-        sizes: [(&str, u64); 12],
+        sizes: [(&str, u64); memory::ACTIVATIONS],
     ) -> Result<Scratch, GpuError> {
         let buffers = sizes.map(|(name, bytes)| device_buffer(arena, bytes, name));
         let buffers = buffers.into_iter().collect::<Result<Vec<_>, _>>()?;
@@ -1045,9 +1076,9 @@ impl Scratch {
 
     /// The same buffers for another model, whose steps come before and behind those of this one.
     fn by_turns(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
-        let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, final_rows, logits, adjusted } =
-            self;
-        let all = [hidden, normed, delta, q, attended, k, v, gate, up, final_rows, logits, adjusted];
+        let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, .. } = self;
+        let Scratch { final_rows, logits, adjusted, pooled, .. } = self;
+        let all = [hidden, normed, delta, q, attended, k, v, gate, up, final_rows, logits, adjusted, pooled];
         Scratch::of(config, tokens, all.map(|activations| activations.buffer.clone()).into())
     }
 
@@ -1071,6 +1102,7 @@ impl Scratch {
             final_rows: next(),
             logits: next(),
             adjusted: next(),
+            pooled: next(),
         }
     }
 }

@@ -215,6 +215,7 @@ impl<'a> Demand<'a> {
             },
             max_context: context,
             vocab_size: self.config.vocab_size,
+            hidden_size: self.config.hidden_size,
         }
     }
 
@@ -255,7 +256,7 @@ impl<'a> Demand<'a> {
             for step in 0..MAX_IN_FLIGHT {
                 let input = step_input_bytes(&limits).iter().sum();
                 add(Class::Staging, MemoryKind::Upload, input, format!("step {step} input"));
-                add(Class::Staging, MemoryKind::Readback, drawn_bytes().iter().sum(), "drawn ids".into());
+                add(Class::Staging, MemoryKind::Readback, results_bytes(c).iter().sum(), "results".into());
             }
 
             for (i, kind) in c.layer_types.iter().enumerate() {
@@ -314,7 +315,7 @@ impl<'a> Demand<'a> {
     }
 
     /// The activations of a step, each as large as the larger of the models needs it.
-    pub(super) fn activation_bytes(&self) -> [(&'static str, u64); 12] {
+    pub(super) fn activation_bytes(&self) -> [(&'static str, u64); ACTIVATIONS] {
         let mut largest = activations(self.config, self.batch_tokens()).map(|(name, ..)| (name, 0));
         for (_, config, _) in self.models() {
             for (most, (_, rows, width)) in largest.iter_mut().zip(activations(config, self.batch_tokens())) {
@@ -491,9 +492,12 @@ fn largest(mut fitting: usize, most: usize, fits: impl Fn(usize) -> bool) -> usi
 
 /// u32 per slot: the id last sampled there.
 pub(super) const SAMPLED_BYTES: u64 = 4 * MAX_SEQUENCES as u64;
-/// What comes back for each row of logits: a u32 of the id, and its log probabilities.
-pub(super) fn drawn_bytes() -> [u64; 2] {
-    [4 * LOGIT_ROWS as u64, (4 * LOGIT_ROWS * LOGPROB_WORDS) as u64].map(|bytes| bytes.next_multiple_of(256))
+/// What comes back of a step: for each row of logits a u32 of the id, and its log probabilities; for each sequence the sum
+/// of its hidden states.
+pub(super) fn results_bytes(c: &Gemma3Config) -> [u64; 3] {
+    let rows = LOGIT_ROWS as u64;
+    let pooled = Activations::bytes(MAX_SEQUENCES, c.hidden_size);
+    [4 * rows, 4 * rows * LOGPROB_WORDS as u64, pooled].map(|bytes| bytes.next_multiple_of(256))
 }
 
 /// u32 for each position of each slot, and of a sequence that fills up a step.
@@ -501,8 +505,11 @@ pub(super) fn history_bytes(limits: &Limits) -> u64 {
     4 * ((limits.max_sequences + 1) * limits.max_context) as u64
 }
 
+/// Buffers of [`activations`].
+pub(super) const ACTIVATIONS: usize = 13;
+
 /// Activations of a step: name, rows, width, in the order of `Scratch`.
-pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 12] {
+pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); ACTIVATIONS] {
     let heads = c.num_attention_heads * c.head_dim;
     let kv_heads = c.num_key_value_heads * c.head_dim;
     [
@@ -518,6 +525,7 @@ pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, us
         ("final rows", LOGIT_ROWS, c.hidden_size),
         ("logits", LOGIT_ROWS, c.vocab_size),
         ("adjusted logits", LOGIT_ROWS, c.vocab_size),
+        ("pooled", MAX_SEQUENCES, c.hidden_size),
     ]
 }
 

@@ -13,5 +13,6 @@ pub mod weights;
 
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,
-    Logprobs, MAX_BIASES, MAX_LOGPROBS, Mask, Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
+    Logprobs, MAX_BIASES, MAX_LOGPROBS, Mask, Pooling, Runner, RunnerError, Sampled, Sampling,
+    SamplingParams, Ticket,
 };

@@ -48,6 +48,8 @@ pub struct Limits {
     pub max_context: usize,
     /// Ids a prompt may contain and sampling may yield are `0..vocab_size`.
     pub vocab_size: usize,
+    /// Elements of a hidden state.
+    pub hidden_size: usize,
 }
 
 /// One of the two pools of [`KvLimits`].
@@ -210,10 +212,23 @@ impl fmt::Debug for Mask {
     }
 }
 
-/// What a step draws, in ascending order of (sequence, token).
+/// A sequence whose final hidden states are added up, those of its tokens in this step to those of the steps before; a sum
+/// begins anew at position 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pooling {
+    /// Index into `Batch::sequences`.
+    pub sequence: usize,
+    /// Whether the sum comes back: its last token is in this step.
+    pub last: bool,
+}
+
+/// What a step yields.
 #[derive(Debug, Clone, Default)]
 pub struct Sampling {
+    /// In ascending order of (sequence, token).
     pub draws: Vec<Draw>,
+    /// In ascending order, none twice.
+    pub pooling: Vec<Pooling>,
 }
 
 /// A sequence whose next ids a draft model is to guess, none of whose steps is in flight.
@@ -230,13 +245,16 @@ pub struct DraftRequest {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket(pub u64);
 
-/// Ids drawn in one step, one per entry of [`Sampling::draws`], in that order; none where the logits were no finite
+/// What one step yielded. The ids: one per entry of [`Sampling::draws`], in that order; none where the logits were no finite
 /// numbers, which is the sequence's fault, not the device's: the others may go on.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Sampled {
     pub ids: Vec<Option<u32>>,
     /// For each of them, where they were wanted.
     pub logprobs: Vec<Option<Logprobs>>,
+    /// For each entry of [`Sampling::pooling`] that was the last of its sequence: the sums of the hidden states behind the
+    /// final norm, `[hidden_size]`.
+    pub pooled: Vec<Vec<f32>>,
 }
 
 /// Natural logarithms of what the model itself holds for likely, before penalties, temperature and the rest.

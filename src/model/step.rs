@@ -17,13 +17,15 @@ use std::time::Duration;
 
 use rayon::prelude::*;
 
+use super::config::Gemma3Config;
 use super::gemma3::LoadError;
 use super::memory::{self, LOGIT_ROWS};
 use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Mask, Sampled};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission};
 use crate::kernels::{
-    Bias, DrawArrays, LAST_SAMPLED, LOGPROB_WORDS, NO_TOKEN, SampleRequest, StepArrays, mask_words,
+    Activations, Bias, DrawArrays, LAST_SAMPLED, LOGPROB_WORDS, NO_TOKEN, SampleRequest, StepArrays,
+    mask_words,
 };
 
 /// Layers that are recorded together.
@@ -116,6 +118,15 @@ pub(super) struct Wanted {
     pub requests: Vec<SampleRequest>,
     pub bias: Vec<Bias>,
     pub masks: Vec<Mask>,
+    pub pooling: Vec<PoolRequest>,
+}
+
+/// Rows of a step whose hidden states are added up in a slot.
+pub(super) struct PoolRequest {
+    pub rows: Range<usize>,
+    pub slot: u32,
+    pub fresh: bool,
+    pub last: bool,
 }
 
 /// What one step in flight needs for itself.
@@ -128,9 +139,12 @@ pub(super) struct Frame {
     /// u32 of each sequence of the step, and ids that the history gets from the host.
     pub slots: Buffer,
     pub history: Buffer,
+    /// Sums of hidden states, f32 `[max_sequences, hidden_size]`, for the host.
+    pub pooled: Activations,
     pub commands: Commands,
-    /// What was asked of the step in flight, for each id: [`SampleRequest::logprobs`].
+    /// What was asked of the step in flight, for each id: [`SampleRequest::logprobs`]; and rows of `pooled`.
     logprobs: Vec<u32>,
+    sums: usize,
 }
 
 /// What is recorded for a frame.
@@ -283,7 +297,12 @@ impl Commands {
 }
 
 impl Frame {
-    pub fn new(arena: &mut Arena, limits: &Limits, index: usize) -> Result<Frame, LoadError> {
+    pub fn new(
+        arena: &mut Arena,
+        config: &Gemma3Config,
+        limits: &Limits,
+        index: usize,
+    ) -> Result<Frame, LoadError> {
         let sizes = memory::step_input_bytes(limits);
         let name = format!("step {index} input");
         let input = arena.alloc(MemoryKind::Upload, Class::Staging, sizes.iter().sum(), &name)?;
@@ -295,16 +314,14 @@ impl Frame {
         let [ids, positions, sequence_of, full_slots, full_tables, sliding_slots, tables, ..] =
             arrays.clone();
         let [.., logit_rows, requests, slots, history, bias, masks] = arrays;
-        let [ids_bytes, logprobs_bytes] = memory::drawn_bytes();
-        let bytes = ids_bytes + logprobs_bytes;
-        let drawn = arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "drawn ids")?;
-        let draws = DrawArrays {
-            requests,
-            bias,
-            masks,
-            ids: drawn.slice(0, ids_bytes),
-            logprobs: drawn.slice(ids_bytes, logprobs_bytes),
-        };
+        let sizes = memory::results_bytes(config);
+        let results = arena.alloc(MemoryKind::Readback, Class::Staging, sizes.iter().sum(), "results")?;
+        let mut offset = 0;
+        let [drawn, logprobs, pooled] = sizes.map(|bytes| {
+            offset += bytes;
+            results.slice(offset - bytes, bytes)
+        });
+        let draws = DrawArrays { requests, bias, masks, ids: drawn, logprobs };
         // The blocks of those tokens that fill up a step: one behind the pool's own.
         let nobody = |blocks: usize| vec![blocks as u32; memory::table_blocks(limits)];
         let row = 4 * (limits.max_sequences * memory::table_blocks(limits)) as u64;
@@ -329,8 +346,10 @@ impl Frame {
             draws,
             slots,
             history,
+            pooled: Activations::new(pooled, config.hidden_size),
             commands: Commands::default(),
             logprobs: Vec::new(),
+            sums: 0,
         })
     }
 
@@ -414,6 +433,7 @@ impl Frame {
         self.draws.requests.write(0, requests);
         self.draws.bias.write(0, bias);
         self.logprobs = requests.iter().map(|request| request.logprobs).collect();
+        self.sums = wanted.pooling.iter().filter(|pooling| pooling.last).count();
     }
 
     /// The log probabilities of a row, where they were wanted and an id was drawn.
@@ -441,13 +461,19 @@ impl Frame {
         }
     }
 
-    /// The ids of the step, which was waited for, and their log probabilities.
-    pub fn drawn(&self) -> Sampled {
+    /// What the step yielded, which was waited for.
+    pub fn results(&self) -> Sampled {
         let mut ids = vec![0u32; self.logprobs.len()];
         self.draws.ids.read(0, &mut ids);
         let logprobs = (0..).zip(&self.logprobs).zip(&ids);
         let logprobs = logprobs.map(|((row, wanted), id)| self.read_logprobs(row, *wanted, *id)).collect();
-        Sampled { ids: ids.into_iter().map(|id| (id != NO_TOKEN).then_some(id)).collect(), logprobs }
+        let pooled = (0..self.sums).map(|row| {
+            let mut sums = vec![0f32; self.pooled.width];
+            self.pooled.rows(&(row..row + 1)).buffer.read(0, &mut sums);
+            sums
+        });
+        let ids = ids.into_iter().map(|id| (id != NO_TOKEN).then_some(id)).collect();
+        Sampled { ids, logprobs, pooled: pooled.collect() }
     }
 }
 

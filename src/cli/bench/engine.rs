@@ -181,7 +181,7 @@ fn run(
             Some(Event::Token { timings, .. }) => progress(timings.predicted_n),
             Some(Event::Finished { timings, .. }) => return Ok(timings),
             Some(Event::Failed(error)) => return Err(error.into()),
-            Some(Event::Prompt { .. }) => {} // nobody asked
+            Some(Event::Prompt { .. } | Event::Pooled { .. }) => {} // nobody asked
             None => unreachable!("a stream ends with Finished or Failed"),
         }
     }
@@ -279,7 +279,7 @@ fn decode_together(
                     break;
                 }
             }
-            Event::Prompt { .. } => {} // nobody asked
+            Event::Prompt { .. } | Event::Pooled { .. } => {} // nobody asked
             Event::Finished { .. } => {
                 let problem = "a stream came to the end of the context before all had decoded enough";
                 let advice = "give a larger --context, fewer streams, or fewer tokens";
