@@ -11,6 +11,7 @@ mod demo;
 mod door;
 mod draft;
 mod drive;
+mod embeddings;
 mod engine;
 mod fake_runner;
 #[allow(dead_code)]

@@ -16,9 +16,9 @@ use super::Server;
 use super::answer::{AnswerText, Reason};
 use super::error::ApiError;
 use super::exchange::{self, Answers, Caller, Exchange, Piece, Reply, finish_reason, timings_json, usage};
-use super::request::{ChatRequest, Fields, kind, missing, object, token_ids};
+use super::prompts::{Prompt, prompts};
+use super::request::{ChatRequest, Fields, missing, object};
 use super::service::Service;
-use super::tokens;
 use crate::engine::Request;
 use crate::model::{Logprobs, MAX_LOGPROBS};
 
@@ -27,15 +27,9 @@ const MAX_TOKENS: i64 = 16;
 /// Prompts of one request.
 const MAX_PROMPTS: usize = 128;
 
-/// What to go on from.
-enum Prompt {
-    Text(String),
-    Ids(Vec<u32>),
-}
-
 /// How the answer is wanted.
 struct Form {
-    prompts: Vec<Prompt>,
+    prompts: Vec<(String, Prompt)>,
     /// Answers to each of them.
     n: usize,
     stream: bool,
@@ -67,7 +61,7 @@ fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
     let body = object(body)?;
     let fields = Fields(&body);
     let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
-    let prompts = prompts(fields.get("prompt").ok_or_else(|| missing("prompt"))?)?;
+    let prompts = prompts("prompt", fields.get("prompt").ok_or_else(|| missing("prompt"))?, MAX_PROMPTS)?;
     let echo = fields.bool("echo")?.unwrap_or(false);
     let max_tokens = fields.integer("max_tokens", i64::from(!echo), i64::from(u32::MAX))?;
     let max_tokens = max_tokens.unwrap_or(MAX_TOKENS);
@@ -95,57 +89,14 @@ fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
     Ok((ChatRequest { logprobs, ..options }, form))
 }
 
-fn prompts(value: &Value) -> Result<Vec<Prompt>, ApiError> {
-    const AT: &str = "prompt";
-    let of_text = |text: &String| Prompt::Text(text.clone());
-    let prompts = match value {
-        Value::String(text) => vec![of_text(text)],
-        Value::Array(items) if items.first().is_some_and(Value::is_number) => {
-            vec![Prompt::Ids(token_ids(AT, items)?)]
-        }
-        Value::Array(items) => {
-            let each = items.iter().enumerate().map(|(i, item)| match item {
-                Value::String(text) => Ok(of_text(text)),
-                Value::Array(ids) => Ok(Prompt::Ids(token_ids(&format!("{AT}[{i}]"), ids)?)),
-                other => {
-                    let problem = format!("expected a string or a list of token ids, got {}", kind(other));
-                    Err(ApiError::invalid(format!("{AT}[{i}]"), problem))
-                }
-            });
-            each.collect::<Result<Vec<_>, _>>()?
-        }
-        other => {
-            let problem = format!("expected a string, a list of them, or token ids, got {}", kind(other));
-            return Err(ApiError::invalid(AT, problem));
-        }
-    };
-    if !(1..=MAX_PROMPTS).contains(&prompts.len()) {
-        return Err(ApiError::invalid(
-            AT,
-            format!("expected 1 to {MAX_PROMPTS} prompts, got {}", prompts.len()),
-        ));
-    }
-    Ok(prompts)
-}
-
 fn prepare(
     service: &Service,
     request: &ChatRequest,
     form: &mut Form,
 ) -> Result<Vec<(Request, AnswerText)>, ApiError> {
     let mut prepared = Vec::with_capacity(form.prompts.len());
-    for (i, prompt) in form.prompts.iter().enumerate() {
-        let (mut engine, answer) = service.prepare_with(request, || {
-            let ids = match prompt {
-                Prompt::Text(text) => service.encode(text, true)?,
-                Prompt::Ids(ids) => {
-                    tokens::check(service, "prompt", ids)?;
-                    ids.clone()
-                }
-            };
-            let problem = "expected at least one token";
-            if ids.is_empty() { Err(ApiError::invalid(format!("prompt[{i}]"), problem)) } else { Ok(ids) }
-        })?;
+    for (at, prompt) in &form.prompts {
+        let (mut engine, answer) = service.prepare_with(request, || prompt.ids(service, at))?;
         let mut echo = Echo::default();
         if form.echo {
             engine.prompt_logprobs = form.logprobs;

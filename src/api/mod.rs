@@ -15,6 +15,7 @@ mod chat;
 mod completions;
 mod conversation;
 mod door;
+mod embeddings;
 mod error;
 mod exchange;
 mod grammar;
@@ -24,6 +25,7 @@ mod listen;
 mod messages;
 mod metrics;
 mod page;
+mod prompts;
 mod request;
 mod responses;
 mod service;
@@ -161,6 +163,7 @@ pub fn router(server: Arc<Server>) -> Router {
         .route("/v1/models/{*id}", get(model))
         .route("/v1/chat/completions", post(chat::completions))
         .route("/v1/completions", post(completions::completions))
+        .route("/v1/embeddings", post(embeddings::embeddings))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
         .route("/v1/responses", post(responses::create))

@@ -242,7 +242,8 @@ pub(super) fn card(server: &Server) -> Value {
         // vLLM's, OpenRouter's, and llama.cpp's words for one thing.
         card["max_model_len"] = limits.max_context.into();
         card["context_length"] = limits.max_context.into();
-        card["meta"] = json!({"n_ctx": limits.max_context, "n_vocab": limits.vocab_size});
+        card["meta"] =
+            json!({"n_ctx": limits.max_context, "n_vocab": limits.vocab_size, "n_embd": limits.hidden_size});
     }
     card
 }

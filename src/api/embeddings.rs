@@ -1,0 +1,145 @@
+//! `POST /v1/embeddings`: the mean over a text's tokens, those that begin it included, of the hidden states behind the
+//! model's final norm, scaled to length 1.
+//!
+//! That is all there is to embed with in a model which was trained to go on with a text and not to compare texts: it does
+//! for what lies close together, and a model made for it does better. Nothing is cut: a text longer than the context is
+//! refused. Refuses `dimensions` other than its own, since leaving some out is nothing that this model was trained for.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use futures::StreamExt;
+use futures::stream::FuturesOrdered;
+use serde_json::{Value, json};
+
+use super::Server;
+use super::answer::Reason;
+use super::error::ApiError;
+use super::exchange::{self, Caller};
+use super::metrics::Followed;
+use super::prompts::{Prompt, prompts};
+use super::request::{Fields, missing, object};
+use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
+
+/// Texts of one request, as OpenAI has it.
+const MAX_INPUTS: usize = 2048;
+/// Of these, those that the engine has at once: enough for a full step, and few beside what others ask.
+const AT_ONCE: usize = 8;
+
+/// How the numbers are written.
+#[derive(Clone, Copy)]
+enum Encoding {
+    Float,
+    /// f32, the least significant byte first.
+    Base64,
+}
+
+impl Encoding {
+    fn write(self, state: &[f32]) -> Value {
+        match self {
+            Encoding::Float => json!(state),
+            Encoding::Base64 => {
+                let bytes: Vec<u8> = state.iter().flat_map(|x| x.to_le_bytes()).collect();
+                json!(BASE64_STANDARD.encode(bytes))
+            }
+        }
+    }
+}
+
+/// The handler.
+pub(super) async fn embeddings(
+    State(server): State<Arc<Server>>,
+    caller: Caller,
+    body: Body,
+) -> Result<Json<Value>, ApiError> {
+    let prepared = exchange::work(&server, body, |server, body| {
+        let body = object(body)?;
+        let fields = Fields(&body);
+        let model = fields.string("model")?.ok_or_else(|| missing("model"))?;
+        let inputs = prompts("input", fields.get("input").ok_or_else(|| missing("input"))?, MAX_INPUTS)?;
+        if let Some((at, _)) = inputs.iter().find(|(_, text)| matches!(text, Prompt::Text(t) if t.is_empty()))
+        {
+            return Err(ApiError::invalid(at, "expected a text, got an empty string"));
+        }
+        let encoding = match fields.string("encoding_format")? {
+            None | Some("float") => Encoding::Float,
+            Some("base64") => Encoding::Base64,
+            Some(_) => return Err(ApiError::invalid("encoding_format", "expected \"float\" or \"base64\"")),
+        };
+        let dimensions = fields.integer("dimensions", 1, i64::from(u32::MAX))?;
+        let service = server.service_for(model)?;
+        let hidden_size = service.engine().limits().hidden_size;
+        if dimensions.is_some_and(|n| n != hidden_size as i64) {
+            let problem = format!("this model's embeddings have {hidden_size}, and are not made to be cut");
+            return Err(ApiError::unsupported("dimensions", problem));
+        }
+        let ids = inputs.iter().map(|(at, text)| text.ids(&service, at));
+        Ok((ids.collect::<Result<Vec<_>, _>>()?, encoding, service))
+    });
+    let (arriving, (inputs, encoding, service)) = prepared.await?;
+    let mut inputs = inputs.into_iter().peekable();
+    let (mut under_way, mut embedded) = (FuturesOrdered::new(), Vec::with_capacity(inputs.len()));
+    let mut arriving = Some(arriving);
+    loop {
+        while under_way.len() < AT_ONCE
+            && let Some(ids) = inputs.peek()
+        {
+            let request = Request { client: caller.id(), pooling: true, ..Request::new(ids.clone()) };
+            match service.engine().submit(request) {
+                Ok(events) => under_way.push_back(embedding(events, server.metrics.follow(1))),
+                // A place comes free with the next of our own.
+                Err(SubmitError::QueueFull { .. }) if !under_way.is_empty() => break,
+                Err(error) => return Err(error.into()),
+            }
+            inputs.next();
+        }
+        arriving.take(); // from here on the engine's queue is the bound
+        match under_way.next().await {
+            Some(done) => embedded.push(done?),
+            None => break,
+        }
+    }
+
+    let tokens: usize = embedded.iter().map(|(_, timings)| timings.prompt_n).sum();
+    tracing::info!(inputs = embedded.len(), prompt_n = tokens, "embedded");
+    let data = embedded.iter().enumerate().map(|(index, (state, _))| {
+        json!({"object": "embedding", "index": index, "embedding": encoding.write(state)})
+    });
+    Ok(Json(json!({
+        "object": "list",
+        "data": data.collect::<Vec<_>>(),
+        "model": server.model_id,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    })))
+}
+
+/// One text's embedding, of what the engine says of it. Dropped before its end, it is cancelled.
+async fn embedding(mut events: TokenStream, mut followed: Followed) -> Result<(Vec<f32>, Timings), ApiError> {
+    let mut embedding = Vec::new();
+    while let Some(event) = events.next().await {
+        followed.event(&event);
+        match event {
+            Event::Pooled { state } => embedding = unit(state),
+            Event::Finished { timings, .. } => {
+                followed.ended(0, Reason::Stop, &timings);
+                return Ok((embedding, timings));
+            }
+            Event::Failed(error) => return Err(error.into()),
+            Event::Prompt { .. } | Event::Token { .. } => {} // nobody asked
+        }
+    }
+    Err(ApiError::Bug("an embedding had no end".into()))
+}
+
+/// A vector's direction. One of no length, which has none, stays as it is.
+fn unit(mut vector: Vec<f32>) -> Vec<f32> {
+    let length = vector.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    if length > 0.0 {
+        vector.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
+    }
+    vector
+}
