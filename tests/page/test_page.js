@@ -174,6 +174,22 @@ const tests = {
     await picture(page, "answered");
   },
 
+  async a_question_may_come_before_the_model_is_named() {
+    const context = await browser.newContext();
+    context.setDefaultTimeout(WAIT_MS);
+    let asked = 0;
+    const page = await openIn(context, (page) => page.route("**/v1/models", async (route) => {
+      // The page asks as soon as it has seen the status: that answer never comes. The second is for the question.
+      asked += 1;
+      if (asked > 1) await route.continue();
+    }));
+    await until(async () => asked === 1, "the page asks for the model");
+    await ask(page, "What is the capital of France?");
+    check((await answered(page)).includes("Paris"), await answered(page));
+    same(await page.innerText("#model"), "unicorn-demo", "the model's name");
+    same(page.problems, [], "complaints");
+  },
+
   async the_status_shows_what_the_server_tells() {
     const page = await open();
     for (const question of ["What is the capital of France?", "What is the capital of Spain?"]) {

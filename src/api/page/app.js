@@ -22,7 +22,7 @@ $("#key-form").addEventListener("submit", (event) => {
   setKey($("#key").value);
   $("#key").value = "";
   $("#key-form").hidden = true; // it comes back if the server says so
-  nameModel();
+  tryToNameModel();
   status.look();
   $("#input").focus();
 });
@@ -88,23 +88,23 @@ for (const tab of tabs) {
 
 // --- begin ----------------------------------------------------------------------------------------------
 
-/** The list of models is there while the model loads. */
+/** Asks for the model's name, and shows it. The list of models is there while the model loads. */
 async function nameModel() {
-  try {
-    const { data } = await getJson("v1/models");
-    const id = data[0].id;
-    $("#model").textContent = id;
-    document.title = `${id} · Unicorn`;
-    chat.setModel(id);
-  } catch {
-    // The status says what is wrong; once that is over, this is asked again.
-  }
+  const { data } = await getJson("v1/models");
+  const id = data[0].id;
+  $("#model").textContent = id;
+  document.title = `${id} · Unicorn`;
+  chat.setModel(id);
+  return id;
 }
+
+// Where it fails, the status says what is wrong; once that is over, this is asked again.
+const tryToNameModel = () => nameModel().catch(() => {});
 
 $("#new-chat").addEventListener("click", () => {
   view($("#tab-chat"));
   chat.clear();
 });
 recallParameters();
-chat.start(set);
-status.start(nameModel);
+chat.start(set, nameModel);
+status.start(tryToNameModel);

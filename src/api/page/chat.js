@@ -24,14 +24,16 @@ const said = document.querySelector("#said");
 let turns = remembered();
 let model = "";
 let parameters = () => ({});
+let nameModel = async () => "";
 /** What stops the answer under way. */
 let writing;
 /** Index of the turn that the composer holds for editing. */
 let edited;
 
-/** `fields` gives the request's fields beside model and messages, and {system}. */
-export function start(fields) {
+/** `fields` gives the request's fields beside model and messages, and {system}; `name` the model's, where nobody has set it. */
+export function start(fields, name) {
   parameters = fields;
+  nameModel = name;
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (writing) writing.abort();
@@ -98,7 +100,9 @@ async function answer() {
   const began = performance.now();
   const seen = {};
   try {
-    for await (const chunk of streamChat({ model, messages, ...fields }, own.signal)) {
+    // A question may come before the page has heard the model's name.
+    const named = model || (await nameModel());
+    for await (const chunk of streamChat({ model: named, messages, ...fields }, own.signal)) {
       const choice = chunk.choices?.[0];
       seen.reason = choice?.finish_reason ?? seen.reason;
       seen.timings = chunk.timings ?? seen.timings;
