@@ -11,7 +11,7 @@ use unicorn::engine::{
     EVENTS, End, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace, Priority,
     Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, TokenStream, draft,
 };
-use unicorn::model::{BlockPool, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
+use unicorn::model::{Batch, BlockPool, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
 
 use crate::fake_runner::{
     Control, FakeRunner, HANG, LIMITS, Script, fake_logprobs, fake_pooled, mixed, mixed_answer, says,
@@ -212,7 +212,11 @@ fn a_full_queue_refuses_and_every_accepted_request_is_answered_in_order() {
     control.allow(0);
     let mut running = engine.submit(request(&[9], 5)).expect("runs");
     control.submitted(1);
-    let mut queued: Vec<_> = (0..4).map(|i| engine.submit(request(&[i], 5)).expect("waits")).collect();
+    let mut queued: Vec<_> = (0..2).map(|i| engine.submit(request(&[i], 5)).expect("waits")).collect();
+    let background = Request { priority: Priority::Background, ..request(&[1], 5) };
+    let refused = engine.submit(background.clone()).err();
+    assert_eq!(refused, Some(SubmitError::QueueFull { waiting: 2 }), "half of it is for those that hurry");
+    queued.extend((2..4).map(|i| engine.submit(request(&[i], 5)).expect("waits")));
     assert_eq!(engine.submit(request(&[1], 5)).err(), Some(SubmitError::QueueFull { waiting: 4 }));
     assert_eq!(engine.stats().waiting, 4);
 
@@ -221,7 +225,7 @@ fn a_full_queue_refuses_and_every_accepted_request_is_answered_in_order() {
     for (i, stream) in queued.iter_mut().enumerate() {
         assert_eq!(collect(stream).0, mixed_answer(&[i as u32], 5, 0, 100, END));
     }
-    assert!(engine.submit(request(&[1], 5)).is_ok(), "there is room again");
+    assert!(engine.submit(background).is_ok(), "there is room again");
 }
 
 #[test]
@@ -602,6 +606,82 @@ fn interactive_requests_go_before_background_ones_which_are_not_forgotten() {
     assert_eq!(starts[1], &Input::Ids(vec![3; 4]), "the running background request gave way");
     assert!(engine.stats().preemptions >= 1);
     assert_all_free(&engine);
+}
+
+/// What a request takes of each step that it has a share in: where it begins and how many tokens. None where others share
+/// one of these steps, or have one in between.
+fn steps_alone(batches: &[Batch]) -> Option<Vec<(usize, usize)>> {
+    let alone = |batch: &Batch| match &batch.sequences[..] {
+        [sequence] => Some((sequence.start, sequence.input.len())),
+        _ => None,
+    };
+    batches.iter().map(alone).collect()
+}
+
+#[test]
+fn an_interactive_request_is_computed_as_if_no_background_one_were_there() {
+    let prompt: Vec<u32> = (100..140).collect();
+    for with_draft in [false, true] {
+        let (engine, control) = start_on(fake(wide(), with_draft));
+        let (expected, _) = collect(&mut engine.submit(request(&prompt, 20)).expect("accepted"));
+        let steps = steps_alone(&control.batches()).expect("it is alone");
+
+        let (engine, control) = start_on(fake(wide(), with_draft));
+        control.allow(3);
+        let background = |n| Request { priority: Priority::Background, ..request(&[n; 30], 60) };
+        let mut amid_its_answer = engine.submit(background(1)).expect("accepted");
+        control.submitted(4);
+        let mut waiting = engine.submit(background(2)).expect("accepted");
+        let mut interactive = engine.submit(request(&prompt, 20)).expect("accepted");
+        control.release();
+        assert_eq!(collect(&mut interactive).0, expected);
+        for (n, stream) in [(1, &mut amid_its_answer), (2, &mut waiting)] {
+            assert_eq!(
+                collect(stream).0,
+                mixed_answer(&[n; 30], 60, 0, 512, END),
+                "draft model: {with_draft}"
+            );
+        }
+        let batches = control.batches();
+        let of_prompt = |batch: &Batch| batch.sequences[0].input == Input::Ids(prompt.clone());
+        let first = batches.iter().position(of_prompt).expect("it was computed");
+        assert_eq!(first, 4, "it waits for the one step under way");
+        assert_eq!(batches[0].num_tokens(), 16, "which is short");
+        let found = steps_alone(&batches[first..first + steps.len()]);
+        assert_eq!(found, Some(steps), "draft model: {with_draft}");
+        assert_all_free(&engine);
+    }
+}
+
+#[test]
+fn background_requests_take_their_room_in_the_prefix_cache_from_one_another() {
+    let chat: Vec<u32> = (0..61).collect();
+    let ask = |engine: &EngineHandle, prompt: &[u32], priority| {
+        let request = Request { priority, ..request(prompt, 20) };
+        let (answer, last) = collect(&mut engine.submit(request).expect("accepted"));
+        let Event::Finished { timings, .. } = last else { panic!("{last:?}") };
+        (answer, timings.cached_n)
+    };
+    let (background, interactive) = (Priority::Background, Priority::Interactive);
+    // Who computed the chat first, and who comes between it and its next turn.
+    for (first, others, kept) in
+        [(interactive, background, 80), (background, background, 80), (interactive, interactive, 0)]
+    {
+        let (engine, _) = start(LIMITS, says(&[7; 20], END));
+        ask(&engine, &chat, first);
+        let (answer, _) = ask(&engine, &chat, interactive);
+        // Each takes a third of the blocks; and what asks about the chat itself takes nothing from it.
+        for n in 0..12 {
+            ask(&engine, &[n + 100; 61], others);
+        }
+        if others == background {
+            ask(&engine, &chat[..50], background);
+        }
+        let turn = [&chat[..], &answer, &[1, 2, 3]].concat();
+        let (_, cached) = ask(&engine, &turn, interactive);
+        assert_eq!(cached, kept, "{first:?}, then {others:?}");
+        assert_all_free(&engine);
+    }
 }
 
 #[test]

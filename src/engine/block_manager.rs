@@ -16,17 +16,20 @@
 //! A hit at position `p` needs the full blocks of everything before `p` and the sliding blocks of the window before `p`
 //! (no fewer: sliding layers feed each other, so the window alone cannot be computed again).
 //!
-//! What goes first where room is needed: of full blocks the longest unused one that no other builds on; of sliding blocks
-//! those that no turn of a conversation ended in, then those of the oldest turn.
+//! What goes first where room is needed: what background sequences alone have used, then the rest; of full blocks in either
+//! the longest unused one that no other builds on; of sliding blocks those that no turn of a conversation ended in, then
+//! those of the oldest turn. So background sequences take their room from one another, once they have some.
 //!
 //! Invariants, checked by [`BlockManager::check`]: a block is free, cached (registered, held by none) or held, and is held
 //! as often as tables name it; whoever holds a full block holds those before it; a sliding block is registered only
-//! beside its full block.
+//! beside its full block; what an interactive sequence has used builds on such blocks alone.
 
+use std::cmp::Reverse;
 use std::collections::hash_map::RandomState;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::BuildHasher;
 
+use super::sequence::Priority;
 use crate::model::{BlockCopy, BlockPool, KvLimits};
 
 /// The blocks of one sequence: what [`BlockManager::admit`] gives and [`BlockManager::release`] takes back.
@@ -39,6 +42,8 @@ pub struct BlockTable {
     sliding_first: usize,
     /// The registered ones of `full`, from the first on.
     nodes: Vec<NodeId>,
+    /// Of the sequence.
+    priority: Priority,
 }
 
 impl BlockTable {
@@ -77,6 +82,23 @@ struct Node {
     used: [u64; 2],
     /// The newest turn whose end needs the sliding block; 0 is none.
     turn: u64,
+    /// The first class, in their order, that has used it.
+    priority: Priority,
+}
+
+/// In which order full blocks go, the first one first.
+type FullKey = (Reverse<Priority>, u64, NodeId);
+/// The same for sliding blocks.
+type SlidingKey = (Reverse<Priority>, u64, u64, NodeId);
+
+impl Node {
+    fn full_key(&self, id: NodeId) -> FullKey {
+        (Reverse(self.priority), self.used[0], id)
+    }
+
+    fn sliding_key(&self, id: NodeId) -> SlidingKey {
+        (Reverse(self.priority), self.turn, self.used[1], id)
+    }
 }
 
 /// One of the two pools.
@@ -127,10 +149,10 @@ pub struct BlockManager {
     by_chain: HashMap<u64, NodeId>,
     /// Salts the chains: what another process or model would call the same tokens is none of ours.
     salt: RandomState,
-    /// Nodes whose full block can go, by when it was last used: nobody holds it, and no node builds on it.
-    full_order: BTreeSet<(u64, NodeId)>,
-    /// Nodes whose sliding block can go, by turn and by when it was last used.
-    sliding_order: BTreeSet<(u64, u64, NodeId)>,
+    /// Nodes whose full block can go: nobody holds it, and no node builds on it.
+    full_order: BTreeSet<FullKey>,
+    /// Nodes whose sliding block can go.
+    sliding_order: BTreeSet<SlidingKey>,
     /// Ends of turns, oldest first, and their nodes.
     turns: VecDeque<(u64, Vec<NodeId>)>,
     next_turn: u64,
@@ -166,15 +188,16 @@ impl BlockManager {
 
     /// A table for a sequence that starts with `tokens`, and how many of them it need not compute: whole blocks, and
     /// never all of `tokens`, for the last one's logits are wanted.
-    pub fn admit(&mut self, tokens: &[u32]) -> (BlockTable, usize) {
+    pub fn admit(&mut self, tokens: &[u32], priority: Priority) -> (BlockTable, usize) {
         let path = self.longest_path(tokens);
         let blocks = self.usable(&path);
         let nodes = path[..blocks].to_vec();
-        let mut table = BlockTable::default();
+        let mut table = BlockTable { priority, ..BlockTable::default() };
         if self.limits.sliding_window.is_some() {
             table.sliding_first = self.first_needed(blocks * self.limits.block_size);
         }
         for (i, id) in nodes.iter().enumerate() {
+            self.use_as(*id, priority);
             let block = self.nodes[*id as usize].full;
             self.hold(BlockPool::Full, block);
             table.full.push(block);
@@ -281,6 +304,7 @@ impl BlockManager {
             sliding: table.sliding.clone(),
             sliding_first: table.sliding_first,
             nodes: table.nodes.clone(),
+            priority: table.priority,
         }
     }
 
@@ -296,10 +320,11 @@ impl BlockManager {
                 Ok(Some(id)) if self.share_full(table, index, id) => id,
                 // Forks have the same block, and would not hold the one that was registered before.
                 Ok(Some(_)) => break,
-                Ok(None) => self.register(parent, chain, tokens, table.full[index]),
+                Ok(None) => self.register(parent, chain, tokens, table),
                 // Two chains with one hash: the second is not cached.
                 Err(Collision) => break,
             };
+            self.use_as(id, table.priority);
             table.nodes.push(id);
             if let Some(i) = index.checked_sub(table.sliding_first).filter(|i| *i < table.sliding.len()) {
                 self.share_sliding(table, i, id);
@@ -320,8 +345,11 @@ impl BlockManager {
     }
 
     /// Notes that a turn of a conversation ends behind the registered tokens of `table`: the next one will start from
-    /// there, so the window there goes last.
+    /// there, so the window there goes last. Nobody goes on from what ran in the background.
     pub fn end_turn(&mut self, table: &BlockTable) {
+        if table.priority == Priority::Background {
+            return;
+        }
         let first = self.first_needed(table.nodes.len() * self.limits.block_size);
         let window = &table.nodes[first.min(table.nodes.len())..];
         if self.limits.sliding_window.is_none() || window.is_empty() {
@@ -399,7 +427,9 @@ impl BlockManager {
         if node.parent == parent && *node.tokens == *tokens { Ok(Some(id)) } else { Err(Collision) }
     }
 
-    fn register(&mut self, parent: Option<NodeId>, chain: u64, tokens: &[u32], full: u32) -> NodeId {
+    /// Makes the block behind the registered ones of `table` one of them.
+    fn register(&mut self, parent: Option<NodeId>, chain: u64, tokens: &[u32], table: &BlockTable) -> NodeId {
+        let full = table.full[table.nodes.len()];
         let node = Node {
             parent,
             chain,
@@ -409,6 +439,7 @@ impl BlockManager {
             sliding: None,
             used: [self.clock; 2],
             turn: 0,
+            priority: table.priority,
         };
         let id = match self.unused_nodes.pop() {
             Some(id) => {
@@ -460,13 +491,26 @@ impl BlockManager {
     }
 
     fn set_turn(&mut self, id: NodeId, turn: u64) {
+        self.change(id, |node| node.turn = turn);
+    }
+
+    /// Notes that a sequence of that class uses the node.
+    fn use_as(&mut self, id: NodeId, priority: Priority) {
+        self.change(id, |node| node.priority = node.priority.min(priority));
+    }
+
+    /// Changes what decides when the blocks of a node go.
+    fn change(&mut self, id: NodeId, change: impl FnOnce(&mut Node)) {
         let node = &mut self.nodes[id as usize];
-        let cached = node.sliding.is_some_and(|block| self.sliding.holders[block as usize] == 0);
-        if cached {
-            self.sliding_order.remove(&(node.turn, node.used[1], id));
-            self.sliding_order.insert((turn, node.used[1], id));
+        let full = self.full_order.remove(&node.full_key(id));
+        let sliding = self.sliding_order.remove(&node.sliding_key(id));
+        change(node);
+        if full {
+            self.full_order.insert(node.full_key(id));
         }
-        node.turn = turn;
+        if sliding {
+            self.sliding_order.insert(node.sliding_key(id));
+        }
     }
 
     /// Forgets the oldest turns until the rest is within its bound.
@@ -526,8 +570,8 @@ impl BlockManager {
         which.cached -= 1;
         let node = &self.nodes[id as usize];
         match pool {
-            BlockPool::Full => self.full_order.remove(&(node.used[0], id)),
-            BlockPool::Sliding => self.sliding_order.remove(&(node.turn, node.used[1], id)),
+            BlockPool::Full => self.full_order.remove(&node.full_key(id)),
+            BlockPool::Sliding => self.sliding_order.remove(&node.sliding_key(id)),
         };
     }
 
@@ -549,19 +593,19 @@ impl BlockManager {
             BlockPool::Full => {
                 node.used[0] = clock;
                 if node.children == 0 {
-                    self.full_order.insert((clock, id));
+                    self.full_order.insert(node.full_key(id));
                 }
             }
             BlockPool::Sliding => {
                 node.used[1] = clock;
-                self.sliding_order.insert((node.turn, clock, id));
+                self.sliding_order.insert(node.sliding_key(id));
             }
         }
     }
 
-    /// Frees the longest unused full block that no other builds on, and its node with it.
+    /// Frees the full block that goes first, and its node with it.
     fn evict_full(&mut self) {
-        let (_, id) = self.full_order.pop_first().expect("the caller has seen that there is room");
+        let (.., id) = self.full_order.pop_first().expect("the caller has seen that there is room");
         if self.nodes[id as usize].sliding.is_some() {
             self.free_sliding(id);
         }
@@ -576,7 +620,7 @@ impl BlockManager {
             let node = &mut self.nodes[parent as usize];
             node.children -= 1;
             if node.children == 0 && self.full.holders[node.full as usize] == 0 {
-                self.full_order.insert((node.used[0], parent));
+                self.full_order.insert(node.full_key(parent));
             }
         }
     }
@@ -590,10 +634,7 @@ impl BlockManager {
     fn free_sliding(&mut self, id: NodeId) {
         let node = &mut self.nodes[id as usize];
         let block = node.sliding.take().expect("the node has one");
-        assert!(
-            self.sliding_order.remove(&(node.turn, node.used[1], id)),
-            "a held block is about to be freed"
-        );
+        assert!(self.sliding_order.remove(&node.sliding_key(id)), "a held block is about to be freed");
         node.turn = 0;
         self.sliding.node[block as usize] = None;
         self.sliding.cached -= 1;
@@ -654,6 +695,7 @@ impl BlockManager {
             if let Some(parent) = node.parent {
                 children[parent as usize] += 1;
                 let parent = &self.nodes[parent as usize];
+                assert!(parent.priority <= node.priority, "what is kept builds on what goes first");
                 assert!(
                     !held || self.full.holders[parent.full as usize] > 0,
                     "a block is held, and the one before is not"
@@ -662,7 +704,7 @@ impl BlockManager {
             if !held && node.children == 0 {
                 leaves += 1;
                 assert!(
-                    self.full_order.contains(&(node.used[0], id)),
+                    self.full_order.contains(&node.full_key(id)),
                     "a full block that can go is not listed"
                 );
             }
@@ -670,8 +712,10 @@ impl BlockManager {
                 assert_eq!(self.sliding.node[block as usize], Some(id), "a node's sliding block");
                 if self.sliding.holders[block as usize] == 0 {
                     windows += 1;
-                    let key = (node.turn, node.used[1], id);
-                    assert!(self.sliding_order.contains(&key), "a sliding block that can go is not listed");
+                    assert!(
+                        self.sliding_order.contains(&node.sliding_key(id)),
+                        "a sliding block that can go is not listed"
+                    );
                 }
             }
         }

@@ -312,7 +312,7 @@ impl EngineHandle {
     pub fn submit(&self, request: Request) -> Result<TokenStream, SubmitError> {
         self.health()?;
         let max_tokens = self.admissible(&request)?;
-        let permit = Permit::take(&self.shared)?;
+        let permit = Permit::take(&self.shared, request.priority)?;
 
         let (sender, receiver) = events::channel(EVENTS);
         let choices = 1 + request.more_seeds.len();
@@ -567,8 +567,13 @@ impl Shared {
 struct Permit(Arc<Shared>);
 
 impl Permit {
-    fn take(shared: &Arc<Shared>) -> Result<Self, SubmitError> {
-        let more = |n| (n < shared.queue).then_some(n + 1);
+    /// Half of the queue is for interactive requests alone.
+    fn take(shared: &Arc<Shared>, priority: Priority) -> Result<Self, SubmitError> {
+        let places = match priority {
+            Priority::Interactive => shared.queue,
+            Priority::Background => shared.queue.div_ceil(2),
+        };
+        let more = |n| (n < places).then_some(n + 1);
         match shared.waiting.fetch_update(Ordering::AcqRel, Ordering::Acquire, more) {
             Ok(_) => Ok(Self(Arc::clone(shared))),
             Err(waiting) => Err(SubmitError::QueueFull { waiting }),

@@ -3,9 +3,12 @@
 //! One cycle is [`Scheduler::schedule`] -> the step -> [`Scheduler::commit`], and a second step may be scheduled before
 //! the first is committed: what that one draws goes on without the host. Steps are committed in their order.
 //!
-//! Under one budget of tokens per step come, of interactive sequences and then of background ones: those that decode,
-//! those that are amid their prompt, and as many waiting ones as find a slot and blocks. Prompts are cut into chunks, and
-//! where others decode in the same step, a chunk is only so long that the step stays within [`SchedulerConfig::gap`].
+//! Under one budget of tokens per step come those that decode, those that are amid their prompt, and as many waiting ones as
+//! find a slot and blocks. Prompts are cut into chunks, and where others decode in the same step, a chunk is only so long
+//! that the step stays within [`SchedulerConfig::gap`].
+//!
+//! Background sequences get on where no interactive one waits or runs, in steps that stay within the same gap and do not
+//! overlap: one that arrives takes what it would take alone, but for the rest of one such step.
 //!
 //! Who waits first: of the clients the one that was given the fewest tokens so far, and of its requests the oldest
 //! (virtual token counters: Sheng et al., Fairness in Serving Large Language Models, 2024). Nobody is passed over for
@@ -37,7 +40,7 @@ use crate::model::{
 
 #[derive(Debug, Clone, Copy)]
 pub struct SchedulerConfig {
-    /// What a step with decodes in it may take, as far as its prefill goes.
+    /// What a step that others wait for may take, as far as its prefill goes: with decodes in it, or in the background.
     pub gap: Duration,
     /// Steps after which a sequence that did not get on is first in line, whatever its priority and its client.
     pub patience: u64,
@@ -151,8 +154,8 @@ struct Draft {
     draws: usize,
     /// Ids of history.
     history: usize,
-    /// Whether anybody waits for its next id: in the step, or in one under way.
-    decodes: bool,
+    /// Whether it is to keep within the gap: somebody waits for an id of it or of one under way, or may come while it runs.
+    hurries: bool,
     /// Whether a part of a prompt is in it.
     prefills: bool,
 }
@@ -282,19 +285,20 @@ impl Scheduler {
     /// Whether a sequence wants guesses of the draft model, or will when the steps under way are committed: until then,
     /// nothing more is to be scheduled.
     pub fn wants_draft(&self) -> bool {
-        let share = self.draft_share();
-        share > 0 && self.running.iter().any(|s| s.speculating || self.wanted_guesses(s, share) > 0)
+        let (class, share) = (self.class(), self.draft_share());
+        let wants = |s: &Sequence| s.speculating || self.wanted_guesses(s, share) > 0;
+        share > 0 && self.running.iter().filter(|s| s.class() == class).any(wants)
     }
 
     /// What the draft model is to guess before the next step is scheduled, with none under way: for the sequences that
     /// decode, if prompt lookup has nothing to say. They get blocks for it where those are free.
     pub fn wishes(&mut self) -> Vec<(SequenceId, DraftRequest)> {
-        let share = self.draft_share();
+        let (class, share) = (self.class(), self.draft_share());
         let mut wishes = Vec::new();
         for index in 0..self.running.len() {
             let wanted = self.wanted_guesses(&self.running[index], share);
             let sequence = &mut self.running[index];
-            if wanted == 0 || sequence.drawn > 0 {
+            if wanted == 0 || sequence.drawn > 0 || sequence.class() != class {
                 continue;
             }
             if !sequence.lookup.propose(&sequence.tokens, wanted).is_empty() {
@@ -327,7 +331,7 @@ impl Scheduler {
         if !self.config.draft_model {
             return 0;
         }
-        let decoding = self.running.iter().filter(|s| s.submitted >= s.prompt_len).count();
+        let decoding = self.decoding(self.class()).count();
         let room =
             self.config.speculation_tokens.min(self.limits.max_batch_tokens).min(self.limits.max_draws);
         (room / decoding.max(1)).saturating_sub(1)
@@ -343,12 +347,6 @@ impl Scheduler {
         if wanted == 0 || !decodes || s.mask.is_some() || s.unseen() > 0 {
             return 0;
         }
-        // The prompts of those that somebody waits for come first, and leave no room in the step.
-        let prompts =
-            self.waiting.iter().chain(&self.running).filter(|other| other.submitted < other.prompt_len);
-        if prompts.into_iter().any(|other| other.priority < s.priority) {
-            return 0;
-        }
         let is_own = self.blocks.shared_at(&s.table, s.submitted) == [None, None];
         let has_room = self.blocks.has_room(self.blocks.missing(&s.table, known + wanted));
         if is_own && has_room { wanted } else { 0 }
@@ -358,45 +356,56 @@ impl Scheduler {
 
     /// The next step, or none where nothing can get on before a step under way is committed, or nothing is there.
     pub fn schedule(&mut self, pace: &Pace) -> Option<Step> {
+        let under_way = || self.running.iter().any(|s| s.submitted > s.computed);
+        if self.class() == Priority::Background && under_way() {
+            return None; // whoever comes now is to wait for one step alone
+        }
         self.now += 1;
         // For good: who was raised for one step only would lose the next, and what it had computed.
         let patience = self.config.patience;
         for sequence in self.waiting.iter_mut().chain(&mut self.running) {
-            if sequence.is_overdue(self.now, patience) {
-                sequence.priority = Priority::Interactive;
-            }
+            sequence.raised |= sequence.is_overdue(self.now, patience);
         }
+        let class = self.class();
         let mut draft = Draft {
             step: Step::default(),
             tokens: self.limits.max_batch_tokens,
             draws: self.limits.max_draws,
             history: self.limits.max_context,
-            decodes: self.running.iter().any(|s| s.submitted >= s.prompt_len),
+            hurries: class == Priority::Background || self.decoding(class).next().is_some(),
             prefills: false,
         };
-        for class in [Priority::Interactive, Priority::Background] {
-            for decodes in [true, false] {
-                // By id: the list grows by forks, and shrinks by preemptions, while it is walked.
-                for id in self.running_of(class, decodes) {
-                    if let Some(index) = self.running.iter().position(|s| s.id == id) {
-                        self.place(&mut draft, index, pace);
-                    }
+        for decodes in [true, false] {
+            // By id: the list grows by forks, and shrinks by preemptions, while it is walked.
+            for id in self.running_of(class, decodes) {
+                if let Some(index) = self.running.iter().position(|s| s.id == id) {
+                    self.place(&mut draft, index, pace);
                 }
             }
-            if !self.admit(class, &mut draft, pace) {
-                break; // the first in line waits for room: nobody overtakes it
-            }
         }
+        self.admit(class, &mut draft, pace);
         // What is not in the step is guessed again when its turn comes.
         self.running.iter_mut().for_each(|s| s.offered.clear());
         self.drafting = Duration::ZERO;
         (!draft.step.shares.is_empty()).then_some(draft.step)
     }
 
+    /// The class that gets on: the background where nobody else is there.
+    fn class(&self) -> Priority {
+        let mut all = self.waiting.iter().chain(&self.running);
+        let interactive = all.any(|s| s.class() == Priority::Interactive);
+        if interactive { Priority::Interactive } else { Priority::Background }
+    }
+
+    /// Those that run and are behind their prompt.
+    fn decoding(&self, class: Priority) -> impl Iterator<Item = &Sequence> {
+        self.running.iter().filter(move |s| s.class() == class && s.submitted >= s.prompt_len)
+    }
+
     fn running_of(&self, class: Priority, decodes: bool) -> Vec<SequenceId> {
         // Not those that are in the step already.
         let open = |s: &Sequence| s.since < self.now && s.pending() > 0;
-        let wanted = |s: &&Sequence| open(s) && s.priority == class && (s.pending() == 1) == decodes;
+        let wanted = |s: &&Sequence| open(s) && s.class() == class && (s.pending() == 1) == decodes;
         self.running.iter().filter(wanted).map(|s| s.id).collect()
     }
 
@@ -473,11 +482,11 @@ impl Scheduler {
         }
     }
 
-    /// How many of the `pending` tokens of a prompt from `start` on the step has room for. Beside decodes one prompt gets a
+    /// How many of the `pending` tokens of a prompt from `start` on the step has room for. Where it hurries one prompt gets a
     /// few however long the step takes then, the others what the time allows.
     fn chunk(&self, draft: &Draft, start: usize, pending: usize, pace: &Pace) -> usize {
         let wanted = pending.min(draft.tokens);
-        if !draft.decodes {
+        if !draft.hurries {
             return wanted;
         }
         let least = if draft.prefills { 0 } else { CAREFUL_TOKENS };
@@ -487,7 +496,9 @@ impl Scheduler {
     /// Ids that may follow a sequence that decodes, as many as the step has room for; none at all where a guess is to be
     /// made, and what it starts from is not known yet: the sequence sits this step out.
     fn guess(&mut self, draft: &Draft, index: usize) -> Option<(Vec<u32>, Guesser)> {
-        let waiting_decodes = self.running.iter().filter(|s| s.since < self.now && s.pending() == 1).count();
+        let class = self.running[index].class();
+        let waits = |s: &&Sequence| s.class() == class && s.since < self.now && s.pending() == 1;
+        let waiting_decodes = self.running.iter().filter(waits).count();
         let sequence = &mut self.running[index];
         let decodes = sequence.pending() == 1 && sequence.submitted >= sequence.prompt_len;
         // Everybody gets the id that is due before anybody gets a guess.
@@ -527,6 +538,7 @@ impl Scheduler {
             );
             child.client = parent.client;
             child.priority = parent.priority;
+            child.raised = parent.raised;
             child.stop_token_ids.clone_from(&parent.stop_token_ids);
             child.min_tokens = parent.min_tokens;
             child.bias = Arc::clone(&parent.bias);
@@ -620,25 +632,24 @@ impl Scheduler {
         self.waiting.insert(behind, sequence);
     }
 
-    /// Lets waiting sequences of a class run, first in line first; false where one of them lacks room.
-    fn admit(&mut self, class: Priority, draft: &mut Draft, pace: &Pace) -> bool {
-        loop {
-            let Some(index) = self.first_in_line(class) else { return true };
+    /// Lets waiting sequences of a class run, first in line first: where that one lacks room, nobody overtakes it.
+    fn admit(&mut self, class: Priority, draft: &mut Draft, pace: &Pace) {
+        while let Some(index) = self.first_in_line(class) {
             if self.chunk(draft, 0, self.waiting[index].tokens.len(), pace) == 0 {
-                return false;
+                return;
             }
             if !self.has_place(index, draft) {
                 // What runs in the room that others leave makes way for those others.
                 let victim = self.last_in_line(draft);
-                match victim.filter(|v| class < self.running[*v].priority) {
+                match victim.filter(|v| class < self.running[*v].class()) {
                     Some(victim) => self.preempt(victim),
-                    None => return false,
+                    None => return,
                 }
                 continue;
             }
             let mut sequence = self.waiting.remove(index);
             let known: &[u32] = if sequence.is_computed_afresh() { &[] } else { &sequence.tokens };
-            let (table, cached) = self.blocks.admit(known);
+            let (table, cached) = self.blocks.admit(known, sequence.priority);
             sequence.table = table;
             (sequence.computed, sequence.submitted) = (cached, cached);
             sequence.cached.get_or_insert(cached.min(sequence.prompt_len));
@@ -651,14 +662,14 @@ impl Scheduler {
             self.running.insert(behind, sequence);
             self.place(draft, behind, pace);
             if draft.step.shares.iter().all(|share| share.id != id) {
-                return false; // no room for its first tokens in this step
+                return; // no room for its first tokens in this step
             }
         }
     }
 
     /// The waiting sequence whose turn it is.
     fn first_in_line(&self, class: Priority) -> Option<usize> {
-        let candidates = self.waiting.iter().enumerate().filter(|(_, s)| s.priority == class);
+        let candidates = self.waiting.iter().enumerate().filter(|(_, s)| s.class() == class);
         let turn = |s: &Sequence| {
             let overdue = s.is_overdue(self.now, self.config.patience);
             let served = if overdue { 0 } else { self.served[&s.client] };

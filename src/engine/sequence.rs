@@ -19,7 +19,7 @@ pub enum Priority {
     /// Somebody waits for it.
     #[default]
     Interactive,
-    /// Runs in the room that interactive requests leave.
+    /// Gets on where no interactive request is there, and what it leaves in the prefix cache goes before what those left.
     Background,
 }
 
@@ -168,6 +168,8 @@ pub struct Sequence {
     pub(super) fresh: bool,
     /// The scheduler's step in which it last got on, or arrived.
     pub(super) since: u64,
+    /// Whether it waited so long that it counts as interactive, for good.
+    pub(super) raised: bool,
 }
 
 impl Sequence {
@@ -206,6 +208,7 @@ impl Sequence {
             cached: None,
             fresh: false,
             since: 0,
+            raised: false,
         }
     }
 
@@ -214,9 +217,14 @@ impl Sequence {
         self.tokens.len() - self.prompt_len
     }
 
+    /// Its class as far as getting on goes; what it leaves in the cache stays that of its priority.
+    pub(super) fn class(&self) -> Priority {
+        if self.raised { Priority::Interactive } else { self.priority }
+    }
+
     /// Its place in the line for blocks: whoever has the larger one makes way.
     pub(super) fn line(&self) -> (Priority, u64, SequenceId) {
-        (self.priority, self.arrival, self.id)
+        (self.class(), self.arrival, self.id)
     }
 
     /// Whether it did not get on for more than `patience` steps.
