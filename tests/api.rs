@@ -689,6 +689,55 @@ async fn models_are_listed_by_the_same_id_before_and_after_loading() {
 }
 
 #[tokio::test]
+async fn a_title_waits_until_nobody_waits_for_an_answer() {
+    let app = app_that_says("Paris.");
+    app.control.allow(0);
+    let ended = Arc::new(Mutex::new(Vec::new()));
+    let begin = |name: &'static str, request| {
+        let (router, ended) = (app.router.clone(), Arc::clone(&ended));
+        tokio::spawn(async move {
+            let (status, _, body) = send_json(&router, request).await;
+            assert_eq!(status, StatusCode::OK, "{name}: {body}");
+            ended.lock().unwrap().push(name);
+        })
+    };
+    let one_runs_and_wait = async |n| {
+        let since = Instant::now();
+        while app.control.batches().is_empty() || app.engine.stats().waiting < n {
+            assert!(since.elapsed() < HANG, "one does not run, or fewer than {n} wait");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let prompt = "### Task:\nName it.\nFormat: { \"title\": \"\" }\n<chat_history>\n</chat_history>";
+    let mut tagged = post(chat("Sort these.").to_string());
+    tagged.headers_mut().insert("x-unicorn-priority", "background".parse().unwrap());
+    // There is one slot, which the title has when the chat comes.
+    let title = begin("title", post(chat(prompt).to_string()));
+    one_runs_and_wait(0).await;
+    let tagged = begin("tagged", tagged);
+    one_runs_and_wait(1).await;
+    let hurried = begin("chat", post(chat("What is the capital of France?").to_string()));
+    one_runs_and_wait(2).await;
+    app.control.release();
+    for answer in [title, tagged, hurried] {
+        answer.await.expect("answered");
+    }
+    assert_eq!(*ended.lock().unwrap(), ["chat", "title", "tagged"]);
+
+    let (_, _, text) = send(&app.router, get("/metrics")).await;
+    let text = String::from_utf8(text).expect("text");
+    for (class, task) in [("interactive", "none"), ("background", "title_generation"), ("background", "none")]
+    {
+        let labels = format!("{{model_name=\"{MODEL}\",class=\"{class}\",task=\"{task}\"}}");
+        assert!(text.contains(&format!("unicorn_requests_total{labels} 1\n")), "{class} {task}: {text}");
+    }
+    let mut wrong = post(chat("Hi").to_string());
+    wrong.headers_mut().insert("x-unicorn-priority", "soon".parse().unwrap());
+    let (status, _, body) = send_json(&app.router, wrong).await;
+    assert_eq!((status.as_u16(), &body["error"]["param"]), (400, &json!("X-Unicorn-Priority")), "{body}");
+}
+
+#[tokio::test]
 async fn health_and_chat_follow_the_engine() {
     let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
     let (status, _, body) = send_json(&loading, get("/health")).await;

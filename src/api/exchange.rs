@@ -23,6 +23,7 @@ use super::error::ApiError;
 use super::metrics::Followed;
 use super::request::ChatRequest;
 use super::service::Service;
+use super::tasks::Asked;
 use super::{MAX_ARRIVING, Options, Server, random_u64, unix_time_s};
 use crate::engine::{ClientId, Event, Request, Timings, TokenStream};
 use crate::model::Logprobs;
@@ -31,22 +32,26 @@ use crate::text::CallPiece;
 /// For a whole body, however steadily it comes.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Who asks: whose fair share it takes, and who may read what is kept of it.
+/// Who asks, and what they say that it is for.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Caller(ClientId);
+pub(super) struct Caller {
+    id: ClientId,
+    asked: Asked,
+}
 
 impl Caller {
+    /// Whose fair share it takes, and who may read what is kept of it.
     pub fn id(self) -> ClientId {
-        self.0
+        self.id
     }
 }
 
 impl<S: Sync> FromRequestParts<S> for Caller {
-    type Rejection = Infallible;
+    type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
         let peer = parts.extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(address)| address.ip());
-        Ok(Self(client_of(&parts.headers, peer)))
+        Ok(Self { id: client_of(&parts.headers, peer), asked: Asked::read(&parts.headers)? })
     }
 }
 
@@ -71,21 +76,23 @@ pub(super) async fn ask<T: Send + 'static>(
     + Send
     + 'static,
 ) -> Result<Exchange<T>, ApiError> {
-    let prepared = work(server, body, |server, body| {
+    let prepared = work(server, body, move |server, body| {
         let (request, mut wire) = parse(body)?;
         let service = server.service_for(&request.model)?;
         let prepared = prepare(&service, &request, &mut wire)?;
-        Ok((service, prepared, wire))
+        Ok((service, prepared, wire, caller.asked.purpose(&request)))
     });
-    let (arriving, (service, prepared, wire)) = prepared.await?;
+    let (arriving, (service, prepared, wire, purpose)) = prepared.await?;
+    tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");
     let seed = prepared.first().map_or(0, |(engine, _)| engine.sampling.seed);
     let mut answers = Answers::new(Arc::clone(&service));
     for (mut engine, text) in prepared {
-        engine.client = caller.0;
+        (engine.client, engine.priority) = (caller.id, purpose.priority);
         let n = 1 + engine.more_seeds.len();
         let tokens = service.engine().submit(engine)?;
         answers.add(tokens, &text, n, server.metrics.follow(n));
     }
+    server.metrics.taken(purpose);
     drop(arriving); // from here on the engine's queue is the bound
     let reply = Reply {
         id: format!("{prefix}{:016x}{:016x}", random_u64(), random_u64()),

@@ -19,6 +19,7 @@ use axum::response::{IntoResponse, Response};
 use super::answer::Reason;
 use super::exchange::finish_reason;
 use super::status::KernelTime;
+use super::tasks::Purpose;
 use super::{Server, unix_time_s};
 use crate::engine::{EngineError, Event, PoolUse, Timings};
 
@@ -30,6 +31,7 @@ const GAPS: &[f64] = &[0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3
 /// What was counted since the start.
 pub(super) struct Metrics {
     responses: Mutex<BTreeMap<(String, u16), u64>>,
+    taken: Mutex<BTreeMap<Purpose, u64>>,
     finished: Mutex<BTreeMap<&'static str, u64>>,
     kernels: Mutex<BTreeMap<String, (u64, Duration)>>,
     /// Unix time, and what it was.
@@ -50,6 +52,7 @@ impl Default for Metrics {
         let [to_first_token, queued, prefilled, decoded, answered] = [(); 5].map(|()| Histogram::new(WAITS));
         Self {
             responses: Mutex::default(),
+            taken: Mutex::default(),
             finished: Mutex::default(),
             kernels: Mutex::default(),
             last_error: Mutex::default(),
@@ -78,6 +81,11 @@ impl Metrics {
     /// `route` is one of the router's, not what a client made up.
     pub fn responded(&self, route: &str, status: u16) {
         *locked(&self.responses).entry((route.to_owned(), status)).or_default() += 1;
+    }
+
+    /// Counts a request that the engine has taken, with all its prompts.
+    pub fn taken(&self, purpose: Purpose) {
+        *locked(&self.taken).entry(purpose).or_default() += 1;
     }
 
     /// Follows a request with so many answers that the engine has taken.
@@ -282,6 +290,14 @@ fn exposition(server: &Server) -> String {
     out.family("unicorn_http_requests_total", "counter", "Responses begun, by route and status.");
     for ((route, status), n) in &*locked(&m.responses) {
         out.sample(&[("endpoint", route), ("status", &status.to_string())], n);
+    }
+    out.family(
+        "unicorn_requests_total",
+        "counter",
+        "Requests taken, by class and by task of a chat program.",
+    );
+    for (purpose, n) in &*locked(&m.taken) {
+        out.sample(&[("class", purpose.class()), ("task", purpose.task)], n);
     }
     out.family("unicorn_request_success_total", "counter", "Answers that ended, by reason.");
     for (reason, n) in &*locked(&m.finished) {

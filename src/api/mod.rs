@@ -30,6 +30,7 @@ mod request;
 mod responses;
 mod service;
 mod status;
+mod tasks;
 mod tls;
 mod tokens;
 mod tools;

@@ -25,7 +25,9 @@ pub(super) fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
     let max_tokens = fields.integer("max_tokens", 1, i64::from(u32::MAX))?;
     let max_tokens = max_tokens.ok_or_else(|| missing("max_tokens"))? as usize;
     let stops = stop_sequences(&fields)?;
+    let stream = fields.bool("stream")?.unwrap_or(false);
     let request = ChatRequest {
+        stream,
         max_tokens: Some(max_tokens),
         temperature: fields.number("temperature", 0.0, 1.0)?.map(|t| t as f32),
         top_p: fields.number("top_p", 0.0, 1.0)?.map(|p| p as f32),
@@ -33,7 +35,7 @@ pub(super) fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
         stop: stops.clone(),
         ..conversation
     };
-    Ok((request, Form { stream: fields.bool("stream")?.unwrap_or(false), stops, max_tokens }))
+    Ok((request, Form { stream, stops, max_tokens }))
 }
 
 /// What a count of tokens depends on.

@@ -82,6 +82,7 @@ pub(super) fn parse(
     let request = ChatRequest {
         model,
         messages,
+        stream,
         max_tokens: max_output_tokens.map(|n| n as usize),
         temperature: temperature.map(|t| t as f32),
         top_p: top_p.map(|p| p as f32),
