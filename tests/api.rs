@@ -677,7 +677,7 @@ async fn other_routes_methods_and_sizes_are_json_errors() {
 async fn models_are_listed_by_the_same_id_before_and_after_loading() {
     let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
     let ready = app_that_says("ok").router;
-    for router in [&loading, &ready] {
+    for (router, state) in [(&loading, "loading"), (&ready, "loaded")] {
         let (status, _, list) = send_json(router, get("/v1/models")).await;
         assert_eq!((status, &list["object"]), (StatusCode::OK, &json!("list")));
         assert_eq!(list["data"].as_array().map(Vec::len), Some(1));
@@ -685,6 +685,21 @@ async fn models_are_listed_by_the_same_id_before_and_after_loading() {
         assert_eq!(one, list["data"][0]);
         assert_eq!((&one["id"], &one["object"]), (&json!(MODEL), &json!("model")));
         assert!(one["created"].is_u64() && one["owned_by"].is_string());
+        // As llama.cpp's clients ask.
+        assert_eq!(one["status"]["value"], state);
+        assert_eq!(send_json(router, get("/models")).await.2, list);
+        let ask =
+            |path, model| Request::post(path).body(Body::from(json!({"model": model}).to_string())).unwrap();
+        let (status, _, body) = send_json(router, ask("/models/load", MODEL)).await;
+        assert_eq!((status, body), (StatusCode::OK, json!({"success": true})), "there is nothing to do");
+        for (path, model, status, code) in [
+            ("/models/unload", MODEL, 400, "unsupported_value"),
+            ("/models/unload", "another", 404, "model_not_found"),
+            ("/models/load", "another", 404, "model_not_found"),
+        ] {
+            let (got, _, body) = send_json(router, ask(path, model)).await;
+            assert_eq!((got.as_u16(), &body["error"]["code"]), (status, &json!(code)), "{path}: {body}");
+        }
     }
 }
 

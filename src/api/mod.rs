@@ -22,6 +22,7 @@ mod grammar;
 mod held;
 mod keys;
 mod listen;
+mod management;
 mod messages;
 mod metrics;
 mod page;
@@ -161,6 +162,9 @@ pub fn router(server: Arc<Server>) -> Router {
         .route("/status", get(status::status))
         .route("/metrics", get(metrics::metrics))
         .route("/v1/models", get(models))
+        .route("/models", get(models))
+        .route("/models/load", post(management::load))
+        .route("/models/unload", post(management::unload))
         .route("/v1/models/{*id}", get(model))
         .route("/v1/chat/completions", post(chat::completions))
         .route("/v1/completions", post(completions::completions))

@@ -233,6 +233,8 @@ pub(super) fn card(server: &Server) -> Value {
         "object": "model",
         "created": server.created,
         "owned_by": env!("CARGO_PKG_NAME"),
+        // llama.cpp's, of a server with several models.
+        "status": {"value": if server.engine().is_some() { "loaded" } else { "loading" }},
         // OpenRouter's words.
         "architecture": {"modality": "text->text", "input_modalities": ["text"], "output_modalities": ["text"]},
         "supported_parameters": SUPPORTED_PARAMETERS,
