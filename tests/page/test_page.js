@@ -9,77 +9,11 @@
 
 "use strict";
 
-const { spawn } = require("node:child_process");
-const fs = require("node:fs");
-const net = require("node:net");
 const path = require("node:path");
-const { chromium } = require("playwright-core");
+const { WAIT_MS, check, emptyFolder, fails, run, same, sleep, unicorn, until } = require("./drive.js");
 
-const ROOT = path.resolve(__dirname, "../..");
-const BINARY = process.env.UNICORN_BINARY ?? path.join(process.env.CARGO_TARGET_DIR ?? path.join(ROOT, "target"), "debug/unicorn");
-const LOG = path.join(ROOT, ".cache/test/page-server.log");
-const PICTURES = path.join(ROOT, "target/page");
-// Generous: they bound a hang, and judge no speed. The first start on a machine compiles every shader.
-const START_MS = 600_000;
-const WAIT_MS = 30_000;
+const PICTURES = emptyFolder("page");
 const SEED = 20261121;
-
-// Chromium does not look for updates, nor for its maker's hosts; as root it has no sandbox.
-const FLAGS = [
-  "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-  "--disable-sync",
-];
-
-const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
-
-function check(holds, what) {
-  if (!holds) throw new Error(what);
-}
-
-function same(found, expected, what) {
-  const [a, b] = [JSON.stringify(found), JSON.stringify(expected)];
-  check(a === b, `${what}: expected ${b}, found ${a}`);
-}
-
-async function until(holds, what) {
-  for (const end = Date.now() + WAIT_MS; Date.now() < end; await sleep(20)) if (await holds()) return;
-  throw new Error(`never came to pass: ${what}`);
-}
-
-// --- the server -----------------------------------------------------------------------------------------
-
-class Server {
-  static async onFreePort() {
-    const server = new Server();
-    const probe = net.createServer().listen(0, "127.0.0.1");
-    await new Promise((resolve) => probe.once("listening", resolve));
-    server.port = probe.address().port;
-    server.url = `http://127.0.0.1:${server.port}/`;
-    await new Promise((resolve) => probe.close(resolve));
-    return server;
-  }
-
-  start() {
-    const log = fs.openSync(LOG, "a");
-    this.process = spawn(BINARY, ["serve", "--allow-software-vulkan", "--port", this.port], { stdio: ["ignore", log, log] });
-    this.ended = new Promise((resolve) => this.process.once("exit", resolve));
-    fs.closeSync(log);
-  }
-
-  async ready() {
-    for (const end = Date.now() + START_MS; Date.now() < end; await sleep(50)) {
-      check(this.process.exitCode === null, `the server ended with status ${this.process.exitCode}; see ${LOG}`);
-      const response = await fetch(`${this.url}health`).catch(() => null);
-      if (response?.status === 200) return;
-    }
-    throw new Error(`the server was not ready in time; see ${LOG}`);
-  }
-
-  async end(signal) {
-    this.process.kill(signal);
-    await this.ended;
-  }
-}
 
 // --- the browser ----------------------------------------------------------------------------------------
 
@@ -506,40 +440,8 @@ const tests = {
 };
 
 async function main() {
-  fs.mkdirSync(path.dirname(LOG), { recursive: true });
-  fs.rmSync(LOG, { force: true });
-  fs.rmSync(PICTURES, { recursive: true, force: true });
-  fs.mkdirSync(PICTURES, { recursive: true });
-  const wanted = process.argv.slice(2);
-  server = await Server.onFreePort();
-  server.start();
-  let passed = 0;
-  const failed = [];
-  try {
-    browser = await chromium.launch({ executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium", args: FLAGS });
-    await server.ready();
-    for (const [name, test] of Object.entries(tests)) {
-      if (wanted.length && !wanted.some((part) => name.includes(part))) continue;
-      const began = Date.now();
-      try {
-        await test();
-        passed += 1;
-        console.log(`ok ${name} (${((Date.now() - began) / 1000).toFixed(1)} s)`);
-      } catch (error) {
-        failed.push(name);
-        console.log(`FAILED ${name}: ${error.message.split("\n")[0]}`);
-      }
-      for (const context of browser.contexts()) await context.close();
-    }
-  } finally {
-    await browser?.close();
-    if (server.process.exitCode === null && server.process.signalCode === null) await server.end("SIGTERM");
-  }
-  console.log(`page: ${passed} passed, ${failed.length} failed`);
-  process.exitCode = failed.length ? 1 : 0;
+  server = await unicorn("page-server");
+  await run("page", [server], tests, { began: (launched) => { browser = launched; } });
 }
 
-main().catch((error) => {
-  console.error(`page: ${error.message.split("\n")[0]}`);
-  process.exitCode = 1;
-});
+main().catch(fails("page"));

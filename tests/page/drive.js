@@ -1,0 +1,148 @@
+/*
+ * What tests with a browser share: programs of their own on free ports, Debian's Chromium, waits that end, and a count.
+ */
+
+"use strict";
+
+const { spawn } = require("node:child_process");
+const fs = require("node:fs");
+const net = require("node:net");
+const path = require("node:path");
+const { chromium } = require("playwright-core");
+
+const ROOT = path.resolve(__dirname, "../..");
+const BINARY = process.env.UNICORN_BINARY ?? path.join(process.env.CARGO_TARGET_DIR ?? path.join(ROOT, "target"), "debug/unicorn");
+// Generous: they bound a hang, and judge no speed. The first start on a machine compiles every shader.
+const START_MS = 600_000;
+const WAIT_MS = 30_000;
+const END_MS = 30_000;
+
+// Chromium does not look for updates, nor for its maker's hosts; as root it has no sandbox.
+const FLAGS = [
+  "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
+  "--disable-sync",
+];
+
+const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+function check(holds, what) {
+  if (!holds) throw new Error(what);
+}
+
+function same(found, expected, what) {
+  const [a, b] = [JSON.stringify(found), JSON.stringify(expected)];
+  check(a === b, `${what}: expected ${b}, found ${a}`);
+}
+
+async function until(holds, what, ms = WAIT_MS) {
+  for (const end = Date.now() + ms; Date.now() < end; await sleep(20)) if (await holds()) return;
+  throw new Error(`never came to pass: ${what}`);
+}
+
+/** A program that serves HTTP on a free port, tells of itself in .cache/test/NAME.log, and answers 200 at /health when it is ready. */
+class Server {
+  /** `command` makes of a port what to run: the program, its arguments, and what the environment has beside ours. */
+  static async onFreePort(name, command) {
+    const server = new Server();
+    const probe = net.createServer().listen(0, "127.0.0.1");
+    await new Promise((resolve) => probe.once("listening", resolve));
+    server.port = probe.address().port;
+    server.url = `http://127.0.0.1:${server.port}/`;
+    await new Promise((resolve) => probe.close(resolve));
+    server.log = path.join(ROOT, `.cache/test/${name}.log`);
+    server.command = command;
+    fs.mkdirSync(path.dirname(server.log), { recursive: true });
+    fs.rmSync(server.log, { force: true });
+    return server;
+  }
+
+  start() {
+    const log = fs.openSync(this.log, "a");
+    const [program, args, environment] = this.command(this.port);
+    this.process = spawn(program, args, { stdio: ["ignore", log, log], env: { ...process.env, ...environment } });
+    this.ended = new Promise((resolve) => {
+      this.process.once("exit", resolve);
+      this.process.once("error", (error) => { this.failure = error.message; resolve(); });
+    });
+    fs.closeSync(log);
+  }
+
+  get runs() {
+    return this.process !== undefined && this.failure === undefined && this.process.exitCode === null && this.process.signalCode === null;
+  }
+
+  async ready() {
+    for (const end = Date.now() + START_MS; Date.now() < end; await sleep(50)) {
+      check(this.runs, `${this.command(this.port)[0]} ended (${this.failure ?? this.process.exitCode ?? this.process.signalCode}); see ${this.log}`);
+      const response = await fetch(`${this.url}health`, { signal: AbortSignal.timeout(WAIT_MS) }).catch(() => null);
+      if (response?.status === 200) return;
+    }
+    throw new Error(`the server was not ready in time; see ${this.log}`);
+  }
+
+  /** Ends it, and by force where it takes too long. */
+  async end(signal) {
+    if (!this.runs) return;
+    this.process.kill(signal);
+    const timer = setTimeout(() => this.process.kill("SIGKILL"), END_MS);
+    await this.ended;
+    clearTimeout(timer);
+  }
+}
+
+/** `unicorn serve` with the demo model. */
+const unicorn = (name) => Server.onFreePort(name, (port) => [BINARY, ["serve", "--allow-software-vulkan", "--port", port], {}]);
+
+/** A folder under target/, empty, for pictures that people look at. */
+function emptyFolder(name) {
+  const folder = path.join(ROOT, "target", name);
+  fs.rmSync(folder, { recursive: true, force: true });
+  fs.mkdirSync(folder, { recursive: true });
+  return folder;
+}
+
+/**
+ * Starts `servers`, runs each of `tests` that the command line names, or all, with a browser, and ends everything. Prints a line
+ * per test and at the end `NAME: N passed, N failed`. `began` gets the browser; its pages are closed after each test unless these
+ * go `together`; `look` is for one that failed.
+ */
+async function run(name, servers, tests, { began, look = async () => {}, together = false }) {
+  const wanted = process.argv.slice(2);
+  let [browser, passed] = [undefined, 0];
+  const failed = [];
+  try {
+    browser = await chromium.launch({ executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium", args: FLAGS });
+    for (const server of servers) {
+      server.start();
+      await server.ready();
+    }
+    await began(browser);
+    for (const [test, body] of Object.entries(tests)) {
+      if (wanted.length && !wanted.some((part) => test.includes(part))) continue;
+      const since = Date.now();
+      try {
+        await body();
+        passed += 1;
+        console.log(`ok ${test} (${((Date.now() - since) / 1000).toFixed(1)} s)`);
+      } catch (error) {
+        failed.push(test);
+        console.log(`FAILED ${test}: ${error.message.split("\n")[0]}`);
+        await look(test).catch((error) => console.log(`   and no picture: ${error.message.split("\n")[0]}`));
+      }
+      if (!together) for (const context of browser.contexts()) await context.close();
+    }
+  } finally {
+    await browser?.close();
+    for (const server of servers) await server.end("SIGTERM");
+  }
+  console.log(`${name}: ${passed} passed, ${failed.length} failed`);
+  process.exitCode = failed.length ? 1 : 0;
+}
+
+/** What stands in the way of all tests is one line too. */
+const fails = (name) => (error) => {
+  console.error(`${name}: ${error.message.split("\n")[0]}`);
+  process.exitCode = 1;
+};
+
+module.exports = { ROOT, WAIT_MS, Server, check, emptyFolder, fails, run, same, sleep, unicorn, until };
