@@ -4,6 +4,7 @@
 #   make serve ARGS="--model DIR"  the same with options of `unicorn serve`
 #   make test                      everything the tests need, then all tests; the last line counts them
 #   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
+#   make test-openwebui            Open WebUI, which it installs (2 GB of disk), and a browser against a server: minutes
 #   make test-27b                  write, load and ask a 27B of random weights: 16 GB of disk and of memory, and minutes
 #   make bench                     load time, prefill and decode speed, memory
 #   make bench-serve               start a server, measure it under load, stop it; its options in SERVE_ARGS
@@ -19,7 +20,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build serve bench bench-serve test test-demo test-27b lint clean
+.PHONY: help setup setup-test build serve bench bench-serve test test-demo test-openwebui test-27b lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +48,9 @@ test: setup-test
 
 test-demo: setup-test
 	UNICORN_TEST_DEMO=all cargo test --locked --test suite demo:: -- --nocapture
+
+test-openwebui: setup-test
+	@python3 tools/test.py openwebui
 
 test-27b: build
 	@python3 tools/setup.py measure

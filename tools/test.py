@@ -6,7 +6,7 @@ found something to test, nothing failed, and every skip is listed in tests/skips
 crashes or prints no result counts as a failure: silence is never success.
 
     tools/test.py            all parts
-    tools/test.py NAME ...   only these (for work on the project; the last line then says which)
+    tools/test.py NAME ...   only these (for work on the project; the last line then says which); `openwebui` must be named
 """
 
 import contextlib
@@ -27,9 +27,13 @@ VENV = ROOT / ".venv"
 REQUIREMENTS = ROOT / "tests/clients/requirements.txt"
 PAGE = ROOT / "tests/page"
 PAGE_MODULES = ROOT / ".cache/page"
+BROWSER_ENVIRONMENT = {"NODE_PATH": str(PAGE_MODULES / "node_modules")}
+OPENWEBUI = ROOT / "tests/openwebui"
+OPENWEBUI_VENV = ROOT / ".cache/openwebui"
 
 PART_SECONDS = 40 * 60
 FETCH_SECONDS = 180
+FETCH_MANY_SECONDS = 30 * 60
 
 
 @dataclass
@@ -184,17 +188,55 @@ def page():
     lacks = page_lacks()
     if lacks:
         return Result(skipped=[("browser", f"tests/page ({lacks})")])
-    return page_result(*run(["node", str(PAGE / "test_page.js")], env={"NODE_PATH": str(PAGE_MODULES / "node_modules")}))
+    return browser_result("page", *run(["node", str(PAGE / "test_page.js")], env=BROWSER_ENVIRONMENT))
 
 
-def page_result(status, output):
-    line = re.search(r"^page: (\d+) passed, (\d+) failed$", output, re.MULTILINE)
+def openwebui():
+    """Open WebUI in front of a real server, and a browser in front of both. It takes 2 GB of disk, and minutes."""
+    lacks = page_lacks()
+    if lacks:
+        return Result(failures=[f"openwebui: {lacks}"])
+    built, _ = run(["cargo", "build", "--locked"])
+    if built != 0:
+        return Result(failures=[f"openwebui: the build failed ({ended(built)})"])
+    program, lacks = openwebui_program()
+    if lacks:
+        return Result(failures=[f"openwebui: {lacks}"])
+    command = ["node", str(OPENWEBUI / "test_openwebui.js")]
+    return browser_result("openwebui", *run(command, env={**BROWSER_ENVIRONMENT, "OPEN_WEBUI": program}))
+
+
+def browser_result(name, status, output):
+    line = re.search(rf"^{name}: (\d+) passed, (\d+) failed$", output, re.MULTILINE)
     if not line:
-        return Result(failures=[f"page: no result ({ended(status)})"])
-    failures = [f"page: {name}" for name in re.findall(r"^FAILED (\w+): ", output, re.MULTILINE)]
+        return Result(failures=[f"{name}: no result ({ended(status)})"])
+    failures = [f"{name}: {test}" for test in re.findall(r"^FAILED (\w+): ", output, re.MULTILINE)]
     if len(failures) != int(line[2]) or (status != 0) != bool(failures):
-        failures.append(f"page: the count and the report differ ({ended(status)})")
+        failures.append(f"{name}: the count and the report differ ({ended(status)})")
     return Result(passed=int(line[1]), failures=failures)
+
+
+def openwebui_program():
+    """The pinned Open WebUI's program, and what is missing for it, '' if nothing is."""
+    program, pip = OPENWEBUI_VENV / "bin/open-webui", [OPENWEBUI_VENV / "bin/python", "-m", "pip", "--disable-pip-version-check"]
+    # A copy, written when all of it was installed.
+    wanted, there = OPENWEBUI / "requirements.txt", OPENWEBUI_VENV / "requirements.txt"
+    if program.exists() and there.exists() and there.read_bytes() == wanted.read_bytes():
+        return str(program), ""
+    pythons = [sys.executable, *filter(None, map(shutil.which, ["python3.12", "python3.11"]))]
+    version = "import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])"
+    python = next((p for p in pythons if subprocess.run([p, "-c", version], check=False).returncode == 0), None)
+    if python is None:
+        return "", "Open WebUI runs on Python 3.11 or 3.12, and neither is here"
+    shutil.rmtree(OPENWEBUI_VENV, ignore_errors=True)
+    made, _ = run([python, "-m", "venv", str(OPENWEBUI_VENV)], FETCH_SECONDS)
+    if made != 0:
+        return "", f"no virtual environment ({ended(made)})"
+    fetched, _ = run([*map(str, pip), "install", "--quiet", "--no-deps", "-r", str(wanted)], FETCH_MANY_SECONDS)
+    if fetched != 0:
+        return "", f"pip could not install tests/openwebui/requirements.txt ({ended(fetched)})"
+    shutil.copy(wanted, there)
+    return str(program), ""
 
 
 def page_lacks():
@@ -240,12 +282,15 @@ def client_python():
 
 # Cheap checks first; `clients` and `page` start the server that `rust` built.
 PARTS = {"tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "clients": clients, "page": page, "clippy": clippy}
+# Too heavy for every run.
+NAMED_ONLY = {"openwebui": openwebui}
 
 
 def main(names):
-    unknown = [name for name in names if name not in PARTS]
+    parts = {**PARTS, **NAMED_ONLY}
+    unknown = [name for name in names if name not in parts]
     if unknown:
-        sys.exit(f"test: no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+        sys.exit(f"test: no part {unknown[0]!r}; there are {', '.join(parts)}")
     os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(ROOT / ".cache/mesa"))
     if os.environ.get("CI") == "true" or not sys.stdout.isatty():
         os.environ.update(CARGO_TERM_PROGRESS_WHEN="never", CARGO_TERM_COLOR="never")
@@ -255,9 +300,9 @@ def main(names):
 
     total, seconds = Result(), {}
     for name in names or PARTS:
-        print(f"\n== {name}: {(PARTS[name].__doc__ or name).splitlines()[0]}", flush=True)
+        print(f"\n== {name}: {(parts[name].__doc__ or name).splitlines()[0]}", flush=True)
         began = time.monotonic()
-        result = PARTS[name]()
+        result = parts[name]()
         seconds[name] = time.monotonic() - began
         if result.tests() == 0:
             result.failures.append(f"{name}: no test ran")

@@ -63,12 +63,12 @@ class Page(unittest.TestCase):
     GOOD = "ok a (0.1 s)\nFAILED b: text: never\npage: 1 passed, 1 failed\n"
 
     def test_counts(self):
-        result = runner.page_result(1, self.GOOD)
+        result = runner.browser_result("page", 1, self.GOOD)
         self.assertEqual((result.passed, result.failures), (1, ["page: b"]))
         for status, output in [(0, ""), (None, "ok a (0.1 s)\n"), (0, self.GOOD), (1, self.GOOD.replace("1 failed", "0 failed")),
                                (1, "page: 3 passed, 0 failed\n")]:
-            self.assertNotEqual(runner.page_result(status, output).failures, [], output)
-            self.assertNotEqual(runner.page_result(status, output).failures, ["page: b"], output)
+            self.assertNotEqual(runner.browser_result("page", status, output).failures, [], output)
+            self.assertNotEqual(runner.browser_result("page", status, output).failures, ["page: b"], output)
 
 
 class Processes(unittest.TestCase):

@@ -1,0 +1,266 @@
+#!/usr/bin/env node
+/*
+ * Open WebUI itself, headless, in front of a real `unicorn serve` with the demo model, and Debian's Chromium in front of Open WebUI.
+ *
+ * tools/test.py starts it (`make test-openwebui`) with NODE_PATH at the pinned playwright-core and OPEN_WEBUI at the pinned Open WebUI's
+ * program. Prints one line per test and at the end `openwebui: N passed, N failed`. Pictures go to target/openwebui, for people to look at.
+ * Tests go on where the one before ended, in one browser.
+ */
+
+"use strict";
+
+const fs = require("node:fs");
+const path = require("node:path");
+const { ROOT, WAIT_MS, Server, check, emptyFolder, fails, run, same, unicorn, until } = require("../page/drive.js");
+
+const PICTURES = emptyFolder("openwebui");
+const DATA = path.join(ROOT, ".cache/test/openwebui-data");
+const MODEL = "unicorn-demo";
+const STORY = "Tell me a short story about a dragon.";
+/** Has the demo model, whose stories are short, tell more of them: seconds on a software GPU. */
+const LONG = { min_tokens: "600", max_tokens: "600" };
+
+// What its background tasks, at one a time, and a software GPU may take together.
+const SLOW_MS = 180_000;
+
+let engine;
+let webui;
+let page;
+
+/** Open WebUI at the server's address, for one user without a password, with nothing that it would fetch from elsewhere. */
+const openWebui = () => Server.onFreePort("openwebui", (port) => [process.env.OPEN_WEBUI, ["serve", "--host", "127.0.0.1", "--port", port], {
+  DATA_DIR: DATA,
+  WEBUI_AUTH: "False",
+  WEBUI_SECRET_KEY: "of a test",
+  OPENAI_API_BASE_URL: `${engine.url}v1`,
+  OPENAI_API_KEY: "",
+  ENABLE_OLLAMA_API: "False",
+  // The descriptions of its own tools are more than the demo model's context.
+  DEFAULT_MODEL_METADATA: JSON.stringify({ capabilities: { builtin_tools: false } }),
+  OFFLINE_MODE: "True",
+  HF_HUB_OFFLINE: "1",
+  RAG_EMBEDDING_ENGINE: "openai",
+  ANONYMIZED_TELEMETRY: "False",
+  DO_NOT_TRACK: "True",
+  SCARF_NO_ANALYTICS: "True",
+  NO_PROXY: "127.0.0.1,localhost",
+}]);
+
+// --- both servers ---------------------------------------------------------------------------------------
+
+const status = async () => (await fetch(`${engine.url}status`)).json();
+
+/** How many requests for a task, or of that class, the server has taken. */
+async function taken(what) {
+  const text = await (await fetch(`${engine.url}metrics`)).text();
+  const lines = text.split("\n").filter((line) => line.startsWith("unicorn_requests_total{") && line.includes(what));
+  return lines.reduce((sum, line) => sum + Number(line.split(" ").at(-1)), 0);
+}
+
+const isQuiet = async () => {
+  const { requests, kv } = await status();
+  return requests.running === 0 && requests.waiting === 0 && kv.full.held === 0 && kv.sliding.held === 0;
+};
+
+/** Asks Open WebUI as its page does: the status, and what came. */
+const api = (method, route, body) => page.evaluate(async ({ method, route, body }) => {
+  const headers = { authorization: `Bearer ${localStorage.token}`, "content-type": "application/json" };
+  const response = await fetch(route, { method, headers, body: body && JSON.stringify(body) });
+  return [response.status, await response.json()];
+}, { method, route, body });
+
+async function ok(method, route, body) {
+  const [code, json] = await api(method, route, body);
+  check(code === 200, `${method} ${route}: ${code} ${JSON.stringify(json)}`);
+  return json;
+}
+
+/** The messages of the chat that the page shows, as Open WebUI keeps them. */
+async function kept() {
+  const { chat } = await ok("GET", `/api/v1/chats/${new URL(page.url()).pathname.split("/").at(-1)}`);
+  return Object.values(chat.history.messages);
+}
+
+// --- the page -------------------------------------------------------------------------------------------
+
+const picture = (name) => page.screenshot({ path: path.join(PICTURES, `${name}.png`) });
+const stop = () => page.getByRole("button", { name: "Stop", exact: true });
+const answers = () => page.locator(".chat-assistant");
+const title = async () => (await page.title()).replace(/ [/•|-] Open WebUI$/, "");
+
+/** What every chat asks for beside its messages: what a user may have set, and fields that nobody knows. */
+async function ask(params) {
+  const custom = { min_p: "0.01", repeat_penalty: "1.0", a_field: '{"of": "theirs"}', ...params };
+  const config = await ok("GET", "/api/v1/configs/models");
+  await ok("POST", "/api/v1/configs/models", { ...config, DEFAULT_MODEL_PARAMS: { temperature: 0, seed: 7, custom_params: custom } });
+}
+
+async function newChat() {
+  await page.goto(webui.url);
+  await page.waitForSelector("#chat-input");
+  await until(async () => (await page.locator("[id^=model-selector]").first().innerText()).includes(MODEL), "the model is chosen");
+}
+
+async function type(text) {
+  await page.click("#chat-input");
+  await page.keyboard.insertText(text);
+  await page.click("#send-message-button");
+}
+
+/** The text of answer number `n` once it is whole. */
+async function answered(n) {
+  await until(async () => (await answers().count()) === n, `answer ${n} begins`, SLOW_MS);
+  const text = () => answers().last().innerText();
+  await until(async () => (await text()).trim() !== "" && (await stop().count()) === 0, `answer ${n} ends`, SLOW_MS);
+  return (await text()).trim();
+}
+
+// --- the tests ------------------------------------------------------------------------------------------
+
+const tests = {
+  async its_list_has_the_model() {
+    const models = await ok("GET", "/api/models");
+    const mine = models.data.filter((model) => model.id === MODEL);
+    same(mine.length, 1, "models of that name");
+    await page.locator("[id^=model-selector]").first().click();
+    await page.getByRole("option", { name: MODEL }).or(page.getByRole("listbox").getByText(MODEL)).first().waitFor();
+    await picture("models");
+    await page.keyboard.press("Escape");
+  },
+
+  async a_chat_streams_and_gets_its_title_in_the_background() {
+    await ask(LONG);
+    await newChat();
+    const before = await Promise.all(["title_generation", "tags_generation", "follow_up_generation"].map(taken));
+    const [background, chats] = await Promise.all([taken('class="background"'), taken('task="none"')]);
+    // Lengths of the answer, as the page shows them one after the other.
+    await page.evaluate(() => {
+      window.lengths = [];
+      new MutationObserver(() => {
+        const length = [...document.querySelectorAll(".chat-assistant")].at(-1)?.innerText.length ?? 0;
+        if (length !== window.lengths.at(-1)) window.lengths.push(length);
+      }).observe(document.body, { childList: true, subtree: true, characterData: true });
+    });
+    await type(STORY);
+    await until(async () => (await stop().count()) === 1, "it can be stopped");
+    await until(async () => (await answers().last().innerText()).includes("Once"), "its first words", SLOW_MS);
+    await picture("writing");
+    const text = await answered(1);
+    check(/dragon/i.test(text), `no story: ${text}`);
+    const lengths = await page.evaluate(() => window.lengths);
+    check(lengths.length > 5, `it came in ${lengths.length} pieces`);
+    await picture("answered");
+    await until(async () => (await title()) !== "New Chat" && (await title()) !== "Open WebUI", "it has a title", SLOW_MS);
+    const named = await title();
+    check(named !== "" && named !== STORY, `the title is ${named}, which the model did not write`);
+    await until(async () => (await taken("follow_up_generation")) > before[2] && (await taken("tags_generation")) > before[1], "the other tasks", SLOW_MS);
+    await until(isQuiet, "all is answered", SLOW_MS);
+    same(await taken("title_generation"), before[0] + 1, "titles");
+    same(await taken('class="background"'), background + 3, "requests in the background");
+    same(await taken('task="none"'), chats + 1, "chats");
+    console.log(`   the title is ${JSON.stringify(named)}; the answer came in ${lengths.length} pieces`);
+    await page.reload();
+    await answers().first().waitFor();
+    await picture("titled");
+  },
+
+  async the_next_turn_starts_from_what_is_cached() {
+    await ask({});
+    const [first] = (await kept()).filter((message) => message.role === "assistant");
+    await type("What is the capital of France?");
+    const text = await answered(2);
+    check(text.includes("Paris"), text);
+    await until(isQuiet, "all is answered", SLOW_MS);
+    const second = (await kept()).filter((message) => message.role === "assistant").at(-1);
+    const [before, after] = [first.usage, second.usage];
+    console.log(`   ${JSON.stringify(after)}`);
+    // All of the first turn but the block at its end.
+    check(after.cache_n >= before.prompt_n + before.cache_n, `${after.cache_n} tokens were cached; the first turn: ${JSON.stringify(before)}`);
+    check(after.prompt_n < 64, `${after.prompt_n} tokens were computed again`);
+    await picture("second-turn");
+  },
+
+  async stop_ends_a_prompt_before_the_first_word() {
+    await newChat();
+    // Such a chat has no title: nothing else is under way.
+    await page.click("#temporary-chat-button");
+    await until(isQuiet, "nothing runs");
+    const { tokens, finished } = await status();
+    const words = "The harbour had been quiet since the lamps went out along the northern wall. ";
+    await type(words.repeat(220));
+    await until(async () => (await status()).requests.running === 1, "the prompt is computed");
+    await picture("waiting");
+    await stop().click();
+    await until(isQuiet, "the server has stopped, and its blocks are free");
+    const now = await status();
+    await picture("stopped");
+    same(now.tokens, tokens, "tokens of prompts that came to a first word, and of answers");
+    same(now.finished.abort, (finished.abort ?? 0) + 1, "answers that their client left");
+    // And the next one is not in its way.
+    await newChat();
+    await type("What is the capital of Spain?");
+    check((await answered(1)).includes("Madrid"), await answers().last().innerText());
+    await until(isQuiet, "all is answered", SLOW_MS);
+  },
+
+  async a_connection_to_llama_cpp_is_served() {
+    const config = await ok("GET", "/openai/config");
+    const connection = { enable: true, provider: "llama.cpp", connection_type: "local", headers: { "X-Unicorn-Task": "{{TASK}}" } };
+    await ok("POST", "/openai/config/update", { ...config, OPENAI_API_CONFIGS: { 0: connection } });
+    const catalog = await ok("GET", "/openai/models/0/catalog");
+    same(catalog.data.map((model) => [model.id, model.status.value]), [[MODEL, "loaded"]], "the catalog");
+    same(await ok("POST", "/openai/models/0/load", { model: MODEL }), { success: true }, "to load");
+    const [code, refused] = await api("POST", "/openai/models/0/unload", { model: MODEL });
+    check(code === 400 && JSON.stringify(refused).includes("one model"), `to unload: ${code} ${JSON.stringify(refused)}`);
+    // An answer that goes on where it was cut.
+    await ask(LONG);
+    await newChat();
+    await type(STORY);
+    await until(async () => (await answers().count()) === 1 && (await answers().last().innerText()).length > 40, "text", SLOW_MS);
+    await stop().click();
+    await until(isQuiet, "the server has stopped too", SLOW_MS);
+    const cut = (await kept()).find((message) => message.role === "assistant").content;
+    await page.getByRole("button", { name: "Continue Response" }).click();
+    const whole = () => kept().then((messages) => messages.find((message) => message.role === "assistant").content);
+    await until(async () => (await whole()).length > cut.length && (await stop().count()) === 0, "it goes on", SLOW_MS);
+    check((await whole()).startsWith(cut), `${JSON.stringify(await whole())} does not go on from ${JSON.stringify(cut)}`);
+    await until(isQuiet, "all is answered", SLOW_MS);
+    await picture("continued");
+    await ask({});
+  },
+
+  async a_title_by_another_prompt_is_known_by_its_header() {
+    const tasks = await ok("GET", "/api/v1/tasks/config");
+    const prompt = "Name this chat, as JSON with the field title:\n{{MESSAGES:END:2}}";
+    await ok("POST", "/api/v1/tasks/config/update", { ...tasks, TITLE_GENERATION_PROMPT_TEMPLATE: prompt });
+    const [titles, chats] = await Promise.all([taken('class="background",task="title_generation"'), taken('task="none"')]);
+    await newChat();
+    await type("What is the capital of Italy?");
+    check((await answered(1)).includes("Rome"), await answers().last().innerText());
+    await until(async () => (await taken('class="background",task="title_generation"')) === titles + 1, "its title in the background", SLOW_MS);
+    await until(isQuiet, "all is answered", SLOW_MS);
+    same(await taken('task="none"'), chats + 1, "chats");
+  },
+};
+
+async function main() {
+  check(process.env.OPEN_WEBUI, "OPEN_WEBUI names no program: run make test-openwebui");
+  fs.rmSync(DATA, { recursive: true, force: true });
+  fs.mkdirSync(DATA, { recursive: true });
+  engine = await unicorn("openwebui-engine");
+  webui = await openWebui();
+  await run("openwebui", [engine, webui], tests, {
+    together: true,
+    async began(browser) {
+      const context = await browser.newContext({ viewport: { width: 1280, height: 800 } });
+      context.setDefaultTimeout(WAIT_MS);
+      page = await context.newPage();
+      await newChat();
+      // The news of the version.
+      await page.getByRole("button", { name: "Okay, Let's Go!" }).click();
+    },
+    look: (test) => picture(`failed-${test}`),
+  });
+}
+
+main().catch(fails("openwebui"));
