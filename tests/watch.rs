@@ -79,7 +79,7 @@ async fn a_device_that_answers_nothing_is_unresponsive_until_it_does() {
     assert_eq!(health(&app).await, (200, "ok".into()));
     tokio::time::sleep(OPTIONS.device_timeout + Duration::from_millis(50)).await;
     assert_eq!(health(&app).await, (503, "unresponsive".into()));
-    assert_eq!(status(&app).await["requests"], json!({"waiting": 0, "running": 1}));
+    assert_eq!(status(&app).await["requests"], json!({"open": 1, "arriving": 0, "waiting": 0, "running": 1}));
     app.control.release();
     assert_eq!(asked.await.expect("no panic"), 200);
     assert_eq!((health(&app).await, app.control.probes()), ((200, "ok".into()), 0));
@@ -266,7 +266,7 @@ async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
         ("/memory/vram_bytes", json!(11)),
         ("/memory/gtt_bytes", Value::Null),
         ("/memory/resident_bytes", json!(13)),
-        ("/requests", json!({"waiting": 0, "running": 0})),
+        ("/requests", json!({"open": 0, "arriving": 0, "waiting": 0, "running": 0})),
         ("/kernels/0", json!({"kernel": "matmul", "dispatches": 2, "seconds": 0.5})),
         ("/finished", json!({"stop": 1})),
         ("/guesses/draft_model", json!({"proposed": 0, "accepted": 0})),

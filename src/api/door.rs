@@ -192,6 +192,11 @@ fn shown(name: &[u8]) -> String {
 pub(super) struct Places(Arc<Mutex<HashMap<ClientId, usize>>>);
 
 impl Places {
+    /// Of all clients.
+    pub fn taken(&self) -> usize {
+        self.0.lock().expect("nothing panics under this lock").values().sum()
+    }
+
     /// None where the client has `most` already.
     fn take(&self, client: ClientId, most: usize) -> Option<Place> {
         let mut taken = self.0.lock().expect("nothing panics under this lock");

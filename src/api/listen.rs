@@ -57,11 +57,23 @@ pub struct Connections {
     pub tls: Option<Tls>,
 }
 
-/// Answers who connects until `stop`; then those under way get to their ends. Dropped, it breaks them off.
+/// How many connections are open.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Open(Arc<()>);
+
+impl Open {
+    pub fn count(&self) -> usize {
+        Arc::strong_count(&self.0) - 1
+    }
+}
+
+/// Answers who connects until `stop`; then those under way get to their ends. Dropped, it breaks them off. Each connection
+/// counts as `open` while it has its place.
 pub(super) async fn listen(
     listener: TcpListener,
     app: Router,
     options: Connections,
+    count: &Open,
     stop: impl Future<Output = ()>,
 ) {
     let mut stop = pin!(stop);
@@ -91,9 +103,10 @@ pub(super) async fn listen(
             Ok((stream, peer)) => {
                 let signals = Signals { stopped: stopped.clone(), crowded: is_crowded.clone() };
                 let connection = connection(stream, peer, app.clone(), options.clone(), signals);
+                let counted = Arc::clone(&count.0);
                 open.spawn(async move {
                     connection.await;
-                    drop(place);
+                    drop((place, counted));
                 });
             }
             // One that was gone before it was accepted is nobody's loss.

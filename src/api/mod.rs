@@ -93,6 +93,7 @@ pub struct Server {
     options: Options,
     door: Door,
     places: door::Places,
+    connections: listen::Open,
     service: OnceLock<Arc<Service>>,
     facts: OnceLock<Facts>,
     metrics: Arc<metrics::Metrics>,
@@ -110,6 +111,7 @@ impl Server {
             options,
             door,
             places: door::Places::default(),
+            connections: listen::Open::default(),
             service: OnceLock::new(),
             facts: OnceLock::new(),
             metrics: Arc::default(),
@@ -208,7 +210,8 @@ pub async fn serve(
         }
         let _ = begin.send(());
     };
-    let serving = listen::listen(listener, router(Arc::clone(&server)), connections, stop);
+    let serving =
+        listen::listen(listener, router(Arc::clone(&server)), connections, &server.connections, stop);
     let bound = async {
         if begun.await.is_err() {
             std::future::pending::<()>().await; // serving itself ended

@@ -15,7 +15,7 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::{Server, unix_time_s};
+use super::{MAX_ARRIVING, Server, unix_time_s};
 use crate::engine::{Drafts, EngineError, EngineHandle, PoolUse, Work};
 
 /// A sign of life is good for so long.
@@ -176,6 +176,9 @@ pub(super) async fn status(State(server): State<Arc<Server>>) -> Json<Value> {
         "version": env!("CARGO_PKG_VERSION"),
         "uptime_s": unix_time_s().saturating_sub(server.created),
         "model": {"id": server.model_id},
+        "connections": server.connections.count(),
+        // Each from its head to the end of its answer; of them, those whose bodies and prompts are being read.
+        "requests": {"open": server.places.taken(), "arriving": MAX_ARRIVING - server.arriving.available_permits()},
         "tokens": {"prompt": prompt, "cached": cached, "generated": generated},
         "finished": m.finished(),
         "last_error": error,
@@ -189,7 +192,8 @@ pub(super) async fn status(State(server): State<Arc<Server>>) -> Json<Value> {
         body["guesses"] =
             json!({"lookup": guesses(stats.guesses.lookup), "draft_model": guesses(stats.guesses.model)});
         let pool = |PoolUse { free, cached, held }| json!({"held": held, "cached": cached, "free": free});
-        body["requests"] = json!({"waiting": stats.waiting, "running": stats.running});
+        body["requests"]["waiting"] = stats.waiting.into();
+        body["requests"]["running"] = stats.running.into();
         body["kv"] = json!({
             "block_size": limits.kv.block_size,
             "full": pool(stats.full),
