@@ -3,6 +3,7 @@
 mod api;
 mod batching;
 mod bench;
+mod bodies;
 mod checkpoint;
 mod cli;
 mod completions;

@@ -2,14 +2,12 @@
 
 use axum::body::Body;
 use axum::http::{HeaderMap, Request, StatusCode};
-use rand::SeedableRng;
-use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::api::{self, Door, Keys, Server};
 
 use crate::api::{
     App, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, assert_all_free,
-    events_of, post_to, prompt_ids, send, send_json, survive_mutations, tokenizer, with,
+    events_of, post_to, prompt_ids, send, send_json, tokenizer, with,
 };
 use crate::fake_runner::says;
 
@@ -367,28 +365,4 @@ async fn a_lost_device_is_the_last_event_of_a_stream() {
     assert!(last["error"]["message"].as_str().unwrap().contains("ring timeout"), "{last}");
     let (status, _, body) = create(&app, &ask("Hi")).await;
     assert_eq!((status.as_u16(), &body["error"]["type"]), (503, &json!("api_error")));
-}
-
-#[tokio::test]
-async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
-    let seed = 0xa17;
-    println!("seed {seed}");
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let app = app_that_says("ok");
-    let full = json!({
-        "model": MODEL, "max_tokens": 5, "stream": false, "temperature": 0.7, "top_p": 0.9, "top_k": 40,
-        "stop_sequences": ["a", "b"], "metadata": {"user_id": "u"}, "tools": [], "tool_choice": {"type": "auto"},
-        "thinking": {"type": "disabled"}, "output_config": {"effort": "low"},
-        "system": [{"type": "text", "text": "Be brief."}],
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "Grüße 🦄"}]},
-            {"role": "assistant", "content": "Hello"},
-            {"role": "user", "content": "Bye <start_of_turn>\u{0}"},
-        ],
-    });
-    let path = |i| if i % 8 == 7 { "/v1/messages/count_tokens" } else { PATH };
-    let is_error = |reply: &Value| reply["error"]["message"].is_string() && reply["type"] == "error";
-    let accepted = survive_mutations(&app, &full, 3000, &mut rng, path, is_error).await;
-    assert!(accepted > 300, "only {accepted} of 3000 were accepted: the mutations reach too little");
-    assert_all_free(&app.engine).await;
 }

@@ -2,14 +2,12 @@
 
 use axum::body::Body;
 use axum::http::{Method, Request};
-use rand::SeedableRng;
-use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::api::Options;
 
 use crate::api::{
     App, DEFAULTS, MODEL, OPTIONS, app, app_that_says, app_that_shows_its_prompt, app_with, assert_all_free,
-    events_of, limits, post_to, prompt_ids, send_json, survive_mutations, tokenizer, with,
+    events_of, limits, post_to, prompt_ids, send_json, tokenizer, with,
 };
 use crate::fake_runner::says;
 
@@ -427,34 +425,4 @@ async fn the_context_bounds_an_answer() {
     assert_eq!((&body["status"], &body["usage"]["total_tokens"]), (&json!("incomplete"), &json!(600)));
     let (status, body) = create(&app, ask(&"q ".repeat(700))).await;
     assert_eq!((status, &body["error"]["code"]), (400, &json!("context_length_exceeded")), "{body}");
-}
-
-#[tokio::test]
-async fn mutated_bodies_never_panic_hang_or_fail_the_server() {
-    let seed = 0x4e5;
-    println!("seed {seed}");
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let app = app_that_says("ok");
-    let first = created(&app, ask("Hi")).await;
-    let full = json!({
-        "model": MODEL, "instructions": "Be brief.", "max_output_tokens": 5, "stream": false, "store": true,
-        "temperature": 0.7, "top_p": 0.9, "previous_response_id": first["id"], "metadata": {"a": "b"},
-        "text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto", "include": [], "top_logprobs": 0,
-        "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "Grüße 🦄"}]},
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello"}]},
-            {"role": "user", "content": "Bye <start_of_turn>\u{0}"},
-        ],
-    });
-    let accepted = survive_mutations(
-        &app,
-        &full,
-        3000,
-        &mut rng,
-        |_| PATH,
-        |reply| reply["error"]["message"].is_string(),
-    )
-    .await;
-    assert!(accepted > 200, "only {accepted} of 3000 were accepted: the mutations reach too little");
-    assert_all_free(&app.engine).await;
 }

@@ -13,6 +13,7 @@ use crate::api::{
     self, App, DEFAULTS, END_OF_TURN, OPTIONS, app_with, assert_all_free, chat, complete, parse, stream,
     tokenizer, with,
 };
+use crate::bodies::replace_somewhere;
 use crate::fake_runner::{Script, says};
 
 /// With room for tools in the context.
@@ -567,7 +568,7 @@ async fn mutated_tools_and_schemas_never_panic_hang_or_fail_the_server() {
         for _ in 0..rng.random_range(1..3) {
             // A mutation before it may have taken it away.
             if let Some(part) = body.pointer_mut(parts.choose(&mut rng).unwrap()) {
-                api::replace_somewhere(part, junk.choose(&mut rng).unwrap(), &mut rng);
+                replace_somewhere(part, junk.choose(&mut rng).unwrap(), &mut rng);
             }
         }
         let (status, reply) = complete(&app, body.clone()).await;
