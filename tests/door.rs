@@ -287,15 +287,15 @@ async fn a_client_has_so_many_requests_under_way_until_their_ends() {
 // --- over TCP -------------------------------------------------------------------------------------------
 
 /// A server on a port of its own.
-struct Serving {
+pub struct Serving {
     address: SocketAddr,
     stop: Option<oneshot::Sender<()>>,
     task: JoinHandle<()>,
-    app: App,
+    pub app: App,
 }
 
 impl Serving {
-    async fn start(app: App, connections: Connections) -> Self {
+    pub async fn start(app: App, connections: Connections) -> Self {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
         let (stop, stopped) = oneshot::channel::<()>();
@@ -304,11 +304,11 @@ impl Serving {
         Self { address, stop: Some(stop), task: tokio::spawn(task), app }
     }
 
-    fn connect(&self) -> TcpStream {
+    pub fn connect(&self) -> TcpStream {
         connect(self.address)
     }
 
-    async fn end(mut self) {
+    pub async fn end(mut self) {
         self.app.control.release();
         let _ = self.stop.take().expect("not yet").send(());
         tokio::time::timeout(HANG, self.task).await.expect("ends in time").expect("without a panic");
@@ -358,7 +358,7 @@ fn read_answer(stream: &mut impl Read) -> (String, String) {
 }
 
 /// What blocks must not stop the runtime that it waits for.
-async fn blocking<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'static) -> T {
+pub async fn blocking<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'static) -> T {
     tokio::time::timeout(2 * HANG, tokio::task::spawn_blocking(run))
         .await
         .expect("no hang")

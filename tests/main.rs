@@ -23,6 +23,7 @@ mod golden;
 mod grammar;
 mod hub;
 mod kernels;
+mod leaving;
 mod legacy;
 mod messages;
 mod native;

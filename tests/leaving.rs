@@ -1,0 +1,219 @@
+//! Clients that leave, at every stage of a request and in every format, over TCP: nothing of them stays, as `/status` tells.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use unicorn::api::{Connections, Door, Options, Server};
+use unicorn::model::{KvLimits, Limits};
+
+use crate::api::{
+    App, DEFAULTS, MODEL, OPTIONS, assert_at_rest, is_at_rest, limits, loaded, status, tokenizer, with,
+};
+use crate::door::{CONNECTIONS, Serving, blocking};
+use crate::fake_runner::{HANG, says};
+
+const CHAT: &str = "/v1/chat/completions";
+const COMPLETIONS: &str = "/v1/completions";
+const MESSAGES: &str = "/v1/messages";
+const RESPONSES: &str = "/v1/responses";
+/// An answer has so many tokens if nobody leaves; what is left alone ends long before.
+const TOKENS: usize = 3000;
+/// Steps in which the engine must have noticed.
+const STEPS: usize = 300;
+
+/// A model that says "a" for ever, two at once.
+fn endless() -> App {
+    let kv = KvLimits { full_blocks: 2500, ..limits().kv };
+    let limits = Limits { max_sequences: 2, max_draws: 2, max_context: 4000, kv, ..limits() };
+    let a = tokenizer().encode("a", false).expect("encodes")[0];
+    // It is the clients that go, and no timeout.
+    let options = Options { body_stall: 4 * HANG, ..OPTIONS };
+    loaded(Server::new(MODEL, options, Door::default()), limits, DEFAULTS, says(&[], a))
+}
+
+/// A prompt of several steps, in the format of a route; `begin` differs, so that none is found in the prefix cache.
+fn body(path: &str, begin: &str, more: Value) -> Value {
+    let text = format!("{begin} in {path}{}", " long".repeat(30));
+    let turns = json!([{"role": "user", "content": text}]);
+    let body = match path {
+        CHAT => json!({"messages": turns, "max_tokens": TOKENS}),
+        COMPLETIONS => json!({"prompt": text, "max_tokens": TOKENS}),
+        MESSAGES => json!({"messages": turns, "max_tokens": TOKENS}),
+        _ => json!({"input": text, "max_output_tokens": TOKENS}),
+    };
+    with(with(body, json!({"model": MODEL})), more)
+}
+
+fn request(path: &str, body: &Value) -> String {
+    let body = body.to_string();
+    format!("POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+}
+
+/// When a client leaves.
+#[derive(Debug, Clone, Copy)]
+enum When {
+    /// It has sent what it sends, and the server knows of it by one of its figures.
+    Counted(&'static str),
+    /// So many steps of its own have ended, and another is under way.
+    Steps(usize),
+    /// So many steps may end, and it has read this.
+    Read(usize, &'static str),
+    /// Another request has all places, and it waits for one.
+    Waiting,
+}
+
+struct Stage {
+    name: &'static str,
+    path: &'static str,
+    sent: String,
+    when: When,
+}
+
+fn stages() -> Vec<Stage> {
+    let whole = request(CHAT, &body(CHAT, "nothing", json!({})));
+    let head = whole.find("\r\n\r\n").expect("a head") + 4;
+    let names: Vec<String> = (0..1200).map(|i| format!("p{i}")).collect();
+    let properties: Value = names.iter().map(|name| (name.clone(), json!({"type": "integer"}))).collect();
+    let schema = json!({"type": "object", "properties": properties, "required": names});
+    let large = request(CHAT, &body(CHAT, "JSON", json!({"guided_json": schema})));
+    let stage = |name, path, sent: &str, when| Stage { name, path, sent: sent.to_owned(), when };
+    let mut stages = vec![
+        stage("before the head", CHAT, "", When::Counted("/connections")),
+        stage("in the head", CHAT, &whole[..head / 2], When::Counted("/connections")),
+        stage("behind the head", CHAT, &whole[..head], When::Counted("/requests/arriving")),
+        stage("in the body", CHAT, &whole[..whole.len() - 9], When::Counted("/requests/arriving")),
+        stage("while its grammar is compiled", CHAT, &large, When::Counted("/requests/open")),
+    ];
+    let (stream, two, both) = (json!({"stream": true}), json!({"n": 2}), json!({"n": 2, "stream": true}));
+    let mut add = |name, path, more: &Value, when| {
+        stages.push(Stage { name, path, sent: request(path, &body(path, name, more.clone())), when });
+    };
+    for path in [CHAT, COMPLETIONS, MESSAGES, RESPONSES] {
+        add("in the queue", path, &json!({}), When::Waiting);
+        add("in the queue, for a stream", path, &stream, When::Waiting);
+        add("in its prompt", path, &json!({}), When::Steps(1));
+        add("in its prompt, behind a comment", path, &stream, When::Read(1, ":\n\n"));
+        add("in a whole answer", path, &json!({}), When::Steps(12));
+        add("in a stream", path, &stream, When::Read(12, ":\"a\""));
+    }
+    for path in [CHAT, COMPLETIONS] {
+        add("in two whole answers", path, &two, When::Steps(12));
+        add("in a stream of two answers", path, &both, When::Read(12, ":\"a\""));
+    }
+    let prompts = json!({"prompt": ["One", "Two"], "stream": true});
+    add("in answers to two prompts", COMPLETIONS, &prompts, When::Read(12, ":\"a\""));
+    stages
+}
+
+/// Waits until `ready` says so of `/status`; `step` is called between.
+async fn until(app: &App, what: &str, ready: impl Fn(&Value) -> bool, mut step: impl FnMut()) {
+    let since = Instant::now();
+    loop {
+        let seen = status(&app.router).await;
+        if ready(&seen) {
+            return;
+        }
+        assert!(since.elapsed() < HANG, "{what}: {seen}");
+        step();
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// Reads until what came holds `mark`.
+fn read_to(client: &mut TcpStream, mark: &str, what: &str) {
+    let (mut all, mut more) = (Vec::new(), [0; 4096]);
+    while !String::from_utf8_lossy(&all).contains(mark) {
+        let n = client.read(&mut more).unwrap_or(0);
+        assert!(n > 0, "{what}: no {mark:?} in {:?}", String::from_utf8_lossy(&all));
+        all.extend_from_slice(&more[..n]);
+    }
+}
+
+/// One client, which comes and leaves.
+async fn comes_and_leaves(serving: &Serving, stage: &Stage) {
+    let Stage { name, path, sent, when } = stage;
+    let (app, control) = (&serving.app, &serving.app.control);
+    let what = format!("{path}, {name}");
+    let steps = control.batches().len();
+    let mut allowed = steps
+        + match when {
+            When::Counted(_) | When::Waiting => 0,
+            When::Steps(n) | When::Read(n, _) => *n,
+        };
+    control.allow(allowed);
+    let mut other = None;
+    if let When::Waiting = when {
+        let mut all = serving.connect();
+        all.write_all(request(CHAT, &body(CHAT, "other", json!({"n": 2}))).as_bytes()).expect("sent");
+        until(app, &what, |seen| seen["requests"]["running"] != 0, || {}).await;
+        other = Some(all);
+    }
+    let mut client = serving.connect();
+    client.write_all(sent.as_bytes()).expect("sent");
+    match *when {
+        When::Counted(figure) => {
+            until(app, &what, |seen| seen.pointer(figure) == Some(&json!(1)), || {}).await
+        }
+        When::Waiting => until(app, &what, |seen| seen["requests"]["waiting"] == 1, || {}).await,
+        When::Steps(n) => {
+            let control = control.clone();
+            blocking(move || control.submitted(steps + n + 1)).await;
+        }
+        When::Read(_, mark) => {
+            let what = what.clone();
+            client = blocking(move || {
+                read_to(&mut client, mark, &what);
+                client
+            })
+            .await;
+        }
+    }
+    drop(client);
+    // Step by step, so that an answer for nobody would show.
+    let most = allowed + STEPS;
+    let mut step = || {
+        allowed = most.min(allowed + 1);
+        control.allow(allowed);
+    };
+    if let Some(other) = other {
+        let one = |seen: &Value| seen["requests"]["waiting"] == 0 && seen["connections"] == 1;
+        until(app, &what, one, &mut step).await;
+        assert_eq!(status(&app.router).await["requests"]["open"], 1, "{what}: who does not leave goes on");
+        drop(other);
+    }
+    until(app, &what, is_at_rest, &mut step).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_leaves_leaves_nothing_behind() {
+    let patient = Connections { head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
+    let serving = Serving::start(endless(), patient).await;
+    let stages = stages();
+    for stage in &stages {
+        comes_and_leaves(&serving, stage).await;
+    }
+    println!("{} stages", stages.len());
+    serving.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_stops_reading_is_given_up() {
+    let serving = Serving::start(endless(), CONNECTIONS).await;
+    // More than the system keeps for a reader.
+    let large = json!({"logprobs": true, "top_logprobs": 20, "stream": true});
+    for (path, more) in [(CHAT, json!({})), (CHAT, json!({"n": 2})), (RESPONSES, json!({}))] {
+        let mut client = serving.connect();
+        let asked = body(path, "unread", with(large.clone(), more));
+        client.write_all(request(path, &asked).as_bytes()).expect("sent");
+        client = blocking(move || {
+            read_to(&mut client, "HTTP/1.1 200", path);
+            client
+        })
+        .await;
+        assert_at_rest(&serving.app.router).await;
+        drop(client);
+    }
+    serving.end().await;
+}
