@@ -457,6 +457,36 @@ async fn max_tokens_and_the_context_bound_an_answer() {
 }
 
 #[tokio::test]
+async fn a_prompt_that_is_too_long_is_blamed_on_the_field_that_holds_it() {
+    let app = app_that_says("ok");
+    // By count, and by bytes alone.
+    for text in ["q ".repeat(700), "q".repeat(60_000)] {
+        let turns = json!([{"role": "user", "content": text}]);
+        for (path, fields, param) in [
+            ("/v1/chat/completions", json!({"messages": turns}), "messages"),
+            ("/v1/completions", json!({"prompt": text}), "prompt"),
+            ("/v1/completions", json!({"prompt": ["a", text]}), "prompt"),
+            ("/v1/responses", json!({"input": text}), "input"),
+        ] {
+            let body = with(json!({"model": MODEL}), fields).to_string();
+            let (status, _, reply) = send_json(&app.router, post_to(path, body)).await;
+            let error = &reply["error"];
+            assert_eq!(
+                (status.as_u16(), &error["code"]),
+                (400, &json!("context_length_exceeded")),
+                "{reply}"
+            );
+            assert_eq!(error["param"], param, "{path}: {reply}");
+        }
+    }
+    for param in ["content", "prompt"] {
+        let body = json!({param: "q".repeat(60_000)}).to_string();
+        let (_, _, reply) = send_json(&app.router, post_to("/tokenize", body)).await;
+        assert_eq!(reply["error"]["param"], param, "{reply}");
+    }
+}
+
+#[tokio::test]
 async fn a_prompt_that_no_context_holds_is_too_long_and_not_invalid() {
     let kv = KvLimits { block_size: 1024, full_blocks: 128, ..LIMITS.kv };
     let limits = Limits { kv, max_context: 131_072, ..limits() };

@@ -35,9 +35,10 @@ pub(super) async fn completions(
         let form = Form { stream: request.stream, include_usage: request.include_usage };
         Ok((request, form))
     };
-    let asked = exchange::ask(&server, caller, body, "chatcmpl-", parse, |service, request, _| {
-        Ok(vec![service.prepare(request)?])
-    });
+    let asked =
+        exchange::ask(&server, caller, body, "chatcmpl-", "messages", parse, |service, request, _| {
+            Ok(vec![service.prepare(request)?])
+        });
     let Exchange { wire: form, reply, answers } = asked.await?;
     if form.stream {
         Ok(exchange::stream(&server, stream_chunks(reply, answers, form.include_usage)))

@@ -48,7 +48,7 @@ pub(super) async fn completions(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let asked = exchange::ask(&server, caller, body, "cmpl-", parse, prepare);
+    let asked = exchange::ask(&server, caller, body, "cmpl-", "prompt", parse, prepare);
     let Exchange { wire: form, reply, answers } = asked.await?;
     if form.stream {
         Ok(exchange::stream(&server, stream_chunks(reply, answers, form)))

@@ -12,6 +12,7 @@ use crate::engine::{EngineError, SubmitError};
 /// Seconds after which a refused client should ask again.
 const RETRY_LOADING_S: u32 = 5;
 const RETRY_QUEUE_S: u32 = 2;
+const PROMPT_OF_A_CHAT: &str = "messages";
 /// Anthropic's status for a server that has too much to do.
 const OVERLOADED: u16 = 529;
 
@@ -28,10 +29,12 @@ pub enum ApiError {
     /// Understood, and not to be had from this server: answering without it would answer something else.
     #[error("{param}: {problem}")]
     Unsupported { param: String, problem: String },
-    #[error("{0}")]
-    Context(String),
-    #[error("{0}")]
-    Text(String),
+    /// The prompt and its answer are longer than the context; `param` is where a prompt stands in the wire format.
+    #[error("{problem}")]
+    Context { param: &'static str, problem: String },
+    /// No tokens can be made of a text of the prompt.
+    #[error("{problem}")]
+    Text { param: &'static str, problem: String },
     /// While the answer was written.
     #[error("the answer could not be held to its grammar: {0}")]
     Grammar(String),
@@ -96,6 +99,24 @@ impl ApiError {
         Self::Unsupported { param: param.into(), problem: problem.into() }
     }
 
+    /// Of a prompt that is a chat's, unless [`Self::in_prompt`] says otherwise.
+    pub(super) fn context(problem: impl ToString) -> Self {
+        Self::Context { param: PROMPT_OF_A_CHAT, problem: problem.to_string() }
+    }
+
+    pub(super) fn text(problem: impl ToString) -> Self {
+        Self::Text { param: PROMPT_OF_A_CHAT, problem: problem.to_string() }
+    }
+
+    /// What is wrong with a prompt that stands in the field `param`.
+    pub(super) fn in_prompt(self, param: &'static str) -> Self {
+        match self {
+            Self::Context { problem, .. } => Self::Context { param, problem },
+            Self::Text { problem, .. } => Self::Text { param, problem },
+            other => other,
+        }
+    }
+
     pub fn status(&self) -> StatusCode {
         self.wire().status
     }
@@ -144,8 +165,8 @@ impl ApiError {
             Self::Missing { param } => request(bad, Some(param), Some("missing_required_parameter")),
             Self::Invalid { param, .. } => request(bad, Some(param), Some("invalid_value")),
             Self::Unsupported { param, .. } => request(bad, Some(param), Some("unsupported_value")),
-            Self::Context(_) => request(bad, Some("messages"), Some("context_length_exceeded")),
-            Self::Text(_) => request(bad, Some("messages"), Some("invalid_value")),
+            Self::Context { param, .. } => request(bad, Some(param), Some("context_length_exceeded")),
+            Self::Text { param, .. } => request(bad, Some(param), Some("invalid_value")),
             Self::Grammar(_) => request(bad, None, Some("grammar_failed")),
             Self::UnknownModel { .. } => {
                 request(StatusCode::NOT_FOUND, Some("model"), Some("model_not_found"))
@@ -205,8 +226,8 @@ impl From<SubmitError> for ApiError {
     fn from(error: SubmitError) -> Self {
         match error {
             SubmitError::QueueFull { waiting } => Self::QueueFull { waiting },
-            SubmitError::ContextExceeded { .. } => Self::Context(error.to_string()),
-            SubmitError::TokenOutOfRange { .. } => Self::Text(error.to_string()),
+            SubmitError::ContextExceeded { .. } => Self::context(error),
+            SubmitError::TokenOutOfRange { .. } => Self::text(error),
             SubmitError::NoTokens => Self::invalid("max_tokens", "expected at least 1"),
             SubmitError::TooManyBiases { .. } => Self::invalid("logit_bias", error.to_string()),
             SubmitError::TooManyLogprobs { .. } => Self::invalid("top_logprobs", error.to_string()),

@@ -65,12 +65,13 @@ pub(super) struct Exchange<T> {
 
 /// Reads a body, makes prompts of it, and asks the engine. Errors in the order of what they need: the body alone, then
 /// the model's name, then the loaded model. A client that disconnects drops what this returns, and with it the engine's
-/// streams: that cancels. `prefix` is that of the reply's id.
+/// streams: that cancels. `prefix` is that of the reply's id, `prompt` the field that holds the prompt.
 pub(super) async fn ask<T: Send + 'static>(
     server: &Arc<Server>,
     caller: Caller,
     body: Body,
     prefix: &str,
+    prompt: &'static str,
     parse: impl FnOnce(&[u8]) -> Result<(ChatRequest, T), ApiError> + Send + 'static,
     prepare: impl FnOnce(&Service, &ChatRequest, &mut T) -> Result<Vec<(Request, AnswerText)>, ApiError>
     + Send
@@ -79,7 +80,7 @@ pub(super) async fn ask<T: Send + 'static>(
     let prepared = work(server, body, move |server, body| {
         let (request, mut wire) = parse(body)?;
         let service = server.service_for(&request.model)?;
-        let prepared = prepare(&service, &request, &mut wire)?;
+        let prepared = prepare(&service, &request, &mut wire).map_err(|error| error.in_prompt(prompt))?;
         Ok((service, prepared, wire, caller.asked.purpose(&request)))
     });
     let (arriving, (service, prepared, wire, purpose)) = prepared.await?;
@@ -89,7 +90,8 @@ pub(super) async fn ask<T: Send + 'static>(
     for (mut engine, text) in prepared {
         (engine.client, engine.priority) = (caller.id, purpose.priority);
         let n = 1 + engine.more_seeds.len();
-        let tokens = service.engine().submit(engine)?;
+        let tokens =
+            service.engine().submit(engine).map_err(|error| ApiError::from(error).in_prompt(prompt))?;
         answers.add(tokens, &text, n, server.metrics.follow(n));
     }
     server.metrics.taken(purpose);

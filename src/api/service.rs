@@ -82,7 +82,7 @@ impl Service {
     ) -> Result<(Request, AnswerText), ApiError> {
         let stops = StopMatcher::new(&request.stop).map_err(|e| match e {
             TextError::Stop(problem) => ApiError::invalid("stop", problem),
-            other => ApiError::Text(other.to_string()),
+            other => ApiError::text(other),
         })?;
         let vocab_size = self.engine.limits().vocab_size;
         if let Some((id, _)) = request.logit_bias.iter().find(|(id, _)| *id as usize >= vocab_size) {
@@ -127,7 +127,7 @@ impl Service {
         };
         let refuse = |param: &str, error| match error {
             TextError::Grammar(problem) => ApiError::invalid(param, problem),
-            other => ApiError::Text(other.to_string()),
+            other => ApiError::text(other),
         };
         let compiled = self.grammars.compile(&grammar.source).map_err(|error| {
             // Of several schemas in one, the one that is to blame.
@@ -194,8 +194,8 @@ impl Service {
             {
                 self.overflow(bytes)
             }
-            TextError::TooLong { .. } => ApiError::Context(error.to_string()),
-            error => ApiError::Text(error.to_string()),
+            TextError::TooLong { .. } => ApiError::context(error),
+            error => ApiError::text(error),
         }
     }
 
@@ -205,7 +205,7 @@ impl Service {
 
     fn overflow(&self, bytes: usize) -> ApiError {
         let (context, least) = (self.engine.limits().max_context, self.least_tokens(bytes));
-        ApiError::Context(format!(
+        ApiError::context(format!(
             "the context holds {context} tokens, the prompt has {bytes} bytes and so at least {least} tokens"
         ))
     }

@@ -33,7 +33,8 @@ pub(super) async fn tokenize(State(server): State<Arc<Server>>, body: Body) -> R
         let piece = |id: &u32| service.piece(*id);
         match (content, prompt, conversation) {
             (Some(text), ..) => {
-                let ids = service.encode(text, special[0].unwrap_or(false))?;
+                let ids = service.encode(text, special[0].unwrap_or(false));
+                let ids = ids.map_err(|error| error.in_prompt("content"))?;
                 Ok(match with_pieces {
                     false => json!({"tokens": ids}),
                     true => {
@@ -45,7 +46,9 @@ pub(super) async fn tokenize(State(server): State<Arc<Server>>, body: Body) -> R
             }
             (None, text, conversation) => {
                 let ids = match (text, conversation) {
-                    (Some(text), _) => service.encode(text, special[1].unwrap_or(true))?,
+                    (Some(text), _) => service
+                        .encode(text, special[1].unwrap_or(true))
+                        .map_err(|error| error.in_prompt("prompt"))?,
                     (None, Some(messages)) => {
                         service.prompt(&messages, prompt_ending(&fields, &messages)?)?
                     }

@@ -34,13 +34,14 @@ pub(super) async fn create(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let asked = exchange::ask(&server, caller, body, "msg_", request::parse, |service, request, _| {
-        let (mut engine, answer) = service.prepare(request)?;
-        // Clients must name a bound, and name one that holds for any model: here the context may end before it.
-        let room = service.engine().limits().max_context.saturating_sub(engine.prompt.len());
-        engine.max_tokens = engine.max_tokens.filter(|n| *n <= room);
-        Ok(vec![(engine, answer)])
-    });
+    let asked =
+        exchange::ask(&server, caller, body, "msg_", "messages", request::parse, |service, request, _| {
+            let (mut engine, answer) = service.prepare(request)?;
+            // Clients must name a bound, and name one that holds for any model: here the context may end before it.
+            let room = service.engine().limits().max_context.saturating_sub(engine.prompt.len());
+            engine.max_tokens = engine.max_tokens.filter(|n| *n <= room);
+            Ok(vec![(engine, answer)])
+        });
     let Exchange { wire: form, reply, answers } = asked.await?;
     if form.stream {
         Ok(exchange::stream(&server, events(reply, answers, form)))

@@ -41,7 +41,7 @@ pub(super) async fn create(
     let parse = move |body: &[u8]| {
         request::parse(body, |id| keeper.responses.get(id, caller.id()).map(|stored| stored.turns.clone()))
     };
-    let asked = exchange::ask(&server, caller, body, ID_PREFIX, parse, |service, request, _| {
+    let asked = exchange::ask(&server, caller, body, ID_PREFIX, "input", parse, |service, request, _| {
         Ok(vec![service.prepare(request)?])
     });
     let Exchange { wire: form, reply, answers } = asked.await?;
