@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use axum::body::Body;
 use axum::http::Request;
 use serde_json::{Value, json};
-use unicorn::api::{self, Door, Facts, KernelTime, Keys, MemoryNow, Placed, SUPPORTED_PARAMETERS, Server};
+use unicorn::api::{
+    self, Door, Facts, HeapNow, KernelTime, Keys, MemoryNow, Placed, SUPPORTED_PARAMETERS, Server,
+};
 
 use crate::api::{App, MODEL, OPTIONS, app_behind, assert_all_free, chat, send, send_json};
 use crate::fake_runner::HANG;
@@ -141,7 +143,10 @@ fn facts() -> Facts {
         driver: "a driver".into(),
         placements: vec![placed("KV cache", "heap 0", 7), placed("norms", "heap \"1\"", 9)],
         residency: "confirmed".into(),
-        memory: Box::new(|| MemoryNow { vram: Some(11), gtt: None, resident: Some(13) }),
+        memory: Box::new(|| {
+            let heaps = vec![HeapNow { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }];
+            MemoryNow { heaps, vram: Some(11), gtt: None, resident: Some(13) }
+        }),
         kernels: Box::new(|| {
             let time = Duration::from_millis(500);
             vec![KernelTime { kernel: "matmul".into(), dispatches: 2, time }]
@@ -263,6 +268,7 @@ async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
         ("/device/name", json!("a \"device\"")),
         ("/device/driver", json!("a driver")),
         ("/memory/placed/0", json!({"class": "KV cache", "heap": "heap 0", "buffers": 1, "bytes": 7})),
+        ("/memory/heaps/0", json!({"heap": "heap 0", "size_bytes": 23, "free_bytes": 9})),
         ("/memory/vram_bytes", json!(11)),
         ("/memory/gtt_bytes", Value::Null),
         ("/memory/resident_bytes", json!(13)),

@@ -388,6 +388,16 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
         out.sample(&[("class", &placed.class), ("heap", &placed.heap)], placed.bytes);
     }
     let memory = (facts.memory)();
+    if !memory.heaps.is_empty() {
+        out.family("unicorn_gpu_heap_size_bytes", "gauge", "Memory of the device, by heap.");
+        for heap in &memory.heaps {
+            out.sample(&[("heap", &heap.heap)], heap.size_bytes);
+        }
+        out.family("unicorn_gpu_heap_free_bytes", "gauge", "What of it this process may still take.");
+        for heap in &memory.heaps {
+            out.sample(&[("heap", &heap.heap)], heap.free_bytes);
+        }
+    }
     let of_driver = [("vram", memory.vram), ("gtt", memory.gtt)];
     if of_driver.iter().any(|(_, bytes)| bytes.is_some()) {
         out.family("unicorn_gpu_memory_driver_bytes", "gauge", "What the driver says this process holds.");

@@ -75,9 +75,19 @@ pub struct Placed {
     pub bytes: u64,
 }
 
+/// A heap of the device's memory, and what this process may still take of it by the driver's budget. Bytes.
+#[derive(Debug, Clone, Serialize)]
+pub struct HeapNow {
+    /// As in [`Placed::heap`].
+    pub heap: String,
+    pub size_bytes: u64,
+    pub free_bytes: u64,
+}
+
 /// Bytes; none where nobody tells.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct MemoryNow {
+    pub heaps: Vec<HeapNow>,
     /// Of the device, as its driver says.
     pub vram: Option<u64>,
     pub gtt: Option<u64>,
@@ -216,6 +226,7 @@ pub(super) async fn status(State(server): State<Arc<Server>>) -> Json<Value> {
         body["device"] = json!({"name": facts.device, "driver": facts.driver});
         let now = (facts.memory)();
         body["memory"] = json!({
+            "heaps": now.heaps,
             "placed": facts.placements,
             "residency": facts.residency,
             "vram_bytes": now.vram,

@@ -8,11 +8,11 @@ use super::bench::resident_bytes;
 use super::devices::bytes;
 use super::error::Error;
 use super::progress::Bar;
-use crate::api::{Facts, KernelTime, MemoryNow, Placed, SamplingDefaults, Service};
+use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SamplingDefaults, Service};
 use crate::checkpoint::{Manifest, ModelFiles};
 use crate::config::{self, Config};
 use crate::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
-use crate::gpu::placement::{Limits, Machine, Placement};
+use crate::gpu::placement::{Heap, Limits, Machine, Placement};
 use crate::gpu::{self, Device, DeviceInfo, DevicePolicy};
 use crate::model::Runner;
 use crate::model::config::{Gemma3Config, GenerationConfig};
@@ -225,9 +225,12 @@ impl Model {
         // Who asks must not keep the device from being given back when the engine ends.
         let (held_of, timed) = (Arc::downgrade(self.runner.device()), Arc::downgrade(self.runner.device()));
         let memory = move || {
-            let held = held_of.upgrade().and_then(|device| device.held());
+            let device = held_of.upgrade();
+            let held = device.as_ref().and_then(|device| device.held());
             let (vram, gtt) = (held.map(|held| held.vram), held.map(|held| held.gtt));
-            MemoryNow { vram, gtt, resident: resident_bytes().0 }
+            let heap = |heap: Heap| HeapNow { heap: heap.name, size_bytes: heap.size, free_bytes: heap.free };
+            let heaps = device.into_iter().flat_map(|device| device.machine().heaps).map(heap).collect();
+            MemoryNow { heaps, vram, gtt, resident: resident_bytes().0 }
         };
         let kernels = move || {
             let each = timed.upgrade().map(|device| Profiler(device).take()).into_iter().flatten();

@@ -137,6 +137,10 @@ const tests = {
       check((await shown()).includes(part), `${part} is not in: ${await shown()}`);
     }
     for (const { class: kind } of told.memory.placed) check((await shown()).includes(kind), `${kind} is not in: ${await shown()}`);
+    for (const { heap, size_bytes: size, free_bytes: free } of told.memory.heaps) {
+      check(size > 0 && free <= size, `${heap}: ${free} of ${size} bytes free`);
+    }
+    check(/ of [0-9.]+ [KMG]iB/.test(await page.locator("#placed").innerText()), "the bars measure against the heaps");
     await until(async () => /^[\d.,]+$/.test(await page.innerText("#rate")), "tokens per second");
     await until(async () => (await page.getAttribute("#curve", "points")).includes(" "), "a curve");
     // Whatever a server leaves out is left out.

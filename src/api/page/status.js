@@ -98,11 +98,15 @@ function showFigures({ tokens = {}, requests = {}, kv = {}, memory = {}, kernels
 
   const heaps = Map.groupBy(memory.placed ?? [], ({ heap }) => heap);
   const sums = [...heaps].map(([name, parts]) => [name, parts.reduce((sum, part) => sum + part.bytes, 0), parts]);
+  const told = new Map((memory.heaps ?? []).map((heap) => [heap.heap, heap]));
   const largest = Math.max(...sums.map(([, all]) => all));
   bars($("#placed"), sums.map(([name, all, parts]) => {
     parts.sort((a, b) => b.bytes - a.bytes);
-    const below = parts.map((part) => `${part.class} ${bytes(part.bytes)}`).join(", ");
-    return { name, said: bytes(all), parts: parts.map((part) => part.bytes / largest), below };
+    const below = parts.map((part) => `${part.class} ${bytes(part.bytes)}`);
+    const { size_bytes: size, free_bytes: free } = told.get(name) ?? {};
+    if (size) below.push(`${bytes(free)} free`);
+    const said = size ? `${bytes(all)} of ${bytes(size)}` : bytes(all);
+    return { name, said, parts: parts.map((part) => part.bytes / (size || largest)), below: below.join(", ") };
   }));
   const held = [["VRAM held", memory.vram_bytes], ["GTT held", memory.gtt_bytes], ["Process", memory.resident_bytes]];
   rows($("#held"), held.filter(([, n]) => n).map(([name, n]) => [name, bytes(n)]));
