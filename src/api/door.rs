@@ -26,6 +26,7 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, AllowPrivateNetwork, CorsLayer
 
 use super::Server;
 use super::error::ApiError;
+use super::exchange::Client;
 use super::held::hold;
 use super::keys::Keys;
 use super::page;
@@ -127,7 +128,7 @@ impl Door {
 pub(super) async fn guard(
     State(server): State<Arc<Server>>,
     peer: Option<Extension<ConnectInfo<SocketAddr>>>,
-    request: Request,
+    mut request: Request,
     next: Next,
 ) -> Response {
     if request.uri().path() == OPEN {
@@ -136,11 +137,12 @@ pub(super) async fn guard(
     if let Err(error) = server.door.check(request.method(), request.uri(), request.headers()) {
         return error.into_response();
     }
+    let peer = peer.map(|Extension(ConnectInfo(address))| address.ip());
+    let client = client_of(request.headers(), peer);
+    request.extensions_mut().insert(Client(client));
     if !changes(request.method()) {
         return next.run(request).await;
     }
-    let peer = peer.map(|Extension(ConnectInfo(address))| address.ip());
-    let client = client_of(request.headers(), peer);
     let most = server.door.requests_per_client;
     let Some(place) = server.places.take(client, most) else {
         return ApiError::ClientFull { limit: most }.into_response();
@@ -174,7 +176,7 @@ fn keys_of(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
 }
 
 /// Whose request it is, for fairness between clients: the key's that came with it, or without one the address's.
-pub(super) fn client_of(headers: &HeaderMap, peer: Option<IpAddr>) -> ClientId {
+fn client_of(headers: &HeaderMap, peer: Option<IpAddr>) -> ClientId {
     let mut hasher = DefaultHasher::new();
     match keys_of(headers).next() {
         Some(key) => key.hash(&mut hasher),

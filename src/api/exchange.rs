@@ -3,13 +3,12 @@
 
 use std::convert::Infallible;
 use std::future::poll_fn;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::{ConnectInfo, FromRequestParts};
+use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
@@ -18,7 +17,6 @@ use serde_json::{Value, json};
 use tokio::sync::SemaphorePermit;
 
 use super::answer::{AnswerText, Delta, End, Reason};
-use super::door::client_of;
 use super::error::ApiError;
 use super::metrics::Followed;
 use super::request::ChatRequest;
@@ -31,6 +29,10 @@ use crate::text::CallPiece;
 
 /// For a whole body, however steadily it comes.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Whose request it is. The door says it of every one.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Client(pub ClientId);
 
 /// Who asks, and what they say that it is for.
 #[derive(Debug, Clone, Copy)]
@@ -50,8 +52,9 @@ impl<S: Sync> FromRequestParts<S> for Caller {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
-        let peer = parts.extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(address)| address.ip());
-        Ok(Self { id: client_of(&parts.headers, peer), asked: Asked::read(&parts.headers)? })
+        let client: Option<&Client> = parts.extensions.get();
+        let Client(id) = client.ok_or_else(|| ApiError::Bug("a request passed no door".into()))?;
+        Ok(Self { id: *id, asked: Asked::read(&parts.headers)? })
     }
 }
 
