@@ -539,6 +539,43 @@ async fn https_is_spoken_with_a_certificate() {
     serving.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_renewed_certificate_is_shown_to_whoever_connects_then() {
+    let (folder, first) = certificate();
+    let (other, second) = certificate();
+    let tls = tls(folder.path()).expect("sound");
+    let connections = Connections { tls: Some(tls.clone()), ..CONNECTIONS };
+    let serving = Serving::start(app_behind(Door::default(), "ok"), connections).await;
+    // Whether the server proves its name to somebody who trusts this certificate alone.
+    let proves = async |trusted: &rustls::pki_types::CertificateDer<'static>| {
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add(trusted.clone()).expect("sound");
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let config = rustls::ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .expect("known")
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let name = ServerName::try_from("localhost").expect("a name");
+        let session = rustls::ClientConnection::new(Arc::new(config), name).expect("a session");
+        let mut client = rustls::StreamOwned::new(session, serving.connect());
+        blocking(move || {
+            client.write_all(get("/v1/models").as_bytes()).is_ok()
+                && read_answer(&mut client).1.contains(MODEL)
+        })
+        .await
+    };
+    assert!(proves(&first).await && !proves(&second).await);
+    // Half of it is there: that will not do, and the server stays as it was.
+    std::fs::copy(other.path().join("cert.pem"), folder.path().join("cert.pem")).expect("copied");
+    assert!(tls.reload().expect_err("not its key").to_string().contains("is not the key"));
+    assert!(proves(&first).await);
+    std::fs::copy(other.path().join("key.pem"), folder.path().join("key.pem")).expect("copied");
+    tls.reload().expect("sound");
+    assert!(proves(&second).await && !proves(&first).await);
+    serving.end().await;
+}
+
 #[test]
 fn a_certificate_that_will_not_do_is_named_with_its_file() {
     let (folder, _) = certificate();

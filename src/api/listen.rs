@@ -144,9 +144,10 @@ async fn connection(
 ) {
     // A token is a small packet, and the next one comes later than it should wait for.
     let _ = stream.set_nodelay(true);
-    let Some(Tls(acceptor)) = &options.tls else {
+    let Some(tls) = &options.tls else {
         return http(stream, peer, app, &options, signals).await;
     };
+    let acceptor = tls.acceptor();
     let handshake = async {
         let mut first = [0];
         // Of TLS, the first byte is that of a handshake record; of HTTP, a letter.

@@ -1,7 +1,8 @@
-//! HTTPS: a certificate and its key, read once, and errors that say which of the two files is wrong and how.
+//! HTTPS: a certificate and its key, read at the start and when they were renewed, and errors that say which of the two files
+//! is wrong and how.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, RwLock};
 
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
@@ -10,9 +11,13 @@ use tokio_rustls::rustls::{self, ServerConfig, crypto};
 
 use super::keys::{read_bounded, read_secret};
 
-/// What a server proves its name with. TLS 1.2 and 1.3, HTTP/1.1.
+/// What a server proves its name with. TLS 1.2 and 1.3, HTTP/1.1. Clones are one.
 #[derive(Clone)]
-pub struct Tls(pub(super) TlsAcceptor);
+pub struct Tls {
+    cert: Arc<Path>,
+    key: Arc<Path>,
+    acceptor: Arc<RwLock<TlsAcceptor>>,
+}
 
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
@@ -27,6 +32,22 @@ pub enum TlsError {
 impl Tls {
     /// Both files are PEM; `cert` holds the server's own certificate first, then those that lead to its authority.
     pub fn read(cert: &Path, key: &Path) -> Result<Self, TlsError> {
+        let acceptor = Arc::new(RwLock::new(Self::acceptor_of(cert, key)?));
+        Ok(Self { cert: cert.into(), key: key.into(), acceptor })
+    }
+
+    /// Reads both files again, for connections from now on. Where they will not do, nothing changes.
+    pub fn reload(&self) -> Result<(), TlsError> {
+        let acceptor = Self::acceptor_of(&self.cert, &self.key)?;
+        *self.acceptor.write().expect("nothing panics under this lock") = acceptor;
+        Ok(())
+    }
+
+    pub(super) fn acceptor(&self) -> TlsAcceptor {
+        self.acceptor.read().expect("nothing panics under this lock").clone()
+    }
+
+    fn acceptor_of(cert: &Path, key: &Path) -> Result<TlsAcceptor, TlsError> {
         let content = |path: &Path, problem: &str| TlsError::Content {
             path: path.to_owned(),
             problem: problem.to_owned(),
@@ -70,7 +91,7 @@ impl Tls {
             error => content(key, &error.to_string()),
         })?;
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
-        Ok(Self(TlsAcceptor::from(Arc::new(config))))
+        Ok(TlsAcceptor::from(Arc::new(config)))
     }
 }
 

@@ -77,6 +77,9 @@ pub fn serve(config: &Config) -> Result<(), Error> {
             drop(done.send(served));
         }));
 
+        if let Some(tls) = &connections.tls {
+            reload_on_hangup(tls.clone())?;
+        }
         let stop = stop_signal()?;
         let serving = api::serve(listener, Arc::clone(&server), connections, stop, grace);
         let loading = async {
@@ -190,6 +193,20 @@ fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static, Error> {
             std::process::exit(130);
         });
     })
+}
+
+/// Reads the certificate and its key again at each SIGHUP, as those who renew them send it.
+fn reload_on_hangup(tls: Tls) -> Result<(), Error> {
+    let mut hangup = signal(SignalKind::hangup()).map_err(Error::Runtime)?;
+    tokio::spawn(async move {
+        while hangup.recv().await.is_some() {
+            match tls.reload() {
+                Ok(()) => tracing::info!("read the certificate again"),
+                Err(error) => tracing::warn!("{error}: the certificate stays what it was"),
+            }
+        }
+    });
+    Ok(())
 }
 
 fn say_ready(service: &Service, base: &str) {
