@@ -562,6 +562,19 @@ fn deep_large_and_circular_schemas_are_bounded() {
 }
 
 #[test]
+fn what_all_grammars_share_can_be_made_before_the_first() {
+    let grammars = grammars();
+    assert!(!grammars.is_prepared());
+    grammars.prepare();
+    assert!(grammars.is_prepared());
+    assert!(accepts(&grammars, &GrammarSource::Choice(vec!["yes".into()]), "yes"));
+    // What is wrong with a vocabulary is the first grammar's to say.
+    let endless = Grammars::new(tokenizer(), ROWS, &[]);
+    endless.prepare();
+    assert!(refusal(&endless, &GrammarSource::json_object()).contains("no token ends its answers"));
+}
+
+#[test]
 fn objects_of_many_properties_are_read() {
     let grammars = grammars();
     let answer = |grammar: &Grammar| -> Result<(), TextError> {

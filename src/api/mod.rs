@@ -121,9 +121,11 @@ impl Server {
         })
     }
 
-    /// Opens the chat; once.
-    pub fn set_ready(&self, service: Service) {
-        assert!(self.service.set(Arc::new(service)).is_ok(), "the model was loaded twice");
+    /// Opens the chat; once. What is behind it comes back.
+    pub fn set_ready(&self, service: Service) -> Arc<Service> {
+        let service = Arc::new(service);
+        assert!(self.service.set(Arc::clone(&service)).is_ok(), "the model was loaded twice");
+        service
     }
 
     /// Tells `/status` and `/metrics` of the loaded model; once.

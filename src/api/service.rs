@@ -67,6 +67,11 @@ impl Service {
         &self.engine
     }
 
+    /// Makes what the first request with a grammar would wait for: a second of a processor, for a large vocabulary.
+    pub fn prepare_grammars(&self) {
+        self.grammars.prepare();
+    }
+
     /// Renders and tokenizes; what remains is [`EngineHandle::submit`], and to push the events of each answer into a copy of
     /// the text that comes with it.
     /// Takes a processor for seconds where the conversation is long.

@@ -87,7 +87,9 @@ pub fn serve(config: &Config) -> Result<(), Error> {
                 Ok(Ok((service, facts))) => {
                     say_ready(&service, &base);
                     server.set_facts(facts);
-                    server.set_ready(service);
+                    let service = server.set_ready(service);
+                    // Beside the first answers, so that the first with a schema does not wait for it.
+                    std::thread::spawn(move || service.prepare_grammars());
                     std::future::pending().await
                 }
                 Ok(Err(error)) => error,

@@ -141,7 +141,7 @@ fn unenforced_bound(schema: &Value) -> Option<String> {
 /// Compiles grammars for one model, and keeps the last few.
 pub struct Grammars {
     vocabulary: Arc<Vocabulary>,
-    /// Made for the first grammar: it takes seconds for a large vocabulary, and many servers never need it.
+    /// Made by [`Grammars::prepare`], or for the first grammar: it takes a second for a large vocabulary.
     factory: OnceLock<Result<Arc<ParserFactory>, TextError>>,
     /// Last used first.
     cache: Mutex<Vec<(String, Grammar)>>,
@@ -218,6 +218,20 @@ impl Grammars {
         }
     }
 
+    /// Makes what the first grammar would wait for. What can go wrong with it, that grammar is told.
+    pub fn prepare(&self) {
+        let _ = self.factory();
+    }
+
+    /// Whether the next grammar does not wait for that.
+    pub fn is_prepared(&self) -> bool {
+        self.factory.get().is_some()
+    }
+
+    fn factory(&self) -> Result<Arc<ParserFactory>, TextError> {
+        self.factory.get_or_init(|| self.vocabulary.factory().map(Arc::new)).clone()
+    }
+
     /// Takes up to [`COMPILE_TIMEOUT`], a few milliseconds as a rule; at once where the same one was compiled lately.
     pub fn compile(&self, source: &GrammarSource) -> Result<Grammar, TextError> {
         let key = source.key();
@@ -228,8 +242,7 @@ impl Grammars {
         if let Some(grammar) = self.cached(&key) {
             return Ok(grammar);
         }
-        let factory = self.factory.get_or_init(|| self.vocabulary.factory().map(Arc::new)).clone()?;
-        let matcher = self.matcher(factory, source.grammar()?)?;
+        let matcher = self.matcher(self.factory()?, source.grammar()?)?;
         let grammar = Grammar { vocabulary: Arc::clone(&self.vocabulary), matcher: Arc::new(matcher) };
         // A grammar without a first id is none; and its first mask names what is wrong with it.
         grammar.start().mask(true)?;
