@@ -585,19 +585,39 @@ fn objects_of_many_properties_are_read() {
         }
         constraint.mask(true).map(drop)
     };
-    for (optional, required, read) in [(450, 0, true), (0, 3000, true), (450, 450, true), (600, 0, false)] {
+    let object = |optional: usize, required: usize, others: bool| {
         let names: Vec<String> = (0..optional + required).map(|i| format!("p{i}")).collect();
         let properties: serde_json::Map<String, Value> =
             names.iter().map(|name| (name.clone(), json!({"type": "null"}))).collect();
-        let schema = json!({
+        json!({
             "type": "object",
             "properties": properties,
             "required": names[optional..],
-            "additionalProperties": false,
-        });
-        let answered = answer(&grammars.compile(&strict(schema)).unwrap());
-        assert_eq!(answered.is_ok(), read, "{optional} optional, {required} required: {answered:?}");
+            "additionalProperties": others,
+        })
+    };
+    for (optional, required) in [(480, 0), (0, 3000), (480, 480)] {
+        for others in [false, true] {
+            let answered = answer(&grammars.compile(&strict(object(optional, required, others))).unwrap());
+            assert!(answered.is_ok(), "{optional} optional, {required} required: {answered:?}");
+        }
     }
+    // More of them would end the answer, and not be told before.
+    let large = object(481, 9, false);
+    for schema in [
+        large.clone(),
+        json!({"type": "array", "items": large}),
+        json!({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/x"}], "$defs": {"x": large}}),
+        json!({"type": "object", "properties": {"enum": large}, "required": ["enum"]}),
+    ] {
+        for strict in [true, false] {
+            let problem = refusal(&grammars, &GrammarSource::JsonSchema { schema: schema.clone(), strict });
+            assert!(problem.contains("481") && problem.contains("optional"), "{problem}");
+        }
+    }
+    // What only looks like one is data.
+    let data = json!({"enum": [1, {"properties": large["properties"]}]});
+    assert!(accepts(&grammars, &strict(data), "1"));
 }
 
 #[test]

@@ -40,6 +40,8 @@ const MAX_LEXER_STATES: usize = 50_000;
 /// Items of one row of the parser: what may go on at one place in the text. An optional property of an object is four of them;
 /// an ambiguous grammar has one for each way to read the text, and the work for a mask grows with their square.
 const MAX_ITEMS: usize = 2000;
+/// Properties of one object that may be left out: with more, [`MAX_ITEMS`] would end the answer behind the first of them.
+const MAX_OPTIONAL: usize = 480;
 /// A token longer than that is in no grammar: the trie's nodes count their depth in 10 bits.
 const MAX_TOKEN_BYTES: usize = 512;
 /// Bytes of all tokens together; the trie counts its nodes in 22 bits.
@@ -82,6 +84,12 @@ impl GrammarSource {
         let refuse = |problem: String| Err(TextError::Grammar(problem));
         match self {
             Self::JsonSchema { schema, strict } => {
+                if let Some(n) = most_optional(schema).filter(|n| *n > MAX_OPTIONAL) {
+                    let problem = "properties of one object are optional";
+                    return refuse(format!(
+                        "{n} {problem}, at most {MAX_OPTIONAL} are supported; require some of them"
+                    ));
+                }
                 let mut schema = match schema {
                     Value::Bool(true) => json!({}),
                     Value::Object(_) => schema.clone(),
@@ -114,6 +122,32 @@ impl GrammarSource {
                 Ok(TopLevelGrammar::from_lark(format!("start: {}", choices.join(" | "))))
             }
         }
+    }
+}
+
+/// Of the objects that a schema describes, the most properties of one that may be left out.
+fn most_optional(schema: &Value) -> Option<usize> {
+    let of_all = |schemas: &mut dyn Iterator<Item = &Value>| schemas.filter_map(most_optional).max();
+    match schema {
+        Value::Object(map) => {
+            let required = map.get("required").and_then(Value::as_array);
+            let is_required =
+                |name: &String| required.is_some_and(|names| names.iter().any(|other| other == name));
+            let properties = map.get("properties").and_then(Value::as_object);
+            let own = properties.map(|all| all.keys().filter(|name| !is_required(name)).count());
+            let inner = map.iter().filter_map(|(keyword, value)| match (keyword.as_str(), value) {
+                // Data, whatever it looks like.
+                ("const" | "enum" | "default" | "examples", _) => None,
+                // Names of their own, and schemas behind them.
+                ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(named)) => {
+                    of_all(&mut named.values())
+                }
+                (_, value) => most_optional(value),
+            });
+            inner.max().max(own)
+        }
+        Value::Array(items) => of_all(&mut items.iter()),
+        _ => None,
     }
 }
 
