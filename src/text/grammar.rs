@@ -4,20 +4,22 @@
 //! the ids that were drawn and says which may come next. Special tokens never may, but for those that end an answer, and
 //! these only where the grammar may end. Parsing is the `llguidance` crate's.
 //!
-//! A grammar comes with a request, from strangers. Its size, the time and the threads for compiling it, its states, and the
-//! work for one mask are bounded; what is beyond a bound is a [`TextError`]. Compiling recurses along a schema's references,
+//! A grammar comes with a request, from strangers. Its size, the time and the threads for compiling it, its states, the
+//! work for one mask, and the time that an answer's masks take are bounded; what is beyond a bound is a [`TextError`]. Compiling recurses along a schema's references,
 //! so it has a thread with a stack for as many as may be in one. White space between tokens of JSON is bounded too: a model
 //! that pads would do so for ever.
 
+use std::fmt::Display;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use llguidance::api::TopLevelGrammar;
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
-use llguidance::{JsonCompileOptions, Matcher, ParserFactory};
+use llguidance::{CancellationHandle, JsonCompileOptions, Matcher, ParserFactory};
 use serde_json::{Value, json};
 
 use super::{TextError, Tokenizer};
@@ -31,6 +33,12 @@ pub const MAX_CHOICES: usize = 4096;
 const CACHED: usize = 32;
 /// Time for compiling one; the fuel that llguidance counts ends it long before on any machine, as a rule.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time that one answer's grammar may take of the engine's thread, for which all others wait: so much in all, and so much for
+/// each token. A token takes some 50 µs as a rule; these are far beyond it, for machines that are busy otherwise.
+const TIME: Duration = Duration::from_secs(2);
+const TIME_PER_TOKEN: Duration = Duration::from_millis(20);
+/// How often somebody looks whether it is over.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// Grammars compiled at once, those included that took too long and have not ended yet.
 const MAX_COMPILING: usize = 4;
 /// References that follow each other need a few KiB each, and a grammar has room for some 10,000 of them.
@@ -211,11 +219,20 @@ pub struct Grammar {
 }
 
 /// Where one answer stands in its grammar.
-#[derive(Clone)]
 pub struct Constraint {
     vocabulary: Arc<Vocabulary>,
     matcher: Matcher,
     holds: Holds,
+    /// That is left of what it may take.
+    time: Duration,
+    clock: Arc<Clock>,
+}
+
+impl Clone for Constraint {
+    fn clone(&self) -> Self {
+        let Self { vocabulary, matcher, holds, time, .. } = self;
+        Self::new(vocabulary, matcher.clone(), *holds, *time)
+    }
 }
 
 /// Whether an answer is held to its grammar.
@@ -305,7 +322,7 @@ impl Grammars {
             let parser = factory.create_parser(grammar).map_err(|error| problem(&error.to_string()));
             drop(turn);
             // Nobody may wait any more.
-            let _ = sender.send(parser.map(|parser| Matcher::new(Ok(parser))));
+            let _ = sender.send(parser.map(|parser| Matcher::new(Ok(parser)).into_cancellable()));
         };
         let thread = thread::Builder::new().name("grammar".into()).stack_size(COMPILE_STACK_BYTES);
         let refuse = |problem: String| TextError::Grammar(problem);
@@ -413,11 +430,7 @@ impl TokenizerEnv for Environment {
 impl Grammar {
     /// For a new answer. Nothing of it is shared with other answers.
     pub fn start(&self) -> Constraint {
-        Constraint {
-            vocabulary: Arc::clone(&self.vocabulary),
-            matcher: self.matcher.deep_clone(),
-            holds: Holds::Yes,
-        }
+        Constraint::new(&self.vocabulary, self.matcher.deep_clone(), Holds::Yes, TIME)
     }
 
     /// For a new answer, which may be any text: only one that begins with `{` or `[`, behind white space or none, is held to
@@ -428,6 +441,28 @@ impl Grammar {
 }
 
 impl Constraint {
+    fn new(vocabulary: &Arc<Vocabulary>, matcher: Matcher, holds: Holds, time: Duration) -> Self {
+        let clock = Clock::new(matcher.cancellation_handle().unwrap_or_default());
+        Self { vocabulary: Arc::clone(vocabulary), matcher, holds, time, clock }
+    }
+
+    /// What llguidance does within the time that is left.
+    fn timed<T, E: Display>(
+        &mut self,
+        work: impl FnOnce(&mut Matcher) -> Result<T, E>,
+    ) -> Result<T, TextError> {
+        let since = Instant::now();
+        self.clock.stop_at(Some(since + self.time));
+        let done = work(&mut self.matcher);
+        self.clock.stop_at(None);
+        let left = self.time.checked_sub(since.elapsed());
+        self.time = left.unwrap_or_default();
+        if left.is_none() || self.clock.handle.is_cancelled() {
+            return Err(TextError::Grammar("it takes too long to follow; make it simpler".into()));
+        }
+        done.map_err(|error| problem(&error.to_string()))
+    }
+
     /// Takes the next id of the answer, one that the last mask allowed.
     pub fn push(&mut self, id: u32) -> Result<(), TextError> {
         let Vocabulary { blanks, openers, .. } = &*self.vocabulary;
@@ -437,18 +472,21 @@ impl Constraint {
         if self.holds != Holds::Yes {
             return Ok(());
         }
-        self.matcher.consume_token(id).map_err(|error| problem(&error.to_string()))
+        // What others saved is not for one to take at once.
+        self.time = (self.time + TIME_PER_TOKEN).min(TIME);
+        self.timed(|matcher| matcher.consume_token(id))
     }
 
     /// Which ids may come next, at least one: bit `id % 32` of word `id / 32`. Ids that end the answer are among them where
     /// the grammar may end, unless `may_end` says that they may not yet; where nothing else may come, they are nevertheless.
     pub fn mask(&mut self, may_end: bool) -> Result<Arc<[u32]>, TextError> {
-        let Vocabulary { text, ends, all, all_but_ends, openers, .. } = &*self.vocabulary;
+        let vocabulary = Arc::clone(&self.vocabulary);
+        let Vocabulary { text, ends, all, all_but_ends, openers, .. } = &*vocabulary;
         let free = if may_end { all } else { all_but_ends };
         if self.holds == Holds::No {
             return Ok(Arc::clone(free));
         }
-        let mask = self.matcher.compute_mask_or_eos().map_err(|error| problem(&error.to_string()))?;
+        let mask = self.timed(Matcher::compute_mask_or_eos)?;
         let and = |allowed: &[u32]| -> Vec<u32> {
             mask.as_slice().iter().zip(allowed).map(|(mask, allowed)| mask & allowed).collect()
         };
@@ -476,6 +514,73 @@ impl Constraint {
     /// The ids that end an answer, as a mask.
     pub fn ends(&self) -> Arc<[u32]> {
         Arc::clone(&self.vocabulary.ends)
+    }
+}
+
+/// Stops what one answer's grammar does when its time is over. All that are there are looked after by one thread.
+struct Clock {
+    /// Milliseconds since [`Clocks::start`]; never is the largest number.
+    at: AtomicU64,
+    handle: CancellationHandle,
+}
+
+struct Clocks {
+    start: Instant,
+    all: Mutex<Vec<Weak<Clock>>>,
+    more: Condvar,
+}
+
+impl Clock {
+    const NEVER: u64 = u64::MAX;
+
+    fn new(handle: CancellationHandle) -> Arc<Self> {
+        let clock = Arc::new(Self { at: AtomicU64::new(Self::NEVER), handle });
+        let clocks = Clocks::get();
+        clocks.all.lock().expect("nothing panics under this lock").push(Arc::downgrade(&clock));
+        clocks.more.notify_one();
+        clock
+    }
+
+    fn stop_at(&self, at: Option<Instant>) {
+        let since_start = |at: Instant| at.duration_since(Clocks::get().start).as_millis() as u64;
+        self.at.store(at.map_or(Self::NEVER, since_start), Ordering::Relaxed);
+    }
+}
+
+impl Clocks {
+    /// The process's, from the first grammar on.
+    fn get() -> &'static Self {
+        static CLOCKS: OnceLock<Clocks> = OnceLock::new();
+        CLOCKS.get_or_init(|| {
+            // It begins by waiting for what is made here.
+            let look = thread::Builder::new().name("grammar clock".into()).spawn(|| Clocks::get().look());
+            if let Err(error) = look {
+                tracing::warn!(
+                    "no thread that stops a grammar under way: it is stopped behind a mask: {error}"
+                );
+            }
+            Clocks { start: Instant::now(), all: Mutex::default(), more: Condvar::new() }
+        })
+    }
+
+    /// Looks at them again and again, while there are any.
+    fn look(&self) {
+        loop {
+            let mut all = self.all.lock().expect("nothing panics under this lock");
+            while all.is_empty() {
+                all = self.more.wait(all).expect("nothing panics under this lock");
+            }
+            let now = self.start.elapsed().as_millis() as u64;
+            all.retain(|clock| {
+                let clock = clock.upgrade();
+                if let Some(clock) = clock.as_ref().filter(|clock| clock.at.load(Ordering::Relaxed) <= now) {
+                    clock.handle.cancel();
+                }
+                clock.is_some()
+            });
+            drop(all);
+            thread::sleep(LOOK_AGAIN);
+        }
     }
 }
 
@@ -515,4 +620,38 @@ fn problem(message: &str) -> TextError {
         line.to_owned()
     };
     TextError::Grammar(said.chars().take(MAX_CHARS).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_stops_what_it_is_for_and_nothing_else() {
+        let [late, never] = [CancellationHandle::default(), CancellationHandle::default()];
+        let (clock, other) = (Clock::new(late.clone()), Clock::new(never.clone()));
+        clock.stop_at(Some(Instant::now() + 3 * LOOK_AGAIN));
+        assert!(!late.is_cancelled());
+        let since = Instant::now();
+        while !late.is_cancelled() {
+            assert!(since.elapsed() < Duration::from_secs(30), "nobody looks");
+            thread::sleep(LOOK_AGAIN);
+        }
+        assert!(!never.is_cancelled());
+        drop((clock, other));
+    }
+
+    #[test]
+    fn an_answer_whose_time_is_over_ends_alone() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tokenizer-mini/tokenizer.json");
+        let tokenizer = Tokenizer::from_bytes(&std::fs::read(path).unwrap(), "tokenizer.json").unwrap();
+        let grammars = Grammars::new(tokenizer, 512, &[1]);
+        let grammar = grammars.compile(&GrammarSource::json_object()).unwrap();
+        let (mut slow, mut other) = (grammar.start(), grammar.start());
+        slow.time = Duration::ZERO;
+        let problem = slow.mask(true).unwrap_err().to_string();
+        assert!(problem.contains("too long to follow"), "{problem}");
+        other.mask(true).unwrap();
+        grammars.compile(&GrammarSource::json_object()).unwrap().start().mask(true).unwrap();
+    }
 }
