@@ -50,20 +50,24 @@ fn response_format(fields: &Fields) -> Result<Option<GrammarSource>, ApiError> {
         })),
         "json_schema" => {
             let at = "response_format.json_schema";
-            let json_schema = format.object("json_schema").map_err(within)?.ok_or_else(|| missing(at))?;
-            let json_schema = Fields(json_schema);
-            let within = |error| nested(at, error);
-            json_schema.string("name").map_err(within)?;
-            let strict = json_schema.bool("strict").map_err(within)?.unwrap_or(false);
-            let schema = json_schema.object("schema").map_err(within)?;
-            let schema = schema.ok_or_else(|| missing(format!("{at}.schema")))?.clone();
-            Ok(Some(GrammarSource::JsonSchema { schema: Value::Object(schema), strict }))
+            let format = format.object("json_schema").map_err(within)?.ok_or_else(|| missing(at))?;
+            json_schema(at, &Fields(format)).map(Some)
         }
         other => {
             let problem = format!("expected text, json_object or json_schema, got {:?}", short(other));
             Err(ApiError::invalid("response_format.type", problem))
         }
     }
+}
+
+/// OpenAI's schema with its name, and whether it is strict, as the fields of `at`.
+pub(super) fn json_schema(at: &str, fields: &Fields) -> Result<GrammarSource, ApiError> {
+    let within = |error| nested(at, error);
+    fields.string("name").map_err(within)?;
+    let strict = fields.bool("strict").map_err(within)?.unwrap_or(false);
+    let schema = fields.object("schema").map_err(within)?;
+    let schema = schema.ok_or_else(|| missing(format!("{at}.schema")))?.clone();
+    Ok(GrammarSource::JsonSchema { schema: Value::Object(schema), strict })
 }
 
 /// One of vLLM's kinds: `kind` is the name of the field without its prefix, `param` that with it.

@@ -6,7 +6,7 @@
 use serde_json::{Map, Value, json};
 
 use super::super::error::ApiError;
-use super::super::grammar::ResponseGrammar;
+use super::super::grammar::{ResponseGrammar, json_schema};
 use super::super::request::{ChatRequest, Fields, missing, nested, object, short, wrong_type};
 use crate::model::MAX_LOGPROBS;
 use crate::text::{GrammarSource, Message};
@@ -185,11 +185,8 @@ fn text(fields: &Fields) -> Result<(Option<ResponseGrammar>, Value), ApiError> {
         "text" => None,
         "json_object" => Some(GrammarSource::json_object()),
         "json_schema" => {
-            format.string("name").map_err(within)?.ok_or_else(|| missing("text.format.name"))?;
-            let strict = format.bool("strict").map_err(within)?.unwrap_or(false);
-            let schema = format.object("schema").map_err(within)?;
-            let schema = schema.ok_or_else(|| missing("text.format.schema"))?.clone();
-            Some(GrammarSource::JsonSchema { schema: Value::Object(schema), strict })
+            format.get("name").ok_or_else(|| missing("text.format.name"))?;
+            Some(json_schema(AT, &format)?)
         }
         other => {
             let problem = format!("expected text, json_object or json_schema, got {:?}", short(other));
