@@ -9,6 +9,7 @@
 //! so it has a thread with a stack for as many as may be in one. White space between tokens of JSON is bounded too: a model
 //! that pads would do so for ever.
 
+use std::collections::HashSet;
 use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
@@ -138,11 +139,11 @@ fn most_optional(schema: &Value) -> Option<usize> {
     let of_all = |schemas: &mut dyn Iterator<Item = &Value>| schemas.filter_map(most_optional).max();
     match schema {
         Value::Object(map) => {
-            let required = map.get("required").and_then(Value::as_array);
-            let is_required =
-                |name: &String| required.is_some_and(|names| names.iter().any(|other| other == name));
+            let required = map.get("required").and_then(Value::as_array).into_iter().flatten();
+            let required: HashSet<&str> = required.filter_map(Value::as_str).collect();
             let properties = map.get("properties").and_then(Value::as_object);
-            let own = properties.map(|all| all.keys().filter(|name| !is_required(name)).count());
+            let own =
+                properties.map(|all| all.keys().filter(|name| !required.contains(name.as_str())).count());
             let inner = map.iter().filter_map(|(keyword, value)| match (keyword.as_str(), value) {
                 // Data, whatever it looks like.
                 ("const" | "enum" | "default" | "examples", _) => None,
