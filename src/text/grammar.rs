@@ -473,7 +473,7 @@ impl Constraint {
         if self.holds != Holds::Yes {
             return Ok(());
         }
-        // What others saved is not for one to take at once.
+        // What a thousand tokens did not need is not for one to take.
         self.time = (self.time + TIME_PER_TOKEN).min(TIME);
         self.timed(|matcher| matcher.consume_token(id))
     }
