@@ -42,8 +42,9 @@ const COUNT: &str = "/v1/messages/count_tokens";
 const RESPONSES: &str = "/v1/responses";
 const TOKENIZE: &str = "/tokenize";
 const DETOKENIZE: &str = "/detokenize";
+const EMBEDDINGS: &str = "/v1/embeddings";
 /// As often as they stand here.
-const PATHS: [&str; 12] = [
+const PATHS: [&str; 13] = [
     CHAT,
     CHAT,
     CHAT,
@@ -55,6 +56,7 @@ const PATHS: [&str; 12] = [
     RESPONSES,
     TOKENIZE,
     DETOKENIZE,
+    EMBEDDINGS,
     COUNT,
 ];
 
@@ -391,6 +393,22 @@ impl Draw {
         body
     }
 
+    fn embeddings(&mut self) -> Value {
+        // Of a text, at least a character.
+        let input = match self.rng.random_range(0..4) {
+            0 => json!(
+                (0..self.rng.random_range(1..30)).map(|_| format!("x{}", self.text())).collect::<Vec<_>>()
+            ),
+            1 => json!(self.ids()),
+            2 => json!([self.ids(), self.ids(), self.ids()]),
+            _ => json!(format!("x{}", self.text())),
+        };
+        let mut body = json!({"model": MODEL, "input": input});
+        self.set(&mut body, 0.5, "encoding_format", |d| json!(d.of(&["float", "base64"])));
+        self.set(&mut body, 0.2, "user", |d| json!(d.text()));
+        body
+    }
+
     fn sound(&mut self, path: &str) -> Value {
         match path {
             CHAT => self.chat(),
@@ -399,6 +417,7 @@ impl Draw {
             COUNT => self.count(),
             RESPONSES => self.responses(),
             TOKENIZE => self.tokenize(),
+            EMBEDDINGS => self.embeddings(),
             _ => json!({"model": MODEL, "tokens": self.ids()}),
         }
     }
@@ -867,6 +886,29 @@ fn check(path: &str, asked: &Value, streamed: bool, bytes: &[u8]) -> Checked {
         (MESSAGES, false) => check_message(asked, &whole()?),
         (RESPONSES, false) => check_response(asked, &whole()?),
         (TOKENIZE, false) => check_tokens(asked, &whole()?),
+        (EMBEDDINGS, false) => {
+            let reply = whole()?;
+            let data = list(&reply["data"], "data")?;
+            ensure!(
+                reply["object"] == "list",
+                reply["model"] == MODEL,
+                is_count(&reply["usage"]["total_tokens"])
+            );
+            let inputs = asked["input"].as_array().filter(|items| !items[0].is_number());
+            ensure!(data.len() == inputs.map_or(1, Vec::len));
+            for (i, entry) in data.iter().enumerate() {
+                let is_vector = match asked["encoding_format"] == "base64" {
+                    true => entry["embedding"]
+                        .as_str()
+                        .is_some_and(|text| text.len() % 4 == 0 && !text.is_empty()),
+                    false => {
+                        entry["embedding"].as_array().is_some_and(|all| all.iter().all(Value::is_number))
+                    }
+                };
+                ensure!(entry["object"] == "embedding", entry["index"] == i, is_vector);
+            }
+            Ok(())
+        }
         (DETOKENIZE, false) => {
             let reply = whole()?;
             ensure!(reply["prompt"].is_string(), reply["prompt"] == reply["content"]);
@@ -986,6 +1028,7 @@ async fn ten_thousand_bodies_are_answered_or_refused() {
         kv,
         max_context: 1024,
         vocab_size: VOCABULARY as usize,
+        hidden_size: LIMITS.hidden_size,
     };
     let mut mixed = mixed(VOCABULARY as usize);
     let ends_soon: Script = Box::new(move |tokens, params| match mixed(tokens, params) {

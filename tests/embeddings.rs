@@ -63,6 +63,21 @@ async fn a_text_gets_the_direction_of_its_mean_state() {
 }
 
 #[tokio::test]
+async fn what_can_wait_is_embedded_in_the_background() {
+    let app = app();
+    let body = json!({"model": MODEL, "input": ["once upon a time", "a dragon"]}).to_string();
+    let request = Request::post("/v1/embeddings").header("x-unicorn-priority", "background");
+    let (status, _, body) = send_json(&app.router, request.body(Body::from(body)).expect("sound")).await;
+    assert_eq!((status.as_u16(), body["data"].as_array().map(Vec::len)), (200, Some(2)), "{body}");
+    let (_, _, metrics) =
+        api::send(&app.router, Request::get("/metrics").body(Body::empty()).expect("sound")).await;
+    let metrics = String::from_utf8(metrics).expect("UTF-8");
+    let line =
+        format!("unicorn_requests_total{{model_name=\"{MODEL}\",class=\"background\",task=\"none\"}} 1\n");
+    assert!(metrics.contains(&line), "{line} is not in {metrics}");
+}
+
+#[tokio::test]
 async fn many_inputs_are_embedded_in_their_order_whatever_the_queue_holds() {
     let app = app();
     // More than run and wait at once.
@@ -119,6 +134,7 @@ async fn what_cannot_be_embedded_is_refused_by_name() {
     }
     let (status, body) = embed(&app.router, json!({"input": "so ".repeat(700)})).await;
     assert_eq!((status.as_u16(), &body["error"]["code"]), (400, &json!("context_length_exceeded")), "{body}");
+    assert_eq!(body["error"]["param"], "input");
     let (status, _) = embed(&app.router, json!({"model": "another"})).await;
     assert_eq!(status, 404);
 }

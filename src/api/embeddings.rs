@@ -22,9 +22,11 @@ use super::error::ApiError;
 use super::exchange::{self, Caller};
 use super::metrics::Followed;
 use super::prompts::{Prompt, prompts};
-use super::request::{Fields, missing, object};
+use super::request::{ChatRequest, Fields, missing, object};
 use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
 
+/// The field with what is to be embedded.
+const INPUT: &str = "input";
 /// Texts of one request, as OpenAI has it.
 const MAX_INPUTS: usize = 2048;
 /// Of these, those that the engine has at once: enough for a full step, and few beside what others ask.
@@ -60,7 +62,7 @@ pub(super) async fn embeddings(
         let body = object(body)?;
         let fields = Fields(&body);
         let model = fields.string("model")?.ok_or_else(|| missing("model"))?;
-        let inputs = prompts("input", fields.get("input").ok_or_else(|| missing("input"))?, MAX_INPUTS)?;
+        let inputs = prompts(INPUT, fields.get(INPUT).ok_or_else(|| missing(INPUT))?, MAX_INPUTS)?;
         if let Some((at, _)) = inputs.iter().find(|(_, text)| matches!(text, Prompt::Text(t) if t.is_empty()))
         {
             return Err(ApiError::invalid(at, "expected a text, got an empty string"));
@@ -78,26 +80,33 @@ pub(super) async fn embeddings(
             return Err(ApiError::unsupported("dimensions", problem));
         }
         let ids = inputs.iter().map(|(at, text)| text.ids(&service, at));
-        Ok((ids.collect::<Result<Vec<_>, _>>()?, encoding, service))
+        let ids = ids.collect::<Result<Vec<_>, _>>().map_err(|error| error.in_prompt(INPUT))?;
+        Ok((ids, encoding, service))
     });
     let (arriving, (inputs, encoding, service)) = prepared.await?;
     let mut inputs = inputs.into_iter().peekable();
     let (mut under_way, mut embedded) = (FuturesOrdered::new(), Vec::with_capacity(inputs.len()));
     let mut arriving = Some(arriving);
+    // No words of a chat would tell more.
+    let purpose = caller.purpose(&ChatRequest::default());
     loop {
         while under_way.len() < AT_ONCE
             && let Some(ids) = inputs.peek()
         {
-            let request = Request { client: caller.id(), pooling: true, ..Request::new(ids.clone()) };
+            let (client, priority) = (caller.id(), purpose.priority);
+            let request = Request { client, priority, pooling: true, ..Request::new(ids.clone()) };
             match service.engine().submit(request) {
                 Ok(events) => under_way.push_back(embedding(events, server.metrics.follow(1))),
                 // A place comes free with the next of our own.
                 Err(SubmitError::QueueFull { .. }) if !under_way.is_empty() => break,
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(ApiError::from(error).in_prompt(INPUT)),
             }
             inputs.next();
         }
-        arriving.take(); // from here on the engine's queue is the bound
+        // From here on the engine's queue is the bound.
+        if arriving.take().is_some() {
+            server.metrics.taken(purpose);
+        }
         match under_way.next().await {
             Some(done) => embedded.push(done?),
             None => break,

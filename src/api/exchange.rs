@@ -21,7 +21,7 @@ use super::error::ApiError;
 use super::metrics::Followed;
 use super::request::ChatRequest;
 use super::service::Service;
-use super::tasks::Asked;
+use super::tasks::{Asked, Purpose};
 use super::{MAX_ARRIVING, Options, Server, random_u64, unix_time_s};
 use crate::engine::{ClientId, Event, Request, Timings, TokenStream};
 use crate::model::Logprobs;
@@ -45,6 +45,11 @@ impl Caller {
     /// Whose fair share it takes, and who may read what is kept of it.
     pub fn id(self) -> ClientId {
         self.id
+    }
+
+    /// What a request is for, of which the caller may have said something.
+    pub fn purpose(self, request: &ChatRequest) -> Purpose {
+        self.asked.purpose(request)
     }
 }
 
@@ -84,7 +89,7 @@ pub(super) async fn ask<T: Send + 'static>(
         let (request, mut wire) = parse(body)?;
         let service = server.service_for(&request.model)?;
         let prepared = prepare(&service, &request, &mut wire).map_err(|error| error.in_prompt(prompt))?;
-        Ok((service, prepared, wire, caller.asked.purpose(&request)))
+        Ok((service, prepared, wire, caller.purpose(&request)))
     });
     let (arriving, (service, prepared, wire, purpose)) = prepared.await?;
     tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");
