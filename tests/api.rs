@@ -441,10 +441,10 @@ async fn max_tokens_and_the_context_bound_an_answer() {
     assert_eq!(body["usage"]["total_tokens"], 600, "without max_tokens the answer fills the context");
 
     // By count, by what is asked on top, and by bytes alone: the last is refused without tokenizing.
-    for (body, number) in [
-        (chat(&"q ".repeat(700)), ""),
+    for (body, words) in [
+        (chat(&"q ".repeat(700)), "the prompt is too long: "),
         (with(chat("Hi"), json!({"max_tokens": 600})), "600 more"),
-        (chat(&"q".repeat(60_000)), "60"),
+        (chat(&"q".repeat(60_000)), "the prompt is too long: 60"),
     ] {
         let (status, body) = complete(&app, body).await;
         assert_eq!(
@@ -452,7 +452,9 @@ async fn max_tokens_and_the_context_bound_an_answer() {
             (StatusCode::BAD_REQUEST, &json!("context_length_exceeded"))
         );
         let message = body["error"]["message"].as_str().unwrap();
-        assert!(message.contains("600 tokens") && message.contains(number), "{message}");
+        assert!(message.contains(words), "{message}");
+        // What litellm knows it by; langchain and Anthropic's clients by "prompt is too long".
+        assert!(message.contains("this model's maximum context length is 600 tokens"), "{message}");
     }
 }
 
@@ -500,6 +502,11 @@ async fn a_prompt_that_no_context_holds_is_too_long_and_not_invalid() {
         let (status, answer) = complete(&app, body).await;
         let code = &answer["error"]["code"];
         assert_eq!((status.as_u16(), code), (400, &json!("context_length_exceeded")), "{answer}");
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(
+            message.starts_with("the prompt is too long: ") && message.contains(" is 131072 tokens"),
+            "{message}"
+        );
     }
 }
 

@@ -14,7 +14,8 @@ use super::request::{ChatRequest, PromptEnding};
 use crate::engine::{EngineHandle, Request};
 use crate::model::{Logprobs, SamplingParams};
 use crate::text::{
-    CallReader, ChatTemplate, Constraint, Grammars, Message, StopMatcher, TextError, Tokenizer, normalize,
+    CallReader, ChatTemplate, Constraint, Grammars, MAX_TEXT_BYTES, Message, StopMatcher, TextError,
+    Tokenizer, normalize,
 };
 
 /// A temperature below this is greedy, whoever gave it: dividing logits by it would leave the range of f32.
@@ -194,12 +195,7 @@ impl Service {
 
     fn refusal(&self, error: TextError) -> ApiError {
         match error {
-            TextError::TooLong { bytes, .. }
-                if self.least_tokens(bytes) >= self.engine.limits().max_context =>
-            {
-                self.overflow(bytes)
-            }
-            TextError::TooLong { .. } => ApiError::context(error),
+            TextError::TooLong { bytes, .. } => self.overflow(bytes),
             error => ApiError::text(error),
         }
     }
@@ -208,10 +204,15 @@ impl Service {
         bytes / self.longest_token_bytes
     }
 
+    /// Of text that is too long by its bytes; in the words of [`SubmitError::ContextExceeded`](crate::engine::SubmitError).
     fn overflow(&self, bytes: usize) -> ApiError {
         let (context, least) = (self.engine.limits().max_context, self.least_tokens(bytes));
+        let size = match least >= context {
+            true => format!("at least {least} tokens"),
+            false => format!("more than the {MAX_TEXT_BYTES} that are read"),
+        };
         ApiError::context(format!(
-            "the context holds {context} tokens, the prompt has {bytes} bytes and so at least {least} tokens"
+            "the prompt is too long: {bytes} bytes, {size}, and this model's maximum context length is {context} tokens"
         ))
     }
 

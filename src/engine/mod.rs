@@ -183,14 +183,13 @@ pub enum SubmitError {
     Engine(#[from] EngineError),
 }
 
+/// Clients know an overflow by words: by "prompt is too long" langchain and Anthropic's, by "this model's maximum context
+/// length is" litellm.
 fn overflow(prompt: usize, max_tokens: Option<usize>, context: usize) -> String {
+    let most = format!("this model's maximum context length is {context} tokens");
     match max_tokens {
-        None => format!(
-            "the context holds {context} tokens, the prompt has {prompt} and leaves no room for an answer"
-        ),
-        Some(n) => {
-            format!("the context holds {context} tokens, the prompt has {prompt} and {n} more were asked for")
-        }
+        None => format!("the prompt is too long: {prompt} tokens, and {most}, the answer included"),
+        Some(n) => format!("{most}: the prompt has {prompt} and {n} more were asked for"),
     }
 }
 
