@@ -27,97 +27,22 @@ from pathlib import Path
 import anthropic_sdk
 import responses_sdk
 from raised import raised
+from server import ANSWER_SECONDS, BINARY, ENVIRONMENT, ROOT, START_SECONDS, Server, free_port, get, last_line, model_id, post, send
+from session import SCENARIO, Report
 
 try:
     import openai
 except ImportError:
     openai = None
 
-ROOT = Path(__file__).resolve().parents[2]
-BINARY = Path(os.environ.get("UNICORN_BINARY") or Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug/unicorn")
-# A message of Vulkan's validation layer fails what it comes in.
-ENVIRONMENT = {**os.environ, "UNICORN_HARDWARE_VALIDATION": "true"}
 LOG = ROOT / ".cache/test/server.log"
-# Generous: the first start on a machine compiles every shader. They bound a hang, and judge no speed.
-START_SECONDS = 600
-ANSWER_SECONDS = 300
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-class Server:
-    """A `unicorn serve` of our own on a free port, and what its first moments looked like."""
-
-    def __init__(self):
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        LOG.parent.mkdir(parents=True, exist_ok=True)
-        self.log = open(LOG, "w")
-        command = [BINARY, "serve", "--allow-software-vulkan", "--port", str(self.port), "--verbose"]
-        self.process = subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT)
-
-    def wait(self):
-        """Returns when /health says 200; fails on anything but 503 before it."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with status {self.process.returncode}: {last_line(LOG.read_text())}")
-            try:
-                status, _ = get(self.url + "/health")
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.02)  # not bound yet
-                continue
-            if status == 200:
-                return
-            assert status == 503, f"/health said {status} while loading"
-            time.sleep(0.05)
-        raise RuntimeError(f"not ready after {START_SECONDS} s; its last line: {last_line(LOG.read_text())}")
-
-    def stop(self):
-        """SIGTERM must end it; its exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            raise AssertionError("the server did not end within 30 s of SIGTERM") from None
-        finally:
-            self.log.close()
-
-
-def last_line(text):
-    return (text.strip().splitlines() or ["(nothing)"])[-1]
-
-
-def get(url):
-    return send(urllib.request.Request(url))
-
-
-def post(url, body):
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return send(urllib.request.Request(url, data, {"Content-Type": "application/json"}))
-
-
-def send(request):
-    """Status and parsed body, whatever the status."""
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 def user(text):
     return [{"role": "user", "content": text}]
 
 
-FRANCE = user("What is the capital of France?")
+FRANCE, WEATHER, TOOLS, PERSON = (SCENARIO[name] for name in ("france", "weather", "tools", "person"))
 
 # Far more than one window of 64 tokens between the telling and the question.
 RECALL = user("My locker number is 4821.") + [{"role": "assistant", "content": "Your locker number is 4821."}]
@@ -138,10 +63,6 @@ RECALL += user("What is my locker number?")
 
 def sdk(server):
     return openai.OpenAI(base_url=server.url + "/v1", api_key="unused", timeout=ANSWER_SECONDS, max_retries=0)
-
-
-def model_id(server):
-    return get(server.url + "/v1/models")[1]["data"][0]["id"]
 
 
 def ask(server, messages, **fields):
@@ -246,12 +167,6 @@ def sdk_recalls_beyond_one_window(server):
     assert "4821" in answer.choices[0].message.content, answer.choices[0].message.content
 
 
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}, "pet": {"enum": ["cat", "dog", "penguin"]}},
-    "required": ["name", "age", "pet"],
-    "additionalProperties": False,
-}
 LEO = user("Return a JSON object that follows this schema:\n" + json.dumps(PERSON) + "\n\nLeo is 34 and has a penguin.")
 
 
@@ -305,18 +220,6 @@ def sdk_is_told_which_keyword_is_not_supported(server):
     schema = {"name": "x", "strict": True, "schema": {"type": "array", "uniqueItems": True}}
     error = raised(openai.BadRequestError, lambda: ask(server, LEO, response_format={"type": "json_schema", "json_schema": schema}))
     assert error.param == "response_format" and "uniqueItems" in error.message, error.body
-
-
-def function(name, description, **properties):
-    parameters = {"type": "object", "properties": properties, "required": list(properties)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-TOOLS = [
-    function("get_weather", "Get the current weather in a city", city={"type": "string", "description": "Name of the city"}),
-    function("roll_dice", "Roll dice", count={"type": "integer", "description": "How many dice"}, sides={"type": "integer", "description": "Sides of each"}),
-]
-WEATHER = user("What is the weather in Paris?")
 
 
 def the_call(choice, name, arguments):
@@ -773,41 +676,25 @@ SDK = [
 
 
 def main():
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-
-    def attempt(name, action):
-        try:
-            action()
-        except Exception as error:  # any error is this test's failure, and the next one still runs
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"FAILED {name}: {reason[:600]}", flush=True)
-            counts["failed"] += 1
-            return False
-        print(f"ok {name}", flush=True)
-        counts["passed"] += 1
-        return True
-
     if not BINARY.exists():
         sys.exit(f"{BINARY} is not there: cargo build")
     if not shutil.which("curl"):
         sys.exit("curl is not installed: python3 tools/setup.py test")
-    server = Server()
+    report = Report("clients")
+    server = Server(LOG)
     try:
-        if attempt("the_server_starts", server.wait):
-            for test in PLAIN:
-                attempt(test.__name__, lambda test=test: test(server))
-            packages = [("openai-client", openai, SDK + responses_sdk.TESTS), ("anthropic-client", anthropic_sdk.anthropic, anthropic_sdk.TESTS)]
-            for name, package, test in [(name, package, test) for name, package, tests in packages for test in tests]:
-                if package is None:
-                    print(f"SKIP {name}: {test.__name__}", flush=True)
-                    counts["skipped"] += 1
-                else:
-                    attempt(test.__name__, lambda test=test: test(server))
+        if report.attempt("the_server_starts", server.wait):
+            report.attempt_all(PLAIN, server)
+            for name, package, tests in [("openai-client", openai, SDK + responses_sdk.TESTS), ("anthropic-client", anthropic_sdk.anthropic, anthropic_sdk.TESTS)]:
+                if package is not None:
+                    report.attempt_all(tests, server)
+                    continue
+                for test in tests:
+                    report.skip(name, test.__name__)
     finally:
-        attempt("sigterm_ends_the_server", lambda: expect(server.stop(), 0))
-        attempt("the_server_logged_no_error", lambda: expect([l for l in LOG.read_text().splitlines() if "ERROR" in l], []))
-    print(f"clients: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)
-    return 1 if counts["failed"] else 0
+        report.attempt("sigterm_ends_the_server", lambda: expect(server.stop(), 0))
+        report.attempt("the_server_logged_no_error", lambda: expect([l for l in LOG.read_text().splitlines() if "ERROR" in l], []))
+    return report.end()
 
 
 def expect(got, wanted):
