@@ -3,6 +3,7 @@
 #   make serve                     install what is missing, build, serve the demo model on 127.0.0.1:8010
 #   make serve ARGS="--model DIR"  the same with options of `unicorn serve`
 #   make test                      everything the tests need, then all tests; the last line counts them
+#   make test-clients              the part of it in which clients of the registries ask a server
 #   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
 #   make test-openwebui            Open WebUI, which it installs (2 GB of disk), and a browser against a server: minutes
 #   make test-27b                  write, load and ask a 27B of random weights: 16 GB of disk and of memory, and minutes
@@ -20,7 +21,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build serve bench bench-serve test test-demo test-openwebui test-27b lint clean
+.PHONY: help setup setup-test build serve bench bench-serve test test-clients test-demo test-openwebui test-27b lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +46,11 @@ bench-serve: build
 
 test: setup-test
 	@python3 tools/test.py
+
+# As `make test` builds, so that neither compiles the dependencies again with the features of the other.
+test-clients: setup-test
+	cargo build --locked --all-targets
+	@python3 tools/test.py clients
 
 test-demo: setup-test
 	UNICORN_TEST_DEMO=all cargo test --locked --test suite demo:: -- --nocapture

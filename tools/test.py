@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "test"
 SKIP_LOG = CACHE / "skips.log"
 VENV = ROOT / ".venv"
-REQUIREMENTS = ROOT / "tests/clients/requirements.txt"
+CLIENTS = ROOT / "tests/clients"
+CLIENT_MODULES = ROOT / ".cache/clients/node"
+LITELLM = ROOT / ".cache/clients/litellm"
 PAGE = ROOT / "tests/page"
 PAGE_MODULES = ROOT / ".cache/page"
 BROWSER_ENVIRONMENT = {"NODE_PATH": str(PAGE_MODULES / "node_modules")}
@@ -169,9 +171,15 @@ def demo():
 
 
 def clients():
-    """The official client and curl against a real server. Without the openai package, what needs it is skipped."""
-    python = client_python() or sys.executable
-    status, output = run([python, "tests/clients/test_openai.py"])
+    """Clients from the registries, and curl, at a real server. Where their packages cannot be had, what needs them is skipped."""
+    python = python_with(CLIENTS / "requirements.txt", VENV) or sys.executable
+    environment = {"LITELLM_PYTHON": python_with(CLIENTS / "requirements-litellm.txt", LITELLM) or "", "NODE_PATH": ""}
+    lacks = node_lacks(CLIENTS, CLIENT_MODULES, "openai")
+    if lacks:
+        print(f"no client for Node.js: {lacks}")
+    else:
+        environment["NODE_PATH"] = str(CLIENT_MODULES / "node_modules")
+    status, output = run([python, str(CLIENTS / "test_openai.py")], env=environment)
     line = re.search(r"^clients: (\d+) passed, (\d+) failed, (\d+) skipped$", output, re.MULTILINE)
     if not line:
         return Result(failures=[f"clients: no result ({ended(status)})"])
@@ -240,8 +248,13 @@ def openwebui_program():
 
 
 def page_lacks():
-    """What is missing for a browser to be driven, '' if nothing is. Installs playwright-core as the lock file names it."""
-    for command in ["chromium", "node", "npm"]:
+    """What is missing for a browser to be driven, '' if nothing is."""
+    return node_lacks(PAGE, PAGE_MODULES, "playwright-core") if shutil.which("chromium") else "no chromium"
+
+
+def node_lacks(folder, modules, package):
+    """What is missing for Node.js to run what is in `folder`, '' if nothing is. Installs what its lock file names into `modules`."""
+    for command in ["node", "npm"]:
         if not shutil.which(command):
             return f"no {command}"
     version = subprocess.run(["node", "--version"], capture_output=True, text=True, check=False).stdout
@@ -249,35 +262,40 @@ def page_lacks():
     if not major or int(major[1]) < 18:
         return f"node {version.strip()}, where 18 is needed"
     # A copy, since npm puts the modules beside the lock file.
-    wanted, there = (folder / "package-lock.json" for folder in (PAGE, PAGE_MODULES))
-    module = PAGE_MODULES / "node_modules/playwright-core/package.json"
-    if not (module.exists() and there.exists() and there.read_bytes() == wanted.read_bytes()):
-        shutil.rmtree(PAGE_MODULES, ignore_errors=True)
-        PAGE_MODULES.mkdir(parents=True)
+    wanted, there = (place / "package-lock.json" for place in (folder, modules))
+    installed = modules / "node_modules" / package / "package.json"
+    if not (installed.exists() and there.exists() and there.read_bytes() == wanted.read_bytes()):
+        shutil.rmtree(modules, ignore_errors=True)
+        modules.mkdir(parents=True)
         for name in ["package.json", "package-lock.json"]:
-            shutil.copy(PAGE / name, PAGE_MODULES)
-        status, _ = run(["npm", "ci", "--prefix", str(PAGE_MODULES), "--ignore-scripts", "--no-audit", "--no-fund"], FETCH_SECONDS)
+            shutil.copy(folder / name, modules)
+        status, _ = run(["npm", "ci", "--prefix", str(modules), "--ignore-scripts", "--no-audit", "--no-fund"], FETCH_SECONDS)
         if status != 0:
-            return "npm could not fetch playwright-core"
+            return f"npm could not fetch {package}"
     return ""
 
 
-def client_python():
-    """The interpreter of .venv with the pinned packages in it, or None when they cannot be had."""
-    python = VENV / "bin/python"
-    wanted = dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", REQUIREMENTS.read_text(), re.MULTILINE))
-    check = "import importlib.metadata as m, sys; sys.exit(any(m.version(n) != v for n, v in " + repr(list(wanted.items())) + "))"
+def python_with(requirements, venv):
+    """The interpreter of `venv` with the pinned packages in it, or None when they cannot be had."""
+    python = venv / "bin/python"
+    wanted = pins(requirements.read_text())
+    check = "import importlib.metadata as m, sys; sys.exit(any(m.version(n) != v for n, v in " + repr(wanted) + "))"
 
     def ready():
         return python.exists() and subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0
 
     if ready():
         return str(python)
-    shutil.rmtree(VENV, ignore_errors=True)
-    made, _ = run([sys.executable, "-m", "venv", str(VENV)], FETCH_SECONDS)
+    shutil.rmtree(venv, ignore_errors=True)
+    made, _ = run([sys.executable, "-m", "venv", str(venv)], FETCH_SECONDS)
     if made == 0:
-        run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(REQUIREMENTS)], FETCH_SECONDS)
+        run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(requirements)], FETCH_SECONDS)
     return str(python) if ready() else None
+
+
+def pins(requirements):
+    """Packages and their versions: `a[extra]==1.2` is a at 1.2."""
+    return re.findall(r"^([a-z0-9-]+)(?:\[[a-z0-9,-]+\])?==(\S+)$", requirements, re.MULTILINE)
 
 
 # Cheap checks first; `clients` and `page` start the server that `rust` built.

@@ -1,10 +1,20 @@
-"""What the sessions of clients with a server have found, a line per test: `ok NAME`, `FAILED NAME: WHY` or `SKIP REASON: NAME`."""
+"""What the sessions of clients with a server have found, a line per test: `ok NAME`, `FAILED NAME: WHY` or `SKIP REASON: NAME`.
 
+A client whose packages cannot stand beside the others' is asked in a process of its own,
+`PYTHON tests/clients/session.py MODULE URL`, whose lines `Report.relay` counts.
+"""
+
+import importlib
 import json
+import re
+import subprocess
+import sys
+from collections import namedtuple
 from pathlib import Path
 
 # The questions, tools and schema that every client asks with.
 SCENARIO = json.loads((Path(__file__).parent / "scenario.json").read_text())
+SESSION_SECONDS = 600
 
 
 class Report:
@@ -33,7 +43,34 @@ class Report:
         print(f"SKIP {reason}: {name}", flush=True)
         self.skipped += 1
 
+    def relay(self, name, command):
+        """Runs the session `name` in a process of its own, and counts what it reports. Silence is a failure."""
+        def session():
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, errors="replace", timeout=SESSION_SECONDS, check=False,
+            )
+            print(done.stdout, end="", flush=True)
+            passed, failed = (len(re.findall(rf"^{word} ", done.stdout, re.MULTILINE)) for word in ("ok", "FAILED"))
+            self.passed += passed
+            self.failed += failed
+            last = (done.stdout.splitlines() or ["nothing"])[-1]
+            assert passed > 0 and last == f"{name}: {passed} passed, {failed} failed, 0 skipped", f"its last words: {last}"
+            assert done.returncode == bool(failed), f"exit status {done.returncode}"
+
+        self.attempt(f"{name}_reports_to_the_end", session)
+
     def end(self):
         """The exit status."""
         print(f"{self.name}: {self.passed} passed, {self.failed} failed, {self.skipped} skipped", flush=True)
         return 1 if self.failed else 0
+
+
+def main(name, url):
+    report = Report(name)
+    report.attempt_all(importlib.import_module(name).TESTS, namedtuple("Server", "url")(url))
+    return report.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""What clients see: the official openai package, a parser of Prometheus's text, and curl against a real `unicorn serve` with the demo model.
+"""What clients see: those of the registries, a parser of Prometheus's text, and curl against a real `unicorn serve` with the demo model.
 
 tools/test.py starts it with the interpreter of .venv. Alone: `.venv/bin/python tests/clients/test_openai.py`,
-after `cargo build`. Prints one line per test and at the end `clients: N passed, N failed, N skipped`. Where the
-openai package is not installed, its tests are skipped and the others run.
+after `cargo build`. Prints one line per test and at the end `clients: N passed, N failed, N skipped`. Where a client's
+package is not installed, its tests are skipped and the others run; so are those of litellm without LITELLM_PYTHON, an interpreter
+that has it, and those of the openai package for Node.js without NODE_PATH, where that is.
 """
 
 import concurrent.futures
@@ -25,6 +26,8 @@ import urllib.request
 from pathlib import Path
 
 import anthropic_sdk
+import langchain_client
+import llm_client
 import responses_sdk
 from raised import raised
 from server import ANSWER_SECONDS, BINARY, ENVIRONMENT, ROOT, START_SECONDS, Server, free_port, get, last_line, model_id, post, send
@@ -685,12 +688,22 @@ def main():
     try:
         if report.attempt("the_server_starts", server.wait):
             report.attempt_all(PLAIN, server)
-            for name, package, tests in [("openai-client", openai, SDK + responses_sdk.TESTS), ("anthropic-client", anthropic_sdk.anthropic, anthropic_sdk.TESTS)]:
+            for package, tests in [(openai, SDK + responses_sdk.TESTS), (anthropic_sdk.anthropic, anthropic_sdk.TESTS),
+                                   (langchain_client.langchain_openai, langchain_client.TESTS), (llm_client.llm, llm_client.TESTS)]:
                 if package is not None:
                     report.attempt_all(tests, server)
                     continue
                 for test in tests:
-                    report.skip(name, test.__name__)
+                    report.skip("client-packages", test.__name__)
+            here = Path(__file__).parent
+            for needs, session, command in [
+                ("LITELLM_PYTHON", "litellm_client", [os.environ.get("LITELLM_PYTHON"), here / "session.py", "litellm_client", server.url]),
+                ("NODE_PATH", "openai_node", ["node", here / "openai_node.js", server.url]),
+            ]:
+                if os.environ.get(needs):
+                    report.relay(session, command)
+                else:
+                    report.skip("client-packages", session)
     finally:
         report.attempt("sigterm_ends_the_server", lambda: expect(server.stop(), 0))
         report.attempt("the_server_logged_no_error", lambda: expect([l for l in LOG.read_text().splitlines() if "ERROR" in l], []))

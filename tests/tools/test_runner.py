@@ -76,6 +76,9 @@ class Processes(unittest.TestCase):
         status, _ = runner.run(["sleep", "60"], seconds=1)
         self.assertIsNone(status)
 
+    def test_pins_are_read_with_and_without_extras(self):
+        self.assertEqual(runner.pins("# text\na-b==1.2\nlitellm[mcp]==3\n"), [("a-b", "1.2"), ("litellm", "3")])
+
     def test_skips_are_read_from_the_list(self):
         self.assertIn("real-tokenizer", runner.listed_skips())
 
