@@ -82,7 +82,24 @@ async fn prompts_are_scored_for_evaluations() {
     assert_eq!(choice["logprobs"]["tokens"], json!(list("tokens")[..ids.len()]));
     assert_eq!(alone["usage"]["completion_tokens"], 0);
 
+    // What ends an answer is a token like others, though no text: lm-eval counts on one beside the prompt.
+    let (ends, _) = router_that_says("");
+    let (_, ended) = complete(&ends, fields.clone()).await;
+    let choice = &ended["choices"][0];
+    assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!(pieces), &json!("stop")), "{ended}");
+    let tokens = choice["logprobs"]["tokens"].as_array().expect("tokens");
+    let (last, prompt) = tokens.split_last().expect("tokens");
+    assert_eq!((last, prompt), (&json!("<end_of_turn>"), &list("tokens")[..ids.len()]));
+    assert_eq!(choice["logprobs"]["token_logprobs"][ids.len()], -0.5);
+    assert_eq!(choice["logprobs"]["text_offset"][ids.len()], pieces.chars().count());
+
     // A stream says the same in pieces.
+    let fields = with(fields, json!({"max_tokens": 100}));
+    let (_, body) = complete(&router, fields.clone()).await;
+    let scores = &body["choices"][0]["logprobs"];
+    let list = |name: &str| scores[name].as_array().unwrap_or_else(|| panic!("{name}: {body}")).clone();
+    let text = body["choices"][0]["text"].as_str().expect("text");
+    assert_eq!(list("tokens").last(), Some(&json!("<end_of_turn>")));
     let chunks = stream(&router, fields).await;
     let choices = || chunks.iter().flat_map(|chunk| chunk["choices"].as_array().expect("choices"));
     let joined: String = choices().map(|c| c["text"].as_str().expect("text")).collect();

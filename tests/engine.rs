@@ -957,7 +957,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                         for output in scheduler.commit(&step, &sampled) {
                             if let Some(end) = output.end {
                                 let nothing = output.token.is_none() && output.pooled.is_none();
-                                assert_eq!(nothing, end != End::Finished(FinishReason::Length));
+                                assert_eq!(nothing, end != End::Full);
                                 alive.remove(&output.id).expect("it was under way");
                             }
                             pooled += usize::from(output.pooled.is_some());

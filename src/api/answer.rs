@@ -25,6 +25,8 @@ pub struct Delta {
     pub calls: Vec<CallPiece>,
     /// The token that the event brought, where log probabilities were asked for; its text may come later.
     pub logprobs: Option<(u32, Logprobs)>,
+    /// The token that ended the answer and is none of it, likewise.
+    pub stop: Option<(u32, Logprobs)>,
     /// Those of the prompt's ids but the first, where they were asked for: before anything else.
     pub prompt: Option<Vec<Logprobs>>,
     /// Set where this is the last of it; the engine need not go on with this answer then.
@@ -74,8 +76,14 @@ impl AnswerText {
     }
 
     pub fn push(&mut self, event: Event) -> Delta {
-        let nothing =
-            Delta { text: String::new(), calls: Vec::new(), logprobs: None, prompt: None, end: None };
+        let nothing = Delta {
+            text: String::new(),
+            calls: Vec::new(),
+            logprobs: None,
+            stop: None,
+            prompt: None,
+            end: None,
+        };
         match event {
             Event::Prompt { logprobs } => Delta { prompt: Some(logprobs), ..nothing },
             Event::Token { id, logprobs, timings, .. } => {
@@ -84,7 +92,7 @@ impl AnswerText {
                 let end = stopped.stop.map(|_| self.end(FinishReason::Stop, timings));
                 Delta { text, calls, logprobs: logprobs.map(|logprobs| (id, logprobs)), end, ..nothing }
             }
-            Event::Finished { mut reason, timings, .. } => {
+            Event::Finished { mut reason, stop, timings, .. } => {
                 let stopped = self.stops.push(self.detokenizer.finish());
                 let mut text = stopped.text;
                 match stopped.stop {
@@ -92,7 +100,7 @@ impl AnswerText {
                     None => text.push_str(&self.stops.finish()),
                 }
                 let (text, calls) = self.read(text, true);
-                Delta { text, calls, end: Some(self.end(reason, timings)), ..nothing }
+                Delta { text, calls, stop, end: Some(self.end(reason, timings)), ..nothing }
             }
             Event::Pooled { .. } => nothing,
             Event::Failed(error) => Delta { end: Some(End::Failed(error)), ..nothing },

@@ -185,7 +185,7 @@ impl<'a> Completing<'a> {
 
     /// The text that a piece adds; its tokens go to the scores.
     fn take(&mut self, service: &Service, piece: Piece) -> String {
-        let Piece { choice, text, logprobs, prompt, .. } = piece;
+        let Piece { choice, text, logprobs, stop, prompt, .. } = piece;
         let mut added = String::new();
         let echo = &self.form.echoes[choice / self.form.n];
         // The scores of a prompt come with its first answer, before anything else of any.
@@ -198,7 +198,9 @@ impl<'a> Completing<'a> {
         }
         if !self.form.prompt_only {
             added.push_str(&text);
-            if let Some((id, logprobs)) = logprobs {
+            // The token that ends an answer is scored as well, as OpenAI has it: lm-eval takes the last entry for that of the
+            // one token that it asks for beside its prompt.
+            for (id, logprobs) in logprobs.into_iter().chain(stop) {
                 self.scores[choice].push(service, id, Some(&logprobs));
             }
         }

@@ -235,6 +235,8 @@ pub(super) struct Piece {
     pub calls: Vec<CallPiece>,
     /// The token that it brought, where they were asked for; its text may come later.
     pub logprobs: Option<(u32, Logprobs)>,
+    /// The token that ended the answer and is none of it, likewise.
+    pub stop: Option<(u32, Logprobs)>,
     /// Of the ids of its prompt but the first, where they were asked for: before anything else of that prompt's answers.
     pub prompt: Option<Vec<Logprobs>>,
     pub end: Option<Reason>,
@@ -259,7 +261,7 @@ impl Answering {
             Event::Token { timings, .. } | Event::Finished { timings, .. } => *timings,
             Event::Prompt { .. } | Event::Pooled { .. } | Event::Failed(_) => Timings::default(),
         };
-        let Delta { text, calls, logprobs, prompt, end } = self.texts[choice].push(event);
+        let Delta { text, calls, logprobs, stop, prompt, end } = self.texts[choice].push(event);
         let end = match end {
             None => None,
             Some(End::Failed(error)) => return Err(error.into()),
@@ -277,7 +279,7 @@ impl Answering {
         };
         let stopped_by = self.texts[choice].stopped_by();
         let choice = self.first + choice;
-        Ok(Piece { choice, text, calls, logprobs, prompt, end, stopped_by, timings })
+        Ok(Piece { choice, text, calls, logprobs, stop, prompt, end, stopped_by, timings })
     }
 }
 

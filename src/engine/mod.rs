@@ -144,7 +144,13 @@ pub enum Event {
         timings: Timings,
     },
     /// Last event of an answer.
-    Finished { choice: usize, reason: FinishReason, timings: Timings },
+    Finished {
+        choice: usize,
+        reason: FinishReason,
+        /// The stop id that ended it, which is no token of the answer, where log probabilities were asked for.
+        stop: Option<(u32, Logprobs)>,
+        timings: Timings,
+    },
     /// Last event of a request that ended without all its answers.
     Failed(EngineError),
 }
@@ -808,7 +814,7 @@ impl StepLoop {
 
     /// Hands on what a step yielded for one sequence.
     fn tell(&mut self, output: Output) {
-        let Output { id: sequence, token, logprobs, prompt, pooled, end, cached_tokens, drafts } = output;
+        let Output { id: sequence, token, mut logprobs, prompt, pooled, end, cached_tokens, drafts } = output;
         // Of several ids in one step, the first may have found its reader too far behind.
         let Some(answer) = self.answers.get_mut(&sequence) else { return };
         answer.clock.drafts = drafts;
@@ -816,22 +822,26 @@ impl StepLoop {
         let (choice, timings) = (answer.choice, answer.clock.tick(usize::from(pooled.is_none())));
         let mut told = prompt.is_none_or(|logprobs| answer.send(Event::Prompt { logprobs }));
         told &= pooled.is_none_or(|state| answer.send(Event::Pooled { state }));
-        told &= token.is_none_or(|id| answer.send(Event::Token { choice, id, logprobs, timings }));
-        match end {
+        if let Some(id) = token {
+            told &= answer.send(Event::Token { choice, id, logprobs: logprobs.take(), timings });
+        }
+        let finished = match end {
             Some(End::NotFinite) => {
                 tracing::error!("{}", EngineError::NotFinite);
                 let answer = self.answers.remove(&sequence).expect("just seen");
                 answer.fail(EngineError::NotFinite);
                 return;
             }
-            Some(End::Finished(reason)) => {
-                told &= answer.send(Event::Finished { choice, reason, timings });
-                if told {
-                    self.answers.remove(&sequence);
-                    return;
-                }
+            Some(End::Stopped(id)) => Some((FinishReason::Stop, logprobs.map(|found| (id, found)))),
+            Some(End::Full) => Some((FinishReason::Length, None)),
+            None => None,
+        };
+        if let Some((reason, stop)) = finished {
+            told &= answer.send(Event::Finished { choice, reason, stop, timings });
+            if told {
+                self.answers.remove(&sequence);
+                return;
             }
-            None => {}
         }
         if !told {
             tracing::warn!("{}: cancelled", EngineError::SlowReader);

@@ -26,7 +26,10 @@ pub enum Priority {
 /// How an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
-    Finished(FinishReason),
+    /// The model yielded this stop id, which is counted, and not handed out.
+    Stopped(u32),
+    /// All that was wanted is there: `max_tokens`, or the mean of a prompt's hidden states.
+    Full,
     /// The logits were no finite numbers.
     NotFinite,
 }
@@ -34,7 +37,7 @@ pub enum End {
 /// Why an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
-    /// The model yielded one of the request's stop ids (which is counted, and not handed out).
+    /// The model yielded one of the request's stop ids.
     Stop,
     /// `max_tokens` were generated.
     Length,
@@ -237,12 +240,12 @@ impl Sequence {
         let Some(id) = drawn else { return (None, Some(End::NotFinite)) };
         self.tokens.push(id);
         if self.stop_token_ids.contains(&id) {
-            return (None, Some(End::Finished(FinishReason::Stop)));
+            return (None, Some(End::Stopped(id)));
         }
         let answer = &self.tokens[self.prompt_len..];
         self.mask.take_if(|mask| mask.is_free(answer));
         let all = self.generated() == self.max_tokens;
-        (Some(id), all.then_some(End::Finished(FinishReason::Length)))
+        (Some(id), all.then_some(End::Full))
     }
 
     /// Tokens that the next steps must process before the sequence yields an id; 0 where it waits for one that ends it.
@@ -309,7 +312,7 @@ impl Sequence {
     pub(super) fn take_pooled(&self, sums: &[f32]) -> (Option<Vec<f32>>, End) {
         let mean: Vec<f32> = sums.iter().map(|sum| sum / self.prompt_len as f32).collect();
         match mean.iter().all(|x| x.is_finite()) {
-            true => (Some(mean), End::Finished(FinishReason::Length)),
+            true => (Some(mean), End::Full),
             false => (None, End::NotFinite),
         }
     }
