@@ -4,6 +4,7 @@
 #   make serve ARGS="--model DIR"  the same with options of `unicorn serve`
 #   make test                      everything the tests need, then all tests; the last line counts them
 #   make test-clients              the part of it in which clients of the registries ask a server
+#   make test-lm-eval              lm-eval asks a server, and is compared with `unicorn eval`; a GiB of Python packages
 #   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
 #   make test-openwebui            Open WebUI, which it installs (2 GB of disk), and a browser against a server: minutes
 #   make test-27b                  write, load and ask a 27B of random weights: 16 GB of disk and of memory, and minutes
@@ -21,7 +22,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build serve bench bench-serve test test-clients test-demo test-openwebui test-27b lint clean
+.PHONY: help setup setup-test build serve bench bench-serve test test-clients test-lm-eval test-demo test-openwebui test-27b lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +52,10 @@ test: setup-test
 test-clients: setup-test
 	cargo build --locked --all-targets
 	@python3 tools/test.py clients
+
+test-lm-eval: setup-test
+	cargo build --locked --all-targets
+	@python3 tools/test.py lm-eval
 
 test-demo: setup-test
 	UNICORN_TEST_DEMO=all cargo test --locked --test suite demo:: -- --nocapture

@@ -6,7 +6,7 @@ found something to test, nothing failed, and every skip is listed in tests/skips
 crashes or prints no result counts as a failure: silence is never success.
 
     tools/test.py            all parts
-    tools/test.py NAME ...   only these (for work on the project; the last line then says which); `openwebui` must be named
+    tools/test.py NAME ...   only these (for work on the project; the last line then says which); `lm-eval` and `openwebui` must be named
 """
 
 import contextlib
@@ -27,6 +27,7 @@ VENV = ROOT / ".venv"
 CLIENTS = ROOT / "tests/clients"
 CLIENT_MODULES = ROOT / ".cache/clients/node"
 LITELLM = ROOT / ".cache/clients/litellm"
+LM_EVAL = ROOT / ".cache/clients/lm-eval"
 PAGE = ROOT / "tests/page"
 PAGE_MODULES = ROOT / ".cache/page"
 BROWSER_ENVIRONMENT = {"NODE_PATH": str(PAGE_MODULES / "node_modules")}
@@ -179,16 +180,28 @@ def clients():
         print(f"no client for Node.js: {lacks}")
     else:
         environment["NODE_PATH"] = str(CLIENT_MODULES / "node_modules")
-    status, output = run([python, str(CLIENTS / "test_openai.py")], env=environment)
-    line = re.search(r"^clients: (\d+) passed, (\d+) failed, (\d+) skipped$", output, re.MULTILINE)
+    return counted("clients", *run([python, str(CLIENTS / "test_openai.py")], env=environment))
+
+
+def counted(name, status, output):
+    """What a script reports that counts by tests/clients/session.py."""
+    line = re.search(rf"^{name}: (\d+) passed, (\d+) failed, (\d+) skipped$", output, re.MULTILINE)
     if not line:
-        return Result(failures=[f"clients: no result ({ended(status)})"])
+        return Result(failures=[f"{name}: no result ({ended(status)})"])
     result = Result(passed=int(line[1]))
-    result.failures = [f"clients: {name}" for name in re.findall(r"^FAILED (.+)$", output, re.MULTILINE)]
+    result.failures = [f"{name}: {failed}" for failed in re.findall(r"^FAILED (.+)$", output, re.MULTILINE)]
     result.skipped = re.findall(r"^SKIP (\S+): (.+)$", output, re.MULTILINE)
     if len(result.failures) != int(line[2]) or len(result.skipped) != int(line[3]) or (status != 0) != bool(result.failures):
-        result.failures.append(f"clients: the count and the report differ ({ended(status)})")
+        result.failures.append(f"{name}: the count and the report differ ({ended(status)})")
     return result
+
+
+def lm_eval():
+    """lm-eval asks a real server, and says what `unicorn eval` says."""
+    python = python_with(CLIENTS / "requirements-lm-eval.txt", LM_EVAL, FETCH_MANY_SECONDS)
+    if not python:
+        return Result(failures=["lm-eval: its packages could not be fetched"])
+    return counted("lm-eval", *run([python, str(CLIENTS / "test_lm_eval.py")]))
 
 
 def page():
@@ -275,7 +288,7 @@ def node_lacks(folder, modules, package):
     return ""
 
 
-def python_with(requirements, venv):
+def python_with(requirements, venv, seconds=FETCH_SECONDS):
     """The interpreter of `venv` with the pinned packages in it, or None when they cannot be had."""
     python = venv / "bin/python"
     wanted = pins(requirements.read_text())
@@ -289,19 +302,19 @@ def python_with(requirements, venv):
     shutil.rmtree(venv, ignore_errors=True)
     made, _ = run([sys.executable, "-m", "venv", str(venv)], FETCH_SECONDS)
     if made == 0:
-        run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(requirements)], FETCH_SECONDS)
+        run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(requirements)], seconds)
     return str(python) if ready() else None
 
 
 def pins(requirements):
     """Packages and their versions: `a[extra]==1.2` is a at 1.2."""
-    return re.findall(r"^([a-z0-9-]+)(?:\[[a-z0-9,-]+\])?==(\S+)$", requirements, re.MULTILINE)
+    return re.findall(r"^([a-z0-9_-]+)(?:\[[a-z0-9,-]+\])?==(\S+)$", requirements, re.MULTILINE)
 
 
 # Cheap checks first; `clients` and `page` start the server that `rust` built.
 PARTS = {"tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "clients": clients, "page": page, "clippy": clippy}
 # Too heavy for every run.
-NAMED_ONLY = {"openwebui": openwebui}
+NAMED_ONLY = {"lm-eval": lm_eval, "openwebui": openwebui}
 
 
 def main(names):

@@ -28,12 +28,12 @@ def free_port():
 class Server:
     """A `unicorn serve` of our own on a free port, and what its first moments looked like."""
 
-    def __init__(self, log):
+    def __init__(self, log, *options):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = open(log, "w+")
-        command = [BINARY, "serve", "--allow-software-vulkan", "--port", str(self.port), "--verbose"]
+        command = [BINARY, "serve", "--allow-software-vulkan", "--port", str(self.port), "--verbose", *options]
         self.process = subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT)
 
     def logged(self):

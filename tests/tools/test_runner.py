@@ -71,6 +71,17 @@ class Page(unittest.TestCase):
             self.assertNotEqual(runner.browser_result("page", status, output).failures, ["page: b"], output)
 
 
+class Counted(unittest.TestCase):
+    GOOD = "ok a\nFAILED b: never\nSKIP radv: c\nx: 1 passed, 1 failed, 1 skipped\n"
+
+    def test_counts(self):
+        result = runner.counted("x", 1, self.GOOD)
+        self.assertEqual((result.passed, result.failures, result.skipped), (1, ["x: b: never"], [("radv", "c")]))
+        for status, output in [(0, ""), (None, "ok a\n"), (0, self.GOOD), (1, self.GOOD.replace("1 failed", "0 failed")),
+                               (1, self.GOOD.replace("1 skipped", "0 skipped")), (1, "x: 3 passed, 0 failed, 0 skipped\n")]:
+            self.assertNotIn(runner.counted("x", status, output).failures, ([], ["x: b: never"]), output)
+
+
 class Processes(unittest.TestCase):
     def test_a_part_that_hangs_is_killed_and_fails(self):
         status, _ = runner.run(["sleep", "60"], seconds=1)
