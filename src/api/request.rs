@@ -17,7 +17,7 @@ use super::error::ApiError;
 use super::grammar::{ResponseGrammar, response_grammar};
 use super::tools::Tools;
 use crate::model::MAX_LOGPROBS;
-use crate::text::{MAX_STOPS, Message};
+use crate::text::Message;
 
 /// What was asked; absent fields are the model's defaults.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -177,6 +177,9 @@ fn seed(fields: &Fields) -> Result<Option<u64>, ApiError> {
 }
 
 fn stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
+    /// As at OpenAI.
+    const MAX_STOPS: usize = 4;
+
     let stops = match fields.get("stop") {
         None => return Ok(Vec::new()),
         Some(Value::String(stop)) => vec![stop.clone()],

@@ -7,8 +7,8 @@
 
 use super::TextError;
 
-/// Most stop strings in one request, as at OpenAI.
-pub const MAX_STOPS: usize = 4;
+/// Most stop strings of one answer: each takes some KiB, and a little time for each byte.
+pub const MAX_STOPS: usize = 16;
 /// Longest stop string, in bytes.
 pub const MAX_STOP_BYTES: usize = 1024;
 
