@@ -412,6 +412,29 @@ async fn the_model_is_told_of_tools_calls_and_results() {
 }
 
 #[tokio::test]
+async fn some_of_the_tools_may_be_all_that_are_called() {
+    let allowed = |mode: &str, names: &[&str]| {
+        let tools: Vec<Value> =
+            names.iter().map(|name| json!({"type": "function", "function": {"name": name}})).collect();
+        json!({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}})
+    };
+    assert_eq!(
+        prompt_of(ask(allowed("auto", &["roll"]))).await,
+        prompt_of(ask(json!({}))).await,
+        "a prefix stays cached"
+    );
+    let app = app_that_says(ROME);
+    let (_, body) = complete(&app, ask(allowed("auto", &["get_weather", "now"]))).await;
+    assert_eq!(calls_of(&body).0[0].0, "get_weather");
+    for mode in ["auto", "required"] {
+        let (_, body) = complete(&app, ask(allowed(mode, &["roll", "now"]))).await;
+        assert!(calls_of(&body).0.iter().all(|(name, _)| name != "get_weather"), "{body}");
+    }
+    let (_, body) = complete(&app_that_says("It is."), ask(allowed("auto", &["roll"]))).await;
+    assert_eq!(body["choices"][0]["message"]["content"], "It is.");
+}
+
+#[tokio::test]
 async fn what_is_wrong_with_tools_is_said_by_field() {
     let app = app_that_says("ok");
     let tools = |tools: Value| json!({"tools": tools});
@@ -423,6 +446,7 @@ async fn what_is_wrong_with_tools_is_said_by_field() {
         json!({"messages": all})
     };
     let call = json!({"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}});
+    let allowed = |tools: Value| json!({"tool_choice": {"type": "allowed_tools", "allowed_tools": tools}});
     let assistant =
         |calls: Value| messages(json!([{"role": "assistant", "content": null, "tool_calls": calls}]));
     for (fields, param, named) in [
@@ -464,6 +488,16 @@ async fn what_is_wrong_with_tools_is_said_by_field() {
             "\"x\"",
         ),
         (json!({"tool_choice": "required", "tools": []}), "tool_choice", "no tools"),
+        (json!({"tool_choice": {"type": "allowed_tools"}}), "tool_choice.allowed_tools", "required"),
+        (allowed(json!({})), "tool_choice.allowed_tools.mode", "required"),
+        (allowed(json!({"mode": "none", "tools": []})), "tool_choice.allowed_tools.mode", "auto or required"),
+        (allowed(json!({"mode": "auto"})), "tool_choice.allowed_tools.tools", "required"),
+        (allowed(json!({"mode": "auto", "tools": []})), "tool_choice.allowed_tools.tools", "1 to 128"),
+        (
+            allowed(json!({"mode": "auto", "tools": [{"function": {"name": "x"}}]})),
+            "tool_choice.allowed_tools.tools[0].function.name",
+            "\"x\"",
+        ),
         (json!({"parallel_tool_calls": "yes"}), "parallel_tool_calls", "true or false"),
         (json!({"functions": [{"name": "f"}]}), "functions", "tools"),
         (json!({"function_call": {"name": "f"}}), "function_call", "tool_choice"),

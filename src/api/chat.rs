@@ -15,7 +15,8 @@ use super::answer::Reason;
 use super::error::ApiError;
 use super::exchange::{self, Answers, Caller, Exchange, Piece, Reply, finish_reason, timings_json, usage};
 use super::request::ChatRequest;
-use super::{Server, random_u64};
+use super::tools::Calling;
+use super::{Server, new_id};
 use crate::text::CallPiece;
 
 /// How the answer is wanted.
@@ -57,16 +58,12 @@ fn chunk(reply: &Reply, index: usize, delta: Value, finish_reason: Option<&str>,
     chunk
 }
 
-fn call_id() -> String {
-    format!("call_{:016x}{:08x}", random_u64(), random_u64() as u32)
-}
-
 /// OpenAI's delta of one call: its name with its id first, and then its arguments piece by piece.
 fn call_delta(call: CallPiece) -> Value {
     match call {
         CallPiece::Name { index, name } => {
             let function = json!({"name": name, "arguments": ""});
-            json!({"index": index, "id": call_id(), "type": "function", "function": function})
+            json!({"index": index, "id": new_id("call_"), "type": "function", "function": function})
         }
         CallPiece::Parameters { index, json } => json!({"index": index, "function": {"arguments": json}}),
     }
@@ -79,17 +76,13 @@ fn logprobs_content(tokens: Vec<Value>) -> Value {
 async fn collect(reply: Reply, mut answers: Answers) -> Result<Value, ApiError> {
     let n = answers.count();
     let (mut texts, mut logprobs) = (vec![String::new(); n], vec![Vec::new(); n]);
-    let mut calls = vec![Vec::<(String, String)>::new(); n];
+    let mut calls = vec![Vec::<Calling>::new(); n];
     let mut last = Reason::Stop;
     while let Some(piece) = answers.next().await {
         let piece = piece?;
         texts[piece.choice].push_str(&piece.text);
         for call in piece.calls {
-            let calls = &mut calls[piece.choice];
-            match call {
-                CallPiece::Name { name, .. } => calls.push((name, String::new())),
-                CallPiece::Parameters { index, json } => calls[index].1.push_str(&json),
-            }
+            Calling::gather(&mut calls[piece.choice], call);
         }
         let token = piece.logprobs.map(|(id, logprobs)| answers.service.logprobs_json(id, &logprobs));
         logprobs[piece.choice].extend(token);
@@ -101,8 +94,9 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<Value, ApiError> 
     let choices = choices.map(|(index, (((reason, text), calls), tokens))| {
         let mut message = json!({"role": "assistant", "content": text, "refusal": null});
         if !calls.is_empty() {
-            let call = |(name, arguments): &(String, String)| {
-                json!({"id": call_id(), "type": "function", "function": {"name": name, "arguments": arguments}})
+            let call = |Calling { id, name, arguments }: &Calling| {
+                let function = json!({"name": name, "arguments": arguments});
+                json!({"id": format!("call_{id}"), "type": "function", "function": function})
             };
             message["content"] = Value::Null;
             message["tool_calls"] = calls.iter().map(call).collect();

@@ -22,7 +22,7 @@ use super::metrics::Followed;
 use super::request::ChatRequest;
 use super::service::Service;
 use super::tasks::{Asked, Purpose};
-use super::{MAX_ARRIVING, Options, Server, random_u64, unix_time_s};
+use super::{MAX_ARRIVING, Options, Server, new_id, unix_time_s};
 use crate::engine::{ClientId, Event, Request, Timings, TokenStream};
 use crate::model::Logprobs;
 use crate::text::CallPiece;
@@ -105,7 +105,7 @@ pub(super) async fn ask<T: Send + 'static>(
     server.metrics.taken(purpose);
     drop(arriving); // from here on the engine's queue is the bound
     let reply = Reply {
-        id: format!("{prefix}{:016x}{:016x}", random_u64(), random_u64()),
+        id: new_id(prefix),
         created: unix_time_s(),
         model: server.model_id.clone(),
         seed,

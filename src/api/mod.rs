@@ -279,6 +279,11 @@ fn unix_time_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
+/// An id that no other reply has.
+fn new_id(prefix: &str) -> String {
+    format!("{prefix}{:016x}{:016x}", random_u64(), random_u64())
+}
+
 /// For ids, and for seeds nobody gave: the standard library's hasher is keyed by the system's randomness, anew for
 /// each. Not for secrets.
 pub fn random_u64() -> u64 {

@@ -294,6 +294,42 @@ impl<'a> Fields<'a> {
     }
 }
 
+/// An object within a body, and its name in errors.
+pub(super) struct Item<'a> {
+    pub at: String,
+    pub fields: Fields<'a>,
+}
+
+impl<'a> Item<'a> {
+    pub(super) fn new(at: impl Into<String>, value: &'a Value) -> Result<Self, ApiError> {
+        let at = at.into();
+        match value {
+            Value::Object(item) => Ok(Self { at, fields: Fields(item) }),
+            other => Err(wrong_type(at, "an object", other)),
+        }
+    }
+
+    pub(super) fn param(&self, name: &str) -> String {
+        format!("{}.{name}", self.at)
+    }
+
+    /// Puts its own name before that of a field of its.
+    pub(super) fn within<T>(&self, read: Result<T, ApiError>) -> Result<T, ApiError> {
+        read.map_err(|error| nested(&self.at, error))
+    }
+
+    /// One that must be there.
+    pub(super) fn string(&self, name: &str) -> Result<&'a str, ApiError> {
+        self.within(self.fields.string(name))?.ok_or_else(|| missing(self.param(name)))
+    }
+
+    /// One that must be there.
+    pub(super) fn object(&self, name: &str) -> Result<Item<'a>, ApiError> {
+        let object = self.within(self.fields.object(name))?.ok_or_else(|| missing(self.param(name)))?;
+        Ok(Item { at: self.param(name), fields: Fields(object) })
+    }
+}
+
 pub(super) fn missing(param: impl Into<String>) -> ApiError {
     ApiError::Missing { param: param.into() }
 }

@@ -77,7 +77,12 @@ impl Service {
     /// the text that comes with it.
     /// Takes a processor for seconds where the conversation is long.
     pub fn prepare(&self, request: &ChatRequest) -> Result<(Request, AnswerText), ApiError> {
-        self.prepare_with(request, || self.prompt(&request.tools.tell(&request.messages), request.ending))
+        self.prepare_with(request, || self.conversation(request))
+    }
+
+    /// The ids of its conversation, with the tools that it tells of.
+    pub(super) fn conversation(&self, request: &ChatRequest) -> Result<Vec<u32>, ApiError> {
+        self.prompt(&request.tools.tell(&request.messages), request.ending)
     }
 
     /// The same with a prompt that is no conversation. What is wrong beside the prompt is found before it is made.
@@ -109,9 +114,9 @@ impl Service {
             ..Request::new(prompt()?)
         };
         let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops);
-        let tools = request.tools.offered();
-        if !tools.is_empty() {
-            answer = answer.with_calls(CallReader::new(tools.iter().map(|tool| tool.name.clone()).collect()));
+        let names: Vec<String> = request.tools.callable().map(|(_, tool)| tool.name.clone()).collect();
+        if !names.is_empty() {
+            answer = answer.with_calls(CallReader::new(names));
         }
         if let Some(constraint) = constraint {
             // A grammar that has come to its end lets nothing follow but the ids that end the answer: they cannot be kept
@@ -139,7 +144,7 @@ impl Service {
             // Of several schemas in one, the one that is to blame.
             for (param, source) in request.tools.sources() {
                 if let Err(error) = self.grammars.compile(&source) {
-                    return refuse(&param, error);
+                    return refuse(param, error);
                 }
             }
             refuse(&grammar.param, error)

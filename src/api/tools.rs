@@ -6,13 +6,18 @@
 //! to be one; every other answer is text. A turn that called is written back as that JSON, and what the tools gave as a line
 //! `Result of NAME: TEXT` each, in the order of the calls.
 //!
-//! This is what every wire format shares; OpenAI's fields are read in [`super::request`].
+//! This is what every wire format shares. OpenAI's fields are read in [`super::conversation`].
 
+use std::collections::HashMap;
+
+use serde::de::IgnoredAny;
 use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::grammar::ResponseGrammar;
-use crate::text::{GrammarSource, Message};
+use super::new_id;
+use super::request::{Fields, Item, short};
+use crate::text::{CallPiece, GrammarSource, Message};
 
 /// Most tools of one request, as at OpenAI; and most calls in one answer.
 pub const MAX_TOOLS: usize = 128;
@@ -26,25 +31,27 @@ pub struct Tool {
     pub parameters: Value,
     /// Every keyword of the schema is enforced, or it is an error.
     pub strict: bool,
+    /// The field that has the schema, which errors name.
+    pub param: String,
 }
 
 /// Whether an answer calls tools.
-#[derive(Debug, Clone, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ToolChoice {
     /// It does not, and the model is told of none.
     None,
     #[default]
     Auto,
     Required,
-    /// It calls this one.
-    Named(String),
 }
 
-/// The tools of a request. Names differ; a choice of one is of one that is there.
+/// The tools of a request. Names differ; where a call is required, there are tools.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Tools {
     pub list: Vec<Tool>,
     pub choice: ToolChoice,
+    /// The places of those that may be called; none stands for all.
+    pub only: Option<Vec<usize>>,
     /// Whether one answer may make several calls.
     pub parallel: bool,
 }
@@ -57,10 +64,75 @@ pub struct Call {
     pub arguments: String,
 }
 
+/// The field `tools`. `description` gives that part of an item that describes the tool, whose field `schema` has the schema of
+/// its parameters.
+pub(super) fn tool_list<'a>(
+    fields: &Fields<'a>,
+    schema: &str,
+    description: impl Fn(Item<'a>) -> Result<Item<'a>, ApiError>,
+) -> Result<Vec<Tool>, ApiError> {
+    let items = fields.array("tools")?.map_or(&[][..], Vec::as_slice);
+    if items.len() > MAX_TOOLS {
+        return Err(ApiError::invalid("tools", format!("expected at most {MAX_TOOLS}, got {}", items.len())));
+    }
+    let mut list: Vec<Tool> = Vec::with_capacity(items.len());
+    for (i, item) in items.iter().enumerate() {
+        let item = description(Item::new(format!("tools[{i}]"), item)?)?;
+        let tool = Tool::read(&item, schema)?;
+        if list.iter().any(|other| other.name == tool.name) {
+            let problem = format!("another tool has the name {:?}", short(&tool.name));
+            return Err(ApiError::invalid(item.param("name"), problem));
+        }
+        list.push(tool);
+    }
+    Ok(list)
+}
+
+/// The place in `list` of the tool that `item` names.
+pub(super) fn place_of(list: &[Tool], item: &Item) -> Result<usize, ApiError> {
+    let name = item.string("name")?;
+    list.iter().position(|tool| tool.name == name).ok_or_else(|| {
+        let problem = format!("there is no tool of the name {:?}", short(name));
+        ApiError::invalid(item.param("name"), problem)
+    })
+}
+
+impl Tool {
+    fn read(item: &Item, schema: &str) -> Result<Self, ApiError> {
+        const MAX_NAME_BYTES: usize = 128;
+        let name = item.string("name")?;
+        if name.is_empty() || name.len() > MAX_NAME_BYTES || name.chars().any(char::is_control) {
+            let problem = format!("expected 1 to {MAX_NAME_BYTES} bytes without control characters");
+            return Err(ApiError::invalid(item.param("name"), problem));
+        }
+        let param = item.param(schema);
+        let parameters = match item.within(item.fields.object(schema))? {
+            None => json!({"type": "object", "properties": {}}),
+            Some(schema) if schema.get("type").is_some_and(|kind| kind != "object") => {
+                return Err(ApiError::invalid(format!("{param}.type"), "expected \"object\""));
+            }
+            Some(schema) => Value::Object(schema.clone()),
+        };
+        Ok(Self {
+            name: name.to_owned(),
+            description: item.within(item.fields.string("description"))?.map(str::to_owned),
+            parameters,
+            strict: item.within(item.fields.bool("strict"))?.unwrap_or(false),
+            param,
+        })
+    }
+}
+
 impl Tools {
     /// Those that the model is told of.
     pub(super) fn offered(&self) -> &[Tool] {
         if self.choice == ToolChoice::None { &[] } else { &self.list }
+    }
+
+    /// Those of them that it may call, by their places.
+    pub(super) fn callable(&self) -> impl Iterator<Item = (usize, &Tool)> {
+        let may = |place: &usize| self.only.as_ref().is_none_or(|only| only.contains(place));
+        self.offered().iter().enumerate().filter(move |(place, _)| may(place))
     }
 
     /// Tells the model of the tools. The words are the same whatever the choice, so that a prefix of them stays cached.
@@ -96,17 +168,11 @@ impl Tools {
         if self.offered().is_empty() {
             return Ok(response.map(|response| (response.clone(), true)));
         }
-        let called: Vec<usize> = match &self.choice {
-            ToolChoice::Named(name) => {
-                (0..self.list.len()).filter(|index| self.list[*index].name == *name).collect()
-            }
-            _ => (0..self.list.len()).collect(),
-        };
-        let mut strict = called.iter().any(|index| self.list[*index].strict);
+        let mut strict = self.callable().any(|(_, tool)| tool.strict);
         let mut definitions = Map::new();
         let mut options = Vec::new();
-        for index in called {
-            let (at, tool) = (format!("t{index}"), &self.list[index]);
+        for (place, tool) in self.callable() {
+            let at = format!("t{place}");
             options.push(json!({
                 "type": "object",
                 "properties": {"name": {"const": tool.name}, "parameters": {"$ref": format!("#/$defs/{at}")}},
@@ -141,15 +207,13 @@ impl Tools {
         let source = GrammarSource::JsonSchema { schema, strict };
         Ok(Some((ResponseGrammar { source, param }, from_the_start)))
     }
-}
 
-impl Tools {
     /// The parameters of each tool that may be called, alone, and the field that has them.
-    pub(super) fn sources(&self) -> impl Iterator<Item = (String, GrammarSource)> {
-        let strict = self.offered().iter().any(|tool| tool.strict);
-        self.offered().iter().enumerate().map(move |(index, tool)| {
+    pub(super) fn sources(&self) -> impl Iterator<Item = (&str, GrammarSource)> {
+        let strict = self.callable().any(|(_, tool)| tool.strict);
+        self.callable().map(move |(_, tool)| {
             let source = GrammarSource::JsonSchema { schema: closed(&tool.parameters), strict };
-            (format!("tools[{index}].function.parameters"), source)
+            (tool.param.as_str(), source)
         })
     }
 }
@@ -188,27 +252,103 @@ fn move_references(schema: &mut Value, at: &str) {
     }
 }
 
-/// A turn that called tools, as the model wrote it: `text` first, if it said any.
-pub(super) fn written_calls(text: &str, calls: &[Call]) -> String {
+/// A call that an answer makes, as far as it is written.
+#[derive(Debug, Clone)]
+pub(super) struct Calling {
+    /// No other call has it; each wire format puts a prefix of its own before it.
+    pub id: String,
+    pub name: String,
+    pub arguments: String,
+}
+
+impl Calling {
+    /// Adds a piece to the calls that an answer makes.
+    pub(super) fn gather(calls: &mut Vec<Self>, piece: CallPiece) {
+        match piece {
+            CallPiece::Name { name, .. } => {
+                calls.push(Self { id: new_id(""), name, arguments: String::new() })
+            }
+            CallPiece::Parameters { index, json } => calls[index].arguments.push_str(&json),
+        }
+    }
+}
+
+/// A conversation while it is read. Calls of tools become the JSON that the model wrote, and what they gave a turn of the
+/// user's; those that come one behind the other are one turn.
+#[derive(Debug, Default)]
+pub(super) struct Conversation {
+    messages: Vec<Message>,
+    /// Place and tool of each call, by its id. An id may come again in a later turn: the last one is meant.
+    by_id: HashMap<String, (usize, String)>,
+    /// Calls so far.
+    calls: usize,
+    /// What is not written yet: calls, or what calls gave (place, tool and text each). Never both.
+    called: Vec<Call>,
+    results: Vec<(usize, String, String)>,
+}
+
+impl Conversation {
+    pub(super) fn say(&mut self, role: &str, text: &str) {
+        self.write();
+        self.messages.push(Message::new(role, text));
+    }
+
+    pub(super) fn call(&mut self, id: &str, call: Call) {
+        if !self.results.is_empty() {
+            self.write();
+        }
+        self.by_id.insert(id.to_owned(), (self.calls, call.name.clone()));
+        self.calls += 1;
+        self.called.push(call);
+    }
+
+    /// What the call of that id gave. `item` is what says so, `field` the one that has the id.
+    pub(super) fn result(&mut self, item: &Item, field: &str, text: String) -> Result<(), ApiError> {
+        let id = item.string(field)?;
+        let Some((place, name)) = self.by_id.get(id).cloned() else {
+            let problem = format!("no call before it has the id {:?}", short(id));
+            return Err(ApiError::invalid(item.param(field), problem));
+        };
+        if !self.called.is_empty() {
+            self.write();
+        }
+        self.results.push((place, name, text));
+        Ok(())
+    }
+
+    pub(super) fn finish(mut self) -> Vec<Message> {
+        self.write();
+        self.messages
+    }
+
+    fn write(&mut self) {
+        if !self.called.is_empty() {
+            self.messages.push(Message::new("assistant", &written_calls(&self.called)));
+            self.called.clear();
+        }
+        if !self.results.is_empty() {
+            self.results.sort_by_key(|(place, ..)| *place);
+            let line = |(_, name, text): &(usize, String, String)| format!("Result of {name}: {text}");
+            let lines: Vec<String> = self.results.iter().map(line).collect();
+            self.messages.push(Message::new("user", &lines.join("\n")));
+            self.results.clear();
+        }
+    }
+}
+
+/// Calls as the model writes them.
+fn written_calls(calls: &[Call]) -> String {
     let call = |Call { name, arguments }: &Call| {
         // What is no JSON is shown as the text that it is.
-        let parameters = match serde_json::from_str::<serde::de::IgnoredAny>(arguments) {
+        let parameters = match serde_json::from_str::<IgnoredAny>(arguments) {
             Ok(_) => arguments.trim().to_owned(),
             Err(_) if arguments.trim().is_empty() => "{}".to_owned(),
             Err(_) => json!(arguments).to_string(),
         };
         format!("{{\"name\": {}, \"parameters\": {parameters}}}", json!(name))
     };
-    let written = match calls {
+    match calls {
         [only] => call(only),
         several => format!("[{}]", several.iter().map(call).collect::<Vec<_>>().join(", ")),
-    };
-    if text.is_empty() { written } else { format!("{text}\n\n{written}") }
-}
-
-/// What tools gave, as the turn behind their calls: (place of the call, name of the tool, text) each.
-pub(super) fn written_results(mut results: Vec<(usize, String, String)>) -> String {
-    results.sort_by_key(|(place, ..)| *place);
-    let line = |(_, name, text): &(usize, String, String)| format!("Result of {name}: {text}");
-    results.iter().map(line).collect::<Vec<_>>().join("\n")
+    }
 }
