@@ -205,6 +205,12 @@ pub async fn assert_at_rest(router: &Router) {
 
 /// A model that says `text`, and the ids of the last prompt that it saw.
 pub fn app_that_shows_its_prompt(text: &str) -> (App, Arc<Mutex<Vec<u32>>>) {
+    let (script, seen) = shows_its_prompt(text);
+    (app(script), seen)
+}
+
+/// The script of one.
+pub fn shows_its_prompt(text: &str) -> (Script, Arc<Mutex<Vec<u32>>>) {
     let mut answer = says(&tokenizer().encode(text, false).expect("encodes"), END_OF_TURN);
     let seen: Arc<Mutex<Vec<u32>>> = Arc::default();
     let (record, mut last) = (Arc::clone(&seen), Vec::new());
@@ -217,7 +223,7 @@ pub fn app_that_shows_its_prompt(text: &str) -> (App, Arc<Mutex<Vec<u32>>>) {
         last = [tokens, &[id]].concat();
         id
     });
-    (app(script), seen)
+    (script, seen)
 }
 
 /// The ids of a prompt in Gemma's format, without its `<bos>`.

@@ -7,9 +7,10 @@ use unicorn::api::Options;
 
 use crate::api::{
     App, DEFAULTS, MODEL, OPTIONS, app, app_that_says, app_that_shows_its_prompt, app_with, assert_all_free,
-    events_of, limits, post_to, prompt_ids, send_json, tokenizer, with,
+    events_of, limits, post_to, prompt_ids, send_json, shows_its_prompt, tokenizer, with,
 };
 use crate::fake_runner::says;
+use crate::tools::{self, ROME, babbling, now, roll, weather};
 
 const PATH: &str = "/v1/responses";
 
@@ -75,7 +76,7 @@ async fn a_response_has_openais_shape() {
         ("store", json!(true)),
         ("background", json!(false)),
         ("tools", json!([])),
-        ("tool_choice", json!("none")),
+        ("tool_choice", json!("auto")),
         ("parallel_tool_calls", json!(true)),
         ("text", json!({"format": {"type": "text"}})),
         ("truncation", json!("disabled")),
@@ -181,6 +182,188 @@ async fn a_stream_is_these_events_in_this_order() {
         );
         assert_all_free(&app.engine).await;
     }
+}
+
+/// A tool as it is written here.
+fn tool(tool: &Value) -> Value {
+    with(json!({"type": "function"}), tool["function"].clone())
+}
+
+fn ask_with_tools(more: Value) -> Value {
+    with(
+        with(ask("Is it warm in Rome?"), json!({"tools": [tool(&weather()), tool(&roll()), tool(&now())]})),
+        more,
+    )
+}
+
+/// Name, arguments and status of each call that a response puts out.
+fn calls_of(response: &Value) -> Value {
+    let mut ids = Vec::new();
+    let call = |item: &Value| {
+        assert_eq!(item["type"], "function_call", "{response}");
+        for (name, prefix) in [("id", "fc_"), ("call_id", "call_")] {
+            let id = item[name].as_str().filter(|id| id.starts_with(prefix)).expect("an id").to_owned();
+            assert!(!ids.contains(&id), "{response}");
+            ids.push(id);
+        }
+        json!([item["name"], item["arguments"], item["status"]])
+    };
+    response["output"].as_array().expect("items").iter().map(call).collect()
+}
+
+/// The calls that answer `body`, in one piece and in a stream, whose events are held to their order.
+async fn called_by(app: &App, body: Value) -> (Value, Value) {
+    let whole = created(app, body.clone()).await;
+    let events = events(app, body).await;
+    let response = &events.last().expect("events")["response"];
+    assert_eq!((calls_of(&whole), &whole["status"]), (calls_of(response), &response["status"]));
+    assert_eq!(about(app, Method::GET, &response["id"], "").await, (200, response.clone()));
+
+    let mut rest = events[2..events.len() - 1].iter().peekable();
+    for (at, item) in response["output"].as_array().expect("items").iter().enumerate() {
+        let added = rest.next().expect("an item");
+        let begun = with(item.clone(), json!({"status": "in_progress", "arguments": ""}));
+        assert_eq!(
+            (&added["type"], &added["output_index"]),
+            (&json!("response.output_item.added"), &json!(at))
+        );
+        assert_eq!(added["item"], begun);
+        let (mut written, mut deltas) = (String::new(), 0);
+        while let Some(delta) = rest.next_if(|e| e["type"] == "response.function_call_arguments.delta") {
+            assert_eq!((&delta["item_id"], &delta["output_index"]), (&item["id"], &json!(at)));
+            written.push_str(delta["delta"].as_str().expect("text"));
+            deltas += 1;
+        }
+        let (done, item_done) = (rest.next().expect("an end"), rest.next().expect("an item's end"));
+        assert_eq!(done["type"], "response.function_call_arguments.done");
+        assert_eq!((&done["item_id"], &done["output_index"]), (&item["id"], &json!(at)));
+        assert_eq!((&done["arguments"], &item["arguments"]), (&json!(written), &json!(written)));
+        assert!(deltas > 1 || written == "{}", "arguments come as they are written");
+        assert_eq!(item_done["type"], "response.output_item.done");
+        assert_eq!((&item_done["item"], &item_done["output_index"]), (item, &json!(at)));
+    }
+    assert_eq!(rest.next(), None);
+    assert_all_free(&app.engine).await;
+    (calls_of(&whole), whole)
+}
+
+#[tokio::test]
+async fn a_call_is_an_item_also_in_a_stream() {
+    let rome = json!(["get_weather", "{\"city\": \"Rome\", \"unit\": \"c\"}", "completed"]);
+    let three = json!(["roll", "{\"count\": 3}", "completed"]);
+    let both = format!("[{ROME}, {{ \"name\":\"roll\", \"parameters\": {{\"count\": 3}}}}]");
+    for (text, calls) in [(ROME.to_owned(), json!([rome])), (both, json!([rome, three]))] {
+        let app = tools::app_that_says(&text);
+        for choice in [json!("auto"), json!("required"), json!(null)] {
+            let (called, response) = called_by(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
+            assert_eq!((called, &response["status"]), (calls.clone(), &json!("completed")));
+        }
+        // Of tokens that turned out to be calls, log probabilities have no place.
+        let logprobs = json!({"include": ["message.output_text.logprobs"], "top_logprobs": 1});
+        assert_eq!(called_by(&app, ask_with_tools(logprobs)).await.0, calls);
+    }
+    let app = tools::app_that_says(ROME);
+    let whole = ids(ROME);
+    let (called, response) = called_by(&app, ask_with_tools(json!({"max_output_tokens": whole - 6}))).await;
+    assert!(called[0][1].as_str().is_some_and(|json| json.starts_with("{\"city\"") && !json.ends_with('}')));
+    assert_eq!((&called[0][2], &response["status"]), (&json!("incomplete"), &json!("incomplete")));
+}
+
+#[tokio::test]
+async fn beside_tools_text_stays_text() {
+    let text_of = |response: &Value| response["output"][0]["content"][0].clone();
+    for text in ["It is { warm }.", " \n\nWarm", "½", "{", ""] {
+        let app = tools::app_that_says(text);
+        // Of what turns out to be text, those that came before it was known are told too.
+        let fields =
+            json!({"include": ["message.output_text.logprobs"], "max_output_tokens": ids(text).max(1)});
+        for fields in [json!({}), fields] {
+            if text == "{" && fields == json!({}) {
+                continue; // an answer that begins as a call has to be one
+            }
+            let body = ask_with_tools(fields);
+            let whole = created(&app, body.clone()).await;
+            let events = events(&app, body).await;
+            let part = text_of(&events.last().unwrap()["response"]);
+            assert_eq!((&text_of(&whole), &part["text"]), (&part, &json!(text)));
+            let deltas: Vec<&Value> =
+                events.iter().filter(|e| e["type"] == "response.output_text.delta").collect();
+            let said: String = deltas.iter().map(|delta| delta["delta"].as_str().unwrap()).collect();
+            let told: Vec<Value> =
+                deltas.iter().flat_map(|delta| delta["logprobs"].as_array().unwrap().clone()).collect();
+            assert_eq!((json!(said), json!(told)), (part["text"].clone(), part["logprobs"].clone()));
+        }
+    }
+    let app = tools::app_that_says(ROME);
+    assert_eq!(text_of(&created(&app, ask_with_tools(json!({"tool_choice": "none"}))).await)["text"], ROME);
+}
+
+#[tokio::test]
+async fn a_demanded_call_is_made_and_what_was_asked_is_repeated() {
+    let allowed = |mode: &str| json!({"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "now"}]});
+    for (choice, name) in
+        [(json!({"type": "function", "name": "roll"}), "roll"), (allowed("required"), "now")]
+    {
+        let fields = json!({"tool_choice": choice, "parallel_tool_calls": false});
+        for app in [tools::app_that_says(ROME), babbling()] {
+            let response = created(&app, ask_with_tools(fields.clone())).await;
+            assert_eq!(
+                (&response["tool_choice"], &response["parallel_tool_calls"]),
+                (&choice, &json!(false))
+            );
+            let calls = calls_of(&response);
+            assert_eq!((calls.as_array().unwrap().len(), &calls[0][0]), (1, &json!(name)), "{response}");
+        }
+    }
+    let app = tools::app_that_says("It is.");
+    let response = created(&app, ask_with_tools(json!({"tool_choice": allowed("auto")}))).await;
+    assert_eq!(response["output"][0]["content"][0]["text"], "It is.");
+
+    let app = tools::app_that_says(ROME);
+    let response = created(&app, ask_with_tools(json!({"tool_choice": "required"}))).await;
+    assert_eq!(response["tool_choice"], "required");
+    let unsaid = json!({"description": null, "strict": false});
+    assert_eq!(response["tools"][1], with(unsaid, tool(&roll())));
+    let nothing = json!({"type": "object", "properties": {}});
+    assert_eq!(response["tools"][2]["parameters"], nothing, "as the model was told");
+}
+
+#[tokio::test]
+async fn a_conversation_goes_on_behind_calls() {
+    let (script, seen) = shows_its_prompt(&format!("[{ROME}, {{\"name\": \"now\", \"parameters\": {{}}}}]"));
+    let app = tools::app(script);
+    let first = created(&app, ask_with_tools(json!({"instructions": "I"}))).await;
+    let outputs = [1, 0].map(|i| {
+        let id = &first["output"][i]["call_id"];
+        json!({"type": "function_call_output", "call_id": id, "output": format!("result {i}")})
+    });
+    let next = json!({"previous_response_id": first["id"], "input": outputs, "instructions": "J"});
+    let second = created(&app, ask_with_tools(next)).await;
+    let prompt = tokenizer().decode(&seen.lock().unwrap(), false);
+    let end = concat!(
+        "Is it warm in Rome?<end_of_turn>\n<start_of_turn>model\n",
+        "[{\"name\": \"get_weather\", \"parameters\": {\"city\": \"Rome\", \"unit\": \"c\"}}, {\"name\": \"now\", \"parameters\": {}}]<end_of_turn>\n",
+        "<start_of_turn>user\nResult of get_weather: result 0\nResult of now: result 1<end_of_turn>\n<start_of_turn>model\n",
+    );
+    assert!(
+        prompt.starts_with("<bos><start_of_turn>user\nJ\n\nYou can") && prompt.ends_with(end),
+        "{prompt}"
+    );
+
+    // The same from a client that keeps it all itself.
+    let mut input = vec![json!({"role": "user", "content": "Is it warm in Rome?"})];
+    input.extend(first["output"].as_array().unwrap().iter().cloned().chain(outputs.clone()));
+    created(&app, ask_with_tools(json!({"instructions": "J", "input": input}))).await;
+    assert_eq!(tokenizer().decode(&seen.lock().unwrap(), false), prompt);
+
+    // Two turns of calls, one behind the other.
+    let output = json!({"type": "function_call_output", "call_id": second["output"][1]["call_id"], "output": [{"type": "input_text", "text": "10:00"}]});
+    created(&app, ask_with_tools(json!({"previous_response_id": second["id"], "input": [output]}))).await;
+    let prompt = tokenizer().decode(&seen.lock().unwrap(), false);
+    assert!(
+        prompt.ends_with("<start_of_turn>user\nResult of now: 10:00<end_of_turn>\n<start_of_turn>model\n"),
+        "{prompt}"
+    );
 }
 
 #[tokio::test]
@@ -321,6 +504,9 @@ async fn bad_bodies_are_refused_by_field() {
     let body = |fields: Value| with(ask("Hi"), fields);
     let item = |item: Value| body(json!({"input": [item]}));
     let part = |part: Value| item(json!({"role": "user", "content": [part]}));
+    let call = |fields: Value| item(with(json!({"type": "function_call"}), fields));
+    let output = |fields: Value| item(with(json!({"type": "function_call_output"}), fields));
+    let tools = |tools: Value| body(json!({"tools": tools}));
     let format = |format: Value| body(json!({"text": {"format": format}}));
     for (body, param, code) in [
         (json!({"input": "Hi"}), "model", "missing_required_parameter"),
@@ -335,8 +521,20 @@ async fn bad_bodies_are_refused_by_field() {
         (item(json!({"role": "user", "content": 1})), "input[0].content", "invalid_value"),
         (item(json!({"type": 1})), "input[0].type", "invalid_value"),
         (item(json!({"type": "smell"})), "input[0].type", "invalid_value"),
-        (item(json!({"type": "function_call"})), "input[0].type", "unsupported_value"),
-        (item(json!({"type": "function_call_output"})), "input[0].type", "unsupported_value"),
+        (item(json!({"type": "custom_tool_call"})), "input[0].type", "unsupported_value"),
+        (call(json!({"name": "f"})), "input[0].call_id", "missing_required_parameter"),
+        (call(json!({"call_id": 1, "name": "f"})), "input[0].call_id", "invalid_value"),
+        (call(json!({"call_id": "a"})), "input[0].name", "missing_required_parameter"),
+        (call(json!({"call_id": "a", "name": "f", "arguments": 1})), "input[0].arguments", "invalid_value"),
+        (output(json!({"output": "x"})), "input[0].call_id", "missing_required_parameter"),
+        (output(json!({"call_id": "a"})), "input[0].output", "missing_required_parameter"),
+        (output(json!({"call_id": "a", "output": 1})), "input[0].output", "invalid_value"),
+        (
+            output(json!({"call_id": "a", "output": [{"type": "input_image"}]})),
+            "input[0].output[0].type",
+            "unsupported_value",
+        ),
+        (output(json!({"call_id": "a", "output": "x"})), "input[0].call_id", "invalid_value"),
         (item(json!({"type": "item_reference", "id": "x"})), "input[0].type", "unsupported_value"),
         (part(json!("Hi")), "input[0].content[0]", "invalid_value"),
         (part(json!({"text": "Hi"})), "input[0].content[0].type", "missing_required_parameter"),
@@ -370,8 +568,31 @@ async fn bad_bodies_are_refused_by_field() {
         (body(json!({"prompt": {"id": "p"}})), "prompt", "unsupported_value"),
         (body(json!({"truncation": "some"})), "truncation", "invalid_value"),
         (body(json!({"tools": {}})), "tools", "invalid_value"),
-        (body(json!({"tool_choice": "required"})), "tool_choice", "unsupported_value"),
-        (body(json!({"tool_choice": {"type": "function", "name": "f"}})), "tool_choice", "unsupported_value"),
+        (tools(json!([{"type": "web_search"}])), "tools[0].type", "unsupported_value"),
+        (tools(json!([{"type": "function"}])), "tools[0].name", "missing_required_parameter"),
+        (tools(json!([tool(&now()), tool(&now())])), "tools[1].name", "invalid_value"),
+        (
+            tools(json!([{"type": "function", "name": "f", "parameters": {"not": {}}, "strict": true}])),
+            "tools[0].parameters",
+            "invalid_value",
+        ),
+        (body(json!({"tool_choice": "required"})), "tool_choice", "invalid_value"),
+        (
+            body(json!({"tool_choice": {"type": "function"}})),
+            "tool_choice.name",
+            "missing_required_parameter",
+        ),
+        (
+            body(json!({"tool_choice": {"type": "function", "name": "f"}})),
+            "tool_choice.name",
+            "invalid_value",
+        ),
+        (body(json!({"tool_choice": {"type": "web_search"}})), "tool_choice.type", "unsupported_value"),
+        (
+            body(json!({"tool_choice": {"type": "allowed_tools", "mode": "auto"}})),
+            "tool_choice.tools",
+            "missing_required_parameter",
+        ),
         (body(json!({"tool_choice": "maybe"})), "tool_choice", "invalid_value"),
         (body(json!({"text": "x"})), "text", "invalid_value"),
         (format(json!("text")), "text.format", "invalid_value"),

@@ -22,11 +22,11 @@ fn limits() -> Limits {
     Limits { kv: KvLimits { full_blocks: 500, ..limits.kv }, max_context: 2000, ..limits }
 }
 
-fn app(script: Script) -> App {
+pub fn app(script: Script) -> App {
     app_with(limits(), OPTIONS, DEFAULTS, script)
 }
 
-fn app_that_says(text: &str) -> App {
+pub fn app_that_says(text: &str) -> App {
     app(says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN))
 }
 
@@ -134,7 +134,7 @@ fn any_text_comes_out_as_it_went_in() {
     }
 }
 
-fn weather() -> Value {
+pub fn weather() -> Value {
     json!({"type": "function", "function": {
         "name": "get_weather",
         "description": "Get the current weather in a city",
@@ -146,7 +146,7 @@ fn weather() -> Value {
     }})
 }
 
-fn roll() -> Value {
+pub fn roll() -> Value {
     json!({"type": "function", "function": {"name": "roll", "parameters": {
         "type": "object",
         "properties": {"count": {"$ref": "#/$defs/n"}},
@@ -155,7 +155,7 @@ fn roll() -> Value {
     }}})
 }
 
-fn now() -> Value {
+pub fn now() -> Value {
     json!({"type": "function", "function": {"name": "now"}})
 }
 
@@ -185,7 +185,7 @@ fn calls_of(body: &Value) -> (Vec<(String, Value)>, String) {
     (calls.iter().map(call).collect(), choice["finish_reason"].as_str().unwrap().to_owned())
 }
 
-const ROME: &str = "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"Rome\", \"unit\": \"c\"}}";
+pub const ROME: &str = "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"Rome\", \"unit\": \"c\"}}";
 
 #[tokio::test]
 async fn a_call_is_a_tool_call_in_openais_shape_also_in_a_stream() {
@@ -268,7 +268,7 @@ async fn text_stays_text_and_is_not_held_to_anything() {
 }
 
 /// A model that says whatever comes to its mind.
-fn babbling() -> App {
+pub fn babbling() -> App {
     let mut rng = ChaCha8Rng::seed_from_u64(0xbab);
     app(Box::new(move |_, _| rng.random_range(0..512)))
 }

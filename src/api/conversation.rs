@@ -1,4 +1,5 @@
-//! A conversation as OpenAI's chat writes it: messages, calls of tools and what these gave, and the tools that there are.
+//! A conversation as OpenAI's chat writes it: messages, calls of tools and what these gave; and the tools that there are, as
+//! both of OpenAI's formats write them.
 
 use serde_json::Value;
 
@@ -84,7 +85,7 @@ fn calls<'a>(item: &Item<'a>, role: &str) -> Result<Vec<(&'a str, Call)>, ApiErr
 }
 
 /// Name and arguments of a call.
-fn function_call(item: &Item) -> Result<Call, ApiError> {
+pub(super) fn function_call(item: &Item) -> Result<Call, ApiError> {
     let name = item.string("name")?.to_owned();
     let arguments = match item.fields.get("arguments") {
         None => String::new(),
@@ -127,19 +128,45 @@ fn content_parts(at: &str, parts: &[Value]) -> Result<String, ApiError> {
     Ok(joined)
 }
 
-/// `tools`, `tool_choice` and `parallel_tool_calls`.
+/// Where OpenAI's formats write what they say of a function, or of what else an object's `type` names.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Shape {
+    /// Chat: in an object of that name.
+    Nested,
+    /// Responses: beside `type`.
+    Flat,
+}
+
+impl Shape {
+    fn within<'a>(self, item: Item<'a>, kind: &str) -> Result<Item<'a>, ApiError> {
+        match self {
+            Self::Nested => item.object(kind),
+            Self::Flat => Ok(item),
+        }
+    }
+}
+
+/// Chat's `tools`, `tool_choice` and `parallel_tool_calls`.
 pub(super) fn tools(fields: &Fields) -> Result<Tools, ApiError> {
     refuse_functions(fields)?;
+    openai_tools(fields, Shape::Nested)
+}
+
+pub(super) fn openai_tools(fields: &Fields, shape: Shape) -> Result<Tools, ApiError> {
     let list = tool_list(fields, "parameters", |item| {
         function_type(&item)?;
-        item.object("function")
+        shape.within(item, "function")
     })?;
-    let (choice, only) = tool_choice(fields, &list)?;
+    let (choice, only) = tool_choice(fields, &list, shape)?;
     Ok(Tools { list, choice, only, parallel: fields.bool("parallel_tool_calls")?.unwrap_or(true) })
 }
 
 /// And the places of those that may be called, where these are not all.
-fn tool_choice(fields: &Fields, list: &[Tool]) -> Result<(ToolChoice, Option<Vec<usize>>), ApiError> {
+fn tool_choice(
+    fields: &Fields,
+    list: &[Tool],
+    shape: Shape,
+) -> Result<(ToolChoice, Option<Vec<usize>>), ApiError> {
     const AT: &str = "tool_choice";
     let choice = match fields.get(AT) {
         None => return Ok((ToolChoice::Auto, None)),
@@ -160,10 +187,10 @@ fn tool_choice(fields: &Fields, list: &[Tool]) -> Result<(ToolChoice, Option<Vec
     };
     if choice.within(choice.fields.string("type"))? != Some("allowed_tools") {
         function_type(&choice)?;
-        let place = place_of(list, &choice.object("function")?)?;
+        let place = place_of(list, &shape.within(choice, "function")?)?;
         return Ok((ToolChoice::Required, Some(vec![place])));
     }
-    let allowed = choice.object("allowed_tools")?;
+    let allowed = shape.within(choice, "allowed_tools")?;
     let choice = match allowed.string("mode")? {
         "auto" => ToolChoice::Auto,
         "required" => ToolChoice::Required,
@@ -181,7 +208,7 @@ fn tool_choice(fields: &Fields, list: &[Tool]) -> Result<(ToolChoice, Option<Vec
     let place = |(i, item): (usize, &Value)| {
         let item = Item::new(format!("{at}[{i}]"), item)?;
         function_type(&item)?;
-        place_of(list, &item.object("function")?)
+        place_of(list, &shape.within(item, "function")?)
     };
     Ok((choice, Some(items.iter().enumerate().map(place).collect::<Result<_, _>>()?)))
 }

@@ -6,7 +6,7 @@
 //! to be one; every other answer is text. A turn that called is written back as that JSON, and what the tools gave as a line
 //! `Result of NAME: TEXT` each, in the order of the calls.
 //!
-//! This is what every wire format shares. OpenAI's fields are read in [`super::conversation`].
+//! This is what every wire format shares. What OpenAI's two share is read in [`super::conversation`].
 
 use std::collections::HashMap;
 
@@ -270,6 +270,11 @@ impl Calling {
             }
             CallPiece::Parameters { index, json } => calls[index].arguments.push_str(&json),
         }
+    }
+
+    /// Whether nothing of its arguments was cut.
+    pub(super) fn is_whole(&self) -> bool {
+        serde_json::from_str::<IgnoredAny>(&self.arguments).is_ok()
     }
 }
 

@@ -1,5 +1,7 @@
 """What users of the official openai package see of /v1/responses; test_openai.py runs these against its server."""
 
+import json
+
 from raised import raised
 
 try:
@@ -81,6 +83,97 @@ def responses_carry_log_probabilities(server):
     assert all(len(token.top_logprobs) == 2 for token in tokens), tokens
 
 
+def function(name, description, **properties):
+    parameters = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "name": name, "description": description, "parameters": parameters, "strict": True}
+
+
+TOOLS = [
+    function("get_weather", "Get the current weather in a city", city={"type": "string", "description": "Name of the city"}),
+    function("roll_dice", "Roll dice", count={"type": "integer", "description": "How many dice"}, sides={"type": "integer", "description": "Sides of each"}),
+]
+WEATHER = "What is the weather in Paris?"
+BOTH = "What is the weather in Oslo and roll 2 dice with 6 sides."
+
+
+def calls_of(response):
+    assert response.status == "completed" and all(item.type == "function_call" for item in response.output), response
+    assert len({item.call_id for item in response.output}) == len(response.output), response
+    return [(item.name, json.loads(item.arguments)) for item in response.output]
+
+
+def outputs(response, *texts):
+    return [{"type": "function_call_output", "call_id": item.call_id, "output": text} for item, text in zip(response.output, texts)]
+
+
+def responses_call_a_tool_and_read_its_result(server):
+    first = create(server, input=WEATHER, tools=TOOLS)
+    assert calls_of(first) == [("get_weather", {"city": "Paris"})] and first.output_text == "", first
+    assert (first.tool_choice, [tool.name for tool in first.tools]) == ("auto", ["get_weather", "roll_dice"]), first
+    result = outputs(first, "rain, 912 degrees")
+    second = create(server, input=result, tools=TOOLS, previous_response_id=first.id)
+    assert "rain, 912 degrees" in second.output_text, second
+    # The same from a client that keeps it all itself.
+    talk = [{"role": "user", "content": WEATHER}, *first.output, *result]
+    assert create(server, input=talk, tools=TOOLS, store=False).output_text == second.output_text
+    # And back to talking.
+    assert "Paris" in create(server, tools=TOOLS, previous_response_id=second.id).output_text
+
+
+def responses_stream_the_same_calls(server):
+    asked = fields(server, input=BOTH, tools=TOOLS, tool_choice="required", max_output_tokens=120)
+    whole = sdk(server).responses.create(**asked)
+    assert calls_of(whole) == [("get_weather", {"city": "Oslo"}), ("roll_dice", {"count": 2, "sides": 6})], whole
+    with sdk(server).responses.stream(**asked) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert calls_of(final) == calls_of(whole), (final, whole)
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    for at, item in enumerate(final.output):
+        of_it = [event for event in deltas if event.output_index == at]
+        assert len(of_it) > 1 and of_it[-1].snapshot == item.arguments and {event.item_id for event in of_it} == {item.id}, of_it
+    # In whichever order they come.
+    answer = create(server, input=outputs(final, "sunny", "7")[::-1], tools=TOOLS, previous_response_id=final.id).output_text
+    assert answer == "According to get_weather: sunny\nAccording to roll_dice: 7", answer
+
+
+def responses_parse_calls_into_a_pydantic_model(server):
+    import pydantic
+
+    class GetWeather(pydantic.BaseModel):
+        """Get the current weather in a city"""
+
+        city: str = pydantic.Field(description="Name of the city")
+
+    asked = fields(server, input=WEATHER, tools=[openai.pydantic_responses_function_tool(GetWeather, name="get_weather")])
+    (call,) = sdk(server).responses.parse(**asked).output
+    assert call.parsed_arguments == GetWeather(city="Paris"), call
+
+
+def responses_obey_the_tool_choice(server):
+    named = {"type": "function", "name": "roll_dice"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    for choice in [named, allowed]:
+        response = create(server, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_output_tokens=200)
+        if response.status == "incomplete":
+            continue
+        ((name, arguments),) = calls_of(response)
+        assert name == "roll_dice" and sorted(arguments) == ["count", "sides"] and all(isinstance(n, int) for n in arguments.values()), response
+    assert "Paris" in create(server, tools=TOOLS).output_text
+    none = create(server, input=WEATHER, tools=TOOLS, tool_choice="none")
+    assert none.output_text and none.tool_choice == "none", none
+
+
+def responses_are_told_what_is_wrong_with_tools(server):
+    result = [{"type": "function_call_output", "call_id": "call_1", "output": "rain"}]
+    for more, param in [
+        ({"input": result, "tools": TOOLS}, "input[0].call_id"), ({"tools": TOOLS[:1] * 2}, "tools[1].name"),
+        ({"tool_choice": "required"}, "tool_choice"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ]:
+        error = raised(openai.BadRequestError, lambda: create(server, **more))
+        assert error.param == param, (more, error.body)
+
+
 def responses_errors_are_of_their_class(server):
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "https://example.org/a.png"}]}]
     for more in [{"input": []}, {"temperature": 3}, {"background": True}, {"input": image}, {"truncation": "some"}]:
@@ -94,5 +187,7 @@ def responses_errors_are_of_their_class(server):
 
 TESTS = [
     responses_answer_paris, responses_stream_the_same_answer, responses_go_on_from_one_that_was_kept,
-    responses_parse_into_a_pydantic_model, responses_carry_log_probabilities, responses_errors_are_of_their_class,
+    responses_parse_into_a_pydantic_model, responses_carry_log_probabilities, responses_call_a_tool_and_read_its_result,
+    responses_stream_the_same_calls, responses_parse_calls_into_a_pydantic_model, responses_obey_the_tool_choice,
+    responses_are_told_what_is_wrong_with_tools, responses_errors_are_of_their_class,
 ]

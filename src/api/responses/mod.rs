@@ -1,7 +1,9 @@
 //! `/v1/responses`: OpenAI's second wire format, JSON or a stream of numbered events, and responses that are kept.
 //!
-//! A response is one message of one text. What is kept lies in memory ([`store`]): it is gone when the server ends.
+//! What a response puts out is one message of one text, or calls of functions. What is kept lies in memory ([`store`]): it is
+//! gone when the server ends.
 
+mod items;
 mod request;
 mod store;
 
@@ -23,11 +25,12 @@ pub(super) use self::store::Responses;
 use self::store::Stored;
 use super::answer::Reason;
 use super::error::ApiError;
-use super::exchange::{self, Answers, Caller, Exchange, Reply};
+use super::exchange::{self, Answers, Caller, Exchange, Piece, Reply};
 use super::request::short;
+use super::tools::Calling;
 use super::{Server, unix_time_s};
 use crate::engine::Timings;
-use crate::text::Message;
+use crate::text::CallPiece;
 
 const ID_PREFIX: &str = "resp_";
 
@@ -39,15 +42,14 @@ pub(super) async fn create(
 ) -> Result<Response, ApiError> {
     let keeper = Arc::clone(&server);
     let parse = move |body: &[u8]| {
-        request::parse(body, |id| keeper.responses.get(id, caller.id()).map(|stored| stored.turns.clone()))
+        request::parse(body, |id| keeper.responses.get(id, caller.id()).map(|stored| stored.items()))
     };
     let asked = exchange::ask(&server, caller, body, ID_PREFIX, "input", parse, |service, request, _| {
         Ok(vec![service.prepare(request)?])
     });
     let Exchange { wire: form, reply, answers } = asked.await?;
     let stream = form.stream;
-    let making =
-        Making { server: Arc::clone(&server), caller, form, reply, text: String::new(), logprobs: vec![] };
+    let making = Making::new(Arc::clone(&server), caller, form, reply);
     if stream {
         Ok(exchange::stream(&server, events(making, answers)))
     } else {
@@ -91,32 +93,35 @@ struct Making {
     caller: Caller,
     form: Form,
     reply: Reply,
-    /// So far.
+    /// So far; there are calls or there is text.
     text: String,
+    calls: Vec<Calling>,
     logprobs: Vec<Value>,
 }
 
 impl Making {
-    /// Takes a piece of the answer; what was new in it.
-    fn push(&mut self, answers: &Answers, piece: &exchange::Piece) -> Vec<Value> {
-        self.text.push_str(&piece.text);
-        let token =
-            piece.logprobs.as_ref().map(|(id, logprobs)| answers.service.logprobs_json(*id, logprobs));
-        let new: Vec<Value> = token.into_iter().collect();
-        self.logprobs.extend_from_slice(&new);
-        new
+    fn new(server: Arc<Server>, caller: Caller, form: Form, reply: Reply) -> Self {
+        Self { server, caller, form, reply, text: String::new(), calls: Vec::new(), logprobs: Vec::new() }
     }
 
-    fn item_id(&self) -> String {
+    fn message_id(&self) -> String {
         self.reply.id.replacen(ID_PREFIX, "msg_", 1)
     }
 
-    fn part(&self) -> Value {
-        json!({"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs})
+    fn message(&self, status: &str, content: Value) -> Value {
+        json!({"id": self.message_id(), "type": "message", "status": status, "role": "assistant", "content": content})
     }
 
-    fn item(&self, status: &str, content: Value) -> Value {
-        json!({"id": self.item_id(), "type": "message", "status": status, "role": "assistant", "content": content})
+    fn part(&self) -> Value {
+        part(&self.text, &self.logprobs)
+    }
+
+    /// What it puts out: calls, which have no place for log probabilities, or a message.
+    fn output(&self, reason: Reason) -> Vec<Value> {
+        if self.calls.is_empty() {
+            return vec![self.message(status_of(reason), json!([self.part()]))];
+        }
+        self.calls.iter().map(|call| function_call(call, call.status(), &call.arguments)).collect()
     }
 
     fn object(&self, status: &str, output: Value) -> Map<String, Value> {
@@ -138,10 +143,10 @@ impl Making {
         object
     }
 
-    /// The response at its end, which is kept from here on where that was wanted; `item` is its output.
-    fn finish(&mut self, reason: Reason, item: Value, timings: &Timings) -> Value {
+    /// The response at its end, which is kept from here on where that was wanted.
+    fn finish(&mut self, reason: Reason, timings: &Timings) -> Value {
         self.reply.log(reason, timings);
-        let mut object = self.object(status_of(reason), json!([item]));
+        let mut object = self.object(status_of(reason), json!(self.output(reason)));
         match reason {
             Reason::Stop | Reason::Called => object["completed_at"] = json!(unix_time_s()),
             Reason::Length => object["incomplete_details"] = json!({"reason": "max_output_tokens"}),
@@ -149,15 +154,36 @@ impl Making {
         object["usage"] = usage(timings);
         let object = Value::Object(object);
         if self.form.store {
-            let mut turns = std::mem::take(&mut self.form.turns);
-            turns.push(Message::new("assistant", &self.text));
-            let stored = Stored { owner: self.caller.id(), body: object.to_string(), turns };
+            let input = Value::Array(std::mem::take(&mut self.form.items)).to_string();
+            let stored = Stored { owner: self.caller.id(), body: object.to_string(), input };
             if !self.server.responses.insert(self.reply.id.clone(), stored) {
                 tracing::debug!("a response was not kept: it is larger than the room for all of them");
             }
         }
         object
     }
+}
+
+impl Calling {
+    fn item_id(&self) -> String {
+        format!("fc_{}", self.id)
+    }
+
+    fn status(&self) -> &'static str {
+        if self.is_whole() { "completed" } else { "incomplete" }
+    }
+}
+
+fn function_call(call: &Calling, status: &str, arguments: &str) -> Value {
+    let call_id = format!("call_{}", call.id);
+    json!({
+        "id": call.item_id(), "type": "function_call", "status": status, "call_id": call_id, "name": call.name,
+        "arguments": arguments,
+    })
+}
+
+fn part(text: &str, logprobs: &[Value]) -> Value {
+    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs})
 }
 
 fn status_of(reason: Reason) -> &'static str {
@@ -181,17 +207,24 @@ fn usage(timings: &Timings) -> Value {
 async fn collect(mut making: Making, mut answers: Answers) -> Result<Value, ApiError> {
     while let Some(piece) = answers.next().await {
         let piece = piece?;
-        making.push(&answers, &piece);
+        making.text.push_str(&piece.text);
+        making.logprobs.extend(logprob(&answers, &piece));
+        for call in piece.calls {
+            Calling::gather(&mut making.calls, call);
+        }
         if let Some(reason) = piece.end {
-            let item = making.item(status_of(reason), json!([making.part()]));
-            return Ok(making.finish(reason, item, &piece.timings));
+            return Ok(making.finish(reason, &piece.timings));
         }
     }
     Err(ApiError::Bug("an answer had no end".into()))
 }
 
-/// The response as it begins, its item and the text in that piece by piece, each of them whole, and the response as it
-/// ended. An error that comes after the headers ends a response that failed.
+fn logprob(answers: &Answers, piece: &Piece) -> Option<Value> {
+    piece.logprobs.as_ref().map(|(id, logprobs)| answers.service.logprobs_json(*id, logprobs))
+}
+
+/// The response as it begins; its message, or its calls one after the other, piece by piece and each of them whole; and the
+/// response as it ended. An error that comes after the headers ends a response that failed.
 fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result<sse::Event, Infallible>> {
     let mut number = 0;
     let mut event = move |name: &str, fields: Value| {
@@ -203,13 +236,15 @@ fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result
         Ok(sse::Event::default().event(name).data(data.to_string()))
     };
     async_stream::stream! {
-        let id = making.item_id();
+        let id = making.message_id();
         let response = making.object("in_progress", json!([]));
         yield event("response.created", json!({"response": response}));
         yield event("response.in_progress", json!({"response": response}));
-        let mut begun = false;
+        // Whether there is a message, and of how many of its log probabilities it has told. Where tools may be called, some
+        // tokens come before it is known what they are.
+        let (mut begun, mut told) = (false, 0);
         while let Some(piece) = answers.next().await {
-            let piece = match piece {
+            let mut piece = match piece {
                 Ok(piece) => piece,
                 Err(error) => {
                     let mut response = making.object("failed", json!([]));
@@ -218,32 +253,79 @@ fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result
                     break;
                 }
             };
-            if !begun {
+            making.text.push_str(&piece.text);
+            making.logprobs.extend(logprob(&answers, &piece));
+            for call in std::mem::take(&mut piece.calls) {
+                let (at, more) = match &call {
+                    CallPiece::Name { index, .. } => (*index, None),
+                    CallPiece::Parameters { index, json } => (*index, Some(json.clone())),
+                };
+                if more.is_none()
+                    && let Some(before) = making.calls.last()
+                {
+                    for (name, fields) in call_done(at - 1, before) {
+                        yield event(name, fields);
+                    }
+                }
+                Calling::gather(&mut making.calls, call);
+                let call = &making.calls[at];
+                match more {
+                    None => {
+                        let item = function_call(call, "in_progress", "");
+                        yield event("response.output_item.added", json!({"output_index": at, "item": item}));
+                    }
+                    Some(json) => {
+                        let delta = json!({"item_id": call.item_id(), "output_index": at, "delta": json});
+                        yield event("response.function_call_arguments.delta", delta);
+                    }
+                }
+            }
+            if !begun && (!piece.text.is_empty() || (piece.end.is_some() && making.calls.is_empty())) {
                 begun = true;
-                let item = making.item("in_progress", json!([]));
+                let item = making.message("in_progress", json!([]));
                 yield event("response.output_item.added", json!({"output_index": 0, "item": item}));
-                let at = json!({"item_id": id, "output_index": 0, "content_index": 0, "part": making.part()});
+                let at = json!({"item_id": id, "output_index": 0, "content_index": 0, "part": part("", &[])});
                 yield event("response.content_part.added", at);
             }
-            let logprobs = making.push(&answers, &piece);
-            if !piece.text.is_empty() || !logprobs.is_empty() {
+            if begun && (!piece.text.is_empty() || told < making.logprobs.len()) {
                 let delta = json!({
-                    "item_id": id, "output_index": 0, "content_index": 0, "delta": piece.text, "logprobs": logprobs,
+                    "item_id": id, "output_index": 0, "content_index": 0, "delta": piece.text,
+                    "logprobs": making.logprobs[told..],
                 });
+                told = making.logprobs.len();
                 yield event("response.output_text.delta", delta);
             }
             let Some(reason) = piece.end else { continue };
-            let part = making.part();
-            let text = json!({
-                "item_id": id, "output_index": 0, "content_index": 0, "text": making.text, "logprobs": making.logprobs,
-            });
-            yield event("response.output_text.done", text);
-            let at = json!({"item_id": id, "output_index": 0, "content_index": 0, "part": part});
-            yield event("response.content_part.done", at);
-            let item = making.item(status_of(reason), json!([part]));
-            yield event("response.output_item.done", json!({"output_index": 0, "item": item}));
-            let response = making.finish(reason, item, &piece.timings);
+            if begun {
+                let text = json!({
+                    "item_id": id, "output_index": 0, "content_index": 0, "text": making.text, "logprobs": making.logprobs,
+                });
+                yield event("response.output_text.done", text);
+                let at = json!({"item_id": id, "output_index": 0, "content_index": 0, "part": making.part()});
+                yield event("response.content_part.done", at);
+                let item = &making.output(reason)[0];
+                yield event("response.output_item.done", json!({"output_index": 0, "item": item}));
+            }
+            if let Some(last) = making.calls.last() {
+                for (name, fields) in call_done(making.calls.len() - 1, last) {
+                    yield event(name, fields);
+                }
+            }
+            let response = making.finish(reason, &piece.timings);
             yield event(&format!("response.{}", status_of(reason)), json!({"response": response}));
         }
     }
+}
+
+/// The events behind the last piece of a call.
+fn call_done(at: usize, call: &Calling) -> [(&'static str, Value); 2] {
+    let Calling { name, arguments, .. } = call;
+    let item = function_call(call, call.status(), arguments);
+    [
+        (
+            "response.function_call_arguments.done",
+            json!({"item_id": call.item_id(), "output_index": at, "name": name, "arguments": arguments}),
+        ),
+        ("response.output_item.done", json!({"output_index": at, "item": item})),
+    ]
 }

@@ -5,9 +5,12 @@
 
 use serde_json::{Map, Value, json};
 
+use super::super::conversation::{Shape, openai_tools};
 use super::super::error::ApiError;
 use super::super::grammar::{ResponseGrammar, json_schema};
-use super::super::request::{ChatRequest, Fields, missing, nested, object, short, wrong_type};
+use super::super::request::{ChatRequest, Fields, Item, missing, nested, object, short, wrong_type};
+use super::super::tools::{Conversation, Tool, Tools};
+use super::items::{input, read};
 use crate::model::MAX_LOGPROBS;
 use crate::text::{GrammarSource, Message};
 
@@ -16,24 +19,35 @@ use crate::text::{GrammarSource, Message};
 pub(super) struct Form {
     pub stream: bool,
     pub store: bool,
-    /// What was said before, and now.
-    pub turns: Vec<Message>,
+    /// The items of the conversation before the answer.
+    pub items: Vec<Value>,
     /// Fields of the response's object.
     pub echo: Map<String, Value>,
 }
 
-/// `before` gives the turns up to a response that was kept.
+/// `before` gives the items up to a response that was kept, and those of its answer.
 pub(super) fn parse(
     body: &[u8],
-    before: impl FnOnce(&str) -> Option<Vec<Message>>,
+    before: impl FnOnce(&str) -> Option<Vec<Value>>,
 ) -> Result<(ChatRequest, Form), ApiError> {
     let body = object(body)?;
     let fields = Fields(&body);
     let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
-    let new = input(&fields)?;
     let instructions = fields.string("instructions")?;
+    let previous = fields.string("previous_response_id")?;
     refuse_unsupported(&fields)?;
-    check_tools(&fields)?;
+    let tools = openai_tools(&fields, Shape::Flat)?;
+
+    let mut items = match previous {
+        None => Vec::new(),
+        Some(id) => before(id).ok_or_else(|| ApiError::UnknownPreviousResponse(short(id)))?,
+    };
+    let mut conversation = Conversation::default();
+    // They were read before, so nothing is wrong with them.
+    for item in &items {
+        read(&Item::new("previous_response_id", item)?, &mut conversation)?;
+    }
+    items.extend(input(&fields, &mut conversation)?);
 
     let temperature = fields.number("temperature", 0.0, 2.0)?;
     let top_p = fields.number("top_p", 0.0, 1.0)?;
@@ -44,17 +58,9 @@ pub(super) fn parse(
     let stream = fields.bool("stream")?.unwrap_or(false);
     let store = fields.bool("store")?.unwrap_or(true);
     let metadata = fields.object("metadata")?.cloned().unwrap_or_default();
-    let parallel = fields.bool("parallel_tool_calls")?.unwrap_or(true);
-
-    let previous = fields.string("previous_response_id")?;
-    let mut turns = match previous {
-        None => Vec::new(),
-        Some(id) => before(id).ok_or_else(|| ApiError::UnknownPreviousResponse(short(id)))?,
-    };
-    turns.extend(new);
     let mut messages: Vec<Message> =
         instructions.map(|text| Message::new("system", text)).into_iter().collect();
-    messages.extend_from_slice(&turns);
+    messages.extend(conversation.finish());
 
     let echo = json!({
         "background": false,
@@ -62,7 +68,7 @@ pub(super) fn parse(
         "max_output_tokens": max_output_tokens,
         "max_tool_calls": null,
         "metadata": metadata,
-        "parallel_tool_calls": parallel,
+        "parallel_tool_calls": tools.parallel,
         "previous_response_id": previous,
         "prompt_cache_key": fields.string("prompt_cache_key")?,
         "reasoning": {"effort": null, "summary": null},
@@ -71,8 +77,8 @@ pub(super) fn parse(
         "store": store,
         "temperature": temperature,
         "text": text,
-        "tool_choice": "none",
-        "tools": [],
+        "tool_choice": fields.get("tool_choice").unwrap_or(&json!("auto")),
+        "tools": repeated(&tools),
         "top_logprobs": top_logprobs,
         "top_p": top_p,
         "truncation": "disabled",
@@ -88,89 +94,10 @@ pub(super) fn parse(
         top_p: top_p.map(|p| p as f32),
         logprobs: logprobs.then_some(top_logprobs as usize),
         grammar,
+        tools,
         ..ChatRequest::default()
     };
-    Ok((request, Form { stream, store, turns, echo }))
-}
-
-fn input(fields: &Fields) -> Result<Vec<Message>, ApiError> {
-    const AT: &str = "input";
-    match fields.get(AT) {
-        None => Err(missing(AT)),
-        Some(Value::String(text)) => Ok(vec![Message::new("user", text)]),
-        Some(Value::Array(items)) => {
-            let mut turns = Vec::with_capacity(items.len());
-            for (i, value) in items.iter().enumerate() {
-                let at = format!("{AT}[{i}]");
-                let Value::Object(item) = value else { return Err(wrong_type(at, "an object", value)) };
-                turns.extend(turn(&at, &Fields(item))?);
-            }
-            if turns.is_empty() {
-                return Err(ApiError::invalid(AT, "expected at least one message, got none"));
-            }
-            Ok(turns)
-        }
-        Some(other) => Err(wrong_type(AT, "a string or a list of items", other)),
-    }
-}
-
-/// None for an item that says nothing: thoughts of another model.
-fn turn(at: &str, fields: &Fields) -> Result<Option<Message>, ApiError> {
-    let at_type = || format!("{at}.type");
-    match fields.string("type").map_err(|e| nested(at, e))? {
-        None | Some("message") => {}
-        Some("reasoning") => return Ok(None),
-        Some("function_call" | "function_call_output" | "custom_tool_call" | "custom_tool_call_output") => {
-            return Err(ApiError::unsupported(at_type(), "this server does not call tools"));
-        }
-        Some("item_reference") => {
-            return Err(ApiError::unsupported(at_type(), "items are not kept by themselves: send the item"));
-        }
-        Some(kind) => {
-            let problem = format!("expected \"message\", got {:?}", short(kind));
-            return Err(ApiError::invalid(at_type(), problem));
-        }
-    }
-    let role = fields.string("role").map_err(|e| nested(at, e))?;
-    let role = role.ok_or_else(|| missing(format!("{at}.role")))?;
-    if !matches!(role, "user" | "assistant" | "system" | "developer") {
-        let problem = format!("expected user, assistant, system or developer, got {:?}", short(role));
-        return Err(ApiError::invalid(format!("{at}.role"), problem));
-    }
-    let at = format!("{at}.content");
-    let text = match fields.get("content") {
-        None => return Err(missing(at)),
-        Some(Value::String(text)) => text.clone(),
-        Some(Value::Array(parts)) => content(&at, parts)?,
-        Some(other) => return Err(wrong_type(at, "a string or a list of parts", other)),
-    };
-    Ok(Some(Message::new(role, &text)))
-}
-
-/// Joined without a separator, as chat's parts are.
-fn content(at: &str, parts: &[Value]) -> Result<String, ApiError> {
-    let mut joined = String::new();
-    for (i, part) in parts.iter().enumerate() {
-        let at = format!("{at}[{i}]");
-        let Value::Object(part) = part else { return Err(wrong_type(at, "an object", part)) };
-        let fields = Fields(part);
-        let name = match fields.string("type").map_err(|e| nested(&at, e))? {
-            Some("input_text" | "output_text" | "text") => "text",
-            Some("refusal") => "refusal",
-            Some(kind @ ("input_image" | "input_file" | "input_audio")) => {
-                let problem = format!("this server reads text only, not {kind:?}");
-                return Err(ApiError::unsupported(format!("{at}.type"), problem));
-            }
-            Some(kind) => {
-                let problem = format!("expected \"input_text\" or \"output_text\", got {:?}", short(kind));
-                return Err(ApiError::invalid(format!("{at}.type"), problem));
-            }
-            None => return Err(missing(format!("{at}.type"))),
-        };
-        let text = fields.string(name).map_err(|e| nested(&at, e))?;
-        joined.push_str(text.ok_or_else(|| missing(format!("{at}.{name}")))?);
-    }
-    Ok(joined)
+    Ok((request, Form { stream, store, items, echo }))
 }
 
 /// What the answer must be, and the field as the response repeats it.
@@ -232,20 +159,16 @@ fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
     }
 }
 
-/// As for chat: a choice that allows an answer without a call is given one.
-fn check_tools(fields: &Fields) -> Result<(), ApiError> {
-    const AT: &str = "tool_choice";
-    fields.array("tools")?;
-    match fields.get(AT) {
-        None => Ok(()),
-        Some(Value::String(choice)) if choice == "auto" || choice == "none" => Ok(()),
-        Some(Value::String(choice)) if choice != "required" => {
-            let problem = format!("expected none, auto, required or an object, got {:?}", short(choice));
-            Err(ApiError::invalid(AT, problem))
-        }
-        Some(Value::String(_) | Value::Object(_)) => {
-            Err(ApiError::unsupported(AT, "this server does not call tools; use \"auto\" or \"none\""))
-        }
-        Some(other) => Err(wrong_type(AT, "a string or an object", other)),
-    }
+/// The tools as a response repeats them, with what was not said of them.
+fn repeated(tools: &Tools) -> Value {
+    let tool = |tool: &Tool| {
+        json!({
+            "type": "function",
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.parameters,
+            "strict": tool.strict,
+        })
+    };
+    tools.list.iter().map(tool).collect()
 }

@@ -5,8 +5,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use serde_json::Value;
+
 use crate::engine::ClientId;
-use crate::text::{Content, Message};
 
 /// One response, and what a further one needs to know of it.
 #[derive(Debug)]
@@ -14,8 +15,21 @@ pub(super) struct Stored {
     pub owner: ClientId,
     /// The response's object, as JSON.
     pub body: String,
-    /// The conversation up to its answer, that included; without instructions, which count for one response alone.
-    pub turns: Vec<Message>,
+    /// The items of the conversation before its answer, as a list in JSON; without instructions, which count for one response
+    /// alone.
+    pub input: String,
+}
+
+impl Stored {
+    /// The items before its answer, and those of that.
+    pub fn items(&self) -> Vec<Value> {
+        let mut items: Vec<Value> = serde_json::from_str(&self.input).expect("a list was kept");
+        let mut body: Value = serde_json::from_str(&self.body).expect("an object was kept");
+        if let Value::Array(output) = body["output"].take() {
+            items.extend(output);
+        }
+        items
+    }
 }
 
 #[derive(Debug)]
@@ -104,12 +118,8 @@ impl Kept {
 
 /// Bytes of memory, roughly.
 fn size(id: &str, stored: &Stored) -> usize {
-    let turn = |turn: &Message| match &turn.content {
-        Content::Text(text) => text.len() + turn.role.len() + size_of::<Message>(),
-        Content::Null | Content::Parts(_) => size_of::<Message>(),
-    };
     let maps = size_of::<Entry>() + 2 * (id.len() + size_of::<String>());
-    stored.body.len() + stored.turns.iter().map(turn).sum::<usize>() + size_of::<Stored>() + maps
+    stored.body.len() + stored.input.len() + size_of::<Stored>() + maps
 }
 
 #[cfg(test)]
@@ -120,7 +130,7 @@ mod tests {
     use super::*;
 
     fn stored(owner: ClientId, n: usize) -> Stored {
-        Stored { owner, body: "x".repeat(n), turns: vec![Message::new("user", "Hi")] }
+        Stored { owner, body: "x".repeat(n), input: "[]".into() }
     }
 
     #[test]

@@ -1,0 +1,132 @@
+//! The items of a conversation, as OpenAI's responses write them: messages, calls of functions, and what these gave. They are
+//! read into a [`Conversation`], and kept, and shown again, as the JSON that they came as.
+
+use serde_json::{Map, Value, json};
+
+use super::super::conversation::function_call;
+use super::super::error::ApiError;
+use super::super::new_id;
+use super::super::request::{Fields, Item, missing, short, wrong_type};
+use super::super::tools::Conversation;
+
+/// The field `input`: what it says goes into `conversation`, its items are returned as they are kept.
+pub(super) fn input(fields: &Fields, conversation: &mut Conversation) -> Result<Vec<Value>, ApiError> {
+    const AT: &str = "input";
+    match fields.get(AT) {
+        None => Err(missing(AT)),
+        Some(Value::String(text)) => {
+            conversation.say("user", text);
+            let item = json!({"role": "user", "content": text});
+            Ok(item.as_object().map(|item| kept(item, "message")).into_iter().collect())
+        }
+        Some(Value::Array(items)) => {
+            let mut read_items = Vec::with_capacity(items.len());
+            for (i, item) in items.iter().enumerate() {
+                let item = Item::new(format!("{AT}[{i}]"), item)?;
+                let kind = read(&item, conversation)?;
+                read_items.extend(kind.map(|kind| kept(item.fields.0, kind)));
+            }
+            if read_items.is_empty() {
+                return Err(ApiError::invalid(AT, "expected at least one message, got none"));
+            }
+            Ok(read_items)
+        }
+        Some(other) => Err(wrong_type(AT, "a string or a list of items", other)),
+    }
+}
+
+/// Adds an item to a conversation; its type. None for one that says nothing: thoughts of another model.
+pub(super) fn read<'a>(
+    item: &Item<'a>,
+    conversation: &mut Conversation,
+) -> Result<Option<&'a str>, ApiError> {
+    let kind = item.within(item.fields.string("type"))?.unwrap_or("message");
+    match kind {
+        "message" => {
+            let role = item.string("role")?;
+            if !matches!(role, "user" | "assistant" | "system" | "developer") {
+                let problem = format!("expected user, assistant, system or developer, got {:?}", short(role));
+                return Err(ApiError::invalid(item.param("role"), problem));
+            }
+            conversation.say(role, &text(item, "content")?);
+        }
+        "function_call" => conversation.call(item.string("call_id")?, function_call(item)?),
+        "function_call_output" => conversation.result(item, "call_id", text(item, "output")?)?,
+        "reasoning" => return Ok(None),
+        "item_reference" => {
+            let problem = "items are not kept by themselves: send the item";
+            return Err(ApiError::unsupported(item.param("type"), problem));
+        }
+        "custom_tool_call" | "custom_tool_call_output" => {
+            let problem = format!("of tools this server has functions alone, not {kind:?}");
+            return Err(ApiError::unsupported(item.param("type"), problem));
+        }
+        kind => {
+            let expected = "expected \"message\", \"function_call\" or \"function_call_output\"";
+            let problem = format!("{expected}, got {:?}", short(kind));
+            return Err(ApiError::invalid(item.param("type"), problem));
+        }
+    }
+    Ok(Some(kind))
+}
+
+/// A string, or a list of parts, joined without a separator as chat's parts are.
+fn text(item: &Item, field: &str) -> Result<String, ApiError> {
+    let at = item.param(field);
+    let parts = match item.fields.get(field) {
+        None => return Err(missing(at)),
+        Some(Value::String(text)) => return Ok(text.clone()),
+        Some(Value::Array(parts)) => parts,
+        Some(other) => return Err(wrong_type(at, "a string or a list of parts", other)),
+    };
+    let mut joined = String::new();
+    for (i, part) in parts.iter().enumerate() {
+        let part = Item::new(format!("{at}[{i}]"), part)?;
+        let name = match part.string("type")? {
+            "input_text" | "output_text" | "text" => "text",
+            "refusal" => "refusal",
+            kind @ ("input_image" | "input_file" | "input_audio") => {
+                let problem = format!("this server reads text only, not {kind:?}");
+                return Err(ApiError::unsupported(part.param("type"), problem));
+            }
+            kind => {
+                let problem = format!("expected \"input_text\" or \"output_text\", got {:?}", short(kind));
+                return Err(ApiError::invalid(part.param("type"), problem));
+            }
+        };
+        joined.push_str(part.string(name)?);
+    }
+    Ok(joined)
+}
+
+/// An item with what clients may leave out: its type, an id, a status; its text as a list of parts, and arguments as text.
+fn kept(item: &Map<String, Value>, kind: &str) -> Value {
+    let mut item = item.clone();
+    let absent = |value: Option<&Value>| value.is_none_or(Value::is_null);
+    item.insert("type".into(), json!(kind));
+    if !item.get("id").is_some_and(Value::is_string) {
+        let prefix = match kind {
+            "message" => "msg_",
+            "function_call" => "fc_",
+            _ => "fco_",
+        };
+        item.insert("id".into(), json!(new_id(prefix)));
+    }
+    if absent(item.get("status")) {
+        item.insert("status".into(), json!("completed"));
+    }
+    if kind == "function_call" && !item.get("arguments").is_some_and(Value::is_string) {
+        let object = item.get("arguments").filter(|value| value.is_object());
+        item.insert("arguments".into(), json!(object.map_or(String::new(), Value::to_string)));
+    }
+    if let Some(Value::String(text)) = item.get("content") {
+        let part = match item.get("role").and_then(Value::as_str) {
+            Some("assistant") => {
+                json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
+            }
+            _ => json!({"type": "input_text", "text": text}),
+        };
+        item.insert("content".into(), json!([part]));
+    }
+    Value::Object(item)
+}
