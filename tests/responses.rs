@@ -367,6 +367,95 @@ async fn a_conversation_goes_on_behind_calls() {
 }
 
 #[tokio::test]
+async fn what_a_response_answered_can_be_listed() {
+    let app = tools::app_that_says(ROME);
+    let first = created(&app, ask_with_tools(json!({}))).await;
+    let call = &first["output"][0];
+    let output = json!({"type": "function_call_output", "call_id": call["call_id"], "output": "21"});
+    let parsed = json!({"type": "function_call", "call_id": "a", "name": "roll", "arguments": {"count": 1}});
+    let input = json!([output, {"role": "assistant", "content": "Yes."}, parsed, {"type": "reasoning", "summary": []}, {"role": "user", "id": "mine", "content": [{"type": "input_text", "text": "And?"}]}]);
+    let second =
+        created(&app, ask_with_tools(json!({"previous_response_id": first["id"], "input": input}))).await;
+
+    let list = async |query: &str| {
+        let at = json!(format!("{}/input_items{query}", second["id"].as_str().unwrap()));
+        about(&app, Method::GET, &at, "").await
+    };
+    let (status, all) = list("?order=asc").await;
+    assert_eq!((status, &all["object"], &all["has_more"]), (200, &json!("list"), &json!(false)), "{all}");
+    let items = all["data"].as_array().unwrap().clone();
+    assert_eq!((&all["first_id"], &all["last_id"]), (&items[0]["id"], &json!("mine")));
+    let part = |kind: &str, text: &str| json!({"type": kind, "text": text});
+    let question = json!([part("input_text", "Is it warm in Rome?")]);
+    let answered = with(part("output_text", "Yes."), json!({"annotations": [], "logprobs": []}));
+    for (item, expected) in items.iter().zip([
+        json!({"role": "user", "content": question, "type": "message"}),
+        call.clone(),
+        output,
+        json!({"role": "assistant", "content": [answered], "type": "message"}),
+        with(parsed, json!({"arguments": "{\"count\":1}"})),
+        json!({"role": "user", "content": [part("input_text", "And?")], "type": "message", "id": "mine"}),
+    ]) {
+        let unsaid = json!({"status": "completed", "id": item["id"]});
+        assert_eq!(*item, with(unsaid, expected));
+        assert!(item["id"].as_str().is_some_and(|id| !id.is_empty()));
+    }
+    assert_eq!(items.len(), 6, "thoughts are not kept");
+
+    // The last one first, page by page.
+    let (mut pages, mut after) = (Vec::new(), String::new());
+    loop {
+        let (_, page) = list(&format!("?limit=2{after}")).await;
+        pages.extend(page["data"].as_array().unwrap().clone());
+        after = format!("&after={}", page["last_id"].as_str().unwrap());
+        if page["has_more"] == false {
+            break;
+        }
+        assert!(pages.len() < items.len(), "{page}");
+    }
+    let reversed: Vec<Value> = items.iter().rev().cloned().collect();
+    assert_eq!((&pages, &list("").await.1["data"]), (&reversed, &json!(reversed)));
+    let none = json!({"object": "list", "data": [], "first_id": "", "last_id": "", "has_more": false});
+    assert_eq!(list("?order=asc&after=mine").await, (200, none));
+
+    for (query, param) in [
+        ("?limit=0", "limit"),
+        ("?limit=101", "limit"),
+        ("?limit=x", "limit"),
+        ("?order=up", "order"),
+        ("?after=x", "after"),
+    ] {
+        let (status, value) = list(query).await;
+        assert_eq!((status, &value["error"]["param"]), (400, &json!(param)), "{value}");
+    }
+}
+
+#[tokio::test]
+async fn what_is_asked_of_a_kept_response_and_cannot_be_had_is_said() {
+    let app = app_that_says("ok");
+    let id = created(&app, ask("Hi")).await["id"].as_str().unwrap().to_owned();
+    let at = |path: &str| json!(format!("{id}{path}"));
+    for (path, status, param) in [
+        ("", 200, None),
+        ("?stream=false&include=reasoning.encrypted_content", 200, None),
+        ("?stream=true", 400, Some("stream")),
+        ("?stream=maybe", 400, Some("stream")),
+    ] {
+        let (got, value) = about(&app, Method::GET, &at(path), "").await;
+        assert_eq!((got, value["error"]["param"].as_str()), (status, param), "{path}: {value}");
+    }
+    let (status, value) = about(&app, Method::POST, &at("/cancel"), "").await;
+    assert_eq!((status, &value["error"]["message"]), (400, &json!("Cannot cancel a synchronous response.")));
+    // Nobody learns of another's.
+    for (method, path) in
+        [(Method::POST, "/cancel"), (Method::GET, "/input_items"), (Method::GET, "?stream=true")]
+    {
+        let (status, value) = about(&app, method, &at(path), "another").await;
+        assert_eq!((status, &value["error"]["code"]), (404, &json!("not_found")), "{value}");
+    }
+}
+
+#[tokio::test]
 async fn a_conversation_goes_on_from_a_response_without_its_instructions() {
     let (app, seen) = app_that_shows_its_prompt("ok");
     let open = "<end_of_turn>\n<start_of_turn>model\n";
@@ -458,8 +547,12 @@ async fn what_is_kept_is_bounded_and_only_where_it_was_wanted() {
     assert_eq!(body["store"], false);
     assert_eq!(about(&app, Method::GET, &body["id"], "").await.0, 404);
 
-    for app in [with_room(0, 1 << 20), with_room(9, 100)] {
+    for (app, known) in [(with_room(0, 1 << 20), true), (with_room(9, 100), false)] {
         let body = created(&app, ask("x")).await;
+        assert_eq!(body["store"], false, "what is not kept is not said to be");
+        let events = events(&app, ask("x")).await;
+        assert_eq!(events[0]["response"]["store"], !known);
+        assert_eq!(events.last().unwrap()["response"]["store"], false);
         assert_eq!(about(&app, Method::GET, &body["id"], "").await.0, 404);
     }
 }
@@ -632,7 +725,7 @@ async fn a_lost_device_is_a_response_that_failed() {
     let last = events.last().unwrap();
     let response = &last["response"];
     assert_eq!((&last["type"], &response["status"]), (&json!("response.failed"), &json!("failed")));
-    assert_eq!(response["error"]["code"], "server_error");
+    assert_eq!((&response["error"]["code"], &response["store"]), (&json!("server_error"), &json!(false)));
     assert!(response["error"]["message"].as_str().unwrap().contains("ring timeout"), "{last}");
     assert_eq!(response["id"], events[0]["response"]["id"]);
     assert_eq!(about(&app, Method::GET, &response["id"], "").await.0, 404, "nothing of it is kept");

@@ -40,11 +40,13 @@ pub enum ApiError {
     Grammar(String),
     #[error("the model {asked:?} does not exist; this server serves {served:?}")]
     UnknownModel { asked: String, served: String },
-    // OpenAI's words for these two.
+    // OpenAI's words for these three.
     #[error("Response with id '{0}' not found.")]
     UnknownResponse(String),
     #[error("Previous response with id '{0}' not found.")]
     UnknownPreviousResponse(String),
+    #[error("Cannot cancel a synchronous response.")]
+    SynchronousResponse,
     #[error("the body is larger than {limit} bytes")]
     BodyTooLarge { limit: usize },
     #[error("the body did not arrive: nothing came for {} s, or not all within {} s", stall.as_secs_f64(), whole.as_secs())]
@@ -177,6 +179,7 @@ impl ApiError {
             Self::UnknownPreviousResponse(_) => {
                 request(bad, Some("previous_response_id"), Some("previous_response_not_found"))
             }
+            Self::SynchronousResponse => request(bad, Some("response_id"), Some("unsupported_value")),
             Self::BodyTooLarge { .. } => request(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
             Self::BodyTimeout { .. } => request(StatusCode::REQUEST_TIMEOUT, None, Some("body_timeout")),
             Self::BodyBroken => request(bad, None, Some("body_incomplete")),

@@ -177,6 +177,8 @@ pub fn router(server: Arc<Server>) -> Router {
         .route("/detokenize", post(tokens::detokenize))
         .route("/v1/responses", post(responses::create))
         .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
+        .route("/v1/responses/{id}/cancel", post(responses::cancel))
+        .route("/v1/responses/{id}/input_items", get(responses::input_items))
         .route("/v1/messages", post(messages::create))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .fallback(async |uri: Uri| ApiError::NoRoute(uri.path().to_owned()))

@@ -118,6 +118,9 @@ def responses_call_a_tool_and_read_its_result(server):
     assert create(server, input=talk, tools=TOOLS, store=False).output_text == second.output_text
     # And back to talking.
     assert "Paris" in create(server, tools=TOOLS, previous_response_id=second.id).output_text
+    listed = list(sdk(server).responses.input_items.list(second.id, order="asc", limit=2))
+    assert [item.type for item in listed] == ["message", "function_call", "function_call_output"], listed
+    assert listed[1].to_dict() == first.output[0].to_dict(), listed
 
 
 def responses_stream_the_same_calls(server):
@@ -172,6 +175,9 @@ def responses_are_told_what_is_wrong_with_tools(server):
     ]:
         error = raised(openai.BadRequestError, lambda: create(server, **more))
         assert error.param == param, (more, error.body)
+    kept = create(server)
+    error = raised(openai.BadRequestError, lambda: sdk(server).responses.cancel(kept.id))
+    assert "Cannot cancel a synchronous response." in error.message, error.body
 
 
 def responses_errors_are_of_their_class(server):

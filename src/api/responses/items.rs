@@ -130,3 +130,36 @@ fn kept(item: &Map<String, Value>, kind: &str) -> Value {
     }
     Value::Object(item)
 }
+
+/// A page of items, as the parameters of a query ask for it.
+pub(super) fn list<'a>(
+    mut items: Vec<Value>,
+    parameter: impl Fn(&str) -> Option<&'a str>,
+) -> Result<Value, ApiError> {
+    let limit = match parameter("limit").map(str::parse) {
+        None => 20,
+        Some(Ok(limit @ 1..=100)) => limit,
+        Some(_) => return Err(ApiError::invalid("limit", "expected an integer from 1 to 100")),
+    };
+    match parameter("order") {
+        None | Some("desc") => items.reverse(),
+        Some("asc") => {}
+        Some(other) => {
+            let problem = format!("expected asc or desc, got {:?}", short(other));
+            return Err(ApiError::invalid("order", problem));
+        }
+    }
+    if let Some(after) = parameter("after") {
+        let at = items.iter().position(|item| item["id"] == after).ok_or_else(|| {
+            let problem = format!("no item of this response has the id {:?}", short(after));
+            ApiError::invalid("after", problem)
+        })?;
+        items.drain(..=at);
+    }
+    let has_more = items.len() > limit;
+    items.truncate(limit);
+    // Of no items at all, the ids are no id.
+    let id = |item: Option<&Value>| item.map_or(json!(""), |item| item["id"].clone());
+    let (first, last) = (id(items.first()), id(items.last()));
+    Ok(json!({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}))
+}

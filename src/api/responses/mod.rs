@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, State};
+use axum::extract::rejection::{PathRejection, QueryRejection};
+use axum::extract::{Path, Query, State};
 use axum::http::header;
 use axum::response::sse;
 use axum::response::{IntoResponse, Response};
@@ -62,10 +62,20 @@ pub(super) async fn retrieve(
     State(server): State<Arc<Server>>,
     caller: Caller,
     id: Result<Path<String>, PathRejection>,
+    query: Result<Query<Parameters>, QueryRejection>,
 ) -> Result<Response, ApiError> {
-    let id = response_id(id)?;
-    let stored =
-        server.responses.get(&id, caller.id()).ok_or_else(|| ApiError::UnknownResponse(short(&id)))?;
+    let stored = kept(&server, caller, id)?;
+    match parameter(&parameters(query)?, "stream") {
+        None | Some("false") => {}
+        Some("true") => {
+            let problem = "this server keeps responses, and not the events that they came as; leave it out";
+            return Err(ApiError::unsupported("stream", problem));
+        }
+        Some(other) => {
+            let problem = format!("expected true or false, got {:?}", short(other));
+            return Err(ApiError::invalid("stream", problem));
+        }
+    }
     Ok(([(header::CONTENT_TYPE, "application/json")], stored.body.clone()).into_response())
 }
 
@@ -80,6 +90,53 @@ pub(super) async fn delete(
         return Err(ApiError::UnknownResponse(short(&id)));
     }
     Ok(Json(json!({"id": id, "object": "response", "deleted": true})))
+}
+
+/// The handler that ends a response that is made while nobody waits for it: here there are none.
+pub(super) async fn cancel(
+    State(server): State<Arc<Server>>,
+    caller: Caller,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Response, ApiError> {
+    kept(&server, caller, id)?;
+    Err(ApiError::SynchronousResponse)
+}
+
+/// The handler that lists what a response answered: all of the conversation before it.
+pub(super) async fn input_items(
+    State(server): State<Arc<Server>>,
+    caller: Caller,
+    id: Result<Path<String>, PathRejection>,
+    query: Result<Query<Parameters>, QueryRejection>,
+) -> Result<Json<Value>, ApiError> {
+    let stored = kept(&server, caller, id)?;
+    let parameters = parameters(query)?;
+    // A long conversation takes a processor for a while: not on the threads that answer other clients.
+    let list = move || items::list(stored.input(), |name| parameter(&parameters, name));
+    let listed = tokio::task::spawn_blocking(list).await;
+    listed.map_err(|e| ApiError::Bug(format!("listing a response's items: {e}")))?.map(Json)
+}
+
+/// A query's, as they came.
+type Parameters = Vec<(String, String)>;
+
+fn parameters(query: Result<Query<Parameters>, QueryRejection>) -> Result<Parameters, ApiError> {
+    let Query(parameters) =
+        query.map_err(|_| ApiError::invalid("query", "expected names and values in UTF-8"))?;
+    Ok(parameters)
+}
+
+fn parameter<'a>(parameters: &'a Parameters, name: &str) -> Option<&'a str> {
+    parameters.iter().find(|(other, _)| other == name).map(|(_, value)| value.as_str())
+}
+
+fn kept(
+    server: &Server,
+    caller: Caller,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Arc<Stored>, ApiError> {
+    let id = response_id(id)?;
+    server.responses.get(&id, caller.id()).ok_or_else(|| ApiError::UnknownResponse(short(&id)))
 }
 
 fn response_id(id: Result<Path<String>, PathRejection>) -> Result<String, ApiError> {
@@ -100,7 +157,9 @@ struct Making {
 }
 
 impl Making {
-    fn new(server: Arc<Server>, caller: Caller, form: Form, reply: Reply) -> Self {
+    fn new(server: Arc<Server>, caller: Caller, mut form: Form, reply: Reply) -> Self {
+        form.store &= server.responses.is_open();
+        form.echo["store"] = json!(form.store);
         Self { server, caller, form, reply, text: String::new(), calls: Vec::new(), logprobs: Vec::new() }
     }
 
@@ -152,12 +211,13 @@ impl Making {
             Reason::Length => object["incomplete_details"] = json!({"reason": "max_output_tokens"}),
         }
         object["usage"] = usage(timings);
-        let object = Value::Object(object);
+        let mut object = Value::Object(object);
         if self.form.store {
             let input = Value::Array(std::mem::take(&mut self.form.items)).to_string();
             let stored = Stored { owner: self.caller.id(), body: object.to_string(), input };
             if !self.server.responses.insert(self.reply.id.clone(), stored) {
                 tracing::debug!("a response was not kept: it is larger than the room for all of them");
+                object["store"] = json!(false);
             }
         }
         object
@@ -249,6 +309,7 @@ fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result
                 Err(error) => {
                     let mut response = making.object("failed", json!([]));
                     response["error"] = json!({"code": "server_error", "message": error.to_string()});
+                    response["store"] = json!(false);
                     yield event("response.failed", json!({"response": response}));
                     break;
                 }

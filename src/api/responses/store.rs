@@ -21,9 +21,14 @@ pub(super) struct Stored {
 }
 
 impl Stored {
-    /// The items before its answer, and those of that.
+    /// The items before its answer.
+    pub fn input(&self) -> Vec<Value> {
+        serde_json::from_str(&self.input).expect("a list was kept")
+    }
+
+    /// Those of its answer too.
     pub fn items(&self) -> Vec<Value> {
-        let mut items: Vec<Value> = serde_json::from_str(&self.input).expect("a list was kept");
+        let mut items = self.input();
         let mut body: Value = serde_json::from_str(&self.body).expect("an object was kept");
         if let Value::Array(output) = body["output"].take() {
             items.extend(output);
@@ -59,6 +64,11 @@ impl Responses {
     /// Keeps at most `max`, in about `max_bytes` of memory; 0 of either keeps none.
     pub fn new(max: usize, max_bytes: usize) -> Self {
         Self { max, max_bytes, kept: Mutex::default() }
+    }
+
+    /// Whether any is kept at all.
+    pub(super) fn is_open(&self) -> bool {
+        self.max > 0 && self.max_bytes > 0
     }
 
     /// Keeps one, at the cost of others; false where it alone is too large.
