@@ -4,12 +4,14 @@ use axum::body::Body;
 use axum::http::{HeaderMap, Request, StatusCode};
 use serde_json::{Value, json};
 use unicorn::api::{self, Door, Keys, Server};
+use unicorn::text::whole_parameters;
 
 use crate::api::{
     App, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, assert_all_free,
-    events_of, post_to, prompt_ids, send, send_json, tokenizer, with,
+    events_of, post_to, prompt_ids, send, send_json, shows_its_prompt, tokenizer, with,
 };
 use crate::fake_runner::says;
+use crate::tools::{self, ROME, babbling, now, roll, weather};
 
 const PATH: &str = "/v1/messages";
 
@@ -157,10 +159,231 @@ async fn a_conversation_is_the_prompt_that_its_count_counts() {
     }
 }
 
+/// A tool as Anthropic's clients describe it.
+fn tool(tool: &Value) -> Value {
+    let function = &tool["function"];
+    let none = json!({"type": "object", "properties": {}});
+    let mut tool =
+        json!({"name": function["name"], "input_schema": function.get("parameters").unwrap_or(&none)});
+    if let Some(description) = function.get("description") {
+        tool["description"] = description.clone();
+    }
+    tool
+}
+
+fn ask_with_tools(more: Value) -> Value {
+    let tools = json!([tool(&weather()), tool(&roll()), tool(&now())]);
+    with(with(ask("Is it warm in Rome?"), json!({"tools": tools, "max_tokens": 1200})), more)
+}
+
+/// The message that the events of a stream come to, without what it took.
+fn put_together(events: Vec<Value>) -> Value {
+    let mut events = events.into_iter();
+    let mut message = events.next().expect("a first event")["message"].take();
+    let (mut blocks, mut json, mut open) = (Vec::<Value>::new(), String::new(), false);
+    for mut event in events {
+        let kind = event["type"].as_str().expect("a type").to_owned();
+        if kind.starts_with("content_block") {
+            assert_eq!(open, kind != "content_block_start", "{event}");
+            assert_eq!(event["index"], blocks.len() - usize::from(open), "{event}");
+        }
+        match (kind.as_str(), blocks.last_mut()) {
+            ("ping", _) => {}
+            ("content_block_start", _) => {
+                open = true;
+                json.clear();
+                blocks.push(event["content_block"].take());
+            }
+            ("content_block_delta", Some(block)) => match event["delta"]["type"].as_str() {
+                Some("text_delta") => {
+                    let text = [block["text"].as_str(), event["delta"]["text"].as_str()];
+                    block["text"] = json!(text.map(|text| text.expect("text")).concat());
+                }
+                Some("input_json_delta") => {
+                    assert_eq!(block["input"], json!({}));
+                    json.push_str(event["delta"]["partial_json"].as_str().expect("JSON"));
+                }
+                other => panic!("{other:?}"),
+            },
+            ("content_block_stop", Some(block)) => {
+                open = false;
+                if block["type"] == "tool_use" {
+                    block["input"] = serde_json::from_str(&whole_parameters(&json)).expect("JSON");
+                }
+            }
+            ("message_delta", _) => {
+                assert!(!open);
+                for name in ["stop_reason", "stop_sequence"] {
+                    message[name] = event["delta"][name].take();
+                }
+            }
+            ("message_stop", _) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    message["content"] = json!(blocks);
+    message
+}
+
+/// What a message says, and why it ended, with ids that were checked and left out.
+fn said(message: &Value) -> Value {
+    let mut said = json!([message["content"], message["stop_reason"], message["stop_sequence"]]);
+    let mut ids = Vec::new();
+    for block in said[0].as_array_mut().expect("blocks").iter_mut().filter(|b| b["type"] == "tool_use") {
+        let id = block["id"].take();
+        assert!(id.as_str().is_some_and(|id| id.starts_with("toolu_")) && !ids.contains(&id), "{message}");
+        ids.push(id);
+    }
+    said
+}
+
+/// What is said to `body`, in one piece and in a stream.
+async fn said_to(app: &App, body: Value) -> Value {
+    let (status, _, whole) = create(app, &body).await;
+    assert_eq!(status, 200, "{whole}");
+    assert_eq!(said(&put_together(events(app, body).await)), said(&whole));
+    assert_all_free(&app.engine).await;
+    said(&whole)
+}
+
+fn use_of(name: &str, input: Value) -> Value {
+    json!({"type": "tool_use", "id": null, "name": name, "input": input})
+}
+
+#[tokio::test]
+async fn a_call_is_a_block_also_in_a_stream() {
+    let rome = use_of("get_weather", json!({"city": "Rome", "unit": "c"}));
+    let both = format!("[{ROME}, {{ \"name\":\"roll\", \"parameters\": {{\"count\": 3}}}}]");
+    for (text, blocks) in
+        [(ROME.to_owned(), json!([rome])), (both, json!([rome, use_of("roll", json!({"count": 3}))]))]
+    {
+        let app = tools::app_that_says(&text);
+        for choice in [json!(null), json!({"type": "auto"}), json!({"type": "any"})] {
+            let said = said_to(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
+            assert_eq!(said, json!([blocks, "tool_use", null]), "{choice}");
+        }
+    }
+    let named = json!({"type": "tool", "name": "get_weather", "disable_parallel_tool_use": true});
+    let said = said_to(&tools::app_that_says(ROME), ask_with_tools(json!({"tool_choice": named}))).await;
+    assert_eq!(said, json!([[rome], "tool_use", null]));
+}
+
+#[tokio::test]
+async fn beside_tools_text_stays_text() {
+    for text in ["It is { warm }.", " \n\nWarm", "½", ""] {
+        let blocks = if text.is_empty() { json!([]) } else { json!([{"type": "text", "text": text}]) };
+        let said = said_to(&tools::app_that_says(text), ask_with_tools(json!({}))).await;
+        assert_eq!(said, json!([blocks, "end_turn", null]));
+    }
+    let app = tools::app_that_says(ROME);
+    let said = said_to(&app, ask_with_tools(json!({"tool_choice": {"type": "none"}}))).await;
+    assert_eq!(said[0], json!([{"type": "text", "text": ROME}]));
+}
+
+#[tokio::test]
+async fn a_demanded_call_is_made_and_fits_its_schema() {
+    let body = |choice: Value| ask_with_tools(json!({"tool_choice": choice}));
+    for name in ["roll", "now"] {
+        let choice = json!({"type": "tool", "name": name, "disable_parallel_tool_use": true});
+        let message = create(&babbling(), &body(choice)).await.2;
+        let said = said(&message);
+        let input = &said[0][0]["input"];
+        assert_eq!(said, json!([[use_of(name, input.clone())], "tool_use", null]));
+        match name {
+            "roll" => assert!(input["count"].as_u64().is_some_and(|n| (1..=9).contains(&n)), "{message}"),
+            _ => assert_eq!(input, &json!({})),
+        }
+    }
+    // One where calls are not to be parallel.
+    let app = tools::app_that_says(&format!("[{ROME}, {ROME}]"));
+    let one = json!({"type": "any", "disable_parallel_tool_use": true});
+    assert_eq!(create(&app, &body(one)).await.2["content"].as_array().map(Vec::len), Some(1));
+}
+
+#[tokio::test]
+async fn what_cuts_a_call_says_so() {
+    let app = tools::app_that_says(ROME);
+    let whole = ids(ROME);
+    let rome = json!({"city": "Rome"});
+    for (fields, inputs, reason, sequence) in [
+        (json!({"max_tokens": whole - 6}), vec![json!({}), rome.clone()], "max_tokens", json!(null)),
+        (json!({"stop_sequences": ["unit"]}), vec![rome], "stop_sequence", json!("unit")),
+        (json!({"stop_sequences": ["Rom"]}), vec![json!({})], "stop_sequence", json!("Rom")),
+    ] {
+        let said = said_to(&app, ask_with_tools(fields.clone())).await;
+        assert_eq!((&said[1], &said[2]), (&json!(reason), &sequence), "{fields}: {said}");
+        assert!(inputs.contains(&said[0][0]["input"]), "{fields}: {said}");
+    }
+    // Before there is a name it is no call yet.
+    let said = said_to(&app, ask_with_tools(json!({"max_tokens": 3}))).await;
+    assert!(said[0][0]["text"].as_str().is_some_and(|text| ROME.starts_with(text)), "{said}");
+}
+
+/// As numbers of other languages are: of any size.
+#[tokio::test]
+async fn an_input_is_given_as_it_was_written() {
+    let input = "{\"n\": 123456789012345678901234567890, \"x\": 1.50}";
+    let app = tools::app_that_says(&format!("{{\"name\": \"f\", \"parameters\": {input}}}"));
+    let tools = json!([{"name": "f", "input_schema": {"type": "object"}}]);
+    let body = with(ask("Hi"), json!({"tools": tools, "max_tokens": 200}));
+    let (_, _, bytes) = send(&app.router, post_to(PATH, body.to_string())).await;
+    let text = String::from_utf8(bytes).unwrap();
+    assert!(text.contains(&format!("\"input\":{input}}}")), "{text}");
+}
+
+#[tokio::test]
+async fn results_and_tools_are_told_and_counted() {
+    let (script, seen) = shows_its_prompt("ok");
+    let app = tools::app(script);
+    let result = |more: Value| with(json!({"type": "tool_result", "tool_use_id": "a"}), more);
+    let text = |text: &str| json!({"type": "text", "text": text});
+    for (blocks, expected) in [
+        (json!([result(json!({"content": "21"}))]), "Result of now: 21"),
+        (json!([result(json!({"content": [text("21"), text("dry")]}))]), "Result of now: 21\n\ndry"),
+        (json!([result(json!({"content": "no clock", "is_error": true}))]), "Result of now: Error: no clock"),
+        (
+            json!([result(json!({"content": "21", "is_error": false})), text("And?")]),
+            "Result of now: 21\n\nAnd?",
+        ),
+        // Also where a client puts them last.
+        (json!([text("Here:"), result(json!({"content": "21"}))]), "Here:\n\nResult of now: 21"),
+    ] {
+        let messages = json!([
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "now", "input": {}}]},
+            {"role": "user", "content": blocks},
+        ]);
+        let body = ask_with_tools(json!({"messages": messages}));
+        let (status, _, reply) = create(&app, &body).await;
+        assert_eq!((status.as_u16(), &reply["content"][0]["text"]), (200, &json!("ok")), "{reply}");
+        let prompt = tokenizer().decode(&seen.lock().unwrap(), false);
+        let turns = "<start_of_turn>model\n{\"name\": \"now\", \"parameters\": {}}<end_of_turn>\n<start_of_turn>user\n";
+        let end = format!("{turns}{expected}<end_of_turn>\n<start_of_turn>model\n");
+        assert!(prompt.ends_with(&end) && prompt.contains("- {\"name\":\"roll\""), "{prompt}");
+
+        let count = post_to("/v1/messages/count_tokens", body.to_string());
+        let (_, _, count) = send_json(&app.router, count).await;
+        assert_eq!(count["input_tokens"], seen.lock().unwrap().len(), "{count}");
+    }
+}
+
+#[tokio::test]
+async fn a_schema_for_the_answer_and_tools_go_together() {
+    let schema = json!({"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"], "additionalProperties": false});
+    let format = json!({"output_config": {"format": {"type": "json_schema", "schema": schema}}});
+    for (text, block) in [
+        (ROME, use_of("get_weather", json!({"city": "Rome", "unit": "c"}))),
+        ("{\"warm\": true}", json!({"type": "text", "text": "{\"warm\": true}"})),
+    ] {
+        let said = said_to(&tools::app_that_says(text), ask_with_tools(format.clone())).await;
+        assert_eq!(said[0], json!([block]));
+    }
+}
+
 #[tokio::test]
 async fn what_clients_send_beside_is_accepted() {
     let app = app_that_says("ok");
-    let tool = json!([{"name": "f", "input_schema": {"type": "object"}}]);
+    let tool = json!([{"name": "f", "type": "custom", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}]);
     for fields in [
         json!({"metadata": {"user_id": "u"}, "service_tier": "auto", "custom": {"deep": [1]}, "system": null}),
         json!({"thinking": {"type": "enabled", "budget_tokens": 2000}, "cache_control": {"type": "ephemeral"}}),
@@ -217,6 +440,18 @@ async fn bad_bodies_are_refused_by_field() {
     let app = app_that_says("ok");
     let body = |fields: Value| with(ask("Hi"), fields);
     let content = |block: Value| body(json!({"messages": [{"role": "user", "content": [block]}]}));
+    let tools = |tools: Value| body(json!({"tools": tools}));
+    let call = json!({"type": "tool_use", "id": "a", "name": "f", "input": {}});
+    let called = |call: Value, result: Value| {
+        let call = with(json!({"type": "tool_use"}), call);
+        body(
+            json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [call]}, {"role": "user", "content": result}]}),
+        )
+    };
+    let result = |more: Value| {
+        let result = with(json!({"type": "tool_result", "tool_use_id": "a"}), more);
+        called(call.clone(), json!([result]))
+    };
     let without = |name: &str| {
         let mut body = ask("Hi");
         body.as_object_mut().unwrap().remove(name);
@@ -245,7 +480,31 @@ async fn bad_bodies_are_refused_by_field() {
         (content(json!({"type": "text", "text": {}})), "messages[0].content[0].text:"),
         (content(json!({"type": "image", "source": {}})), "messages[0].content[0].type:"),
         (content(json!({"type": "document", "source": {}})), "messages[0].content[0].type:"),
-        (content(json!({"type": "tool_result", "tool_use_id": "x"})), "messages[0].content[0].type:"),
+        (content(json!({"type": "tool_result"})), "messages[0].content[0].tool_use_id is"),
+        (content(json!({"type": "tool_result", "tool_use_id": "x"})), "messages[0].content[0].tool_use_id:"),
+        (
+            content(json!({"type": "tool_use", "id": "a", "name": "f", "input": {}})),
+            "messages[0].content[0].type:",
+        ),
+        (content(json!({"type": "server_tool_use"})), "messages[0].content[0].type:"),
+        (called(json!({"name": "f", "input": {}}), json!([])), "messages[1].content[0].id is"),
+        (called(json!({"id": "a", "input": {}}), json!([])), "messages[1].content[0].name is"),
+        (called(json!({"id": "a", "name": "f"}), json!([])), "messages[1].content[0].input is"),
+        (called(json!({"id": "a", "name": "f", "input": "{}"}), json!([])), "messages[1].content[0].input:"),
+        (result(json!({"tool_use_id": "b"})), "messages[2].content[0].tool_use_id:"),
+        (result(json!({"content": 21})), "messages[2].content[0].content:"),
+        (
+            result(json!({"content": [{"type": "image", "source": {}}]})),
+            "messages[2].content[0].content[0].type:",
+        ),
+        (result(json!({"content": [{"type": "tool_result"}]})), "messages[2].content[0].content[0].type:"),
+        (result(json!({"is_error": "yes"})), "messages[2].content[0].is_error:"),
+        (
+            body(
+                json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [call]}]}),
+            ),
+            "messages: expected a tool_result",
+        ),
         (content(json!({"type": "thinking", "thinking": "x"})), "messages[0].content[0].type:"),
         (body(json!({"system": 5})), "system:"),
         (body(json!({"system": [{"type": "image"}]})), "system[0].type:"),
@@ -260,11 +519,29 @@ async fn bad_bodies_are_refused_by_field() {
         (body(json!({"stop_sequences": ["a".repeat(1025)]})), "stop_sequences[0]:"),
         (body(json!({"stop_sequences": vec!["a"; 17]})), "stop_sequences:"),
         (body(json!({"tools": {}})), "tools:"),
+        (body(json!({"tools": ["f"]})), "tools[0]:"),
+        (tools(json!([{"type": "bash_20250124", "name": "bash"}])), "tools[0].type:"),
+        (tools(json!([{"input_schema": {}}])), "tools[0].name is"),
+        (tools(json!([{"name": "f"}])), "tools[0].input_schema is"),
+        (tools(json!([{"name": "f", "input_schema": {"type": "string"}}])), "tools[0].input_schema.type:"),
+        (tools(json!([{"name": "f", "input_schema": {}, "description": []}])), "tools[0].description:"),
+        (tools(json!([tool(&now()), tool(&now())])), "tools[1].name:"),
+        (
+            tools(json!([{"name": "f", "strict": true, "input_schema": {"type": "object", "not": {}}}])),
+            "tools[0].input_schema: ",
+        ),
         (body(json!({"tool_choice": "any"})), "tool_choice:"),
         (body(json!({"tool_choice": {}})), "tool_choice.type is"),
-        (body(json!({"tool_choice": {"type": "any"}})), "tool_choice:"),
+        (body(json!({"tool_choice": {"type": "any"}})), "tool_choice: there are no tools"),
+        (
+            body(json!({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}})),
+            "tool_choice.disable_parallel_tool_use:",
+        ),
+        (ask_with_tools(json!({"tool_choice": {"type": "tool"}})), "tool_choice.name is"),
+        (ask_with_tools(json!({"tool_choice": {"type": "tool", "name": "x"}})), "tool_choice.name:"),
         (body(json!({"tool_choice": {"type": "maybe"}})), "tool_choice.type:"),
         (body(json!({"container": "c"})), "container:"),
+        (body(json!({"thread": {"type": "create"}})), "thread:"),
         (body(json!({"mcp_servers": [{}]})), "mcp_servers:"),
         (body(json!({"output_config": []})), "output_config:"),
         (body(json!({"output_config": {"format": 1}})), "output_config.format:"),
@@ -311,6 +588,10 @@ async fn every_error_of_these_routes_is_said_as_their_clients_expect() {
         assert_eq!((status.as_u16(), &body["error"]["type"]), (503, &json!("overloaded_error")));
         assert!(headers.contains_key("retry-after"));
     }
+    // What tells their SDK to go on without.
+    let thread = with(ask("Hi"), json!({"thread": {"type": "continue", "previous_message_id": "msg_1"}}));
+    let (_, _, body) = create(&app, &thread).await;
+    assert_eq!(body["error"]["details"], json!({"error_code": "thread_unsupported_request"}), "{body}");
     // The door too.
     let keys = Keys::from_variable("test", "secret-key-1").expect("a sound key");
     let app = app_behind(Door { keys, ..Door::default() }, "ok");

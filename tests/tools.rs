@@ -1,17 +1,15 @@
 //! Tools: what the model is told, what it may say, and what of it becomes calls, over HTTP and the scripted runner.
 
-use std::sync::{Arc, Mutex};
-
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::model::{KvLimits, Limits};
-use unicorn::text::{CallPiece, CallReader, Said};
+use unicorn::text::{CallPiece, CallReader, Said, whole_parameters};
 
 use crate::api::{
-    self, App, DEFAULTS, END_OF_TURN, OPTIONS, app_with, assert_all_free, chat, complete, parse, stream,
-    tokenizer, with,
+    self, App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_with, assert_all_free, chat, complete, parse,
+    post_to, send_json, shows_its_prompt, stream, tokenizer, with,
 };
 use crate::bodies::replace_somewhere;
 use crate::fake_runner::{Script, says};
@@ -131,6 +129,49 @@ fn any_text_comes_out_as_it_went_in() {
                 "{pieces:?}: {calls:?}, {text:?}"
             );
         }
+    }
+}
+
+#[test]
+fn parameters_that_were_cut_keep_what_is_whole_of_them() {
+    for (cut, whole) in [
+        ("{", "{}"),
+        ("{\"a", "{}"),
+        ("{\"a\"", "{}"),
+        ("{\"a\": ", "{}"),
+        ("{\"a\": \"x", "{}"),
+        ("{\"a\": \"x\\\"", "{}"),
+        ("{\"a\": \"}]\"", "{\"a\": \"}]\"}"),
+        ("{\"a\": 12", "{}"),
+        ("{\"a\": 12,", "{\"a\": 12}"),
+        ("{\"a\": 12, \"b\": tru", "{\"a\": 12}"),
+        ("{\"a\": [1, {\"½\": [], \"d\"", "{\"a\": [1, {\"½\": []}]}"),
+        ("{\"a\": {\"b\": {}}, \"c\": [[\"x\"", "{\"a\": {\"b\": {}}, \"c\": [[\"x\"]]}"),
+        ("{\"a\": []}", "{\"a\": []}"),
+    ] {
+        assert_eq!(whole_parameters(cut), whole, "{cut}");
+    }
+    // Wherever it is cut: JSON of an object, and no value that was not there.
+    let json = "{\"a\": [1.5e3, -2, \"x\\\\\", [], {\"½\": null}], \"b\": {\"c\": true, \"d\": \"\\u00bd}\"}, \"e\": 0}";
+    let object: Value = serde_json::from_str(json).unwrap();
+    for at in (1..=json.len()).filter(|at| json.is_char_boundary(*at)) {
+        let whole = whole_parameters(&json[..at]);
+        let part: Value = serde_json::from_str(&whole).unwrap_or_else(|e| panic!("{e}: {whole}"));
+        assert!(is_part(&part, &object), "{whole}");
+    }
+    assert_eq!(whole_parameters(json), json);
+}
+
+/// Whether all of `part` stands in `whole`, where its lists and objects may be shorter.
+fn is_part(part: &Value, whole: &Value) -> bool {
+    match (part, whole) {
+        (Value::Object(part), Value::Object(whole)) => {
+            part.iter().all(|(name, value)| whole.get(name).is_some_and(|other| is_part(value, other)))
+        }
+        (Value::Array(part), Value::Array(whole)) => {
+            part.len() <= whole.len() && part.iter().zip(whole).all(|(value, other)| is_part(value, other))
+        }
+        _ => part == whole,
     }
 }
 
@@ -359,17 +400,86 @@ async fn a_schema_for_the_answer_and_tools_go_together() {
     assert_eq!(status, 200);
 }
 
-/// What the model was given.
+/// What the model is given.
 async fn prompt_of(body: Value) -> String {
-    let seen: Arc<Mutex<Vec<u32>>> = Arc::default();
-    let record = Arc::clone(&seen);
-    let app = app(Box::new(move |tokens, _| {
-        *record.lock().unwrap() = tokens.to_vec();
-        END_OF_TURN
-    }));
-    let (status, body) = complete(&app, body).await;
+    prompt_at("/v1/chat/completions", body).await
+}
+
+async fn prompt_at(path: &str, body: Value) -> String {
+    let (script, seen) = shows_its_prompt("");
+    let (status, _, body) = send_json(&app(script).router, post_to(path, body.to_string())).await;
     assert_eq!(status, 200, "{body}");
     tokenizer().decode(&seen.lock().unwrap(), false)
+}
+
+#[tokio::test]
+async fn every_wire_format_tells_the_model_the_same() {
+    let function = |id: &str, name: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
+    let chat = json!([
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": null, "tool_calls": [function("a", "now", "{}"), function("b", "roll", "{\"count\":2}")]},
+        {"role": "tool", "tool_call_id": "b", "content": [{"type": "text", "text": "7"}]},
+        {"role": "tool", "tool_call_id": "a", "content": "10:00"},
+        {"role": "assistant", "content": "Seven.", "tool_calls": [function("a", "roll", "{\"count\":1}")]},
+        {"role": "tool", "tool_call_id": "a", "content": ""},
+        {"role": "user", "content": "And?"},
+    ]);
+    let use_of = |id: &str, name: &str, input: Value| json!({"type": "tool_use", "id": id, "name": name, "input": input});
+    let messages = json!([
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [use_of("a", "now", json!({})), use_of("b", "roll", json!({"count": 2}))]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "7"}]},
+            {"type": "tool_result", "tool_use_id": "a", "content": "10:00"},
+        ]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Seven."}, use_of("a", "roll", json!({"count": 1}))]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}, {"type": "text", "text": "And?"}]},
+    ]);
+    let call = |id: &str, name: &str, arguments: &str| json!({"type": "function_call", "call_id": id, "name": name, "arguments": arguments});
+    let output =
+        |id: &str, output: Value| json!({"type": "function_call_output", "call_id": id, "output": output});
+    let input = json!([
+        {"role": "user", "content": "Hi"},
+        call("a", "now", "{}"),
+        call("b", "roll", "{\"count\":2}"),
+        output("b", json!([{"type": "input_text", "text": "7"}])),
+        output("a", json!("10:00")),
+        {"role": "assistant", "content": "Seven."},
+        call("a", "roll", "{\"count\":1}"),
+        output("a", json!("")),
+        {"role": "user", "content": "And?"},
+    ]);
+    let told = concat!(
+        "<bos><start_of_turn>user\nBe brief.\n\nYou can call these tools:\n",
+        "- {\"name\":\"now\",\"parameters\":{\"type\":\"object\",\"properties\":{}}}\n",
+        "If a tool is needed, reply only with JSON: {\"name\": NAME, \"parameters\": {...}}, or an array of such objects for several calls. ",
+        "Otherwise answer normally.\n\nHi<end_of_turn>\n",
+        "<start_of_turn>model\n[{\"name\": \"now\", \"parameters\": {}}, {\"name\": \"roll\", \"parameters\": {\"count\":2}}]<end_of_turn>\n",
+        "<start_of_turn>user\nResult of now: 10:00\nResult of roll: 7<end_of_turn>\n",
+        "<start_of_turn>model\nSeven.\n\n{\"name\": \"roll\", \"parameters\": {\"count\":1}}<end_of_turn>\n",
+        "<start_of_turn>user\nResult of roll:\n\nAnd?<end_of_turn>\n<start_of_turn>model\n",
+    );
+    let chat = json!({"model": MODEL, "messages": chat, "tools": [now()]});
+    let schema = json!({"type": "object", "properties": {}});
+    let tools = json!([{"name": "now", "input_schema": schema}]);
+    let messages =
+        json!({"model": MODEL, "max_tokens": 9, "system": "Be brief.", "messages": messages, "tools": tools});
+    let flat = json!([{"type": "function", "name": "now"}]);
+    let responses = json!({"model": MODEL, "instructions": "Be brief.", "input": input, "tools": flat});
+    for (path, body, alone) in [
+        ("/v1/chat/completions", chat, json!({"parallel_tool_calls": false})),
+        (
+            "/v1/messages",
+            messages,
+            json!({"tool_choice": {"type": "auto", "disable_parallel_tool_use": true}}),
+        ),
+        ("/v1/responses", responses, json!({"parallel_tool_calls": false})),
+    ] {
+        assert_eq!(prompt_at(path, body.clone()).await, told, "{path}");
+        let one = told.replace(", or an array of such objects for several calls", "");
+        assert_eq!(prompt_at(path, with(body, alone)).await, one, "{path}");
+    }
 }
 
 #[tokio::test]

@@ -29,6 +29,9 @@ pub enum ApiError {
     /// Understood, and not to be had from this server: answering without it would answer something else.
     #[error("{param}: {problem}")]
     Unsupported { param: String, problem: String },
+    /// Anthropic's `thread`, whose refusal their SDK knows: it goes on by sending everything.
+    #[error("thread: this server keeps no conversation of messages: send all of them, without thread")]
+    Thread,
     /// The prompt and its answer are longer than the context; `param` is where a prompt stands in the wire format.
     #[error("{problem}")]
     Context { param: &'static str, problem: String },
@@ -145,7 +148,10 @@ impl ApiError {
             status @ 400..500 => (status, "invalid_request_error"),
             status => (status, "api_error"),
         };
-        let error = json!({"type": kind, "message": self.to_string()});
+        let mut error = json!({"type": kind, "message": self.to_string()});
+        if *self == Self::Thread {
+            error["details"] = json!({"error_code": "thread_unsupported_request"});
+        }
         let status = StatusCode::from_u16(status).expect("a status of three digits");
         (status, json!({"type": "error", "error": error}))
     }
@@ -167,6 +173,7 @@ impl ApiError {
             Self::Missing { param } => request(bad, Some(param), Some("missing_required_parameter")),
             Self::Invalid { param, .. } => request(bad, Some(param), Some("invalid_value")),
             Self::Unsupported { param, .. } => request(bad, Some(param), Some("unsupported_value")),
+            Self::Thread => request(bad, Some("thread"), Some("unsupported_value")),
             Self::Context { param, .. } => request(bad, Some(param), Some("context_length_exceeded")),
             Self::Text { param, .. } => request(bad, Some(param), Some("invalid_value")),
             Self::Grammar(_) => request(bad, None, Some("grammar_failed")),

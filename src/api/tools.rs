@@ -321,6 +321,11 @@ impl Conversation {
         Ok(())
     }
 
+    /// Whether the last that was said are calls.
+    pub(super) fn ends_with_calls(&self) -> bool {
+        !self.called.is_empty()
+    }
+
     pub(super) fn finish(mut self) -> Vec<Message> {
         self.write();
         self.messages

@@ -177,3 +177,47 @@ impl CallReader {
         said.push(Said::Call(CallPiece::Parameters { index: self.calls - 1, json: c.into() }));
     }
 }
+
+/// What is whole of the JSON of parameters that were cut: a member that has no value yet, and a value that may not have come
+/// to its end, are left out, and what is open is closed.
+pub fn whole_parameters(json: &str) -> String {
+    // Behind the last value that is whole, or within a list or an object that has none.
+    let mut end = 0;
+    let mut open = Vec::new();
+    let (mut quoted, mut escaped, mut member_name) = (false, false, false);
+    for (at, c) in json.char_indices() {
+        if quoted {
+            match c {
+                _ if escaped => escaped = false,
+                '\\' => escaped = true,
+                '"' => {
+                    quoted = false;
+                    if !member_name {
+                        end = at + 1;
+                    }
+                }
+                _ => {}
+            }
+            continue;
+        }
+        match c {
+            '"' => quoted = true,
+            ':' => member_name = false,
+            ',' => {
+                end = at;
+                member_name = open.last() == Some(&'}');
+            }
+            '{' | '[' => {
+                open.push(if c == '{' { '}' } else { ']' });
+                end = at + 1;
+                member_name = c == '{';
+            }
+            '}' | ']' => {
+                open.pop();
+                end = at + 1;
+            }
+            _ => {}
+        }
+    }
+    json[..end].chars().chain(open.into_iter().rev()).collect()
+}

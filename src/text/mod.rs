@@ -21,7 +21,7 @@ mod stop;
 mod template;
 mod tokenizer;
 
-pub use calls::{CallPiece, CallReader, Said};
+pub use calls::{CallPiece, CallReader, Said, whole_parameters};
 pub use chat::{Content, Message, Part, normalize};
 pub use detokenizer::Detokenizer;
 pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES};

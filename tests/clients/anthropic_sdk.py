@@ -83,6 +83,94 @@ def anthropic_parses_into_a_pydantic_model(server):
     assert isinstance(sdk(server).messages.parse(output_format=Verdict, **fields).parsed_output, Verdict)
 
 
+def tool(name, description, **properties):
+    return {"name": name, "description": description, "input_schema": {"type": "object", "properties": properties, "required": list(properties)}}
+
+
+TOOLS = [
+    tool("get_weather", "Get the current weather in a city", city={"type": "string", "description": "Name of the city"}),
+    tool("roll_dice", "Roll dice", count={"type": "integer", "description": "How many dice"}, sides={"type": "integer", "description": "Sides of each"}),
+]
+WEATHER = [{"role": "user", "content": "What is the weather in Paris?"}]
+BOTH = [{"role": "user", "content": "What is the weather in Oslo and roll 2 dice with 6 sides."}]
+
+
+def calls_of(message):
+    assert message.stop_reason == "tool_use" and all(block.type == "tool_use" for block in message.content), message
+    assert len({block.id for block in message.content}) == len(message.content), message
+    return [(block.name, block.input) for block in message.content]
+
+
+def anthropic_calls_a_tool_and_reads_its_result(server):
+    message = create(server, messages=WEATHER, tools=TOOLS)
+    assert calls_of(message) == [("get_weather", {"city": "Paris"})], message
+    result = {"type": "tool_result", "tool_use_id": message.content[0].id, "content": "rain, 912 degrees"}
+    talk = [*WEATHER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    answer = create(server, messages=talk, tools=TOOLS)
+    assert answer.stop_reason == "end_turn" and "rain, 912 degrees" in answer.content[0].text, answer
+    count = sdk(server).messages.count_tokens(model=model_id(server), messages=talk, tools=TOOLS).input_tokens
+    assert count == answer.usage.input_tokens + answer.usage.cache_read_input_tokens, (count, answer.usage)
+    # And back to talking.
+    talk += [{"role": "assistant", "content": answer.content}, *FRANCE]
+    assert "Paris" in create(server, messages=talk, tools=TOOLS).content[0].text
+
+
+def anthropic_streams_the_same_calls(server):
+    fields = {"messages": BOTH, "tools": TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 120}
+    whole = create(server, **fields)
+    assert calls_of(whole) == [("get_weather", {"city": "Oslo"}), ("roll_dice", {"count": 2, "sides": 6})], whole
+    with sdk(server).messages.stream(model=model_id(server), **GREEDY, **fields) as stream:
+        events = list(stream)
+        final = stream.get_final_message()
+    assert calls_of(final) == calls_of(whole) and final.usage.output_tokens == whole.usage.output_tokens, final
+    assert [event.content_block.input for event in events if event.type == "content_block_stop"] == [block.input for block in whole.content], events
+    assert sum(event.type == "input_json" for event in events) > 4, events
+    results = [{"type": "tool_result", "tool_use_id": block.id, "content": text} for block, text in zip(final.content, ["sunny", "7"])]
+    # In whichever order they come.
+    talk = [*BOTH, {"role": "assistant", "content": final.content}, {"role": "user", "content": results[::-1]}]
+    answer = create(server, messages=talk, tools=TOOLS).content[0].text
+    assert answer == "According to get_weather: sunny\nAccording to roll_dice: 7", answer
+
+
+def anthropic_runs_tools_by_itself(server):
+    asked = []
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """Get the current weather in a city
+
+        Args:
+            city: Name of the city
+        """
+        asked.append(city)
+        return "rain, 912 degrees"
+
+    runner = sdk(server).beta.messages.tool_runner(model=model_id(server), max_tokens=60, tools=[get_weather], messages=WEATHER, **GREEDY)
+    answer = runner.until_done()
+    assert asked == ["Paris"] and "rain, 912 degrees" in answer.content[0].text, (asked, answer)
+
+
+def anthropic_obeys_the_tool_choice(server):
+    named = {"type": "tool", "name": "roll_dice", "disable_parallel_tool_use": True}
+    message = create(server, tools=TOOLS, tool_choice=named, max_tokens=200)
+    if message.stop_reason != "max_tokens":
+        ((name, arguments),) = calls_of(message)
+        assert name == "roll_dice" and sorted(arguments) == ["count", "sides"] and all(isinstance(n, int) for n in arguments.values()), message
+    assert "Paris" in create(server, tools=TOOLS).content[0].text
+    none = create(server, messages=WEATHER, tools=TOOLS, tool_choice={"type": "none"})
+    assert none.stop_reason == "end_turn" and none.content[0].type == "text", none
+
+
+def anthropic_is_told_what_is_wrong_with_tools(server):
+    result = [*WEATHER, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}]}]
+    for fields, named in [
+        ({"messages": result, "tools": TOOLS}, "messages[1].content[0].tool_use_id"), ({"tools": TOOLS[:1] * 2}, "tools[1].name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"), ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+    ]:
+        error = raised(anthropic.BadRequestError, lambda: create(server, **fields))
+        assert error.api_message.startswith(named), (fields, error.body)
+
+
 def anthropic_errors_are_of_their_class(server):
     image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
     for fields in [{"messages": []}, {"max_tokens": 0}, {"extra_body": {"temperature": 2}}, {"messages": [{"role": "user", "content": [image]}]}]:
@@ -98,5 +186,7 @@ def anthropic_errors_are_of_their_class(server):
 TESTS = [
     anthropic_answers_paris, anthropic_streams_the_same_answer, anthropic_counts_the_tokens_of_a_prompt,
     anthropic_goes_on_from_what_it_is_given, anthropic_is_told_what_stopped_it, anthropic_parses_into_a_pydantic_model,
+    anthropic_calls_a_tool_and_reads_its_result, anthropic_streams_the_same_calls, anthropic_runs_tools_by_itself,
+    anthropic_obeys_the_tool_choice, anthropic_is_told_what_is_wrong_with_tools,
     anthropic_errors_are_of_their_class,
 ]

@@ -1,7 +1,8 @@
 //! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's wire format, JSON or a stream of named events.
 //!
-//! An answer is one block of text; one that says nothing has none. What comes with an answer before its text (how long
-//! the prompt was, and how much of it the cache had) is known with its first token, so a stream begins with that.
+//! An answer is one block of text, or one for each call of a tool; one that says nothing has none. What comes with an answer
+//! before that (how long the prompt was, and how much of it the cache had) is known with its first token, so a stream begins
+//! with it.
 
 mod request;
 
@@ -16,17 +17,22 @@ use axum::middleware::Next;
 use axum::response::sse;
 use axum::response::{IntoResponse, Response};
 use futures::Stream;
+use serde::Serialize;
+use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 use self::request::Form;
 use super::answer::Reason;
 use super::error::ApiError;
 use super::exchange::{self, Answers, Caller, Exchange, Reply};
-use super::{REQUEST_ID, Server};
+use super::tools::Calling;
+use super::{REQUEST_ID, Server, new_id};
 use crate::engine::Timings;
+use crate::text::{CallPiece, whole_parameters};
 
 /// By which name Anthropic's clients know a request's id.
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
+const TOOL_ID_PREFIX: &str = "toolu_";
 
 /// The handler.
 pub(super) async fn create(
@@ -46,7 +52,7 @@ pub(super) async fn create(
     if form.stream {
         Ok(exchange::stream(&server, events(reply, answers, form)))
     } else {
-        collect(reply, answers, &form).await.map(|body| Json(body).into_response())
+        collect(reply, answers, &form).await
     }
 }
 
@@ -58,7 +64,7 @@ pub(super) async fn count_tokens(
     let counted = exchange::work(&server, body, |server, body| {
         let request = request::parse_to_count(body)?;
         let service = server.service_for(&request.model)?;
-        Ok(service.prompt(&request.messages, request.ending)?.len())
+        Ok(service.conversation(&request)?.len())
     });
     let (_, n) = counted.await?;
     Ok(Json(json!({"input_tokens": n})))
@@ -114,35 +120,81 @@ fn usage(timings: &Timings) -> Value {
     })
 }
 
-fn message(reply: &Reply, content: Value, stop: Option<&Stop>, timings: &Timings) -> Value {
-    json!({
-        "id": reply.id,
-        "type": "message",
-        "role": "assistant",
-        "model": reply.model,
-        "content": content,
-        "stop_reason": stop.map(|stop| stop.reason),
-        "stop_sequence": stop.and_then(|stop| stop.sequence),
-        "usage": usage(timings),
-    })
+/// A message, as far as it goes.
+#[derive(Serialize)]
+struct Answer<'a> {
+    id: &'a str,
+    r#type: &'static str,
+    role: &'static str,
+    model: &'a str,
+    content: &'a [Block],
+    stop_reason: Option<&'static str>,
+    stop_sequence: Option<&'a str>,
+    usage: Value,
 }
 
-async fn collect(reply: Reply, mut answers: Answers, form: &Form) -> Result<Value, ApiError> {
-    let mut text = String::new();
+#[derive(Serialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum Block {
+    Text {
+        text: String,
+    },
+    ToolUse {
+        id: String,
+        name: String,
+        /// An object, as it was written: numbers of any size.
+        input: Box<RawValue>,
+    },
+}
+
+fn message<'a>(
+    reply: &'a Reply,
+    content: &'a [Block],
+    stop: Option<&Stop<'a>>,
+    timings: &Timings,
+) -> Answer<'a> {
+    Answer {
+        id: &reply.id,
+        r#type: "message",
+        role: "assistant",
+        model: &reply.model,
+        content,
+        stop_reason: stop.map(|stop| stop.reason),
+        stop_sequence: stop.and_then(|stop| stop.sequence),
+        usage: usage(timings),
+    }
+}
+
+/// The block of a call; of one that was cut, what is whole of its input.
+fn tool_use(call: Calling) -> Result<Block, ApiError> {
+    let json = if call.is_whole() { call.arguments } else { whole_parameters(&call.arguments) };
+    let input =
+        RawValue::from_string(json).map_err(|e| ApiError::Bug(format!("the input of a tool: {e}")))?;
+    Ok(Block::ToolUse { id: format!("{TOOL_ID_PREFIX}{}", call.id), name: call.name, input })
+}
+
+async fn collect(reply: Reply, mut answers: Answers, form: &Form) -> Result<Response, ApiError> {
+    let (mut text, mut calls) = (String::new(), Vec::new());
     while let Some(piece) = answers.next().await {
         let piece = piece?;
         text.push_str(&piece.text);
+        for call in piece.calls {
+            Calling::gather(&mut calls, call);
+        }
         if let Some(reason) = piece.end {
             reply.log(reason, &piece.timings);
             let stop = Stop::new(form, reason, piece.stopped_by, &piece.timings);
-            let content = if text.is_empty() { json!([]) } else { json!([{"type": "text", "text": text}]) };
-            return Ok(message(&reply, content, Some(&stop), &piece.timings));
+            let mut content = calls.into_iter().map(tool_use).collect::<Result<Vec<Block>, _>>()?;
+            if !text.is_empty() {
+                content.push(Block::Text { text });
+            }
+            return Ok(Json(message(&reply, &content, Some(&stop), &piece.timings)).into_response());
         }
     }
     Err(ApiError::Bug("an answer had no end".into()))
 }
 
-/// The message without content, its block piece by piece, why it ended with what it took, and the end. An error that
+/// The message without content, its blocks piece by piece, why it ended with what it took, and the end. An error that
 /// comes after the headers is the last event.
 fn events(
     reply: Reply,
@@ -154,7 +206,9 @@ fn events(
         Ok(sse::Event::default().event(name).data(value.to_string()))
     };
     async_stream::stream! {
-        let (mut begun, mut block) = (false, false);
+        let mut begun = false;
+        // The block that is open.
+        let mut open = None;
         while let Some(piece) = answers.next().await {
             let piece = match piece {
                 Ok(piece) => piece,
@@ -165,23 +219,42 @@ fn events(
             };
             if !begun {
                 begun = true;
-                let message = message(&reply, json!([]), None, &piece.timings);
+                let message = message(&reply, &[], None, &piece.timings);
                 yield event(json!({"type": "message_start", "message": message}));
             }
             if !piece.text.is_empty() {
-                if !block {
-                    block = true;
-                    let empty = json!({"type": "text", "text": ""});
-                    yield event(json!({"type": "content_block_start", "index": 0, "content_block": empty}));
+                if open.is_none() {
+                    open = Some(0);
+                    let block = json!({"type": "text", "text": ""});
+                    yield event(json!({"type": "content_block_start", "index": 0, "content_block": block}));
                     yield event(json!({"type": "ping"}));
                 }
                 let delta = json!({"type": "text_delta", "text": piece.text});
                 yield event(json!({"type": "content_block_delta", "index": 0, "delta": delta}));
             }
+            for call in piece.calls {
+                match call {
+                    CallPiece::Name { index, name } => {
+                        if let Some(before) = open.replace(index) {
+                            yield event(json!({"type": "content_block_stop", "index": before}));
+                        }
+                        let id = new_id(TOOL_ID_PREFIX);
+                        let block = json!({"type": "tool_use", "id": id, "name": name, "input": {}});
+                        yield event(json!({"type": "content_block_start", "index": index, "content_block": block}));
+                        if index == 0 {
+                            yield event(json!({"type": "ping"}));
+                        }
+                    }
+                    CallPiece::Parameters { index, json } => {
+                        let delta = json!({"type": "input_json_delta", "partial_json": json});
+                        yield event(json!({"type": "content_block_delta", "index": index, "delta": delta}));
+                    }
+                }
+            }
             let Some(reason) = piece.end else { continue };
             reply.log(reason, &piece.timings);
-            if block {
-                yield event(json!({"type": "content_block_stop", "index": 0}));
+            if let Some(index) = open {
+                yield event(json!({"type": "content_block_stop", "index": index}));
             }
             let stop = Stop::new(&form, reason, piece.stopped_by, &piece.timings);
             let delta = json!({"stop_reason": stop.reason, "stop_sequence": stop.sequence});

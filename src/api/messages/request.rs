@@ -7,8 +7,11 @@ use serde_json::Value;
 
 use super::super::error::ApiError;
 use super::super::grammar::ResponseGrammar;
-use super::super::request::{ChatRequest, Fields, PromptEnding, missing, nested, object, short, wrong_type};
-use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS, Message};
+use super::super::request::{
+    ChatRequest, Fields, Item, PromptEnding, missing, nested, object, short, wrong_type,
+};
+use super::super::tools::{Call, Conversation, ToolChoice, Tools, place_of, tool_list};
+use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS};
 
 /// How the answer is wanted.
 #[derive(Debug)]
@@ -45,104 +48,165 @@ pub(super) fn parse_to_count(body: &[u8]) -> Result<ChatRequest, ApiError> {
 
 fn conversation(fields: &Fields) -> Result<ChatRequest, ApiError> {
     let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
+    refuse_unsupported(fields)?;
     let items = fields.array("messages")?.ok_or_else(|| missing("messages"))?;
     if items.is_empty() {
         return Err(ApiError::invalid("messages", "expected at least one message, got an empty list"));
     }
-    let mut messages = Vec::with_capacity(items.len() + 1);
+    let mut conversation = Conversation::default();
     if let Some(system) = fields.get("system") {
-        messages.push(Message::new("system", &content("system", "system", system)?));
+        conversation.say("system", &text("system", "system", system)?);
     }
     for (i, item) in items.iter().enumerate() {
-        messages.push(message(&format!("messages[{i}]"), item)?);
+        message(&Item::new(format!("messages[{i}]"), item)?, &mut conversation)?;
     }
-    check_tools(fields)?;
-    refuse_unsupported(fields)?;
+    if conversation.ends_with_calls() {
+        let problem =
+            "expected a tool_result for each tool_use of the last message, in a message of the user's";
+        return Err(ApiError::invalid("messages", problem));
+    }
+    let messages = conversation.finish();
     // A last turn of the assistant's is the beginning of the answer.
     let continued = messages.last().is_some_and(|last| last.role == "assistant");
     let ending = if continued { PromptEnding::Continued } else { PromptEnding::Answer };
-    Ok(ChatRequest { model, messages, ending, grammar: output_format(fields)?, ..ChatRequest::default() })
+    let (tools, grammar) = (tools(fields)?, output_format(fields)?);
+    Ok(ChatRequest { model, messages, ending, tools, grammar, ..ChatRequest::default() })
 }
 
-fn message(at: &str, item: &Value) -> Result<Message, ApiError> {
-    let Value::Object(item) = item else { return Err(wrong_type(at, "an object", item)) };
-    let fields = Fields(item);
-    let role = fields.string("role").map_err(|e| nested(at, e))?;
-    let role = match role.ok_or_else(|| missing(format!("{at}.role")))? {
+fn message(item: &Item, conversation: &mut Conversation) -> Result<(), ApiError> {
+    let role = match item.string("role")? {
         role @ ("user" | "assistant" | "system") => role,
         other => {
             let problem = format!("expected user, assistant or system, got {:?}", short(other));
-            return Err(ApiError::invalid(format!("{at}.role"), problem));
+            return Err(ApiError::invalid(item.param("role"), problem));
         }
     };
-    let at = format!("{at}.content");
-    let value = fields.get("content").ok_or_else(|| missing(&at))?;
-    Ok(Message::new(role, &content(&at, role, value)?))
+    let at = item.param("content");
+    let content = item.fields.get("content").ok_or_else(|| missing(&at))?;
+    let Value::Array(blocks) = content else {
+        conversation.say(role, &text(&at, role, content)?);
+        return Ok(());
+    };
+    let (mut paragraphs, mut only_text) = (Vec::new(), true);
+    let say = |paragraphs: &mut Vec<&str>, conversation: &mut Conversation| {
+        if !paragraphs.is_empty() {
+            conversation.say(role, &std::mem::take(paragraphs).join("\n\n"));
+        }
+    };
+    for (i, value) in blocks.iter().enumerate() {
+        let block = Item::new(format!("{at}[{i}]"), value)?;
+        match (block.string("type")?, role) {
+            ("tool_use", "assistant") => {
+                say(&mut paragraphs, conversation);
+                let arguments = Value::Object(block.object("input")?.fields.0.clone()).to_string();
+                let call = Call { name: block.string("name")?.to_owned(), arguments };
+                conversation.call(block.string("id")?, call);
+                only_text = false;
+            }
+            ("tool_result", "user") => {
+                say(&mut paragraphs, conversation);
+                conversation.result(&block, "tool_use_id", tool_result(&block)?)?;
+                only_text = false;
+            }
+            _ => paragraphs.extend(text_block(&block, role)?),
+        }
+    }
+    // A message that says nothing is a turn too.
+    if only_text && paragraphs.is_empty() {
+        conversation.say(role, "");
+    }
+    say(&mut paragraphs, conversation);
+    Ok(())
 }
 
-/// The text of a string or of a list of blocks. Blocks are paragraphs of their own.
-fn content(at: &str, role: &str, value: &Value) -> Result<String, ApiError> {
+/// What a tool gave, which may be nothing.
+fn tool_result(block: &Item) -> Result<String, ApiError> {
+    let text = match block.fields.get("content") {
+        None => String::new(),
+        Some(content) => text(&block.param("content"), "user", content)?,
+    };
+    let failed = block.within(block.fields.bool("is_error"))?.unwrap_or(false);
+    Ok(if failed { format!("Error: {text}") } else { text })
+}
+
+/// A string, or a list of blocks of text, which are paragraphs of their own.
+fn text(at: &str, role: &str, value: &Value) -> Result<String, ApiError> {
     let blocks = match value {
         Value::String(text) => return Ok(text.clone()),
         Value::Array(blocks) => blocks,
         other => return Err(wrong_type(at, "a string or a list of blocks", other)),
     };
-    let mut texts = Vec::with_capacity(blocks.len());
-    for (i, value) in blocks.iter().enumerate() {
-        let at = format!("{at}[{i}]");
-        let Value::Object(item) = value else { return Err(wrong_type(at, "an object", value)) };
-        texts.extend(block(&at, role, &Fields(item))?.filter(|text| !text.is_empty()));
+    let mut paragraphs = Vec::with_capacity(blocks.len());
+    for (i, block) in blocks.iter().enumerate() {
+        paragraphs.extend(text_block(&Item::new(format!("{at}[{i}]"), block)?, role)?);
     }
-    Ok(texts.join("\n\n"))
+    Ok(paragraphs.join("\n\n"))
 }
 
 /// None for what stands in a conversation without being said in it.
-fn block<'a>(at: &str, role: &str, fields: &Fields<'a>) -> Result<Option<&'a str>, ApiError> {
-    let at_type = || format!("{at}.type");
-    match fields.string("type").map_err(|e| nested(at, e))?.ok_or_else(|| missing(at_type()))? {
-        "text" => {
-            let text = fields.string("text").map_err(|e| nested(at, e))?;
-            text.map(Some).ok_or_else(|| missing(format!("{at}.text")))
-        }
+fn text_block<'a>(block: &Item<'a>, role: &str) -> Result<Option<&'a str>, ApiError> {
+    match block.string("type")? {
+        "text" => Ok(Some(block.string("text")?).filter(|text| !text.is_empty())),
         "thinking" | "redacted_thinking" if role == "assistant" => Ok(None),
-        "tool_use" | "tool_result" => {
-            Err(ApiError::unsupported(at_type(), "this server does not call tools"))
-        }
         kind @ ("image" | "document" | "search_result" | "container_upload") => {
             let problem = format!("this server reads text only, not {kind:?}");
-            Err(ApiError::unsupported(at_type(), problem))
+            Err(ApiError::unsupported(block.param("type"), problem))
+        }
+        kind @ ("tool_use" | "tool_result") => {
+            let problem =
+                "a tool_use stands in a message of the assistant's, a tool_result in one of the user's";
+            Err(ApiError::invalid(block.param("type"), format!("got {kind:?} here: {problem}")))
         }
         kind => {
-            let problem = format!("expected \"text\", got {:?}", short(kind));
-            Err(ApiError::invalid(at_type(), problem))
+            let expected = "expected \"text\", \"tool_use\" or \"tool_result\"";
+            Err(ApiError::invalid(block.param("type"), format!("{expected}, got {:?}", short(kind))))
         }
     }
 }
 
-/// As for chat: a choice that allows an answer without a call is given one.
-fn check_tools(fields: &Fields) -> Result<(), ApiError> {
+fn tools(fields: &Fields) -> Result<Tools, ApiError> {
     const AT: &str = "tool_choice";
-    fields.array("tools")?;
-    let Some(choice) = fields.object(AT)?.map(Fields) else { return Ok(()) };
-    match choice.string("type").map_err(|e| nested(AT, e))? {
-        None => Err(missing("tool_choice.type")),
-        Some("auto" | "none") => Ok(()),
-        Some("any" | "tool") => {
-            Err(ApiError::unsupported(AT, "this server does not call tools; use \"auto\" or \"none\""))
+    let list = tool_list(fields, "input_schema", |item| {
+        match item.within(item.fields.string("type"))? {
+            None | Some("custom") => {}
+            Some(other) => {
+                let problem = format!("this server runs no tools itself, so not {:?}", short(other));
+                return Err(ApiError::unsupported(item.param("type"), problem));
+            }
         }
-        Some(other) => {
+        item.object("input_schema")?;
+        Ok(item)
+    })?;
+    let Some(choice) = fields.object(AT)? else {
+        return Ok(Tools { list, parallel: true, ..Tools::default() });
+    };
+    let item = Item { at: AT.into(), fields: Fields(choice) };
+    let alone = item.within(item.fields.bool("disable_parallel_tool_use"))?.unwrap_or(false);
+    let (choice, only) = match item.string("type")? {
+        "auto" => (ToolChoice::Auto, None),
+        "none" => (ToolChoice::None, None),
+        "any" if list.is_empty() => {
+            return Err(ApiError::invalid(AT, "there are no tools to choose from"));
+        }
+        "any" => (ToolChoice::Required, None),
+        "tool" => (ToolChoice::Required, Some(vec![place_of(&list, &item)?])),
+        other => {
             let problem = format!("expected auto, any, tool or none, got {:?}", short(other));
-            Err(ApiError::invalid("tool_choice.type", problem))
+            return Err(ApiError::invalid(item.param("type"), problem));
         }
-    }
+    };
+    Ok(Tools { list, choice, only, parallel: !alone })
 }
 
 fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
+    if fields.get("thread").is_some() {
+        return Err(ApiError::Thread);
+    }
     if fields.get("container").is_some() {
         return Err(ApiError::unsupported("container", "this server runs no code"));
     }
     if fields.array("mcp_servers")?.is_some_and(|servers| !servers.is_empty()) {
-        return Err(ApiError::unsupported("mcp_servers", "this server does not call tools"));
+        return Err(ApiError::unsupported("mcp_servers", "this server asks no others for tools"));
     }
     Ok(())
 }
