@@ -728,3 +728,17 @@ async fn mutated_tools_and_schemas_never_panic_hang_or_fail_the_server() {
     assert!(accepted > 200, "only {accepted} of 1500 were accepted: the mutations reach too little");
     assert_all_free(&app.engine).await;
 }
+
+#[tokio::test]
+async fn a_call_says_no_text_also_where_each_token_has_its_chunk() {
+    let text = "[{\"name\": \"now\", \"parameters\": {}}]";
+    let app = app_that_says(text);
+    let fields = json!({"tools": [now()], "logprobs": true, "stream": true});
+    let (lines, _) = stream(&app, with(chat("Hi"), fields)).await;
+    let chunks = parse(&lines);
+    let (first, rest) = chunks.split_first().expect("chunks");
+    assert_eq!(first["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
+    assert!(rest.iter().all(|chunk| chunk["choices"][0]["delta"].get("content").is_none()), "{rest:?}");
+    let tokens = rest.iter().filter_map(|chunk| chunk["choices"][0]["logprobs"]["content"].as_array());
+    assert_eq!(tokens.map(Vec::len).sum::<usize>(), tokenizer().encode(text, false).unwrap().len());
+}

@@ -133,9 +133,11 @@ fn stream_chunks(
                 }
             };
             if !text.is_empty() || !calls.is_empty() || logprobs.is_some() {
-                let delta = match calls.is_empty() {
-                    true => json!({"content": text}),
-                    false => json!({"tool_calls": calls.into_iter().map(call_delta).collect::<Vec<_>>()}),
+                let delta = match (calls.is_empty(), text.is_empty()) {
+                    (false, _) => json!({"tool_calls": calls.into_iter().map(call_delta).collect::<Vec<_>>()}),
+                    (true, false) => json!({"content": text}),
+                    // A token that said nothing yet, or stands between calls.
+                    (true, true) => json!({}),
                 };
                 let mut chunk = chunk(&reply, choice, delta, None, include_usage);
                 if let Some((id, logprobs)) = logprobs {
