@@ -250,7 +250,9 @@ impl Draw {
     }
 
     fn max_tokens(&mut self) -> Value {
-        json!(self.rng.random_range(1..=4))
+        // Some are enough for a call.
+        let most = if self.chance(0.1) { 40 } else { 4 };
+        json!(self.rng.random_range(1..=most))
     }
 
     fn chat(&mut self) -> Value {
@@ -313,7 +315,20 @@ impl Draw {
     }
 
     fn count(&mut self) -> Value {
-        let mut body = json!({"model": MODEL, "messages": self.turns("text", "text")});
+        let mut turns = self.turns("text", "text");
+        if self.chance(0.2) {
+            let call =
+                |id: &str, input: Value| json!({"type": "tool_use", "id": id, "name": "f", "input": input});
+            let result = |id: &str, content: Value| json!({"type": "tool_result", "tool_use_id": id, "content": content});
+            let calls = json!([{"type": "text", "text": "Let me see."}, call("a", json!({"x": 1})), call("b", json!({}))]);
+            let failed =
+                json!({"type": "tool_result", "tool_use_id": "a", "content": self.text(), "is_error": true});
+            let found = result("b", json!([{"type": "text", "text": self.text()}]));
+            let turns = turns.as_array_mut().expect("a list");
+            turns.push(json!({"role": "assistant", "content": calls}));
+            turns.push(json!({"role": "user", "content": [found, failed, {"type": "text", "text": "x"}]}));
+        }
+        let mut body = json!({"model": MODEL, "messages": turns});
         self.set(
             &mut body,
             0.4,
@@ -325,7 +340,14 @@ impl Draw {
         if self.chance(0.2) {
             body["tools"] =
                 json!([{"name": "f", "description": self.text(), "input_schema": {"type": "object"}}]);
-            self.set(&mut body, 0.5, "tool_choice", |d| json!({"type": d.of(&["auto", "none"])}));
+            let alone = self.chance(0.5);
+            let choices = [
+                json!({"type": "auto", "disable_parallel_tool_use": alone}),
+                json!({"type": "none"}),
+                json!({"type": "any", "disable_parallel_tool_use": alone}),
+                json!({"type": "tool", "name": "f"}),
+            ];
+            self.set(&mut body, 0.8, "tool_choice", |d| d.of(&choices));
         }
         body
     }
@@ -351,8 +373,14 @@ impl Draw {
     }
 
     fn responses(&mut self) -> Value {
-        let input =
+        let mut input =
             if self.chance(0.5) { json!(self.text()) } else { self.turns("input_text", "output_text") };
+        if let Some(items) = input.as_array_mut().filter(|_| self.chance(0.3)) {
+            items.push(
+                json!({"type": "function_call", "call_id": "a", "name": "f", "arguments": "{\"x\": 1}"}),
+            );
+            items.push(json!({"type": "function_call_output", "call_id": "a", "output": self.text()}));
+        }
         let mut body = json!({"model": MODEL, "input": input, "max_output_tokens": self.max_tokens()});
         self.set(&mut body, 0.5, "stream", |d| json!(d.chance(0.8)));
         self.set(&mut body, 0.3, "instructions", |d| json!(d.text()));
@@ -366,7 +394,11 @@ impl Draw {
         let tools = self.chance(0.2);
         if tools {
             body["tools"] = json!([{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}]);
-            self.set(&mut body, 0.5, "tool_choice", |d| json!(d.of(&["auto", "none"])));
+            let named = json!({"type": "function", "name": "f"});
+            let allowed = json!({"type": "allowed_tools", "mode": "required", "tools": [named]});
+            let choices = [json!("auto"), json!("none"), json!("required"), named, allowed];
+            self.set(&mut body, 0.8, "tool_choice", |d| d.of(&choices));
+            self.set(&mut body, 0.3, "parallel_tool_calls", |d| json!(d.chance(0.5)));
         } else {
             self.set(&mut body, 0.3, "text", |d| {
                 let schema = json!({"type": "json_schema", "name": "x", "schema": d.schema(), "strict": d.chance(0.5)});
