@@ -95,9 +95,9 @@ fn a_command_line_that_cannot_be_read_is_exit_code_2() {
         assert_eq!((code, stdout.as_str()), (2, ""), "{args:?}: {stderr}");
         assert!(stderr.starts_with("error: ") && stderr.contains(part), "{args:?}: {stderr}");
     }
-    let stops = ["--stop", "a"].repeat(5);
+    let stops = ["--stop", "a"].repeat(17);
     for command in [&["generate", "--prompt", "x"][..], &["chat"]] {
-        assert_error(unicorn(&[command, &stops[..]].concat()), 1, &["stop", "at most 4"]);
+        assert_error(unicorn(&[command, &stops[..]].concat()), 1, &["stop", "at most 16"]);
     }
     assert_eq!(output(unicorn(&[])).0, 2);
     assert_eq!(output(unicorn(&["--version"])).0, 0);

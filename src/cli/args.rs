@@ -172,7 +172,7 @@ pub struct Sampling {
     /// The same seed gives the same answer
     #[arg(long)]
     pub seed: Option<u64>,
-    /// End the answer before this text; up to 4 times
+    /// End the answer before this text; up to 16 times
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
 }
