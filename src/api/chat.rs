@@ -9,15 +9,21 @@ use axum::extract::State;
 use axum::response::sse;
 use axum::response::{IntoResponse, Response};
 use futures::Stream;
-use serde_json::{Value, json};
+use serde::Serialize;
+use utoipa::ToSchema;
 
 use super::answer::Reason;
 use super::error::ApiError;
-use super::exchange::{self, Answers, Caller, Exchange, Piece, Reply, finish_reason, timings_json, usage};
+use super::exchange::{
+    self, Answers, Caller, Exchange, FinishReason, Head, Piece, Reply, TimingsReport, Usage, json_text,
+};
 use super::request::ChatRequest;
+use super::service::TokenLogprob;
 use super::tools::Calling;
 use super::{Server, new_id};
 use crate::text::CallPiece;
+
+const CALL_ID_PREFIX: &str = "call_";
 
 /// How the answer is wanted.
 struct Form {
@@ -48,35 +54,193 @@ pub(super) async fn completions(
     }
 }
 
-/// One chunk of a stream. Where usage was asked for, every chunk has the field.
-fn chunk(reply: &Reply, index: usize, delta: Value, finish_reason: Option<&str>, usage: bool) -> Value {
-    let choice = json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": finish_reason});
-    let mut chunk = reply.object("chat.completion.chunk", json!([choice]));
-    if usage {
-        chunk["usage"] = Value::Null;
-    }
-    chunk
+/// Of the whole answer.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ChatCompletion {
+    #[serde(flatten)]
+    head: Head,
+    #[schema(inline)]
+    object: Whole,
+    choices: Vec<ChatChoice>,
+    usage: Usage,
+    timings: TimingsReport,
 }
 
-/// OpenAI's delta of one call: its name with its id first, and then its arguments piece by piece.
-fn call_delta(call: CallPiece) -> Value {
-    match call {
-        CallPiece::Name { index, name } => {
-            let function = json!({"name": name, "arguments": ""});
-            json!({"index": index, "id": new_id("call_"), "type": "function", "function": function})
+#[derive(Serialize, ToSchema)]
+enum Whole {
+    #[serde(rename = "chat.completion")]
+    ChatCompletion,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ChatChoice {
+    index: usize,
+    message: ChatAnswer,
+    #[schema(required)]
+    logprobs: Option<ChatLogprobs>,
+    finish_reason: FinishReason,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ChatAnswer {
+    #[schema(inline)]
+    role: Assistant,
+    /// Null where it calls tools.
+    #[schema(required)]
+    content: Option<String>,
+    /// Always null: OpenAI's field for what its models say instead.
+    #[schema(required)]
+    refusal: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<ToolCall>,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum Assistant {
+    Assistant,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ToolCall {
+    id: String,
+    #[schema(inline)]
+    r#type: Function,
+    function: CalledFunction,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum Function {
+    Function,
+}
+
+#[derive(Serialize, ToSchema)]
+struct CalledFunction {
+    name: String,
+    /// JSON; cut where the answer is.
+    arguments: String,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ChatLogprobs {
+    content: Vec<TokenLogprob>,
+    /// Always null.
+    #[schema(required)]
+    refusal: Option<Vec<TokenLogprob>>,
+}
+
+impl ChatLogprobs {
+    fn new(content: Vec<TokenLogprob>) -> Self {
+        Self { content, refusal: None }
+    }
+}
+
+/// One event of a stream.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ChatCompletionChunk {
+    #[serde(flatten)]
+    head: Head,
+    #[schema(inline)]
+    object: Part,
+    /// Empty in the chunk that brings `usage`.
+    choices: Vec<ChatChunkChoice>,
+    /// There where it was asked for: null in every chunk but the last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Usage>, required = false)]
+    usage: Option<Option<Usage>>,
+    /// In the last chunk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    timings: Option<TimingsReport>,
+}
+
+#[derive(Serialize, ToSchema)]
+enum Part {
+    #[serde(rename = "chat.completion.chunk")]
+    ChatCompletionChunk,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ChatChunkChoice {
+    index: usize,
+    delta: ChatDelta,
+    #[schema(required)]
+    logprobs: Option<ChatLogprobs>,
+    #[schema(required)]
+    finish_reason: Option<FinishReason>,
+}
+
+/// What is new: the role first, then text or calls; nothing beside a finish reason, or where a token says nothing yet.
+#[derive(Default, Serialize, ToSchema)]
+struct ChatDelta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(inline, nullable = false)]
+    role: Option<Assistant>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    content: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<ToolCallDelta>,
+}
+
+/// Of one call: its name with its id first, and then its arguments piece by piece.
+#[derive(Serialize, ToSchema)]
+struct ToolCallDelta {
+    index: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(inline, nullable = false)]
+    r#type: Option<Function>,
+    function: FunctionDelta,
+}
+
+#[derive(Serialize, ToSchema)]
+struct FunctionDelta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    name: Option<String>,
+    arguments: String,
+}
+
+impl From<CallPiece> for ToolCallDelta {
+    fn from(call: CallPiece) -> Self {
+        match call {
+            CallPiece::Name { index, name } => Self {
+                index,
+                id: Some(new_id(CALL_ID_PREFIX)),
+                r#type: Some(Function::Function),
+                function: FunctionDelta { name: Some(name), arguments: String::new() },
+            },
+            CallPiece::Parameters { index, json } => Self {
+                index,
+                id: None,
+                r#type: None,
+                function: FunctionDelta { name: None, arguments: json },
+            },
         }
-        CallPiece::Parameters { index, json } => json!({"index": index, "function": {"arguments": json}}),
     }
 }
 
-fn logprobs_content(tokens: Vec<Value>) -> Value {
-    json!({"content": tokens, "refusal": null})
+impl ChatCompletionChunk {
+    /// Where usage is asked for, every chunk has the field.
+    fn new(reply: &Reply, choices: Vec<ChatChunkChoice>, usage: bool) -> Self {
+        Self {
+            head: reply.head(),
+            object: Part::ChatCompletionChunk,
+            choices,
+            usage: usage.then_some(None),
+            timings: None,
+        }
+    }
 }
 
-async fn collect(reply: Reply, mut answers: Answers) -> Result<Value, ApiError> {
+async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, ApiError> {
     let n = answers.count();
-    let (mut texts, mut logprobs) = (vec![String::new(); n], vec![Vec::new(); n]);
-    let mut calls = vec![Vec::<Calling>::new(); n];
+    let mut logprobs: Vec<_> = (0..n).map(|_| Vec::new()).collect();
+    let (mut texts, mut calls) = (vec![String::new(); n], vec![Vec::<Calling>::new(); n]);
     let mut last = Reason::Stop;
     while let Some(piece) = answers.next().await {
         let piece = piece?;
@@ -84,7 +248,7 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<Value, ApiError> 
         for call in piece.calls {
             Calling::gather(&mut calls[piece.choice], call);
         }
-        let token = piece.logprobs.map(|(id, logprobs)| answers.service.logprobs_json(id, &logprobs));
+        let token = piece.logprobs.map(|(id, logprobs)| answers.service.token_logprob(id, &logprobs));
         logprobs[piece.choice].extend(token);
         last = piece.end.unwrap_or(last);
     }
@@ -92,23 +256,27 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<Value, ApiError> 
     reply.log(last, &timings);
     let choices = answers.ends().zip(texts).zip(calls).zip(logprobs).enumerate();
     let choices = choices.map(|(index, (((reason, text), calls), tokens))| {
-        let mut message = json!({"role": "assistant", "content": text, "refusal": null});
-        if !calls.is_empty() {
-            let call = |Calling { id, name, arguments }: &Calling| {
-                let function = json!({"name": name, "arguments": arguments});
-                json!({"id": format!("call_{id}"), "type": "function", "function": function})
-            };
-            message["content"] = Value::Null;
-            message["tool_calls"] = calls.iter().map(call).collect();
-        }
-        let logprobs = if tokens.is_empty() { Value::Null } else { logprobs_content(tokens) };
-        let reason = finish_reason(reason);
-        json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
+        let call = |Calling { id, name, arguments }| ToolCall {
+            id: format!("{CALL_ID_PREFIX}{id}"),
+            r#type: Function::Function,
+            function: CalledFunction { name, arguments },
+        };
+        let message = ChatAnswer {
+            role: Assistant::Assistant,
+            content: calls.is_empty().then_some(text),
+            refusal: None,
+            tool_calls: calls.into_iter().map(call).collect(),
+        };
+        let logprobs = (!tokens.is_empty()).then(|| ChatLogprobs::new(tokens));
+        ChatChoice { index, message, logprobs, finish_reason: reason.into() }
     });
-    let mut body = reply.object("chat.completion", choices.collect());
-    body["usage"] = usage(&timings);
-    body["timings"] = timings_json(&timings);
-    Ok(body)
+    Ok(ChatCompletion {
+        head: reply.head(),
+        object: Whole::ChatCompletion,
+        choices: choices.collect(),
+        usage: Usage::new(&timings),
+        timings: TimingsReport::new(&timings),
+    })
 }
 
 /// Of each answer the role first, then content or calls, then the finish reason; then usage if asked; `[DONE]` last. An error that
@@ -118,48 +286,51 @@ fn stream_chunks(
     mut answers: Answers,
     include_usage: bool,
 ) -> impl Stream<Item = Result<sse::Event, Infallible>> {
-    let line = |value: Value| Ok(sse::Event::default().data(value.to_string()));
+    let line = |data: String| Ok(sse::Event::default().data(data));
+    let chunk = move |reply: &Reply, index, delta, logprobs, reason: Option<Reason>| {
+        let finish_reason = reason.map(FinishReason::from);
+        let choice = ChatChunkChoice { index, delta, logprobs, finish_reason };
+        ChatCompletionChunk::new(reply, vec![choice], include_usage)
+    };
     async_stream::stream! {
         for choice in 0..answers.count() {
-            let role = json!({"role": "assistant", "content": ""});
-            yield line(chunk(&reply, choice, role, None, include_usage));
+            let role =
+                ChatDelta { role: Some(Assistant::Assistant), content: Some(String::new()), ..ChatDelta::default() };
+            yield line(json_text(&chunk(&reply, choice, role, None, None)));
         }
         while let Some(piece) = answers.next().await {
             let Piece { choice, text, calls, logprobs, end, .. } = match piece {
                 Ok(piece) => piece,
                 Err(error) => {
-                    yield line(error.body());
+                    yield line(json_text(&error.body()));
                     break;
                 }
             };
             if !text.is_empty() || !calls.is_empty() || logprobs.is_some() {
-                let delta = match (calls.is_empty(), text.is_empty()) {
-                    (false, _) => json!({"tool_calls": calls.into_iter().map(call_delta).collect::<Vec<_>>()}),
-                    (true, false) => json!({"content": text}),
-                    // A token that said nothing yet, or stands between calls.
-                    (true, true) => json!({}),
+                // Without either: a token that said nothing yet, or stands between calls.
+                let delta = ChatDelta {
+                    content: (calls.is_empty() && !text.is_empty()).then_some(text),
+                    tool_calls: calls.into_iter().map(ToolCallDelta::from).collect(),
+                    ..ChatDelta::default()
                 };
-                let mut chunk = chunk(&reply, choice, delta, None, include_usage);
-                if let Some((id, logprobs)) = logprobs {
-                    let token = answers.service.logprobs_json(id, &logprobs);
-                    chunk["choices"][0]["logprobs"] = logprobs_content(vec![token]);
-                }
-                yield line(chunk);
+                let token = logprobs.map(|(id, logprobs)| answers.service.token_logprob(id, &logprobs));
+                let logprobs = token.map(|token| ChatLogprobs::new(vec![token]));
+                yield line(json_text(&chunk(&reply, choice, delta, logprobs, None)));
             }
             let Some(reason) = end else { continue };
-            let mut last = chunk(&reply, choice, json!({}), Some(finish_reason(reason)), include_usage);
+            let mut last = chunk(&reply, choice, ChatDelta::default(), None, Some(reason));
             if answers.is_done() {
                 let timings = answers.timings();
                 reply.log(reason, &timings);
                 if include_usage {
-                    yield line(last);
-                    last = reply.object("chat.completion.chunk", json!([]));
-                    last["usage"] = usage(&timings);
+                    yield line(json_text(&last));
+                    last = ChatCompletionChunk::new(&reply, Vec::new(), true);
+                    last.usage = Some(Some(Usage::new(&timings)));
                 }
-                last["timings"] = timings_json(&timings);
+                last.timings = Some(TimingsReport::new(&timings));
             }
-            yield line(last);
+            yield line(json_text(&last));
         }
-        yield Ok(sse::Event::default().data("[DONE]"));
+        yield line("[DONE]".into());
     }
 }

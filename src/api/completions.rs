@@ -10,15 +10,19 @@ use axum::extract::State;
 use axum::response::sse;
 use axum::response::{IntoResponse, Response};
 use futures::Stream;
+use serde::Serialize;
 use serde_json::{Map, Value, json};
+use utoipa::ToSchema;
 
 use super::Server;
 use super::answer::{AnswerText, Reason};
 use super::error::ApiError;
-use super::exchange::{self, Answers, Caller, Exchange, Piece, Reply, finish_reason, timings_json, usage};
+use super::exchange::{
+    self, Answers, Caller, Exchange, FinishReason, Head, Piece, Reply, TimingsReport, Usage, json_text,
+};
 use super::prompts::{Prompt, prompts};
 use super::request::{ChatRequest, Fields, missing, object};
-use super::service::Service;
+use super::service::{Service, finite};
 use crate::engine::Request;
 use crate::model::{Logprobs, MAX_LOGPROBS};
 
@@ -119,34 +123,76 @@ struct Echo {
     ids: Vec<u32>,
 }
 
-/// OpenAI's lists for the tokens of a completion.
+/// A completion, or an event of a stream of one.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Completion {
+    #[serde(flatten)]
+    head: Head,
+    #[schema(inline)]
+    object: TextCompletion,
+    /// Empty in the event that brings `usage`.
+    choices: Vec<CompletionChoice>,
+    /// In a stream, there where it was asked for: null in every event but the last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Usage>, required = false)]
+    usage: Option<Option<Usage>>,
+    /// In a stream, in the last event.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    timings: Option<TimingsReport>,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+enum TextCompletion {
+    TextCompletion,
+}
+
+#[derive(Serialize, ToSchema)]
+struct CompletionChoice {
+    index: usize,
+    text: String,
+    #[schema(required)]
+    logprobs: Option<CompletionLogprobs>,
+    /// Null in the events of a stream but the last of an answer.
+    #[schema(required)]
+    finish_reason: Option<FinishReason>,
+}
+
+/// OpenAI's lists for the tokens of a completion, of one length.
+#[derive(Default, Serialize, ToSchema)]
+struct CompletionLogprobs {
+    tokens: Vec<String>,
+    /// Null for the first token of a prompt: nothing was there to foretell it.
+    token_logprobs: Vec<Option<f64>>,
+    #[schema(value_type = Vec<Option<HashMap<String, f64>>>)]
+    top_logprobs: Vec<Option<Map<String, Value>>>,
+    /// Where each begins, in characters.
+    text_offset: Vec<usize>,
+}
+
+/// The tokens of one answer.
 #[derive(Default)]
 struct Scores {
-    tokens: Vec<Value>,
-    token_logprobs: Vec<Value>,
-    top_logprobs: Vec<Value>,
-    text_offset: Vec<usize>,
+    new: CompletionLogprobs,
     /// Characters so far.
     offset: usize,
 }
 
 impl Scores {
-    /// The first token of a prompt has no probability: nothing was there to foretell it.
     fn push(&mut self, service: &Service, id: u32, logprobs: Option<&Logprobs>) {
         let piece = service.piece(id);
-        self.text_offset.push(self.offset);
+        self.new.text_offset.push(self.offset);
         self.offset += piece.chars().count();
-        self.tokens.push(json!(piece));
-        // JSON has no infinity.
-        let number = |logprob: f32| json!(logprob.max(-9999.0));
-        self.token_logprobs.push(logprobs.map_or(Value::Null, |found| number(found.drawn)));
-        self.top_logprobs.push(logprobs.map_or(Value::Null, |found| {
+        self.new.tokens.push(piece);
+        self.new.token_logprobs.push(logprobs.map(|found| finite(found.drawn)));
+        self.new.top_logprobs.push(logprobs.map(|found| {
             let mut top = Map::new();
             for (id, logprob) in &found.top {
                 // Of two tokens of the same text, the likelier one.
-                top.entry(service.piece(*id)).or_insert_with(|| number(*logprob));
+                top.entry(service.piece(*id)).or_insert_with(|| json!(finite(*logprob)));
             }
-            Value::Object(top)
+            top
         }));
     }
 
@@ -154,18 +200,6 @@ impl Scores {
         for (i, id) in ids.iter().enumerate() {
             self.push(service, *id, i.checked_sub(1).and_then(|before| logprobs.get(before)));
         }
-    }
-
-    /// What came since the last call.
-    fn take(&mut self) -> Value {
-        let rest = Scores { offset: self.offset, ..Scores::default() };
-        let Scores { tokens, token_logprobs, top_logprobs, text_offset, .. } = std::mem::replace(self, rest);
-        json!({
-            "tokens": tokens,
-            "token_logprobs": token_logprobs,
-            "top_logprobs": top_logprobs,
-            "text_offset": text_offset,
-        })
     }
 }
 
@@ -207,16 +241,10 @@ impl<'a> Completing<'a> {
         added
     }
 
-    fn scores(&mut self, choice: usize) -> Value {
-        match self.form.logprobs {
-            Some(_) => self.scores[choice].take(),
-            None => Value::Null,
-        }
+    /// Those that came since the last call, where they were asked for.
+    fn scores(&mut self, choice: usize) -> Option<CompletionLogprobs> {
+        self.form.logprobs.map(|_| std::mem::take(&mut self.scores[choice].new))
     }
-}
-
-fn choice(index: usize, text: &str, logprobs: Value, reason: Option<Reason>) -> Value {
-    json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason.map(finish_reason)})
 }
 
 /// Why an answer ended; of a prompt alone, that nothing was to follow it.
@@ -224,17 +252,24 @@ fn reason(form: &Form, reason: Reason) -> Reason {
     if form.prompt_only { Reason::Length } else { reason }
 }
 
+impl Completion {
+    fn new(reply: &Reply, choices: Vec<CompletionChoice>) -> Self {
+        let object = TextCompletion::TextCompletion;
+        Self { head: reply.head(), object, choices, usage: None, timings: None }
+    }
+}
+
 /// The whole reply's last words.
-fn close(reply: &Reply, answers: &Answers, form: &Form, last: Reason) -> (Value, Value) {
+fn close(reply: &Reply, answers: &Answers, form: &Form, last: Reason) -> (Usage, TimingsReport) {
     let mut timings = answers.timings();
     if form.prompt_only {
         timings.predicted_n = 0;
     }
     reply.log(last, &timings);
-    (usage(&timings), timings_json(&timings))
+    (Usage::new(&timings), TimingsReport::new(&timings))
 }
 
-async fn collect(reply: Reply, mut answers: Answers, form: Form) -> Result<Value, ApiError> {
+async fn collect(reply: Reply, mut answers: Answers, form: Form) -> Result<Completion, ApiError> {
     let service = Arc::clone(&answers.service);
     let mut all = Completing::new(&form);
     let mut texts = vec![String::new(); answers.count()];
@@ -244,14 +279,16 @@ async fn collect(reply: Reply, mut answers: Answers, form: Form) -> Result<Value
         texts[choice].push_str(&all.take(&service, piece));
     }
     let ends: Vec<Reason> = answers.ends().map(|end| reason(&form, end)).collect();
-    let choices = texts
-        .iter()
-        .zip(&ends)
-        .enumerate()
-        .map(|(i, (text, end))| choice(i, text, all.scores(i), Some(*end)));
-    let mut body = reply.object("text_completion", choices.collect());
+    let choices = texts.into_iter().zip(&ends).enumerate().map(|(index, (text, end))| CompletionChoice {
+        index,
+        text,
+        logprobs: all.scores(index),
+        finish_reason: Some((*end).into()),
+    });
+    let mut body = Completion::new(&reply, choices.collect());
     let last = ends.last().copied().unwrap_or(Reason::Stop);
-    (body["usage"], body["timings"]) = close(&reply, &answers, &form, last);
+    let (usage, timings) = close(&reply, &answers, &form, last);
+    (body.usage, body.timings) = (Some(Some(usage)), Some(timings));
     Ok(body)
 }
 
@@ -262,7 +299,7 @@ fn stream_chunks(
     mut answers: Answers,
     form: Form,
 ) -> impl Stream<Item = Result<sse::Event, Infallible>> {
-    let line = |value: Value| Ok(sse::Event::default().data(value.to_string()));
+    let line = |data: String| Ok(sse::Event::default().data(data));
     async_stream::stream! {
         let service = Arc::clone(&answers.service);
         let mut all = Completing::new(&form);
@@ -270,34 +307,34 @@ fn stream_chunks(
             let piece = match piece {
                 Ok(piece) => piece,
                 Err(error) => {
-                    yield line(error.body());
+                    yield line(json_text(&error.body()));
                     break;
                 }
             };
             let (index, end) = (piece.choice, piece.end.map(|end| reason(&form, end)));
             let text = all.take(&service, piece);
-            let scores = all.scores(index);
-            let is_empty = text.is_empty() && scores["tokens"].as_array().is_none_or(Vec::is_empty);
+            let logprobs = all.scores(index);
+            let is_empty = text.is_empty() && logprobs.as_ref().is_none_or(|scores| scores.tokens.is_empty());
             if is_empty && end.is_none() {
                 continue;
             }
-            let mut chunk = reply.object("text_completion", json!([choice(index, &text, scores, end)]));
-            if form.include_usage {
-                chunk["usage"] = Value::Null;
-            }
+            let finish_reason = end.map(FinishReason::from);
+            let mut chunk =
+                Completion::new(&reply, vec![CompletionChoice { index, text, logprobs, finish_reason }]);
+            chunk.usage = form.include_usage.then_some(None);
             let Some(end) = end.filter(|_| answers.is_done()) else {
-                yield line(chunk);
+                yield line(json_text(&chunk));
                 continue;
             };
             let (usage, timings) = close(&reply, &answers, &form, end);
             if form.include_usage {
-                yield line(chunk);
-                chunk = reply.object("text_completion", json!([]));
-                chunk["usage"] = usage;
+                yield line(json_text(&chunk));
+                chunk = Completion::new(&reply, Vec::new());
+                chunk.usage = Some(Some(usage));
             }
-            chunk["timings"] = timings;
-            yield line(chunk);
+            chunk.timings = Some(timings);
+            yield line(json_text(&chunk));
         }
-        yield Ok(sse::Event::default().data("[DONE]"));
+        yield line("[DONE]".into());
     }
 }

@@ -14,7 +14,8 @@ use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use futures::StreamExt;
 use futures::stream::FuturesOrdered;
-use serde_json::{Value, json};
+use serde::Serialize;
+use utoipa::ToSchema;
 
 use super::Server;
 use super::answer::Reason;
@@ -23,6 +24,7 @@ use super::exchange::{self, Caller};
 use super::metrics::Followed;
 use super::prompts::{Prompt, prompts};
 use super::request::{ChatRequest, Fields, missing, object};
+use super::status::List;
 use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
 
 /// The field with what is to be embedded.
@@ -41,15 +43,55 @@ enum Encoding {
 }
 
 impl Encoding {
-    fn write(self, state: &[f32]) -> Value {
+    fn write(self, state: Vec<f32>) -> Numbers {
         match self {
-            Encoding::Float => json!(state),
+            Encoding::Float => Numbers::Floats(state),
             Encoding::Base64 => {
                 let bytes: Vec<u8> = state.iter().flat_map(|x| x.to_le_bytes()).collect();
-                json!(BASE64_STANDARD.encode(bytes))
+                Numbers::Base64(BASE64_STANDARD.encode(bytes))
             }
         }
     }
+}
+
+#[derive(Serialize, ToSchema)]
+pub(super) struct Embeddings {
+    #[schema(inline)]
+    object: List,
+    data: Vec<Embedding>,
+    model: String,
+    usage: EmbeddingsUsage,
+}
+
+/// Of one input.
+#[derive(Serialize, ToSchema)]
+struct Embedding {
+    #[schema(inline)]
+    object: EmbeddingObject,
+    index: usize,
+    embedding: Numbers,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum EmbeddingObject {
+    Embedding,
+}
+
+/// As `encoding_format` has it.
+#[derive(Serialize, ToSchema)]
+#[serde(untagged)]
+#[schema(as = EmbeddingNumbers)]
+enum Numbers {
+    Floats(Vec<f32>),
+    /// f32, the least significant byte first.
+    Base64(String),
+}
+
+#[derive(Serialize, ToSchema)]
+struct EmbeddingsUsage {
+    prompt_tokens: usize,
+    total_tokens: usize,
 }
 
 /// The handler.
@@ -57,7 +99,7 @@ pub(super) async fn embeddings(
     State(server): State<Arc<Server>>,
     caller: Caller,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<Embeddings>, ApiError> {
     let prepared = exchange::work(&server, body, |server, body| {
         let body = object(body)?;
         let fields = Fields(&body);
@@ -115,15 +157,17 @@ pub(super) async fn embeddings(
 
     let tokens: usize = embedded.iter().map(|(_, timings)| timings.prompt_n).sum();
     tracing::info!(inputs = embedded.len(), prompt_n = tokens, "embedded");
-    let data = embedded.iter().enumerate().map(|(index, (state, _))| {
-        json!({"object": "embedding", "index": index, "embedding": encoding.write(state)})
+    let data = embedded.into_iter().enumerate().map(|(index, (state, _))| Embedding {
+        object: EmbeddingObject::Embedding,
+        index,
+        embedding: encoding.write(state),
     });
-    Ok(Json(json!({
-        "object": "list",
-        "data": data.collect::<Vec<_>>(),
-        "model": server.model_id,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    })))
+    Ok(Json(Embeddings {
+        object: List::List,
+        data: data.collect(),
+        model: server.model_id.clone(),
+        usage: EmbeddingsUsage { prompt_tokens: tokens, total_tokens: tokens },
+    }))
 }
 
 /// One text's embedding, of what the engine says of it. Dropped before its end, it is cancelled.

@@ -5,7 +5,9 @@ use std::time::Duration;
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use serde::Serialize;
 use serde_json::{Value, json};
+use utoipa::ToSchema;
 
 use crate::engine::{EngineError, SubmitError};
 
@@ -95,6 +97,26 @@ struct Wire<'a> {
     retry_after_s: Option<u32>,
 }
 
+/// OpenAI's words for what went wrong.
+#[derive(Serialize, ToSchema)]
+#[schema(as = Error)]
+pub(super) struct ErrorBody {
+    error: ErrorObject,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ErrorObject {
+    /// For the person who asked.
+    message: String,
+    r#type: &'static str,
+    /// The field that is to blame, if one is.
+    #[schema(required)]
+    param: Option<String>,
+    /// For the program that asked.
+    #[schema(required)]
+    code: Option<&'static str>,
+}
+
 impl ApiError {
     pub fn invalid(param: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::Invalid { param: param.into(), problem: problem.into() }
@@ -126,10 +148,11 @@ impl ApiError {
         self.wire().status
     }
 
-    /// `{"error": {...}}`, as a response's body or as a line of a stream that had begun.
-    pub fn body(&self) -> Value {
+    /// As a response's body, or as a line of a stream that had begun.
+    pub(super) fn body(&self) -> ErrorBody {
         let Wire { kind, param, code, .. } = self.wire();
-        json!({"error": {"message": self.to_string(), "type": kind, "param": param, "code": code}})
+        let param = param.map(str::to_owned);
+        ErrorBody { error: ErrorObject { message: self.to_string(), r#type: kind, param, code } }
     }
 
     /// The same in Anthropic's words, and with the status that goes with them.

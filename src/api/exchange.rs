@@ -13,8 +13,9 @@ use axum::http::request::Parts;
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::{Stream, StreamExt};
-use serde_json::{Value, json};
+use serde::Serialize;
 use tokio::sync::SemaphorePermit;
+use utoipa::ToSchema;
 
 use super::answer::{AnswerText, Delta, End, Reason};
 use super::error::ApiError;
@@ -165,6 +166,11 @@ pub(super) fn stream(
     Sse::new(lines).keep_alive(keep_alive).into_response()
 }
 
+/// An object of a reply as it stands in a stream.
+pub(super) fn json_text(object: &impl Serialize) -> String {
+    serde_json::to_string(object).expect("an object of a reply has strings for names, and no infinity")
+}
+
 /// What all parts of one reply share.
 pub(super) struct Reply {
     pub id: String,
@@ -176,21 +182,19 @@ pub(super) struct Reply {
 }
 
 impl Reply {
-    /// OpenAI's object around the answers.
-    pub fn object(&self, kind: &str, choices: Value) -> Value {
-        json!({
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": concat!("unicorn-", env!("CARGO_PKG_VERSION")),
-            "choices": choices,
-        })
+    /// What OpenAI's objects say beside the answers.
+    pub fn head(&self) -> Head {
+        Head {
+            id: self.id.clone(),
+            created: self.created,
+            model: self.model.clone(),
+            system_fingerprint: concat!("unicorn-", env!("CARGO_PKG_VERSION")),
+        }
     }
 
     pub fn log(&self, reason: Reason, timings: &Timings) {
         let Timings { queue, prefill, decode, prompt_n, cached_n, predicted_n, drafts } = timings;
-        let (seed, reason) = (self.seed, finish_reason(reason));
+        let (seed, reason) = (self.seed, FinishReason::from(reason).name());
         self.span.in_scope(|| {
             tracing::info!(
                 seed,
@@ -206,6 +210,18 @@ impl Reply {
             );
         });
     }
+}
+
+/// What all of OpenAI's objects begin with.
+#[derive(Serialize, ToSchema)]
+#[schema(as = ReplyHead)]
+pub(super) struct Head {
+    id: String,
+    /// Unix time, in seconds.
+    created: u64,
+    model: String,
+    /// Changes with what may change an answer: the server's version.
+    system_fingerprint: &'static str,
 }
 
 /// The answers to one request, as they come: those to each of its prompts in turn.
@@ -349,41 +365,102 @@ impl Answers {
     }
 }
 
-/// OpenAI's words.
-pub(super) fn finish_reason(reason: Reason) -> &'static str {
-    match reason {
-        Reason::Stop => "stop",
-        Reason::Length => "length",
-        Reason::Called => "tool_calls",
+/// Why an answer ended, in OpenAI's words.
+#[derive(Clone, Copy, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum FinishReason {
+    /// The model ended it, or a stop string did.
+    Stop,
+    /// No more tokens were wanted, or fit.
+    Length,
+    /// It calls tools.
+    ToolCalls,
+}
+
+impl FinishReason {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::ToolCalls => "tool_calls",
+        }
     }
 }
 
-pub(super) fn usage(timings: &Timings) -> Value {
-    let Timings { prompt_n, cached_n, predicted_n, .. } = *timings;
-    json!({
-        "prompt_tokens": prompt_n,
-        "completion_tokens": predicted_n,
-        "total_tokens": prompt_n + predicted_n,
-        "prompt_tokens_details": {"cached_tokens": cached_n},
-    })
+impl From<Reason> for FinishReason {
+    fn from(reason: Reason) -> Self {
+        match reason {
+            Reason::Stop => Self::Stop,
+            Reason::Length => Self::Length,
+            Reason::Called => Self::ToolCalls,
+        }
+    }
 }
 
-/// As llama.cpp's server reports them; a rate over no time, or of no tokens, is null.
-pub(super) fn timings_json(timings: &Timings) -> Value {
-    let Timings { prefill, decode, prompt_n: whole_prompt, cached_n, predicted_n, drafts, .. } = *timings;
-    // As there: of the prompt, what was computed, and what needed not be.
-    let prompt_n = whole_prompt - cached_n;
-    let rate = |n: usize, time: Duration| (n > 0 && !time.is_zero()).then(|| n as f64 / time.as_secs_f64());
-    json!({
-        "prompt_n": prompt_n,
-        "cache_n": cached_n,
-        "prompt_ms": prefill.as_secs_f64() * 1e3,
-        "prompt_per_second": rate(prompt_n, prefill),
-        "predicted_n": predicted_n,
-        "predicted_ms": decode.as_secs_f64() * 1e3,
-        // The first token came with the prompt.
-        "predicted_per_second": rate(predicted_n.saturating_sub(1), decode),
-        "draft_n": drafts.proposed,
-        "draft_n_accepted": drafts.accepted,
-    })
+/// Tokens of all answers together.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Usage {
+    prompt_tokens: usize,
+    completion_tokens: usize,
+    total_tokens: usize,
+    prompt_tokens_details: PromptTokensDetails,
+}
+
+#[derive(Serialize, ToSchema)]
+struct PromptTokensDetails {
+    /// What the prefix cache had of them.
+    cached_tokens: usize,
+}
+
+impl Usage {
+    pub fn new(timings: &Timings) -> Self {
+        let Timings { prompt_n, cached_n, predicted_n, .. } = *timings;
+        Self {
+            prompt_tokens: prompt_n,
+            completion_tokens: predicted_n,
+            total_tokens: prompt_n + predicted_n,
+            prompt_tokens_details: PromptTokensDetails { cached_tokens: cached_n },
+        }
+    }
+}
+
+/// Times of all answers together, as llama.cpp's server reports them; a rate over no time, or of no tokens, is null.
+#[derive(Serialize, ToSchema)]
+#[schema(as = Timings)]
+pub(super) struct TimingsReport {
+    /// Of the prompt, what was computed.
+    prompt_n: usize,
+    /// Of the prompt, what needed not be.
+    cache_n: usize,
+    prompt_ms: f64,
+    #[schema(required)]
+    prompt_per_second: Option<f64>,
+    predicted_n: usize,
+    predicted_ms: f64,
+    /// The first token came with the prompt, and does not count.
+    #[schema(required)]
+    predicted_per_second: Option<f64>,
+    /// Guesses of prompt lookup and of a draft model.
+    draft_n: usize,
+    draft_n_accepted: usize,
+}
+
+impl TimingsReport {
+    pub fn new(timings: &Timings) -> Self {
+        let Timings { prefill, decode, prompt_n: whole_prompt, cached_n, predicted_n, drafts, .. } = *timings;
+        let prompt_n = whole_prompt - cached_n;
+        let rate =
+            |n: usize, time: Duration| (n > 0 && !time.is_zero()).then(|| n as f64 / time.as_secs_f64());
+        Self {
+            prompt_n,
+            cache_n: cached_n,
+            prompt_ms: prefill.as_secs_f64() * 1e3,
+            prompt_per_second: rate(prompt_n, prefill),
+            predicted_n,
+            predicted_ms: decode.as_secs_f64() * 1e3,
+            predicted_per_second: rate(predicted_n.saturating_sub(1), decode),
+            draft_n: drafts.proposed,
+            draft_n_accepted: drafts.accepted,
+        }
+    }
 }

@@ -17,7 +17,7 @@ use axum::http::header;
 use axum::response::{IntoResponse, Response};
 
 use super::answer::Reason;
-use super::exchange::finish_reason;
+use super::exchange::FinishReason;
 use super::status::KernelTime;
 use super::tasks::Purpose;
 use super::{Server, unix_time_s};
@@ -180,7 +180,7 @@ impl Followed {
     pub fn ended(&mut self, choice: usize, reason: Reason, timings: &Timings) {
         let m = &self.metrics;
         self.answers[choice].ended = true;
-        *locked(&m.finished).entry(finish_reason(reason)).or_default() += 1;
+        *locked(&m.finished).entry(FinishReason::from(reason).name()).or_default() += 1;
         if timings.predicted_n > 0 {
             m.decoded.observe(timings.decode);
         }

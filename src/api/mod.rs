@@ -48,6 +48,7 @@ pub use status::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SUPPORTED_PARAME
 pub use tls::{Tls, TlsError};
 pub use tools::{Call, MAX_TOOLS, Tool, ToolChoice, Tools};
 
+use self::status::{Model, ModelList};
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::{Arc, OnceLock};
@@ -60,7 +61,6 @@ use axum::middleware::{self, Next};
 use axum::response::Response;
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tracing::Instrument;
@@ -233,20 +233,20 @@ pub async fn serve(
     }
 }
 
-async fn models(State(server): State<Arc<Server>>) -> Json<Value> {
-    Json(json!({"object": "list", "data": [status::card(&server)]}))
+async fn models(State(server): State<Arc<Server>>) -> Json<ModelList> {
+    Json(ModelList::of(&server))
 }
 
 /// Ids may hold slashes, as names on the hub do.
 async fn model(
     State(server): State<Arc<Server>>,
     id: Result<Path<String>, PathRejection>,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<Model>, ApiError> {
     let Path(asked) = id.map_err(|_| ApiError::invalid("model", "expected an id in UTF-8"))?;
     if asked != server.model_id {
         return Err(ApiError::UnknownModel { asked, served: server.model_id.clone() });
     }
-    Ok(Json(status::card(&server)))
+    Ok(Json(Model::of(&server)))
 }
 
 /// Gives every request an id, the client's own where it sent a sound one, in the log and in the response; and counts it.

@@ -4,7 +4,8 @@
 
 use std::sync::Arc;
 
-use serde_json::{Value, json};
+use serde::Serialize;
+use utoipa::ToSchema;
 
 use super::answer::AnswerText;
 use super::error::ApiError;
@@ -42,6 +43,31 @@ pub struct SamplingDefaults {
     pub top_p: f32,
     pub min_p: f32,
     pub repetition_penalty: f32,
+}
+
+/// How likely one token of an answer was.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub(super) struct TokenLogprob {
+    #[serde(flatten)]
+    token: TopLogprob,
+    /// The likeliest tokens at its place, the likeliest first; as many as were asked for.
+    top_logprobs: Vec<TopLogprob>,
+}
+
+#[derive(Debug, Clone, Serialize, ToSchema)]
+struct TopLogprob {
+    /// Of a part of a character, what Unicode has for such.
+    token: String,
+    /// Of the model's own distribution, before temperature, penalties and masks.
+    logprob: f64,
+    /// Null for a token that stands for no text.
+    #[schema(required)]
+    bytes: Option<Vec<u8>>,
+}
+
+/// JSON has no infinity; this is what OpenAI says for next to impossible.
+pub(super) fn finite(logprob: f32) -> f64 {
+    logprob.max(-9999.0).into()
 }
 
 impl Service {
@@ -159,16 +185,14 @@ impl Service {
     }
 
     /// OpenAI's object for one token of an answer.
-    pub fn logprobs_json(&self, id: u32, logprobs: &Logprobs) -> Value {
+    pub(super) fn token_logprob(&self, id: u32, logprobs: &Logprobs) -> TokenLogprob {
         let token = |id: u32, logprob: f32| {
             let bytes = self.tokenizer.token_bytes(id);
-            let text = bytes.as_deref().map(String::from_utf8_lossy);
-            // JSON has no infinity; this is what OpenAI says for next to impossible.
-            json!({"token": text.unwrap_or_default(), "logprob": logprob.max(-9999.0), "bytes": bytes})
+            let token = bytes.as_deref().map(String::from_utf8_lossy).unwrap_or_default().into_owned();
+            TopLogprob { token, logprob: finite(logprob), bytes }
         };
-        let mut object = token(id, logprobs.drawn);
-        object["top_logprobs"] = logprobs.top.iter().map(|(id, logprob)| token(*id, *logprob)).collect();
-        object
+        let top_logprobs = logprobs.top.iter().map(|(id, logprob)| token(*id, *logprob)).collect();
+        TokenLogprob { token: token(id, logprobs.drawn), top_logprobs }
     }
 
     /// The ids of a conversation, up to where the answer begins.

@@ -5,6 +5,7 @@
 //! Health is a proof, not a flag: the device finished something within the last seconds, or a probe that it is sent
 //! does. While a step is under way no probe is sent; the step is given [`Options::device_timeout`](super::Options).
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
-use serde_json::{Value, json};
+use utoipa::ToSchema;
 
 use super::{MAX_ARRIVING, Server, unix_time_s};
 use crate::engine::{Drafts, EngineError, EngineHandle, PoolUse, Work};
@@ -67,7 +68,7 @@ pub struct Facts {
 }
 
 /// Buffers of one class in one heap.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Placed {
     pub class: String,
     pub heap: String,
@@ -76,9 +77,9 @@ pub struct Placed {
 }
 
 /// A heap of the device's memory, and what this process may still take of it by the driver's budget. Bytes.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct HeapNow {
-    /// As in [`Placed::heap`].
+    /// Its name, as in `placed`.
     pub heap: String,
     pub size_bytes: u64,
     pub free_bytes: u64,
@@ -121,15 +122,38 @@ impl Health {
         }
     }
 
-    fn name(&self) -> &'static str {
+    /// Its name, and what there is to say of it.
+    fn told(self) -> (HealthName, Option<String>) {
         match self {
-            Health::Ok => "ok",
-            Health::Loading => "loading",
-            Health::Draining => "draining",
-            Health::Lost(_) => "lost",
-            Health::Unresponsive(_) => "unresponsive",
+            Health::Ok => (HealthName::Ok, None),
+            Health::Loading => (HealthName::Loading, None),
+            Health::Draining => (HealthName::Draining, None),
+            Health::Lost(message) => (HealthName::Lost, Some(message)),
+            Health::Unresponsive(message) => (HealthName::Unresponsive, Some(message)),
         }
     }
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum HealthName {
+    Ok,
+    Loading,
+    Draining,
+    /// The device is, or its driver failed.
+    Lost,
+    /// The device does not finish what it was asked.
+    Unresponsive,
+}
+
+#[derive(Serialize, ToSchema)]
+#[schema(as = Health)]
+pub(super) struct HealthReport {
+    status: HealthName,
+    /// Where it is lost or unresponsive.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    message: Option<String>,
 }
 
 pub(super) async fn health(State(server): State<Arc<Server>>) -> Response {
@@ -141,11 +165,8 @@ pub(super) async fn health(State(server): State<Arc<Server>>) -> Response {
         Health::Ok => StatusCode::OK,
         _ => StatusCode::SERVICE_UNAVAILABLE,
     };
-    let mut body = json!({"status": health.name()});
-    if let Health::Lost(message) | Health::Unresponsive(message) = health {
-        body["message"] = message.into();
-    }
-    (status, Json(body)).into_response()
+    let (name, message) = health.told();
+    (status, Json(HealthReport { status: name, message })).into_response()
 }
 
 /// Waits for a sign of the device, no longer than for a probe.
@@ -176,91 +197,350 @@ async fn proof(engine: &EngineHandle, patience: Duration) -> Health {
     }
 }
 
-pub(super) async fn status(State(server): State<Arc<Server>>) -> Json<Value> {
-    let m = &server.metrics;
-    let [prompt, cached, generated] = m.tokens();
-    let error = m.last_error().map(|(at, message)| json!({"at": at, "message": message}));
-    let health = Health::of(server.engine());
-    let mut body = json!({
-        "status": health.name(),
-        "version": env!("CARGO_PKG_VERSION"),
-        "uptime_s": unix_time_s().saturating_sub(server.created),
-        "model": {"id": server.model_id},
-        "connections": server.connections.count(),
-        // Each from its head to the end of its answer; of them, those whose bodies and prompts are being read.
-        "requests": {"open": server.places.taken(), "arriving": MAX_ARRIVING - server.arriving.available_permits()},
-        "tokens": {"prompt": prompt, "cached": cached, "generated": generated},
-        "finished": m.finished(),
-        "last_error": error,
-    });
-    if let Health::Lost(message) = health {
-        body["message"] = message.into();
-    }
-    if let Some(engine) = server.engine() {
-        let (stats, limits) = (engine.stats(), engine.limits());
-        let guesses = |drafts: Drafts| json!({"proposed": drafts.proposed, "accepted": drafts.accepted});
-        body["guesses"] =
-            json!({"lookup": guesses(stats.guesses.lookup), "draft_model": guesses(stats.guesses.model)});
-        let pool = |PoolUse { free, cached, held }| json!({"held": held, "cached": cached, "free": free});
-        body["requests"]["waiting"] = stats.waiting.into();
-        body["requests"]["running"] = stats.running.into();
-        body["kv"] = json!({
-            "block_size": limits.kv.block_size,
-            "full": pool(stats.full),
-            "sliding": pool(stats.sliding),
-        });
-        body["engine"] = json!({
-            "max_sequences": limits.max_sequences,
-            "steps": stats.steps,
-            "step_tokens": stats.step_tokens,
-            "preemptions": stats.preemptions,
-            "host_s": stats.host_ns as f64 / 1e9,
-        });
-        body["model"]["context"] = limits.max_context.into();
-        body["model"]["vocab_size"] = limits.vocab_size.into();
-    }
-    if let Some(facts) = server.facts() {
-        body["model"]["layers"] = facts.layers.into();
-        body["model"]["draft_layers"] = facts.draft_layers.into();
-        body["model"]["weights"] = facts.weights.as_str().into();
-        body["device"] = json!({"name": facts.device, "driver": facts.driver});
-        let now = (facts.memory)();
-        body["memory"] = json!({
-            "heaps": now.heaps,
-            "placed": facts.placements,
-            "residency": facts.residency,
-            "vram_bytes": now.vram,
-            "gtt_bytes": now.gtt,
-            "resident_bytes": now.resident,
-        });
-        let kernels = m.kernels((facts.kernels)()).into_iter().map(|KernelTime { kernel, dispatches, time }| {
-            json!({"kernel": kernel, "dispatches": dispatches, "seconds": time.as_secs_f64()})
-        });
-        body["kernels"] = kernels.collect();
-    }
-    Json(body)
+/// How the server is and what it does. What only the loaded model knows is missing before.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Status {
+    status: HealthName,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    message: Option<String>,
+    version: &'static str,
+    uptime_s: u64,
+    model: StatusModel,
+    connections: usize,
+    requests: StatusRequests,
+    tokens: StatusTokens,
+    /// Answers that ended, by why.
+    #[schema(value_type = HashMap<String, u64>)]
+    finished: BTreeMap<&'static str, u64>,
+    /// The last one that was the server's fault.
+    #[schema(required)]
+    last_error: Option<LastError>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    guesses: Option<StatusGuesses>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    kv: Option<StatusKv>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    engine: Option<StatusEngine>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    device: Option<StatusDevice>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    memory: Option<StatusMemory>,
+    /// The longest first; empty where they are not measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    kernels: Option<Vec<StatusKernel>>,
 }
 
-/// The model, as a list of models names it; what only the loaded one knows is missing before.
-pub(super) fn card(server: &Server) -> Value {
-    let mut card = json!({
-        "id": server.model_id,
-        "object": "model",
-        "created": server.created,
-        "owned_by": env!("CARGO_PKG_NAME"),
-        // llama.cpp's, of a server with several models.
-        "status": {"value": if server.engine().is_some() { "loaded" } else { "loading" }},
-        // OpenRouter's words.
-        "architecture": {"modality": "text->text", "input_modalities": ["text"], "output_modalities": ["text"]},
-        "supported_parameters": SUPPORTED_PARAMETERS,
-    });
-    if let Some(engine) = server.engine() {
-        let limits = engine.limits();
-        // vLLM's, OpenRouter's, and llama.cpp's words for one thing.
-        card["max_model_len"] = limits.max_context.into();
-        card["context_length"] = limits.max_context.into();
-        card["meta"] =
-            json!({"n_ctx": limits.max_context, "n_vocab": limits.vocab_size, "n_embd": limits.hidden_size});
+#[derive(Serialize, ToSchema)]
+struct StatusModel {
+    id: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    context: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    vocab_size: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    layers: Option<usize>,
+    /// Of the model that guesses; null where there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<usize>, required = false)]
+    draft_layers: Option<Option<usize>>,
+    /// How they are stored.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    weights: Option<String>,
+}
+
+/// Since the start.
+#[derive(Serialize, ToSchema)]
+struct StatusTokens {
+    prompt: u64,
+    /// Of the prompts, what the prefix cache had.
+    cached: u64,
+    generated: u64,
+}
+
+#[derive(Serialize, ToSchema)]
+struct LastError {
+    /// Unix time, in seconds.
+    at: u64,
+    message: String,
+}
+
+/// Tokens guessed, by who guessed.
+#[derive(Serialize, ToSchema)]
+struct StatusGuesses {
+    lookup: Guesses,
+    draft_model: Guesses,
+}
+
+#[derive(Serialize, ToSchema)]
+struct Guesses {
+    proposed: usize,
+    accepted: usize,
+}
+
+#[derive(Serialize, ToSchema)]
+struct StatusRequests {
+    /// Each from its head to the end of its answer.
+    open: usize,
+    /// Of them, those whose bodies and prompts are being read.
+    arriving: usize,
+    /// In the engine's queue.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    waiting: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    running: Option<usize>,
+}
+
+/// Blocks of `block_size` tokens: those of layers that see all, and of those that see a window.
+#[derive(Serialize, ToSchema)]
+struct StatusKv {
+    block_size: usize,
+    full: Pool,
+    sliding: Pool,
+}
+
+#[derive(Serialize, ToSchema)]
+struct Pool {
+    held: usize,
+    cached: usize,
+    free: usize,
+}
+
+#[derive(Serialize, ToSchema)]
+struct StatusEngine {
+    max_sequences: usize,
+    steps: u64,
+    /// Of all steps together.
+    step_tokens: u64,
+    preemptions: u64,
+    host_s: f64,
+}
+
+#[derive(Serialize, ToSchema)]
+struct StatusDevice {
+    name: String,
+    driver: String,
+}
+
+/// Null where nobody tells.
+#[derive(Serialize, ToSchema)]
+struct StatusMemory {
+    heaps: Vec<HeapNow>,
+    placed: Vec<Placed>,
+    /// What the kernel said of it.
+    residency: String,
+    #[schema(required)]
+    vram_bytes: Option<u64>,
+    #[schema(required)]
+    gtt_bytes: Option<u64>,
+    /// Of the process.
+    #[schema(required)]
+    resident_bytes: Option<u64>,
+}
+
+#[derive(Serialize, ToSchema)]
+struct StatusKernel {
+    kernel: String,
+    dispatches: u64,
+    seconds: f64,
+}
+
+impl From<Drafts> for Guesses {
+    fn from(drafts: Drafts) -> Self {
+        Self { proposed: drafts.proposed, accepted: drafts.accepted }
     }
-    card
+}
+
+impl From<PoolUse> for Pool {
+    fn from(PoolUse { free, cached, held }: PoolUse) -> Self {
+        Self { held, cached, free }
+    }
+}
+
+pub(super) async fn status(State(server): State<Arc<Server>>) -> Json<Status> {
+    let m = &server.metrics;
+    let [prompt, cached, generated] = m.tokens();
+    let (name, message) = Health::of(server.engine()).told();
+    let engine = server.engine().map(|engine| (engine.stats(), engine.limits()));
+    let (stats, limits) =
+        (engine.as_ref().map(|(stats, _)| stats), engine.as_ref().map(|(_, limits)| limits));
+    let facts = server.facts();
+    let kernel = |KernelTime { kernel, dispatches, time }| StatusKernel {
+        kernel,
+        dispatches,
+        seconds: time.as_secs_f64(),
+    };
+    Json(Status {
+        status: name,
+        message,
+        version: env!("CARGO_PKG_VERSION"),
+        uptime_s: unix_time_s().saturating_sub(server.created),
+        model: StatusModel {
+            id: server.model_id.clone(),
+            context: limits.map(|limits| limits.max_context),
+            vocab_size: limits.map(|limits| limits.vocab_size),
+            layers: facts.map(|facts| facts.layers),
+            draft_layers: facts.map(|facts| facts.draft_layers),
+            weights: facts.map(|facts| facts.weights.clone()),
+        },
+        connections: server.connections.count(),
+        requests: StatusRequests {
+            open: server.places.taken(),
+            arriving: MAX_ARRIVING - server.arriving.available_permits(),
+            waiting: stats.map(|stats| stats.waiting),
+            running: stats.map(|stats| stats.running),
+        },
+        tokens: StatusTokens { prompt, cached, generated },
+        finished: m.finished(),
+        last_error: m.last_error().map(|(at, message)| LastError { at, message }),
+        guesses: stats.map(|stats| StatusGuesses {
+            lookup: stats.guesses.lookup.into(),
+            draft_model: stats.guesses.model.into(),
+        }),
+        kv: engine.as_ref().map(|(stats, limits)| StatusKv {
+            block_size: limits.kv.block_size,
+            full: stats.full.into(),
+            sliding: stats.sliding.into(),
+        }),
+        engine: engine.as_ref().map(|(stats, limits)| StatusEngine {
+            max_sequences: limits.max_sequences,
+            steps: stats.steps,
+            step_tokens: stats.step_tokens,
+            preemptions: stats.preemptions,
+            host_s: stats.host_ns as f64 / 1e9,
+        }),
+        device: facts.map(|facts| StatusDevice { name: facts.device.clone(), driver: facts.driver.clone() }),
+        memory: facts.map(|facts| {
+            let MemoryNow { heaps, vram, gtt, resident } = (facts.memory)();
+            StatusMemory {
+                heaps,
+                placed: facts.placements.clone(),
+                residency: facts.residency.clone(),
+                vram_bytes: vram,
+                gtt_bytes: gtt,
+                resident_bytes: resident,
+            }
+        }),
+        kernels: facts.map(|facts| m.kernels((facts.kernels)()).into_iter().map(kernel).collect()),
+    })
+}
+
+/// All models that are served: one.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ModelList {
+    #[schema(inline)]
+    object: List,
+    data: Vec<Model>,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum List {
+    List,
+}
+
+/// What only the loaded model knows is missing before.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Model {
+    id: String,
+    #[schema(inline)]
+    object: ModelObject,
+    /// When the server started: Unix time, in seconds.
+    created: u64,
+    owned_by: &'static str,
+    status: ModelStatus,
+    architecture: Architecture,
+    /// Of chat completions, as OpenRouter's list of models names them.
+    supported_parameters: [&'static str; SUPPORTED_PARAMETERS.len()],
+    /// Tokens of prompt and answer together: vLLM's word, OpenRouter's, and llama.cpp's in `meta`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    max_model_len: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    context_length: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    meta: Option<ModelMeta>,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum ModelObject {
+    Model,
+}
+
+/// llama.cpp's, of a server with several models.
+#[derive(Serialize, ToSchema)]
+struct ModelStatus {
+    #[schema(inline)]
+    value: Loaded,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum Loaded {
+    Loaded,
+    Loading,
+}
+
+/// OpenRouter's words.
+#[derive(Serialize, ToSchema)]
+struct Architecture {
+    modality: &'static str,
+    input_modalities: [&'static str; 1],
+    output_modalities: [&'static str; 1],
+}
+
+#[derive(Serialize, ToSchema)]
+struct ModelMeta {
+    n_ctx: usize,
+    n_vocab: usize,
+    /// Numbers of an embedding.
+    n_embd: usize,
+}
+
+impl ModelList {
+    pub fn of(server: &Server) -> Self {
+        Self { object: List::List, data: vec![Model::of(server)] }
+    }
+}
+
+impl Model {
+    pub fn of(server: &Server) -> Self {
+        let limits = server.engine().map(EngineHandle::limits);
+        let context = limits.map(|limits| limits.max_context);
+        Self {
+            id: server.model_id.clone(),
+            object: ModelObject::Model,
+            created: server.created,
+            owned_by: env!("CARGO_PKG_NAME"),
+            status: ModelStatus { value: if limits.is_some() { Loaded::Loaded } else { Loaded::Loading } },
+            architecture: Architecture {
+                modality: "text->text",
+                input_modalities: ["text"],
+                output_modalities: ["text"],
+            },
+            supported_parameters: SUPPORTED_PARAMETERS,
+            max_model_len: context,
+            context_length: context,
+            meta: limits.map(|limits| ModelMeta {
+                n_ctx: limits.max_context,
+                n_vocab: limits.vocab_size,
+                n_embd: limits.hidden_size,
+            }),
+        }
+    }
 }

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
-use serde_json::{Value, json};
+use serde::Serialize;
+use utoipa::ToSchema;
 
 use super::Server;
 use super::conversation::{messages, tools};
@@ -17,7 +18,45 @@ use super::exchange;
 use super::request::{Fields, missing, object, prompt_ending, token_ids};
 use super::service::Service;
 
-pub(super) async fn tokenize(State(server): State<Arc<Server>>, body: Body) -> Result<Json<Value>, ApiError> {
+/// In the words of whichever was asked.
+#[derive(Serialize, ToSchema)]
+#[serde(untagged)]
+pub(super) enum Tokenized {
+    /// llama.cpp's.
+    #[schema(title = "ofContent")]
+    Content { tokens: Vec<u32> },
+    /// llama.cpp's, `with_pieces`.
+    #[schema(title = "ofContentWithPieces")]
+    Pieces { tokens: Vec<TokenPiece> },
+    /// vLLM's.
+    #[schema(title = "ofPromptOrMessages")]
+    Prompt {
+        count: usize,
+        max_model_len: usize,
+        tokens: Vec<u32>,
+        /// With `return_token_strs`.
+        #[schema(required)]
+        token_strs: Option<Vec<String>>,
+    },
+}
+
+#[derive(Serialize, ToSchema)]
+pub(super) struct TokenPiece {
+    id: u32,
+    piece: String,
+}
+
+/// vLLM's name for the text, and llama.cpp's.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Detokenized {
+    prompt: String,
+    content: String,
+}
+
+pub(super) async fn tokenize(
+    State(server): State<Arc<Server>>,
+    body: Body,
+) -> Result<Json<Tokenized>, ApiError> {
     let work = exchange::work(&server, body, |server, body| {
         let body = object(body)?;
         let fields = Fields(&body);
@@ -30,17 +69,15 @@ pub(super) async fn tokenize(State(server): State<Arc<Server>>, body: Body) -> R
         let with_pieces = fields.bool("with_pieces")?.unwrap_or(false);
         let strings = fields.bool("return_token_strs")?.unwrap_or(false);
         let service = server.service_for_any(fields.string("model")?)?;
-        let piece = |id: &u32| service.piece(*id);
         match (content, prompt, conversation) {
             (Some(text), ..) => {
                 let ids = service.encode(text, special[0].unwrap_or(false));
                 let ids = ids.map_err(|error| error.in_prompt("content"))?;
                 Ok(match with_pieces {
-                    false => json!({"tokens": ids}),
+                    false => Tokenized::Content { tokens: ids },
                     true => {
-                        let pieces: Vec<_> =
-                            ids.iter().map(|id| json!({"id": id, "piece": piece(id)})).collect();
-                        json!({"tokens": pieces})
+                        let piece = |id: u32| TokenPiece { id, piece: service.piece(id) };
+                        Tokenized::Pieces { tokens: ids.into_iter().map(piece).collect() }
                     }
                 })
             }
@@ -54,12 +91,12 @@ pub(super) async fn tokenize(State(server): State<Arc<Server>>, body: Body) -> R
                     }
                     (None, None) => return Err(missing("prompt")),
                 };
-                Ok(json!({
-                    "count": ids.len(),
-                    "max_model_len": service.engine().limits().max_context,
-                    "tokens": ids,
-                    "token_strs": strings.then(|| ids.iter().map(piece).collect::<Vec<_>>()),
-                }))
+                Ok(Tokenized::Prompt {
+                    count: ids.len(),
+                    max_model_len: service.engine().limits().max_context,
+                    token_strs: strings.then(|| ids.iter().map(|id| service.piece(*id)).collect()),
+                    tokens: ids,
+                })
             }
         }
     });
@@ -69,7 +106,7 @@ pub(super) async fn tokenize(State(server): State<Arc<Server>>, body: Body) -> R
 pub(super) async fn detokenize(
     State(server): State<Arc<Server>>,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<Detokenized>, ApiError> {
     let work = exchange::work(&server, body, |server, body| {
         let body = object(body)?;
         let fields = Fields(&body);
@@ -77,8 +114,7 @@ pub(super) async fn detokenize(
         let service = server.service_for_any(fields.string("model")?)?;
         check(&service, "tokens", &ids)?;
         let text = service.tokenizer().decode(&ids, false);
-        // vLLM's name for it, and llama.cpp's.
-        Ok(json!({"prompt": text, "content": text}))
+        Ok(Detokenized { prompt: text.clone(), content: text })
     });
     work.await.map(|(_, reply)| Json(reply))
 }

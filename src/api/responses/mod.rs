@@ -27,6 +27,7 @@ use super::answer::Reason;
 use super::error::ApiError;
 use super::exchange::{self, Answers, Caller, Exchange, Piece, Reply};
 use super::request::short;
+use super::service::TokenLogprob;
 use super::tools::Calling;
 use super::{Server, unix_time_s};
 use crate::engine::Timings;
@@ -153,7 +154,7 @@ struct Making {
     /// So far; there are calls or there is text.
     text: String,
     calls: Vec<Calling>,
-    logprobs: Vec<Value>,
+    logprobs: Vec<TokenLogprob>,
 }
 
 impl Making {
@@ -242,7 +243,7 @@ fn function_call(call: &Calling, status: &str, arguments: &str) -> Value {
     })
 }
 
-fn part(text: &str, logprobs: &[Value]) -> Value {
+fn part(text: &str, logprobs: &[TokenLogprob]) -> Value {
     json!({"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs})
 }
 
@@ -279,8 +280,8 @@ async fn collect(mut making: Making, mut answers: Answers) -> Result<Value, ApiE
     Err(ApiError::Bug("an answer had no end".into()))
 }
 
-fn logprob(answers: &Answers, piece: &Piece) -> Option<Value> {
-    piece.logprobs.as_ref().map(|(id, logprobs)| answers.service.logprobs_json(*id, logprobs))
+fn logprob(answers: &Answers, piece: &Piece) -> Option<TokenLogprob> {
+    piece.logprobs.as_ref().map(|(id, logprobs)| answers.service.token_logprob(*id, logprobs))
 }
 
 /// The response as it begins; its message, or its calls one after the other, piece by piece and each of them whole; and the
