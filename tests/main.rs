@@ -27,6 +27,7 @@ mod leaving;
 mod legacy;
 mod messages;
 mod native;
+mod openapi;
 mod packed;
 mod page;
 mod placement;

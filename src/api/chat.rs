@@ -17,6 +17,7 @@ use super::error::ApiError;
 use super::exchange::{
     self, Answers, Caller, Exchange, FinishReason, Head, Piece, Reply, TimingsReport, Usage, json_text,
 };
+use super::openapi::{ChatCompletionRequest, ChatEvents, OfABody};
 use super::request::ChatRequest;
 use super::service::TokenLogprob;
 use super::tools::Calling;
@@ -31,7 +32,22 @@ struct Form {
     include_usage: bool,
 }
 
-/// The handler.
+/// Answers a conversation.
+#[utoipa::path(
+    post,
+    path = "/v1/chat/completions",
+    operation_id = "createChatCompletion",
+    tag = "OpenAI",
+    request_body = ChatCompletionRequest,
+    responses(
+        (
+            status = 200,
+            description = "The answer, or with `stream` its events.",
+            content((ChatCompletion = "application/json"), (inline(ChatEvents) = "text/event-stream")),
+        ),
+        OfABody,
+    ),
+)]
 pub(super) async fn completions(
     State(server): State<Arc<Server>>,
     caller: Caller,

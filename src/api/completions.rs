@@ -20,16 +20,17 @@ use super::error::ApiError;
 use super::exchange::{
     self, Answers, Caller, Exchange, FinishReason, Head, Piece, Reply, TimingsReport, Usage, json_text,
 };
+use super::openapi::{CompletionEvents, CompletionRequest, OfABody};
 use super::prompts::{Prompt, prompts};
-use super::request::{ChatRequest, Fields, missing, object};
+use super::request::{ANSWERS, ChatRequest, Fields, TOKENS, TOP_LOGPROBS, missing, object};
 use super::service::{Service, finite};
 use crate::engine::Request;
-use crate::model::{Logprobs, MAX_LOGPROBS};
+use crate::model::Logprobs;
 
 /// Tokens of an answer where nobody says how many, as OpenAI has it.
 const MAX_TOKENS: i64 = 16;
 /// Prompts of one request.
-const MAX_PROMPTS: usize = 128;
+pub(super) const MAX_PROMPTS: usize = 128;
 
 /// How the answer is wanted.
 struct Form {
@@ -46,7 +47,22 @@ struct Form {
     logprobs: Option<usize>,
 }
 
-/// The handler.
+/// Goes on with texts as they are.
+#[utoipa::path(
+    post,
+    path = "/v1/completions",
+    operation_id = "createCompletion",
+    tag = "OpenAI",
+    request_body = CompletionRequest,
+    responses(
+        (
+            status = 200,
+            description = "The answer, or with `stream` its events.",
+            content((Completion = "application/json"), (inline(CompletionEvents) = "text/event-stream")),
+        ),
+        OfABody,
+    ),
+)]
 pub(super) async fn completions(
     State(server): State<Arc<Server>>,
     caller: Caller,
@@ -67,16 +83,16 @@ fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
     let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
     let prompts = prompts("prompt", fields.get("prompt").ok_or_else(|| missing("prompt"))?, MAX_PROMPTS)?;
     let echo = fields.bool("echo")?.unwrap_or(false);
-    let max_tokens = fields.integer("max_tokens", i64::from(!echo), i64::from(u32::MAX))?;
+    let max_tokens = fields.integer("max_tokens", i64::from(!echo)..=*TOKENS.end())?;
     let max_tokens = max_tokens.unwrap_or(MAX_TOKENS);
-    let logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS as i64)?.map(|n| n as usize);
+    let logprobs = fields.integer("logprobs", TOP_LOGPROBS)?.map(|n| n as usize);
     if fields.string("suffix")?.is_some_and(|suffix| !suffix.is_empty()) {
         return Err(ApiError::unsupported("suffix", "Gemma-3 was not trained to fill in between two texts"));
     }
     // One token is drawn in any case.
     let options = ChatRequest::options(&fields, model, Some(max_tokens.max(1)))?;
     let n = options.n.unwrap_or(1);
-    if fields.integer("best_of", 1, 128)?.is_some_and(|best_of| best_of != n as i64) {
+    if fields.integer("best_of", ANSWERS)?.is_some_and(|best_of| best_of != n as i64) {
         let problem = "all answers are returned: expected the same as n";
         return Err(ApiError::unsupported("best_of", problem));
     }

@@ -5,6 +5,7 @@
 //! for what lies close together, and a model made for it does better. Nothing is cut: a text longer than the context is
 //! refused. Refuses `dimensions` other than its own, since leaving some out is nothing that this model was trained for.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use axum::Json;
@@ -22,6 +23,7 @@ use super::answer::Reason;
 use super::error::ApiError;
 use super::exchange::{self, Caller};
 use super::metrics::Followed;
+use super::openapi::{EmbeddingsRequest, OfABody};
 use super::prompts::{Prompt, prompts};
 use super::request::{ChatRequest, Fields, missing, object};
 use super::status::List;
@@ -30,7 +32,8 @@ use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
 /// The field with what is to be embedded.
 const INPUT: &str = "input";
 /// Texts of one request, as OpenAI has it.
-const MAX_INPUTS: usize = 2048;
+pub(super) const MAX_INPUTS: usize = 2048;
+pub(super) const DIMENSIONS: RangeInclusive<i64> = 1..=u32::MAX as i64;
 /// Of these, those that the engine has at once: enough for a full step, and few beside what others ask.
 const AT_ONCE: usize = 8;
 
@@ -94,7 +97,18 @@ struct EmbeddingsUsage {
     total_tokens: usize,
 }
 
-/// The handler.
+/// Embeds texts.
+#[utoipa::path(
+    post,
+    path = "/v1/embeddings",
+    operation_id = "createEmbedding",
+    tag = "OpenAI",
+    request_body = EmbeddingsRequest,
+    responses(
+        (status = 200, description = "The answer.", body = Embeddings),
+        OfABody,
+    ),
+)]
 pub(super) async fn embeddings(
     State(server): State<Arc<Server>>,
     caller: Caller,
@@ -114,7 +128,7 @@ pub(super) async fn embeddings(
             Some("base64") => Encoding::Base64,
             Some(_) => return Err(ApiError::invalid("encoding_format", "expected \"float\" or \"base64\"")),
         };
-        let dimensions = fields.integer("dimensions", 1, i64::from(u32::MAX))?;
+        let dimensions = fields.integer("dimensions", DIMENSIONS)?;
         let service = server.service_for(model)?;
         let hidden_size = service.engine().limits().hidden_size;
         if dimensions.is_some_and(|n| n != hidden_size as i64) {

@@ -2,24 +2,64 @@
 //!
 //! One model is loaded at the start and stays: loading it again is done already, and unloading it is refused.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
-use serde_json::{Value, json};
+use serde::Serialize;
+use utoipa::ToSchema;
 
 use super::Server;
 use super::error::ApiError;
 use super::exchange::work;
+use super::openapi::{AtTheDoor, NamedModel, OfABody};
 use super::request::{Fields, missing, object};
+use super::status::ModelList;
 
-pub(super) async fn load(State(server): State<Arc<Server>>, body: Body) -> Result<Json<Value>, ApiError> {
-    named(&server, body).await?;
-    Ok(Json(json!({"success": true})))
+/// The model is loaded.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Done {
+    success: bool,
 }
 
-pub(super) async fn unload(State(server): State<Arc<Server>>, body: Body) -> Result<Json<Value>, ApiError> {
+/// The models that are served, as `/v1/models` lists them.
+#[utoipa::path(
+    get,
+    path = "/models",
+    operation_id = "listModelsAtTheRoot",
+    tag = "llama.cpp",
+    responses((status = 200, description = "The list.", body = ModelList), AtTheDoor),
+)]
+pub(super) async fn models(State(server): State<Arc<Server>>) -> Json<ModelList> {
+    Json(ModelList::of(&server))
+}
+
+/// Loads the model, which is done already.
+#[utoipa::path(
+    post,
+    path = "/models/load",
+    operation_id = "loadModel",
+    tag = "llama.cpp",
+    request_body = NamedModel,
+    responses((status = 200, description = "It is there.", body = Done), OfABody),
+)]
+pub(super) async fn load(State(server): State<Arc<Server>>, body: Body) -> Result<Json<Done>, ApiError> {
+    named(&server, body).await?;
+    Ok(Json(Done { success: true }))
+}
+
+/// Would unload the model, which stays: refused.
+#[utoipa::path(
+    post,
+    path = "/models/unload",
+    operation_id = "unloadModel",
+    tag = "llama.cpp",
+    request_body = NamedModel,
+    responses(OfABody),
+)]
+pub(super) async fn unload(State(server): State<Arc<Server>>, body: Body) -> Result<Infallible, ApiError> {
     named(&server, body).await?;
     let problem = "this server has one model as long as it runs; stop the server to free its memory";
     Err(ApiError::unsupported("model", problem))

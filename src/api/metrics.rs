@@ -18,6 +18,7 @@ use axum::response::{IntoResponse, Response};
 
 use super::answer::Reason;
 use super::exchange::FinishReason;
+use super::openapi::AtTheDoor;
 use super::status::KernelTime;
 use super::tasks::Purpose;
 use super::{Server, unix_time_s};
@@ -269,6 +270,22 @@ fn escaped(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
+/// What the server does, for Prometheus.
+#[utoipa::path(
+    get,
+    path = "/metrics",
+    operation_id = "getMetrics",
+    tag = "server",
+    responses(
+        (
+            status = 200,
+            description = "Prometheus' text format.",
+            body = String,
+            content_type = "text/plain; version=0.0.4; charset=utf-8",
+        ),
+        AtTheDoor,
+    ),
+)]
 pub(super) async fn metrics(State(server): State<Arc<Server>>) -> Response {
     let kind = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
     (kind, exposition(&server)).into_response()

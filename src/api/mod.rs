@@ -25,6 +25,7 @@ mod listen;
 mod management;
 mod messages;
 mod metrics;
+mod openapi;
 mod page;
 mod prompts;
 mod request;
@@ -48,7 +49,6 @@ pub use status::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SUPPORTED_PARAME
 pub use tls::{Tls, TlsError};
 pub use tools::{Call, MAX_TOOLS, Tool, ToolChoice, Tools};
 
-use self::status::{Model, ModelList};
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::{Arc, OnceLock};
@@ -59,12 +59,16 @@ use axum::extract::{MatchedPath, Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, Uri};
 use axum::middleware::{self, Next};
 use axum::response::Response;
-use axum::routing::{get, post};
 use axum::{Json, Router};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tracing::Instrument;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
+use self::error::ErrorBody;
+use self::openapi::AtTheDoor;
+use self::status::{Model, ModelList};
 use crate::engine::EngineHandle;
 
 const REQUEST_ID: &str = "x-request-id";
@@ -100,6 +104,8 @@ pub struct Server {
     arriving: Semaphore,
     tokenizing: Arc<Semaphore>,
     responses: responses::Responses,
+    /// `/openapi.json`, once somebody asked for it.
+    document: OnceLock<String>,
 }
 
 impl Server {
@@ -118,6 +124,7 @@ impl Server {
             arriving: Semaphore::new(MAX_ARRIVING),
             tokenizing: Arc::new(Semaphore::new(processors)),
             responses: responses::Responses::new(options.stored_responses, options.stored_response_bytes),
+            document: OnceLock::new(),
         })
     }
 
@@ -160,27 +167,8 @@ impl Server {
 /// All routes, and the [`page`]; what is not one is a JSON error too.
 pub fn router(server: Arc<Server>) -> Router {
     let cors = tower::util::option_layer(server.door.cors());
-    Router::new()
+    Router::from(routes())
         .merge(page::routes())
-        .route("/health", get(status::health))
-        .route("/status", get(status::status))
-        .route("/metrics", get(metrics::metrics))
-        .route("/v1/models", get(models))
-        .route("/models", get(models))
-        .route("/models/load", post(management::load))
-        .route("/models/unload", post(management::unload))
-        .route("/v1/models/{*id}", get(model))
-        .route("/v1/chat/completions", post(chat::completions))
-        .route("/v1/completions", post(completions::completions))
-        .route("/v1/embeddings", post(embeddings::embeddings))
-        .route("/tokenize", post(tokens::tokenize))
-        .route("/detokenize", post(tokens::detokenize))
-        .route("/v1/responses", post(responses::create))
-        .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
-        .route("/v1/responses/{id}/cancel", post(responses::cancel))
-        .route("/v1/responses/{id}/input_items", get(responses::input_items))
-        .route("/v1/messages", post(messages::create))
-        .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .fallback(async |uri: Uri| ApiError::NoRoute(uri.path().to_owned()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             ApiError::Method(method.to_string(), uri.path().to_owned())
@@ -191,6 +179,31 @@ pub fn router(server: Arc<Server>) -> Router {
         .layer(cors)
         .layer(middleware::from_fn_with_state(server, identify))
         .layer(middleware::from_fn(messages::in_its_words))
+}
+
+/// The routes of the API, with what [`openapi`] says of them.
+fn routes() -> OpenApiRouter<Arc<Server>> {
+    OpenApiRouter::with_openapi(openapi::head())
+        .routes(routes!(chat::completions))
+        .routes(routes!(completions::completions))
+        .routes(routes!(embeddings::embeddings))
+        .routes(routes!(responses::create))
+        .routes(routes!(responses::retrieve, responses::delete))
+        .routes(routes!(responses::cancel))
+        .routes(routes!(responses::input_items))
+        .routes(routes!(messages::create))
+        .routes(routes!(messages::count_tokens))
+        .routes(routes!(tokens::tokenize))
+        .routes(routes!(tokens::detokenize))
+        .routes(routes!(models))
+        .routes(routes!(model))
+        .routes(routes!(management::models))
+        .routes(routes!(management::load))
+        .routes(routes!(management::unload))
+        .routes(routes!(status::health))
+        .routes(routes!(status::status))
+        .routes(routes!(metrics::metrics))
+        .routes(routes!(openapi::document))
 }
 
 /// Serves until `shutdown` resolves; then takes no request, and gives those under way `grace` to end before they
@@ -233,11 +246,36 @@ pub async fn serve(
     }
 }
 
+/// The models that are served: one.
+#[utoipa::path(
+    get,
+    path = "/v1/models",
+    operation_id = "listModels",
+    tag = "OpenAI",
+    responses(
+        (status = 200, description = "The list.", body = ModelList),
+        AtTheDoor,
+    ),
+)]
 async fn models(State(server): State<Arc<Server>>) -> Json<ModelList> {
     Json(ModelList::of(&server))
 }
 
-/// Ids may hold slashes, as names on the hub do.
+/// The model, by its id.
+#[utoipa::path(
+    get,
+    // Ids may hold slashes, as names on the hub do.
+    path = "/v1/models/{*id}",
+    operation_id = "retrieveModel",
+    tag = "OpenAI",
+    params(("id" = String, Path, description = "Slashes in it may stand as they are.")),
+    responses(
+        (status = 200, description = "The model.", body = Model),
+        (status = 400, description = "The id is no UTF-8.", body = ErrorBody),
+        (status = 404, description = "It is not served.", body = ErrorBody),
+        AtTheDoor,
+    ),
+)]
 async fn model(
     State(server): State<Arc<Server>>,
     id: Result<Path<String>, PathRejection>,

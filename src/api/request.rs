@@ -9,6 +9,7 @@
 //! - **`functions`** and `function_call`, which `tools` have replaced, are refused where they ask for a call.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 use serde_json::{Map, Value};
 
@@ -18,6 +19,23 @@ use super::grammar::{ResponseGrammar, response_grammar};
 use super::tools::Tools;
 use crate::model::MAX_LOGPROBS;
 use crate::text::Message;
+
+// What fields may be: for the checks, and for the document of the API.
+pub(super) const TEMPERATURE: RangeInclusive<f64> = 0.0..=2.0;
+pub(super) const PROBABILITY: RangeInclusive<f64> = 0.0..=1.0;
+/// Of presence and frequency.
+pub(super) const PENALTY: RangeInclusive<f64> = -2.0..=2.0;
+pub(super) const REPETITION_PENALTY: RangeInclusive<f64> = 1e-3..=1e3;
+pub(super) const BIAS: RangeInclusive<f64> = -100.0..=100.0;
+/// Tokens of an answer.
+pub(super) const TOKENS: RangeInclusive<i64> = 1..=u32::MAX as i64;
+/// -1 is how vLLM's clients say "off".
+pub(super) const TOP_K: RangeInclusive<i64> = -1..=u32::MAX as i64;
+pub(super) const TOP_LOGPROBS: RangeInclusive<i64> = 0..=MAX_LOGPROBS as i64;
+/// Stop strings, as at OpenAI.
+pub(super) const MAX_STOPS: usize = 4;
+/// Answers to one prompt.
+pub(super) const ANSWERS: RangeInclusive<i64> = 1..=128;
 
 /// What was asked; absent fields are the model's defaults.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -75,8 +93,8 @@ impl ChatRequest {
         let tools = tools(&fields)?;
 
         // `max_tokens` is the older name; OpenAI's own models take the newer one alone.
-        let max_tokens = fields.integer("max_completion_tokens", 1, i64::from(u32::MAX))?;
-        let max_tokens = max_tokens.or(fields.integer("max_tokens", 1, i64::from(u32::MAX))?);
+        let max_tokens = fields.integer("max_completion_tokens", TOKENS)?;
+        let max_tokens = max_tokens.or(fields.integer("max_tokens", TOKENS)?);
         let ending = prompt_ending(&fields, &messages)?;
         Ok(Self {
             messages,
@@ -89,10 +107,10 @@ impl ChatRequest {
 
     /// What stands beside the prompt, whatever that is; log probabilities, which differ, are left out.
     pub(super) fn options(fields: &Fields, model: String, max_tokens: Option<i64>) -> Result<Self, ApiError> {
-        let temperature = fields.number("temperature", 0.0, 2.0)?;
-        let min_tokens = fields.integer("min_tokens", 0, max_tokens.unwrap_or(i64::from(u32::MAX)))?;
-        let n = fields.integer("n", 1, 128)?;
-        let top_k = fields.integer("top_k", -1, i64::from(u32::MAX))?;
+        let temperature = fields.number("temperature", TEMPERATURE)?;
+        let min_tokens = fields.integer("min_tokens", 0..=max_tokens.unwrap_or(*TOKENS.end()))?;
+        let n = fields.integer("n", ANSWERS)?;
+        let top_k = fields.integer("top_k", TOP_K)?;
         Ok(Self {
             model,
             messages: Vec::new(),
@@ -100,12 +118,11 @@ impl ChatRequest {
             include_usage: include_usage(fields)?,
             max_tokens: max_tokens.map(|n| n as usize),
             temperature: temperature.map(|t| t as f32),
-            top_p: fields.number("top_p", 0.0, 1.0)?.map(|p| p as f32),
-            // -1 is how vLLM's clients say "off".
+            top_p: fields.number("top_p", PROBABILITY)?.map(|p| p as f32),
             top_k: top_k.map(|k| u32::try_from(k).unwrap_or(0)),
-            min_p: fields.number("min_p", 0.0, 1.0)?.map(|p| p as f32),
-            presence_penalty: fields.number("presence_penalty", -2.0, 2.0)?.map(|p| p as f32),
-            frequency_penalty: fields.number("frequency_penalty", -2.0, 2.0)?.map(|p| p as f32),
+            min_p: fields.number("min_p", PROBABILITY)?.map(|p| p as f32),
+            presence_penalty: fields.number("presence_penalty", PENALTY)?.map(|p| p as f32),
+            frequency_penalty: fields.number("frequency_penalty", PENALTY)?.map(|p| p as f32),
             repetition_penalty: repetition_penalty(fields)?,
             logit_bias: logit_bias(fields)?,
             seed: seed(fields)?,
@@ -138,7 +155,8 @@ fn include_usage(fields: &Fields) -> Result<bool, ApiError> {
 
 /// vLLM's name, or llama.cpp's.
 fn repetition_penalty(fields: &Fields) -> Result<Option<f32>, ApiError> {
-    let [ours, theirs] = ["repetition_penalty", "repeat_penalty"].map(|name| fields.number(name, 1e-3, 1e3));
+    let [ours, theirs] =
+        ["repetition_penalty", "repeat_penalty"].map(|name| fields.number(name, REPETITION_PENALTY));
     Ok(ours?.or(theirs?).map(|p| p as f32))
 }
 
@@ -150,8 +168,9 @@ fn logit_bias(fields: &Fields) -> Result<Vec<(u32, f32)>, ApiError> {
         let at = format!("logit_bias.{}", short(token));
         let id: u32 = token.parse().map_err(|_| ApiError::invalid(&at, "expected a token id as the name"))?;
         let bias = bias.as_f64().ok_or_else(|| wrong_type(&at, "a number", bias))?;
-        if !(-100.0..=100.0).contains(&bias) {
-            return Err(ApiError::invalid(at, format!("expected a number from -100 to 100, got {bias}")));
+        if !BIAS.contains(&bias) {
+            let (low, high) = BIAS.into_inner();
+            return Err(ApiError::invalid(at, format!("expected a number from {low} to {high}, got {bias}")));
         }
         if biases.insert(id, bias as f32).is_some() {
             return Err(ApiError::invalid(at, "names a token that another entry names"));
@@ -162,7 +181,7 @@ fn logit_bias(fields: &Fields) -> Result<Vec<(u32, f32)>, ApiError> {
 
 fn logprobs(fields: &Fields) -> Result<Option<usize>, ApiError> {
     let wanted = fields.bool("logprobs")?.unwrap_or(false);
-    let top = fields.integer("top_logprobs", 0, MAX_LOGPROBS as i64)?.unwrap_or(0);
+    let top = fields.integer("top_logprobs", TOP_LOGPROBS)?.unwrap_or(0);
     if top > 0 && !wanted {
         return Err(ApiError::invalid("top_logprobs", "expected logprobs to be true beside it"));
     }
@@ -177,9 +196,6 @@ fn seed(fields: &Fields) -> Result<Option<u64>, ApiError> {
 }
 
 fn stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
-    /// As at OpenAI.
-    const MAX_STOPS: usize = 4;
-
     let stops = match fields.get("stop") {
         None => return Ok(Vec::new()),
         Some(Value::String(stop)) => vec![stop.clone()],
@@ -271,20 +287,22 @@ impl<'a> Fields<'a> {
         self.read(name, "an object", Value::as_object)
     }
 
-    pub(super) fn number(&self, name: &str, low: f64, high: f64) -> Result<Option<f64>, ApiError> {
+    pub(super) fn number(&self, name: &str, range: RangeInclusive<f64>) -> Result<Option<f64>, ApiError> {
         let Some(n) = self.read(name, "a number", Value::as_f64)? else { return Ok(None) };
-        if !(low..=high).contains(&n) {
+        if !range.contains(&n) {
+            let (low, high) = range.into_inner();
             return Err(ApiError::invalid(name, format!("expected a number from {low} to {high}, got {n}")));
         }
         Ok(Some(n))
     }
 
     /// An integer; a whole float (`40.0`) is one.
-    pub(super) fn integer(&self, name: &str, low: i64, high: i64) -> Result<Option<i64>, ApiError> {
+    pub(super) fn integer(&self, name: &str, range: RangeInclusive<i64>) -> Result<Option<i64>, ApiError> {
         let whole = |f: f64| (f.fract() == 0.0 && f.abs() < 2f64.powi(53)).then_some(f as i64);
         let read = |v: &Value| v.as_i64().or_else(|| v.as_f64().and_then(whole));
         let Some(n) = self.read(name, "an integer", read)? else { return Ok(None) };
-        if !(low..=high).contains(&n) {
+        if !range.contains(&n) {
+            let (low, high) = range.into_inner();
             return Err(ApiError::invalid(
                 name,
                 format!("expected an integer from {low} to {high}, got {n}"),

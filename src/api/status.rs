@@ -16,6 +16,7 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use utoipa::ToSchema;
 
+use super::openapi::AtTheDoor;
 use super::{MAX_ARRIVING, Server, unix_time_s};
 use crate::engine::{Drafts, EngineError, EngineHandle, PoolUse, Work};
 
@@ -156,6 +157,18 @@ pub(super) struct HealthReport {
     message: Option<String>,
 }
 
+/// Whether the server answers: the device proves it.
+#[utoipa::path(
+    get,
+    path = "/health",
+    operation_id = "getHealth",
+    tag = "server",
+    security(()),
+    responses(
+        (status = 200, description = "Requests are answered.", body = HealthReport),
+        (status = 503, description = "They are not, and why.", body = HealthReport),
+    ),
+)]
 pub(super) async fn health(State(server): State<Arc<Server>>) -> Response {
     let health = match server.engine() {
         Some(engine) => proof(engine, server.options.device_timeout).await,
@@ -369,6 +382,17 @@ impl From<PoolUse> for Pool {
     }
 }
 
+/// What the server does, for who looks at it.
+#[utoipa::path(
+    get,
+    path = "/status",
+    operation_id = "getStatus",
+    tag = "server",
+    responses(
+        (status = 200, description = "The answer.", body = Status),
+        AtTheDoor,
+    ),
+)]
 pub(super) async fn status(State(server): State<Arc<Server>>) -> Json<Status> {
     let m = &server.metrics;
     let [prompt, cached, generated] = m.tokens();

@@ -15,29 +15,40 @@ use super::Server;
 use super::conversation::{messages, tools};
 use super::error::ApiError;
 use super::exchange;
+use super::openapi::{DetokenizeRequest, OfABody, TokenizeRequest, Tokens};
 use super::request::{Fields, missing, object, prompt_ending, token_ids};
 use super::service::Service;
 
 /// In the words of whichever was asked.
-#[derive(Serialize, ToSchema)]
+#[derive(Serialize)]
 #[serde(untagged)]
 pub(super) enum Tokenized {
-    /// llama.cpp's.
-    #[schema(title = "ofContent")]
-    Content { tokens: Vec<u32> },
-    /// llama.cpp's, `with_pieces`.
-    #[schema(title = "ofContentWithPieces")]
-    Pieces { tokens: Vec<TokenPiece> },
-    /// vLLM's.
-    #[schema(title = "ofPromptOrMessages")]
-    Prompt {
-        count: usize,
-        max_model_len: usize,
-        tokens: Vec<u32>,
-        /// With `return_token_strs`.
-        #[schema(required)]
-        token_strs: Option<Vec<String>>,
-    },
+    Ids(TokenIds),
+    Pieces(TokenPieces),
+    Prompt(PromptTokens),
+}
+
+/// llama.cpp's words.
+#[derive(Serialize, ToSchema)]
+pub(super) struct TokenIds {
+    tokens: Vec<u32>,
+}
+
+/// llama.cpp's words, `with_pieces`.
+#[derive(Serialize, ToSchema)]
+pub(super) struct TokenPieces {
+    tokens: Vec<TokenPiece>,
+}
+
+/// vLLM's words.
+#[derive(Serialize, ToSchema)]
+pub(super) struct PromptTokens {
+    count: usize,
+    max_model_len: usize,
+    tokens: Vec<u32>,
+    /// With `return_token_strs`.
+    #[schema(required)]
+    token_strs: Option<Vec<String>>,
 }
 
 #[derive(Serialize, ToSchema)]
@@ -53,6 +64,18 @@ pub(super) struct Detokenized {
     content: String,
 }
 
+/// The ids of a text or of a conversation.
+#[utoipa::path(
+    post,
+    path = "/tokenize",
+    operation_id = "tokenize",
+    tag = "tokens",
+    request_body = TokenizeRequest,
+    responses(
+        (status = 200, description = "The answer.", body = Tokens),
+        OfABody,
+    ),
+)]
 pub(super) async fn tokenize(
     State(server): State<Arc<Server>>,
     body: Body,
@@ -74,10 +97,10 @@ pub(super) async fn tokenize(
                 let ids = service.encode(text, special[0].unwrap_or(false));
                 let ids = ids.map_err(|error| error.in_prompt("content"))?;
                 Ok(match with_pieces {
-                    false => Tokenized::Content { tokens: ids },
+                    false => Tokenized::Ids(TokenIds { tokens: ids }),
                     true => {
                         let piece = |id: u32| TokenPiece { id, piece: service.piece(id) };
-                        Tokenized::Pieces { tokens: ids.into_iter().map(piece).collect() }
+                        Tokenized::Pieces(TokenPieces { tokens: ids.into_iter().map(piece).collect() })
                     }
                 })
             }
@@ -91,18 +114,30 @@ pub(super) async fn tokenize(
                     }
                     (None, None) => return Err(missing("prompt")),
                 };
-                Ok(Tokenized::Prompt {
+                Ok(Tokenized::Prompt(PromptTokens {
                     count: ids.len(),
                     max_model_len: service.engine().limits().max_context,
                     token_strs: strings.then(|| ids.iter().map(|id| service.piece(*id)).collect()),
                     tokens: ids,
-                })
+                }))
             }
         }
     });
     work.await.map(|(_, reply)| Json(reply))
 }
 
+/// The text of ids.
+#[utoipa::path(
+    post,
+    path = "/detokenize",
+    operation_id = "detokenize",
+    tag = "tokens",
+    request_body = DetokenizeRequest,
+    responses(
+        (status = 200, description = "The answer.", body = Detokenized),
+        OfABody,
+    ),
+)]
 pub(super) async fn detokenize(
     State(server): State<Arc<Server>>,
     body: Body,

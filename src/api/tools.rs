@@ -21,6 +21,8 @@ use crate::text::{CallPiece, GrammarSource, Message};
 
 /// Most tools of one request, as at OpenAI; and most calls in one answer.
 pub const MAX_TOOLS: usize = 128;
+/// Of a tool.
+pub(super) const MAX_NAME_BYTES: usize = 128;
 
 /// A function that the model may call.
 #[derive(Debug, Clone, PartialEq)]
@@ -99,7 +101,6 @@ pub(super) fn place_of(list: &[Tool], item: &Item) -> Result<usize, ApiError> {
 
 impl Tool {
     fn read(item: &Item, schema: &str) -> Result<Self, ApiError> {
-        const MAX_NAME_BYTES: usize = 128;
         let name = item.string("name")?;
         if name.is_empty() || name.len() > MAX_NAME_BYTES || name.chars().any(char::is_control) {
             let problem = format!("expected 1 to {MAX_NAME_BYTES} bytes without control characters");

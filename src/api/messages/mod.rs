@@ -22,9 +22,11 @@ use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 use self::request::Form;
+pub(super) use self::request::{TEMPERATURE, TOP_K};
 use super::answer::Reason;
 use super::error::ApiError;
 use super::exchange::{self, Answers, Caller, Exchange, Reply};
+use super::openapi::{CountTokensRequest, Message, MessageEvents, MessagesRequest, OfAMessage, TokenCount};
 use super::tools::Calling;
 use super::{REQUEST_ID, Server, new_id};
 use crate::engine::Timings;
@@ -34,7 +36,22 @@ use crate::text::{CallPiece, whole_parameters};
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 const TOOL_ID_PREFIX: &str = "toolu_";
 
-/// The handler.
+/// Answers a conversation, in Anthropic's words.
+#[utoipa::path(
+    post,
+    path = "/v1/messages",
+    operation_id = "createMessage",
+    tag = "Anthropic",
+    request_body = MessagesRequest,
+    responses(
+        (
+            status = 200,
+            description = "The answer, or with `stream` its events.",
+            content((Message = "application/json"), (inline(MessageEvents) = "text/event-stream")),
+        ),
+        OfAMessage,
+    ),
+)]
 pub(super) async fn create(
     State(server): State<Arc<Server>>,
     caller: Caller,
@@ -56,7 +73,18 @@ pub(super) async fn create(
     }
 }
 
-/// The handler that counts, as an answer would.
+/// Counts the tokens of a conversation, as an answer would.
+#[utoipa::path(
+    post,
+    path = "/v1/messages/count_tokens",
+    operation_id = "countMessageTokens",
+    tag = "Anthropic",
+    request_body = CountTokensRequest,
+    responses(
+        (status = 200, description = "The answer.", body = TokenCount),
+        OfAMessage,
+    ),
+)]
 pub(super) async fn count_tokens(
     State(server): State<Arc<Server>>,
     body: Body,

@@ -3,15 +3,21 @@
 //! Unknown fields are ignored, and so are those that bill, trace, or ask for thoughts, which this model has none of
 //! (`metadata`, `cache_control`, `thinking`); what would change the answer and cannot be had is refused.
 
+use std::ops::RangeInclusive;
+
 use serde_json::Value;
 
 use super::super::error::ApiError;
 use super::super::grammar::ResponseGrammar;
 use super::super::request::{
-    ChatRequest, Fields, Item, PromptEnding, missing, nested, object, short, wrong_type,
+    ChatRequest, Fields, Item, PROBABILITY, PromptEnding, TOKENS, missing, nested, object, short, wrong_type,
 };
 use super::super::tools::{Call, Conversation, ToolChoice, Tools, place_of, tool_list};
 use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS};
+
+// What fields may be that are narrower here than at OpenAI.
+pub(in super::super) const TEMPERATURE: RangeInclusive<f64> = 0.0..=1.0;
+pub(in super::super) const TOP_K: RangeInclusive<i64> = 0..=u32::MAX as i64;
 
 /// How the answer is wanted.
 #[derive(Debug)]
@@ -25,16 +31,16 @@ pub(super) fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
     let body = object(body)?;
     let fields = Fields(&body);
     let conversation = conversation(&fields)?;
-    let max_tokens = fields.integer("max_tokens", 1, i64::from(u32::MAX))?;
+    let max_tokens = fields.integer("max_tokens", TOKENS)?;
     let max_tokens = max_tokens.ok_or_else(|| missing("max_tokens"))? as usize;
     let stops = stop_sequences(&fields)?;
     let stream = fields.bool("stream")?.unwrap_or(false);
     let request = ChatRequest {
         stream,
         max_tokens: Some(max_tokens),
-        temperature: fields.number("temperature", 0.0, 1.0)?.map(|t| t as f32),
-        top_p: fields.number("top_p", 0.0, 1.0)?.map(|p| p as f32),
-        top_k: fields.integer("top_k", 0, i64::from(u32::MAX))?.map(|k| k as u32),
+        temperature: fields.number("temperature", TEMPERATURE)?.map(|t| t as f32),
+        top_p: fields.number("top_p", PROBABILITY)?.map(|p| p as f32),
+        top_k: fields.integer("top_k", TOP_K)?.map(|k| k as u32),
         stop: stops.clone(),
         ..conversation
     };

@@ -1,6 +1,8 @@
 //! The items of a conversation, as OpenAI's responses write them: messages, calls of functions, and what these gave. They are
 //! read into a [`Conversation`], and kept, and shown again, as the JSON that they came as.
 
+use std::ops::RangeInclusive;
+
 use serde_json::{Map, Value, json};
 
 use super::super::conversation::function_call;
@@ -131,15 +133,23 @@ fn kept(item: &Map<String, Value>, kind: &str) -> Value {
     Value::Object(item)
 }
 
+/// Items of one page.
+pub(in super::super) const PAGE: RangeInclusive<usize> = 1..=100;
+/// And where nobody says how many.
+const PAGE_DEFAULT: usize = 20;
+
 /// A page of items, as the parameters of a query ask for it.
 pub(super) fn list<'a>(
     mut items: Vec<Value>,
     parameter: impl Fn(&str) -> Option<&'a str>,
 ) -> Result<Value, ApiError> {
     let limit = match parameter("limit").map(str::parse) {
-        None => 20,
-        Some(Ok(limit @ 1..=100)) => limit,
-        Some(_) => return Err(ApiError::invalid("limit", "expected an integer from 1 to 100")),
+        None => PAGE_DEFAULT,
+        Some(Ok(limit)) if PAGE.contains(&limit) => limit,
+        Some(_) => {
+            let problem = format!("expected an integer from {} to {}", PAGE.start(), PAGE.end());
+            return Err(ApiError::invalid("limit", problem));
+        }
     };
     match parameter("order") {
         None | Some("desc") => items.reverse(),

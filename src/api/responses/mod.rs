@@ -20,12 +20,17 @@ use axum::response::{IntoResponse, Response};
 use futures::Stream;
 use serde_json::{Map, Value, json};
 
+pub(super) use self::items::PAGE;
 use self::request::Form;
 pub(super) use self::store::Responses;
 use self::store::Stored;
 use super::answer::Reason;
-use super::error::ApiError;
+use super::error::{ApiError, ErrorBody};
 use super::exchange::{self, Answers, Caller, Exchange, Piece, Reply};
+use super::openapi::{
+    AtTheDoor, DeletedResponse, ItemList, OfABody, OfAKeptResponse, OfItems, ResponseEvents, ResponseObject,
+    ResponsesRequest,
+};
 use super::request::short;
 use super::service::TokenLogprob;
 use super::tools::Calling;
@@ -35,7 +40,22 @@ use crate::text::CallPiece;
 
 const ID_PREFIX: &str = "resp_";
 
-/// The handler that answers.
+/// Answers an input, or goes on with an earlier response.
+#[utoipa::path(
+    post,
+    path = "/v1/responses",
+    operation_id = "createResponse",
+    tag = "OpenAI",
+    request_body = ResponsesRequest,
+    responses(
+        (
+            status = 200,
+            description = "The answer, or with `stream` its events.",
+            content((ResponseObject = "application/json"), (inline(ResponseEvents) = "text/event-stream")),
+        ),
+        OfABody,
+    ),
+)]
 pub(super) async fn create(
     State(server): State<Arc<Server>>,
     caller: Caller,
@@ -58,7 +78,20 @@ pub(super) async fn create(
     }
 }
 
-/// The handler that gives a response that was kept.
+/// A response that was kept.
+#[utoipa::path(
+    get,
+    path = "/v1/responses/{id}",
+    operation_id = "getResponse",
+    tag = "OpenAI",
+    params(("id" = String, Path), OfAKeptResponse),
+    responses(
+        (status = 200, description = "The response.", body = ResponseObject),
+        (status = 400, description = "The id is no UTF-8, or a stream is asked for.", body = ErrorBody),
+        (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
+        AtTheDoor,
+    ),
+)]
 pub(super) async fn retrieve(
     State(server): State<Arc<Server>>,
     caller: Caller,
@@ -80,7 +113,21 @@ pub(super) async fn retrieve(
     Ok(([(header::CONTENT_TYPE, "application/json")], stored.body.clone()).into_response())
 }
 
-/// The handler that forgets one.
+/// Forgets a response.
+#[utoipa::path(
+    delete,
+    path = "/v1/responses/{id}",
+    operation_id = "deleteResponse",
+    tag = "OpenAI",
+    params(("id" = String, Path)),
+    responses(
+        (status = 200, description = "It is forgotten.", body = DeletedResponse),
+        (status = 400, description = "The id is no UTF-8.", body = ErrorBody),
+        (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
+        (status = 429, description = "Too much of this client is under way.", body = ErrorBody),
+        AtTheDoor,
+    ),
+)]
 pub(super) async fn delete(
     State(server): State<Arc<Server>>,
     caller: Caller,
@@ -93,7 +140,20 @@ pub(super) async fn delete(
     Ok(Json(json!({"id": id, "object": "response", "deleted": true})))
 }
 
-/// The handler that ends a response that is made while nobody waits for it: here there are none.
+/// Would end a response that is made while nobody waits for it: here there are none.
+#[utoipa::path(
+    post,
+    path = "/v1/responses/{id}/cancel",
+    operation_id = "cancelResponse",
+    tag = "OpenAI",
+    params(("id" = String, Path)),
+    responses(
+        (status = 400, description = "It is not made in the background.", body = ErrorBody),
+        (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
+        (status = 429, description = "Too much of this client is under way.", body = ErrorBody),
+        AtTheDoor,
+    ),
+)]
 pub(super) async fn cancel(
     State(server): State<Arc<Server>>,
     caller: Caller,
@@ -103,7 +163,21 @@ pub(super) async fn cancel(
     Err(ApiError::SynchronousResponse)
 }
 
-/// The handler that lists what a response answered: all of the conversation before it.
+/// What a response answered: all of the conversation before it.
+#[utoipa::path(
+    get,
+    path = "/v1/responses/{id}/input_items",
+    operation_id = "listInputItems",
+    tag = "OpenAI",
+    params(("id" = String, Path), OfItems),
+    responses(
+        (status = 200, description = "A page of the items.", body = ItemList),
+        (status = 400, description = "The id is no UTF-8, or a parameter is not what it has to be.", body = ErrorBody),
+        (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
+        (status = 500, description = "The server failed.", body = ErrorBody),
+        AtTheDoor,
+    ),
+)]
 pub(super) async fn input_items(
     State(server): State<Arc<Server>>,
     caller: Caller,

@@ -8,10 +8,12 @@ use serde_json::{Map, Value, json};
 use super::super::conversation::{Shape, openai_tools};
 use super::super::error::ApiError;
 use super::super::grammar::{ResponseGrammar, json_schema};
-use super::super::request::{ChatRequest, Fields, Item, missing, nested, object, short, wrong_type};
+use super::super::request::{
+    ChatRequest, Fields, Item, PROBABILITY, TEMPERATURE, TOKENS, TOP_LOGPROBS, missing, nested, object,
+    short, wrong_type,
+};
 use super::super::tools::{Conversation, Tool, Tools};
 use super::items::{input, read};
-use crate::model::MAX_LOGPROBS;
 use crate::text::{GrammarSource, Message};
 
 /// How the response is wanted, and what its object repeats of the request.
@@ -49,11 +51,11 @@ pub(super) fn parse(
     }
     items.extend(input(&fields, &mut conversation)?);
 
-    let temperature = fields.number("temperature", 0.0, 2.0)?;
-    let top_p = fields.number("top_p", 0.0, 1.0)?;
-    let max_output_tokens = fields.integer("max_output_tokens", 1, i64::from(u32::MAX))?;
+    let temperature = fields.number("temperature", TEMPERATURE)?;
+    let top_p = fields.number("top_p", PROBABILITY)?;
+    let max_output_tokens = fields.integer("max_output_tokens", TOKENS)?;
     let (grammar, text) = text(&fields)?;
-    let top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS as i64)?.unwrap_or(0);
+    let top_logprobs = fields.integer("top_logprobs", TOP_LOGPROBS)?.unwrap_or(0);
     let logprobs = includes_logprobs(&fields)? || top_logprobs > 0;
     let stream = fields.bool("stream")?.unwrap_or(false);
     let store = fields.bool("store")?.unwrap_or(true);
