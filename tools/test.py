@@ -28,6 +28,7 @@ CLIENTS = ROOT / "tests/clients"
 CLIENT_MODULES = ROOT / ".cache/clients/node"
 LITELLM = ROOT / ".cache/clients/litellm"
 LM_EVAL = ROOT / ".cache/clients/lm-eval"
+SCHEMATHESIS = ROOT / ".cache/clients/schemathesis"
 PAGE = ROOT / "tests/page"
 PAGE_MODULES = ROOT / ".cache/page"
 BROWSER_ENVIRONMENT = {"NODE_PATH": str(PAGE_MODULES / "node_modules")}
@@ -174,7 +175,11 @@ def demo():
 def clients():
     """Clients from the registries, and curl, at a real server. Where their packages cannot be had, what needs them is skipped."""
     python = python_with(CLIENTS / "requirements.txt", VENV) or sys.executable
-    environment = {"LITELLM_PYTHON": python_with(CLIENTS / "requirements-litellm.txt", LITELLM) or "", "NODE_PATH": ""}
+    environment = {
+        "LITELLM_PYTHON": python_with(CLIENTS / "requirements-litellm.txt", LITELLM) or "",
+        "SCHEMATHESIS_PYTHON": python_with(CLIENTS / "requirements-schemathesis.txt", SCHEMATHESIS) or "",
+        "NODE_PATH": "",
+    }
     lacks = node_lacks(CLIENTS, CLIENT_MODULES, "openai")
     if lacks:
         print(f"no client for Node.js: {lacks}")

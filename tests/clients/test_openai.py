@@ -4,7 +4,7 @@
 tools/test.py starts it with the interpreter of .venv. Alone: `.venv/bin/python tests/clients/test_openai.py`,
 after `cargo build`. Prints one line per test and at the end `clients: N passed, N failed, N skipped`. Where a client's
 package is not installed, its tests are skipped and the others run; so are those of litellm without LITELLM_PYTHON, an interpreter
-that has it, and those of the openai package for Node.js without NODE_PATH, where that is.
+that has it, those of schemathesis without SCHEMATHESIS_PYTHON, and those of the openai package for Node.js without NODE_PATH, where that is.
 """
 
 import concurrent.futures
@@ -28,6 +28,7 @@ from pathlib import Path
 import anthropic_sdk
 import langchain_client
 import llm_client
+import published_schemas
 import responses_sdk
 from raised import raised
 from server import ANSWER_SECONDS, BINARY, ENVIRONMENT, ROOT, START_SECONDS, Server, free_port, get, last_line, model_id, post, send
@@ -688,7 +689,7 @@ def main():
     try:
         if report.attempt("the_server_starts", server.wait):
             report.attempt_all(PLAIN, server)
-            for package, tests in [(openai, SDK + responses_sdk.TESTS), (anthropic_sdk.anthropic, anthropic_sdk.TESTS),
+            for package, tests in [(openai, SDK + responses_sdk.TESTS + published_schemas.TESTS), (anthropic_sdk.anthropic, anthropic_sdk.TESTS),
                                    (langchain_client.langchain_openai, langchain_client.TESTS), (llm_client.llm, llm_client.TESTS)]:
                 if package is not None:
                     report.attempt_all(tests, server)
@@ -698,6 +699,7 @@ def main():
             here = Path(__file__).parent
             for needs, session, command in [
                 ("LITELLM_PYTHON", "litellm_client", [os.environ.get("LITELLM_PYTHON"), here / "session.py", "litellm_client", server.url]),
+                ("SCHEMATHESIS_PYTHON", "described", [os.environ.get("SCHEMATHESIS_PYTHON"), here / "session.py", "described", server.url]),
                 ("NODE_PATH", "openai_node", ["node", here / "openai_node.js", server.url]),
             ]:
                 if os.environ.get(needs):
