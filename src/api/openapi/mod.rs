@@ -22,7 +22,7 @@ use serde_json::json;
 use utoipa::openapi::extensions::Extensions;
 use utoipa::openapi::header::HeaderBuilder;
 use utoipa::openapi::response::ResponseBuilder;
-use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
+use utoipa::openapi::schema::{ObjectBuilder, Schema, SchemaType, Type};
 use utoipa::openapi::security::{
     ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme,
 };
@@ -104,7 +104,8 @@ described! {
     ResponseEvents [ResponseEvent] => events::<ResponseEvent>();
 }
 
-/// A stream of events, each with a `T` as its data: what no schema of the whole text could say.
+/// A stream of events, each with a `T` as its data. OpenAPI 3.1 has no words for that: some take the schema for that of the
+/// text, others for that of each event, so it says of neither what it is.
 fn events<T: ToSchema>() -> Schema {
     let name = T::name();
     let about = format!(
@@ -112,7 +113,7 @@ fn events<T: ToSchema>() -> Schema {
          after the first is an event with the error."
     );
     let data = json!({"$ref": format!("#/components/schemas/{name}")});
-    let events = ObjectBuilder::new().schema_type(Type::String).description(Some(about));
+    let events = ObjectBuilder::new().schema_type(SchemaType::AnyValue).description(Some(about));
     events.extensions(Some(Extensions::builder().add("x-event-data", data).build())).build().into()
 }
 
