@@ -264,6 +264,27 @@ async fn submitted(app: &App, steps: usize) {
 }
 
 #[tokio::test]
+async fn at_most_two_more_steps_are_made_for_whoever_left() {
+    let app = app(says(&[], 300));
+    for streaming in [false, true] {
+        let steps = app.control.batches().len();
+        app.control.allow(steps);
+        let body = with(chat(&"long ".repeat(30)), json!({"stream": streaming}));
+        let router = app.router.clone();
+        let request = tokio::spawn(async move {
+            let response = router.oneshot(post(body.to_string())).await.unwrap();
+            response.into_body().collect().await.map(drop)
+        });
+        submitted(&app, steps + 1).await;
+        request.abort();
+        assert!(request.await.unwrap_err().is_cancelled());
+        app.control.release();
+        assert_at_rest(&app.router).await;
+        assert!(app.control.batches().len() <= steps + 3, "it ran on for nobody");
+    }
+}
+
+#[tokio::test]
 async fn an_answer_has_openais_shape() {
     let app = app_that_says("Vim has two modes.");
     let (status, body) = complete(&app, chat("What modes are there?")).await;

@@ -706,6 +706,8 @@ fn check_chat(asked: &Value, reply: &Value, streamed: bool) -> Checked {
             }
         }
         if asked["logprobs"] == true {
+            let scored = choice["logprobs"]["content"].as_array().is_some_and(|all| !all.is_empty());
+            ensure!(scored || message["content"].as_str().is_none_or(str::is_empty));
             for token in choice["logprobs"]["content"].as_array().into_iter().flatten() {
                 ensure!(token["token"].is_string(), token["logprob"].as_f64().is_some_and(|l| l <= 0.0));
                 ensure!(list(&token["bytes"], "bytes")?.iter().all(Value::is_u64));
@@ -786,7 +788,7 @@ fn joined_message(events: &[Value]) -> Result<Value, String> {
     let mut message = first["message"].clone();
     ensure!(message["content"] == json!([]), message["stop_reason"].is_null());
     let mut blocks = Vec::new();
-    let (mut open, mut json) = (false, String::new());
+    let (mut open, mut json, mut cut) = (false, String::new(), false);
     for event in &events[1..events.len() - 1] {
         ensure!(message["stop_reason"].is_null());
         match event["type"].as_str().unwrap_or("") {
@@ -810,7 +812,8 @@ fn joined_message(events: &[Value]) -> Result<Value, String> {
                 open = false;
                 if !json.is_empty() {
                     let input = serde_json::from_str(&std::mem::take(&mut json));
-                    // What was cut is no object; that it came is all there is to say of it.
+                    ensure!(!cut);
+                    cut = input.is_err();
                     blocks.last_mut().ok_or("no block")?["input"] = input.unwrap_or(json!({}));
                 }
             }
@@ -824,6 +827,8 @@ fn joined_message(events: &[Value]) -> Result<Value, String> {
             _ => return Err(format!("an event of another type: {event}")),
         }
     }
+    // What was cut is no object; that it came is all there is to say of it.
+    ensure!(!cut || message["stop_reason"] != "tool_use");
     message["content"] = blocks.into();
     Ok(message)
 }
@@ -901,6 +906,8 @@ fn check_tokens(asked: &Value, reply: &Value) -> Checked {
 /// Holds an answer to the shape that its route's format gives it.
 fn check(path: &str, asked: &Value, streamed: bool, bytes: &[u8]) -> Checked {
     let whole = || serde_json::from_slice::<Value>(bytes).map_err(|error| error.to_string());
+    let can_stream = [CHAT, COMPLETIONS, MESSAGES, RESPONSES].contains(&path);
+    ensure!(streamed == (can_stream && asked["stream"] == true));
     match (path, streamed) {
         (CHAT, true) => {
             let reply =

@@ -84,7 +84,12 @@ fn stages() -> Vec<Stage> {
         stage("in the head", CHAT, &whole[..head / 2], When::Counted("/connections")),
         stage("behind the head", CHAT, &whole[..head], When::Counted("/requests/arriving")),
         stage("in the body", CHAT, &whole[..whole.len() - 9], When::Counted("/requests/arriving")),
-        stage("while its grammar is compiled", CHAT, &large, When::Counted("/requests/open")),
+        stage(
+            "behind the body, whose grammar takes long to compile",
+            CHAT,
+            &large,
+            When::Counted("/requests/open"),
+        ),
     ];
     let (stream, two, both) = (json!({"stream": true}), json!({"n": 2}), json!({"n": 2, "stream": true}));
     let mut add = |name, path, more: &Value, when| {
@@ -203,7 +208,11 @@ async fn whoever_stops_reading_is_given_up() {
     let serving = Serving::start(endless(), CONNECTIONS).await;
     // More than the system keeps for a reader.
     let large = json!({"logprobs": true, "top_logprobs": 20, "stream": true});
-    for (path, more) in [(CHAT, json!({})), (CHAT, json!({"n": 2})), (RESPONSES, json!({}))] {
+    let finished =
+        async |reason: &str| status(&serving.app.router).await["finished"][reason].as_u64().unwrap_or(0);
+    for (path, more, answers) in [(CHAT, json!({}), 1), (CHAT, json!({"n": 2}), 2), (RESPONSES, json!({}), 1)]
+    {
+        let before = finished("abort").await;
         let mut client = serving.connect();
         let asked = body(path, "unread", with(large.clone(), more));
         client.write_all(request(path, &asked).as_bytes()).expect("sent");
@@ -214,6 +223,8 @@ async fn whoever_stops_reading_is_given_up() {
         .await;
         assert_at_rest(&serving.app.router).await;
         drop(client);
+        assert_eq!(finished("abort").await - before, answers, "{path}: given up, and not written to the end");
     }
+    assert_eq!(finished("length").await, 0);
     serving.end().await;
 }

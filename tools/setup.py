@@ -2,8 +2,8 @@
 """Installs what running or testing Unicorn needs and this machine lacks, and nothing else.
 
     tools/setup.py run     the Vulkan loader and Mesa's Vulkan drivers, version 24 or later
-    tools/setup.py test    also the validation layers, curl, and Python's venv module; and for the page's tests Chromium,
-                           Node.js and npm, without which those are skipped
+    tools/setup.py test    also the validation layers, curl, and Python's venv module; and Chromium, Node.js and npm for
+                           the tests of the page and of clients, which are skipped without them
     tools/setup.py measure what `run` needs, and fio, which tells how fast the disk is
 
 Debian 12, Debian 13 and Ubuntu (24.04 or later), as root or with sudo. Where the release's own Mesa is too

@@ -2,11 +2,12 @@
 //! model's final norm, scaled to length 1.
 //!
 //! That is all there is to embed with in a model which was trained to go on with a text and not to compare texts: it does
-//! for what lies close together, and a model made for it does better. Nothing is cut: a text longer than the context is
+//! for what lies close together, and a model made for it does better. Nothing is cut: a text as long as the context, or longer, is
 //! refused. Refuses `dimensions` other than its own, since leaving some out is nothing that this model was trained for.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Json;
 use axum::body::Body;
@@ -36,6 +37,10 @@ pub(super) const MAX_INPUTS: usize = 2048;
 pub(super) const DIMENSIONS: RangeInclusive<i64> = 1..=u32::MAX as i64;
 /// Of these, those that the engine has at once: enough for a full step, and few beside what others ask.
 const AT_ONCE: usize = 8;
+
+/// How often, and for how long, a place in the queue is waited for once some of the texts are embedded.
+const MAX_WAITS: u32 = 150;
+const WAIT: Duration = Duration::from_millis(200);
 
 /// How the numbers are written.
 #[derive(Clone, Copy)]
@@ -137,12 +142,18 @@ pub(super) async fn embeddings(
         }
         let ids = inputs.iter().map(|(at, text)| text.ids(&service, at));
         let ids = ids.collect::<Result<Vec<_>, _>>().map_err(|error| error.in_prompt(INPUT))?;
+        // The engine says so of each when its turn comes; by then the others would be embedded for nothing.
+        let context = service.engine().limits().max_context;
+        if let Some(long) = ids.iter().find(|ids| ids.len() >= context) {
+            let error = SubmitError::ContextExceeded { prompt: long.len(), max_tokens: None, context };
+            return Err(ApiError::from(error).in_prompt(INPUT));
+        }
         Ok((ids, encoding, service))
     });
     let (arriving, (inputs, encoding, service)) = prepared.await?;
     let mut inputs = inputs.into_iter().peekable();
     let (mut under_way, mut embedded) = (FuturesOrdered::new(), Vec::with_capacity(inputs.len()));
-    let mut arriving = Some(arriving);
+    let (mut arriving, mut waits) = (Some(arriving), 0);
     // No words of a chat would tell more.
     let purpose = caller.purpose(&ChatRequest::default());
     loop {
@@ -153,11 +164,17 @@ pub(super) async fn embeddings(
             let request = Request { client, priority, pooling: true, ..Request::new(ids.clone()) };
             match service.engine().submit(request) {
                 Ok(events) => under_way.push_back(embedding(events, server.metrics.follow(1))),
-                // A place comes free with the next of our own.
                 Err(SubmitError::QueueFull { .. }) if !under_way.is_empty() => break,
+                // Others were faster than we: what is done already is not thrown away at once.
+                Err(SubmitError::QueueFull { .. }) if arriving.is_none() && waits < MAX_WAITS => {
+                    waits += 1;
+                    tokio::time::sleep(WAIT).await;
+                    continue;
+                }
                 Err(error) => return Err(ApiError::from(error).in_prompt(INPUT)),
             }
             inputs.next();
+            waits = 0;
         }
         // From here on the engine's queue is the bound.
         if arriving.take().is_some() {

@@ -239,6 +239,10 @@ fn move_references(schema: &mut Value, at: &str) {
         Value::Object(map) => {
             for (name, value) in map {
                 match (name.as_str(), value) {
+                    // By names that are a schema's own.
+                    ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(named)) => {
+                        named.values_mut().for_each(|schema| move_references(schema, at));
+                    }
                     ("const" | "enum" | "default" | "examples", _) => {}
                     ("$ref", Value::String(reference)) if reference.starts_with('#') => {
                         let rest = reference.trim_start_matches('#').trim_end_matches('/');

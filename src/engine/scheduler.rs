@@ -133,6 +133,9 @@ pub struct Scheduler {
     drafting: Duration,
 }
 
+/// Preemptions after which a sequence is interactive, whatever its priority.
+const MAX_PREEMPTIONS: u32 = 4;
+
 /// The next tokens of a running sequence, `input` at positions `start..`, with the blocks that it has.
 fn share_of(sequence: &Sequence, start: usize, input: Input, history: Option<Vec<u32>>) -> BatchSequence {
     let (sliding_first, sliding) = sequence.table.sliding();
@@ -628,6 +631,8 @@ impl Scheduler {
         sequence.offered.clear();
         sequence.scores.clear();
         sequence.life += 1;
+        // Who loses what it has computed again and again never waits for long, and does not get on either.
+        sequence.raised |= sequence.life >= MAX_PREEMPTIONS;
         let behind = self.waiting.partition_point(|s| s.arrival <= sequence.arrival);
         self.waiting.insert(behind, sequence);
     }

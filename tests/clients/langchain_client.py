@@ -93,6 +93,15 @@ def langchain_goes_on_from_a_text(server):
     assert text and "".join(model.stream("The capital of France")) == text, text
 
 
+def langchain_embeds(server):
+    # Otherwise it makes tokens of texts by OpenAI's vocabulary, which is another model's, and is fetched.
+    model = langchain_openai.OpenAIEmbeddings(
+        model=model_id(server), base_url=server.url + "/v1", api_key="unused", check_embedding_ctx_length=False, max_retries=0,
+    )
+    documents = model.embed_documents([FRANCE, WEATHER])
+    assert documents[0] == model.embed_query(FRANCE) and len(documents[0]) == len(documents[1]) > 8
+
+
 def langchain_errors_are_of_their_class(server):
     error = raised(exceptions.ModelNotFoundError, lambda: chat(server, model="gpt-none").invoke(FRANCE))
     assert (error.status_code, error.param, error.code) == (404, "model", "model_not_found"), error.body
@@ -105,5 +114,6 @@ def langchain_errors_are_of_their_class(server):
 
 TESTS = [
     langchain_answers_paris, langchain_streams_the_same_answer, langchain_calls_a_tool_and_reads_its_result,
-    langchain_answers_by_a_schema, langchain_goes_by_way_of_responses, langchain_goes_on_from_a_text, langchain_errors_are_of_their_class,
+    langchain_answers_by_a_schema, langchain_goes_by_way_of_responses, langchain_goes_on_from_a_text, langchain_embeds,
+    langchain_errors_are_of_their_class,
 ]

@@ -86,6 +86,13 @@ def litellm_goes_on_from_a_text(server):
     assert whole and text == whole, (text, whole)
 
 
+def litellm_embeds(server):
+    given = {name: value for name, value in fields(server).items() if name not in ("temperature", "max_tokens")}
+    answer = litellm.embedding(input=["Paris", "Oslo"], **given)
+    first, second = (item["embedding"] for item in answer.data)
+    assert len(first) == len(second) > 8 and first != second and answer.usage.prompt_tokens > 2, answer.usage
+
+
 def litellm_errors_are_of_their_class(server):
     error = raised(litellm.NotFoundError, lambda: ask(server, model="openai/gpt-none"))
     assert error.status_code == 404 and "gpt-none" in error.message, error
@@ -100,5 +107,6 @@ def litellm_errors_are_of_their_class(server):
 
 TESTS = [
     litellm_lists_the_model, litellm_answers_paris, litellm_streams_the_same_answer, litellm_calls_a_tool_and_reads_its_result,
-    litellm_answers_by_a_schema, litellm_goes_on_from_a_text, litellm_errors_are_of_their_class,
+    litellm_answers_by_a_schema, litellm_goes_on_from_a_text, litellm_embeds,
+    litellm_errors_are_of_their_class,
 ]

@@ -80,6 +80,22 @@ def streamed(server, messages, **fields):
     return chunks, "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
+def sdk_embeds(server):
+    def embed(**more):
+        return client(server).embeddings.create(model=model_id(server), **more)
+
+    texts = [FRANCE, "Name a penguin.", FRANCE]
+    given = embed(input=texts)  # as base64, unless it is told otherwise
+    assert [item.index for item in given.data] == [0, 1, 2] and given.usage.total_tokens == given.usage.prompt_tokens > 10
+    for item, other in zip(given.data, embed(input=texts, encoding_format="float").data):
+        assert abs(sum(x * x for x in item.embedding) - 1) < 1e-5
+        assert max(abs(a - b) for a, b in zip(item.embedding, other.embedding)) < 1e-6
+    first, second, third = (item.embedding for item in given.data)
+    assert first == third != second
+    error = raised(openai.BadRequestError, lambda: embed(input=FRANCE, dimensions=8))
+    assert error.param == "dimensions", error.body
+
+
 def sdk_lists_the_model(server):
     models = list(sdk(server).models.list())
     assert len(models) == 1 and models[0].id, models
@@ -668,7 +684,7 @@ PLAIN = [
     a_taken_port_is_one_line, ctrl_c_stops_the_answer_and_not_the_program,
 ]
 SDK = [
-    sdk_lists_the_model, sdk_answers_paris, sdk_streams_the_same_answer, sdk_stream_carries_usage_when_asked,
+    sdk_lists_the_model, sdk_embeds, sdk_answers_paris, sdk_streams_the_same_answer, sdk_stream_carries_usage_when_asked,
     sdk_stops_at_the_token_limit, sdk_honours_a_stop_string, sdk_same_seed_gives_the_same_text,
     sdk_reports_log_probabilities, sdk_gives_n_answers, sdk_penalties_and_lengths_count, sdk_recalls_beyond_one_window,
     sdk_answers_by_a_schema, sdk_answers_with_a_json_object, sdk_parses_into_a_pydantic_model, sdk_chooses_and_matches,

@@ -1,8 +1,8 @@
 //! `/openapi.json`: the API as a document, in OpenAPI 3.1.
 //!
 //! Its routes are those of the router, by construction ([`super::routes`]): a handler's attribute says path, method and what is
-//! answered, and both are made of that. Answers are described by the types that are written; bodies, which are read by hand, in
-//! `bodies`, with the constants that they are checked against. A body that the document calls invalid is refused. One that it
+//! answered, and both are made of that. Answers are described by the types that are written, or, as bodies are, by hand in
+//! `bodies`, `anthropic` and `responses`, with the constants that bodies are checked against. A body that the document calls invalid is refused. One that it
 //! calls valid is answered, or refused for a reason that no schema can say. The page's files are no part of it.
 //!
 //! It needs a key where everything needs one: what a server can do is told to those who may ask it.

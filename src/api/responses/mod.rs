@@ -187,7 +187,12 @@ pub(super) async fn input_items(
     let stored = kept(&server, caller, id)?;
     let parameters = parameters(query)?;
     // A long conversation takes a processor for a while: not on the threads that answer other clients.
-    let list = move || items::list(stored.input(), |name| parameter(&parameters, name));
+    let turn = Arc::clone(&server.tokenizing).acquire_owned().await;
+    let turn = turn.map_err(|_| ApiError::Bug("the tokenizing semaphore was closed".into()))?;
+    let list = move || {
+        let _turn = turn;
+        items::list(stored.input(), |name| parameter(&parameters, name))
+    };
     let listed = tokio::task::spawn_blocking(list).await;
     listed.map_err(|e| ApiError::Bug(format!("listing a response's items: {e}")))?.map(Json)
 }
