@@ -16,6 +16,7 @@ const { ROOT, WAIT_MS, Server, check, emptyFolder, fails, run, same, unicorn, un
 const PICTURES = emptyFolder("openwebui");
 const DATA = path.join(ROOT, ".cache/test/openwebui-data");
 const MODEL = "unicorn-demo";
+const HARBOUR = "The harbour had been quiet since the lamps went out along the northern wall. ";
 const STORY = "Tell me a short story about a dragon.";
 /** Has the demo model, whose stories are short, tell more of them: seconds on a software GPU. */
 const LONG = { min_tokens: "600", max_tokens: "600" };
@@ -180,14 +181,29 @@ const tests = {
     await picture("second-turn");
   },
 
+  async a_second_chat_starts_from_what_both_begin_with() {
+    const usage = [];
+    for (const country of ["France", "Spain"]) {
+      await newChat();
+      await type(`${HARBOUR.repeat(12)}What is the capital of ${country}?`);
+      await answered(1);
+      await until(isQuiet, "all is answered", SLOW_MS);
+      usage.push((await kept()).find((message) => message.role === "assistant").usage);
+    }
+    console.log(`   ${JSON.stringify(usage)}`);
+    const [first, second] = usage;
+    check(first.prompt_n > 150, `${first.prompt_n} tokens were computed for the first chat`);
+    check(second.cache_n > 150 && second.prompt_n < 48, `the second chat: ${JSON.stringify(second)}`);
+    await picture("second-chat");
+  },
+
   async stop_ends_a_prompt_before_the_first_word() {
     await newChat();
     // Such a chat has no title: nothing else is under way.
     await page.click("#temporary-chat-button");
     await until(isQuiet, "nothing runs");
     const { tokens, finished } = await status();
-    const words = "The harbour had been quiet since the lamps went out along the northern wall. ";
-    await type(words.repeat(220));
+    await type(HARBOUR.repeat(220));
     await until(async () => (await status()).requests.running === 1, "the prompt is computed");
     await picture("waiting");
     await stop().click();
