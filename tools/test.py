@@ -37,6 +37,8 @@ OPENWEBUI_VENV = ROOT / ".cache/openwebui"
 
 PART_SECONDS = 40 * 60
 FETCH_SECONDS = 180
+# A client, and all that it needs.
+FETCH_CLIENT_SECONDS = 10 * 60
 FETCH_MANY_SECONDS = 30 * 60
 
 
@@ -293,7 +295,7 @@ def node_lacks(folder, modules, package):
     return ""
 
 
-def python_with(requirements, venv, seconds=FETCH_SECONDS):
+def python_with(requirements, venv, seconds=FETCH_CLIENT_SECONDS):
     """The interpreter of `venv` with the pinned packages in it, or None when they cannot be had."""
     python = venv / "bin/python"
     wanted = pins(requirements.read_text())
