@@ -11,6 +11,7 @@ use axum::http::{HeaderMap, Request, Response, StatusCode};
 use futures::StreamExt;
 use rustls::pki_types::ServerName;
 use serde_json::{Value, json};
+use socket2::{Domain, Socket, Type};
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -306,6 +307,16 @@ impl Serving {
 
     pub fn connect(&self) -> TcpStream {
         connect(self.address)
+    }
+
+    /// The client's side keeps little of what it has not read: the rest stays with the server.
+    pub fn connect_narrow(&self) -> TcpStream {
+        let socket = Socket::new(Domain::for_address(self.address), Type::STREAM, None).expect("a socket");
+        socket.set_recv_buffer_size(4096).expect("set");
+        socket.connect(&self.address.into()).expect("connects");
+        let stream = TcpStream::from(socket);
+        stream.set_read_timeout(Some(HANG)).expect("set");
+        stream
     }
 
     pub async fn end(mut self) {

@@ -206,15 +206,16 @@ async fn whoever_leaves_leaves_nothing_behind() {
 #[tokio::test(flavor = "multi_thread")]
 async fn whoever_stops_reading_is_given_up() {
     let serving = Serving::start(endless(), CONNECTIONS).await;
-    // More than the system keeps for a reader.
+    // More than the system keeps for such a reader, and the server beside it.
     let large = json!({"logprobs": true, "top_logprobs": 20, "stream": true});
+    let long = |path: &str| json!({if path == RESPONSES { "max_output_tokens" } else { "max_tokens" }: 3800});
     let finished =
         async |reason: &str| status(&serving.app.router).await["finished"][reason].as_u64().unwrap_or(0);
     for (path, more, answers) in [(CHAT, json!({}), 1), (CHAT, json!({"n": 2}), 2), (RESPONSES, json!({}), 1)]
     {
         let before = finished("abort").await;
-        let mut client = serving.connect();
-        let asked = body(path, "unread", with(large.clone(), more));
+        let mut client = serving.connect_narrow();
+        let asked = body(path, "unread", with(with(large.clone(), long(path)), more));
         client.write_all(request(path, &asked).as_bytes()).expect("sent");
         client = blocking(move || {
             read_to(&mut client, "HTTP/1.1 200", path);

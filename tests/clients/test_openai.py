@@ -82,7 +82,7 @@ def streamed(server, messages, **fields):
 
 def sdk_embeds(server):
     def embed(**more):
-        return client(server).embeddings.create(model=model_id(server), **more)
+        return sdk(server).embeddings.create(model=model_id(server), **more)
 
     texts = [FRANCE, "Name a penguin.", FRANCE]
     given = embed(input=texts)  # as base64, unless it is told otherwise
