@@ -84,7 +84,8 @@ def sdk_embeds(server):
     def embed(**more):
         return sdk(server).embeddings.create(model=model_id(server), **more)
 
-    texts = [FRANCE, "Name a penguin.", FRANCE]
+    france = FRANCE[0]["content"]
+    texts = [france, "Name a penguin.", france]
     given = embed(input=texts)  # as base64, unless it is told otherwise
     assert [item.index for item in given.data] == [0, 1, 2] and given.usage.total_tokens == given.usage.prompt_tokens > 10
     for item, other in zip(given.data, embed(input=texts, encoding_format="float").data):
@@ -92,7 +93,7 @@ def sdk_embeds(server):
         assert max(abs(a - b) for a, b in zip(item.embedding, other.embedding)) < 1e-6
     first, second, third = (item.embedding for item in given.data)
     assert first == third != second
-    error = raised(openai.BadRequestError, lambda: embed(input=FRANCE, dimensions=8))
+    error = raised(openai.BadRequestError, lambda: embed(input=france, dimensions=8))
     assert error.param == "dimensions", error.body
 
 
