@@ -126,17 +126,25 @@ pub(super) async fn work<T: Send + 'static>(
     let arriving = server.arriving.try_acquire().map_err(|_| full)?;
     let body = read_body(body, &server.options).await?;
 
-    // Rendering and tokenizing a long conversation takes a processor for seconds: not on the threads that answer
-    // other clients, and not on more threads than there are processors.
+    let worker = Arc::clone(server);
+    let worked = apart(server, "preparing a prompt", move || work(&worker, &body)).await?;
+    Ok((arriving, worked))
+}
+
+/// Does what takes a processor for long, as rendering and tokenizing a long conversation does for seconds: not on the
+/// threads that answer other clients, and not on more threads than there are processors. `what` it is, where it panics.
+pub(super) async fn apart<T: Send + 'static>(
+    server: &Server,
+    what: &str,
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
     let turn = Arc::clone(&server.tokenizing).acquire_owned().await;
     let turn = turn.map_err(|_| ApiError::Bug("the tokenizing semaphore was closed".into()))?;
-    let worker = Arc::clone(server);
     let worked = tokio::task::spawn_blocking(move || {
         let _turn = turn;
-        work(&worker, &body)
+        work()
     });
-    let worked = worked.await.map_err(|e| ApiError::Bug(format!("preparing a prompt: {e}")))??;
-    Ok((arriving, worked))
+    worked.await.map_err(|e| ApiError::Bug(format!("{what}: {e}")))?
 }
 
 async fn read_body(body: Body, options: &Options) -> Result<Vec<u8>, ApiError> {

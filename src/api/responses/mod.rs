@@ -186,15 +186,8 @@ pub(super) async fn input_items(
 ) -> Result<Json<Value>, ApiError> {
     let stored = kept(&server, caller, id)?;
     let parameters = parameters(query)?;
-    // A long conversation takes a processor for a while: not on the threads that answer other clients.
-    let turn = Arc::clone(&server.tokenizing).acquire_owned().await;
-    let turn = turn.map_err(|_| ApiError::Bug("the tokenizing semaphore was closed".into()))?;
-    let list = move || {
-        let _turn = turn;
-        items::list(stored.input(), |name| parameter(&parameters, name))
-    };
-    let listed = tokio::task::spawn_blocking(list).await;
-    listed.map_err(|e| ApiError::Bug(format!("listing a response's items: {e}")))?.map(Json)
+    let list = move || items::list(stored.input(), |name| parameter(&parameters, name));
+    exchange::apart(&server, "listing a response's items", list).await.map(Json)
 }
 
 /// A query's, as they came.
