@@ -1,16 +1,17 @@
 """What users of the official anthropic package see; test_openai.py runs these against its server."""
 
 from raised import raised
+from server import ANSWER_SECONDS
+from session import SCENARIO
 
 try:
     import anthropic
 except ImportError:
     anthropic = None
 
-ANSWER_SECONDS = 300
 # This version of the package has no parameter for it.
 GREEDY = {"extra_body": {"temperature": 0}}
-FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+FRANCE = SCENARIO["france"]
 
 
 def sdk(server, **options):

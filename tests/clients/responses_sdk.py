@@ -3,14 +3,15 @@
 import json
 
 from raised import raised
+from server import ANSWER_SECONDS, model_id
+from session import SCENARIO
 
 try:
     import openai
 except ImportError:
     openai = None
 
-ANSWER_SECONDS = 300
-FRANCE = "What is the capital of France?"
+FRANCE = SCENARIO["france"][0]["content"]
 
 
 def sdk(server, key="unused"):
@@ -18,7 +19,7 @@ def sdk(server, key="unused"):
 
 
 def fields(server, **more):
-    return {"model": sdk(server).models.list().data[0].id, "input": FRANCE, "max_output_tokens": 48, "temperature": 0, **more}
+    return {"model": model_id(server), "input": FRANCE, "max_output_tokens": 48, "temperature": 0, **more}
 
 
 def create(server, **more):
