@@ -28,7 +28,8 @@ pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use pace::{Load, Pace};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
 pub use sequence::{
-    ClientId, Drafts, End, FinishReason, Fork, Priority, Sequence, SequenceId, SharedMask, TokenMask,
+    CacheSalt, ClientId, Drafts, End, FinishReason, Fork, Priority, Sequence, SequenceId, SharedMask,
+    TokenMask,
 };
 pub use speculation::Guesses;
 
@@ -82,13 +83,16 @@ pub struct Request {
     pub more_seeds: Vec<u64>,
     /// Whose request it is, for fairness between them.
     pub client: ClientId,
+    /// With whom it shares the prefix cache.
+    pub cache_salt: CacheSalt,
     pub priority: Priority,
     /// When an answer that is not finished fails.
     pub deadline: Option<Instant>,
 }
 
 impl Request {
-    /// One greedy answer, as long as the context allows, of interactive priority.
+    /// One greedy answer, as long as the context allows, of interactive priority, whose cached prefix is everybody's who
+    /// gives no salt.
     pub fn new(prompt: Vec<u32>) -> Self {
         Self {
             prompt,
@@ -103,6 +107,7 @@ impl Request {
             pooling: false,
             more_seeds: Vec::new(),
             client: 0,
+            cache_salt: CacheSalt::default(),
             priority: Priority::Interactive,
             deadline: None,
         }
@@ -326,6 +331,7 @@ impl EngineHandle {
         let mut sequence = Sequence::new(id, request.prompt, request.sampling, max_tokens);
         sequence.client = request.client;
         sequence.priority = request.priority;
+        sequence.cache_salt = request.cache_salt;
         // What the model has no row for never comes.
         let vocab_size = self.shared.limits.vocab_size;
         sequence.stop_token_ids = request.stop_token_ids;

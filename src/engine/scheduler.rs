@@ -541,6 +541,7 @@ impl Scheduler {
             );
             child.client = parent.client;
             child.priority = parent.priority;
+            child.cache_salt = parent.cache_salt.clone();
             child.raised = parent.raised;
             child.stop_token_ids.clone_from(&parent.stop_token_ids);
             child.min_tokens = parent.min_tokens;

@@ -13,6 +13,24 @@ pub type SequenceId = u64;
 /// Whose request it is, as far as fairness goes: an API key, or a connection.
 pub type ClientId = u64;
 
+/// Who may share what is computed: a prompt finds in the prefix cache what came with the same salt, and nothing else. It is
+/// compared byte by byte; the empty one, the default, is as good as any other.
+#[derive(Clone, Default, PartialEq, Eq, Hash)]
+pub struct CacheSalt(Arc<[u8]>);
+
+impl CacheSalt {
+    pub fn new(bytes: impl Into<Arc<[u8]>>) -> Self {
+        Self(bytes.into())
+    }
+}
+
+/// Not the bytes: who knows them finds what others have asked.
+impl fmt::Debug for CacheSalt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CacheSalt({} bytes)", self.0.len())
+    }
+}
+
 /// Who goes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Priority {
@@ -120,6 +138,7 @@ pub struct Sequence {
     pub id: SequenceId,
     pub client: ClientId,
     pub priority: Priority,
+    pub cache_salt: CacheSalt,
     /// The prompt, and the ids of the answer that are known.
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
@@ -176,12 +195,13 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    /// An answer of at most `max_tokens` ids to `prompt`, of interactive priority, for client 0, in one version.
+    /// An answer of at most `max_tokens` ids to `prompt`, of interactive priority, for client 0, without a salt, in one version.
     pub fn new(id: SequenceId, prompt: Vec<u32>, sampling: SamplingParams, max_tokens: usize) -> Self {
         Self {
             id,
             client: 0,
             priority: Priority::default(),
+            cache_salt: CacheSalt::default(),
             prompt_len: prompt.len(),
             tokens: prompt,
             sampling,
