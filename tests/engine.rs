@@ -1,6 +1,8 @@
 //! The engine against the scripted runner, which checks the batches; and the scheduler alone, by random operations.
 
+use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,8 +10,9 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
-    EVENTS, End, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace, Priority,
-    Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, TokenStream, draft,
+    CacheSalt, EVENTS, End, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace,
+    Priority, Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, TokenStream,
+    draft,
 };
 use unicorn::model::{Batch, BlockPool, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
 
@@ -166,7 +169,9 @@ fn a_mask_sees_every_id_before_it_says_what_may_come_next() {
     let mut stream = engine.submit(masked).unwrap();
     let mut counts = [0u32; 2];
     while let Some(event) = stream.blocking_next() {
-        let Event::Token { choice, id, logprobs, .. } = event else { continue };
+        let Event::Token { choice, id, logprobs, .. } = event else {
+            continue;
+        };
         assert_eq!(id % 2, counts[choice] % 2, "id {} of answer {choice}", counts[choice]);
         assert_eq!(logprobs, Some(fake_logprobs(id, 2)));
         counts[choice] += 1;
@@ -442,6 +447,40 @@ fn a_prompt_that_was_computed_is_found_again() {
 }
 
 #[test]
+fn a_prompt_is_found_again_under_its_own_salt_alone() {
+    let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
+    let (engine, _) = start(Limits { max_sequences: 4, max_draws: 4, kv, ..LIMITS }, mixed(512));
+    let prompt: Vec<u32> = (0..61).collect();
+    // Answers, and tokens that were found.
+    let ask = |prompt: &[u32], salt: &[u8]| {
+        let request =
+            Request { cache_salt: CacheSalt::new(salt), more_seeds: vec![7], ..request(prompt, 20) };
+        let mut stream = engine.submit(request).expect("accepted");
+        let (mut answers, mut cached) = ([vec![], vec![]], 0);
+        while let Some(event) = stream.blocking_next() {
+            match event {
+                Event::Token { choice, id, .. } => answers[choice].push(id),
+                Event::Finished { timings, .. } => cached = timings.cached_n,
+                other => panic!("{other:?}"),
+            }
+        }
+        (answers, cached)
+    };
+    let (answers, cached) = ask(&prompt, b"");
+    assert_eq!(cached, 0);
+    let found = [b"".as_slice(), b"a", b"a", b"b", b"ab", b"b", b""].map(|salt| ask(&prompt, salt).1);
+    assert_eq!(found, [60, 0, 60, 0, 0, 60, 60]);
+    // Forks leave their answers under the salt of the one they parted from.
+    for (answer, other) in answers.iter().zip([b"c", b"d"]) {
+        let turn = [&prompt[..], answer, &[1, 2, 3]].concat();
+        let computed = prompt.len() + answer.len() - 1;
+        let found = [other.as_slice(), b"a", b""].map(|salt| ask(&turn, salt).1);
+        assert_eq!(found, [0, computed / 4 * 4, computed / 4 * 4]);
+    }
+    assert_all_free(&engine);
+}
+
+#[test]
 fn answers_to_one_prompt_part_behind_it() {
     let limits = Limits { max_sequences: 4, max_draws: 4, max_in_flight: 2, ..LIMITS };
     let (engine, control) = start(limits, mixed(512));
@@ -495,7 +534,7 @@ fn a_prompt_is_scored_whether_it_was_computed_before_or_not() {
         assert_eq!(*answer, mixed_answer(&prompt, 5, seed, 512, END));
     }
     assert!(
-        control.batches().iter().any(|b| b.sequences.iter().any(|s| s.start == 36 && s.input.len() == 1))
+        control.batches().iter().any(|b| { b.sequences.iter().any(|s| s.start == 36 && s.input.len() == 1) })
     );
     // Of one token there is nothing to score.
     let alone = Request { prompt_logprobs: Some(0), ..request(&prompt[..1], 1) };
@@ -832,7 +871,9 @@ fn random_requests_and_cancellations_leave_every_answer_exact_and_every_block_fr
                 Err(e) => panic!("{e} for {limits:?}"),
             }
             if open.len() > 3 || rng.random_bool(0.2) {
-                let Some((mut stream, prompt, max_tokens, more_seeds)) = open.pop() else { continue };
+                let Some((mut stream, prompt, max_tokens, more_seeds)) = open.pop() else {
+                    continue;
+                };
                 if rng.random_bool(0.3) {
                     (0..rng.random_range(0..4)).for_each(|_| drop(stream.blocking_next()));
                     continue;
@@ -855,8 +896,28 @@ fn random_requests_and_cancellations_leave_every_answer_exact_and_every_block_fr
     }
 }
 
+/// One number for each beginning of a text, the shortest first.
+fn beginnings(text: &[u32]) -> impl Iterator<Item = u64> {
+    let mut hasher = DefaultHasher::new();
+    text.iter().map(move |id| {
+        id.hash(&mut hasher);
+        hasher.finish()
+    })
+}
+
+/// A text: its salt, and its family, which is the id of the first of those that answer one prompt.
+type Told = (usize, u64, Vec<u32>);
+
+/// Notes which family was the first to compute each beginning of a text under its salt.
+fn compute(firsts: &mut HashMap<(usize, u64), u64>, (salt, family, text): &Told) {
+    beginnings(text).for_each(|text| {
+        firsts.entry((*salt, text)).or_insert(*family);
+    });
+}
+
 /// Add, cancel, finish, preempt, fork, evict, with one or two steps in flight: after each, every block is free, cached or
-/// owned as often as tables say, the tables hold the text (the runner reads it), budgets are kept, and nobody starves.
+/// owned as often as tables say, the tables hold the text (the runner reads it), what is found in the cache was computed
+/// under the same salt, budgets are kept, and nobody starves.
 #[test]
 fn the_scheduler_keeps_its_invariants_under_random_operations() {
     let seed = 0x5c4e;
@@ -878,6 +939,8 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
         let (mut pace, mut in_flight) = (Pace::new(), VecDeque::new());
         // Answers under way: when they last got on.
         let mut alive: BTreeMap<u64, u64> = BTreeMap::new();
+        let mut texts: HashMap<u64, Told> = HashMap::new();
+        let mut firsts = HashMap::new();
         let mut next_id = 0;
         for now in 0..3_000 {
             operations += 1;
@@ -889,13 +952,18 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     if rng.random() {
                         *tokens.last_mut().expect("not empty") = rng.random_range(0..512);
                     }
+                    if rng.random_bool(0.3) {
+                        tokens.fill_with(|| rng.random_range(0..2));
+                    }
+                    let salt = rng.random_range(0..3);
                     let mut sequence = Sequence::new(
                         next_id,
-                        tokens,
+                        tokens.clone(),
                         SamplingParams::GREEDY,
                         rng.random_range(1..=limits.max_context - len),
                     );
                     sequence.stop_token_ids = vec![END];
+                    sequence.cache_salt = CacheSalt::new(["", "a", "b"][salt].as_bytes());
                     // The fake holds the history of such a sequence against its blocks, and asks its mask.
                     sequence.sampling.presence_penalty = if rng.random() { 0.5 } else { 0.0 };
                     sequence.min_tokens = rng.random_range(0..3);
@@ -914,7 +982,9 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     };
                     sequence.forks = (0..n as u64).map(|i| Fork { id: next_id + 1 + i, seed: i }).collect();
                     forks += n;
-                    alive.extend((next_id..=next_id + n as u64).map(|id| (id, now)));
+                    let ids = next_id..=next_id + n as u64;
+                    alive.extend(ids.clone().map(|id| (id, now)));
+                    texts.extend(ids.map(|id| (id, (salt, next_id, tokens.clone()))));
                     next_id += 1 + n as u64;
                     scheduler.add(sequence);
                 }
@@ -938,6 +1008,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     if room && let Some(step) = scheduler.schedule(&pace) {
                         let ticket = runner.submit(&step.batch, &step.sampling).expect("never fails");
                         alive.extend(step.shares.iter().map(|share| (share.id, now)));
+                        step.shares.iter().for_each(|share| compute(&mut firsts, &texts[&share.id]));
                         in_flight.push_back((ticket, step));
                     }
                     let full = in_flight.len() == limits.max_in_flight;
@@ -955,6 +1026,19 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                             .filter(|_| rng.random_bool(0.02))
                             .for_each(|s| s[1] = f32::NAN);
                         for output in scheduler.commit(&step, &sampled) {
+                            let known = texts.get_mut(&output.id).expect("it was added");
+                            known.2.extend(output.token);
+                            compute(&mut firsts, known);
+                            if output.cached_tokens > 0 {
+                                let (salt, family, text) = known;
+                                let found =
+                                    beginnings(&text[..output.cached_tokens]).last().expect("not empty");
+                                assert_ne!(
+                                    firsts[&(*salt, found)],
+                                    *family,
+                                    "found under another salt: {limits:?}"
+                                );
+                            }
                             if let Some(end) = output.end {
                                 let nothing = output.token.is_none() && output.pooled.is_none();
                                 assert_eq!(nothing, end != End::Full);

@@ -11,8 +11,9 @@
 //! ```
 //!
 //! A block whose tokens are all computed is *registered*: it becomes (part of) a [`Node`] of the prefix cache, which is
-//! found by the chain of its tokens and those before it. Registered blocks are never written again, are shared by
-//! every sequence that starts with the same tokens, and stay when the last of them ends, until the room is needed.
+//! found by its salt and the chain of its tokens and those before it. Registered blocks are never written again, are
+//! shared by every sequence of that salt that starts with the same tokens, and stay when the last of them ends, until the
+//! room is needed. Nobody finds what another salt has: neither its contents nor its being there.
 //! A hit at position `p` needs the full blocks of everything before `p` and the sliding blocks of the window before `p`
 //! (no fewer: sliding layers feed each other, so the window alone cannot be computed again).
 //!
@@ -22,14 +23,15 @@
 //!
 //! Invariants, checked by [`BlockManager::check`]: a block is free, cached (registered, held by none) or held, and is held
 //! as often as tables name it; whoever holds a full block holds those before it; a sliding block is registered only
-//! beside its full block; what an interactive sequence has used builds on such blocks alone.
+//! beside its full block; tables that share a block have one salt; what an interactive sequence has used builds on such
+//! blocks alone.
 
 use std::cmp::Reverse;
 use std::collections::hash_map::RandomState;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::BuildHasher;
 
-use super::sequence::Priority;
+use super::sequence::{CacheSalt, Priority};
 use crate::model::{BlockCopy, BlockPool, KvLimits};
 
 /// The blocks of one sequence: what [`BlockManager::admit`] gives and [`BlockManager::release`] takes back.
@@ -44,6 +46,7 @@ pub struct BlockTable {
     nodes: Vec<NodeId>,
     /// Of the sequence.
     priority: Priority,
+    salt: CacheSalt,
 }
 
 impl BlockTable {
@@ -57,6 +60,15 @@ impl BlockTable {
         (self.sliding_first, self.sliding.iter().copied())
     }
 
+    pub(super) fn salt(&self) -> &CacheSalt {
+        &self.salt
+    }
+
+    /// What its next block to be registered stands behind.
+    fn end(&self) -> Behind {
+        self.nodes.last().map_or_else(|| Behind::Nothing(self.salt.clone()), |id| Behind::Node(*id))
+    }
+
     fn of(&self, pool: BlockPool) -> usize {
         match pool {
             BlockPool::Full => self.full.len(),
@@ -67,14 +79,31 @@ impl BlockTable {
 
 type NodeId = u32;
 
-/// A registered block: `block_size` tokens behind those of its parent.
+/// What the tokens of a block stand behind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Behind {
+    /// They begin a text of this salt, which is that of all that builds on them.
+    Nothing(CacheSalt),
+    Node(NodeId),
+}
+
+impl Behind {
+    fn parent(&self) -> Option<NodeId> {
+        match self {
+            Behind::Nothing(_) => None,
+            Behind::Node(id) => Some(*id),
+        }
+    }
+}
+
+/// A registered block of `block_size` tokens.
 #[derive(Debug)]
 struct Node {
-    parent: Option<NodeId>,
-    /// Of the tokens and of the parent's chain.
+    behind: Behind,
+    /// Hash of the tokens, and of the parent's chain or the salt.
     chain: u64,
     tokens: Box<[u32]>,
-    /// Nodes that have this one as parent.
+    /// Nodes that stand behind this one directly.
     children: u32,
     full: u32,
     sliding: Option<u32>,
@@ -147,8 +176,8 @@ pub struct BlockManager {
     nodes: Vec<Node>,
     unused_nodes: Vec<NodeId>,
     by_chain: HashMap<u64, NodeId>,
-    /// Salts the chains: what another process or model would call the same tokens is none of ours.
-    salt: RandomState,
+    /// What the chains are made with: another process has other ones.
+    hasher: RandomState,
     /// Nodes whose full block can go: nobody holds it, and no node builds on it.
     full_order: BTreeSet<FullKey>,
     /// Nodes whose sliding block can go.
@@ -171,7 +200,7 @@ impl BlockManager {
             nodes: Vec::new(),
             unused_nodes: Vec::new(),
             by_chain: HashMap::new(),
-            salt: RandomState::new(),
+            hasher: RandomState::new(),
             full_order: BTreeSet::new(),
             sliding_order: BTreeSet::new(),
             turns: VecDeque::new(),
@@ -186,13 +215,13 @@ impl BlockManager {
         PoolUse { free: pool.free.len(), cached: pool.cached, held }
     }
 
-    /// A table for a sequence that starts with `tokens`, and how many of them it need not compute: whole blocks, and
-    /// never all of `tokens`, for the last one's logits are wanted.
-    pub fn admit(&mut self, tokens: &[u32], priority: Priority) -> (BlockTable, usize) {
-        let path = self.longest_path(tokens);
+    /// A table for a sequence that starts with `tokens`, and how many of them it need not compute: whole blocks that were
+    /// computed under the same salt, and never all of `tokens`, for the last one's logits are wanted.
+    pub fn admit(&mut self, tokens: &[u32], priority: Priority, salt: &CacheSalt) -> (BlockTable, usize) {
+        let path = self.longest_path(tokens, salt);
         let blocks = self.usable(&path);
         let nodes = path[..blocks].to_vec();
-        let mut table = BlockTable { priority, ..BlockTable::default() };
+        let mut table = BlockTable { priority, salt: salt.clone(), ..BlockTable::default() };
         if self.limits.sliding_window.is_some() {
             table.sliding_first = self.first_needed(blocks * self.limits.block_size);
         }
@@ -212,8 +241,8 @@ impl BlockManager {
     }
 
     /// Full blocks that [`BlockManager::admit`] would find for `tokens` and that somebody holds already.
-    pub fn held_prefix(&self, tokens: &[u32]) -> usize {
-        let path = self.longest_path(tokens);
+    pub fn held_prefix(&self, tokens: &[u32], salt: &CacheSalt) -> usize {
+        let path = self.longest_path(tokens, salt);
         let held = |id: &&NodeId| self.full.holders[self.nodes[**id as usize].full as usize] > 0;
         path[..self.usable(&path)].iter().take_while(held).count()
     }
@@ -305,22 +334,23 @@ impl BlockManager {
             sliding_first: table.sliding_first,
             nodes: table.nodes.clone(),
             priority: table.priority,
+            salt: table.salt.clone(),
         }
     }
 
     /// Registers every block whose positions are all in `tokens`, which are computed, and lets go of those that the window
-    /// of the next position has left. Where another sequence registered the same tokens first, its block takes the place
-    /// of this one's.
+    /// of the next position has left. Where another sequence of its salt registered the same tokens first, that one's block
+    /// takes the place of this one's.
     pub fn commit(&mut self, table: &mut BlockTable, tokens: &[u32]) {
         let size = self.limits.block_size;
         for (index, tokens) in tokens.chunks_exact(size).enumerate().skip(table.nodes.len()) {
-            let parent = table.nodes.last().copied();
-            let chain = self.chain(parent, tokens);
-            let id = match self.find(chain, parent, tokens) {
+            let behind = table.end();
+            let chain = self.chain(&behind, tokens);
+            let id = match self.find(chain, &behind, tokens) {
                 Ok(Some(id)) if self.share_full(table, index, id) => id,
                 // Forks have the same block, and would not hold the one that was registered before.
                 Ok(Some(_)) => break,
-                Ok(None) => self.register(parent, chain, tokens, table),
+                Ok(None) => self.register(behind, chain, tokens, table),
                 // Two chains with one hash: the second is not cached.
                 Err(Collision) => break,
             };
@@ -379,16 +409,15 @@ impl BlockManager {
 
     // --- the prefix cache ---
 
-    /// Nodes of `tokens` from the first block on, all but the last token's block at most.
-    fn longest_path(&self, tokens: &[u32]) -> Vec<NodeId> {
+    /// Nodes of `tokens` under a salt from the first block on, all but the last token's block at most.
+    fn longest_path(&self, tokens: &[u32], salt: &CacheSalt) -> Vec<NodeId> {
         let mut path: Vec<NodeId> = Vec::new();
+        let mut behind = Behind::Nothing(salt.clone());
         let known = &tokens[..tokens.len().saturating_sub(1)];
         for tokens in known.chunks_exact(self.limits.block_size) {
-            let parent = path.last().copied();
-            match self.find(self.chain(parent, tokens), parent, tokens) {
-                Ok(Some(id)) => path.push(id),
-                _ => break,
-            }
+            let Ok(Some(id)) = self.find(self.chain(&behind, tokens), &behind, tokens) else { break };
+            path.push(id);
+            behind = Behind::Node(id);
         }
         path
     }
@@ -417,21 +446,27 @@ impl BlockManager {
             .map_or(0, |window| (position + 1).saturating_sub(window) / self.limits.block_size)
     }
 
-    fn chain(&self, parent: Option<NodeId>, tokens: &[u32]) -> u64 {
-        self.salt.hash_one((parent.map(|id| self.nodes[id as usize].chain), tokens))
+    fn chain(&self, behind: &Behind, tokens: &[u32]) -> u64 {
+        match behind {
+            Behind::Nothing(salt) => self.hasher.hash_one((salt, tokens)),
+            Behind::Node(id) => self.hasher.hash_one((self.nodes[*id as usize].chain, tokens)),
+        }
     }
 
-    fn find(&self, chain: u64, parent: Option<NodeId>, tokens: &[u32]) -> Result<Option<NodeId>, Collision> {
+    /// The node of `tokens` behind `behind`, whose chain is `chain`. A hash alone proves nothing: tokens and salt are compared,
+    /// the latter in the first node, and those of all nodes between by their being the parents.
+    fn find(&self, chain: u64, behind: &Behind, tokens: &[u32]) -> Result<Option<NodeId>, Collision> {
         let Some(&id) = self.by_chain.get(&chain) else { return Ok(None) };
         let node = &self.nodes[id as usize];
-        if node.parent == parent && *node.tokens == *tokens { Ok(Some(id)) } else { Err(Collision) }
+        if node.behind == *behind && *node.tokens == *tokens { Ok(Some(id)) } else { Err(Collision) }
     }
 
     /// Makes the block behind the registered ones of `table` one of them.
-    fn register(&mut self, parent: Option<NodeId>, chain: u64, tokens: &[u32], table: &BlockTable) -> NodeId {
+    fn register(&mut self, behind: Behind, chain: u64, tokens: &[u32], table: &BlockTable) -> NodeId {
+        let parent = behind.parent();
         let full = table.full[table.nodes.len()];
         let node = Node {
-            parent,
+            behind,
             chain,
             tokens: tokens.into(),
             children: 0,
@@ -609,7 +644,8 @@ impl BlockManager {
         if self.nodes[id as usize].sliding.is_some() {
             self.free_sliding(id);
         }
-        let Node { parent, chain, full, .. } = self.nodes[id as usize];
+        let Node { ref behind, chain, full, .. } = self.nodes[id as usize];
+        let parent = behind.parent();
         self.by_chain.remove(&chain);
         self.unused_nodes.push(id);
         self.nodes[id as usize].turn = 0;
@@ -644,18 +680,23 @@ impl BlockManager {
     /// Panics unless every block is free, cached or held as often as `tables` name it, and the cache hangs together.
     pub fn check<'a>(&self, tables: impl Iterator<Item = &'a BlockTable>) {
         let mut held = [vec![0; self.full.holders.len()], vec![0; self.sliding.holders.len()]];
+        let mut salts = HashMap::new();
         for table in tables {
             table.full.iter().for_each(|block| held[0][*block as usize] += 1);
             table.sliding.iter().for_each(|block| held[1][*block as usize] += 1);
+            let named =
+                table.full.iter().map(|block| (0, block)).chain(table.sliding.iter().map(|block| (1, block)));
+            for block in named {
+                let salt = *salts.entry(block).or_insert(&table.salt);
+                assert_eq!(*salt, table.salt, "block {block:?} is shared by two salts");
+            }
             assert!(table.nodes.len() <= table.full.len(), "more is registered than there is");
             for (index, id) in table.nodes.iter().enumerate() {
                 let node = &self.nodes[*id as usize];
                 assert_eq!(node.full, table.full[index], "block {index} is not the registered one");
-                assert_eq!(
-                    node.parent,
-                    index.checked_sub(1).map(|i| table.nodes[i]),
-                    "block {index}'s parent"
-                );
+                let before = index.checked_sub(1).map(|i| Behind::Node(table.nodes[i]));
+                let expected = before.unwrap_or_else(|| Behind::Nothing(table.salt.clone()));
+                assert_eq!(node.behind, expected, "what block {index} stands behind");
                 if let Some(own) = index.checked_sub(table.sliding_first).and_then(|i| table.sliding.get(i)) {
                     assert_eq!(node.sliding, Some(*own), "sliding block {index} is not the registered one");
                 }
@@ -692,7 +733,7 @@ impl BlockManager {
             assert_eq!(node.chain, *chain);
             assert_eq!(self.full.node[node.full as usize], Some(id), "a node's full block");
             let held = self.full.holders[node.full as usize] > 0;
-            if let Some(parent) = node.parent {
+            if let Some(parent) = node.behind.parent() {
                 children[parent as usize] += 1;
                 let parent = &self.nodes[parent as usize];
                 assert!(parent.priority <= node.priority, "what is kept builds on what goes first");
@@ -733,3 +774,150 @@ impl BlockManager {
 
 /// Another chain has the same hash.
 struct Collision;
+
+#[cfg(test)]
+mod tests {
+    use rand::{Rng, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+
+    const SIZE: usize = 2;
+    const LIMITS: KvLimits =
+        KvLimits { block_size: SIZE, full_blocks: 24, sliding_blocks: 16, sliding_window: Some(4) };
+
+    fn salt(n: usize) -> CacheSalt {
+        CacheSalt::new(["", "a", "b"][n].as_bytes())
+    }
+
+    #[test]
+    fn salts_whose_texts_have_one_hash_share_nothing() {
+        let mut blocks = BlockManager::new(LIMITS, 0);
+        let text = [1, 2, 3, 4, 5];
+        let compute = |blocks: &mut BlockManager, salt: &CacheSalt| {
+            let (mut table, cached) = blocks.admit(&text, Priority::Interactive, salt);
+            blocks.grow(&mut table, text.len()).unwrap();
+            blocks.commit(&mut table, &text);
+            blocks.release(table);
+            cached
+        };
+        let [one, other] = [salt(1), salt(2)];
+        assert_eq!([compute(&mut blocks, &one), compute(&mut blocks, &one)], [0, 4]);
+        let [first, forged] =
+            [&one, &other].map(|salt| blocks.chain(&Behind::Nothing(salt.clone()), &text[..SIZE]));
+        blocks.by_chain.insert(forged, blocks.by_chain[&first]);
+        assert_eq!([compute(&mut blocks, &other), compute(&mut blocks, &other)], [0, 0]);
+        assert_eq!(compute(&mut blocks, &one), 4);
+    }
+
+    /// A text that somebody computes.
+    struct Text {
+        tokens: Vec<u32>,
+        computed: usize,
+        salt: usize,
+        table: BlockTable,
+    }
+
+    /// The salt of what a block holds, and the text up to its end.
+    type Content = (usize, Vec<u32>);
+
+    /// What the blocks hold, by pool and block.
+    #[derive(Default)]
+    struct Contents([HashMap<u32, Content>; 2]);
+
+    impl Contents {
+        /// Computes the tokens of a text up to `end`.
+        fn write(&mut self, text: &Text, end: usize) {
+            for index in text.computed / SIZE..end.div_ceil(SIZE) {
+                let content = (text.salt, text.tokens[..end.min((index + 1) * SIZE)].to_vec());
+                self.0[0].insert(text.table.full[index], content.clone());
+                self.0[1].insert(text.table.sliding[index - text.table.sliding_first], content);
+            }
+        }
+
+        /// Panics unless the blocks of a text are its own, or of one that begins alike under its salt.
+        fn check(&self, text: &Text) {
+            let first = text.table.sliding_first;
+            for index in 0..text.computed.div_ceil(SIZE) {
+                let expected = (text.salt, text.tokens[..text.computed.min((index + 1) * SIZE)].to_vec());
+                assert_eq!(self.0[0][&text.table.full[index]], expected, "full block {index}");
+                if let Some(block) = index.checked_sub(first).and_then(|i| text.table.sliding.get(i)) {
+                    assert_eq!(self.0[1][block], expected, "sliding block {index}");
+                }
+            }
+        }
+    }
+
+    /// Few tokens and few blocks, so that texts begin alike, part, and lose what they had.
+    #[test]
+    fn blocks_hold_the_text_and_the_salt_of_whoever_finds_them() {
+        let seed = 0xb10c;
+        println!("seed {seed}");
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let (mut hits, mut forks) = (0, 0);
+        for _ in 0..20 {
+            let mut blocks = BlockManager::new(LIMITS, rng.random_range(0..8));
+            let (mut contents, mut texts) = (Contents::default(), Vec::<Text>::new());
+            for _ in 0..1500 {
+                let chosen = (!texts.is_empty()).then(|| rng.random_range(0..texts.len()));
+                match (rng.random_range(0..10), chosen) {
+                    (0..3, _) if texts.len() < 6 => {
+                        let len = rng.random_range(1..16);
+                        let tokens: Vec<u32> = (0..len).map(|_| rng.random_range(0..2)).collect();
+                        let salt_n = rng.random_range(0..3);
+                        let priority =
+                            if rng.random() { Priority::Interactive } else { Priority::Background };
+                        let held = blocks.held_prefix(&tokens, &salt(salt_n));
+                        let (table, computed) = blocks.admit(&tokens, priority, &salt(salt_n));
+                        assert!(held * SIZE <= computed && computed < len);
+                        hits += usize::from(computed > 0);
+                        texts.push(Text { tokens, computed, salt: salt_n, table });
+                    }
+                    (3, Some(i)) if texts[i].computed > 0 && texts.len() < 6 => {
+                        let Text { ref tokens, computed, salt, ref table } = texts[i];
+                        let (tokens, table) = (tokens[..computed].to_vec(), blocks.fork(table));
+                        texts.push(Text { tokens, computed, salt, table });
+                        forks += 1;
+                    }
+                    (4, Some(i)) => {
+                        let Text { table, .. } = texts.swap_remove(i);
+                        blocks.end_turn(&table);
+                        blocks.release(table);
+                    }
+                    (_, Some(i)) => {
+                        let text = &mut texts[i];
+                        if text.computed == text.tokens.len() {
+                            text.tokens.push(rng.random_range(0..2));
+                        }
+                        let end = rng.random_range(text.computed + 1..=text.tokens.len());
+                        let shared = blocks.shared_at(&text.table, text.computed);
+                        let mut wanted = blocks.missing(&text.table, end);
+                        wanted
+                            .iter_mut()
+                            .zip(shared)
+                            .for_each(|(n, block)| *n += usize::from(block.is_some()));
+                        if !blocks.has_room(wanted) {
+                            blocks.release(texts.swap_remove(i).table);
+                            continue;
+                        }
+                        blocks.grow(&mut text.table, end).unwrap();
+                        for BlockCopy { pool, from, to } in
+                            blocks.make_writable(&mut text.table, text.computed).unwrap()
+                        {
+                            let contents = &mut contents.0[usize::from(pool == BlockPool::Sliding)];
+                            contents.insert(to, contents[&from].clone());
+                        }
+                        contents.write(text, end);
+                        text.computed = end;
+                        blocks.commit(&mut text.table, &text.tokens[..end]);
+                    }
+                    _ => {}
+                }
+                blocks.check(texts.iter().map(|text| &text.table));
+                texts.iter().for_each(|text| contents.check(text));
+            }
+        }
+        println!("{hits} found, {forks} forks");
+        assert!(hits > 500 && forks > 500, "the test tests too little");
+    }
+}

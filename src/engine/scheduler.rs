@@ -655,7 +655,7 @@ impl Scheduler {
             }
             let mut sequence = self.waiting.remove(index);
             let known: &[u32] = if sequence.is_computed_afresh() { &[] } else { &sequence.tokens };
-            let (table, cached) = self.blocks.admit(known, sequence.priority);
+            let (table, cached) = self.blocks.admit(known, sequence.priority, &sequence.cache_salt);
             sequence.table = table;
             (sequence.computed, sequence.submitted) = (cached, cached);
             sequence.cached.get_or_insert(cached.min(sequence.prompt_len));
@@ -708,7 +708,7 @@ impl Scheduler {
         wanted[1] += self.window_blocks(sequence.tokens.len()).min(blocks);
         self.blocks.has_room(wanted)
             || !sequence.is_computed_afresh() && {
-                wanted[0] -= self.blocks.held_prefix(&sequence.tokens);
+                wanted[0] -= self.blocks.held_prefix(&sequence.tokens, &sequence.cache_salt);
                 self.blocks.has_room(wanted)
             }
     }
@@ -816,6 +816,7 @@ impl Scheduler {
                 "guesses for sequence {}",
                 s.id
             );
+            assert_eq!(*s.table.salt(), s.cache_salt, "sequence {}: the salt of its blocks", s.id);
             let blocks = s.table.full().len();
             assert!(blocks * self.limits.kv.block_size >= s.submitted, "sequence {} lacks blocks", s.id);
         }
