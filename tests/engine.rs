@@ -343,6 +343,70 @@ fn logits_that_are_not_finite_fail_one_request_alone() {
     assert_all_free(&engine);
 }
 
+fn cached_of(last: &Event) -> usize {
+    match last {
+        Event::Finished { timings, .. } => timings.cached_n,
+        other => panic!("expected an answer's end, got {other:?}"),
+    }
+}
+
+#[test]
+fn logits_that_are_not_finite_leave_nothing_in_the_prefix_cache() {
+    let limits = Limits { max_draws: 9, max_in_flight: 2, ..LIMITS };
+    let prompt: Vec<u32> = (0..41).collect();
+    let plain = request(&prompt, 20);
+    let scored = Request { prompt_logprobs: Some(1), ..plain.clone() };
+    let pooled = Request { pooling: true, ..plain.clone() };
+    // What fails, and at which draw: the first id, amid the answer, amid the prompt, and its states.
+    for (failing, at) in [(&plain, 0), (&plain, 5), (&scored, 20), (&pooled, 0)] {
+        let (engine, control) = start(limits, mixed(512));
+        control.not_finite_at(at);
+        let (_, last) = collect(&mut engine.submit(failing.clone()).expect("accepted"));
+        assert_eq!(last, Event::Failed(EngineError::NotFinite), "draw {at}");
+        assert_all_free(&engine);
+        let stats = engine.stats();
+        assert_eq!((stats.full.cached, stats.sliding.cached), (0, 0), "draw {at}");
+        for expected in [0, 40] {
+            let (ids, last) = collect(&mut engine.submit(plain.clone()).expect("accepted"));
+            assert_eq!(ids, mixed_answer(&prompt, 20, 0, 512, END));
+            assert_eq!(cached_of(&last), expected, "draw {at}");
+        }
+        assert_all_free(&engine);
+    }
+}
+
+#[test]
+fn who_shares_a_prompt_that_fails_goes_on_and_is_joined_by_nobody() {
+    let (engine, control) = start(Limits { max_sequences: 3, max_draws: 3, ..LIMITS }, unforeseen());
+    let prompt: Vec<u32> = (0..41).collect();
+    let longer = [&prompt[..], &[7]].concat();
+    // Step 2 has the first draw, and the one after step 7 both begin to share: its draws are 6 and 7.
+    control.allow(7);
+    control.not_finite_at(8);
+    let mut failing = engine.submit(request(&prompt, 60)).expect("accepted");
+    control.submitted(8);
+    let mut sharing = engine.submit(request(&longer, 60)).expect("accepted");
+    control.release();
+    let (ids, last) = collect(&mut failing);
+    assert_eq!((ids.len(), last), (7, Event::Failed(EngineError::NotFinite)));
+    let (answer, last) = collect(&mut sharing);
+    assert_eq!(answer, unforeseen_answer(&longer, 60));
+    assert_eq!(cached_of(&last), 40, "it began before");
+    assert_all_free(&engine);
+    let find = |prompt: &[u32]| {
+        let (ids, last) = collect(&mut engine.submit(request(prompt, 1)).expect("accepted"));
+        assert_eq!(ids, unforeseen_answer(prompt, 1));
+        cached_of(&last)
+    };
+    assert_eq!([find(&prompt), find(&prompt)], [0, 40]);
+    assert_eq!(
+        find(&[&longer[..], &answer].concat()),
+        40,
+        "what was computed behind the failure is not found"
+    );
+    assert_all_free(&engine);
+}
+
 #[test]
 fn a_panicking_runner_is_a_lost_engine_and_no_hang() {
     let (engine, _) = start(LIMITS, Box::new(|_, _| panic!("a bug, made for this test")));

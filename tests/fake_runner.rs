@@ -325,7 +325,8 @@ impl Runner for FakeRunner {
                 sums.iter_mut().zip(fake_state(position, *id)).for_each(|(sum, state)| *sum += state);
             }
             if pooling.last {
-                pooled.push(sums.to_vec());
+                let is_finite = !self.control.take_not_finite();
+                pooled.push(sums.iter().map(|sum| if is_finite { *sum } else { f32::NAN }).collect());
             }
         }
         self.tickets += 1;
@@ -466,7 +467,7 @@ impl Control {
         self.set(|s| s.fail_wait_at = Some(n));
     }
 
-    /// The `n`-th draw, from 0, finds logits that nothing can be sampled from.
+    /// The `n`-th draw or pooled prompt, from 0, finds logits that nothing can be sampled from, or states that are no numbers.
     pub fn not_finite_at(&self, n: usize) {
         self.set(|s| s.not_finite_at = Some(n));
     }

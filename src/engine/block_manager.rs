@@ -17,6 +17,9 @@
 //! A hit at position `p` needs the full blocks of everything before `p` and the sliding blocks of the window before `p`
 //! (no fewer: sliding layers feed each other, so the window alone cannot be computed again).
 //!
+//! A text whose logits are no numbers is forgotten from its first block on ([`BlockManager::forget`]), with all that builds on
+//! it: which of its blocks is wrong, nobody knows.
+//!
 //! What goes first where room is needed: what background sequences alone have used, then the rest; of full blocks in either
 //! the longest unused one that no other builds on; of sliding blocks those that no turn of a conversation ended in, then
 //! those of the oldest turn. So background sequences take their room from one another, once they have some.
@@ -47,6 +50,8 @@ pub struct BlockTable {
     /// Of the sequence.
     priority: Priority,
     salt: CacheSalt,
+    /// What it begins with was forgotten: nothing of it is registered any more.
+    forgotten: bool,
 }
 
 impl BlockTable {
@@ -150,6 +155,15 @@ impl Pool {
 
     fn available(&self) -> usize {
         self.free.len() + self.cached
+    }
+
+    /// Makes a registered block its holders' alone, or free.
+    fn unregister(&mut self, block: u32) {
+        self.node[block as usize] = None;
+        if self.holders[block as usize] == 0 {
+            self.cached -= 1;
+            self.free.push(block);
+        }
     }
 }
 
@@ -335,15 +349,17 @@ impl BlockManager {
             nodes: table.nodes.clone(),
             priority: table.priority,
             salt: table.salt.clone(),
+            forgotten: table.forgotten,
         }
     }
 
     /// Registers every block whose positions are all in `tokens`, which are computed, and lets go of those that the window
     /// of the next position has left. Where another sequence of its salt registered the same tokens first, that one's block
-    /// takes the place of this one's.
+    /// takes the place of this one's. A forgotten text has nothing registered.
     pub fn commit(&mut self, table: &mut BlockTable, tokens: &[u32]) {
         let size = self.limits.block_size;
-        for (index, tokens) in tokens.chunks_exact(size).enumerate().skip(table.nodes.len()) {
+        let whole = if table.forgotten { 0 } else { tokens.len() / size };
+        for (index, tokens) in tokens.chunks_exact(size).enumerate().take(whole).skip(table.nodes.len()) {
             let behind = table.end();
             let chain = self.chain(&behind, tokens);
             let id = match self.find(chain, &behind, tokens) {
@@ -405,6 +421,24 @@ impl BlockManager {
         for block in table.sliding.into_iter().rev() {
             self.let_go(BlockPool::Sliding, block);
         }
+    }
+
+    /// Releases the table of a sequence whose logits are no numbers, and forgets its text: whoever starts with the same
+    /// tokens computes them, and what builds on them. Of `others`, the tables of all other sequences, those that share its
+    /// first block keep what they hold, and none of it is found by anybody else, nor what they add to it: if it is wrong,
+    /// they fail by themselves.
+    pub fn forget<'a>(&mut self, table: BlockTable, others: impl Iterator<Item = &'a mut BlockTable>) {
+        if let Some(&first) = table.full.first() {
+            for other in others.filter(|other| other.full.first() == Some(&first)) {
+                other.nodes.clear();
+                other.forgotten = true;
+            }
+            // None where it was not yet whole, or another's took its place.
+            if let Some(root) = self.full.node[first as usize] {
+                self.unregister_tree(root);
+            }
+        }
+        self.release(table);
     }
 
     // --- the prefix cache ---
@@ -492,6 +526,35 @@ impl BlockManager {
         self.by_chain.insert(chain, id);
         self.full.node[full as usize] = Some(id);
         id
+    }
+
+    /// Takes a node that begins a text out of the cache, with all that builds on it.
+    fn unregister_tree(&mut self, root: NodeId) {
+        let mut behind: HashMap<NodeId, Vec<NodeId>> = HashMap::new();
+        for &id in self.by_chain.values() {
+            if let Some(parent) = self.nodes[id as usize].behind.parent() {
+                behind.entry(parent).or_default().push(id);
+            }
+        }
+        let mut tree = vec![root];
+        while let Some(id) = tree.pop() {
+            tree.extend(behind.remove(&id).into_iter().flatten());
+            self.unregister(id);
+        }
+    }
+
+    /// Takes a node out of the cache: its blocks are their holders' alone then, or free.
+    fn unregister(&mut self, id: NodeId) {
+        let node = &mut self.nodes[id as usize];
+        self.full_order.remove(&node.full_key(id));
+        self.sliding_order.remove(&node.sliding_key(id));
+        self.by_chain.remove(&node.chain);
+        self.full.unregister(node.full);
+        if let Some(block) = node.sliding.take() {
+            self.sliding.unregister(block);
+        }
+        node.turn = 0;
+        self.unused_nodes.push(id);
     }
 
     /// Puts the registered full block of `id` in the place of the table's own; false where others have that one too.
@@ -640,19 +703,9 @@ impl BlockManager {
 
     /// Frees the full block that goes first, and its node with it.
     fn evict_full(&mut self) {
-        let (.., id) = self.full_order.pop_first().expect("the caller has seen that there is room");
-        if self.nodes[id as usize].sliding.is_some() {
-            self.free_sliding(id);
-        }
-        let Node { ref behind, chain, full, .. } = self.nodes[id as usize];
-        let parent = behind.parent();
-        self.by_chain.remove(&chain);
-        self.unused_nodes.push(id);
-        self.nodes[id as usize].turn = 0;
-        self.full.node[full as usize] = None;
-        self.full.cached -= 1;
-        self.full.free.push(full);
-        if let Some(parent) = parent {
+        let (.., id) = *self.full_order.first().expect("the caller has seen that there is room");
+        self.unregister(id);
+        if let Some(parent) = self.nodes[id as usize].behind.parent() {
             let node = &mut self.nodes[parent as usize];
             node.children -= 1;
             if node.children == 0 && self.full.holders[node.full as usize] == 0 {
@@ -662,19 +715,10 @@ impl BlockManager {
     }
 
     fn evict_sliding(&mut self) {
-        let (.., id) = *self.sliding_order.first().expect("the caller has seen that there is room");
-        self.free_sliding(id);
-    }
-
-    /// Frees the cached sliding block of a node.
-    fn free_sliding(&mut self, id: NodeId) {
+        let (.., id) = self.sliding_order.pop_first().expect("the caller has seen that there is room");
         let node = &mut self.nodes[id as usize];
-        let block = node.sliding.take().expect("the node has one");
-        assert!(self.sliding_order.remove(&node.sliding_key(id)), "a held block is about to be freed");
+        self.sliding.unregister(node.sliding.take().expect("what is listed has a block"));
         node.turn = 0;
-        self.sliding.node[block as usize] = None;
-        self.sliding.cached -= 1;
-        self.sliding.free.push(block);
     }
 
     /// Panics unless every block is free, cached or held as often as `tables` name it, and the cache hangs together.
@@ -691,6 +735,7 @@ impl BlockManager {
                 assert_eq!(*salt, table.salt, "block {block:?} is shared by two salts");
             }
             assert!(table.nodes.len() <= table.full.len(), "more is registered than there is");
+            assert!(table.nodes.is_empty() || !table.forgotten, "what was forgotten is registered");
             for (index, id) in table.nodes.iter().enumerate() {
                 let node = &self.nodes[*id as usize];
                 assert_eq!(node.full, table.full[index], "block {index} is not the registered one");
@@ -777,6 +822,8 @@ struct Collision;
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use rand::{Rng, SeedableRng};
     use rand_chacha::ChaCha8Rng;
 
@@ -818,20 +865,45 @@ mod tests {
         table: BlockTable,
     }
 
-    /// The salt of what a block holds, and the text up to its end.
-    type Content = (usize, Vec<u32>);
+    /// What a block holds: the text up to its end, its salt, and a number for its beginning, each time that one is computed.
+    #[derive(Debug, Clone)]
+    struct Content {
+        text: Vec<u32>,
+        salt: usize,
+        beginning: usize,
+    }
 
     /// What the blocks hold, by pool and block.
     #[derive(Default)]
-    struct Contents([HashMap<u32, Content>; 2]);
+    struct Contents {
+        pools: [HashMap<u32, Content>; 2],
+        beginnings: usize,
+    }
 
     impl Contents {
+        fn copy(&mut self, BlockCopy { pool, from, to }: BlockCopy, begins: bool) {
+            self.beginnings += 1;
+            let blocks = &mut self.pools[usize::from(pool == BlockPool::Sliding)];
+            let mut content = blocks[&from].clone();
+            if begins {
+                content.beginning = self.beginnings;
+            }
+            blocks.insert(to, content);
+        }
+
+        fn beginning(&self, table: &BlockTable) -> usize {
+            self.pools[0][&table.full[0]].beginning
+        }
+
         /// Computes the tokens of a text up to `end`.
         fn write(&mut self, text: &Text, end: usize) {
+            self.beginnings += 1;
+            let beginning = if text.computed == 0 { self.beginnings } else { self.beginning(&text.table) };
             for index in text.computed / SIZE..end.div_ceil(SIZE) {
-                let content = (text.salt, text.tokens[..end.min((index + 1) * SIZE)].to_vec());
-                self.0[0].insert(text.table.full[index], content.clone());
-                self.0[1].insert(text.table.sliding[index - text.table.sliding_first], content);
+                let tokens = text.tokens[..end.min((index + 1) * SIZE)].to_vec();
+                let content = Content { text: tokens, salt: text.salt, beginning };
+                self.pools[0].insert(text.table.full[index], content.clone());
+                self.pools[1].insert(text.table.sliding[index - text.table.sliding_first], content);
             }
         }
 
@@ -839,25 +911,31 @@ mod tests {
         fn check(&self, text: &Text) {
             let first = text.table.sliding_first;
             for index in 0..text.computed.div_ceil(SIZE) {
-                let expected = (text.salt, text.tokens[..text.computed.min((index + 1) * SIZE)].to_vec());
-                assert_eq!(self.0[0][&text.table.full[index]], expected, "full block {index}");
-                if let Some(block) = index.checked_sub(first).and_then(|i| text.table.sliding.get(i)) {
-                    assert_eq!(self.0[1][block], expected, "sliding block {index}");
-                }
+                let expected = (text.salt, &text.tokens[..text.computed.min((index + 1) * SIZE)]);
+                let found = |pool: usize, block: &u32| {
+                    let content = &self.pools[pool][block];
+                    assert_eq!((content.salt, &content.text[..]), expected, "block {index} of pool {pool}");
+                };
+                found(0, &text.table.full[index]);
+                index
+                    .checked_sub(first)
+                    .and_then(|i| text.table.sliding.get(i))
+                    .inspect(|block| found(1, block));
             }
         }
     }
 
     /// Few tokens and few blocks, so that texts begin alike, part, and lose what they had.
     #[test]
-    fn blocks_hold_the_text_and_the_salt_of_whoever_finds_them() {
+    fn blocks_hold_the_text_and_the_salt_of_whoever_finds_them_and_nothing_forgotten() {
         let seed = 0xb10c;
         println!("seed {seed}");
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let (mut hits, mut forks) = (0, 0);
-        for _ in 0..20 {
+        let (mut hits, mut forks, mut dropped) = (0, 0, 0);
+        for _ in 0..60 {
             let mut blocks = BlockManager::new(LIMITS, rng.random_range(0..8));
             let (mut contents, mut texts) = (Contents::default(), Vec::<Text>::new());
+            let mut forgotten = HashSet::new();
             for _ in 0..1500 {
                 let chosen = (!texts.is_empty()).then(|| rng.random_range(0..texts.len()));
                 match (rng.random_range(0..10), chosen) {
@@ -870,7 +948,10 @@ mod tests {
                         let held = blocks.held_prefix(&tokens, &salt(salt_n));
                         let (table, computed) = blocks.admit(&tokens, priority, &salt(salt_n));
                         assert!(held * SIZE <= computed && computed < len);
-                        hits += usize::from(computed > 0);
+                        if computed > 0 {
+                            hits += 1;
+                            assert!(!forgotten.contains(&contents.beginning(&table)), "it was forgotten");
+                        }
                         texts.push(Text { tokens, computed, salt: salt_n, table });
                     }
                     (3, Some(i)) if texts[i].computed > 0 && texts.len() < 6 => {
@@ -883,6 +964,13 @@ mod tests {
                         let Text { table, .. } = texts.swap_remove(i);
                         blocks.end_turn(&table);
                         blocks.release(table);
+                    }
+                    (5, Some(i)) if texts[i].computed > 0 && rng.random_bool(0.3) => {
+                        let Text { table, .. } = texts.swap_remove(i);
+                        let cached = blocks.usage(BlockPool::Full).cached;
+                        forgotten.insert(contents.beginning(&table));
+                        blocks.forget(table, texts.iter_mut().map(|text| &mut text.table));
+                        dropped += usize::from(blocks.usage(BlockPool::Full).cached < cached);
                     }
                     (_, Some(i)) => {
                         let text = &mut texts[i];
@@ -901,11 +989,8 @@ mod tests {
                             continue;
                         }
                         blocks.grow(&mut text.table, end).unwrap();
-                        for BlockCopy { pool, from, to } in
-                            blocks.make_writable(&mut text.table, text.computed).unwrap()
-                        {
-                            let contents = &mut contents.0[usize::from(pool == BlockPool::Sliding)];
-                            contents.insert(to, contents[&from].clone());
+                        for copy in blocks.make_writable(&mut text.table, text.computed).unwrap() {
+                            contents.copy(copy, text.computed < SIZE);
                         }
                         contents.write(text, end);
                         text.computed = end;
@@ -917,7 +1002,7 @@ mod tests {
                 texts.iter().for_each(|text| contents.check(text));
             }
         }
-        println!("{hits} found, {forks} forks");
-        assert!(hits > 500 && forks > 500, "the test tests too little");
+        println!("{hits} found, {forks} forks, {dropped} forgotten that others would have found");
+        assert!(hits > 500 && forks > 500 && dropped > 100, "the test tests too little");
     }
 }

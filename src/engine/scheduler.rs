@@ -781,9 +781,12 @@ impl Scheduler {
             }
             let drafts = sequence.drafts;
             outputs[first..].iter_mut().for_each(|output| output.drafts = drafts);
-            if sequence.pooling {
+            if end == Some(End::NotFinite) {
+                let table = std::mem::take(&mut sequence.table);
+                self.blocks.forget(table, self.running.iter_mut().map(|s| &mut s.table));
+            } else if sequence.pooling {
                 self.blocks.leave_window(&mut sequence.table, sequence.computed);
-            } else if end != Some(End::NotFinite) {
+            } else {
                 let computed = sequence.computed;
                 self.blocks.commit(&mut sequence.table, &sequence.tokens[..computed]);
                 if (was_prefill && computed >= sequence.prompt_len) || end.is_some() {
