@@ -408,6 +408,27 @@ fn who_shares_a_prompt_that_fails_goes_on_and_is_joined_by_nobody() {
 }
 
 #[test]
+fn each_of_several_answers_has_room_for_a_reader_that_pauses() {
+    let kv = KvLimits { full_blocks: 1024, ..LIMITS.kv };
+    let limits = Limits { max_context: 2048, max_sequences: 3, max_draws: 3, kv, ..LIMITS };
+    let (engine, _) = start(limits, says(&[], 5));
+    let several = Request { more_seeds: vec![1, 2], ..request(&[1], EVENTS - 1) };
+    let mut stream = engine.submit(several).expect("accepted");
+    // One ends, and all have then.
+    collect(&mut engine.submit(request(&[2], 1)).expect("accepted"));
+    assert_all_free(&engine);
+    let (mut ids, mut ends) = ([0; 3], [None; 3]);
+    while let Some(event) = stream.blocking_next() {
+        match event {
+            Event::Token { choice, .. } => ids[choice] += 1,
+            Event::Finished { choice, reason, .. } => ends[choice] = Some(reason),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!((ids, ends), ([EVENTS - 1; 3], [Some(FinishReason::Length); 3]));
+}
+
+#[test]
 fn a_panicking_runner_is_a_lost_engine_and_no_hang() {
     let (engine, _) = start(LIMITS, Box::new(|_, _| panic!("a bug, made for this test")));
     let mut stream = engine.submit(request(&[1], 1)).expect("accepted");

@@ -11,8 +11,8 @@
 //! last known id, and one step of the first checks all of it.
 //!
 //! It speaks token ids and refuses to know text, HTTP, the device or a layer. It never waits for a reader: one that
-//! falls [`EVENTS`] events behind is cancelled, alone. Dropping a [`TokenStream`] cancels its request before the next
-//! step is scheduled, and frees its blocks.
+//! falls [`EVENTS`] events behind, for each of its answers, is cancelled, alone. Dropping a [`TokenStream`] cancels its
+//! request before the next step is scheduled, and frees its blocks.
 //!
 //! A failing device ends the engine: the running request and all that wait get [`EngineError::Lost`], and so does
 //! every later [`EngineHandle::submit`]. Nothing is retried and nothing computed elsewhere. A request whose logits are
@@ -48,7 +48,7 @@ use crate::model::{
     BlockPool, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Runner, RunnerError, SamplingParams, Ticket,
 };
 
-/// Events of one request that may wait for its reader: some seconds of an answer, or a reader's pause.
+/// Events of each answer of a request that may wait for its reader: some seconds of an answer, or a reader's pause.
 pub const EVENTS: usize = 1024;
 
 #[derive(Debug, Clone, Copy)]
@@ -213,7 +213,7 @@ pub enum EngineError {
     NotFinite,
     #[error("the server is shutting down")]
     ShuttingDown,
-    #[error("the answer was not read: {EVENTS} of its tokens waited for the client")]
+    #[error("the answer was not read: {EVENTS} tokens for each answer of the request waited for the client")]
     SlowReader,
     #[error("the request's deadline has passed")]
     Deadline,
@@ -324,8 +324,8 @@ impl EngineHandle {
         let max_tokens = self.admissible(&request)?;
         let permit = Permit::take(&self.shared, request.priority)?;
 
-        let (sender, receiver) = events::channel(EVENTS);
         let choices = 1 + request.more_seeds.len();
+        let (sender, receiver) = events::channel(EVENTS * choices);
         let id = self.shared.next_id.fetch_add(choices as u64, Ordering::Relaxed);
         let prompt_n = request.prompt.len();
         let mut sequence = Sequence::new(id, request.prompt, request.sampling, max_tokens);
