@@ -873,6 +873,19 @@ async fn a_lost_device_is_503_and_a_line_in_a_stream_that_had_begun() {
 }
 
 #[tokio::test]
+async fn a_bug_of_the_engine_is_503_and_no_lost_device() {
+    let app = app(Box::new(|_, _| panic!("a bug, made for this test")));
+    for _ in 0..2 {
+        let (status, body) = complete(&app, chat("Hi")).await;
+        assert_eq!((status.as_u16(), &body["error"]["code"]), (503, &json!("engine_failed")));
+        assert_eq!(body["error"]["message"], "the engine met a bug (see the log); restart unicorn");
+    }
+    let (status, _, body) = send_json(&app.router, get("/health")).await;
+    assert_eq!((status.as_u16(), &body["status"]), (503, &json!("failed")));
+    assert_eq!(crate::api::status(&app.router).await["finished"]["error"], 1);
+}
+
+#[tokio::test]
 async fn logits_that_are_not_finite_are_500_for_their_request_alone() {
     let app = app_that_says("ok");
     app.control.not_finite_at(0);

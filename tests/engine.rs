@@ -429,11 +429,70 @@ fn each_of_several_answers_has_room_for_a_reader_that_pauses() {
 }
 
 #[test]
-fn a_panicking_runner_is_a_lost_engine_and_no_hang() {
+fn a_panicking_runner_is_a_bug_and_no_hang() {
     let (engine, _) = start(LIMITS, Box::new(|_, _| panic!("a bug, made for this test")));
     let mut stream = engine.submit(request(&[1], 1)).expect("accepted");
-    assert!(matches!(collect(&mut stream).1, Event::Failed(EngineError::Lost(_))));
-    assert!(engine.join(HANG) && engine.health().is_err());
+    assert!(matches!(collect(&mut stream).1, Event::Failed(EngineError::Bug(_))));
+    assert!(engine.join(HANG) && matches!(engine.health(), Err(EngineError::Bug(_))));
+    let refused = engine.submit(request(&[1], 1)).err();
+    assert!(matches!(refused, Some(SubmitError::Engine(EngineError::Bug(_)))), "{refused:?}");
+}
+
+#[test]
+fn an_engine_says_why_it_ended_unless_it_was_asked_to() {
+    let bug = |_: &[u32], _: SamplingParams| panic!("a bug, made for this test");
+    let lost = |error: Option<EngineError>| matches!(error, Some(EngineError::Lost(why)) if why.contains("ring timeout"));
+    for asked in [EngineHandle::drain, EngineHandle::abort] {
+        let (engine, _) = start(LIMITS, says(&[], END));
+        assert_eq!(engine.ended(), None, "it runs");
+        asked(&engine);
+        assert!(engine.join(HANG));
+        assert_eq!(engine.ended(), None);
+
+        // What happened stays, whatever is asked later.
+        let (engine, control) = start(LIMITS, says(&[], END));
+        control.fail_wait_at(0);
+        collect(&mut engine.submit(request(&[1], 1)).expect("accepted"));
+        assert!(lost(engine.ended()), "told before its answers are");
+        asked(&engine);
+        assert!(engine.join(HANG) && lost(engine.ended()));
+
+        let (engine, _) = start(LIMITS, Box::new(bug));
+        collect(&mut engine.submit(request(&[1], 1)).expect("accepted"));
+        assert!(matches!(engine.ended(), Some(EngineError::Bug(_))), "told before its answers are");
+        asked(&engine);
+        assert!(engine.join(HANG) && matches!(engine.ended(), Some(EngineError::Bug(_))));
+    }
+}
+
+#[test]
+fn every_answer_hears_of_the_end_before_the_runner_is_dropped() {
+    let bug = |_: &[u32], _: SamplingParams| panic!("a bug, made for this test");
+    for lost in [true, false] {
+        let script: Script = if lost { says(&[], END) } else { Box::new(bug) };
+        let (engine, control) = start(one_slot(), script);
+        control.hold_drop(true);
+        control.allow(0);
+        control.fail_wait_at(0);
+        // A bug is met at once, and takes in what comes meanwhile or refuses it.
+        let mut streams: Vec<_> = (0..3).filter_map(|_| engine.submit(request(&[1], 5)).ok()).collect();
+        assert!(!streams.is_empty());
+        control.release();
+        for stream in &mut streams {
+            let told = collect(stream).1;
+            assert!(
+                matches!(
+                    (&told, lost),
+                    (Event::Failed(EngineError::Lost(_)), true) | (Event::Failed(EngineError::Bug(_)), false)
+                ),
+                "{told:?}"
+            );
+        }
+        assert!(!control.dropped() && !engine.join(Duration::from_millis(1)), "the runner is still there");
+        assert!(engine.submit(request(&[1], 1)).is_err());
+        control.hold_drop(false);
+        assert!(engine.join(HANG) && control.dropped());
+    }
 }
 
 #[test]
@@ -447,7 +506,7 @@ fn join_waits_for_the_runners_destructor() {
     let (engine, control) = start(LIMITS, Box::new(|_, _| panic!("a bug, made for this test")));
     control.drop_slowly();
     let mut stream = engine.submit(request(&[1], 1)).expect("accepted");
-    assert!(matches!(collect(&mut stream).1, Event::Failed(EngineError::Lost(_))));
+    assert!(matches!(collect(&mut stream).1, Event::Failed(EngineError::Bug(_))));
     assert!(engine.join(HANG) && control.dropped());
 }
 

@@ -402,7 +402,8 @@ impl Drop for FakeRunner {
             std::thread::sleep(Duration::from_millis(100));
             state = self.control.lock();
         }
-        state.dropped = true;
+        let held = self.control.0.1.wait_timeout_while(state, HANG, |s| s.hold_drop);
+        held.expect("no test panics under this lock").0.dropped = true;
     }
 }
 
@@ -425,6 +426,7 @@ struct ControlState {
     fail_probes: bool,
     hold_probes: bool,
     slow_drop: bool,
+    hold_drop: bool,
     dropped: bool,
 }
 
@@ -489,6 +491,11 @@ impl Control {
     /// The runner takes its time to end, as a driver does.
     pub fn drop_slowly(&self) {
         self.set(|s| s.slow_drop = true);
+    }
+
+    /// Whether the runner's destructor does not end.
+    pub fn hold_drop(&self, hold: bool) {
+        self.set(|s| s.hold_drop = hold);
     }
 
     /// Whether the runner's destructor has ended.

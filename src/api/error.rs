@@ -236,6 +236,9 @@ impl ApiError {
             Self::Engine(EngineError::Lost(_)) => {
                 server(unavailable, "server_error", Some("engine_lost"), None)
             }
+            Self::Engine(EngineError::Bug(_)) => {
+                server(unavailable, "server_error", Some("engine_failed"), None)
+            }
             Self::Engine(EngineError::ShuttingDown) => {
                 server(unavailable, "server_error", Some("shutting_down"), Some(RETRY_LOADING_S))
             }

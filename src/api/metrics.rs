@@ -153,7 +153,10 @@ impl Followed {
                 *locked(&m.last_error) = Some((unix_time_s(), error.to_string()));
                 let reason = match error {
                     EngineError::SlowReader | EngineError::Deadline => "abort",
-                    EngineError::Lost(_) | EngineError::NotFinite | EngineError::ShuttingDown => "error",
+                    EngineError::Lost(_)
+                    | EngineError::Bug(_)
+                    | EngineError::NotFinite
+                    | EngineError::ShuttingDown => "error",
                 };
                 return self.end_all(reason);
             }

@@ -110,6 +110,7 @@ enum Health {
     Loading,
     Draining,
     Lost(String),
+    Failed(String),
     Unresponsive(String),
 }
 
@@ -119,6 +120,7 @@ impl Health {
             None => Health::Loading,
             Some(Ok(())) => Health::Ok,
             Some(Err(EngineError::ShuttingDown)) => Health::Draining,
+            Some(Err(bug @ EngineError::Bug(_))) => Health::Failed(bug.to_string()),
             Some(Err(lost)) => Health::Lost(lost.to_string()),
         }
     }
@@ -130,6 +132,7 @@ impl Health {
             Health::Loading => (HealthName::Loading, None),
             Health::Draining => (HealthName::Draining, None),
             Health::Lost(message) => (HealthName::Lost, Some(message)),
+            Health::Failed(message) => (HealthName::Failed, Some(message)),
             Health::Unresponsive(message) => (HealthName::Unresponsive, Some(message)),
         }
     }
@@ -143,6 +146,8 @@ pub(super) enum HealthName {
     Draining,
     /// The device is, or its driver failed.
     Lost,
+    /// The server met a bug.
+    Failed,
     /// The device does not finish what it was asked.
     Unresponsive,
 }
@@ -151,7 +156,7 @@ pub(super) enum HealthName {
 #[schema(as = Health)]
 pub(super) struct HealthReport {
     status: HealthName,
-    /// Where it is lost or unresponsive.
+    /// Where it is lost, failed or unresponsive.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     message: Option<String>,

@@ -65,9 +65,10 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
         request.messages.push(Message::new("user", &line));
         match runtime.block_on(answer(&service, &request, tokio::signal::ctrl_c())) {
             Ok(text) => request.messages.push(Message::new("assistant", &text)),
-            Err(error @ (Error::Engine(EngineError::Lost(_)) | Error::Submit(SubmitError::Engine(_)))) => {
-                return Err(error);
-            }
+            Err(
+                error @ (Error::Engine(EngineError::Lost(_) | EngineError::Bug(_))
+                | Error::Submit(SubmitError::Engine(_))),
+            ) => return Err(error),
             Err(error) => {
                 request.messages.pop();
                 eprintln!("error: {error} (/new starts a new conversation)");

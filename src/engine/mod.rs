@@ -14,9 +14,11 @@
 //! falls [`EVENTS`] events behind, for each of its answers, is cancelled, alone. Dropping a [`TokenStream`] cancels its
 //! request before the next step is scheduled, and frees its blocks.
 //!
-//! A failing device ends the engine: the running request and all that wait get [`EngineError::Lost`], and so does
-//! every later [`EngineHandle::submit`]. Nothing is retried and nothing computed elsewhere. A request whose logits are
-//! no numbers fails alone.
+//! A failing device ends the engine: the running requests and all that wait get [`EngineError::Lost`], and so does
+//! every later [`EngineHandle::submit`]. Nothing is retried and nothing computed elsewhere. A panic of the engine's thread
+//! ends it as well, with [`EngineError::Bug`]: a step for nobody while somebody waits is one. The clients hear of either
+//! before the runner is dropped, and [`EngineHandle::ended`] says which it was. A request whose logits are no numbers fails
+//! alone, and the prefix cache forgets its text.
 
 mod block_manager;
 mod pace;
@@ -33,7 +35,9 @@ pub use sequence::{
 };
 pub use speculation::Guesses;
 
+use std::any::Any;
 use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
@@ -204,11 +208,15 @@ fn overflow(prompt: usize, max_tokens: Option<usize>, context: usize) -> String 
     }
 }
 
-/// Why a request got no whole answer. After `Lost` and `ShuttingDown`, the engine answers no more.
+/// Why a request got no whole answer. After `Lost`, `Bug` and `ShuttingDown`, the engine answers no more.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EngineError {
+    /// The device is, or its driver failed.
     #[error("{0}; restart unicorn")]
     Lost(String),
+    /// The engine's thread panicked.
+    #[error("{0}; restart unicorn")]
+    Bug(String),
     #[error("the model's logits are not finite numbers: no answer can be sampled from them")]
     NotFinite,
     #[error("the server is shutting down")]
@@ -276,12 +284,12 @@ impl Engine {
             next_id: AtomicU64::new(0),
             draining: AtomicBool::new(false),
             aborted: AtomicBool::new(false),
-            lost: OnceLock::new(),
+            cause: OnceLock::new(),
             ended: Mutex::new(false),
             end: Condvar::new(),
         });
         let config = SchedulerConfig { draft_model: runner.has_draft(), ..config.scheduler };
-        let engine = StepLoop {
+        let mut engine = StepLoop {
             runner,
             scheduler: Scheduler::new(limits, config),
             pace: Pace::new(),
@@ -297,9 +305,13 @@ impl Engine {
         thread::Builder::new()
             .name("engine".into())
             .spawn(move || {
-                // Outside of `run`: dropped after the runner, or `join` would return while its destructor runs.
+                // Dropped after the runner, or `join` would return while its destructor runs.
                 let _end = EndGuard(shared);
-                engine.run();
+                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| engine.run())) {
+                    engine.shared.end_for(EngineError::Bug("the engine met a bug (see the log)".into()));
+                    tracing::error!("the engine met a bug and stops: {}", said(&*panic));
+                }
+                engine.end();
             })
             .expect("spawn the engine thread");
         handle
@@ -412,8 +424,15 @@ impl EngineHandle {
     /// Ok while requests are taken.
     pub fn health(&self) -> Result<(), EngineError> {
         let shared = &self.shared;
-        let ending = shared.draining.load(Ordering::Acquire) || shared.lost.get().is_some();
+        let ending = shared.draining.load(Ordering::Acquire) || shared.cause.get().is_some();
         if ending { Err(shared.why_ended()) } else { Ok(()) }
+    }
+
+    /// Why the engine ended by itself, [`EngineError::Lost`] or [`EngineError::Bug`]; none while it runs, and where it was
+    /// asked to end. It is told before the first answer fails for it, and stays, whatever is asked of the engine then. The
+    /// runner may be there for long after that: [`EngineHandle::join`] waits for it.
+    pub fn ended(&self) -> Option<EngineError> {
+        self.shared.cause.get().cloned()
     }
 
     pub fn stats(&self) -> Stats {
@@ -547,7 +566,8 @@ struct Shared {
     next_id: AtomicU64,
     draining: AtomicBool,
     aborted: AtomicBool,
-    lost: OnceLock<String>,
+    /// Why the engine ends, unless it was asked to.
+    cause: OnceLock<EngineError>,
     ended: Mutex<bool>,
     end: Condvar,
 }
@@ -566,11 +586,13 @@ impl Shared {
         *self.signs.lock().expect("nothing panics under this lock") = signs;
     }
 
+    /// The first cause stays; it is what health and every later refusal name.
+    fn end_for(&self, cause: EngineError) {
+        let _ = self.cause.set(cause);
+    }
+
     fn why_ended(&self) -> EngineError {
-        match self.lost.get() {
-            Some(why) => EngineError::Lost(why.clone()),
-            None => EngineError::ShuttingDown,
-        }
+        self.cause.get().cloned().unwrap_or(EngineError::ShuttingDown)
     }
 }
 
@@ -694,8 +716,8 @@ struct StepLoop {
 }
 
 impl StepLoop {
-    fn run(mut self) {
-        let _cause = PanicGuard(Arc::clone(&self.shared));
+    /// Returns when it is to end.
+    fn run(&mut self) {
         loop {
             if !self.drain_inbox() {
                 return;
@@ -711,11 +733,9 @@ impl StepLoop {
         }
     }
 
-    fn lose(&mut self, error: &RunnerError) {
+    fn lose(&self, error: &RunnerError) {
         tracing::error!("{error}: the engine stops");
-        // The first cause stays; it is what health and every later refusal name.
-        let _ = self.shared.lost.set(error.to_string());
-        self.fail_all();
+        self.shared.end_for(EngineError::Lost(error.to_string()));
     }
 
     fn is_idle(&self) -> bool {
@@ -727,7 +747,6 @@ impl StepLoop {
         loop {
             let draining = self.shared.draining.load(Ordering::Acquire);
             if self.shared.aborted.load(Ordering::Acquire) {
-                self.fail_all();
                 return false;
             }
             let message = if self.is_idle() && !draining {
@@ -855,21 +874,28 @@ impl StepLoop {
         }
     }
 
-    /// Fails all that run or wait, those still in the inbox too.
-    fn fail_all(&mut self) {
+    /// Fails all that run or wait, those still in the inbox too. The runner goes last: its destructor may take long, or
+    /// never end where the device hangs, and no client is to wait for it.
+    fn end(mut self) {
         self.shared.draining.store(true, Ordering::Release);
         let error = self.shared.why_ended();
         for (id, answer) in self.answers.drain() {
-            self.scheduler.remove(id);
             answer.fail(error.clone());
+            // One that panicked may be amid a change.
+            if !matches!(error, EngineError::Bug(_)) {
+                self.scheduler.remove(id);
+            }
         }
-        // What arrives after this finds the channel closed, and says the same.
         while let Ok(message) = self.messages.try_recv() {
             if let Message::Submit(submitted) = message {
                 submitted.answers.into_iter().for_each(|answer| answer.fail(error.clone()));
             }
         }
         self.publish();
+        let Self { runner, messages, .. } = self;
+        // What arrived since then is failed by this, and what arrives later refused, in the same words.
+        drop(messages);
+        drop(runner);
     }
 
     fn publish(&self) {
@@ -910,16 +936,10 @@ pub fn draft(
     Ok(Some(took))
 }
 
-/// Names a panic as the cause before the clients' channels close, so that they hear of it.
-struct PanicGuard(Arc<Shared>);
-
-impl Drop for PanicGuard {
-    fn drop(&mut self) {
-        if thread::panicking() {
-            let _ = self.0.lost.set("the engine met a bug (see the log)".into());
-        }
-        self.0.draining.store(true, Ordering::Release);
-    }
+/// What a panic says.
+fn said(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without words")
 }
 
 /// Says that the engine thread is done with everything, also when it panicked.

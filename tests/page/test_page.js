@@ -147,6 +147,7 @@ const tests = {
     for (const [body, said, trouble] of [
       [{ status: "loading" }, "Loading", "The model is loading"],
       [{ status: "lost", last_error: { message: "the device is gone" }, version: "1" }, "Device lost", "started again"],
+      [{ status: "failed" }, "Failed", "met a bug"],
       [{ status: "draining", kv: {}, tokens: {}, memory: {}, kernels: [] }, "Stopping", "shutting down"],
       [{}, "No status", "does not tell"],
       [{ status: "ok", tokens: { generated: 5 } }, "Ready", ""],
