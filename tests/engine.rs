@@ -759,6 +759,38 @@ fn an_answer_that_is_not_wanted_any_more_leaves_the_others_their_prompt() {
 }
 
 #[test]
+fn an_answer_that_leaves_amid_a_step_of_its_prompt_leaves_the_others_what_the_step_yields() {
+    let limits = Limits { max_draws: 16, ..LIMITS };
+    let prompt: Vec<u32> = (0..37).collect();
+    let (interactive, background) = (Priority::Interactive, Priority::Background);
+    for (priority, scored) in [(interactive, Some(1)), (background, None), (background, Some(1))] {
+        let (mut runner, _) = FakeRunner::new(limits, mixed(512));
+        let mut scheduler = Scheduler::new(limits, SchedulerConfig::default());
+        let mut sequence = Sequence::new(0, prompt.clone(), SamplingParams::GREEDY, 9);
+        (sequence.priority, sequence.prompt_logprobs) = (priority, scored);
+        sequence.forks = vec![Fork { id: 1, seed: 0 }];
+        scheduler.add(sequence);
+        let (mut answer, mut scores) = (Vec::new(), None);
+        for steps in 0.. {
+            let Some(step) = scheduler.schedule(&Pace::new()) else { break };
+            let ticket = runner.submit(&step.batch, &step.sampling).expect("never fails");
+            if steps == 1 {
+                scheduler.remove(0);
+            }
+            for output in scheduler.commit(&step, &runner.wait(ticket).expect("never fails")) {
+                assert_eq!(output.id, 1);
+                answer.extend(output.token);
+                scores = scores.or(output.prompt);
+            }
+        }
+        assert!(scheduler.is_idle(), "{priority:?}: it waits for a step that is over");
+        assert_eq!(answer, mixed_answer(&prompt, 9, 0, 512, END), "{priority:?}");
+        let expected = |n| (1..37).map(|id| fake_logprobs(id, n)).collect::<Vec<_>>();
+        assert_eq!(scores, scored.map(expected), "{priority:?}");
+    }
+}
+
+#[test]
 fn a_deadline_that_passes_fails_the_request_alone() {
     let (engine, control) = start(LIMITS, says(&[], 5));
     control.allow(3);

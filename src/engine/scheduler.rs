@@ -79,6 +79,8 @@ pub struct Step {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
     pub id: SequenceId,
+    /// As [`Sequence::begun_as`].
+    begun_as: SequenceId,
     life: u32,
     /// Positions that are computed when the step is done, guesses left out.
     end: usize,
@@ -242,7 +244,7 @@ impl Scheduler {
     }
 
     /// Forgets a sequence and frees its blocks; what a step under way yields for it is dropped. Where others are to part from
-    /// it, the first of them takes its place.
+    /// it, the first of them takes its place, and what that step computes.
     pub fn remove(&mut self, id: SequenceId) {
         for sequence in self.waiting.iter_mut().chain(&mut self.running) {
             if let Some(index) = sequence.forks.iter().position(|fork| fork.id == id) {
@@ -446,7 +448,7 @@ impl Scheduler {
             assert!(len == 1 && start >= known, "an id that is not known yet is fed alone");
             Input::LastSampled
         };
-        let (client, life, end) = (sequence.client, sequence.life, start + len);
+        let (client, begun_as, life, end) = (sequence.client, sequence.begun_as, sequence.life, start + len);
         let batch_index = draft.step.batch.sequences.len();
         let history = (unseen > 0).then(|| sequence.tokens[..unseen].to_vec());
         draft.step.batch.sequences.push(share_of(sequence, start, input, history));
@@ -478,7 +480,7 @@ impl Scheduler {
         draft.history -= unseen;
         draft.step.load = draft.step.load.with(start, tokens);
         let scores = first_draw..first_draw + if unscored > 0 { len } else { 0 };
-        draft.step.shares.push(Share { id, life, end, scores, draw, pooled, drafts, guesser });
+        draft.step.shares.push(Share { id, begun_as, life, end, scores, draw, pooled, drafts, guesser });
         *self.served.get_mut(&client).expect("a running sequence's client is known") += len as u64;
         if draw.is_some() {
             self.part(draft, index, batch_index, len - 1);
@@ -567,6 +569,7 @@ impl Scheduler {
             let guesser = Guesser::Lookup;
             draft.step.shares.push(Share {
                 id,
+                begun_as: id,
                 life: 0,
                 end,
                 scores: 0..0,
@@ -726,11 +729,10 @@ impl Scheduler {
         let mut outputs = Vec::with_capacity(step.shares.len());
         for share in &step.shares {
             // What was removed or preempted since is not waited for.
-            let Some(index) = self.running.iter().position(|s| s.id == share.id && s.life == share.life)
-            else {
-                continue;
-            };
+            let is_it = |s: &Sequence| s.begun_as == share.begun_as && s.life == share.life;
+            let Some(index) = self.running.iter().position(is_it) else { continue };
             let sequence = &mut self.running[index];
+            let id = sequence.id;
             let was_prefill = sequence.computed < sequence.prompt_len;
             sequence.computed = share.end;
             let mut end = None;
@@ -738,7 +740,6 @@ impl Scheduler {
             for (position, draw) in (share.end + 1 - share.scores.len()..).zip(share.scores.clone()) {
                 end = sequence.take_score(position, sampled.ids[draw], sampled.logprobs[draw].as_ref());
                 if end.is_some() {
-                    let id = share.id;
                     outputs.push(Output { id, end, ..Output::default() });
                     break;
                 }
@@ -748,7 +749,7 @@ impl Scheduler {
                 for i in 0..=share.drafts.len() {
                     let (token, ended) = sequence.take(sampled.ids[draw + i]);
                     outputs.push(Output {
-                        id: share.id,
+                        id,
                         token,
                         logprobs: sampled.logprobs[draw + i].clone(),
                         prompt: sequence.take_scores(),
@@ -768,7 +769,7 @@ impl Scheduler {
             if let Some(at) = share.pooled {
                 let (pooled, ended) = sequence.take_pooled(&sampled.pooled[at]);
                 end = Some(ended);
-                outputs.push(Output { id: share.id, pooled, end, ..Output::default() });
+                outputs.push(Output { id, pooled, end, ..Output::default() });
             }
             if !share.drafts.is_empty() {
                 let accepted = outputs.len() - first - 1;

@@ -136,6 +136,8 @@ impl Clone for SharedMask {
 #[derive(Debug)]
 pub struct Sequence {
     pub id: SequenceId,
+    /// The id that it began with. Where the answer of that id left, a fork's took its place; steps under way know this one.
+    pub(super) begun_as: SequenceId,
     pub client: ClientId,
     pub priority: Priority,
     pub cache_salt: CacheSalt,
@@ -199,6 +201,7 @@ impl Sequence {
     pub fn new(id: SequenceId, prompt: Vec<u32>, sampling: SamplingParams, max_tokens: usize) -> Self {
         Self {
             id,
+            begun_as: id,
             client: 0,
             priority: Priority::default(),
             cache_salt: CacheSalt::default(),
