@@ -496,6 +496,44 @@ fn every_answer_hears_of_the_end_before_the_runner_is_dropped() {
 }
 
 #[test]
+fn a_step_for_nobody_while_somebody_waits_is_a_bug_and_no_spin() {
+    // A runner that takes no step.
+    let (engine, _) = start(Limits { max_in_flight: 0, ..LIMITS }, says(&[], END));
+    let mut stream = engine.submit(request(&[1], 1)).expect("accepted");
+    assert!(engine.join(HANG), "it looks for something to do for ever");
+    assert!(matches!(collect(&mut stream).1, Event::Failed(EngineError::Bug(_))));
+}
+
+#[test]
+fn a_scheduler_that_cannot_get_on_panics_with_its_state() {
+    let mut scheduler = Scheduler::new(one_slot(), SchedulerConfig::default());
+    scheduler.expect_idle();
+    for id in 1..30 {
+        let mut sequence = Sequence::new(id, vec![433; 12], SamplingParams::GREEDY, 27);
+        sequence.priority = if id < 3 { Priority::Interactive } else { Priority::Background };
+        scheduler.add(sequence);
+    }
+    scheduler.schedule(&Pace::new()).expect("the first gets on");
+    let panic = std::panic::catch_unwind(|| scheduler.expect_idle()).expect_err("somebody is there");
+    let state = panic.downcast_ref::<String>().expect("a message");
+    println!("{state}");
+    for part in [
+        "28 waiting",
+        "1 running",
+        "step 1",
+        "sequence 1, interactive, 12 + 0 of 27 tokens, 0 computed, 12 submitted, 1 drawn",
+        "sequence 2, interactive, 12 + 0 of 27 tokens",
+        "sequence 3, background",
+        "61 of 64",
+        "29 of 32",
+        "slots",
+    ] {
+        assert!(state.contains(part), "{part:?} is not in it");
+    }
+    assert!(!state.contains("433") && !state.contains('\n') && state.len() < 2000, "{} bytes", state.len());
+}
+
+#[test]
 fn join_waits_for_the_runners_destructor() {
     let (engine, control) = start(LIMITS, says(&[], 5));
     control.drop_slowly();
@@ -1172,7 +1210,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     }
                 }
                 _ => {
-                    let mut room = in_flight.len() < limits.max_in_flight;
+                    let (mut room, mut step) = (in_flight.len() < limits.max_in_flight, None);
                     // An engine always asks the draft model first; nothing may hang on it.
                     if room && rng.random_bool(0.9) {
                         room = draft(&mut scheduler, &mut *runner, in_flight.len())
@@ -1181,7 +1219,13 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                         // Cancelled or joined by others before the guesses are used.
                         room &= rng.random_bool(0.9);
                     }
-                    if room && let Some(step) = scheduler.schedule(&pace) {
+                    if room {
+                        step = scheduler.schedule(&pace);
+                        if step.is_none() && in_flight.is_empty() {
+                            scheduler.expect_idle();
+                        }
+                    }
+                    if let Some(step) = step {
                         let ticket = runner.submit(&step.batch, &step.sampling).expect("never fails");
                         alive.extend(step.shares.iter().map(|share| (share.id, now)));
                         step.shares.iter().for_each(|share| compute(&mut firsts, &texts[&share.id]));

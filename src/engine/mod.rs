@@ -822,6 +822,7 @@ impl StepLoop {
             self.publish();
         }
         let Some(InFlight { ticket, step, submitted }) = self.in_flight.pop_front() else {
+            self.scheduler.expect_idle();
             self.shared.begins_nothing();
             return Ok(drafting);
         };

@@ -21,6 +21,9 @@
 //! [`Scheduler::offer`], and no step is scheduled ahead while a sequence wants guesses ([`Scheduler::wants_draft`]): what is
 //! to be guessed follows ids that are known, and those who wait for them meanwhile share the next pass.
 //!
+//! Somebody always gets on: where no step is under way, one is scheduled unless nobody is there
+//! ([`Scheduler::expect_idle`]).
+//!
 //! Invariants, checked after each commit in debug builds: those of [`BlockManager::check`] and of [`Sequence`]; a slot has
 //! one sequence; a step keeps within [`Limits`].
 
@@ -227,6 +230,41 @@ impl Scheduler {
 
     pub fn is_idle(&self) -> bool {
         self.running.is_empty() && self.waiting.is_empty()
+    }
+
+    /// Panics with its state unless nobody is there: to be called where nothing was scheduled and nothing is under way, for
+    /// nothing would change that.
+    pub fn expect_idle(&self) {
+        assert!(self.is_idle(), "nobody gets on, and somebody is there: {}", self.state());
+    }
+
+    /// What there is to know of it when it is found in the wrong: one line of bounded length, and no token of anybody.
+    fn state(&self) -> String {
+        /// Sequences of each kind that are named.
+        const NAMED: usize = 6;
+        let Limits { max_sequences, kv, .. } = self.limits;
+        let room = |pool, all: usize| {
+            let PoolUse { free, cached, .. } = self.usage(pool);
+            format!("{} of {all}", free + cached)
+        };
+        let named = |sequences: &[Sequence]| {
+            let named: Vec<String> = sequences.iter().take(NAMED).map(Sequence::state).collect();
+            named.join("; ")
+        };
+        format!(
+            "step {}, {} of {max_sequences} slots free, blocks that can be had: {} full, {} sliding; {} running: {}; \
+             {} waiting: {}; {:?}; {:?}",
+            self.now,
+            self.free_slots.len(),
+            room(BlockPool::Full, kv.full_blocks),
+            room(BlockPool::Sliding, kv.sliding_blocks),
+            self.running.len(),
+            named(&self.running),
+            self.waiting.len(),
+            named(&self.waiting),
+            self.limits,
+            self.config,
+        )
     }
 
     /// Takes a sequence that fits `max_context`, and whose forks fit the slots; the caller has refused others.

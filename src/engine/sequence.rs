@@ -243,6 +243,37 @@ impl Sequence {
         self.tokens.len() - self.prompt_len
     }
 
+    /// Where it stands, without a token of it.
+    pub(super) fn state(&self) -> String {
+        let class = match self.class() {
+            Priority::Interactive => "interactive",
+            Priority::Background => "background",
+        };
+        let kinds = [
+            (self.mask.is_some(), ", masked"),
+            (self.prompt_logprobs.is_some(), ", scored"),
+            (self.pooling, ", pooled"),
+            (self.speculating, ", guessing"),
+        ];
+        let kinds: String = kinds.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect();
+        format!(
+            "sequence {}, {class}{kinds}, {} + {} of {} tokens, {} computed, {} submitted, {} drawn, {} + {} blocks, \
+             {} forks, {} times preempted, got on in step {}",
+            self.id,
+            self.prompt_len,
+            self.generated(),
+            self.max_tokens,
+            self.computed,
+            self.submitted,
+            self.drawn,
+            self.table.full().len(),
+            self.table.sliding().1.count(),
+            self.forks.len(),
+            self.life,
+            self.since,
+        )
+    }
+
     /// Its class as far as getting on goes; what it leaves in the cache stays that of its priority.
     pub(super) fn class(&self) -> Priority {
         if self.raised { Priority::Interactive } else { self.priority }
