@@ -533,6 +533,70 @@ fn a_scheduler_that_cannot_get_on_panics_with_its_state() {
     assert!(!state.contains("433") && !state.contains('\n') && state.len() < 2000, "{} bytes", state.len());
 }
 
+/// Allows every id, and says that it takes its time over each.
+#[derive(Clone)]
+struct Slow {
+    each: Duration,
+    took: Duration,
+}
+
+impl TokenMask for Slow {
+    fn mask(&mut self, _: &[u32]) -> Arc<[u32]> {
+        self.took += self.each;
+        Arc::new([u32::MAX; 16])
+    }
+
+    fn is_free(&mut self, _: &[u32]) -> bool {
+        false
+    }
+
+    fn take_time(&mut self) -> Duration {
+        std::mem::take(&mut self.took)
+    }
+
+    fn boxed_clone(&self) -> Box<dyn TokenMask> {
+        Box::new(Self { took: Duration::ZERO, ..*self })
+    }
+}
+
+#[test]
+fn a_grammars_time_is_that_of_the_client_whose_it_is() {
+    // The first answer is client 2's, and of more tokens than the one with a mask, which is client 1's.
+    let order = |each: Duration, cancelled: bool| {
+        let (mut runner, _) = FakeRunner::new(one_slot(), says(&[], 5));
+        let mut scheduler = Scheduler::new(one_slot(), SchedulerConfig::default());
+        for (id, client, tokens) in [(0, 2, 40), (1, 1, 10), (2, 1, 10), (3, 2, 10)] {
+            let mut sequence = Sequence::new(id, vec![1; 4], SamplingParams::GREEDY, tokens);
+            sequence.client = client;
+            if id == 1 {
+                sequence.mask = Some(SharedMask::new(Box::new(Slow { each, took: Duration::ZERO })));
+            }
+            scheduler.add(sequence);
+        }
+        let (mut pace, mut order, mut masked) = (Pace::new(), Vec::new(), 0);
+        while let Some(step) = scheduler.schedule(&pace) {
+            let ids: Vec<u64> = step.shares.iter().map(|share| share.id).collect();
+            order.extend(ids.iter().filter(|id| !order.contains(*id)).copied().collect::<Vec<_>>());
+            let ticket = runner.submit(&step.batch, &step.sampling).expect("never fails");
+            masked += usize::from(ids == [1]);
+            // Its reader may leave while its last step is under way.
+            if cancelled && masked == 10 {
+                masked = 0;
+                scheduler.remove(1);
+            }
+            pace.observe(step.load, Duration::from_millis(5) * step.load.tokens as u32);
+            scheduler.commit(&step, &runner.wait(ticket).expect("never fails"));
+        }
+        order
+    };
+    for cancelled in [false, true] {
+        assert_eq!(order(Duration::ZERO, cancelled), [0, 1, 2, 3], "client 1 had fewer tokens");
+        // Of 5 ms each, 43 tokens against 13.
+        assert_eq!(order(Duration::from_millis(10), cancelled), [0, 1, 2, 3], "20 more are not enough");
+        assert_eq!(order(Duration::from_millis(20), cancelled), [0, 1, 3, 2], "40 more are");
+    }
+}
+
 #[test]
 fn join_waits_for_the_runners_destructor() {
     let (engine, control) = start(LIMITS, says(&[], 5));

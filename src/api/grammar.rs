@@ -4,6 +4,7 @@
 //! `guided_regex`, `guided_choice` and `guided_grammar`. At most one of them counts, so more are refused.
 
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -136,15 +137,35 @@ pub(super) struct GrammarMask {
     /// For the next one.
     mask: Option<Arc<[u32]>>,
     failure: Failure,
+    /// Since the engine last asked.
+    took: Duration,
 }
 
 impl GrammarMask {
     pub(super) fn new(constraint: Constraint, min_tokens: usize, failure: Failure) -> Self {
-        Self { constraint, min_tokens, taken: 0, mask: None, failure }
+        Self { constraint, min_tokens, taken: 0, mask: None, failure, took: Duration::ZERO }
     }
-}
 
-impl GrammarMask {
+    fn timed<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
+        let since = Instant::now();
+        let done = work(self);
+        self.took += since.elapsed();
+        done
+    }
+
+    /// Which ids may follow an answer.
+    fn behind(&mut self, answer: &[u32]) -> Arc<[u32]> {
+        let taken = self.take(answer);
+        if let Some(mask) = &self.mask {
+            return Arc::clone(mask);
+        }
+        let may_end = answer.len() >= self.min_tokens;
+        let mask = taken.and_then(|()| self.constraint.mask(may_end));
+        let mask = mask.unwrap_or_else(|error| self.fail(&error));
+        self.mask = Some(Arc::clone(&mask));
+        mask
+    }
+
     /// Takes in the ids of an answer that are new.
     fn take(&mut self, answer: &[u32]) -> Result<(), TextError> {
         let new = &answer[self.taken..];
@@ -164,25 +185,44 @@ impl GrammarMask {
 
 impl TokenMask for GrammarMask {
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
-        let taken = self.take(answer);
-        if let Some(mask) = &self.mask {
-            return Arc::clone(mask);
-        }
-        let may_end = answer.len() >= self.min_tokens;
-        let mask = taken.and_then(|()| self.constraint.mask(may_end));
-        let mask = mask.unwrap_or_else(|error| self.fail(&error));
-        self.mask = Some(Arc::clone(&mask));
-        mask
+        self.timed(|mask| mask.behind(answer))
     }
 
     fn is_free(&mut self, answer: &[u32]) -> bool {
-        if let Err(error) = self.take(answer) {
+        if let Err(error) = self.timed(|mask| mask.take(answer)) {
             self.mask = Some(self.fail(&error));
         }
         self.constraint.is_free() && answer.len() >= self.min_tokens
     }
 
+    fn take_time(&mut self) -> Duration {
+        std::mem::take(&mut self.took)
+    }
+
     fn boxed_clone(&self) -> Box<dyn TokenMask> {
-        Box::new(self.clone())
+        Box::new(Self { took: Duration::ZERO, ..self.clone() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::{Grammars, Tokenizer};
+
+    #[test]
+    fn what_a_mask_took_is_told_once_and_is_no_other_answers() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tokenizer-mini/tokenizer.json");
+        let tokenizer = Tokenizer::from_bytes(&std::fs::read(path).unwrap(), "tokenizer.json").unwrap();
+        let start = tokenizer.encode("{", false).unwrap();
+        let grammars = Grammars::new(tokenizer, 512, &[1]);
+        let constraint = grammars.compile(&GrammarSource::json_object()).unwrap().start();
+        let mut mask = GrammarMask::new(constraint, 0, Failure::default());
+        assert_eq!(mask.take_time(), Duration::ZERO, "nothing was asked");
+        mask.mask(&[]);
+        let mut other = mask.boxed_clone();
+        assert!(mask.take_time() > Duration::ZERO, "a mask");
+        assert_eq!([mask.take_time(), other.take_time()], [Duration::ZERO; 2]);
+        assert!(!mask.is_free(&start));
+        assert!(mask.take_time() > Duration::ZERO, "what the next mask follows from");
     }
 }

@@ -1,8 +1,8 @@
 //! How long a step takes, learnt from those that were run: what bounds the prefill that may run beside decodes.
 //!
 //! The model is linear: a step costs so much for being one (its weights are read once), so much for each token, and so
-//! much for each key that a token looks at. The three are fitted to the steps seen, newer ones counting more. Refuses to
-//! read a clock: the engine says what a step took.
+//! much for each key that a token looks at. The three are fitted to the steps seen, newer ones counting more. Told apart from
+//! them is what a token took on average. Refuses to read a clock: the engine says what a step took.
 
 use std::time::Duration;
 
@@ -42,6 +42,8 @@ pub struct Pace {
     seconds: [f64; 3],
     covariance: [[f64; 3]; 3],
     steps: u64,
+    /// Seconds of the steps seen, and their tokens; older ones count less.
+    recent: [f64; 2],
 }
 
 impl Default for Pace {
@@ -54,7 +56,7 @@ impl Pace {
     pub fn new() -> Self {
         // Nothing is known: any fit is as likely. Scaled to what the features are like.
         let covariance = [[1.0, 0.0, 0.0], [0.0, 1e-2, 0.0], [0.0, 0.0, 1e-2]];
-        Self { seconds: [0.0; 3], covariance, steps: 0 }
+        Self { seconds: [0.0; 3], covariance, steps: 0, recent: [0.0; 2] }
     }
 
     /// Takes in what a step took.
@@ -76,6 +78,15 @@ impl Pace {
         let bound = (MOST_UNCERTAIN / largest).min(1.0);
         self.covariance = next.map(|row| row.map(|p| p * bound));
         self.steps += 1;
+        let new = [took.as_secs_f64(), load.tokens as f64];
+        self.recent = std::array::from_fn(|i| forget * self.recent[i] + new[i]);
+    }
+
+    /// What a token took on average, at least a nanosecond; none while too few steps were seen.
+    pub fn per_token(&self) -> Option<Duration> {
+        let [seconds, tokens] = self.recent;
+        let known = self.steps >= LEARNING_STEPS && tokens > 0.0;
+        known.then(|| Duration::from_secs_f64((seconds / tokens).clamp(1e-9, 1e6)))
     }
 
     fn predict_raw(&self, load: Load) -> f64 {
@@ -134,6 +145,20 @@ mod tests {
         assert!(far < near && far >= CAREFUL_TOKENS, "chunks shrink with depth: {near}, {far}");
         assert_eq!(room(&pace, 0, Duration::ZERO), CAREFUL_TOKENS, "a prompt always gets on");
         assert_eq!(pace.room(Load::default(), 0, 500, 0, Duration::ZERO), 0, "but not every prompt");
+    }
+
+    #[test]
+    fn what_a_token_takes_is_that_of_the_steps_of_late() {
+        let mut pace = Pace::new();
+        let steps = |pace: &mut Pace, n: usize, tokens: usize| {
+            (0..n).for_each(|_| pace.observe(Load::default().with(0, tokens), Duration::from_millis(40)));
+            pace.per_token().map(|took| took.as_secs_f64() * 1e3)
+        };
+        assert_eq!(steps(&mut pace, 3, 8), None, "nothing is known");
+        let near = |found: Option<f64>, expected: f64| (found.unwrap() / expected - 1.0).abs() < 0.05;
+        assert!(near(steps(&mut pace, 1, 8), 5.0), "8 in 40 ms");
+        assert!(near(steps(&mut pace, 2000, 1), 40.0), "one in 40 ms");
+        assert!(near(steps(&mut pace, 2000, 40), 1.0), "40 in 40 ms");
     }
 
     #[test]

@@ -11,8 +11,9 @@
 //! overlap: one that arrives takes what it would take alone, but for the rest of one such step.
 //!
 //! Who waits first: of the clients the one that was given the fewest tokens so far, and of its requests the oldest
-//! (virtual token counters: Sheng et al., Fairness in Serving Large Language Models, 2024). Nobody is passed over for
-//! ever: who did not get on for [`SchedulerConfig::patience`] steps is interactive from then on, and first in line.
+//! (virtual token counters: Sheng et al., Fairness in Serving Large Language Models, 2024). All wait while a mask is made, so
+//! its time counts as the tokens that could have been computed in it. Nobody is passed over for ever: who did not get on for
+//! [`SchedulerConfig::patience`] steps is interactive from then on, and first in line.
 //!
 //! Where blocks end, a sequence of lower priority or later arrival is preempted: it loses its blocks, waits, and is
 //! computed again, from the prefix cache as far as that still has it. So the first of all always gets on.
@@ -127,8 +128,8 @@ pub struct Scheduler {
     /// In order of arrival.
     running: Vec<Sequence>,
     free_slots: Vec<u32>,
-    /// Tokens given to each client that has a sequence here.
-    served: HashMap<ClientId, u64>,
+    /// Of each client that has a sequence here.
+    served: HashMap<ClientId, Served>,
     arrivals: u64,
     /// Steps scheduled.
     now: u64,
@@ -136,6 +137,14 @@ pub struct Scheduler {
     guesses: Guesses,
     /// What the draft model took before the step that is scheduled next.
     drafting: Duration,
+}
+
+/// What one client was given.
+#[derive(Debug, Clone, Copy, Default)]
+struct Served {
+    tokens: u64,
+    /// Time that its masks took, as far as it does not count as tokens yet.
+    masking: Duration,
 }
 
 /// Preemptions after which a sequence is interactive, whatever its priority.
@@ -276,8 +285,8 @@ impl Scheduler {
         sequence.since = self.now;
         self.arrivals += 1;
         // Who comes back after a pause does not bring a right to all that others had meanwhile.
-        let least = self.served.values().copied().min().unwrap_or(0);
-        self.served.entry(sequence.client).or_insert(least);
+        let tokens = self.served.values().map(|served| served.tokens).min().unwrap_or(0);
+        self.served.entry(sequence.client).or_insert(Served { tokens, ..Served::default() });
         self.waiting.push(sequence);
     }
 
@@ -312,9 +321,14 @@ impl Scheduler {
     }
 
     fn take_resources(&mut self, sequence: &mut Sequence) {
+        self.served_of(sequence.client).masking += sequence.take_mask_time();
         self.blocks.release(std::mem::take(&mut sequence.table));
         self.free_slots.extend(sequence.slot.take());
         self.free_slots.append(&mut sequence.fork_slots);
+    }
+
+    fn served_of(&mut self, client: ClientId) -> &mut Served {
+        self.served.get_mut(&client).expect("the client of a sequence is known")
     }
 
     fn forget_client(&mut self, client: ClientId) {
@@ -399,6 +413,7 @@ impl Scheduler {
 
     /// The next step, or none where nothing can get on before a step under way is committed, or nothing is there.
     pub fn schedule(&mut self, pace: &Pace) -> Option<Step> {
+        self.charge(pace);
         let under_way = || self.running.iter().any(|s| s.submitted > s.computed);
         if self.class() == Priority::Background && under_way() {
             return None; // whoever comes now is to wait for one step alone
@@ -431,6 +446,15 @@ impl Scheduler {
         self.running.iter_mut().for_each(|s| s.offered.clear());
         self.drafting = Duration::ZERO;
         (!draft.step.shares.is_empty()).then_some(draft.step)
+    }
+
+    /// Counts the time of masks as tokens, and keeps what is too short for one.
+    fn charge(&mut self, pace: &Pace) {
+        let Some(token) = pace.per_token() else { return };
+        for served in self.served.values_mut() {
+            served.tokens += (served.masking.as_nanos() / token.as_nanos()) as u64;
+            served.masking = Duration::from_nanos((served.masking.as_nanos() % token.as_nanos()) as u64);
+        }
     }
 
     /// The class that gets on: the background where nobody else is there.
@@ -519,7 +543,7 @@ impl Scheduler {
         draft.step.load = draft.step.load.with(start, tokens);
         let scores = first_draw..first_draw + if unscored > 0 { len } else { 0 };
         draft.step.shares.push(Share { id, begun_as, life, end, scores, draw, pooled, drafts, guesser });
-        *self.served.get_mut(&client).expect("a running sequence's client is known") += len as u64;
+        self.served_of(client).tokens += len as u64;
         if draw.is_some() {
             self.part(draft, index, batch_index, len - 1);
         }
@@ -719,7 +743,7 @@ impl Scheduler {
         let candidates = self.waiting.iter().enumerate().filter(|(_, s)| s.class() == class);
         let turn = |s: &Sequence| {
             let overdue = s.is_overdue(self.now, self.config.patience);
-            let served = if overdue { 0 } else { self.served[&s.client] };
+            let served = if overdue { 0 } else { self.served[&s.client].tokens };
             (!overdue, served, s.arrival, s.id)
         };
         candidates.min_by_key(|(_, s)| turn(s)).map(|(index, _)| index)
@@ -832,6 +856,9 @@ impl Scheduler {
                     self.blocks.end_turn(&sequence.table);
                 }
             }
+            let sequence = &mut self.running[index];
+            let (client, took) = (sequence.client, sequence.take_mask_time());
+            self.served_of(client).masking += took;
             if end.is_some() {
                 self.end(index);
             }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::block_manager::BlockTable;
 use super::speculation::{Adaptive, Guesser, Lookup};
@@ -88,7 +89,13 @@ pub trait TokenMask: Send {
     /// runs ahead of the host again, and is guessed.
     fn is_free(&mut self, answer: &[u32]) -> bool;
 
-    /// The same for another answer.
+    /// How long its masks took since this was last asked, and what they follow from: all others wait meanwhile, so it is
+    /// counted against its client.
+    fn take_time(&mut self) -> Duration {
+        Duration::ZERO
+    }
+
+    /// The same for another answer, which has taken no time yet.
     fn boxed_clone(&self) -> Box<dyn TokenMask>;
 }
 
@@ -115,6 +122,10 @@ impl SharedMask {
 
     fn is_free(&self, answer: &[u32]) -> bool {
         self.0.lock().expect("a grammar does not panic").is_free(answer)
+    }
+
+    fn take_time(&self) -> Duration {
+        self.0.lock().expect("a grammar does not panic").take_time()
     }
 
     /// What may follow `answer`.
@@ -175,6 +186,8 @@ pub struct Sequence {
     pub(super) drawn: usize,
     /// Guesses at the next ids are submitted: how many are drawn is known when that step is done.
     pub(super) speculating: bool,
+    /// Time of the mask that it has no more.
+    pub(super) mask_time: Duration,
     pub(super) lookup: Lookup,
     /// How the draft model does.
     pub(super) draft: Adaptive,
@@ -225,6 +238,7 @@ impl Sequence {
             submitted: 0,
             drawn: 0,
             speculating: false,
+            mask_time: Duration::ZERO,
             lookup: Lookup::default(),
             draft: Adaptive::default(),
             offered: Vec::new(),
@@ -297,9 +311,17 @@ impl Sequence {
             return (None, Some(End::Stopped(id)));
         }
         let answer = &self.tokens[self.prompt_len..];
-        self.mask.take_if(|mask| mask.is_free(answer));
+        if self.mask.as_ref().is_some_and(|mask| mask.is_free(answer)) {
+            self.mask_time += self.mask.take().map_or(Duration::ZERO, |mask| mask.take_time());
+        }
         let all = self.generated() == self.max_tokens;
         (Some(id), all.then_some(End::Full))
+    }
+
+    /// How long its masks took since this was last asked.
+    pub(super) fn take_mask_time(&mut self) -> Duration {
+        let latest = self.mask.as_ref().map_or(Duration::ZERO, SharedMask::take_time);
+        std::mem::take(&mut self.mask_time) + latest
     }
 
     /// Tokens that the next steps must process before the sequence yields an id; 0 where it waits for one that ends it.
