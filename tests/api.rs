@@ -645,7 +645,7 @@ async fn bad_bodies_are_refused_by_field() {
         ("{\"model\": ".into(), "", "invalid_json"),
         ("[1]".into(), "", "invalid_json"),
         (format!("{}1", "[".repeat(10_000)), "", "invalid_json"),
-        ("{}".into(), "model", "missing_required_parameter"),
+        ("{}".into(), "messages", "missing_required_parameter"),
         (json!({"model": MODEL}).to_string(), "messages", "missing_required_parameter"),
         (body(json!({"model": 3})), "model", "invalid_value"),
         (body(json!({"model": "gpt-4"})), "model", "model_not_found"),
@@ -737,6 +737,46 @@ async fn bad_bodies_are_refused_by_field() {
         assert!(error["message"].as_str().is_some_and(|m| m.contains(param) && m.len() < 300), "{value}");
     }
     assert_eq!(app.control.batches().len(), 0, "none of them reached the engine");
+}
+
+#[tokio::test]
+async fn where_no_model_is_named_the_one_that_is_served_answers_and_no_other_name_will_do() {
+    let app = app_that_says("ok");
+    let turns = json!([{"role": "user", "content": "Hi"}]);
+    for (path, body, status) in [
+        ("/v1/chat/completions", json!({"messages": turns}), 200),
+        ("/v1/completions", json!({"prompt": "Hi"}), 200),
+        ("/v1/embeddings", json!({"input": "Hi"}), 200),
+        ("/v1/responses", json!({"input": "Hi"}), 200),
+        ("/v1/messages", json!({"messages": turns, "max_tokens": 5}), 200),
+        ("/v1/messages/count_tokens", json!({"messages": turns}), 200),
+        ("/tokenize", json!({"content": "Hi"}), 200),
+        ("/tokenize", json!({"messages": turns}), 200),
+        ("/detokenize", json!({"tokens": [2, 3]}), 200),
+        ("/models/load", json!({}), 200),
+        ("/models/unload", json!({}), 400), // understood, and refused
+    ] {
+        let ask = async |more: Value| {
+            let body = with(body.clone(), more).to_string();
+            let (status, _, reply) = send_json(&app.router, post_to(path, body)).await;
+            (status.as_u16(), reply)
+        };
+        for unnamed in [json!({}), json!({"model": null}), json!({"model": ""})] {
+            let (got, reply) = ask(unnamed.clone()).await;
+            assert_eq!(got, status, "{path} {unnamed}: {reply}");
+            assert!(reply["model"].is_null() || reply["model"] == MODEL, "{path}: {reply}");
+            assert_ne!(reply["error"]["code"], "missing_required_parameter", "{path}: {reply}");
+        }
+        for other in ["gpt-4", " ", "MAKERS/TINY-GEMMA", &"x".repeat(5000)] {
+            let (got, reply) = ask(json!({"model": other})).await;
+            assert_eq!(got, 404, "{path} {other}: {reply}");
+            let message = reply["error"]["message"].as_str().expect("words");
+            assert!(message.contains("does not exist") && message.len() < 200, "{path}: {message}");
+        }
+        let (got, reply) = ask(json!({"model": 3})).await;
+        assert_eq!(got, 400, "{path}: {reply}");
+        assert!(reply["error"]["message"].as_str().is_some_and(|m| m.starts_with("model: ")), "{reply}");
+    }
 }
 
 #[tokio::test]

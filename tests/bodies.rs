@@ -442,6 +442,16 @@ impl Draw {
     }
 
     fn sound(&mut self, path: &str) -> Value {
+        let mut body = self.named(path);
+        self.set(&mut body, 0.1, "model", |d| d.of(&[Value::Null, json!("")]));
+        if body["model"].is_null() && self.chance(0.5) {
+            body.as_object_mut().expect("an object").remove("model");
+        }
+        body
+    }
+
+    /// A body that names the model, as a rule.
+    fn named(&mut self, path: &str) -> Value {
         match path {
             CHAT => self.chat(),
             COMPLETIONS => self.completions(),

@@ -193,13 +193,13 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
         (
             "/v1/chat/completions",
             json!({
-                "model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "response_format": formats,
+                "model": null, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "response_format": formats,
             }),
         ),
         (
             "/v1/chat/completions",
             json!({
-                "model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "tool_choice": "required",
+                "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "tool_choice": "required",
                 "tools": [{"type": "function", "function": function}],
             }),
         ),
@@ -212,7 +212,10 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
                 }),
             ),
         ),
+        ("/v1/completions", json!({"prompt": "Once"})),
         ("/models/load", json!({"model": MODEL})),
+        ("/models/load", json!({})),
+        ("/v1/embeddings", json!({"model": "", "input": "Hi"})),
         (
             "/v1/embeddings",
             json!({"model": MODEL, "input": ["Hi", [2, 3]], "encoding_format": "base64", "dimensions": null}),
@@ -244,7 +247,7 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
         (
             "/v1/messages",
             json!({
-                "model": MODEL, "max_tokens": 9, "tool_choice": {"type": "any", "disable_parallel_tool_use": true},
+                "max_tokens": 9, "tool_choice": {"type": "any", "disable_parallel_tool_use": true},
                 "tools": [{"type": "custom", "name": "look", "description": "Looks.", "input_schema": schema, "strict": true}],
                 "messages": [
                     {"role": "user", "content": "Hi"},
@@ -256,7 +259,7 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
         (
             "/v1/responses",
             json!({
-                "model": MODEL, "max_output_tokens": 9, "tool_choice": "required", "parallel_tool_calls": false,
+                "max_output_tokens": 9, "tool_choice": "required", "parallel_tool_calls": false,
                 "tools": [{"type": "function", "name": "look", "description": "Looks.", "parameters": schema, "strict": true}],
                 "input": [
                     {"role": "user", "content": "Hi"},
@@ -265,10 +268,7 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
                 ],
             }),
         ),
-        (
-            "/v1/messages/count_tokens",
-            json!({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}),
-        ),
+        ("/v1/messages/count_tokens", json!({"messages": [{"role": "user", "content": "Hi"}]})),
         (
             "/v1/responses",
             json!({

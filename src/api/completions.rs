@@ -22,7 +22,7 @@ use super::exchange::{
 };
 use super::openapi::{CompletionEvents, CompletionRequest, OfABody};
 use super::prompts::{Prompt, prompts};
-use super::request::{ANSWERS, ChatRequest, Fields, TOKENS, TOP_LOGPROBS, missing, object};
+use super::request::{ANSWERS, ChatRequest, Fields, TOKENS, TOP_LOGPROBS, missing, model, object};
 use super::service::{Service, finite};
 use crate::engine::Request;
 use crate::model::Logprobs;
@@ -80,7 +80,7 @@ pub(super) async fn completions(
 fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
     let body = object(body)?;
     let fields = Fields(&body);
-    let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
+    let model = model(&fields)?;
     let prompts = prompts("prompt", fields.get("prompt").ok_or_else(|| missing("prompt"))?, MAX_PROMPTS)?;
     let echo = fields.bool("echo")?.unwrap_or(false);
     let max_tokens = fields.integer("max_tokens", i64::from(!echo)..=*TOKENS.end())?;

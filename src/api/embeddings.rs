@@ -26,7 +26,7 @@ use super::exchange::{self, Caller};
 use super::metrics::Followed;
 use super::openapi::{EmbeddingsRequest, OfABody};
 use super::prompts::{Prompt, prompts};
-use super::request::{ChatRequest, Fields, missing, object};
+use super::request::{ChatRequest, Fields, missing, model, object};
 use super::status::List;
 use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
 
@@ -122,7 +122,7 @@ pub(super) async fn embeddings(
     let prepared = exchange::work(&server, body, |server, body| {
         let body = object(body)?;
         let fields = Fields(&body);
-        let model = fields.string("model")?.ok_or_else(|| missing("model"))?;
+        let model = model(&fields)?;
         let inputs = prompts(INPUT, fields.get(INPUT).ok_or_else(|| missing(INPUT))?, MAX_INPUTS)?;
         if let Some((at, _)) = inputs.iter().find(|(_, text)| matches!(text, Prompt::Text(t) if t.is_empty()))
         {
@@ -134,7 +134,7 @@ pub(super) async fn embeddings(
             Some(_) => return Err(ApiError::invalid("encoding_format", "expected \"float\" or \"base64\"")),
         };
         let dimensions = fields.integer("dimensions", DIMENSIONS)?;
-        let service = server.service_for(model)?;
+        let service = server.service_for(model.as_deref())?;
         let hidden_size = service.engine().limits().hidden_size;
         if dimensions.is_some_and(|n| n != hidden_size as i64) {
             let problem = format!("this model's embeddings have {hidden_size}, and are not made to be cut");

@@ -88,7 +88,7 @@ pub(super) async fn ask<T: Send + 'static>(
 ) -> Result<Exchange<T>, ApiError> {
     let prepared = work(server, body, move |server, body| {
         let (request, mut wire) = parse(body)?;
-        let service = server.service_for(&request.model)?;
+        let service = server.service_for(request.model.as_deref())?;
         let prepared = prepare(&service, &request, &mut wire).map_err(|error| error.in_prompt(prompt))?;
         Ok((service, prepared, wire, caller.purpose(&request)))
     });

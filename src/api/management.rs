@@ -15,7 +15,7 @@ use super::Server;
 use super::error::ApiError;
 use super::exchange::work;
 use super::openapi::{AtTheDoor, NamedModel, OfABody};
-use super::request::{Fields, missing, object};
+use super::request::{Fields, model, object};
 use super::status::ModelList;
 
 /// The model is loaded.
@@ -65,15 +65,11 @@ pub(super) async fn unload(State(server): State<Arc<Server>>, body: Body) -> Res
     Err(ApiError::unsupported("model", problem))
 }
 
-/// Whether the body names the model that is served.
+/// Whether the body names no other model than the one that is served.
 async fn named(server: &Arc<Server>, body: Body) -> Result<(), ApiError> {
     let read = work(server, body, |server, body| {
         let body = object(body)?;
-        let asked = Fields(&body).string("model")?.ok_or_else(|| missing("model"))?.to_owned();
-        if asked == server.model_id {
-            return Ok(());
-        }
-        Err(ApiError::UnknownModel { asked, served: server.model_id.clone() })
+        server.serves(model(&Fields(&body))?.as_deref())
     });
     read.await.map(|_| ())
 }

@@ -68,6 +68,7 @@ use utoipa_axum::routes;
 
 use self::error::ErrorBody;
 use self::openapi::AtTheDoor;
+use self::request::short;
 use self::status::{Model, ModelList};
 use crate::engine::EngineHandle;
 
@@ -144,19 +145,20 @@ impl Server {
         self.facts.get()
     }
 
-    /// What answers for `model`.
-    fn service_for(&self, model: &str) -> Result<Arc<Service>, ApiError> {
-        if model != self.model_id {
-            return Err(ApiError::UnknownModel { asked: model.to_owned(), served: self.model_id.clone() });
+    /// Whether `model` is served; none is whichever is.
+    fn serves(&self, model: Option<&str>) -> Result<(), ApiError> {
+        match model.filter(|asked| *asked != self.model_id) {
+            None => Ok(()),
+            Some(asked) => Err(ApiError::UnknownModel { asked: short(asked), served: self.model_id.clone() }),
         }
+    }
+
+    /// What answers for `model`, or for whoever names none.
+    fn service_for(&self, model: Option<&str>) -> Result<Arc<Service>, ApiError> {
+        self.serves(model)?;
         let service = self.service.get().cloned().ok_or(ApiError::Loading)?;
         service.engine().health()?;
         Ok(service)
-    }
-
-    /// The same for requests that need not name a model.
-    fn service_for_any(&self, model: Option<&str>) -> Result<Arc<Service>, ApiError> {
-        self.service_for(model.unwrap_or(&self.model_id))
     }
 
     fn engine(&self) -> Option<&EngineHandle> {
@@ -281,9 +283,7 @@ async fn model(
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Model>, ApiError> {
     let Path(asked) = id.map_err(|_| ApiError::invalid("model", "expected an id in UTF-8"))?;
-    if asked != server.model_id {
-        return Err(ApiError::UnknownModel { asked, served: server.model_id.clone() });
-    }
+    server.serves(Some(&asked))?;
     Ok(Json(Model::of(&server)))
 }
 

@@ -40,7 +40,8 @@ pub(super) const ANSWERS: RangeInclusive<i64> = 1..=128;
 /// What was asked; absent fields are the model's defaults.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ChatRequest {
-    pub model: String,
+    /// None is the one that is served.
+    pub model: Option<String>,
     /// Roles are system, developer, user or assistant; calls of tools, and what these gave, are text in them. None where the
     /// prompt is no conversation.
     pub messages: Vec<Message>,
@@ -87,7 +88,7 @@ impl ChatRequest {
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
         let body = object(body)?;
         let fields = Fields(&body);
-        let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
+        let model = model(&fields)?;
         let messages = messages(fields.array("messages")?.ok_or_else(|| missing("messages"))?)?;
         refuse_unsupported(&fields)?;
         let tools = tools(&fields)?;
@@ -106,7 +107,11 @@ impl ChatRequest {
     }
 
     /// What stands beside the prompt, whatever that is; log probabilities, which differ, are left out.
-    pub(super) fn options(fields: &Fields, model: String, max_tokens: Option<i64>) -> Result<Self, ApiError> {
+    pub(super) fn options(
+        fields: &Fields,
+        model: Option<String>,
+        max_tokens: Option<i64>,
+    ) -> Result<Self, ApiError> {
         let temperature = fields.number("temperature", TEMPERATURE)?;
         let min_tokens = fields.integer("min_tokens", 0..=max_tokens.unwrap_or(*TOKENS.end()))?;
         let n = fields.integer("n", ANSWERS)?;
@@ -136,6 +141,12 @@ impl ChatRequest {
             ending: PromptEnding::Answer,
         })
     }
+}
+
+/// The model that a body names, if it names one. An empty name is none, as vLLM has it: clients send it whose user left
+/// theirs empty.
+pub(super) fn model(fields: &Fields) -> Result<Option<String>, ApiError> {
+    Ok(fields.string("model")?.filter(|name| !name.is_empty()).map(str::to_owned))
 }
 
 /// Ids of a vocabulary that nobody knows yet.

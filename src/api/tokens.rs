@@ -16,7 +16,7 @@ use super::conversation::{messages, tools};
 use super::error::ApiError;
 use super::exchange;
 use super::openapi::{DetokenizeRequest, OfABody, TokenizeRequest, Tokens};
-use super::request::{Fields, missing, object, prompt_ending, token_ids};
+use super::request::{Fields, missing, model, object, prompt_ending, token_ids};
 use super::service::Service;
 
 /// In the words of whichever was asked.
@@ -91,7 +91,7 @@ pub(super) async fn tokenize(
         let special = [fields.bool("add_special")?, fields.bool("add_special_tokens")?];
         let with_pieces = fields.bool("with_pieces")?.unwrap_or(false);
         let strings = fields.bool("return_token_strs")?.unwrap_or(false);
-        let service = server.service_for_any(fields.string("model")?)?;
+        let service = server.service_for(model(&fields)?.as_deref())?;
         match (content, prompt, conversation) {
             (Some(text), ..) => {
                 let ids = service.encode(text, special[0].unwrap_or(false));
@@ -146,7 +146,7 @@ pub(super) async fn detokenize(
         let body = object(body)?;
         let fields = Fields(&body);
         let ids = token_ids("tokens", fields.array("tokens")?.ok_or_else(|| missing("tokens"))?)?;
-        let service = server.service_for_any(fields.string("model")?)?;
+        let service = server.service_for(model(&fields)?.as_deref())?;
         check(&service, "tokens", &ids)?;
         let text = service.tokenizer().decode(&ids, false);
         Ok(Detokenized { prompt: text.clone(), content: text })

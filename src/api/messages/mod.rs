@@ -91,7 +91,7 @@ pub(super) async fn count_tokens(
 ) -> Result<Json<Value>, ApiError> {
     let counted = exchange::work(&server, body, |server, body| {
         let request = request::parse_to_count(body)?;
-        let service = server.service_for(&request.model)?;
+        let service = server.service_for(request.model.as_deref())?;
         Ok(service.conversation(&request)?.len())
     });
     let (_, n) = counted.await?;

@@ -10,7 +10,8 @@ use serde_json::Value;
 use super::super::error::ApiError;
 use super::super::grammar::ResponseGrammar;
 use super::super::request::{
-    ChatRequest, Fields, Item, PROBABILITY, PromptEnding, TOKENS, missing, nested, object, short, wrong_type,
+    ChatRequest, Fields, Item, PROBABILITY, PromptEnding, TOKENS, missing, model, nested, object, short,
+    wrong_type,
 };
 use super::super::tools::{Call, Conversation, ToolChoice, Tools, place_of, tool_list};
 use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS};
@@ -53,7 +54,7 @@ pub(super) fn parse_to_count(body: &[u8]) -> Result<ChatRequest, ApiError> {
 }
 
 fn conversation(fields: &Fields) -> Result<ChatRequest, ApiError> {
-    let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
+    let model = model(fields)?;
     refuse_unsupported(fields)?;
     let items = fields.array("messages")?.ok_or_else(|| missing("messages"))?;
     if items.is_empty() {

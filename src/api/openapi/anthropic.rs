@@ -65,7 +65,7 @@ fn conversation() -> Shape {
     };
     let one = choice(&["tool"]).needs("name", string("That of a tool that is there."));
     Shape::new("Unknown fields are ignored, and so are `metadata`, `cache_control` and `thinking`.")
-        .needs("model", model())
+        .takes("model", model())
         .needs(
             "messages",
             list(named::<MessageParam>(), 1..=usize::MAX, "The last may be the beginning of the answer."),

@@ -23,7 +23,7 @@ described! {
     EmbeddingsRequest [] => embeddings();
     TokenizeRequest [ChatMessage, Tool, ToolChoice] => tokenize();
     DetokenizeRequest [] => detokenize();
-    NamedModel [] => Shape::new("Unknown fields are ignored.").needs("model", model()).build();
+    NamedModel [] => Shape::new("Unknown fields are ignored.").takes("model", model()).build();
     ChatMessage [TextPart] => message();
     TextPart [] => Shape::new("").needs("type", word(&["text"], "")).needs("text", string("")).build();
     Tool [] => tool();
@@ -32,12 +32,12 @@ described! {
 }
 
 pub(super) fn model() -> Schema {
-    string("The id that `/v1/models` names.")
+    string("The id that `/v1/models` names, which is taken where this is absent or empty.")
 }
 
 fn chat() -> Schema {
     let body = Shape::new("Unknown fields are ignored.")
-        .needs("model", model())
+        .takes("model", model())
         .needs("messages", messages())
         .takes("max_completion_tokens", integer(TOKENS, "As many as the context holds, if it is absent."))
         .takes(
@@ -234,7 +234,7 @@ fn prompt(most: usize, text: fn() -> Schema, about: &str) -> Schema {
 
 fn completion() -> Schema {
     let body = Shape::new("Unknown fields are ignored.")
-        .needs("model", model())
+        .takes("model", model())
         .needs("prompt", prompt(MAX_PROMPTS, || string(""), "What to go on from."))
         .takes("max_tokens", integer(0..=*TOKENS.end(), "16, if it is absent; 0 only with `echo`."))
         .takes(
@@ -249,7 +249,7 @@ fn completion() -> Schema {
 
 fn embeddings() -> Schema {
     Shape::new("Unknown fields are ignored.")
-        .needs("model", model())
+        .takes("model", model())
         .needs("input", prompt(MAX_INPUTS, || string_of(1..=usize::MAX, None, ""), "What to embed."))
         .takes("encoding_format", word(&["float", "base64"], "`float`, if it is absent."))
         .takes("dimensions", integer(DIMENSIONS, "As many as the model has; it is not made to be cut."))

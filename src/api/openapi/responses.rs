@@ -118,7 +118,7 @@ fn request() -> Schema {
         "What the answer must be.",
     );
     Shape::new("Unknown fields are ignored.")
-        .needs("model", model())
+        .takes("model", model())
         .needs("input", input)
         .takes("instructions", string("The system text of this response alone."))
         .takes(

@@ -9,8 +9,8 @@ use super::super::conversation::{Shape, openai_tools};
 use super::super::error::ApiError;
 use super::super::grammar::{ResponseGrammar, json_schema};
 use super::super::request::{
-    ChatRequest, Fields, Item, PROBABILITY, TEMPERATURE, TOKENS, TOP_LOGPROBS, missing, nested, object,
-    short, wrong_type,
+    ChatRequest, Fields, Item, PROBABILITY, TEMPERATURE, TOKENS, TOP_LOGPROBS, missing, model, nested,
+    object, short, wrong_type,
 };
 use super::super::tools::{Conversation, Tool, Tools};
 use super::items::{input, read};
@@ -34,7 +34,7 @@ pub(super) fn parse(
 ) -> Result<(ChatRequest, Form), ApiError> {
     let body = object(body)?;
     let fields = Fields(&body);
-    let model = fields.string("model")?.ok_or_else(|| missing("model"))?.to_owned();
+    let model = model(&fields)?;
     let instructions = fields.string("instructions")?;
     let previous = fields.string("previous_response_id")?;
     refuse_unsupported(&fields)?;
