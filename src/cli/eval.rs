@@ -10,13 +10,13 @@ use super::generate::print;
 use super::load::{self, Model, Watch};
 use super::progress::Bar;
 use crate::config::Config;
+use crate::model::gemma3::Gemma3;
+use crate::model::{Limits, Runner};
 
 pub fn eval(config: &Config, args: args::Eval) -> Result<(), Error> {
     let files = load::files(&config.model)?;
     match args {
-        args::Eval::Logits { tokens, output, .. } => {
-            logits(load::model(&files, config, Watch::Nothing)?, &tokens, &output)
-        }
+        args::Eval::Logits { tokens, output, .. } => logits(load::runner(&files, config)?, &tokens, &output),
         args::Eval::Perplexity { text, .. } => {
             let read =
                 std::fs::read_to_string(&text).map_err(|error| Error::File { path: text.clone(), error })?;
@@ -26,9 +26,9 @@ pub fn eval(config: &Config, args: args::Eval) -> Result<(), Error> {
 }
 
 /// A file that could not be written to its end does not stay; a device like /dev/null does.
-fn logits(mut model: Model, tokens: &[u32], output: &Path) -> Result<(), Error> {
-    check(&model, tokens)?;
-    write_logits(&mut model, tokens, output).inspect_err(|_| {
+fn logits(mut runner: Gemma3, tokens: &[u32], output: &Path) -> Result<(), Error> {
+    check(runner.limits(), tokens)?;
+    write_logits(&mut runner, tokens, output).inspect_err(|_| {
         if output.is_file() {
             drop(std::fs::remove_file(output));
         }
@@ -36,15 +36,15 @@ fn logits(mut model: Model, tokens: &[u32], output: &Path) -> Result<(), Error> 
 }
 
 /// Writes rows as they come: the logits of a long prompt do not fit everywhere at once.
-fn write_logits(model: &mut Model, tokens: &[u32], output: &Path) -> Result<(), Error> {
-    let (n, vocab) = (tokens.len(), model.vocab_size());
+fn write_logits(runner: &mut Gemma3, tokens: &[u32], output: &Path) -> Result<(), Error> {
+    let (n, vocab) = (tokens.len(), runner.limits().vocab_size);
     let failed = |error| Error::File { path: output.to_owned(), error };
     let mut file = BufWriter::new(File::create(output).map_err(failed)?);
     file.write_all(&safetensors_header(n, vocab)).map_err(failed)?;
 
     let bar = Bar::tokens("computing", n as u64);
     let mut written = Ok(());
-    model.runner.logits(tokens, &mut |start, rows| {
+    runner.logits(tokens, &mut |start, rows| {
         assert_eq!(rows.len() % vocab, 0, "whole rows");
         bar.set((start + rows.len() / vocab) as u64);
         if written.is_ok() {
@@ -65,8 +65,8 @@ fn safetensors_header(n: usize, vocab: usize) -> Vec<u8> {
     header
 }
 
-fn check(model: &Model, tokens: &[u32]) -> Result<(), Error> {
-    let (vocab, context) = (model.vocab_size(), model.max_context());
+fn check(limits: Limits, tokens: &[u32]) -> Result<(), Error> {
+    let Limits { vocab_size: vocab, max_context: context, .. } = limits;
     if let Some(id) = tokens.iter().find(|id| **id as usize >= vocab) {
         return Err(Error::Argument(format!("--tokens: {id} is outside the vocabulary of {vocab}")));
     }

@@ -102,7 +102,41 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
     let template = ChatTemplate::from_checkpoint(chat_files)?;
 
     let draft_files = draft_files(files, &tokenizer, config)?;
+    tracing::info!("template {}", template.origin());
+    // Rows of the embedding beyond the tokenizer's ids are padding: no text stands for them.
+    let sample_below = Some(tokenizer.vocab_size());
+    let (runner, draft) = on_device(files, draft_files.as_ref(), sample_below, config, watch)?;
 
+    let mut stop_token_ids = runner.config().eos_token_ids.clone();
+    // A checkpoint whose configs name `<eos>` alone still ends its turns with this.
+    let end_of_turn = tokenizer.token_id("<end_of_turn>");
+    stop_token_ids.extend(end_of_turn.filter(|id| !runner.config().eos_token_ids.contains(id)));
+    Ok(Model {
+        bos_token_id: runner.config().bos_token_id,
+        defaults: defaults(runner.generation_config()),
+        device: runner.device().info().clone(),
+        runner,
+        draft,
+        tokenizer,
+        template,
+        stop_token_ids,
+    })
+}
+
+/// Loads the model alone, for who has ids and wants logits: it needs no tokenizer, and no draft.
+pub fn runner(files: &ModelFiles, config: &Config) -> Result<Gemma3, Error> {
+    Gemma3Config::load(files)?;
+    Ok(on_device(files, None, None, config, Watch::Nothing)?.0)
+}
+
+/// Loads a model and its draft; ids from `sample_below` on are never drawn.
+fn on_device(
+    files: &ModelFiles,
+    draft_files: Option<&ModelFiles>,
+    sample_below: Option<usize>,
+    config: &Config,
+    watch: Watch,
+) -> Result<(Gemma3, Option<Draft>), Error> {
     if let Some(manifest) = Manifest::read(files)?
         && let Some(synthetic) = manifest.synthetic
     {
@@ -113,7 +147,6 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
         );
     }
     let device = Device::open(&policy(config, watch == Watch::Kernels))?;
-    let info = device.info().clone();
     let options = LoadOptions {
         quantize: config.model.quantize,
         max_context: config.engine.context,
@@ -125,8 +158,7 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
         strict: config.hardware.strict,
         moments: watch == Watch::Activations,
         max_batch_tokens: config.engine.prefill_chunk,
-        // Rows of the embedding beyond the tokenizer's ids are padding: no text stands for them.
-        sample_below: Some(tokenizer.vocab_size()),
+        sample_below,
         ..LoadOptions::default()
     };
     let since = Instant::now();
@@ -135,7 +167,7 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
         bar.set_total(p.total);
         bar.set(p.done);
     };
-    let loaded = match &draft_files {
+    let loaded = match draft_files {
         None => Gemma3::load(&device, files, &options, &mut progress).map(|model| (model, None)),
         Some(draft) => draft::load(&device, files, draft, &options, &mut progress)
             .map(|(model, draft)| (model, Some(draft))),
@@ -146,24 +178,8 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
             error.refusal.table().iter().for_each(|row| tracing::warn!("memory   {row}"));
         }
     })?;
-
-    let seconds = since.elapsed().as_secs_f64();
-    let mut stop_token_ids = runner.config().eos_token_ids.clone();
-    // A checkpoint whose configs name `<eos>` alone still ends its turns with this.
-    let end_of_turn = tokenizer.token_id("<end_of_turn>");
-    stop_token_ids.extend(end_of_turn.filter(|id| !runner.config().eos_token_ids.contains(id)));
-    let model = Model {
-        bos_token_id: runner.config().bos_token_id,
-        defaults: defaults(runner.generation_config()),
-        runner,
-        draft,
-        tokenizer,
-        device: info,
-        template,
-        stop_token_ids,
-    };
-    model.log(files, draft_files.as_ref(), config, seconds);
-    Ok(model)
+    log(files, draft_files, config, &runner, draft.as_ref(), since.elapsed().as_secs_f64());
+    Ok((runner, draft))
 }
 
 /// The files of the draft model, where there is to be one, whose ids stand for what the model's do.
@@ -209,9 +225,7 @@ impl Model {
 
     /// What lies where, and how many bytes of it.
     pub fn placement(&self) -> Vec<(String, u64)> {
-        let row =
-            |p: &Placement| (format!("{} in {} ({} buffers)", p.class.name(), p.heap, p.buffers), p.bytes);
-        self.runner.placements().iter().map(row).collect()
+        placement(&self.runner)
     }
 
     /// The same for `/status` and `/metrics`, and how to ask later what changes.
@@ -248,46 +262,57 @@ impl Model {
             kernels: Box::new(kernels),
         }
     }
+}
 
-    fn log(&self, files: &ModelFiles, draft: Option<&ModelFiles>, config: &Config, seconds: f64) {
-        let (context, layers) = (self.max_context(), self.runner.config().num_hidden_layers);
-        tracing::info!("model    {}: {layers} layers, weights {}", files.location(), config.model.quantize);
-        if let (Some(model), Some(files)) = (&self.draft, draft) {
-            let (layers, weights) = (model.config().num_hidden_layers, bytes(model.weight_bytes()));
-            tracing::info!("draft    {}: {layers} layers, {weights} of weights", files.location());
-        }
-        tracing::info!("device   {}, {}", self.device.name, self.device.driver);
-        let of_draft = self.draft.as_ref().map(Draft::loaded);
-        let sum = |of: fn(&Loaded) -> u64| of(&self.runner.loaded()) + of_draft.as_ref().map_or(0, of);
-        let loaded = Loaded { bytes: sum(|l| l.bytes), resident_bytes: sum(|l| l.resident_bytes) };
-        let gb = |bytes: u64| bytes as f64 / 1e9;
-        let (resident, peak) = resident_bytes();
-        tracing::info!(
-            "loaded   {:.2} GB in {seconds:.2} s, {:.2} GB/s; {:.2} GB on the device, {:.2} GB resident, at most {:.2} GB; \
-             {:.2} GB of its files in memory",
-            gb(loaded.bytes),
-            gb(loaded.bytes) / seconds.max(f64::MIN_POSITIVE),
-            gb(self.placement().iter().map(|(_, bytes)| bytes).sum()),
-            gb(resident.unwrap_or(0)),
-            gb(peak.unwrap_or(0)),
-            gb(loaded.resident_bytes),
-        );
-        // A draft made for less than the model bounds it.
-        let longest = |config: &Gemma3Config| config.max_position_embeddings;
-        let short = self.draft.as_ref().map(|draft| longest(draft.config()));
-        let why = match short {
-            Some(short) if short == context && short < longest(self.runner.config()) => {
-                ", the draft's maximum"
-            }
-            _ => "",
-        };
-        tracing::info!("context  {context} tokens, prompt and answer together{why}");
-        tracing::info!("template {}", self.template.origin());
-        for (what, n) in self.placement() {
-            tracing::info!("memory   {} {what}", bytes(n));
-        }
-        tracing::info!("memory   {}", self.runner.residency());
+/// What lies where, and how many bytes of it.
+fn placement(runner: &Gemma3) -> Vec<(String, u64)> {
+    let row = |p: &Placement| (format!("{} in {} ({} buffers)", p.class.name(), p.heap, p.buffers), p.bytes);
+    runner.placements().iter().map(row).collect()
+}
+
+fn log(
+    files: &ModelFiles,
+    draft_files: Option<&ModelFiles>,
+    config: &Config,
+    runner: &Gemma3,
+    draft: Option<&Draft>,
+    seconds: f64,
+) {
+    let (context, layers) = (runner.limits().max_context, runner.config().num_hidden_layers);
+    tracing::info!("model    {}: {layers} layers, weights {}", files.location(), config.model.quantize);
+    if let (Some(draft), Some(files)) = (draft, draft_files) {
+        let (layers, weights) = (draft.config().num_hidden_layers, bytes(draft.weight_bytes()));
+        tracing::info!("draft    {}: {layers} layers, {weights} of weights", files.location());
     }
+    let device = runner.device().info();
+    tracing::info!("device   {}, {}", device.name, device.driver);
+    let of_draft = draft.map(Draft::loaded);
+    let sum = |of: fn(&Loaded) -> u64| of(&runner.loaded()) + of_draft.as_ref().map_or(0, of);
+    let loaded = Loaded { bytes: sum(|l| l.bytes), resident_bytes: sum(|l| l.resident_bytes) };
+    let gb = |bytes: u64| bytes as f64 / 1e9;
+    let (resident, peak) = resident_bytes();
+    tracing::info!(
+        "loaded   {:.2} GB in {seconds:.2} s, {:.2} GB/s; {:.2} GB on the device, {:.2} GB resident, at most {:.2} GB; \
+         {:.2} GB of its files in memory",
+        gb(loaded.bytes),
+        gb(loaded.bytes) / seconds.max(f64::MIN_POSITIVE),
+        gb(placement(runner).iter().map(|(_, bytes)| bytes).sum()),
+        gb(resident.unwrap_or(0)),
+        gb(peak.unwrap_or(0)),
+        gb(loaded.resident_bytes),
+    );
+    // A draft made for less than the model bounds it.
+    let longest = |config: &Gemma3Config| config.max_position_embeddings;
+    let short = draft.map(|draft| longest(draft.config()));
+    let why = match short {
+        Some(short) if short == context && short < longest(runner.config()) => ", the draft's maximum",
+        _ => "",
+    };
+    tracing::info!("context  {context} tokens, prompt and answer together{why}");
+    for (what, n) in placement(runner) {
+        tracing::info!("memory   {} {what}", bytes(n));
+    }
+    tracing::info!("memory   {}", runner.residency());
 }
 
 /// Reads the kernels' times of a device while the engine has the model.
