@@ -532,6 +532,29 @@ fn read(file: &str) -> String {
     fs::read_to_string(root().join(file)).unwrap_or_else(|e| panic!("{file}: {e}"))
 }
 
+/// A clock that can be set tells dates; how long something took it does not tell.
+fn dates_are_told_and_not_counted(file: &str, source: &str) -> Vec<String> {
+    let code = layers(source).code;
+    let counts = |rest: &str| {
+        let next = rest.trim_start();
+        ['.', '-', '+', '<', '>'].iter().any(|sign| next.starts_with(*sign)) && !next.starts_with("->")
+    };
+    let mut complaints = Vec::new();
+    for (call, told) in [("unix_time_s()", ""), ("SystemTime::now()", ".duration_since(UNIX_EPOCH)")] {
+        for (at, _) in code.match_indices(call) {
+            let rest = &code[at + call.len()..];
+            let is_told = if told.is_empty() { !counts(rest) } else { rest.trim_start().starts_with(told) };
+            if !is_told || code[..at].trim_end().ends_with('-') {
+                complaints.push(format!(
+                    "{file}:{}: a duration of a clock that can be set: take an Instant",
+                    line_of(&code, at)
+                ));
+            }
+        }
+    }
+    complaints
+}
+
 /// Applies a rule to the files, of which there must be at least one, and reports all complaints together.
 #[track_caller]
 fn check(files: &[String], rule: impl Fn(&str, &str) -> Vec<String>) {
@@ -652,6 +675,19 @@ fn nothing_is_left_unfinished() {
     refused(nothing_unfinished("a.rs", "#[ignore = \"slow\"]\n#[test]\nfn f() {}"), "support::skip");
     assert_eq!(nothing_unfinished("a.rs", "let s = \"todo!()\"; let todo = 1;"), [""; 0]);
     check(&rust_files(), nothing_unfinished);
+}
+
+#[test]
+fn durations_are_of_a_clock_that_nobody_sets() {
+    let complain = |code| dates_are_told_and_not_counted("a.rs", code);
+    refused(complain("uptime: unix_time_s().saturating_sub(created),"), "take an Instant");
+    refused(complain("if unix_time_s() > at {}"), "take an Instant");
+    refused(complain("let age = until - unix_time_s();"), "take an Instant");
+    refused(complain("let age = SystemTime::now().duration_since(begun);"), "take an Instant");
+    let sound =
+        "created: unix_time_s(), x(unix_time_s()); SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, f)";
+    assert_eq!(complain(sound), [""; 0]);
+    check(&files("src", &[".rs"]), dates_are_told_and_not_counted);
 }
 
 #[test]

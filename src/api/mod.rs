@@ -52,7 +52,7 @@ pub use tools::{Call, MAX_TOOLS, Tool, ToolChoice, Tools};
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::extract::rejection::PathRejection;
 use axum::extract::{MatchedPath, Path, Request, State};
@@ -94,7 +94,9 @@ pub struct Options {
 /// State of the server, from its start on.
 pub struct Server {
     model_id: String,
+    /// Unix time, in seconds.
     created: u64,
+    started: Instant,
     options: Options,
     door: Door,
     places: door::Places,
@@ -115,6 +117,7 @@ impl Server {
         Arc::new(Self {
             model_id: model_id.into(),
             created: unix_time_s(),
+            started: Instant::now(),
             options,
             door,
             places: door::Places::default(),
@@ -315,6 +318,7 @@ fn request_id(headers: &HeaderMap) -> HeaderValue {
     })
 }
 
+/// For dates that are told. It jumps when a clock is set: a duration is that of an [`Instant`].
 fn unix_time_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }

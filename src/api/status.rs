@@ -17,7 +17,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::openapi::AtTheDoor;
-use super::{MAX_ARRIVING, Server, unix_time_s};
+use super::{MAX_ARRIVING, Server};
 use crate::engine::{Drafts, EngineError, EngineHandle, PoolUse, Work};
 
 /// A sign of life is good for so long.
@@ -415,7 +415,7 @@ pub(super) async fn status(State(server): State<Arc<Server>>) -> Json<Status> {
         status: name,
         message,
         version: env!("CARGO_PKG_VERSION"),
-        uptime_s: unix_time_s().saturating_sub(server.created),
+        uptime_s: server.started.elapsed().as_secs(),
         model: StatusModel {
             id: server.model_id.clone(),
             context: limits.map(|limits| limits.max_context),
