@@ -14,6 +14,7 @@ mod draft;
 mod drive;
 mod embeddings;
 mod engine;
+mod failures;
 mod fake_runner;
 #[allow(dead_code)]
 #[path = "../fuzz/bodies.rs"]

@@ -132,7 +132,7 @@ async fn metrics(app: &App) -> BTreeMap<String, f64> {
     parse(&String::from_utf8(bytes).expect("UTF-8"))
 }
 
-fn facts() -> Facts {
+pub fn facts() -> Facts {
     let placed =
         |class: &str, heap: &str, bytes| Placed { class: class.into(), heap: heap.into(), buffers: 1, bytes };
     Facts {

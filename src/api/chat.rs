@@ -1,12 +1,10 @@
 //! `POST /v1/chat/completions`: OpenAI's chat, from the body to JSON or SSE.
 
-use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
-use axum::response::sse;
 use axum::response::{IntoResponse, Response};
 use futures::Stream;
 use serde::Serialize;
@@ -64,7 +62,7 @@ pub(super) async fn completions(
         });
     let Exchange { wire: form, reply, answers } = asked.await?;
     if form.stream {
-        Ok(exchange::stream(&server, stream_chunks(reply, answers, form.include_usage)))
+        Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form.include_usage)))
     } else {
         collect(reply, answers).await.map(|body| Json(body).into_response())
     }
@@ -295,33 +293,25 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, A
     })
 }
 
-/// Of each answer the role first, then content or calls, then the finish reason; then usage if asked; `[DONE]` last. An error that
-/// comes after the headers is a line of the stream.
+/// Of each answer the role first, then content or calls, then the finish reason; then usage if asked.
 fn stream_chunks(
     reply: Reply,
     mut answers: Answers,
     include_usage: bool,
-) -> impl Stream<Item = Result<sse::Event, Infallible>> {
-    let line = |data: String| Ok(sse::Event::default().data(data));
+) -> impl Stream<Item = Result<String, ApiError>> {
     let chunk = move |reply: &Reply, index, delta, logprobs, reason: Option<Reason>| {
         let finish_reason = reason.map(FinishReason::from);
         let choice = ChatChunkChoice { index, delta, logprobs, finish_reason };
         ChatCompletionChunk::new(reply, vec![choice], include_usage)
     };
-    async_stream::stream! {
+    async_stream::try_stream! {
         for choice in 0..answers.count() {
             let role =
                 ChatDelta { role: Some(Assistant::Assistant), content: Some(String::new()), ..ChatDelta::default() };
-            yield line(json_text(&chunk(&reply, choice, role, None, None)));
+            yield json_text(&chunk(&reply, choice, role, None, None));
         }
         while let Some(piece) = answers.next().await {
-            let Piece { choice, text, calls, logprobs, end, .. } = match piece {
-                Ok(piece) => piece,
-                Err(error) => {
-                    yield line(json_text(&error.body()));
-                    break;
-                }
-            };
+            let Piece { choice, text, calls, logprobs, end, .. } = piece?;
             if !text.is_empty() || !calls.is_empty() || logprobs.is_some() {
                 // Without either: a token that said nothing yet, or stands between calls.
                 let delta = ChatDelta {
@@ -331,7 +321,7 @@ fn stream_chunks(
                 };
                 let token = logprobs.map(|(id, logprobs)| answers.service.token_logprob(id, &logprobs));
                 let logprobs = token.map(|token| ChatLogprobs::new(vec![token]));
-                yield line(json_text(&chunk(&reply, choice, delta, logprobs, None)));
+                yield json_text(&chunk(&reply, choice, delta, logprobs, None));
             }
             let Some(reason) = end else { continue };
             let mut last = chunk(&reply, choice, ChatDelta::default(), None, Some(reason));
@@ -339,14 +329,13 @@ fn stream_chunks(
                 let timings = answers.timings();
                 reply.log(reason, &timings);
                 if include_usage {
-                    yield line(json_text(&last));
+                    yield json_text(&last);
                     last = ChatCompletionChunk::new(&reply, Vec::new(), true);
                     last.usage = Some(Some(Usage::new(&timings)));
                 }
                 last.timings = Some(TimingsReport::new(&timings));
             }
-            yield line(json_text(&last));
+            yield json_text(&last);
         }
-        yield line("[DONE]".into());
     }
 }

@@ -1,13 +1,11 @@
 //! `POST /v1/completions`: text goes on as it is, without a chat's template. Prompts are a text, a list of texts, or token
 //! ids; `echo` with `logprobs` scores them, which is what evaluation harnesses ask for.
 
-use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
-use axum::response::sse;
 use axum::response::{IntoResponse, Response};
 use futures::Stream;
 use serde::Serialize;
@@ -71,7 +69,7 @@ pub(super) async fn completions(
     let asked = exchange::ask(&server, caller, body, "cmpl-", "prompt", parse, prepare);
     let Exchange { wire: form, reply, answers } = asked.await?;
     if form.stream {
-        Ok(exchange::stream(&server, stream_chunks(reply, answers, form)))
+        Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form)))
     } else {
         collect(reply, answers, form).await.map(|body| Json(body).into_response())
     }
@@ -308,25 +306,17 @@ async fn collect(reply: Reply, mut answers: Answers, form: Form) -> Result<Compl
     Ok(body)
 }
 
-/// The text of each answer as it comes, then its finish reason; then usage if asked; `[DONE]` last. An error that comes
-/// after the headers is a line of the stream.
+/// The text of each answer as it comes, then its finish reason; then usage if asked.
 fn stream_chunks(
     reply: Reply,
     mut answers: Answers,
     form: Form,
-) -> impl Stream<Item = Result<sse::Event, Infallible>> {
-    let line = |data: String| Ok(sse::Event::default().data(data));
-    async_stream::stream! {
+) -> impl Stream<Item = Result<String, ApiError>> {
+    async_stream::try_stream! {
         let service = Arc::clone(&answers.service);
         let mut all = Completing::new(&form);
         while let Some(piece) = answers.next().await {
-            let piece = match piece {
-                Ok(piece) => piece,
-                Err(error) => {
-                    yield line(json_text(&error.body()));
-                    break;
-                }
-            };
+            let piece = piece?;
             let (index, end) = (piece.choice, piece.end.map(|end| reason(&form, end)));
             let text = all.take(&service, piece);
             let logprobs = all.scores(index);
@@ -339,18 +329,17 @@ fn stream_chunks(
                 Completion::new(&reply, vec![CompletionChoice { index, text, logprobs, finish_reason }]);
             chunk.usage = form.include_usage.then_some(None);
             let Some(end) = end.filter(|_| answers.is_done()) else {
-                yield line(json_text(&chunk));
+                yield json_text(&chunk);
                 continue;
             };
             let (usage, timings) = close(&reply, &answers, &form, end);
             if form.include_usage {
-                yield line(json_text(&chunk));
+                yield json_text(&chunk);
                 chunk = Completion::new(&reply, Vec::new());
                 chunk.usage = Some(Some(usage));
             }
             chunk.timings = Some(timings);
-            yield line(json_text(&chunk));
+            yield json_text(&chunk);
         }
-        yield line("[DONE]".into());
     }
 }

@@ -86,6 +86,9 @@ pub enum ApiError {
     Engine(#[from] EngineError),
     #[error("the server met a bug: {0}")]
     Bug(String),
+    /// The message is for the log alone.
+    #[error("the server met a bug; its log says more, beside this request's id")]
+    Panic(String),
 }
 
 /// What the wire says beside the message.
@@ -146,6 +149,19 @@ impl ApiError {
 
     pub fn status(&self) -> StatusCode {
         self.wire().status
+    }
+
+    /// What the log says of it, where it is the server's failure.
+    pub(super) fn logged(&self) -> String {
+        match self {
+            Self::Panic(message) => format!("a panic: {message}"),
+            other => other.to_string(),
+        }
+    }
+
+    /// Its name, for programs.
+    pub(super) fn code(&self) -> &'static str {
+        self.wire().code.unwrap_or("error")
     }
 
     /// As a response's body, or as a line of a stream that had begun.
@@ -251,7 +267,7 @@ impl ApiError {
             Self::Engine(EngineError::Deadline) => {
                 server(StatusCode::GATEWAY_TIMEOUT, "server_error", Some("deadline"), None)
             }
-            Self::Bug(_) => {
+            Self::Bug(_) | Self::Panic(_) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error"), None)
             }
         }

@@ -3,6 +3,7 @@
 
 use std::convert::Infallible;
 use std::future::poll_fn;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -19,6 +20,7 @@ use utoipa::ToSchema;
 
 use super::answer::{AnswerText, Delta, End, Reason};
 use super::error::ApiError;
+use super::failures::{log_in_stream, panicked};
 use super::metrics::Followed;
 use super::request::ChatRequest;
 use super::service::Service;
@@ -30,6 +32,8 @@ use crate::text::CallPiece;
 
 /// For a whole body, however steadily it comes.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Behind the last line of OpenAI's streams.
+const DONE: &str = "[DONE]";
 
 /// Whose request it is. The door says it of every one.
 #[derive(Debug, Clone, Copy)]
@@ -144,7 +148,10 @@ pub(super) async fn apart<T: Send + 'static>(
         let _turn = turn;
         work()
     });
-    worked.await.map_err(|e| ApiError::Bug(format!("{what}: {e}")))?
+    worked.await.unwrap_or_else(|error| match error.try_into_panic() {
+        Ok(panic) => Err(panicked(what, &*panic)),
+        Err(cancelled) => Err(ApiError::Bug(format!("{what}: {cancelled}"))),
+    })
 }
 
 async fn read_body(body: Body, options: &Options) -> Result<Vec<u8>, ApiError> {
@@ -165,13 +172,46 @@ async fn read_body(body: Body, options: &Options) -> Result<Vec<u8>, ApiError> {
     tokio::time::timeout(BODY_TIMEOUT, read).await.map_err(|_| timeout())?
 }
 
-/// A reply that comes in pieces, with comments while nothing comes.
-pub(super) fn stream(
+/// A reply that comes in pieces, with comments while nothing comes. What goes wrong after the headers, be it a panic, is
+/// logged, and ends it with what `failed` makes of it.
+pub(super) fn stream<T: Send + 'static>(
     server: &Server,
-    lines: impl Stream<Item = Result<sse::Event, Infallible>> + Send + 'static,
+    pieces: impl Stream<Item = Result<T, ApiError>> + Send + 'static,
+    failed: impl FnOnce(&ApiError) -> Vec<T> + Send + 'static,
+    mut write: impl FnMut(T) -> sse::Event + Send + 'static,
 ) -> Response {
+    // A stream outlives the handler, and with it the request's span.
+    let span = tracing::Span::current();
+    let events = async_stream::stream! {
+        let mut pieces = Box::pin(AssertUnwindSafe(pieces).catch_unwind());
+        let error = loop {
+            match pieces.next().await {
+                Some(Ok(Ok(piece))) => yield Ok::<_, Infallible>(write(piece)),
+                Some(Ok(Err(error))) => break error,
+                Some(Err(panic)) => break panicked("", &*panic),
+                None => return,
+            }
+        };
+        // Whatever still runs for it ends now, and not when its client has read this.
+        drop(pieces);
+        span.in_scope(|| log_in_stream(&error));
+        for piece in failed(&error) {
+            yield Ok(write(piece));
+        }
+    };
     let keep_alive = KeepAlive::new().interval(server.options.keep_alive);
-    Sse::new(lines).keep_alive(keep_alive).into_response()
+    Sse::new(events).keep_alive(keep_alive).into_response()
+}
+
+/// The same as OpenAI has it: lines of data, and `[DONE]` behind the last, which may be an error.
+pub(super) fn stream_lines(
+    server: &Server,
+    lines: impl Stream<Item = Result<String, ApiError>> + Send + 'static,
+) -> Response {
+    let done = || DONE.to_owned();
+    let lines = lines.chain(futures::stream::once(async move { Ok(done()) }));
+    let failed = move |error: &ApiError| vec![json_text(&error.body()), done()];
+    stream(server, lines, failed, |line| sse::Event::default().data(line))
 }
 
 /// An object of a reply as it stands in a stream.

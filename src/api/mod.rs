@@ -18,6 +18,7 @@ mod door;
 mod embeddings;
 mod error;
 mod exchange;
+mod failures;
 mod grammar;
 mod held;
 mod keys;
@@ -171,19 +172,25 @@ impl Server {
 
 /// All routes, and the [`page`]; what is not one is a JSON error too.
 pub fn router(server: Arc<Server>) -> Router {
+    around(Router::from(routes()).merge(page::routes()), server)
+}
+
+/// What every request goes through, around some routes.
+fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
     let cors = tower::util::option_layer(server.door.cors());
-    Router::from(routes())
-        .merge(page::routes())
+    routes
         .fallback(async |uri: Uri| ApiError::NoRoute(uri.path().to_owned()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             ApiError::Method(method.to_string(), uri.path().to_owned())
         })
         .with_state(Arc::clone(&server))
         .layer(middleware::from_fn_with_state(Arc::clone(&server), door::guard))
+        .layer(middleware::from_fn(failures::catch))
         // Around the door: a preflight brings no key, and the page is to read a refusal too.
         .layer(cors)
-        .layer(middleware::from_fn_with_state(server, identify))
         .layer(middleware::from_fn(messages::in_its_words))
+        // Around all: what is counted and logged is what is sent.
+        .layer(middleware::from_fn_with_state(server, identify))
 }
 
 /// The routes of the API, with what [`openapi`] says of them.
@@ -290,17 +297,23 @@ async fn model(
     Ok(Json(Model::of(&server)))
 }
 
-/// Gives every request an id, the client's own where it sent a sound one, in the log and in the response; and counts it.
-async fn identify(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
+/// Gives every request an id, the client's own where it sent a sound one, in the log and in the response; counts it, and
+/// logs it where it fails.
+async fn identify(State(server): State<Arc<Server>>, mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
+    // For whoever says it in the body too.
+    request.headers_mut().insert(REQUEST_ID, id.clone());
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
-    let route = request.extensions().get::<MatchedPath>().cloned();
-    let span = tracing::info_span!("request", id = id.to_str().unwrap_or_default());
+    let route = request.extensions().get::<MatchedPath>().map_or("other", MatchedPath::as_str).to_owned();
+    // The highest level: no filter leaves a line that does not say whose it is.
+    let span = tracing::error_span!("request", id = id.to_str().unwrap_or_default(), route);
     async move {
         let mut response = next.run(request).await;
         tracing::debug!("{method} {path}: {}", response.status());
-        let route = route.as_ref().map_or("other", MatchedPath::as_str);
-        server.metrics.responded(route, response.status().as_u16());
+        server.metrics.responded(&route, response.status().as_u16());
+        if response.status().is_server_error() {
+            failures::log_response(&response);
+        }
         response.headers_mut().insert(REQUEST_ID, id);
         response
     }

@@ -9,13 +9,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use serde::Serialize;
 use utoipa::ToSchema;
 
+use super::error::ApiError;
+use super::failures::Why;
 use super::openapi::AtTheDoor;
 use super::{MAX_ARRIVING, Server};
 use crate::engine::{Drafts, EngineError, EngineHandle, PoolUse, Work};
@@ -125,6 +127,18 @@ impl Health {
         }
     }
 
+    /// Why it is none, for the log.
+    fn why(&self) -> Option<String> {
+        match self {
+            Health::Ok => None,
+            Health::Loading => Some(ApiError::Loading.to_string()),
+            Health::Draining => Some(EngineError::ShuttingDown.to_string()),
+            Health::Lost(message) | Health::Failed(message) | Health::Unresponsive(message) => {
+                Some(message.clone())
+            }
+        }
+    }
+
     /// Its name, and what there is to say of it.
     fn told(self) -> (HealthName, Option<String>) {
         match self {
@@ -179,12 +193,13 @@ pub(super) async fn health(State(server): State<Arc<Server>>) -> Response {
         Some(engine) => proof(engine, server.options.device_timeout).await,
         None => Health::Loading,
     };
-    let status = match health {
-        Health::Ok => StatusCode::OK,
-        _ => StatusCode::SERVICE_UNAVAILABLE,
-    };
+    let why = health.why();
     let (name, message) = health.told();
-    (status, Json(HealthReport { status: name, message })).into_response()
+    let report = Json(HealthReport { status: name, message });
+    match why {
+        None => report.into_response(),
+        Some(why) => (StatusCode::SERVICE_UNAVAILABLE, Extension(Why(why)), report).into_response(),
+    }
 }
 
 /// Waits for a sign of the device, no longer than for a probe.

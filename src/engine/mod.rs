@@ -853,7 +853,6 @@ impl StepLoop {
         }
         let finished = match end {
             Some(End::NotFinite) => {
-                tracing::error!("{}", EngineError::NotFinite);
                 let answer = self.answers.remove(&sequence).expect("just seen");
                 answer.fail(EngineError::NotFinite);
                 return;
@@ -870,7 +869,6 @@ impl StepLoop {
             }
         }
         if !told {
-            tracing::warn!("{}: cancelled", EngineError::SlowReader);
             self.remove(sequence).fail(EngineError::SlowReader);
         }
     }

@@ -6,7 +6,6 @@
 
 mod request;
 
-use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::Json;
@@ -67,7 +66,11 @@ pub(super) async fn create(
         });
     let Exchange { wire: form, reply, answers } = asked.await?;
     if form.stream {
-        Ok(exchange::stream(&server, events(reply, answers, form)))
+        let failed = |error: &ApiError| vec![error.anthropic().1];
+        Ok(exchange::stream(&server, events(reply, answers, form), failed, |event| {
+            let name = event["type"].as_str().unwrap_or_default();
+            sse::Event::default().event(name).data(event.to_string())
+        }))
     } else {
         collect(reply, answers, &form).await
     }
@@ -101,13 +104,12 @@ pub(super) async fn count_tokens(
 /// Says errors of these routes in Anthropic's words, wherever they came from, and the request's id under its name.
 pub(super) async fn in_its_words(request: Request, next: Next) -> Response {
     let path = request.uri().path();
-    let ours = path == "/v1/messages" || path.starts_with("/v1/messages/");
-    let mut response = next.run(request).await;
-    if !ours {
-        return response;
+    if path != "/v1/messages" && !path.starts_with("/v1/messages/") {
+        return next.run(request).await;
     }
-    let id = response.headers().get(REQUEST_ID).cloned().unwrap_or(HeaderValue::from_static(""));
-    if let Some(error) = response.extensions_mut().remove::<ApiError>() {
+    let id = request.headers().get(REQUEST_ID).cloned().unwrap_or(HeaderValue::from_static(""));
+    let mut response = next.run(request).await;
+    if let Some(error) = response.extensions().get::<ApiError>() {
         let (status, mut body) = error.anthropic();
         body["request_id"] = json!(String::from_utf8_lossy(id.as_bytes()));
         *response.status_mut() = status;
@@ -222,73 +224,58 @@ async fn collect(reply: Reply, mut answers: Answers, form: &Form) -> Result<Resp
     Err(ApiError::Bug("an answer had no end".into()))
 }
 
-/// The message without content, its blocks piece by piece, why it ended with what it took, and the end. An error that
-/// comes after the headers is the last event.
-fn events(
-    reply: Reply,
-    mut answers: Answers,
-    form: Form,
-) -> impl Stream<Item = Result<sse::Event, Infallible>> {
-    let event = |value: Value| {
-        let name = value["type"].as_str().unwrap_or_default();
-        Ok(sse::Event::default().event(name).data(value.to_string()))
-    };
-    async_stream::stream! {
+/// The message without content, its blocks piece by piece, why it ended with what it took, and the end.
+fn events(reply: Reply, mut answers: Answers, form: Form) -> impl Stream<Item = Result<Value, ApiError>> {
+    async_stream::try_stream! {
         let mut begun = false;
         // The block that is open.
         let mut open = None;
         while let Some(piece) = answers.next().await {
-            let piece = match piece {
-                Ok(piece) => piece,
-                Err(error) => {
-                    yield event(error.anthropic().1);
-                    break;
-                }
-            };
+            let piece = piece?;
             if !begun {
                 begun = true;
                 let message = message(&reply, &[], None, &piece.timings);
-                yield event(json!({"type": "message_start", "message": message}));
+                yield json!({"type": "message_start", "message": message});
             }
             if !piece.text.is_empty() {
                 if open.is_none() {
                     open = Some(0);
                     let block = json!({"type": "text", "text": ""});
-                    yield event(json!({"type": "content_block_start", "index": 0, "content_block": block}));
-                    yield event(json!({"type": "ping"}));
+                    yield json!({"type": "content_block_start", "index": 0, "content_block": block});
+                    yield json!({"type": "ping"});
                 }
                 let delta = json!({"type": "text_delta", "text": piece.text});
-                yield event(json!({"type": "content_block_delta", "index": 0, "delta": delta}));
+                yield json!({"type": "content_block_delta", "index": 0, "delta": delta});
             }
             for call in piece.calls {
                 match call {
                     CallPiece::Name { index, name } => {
                         if let Some(before) = open.replace(index) {
-                            yield event(json!({"type": "content_block_stop", "index": before}));
+                            yield json!({"type": "content_block_stop", "index": before});
                         }
                         let id = new_id(TOOL_ID_PREFIX);
                         let block = json!({"type": "tool_use", "id": id, "name": name, "input": {}});
-                        yield event(json!({"type": "content_block_start", "index": index, "content_block": block}));
+                        yield json!({"type": "content_block_start", "index": index, "content_block": block});
                         if index == 0 {
-                            yield event(json!({"type": "ping"}));
+                            yield json!({"type": "ping"});
                         }
                     }
                     CallPiece::Parameters { index, json } => {
                         let delta = json!({"type": "input_json_delta", "partial_json": json});
-                        yield event(json!({"type": "content_block_delta", "index": index, "delta": delta}));
+                        yield json!({"type": "content_block_delta", "index": index, "delta": delta});
                     }
                 }
             }
             let Some(reason) = piece.end else { continue };
             reply.log(reason, &piece.timings);
             if let Some(index) = open {
-                yield event(json!({"type": "content_block_stop", "index": index}));
+                yield json!({"type": "content_block_stop", "index": index});
             }
             let stop = Stop::new(&form, reason, piece.stopped_by, &piece.timings);
             let delta = json!({"stop_reason": stop.reason, "stop_sequence": stop.sequence});
             let usage = usage(&piece.timings);
-            yield event(json!({"type": "message_delta", "delta": delta, "usage": usage}));
-            yield event(json!({"type": "message_stop"}));
+            yield json!({"type": "message_delta", "delta": delta, "usage": usage});
+            yield json!({"type": "message_stop"});
         }
     }
 }

@@ -141,7 +141,7 @@ fn refusals<E: ToSchema, const N: usize>(statuses: [(u16, &str); N]) -> Refusals
     statuses.into_iter().map(refusal).collect()
 }
 
-/// Who may ask: what any route but `/health` may answer.
+/// What any route but `/health` may answer: that who asks may not, or that the server met a bug.
 pub(super) enum AtTheDoor {}
 
 impl IntoResponses for AtTheDoor {
@@ -154,6 +154,7 @@ fn at_the_door<E: ToSchema>() -> Refusals {
     refusals::<E, _>([
         (401, "An API key is asked for, and none of this server's came."),
         (403, "The server does not go by that name, or the page may not use it."),
+        (500, "The server failed."),
     ])
 }
 
@@ -188,7 +189,6 @@ fn of_a_body<E: ToSchema>() -> Refusals {
         (408, "The body did not come, or the answer was not read."),
         (413, "The body is too large."),
         (429, "The queue is full, or too much of this client is under way."),
-        (500, "The server failed."),
         (503, "The model is loading, or the server ends, or its device is lost."),
         (504, "The answer took longer than it may."),
     ]));

@@ -7,7 +7,6 @@ mod items;
 mod request;
 mod store;
 
-use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::Json;
@@ -72,7 +71,17 @@ pub(super) async fn create(
     let stream = form.stream;
     let making = Making::new(Arc::clone(&server), caller, form, reply);
     if stream {
-        Ok(exchange::stream(&server, events(making, answers)))
+        let fixed = Arc::clone(&making.fixed);
+        let failed = move |error: &ApiError| vec![fixed.failed(error)];
+        let mut number = 0;
+        Ok(exchange::stream(&server, events(making, answers), failed, move |(name, fields)| {
+            let mut data = json!({"type": name, "sequence_number": number});
+            number += 1;
+            if let (Value::Object(data), Value::Object(fields)) = (&mut data, fields) {
+                data.extend(fields);
+            }
+            sse::Event::default().event(name).data(data.to_string())
+        }))
     } else {
         collect(making, answers).await.map(|body| Json(body).into_response())
     }
@@ -174,7 +183,6 @@ pub(super) async fn cancel(
         (status = 200, description = "A page of the items.", body = ItemList),
         (status = 400, description = "The id is no UTF-8, or a parameter is not what it has to be.", body = ErrorBody),
         (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
-        (status = 500, description = "The server failed.", body = ErrorBody),
         AtTheDoor,
     ),
 )]
@@ -217,12 +225,53 @@ fn response_id(id: Result<Path<String>, PathRejection>) -> Result<String, ApiErr
     Ok(id)
 }
 
+/// An event of a stream: its name, and its fields but that and its number.
+type Told = (&'static str, Value);
+
+/// What a response says from its beginning to its end, whatever becomes of its answer.
+struct Fixed {
+    reply: Reply,
+    /// What its object repeats of the request.
+    echo: Map<String, Value>,
+}
+
+impl Fixed {
+    fn object(&self, status: &str, output: Value) -> Map<String, Value> {
+        let fields = [
+            ("id", json!(self.reply.id)),
+            ("object", json!("response")),
+            ("created_at", json!(self.reply.created)),
+            ("completed_at", Value::Null),
+            ("status", json!(status)),
+            ("error", Value::Null),
+            ("incomplete_details", Value::Null),
+            ("model", json!(self.reply.model)),
+            ("output", output),
+            ("usage", Value::Null),
+        ];
+        let mut object: Map<String, Value> =
+            fields.map(|(name, value)| (name.to_owned(), value)).into_iter().collect();
+        object.extend(self.echo.clone());
+        object
+    }
+
+    /// The last event of a stream that an error ended.
+    fn failed(&self, error: &ApiError) -> Told {
+        let mut response = self.object("failed", json!([]));
+        response["error"] = json!({"code": "server_error", "message": error.to_string()});
+        response["store"] = json!(false);
+        ("response.failed", json!({"response": response}))
+    }
+}
+
 /// A response while its answer comes.
 struct Making {
     server: Arc<Server>,
     caller: Caller,
-    form: Form,
-    reply: Reply,
+    /// The items of the conversation before the answer, and whether both are kept.
+    items: Vec<Value>,
+    store: bool,
+    fixed: Arc<Fixed>,
     /// So far; there are calls or there is text.
     text: String,
     calls: Vec<Calling>,
@@ -230,14 +279,17 @@ struct Making {
 }
 
 impl Making {
-    fn new(server: Arc<Server>, caller: Caller, mut form: Form, reply: Reply) -> Self {
-        form.store &= server.responses.is_open();
-        form.echo["store"] = json!(form.store);
-        Self { server, caller, form, reply, text: String::new(), calls: Vec::new(), logprobs: Vec::new() }
+    fn new(server: Arc<Server>, caller: Caller, form: Form, reply: Reply) -> Self {
+        let Form { store, items, mut echo, .. } = form;
+        let store = store && server.responses.is_open();
+        echo["store"] = json!(store);
+        let fixed = Arc::new(Fixed { reply, echo });
+        let (text, calls, logprobs) = (String::new(), Vec::new(), Vec::new());
+        Self { server, caller, items, store, fixed, text, calls, logprobs }
     }
 
     fn message_id(&self) -> String {
-        self.reply.id.replacen(ID_PREFIX, "msg_", 1)
+        self.fixed.reply.id.replacen(ID_PREFIX, "msg_", 1)
     }
 
     fn message(&self, status: &str, content: Value) -> Value {
@@ -256,39 +308,20 @@ impl Making {
         self.calls.iter().map(|call| function_call(call, call.status(), &call.arguments)).collect()
     }
 
-    fn object(&self, status: &str, output: Value) -> Map<String, Value> {
-        let fields = [
-            ("id", json!(self.reply.id)),
-            ("object", json!("response")),
-            ("created_at", json!(self.reply.created)),
-            ("completed_at", Value::Null),
-            ("status", json!(status)),
-            ("error", Value::Null),
-            ("incomplete_details", Value::Null),
-            ("model", json!(self.reply.model)),
-            ("output", output),
-            ("usage", Value::Null),
-        ];
-        let mut object: Map<String, Value> =
-            fields.map(|(name, value)| (name.to_owned(), value)).into_iter().collect();
-        object.extend(self.form.echo.clone());
-        object
-    }
-
     /// The response at its end, which is kept from here on where that was wanted.
     fn finish(&mut self, reason: Reason, timings: &Timings) -> Value {
-        self.reply.log(reason, timings);
-        let mut object = self.object(status_of(reason), json!(self.output(reason)));
+        self.fixed.reply.log(reason, timings);
+        let mut object = self.fixed.object(status_of(reason), json!(self.output(reason)));
         match reason {
             Reason::Stop | Reason::Called => object["completed_at"] = json!(unix_time_s()),
             Reason::Length => object["incomplete_details"] = json!({"reason": "max_output_tokens"}),
         }
         object["usage"] = usage(timings);
         let mut object = Value::Object(object);
-        if self.form.store {
-            let input = Value::Array(std::mem::take(&mut self.form.items)).to_string();
+        if self.store {
+            let input = Value::Array(std::mem::take(&mut self.items)).to_string();
             let stored = Stored { owner: self.caller.id(), body: object.to_string(), input };
-            if !self.server.responses.insert(self.reply.id.clone(), stored) {
+            if !self.server.responses.insert(self.fixed.reply.id.clone(), stored) {
                 tracing::debug!("a response was not kept: it is larger than the room for all of them");
                 object["store"] = json!(false);
             }
@@ -326,6 +359,14 @@ fn status_of(reason: Reason) -> &'static str {
     }
 }
 
+/// The last event of a stream that came to its end.
+fn ended_as(reason: Reason) -> &'static str {
+    match reason {
+        Reason::Stop | Reason::Called => "response.completed",
+        Reason::Length => "response.incomplete",
+    }
+}
+
 fn usage(timings: &Timings) -> Value {
     let Timings { prompt_n, cached_n, predicted_n, .. } = *timings;
     json!({
@@ -357,36 +398,18 @@ fn logprob(answers: &Answers, piece: &Piece) -> Option<TokenLogprob> {
 }
 
 /// The response as it begins; its message, or its calls one after the other, piece by piece and each of them whole; and the
-/// response as it ended. An error that comes after the headers ends a response that failed.
-fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result<sse::Event, Infallible>> {
-    let mut number = 0;
-    let mut event = move |name: &str, fields: Value| {
-        let mut data = json!({"type": name, "sequence_number": number});
-        number += 1;
-        if let (Value::Object(data), Value::Object(fields)) = (&mut data, fields) {
-            data.extend(fields);
-        }
-        Ok(sse::Event::default().event(name).data(data.to_string()))
-    };
-    async_stream::stream! {
+/// response as it ended.
+fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result<Told, ApiError>> {
+    async_stream::try_stream! {
         let id = making.message_id();
-        let response = making.object("in_progress", json!([]));
-        yield event("response.created", json!({"response": response}));
-        yield event("response.in_progress", json!({"response": response}));
+        let response = making.fixed.object("in_progress", json!([]));
+        yield ("response.created", json!({"response": response}));
+        yield ("response.in_progress", json!({"response": response}));
         // Whether there is a message, and of how many of its log probabilities it has told. Where tools may be called, some
         // tokens come before it is known what they are.
         let (mut begun, mut told) = (false, 0);
         while let Some(piece) = answers.next().await {
-            let mut piece = match piece {
-                Ok(piece) => piece,
-                Err(error) => {
-                    let mut response = making.object("failed", json!([]));
-                    response["error"] = json!({"code": "server_error", "message": error.to_string()});
-                    response["store"] = json!(false);
-                    yield event("response.failed", json!({"response": response}));
-                    break;
-                }
-            };
+            let mut piece = piece?;
             making.text.push_str(&piece.text);
             making.logprobs.extend(logprob(&answers, &piece));
             for call in std::mem::take(&mut piece.calls) {
@@ -397,8 +420,8 @@ fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result
                 if more.is_none()
                     && let Some(before) = making.calls.last()
                 {
-                    for (name, fields) in call_done(at - 1, before) {
-                        yield event(name, fields);
+                    for event in call_done(at - 1, before) {
+                        yield event;
                     }
                 }
                 Calling::gather(&mut making.calls, call);
@@ -406,20 +429,20 @@ fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result
                 match more {
                     None => {
                         let item = function_call(call, "in_progress", "");
-                        yield event("response.output_item.added", json!({"output_index": at, "item": item}));
+                        yield ("response.output_item.added", json!({"output_index": at, "item": item}));
                     }
                     Some(json) => {
                         let delta = json!({"item_id": call.item_id(), "output_index": at, "delta": json});
-                        yield event("response.function_call_arguments.delta", delta);
+                        yield ("response.function_call_arguments.delta", delta);
                     }
                 }
             }
             if !begun && (!piece.text.is_empty() || (piece.end.is_some() && making.calls.is_empty())) {
                 begun = true;
                 let item = making.message("in_progress", json!([]));
-                yield event("response.output_item.added", json!({"output_index": 0, "item": item}));
+                yield ("response.output_item.added", json!({"output_index": 0, "item": item}));
                 let at = json!({"item_id": id, "output_index": 0, "content_index": 0, "part": part("", &[])});
-                yield event("response.content_part.added", at);
+                yield ("response.content_part.added", at);
             }
             if begun && (!piece.text.is_empty() || told < making.logprobs.len()) {
                 let delta = json!({
@@ -427,32 +450,32 @@ fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result
                     "logprobs": making.logprobs[told..],
                 });
                 told = making.logprobs.len();
-                yield event("response.output_text.delta", delta);
+                yield ("response.output_text.delta", delta);
             }
             let Some(reason) = piece.end else { continue };
             if begun {
                 let text = json!({
                     "item_id": id, "output_index": 0, "content_index": 0, "text": making.text, "logprobs": making.logprobs,
                 });
-                yield event("response.output_text.done", text);
+                yield ("response.output_text.done", text);
                 let at = json!({"item_id": id, "output_index": 0, "content_index": 0, "part": making.part()});
-                yield event("response.content_part.done", at);
+                yield ("response.content_part.done", at);
                 let item = &making.output(reason)[0];
-                yield event("response.output_item.done", json!({"output_index": 0, "item": item}));
+                yield ("response.output_item.done", json!({"output_index": 0, "item": item}));
             }
             if let Some(last) = making.calls.last() {
-                for (name, fields) in call_done(making.calls.len() - 1, last) {
-                    yield event(name, fields);
+                for event in call_done(making.calls.len() - 1, last) {
+                    yield event;
                 }
             }
             let response = making.finish(reason, &piece.timings);
-            yield event(&format!("response.{}", status_of(reason)), json!({"response": response}));
+            yield (ended_as(reason), json!({"response": response}));
         }
     }
 }
 
 /// The events behind the last piece of a call.
-fn call_done(at: usize, call: &Calling) -> [(&'static str, Value); 2] {
+fn call_done(at: usize, call: &Calling) -> [Told; 2] {
     let Calling { name, arguments, .. } = call;
     let item = function_call(call, call.status(), arguments);
     [

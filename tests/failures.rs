@@ -1,0 +1,333 @@
+//! Failures of the server's own: what their clients are told, that their connections live on, and one line of the log for each.
+
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::Body;
+use axum::http::{HeaderMap, Request, header};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tracing::Dispatch;
+use tracing::dispatcher::DefaultGuard;
+use unicorn::api::{self, Door, Facts, Server};
+
+use crate::api::{
+    App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, assert_all_free, chat, limits,
+    loaded, post_to, send, tokenizer, with,
+};
+use crate::door::CONNECTIONS;
+use crate::fake_runner::{HANG, Script, says};
+use crate::watch::facts;
+
+/// Stands in every prompt here, and in no line of a log.
+const ASKED: &str = "xyzzy";
+/// The routes that stream, with a body each.
+const ROUTES: [(&str, &str); 4] = [
+    ("/v1/chat/completions", r#"{"messages": [{"role": "user", "content": "xyzzy"}]}"#),
+    ("/v1/completions", r#"{"prompt": "xyzzy", "max_tokens": 5000}"#),
+    ("/v1/responses", r#"{"input": "xyzzy"}"#),
+    ("/v1/messages", r#"{"messages": [{"role": "user", "content": "xyzzy"}], "max_tokens": 5000}"#),
+];
+
+/// The log of this thread, and of those that join it.
+struct Log {
+    text: Arc<Mutex<Vec<u8>>>,
+    dispatch: Dispatch,
+}
+
+struct Sink(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Sink {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().expect("nothing panics under this lock").extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Log {
+    /// Everything, from here on until the guard is dropped.
+    fn of_this_thread() -> (Self, DefaultGuard) {
+        let text: Arc<Mutex<Vec<u8>>> = Arc::default();
+        let sink = Arc::clone(&text);
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(tracing::Level::TRACE)
+            .with_ansi(false)
+            .without_time()
+            .with_writer(move || Sink(Arc::clone(&sink)));
+        let dispatch = Dispatch::new(subscriber.finish());
+        let guard = tracing::dispatcher::set_default(&dispatch);
+        (Self { text, dispatch }, guard)
+    }
+
+    /// The script, from whose first call on its thread, the engine's, logs here too.
+    fn joined_by(&self, mut script: Script) -> Script {
+        let (dispatch, mut joined) = (self.dispatch.clone(), false);
+        Box::new(move |tokens, params| {
+            if !std::mem::replace(&mut joined, true) {
+                // To the thread's end.
+                std::mem::forget(tracing::dispatcher::set_default(&dispatch));
+            }
+            script(tokens, params)
+        })
+    }
+
+    /// What came since the last call; nothing of it repeats a prompt.
+    fn take(&self) -> Vec<String> {
+        let text = std::mem::take(&mut *self.text.lock().expect("nothing panics under this lock"));
+        let text = String::from_utf8(text).expect("UTF-8");
+        assert!(!text.contains(ASKED), "{text}");
+        text.lines().map(str::to_owned).collect()
+    }
+
+    /// Of that, the warnings and errors.
+    fn complaints(&self) -> Vec<String> {
+        let is_one =
+            |line: &String| ["WARN", "ERROR"].contains(&line.split_whitespace().next().unwrap_or(""));
+        self.take().into_iter().filter(is_one).collect()
+    }
+}
+
+/// The one line that complains, which has to say all this.
+#[track_caller]
+fn assert_one(complaints: &[String], level: &str, parts: &[&str]) {
+    let [line] = complaints else { panic!("expected one line, got {complaints:#?}") };
+    assert!(line.trim_start().starts_with(level), "{level}: {line}");
+    for part in parts {
+        assert!(line.contains(part), "{part:?} is not in {line}");
+    }
+}
+
+fn named(mut request: Request<Body>, id: &str) -> Request<Body> {
+    request.headers_mut().insert("x-request-id", id.parse().expect("a header"));
+    request
+}
+
+fn get(path: &str) -> Request<Body> {
+    Request::get(path).body(Body::empty()).expect("a sound request")
+}
+
+/// One of [`ROUTES`], with more fields.
+fn ask((path, body): (&str, &str), more: Value) -> Request<Body> {
+    let body: Value = serde_json::from_str(body).expect("JSON");
+    post_to(path, with(body, more).to_string())
+}
+
+/// Status, headers and body of the answer to a request with this id.
+async fn answer(router: &Router, id: &str, request: Request<Body>) -> (u16, HeaderMap, String) {
+    let (status, headers, body) = send(router, named(request, id)).await;
+    assert_eq!(headers["x-request-id"], id);
+    (status.as_u16(), headers, String::from_utf8(body).expect("UTF-8"))
+}
+
+/// A server whose `/status` and `/metrics` panic, as a driver's figures might have them do.
+fn that_panics(door: Door) -> App {
+    let ok = tokenizer().encode("ok", false).expect("encodes");
+    let app = loaded(Server::new(MODEL, OPTIONS, door), limits(), DEFAULTS, says(&ok, END_OF_TURN));
+    let broken = || panic!("the gauge broke:\nin two");
+    app.server.set_facts(Facts { memory: Box::new(broken), ..facts() });
+    app
+}
+
+#[tokio::test]
+async fn a_handler_that_panics_answers_500_and_its_connection_lives_on() {
+    let (log, _here) = Log::of_this_thread();
+    let app = that_panics(Door::default());
+    let (_, _, document) = answer(&app.router, "a-0", get("/openapi.json")).await;
+    let document: Value = serde_json::from_str(&document).expect("JSON");
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("bound");
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let shutdown = async { drop(stopped.await) };
+    let serving = api::serve(listener, Arc::clone(&app.server), CONNECTIONS, shutdown, Duration::ZERO);
+    let serving = tokio::spawn(serving);
+
+    let mut client = tokio::net::TcpStream::connect(address).await.expect("connects");
+    for (path, id, status) in [("/status", "a-1", 500), ("/metrics", "a-2", 500), ("/health", "a-3", 200)] {
+        let head = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {id}\r\n\r\n");
+        client.write_all(head.as_bytes()).await.expect("the connection is open");
+        let (head, body) = tokio::time::timeout(HANG, read_response(&mut client)).await.expect("an answer");
+        assert!(head.starts_with(&format!("HTTP/1.1 {status} ")), "{path}: {head}");
+        assert!(head.contains(&format!("x-request-id: {id}\r\n")), "{head}");
+        if status == 500 {
+            let documented = &document["paths"][path]["get"]["responses"]["500"];
+            assert!(documented.is_object(), "{path}: {document}");
+            assert_eq!(body["error"]["code"], "internal_error", "{body}");
+            assert_eq!(body["error"]["type"], "server_error", "{body}");
+            assert!(!body.to_string().contains("gauge"), "{body}");
+            let id = format!("id=\"{id}\"");
+            let route = format!("route=\"{path}\"");
+            assert_one(&log.complaints(), "ERROR", &[&id, &route, "status=500", "the gauge broke:"]);
+        }
+    }
+    assert_eq!(log.complaints(), [""; 0]);
+    stop.send(()).expect("it serves");
+    tokio::time::timeout(HANG, serving).await.expect("it ends").expect("cleanly");
+}
+
+/// Head and JSON of one response that says how long it is.
+async fn read_response(client: &mut tokio::net::TcpStream) -> (String, Value) {
+    let mut bytes = Vec::new();
+    loop {
+        let text = String::from_utf8_lossy(&bytes).to_ascii_lowercase();
+        if let Some((head, body)) = text.split_once("\r\n\r\n") {
+            let length = head.split_once("content-length: ").expect("a length").1;
+            let length: usize = length.lines().next().expect("a line").trim().parse().expect("a number");
+            if body.len() >= length {
+                let (head, body) = bytes.split_at(head.len() + 4);
+                return (
+                    String::from_utf8_lossy(head).into_owned(),
+                    serde_json::from_slice(body).expect("JSON"),
+                );
+            }
+        }
+        assert_ne!(client.read_buf(&mut bytes).await.expect("reads"), 0, "closed behind {text:?}");
+    }
+}
+
+#[tokio::test]
+async fn the_page_that_may_ask_reads_of_a_panic_too() {
+    let origin = "http://localhost:3000";
+    let app = that_panics(Door { cors_origins: vec![origin.into()], ..Door::default() });
+    let mut request = get("/status");
+    request.headers_mut().insert("origin", origin.parse().expect("a header"));
+    let (status, headers, _) = answer(&app.router, "a", request).await;
+    assert_eq!((status, &headers["access-control-allow-origin"]), (500, &origin.parse().expect("a header")));
+}
+
+#[tokio::test]
+async fn every_response_of_500_and_above_is_one_line_of_the_log_and_no_other_is() {
+    let (log, _here) = Log::of_this_thread();
+    let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
+    let draining = app_that_says("ok");
+    draining.engine.drain();
+    let lost = app_that_says("ok");
+    lost.control.fail_wait_at(0);
+    let ready = app_that_says("ok");
+    // The first answer of a lost engine, and those after it.
+    for (router, retries) in
+        [(&loading, true), (&draining.router, true), (&lost.router, false), (&lost.router, false)]
+    {
+        for (i, route) in ROUTES.into_iter().enumerate() {
+            let id = format!("b-{i}");
+            let (status, headers, body) = answer(router, &id, ask(route, json!({"max_tokens": 5}))).await;
+            assert_eq!((status, headers.contains_key(header::RETRY_AFTER)), (503, retries), "{body}");
+            let (id, path) = (format!("id=\"{id}\""), format!("route=\"{}\"", route.0));
+            let error: Value = serde_json::from_str(&body).expect("JSON");
+            let message = error["error"]["message"].as_str().expect("words");
+            assert_one(&log.complaints(), "WARN", &[&id, &path, "status=503", message]);
+        }
+    }
+    for (router, words) in
+        [(&loading, "still loading"), (&draining.router, "shutting down"), (&lost.router, "ring timeout")]
+    {
+        assert_eq!(answer(router, "c", get("/health")).await.0, 503);
+        let parts = ["id=\"c\"", "route=\"/health\"", "status=503", words];
+        assert_one(&log.complaints(), "WARN", &parts);
+    }
+    for (request, status) in [
+        (get("/health"), 200),
+        (get("/nothing"), 404),
+        (get("/v1/chat/completions"), 405),
+        (post_to("/v1/chat/completions", "{"), 400),
+        (ask(ROUTES[0], json!({"model": "other"})), 404),
+        (ask(ROUTES[0], json!({"max_tokens": 5})), 200),
+        (ask(ROUTES[3], json!({"max_tokens": 5, "stream": true})), 200),
+    ] {
+        assert_eq!(answer(&ready.router, "d", request).await.0, status);
+        assert_eq!(log.complaints(), [""; 0], "{status}");
+    }
+}
+
+#[tokio::test]
+async fn logits_that_are_not_finite_are_one_line_and_not_the_engines_too() {
+    let (log, _here) = Log::of_this_thread();
+    let ok = tokenizer().encode("One, two, three", false).expect("encodes");
+    for stream in [false, true] {
+        for route in ROUTES {
+            let app = app(log.joined_by(says(&ok, END_OF_TURN)));
+            app.control.not_finite_at(2);
+            let body = json!({"stream": stream, "max_tokens": 9});
+            let (status, _, body) = answer(&app.router, "e", ask(route, body)).await;
+            assert_eq!(status, if stream { 200 } else { 500 }, "{body}");
+            assert!(body.contains("not finite"), "{body}");
+            assert_all_free(&app.engine).await;
+            let path = format!("route=\"{}\"", route.0);
+            let complaints = log.complaints();
+            assert_one(&complaints, "ERROR", &["id=\"e\"", &path, "status=500", "the model's logits"]);
+            assert_eq!(complaints[0].contains("within a stream"), stream);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_full_queue_that_is_529_on_the_wire_is_so_in_the_log_and_in_the_metrics() {
+    let (log, _here) = Log::of_this_thread();
+    let app = app_that_says("ok");
+    app.control.allow(0);
+    let mut waiting = Vec::new();
+    for n in 0..3 {
+        let router = app.router.clone();
+        waiting.push(tokio::spawn(async move { send(&router, ask(ROUTES[3], json!({}))).await.0 }));
+        until("it is taken", || app.engine.stats().waiting >= n && !app.control.batches().is_empty()).await;
+    }
+    let (status, _, body) = answer(&app.router, "f", ask(ROUTES[3], json!({}))).await;
+    assert_eq!(status, 529, "{body}");
+    assert_one(&log.complaints(), "WARN", &["id=\"f\"", "route=\"/v1/messages\"", "status=529", "busy"]);
+    assert_eq!(answer(&app.router, "g", ask(ROUTES[0], json!({}))).await.0, 429);
+    assert_eq!(log.complaints(), [""; 0], "a client's business elsewhere");
+    let (_, _, metrics) = answer(&app.router, "h", get("/metrics")).await;
+    let counted = format!("{{model_name=\"{MODEL}\",endpoint=\"/v1/messages\",status=\"529\"}} 1\n");
+    assert!(metrics.contains(&counted), "{metrics}");
+    app.control.release();
+    for request in waiting {
+        assert_eq!(request.await.expect("answered"), 200);
+    }
+}
+
+async fn until(what: &str, ready: impl Fn() -> bool) {
+    let since = Instant::now();
+    while !ready() {
+        assert!(since.elapsed() < HANG, "never: {what}");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_stream_that_fails_ends_with_an_error_and_is_one_line_of_the_log() {
+    let (log, _here) = Log::of_this_thread();
+    for (route, last) in
+        ROUTES.into_iter().zip(["data: [DONE]", "data: [DONE]", "response.failed", "event: error"])
+    {
+        let app = app_that_says("One, two, three");
+        app.control.fail_wait_at(4);
+        let body = json!({"stream": true, "max_tokens": 9});
+        let (status, _, body) = answer(&app.router, "i", ask(route, body)).await;
+        assert_eq!(status, 200, "{body}");
+        assert!(body.contains("ring timeout"), "{body}");
+        let events: Vec<&str> = body.split("\n\n").filter(|event| !event.is_empty()).collect();
+        assert!(events.last().is_some_and(|event| event.contains(last)), "{body}");
+        let path = format!("route=\"{}\"", route.0);
+        let parts = ["id=\"i\"", &path, "status=503", "within a stream", "ring timeout"];
+        assert_one(&log.complaints(), "WARN", &parts);
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_stands_in_no_line_of_the_log() {
+    let (log, _here) = Log::of_this_thread();
+    let app = app_that_says("ok");
+    for route in ROUTES {
+        for stream in [false, true] {
+            answer(&app.router, "k", ask(route, json!({"stream": stream, "max_tokens": 5}))).await;
+        }
+    }
+    let (status, _, _) = answer(&app.router, "l", post_to(ROUTES[0].0, chat(ASKED).to_string())).await;
+    assert_eq!(status, 200);
+    assert!(log.take().iter().any(|line| line.contains("answered: stop") && line.contains("id=\"l\"")));
+}
