@@ -7,14 +7,18 @@ use std::time::{Duration, Instant};
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Request, header};
+use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tower::ServiceExt;
 use tracing::Dispatch;
 use tracing::dispatcher::DefaultGuard;
 use unicorn::api::{self, Door, Facts, Server};
+use unicorn::engine::EVENTS;
+use unicorn::model::{KvLimits, Limits};
 
 use crate::api::{
-    App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, assert_all_free, chat, limits,
+    App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, app_with, assert_all_free, chat, limits,
     loaded, post_to, send, tokenizer, with,
 };
 use crate::door::CONNECTIONS;
@@ -316,6 +320,62 @@ async fn a_stream_that_fails_ends_with_an_error_and_is_one_line_of_the_log() {
         let parts = ["id=\"i\"", &path, "status=503", "within a stream", "ring timeout"];
         assert_one(&log.complaints(), "WARN", &parts);
     }
+}
+
+/// Sends a request and does not look at its answer until the engine is done with it; for whom it writes more than may wait.
+async fn looked_at_late(app: &App, request: Request<Body>) -> (u16, HeaderMap, String) {
+    app.control.allow(app.control.batches().len());
+    let before = app.control.batches().len();
+    let mut asked = Box::pin(app.router.clone().oneshot(named(request, "j")));
+    let since = Instant::now();
+    let mut begun = None;
+    while app.control.batches().len() == before || app.engine.stats().running == 0 {
+        assert!(since.elapsed() < HANG, "it never runs");
+        if begun.is_none()
+            && let std::task::Poll::Ready(response) = futures::poll!(&mut asked)
+        {
+            begun = Some(response.expect("handlers do not fail"));
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    app.control.release();
+    until("the engine is done", || app.engine.stats().running == 0).await;
+    let response = match begun {
+        Some(response) => response,
+        None => asked.await.expect("handlers do not fail"),
+    };
+    let (parts, body) = response.into_parts();
+    let body = body.collect().await.expect("a whole body").to_bytes();
+    (parts.status.as_u16(), parts.headers, String::from_utf8_lossy(&body).into_owned())
+}
+
+#[tokio::test]
+async fn an_answer_that_the_server_is_too_slow_to_collect_is_no_fault_of_its_clients() {
+    let (log, _here) = Log::of_this_thread();
+    let tokens = 4 * EVENTS;
+    let kv = KvLimits { full_blocks: tokens, ..limits().kv };
+    let limits = Limits { kv, max_context: tokens, ..limits() };
+    let app = app_with(limits, OPTIONS, DEFAULTS, log.joined_by(says(&[], 300)));
+    let long = json!({"max_tokens": 3 * EVENTS, "max_output_tokens": 3 * EVENTS});
+    for route in ROUTES {
+        log.take();
+        let (status, headers, body) = looked_at_late(&app, ask(route, long.clone())).await;
+        assert_eq!((status, headers.contains_key(header::RETRY_AFTER)), (503, true), "{body}");
+        assert!(body.contains("the server is too busy") && !body.contains("client"), "{body}");
+        let path = format!("route=\"{}\"", route.0);
+        assert_one(&log.complaints(), "WARN", &["id=\"j\"", &path, "status=503", "too busy"]);
+
+        // Who streams and does not read is told so, if it ever reads again; and that is no trouble of the server's.
+        let body = with(long.clone(), json!({"stream": true}));
+        let (status, _, body) = looked_at_late(&app, ask(route, body)).await;
+        assert!(status == 200 && body.contains("was not read"), "{status}");
+        let lines = log.take();
+        let told =
+            lines.iter().filter(|line| line.contains("broken off: not_read") && line.contains("id=\"j\""));
+        assert_eq!(told.count(), 1, "{lines:#?}");
+        assert!(!lines.iter().any(|line| line.contains("WARN") || line.contains("ERROR")), "{lines:#?}");
+    }
+    assert_all_free(&app.engine).await;
 }
 
 #[tokio::test]

@@ -257,7 +257,7 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, A
     let (mut texts, mut calls) = (vec![String::new(); n], vec![Vec::<Calling>::new(); n]);
     let mut last = Reason::Stop;
     while let Some(piece) = answers.next().await {
-        let piece = piece?;
+        let piece = piece.map_err(ApiError::of_a_whole_answer)?;
         texts[piece.choice].push_str(&piece.text);
         for call in piece.calls {
             Calling::gather(&mut calls[piece.choice], call);

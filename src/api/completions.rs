@@ -288,7 +288,7 @@ async fn collect(reply: Reply, mut answers: Answers, form: Form) -> Result<Compl
     let mut all = Completing::new(&form);
     let mut texts = vec![String::new(); answers.count()];
     while let Some(piece) = answers.next().await {
-        let piece = piece?;
+        let piece = piece.map_err(ApiError::of_a_whole_answer)?;
         let choice = piece.choice;
         texts[choice].push_str(&all.take(&service, piece));
     }

@@ -84,6 +84,9 @@ pub enum ApiError {
     Loading,
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// An answer that the server collects came faster than it did that.
+    #[error("the server is too busy: it could not keep up with this answer; try again in a few seconds")]
+    Behind,
     #[error("the server met a bug: {0}")]
     Bug(String),
     /// The message is for the log alone.
@@ -149,6 +152,14 @@ impl ApiError {
 
     pub fn status(&self) -> StatusCode {
         self.wire().status
+    }
+
+    /// Blames the server for an answer that was not read in time and that it collects itself: no client was to read it yet.
+    pub(super) fn of_a_whole_answer(self) -> Self {
+        match self {
+            Self::Engine(EngineError::SlowReader) => Self::Behind,
+            other => other,
+        }
     }
 
     /// What the log says of it, where it is the server's failure.
@@ -267,6 +278,7 @@ impl ApiError {
             Self::Engine(EngineError::Deadline) => {
                 server(StatusCode::GATEWAY_TIMEOUT, "server_error", Some("deadline"), None)
             }
+            Self::Behind => server(unavailable, "server_error", Some("behind"), Some(RETRY_QUEUE_S)),
             Self::Bug(_) | Self::Panic(_) => {
                 server(StatusCode::INTERNAL_SERVER_ERROR, "server_error", Some("internal_error"), None)
             }

@@ -206,7 +206,7 @@ fn tool_use(call: Calling) -> Result<Block, ApiError> {
 async fn collect(reply: Reply, mut answers: Answers, form: &Form) -> Result<Response, ApiError> {
     let (mut text, mut calls) = (String::new(), Vec::new());
     while let Some(piece) = answers.next().await {
-        let piece = piece?;
+        let piece = piece.map_err(ApiError::of_a_whole_answer)?;
         text.push_str(&piece.text);
         for call in piece.calls {
             Calling::gather(&mut calls, call);

@@ -186,10 +186,10 @@ fn of_a_body<E: ToSchema>() -> Refusals {
     all.extend(refusals::<E, _>([
         (400, "The body is not what it has to be, or more than there is room for; `param` names the field."),
         (404, "The model is not served."),
-        (408, "The body did not come, or the answer was not read."),
+        (408, "The body did not come."),
         (413, "The body is too large."),
         (429, "The queue is full, or too much of this client is under way."),
-        (503, "The model is loading, or the server ends, or its device is lost."),
+        (503, "The model is loading, or the server ends, or has too much to do, or its device is lost."),
         (504, "The answer took longer than it may."),
     ]));
     all

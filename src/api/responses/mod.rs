@@ -380,7 +380,7 @@ fn usage(timings: &Timings) -> Value {
 
 async fn collect(mut making: Making, mut answers: Answers) -> Result<Value, ApiError> {
     while let Some(piece) = answers.next().await {
-        let piece = piece?;
+        let piece = piece.map_err(ApiError::of_a_whole_answer)?;
         making.text.push_str(&piece.text);
         making.logprobs.extend(logprob(&answers, &piece));
         for call in piece.calls {
