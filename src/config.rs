@@ -142,6 +142,30 @@ pub struct Kv {
     /// Bytes; none is half of the sliding layers' cache.
     #[serde(deserialize_with = "byte_size")]
     pub snapshot_bytes: Option<u64>,
+    /// None is by key where there are several.
+    #[serde(deserialize_with = "parsed_unless_empty")]
+    pub share_prefixes: Option<SharePrefixes>,
+}
+
+/// Who finds whose prompts in the prefix cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SharePrefixes {
+    /// Whoever holds an API key finds what came with it; without keys it goes by address.
+    Key,
+    /// Everybody finds what anybody sent.
+    All,
+}
+
+impl FromStr for SharePrefixes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "key" => Ok(Self::Key),
+            "all" => Ok(Self::All),
+            other => Err(format!("expected key, all or nothing, got {other:?}")),
+        }
+    }
 }
 
 /// One line, naming the option and where it was set.
@@ -380,6 +404,13 @@ fn byte_size<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<u64>, D::E
 
 fn parsed<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display>>(d: D) -> Result<T, D::Error> {
     String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
+}
+
+fn parsed_unless_empty<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display>>(
+    d: D,
+) -> Result<Option<T>, D::Error> {
+    let text = Some(String::deserialize(d)?).filter(|text| !text.is_empty());
+    text.map(|text| text.parse()).transpose().map_err(serde::de::Error::custom)
 }
 
 const BYTE_UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -27,6 +27,7 @@ pub const OPTIONS: Options = Options {
     body_stall: Duration::from_millis(200),
     stored_responses: 9,
     stored_response_bytes: 1 << 20,
+    share_prefixes: None,
     keep_alive: Duration::from_millis(20),
     device_timeout: Duration::from_millis(500),
 };

@@ -443,6 +443,9 @@ impl Draw {
 
     fn sound(&mut self, path: &str) -> Value {
         let mut body = self.named(path);
+        if [CHAT, COMPLETIONS, MESSAGES, RESPONSES].contains(&path) {
+            self.set(&mut body, 0.1, "cache_salt", |d| d.of(&[json!("team"), json!("½ \u{0}"), Value::Null]));
+        }
         self.set(&mut body, 0.1, "model", |d| d.of(&[Value::Null, json!("")]));
         if body["model"].is_null() && self.chance(0.5) {
             body.as_object_mut().expect("an object").remove("model");

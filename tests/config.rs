@@ -1,6 +1,6 @@
 //! Layers of configuration: which wins, and what an error names.
 
-use unicorn::config::{Config, ConfigError, Layer, Memory, parse_bytes, show_bytes};
+use unicorn::config::{Config, ConfigError, Layer, Memory, SharePrefixes, parse_bytes, show_bytes};
 use unicorn::tensor::QuantizeMode;
 
 fn from_file(text: &str) -> Result<Config, ConfigError> {
@@ -15,7 +15,16 @@ fn the_defaults_are_what_the_file_documents() {
     assert!(!config.hardware.allow_software_vulkan, "software Vulkan is never a default");
     assert!(!config.hardware.validation, "nor is what slows every call");
     assert!(config.hardware.strict, "a model that is not in memory is not served");
+    assert_eq!(config.kv.share_prefixes, None, "it goes by how many keys there are");
     assert_eq!(config.memory, Memory { vram: None, gtt: None, reserve: None });
+}
+
+#[test]
+fn prefixes_are_shared_by_key_or_with_all() {
+    for (text, share) in [("", None), ("key", Some(SharePrefixes::Key)), ("all", Some(SharePrefixes::All))] {
+        let config = from_file(&format!("[kv]\nshare_prefixes = \"{text}\"")).expect("valid");
+        assert_eq!(config.kv.share_prefixes, share, "{text}");
+    }
 }
 
 #[test]
@@ -43,6 +52,7 @@ fn errors_name_the_option_and_its_source() {
         ("[server]\nqueue = 0", &["unicorn.toml", "server.queue", "1 to 4096"]),
         ("[engine]\ncontext = -1", &["unicorn.toml", "engine.context"]),
         ("[model]\nquantize = \"int3\"", &["unicorn.toml", "model.quantize", "int3", "int8-row"]),
+        ("[kv]\nshare_prefixes = \"none\"", &["unicorn.toml", "kv.share_prefixes", "none", "key, all"]),
         ("[memory]\nvram = \"16GB\"", &["unicorn.toml", "memory.vram", "16GB", "16GiB"]),
         ("[memory]\nreserve = 5", &["unicorn.toml", "memory.reserve", "string"]),
         ("[server", &["unicorn.toml", "TOML"]),

@@ -33,6 +33,7 @@ mod packed;
 mod page;
 mod placement;
 mod responses;
+mod sharing;
 mod structured;
 mod support;
 mod target;

@@ -164,7 +164,7 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
         "model": MODEL, "stream": false, "stream_options": {"include_usage": true}, "max_tokens": 5, "temperature": 0.7,
         "top_p": 0.9, "top_k": 40, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
         "repetition_penalty": 1.1, "logit_bias": {"1": 3}, "seed": 42, "stop": ["a", "b"], "min_tokens": 1,
-        "ignore_eos": false, "n": 2, "unknown": {"to": "us"},
+        "ignore_eos": false, "n": 2, "cache_salt": "team", "unknown": {"to": "us"},
     });
     let messages = json!([
         {"role": "system", "content": "Be brief."},
@@ -234,7 +234,7 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
             "/v1/messages",
             json!({
                 "model": MODEL, "max_tokens": 5, "stream": false, "temperature": 0.7, "top_p": 0.9, "top_k": 40,
-                "stop_sequences": ["a", "b"], "metadata": {"user_id": "u"}, "tools": [], "tool_choice": {"type": "auto"},
+                "stop_sequences": ["a", "b"], "cache_salt": "team", "metadata": {"user_id": "u"}, "tools": [], "tool_choice": {"type": "auto"},
                 "output_config": {"effort": "low"}, "mcp_servers": [], "container": null,
                 "system": [{"type": "text", "text": "Be brief."}],
                 "messages": [
@@ -273,7 +273,7 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
             "/v1/responses",
             json!({
                 "model": MODEL, "instructions": "Be brief.", "max_output_tokens": 5, "stream": false, "store": true,
-                "temperature": 0.7, "top_p": 0.9, "previous_response_id": previous, "metadata": {"a": "b"},
+                "temperature": 0.7, "top_p": 0.9, "cache_salt": "team", "previous_response_id": previous, "metadata": {"a": "b"},
                 "text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto", "top_logprobs": 1,
                 "include": ["message.output_text.logprobs"], "truncation": "auto", "background": false, "prompt": null,
                 "input": [

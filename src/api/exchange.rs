@@ -24,6 +24,7 @@ use super::failures::{log_in_stream, panicked};
 use super::metrics::Followed;
 use super::request::ChatRequest;
 use super::service::Service;
+use super::sharing::salt_of;
 use super::tasks::{Asked, Purpose};
 use super::{MAX_ARRIVING, Options, Server, new_id, unix_time_s};
 use crate::engine::{ClientId, Event, Request, Timings, TokenStream};
@@ -94,13 +95,15 @@ pub(super) async fn ask<T: Send + 'static>(
         let (request, mut wire) = parse(body)?;
         let service = server.service_for(request.model.as_deref())?;
         let prepared = prepare(&service, &request, &mut wire).map_err(|error| error.in_prompt(prompt))?;
-        Ok((service, prepared, wire, caller.purpose(&request)))
+        Ok((service, prepared, wire, caller.purpose(&request), request.cache_salt))
     });
-    let (arriving, (service, prepared, wire, purpose)) = prepared.await?;
+    let (arriving, (service, prepared, wire, purpose, cache_salt)) = prepared.await?;
     tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");
     let seed = prepared.first().map_or(0, |(engine, _)| engine.sampling.seed);
+    let salt = salt_of(server, caller.id, cache_salt.as_deref());
     let mut answers = Answers::new(Arc::clone(&service));
     for (mut engine, text) in prepared {
+        engine.cache_salt = salt.clone();
         (engine.client, engine.priority) = (caller.id, purpose.priority);
         let n = 1 + engine.more_seeds.len();
         let tokens =

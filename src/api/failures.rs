@@ -94,6 +94,7 @@ mod tests {
             body_stall: Duration::from_secs(1),
             stored_responses: 0,
             stored_response_bytes: 0,
+            share_prefixes: None,
             keep_alive: Duration::from_secs(9),
             device_timeout: Duration::from_secs(1),
         };

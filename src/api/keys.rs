@@ -79,6 +79,10 @@ impl Keys {
         self
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

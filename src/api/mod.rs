@@ -32,6 +32,7 @@ mod prompts;
 mod request;
 mod responses;
 mod service;
+mod sharing;
 mod status;
 mod tasks;
 mod tls;
@@ -71,6 +72,7 @@ use self::error::ErrorBody;
 use self::openapi::AtTheDoor;
 use self::request::short;
 use self::status::{Model, ModelList};
+use crate::config::SharePrefixes;
 use crate::engine::EngineHandle;
 
 const REQUEST_ID: &str = "x-request-id";
@@ -86,6 +88,8 @@ pub struct Options {
     /// Responses that are kept for later requests, and about how many bytes of memory they may take; 0 keeps none.
     pub stored_responses: usize,
     pub stored_response_bytes: usize,
+    /// Who finds whose prompts in the prefix cache; none is by key where there are several.
+    pub share_prefixes: Option<SharePrefixes>,
     /// How often a silent stream carries a comment, so that nobody between takes it for dead.
     pub keep_alive: Duration,
     /// A step that takes longer is taken for a device that hangs, as far as `/health` goes.

@@ -16,6 +16,7 @@ use serde_json::{Map, Value};
 use super::conversation::{messages, tools};
 use super::error::ApiError;
 use super::grammar::{ResponseGrammar, response_grammar};
+use super::sharing::cache_salt;
 use super::tools::Tools;
 use crate::model::MAX_LOGPROBS;
 use crate::text::Message;
@@ -70,6 +71,8 @@ pub struct ChatRequest {
     pub grammar: Option<ResponseGrammar>,
     pub tools: Tools,
     pub ending: PromptEnding,
+    /// With whom it shares the prefix cache, if it says so.
+    pub cache_salt: Option<String>,
 }
 
 /// What stands at the end of the prompt.
@@ -139,6 +142,7 @@ impl ChatRequest {
             grammar: response_grammar(fields)?,
             tools: Tools::default(),
             ending: PromptEnding::Answer,
+            cache_salt: cache_salt(fields)?,
         })
     }
 }

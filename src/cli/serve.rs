@@ -37,6 +37,7 @@ pub fn serve(config: &Config) -> Result<(), Error> {
         max_body_bytes: config.server.max_body_bytes,
         stored_responses: config.server.stored_responses,
         stored_response_bytes: config.server.stored_response_bytes,
+        share_prefixes: config.kv.share_prefixes,
         body_stall: BODY_STALL,
         keep_alive: KEEP_ALIVE,
         device_timeout: DEVICE_TIMEOUT,

@@ -13,6 +13,7 @@ use super::super::request::{
     ChatRequest, Fields, Item, PROBABILITY, PromptEnding, TOKENS, missing, model, nested, object, short,
     wrong_type,
 };
+use super::super::sharing::cache_salt;
 use super::super::tools::{Call, Conversation, ToolChoice, Tools, place_of, tool_list};
 use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS};
 
@@ -43,6 +44,7 @@ pub(super) fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
         top_p: fields.number("top_p", PROBABILITY)?.map(|p| p as f32),
         top_k: fields.integer("top_k", TOP_K)?.map(|k| k as u32),
         stop: stops.clone(),
+        cache_salt: cache_salt(&fields)?,
         ..conversation
     };
     Ok((request, Form { stream, stops, max_tokens }))

@@ -6,7 +6,7 @@ use utoipa::openapi::schema::Schema;
 use super::super::messages::{TEMPERATURE, TOP_K};
 use super::super::request::{PROBABILITY, TOKENS};
 use super::super::tools::MAX_TOOLS;
-use super::bodies::{function, model};
+use super::bodies::{cache_salt, function, model};
 use super::schema::{
     Shape, any_object, any_of, anything, count, described, flag, integer, kind, list, list_of, named,
     nothing, number, or_null, string, string_of, word,
@@ -52,6 +52,7 @@ fn request() -> Schema {
         .takes("temperature", number(TEMPERATURE, "0 is greedy."))
         .takes("top_p", number(PROBABILITY, ""))
         .takes("top_k", integer(TOP_K, "0 is off."))
+        .takes("cache_salt", cache_salt())
         .build()
 }
 

@@ -10,6 +10,7 @@ use super::super::request::{
     ANSWERS, BIAS, MAX_STOPS, PENALTY, PROBABILITY, REPETITION_PENALTY, TEMPERATURE, TOKENS, TOP_K,
     TOP_LOGPROBS,
 };
+use super::super::sharing::SALT_BYTES;
 use super::super::tools::{MAX_NAME_BYTES, MAX_TOOLS};
 use super::schema::{
     Shape, any_object, any_of, anything, described, flag, integer, integer_of_64_bits, kind, list, map,
@@ -77,6 +78,7 @@ fn options(body: Shape) -> Shape {
         )
         .takes("min_tokens", integer(0..=*TOKENS.end(), "At most as many as the answer may have."))
         .takes("ignore_eos", flag("The answer goes on to its limit."))
+        .takes("cache_salt", cache_salt())
         .takes("n", integer(ANSWERS, "Answers; no more than the server runs at once."))
         .takes("response_format", named::<ResponseFormat>())
         .takes("structured_outputs", structured_outputs())
@@ -84,6 +86,11 @@ fn options(body: Shape) -> Shape {
         .takes("guided_regex", string(""))
         .takes("guided_choice", choices())
         .takes("guided_grammar", string("Lark, as llguidance reads it."))
+}
+
+/// vLLM's.
+pub(super) fn cache_salt() -> Schema {
+    string_of(SALT_BYTES, None, "Who has the same salt shares the prefix cache, and nobody else does.")
 }
 
 fn json_schema() -> Schema {

@@ -9,7 +9,7 @@ use super::super::request::{PROBABILITY, TEMPERATURE, TOKENS, TOP_LOGPROBS};
 use super::super::responses::PAGE;
 use super::super::service::TokenLogprob;
 use super::super::tools::MAX_TOOLS;
-use super::bodies::{function, model};
+use super::bodies::{cache_salt, function, model};
 use super::schema::{
     Shape, any_object, any_of, anything, count, described, flag, integer, kind, list, list_of, named,
     not_true, nothing, number, or_null, string, word,
@@ -142,6 +142,7 @@ fn request() -> Schema {
             "parallel_tool_calls",
             flag("Whether one answer may make several calls; it may, if it is absent."),
         )
+        .takes("cache_salt", cache_salt())
         .takes("metadata", any_object("Repeated."))
         .takes("prompt_cache_key", string("Repeated."))
         .takes("safety_identifier", string("Repeated."))

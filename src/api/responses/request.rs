@@ -12,6 +12,7 @@ use super::super::request::{
     ChatRequest, Fields, Item, PROBABILITY, TEMPERATURE, TOKENS, TOP_LOGPROBS, missing, model, nested,
     object, short, wrong_type,
 };
+use super::super::sharing::cache_salt;
 use super::super::tools::{Conversation, Tool, Tools};
 use super::items::{input, read};
 use crate::text::{GrammarSource, Message};
@@ -97,6 +98,7 @@ pub(super) fn parse(
         logprobs: logprobs.then_some(top_logprobs as usize),
         grammar,
         tools,
+        cache_salt: cache_salt(&fields)?,
         ..ChatRequest::default()
     };
     Ok((request, Form { stream, store, items, echo }))

@@ -1,0 +1,157 @@
+//! With whom a prompt shares what the prefix cache has of it: by API key, by `cache_salt`, or with everybody.
+
+use std::net::SocketAddr;
+
+use axum::Router;
+use axum::extract::ConnectInfo;
+use serde_json::{Value, json};
+use unicorn::api::{Door, Keys, Options, Server};
+use unicorn::config::SharePrefixes;
+use unicorn::model::Limits;
+
+use crate::api::{DEFAULTS, END_OF_TURN, OPTIONS, limits, loaded, post_to, send_json, tokenizer, with};
+use crate::fake_runner::says;
+
+/// A route that generates.
+struct Route {
+    path: &'static str,
+    /// Where it says what the cache had.
+    cached: &'static str,
+    /// What asks a text.
+    body: fn(&str) -> Value,
+}
+
+const ROUTES: [Route; 4] = [
+    Route {
+        path: "/v1/chat/completions",
+        cached: "/usage/prompt_tokens_details/cached_tokens",
+        body: |text| json!({"messages": [{"role": "user", "content": text}]}),
+    },
+    Route {
+        path: "/v1/completions",
+        cached: "/usage/prompt_tokens_details/cached_tokens",
+        body: |text| json!({"prompt": text}),
+    },
+    Route {
+        path: "/v1/responses",
+        cached: "/usage/input_tokens_details/cached_tokens",
+        body: |text| json!({"input": text}),
+    },
+    Route {
+        path: "/v1/messages",
+        cached: "/usage/cache_read_input_tokens",
+        body: |text| json!({"messages": [{"role": "user", "content": text}], "max_tokens": 9}),
+    },
+];
+/// Two of a server's keys.
+const ANN: &str = "ann-0123456789abcdef";
+const BOB: &str = "bob-0123456789abcdef";
+
+fn router(keys: &[&str], share_prefixes: Option<SharePrefixes>) -> Router {
+    let keys = Keys::from_variable("test", &keys.join(",")).expect("sound keys");
+    let options = Options { share_prefixes, ..OPTIONS };
+    let server = Server::new("tiny", options, Door { keys, ..Door::default() });
+    let ok = tokenizer().encode("ok", false).expect("encodes");
+    let limits = Limits { max_sequences: 2, ..limits() };
+    loaded(server, limits, DEFAULTS, says(&ok, END_OF_TURN)).router
+}
+
+/// Asks a text of several blocks, which no other call has unless `topic` is the same.
+struct Asking<'a> {
+    router: &'a Router,
+    route: usize,
+    topic: &'a str,
+}
+
+impl Asking<'_> {
+    /// How many tokens of it the cache had, for whoever holds `key`, or comes from an address of that name.
+    async fn cached(&self, key: &str, more: Value) -> u64 {
+        let Route { path, cached, body } = ROUTES[self.route];
+        let text = format!("{} {}", self.topic, "once upon a time ".repeat(9));
+        let mut request = post_to(path, with(body(&text), more).to_string());
+        match key.parse::<SocketAddr>() {
+            Ok(address) => drop(request.extensions_mut().insert(ConnectInfo(address))),
+            Err(_) => drop(request.headers_mut().insert("x-api-key", key.parse().expect("a header"))),
+        }
+        let (status, _, reply) = send_json(self.router, request).await;
+        assert_eq!(status, 200, "{path}: {reply}");
+        reply.pointer(cached).and_then(Value::as_u64).unwrap_or_else(|| panic!("{path}: {reply}"))
+    }
+}
+
+#[tokio::test]
+async fn what_another_key_asked_is_not_found_and_what_the_same_asked_is() {
+    let router = router(&[ANN, BOB], None);
+    for route in 0..ROUTES.len() {
+        let asking = Asking { router: &router, route, topic: &format!("{route}") };
+        assert_eq!(asking.cached(ANN, json!({})).await, 0, "{route}: it is new");
+        assert!(asking.cached(ANN, json!({})).await > 20, "{route}: Ann's own");
+        assert_eq!(asking.cached(BOB, json!({})).await, 0, "{route}: Ann's, which Bob learns nothing of");
+        assert!(asking.cached(BOB, json!({})).await > 20, "{route}: Bob's own");
+    }
+}
+
+#[tokio::test]
+async fn one_cache_salt_shares_across_keys_and_with_nobody_else() {
+    let router = router(&[ANN, BOB], None);
+    let salted = |salt: &str| json!({"cache_salt": salt});
+    for route in 0..ROUTES.len() {
+        let asking = Asking { router: &router, route, topic: &format!("{route}") };
+        assert_eq!(asking.cached(ANN, salted("team-1")).await, 0, "{route}: it is new");
+        assert!(asking.cached(BOB, salted("team-1")).await > 20, "{route}: the team's");
+        for (key, more) in
+            [(ANN, json!({})), (BOB, json!({})), (ANN, salted("team-2")), (BOB, salted("TEAM-1"))]
+        {
+            assert_eq!(asking.cached(key, more.clone()).await, 0, "{route}: {key} {more}");
+        }
+        assert!(asking.cached(ANN, salted("team-2")).await > 20, "{route}: its own");
+        assert!(asking.cached(ANN, json!({"cache_salt": null})).await > 20, "{route}: null is absent");
+    }
+}
+
+#[tokio::test]
+async fn one_key_and_whoever_needs_none_share_with_all() {
+    let alone = router(&[ANN], None);
+    let asking = Asking { router: &alone, route: 0, topic: "a" };
+    assert_eq!(asking.cached(ANN, json!({})).await, 0);
+    assert!(asking.cached(ANN, json!({})).await > 20, "one key alone");
+    let open = router(&[], None);
+    let asking = Asking { router: &open, route: 0, topic: "a" };
+    assert_eq!(asking.cached("10.0.0.1:1", json!({})).await, 0);
+    assert!(asking.cached("10.0.0.2:1", json!({})).await > 20, "another address");
+    // A salt keeps what it is with apart there too.
+    assert_eq!(asking.cached("10.0.0.2:1", json!({"cache_salt": "mine"})).await, 0);
+}
+
+#[tokio::test]
+async fn the_option_says_otherwise() {
+    let all = router(&[ANN, BOB], Some(SharePrefixes::All));
+    let asking = Asking { router: &all, route: 0, topic: "a" };
+    assert_eq!(asking.cached(ANN, json!({})).await, 0);
+    assert!(asking.cached(BOB, json!({})).await > 20, "all share");
+
+    let apart = router(&[], Some(SharePrefixes::Key));
+    let asking = Asking { router: &apart, route: 0, topic: "a" };
+    assert_eq!(asking.cached("10.0.0.1:1", json!({})).await, 0);
+    assert_eq!(asking.cached("10.0.0.2:1", json!({})).await, 0, "without keys it goes by address");
+    assert!(asking.cached("10.0.0.1:2", json!({})).await > 20);
+}
+
+#[tokio::test]
+async fn a_salt_that_is_none_is_refused_by_name() {
+    let router = router(&[], None);
+    for Route { path, body, .. } in ROUTES {
+        for salt in [json!(""), json!("x".repeat(257)), json!(7), json!(["a"]), json!(true)] {
+            let body = with(body("Hi"), json!({"cache_salt": salt}));
+            let (status, _, reply) = send_json(&router, post_to(path, body.to_string())).await;
+            let message = reply["error"]["message"].as_str().unwrap_or_default();
+            assert!(status == 400 && message.starts_with("cache_salt: expected"), "{path} {salt}: {reply}");
+            assert!(message.len() < 200, "{message}");
+        }
+        for salt in ["x", &"½".repeat(128), "\u{0}"] {
+            let body = with(body("Hi"), json!({"cache_salt": salt}));
+            let (status, _, reply) = send_json(&router, post_to(path, body.to_string())).await;
+            assert_eq!(status, 200, "{path}: {reply}");
+        }
+    }
+}
