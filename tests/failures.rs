@@ -19,7 +19,7 @@ use unicorn::model::{KvLimits, Limits};
 
 use crate::api::{
     App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, app_with, assert_all_free, chat, limits,
-    loaded, post_to, send, tokenizer, with,
+    loaded, post_to, send, status, tokenizer, with,
 };
 use crate::door::CONNECTIONS;
 use crate::fake_runner::{HANG, Script, says};
@@ -376,6 +376,7 @@ async fn an_answer_that_the_server_is_too_slow_to_collect_is_no_fault_of_its_cli
         assert!(!lines.iter().any(|line| line.contains("WARN") || line.contains("ERROR")), "{lines:#?}");
     }
     assert_all_free(&app.engine).await;
+    assert_eq!(status(&app.router).await["last_error"], Value::Null, "what answers has not failed");
 }
 
 #[tokio::test]

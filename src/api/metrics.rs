@@ -150,15 +150,17 @@ impl Followed {
                 (*choice, timings)
             }
             Event::Failed(error) => {
-                *locked(&m.last_error) = Some((unix_time_s(), error.to_string()));
-                let reason = match error {
-                    EngineError::SlowReader | EngineError::Deadline => "abort",
+                match error {
+                    EngineError::SlowReader | EngineError::Deadline => self.end_all("abort"),
                     EngineError::Lost(_)
                     | EngineError::Bug(_)
                     | EngineError::NotFinite
-                    | EngineError::ShuttingDown => "error",
-                };
-                return self.end_all(reason);
+                    | EngineError::ShuttingDown => {
+                        *locked(&m.last_error) = Some((unix_time_s(), error.to_string()));
+                        self.end_all("error");
+                    }
+                }
+                return;
             }
         };
         if !self.begun {
