@@ -1,12 +1,17 @@
 //! Who may come in, and how long a connection may keep its place: keys, names, pages, TLS, silence, and crowds.
 
+use std::convert::Infallible;
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::path::Path;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
+use axum::extract::ConnectInfo;
 use axum::http::{HeaderMap, Request, Response, StatusCode};
 use futures::StreamExt;
 use rustls::pki_types::ServerName;
@@ -16,11 +21,14 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tower::ServiceExt;
-use unicorn::api::{self, Connections, Door, Keys, Tls};
+use unicorn::api::{self, Connections, Door, Keys, Options, Server, Tls};
 
-use crate::api::{App, MODEL, app_behind, assert_all_free, chat, send, send_json};
+use crate::api::{
+    App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_behind, assert_all_free, chat, limits, loaded, send,
+    send_json, tokenizer,
+};
 use crate::cli::{assert_error, output, unicorn};
-use crate::fake_runner::HANG;
+use crate::fake_runner::{HANG, says};
 
 /// So short that a test sees them pass, and longer than this machine takes to answer.
 pub const CONNECTIONS: Connections = Connections {
@@ -283,6 +291,91 @@ async fn a_client_has_so_many_requests_under_way_until_their_ends() {
     assert_all_free(&app.engine).await;
     assert_eq!(outcome(&app, of(KEY, false)).await.0, 200);
     assert_eq!(outcome(&app, of(KEY, false)).await.0, 200, "and again after a whole answer");
+}
+
+/// An app in which a body may stall for longer than a test takes.
+fn patient_app_behind(door: Door) -> App {
+    app_with_options(Options { body_stall: 4 * HANG, ..OPTIONS }, door)
+}
+
+fn app_with_options(options: Options, door: Door) -> App {
+    let ids = tokenizer().encode("ok", false).expect("encodes");
+    loaded(Server::new(MODEL, options, door), limits(), DEFAULTS, says(&ids, END_OF_TURN))
+}
+
+/// The request, as if it came from there.
+fn from(peer: IpAddr, mut request: Request<Body>) -> Request<Body> {
+    request.extensions_mut().insert(ConnectInfo(SocketAddr::new(peer, 1)));
+    request
+}
+
+/// A request that is under way, or what it was refused with.
+type UnderWay = Result<Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>>>>, u16>;
+
+/// Sends a chat whose body never comes. `read` counts the bodies that somebody began to read.
+async fn stall(
+    app: &App,
+    fields: &[(&str, &str)],
+    peer: Option<IpAddr>,
+    read: &Arc<AtomicUsize>,
+) -> UnderWay {
+    let (read, mut begun) = (Arc::clone(read), false);
+    let body = futures::stream::poll_fn(move |_| {
+        read.fetch_add(usize::from(!std::mem::replace(&mut begun, true)), Ordering::Relaxed);
+        Poll::<Option<io::Result<Vec<u8>>>>::Pending
+    });
+    let mut request = request("POST", CHAT, fields).map(|_| Body::from_stream(body));
+    if let Some(peer) = peer {
+        request = from(peer, request);
+    }
+    let mut response = Box::pin(app.router.clone().oneshot(request));
+    match futures::poll!(&mut response) {
+        Poll::Pending => Ok(response),
+        Poll::Ready(response) => Err(response.expect("handlers do not fail").status().as_u16()),
+    }
+}
+
+#[tokio::test]
+async fn a_bogus_key_beside_the_valid_one_makes_nobody_another_client() {
+    let bogus: Vec<String> = (0..9).map(|i| format!("bogus-{i}")).collect();
+    let bearers: Vec<String> = bogus.iter().map(|key| format!("Bearer {key}")).collect();
+    let valid = format!("Bearer {KEY}");
+    for rotating_first in [true, false] {
+        let app = patient_app_behind(Door { requests_per_client: 2, ..with_keys() });
+        let read = Arc::default();
+        let mut under_way = Vec::new();
+        for (i, (key, bearer)) in bogus.iter().zip(&bearers).enumerate() {
+            let fields = match rotating_first {
+                true => [("authorization", bearer.as_str()), ("x-api-key", KEY)],
+                false => [("authorization", valid.as_str()), ("x-api-key", key.as_str())],
+            };
+            let asked = stall(&app, &fields, None, &read).await;
+            assert_eq!(asked.as_ref().err(), (i >= 2).then_some(&429), "request {i}");
+            under_way.extend(asked.ok());
+        }
+        let other = [("x-api-key", "first-key")];
+        assert!(stall(&app, &other, None, &read).await.is_ok(), "another key is another client");
+    }
+}
+
+#[tokio::test]
+async fn without_keys_a_client_is_its_address_whatever_key_it_sends() {
+    let address = |text: &str| text.parse::<IpAddr>().expect("an address");
+    for (mine, also_mine, anothers) in [
+        ("10.0.0.1", "10.0.0.1", "10.0.0.2"),
+        ("10.0.0.1", "::ffff:10.0.0.1", "::ffff:10.0.0.2"),
+        // Who has one IPv6 address has 2^64.
+        ("2001:db8:0:1::1", "2001:db8:0:1:ffff:ffff:ffff:ffff", "2001:db8:0:2::1"),
+    ] {
+        let app = patient_app_behind(Door { requests_per_client: 1, ..Door::default() });
+        let read = Arc::default();
+        let keyed = |key: &'static str| [("authorization", key), ("x-api-key", key)];
+        let first = stall(&app, &keyed("Bearer a"), Some(address(mine)), &read).await;
+        assert!(first.is_ok());
+        let second = stall(&app, &keyed("Bearer b"), Some(address(also_mine)), &read).await;
+        assert_eq!(second.err(), Some(429), "{also_mine} is {mine}");
+        assert!(stall(&app, &keyed("Bearer a"), Some(address(anothers)), &read).await.is_ok(), "{anothers}");
+    }
 }
 
 // --- over TCP -------------------------------------------------------------------------------------------

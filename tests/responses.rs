@@ -3,11 +3,11 @@
 use axum::body::Body;
 use axum::http::{Method, Request};
 use serde_json::{Value, json};
-use unicorn::api::Options;
+use unicorn::api::{Door, Keys, Options};
 
 use crate::api::{
-    App, DEFAULTS, MODEL, OPTIONS, app, app_that_says, app_that_shows_its_prompt, app_with, assert_all_free,
-    events_of, limits, post_to, prompt_ids, send_json, shows_its_prompt, tokenizer, with,
+    App, DEFAULTS, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, app_with,
+    assert_all_free, events_of, limits, post_to, prompt_ids, send_json, shows_its_prompt, tokenizer, with,
 };
 use crate::fake_runner::says;
 use crate::tools::{self, ROME, babbling, now, roll, weather};
@@ -35,6 +35,18 @@ async fn about(app: &App, method: Method, id: &Value, key: &str) -> (u16, Value)
     let request = Request::builder().method(method).uri(uri).header("authorization", format!("Bearer {key}"));
     let (status, _, value) = send_json(&app.router, request.body(Body::empty()).unwrap()).await;
     (status.as_u16(), value)
+}
+
+/// Two who ask.
+fn with_keys() -> Door {
+    Door { keys: Keys::from_variable("test", "mine,other").expect("sound"), ..Door::default() }
+}
+
+/// A request for a response, with somebody's key.
+fn asked(body: Value, key: &str) -> Request<Body> {
+    let mut request = post_to(PATH, body.to_string());
+    request.headers_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
+    request
 }
 
 async fn events(app: &App, body: Value) -> Vec<Value> {
@@ -432,8 +444,9 @@ async fn what_a_response_answered_can_be_listed() {
 
 #[tokio::test]
 async fn what_is_asked_of_a_kept_response_and_cannot_be_had_is_said() {
-    let app = app_that_says("ok");
-    let id = created(&app, ask("Hi")).await["id"].as_str().unwrap().to_owned();
+    let app = app_behind(with_keys(), "ok");
+    let (_, _, body) = send_json(&app.router, asked(ask("Hi"), "mine")).await;
+    let id = body["id"].as_str().unwrap().to_owned();
     let at = |path: &str| json!(format!("{id}{path}"));
     for (path, status, param) in [
         ("", 200, None),
@@ -441,16 +454,16 @@ async fn what_is_asked_of_a_kept_response_and_cannot_be_had_is_said() {
         ("?stream=true", 400, Some("stream")),
         ("?stream=maybe", 400, Some("stream")),
     ] {
-        let (got, value) = about(&app, Method::GET, &at(path), "").await;
+        let (got, value) = about(&app, Method::GET, &at(path), "mine").await;
         assert_eq!((got, value["error"]["param"].as_str()), (status, param), "{path}: {value}");
     }
-    let (status, value) = about(&app, Method::POST, &at("/cancel"), "").await;
+    let (status, value) = about(&app, Method::POST, &at("/cancel"), "mine").await;
     assert_eq!((status, &value["error"]["message"]), (400, &json!("Cannot cancel a synchronous response.")));
     // Nobody learns of another's.
     for (method, path) in
         [(Method::POST, "/cancel"), (Method::GET, "/input_items"), (Method::GET, "?stream=true")]
     {
-        let (status, value) = about(&app, method, &at(path), "another").await;
+        let (status, value) = about(&app, method, &at(path), "other").await;
         assert_eq!((status, &value["error"]["code"]), (404, &json!("not_found")), "{value}");
     }
 }
@@ -489,12 +502,7 @@ async fn a_conversation_goes_on_from_a_response_without_its_instructions() {
 
 #[tokio::test]
 async fn what_is_kept_is_its_callers_alone() {
-    let app = app_that_says("ok");
-    let asked = |body: Value, key: &str| {
-        let mut request = post_to(PATH, body.to_string());
-        request.headers_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
-        request
-    };
+    let app = app_behind(with_keys(), "ok");
     let (_, _, body) = send_json(&app.router, asked(ask("Hi"), "mine")).await;
     let id = &body["id"];
     assert_eq!(about(&app, Method::GET, id, "mine").await, (200, body.clone()));
@@ -504,10 +512,8 @@ async fn what_is_kept_is_its_callers_alone() {
         value["error"]["message"] == message && value["error"]["type"] == "invalid_request_error"
     };
     for method in [Method::GET, Method::DELETE] {
-        for key in ["other", ""] {
-            let (status, value) = about(&app, method.clone(), id, key).await;
-            assert!(status == 404 && not_found(&value), "{value}");
-        }
+        let (status, value) = about(&app, method, id, "other").await;
+        assert!(status == 404 && not_found(&value), "{value}");
     }
     let next = with(ask("more"), json!({"previous_response_id": id}));
     let (status, _, value) = send_json(&app.router, asked(next.clone(), "other")).await;

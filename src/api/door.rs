@@ -8,10 +8,13 @@
 //! refused, unless CORS lets that page in.
 //!
 //! A name that is an address cannot be rebound, so every address will do.
+//!
+//! With keys a client is the key that matched, whatever else a request brings; without them it is the address that it came
+//! from, and a key that is sent means nothing. What counts by client counts by that: fair shares, the requests under way, and
+//! whose a kept response is.
 
 use std::collections::HashMap;
-use std::collections::hash_map::{DefaultHasher, Entry};
-use std::hash::{Hash, Hasher};
+use std::collections::hash_map::Entry;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -22,13 +25,15 @@ use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use ring::hmac;
+use ring::rand::SystemRandom;
 use tower_http::cors::{AllowHeaders, AllowOrigin, AllowPrivateNetwork, CorsLayer};
 
 use super::Server;
 use super::error::ApiError;
 use super::exchange::Client;
 use super::held::hold;
-use super::keys::Keys;
+use super::keys::{Digest, Keys};
 use super::page;
 use crate::engine::ClientId;
 
@@ -88,9 +93,10 @@ impl Door {
         self.cors_origins.iter().any(is)
     }
 
-    fn check(&self, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), ApiError> {
+    /// The key that opens the door; none where it opens without.
+    fn check(&self, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<Option<Digest>, ApiError> {
         if !self.keys.is_empty() {
-            return if page::has(uri.path()) { Ok(()) } else { self.check_key(headers) };
+            return if page::has(uri.path()) { Ok(None) } else { self.check_key(headers).map(Some) };
         }
         let names = headers.get_all(header::HOST).iter().map(HeaderValue::as_bytes);
         // Whatever is no browser may leave it out.
@@ -103,16 +109,17 @@ impl Door {
             Some(origin) if changes(method) && !self.lets_in(origin) && !is_own(origin, headers) => {
                 Err(ApiError::ForeignOrigin(shown(origin.as_bytes())))
             }
-            _ => Ok(()),
+            _ => Ok(None),
         }
     }
 
-    fn check_key(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+    /// The first that is one of the server's, of all that were sent.
+    fn check_key(&self, headers: &HeaderMap) -> Result<Digest, ApiError> {
         let mut sent = keys_of(headers).peekable();
         if sent.peek().is_none() {
             return Err(ApiError::NoKey);
         }
-        if sent.any(|key| self.keys.contain(key)) { Ok(()) } else { Err(ApiError::WrongKey) }
+        sent.find_map(|key| self.keys.find(key)).ok_or(ApiError::WrongKey)
     }
 
     fn answers_to(&self, name: &[u8]) -> bool {
@@ -134,17 +141,19 @@ pub(super) async fn guard(
     if request.uri().path() == OPEN {
         return next.run(request).await;
     }
-    if let Err(error) = server.door.check(request.method(), request.uri(), request.headers()) {
-        return error.into_response();
-    }
+    let door = &server.door;
     let peer = peer.map(|Extension(ConnectInfo(address))| address.ip());
-    let client = client_of(request.headers(), peer);
-    request.extensions_mut().insert(Client(client));
+    let id = match door.check(request.method(), request.uri(), request.headers()) {
+        Ok(Some(key)) => server.identities.of_key(&key),
+        Ok(None) => server.identities.of_address(peer),
+        Err(error) => return error.into_response(),
+    };
+    request.extensions_mut().insert(Client(id));
     if !changes(request.method()) {
         return next.run(request).await;
     }
-    let most = server.door.requests_per_client;
-    let Some(place) = server.places.take(client, most) else {
+    let most = door.requests_per_client;
+    let Some(place) = server.places.take(id, most) else {
         return ApiError::ClientFull { limit: most }.into_response();
     };
     hold(next.run(request).await, place)
@@ -175,14 +184,38 @@ fn keys_of(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
     bearer.chain(own).filter(|key| !key.is_empty())
 }
 
-/// Whose request it is, for fairness between clients: the key's that came with it, or without one the address's.
-fn client_of(headers: &HeaderMap, peer: Option<IpAddr>) -> ClientId {
-    let mut hasher = DefaultHasher::new();
-    match keys_of(headers).next() {
-        Some(key) => key.hash(&mut hasher),
-        None => peer.hash(&mut hasher),
+/// Tells clients apart, by 64 bits of an HMAC under a secret that the process made for itself: who knows keys or addresses
+/// cannot say whose number is whose, nor make two that are one. Of a million clients, two are one by chance with a
+/// probability of 2^-25.
+pub(super) struct Identities(hmac::Key);
+
+impl Identities {
+    pub fn new() -> Self {
+        let secret = hmac::Key::generate(hmac::HMAC_SHA256, &SystemRandom::new());
+        Self(secret.expect("the system has random numbers, or no server could be trusted"))
     }
-    hasher.finish()
+
+    fn of_key(&self, key: &Digest) -> ClientId {
+        self.tag(b"key", key)
+    }
+
+    /// An IPv6 address counts by its first half: the other one is its owner's to choose.
+    fn of_address(&self, address: Option<IpAddr>) -> ClientId {
+        match address.map(|address| address.to_canonical()) {
+            None => self.tag(b"none", &[]),
+            Some(IpAddr::V4(address)) => self.tag(b"v4", &address.octets()),
+            Some(IpAddr::V6(address)) => self.tag(b"v6", &address.octets()[..8]),
+        }
+    }
+
+    fn tag(&self, kind: &[u8], of: &[u8]) -> ClientId {
+        let mut context = hmac::Context::with_key(&self.0);
+        context.update(kind);
+        context.update(of);
+        let tag = context.sign();
+        let (first, _) = tag.as_ref().split_first_chunk().expect("32 bytes");
+        ClientId::from_be_bytes(*first)
+    }
 }
 
 fn shown(name: &[u8]) -> String {
@@ -238,16 +271,48 @@ mod tests {
     }
 
     #[test]
-    fn clients_are_told_apart_by_key_and_then_by_address() {
-        let with = |name: &HeaderName, key: &'static str, address: [u8; 4]| {
-            client_of(&headers(&[(name.clone(), key)]), Some(IpAddr::from(address)))
-        };
-        let (bearer, own) = (&header::AUTHORIZATION, &X_API_KEY);
-        assert_eq!(with(bearer, "Bearer", [10, 0, 0, 1]), with(bearer, "Bearer ", [10, 0, 0, 1]));
-        assert_ne!(with(bearer, "", [10, 0, 0, 1]), with(bearer, "", [10, 0, 0, 2]));
-        assert_eq!(with(bearer, "Bearer a", [10, 0, 0, 1]), with(bearer, "bearer  a", [10, 0, 0, 2]));
-        assert_eq!(with(bearer, "Bearer a", [10, 0, 0, 1]), with(own, "a", [10, 0, 0, 1]));
-        assert_ne!(with(bearer, "Bearer a", [10, 0, 0, 1]), with(bearer, "Bearer b", [10, 0, 0, 1]));
+    fn the_key_that_matched_is_found_wherever_it_stands() {
+        let keys = Keys::from_variable("V", "alpha,beta").unwrap();
+        let [alpha, beta] = [b"alpha".as_slice(), b"beta"].map(|key| keys.find(key).expect("one of them"));
+        let door = Door { keys, ..Door::default() };
+        let (bearer, own) = (header::AUTHORIZATION, X_API_KEY);
+        for (fields, found) in [
+            (vec![(bearer.clone(), "Bearer alpha")], Ok(alpha)),
+            (vec![(bearer.clone(), "bearer  beta ")], Ok(beta)),
+            (vec![(own.clone(), "alpha")], Ok(alpha)),
+            (vec![(bearer.clone(), "Bearer bogus"), (own.clone(), "alpha")], Ok(alpha)),
+            (vec![(bearer.clone(), "Bearer alpha"), (own.clone(), "bogus")], Ok(alpha)),
+            (vec![(bearer.clone(), "Basic beta"), (own.clone(), "alpha")], Ok(alpha)),
+            (vec![(bearer.clone(), "Bearer bogus"), (own.clone(), "other")], Err(ApiError::WrongKey)),
+            (vec![(bearer.clone(), "Bearer "), (own.clone(), "")], Err(ApiError::NoKey)),
+        ] {
+            assert_eq!(door.check_key(&headers(&fields)), found, "{fields:?}");
+        }
+    }
+
+    #[test]
+    fn clients_are_told_apart_by_key_or_address_under_a_secret() {
+        let (mine, others) = (Identities::new(), Identities::new());
+        let address = |text: &str| Some(text.parse::<IpAddr>().expect("an address"));
+        let all = [
+            mine.of_key(&[0; 32]),
+            mine.of_key(&[1; 32]),
+            mine.of_address(None),
+            mine.of_address(address("0.0.0.0")),
+            mine.of_address(address("10.0.0.1")),
+            mine.of_address(address("10.0.0.2")),
+            mine.of_address(address("::")),
+            mine.of_address(address("2001:db8:0:1::")),
+            mine.of_address(address("2001:db8:0:2::")),
+            others.of_key(&[0; 32]),
+            others.of_address(address("10.0.0.1")),
+        ];
+        for (i, one) in all.iter().enumerate() {
+            assert!(!all[..i].contains(one), "{i}");
+        }
+        for (one, same) in [("10.0.0.1", "::ffff:10.0.0.1"), ("2001:db8:0:1::", "2001:db8:0:1:ffff::9")] {
+            assert_eq!(mine.of_address(address(one)), mine.of_address(address(same)), "{one} and {same}");
+        }
     }
 
     #[test]

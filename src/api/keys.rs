@@ -1,4 +1,4 @@
-//! API keys: where they come from, and whether one that was sent is among them.
+//! API keys: where they come from, and which of them it is that was sent.
 //!
 //! A key is kept as its SHA-256 digest, compared in constant time with all of them, and never shown: not in the log, not
 //! in an error, not by `Debug`. It comes from a file or the environment, never from the command line, which every
@@ -10,7 +10,8 @@ use std::io::{self, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use sha2::{Digest, Sha256};
+use sha2::Digest as _;
+use sha2::Sha256;
 use subtle::{Choice, ConstantTimeEq};
 
 /// Of a file of keys, certificates or one private key.
@@ -19,7 +20,10 @@ const MAX_KEYS: usize = 1024;
 
 /// The keys that a server accepts; without any it asks for none.
 #[derive(Clone, Default)]
-pub struct Keys(Vec<[u8; 32]>);
+pub struct Keys(Vec<Digest>);
+
+/// A key's SHA-256: what it is known by.
+pub(super) type Digest = [u8; 32];
 
 #[derive(Debug, thiserror::Error)]
 pub enum KeysError {
@@ -87,10 +91,11 @@ impl Keys {
         self.0.is_empty()
     }
 
-    /// Takes as long whichever key it is, or if it is none.
-    pub(super) fn contain(&self, sent: &[u8]) -> bool {
+    /// Which key it is, if it is one of these. Takes as long whichever it is, or if it is none.
+    pub(super) fn find(&self, sent: &[u8]) -> Option<Digest> {
         let sent = digest(sent);
-        self.0.iter().fold(Choice::from(0), |found, key| found | key.ct_eq(&sent)).into()
+        let found = self.0.iter().fold(Choice::from(0), |found, key| found | key.ct_eq(&sent));
+        bool::from(found).then_some(sent)
     }
 }
 
@@ -100,7 +105,7 @@ impl fmt::Debug for Keys {
     }
 }
 
-fn digest(key: &[u8]) -> [u8; 32] {
+fn digest(key: &[u8]) -> Digest {
     Sha256::digest(key).into()
 }
 
@@ -131,11 +136,12 @@ mod tests {
     #[test]
     fn keys_are_compared_whole_and_never_shown() {
         let keys = Keys::from_variable("V", " alpha,beta\tgamma,, ").unwrap();
-        for key in ["alpha", "beta", "gamma"] {
-            assert!(keys.contain(key.as_bytes()));
-        }
+        let found = ["alpha", "beta", "gamma"].map(|key| keys.find(key.as_bytes()).expect("one of them"));
+        assert!(found[0] != found[1] && found[1] != found[2] && found[0] != found[2]);
+        let alone = Keys::from_variable("W", "beta").unwrap();
+        assert_eq!(alone.find(b"beta"), Some(found[1]), "the same beside others");
         for no in ["", "alph", "alphaa", "ALPHA", "alpha,beta", "V"] {
-            assert!(!keys.contain(no.as_bytes()), "{no:?}");
+            assert_eq!(keys.find(no.as_bytes()), None, "{no:?}");
         }
         assert_eq!(format!("{keys:?}"), "Keys(3)");
         assert!(Keys::from_variable("V", " , ").unwrap().is_empty());
@@ -149,7 +155,8 @@ mod tests {
         std::fs::write(&file, "# who: alice\nalpha\n\n  beta  \r\n#gamma\n").unwrap();
         let keys = Keys::read(file.path()).unwrap();
         assert_eq!(format!("{keys:?}"), "Keys(2)");
-        assert!(keys.contain(b"alpha") && keys.contain(b"beta") && !keys.contain(b"gamma"));
+        assert!(keys.find(b"alpha").is_some() && keys.find(b"beta").is_some());
+        assert_eq!(keys.find(b"gamma"), None);
         for (text, part) in [
             (&b"# none\n"[..], "no key"),
             (b"", "no key"),
