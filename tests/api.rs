@@ -25,6 +25,8 @@ pub const DEFAULTS: SamplingDefaults =
 pub const OPTIONS: Options = Options {
     max_body_bytes: 64 << 10,
     body_stall: Duration::from_millis(200),
+    body_grace: Duration::from_secs(10),
+    turn_timeout: Duration::from_secs(150),
     stored_responses: 9,
     stored_response_bytes: 1 << 20,
     share_prefixes: None,
@@ -66,8 +68,18 @@ pub fn app_behind(door: Door, text: &str) -> App {
 }
 
 pub fn loaded(server: Arc<Server>, limits: Limits, defaults: SamplingDefaults, script: Script) -> App {
+    loaded_with_queue(2, server, limits, defaults, script)
+}
+
+fn loaded_with_queue(
+    queue: usize,
+    server: Arc<Server>,
+    limits: Limits,
+    defaults: SamplingDefaults,
+    script: Script,
+) -> App {
     let (runner, control) = FakeRunner::new(limits, script);
-    let engine = Engine::start(runner, EngineConfig { queue: 2, scheduler: SchedulerConfig::default() });
+    let engine = Engine::start(runner, EngineConfig { queue, scheduler: SchedulerConfig::default() });
     let stops = vec![1, END_OF_TURN];
     server.set_ready(Service::new(engine.clone(), tokenizer(), ChatTemplate::gemma(), defaults, stops));
     App { router: api::router(Arc::clone(&server)), server, engine, control }
@@ -964,6 +976,21 @@ async fn a_full_queue_is_429_with_retry_after() {
 }
 
 #[tokio::test]
+async fn a_burst_of_one_client_is_answered_to_the_last() {
+    // As many as one client may have by default; the default queue has room for all of them.
+    let door = Door::default();
+    let n = door.requests_per_client;
+    let ids = tokenizer().encode("ok", false).expect("encodes");
+    let server = Server::new(MODEL, OPTIONS, door);
+    let app = loaded_with_queue(256, server, limits(), DEFAULTS, says(&ids, END_OF_TURN));
+    let burst = (0..n).map(|_| send_json(&app.router, post(chat("Hi").to_string())));
+    for (status, _, body) in futures::future::join_all(burst).await {
+        assert_eq!(status, 200, "{body}");
+    }
+    assert_at_rest(&app.router).await;
+}
+
+#[tokio::test]
 async fn bodies_that_never_end_are_bounded_in_number() {
     let app = app_that_says("ok");
     let stalled = || Body::from_stream(futures::stream::pending::<Result<Vec<u8>, std::io::Error>>());
@@ -984,6 +1011,47 @@ async fn bodies_that_never_end_are_bounded_in_number() {
     // And each for a time without progress.
     let (status, _, body) = send_json(&app.router, post(stalled())).await;
     assert_eq!((status.as_u16(), &body["error"]["code"]), (408, &json!("body_timeout")));
+}
+
+#[tokio::test]
+async fn a_body_that_dribbles_is_given_up() {
+    let options = Options { body_stall: 4 * HANG, body_grace: Duration::from_millis(50), ..OPTIONS };
+    let app = app_with(limits(), options, DEFAULTS, says(&[], END_OF_TURN));
+    let byte = |()| async {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        Some((Ok::<_, std::io::Error>(vec![b' ']), ()))
+    };
+    let dribble = post(Body::from_stream(futures::stream::unfold((), byte)));
+    let (status, _, body) = send_json(&app.router, dribble).await;
+    assert_eq!((status.as_u16(), &body["error"]["code"]), (408, &json!("body_timeout")));
+    let message = body["error"]["message"].as_str().unwrap();
+    assert!(message.contains("too slowly") && message.contains("4096 bytes per second"), "{message}");
+}
+
+#[tokio::test]
+async fn a_request_whose_turn_does_not_come_is_told_so() {
+    let options = Options { body_stall: 4 * HANG, turn_timeout: Duration::from_millis(50), ..OPTIONS };
+    let app = app_with(limits(), options, DEFAULTS, says(&[], END_OF_TURN));
+    let stalled = || Body::from_stream(futures::stream::pending::<Result<Vec<u8>, std::io::Error>>());
+    let mut reading: Vec<_> =
+        (0..16).map(|_| Box::pin(app.router.clone().oneshot(post(stalled())))).collect();
+    for request in &mut reading {
+        assert!(futures::poll!(request).is_pending());
+    }
+    for (path, status, word) in
+        [("/v1/chat/completions", 503, "no_turn"), ("/v1/messages", 503, "overloaded_error")]
+    {
+        let waiting = post_to(path, chat("Hi").to_string());
+        let (got, headers, body) = send_json(&app.router, waiting).await;
+        assert_eq!(got.as_u16(), status, "{body}");
+        assert!(headers[header::RETRY_AFTER].to_str().unwrap().parse::<u32>().unwrap() > 0);
+        let error = &body["error"];
+        assert!(error["code"] == word || error["type"] == word, "{body}");
+        assert!(error["message"].as_str().unwrap().contains("reading the requests before"), "{body}");
+    }
+    drop(reading);
+    assert_eq!(complete(&app, chat("Hi")).await.0, 200);
+    assert_at_rest(&app.router).await;
 }
 
 #[tokio::test]

@@ -336,6 +336,21 @@ async fn stall(
 }
 
 #[tokio::test]
+async fn a_client_whose_bodies_never_end_takes_a_quarter_of_the_places() {
+    let app = patient_app_behind(with_keys());
+    let read = Arc::default();
+    let mut stalled = Vec::new();
+    for _ in 0..100 {
+        stalled.push(stall(&app, &[("x-api-key", KEY)], None, &read).await.ok().expect("it may wait"));
+    }
+    for _ in 0..20 {
+        let honest = request("POST", CHAT, &[("x-api-key", "first-key")]);
+        assert_eq!(outcome(&app, honest).await, (200, String::new()));
+    }
+    assert_eq!(read.load(Ordering::Relaxed), 16, "the others wait, and nothing of them is read");
+}
+
+#[tokio::test]
 async fn a_bogus_key_beside_the_valid_one_makes_nobody_another_client() {
     let bogus: Vec<String> = (0..9).map(|i| format!("bogus-{i}")).collect();
     let bearers: Vec<String> = bogus.iter().map(|key| format!("Bearer {key}")).collect();

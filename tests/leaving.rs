@@ -204,6 +204,40 @@ async fn whoever_leaves_leaves_nothing_behind() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn whoever_leaves_the_line_leaves_it_at_once() {
+    let patient = Connections { head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
+    let serving = Serving::start(endless(), patient).await;
+    let count =
+        |n: usize| move |seen: &Value| seen["requests"]["arriving"] == n && seen["requests"]["open"] == n;
+    let whole = request(CHAT, &body(CHAT, "nothing", json!({})));
+    // One client's share of the places; none of these bodies ends.
+    let half = || {
+        let mut client = serving.connect();
+        client.write_all(&whole.as_bytes()[..whole.len() - 9]).expect("sent");
+        client
+    };
+    let stalled: Vec<TcpStream> = (0..16).map(|_| half()).collect();
+    until(&serving.app, "all places", count(16), || {}).await;
+    let long = request(CHAT, &body(CHAT, &"long ".repeat(12_000), json!({})));
+    let head = whole.find("\r\n\r\n").expect("a head") + 4;
+    for (name, sent) in [
+        ("behind its head", &whole[..head]),
+        ("with a part of its body", &whole[..whole.len() - 9]),
+        ("with all of its body", &whole),
+        ("with a long body", &long),
+    ] {
+        let mut waiting = serving.connect();
+        waiting.write_all(sent.as_bytes()).expect("sent");
+        until(&serving.app, name, count(17), || {}).await;
+        drop(waiting);
+        until(&serving.app, name, count(16), || {}).await;
+    }
+    drop(stalled);
+    until(&serving.app, "at the end", is_at_rest, || {}).await;
+    serving.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn whoever_stops_reading_is_given_up() {
     let serving = Serving::start(endless(), CONNECTIONS).await;
     // More than the system keeps for such a reader, and the server beside it.

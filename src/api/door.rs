@@ -10,7 +10,7 @@
 //! A name that is an address cannot be rebound, so every address will do.
 //!
 //! With keys a client is the key that matched, whatever else a request brings; without them it is the address that it came
-//! from, and a key that is sent means nothing. What counts by client counts by that: fair shares, the requests under way, and
+//! from, and a key that is sent means nothing. What counts by client counts by that: fair turns, the requests under way, and
 //! whose a kept response is.
 
 use std::collections::HashMap;
@@ -34,6 +34,7 @@ use super::error::ApiError;
 use super::exchange::Client;
 use super::held::hold;
 use super::keys::{Digest, Keys};
+use super::listen::Connection;
 use super::page;
 use crate::engine::ClientId;
 
@@ -135,6 +136,7 @@ impl Door {
 pub(super) async fn guard(
     State(server): State<Arc<Server>>,
     peer: Option<Extension<ConnectInfo<SocketAddr>>>,
+    connection: Option<Extension<Connection>>,
     mut request: Request,
     next: Next,
 ) -> Response {
@@ -143,12 +145,13 @@ pub(super) async fn guard(
     }
     let door = &server.door;
     let peer = peer.map(|Extension(ConnectInfo(address))| address.ip());
+    let connection = connection.map(|Extension(connection)| connection);
     let id = match door.check(request.method(), request.uri(), request.headers()) {
         Ok(Some(key)) => server.identities.of_key(&key),
         Ok(None) => server.identities.of_address(peer),
         Err(error) => return error.into_response(),
     };
-    request.extensions_mut().insert(Client(id));
+    request.extensions_mut().insert(Client { id, connection });
     if !changes(request.method()) {
         return next.run(request).await;
     }

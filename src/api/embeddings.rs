@@ -119,7 +119,7 @@ pub(super) async fn embeddings(
     caller: Caller,
     body: Body,
 ) -> Result<Json<Embeddings>, ApiError> {
-    let prepared = exchange::work(&server, body, |server, body| {
+    let prepared = exchange::work(&server, &caller.client, body, |server, body| {
         let body = object(body)?;
         let fields = Fields(&body);
         let model = model(&fields)?;

@@ -54,8 +54,8 @@ pub enum ApiError {
     SynchronousResponse,
     #[error("the body is larger than {limit} bytes")]
     BodyTooLarge { limit: usize },
-    #[error("the body did not arrive: nothing came for {} s, or not all within {} s", stall.as_secs_f64(), whole.as_secs())]
-    BodyTimeout { stall: Duration, whole: Duration },
+    #[error("the body did not arrive: {0}")]
+    BodyTimeout(BodyGap),
     #[error("the body ended early")]
     BodyBroken,
     #[error("there is nothing at {0}")]
@@ -80,6 +80,13 @@ pub enum ApiError {
     ClientFull { limit: usize },
     #[error("the server is busy: {waiting} requests are waiting; try again in a few seconds")]
     QueueFull { waiting: usize },
+    /// `doing` is what it waited for.
+    #[error(
+        "the server is busy {doing} the requests before this one, whose turn did not come within {} s; try again in a few \
+         seconds",
+        waited.as_secs_f64()
+    )]
+    NoTurn { doing: &'static str, waited: Duration },
     #[error("the model is still loading; try again in a few seconds")]
     Loading,
     #[error(transparent)]
@@ -92,6 +99,20 @@ pub enum ApiError {
     /// The message is for the log alone.
     #[error("the server met a bug; its log says more, beside this request's id")]
     Panic(String),
+}
+
+/// Why a body was given up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum BodyGap {
+    #[error("nothing came for {} s", within.as_secs_f64())]
+    Nothing { within: Duration },
+    #[error(
+        "it came too slowly; once {} s are over, expected {bytes_per_s} bytes per second on the average",
+        grace.as_secs_f64()
+    )]
+    TooLittle { bytes_per_s: u32, grace: Duration },
+    #[error("it was not whole after {} s", within.as_secs_f64())]
+    NotAll { within: Duration },
 }
 
 /// What the wire says beside the message.
@@ -238,7 +259,7 @@ impl ApiError {
             }
             Self::SynchronousResponse => request(bad, Some("response_id"), Some("unsupported_value")),
             Self::BodyTooLarge { .. } => request(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
-            Self::BodyTimeout { .. } => request(StatusCode::REQUEST_TIMEOUT, None, Some("body_timeout")),
+            Self::BodyTimeout(_) => request(StatusCode::REQUEST_TIMEOUT, None, Some("body_timeout")),
             Self::BodyBroken => request(bad, None, Some("body_incomplete")),
             Self::NoRoute(_) => request(StatusCode::NOT_FOUND, None, Some("not_found")),
             Self::Method(..) => request(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
@@ -257,6 +278,7 @@ impl ApiError {
                 Some("queue_full"),
                 Some(RETRY_QUEUE_S),
             ),
+            Self::NoTurn { .. } => server(unavailable, "server_error", Some("no_turn"), Some(RETRY_QUEUE_S)),
             Self::Loading => {
                 server(unavailable, "server_error", Some("model_loading"), Some(RETRY_LOADING_S))
             }

@@ -15,46 +15,65 @@ use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::{Stream, StreamExt};
 use serde::Serialize;
-use tokio::sync::SemaphorePermit;
+use tokio::time::{Instant, timeout, timeout_at};
 use utoipa::ToSchema;
 
 use super::answer::{AnswerText, Delta, End, Reason};
-use super::error::ApiError;
+use super::error::{ApiError, BodyGap};
 use super::failures::{log_in_stream, panicked};
+use super::listen::Connection;
 use super::metrics::Followed;
 use super::request::ChatRequest;
 use super::service::Service;
 use super::sharing::salt_of;
 use super::tasks::{Asked, Purpose};
-use super::{MAX_ARRIVING, Options, Server, new_id, unix_time_s};
+use super::turns::{Turn, Turns};
+use super::{Options, Server, new_id, unix_time_s};
 use crate::engine::{ClientId, Event, Request, Timings, TokenStream};
 use crate::model::Logprobs;
 use crate::text::CallPiece;
 
-/// For a whole body, however steadily it comes.
-const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+/// For a whole body, however steadily it comes: 70 KB/s for one of 8 MiB, which an uplink of 0.6 Mbit/s brings. Places of
+/// many clients at once may be held for so long, so whoever waits for one waits longer than that ([`Options::turn_timeout`]).
+const BODY_TIMEOUT: Duration = Duration::from_secs(120);
+/// Bytes per second that a body brings on the average, once [`Options::body_grace`] is over: what a telephone modem sends.
+/// Whoever holds a place for as long as it can has to send half a megabyte for that, and not forty bytes.
+const BODY_RATE: u32 = 4 << 10;
 /// Behind the last line of OpenAI's streams.
 const DONE: &str = "[DONE]";
 
 /// Whose request it is. The door says it of every one.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Client(pub ClientId);
+#[derive(Debug, Clone)]
+pub(super) struct Client {
+    /// Whose fair share it takes, and who may read what is kept of it.
+    pub id: ClientId,
+    /// What it came on.
+    pub connection: Option<Connection>,
+}
+
+impl<S: Sync> FromRequestParts<S> for Client {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
+        let client: Option<&Self> = parts.extensions.get();
+        client.cloned().ok_or_else(|| ApiError::Bug("a request passed no door".into()))
+    }
+}
 
 /// Who asks, and what they say that it is for.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Caller {
-    id: ClientId,
+    pub client: Client,
     asked: Asked,
 }
 
 impl Caller {
-    /// Whose fair share it takes, and who may read what is kept of it.
-    pub fn id(self) -> ClientId {
-        self.id
+    pub fn id(&self) -> ClientId {
+        self.client.id
     }
 
     /// What a request is for, of which the caller may have said something.
-    pub fn purpose(self, request: &ChatRequest) -> Purpose {
+    pub fn purpose(&self, request: &ChatRequest) -> Purpose {
         self.asked.purpose(request)
     }
 }
@@ -62,10 +81,9 @@ impl Caller {
 impl<S: Sync> FromRequestParts<S> for Caller {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
-        let client: Option<&Client> = parts.extensions.get();
-        let Client(id) = client.ok_or_else(|| ApiError::Bug("a request passed no door".into()))?;
-        Ok(Self { id: *id, asked: Asked::read(&parts.headers)? })
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let client = Client::from_request_parts(parts, state).await?;
+        Ok(Self { client, asked: Asked::read(&parts.headers)? })
     }
 }
 
@@ -91,20 +109,21 @@ pub(super) async fn ask<T: Send + 'static>(
     + Send
     + 'static,
 ) -> Result<Exchange<T>, ApiError> {
-    let prepared = work(server, body, move |server, body| {
+    let Caller { client, asked } = caller;
+    let prepared = work(server, &client, body, move |server, body| {
         let (request, mut wire) = parse(body)?;
         let service = server.service_for(request.model.as_deref())?;
         let prepared = prepare(&service, &request, &mut wire).map_err(|error| error.in_prompt(prompt))?;
-        Ok((service, prepared, wire, caller.purpose(&request), request.cache_salt))
+        Ok((service, prepared, wire, asked.purpose(&request), request.cache_salt))
     });
     let (arriving, (service, prepared, wire, purpose, cache_salt)) = prepared.await?;
     tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");
     let seed = prepared.first().map_or(0, |(engine, _)| engine.sampling.seed);
-    let salt = salt_of(server, caller.id, cache_salt.as_deref());
+    let salt = salt_of(server, client.id, cache_salt.as_deref());
     let mut answers = Answers::new(Arc::clone(&service));
     for (mut engine, text) in prepared {
         engine.cache_salt = salt.clone();
-        (engine.client, engine.priority) = (caller.id, purpose.priority);
+        (engine.client, engine.priority) = (client.id, purpose.priority);
         let n = 1 + engine.more_seeds.len();
         let tokens =
             service.engine().submit(engine).map_err(|error| ApiError::from(error).in_prompt(prompt))?;
@@ -123,32 +142,58 @@ pub(super) async fn ask<T: Send + 'static>(
 }
 
 /// Reads a body and does with it what takes a processor for long; beside the result comes the place among those that
-/// arrive.
+/// arrive. Until it has that place, nothing of the body is read, and it waits in its client's line.
 pub(super) async fn work<T: Send + 'static>(
     server: &Arc<Server>,
+    client: &Client,
     body: Body,
     work: impl FnOnce(&Server, &[u8]) -> Result<T, ApiError> + Send + 'static,
-) -> Result<(SemaphorePermit<'_>, T), ApiError> {
-    let full = ApiError::QueueFull { waiting: MAX_ARRIVING };
-    let arriving = server.arriving.try_acquire().map_err(|_| full)?;
+) -> Result<(Turn, T), ApiError> {
+    let arriving = tokio::select! {
+        biased;
+        turn = in_turn(server, &server.arriving, client.id, "reading") => turn?,
+        // Nobody is left to be told.
+        () = Connection::left(client.connection.as_ref()) => return Err(ApiError::BodyBroken),
+    };
     let body = read_body(body, &server.options).await?;
 
     let worker = Arc::clone(server);
-    let worked = apart(server, "preparing a prompt", move || work(&worker, &body)).await?;
+    let worked = apart(server, client.id, "preparing a prompt", move || work(&worker, &body)).await?;
     Ok((arriving, worked))
 }
 
-/// Does what takes a processor for long, as rendering and tokenizing a long conversation does for seconds: not on the
-/// threads that answer other clients, and not on more threads than there are processors. `what` it is, where it panics.
-pub(super) async fn apart<T: Send + 'static>(
+/// Waits for a client's turn, for as long as that may take. `doing` is what others have their turns for meanwhile.
+async fn in_turn(
     server: &Server,
+    turns: &Turns,
+    client: ClientId,
+    doing: &'static str,
+) -> Result<Turn, ApiError> {
+    let waited = server.options.turn_timeout;
+    timeout(waited, turns.take(client)).await.map_err(|_| ApiError::NoTurn { doing, waited })
+}
+
+/// Does what takes a processor for long, as rendering and tokenizing a long conversation or compiling a grammar does for
+/// seconds: not on the threads that answer other clients, not on more threads than there are processors, and in turns
+/// that go to whoever took the least of the processors' time. `what` it is, where it panics.
+async fn apart<T: Send + 'static>(
+    server: &Server,
+    client: ClientId,
     what: &str,
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    let turn = Arc::clone(&server.tokenizing).acquire_owned().await;
-    let turn = turn.map_err(|_| ApiError::Bug("the tokenizing semaphore was closed".into()))?;
+    /// Charges the time up to its drop, also where that is a panic's.
+    struct Timed(Turn, Instant);
+
+    impl Drop for Timed {
+        fn drop(&mut self) {
+            self.0.charge(self.1.elapsed().as_micros() as u64);
+        }
+    }
+
+    let turn = in_turn(server, &server.tokenizing, client, "preparing").await?;
     let worked = tokio::task::spawn_blocking(move || {
-        let _turn = turn;
+        let _timed = Timed(turn, Instant::now());
         work()
     });
     worked.await.unwrap_or_else(|error| match error.try_into_panic() {
@@ -158,21 +203,35 @@ pub(super) async fn apart<T: Send + 'static>(
 }
 
 async fn read_body(body: Body, options: &Options) -> Result<Vec<u8>, ApiError> {
-    let &Options { max_body_bytes: limit, body_stall: stall, .. } = options;
-    let timeout = || ApiError::BodyTimeout { stall, whole: BODY_TIMEOUT };
+    let limit = options.max_body_bytes;
     let mut chunks = body.into_data_stream();
-    let read = async {
-        let mut bytes = Vec::new();
-        while let Some(chunk) = tokio::time::timeout(stall, chunks.next()).await.map_err(|_| timeout())? {
-            let chunk = chunk.map_err(|_| ApiError::BodyBroken)?;
-            if bytes.len() + chunk.len() > limit {
-                return Err(ApiError::BodyTooLarge { limit });
-            }
-            bytes.extend_from_slice(&chunk);
+    let mut bytes = Vec::new();
+    let began = Instant::now();
+    loop {
+        let (until, gap) = patience(options, began.elapsed(), bytes.len());
+        let next = timeout_at(began + until, chunks.next()).await.map_err(|_| ApiError::BodyTimeout(gap))?;
+        let Some(chunk) = next else { return Ok(bytes) };
+        let chunk = chunk.map_err(|_| ApiError::BodyBroken)?;
+        if bytes.len() + chunk.len() > limit {
+            return Err(ApiError::BodyTooLarge { limit });
         }
-        Ok(bytes)
-    };
-    tokio::time::timeout(BODY_TIMEOUT, read).await.map_err(|_| timeout())?
+        bytes.extend_from_slice(&chunk);
+    }
+}
+
+/// When a body is given up of which nothing more comes, since it began, and why. `came` bytes of it so far, the last of them
+/// `elapsed` after its beginning.
+fn patience(options: &Options, elapsed: Duration, came: usize) -> (Duration, BodyGap) {
+    let (stall, grace) = (options.body_stall, options.body_grace);
+    let earned = Duration::from_secs_f64(came as f64 / f64::from(BODY_RATE));
+    [
+        (elapsed + stall, BodyGap::Nothing { within: stall }),
+        (grace + earned, BodyGap::TooLittle { bytes_per_s: BODY_RATE, grace }),
+        (BODY_TIMEOUT, BodyGap::NotAll { within: BODY_TIMEOUT }),
+    ]
+    .into_iter()
+    .min_by_key(|(until, _)| *until)
+    .expect("three of them")
 }
 
 /// A reply that comes in pieces, with comments while nothing comes. What goes wrong after the headers, be it a panic, is
@@ -513,5 +572,90 @@ impl TimingsReport {
             draft_n: drafts.proposed,
             draft_n_accepted: drafts.accepted,
         }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::sync::Mutex;
+
+    use super::super::Door;
+    use super::*;
+
+    pub const OPTIONS: Options = Options {
+        max_body_bytes: 8 << 20,
+        body_stall: Duration::from_secs(5),
+        body_grace: Duration::from_secs(10),
+        turn_timeout: Duration::from_secs(150),
+        stored_responses: 0,
+        stored_response_bytes: 0,
+        keep_alive: Duration::from_secs(5),
+        device_timeout: Duration::from_secs(60),
+    };
+
+    /// When a body of `whole` bytes is given up that comes in pieces of `piece` bytes, one each `every`, and why; none where
+    /// it comes whole.
+    fn given_up(whole: usize, piece: usize, every: Duration) -> Option<(Duration, BodyGap)> {
+        let (mut at, mut came) = (Duration::ZERO, 0);
+        while came < whole {
+            let (until, gap) = patience(&OPTIONS, at, came);
+            if until < at + every {
+                return Some((until, gap));
+            }
+            at += every;
+            came += piece.min(whole - came);
+        }
+        None
+    }
+
+    #[test]
+    fn a_body_that_dribbles_is_given_up_and_one_that_is_only_slow_is_not() {
+        let seconds = Duration::from_secs;
+        // A byte every three seconds, and a little more often.
+        for every in [Duration::from_secs(3), Duration::from_millis(10)] {
+            let (at, gap) = given_up(1 << 20, 1, every).expect("given up");
+            assert_eq!(gap, BodyGap::TooLittle { bytes_per_s: BODY_RATE, grace: seconds(10) });
+            assert!((seconds(10)..seconds(11)).contains(&at), "{at:?}");
+        }
+        let (at, gap) = given_up(100, 1, seconds(6)).expect("given up");
+        assert_eq!((at, gap), (seconds(5), BodyGap::Nothing { within: seconds(5) }));
+        // A small one on a bad line: a packet each four seconds, two of them lost.
+        assert_eq!(given_up(2000, 1000, seconds(4)), None);
+        // A long conversation by modem, packet by packet; the largest body by a slow DSL line.
+        assert_eq!(given_up(400 << 10, 1460, Duration::from_millis(350)), None);
+        assert_eq!(given_up(8 << 20, 1460, Duration::from_millis(20)), None);
+        let (at, gap) = given_up(8 << 20, 1460, Duration::from_millis(30)).expect("given up");
+        assert_eq!((at, gap), (BODY_TIMEOUT, BodyGap::NotAll { within: BODY_TIMEOUT }));
+    }
+
+    #[tokio::test]
+    async fn processors_go_to_whoever_took_the_least_of_their_time() {
+        let server = Server::new("m", OPTIONS, Door::default());
+        let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
+        // One of them is there for all others.
+        let mut taken = Vec::new();
+        for _ in 0..processors {
+            taken.push(server.tokenizing.take(0).await);
+        }
+        let order: Arc<Mutex<Vec<ClientId>>> = Arc::default();
+        let mut line: Vec<_> = [1, 1, 2, 2]
+            .map(|client| {
+                let order = Arc::clone(&order);
+                let work = move || {
+                    order.lock().unwrap().push(client);
+                    std::thread::sleep(Duration::from_millis(if client == 1 { 500 } else { 0 }));
+                    if client == 1 { panic!("which costs what it took") } else { Ok(()) }
+                };
+                Box::pin(apart(&server, client, "working", work))
+            })
+            .into();
+        for waiting in &mut line {
+            assert!(futures::poll!(waiting).is_pending());
+        }
+        drop(taken.pop());
+        let done = futures::future::join_all(line).await;
+        assert_eq!(*order.lock().unwrap(), [1, 2, 2, 1]);
+        let bugs = done.iter().filter(|done| matches!(done, Err(ApiError::Bug(_)))).count();
+        assert_eq!((bugs, server.tokenizing.count()), (2, taken.len()));
     }
 }

@@ -6,9 +6,10 @@
 //! [`Connections::most`] nobody is accepted: further ones wait in the system's backlog until a place is free, and while
 //! they may be there, whoever is silent has a second.
 
-use std::future::Future;
-use std::io;
+use std::future::{Future, pending};
+use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,7 +23,7 @@ use futures::task::AtomicWaker;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
@@ -55,6 +56,40 @@ pub struct Connections {
     pub write_timeout: Duration,
     /// None is plain HTTP.
     pub tls: Option<Tls>,
+}
+
+/// File descriptors that one connection takes: its own, and the one of [`Connection`].
+pub const FILES_PER_CONNECTION: u64 = 2;
+
+/// What a request may learn of the connection that it came on. One that came on none never learns anything.
+#[derive(Debug, Clone)]
+pub(super) struct Connection {
+    /// By a second descriptor: what is waited for at the first is the business of whoever reads. None where there was none
+    /// to be had.
+    socket: Option<Arc<TcpStream>>,
+}
+
+impl Connection {
+    /// Resolves when the client has gone. As long as nobody reads a request's body, nobody else sees it go: its going is
+    /// behind the body in the stream.
+    pub async fn left(this: Option<&Self>) {
+        let Some(socket) = this.and_then(|this| this.socket.as_ref()) else { return pending().await };
+        loop {
+            match socket.ready(Interest::READABLE).await {
+                Ok(ready) if ready.is_read_closed() => return,
+                // More of the body has come. It stays where it is; what comes after it is to be told of.
+                Ok(_) => {
+                    drop(socket.try_io(Interest::READABLE, || Err::<(), _>(ErrorKind::WouldBlock.into())))
+                }
+                Err(_) => return pending().await,
+            }
+        }
+    }
+}
+
+/// A second descriptor of a stream's socket.
+fn second(stream: &TcpStream) -> io::Result<TcpStream> {
+    TcpStream::from_std(stream.as_fd().try_clone_to_owned()?.into())
 }
 
 /// How many connections are open.
@@ -144,8 +179,9 @@ async fn connection(
 ) {
     // A token is a small packet, and the next one comes later than it should wait for.
     let _ = stream.set_nodelay(true);
+    let seen = Connection { socket: second(&stream).ok().map(Arc::new) };
     let Some(tls) = &options.tls else {
-        return http(stream, peer, app, &options, signals).await;
+        return http(stream, peer, seen, app, &options, signals).await;
     };
     let acceptor = tls.acceptor();
     let handshake = async {
@@ -168,7 +204,7 @@ async fn connection(
         _ = signals.stopped.changed() => return,
     };
     match secured {
-        Ok(stream) => http(stream, peer, app, &options, signals).await,
+        Ok(stream) => http(stream, peer, seen, app, &options, signals).await,
         Err(error) => tracing::debug!("{peer}: no TLS: {error}"),
     }
 }
@@ -176,6 +212,7 @@ async fn connection(
 async fn http<S: AsyncRead + AsyncWrite + Unpin>(
     stream: S,
     peer: SocketAddr,
+    seen: Connection,
     app: Router,
     options: &Connections,
     Signals { mut stopped, mut crowded }: Signals,
@@ -187,6 +224,7 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin>(
         let under_way = UnderWay::begin(&begun);
         let mut request = request.map(Body::new);
         request.extensions_mut().insert(ConnectInfo(peer));
+        request.extensions_mut().insert(seen.clone());
         let app = app.clone();
         async move { app.oneshot(request).await.map(|response| hold(response, under_way)) }
     });

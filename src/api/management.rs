@@ -13,7 +13,7 @@ use utoipa::ToSchema;
 
 use super::Server;
 use super::error::ApiError;
-use super::exchange::work;
+use super::exchange::{Client, work};
 use super::openapi::{AtTheDoor, NamedModel, OfABody};
 use super::request::{Fields, model, object};
 use super::status::ModelList;
@@ -45,8 +45,12 @@ pub(super) async fn models(State(server): State<Arc<Server>>) -> Json<ModelList>
     request_body = NamedModel,
     responses((status = 200, description = "It is there.", body = Done), OfABody),
 )]
-pub(super) async fn load(State(server): State<Arc<Server>>, body: Body) -> Result<Json<Done>, ApiError> {
-    named(&server, body).await?;
+pub(super) async fn load(
+    State(server): State<Arc<Server>>,
+    client: Client,
+    body: Body,
+) -> Result<Json<Done>, ApiError> {
+    named(&server, &client, body).await?;
     Ok(Json(Done { success: true }))
 }
 
@@ -59,15 +63,19 @@ pub(super) async fn load(State(server): State<Arc<Server>>, body: Body) -> Resul
     request_body = NamedModel,
     responses(OfABody),
 )]
-pub(super) async fn unload(State(server): State<Arc<Server>>, body: Body) -> Result<Infallible, ApiError> {
-    named(&server, body).await?;
+pub(super) async fn unload(
+    State(server): State<Arc<Server>>,
+    client: Client,
+    body: Body,
+) -> Result<Infallible, ApiError> {
+    named(&server, &client, body).await?;
     let problem = "this server has one model as long as it runs; stop the server to free its memory";
     Err(ApiError::unsupported("model", problem))
 }
 
 /// Whether the body names no other model than the one that is served.
-async fn named(server: &Arc<Server>, body: Body) -> Result<(), ApiError> {
-    let read = work(server, body, |server, body| {
+async fn named(server: &Arc<Server>, client: &Client, body: Body) -> Result<(), ApiError> {
+    let read = work(server, client, body, |server, body| {
         let body = object(body)?;
         server.serves(model(&Fields(&body))?.as_deref())
     });

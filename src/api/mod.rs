@@ -5,10 +5,13 @@
 //! something else instead, and keeps nothing between requests but what
 //! a client may name later (`responses`: for the client alone, and bounded). Prompts and answers are not logged, nor are keys.
 //!
-//! Who may ask is decided at the [`Door`]. Bounds: connections and their silence ([`Connections`]); requests of one client
-//! ([`Door::requests_per_client`]); bodies ([`Options::max_body_bytes`]), how many are read at once and the time they
-//! may take; prompts tokenized at once (one per processor); requests waiting (the engine's queue); the text of one
-//! answer (the context).
+//! Who may ask is decided at the [`Door`].
+//!
+//! Bounds: connections and their silence ([`Connections`]); requests of one client ([`Door::requests_per_client`]); bodies
+//! ([`Options::max_body_bytes`]), how many are read at once, a quarter of them for one client, and the time they may take;
+//! prompts tokenized at once (one per processor); the time that a request waits for either, in turns that are fair between
+//! clients (`turns`); requests waiting (the engine's queue); the text of one answer (the context). What is too much is
+//! refused by the client's bound, by the queue's, or because its turn did not come in time: each says which.
 
 mod answer;
 mod chat;
@@ -38,13 +41,14 @@ mod tasks;
 mod tls;
 mod tokens;
 mod tools;
+mod turns;
 
 pub use answer::{AnswerText, Delta, End, Reason};
 pub use door::Door;
-pub use error::ApiError;
+pub use error::{ApiError, BodyGap};
 pub use grammar::ResponseGrammar;
 pub use keys::{Keys, KeysError};
-pub use listen::Connections;
+pub use listen::{Connections, FILES_PER_CONNECTION};
 pub use request::{ChatRequest, PromptEnding};
 pub use service::{SamplingDefaults, Service};
 pub use status::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SUPPORTED_PARAMETERS};
@@ -63,7 +67,6 @@ use axum::middleware::{self, Next};
 use axum::response::Response;
 use axum::{Json, Router};
 use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
 use tracing::Instrument;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -72,6 +75,7 @@ use self::error::ErrorBody;
 use self::openapi::AtTheDoor;
 use self::request::short;
 use self::status::{Model, ModelList};
+use self::turns::Turns;
 use crate::config::SharePrefixes;
 use crate::engine::EngineHandle;
 
@@ -79,12 +83,19 @@ const REQUEST_ID: &str = "x-request-id";
 const MAX_REQUEST_ID_BYTES: usize = 128;
 /// Requests between their head and the engine's queue: with the largest bodies, half a GiB by default.
 const MAX_ARRIVING: usize = 64;
+/// For one client: whatever it does with them, three others find as many.
+const MAX_ARRIVING_OF_ONE: usize = MAX_ARRIVING / 4;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     pub max_body_bytes: usize,
     /// A body of which nothing comes for so long is given up, and its place with it.
     pub body_stall: Duration,
+    /// A body that has taken so long has to come at a certain rate from then on. Small ones are whole by then.
+    pub body_grace: Duration,
+    /// A request waits so long for its turn to be read, and as long for its turn on a processor. Longer than a body may take:
+    /// whoever waits for the slowest ones gets their places.
+    pub turn_timeout: Duration,
     /// Responses that are kept for later requests, and about how many bytes of memory they may take; 0 keeps none.
     pub stored_responses: usize,
     pub stored_response_bytes: usize,
@@ -110,8 +121,10 @@ pub struct Server {
     service: OnceLock<Arc<Service>>,
     facts: OnceLock<Facts>,
     metrics: Arc<metrics::Metrics>,
-    arriving: Semaphore,
-    tokenizing: Arc<Semaphore>,
+    /// To have its body read and to wait for a processor, up to the engine's queue.
+    arriving: Turns,
+    /// By microseconds of work.
+    tokenizing: Turns,
     responses: responses::Responses,
     /// `/openapi.json`, once somebody asked for it.
     document: OnceLock<String>,
@@ -132,8 +145,8 @@ impl Server {
             service: OnceLock::new(),
             facts: OnceLock::new(),
             metrics: Arc::default(),
-            arriving: Semaphore::new(MAX_ARRIVING),
-            tokenizing: Arc::new(Semaphore::new(processors)),
+            arriving: Turns::new(MAX_ARRIVING, MAX_ARRIVING_OF_ONE),
+            tokenizing: Turns::new(processors, processors),
             responses: responses::Responses::new(options.stored_responses, options.stored_response_bytes),
             document: OnceLock::new(),
         })

@@ -19,7 +19,7 @@ use utoipa::ToSchema;
 use super::error::ApiError;
 use super::failures::Why;
 use super::openapi::AtTheDoor;
-use super::{MAX_ARRIVING, Server};
+use super::Server;
 use crate::engine::{Drafts, EngineError, EngineHandle, PoolUse, Work};
 
 /// A sign of life is good for so long.
@@ -325,7 +325,7 @@ struct Guesses {
 struct StatusRequests {
     /// Each from its head to the end of its answer.
     open: usize,
-    /// Of them, those whose bodies and prompts are being read.
+    /// Those of them whose bodies and prompts are being read, or wait for that.
     arriving: usize,
     /// In the engine's queue.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -442,7 +442,7 @@ pub(super) async fn status(State(server): State<Arc<Server>>) -> Json<Status> {
         connections: server.connections.count(),
         requests: StatusRequests {
             open: server.places.taken(),
-            arriving: MAX_ARRIVING - server.arriving.available_permits(),
+            arriving: server.arriving.count(),
             waiting: stats.map(|stats| stats.waiting),
             running: stats.map(|stats| stats.running),
         },

@@ -14,7 +14,7 @@ use utoipa::ToSchema;
 use super::Server;
 use super::conversation::{messages, tools};
 use super::error::ApiError;
-use super::exchange;
+use super::exchange::{self, Client};
 use super::openapi::{DetokenizeRequest, OfABody, TokenizeRequest, Tokens};
 use super::request::{Fields, missing, model, object, prompt_ending, token_ids};
 use super::service::Service;
@@ -78,9 +78,10 @@ pub(super) struct Detokenized {
 )]
 pub(super) async fn tokenize(
     State(server): State<Arc<Server>>,
+    client: Client,
     body: Body,
 ) -> Result<Json<Tokenized>, ApiError> {
-    let work = exchange::work(&server, body, |server, body| {
+    let work = exchange::work(&server, &client, body, |server, body| {
         let body = object(body)?;
         let fields = Fields(&body);
         let (content, prompt) = (fields.string("content")?, fields.string("prompt")?);
@@ -140,9 +141,10 @@ pub(super) async fn tokenize(
 )]
 pub(super) async fn detokenize(
     State(server): State<Arc<Server>>,
+    client: Client,
     body: Body,
 ) -> Result<Json<Detokenized>, ApiError> {
-    let work = exchange::work(&server, body, |server, body| {
+    let work = exchange::work(&server, &client, body, |server, body| {
         let body = object(body)?;
         let fields = Fields(&body);
         let ids = token_ids("tokens", fields.array("tokens")?.ok_or_else(|| missing("tokens"))?)?;

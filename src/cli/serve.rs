@@ -10,7 +10,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::error::Error;
 use super::load::{self, EndEngine};
-use crate::api::{self, Connections, Door, Keys, Options, Server, Service, Tls};
+use crate::api::{self, Connections, Door, FILES_PER_CONNECTION, Keys, Options, Server, Service, Tls};
 use crate::config::{self, Config};
 use crate::engine::EngineHandle;
 
@@ -18,6 +18,10 @@ use crate::engine::EngineHandle;
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 /// How long a body may pause: it holds one of few places meanwhile.
 const BODY_STALL: Duration = Duration::from_secs(5);
+/// How long a body may come as slowly as it likes: time for the packets of a small one to be lost and sent again.
+const BODY_GRACE: Duration = Duration::from_secs(10);
+/// For one's turn to be read, and for one on a processor: longer than the two minutes that a body may take.
+const TURN_TIMEOUT: Duration = Duration::from_secs(150);
 /// For a step: longer than the longest of a prompt, and less than the two minutes after which the device is given up.
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a client may take nothing of what is sent to it.
@@ -39,6 +43,8 @@ pub fn serve(config: &Config) -> Result<(), Error> {
         stored_response_bytes: config.server.stored_response_bytes,
         share_prefixes: config.kv.share_prefixes,
         body_stall: BODY_STALL,
+        body_grace: BODY_GRACE,
+        turn_timeout: TURN_TIMEOUT,
         keep_alive: KEEP_ALIVE,
         device_timeout: DEVICE_TIMEOUT,
     };
@@ -134,7 +140,7 @@ fn door(options: &config::Server) -> Result<Door, Error> {
 
 /// How connections are treated; makes sure that the process may have so many.
 fn connections(options: &config::Server) -> Result<Connections, Error> {
-    let needed = options.connections as u64 + OTHER_FILES;
+    let needed = options.connections as u64 * FILES_PER_CONNECTION + OTHER_FILES;
     let limit = getrlimit(Resource::Nofile);
     if limit.current.is_some_and(|files| files < needed) {
         // What a shell gives is 1024, for programs that know no other way to wait than `select`.

@@ -24,7 +24,7 @@ use self::request::Form;
 pub(super) use self::request::{TEMPERATURE, TOP_K};
 use super::answer::Reason;
 use super::error::ApiError;
-use super::exchange::{self, Answers, Caller, Exchange, Reply};
+use super::exchange::{self, Answers, Caller, Client, Exchange, Reply};
 use super::openapi::{CountTokensRequest, Message, MessageEvents, MessagesRequest, OfAMessage, TokenCount};
 use super::tools::Calling;
 use super::{REQUEST_ID, Server, new_id};
@@ -90,9 +90,10 @@ pub(super) async fn create(
 )]
 pub(super) async fn count_tokens(
     State(server): State<Arc<Server>>,
+    client: Client,
     body: Body,
 ) -> Result<Json<Value>, ApiError> {
-    let counted = exchange::work(&server, body, |server, body| {
+    let counted = exchange::work(&server, &client, body, |server, body| {
         let request = request::parse_to_count(body)?;
         let service = server.service_for(request.model.as_deref())?;
         Ok(service.conversation(&request)?.len())

@@ -189,7 +189,7 @@ fn of_a_body<E: ToSchema>() -> Refusals {
         (408, "The body did not come."),
         (413, "The body is too large."),
         (429, "The queue is full, or too much of this client is under way."),
-        (503, "The model is loading, or the server ends, or has too much to do, or its device is lost."),
+        (503, "The model is loading, or the server is too busy to read it or to go on, or ends, or its device is lost."),
         (504, "The answer took longer than it may."),
     ]));
     all

@@ -25,7 +25,7 @@ pub(super) use self::store::Responses;
 use self::store::Stored;
 use super::answer::Reason;
 use super::error::{ApiError, ErrorBody};
-use super::exchange::{self, Answers, Caller, Exchange, Piece, Reply};
+use super::exchange::{self, Answers, Caller, Client, Exchange, Piece, Reply};
 use super::openapi::{
     AtTheDoor, DeletedResponse, ItemList, OfABody, OfAKeptResponse, OfItems, ResponseEvents, ResponseObject,
     ResponsesRequest,
@@ -34,7 +34,7 @@ use super::request::short;
 use super::service::TokenLogprob;
 use super::tools::Calling;
 use super::{Server, unix_time_s};
-use crate::engine::Timings;
+use crate::engine::{ClientId, Timings};
 use crate::text::CallPiece;
 
 const ID_PREFIX: &str = "resp_";
@@ -60,16 +60,16 @@ pub(super) async fn create(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let keeper = Arc::clone(&server);
+    let (keeper, owner) = (Arc::clone(&server), caller.id());
     let parse = move |body: &[u8]| {
-        request::parse(body, |id| keeper.responses.get(id, caller.id()).map(|stored| stored.items()))
+        request::parse(body, |id| keeper.responses.get(id, owner).map(|stored| stored.items()))
     };
     let asked = exchange::ask(&server, caller, body, ID_PREFIX, "input", parse, |service, request, _| {
         Ok(vec![service.prepare(request)?])
     });
     let Exchange { wire: form, reply, answers } = asked.await?;
     let stream = form.stream;
-    let making = Making::new(Arc::clone(&server), caller, form, reply);
+    let making = Making::new(Arc::clone(&server), owner, form, reply);
     if stream {
         let fixed = Arc::clone(&making.fixed);
         let failed = move |error: &ApiError| vec![fixed.failed(error)];
@@ -103,11 +103,11 @@ pub(super) async fn create(
 )]
 pub(super) async fn retrieve(
     State(server): State<Arc<Server>>,
-    caller: Caller,
+    client: Client,
     id: Result<Path<String>, PathRejection>,
     query: Result<Query<Parameters>, QueryRejection>,
 ) -> Result<Response, ApiError> {
-    let stored = kept(&server, caller, id)?;
+    let stored = kept(&server, client.id, id)?;
     match parameter(&parameters(query)?, "stream") {
         None | Some("false") => {}
         Some("true") => {
@@ -139,11 +139,11 @@ pub(super) async fn retrieve(
 )]
 pub(super) async fn delete(
     State(server): State<Arc<Server>>,
-    caller: Caller,
+    client: Client,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
     let id = response_id(id)?;
-    if !server.responses.remove(&id, caller.id()) {
+    if !server.responses.remove(&id, client.id) {
         return Err(ApiError::UnknownResponse(short(&id)));
     }
     Ok(Json(json!({"id": id, "object": "response", "deleted": true})))
@@ -165,10 +165,10 @@ pub(super) async fn delete(
 )]
 pub(super) async fn cancel(
     State(server): State<Arc<Server>>,
-    caller: Caller,
+    client: Client,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Response, ApiError> {
-    kept(&server, caller, id)?;
+    kept(&server, client.id, id)?;
     Err(ApiError::SynchronousResponse)
 }
 
@@ -183,19 +183,23 @@ pub(super) async fn cancel(
         (status = 200, description = "A page of the items.", body = ItemList),
         (status = 400, description = "The id is no UTF-8, or a parameter is not what it has to be.", body = ErrorBody),
         (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
+        (status = 503, description = "The server is too busy to look for them.", body = ErrorBody),
         AtTheDoor,
     ),
 )]
 pub(super) async fn input_items(
     State(server): State<Arc<Server>>,
-    caller: Caller,
+    client: Client,
     id: Result<Path<String>, PathRejection>,
     query: Result<Query<Parameters>, QueryRejection>,
 ) -> Result<Json<Value>, ApiError> {
-    let stored = kept(&server, caller, id)?;
+    let stored = kept(&server, client.id, id)?;
     let parameters = parameters(query)?;
-    let list = move || items::list(stored.input(), |name| parameter(&parameters, name));
-    exchange::apart(&server, "listing a response's items", list).await.map(Json)
+    // What is read is what is kept, in the turns of a body.
+    let listed = exchange::work(&server, &client, Body::empty(), move |_, _| {
+        items::list(stored.input(), |name| parameter(&parameters, name))
+    });
+    listed.await.map(|(_, page)| Json(page))
 }
 
 /// A query's, as they came.
@@ -213,11 +217,11 @@ fn parameter<'a>(parameters: &'a Parameters, name: &str) -> Option<&'a str> {
 
 fn kept(
     server: &Server,
-    caller: Caller,
+    owner: ClientId,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Arc<Stored>, ApiError> {
     let id = response_id(id)?;
-    server.responses.get(&id, caller.id()).ok_or_else(|| ApiError::UnknownResponse(short(&id)))
+    server.responses.get(&id, owner).ok_or_else(|| ApiError::UnknownResponse(short(&id)))
 }
 
 fn response_id(id: Result<Path<String>, PathRejection>) -> Result<String, ApiError> {
@@ -267,7 +271,7 @@ impl Fixed {
 /// A response while its answer comes.
 struct Making {
     server: Arc<Server>,
-    caller: Caller,
+    owner: ClientId,
     /// The items of the conversation before the answer, and whether both are kept.
     items: Vec<Value>,
     store: bool,
@@ -279,13 +283,13 @@ struct Making {
 }
 
 impl Making {
-    fn new(server: Arc<Server>, caller: Caller, form: Form, reply: Reply) -> Self {
+    fn new(server: Arc<Server>, owner: ClientId, form: Form, reply: Reply) -> Self {
         let Form { store, items, mut echo, .. } = form;
         let store = store && server.responses.is_open();
         echo["store"] = json!(store);
         let fixed = Arc::new(Fixed { reply, echo });
         let (text, calls, logprobs) = (String::new(), Vec::new(), Vec::new());
-        Self { server, caller, items, store, fixed, text, calls, logprobs }
+        Self { server, owner, items, store, fixed, text, calls, logprobs }
     }
 
     fn message_id(&self) -> String {
@@ -320,7 +324,7 @@ impl Making {
         let mut object = Value::Object(object);
         if self.store {
             let input = Value::Array(std::mem::take(&mut self.items)).to_string();
-            let stored = Stored { owner: self.caller.id(), body: object.to_string(), input };
+            let stored = Stored { owner: self.owner, body: object.to_string(), input };
             if !self.server.responses.insert(self.fixed.reply.id.clone(), stored) {
                 tracing::debug!("a response was not kept: it is larger than the room for all of them");
                 object["store"] = json!(false);
