@@ -393,6 +393,49 @@ async fn without_keys_a_client_is_its_address_whatever_key_it_sends() {
     }
 }
 
+#[tokio::test]
+async fn whoever_looks_at_what_is_kept_counts_among_its_requests() {
+    let app = patient_app_behind(Door { requests_per_client: 1, ..with_keys() });
+    let read = Arc::default();
+    let under_way = stall(&app, &[("x-api-key", KEY)], None, &read).await;
+    assert!(under_way.is_ok());
+    for (method, path) in [
+        ("GET", "/v1/responses/resp_1"),
+        ("GET", "/v1/responses/resp_1/input_items"),
+        ("DELETE", "/v1/responses/resp_1"),
+    ] {
+        let full = outcome(&app, request(method, path, &[("x-api-key", KEY)])).await;
+        assert_eq!(full, (429, "client_full".into()), "{method} {path}");
+        let other = outcome(&app, request(method, path, &[("x-api-key", "first-key")])).await;
+        assert_eq!(other, (404, "not_found".into()), "{method} {path}");
+    }
+}
+
+#[tokio::test]
+async fn the_items_of_what_is_kept_are_listed_in_turn() {
+    let app = patient_app_behind(with_keys());
+    let keyed = |path: &str| request("GET", path, &[("x-api-key", KEY)]);
+    let create = json!({"model": MODEL, "input": "Hi"}).to_string();
+    let create = Request::post("/v1/responses").header("x-api-key", KEY).body(Body::from(create));
+    let (_, _, response) = send_json(&app.router, create.expect("sound")).await;
+    let list = format!("/v1/responses/{}/input_items", response["id"].as_str().expect("an id"));
+
+    let read = Arc::default();
+    let mut stalled = Vec::new();
+    for _ in 0..16 {
+        stalled.push(stall(&app, &[("x-api-key", KEY)], None, &read).await.ok().expect("it may wait"));
+    }
+    let mut listing = Box::pin(app.router.clone().oneshot(keyed(&list)));
+    assert!(futures::poll!(&mut listing).is_pending());
+    let (_, _, status) = send_json(&app.router, keyed("/status")).await;
+    assert_eq!((&status["requests"]["arriving"], &status["requests"]["open"]), (&json!(17), &json!(17)));
+    drop(stalled);
+    let listed = tokio::time::timeout(HANG, listing).await.expect("its turn comes").expect("infallible");
+    assert_eq!(listed.status(), 200);
+    let other = request("GET", &list, &[("x-api-key", "first-key")]);
+    assert_eq!(outcome(&app, other).await, (404, "not_found".into()));
+}
+
 // --- over TCP -------------------------------------------------------------------------------------------
 
 /// A server on a port of its own.

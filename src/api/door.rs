@@ -36,6 +36,7 @@ use super::held::hold;
 use super::keys::{Digest, Keys};
 use super::listen::Connection;
 use super::page;
+use super::responses;
 use crate::engine::ClientId;
 
 /// Needs no key and no name: whoever watches a server knows neither.
@@ -151,8 +152,9 @@ pub(super) async fn guard(
         Ok(None) => server.identities.of_address(peer),
         Err(error) => return error.into_response(),
     };
+    let takes_a_place = changes(request.method()) || responses::is_kept(request.uri().path());
     request.extensions_mut().insert(Client { id, connection });
-    if !changes(request.method()) {
+    if !takes_a_place {
         return next.run(request).await;
     }
     let most = door.requests_per_client;

@@ -147,7 +147,7 @@ impl Server {
             metrics: Arc::default(),
             arriving: Turns::new(MAX_ARRIVING, MAX_ARRIVING_OF_ONE),
             tokenizing: Turns::new(processors, processors),
-            responses: responses::Responses::new(options.stored_responses, options.stored_response_bytes),
+            responses: responses::Responses::new(&options),
             document: OnceLock::new(),
         })
     }

@@ -3,6 +3,9 @@
 
 use std::ops::RangeInclusive;
 
+use axum::body::Bytes;
+use serde::Deserialize;
+use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
 use super::super::conversation::function_call;
@@ -138,11 +141,12 @@ pub(in super::super) const PAGE: RangeInclusive<usize> = 1..=100;
 /// And where nobody says how many.
 const PAGE_DEFAULT: usize = 20;
 
-/// A page of items, as the parameters of a query ask for it.
+/// A page of kept items, as the parameters of a query ask for it: JSON in pieces, all but a few of them pieces of `kept`,
+/// which may be large. Neither is anything but ids read of the items.
 pub(super) fn list<'a>(
-    mut items: Vec<Value>,
+    kept: &Bytes,
     parameter: impl Fn(&str) -> Option<&'a str>,
-) -> Result<Value, ApiError> {
+) -> Result<Vec<Bytes>, ApiError> {
     let limit = match parameter("limit").map(str::parse) {
         None => PAGE_DEFAULT,
         Some(Ok(limit)) if PAGE.contains(&limit) => limit,
@@ -151,6 +155,7 @@ pub(super) fn list<'a>(
             return Err(ApiError::invalid("limit", problem));
         }
     };
+    let mut items: Vec<&RawValue> = serde_json::from_slice(kept).expect("a list was kept");
     match parameter("order") {
         None | Some("desc") => items.reverse(),
         Some("asc") => {}
@@ -160,7 +165,9 @@ pub(super) fn list<'a>(
         }
     }
     if let Some(after) = parameter("after") {
-        let at = items.iter().position(|item| item["id"] == after).ok_or_else(|| {
+        let is_it =
+            |item: &&RawValue| serde_json::from_str::<String>(id(item).get()).is_ok_and(|id| id == after);
+        let at = items.iter().position(is_it).ok_or_else(|| {
             let problem = format!("no item of this response has the id {:?}", short(after));
             ApiError::invalid("after", problem)
         })?;
@@ -168,8 +175,50 @@ pub(super) fn list<'a>(
     }
     let has_more = items.len() > limit;
     items.truncate(limit);
-    // Of no items at all, the ids are no id.
-    let id = |item: Option<&Value>| item.map_or(json!(""), |item| item["id"].clone());
-    let (first, last) = (id(items.first()), id(items.last()));
-    Ok(json!({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}))
+    let piece = |raw: &RawValue| kept.slice_ref(raw.get().as_bytes());
+    // Where there are no items, their ids are no id.
+    let id_of = |item: Option<&&RawValue>| item.map_or(Bytes::from_static(b"\"\""), |item| piece(id(item)));
+    let mut page = vec![Bytes::from_static(b"{\"object\":\"list\",\"data\":[")];
+    for (i, item) in items.iter().enumerate() {
+        page.extend((i > 0).then_some(Bytes::from_static(b",")));
+        page.push(piece(item));
+    }
+    page.extend([Bytes::from_static(b"],\"first_id\":"), id_of(items.first())]);
+    page.extend([Bytes::from_static(b",\"last_id\":"), id_of(items.last())]);
+    page.push(Bytes::from(format!(",\"has_more\":{has_more}}}")));
+    Ok(page)
+}
+
+/// The id of a kept item, as a string in JSON.
+fn id(item: &RawValue) -> &RawValue {
+    #[derive(Deserialize)]
+    struct Item<'a> {
+        #[serde(borrow)]
+        id: &'a RawValue,
+    }
+
+    let Item { id } = serde_json::from_str(item.get()).expect("an item is kept with its id");
+    id
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_pieces_of_what_is_kept() {
+        let item = |i: usize| json!({"id": format!("i\u{301}{i}"), "text": "x".repeat(100_000), "deep": [{"id": 1}]});
+        let kept = Bytes::from(json!([item(0), item(1), item(2), item(3)]).to_string());
+        let query = [("limit", "2"), ("after", "i\u{301}3")];
+        let asked = |name: &str| query.iter().find(|(other, _)| *other == name).map(|(_, value)| *value);
+        let page = list(&kept, asked).expect("a page");
+        let all: Value = serde_json::from_slice(&page.concat()).expect("JSON");
+        let expected = json!({
+            "object": "list", "data": [item(2), item(1)], "first_id": "i\u{301}2", "last_id": "i\u{301}1", "has_more": true,
+        });
+        assert_eq!(all, expected);
+        let own = |piece: &&Bytes| !kept.as_ptr_range().contains(&piece.as_ptr());
+        let own: usize = page.iter().filter(own).map(Bytes::len).sum();
+        assert!(own < 100, "{own} bytes are copied");
+    }
 }

@@ -10,13 +10,13 @@ mod store;
 use std::sync::Arc;
 
 use axum::Json;
-use axum::body::Body;
+use axum::body::{Body, Bytes};
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
-use axum::http::header;
+use axum::http::{HeaderValue, header};
 use axum::response::sse;
 use axum::response::{IntoResponse, Response};
-use futures::Stream;
+use futures::{Stream, stream};
 use serde_json::{Map, Value, json};
 
 pub(super) use self::items::PAGE;
@@ -38,6 +38,11 @@ use crate::engine::{ClientId, Timings};
 use crate::text::CallPiece;
 
 const ID_PREFIX: &str = "resp_";
+
+/// Whether what is asked for at a path may be as large as a body is.
+pub(super) fn is_kept(path: &str) -> bool {
+    path.starts_with("/v1/responses/")
+}
 
 /// Answers an input, or goes on with an earlier response.
 #[utoipa::path(
@@ -98,6 +103,7 @@ pub(super) async fn create(
         (status = 200, description = "The response.", body = ResponseObject),
         (status = 400, description = "The id is no UTF-8, or a stream is asked for.", body = ErrorBody),
         (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
+        (status = 429, description = "Too much of this client is under way.", body = ErrorBody),
         AtTheDoor,
     ),
 )]
@@ -183,6 +189,7 @@ pub(super) async fn cancel(
         (status = 200, description = "A page of the items.", body = ItemList),
         (status = 400, description = "The id is no UTF-8, or a parameter is not what it has to be.", body = ErrorBody),
         (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
+        (status = 429, description = "Too much of this client is under way.", body = ErrorBody),
         (status = 503, description = "The server is too busy to look for them.", body = ErrorBody),
         AtTheDoor,
     ),
@@ -192,14 +199,21 @@ pub(super) async fn input_items(
     client: Client,
     id: Result<Path<String>, PathRejection>,
     query: Result<Query<Parameters>, QueryRejection>,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Response, ApiError> {
     let stored = kept(&server, client.id, id)?;
     let parameters = parameters(query)?;
     // What is read is what is kept, in the turns of a body.
     let listed = exchange::work(&server, &client, Body::empty(), move |_, _| {
-        items::list(stored.input(), |name| parameter(&parameters, name))
+        items::list(&stored.input, |name| parameter(&parameters, name))
     });
-    listed.await.map(|(_, page)| Json(page))
+    let (_, page) = listed.await?;
+    let bytes: usize = page.iter().map(Bytes::len).sum();
+    let head = [
+        (header::CONTENT_TYPE, HeaderValue::from_static("application/json")),
+        (header::CONTENT_LENGTH, HeaderValue::from(bytes)),
+    ];
+    let body = Body::from_stream(stream::iter(page.into_iter().map(Ok::<_, Infallible>)));
+    Ok((head, body).into_response())
 }
 
 /// A query's, as they came.
@@ -323,8 +337,8 @@ impl Making {
         object["usage"] = usage(timings);
         let mut object = Value::Object(object);
         if self.store {
-            let input = Value::Array(std::mem::take(&mut self.items)).to_string();
-            let stored = Stored { owner: self.owner, body: object.to_string(), input };
+            let input = Value::Array(std::mem::take(&mut self.items)).to_string().into();
+            let stored = Stored { owner: self.owner, body: object.to_string().into(), input };
             if !self.server.responses.insert(self.fixed.reply.id.clone(), stored) {
                 tracing::debug!("a response was not kept: it is larger than the room for all of them");
                 object["store"] = json!(false);

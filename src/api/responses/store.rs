@@ -5,8 +5,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use axum::body::Bytes;
 use serde_json::Value;
 
+use super::super::Options;
 use crate::engine::ClientId;
 
 /// One response, and what a further one needs to know of it.
@@ -14,22 +16,22 @@ use crate::engine::ClientId;
 pub(super) struct Stored {
     pub owner: ClientId,
     /// The response's object, as JSON.
-    pub body: String,
+    pub body: Bytes,
     /// The items of the conversation before its answer, as a list in JSON; without instructions, which count for one response
     /// alone.
-    pub input: String,
+    pub input: Bytes,
 }
 
 impl Stored {
     /// The items before its answer.
-    pub fn input(&self) -> Vec<Value> {
-        serde_json::from_str(&self.input).expect("a list was kept")
+    fn input(&self) -> Vec<Value> {
+        serde_json::from_slice(&self.input).expect("a list was kept")
     }
 
     /// Those of its answer too.
     pub fn items(&self) -> Vec<Value> {
         let mut items = self.input();
-        let mut body: Value = serde_json::from_str(&self.body).expect("an object was kept");
+        let mut body: Value = serde_json::from_slice(&self.body).expect("an object was kept");
         if let Value::Array(output) = body["output"].take() {
             items.extend(output);
         }
@@ -41,6 +43,7 @@ impl Stored {
 pub(in super::super) struct Responses {
     max: usize,
     max_bytes: usize,
+    max_input_bytes: usize,
     kept: Mutex<Kept>,
 }
 
@@ -61,9 +64,14 @@ struct Entry {
 }
 
 impl Responses {
-    /// Keeps at most `max`, in about `max_bytes` of memory; 0 of either keeps none.
-    pub fn new(max: usize, max_bytes: usize) -> Self {
-        Self { max, max_bytes, kept: Mutex::default() }
+    /// Keeps at most [`Options::stored_responses`], in about [`Options::stored_response_bytes`] of memory; 0 of either keeps
+    /// none.
+    pub fn new(options: &Options) -> Self {
+        let &Options { stored_responses: max, stored_response_bytes: max_bytes, max_body_bytes, .. } =
+            options;
+        // A conversation that goes on from one that is kept is read as if it had come in a body. Items are kept with what
+        // their senders may leave out, so those of one body may be longer than it was.
+        Self { max, max_bytes, max_input_bytes: max_body_bytes.saturating_mul(2), kept: Mutex::default() }
     }
 
     /// Whether any is kept at all.
@@ -74,7 +82,7 @@ impl Responses {
     /// Keeps one, at the cost of others; false where it alone is too large.
     pub(super) fn insert(&self, id: String, stored: Stored) -> bool {
         let bytes = size(&id, &stored);
-        if self.max == 0 || bytes > self.max_bytes {
+        if self.max == 0 || bytes > self.max_bytes || stored.input.len() > self.max_input_bytes {
             return false;
         }
         let mut kept = self.lock();
@@ -137,15 +145,20 @@ mod tests {
     use rand::{Rng, SeedableRng};
     use rand_chacha::ChaCha8Rng;
 
+    use super::super::super::exchange::tests::OPTIONS;
     use super::*;
 
+    fn responses(max: usize, max_bytes: usize) -> Responses {
+        Responses::new(&Options { stored_responses: max, stored_response_bytes: max_bytes, ..OPTIONS })
+    }
+
     fn stored(owner: ClientId, n: usize) -> Stored {
-        Stored { owner, body: "x".repeat(n), input: "[]".into() }
+        Stored { owner, body: "x".repeat(n).into(), input: "[]".into() }
     }
 
     #[test]
     fn a_response_is_its_owners_alone() {
-        let responses = Responses::new(9, 9000);
+        let responses = responses(9, 9000);
         assert!(responses.insert("a".into(), stored(1, 10)));
         assert!(responses.get("a", 2).is_none() && responses.get("b", 1).is_none());
         assert!(!responses.remove("a", 2));
@@ -157,15 +170,23 @@ mod tests {
 
     #[test]
     fn the_least_recently_used_are_given_up() {
-        let responses = Responses::new(2, 1 << 20);
+        let two = responses(2, 1 << 20);
         for id in ["a", "b"] {
-            assert!(responses.insert(id.into(), stored(1, 10)));
+            assert!(two.insert(id.into(), stored(1, 10)));
         }
-        assert!(responses.get("a", 1).is_some());
-        assert!(responses.insert("c".into(), stored(1, 10)));
-        assert!(responses.get("b", 1).is_none(), "nobody asked for it");
-        assert!(responses.get("a", 1).is_some() && responses.get("c", 1).is_some());
-        assert!(!Responses::new(0, 1 << 20).insert("a".into(), stored(1, 10)));
+        assert!(two.get("a", 1).is_some());
+        assert!(two.insert("c".into(), stored(1, 10)));
+        assert!(two.get("b", 1).is_none(), "nobody asked for it");
+        assert!(two.get("a", 1).is_some() && two.get("c", 1).is_some());
+        assert!(!responses(0, 1 << 20).insert("a".into(), stored(1, 10)));
+    }
+
+    #[test]
+    fn what_nobody_could_send_is_not_kept() {
+        let responses = responses(9, 1 << 30);
+        let input = |n: usize| Stored { owner: 1, body: "{}".into(), input: vec![b' '; n].into() };
+        assert!(responses.insert("a".into(), input(2 * OPTIONS.max_body_bytes)));
+        assert!(!responses.insert("b".into(), input(2 * OPTIONS.max_body_bytes + 1)));
     }
 
     #[test]
@@ -174,7 +195,7 @@ mod tests {
         println!("seed {seed}");
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let (max, max_bytes) = (12, 20_000);
-        let responses = Responses::new(max, max_bytes);
+        let responses = responses(max, max_bytes);
         for _ in 0..20_000 {
             let (id, owner) = (rng.random_range(0..40u32).to_string(), rng.random_range(0..3));
             match rng.random_range(0..4) {
