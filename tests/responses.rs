@@ -3,11 +3,12 @@
 use axum::body::Body;
 use axum::http::{Method, Request};
 use serde_json::{Value, json};
-use unicorn::api::{Door, Keys, Options};
+use unicorn::api::{Door, Keys, Options, Server};
 
 use crate::api::{
     App, DEFAULTS, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, app_with,
-    assert_all_free, events_of, limits, post_to, prompt_ids, send_json, shows_its_prompt, tokenizer, with,
+    assert_all_free, events_of, limits, loaded, post_to, prompt_ids, send_json, shows_its_prompt, tokenizer,
+    with,
 };
 use crate::fake_runner::says;
 use crate::tools::{self, ROME, babbling, now, roll, weather};
@@ -560,6 +561,33 @@ async fn what_is_kept_is_bounded_and_only_where_it_was_wanted() {
         assert_eq!(events[0]["response"]["store"], !known);
         assert_eq!(events.last().unwrap()["response"]["store"], false);
         assert_eq!(about(&app, Method::GET, &body["id"], "").await.0, 404);
+    }
+}
+
+#[tokio::test]
+async fn nobody_pushes_out_what_is_kept_for_others() {
+    let ok = tokenizer().encode("ok", false).unwrap();
+    let options = Options { stored_responses: 6, ..OPTIONS };
+    let app = loaded(Server::new(MODEL, options, with_keys()), limits(), DEFAULTS, says(&ok, 106));
+    let keep = async |key: &str| {
+        let (status, _, body) = send_json(&app.router, asked(ask("Hi"), key)).await;
+        assert_eq!((status.as_u16(), &body["store"]), (200, &json!(true)));
+        body["id"].clone()
+    };
+    let mut mine = Vec::new();
+    for _ in 0..3 {
+        mine.push(keep("mine").await);
+    }
+    let mut others = Vec::new();
+    for _ in 0..20 {
+        others.push(keep("other").await);
+    }
+    for id in &mine {
+        assert_eq!(about(&app, Method::GET, id, "mine").await.0, 200, "half of the room is mine");
+    }
+    for (i, id) in others.iter().enumerate() {
+        let kept = about(&app, Method::GET, id, "other").await.0 == 200;
+        assert_eq!(kept, i >= 17, "the other's own oldest gave way: {i}");
     }
 }
 

@@ -340,7 +340,7 @@ impl Making {
             let input = Value::Array(std::mem::take(&mut self.items)).to_string().into();
             let stored = Stored { owner: self.owner, body: object.to_string().into(), input };
             if !self.server.responses.insert(self.fixed.reply.id.clone(), stored) {
-                tracing::debug!("a response was not kept: it is larger than the room for all of them");
+                tracing::debug!("a response was not kept: it is larger than its owner's share of the room");
                 object["store"] = json!(false);
             }
         }
