@@ -782,6 +782,26 @@ fn a_certificate_that_will_not_do_is_named_with_its_file() {
 // --- the binary -----------------------------------------------------------------------------------------
 
 #[test]
+fn short_keys_are_warned_of_by_where_they_stand() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let keys = folder.path().join("keys");
+    let path = keys.to_str().expect("UTF-8");
+    let sixteen = "abcdefghijklmnop";
+    std::fs::write(&keys, format!("# who: alice\n{KEY}\nswordfish\n\n{sixteen}\nopensesame12345\n"))
+        .expect("written");
+    let mut command = unicorn(&["serve", "--port", "0", "--api-key-file", path]);
+    command.env("UNICORN_API_KEYS", format!("{KEY},mellon"));
+    let (_, _, stderr) = output(command);
+    let warnings: Vec<&str> = stderr.lines().filter(|line| line.contains("16 characters")).collect();
+    let [of_file, of_variable] = warnings[..] else { panic!("{stderr}") };
+    assert!(of_file.contains(path) && of_file.contains("lines 3 and 6"), "{of_file}");
+    assert!(of_variable.contains("UNICORN_API_KEYS") && of_variable.contains("key 2"), "{of_variable}");
+    for key in ["swordfish", "opensesame", "mellon", sixteen] {
+        assert!(!stderr.contains(key), "{stderr}");
+    }
+}
+
+#[test]
 fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
     let folder = tempfile::tempdir().expect("a folder");
     let keys = folder.path().join("keys");

@@ -2,7 +2,7 @@
 //!
 //! A key is kept as its SHA-256 digest, compared in constant time with all of them, and never shown: not in the log, not
 //! in an error, not by `Debug`. It comes from a file or the environment, never from the command line, which every
-//! user of the machine can read.
+//! user of the machine can read. A short one is warned of, by where it stands: a digest keeps nobody from trying all.
 
 use std::fmt;
 use std::fs::File;
@@ -17,6 +17,10 @@ use subtle::{Choice, ConstantTimeEq};
 /// Of a file of keys, certificates or one private key.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 const MAX_KEYS: usize = 1024;
+/// A key of fewer characters is warned of: 16 hexadecimal digits are 64 bits, which nobody tries out over a network.
+const LONG_ENOUGH: usize = 16;
+/// Places of short keys that a warning names.
+const MAX_NAMED: usize = 8;
 
 /// The keys that a server accepts; without any it asks for none.
 #[derive(Clone, Default)]
@@ -41,28 +45,32 @@ impl Keys {
         let source_name = path.display().to_string();
         let problem = |problem: String| KeysError::Key { source_name: source_name.clone(), problem };
         let text = std::str::from_utf8(&bytes).map_err(|_| problem("expected text in UTF-8".into()))?;
-        let mut keys = Self::default();
+        let (mut keys, mut short) = (Self::default(), Vec::new());
         for (n, line) in text.lines().map(str::trim).enumerate() {
             if !line.is_empty() && !line.starts_with('#') {
                 keys.add(line).map_err(|why| problem(format!("line {}: {why}", n + 1)))?;
+                short.extend((line.len() < LONG_ENOUGH).then_some(n + 1));
             }
         }
         if keys.is_empty() {
             return Err(problem("holds no key: expected one per line".into()));
         }
+        warn_of_short(&source_name, "line", &short);
         Ok(keys)
     }
 
     /// Those of a variable called `name`, with commas or blanks between them; an empty one has none.
     pub fn from_variable(name: &str, text: &str) -> Result<Self, KeysError> {
-        let mut keys = Self::default();
+        let (mut keys, mut short) = (Self::default(), Vec::new());
         let each = text.split(|c: char| c == ',' || c.is_whitespace()).filter(|key| !key.is_empty());
         for (n, key) in each.enumerate() {
             keys.add(key).map_err(|why| KeysError::Key {
                 source_name: name.to_owned(),
                 problem: format!("key {}: {why}", n + 1),
             })?;
+            short.extend((key.len() < LONG_ENOUGH).then_some(n + 1));
         }
+        warn_of_short(name, "key", &short);
         Ok(keys)
     }
 
@@ -97,6 +105,24 @@ impl Keys {
         let found = self.0.iter().fold(Choice::from(0), |found, key| found | key.ct_eq(&sent));
         bool::from(found).then_some(sent)
     }
+}
+
+/// `at` are the places of short keys in their source, counted in `unit`s. Who reads the log learns no key.
+fn warn_of_short(source_name: &str, unit: &str, at: &[usize]) {
+    let (named, further) = at.split_at(at.len().min(MAX_NAMED));
+    let mut named: Vec<String> = named.iter().map(usize::to_string).collect();
+    if !further.is_empty() {
+        named.push(format!("{} more", further.len()));
+    }
+    let Some(last) = named.pop() else { return };
+    let places = match named.is_empty() {
+        true => format!("{unit} {last}"),
+        false => format!("{unit}s {} and {last}", named.join(", ")),
+    };
+    tracing::warn!(
+        "{source_name}: {places}: a key of fewer than {LONG_ENOUGH} characters can be guessed; `openssl rand -hex 24` \
+         makes one that cannot"
+    );
 }
 
 impl fmt::Debug for Keys {
