@@ -27,6 +27,7 @@ pub const OPTIONS: Options = Options {
     body_stall: Duration::from_millis(200),
     body_grace: Duration::from_secs(10),
     turn_timeout: Duration::from_secs(150),
+    wrong_key_pause: Duration::ZERO,
     stored_responses: 9,
     stored_response_bytes: 1 << 20,
     share_prefixes: None,

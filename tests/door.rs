@@ -298,6 +298,11 @@ fn patient_app_behind(door: Door) -> App {
     app_with_options(Options { body_stall: 4 * HANG, ..OPTIONS }, door)
 }
 
+/// An app that refuses a wrong key after longer than a test takes, once it is one too many.
+fn app_that_slows() -> App {
+    app_with_options(Options { wrong_key_pause: 64 * HANG, ..OPTIONS }, with_keys())
+}
+
 fn app_with_options(options: Options, door: Door) -> App {
     let ids = tokenizer().encode("ok", false).expect("encodes");
     loaded(Server::new(MODEL, options, door), limits(), DEFAULTS, says(&ids, END_OF_TURN))
@@ -434,6 +439,29 @@ async fn the_items_of_what_is_kept_are_listed_in_turn() {
     assert_eq!(listed.status(), 200);
     let other = request("GET", &list, &[("x-api-key", "first-key")]);
     assert_eq!(outcome(&app, other).await, (404, "not_found".into()));
+}
+
+#[tokio::test]
+async fn wrong_keys_are_refused_late_and_right_ones_at_once() {
+    let app = app_that_slows();
+    let (here, there) = (IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2]));
+    let ask = |peer, key| from(peer, request("POST", CHAT, &[("x-api-key", key)]));
+    for i in 0..5 {
+        assert_eq!(outcome(&app, ask(here, "wrong")).await.0, 401, "{i}");
+    }
+    let mut late = Vec::new();
+    for i in 0..9 {
+        let mut asked = Box::pin(app.router.clone().oneshot(ask(here, "wrong")));
+        assert!(futures::poll!(&mut asked).is_pending(), "{i}");
+        late.push(asked);
+    }
+    assert_eq!(outcome(&app, ask(here, KEY)).await.0, 200);
+    assert_eq!(outcome(&app, from(here, request("GET", "/health", &[("x-api-key", "wrong")]))).await.0, 200);
+    assert_eq!(outcome(&app, from(here, request("POST", CHAT, &[]))).await.0, 401, "none is not a wrong one");
+    assert_eq!(outcome(&app, ask(there, "wrong")).await.0, 401);
+    let (_, _, status) =
+        send_json(&app.router, from(here, request("GET", "/status", &[("x-api-key", KEY)]))).await;
+    assert_eq!(status["requests"]["open"], 0, "who is refused has no request under way");
 }
 
 // --- over TCP -------------------------------------------------------------------------------------------
@@ -617,6 +645,32 @@ async fn a_crowd_waits_outside_and_is_served_when_it_is_its_turn() {
         };
         for client in clients {
             assert!(ask(client).expect("sent").starts_with("HTTP/1.1 200"));
+        }
+    })
+    .await;
+    serving.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn refusals_that_wait_give_way_to_whoever_needs_their_connections() {
+    let connections = Connections { most: 4, head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
+    let serving = Serving::start(app_that_slows(), connections).await;
+    let wrong = || request("GET", "/v1/models", &[("x-api-key", "wrong")]);
+    for _ in 0..5 {
+        assert_eq!(outcome(&serving.app, from(serving.address.ip(), wrong())).await.0, 401);
+    }
+    let head = get("/v1/models").replace("\r\n\r\n", "\r\nX-Api-Key: wrong\r\n\r\n");
+    let mut late: Vec<TcpStream> = (0..4).map(|_| serving.connect()).collect();
+    for client in &mut late {
+        client.write_all(head.as_bytes()).expect("sent");
+    }
+    let mut honest = serving.connect();
+    let head = head.replace("wrong", KEY);
+    blocking(move || {
+        honest.write_all(head.as_bytes()).expect("sent");
+        assert!(read_answer(&mut honest).1.contains(MODEL));
+        for mut client in late {
+            assert!(read_answer(&mut client).0.starts_with("http/1.1 401"));
         }
     })
     .await;

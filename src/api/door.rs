@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Extension;
 use axum::extract::{ConnectInfo, Request, State};
@@ -150,7 +150,18 @@ pub(super) async fn guard(
     let id = match door.check(request.method(), request.uri(), request.headers()) {
         Ok(Some(key)) => server.identities.of_key(&key),
         Ok(None) => server.identities.of_address(peer),
-        Err(error) => return error.into_response(),
+        Err(error) => {
+            if error == ApiError::WrongKey {
+                let address = server.identities.of_address(peer);
+                let pause = server.wrong_keys.pause(address, Instant::now());
+                // Meanwhile it holds its connection alone, and only until somebody else needs one.
+                let crowd = Connection::crowded(connection.as_ref());
+                if !pause.is_zero() {
+                    drop(tokio::time::timeout(pause, crowd).await);
+                }
+            }
+            return error.into_response();
+        }
     };
     let takes_a_place = changes(request.method()) || responses::is_kept(request.uri().path());
     request.extensions_mut().insert(Client { id, connection });

@@ -587,6 +587,7 @@ pub(super) mod tests {
         body_stall: Duration::from_secs(5),
         body_grace: Duration::from_secs(10),
         turn_timeout: Duration::from_secs(150),
+        wrong_key_pause: Duration::ZERO,
         stored_responses: 0,
         stored_response_bytes: 0,
         keep_alive: Duration::from_secs(5),

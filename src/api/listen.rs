@@ -64,12 +64,22 @@ pub const FILES_PER_CONNECTION: u64 = 2;
 /// What a request may learn of the connection that it came on. One that came on none never learns anything.
 #[derive(Debug, Clone)]
 pub(super) struct Connection {
+    crowded: watch::Receiver<bool>,
     /// By a second descriptor: what is waited for at the first is the business of whoever reads. None where there was none
     /// to be had.
     socket: Option<Arc<TcpStream>>,
 }
 
 impl Connection {
+    /// Resolves when there is no place left for another connection.
+    pub async fn crowded(this: Option<&Self>) {
+        let Some(this) = this else { return pending().await };
+        let crowded = this.crowded.clone().wait_for(|crowded| *crowded).await.is_ok();
+        if !crowded {
+            pending().await
+        }
+    }
+
     /// Resolves when the client has gone. As long as nobody reads a request's body, nobody else sees it go: its going is
     /// behind the body in the stream.
     pub async fn left(this: Option<&Self>) {
@@ -179,7 +189,7 @@ async fn connection(
 ) {
     // A token is a small packet, and the next one comes later than it should wait for.
     let _ = stream.set_nodelay(true);
-    let seen = Connection { socket: second(&stream).ok().map(Arc::new) };
+    let seen = Connection { crowded: signals.crowded.clone(), socket: second(&stream).ok().map(Arc::new) };
     let Some(tls) = &options.tls else {
         return http(stream, peer, seen, app, &options, signals).await;
     };

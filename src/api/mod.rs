@@ -42,6 +42,7 @@ mod tls;
 mod tokens;
 mod tools;
 mod turns;
+mod wrong_keys;
 
 pub use answer::{AnswerText, Delta, End, Reason};
 pub use door::Door;
@@ -76,6 +77,7 @@ use self::openapi::AtTheDoor;
 use self::request::short;
 use self::status::{Model, ModelList};
 use self::turns::Turns;
+use self::wrong_keys::WrongKeys;
 use crate::config::SharePrefixes;
 use crate::engine::EngineHandle;
 
@@ -96,6 +98,8 @@ pub struct Options {
     /// A request waits so long for its turn to be read, and as long for its turn on a processor. Longer than a body may take:
     /// whoever waits for the slowest ones gets their places.
     pub turn_timeout: Duration,
+    /// The longest that the refusal of a wrong key waits, after others from its address; zero never waits.
+    pub wrong_key_pause: Duration,
     /// Responses that are kept for later requests, and about how many bytes of memory they may take; 0 keeps none.
     pub stored_responses: usize,
     pub stored_response_bytes: usize,
@@ -116,6 +120,7 @@ pub struct Server {
     options: Options,
     door: Door,
     identities: door::Identities,
+    wrong_keys: WrongKeys,
     places: door::Places,
     connections: listen::Open,
     service: OnceLock<Arc<Service>>,
@@ -140,6 +145,7 @@ impl Server {
             options,
             door,
             identities: door::Identities::new(),
+            wrong_keys: WrongKeys::new(options.wrong_key_pause),
             places: door::Places::default(),
             connections: listen::Open::default(),
             service: OnceLock::new(),

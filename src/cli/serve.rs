@@ -22,6 +22,8 @@ const BODY_STALL: Duration = Duration::from_secs(5);
 const BODY_GRACE: Duration = Duration::from_secs(10);
 /// For one's turn to be read, and for one on a processor: longer than the two minutes that a body may take.
 const TURN_TIMEOUT: Duration = Duration::from_secs(150);
+/// The longest that a wrong key's refusal waits: long for a program that tries keys, short for a person who mistyped one.
+const WRONG_KEY_PAUSE: Duration = Duration::from_secs(2);
 /// For a step: longer than the longest of a prompt, and less than the two minutes after which the device is given up.
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a client may take nothing of what is sent to it.
@@ -45,6 +47,7 @@ pub fn serve(config: &Config) -> Result<(), Error> {
         body_stall: BODY_STALL,
         body_grace: BODY_GRACE,
         turn_timeout: TURN_TIMEOUT,
+        wrong_key_pause: WRONG_KEY_PAUSE,
         keep_alive: KEEP_ALIVE,
         device_timeout: DEVICE_TIMEOUT,
     };
