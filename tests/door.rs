@@ -464,6 +464,61 @@ async fn wrong_keys_are_refused_late_and_right_ones_at_once() {
     assert_eq!(status["requests"]["open"], 0, "who is refused has no request under way");
 }
 
+#[tokio::test]
+async fn the_door_can_be_replaced() {
+    let page = "http://localhost:3000";
+    let app = patient_app_behind(with_keys());
+    let with = |key: &'static str| request("POST", CHAT, &[("x-api-key", key), ("origin", page)]);
+    let create = |key: &str| {
+        let body = json!({"model": MODEL, "input": "Hi"}).to_string();
+        Request::post("/v1/responses").header("x-api-key", key).body(Body::from(body)).expect("sound")
+    };
+    let document = async |key: &str| {
+        let (_, _, document) =
+            send_json(&app.router, request("GET", "/openapi.json", &[("x-api-key", key)])).await;
+        document["security"].is_array()
+    };
+    assert_eq!((outcome(&app, with(KEY)).await.0, outcome(&app, with("third-key")).await.0), (200, 401));
+    assert!(!send(&app.router, preflight(page)).await.1.contains_key("access-control-allow-origin"));
+    assert!(document(KEY).await);
+    let (_, _, kept) = send_json(&app.router, create(KEY)).await;
+    let kept = format!("/v1/responses/{}", kept["id"].as_str().expect("an id"));
+    app.control.allow(app.control.batches().len());
+    let (router, under_way) = (app.router.clone(), with(KEY));
+    let under_way = tokio::spawn(async move { send(&router, under_way).await });
+    let (control, steps) = (app.control.clone(), app.control.batches().len());
+    blocking(move || control.submitted(steps + 1)).await;
+
+    let keys = |text| Keys::from_variable("test", text).expect("sound keys");
+    let other = Door { keys: keys("third-key"), requests_per_client: 1, ..with_cors(&[page]) };
+    app.server.set_door(other.clone());
+    let (status, headers, _) = send(&app.router, preflight(page)).await;
+    assert_eq!((status.as_u16(), field(&headers, "access-control-allow-origin")), (200, Some(page)));
+    assert_eq!(outcome(&app, with(KEY)).await.0, 401, "a key that was taken away");
+    app.control.release();
+    assert_eq!(under_way.await.expect("no panic").0, 200, "what is under way goes on");
+    assert_eq!(outcome(&app, with("third-key")).await.0, 200);
+    let read = Arc::default();
+    let third = [("x-api-key", "third-key")];
+    let first = stall(&app, &third, None, &read).await;
+    assert!(first.is_ok());
+    assert_eq!(stall(&app, &third, None, &read).await.err(), Some(429), "the bound is the new door's");
+    app.server.set_door(Door { requests_per_client: 2, ..other });
+    assert!(stall(&app, &third, None, &read).await.is_ok());
+
+    app.server.set_door(Door::default());
+    assert!(!document("").await);
+    assert_eq!(send(&app.router, preflight(page)).await.0, 403);
+    assert_eq!(outcome(&app, request("POST", CHAT, &[])).await.0, 200);
+    app.server.set_door(Door { keys: keys("third-key,sk-unicorn-1234567890"), ..Door::default() });
+    assert_eq!(
+        outcome(&app, request("GET", &kept, &[("x-api-key", KEY)])).await.0,
+        200,
+        "it is still its own"
+    );
+    assert_eq!(outcome(&app, request("GET", &kept, &third)).await.0, 404);
+}
+
 // --- over TCP -------------------------------------------------------------------------------------------
 
 /// A server on a port of its own.

@@ -12,6 +12,9 @@
 //! With keys a client is the key that matched, whatever else a request brings; without them it is the address that it came
 //! from, and a key that is sent means nothing. What counts by client counts by that: fair turns, the requests under way, and
 //! whose a kept response is.
+//!
+//! A door can be replaced while the server runs ([`Server::set_door`]): requests that are inside go on, and the next ones
+//! meet the new one. So nothing here keeps a door, or a part of one, for longer than a request's head takes.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -27,6 +30,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use ring::hmac;
 use ring::rand::SystemRandom;
+use tower::{Layer, ServiceExt};
 use tower_http::cors::{AllowHeaders, AllowOrigin, AllowPrivateNetwork, CorsLayer};
 
 use super::Server;
@@ -67,17 +71,17 @@ impl Default for Door {
 
 impl Door {
     /// What answers preflights, and tells browsers which pages may read answers; none where no page may.
-    pub(super) fn cors(&self) -> Option<CorsLayer> {
+    fn cors(self: &Arc<Self>) -> Option<CorsLayer> {
         if self.cors_origins.is_empty() {
             return None;
         }
         let origins = if self.cors_origins.iter().any(|origin| origin == "*") {
             AllowOrigin::any()
         } else {
-            let door = self.clone();
+            let door = Arc::clone(self);
             AllowOrigin::predicate(move |origin, _| door.lets_in(origin))
         };
-        let door = self.clone();
+        let door = Arc::clone(self);
         let layer = CorsLayer::new()
             .allow_origin(origins)
             .allow_methods([Method::GET, Method::POST, Method::DELETE])
@@ -133,6 +137,17 @@ impl Door {
     }
 }
 
+/// Says to browsers what the door of now lets their pages do.
+pub(super) async fn cors(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
+    match server.door().cors() {
+        None => next.run(request).await,
+        Some(cors) => match cors.layer(next).oneshot(request).await {
+            Ok(response) => response,
+            Err(never) => match never {},
+        },
+    }
+}
+
 /// Lets a request in, or says why not.
 pub(super) async fn guard(
     State(server): State<Arc<Server>>,
@@ -144,7 +159,7 @@ pub(super) async fn guard(
     if request.uri().path() == OPEN {
         return next.run(request).await;
     }
-    let door = &server.door;
+    let door = server.door();
     let peer = peer.map(|Extension(ConnectInfo(address))| address.ip());
     let connection = connection.map(|Extension(connection)| connection);
     let id = match door.check(request.method(), request.uri(), request.headers()) {
@@ -169,6 +184,7 @@ pub(super) async fn guard(
         return next.run(request).await;
     }
     let most = door.requests_per_client;
+    drop(door);
     let Some(place) = server.places.take(id, most) else {
         return ApiError::ClientFull { limit: most }.into_response();
     };

@@ -5,7 +5,7 @@
 //! something else instead, and keeps nothing between requests but what
 //! a client may name later (`responses`: for the client alone, and bounded). Prompts and answers are not logged, nor are keys.
 //!
-//! Who may ask is decided at the [`Door`].
+//! Who may ask is decided at the [`Door`], which can be replaced while the server runs ([`Server::set_door`]).
 //!
 //! Bounds: connections and their silence ([`Connections`]); requests of one client ([`Door::requests_per_client`]); bodies
 //! ([`Options::max_body_bytes`]), how many are read at once, a quarter of them for one client, and the time they may take;
@@ -58,7 +58,7 @@ pub use tools::{Call, MAX_TOOLS, Tool, ToolChoice, Tools};
 
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::extract::rejection::PathRejection;
@@ -118,7 +118,8 @@ pub struct Server {
     created: u64,
     started: Instant,
     options: Options,
-    door: Door,
+    /// Replaced as a whole.
+    door: RwLock<Arc<Door>>,
     identities: door::Identities,
     wrong_keys: WrongKeys,
     places: door::Places,
@@ -131,8 +132,8 @@ pub struct Server {
     /// By microseconds of work.
     tokenizing: Turns,
     responses: responses::Responses,
-    /// `/openapi.json`, once somebody asked for it.
-    document: OnceLock<String>,
+    /// `/openapi.json` without and with keys, once somebody asked for it.
+    documents: [OnceLock<String>; 2],
 }
 
 impl Server {
@@ -143,7 +144,7 @@ impl Server {
             created: unix_time_s(),
             started: Instant::now(),
             options,
-            door,
+            door: RwLock::new(Arc::new(door)),
             identities: door::Identities::new(),
             wrong_keys: WrongKeys::new(options.wrong_key_pause),
             places: door::Places::default(),
@@ -154,8 +155,18 @@ impl Server {
             arriving: Turns::new(MAX_ARRIVING, MAX_ARRIVING_OF_ONE),
             tokenizing: Turns::new(processors, processors),
             responses: responses::Responses::new(&options),
-            document: OnceLock::new(),
+            documents: Default::default(),
         })
+    }
+
+    /// Another door for requests that come from now on: other keys, names, pages and bounds. What is under way goes on, and
+    /// what was kept for a key stays its own.
+    pub fn set_door(&self, door: Door) {
+        *self.door.write().expect("nothing panics under this lock") = Arc::new(door);
+    }
+
+    fn door(&self) -> Arc<Door> {
+        Arc::clone(&self.door.read().expect("nothing panics under this lock"))
     }
 
     /// Opens the chat; once. What is behind it comes back.
@@ -202,7 +213,6 @@ pub fn router(server: Arc<Server>) -> Router {
 
 /// What every request goes through, around some routes.
 fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
-    let cors = tower::util::option_layer(server.door.cors());
     routes
         .fallback(async |uri: Uri| ApiError::NoRoute(uri.path().to_owned()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
@@ -212,7 +222,7 @@ fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
         .layer(middleware::from_fn_with_state(Arc::clone(&server), door::guard))
         .layer(middleware::from_fn(failures::catch))
         // Around the door: a preflight brings no key, and the page is to read a refusal too.
-        .layer(cors)
+        .layer(middleware::from_fn_with_state(Arc::clone(&server), door::cors))
         .layer(middleware::from_fn(messages::in_its_words))
         // Around all: what is counted and logged is what is sent.
         .layer(middleware::from_fn_with_state(server, identify))

@@ -31,7 +31,7 @@ pub(super) fn cache_salt(fields: &Fields) -> Result<Option<String>, ApiError> {
 pub(super) fn salt_of(server: &Server, client: ClientId, asked: Option<&str>) -> CacheSalt {
     let by_client = match server.options.share_prefixes {
         Some(share) => share == SharePrefixes::Key,
-        None => server.door.keys.len() > 1,
+        None => server.door().keys.len() > 1,
     };
     salt(asked, by_client.then_some(client))
 }

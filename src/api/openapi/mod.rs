@@ -61,12 +61,12 @@ pub(super) fn head() -> OpenApi {
     OpenApiBuilder::new().info(info.build()).components(Some(components.build())).build()
 }
 
-/// The document of a server, as JSON; `document` has the routes.
-fn written(server: &Server, mut document: OpenApi) -> String {
+/// The document as JSON; `document` has the routes, and `keyed` is whether the server asks for a key.
+fn written(keyed: bool, mut document: OpenApi) -> String {
     // A parameter that takes the rest of a path is one like any other here.
     let paths = std::mem::take(&mut document.paths.paths);
     document.paths.paths = paths.into_iter().map(|(path, item)| (path.replace("{*", "{"), item)).collect();
-    if !server.door.keys.is_empty() {
+    if keyed {
         let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).build();
         let header = ApiKey::Header(ApiKeyValue::new("x-api-key"));
         let schemes =
@@ -89,7 +89,9 @@ fn written(server: &Server, mut document: OpenApi) -> String {
     responses((status = 200, description = "An OpenAPI document.", body = inline(Document)), AtTheDoor),
 )]
 pub(super) async fn document(State(server): State<Arc<Server>>) -> Response {
-    let text = server.document.get_or_init(|| written(&server, super::routes().into_openapi()));
+    let keyed = !server.door().keys.is_empty();
+    let document = &server.documents[usize::from(keyed)];
+    let text = document.get_or_init(|| written(keyed, super::routes().into_openapi()));
     ([(header::CONTENT_TYPE, "application/json")], text.clone()).into_response()
 }
 

@@ -7,6 +7,7 @@ mod items;
 mod request;
 mod store;
 
+use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::Json;
