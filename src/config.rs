@@ -14,10 +14,17 @@ use crate::tensor::{KvDtype, QuantizeMode};
 /// The documented defaults, as TOML.
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
 const ENV_PREFIX: &str = "UNICORN_";
+/// Variables behind that prefix that are no options: the file's name, the keys, and those of the project's own tools.
+const OUR_VARIABLES: [&str; 2] = ["CONFIG", "API_KEYS"];
+const OUR_PREFIXES: [&str; 2] = ["TEST_", "SKIP_"];
+/// Kubernetes and Docker name variables after services.
+const KUBERNETES: &str = " (a container platform sets it for a service of that name: rename the service, or set \
+                          enableServiceLinks to false)";
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
+    pub log: Log,
     pub server: Server,
     pub model: Model,
     pub models: Models,
@@ -26,6 +33,17 @@ pub struct Config {
     pub memory: Memory,
     pub engine: Engine,
     pub kv: Kv,
+    /// All of it, as it was set.
+    #[serde(skip)]
+    options: Table,
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Log {
+    /// A level or directives; none is what the command says.
+    #[serde(deserialize_with = "unless_empty")]
+    pub level: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -175,6 +193,8 @@ pub enum ConfigError {
     Syntax { source_name: String, problem: String },
     #[error("{source_name}: unknown option {option}; expected one of {expected}")]
     Unknown { source_name: String, option: String, expected: String },
+    #[error("{source_name}: unknown option {option}; {near} is one")]
+    Misspelt { source_name: String, option: String, near: String },
     #[error("{source_name}: {option}: {problem}")]
     Value { source_name: String, option: String, problem: String },
 }
@@ -196,27 +216,39 @@ impl Layer {
         Ok(Self { name: name.to_owned(), options })
     }
 
-    /// The variables `UNICORN_SECTION_OPTION`; others, and `UNICORN_` ones of no section, are someone else's.
-    pub fn environment(variables: impl IntoIterator<Item = (String, String)>) -> Result<Self, ConfigError> {
+    /// The variables `UNICORN_SECTION_OPTION`, and a warning for each that begins like one and names nothing here: container
+    /// platforms set some after their own services. One that nearly names an option is an error, for it was meant to.
+    pub fn environment(
+        variables: impl IntoIterator<Item = (String, String)>,
+    ) -> Result<(Self, Vec<String>), ConfigError> {
+        let source = || "environment".to_owned();
         let defaults = defaults();
-        let mut layer = Self { name: "environment".into(), options: Table::new() };
+        let (mut layer, mut warnings) = (Self { name: source(), options: Table::new() }, Vec::new());
         for (variable, text) in variables {
-            let Some(path) = variable.strip_prefix(ENV_PREFIX) else { continue };
-            let path = path.to_ascii_lowercase();
-            let section = defaults.keys().find(|s| path.strip_prefix(*s).is_some_and(|p| p.starts_with('_')));
-            let Some(section) = section else { continue };
-            let option = &path[section.len() + 1..];
-            let value = match defaults[section].get(option) {
-                None => return Err(unknown("environment", variable, &defaults[section])),
-                Some(default) => parse_like(default, &text).map_err(|problem| ConfigError::Value {
-                    source_name: "environment".into(),
-                    option: variable,
-                    problem,
-                })?,
+            let Some(path) = variable.strip_prefix(ENV_PREFIX).filter(|path| !is_ours(path)) else {
+                continue;
             };
-            layer.set(section, option, value);
+            let path = path.to_ascii_lowercase();
+            let (mut options, near) = (options(&defaults), nearest(&path, &defaults));
+            match options.find(|(section, option, _)| path == format!("{section}_{option}")) {
+                Some((section, option, default)) => {
+                    let value = parse_like(default, &text).map_err(|mut problem| {
+                        if text.starts_with("tcp://") {
+                            problem.push_str(KUBERNETES);
+                        }
+                        ConfigError::Value { source_name: source(), option: variable, problem }
+                    })?;
+                    layer.set(section, option, value);
+                }
+                None => match near {
+                    Some(near) => {
+                        return Err(ConfigError::Misspelt { source_name: source(), option: variable, near });
+                    }
+                    None => warnings.push(format!("{variable} in the environment is no option, and ignored")),
+                },
+            }
         }
-        Ok(layer)
+        Ok((layer, warnings))
     }
 
     /// The command line: add its flags with [`Layer::set`].
@@ -249,9 +281,18 @@ impl Config {
         Ok(config)
     }
 
+    /// The options that `other` has otherwise, as `section.option`.
+    pub fn differences(&self, other: &Self) -> Vec<String> {
+        let both = options(&self.options).zip(options(&other.options));
+        // Each has every option, in the order of the alphabet.
+        let differing = both.filter(|((.., one), (.., another))| one != another);
+        differing.map(|((section, option, _), _)| format!("{section}.{option}")).collect()
+    }
+
     /// Or the option at fault, and what is wrong with it.
     fn read(merged: &Table) -> Result<Self, (String, String)> {
         let config = Config {
+            log: section(merged, "log")?,
             server: section(merged, "server")?,
             model: section(merged, "model")?,
             models: section(merged, "models")?,
@@ -260,8 +301,12 @@ impl Config {
             memory: section(merged, "memory")?,
             engine: section(merged, "engine")?,
             kv: section(merged, "kv")?,
+            options: merged.clone(),
         };
-        let Config { server, engine, gpu, kv, .. } = &config;
+        let Config { log, server, engine, gpu, kv, .. } = &config;
+        if let Some(level) = &log.level {
+            check_level(level).map_err(|problem| ("log.level".to_owned(), problem))?;
+        }
         let in_range = |option: &str, value: u64, low: u64, high: u64| {
             let problem = || format!("expected {low} to {high}, got {value}");
             if (low..=high).contains(&value) { Ok(()) } else { Err((option.to_owned(), problem())) }
@@ -302,6 +347,20 @@ impl Config {
     }
 }
 
+/// A level, or directives with commas between them: `info,unicorn=debug`.
+fn check_level(level: &str) -> Result<(), String> {
+    const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+    // A word alone would be taken for the name of a module, and log all of that and nothing else.
+    let known = |directive: &str| {
+        let level = directive.rsplit_once('=').map_or(directive, |(_, level)| level);
+        LEVELS.contains(&level.trim().to_ascii_lowercase().as_str())
+    };
+    if level.split(',').all(known) {
+        return Ok(());
+    }
+    Err(format!("expected one of {}, or such as info,unicorn=debug, got {level:?}", LEVELS.join(", ")))
+}
+
 fn check_host(host: &str) -> Result<(), String> {
     let sound = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if !host.is_empty() && host.chars().all(sound) {
@@ -327,8 +386,29 @@ fn check_origin(origin: &str) -> Result<(), String> {
     ))
 }
 
+fn is_ours(path: &str) -> bool {
+    OUR_VARIABLES.contains(&path) || OUR_PREFIXES.iter().any(|prefix| path.starts_with(prefix))
+}
+
 fn defaults() -> Table {
     DEFAULT_TOML.parse().expect("config/default.toml is valid TOML")
+}
+
+/// Every option: its section, its name, its default.
+fn options(defaults: &Table) -> impl Iterator<Item = (&str, &str, &Value)> {
+    defaults.iter().flat_map(|(section, options)| {
+        let options = options.as_table().expect("sections are tables");
+        options.iter().map(move |(name, default)| (section.as_str(), name.as_str(), default))
+    })
+}
+
+/// The variable of the option that `path`, a variable's name without its prefix, misses by a letter or two.
+fn nearest(path: &str, defaults: &Table) -> Option<String> {
+    const NEAR: usize = 2;
+    let names = options(defaults).map(|(section, option, _)| format!("{section}_{option}"));
+    let near = names.map(|name| (strsim::damerau_levenshtein(path, &name), name)).min();
+    near.filter(|(distance, _)| *distance <= NEAR)
+        .map(|(_, name)| format!("{ENV_PREFIX}{}", name.to_ascii_uppercase()))
 }
 
 fn overlay(merged: &mut Table, source_name: &str, section: &str, options: &Value) -> Result<(), ConfigError> {

@@ -33,6 +33,7 @@ pub const OPTIONS: Options = Options {
     share_prefixes: None,
     keep_alive: Duration::from_millis(20),
     device_timeout: Duration::from_millis(500),
+    lost_log_lines: || 0,
 };
 
 pub struct App {
@@ -1087,15 +1088,12 @@ async fn shutdown_is_bounded() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-    let shutdown = async { drop(stopped.await) };
-    let grace = Duration::from_millis(50);
-    let serving = tokio::spawn(api::serve(
-        listener,
-        Arc::clone(&app.server),
-        crate::door::CONNECTIONS,
-        shutdown,
-        grace,
-    ));
+    let shutdown = async {
+        drop(stopped.await);
+        Duration::from_millis(50)
+    };
+    let serving =
+        tokio::spawn(api::serve(listener, Arc::clone(&app.server), crate::door::CONNECTIONS, shutdown));
 
     let request = |body: Value| {
         let body = body.to_string();

@@ -32,7 +32,8 @@ fn later_layers_win() {
     let file =
         Layer::file("f", "[server]\nport = 1\nqueue = 7\n[model]\nquantize = \"int8-row\"").expect("TOML");
     let variables = [("UNICORN_SERVER_PORT", "2"), ("UNICORN_TEST_OF_OTHERS", "x"), ("HOME", "/")];
-    let env = Layer::environment(variables.map(|(k, v)| (k.into(), v.into()))).expect("known");
+    let (env, warnings) = Layer::environment(variables.map(|(k, v)| (k.into(), v.into()))).expect("known");
+    assert_eq!(warnings, [""; 0], "a test's own variable");
     let mut flags = Layer::flags();
     flags.set("server", "host", "::1");
     let config = Config::from_layers(&[file, env, flags]).expect("valid");
@@ -55,6 +56,7 @@ fn errors_name_the_option_and_its_source() {
         ("[kv]\nshare_prefixes = \"none\"", &["unicorn.toml", "kv.share_prefixes", "none", "key, all"]),
         ("[memory]\nvram = \"16GB\"", &["unicorn.toml", "memory.vram", "16GB", "16GiB"]),
         ("[memory]\nreserve = 5", &["unicorn.toml", "memory.reserve", "string"]),
+        ("[log]\nlevel = \"loud\"", &["unicorn.toml", "log.level", "loud", "info"]),
         ("[server", &["unicorn.toml", "TOML"]),
     ] {
         let message = from_file(text).expect_err(text).to_string();
@@ -63,9 +65,56 @@ fn errors_name_the_option_and_its_source() {
             assert!(message.contains(part), "{part:?} is not in {message:?}");
         }
     }
-    for (variable, value) in [("UNICORN_SERVER_PRT", "1"), ("UNICORN_SERVER_PORT", "http")] {
-        let error = Layer::environment([(variable.to_owned(), value.to_owned())]).expect_err(variable);
-        assert!(error.to_string().contains(variable), "{error}");
+    let error = environment("UNICORN_SERVER_PORT", "http").expect_err("no number").to_string();
+    assert!(error.contains("UNICORN_SERVER_PORT") && error.contains("integer"), "{error}");
+}
+
+fn environment(variable: &str, value: &str) -> Result<(Layer, Vec<String>), ConfigError> {
+    Layer::environment([(variable.to_owned(), value.to_owned())])
+}
+
+#[test]
+fn a_misspelt_variable_is_an_error_and_a_strange_one_a_warning() {
+    for (variable, meant) in [
+        ("UNICORN_SERVER_PRT", "UNICORN_SERVER_PORT"),
+        ("UNICORN_SEVER_PORT", "UNICORN_SERVER_PORT"),
+        ("UNICORN_SERVER_POTR", "UNICORN_SERVER_PORT"),
+        ("UNICORN_SERVERPORT", "UNICORN_SERVER_PORT"),
+        ("UNICORN_MODEL_PAHT", "UNICORN_MODEL_PATH"),
+        ("UNICORN_KV_DTYP", "UNICORN_KV_DTYPE"),
+    ] {
+        let error = environment(variable, "1").expect_err(variable).to_string();
+        assert!(error.contains(variable) && error.contains(meant), "{error}");
+    }
+    // What Kubernetes sets for services that are called unicorn and unicorn-model.
+    for variable in [
+        "UNICORN_PORT",
+        "UNICORN_SERVICE_HOST",
+        "UNICORN_SERVICE_PORT",
+        "UNICORN_PORT_8010_TCP_ADDR",
+        "UNICORN_MODEL_SERVICE_HOST",
+        "UNICORN_MODEL_PORT_8010_TCP",
+    ] {
+        let (layer, warnings) = environment(variable, "tcp://10.0.0.1:8010").expect(variable);
+        assert!(matches!(&warnings[..], [warning] if warning.contains(variable)), "{warnings:?}");
+        assert_eq!(Config::from_layers(&[layer]), Config::from_layers(&[]), "{variable}");
+    }
+    // And one for a service that is called unicorn-server, which is an option's name.
+    let error = environment("UNICORN_SERVER_PORT", "tcp://10.0.0.1:8010").expect_err("no port").to_string();
+    assert!(error.contains("enableServiceLinks"), "{error}");
+    for ours in ["UNICORN_CONFIG", "UNICORN_API_KEYS", "UNICORN_TEST_DEVICE", "UNICORN_SKIP_LOG", "HOME"] {
+        assert_eq!(environment(ours, "x").expect(ours).1, [""; 0], "{ours}");
+    }
+}
+
+#[test]
+fn a_log_level_is_a_level_and_no_name_of_a_module() {
+    for level in ["", "info", "WARN", "off", "info,unicorn=debug", "unicorn::api=trace"] {
+        from_file(&format!("[log]\nlevel = {level:?}")).expect(level);
+    }
+    for level in ["loud", "info,loud", "unicorn=loud", "5"] {
+        let error = from_file(&format!("[log]\nlevel = {level:?}")).expect_err(level).to_string();
+        assert!(error.contains("log.level") && error.contains("debug"), "{error}");
     }
 }
 

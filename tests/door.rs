@@ -534,8 +534,11 @@ impl Serving {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
         let (stop, stopped) = oneshot::channel::<()>();
-        let shutdown = async { drop(stopped.await) };
-        let task = api::serve(listener, Arc::clone(&app.server), connections, shutdown, Duration::ZERO);
+        let shutdown = async {
+            drop(stopped.await);
+            Duration::ZERO
+        };
+        let task = api::serve(listener, Arc::clone(&app.server), connections, shutdown);
         Self { address, stop: Some(stop), task: tokio::spawn(task), app }
     }
 
@@ -837,12 +840,13 @@ async fn a_renewed_certificate_is_shown_to_whoever_connects_then() {
         .await
     };
     assert!(proves(&first).await && !proves(&second).await);
+    let reload = || tls.reload(&folder.path().join("cert.pem"), &folder.path().join("key.pem"));
     // Half of it is there: that will not do, and the server stays as it was.
     std::fs::copy(other.path().join("cert.pem"), folder.path().join("cert.pem")).expect("copied");
-    assert!(tls.reload().expect_err("not its key").to_string().contains("is not the key"));
+    assert!(reload().expect_err("not its key").to_string().contains("is not the key"));
     assert!(proves(&first).await);
     std::fs::copy(other.path().join("key.pem"), folder.path().join("key.pem")).expect("copied");
-    tls.reload().expect("sound");
+    reload().expect("sound");
     assert!(proves(&second).await && !proves(&first).await);
     serving.end().await;
 }
@@ -917,15 +921,15 @@ fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
     let path = keys.to_str().expect("UTF-8");
     let serve = |more: &[&str]| unicorn(&[&["serve", "--port", "0"], more].concat());
     for host in ["0.0.0.0", "::"] {
-        assert_error(serve(&["--host", host]), 1, &["API key", "--api-key-file", "server.allow_keyless"]);
+        assert_error(serve(&["--host", host]), 78, &["API key", "--api-key-file", "server.allow_keyless"]);
     }
     let mut empty = serve(&["--host", "0.0.0.0"]);
     empty.env("UNICORN_API_KEYS", " , ");
-    assert_error(empty, 1, &["API key"]);
+    assert_error(empty, 78, &["API key"]);
 
-    assert_error(serve(&["--api-key-file", path]), 1, &[path, "No such file"]);
+    assert_error(serve(&["--api-key-file", path]), 78, &[path, "No such file"]);
     std::fs::write(&keys, "# nobody yet\n").expect("written");
-    assert_error(serve(&["--api-key-file", path]), 1, &[path, "no key"]);
+    assert_error(serve(&["--api-key-file", path]), 78, &[path, "no key"]);
     std::fs::write(&keys, "good\nsecret with blanks\n").expect("written");
     let (code, _, stderr) = output(serve(&["--api-key-file", path]));
     assert!(code == 1 && stderr.contains("line 2") && !stderr.contains("secret"), "{stderr}");
@@ -951,7 +955,7 @@ fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
     // More connections than this process may have files.
     let mut limited = std::process::Command::new("sh");
     limited.args(["-c", "ulimit -n 300; exec \"$0\" serve --port 0", env!("CARGO_BIN_EXE_unicorn")]);
-    assert_error(limited, 1, &["server.connections = 512", "300", "ulimit -n"]);
+    assert_error(limited, 78, &["server.connections = 512", "300", "ulimit -n"]);
 
     let (certificates, _) = certificate();
     let pem = |name: &str| certificates.path().join(name).to_str().expect("UTF-8").to_owned();
@@ -960,7 +964,7 @@ fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
     assert!(output(secure).2.contains("listening on https://127.0.0.1:"));
     let mut mixed = serve(&[]);
     mixed.env("UNICORN_SERVER_TLS_CERT", pem("key.pem")).env("UNICORN_SERVER_TLS_KEY", pem("cert.pem"));
-    assert_error(mixed, 1, &["key.pem", "no certificate"]);
+    assert_error(mixed, 78, &["key.pem", "no certificate"]);
     for (variable, value, part) in [
         ("UNICORN_SERVER_TLS_CERT", "x", "go together"),
         ("UNICORN_SERVER_CORS_ORIGINS", "https://a.example/,http://b", "https://a.example/"),
@@ -970,6 +974,6 @@ fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
     ] {
         let mut command = serve(&[]);
         command.env(variable, value);
-        assert_error(command, 1, &[part]);
+        assert_error(command, 78, &[part]);
     }
 }

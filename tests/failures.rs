@@ -147,9 +147,11 @@ async fn a_handler_that_panics_answers_500_and_its_connection_lives_on() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let address = listener.local_addr().expect("bound");
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-    let shutdown = async { drop(stopped.await) };
-    let serving = api::serve(listener, Arc::clone(&app.server), CONNECTIONS, shutdown, Duration::ZERO);
-    let serving = tokio::spawn(serving);
+    let shutdown = async {
+        drop(stopped.await);
+        Duration::ZERO
+    };
+    let serving = tokio::spawn(api::serve(listener, Arc::clone(&app.server), CONNECTIONS, shutdown));
 
     let mut client = tokio::net::TcpStream::connect(address).await.expect("connects");
     for (path, id, status) in [("/status", "a-1", 500), ("/metrics", "a-2", 500), ("/health", "a-3", 200)] {

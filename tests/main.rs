@@ -8,6 +8,7 @@ mod checkpoint;
 mod cli;
 mod completions;
 mod config;
+mod daemon;
 mod demo;
 mod door;
 mod draft;

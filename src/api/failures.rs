@@ -30,11 +30,16 @@ pub(super) async fn catch(request: Request, next: Next) -> Response {
 
 /// The error that a panic is; `doing` what, where that tells more than the route.
 pub(super) fn panicked(doing: &str, panic: &(dyn Any + Send)) -> ApiError {
+    let shown = panic_message(panic);
+    ApiError::Panic(if doing.is_empty() { shown } else { format!("{doing}: {shown}") })
+}
+
+/// What a panic says, as a line of the log may have it.
+pub fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().copied();
     let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     let text = text.map_or("without a message", without_quotes).lines().next().unwrap_or_default();
-    let shown: String = text.chars().take(MAX_SHOWN_CHARS).collect();
-    ApiError::Panic(if doing.is_empty() { shown } else { format!("{doing}: {shown}") })
+    text.chars().take(MAX_SHOWN_CHARS).collect()
 }
 
 /// The message without the string that it quotes, if it is one of those of slicing a string: that may be a prompt.
@@ -97,6 +102,7 @@ mod tests {
             share_prefixes: None,
             keep_alive: Duration::from_secs(9),
             device_timeout: Duration::from_secs(1),
+            lost_log_lines: || 0,
         };
         Server::new("m", options, Door::default())
     }

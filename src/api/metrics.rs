@@ -309,6 +309,8 @@ fn exposition(server: &Server) -> String {
         "1 while requests are taken: not while loading, draining, or after the device was lost.",
     )
     .sample(&[], u8::from(server.engine().is_some_and(|engine| engine.health().is_ok())));
+    out.family("unicorn_log_lines_lost_total", "counter", "Lines of the log that nobody read in time.")
+        .sample(&[], (server.options.lost_log_lines)());
     out.family("unicorn_http_requests_total", "counter", "Responses begun, by route and status.");
     for ((route, status), n) in &*locked(&m.responses) {
         out.sample(&[("endpoint", route), ("status", &status.to_string())], n);

@@ -47,6 +47,7 @@ mod wrong_keys;
 pub use answer::{AnswerText, Delta, End, Reason};
 pub use door::Door;
 pub use error::{ApiError, BodyGap};
+pub use failures::panic_message;
 pub use grammar::ResponseGrammar;
 pub use keys::{Keys, KeysError};
 pub use listen::{Connections, FILES_PER_CONNECTION};
@@ -109,6 +110,8 @@ pub struct Options {
     pub keep_alive: Duration,
     /// A step that takes longer is taken for a device that hangs, as far as `/health` goes.
     pub device_timeout: Duration,
+    /// How many lines of the log were lost so far, for `/metrics`.
+    pub lost_log_lines: fn() -> u64,
 }
 
 /// State of the server, from its start on.
@@ -179,6 +182,9 @@ impl Server {
     /// Tells `/status` and `/metrics` of the loaded model; once.
     pub fn set_facts(&self, facts: Facts) {
         assert!(self.facts.set(facts).is_ok(), "the model was loaded twice");
+    }
+
+    pub fn set_door(&self, _door: Door) { /*STUB*/
     }
 
     fn facts(&self) -> Option<&Facts> {
@@ -253,14 +259,13 @@ fn routes() -> OpenApiRouter<Arc<Server>> {
         .routes(routes!(openapi::document))
 }
 
-/// Serves until `shutdown` resolves; then takes no request, and gives those under way `grace` to end before they
-/// are failed. Returns at most a few seconds after that.
+/// Serves until `shutdown` resolves; then takes no request, and gives those under way the time that it resolved to, to end in
+/// before they are failed. Returns at most a few seconds after that.
 pub async fn serve(
     listener: TcpListener,
     server: Arc<Server>,
     connections: Connections,
-    shutdown: impl Future<Output = ()> + Send + 'static,
-    grace: Duration,
+    shutdown: impl Future<Output = Duration> + Send + 'static,
 ) {
     /// For failed requests to tell their clients.
     const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -268,20 +273,21 @@ pub async fn serve(
     let (begin, begun) = tokio::sync::oneshot::channel();
     let stopping = Arc::clone(&server);
     let stop = async move {
-        shutdown.await;
+        let grace = shutdown.await;
         if let Some(engine) = stopping.engine() {
             engine.drain();
         }
-        let _ = begin.send(());
+        let _ = begin.send(grace);
     };
     let serving =
         listen::listen(listener, router(Arc::clone(&server)), connections, &server.connections, stop);
     let bound = async {
-        if begun.await.is_err() {
-            std::future::pending::<()>().await; // serving itself ended
-        }
+        let Ok(grace) = begun.await else {
+            return std::future::pending().await; // serving itself ended
+        };
         tokio::time::sleep(grace).await;
-        if let Some(engine) = server.engine() {
+        // One that has ended has failed them.
+        if let Some(engine) = server.engine().filter(|engine| engine.ended().is_none()) {
             tracing::warn!("requests are still under way after {} s: they are failed", grace.as_secs());
             engine.abort();
         }

@@ -13,11 +13,7 @@ use super::keys::{read_bounded, read_secret};
 
 /// What a server proves its name with. TLS 1.2 and 1.3, HTTP/1.1. Clones are one.
 #[derive(Clone)]
-pub struct Tls {
-    cert: Arc<Path>,
-    key: Arc<Path>,
-    acceptor: Arc<RwLock<TlsAcceptor>>,
-}
+pub struct Tls(Arc<RwLock<TlsAcceptor>>);
 
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
@@ -32,19 +28,18 @@ pub enum TlsError {
 impl Tls {
     /// Both files are PEM; `cert` holds the server's own certificate first, then those that lead to its authority.
     pub fn read(cert: &Path, key: &Path) -> Result<Self, TlsError> {
-        let acceptor = Arc::new(RwLock::new(Self::acceptor_of(cert, key)?));
-        Ok(Self { cert: cert.into(), key: key.into(), acceptor })
+        Ok(Self(Arc::new(RwLock::new(Self::acceptor_of(cert, key)?))))
     }
 
-    /// Reads both files again, for connections from now on. Where they will not do, nothing changes.
-    pub fn reload(&self) -> Result<(), TlsError> {
-        let acceptor = Self::acceptor_of(&self.cert, &self.key)?;
-        *self.acceptor.write().expect("nothing panics under this lock") = acceptor;
+    /// Takes these files for connections from now on. Where they will not do, nothing changes.
+    pub fn reload(&self, cert: &Path, key: &Path) -> Result<(), TlsError> {
+        let acceptor = Self::acceptor_of(cert, key)?;
+        *self.0.write().expect("nothing panics under this lock") = acceptor;
         Ok(())
     }
 
     pub(super) fn acceptor(&self) -> TlsAcceptor {
-        self.acceptor.read().expect("nothing panics under this lock").clone()
+        self.0.read().expect("nothing panics under this lock").clone()
     }
 
     fn acceptor_of(cert: &Path, key: &Path) -> Result<TlsAcceptor, TlsError> {

@@ -19,7 +19,7 @@ pub struct CommandLine {
 }
 
 /// Options of every command. What is not given comes from the environment, the configuration file, the defaults.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub struct Global {
     /// Configuration file; `config/default.toml` in the source lists every option
     #[arg(long, global = true, env = "UNICORN_CONFIG", value_name = "FILE")]
@@ -83,7 +83,7 @@ pub enum Command {
     Models(Models),
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub struct Model {
     /// Folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model; without it, the demo model in this
     /// binary
@@ -98,7 +98,7 @@ pub struct Model {
 }
 
 /// What may be taken of a device's memory: sizes such as 16GiB or 512MiB.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub struct Memory {
     /// Of the GPU's own memory, at most so much
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
@@ -111,7 +111,7 @@ pub struct Memory {
     pub reserve: Option<u64>,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub struct Serve {
     #[command(flatten)]
     pub model: Model,

@@ -9,6 +9,7 @@ use crate::engine::{EngineError, SubmitError};
 use crate::gpu::GpuError;
 use crate::hub::HubError;
 use crate::model::RunnerError;
+use crate::model::gemma3::LoadError;
 use crate::text::TextError;
 
 #[derive(Debug, thiserror::Error)]
@@ -27,6 +28,11 @@ pub enum Error {
          set server.allow_keyless to let everybody in"
     )]
     Keyless(std::net::SocketAddr),
+    /// In a configuration that a running server reads again.
+    #[error(
+        "no API key is left, and other machines can reach the server: keep one, or set server.allow_keyless to let everybody in"
+    )]
+    KeysGone,
     #[error(transparent)]
     Keys(#[from] KeysError),
     #[error(transparent)]
@@ -61,7 +67,7 @@ pub enum Error {
     #[error(transparent)]
     Hub(#[from] HubError),
     #[error(transparent)]
-    Load(#[from] crate::model::gemma3::LoadError),
+    Load(#[from] LoadError),
     #[error(transparent)]
     Text(#[from] TextError),
     #[error(transparent)]
@@ -80,6 +86,51 @@ pub enum Error {
     Measured { url: String, problem: String },
     #[error("loading the model met a bug (see the messages above)")]
     LoadPanicked,
+    #[error("unicorn met a bug (see the messages above)")]
+    Panicked,
+}
+
+impl Error {
+    /// What `serve` ends with, by sysexits.h, for a supervisor that is to know whether starting it again helps: 78 where it
+    /// does not, for configuration, model, port and keys; 75 for the device; 70 for a bug; 1 for what the system refuses.
+    pub fn exit_code(&self) -> u8 {
+        const SYSTEM: u8 = 1;
+        const SOFTWARE: u8 = 70;
+        const DEVICE: u8 = 75;
+        const CONFIGURATION: u8 = 78;
+        match self {
+            Self::Gpu(_)
+            | Self::NoMachine(_)
+            | Self::Runner(_)
+            | Self::Load(LoadError::Gpu(_) | LoadError::NotResident(_))
+            | Self::Engine(EngineError::Lost(_)) => DEVICE,
+            Self::LoadPanicked | Self::Panicked | Self::Engine(_) | Self::Submit(_) | Self::Request(_) => {
+                SOFTWARE
+            }
+            Self::Serve(_)
+            | Self::Runtime(_)
+            | Self::Output(_)
+            | Self::Terminal(_)
+            | Self::Measured { .. } => SYSTEM,
+            Self::File { .. }
+            | Self::PortTaken { .. }
+            | Self::Listen { .. }
+            | Self::Keyless(_)
+            | Self::KeysGone
+            | Self::Keys(_)
+            | Self::Tls(_)
+            | Self::OpenFiles { .. }
+            | Self::Config(_)
+            | Self::Checkpoint(_)
+            | Self::ModelConfig(_)
+            | Self::Weights(_)
+            | Self::DoesNotFit(_)
+            | Self::Hub(_)
+            | Self::Load(_)
+            | Self::Text(_)
+            | Self::Argument(_) => CONFIGURATION,
+        }
+    }
 }
 
 fn next_port(port: u16) -> u16 {

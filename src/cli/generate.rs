@@ -10,6 +10,7 @@ use rustyline::error::ReadlineError;
 use super::args;
 use super::error::Error;
 use super::load::{self, EndEngine};
+use super::log;
 use super::progress::{self, Spinner};
 use crate::api::{ApiError, ChatRequest, Delta, End, Reason, Service};
 use crate::config::Config;
@@ -38,13 +39,13 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
     let runtime = runtime()?;
     let mut editor = rustyline::DefaultEditor::new().map_err(Error::Terminal)?;
     if std::io::stdin().is_terminal() {
-        eprintln!("Ctrl-C stops an answer, Ctrl-D leaves; /new starts a new conversation.");
+        log::say("Ctrl-C stops an answer, Ctrl-D leaves; /new starts a new conversation.");
     }
     loop {
         let line = match editor.readline("> ") {
             Ok(line) => line,
             Err(ReadlineError::Interrupted) => {
-                eprintln!("(Ctrl-D leaves)");
+                log::say("(Ctrl-D leaves)");
                 continue;
             }
             Err(ReadlineError::Eof) => return Ok(()),
@@ -54,7 +55,7 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
             "" => continue,
             "/new" => {
                 request.messages.truncate(opening);
-                eprintln!("(a new conversation)");
+                log::say("(a new conversation)");
                 continue;
             }
             "/quit" | "/exit" => return Ok(()),
@@ -71,7 +72,7 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
             ) => return Err(error),
             Err(error) => {
                 request.messages.pop();
-                eprintln!("error: {error} (/new starts a new conversation)");
+                log::say(format_args!("error: {error} (/new starts a new conversation)"));
             }
         }
     }
@@ -111,7 +112,7 @@ async fn answer(
         spinner = None;
         let Some(event) = event else {
             print("\n")?;
-            eprintln!("(stopped)");
+            log::say("(stopped)");
             return Ok(text);
         };
         let Delta { text: more, end, .. } = answer.push(event);
@@ -165,7 +166,7 @@ fn say_how(reason: Reason, timings: &Timings) {
     let cut = if reason == Reason::Length { "; cut at its longest" } else { "" };
     let rate = predicted_n.saturating_sub(1) as f64 / decode.as_secs_f64().max(1e-9);
     let prefill_s = prefill.as_secs_f64();
-    eprintln!(
+    log::say(format_args!(
         "({prompt_n} tokens read in {prefill_s:.2} s, {predicted_n} written at {rate:.1} per second{cut})"
-    );
+    ));
 }

@@ -1,6 +1,7 @@
 //! The commands of the binary: reads the command line, calls the floors below, and says what went wrong.
 //!
-//! Every failure is one line, `error: ...`, and exit code 1; a command line that cannot be read is exit code 2.
+//! Every failure is one line, `error: ...`, and exit code 1; a command line that cannot be read is exit code 2. `serve` has
+//! exit codes that tell a supervisor whether to start it again ([`error::Error::exit_code`]).
 //! Answers and results go to standard output, everything else to standard error. [`load`] alone knows how a
 //! model comes onto a device; no file here names a Vulkan type.
 
@@ -12,15 +13,17 @@ mod eval;
 mod generate;
 mod inspect;
 mod load;
+mod log;
 mod models;
 mod plan;
 mod progress;
 mod pull;
 mod quantize;
+mod reload;
 mod serve;
 mod synth;
 
-use std::io::IsTerminal;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -28,6 +31,8 @@ use tracing_subscriber::EnvFilter;
 
 use args::{Command, CommandLine, Global};
 use error::Error;
+use log::Log;
+use reload::Reload;
 
 use crate::config::{Config, Layer};
 use crate::tensor::KvDtype;
@@ -35,23 +40,39 @@ use crate::tensor::KvDtype;
 /// Runs the process's command line.
 pub fn main() -> ExitCode {
     let CommandLine { global, command } = CommandLine::parse();
-    match run(&global, command) {
+    let serving = matches!(command, Command::Serve(_));
+    let ended = config(&global, &command).and_then(|(config, warnings)| {
+        // Dropped before the error is printed, which so is the last line.
+        // The journal has its own clock.
+        let with_time = serving && std::env::var_os("JOURNAL_STREAM").is_none();
+        let log = Log::start(log_filter(&global, serving, &config), with_time);
+        warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+        let run = AssertUnwindSafe(|| run(&global, command, config, &log));
+        catch_unwind(run).unwrap_or(Err(Error::Panicked))
+    });
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         // A reader that closed its end (`| head`) has seen what it wanted.
         Err(Error::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
+            log::say(format_args!("error: {error}"));
+            if serving { error.exit_code().into() } else { ExitCode::FAILURE }
         }
     }
 }
 
-fn run(global: &Global, mut command: Command) -> Result<(), Error> {
-    start_log(global.verbose, matches!(command, Command::Serve(_)));
-    let mut config = config(global, &command)?;
+fn run(global: &Global, mut command: Command, mut config: Config, log: &Log) -> Result<(), Error> {
     models::locate(&mut config, &mut command)?;
     match command {
-        Command::Serve(_) => serve::serve(&config),
+        Command::Serve(args) => {
+            let (log, global) = (log.level(), global.clone());
+            let set_log = {
+                let global = global.clone();
+                move |config: &Config| log.set(log_filter(&global, true, config))
+            };
+            let reread = move || self::config(&global, &Command::Serve(args.clone()));
+            serve::serve(&config, Reload { reread: Box::new(reread), set_log: Box::new(set_log) })
+        }
         Command::Generate(args) => generate::generate(&config, args),
         Command::Chat(args) => generate::chat(&config, args),
         Command::Devices => devices::devices(),
@@ -67,25 +88,21 @@ fn run(global: &Global, mut command: Command) -> Result<(), Error> {
     }
 }
 
-/// A server says what it does; a command on the terminal only what is wrong. `RUST_LOG` overrides both.
-fn start_log(verbose: u8, serving: bool) {
-    let level = match (verbose, serving) {
-        (0, false) => "warn",
-        (0, true) => "info",
-        (1, _) => "info,unicorn=debug",
-        (_, _) => "debug,unicorn=trace",
+/// A server says what it does; a command on the terminal only what is wrong. The option overrides that, `-v` the option, and
+/// `RUST_LOG` all.
+fn log_filter(global: &Global, serving: bool, config: &Config) -> EnvFilter {
+    let level = match (global.verbose, serving, &config.log.level) {
+        (0, _, Some(level)) => level,
+        (0, false, None) => "warn",
+        (0, true, None) => "info",
+        (1, ..) => "info,unicorn=debug",
+        _ => "debug,unicorn=trace",
     };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_target(false)
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr);
-    if serving { log.init() } else { log.without_time().init() }
+    EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level))
 }
 
-/// Defaults, file, environment, flags.
-fn config(global: &Global, command: &Command) -> Result<Config, Error> {
+/// Defaults, file, environment, flags; and warnings that come of them.
+fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), Error> {
     let mut layers = Vec::new();
     if let Some(path) = &global.config {
         let text =
@@ -94,7 +111,8 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
     }
     let variables =
         std::env::vars_os().filter_map(|(k, v)| Some((k.into_string().ok()?, v.into_string().ok()?)));
-    layers.push(Layer::environment(variables)?);
+    let (environment, warnings) = Layer::environment(variables)?;
+    layers.push(environment);
 
     let mut flags = Layer::flags();
     if let Some(device) = &global.device {
@@ -179,5 +197,5 @@ fn config(global: &Global, command: &Command) -> Result<Config, Error> {
         }
     }
     layers.push(flags);
-    Ok(Config::from_layers(&layers)?)
+    Ok((Config::from_layers(&layers)?, warnings))
 }

@@ -2,7 +2,7 @@
 //!
 //! Looks in `models.dir` and then in the cache that tools of the Hugging Face hub share; never at the network.
 
-use std::io::{BufRead as _, IsTerminal as _};
+use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::Path;
 
 use serde_json::json;
@@ -11,6 +11,7 @@ use super::args::Command;
 use super::devices::bytes;
 use super::error::Error;
 use super::generate::print;
+use super::log;
 use super::pull::show_choice;
 use crate::config::Config;
 use crate::hub::{Cache, HubError, ModelName, standard_cache};
@@ -147,7 +148,7 @@ pub fn remove(config: &Config, name: &ModelName, yes: bool) -> Result<(), Error>
             return Err(Error::Argument(format!("{name} was not removed")));
         }
         removal.apply()?;
-        eprintln!("removed {what}");
+        log::say(format_args!("removed {what}"));
         return Ok(());
     }
     Err(Error::Argument(format!(
@@ -160,7 +161,8 @@ fn confirm(what: &str) -> Result<bool, Error> {
     if !input.is_terminal() {
         return Err(Error::Argument(format!("not removing {what} without being asked: add --yes")));
     }
-    eprint!("remove {what}? [y/N] ");
+    let mut question = std::io::stderr();
+    write!(question, "remove {what}? [y/N] ").and_then(|()| question.flush()).map_err(Error::Output)?;
     let mut answer = String::new();
     input.lock().read_line(&mut answer).map_err(Error::Output)?;
     Ok(matches!(answer.trim(), "y" | "Y" | "yes"))

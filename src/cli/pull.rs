@@ -5,6 +5,7 @@
 use super::devices::bytes;
 use super::error::Error;
 use super::generate::print;
+use super::log;
 use super::models;
 use super::progress::Bar;
 use crate::config::Config;
@@ -37,7 +38,7 @@ pub fn show_choice(error: &HubError) {
     if let HubError::Choose { name, files, .. } = error {
         for (file, size) in files {
             let size = size.map_or("unknown size".into(), bytes);
-            eprintln!("{size:>12}  {}", name.with_file(file));
+            log::say(format_args!("{size:>12}  {}", name.with_file(file)));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `unicorn serve`: bind, answer, and load the model meanwhile.
+//! `unicorn serve`: bind, answer, and load the model meanwhile; and end when the engine does.
 
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -7,9 +7,12 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
 
 use super::error::Error;
 use super::load::{self, EndEngine};
+use super::log;
+use super::reload::{Reload, Running};
 use crate::api::{self, Connections, Door, FILES_PER_CONNECTION, Keys, Options, Server, Service, Tls};
 use crate::config::{self, Config};
 use crate::engine::EngineHandle;
@@ -34,9 +37,19 @@ const KEYS_VARIABLE: &str = "UNICORN_API_KEYS";
 const OTHER_FILES: u64 = 256;
 /// For the load to end that a signal came into; it cannot be told to.
 const LOAD_END: Duration = Duration::from_secs(20);
+/// For an engine that ended by itself to give the device back.
+const LOST_END: Duration = Duration::from_secs(2);
 
-/// Serves until SIGINT or SIGTERM, or until the model cannot be loaded.
-pub fn serve(config: &Config) -> Result<(), Error> {
+/// Serves until SIGINT or SIGTERM, or until the model cannot be loaded or the engine ends: then with the reason for that,
+/// whatever signal comes after it.
+pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Error::Runtime)?;
+    // First of all: one that came before this would end the process.
+    let hangup = {
+        let _within = runtime.enter();
+        signal(SignalKind::hangup()).map_err(Error::Runtime)?
+    };
+    let asked = config.clone();
     let files = load::files(&config.model)?;
     let model_id = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
     let options = Options {
@@ -50,6 +63,7 @@ pub fn serve(config: &Config) -> Result<(), Error> {
         wrong_key_pause: WRONG_KEY_PAUSE,
         keep_alive: KEEP_ALIVE,
         device_timeout: DEVICE_TIMEOUT,
+        lost_log_lines: log::lost_lines,
     };
     let door = door(&config.server)?;
     let keyless = door.keys.is_empty();
@@ -58,7 +72,6 @@ pub fn serve(config: &Config) -> Result<(), Error> {
     let server = Server::new(model_id.clone(), options, door);
     let grace = Duration::from_secs(config.server.shutdown_grace_s);
 
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Error::Runtime)?;
     let mut load = None;
     let engine: Arc<OnceLock<EngineHandle>> = Arc::default();
     let result = runtime.block_on(async {
@@ -78,7 +91,7 @@ pub fn serve(config: &Config) -> Result<(), Error> {
         tracing::info!("listening on {base}, model {model_id:?}; loading");
 
         // A thread of its own, not the runtime's: a signal while loading must not wait for it.
-        let (done, loaded) = tokio::sync::oneshot::channel();
+        let (done, loaded) = oneshot::channel();
         let (load_config, started) = (config.clone(), Arc::clone(&engine));
         load = Some(std::thread::spawn(move || {
             let served = load::served(&files, &load_config);
@@ -87,17 +100,19 @@ pub fn serve(config: &Config) -> Result<(), Error> {
             drop(done.send(served));
         }));
 
-        if let Some(tls) = &connections.tls {
-            reload_on_hangup(tls.clone())?;
-        }
-        let stop = stop_signal()?;
-        let serving = api::serve(listener, Arc::clone(&server), connections, stop, grace);
+        let (server_there, tls) = (Arc::clone(&server), connections.tls.clone());
+        let running = Running { config: asked, server: server_there, tls, public, reload };
+        tokio::spawn(running.reload_on(hangup));
+        let (lose, lost) = oneshot::channel();
+        let stop = stop(Arc::clone(&engine), lost, grace)?;
+        let serving = api::serve(listener, Arc::clone(&server), connections, stop);
         let loading = async {
             match loaded.await {
                 Ok(Ok((service, facts))) => {
                     say_ready(&service, &base);
                     server.set_facts(facts);
                     let service = server.set_ready(service);
+                    watch(service.engine().clone(), lose);
                     // Beside the first answers, so that the first with a schema does not wait for it.
                     std::thread::spawn(move || service.prepare_grammars());
                     std::future::pending().await
@@ -114,15 +129,23 @@ pub fn serve(config: &Config) -> Result<(), Error> {
     if !load.is_none_or(ends) {
         tracing::warn!("the model was still loading after {} s", LOAD_END.as_secs());
     }
-    drop(engine.get().cloned().map(EndEngine));
+    let ended = engine.get().and_then(EngineHandle::ended);
+    match engine.get() {
+        // What is lost may never be given back.
+        Some(engine) if ended.is_some() => drop(engine.join(LOST_END)),
+        engine => drop(engine.cloned().map(EndEngine)),
+    }
     tracing::info!("stopped");
     // Not waiting for what may still tokenize for a client that is gone.
     runtime.shutdown_background();
-    result
+    match ended {
+        Some(error) => Err(error.into()),
+        None => result,
+    }
 }
 
 /// Who may come in, with the keys of the file and of the environment together.
-fn door(options: &config::Server) -> Result<Door, Error> {
+pub fn door(options: &config::Server) -> Result<Door, Error> {
     let of_file = options.api_key_file.as_ref().map(|path| Keys::read(path.as_ref())).transpose()?;
     let of_environment = match std::env::var(KEYS_VARIABLE) {
         Ok(text) => Keys::from_variable(KEYS_VARIABLE, &text)?,
@@ -187,8 +210,32 @@ async fn bind(host: &str, port: u16) -> Result<TcpListener, Error> {
     })
 }
 
-/// Resolves at the first SIGINT or SIGTERM; a second one ends the process at once.
-fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static, Error> {
+/// Waits for the engine's end in a thread of its own, and tells `lose` where nobody had asked for it.
+fn watch(engine: EngineHandle, lose: oneshot::Sender<()>) {
+    const LOOK_AGAIN: Duration = Duration::from_millis(250);
+    std::thread::spawn(move || {
+        // Not for the runner's end, which a device that is lost may put off.
+        while engine.ended().is_none() {
+            if engine.join(LOOK_AGAIN) {
+                break;
+            }
+        }
+        if engine.ended().is_some() {
+            let _ = lose.send(());
+        }
+    });
+}
+
+/// Resolves at the first SIGINT or SIGTERM, or when the engine is `lost`, to the time that those under way get. A second
+/// signal ends the process at once.
+fn stop(
+    engine: Arc<OnceLock<EngineHandle>>,
+    lost: oneshot::Receiver<()>,
+    grace: Duration,
+) -> Result<impl Future<Output = Duration> + Send + 'static, Error> {
+    /// As a shell says of what SIGINT ended.
+    const INTERRUPTED: u8 = 130;
+
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Error::Runtime)?;
     let mut terminate = signal(SignalKind::terminate()).map_err(Error::Runtime)?;
     async fn either(a: &mut Signal, b: &mut Signal) {
@@ -197,28 +244,27 @@ fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static, Error> {
             _ = b.recv() => {}
         }
     }
+    let is_lost = async move {
+        if lost.await.is_err() {
+            std::future::pending::<()>().await; // it ended because it was asked to
+        }
+    };
     Ok(async move {
-        either(&mut interrupt, &mut terminate).await;
+        tokio::select! {
+            () = is_lost => {
+                tracing::error!("stopping: the engine has ended");
+                return Duration::ZERO;
+            }
+            () = either(&mut interrupt, &mut terminate) => {}
+        }
         tracing::info!("stopping: answers under way are finished first; once more to stop at once");
         tokio::spawn(async move {
             either(&mut interrupt, &mut terminate).await;
-            std::process::exit(130);
+            let ended = engine.get().and_then(EngineHandle::ended);
+            std::process::exit(ended.map_or(INTERRUPTED, |error| Error::from(error).exit_code()).into());
         });
+        grace
     })
-}
-
-/// Reads the certificate and its key again at each SIGHUP, as those who renew them send it.
-fn reload_on_hangup(tls: Tls) -> Result<(), Error> {
-    let mut hangup = signal(SignalKind::hangup()).map_err(Error::Runtime)?;
-    tokio::spawn(async move {
-        while hangup.recv().await.is_some() {
-            match tls.reload() {
-                Ok(()) => tracing::info!("read the certificate again"),
-                Err(error) => tracing::warn!("{error}: the certificate stays what it was"),
-            }
-        }
-    });
-    Ok(())
 }
 
 fn say_ready(service: &Service, base: &str) {

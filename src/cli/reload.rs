@@ -1,0 +1,115 @@
+//! SIGHUP: a running server reads its configuration again, and its keys and certificate with it.
+//!
+//! What is wrong with any of it changes nothing, and the log says what it is. What does not take effect in a running server is
+//! named as well: a change that is silently ignored would be worse than none.
+
+use std::sync::Arc;
+
+use tokio::signal::unix::Signal;
+
+use super::error::Error;
+use super::serve::door;
+use crate::api::{Server, Tls};
+use crate::config::Config;
+
+/// Options that a running server takes over; `config/default.toml` marks them.
+pub const LIVE: [&str; 8] = [
+    "log.level",
+    "server.allow_keyless",
+    "server.allowed_hosts",
+    "server.api_key_file",
+    "server.cors_origins",
+    "server.requests_per_client",
+    "server.tls_cert",
+    "server.tls_key",
+];
+
+/// How the configuration is read again, and where its log level goes.
+pub struct Reload {
+    pub reread: Box<dyn Fn() -> Result<(Config, Vec<String>), Error> + Send>,
+    pub set_log: Box<dyn Fn(&Config) + Send>,
+}
+
+/// A server that runs, and the configuration that it has.
+pub struct Running {
+    pub config: Config,
+    pub server: Arc<Server>,
+    pub tls: Option<Tls>,
+    /// Whether other machines can reach it.
+    pub public: bool,
+    pub reload: Reload,
+}
+
+impl Running {
+    /// Reads the configuration again at each signal.
+    pub async fn reload_on(mut self, mut hangup: Signal) {
+        while hangup.recv().await.is_some() {
+            // Beside the threads that answer: files may be slow.
+            let reloaded = tokio::task::spawn_blocking(move || {
+                match self.reload() {
+                    Ok(()) => tracing::info!("read the configuration again"),
+                    Err(error) => tracing::warn!("{error}: the configuration stays what it was"),
+                }
+                self
+            });
+            match reloaded.await {
+                Ok(running) => self = running,
+                Err(error) => {
+                    return tracing::error!("the configuration is not read again any more: {error}");
+                }
+            }
+        }
+    }
+
+    fn reload(&mut self) -> Result<(), Error> {
+        let (config, warnings) = (self.reload.reread)()?;
+        let door = door(&config.server)?;
+        if self.public && door.keys.is_empty() && !config.server.allow_keyless {
+            return Err(Error::KeysGone);
+        }
+        // Last of what may fail, for it takes effect.
+        if let (Some(tls), Some(cert), Some(key)) =
+            (&self.tls, &config.server.tls_cert, &config.server.tls_key)
+        {
+            tls.reload(cert.as_ref(), key.as_ref())?;
+        }
+        self.server.set_door(door);
+        (self.reload.set_log)(&config);
+        warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+        let tls = |config: &Config| config.server.tls_cert.is_some();
+        let switched = tls(&config) != tls(&self.config);
+        let is_live =
+            |option: &str| LIVE.contains(&option) && !(switched && option.starts_with("server.tls"));
+        for option in self.config.differences(&config).into_iter().filter(|option| !is_live(option)) {
+            tracing::warn!("{option} has changed, and takes effect when unicorn is started again");
+        }
+        self.config = config;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::DEFAULT_TOML;
+
+    /// Options stand behind what is said of them, one or several.
+    #[test]
+    fn the_options_that_the_defaults_mark_are_those_that_take_effect() {
+        let (mut section, mut marked, mut behind) = ("", false, false);
+        let mut live = Vec::new();
+        for line in DEFAULT_TOML.lines() {
+            if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
+                (section, marked) = (name, false);
+            } else if line.starts_with('#') {
+                marked = line.contains("[live]") || marked && !behind;
+                behind = false;
+            } else if let Some((option, _)) = line.split_once(" = ") {
+                behind = true;
+                live.extend(marked.then(|| format!("{section}.{option}")));
+            }
+        }
+        live.sort();
+        assert_eq!(live, LIVE);
+    }
+}
