@@ -7,9 +7,13 @@
 #   make test-lm-eval              lm-eval asks a server, and is compared with `unicorn eval`; a GiB of Python packages
 #   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
 #   make test-openwebui            Open WebUI, which it installs (2 GB of disk), and a browser against a server: minutes
+#   make edges                     the shipped binary at its edges: lost log readers, lost devices, hostile clients; minutes
+#   make test-service              install it in a container that boots systemd, and have that run it; as root, minutes
 #   make test-27b                  write, load and ask a 27B of random weights: 16 GB of disk and of memory, and minutes
 #   make bench                     load time, prefill and decode speed, memory
 #   make bench-serve               start a server, measure it under load, stop it; its options in SERVE_ARGS
+#   make install                   after `make build`, as root: binary, systemd unit, user, /etc/unicorn/config.toml
+#   make uninstall                 takes binary, unit and user's definition away; configuration and models stay
 #   make build | setup | setup-test | lint | clean | help
 
 # rustup's own folder: a shell that was open before Rust was installed does not have it yet.
@@ -18,11 +22,13 @@ export PATH := $(HOME)/.cargo/bin:$(PATH)
 export MESA_SHADER_CACHE_DIR ?= $(CURDIR)/.cache/mesa
 
 UNICORN := target/release/unicorn
+PREFIX ?= /usr/local
+DESTDIR ?=
 ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build serve bench bench-serve test test-clients test-lm-eval test-demo test-openwebui test-27b lint clean
+.PHONY: help setup setup-test build serve bench bench-serve test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +44,14 @@ build: setup
 
 serve: build
 	@tools/with_device.sh $(UNICORN) serve $(ARGS)
+
+# Not by building: root's cargo would leave files that are root's.
+install:
+	@PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" tools/install.sh $(UNICORN)
+
+uninstall:
+	rm -f $(DESTDIR)$(PREFIX)/bin/unicorn $(DESTDIR)$(PREFIX)/lib/systemd/system/unicorn.service \
+	      $(DESTDIR)$(PREFIX)/lib/sysusers.d/unicorn.conf
 
 bench: build
 	@tools/with_device.sh $(UNICORN) bench $(ARGS)
@@ -66,6 +80,14 @@ test-openwebui: setup-test
 test-27b: build
 	@python3 tools/setup.py measure
 	@python3 tools/test_27b.py $(ARGS)
+
+edges: build
+	cargo build --release --locked --example fault_layer
+	@python3 tools/edges.py $(ARGS)
+
+test-service: build
+	@python3 tools/setup.py service
+	@tools/test_service.sh $(UNICORN) $(MIRROR)
 
 lint:
 	cargo fmt --check

@@ -2,9 +2,10 @@
 """Installs what running or testing Unicorn needs and this machine lacks, and nothing else.
 
     tools/setup.py run     the Vulkan loader and Mesa's Vulkan drivers, version 24 or later
-    tools/setup.py test    also the validation layers, curl, and Python's venv module; and Chromium, Node.js and npm for
-                           the tests of the page and of clients, which are skipped without them
+    tools/setup.py test    also the validation layers, curl, Python's venv module and systemd-analyze; and Chromium,
+                           Node.js and npm for the tests of the page and of clients, which are skipped without them
     tools/setup.py measure what `run` needs, and fio, which tells how fast the disk is
+    tools/setup.py service what `run` needs, and what makes and boots a container with systemd
 
 Debian 12, Debian 13 and Ubuntu (24.04 or later), as root or with sudo. Where the release's own Mesa is too
 old and the distribution has backports (Debian 12), the backports suite is added beside the machine's own
@@ -47,11 +48,15 @@ class Need:
 
 
 RUN = [Need("libvulkan1"), Need("mesa-vulkan-drivers", MESA_MAJOR)]
-TEST = RUN + [Need("vulkan-validationlayers"), Need("curl"), Need("ca-certificates"), Need("python3-venv")]
+TEST = RUN + [
+    Need("vulkan-validationlayers"), Need("curl"), Need("ca-certificates"), Need("python3-venv"),
+    Need("systemd", command="systemd-analyze"),
+]
 # Ubuntu has no Chromium but as a snap, which a test cannot count on: without these, tests/skips.toml says what is skipped.
 BROWSER = [Need("chromium", command="chromium"), Need("nodejs", command="node"), Need("npm", command="npm")]
 MEASURE = RUN + [Need("fio")]
-NEEDS = {"run": RUN, "test": TEST, "measure": MEASURE}
+SERVICE = RUN + [Need("debootstrap", command="debootstrap"), Need("systemd-container", command="systemd-nspawn")]
+NEEDS = {"run": RUN, "test": TEST, "measure": MEASURE, "service": SERVICE}
 WISHES = {"test": BROWSER}
 
 

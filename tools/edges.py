@@ -1,0 +1,391 @@
+#!/usr/bin/env python3
+"""Asks the shipped binary, from outside, what nothing outside may do to it: a line for each edge, exit status 1 if one fails.
+
+    tools/edges.py              all of them (`make edges` builds what they need)
+    tools/edges.py NAME ...     these
+
+The binary is target/release/unicorn, or $UNICORN_BINARY; it serves the demo model on software Vulkan. Some edges measure time
+(a health check within a second, an end within five), which is why this is no part of `make test`: on a busy machine a failure
+may be the machine's.
+"""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BINARY = Path(os.environ.get("UNICORN_BINARY", ROOT / "target/release/unicorn"))
+START_SECONDS = 120
+ANSWER_SECONDS = 60
+ALICE, BOB = "sk-alice-0123456789abcdef", "sk-bob-0123456789abcdef"
+PATIENT_LOG = {"RUST_LOG": "debug,unicorn=trace"}
+
+
+class Server:
+    """A `unicorn serve` on a free port, ended when it is left. `options` are sections of a configuration file."""
+
+    def __init__(self, options="", keys=(), arguments=(), environment=None, log_pipe=False):
+        self.folder = Path(tempfile.mkdtemp(prefix="unicorn-edges-"))
+        self.keys, self.config, self.options = self.folder / "keys", self.folder / "unicorn.toml", options
+        self.set_keys(keys)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        command = [BINARY, "serve", "--allow-software-vulkan", "--config", self.config, "--port", str(self.port), *arguments]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("UNICORN_", "RUST_LOG"))}
+        self.log = open(self.folder / "log", "wb")
+        self.reader, writer = os.pipe() if log_pipe else (None, None)
+        self.process = subprocess.Popen(
+            command, env={**clean, **(environment or {})}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=writer if log_pipe else self.log,
+        )
+        if log_pipe:
+            os.close(writer)
+
+    def set_keys(self, keys):
+        self.keys.write_text("\n".join(keys))
+        file = f"[server]\napi_key_file = {json.dumps(str(self.keys))}\n" if keys else "[server]\n"
+        self.config.write_text(file + self.options)
+
+    def __enter__(self):
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                return self  # for those who want it to end
+            try:
+                if self.send("GET", "/health", timeout=5)[0] == 200:
+                    return self
+            except OSError:
+                pass  # not bound yet
+            time.sleep(0.05)
+        raise AssertionError(f"not ready after {START_SECONDS} s")
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.log.close()
+        if self.reader is not None:
+            os.close(self.reader)
+        shutil.rmtree(self.folder)
+
+    def send(self, method, path, body=None, key=None, headers=None, timeout=ANSWER_SECONDS):
+        """Status and text of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        headers = {**({"authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
+        try:
+            connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def chat(self, text="What is the capital of France?", key=None, headers=None, **fields):
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 16, "temperature": 0, **fields}
+        return self.send("POST", "/v1/chat/completions", body, key, headers)
+
+    def answer(self, *arguments, **fields):
+        """An answer's object; an error is a failure."""
+        status, text = self.chat(*arguments, **fields)
+        assert status == 200, f"{status}: {text[:200]}"
+        return json.loads(text)
+
+    def metric(self, name, key=None):
+        lines = self.send("GET", "/metrics", key=key)[1].splitlines()
+        return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    def end(self, seconds, sign=signal.SIGTERM):
+        """The exit status after a signal, or after none."""
+        if sign is not None:
+            self.process.send_signal(sign)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it has not ended after {seconds} s") from None
+
+    def logged(self):
+        return (self.folder / "log").read_text(errors="replace")
+
+
+def text_of(answer):
+    return answer["choices"][0]["message"]["content"]
+
+
+def health_within_a_second(server):
+    began = time.monotonic()
+    status, _ = server.send("GET", "/health")
+    took = time.monotonic() - began
+    assert status == 200 and took < 1, f"/health: {status} after {took:.2f} s"
+
+
+# --- the log --------------------------------------------------------------------------------------------
+
+
+def log_reader_gone():
+    with Server(log_pipe=True) as server:
+        os.close(server.reader)
+        server.reader = None
+        whole = {text_of(server.answer()) for _ in range(40)}
+        assert len(whole) == 1, whole
+        health_within_a_second(server)
+        lost = server.metric("unicorn_log_lines_lost_total")
+        assert lost > 0, "nothing was counted as lost"
+        assert server.end(30) == 0, server.process.returncode
+        return f"40 of 40 answers whole, {lost:.0f} lines lost and counted"
+
+
+def log_pipe_full():
+    with Server(log_pipe=True, environment=PATIENT_LOG) as server:
+        for _ in range(40):
+            server.answer()
+        ids = [{"x-request-id": "x" * 128}] * 1000
+        with ThreadPoolExecutor(8) as pool:
+            statuses = set(pool.map(lambda headers: server.send("GET", "/v1/models", headers=headers)[0], ids))
+        assert statuses == {200}, statuses
+        health_within_a_second(server)
+        assert server.end(30) == 0, server.process.returncode
+        os.set_blocking(server.reader, False)
+        unread = len(os.read(server.reader, 1 << 20))
+        assert unread > 60_000, f"the pipe was not full: {unread} bytes"
+        return "40 of 40 answers, and 1000 of 1000 requests"
+
+
+# --- signals --------------------------------------------------------------------------------------------
+
+
+def sighup_without_tls():
+    with Server(keys=[ALICE]) as server:
+        def status(key):
+            return server.send("GET", "/v1/models", key=key)[0]
+
+        assert (status(ALICE), status(BOB)) == (200, 401)
+        server.set_keys([BOB])
+        server.process.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + 5
+        while status(BOB) != 200:
+            assert time.monotonic() < deadline, "the new key is not accepted"
+            time.sleep(0.05)
+        assert status(ALICE) == 401, "the old key still opens"
+        server.config.write_text("[server]\nprt = 1\n")
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(1)
+        assert server.process.poll() is None and status(BOB) == 200, "a bad file changed something"
+        assert "server.prt" in server.logged(), "the log does not say what is wrong"
+        server.answer(key=BOB)
+        return "alive; the new key accepted, the old one 401, a bad file refused"
+
+
+# --- clients beside each other --------------------------------------------------------------------------
+
+
+def dribbling_bodies():
+    with Server(keys=[ALICE, BOB]) as server:
+        stop = threading.Event()
+        dribbling = []
+        for _ in range(64):
+            client = socket.create_connection(("127.0.0.1", server.port))
+            client.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ALICE}\r\nContent-Length: 9999\r\n\r\n".encode())
+            dribbling.append(client)
+
+        def dribble():
+            while not stop.wait(3):
+                for client in dribbling:
+                    try:
+                        client.sendall(b" ")
+                    except OSError:
+                        pass  # given up
+
+        thread = threading.Thread(target=dribble)
+        thread.start()
+        try:
+            time.sleep(1)
+            began = time.monotonic()
+            answered = [server.chat(key=BOB)[0] for _ in range(20)]
+            took = time.monotonic() - began
+        finally:
+            stop.set()
+            thread.join()
+            for client in dribbling:
+                client.close()
+        assert answered == [200] * 20, answered
+        return f"20 of 20 answered in {took:.1f} s"
+
+
+def key_rotation():
+    with Server("requests_per_client = 2\n", keys=[ALICE, BOB]) as server:
+        def long(i):
+            # A key that is none comes beside the one that is, first or last, another each time.
+            bogus = f"sk-bogus-{i}-0123456789"
+            headers = {"x-api-key": bogus} if i % 2 else {"x-api-key": ALICE, "authorization": f"Bearer {bogus}"}
+            key = ALICE if i % 2 else None
+            return server.chat("Tell me a story", key=key, headers=headers, max_tokens=400, ignore_eos=True)
+
+        with ThreadPoolExecutor(12) as pool:
+            answers = list(pool.map(long, range(12)))
+        statuses = [status for status, _ in answers]
+        refused = {json.loads(text)["error"]["code"] for status, text in answers if status != 200}
+        assert statuses.count(200) == 2 and refused == {"client_full"}, (statuses, refused)
+        assert server.chat(key=BOB)[0] == 200, "another client is refused"
+        return "2 of 12 run, 10 refused as one client's"
+
+
+def two_keys_and_one_text():
+    text = "Remember these words: " + "apple river stone cloud " * 30
+    with Server(keys=[ALICE, BOB]) as server:
+        def cached(key, **fields):
+            return server.answer(text, key=key, **fields)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        first, again, other = cached(ALICE), cached(ALICE), cached(BOB)
+        assert first == 0 and again > 0 and other == 0, (first, again, other)
+        salted, shared = cached(ALICE, cache_salt="ours"), cached(BOB, cache_salt="ours")
+        assert salted == 0 and shared > 0, (salted, shared)
+        return f"0 of the other key's tokens cached; {shared} with one cache_salt"
+
+
+def burst():
+    with Server() as server:
+        clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(128)]
+        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}).encode()
+        request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        began = time.monotonic()
+        for client in clients:
+            client.sendall(request)
+        took = time.monotonic() - began
+        statuses = []
+        for client in clients:
+            client.settimeout(ANSWER_SECONDS)
+            statuses.append(client.makefile("rb").readline().split()[1])
+            client.close()
+        assert statuses == [b"200"] * 128, {status: statuses.count(status) for status in statuses}
+        return f"128 of 128 answered; sent within {1000 * took:.1f} ms"
+
+
+# --- the device -----------------------------------------------------------------------------------------
+
+
+def with_faults(file):
+    """The environment of a server whose Vulkan calls fail as `file` says, from when it does."""
+    libraries = BINARY.parent / "examples"
+    assert (libraries / "libfault_layer.so").exists(), "no fault layer: cargo build --release --example fault_layer"
+    return {
+        "VK_INSTANCE_LAYERS": "VK_LAYER_UNICORN_fault", "VK_ADD_LAYER_PATH": str(ROOT / "tests/fault_layer"),
+        "LD_LIBRARY_PATH": str(libraries), "FAULT_LAYER_FILE": str(file),
+    }
+
+
+def lost_device(term_after=False):
+    with tempfile.TemporaryDirectory() as folder:
+        faults = Path(folder) / "faults"
+        faults.write_text("")
+        with Server(environment=with_faults(faults)) as server:
+            server.answer()
+            with ThreadPoolExecutor(4) as pool:
+                def long(stream):
+                    return server.chat("Tell me a story", max_tokens=2000, ignore_eos=True, stream=stream)
+
+                running = [pool.submit(long, stream) for stream in (True, False, True, False)]
+                time.sleep(1)
+                faults.write_text("submit:1+=DEVICE_LOST")
+                lost = time.monotonic()
+                answers = [future.result() for future in running]
+            if term_after and server.process.poll() is None:
+                server.process.send_signal(signal.SIGTERM)
+            status = server.end(max(0.1, 5 - (time.monotonic() - lost)), None)
+            took = time.monotonic() - lost
+            for streamed, (code, text) in zip((True, False, True, False), answers):
+                assert "engine_lost" in text and (code == 200 if streamed else code == 503), (code, text[-300:])
+            assert status == 75, f"exit status {status}: {server.logged()[-500:]}"
+            return f"4 answers end with an error, exit status 75 after {took:.1f} s"
+
+
+def lost_device_then_sigterm():
+    return lost_device(term_after=True)
+
+
+def submit_out_of_memory():
+    with tempfile.TemporaryDirectory() as folder:
+        faults = Path(folder) / "faults"
+        faults.write_text("")
+        with Server(environment=with_faults(faults)) as server:
+            expected = text_of(server.answer())
+            faults.write_text("submit:3=OUT_OF_DEVICE_MEMORY")
+            assert text_of(server.answer()) == expected
+            health_within_a_second(server)
+            assert server.end(30) == 0, server.process.returncode
+            return "the answer is the same, and nothing ended"
+
+
+# --- what strangers send --------------------------------------------------------------------------------
+
+
+def doubling_template():
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "models/demo", folder, dirs_exist_ok=True)
+        template = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+        (Path(folder) / "chat_template.jinja").write_text(template)
+        with Server(arguments=["--model", folder]) as server:
+            if server.process.poll() is not None:
+                assert server.process.returncode == 78 and "template" in server.logged(), server.logged()[-500:]
+                return "refused at the load, exit status 78"
+            status, text = server.chat()
+            assert status in (400, 500) and "template" in text, (status, text[:300])
+            health_within_a_second(server)
+            return f"refused at the chat: {json.loads(text)['error']['message'][:80]}"
+
+
+def large_tools():
+    with Server() as server:
+        def tool(i, properties):
+            names = {f"property_{n}_of_{i}": {"type": "string", "description": "x" * 40} for n in range(properties)}
+            schema = {"type": "object", "properties": names, "required": list(names)}
+            return {"type": "function", "function": {"name": f"tool_{i}", "parameters": schema}}
+
+        server.answer(tools=[tool(0, 2)], tool_choice="required", max_tokens=200)
+        before = server.metric("unicorn_grammars_compiled_total")
+        began = time.monotonic()
+        status, text = server.chat(tools=[tool(i, 60) for i in range(128)], tool_choice="required")
+        took = time.monotonic() - began
+        compiled = server.metric("unicorn_grammars_compiled_total") - before
+        assert status == 400 and compiled == 0, (status, compiled, text[:300])
+        server.answer(tools=[tool(0, 2)], tool_choice="required", max_tokens=200)
+        assert server.metric("unicorn_grammars_compiled_total") == before, "the grammar before was forgotten"
+        return f"refused in {1000 * took:.0f} ms, 0 grammars compiled"
+
+
+EDGES = [
+    log_reader_gone, log_pipe_full, sighup_without_tls, dribbling_bodies, key_rotation, two_keys_and_one_text, lost_device,
+    lost_device_then_sigterm, submit_out_of_memory, burst, doubling_template, large_tools,
+]
+
+
+def main(names):
+    edges = {edge.__name__: edge for edge in EDGES}
+    unknown = [name for name in names if name not in edges]
+    if unknown:
+        sys.exit(f"edges: no edge {unknown[0]!r}; there are {', '.join(edges)}")
+    if not BINARY.exists():
+        sys.exit(f"edges: {BINARY} is not there: `make edges` builds it")
+    failed = 0
+    for name in names or edges:
+        try:
+            said = edges[name]()
+            print(f"ok      {name.replace('_', ' ')}: {said}", flush=True)
+        except (AssertionError, OSError, http.client.HTTPException, KeyError, ValueError, StopIteration) as error:
+            failed += 1
+            print(f"FAILED  {name.replace('_', ' ')}: {type(error).__name__}: {error}", flush=True)
+    print(f"{len(names or edges) - failed} of {len(names or edges)} edges hold")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

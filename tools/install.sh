@@ -1,0 +1,59 @@
+#!/bin/sh
+# Installs the built binary as a service; `make install` calls it.
+#
+#   $PREFIX/bin/unicorn              the binary
+#   $PREFIX/lib/systemd/system       the unit, with that path in it
+#   $PREFIX/lib/sysusers.d           the user `unicorn`, in the groups render and video
+#   /etc/unicorn/config.toml         every option with its default, commented out; one that is there stays as it is
+#
+# With DESTDIR, as packagers set it, everything lies below that, and nothing is made known to the running system.
+set -eu
+binary=$1
+prefix=${PREFIX:-/usr/local} root=${DESTDIR:-}
+here=$(dirname "$0")/..
+
+fail() {
+    echo "install: $*" >&2
+    exit 1
+}
+
+[ -x "$binary" ] || fail "$binary is not there: \`make build\` first, as yourself, then \`sudo make install\`"
+if [ -z "$root" ] && [ "$(id -u)" -ne 0 ]; then
+    fail "to install below $prefix and /etc takes root: \`sudo make install\`, or set DESTDIR"
+fi
+
+install -D -m 755 "$binary" "$root$prefix/bin/unicorn"
+unit=$root$prefix/lib/systemd/system/unicorn.service
+install -D -m 644 "$here/config/unicorn.service" "$unit"
+sed -i "s|^ExecStart=/usr/local/bin/|ExecStart=$prefix/bin/|" "$unit"
+install -D -m 644 "$here/config/unicorn.sysusers" "$root$prefix/lib/sysusers.d/unicorn.conf"
+
+config=$root/etc/unicorn/config.toml
+if [ -e "$config" ]; then
+    echo "install: $config stays as it is; config/default.toml has what is new"
+else
+    # The defaults of the next version are not to be those of this one.
+    mkdir -p "$(dirname "$config")"
+    sed 's/^\([a-z0-9_]* = \)/#\1/' "$here/config/default.toml" >"$config.new"
+    # Where the service may write, for `unicorn pull`.
+    sed 's|^#dir = ""|dir = "/var/lib/unicorn/models"|' "$config.new" >"$config"
+    rm "$config.new"
+    chmod 644 "$config"
+fi
+
+[ -z "$root" ] || exit 0
+if command -v systemd-sysusers >/dev/null; then
+    systemd-sysusers "$prefix/lib/sysusers.d/unicorn.conf"
+else
+    echo "install: no systemd-sysusers here: make a system user \`unicorn\` in the groups render and video" >&2
+fi
+# Not inside a container or chroot, where no systemd runs.
+if [ -d /run/systemd/system ]; then
+    systemctl daemon-reload
+fi
+cat <<NEXT
+installed. Next:
+  edit /etc/unicorn/config.toml           which model ([model] path), keys, address
+  systemctl enable --now unicorn          start it, now and at every boot
+  journalctl -u unicorn -f                see what it says
+NEXT

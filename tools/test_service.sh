@@ -1,0 +1,107 @@
+#!/bin/sh
+# Installs the service on a new machine and has systemd run it: does it start, answer, reload, come back when it is killed,
+# and stay down where another start does not help? The machine is a container that boots Debian's systemd (needs root,
+# debootstrap, systemd-nspawn and a Debian mirror; minutes). It computes on software Vulkan, behind all that the unit forbids.
+#
+#   tools/test_service.sh BINARY [MIRROR]
+#
+# The machine stays in $FRESH (default .cache/service), and a second call continues with it.
+set -eu
+binary=$1 mirror=${2:-}
+cd "$(dirname "$0")/.."
+machine=${FRESH:-$PWD/.cache/service}
+backports=etc/apt/sources.list.d/backports.list
+
+if [ ! -e "$machine/etc/os-release" ]; then
+    debootstrap --include=systemd,systemd-sysv,dbus,libvulkan1,curl,ca-certificates,procps bookworm "$machine" ${mirror:+"$mirror"}
+fi
+if [ ! -e "$machine/$backports" ]; then
+    # Bookworm's own Mesa is too old; `make setup` does the same.
+    cp -L /etc/resolv.conf /etc/hosts "$machine/etc/"
+    mirror=$(awk '$1 == "deb" { print $2; exit }' "$machine/etc/apt/sources.list")
+    echo "deb $mirror bookworm-backports main" >"$machine/$backports"
+    chroot "$machine" sh -c "apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends \
+        -t bookworm-backports mesa-vulkan-drivers"
+fi
+
+rm -rf "$machine/src" "$machine/etc/unicorn" "$machine/said"
+mkdir -p "$machine/src"
+cp -r config tools "$machine/src/"
+cp "$binary" "$machine/src/unicorn"
+chroot "$machine" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin /src/tools/install.sh /src/unicorn
+# As a user without a GPU would.
+sed -i 's/^#allow_software_vulkan = false/allow_software_vulkan = true/' "$machine/etc/unicorn/config.toml"
+
+cat >"$machine/src/check.sh" <<'CHECK'
+#!/bin/sh
+# Runs inside. A line for each fact, and `failed` in the first that is none.
+set -u
+base=http://127.0.0.1:8010
+must() {
+    what=$1
+    shift
+    if "$@" >/src/last 2>&1; then
+        echo "ok: $what"
+    else
+        echo "failed: $what"
+        tail -n 5 /src/last
+        systemctl status --no-pager unicorn
+        exit 1
+    fi
+}
+within() {
+    seconds=$1
+    shift
+    while ! "$@"; do
+        [ "$seconds" -gt 0 ] || return 1
+        seconds=$((seconds - 1))
+        sleep 1
+    done
+}
+healthy() { curl -fsS "$base/health"; }
+answers() { curl -fsS "$base/v1/chat/completions" -d '{"model": "unicorn-demo", "messages": [{"role": "user", "content": "What is the capital of France?"}]}' | grep Paris; }
+is() { [ "$(systemctl show --value -p "$1" unicorn)" = "$2" ]; }
+says() { journalctl -q -u unicorn --no-pager | grep "$1"; }
+main_pid() { systemctl show --value -p MainPID unicorn; }
+
+must "it starts and is ready" systemctl enable --now unicorn
+must "it is healthy" within 300 healthy
+must "it answers" answers
+must "it runs as its own user" test "$(ps -o user= -p "$(main_pid)")" = unicorn
+must "it is a member of render and video" sh -c "id -nG unicorn | grep -w render | grep -w video"
+must "it reloads" systemctl reload unicorn
+must "and says so" within 10 says "read the configuration again"
+must "it goes on answering" answers
+kill -KILL "$(main_pid)"
+must "killed, it is started again" within 60 is NRestarts 1
+must "and answers again" within 300 answers
+sed -i 's/^#port = 8010/port = "many"/' /etc/unicorn/config.toml
+systemctl restart unicorn
+must "a configuration that will not do ends it with 78" within 30 is ExecMainStatus 78
+sleep 10
+must "and it is not started again" is NRestarts 0
+must "its log names the option" says "server.port"
+sed -i 's/^port = "many"/#port = 8010/' /etc/unicorn/config.toml
+must "mended, it starts" systemctl restart unicorn
+must "and answers" within 300 answers
+must "it stops" systemctl stop unicorn
+must "with status 0" is ExecMainStatus 0
+must "and success" is Result success
+echo "all of it holds"
+CHECK
+chmod +x "$machine/src/check.sh"
+cat >"$machine/etc/systemd/system/check.service" <<'UNIT'
+[Service]
+Type=oneshot
+ExecStart=/bin/sh -c "/src/check.sh >/said 2>&1"
+ExecStopPost=/bin/systemctl --no-block poweroff
+TimeoutStartSec=20min
+[Install]
+WantedBy=multi-user.target
+UNIT
+chroot "$machine" systemctl -q enable check.service
+chroot "$machine" systemctl -q disable unicorn.service 2>/dev/null || true
+systemd-nspawn --quiet --directory="$machine" --boot --private-network --register=no --keep-unit >"$machine/src/console" 2>&1 ||
+    tail -n 20 "$machine/src/console" >&2
+cat "$machine/said"
+grep -q "all of it holds" "$machine/said"
