@@ -17,6 +17,7 @@ mod embeddings;
 mod engine;
 mod failures;
 mod fake_runner;
+mod faults;
 #[allow(dead_code)]
 #[path = "../fuzz/bodies.rs"]
 mod fuzz_bodies;

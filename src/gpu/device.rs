@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ash::{ext, vk};
 
@@ -16,6 +16,11 @@ use super::{GpuError, Profile};
 
 /// Longest any wait on the GPU may last before the device counts as hung.
 const WAIT_LIMIT: Duration = Duration::from_secs(120);
+
+/// How long a call may be refused for want of memory before that is an error.
+const MEMORY_LIMIT: Duration = Duration::from_secs(5);
+/// The pauses between its attempts: the first, each twice the one before, up to the last.
+const MEMORY_PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
 /// Which device to open.
 #[derive(Debug, Clone, Default)]
@@ -301,6 +306,8 @@ pub struct Device {
     queue: Mutex<QueueState>,
     timeline: vk::Semaphore,
     lost: AtomicBool,
+    /// Calls that were refused for want of memory, and taken later.
+    short_of_memory: AtomicU64,
     /// The timeline is known to have come so far.
     reached: AtomicU64,
     // Last, in this order: the logical device goes before the instance.
@@ -402,6 +409,7 @@ impl Device {
             queue: Mutex::new(QueueState { raw: queue, last_value: 0 }),
             timeline,
             lost: AtomicBool::new(false),
+            short_of_memory: AtomicU64::new(0),
             reached: AtomicU64::new(0),
             raw,
             instance,
@@ -429,7 +437,7 @@ impl Device {
         &self.instance.log
     }
 
-    /// Whether a submit or wait has failed for good. Never becomes false again.
+    /// Whether a call has found the device lost, or nobody knows any more what it is doing. Never becomes false again.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
     }
@@ -454,24 +462,81 @@ impl Device {
         let _ = unsafe { debug.set_debug_utils_object_name(&info) };
     }
 
+    /// Makes a call of the step path, and makes it again while the driver has no memory for it: for some seconds, in which
+    /// steps end and other programs let go of theirs. Vulkan allows that: "VK_ERROR_OUT_OF_*_MEMORY errors do not modify any
+    /// currently existing Vulkan objects" (Return Codes); and where a submit fails so, "the implementation must ensure that
+    /// the state and contents of any resources or synchronization primitives referenced [...] is unaffected by the call or
+    /// its failure" (vkQueueSubmit2).
+    pub(super) fn patiently<T>(&self, mut call: impl FnMut() -> Result<T, GpuError>) -> Result<T, GpuError> {
+        use vk::Result as R;
+        let mut attempts = 1;
+        let (mut pause, longest) = MEMORY_PAUSES;
+        let mut refused: Option<(Instant, String, vk::Result)> = None;
+        loop {
+            let (during, result) = match call() {
+                Err(GpuError::Vulkan {
+                    call,
+                    result: result @ (R::ERROR_OUT_OF_HOST_MEMORY | R::ERROR_OUT_OF_DEVICE_MEMORY),
+                }) => (call, result),
+                other => {
+                    if let Err(GpuError::DeviceLost { .. }) = other {
+                        self.lose();
+                    }
+                    if let (Ok(_), Some((since, during, result))) = (&other, refused) {
+                        self.tell_of_shortage(&during, result, attempts, since);
+                    }
+                    return other;
+                }
+            };
+            let (since, ..) = refused.get_or_insert((Instant::now(), during.clone(), result));
+            if since.elapsed() >= MEMORY_LIMIT {
+                return Err(GpuError::NoMemory { during, attempts, seconds: MEMORY_LIMIT.as_secs(), result });
+            }
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(longest);
+            attempts += 1;
+        }
+    }
+
+    /// A warning at the first, second, fourth, eighth such call and so on: a machine that is short of memory all the time
+    /// does not fill the log.
+    fn tell_of_shortage(&self, during: &str, result: vk::Result, attempts: u64, since: Instant) {
+        let calls = self.short_of_memory.fetch_add(1, Ordering::Relaxed) + 1;
+        if calls.is_power_of_two() {
+            let ms = since.elapsed().as_millis();
+            tracing::warn!(
+                "{during}: the driver had no memory for it ({result}), and took it at attempt {attempts}, {ms} ms later; \
+                 {calls} calls so far: other programs use the GPU or much memory"
+            );
+        }
+    }
+
     /// Queues a recorded command buffer behind everything submitted before; returns its timeline value.
     pub(super) fn submit(&self, commands: &[vk::CommandBuffer], what: &str) -> Result<u64, GpuError> {
-        let mut queue = self.queue.lock().unwrap();
-        let value = queue.last_value + 1;
         let info = |raw: &vk::CommandBuffer| vk::CommandBufferSubmitInfo::default().command_buffer(*raw);
         let commands: Vec<_> = commands.iter().map(info).collect();
-        let signal = [vk::SemaphoreSubmitInfo::default()
-            .semaphore(self.timeline)
-            .value(value)
-            .stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)];
-        let submit =
-            [vk::SubmitInfo2::default().command_buffer_infos(&commands).signal_semaphore_infos(&signal)];
-        // SAFETY: the queue is locked; the recorder keeps what the commands use alive until `value` passes.
-        unsafe { self.raw.queue_submit2(queue.raw, &submit, vk::Fence::null()) }
-            .map_err(GpuError::of(what))
-            .inspect_err(|e| self.note_loss(e))?;
-        queue.last_value = value;
-        Ok(value)
+        let attempt = || {
+            // Not across the pauses between attempts: others submit meanwhile, and have values of their own.
+            let mut queue = self.queue.lock().unwrap();
+            let value = queue.last_value + 1;
+            let signal = [vk::SemaphoreSubmitInfo::default()
+                .semaphore(self.timeline)
+                .value(value)
+                .stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)];
+            let submit =
+                [vk::SubmitInfo2::default().command_buffer_infos(&commands).signal_semaphore_infos(&signal)];
+            // SAFETY: the queue is locked; the recorder keeps what the commands use alive until `value` passes.
+            unsafe { self.raw.queue_submit2(queue.raw, &submit, vk::Fence::null()) }
+                .map_err(GpuError::of(what))?;
+            queue.last_value = value;
+            Ok(value)
+        };
+        self.patiently(attempt).inspect_err(|error| {
+            // One that was refused for want of memory is known not to run.
+            if !matches!(error, GpuError::NoMemory { .. }) {
+                self.lose();
+            }
+        })
     }
 
     /// Blocks until the timeline has reached `value`; at most two minutes.
@@ -481,18 +546,20 @@ impl Device {
         }
         let (semaphores, values) = ([self.timeline], [value]);
         let info = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
-        // SAFETY: the semaphore is this device's.
-        match unsafe { self.raw.wait_semaphores(&info, WAIT_LIMIT.as_nanos() as u64) } {
-            Ok(()) => {
-                self.reached.fetch_max(value, Ordering::AcqRel);
-                self.instance.log.check()
-            }
-            Err(vk::Result::TIMEOUT) => {
-                Err(GpuError::Timeout { during: what.to_string(), seconds: WAIT_LIMIT.as_secs() })
-            }
-            Err(e) => Err(GpuError::of(what)(e)),
-        }
-        .inspect_err(|e| self.note_loss(e))
+        let wait = || {
+            // SAFETY: the semaphore is this device's.
+            let result = unsafe { self.raw.wait_semaphores(&info, WAIT_LIMIT.as_nanos() as u64) };
+            result.map_err(|result| match result {
+                vk::Result::TIMEOUT => {
+                    GpuError::Timeout { during: what.to_string(), seconds: WAIT_LIMIT.as_secs() }
+                }
+                result => GpuError::of(what)(result),
+            })
+        };
+        // Whatever it was, the work may still run.
+        self.patiently(wait).inspect_err(|_| self.lose())?;
+        self.reached.fetch_max(value, Ordering::AcqRel);
+        self.instance.log.check()
     }
 
     /// Whether what was submitted last may be destroyed with all that it uses. Of a device that was lost, commands may never
@@ -508,10 +575,8 @@ impl Device {
         !self.is_lost()
     }
 
-    fn note_loss(&self, error: &GpuError) {
-        if matches!(error, GpuError::DeviceLost { .. } | GpuError::Timeout { .. }) {
-            self.lost.store(true, Ordering::Relaxed);
-        }
+    fn lose(&self) {
+        self.lost.store(true, Ordering::Relaxed);
     }
 }
 

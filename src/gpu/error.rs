@@ -25,6 +25,11 @@ pub enum GpuError {
     DeviceLost { during: String },
     #[error("the GPU did not finish {during} within {seconds} s")]
     Timeout { during: String, seconds: u64 },
+    #[error(
+        "{during}: the driver had no memory for it at {attempts} attempts within {seconds} s ({result}); end other programs \
+         that use the GPU or much memory, or raise memory.reserve"
+    )]
+    NoMemory { during: String, attempts: u64, seconds: u64, result: vk::Result },
     #[error("validation: {0}")]
     Validation(String),
     #[error("{call} failed: {result}")]

@@ -1,8 +1,8 @@
 //! Recording and submitting work. A [`Recorder`] derives barriers from what each command declares it reads and
 //! writes, and keeps those buffers alive as long as the recording is.
 //!
-//! What is recorded is submitted alone, once, by [`Recorder::submit`]; or it is kept by [`Recorder::finish`], and a
-//! [`Submission`] hands it to the device with others, as often as wanted, each time after the last has ended.
+//! What is recorded is submitted alone, once, by [`Recorder::submit`]; or, by [`CommandBuffer::record`], for a
+//! [`Submission`], which hands it to the device with others, as often as wanted, each time after the last has ended.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -43,6 +43,10 @@ pub struct CommandBuffer {
 
 impl CommandBuffer {
     pub fn new(device: &Arc<Device>, name: &str) -> Result<CommandBuffer, GpuError> {
+        device.patiently(|| CommandBuffer::try_new(device, name))
+    }
+
+    fn try_new(device: &Arc<Device>, name: &str) -> Result<CommandBuffer, GpuError> {
         let (pool, [raw]) = allocate(device)?;
         let mut commands = CommandBuffer {
             device: device.clone(),
@@ -61,14 +65,35 @@ impl CommandBuffer {
         Ok(commands)
     }
 
-    /// Starts recording anew, for [`Recorder::submit`], after waiting for the last submission.
-    pub fn begin(&mut self) -> Result<Recorder<'_>, GpuError> {
-        self.begin_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT)
+    /// Records anew, for a [`Submission`], once: `record` is called again where the driver had no memory for what it
+    /// recorded.
+    pub fn record(&mut self, record: &mut dyn FnMut(&mut Recorder<'_>)) -> Result<(), GpuError> {
+        self.record_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT, record)
     }
 
-    /// The same for [`Recorder::finish`].
-    pub fn begin_to_keep(&mut self) -> Result<Recorder<'_>, GpuError> {
-        self.begin_with(vk::CommandBufferUsageFlags::empty())
+    /// Records anew, for submissions as often as wanted; else as [`CommandBuffer::record`].
+    pub fn record_to_keep(&mut self, record: &mut dyn FnMut(&mut Recorder<'_>)) -> Result<(), GpuError> {
+        self.record_with(vk::CommandBufferUsageFlags::empty(), record)
+    }
+
+    fn record_with(
+        &mut self,
+        usage: vk::CommandBufferUsageFlags,
+        record: &mut dyn FnMut(&mut Recorder<'_>),
+    ) -> Result<(), GpuError> {
+        let device = self.device.clone();
+        // A recording that failed at its end is invalid: only all of it can be made again.
+        device.patiently(|| {
+            let mut recorder = self.begin_with(usage)?;
+            record(&mut recorder);
+            recorder.commands.end()
+        })
+    }
+
+    /// Starts recording anew, for [`Recorder::submit`], after waiting for the last submission. The end of such a recording
+    /// fails where the driver has no memory for it.
+    pub fn begin(&mut self) -> Result<Recorder<'_>, GpuError> {
+        self.begin_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT)
     }
 
     fn begin_with(&mut self, usage: vk::CommandBufferUsageFlags) -> Result<Recorder<'_>, GpuError> {
@@ -76,17 +101,13 @@ impl CommandBuffer {
         self.retained.clear();
         self.timed.clear();
         self.untimed = 0;
+        let (raw, flags) = (&self.device.raw, vk::CommandPoolResetFlags::empty());
+        let info = vk::CommandBufferBeginInfo::default().flags(usage);
         // SAFETY: the last submission has finished.
-        unsafe {
-            self.device
-                .raw
-                .reset_command_pool(self.pool, vk::CommandPoolResetFlags::empty())
-                .map_err(GpuError::of("vkResetCommandPool"))?;
-            self.device
-                .raw
-                .begin_command_buffer(self.raw, &vk::CommandBufferBeginInfo::default().flags(usage))
-                .map_err(GpuError::of("vkBeginCommandBuffer"))?;
-        }
+        self.device.patiently(|| unsafe {
+            raw.reset_command_pool(self.pool, flags).map_err(GpuError::of("vkResetCommandPool"))?;
+            raw.begin_command_buffer(self.raw, &info).map_err(GpuError::of("vkBeginCommandBuffer"))
+        })?;
         let mut recorder = Recorder { commands: self, since_barrier: Accesses::default() };
         // Orders this buffer behind everything submitted before it.
         recorder.barrier();
@@ -119,18 +140,7 @@ impl CommandBuffer {
     fn collect_times(&mut self) -> Result<(), GpuError> {
         let Some(profile) = &self.device.profile else { return Ok(()) };
         let mut ticks = vec![0u64; 2 * self.timed.len()];
-        if !ticks.is_empty() {
-            // SAFETY: the queries were written by the finished submission.
-            unsafe {
-                self.device.raw.get_query_pool_results(
-                    self.queries,
-                    0,
-                    &mut ticks,
-                    vk::QueryResultFlags::TYPE_64,
-                )
-            }
-            .map_err(GpuError::of("vkGetQueryPoolResults"))?;
-        }
+        read_timestamps(&self.device, self.queries, &mut ticks)?;
         let mut profile = profile.lock().unwrap();
         for (name, span) in self.timed.iter().zip(ticks.chunks_exact(2)) {
             let ns = self.device.nanoseconds(span[0], span[1]);
@@ -170,6 +180,10 @@ pub struct Submission {
 
 impl Submission {
     pub fn new(device: &Arc<Device>) -> Result<Submission, GpuError> {
+        device.patiently(|| Submission::try_new(device))
+    }
+
+    fn try_new(device: &Arc<Device>) -> Result<Submission, GpuError> {
         let (pool, [begin, end]) = allocate(device)?;
         let mut submission = Submission {
             device: device.clone(),
@@ -229,11 +243,7 @@ impl Submission {
             return Ok(());
         }
         let mut ticks = [0u64; 2];
-        // SAFETY: both queries were written by the finished submission.
-        unsafe {
-            self.device.raw.get_query_pool_results(self.span, 0, &mut ticks, vk::QueryResultFlags::TYPE_64)
-        }
-        .map_err(GpuError::of("vkGetQueryPoolResults"))?;
+        read_timestamps(&self.device, self.span, &mut ticks)?;
         self.took = Some(Duration::from_nanos(self.device.nanoseconds(ticks[0], ticks[1])));
         Ok(())
     }
@@ -277,6 +287,21 @@ fn timestamps(device: &Device, count: u32) -> Result<vk::QueryPool, GpuError> {
     let info = vk::QueryPoolCreateInfo::default().query_type(vk::QueryType::TIMESTAMP).query_count(count);
     // SAFETY: the device is alive; whoever calls this destroys the pool.
     unsafe { device.raw.create_query_pool(&info, None) }.map_err(GpuError::of("vkCreateQueryPool"))
+}
+
+/// The first queries of a pool, which a submission wrote that has finished.
+fn read_timestamps(device: &Device, pool: vk::QueryPool, ticks: &mut [u64]) -> Result<(), GpuError> {
+    if ticks.is_empty() {
+        return Ok(());
+    }
+    // SAFETY: the pool is this device's, and has as many queries.
+    device.patiently(|| unsafe {
+        let flags = vk::QueryResultFlags::TYPE_64;
+        device
+            .raw
+            .get_query_pool_results(pool, 0, ticks, flags)
+            .map_err(GpuError::of("vkGetQueryPoolResults"))
+    })
 }
 
 /// Makes what was written visible to the host, once the timeline has passed.
@@ -389,11 +414,6 @@ impl Recorder<'_> {
         let value = commands.device.submit(&[commands.raw], what)?;
         commands.pending = Some(value);
         Ok(value)
-    }
-
-    /// Ends recording; a [`Submission`] may have it.
-    pub fn finish(self) -> Result<(), GpuError> {
-        self.commands.end()
     }
 
     /// Puts a barrier before a command if it conflicts with one recorded since the last barrier.

@@ -26,7 +26,7 @@ use super::{
 use crate::checkpoint::{Checkpoint, CheckpointError, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind, Placement};
 use crate::gpu::residency::{self, Residency};
-use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Uploader};
+use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission, Uploader};
 use crate::kernels::{
     Activations, AttentionShape, Embedding, Heads, History, Kernels, KvCache, MAX_GROUP, Matrix,
     SampleRequest, UploadError,
@@ -442,6 +442,7 @@ impl Gemma3 {
         let submits = self.plan(batch, tokens, wanted);
         let mut commands = std::mem::take(&mut self.frames[index].commands);
         let frame = &self.frames[index];
+        let mut has_masks = false;
         let result = commands.run(&self.device, tokens, &submits, &mut |r, part| match part {
             Part::Opening => self.record_opening(r, frame, batch, tokens),
             Part::Segment(layers) => {
@@ -451,7 +452,10 @@ impl Gemma3 {
             }
             Part::Layer { layer, rows } => self.record_layer(r, &self.layers[*layer], frame, rows.clone()),
             Part::Closing => {
-                frame.fill_masks(&self.limits, &wanted.masks);
+                // Once, however often it is recorded: a mask is some grammar's work.
+                if !std::mem::replace(&mut has_masks, true) {
+                    frame.fill_masks(&self.limits, &wanted.masks);
+                }
                 self.record_closing(r, frame, wanted, batch.num_tokens());
             }
         });
@@ -700,12 +704,16 @@ impl Runner for Gemma3 {
         let [gate, up] = [&self.scratch.gate, &self.scratch.up].map(|x| x.rows(&(0..1)));
         self.logits_readback.write(0, &[f32::NAN]);
         let mut commands = CommandBuffer::new(&self.device, "probe")?;
-        let mut recorder = commands.begin()?;
-        recorder.fill(&gate.buffer, 1f32.to_bits());
-        recorder.fill(&up.buffer, 2f32.to_bits());
-        self.kernels.geglu(&mut recorder, &gate, &up, 1);
-        recorder.copy(&gate.buffer, &self.logits_readback, 4);
-        recorder.submit("a probe")?;
+        let mut submission = Submission::new(&self.device)?;
+        commands.record(&mut |recorder| {
+            recorder.fill(&gate.buffer, 1f32.to_bits());
+            recorder.fill(&up.buffer, 2f32.to_bits());
+            self.kernels.geglu(recorder, &gate, &up, 1);
+            recorder.copy(&gate.buffer, &self.logits_readback, 4);
+        })?;
+        submission.submit(&mut [&mut commands], "a probe")?;
+        submission.wait()?;
+        // For its times, where those are taken.
         commands.wait()?;
         let mut got = [0f32];
         self.logits_readback.read(0, &mut got);
@@ -719,8 +727,11 @@ impl Runner for Gemma3 {
 impl From<GpuError> for RunnerError {
     fn from(error: GpuError) -> Self {
         match error {
-            GpuError::DeviceLost { during } => RunnerError::DeviceLost(format!("during {during}")),
+            GpuError::DeviceLost { during } => {
+                RunnerError::DeviceLost(format!("during {during}; see `dmesg` for the driver's reason"))
+            }
             GpuError::Timeout { seconds, .. } => RunnerError::Timeout { seconds },
+            error @ GpuError::NoMemory { .. } => RunnerError::OutOfMemory(error.to_string()),
             other => RunnerError::Device(other.to_string()),
         }
     }

@@ -273,6 +273,10 @@ pub enum RunnerError {
     DeviceLost(String),
     #[error("the GPU did not finish a step within {seconds} s")]
     Timeout { seconds: u64 },
+    /// The driver lacked memory for so long that waiting for it was given up.
+    #[error("the GPU reported: {0}")]
+    OutOfMemory(String),
+    /// Something else: what it said, or a result that is wrong.
     #[error("the GPU reported: {0}")]
     Device(String),
 }

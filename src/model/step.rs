@@ -202,7 +202,8 @@ impl Wanted {
 }
 
 impl Commands {
-    /// Records what is not yet recorded of a step of `tokens`, with `record`, and hands it to the device.
+    /// Records what is not yet recorded of a step of `tokens`, with `record`, and hands it to the device. A part is recorded
+    /// again where the driver had no memory for it.
     pub fn run(
         &mut self,
         device: &Arc<Device>,
@@ -240,18 +241,14 @@ impl Commands {
                         let (commands, is_recorded) =
                             recorded[segment_of(layers)].take().expect("each segment runs once");
                         if !*is_recorded {
-                            let mut recorder = commands.begin_to_keep()?;
-                            record(&mut recorder, part);
-                            recorder.finish()?;
+                            commands.record_to_keep(&mut |recorder| record(recorder, part))?;
                             *is_recorded = true;
                         }
                         commands
                     }
                     part => {
                         let commands = fresh.next().expect("counted");
-                        let mut recorder = commands.begin()?;
-                        record(&mut recorder, part);
-                        recorder.finish()?;
+                        commands.record(&mut |recorder| record(recorder, part))?;
                         commands
                     }
                 };

@@ -1,0 +1,192 @@
+//! What the shipped binary does when Vulkan calls fail: the layer of `tests/fault_layer` makes them fail, between the
+//! loader and the driver that the other suites run on.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use serde_json::{Value, json};
+
+use crate::cli::{output, tiny_model, unicorn_on_software};
+use crate::daemon::Daemon;
+use crate::support::root;
+
+/// The layer's library, built with the profile of this test: `cargo test --test suite` builds no examples, and an older
+/// one would test what it was.
+fn layer() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        // TARGET/PROFILE/deps/suite-HASH
+        let own = std::env::current_exe().expect("a path");
+        let folder = own.ancestors().nth(2).and_then(Path::file_name).expect("the folder of a profile");
+        let profile = if folder == "debug" { "dev".as_ref() } else { folder };
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.current_dir(root()).args(["build", "--locked", "--offline", "--example", "fault_layer"]);
+        cargo.args(["--message-format", "json", "--profile"]).arg(profile);
+        // What cargo tells a test of its package, build scripts of dependencies would take for another build.
+        for (name, _) in std::env::vars_os() {
+            let text = name.to_string_lossy();
+            if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") || text == "OUT_DIR" {
+                cargo.env_remove(&name);
+            }
+        }
+        let (code, messages, stderr) = output(cargo);
+        assert_eq!(code, 0, "`cargo build --example fault_layer`: {stderr}");
+        let built = messages.lines().map(|line| serde_json::from_str::<Value>(line).expect(line));
+        let library = built
+            .filter(|message| message["target"]["name"] == "fault_layer")
+            .find_map(|message| Some(PathBuf::from(message["filenames"][0].as_str()?)));
+        library.unwrap_or_else(|| panic!("cargo names no library: {messages}"))
+    })
+}
+
+/// Puts the layer between a command and its driver.
+fn with_layer(command: &mut Command) {
+    command.env("VK_INSTANCE_LAYERS", "VK_LAYER_UNICORN_fault");
+    command.env("VK_ADD_LAYER_PATH", root().join("tests/fault_layer"));
+    command.env("LD_LIBRARY_PATH", layer().parent().expect("a folder"));
+}
+
+/// A server in whose driver calls fail once it is told so.
+struct Faulty {
+    folder: tempfile::TempDir,
+    server: Daemon,
+}
+
+impl Faulty {
+    fn start() -> Faulty {
+        let folder = tempfile::tempdir().expect("a folder");
+        let faults = folder.path().join("faults");
+        let server = Daemon::start_as(&[], |command| {
+            with_layer(command);
+            command.env("FAULT_LAYER_FILE", faults);
+        });
+        Faulty { folder, server }
+    }
+
+    /// From now on: calls are counted from here.
+    fn arm(&self, faults: &str) {
+        let partial = self.folder.path().join("partial");
+        fs::write(&partial, faults).expect("written");
+        fs::rename(partial, self.folder.path().join("faults")).expect("renamed");
+    }
+
+    /// A chat of twelve tokens at most.
+    fn ask(&self, more: Value) -> (u16, String) {
+        let messages = json!([{"role": "user", "content": "Hello"}]);
+        let mut body = json!({"messages": messages, "max_tokens": 12, "temperature": 0});
+        for (name, value) in more.as_object().expect("fields") {
+            body[name] = value.clone();
+        }
+        self.server.exchange("POST", "/v1/chat/completions", &[], &body.to_string())
+    }
+
+    fn answer(&self, more: Value) -> String {
+        let (status, body) = self.ask(more);
+        assert_eq!(status, 200, "{body}");
+        let body: Value = serde_json::from_str(&body).expect(&body);
+        body["choices"][0]["message"]["content"].as_str().expect("text").to_owned()
+    }
+
+    fn health(&self) -> (u16, Value) {
+        let (status, body) = self.server.exchange("GET", "/health", &[], "");
+        (status, serde_json::from_str(&body).expect(&body))
+    }
+}
+
+#[test]
+fn a_call_that_has_no_memory_for_a_moment_is_noticed_by_nobody() {
+    let mut faulty = Faulty::start();
+    // The probe, of which health makes one where there was no step yet.
+    let probed = "begin:1=OUT_OF_DEVICE_MEMORY, end:1=OUT_OF_HOST_MEMORY, submit:1=OUT_OF_DEVICE_MEMORY";
+    faulty.arm(&format!("{probed}, wait:1=OUT_OF_HOST_MEMORY"));
+    assert_eq!(faulty.health(), (200, json!({"status": "ok"})));
+    for call in ["begin", "end", "submit", "wait"] {
+        faulty.server.wait_for_line(&format!("fault_layer: {call}:1="));
+    }
+
+    let choice = || json!({"guided_choice": ["bread and butter", "salt and water"]});
+    faulty.arm("");
+    let (free, chosen) = (faulty.answer(json!({})), faulty.answer(choice()));
+    assert!(free.trim().len() > 1 && chosen.len() > 1, "{free:?}, {chosen:?}");
+    // Every other recording: one of a step's parts, and all of them in the end.
+    let every_other = (0..200).map(|n| format!("end:{}=OUT_OF_DEVICE_MEMORY", 2 * n + 1)).collect::<Vec<_>>();
+    for faults in [
+        "submit:4=OUT_OF_DEVICE_MEMORY",
+        "submit:4-6=OUT_OF_HOST_MEMORY",
+        "wait:4=OUT_OF_DEVICE_MEMORY",
+        "begin:4-5=OUT_OF_HOST_MEMORY",
+        &every_other.join(","),
+    ] {
+        let struck = format!("fault_layer: {}", faults.split(',').next().expect("one"));
+        faulty.arm(faults);
+        assert_eq!(faulty.answer(json!({})), free, "{faults}");
+        faulty.server.wait_for_line(&struck);
+        faulty.arm(&format!(" {faults}"));
+        assert_eq!(faulty.answer(choice()), chosen, "{faults}");
+        faulty.server.wait_for_line(&struck);
+    }
+    assert_eq!(faulty.health().0, 200);
+    faulty.server.signal("TERM");
+    assert_eq!(faulty.server.exit_code(), Some(0), "{:#?}", faulty.server.log);
+    let log = faulty.server.log.join("\n") + &faulty.server.rest_of_log();
+    assert!(!log.contains("ERROR"), "{log}");
+    // Said, but not each time.
+    let said = log.lines().filter(|l| l.contains("WARN") && l.contains("had no memory")).count();
+    assert!((1..12).contains(&said), "{said} times: {log}");
+}
+
+#[test]
+fn a_driver_that_has_no_memory_for_long_ends_a_command_that_says_so() {
+    let folder = tiny_model();
+    let model = folder.path().to_str().expect("UTF-8");
+    let generate = ["generate", "--model", model, "--prompt", "Hello", "--allow-software-vulkan"];
+    let mut command = unicorn_on_software(&generate);
+    with_layer(&mut command);
+    command.env("FAULT_LAYER", "submit:1+=OUT_OF_DEVICE_MEMORY");
+    let (code, stdout, stderr) = output(command);
+    assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+    let error = stderr.lines().last().expect("a line");
+    for part in ["error: ", "the driver had no memory", "memory.reserve"] {
+        assert!(error.contains(part), "{part:?} is not in {error:?}");
+    }
+}
+
+#[test]
+fn a_device_that_fails_for_good_amid_an_answer_ends_all_answers_and_then_the_server() {
+    const DEVICE: i32 = 75;
+    for (i, (faults, why)) in [
+        ("submit:6=DEVICE_LOST", "the GPU was lost"),
+        ("wait:6=DEVICE_LOST", "the GPU was lost"),
+        ("submit:6=UNKNOWN", "unknown error"),
+        ("wait:6=TIMEOUT", "did not finish a step"),
+        ("submit:6+=OUT_OF_HOST_MEMORY", "the driver had no memory"),
+        ("wait:6+=OUT_OF_DEVICE_MEMORY", "the driver had no memory"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut faulty = Faulty::start();
+        assert!(!faulty.answer(json!({})).is_empty());
+        faulty.arm(faults);
+        let stream = i % 2 == 0;
+        let (status, body) = faulty.ask(json!({"stream": stream}));
+        let last = body.lines().filter_map(|line| line.strip_prefix("data: ")).rfind(|d| *d != "[DONE]");
+        let last: Value = serde_json::from_str(last.unwrap_or(&body)).expect(&body);
+        let expected = if stream { 200 } else { 503 };
+        assert_eq!((status, &last["error"]["code"]), (expected, &json!("engine_lost")), "{faults}: {body}");
+        let message = last["error"]["message"].as_str().expect("why");
+        assert!(message.contains(why), "{faults}: {message}");
+
+        // Nobody asks it to end. Where somebody does, that is not why it ends.
+        if i % 3 == 0 {
+            faulty.server.signal("TERM");
+        }
+        assert_eq!(faulty.server.exit_code(), Some(DEVICE), "{faults}: {:#?}", faulty.server.log);
+        let log = faulty.server.rest_of_log();
+        assert!(!log.contains("did not end"), "{faults}: {log}");
+        let error = log.lines().last().expect("a line");
+        assert!(error.starts_with("error: ") && error.contains(why), "{faults}: {log}");
+    }
+}
