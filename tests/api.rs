@@ -937,7 +937,8 @@ async fn a_bug_of_the_engine_is_503_and_no_lost_device() {
     }
     let (status, _, body) = send_json(&app.router, get("/health")).await;
     assert_eq!((status.as_u16(), &body["status"]), (503, &json!("failed")));
-    assert_eq!(crate::api::status(&app.router).await["finished"]["error"], 1);
+    let (_, _, body) = send_json(&app.router, get("/status")).await;
+    assert_eq!((&body["status"], &body["finished"]["error"]), (&json!("failed"), &json!(1)));
 }
 
 #[tokio::test]

@@ -176,7 +176,7 @@ async fn in_turn(
 /// Does what takes a processor for long, as rendering and tokenizing a long conversation or compiling a grammar does for
 /// seconds: not on the threads that answer other clients, not on more threads than there are processors, and in turns
 /// that go to whoever took the least of the processors' time. `what` it is, where it panics.
-async fn apart<T: Send + 'static>(
+pub(super) async fn apart<T: Send + 'static>(
     server: &Server,
     client: ClientId,
     what: &str,
@@ -590,8 +590,10 @@ pub(super) mod tests {
         wrong_key_pause: Duration::ZERO,
         stored_responses: 0,
         stored_response_bytes: 0,
+        share_prefixes: None,
         keep_alive: Duration::from_secs(5),
         device_timeout: Duration::from_secs(60),
+        lost_log_lines: || 0,
     };
 
     /// When a body of `whole` bytes is given up that comes in pieces of `piece` bytes, one each `every`, and why; none where

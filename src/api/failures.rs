@@ -79,7 +79,6 @@ fn log(status: StatusCode, why: &str) {
 mod tests {
     use std::io::Write;
     use std::sync::{Arc, Mutex};
-    use std::time::Duration;
 
     use axum::Router;
     use axum::body::Body;
@@ -90,21 +89,12 @@ mod tests {
     use tower::ServiceExt;
     use tracing::subscriber::DefaultGuard;
 
-    use super::super::{Door, Options, Server, around, exchange};
+    use super::super::exchange::tests::OPTIONS;
+    use super::super::{Door, Server, around, exchange};
     use super::*;
 
     fn server() -> Arc<Server> {
-        let options = Options {
-            max_body_bytes: 1024,
-            body_stall: Duration::from_secs(1),
-            stored_responses: 0,
-            stored_response_bytes: 0,
-            share_prefixes: None,
-            keep_alive: Duration::from_secs(9),
-            device_timeout: Duration::from_secs(1),
-            lost_log_lines: || 0,
-        };
-        Server::new("m", options, Door::default())
+        Server::new("m", OPTIONS, Door::default())
     }
 
     /// What this thread logs, as text.
@@ -196,7 +186,7 @@ mod tests {
     async fn a_panic_of_work_apart_is_an_error_that_says_what_was_done() {
         let server = server();
         let work = || -> Result<(), _> { panic!("of {}", 1) };
-        let error = exchange::apart(&server, "preparing a prompt", work).await.expect_err("it panicked");
+        let error = exchange::apart(&server, 1, "preparing a prompt", work).await.expect_err("it panicked");
         assert_eq!(error, ApiError::Panic("preparing a prompt: of 1".into()));
         assert_eq!(
             (error.status().as_u16(), error.logged()),

@@ -184,9 +184,6 @@ impl Server {
         assert!(self.facts.set(facts).is_ok(), "the model was loaded twice");
     }
 
-    pub fn set_door(&self, _door: Door) { /*STUB*/
-    }
-
     fn facts(&self) -> Option<&Facts> {
         self.facts.get()
     }

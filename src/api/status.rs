@@ -16,10 +16,10 @@ use axum::{Extension, Json};
 use serde::Serialize;
 use utoipa::ToSchema;
 
+use super::Server;
 use super::error::ApiError;
 use super::failures::Why;
 use super::openapi::AtTheDoor;
-use super::Server;
 use crate::engine::{Drafts, EngineError, EngineHandle, PoolUse, Work};
 
 /// A sign of life is good for so long.
