@@ -189,7 +189,8 @@ fn a_full_log_pipe_stops_nothing() {
     server.signal("TERM");
     assert_eq!(server.exit_code(), Some(0));
     let rest = server.rest_of_log();
-    assert!(rest.len() > 60_000, "the pipe was not full: {} bytes", rest.len());
+    // Of its 16 pages, each has what is left of a line free, and the last may be nearly so.
+    assert!(rest.len() > 50_000, "the pipe was not full: {} bytes", rest.len());
 }
 
 #[test]
@@ -239,9 +240,9 @@ fn sighup_reads_the_configuration_again_and_never_ends_the_server() {
     assert_eq!((with(&server, old), with(&server, new)), (200, 401));
 
     std::fs::write(&keys, new).expect("written");
-    written("debug", "queue = 7\n");
+    written("debug", "queue = 7\nconnections = 7\n");
     server.signal("HUP");
-    server.wait_for_line("server.queue has changed, and takes effect when unicorn is started again");
+    server.wait_for_line("server.connections has changed, and takes effect when unicorn is started again");
     server.wait_for_line("read the configuration again");
     assert_eq!((with(&server, old), with(&server, new)), (401, 200));
     server.wait_for_line("DEBUG");

@@ -1375,3 +1375,24 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
     assert!(preemptions > 500 && forks > 500 && hits > 500 && accepted > 500, "the test tests too little");
     assert!(drafts > 500 && drafted > drafts + 100, "the draft model is always right, or never");
 }
+
+#[test]
+fn a_queue_may_be_made_longer_and_shorter_while_it_is_there() {
+    let (engine, control) = start(one_slot(), says(&[7], END));
+    let ask = || engine.submit(request(&[1, 2, 3], 2));
+    let mut taken = vec![ask().expect("it runs")];
+    control.submitted(1);
+    engine.set_queue(1);
+    taken.push(ask().expect("it waits"));
+    assert_eq!(ask().err(), Some(SubmitError::QueueFull { waiting: 1 }));
+    engine.set_queue(3);
+    taken.extend([ask().expect("there is room"), ask().expect("there is room")]);
+    assert_eq!(ask().err(), Some(SubmitError::QueueFull { waiting: 3 }));
+    engine.set_queue(2);
+    assert_eq!(ask().err(), Some(SubmitError::QueueFull { waiting: 3 }), "those that wait stay");
+    control.release();
+    for mut stream in taken {
+        let last = std::iter::from_fn(|| stream.blocking_next()).last();
+        assert!(matches!(last, Some(Event::Finished { .. })), "{last:?}");
+    }
+}

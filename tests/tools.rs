@@ -1,15 +1,18 @@
 //! Tools: what the model is told, what it may say, and what of it becomes calls, over HTTP and the scripted runner.
 
+use axum::body::Body;
+use axum::http::Request;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
+use unicorn::api::Options;
 use unicorn::model::{KvLimits, Limits};
 use unicorn::text::{CallPiece, CallReader, Said, whole_parameters};
 
 use crate::api::{
     self, App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_with, assert_all_free, chat, complete, parse,
-    post_to, send_json, shows_its_prompt, stream, tokenizer, with,
+    post_to, send, send_json, shows_its_prompt, stream, tokenizer, with,
 };
 use crate::bodies::replace_somewhere;
 use crate::fake_runner::{Script, says};
@@ -741,4 +744,76 @@ async fn a_call_says_no_text_also_where_each_token_has_its_chunk() {
     assert!(rest.iter().all(|chunk| chunk["choices"][0]["delta"].get("content").is_none()), "{rest:?}");
     let tokens = rest.iter().filter_map(|chunk| chunk["choices"][0]["logprobs"]["content"].as_array());
     assert_eq!(tokens.map(Vec::len).sum::<usize>(), tokenizer().encode(text, false).unwrap().len());
+}
+
+/// The same, which takes large bodies.
+fn app_for_many_tools(text: &str) -> App {
+    let script = says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN);
+    app_with(limits(), Options { max_body_bytes: 1 << 20, ..OPTIONS }, DEFAULTS, script)
+}
+
+/// How many grammars a server has compiled.
+async fn compiled(app: &App) -> u64 {
+    let get = Request::get("/metrics").body(Body::empty()).expect("a sound request");
+    let (_, _, text) = send(&app.router, get).await;
+    let text = String::from_utf8(text).expect("UTF-8");
+    let line = text.lines().find(|line| line.starts_with("unicorn_grammars_compiled_total")).expect(&text);
+    line.rsplit(' ').next().and_then(|n| n.parse().ok()).expect(line)
+}
+
+/// A function with so many properties, each of them required.
+fn wide(name: &str, properties: usize) -> Value {
+    let names: Vec<String> = (0..properties).map(|n| format!("property_{n}_of_{name}")).collect();
+    let properties: Map<String, Value> =
+        names.iter().map(|name| (name.clone(), json!({"type": "string", "description": "x"}))).collect();
+    let parameters = json!({"type": "object", "properties": properties, "required": names});
+    json!({"type": "function", "function": {"name": name, "parameters": parameters}})
+}
+
+#[tokio::test]
+async fn tools_that_are_too_large_compile_nothing_and_push_nothing_out_of_the_cache() {
+    let app = app_for_many_tools("{\"name\": \"small\", \"parameters\": {}}");
+    let small = with(chat("Hi"), json!({"tools": [wide("small", 0)], "tool_choice": "required"}));
+    assert_eq!(complete(&app, small.clone()).await.0, 200);
+    let before = compiled(&app).await;
+    assert_eq!(before, 1);
+
+    // Each of them would do alone.
+    let many: Vec<Value> = (0..128).map(|n| wide(&format!("tool_{n}"), 30)).collect();
+    let body = with(chat("Hi"), json!({"tools": many, "tool_choice": "required"}));
+    let (status, error) = complete(&app, body).await;
+    assert_eq!((status.as_u16(), &error["error"]["param"]), (400, &json!("tools")), "{error}");
+    assert!(error["error"]["message"].as_str().unwrap().contains("bytes long"), "{error}");
+    assert_eq!(compiled(&app).await, before);
+
+    // One that alone is too large, or that its text alone shows to be wrong, is named, and nothing is compiled for that.
+    let mut tools: Vec<Value> = (0..5).map(|n| wide(&format!("tool_{n}"), 3)).collect();
+    tools[3] = wide("tool_3", 3000);
+    let body = with(chat("Hi"), json!({"tools": tools, "tool_choice": "required"}));
+    let (status, error) = complete(&app, body).await;
+    assert_eq!(
+        (status.as_u16(), &error["error"]["param"]),
+        (400, &json!("tools[3].function.parameters")),
+        "{error}"
+    );
+    assert_eq!(compiled(&app).await, before);
+    assert_eq!(complete(&app, small).await.0, 200);
+    assert_eq!(compiled(&app).await, before, "it was forgotten");
+}
+
+#[tokio::test]
+async fn the_one_of_many_tools_that_cannot_be_compiled_is_named_and_the_others_are_not_kept() {
+    let app = app_for_many_tools("{\"name\": \"tool_0\", \"parameters\": {}}");
+    let mut tools: Vec<Value> = (0..40).map(|n| wide(&format!("tool_{n}"), 1)).collect();
+    tools[7]["function"]["parameters"]["properties"]["when"] = json!({"type": "string", "pattern": "("});
+    let body = |tools: &[Value]| with(chat("Hi"), json!({"tools": tools, "tool_choice": "required"}));
+    let (status, error) = complete(&app, body(&tools)).await;
+    assert_eq!(
+        (status.as_u16(), &error["error"]["param"]),
+        (400, &json!("tools[7].function.parameters")),
+        "{error}"
+    );
+    let after = compiled(&app).await;
+    assert_eq!(complete(&app, body(&tools[..1])).await.0, 200);
+    assert_eq!(compiled(&app).await, after + 1, "one that was only looked at was kept");
 }

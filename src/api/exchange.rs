@@ -658,7 +658,7 @@ pub(super) mod tests {
         drop(taken.pop());
         let done = futures::future::join_all(line).await;
         assert_eq!(*order.lock().unwrap(), [1, 2, 2, 1]);
-        let bugs = done.iter().filter(|done| matches!(done, Err(ApiError::Bug(_)))).count();
+        let bugs = done.iter().filter(|done| matches!(done, Err(ApiError::Panic(_)))).count();
         assert_eq!((bugs, server.tokenizing.count()), (2, taken.len()));
     }
 }

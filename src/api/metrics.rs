@@ -344,6 +344,10 @@ fn exposition(server: &Server) -> String {
     ] {
         out.histogram(name, help, histogram);
     }
+    if let Some(service) = server.service.get() {
+        out.family("unicorn_grammars_compiled_total", "counter", "Grammars compiled, those that failed too.")
+            .sample(&[], service.grammars_compiled());
+    }
     of_engine(&mut out, server);
     of_device(&mut out, server);
     out.text

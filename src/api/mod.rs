@@ -59,6 +59,7 @@ pub use tools::{Call, MAX_TOOLS, Tool, ToolChoice, Tools};
 
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -127,6 +128,8 @@ pub struct Server {
     wrong_keys: WrongKeys,
     places: door::Places,
     connections: listen::Open,
+    /// Requests that may wait in the engine's queue; 0 leaves it as it is.
+    queue: AtomicUsize,
     service: OnceLock<Arc<Service>>,
     facts: OnceLock<Facts>,
     metrics: Arc<metrics::Metrics>,
@@ -152,6 +155,7 @@ impl Server {
             wrong_keys: WrongKeys::new(options.wrong_key_pause),
             places: door::Places::default(),
             connections: listen::Open::default(),
+            queue: AtomicUsize::new(0),
             service: OnceLock::new(),
             facts: OnceLock::new(),
             metrics: Arc::default(),
@@ -176,12 +180,26 @@ impl Server {
     pub fn set_ready(&self, service: Service) -> Arc<Service> {
         let service = Arc::new(service);
         assert!(self.service.set(Arc::clone(&service)).is_ok(), "the model was loaded twice");
+        self.fit_queue();
         service
     }
 
     /// Tells `/status` and `/metrics` of the loaded model; once.
     pub fn set_facts(&self, facts: Facts) {
         assert!(self.facts.set(facts).is_ok(), "the model was loaded twice");
+    }
+
+    /// Lets so many requests wait in the engine's queue from now on, or from when it is there.
+    pub fn set_queue(&self, queue: usize) {
+        self.queue.store(queue, Ordering::Relaxed);
+        self.fit_queue();
+    }
+
+    fn fit_queue(&self) {
+        let queue = self.queue.load(Ordering::Relaxed);
+        if let Some(engine) = self.engine().filter(|_| queue > 0) {
+            engine.set_queue(queue);
+        }
     }
 
     fn facts(&self) -> Option<&Facts> {

@@ -99,6 +99,11 @@ impl Service {
         self.grammars.prepare();
     }
 
+    /// Grammars compiled since the start.
+    pub(super) fn grammars_compiled(&self) -> u64 {
+        self.grammars.compiled()
+    }
+
     /// Renders and tokenizes; what remains is [`EngineHandle::submit`], and to push the events of each answer into a copy of
     /// the text that comes with it.
     /// Takes a processor for seconds where the conversation is long.
@@ -167,13 +172,10 @@ impl Service {
             other => ApiError::text(other),
         };
         let compiled = self.grammars.compile(&grammar.source).map_err(|error| {
-            // Of several schemas in one, the one that is to blame.
-            for (param, source) in request.tools.sources() {
-                if let Err(error) = self.grammars.compile(&source) {
-                    return refuse(param, error);
-                }
+            match self.grammars.blame(&grammar.source, request.tools.sources()) {
+                Some((param, error)) => refuse(param, error),
+                None => refuse(&grammar.param, error),
             }
-            refuse(&grammar.param, error)
         })?;
         Ok(Some(if from_the_start { compiled.start() } else { compiled.start_if_opened() }))
     }

@@ -13,12 +13,13 @@ use crate::api::{Server, Tls};
 use crate::config::Config;
 
 /// Options that a running server takes over; `config/default.toml` marks them.
-pub const LIVE: [&str; 8] = [
+pub const LIVE: [&str; 9] = [
     "log.level",
     "server.allow_keyless",
     "server.allowed_hosts",
     "server.api_key_file",
     "server.cors_origins",
+    "server.queue",
     "server.requests_per_client",
     "server.tls_cert",
     "server.tls_key",
@@ -74,6 +75,7 @@ impl Running {
             tls.reload(cert.as_ref(), key.as_ref())?;
         }
         self.server.set_door(door);
+        self.server.set_queue(config.server.queue);
         (self.reload.set_log)(&config);
         warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
         let tls = |config: &Config| config.server.tls_cert.is_some();

@@ -55,9 +55,12 @@ use crate::model::{
 /// Events of each answer of a request that may wait for its reader: some seconds of an answer, or a reader's pause.
 pub const EVENTS: usize = 1024;
 
+/// The longest queue that an engine may have.
+pub const MAX_QUEUE: usize = 4096;
+
 #[derive(Debug, Clone, Copy)]
 pub struct EngineConfig {
-    /// Requests that may wait beyond those that run; at least 1.
+    /// Requests that may wait beyond those that run: 1 to [`MAX_QUEUE`].
     pub queue: usize,
     pub scheduler: SchedulerConfig,
 }
@@ -270,13 +273,13 @@ impl Engine {
     /// Starts the engine thread, which owns the runner until it ends. It ends once every handle is dropped and
     /// all work is done, after [`EngineHandle::drain`] or [`EngineHandle::abort`], or when the device fails.
     pub fn start(runner: Box<dyn Runner>, config: EngineConfig) -> EngineHandle {
-        assert!(config.queue > 0, "an engine without a queue takes no request");
+        assert!((1..=MAX_QUEUE).contains(&config.queue), "a queue of {} requests", config.queue);
         let limits = runner.limits();
         // One place more than requests that may wait: the wake-up of `drain` and `abort` always fits.
-        let (inbox, messages) = sync_channel(config.queue + 1);
+        let (inbox, messages) = sync_channel(MAX_QUEUE + 1);
         let shared = Arc::new(Shared {
             limits,
-            queue: config.queue,
+            queue: AtomicUsize::new(config.queue),
             waiting: AtomicUsize::new(0),
             stats: Mutex::new(Stats::default()),
             signs: Mutex::new(Signs::default()),
@@ -378,7 +381,7 @@ impl EngineHandle {
                 stopped,
                 unfinished: vec![true; choices],
             }),
-            Err(TrySendError::Full(_)) => Err(SubmitError::QueueFull { waiting: self.shared.queue }),
+            Err(TrySendError::Full(_)) => Err(SubmitError::QueueFull { waiting: MAX_QUEUE }),
             Err(TrySendError::Disconnected(_)) => Err(self.shared.why_ended().into()),
         }
     }
@@ -451,6 +454,12 @@ impl EngineHandle {
         if !self.shared.probe.swap(true, Ordering::AcqRel) {
             let _ = self.inbox.try_send(Message::Wake);
         }
+    }
+
+    /// Lets so many requests wait from now on, 1 to [`MAX_QUEUE`]; those that wait already stay.
+    pub fn set_queue(&self, queue: usize) {
+        assert!((1..=MAX_QUEUE).contains(&queue), "a queue of {queue} requests");
+        self.shared.queue.store(queue, Ordering::Relaxed);
     }
 
     /// Refuses new requests; the engine ends when those it has are answered.
@@ -557,7 +566,8 @@ enum Message {
 /// What the handles and the engine thread share; on the path of a step is one lock that nobody holds for long.
 struct Shared {
     limits: Limits,
-    queue: usize,
+    /// Requests that may wait.
+    queue: AtomicUsize,
     waiting: AtomicUsize,
     stats: Mutex<Stats>,
     signs: Mutex<Signs>,
@@ -602,9 +612,10 @@ struct Permit(Arc<Shared>);
 impl Permit {
     /// Half of the queue is for interactive requests alone.
     fn take(shared: &Arc<Shared>, priority: Priority) -> Result<Self, SubmitError> {
+        let queue = shared.queue.load(Ordering::Relaxed);
         let places = match priority {
-            Priority::Interactive => shared.queue,
-            Priority::Background => shared.queue.div_ceil(2),
+            Priority::Interactive => queue,
+            Priority::Background => queue.div_ceil(2),
         };
         let more = |n| (n < places).then_some(n + 1);
         match shared.waiting.fetch_update(Ordering::AcqRel, Ordering::Acquire, more) {

@@ -38,6 +38,8 @@ const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
 /// each token. A token takes some 50 µs as a rule; these are far beyond it, for machines that are busy otherwise.
 const TIME: Duration = Duration::from_secs(2);
 const TIME_PER_TOKEN: Duration = Duration::from_millis(20);
+/// Time for finding out which of several schemas cannot be compiled, in all.
+const BLAME: Duration = Duration::from_secs(1);
 /// How often somebody looks whether it is over.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// Grammars compiled at once, those included that took too long and have not ended yet.
@@ -189,6 +191,8 @@ pub struct Grammars {
     /// Last used first.
     cache: Mutex<Vec<(String, Grammar)>>,
     compiling: Arc<Compiling>,
+    /// Since the start, those that failed too.
+    compiled: AtomicU64,
 }
 
 /// What all grammars of one model share.
@@ -267,6 +271,7 @@ impl Grammars {
             factory: OnceLock::new(),
             cache: Mutex::new(Vec::new()),
             compiling: Arc::default(),
+            compiled: AtomicU64::new(0),
         }
     }
 
@@ -284,21 +289,55 @@ impl Grammars {
         self.factory.get_or_init(|| self.vocabulary.factory().map(Arc::new)).clone()
     }
 
-    /// Takes up to [`COMPILE_TIMEOUT`], a few milliseconds as a rule; at once where the same one was compiled lately.
+    /// Takes up to [`COMPILE_TIMEOUT`], a few milliseconds as a rule; at once where the same one was compiled lately, or where
+    /// its text alone shows what is wrong with it.
     pub fn compile(&self, source: &GrammarSource) -> Result<Grammar, TextError> {
-        let key = source.key();
-        if key.len() > MAX_GRAMMAR_BYTES {
-            let problem = format!("{} bytes long, at most {MAX_GRAMMAR_BYTES} are accepted", key.len());
-            return Err(TextError::Grammar(problem));
-        }
+        let (key, top) = read(source)?;
         if let Some(grammar) = self.cached(&key) {
             return Ok(grammar);
         }
-        let matcher = self.matcher(self.factory()?, source.grammar()?)?;
+        let grammar = self.compiled_within(top, COMPILE_TIMEOUT)?;
+        self.keep(key, grammar.clone());
+        Ok(grammar)
+    }
+
+    /// The first of `parts` that is to blame where `whole`, which has them all, cannot be compiled, and why; none where that is
+    /// no single one, or where nobody finds out within [`BLAME`]. What their texts alone show costs nothing, and where that is
+    /// what is wrong with `whole` too, nothing is compiled. No part is kept: nobody asks for it.
+    pub fn blame<T>(
+        &self,
+        whole: &GrammarSource,
+        parts: impl IntoIterator<Item = (T, GrammarSource)>,
+    ) -> Option<(T, TextError)> {
+        let mut sound = Vec::new();
+        for (part, source) in parts {
+            match read(&source) {
+                Ok((_, top)) => sound.push((part, top)),
+                Err(error) => return Some((part, error)),
+            }
+        }
+        read(whole).ok()?;
+        let since = Instant::now();
+        for (part, top) in sound {
+            let left = BLAME.checked_sub(since.elapsed())?;
+            if let Err(error) = self.compiled_within(top, left) {
+                // One that was not done in time may be sound.
+                return (since.elapsed() < BLAME).then_some((part, error));
+            }
+        }
+        None
+    }
+
+    /// Grammars that were compiled since the start, those that failed too.
+    pub fn compiled(&self) -> u64 {
+        self.compiled.load(Ordering::Relaxed)
+    }
+
+    fn compiled_within(&self, top: TopLevelGrammar, patience: Duration) -> Result<Grammar, TextError> {
+        let matcher = self.matcher(self.factory()?, top, patience)?;
         let grammar = Grammar { vocabulary: Arc::clone(&self.vocabulary), matcher: Arc::new(matcher) };
         // A grammar without a first id is none; and its first mask names what is wrong with it.
         grammar.start().mask(true)?;
-        self.keep(key, grammar.clone());
         Ok(grammar)
     }
 
@@ -316,8 +355,14 @@ impl Grammars {
         cache.insert(0, (key, grammar));
     }
 
-    fn matcher(&self, factory: Arc<ParserFactory>, grammar: TopLevelGrammar) -> Result<Matcher, TextError> {
-        let turn = Turn::take(&self.compiling)?;
+    fn matcher(
+        &self,
+        factory: Arc<ParserFactory>,
+        grammar: TopLevelGrammar,
+        patience: Duration,
+    ) -> Result<Matcher, TextError> {
+        let turn = Turn::take(&self.compiling, patience)?;
+        self.compiled.fetch_add(1, Ordering::Relaxed);
         let (sender, receiver) = sync_channel(1);
         let work = move || {
             let parser = factory.create_parser(grammar).map_err(|error| problem(&error.to_string()));
@@ -328,15 +373,25 @@ impl Grammars {
         let thread = thread::Builder::new().name("grammar".into()).stack_size(COMPILE_STACK_BYTES);
         let refuse = |problem: String| TextError::Grammar(problem);
         thread.spawn(work).map_err(|error| refuse(format!("no thread to compile it: {error}")))?;
-        match receiver.recv_timeout(COMPILE_TIMEOUT) {
+        match receiver.recv_timeout(patience) {
             Ok(matcher) => matcher,
             Err(RecvTimeoutError::Timeout) => {
-                let seconds = COMPILE_TIMEOUT.as_secs();
+                let seconds = patience.as_secs_f64();
                 Err(refuse(format!("it takes more than {seconds} s to compile; make it simpler")))
             }
             Err(RecvTimeoutError::Disconnected) => Err(refuse("it cannot be compiled".into())),
         }
     }
+}
+
+/// What there is to compile, and its key; or what its text alone shows to be wrong with it.
+fn read(source: &GrammarSource) -> Result<(String, TopLevelGrammar), TextError> {
+    let key = source.key();
+    if key.len() > MAX_GRAMMAR_BYTES {
+        let problem = format!("{} bytes long, at most {MAX_GRAMMAR_BYTES} are accepted", key.len());
+        return Err(TextError::Grammar(problem));
+    }
+    Ok((key, source.grammar()?))
 }
 
 /// Those that compile a grammar now.
@@ -350,11 +405,11 @@ struct Compiling {
 struct Turn(Arc<Compiling>);
 
 impl Turn {
-    fn take(compiling: &Arc<Compiling>) -> Result<Self, TextError> {
+    fn take(compiling: &Arc<Compiling>, patience: Duration) -> Result<Self, TextError> {
         let threads = compiling.threads.lock().expect("nothing panics under this lock");
         let (mut threads, waited) = compiling
             .ended
-            .wait_timeout_while(threads, COMPILE_TIMEOUT, |threads| *threads >= MAX_COMPILING)
+            .wait_timeout_while(threads, patience, |threads| *threads >= MAX_COMPILING)
             .expect("nothing panics under this lock");
         if waited.timed_out() {
             return Err(TextError::Grammar("others take too long to compile; try again".into()));
