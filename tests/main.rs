@@ -25,6 +25,7 @@ mod gguf;
 mod golden;
 mod grammar;
 mod hub;
+mod jinja;
 mod kernels;
 mod leaving;
 mod legacy;

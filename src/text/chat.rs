@@ -37,6 +37,23 @@ impl Message {
     pub fn new(role: &str, text: &str) -> Self {
         Self { role: role.to_owned(), content: Content::Text(text.to_owned()) }
     }
+
+    /// Of text, and for each message and each part of one, about what it takes beside it.
+    pub(super) fn bytes(&self) -> usize {
+        const BESIDE: usize = 512;
+        let content = match &self.content {
+            Content::Null => 0,
+            Content::Text(text) => text.len(),
+            Content::Parts(parts) => parts
+                .iter()
+                .map(|part| match part {
+                    Part::Text { text } => text.len() + BESIDE,
+                    Part::Image => BESIDE,
+                })
+                .sum(),
+        };
+        self.role.len() + content + BESIDE
+    }
 }
 
 impl Content {

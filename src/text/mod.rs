@@ -17,6 +17,7 @@ mod calls;
 mod chat;
 mod detokenizer;
 mod grammar;
+mod jinja;
 mod stop;
 mod template;
 mod tokenizer;

@@ -4,32 +4,39 @@
 //! methods, `raise_exception`, `strftime_now` (in UTC), `break` and `continue`, the special tokens as
 //! variables, `tools` and `documents` as none.
 //!
-//! A template comes with a checkpoint, from strangers. Instructions, recursion, source and output are bounded,
-//! and a panic of the engine is an error. What makes one instruction as costly as a number says is refused: the
-//! operator `*` (`[0] * 10**12`), and the filters `batch`, `format`, `indent` and `slice`, which take whatever
-//! memory they are asked for. What is *not* bounded is a template that keeps doubling a string or a list.
+//! A template comes with a checkpoint, from strangers. Its source and its output are bounded, and so is what it does
+//! (`jinja.rs`); a panic of the engine is an error. What makes one instruction as costly as a number says is refused:
+//! the operator `*` (`[0] * 10**12`), and the filters `batch`, `format`, `indent` and `slice`, which take whatever
+//! memory they are asked for.
 
 use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::LazyLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::value::Value;
-use minijinja::{Environment, Error, ErrorKind, State};
+use minijinja::{Environment, Error, ErrorKind};
 use serde::Deserialize;
 
-use super::chat::{is_python_space, python_trim};
+use super::jinja::{self, Exceeded, FUEL, Program};
 use super::{MAX_TEXT_BYTES, Message, TextError};
 
 const GEMMA: &str = include_str!("gemma.jinja");
-const NAME: &str = "chat";
 
 /// Longest template source, in bytes; the longest in use have some 20 KiB.
 const MAX_TEMPLATE_BYTES: usize = 256 << 10;
-/// Instructions of one rendering. Gemma's template takes about 40 per message.
-const FUEL: u64 = 5_000_000;
-/// Depth of macros and includes. Below what a thread's 2 MiB stack holds.
-const MAX_RECURSION: usize = 100;
+
+/// Of what a template says when it refuses a conversation.
+const MAX_RAISED_CHARS: usize = 1000;
+
+/// What every template is given.
+static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
+    let mut environment = jinja::environment();
+    jinja::add_function(&mut environment, "raise_exception", Value::from_function(raise_exception));
+    jinja::add_function(&mut environment, "strftime_now", Value::from_function(strftime_now));
+    environment
+});
 
 /// The files of a checkpoint that say how a conversation is written; each may be missing.
 #[derive(Debug, Clone, Copy, Default)]
@@ -43,7 +50,7 @@ pub struct ChatFiles<'a> {
 /// A compiled chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    program: Program,
     origin: String,
     special_tokens: SpecialTokens,
 }
@@ -114,11 +121,11 @@ impl ChatTemplate {
             eos_token => special(&self.special_tokens.eos),
             ..context
         };
+        let held = messages.iter().map(Message::bytes).sum();
         let mut out = BoundedText::default();
-        let template =
-            self.environment.get_template(NAME).map_err(|e| template_error(&self.origin, describe(&e)))?;
         // The engine can be made to panic (`loop.cycle()` divides by the number of its arguments).
-        let rendered = catch_unwind(AssertUnwindSafe(|| template.render_captured_to(context, &mut out)))
+        let render = || self.program.render(&ENVIRONMENT, context, held, &mut out);
+        let rendered = catch_unwind(AssertUnwindSafe(render))
             .map_err(|panic| template_error(&self.origin, describe_panic(&*panic)))?;
         match rendered {
             _ if out.overflow > 0 => {
@@ -154,30 +161,8 @@ impl ChatTemplate {
             let problem = format!("{} bytes long, at most {MAX_TEMPLATE_BYTES} are accepted", source.len());
             return Err(template_error(origin, problem));
         }
-        if let Some(line) = line_of_multiplication(source) {
-            let problem = format!(
-                "line {line} uses the operator *, which is refused because its cost has no bound; write it out"
-            );
-            return Err(template_error(origin, problem));
-        }
-        let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
-        environment.set_fuel(Some(FUEL));
-        environment.set_recursion_limit(MAX_RECURSION);
-        environment.set_unknown_method_callback(python_method);
-        environment.add_filter("trim", python_trim_filter);
-        for unbounded in ["batch", "format", "indent", "slice"] {
-            environment.remove_filter(unbounded);
-        }
-        // minijinja takes none for an empty list; Gemma's template tells a null content by this test.
-        environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
-        environment.add_function("raise_exception", raise_exception);
-        environment.add_function("strftime_now", strftime_now);
-        environment
-            .add_template_owned(NAME, source.to_owned())
-            .map_err(|e| template_error(origin, describe(&e)))?;
-        Ok(Self { environment, origin: origin.to_owned(), special_tokens })
+        let program = Program::compile(source).map_err(|e| template_error(origin, describe(&e)))?;
+        Ok(Self { program, origin: origin.to_owned(), special_tokens })
     }
 }
 
@@ -244,51 +229,6 @@ fn default_template(field: &serde_json::Value) -> Result<&str, String> {
     }
 }
 
-/// The line of the first `*` inside `{{ }}` or `{% %}` and outside of a string, if there is one.
-fn line_of_multiplication(source: &str) -> Option<usize> {
-    let bytes = source.as_bytes();
-    let mut at = 0;
-    while at + 1 < bytes.len() {
-        let close: &[u8] = match &bytes[at..at + 2] {
-            b"{#" => {
-                // A comment ends at the first "#}", whatever it holds.
-                let end = source[at + 2..].find("#}")?;
-                at += 2 + end + 2;
-                continue;
-            }
-            b"{{" => b"}}",
-            b"{%" => b"%}",
-            _ => {
-                at += 1;
-                continue;
-            }
-        };
-        at += 2;
-        let mut quote = None;
-        // A brace closes an inner map literal or the tag; mistaking `}}` of nested maps for the tag's end
-        // would hide what follows, so depth is counted.
-        let mut depth = 0usize;
-        while at < bytes.len() {
-            match (quote, bytes[at]) {
-                (Some(_), b'\\') => at += 1,
-                (Some(open), byte) if byte == open => quote = None,
-                (Some(_), _) => {}
-                (None, byte @ (b'"' | b'\'')) => quote = Some(byte),
-                (None, b'*') => return Some(1 + bytes[..at].iter().filter(|&&b| b == b'\n').count()),
-                (None, b'{') => depth += 1,
-                (None, b'}') if depth > 0 => depth -= 1,
-                (None, _) if bytes[at..].starts_with(close) => {
-                    at += 2;
-                    break;
-                }
-                (None, _) => {}
-            }
-            at += 1;
-        }
-    }
-    None
-}
-
 /// The rendered text, up to [`MAX_TEXT_BYTES`].
 #[derive(Default)]
 struct BoundedText {
@@ -317,6 +257,7 @@ impl io::Write for BoundedText {
 struct Raised(String);
 
 fn raise_exception(message: String) -> Result<String, Error> {
+    let message: String = message.chars().take(MAX_RAISED_CHARS).collect();
     Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
 }
 
@@ -344,7 +285,10 @@ fn describe(error: &Error) -> String {
     if error.kind() == ErrorKind::OutOfFuel {
         return format!("did not end within {FUEL} instructions");
     }
-    let mut text = error.kind().to_string();
+    let mut text = match std::error::Error::source(error).and_then(|cause| cause.downcast_ref()) {
+        Some(Exceeded(problem)) => problem.clone(),
+        None => error.kind().to_string(),
+    };
     if let Some(detail) = error.detail() {
         text.push_str(": ");
         text.extend(detail.split_whitespace().flat_map(|word| [word, " "]));
@@ -360,24 +304,6 @@ fn describe_panic(panic: &(dyn Any + Send)) -> String {
     let message = panic.downcast_ref::<&str>().copied();
     let message = message.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown");
     format!("the template engine failed: {message}")
-}
-
-fn python_trim_filter(text: String, chars: Option<String>) -> String {
-    match chars {
-        None => python_trim(&text).to_owned(),
-        Some(chars) => text.trim_matches(|c| chars.contains(c)).to_owned(),
-    }
-}
-
-/// Python's methods; those that strip know Python's whitespace.
-fn python_method(state: &State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
-    match (value.as_str(), method, args) {
-        (Some(text), "strip", []) => Ok(Value::from(python_trim(text))),
-        (Some(text), "lstrip", []) => Ok(Value::from(text.trim_start_matches(is_python_space))),
-        (Some(_), "format", _) => Err(Error::from(ErrorKind::UnknownMethod)),
-        (Some(text), "rstrip", []) => Ok(Value::from(text.trim_end_matches(is_python_space))),
-        _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args),
-    }
 }
 
 fn strftime_now(format: String) -> Result<String, Error> {
@@ -475,15 +401,5 @@ mod tests {
             assert_eq!(strftime(format, seconds).as_deref(), Ok(expected));
         }
         assert!(strftime("%Q", 0).is_err());
-    }
-
-    #[test]
-    fn multiplication_is_found_in_tags_only() {
-        assert_eq!(line_of_multiplication("a * b {# * #} {{ '*' }} {{ \"\\\"*\" }} *"), None);
-        assert_eq!(line_of_multiplication("\n{{ a\n * b }}"), Some(3));
-        assert_eq!(line_of_multiplication("{% set x = 2 ** 3 %}"), Some(1));
-        assert_eq!(line_of_multiplication("{{ {'a': {'b': 1}} * 2 }}"), Some(1));
-        assert_eq!(line_of_multiplication("{# '{{' #}{{ 'it' }} don't {{ 1*1 }}"), Some(1));
-        assert_eq!(line_of_multiplication("{{"), None);
     }
 }

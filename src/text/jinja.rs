@@ -1,0 +1,807 @@
+//! Jinja with every rendering bounded: minijinja parses and runs a template, and what stands here keeps its cost.
+//!
+//! minijinja counts instructions. But one instruction may double a string, print a list that holds one list twice, forty times
+//! over, or search one long text in another; and a value is freed by recursion, along the lists in its lists. So a compiled
+//! template is given instructions of ours: before each whose work depends on its operands, one that counts what those hold,
+//! and behind each that makes a value, one that counts the value. What filters, tests, functions and methods are given is
+//! counted as well, and what is written.
+//!
+//! | bound | on |
+//! |---|---|
+//! | [`MAX_VALUE_BYTES`] | one value: its text, and [`VALUE_BYTES`] for each value in it, as often as it is in it |
+//! | [`MAX_WORK_BYTES`] | what one rendering reads and makes in all, in the same measure |
+//! | [`MAX_WRITTEN_BYTES`] | what it writes, also where that becomes a value |
+//! | [`MAX_DEPTH`] | values within values |
+//! | [`FUEL`], [`MAX_RECURSION`] | instructions; macros, blocks and loops within each other |
+//! | [`MAX_TAG_TOKENS`], [`COMPILE_STACK_BYTES`] | what compiling recurses along |
+//! | [`TIME`] | whatever these do not foresee |
+//!
+//! So a value can always be printed, compared and freed, and all that a rendering holds at a time is within the work it may do.
+//! A namespace holds data, and no namespace, loop or macro: nothing holds itself, so nothing outlives its rendering.
+//!
+//! A list that minijinja would make lazily (a slice, a sum, what a filter gives) is made at once: lazy lists of lazy lists are
+//! read by recursion. There is one template, so it cannot include, import or extend another. minijinja does not keep its
+//! instructions stable, so `Cargo.toml` fixes its version.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::slice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use minijinja::machinery::{
+    CompiledTemplate, Instruction, Instructions, TemplateConfig, Token, Vm, WhitespaceConfig,
+    make_string_output, tokenize,
+};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Object, Rest, Value, ValueKind};
+use minijinja::{
+    AutoEscape, Environment, Error, ErrorKind, State, escape_formatter, filters, functions, tests,
+};
+use self_cell::self_cell;
+
+use super::MAX_TEXT_BYTES;
+use super::chat::{is_python_space, python_trim};
+
+/// Largest value, beside as much as the conversation holds.
+const MAX_VALUE_BYTES: usize = 4 * MAX_TEXT_BYTES;
+/// Read and made by one rendering, beside [`WORK_PER_BYTE`] of the conversation. Gemma's template takes 3.
+const MAX_WORK_BYTES: usize = 512 << 20;
+const WORK_PER_BYTE: usize = 16;
+/// Written by one rendering, beside [`WRITTEN_PER_BYTE`] of the conversation. What a macro writes its caller writes again.
+const MAX_WRITTEN_BYTES: usize = 32 << 20;
+const WRITTEN_PER_BYTE: usize = 8;
+/// A value's part of what it is in, beside its text.
+const VALUE_BYTES: usize = 64;
+const MAX_DEPTH: usize = 64;
+/// Each pass of a loop, and each name that a macro is given from without, is some work and some memory of minijinja's own.
+const STEP_BYTES: usize = 128;
+/// Instructions of one rendering, with ours among them. Gemma's template takes about 50 per message.
+pub(super) const FUEL: u64 = 10_000_000;
+/// Below what a thread's 2 MiB stack holds.
+const MAX_RECURSION: usize = 100;
+/// Filters that apply filters (`map`).
+const MAX_FILTERS: usize = 8;
+/// A rendering takes some 100 µs as a rule.
+const TIME: Duration = Duration::from_secs(10);
+/// Words and signs of one tag; the longest in use, a table of languages, has some 2,500. The time to compile an expression
+/// grows with the square of its operators.
+const MAX_TAG_TOKENS: usize = 4096;
+/// Each operator of an expression, and each `elif`, needs a KiB or two.
+const COMPILE_STACK_BYTES: usize = 256 << 20;
+
+const NAME: &str = "chat";
+/// The block that is the whole template: a name that no template can write.
+const WHOLE: &str = "";
+/// The temporary of a rendering's state that is its [`Meter`].
+const METER: &str = "meter";
+
+/// What a rendering was stopped for.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(super) struct Exceeded(pub String);
+
+fn exceeded(problem: impl Into<String>) -> Error {
+    Error::from(ErrorKind::InvalidOperation).with_source(Exceeded(problem.into()))
+}
+
+type Blocks<'source> = BTreeMap<&'source str, Instructions<'source>>;
+
+self_cell!(
+    /// A template, compiled.
+    pub(super) struct Program {
+        owner: Box<str>,
+        #[covariant]
+        dependent: Blocks,
+    }
+
+    impl {Debug}
+);
+
+impl Program {
+    pub(super) fn compile(source: &str) -> Result<Self, Error> {
+        let compile = || Self::try_new(source.into(), |source| compile(source));
+        let program = thread::scope(|scope| {
+            let thread = thread::Builder::new().name("template".into()).stack_size(COMPILE_STACK_BYTES);
+            thread.spawn_scoped(scope, compile).map(|thread| thread.join())
+        });
+        match program {
+            Ok(Ok(program)) => program,
+            Ok(Err(_)) => Err(exceeded("minijinja met a bug in itself")),
+            Err(error) => Err(exceeded(format!("there is no thread to compile it: {error}"))),
+        }
+    }
+
+    /// Writes what the template makes of `context`, in which the conversation takes `held` bytes.
+    pub(super) fn render(
+        &self,
+        environment: &Environment<'static>,
+        context: Value,
+        held: usize,
+        out: impl io::Write,
+    ) -> Result<(), Error> {
+        self.render_by(environment, context, Meter::new(held, Instant::now() + TIME), out)
+    }
+
+    fn render_by(
+        &self,
+        environment: &Environment<'static>,
+        context: Value,
+        meter: Meter,
+        out: impl io::Write,
+    ) -> Result<(), Error> {
+        // A rendering gets its meter, and a writer that may refuse, between a start that does nothing and the block that is
+        // all of the template.
+        let (start, mut nothing) = (Instructions::new(NAME, ""), String::new());
+        let nowhere = &mut make_string_output(&mut nothing);
+        let vm = Vm::new(environment);
+        let (_, mut state) = vm.eval(&start, context, self.borrow_dependent(), nowhere, AutoEscape::None)?;
+        state.set_temp(METER, Value::from_object(meter));
+        state.render_block_to_write(WHOLE, out)
+    }
+}
+
+/// Refuses what must not be compiled: the operator `*`, which is computed there where its operands are constants, and tags
+/// that are too long.
+fn check_tags(source: &str) -> Result<(), Error> {
+    let mut tokens = 0;
+    for token in tokenize(source, false, SyntaxConfig, whitespace()) {
+        // The compiler says what is wrong with it.
+        let Ok((token, span)) = token else { break };
+        tokens += 1;
+        let line = span.start_line;
+        match token {
+            Token::VariableStart | Token::BlockStart => tokens = 0,
+            Token::Mul | Token::Pow => {
+                let problem =
+                    "uses the operator *, which is refused because its cost has no bound; write it out";
+                return Err(exceeded(format!("line {line} {problem}")));
+            }
+            _ if tokens > MAX_TAG_TOKENS => {
+                let problem = format!("is in a tag of more than {MAX_TAG_TOKENS} words and signs; divide it");
+                return Err(exceeded(format!("line {line} {problem}")));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn whitespace() -> WhitespaceConfig {
+    WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true }
+}
+
+fn compile(source: &str) -> Result<Blocks<'_>, Error> {
+    check_tags(source)?;
+    let config = TemplateConfig {
+        syntax_config: SyntaxConfig,
+        ws_config: whitespace(),
+        default_auto_escape: Arc::new(|_| AutoEscape::None),
+    };
+    let compiled = CompiledTemplate::new(NAME, source, &config)?;
+    let mut blocks = Blocks::from([(WHOLE, bounded(&compiled.instructions)?)]);
+    for (name, code) in &compiled.blocks {
+        blocks.insert(name, bounded(code)?);
+    }
+    Ok(blocks)
+}
+
+/// What stands between the instructions of a template: filters, of names that no template can write. Those that count operands
+/// give them back.
+const READS: &str = "#reads";
+const JOINS: &str = "#joins";
+const SIZES: &str = "#sizes";
+const ITEM: &str = "#item";
+const COMPARES: &str = "#compares";
+const CONTAINS: &str = "#contains";
+const KEEPS: &str = "#keeps";
+const CHANGES: &str = "#changes";
+const STEP: &str = "#step";
+const MADE: &str = "#made";
+const NESTED: &str = "#nested";
+
+/// The same code, with what counts around its instructions.
+fn bounded<'source>(code: &Instructions<'source>) -> Result<Instructions<'source>, Error> {
+    let instructions: Vec<_> = (0..code.len() as u32).filter_map(|at| code.get(at).cloned()).collect();
+    let mut reached = vec![false; instructions.len() + 1];
+    for mut instruction in instructions.iter().cloned() {
+        target(&mut instruction).into_iter().for_each(|at| reached[*at as usize] = true);
+    }
+    // Where each instruction begins now, with what stands before it.
+    let mut begins = Vec::with_capacity(reached.len());
+    let mut parts = Vec::with_capacity(instructions.len());
+    let mut length = 0;
+    for (at, instruction) in instructions.iter().enumerate() {
+        let before = at.checked_sub(1).filter(|_| !reached[at]);
+        let constant = before.and_then(|before| small_constant(&instructions[before]));
+        let line = code.get_line(at as u32);
+        let part = around(instruction, constant).map_err(|problem| {
+            exceeded(line.map_or(problem.to_owned(), |line| format!("line {line} {problem}")))
+        })?;
+        begins.push(length);
+        length += part.len() as u32;
+        parts.push(part);
+    }
+    begins.push(length);
+    let mut bounded = Instructions::new(code.name(), code.source());
+    for (at, part) in (0u32..).zip(parts) {
+        for mut instruction in part {
+            if let Some(at) = target(&mut instruction) {
+                *at = begins[*at as usize];
+            }
+            match (code.get_span(at), code.get_line(at)) {
+                (Some(span), _) => bounded.add_with_span(instruction, span),
+                (None, Some(line)) => bounded.add_with_line(instruction, line as u16),
+                (None, None) => bounded.add(instruction),
+            };
+        }
+    }
+    Ok(bounded)
+}
+
+/// Where an instruction may go on, but for the next one.
+fn target<'a>(instruction: &'a mut Instruction) -> Option<&'a mut u32> {
+    match instruction {
+        Instruction::Iterate(at)
+        | Instruction::Jump(at)
+        | Instruction::JumpIfFalse(at)
+        | Instruction::JumpIfFalseOrPop(at)
+        | Instruction::JumpIfTrueOrPop(at)
+        | Instruction::BuildMacro(_, at, _) => Some(at),
+        _ => None,
+    }
+}
+
+/// The constant that it gives, if that takes no time to compare.
+fn small_constant<'a>(instruction: &'a Instruction) -> Option<&'a Value> {
+    let Instruction::LoadConst(value) = instruction else { return None };
+    let is_small = |value: &&Value| {
+        value.as_object().is_none() && value.as_str().is_none_or(|text| text.len() <= VALUE_BYTES)
+    };
+    Some(value).filter(is_small)
+}
+
+/// An instruction and what counts it. `constant` is the operand on top of the stack, where that is a small one.
+fn around<'source>(
+    instruction: &Instruction<'source>,
+    constant: Option<&Value>,
+) -> Result<Vec<Instruction<'source>>, &'static str> {
+    use Instruction as I;
+    // No place among those that minijinja remembers a filter at.
+    const NO_PLACE: u8 = !0;
+    let count = |what: &'static str, operands: usize| I::ApplyFilter(what, Some(operands as u16), NO_PLACE);
+    let before = |what: &'static str, operands: usize| {
+        let counted = vec![count(what, operands)];
+        let more = (operands > 1).then(|| I::UnpackList(operands));
+        counted.into_iter().chain(more).chain([instruction.clone()]).collect::<Vec<_>>()
+    };
+    let and = |mut part: Vec<I<'source>>, what: &'static str| {
+        part.push(count(what, 1));
+        part
+    };
+    let same = vec![instruction.clone()];
+    let behind = |what: &'static str| and(vec![instruction.clone()], what);
+    Ok(match instruction {
+        I::EmitRaw(text) => vec![I::LoadConst(Value::from_safe_string((*text).to_owned())), I::Emit],
+        I::SetAttr(_) => before(KEEPS, 2),
+        I::CallMethod("changed", Some(operands)) => before(CHANGES, (*operands).into()),
+        // By a name, nothing is looked for in a text.
+        I::GetItem if constant.is_none_or(|key| key.as_str().is_none()) => before(ITEM, 2),
+        I::Slice => and(before(SIZES, 4), MADE),
+        I::Add => and(before(SIZES, 2), MADE),
+        I::StringConcat => vec![count(JOINS, 2)],
+        I::In => before(CONTAINS, 2),
+        I::Eq | I::Ne | I::Gt | I::Gte | I::Lt | I::Lte if constant.is_none() => before(COMPARES, 2),
+        // One of these, or `in`; which, minijinja does not tell.
+        I::CompareAndPreserve(_) => before(READS, 2),
+        I::PushLoop(_) => before(SIZES, 1),
+        I::BuildMap(_) | I::BuildKwargs(_) | I::BuildList(_) => behind(NESTED),
+        I::EndCapture => behind(MADE),
+        I::Iterate(_) => vec![instruction.clone(), count(STEP, 0), I::DiscardTop],
+        I::Enclose(_) | I::BuildMacro(..) => vec![count(STEP, 0), I::DiscardTop, instruction.clone()],
+        I::Include(_) | I::LoadBlocks | I::ExportLocals => {
+            return Err(
+                "includes, imports or extends a template: there is but this one, so that is recursion",
+            );
+        }
+        I::Mul | I::Pow | I::MergeKwargs(_) | I::UnpackLists(_) => return Err("uses the operator *"),
+        // Named one by one, so that one that a new version brings is looked at.
+        I::Lookup(_) | I::StoreLocal(_) | I::LoadConst(_) | I::GetAttr(_) | I::GetItem | I::UnpackList(_) => {
+            same
+        }
+        I::Eq | I::Ne | I::Gt | I::Gte | I::Lt | I::Lte | I::Not | I::IsUndefined => same,
+        I::Sub | I::Div | I::IntDiv | I::Rem | I::Neg => same,
+        I::Jump(_) | I::JumpIfFalse(_) | I::JumpIfFalseOrPop(_) | I::JumpIfTrueOrPop(_) => same,
+        I::DupTop | I::DiscardTop | I::Swap | I::PushDidNotIterate | I::GetClosure | I::Return => same,
+        I::PushWith | I::PopFrame | I::PopLoopFrame | I::PushAutoEscape | I::PopAutoEscape => same,
+        I::CallBlock(_) | I::FastSuper | I::FastRecurse | I::BeginCapture(_) => same,
+        // What these are given, and what they give, their own counting sees.
+        I::Emit | I::ApplyFilter(..) | I::PerformTest(..) => same,
+        I::CallFunction(..) | I::CallMethod(..) | I::CallObject(_) => same,
+    })
+}
+
+/// What one rendering may still take.
+#[derive(Debug)]
+struct Meter {
+    largest: usize,
+    work: Budget,
+    written: Budget,
+    /// Filters within each other.
+    filters: AtomicUsize,
+    until: Instant,
+}
+
+impl Object for Meter {}
+
+#[derive(Debug)]
+struct Budget {
+    all: usize,
+    left: AtomicUsize,
+}
+
+impl Budget {
+    fn new(all: usize) -> Self {
+        Self { all, left: all.into() }
+    }
+
+    fn take(&self, bytes: usize, what: &str) -> Result<(), Error> {
+        let left = self.left.load(Ordering::Relaxed).checked_sub(bytes);
+        let left = left.ok_or_else(|| exceeded(format!("{what} more than {} MiB in all", self.all >> 20)))?;
+        self.left.store(left, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl Meter {
+    fn new(held: usize, until: Instant) -> Self {
+        let work = Budget::new(MAX_WORK_BYTES + WORK_PER_BYTE * held);
+        let written = Budget::new(MAX_WRITTEN_BYTES + WRITTEN_PER_BYTE * held);
+        Self { largest: MAX_VALUE_BYTES + held, work, written, filters: 0.into(), until }
+    }
+
+    fn of(state: &State) -> Arc<Self> {
+        let meter = state.get_temp(METER).and_then(|meter| meter.downcast_object());
+        meter.expect("a rendering begins with its meter")
+    }
+
+    /// Refuses a value that is too large.
+    fn check(&self, bytes: usize) -> Result<usize, Error> {
+        if bytes > self.largest {
+            return Err(exceeded(format!("takes a value of more than {} MiB", self.largest >> 20)));
+        }
+        Ok(bytes)
+    }
+
+    /// Counts what is read or made at one place.
+    fn take(&self, bytes: usize) -> Result<(), Error> {
+        self.work.take(bytes, "reads and makes values of")?;
+        if Instant::now() > self.until {
+            return Err(exceeded(format!("takes more than {} s", TIME.as_secs())));
+        }
+        Ok(())
+    }
+
+    fn write(&self, value: &Value) -> Result<(), Error> {
+        let bytes = self.whole(value)?;
+        self.take(bytes)?;
+        self.written.take(bytes, "writes")
+    }
+
+    /// The size of a value with all that is in it, as often as it is in it.
+    fn whole(&self, value: &Value) -> Result<usize, Error> {
+        let mut left = self.largest;
+        self.subtract(value, MAX_DEPTH, &mut left)?;
+        Ok(self.largest - left)
+    }
+
+    fn subtract(&self, value: &Value, depth: usize, left: &mut usize) -> Result<(), Error> {
+        let own = value.as_str().map_or(0, str::len) + VALUE_BYTES;
+        *left = left.checked_sub(own).map_or_else(|| self.check(usize::MAX), Ok)?;
+        let Some(object) = value.as_object() else { return Ok(()) };
+        let Some(depth) = depth.checked_sub(1) else {
+            return Err(exceeded(format!("nests values more than {MAX_DEPTH} deep")));
+        };
+        match value.kind() {
+            ValueKind::Map => object.try_iter_pairs().into_iter().flatten().try_for_each(|(key, value)| {
+                self.subtract(&key, depth, left)?;
+                self.subtract(&value, depth, left)
+            }),
+            _ => {
+                object.try_iter().into_iter().flatten().try_for_each(|item| self.subtract(&item, depth, left))
+            }
+        }
+    }
+
+    fn wholes(&self, values: &[Value]) -> Result<usize, Error> {
+        values.iter().try_fold(0usize, |sum, value| Ok(sum.saturating_add(self.whole(value)?)))
+    }
+}
+
+/// The size of a value without what is in the values in it.
+fn size(value: &Value) -> usize {
+    value
+        .as_str()
+        .map_or_else(|| items(value).saturating_mul(VALUE_BYTES), str::len)
+        .saturating_add(VALUE_BYTES)
+}
+
+/// How many values it gives one behind the other.
+fn items(value: &Value) -> usize {
+    match value.as_str() {
+        Some(text) => text.chars().count(),
+        None => value.as_object().and_then(|object| object.enumerator_len()).unwrap_or(0),
+    }
+}
+
+/// What a function, or an instruction, takes for what it is given.
+type Cost = fn(&Meter, &[Value]) -> Result<usize, Error>;
+
+/// It reads everything.
+const ALL: Cost = |meter, given| meter.wholes(given);
+/// It looks at values, and at the characters of texts.
+const TEXTS: Cost = |_, given| {
+    Ok(given
+        .iter()
+        .map(|value| value.as_str().map_or(0, str::len) + VALUE_BYTES)
+        .fold(0, usize::saturating_add))
+};
+/// It takes what is in each, and does not look into that.
+const EACH: Cost = |_, given| Ok(given.iter().map(size).fold(0, usize::saturating_add));
+/// It takes a value out of another.
+const ONE: Cost = |meter, given| {
+    let (value, key) = first(given);
+    // By its number: out of a text, and out of a range.
+    let is_walked = matches!(value.kind(), ValueKind::String | ValueKind::Iterable);
+    Ok(meter.wholes(key)?.saturating_add(if is_walked { size(value) } else { 0 }))
+};
+/// It does something with each value of the first, with all of the others.
+const LISTED: Cost = |meter, given| {
+    let (list, with) = first(given);
+    let list = meter.check(items(list).saturating_mul(VALUE_BYTES))?;
+    Ok(list.saturating_add((list / VALUE_BYTES).saturating_mul(meter.wholes(with)?)))
+};
+/// It compares the values of the first.
+const SORTED: Cost = |meter, given| {
+    let (list, _) = first(given);
+    let all = LISTED(meter, given)?.saturating_add(meter.whole(list)?);
+    Ok(all.saturating_mul(1 + items(list).max(1).ilog2() as usize))
+};
+/// It compares two, until they differ.
+const COMPARED: Cost = |meter, given| match given {
+    [a, b] if a.as_object().is_none() || b.as_object().is_none() => Ok(size(a).min(size(b))),
+    _ => ALL(meter, given),
+};
+/// It looks for the first in the second: in a map by its keys.
+const SOUGHT: Cost = |meter, given| match given {
+    [key, map] if map.kind() == ValueKind::Map => meter.whole(key),
+    _ => ALL(meter, given),
+};
+/// It writes the values of the first, and the second between them.
+const JOINED: Cost = |meter, given| {
+    let (list, _) = first(given);
+    meter.check(LISTED(meter, given)?.saturating_add(meter.whole(list)?))
+};
+/// It writes the third wherever the second stands in the first.
+const REPLACED: Cost = |meter, given| {
+    let times = match given {
+        [text, from, ..] => match (text.as_str(), from.as_str()) {
+            (Some(text), Some(from)) => text.matches(from).count(),
+            _ => meter.whole(text)?,
+        },
+        _ => 0,
+    };
+    let more = times.saturating_mul(given.get(2).and_then(Value::as_str).map_or(VALUE_BYTES, str::len));
+    meter.check(meter.wholes(given)?.saturating_add(more))
+};
+/// It cuts the first at each of the second.
+const SPLIT: Cost = |meter, given| {
+    let (text, at) = first(given);
+    let pieces = text.as_str().map_or(0, |text| match at.first().and_then(Value::as_str) {
+        Some(at) => text.matches(at).count(),
+        None => text.matches(char::is_whitespace).count(),
+    });
+    let pieces = meter.check(pieces.saturating_mul(VALUE_BYTES))?;
+    Ok(meter.wholes(given)?.saturating_add(pieces))
+};
+/// It looks for each character of the first in the second.
+const STRIPPED: Cost = |meter, given| {
+    let chars = given.get(1).and_then(Value::as_str).map_or(1, |chars| chars.len().max(1));
+    Ok(meter.wholes(given)?.saturating_mul(chars))
+};
+
+fn first(given: &[Value]) -> (&Value, &[Value]) {
+    given.split_first().unwrap_or((&Value::UNDEFINED, &[]))
+}
+
+/// What a function gives.
+#[derive(Clone, Copy, PartialEq)]
+enum Gives {
+    /// A text, a number, or a value that was there.
+    One,
+    List,
+    /// Values nested deeper than those that it was given.
+    Nested,
+}
+
+/// A value that is new, and no lazy list.
+fn eager(meter: &Meter, value: Value) -> Result<Value, Error> {
+    meter.check(size(&value))?;
+    match value.kind() {
+        ValueKind::Iterable => Ok(value.try_iter()?.collect::<Vec<_>>().into()),
+        _ => Ok(value),
+    }
+}
+
+/// The same, of values that it is given in another form.
+fn made(meter: &Meter, value: Value, gives: Gives) -> Result<Value, Error> {
+    let value = eager(meter, value)?;
+    if gives == Gives::Nested {
+        meter.take(meter.whole(&value)?)?;
+    }
+    if is_data(&value) && !holds_data(&value) {
+        return Err(exceeded(ONLY_DATA));
+    }
+    Ok(value)
+}
+
+const ONLY_DATA: &str = "keeps a namespace, a loop or a macro where only data can be kept";
+
+/// Whether what is in it can never change: it is no namespace, loop or macro. Nor is then anything in it, as long as nothing is
+/// made of others.
+fn is_data(value: &Value) -> bool {
+    let Some(object) = value.as_object() else { return true };
+    match value.kind() {
+        ValueKind::Seq | ValueKind::Iterable => true,
+        // Those of a template, and minijinja's for a struct.
+        ValueKind::Map => {
+            object.downcast_ref::<BTreeMap<Value, Value>>().is_some()
+                || object.type_name().ends_with("::StaticKeyMap")
+        }
+        _ => false,
+    }
+}
+
+fn holds_data(value: &Value) -> bool {
+    let Some(object) = value.as_object() else { return true };
+    match value.kind() {
+        ValueKind::Map => {
+            let mut pairs = object.try_iter_pairs().into_iter().flatten();
+            pairs.all(|(key, value)| is_data(&key) && is_data(&value))
+        }
+        _ => object.try_iter().into_iter().flatten().all(|item| is_data(&item)),
+    }
+}
+
+/// What `function` gives for what it is given, both counted.
+fn call(
+    state: &State,
+    function: impl FnOnce(&[Value]) -> Result<Value, Error>,
+    (cost, gives): (Cost, Gives),
+    given: &[Value],
+) -> Result<Value, Error> {
+    let meter = Meter::of(state);
+    let cost = cost(&meter, given)?;
+    meter.take(cost)?;
+    if meter.filters.fetch_add(1, Ordering::Relaxed) >= MAX_FILTERS {
+        return Err(exceeded(format!("applies filters within each other more than {MAX_FILTERS} deep")));
+    }
+    let value = function(given)?;
+    meter.filters.fetch_sub(1, Ordering::Relaxed);
+    // Where quotes and escapes made it larger than what it is made of.
+    meter.take(value.as_str().map_or(0, |text| text.len().saturating_sub(cost)))?;
+    if gives == Gives::One { Ok(value) } else { made(&meter, value, gives) }
+}
+
+/// Filters of Jinja2 that have a bound, its tests, and the functions and methods of Python that templates use.
+pub(super) fn environment() -> Environment<'static> {
+    // Of what minijinja has, only that which is named here: nothing comes in by a new version.
+    let mut environment = Environment::empty();
+    environment.set_debug(false);
+    environment.set_fuel(Some(FUEL));
+    environment.set_recursion_limit(MAX_RECURSION);
+    environment.set_unknown_method_callback(method);
+    environment.set_formatter(|out, state, value| {
+        Meter::of(state).write(value)?;
+        escape_formatter(out, state, value)
+    });
+    add_checks(&mut environment);
+    add_filters(&mut environment);
+    add_tests(&mut environment);
+    environment.add_global("range", Value::from_function(functions::range));
+    add_function(&mut environment, "dict", Value::from_function(functions::dict));
+    let namespace = Value::from_function(functions::namespace);
+    environment.add_function("namespace", move |state: &State, given: Rest<Value>| {
+        if !given.iter().all(holds_data) {
+            return Err(exceeded(ONLY_DATA));
+        }
+        call(state, |given| namespace.call(state, given), (EACH, Gives::One), &given)
+    });
+    environment
+}
+
+pub(super) fn add_function(environment: &mut Environment<'static>, name: &'static str, function: Value) {
+    environment.add_function(name, move |state: &State, given: Rest<Value>| {
+        call(state, |given| function.call(state, given), (ALL, Gives::Nested), &given)
+    });
+}
+
+fn add_checks(environment: &mut Environment<'static>) {
+    let operands = |given: Rest<Value>| match &given[..] {
+        [one] => one.clone(),
+        // As they are unpacked.
+        all => all.iter().rev().cloned().collect::<Vec<_>>().into(),
+    };
+    for (name, cost) in [(READS, ALL), (SIZES, EACH), (ITEM, ONE), (COMPARES, COMPARED), (CONTAINS, SOUGHT)] {
+        environment.add_filter(name, move |state: &State, given: Rest<Value>| -> Result<Value, Error> {
+            let meter = Meter::of(state);
+            meter.take(cost(&meter, &given)?)?;
+            Ok(operands(given))
+        });
+    }
+    environment.add_filter(JOINS, |state: &State, given: Rest<Value>| {
+        call(
+            state,
+            |given| Ok(Value::from(given.iter().map(Value::to_string).collect::<String>())),
+            (ALL, Gives::One),
+            &given,
+        )
+    });
+    // A value and the namespace that is to keep it; a loop and the values that it keeps for the next time.
+    for (name, kept) in [(KEEPS, 0..1), (CHANGES, 1..usize::MAX)] {
+        environment.add_filter(name, move |given: Rest<Value>| {
+            let is_kept = |(at, value): (usize, &Value)| !kept.contains(&at) || is_data(value);
+            if given.iter().enumerate().all(is_kept) { Ok(operands(given)) } else { Err(exceeded(ONLY_DATA)) }
+        });
+    }
+    environment.add_filter(MADE, |state: &State, value: Value| eager(&Meter::of(state), value));
+    environment
+        .add_filter(NESTED, |state: &State, value: Value| made(&Meter::of(state), value, Gives::Nested));
+    environment
+        .add_filter(STEP, |state: &State| Meter::of(state).take(STEP_BYTES).map(|()| Value::UNDEFINED));
+}
+
+/// As `(name, function)` each.
+macro_rules! named {
+    ($module:ident: $($name:literal $function:ident),*) => {
+        [$(($name, Value::from_function($module::$function))),*]
+    };
+}
+
+fn add_filters(environment: &mut Environment<'static>) {
+    let mut add = |cost: Cost, gives: Gives, filters: &[(&'static str, Value)]| {
+        for (name, filter) in filters.iter().cloned() {
+            environment.add_filter(name, move |state: &State, given: Rest<Value>| {
+                call(state, |given| filter.call(state, given), (cost, gives), &given)
+            });
+        }
+    };
+    let texts = named!(filters: "abs" abs, "d" default, "default" default, "first" first, "float" float, "int" int,
+        "length" length, "count" length, "round" round);
+    add(TEXTS, Gives::One, &texts);
+    add(ONE, Gives::One, &named!(filters: "attr" attr));
+    add(LISTED, Gives::One, &named!(filters: "last" last, "sum" sum));
+    let listed = named!(filters: "list" list, "map" map, "reject" reject, "rejectattr" rejectattr, "reverse" reverse,
+        "select" select, "selectattr" selectattr);
+    add(LISTED, Gives::List, &listed);
+    add(LISTED, Gives::Nested, &named!(filters: "items" items));
+    add(SORTED, Gives::One, &named!(filters: "max" max, "min" min));
+    add(SORTED, Gives::List, &named!(filters: "sort" sort, "unique" unique));
+    add(SORTED, Gives::Nested, &named!(filters: "dictsort" dictsort, "groupby" groupby));
+    let all = named!(filters: "capitalize" capitalize, "e" escape, "escape" escape, "lower" lower, "safe" safe,
+        "string" string, "title" title, "upper" upper);
+    add(ALL, Gives::One, &all);
+    add(JOINED, Gives::One, &named!(filters: "join" join));
+    add(REPLACED, Gives::One, &named!(filters: "replace" replace));
+    add(STRIPPED, Gives::One, &[("trim", Value::from_function(trim))]);
+}
+
+fn add_tests(environment: &mut Environment<'static>) {
+    let mut add = |cost: Cost, tests: &[(&'static str, Value)]| {
+        for (name, test) in tests.iter().cloned() {
+            environment.add_test(name, move |state: &State, given: Rest<Value>| {
+                call(state, |given| test.call(state, given), (cost, Gives::One), &given)
+                    .map(|value| value.is_true())
+            });
+        }
+    };
+    let texts = named!(tests: "boolean" is_boolean, "defined" is_defined, "divisibleby" is_divisibleby,
+        "escaped" is_safe, "even" is_even, "false" is_false, "filter" is_filter, "float" is_float, "int" is_integer,
+        "integer" is_integer, "lower" is_lower, "mapping" is_mapping, "none" is_none, "number" is_number,
+        "odd" is_odd, "safe" is_safe, "sequence" is_sequence, "string" is_string, "test" is_test, "true" is_true,
+        "undefined" is_undefined, "upper" is_upper);
+    add(TEXTS, &texts);
+    // minijinja takes none for an empty list; Gemma's template tells a null content by this test.
+    let is_iterable = |value: &Value| !value.is_none() && value.try_iter().is_ok();
+    add(TEXTS, &[("iterable", Value::from_function(is_iterable))]);
+    let compared = named!(tests: "==" is_eq, "eq" is_eq, "equalto" is_eq, "!=" is_ne, "ne" is_ne, "<" is_lt, "lt" is_lt,
+        "lessthan" is_lt, "<=" is_le, "le" is_le, ">" is_gt, "gt" is_gt, "greaterthan" is_gt, ">=" is_ge, "ge" is_ge,
+        "sameas" is_sameas);
+    add(COMPARED, &compared);
+    add(SOUGHT, &named!(tests: "in" is_in));
+    add(ALL, &named!(tests: "endingwith" is_endingwith, "startingwith" is_startingwith));
+}
+
+fn trim(text: String, chars: Option<String>) -> String {
+    match chars {
+        None => python_trim(&text).to_owned(),
+        Some(chars) => text.trim_matches(|c| chars.contains(c)).to_owned(),
+    }
+}
+
+fn method(state: &State, value: &Value, name: &str, given: &[Value]) -> Result<Value, Error> {
+    let of = |values: &[Value]| [slice::from_ref(value), values].concat();
+    let (cost, gives, all): (Cost, _, _) = match (value.kind(), name, given) {
+        (ValueKind::String, "join", [list, ..]) => (JOINED, Gives::One, vec![list.clone(), value.clone()]),
+        (ValueKind::String, "replace", _) => (REPLACED, Gives::One, of(given)),
+        (ValueKind::String, "split", _) => (SPLIT, Gives::List, of(given)),
+        (ValueKind::String, "splitlines", _) => (SPLIT, Gives::List, of(&[Value::from("\n")])),
+        (ValueKind::String, "strip" | "lstrip" | "rstrip", _) => (STRIPPED, Gives::One, of(given)),
+        (ValueKind::Map, "get", _) => (ONE, Gives::One, of(given)),
+        (ValueKind::Map, "items", _) => (LISTED, Gives::Nested, of(&[])),
+        (ValueKind::Map, "keys" | "values", _) => (LISTED, Gives::List, of(&[])),
+        // Called by a name that it has: a macro, say.
+        (ValueKind::Map, ..) => (TEXTS, Gives::One, of(&[])),
+        _ => (ALL, Gives::One, of(given)),
+    };
+    call(state, |_| python_method(state, value, name, given), (cost, gives), &all)
+}
+
+/// Python's methods; those that strip know Python's whitespace.
+fn python_method(state: &State, value: &Value, name: &str, given: &[Value]) -> Result<Value, Error> {
+    match (value.as_str(), name, given) {
+        (Some(text), "strip", []) => Ok(Value::from(python_trim(text))),
+        (Some(text), "lstrip", []) => Ok(Value::from(text.trim_start_matches(is_python_space))),
+        (Some(text), "rstrip", []) => Ok(Value::from(text.trim_end_matches(is_python_space))),
+        // Takes whatever memory it is asked for.
+        (Some(_), "format", _) => Err(Error::from(ErrorKind::UnknownMethod)),
+        // minijinja would look for it for ever.
+        (Some(text), "count", [of]) if of.as_str() == Some("") => Ok(Value::from(text.chars().count() + 1)),
+        _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, name, given),
+    }
+}
+
+#[cfg(test)]
+mod unit_tests {
+    use super::*;
+
+    fn stop(source: &str, meter: Meter) -> String {
+        let program = Program::compile(source).unwrap();
+        let error = program.render_by(&environment(), Value::UNDEFINED, meter, io::sink()).unwrap_err();
+        std::error::Error::source(&error).expect("a reason").to_string()
+    }
+
+    #[test]
+    fn a_rendering_whose_time_is_over_ends() {
+        let over = || Meter::new(0, Instant::now());
+        for source in ["{% for i in range(9) %}{% endfor %}", "{{ 1 }}", "x"] {
+            assert_eq!(stop(source, over()), "takes more than 10 s", "{source}");
+        }
+    }
+
+    #[test]
+    fn what_is_held_at_once_is_within_the_work() {
+        // Values that are nowhere but on the stack, each below what one may be.
+        let many =
+            format!("{{% set x = '{}' %}}{{{{ dict({}) }}}}", "x".repeat(10_000), "a=x~1, ".repeat(600));
+        let few = Meter { work: Budget::new(1 << 20), ..Meter::new(0, Instant::now() + TIME) };
+        assert_eq!(stop(&many, few), "reads and makes values of more than 1 MiB in all");
+    }
+
+    #[test]
+    fn multiplication_is_found_in_tags_only() {
+        let line_of = |source: &str| {
+            let error = check_tags(source).err()?;
+            let problem = std::error::Error::source(&error).expect("a reason").to_string();
+            problem.split(' ').nth(1).and_then(|line| line.parse::<usize>().ok())
+        };
+        assert_eq!(line_of("a * b {# * #} {{ '*' }} {{ \"\\\"*\" }} *"), None);
+        assert_eq!(line_of("\n{{ a\n * b }}"), Some(3));
+        assert_eq!(line_of("{% set x = 2 ** 3 %}"), Some(1));
+        assert_eq!(line_of("{{ {'a': {'b': 1}} * 2 }}"), Some(1));
+        assert_eq!(line_of("{# '{{' #}{{ 'it' }} don't {{ 1*1 }}"), Some(1));
+        assert_eq!(line_of("{{"), None);
+    }
+}
