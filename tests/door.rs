@@ -932,14 +932,14 @@ fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
     assert_error(serve(&["--api-key-file", path]), 78, &[path, "no key"]);
     std::fs::write(&keys, "good\nsecret with blanks\n").expect("written");
     let (code, _, stderr) = output(serve(&["--api-key-file", path]));
-    assert!(code == 1 && stderr.contains("line 2") && !stderr.contains("secret"), "{stderr}");
+    assert!(code == 78 && stderr.contains("line 2") && !stderr.contains("secret"), "{stderr}");
     // Who may read the file is said, and not what is in it; then what is next wrong is: there is no device.
     std::fs::write(&keys, KEY).expect("written");
     for (mode, warned) in [("644", true), ("640", false), ("600", false)] {
         let chmod = std::process::Command::new("chmod").args([mode, path]).status().expect("runs");
         assert!(chmod.success());
         let (code, _, stderr) = output(serve(&["--api-key-file", path, "--host", "0.0.0.0"]));
-        assert_eq!((code, stderr.contains("chmod o=")), (1, warned), "{mode}: {stderr}");
+        assert_eq!((code, stderr.contains("chmod o=")), (75, warned), "{mode}: {stderr}");
         assert!(stderr.contains("listening on http://0.0.0.0:"), "{stderr}");
         assert!(stderr.contains("cross the network") && !stderr.contains(KEY), "{stderr}");
     }
