@@ -25,9 +25,12 @@ pub const LIVE: [&str; 9] = [
     "server.tls_key",
 ];
 
+/// The configuration as it stands now, and warnings that come of it.
+type Reread = dyn Fn() -> Result<(Config, Vec<String>), Error> + Send;
+
 /// How the configuration is read again, and where its log level goes.
 pub struct Reload {
-    pub reread: Box<dyn Fn() -> Result<(Config, Vec<String>), Error> + Send>,
+    pub reread: Box<Reread>,
     pub set_log: Box<dyn Fn(&Config) + Send>,
 }
 
