@@ -27,9 +27,14 @@ def before_call(context, case, kwargs):
         body["model"] = MODEL
     for name in BOUNDS.get(case.operation.path, []):
         # A number that is no integer, or out of bounds, stays.
-        if body.get(name) is None or (type(body[name]) is int and MOST < body[name] < 2**32):
+        if body.get(name) is None or is_more(body[name]):
             body[name] = MOST
-    if case.operation.path == "/v1/messages" and type(body.get("max_tokens")) is int and MOST < body["max_tokens"] < 2**32:
+    if case.operation.path == "/v1/messages" and is_more(body.get("max_tokens")):
         body["max_tokens"] = MOST
     if type(body.get("n")) is int and 2 < body["n"] <= 128:
         body["n"] = 2
+
+
+def is_more(tokens):
+    """Whether it asks for a long answer; 1000.0 is an integer too."""
+    return type(tokens) in (int, float) and MOST < tokens < 2**32 and tokens == int(tokens)
