@@ -292,11 +292,11 @@ impl Grammars {
     /// Takes up to [`COMPILE_TIMEOUT`], a few milliseconds as a rule; at once where the same one was compiled lately, or where
     /// its text alone shows what is wrong with it.
     pub fn compile(&self, source: &GrammarSource) -> Result<Grammar, TextError> {
-        let (key, top) = read(source)?;
+        let key = bounded_key(source)?;
         if let Some(grammar) = self.cached(&key) {
             return Ok(grammar);
         }
-        let grammar = self.compiled_within(top, COMPILE_TIMEOUT)?;
+        let grammar = self.compiled_within(source.grammar()?, COMPILE_TIMEOUT)?;
         self.keep(key, grammar.clone());
         Ok(grammar)
     }
@@ -312,7 +312,7 @@ impl Grammars {
         let mut sound = Vec::new();
         for (part, source) in parts {
             match read(&source) {
-                Ok((_, top)) => sound.push((part, top)),
+                Ok(top) => sound.push((part, top)),
                 Err(error) => return Some((part, error)),
             }
         }
@@ -384,14 +384,20 @@ impl Grammars {
     }
 }
 
-/// What there is to compile, and its key; or what its text alone shows to be wrong with it.
-fn read(source: &GrammarSource) -> Result<(String, TopLevelGrammar), TextError> {
+/// What there is to compile, or what its text alone shows to be wrong with it.
+fn read(source: &GrammarSource) -> Result<TopLevelGrammar, TextError> {
+    bounded_key(source)?;
+    source.grammar()
+}
+
+/// A key is as long as the text of its grammar, and that has a bound.
+fn bounded_key(source: &GrammarSource) -> Result<String, TextError> {
     let key = source.key();
     if key.len() > MAX_GRAMMAR_BYTES {
         let problem = format!("{} bytes long, at most {MAX_GRAMMAR_BYTES} are accepted", key.len());
         return Err(TextError::Grammar(problem));
     }
-    Ok((key, source.grammar()?))
+    Ok(key)
 }
 
 /// Those that compile a grammar now.
