@@ -28,11 +28,6 @@ pub enum Error {
          set server.allow_keyless to let everybody in"
     )]
     Keyless(std::net::SocketAddr),
-    /// In a configuration that a running server reads again.
-    #[error(
-        "no API key is left, and other machines can reach the server: keep one, or set server.allow_keyless to let everybody in"
-    )]
-    KeysGone,
     #[error(transparent)]
     Keys(#[from] KeysError),
     #[error(transparent)]
@@ -116,7 +111,6 @@ impl Error {
             | Self::PortTaken { .. }
             | Self::Listen { .. }
             | Self::Keyless(_)
-            | Self::KeysGone
             | Self::Keys(_)
             | Self::Tls(_)
             | Self::OpenFiles { .. }

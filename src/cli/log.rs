@@ -43,7 +43,7 @@ pub fn lost_lines() -> u64 {
 
 /// The process's log. Dropped, it writes what waits, for [`LAST_LINES`] at most.
 pub struct Log {
-    filter: Handle<EnvFilter, Registry>,
+    pub level: Level,
     writer: Option<WorkerGuard>,
 }
 
@@ -72,16 +72,12 @@ impl Log {
             let place = panic.location().map_or("nowhere".into(), |place| place.to_string());
             tracing::error!("a panic in thread {name:?} at {place}: {}", panic_message(panic.payload()));
         }));
-        Self { filter: handle, writer: Some(writer) }
-    }
-
-    /// What decides what is logged.
-    pub fn level(&self) -> Level {
-        Level(self.filter.clone())
+        Self { level: Level(handle), writer: Some(writer) }
     }
 }
 
-/// What decides what a [`Log`] has in it.
+/// What decides what a [`Log`] has in it. Clones are one.
+#[derive(Clone)]
 pub struct Level(Handle<EnvFilter, Registry>);
 
 impl Level {

@@ -8,6 +8,7 @@
 mod args;
 mod bench;
 mod devices;
+mod door;
 mod error;
 mod eval;
 mod generate;
@@ -65,10 +66,10 @@ fn run(global: &Global, mut command: Command, mut config: Config, log: &Log) -> 
     models::locate(&mut config, &mut command)?;
     match command {
         Command::Serve(args) => {
-            let (log, global) = (log.level(), global.clone());
+            let (level, global) = (log.level.clone(), global.clone());
             let set_log = {
                 let global = global.clone();
-                move |config: &Config| log.set(log_filter(&global, true, config))
+                move |config: &Config| level.set(log_filter(&global, true, config))
             };
             let reread = move || self::config(&global, &Command::Serve(args.clone()));
             serve::serve(&config, Reload { reread: Box::new(reread), set_log: Box::new(set_log) })

@@ -3,12 +3,13 @@
 //! What is wrong with any of it changes nothing, and the log says what it is. What does not take effect in a running server is
 //! named as well: a change that is silently ignored would be worse than none.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::signal::unix::Signal;
 
+use super::door::{check_keyless, door};
 use super::error::Error;
-use super::serve::door;
 use crate::api::{Server, Tls};
 use crate::config::Config;
 
@@ -39,8 +40,8 @@ pub struct Running {
     pub config: Config,
     pub server: Arc<Server>,
     pub tls: Option<Tls>,
-    /// Whether other machines can reach it.
-    pub public: bool,
+    /// Where it listens.
+    pub address: SocketAddr,
     pub reload: Reload,
 }
 
@@ -68,9 +69,7 @@ impl Running {
     fn reload(&mut self) -> Result<(), Error> {
         let (config, warnings) = (self.reload.reread)()?;
         let door = door(&config.server)?;
-        if self.public && door.keys.is_empty() && !config.server.allow_keyless {
-            return Err(Error::KeysGone);
-        }
+        check_keyless(self.address, door.keys.is_empty(), &config.server)?;
         // Last of what may fail, for it takes effect.
         if let (Some(tls), Some(cert), Some(key)) =
             (&self.tls, &config.server.tls_cert, &config.server.tls_key)

@@ -9,11 +9,12 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
+use super::door::{check_keyless, door, is_public};
 use super::error::Error;
 use super::load::{self, EndEngine};
 use super::log;
 use super::reload::{Reload, Running};
-use crate::api::{self, Connections, Door, FILES_PER_CONNECTION, Keys, Options, Server, Service, Tls};
+use crate::api::{self, Connections, FILES_PER_CONNECTION, Options, Server, Service, Tls};
 use crate::config::{self, Config};
 use crate::engine::EngineHandle;
 
@@ -31,8 +32,6 @@ const WRONG_KEY_PAUSE: Duration = Duration::from_secs(2);
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a client may take nothing of what is sent to it.
 const WRITE_STALL: Duration = Duration::from_secs(60);
-/// API keys beside those of the file, with commas or blanks between them.
-const KEYS_VARIABLE: &str = "UNICORN_API_KEYS";
 /// Files besides connections: a checkpoint's, the device's, the runtime's.
 const OTHER_FILES: u64 = 256;
 /// For the load to end that a signal came into; it cannot be told to.
@@ -78,14 +77,8 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
         let listener = bind(&config.server.host, config.server.port).await?;
         let address = listener.local_addr().map_err(Error::Serve)?;
         let base = format!("{scheme}://{address}/v1");
-        let public = !address.ip().to_canonical().is_loopback();
-        if public && keyless {
-            if !config.server.allow_keyless {
-                return Err(Error::Keyless(address));
-            }
-            tracing::warn!("everybody who can reach {address} may use this server: it asks for no API key");
-        }
-        if public && scheme == "http" {
+        check_keyless(address, keyless, &config.server)?;
+        if is_public(address) && scheme == "http" {
             tracing::warn!("prompts, answers and keys cross the network as they are: set server.tls_cert and server.tls_key");
         }
         tracing::info!("listening on {base}, model {model_id:?}; loading");
@@ -101,7 +94,7 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
         }));
 
         let (server_there, tls) = (Arc::clone(&server), connections.tls.clone());
-        let running = Running { config: asked, server: server_there, tls, public, reload };
+        let running = Running { config: asked, server: server_there, tls, address, reload };
         tokio::spawn(running.reload_on(hangup));
         let (lose, lost) = oneshot::channel();
         let stop = stop(Arc::clone(&engine), lost, grace)?;
@@ -142,26 +135,6 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
         Some(error) => Err(error.into()),
         None => result,
     }
-}
-
-/// Who may come in, with the keys of the file and of the environment together.
-pub fn door(options: &config::Server) -> Result<Door, Error> {
-    let of_file = options.api_key_file.as_ref().map(|path| Keys::read(path.as_ref())).transpose()?;
-    let of_environment = match std::env::var(KEYS_VARIABLE) {
-        Ok(text) => Keys::from_variable(KEYS_VARIABLE, &text)?,
-        Err(std::env::VarError::NotPresent) => Keys::default(),
-        Err(error) => return Err(Error::Argument(format!("{KEYS_VARIABLE}: {error}"))),
-    };
-    let mut allowed_hosts = options.allowed_hosts.clone();
-    allowed_hosts.push(options.host.clone());
-    let cors_origins = options.cors_origins.clone();
-    let keys = of_environment.and(of_file.unwrap_or_default());
-    if keys.is_empty() && cors_origins.iter().any(|origin| origin == "*") {
-        tracing::warn!(
-            "every web page that somebody here opens may use this server: server.cors_origins is \"*\", and it asks for no API key"
-        );
-    }
-    Ok(Door { keys, allowed_hosts, cors_origins, requests_per_client: options.requests_per_client })
 }
 
 /// How connections are treated; makes sure that the process may have so many.

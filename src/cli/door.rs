@@ -1,0 +1,47 @@
+//! Who may come in: the door that a configuration asks for, at the start and when it is read again.
+
+use std::net::SocketAddr;
+
+use super::error::Error;
+use crate::api::{Door, Keys};
+use crate::config;
+
+/// API keys beside those of the file, with commas or blanks between them.
+const KEYS_VARIABLE: &str = "UNICORN_API_KEYS";
+
+/// Who may come in, with the keys of the file and of the environment together.
+pub fn door(options: &config::Server) -> Result<Door, Error> {
+    let of_file = options.api_key_file.as_ref().map(|path| Keys::read(path.as_ref())).transpose()?;
+    let of_environment = match std::env::var(KEYS_VARIABLE) {
+        Ok(text) => Keys::from_variable(KEYS_VARIABLE, &text)?,
+        Err(std::env::VarError::NotPresent) => Keys::default(),
+        Err(error) => return Err(Error::Argument(format!("{KEYS_VARIABLE}: {error}"))),
+    };
+    let mut allowed_hosts = options.allowed_hosts.clone();
+    allowed_hosts.push(options.host.clone());
+    let cors_origins = options.cors_origins.clone();
+    let keys = of_environment.and(of_file.unwrap_or_default());
+    if keys.is_empty() && cors_origins.iter().any(|origin| origin == "*") {
+        tracing::warn!(
+            "every web page that somebody here opens may use this server: server.cors_origins is \"*\", and it asks for no API key"
+        );
+    }
+    Ok(Door { keys, allowed_hosts, cors_origins, requests_per_client: options.requests_per_client })
+}
+
+/// Refuses a server that asks for no key where other machines can reach it, unless they may all come in.
+pub fn check_keyless(address: SocketAddr, keyless: bool, options: &config::Server) -> Result<(), Error> {
+    if !keyless || !is_public(address) {
+        return Ok(());
+    }
+    if !options.allow_keyless {
+        return Err(Error::Keyless(address));
+    }
+    tracing::warn!("everybody who can reach {address} may use this server: it asks for no API key");
+    Ok(())
+}
+
+/// Whether other machines can reach it.
+pub fn is_public(address: SocketAddr) -> bool {
+    !address.ip().to_canonical().is_loopback()
+}
