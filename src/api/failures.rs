@@ -14,6 +14,7 @@ use axum::response::{IntoResponse, Response};
 use futures::FutureExt;
 
 use super::error::ApiError;
+use crate::text::panic_text;
 
 /// How much of a panic's message the log shows.
 const MAX_SHOWN_CHARS: usize = 300;
@@ -36,10 +37,8 @@ pub(super) fn panicked(doing: &str, panic: &(dyn Any + Send)) -> ApiError {
 
 /// What a panic says, as a line of the log may have it.
 pub fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied();
-    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    let text = text.map_or("without a message", without_quotes).lines().next().unwrap_or_default();
-    text.chars().take(MAX_SHOWN_CHARS).collect()
+    let text = panic_text(panic).map_or("without a message", without_quotes);
+    text.lines().next().unwrap_or_default().chars().take(MAX_SHOWN_CHARS).collect()
 }
 
 /// The message without the string that it quotes, if it is one of those of slicing a string: that may be a prompt.

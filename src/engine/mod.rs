@@ -35,7 +35,6 @@ pub use sequence::{
 };
 pub use speculation::Guesses;
 
-use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
@@ -310,9 +309,10 @@ impl Engine {
             .spawn(move || {
                 // Dropped after the runner, or `join` would return while its destructor runs.
                 let _end = EndGuard(shared);
-                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| engine.run())) {
+                // What it says and where is the panic hook's to tell.
+                if catch_unwind(AssertUnwindSafe(|| engine.run())).is_err() {
                     engine.shared.end_for(EngineError::Bug("the engine met a bug (see the log)".into()));
-                    tracing::error!("the engine met a bug and stops: {}", said(&*panic));
+                    tracing::error!("the engine met a bug and stops");
                 }
                 engine.end();
             })
@@ -944,12 +944,6 @@ pub fn draft(
     assert_eq!(guesses.len(), ids.len(), "the runner guessed for others than asked");
     scheduler.offer(ids.into_iter().zip(guesses), took);
     Ok(Some(took))
-}
-
-/// What a panic says.
-fn said(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without words")
 }
 
 /// Says that the engine thread is done with everything, also when it panicked.

@@ -27,7 +27,7 @@ pub use chat::{Content, Message, Part, normalize};
 pub use detokenizer::Detokenizer;
 pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES};
 pub use stop::{MAX_STOP_BYTES, MAX_STOPS, StopMatcher, Stopped};
-pub use template::{ChatFiles, ChatTemplate};
+pub use template::{ChatFiles, ChatTemplate, panic_text};
 pub use tokenizer::Tokenizer;
 
 /// Longest text, in bytes, that is rendered from a conversation or tokenized in one call.

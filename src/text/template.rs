@@ -301,9 +301,13 @@ fn describe(error: &Error) -> String {
 }
 
 fn describe_panic(panic: &(dyn Any + Send)) -> String {
-    let message = panic.downcast_ref::<&str>().copied();
-    let message = message.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown");
-    format!("the template engine failed: {message}")
+    format!("the template engine failed: {}", panic_text(panic).unwrap_or("unknown"))
+}
+
+/// What a panic says, if that is text.
+pub fn panic_text(panic: &(dyn Any + Send)) -> Option<&str> {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
 }
 
 fn strftime_now(format: String) -> Result<String, Error> {
