@@ -189,7 +189,7 @@ fn a_full_log_pipe_stops_nothing() {
     server.signal("TERM");
     assert_eq!(server.exit_code(), Some(0));
     let rest = server.rest_of_log();
-    // Of its 16 pages, each has what is left of a line free, and the last may be nearly so.
+    // Each of the pipe's 16 pages has what is left of a line free, and the last may be nearly empty.
     assert!(rest.len() > 50_000, "the pipe was not full: {} bytes", rest.len());
 }
 

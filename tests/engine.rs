@@ -591,7 +591,7 @@ fn a_grammars_time_is_that_of_the_client_whose_it_is() {
     };
     for cancelled in [false, true] {
         assert_eq!(order(Duration::ZERO, cancelled), [0, 1, 2, 3], "client 1 had fewer tokens");
-        // Of 5 ms each, 43 tokens against 13.
+        // A token takes 5 ms: 43 tokens against 13.
         assert_eq!(order(Duration::from_millis(10), cancelled), [0, 1, 2, 3], "20 more are not enough");
         assert_eq!(order(Duration::from_millis(20), cancelled), [0, 1, 3, 2], "40 more are");
     }

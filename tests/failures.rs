@@ -89,7 +89,7 @@ impl Log {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// Of that, the warnings and errors.
+    /// The warnings and errors of what was logged.
     fn complaints(&self) -> Vec<String> {
         let is_one =
             |line: &String| ["WARN", "ERROR"].contains(&line.split_whitespace().next().unwrap_or(""));

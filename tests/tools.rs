@@ -746,7 +746,7 @@ async fn a_call_says_no_text_also_where_each_token_has_its_chunk() {
     assert_eq!(tokens.map(Vec::len).sum::<usize>(), tokenizer().encode(text, false).unwrap().len());
 }
 
-/// The same, which takes large bodies.
+/// A server that takes large bodies.
 fn app_for_many_tools(text: &str) -> App {
     let script = says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN);
     app_with(limits(), Options { max_body_bytes: 1 << 20, ..OPTIONS }, DEFAULTS, script)

@@ -24,6 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests/clients"))
+from server import free_port
+
 BINARY = Path(os.environ.get("UNICORN_BINARY", ROOT / "target/release/unicorn"))
 START_SECONDS = 120
 ANSWER_SECONDS = 60
@@ -38,9 +41,7 @@ class Server:
         self.folder = Path(tempfile.mkdtemp(prefix="unicorn-edges-"))
         self.keys, self.config, self.options = self.folder / "keys", self.folder / "unicorn.toml", options
         self.set_keys(keys)
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
+        self.port = free_port()
         command = [BINARY, "serve", "--allow-software-vulkan", "--config", self.config, "--port", str(self.port), *arguments]
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("UNICORN_", "RUST_LOG"))}
         self.log = open(self.folder / "log", "wb")

@@ -293,7 +293,8 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, A
     })
 }
 
-/// Of each answer the role first, then content or calls, then the finish reason; then usage if asked.
+/// The chunks of a chat: for each answer its role, then content or calls, then the finish reason; behind all of them usage, if
+/// asked.
 fn stream_chunks(
     reply: Reply,
     mut answers: Answers,

@@ -45,7 +45,7 @@ const DONE: &str = "[DONE]";
 /// Whose request it is. The door says it of every one.
 #[derive(Debug, Clone)]
 pub(super) struct Client {
-    /// Whose fair share it takes, and who may read what is kept of it.
+    /// Fair shares are counted by this number, and kept responses belong to it.
     pub id: ClientId,
     /// What it came on.
     pub connection: Option<Connection>,
@@ -265,7 +265,7 @@ pub(super) fn stream<T: Send + 'static>(
     Sse::new(events).keep_alive(keep_alive).into_response()
 }
 
-/// The same as OpenAI has it: lines of data, and `[DONE]` behind the last, which may be an error.
+/// OpenAI's form of a stream: lines of data, and `[DONE]` behind the last, which may be an error.
 pub(super) fn stream_lines(
     server: &Server,
     lines: impl Stream<Item = Result<String, ApiError>> + Send + 'static,

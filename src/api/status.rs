@@ -325,7 +325,7 @@ struct Guesses {
 struct StatusRequests {
     /// Each from its head to the end of its answer.
     open: usize,
-    /// Those of them whose bodies and prompts are being read, or wait for that.
+    /// Requests of them that have their bodies and prompts read, or wait for that.
     arriving: usize,
     /// In the engine's queue.
     #[serde(skip_serializing_if = "Option::is_none")]

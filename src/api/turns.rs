@@ -51,13 +51,13 @@ struct Lines {
     most: usize,
     tickets: Ticket,
     waiting: usize,
-    /// Those that are here, and some that are remembered.
+    /// Clients that are here, and some that are remembered.
     clients: HashMap<ClientId, Client>,
-    /// Those that wait for a place, or hold one, by what they had.
+    /// Clients that wait for a place, or hold one, by what they had.
     here: BTreeSet<(u64, ClientId)>,
     /// All others.
     remembered: BTreeSet<(u64, ClientId)>,
-    /// Those that may be given a place, in the order in which they are.
+    /// Clients that may be given a place, in the order in which they are.
     next: BTreeSet<(u64, Ticket, ClientId)>,
     /// What the least of those here had.
     least: u64,
@@ -282,7 +282,7 @@ mod tests {
         most: usize,
         /// In order of arrival: number and client.
         line: Vec<(usize, ClientId)>,
-        /// Those that were given a place: number and client.
+        /// Waiters that were given a place: number and client.
         given: Vec<(usize, ClientId)>,
         had: BTreeMap<ClientId, u64>,
     }

@@ -128,7 +128,7 @@ pub struct Scheduler {
     /// In order of arrival.
     running: Vec<Sequence>,
     free_slots: Vec<u32>,
-    /// Of each client that has a sequence here.
+    /// What each client was given that has a sequence here.
     served: HashMap<ClientId, Served>,
     arrivals: u64,
     /// Steps scheduled.

@@ -95,7 +95,7 @@ pub trait TokenMask: Send {
         Duration::ZERO
     }
 
-    /// The same for another answer, which has taken no time yet.
+    /// A copy for another answer, which has taken no time yet.
     fn boxed_clone(&self) -> Box<dyn TokenMask>;
 }
 

@@ -38,7 +38,7 @@ impl Message {
         Self { role: role.to_owned(), content: Content::Text(text.to_owned()) }
     }
 
-    /// Of text, and for each message and each part of one, about what it takes beside it.
+    /// Bytes of its text, and for each message and each part of one about what that takes beside it.
     pub(super) fn bytes(&self) -> usize {
         const BESIDE: usize = 512;
         let content = match &self.content {

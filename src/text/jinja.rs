@@ -202,7 +202,7 @@ const STEP: &str = "#step";
 const MADE: &str = "#made";
 const NESTED: &str = "#nested";
 
-/// The same code, with what counts around its instructions.
+/// A template's code with what counts around its instructions.
 fn bounded<'source>(code: &Instructions<'source>) -> Result<Instructions<'source>, Error> {
     let instructions: Vec<_> = (0..code.len() as u32).filter_map(|at| code.get(at).cloned()).collect();
     let mut reached = vec![false; instructions.len() + 1];
@@ -535,7 +535,7 @@ fn eager(meter: &Meter, value: Value) -> Result<Value, Error> {
     }
 }
 
-/// The same, of values that it is given in another form.
+/// A value that is new, made of values that are given in another form.
 fn made(meter: &Meter, value: Value, gives: Gives) -> Result<Value, Error> {
     let value = eager(meter, value)?;
     if gives == Gives::Nested {
@@ -555,7 +555,7 @@ fn is_data(value: &Value) -> bool {
     let Some(object) = value.as_object() else { return true };
     match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => true,
-        // Those of a template, and minijinja's for a struct.
+        // Maps of a template, and minijinja's for a struct.
         ValueKind::Map => {
             object.downcast_ref::<BTreeMap<Value, Value>>().is_some()
                 || object.type_name().ends_with("::StaticKeyMap")
@@ -597,7 +597,7 @@ fn call(
 
 /// Filters of Jinja2 that have a bound, its tests, and the functions and methods of Python that templates use.
 pub(super) fn environment() -> Environment<'static> {
-    // Of what minijinja has, only that which is named here: nothing comes in by a new version.
+    // Only what is named here of minijinja's: nothing comes in by a new version.
     let mut environment = Environment::empty();
     environment.set_debug(false);
     environment.set_fuel(Some(FUEL));

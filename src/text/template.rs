@@ -27,7 +27,7 @@ const GEMMA: &str = include_str!("gemma.jinja");
 /// Longest template source, in bytes; the longest in use have some 20 KiB.
 const MAX_TEMPLATE_BYTES: usize = 256 << 10;
 
-/// Of what a template says when it refuses a conversation.
+/// Characters of what a template says when it refuses a conversation.
 const MAX_RAISED_CHARS: usize = 1000;
 
 /// What every template is given.

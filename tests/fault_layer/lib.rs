@@ -216,7 +216,7 @@ fn own(name: &CStr) -> vk::PFN_vkVoidFunction {
     Some(unsafe { std::mem::transmute::<*const (), unsafe extern "system" fn()>(function) })
 }
 
-/// Those of them that belong to a device.
+/// Functions of the layer that belong to a device.
 fn own_of_device(name: &CStr) -> vk::PFN_vkVoidFunction {
     let function: *const () = match name.to_str().ok()? {
         "vkGetDeviceProcAddr" => get_device_proc_addr as *const (),

@@ -54,9 +54,9 @@ pub(in super::super) struct Responses {
 #[derive(Debug, Default)]
 struct Kept {
     by_id: HashMap<String, Entry>,
-    /// Those who own something.
+    /// Clients that own something.
     owners: HashMap<ClientId, Owner>,
-    /// The same by how many they own, and by how many bytes.
+    /// Clients by how many responses they own, and by how many bytes.
     by_number: BTreeSet<(usize, ClientId)>,
     by_bytes: BTreeSet<(usize, ClientId)>,
     uses: u64,
