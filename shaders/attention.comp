@@ -17,7 +17,8 @@
 #include "kv.glsl"
 
 const uint TILE = 64;
-const float LOWEST = uintBitsToFloat(0xff800000u);
+// Below every score, and far enough from the end of the range that a difference of two is finite.
+const float LOWEST = -1e38;
 layout(local_size_x = TILE) in;
 layout(constant_id = 0) const uint GROUP = 1;
 layout(constant_id = 1) const uint HEAD_DIM = 64;

@@ -42,7 +42,7 @@ void main() {
     if (lane == 0) result.at[result_base] = floatBitsToUint(logits.at[base + drawn] - maximum - log_sum);
 
     // The best of those that come behind the last one.
-    float last = -LOWEST;
+    float last = HIGHEST;
     uint last_id = 0;
     for (uint n = 0; n + 1 < wanted; n++) {
         best = LOWEST;

@@ -11,7 +11,7 @@
 // argmax(z - log(E)), E exponential from Philox4x32-10 with key = seed and counter = (position, id / 4): it depends
 // on nothing else in the batch.
 //
-// Logits that are not finite yield id 0xffffffff, which the host reports as an error, and so does a row whose every id
+// Logits that are not finite, or as large as a finite number can be, yield id 0xffffffff, which the host reports as an error, and so does a row whose every id
 // is forbidden.
 //
 // A workgroup takes one row.
@@ -101,9 +101,8 @@ void main() {
     uint best_id = NONE;
     for (uint i = lane; i < vocab; i += WORKGROUP) {
         float logit = logits.at[base + i];
-        // A NaN anywhere must not vanish in comparisons, nor behind a mask: it counts as infinite, which is refused below.
-        const bool refused = (floatBitsToUint(logit) & 0x7fffffffu) > 0x7f800000u || logit == -LOWEST;
-        logit = refused ? -LOWEST : changed_logit(i, logit);
+        // What is not finite must not vanish in comparisons, nor behind a mask: it counts as highest, which is refused below.
+        logit = is_finite(logit) ? changed_logit(i, logit) : HIGHEST;
         if (logit > best || best_id == NONE) {
             best = logit;
             best_id = i;
@@ -112,10 +111,13 @@ void main() {
     const float maximum = workgroup_max(best);
 
     if (request.temperature > 0.0) {
-        const float inverse = 1.0 / request.temperature;
+        // Colder than this is as good as 0, and its inverse might not be finite.
+        const float temperature = max(request.temperature, 1e-6), inverse = 1.0 / temperature;
+        // Further below the maximum, exp is 0; what is forbidden must not become infinite.
+        const float lowest = -200.0 * temperature;
         // Everything at or above `threshold` (in ordered form) is still in.
-        uint threshold = ordered(maximum + log(request.min_p) * request.temperature);
-        if (request.min_p <= 0.0) threshold = 0;
+        uint threshold = 0;
+        if (request.min_p > 0.0) threshold = ordered(maximum + log(request.min_p) * temperature);
 
         if (request.top_k > 0 && request.top_k < vocab) {
             uint low = threshold, high = ordered(maximum);
@@ -139,7 +141,7 @@ void main() {
                 float mass = 0.0;
                 for (uint i = lane; i < vocab; i += WORKGROUP) {
                     const float logit = logit_of(i);
-                    if (ordered(logit) >= middle) mass += exp((logit - maximum) * inverse);
+                    if (ordered(logit) >= middle) mass += exp(max(logit - maximum, lowest) * inverse);
                 }
                 mass = workgroup_sum(mass);
                 if (first) wanted = request.top_p * mass;
@@ -158,7 +160,7 @@ void main() {
                 const uint i = four * 4 + j;
                 if (i < vocab) {
                     const float logit = logit_of(i);
-                    const float value = (logit - maximum) * inverse + gumbel(random[j]);
+                    const float value = max(logit - maximum, lowest) * inverse + gumbel(random[j]);
                     if (ordered(logit) >= threshold && (value > best || best_id == NONE)) {
                         best = value;
                         best_id = i;
@@ -170,9 +172,9 @@ void main() {
 
     const uint id = workgroup_argmax(best, best_id);
     if (lane == 0) {
-        const bool finite = maximum > FORBIDDEN && maximum < -LOWEST;
-        ids.at[row] = finite ? id : NONE;
+        const bool is_one = maximum > FORBIDDEN && maximum < HIGHEST;
+        ids.at[row] = is_one ? id : NONE;
         // The next step may read this before the host sees the failure: it must be a row of the embedding.
-        sampled.at[request.slot] = finite ? id : 0;
+        sampled.at[request.slot] = is_one ? id : 0;
     }
 }

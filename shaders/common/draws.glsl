@@ -26,17 +26,22 @@ struct Request {
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Requests { Request at[]; };
 
 const uint NONE = 0xffffffffu;
-const float LOWEST = uintBitsToFloat(0xff800000u);
+// The ends of the finite numbers: Vulkan promises nothing about infinities and NaNs in comparisons and arithmetic, so what
+// is not finite is told by its bits, and stands for nothing here.
+const float LOWEST = uintBitsToFloat(0xff7fffffu);
+const float HIGHEST = uintBitsToFloat(0x7f7fffffu);
+bool is_finite(float f) { return (floatBitsToUint(f) & 0x7f800000u) != 0x7f800000u; }
 
 // A word of `adjusted`, one for each logit. 0: the logit stands as it is. Below FIRST_CHANGED, and only until the
 // penalties are taken: PROMPT where the prompt has the id, and how often the answer has it. Else a changed logit, its
-// bits xor'ed with those of -infinity, which no changed logit is: so all words of the two first kinds are negative NaNs.
+// bits xor'ed with those of -infinity, which no changed logit is: words of the two first kinds are what would be negative
+// NaNs, and no number is made of them.
 const uint FIRST_CHANGED = 1u << 23;
 const uint PROMPT = 1u << 22;
-// What is forbidden: the lowest finite number.
-const float FORBIDDEN = uintBitsToFloat(0xff7fffffu);
+// The logit of an id that is forbidden.
+const float FORBIDDEN = LOWEST;
 
-uint changed(float logit) { return floatBitsToUint(max(logit, FORBIDDEN)) ^ 0xff800000u; }
+uint changed(float logit) { return floatBitsToUint(is_finite(logit) ? logit : FORBIDDEN) ^ 0xff800000u; }
 float adjusted_logit(uint word, float logit) {
     return word == 0 ? logit : uintBitsToFloat(word ^ 0xff800000u);
 }
