@@ -1,8 +1,9 @@
 //! Compiles `shaders/*.comp` to SPIR-V and writes the typed kernel table that `src/kernels` includes.
 //!
-//! `shaders/variants.toml` lists, per kernel, the `#define`s of each variant. Push-constant structs and
-//! specialization constants are read back from the SPIR-V itself, so the Rust side cannot drift from the
-//! shader: there is nothing to keep in sync.
+//! `shaders/variants.toml` lists, per kernel, the `#define`s of each variant. All else is read back from the SPIR-V
+//! itself, so the Rust side cannot drift from the shader, and there is nothing to keep in sync: push constants,
+//! specialization constants, what a variant does with the memory behind each of its addresses (barriers follow from that),
+//! and what it needs of a device.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -14,8 +15,8 @@ use glslang::include::{IncludeHandler, IncludeResult, IncludeType};
 use glslang::{
     Compiler, CompilerOptions, ShaderInput, ShaderSource, ShaderStage, SpirvVersion, Target, VulkanVersion,
 };
-use rspirv::dr::{Module, Operand};
-use rspirv::spirv::{Decoration, Op, StorageClass};
+use rspirv::dr::{Instruction, Module, Operand};
+use rspirv::spirv::{Capability, Decoration, ExecutionMode, Op, StorageClass};
 
 /// Kernel name -> variant name -> `#define`s.
 type Variants = BTreeMap<String, BTreeMap<String, BTreeMap<String, String>>>;
@@ -39,13 +40,11 @@ fn main() {
             let words = compile(&shaders, kernel, &name, defines);
             let module = parse(&name, &words);
             let block = PushBlock::of(&name, &module);
-            match &push {
+            emit_shader(&mut table, kernel, &name, &words, &module, &block);
+            match &mut push {
                 None => push = Some(block),
-                Some(first) => {
-                    assert!(*first == block, "{name}: its push constants differ from its siblings'")
-                }
+                Some(first) => first.join(&name, block),
             }
-            emit_shader(&mut table, &name, &words, &module);
             (&name, &words).hash(&mut hash);
             names.push(name.to_uppercase());
         }
@@ -101,46 +100,154 @@ fn parse(name: &str, words: &[u32]) -> Module {
     loader.module()
 }
 
-/// Members of a shader's push-constant block: name, Rust type, byte offset.
-#[derive(PartialEq)]
+/// What a shader does with the memory behind an address. Its twin in the crate is `gpu::Access`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Access {
+    /// The variant does not use the address.
+    None,
+    Read,
+    Write,
+    ReadWrite,
+}
+
+/// One push constant: its Rust type, and for an address what is done with the memory behind it.
+struct Member {
+    name: String,
+    rust: &'static str,
+    access: Option<Access>,
+}
+
+/// A shader's push constants, in order.
 struct PushBlock {
-    members: Vec<(String, &'static str, u32)>,
+    members: Vec<Member>,
     bytes: u32,
+    /// Whether a variant follows addresses that it finds in memory, to read there.
+    follows: bool,
+}
+
+/// Types, constants and variables of a module, by id.
+struct Globals<'a>(&'a Module);
+
+impl<'a> Globals<'a> {
+    fn find(&self, id: u32) -> &'a Instruction {
+        let all = &self.0.types_global_values;
+        all.iter().find(|i| i.result_id == Some(id)).unwrap_or_else(|| panic!("%{id} is not defined"))
+    }
+
+    /// The name of an id, or of a member of a struct.
+    fn name(&self, id: u32, member: Option<u32>) -> Option<String> {
+        self.0.debug_names.iter().find_map(|i| match (i.class.opcode, i.operands.as_slice(), member) {
+            (Op::Name, [Operand::IdRef(of), Operand::LiteralString(name)], None) if *of == id => {
+                Some(name.clone())
+            }
+            (
+                Op::MemberName,
+                [Operand::IdRef(of), Operand::LiteralBit32(m), Operand::LiteralString(name)],
+                Some(member),
+            ) if *of == id && *m == member => Some(name.clone()),
+            _ => None,
+        })
+    }
+
+    /// What a pointer to a buffer allows, by the `readonly` and `writeonly` of its type: glslang refuses a shader that does
+    /// anything else.
+    fn access(&self, pointer: &Instruction) -> Access {
+        let block = pointer.operands[1].unwrap_id_ref();
+        let members = self.find(block).operands.len() as u32;
+        let all_are = |decoration: Decoration| {
+            (0..members).all(|member| {
+                self.0.annotations.iter().any(|i| {
+                    i.class.opcode == Op::MemberDecorate
+                        && i.operands[0] == Operand::IdRef(block)
+                        && i.operands[1] == Operand::LiteralBit32(member)
+                        && i.operands[2] == Operand::Decoration(decoration)
+                })
+            })
+        };
+        match (all_are(Decoration::NonWritable), all_are(Decoration::NonReadable)) {
+            (true, false) => Access::Read,
+            (false, true) => Access::Write,
+            _ => Access::ReadWrite,
+        }
+    }
+
+    fn is_buffer_pointer(&self, id: u32) -> bool {
+        let found = self.0.types_global_values.iter().find(|i| i.result_id == Some(id));
+        found.is_some_and(|i| {
+            i.class.opcode == Op::TypePointer
+                && i.operands[0] == Operand::StorageClass(StorageClass::PhysicalStorageBuffer)
+        })
+    }
+
+    /// Bytes of a type, as a Rust expression of the specialization constants `c`.
+    fn bytes(&self, id: u32) -> String {
+        let i = self.find(id);
+        match i.class.opcode {
+            Op::TypeInt | Op::TypeFloat => (i.operands[0].unwrap_literal_bit32() / 8).to_string(),
+            Op::TypeVector => {
+                let n = i.operands[1].unwrap_literal_bit32();
+                format!("{n} * {}", self.bytes(i.operands[0].unwrap_id_ref()))
+            }
+            Op::TypeArray => {
+                let [of, length] = [0, 1].map(|n| i.operands[n].unwrap_id_ref());
+                format!("{} * {}", self.value(length), self.bytes(of))
+            }
+            other => panic!("shared memory of a type whose size is not known here: {other:?}"),
+        }
+    }
+
+    /// A constant, as such an expression.
+    fn value(&self, id: u32) -> String {
+        let i = self.find(id);
+        match i.class.opcode {
+            Op::Constant => i.operands[0].unwrap_literal_bit32().to_string(),
+            Op::SpecConstant => {
+                let constants = spec_constants(self.0);
+                let at = constants.iter().position(|c| c.2 == id).expect("it has an id");
+                format!("c[{at}]")
+            }
+            Op::SpecConstantOp => {
+                let [left, right] = [1, 2].map(|n| self.value(i.operands[n].unwrap_id_ref()));
+                let operator = match i.operands[0].unwrap_literal_spec_constant_op_integer() {
+                    Op::IAdd => "+",
+                    Op::ISub => "-",
+                    Op::IMul => "*",
+                    Op::UDiv => "/",
+                    other => panic!("a constant computed by {other:?}"),
+                };
+                format!("({left} {operator} {right})")
+            }
+            other => panic!("not a constant: {other:?}"),
+        }
+    }
 }
 
 impl PushBlock {
     fn of(name: &str, module: &Module) -> PushBlock {
-        let types = &module.types_global_values;
-        let find = |id: u32| types.iter().find(|i| i.result_id == Some(id)).expect("type id is defined");
-        let Some(variable) = types.iter().find(|i| {
+        let globals = Globals(module);
+        let Some(variable) = module.types_global_values.iter().find(|i| {
             i.class.opcode == Op::Variable
                 && i.operands[0] == Operand::StorageClass(StorageClass::PushConstant)
         }) else {
             panic!("{name}: has no push constants");
         };
-        let pointer = find(variable.result_type.unwrap());
-        let block = find(pointer.operands[1].unwrap_id_ref());
+        let pointer = globals.find(variable.result_type.unwrap());
+        let block = globals.find(pointer.operands[1].unwrap_id_ref());
         let id = block.result_id.unwrap();
+        let used = Self::used(name, module, variable.result_id.unwrap());
 
         let mut members = Vec::new();
         let mut bytes = 0;
-        for (index, member) in block.operands.iter().enumerate() {
-            let index = index as u32;
-            let rust = match find(member.unwrap_id_ref()) {
-                t if t.class.opcode == Op::TypePointer => "u64",
-                t if t.class.opcode == Op::TypeFloat => "f32",
-                t if t.class.opcode == Op::TypeInt && t.operands[1] == Operand::LiteralBit32(0) => "u32",
-                t => panic!(
-                    "{name}: push constant {index} has a type without a Rust twin: {:?}",
-                    t.class.opcode
-                ),
+        for (index, member) in (0..).zip(&block.operands) {
+            let found = globals.find(member.unwrap_id_ref());
+            let (rust, access) = match found.class.opcode {
+                Op::TypePointer if used.contains(&index) => ("u64", Some(globals.access(found))),
+                Op::TypePointer => ("u64", Some(Access::None)),
+                Op::TypeFloat => ("f32", None),
+                Op::TypeInt if found.operands[1] == Operand::LiteralBit32(0) => ("u32", None),
+                other => panic!("{name}: push constant {index} has a type without a Rust twin: {other:?}"),
             };
-            let field = module.debug_names.iter().find(|i| {
-                i.class.opcode == Op::MemberName
-                    && i.operands[0] == Operand::IdRef(id)
-                    && i.operands[1] == Operand::LiteralBit32(index)
-            });
-            let field = field.expect("members are named").operands[2].unwrap_literal_string().to_string();
+            let field = globals.name(id, Some(index)).expect("members are named");
             let offset = module.annotations.iter().find_map(|i| match i.operands.as_slice() {
                 [
                     Operand::IdRef(t),
@@ -153,62 +260,212 @@ impl PushBlock {
             let offset = offset.expect("members have offsets");
             assert_eq!(offset, bytes, "{name}: padding before {field}; order members by size");
             bytes = offset + if rust == "u64" { 8 } else { 4 };
-            members.push((field, rust, offset));
+            members.push(Member { name: field, rust, access });
         }
-        if members.iter().any(|m| m.1 == "u64") && bytes % 8 != 0 {
+        if members.iter().any(|m| m.rust == "u64") && bytes % 8 != 0 {
             bytes += 4;
-            members.push(("_pad".to_string(), "u32", bytes - 4));
         }
         assert!(bytes <= 128, "{name}: {bytes} bytes of push constants; 128 is what every device has");
-        PushBlock { members, bytes }
+        PushBlock { members, bytes, follows: Self::follows(name, module) }
     }
 
+    /// The members that the code uses: each use begins with a chain from the block.
+    fn used(name: &str, module: &Module, block: u32) -> Vec<u32> {
+        let globals = Globals(module);
+        let mut used = Vec::new();
+        for i in module.all_inst_iter().filter(|i| !matches!(i.class.opcode, Op::Name | Op::EntryPoint)) {
+            if i.result_id == Some(block) || !i.operands.contains(&Operand::IdRef(block)) {
+                continue;
+            }
+            assert_eq!(i.class.opcode, Op::AccessChain, "{name}: the push constants are used as a whole");
+            let member = globals.find(i.operands[1].unwrap_id_ref());
+            used.push(member.operands[0].unwrap_literal_bit32());
+        }
+        used
+    }
+
+    /// Whether addresses are made of numbers, which is how they come from memory. What is there may only be read: nobody
+    /// could tell who else writes it.
+    fn follows(name: &str, module: &Module) -> bool {
+        let globals = Globals(module);
+        let mut follows = false;
+        for i in module.all_inst_iter() {
+            let Some(pointer) = i.result_type.filter(|id| globals.is_buffer_pointer(*id)) else { continue };
+            if matches!(i.class.opcode, Op::Bitcast | Op::ConvertUToPtr) {
+                assert_eq!(
+                    globals.access(globals.find(pointer)),
+                    Access::Read,
+                    "{name}: an address from memory is of a type that is not readonly"
+                );
+                follows = true;
+            }
+        }
+        follows
+    }
+
+    /// Adds what another variant of the kernel does.
+    fn join(&mut self, name: &str, other: PushBlock) {
+        let fields = |block: &PushBlock| -> Vec<(String, &str)> {
+            block.members.iter().map(|m| (m.name.clone(), m.rust)).collect()
+        };
+        assert!(fields(self) == fields(&other), "{name}: its push constants differ from its siblings'");
+        for (mine, other) in self.members.iter_mut().zip(other.members) {
+            if other.access == Some(Access::None) {
+                mine.access = other.access; // optional, where one of them does not use it
+            }
+        }
+        self.follows |= other.follows;
+    }
+
+    /// The struct that a dispatch takes: buffers where the shader has addresses.
     fn emit(&self, out: &mut String, kernel: &str) {
         let camel: String = kernel.split('_').map(|w| w[..1].to_uppercase() + &w[1..]).collect();
-        writeln!(out, "/// Push constants of `{kernel}.comp`, generated from its SPIR-V.").unwrap();
-        writeln!(
-            out,
-            "#[repr(C)]\n#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]"
-        )
-        .unwrap();
-        writeln!(out, "pub struct {camel}Push {{").unwrap();
-        for (field, rust, _) in &self.members {
-            writeln!(out, "    pub {field}: {rust},").unwrap();
+        let mut line = |text: String| writeln!(out, "{text}").unwrap();
+        let is_optional = |m: &&Member| m.access == Some(Access::None);
+        line(format!(
+            "/// What `{kernel}.comp` takes, generated from its SPIR-V: buffers where it has addresses."
+        ));
+        line(format!("pub struct {camel}<'a> {{"));
+        for m in &self.members {
+            let rust = match (m.access, is_optional(&m)) {
+                (None, _) => m.rust,
+                (_, false) => "&'a crate::gpu::Buffer",
+                (_, true) => "Option<&'a crate::gpu::Buffer>",
+            };
+            line(format!("    pub {}: {rust},", m.name));
         }
-        writeln!(out, "}}").unwrap();
-        writeln!(out, "const _: () = assert!(size_of::<{camel}Push>() == {});\n", self.bytes).unwrap();
+        if self.follows {
+            line("    /// Where the addresses lead that it finds in memory.".to_string());
+            line("    pub followed: &'a [&'a crate::gpu::Buffer],".to_string());
+        }
+        line("}".to_string());
+        line(format!(
+            "#[repr(C)]\n#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]\npub struct {camel}Push {{"
+        ));
+        let mut bytes = 0;
+        for m in &self.members {
+            line(format!("    {}: {},", m.name, m.rust));
+            bytes += if m.rust == "u64" { 8 } else { 4 };
+        }
+        let pad = bytes != self.bytes;
+        if pad {
+            line("    _pad: u32,".to_string());
+        }
+        line(format!("}}\nconst _: () = assert!(size_of::<{camel}Push>() == {});", self.bytes));
+        line(format!("impl crate::gpu::Arguments for {camel}<'_> {{"));
+        line(format!("    const KERNEL: &'static str = {kernel:?};\n    type Push = {camel}Push;"));
+        let pointers: Vec<_> = self.members.iter().filter(|m| m.access.is_some()).collect();
+        let buffers: Vec<_> =
+            pointers
+                .iter()
+                .map(|m| {
+                    if is_optional(m) { format!("self.{}", m.name) } else { format!("Some(self.{})", m.name) }
+                })
+                .collect();
+        line(format!("    fn buffers(&self) -> impl Iterator<Item = Option<&crate::gpu::Buffer>> {{"));
+        line(format!("        [{}].into_iter()\n    }}", buffers.join(", ")));
+        let followed = if self.follows { "self.followed" } else { "&[]" };
+        line(format!("    fn followed(&self) -> &[&crate::gpu::Buffer] {{\n        {followed}\n    }}"));
+        line(format!("    fn push(&self) -> {camel}Push {{\n        {camel}Push {{"));
+        for m in &self.members {
+            let value = match (m.access, is_optional(&m)) {
+                (None, _) => format!("self.{}", m.name),
+                (_, false) => format!("self.{}.address()", m.name),
+                (_, true) => format!("self.{}.map_or(0, crate::gpu::Buffer::address)", m.name),
+            };
+            line(format!("            {}: {value},", m.name));
+        }
+        if pad {
+            line("            _pad: 0,".to_string());
+        }
+        line("        }\n    }\n}\n".to_string());
     }
 }
 
-fn emit_shader(out: &mut String, name: &str, words: &[u32], module: &Module) {
+/// Specialization constants: number, name and id, in the order of their numbers.
+fn spec_constants(module: &Module) -> Vec<(u32, String, u32)> {
+    let constant = |i: &Instruction| match i.operands.as_slice() {
+        [Operand::IdRef(id), Operand::Decoration(Decoration::SpecId), Operand::LiteralBit32(number)] => {
+            Some((*number, Globals(module).name(*id, None).unwrap_or_default(), *id))
+        }
+        _ => None,
+    };
+    let mut all: Vec<_> = module.annotations.iter().filter_map(constant).collect();
+    all.sort();
+    all
+}
+
+/// What a device must have for a capability of SPIR-V; nothing where Vulkan 1.3 has it in every device.
+fn needs(name: &str, capability: Capability) -> &'static [&'static str] {
+    match capability {
+        Capability::Shader | Capability::GroupNonUniform => &[],
+        Capability::PhysicalStorageBufferAddresses => &["BufferDeviceAddress"],
+        Capability::GroupNonUniformArithmetic => &["SubgroupArithmetic"],
+        // Who exchanges lanes relies on how many there are.
+        Capability::GroupNonUniformBallot => &["SubgroupBallot", "SubgroupsOf32"],
+        Capability::GroupNonUniformShuffle => &["SubgroupShuffle", "SubgroupsOf32"],
+        Capability::Float16 => &["Float16"],
+        Capability::Int8 => &["Int8"],
+        Capability::Int16 => &["Int16"],
+        Capability::StorageBuffer8BitAccess => &["Storage8"],
+        Capability::StorageBuffer16BitAccess => &["Storage16"],
+        Capability::DotProduct | Capability::DotProductInput4x8BitPacked => &["IntegerDotProduct"],
+        Capability::CooperativeMatrixKHR => &["CooperativeMatrix", "SubgroupsOf32"],
+        other => panic!("{name}: say in build.rs which feature {other:?} is, and in gpu/caps.rs who has it"),
+    }
+}
+
+fn emit_shader(
+    out: &mut String,
+    kernel: &str,
+    name: &str,
+    words: &[u32],
+    module: &Module,
+    block: &PushBlock,
+) {
     let out_dir = PathBuf::from(env::var("OUT_DIR").unwrap());
     let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
     fs::write(out_dir.join(format!("{name}.spv")), bytes).unwrap();
 
-    let mut constants: Vec<(u32, String)> = module
-        .annotations
+    let globals = Globals(module);
+    let list = |items: Vec<String>| format!("&[{}]", items.join(", "));
+    let constants = spec_constants(module).iter().map(|(id, name, _)| format!("({id}, {name:?})")).collect();
+    let pointer = |m: &Member| Some(format!("({:?}, crate::gpu::Access::{:?})", m.name, m.access?));
+    let pointers = block.members.iter().filter_map(pointer).collect();
+    let needs = module
+        .capabilities
         .iter()
-        .filter_map(|i| match i.operands.as_slice() {
-            [Operand::IdRef(id), Operand::Decoration(Decoration::SpecId), Operand::LiteralBit32(spec)] => {
-                let name = module
-                    .debug_names
-                    .iter()
-                    .find(|n| n.class.opcode == Op::Name && n.operands[0] == Operand::IdRef(*id));
-                Some((
-                    *spec,
-                    name.map_or(String::new(), |n| n.operands[1].unwrap_literal_string().to_string()),
-                ))
-            }
-            _ => None,
-        })
+        .flat_map(|i| needs(name, i.operands[0].unwrap_capability()))
+        .map(|need| format!("crate::gpu::Need::{need}"))
         .collect();
-    constants.sort();
-    let constants: Vec<_> = constants.iter().map(|(id, name)| format!("({id}, {name:?})")).collect();
+    let workgroup = module.execution_modes.iter().find_map(|i| match i.operands.as_slice() {
+        [_, Operand::ExecutionMode(ExecutionMode::LocalSize), x, y, z] => {
+            Some([x, y, z].map(|n| n.unwrap_literal_bit32()))
+        }
+        _ => None,
+    });
+    let workgroup = workgroup.unwrap_or_else(|| panic!("{name}: the size of its workgroups is no literal"));
+    let shared: Vec<_> = module
+        .types_global_values
+        .iter()
+        .filter(|i| {
+            i.class.opcode == Op::Variable && i.operands[0] == Operand::StorageClass(StorageClass::Workgroup)
+        })
+        .map(|i| globals.find(i.result_type.unwrap()).operands[1].unwrap_id_ref())
+        .map(|id| globals.bytes(id))
+        .collect();
+    let shared = if shared.is_empty() { "0".to_string() } else { shared.join(" + ") };
     writeln!(
         out,
-        "pub static {}: crate::gpu::Shader = crate::gpu::Shader {{ name: {name:?}, constants: &[{}], spirv: include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.spv\")) }};",
+        "pub static {}: crate::gpu::Shader = crate::gpu::Shader {{ name: {name:?}, kernel: {kernel:?}, constants: {}, \
+         pointers: {}, follows: {}, needs: {}, workgroup: {workgroup:?}, \
+         shared_bytes: |{}| {shared}, spirv: include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.spv\")) }};",
         name.to_uppercase(),
-        constants.join(", "),
+        list(constants),
+        list(pointers),
+        block.follows,
+        list(needs),
+        if shared.contains("c[") { "c" } else { "_" },
     )
     .unwrap();
 }

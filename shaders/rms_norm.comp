@@ -16,7 +16,11 @@ layout(local_size_x = WORKGROUP) in;
 layout(push_constant, std430) uniform Push {
     ReadFloats x;
     ReadFloats weight;
+#if defined(ADD)
     Floats y;
+#else
+    WriteFloats y;
+#endif
     ReadUints rows;
     uint dim;
     uint x_stride;

@@ -12,8 +12,9 @@ use unicorn::gpu::{
     Arena, Buffer, Class, CommandBuffer, Device, DevicePolicy, GpuError, MemoryKind, Recorder, Uploader,
 };
 use unicorn::kernels::{
-    Activations, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Kernels, KvCache, LAST_SAMPLED,
-    LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, SampleRequest, StepArrays, mask_words, reference,
+    Activations, Attention, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Kernels, KvCache,
+    LAST_SAMPLED, LOGPROB_WORDS, Logits, MAX_LOGPROBS, Matrix, NO_TOKEN, RmsNorm, SampleRequest, StepArrays,
+    mask_words, reference,
 };
 use unicorn::quantize::{dequantize_row, grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row};
@@ -428,11 +429,11 @@ fn embed_yields_every_weight_of_every_stored_scheme() {
             let stored = b.stored(rows, cols, scheme);
             let matrix = b.matrix_of(&stored.tensor(), scheme, 1);
             let mut uploader = Uploader::new(&b.device).unwrap();
-            let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix).unwrap();
+            let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix, 1.25).unwrap();
             uploader.finish().unwrap();
             let ids: Vec<u32> = (0..rows as u32).collect();
             let (id_buffer, output) = (b.upload(&ids), b.empty(rows, cols));
-            b.run(|k, r| k.embed(r, &embedding, &id_buffer, &id_buffer, 1.25, &output, rows));
+            b.run(|k, r| k.embed(r, &embedding, &id_buffer, &id_buffer, &output, rows));
             for (i, (got, w)) in b.rows(&output, rows).iter().zip(&stored.values).enumerate() {
                 assert_eq!(*got, w * 1.25, "{scheme} row {} column {}", i / cols, i % cols);
             }
@@ -450,7 +451,7 @@ fn embed_yields_every_stored_weight() {
             let stored = as_stored(&w, cols, scheme);
             let matrix = b.matrix(&w, rows, cols, scheme, shard);
             let mut uploader = Uploader::new(&b.device).unwrap();
-            let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix).unwrap();
+            let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix, 1.25).unwrap();
             uploader.finish().unwrap();
             // Every row by id, then the ids last sampled in slots 2, 0 and 1, where it was one that has no row.
             let mut ids: Vec<u32> = (0..rows as u32).collect();
@@ -458,7 +459,7 @@ fn embed_yields_every_stored_weight() {
             let sampled = b.upload(&[rows as u32 - 1, rows as u32, 3]);
             let id_buffer = b.upload(&ids);
             let output = b.empty(ids.len(), cols);
-            b.run(|k, r| k.embed(r, &embedding, &id_buffer, &sampled, 1.25, &output, ids.len()));
+            b.run(|k, r| k.embed(r, &embedding, &id_buffer, &sampled, &output, ids.len()));
             let got = b.rows(&output, ids.len());
             let wanted = (0..rows).chain([3, rows - 1, rows - 1]);
             for (i, row) in wanted.enumerate() {
@@ -502,7 +503,7 @@ fn the_27b_embedding_works_whole() {
         &mut |r| packed.push(r),
     )
     .unwrap();
-    let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix).unwrap();
+    let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix, 1.0).unwrap();
     uploader.finish().unwrap();
     let placed: u64 =
         b.arena.placements().iter().filter(|p| p.class == Class::Embedding).map(|p| p.bytes).sum();
@@ -515,7 +516,7 @@ fn the_27b_embedding_works_whole() {
     let ids = [0, 31, 32, 12_345, shard_rows - 1, shard_rows, rows - 1].map(|id| id as u32);
     let id_buffer = b.upload(&ids);
     let output = b.empty(ids.len(), cols);
-    b.run(|k, r| k.embed(r, &embedding, &id_buffer, &id_buffer, 1.0, &output, ids.len()));
+    b.run(|k, r| k.embed(r, &embedding, &id_buffer, &id_buffer, &output, ids.len()));
     for (row, id) in b.rows(&output, ids.len()).chunks_exact(cols).zip(ids) {
         let wrong = (0..cols).find(|&c| row[c] != value(id as usize, c));
         assert_eq!(wrong, None, "row {id}");
@@ -542,7 +543,7 @@ fn rms_norm_and_its_variants_match_their_twin() {
             let weight = b.random(dim, 1.0);
             let base = b.random(rows * dim, 1.0);
             let eps = 1e-6;
-            let (input, weights) = (b.activations(&x, dim), b.upload(&weight));
+            let (input, norm) = (b.activations(&x, dim), RmsNorm { weight: b.upload(&weight), eps });
             let expected: Vec<f64> = x
                 .chunks_exact(dim)
                 .flat_map(|row| {
@@ -553,18 +554,18 @@ fn rms_norm_and_its_variants_match_their_twin() {
             let magnitude: Vec<f64> = expected.iter().map(|v| v.abs() + 0.1).collect();
 
             let output = b.empty(rows, dim);
-            b.run(|k, r| k.rms_norm(r, &input, &weights, eps, &output, rows));
+            b.run(|k, r| k.rms_norm(r, &input, &norm, &output, rows));
             close(&b.rows(&output, rows), &expected, &magnitude, 3e-6, &what);
 
             let output = b.activations(&base, dim);
-            b.run(|k, r| k.rms_norm_add(r, &input, &weights, eps, &output, rows));
+            b.run(|k, r| k.rms_norm_add(r, &input, &norm, &output, rows));
             let sums: Vec<f64> = expected.iter().zip(&base).map(|(e, b)| e + f64::from(*b)).collect();
             close(&b.rows(&output, rows), &sums, &magnitude, 4e-6, &format!("{what}, add"));
 
             let index: Vec<u32> = (0..rows as u32).rev().chain([0]).collect();
             let index_buffer = b.upload(&index);
             let output = b.empty(index.len(), dim);
-            b.run(|k, r| k.rms_norm_gather(r, &input, &index_buffer, &weights, eps, &output, index.len()));
+            b.run(|k, r| k.rms_norm_gather(r, &input, &index_buffer, &norm, &output, index.len()));
             let gathered: Vec<f64> =
                 index.iter().flat_map(|&i| expected[i as usize * dim..][..dim].to_vec()).collect();
             let magnitude: Vec<f64> = gathered.iter().map(|v| v.abs() + 0.1).collect();
@@ -757,7 +758,11 @@ fn attention_matches_its_twin_over_pages_and_windows() {
         let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
         let arrays = paged.arrays(&mut b);
         let (input, output) = (b.activations(&q, width), b.empty(tokens.len(), width));
-        b.run(|k, r| k.attention(r, &shape, &input, &cache, &arrays, &output, tokens.len()));
+        let nothing = b.poisoned(4 * shape.head_dim);
+        let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
+        let [q_norm, k_norm] = [norm.clone(), norm];
+        let attention = Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache };
+        b.run(|k, r| k.attention(r, &attention, &input, &arrays, &output, tokens.len()));
         let got = b.rows(&output, tokens.len());
         for (t, &(s, position)) in tokens.iter().enumerate() {
             let first = shape.window.map_or(0, |w| (position + 1).saturating_sub(w));
@@ -803,20 +808,10 @@ fn qkv_store_norms_rotates_and_files_away() {
         let bytes = paged.empty_cache(kv).len();
         let cache = KvCache { keys: b.poisoned(bytes), values: b.poisoned(bytes) };
         let arrays = paged.arrays(&mut b);
-        b.run(|kernels, r| {
-            kernels.qkv_store(
-                r,
-                &shape,
-                [&qa, &ka, &va],
-                [&qn, &kn],
-                &table,
-                eps,
-                q_scale,
-                &arrays,
-                &cache,
-                n,
-            );
-        });
+        let [q_norms, k_norms] = [qn, kn].map(|weight| RmsNorm { weight, eps });
+        let attention =
+            Attention { shape, q_norm: q_norms, k_norm: k_norms, rope: table, q_scale, cache: cache.clone() };
+        b.run(|k, r| k.qkv_store(r, &attention, [&qa, &ka, &va], &arrays, n));
 
         let expect = |row: &[f32], norm: &[f32], position: usize, scale: f64| -> Vec<f64> {
             let row: Vec<f64> = row.iter().map(|v| f64::from(*v)).collect();
@@ -914,6 +909,9 @@ fn geglu_matches_its_twin_and_survives_extremes() {
         let mut gate = b.random(rows * width, 6.0);
         let up = b.random(rows * width, 3.0);
         gate[..3].copy_from_slice(&[-40.0, 60.0, 0.0]);
+        if width > 3 {
+            gate[3..9].copy_from_slice(&[-1e30, 1e30, -10.0, 10.0, -9.9, f32::MIN]);
+        }
         let (g, u) = (b.activations(&gate, width), b.activations(&up, width));
         b.run(|k, r| k.geglu(r, &g, &u, rows));
         let expected: Vec<f64> =
@@ -926,17 +924,17 @@ fn geglu_matches_its_twin_and_survives_extremes() {
 /// Draws one id per request from the same logits.
 fn draw(b: &mut Bench, logits: &[f32], vocab: usize, requests: &[SampleRequest]) -> (Vec<u32>, Vec<u32>) {
     let repeated: Vec<f32> = requests.iter().flat_map(|_| logits.to_vec()).collect();
-    let drawing = Drawing::new(b, &repeated, logits.len(), requests);
-    drawing.run(b, vocab);
+    let mut drawing = Drawing::new(b, &repeated, logits.len(), requests);
+    drawing.logits.vocab = vocab;
+    drawing.run(b);
     (b.download(&drawing.arrays.ids, requests.len()), b.download(&drawing.slots, 64))
 }
 
 /// Rows of logits to draw from, and what draws take; histories, biases and masks are nowhere unless they are set.
 struct Drawing {
     requests: Vec<SampleRequest>,
-    logits: Activations,
-    /// All 0, and poisoned between the rows: what is not a row's is not read, and stays.
-    adjusted: Activations,
+    /// What draws change is all 0, and poisoned between the rows: what is not a row's is not read, and stays.
+    logits: Logits,
     arrays: DrawArrays,
     history: History,
     slots: Buffer,
@@ -947,8 +945,11 @@ impl Drawing {
         let zeros = vec![0f32; logits.len()];
         Drawing {
             requests: requests.to_vec(),
-            logits: b.activations(logits, width),
-            adjusted: b.activations(&zeros, width),
+            logits: Logits {
+                raw: b.activations(logits, width),
+                adjusted: b.activations(&zeros, width),
+                vocab: width,
+            },
             arrays: DrawArrays {
                 requests: b.upload(requests),
                 bias: b.poisoned(8),
@@ -962,23 +963,23 @@ impl Drawing {
     }
 
     fn adjust(&self, b: &Bench) {
-        let Drawing { requests, logits, adjusted, arrays, history, .. } = self;
-        b.run(|k, r| k.adjust(r, logits, adjusted, arrays, history, requests));
+        let Drawing { requests, logits, arrays, history, .. } = self;
+        b.run(|k, r| k.adjust(r, logits, arrays, history, requests));
     }
 
     fn clear(&self, b: &Bench) {
-        let Drawing { requests, logits, adjusted, arrays, history, .. } = self;
-        b.run(|k, r| k.clear_adjusted(r, logits, adjusted, arrays, history, requests));
+        let Drawing { requests, logits, arrays, history, .. } = self;
+        b.run(|k, r| k.clear_adjusted(r, logits, arrays, history, requests));
     }
 
-    fn sample(&self, b: &Bench, vocab: usize) {
-        let Drawing { requests, logits, adjusted, arrays, slots, .. } = self;
-        b.run(|k, r| k.sample(r, logits, adjusted, vocab, arrays, slots, requests.len()));
+    fn sample(&self, b: &Bench) {
+        let Drawing { requests, logits, arrays, slots, .. } = self;
+        b.run(|k, r| k.sample(r, logits, arrays, slots, requests.len()));
     }
 
-    fn run(&self, b: &Bench, vocab: usize) {
+    fn run(&self, b: &Bench) {
         self.adjust(b);
-        self.sample(b, vocab);
+        self.sample(b);
         self.clear(b);
     }
 }
@@ -1008,7 +1009,7 @@ fn greedy_takes_the_highest_logit_ties_to_the_lowest_id() {
 #[test]
 fn logits_that_are_no_numbers_are_refused() {
     let mut b = Bench::new(61);
-    for (bad, at) in [(f32::NAN, 700), (f32::INFINITY, 3), (f32::NAN, 0)] {
+    for (bad, at) in [(f32::NAN, 700), (f32::INFINITY, 3), (f32::NEG_INFINITY, 9), (f32::NAN, 0)] {
         for temperature in [0.0, 1.0] {
             let mut logits = b.random(1000, 5.0);
             logits[at] = bad;
@@ -1182,13 +1183,13 @@ fn sampling_penalties_and_biases_match_their_twin_and_leave_no_trace() {
     for width in [1, 37, 258, 5003] {
         let Adjusted { drawing, expected, raw, .. } = adjusted(&mut b, width, 12);
         drawing.adjust(&b);
-        let words = b.download::<u32>(&drawing.adjusted.buffer, 12 * drawing.adjusted.stride);
+        let words = b.download::<u32>(&drawing.logits.adjusted.buffer, 12 * drawing.logits.adjusted.stride);
         for (row, expected) in expected.iter().enumerate() {
             if drawing.requests[row].mask > 0 {
                 continue; // the mask is the sampler's own
             }
             for (id, expected) in expected.iter().enumerate() {
-                let word = words[row * drawing.adjusted.stride + id];
+                let word = words[row * drawing.logits.adjusted.stride + id];
                 let got = match word {
                     0 => raw[row * width + id],
                     word => f32::from_bits(word ^ f32::NEG_INFINITY.to_bits()),
@@ -1198,9 +1199,12 @@ fn sampling_penalties_and_biases_match_their_twin_and_leave_no_trace() {
                 assert!(forbidden || near, "{width}, row {row}, id {id}: {got}, not {expected}");
             }
         }
-        assert_eq!(b.rows(&drawing.logits, 12), raw, "the logits themselves stay");
+        assert_eq!(b.rows(&drawing.logits.raw, 12), raw, "the logits themselves stay");
         drawing.clear(&b);
-        assert!(b.rows(&drawing.adjusted, 12).iter().all(|word| word.to_bits() == 0), "{width}: a trace");
+        assert!(
+            b.rows(&drawing.logits.adjusted, 12).iter().all(|word| word.to_bits() == 0),
+            "{width}: a trace"
+        );
     }
 }
 
@@ -1211,7 +1215,7 @@ fn sampling_draws_from_what_penalties_biases_and_masks_leave() {
     for width in [37, 258, 5003] {
         for _ in 0..4 {
             let Adjusted { drawing, width, expected, .. } = adjusted(&mut b, width, 24);
-            drawing.run(&b, width);
+            drawing.run(&b);
             let ids = b.download::<u32>(&drawing.arrays.ids, 24);
             for (row, (id, expected)) in ids.into_iter().zip(&expected).enumerate() {
                 let request = &drawing.requests[row];
@@ -1250,16 +1254,16 @@ fn sampling_where_every_id_is_forbidden_yields_none() {
         let masked = SampleRequest { temperature, top_p: 1.0, mask: 1, ..SampleRequest::default() };
         let mut drawing = Drawing::new(&mut b, &logits, 100, &[masked]);
         drawing.arrays.masks = b.upload(&[0u32; 4]);
-        drawing.run(&b, 100);
+        drawing.run(&b);
         assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [NO_TOKEN]);
         // One that is not a number does not hide behind a mask.
         drawing.arrays.masks = b.upload(&[1u32, 0, 0, 0]);
-        drawing.run(&b, 100);
+        drawing.run(&b);
         assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [0]);
         let mut bad = logits.clone();
         bad[50] = f32::NAN;
-        drawing.logits = b.activations(&bad, 100);
-        drawing.run(&b, 100);
+        drawing.logits.raw = b.activations(&bad, 100);
+        drawing.run(&b);
         assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [NO_TOKEN]);
     }
 }
@@ -1285,8 +1289,9 @@ fn sampling_reports_log_probabilities_of_the_raw_distribution() {
             .collect();
         let mut drawing = Drawing::new(&mut b, &logits, width, &requests);
         drawing.arrays.bias = b.upload(&[Bias { id: vocab as u32 - 1, bias: 5.0 }]);
-        drawing.run(&b, vocab);
-        b.run(|k, r| k.logprobs(r, &drawing.logits, vocab, &drawing.arrays, rows));
+        drawing.logits.vocab = vocab;
+        drawing.run(&b);
+        b.run(|k, r| k.logprobs(r, &drawing.logits, &drawing.arrays, rows));
         let ids = b.download::<u32>(&drawing.arrays.ids, rows);
         let words = b.download::<u32>(&drawing.arrays.logprobs, rows * LOGPROB_WORDS);
         for row in 0..rows {
@@ -1363,13 +1368,13 @@ fn conflicting_commands_are_ordered() {
     // Each step reads what the one before wrote; without barriers, some would read old values.
     let mut b = Bench::new(70);
     let dim = 4096;
-    let weight = b.upload(&vec![0f32; dim]);
+    let norm = RmsNorm { weight: b.upload(&vec![0f32; dim]), eps: 1e-6 };
     let x: Vec<f32> = b.random(dim, 1.0);
     let (mut from, mut to) = (b.activations(&x, dim), b.empty(1, dim));
     let (first, second) = (from.clone(), to.clone());
     b.run(|k, r| {
         for _ in 0..50 {
-            k.rms_norm(r, &from, &weight, 1e-6, &to, 1);
+            k.rms_norm(r, &from, &norm, &to, 1);
             std::mem::swap(&mut from, &mut to);
         }
     });

@@ -39,7 +39,7 @@ fn every_pipeline_fits_the_registers_of_a_radeon_780m() {
 
 fn check() {
     let compiler = Compiler::open("PHOENIX").unwrap();
-    println!("{}, {}", compiler.device_name, compiler.driver);
+    println!("{}, {}", compiler.info.name, compiler.info.driver);
     println!("pipeline: VGPRs, SGPRs, waves/SIMD, LDS bytes, code bytes; 128-bit loads, VALU, scalar loads");
     // The 27B's heads: 2 query heads per KV head, of 128.
     let pipelines = all_pipelines(2, 128);

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use super::error::Error;
 use super::generate::print;
 pub use crate::config::show_bytes as bytes;
-use crate::gpu::{self, DeviceInfo, DeviceKind};
+use crate::gpu::{self, DeviceInfo, DeviceKind, Need};
 
 pub fn devices() -> Result<(), Error> {
     let devices = gpu::list_devices()?;
@@ -16,7 +16,8 @@ pub fn devices() -> Result<(), Error> {
 }
 
 fn describe(device: &DeviceInfo) -> String {
-    let (major, minor) = device.api_version;
+    let caps = &device.caps;
+    let (major, minor) = caps.api_version;
     let mut text = format!("{}: {}\n", device.index, device.name);
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "   {name:<12} {value}");
@@ -32,7 +33,21 @@ fn describe(device: &DeviceInfo) -> String {
     }
     line("allocation", format!("at most {}", bytes(device.max_allocation_bytes)));
     line("buffer", format!("at most {} at once in a shader", bytes(device.max_storage_buffer_bytes)));
-    line("subgroup", format!("{} invocations", device.subgroup_size));
+    let (least, most) = caps.subgroup_sizes;
+    let sizes = if least == most { String::new() } else { format!("; {least} to {most} may be asked for") };
+    line("subgroup", format!("{} invocations{sizes}", caps.subgroup_size));
+    let how = match (caps.has(Need::IntegerDotProduct), caps.integer_dot_accelerated) {
+        (true, true) => "accelerated",
+        (true, false) => "as several instructions",
+        (false, _) => "none",
+    };
+    line("int8 dots", how.to_string());
+    if !caps.has(Need::CooperativeMatrix) {
+        line("matrices", "no VK_KHR_cooperative_matrix".to_string());
+    }
+    for shape in &caps.cooperative_matrices {
+        line("matrices", shape.to_string());
+    }
     let usable = if !device.missing.is_empty() {
         format!("no: it lacks {}", device.missing.join(", "))
     } else if device.kind == DeviceKind::Cpu {

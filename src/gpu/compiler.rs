@@ -9,14 +9,13 @@ use ash::{khr, vk};
 use super::device::{RawDevice, enumerate};
 use super::instance::Instance;
 use super::pipeline::{PUSH_BYTES, create_pipeline, pipeline_name};
-use super::{GpuError, Shader};
+use super::{DeviceInfo, GpuError, Shader};
 
 /// A device that compiles and runs nothing.
 pub struct Compiler {
     layout: vk::PipelineLayout,
     executables: khr::pipeline_executable_properties::Device,
-    pub device_name: String,
-    pub driver: String,
+    pub info: DeviceInfo,
     raw: RawDevice,
     _instance: Instance,
 }
@@ -51,23 +50,8 @@ impl Compiler {
         let chosen = candidates.into_iter().find(|c| c.info.name.contains(part)).ok_or_else(|| {
             GpuError::NoDevice(format!("none is called {part:?}; seen: {}", seen.join("; ")))
         })?;
-        let queues = [vk::DeviceQueueCreateInfo::default()
-            .queue_family_index(chosen.queue_family.unwrap_or(0))
-            .queue_priorities(&[1.0])];
-        let extensions = [khr::pipeline_executable_properties::NAME.as_ptr()];
-        let mut statistics = vk::PhysicalDevicePipelineExecutablePropertiesFeaturesKHR::default()
-            .pipeline_executable_info(true);
-        let mut features12 = vk::PhysicalDeviceVulkan12Features::default().buffer_device_address(true);
-        let mut features13 = vk::PhysicalDeviceVulkan13Features::default().maintenance4(true);
-        let info = vk::DeviceCreateInfo::default()
-            .queue_create_infos(&queues)
-            .enabled_extension_names(&extensions)
-            .push_next(&mut statistics)
-            .push_next(&mut features12)
-            .push_next(&mut features13);
-        // SAFETY: the physical device is of this instance.
-        let raw = unsafe { instance.raw.create_device(chosen.raw, &info, None) }
-            .map_err(GpuError::of("vkCreateDevice"))?;
+        let queue_family = chosen.queue_family.unwrap_or(0);
+        let raw = chosen.info.caps.create_device(&instance.raw, chosen.raw, queue_family, &[], true)?;
         let raw = RawDevice(raw);
         let push =
             [vk::PushConstantRange::default().stage_flags(vk::ShaderStageFlags::COMPUTE).size(PUSH_BYTES)];
@@ -76,14 +60,7 @@ impl Compiler {
         let layout = unsafe { raw.create_pipeline_layout(&info, None) }
             .map_err(GpuError::of("vkCreatePipelineLayout"))?;
         let executables = khr::pipeline_executable_properties::Device::new(&instance.raw, &raw);
-        Ok(Compiler {
-            layout,
-            executables,
-            device_name: chosen.info.name,
-            driver: chosen.info.driver,
-            raw,
-            _instance: instance,
-        })
+        Ok(Compiler { layout, executables, info: chosen.info, raw, _instance: instance })
     }
 
     /// Compiles `shader` with `constants`, in the order of `Shader::constants`.
@@ -91,7 +68,7 @@ impl Compiler {
         let flags = vk::PipelineCreateFlags::CAPTURE_STATISTICS_KHR
             | vk::PipelineCreateFlags::CAPTURE_INTERNAL_REPRESENTATIONS_KHR;
         let cache = vk::PipelineCache::null();
-        let pipeline = create_pipeline(&self.raw, cache, self.layout, flags, shader, constants)?;
+        let pipeline = create_pipeline(&self.raw, &self.info, cache, self.layout, flags, shader, constants)?;
         let name = pipeline_name(shader, constants);
         let what = format!("statistics of {name}");
         let info = vk::PipelineInfoKHR::default().pipeline(pipeline);

@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 
 use ash::{ext, vk};
 
+use super::GpuError;
+use super::caps::Caps;
 use super::instance::{Instance, ValidationLog};
 use super::memory::Heaps;
 use super::pipeline::Pipelines;
 use super::placement::Machine;
+use super::recorder::{Counts, Profile, Rehearsal};
 use super::residency::{self, Held};
-use super::{GpuError, Profile};
 
 /// Longest any wait on the GPU may last before the device counts as hung.
 const WAIT_LIMIT: Duration = Duration::from_secs(120);
@@ -78,9 +80,8 @@ pub struct DeviceInfo {
     pub kind: DeviceKind,
     /// Driver name and version, e.g. `radv Mesa 25.0.7`.
     pub driver: String,
-    pub api_version: (u32, u32),
     pub heaps: Vec<HeapInfo>,
-    pub subgroup_size: u32,
+    pub caps: Caps,
     pub max_allocation_bytes: u64,
     pub max_storage_buffer_bytes: u64,
     /// PCI address, e.g. `0000:c5:00.0`, where the driver tells it.
@@ -126,30 +127,23 @@ pub(super) fn enumerate(instance: &Instance) -> Result<Vec<Candidate>, GpuError>
 fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candidate {
     let vk_instance = &instance.raw;
     let mut driver = vk::PhysicalDeviceDriverProperties::default();
-    let mut subgroup = vk::PhysicalDeviceSubgroupProperties::default();
     let mut limits3 = vk::PhysicalDeviceMaintenance3Properties::default();
     let mut limits4 = vk::PhysicalDeviceMaintenance4Properties::default();
     let mut properties = vk::PhysicalDeviceProperties2::default()
         .push_next(&mut driver)
-        .push_next(&mut subgroup)
         .push_next(&mut limits3)
         .push_next(&mut limits4);
-    let mut features12 = vk::PhysicalDeviceVulkan12Features::default();
-    let mut features13 = vk::PhysicalDeviceVulkan13Features::default();
-    let mut features =
-        vk::PhysicalDeviceFeatures2::default().push_next(&mut features12).push_next(&mut features13);
     // SAFETY: `raw` comes from this instance; the chains are local and well formed. Devices older than
     // Vulkan 1.3 ignore structures that they do not know.
     let (families, extensions) = unsafe {
         vk_instance.get_physical_device_properties2(raw, &mut properties);
-        vk_instance.get_physical_device_features2(raw, &mut features);
         (
             vk_instance.get_physical_device_queue_family_properties(raw),
             vk_instance.enumerate_device_extension_properties(raw).unwrap_or_default(),
         )
     };
     let properties = properties.properties;
-    let has = |name| extensions.iter().any(|e| e.extension_name_as_c_str() == Ok(name));
+    let has = |name: &std::ffi::CStr| extensions.iter().any(|e| e.extension_name_as_c_str() == Ok(name));
     let memory_budget = has(ext::memory_budget::NAME);
     let pci = has(ext::pci_bus_info::NAME).then(|| {
         let mut pci = vk::PhysicalDevicePCIBusInfoPropertiesEXT::default();
@@ -168,28 +162,13 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
         .min_by_key(|(_, f)| f.queue_flags.contains(vk::QueueFlags::GRAPHICS))
         .map(|(i, _)| i as u32);
 
-    let api = properties.api_version;
-    let api_version = (vk::api_version_major(api), vk::api_version_minor(api));
-    let mut missing = Vec::new();
+    let caps = Caps::read(&instance.entry, vk_instance, raw, &has);
+    let mut missing = caps.missing_to_run();
     let mut need = |have: bool, what: &str| {
         if !have {
             missing.push(what.to_string());
         }
     };
-    need(api_version >= (1, 3), "Vulkan 1.3 (on Debian 12, Mesa from bookworm-backports)");
-    need(features12.buffer_device_address == vk::TRUE, "bufferDeviceAddress");
-    need(features12.timeline_semaphore == vk::TRUE, "timelineSemaphore");
-    need(features12.host_query_reset == vk::TRUE, "hostQueryReset");
-    need(features13.synchronization2 == vk::TRUE, "synchronization2");
-    need(features13.maintenance4 == vk::TRUE, "maintenance4");
-    need(
-        subgroup.supported_stages.contains(vk::ShaderStageFlags::COMPUTE)
-            && subgroup.supported_operations.contains(vk::SubgroupFeatureFlags::ARITHMETIC),
-        "subgroup arithmetic in compute shaders",
-    );
-    let limits = properties.limits;
-    need(limits.max_compute_shared_memory_size >= 32 << 10, "32 KiB of shared memory");
-    need(limits.max_compute_work_group_invocations >= 256, "workgroups of 256 invocations");
     need(queue_family.is_some(), "a compute queue");
     need(heaps.iter().any(|h| h.size_bytes > 0), "a memory heap");
 
@@ -221,9 +200,8 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
                 text(driver.driver_name_as_c_str()),
                 text(driver.driver_info_as_c_str())
             ),
-            api_version,
             heaps,
-            subgroup_size: subgroup.subgroup_size,
+            caps,
             max_allocation_bytes: limits3.max_memory_allocation_size.min(limits4.max_buffer_size),
             max_storage_buffer_bytes: properties.limits.max_storage_buffer_range.into(),
             pci,
@@ -306,6 +284,9 @@ pub struct Device {
     queue: Mutex<QueueState>,
     timeline: vk::Semaphore,
     lost: AtomicBool,
+    rehearsal: Mutex<Rehearsal>,
+    /// What was submitted.
+    counts: Mutex<Counts>,
     /// Calls that were refused for want of memory, and taken later.
     short_of_memory: AtomicU64,
     /// The timeline is known to have come so far.
@@ -345,26 +326,9 @@ impl Device {
         let chosen = candidates.swap_remove(choose(policy, &infos)?);
         let queue_family = chosen.queue_family.expect("a usable device has a compute queue");
 
-        let priorities = [1.0];
-        let queues = [vk::DeviceQueueCreateInfo::default()
-            .queue_family_index(queue_family)
-            .queue_priorities(&priorities)];
-        let extensions: Vec<_> =
-            chosen.memory_budget.then_some(ext::memory_budget::NAME.as_ptr()).into_iter().collect();
-        let mut features12 = vk::PhysicalDeviceVulkan12Features::default()
-            .buffer_device_address(true)
-            .timeline_semaphore(true)
-            .host_query_reset(true);
-        let mut features13 =
-            vk::PhysicalDeviceVulkan13Features::default().synchronization2(true).maintenance4(true);
-        let info = vk::DeviceCreateInfo::default()
-            .queue_create_infos(&queues)
-            .enabled_extension_names(&extensions)
-            .push_next(&mut features12)
-            .push_next(&mut features13);
-        // SAFETY: the physical device is of this instance, and has the features (see `missing`).
-        let raw = unsafe { instance.raw.create_device(chosen.raw, &info, None) }
-            .map_err(GpuError::of("vkCreateDevice"))?;
+        let extensions: &[_] = if chosen.memory_budget { &[ext::memory_budget::NAME] } else { &[] };
+        let caps = &chosen.info.caps;
+        let raw = caps.create_device(&instance.raw, chosen.raw, queue_family, extensions, false)?;
         let raw = RawDevice(raw);
         // SAFETY: family and index were asked for above.
         let queue = unsafe { raw.get_device_queue(queue_family, 0) };
@@ -409,6 +373,8 @@ impl Device {
             queue: Mutex::new(QueueState { raw: queue, last_value: 0 }),
             timeline,
             lost: AtomicBool::new(false),
+            rehearsal: Mutex::default(),
+            counts: Mutex::default(),
             short_of_memory: AtomicU64::new(0),
             reached: AtomicU64::new(0),
             raw,
@@ -451,6 +417,26 @@ impl Device {
     /// GPU time per kernel since the last call; empty unless opened with `profile`.
     pub fn take_profile(&self) -> Profile {
         self.profile.as_ref().map_or(Profile::default(), |p| std::mem::take(&mut p.lock().unwrap()))
+    }
+
+    /// What was submitted since the device was opened. That of a step is the difference of two readings around it.
+    pub fn counts(&self) -> Counts {
+        *self.counts.lock().unwrap()
+    }
+
+    pub(super) fn count(&self, counts: &Counts) {
+        *self.counts.lock().unwrap() += *counts;
+    }
+
+    /// Has what is recorded from now on put in another order between barriers, which must change nothing, or forget what
+    /// one shader writes, which must not go unnoticed. For tests.
+    #[doc(hidden)]
+    pub fn rehearse(&self, rehearsal: Rehearsal) {
+        *self.rehearsal.lock().unwrap() = rehearsal;
+    }
+
+    pub(super) fn rehearsal(&self) -> Rehearsal {
+        self.rehearsal.lock().unwrap().clone()
     }
 
     /// Debug name of a Vulkan object; without validation, nothing reads it.
@@ -606,7 +592,7 @@ mod tests {
             name: name.into(),
             kind,
             driver: "test".into(),
-            api_version: (1, 3),
+            caps: Caps::default(),
             heaps: vec![HeapInfo {
                 device_local: true,
                 host_visible: true,
@@ -614,7 +600,6 @@ mod tests {
                 size_bytes: gib << 30,
                 free_bytes: gib << 30,
             }],
-            subgroup_size: 32,
             max_allocation_bytes: 1 << 31,
             max_storage_buffer_bytes: 1 << 31,
             pci: None,

@@ -21,6 +21,8 @@ pub enum GpuError {
     OutOfMemory { name: String, heap: String, asked: u64, free: u64, total: u64 },
     #[error("{name}: {asked} bytes in one piece, but the device allocates at most {limit} at once")]
     TooLarge { name: String, asked: u64, limit: u64 },
+    #[error("{name} cannot run on {device}: it lacks {missing}")]
+    Unsupported { name: String, device: String, missing: String },
     #[error("the GPU was lost during {during}; see `dmesg` for the driver's reason, then restart")]
     DeviceLost { during: String },
     #[error("the GPU did not finish {during} within {seconds} s")]

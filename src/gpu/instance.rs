@@ -34,7 +34,7 @@ pub(super) struct Instance {
     messenger: vk::DebugUtilsMessengerEXT,
     pub log: Arc<ValidationLog>,
     // Last: unloads the loader's library.
-    _entry: Entry,
+    pub entry: Entry,
 }
 
 impl Instance {
@@ -76,10 +76,10 @@ impl Instance {
             debug: None,
             messenger: vk::DebugUtilsMessengerEXT::null(),
             log: log.clone(),
-            _entry: entry,
+            entry,
         };
         if validation {
-            let debug = ext::debug_utils::Instance::new(&instance._entry, &instance.raw);
+            let debug = ext::debug_utils::Instance::new(&instance.entry, &instance.raw);
             // SAFETY: the extension is enabled; the user data is the log, kept alive by `instance.log`.
             instance.messenger =
                 unsafe { debug.create_debug_utils_messenger(&self::messenger_info(&log), None) }

@@ -180,6 +180,7 @@ pub(super) struct Chunk {
     /// What the allocation takes from its heap.
     allocated: u64,
     heap: usize,
+    pub class: Class,
     /// Persistent mapping of chunks that the host can reach, null otherwise.
     mapped: *mut u8,
 }
@@ -196,6 +197,7 @@ impl Chunk {
     fn new(
         device: &Arc<Device>,
         kind: MemoryKind,
+        class: Class,
         heap: Option<usize>,
         size: u64,
         name: &str,
@@ -233,6 +235,7 @@ impl Chunk {
             size,
             allocated: needs.size,
             heap,
+            class,
             mapped: std::ptr::null_mut(),
         };
         // SAFETY: buffer and memory are fresh, of this device, and sized for each other; host-visible memory is
@@ -429,7 +432,7 @@ impl Arena {
     pub fn with_plan(device: &Arc<Device>, plan: Plan) -> Result<Arena, GpuError> {
         let take = |chunk: &super::placement::Chunk| {
             let heap = plan.heaps[chunk.heap].heap.index;
-            Chunk::new(device, chunk.kind, Some(heap), chunk.bytes(), &chunk.name).map(Arc::new)
+            Chunk::new(device, chunk.kind, chunk.class, Some(heap), chunk.bytes(), &chunk.name).map(Arc::new)
         };
         let chunks = plan.chunks.iter().map(take).collect::<Result<Vec<_>, _>>()?;
         let mut left = vec![VecDeque::new(); Class::ALL.len()];
@@ -457,7 +460,7 @@ impl Arena {
         }
         let rounded = size.next_multiple_of(ALIGNMENT);
         if rounded > CHUNK_BYTES / 2 {
-            let chunk = Arc::new(Chunk::new(&self.device, kind, None, rounded, name)?);
+            let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, rounded, name)?);
             self.note(class, &chunk, rounded, chunk.allocated);
             return Ok(Buffer { chunk, offset: 0, size });
         }
@@ -468,7 +471,7 @@ impl Arena {
             Some(open) => open,
             None => {
                 let shared = format!("{} ({kind:?}, shared)", class.name());
-                let chunk = Arc::new(Chunk::new(&self.device, kind, None, CHUNK_BYTES, &shared)?);
+                let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, CHUNK_BYTES, &shared)?);
                 new_chunk = chunk.allocated;
                 self.open.retain(|o| o.kind != kind || o.class != class);
                 self.open.push(OpenChunk { kind, class, chunk, used: 0 });

@@ -4,6 +4,7 @@
 //! derives barriers. It refuses to know what a tensor or a model is, to fall back to another device, and to
 //! allocate behind its caller's back.
 
+pub mod caps;
 #[doc(hidden)]
 pub mod compiler;
 mod device;
@@ -16,13 +17,14 @@ mod recorder;
 pub mod residency;
 mod upload;
 
+pub use caps::{Caps, Need};
 pub use device::{
     Device, DeviceInfo, DeviceKind, DevicePolicy, HeapInfo, NO_DRIVER_HINT, chosen_device, list_devices,
 };
 pub use error::GpuError;
 pub use instance::ValidationLog;
 pub use memory::{Arena, Buffer};
-pub use pipeline::{Pipeline, Shader};
+pub use pipeline::{Access, Arguments, Pipeline, Shader};
 pub use placement::{Class, MemoryKind, Placement};
-pub use recorder::{CommandBuffer, Profile, Recorder, Submission};
+pub use recorder::{CommandBuffer, Counts, Order, Profile, Recorder, Rehearsal, Submission};
 pub use upload::Uploader;

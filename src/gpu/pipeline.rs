@@ -1,7 +1,6 @@
 //! Compute pipelines, made once per shader and set of constants, and their cache on disk.
 
 use std::collections::HashMap;
-use std::ffi::CString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -9,23 +8,66 @@ use std::sync::{Arc, Mutex};
 use ash::vk;
 use sha2::{Digest, Sha256};
 
-use super::{Device, GpuError};
+use super::{Buffer, Device, DeviceInfo, GpuError, Need};
 
 /// Push-constant bytes of every pipeline layout: what Vulkan guarantees.
 pub(super) const PUSH_BYTES: u32 = 128;
 
-/// One compiled shader of the kernel table.
+/// One compiled shader of the kernel table, a variant of a kernel; all of it is read back from its SPIR-V.
 #[derive(Debug)]
 pub struct Shader {
     pub name: &'static str,
+    pub kernel: &'static str,
     /// Specialization constants: (id, name), ascending.
     pub constants: &'static [(u32, &'static str)],
+    /// The push constants that are addresses, in order, and what is done with the memory behind each.
+    pub pointers: &'static [(&'static str, Access)],
+    /// Whether it follows addresses that it finds in memory; it reads there.
+    pub follows: bool,
+    pub needs: &'static [Need],
+    /// Invocations of a workgroup.
+    pub workgroup: [u32; 3],
+    /// Bytes of shared memory, by the constants.
+    pub shared_bytes: fn(&[u32]) -> u32,
     pub spirv: &'static [u8],
+}
+
+/// What a shader does with the memory behind an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// The variant does not use the address.
+    None,
+    Read,
+    Write,
+    ReadWrite,
+}
+
+impl Access {
+    pub fn writes(self) -> bool {
+        matches!(self, Access::Write | Access::ReadWrite)
+    }
+}
+
+/// What one dispatch of a kernel takes; `build.rs` generates a struct for each.
+pub trait Arguments {
+    const KERNEL: &'static str;
+    /// The push constants as the shader has them.
+    type Push: bytemuck::NoUninit;
+
+    /// The buffers behind the shader's addresses, in the order of [`Shader::pointers`]. `None` is for variants that do not use
+    /// them.
+    fn buffers(&self) -> impl Iterator<Item = Option<&Buffer>>;
+
+    /// The buffers behind the addresses that the shader finds in memory.
+    fn followed(&self) -> &[&Buffer];
+
+    fn push(&self) -> Self::Push;
 }
 
 pub struct Pipeline {
     pub(super) raw: vk::Pipeline,
     pub(super) name: String,
+    pub(super) shader: &'static Shader,
 }
 
 type Key = (&'static str, Vec<u32>);
@@ -74,7 +116,6 @@ impl Pipelines {
 impl Device {
     /// The pipeline of `shader` with `constants` (in the order of `Shader::constants`), made at first use.
     pub fn pipeline(&self, shader: &'static Shader, constants: &[u32]) -> Result<Arc<Pipeline>, GpuError> {
-        assert_eq!(constants.len(), shader.constants.len(), "{}: {:?}", shader.name, shader.constants);
         let key = (shader.name, constants.to_vec());
         // Held while compiling: two threads asking for one pipeline compile it once.
         let mut made = self.pipelines.made.lock().unwrap();
@@ -89,10 +130,10 @@ impl Device {
     fn compile(&self, shader: &'static Shader, constants: &[u32]) -> Result<Pipeline, GpuError> {
         let (cache, layout) = (self.pipelines.cache, self.pipelines.layout);
         let flags = vk::PipelineCreateFlags::empty();
-        let raw = create_pipeline(&self.raw, cache, layout, flags, shader, constants)?;
+        let raw = create_pipeline(&self.raw, self.info(), cache, layout, flags, shader, constants)?;
         let name = pipeline_name(shader, constants);
         self.name(raw, &name);
-        Ok(Pipeline { raw, name })
+        Ok(Pipeline { raw, name, shader })
     }
 
     /// Writes the pipeline cache for the next start. A cache that cannot be written costs time, not answers:
@@ -115,14 +156,22 @@ pub(super) fn pipeline_name(shader: &Shader, constants: &[u32]) -> String {
     format!("{}{}", shader.name, named.collect::<String>())
 }
 
+/// Compiles `shader` for the device, or says what that lacks.
 pub(super) fn create_pipeline(
     raw: &ash::Device,
+    device: &DeviceInfo,
     cache: vk::PipelineCache,
     layout: vk::PipelineLayout,
     flags: vk::PipelineCreateFlags,
     shader: &'static Shader,
     constants: &[u32],
 ) -> Result<vk::Pipeline, GpuError> {
+    assert_eq!(constants.len(), shader.constants.len(), "{}: {:?}", shader.name, shader.constants);
+    let (caps, name) = (&device.caps, pipeline_name(shader, constants));
+    let missing = caps.missing(shader, constants);
+    if !missing.is_empty() {
+        return Err(GpuError::Unsupported { name, device: device.name.clone(), missing: missing.join(", ") });
+    }
     let words: Vec<u32> =
         shader.spirv.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
     let entries: Vec<_> = shader
@@ -135,22 +184,28 @@ pub(super) fn create_pipeline(
         .collect();
     let specialization =
         vk::SpecializationInfo::default().map_entries(&entries).data(bytemuck::cast_slice(constants));
-    let entry_point = CString::new("main").expect("no NUL");
+    let mut subgroups = vk::PipelineShaderStageRequiredSubgroupSizeCreateInfo::default();
+    let mut stage = vk::PipelineShaderStageCreateInfo::default()
+        .stage(vk::ShaderStageFlags::COMPUTE)
+        .name(c"main")
+        .specialization_info(&specialization);
+    if caps.has_full_subgroups(shader.workgroup) {
+        stage = stage.flags(vk::PipelineShaderStageCreateFlags::REQUIRE_FULL_SUBGROUPS);
+    }
+    if let Some(size) = caps.required_subgroup_size() {
+        subgroups = subgroups.required_subgroup_size(size);
+        stage = stage.push_next(&mut subgroups);
+    }
     // SAFETY: the SPIR-V comes from glslang at build time; everything pointed to lives across the calls.
     unsafe {
         let module = raw
             .create_shader_module(&vk::ShaderModuleCreateInfo::default().code(&words), None)
             .map_err(GpuError::of("vkCreateShaderModule"))?;
-        let stage = vk::PipelineShaderStageCreateInfo::default()
-            .stage(vk::ShaderStageFlags::COMPUTE)
-            .module(module)
-            .name(&entry_point)
-            .specialization_info(&specialization);
-        let info = vk::ComputePipelineCreateInfo::default().flags(flags).stage(stage).layout(layout);
+        let info =
+            vk::ComputePipelineCreateInfo::default().flags(flags).stage(stage.module(module)).layout(layout);
         let made = raw.create_compute_pipelines(cache, &[info], None);
         raw.destroy_shader_module(module, None);
-        let name = || format!("compiling {}", pipeline_name(shader, constants));
-        Ok(made.map_err(|(_, e)| GpuError::of(&name())(e))?[0])
+        Ok(made.map_err(|(_, e)| GpuError::of(&format!("compiling {name}"))(e))?[0])
     }
 }
 

@@ -1,19 +1,20 @@
-//! Recording and submitting work. A [`Recorder`] derives barriers from what each command declares it reads and
-//! writes, and keeps those buffers alive as long as the recording is.
+//! Recording and submitting work. A [`Recorder`] derives barriers from what each command reads and writes, which for a
+//! dispatch its shader says, and keeps those buffers alive as long as the recording is.
 //!
 //! What is recorded is submitted alone, once, by [`Recorder::submit`]; or, by [`CommandBuffer::record`], for a
 //! [`Submission`], which hands it to the device with others, as often as wanted, each time after the last has ended.
 
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
 use ash::vk;
 
-use super::GpuError;
 use super::device::Device;
 use super::memory::{Buffer, Chunk};
-use super::pipeline::Pipeline;
+use super::pipeline::{Access, Arguments, PUSH_BYTES, Pipeline};
+use super::{Class, GpuError};
 
 /// Timed commands per command buffer; later ones run untimed, and the profile says how many.
 const MAX_TIMED: u32 = 256;
@@ -37,6 +38,8 @@ pub struct CommandBuffer {
     untimed: u64,
     /// What the recorded commands use, by address of the chunk.
     retained: BTreeMap<usize, Arc<Chunk>>,
+    /// What the recorded commands amount to.
+    counts: Counts,
     /// Timeline value of the last submission, while it may still be running.
     pending: Option<u64>,
 }
@@ -56,6 +59,7 @@ impl CommandBuffer {
             timed: Vec::new(),
             untimed: 0,
             retained: BTreeMap::new(),
+            counts: Counts::default(),
             pending: None,
         };
         if device.profile.is_some() {
@@ -86,6 +90,7 @@ impl CommandBuffer {
         device.patiently(|| {
             let mut recorder = self.begin_with(usage)?;
             record(&mut recorder);
+            recorder.let_go();
             recorder.commands.end()
         })
     }
@@ -101,6 +106,7 @@ impl CommandBuffer {
         self.retained.clear();
         self.timed.clear();
         self.untimed = 0;
+        self.counts = Counts::default();
         let (raw, flags) = (&self.device.raw, vk::CommandPoolResetFlags::empty());
         let info = vk::CommandBufferBeginInfo::default().flags(usage);
         // SAFETY: the last submission has finished.
@@ -108,7 +114,9 @@ impl CommandBuffer {
             raw.reset_command_pool(self.pool, flags).map_err(GpuError::of("vkResetCommandPool"))?;
             raw.begin_command_buffer(self.raw, &info).map_err(GpuError::of("vkBeginCommandBuffer"))
         })?;
-        let mut recorder = Recorder { commands: self, since_barrier: Accesses::default() };
+        let rehearsal = self.device.rehearsal();
+        let mut recorder =
+            Recorder { commands: self, since_barrier: Accesses::default(), rehearsal, held: Vec::new() };
         // Orders this buffer behind everything submitted before it.
         recorder.barrier();
         Ok(recorder)
@@ -135,6 +143,11 @@ impl CommandBuffer {
             unsafe { self.device.raw.reset_query_pool(self.queries, 0, 2 * MAX_TIMED) };
         }
         Ok(())
+    }
+
+    fn was_submitted(&mut self, value: u64) {
+        self.pending = Some(value);
+        self.device.count(&self.counts);
     }
 
     fn collect_times(&mut self) -> Result<(), GpuError> {
@@ -231,7 +244,7 @@ impl Submission {
         }
         let value = self.device.submit(&all, what)?;
         self.pending = Some(value);
-        recorded.iter_mut().for_each(|commands| commands.pending = Some(value));
+        recorded.iter_mut().for_each(|commands| commands.was_submitted(value));
         Ok(())
     }
 
@@ -329,111 +342,283 @@ struct Accesses {
 
 impl Accesses {
     /// Whether a command must come behind a barrier: it reads what was written, or writes what was read or written.
-    fn conflict(&self, reads: &[Range], writes: &[Range]) -> bool {
-        let overlap =
-            |a: &[Range], b: &[Range]| a.iter().any(|a| b.iter().any(|b| a.start < b.end && b.start < a.end));
-        overlap(&self.writes, reads) || overlap(&self.writes, writes) || overlap(&self.reads, writes)
+    fn conflict(&self, other: &Accesses) -> bool {
+        overlap(&self.writes, &other.reads)
+            || overlap(&self.writes, &other.writes)
+            || overlap(&self.reads, &other.writes)
     }
+}
+
+fn overlap(a: &[Range], b: &[Range]) -> bool {
+    a.iter().any(|a| b.iter().any(|b| a.start < b.end && b.start < a.end))
+}
+
+fn range(buffer: &Buffer) -> Range {
+    buffer.address()..buffer.address() + buffer.size()
+}
+
+/// In what order the commands between two barriers are handed to the device: nothing may depend on it. Drivers that run
+/// them one after the other, as they were recorded, hide a barrier that is missing; tests record them in other orders.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Order {
+    #[default]
+    AsRecorded,
+    Reversed,
+    /// By chance, from this seed.
+    Shuffled(u64),
+}
+
+/// How a device's commands are recorded, for tests; see [`Device::rehearse`](super::Device::rehearse).
+#[derive(Debug, Clone, Default)]
+pub struct Rehearsal {
+    pub order: Order,
+    /// A shader and its address, or "copy" and "to", or "fill" and "buffer", whose accesses are not noted: what a mistake in
+    /// their derivation would be.
+    pub forgotten: Option<(&'static str, &'static str)>,
+}
+
+impl Rehearsal {
+    fn forgets(&self, command: &str, pointer: &str) -> bool {
+        self.forgotten == Some((command, pointer))
+    }
+}
+
+/// What recorded commands amount to, once run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    pub dispatches: u64,
+    pub copies: u64,
+    pub barriers: u64,
+    /// Bytes that commands declare to read or write, by [`Class`]: whole ranges, however much of them a command
+    /// touches. A range that is read and written counts once.
+    pub declared: [u64; Class::ALL.len()],
+}
+
+impl Counts {
+    /// Those of weights, whatever matrix they are of.
+    pub fn weight_bytes(&self) -> u64 {
+        Class::ALL.iter().filter(|class| class.is_weights()).map(|class| self.declared[*class as usize]).sum()
+    }
+
+    pub fn kv_bytes(&self) -> u64 {
+        self.declared[Class::KvCache as usize]
+    }
+
+    /// Those of activations, and of what goes to the host and comes from there.
+    pub fn activation_bytes(&self) -> u64 {
+        self.declared.iter().sum::<u64>() - self.weight_bytes() - self.kv_bytes()
+    }
+
+    fn declare(&mut self, buffer: &Buffer) {
+        self.declared[buffer.chunk.class as usize] += buffer.size();
+    }
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, other: Counts) {
+        let Counts { dispatches, copies, barriers, declared } = other;
+        self.dispatches += dispatches;
+        self.copies += copies;
+        self.barriers += barriers;
+        self.declared.iter_mut().zip(declared).for_each(|(sum, bytes)| *sum += bytes);
+    }
+}
+
+impl std::ops::Sub for Counts {
+    type Output = Counts;
+
+    /// What came between two readings of a sum.
+    fn sub(mut self, before: Counts) -> Counts {
+        self.dispatches -= before.dispatches;
+        self.copies -= before.copies;
+        self.barriers -= before.barriers;
+        self.declared.iter_mut().zip(before.declared).for_each(|(now, before)| *now -= before);
+        self
+    }
+}
+
+/// A command whose place among others is not fixed yet.
+enum Command {
+    Dispatch {
+        pipeline: vk::Pipeline,
+        /// For its time, where that is taken.
+        name: Option<String>,
+        push: [u8; PUSH_BYTES as usize],
+        push_bytes: usize,
+        groups: [u32; 3],
+    },
+    Copy {
+        from: vk::Buffer,
+        to: vk::Buffer,
+        region: vk::BufferCopy,
+    },
+    Fill {
+        buffer: vk::Buffer,
+        offset: u64,
+        bytes: u64,
+        word: u32,
+    },
 }
 
 /// A command buffer being recorded.
 pub struct Recorder<'a> {
     commands: &'a mut CommandBuffer,
     since_barrier: Accesses,
+    rehearsal: Rehearsal,
+    /// Commands since the last barrier, where they change places.
+    held: Vec<Command>,
 }
 
 impl Recorder<'_> {
-    /// Runs `groups` workgroups. `reads` and `writes` are all that the shader touches: barriers and lifetimes
-    /// follow from them.
-    pub fn dispatch<P: bytemuck::NoUninit>(
-        &mut self,
-        pipeline: &Pipeline,
-        push: &P,
-        groups: [u32; 3],
-        reads: &[&Buffer],
-        writes: &[&Buffer],
-    ) {
-        assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{}: {groups:?} workgroups", pipeline.name);
-        self.order(reads, writes);
-        let time = self.start_timing(&pipeline.name);
-        let device = &self.commands.device;
-        // SAFETY: recording is open; the pipeline belongs to the device; the push constants fit the layout.
-        unsafe {
-            let raw = self.commands.raw;
-            device.raw.cmd_bind_pipeline(raw, vk::PipelineBindPoint::COMPUTE, pipeline.raw);
-            device.raw.cmd_push_constants(
-                raw,
-                device.pipelines.layout,
-                vk::ShaderStageFlags::COMPUTE,
-                0,
-                bytemuck::bytes_of(push),
+    /// Runs `groups` workgroups. What is read and written follows from the shader, barriers and lifetimes from that. Panics
+    /// where two addresses lead to the same memory and one of them is written through: a shader that works in place does so
+    /// through one address.
+    pub fn dispatch<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: [u32; 3]) {
+        let Pipeline { name, shader, .. } = pipeline;
+        assert!(shader.kernel == A::KERNEL, "{name} was given the arguments of {}", A::KERNEL);
+        assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{name}: {groups:?} workgroups");
+        let followed = arguments.followed();
+        assert!(shader.follows || followed.is_empty(), "{name} follows no addresses");
+        let mut accesses =
+            Accesses { reads: followed.iter().map(|b| range(b)).collect(), writes: Vec::new() };
+        let mut used: Vec<&Buffer> = followed.to_vec();
+        for (buffer, (pointer, access)) in arguments.buffers().zip(shader.pointers) {
+            if *access == Access::None {
+                continue;
+            }
+            let buffer = buffer.unwrap_or_else(|| panic!("{name}: it uses {pointer}, which was not given"));
+            used.push(buffer);
+            let one = [range(buffer)];
+            let is_free =
+                !overlap(&accesses.writes, &one) && !(access.writes() && overlap(&accesses.reads, &one));
+            assert!(
+                is_free,
+                "{name}: {pointer} is memory of another of its addresses, and one of them writes"
             );
-            device.raw.cmd_dispatch(raw, groups[0], groups[1], groups[2]);
+            let [one] = one;
+            match access {
+                _ if self.rehearsal.forgets(shader.name, pointer) => {}
+                access if access.writes() => accesses.writes.push(one),
+                _ => accesses.reads.push(one),
+            }
         }
-        self.stop_timing(time);
+        self.order(&used, accesses);
+        self.commands.counts.dispatches += 1;
+        let values = arguments.push();
+        let bytes = bytemuck::bytes_of(&values);
+        let mut push = [0; PUSH_BYTES as usize];
+        push[..bytes.len()].copy_from_slice(bytes);
+        let name = (self.commands.queries != vk::QueryPool::null()).then(|| name.clone());
+        self.add(Command::Dispatch { pipeline: pipeline.raw, name, push, push_bytes: bytes.len(), groups });
     }
 
     /// Copies `bytes` between buffers.
     pub fn copy(&mut self, from: &Buffer, to: &Buffer, bytes: u64) {
-        assert!(bytes <= from.size() && bytes <= to.size(), "copy beyond a buffer");
-        self.order(&[from], &[to]);
-        let region = [vk::BufferCopy::default().src_offset(from.offset).dst_offset(to.offset).size(bytes)];
-        // SAFETY: recording is open; the region lies in both buffers.
-        unsafe {
-            self.commands.device.raw.cmd_copy_buffer(
-                self.commands.raw,
-                from.chunk.raw,
-                to.chunk.raw,
-                &region,
-            );
+        let (from, to) = (from.slice(0, bytes), to.slice(0, bytes));
+        let mut accesses = Accesses { reads: vec![range(&from)], writes: vec![range(&to)] };
+        assert!(!overlap(&accesses.reads, &accesses.writes), "a copy onto itself");
+        if self.rehearsal.forgets("copy", "to") {
+            accesses.writes.clear();
         }
+        self.order(&[&from, &to], accesses);
+        self.commands.counts.copies += 1;
+        let region = vk::BufferCopy::default().src_offset(from.offset).dst_offset(to.offset).size(bytes);
+        self.add(Command::Copy { from: from.chunk.raw, to: to.chunk.raw, region });
     }
 
     /// Sets every 32-bit word of a buffer (rounded down to words).
     pub fn fill(&mut self, buffer: &Buffer, word: u32) {
-        self.order(&[], &[buffer]);
-        // SAFETY: recording is open; offset and size are multiples of 4 within the buffer.
-        unsafe {
-            self.commands.device.raw.cmd_fill_buffer(
-                self.commands.raw,
-                buffer.chunk.raw,
-                buffer.offset,
-                buffer.size() & !3,
-                word,
-            );
+        let mut accesses = Accesses { reads: Vec::new(), writes: vec![range(buffer)] };
+        if self.rehearsal.forgets("fill", "buffer") {
+            accesses.writes.clear();
         }
+        self.order(&[buffer], accesses);
+        let (offset, bytes) = (buffer.offset, buffer.size() & !3);
+        self.add(Command::Fill { buffer: buffer.chunk.raw, offset, bytes, word });
     }
 
     /// Ends recording and queues the work. What it wrote is visible to the host once the timeline has reached
     /// the value returned.
-    pub fn submit(self, what: &str) -> Result<u64, GpuError> {
+    pub fn submit(mut self, what: &str) -> Result<u64, GpuError> {
+        self.let_go();
         let Recorder { commands, .. } = self;
         show_to_host(&commands.device, commands.raw);
         commands.end()?;
         commands.make_ready()?;
         let value = commands.device.submit(&[commands.raw], what)?;
-        commands.pending = Some(value);
+        commands.was_submitted(value);
         Ok(value)
     }
 
-    /// Puts a barrier before a command if it conflicts with one recorded since the last barrier.
-    fn order(&mut self, reads: &[&Buffer], writes: &[&Buffer]) {
-        let ranges = |buffers: &[&Buffer]| -> Vec<Range> {
-            buffers.iter().map(|b| b.address()..b.address() + b.size()).collect()
-        };
-        let (read, written) = (ranges(reads), ranges(writes));
-        if self.since_barrier.conflict(&read, &written) {
+    /// Puts a barrier before a command if it conflicts with one recorded since the last barrier, and keeps what it uses.
+    fn order(&mut self, used: &[&Buffer], accesses: Accesses) {
+        if self.since_barrier.conflict(&accesses) {
             self.barrier();
         }
-        self.since_barrier.reads.extend(read);
-        self.since_barrier.writes.extend(written);
-        for buffer in reads.iter().chain(writes) {
+        self.since_barrier.reads.extend(accesses.reads);
+        self.since_barrier.writes.extend(accesses.writes);
+        for buffer in used {
+            self.commands.counts.declare(buffer);
             let key = Arc::as_ptr(&buffer.chunk) as usize;
             self.commands.retained.entry(key).or_insert_with(|| buffer.chunk.clone());
         }
     }
 
+    fn add(&mut self, command: Command) {
+        match self.rehearsal.order {
+            Order::AsRecorded => self.emit(command),
+            _ => self.held.push(command),
+        }
+    }
+
+    /// Hands over the commands that were held back, in the order of the rehearsal.
+    fn let_go(&mut self) {
+        let mut held = std::mem::take(&mut self.held);
+        match self.rehearsal.order {
+            Order::AsRecorded => {}
+            Order::Reversed => held.reverse(),
+            Order::Shuffled(seed) => {
+                let groups = self.commands.counts.barriers;
+                let mut keyed: Vec<_> = held.into_iter().enumerate().collect();
+                keyed.sort_by_cached_key(|(i, _)| {
+                    let mut hash = DefaultHasher::new();
+                    (seed, groups, i).hash(&mut hash);
+                    hash.finish()
+                });
+                held = keyed.into_iter().map(|(_, command)| command).collect();
+            }
+        }
+        held.into_iter().for_each(|command| self.emit(command));
+    }
+
+    fn emit(&mut self, command: Command) {
+        let time = match &command {
+            Command::Dispatch { name: Some(name), .. } => self.start_timing(name),
+            _ => None,
+        };
+        let (device, raw) = (&self.commands.device, self.commands.raw);
+        // SAFETY: recording is open; pipelines and buffers belong to the device and are retained; regions lie in their
+        // buffers, and fills are multiples of 4 there; push constants fit the layout.
+        unsafe {
+            match command {
+                Command::Dispatch { pipeline, push, push_bytes, groups: [x, y, z], .. } => {
+                    device.raw.cmd_bind_pipeline(raw, vk::PipelineBindPoint::COMPUTE, pipeline);
+                    let (layout, stage) = (device.pipelines.layout, vk::ShaderStageFlags::COMPUTE);
+                    device.raw.cmd_push_constants(raw, layout, stage, 0, &push[..push_bytes]);
+                    device.raw.cmd_dispatch(raw, x, y, z);
+                }
+                Command::Copy { from, to, region } => device.raw.cmd_copy_buffer(raw, from, to, &[region]),
+                Command::Fill { buffer, offset, bytes, word } => {
+                    device.raw.cmd_fill_buffer(raw, buffer, offset, bytes, word);
+                }
+            }
+        }
+        self.stop_timing(time);
+    }
+
     fn barrier(&mut self) {
+        self.let_go();
+        self.commands.counts.barriers += 1;
         let stages = vk::PipelineStageFlags2::COMPUTE_SHADER | vk::PipelineStageFlags2::ALL_TRANSFER;
         let barrier = [vk::MemoryBarrier2::default()
             .src_stage_mask(stages)
@@ -502,8 +687,10 @@ mod tests {
             (&[], &[], false),
         ];
         for (reads, writes, expected) in cases {
-            assert_eq!(seen.conflict(reads, writes), expected, "{reads:?} {writes:?}");
+            let accesses = Accesses { reads: reads.to_vec(), writes: writes.to_vec() };
+            assert_eq!(seen.conflict(&accesses), expected, "{reads:?} {writes:?}");
         }
-        assert!(!Accesses::default().conflict(&[0..10], &[0..10]));
+        let all = Accesses { reads: vec![0..10], writes: vec![0..10] };
+        assert!(!Accesses::default().conflict(&all));
     }
 }

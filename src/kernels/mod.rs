@@ -21,11 +21,6 @@ pub mod shaders {
     include!(concat!(env!("OUT_DIR"), "/shaders.rs"));
 }
 
-use shaders::{
-    AdjustPush, AttentionPush, EmbedPush, GegluPush, HistoryPush, LogprobsPush, MatmulPush, MomentsPush,
-    PoolPush, QkvStorePush, RmsNormPush, SamplePush,
-};
-
 /// Largest head: a workgroup of attention holds one in 64 vec4s. Heads are multiples of 4.
 pub const MAX_HEAD_DIM: usize = 256;
 /// Most query heads per KV head: their queries and scores fit 32 KiB of shared memory.
@@ -86,10 +81,10 @@ impl Activations {
         Activations { buffer, ..*self }
     }
 
-    fn check(&self, rows: usize, width: usize, what: &str) {
+    /// The memory of the first `rows` rows; panics where it has fewer, or another width.
+    fn used(&self, rows: usize, width: usize, what: &str) -> Buffer {
         assert_eq!(self.width, width, "{what}: width");
-        let needs = (rows * self.stride * 4) as u64;
-        assert!(self.buffer.size() >= needs, "{what}: {rows} rows do not fit");
+        words(&self.buffer, rows * self.stride, what)
     }
 }
 
@@ -114,6 +109,35 @@ pub struct AttentionShape {
     pub max_blocks: usize,
     /// Keys a token sees, itself included; `None`: all.
     pub window: Option<usize>,
+}
+
+/// The factors of an RMSNorm, `1 + w`: f32 `[width]`; and what keeps its root from 0.
+#[derive(Clone)]
+pub struct RmsNorm {
+    pub weight: Buffer,
+    pub eps: f32,
+}
+
+/// What attention in one layer is made of, beside its matrices.
+pub struct Attention {
+    pub shape: AttentionShape,
+    pub q_norm: RmsNorm,
+    pub k_norm: RmsNorm,
+    /// f32 `[max position][head_dim / 2][cos, sin]`
+    pub rope: Buffer,
+    /// Of queries, once they are normed and turned.
+    pub q_scale: f32,
+    pub cache: KvCache,
+}
+
+/// Rows of logits, and what draws change of them.
+#[derive(Clone)]
+pub struct Logits {
+    pub raw: Activations,
+    /// u32 of the same shape (`shaders/common/draws.glsl`).
+    pub adjusted: Activations,
+    /// Ids from here up are never drawn.
+    pub vocab: usize,
 }
 
 /// Per-token arrays of a step, on the device.
@@ -201,6 +225,14 @@ pub struct DrawArrays {
     pub ids: Buffer,
     /// `[rows][LOGPROB_WORDS]`: f32 of the id; pairs of u32 id and f32.
     pub logprobs: Buffer,
+}
+
+impl DrawArrays {
+    fn requests_of(&self, rows: usize) -> Buffer {
+        let bytes = (rows * size_of::<SampleRequest>()) as u64;
+        assert!(self.requests.size() >= bytes, "{rows} requests do not fit");
+        self.requests.slice(0, bytes)
+    }
 }
 
 /// The ids of each slot's sequence, by position: u32 `[slots][slot_len]`.
@@ -313,39 +345,32 @@ impl Kernels {
 
     /// `out[t] = embedding[ids[t]] * scale` for `tokens` tokens; `sampled` holds each slot's last id;
     /// beyond the last row, that one is taken.
-    #[allow(clippy::too_many_arguments)]
     pub fn embed(
         &self,
         recorder: &mut Recorder<'_>,
         embedding: &Embedding,
         ids: &Buffer,
         sampled: &Buffer,
-        scale: f32,
         out: &Activations,
         tokens: usize,
     ) {
-        let matrix = &embedding.matrix;
-        out.check(tokens, matrix.cols, "embed: out");
-        assert!(ids.size() >= 4 * tokens as u64);
+        let Embedding { matrix, table, scale } = embedding;
         let pipeline = self.scheme(matrix.scheme).embed.as_ref().expect("made for lookup");
-        let push = EmbedPush {
-            shards: embedding.table.address(),
-            ids: ids.address(),
-            sampled: sampled.address(),
-            embedded: out.buffer.address(),
+        let shards = matrix.shards.iter().flat_map(|shard| [Some(&shard.blocks), shard.scales.as_ref()]);
+        let arguments = shaders::Embed {
+            shards: table,
+            ids: &words(ids, tokens, "embed: ids"),
+            sampled,
+            embedded: &out.used(tokens, matrix.cols, "embed: out"),
             rows_per_shard: matrix.rows_per_shard as u32,
             rows: matrix.rows as u32,
             cols: matrix.cols as u32,
             out_stride: out.stride as u32,
             blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
-            scale,
+            scale: *scale,
+            followed: &shards.flatten().collect::<Vec<_>>(),
         };
-        let mut reads = vec![&embedding.table, ids, sampled];
-        for shard in &matrix.shards {
-            reads.push(&shard.blocks);
-            reads.extend(&shard.scales);
-        }
-        recorder.dispatch(pipeline, &push, [tokens as u32, 1, 1], &reads, &[&out.buffer]);
+        recorder.dispatch(pipeline, &arguments, [tokens as u32, 1, 1]);
     }
 
     /// `y[t] = W x[t]` for `tokens` rows of `x`.
@@ -357,17 +382,19 @@ impl Kernels {
         y: &Activations,
         tokens: usize,
     ) {
-        x.check(tokens, matrix.cols, "matmul: x");
-        y.check(tokens, matrix.rows, "matmul: y");
+        let input = x.used(tokens, matrix.cols, "matmul: x");
+        let output = y.used(tokens, matrix.rows, "matmul: y");
         let i = TILES.iter().position(|t| t.0 as usize >= tokens).unwrap_or(TILES.len() - 1);
         let (columns, row_tiles) = TILES[i];
         let pipeline = &self.scheme(matrix.scheme).matmul[i];
         for shard in &matrix.shards {
-            let push = MatmulPush {
-                blocks: shard.blocks.address(),
-                scales: shard.scales.as_ref().map_or(0, Buffer::address),
-                x: x.buffer.address(),
-                y: y.buffer.address() + 4 * shard.first_row as u64,
+            // A shard writes its own columns of y; they interleave, so the rest of it is declared, and barriers order shards.
+            let first = 4 * shard.first_row as u64;
+            let arguments = shaders::Matmul {
+                blocks: &shard.blocks,
+                scales: shard.scales.as_ref(),
+                x: &input,
+                y: &output.slice(first, output.size() - first),
                 rows: shard.rows as u32,
                 cols: matrix.cols as u32,
                 tokens: tokens as u32,
@@ -377,163 +404,132 @@ impl Kernels {
             };
             let tiles = shard.rows.div_ceil(TILE_ROWS) as u32;
             let groups = [tiles.div_ceil(row_tiles), (tokens as u32).div_ceil(columns), 1];
-            let mut reads = vec![&shard.blocks, &x.buffer];
-            reads.extend(&shard.scales);
-            // A shard writes its own columns of y; they interleave, so the whole is declared, and barriers order shards.
-            recorder.dispatch(pipeline, &push, groups, &reads, &[&y.buffer]);
+            recorder.dispatch(pipeline, &arguments, groups);
         }
     }
 
     /// `y[t] = norm(x[t])`
-    #[allow(clippy::too_many_arguments)]
     pub fn rms_norm(
         &self,
         recorder: &mut Recorder<'_>,
         x: &Activations,
-        weight: &Buffer,
-        eps: f32,
+        norm: &RmsNorm,
         y: &Activations,
         rows: usize,
     ) {
-        self.norm(recorder, &self.rms_norm, x, weight, eps, y, None, rows);
+        self.normalize(recorder, &self.rms_norm, (x, rows, None), norm, (y, rows));
     }
 
     /// `y[t] += norm(x[t])`
-    #[allow(clippy::too_many_arguments)]
     pub fn rms_norm_add(
         &self,
         recorder: &mut Recorder<'_>,
         x: &Activations,
-        weight: &Buffer,
-        eps: f32,
+        norm: &RmsNorm,
         y: &Activations,
         rows: usize,
     ) {
-        self.norm(recorder, &self.rms_norm_add, x, weight, eps, y, None, rows);
+        self.normalize(recorder, &self.rms_norm_add, (x, rows, None), norm, (y, rows));
     }
 
     /// `y[i] = norm(x[index[i]])` for `rows` entries of `index`, each a row of `x`.
-    #[allow(clippy::too_many_arguments)]
     pub fn rms_norm_gather(
         &self,
         recorder: &mut Recorder<'_>,
         x: &Activations,
         index: &Buffer,
-        weight: &Buffer,
-        eps: f32,
+        norm: &RmsNorm,
         y: &Activations,
         rows: usize,
     ) {
-        self.norm(recorder, &self.rms_norm_gather, x, weight, eps, y, Some(index), rows);
+        let index = words(index, rows, "rms_norm: index");
+        let all = x.buffer.size() as usize / 4 / x.stride;
+        self.normalize(recorder, &self.rms_norm_gather, (x, all, Some(&index)), norm, (y, rows));
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn norm(
+    fn normalize(
         &self,
         recorder: &mut Recorder<'_>,
         pipeline: &Pipeline,
-        x: &Activations,
-        weight: &Buffer,
-        eps: f32,
-        y: &Activations,
-        index: Option<&Buffer>,
-        rows: usize,
+        (x, x_rows, index): (&Activations, usize, Option<&Buffer>),
+        norm: &RmsNorm,
+        (y, rows): (&Activations, usize),
     ) {
-        x.check(if index.is_some() { 1 } else { rows }, x.width, "rms_norm: x");
-        y.check(rows, x.width, "rms_norm: y");
-        assert!(weight.size() >= 4 * x.width as u64 && index.is_none_or(|i| i.size() >= 4 * rows as u64));
-        let push = RmsNormPush {
-            x: x.buffer.address(),
-            weight: weight.address(),
-            y: y.buffer.address(),
-            rows: index.map_or(0, Buffer::address),
+        let arguments = shaders::RmsNorm {
+            x: &x.used(x_rows, x.width, "rms_norm: x"),
+            weight: &words(&norm.weight, x.width, "rms_norm: weight"),
+            y: &y.used(rows, x.width, "rms_norm: y"),
+            rows: index,
             dim: x.width as u32,
             x_stride: x.stride as u32,
             y_stride: y.stride as u32,
-            eps,
+            eps: norm.eps,
         };
-        let mut reads = vec![&x.buffer, weight, &y.buffer];
-        reads.extend(index);
-        recorder.dispatch(pipeline, &push, [rows as u32, 1, 1], &reads, &[&y.buffer]);
+        recorder.dispatch(pipeline, &arguments, [rows as u32, 1, 1]);
     }
 
-    /// QK-norm and RoPE of `q` (in place, times `q_scale`) and `k`, and the store of `k` and `v` in the cache.
-    /// `rope`: f32 `[max position][head_dim / 2][cos, sin]`.
-    #[allow(clippy::too_many_arguments)]
+    /// QK-norm and RoPE of `q` (in place, times its scale) and `k`, and the store of `k` and `v` in the cache.
     pub fn qkv_store(
         &self,
         recorder: &mut Recorder<'_>,
-        shape: &AttentionShape,
+        attention: &Attention,
         [q, k, v]: [&Activations; 3],
-        [q_norm, k_norm]: [&Buffer; 2],
-        rope: &Buffer,
-        eps: f32,
-        q_scale: f32,
         step: &StepArrays,
-        cache: &KvCache,
         tokens: usize,
     ) {
+        let Attention { shape, q_norm, k_norm, rope, q_scale, cache } = attention;
         self.check_heads(shape);
-        q.check(tokens, shape.num_heads * shape.head_dim, "qkv_store: q");
-        k.check(tokens, shape.num_kv_heads * shape.head_dim, "qkv_store: k");
-        v.check(tokens, shape.num_kv_heads * shape.head_dim, "qkv_store: v");
-        let push = QkvStorePush {
-            q: q.buffer.address(),
-            k: k.buffer.address(),
-            v: v.buffer.address(),
-            q_norm: q_norm.address(),
-            k_norm: k_norm.address(),
-            rope: rope.address(),
-            positions: step.positions.address(),
-            slot_mapping: step.slot_mapping.address(),
-            k_cache: cache.keys.address(),
-            v_cache: cache.values.address(),
+        assert!(q_norm.eps == k_norm.eps, "qkv_store: one eps");
+        let [q_width, kv_width] = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * shape.head_dim);
+        let arguments = shaders::QkvStore {
+            q: &q.used(tokens, q_width, "qkv_store: q"),
+            k: &k.used(tokens, kv_width, "qkv_store: k"),
+            v: &v.used(tokens, kv_width, "qkv_store: v"),
+            q_norm: &words(&q_norm.weight, shape.head_dim, "qkv_store: q_norm"),
+            k_norm: &words(&k_norm.weight, shape.head_dim, "qkv_store: k_norm"),
+            rope,
+            positions: &words(&step.positions, tokens, "qkv_store: positions"),
+            slot_mapping: &words(&step.slot_mapping, tokens, "qkv_store: slot_mapping"),
+            k_cache: &cache.keys,
+            v_cache: &cache.values,
             num_heads: shape.num_heads as u32,
             num_kv_heads: shape.num_kv_heads as u32,
             head_dim: shape.head_dim as u32,
             block_size: shape.block_size as u32,
-            eps,
-            q_scale,
+            eps: q_norm.eps,
+            q_scale: *q_scale,
         };
         let groups = [tokens as u32, (shape.num_heads + 2 * shape.num_kv_heads) as u32, 1];
-        let reads =
-            [&q.buffer, &k.buffer, &v.buffer, q_norm, k_norm, rope, &step.positions, &step.slot_mapping];
-        let writes = [&q.buffer, &cache.keys, &cache.values];
-        recorder.dispatch(&self.qkv_store, &push, groups, &reads, &writes);
+        recorder.dispatch(&self.qkv_store, &arguments, groups);
     }
 
     /// `y[t] = softmax(q[t] K) V` over what the token may see of its sequence's cached keys.
-    #[allow(clippy::too_many_arguments)]
     pub fn attention(
         &self,
         recorder: &mut Recorder<'_>,
-        shape: &AttentionShape,
+        attention: &Attention,
         q: &Activations,
-        cache: &KvCache,
         step: &StepArrays,
         y: &Activations,
         tokens: usize,
     ) {
+        let Attention { shape, cache, .. } = attention;
         self.check_heads(shape);
-        q.check(tokens, shape.num_heads * shape.head_dim, "attention: q");
-        y.check(tokens, shape.num_heads * shape.head_dim, "attention: y");
-        let push = AttentionPush {
-            q: q.buffer.address(),
-            k_cache: cache.keys.address(),
-            v_cache: cache.values.address(),
-            positions: step.positions.address(),
-            sequence_of: step.sequence_of.address(),
-            block_tables: step.block_tables.address(),
-            y: y.buffer.address(),
+        let width = shape.num_heads * shape.head_dim;
+        let arguments = shaders::Attention {
+            q: &q.used(tokens, width, "attention: q"),
+            k_cache: &cache.keys,
+            v_cache: &cache.values,
+            positions: &words(&step.positions, tokens, "attention: positions"),
+            sequence_of: &words(&step.sequence_of, tokens, "attention: sequence_of"),
+            block_tables: &step.block_tables,
+            y: &y.used(tokens, width, "attention: y"),
             num_kv_heads: shape.num_kv_heads as u32,
             block_size: shape.block_size as u32,
             max_blocks: shape.max_blocks as u32,
             window: shape.window.unwrap_or(0) as u32,
         };
-        let reads =
-            [&q.buffer, &cache.keys, &cache.values, &step.positions, &step.sequence_of, &step.block_tables];
-        let groups = [tokens as u32, shape.num_kv_heads as u32, 1];
-        recorder.dispatch(&self.attention, &push, groups, &reads, &[&y.buffer]);
+        recorder.dispatch(&self.attention, &arguments, [tokens as u32, shape.num_kv_heads as u32, 1]);
     }
 
     fn check_heads(&self, shape: &AttentionShape) {
@@ -543,34 +539,25 @@ impl Kernels {
 
     /// `gate = gelu_tanh(gate) * up`, in place.
     pub fn geglu(&self, recorder: &mut Recorder<'_>, gate: &Activations, up: &Activations, rows: usize) {
-        gate.check(rows, up.width, "geglu: gate");
-        up.check(rows, gate.width, "geglu: up");
         let count = rows * gate.stride;
-        let push = GegluPush {
-            gate: gate.buffer.address(),
-            up: up.buffer.address(),
-            y: gate.buffer.address(),
+        let arguments = shaders::Geglu {
+            gate: &gate.used(rows, up.width, "geglu: gate"),
+            up: &up.used(rows, gate.width, "geglu: up"),
             count: count as u32,
-            ..GegluPush::default()
         };
-        let groups = [count.div_ceil(256).min(65535) as u32, 1, 1];
-        recorder.dispatch(&self.geglu, &push, groups, &[&gate.buffer, &up.buffer], &[&gate.buffer]);
+        recorder.dispatch(&self.geglu, &arguments, [count.div_ceil(256).min(65535) as u32, 1, 1]);
     }
 
     /// `sums[c] += sum of x[t, c]^2` over `tokens` rows: f32, one for each column.
     pub fn moments(&self, recorder: &mut Recorder<'_>, x: &Activations, sums: &Buffer, tokens: usize) {
-        x.check(tokens, x.width, "moments: x");
-        assert!(sums.size() >= 4 * x.width as u64, "moments: sums");
-        let push = MomentsPush {
-            x: x.buffer.address(),
-            sums: sums.address(),
+        let arguments = shaders::Moments {
+            x: &x.used(tokens, x.width, "moments: x"),
+            sums: &words(sums, x.width, "moments: sums"),
             tokens: tokens as u32,
             width: x.width as u32,
             x_stride: x.stride as u32,
-            ..MomentsPush::default()
         };
-        let groups = [(x.width as u32).div_ceil(64), 1, 1];
-        recorder.dispatch(&self.moments, &push, groups, &[&x.buffer, sums], &[sums]);
+        recorder.dispatch(&self.moments, &arguments, [(x.width as u32).div_ceil(64), 1, 1]);
     }
 
     /// Adds the `tokens` rows of `x` to the one row of `sums`, or, where that is `fresh`, makes them what it is.
@@ -582,18 +569,15 @@ impl Kernels {
         fresh: bool,
         tokens: usize,
     ) {
-        x.check(tokens, sums.width, "pool: x");
-        sums.check(1, x.width, "pool: sums");
-        let push = PoolPush {
-            x: x.buffer.address(),
-            sums: sums.buffer.address(),
+        let arguments = shaders::Pool {
+            x: &x.used(tokens, sums.width, "pool: x"),
+            sums: &sums.used(1, x.width, "pool: sums"),
             tokens: tokens as u32,
             width: x.width as u32,
             x_stride: x.stride as u32,
             fresh: u32::from(fresh),
         };
-        let groups = [(x.width as u32).div_ceil(64), 1, 1];
-        recorder.dispatch(&self.pool, &push, groups, &[&x.buffer, &sums.buffer], &[&sums.buffer]);
+        recorder.dispatch(&self.pool, &arguments, [(x.width as u32).div_ceil(64), 1, 1]);
     }
 
     /// Writes the ids of `tokens` tokens where the history has their sequences; `slots`: u32 by entry of
@@ -607,48 +591,37 @@ impl Kernels {
         history: &History,
         tokens: usize,
     ) {
-        assert!(
-            [&step.ids, &step.positions, &step.sequence_of].iter().all(|b| b.size() >= 4 * tokens as u64)
-        );
-        let push = HistoryPush {
-            ids: step.ids.address(),
-            sampled: sampled.address(),
-            positions: step.positions.address(),
-            sequence_of: step.sequence_of.address(),
-            slots: slots.address(),
-            history: history.ids.address(),
+        let arguments = shaders::History {
+            ids: &words(&step.ids, tokens, "history: ids"),
+            sampled,
+            positions: &words(&step.positions, tokens, "history: positions"),
+            sequence_of: &words(&step.sequence_of, tokens, "history: sequence_of"),
+            slots,
+            history: &history.ids,
             tokens: tokens as u32,
             slot_len: history.slot_len as u32,
         };
-        let reads = [&step.ids, sampled, &step.positions, &step.sequence_of, slots];
-        recorder.dispatch(
-            &self.history,
-            &push,
-            [(tokens as u32).div_ceil(64), 1, 1],
-            &reads,
-            &[&history.ids],
-        );
+        recorder.dispatch(&self.history, &arguments, [(tokens as u32).div_ceil(64), 1, 1]);
     }
 
-    /// Writes what penalties and biases make of some of the `logits` to `adjusted`, of the same shape, all of whose words
-    /// are 0; [`Kernels::clear_adjusted`] makes them so again. `requests`: what [`DrawArrays::requests`] holds. Nothing
-    /// is recorded where none of them changes anything.
+    /// Writes what penalties and biases make of some of the logits to [`Logits::adjusted`], all of whose words are 0;
+    /// [`Kernels::clear_adjusted`] makes them so again. `requests`: what [`DrawArrays::requests`] holds. Nothing is recorded
+    /// where none of them changes anything.
     pub fn adjust(
         &self,
         recorder: &mut Recorder<'_>,
-        logits: &Activations,
-        adjusted: &Activations,
+        logits: &Logits,
         draws: &DrawArrays,
         history: &History,
         requests: &[SampleRequest],
     ) {
         let [count, penalize, bias] = &self.adjust;
         if requests.iter().any(|request| request.history_len > 0) {
-            self.adjust_by(recorder, count, logits, adjusted, draws, history, requests);
-            self.adjust_by(recorder, penalize, logits, adjusted, draws, history, requests);
+            self.adjust_by(recorder, count, logits, draws, history, requests);
+            self.adjust_by(recorder, penalize, logits, draws, history, requests);
         }
         if requests.iter().any(|request| request.biases > 0) {
-            self.adjust_by(recorder, bias, logits, adjusted, draws, history, requests);
+            self.adjust_by(recorder, bias, logits, draws, history, requests);
         }
     }
 
@@ -656,113 +629,91 @@ impl Kernels {
     pub fn clear_adjusted(
         &self,
         recorder: &mut Recorder<'_>,
-        logits: &Activations,
-        adjusted: &Activations,
+        logits: &Logits,
         draws: &DrawArrays,
         history: &History,
         requests: &[SampleRequest],
     ) {
         if requests.iter().any(|request| request.changes() > 0) {
-            self.adjust_by(recorder, &self.adjust_clear, logits, adjusted, draws, history, requests);
+            self.adjust_by(recorder, &self.adjust_clear, logits, draws, history, requests);
         }
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn adjust_by(
         &self,
         recorder: &mut Recorder<'_>,
         pipeline: &Pipeline,
-        logits: &Activations,
-        adjusted: &Activations,
+        logits: &Logits,
         draws: &DrawArrays,
         history: &History,
         requests: &[SampleRequest],
     ) {
-        logits.check(requests.len(), adjusted.width, "adjust: logits");
-        adjusted.check(requests.len(), logits.width, "adjust: adjusted");
-        assert!(draws.requests.size() >= size_of_val(requests) as u64);
+        let (rows, Logits { raw, adjusted, .. }) = (requests.len(), logits);
         for request in requests {
             let bytes = (request.first_bias + request.biases) as usize * size_of::<Bias>();
             assert!(draws.bias.size() >= bytes as u64, "adjust: bias");
             assert!(request.history_len as usize <= history.slot_len, "adjust: history");
         }
-        let push = AdjustPush {
-            logits: logits.buffer.address(),
-            adjusted: adjusted.buffer.address(),
-            requests: draws.requests.address(),
-            history: history.ids.address(),
-            bias: draws.bias.address(),
-            stride: logits.stride as u32,
+        let arguments = shaders::Adjust {
+            logits: Some(&raw.used(rows, adjusted.width, "adjust: logits")),
+            adjusted: &adjusted.used(rows, raw.width, "adjust: adjusted"),
+            requests: &draws.requests_of(rows),
+            history: Some(&history.ids),
+            bias: Some(&draws.bias),
+            stride: raw.stride as u32,
             slot_len: history.slot_len as u32,
         };
         let most = requests.iter().map(SampleRequest::changes).max().unwrap_or(0);
-        let groups = [most.div_ceil(256).clamp(1, 64), requests.len() as u32, 1];
-        let reads = [&logits.buffer, &adjusted.buffer, &draws.requests, &history.ids, &draws.bias];
-        recorder.dispatch(pipeline, &push, groups, &reads, &[&adjusted.buffer]);
+        recorder.dispatch(pipeline, &arguments, [most.div_ceil(256).clamp(1, 64), rows as u32, 1]);
     }
 
-    /// Draws a token per row of `logits`, with what [`Kernels::adjust`] made of them: `ids[row]`, and `sampled[slot]`. Ids
-    /// from `vocab` up are never drawn.
-    #[allow(clippy::too_many_arguments)]
+    /// Draws a token for each row of logits, with what [`Kernels::adjust`] made of them: `ids[row]`, and `sampled[slot]`.
     pub fn sample(
         &self,
         recorder: &mut Recorder<'_>,
-        logits: &Activations,
-        adjusted: &Activations,
-        vocab: usize,
+        logits: &Logits,
         draws: &DrawArrays,
         sampled: &Buffer,
         rows: usize,
     ) {
-        logits.check(rows, logits.width, "sample: logits");
-        adjusted.check(rows, logits.width, "sample: adjusted");
-        assert!(vocab > 0 && vocab <= logits.width);
-        let DrawArrays { requests, masks, ids, .. } = draws;
-        assert!(
-            requests.size() >= (rows * size_of::<SampleRequest>()) as u64 && ids.size() >= 4 * rows as u64
-        );
-        let push = SamplePush {
-            logits: logits.buffer.address(),
-            adjusted: adjusted.buffer.address(),
-            masks: masks.address(),
-            requests: requests.address(),
-            ids: ids.address(),
-            sampled: sampled.address(),
-            vocab: vocab as u32,
-            logits_stride: logits.stride as u32,
-            mask_words: mask_words(logits.width) as u32,
-            ..SamplePush::default()
+        let Logits { raw, adjusted, vocab } = logits;
+        assert!(*vocab > 0 && *vocab <= raw.width, "sample: {vocab} ids");
+        let arguments = shaders::Sample {
+            logits: &raw.used(rows, raw.width, "sample: logits"),
+            adjusted: &adjusted.used(rows, raw.width, "sample: adjusted"),
+            masks: &draws.masks,
+            requests: &draws.requests_of(rows),
+            ids: &words(&draws.ids, rows, "sample: ids"),
+            sampled,
+            vocab: *vocab as u32,
+            logits_stride: raw.stride as u32,
+            mask_words: mask_words(raw.width) as u32,
         };
-        let reads = [&logits.buffer, &adjusted.buffer, masks, requests];
-        recorder.dispatch(&self.sample, &push, [rows as u32, 1, 1], &reads, &[ids, sampled]);
+        recorder.dispatch(&self.sample, &arguments, [rows as u32, 1, 1]);
     }
 
-    /// Log probabilities, of the raw `logits` of ids below `vocab`, of the ids that were drawn, and of the most likely ones,
-    /// for the rows whose requests want them.
-    pub fn logprobs(
-        &self,
-        recorder: &mut Recorder<'_>,
-        logits: &Activations,
-        vocab: usize,
-        draws: &DrawArrays,
-        rows: usize,
-    ) {
-        logits.check(rows, logits.width, "logprobs: logits");
-        let DrawArrays { requests, ids, logprobs, .. } = draws;
-        assert!(vocab > 0 && vocab <= logits.width && logprobs.size() >= (4 * rows * LOGPROB_WORDS) as u64);
-        let push = LogprobsPush {
-            logits: logits.buffer.address(),
-            requests: requests.address(),
-            ids: ids.address(),
-            result: logprobs.address(),
-            vocab: vocab as u32,
-            logits_stride: logits.stride as u32,
+    /// Log probabilities, by the raw logits, of the ids that were drawn, and of the most likely ones, for the rows whose
+    /// requests want them.
+    pub fn logprobs(&self, recorder: &mut Recorder<'_>, logits: &Logits, draws: &DrawArrays, rows: usize) {
+        let Logits { raw, vocab, .. } = logits;
+        assert!(*vocab > 0 && *vocab <= raw.width, "logprobs: {vocab} ids");
+        let arguments = shaders::Logprobs {
+            logits: &raw.used(rows, raw.width, "logprobs: logits"),
+            requests: &draws.requests_of(rows),
+            ids: &words(&draws.ids, rows, "logprobs: ids"),
+            result: &words(&draws.logprobs, rows * LOGPROB_WORDS, "logprobs: result"),
+            vocab: *vocab as u32,
+            logits_stride: raw.stride as u32,
             out_stride: LOGPROB_WORDS as u32,
-            ..LogprobsPush::default()
         };
-        let reads = [&logits.buffer, requests, ids];
-        recorder.dispatch(&self.logprobs, &push, [rows as u32, 1, 1], &reads, &[logprobs]);
+        recorder.dispatch(&self.logprobs, &arguments, [rows as u32, 1, 1]);
     }
+}
+
+/// The first `count` 32-bit words of a buffer; panics where it has fewer.
+fn words(buffer: &Buffer, count: usize, what: &str) -> Buffer {
+    assert!(buffer.size() >= 4 * count as u64, "{what}: {count} words do not fit");
+    buffer.slice(0, 4 * count as u64)
 }
 
 /// The shaders for matrices of a scheme; the size of its groups is a push constant.

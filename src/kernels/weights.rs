@@ -127,6 +127,8 @@ fn rows_per_shard(scheme: Scheme, rows: usize, cols: usize, max_shard_bytes: u64
 pub struct Embedding {
     pub(super) matrix: Matrix,
     pub(super) table: Buffer,
+    /// What looked-up rows are multiplied by.
+    pub(super) scale: f32,
 }
 
 impl Embedding {
@@ -139,6 +141,7 @@ impl Embedding {
         arena: &mut Arena,
         uploader: &mut Uploader<UploadError>,
         matrix: Matrix,
+        scale: f32,
     ) -> Result<Embedding, UploadError> {
         let addresses: Vec<[u64; 2]> = matrix
             .shards
@@ -148,7 +151,7 @@ impl Embedding {
         let bytes = Embedding::table_bytes(addresses.len());
         let table = arena.alloc(MemoryKind::Device, Class::Embedding, bytes, "embedding shard table")?;
         uploader.upload(&table, &addresses)?;
-        Ok(Embedding { matrix, table })
+        Ok(Embedding { matrix, table, scale })
     }
 
     /// The same weights as an output projection (tied embeddings).

@@ -28,8 +28,8 @@ use crate::gpu::placement::{self, Class, MemoryKind, Placement};
 use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission, Uploader};
 use crate::kernels::{
-    Activations, AttentionShape, Embedding, Heads, History, Kernels, KvCache, MAX_GROUP, Matrix,
-    SampleRequest, UploadError,
+    Activations, Attention, AttentionShape, Embedding, Heads, History, Kernels, KvCache, Logits, MAX_GROUP,
+    Matrix, RmsNorm, SampleRequest, UploadError,
 };
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
@@ -134,12 +134,11 @@ impl From<UploadError> for LoadError {
 /// The weights of one layer on the device.
 struct Layer {
     kind: LayerType,
-    input_layernorm: Buffer,
-    post_attention_layernorm: Buffer,
-    pre_feedforward_layernorm: Buffer,
-    post_feedforward_layernorm: Buffer,
-    q_norm: Buffer,
-    k_norm: Buffer,
+    input_layernorm: RmsNorm,
+    post_attention_layernorm: RmsNorm,
+    pre_feedforward_layernorm: RmsNorm,
+    post_feedforward_layernorm: RmsNorm,
+    attention: Attention,
     q_proj: Matrix,
     k_proj: Matrix,
     v_proj: Matrix,
@@ -147,7 +146,6 @@ struct Layer {
     gate_proj: Matrix,
     up_proj: Matrix,
     down_proj: Matrix,
-    cache: KvCache,
     /// Sums of squares of what meets q, k and v; o; gate and up; down: f32 for each column.
     moments: Option<[Buffer; 4]>,
 }
@@ -169,11 +167,10 @@ struct Scratch {
     /// `[intermediate_size]`
     gate: Activations,
     up: Activations,
-    /// The normed rows that logits are wanted of, `[LOGIT_ROWS, hidden_size]`, the logits, and what draws change of them,
-    /// of which all is 0 between steps.
+    /// The normed rows that logits are wanted of, `[LOGIT_ROWS, hidden_size]`, and the logits; what draws change of them is
+    /// all 0 between steps.
     final_rows: Activations,
-    logits: Activations,
-    adjusted: Activations,
+    logits: Logits,
     /// Sums of normed rows of the residual stream, a row for each slot, `[hidden_size]`.
     pooled: Activations,
 }
@@ -185,14 +182,10 @@ pub struct Gemma3 {
     generation: GenerationConfig,
     limits: Limits,
     kv: KvDtype,
-    sample_below: usize,
     kernels: Kernels,
     embedding: Embedding,
-    norm: Buffer,
+    norm: RmsNorm,
     layers: Vec<Layer>,
-    /// (cos, sin) per position and dimension pair: sliding layers, full layers.
-    rope_sliding: Buffer,
-    rope_full: Buffer,
     scratch: Scratch,
     frames: Vec<Frame>,
     /// u32 per slot: the id last sampled there.
@@ -416,7 +409,7 @@ impl Gemma3 {
         assert!(self.in_flight.is_empty(), "logits beside a step in flight");
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
         let chunk = self.limits.max_batch_tokens.min(READBACK_ROWS);
-        let (vocab, stride) = (self.config.vocab_size, self.scratch.logits.stride);
+        let (vocab, stride) = (self.config.vocab_size, self.scratch.logits.raw.stride);
         let mut padded = vec![0f32; chunk * stride];
         let mut rows = vec![0f32; chunk * vocab];
         for (i, ids) in tokens.chunks(chunk).enumerate() {
@@ -516,17 +509,16 @@ impl Gemma3 {
         for copy in &batch.copies {
             self.record_copy(r, copy);
         }
-        let scale = (self.config.hidden_size as f64).sqrt() as f32;
         let (ids, hidden) = (&frame.full.ids, &self.scratch.hidden);
-        self.kernels.embed(r, &self.embedding, ids, &self.sampled, scale, hidden, tokens);
+        self.kernels.embed(r, &self.embedding, ids, &self.sampled, hidden, tokens);
         self.record_history(r, frame, batch);
     }
 
     /// The sums of hidden states that are wanted; the logits, and what is drawn from them, or else their way to the host.
     fn record_closing(&self, r: &mut Recorder<'_>, frame: &Frame, wanted: &Wanted, tokens: usize) {
-        let (k, s, eps, rows) = (&self.kernels, &self.scratch, self.config.rms_norm_eps, wanted.rows.len());
+        let (k, s, rows) = (&self.kernels, &self.scratch, wanted.rows.len());
         if !wanted.pooling.is_empty() {
-            k.rms_norm(r, &s.hidden, &self.norm, eps, &s.normed, tokens);
+            k.rms_norm(r, &s.hidden, &self.norm, &s.normed, tokens);
             let mut to = 0;
             for PoolRequest { rows, slot, fresh, last } in &wanted.pooling {
                 let slot = *slot as usize;
@@ -541,11 +533,11 @@ impl Gemma3 {
         if rows == 0 {
             return;
         }
-        k.rms_norm_gather(r, &s.hidden, &frame.logit_rows, &self.norm, eps, &s.final_rows, rows);
-        k.matmul(r, self.embedding.matrix(), &s.final_rows, &s.logits, rows);
+        k.rms_norm_gather(r, &s.hidden, &frame.logit_rows, &self.norm, &s.final_rows, rows);
+        k.matmul(r, self.embedding.matrix(), &s.final_rows, &s.logits.raw, rows);
         if wanted.requests.is_empty() {
             let bytes = Activations::bytes(rows, self.config.vocab_size);
-            r.copy(&s.logits.buffer, &self.logits_readback, bytes);
+            r.copy(&s.logits.raw.buffer, &self.logits_readback, bytes);
         } else {
             self.record_draws(r, frame, &wanted.requests);
         }
@@ -559,7 +551,8 @@ impl Gemma3 {
         };
         let bytes = memory::kv_block_bytes(&self.config, self.kv, self.limits.kv.block_size);
         for layer in self.layers.iter().filter(|layer| layer.kind == kind) {
-            for half in [&layer.cache.keys, &layer.cache.values] {
+            let KvCache { keys, values } = &layer.attention.cache;
+            for half in [keys, values] {
                 let block = |id: u32| half.slice(u64::from(id) * bytes, bytes);
                 r.copy(&block(copy.from), &block(copy.to), bytes);
             }
@@ -588,65 +581,48 @@ impl Gemma3 {
 
     /// Draws an id from each row of logits.
     fn record_draws(&self, r: &mut Recorder<'_>, frame: &Frame, requests: &[SampleRequest]) {
-        let (k, draws, below, n) = (&self.kernels, &frame.draws, self.sample_below, requests.len());
-        let Scratch { logits, adjusted, .. } = &self.scratch;
-        k.adjust(r, logits, adjusted, draws, &self.history, requests);
-        k.sample(r, logits, adjusted, below, draws, &self.sampled, n);
-        k.clear_adjusted(r, logits, adjusted, draws, &self.history, requests);
+        let (k, draws, logits, n) = (&self.kernels, &frame.draws, &self.scratch.logits, requests.len());
+        k.adjust(r, logits, draws, &self.history, requests);
+        k.sample(r, logits, draws, &self.sampled, n);
+        k.clear_adjusted(r, logits, draws, &self.history, requests);
         if requests.iter().any(|request| request.logprobs > 0) {
-            k.logprobs(r, logits, below, draws, n);
+            k.logprobs(r, logits, draws, n);
         }
     }
 
     /// One decoder layer, for some of a step's tokens: attention and feed-forward, each between two norms, added to the
     /// residual stream.
     fn record_layer(&self, r: &mut Recorder<'_>, layer: &Layer, frame: &Frame, rows: Range<usize>) {
-        let (k, s, eps, n) = (&self.kernels, self.scratch.rows(&rows), self.config.rms_norm_eps, rows.len());
-        let (shape, rope, arrays) = match layer.kind {
-            LayerType::SlidingAttention => {
-                let shape = self.attention_shape(Some(self.config.sliding_window));
-                (shape, &self.rope_sliding, frame.sliding.rows(&rows))
-            }
-            LayerType::FullAttention => (self.attention_shape(None), &self.rope_full, frame.full.rows(&rows)),
+        let (k, s, attention, n) = (&self.kernels, self.scratch.rows(&rows), &layer.attention, rows.len());
+        let step = match layer.kind {
+            LayerType::SlidingAttention => frame.sliding.rows(&rows),
+            LayerType::FullAttention => frame.full.rows(&rows),
         };
-        let q_scale = self.config.query_pre_attn_scalar.powf(-0.5) as f32;
         let watch = |r: &mut Recorder<'_>, which: usize, x: &Activations| {
             if let Some(moments) = &layer.moments {
                 k.moments(r, x, &moments[which], n);
             }
         };
 
-        k.rms_norm(r, &s.hidden, &layer.input_layernorm, eps, &s.normed, n);
+        k.rms_norm(r, &s.hidden, &layer.input_layernorm, &s.normed, n);
         watch(r, 0, &s.normed);
         k.matmul(r, &layer.q_proj, &s.normed, &s.q, n);
         k.matmul(r, &layer.k_proj, &s.normed, &s.k, n);
         k.matmul(r, &layer.v_proj, &s.normed, &s.v, n);
-        let norms = [&layer.q_norm, &layer.k_norm];
-        k.qkv_store(r, &shape, [&s.q, &s.k, &s.v], norms, rope, eps, q_scale, &arrays, &layer.cache, n);
-        k.attention(r, &shape, &s.q, &layer.cache, &arrays, &s.attended, n);
+        k.qkv_store(r, attention, [&s.q, &s.k, &s.v], &step, n);
+        k.attention(r, attention, &s.q, &step, &s.attended, n);
         watch(r, 1, &s.attended);
         k.matmul(r, &layer.o_proj, &s.attended, &s.delta, n);
-        k.rms_norm_add(r, &s.delta, &layer.post_attention_layernorm, eps, &s.hidden, n);
+        k.rms_norm_add(r, &s.delta, &layer.post_attention_layernorm, &s.hidden, n);
 
-        k.rms_norm(r, &s.hidden, &layer.pre_feedforward_layernorm, eps, &s.normed, n);
+        k.rms_norm(r, &s.hidden, &layer.pre_feedforward_layernorm, &s.normed, n);
         watch(r, 2, &s.normed);
         k.matmul(r, &layer.gate_proj, &s.normed, &s.gate, n);
         k.matmul(r, &layer.up_proj, &s.normed, &s.up, n);
         k.geglu(r, &s.gate, &s.up, n);
         watch(r, 3, &s.gate);
         k.matmul(r, &layer.down_proj, &s.gate, &s.delta, n);
-        k.rms_norm_add(r, &s.delta, &layer.post_feedforward_layernorm, eps, &s.hidden, n);
-    }
-
-    fn attention_shape(&self, window: Option<usize>) -> AttentionShape {
-        AttentionShape {
-            num_heads: self.config.num_attention_heads,
-            num_kv_heads: self.config.num_key_value_heads,
-            head_dim: self.config.head_dim,
-            block_size: self.limits.kv.block_size,
-            max_blocks: memory::table_blocks(&self.limits),
-            window,
-        }
+        k.rms_norm_add(r, &s.delta, &layer.post_feedforward_layernorm, &s.hidden, n);
     }
 }
 
@@ -822,8 +798,10 @@ impl Load<'_> {
         let kernels = Kernels::new(device, &kinds, *embed_scheme, heads)?;
 
         let embedding = loader.matrix(arena, &weights.embed_tokens, *embed_scheme, Class::Embedding)?;
-        let embedding = Embedding::new(arena, &mut loader.uploader, embedding)?;
-        let norm = loader.norm(arena, &weights.norm)?;
+        let embed_scale = (config.hidden_size as f64).sqrt() as f32;
+        let embedding = Embedding::new(arena, &mut loader.uploader, embedding, embed_scale)?;
+        let eps = config.rms_norm_eps;
+        let norm = loader.norm(arena, &weights.norm, eps)?;
         let mut layers = Vec::new();
         for ((w, &kind), schemes) in weights.layers.iter().zip(&config.layer_types).zip(layer_schemes) {
             let [q, k, v, o, gate, up, down] = *schemes;
@@ -833,7 +811,7 @@ impl Load<'_> {
             let mut ffn = |t, scheme| loader.matrix(arena, t, scheme, Class::Ffn);
             let [gate_proj, up_proj, down_proj] =
                 [ffn(&w.gate_proj, gate)?, ffn(&w.up_proj, up)?, ffn(&w.down_proj, down)?];
-            let mut norm = |t: &Tensor| loader.norm(arena, t);
+            let mut norm = |t: &Tensor| loader.norm(arena, t, eps);
             layers.push((
                 kind,
                 [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj],
@@ -848,7 +826,8 @@ impl Load<'_> {
             ));
         }
         loader.read_queued()?;
-        let (scratch, sampled, history) = match of {
+        let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
+        let (mut scratch, sampled, history) = match of {
             Some(model) => {
                 (model.scratch.by_turns(config, tokens), model.sampled.clone(), model.history.clone())
             }
@@ -859,6 +838,8 @@ impl Load<'_> {
                 (scratch, sampled, History { ids: history, slot_len: limits.max_context })
             }
         };
+        // What the model itself has no row for is no guess.
+        scratch.logits.vocab = of.map_or(sample_below, |model| sample_below.min(model.scratch.logits.vocab));
         let logits_readback = match of {
             Some(model) => model.logits_readback.clone(),
             None => {
@@ -877,6 +858,7 @@ impl Load<'_> {
             loader.uploader.upload(&buffer, &table)?;
             Ok::<_, LoadError>(buffer)
         });
+        let (rope_sliding, rope_full) = (rope_sliding?, rope_full?);
         let mut moments = Vec::new();
         for i in 0..if options.moments && of.is_none() { layers.len() } else { 0 } {
             let [a, b, c, d] = memory::moment_widths(config)
@@ -893,16 +875,28 @@ impl Load<'_> {
                     arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
                 };
                 let cache = KvCache { keys: half("key")?, values: half("value")? };
+                let (window, rope) = match kind {
+                    LayerType::SlidingAttention => (Some(config.sliding_window), &rope_sliding),
+                    LayerType::FullAttention => (None, &rope_full),
+                };
+                let shape = AttentionShape {
+                    num_heads: config.num_attention_heads,
+                    num_kv_heads: config.num_key_value_heads,
+                    head_dim: config.head_dim,
+                    block_size: limits.kv.block_size,
+                    max_blocks: memory::table_blocks(&limits),
+                    window,
+                };
                 let [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj] = matrices;
                 let [n1, n2, n3, n4, q_norm, k_norm] = norms;
+                let q_scale = config.query_pre_attn_scalar.powf(-0.5) as f32;
                 Ok(Layer {
                     kind,
                     input_layernorm: n1,
                     post_attention_layernorm: n2,
                     pre_feedforward_layernorm: n3,
                     post_feedforward_layernorm: n4,
-                    q_norm,
-                    k_norm,
+                    attention: Attention { shape, q_norm, k_norm, rope: rope.clone(), q_scale, cache },
                     q_proj,
                     k_proj,
                     v_proj,
@@ -910,7 +904,6 @@ impl Load<'_> {
                     gate_proj,
                     up_proj,
                     down_proj,
-                    cache,
                     moments: moments.next(),
                 })
             })
@@ -919,9 +912,6 @@ impl Load<'_> {
         let frames = (0..MAX_IN_FLIGHT)
             .map(|i| Frame::new(arena, config, &limits, i))
             .collect::<Result<Vec<_>, LoadError>>()?;
-        let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
-        // What the model itself has no row for is no guess.
-        let sample_below = of.map_or(sample_below, |model| sample_below.min(model.sample_below));
         checkpoint.release_all();
         *done = loader.done;
         let bytes = weights.iter().map(|t| t.stored_bytes()).sum();
@@ -933,13 +923,10 @@ impl Load<'_> {
             generation: source.generation.clone(),
             limits,
             kv: options.kv,
-            sample_below,
             kernels,
             embedding,
             norm,
             layers,
-            rope_sliding: rope_sliding?,
-            rope_full: rope_full?,
             scratch,
             frames,
             sampled,
@@ -1008,8 +995,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// A norm's factors, `1 + w`.
-    fn norm(&mut self, arena: &mut Arena, tensor: &Tensor) -> Result<Buffer, LoadError> {
+    fn norm(&mut self, arena: &mut Arena, tensor: &Tensor, eps: f32) -> Result<RmsNorm, LoadError> {
         let mut values = self.checkpoint.read_f32(tensor)?;
         if !self.checkpoint.norms_hold_one() {
             values.iter_mut().for_each(|w| *w += 1.0);
@@ -1020,7 +1006,7 @@ impl<'a> Loader<'a> {
         self.done += tensor.stored_bytes();
         let done = self.done + self.queued_bytes();
         (self.progress)(Progress { done, total: self.total });
-        Ok(buffer)
+        Ok(RmsNorm { weight: buffer, eps })
     }
 }
 
@@ -1088,8 +1074,8 @@ impl Scratch {
     /// The same buffers for another model, whose steps come before and behind those of this one.
     fn by_turns(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, .. } = self;
-        let Scratch { final_rows, logits, adjusted, pooled, .. } = self;
-        let all = [hidden, normed, delta, q, attended, k, v, gate, up, final_rows, logits, adjusted, pooled];
+        let Scratch { final_rows, logits: Logits { raw, adjusted, .. }, pooled, .. } = self;
+        let all = [hidden, normed, delta, q, attended, k, v, gate, up, final_rows, raw, adjusted, pooled];
         Scratch::of(config, tokens, all.map(|activations| activations.buffer.clone()).into())
     }
 
@@ -1111,8 +1097,7 @@ impl Scratch {
             gate: next(),
             up: next(),
             final_rows: next(),
-            logits: next(),
-            adjusted: next(),
+            logits: Logits { raw: next(), adjusted: next(), vocab: config.vocab_size },
             pooled: next(),
         }
     }

@@ -1,0 +1,382 @@
+//! What a device can do, and what a shader needs of it: one list for devices that run shaders and for those that only
+//! compile them.
+//!
+//! What a shader needs is read back from its SPIR-V (`build.rs`); a device that has it enables it. So a variant that a
+//! device cannot run is known before it is made, by the name of what is missing.
+
+use std::fmt;
+
+use ash::{khr, vk};
+
+use super::{GpuError, Shader};
+
+/// Lanes of a subgroup that shaders are written for: what AMD's wave32 and NVIDIA have. Other sizes that divide it do.
+const SUBGROUP_LANES: u32 = 32;
+
+/// A feature of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Need {
+    BufferDeviceAddress,
+    TimelineSemaphore,
+    HostQueryReset,
+    Synchronization2,
+    Maintenance4,
+    SubgroupSizeControl,
+    FullSubgroups,
+    SubgroupArithmetic,
+    SubgroupBallot,
+    SubgroupShuffle,
+    /// Subgroups whose size divides [`SUBGROUP_LANES`].
+    SubgroupsOf32,
+    Float16,
+    Int8,
+    Int16,
+    Storage8,
+    Storage16,
+    IntegerDotProduct,
+    CooperativeMatrix,
+}
+
+impl Need {
+    /// What every step needs, whatever its shaders are.
+    const RUN: [Need; 6] = [
+        Need::BufferDeviceAddress,
+        Need::TimelineSemaphore,
+        Need::HostQueryReset,
+        Need::Synchronization2,
+        Need::Maintenance4,
+        Need::SubgroupArithmetic,
+    ];
+
+    /// Vulkan's own name of it, where there is one.
+    pub fn name(self) -> &'static str {
+        match self {
+            Need::BufferDeviceAddress => "bufferDeviceAddress",
+            Need::TimelineSemaphore => "timelineSemaphore",
+            Need::HostQueryReset => "hostQueryReset",
+            Need::Synchronization2 => "synchronization2",
+            Need::Maintenance4 => "maintenance4",
+            Need::SubgroupSizeControl => "subgroupSizeControl",
+            Need::FullSubgroups => "computeFullSubgroups",
+            Need::SubgroupArithmetic => "subgroup arithmetic in compute shaders",
+            Need::SubgroupBallot => "subgroup ballots in compute shaders",
+            Need::SubgroupShuffle => "subgroup shuffles in compute shaders",
+            Need::SubgroupsOf32 => "subgroups of 32 invocations, or of a size that divides it",
+            Need::Float16 => "shaderFloat16",
+            Need::Int8 => "shaderInt8",
+            Need::Int16 => "shaderInt16",
+            Need::Storage8 => "storageBuffer8BitAccess",
+            Need::Storage16 => "storageBuffer16BitAccess",
+            Need::IntegerDotProduct => "shaderIntegerDotProduct",
+            Need::CooperativeMatrix => "cooperativeMatrix (VK_KHR_cooperative_matrix)",
+        }
+    }
+}
+
+/// A product of tiles that subgroups compute together: `[m, k]` by `[k, n]`, added to `[m, n]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CooperativeMatrix {
+    pub m: u32,
+    pub n: u32,
+    pub k: u32,
+    /// Of the factors, and of the sum and the result.
+    pub factors: vk::ComponentTypeKHR,
+    pub sum: vk::ComponentTypeKHR,
+}
+
+impl fmt::Display for CooperativeMatrix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let CooperativeMatrix { m, n, k, factors, sum } = self;
+        write!(f, "{m}x{n}x{k}, {factors:?} to {sum:?}")
+    }
+}
+
+/// What a device can do.
+#[derive(Debug, Clone, Default)]
+pub struct Caps {
+    pub api_version: (u32, u32),
+    features: Vec<Need>,
+    /// Invocations of a subgroup where a pipeline asks for nothing, and what it may ask for.
+    pub subgroup_size: u32,
+    pub subgroup_sizes: (u32, u32),
+    pub max_workgroup_invocations: u32,
+    pub max_shared_bytes: u32,
+    /// Whether dot products of four packed signed bytes are faster than what they are made of.
+    pub integer_dot_accelerated: bool,
+    /// Of subgroups; without saturation.
+    pub cooperative_matrices: Vec<CooperativeMatrix>,
+}
+
+impl Caps {
+    pub(super) fn read(
+        entry: &ash::Entry,
+        instance: &ash::Instance,
+        raw: vk::PhysicalDevice,
+        has_extension: &dyn Fn(&std::ffi::CStr) -> bool,
+    ) -> Caps {
+        let mut subgroup = vk::PhysicalDeviceSubgroupProperties::default();
+        let mut properties13 = vk::PhysicalDeviceVulkan13Properties::default();
+        let mut properties =
+            vk::PhysicalDeviceProperties2::default().push_next(&mut subgroup).push_next(&mut properties13);
+        let mut features11 = vk::PhysicalDeviceVulkan11Features::default();
+        let mut features12 = vk::PhysicalDeviceVulkan12Features::default();
+        let mut features13 = vk::PhysicalDeviceVulkan13Features::default();
+        let mut matrix = vk::PhysicalDeviceCooperativeMatrixFeaturesKHR::default();
+        let mut features = vk::PhysicalDeviceFeatures2::default()
+            .push_next(&mut features11)
+            .push_next(&mut features12)
+            .push_next(&mut features13);
+        let has_matrix = has_extension(khr::cooperative_matrix::NAME);
+        if has_matrix {
+            features = features.push_next(&mut matrix);
+        }
+        // SAFETY: `raw` comes from this instance; the chains are local and well formed. Devices older than Vulkan 1.3
+        // ignore structures that they do not know.
+        unsafe {
+            instance.get_physical_device_properties2(raw, &mut properties);
+            instance.get_physical_device_features2(raw, &mut features);
+        }
+        let (limits, api) = (properties.properties.limits, properties.properties.api_version);
+        let int16 = features.features.shader_int16;
+        let in_compute = subgroup.supported_stages.contains(vk::ShaderStageFlags::COMPUTE);
+        let operations = |flags| in_compute && subgroup.supported_operations.contains(flags);
+        let may_require = properties13.required_subgroup_size_stages.contains(vk::ShaderStageFlags::COMPUTE);
+        let is = |feature: vk::Bool32| feature == vk::TRUE;
+        let sizes = match (is(features13.subgroup_size_control), may_require) {
+            (true, true) => (properties13.min_subgroup_size, properties13.max_subgroup_size),
+            _ => (subgroup.subgroup_size, subgroup.subgroup_size),
+        };
+        let all = [
+            (Need::BufferDeviceAddress, is(features12.buffer_device_address)),
+            (Need::TimelineSemaphore, is(features12.timeline_semaphore)),
+            (Need::HostQueryReset, is(features12.host_query_reset)),
+            (Need::Synchronization2, is(features13.synchronization2)),
+            (Need::Maintenance4, is(features13.maintenance4)),
+            (Need::SubgroupSizeControl, is(features13.subgroup_size_control) && may_require),
+            (Need::FullSubgroups, is(features13.compute_full_subgroups)),
+            (Need::SubgroupArithmetic, operations(vk::SubgroupFeatureFlags::ARITHMETIC)),
+            (Need::SubgroupBallot, operations(vk::SubgroupFeatureFlags::BALLOT)),
+            (Need::SubgroupShuffle, operations(vk::SubgroupFeatureFlags::SHUFFLE)),
+            (Need::SubgroupsOf32, sizes.0 <= SUBGROUP_LANES),
+            (Need::Float16, is(features12.shader_float16)),
+            (Need::Int8, is(features12.shader_int8)),
+            (Need::Int16, is(int16)),
+            (Need::Storage8, is(features12.storage_buffer8_bit_access)),
+            (Need::Storage16, is(features11.storage_buffer16_bit_access)),
+            (Need::IntegerDotProduct, is(features13.shader_integer_dot_product)),
+            (Need::CooperativeMatrix, has_matrix && is(matrix.cooperative_matrix)),
+        ];
+        let mut caps = Caps {
+            api_version: (vk::api_version_major(api), vk::api_version_minor(api)),
+            features: all.into_iter().filter(|(_, has)| *has).map(|(need, _)| need).collect(),
+            subgroup_size: subgroup.subgroup_size,
+            subgroup_sizes: sizes,
+            max_workgroup_invocations: limits.max_compute_work_group_invocations,
+            max_shared_bytes: limits.max_compute_shared_memory_size,
+            integer_dot_accelerated: is(properties13.integer_dot_product4x8_bit_packed_signed_accelerated),
+            cooperative_matrices: Vec::new(),
+        };
+        if caps.has(Need::CooperativeMatrix) {
+            let extension = khr::cooperative_matrix::Instance::new(entry, instance);
+            // SAFETY: the device has the extension that the call is of. A failed call leaves the list empty.
+            let shapes = unsafe { extension.get_physical_device_cooperative_matrix_properties(raw) };
+            let plain = |s: &vk::CooperativeMatrixPropertiesKHR<'_>| {
+                s.scope == vk::ScopeKHR::SUBGROUP
+                    && s.a_type == s.b_type
+                    && s.c_type == s.result_type
+                    && s.saturating_accumulation == vk::FALSE
+            };
+            caps.cooperative_matrices = shapes
+                .unwrap_or_default()
+                .iter()
+                .filter(|s| plain(s))
+                .map(|s| CooperativeMatrix {
+                    m: s.m_size,
+                    n: s.n_size,
+                    k: s.k_size,
+                    factors: s.a_type,
+                    sum: s.c_type,
+                })
+                .collect();
+        }
+        caps
+    }
+
+    pub fn has(&self, need: Need) -> bool {
+        self.features.contains(&need)
+    }
+
+    /// What this program cannot do without and the device lacks.
+    pub(super) fn missing_to_run(&self) -> Vec<String> {
+        let mut missing = Vec::new();
+        if self.api_version < (1, 3) {
+            missing.push("Vulkan 1.3 (on Debian 12, Mesa from bookworm-backports)".to_string());
+        }
+        missing.extend(Need::RUN.iter().filter(|need| !self.has(**need)).map(|need| need.name().to_string()));
+        missing.extend(self.too_small(256, 32 << 10));
+        missing
+    }
+
+    /// What a pipeline of `shader` with such constants needs and the device lacks.
+    pub fn missing(&self, shader: &Shader, constants: &[u32]) -> Vec<String> {
+        let needs = shader.needs.iter().filter(|need| !self.has(**need));
+        let mut missing: Vec<String> = needs.map(|need| need.name().to_string()).collect();
+        missing.extend(self.too_small(shader.workgroup.iter().product(), (shader.shared_bytes)(constants)));
+        missing
+    }
+
+    fn too_small(&self, invocations: u32, shared_bytes: u32) -> impl Iterator<Item = String> {
+        let limit = |what: &str, needs: u32, has: u32| {
+            (needs > has).then(|| format!("{what} of {needs} (it has {has})"))
+        };
+        let invocations =
+            limit("maxComputeWorkGroupInvocations", invocations, self.max_workgroup_invocations);
+        invocations.into_iter().chain(limit(
+            "maxComputeSharedMemorySize",
+            shared_bytes,
+            self.max_shared_bytes,
+        ))
+    }
+
+    /// The subgroup size that a pipeline asks for: what shaders are written for, or the next smaller one that the device has,
+    /// all of which divide it. `None` where it has only larger ones, or lets nobody ask: it is the device's own then.
+    pub(super) fn required_subgroup_size(&self) -> Option<u32> {
+        let (least, most) = self.subgroup_sizes;
+        let size = SUBGROUP_LANES.min(most);
+        (self.has(Need::SubgroupSizeControl) && size >= least).then_some(size)
+    }
+
+    /// Whether every subgroup of such a workgroup can be asked to be full.
+    pub(super) fn has_full_subgroups(&self, workgroup: [u32; 3]) -> bool {
+        let size = self.required_subgroup_size().unwrap_or(self.subgroup_sizes.1);
+        self.has(Need::FullSubgroups) && size > 0 && workgroup[0].is_multiple_of(size)
+    }
+
+    /// Makes a logical device with one queue and with every feature of [`Need`] that there is.
+    pub(super) fn create_device(
+        &self,
+        instance: &ash::Instance,
+        raw: vk::PhysicalDevice,
+        queue_family: u32,
+        extensions: &[&std::ffi::CStr],
+        executable_info: bool,
+    ) -> Result<ash::Device, GpuError> {
+        let has = |need| self.has(need);
+        let mut extensions: Vec<_> = extensions.iter().map(|name| name.as_ptr()).collect();
+        let queues =
+            [vk::DeviceQueueCreateInfo::default().queue_family_index(queue_family).queue_priorities(&[1.0])];
+        let features = vk::PhysicalDeviceFeatures::default().shader_int16(has(Need::Int16));
+        let mut features11 =
+            vk::PhysicalDeviceVulkan11Features::default().storage_buffer16_bit_access(has(Need::Storage16));
+        let mut features12 = vk::PhysicalDeviceVulkan12Features::default()
+            .buffer_device_address(has(Need::BufferDeviceAddress))
+            .timeline_semaphore(has(Need::TimelineSemaphore))
+            .host_query_reset(has(Need::HostQueryReset))
+            .shader_float16(has(Need::Float16))
+            .shader_int8(has(Need::Int8))
+            .storage_buffer8_bit_access(has(Need::Storage8))
+            // What cooperative matrices are declared with; every device that has them has it.
+            .vulkan_memory_model(has(Need::CooperativeMatrix));
+        let mut features13 = vk::PhysicalDeviceVulkan13Features::default()
+            .synchronization2(has(Need::Synchronization2))
+            .maintenance4(has(Need::Maintenance4))
+            .subgroup_size_control(has(Need::SubgroupSizeControl))
+            .compute_full_subgroups(has(Need::FullSubgroups))
+            .shader_integer_dot_product(has(Need::IntegerDotProduct));
+        let mut matrix = vk::PhysicalDeviceCooperativeMatrixFeaturesKHR::default().cooperative_matrix(true);
+        let mut statistics = vk::PhysicalDevicePipelineExecutablePropertiesFeaturesKHR::default()
+            .pipeline_executable_info(true);
+        if has(Need::CooperativeMatrix) {
+            extensions.push(khr::cooperative_matrix::NAME.as_ptr());
+        }
+        if executable_info {
+            extensions.push(khr::pipeline_executable_properties::NAME.as_ptr());
+        }
+        let mut info = vk::DeviceCreateInfo::default()
+            .queue_create_infos(&queues)
+            .enabled_extension_names(&extensions)
+            .enabled_features(&features)
+            .push_next(&mut features11)
+            .push_next(&mut features12)
+            .push_next(&mut features13);
+        if has(Need::CooperativeMatrix) {
+            info = info.push_next(&mut matrix);
+        }
+        if executable_info {
+            info = info.push_next(&mut statistics);
+        }
+        // SAFETY: the physical device is of this instance, and has the features.
+        unsafe { instance.create_device(raw, &info, None) }.map_err(GpuError::of("vkCreateDevice"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn caps(features: &[Need], sizes: (u32, u32)) -> Caps {
+        Caps {
+            api_version: (1, 3),
+            features: features.to_vec(),
+            subgroup_size: sizes.1,
+            subgroup_sizes: sizes,
+            max_workgroup_invocations: 256,
+            max_shared_bytes: 32 << 10,
+            ..Caps::default()
+        }
+    }
+
+    fn shader(needs: &'static [Need]) -> Shader {
+        Shader {
+            name: "product_int8",
+            kernel: "product",
+            constants: &[(0, "COLUMNS")],
+            pointers: &[],
+            follows: false,
+            needs,
+            workgroup: [32, 4, 1],
+            shared_bytes: |c| 512 * c[0],
+            spirv: &[],
+        }
+    }
+
+    #[test]
+    fn what_a_pipeline_needs_and_a_device_lacks_is_named() {
+        let some = caps(&[Need::Int8, Need::IntegerDotProduct], (8, 8));
+        assert_eq!(some.missing(&shader(&[Need::Int8, Need::IntegerDotProduct]), &[64]), [""; 0]);
+        let lacks = some.missing(&shader(&[Need::Int8, Need::Float16, Need::CooperativeMatrix]), &[65]);
+        assert_eq!(
+            lacks,
+            [
+                "shaderFloat16",
+                "cooperativeMatrix (VK_KHR_cooperative_matrix)",
+                "maxComputeSharedMemorySize of 33280 (it has 32768)"
+            ]
+        );
+        let small = Caps { max_workgroup_invocations: 64, ..some };
+        assert_eq!(small.missing(&shader(&[]), &[1]), ["maxComputeWorkGroupInvocations of 128 (it has 64)"]);
+        assert!(!caps(&[], (8, 8)).missing_to_run().is_empty());
+        assert!(caps(&Need::RUN, (8, 8)).missing_to_run().is_empty());
+        let old = Caps { api_version: (1, 2), ..caps(&Need::RUN, (8, 8)) };
+        assert!(old.missing_to_run()[0].contains("Vulkan 1.3"));
+    }
+
+    #[test]
+    fn pipelines_ask_for_32_lanes_or_for_what_divides_them() {
+        // Sizes of a device, what is asked for, and whether workgroups of 32 and of 48 have full subgroups.
+        let cases = [
+            ((32, 64), Some(32), [true, false]), // RDNA
+            ((32, 32), Some(32), [true, false]), // NVIDIA
+            ((8, 32), Some(32), [true, false]),  // Intel
+            ((8, 8), Some(8), [true, true]),     // lavapipe
+            ((4, 4), Some(4), [true, true]),     // SwiftShader
+            ((64, 64), None, [false, false]),    // GCN
+        ];
+        for (sizes, asked, full) in cases {
+            let device = caps(&[Need::SubgroupSizeControl, Need::FullSubgroups], sizes);
+            assert_eq!(device.required_subgroup_size(), asked, "{sizes:?}");
+            assert_eq!([32, 48].map(|x| device.has_full_subgroups([x, 4, 1])), full, "{sizes:?}");
+        }
+        assert_eq!(caps(&[], (8, 8)).required_subgroup_size(), None, "nobody may ask");
+    }
+}
