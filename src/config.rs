@@ -320,7 +320,7 @@ impl Config {
         in_range("server.stored_responses", server.stored_responses as u64, 0, 1 << 20)?;
         in_range("server.stored_response_bytes", server.stored_response_bytes as u64, 0, 1 << 40)?;
         in_range("server.shutdown_grace_s", server.shutdown_grace_s, 0, 3600)?;
-        in_range("gpu.max_submit_ms", gpu.max_submit_ms, 1, 5000)?;
+        in_range("gpu.max_submit_ms", gpu.max_submit_ms, 1, 1000)?;
         in_range("engine.prefill_chunk", engine.prefill_chunk as u64, 1, 8192)?;
         in_range("engine.sequences", engine.sequences as u64, 1, 64)?;
         in_range("engine.token_gap_ms", engine.token_gap_ms, 1, 60_000)?;

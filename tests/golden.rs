@@ -7,6 +7,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::engine::Sequence;
@@ -164,16 +165,16 @@ fn chunks_batches_and_shards_change_no_bit() {
     let mut whole = load(&folder, &LoadOptions::default());
     let expected = all_logits(&mut whole, &tokens);
     // Other chunks of the prompt, hence other tiles of the products; every matrix cut into shards of one tile; and every
-    // layer into submits of 16 tokens.
-    for (max_batch_tokens, max_shard_bytes, max_submit_macs) in
-        [(1, None, u64::MAX), (7, None, 1), (256, Some(1), u64::MAX), (256, None, 1), (100, None, 1)]
+    // layer into submits of 8 tokens.
+    let (long, none) = (LoadOptions::default().max_submit, Duration::ZERO);
+    for (max_batch_tokens, max_shard_bytes, max_submit) in
+        [(1, None, long), (7, None, none), (256, Some(1), long), (256, None, none), (100, None, none)]
     {
-        let options =
-            LoadOptions { max_batch_tokens, max_shard_bytes, max_submit_macs, ..LoadOptions::default() };
+        let options = LoadOptions { max_batch_tokens, max_shard_bytes, max_submit, ..LoadOptions::default() };
         let got = all_logits(&mut load(&folder, &options), &tokens);
         assert!(
             got == expected,
-            "chunks of {max_batch_tokens}, shards of {max_shard_bytes:?}, {max_submit_macs} in a submit"
+            "chunks of {max_batch_tokens}, shards of {max_shard_bytes:?}, {max_submit:?} for a submit"
         );
     }
     let one = greedy(&mut whole, &tokens, 16, 256, &[]);

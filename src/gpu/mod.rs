@@ -16,6 +16,7 @@ pub mod placement;
 mod recorder;
 pub mod residency;
 mod upload;
+mod watchdog;
 
 pub use caps::{Caps, Need};
 pub use device::{
@@ -28,3 +29,4 @@ pub use pipeline::{Access, Arguments, Pipeline, Shader};
 pub use placement::{Class, MemoryKind, Placement};
 pub use recorder::{CommandBuffer, Counts, Order, Profile, Recorder, Rehearsal, Submission};
 pub use upload::Uploader;
+pub use watchdog::longest_submit;

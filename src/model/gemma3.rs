@@ -15,10 +15,10 @@ use std::time::Duration;
 use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
 use super::draft::check_draft;
 use super::memory::{
-    self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, DraftDemand, MAX_IN_FLIGHT, MAX_SUBMIT_MACS, READBACK_ROWS,
-    Schemes,
+    self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, DraftDemand, MAX_IN_FLIGHT, READBACK_ROWS, Schemes,
 };
-use super::step::{self, Frame, Part, PoolRequest, Submit, Wanted};
+use super::rates::{Rates, Work};
+use super::step::{self, Frame, LayerWork, Part, PoolRequest, Submit, Wanted};
 use super::weights::{Gemma3Weights, WeightsError};
 use super::{
     Batch, BatchSequence, BlockCopy, BlockPool, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
@@ -45,10 +45,9 @@ pub struct LoadOptions {
     pub kv: KvDtype,
     /// Tokens per block of its cache; at least 1.
     pub block_size: usize,
-    /// What one submit may take on the device, as far as the time of those before tells.
+    /// What one submit may take on the device, as far as the time of those before tells (tests use less than any takes, to
+    /// have small models cut).
     pub max_submit: Duration,
-    /// The multiply-adds of a submit are at most this, however fast the device (tests use it to cut small models).
-    pub max_submit_macs: u64,
     /// What may be taken of the device's memory.
     pub memory: placement::Limits,
     /// Refuse a model that the kernel does not see in memory; off, that is a warning.
@@ -72,7 +71,6 @@ impl Default for LoadOptions {
             kv: KvDtype::F32,
             block_size: DEFAULT_BLOCK_SIZE,
             max_submit: Duration::from_millis(200),
-            max_submit_macs: u64::MAX,
             memory: placement::Limits::default(),
             strict: true,
             max_batch_tokens: 256,
@@ -195,10 +193,9 @@ pub struct Gemma3 {
     logits_readback: Buffer,
     in_flight: VecDeque<u64>,
     next_ticket: u64,
-    /// Work per submit, as the submits before allow, and the time that it is held to.
-    submit_macs: u64,
+    /// What work takes, as the submits before tell, and what one may take.
+    rates: Rates,
     max_submit: Duration,
-    max_submit_macs: u64,
     placements: Vec<Placement>,
     loaded: Loaded,
     residency: Residency,
@@ -458,10 +455,8 @@ impl Gemma3 {
 
     /// Waits for the step on a frame, and learns from it how fast the device is.
     fn wait_for(&mut self, index: usize) -> Result<(), GpuError> {
-        let Gemma3 { frames, submit_macs, max_submit, .. } = self;
-        frames[index]
-            .commands
-            .wait(&mut |work, took| *submit_macs = step::bounded(*submit_macs, work, took, *max_submit))
+        let Gemma3 { frames, rates, .. } = self;
+        frames[index].commands.wait(&mut |work, took| rates.learn(work, took))
     }
 
     /// Tokens that a step of so many is computed as.
@@ -481,27 +476,19 @@ impl Gemma3 {
                 |s: &BatchSequence| s.input.len() as u64 * window.min((s.start + s.input.len()) as u64);
             batch.sequences.iter().map(each).sum()
         };
-        let weighed = |rows: usize| rows.max(LEAST_WEIGHED) as u64;
-        let matrices = weighed(tokens) * memory::macs_per_token_and_layer(c);
-        let [sliding, full] =
-            [c.sliding_window as u64, u64::MAX].map(|window| matrices + 2 * heads * seen(window));
+        let weights = memory::macs_per_token_and_layer(c);
+        let [sliding, full] = [c.sliding_window as u64, u64::MAX]
+            .map(|window| LayerWork { weights, attention: 2 * heads * seen(window) });
         let layer = |kind: &LayerType| match kind {
             LayerType::SlidingAttention => sliding,
             LayerType::FullAttention => full,
         };
-        let layers: Vec<u64> = c.layer_types.iter().map(layer).collect();
+        let layers: Vec<LayerWork> = c.layer_types.iter().map(layer).collect();
         // Masks are made while the layers are under way.
-        let logits = match wanted.rows.len() {
-            0 => 0,
-            rows => weighed(rows) * (c.hidden_size * c.vocab_size) as u64,
-        };
-        let closing = (logits, !wanted.masks.is_empty());
-        step::plan(
-            &layers,
-            tokens,
-            (!wanted.rows.is_empty() || !wanted.pooling.is_empty()).then_some(closing),
-            self.submit_macs.min(self.max_submit_macs),
-        )
+        let logits = Work::draws((c.hidden_size * c.vocab_size) as u64, wanted.rows.len());
+        let closing = (!wanted.rows.is_empty() || !wanted.pooling.is_empty())
+            .then_some((logits, !wanted.masks.is_empty()));
+        step::plan(&layers, tokens, closing, &self.rates, self.max_submit)
     }
 
     /// Copies of blocks, the residual stream's beginning, and the ids for later draws.
@@ -712,10 +699,6 @@ impl From<GpuError> for RunnerError {
         }
     }
 }
-
-/// Tokens whose arithmetic takes about as long as the weights take to be read, an estimate for memory of 73 GB/s and half a
-/// byte for each weight: a step of fewer is no shorter.
-const LEAST_WEIGHED: usize = 16;
 
 /// A checkpoint that is about to be loaded.
 struct Source<'a> {
@@ -934,9 +917,8 @@ impl Load<'_> {
             logits_readback,
             in_flight: VecDeque::new(),
             next_ticket: 0,
-            submit_macs: MAX_SUBMIT_MACS,
+            rates: Rates::default(),
             max_submit: options.max_submit,
-            max_submit_macs: options.max_submit_macs,
             placements: Vec::new(),
             loaded,
             residency: Residency::Unknown,

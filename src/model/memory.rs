@@ -25,9 +25,9 @@ pub(super) const MAX_IN_FLIGHT: usize = 2;
 pub(super) const LOGIT_ROWS: usize = MAX_SEQUENCES;
 /// Rows of them that are read back at once, for `eval`.
 pub(super) const READBACK_ROWS: usize = 32;
-/// Work per submit, in multiply-adds, until the device has shown its speed: some 50 ms at 1 TFLOP/s, well under the amdgpu
-/// driver's ring timeout. One layer is not cut: deep into a long context, its attention alone may be more.
-pub(super) const MAX_SUBMIT_MACS: u64 = 25_000_000_000;
+/// Multiply-adds of a step's tokens in the matrices of one layer: some 25 ms at 1 T/s, an estimate for the Radeon 780M, so that
+/// decodes beside a prompt wait no longer for it than they must.
+const MAX_LAYER_MACS: u64 = 25_000_000_000;
 /// Tokens per step are not cut below this, however large the model: an id of every sequence, and as much of a prompt.
 const MIN_BATCH_TOKENS: usize = 2 * MAX_SEQUENCES;
 
@@ -177,7 +177,7 @@ impl<'a> Demand<'a> {
     /// Tokens that a step has room for.
     pub fn batch_tokens(&self) -> usize {
         let macs = self.models().map(|(_, config, _)| macs_per_token_and_layer(config)).max();
-        let bounded = (MAX_SUBMIT_MACS / macs.expect("a model at least")) as usize;
+        let bounded = (MAX_LAYER_MACS / macs.expect("a model at least")) as usize;
         self.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(self.longest_context())
     }
 

@@ -6,6 +6,7 @@ pub mod config;
 pub mod draft;
 pub mod gemma3;
 pub mod memory;
+mod rates;
 mod runner;
 pub mod shapes;
 mod step;

@@ -20,6 +20,7 @@ use rayon::prelude::*;
 use super::config::Gemma3Config;
 use super::gemma3::LoadError;
 use super::memory::{self, LOGIT_ROWS};
+use super::rates::{Rates, Work};
 use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Mask, Sampled};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission};
@@ -32,12 +33,9 @@ use crate::kernels::{
 const SEGMENT_LAYERS: usize = 4;
 /// Numbers of tokens whose layers are kept recorded; the one that was not run for the longest time gives way.
 const RECORDED: usize = 16;
-/// Parts that the tokens of a layer are cut into have no fewer, and are multiples of this.
-const LEAST_ROWS: usize = 16;
-/// Submits shorter than this say little about the device's speed.
-const TELLING: Duration = Duration::from_millis(1);
-/// Work per submit is not cut below this, however slow the device.
-const LEAST_SUBMIT_MACS: u64 = 100_000_000;
+/// Parts that the tokens of a layer are cut into have no fewer, and are multiples of this: fewer would read the weights as
+/// often.
+const LEAST_ROWS: usize = 8;
 
 /// Tokens that a step of so many is filled up to, of at most `most`: few enough numbers, and at most an eighth more.
 pub(super) fn filled_up(tokens: usize, most: usize) -> usize {
@@ -62,34 +60,63 @@ pub(super) enum Part {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Submit {
     pub parts: Vec<Part>,
-    /// Multiply-adds.
-    pub work: u64,
+    pub work: Work,
 }
 
-/// Cuts a step of `tokens` into submits of at most `limit` multiply-adds, or of one smallest piece where that alone is
-/// more. `layers`: the work of each; `closing`: that behind them, where there is any, and whether it is to be submitted
-/// alone.
-pub(super) fn plan(layers: &[u64], tokens: usize, closing: Option<(u64, bool)>, limit: u64) -> Vec<Submit> {
-    let mut submits = vec![Submit { parts: vec![Part::Opening], work: 0 }];
+/// What a layer has to compute for the tokens of a step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LayerWork {
+    /// Weights of its matrices.
+    pub weights: u64,
+    /// Multiply-adds of attention, for all tokens.
+    pub attention: u64,
+}
+
+impl LayerWork {
+    /// That of `rows` of the `tokens`.
+    fn of(&self, rows: usize, tokens: usize) -> Work {
+        let share = u128::from(self.attention) * rows as u128 / tokens as u128;
+        Work::products(self.weights, rows) + Work::attention(share as u64)
+    }
+
+    /// Tokens in each part of so many, so that each part is expected to take no longer than `limit`.
+    fn rows(&self, tokens: usize, rates: &Rates, limit: Duration) -> usize {
+        let fits = |rows: usize| rates.time(self.of(rows, tokens)) <= limit;
+        let most = (1..=tokens / LEAST_ROWS).rev().map(|n| n * LEAST_ROWS).find(|rows| fits(*rows));
+        let most = most.unwrap_or(LEAST_ROWS);
+        // As many parts, of about one size.
+        tokens.div_ceil(tokens.div_ceil(most)).next_multiple_of(LEAST_ROWS).min(tokens)
+    }
+}
+
+/// Cuts a step of `tokens` into submits that are expected to take no longer than `limit`, or of one smallest piece where that
+/// alone takes longer. `closing`: the work behind the layers, where there is any, and whether it is to be submitted alone.
+pub(super) fn plan(
+    layers: &[LayerWork],
+    tokens: usize,
+    closing: Option<(Work, bool)>,
+    rates: &Rates,
+    limit: Duration,
+) -> Vec<Submit> {
+    let mut submits = vec![Submit { parts: vec![Part::Opening], work: Work::default() }];
     let mut add = |part, work| match submits.last_mut() {
-        Some(last) if last.work == 0 || last.work + work <= limit => {
+        Some(last) if last.work.is_nothing() || rates.time(last.work + work) <= limit => {
             last.parts.push(part);
             last.work += work;
         }
         _ => submits.push(Submit { parts: vec![part], work }),
     };
     for (first, segment) in (0..).step_by(SEGMENT_LAYERS).zip(layers.chunks(SEGMENT_LAYERS)) {
-        let whole = segment.iter().sum();
-        if whole <= limit {
+        let whole = segment.iter().fold(Work::default(), |sum, layer| sum + layer.of(tokens, tokens));
+        if rates.time(whole) <= limit {
             add(Part::Segment(first..first + segment.len()), whole);
             continue;
         }
         for (layer, work) in (first..).zip(segment) {
-            let cuts = work.div_ceil(limit) as usize;
-            let rows = tokens.div_ceil(cuts).next_multiple_of(LEAST_ROWS);
-            for first in (0..tokens).step_by(rows) {
-                let rows = first..(first + rows).min(tokens);
-                let share = work * rows.len() as u64 / tokens as u64;
+            let each = work.rows(tokens, rates, limit);
+            for first in (0..tokens).step_by(each) {
+                let rows = first..(first + each).min(tokens);
+                let share = work.of(rows.len(), tokens);
                 add(Part::Layer { layer, rows }, share);
             }
         }
@@ -100,14 +127,6 @@ pub(super) fn plan(layers: &[u64], tokens: usize, closing: Option<(u64, bool)>, 
         Some((work, true)) => submits.push(Submit { parts: vec![Part::Closing], work }),
     }
     submits
-}
-
-/// The bound of work per submit after one of `work` that `took` so long: down at once, up by and by.
-pub(super) fn bounded(limit: u64, work: u64, took: Option<Duration>, most: Duration) -> u64 {
-    let Some(took) = took.filter(|took| *took >= TELLING) else { return limit };
-    let allowed = (work as f64 * (most.as_secs_f64() / took.as_secs_f64())) as u64;
-    let next = if allowed < limit { allowed } else { limit + (allowed - limit) / 8 };
-    next.clamp(LEAST_SUBMIT_MACS, u64::MAX / 16)
 }
 
 /// The tokens of a step whose logits are computed, and how ids are drawn from them: a request for each, or none where
@@ -155,7 +174,7 @@ pub(super) struct Commands {
     fresh: Vec<CommandBuffer>,
     /// One for each submit of a step, and the work of those of the step in flight.
     submissions: Vec<Submission>,
-    work: Vec<u64>,
+    work: Vec<Work>,
     steps: u64,
 }
 
@@ -282,7 +301,7 @@ impl Commands {
     }
 
     /// Waits for the step in flight; `each` gets the work of its submits, and what they took where the device has a clock.
-    pub fn wait(&mut self, each: &mut dyn FnMut(u64, Option<Duration>)) -> Result<(), GpuError> {
+    pub fn wait(&mut self, each: &mut dyn FnMut(Work, Option<Duration>)) -> Result<(), GpuError> {
         for (submission, work) in self.submissions.iter_mut().zip(self.work.drain(..)) {
             submission.wait()?;
             each(work, submission.took());
@@ -478,41 +497,136 @@ impl Frame {
 mod tests {
     use super::*;
 
+    const MS: Duration = Duration::from_millis(1);
+
+    /// Rates of a device that takes a second for so many weights of few tokens, multiply-adds of many, and those of attention.
+    fn rates(narrow: f64, wide: f64, attention: f64) -> Rates {
+        let mut rates = Rates::default();
+        let second = Some(Duration::from_secs(1));
+        rates.learn(Work::products(narrow as u64, 1), second);
+        rates.learn(Work::products(wide as u64 / 64, 64), second);
+        rates.learn(Work::attention(attention as u64), second);
+        rates
+    }
+
     #[test]
     fn work_is_cut_where_it_exceeds_the_limit() {
         use Part::{Closing, Opening, Segment};
         let layer = |layer, rows| Part::Layer { layer, rows };
-        let parts = |layers: &[u64], tokens, closing: Option<u64>, limit| -> Vec<Vec<Part>> {
-            plan(layers, tokens, closing.map(|work| (work, false)), limit)
-                .into_iter()
-                .map(|submit| submit.parts)
-                .collect()
+        // A millisecond for 10 weights of few tokens, 10 multiply-adds of many, one of attention.
+        let rates = rates(10_000.0, 10_000.0, 1000.0);
+        let works = |attention: &[u64]| -> Vec<LayerWork> {
+            attention.iter().map(|&attention| LayerWork { weights: 0, attention }).collect()
+        };
+        let parts = |layers: &[LayerWork], tokens, closing: Option<u64>, ms| -> Vec<Vec<Part>> {
+            let closing = closing.map(|ms| (Work::attention(ms), false));
+            plan(layers, tokens, closing, &rates, ms * MS).into_iter().map(|submit| submit.parts).collect()
         };
         assert_eq!(
-            parts(&[1; 9], 5, Some(2), 100),
+            parts(&works(&[1; 9]), 5, Some(2), 100),
             [[Opening, Segment(0..4), Segment(4..8), Segment(8..9), Closing]],
             "in one go"
         );
         assert_eq!(
-            parts(&[3; 9], 5, Some(9), 24),
+            parts(&works(&[3; 9]), 5, Some(9), 24),
             [vec![Opening, Segment(0..4), Segment(4..8)], vec![Segment(8..9), Closing]]
         );
         // The third layer is too much for a segment, and not for a submit.
         let third = vec![layer(2, 0..40), layer(3, 0..40)];
         assert_eq!(
-            parts(&[3, 3, 20, 3, 3], 40, None, 25),
+            parts(&works(&[3, 3, 20, 3, 3]), 40, None, 25),
             [vec![Opening, layer(0, 0..40), layer(1, 0..40)], third, vec![Segment(4..5)]]
         );
-        // A layer alone is too much: its tokens go in parts, and no smaller ones than there may be.
+        // A layer alone is too much: its tokens go in parts of about one size, and no smaller ones than there may be.
         assert_eq!(
-            parts(&[50], 40, None, 20),
+            parts(&works(&[50]), 40, None, 21),
             [vec![Opening, layer(0, 0..16)], vec![layer(0, 16..32)], vec![layer(0, 32..40)]]
         );
-        assert_eq!(parts(&[9000], 7, Some(1), 1), [vec![Opening, layer(0, 0..7)], vec![Closing]]);
-        let all: u64 = plan(&[50; 7], 40, Some((3, true)), 20).iter().map(|submit| submit.work).sum();
-        assert_eq!(all, 353);
-        let alone = plan(&[1], 4, Some((1, true)), 100).pop().expect("some");
-        assert_eq!(alone, Submit { parts: vec![Closing], work: 1 });
+        assert_eq!(parts(&works(&[9000]), 7, Some(1), 1), [vec![Opening, layer(0, 0..7)], vec![Closing]]);
+        // Weights are read for 16 tokens as often as for 9: parts are not cut where that would not help.
+        let weights = [LayerWork { weights: 100, attention: 0 }];
+        assert_eq!(parts(&weights, 16, None, 25), [vec![Opening, layer(0, 0..16)]]);
+        let all = plan(&works(&[50; 7]), 40, Some((Work::attention(3), true)), &rates, 21 * MS);
+        let sum = all.iter().fold(Work::default(), |sum, submit| sum + submit.work);
+        assert_eq!(sum, Work::attention(353));
+        assert_eq!(all.last().expect("some").parts, [Closing], "alone");
+    }
+
+    /// A device of a scripted clock: time is what its truth says, whatever was expected.
+    struct Clock {
+        /// How much slower it is than the machine that this program is made for.
+        slowness: f64,
+        rates: Rates,
+        submits: usize,
+        longest: Duration,
+    }
+
+    impl Clock {
+        const LIMIT: Duration = Duration::from_millis(200);
+        const LAYERS: usize = 62;
+        const WEIGHTS: u64 = 412_900_000;
+        const HEADS: u64 = 32 * 128;
+
+        /// A step of a 27B, with `tokens` at the end of `depth` keys each; every sixth layer sees all of them.
+        fn step(&mut self, tokens: usize, depth: u64) {
+            let layers: Vec<LayerWork> = (1..=Self::LAYERS)
+                .map(|i| if i % 6 == 0 { depth } else { depth.min(1024) })
+                .map(|keys| LayerWork {
+                    weights: Self::WEIGHTS,
+                    attention: 2 * Self::HEADS * keys * tokens as u64,
+                })
+                .collect();
+            let closing = (Work::draws(1_409_000_000, 1), false);
+            for Submit { parts, work } in plan(&layers, tokens, Some(closing), &self.rates, Self::LIMIT) {
+                let seconds: f64 = parts.iter().map(|part| self.truth(part, &layers, tokens)).sum();
+                let took = Duration::from_secs_f64(seconds * self.slowness);
+                self.rates.learn(work, Some(took));
+                self.submits += 1;
+                self.longest = self.longest.max(took);
+            }
+        }
+
+        fn truth(&self, part: &Part, layers: &[LayerWork], tokens: usize) -> f64 {
+            let one = |layer: usize, rows: usize| {
+                let attention = layers[layer].attention as f64 * rows as f64 / tokens as f64;
+                // Few tokens fill a sixteenth of the GPU.
+                let attending = if rows < 16 { 2e11 } else { 6e11 };
+                let (reading, computing) = (rows.div_ceil(8) as f64 / 130e9, rows as f64 / 0.9e12);
+                f64::max(reading, computing) * Self::WEIGHTS as f64 + attention / attending + 2e-4
+            };
+            match part {
+                Part::Opening => 1e-4,
+                Part::Closing => 0.03,
+                Part::Segment(layers) => layers.clone().map(|layer| one(layer, tokens)).sum(),
+                Part::Layer { layer, rows } => one(*layer, rows.len()),
+            }
+        }
+    }
+
+    /// One number of multiply-adds for all kinds of work let a step of 128 tokens at 131,072 keys through uncut after decodes: two
+    /// seconds on the device, as long as a driver waits before it resets it.
+    #[test]
+    fn no_submit_is_far_beyond_the_limit_when_a_deep_prefill_follows_decodes() {
+        for slowness in [0.05, 0.3, 1.0, 3.0] {
+            let mut clock = Clock { slowness, rates: Rates::default(), submits: 0, longest: Duration::ZERO };
+            (0..300).for_each(|i| clock.step(1, 100 + i));
+            (0..300).for_each(|i| clock.step(16, 100 + i));
+            for n in 0..16 {
+                clock.step(128, 131_072 - 128 * (16 - n));
+            }
+            let limit = Clock::LIMIT;
+            assert!(clock.longest <= 2 * limit, "{slowness}: {:?}", clock.longest);
+            // And what is known is made use of: submits of the last step last about as long as they may.
+            clock.submits = 0;
+            (0..4).for_each(|_| clock.step(128, 131_072));
+            let wide = Clock { slowness, rates: Rates::default(), submits: 0, longest: Duration::ZERO };
+            let deep = LayerWork { weights: Clock::WEIGHTS, attention: 2 * Clock::HEADS * 131_072 * 128 };
+            let near = LayerWork { weights: Clock::WEIGHTS, attention: 2 * Clock::HEADS * 1024 * 128 };
+            let [deep, near] = [deep, near].map(|layer| wide.truth(&Part::Segment(0..1), &[layer], 128));
+            let seconds = 4.0 * (10.0 * deep + 52.0 * near + 0.03) * slowness;
+            let needed = (seconds / limit.as_secs_f64()).max(4.0);
+            assert!(clock.submits as f64 <= 4.0 * needed, "{slowness}: {} submits, {needed}", clock.submits);
+        }
     }
 
     #[test]
@@ -524,18 +638,5 @@ mod tests {
         }
         let numbers: std::collections::BTreeSet<_> = (1..=256).map(|tokens| filled_up(tokens, 256)).collect();
         assert_eq!(numbers.len(), 31);
-    }
-
-    #[test]
-    fn the_bound_of_a_submit_follows_the_devices_speed() {
-        let ms = Duration::from_millis;
-        // Ten times too slow: down at once.
-        assert_eq!(bounded(10_000_000_000, 10_000_000_000, Some(ms(2000)), ms(200)), 1_000_000_000);
-        // Four times faster than needed: up by an eighth of the way.
-        assert_eq!(bounded(8_000_000_000, 8_000_000_000, Some(ms(50)), ms(200)), 11_000_000_000);
-        // Without a clock, or after too short a submit: as before. Never nothing.
-        assert_eq!(bounded(8_000_000_000, 1, None, ms(200)), 8_000_000_000);
-        assert_eq!(bounded(8_000_000_000, 1, Some(Duration::from_micros(9)), ms(200)), 8_000_000_000);
-        assert_eq!(bounded(8_000_000_000, 1, Some(ms(9)), ms(1)), LEAST_SUBMIT_MACS);
     }
 }

@@ -1,0 +1,191 @@
+//! How long the parts of a step take on the device, learnt from those that it ran: what submits are cut by.
+//!
+//! Kernels differ: a product of a few tokens is as fast as memory, one of many as fast as arithmetic, and attention deep in a
+//! context is neither. So each kind has its own rate, and none learns from what another took. A kind that was never timed is
+//! taken to be eight times slower than the GPU that this program is made for is estimated to be: its first submit is short, and
+//! says more. Refuses to read a clock.
+
+use std::ops::AddAssign;
+use std::time::Duration;
+
+/// Kernels whose time is learnt together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Products of few tokens, by weights read.
+    Narrow,
+    /// Products of many, by multiply-adds.
+    Wide,
+    /// Attention, by multiply-adds.
+    Attention,
+    /// Logits and what is drawn from them, by weights read.
+    Draws,
+}
+
+const KINDS: usize = 4;
+
+/// Tokens that are few.
+const FEW: usize = 16;
+/// Tokens for which a product reads its weights once (the tiles of `shaders/matmul.comp`).
+const TOKENS_PER_PASS: usize = 8;
+
+/// Units a second of each kind, estimated for a Radeon 780M: half a byte for each weight at 73 GB/s; the products of 40 tokens/s
+/// of a 27B; attention of 128 tokens over 131,072 keys in 1.4 to 2.7 s, also of a 27B; an int8 embedding at 73 GB/s, and the
+/// sampler as much again.
+const ESTIMATED: [f64; KINDS] = [146e9, 1e12, 5e11, 36e9];
+/// How much slower a kind is taken to be until it was timed.
+const CAREFUL: f64 = 8.0;
+/// Submits shorter than this say little.
+const TELLING: Duration = Duration::from_millis(1);
+
+/// What there is to compute, in units of each kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Work([u64; KINDS]);
+
+impl Work {
+    /// Of `tokens` by matrices of so many weights.
+    pub fn products(weights: u64, tokens: usize) -> Work {
+        let mut work = Work::default();
+        if tokens <= FEW {
+            work.0[Kind::Narrow as usize] = weights * passes(tokens);
+        } else {
+            work.0[Kind::Wide as usize] = weights * tokens as u64;
+        }
+        work
+    }
+
+    pub fn attention(multiply_adds: u64) -> Work {
+        let mut work = Work::default();
+        work.0[Kind::Attention as usize] = multiply_adds;
+        work
+    }
+
+    /// Logits of `rows` tokens by an embedding of so many weights.
+    pub fn draws(weights: u64, rows: usize) -> Work {
+        let mut work = Work::default();
+        work.0[Kind::Draws as usize] = weights * passes(rows);
+        work
+    }
+
+    pub fn is_nothing(self) -> bool {
+        self == Work::default()
+    }
+}
+
+fn passes(tokens: usize) -> u64 {
+    tokens.div_ceil(TOKENS_PER_PASS) as u64
+}
+
+impl AddAssign for Work {
+    fn add_assign(&mut self, other: Work) {
+        self.0.iter_mut().zip(other.0).for_each(|(sum, units)| *sum += units);
+    }
+}
+
+impl std::ops::Add for Work {
+    type Output = Work;
+
+    fn add(mut self, other: Work) -> Work {
+        self += other;
+        self
+    }
+}
+
+/// Seconds that a unit of each kind takes.
+#[derive(Debug, Clone)]
+pub(super) struct Rates {
+    seconds: [f64; KINDS],
+    is_timed: [bool; KINDS],
+}
+
+impl Default for Rates {
+    fn default() -> Rates {
+        Rates { seconds: ESTIMATED.map(|units| CAREFUL / units), is_timed: [false; KINDS] }
+    }
+}
+
+impl Rates {
+    /// What `work` is expected to take.
+    pub fn time(&self, work: Work) -> Duration {
+        Duration::from_secs_f64(self.shares(work).iter().sum::<f64>().min(1e9))
+    }
+
+    /// Seconds of each kind.
+    fn shares(&self, Work(units): Work) -> [f64; KINDS] {
+        std::array::from_fn(|kind| units[kind] as f64 * self.seconds[kind])
+    }
+
+    /// Takes into account what a submit `took`, where the device has a clock. Each kind answers for as much of the error as it
+    /// has a share in what was expected: slower at once, faster by and by, but at once where it was never timed.
+    pub fn learn(&mut self, work: Work, took: Option<Duration>) {
+        let Some(took) = took.filter(|took| *took >= TELLING) else { return };
+        let shares = self.shares(work);
+        let expected: f64 = shares.iter().sum();
+        if expected <= 0.0 {
+            return;
+        }
+        let error = took.as_secs_f64() / expected - 1.0;
+        for (kind, share) in shares.into_iter().enumerate().map(|(kind, s)| (kind, s / expected)) {
+            let is_first = !self.is_timed[kind] && share > 0.5;
+            self.is_timed[kind] |= is_first;
+            let part = if error > 0.0 || is_first { 1.0 } else { 1.0 / 8.0 };
+            self.seconds[kind] *= 1.0 + part * share * error;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn ms(rates: &Rates, work: Work) -> f64 {
+        rates.time(work).as_secs_f64() * 1e3
+    }
+
+    #[test]
+    fn one_kind_learns_nothing_from_another() {
+        let mut rates = Rates::default();
+        let (decode, prefill) = (Work::products(1_000_000_000, 1), Work::products(1_000_000_000, 128));
+        let deep = Work::attention(1_000_000_000_000);
+        let before = [prefill, deep].map(|work| ms(&rates, work));
+        for _ in 0..1000 {
+            rates.learn(decode, Some(7 * MS));
+        }
+        assert!((ms(&rates, decode) - 7.0).abs() < 0.1);
+        assert_eq!([prefill, deep].map(|work| ms(&rates, work)), before);
+    }
+
+    #[test]
+    fn what_was_never_timed_is_slow_and_known_after_one_submit() {
+        let mut rates = Rates::default();
+        let work = Work::products(10_000_000_000, 8);
+        let careful = ms(&rates, work);
+        assert!((careful - 8.0 * 1e10 / 146e9 * 1e3).abs() < 1.0, "{careful}");
+        rates.learn(work, Some(60 * MS));
+        assert!((ms(&rates, work) - 60.0).abs() < 1e-6);
+        // Slower at once, faster by an eighth of the way.
+        rates.learn(work, Some(90 * MS));
+        assert!((ms(&rates, work) - 90.0).abs() < 1e-6);
+        rates.learn(work, Some(10 * MS));
+        assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
+        // Without a clock, or too short to tell: as before.
+        rates.learn(work, None);
+        rates.learn(work, Some(MS / 2));
+        rates.learn(Work::default(), Some(MS));
+        assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn two_kinds_in_one_submit_share_the_error() {
+        let (products, attention) = (Work::products(1_000_000_000, 64), Work::attention(40_000_000_000));
+        let truth = |parts: [f64; 2]| Duration::from_secs_f64(parts[0] * 0.1 + parts[1] * 0.05);
+        let mut rates = Rates::default();
+        for _ in 0..200 {
+            rates.learn(products, Some(truth([1.0, 0.0])));
+            rates.learn(products + attention, Some(truth([1.0, 1.0])));
+        }
+        let (p, a) = (ms(&rates, products), ms(&rates, attention));
+        assert!((p - 100.0).abs() < 5.0 && (a - 50.0).abs() < 5.0, "{p} {a}");
+    }
+}
