@@ -23,7 +23,7 @@ use crate::support::{device, policy};
 
 /// Schemes that values are rounded to.
 const HEADS: Heads = Heads { group: 2, head_dim: 64, kv: KvDtype::F32 };
-const SCHEMES: [Scheme; 7] = [
+pub const SCHEMES: [Scheme; 7] = [
     Scheme::F32,
     Scheme::F16,
     Scheme::Bf16,
@@ -33,7 +33,7 @@ const SCHEMES: [Scheme; 7] = [
     Scheme::int4(128),
 ];
 /// Schemes of integers, as quantized checkpoints hold them.
-const STORED: [Scheme; 13] = {
+pub const STORED: [Scheme; 13] = {
     const fn int8(group: u32, scales: Scales) -> Scheme {
         Scheme::Int8 { group, scales }
     }
@@ -58,40 +58,44 @@ const STORED: [Scheme; 13] = {
 };
 
 /// A device with every kernel, and helpers to move data. Buffers start as NaN.
-struct Bench {
-    device: Arc<Device>,
+pub struct Bench {
+    pub device: Arc<Device>,
     arena: Arena,
-    kernels: Kernels,
+    pub kernels: Kernels,
     rng: ChaCha8Rng,
 }
 
 impl Bench {
-    fn new(seed: u64) -> Bench {
+    pub fn new(seed: u64) -> Bench {
         println!("seed {seed}");
-        let device = device();
+        Bench::on(&device(), seed)
+    }
+
+    pub fn on(device: &Arc<Device>, seed: u64) -> Bench {
         let schemes = [&SCHEMES[..], &STORED].concat();
-        let kernels = Kernels::new(&device, &schemes, Scheme::Bf16, HEADS).unwrap();
-        Bench { arena: Arena::new(&device), kernels, rng: ChaCha8Rng::seed_from_u64(seed), device }
+        let kernels = Kernels::new(device, &schemes, Scheme::Bf16, HEADS).unwrap();
+        let (arena, rng) = (Arena::new(device), ChaCha8Rng::seed_from_u64(seed));
+        Bench { arena, kernels, rng, device: device.clone() }
     }
 
     /// Kernels for the heads of `shape`.
-    fn make_heads(&mut self, shape: &AttentionShape, kv: KvDtype) {
+    pub fn make_heads(&mut self, shape: &AttentionShape, kv: KvDtype) {
         let heads = Heads { group: shape.num_heads / shape.num_kv_heads, head_dim: shape.head_dim, kv };
         self.kernels = Kernels::new(&self.device, &[], Scheme::Bf16, heads).unwrap();
     }
 
-    fn random(&mut self, count: usize, scale: f32) -> Vec<f32> {
+    pub fn random(&mut self, count: usize, scale: f32) -> Vec<f32> {
         (0..count).map(|_| self.rng.random_range(-scale..scale)).collect()
     }
 
     /// A buffer of `bytes`, every word a NaN.
-    fn poisoned(&mut self, bytes: usize) -> Buffer {
+    pub fn poisoned(&mut self, bytes: usize) -> Buffer {
         let buffer = self.arena.alloc(MemoryKind::Device, Class::Activations, bytes as u64, "test").unwrap();
         self.run(|_, r| r.fill(&buffer, 0x7fc0_dead));
         buffer
     }
 
-    fn upload<T: bytemuck::NoUninit>(&mut self, data: &[T]) -> Buffer {
+    pub fn upload<T: bytemuck::NoUninit>(&mut self, data: &[T]) -> Buffer {
         let buffer = self.poisoned(size_of_val(data));
         let mut uploader = Uploader::<GpuError>::new(&self.device).unwrap();
         uploader.upload(&buffer, data).unwrap();
@@ -99,9 +103,20 @@ impl Bench {
         buffer
     }
 
+    pub fn readback(&mut self, bytes: u64) -> Buffer {
+        self.arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "readback").unwrap()
+    }
+
+    pub fn embedding(&mut self, matrix: Matrix, scale: f32) -> Embedding {
+        let mut uploader = Uploader::new(&self.device).unwrap();
+        let embedding = Embedding::new(&mut self.arena, &mut uploader, matrix, scale).unwrap();
+        uploader.finish().unwrap();
+        embedding
+    }
+
     fn download<T: bytemuck::Pod>(&mut self, buffer: &Buffer, count: usize) -> Vec<T> {
         let bytes = (count * size_of::<T>()) as u64;
-        let host = self.arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "readback").unwrap();
+        let host = self.readback(bytes);
         self.run(|_, r| r.copy(buffer, &host, bytes));
         let mut out = vec![T::zeroed(); count];
         host.read(0, &mut out);
@@ -109,7 +124,7 @@ impl Bench {
     }
 
     /// Rows of `width` at the stride activations have; the padding is NaN.
-    fn activations(&mut self, rows: &[f32], width: usize) -> Activations {
+    pub fn activations(&mut self, rows: &[f32], width: usize) -> Activations {
         let stride = Activations::stride_of(width);
         let mut padded = vec![f32::NAN; rows.len() / width * stride];
         for (to, from) in padded.chunks_exact_mut(stride).zip(rows.chunks_exact(width)) {
@@ -118,7 +133,7 @@ impl Bench {
         Activations::new(self.upload(&padded), width)
     }
 
-    fn empty(&mut self, rows: usize, width: usize) -> Activations {
+    pub fn empty(&mut self, rows: usize, width: usize) -> Activations {
         Activations::new(self.poisoned(Activations::bytes(rows, width) as usize), width)
     }
 
@@ -127,14 +142,14 @@ impl Bench {
         padded.chunks_exact(from.stride).flat_map(|row| row[..from.width].to_vec()).collect()
     }
 
-    fn matrix(&mut self, values: &[f32], rows: usize, cols: usize, scheme: Scheme, shard: u64) -> Matrix {
+    pub fn matrix(&mut self, values: &[f32], rows: usize, cols: usize, scheme: Scheme, shard: u64) -> Matrix {
         let data: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let shape = [rows, cols];
         let encoding = Encoding::Plain { dtype: DType::F32, data: &data };
         self.matrix_of(&Tensor { name: "w", file: "test", shape: &shape, encoding }, scheme, shard)
     }
 
-    fn matrix_of(&mut self, tensor: &Tensor, scheme: Scheme, shard: u64) -> Matrix {
+    pub fn matrix_of(&mut self, tensor: &Tensor, scheme: Scheme, shard: u64) -> Matrix {
         let mut uploader = Uploader::new(&self.device).unwrap();
         let matrix =
             Matrix::upload(&mut self.arena, &mut uploader, tensor, scheme, Class::Ffn, shard, &mut |_| {})
@@ -144,7 +159,7 @@ impl Bench {
     }
 
     /// A matrix of random integers and scales.
-    fn stored(&mut self, rows: usize, cols: usize, scheme: Scheme) -> Stored {
+    pub fn stored(&mut self, rows: usize, cols: usize, scheme: Scheme) -> Stored {
         let (bits, scales) = match scheme {
             Scheme::Int4 { scales, .. } => (4, scales),
             Scheme::Int8 { scales, .. } => (8, scales),
@@ -208,7 +223,7 @@ impl Bench {
         stored
     }
 
-    fn run(&self, record: impl FnOnce(&Kernels, &mut Recorder<'_>)) {
+    pub fn run(&self, record: impl FnOnce(&Kernels, &mut Recorder<'_>)) {
         let mut commands = CommandBuffer::new(&self.device, "test").unwrap();
         let mut recorder = commands.begin().unwrap();
         record(&self.kernels, &mut recorder);
@@ -218,7 +233,7 @@ impl Bench {
 }
 
 /// A matrix as a native checkpoint holds it, and the values that it stands for.
-struct Stored {
+pub struct Stored {
     shape: [usize; 2],
     scheme: Scheme,
     blocks: Vec<u8>,
@@ -227,7 +242,7 @@ struct Stored {
 }
 
 impl Stored {
-    fn tensor(&self) -> Tensor<'_> {
+    pub fn tensor(&self) -> Tensor<'_> {
         let (blocks, scales) = (self.blocks[..].into(), self.scales[..].into());
         let native = NativeTensor { scheme: self.scheme, blocks, scales };
         Tensor { name: "w", file: "test", shape: &self.shape, encoding: Encoding::Native(native) }
@@ -428,9 +443,7 @@ fn embed_yields_every_weight_of_every_stored_scheme() {
         for (rows, cols) in [(7, 5), (70, 600)] {
             let stored = b.stored(rows, cols, scheme);
             let matrix = b.matrix_of(&stored.tensor(), scheme, 1);
-            let mut uploader = Uploader::new(&b.device).unwrap();
-            let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix, 1.25).unwrap();
-            uploader.finish().unwrap();
+            let embedding = b.embedding(matrix, 1.25);
             let ids: Vec<u32> = (0..rows as u32).collect();
             let (id_buffer, output) = (b.upload(&ids), b.empty(rows, cols));
             b.run(|k, r| k.embed(r, &embedding, &id_buffer, &id_buffer, &output, rows));
@@ -450,9 +463,7 @@ fn embed_yields_every_stored_weight() {
             let w = b.random(rows * cols, 1.5);
             let stored = as_stored(&w, cols, scheme);
             let matrix = b.matrix(&w, rows, cols, scheme, shard);
-            let mut uploader = Uploader::new(&b.device).unwrap();
-            let embedding = Embedding::new(&mut b.arena, &mut uploader, matrix, 1.25).unwrap();
-            uploader.finish().unwrap();
+            let embedding = b.embedding(matrix, 1.25);
             // Every row by id, then the ids last sampled in slots 2, 0 and 1, where it was one that has no row.
             let mut ids: Vec<u32> = (0..rows as u32).collect();
             ids.extend([LAST_SAMPLED | 2, LAST_SAMPLED, LAST_SAMPLED | 1]);
@@ -575,7 +586,7 @@ fn rms_norm_and_its_variants_match_their_twin() {
 }
 
 /// A random paged situation: sequences of different length, blocks in random order, tokens at their ends.
-struct Paged {
+pub struct Paged {
     shape: AttentionShape,
     /// Per sequence: its length, and how many of its last tokens are in the batch.
     sequences: Vec<(usize, usize)>,
@@ -584,7 +595,7 @@ struct Paged {
 }
 
 impl Paged {
-    fn new(b: &mut Bench, shape: AttentionShape, sequences: &[(usize, usize)]) -> Paged {
+    pub fn new(b: &mut Bench, shape: AttentionShape, sequences: &[(usize, usize)]) -> Paged {
         let num_blocks = sequences.iter().map(|(len, _)| len.div_ceil(shape.block_size)).sum::<usize>() + 3;
         let mut free: Vec<u32> = (0..num_blocks as u32).collect();
         let tables = sequences
@@ -599,7 +610,7 @@ impl Paged {
     }
 
     /// (sequence, position) of every token in the batch.
-    fn tokens(&self) -> Vec<(usize, usize)> {
+    pub fn tokens(&self) -> Vec<(usize, usize)> {
         let each = self.sequences.iter().enumerate();
         each.flat_map(|(s, &(len, new))| (len - new..len).map(move |p| (s, p))).collect()
     }
@@ -617,7 +628,7 @@ impl Paged {
     }
 
     /// Bytes of a cache that nobody wrote to: every word a NaN.
-    fn empty_cache(&self, kv: KvDtype) -> Vec<u8> {
+    pub fn empty_cache(&self, kv: KvDtype) -> Vec<u8> {
         let s = &self.shape;
         let bytes = self.num_blocks * s.block_size * s.num_kv_heads * kv.row_bytes(s.head_dim);
         0x7fc0_deadu32.to_le_bytes().into_iter().cycle().take(bytes).collect()
@@ -684,7 +695,7 @@ impl Paged {
         self.num_blocks * self.shape.block_size * self.shape.num_kv_heads * self.shape.head_dim
     }
 
-    fn arrays(&self, b: &mut Bench) -> StepArrays {
+    pub fn arrays(&self, b: &mut Bench) -> StepArrays {
         let tokens = self.tokens();
         let positions: Vec<u32> = tokens.iter().map(|t| t.1 as u32).collect();
         let sequence_of: Vec<u32> = tokens.iter().map(|t| t.0 as u32).collect();
@@ -704,7 +715,7 @@ impl Paged {
     }
 }
 
-fn shape(
+pub fn shape(
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -931,13 +942,13 @@ fn draw(b: &mut Bench, logits: &[f32], vocab: usize, requests: &[SampleRequest])
 }
 
 /// Rows of logits to draw from, and what draws take; histories, biases and masks are nowhere unless they are set.
-struct Drawing {
-    requests: Vec<SampleRequest>,
+pub struct Drawing {
+    pub requests: Vec<SampleRequest>,
     /// What draws change is all 0, and poisoned between the rows: what is not a row's is not read, and stays.
-    logits: Logits,
-    arrays: DrawArrays,
-    history: History,
-    slots: Buffer,
+    pub logits: Logits,
+    pub arrays: DrawArrays,
+    pub history: History,
+    pub slots: Buffer,
 }
 
 impl Drawing {
@@ -1106,15 +1117,15 @@ fn draws_follow_the_distribution() {
 }
 
 /// Requests that differ in everything, for the same number of rows of random logits, and what their twin makes of these.
-struct Adjusted {
-    drawing: Drawing,
+pub struct Adjusted {
+    pub drawing: Drawing,
     width: usize,
     /// After penalties, biases and masks.
     expected: Vec<Vec<f32>>,
     raw: Vec<f32>,
 }
 
-fn adjusted(b: &mut Bench, width: usize, rows: usize) -> Adjusted {
+pub fn adjusted(b: &mut Bench, width: usize, rows: usize) -> Adjusted {
     let (slots, slot_len) = (5, 700);
     let mut raw = b.random(rows * width, 8.0);
     raw[width / 2] = 0.0;

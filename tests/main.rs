@@ -24,6 +24,7 @@ mod fuzz_bodies;
 mod gguf;
 mod golden;
 mod grammar;
+mod hazards;
 mod hub;
 mod jinja;
 mod kernels;

@@ -7,7 +7,7 @@ use axum::body::Body;
 use axum::http::Request;
 use serde_json::{Value, json};
 use unicorn::api::{
-    self, Door, Facts, HeapNow, KernelTime, Keys, MemoryNow, Placed, SUPPORTED_PARAMETERS, Server,
+    self, Door, Facts, HeapNow, KernelTime, Keys, MemoryNow, Placed, SUPPORTED_PARAMETERS, Server, Submitted,
 };
 
 use crate::api::{App, MODEL, OPTIONS, app_behind, assert_all_free, chat, send, send_json};
@@ -147,6 +147,10 @@ pub fn facts() -> Facts {
             let heaps = vec![HeapNow { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }];
             MemoryNow { heaps, vram: Some(11), gtt: None, resident: Some(13) }
         }),
+        submitted: Box::new(|| {
+            let declared = vec![("norms".into(), 17)];
+            Some(Submitted { dispatches: 3, copies: 5, barriers: 4, declared })
+        }),
         kernels: Box::new(|| {
             let time = Duration::from_millis(500);
             vec![KernelTime { kernel: "matmul".into(), dispatches: 2, time }]
@@ -200,6 +204,10 @@ async fn metrics_add_up_to_what_was_asked() {
         ("unicorn_gpu_memory_driver_bytes{kind=\"vram\"}", 11.0),
         ("process_resident_memory_bytes", 13.0),
         ("unicorn_kernel_seconds_total{kernel=\"matmul\"}", 0.5),
+        ("unicorn_gpu_dispatches_total", 3.0),
+        ("unicorn_gpu_copies_total", 5.0),
+        ("unicorn_gpu_barriers_total", 4.0),
+        ("unicorn_gpu_declared_bytes_total{class=\"norms\"}", 17.0),
         ("unicorn_kernel_dispatches_total{kernel=\"matmul\"}", 2.0),
     ] {
         assert_eq!(m.get(name), Some(&value), "{name}: {m:#?}");

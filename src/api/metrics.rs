@@ -437,6 +437,21 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
         out.family("process_resident_memory_bytes", "gauge", "Host memory of the process.")
             .sample(&[], bytes);
     }
+    if let Some(submitted) = (facts.submitted)() {
+        let counters = [
+            ("unicorn_gpu_dispatches_total", "Dispatches given to the device.", submitted.dispatches),
+            ("unicorn_gpu_copies_total", "Copies given to the device.", submitted.copies),
+            ("unicorn_gpu_barriers_total", "Barriers between them.", submitted.barriers),
+        ];
+        for (name, help, value) in counters {
+            out.family(name, "counter", help).sample(&[], value);
+        }
+        let help = "Bytes that dispatches and copies declared to read or write, in whole ranges.";
+        out.family("unicorn_gpu_declared_bytes_total", "counter", help);
+        for (class, bytes) in &submitted.declared {
+            out.sample(&[("class", class)], *bytes);
+        }
+    }
     let kernels = server.metrics.kernels((facts.kernels)());
     if !kernels.is_empty() {
         out.family(

@@ -53,7 +53,7 @@ pub use keys::{Keys, KeysError};
 pub use listen::{Connections, FILES_PER_CONNECTION};
 pub use request::{ChatRequest, PromptEnding};
 pub use service::{SamplingDefaults, Service};
-pub use status::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SUPPORTED_PARAMETERS};
+pub use status::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SUPPORTED_PARAMETERS, Submitted};
 pub use tls::{Tls, TlsError};
 pub use tools::{Call, MAX_TOOLS, Tool, ToolChoice, Tools};
 

@@ -66,8 +66,20 @@ pub struct Facts {
     pub residency: String,
     /// Reads what is held now.
     pub memory: Box<dyn Fn() -> MemoryNow + Send + Sync>,
+    /// Reads what was submitted so far; none once the device was given back.
+    pub submitted: Box<dyn Fn() -> Option<Submitted> + Send + Sync>,
     /// Takes the kernels' times since the last call; none where they are not measured.
     pub kernels: Box<dyn Fn() -> Vec<KernelTime> + Send + Sync>,
+}
+
+/// What the device was given to do.
+#[derive(Debug, Clone, Default)]
+pub struct Submitted {
+    pub dispatches: u64,
+    pub copies: u64,
+    pub barriers: u64,
+    /// By class, bytes that commands declared to read or write.
+    pub declared: Vec<(String, u64)>,
 }
 
 /// Buffers of one class in one heap.

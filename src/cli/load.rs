@@ -8,12 +8,12 @@ use super::bench::resident_bytes;
 use super::devices::bytes;
 use super::error::Error;
 use super::progress::Bar;
-use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SamplingDefaults, Service};
+use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SamplingDefaults, Service, Submitted};
 use crate::checkpoint::{Manifest, ModelFiles};
 use crate::config::{self, Config};
 use crate::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
-use crate::gpu::placement::{Heap, Limits, Machine, Placement};
-use crate::gpu::{self, Device, DeviceInfo, DevicePolicy};
+use crate::gpu::placement::{Class, Heap, Limits, Machine, Placement};
+use crate::gpu::{self, Counts, Device, DeviceInfo, DevicePolicy};
 use crate::model::Runner;
 use crate::model::config::{Gemma3Config, GenerationConfig};
 use crate::model::draft::{self, Draft, Drafted};
@@ -129,6 +129,23 @@ pub fn runner(files: &ModelFiles, config: &Config) -> Result<Gemma3, Error> {
     Ok(on_device(files, None, None, config, Watch::Nothing)?.0)
 }
 
+/// What one submit may take: what the configuration says, and no more than the driver has patience for.
+fn max_submit(config: &Config) -> Duration {
+    let wanted = Duration::from_millis(config.gpu.max_submit_ms);
+    match gpu::longest_submit() {
+        Some(longest) if longest < wanted => {
+            tracing::warn!(
+                "gpu.max_submit_ms is {}, and {} is taken: amdgpu resets the GPU after its lockup_timeout, and a submit stays \
+                 under a quarter of that",
+                wanted.as_millis(),
+                longest.as_millis()
+            );
+            longest
+        }
+        _ => wanted,
+    }
+}
+
 /// Loads a model and its draft; ids from `sample_below` on are never drawn.
 fn on_device(
     files: &ModelFiles,
@@ -153,7 +170,7 @@ fn on_device(
         sequences: config.engine.sequences,
         kv: config.kv.dtype,
         block_size: config.kv.block_size,
-        max_submit: Duration::from_millis(config.gpu.max_submit_ms),
+        max_submit: max_submit(config),
         memory: limits(&config.memory),
         strict: config.hardware.strict,
         moments: watch == Watch::Activations,
@@ -238,13 +255,21 @@ impl Model {
         };
         // Who asks must not keep the device from being given back when the engine ends.
         let (held_of, timed) = (Arc::downgrade(self.runner.device()), Arc::downgrade(self.runner.device()));
+        let memory_of = held_of.clone();
         let memory = move || {
-            let device = held_of.upgrade();
+            let device = memory_of.upgrade();
             let held = device.as_ref().and_then(|device| device.held());
             let (vram, gtt) = (held.map(|held| held.vram), held.map(|held| held.gtt));
             let heap = |heap: Heap| HeapNow { heap: heap.name, size_bytes: heap.size, free_bytes: heap.free };
             let heaps = device.into_iter().flat_map(|device| device.machine().heaps).map(heap).collect();
             MemoryNow { heaps, vram, gtt, resident: resident_bytes().0 }
+        };
+        let counted = held_of.clone();
+        let submitted = move || {
+            let counts = counted.upgrade()?.counts();
+            let declared = Class::ALL.map(|class| (class.name().to_owned(), counts.declared[class as usize]));
+            let Counts { dispatches, copies, barriers, .. } = counts;
+            Some(Submitted { dispatches, copies, barriers, declared: declared.into() })
         };
         let kernels = move || {
             let each = timed.upgrade().map(|device| Profiler(device).take()).into_iter().flatten();
@@ -259,6 +284,7 @@ impl Model {
             placements: self.runner.placements().iter().map(placed).collect(),
             residency: self.runner.residency().to_string(),
             memory: Box::new(memory),
+            submitted: Box::new(submitted),
             kernels: Box::new(kernels),
         }
     }

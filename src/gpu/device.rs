@@ -435,7 +435,8 @@ impl Device {
         *self.rehearsal.lock().unwrap() = rehearsal;
     }
 
-    pub(super) fn rehearsal(&self) -> Rehearsal {
+    #[doc(hidden)]
+    pub fn rehearsed(&self) -> Rehearsal {
         self.rehearsal.lock().unwrap().clone()
     }
 

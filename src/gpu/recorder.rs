@@ -114,7 +114,7 @@ impl CommandBuffer {
             raw.reset_command_pool(self.pool, flags).map_err(GpuError::of("vkResetCommandPool"))?;
             raw.begin_command_buffer(self.raw, &info).map_err(GpuError::of("vkBeginCommandBuffer"))
         })?;
-        let rehearsal = self.device.rehearsal();
+        let rehearsal = self.device.rehearsed();
         let mut recorder =
             Recorder { commands: self, since_barrier: Accesses::default(), rehearsal, held: Vec::new() };
         // Orders this buffer behind everything submitted before it.

@@ -1,0 +1,387 @@
+//! No hazard rests on luck. Drivers that run commands one after the other hide a barrier that is missing: so what stands
+//! between two barriers is run in other orders here, and everything that is computed must be the same to the bit. Then
+//! each write that was derived from a shader is forgotten in turn, as if the derivation were wrong, and the same checks
+//! must notice.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use unicorn::checkpoint::ModelFiles;
+use unicorn::gpu::{Access, Buffer, Device, Order, Recorder, Rehearsal};
+use unicorn::kernels::{
+    Attention, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, RmsNorm, StepArrays, shaders,
+};
+use unicorn::model::draft::{self, Drafted};
+use unicorn::model::gemma3::{Gemma3, LoadOptions};
+use unicorn::model::{Runner, SamplingParams};
+use unicorn::tensor::{KvDtype, Scheme};
+
+use crate::batching::{PENALTIES, Texts};
+use crate::golden::{self, Goldens, all_logits};
+use crate::kernels::{Adjusted, Bench, Paged, SCHEMES, STORED, adjusted, shape};
+use crate::support::{data, policy};
+
+const ORDERS: [Order; 2] = [Order::Reversed, Order::Shuffled(1)];
+
+/// A device of its own: how it records is nobody else's business.
+fn rehearsing(order: Order) -> Arc<Device> {
+    let device = Device::open(&policy()).unwrap();
+    device.rehearse(Rehearsal { order, forgotten: None });
+    device
+}
+
+fn load(device: &Arc<Device>, variant: &str, options: &LoadOptions) -> Gemma3 {
+    let files = ModelFiles::open(&data("gemma3").join(variant)).unwrap();
+    Gemma3::load(device, &files, options, &mut |_| {}).unwrap()
+}
+
+#[test]
+fn the_goldens_are_the_same_to_the_bit_in_any_order_between_barriers() {
+    for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
+        let goldens = Goldens::open(&data("gemma3").join(variant));
+        let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
+        for kv in KvDtype::ALL {
+            let options = LoadOptions { kv, ..LoadOptions::default() };
+            let mut model = golden::load(&data("gemma3").join(variant), &options);
+            let expected = prompts.each_ref().map(|tokens| all_logits(&mut model, tokens));
+            for order in ORDERS {
+                let device = rehearsing(order);
+                for max_batch_tokens in [256, 7] {
+                    let options = LoadOptions { max_batch_tokens, ..options };
+                    let mut model = load(&device, variant, &options);
+                    for (tokens, expected) in prompts.iter().zip(&expected) {
+                        let got = all_logits(&mut model, tokens);
+                        assert!(got == *expected, "{variant}, {kv}, {order:?}, chunks of {max_batch_tokens}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn answers_are_the_same_in_any_order_between_barriers() {
+    let goldens = Goldens::open(&data("gemma3/tiny-a"));
+    let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
+    let long = long[..long.len().min(200)].to_vec();
+    let other = long[11..].to_vec();
+    let prompts = vec![mid.clone(), short.clone(), long, other, short[1..].to_vec(), mid[..9].to_vec()];
+    let options = LoadOptions { sequences: 16, max_context: Some(512), ..LoadOptions::default() };
+    let drawn = SamplingParams { temperature: 0.8, top_k: 40, seed: 4711, ..PENALTIES };
+    let mut model = golden::load(&data("gemma3/tiny-a"), &options);
+    let [greedy, drawn] =
+        [SamplingParams::GREEDY, drawn].map(|params| Texts::new(&mut model, params, prompts.clone(), 60));
+    for order in ORDERS {
+        let device = rehearsing(order);
+        greedy.check_all(&mut load(&device, "tiny-a", &options));
+        // With guesses of another model, here itself.
+        let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
+        let (model, guessing) = draft::load(&device, &files, &files, &options, &mut |_| {}).unwrap();
+        drawn.check_all(&mut Drafted::new(model, guessing));
+    }
+}
+
+/// Commands recorded one after the other, and all that they write.
+struct Chain {
+    name: String,
+    record: Box<dyn Fn(&Kernels, &mut Recorder<'_>)>,
+    written: Vec<Buffer>,
+}
+
+impl Chain {
+    /// What lies where the commands write, copied away by the same recording.
+    fn run(&self, b: &mut Bench) -> Vec<Vec<u8>> {
+        let hosts: Vec<Buffer> = self.written.iter().map(|buffer| b.readback(buffer.size())).collect();
+        b.run(|k, r| {
+            (self.record)(k, r);
+            self.written.iter().zip(&hosts).for_each(|(from, to)| r.copy(from, to, from.size()));
+        });
+        let bytes = |host: &Buffer| {
+            let mut bytes = vec![0u8; host.size() as usize];
+            host.read(0, &mut bytes);
+            bytes
+        };
+        hosts.iter().map(bytes).collect()
+    }
+}
+
+/// Every kernel in a chain with others that read what it writes, from one seed: the same at each call.
+fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
+    let schemes = [&SCHEMES[..], &STORED].concat();
+    let rest = match which.checked_sub(schemes.len()) {
+        None => return Some(products(b, schemes[which])),
+        Some(rest) => rest,
+    };
+    Some(match rest {
+        0 => norms(b),
+        1 => sums(b),
+        2 => draws(b),
+        3 => history(b),
+        4 => transfers(b),
+        n if n - 5 < KvDtype::ALL.len() => attention(b, KvDtype::ALL[n - 5]),
+        _ => return None,
+    })
+}
+
+fn products(b: &mut Bench, scheme: Scheme) -> Chain {
+    let (rows, cols, tokens) = (70, 64, 9);
+    b.kernels = Kernels::new(&b.device, &[], scheme, HEADS).unwrap();
+    let values = b.random(rows * cols, 1.0);
+    let matrix = match scheme.grouping(cols) {
+        Some(_) => {
+            let stored = b.stored(rows, cols, scheme);
+            b.matrix_of(&stored.tensor(), scheme, u64::MAX)
+        }
+        None => b.matrix(&values, rows, cols, scheme, u64::MAX),
+    };
+    let embedding = b.embedding(matrix, 2.0);
+    let ids: Vec<u32> = (0..tokens as u32).map(|t| t * 7).collect();
+    let (ids, x, y) = (b.upload(&ids), b.empty(tokens, cols), b.empty(tokens, rows));
+    let written = vec![x.buffer.clone(), y.buffer.clone()];
+    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+        k.embed(r, &embedding, &ids, &ids, &x, tokens);
+        k.matmul(r, embedding.matrix(), &x, &y, tokens);
+    };
+    Chain { name: format!("embedding and product, {scheme}"), record: Box::new(record), written }
+}
+
+fn norms(b: &mut Bench) -> Chain {
+    let (rows, dim) = (3, 100);
+    let [x, base] = [(); 2].map(|()| b.random(rows * dim, 1.0));
+    let weight = b.random(dim, 1.0);
+    let (x, sum) = (b.activations(&x, dim), b.activations(&base, dim));
+    let norm = RmsNorm { weight: b.upload(&weight), eps: 1e-6 };
+    let (y, picked) = (b.empty(rows, dim), b.empty(2, dim));
+    let index = b.upload(&[2u32, 0]);
+    let written = [&y, &sum, &picked].map(|x| x.buffer.clone()).to_vec();
+    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+        k.rms_norm(r, &x, &norm, &y, rows);
+        k.rms_norm_add(r, &y, &norm, &sum, rows);
+        k.rms_norm_gather(r, &sum, &index, &norm, &picked, 2);
+        k.geglu(r, &picked, &y, 2);
+    };
+    Chain { name: "norms and activation".into(), record: Box::new(record), written }
+}
+
+fn sums(b: &mut Bench) -> Chain {
+    let (tokens, width) = (5, 70);
+    let x = b.random(tokens * width, 1.0);
+    let x = b.activations(&x, width);
+    let moments = b.upload(&vec![1f32; width]);
+    let pooled = b.empty(1, width);
+    let written = vec![moments.clone(), pooled.buffer.clone()];
+    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+        k.moments(r, &x, &moments, tokens);
+        k.pool(r, &x, &pooled, true, tokens);
+        k.pool(r, &x, &pooled, false, 2);
+    };
+    Chain { name: "sums".into(), record: Box::new(record), written }
+}
+
+fn draws(b: &mut Bench) -> Chain {
+    let rows = 12;
+    let Adjusted { mut drawing, .. } = adjusted(b, 258, rows);
+    drawing.requests.iter_mut().for_each(|request| request.logprobs = 3);
+    drawing.arrays.requests = b.upload(&drawing.requests);
+    // Ids that nobody drew yet: logits lie behind them.
+    drawing.arrays.ids = b.upload(&vec![0u32; rows]);
+    drawing.arrays.logprobs = b.upload(&vec![0u32; rows * LOGPROB_WORDS]);
+    let between = b.poisoned(drawing.logits.adjusted.buffer.size() as usize);
+    let written = vec![
+        between.clone(),
+        drawing.logits.adjusted.buffer.clone(),
+        drawing.arrays.ids.clone(),
+        drawing.slots.clone(),
+        drawing.arrays.logprobs.clone(),
+    ];
+    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+        let (logits, arrays, requests) = (&drawing.logits, &drawing.arrays, &drawing.requests);
+        k.adjust(r, logits, arrays, &drawing.history, requests);
+        r.copy(&logits.adjusted.buffer, &between, between.size());
+        k.sample(r, logits, arrays, &drawing.slots, rows);
+        k.clear_adjusted(r, logits, arrays, &drawing.history, requests);
+        k.logprobs(r, logits, arrays, rows);
+    };
+    Chain { name: "draws".into(), record: Box::new(record), written }
+}
+
+fn history(b: &mut Bench) -> Chain {
+    let (slots, slot_len, tokens) = (3, 10, 4);
+    let ids: Vec<u32> = vec![11, 12, LAST_SAMPLED | 1, 14];
+    let step = StepArrays {
+        ids: b.upload(&ids),
+        positions: b.upload(&[3u32, 4, 0, 9]),
+        sequence_of: b.upload(&[0u32, 0, 1, 2]),
+        slot_mapping: b.poisoned(4),
+        block_tables: b.poisoned(4),
+    };
+    let (slots_of, sampled) = (b.upload(&[2u32, 1, 0]), b.upload(&[7u32, 55, 7]));
+    let history = History { ids: b.poisoned(4 * slots * slot_len), slot_len };
+    let written = vec![history.ids.clone()];
+    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+        k.history(r, &step, &slots_of, &sampled, &history, tokens);
+    };
+    Chain { name: "history".into(), record: Box::new(record), written }
+}
+
+fn transfers(b: &mut Bench) -> Chain {
+    let [one, two, three] = [(); 3].map(|()| b.poisoned(256));
+    let written = vec![one.clone(), two.clone(), three.clone()];
+    let record = move |_: &Kernels, r: &mut Recorder<'_>| {
+        r.fill(&one, 7);
+        r.copy(&one, &two, 256);
+        r.copy(&two, &three, 128);
+        r.fill(&one, 8);
+    };
+    Chain { name: "copies and fills".into(), record: Box::new(record), written }
+}
+
+fn attention(b: &mut Bench, kv: KvDtype) -> Chain {
+    let shape = shape(4, 2, 32, 16, None);
+    b.make_heads(&shape, kv);
+    let paged = Paged::new(b, shape, &[(3, 3), (21, 21)]);
+    let tokens = paged.tokens().len();
+    let [q_width, kv_width] = [4 * 32, 2 * 32];
+    let [q, k, v] = [q_width, kv_width, kv_width].map(|width| {
+        let rows = b.random(tokens * width, 1.0);
+        b.activations(&rows, width)
+    });
+    let zeros = vec![0u8; paged.empty_cache(kv).len()];
+    let cache = KvCache { keys: b.upload(&zeros), values: b.upload(&zeros) };
+    let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
+    let rope: Vec<f32> = (0..64 * 16).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let (rope, step, y) = (b.upload(&rope), paged.arrays(b), b.empty(tokens, q_width));
+    let written = vec![q.buffer.clone(), cache.keys.clone(), cache.values.clone(), y.buffer.clone()];
+    let [q_norm, k_norm] = [norm.clone(), norm];
+    let attention = Attention { shape, q_norm, k_norm, rope, q_scale: 0.2, cache };
+    let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
+        kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
+        kernels.attention(r, &attention, &q, &step, &y, tokens);
+    };
+    Chain { name: format!("keys, values and attention, {kv}"), record: Box::new(record), written }
+}
+
+const HEADS: Heads = Heads { group: 2, head_dim: 32, kv: KvDtype::F32 };
+
+/// What all chains compute on a device that rehearses; `only` those, where some are named.
+fn all_chains(device: &Arc<Device>, only: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<Vec<u8>>)> {
+    let rehearsal = device.rehearsed();
+    let mut all = Vec::new();
+    for which in 0.. {
+        // Uploads are recorded too, and not what is tried here.
+        device.rehearse(Rehearsal::default());
+        let mut b = Bench::on(device, which as u64);
+        let Some(chain) = chain(&mut b, which) else { break };
+        if only(&chain.name) {
+            device.rehearse(rehearsal.clone());
+            all.push((chain.name.clone(), chain.run(&mut b)));
+        }
+    }
+    device.rehearse(rehearsal);
+    all
+}
+
+#[test]
+fn kernels_compute_the_same_in_any_order_between_barriers() {
+    let expected = all_chains(&rehearsing(Order::AsRecorded), &|_| true);
+    for order in ORDERS {
+        for ((name, got), (_, expected)) in all_chains(&rehearsing(order), &|_| true).iter().zip(&expected) {
+            assert!(got == expected, "{name}, {order:?}");
+        }
+    }
+}
+
+/// Chains that hold a shader, by the name of its kernel.
+fn chains_of(shader: &str) -> &'static str {
+    match shader.split('_').next().expect("a name") {
+        "embed" | "matmul" => "embedding and product",
+        "rms" | "geglu" => "norms",
+        "moments" | "pool" => "sums",
+        "adjust" | "sample" | "logprobs" => "draws",
+        "history" => "history",
+        "copy" | "fill" => "copies",
+        "qkv" | "attention" => "keys, values",
+        other => panic!("which chain has {other}?"),
+    }
+}
+
+/// Each write, forgotten, must change what a chain of kernels yields; and, where a forward pass has the kernel between
+/// others in one recording, what the model yields.
+#[test]
+fn each_derived_write_that_is_forgotten_is_noticed() {
+    let device = rehearsing(Order::Reversed);
+    let mut writes: Vec<(&'static str, &'static str)> = vec![("copy", "to"), ("fill", "buffer")];
+    for shader in shaders::ALL {
+        let written = shader.pointers.iter().filter(|(_, access)| access.writes());
+        writes.extend(written.map(|(pointer, _)| (shader.name, *pointer)));
+        let reads = shader.pointers.iter().any(|(_, access)| *access == Access::Read);
+        assert!(reads || shader.name == "adjust_clear", "{} reads nothing", shader.name);
+    }
+    let goldens = Goldens::open(&data("gemma3/tiny-a"));
+    let tokens = goldens.tokens("tokens.mid");
+    let answers = |device: &Arc<Device>| -> (Vec<f32>, Vec<u32>) {
+        let options = LoadOptions { max_context: Some(256), ..LoadOptions::default() };
+        let mut model = load(device, "tiny-a", &options);
+        let logits = all_logits(&mut model, &tokens);
+        let limits = model.limits();
+        let params = SamplingParams { temperature: 0.7, seed: 3, ..PENALTIES };
+        let sequence = unicorn::engine::Sequence::new(0, tokens.clone(), params, 6);
+        let run = crate::drive::Driver::new(&mut model, limits).run(vec![sequence]);
+        (logits, run.answers[&0].clone())
+    };
+    let expected = (all_chains(&device, &|_| true), answers(&device));
+    println!("{} derived writes; what notices that one is forgotten:", writes.len());
+    let mut by_the_model = 0;
+    for (shader, pointer) in writes {
+        device.rehearse(Rehearsal { order: Order::Reversed, forgotten: Some((shader, pointer)) });
+        let (of, got) = (chains_of(shader), all_chains(&device, &|name| name.starts_with(chains_of(shader))));
+        let noticing: Vec<&str> = got
+            .iter()
+            .filter(|(name, bytes)| expected.0.iter().any(|(n, b)| n == name && b != bytes))
+            .map(|(name, _)| name.as_str())
+            .collect();
+        assert!(!noticing.is_empty(), "{shader}.{pointer} was forgotten, and no chain of {of} noticed");
+        // Quietly: what is computed of garbage may be no numbers, which ends a run.
+        let model = catch_unwind(AssertUnwindSafe(|| answers(&device)));
+        let noticed = model.map_or(true, |got| got != expected.1);
+        by_the_model += usize::from(noticed);
+        println!(
+            "  {shader}.{pointer}: {}{}",
+            noticing.join("; "),
+            if noticed { "; logits and answers of tiny-a" } else { "" }
+        );
+        device.rehearse(Rehearsal { order: Order::Reversed, forgotten: None });
+    }
+    // The kernels of a forward pass of one type of weights and of cache, and of a draw.
+    assert!(by_the_model >= 12, "the model noticed only {by_the_model}");
+}
+
+#[test]
+#[should_panic(expected = "is memory of another of its addresses")]
+fn two_addresses_of_one_dispatch_that_lead_to_the_same_memory_are_refused() {
+    let mut b = Bench::new(1);
+    let x = b.empty(2, 64);
+    let norm = RmsNorm { weight: b.upload(&[1f32; 64]), eps: 1e-6 };
+    b.run(|k, r| k.rms_norm(r, &x, &norm, &x, 2));
+}
+
+#[test]
+fn a_recording_is_counted() {
+    use unicorn::gpu::{Class, Counts};
+    let device = rehearsing(Order::AsRecorded);
+    let mut b = Bench::on(&device, 1);
+    let (x, y) = (b.empty(2, 64), b.empty(2, 64));
+    let norm = RmsNorm { weight: b.upload(&[1f32; 64]), eps: 1e-6 };
+    let before = device.counts();
+    b.run(|k, r| {
+        k.rms_norm(r, &x, &norm, &y, 2);
+        k.rms_norm(r, &y, &norm, &x, 1);
+        r.copy(&x.buffer, &y.buffer, 8);
+    });
+    let mut declared = [0; Class::ALL.len()];
+    // The weight lies among activations here.
+    declared[Class::Activations as usize] = (512 + 512 + 256) + (256 + 256 + 256) + 16;
+    let counts = Counts { dispatches: 2, copies: 1, barriers: 3, declared };
+    assert_eq!(device.counts() - before, counts);
+    assert_eq!((counts.weight_bytes(), counts.kv_bytes(), counts.activation_bytes()), (0, 0, 2064));
+}
