@@ -4,9 +4,10 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::checkpoint::ModelFiles;
-use unicorn::gpu::Device;
+use unicorn::gpu::memory_types::{MemoryTable, MemoryType};
 use unicorn::gpu::placement::{Class, Heap, Limits, Machine, MemoryKind, Obstacle, Plan, Request, place};
 use unicorn::gpu::residency::{self, Residency};
+use unicorn::gpu::{Device, DeviceKind};
 use unicorn::model::Runner;
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::gemma3::{Gemma3, LoadError, LoadOptions};
@@ -468,7 +469,7 @@ fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
     let device = Device::open(&policy()).unwrap();
     let files = ModelFiles::open(&data("gemma3/tiny-a")).unwrap();
     let load = |vram, gtt, max_context| {
-        let memory = Limits { vram: Some(vram), gtt: Some(gtt), reserve: Some(0) };
+        let memory = Limits { vram: Some(vram), gtt: Some(gtt), ..ALL };
         let options = LoadOptions { memory, max_context, ..LoadOptions::default() };
         let mut heard = false;
         let result = Gemma3::load(&device, &files, &options, &mut |_| heard = true);
@@ -621,4 +622,114 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
         let refused = unicorn_on_software(&[command, &memory].concat());
         assert_error(refused, code, &["does not fit", "64.0 KiB of heap", "attention weights"]);
     }
+}
+
+/// A driver's table of `tests/data/memory_types`, its kind of device, and what buffers may lie in.
+#[derive(serde::Deserialize)]
+struct DriverTable {
+    kind: String,
+    buffers: u32,
+    heaps: Vec<TableHeap>,
+    types: Vec<(usize, u32)>,
+}
+
+#[derive(serde::Deserialize)]
+struct TableHeap {
+    mib: u64,
+    device_local: bool,
+}
+
+impl DriverTable {
+    fn read(name: &str) -> (DeviceKind, u32, MemoryTable) {
+        let file = data(&format!("memory_types/{name}.toml"));
+        let text = std::fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+        assert!(text.contains("source") || text.contains("https://"), "{name}: says not where it is from");
+        let table: DriverTable = toml::from_str(&text).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let kind = match table.kind.as_str() {
+            "integrated" => DeviceKind::Integrated,
+            "discrete" => DeviceKind::Discrete,
+            "cpu" => DeviceKind::Cpu,
+            other => panic!("{name}: kind {other:?}"),
+        };
+        let heaps = table.heaps.iter().map(|heap| (heap.mib * MIB, heap.device_local)).collect();
+        let types = table.types.iter().map(|&(heap, flags)| MemoryType { heap, flags }).collect();
+        (kind, table.buffers, MemoryTable { heaps, types })
+    }
+}
+
+const KINDS: [MemoryKind; 3] = [MemoryKind::Device, MemoryKind::Upload, MemoryKind::Readback];
+
+#[test]
+fn memory_types_are_chosen_by_what_they_are() {
+    // For each heap: the types for device memory, uploads and readbacks, best first.
+    type Expected = &'static [[&'static [u32]; 3]];
+    let tables: [(&str, Expected); 8] = [
+        // GTT: write-combined for what the host fills, cached for what it reads. VRAM: mapped before unmapped.
+        ("radeon-780m-radv", &[[&[2, 5], &[2, 5], &[5, 2]], [&[3, 0], &[3], &[3]]]),
+        ("radeon-780m-radv-unified", &[[&[2, 0], &[2], &[2]]]),
+        ("radeon-rx-6800-radv", &[[&[0], &[], &[]], [&[], &[2, 5], &[5, 2]], [&[3], &[3], &[3]]]),
+        ("radeon-rx-6800-radv-rebar", &[[&[], &[2, 5], &[5, 2]], [&[0, 3], &[3], &[3]]]),
+        ("ryzen-7950x-amd-proprietary", &[[&[0], &[], &[]], [&[1, 3], &[1, 3], &[3, 1]], [&[2], &[2], &[2]]]),
+        ("geforce-rtx-2080-nvidia", &[[&[1], &[], &[]], [&[], &[2, 3], &[3, 2]], [&[4], &[4], &[4]]]),
+        ("geforce-nvidia-rebar", &[[&[1, 4], &[4], &[4]], [&[], &[2, 3], &[3, 2]]]),
+        ("lavapipe", &[[&[0], &[0], &[0]]]),
+    ];
+    for (name, heaps) in tables {
+        let (device, buffers, table) = DriverTable::read(name);
+        assert_eq!(heaps.len(), table.heaps.len(), "{name}");
+        for (heap, expected) in heaps.iter().enumerate() {
+            for (kind, expected) in KINDS.into_iter().zip(expected) {
+                let types = table.suitable(device, kind, Some(heap), buffers);
+                println!("{name:28} heap {heap} {kind:9?} {types:?}");
+                assert_eq!(&types, expected, "{name}: heap {heap}, {kind:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_order_of_memory_types_is_not_the_drivers() {
+    let files = std::fs::read_dir(data("memory_types")).expect("a folder").map(|entry| entry.unwrap().path());
+    let names = files.filter(|path| path.extension().is_some_and(|extension| extension == "toml"));
+    for path in names {
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        let (device, buffers, table) = DriverTable::read(name);
+        let n = table.types.len() as u32;
+        // The same types, listed backwards.
+        let backwards = MemoryTable { types: table.types.iter().rev().copied().collect(), ..table.clone() };
+        let mask = (0..n).filter(|i| buffers & (1 << i) != 0).map(|i| 1 << (n - 1 - i)).sum();
+        for kind in KINDS {
+            for heap in (0..table.heaps.len()).map(Some).chain([None]) {
+                let of = |table: &MemoryTable, mask| -> Vec<MemoryType> {
+                    let types = table.suitable(device, kind, heap, mask);
+                    types.into_iter().map(|i| table.types[i as usize]).collect()
+                };
+                let (types, again) = (of(&table, buffers), of(&backwards, mask));
+                assert_eq!(types, again, "{name}: {kind:?} in heap {heap:?}");
+                // Nothing is chosen whose properties nobody knows, nor what the host would have to flush.
+                assert!(types.iter().all(|t| t.flags & !0xf == 0), "{name}: {types:x?}");
+                let mapped = |t: &MemoryType| t.flags & 0x6 == 0x6;
+                assert!(kind == MemoryKind::Device || types.iter().all(mapped), "{name}: {types:x?}");
+            }
+        }
+    }
+}
+
+/// The heap that placement chooses, and the type of it, end to end.
+#[test]
+fn on_the_780m_the_ffn_weights_lie_write_combined_in_gtt() {
+    let (device, buffers, table) = DriverTable::read("radeon-780m-radv");
+    let machine = Machine::of(&table.heap_infos(), device, 0xffff_fffc);
+    let place = |class, kind| {
+        let request = Request { kind, ..request(class, 100 * MIB) };
+        let plan = place(&machine, &ALL, vec![request]).expect("it fits");
+        let heap = plan.heap_of(0).index;
+        let chosen = table.suitable(device, kind, Some(heap), buffers)[0];
+        (heap, table.types[chosen as usize].flags)
+    };
+    use MemoryKind::{Device, Readback, Upload};
+    assert_eq!(place(Class::Ffn, Device), (0, 0x06));
+    assert_eq!(place(Class::KvCache, Device), (1, 0x07));
+    assert_eq!(place(Class::Staging, Upload), (0, 0x06));
+    assert_eq!(place(Class::Staging, Readback), (0, 0x0e));
 }

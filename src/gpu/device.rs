@@ -93,7 +93,7 @@ pub struct DeviceInfo {
 impl DeviceInfo {
     /// Its memory, for the placement policy.
     pub fn machine(&self) -> Machine {
-        super::memory::machine(&self.heaps, self.kind, self.max_allocation_bytes)
+        Machine::of(&self.heaps, self.kind, self.max_allocation_bytes)
     }
 }
 

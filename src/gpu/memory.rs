@@ -17,22 +17,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use ash::vk;
 
 use super::GpuError;
-use super::device::{Device, DeviceKind, HeapInfo};
-use super::placement::{ALIGNMENT, CHUNK_BYTES, Class, Heap, Machine, MemoryKind, Placement, Plan};
-
-/// What the host writes and reads without flushing.
-const HOST: vk::MemoryPropertyFlags = vk::MemoryPropertyFlags::from_raw(
-    vk::MemoryPropertyFlags::HOST_VISIBLE.as_raw() | vk::MemoryPropertyFlags::HOST_COHERENT.as_raw(),
-);
-
-/// Device-coherent and protected types are slow or need features that are off.
-fn is_plain(flags: vk::MemoryPropertyFlags) -> bool {
-    use vk::MemoryPropertyFlags as F;
-    (F::DEVICE_LOCAL | F::HOST_VISIBLE | F::HOST_COHERENT | F::HOST_CACHED).contains(flags)
-}
+use super::device::{Device, HeapInfo};
+use super::memory_types::{MemoryTable, MemoryType};
+use super::placement::{ALIGNMENT, CHUNK_BYTES, Class, Machine, MemoryKind, Placement, Plan, heap_name};
 
 pub(super) struct Heaps {
-    properties: vk::PhysicalDeviceMemoryProperties,
+    table: MemoryTable,
     /// Bytes this process has allocated per heap, for drivers without a budget extension.
     allocated: [AtomicU64; vk::MAX_MEMORY_HEAPS],
     /// `vkAllocateMemory` calls so far.
@@ -41,12 +31,21 @@ pub(super) struct Heaps {
 
 impl Heaps {
     pub fn new(instance: &ash::Instance, physical: vk::PhysicalDevice) -> Heaps {
-        Heaps {
-            // SAFETY: the physical device is of this instance.
-            properties: unsafe { instance.get_physical_device_memory_properties(physical) },
-            allocated: Default::default(),
-            allocations: AtomicU64::new(0),
-        }
+        // SAFETY: the physical device is of this instance.
+        let properties = unsafe { instance.get_physical_device_memory_properties(physical) };
+        Heaps { table: table(&properties), allocated: Default::default(), allocations: AtomicU64::new(0) }
+    }
+}
+
+fn table(properties: &vk::PhysicalDeviceMemoryProperties) -> MemoryTable {
+    let local = |heap: &vk::MemoryHeap| heap.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL);
+    let heaps = properties.memory_heaps_as_slice().iter();
+    let types = properties.memory_types_as_slice().iter();
+    MemoryTable {
+        heaps: heaps.map(|heap| (heap.size, local(heap))).collect(),
+        types: types
+            .map(|t| MemoryType { heap: t.heap_index as usize, flags: t.property_flags.as_raw() })
+            .collect(),
     }
 }
 
@@ -67,27 +66,13 @@ pub(super) fn heap_infos(
     }
     // SAFETY: the physical device is of this instance; the budget structure is chained only where supported.
     unsafe { instance.get_physical_device_memory_properties2(physical, &mut properties) };
-    let heaps = properties.memory_properties;
-    let types_of = |heap: usize| {
-        let types = heaps.memory_types_as_slice().iter().filter(move |t| t.heap_index as usize == heap);
-        types.map(|t| t.property_flags).filter(|flags| is_plain(*flags))
-    };
+    let mut heaps = table(&properties.memory_properties).heap_infos();
+    if has_budget {
+        for ((info, free), used) in heaps.iter_mut().zip(budget.heap_budget).zip(budget.heap_usage) {
+            info.free_bytes = free.min(info.size_bytes).saturating_sub(used);
+        }
+    }
     heaps
-        .memory_heaps_as_slice()
-        .iter()
-        .enumerate()
-        .map(|(i, heap)| HeapInfo {
-            usable: types_of(i).next().is_some(),
-            host_visible: types_of(i).any(|flags| flags.contains(HOST)),
-            device_local: heap.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL),
-            size_bytes: heap.size,
-            free_bytes: if has_budget {
-                budget.heap_budget[i].min(heap.size).saturating_sub(budget.heap_usage[i])
-            } else {
-                heap.size
-            },
-        })
-        .collect()
 }
 
 impl Device {
@@ -104,7 +89,7 @@ impl Device {
                 heap.free_bytes = heap.size_bytes.saturating_sub(taken.load(Ordering::Relaxed));
             }
         }
-        machine(&heaps, self.info().kind, self.info().max_allocation_bytes)
+        Machine::of(&heaps, self.info().kind, self.info().max_allocation_bytes)
     }
 
     fn free_bytes(&self, heap: usize) -> (u64, u64) {
@@ -113,61 +98,9 @@ impl Device {
         (heap.free, heap.size)
     }
 
-    fn heap_of(&self, memory_type: u32) -> usize {
-        self.heaps.properties.memory_types[memory_type as usize].heap_index as usize
+    fn memory_type(&self, index: u32) -> MemoryType {
+        self.heaps.table.types[index as usize]
     }
-
-    /// Memory types that suit `kind`, best first.
-    fn memory_types(&self, kind: MemoryKind, allowed: u32) -> Vec<u32> {
-        use vk::MemoryPropertyFlags as F;
-        let shared = is_unified(self.info().kind);
-        // Lower is better; None does not suit.
-        let rank = |flags: F| match kind {
-            // Where all memory is one, what the host can reach is as fast, and weights are read from the disk right
-            // into it; on a card that window is small, and others want it.
-            MemoryKind::Device if flags.contains(F::DEVICE_LOCAL) => {
-                Some((flags.contains(HOST) != shared) as u32)
-            }
-            MemoryKind::Device => shared.then_some(2),
-            MemoryKind::Upload => flags.contains(HOST).then(|| flags.contains(F::HOST_CACHED) as u32),
-            MemoryKind::Readback => flags.contains(HOST).then(|| !flags.contains(F::HOST_CACHED) as u32),
-        };
-        let mut types: Vec<(u32, u32)> = (0..self.heaps.properties.memory_type_count)
-            .filter(|&t| allowed & (1 << t) != 0)
-            .filter_map(|t| {
-                let flags = self.heaps.properties.memory_types[t as usize].property_flags;
-                if !is_plain(flags) {
-                    return None;
-                }
-                Some((rank(flags)?, t))
-            })
-            .collect();
-        types.sort();
-        types.into_iter().map(|(_, t)| t).collect()
-    }
-}
-
-/// An integrated GPU reaches all of its memory at one speed: GTT is as good as the carve-out.
-fn is_unified(kind: DeviceKind) -> bool {
-    matches!(kind, DeviceKind::Integrated | DeviceKind::Cpu)
-}
-
-/// A device's heaps, as far as buffers may lie in them, for the policy.
-pub(super) fn machine(heaps: &[HeapInfo], kind: DeviceKind, max_allocation_bytes: u64) -> Machine {
-    let usable = heaps.iter().enumerate().filter(|(_, info)| info.usable);
-    let heaps = usable.map(|(index, info)| Heap {
-        index,
-        name: heap_name(index, info.device_local),
-        size: info.size_bytes,
-        free: info.free_bytes,
-        device_local: info.device_local,
-        host_visible: info.host_visible,
-    });
-    Machine { heaps: heaps.collect(), unified: is_unified(kind), max_allocation_bytes }
-}
-
-fn heap_name(index: usize, device_local: bool) -> String {
-    format!("heap {index} ({})", if device_local { "device-local" } else { "host" })
 }
 
 /// One `VkDeviceMemory` with the one `VkBuffer` that covers it.
@@ -224,9 +157,7 @@ impl Chunk {
                 return Err(e);
             }
         };
-        let heap = device.heap_of(memory_type);
-        let flags = device.heaps.properties.memory_types[memory_type as usize].property_flags;
-        let host_visible = flags.contains(HOST);
+        let memory_type = device.memory_type(memory_type);
         let mut chunk = Chunk {
             device: device.clone(),
             memory,
@@ -234,7 +165,7 @@ impl Chunk {
             address: 0,
             size,
             allocated: needs.size,
-            heap,
+            heap: memory_type.heap,
             class,
             mapped: std::ptr::null_mut(),
         };
@@ -242,7 +173,7 @@ impl Chunk {
         // mapped once and stays so.
         unsafe {
             device.raw.bind_buffer_memory(raw, memory, 0).map_err(GpuError::of("vkBindBufferMemory"))?;
-            if host_visible {
+            if memory_type.is_mapped() {
                 let pointer = device
                     .raw
                     .map_memory(memory, 0, vk::WHOLE_SIZE, vk::MemoryMapFlags::empty())
@@ -267,14 +198,11 @@ fn allocate(
     name: &str,
 ) -> Result<(vk::DeviceMemory, u32), GpuError> {
     let mut full: Option<GpuError> = None;
-    for memory_type in device.memory_types(kind, needs.memory_type_bits) {
-        let heap = device.heap_of(memory_type);
-        if wanted.is_some_and(|wanted| wanted != heap) {
-            continue;
-        }
+    let table = &device.heaps.table;
+    for memory_type in table.suitable(device.info().kind, kind, wanted, needs.memory_type_bits) {
+        let heap = device.memory_type(memory_type).heap;
         let (free, total) = device.free_bytes(heap);
-        let local =
-            device.heaps.properties.memory_heaps[heap].flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL);
+        let (_, local) = table.heaps[heap];
         let refusal = || GpuError::OutOfMemory {
             name: name.to_string(),
             heap: heap_name(heap, local),
@@ -508,8 +436,8 @@ impl Arena {
     }
 
     fn note(&mut self, class: Class, chunk: &Chunk, bytes: u64, allocated: u64) {
-        let local = self.device.heaps.properties.memory_heaps[chunk.heap].flags;
-        let heap = heap_name(chunk.heap, local.contains(vk::MemoryHeapFlags::DEVICE_LOCAL));
+        let (_, local) = self.device.heaps.table.heaps[chunk.heap];
+        let heap = heap_name(chunk.heap, local);
         let row = match self.placements.iter().position(|p| p.class == class && p.heap == heap) {
             Some(row) => row,
             None => {

@@ -11,6 +11,7 @@ mod device;
 mod error;
 mod instance;
 mod memory;
+pub mod memory_types;
 mod pipeline;
 pub mod placement;
 mod recorder;

@@ -17,6 +17,8 @@
 
 use std::fmt;
 
+use super::device::{DeviceKind, HeapInfo};
+use super::memory_types::is_unified;
 use crate::config::show_bytes;
 
 /// Small buffers share chunks of at most this, so that there are few allocations (drivers allow some 4096).
@@ -107,6 +109,20 @@ pub struct Machine {
 }
 
 impl Machine {
+    /// A device's heaps, as far as buffers may lie in them.
+    pub fn of(heaps: &[HeapInfo], device: DeviceKind, max_allocation_bytes: u64) -> Machine {
+        let usable = heaps.iter().enumerate().filter(|(_, info)| info.usable);
+        let heaps = usable.map(|(index, info)| Heap {
+            index,
+            name: heap_name(index, info.device_local),
+            size: info.size_bytes,
+            free: info.free_bytes,
+            device_local: info.device_local,
+            host_visible: info.host_visible,
+        });
+        Machine { heaps: heaps.collect(), unified: is_unified(device), max_allocation_bytes }
+    }
+
     /// A machine that is not here: an integrated AMD GPU with so much of both, or a GPU with one heap where `gtt` is 0.
     pub fn on_paper(vram: u64, gtt: u64) -> Machine {
         let heap = |index, name: &str, size, device_local| Heap {
@@ -166,6 +182,10 @@ impl Machine {
             (MemoryKind::Device, _) => [vram, gtt].concat(),
         }
     }
+}
+
+pub(super) fn heap_name(index: usize, device_local: bool) -> String {
+    format!("heap {index} ({})", if device_local { "device-local" } else { "host" })
 }
 
 /// What a user allows; `None` is what the driver says.
