@@ -125,7 +125,7 @@ pub struct Gpu {
     pub profile: bool,
 }
 
-/// Bytes; none is what the driver says.
+/// Sizes in bytes; none is what the driver says.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Memory {
@@ -135,6 +135,35 @@ pub struct Memory {
     pub gtt: Option<u64>,
     #[serde(deserialize_with = "byte_size")]
     pub reserve: Option<u64>,
+    #[serde(deserialize_with = "parsed")]
+    pub ffn_heap: FfnHeap,
+}
+
+/// Where FFN weights go first on a GPU that reaches all memory at one speed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum FfnHeap {
+    /// Host memory: the bulk leaves the GPU's own to what everything else is in.
+    #[default]
+    Gtt,
+    Vram,
+}
+
+impl FfnHeap {
+    pub const fn name(self) -> &'static str {
+        match self {
+            FfnHeap::Gtt => "gtt",
+            FfnHeap::Vram => "vram",
+        }
+    }
+}
+
+impl FromStr for FfnHeap {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = [Self::Gtt, Self::Vram].into_iter().find(|heap| heap.name() == text);
+        found.ok_or_else(|| format!("expected gtt or vram, got {text:?}"))
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]

@@ -1,6 +1,6 @@
 //! Layers of configuration: which wins, and what an error names.
 
-use unicorn::config::{Config, ConfigError, Layer, Memory, SharePrefixes, parse_bytes, show_bytes};
+use unicorn::config::{Config, ConfigError, FfnHeap, Layer, Memory, SharePrefixes, parse_bytes, show_bytes};
 use unicorn::tensor::QuantizeMode;
 
 fn from_file(text: &str) -> Result<Config, ConfigError> {
@@ -16,7 +16,7 @@ fn the_defaults_are_what_the_file_documents() {
     assert!(!config.hardware.validation, "nor is what slows every call");
     assert!(config.hardware.strict, "a model that is not in memory is not served");
     assert_eq!(config.kv.share_prefixes, None, "it goes by how many keys there are");
-    assert_eq!(config.memory, Memory { vram: None, gtt: None, reserve: None });
+    assert_eq!(config.memory, Memory { vram: None, gtt: None, reserve: None, ffn_heap: FfnHeap::Gtt });
 }
 
 #[test]
@@ -56,6 +56,7 @@ fn errors_name_the_option_and_its_source() {
         ("[kv]\nshare_prefixes = \"none\"", &["unicorn.toml", "kv.share_prefixes", "none", "key, all"]),
         ("[memory]\nvram = \"16GB\"", &["unicorn.toml", "memory.vram", "16GB", "16GiB"]),
         ("[memory]\nreserve = 5", &["unicorn.toml", "memory.reserve", "string"]),
+        ("[memory]\nffn_heap = \"host\"", &["unicorn.toml", "memory.ffn_heap", "host", "gtt or vram"]),
         ("[log]\nlevel = \"loud\"", &["unicorn.toml", "log.level", "loud", "info"]),
         ("[server", &["unicorn.toml", "TOML"]),
     ] {

@@ -193,7 +193,7 @@ fn a_model_and_its_draft_are_planned_together() {
 
     // What fits without it is said.
     let machine = Machine::on_paper(14 << 30, 1 << 29);
-    let all = MemoryLimits { vram: None, gtt: None, reserve: Some(0) };
+    let all = MemoryLimits { reserve: Some(0), ..MemoryLimits::default() };
     let fits = alone(&model).largest_context(&machine, &all, 1);
     assert!(fits > 0, "{fits}");
     let error = both.fit(&machine, &all, Some(4096), 1, &[]).unwrap_err().to_string();

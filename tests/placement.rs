@@ -4,6 +4,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::checkpoint::ModelFiles;
+use unicorn::config::FfnHeap;
 use unicorn::gpu::memory_types::{MemoryTable, MemoryType};
 use unicorn::gpu::placement::{Class, Heap, Limits, Machine, MemoryKind, Obstacle, Plan, Request, place};
 use unicorn::gpu::residency::{self, Residency};
@@ -22,7 +23,7 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 /// Nothing is left to others: what is free may be used.
-const ALL: Limits = Limits { vram: None, gtt: None, reserve: Some(0) };
+const ALL: Limits = Limits { vram: None, gtt: None, reserve: Some(0), ffn_heap: FfnHeap::Gtt };
 
 fn heap(index: usize, size: u64, free: u64, device_local: bool, host_visible: bool) -> Heap {
     let name = format!("heap {index} ({})", if device_local { "device-local" } else { "host" });
@@ -140,6 +141,36 @@ fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
         demand(&config).place(&machine, &Limits::default(), 8192, demand(&config).pools(8192, 1)).unwrap();
     check(&machine, &Limits::default(), &plan);
     assert_eq!((split(&plan, Class::Attention).1, split(&plan, Class::Ffn).0), (0, 0));
+}
+
+#[test]
+fn ffn_weights_go_to_vram_where_the_user_says_so() {
+    let config = Shape::named("gemma-3-27b").unwrap().config();
+    let limits = Limits { ffn_heap: FfnHeap::Vram, ..ALL };
+    let plan = |machine: &Machine| {
+        let plan = demand(&config).place(machine, &limits, 8192, demand(&config).pools(8192, 1)).unwrap();
+        check(machine, &limits, &plan);
+        plan
+    };
+    let roomy = plan(&Machine::on_paper(24 * GIB, 24 * GIB));
+    assert!(split(&roomy, Class::Ffn).0 > 10 * GIB && split(&roomy, Class::Ffn).1 == 0);
+    // They are placed last, so that they take what the others leave, and the rest spills.
+    let tight = plan(&Machine::on_paper(8 * GIB, 24 * GIB));
+    assert!(split(&tight, Class::Ffn).0 > GIB && split(&tight, Class::Ffn).1 > GIB);
+    assert_eq!((split(&tight, Class::Attention).1, split(&tight, Class::KvCache).1), (0, 0));
+
+    // And as `unicorn plan` has it: 24 GiB of each, the weights in one or the other.
+    let ffn_heap = |option: &[&str]| {
+        let plan = ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "24GiB", "--gtt"];
+        let args = [&plan[..], &["24GiB", "--context", "1024", "--json"], option].concat();
+        let (code, stdout, stderr) = output(unicorn(&args));
+        assert_eq!(code, 0, "{stderr}");
+        let line: Value = serde_json::from_str(&stdout).expect("JSON");
+        let rows = line["placements"].as_array().expect("a list").iter();
+        rows.filter(|row| row["class"] == "FFN weights").map(|row| row["heap"].clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(ffn_heap(&[]), [json!("GTT")]);
+    assert_eq!(ffn_heap(&["--ffn-heap", "vram"]), [json!("VRAM")]);
 }
 
 #[test]
@@ -310,7 +341,9 @@ fn random_requests_are_placed_in_order_or_refused() {
             max_allocation_bytes: rng.random_range(64 * MIB..GIB),
         };
         let mut limit = |below: u64| rng.random_bool(0.3).then(|| rng.random_range(0..below));
-        let limits = Limits { vram: limit(4 * GIB), gtt: limit(4 * GIB), reserve: limit(GIB) };
+        let (vram, gtt, reserve) = (limit(4 * GIB), limit(4 * GIB), limit(GIB));
+        let ffn_heap = if rng.random() { FfnHeap::Gtt } else { FfnHeap::Vram };
+        let limits = Limits { vram, gtt, reserve, ffn_heap };
         let requests: Vec<Request> = (0..rng.random_range(0..120))
             .map(|_| {
                 let class = Class::ALL[rng.random_range(0..Class::ALL.len())];
@@ -346,6 +379,7 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
     let mut order: Vec<usize> = (0..plan.requests.len()).collect();
     order.sort_by_key(|&i| (plan.requests[i].class, plan.requests[i].kind));
     let rank = |class: Class, heap: &Heap| match class {
+        Class::Ffn if limits.ffn_heap == FfnHeap::Vram => u8::from(!heap.device_local),
         Class::Ffn | Class::Staging => u8::from(heap.device_local),
         _ => u8::from(!heap.device_local),
     };
@@ -720,16 +754,17 @@ fn the_order_of_memory_types_is_not_the_drivers() {
 fn on_the_780m_the_ffn_weights_lie_write_combined_in_gtt() {
     let (device, buffers, table) = DriverTable::read("radeon-780m-radv");
     let machine = Machine::of(&table.heap_infos(), device, 0xffff_fffc);
-    let place = |class, kind| {
+    let place = |class, kind, ffn_heap| {
         let request = Request { kind, ..request(class, 100 * MIB) };
-        let plan = place(&machine, &ALL, vec![request]).expect("it fits");
+        let plan = place(&machine, &Limits { ffn_heap, ..ALL }, vec![request]).expect("it fits");
         let heap = plan.heap_of(0).index;
         let chosen = table.suitable(device, kind, Some(heap), buffers)[0];
         (heap, table.types[chosen as usize].flags)
     };
     use MemoryKind::{Device, Readback, Upload};
-    assert_eq!(place(Class::Ffn, Device), (0, 0x06));
-    assert_eq!(place(Class::KvCache, Device), (1, 0x07));
-    assert_eq!(place(Class::Staging, Upload), (0, 0x06));
-    assert_eq!(place(Class::Staging, Readback), (0, 0x0e));
+    assert_eq!(place(Class::Ffn, Device, FfnHeap::Gtt), (0, 0x06));
+    assert_eq!(place(Class::Ffn, Device, FfnHeap::Vram), (1, 0x07));
+    assert_eq!(place(Class::KvCache, Device, FfnHeap::Gtt), (1, 0x07));
+    assert_eq!(place(Class::Staging, Upload, FfnHeap::Gtt), (0, 0x06));
+    assert_eq!(place(Class::Staging, Readback, FfnHeap::Gtt), (0, 0x0e));
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::config::parse_bytes;
+use crate::config::{FfnHeap, parse_bytes};
 use crate::hub::ModelName;
 use crate::model::shapes::Shape;
 use crate::tensor::{KvDtype, QuantizeMode, Scales, Scheme};
@@ -109,6 +109,9 @@ pub struct Memory {
     /// Left free for others
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub reserve: Option<u64>,
+    /// Where feed-forward weights go first on an integrated GPU: gtt, vram [default: gtt]
+    #[arg(long, value_name = "HEAP")]
+    pub ffn_heap: Option<FfnHeap>,
 }
 
 #[derive(Debug, Clone, Args)]

@@ -365,7 +365,8 @@ pub fn find_device(config: &Config) -> Result<(), Error> {
 pub fn machine(config: &Config, paper: Option<(u64, u64)>) -> Result<(Machine, Limits), Error> {
     match paper {
         Some((vram, gtt)) => {
-            let limits = Limits { reserve: Some(config.memory.reserve.unwrap_or(0)), ..Limits::default() };
+            let config::Memory { reserve, ffn_heap, .. } = config.memory;
+            let limits = Limits { reserve: Some(reserve.unwrap_or(0)), ffn_heap, ..Limits::default() };
             Ok((Machine::on_paper(vram, gtt), limits))
         }
         None => {
@@ -386,8 +387,8 @@ fn policy(config: &Config, profile: bool) -> DevicePolicy {
 
 /// What a user allows of a device's memory.
 fn limits(memory: &config::Memory) -> Limits {
-    let config::Memory { vram, gtt, reserve } = *memory;
-    Limits { vram, gtt, reserve }
+    let config::Memory { vram, gtt, reserve, ffn_heap } = *memory;
+    Limits { vram, gtt, reserve, ffn_heap }
 }
 
 /// Starts the engine on a model, with its draft where it has one.

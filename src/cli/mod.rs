@@ -182,6 +182,9 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
                 flags.set("memory", option, bytes.to_string());
             }
         }
+        if let Some(heap) = memory.ffn_heap {
+            flags.set("memory", "ffn_heap", heap.name());
+        }
     }
     if let Command::Serve(args::Serve { name, host, port, api_key_file, .. }) = command {
         if let Some(name) = name {

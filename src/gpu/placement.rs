@@ -5,7 +5,7 @@
 //! | class | heaps where the GPU reaches all memory at one speed (integrated, software) | elsewhere |
 //! |---|---|---|
 //! | attention weights, embedding, norms, activations, KV cache | VRAM, then GTT | VRAM |
-//! | FFN weights, the bulk | GTT, then VRAM | VRAM |
+//! | FFN weights, the bulk | GTT, then VRAM; or as the others ([`Limits::ffn_heap`]) | VRAM |
 //! | staging | host-visible: GTT, then VRAM | the same |
 //!
 //! VRAM are the device-local heaps, GTT the others, larger ones first. What spills is written down like everything
@@ -19,7 +19,7 @@ use std::fmt;
 
 use super::device::{DeviceKind, HeapInfo};
 use super::memory_types::is_unified;
-use crate::config::show_bytes;
+use crate::config::{FfnHeap, show_bytes};
 
 /// Small buffers share chunks of at most this, so that there are few allocations (drivers allow some 4096).
 pub(super) const CHUNK_BYTES: u64 = 32 << 20;
@@ -171,14 +171,14 @@ impl Machine {
     }
 
     /// Heaps for buffers of a class and kind, best first: the policy.
-    fn preference(&self, class: Class, kind: MemoryKind) -> Vec<usize> {
+    fn preference(&self, class: Class, kind: MemoryKind, ffn_heap: FfnHeap) -> Vec<usize> {
         let (vram, gtt) = (self.of_kind(true), self.of_kind(false));
         match (kind, class) {
             (MemoryKind::Upload | MemoryKind::Readback, _) => {
                 [gtt, vram].concat().into_iter().filter(|&i| self.heaps[i].host_visible).collect()
             }
             (MemoryKind::Device, _) if !self.unified => vram,
-            (MemoryKind::Device, Class::Ffn) => [gtt, vram].concat(),
+            (MemoryKind::Device, Class::Ffn) if ffn_heap == FfnHeap::Gtt => [gtt, vram].concat(),
             (MemoryKind::Device, _) => [vram, gtt].concat(),
         }
     }
@@ -198,6 +198,8 @@ pub struct Limits {
     /// Bytes left to others, taken off the heaps in proportion to their sizes. `None`: 512 MiB or a tenth of the
     /// memory, whichever is more.
     pub reserve: Option<u64>,
+    /// Where FFN weights go first if the GPU reaches all memory at one speed.
+    pub ffn_heap: FfnHeap,
 }
 
 /// One buffer that a model needs.
@@ -410,7 +412,7 @@ pub fn place(machine: &Machine, limits: &Limits, requests: Vec<Request>) -> Resu
         }
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let shares = bytes <= CHUNK_BYTES.min(limit) / 2;
-        let found = machine.preference(class, kind).into_iter().find_map(|h| {
+        let found = machine.preference(class, kind, limits.ffn_heap).into_iter().find_map(|h| {
             let left = heaps[h].usable - heaps[h].placed;
             let shared = open[h].filter(|&c| shares && chunks[c].used + bytes <= CHUNK_BYTES.min(limit));
             let before = shared.map_or(0, |c| chunks[c].used);
