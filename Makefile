@@ -11,6 +11,7 @@
 #   make test-service              install it in a container that boots systemd, and have that run it; as root, minutes
 #   make test-27b                  write, load and ask a 27B of random weights: 16 GB of disk and of memory, and minutes
 #   make bench                     load time, prefill and decode speed, memory
+#   make bench-host                what a token costs the host: scheduler, blocks, grammars, text; needs no GPU
 #   make bench-serve               start a server, measure it under load, stop it; its options in SERVE_ARGS
 #   make install                   after `make build`, as root: binary, systemd unit, user, /etc/unicorn/config.toml
 #   make uninstall                 takes binary, unit and user's definition away; configuration and models stay
@@ -28,7 +29,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build serve bench bench-serve test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
+.PHONY: help setup setup-test build serve bench bench-host bench-serve test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +56,9 @@ uninstall:
 
 bench: build
 	@tools/with_device.sh $(UNICORN) bench $(ARGS)
+
+bench-host: setup
+	cargo bench --locked --bench host -- $(ARGS)
 
 bench-serve: build
 	@SERVE_ARGS="$(SERVE_ARGS)" tools/bench_serve.sh $(UNICORN) $(ARGS)

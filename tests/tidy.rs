@@ -574,6 +574,7 @@ fn refused(complaints: Vec<String>, part: &str) {
 fn rust_files() -> Vec<String> {
     let mut all = files("src", &[".rs"]);
     all.extend(files("tests", &[".rs"]));
+    all.extend(files("benches", &[".rs"]));
     all
 }
 

@@ -251,6 +251,16 @@ impl ChatCompletionChunk {
     }
 }
 
+/// Makes of a text the chunk of a stream that brings it, as JSON.
+pub fn text_chunks(model: &str) -> impl Fn(&str) -> String {
+    let reply = Reply::unasked(model);
+    move |text| {
+        let delta = ChatDelta { content: Some(text.to_owned()), ..ChatDelta::default() };
+        let choice = ChatChunkChoice { index: 0, delta, logprobs: None, finish_reason: None };
+        json_text(&ChatCompletionChunk::new(&reply, vec![choice], false))
+    }
+}
+
 async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, ApiError> {
     let n = answers.count();
     let mut logprobs: Vec<_> = (0..n).map(|_| Vec::new()).collect();

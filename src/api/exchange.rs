@@ -292,6 +292,12 @@ pub(super) struct Reply {
 }
 
 impl Reply {
+    /// To nobody: for what is measured without a request.
+    pub fn unasked(model: &str) -> Self {
+        let (id, model) = (new_id("chatcmpl-"), model.to_owned());
+        Self { id, created: 0, model, seed: 0, span: tracing::Span::none() }
+    }
+
     /// What OpenAI's objects say beside the answers.
     pub fn head(&self) -> Head {
         Head {

@@ -45,6 +45,8 @@ mod turns;
 mod wrong_keys;
 
 pub use answer::{AnswerText, Delta, End, Reason};
+#[doc(hidden)] // for benches/
+pub use chat::text_chunks;
 pub use door::Door;
 pub use error::{ApiError, BodyGap};
 pub use failures::panic_message;

@@ -1,0 +1,213 @@
+//! What a token costs the host, and needs no GPU: a step of the scheduler, blocks of the KV cache, a grammar's mask, the
+//! tokenizer both ways, and a chunk of a stream.
+//!
+//! Prompts and answers are those of the demo model's question set. Its vocabulary has 2048 ids, where a Gemma-3 has 262,144:
+//! a mask of that is longer. `cargo bench --bench host NAME` runs some.
+
+use std::path::Path;
+use std::sync::LazyLock;
+
+use divan::counter::{BytesCount, ItemsCount};
+use divan::{Bencher, black_box};
+use serde::Deserialize;
+use serde_json::json;
+use unicorn::engine::{
+    BlockManager, BlockTable, CacheSalt, Pace, Priority, Scheduler, SchedulerConfig, Sequence,
+};
+use unicorn::model::{KvLimits, Limits, Sampled, SamplingParams};
+use unicorn::text::{Constraint, GrammarSource, Grammars, Tokenizer};
+
+fn main() {
+    divan::main();
+}
+
+#[derive(Deserialize)]
+struct Answered {
+    prompt: Vec<u32>,
+    answer: Vec<u32>,
+    text: String,
+}
+
+static ANSWERS: LazyLock<Vec<Answered>> = LazyLock::new(|| {
+    #[derive(Deserialize)]
+    struct Goldens {
+        answers: Vec<Answered>,
+    }
+    let goldens: Goldens = serde_json::from_slice(&read("tests/data/demo/goldens.json")).expect("goldens");
+    goldens.answers
+});
+
+static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| {
+    Tokenizer::from_bytes(&read("models/demo/tokenizer.json"), "tokenizer.json").expect("a tokenizer")
+});
+
+fn read(path: &str) -> Vec<u8> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// As `unicorn serve` has them on 48 GiB for a 27B: full layers' blocks for 16 conversations of 8192 tokens, and windows.
+fn limits() -> Limits {
+    let kv = KvLimits { block_size: 16, full_blocks: 8192, sliding_blocks: 8192, sliding_window: Some(1024) };
+    Limits {
+        max_batch_tokens: 256,
+        max_sequences: 64,
+        max_draws: 64,
+        max_in_flight: 2,
+        kv,
+        max_context: 8192,
+        vocab_size: TOKENIZER.vocab_size(),
+        hidden_size: 640,
+    }
+}
+
+/// One step of the scheduler, scheduled and committed; every draw yields an id that ends nothing.
+fn step(scheduler: &mut Scheduler, pace: &Pace) -> usize {
+    let step = scheduler.schedule(pace).expect("somebody is there");
+    let ids = (0..step.sampling.draws.len() as u32).map(|i| Some(300 + i)).collect();
+    scheduler.commit(&step, &Sampled { ids, ..Sampled::default() }).len()
+}
+
+/// A step in which so many answers each get a token.
+#[divan::bench(args = [1, 16, 64])]
+fn scheduler_decode_step(bencher: Bencher, sequences: usize) {
+    const STEPS: usize = 32;
+    let pace = Pace::new();
+    bencher
+        .counter(ItemsCount::new(STEPS))
+        .with_inputs(|| {
+            let config = SchedulerConfig { speculation_tokens: 0, ..SchedulerConfig::default() };
+            let mut scheduler = Scheduler::new(limits(), config);
+            for (id, answered) in (0..sequences as u64).zip(ANSWERS.iter().cycle()) {
+                scheduler.add(Sequence::new(id, answered.prompt.clone(), SamplingParams::GREEDY, 1000));
+            }
+            // Until all decode.
+            for _ in 0..10_000 {
+                if scheduler.num_waiting() == 0 && step(&mut scheduler, &pace) == sequences {
+                    return scheduler;
+                }
+                if scheduler.num_waiting() > 0 {
+                    step(&mut scheduler, &pace);
+                }
+            }
+            panic!("{sequences} prompts are not computed after 10,000 steps");
+        })
+        .bench_local_refs(|scheduler| {
+            for _ in 0..STEPS {
+                assert_eq!(step(scheduler, &pace), sequences);
+            }
+        });
+}
+
+fn blocks() -> BlockManager {
+    BlockManager::new(limits().kv, usize::MAX)
+}
+
+/// The longest prompts, some thousand tokens.
+fn long_prompts(n: usize) -> Vec<&'static [u32]> {
+    let mut prompts: Vec<&[u32]> = ANSWERS.iter().map(|answered| &answered.prompt[..]).collect();
+    prompts.sort_by_key(|prompt| std::cmp::Reverse(prompt.len()));
+    prompts.truncate(n);
+    prompts
+}
+
+fn compute(blocks: &mut BlockManager, prompt: &[u32]) -> BlockTable {
+    let (mut table, _) = blocks.admit(prompt, Priority::Interactive, &CacheSalt::default());
+    blocks.grow(&mut table, prompt.len()).expect("there is room");
+    blocks.commit(&mut table, prompt);
+    table
+}
+
+/// Blocks for a prompt that nobody has seen, and their release.
+#[divan::bench]
+fn block_manager_allocate_and_free(bencher: Bencher) {
+    let prompt = long_prompts(1)[0];
+    bencher.counter(ItemsCount::new(prompt.len())).with_inputs(blocks).bench_local_refs(|blocks| {
+        let table = compute(blocks, black_box(prompt));
+        blocks.release(table);
+    });
+}
+
+/// How much of a prompt is in the prefix cache, among thirty-two others: all but its last block.
+#[divan::bench]
+fn block_manager_prefix_match(bencher: Bencher) {
+    let mut blocks = blocks();
+    let prompts = long_prompts(32);
+    for prompt in &prompts {
+        let table = compute(&mut blocks, prompt);
+        blocks.release(table);
+    }
+    let found = blocks.held_prefix(prompts[0], &CacheSalt::default());
+    assert!(found + 32 > prompts[0].len(), "{found} of {} are found", prompts[0].len());
+    bencher
+        .counter(ItemsCount::new(prompts[0].len()))
+        .bench_local(|| blocks.held_prefix(black_box(prompts[0]), &CacheSalt::default()));
+}
+
+/// What a tool call looks like, and a schema for it.
+const CALL: &str =
+    "{\"table\": \"the small room\", \"guests\": 12, \"days\": [\"Monday\", \"Friday\"], \"quiet\": true}";
+
+fn constraint() -> Constraint {
+    let schema = json!({
+        "type": "object",
+        "properties": {
+            "table": {"type": "string"},
+            "guests": {"type": "integer", "minimum": 1, "maximum": 40},
+            "days": {"type": "array", "items": {"type": "string"}, "maxItems": 7},
+            "quiet": {"type": "boolean"},
+        },
+        "required": ["table", "guests", "days", "quiet"],
+        "additionalProperties": false,
+    });
+    let grammars = Grammars::new(TOKENIZER.clone(), TOKENIZER.vocab_size(), &[1, 6]);
+    grammars.compile(&GrammarSource::JsonSchema { schema, strict: true }).expect("a schema").start()
+}
+
+/// The masks of an answer under a JSON schema, token by token.
+#[divan::bench]
+fn grammar_masks_of_an_answer(bencher: Bencher) {
+    let ids = TOKENIZER.encode(CALL, false).expect("text");
+    bencher.counter(ItemsCount::new(ids.len())).with_inputs(constraint).bench_local_refs(|constraint| {
+        for id in &ids {
+            black_box(constraint.mask(true)).expect("something may come");
+            constraint.push(*id).expect("the answer is valid");
+        }
+    });
+}
+
+/// A text of some thousand tokens.
+#[divan::bench]
+fn tokenizer_encode(bencher: Bencher) {
+    let text = TOKENIZER.decode(long_prompts(1)[0], true);
+    bencher
+        .counter(BytesCount::of_str(&text))
+        .bench_local(|| TOKENIZER.encode(black_box(&text), true).expect("text"));
+}
+
+/// All answers of the question set, a token at a time.
+#[divan::bench]
+fn detokenizer_push(bencher: Bencher) {
+    let tokens: usize = ANSWERS.iter().map(|answered| answered.answer.len()).sum();
+    bencher.counter(ItemsCount::new(tokens)).bench_local(|| {
+        for answered in ANSWERS.iter() {
+            let mut detokenizer = TOKENIZER.detokenizer(true);
+            for id in &answered.answer {
+                black_box(detokenizer.push(*id));
+            }
+            black_box(detokenizer.finish());
+        }
+    });
+}
+
+/// A chunk of a stream as JSON, with the text of one token.
+#[divan::bench]
+fn stream_chunk_json(bencher: Bencher) {
+    let words: Vec<&str> = ANSWERS.iter().flat_map(|answered| answered.text.split_inclusive(' ')).collect();
+    let chunk = unicorn::api::text_chunks("demo");
+    bencher.counter(ItemsCount::new(words.len())).bench_local(|| {
+        for word in &words {
+            black_box(chunk(black_box(word)));
+        }
+    });
+}
