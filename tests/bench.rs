@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::cli::{assert_error, output, unicorn};
+use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
 use crate::fake_runner::HANG;
 use crate::support::root;
 
@@ -471,6 +471,71 @@ fn this_projects_own_server_can_be_measured() {
     let report = run(&["--scenario", "second-turn", "--requests", "1", "--history-tokens", "60"]);
     assert!(report["second_turn"]["mean_cached_tokens"].as_f64().is_some_and(|n| n > 0.0), "{report}");
     runtime.shutdown_timeout(Duration::from_secs(5));
+}
+
+/// The demo model's steps, with what they read by hand: 6 layers of 2 heads of 64, of which 4 see a window of 64, in f16.
+#[test]
+fn the_steps_of_a_model_are_measured_and_compared() {
+    let run = |args: &[&str]| {
+        let fixed =
+            ["bench", "model", "--allow-software-vulkan", "--runs", "1", "--steps", "2", "--vram", "64MiB"];
+        output(unicorn_on_software(&[&fixed[..], args].concat()))
+    };
+    let sizes = ["--prefill", "100,8,9000", "--depth", "128,8192", "--batch", "1,3"];
+    let (code, stdout, stderr) = run(&[&sizes[..], &["--json"]].concat());
+    assert_eq!(code, 0, "{stderr}");
+    let report: Value = serde_json::from_str(&stdout).expect("one JSON object");
+    let names = |list: &str| -> Vec<&str> {
+        let cases = report[list].as_array().expect("a list").iter();
+        cases.map(|case| case["case"].as_str().expect("a name")).collect()
+    };
+    assert_eq!(names("cases"), ["prefill 8", "prefill 100", "decode 1 at 128", "decode 3 at 128"]);
+    assert_eq!(names("left_out"), ["prefill 9000", "decode 1 at 8192", "decode 3 at 8192"]);
+    let why = report["left_out"][0]["why"].as_str().expect("a reason");
+    assert!(why.contains("a context of 9000 tokens, and there is one of 8192"), "{why}");
+    let case = |name: &str| report["cases"].as_array().unwrap().iter().find(|c| c["case"] == name).unwrap();
+    let weights = report["weight_bytes"].as_u64().expect("a number");
+    let position = 2 * 2 * 64 * 2; // of a layer: keys and values, heads, elements, bytes
+    // The tokens at 129 and 130, behind one that warms up.
+    let seen = (2 * 130 + 4 * 64 + 2 * 131 + 4 * 64) / 2 * position;
+    assert_eq!(case("decode 1 at 128")["least_bytes_per_step"], json!(weights + seen));
+    assert_eq!(case("decode 3 at 128")["least_bytes_per_step"], json!(weights + 3 * seen));
+    assert_eq!(case("prefill 8")["least_bytes_per_step"], json!(weights + 6 * 8 * position));
+    for measured in report["cases"].as_array().unwrap() {
+        let figure = |name: &str| measured[name].as_f64().expect("a number");
+        let moved = figure("least_bytes_per_step") * figure("steps") / figure("seconds") / 1e9;
+        assert!((figure("gb_per_s") / moved - 1.0).abs() < 1e-3, "{measured}");
+    }
+
+    // Beside itself, and beside what another device measured.
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = |name: &str, report: &Value| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, report.to_string()).expect("writes");
+        path.to_str().expect("UTF-8").to_owned()
+    };
+    let mut other = report.clone();
+    (other["device"], other["driver"]) = (json!("another GPU"), report["driver"].clone());
+    let (same, other) = (file("same.json", &report), file("other.json", &other));
+    let few = ["--prefill", "8", "--depth", "128", "--batch", "1"];
+    let (code, stdout, stderr) = run(&[&few[..], &["--json", "--compare", &same]].concat());
+    assert_eq!(code, 0, "{stderr}");
+    assert!(!stderr.contains("NOT THE SAME"), "{stderr}");
+    let compared: Value = serde_json::from_str(&stdout).expect("one JSON object");
+    let speedup = compared["compared"]["speedups"]["prefill 8"].as_f64().expect("a ratio");
+    let before = case("prefill 8")["seconds"].as_f64().unwrap();
+    assert!((speedup * compared["cases"][0]["seconds"].as_f64().unwrap() / before - 1.0).abs() < 1e-9);
+    let (code, stdout, stderr) = run(&[&few[..], &["--compare", &other]].concat());
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stderr.contains("NOT THE SAME") && stderr.contains("device was another GPU"), "{stderr}");
+    for part in ["prefill 8", "decode 1 at 128", "times as fast as"] {
+        assert!(stdout.contains(part), "{part:?} is not in {stdout}");
+    }
+    let nothing = file("nothing.json", &json!({}));
+    let refused =
+        ["bench", "model", "--allow-software-vulkan", "--prefill", "8", "--runs", "1", "--vram", "64MiB"];
+    let few = ["--depth", "0", "--batch", "1", "--steps", "1", "--compare", &nothing];
+    assert_error(unicorn_on_software(&[&refused[..], &few].concat()), 1, &["nothing.json", "bench model"]);
 }
 
 /// `make bench-serve`, with a binary that serves nothing and reports what it was asked.

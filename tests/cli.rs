@@ -69,6 +69,8 @@ fn a_command_line_that_cannot_be_read_is_exit_code_2() {
         (&["bench", "--generate-tokens", "1"], "generate-tokens"),
         (&["bench", "engine", "--streams", "65"], "streams"),
         (&["bench", "--runs", "2", "serve"], "serve"),
+        (&["bench", "model", "--batch", "65"], "batch"),
+        (&["bench", "model", "--draft", "x"], "draft"),
         (&["bench", "serve", "--concurrency", "1,0"], "concurrency"),
         (&["bench", "serve", "--scenario", "open"], "second-turn"),
         (&["plan"], "<MODEL|--shape <SHAPE>>"),

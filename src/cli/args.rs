@@ -387,17 +387,50 @@ pub struct Bench {
 pub enum Benchmark {
     /// Measure the engine in this process, as `unicorn bench` alone does: load time, prefill and decode speed, memory
     Engine(BenchEngine),
+    /// Measure the steps of a model alone: prompts of several lengths, decodes of several sequences at several depths
+    Model(BenchModel),
     /// Measure a server that speaks the OpenAI API, as its clients see it
     Serve(BenchServe),
 }
 
+/// What is measured.
+pub enum What<'a> {
+    Engine(&'a BenchEngine),
+    Model(&'a BenchModel),
+    Serve(&'a BenchServe),
+}
+
 impl Bench {
-    /// None where a server is measured: no model is loaded then.
-    pub fn engine(&self) -> Option<&BenchEngine> {
+    pub fn what(&self) -> What<'_> {
         match &self.what {
-            None => Some(&self.engine),
-            Some(Benchmark::Engine(args)) => Some(args),
-            Some(Benchmark::Serve(_)) => None,
+            None => What::Engine(&self.engine),
+            Some(Benchmark::Engine(args)) => What::Engine(args),
+            Some(Benchmark::Model(args)) => What::Model(args),
+            Some(Benchmark::Serve(args)) => What::Serve(args),
+        }
+    }
+
+    /// The model that is loaded in this process.
+    pub fn model(&self) -> Option<&str> {
+        match self.what() {
+            What::Engine(args) => args.model.model.as_deref(),
+            What::Model(args) => args.model.as_deref(),
+            What::Serve(_) => None,
+        }
+    }
+
+    pub fn draft(&self) -> Option<&str> {
+        match self.what() {
+            What::Engine(args) => args.model.draft.as_deref(),
+            What::Model(_) | What::Serve(_) => None,
+        }
+    }
+
+    pub fn memory(&self) -> Option<&Memory> {
+        match self.what() {
+            What::Engine(args) => Some(&args.model.memory),
+            What::Model(args) => Some(&args.memory),
+            What::Serve(_) => None,
         }
     }
 }
@@ -421,6 +454,43 @@ pub struct BenchEngine {
     /// Also time every kernel on the device; the timestamps cost a little speed
     #[arg(long)]
     pub profile: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct BenchModel {
+    /// Folder of a Gemma-3 checkpoint, a GGUF file, or the name of a pulled model; without it, the demo model in this
+    /// binary
+    #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
+    pub model: Option<String>,
+    #[command(flatten)]
+    pub memory: Memory,
+    /// Prompts to compute, in tokens
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "128,512,2048,8192",
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub prefill: Vec<u32>,
+    /// Tokens before those that are decoded
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0,2048,8192",
+          value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    pub depth: Vec<u32>,
+    /// Sequences decoded together, at each depth
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,2,4,8,16,32,64",
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub batch: Vec<u32>,
+    /// Steps of a decode
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub steps: u32,
+    /// Measured runs of each case, after a short one to warm up; the median counts
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: u32,
+    /// A case that would take longer is left out; one whose runs together would has fewer
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub limit_s: u32,
+    /// Compare with what --json printed before
+    #[arg(long, value_name = "FILE")]
+    pub compare: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,

@@ -142,11 +142,13 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
         flags.set("kv", "dtype", dtype.name());
     }
     let model = match command {
-        Command::Serve(args::Serve { model, .. }) => model.model.as_ref(),
-        Command::Generate(args::Generate { model, .. }) => model.model.as_ref(),
-        Command::Chat(args::Chat { model, .. }) => model.model.as_ref(),
-        Command::Bench(args) => args.engine().and_then(|args| args.model.model.as_ref()),
-        Command::Eval(args::Eval::Logits { model, .. } | args::Eval::Perplexity { model, .. }) => Some(model),
+        Command::Serve(args::Serve { model, .. }) => model.model.as_deref(),
+        Command::Generate(args::Generate { model, .. }) => model.model.as_deref(),
+        Command::Chat(args::Chat { model, .. }) => model.model.as_deref(),
+        Command::Bench(args) => args.model(),
+        Command::Eval(args::Eval::Logits { model, .. } | args::Eval::Perplexity { model, .. }) => {
+            Some(model.as_str())
+        }
         Command::Devices
         | Command::Quantize(_)
         | Command::Inspect(_)
@@ -156,23 +158,23 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
         | Command::Models(_) => None,
     };
     if let Some(model) = model {
-        flags.set("model", "path", model.clone());
+        flags.set("model", "path", model);
     }
     let draft = match command {
-        Command::Serve(args::Serve { model, .. }) => model.draft.as_ref(),
-        Command::Generate(args::Generate { model, .. }) => model.draft.as_ref(),
-        Command::Chat(args::Chat { model, .. }) => model.draft.as_ref(),
-        Command::Bench(args) => args.engine().and_then(|args| args.model.draft.as_ref()),
+        Command::Serve(args::Serve { model, .. }) => model.draft.as_deref(),
+        Command::Generate(args::Generate { model, .. }) => model.draft.as_deref(),
+        Command::Chat(args::Chat { model, .. }) => model.draft.as_deref(),
+        Command::Bench(args) => args.draft(),
         _ => None,
     };
     if let Some(draft) = draft {
-        flags.set("model", "draft", draft.clone());
+        flags.set("model", "draft", draft);
     }
     let memory = match command {
         Command::Serve(args::Serve { model, .. }) => Some(&model.memory),
         Command::Generate(args::Generate { model, .. }) => Some(&model.memory),
         Command::Chat(args::Chat { model, .. }) => Some(&model.memory),
-        Command::Bench(args) => args.engine().map(|args| &args.model.memory),
+        Command::Bench(args) => args.memory(),
         Command::Plan(args::Plan { memory, .. }) => Some(memory),
         _ => None,
     };

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::json;
 
-use super::args::Command;
+use super::args::{Command, What};
 use super::devices::bytes;
 use super::error::Error;
 use super::generate::print;
@@ -43,7 +43,10 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
             config.model.draft = None;
             None
         }
-        Command::Bench(args) if args.engine().is_none() => None,
+        Command::Bench(args) if !matches!(args.what(), What::Engine(_)) => {
+            config.model.draft = None;
+            None
+        }
         Command::Serve(_) | Command::Generate(_) | Command::Chat(_) | Command::Bench(_) => {
             let mut draft = config.model.draft.take();
             draft.as_mut().map(|text| find(config, text)).transpose()?;
@@ -60,7 +63,7 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     let text = match command {
         Command::Devices | Command::Synth(_) | Command::Pull(_) | Command::Models(_) => return Ok(()),
         // The model is the server's.
-        Command::Bench(args) if args.engine().is_none() => return Ok(()),
+        Command::Bench(args) if matches!(args.what(), What::Serve(_)) => return Ok(()),
         Command::Quantize(args) => &mut args.source,
         Command::Inspect(args) => &mut args.model,
         Command::Plan(args) => match &mut args.model {

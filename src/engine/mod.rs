@@ -25,6 +25,7 @@ mod pace;
 mod scheduler;
 mod sequence;
 mod speculation;
+mod trial;
 
 pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use pace::{Load, Pace};
@@ -34,6 +35,7 @@ pub use sequence::{
     TokenMask,
 };
 pub use speculation::Guesses;
+pub use trial::{Trial, TrialStep};
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};

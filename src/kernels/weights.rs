@@ -33,6 +33,12 @@ pub struct Matrix {
 }
 
 impl Matrix {
+    /// On the device.
+    pub fn bytes(&self) -> u64 {
+        let shards = self.shards.iter();
+        shards.map(|shard| shard.blocks.size() + shard.scales.as_ref().map_or(0, Buffer::size)).sum()
+    }
+
     /// The allocations of a matrix `[rows, cols]`, in their order: bytes of the blocks and of the scales of each shard.
     pub fn buffer_bytes(
         scheme: Scheme,

@@ -342,6 +342,20 @@ impl Gemma3 {
         self.weight_bytes
     }
 
+    /// Bytes that a step reads at least: every weight once, but the output head only where ids are drawn, and once the keys
+    /// and values that each of its sequences sees, which has `(positions before, tokens)`.
+    pub fn least_bytes(&self, shares: &[(usize, usize)], draws: bool) -> u64 {
+        let head = if draws { 0 } else { self.embedding.matrix().bytes() };
+        let kv =
+            |&(start, tokens): &(usize, usize)| memory::kv_bytes_seen(&self.config, self.kv, start, tokens);
+        self.weight_bytes - head + shares.iter().map(kv).sum::<u64>()
+    }
+
+    /// How keys and values are stored.
+    pub fn kv_dtype(&self) -> KvDtype {
+        self.kv
+    }
+
     /// Runs `tokens` through the layers, for what is summed up on the way; `each` hears how many are done. Panics if the
     /// tokens do not fit the context.
     pub fn observe(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize)) -> Result<(), RunnerError> {

@@ -539,6 +539,15 @@ pub(super) fn logits_bytes(c: &Gemma3Config) -> u64 {
     Activations::bytes(READBACK_ROWS, c.vocab_size)
 }
 
+/// Bytes of the keys and values that `tokens` tokens behind `start` positions see, each once.
+pub(super) fn kv_bytes_seen(c: &Gemma3Config, dtype: KvDtype, start: usize, tokens: usize) -> u64 {
+    let seen = start + tokens;
+    let left = window(c).map_or(0, |window| (start + 1).saturating_sub(window));
+    let [full, sliding] = layers(c);
+    let positions = (full * seen + sliding * (seen - left)) as u64;
+    2 * positions * kv_block_bytes(c, dtype, 1)
+}
+
 /// (cos, sin) in f32 for each position and pair of dimensions.
 pub(super) fn rope_table_bytes(c: &Gemma3Config, context: usize) -> u64 {
     (context * c.head_dim * size_of::<f32>()) as u64

@@ -11,6 +11,7 @@ use futures::executor::block_on;
 use futures::stream::select_all;
 use serde_json::{Value, json};
 
+use super::report::commit;
 use super::statistics::median;
 use crate::cli::args;
 use crate::cli::devices::bytes;
@@ -300,15 +301,6 @@ fn decode_together(
 
 fn rate(n: usize, time: Duration) -> f64 {
     n as f64 / time.as_secs_f64().max(f64::MIN_POSITIVE)
-}
-
-/// Of the source tree this binary was built in, if that is still there; `+` where it has changes.
-fn commit() -> String {
-    let describe =
-        ["-C", env!("CARGO_MANIFEST_DIR"), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"];
-    let output = std::process::Command::new("git").args(describe).output();
-    let described = output.ok().filter(|o| o.status.success()).and_then(|o| String::from_utf8(o.stdout).ok());
-    described.map_or("unknown".into(), |text| text.trim().to_owned())
 }
 
 /// Resident now and at most, of this process.

@@ -1,0 +1,237 @@
+//! `unicorn bench model`: what a model's steps take on a device, without requests: prompts of several lengths, and decodes of
+//! several sequences at several depths of their contexts.
+//!
+//! Beside the tokens stand the bytes that a step reads at least: every weight once, and the keys and values that its tokens
+//! see once. What does not fit, or would take too long, is left out, and said to be.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::report::{Comparison, commit};
+use super::statistics::{column, median};
+use crate::cli::args;
+use crate::cli::devices::bytes;
+use crate::cli::error::Error;
+use crate::cli::generate::print;
+use crate::cli::load::{self, Watch};
+use crate::cli::progress::Bar;
+use crate::config::Config;
+use crate::engine::{Trial, TrialStep};
+use crate::model::Runner;
+use crate::model::gemma3::{Gemma3, LoadError};
+
+/// A case that was measured.
+struct Measured {
+    case: String,
+    tokens: usize,
+    steps: usize,
+    /// Of each run, all steps together, in seconds; the median counts.
+    runs: Vec<f64>,
+    /// Of all steps together.
+    bytes: u64,
+}
+
+impl Measured {
+    fn seconds(&self) -> f64 {
+        median(self.runs.iter().copied()).max(f64::MIN_POSITIVE)
+    }
+
+    fn tokens_per_s(&self) -> f64 {
+        self.tokens as f64 / self.seconds()
+    }
+
+    fn gb_per_s(&self) -> f64 {
+        self.bytes as f64 / self.seconds() / 1e9
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "case": self.case,
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "runs": self.runs.len(),
+            "seconds": self.seconds(),
+            "tokens_per_s": self.tokens_per_s(),
+            "least_bytes_per_step": self.bytes / self.steps as u64,
+            "gb_per_s": self.gb_per_s(),
+        })
+    }
+}
+
+pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
+    let cases = cases(args);
+    let files = load::files(&config.model)?;
+    let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
+    let mut loaded = {
+        let mut config = config.clone();
+        let widest = args.batch.iter().copied().max().unwrap_or(1) as usize;
+        config.engine.sequences = config.engine.sequences.max(widest);
+        let deepest =
+            args.depth.iter().map(|depth| depth + args.steps + 1).chain(args.prefill.iter().copied());
+        let wanted = config.engine.context;
+        config.engine.context = wanted.or(deepest.max().map(|tokens| tokens as usize));
+        match load::model(&files, &config, Watch::Nothing) {
+            // Then as much as there is room for: what does not fit that is left out.
+            Err(Error::Load(LoadError::DoesNotFit(_))) if wanted.is_none() => {
+                config.engine.context = None;
+                load::model(&files, &config, Watch::Nothing)?
+            }
+            loaded => loaded?,
+        }
+    };
+    let (device, runner) = (loaded.device.clone(), &mut loaded.runner);
+
+    let limit = Duration::from_secs(args.limit_s.into());
+    let (mut measured, mut left_out) = (Vec::<Measured>::new(), Vec::new());
+    let bar = Bar::tokens("measuring", cases.len() as u64);
+    for (i, (case, trial)) in cases.into_iter().enumerate() {
+        bar.set(i as u64);
+        let obstacle = trial.obstacle(&runner.limits()).or_else(|| too_long(trial, &measured, limit));
+        match obstacle {
+            Some(why) => left_out.push((case, why)),
+            None => measured.push(measure(case, trial, runner, args.runs, limit)?),
+        }
+    }
+    drop(bar);
+
+    let (weights, kv) = (config.model.quantize.name(), runner.kv_dtype().name());
+    let mut report = json!({
+        "benchmark": "model",
+        "model": name,
+        "weights": weights,
+        "kv": kv,
+        "device": device.name,
+        "driver": device.driver,
+        "commit": commit(),
+        "weight_bytes": runner.weight_bytes(),
+        "context": runner.limits().max_context,
+        "step_tokens": runner.limits().max_batch_tokens,
+        "cases": measured.iter().map(Measured::json).collect::<Vec<_>>(),
+        "left_out": left_out.iter().map(|(case, why)| json!({"case": case, "why": why})).collect::<Vec<_>>(),
+    });
+    let compared = args.compare.as_deref().map(|file| Comparison::read(file, &report)).transpose()?;
+    if let Some(compared) = &compared {
+        compared.warn();
+        report["compared"] = compared.json();
+    }
+    if args.json {
+        return print(&format!("{report}\n"));
+    }
+    let mut text = format!(
+        "{name}, weights {weights} ({}), keys and values {kv}\n{}, {}, commit {}\n",
+        bytes(runner.weight_bytes()),
+        device.name,
+        device.driver,
+        report["commit"].as_str().unwrap_or("unknown"),
+    );
+    text += "                       tokens/s    ms a step  least read a step     GB/s";
+    text += &compared.as_ref().map_or("\n".to_owned(), |c| format!("  times as fast as {}\n", c.with));
+    for m in &measured {
+        let step_ms = m.seconds() * 1e3 / m.steps as f64;
+        let read = bytes(m.bytes / m.steps as u64);
+        text += &format!(
+            "{:20} {:10.1} {step_ms:12.2} {read:>18} {:8.1}",
+            m.case,
+            m.tokens_per_s(),
+            m.gb_per_s()
+        );
+        match &compared {
+            Some(compared) => text += &format!(" {}\n", column(compared.speedup(&m.case), 8, 3)),
+            None => text.push('\n'),
+        }
+    }
+    for (case, why) in &left_out {
+        text += &format!("{case:20} left out: {why}\n");
+    }
+    print(&text)
+}
+
+/// What is asked for, each with its name: prompts, the short ones first, and decodes, depth by depth.
+fn cases(args: &args::BenchModel) -> Vec<(String, Trial)> {
+    let mut prefill = args.prefill.clone();
+    prefill.sort_unstable();
+    prefill.dedup();
+    let prefill = prefill
+        .iter()
+        .map(|tokens| (format!("prefill {tokens}"), Trial::Prefill { tokens: *tokens as usize }));
+    let steps = args.steps as usize;
+    let decode = args.depth.iter().flat_map(|depth| {
+        args.batch.iter().map(move |batch| {
+            let (sequences, depth) = (*batch as usize, *depth as usize);
+            (format!("decode {sequences} at {depth}"), Trial::Decode { sequences, depth, steps })
+        })
+    });
+    prefill.chain(decode).collect()
+}
+
+/// Why a case would take longer than `limit`, by the last one of its kind that was measured; a decode of more sequences takes
+/// at most as much longer.
+fn too_long(trial: Trial, measured: &[Measured], limit: Duration) -> Option<String> {
+    let (kind, tokens) = match trial {
+        Trial::Prefill { tokens } => ("prefill", tokens),
+        Trial::Decode { sequences, steps, .. } => ("decode", sequences * steps),
+    };
+    let like = measured.iter().rev().find(|m| m.case.starts_with(kind))?;
+    let seconds = like.seconds() * tokens as f64 / like.tokens as f64;
+    (seconds > limit.as_secs_f64()).then(|| {
+        format!("it would take {seconds:.0} s, by {:?}; --limit-s is {}", like.case, limit.as_secs())
+    })
+}
+
+/// Runs a case after a short warm-up, which pays for pipelines that the driver compiles at their first use, as often as
+/// `runs`, or as the limit allows, and once at least.
+fn measure(
+    case: String,
+    trial: Trial,
+    runner: &mut Gemma3,
+    runs: u32,
+    limit: Duration,
+) -> Result<Measured, Error> {
+    let step = runner.limits().max_batch_tokens;
+    let short = match trial {
+        Trial::Prefill { tokens } => Trial::Prefill { tokens: tokens.min(step) },
+        Trial::Decode { sequences, depth, .. } => Trial::Decode { sequences, depth, steps: 1 },
+    };
+    short.run(runner)?;
+    let (mut times, mut spent) = (Vec::new(), Duration::ZERO);
+    while times.is_empty() || times.len() < runs as usize && spent + spent / times.len() as u32 <= limit {
+        let time = trial.run(runner)?;
+        spent += time;
+        times.push(time.as_secs_f64());
+    }
+    let steps = trial.steps(&runner.limits());
+    let tokens = steps.iter().flat_map(|step| &step.shares).map(|(_, tokens)| tokens).sum();
+    let bytes = steps.iter().map(|TrialStep { shares, draws }| runner.least_bytes(shares, *draws)).sum();
+    Ok(Measured { case, tokens, steps: steps.len(), runs: times, bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured(case: &str, tokens: usize, seconds: f64) -> Measured {
+        Measured { case: case.into(), tokens, steps: 2, runs: vec![seconds, 9.0, 0.0], bytes: 4_000_000_000 }
+    }
+
+    #[test]
+    fn the_median_run_counts() {
+        let m = measured("prefill 100", 100, 2.0);
+        assert_eq!((m.tokens_per_s(), m.gb_per_s()), (50.0, 2.0));
+        assert_eq!(m.json()["least_bytes_per_step"], json!(2_000_000_000u64));
+    }
+
+    #[test]
+    fn what_would_take_too_long_is_known_before() {
+        let before = [measured("prefill 100", 100, 2.0), measured("decode 1 at 0", 8, 0.8)];
+        let limit = Duration::from_secs(10);
+        let prefill = |tokens| too_long(Trial::Prefill { tokens }, &before, limit);
+        assert_eq!(prefill(500), None);
+        let why = prefill(501).expect("too long");
+        assert!(why.contains("10 s, by \"prefill 100\"; --limit-s is 10"), "{why}");
+        let decode = |sequences| Trial::Decode { sequences, depth: 0, steps: 8 };
+        assert_eq!(too_long(decode(12), &before, limit), None);
+        assert!(too_long(decode(13), &before, limit).is_some());
+        assert_eq!(too_long(decode(13), &before[..1], limit), None, "nothing like it was measured");
+    }
+}

@@ -1,0 +1,132 @@
+//! What a measurement is of, and how it compares with an earlier one of the same benchmark.
+//!
+//! A report is one JSON object: `benchmark`, what it is of, and `cases`, each with its name and the `seconds` that its work
+//! takes. Cases are compared by name. Refuses a report of another benchmark; says loudly what else is not the same.
+
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use super::statistics::ratio;
+use crate::cli::error::Error;
+
+/// Of what one report is, beside the benchmark: if one differs, a ratio says something else than how the code changed.
+const SAME: [&str; 6] = ["device", "driver", "model", "weights", "kv", "profile"];
+
+/// Of the source tree this binary was built in, if that is still there; `+` where it has changes.
+pub fn commit() -> String {
+    let describe =
+        ["-C", env!("CARGO_MANIFEST_DIR"), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"];
+    let output = std::process::Command::new("git").args(describe).output();
+    let described = output.ok().filter(|o| o.status.success()).and_then(|o| String::from_utf8(o.stdout).ok());
+    let built = option_env!("UNICORN_COMMIT").filter(|commit| !commit.is_empty()).unwrap_or("unknown");
+    described.map_or(built.into(), |text| text.trim().to_owned())
+}
+
+/// An earlier report beside a new one.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Comparison {
+    /// The commit of the earlier one.
+    pub with: String,
+    /// What is not the same, a line each.
+    pub differences: Vec<String>,
+    /// By case, in the order of the new report: times as fast as before.
+    pub speedups: Vec<(String, f64)>,
+}
+
+impl Comparison {
+    /// Reads `file` and compares `report` with it.
+    pub fn read(file: &Path, report: &Value) -> Result<Self, Error> {
+        let problem = |problem: String| Error::Argument(format!("--compare {}: {problem}", file.display()));
+        let text = std::fs::read_to_string(file).map_err(|e| problem(e.to_string()))?;
+        let before = serde_json::from_str(&text)
+            .map_err(|e| problem(format!("{e}; expected a report that --json printed")))?;
+        Self::of(&before, report).map_err(problem)
+    }
+
+    fn of(before: &Value, now: &Value) -> Result<Self, String> {
+        let benchmark = |report: &Value| report["benchmark"].as_str().unwrap_or("something else").to_owned();
+        if benchmark(before) != benchmark(now) {
+            let (theirs, ours) = (benchmark(before), benchmark(now));
+            return Err(format!("it is a report of `bench {theirs}`, and this is `bench {ours}`"));
+        }
+        let differs = |field: &&str| before[*field] != now[*field];
+        let differences = SAME.into_iter().filter(differs);
+        let differences = differences
+            .map(|field| format!("{field} was {}, and is {}", shown(&before[field]), shown(&now[field])))
+            .collect();
+        let seconds = |report: &Value, case: &str| -> Option<f64> {
+            let cases = report["cases"].as_array()?;
+            cases.iter().find(|c| c["case"] == case)?["seconds"].as_f64()
+        };
+        let cases = now["cases"].as_array().into_iter().flatten().filter_map(|c| c["case"].as_str());
+        let speedups: Vec<(String, f64)> = cases
+            .filter_map(|case| Some((case.to_owned(), ratio(seconds(before, case)?, seconds(now, case)?)?)))
+            .collect();
+        if speedups.is_empty() {
+            return Err("it has no case that this run has".into());
+        }
+        Ok(Self { with: shown(&before["commit"]), differences, speedups })
+    }
+
+    pub fn speedup(&self, case: &str) -> Option<f64> {
+        self.speedups.iter().find(|(name, _)| name == case).map(|(_, speedup)| *speedup)
+    }
+
+    pub fn json(&self) -> Value {
+        let speedups: Map<String, Value> =
+            self.speedups.iter().map(|(case, speedup)| (case.clone(), json!(speedup))).collect();
+        json!({"commit": self.with, "differences": self.differences, "speedups": speedups})
+    }
+
+    /// Goes to standard error, whatever the format of the report: whoever reads the ratios is to see it.
+    pub fn warn(&self) {
+        for difference in &self.differences {
+            tracing::warn!("NOT THE SAME as in the report compared with: {difference}");
+        }
+    }
+}
+
+fn shown(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Null => "not said".into(),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(device: &str, cases: &[(&str, f64)]) -> Value {
+        let cases: Vec<_> = cases.iter().map(|(case, s)| json!({"case": case, "seconds": s})).collect();
+        json!({"benchmark": "model", "device": device, "commit": "abc", "cases": cases})
+    }
+
+    #[test]
+    fn cases_are_compared_by_name() {
+        let (before, now) = (report("x", &[("a", 2.0), ("b", 1.0)]), report("x", &[("c", 9.0), ("a", 1.0)]));
+        let comparison = Comparison::of(&before, &now).expect("comparable");
+        assert_eq!(comparison.speedups, [("a".to_owned(), 2.0)]);
+        assert_eq!((comparison.speedup("c"), comparison.differences.len()), (None, 0));
+        assert_eq!(comparison.json(), json!({"commit": "abc", "differences": [], "speedups": {"a": 2.0}}));
+    }
+
+    #[test]
+    fn what_is_not_the_same_is_said() {
+        let comparison = Comparison::of(&report("x", &[("a", 2.0)]), &report("y", &[("a", 4.0)])).unwrap();
+        assert_eq!(comparison.differences, ["device was x, and is y"]);
+        assert_eq!(comparison.speedup("a"), Some(0.5));
+    }
+
+    #[test]
+    fn another_benchmark_is_refused_and_so_is_one_without_a_case_in_common() {
+        let (mut other, now) = (report("x", &[("a", 2.0)]), report("x", &[("a", 1.0)]));
+        other["benchmark"] = json!("kernels");
+        let refusal = Comparison::of(&other, &now).unwrap_err();
+        assert!(refusal.contains("bench kernels") && refusal.contains("bench model"), "{refusal}");
+        assert!(Comparison::of(&json!({"x": 1}), &now).unwrap_err().contains("something else"));
+        assert!(Comparison::of(&report("x", &[("b", 2.0)]), &now).unwrap_err().contains("no case"));
+    }
+}

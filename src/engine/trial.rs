@@ -1,0 +1,239 @@
+//! Times steps of a runner without requests and without the scheduler: a prompt of so many tokens, or so many sequences that
+//! decode so deep in their contexts.
+//!
+//! What a step costs does not depend on what the ids are, nor on what the cache holds, so that a decode at depth 8192 needs
+//! no prompt of 8192 tokens: its blocks are taken and read as they are. Every sequence has blocks of its own, as it would have.
+//! Steps overlap as the engine's do. Refuses what does not fit the runner's limits, in words.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::block_manager::{BlockManager, BlockTable};
+use super::sequence::{CacheSalt, Priority};
+use crate::model::{
+    Batch, BatchSequence, Draw, Input, Limits, Runner, RunnerError, Sampling, SamplingParams,
+};
+
+/// What is timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trial {
+    /// A prompt of so many tokens, at least 1, in steps as long as the runner takes.
+    Prefill { tokens: usize },
+    /// So many steps, at least 1, each of which draws an id for each of `sequences`, at least 1, from `depth` positions on.
+    Decode { sequences: usize, depth: usize, steps: usize },
+}
+
+/// One step of a trial.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TrialStep {
+    /// For each sequence: the positions before its tokens, and how many tokens it has.
+    pub shares: Vec<(usize, usize)>,
+    pub draws: bool,
+}
+
+impl Trial {
+    /// Its steps in their order; of a decode without the one that warms up.
+    pub fn steps(self, limits: &Limits) -> Vec<TrialStep> {
+        match self {
+            Trial::Prefill { tokens } => {
+                let starts = (0..tokens).step_by(limits.max_batch_tokens);
+                let len = |start: usize| limits.max_batch_tokens.min(tokens - start);
+                starts
+                    .map(|start| TrialStep {
+                        shares: vec![(start, len(start))],
+                        draws: start + len(start) == tokens,
+                    })
+                    .collect()
+            }
+            Trial::Decode { sequences, depth, steps } => {
+                let step = |i| TrialStep { shares: vec![(depth + i, 1); sequences], draws: true };
+                (1..=steps).map(step).collect()
+            }
+        }
+    }
+
+    /// Why a runner with such limits cannot run it.
+    pub fn obstacle(self, limits: &Limits) -> Option<String> {
+        let (sequences, tokens) = match self {
+            Trial::Prefill { tokens } => (1, tokens),
+            Trial::Decode { sequences, depth, steps } => (sequences, depth + steps + 1),
+        };
+        let most = limits.max_sequences.min(limits.max_draws).min(limits.max_batch_tokens);
+        if tokens > limits.max_context {
+            return Some(format!(
+                "it needs a context of {tokens} tokens, and there is one of {}",
+                limits.max_context
+            ));
+        }
+        if sequences > most {
+            return Some(format!("a step has at most {most} sequences"));
+        }
+        let kv = &limits.kv;
+        let full = sequences * tokens.div_ceil(kv.block_size);
+        if full > kv.full_blocks {
+            return Some(format!("the KV cache has {} blocks, and it needs {full}", kv.full_blocks));
+        }
+        let window = kv.window_blocks(limits.max_batch_tokens).min(tokens.div_ceil(kv.block_size));
+        let sliding = sequences * window;
+        (kv.sliding_window.is_some() && sliding > kv.sliding_blocks).then(|| {
+            format!("the KV cache has {} blocks for windows, and it needs {sliding}", kv.sliding_blocks)
+        })
+    }
+
+    /// What its steps take together. Panics where there is an obstacle.
+    pub fn run(self, runner: &mut dyn Runner) -> Result<Duration, RunnerError> {
+        let limits = runner.limits();
+        if let Some(obstacle) = self.obstacle(&limits) {
+            panic!("{self:?}: {obstacle}");
+        }
+        let mut blocks = BlockManager::new(limits.kv, 0);
+        let (sequences, depth) = match self {
+            Trial::Prefill { .. } => (1, 0),
+            Trial::Decode { sequences, depth, .. } => (sequences, depth),
+        };
+        let mut tables: Vec<BlockTable> =
+            (0..sequences).map(|_| table_at(&mut blocks, depth, limits.max_batch_tokens)).collect();
+        let mut submit = |runner: &mut dyn Runner, step: &TrialStep, known: bool| {
+            let shares = step.shares.iter().zip(&mut tables).enumerate();
+            let sequences = shares.map(|(slot, (&(start, tokens), table))| {
+                // Any ids would do; of each sequence others.
+                let id = |i: usize| ((start + i) * 7919 + slot * 31 + 5) % limits.vocab_size;
+                let ids = (0..tokens).map(|i| id(i) as u32);
+                let input = if known { Input::Ids(ids.collect()) } else { Input::LastSampled };
+                extend(&mut blocks, table, start, tokens);
+                share(table, slot as u32, start, input)
+            });
+            let batch = Batch { sequences: sequences.collect(), ..Batch::default() };
+            let draws = if step.draws { step.shares.len() } else { 0 };
+            let draws = (0..draws).map(|i| draw(i, step.shares[i])).collect();
+            runner.submit(&batch, &Sampling { draws, ..Sampling::default() })
+        };
+        let is_prefill = matches!(self, Trial::Prefill { .. });
+        if !is_prefill {
+            let first = TrialStep { shares: vec![(depth, 1); sequences], draws: true };
+            let ticket = submit(runner, &first, true)?;
+            runner.wait(ticket)?;
+        }
+        let mut in_flight = VecDeque::new();
+        let since = Instant::now();
+        for step in self.steps(&limits) {
+            if in_flight.len() >= limits.max_in_flight {
+                runner.wait(in_flight.pop_front().expect("a step is in flight"))?;
+            }
+            in_flight.push_back(submit(runner, &step, is_prefill)?);
+        }
+        for ticket in in_flight {
+            runner.wait(ticket)?;
+        }
+        Ok(since.elapsed())
+    }
+}
+
+/// A table of a sequence whose first `depth` positions are computed, in chunks as a prompt is.
+fn table_at(blocks: &mut BlockManager, depth: usize, chunk: usize) -> BlockTable {
+    let (mut table, _) = blocks.admit(&[], Priority::Interactive, &CacheSalt::default());
+    for start in (0..depth).step_by(chunk) {
+        extend(blocks, &mut table, start, chunk.min(depth - start));
+    }
+    table
+}
+
+/// Lets go of what `start` and what follows does not see, and grows by `tokens`.
+fn extend(blocks: &mut BlockManager, table: &mut BlockTable, start: usize, tokens: usize) {
+    blocks.leave_window(table, start);
+    blocks.grow(table, start + tokens).expect("there is room, by the limits");
+}
+
+fn share(table: &BlockTable, slot: u32, start: usize, input: Input) -> BatchSequence {
+    let (sliding_first, sliding) = table.sliding();
+    BatchSequence {
+        slot,
+        start,
+        input,
+        full_blocks: table.full().to_vec(),
+        sliding_blocks: sliding.collect(),
+        sliding_first,
+        history: None,
+    }
+}
+
+fn draw(sequence: usize, (start, tokens): (usize, usize)) -> Draw {
+    Draw {
+        sequence,
+        token: tokens - 1,
+        slot: sequence as u32,
+        params: SamplingParams::GREEDY,
+        prompt_len: start + tokens,
+        bias: Arc::default(),
+        mask: None,
+        logprobs: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::KvLimits;
+
+    const LIMITS: Limits = Limits {
+        max_batch_tokens: 16,
+        max_sequences: 4,
+        max_draws: 4,
+        max_in_flight: 2,
+        kv: KvLimits { block_size: 4, full_blocks: 40, sliding_blocks: 24, sliding_window: Some(8) },
+        max_context: 100,
+        vocab_size: 50,
+        hidden_size: 8,
+    };
+
+    #[test]
+    fn a_prompt_is_cut_into_steps_and_drawn_behind() {
+        let steps = Trial::Prefill { tokens: 35 }.steps(&LIMITS);
+        let shares: Vec<_> = steps.iter().map(|step| (step.shares[0], step.draws)).collect();
+        assert_eq!(shares, [((0, 16), false), ((16, 16), false), ((32, 3), true)]);
+    }
+
+    #[test]
+    fn a_decode_begins_behind_its_depth_and_the_step_that_warms_up() {
+        let steps = Trial::Decode { sequences: 3, depth: 20, steps: 2 }.steps(&LIMITS);
+        assert_eq!(steps.len(), 2);
+        assert_eq!(steps[1], TrialStep { shares: vec![(22, 1); 3], draws: true });
+    }
+
+    #[test]
+    fn what_does_not_fit_is_said_and_what_fits_finds_its_blocks() {
+        let decode = |sequences, depth| Trial::Decode { sequences, depth, steps: 3 };
+        for (trial, why) in [
+            (Trial::Prefill { tokens: 101 }, Some("context of 101 tokens")),
+            (Trial::Prefill { tokens: 100 }, None),
+            (decode(5, 0), Some("at most 4 sequences")),
+            (decode(4, 37), Some("40 blocks, and it needs 44")),
+            (decode(4, 36), Some("24 blocks for windows, and it needs 28")),
+            (decode(3, 36), None),
+            (decode(4, 20), None),
+        ] {
+            let obstacle = trial.obstacle(&LIMITS);
+            match why {
+                Some(why) => {
+                    assert!(obstacle.as_ref().is_some_and(|o| o.contains(why)), "{trial:?}: {obstacle:?}")
+                }
+                None => assert_eq!(obstacle, None, "{trial:?}"),
+            }
+            let (sequences, depth) = match trial {
+                Trial::Prefill { .. } => (1, 0),
+                Trial::Decode { sequences, depth, .. } => (sequences, depth),
+            };
+            if why.is_none() {
+                let mut blocks = BlockManager::new(LIMITS.kv, 0);
+                let mut tables: Vec<_> = (0..sequences).map(|_| table_at(&mut blocks, depth, 16)).collect();
+                for step in trial.steps(&LIMITS) {
+                    for (table, (start, tokens)) in tables.iter_mut().zip(step.shares) {
+                        extend(&mut blocks, table, start, tokens);
+                    }
+                }
+                blocks.check(tables.iter());
+            }
+        }
+    }
+}
