@@ -15,6 +15,7 @@
 #   make bench-serve               start a server, measure it under load, stop it; its options in SERVE_ARGS
 #   make install                   after `make build`, as root: binary, systemd unit, user, /etc/unicorn/config.toml
 #   make uninstall                 takes binary, unit and user's definition away; configuration and models stay
+#   make setup-devices             devices that stand in for GPUs, in .cache/devices: 340 MB, nothing of the machine changes
 #   make build | setup | setup-test | lint | clean | help
 
 # rustup's own folder: a shell that was open before Rust was installed does not have it yet.
@@ -29,7 +30,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build serve bench bench-host bench-serve test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
+.PHONY: help setup setup-test setup-devices build serve bench bench-host bench-serve test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +40,9 @@ setup:
 
 setup-test:
 	@python3 tools/setup.py test
+
+setup-devices:
+	@python3 tools/setup.py devices
 
 build: setup
 	cargo build --release --locked

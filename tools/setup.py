@@ -6,6 +6,7 @@
                            Node.js and npm for the tests of the page and of clients, which are skipped without them
     tools/setup.py measure what `run` needs, and fio, which tells how fast the disk is
     tools/setup.py service what `run` needs, and what makes and boots a container with systemd
+    tools/setup.py devices nothing on the machine: devices that stand in for GPUs, in .cache/devices (tools/devices.py)
 
 Debian 12, Debian 13 and Ubuntu (24.04 or later), as root or with sudo. Where the release's own Mesa is too
 old and the distribution has backports (Debian 12), the backports suite is added beside the machine's own
@@ -23,6 +24,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import devices
 
 MESA_MAJOR = 24
 RUST_MINOR = 88
@@ -157,15 +160,9 @@ def read_sources(apt=APT):
 
 def backports_source(sources, codename):
     """The text of our own source file, from the archive that serves the release itself; None if there is none."""
-    for source in sources:
-        if codename in source.suites and not source.uri.startswith("cdrom:"):
-            lines = ["# Added by Unicorn's tools/setup.py for Mesa's Vulkan drivers.", "Types: deb", f"URIs: {source.uri}"]
-            lines += [f"Suites: {codename}-backports", "Components: main"]
-            if source.signed_by:
-                separator = "" if source.signed_by.startswith("\n") else " "  # a key written out begins on the next line
-                lines.append(f"Signed-By:{separator}{source.signed_by}")
-            return "\n".join(lines) + "\n"
-    return None
+    source = devices.mirror(sources, codename)
+    text = source and devices.stanza(source.uri, [f"{codename}-backports"], source.signed_by)
+    return text and f"# Added by Unicorn's tools/setup.py for Mesa's Vulkan drivers.\n{text}"
 
 
 def backports_pin(codename):
@@ -312,15 +309,18 @@ def say(text):
 
 
 def main(arguments):
-    if len(arguments) != 1 or arguments[0] not in NEEDS:
-        raise SetupError(f"usage: tools/setup.py {'|'.join(NEEDS)}")
+    if len(arguments) != 1 or arguments[0] not in [*NEEDS, "devices"]:
+        raise SetupError(f"usage: tools/setup.py {'|'.join(NEEDS)}|devices")
+    path = Path("/etc/os-release")
+    release = os_release(path.read_text()) if path.exists() else {}
+    if arguments[0] == "devices":
+        devices.make(read_sources(), release, say)
+        return
     check_toolchain()
     if os.environ.get("UNICORN_SKIP_SETUP") == "1":
         say("UNICORN_SKIP_SETUP=1: packages are not checked")
         return
     needs = NEEDS[arguments[0]]
-    path = Path("/etc/os-release")
-    release = os_release(path.read_text()) if path.exists() else {}
     if release.get("ID") not in ("debian", "ubuntu") or not shutil.which("apt-get"):
         raise SetupError(
             f"{release.get('PRETTY_NAME', 'this system')} is neither Debian nor Ubuntu: install the Vulkan loader, Mesa's Vulkan "
@@ -343,7 +343,7 @@ def main(arguments):
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except SetupError as error:
+    except (SetupError, devices.DevicesError) as error:
         print(f"setup: error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -1,0 +1,328 @@
+"""The devices that stand in for GPUs in tests: how they are made, and how each is chosen.
+
+`make(...)`, which `tools/setup.py devices` calls, fills `.cache/devices/` from the machine's own apt mirror and changes
+nothing of the machine:
+
+    mesa26/    Debian's trixie-backports' Mesa 26 and all it needs, unpacked: lavapipe, RADV, and the shim over which
+               RADV opens a GPU that is not there. It needs a newer C library than Debian 12 has, so programs see it in
+               an overlay: `tools/with_mesa26.sh`
+    chromium/  SwiftShader, and the Vulkan validation layer 1.4 with its manifest and its settings for GPU-assisted
+               validation
+
+A folder appears under its name when it is whole. A second run finds it, with the recipe that it was made by.
+
+`DEVICES` says by name what environment and what command in front choose a device. Everything but the overlay is
+environment, so that a test of any language can use the table:
+
+    devices.DEVICES["lavapipe-26"].command(["target/debug/unicorn", "devices"])
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / ".cache/devices"
+MESA26, CHROMIUM = FOLDER / "mesa26", FOLDER / "chromium"
+# In it stands the recipe that a folder was made by.
+RECIPE = "recipe"
+
+MESA26_SUITES = ("trixie", "trixie-backports")
+MESA26_PACKAGES = ("libvulkan1", "mesa-vulkan-drivers", "mesa-drm-shim")
+CHROMIUM_FILES = ("libvk_swiftshader.so", "vk_swiftshader_icd.json", "libVkLayer_khronos_validation.so")
+UPDATE_SECONDS = 300
+DOWNLOAD_SECONDS = 1200
+UNPACK_SECONDS = 300
+
+LAYER_MANIFEST = """\
+{
+    "file_format_version": "1.2.0",
+    "layer": {
+        "name": "VK_LAYER_KHRONOS_validation",
+        "type": "GLOBAL",
+        "library_path": "./libVkLayer_khronos_validation.so",
+        "api_version": "1.4.0",
+        "implementation_version": "1",
+        "description": "Khronos validation layer, as Chromium brings it",
+        "instance_extensions": [
+            { "name": "VK_EXT_debug_utils", "spec_version": "2" },
+            { "name": "VK_EXT_validation_features", "spec_version": "6" },
+            { "name": "VK_EXT_layer_settings", "spec_version": "2" }
+        ]
+    }
+}
+"""
+
+# Bounds of buffer addresses, and races in shared memory. The layer's own checks of how the API is used are those of the
+# installed layer, which other runs have.
+LAYER_SETTINGS = """\
+khronos_validation.gpuav_enable = true
+khronos_validation.gpuav_safe_mode = true
+khronos_validation.validate_core = false
+"""
+
+
+class DevicesError(Exception):
+    """What stands in the way, in one line: what happened, and what to do."""
+
+
+# --- how a device is chosen -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that stands in for a GPU: what it is, and what chooses it."""
+
+    name: str
+    what: str
+    environment: dict = field(default_factory=dict)
+    wrapper: tuple = ()
+    # What must be there: a folder of `.cache/devices`, or a driver's manifest of the machine.
+    needs: Path | None = None
+    # Whether what is submitted is computed; else it only compiles.
+    runs: bool = True
+
+    def lacking(self):
+        """Why it cannot be used here, in a line; None if it can."""
+        if self.needs is None or self.needs.exists():
+            return None
+        how = "make setup-devices" if self.needs.is_relative_to(FOLDER) else "make setup"
+        return f"{self.name} needs {self.needs}, which is not there: `{how}`"
+
+    def command(self, arguments):
+        """The command that runs `arguments` on it, environment included."""
+        return ["env", *(f"{name}={value}" for name, value in self.environment.items()), *self.wrapper, *arguments]
+
+
+def driver(manifest):
+    """Shows the loader one driver alone; the older name is for loaders before 1.3.207."""
+    return {"VK_DRIVER_FILES": str(manifest), "VK_ICD_FILENAMES": str(manifest)}
+
+
+def machine_driver(name):
+    """The manifest of one of the machine's own drivers, which some distributions name by architecture."""
+    paths = [Path(f"/usr/share/vulkan/icd.d/{name}_icd{architecture}.json") for architecture in ("", ".x86_64", ".aarch64")]
+    return next((path for path in paths if path.exists()), paths[0])
+
+
+def lavapipe_26(subgroup):
+    return Device(
+        f"lavapipe-26-subgroup-{subgroup}", f"Mesa 26's software Vulkan, subgroups of {subgroup}",
+        {"MESA26_DEVICE": "lavapipe", "LP_NATIVE_VECTOR_WIDTH": str(32 * subgroup)}, WITH_MESA26, MESA26,
+    )
+
+
+def radv_26(chip, family):
+    return Device(
+        f"radv-26-{chip}", f"the compiler of Mesa 26 for {family}, over a shim",
+        {"MESA26_DEVICE": chip, "MESA_SHADER_CACHE_DISABLE": "true"}, WITH_MESA26, MESA26, runs=False,
+    )
+
+
+def radv_25(family):
+    manifest = machine_driver("radeon")
+    return Device(
+        f"radv-{family}", f"the compiler of the machine's own Mesa for {family}, as a null device",
+        {**driver(manifest), "RADV_FORCE_FAMILY": family, "MESA_SHADER_CACHE_DISABLE": "true"}, (), manifest, runs=False,
+    )
+
+
+WITH_MESA26 = (str(ROOT / "tools/with_mesa26.sh"),)
+LAVAPIPE = machine_driver("lvp")
+DEVICES = {
+    device.name: device
+    for device in [
+        Device("lavapipe", "the machine's own software Vulkan", driver(LAVAPIPE), (), LAVAPIPE),
+        Device("lavapipe-26", "Mesa 26's software Vulkan, with cooperative matrices", {"MESA26_DEVICE": "lavapipe"}, WITH_MESA26, MESA26),
+        *map(lavapipe_26, (4, 8, 16, 32, 64)),
+        Device("swiftshader", "Chromium's software Vulkan: no f16, int8 or 16-bit storage", driver(CHROMIUM / "vk_swiftshader_icd.json"), (), CHROMIUM),
+        Device(
+            "gpu-assisted", "the machine's own software Vulkan under GPU-assisted validation",
+            {**driver(LAVAPIPE), "VK_LAYER_PATH": str(CHROMIUM), "VK_LAYER_SETTINGS_PATH": str(CHROMIUM / "vk_layer_settings.txt")},
+            (), CHROMIUM,
+        ),
+        *map(radv_25, ("phoenix", "gfx1150", "gfx1151")),
+        radv_26("phoenix", "phoenix"), radv_26("strix1", "gfx1150"),
+    ]
+}
+
+
+# --- how they are made ----------------------------------------------------------------------------------
+
+
+def run(command, seconds, cwd=None):
+    """Exit status and output, both streams together."""
+    try:
+        done = subprocess.run(
+            [str(part) for part in command], cwd=cwd, env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            timeout=seconds, check=False,
+        )
+    except subprocess.TimeoutExpired as expired:
+        raise DevicesError(f"`{command[0]}` did not finish within {seconds} s: is the mirror reachable?") from expired
+    return done.returncode, done.stdout
+
+
+def mirror(sources, codename):
+    """The archive that serves the release itself; None if there is none."""
+    return next((s for s in sources if codename in s.suites and not s.uri.startswith("cdrom:")), None)
+
+
+def stanza(uri, suites, signed_by):
+    """A source of `suites`, as apt reads it."""
+    lines = ["Types: deb", f"URIs: {uri}", f"Suites: {' '.join(suites)}", "Components: main"]
+    if signed_by:
+        # A key that is written out begins on the next line.
+        lines.append(f"Signed-By:{'' if signed_by.startswith(chr(10)) else ' '}{signed_by}")
+    return "\n".join(lines) + "\n"
+
+
+def mesa26_sources(sources, codename):
+    """What apt is told of: Mesa 26's suites, at the mirror of the machine's release. None if it has none."""
+    source = mirror(sources, codename)
+    return source and stanza(source.uri, MESA26_SUITES, source.signed_by)
+
+
+def release_sources(sources, codename):
+    """The machine's own release, with its updates and security fixes. None if it has none."""
+    def of_release(suite):
+        return suite == codename or suite.startswith(f"{codename}-") and not suite.endswith("-backports")
+
+    stanzas = []
+    for source in sources:
+        suites = [suite for suite in source.suites if of_release(suite)]
+        if suites and not source.uri.startswith("cdrom:"):
+            stanzas.append(stanza(source.uri, suites, source.signed_by))
+    return "\n".join(stanzas) or None
+
+
+def apt_settings(root, dump):
+    """Settings of an apt that keeps everything below `root`, and reaches mirrors as the machine's own does (`dump` is what
+    `apt-config dump` says): its proxies count, its hooks do not."""
+    kept = [line for line in dump.splitlines() if line.startswith("Acquire::") and not line.endswith('"";')]
+    return "\n".join(kept + [
+        f'Dir::State "{root}/state";',
+        f'Dir::State::status "{root}/status";',
+        f'Dir::Cache "{root}/cache";',
+        f'Dir::Etc "{root}/etc";',
+        f'Dir::Log "{root}/log";',
+        # Root's apt would fetch as a user who may not write here.
+        'APT::Sandbox::User "root";',
+        'APT::Install-Recommends "false";',
+        'Acquire::Retries "2";',
+        'Acquire::Languages "none";',
+    ]) + "\n"
+
+
+class PrivateApt:
+    """apt with a folder of its own instead of the machine's, and nothing installed."""
+
+    def __init__(self, root, sources, release=None):
+        self.root = root
+        for folder in ("state/lists/partial", "cache/archives/partial", "etc/sources.list.d", "etc/apt.conf.d",
+                       "etc/preferences.d", "log"):
+            (root / folder).mkdir(parents=True)
+        (root / "status").touch()
+        (root / "etc/sources.list.d/unicorn.sources").write_text(sources)
+        # Keys that stand in files of the machine's /etc are named by whole paths; those without a name lie here.
+        trusted = Path("/etc/apt/trusted.gpg.d")
+        if trusted.is_dir():
+            (root / "etc/trusted.gpg.d").symlink_to(trusted)
+        _, dump = run(["apt-config", "dump"], 30)
+        settings = apt_settings(root, dump) + (f'APT::Default-Release "{release}";\n' if release else "")
+        (root / "apt.conf").write_text(settings)
+
+    def apt(self, *arguments, seconds):
+        return run(["env", f"APT_CONFIG={self.root}/apt.conf", "apt-get", "-q", *arguments], seconds, cwd=self.root)
+
+    def update(self):
+        code, out = self.apt("update", seconds=UPDATE_SECONDS)
+        trouble = [line for line in out.splitlines() if line.startswith(("E:", "Err:", "W: Failed to fetch"))]
+        if code != 0 or trouble:
+            # Of the lines about one failure, "W:" gives its cause.
+            reason = max(trouble, key=lambda line: line.startswith("W:")) if trouble else (out.strip().splitlines() or ["no reason given"])[-1]
+            raise DevicesError(f"apt cannot fetch the lists of the test devices' packages (offline?): {reason}")
+
+    def download(self, packages, with_dependencies):
+        """The packages' files."""
+        self.update()
+        how = ["install", "-y", "-d"] if with_dependencies else ["download"]
+        code, out = self.apt(*how, *packages, seconds=DOWNLOAD_SECONDS)
+        if code != 0:
+            reasons = [line for line in out.splitlines() if line.startswith("E:")] or out.strip().splitlines()[-1:]
+            raise DevicesError(f"apt could not download {' '.join(packages)}: {reasons[0]}")
+        return sorted([*(self.root / "cache/archives").glob("*.deb"), *self.root.glob("*.deb")])
+
+
+def unpack(package, into):
+    code, out = run(["dpkg-deb", "-x", package, into], UNPACK_SECONDS)
+    if code != 0:
+        raise DevicesError(f"dpkg-deb could not unpack {package.name}: {out.strip().splitlines()[-1]}")
+
+
+def make_mesa26(work, into, sources):
+    apt = PrivateApt(work / "apt", sources, MESA26_SUITES[-1])
+    for package in apt.download(MESA26_PACKAGES, with_dependencies=True):
+        unpack(package, into)
+
+
+def make_chromium(work, into, sources):
+    apt = PrivateApt(work / "apt", sources)
+    for package in apt.download(["chromium-common"], with_dependencies=False):
+        unpack(package, work / "unpacked")
+    for name in CHROMIUM_FILES:
+        file = work / "unpacked/usr/lib/chromium" / name
+        if not file.is_file():
+            raise DevicesError(f"chromium-common has no {name}: its makers have moved it, and tools/devices.py must follow")
+        shutil.copy(file, into / name)
+    (into / "VkLayer_khronos_validation.json").write_text(LAYER_MANIFEST)
+    (into / "vk_layer_settings.txt").write_text(LAYER_SETTINGS)
+
+
+def recipe_of(*parts):
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+
+
+def make_folder(folder, recipe, make, say):
+    """Has `make(work, into)` fill `folder`, unless it was made by `recipe` before."""
+    mark = folder / RECIPE
+    if mark.is_file() and mark.read_text() == recipe:
+        say(f"{folder.name} is there: {folder}")
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    say(f"making {folder}")
+    # Beside it, so that what is whole moves to its place at once.
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as work:
+        into = Path(work) / "made"
+        into.mkdir()
+        make(Path(work), into)
+        (into / RECIPE).write_text(recipe)
+        if folder.exists():
+            folder.rename(Path(work) / "replaced")
+        into.rename(folder)
+
+
+def make(sources, release, say, folder=FOLDER):
+    """Makes what `.cache/devices` lacks. `sources` are the machine's own (`setup.read_sources`), `release` what
+    /etc/os-release says."""
+    name, codename = release.get("PRETTY_NAME", "this system"), release.get("VERSION_CODENAME", "")
+    tools = ["apt-get", "apt-config", "dpkg-deb", "unshare"]
+    lacking = next((tool for tool in tools if not shutil.which(tool)), None)
+    if release.get("ID") != "debian" or lacking:
+        what = f"{lacking} is not there" if lacking else f"{name} has none"
+        raise DevicesError(f"the test devices come from Debian's own mirror, and {what}: use Debian 12 or 13")
+    mesa26, chromium = mesa26_sources(sources, codename), release_sources(sources, codename)
+    if mesa26 is None:
+        raise DevicesError(f"no source for {codename} main in /etc/apt: cannot tell which mirror to take the test devices from")
+    make_folder(
+        folder / MESA26.name, recipe_of(mesa26, MESA26_PACKAGES),
+        lambda work, into: make_mesa26(work, into, mesa26), say,
+    )
+    make_folder(
+        folder / CHROMIUM.name, recipe_of(chromium, CHROMIUM_FILES, LAYER_MANIFEST, LAYER_SETTINGS),
+        lambda work, into: make_chromium(work, into, chromium), say,
+    )
