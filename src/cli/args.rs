@@ -391,6 +391,8 @@ pub enum Benchmark {
     Model(BenchModel),
     /// Measure a server that speaks the OpenAI API, as its clients see it
     Serve(BenchServe),
+    /// Compile every kernel for an AMD GPU that is not here, and predict from the assembly how fast each size of Gemma-3 is
+    Isa(BenchIsa),
 }
 
 /// What is measured.
@@ -398,6 +400,7 @@ pub enum What<'a> {
     Engine(&'a BenchEngine),
     Model(&'a BenchModel),
     Serve(&'a BenchServe),
+    Isa(&'a BenchIsa),
 }
 
 impl Bench {
@@ -407,6 +410,7 @@ impl Bench {
             Some(Benchmark::Engine(args)) => What::Engine(args),
             Some(Benchmark::Model(args)) => What::Model(args),
             Some(Benchmark::Serve(args)) => What::Serve(args),
+            Some(Benchmark::Isa(args)) => What::Isa(args),
         }
     }
 
@@ -415,14 +419,14 @@ impl Bench {
         match self.what() {
             What::Engine(args) => args.model.model.as_deref(),
             What::Model(args) => args.model.as_deref(),
-            What::Serve(_) => None,
+            What::Serve(_) | What::Isa(_) => None,
         }
     }
 
     pub fn draft(&self) -> Option<&str> {
         match self.what() {
             What::Engine(args) => args.model.draft.as_deref(),
-            What::Model(_) | What::Serve(_) => None,
+            What::Model(_) | What::Serve(_) | What::Isa(_) => None,
         }
     }
 
@@ -430,7 +434,7 @@ impl Bench {
         match self.what() {
             What::Engine(args) => Some(&args.model.memory),
             What::Model(args) => Some(&args.memory),
-            What::Serve(_) => None,
+            What::Serve(_) | What::Isa(_) => None,
         }
     }
 }
@@ -494,6 +498,27 @@ pub struct BenchModel {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+}
+
+/// The GPU is that of --device: phoenix (Radeon 780M, the default), gfx1150 (890M) or gfx1151 (8060S). Weights are as
+/// --quantize says [default: int4-g128-emb8], keys and values as --kv does.
+#[derive(Debug, Args)]
+pub struct BenchIsa {
+    /// Predict this size alone [default: all five]
+    #[arg(long, value_parser = Shape::named)]
+    pub shape: Option<Shape>,
+    /// Tokens that each sequence has in its KV cache when the predicted token is decoded
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(..=131_071))]
+    pub depth: u32,
+    /// Also write the assembly of every pipeline, a file each
+    #[arg(long, value_name = "FOLDER")]
+    pub assembly: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Compile on the device that the environment shows, and print what comes of it: what this command runs itself as
+    #[arg(long, hide = true)]
+    pub compile: bool,
 }
 
 /// What is asked of a server.

@@ -79,6 +79,9 @@ pub enum Error {
     /// A server that is measured, and what it did instead.
     #[error("{url}: {problem}")]
     Measured { url: String, problem: String },
+    /// A compiler that judges kernels, and why it did not.
+    #[error("{compiler}: {problem}")]
+    Compiler { compiler: &'static str, problem: String },
     #[error("loading the model met a bug (see the messages above)")]
     LoadPanicked,
     #[error("unicorn met a bug (see the messages above)")]
@@ -106,7 +109,8 @@ impl Error {
             | Self::Runtime(_)
             | Self::Output(_)
             | Self::Terminal(_)
-            | Self::Measured { .. } => SYSTEM,
+            | Self::Measured { .. }
+            | Self::Compiler { .. } => SYSTEM,
             Self::File { .. }
             | Self::PortTaken { .. }
             | Self::Listen { .. }

@@ -24,6 +24,8 @@ pub struct Compiler {
 #[derive(Debug, Clone)]
 pub struct Compiled {
     pub name: String,
+    /// Lanes of its waves, which is the driver's choice where the pipeline asks for none.
+    pub subgroup_size: u32,
     /// The driver's own numbers by its own names, e.g. ("Spilled VGPRs", 0).
     pub statistics: Vec<(String, u64)>,
     pub assembly: String,
@@ -75,12 +77,12 @@ impl Compiler {
         let executable = vk::PipelineExecutableInfoKHR::default().pipeline(pipeline).executable_index(0);
         // SAFETY: the pipeline was made just now with both capture flags, and is destroyed once, below.
         let captured = unsafe {
-            let count = self.executables.get_pipeline_executable_properties(&info).map(|all| all.len());
-            assert_eq!(count, Ok(1), "a compute pipeline is one executable");
+            let executables = self.executables.get_pipeline_executable_properties(&info);
+            let sizes = executables.map(|all| all.iter().map(|e| e.subgroup_size).collect::<Vec<_>>());
             let statistics = self.executables.get_pipeline_executable_statistics(&executable);
             let texts = self.representations(&executable);
             self.raw.destroy_pipeline(pipeline, None);
-            statistics.and_then(|s| Ok((s, texts?))).map_err(GpuError::of(&what))?
+            statistics.and_then(|s| Ok((sizes?, s, texts?))).map_err(GpuError::of(&what))?
         };
         let value = |s: &vk::PipelineExecutableStatisticKHR| match s.format {
             // SAFETY: the format says which field of the union is set.
@@ -92,9 +94,13 @@ impl Compiler {
         let text = |name: Result<&std::ffi::CStr, _>| {
             name.map_or(String::new(), |n: &std::ffi::CStr| n.to_string_lossy().into_owned())
         };
-        let (statistics, texts) = captured;
+        let (sizes, statistics, texts) = captured;
+        let [subgroup_size] = sizes[..] else {
+            panic!("a compute pipeline is one executable: {sizes:?}");
+        };
         Ok(Compiled {
             name,
+            subgroup_size,
             statistics: statistics.iter().map(|s| (text(s.name_as_c_str()), value(s))).collect(),
             assembly: texts
                 .into_iter()

@@ -10,6 +10,8 @@ pub mod compiler;
 mod device;
 mod error;
 mod instance;
+#[doc(hidden)]
+pub mod isa;
 mod memory;
 pub mod memory_types;
 mod pipeline;

@@ -10,6 +10,8 @@ use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder, Shader};
 use crate::tensor::{KvDtype, Scales, Scheme, TILE_ROWS};
 
 #[doc(hidden)]
+pub mod cost;
+#[doc(hidden)]
 pub mod reference;
 mod weights;
 

@@ -11,6 +11,8 @@ mod runner;
 pub mod shapes;
 mod step;
 pub mod weights;
+#[doc(hidden)]
+pub mod work;
 
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,

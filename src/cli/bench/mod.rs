@@ -1,8 +1,11 @@
-//! `unicorn bench`: measures the engine of this process, a model's steps, or a server over HTTP as its clients see it.
+//! `unicorn bench`: measures the engine of this process, a model's steps, or a server over HTTP as its clients see it; or
+//! has the compilers of GPUs that are not here judge the kernels.
 
 mod client;
 mod engine;
+mod isa;
 mod model;
+mod predict;
 mod prompts;
 mod report;
 mod serve;
@@ -19,5 +22,6 @@ pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
         What::Engine(args) => engine::engine(config, args),
         What::Model(args) => model::model(config, args),
         What::Serve(args) => serve::serve(args),
+        What::Isa(args) => isa::isa(config, args),
     }
 }

@@ -1,0 +1,353 @@
+//! What a GPU that is not here is predicted to need for a step: arithmetic on what a compiler says of the kernels and what
+//! [`crate::model::work`] says a step dispatches. Every figure of it is a prediction, none a measurement.
+//!
+//! A dispatch takes as long as memory needs for its bytes or the vector units for its instructions, whichever is longer;
+//! dispatches come one after the other. Left out: latency that too few waves cannot hide, what the second-level cache gives
+//! at once, and the scalar and shared-memory units.
+
+use serde_json::{Value, json};
+
+use crate::gpu::isa::Counts;
+use crate::kernels::cost::{self, Body, Dispatch};
+use crate::model::work::Work;
+
+/// What each dispatch costs beside its work, and each barrier: the drain and fill of the chip. Assumed: nobody has measured
+/// them with these kernels.
+pub const DISPATCH_US: f64 = 2.0;
+pub const BARRIER_US: f64 = 5.0;
+
+/// A GPU, as far as the arithmetic goes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Chip {
+    /// What `--device` and RADV call it.
+    pub name: &'static str,
+    pub product: &'static str,
+    pub compute_units: u64,
+    pub clock_ghz: f64,
+    /// Of memory, as programs get it.
+    pub gb_per_s: f64,
+    /// Second-level cache: weights that fit are read from memory once in a dispatch.
+    pub cache_bytes: u64,
+    /// What Mesa's shim over which RADV 26 runs calls it, or its nearest relative.
+    pub shim: Option<&'static str>,
+    pub source: &'static str,
+}
+
+pub const CHIPS: [Chip; 3] = [
+    Chip {
+        name: "phoenix",
+        product: "Radeon 780M",
+        compute_units: 12,
+        clock_ghz: 2.7,
+        gb_per_s: 73.0,
+        cache_bytes: 2 << 20,
+        shim: Some("phoenix"),
+        source: "AMD: 12 CUs, 2.7 GHz; clpeak on DDR5-5600, 89.6 GB/s on paper: 73 GB/s",
+    },
+    Chip {
+        name: "gfx1150",
+        product: "Radeon 890M",
+        compute_units: 16,
+        clock_ghz: 2.9,
+        gb_per_s: 98.0,
+        cache_bytes: 2 << 20,
+        shim: Some("strix1"),
+        source: "AMD: 16 CUs, 2.9 GHz; LPDDR5X-7500, 120 GB/s on paper, taken at the 780M's share of it: 98 GB/s",
+    },
+    Chip {
+        name: "gfx1151",
+        product: "Radeon 8060S",
+        compute_units: 40,
+        clock_ghz: 2.9,
+        gb_per_s: 215.0,
+        cache_bytes: 2 << 20,
+        shim: None,
+        source: "AMD: 40 CUs, 2.9 GHz; public reports on LPDDR5X-8000, 256 GB/s on paper: 215 GB/s; its 32 MB of memory-side \
+                 cache are not counted",
+    },
+];
+
+impl Chip {
+    pub fn named(name: &str) -> Result<Chip, String> {
+        CHIPS.into_iter().find(|chip| chip.name == name).ok_or_else(|| {
+            let names: Vec<_> = CHIPS.iter().map(|chip| chip.name).collect();
+            format!(
+                "there is no compiler for a GPU called {name:?} here; expected one of {}",
+                names.join(", ")
+            )
+        })
+    }
+
+    /// Two to each compute unit.
+    pub fn simds(&self) -> u64 {
+        2 * self.compute_units
+    }
+
+    pub fn json(&self) -> Value {
+        json!({
+            "name": self.name,
+            "product": self.product,
+            "compute_units": self.compute_units,
+            "simds": self.simds(),
+            "clock_ghz": self.clock_ghz,
+            "gb_per_s": self.gb_per_s,
+            "cache_bytes": self.cache_bytes,
+            "source": self.source,
+        })
+    }
+}
+
+/// What the arithmetic needs of a compiled pipeline.
+#[derive(Debug, Clone, Copy)]
+pub struct Compiled<'a> {
+    pub subgroup_size: u32,
+    pub total: &'a Counts,
+    /// Its steady loop; `None` where it has no loop.
+    pub body: Option<&'a Body>,
+}
+
+impl Compiled<'_> {
+    /// Cycles of one wave on its SIMD, with so many trips of the steady loop.
+    fn wave_cycles(&self, trips: f64) -> f64 {
+        let of_32_lanes = match self.body {
+            Some(body) => body.once.cycles as f64 + trips / body.unrolled as f64 * body.trip.cycles as f64,
+            None => self.total.cycles as f64,
+        };
+        of_32_lanes * f64::from(self.subgroup_size) / 32.0
+    }
+}
+
+/// Dispatches of one kind in one step, and what they are predicted to take.
+#[derive(Debug, Clone)]
+pub struct Line {
+    pub what: &'static str,
+    pub pipeline: String,
+    pub times: u64,
+    pub workgroups: u64,
+    pub waves: u64,
+    pub trips: f64,
+    pub wave_cycles: f64,
+    /// Bytes of one dispatch: weights, as often as they come from memory; keys and values; activations.
+    pub weight_bytes: u64,
+    pub weight_reads: u64,
+    pub kv_bytes: u64,
+    pub activation_bytes: u64,
+    /// Of one dispatch.
+    pub memory_ms: f64,
+    pub alu_ms: f64,
+}
+
+impl Line {
+    fn new(chip: &Chip, work: &Work, compiled: Compiled<'_>) -> Line {
+        let Dispatch {
+            shader,
+            workgroups,
+            trips,
+            weight_bytes,
+            weight_passes,
+            kv_bytes,
+            activation_bytes,
+            ..
+        } = work.dispatch;
+        let waves = workgroups * cost::invocations(shader).div_ceil(u64::from(compiled.subgroup_size));
+        let weight_reads = if weight_bytes > chip.cache_bytes { weight_passes } else { 1 };
+        let wave_cycles = compiled.wave_cycles(trips);
+        let mut line = Line {
+            what: work.what,
+            pipeline: pipeline_name(shader.name, &work.dispatch.constants),
+            times: work.times,
+            workgroups,
+            waves,
+            trips,
+            wave_cycles,
+            weight_bytes,
+            weight_reads,
+            kv_bytes,
+            activation_bytes,
+            memory_ms: 0.0,
+            alu_ms: waves.div_ceil(chip.simds()) as f64 * wave_cycles / (chip.clock_ghz * 1e6),
+        };
+        line.memory_ms = line.bytes() as f64 / (chip.gb_per_s * 1e6);
+        line
+    }
+
+    /// Of one dispatch.
+    pub fn bytes(&self) -> u64 {
+        self.weight_bytes * self.weight_reads + self.kv_bytes + self.activation_bytes
+    }
+
+    /// Of all of them.
+    pub fn ms(&self) -> f64 {
+        self.times as f64 * self.memory_ms.max(self.alu_ms)
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "what": self.what,
+            "pipeline": self.pipeline,
+            "times": self.times,
+            "workgroups": self.workgroups,
+            "waves": self.waves,
+            "trips": self.trips,
+            "wave_cycles": self.wave_cycles,
+            "weight_bytes": self.weight_bytes,
+            "weight_reads": self.weight_reads,
+            "kv_bytes": self.kv_bytes,
+            "activation_bytes": self.activation_bytes,
+            "bytes_ms": self.memory_ms,
+            "alu_ms": self.alu_ms,
+            "ms": self.ms(),
+        })
+    }
+}
+
+/// One or more steps after one another, and the tokens that they yield.
+#[derive(Debug, Clone)]
+pub struct Prediction {
+    pub shape: &'static str,
+    /// e.g. `batch 8`
+    pub what: String,
+    pub tokens: u64,
+    pub lines: Vec<Line>,
+    pub dispatches: u64,
+    pub barriers: u64,
+}
+
+impl Prediction {
+    /// `find` looks up what a dispatch's pipeline was compiled to.
+    pub fn new<'a>(
+        chip: &Chip,
+        shape: &'static str,
+        what: String,
+        tokens: u64,
+        steps: &[Vec<Work>],
+        find: &dyn Fn(&Dispatch) -> Compiled<'a>,
+    ) -> Prediction {
+        let all = || steps.iter().flatten();
+        Prediction {
+            shape,
+            what,
+            tokens,
+            lines: all().map(|work| Line::new(chip, work, find(&work.dispatch))).collect(),
+            dispatches: all().map(|work| work.times).sum(),
+            barriers: all().map(|work| work.barriers).sum(),
+        }
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.lines.iter().map(|line| line.times * line.bytes()).sum()
+    }
+
+    pub fn kv_bytes(&self) -> u64 {
+        self.lines.iter().map(|line| line.times * line.kv_bytes).sum()
+    }
+
+    pub fn weight_bytes(&self) -> u64 {
+        self.lines.iter().map(|line| line.times * line.weight_bytes * line.weight_reads).sum()
+    }
+
+    /// What dispatches and barriers cost beside their work.
+    pub fn overhead_ms(&self) -> f64 {
+        (self.dispatches as f64 * DISPATCH_US + self.barriers as f64 * BARRIER_US) / 1e3
+    }
+
+    pub fn ms(&self) -> f64 {
+        self.lines.iter().map(Line::ms).sum::<f64>() + self.overhead_ms()
+    }
+
+    pub fn tokens_per_s(&self) -> f64 {
+        self.tokens as f64 / self.ms() * 1e3
+    }
+
+    pub fn json(&self) -> Value {
+        json!({
+            "shape": self.shape,
+            "what": self.what,
+            "tokens": self.tokens,
+            "predicted_tokens_per_s": self.tokens_per_s(),
+            "predicted_ms": self.ms(),
+            "bytes": self.bytes(),
+            "weight_bytes": self.weight_bytes(),
+            "kv_bytes": self.kv_bytes(),
+            "dispatches": self.dispatches,
+            "barriers": self.barriers,
+            "overhead_ms": self.overhead_ms(),
+            "lines": self.lines.iter().map(Line::json).collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// A pipeline in a table: its shader, and the values of its constants.
+pub fn pipeline_name(shader: &str, constants: &[u32]) -> String {
+    let values: Vec<String> = constants.iter().map(u32::to_string).collect();
+    format!("{shader} {}", values.join("x")).trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::Scheme;
+
+    /// gate_proj of the 27B in int4-g128 on a 780M, by hand.
+    fn gate(tokens: usize, loop_cycles: u64) -> Line {
+        let dispatch = cost::matmul(Scheme::int4(128), 21_504, 5376, tokens);
+        let trip = Counts { cycles: loop_cycles, ..Counts::default() };
+        let once = Counts { cycles: 50, ..Counts::default() };
+        let body = Body { trip, unrolled: 1, weights: 32, once };
+        let compiled = Compiled { subgroup_size: 64, total: &Counts::default(), body: Some(&body) };
+        Line::new(&CHIPS[0], &Work { what: "gate_proj", times: 62, barriers: 62, dispatch }, compiled)
+    }
+
+    #[test]
+    fn a_dispatch_takes_the_longer_of_its_bytes_and_its_instructions() {
+        let one = gate(1, 300);
+        // 59.6 MB of weights, 0.1 of activations.
+        assert_eq!(one.bytes(), 21_504 * 5376 * 33 / 64 + 4 * (21_504 + 5376));
+        assert!((one.memory_ms - 0.8181).abs() < 1e-3, "{}", one.memory_ms);
+        // 672 workgroups of two waves, 56 on each of 24 SIMDs, each 42 trips of 300 cycles, twice for 64 lanes.
+        assert_eq!((one.waves, one.wave_cycles), (1344, (50 + 42 * 300) as f64 * 2.0));
+        assert!((one.alu_ms - 56.0 * 25_300.0 / 2.7e6).abs() < 1e-9, "{}", one.alu_ms);
+        assert_eq!(one.ms(), 62.0 * one.memory_ms);
+        let heavy = gate(1, 3000);
+        assert_eq!(heavy.ms(), 62.0 * heavy.alu_ms);
+    }
+
+    #[test]
+    fn weights_are_read_again_for_each_tile_of_tokens_unless_the_cache_holds_them() {
+        assert_eq!((gate(8, 300).weight_reads, gate(64, 300).weight_reads), (1, 8));
+        let small = cost::matmul(Scheme::int4(128), 256, 640, 64);
+        assert_eq!(small.weight_passes, 8);
+        let compiled = Compiled { subgroup_size: 64, total: &Counts::default(), body: None };
+        let line =
+            Line::new(&CHIPS[0], &Work { what: "k_proj", times: 1, barriers: 0, dispatch: small }, compiled);
+        assert_eq!(line.weight_reads, 1);
+    }
+
+    #[test]
+    fn a_step_is_the_sum_of_its_dispatches_and_what_each_costs_beside() {
+        let dispatch = cost::rms_norm(1, 5376);
+        let work = vec![Work { what: "norm", times: 62, barriers: 31, dispatch }];
+        let total = Counts { cycles: 2700, ..Counts::default() };
+        let find = |_: &Dispatch| Compiled { subgroup_size: 64, total: &total, body: None };
+        let step =
+            Prediction::new(&CHIPS[0], "gemma-3-27b", "batch 1".into(), 1, &[work.clone(), work], &find);
+        assert_eq!((step.dispatches, step.barriers), (124, 62));
+        assert_eq!(step.overhead_ms(), 0.124 * DISPATCH_US + 0.062 * BARRIER_US);
+        // Four waves, each on a SIMD of its own, 5400 cycles at 2.7 GHz.
+        assert!((step.ms() - step.overhead_ms() - 124.0 * 0.002).abs() < 1e-9, "{}", step.ms());
+        assert!((step.tokens_per_s() - 1e3 / step.ms()).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_chip_goes_by_the_name_of_its_compiler() {
+        assert_eq!(Chip::named("phoenix").unwrap().simds(), 24);
+        let error = Chip::named("llvmpipe").unwrap_err();
+        assert!(error.contains("\"llvmpipe\"") && error.contains("phoenix, gfx1150, gfx1151"), "{error}");
+    }
+
+    #[test]
+    fn a_pipeline_is_named_by_its_shader_and_its_constants() {
+        assert_eq!(pipeline_name("matmul_int4", &[8, 4]), "matmul_int4 8x4");
+        assert_eq!(pipeline_name("geglu", &[]), "geglu");
+    }
+}

@@ -1,0 +1,373 @@
+//! What the assembly of an RDNA kernel says about its speed, from the text that RADV's compiler prints of it. Pure: it
+//! needs no device, and knows no kernel.
+//!
+//! A loop is what a branch back to a label spans: the compiler lays loops out in one piece. How often one runs is nothing
+//! that the text says; [`crate::kernels::cost`] knows it.
+
+use std::collections::HashMap;
+use std::ops::{Add, AddAssign, Mul, Range};
+
+/// Text that is no assembly as RADV prints it.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum IsaError {
+    #[error("no instructions in the driver's assembly")]
+    Empty,
+    #[error("the assembly branches to {0}, which is no label of it")]
+    Label(String),
+}
+
+/// Instructions by what they occupy.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    pub instructions: u64,
+    /// On the vector units: a dual issue is two, a dot product or a matrix product one.
+    pub valu: u64,
+    /// Dual issues: pairs of the above that take the time of one.
+    pub dual: u64,
+    /// Dot products of four packed bytes.
+    pub dot4: u64,
+    /// Matrix products by a wave.
+    pub wmma: u64,
+    /// Cycles for which the vector units of one SIMD take nothing else of this wave, if it has 32 lanes; twice as many where
+    /// it has 64. RDNA 3 may issue some f32 instructions of such waves at once; that is not counted.
+    pub cycles: u64,
+    /// Multiply-adds of a lane, in whatever instructions.
+    pub macs: u64,
+    pub vector_loads: u64,
+    /// Those of them that read 16 bytes a lane.
+    pub wide_loads: u64,
+    /// Stores and atomics.
+    pub vector_stores: u64,
+    pub scalar_loads: u64,
+    /// Loads and stores of shared memory.
+    pub lds: u64,
+    /// Waits for memory.
+    pub waits: u64,
+}
+
+impl Add for Counts {
+    type Output = Counts;
+    fn add(self, other: Counts) -> Counts {
+        Counts {
+            instructions: self.instructions + other.instructions,
+            valu: self.valu + other.valu,
+            dual: self.dual + other.dual,
+            dot4: self.dot4 + other.dot4,
+            wmma: self.wmma + other.wmma,
+            cycles: self.cycles + other.cycles,
+            macs: self.macs + other.macs,
+            vector_loads: self.vector_loads + other.vector_loads,
+            wide_loads: self.wide_loads + other.wide_loads,
+            vector_stores: self.vector_stores + other.vector_stores,
+            scalar_loads: self.scalar_loads + other.scalar_loads,
+            lds: self.lds + other.lds,
+            waits: self.waits + other.waits,
+        }
+    }
+}
+
+impl AddAssign for Counts {
+    fn add_assign(&mut self, other: Counts) {
+        *self = *self + other;
+    }
+}
+
+impl Mul<u64> for Counts {
+    type Output = Counts;
+    fn mul(self, n: u64) -> Counts {
+        Counts {
+            instructions: self.instructions * n,
+            valu: self.valu * n,
+            dual: self.dual * n,
+            dot4: self.dot4 * n,
+            wmma: self.wmma * n,
+            cycles: self.cycles * n,
+            macs: self.macs * n,
+            vector_loads: self.vector_loads * n,
+            wide_loads: self.wide_loads * n,
+            vector_stores: self.vector_stores * n,
+            scalar_loads: self.scalar_loads * n,
+            lds: self.lds * n,
+            waits: self.waits * n,
+        }
+    }
+}
+
+/// A loop of the program.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Loop {
+    /// Its instructions, those of loops inside it too.
+    pub span: Range<usize>,
+    /// The innermost loop around it, by index.
+    pub parent: Option<usize>,
+    /// Instructions of it that are in no loop inside it.
+    pub own: Counts,
+}
+
+/// A kernel's instructions and loops.
+#[derive(Debug, Clone)]
+pub struct Program {
+    /// What each of them occupies, in the order of the text.
+    pub instructions: Vec<Counts>,
+    /// All of them, once each.
+    pub total: Counts,
+    /// In the order in which they begin, an outer one before those in it.
+    pub loops: Vec<Loop>,
+}
+
+impl Program {
+    pub fn parse(assembly: &str) -> Result<Program, IsaError> {
+        let mut counts: Vec<Counts> = Vec::new();
+        let (mut labels, mut branches) = (HashMap::new(), Vec::new());
+        for line in assembly.lines() {
+            // What follows is the instruction as numbers.
+            let line = line.split(';').next().unwrap_or_default().trim();
+            if let Some(label) = line.strip_suffix(':') {
+                labels.insert(label, counts.len());
+            } else if let Some(n) = repeats(line) {
+                let last = *counts.last().ok_or(IsaError::Empty)?;
+                counts.extend(std::iter::repeat_n(last, n));
+            } else if !line.is_empty() {
+                let (name, operands) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+                if name.starts_with("s_branch") || name.starts_with("s_cbranch") {
+                    branches.push((counts.len(), operands.trim()));
+                }
+                counts.push(count(name, operands));
+            }
+        }
+        if counts.is_empty() {
+            return Err(IsaError::Empty);
+        }
+        let mut spans = HashMap::new();
+        for (at, label) in branches {
+            let to = *labels.get(label).ok_or_else(|| IsaError::Label(label.into()))?;
+            if to <= at {
+                let end: &mut usize = spans.entry(to).or_default();
+                *end = (at + 1).max(*end);
+            }
+        }
+        let mut spans: Vec<Range<usize>> = spans.into_iter().map(|(start, end)| start..end).collect();
+        spans.sort_by_key(|span| (span.start, std::cmp::Reverse(span.end)));
+        let mut loops: Vec<Loop> = Vec::new();
+        for span in spans {
+            let parent = loops.iter().rposition(|outer| outer.span.contains(&span.start));
+            // Two branches back that cross are one loop of two ends.
+            let mut around = parent;
+            while let Some(i) = around {
+                loops[i].span.end = loops[i].span.end.max(span.end);
+                around = loops[i].parent;
+            }
+            loops.push(Loop { span, parent, own: Counts::default() });
+        }
+        let mut total = Counts::default();
+        for (at, each) in counts.iter().enumerate() {
+            total += *each;
+            if let Some(innermost) = loops.iter_mut().rev().find(|l| l.span.contains(&at)) {
+                innermost.own += *each;
+            }
+        }
+        Ok(Program { instructions: counts, total, loops })
+    }
+
+    /// The loops inside of one, or the outermost ones.
+    pub fn inside(&self, outer: Option<usize>) -> impl Iterator<Item = usize> {
+        (0..self.loops.len()).filter(move |i| self.loops[*i].parent == outer)
+    }
+
+    /// One trip of a loop, and of those inside it as many as `trips` says by index.
+    pub fn trip(&self, index: usize, trips: &dyn Fn(usize) -> u64) -> Counts {
+        let inside = self.inside(Some(index)).map(|i| self.trip(i, trips) * trips(i));
+        inside.fold(self.loops[index].own, Add::add)
+    }
+
+    /// The loop with the most multiply-adds of its own; none where no loop has any.
+    pub fn densest(&self) -> Option<usize> {
+        let some = (0..self.loops.len()).filter(|i| self.loops[*i].own.macs > 0);
+        some.max_by_key(|i| (self.loops[*i].own.macs, std::cmp::Reverse(*i)))
+    }
+}
+
+/// `(then repeated 6 times)` stands for six more of the instruction before it.
+fn repeats(line: &str) -> Option<usize> {
+    line.strip_prefix("(then repeated ")?.strip_suffix(" times)")?.parse().ok()
+}
+
+fn count(name: &str, operands: &str) -> Counts {
+    let mut c = Counts { instructions: 1, ..Counts::default() };
+    if let Some(first) = name.strip_prefix("v_") {
+        c.valu = 1;
+        c.cycles = cycles(first);
+        c.macs = macs(first);
+        c.dot4 = u64::from(first.starts_with("dot4_"));
+        c.wmma = u64::from(first.starts_with("wmma_"));
+        if let Some((_, second)) = operands.split_once("::") {
+            c.valu = 2;
+            c.dual = 1;
+            c.macs += macs(second.trim().trim_start_matches("v_"));
+        }
+    } else if ["global_", "buffer_", "flat_", "scratch_"].iter().any(|prefix| name.starts_with(prefix)) {
+        let is_load = name.contains("_load");
+        c.vector_loads = u64::from(is_load);
+        c.wide_loads = u64::from(is_load && name.ends_with("_b128"));
+        c.vector_stores = u64::from(name.contains("_store") || name.contains("_atomic"));
+    } else if name.starts_with("ds_") {
+        c.lds = 1;
+    } else if name.starts_with("s_load_") || name.starts_with("s_buffer_load_") {
+        c.scalar_loads = 1;
+    } else if name.starts_with("s_wait") && !name.ends_with("depctr") && !name.ends_with("_alu") {
+        c.waits = 1;
+    }
+    c
+}
+
+/// Cycles by the table of RADV's own estimate (`get_perf_info` in aco_statistics.cpp): products of integers take four, what
+/// is 64 bits wide two, a matrix product 32, or 16 of int4. What the transcendental unit computes keeps the others free.
+fn cycles(name: &str) -> u64 {
+    if name.starts_with("wmma_") {
+        return if name.ends_with("_iu4") { 16 } else { 32 };
+    }
+    let is_any = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
+    if is_any(&["mul_lo_u32", "mul_hi_u32", "mul_hi_i32", "mad_u64_u32", "mad_i64_i32"]) {
+        4
+    } else if is_any(&["lshlrev_b64", "lshrrev_b64", "ashrrev_i64"]) {
+        2
+    } else {
+        1
+    }
+}
+
+fn macs(name: &str) -> u64 {
+    let name = name.trim_start_matches("dual_");
+    let is_any = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
+    if name.starts_with("wmma_") {
+        // 16 x 16 x 16 of them by the 32 lanes of a wave.
+        128
+    } else if is_any(&["dot8_"]) {
+        8
+    } else if is_any(&["dot4_"]) {
+        4
+    } else if is_any(&["dot2", "pk_fma", "pk_fmac"]) {
+        2
+    } else {
+        u64::from(is_any(&["fma_", "fmac_", "fmaak_", "fmamk_", "mad_"]))
+    }
+}
+
+/// Waves of `subgroup_size` that a SIMD holds at once, where the driver's statistic "Subgroups per SIMD" is `reported`: from
+/// RDNA on that counts in waves of 32 lanes, so that it says two for one of 64 (`radv_get_max_waves`).
+pub fn real_waves(reported: u64, subgroup_size: u32) -> u64 {
+    reported / u64::from(subgroup_size / 32).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A product's loop, cut short, of Mesa 25.0.7 for gfx1103.
+    const PRODUCT: &str = "\
+BB0:
+\tv_and_b32_e32 v1, 31, v0                                    ; 3602009f
+\ts_load_b128 s[4:7], s[2:3], null                            ; f4080101 f8000000
+BB1:
+\ts_mov_b64 s[18:19], exec                                    ; be92017e
+\tv_cmpx_le_u32_e32 s1, v2                                    ; 7d960401
+BB2:
+\ts_cbranch_scc0 BB106                                        ; bfa1023d
+BB9:
+\tv_lshlrev_b64 v[4:5], 4, v[4:5]                             ; d73c0004 00020884
+\tglobal_load_b128 v[4:7], v[6:7], off                        ; dc5e0000 047c0006
+\ts_cbranch_execz BB19                                        ; bfa50035
+BB10:
+\tglobal_load_b32 v12, v[12:13], off                          ; dc5e0000 0c7c000c
+\ts_waitcnt vmcnt(0)                                          ; bf8903f7
+\ts_waitcnt_depctr 0xfffd                                     ; bf88fffd
+\tv_dual_fmac_f32 v10, v11, v13 :: v_dual_mul_f32 v3, v4, v5  ; 56141b0b
+\tv_fma_mix_f32 v12, v11, 1.0, neg(0) op_sel:[1,0,0]          ; cc20080c 8a01e50b
+\tv_mul_lo_u32 v6, v5, s15                                    ; d72c0006 00001f05
+BB19:
+\ts_branch BB1                                                ; bfa0fdbe
+BB106:
+\tds_store_b32 v4, v3                                         ; d8340000 00000304
+\tglobal_store_b32 v[10:11], v4, off                          ; dc6a0000 007c040a
+\ts_nop 0                                                     ; bf800000
+\t(then repeated 6 times)
+\ts_endpgm                                                    ; bfb00000
+";
+
+    #[test]
+    fn instructions_are_counted_by_what_they_occupy() {
+        let program = Program::parse(PRODUCT).unwrap();
+        let total = program.total;
+        assert_eq!((total.instructions, total.valu, total.dual), (25, 7, 1), "a dual issue is two");
+        assert_eq!((total.vector_loads, total.wide_loads, total.vector_stores), (2, 1, 1));
+        assert_eq!((total.scalar_loads, total.lds), (1, 1));
+        assert_eq!(total.waits, 1, "a wait for the vector units is none for memory");
+        assert_eq!(total.macs, 2);
+        assert_eq!(total.cycles, 1 + 1 + 2 + 1 + 1 + 4, "and takes the time of one");
+    }
+
+    #[test]
+    fn a_branch_back_is_a_loop_and_a_branch_forward_is_none() {
+        let program = Program::parse(PRODUCT).unwrap();
+        assert_eq!(program.loops.len(), 1);
+        let Loop { span, parent, own } = &program.loops[0];
+        assert_eq!((span.clone(), *parent), (2..14, None));
+        assert_eq!((own.valu, own.vector_loads, own.lds), (6, 2, 0));
+        assert_eq!(program.densest(), Some(0));
+    }
+
+    /// The walk over keys of attention: a loop over tiles, inside it one over subgroups and one over values.
+    const NESTED: &str = "\
+BB0:
+\tv_mov_b32_e32 v1, 0
+BB1:
+\tv_fma_f32 v1, v2, v3, v4
+\tv_fma_f32 v1, v2, v3, v4
+BB2:
+\tds_load_b32 v4, v5
+\tv_max_f32_e32 v1, v2, v3
+\ts_cbranch_scc1 BB2
+BB3:
+\tglobal_load_b64 v[1:2], v[3:4], off
+\tv_fma_f32 v1, v2, v3, v4
+\ts_cbranch_vccz BB3
+BB4:
+\ts_cbranch_execz BB5
+\ts_branch BB1
+BB5:
+\ts_cbranch_scc0 BB1
+\tv_dot4_i32_iu8 v1, v2, v3, v4 neg_lo:[1,1,0]
+\tv_wmma_i32_16x16x16_iu8 v[1:8], v[9:12], v[13:16], v[1:8]
+\ts_endpgm
+";
+
+    #[test]
+    fn nested_loops_are_counted_by_their_own_trips() {
+        let program = Program::parse(NESTED).unwrap();
+        let spans: Vec<_> = program.loops.iter().map(|l| (l.span.clone(), l.parent)).collect();
+        assert_eq!(spans, [(1..12, None), (3..6, Some(0)), (6..9, Some(0))], "two ends, one loop");
+        assert_eq!(program.inside(None).collect::<Vec<_>>(), [0]);
+        assert_eq!(program.loops[0].own.valu, 2);
+        let trips = |index: usize| [1, 2, 64][index];
+        let trip = program.trip(0, &trips);
+        assert_eq!((trip.valu, trip.macs, trip.lds, trip.vector_loads), (2 + 2 + 64, 2 + 64, 2, 64));
+        assert_eq!((program.total.dot4, program.total.wmma), (1, 1));
+        assert_eq!(program.total.macs, 3 + 4 + 128);
+        assert_eq!(program.total.cycles, 1 + 2 + 1 + 1 + 1 + 32);
+    }
+
+    #[test]
+    fn text_that_is_no_assembly_is_refused() {
+        assert_eq!(Program::parse("").unwrap_err(), IsaError::Empty);
+        assert_eq!(Program::parse("BB0:\n").unwrap_err(), IsaError::Empty);
+        let lost = Program::parse("BB0:\n\ts_branch BB7\n").unwrap_err();
+        assert_eq!(lost, IsaError::Label("BB7".into()));
+    }
+
+    #[test]
+    fn the_driver_counts_a_wave_of_64_lanes_as_two() {
+        assert_eq!(real_waves(32, 64), 16);
+        assert_eq!(real_waves(8, 64), 4);
+        assert_eq!(real_waves(16, 32), 16);
+    }
+}

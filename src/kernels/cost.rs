@@ -1,0 +1,381 @@
+//! What a dispatch costs on paper: workgroups, trips of its steady loop, bytes. One function for each method of
+//! [`Kernels`](super::Kernels), for a judge that has a compiler and no GPU (`unicorn bench isa`).
+//!
+//! Bytes are what must come from memory or go there if caches hold nothing but what the text says. A trip is one of the
+//! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
+
+use super::{TILES, shaders, shaders_of};
+use crate::gpu::Shader;
+use crate::gpu::isa::{Counts, Program};
+use crate::tensor::{KvDtype, Scheme, TILE_ROWS};
+
+/// Splits of a product's columns over a workgroup (`shaders/matmul.comp`).
+const SPLITS: usize = 4;
+/// Keys of one tile of attention (`shaders/attention.comp`).
+const KEYS: usize = 64;
+
+/// A dispatch, as far as its cost goes.
+#[derive(Debug, Clone)]
+pub struct Dispatch {
+    pub shader: &'static Shader,
+    pub constants: Vec<u32>,
+    pub workgroups: u64,
+    /// Trips of the steady loop, of a workgroup on average.
+    pub trips: f64,
+    /// Bytes of weights, and how often the grid walks over all of them.
+    pub weight_bytes: u64,
+    pub weight_passes: u64,
+    pub kv_bytes: u64,
+    pub activation_bytes: u64,
+}
+
+impl Dispatch {
+    fn new(shader: &'static Shader, workgroups: usize) -> Dispatch {
+        Dispatch {
+            shader,
+            constants: Vec::new(),
+            workgroups: workgroups as u64,
+            trips: 1.0,
+            weight_bytes: 0,
+            weight_passes: 1,
+            kv_bytes: 0,
+            activation_bytes: 0,
+        }
+    }
+}
+
+/// Bytes of `n` f32.
+const fn floats(n: usize) -> u64 {
+    4 * n as u64
+}
+
+pub fn embed(scheme: Scheme, cols: usize, tokens: usize) -> Dispatch {
+    let row_bytes = (scheme.tile_bytes(cols) / TILE_ROWS + scheme.row_scale_bytes(cols)) as u64;
+    Dispatch {
+        trips: scheme.blocks_per_row(cols).div_ceil(64) as f64,
+        weight_bytes: tokens as u64 * row_bytes,
+        activation_bytes: floats(tokens * cols),
+        ..Dispatch::new(shaders_of(scheme).1, tokens)
+    }
+}
+
+/// The grid is tiles of rows by tiles of tokens, rows first: all weights are walked over for each tile of tokens.
+pub fn matmul(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatch {
+    let tile = TILES.iter().find(|tile| tile.0 as usize >= tokens).unwrap_or(&TILES[TILES.len() - 1]);
+    let (columns, row_tiles) = (tile.0 as usize, tile.1 as usize);
+    let passes = tokens.div_ceil(columns);
+    let workgroups = rows.div_ceil(TILE_ROWS).div_ceil(row_tiles) * passes;
+    Dispatch {
+        constants: vec![tile.0, tile.1],
+        trips: scheme.blocks_per_row(cols).div_ceil(SPLITS) as f64,
+        weight_bytes: scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols),
+        weight_passes: passes as u64,
+        activation_bytes: floats(tokens * (rows + cols)),
+        ..Dispatch::new(shaders_of(scheme).0, workgroups)
+    }
+}
+
+/// Trips of the steady loop of a product with so many columns, where that is what the shader computes.
+pub fn product_trips(shader: &Shader, cols: usize) -> Option<usize> {
+    let is_product = shader.name.starts_with("matmul");
+    is_product.then(|| cols.div_ceil(block_weights(shader) as usize).div_ceil(SPLITS))
+}
+
+fn norm(shader: &'static Shader, rows: usize, width: usize, touched: usize) -> Dispatch {
+    Dispatch {
+        trips: width.div_ceil(256) as f64,
+        weight_bytes: floats(width),
+        activation_bytes: floats(rows * width * touched),
+        ..Dispatch::new(shader, rows)
+    }
+}
+
+pub fn rms_norm(rows: usize, width: usize) -> Dispatch {
+    norm(&shaders::RMS_NORM, rows, width, 2)
+}
+
+pub fn rms_norm_add(rows: usize, width: usize) -> Dispatch {
+    norm(&shaders::RMS_NORM_ADD, rows, width, 3)
+}
+
+pub fn rms_norm_gather(rows: usize, width: usize) -> Dispatch {
+    norm(&shaders::RMS_NORM_GATHER, rows, width, 2)
+}
+
+/// Heads of one layer.
+#[derive(Debug, Clone, Copy)]
+pub struct Heads {
+    pub num_heads: usize,
+    pub num_kv_heads: usize,
+    pub head_dim: usize,
+    pub kv: KvDtype,
+}
+
+impl Heads {
+    /// Keys and values of a token, in all KV heads.
+    fn row_bytes(&self) -> u64 {
+        (2 * self.num_kv_heads * self.kv.row_bytes(self.head_dim)) as u64
+    }
+}
+
+pub fn qkv_store(heads: &Heads, tokens: usize) -> Dispatch {
+    let Heads { num_heads, num_kv_heads, head_dim, kv } = *heads;
+    let shader = match kv {
+        KvDtype::F32 => &shaders::QKV_STORE_F32,
+        KvDtype::F16 => &shaders::QKV_STORE_F16,
+        KvDtype::Int8 => &shaders::QKV_STORE_INT8,
+    };
+    Dispatch {
+        trips: head_dim.div_ceil(64) as f64,
+        kv_bytes: tokens as u64 * heads.row_bytes(),
+        // Queries go back to where they come from.
+        activation_bytes: floats(tokens * (2 * num_heads + 2 * num_kv_heads) * head_dim),
+        ..Dispatch::new(shader, tokens * (num_heads + 2 * num_kv_heads))
+    }
+}
+
+/// Attention of tokens at `positions`, some of several sequences: `keys` says for each token how many it sees, and `read`
+/// how many all of them see that memory gives once.
+pub fn attention(heads: &Heads, positions: &[usize], window: Option<usize>, read: usize) -> Dispatch {
+    let Heads { num_heads, num_kv_heads, head_dim, kv } = *heads;
+    let shader = match kv {
+        KvDtype::F32 => &shaders::ATTENTION_F32,
+        KvDtype::F16 => &shaders::ATTENTION_F16,
+        KvDtype::Int8 => &shaders::ATTENTION_INT8,
+    };
+    let tiles = |position: usize| {
+        let first = window.map_or(0, |window| (position + 1).saturating_sub(window));
+        position / KEYS - first / KEYS + 1
+    };
+    let tokens = positions.len();
+    let walked: usize = positions.iter().map(|position| tiles(*position)).sum();
+    Dispatch {
+        constants: vec![(num_heads / num_kv_heads) as u32, head_dim as u32],
+        trips: walked as f64 / tokens as f64,
+        kv_bytes: read as u64 * heads.row_bytes(),
+        activation_bytes: floats(2 * tokens * num_heads * head_dim),
+        ..Dispatch::new(shader, tokens * num_kv_heads)
+    }
+}
+
+pub fn geglu(rows: usize, width: usize) -> Dispatch {
+    let workgroups = (rows * width).div_ceil(256).min(65535);
+    Dispatch {
+        trips: (rows * width).div_ceil(256 * workgroups) as f64,
+        activation_bytes: floats(3 * rows * width),
+        ..Dispatch::new(&shaders::GEGLU, workgroups)
+    }
+}
+
+pub fn history(tokens: usize) -> Dispatch {
+    Dispatch { activation_bytes: floats(2 * tokens), ..Dispatch::new(&shaders::HISTORY, tokens.div_ceil(64)) }
+}
+
+/// Greedy draws: one walk over the logits.
+pub fn sample(rows: usize, vocab: usize) -> Dispatch {
+    Dispatch {
+        trips: vocab.div_ceil(256) as f64,
+        activation_bytes: floats(rows * vocab),
+        ..Dispatch::new(&shaders::SAMPLE, rows)
+    }
+}
+
+/// Invocations of a workgroup, as the shader declares them.
+pub fn invocations(shader: &Shader) -> u64 {
+    const EXECUTION_MODE: u32 = 16;
+    const LOCAL_SIZE: u32 = 17;
+    let words: Vec<u32> =
+        shader.spirv.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    // Behind a header of five words, instructions: number of words and opcode, then operands.
+    let mut at = 5;
+    while let Some(first) = words.get(at) {
+        let (length, opcode) = ((first >> 16) as usize, first & 0xffff);
+        if let (EXECUTION_MODE, Some([_, LOCAL_SIZE, size @ ..])) = (opcode, words.get(at + 1..at + length)) {
+            return size.iter().map(|n| u64::from(*n)).product();
+        }
+        at += length.max(1);
+    }
+    panic!("{}: no size of a workgroup in its SPIR-V", shader.name)
+}
+
+/// A kernel's steady loop.
+#[derive(Debug, Clone, Copy)]
+pub struct Body {
+    /// One trip of it as compiled, inner loops as often as they run.
+    pub trip: Counts,
+    /// Trips of the source that a compiled one does.
+    pub unrolled: u64,
+    /// Weights that a lane takes in one trip of the source; 0 where that is not what the kernel does.
+    pub weights: u64,
+    /// What a greedy draw, or any other use, runs beside it, once.
+    pub once: Counts,
+}
+
+impl Body {
+    /// Vector instructions of the steady loop for each weight of a lane.
+    pub fn valu_per_weight(&self) -> Option<f64> {
+        let weights = self.weights * self.unrolled;
+        (weights > 0).then(|| self.trip.valu as f64 / weights as f64)
+    }
+}
+
+/// Finds the steady loop of a compiled kernel: how depends on the kernel, so every shader has its line here. `None` where
+/// there is no loop. `subgroup_size` is that of the pipeline.
+pub fn body(shader: &Shader, constants: &[u32], program: &Program, subgroup_size: u32) -> Option<Body> {
+    let kernel = shader.name.split('_').next().unwrap_or_default();
+    match (kernel, constants) {
+        ("matmul", [columns, row_tiles]) => {
+            let weights = u64::from(block_weights(shader)) * u64::from(*row_tiles);
+            let steady = program.densest()?;
+            let trip = program.trip(steady, &|_| 1);
+            let unrolled = times(trip.macs, weights * u64::from(*columns));
+            Some(Body { trip, unrolled, weights, once: without(program, &[steady]) })
+        }
+        ("attention", [group, head_dim]) => {
+            // The loop over tiles of keys. Inside it: one over the values of a tile (and over dimensions of the keys, where
+            // the compiler kept that), which read memory; one over subgroups, perhaps inside one over heads.
+            let lanes = u64::from(head_dim / 4);
+            let steady = program
+                .inside(None)
+                .max_by_key(|i| (program.trip(*i, &|_| 1).macs, std::cmp::Reverse(*i)))?;
+            let trips = |index: usize| {
+                let own = program.loops[index].own;
+                if own.vector_loads > 0 {
+                    (lanes / times(own.macs, u64::from(4 * group))).max(1)
+                } else if program.inside(Some(index)).next().is_some() {
+                    u64::from(*group)
+                } else {
+                    (KEYS as u64 / u64::from(subgroup_size)).max(1)
+                }
+            };
+            let trip = program.trip(steady, &trips);
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
+        }
+        // Two walks over a row, or one over what there is.
+        ("rms" | "embed" | "geglu" | "qkv" | "moments" | "pool" | "adjust", []) => {
+            let outer: Vec<usize> = program.inside(None).collect();
+            let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })
+        }
+        // The walk over the logits that every draw makes; others hang on what is asked for.
+        ("sample" | "logprobs", []) => {
+            let outer: Vec<usize> = program.inside(None).collect();
+            let trip = program.trip(*outer.first()?, &|_| 1);
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })
+        }
+        ("history", []) => None,
+        _ => panic!("{}: nobody says which of its loops is the steady one", shader.name),
+    }
+}
+
+/// What stands in none of these outermost loops.
+fn without(program: &Program, loops: &[usize]) -> Counts {
+    let mut once = Counts::default();
+    let spans = loops.iter().map(|i| program.loops[*i].span.clone()).collect::<Vec<_>>();
+    for (at, each) in program.instructions.iter().enumerate() {
+        if !spans.iter().any(|span| span.contains(&at)) {
+            once += *each;
+        }
+    }
+    once
+}
+
+/// How often `part` is in `whole`, which may lack a few of it (a first product is no multiply-add) or have a few more.
+fn times(whole: u64, part: u64) -> u64 {
+    ((whole + part / 2) / part).max(1)
+}
+
+/// Weights of a block, by the name of the shader's variant.
+fn block_weights(shader: &Shader) -> u32 {
+    let schemes = [
+        ("matmul_f32", Scheme::F32),
+        ("matmul_f16", Scheme::F16),
+        ("matmul_bf16", Scheme::Bf16),
+        ("matmul_int8", Scheme::Int8Row),
+        ("matmul_int4", Scheme::int4(32)),
+    ];
+    let found = schemes.iter().find(|(name, _)| shader.name.starts_with(name));
+    found.unwrap_or_else(|| panic!("{}: weights of no known width", shader.name)).1.block_weights() as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_workgroups_size_is_read_from_the_shader() {
+        assert_eq!(invocations(&shaders::MATMUL_INT4), 128);
+        assert_eq!(invocations(&shaders::ATTENTION_F16), 64);
+        assert_eq!(invocations(&shaders::SAMPLE), 256);
+    }
+
+    #[test]
+    fn a_product_walks_over_its_weights_once_for_each_tile_of_tokens() {
+        let gate = |tokens| matmul(Scheme::int4(128), 21_504, 5376, tokens);
+        // 4.125 bits each.
+        assert_eq!(gate(1).weight_bytes, 21_504 * 5376 * 33 / 64);
+        let of = |d: &Dispatch| (d.constants.clone(), d.workgroups, d.weight_passes, d.trips);
+        assert_eq!(of(&gate(1)), (vec![1, 1], 672, 1, 42.0));
+        assert_eq!(of(&gate(3)), (vec![4, 2], 336, 1, 42.0));
+        assert_eq!(of(&gate(8)), (vec![8, 4], 168, 1, 42.0));
+        assert_eq!(of(&gate(33)), (vec![8, 4], 168 * 5, 5, 42.0));
+    }
+
+    #[test]
+    fn attention_walks_over_the_tiles_that_hold_keys_it_sees() {
+        let heads = Heads { num_heads: 32, num_kv_heads: 16, head_dim: 128, kv: KvDtype::F16 };
+        let trips = |positions: &[usize], window| attention(&heads, positions, window, 1).trips;
+        assert_eq!(trips(&[0], None), 1.0);
+        assert_eq!(trips(&[63, 64], None), 1.5);
+        assert_eq!(trips(&[1023], Some(1024)), 16.0);
+        assert_eq!(trips(&[1030], Some(1024)), 17.0, "a window that starts in a tile needs one more");
+        let one = attention(&heads, &[511], None, 512);
+        assert_eq!((one.workgroups, one.kv_bytes), (16, 512 * 2 * 16 * 256));
+        assert_eq!(one.constants, [2, 128]);
+    }
+
+    /// A product's loop that a compiler unrolled twice: as many instructions for each weight.
+    #[test]
+    fn unrolling_changes_no_figure_per_weight() {
+        let one = "\tglobal_load_b128 v[4:7], v[6:7], off\n\tv_mul_f32 v1, v2, v3\n\tv_cvt_f32_u32 v1, v2\n"
+            .to_string()
+            + &"\tv_fmac_f32 v1, v2, v3\n".repeat(3);
+        let program = |times: usize| {
+            Program::parse(&format!("BB1:\n{}\ts_cbranch_scc1 BB1\n", one.repeat(times))).unwrap()
+        };
+        let body = |times: usize| body(&shaders::MATMUL_F32, &[1, 1], &program(times), 64).unwrap();
+        assert_eq!((body(1).unrolled, body(1).valu_per_weight()), (1, Some(1.25)));
+        assert_eq!((body(2).unrolled, body(2).valu_per_weight()), (2, Some(1.25)));
+    }
+
+    #[test]
+    fn attention_counts_the_loop_over_values_as_often_as_it_runs() {
+        let text = "\
+BB1:
+\tv_add_nc_u32_e32 v1, v2, v3
+BB2:
+\tds_load_b32 v4, v5
+\tv_max_f32_e32 v1, v2, v3
+\ts_cbranch_scc1 BB2
+BB3:
+\tglobal_load_b64 v[1:2], v[3:4], off
+"
+        .to_string()
+            + &"\tv_fma_f32 v1, v2, v3, v4\n".repeat(8)
+            + "\ts_cbranch_vccz BB3\n\ts_cbranch_scc1 BB1\n\ts_endpgm\n";
+        let program = Program::parse(&text).unwrap();
+        let of = |subgroup| body(&shaders::ATTENTION_F16, &[2, 128], &program, subgroup).unwrap();
+        assert_eq!(of(64).trip.valu, 1 + 1 + 32 * 8);
+        assert_eq!(of(32).trip.valu, 1 + 2 + 32 * 8, "two subgroups have a maximum each");
+        assert_eq!((of(64).trip.vector_loads, of(64).once.instructions), (32, 1));
+    }
+
+    #[test]
+    fn every_pipeline_has_a_steady_loop_that_somebody_named() {
+        let program = Program::parse("BB1:\n\tv_fma_f32 v1, v2, v3, v4\n\ts_cbranch_scc1 BB1\n").unwrap();
+        for (shader, constants) in crate::kernels::all_pipelines(2, 128) {
+            let found = body(shader, &constants, &program, 64);
+            assert_eq!(found.is_none(), shader.name == "history", "{}", shader.name);
+        }
+    }
+}
