@@ -1,5 +1,6 @@
-//! What the assembly of an RDNA kernel says about its speed, from the text that RADV's compiler prints of it. Pure: it
-//! needs no device, and knows no kernel.
+//! What the assembly of an RDNA kernel says about its speed, from the text that RADV's compiler prints of it: the listing
+//! of LLVM's disassembler, or the compiler's own where that LLVM is older than the GPU. Pure: it needs no device, and knows
+//! no kernel.
 //!
 //! A loop is what a branch back to a label spans: the compiler lays loops out in one piece. How often one runs is nothing
 //! that the text says; [`crate::kernels::cost`] knows it.
@@ -121,16 +122,22 @@ impl Program {
         let (mut labels, mut branches) = (HashMap::new(), Vec::new());
         for line in assembly.lines() {
             // What follows is the instruction as numbers.
-            let line = line.split(';').next().unwrap_or_default().trim();
-            if let Some(label) = line.strip_suffix(':') {
-                labels.insert(label, counts.len());
-            } else if let Some(n) = repeats(line) {
+            let line = line.split(';').next().unwrap_or_default();
+            let Some(line) = line.strip_prefix(char::is_whitespace) else {
+                if line.starts_with("BB") {
+                    labels.insert(line.trim_end().trim_end_matches(':'), counts.len());
+                }
+                continue;
+            };
+            // In the compiler's own listing, results stand in front.
+            let line = line.split_once(" = ").map_or(line, |(_, behind)| behind).trim();
+            if let Some(n) = repeats(line) {
                 let last = *counts.last().ok_or(IsaError::Empty)?;
                 counts.extend(std::iter::repeat_n(last, n));
             } else if !line.is_empty() {
                 let (name, operands) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
                 if name.starts_with("s_branch") || name.starts_with("s_cbranch") {
-                    branches.push((counts.len(), operands.trim()));
+                    branches.push((counts.len(), operands.trim().trim_start_matches("block:")));
                 }
                 counts.push(count(name, operands));
             }
@@ -208,7 +215,7 @@ fn count(name: &str, operands: &str) -> Counts {
     } else if ["global_", "buffer_", "flat_", "scratch_"].iter().any(|prefix| name.starts_with(prefix)) {
         let is_load = name.contains("_load");
         c.vector_loads = u64::from(is_load);
-        c.wide_loads = u64::from(is_load && name.ends_with("_b128"));
+        c.wide_loads = u64::from(is_load && (name.ends_with("_b128") || name.ends_with("_dwordx4")));
         c.vector_stores = u64::from(name.contains("_store") || name.contains("_atomic"));
     } else if name.starts_with("ds_") {
         c.lds = 1;
@@ -354,6 +361,38 @@ BB5:
         assert_eq!((program.total.dot4, program.total.wmma), (1, 1));
         assert_eq!(program.total.macs, 3 + 4 + 128);
         assert_eq!(program.total.cycles, 1 + 2 + 1 + 1 + 1 + 32);
+    }
+
+    /// The compiler's own listing, of Mesa 25.0.7 with an LLVM that does not know gfx1150.
+    const OWN_LISTING: &str = "\
+Shader disassembly is not supported in the current configuration, falling back to print_program.
+
+After lowering to hw instructions:
+ACO shader stage: SW (CS), HW (COMPUTE_SHADER)
+BB0
+/* logical preds: / linear preds: / kind: uniform, top-level, loop-preheader, */
+\t v1: %7:v[1] = v_and_b32 31, %618:v[0]
+BB1
+/* logical preds: BB0, BB105, / linear preds: BB0, BB105, / kind: loop-header, branch, */
+\t s2: %0:s[18-19] = s_mov_b64 %0:exec
+\ts_delay_alu valu_dep_1
+\t v2: %32:v[4-5] = v_lshlrev_b64_e64 4, %30:v[4-5]
+\t v4: %34:v[4-7] = global_load_dwordx4 %33:v[6-7],  s1: undef storage:buffer semantics:private,reorder
+\ts_cbranch_execz block:BB19
+BB10
+\t v1: %40:v[3] = v_fmac_f32 %1:v[1], %2:v[2], %3:v[3]
+\ts_branch block:BB1
+BB19
+\ts_endpgm
+";
+
+    #[test]
+    fn the_compilers_own_listing_is_read_too() {
+        let program = Program::parse(OWN_LISTING).unwrap();
+        assert_eq!(program.total.instructions, 9);
+        let Loop { span, own, .. } = &program.loops[0];
+        assert_eq!((program.loops.len(), span.clone()), (1, 1..8));
+        assert_eq!((own.valu, own.cycles, own.macs, own.wide_loads), (2, 3, 1, 1));
     }
 
     #[test]
