@@ -170,17 +170,29 @@ fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
     let shim = "RADV 26 over a shim";
     let left_out = match chip.shim {
         None => Some(format!("{shim}: it knows no {}", chip.name)),
-        Some(_) if !Path::new(MESA26).is_dir() || !Path::new(WITH_MESA26).exists() => {
-            Some(format!("{shim}: {MESA26} is not in this folder (`make setup-devices`)"))
-        }
-        Some(id) => {
-            let mut command = Command::new(WITH_MESA26);
-            command.env("MESA26_DEVICE", id).arg(&itself).args(["--device", &id.to_uppercase()]);
-            judges.push(judge(shim, command)?);
-            None
-        }
+        Some(id) => match without_mesa26() {
+            Some(reason) => Some(format!("{shim}: {reason}")),
+            None => {
+                let mut command = Command::new(WITH_MESA26);
+                command.env("MESA26_DEVICE", id).arg(&itself).args(["--device", &id.to_uppercase()]);
+                judges.push(judge(shim, command)?);
+                None
+            }
+        },
     };
     Ok((judges, left_out))
+}
+
+/// Why nothing runs in Mesa 26 here; none if it does.
+fn without_mesa26() -> Option<String> {
+    if !Path::new(MESA26).is_dir() || !Path::new(WITH_MESA26).exists() {
+        return Some(format!("{MESA26} is not in this folder (`make setup-devices`)"));
+    }
+    match Command::new(WITH_MESA26).arg("true").output() {
+        Ok(output) if output.status.success() => None,
+        Ok(output) => Some(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        Err(error) => Some(format!("{WITH_MESA26} cannot be started: {error}")),
+    }
 }
 
 /// Runs this program once more as the process that compiles; `command` is all but what tells it so.
