@@ -10,6 +10,7 @@
 #   make edges                     the shipped binary at its edges: lost log readers, lost devices, hostile clients; minutes
 #   make test-service              install it in a container that boots systemd, and have that run it; as root, minutes
 #   make test-27b                  write, load and ask a 27B of random weights: 16 GB of disk and of memory, and minutes
+#   make test-devices              kernels and goldens on every device that stands in for a GPU: a table; half an hour
 #   make bench                     load time, prefill and decode speed, memory
 #   make bench-host                what a token costs the host: scheduler, blocks, grammars, text; needs no GPU
 #   make bench-serve               start a server, measure it under load, stop it; its options in SERVE_ARGS
@@ -30,7 +31,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices build serve bench bench-host bench-serve test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-host bench-serve test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +41,9 @@ setup:
 
 setup-test:
 	@python3 tools/setup.py test
+
+test-devices: setup-test
+	@python3 tools/test.py all-devices
 
 setup-devices:
 	@python3 tools/setup.py devices

@@ -23,7 +23,7 @@ use crate::support::{device, policy};
 
 /// Schemes that values are rounded to.
 const HEADS: Heads = Heads { group: 2, head_dim: 64, kv: KvDtype::F32 };
-pub const SCHEMES: [Scheme; 7] = [
+const SCHEMES: [Scheme; 7] = [
     Scheme::F32,
     Scheme::F16,
     Scheme::Bf16,

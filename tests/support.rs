@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use serde::Deserialize;
-use unicorn::gpu::{Device, DevicePolicy};
+use unicorn::gpu::{Device, DevicePolicy, Rehearsal};
 
 /// Names the file to which each skip appends a line `name<TAB>test`; `tools/test.py` counts those lines, so
 /// that a skipped test is not reported as a passed one.
@@ -52,7 +52,14 @@ pub fn policy() -> DevicePolicy {
 /// That device, opened once for all tests.
 pub fn device() -> Arc<Device> {
     static DEVICE: OnceLock<Arc<Device>> = OnceLock::new();
-    DEVICE.get_or_init(|| Device::open(&policy()).unwrap_or_else(|e| panic!("{e}"))).clone()
+    let open = || {
+        let device = Device::open(&policy()).unwrap_or_else(|e| panic!("{e}"));
+        // For a layer that checks addresses.
+        let buffers_apart = std::env::var_os("UNICORN_TEST_BUFFERS_APART").is_some();
+        device.rehearse(Rehearsal { buffers_apart, ..Rehearsal::default() });
+        device
+    };
+    DEVICE.get_or_init(open).clone()
 }
 
 /// Reports that the calling test cannot run here; the test returns right after, once and with nothing checked:

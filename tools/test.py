@@ -6,7 +6,8 @@ found something to test, nothing failed, and every skip is listed in tests/skips
 crashes or prints no result counts as a failure: silence is never success.
 
     tools/test.py            all parts
-    tools/test.py NAME ...   only these (for work on the project; the last line then says which); `lm-eval` and `openwebui` must be named
+    tools/test.py NAME ...   only these (for work on the project; the last line then says which); `lm-eval`, `openwebui` and
+                             `all-devices` must be named
 """
 
 import contextlib
@@ -19,6 +20,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import on_devices
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "test"
@@ -37,6 +40,7 @@ OPENWEBUI_VENV = ROOT / ".cache/openwebui"
 
 PART_SECONDS = 40 * 60
 FETCH_SECONDS = 180
+FETCH_DEVICES_SECONDS = 10 * 60
 # A client, and all that it needs.
 FETCH_CLIENT_SECONDS = 10 * 60
 FETCH_MANY_SECONDS = 30 * 60
@@ -137,6 +141,8 @@ def rust():
     fetched, _ = run([str(ROOT / "tools/fetch_real_tokenizer.sh")], FETCH_SECONDS)
     if fetched not in (0, 3, 4, None):  # 3 and 4: it cannot be had here, so its cases are skipped
         return Result(failures=[f"rust: tools/fetch_real_tokenizer.sh: {ended(fetched)}"])
+    # The second compiler that kernels are judged by is one of them; without it, its test is skipped.
+    make_devices()
     SKIP_LOG.unlink(missing_ok=True)
     built, _ = run(["cargo", "build", "--locked", "--all-targets"])
     if built != 0:
@@ -166,6 +172,39 @@ def cargo_result(status, output, skips):
         result.failures.append(f"rust: {ended(status)}")
     if result.passed <= 0:
         result.failures.append("rust: no test passed")
+    return result
+
+
+def make_devices():
+    """Has `.cache/devices` made, where it can be."""
+    return run([sys.executable, str(ROOT / "tools/setup.py"), "devices"], FETCH_DEVICES_SECONDS)
+
+
+def on_devices():
+    """Kernels on other software devices, and under a layer that checks addresses and races: the part that is cheap."""
+    make_devices()
+    return of_devices(on_devices.rows(run, on_devices.CHEAP))
+
+
+def on_all_devices():
+    """Kernels and goldens on every device that stands in for a GPU, as a table."""
+    made, _ = make_devices()
+    if made != 0:
+        return Result(failures=[f"all-devices: they could not be made ({ended(made)})"])
+    run(["cargo", "build", "--locked"])
+    return of_devices(on_devices.all_devices(run))
+
+
+def of_devices(rows):
+    result = Result()
+    for device, cells in rows:
+        if isinstance(cells, str):
+            result.skipped.append(("test-devices", cells))
+            continue
+        for suite, cell in cells.items():
+            print(f"{device.name}, {suite}: {cell.text()}", flush=True)
+            result.passed += cell.passed
+            result.failures += [f"{device.name}: {failure}" for failure in cell.failures]
     return result
 
 
@@ -319,9 +358,11 @@ def pins(requirements):
 
 
 # Cheap checks first; `clients` and `page` start the server that `rust` built.
-PARTS = {"tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "clients": clients, "page": page, "clippy": clippy}
+PARTS = {
+    "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": on_devices, "clients": clients, "page": page, "clippy": clippy,
+}
 # Too heavy for every run.
-NAMED_ONLY = {"lm-eval": lm_eval, "openwebui": openwebui}
+NAMED_ONLY = {"lm-eval": lm_eval, "openwebui": openwebui, "all-devices": on_all_devices}
 
 
 def main(names):

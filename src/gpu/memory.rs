@@ -358,9 +358,12 @@ impl Arena {
     /// Takes everything that `plan` asks for, now; `plan` was made for [`Device::machine`]. Its requests are then handed
     /// out class by class, each class in the order of the requests.
     pub fn with_plan(device: &Arc<Device>, plan: Plan) -> Result<Arena, GpuError> {
+        let is_apart = device.rehearsed().buffers_apart;
+        let plan = if is_apart { plan.apart() } else { plan };
         let take = |chunk: &super::placement::Chunk| {
             let heap = plan.heaps[chunk.heap].heap.index;
-            Chunk::new(device, chunk.kind, chunk.class, Some(heap), chunk.bytes(), &chunk.name).map(Arc::new)
+            let bytes = if is_apart { chunk.used } else { chunk.bytes() };
+            Chunk::new(device, chunk.kind, chunk.class, Some(heap), bytes, &chunk.name).map(Arc::new)
         };
         let chunks = plan.chunks.iter().map(take).collect::<Result<Vec<_>, _>>()?;
         let mut left = vec![VecDeque::new(); Class::ALL.len()];
@@ -385,6 +388,11 @@ impl Arena {
         assert!(size > 0, "{name}: empty buffer");
         if let Some(planned) = &mut self.planned {
             return Ok(planned.hand_out(kind, class, size, name));
+        }
+        if self.device.rehearsed().buffers_apart {
+            let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, size, name)?);
+            self.note(class, &chunk, size, chunk.allocated);
+            return Ok(Buffer { chunk, offset: 0, size });
         }
         let rounded = size.next_multiple_of(ALIGNMENT);
         if rounded > CHUNK_BYTES / 2 {

@@ -280,6 +280,20 @@ impl Plan {
         self.heaps.iter().map(|heap| heap.placed).sum()
     }
 
+    /// The same with a chunk for each request.
+    pub(super) fn apart(self) -> Plan {
+        let chunk = |(request, slot): (&Request, &Slot)| Chunk {
+            heap: self.chunks[slot.chunk].heap,
+            class: request.class,
+            kind: request.kind,
+            used: request.bytes,
+            name: request.name.clone(),
+        };
+        let chunks: Vec<Chunk> = self.requests.iter().zip(&self.slots).map(chunk).collect();
+        let slots = (0..chunks.len()).map(|chunk| Slot { chunk, offset: 0 }).collect();
+        Plan { chunks, slots, ..self }
+    }
+
     /// The heap that request `i` lies in.
     pub fn heap_of(&self, i: usize) -> &Heap {
         &self.heaps[self.chunks[self.slots[i].chunk].heap].heap

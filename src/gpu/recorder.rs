@@ -368,13 +368,15 @@ pub enum Order {
     Shuffled(u64),
 }
 
-/// How a device's commands are recorded, for tests; see [`Device::rehearse`](super::Device::rehearse).
+/// How a device's commands are recorded and its buffers are laid, for tests; see [`Device::rehearse`](super::Device::rehearse).
 #[derive(Debug, Clone, Default)]
 pub struct Rehearsal {
     pub order: Order,
     /// A shader and its address, or "copy" and "to", or "fill" and "buffer", whose accesses are not noted: what a mistake in
     /// their derivation would be.
     pub forgotten: Option<(&'static str, &'static str)>,
+    /// Whether every buffer is an allocation of its own, so that a layer that checks addresses sees where each ends.
+    pub buffers_apart: bool,
 }
 
 impl Rehearsal {

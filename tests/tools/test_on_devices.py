@@ -1,0 +1,87 @@
+"""tools/on_devices.py: what counts as a run of the suite on a device, and the table. Nothing here runs the suite."""
+
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import devices  # noqa: E402
+import on_devices  # noqa: E402
+
+WHOLE = """
+running 3 tests
+test kernels::a ... ok
+test kernels::b - should panic ... ok
+test kernels::c ... FAILED
+
+test result: FAILED. 2 passed; 1 failed; 0 ignored; 0 measured; 400 filtered out; finished in 1.00s
+"""
+DEVICE = devices.Device("somewhere", "a device", {"A": "b"}, ("wrapped",))
+
+
+class Cells(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.enterContext(mock.patch.object(on_devices, "ROOT", Path(folder.name)))
+
+    def cell(self, status, output, device=DEVICE):
+        self.asked = []
+
+        def run(command, env):
+            self.asked.append((command, env))
+            return status, output
+
+        return on_devices.run_suite(run, device, "suite", ["kernels::"])
+
+    def test_a_whole_run_is_counted_and_its_failures_are_named(self):
+        cell = self.cell(101, WHOLE)
+        self.assertEqual((cell.passed, cell.failures), (2, ["kernels::c"]))
+        command, environment = self.asked[0]
+        self.assertEqual(command[:3], ["wrapped", "suite", "kernels::"])
+        self.assertEqual(environment["A"], "b")
+        self.assertIn("somewhere", environment["MESA_SHADER_CACHE_DIR"])
+        good = WHOLE.replace("c ... FAILED", "c ... ok").replace("FAILED. 2 passed; 1 failed", "ok. 3 passed; 0 failed")
+        self.assertEqual((self.cell(0, good).passed, self.cell(0, good).failures), (3, []))
+
+    def test_what_died_was_killed_or_ran_nothing_has_failed(self):
+        for status, output in [(None, "running 3 tests\n"), (-11, "running 3 tests\ntest kernels::a ... ok\n"),
+                               (0, WHOLE), (0, "test result: ok. 0 passed; 0 failed; 0 ignored"), (1, "")]:
+            self.assertIn("no whole run", self.cell(status, output).failures[-1])
+
+    def test_under_the_layer_buffers_lie_apart(self):
+        self.cell(101, WHOLE, devices.DEVICES["gpu-assisted"])
+        command, environment = self.asked[0]
+        self.assertEqual(environment["UNICORN_TEST_BUFFERS_APART"], "1")
+        self.assertIn(on_devices.PROVOKING, command)
+
+
+class Table(unittest.TestCase):
+    def test_a_row_for_each_device_and_why_one_is_not_there(self):
+        good, bad = on_devices.Cell(5, [], 12.3), on_devices.Cell(4, ["kernels::c"], 9)
+        text = on_devices.table([
+            (DEVICE, "a driver", {"kernels": good, "goldens": bad}),
+            (devices.DEVICES["swiftshader"], "", "swiftshader needs a folder"),
+        ])
+        self.assertIn("| somewhere | a driver | 5 passed, 12 s |  | 4 passed, **1 failed** |\n", text)
+        self.assertIn("| swiftshader | swiftshader needs a folder |", text)
+
+    def test_every_planned_device_and_test_exists(self):
+        suite = "".join(path.read_text() for path in (ROOT / "tests").glob("*.rs"))
+        for plan in [on_devices.CHEAP, on_devices.FULL]:
+            for name, suites in plan.items():
+                self.assertTrue(devices.DEVICES[name].runs)
+                for filters in suites.values():
+                    for wanted in filters:
+                        module, _, test = wanted.partition("::")
+                        self.assertTrue((ROOT / f"tests/{module}.rs").is_file(), wanted)
+                        self.assertIn(f"fn {test}", suite)
+        for skipped in [on_devices.LARGE, on_devices.PROVOKING]:
+            self.assertIn(f"fn {skipped.partition('::')[2]}(", suite)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,149 @@
+"""Runs kernels and goldens on the devices that stand in for GPUs, and makes a table of it.
+
+Every run is the test suite's own binary under the environment of one device of `tools/devices.py`, with filters. What a
+device cannot do is an error that names what is missing, and counts as a failure: no run is passed by doing nothing.
+"""
+
+import datetime
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import devices
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / ".cache/test/devices.md"
+# An embedding of 2.8 GB, which says nothing about a driver's compiler.
+LARGE = "kernels::the_27b_embedding_works_whole"
+# It provokes a message of the API's checks, which the layer leaves out when it is GPU-assisted.
+PROVOKING = "kernels::validation_is_loaded_and_catches_a_violation"
+SUITES = {
+    "kernels": ["kernels::"],
+    "order": ["hazards::kernels_compute_the_same"],
+    "goldens": ["golden::"],
+}
+# What every run of the tests can afford.
+CHEAP = {
+    "lavapipe-26-subgroup-4": {"kernels": ["kernels::"]},
+    "swiftshader": {"kernels": ["kernels::attention", "kernels::qkv_store", "kernels::rms_norm", "kernels::sampling"]},
+    "gpu-assisted": {"kernels": ["kernels::attention", "kernels::qkv_store", "kernels::every_stored_scheme"]},
+}
+FULL = {name: SUITES for name in [
+    "lavapipe", "lavapipe-26", "lavapipe-26-subgroup-4", "lavapipe-26-subgroup-16", "lavapipe-26-subgroup-32", "swiftshader", "gpu-assisted",
+]}
+
+
+@dataclass
+class Cell:
+    """One suite on one device."""
+
+    passed: int = 0
+    failures: list = field(default_factory=list)
+    seconds: float = 0
+
+    def text(self):
+        if self.failures:
+            return f"{self.passed} passed, **{len(self.failures)} failed**"
+        return f"{self.passed} passed, {self.seconds:.0f} s"
+
+
+def unusable(device):
+    """Why a command cannot run as the device wants it, in a line; None if it can."""
+    done = subprocess.run([*device.wrapper, "true"], capture_output=True, text=True, check=False)
+    return f"{device.name}: {done.stderr.strip().splitlines()[-1:]}" if done.returncode else None
+
+
+def suite_binary():
+    """Builds the suite, and says where it is."""
+    built = subprocess.run(
+        ["cargo", "test", "--locked", "--no-run", "--test", "suite", "--message-format", "json"],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
+    )
+    for line in reversed(built.stdout.splitlines()):
+        message = json.loads(line)
+        if message.get("executable") and message.get("target", {}).get("name") == "suite":
+            return message["executable"]
+    raise devices.DevicesError("cargo built no test binary `suite`")
+
+
+def run_suite(run, device, binary, filters):
+    """One cell; `run(command, env=...)` gives the exit status, None where it had to be killed, and the output."""
+    skips = ["--skip", LARGE]
+    environment = dict(device.environment)
+    if device.name == "gpu-assisted":
+        environment["UNICORN_TEST_BUFFERS_APART"] = "1"
+        skips += ["--skip", PROVOKING]
+    # A cache for each driver: they do not share what they compiled, but the bound of its size.
+    cache = ROOT / ".cache/mesa-devices" / device.name
+    cache.mkdir(parents=True, exist_ok=True)
+    environment.setdefault("MESA_SHADER_CACHE_DIR", str(cache))
+    began = time.monotonic()
+    status, output = run([*device.wrapper, binary, *filters, *skips], env=environment)
+    cell = Cell(seconds=time.monotonic() - began)
+    cell.failures = re.findall(r"^test (\S+)(?: - should panic)? \.\.\. FAILED$", output, re.MULTILINE)
+    line = re.search(r"^test result: \w+\. (\d+) passed; (\d+) failed", output, re.MULTILINE)
+    if line:
+        cell.passed = int(line[1])
+    if not line or (status != 0) != bool(cell.failures) or cell.passed + len(cell.failures) == 0:
+        cell.failures.append(f"no whole run of {' '.join(filters)} (exit status {status})")
+    return cell
+
+
+def name_of(device, binary_of_program):
+    """What the device calls itself, and its driver."""
+    done = subprocess.run(device.command([binary_of_program, "devices"]), cwd=ROOT, capture_output=True, text=True, check=False)
+    name = re.search(r"^0: (.+)$", done.stdout, re.MULTILINE)
+    driver = re.search(r"^ +driver +(.+)$", done.stdout, re.MULTILINE)
+    return name[1] if name else "?", driver[1] if driver else "?"
+
+
+def rows(run, plan):
+    """For each device of `plan` (name -> suites) its cells by suite, or why it cannot be used here."""
+    binary = suite_binary()
+    for name, suites in plan.items():
+        device = devices.DEVICES[name]
+        lacking = device.lacking() or unusable(device)
+        if lacking:
+            yield device, lacking
+            continue
+        yield device, {suite: run_suite(run, device, binary, filters) for suite, filters in suites.items()}
+
+
+def table(results):
+    """The table, dated; `results` are (device, driver's name, cells or why there are none)."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=False)
+    suites = list(SUITES)
+    lines = [
+        f"{datetime.date.today()}, commit {commit.stdout.strip()}, `make test-devices`",
+        "",
+        "| device | driver | " + " | ".join(suites) + " |",
+        "|---|---|" + "---|" * len(suites),
+    ]
+    for device, driver, cells in results:
+        if isinstance(cells, str):
+            lines.append(f"| {device.name} | {cells} |" + " |" * len(suites))
+        else:
+            each = [cells[suite].text() if suite in cells else "" for suite in suites]
+            lines.append(f"| {device.name} | {driver} | " + " | ".join(each) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def all_devices(run):
+    """Every suite on every device. Writes the table, and returns the cells with what did not run."""
+    program = ROOT / "target/debug/unicorn"
+    results = []
+    for device, cells in rows(run, FULL):
+        name, driver = ("", "") if isinstance(cells, str) else name_of(device, program)
+        results.append((device, f"{name}, {driver}", cells))
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
+    TABLE.write_text(table(results))
+    print(TABLE.read_text(), flush=True)
+    return [(device, cells) for device, _, cells in results]
+
+
+if __name__ == "__main__":
+    sys.exit("this is a part of tools/test.py: `make test-devices`")
