@@ -17,7 +17,7 @@ use unicorn::model::work;
 use unicorn::tensor::{KvDtype, QuantizeMode};
 
 use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
-use crate::support::{data, root, skip};
+use crate::support::{root, skip};
 
 const ICDS: [&str; 2] =
     ["/usr/share/vulkan/icd.d/radeon_icd.json", "/usr/share/vulkan/icd.d/radeon_icd.x86_64.json"];
@@ -229,7 +229,7 @@ fn every_size_and_batch_is_predicted_with_its_arithmetic() {
 /// The judge's list of a step's dispatches is that of what is recorded.
 #[test]
 fn a_step_dispatches_what_the_judge_counts() {
-    let model = data("gemma3/tiny-a");
+    let model = root().join("models/demo");
     let (prompt, generated) = (11, 5);
     let args = [
         "bench",

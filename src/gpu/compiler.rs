@@ -31,18 +31,6 @@ pub struct Compiled {
     pub assembly: String,
 }
 
-impl Compiled {
-    /// The statistic of that name; `None` if the driver gives none.
-    pub fn statistic(&self, name: &str) -> Option<u64> {
-        self.statistics.iter().find(|(n, _)| n == name).map(|(_, value)| *value)
-    }
-
-    /// Instructions of the assembly whose name begins with `prefix`.
-    pub fn instructions(&self, prefix: &str) -> usize {
-        self.assembly.lines().filter(|line| line.trim_start().starts_with(prefix)).count()
-    }
-}
-
 impl Compiler {
     /// Opens the device whose name holds `part`.
     pub fn open(part: &str) -> Result<Compiler, GpuError> {
