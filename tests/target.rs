@@ -11,9 +11,9 @@ use std::sync::OnceLock;
 use serde_json::Value;
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::model::config::Gemma3Config;
+use unicorn::model::judge::work;
 use unicorn::model::memory::Schemes;
 use unicorn::model::weights::Gemma3Weights;
-use unicorn::model::work;
 use unicorn::tensor::{KvDtype, QuantizeMode};
 
 use crate::cli::{assert_error, output, unicorn, unicorn_on_software};

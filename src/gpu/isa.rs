@@ -8,6 +8,8 @@
 use std::collections::HashMap;
 use std::ops::{Add, AddAssign, Mul, Range};
 
+use serde::Serialize;
+
 /// Text that is no assembly as RADV prints it.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum IsaError {
@@ -18,7 +20,7 @@ pub enum IsaError {
 }
 
 /// Instructions by what they occupy.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Counts {
     pub instructions: u64,
     /// On the vector units: a dual issue is two, a dot product or a matrix product one.
@@ -318,7 +320,7 @@ BB106:
         let program = Program::parse(PRODUCT).unwrap();
         assert_eq!(program.loops.len(), 1);
         let Loop { span, parent, own } = &program.loops[0];
-        assert_eq!((span.clone(), *parent), (2..14, None));
+        assert_eq!((span.clone(), *parent), (2..15, None));
         assert_eq!((own.valu, own.vector_loads, own.lds), (6, 2, 0));
         assert_eq!(program.densest(), Some(0));
     }

@@ -5,14 +5,14 @@
 pub mod config;
 pub mod draft;
 pub mod gemma3;
+#[doc(hidden)]
+pub mod judge;
 pub mod memory;
 mod rates;
 mod runner;
 pub mod shapes;
 mod step;
 pub mod weights;
-#[doc(hidden)]
-pub mod work;
 
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,

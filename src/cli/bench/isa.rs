@@ -4,7 +4,7 @@
 //! RADV chooses its GPU by the environment, and a process loads its drivers once: so this runs itself again for each
 //! compiler, with the environment that shows it, and reads what that prints. The machine's own RADV compiles for a null
 //! device; RADV 26 over a shim, where `make setup-devices` has put it and this runs in the repository's folder. Nothing is
-//! executed: every figure of speed is a prediction ([`super::predict`]).
+//! executed: every figure of speed is a prediction ([`crate::model::judge`]).
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -14,29 +14,18 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::predict::{BARRIER_US, Chip, Compiled, DISPATCH_US, Prediction, pipeline_name};
 use super::report::commit;
 use crate::cli::args;
 use crate::cli::error::Error;
 use crate::cli::generate::print;
 use crate::config::Config;
-use crate::gpu::compiler::Compiler;
-use crate::gpu::isa::{Counts, Program, real_waves};
-use crate::gpu::{DeviceInfo, Shader};
-use crate::kernels::all_pipelines;
-use crate::kernels::cost::{self, Body, Dispatch};
-use crate::model::memory::Schemes;
-use crate::model::shapes::{SHAPES, Shape};
-use crate::model::work;
-use crate::tensor::{KvDtype, QuantizeMode, Scheme};
+use crate::model::judge::predict::{BARRIER_US, Chip, DISPATCH_US, Prediction, Question};
+use crate::model::judge::{self, Compilation, Judge};
+use crate::model::shapes::SHAPES;
+use crate::tensor::QuantizeMode;
 
-/// Sequences that decode together.
-const BATCHES: [usize; 5] = [1, 8, 16, 32, 64];
-/// Tokens of the prompt.
-const PROMPT: usize = 512;
 /// Compiling everything takes seconds; a driver that hangs is not waited for.
 const COMPILE_SECONDS: u64 = 300;
 
@@ -47,47 +36,11 @@ const ICD_NAMES: [&str; 3] = ["radeon_icd.json", "radeon_icd.x86_64.json", "rade
 const MESA26: &str = ".cache/devices/mesa26";
 const WITH_MESA26: &str = "tools/with_mesa26.sh";
 
-/// What the process prints that compiles.
-#[derive(Serialize, Deserialize)]
-struct Output {
-    device: String,
-    driver: String,
-    pipelines: Vec<Text>,
-}
-
-/// One pipeline as the driver tells of it.
-#[derive(Serialize, Deserialize)]
-struct Text {
-    shader: String,
-    constants: Vec<u32>,
-    subgroup_size: u32,
-    statistics: Vec<(String, u64)>,
-    assembly: String,
-}
-
-/// A compiler, and what it made of everything.
-struct Judge {
-    /// e.g. `RADV's null device`
-    compiler: &'static str,
-    device: String,
-    driver: String,
-    pipelines: Vec<Pipeline>,
-}
-
-struct Pipeline {
-    shader: &'static Shader,
-    constants: Vec<u32>,
-    subgroup_size: u32,
-    statistics: Vec<(String, u64)>,
-    program: Program,
-    body: Option<Body>,
-    assembly: String,
-}
-
 pub fn isa(config: &Config, args: &args::BenchIsa) -> Result<(), Error> {
     let name = config.hardware.device.as_deref().unwrap_or("phoenix");
     if args.compile {
-        return compile(name);
+        let compilation = judge::compile(name)?;
+        return print(&serde_json::to_string(&compilation).expect("texts and numbers"));
     }
     let chip = Chip::named(name).map_err(Error::Argument)?;
     let (judges, left_out) = judges(&chip)?;
@@ -99,7 +52,7 @@ pub fn isa(config: &Config, args: &args::BenchIsa) -> Result<(), Error> {
         mode => mode,
     };
     let shapes = args.shape.map_or(SHAPES.to_vec(), |shape| vec![shape]);
-    let asked = Asked {
+    let asked = Question {
         shapes,
         mode,
         kv: config.kv.dtype,
@@ -111,40 +64,6 @@ pub fn isa(config: &Config, args: &args::BenchIsa) -> Result<(), Error> {
         true => as_json(&chip, &asked, &judges, &left_out, &predictions),
         false => as_text(&chip, &asked, &judges, &left_out, &predictions),
     })
-}
-
-/// Every pipeline of every size, once.
-fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
-    let mut all: Vec<(&'static Shader, Vec<u32>)> = Vec::new();
-    for shape in SHAPES {
-        let group = shape.num_attention_heads / shape.num_key_value_heads;
-        for (shader, constants) in all_pipelines(group as u32, shape.head_dim as u32) {
-            if !all.iter().any(|(s, c)| s.name == shader.name && *c == constants) {
-                all.push((shader, constants));
-            }
-        }
-    }
-    all.sort_by(|(a, x), (b, y)| (a.name, x).cmp(&(b.name, y)));
-    all
-}
-
-/// Compiles on the device that the environment shows, whose name holds `part`.
-fn compile(part: &str) -> Result<(), Error> {
-    let compiler = Compiler::open(part)?;
-    let mut texts = Vec::new();
-    for (shader, constants) in pipelines() {
-        let compiled = compiler.compile(shader, &constants)?;
-        texts.push(Text {
-            shader: shader.name.to_owned(),
-            constants,
-            subgroup_size: compiled.subgroup_size,
-            statistics: compiled.statistics,
-            assembly: compiled.assembly,
-        });
-    }
-    let DeviceInfo { name: device_name, driver, .. } = &compiler.info;
-    let output = Output { device: device_name.clone(), driver: driver.clone(), pipelines: texts };
-    print(&serde_json::to_string(&output).expect("texts and numbers"))
 }
 
 /// What each compiler that is here made of everything; and why one that is not is not.
@@ -165,7 +84,7 @@ fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
         .env("VK_ICD_FILENAMES", &icd)
         .env("RADV_FORCE_FAMILY", chip.name)
         .args(["--device", &chip.name.to_uppercase()]);
-    let mut judges = vec![judge(null_device, command)?];
+    let mut judges = vec![run(null_device, command)?];
 
     let shim = "RADV 26 over a shim";
     let left_out = match chip.shim {
@@ -175,7 +94,7 @@ fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
             None => {
                 let mut command = Command::new(WITH_MESA26);
                 command.env("MESA26_DEVICE", id).arg(&itself).args(["--device", &id.to_uppercase()]);
-                judges.push(judge(shim, command)?);
+                judges.push(run(shim, command)?);
                 None
             }
         },
@@ -196,7 +115,7 @@ fn without_mesa26() -> Option<String> {
 }
 
 /// Runs this program once more as the process that compiles; `command` is all but what tells it so.
-fn judge(compiler: &'static str, mut command: Command) -> Result<Judge, Error> {
+fn run(compiler: &'static str, mut command: Command) -> Result<Judge, Error> {
     let failed = |problem: String| Error::Compiler { compiler, problem };
     command
         .args(["bench", "isa", "--compile"])
@@ -229,20 +148,9 @@ fn judge(compiler: &'static str, mut command: Command) -> Result<Judge, Error> {
         return Err(failed(format!("{status}: {last}")));
     }
     let text = text.map_err(|e| failed(format!("its output cannot be read: {e}")))?;
-    let output: Output = serde_json::from_slice(&text)
+    let compilation: Compilation = serde_json::from_slice(&text)
         .map_err(|e| failed(format!("its output is not what is expected: {e}")))?;
-    let all = pipelines();
-    let analysed = output.pipelines.into_iter().zip(all).map(|(text, (shader, constants))| {
-        if text.shader != shader.name || text.constants != constants {
-            return Err(failed(format!("compiled {}, where {} was expected", text.shader, shader.name)));
-        }
-        let program = Program::parse(&text.assembly).map_err(|e| failed(format!("{}: {e}", shader.name)))?;
-        let body = cost::body(shader, &constants, &program, text.subgroup_size);
-        let Text { subgroup_size, statistics, assembly, .. } = text;
-        Ok(Pipeline { shader, constants, subgroup_size, statistics, program, body, assembly })
-    });
-    let pipelines = analysed.collect::<Result<_, _>>()?;
-    Ok(Judge { compiler, device: output.device, driver: output.driver, pipelines })
+    Judge::read(compiler, compilation).map_err(|e| failed(e.to_string()))
 }
 
 fn write_assembly(folder: &Path, judges: &[Judge]) -> Result<(), Error> {
@@ -260,170 +168,9 @@ fn write_assembly(folder: &Path, judges: &[Judge]) -> Result<(), Error> {
     Ok(())
 }
 
-impl Pipeline {
-    fn name(&self) -> String {
-        pipeline_name(self.shader.name, &self.constants)
-    }
-
-    /// 0 where the driver does not say.
-    fn statistic(&self, name: &str) -> u64 {
-        self.statistics.iter().find(|(n, _)| n == name).map_or(0, |(_, value)| *value)
-    }
-
-    /// As the driver counts them: in waves of 32 lanes.
-    fn wave32_per_simd(&self) -> u64 {
-        self.statistic("Subgroups per SIMD")
-    }
-
-    fn spills(&self) -> u64 {
-        self.statistic("Spilled VGPRs") + self.statistic("Spilled SGPRs")
-    }
-
-    /// Trips of the steady loop, fewest and most, in all that was predicted of the sizes.
-    fn trips(&self, shapes: &[Shape], predictions: &[Prediction]) -> Option<(f64, f64)> {
-        let columns = shapes
-            .iter()
-            .flat_map(|s| [s.hidden_size, s.num_attention_heads * s.head_dim, s.intermediate_size]);
-        let products = columns.filter_map(|cols| Some(cost::product_trips(self.shader, cols)? as f64));
-        let name = self.name();
-        let others = predictions
-            .iter()
-            .flat_map(|p| &p.lines)
-            .filter(|line| line.pipeline == name)
-            .map(|line| line.trips);
-        let all: Vec<f64> = products.chain(others).collect();
-        let (least, most) = (all.iter().copied().reduce(f64::min)?, all.iter().copied().reduce(f64::max)?);
-        self.body.is_some().then_some((least, most))
-    }
-
-    fn json(&self, shapes: &[Shape], predictions: &[Prediction]) -> Value {
-        json!({
-            "name": self.name(),
-            "shader": self.shader.name,
-            "constants": self.constants,
-            "wave_size": self.subgroup_size,
-            "vgprs": self.statistic("VGPRs"),
-            "sgprs": self.statistic("SGPRs"),
-            "spilled_vgprs": self.statistic("Spilled VGPRs"),
-            "spilled_sgprs": self.statistic("Spilled SGPRs"),
-            "scratch_bytes": self.statistic("Scratch size"),
-            "lds_bytes": self.statistic("LDS size"),
-            "code_bytes": self.statistic("Code size"),
-            "waves_per_simd": real_waves(self.wave32_per_simd(), self.subgroup_size),
-            "wave32_per_simd": self.wave32_per_simd(),
-            "loops": self.program.loops.len(),
-            "total": counts_json(&self.program.total),
-            "steady": self.body.map(|body| {
-                let (least, most) = self.trips(shapes, predictions).unzip();
-                json!({
-                    "trip": counts_json(&body.trip),
-                    "trips_unrolled": body.unrolled,
-                    "trips_least": least,
-                    "trips_most": most,
-                    "weights_per_trip": body.weights * body.unrolled,
-                    "valu_per_weight": body.valu_per_weight(),
-                    "once": counts_json(&body.once),
-                })
-            }),
-            "statistics": self.statistics.iter().cloned().collect::<std::collections::BTreeMap<_, _>>(),
-        })
-    }
-}
-
-fn counts_json(c: &Counts) -> Value {
-    json!({
-        "instructions": c.instructions,
-        "valu": c.valu,
-        "dual": c.dual,
-        "dot4": c.dot4,
-        "wmma": c.wmma,
-        "valu_cycles": c.cycles,
-        "macs": c.macs,
-        "vector_loads": c.vector_loads,
-        "wide_loads": c.wide_loads,
-        "vector_stores": c.vector_stores,
-        "scalar_loads": c.scalar_loads,
-        "lds": c.lds,
-        "waits": c.waits,
-    })
-}
-
-/// What is predicted.
-struct Asked {
-    shapes: Vec<Shape>,
-    mode: QuantizeMode,
-    kv: KvDtype,
-    depth: usize,
-    /// Tokens of a prompt in one step, as configured.
-    chunk: usize,
-}
-
-impl Asked {
-    fn predict(&self, chip: &Chip, judge: &Judge) -> Vec<Prediction> {
-        let find = |dispatch: &Dispatch| {
-            let Dispatch { shader, constants, .. } = dispatch;
-            let is_it = |p: &&Pipeline| p.shader.name == shader.name && p.constants == *constants;
-            let Some(found) = judge.pipelines.iter().find(is_it) else {
-                panic!("{} {constants:?} is dispatched, and not among all pipelines", shader.name)
-            };
-            Compiled {
-                subgroup_size: found.subgroup_size,
-                total: &found.program.total,
-                body: found.body.as_ref(),
-            }
-        };
-        let mut all = Vec::new();
-        for shape in &self.shapes {
-            let config = shape.config();
-            let projections = self.mode.projections().unwrap_or(Scheme::Bf16);
-            let embedding = self.mode.embedding().unwrap_or(Scheme::Bf16);
-            let schemes = Schemes::uniform(&config, projections, projections, embedding);
-            let most = work::batch_tokens(&config, &schemes, self.kv, self.chunk);
-            let depth = self.depth.min(config.max_position_embeddings - 1);
-            for batch in BATCHES {
-                let sequences = vec![depth..depth + 1; batch];
-                let step = work::step(&config, &schemes, self.kv, &sequences, batch, most);
-                let what = format!("batch {batch}");
-                all.push(Prediction::new(chip, shape.name, what, batch as u64, &[step], &find));
-            }
-            let steps = work::prompt(&config, &schemes, self.kv, PROMPT, most);
-            let what = format!("prefill {PROMPT}");
-            all.push(Prediction::new(chip, shape.name, what, PROMPT as u64, &steps, &find));
-        }
-        all
-    }
-
-    /// What the figures rest on, in a sentence each.
-    fn assumptions(&self, chip: &Chip) -> Vec<String> {
-        vec![
-            format!("{}: {}", chip.product, chip.source),
-            format!(
-                "weights {}, keys and values {}; batches decode with {} tokens each in the cache, a prompt is read in steps of \
-                 at most {} tokens",
-                self.mode, self.kv, self.depth, self.chunk
-            ),
-            format!(
-                "weights come from memory again for each tile of tokens that the grid walks over (weights x reads), unless a \
-                 matrix fits in {} MiB of cache; activations count once",
-                chip.cache_bytes >> 20
-            ),
-            format!(
-                "a vector instruction takes a SIMD one cycle for 32 lanes, integer products 4, 64-bit shifts 2, a matrix product \
-                 32; {} SIMDs at {} GHz share the waves evenly",
-                chip.simds(),
-                chip.clock_ghz
-            ),
-            format!(
-                "each dispatch costs {DISPATCH_US} us and each barrier {BARRIER_US} us beside its work: assumed, not measured"
-            ),
-            "greedy draws; latency, cache bandwidth, scalar and shared-memory units are left out".into(),
-        ]
-    }
-}
-
 fn as_json(
     chip: &Chip,
-    asked: &Asked,
+    asked: &Question,
     judges: &[Judge],
     left_out: &Option<String>,
     predictions: &[Vec<Prediction>],
@@ -454,7 +201,7 @@ fn as_json(
 
 fn as_text(
     chip: &Chip,
-    asked: &Asked,
+    asked: &Question,
     judges: &[Judge],
     left_out: &Option<String>,
     predictions: &[Vec<Prediction>],
@@ -490,7 +237,7 @@ fn as_text(
     text
 }
 
-fn pipeline_table(judge: &Judge, asked: &Asked, predictions: &[Prediction]) -> String {
+fn pipeline_table(judge: &Judge, asked: &Question, predictions: &[Prediction]) -> String {
     let mut text = String::new();
     let _ = writeln!(
         text,
@@ -516,7 +263,7 @@ fn pipeline_table(judge: &Judge, asked: &Asked, predictions: &[Prediction]) -> S
         "VALU/w"
     );
     for pipeline in &judge.pipelines {
-        let waves = real_waves(pipeline.wave32_per_simd(), pipeline.subgroup_size);
+        let waves = pipeline.waves_per_simd();
         let _ = write!(
             text,
             "{:<24} {:>5} {:>5} {:>5} {:>7} {:>6} {:>6} |",
@@ -528,7 +275,7 @@ fn pipeline_table(judge: &Judge, asked: &Asked, predictions: &[Prediction]) -> S
             pipeline.statistic("LDS size"),
             format!("{waves}x{}", pipeline.subgroup_size),
         );
-        let Some(Body { trip, unrolled, .. }) = &pipeline.body else {
+        let Some(body) = &pipeline.body else {
             text += "  no loop\n";
             continue;
         };
@@ -537,7 +284,7 @@ fn pipeline_table(judge: &Judge, asked: &Asked, predictions: &[Prediction]) -> S
             Some((least, most)) if least == most => format!("{least:.0}"),
             Some((least, most)) => format!("{least:.0}..{most:.0}"),
         };
-        let per_weight = pipeline.body.and_then(|body| body.valu_per_weight());
+        let (trip, unrolled, per_weight) = (&body.trip, body.unrolled, body.valu_per_weight());
         let _ = writeln!(
             text,
             " {trips:>11} {unrolled:>3} {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>4} {:>7}",

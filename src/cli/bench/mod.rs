@@ -5,7 +5,6 @@ mod client;
 mod engine;
 mod isa;
 mod model;
-mod predict;
 mod prompts;
 mod report;
 mod serve;

@@ -1,5 +1,5 @@
 //! What a GPU that is not here is predicted to need for a step: arithmetic on what a compiler says of the kernels and what
-//! [`crate::model::work`] says a step dispatches. Every figure of it is a prediction, none a measurement.
+//! [`super::work`] says a step dispatches. Every figure of it is a prediction, none a measurement.
 //!
 //! A dispatch takes as long as memory needs for its bytes or the vector units for its instructions, whichever is longer;
 //! dispatches come one after the other. Left out: latency that too few waves cannot hide, what the second-level cache gives
@@ -7,9 +7,18 @@
 
 use serde_json::{Value, json};
 
+use super::work::{self, Work};
+use super::{Judge, pipeline_name};
 use crate::gpu::isa::Counts;
 use crate::kernels::cost::{self, Body, Dispatch};
-use crate::model::work::Work;
+use crate::model::memory::Schemes;
+use crate::model::shapes::Shape;
+use crate::tensor::{KvDtype, QuantizeMode, Scheme};
+
+/// Sequences that decode together.
+const BATCHES: [usize; 5] = [1, 8, 16, 32, 64];
+/// Tokens of the prompt.
+const PROMPT: usize = 512;
 
 /// What each dispatch costs beside its work, and each barrier: the drain and fill of the chip. Assumed: nobody has measured
 /// them with these kernels.
@@ -277,10 +286,80 @@ impl Prediction {
     }
 }
 
-/// A pipeline in a table: its shader, and the values of its constants.
-pub fn pipeline_name(shader: &str, constants: &[u32]) -> String {
-    let values: Vec<String> = constants.iter().map(u32::to_string).collect();
-    format!("{shader} {}", values.join("x")).trim_end().to_owned()
+/// What is predicted.
+#[derive(Debug, Clone)]
+pub struct Question {
+    pub shapes: Vec<Shape>,
+    pub mode: QuantizeMode,
+    pub kv: KvDtype,
+    /// Tokens that each sequence has in the cache when the predicted one is decoded.
+    pub depth: usize,
+    /// Tokens of a prompt in one step, as configured.
+    pub chunk: usize,
+}
+
+impl Question {
+    /// For each shape, each batch and the prompt, by one compiler.
+    pub fn predict(&self, chip: &Chip, judge: &Judge) -> Vec<Prediction> {
+        let find = |dispatch: &Dispatch| {
+            let Dispatch { shader, constants, .. } = dispatch;
+            let is_it = |p: &&super::Pipeline| p.shader.name == shader.name && p.constants == *constants;
+            let Some(found) = judge.pipelines.iter().find(is_it) else {
+                panic!("{} {constants:?} is dispatched, and not among all pipelines", shader.name)
+            };
+            Compiled {
+                subgroup_size: found.subgroup_size,
+                total: &found.program.total,
+                body: found.body.as_ref(),
+            }
+        };
+        let mut all = Vec::new();
+        for shape in &self.shapes {
+            let config = shape.config();
+            let projections = self.mode.projections().unwrap_or(Scheme::Bf16);
+            let embedding = self.mode.embedding().unwrap_or(Scheme::Bf16);
+            let schemes = Schemes::uniform(&config, projections, projections, embedding);
+            let most = work::batch_tokens(&config, &schemes, self.kv, self.chunk);
+            let depth = self.depth.min(config.max_position_embeddings - 1);
+            for batch in BATCHES {
+                let sequences = vec![depth..depth + 1; batch];
+                let step = work::step(&config, &schemes, self.kv, &sequences, batch, most);
+                let what = format!("batch {batch}");
+                all.push(Prediction::new(chip, shape.name, what, batch as u64, &[step], &find));
+            }
+            let steps = work::prompt(&config, &schemes, self.kv, PROMPT, most);
+            let what = format!("prefill {PROMPT}");
+            all.push(Prediction::new(chip, shape.name, what, PROMPT as u64, &steps, &find));
+        }
+        all
+    }
+
+    /// What the figures rest on, in a sentence each.
+    pub fn assumptions(&self, chip: &Chip) -> Vec<String> {
+        vec![
+            format!("{}: {}", chip.product, chip.source),
+            format!(
+                "weights {}, keys and values {}; batches decode with {} tokens each in the cache, a prompt is read in steps of \
+                 at most {} tokens",
+                self.mode, self.kv, self.depth, self.chunk
+            ),
+            format!(
+                "weights come from memory again for each tile of tokens that the grid walks over (weights x reads), unless a \
+                 matrix fits in {} MiB of cache; activations count once",
+                chip.cache_bytes >> 20
+            ),
+            format!(
+                "a vector instruction takes a SIMD one cycle for 32 lanes, integer products 4, 64-bit shifts 2, a matrix product \
+                 32; {} SIMDs at {} GHz share the waves evenly",
+                chip.simds(),
+                chip.clock_ghz
+            ),
+            format!(
+                "each dispatch costs {DISPATCH_US} us and each barrier {BARRIER_US} us beside its work: assumed, not measured"
+            ),
+            "greedy draws; latency, cache bandwidth, scalar and shared-memory units are left out".into(),
+        ]
+    }
 }
 
 #[cfg(test)]
@@ -343,11 +422,5 @@ mod tests {
         assert_eq!(Chip::named("phoenix").unwrap().simds(), 24);
         let error = Chip::named("llvmpipe").unwrap_err();
         assert!(error.contains("\"llvmpipe\"") && error.contains("phoenix, gfx1150, gfx1151"), "{error}");
-    }
-
-    #[test]
-    fn a_pipeline_is_named_by_its_shader_and_its_constants() {
-        assert_eq!(pipeline_name("matmul_int4", &[8, 4]), "matmul_int4 8x4");
-        assert_eq!(pipeline_name("geglu", &[]), "geglu");
     }
 }

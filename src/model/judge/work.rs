@@ -1,12 +1,12 @@
-//! What a step of a Gemma-3 dispatches, with its costs on paper: the twin of `gemma3.rs`'s recording for a judge that has a
-//! compiler and no GPU. `tests/target.rs` holds the two to each other.
+//! What a step of a Gemma-3 dispatches, with its costs on paper: the twin of what `gemma3.rs` records, for a judge that has
+//! a compiler and no GPU. `tests/target.rs` holds the two to each other.
 
 use std::ops::Range;
 
-use super::config::{Gemma3Config, LayerType};
-use super::memory::{Demand, Schemes};
-use super::step::filled_up;
 use crate::kernels::cost::{self, Dispatch, Heads};
+use crate::model::config::{Gemma3Config, LayerType};
+use crate::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes};
+use crate::model::step::filled_up;
 use crate::tensor::KvDtype;
 
 /// Dispatches of one kind in a step.
@@ -130,7 +130,7 @@ pub fn batch_tokens(config: &Gemma3Config, schemes: &Schemes, kv: KvDtype, wante
         config,
         schemes: schemes.clone(),
         kv,
-        block_size: super::memory::DEFAULT_BLOCK_SIZE,
+        block_size: DEFAULT_BLOCK_SIZE,
         max_batch_tokens: wanted,
         max_shard_bytes: u64::MAX,
         moments: false,

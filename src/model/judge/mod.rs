@@ -1,0 +1,265 @@
+//! The judge of kernels for a GPU that is not here: what a compiler makes of every pipeline, what a step dispatches
+//! ([`work`]), and what it is predicted to take ([`predict`]).
+//!
+//! RADV chooses its GPU by the environment, and a process loads its drivers once: one process compiles ([`compile`]) and
+//! tells another ([`Judge::read`]), which is `unicorn bench isa`'s to arrange. Nothing is executed.
+
+pub mod predict;
+pub mod work;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use self::predict::Prediction;
+use super::shapes::{SHAPES, Shape};
+use crate::gpu::compiler::Compiler;
+use crate::gpu::isa::{IsaError, Program, real_waves};
+use crate::gpu::{DeviceInfo, GpuError, Shader};
+use crate::kernels::all_pipelines;
+use crate::kernels::cost::{self, Body};
+
+/// What the process says that compiles.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Compilation {
+    pub device: String,
+    pub driver: String,
+    pipelines: Vec<Text>,
+}
+
+/// One pipeline as the driver tells of it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Text {
+    shader: String,
+    constants: Vec<u32>,
+    subgroup_size: u32,
+    statistics: Vec<(String, u64)>,
+    assembly: String,
+}
+
+/// What a compiler said cannot be judged.
+#[derive(Debug, thiserror::Error)]
+pub enum JudgeError {
+    #[error("{name}: {error}")]
+    Assembly { name: String, error: IsaError },
+    #[error(
+        "it compiled {got:?}, where {expected:?} was expected: is it of another version of this program?"
+    )]
+    Other { got: String, expected: String },
+}
+
+/// Everything as one compiler made it.
+#[derive(Debug, Clone)]
+pub struct Judge {
+    /// e.g. `RADV's null device`
+    pub compiler: &'static str,
+    pub device: String,
+    pub driver: String,
+    pub pipelines: Vec<Pipeline>,
+}
+
+#[derive(Debug, Clone)]
+pub struct Pipeline {
+    pub shader: &'static Shader,
+    pub constants: Vec<u32>,
+    pub subgroup_size: u32,
+    statistics: Vec<(String, u64)>,
+    pub program: Program,
+    /// Its steady loop; `None` where it has no loop.
+    pub body: Option<Body>,
+    pub assembly: String,
+}
+
+/// Every pipeline of every size, once.
+fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
+    let mut all: Vec<(&'static Shader, Vec<u32>)> = Vec::new();
+    for shape in SHAPES {
+        let group = shape.num_attention_heads / shape.num_key_value_heads;
+        for (shader, constants) in all_pipelines(group as u32, shape.head_dim as u32) {
+            if !all.iter().any(|(s, c)| s.name == shader.name && *c == constants) {
+                all.push((shader, constants));
+            }
+        }
+    }
+    all.sort_by(|(a, x), (b, y)| (a.name, x).cmp(&(b.name, y)));
+    all
+}
+
+/// Compiles every pipeline on the device that the environment shows, whose name holds `part`.
+pub fn compile(part: &str) -> Result<Compilation, GpuError> {
+    let compiler = Compiler::open(part)?;
+    let mut texts = Vec::new();
+    for (shader, constants) in pipelines() {
+        let compiled = compiler.compile(shader, &constants)?;
+        texts.push(Text {
+            shader: shader.name.to_owned(),
+            constants,
+            subgroup_size: compiled.subgroup_size,
+            statistics: compiled.statistics,
+            assembly: compiled.assembly,
+        });
+    }
+    let DeviceInfo { name: device_name, driver, .. } = &compiler.info;
+    Ok(Compilation { device: device_name.clone(), driver: driver.clone(), pipelines: texts })
+}
+
+impl Judge {
+    /// Reads what another process of this program has compiled.
+    pub fn read(compiler: &'static str, compilation: Compilation) -> Result<Judge, JudgeError> {
+        let Compilation { device, driver, pipelines: texts } = compilation;
+        let expected = pipelines();
+        let names =
+            |text: Option<&Text>| text.map_or("nothing".into(), |t| pipeline_name(&t.shader, &t.constants));
+        if texts.len() > expected.len() {
+            let got = names(texts.get(expected.len()));
+            return Err(JudgeError::Other { got, expected: "nothing".into() });
+        }
+        let mut texts = texts.into_iter();
+        let mut all = Vec::with_capacity(expected.len());
+        for (shader, constants) in expected {
+            let name = pipeline_name(shader.name, &constants);
+            let Some(text) = texts.next().filter(|t| t.shader == shader.name && t.constants == constants)
+            else {
+                return Err(JudgeError::Other { got: names(texts.as_slice().first()), expected: name });
+            };
+            let Text { subgroup_size, statistics, assembly, .. } = text;
+            let program = Program::parse(&assembly).map_err(|error| JudgeError::Assembly { name, error })?;
+            let body = cost::body(shader, &constants, &program, subgroup_size);
+            all.push(Pipeline { shader, constants, subgroup_size, statistics, program, body, assembly });
+        }
+        Ok(Judge { compiler, device, driver, pipelines: all })
+    }
+}
+
+/// A pipeline in a table: its shader, and the values of its constants.
+pub fn pipeline_name(shader: &str, constants: &[u32]) -> String {
+    let values: Vec<String> = constants.iter().map(u32::to_string).collect();
+    format!("{shader} {}", values.join("x")).trim_end().to_owned()
+}
+
+impl Pipeline {
+    pub fn name(&self) -> String {
+        pipeline_name(self.shader.name, &self.constants)
+    }
+
+    /// 0 where the driver does not say.
+    pub fn statistic(&self, name: &str) -> u64 {
+        self.statistics.iter().find(|(n, _)| n == name).map_or(0, |(_, value)| *value)
+    }
+
+    /// Waves of 32 lanes that a SIMD holds at once, which is how the driver counts: one of 64 is two.
+    pub fn wave32_per_simd(&self) -> u64 {
+        self.statistic("Subgroups per SIMD")
+    }
+
+    /// Waves of the pipeline's own size that it holds.
+    pub fn waves_per_simd(&self) -> u64 {
+        real_waves(self.wave32_per_simd(), self.subgroup_size)
+    }
+
+    pub fn spills(&self) -> u64 {
+        self.statistic("Spilled VGPRs") + self.statistic("Spilled SGPRs")
+    }
+
+    /// Trips of the steady loop, fewest and most, in all that was predicted of the sizes.
+    pub fn trips(&self, shapes: &[Shape], predictions: &[Prediction]) -> Option<(f64, f64)> {
+        let columns = shapes
+            .iter()
+            .flat_map(|s| [s.hidden_size, s.num_attention_heads * s.head_dim, s.intermediate_size]);
+        let products = columns.filter_map(|cols| Some(cost::product_trips(self.shader, cols)? as f64));
+        let name = self.name();
+        let others = predictions
+            .iter()
+            .flat_map(|p| &p.lines)
+            .filter(|line| line.pipeline == name)
+            .map(|line| line.trips);
+        let all: Vec<f64> = products.chain(others).collect();
+        let (least, most) = (all.iter().copied().reduce(f64::min)?, all.iter().copied().reduce(f64::max)?);
+        self.body.is_some().then_some((least, most))
+    }
+
+    pub fn json(&self, shapes: &[Shape], predictions: &[Prediction]) -> Value {
+        json!({
+            "name": self.name(),
+            "shader": self.shader.name,
+            "constants": self.constants,
+            "wave_size": self.subgroup_size,
+            "vgprs": self.statistic("VGPRs"),
+            "sgprs": self.statistic("SGPRs"),
+            "spilled_vgprs": self.statistic("Spilled VGPRs"),
+            "spilled_sgprs": self.statistic("Spilled SGPRs"),
+            "scratch_bytes": self.statistic("Scratch size"),
+            "lds_bytes": self.statistic("LDS size"),
+            "code_bytes": self.statistic("Code size"),
+            "waves_per_simd": self.waves_per_simd(),
+            "wave32_per_simd": self.wave32_per_simd(),
+            "loops": self.program.loops.len(),
+            "total": self.program.total,
+            "steady": self.body.map(|body| {
+                let (least, most) = self.trips(shapes, predictions).unzip();
+                json!({
+                    "trip": body.trip,
+                    "trips_unrolled": body.unrolled,
+                    "trips_least": least,
+                    "trips_most": most,
+                    "weights_per_trip": body.weights * body.unrolled,
+                    "valu_per_weight": body.valu_per_weight(),
+                    "once": body.once,
+                })
+            }),
+            "statistics": self.statistics.iter().cloned().collect::<BTreeMap<_, _>>(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn compiled() -> Compilation {
+        let text = |(shader, constants): (&Shader, Vec<u32>)| Text {
+            shader: shader.name.into(),
+            constants,
+            subgroup_size: 64,
+            statistics: vec![("Subgroups per SIMD".into(), 20), ("Spilled VGPRs".into(), 1)],
+            assembly: "BB1:\n\tv_fma_f32 v1, v2, v3, v4\n\ts_cbranch_scc1 BB1\n".into(),
+        };
+        Compilation {
+            device: "d".into(),
+            driver: "v".into(),
+            pipelines: pipelines().into_iter().map(text).collect(),
+        }
+    }
+
+    #[test]
+    fn what_another_process_compiled_is_read() {
+        let judge = Judge::read("c", compiled()).unwrap();
+        let pipeline = &judge.pipelines[0];
+        assert_eq!((pipeline.wave32_per_simd(), pipeline.waves_per_simd(), pipeline.spills()), (20, 10, 1));
+        let heads = |name: &str| judge.pipelines.iter().any(|p| p.name() == name);
+        assert!(heads("attention_f16 4x256") && heads("attention_f16 2x256") && heads("attention_f16 2x128"));
+    }
+
+    #[test]
+    fn what_another_version_compiled_is_refused() {
+        let mut fewer = compiled();
+        fewer.pipelines.pop();
+        assert!(Judge::read("c", fewer).unwrap_err().to_string().contains("\"nothing\", where"));
+        let mut more = compiled();
+        more.pipelines.push(more.pipelines[0].clone());
+        assert!(Judge::read("c", more).unwrap_err().to_string().contains("where \"nothing\""));
+        let mut other = compiled();
+        other.pipelines[3].constants.push(7);
+        assert!(Judge::read("c", other).unwrap_err().to_string().contains("was expected"));
+        let mut empty = compiled();
+        empty.pipelines[3].assembly.clear();
+        assert!(Judge::read("c", empty).unwrap_err().to_string().contains("no instructions"));
+    }
+
+    #[test]
+    fn a_pipeline_is_named_by_its_shader_and_its_constants() {
+        assert_eq!(pipeline_name("matmul_int4", &[8, 4]), "matmul_int4 8x4");
+        assert_eq!(pipeline_name("geglu", &[]), "geglu");
+    }
+}
