@@ -538,6 +538,41 @@ fn the_steps_of_a_model_are_measured_and_compared() {
     assert_error(unicorn_on_software(&[&refused[..], &few].concat()), 1, &["nothing.json", "bench model"]);
 }
 
+/// Some kernels of the smallest shape, and the same again beside what was measured.
+#[test]
+fn kernels_are_measured_beside_what_the_device_can_do() {
+    let run = |args: &[&str]| {
+        let fixed = ["bench", "kernels", "--allow-software-vulkan", "--shape", "gemma-3-270m", "--runs", "1"];
+        output(unicorn_on_software(&[&fixed[..], args].concat()))
+    };
+    let few = ["--tokens", "2", "--depth", "32", "--scheme", "int4-g128", "--only", "k_proj"];
+    let (code, stdout, stderr) = run(&[&few[..], &["--json"]].concat());
+    assert_eq!(code, 0, "{stderr}");
+    let report: Value = serde_json::from_str(&stdout).expect("one JSON object");
+    let [case] = &report["cases"].as_array().expect("a list")[..] else { panic!("{report}") };
+    assert_eq!(case["case"], "gemma-3-270m matmul k_proj int4-g128 x 2");
+    // 256 rows of 640: half a byte for a weight and 2 for 128, and f32 in and out, twice.
+    assert_eq!(case["bytes"], json!(256 * 640 / 2 + 256 * 640 / 64 + 2 * 4 * (256 + 640)));
+    assert_eq!(case["ops"], json!(2 * 2 * 256 * 640));
+    let (copy, peak) = (&report["copy"]["gb_per_s"], &report["peak"]["gops_per_s"]);
+    for (figure, of, share) in [("gb_per_s", copy, "share_of_copy"), ("gops_per_s", peak, "share_of_peak")] {
+        let number = |value: &Value| value.as_f64().expect("a number");
+        let expected = number(&case[figure]) / number(of);
+        assert!((number(&case[share]) / expected - 1.0).abs() < 1e-6, "{share}: {report}");
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("before.json");
+    std::fs::write(&file, &stdout).expect("writes");
+    let file = file.to_str().expect("UTF-8");
+    let (code, stdout, stderr) = run(&[&few[..], &["--compare", file]].concat());
+    assert_eq!(code, 0, "{stderr}");
+    for part in ["k_proj int4-g128 x 2", "times as fast as", "plain multiply-adds", "of copy"] {
+        assert!(stdout.contains(part), "{part:?} is not in {stdout}");
+    }
+    let none = ["bench", "kernels", "--allow-software-vulkan", "--only", "no such kernel"];
+    assert_error(unicorn_on_software(&none), 1, &["--only", "no such kernel"]);
+}
+
 /// `make bench-serve`, with a binary that serves nothing and reports what it was asked.
 #[test]
 fn the_server_of_make_bench_serve_is_stopped_again() {

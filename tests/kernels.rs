@@ -13,9 +13,11 @@ use unicorn::gpu::{
 };
 use unicorn::kernels::{
     Activations, Attention, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Kernels, KvCache,
-    LAST_SAMPLED, LOGPROB_WORDS, Logits, MAX_LOGPROBS, Matrix, NO_TOKEN, RmsNorm, SampleRequest, StepArrays,
-    mask_words, reference,
+    LAST_SAMPLED, LOGPROB_WORDS, Logits, MAX_LOGPROBS, Matrix, NO_TOKEN, Peak, RmsNorm, SampleRequest,
+    StepArrays, mask_words, reference,
 };
+use unicorn::model::kernel_cases::{Choice, Rig, Work};
+use unicorn::model::shapes::Shape;
 use unicorn::quantize::{dequantize_row, grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row};
 
@@ -1372,6 +1374,71 @@ fn philox_matches_its_published_vectors() {
         reference::philox([u32::MAX; 2], [u32::MAX; 4]),
         [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]
     );
+}
+
+#[test]
+fn the_multiply_adds_of_the_peak_come_to_one() {
+    let mut b = Bench::new(110);
+    let peak = Peak::new(&b.device).unwrap();
+    for (workgroups, rounds) in [(1, 16), (3, 50)] {
+        let words = Peak::bytes(workgroups) as usize / 4;
+        let result = b.poisoned(4 * words + 64);
+        b.run(|_, r| peak.record(r, &result, workgroups, rounds));
+        let got = b.download::<u32>(&result, words + 16);
+        assert!(got[..words].iter().all(|word| f32::from_bits(*word) == 32.0), "{workgroups} x {rounds}");
+        assert!(
+            got[words..].iter().all(|word| *word == 0x7fc0_dead),
+            "written beyond {workgroups} workgroups"
+        );
+    }
+}
+
+/// What `unicorn bench kernels` measures is what a model asks for: each case runs, again and again, and writes numbers.
+#[test]
+fn the_cases_that_are_measured_run_and_write_numbers() {
+    let mut b = Bench::new(111);
+    let small = Shape { vocab_size: 2000, intermediate_size: 300, ..Shape::named("gemma-3-270m").unwrap() };
+    let odd =
+        Shape { hidden_size: 96, num_attention_heads: 6, num_key_value_heads: 3, head_dim: 32, ..small };
+    let mut rig = Rig::new(&b.device).unwrap();
+    for (shape, kv) in [(small, KvDtype::F16), (odd, KvDtype::Int8)] {
+        let (schemes, embedding) = (vec![Scheme::int4(32), Scheme::Bf16], Scheme::Int8Row);
+        let choice = Choice { shape, schemes, embedding, kv, tokens: vec![1, 3], depths: vec![20] };
+        for case in choice.cases() {
+            let prepared = rig.prepare(&case).unwrap();
+            let words = prepared.output.size() as usize / 4;
+            let before = b.download::<u32>(&prepared.output, words);
+            b.run(|_, r| (0..2).for_each(|i| prepared.record(r, i)));
+            let after = b.download::<u32>(&prepared.output, words);
+            match case.work {
+                Work::Sample { vocab, .. } => {
+                    assert!(after.iter().all(|id| (*id as usize) < vocab), "{}: {after:?}", case.name);
+                }
+                _ => {
+                    let finite = after.iter().all(|word| f32::from_bits(*word).is_finite());
+                    assert!(finite && before != after, "{}: {:?}", case.name, &after[..8]);
+                }
+            }
+        }
+    }
+    // And what it is measured with: a device with a clock says how long, of as many as it takes to be seen.
+    let choice = Choice {
+        shape: odd,
+        schemes: vec![],
+        embedding: Scheme::Bf16,
+        kv: KvDtype::F16,
+        tokens: vec![1],
+        depths: vec![],
+    };
+    let case = choice.cases().into_iter().find(|case| matches!(case.work, Work::RmsNorm { .. })).unwrap();
+    let prepared = rig.prepare(&case).unwrap();
+    let mut recorded = 0;
+    let span = rig.time(1, &mut |r, i| {
+        recorded += 1;
+        prepared.record(r, i);
+    });
+    let span = span.unwrap().expect("a device with a clock");
+    assert_eq!(recorded, 1 + 1 + span.repeats, "twice to warm up, and one run");
 }
 
 #[test]

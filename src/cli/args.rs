@@ -389,6 +389,8 @@ pub enum Benchmark {
     Engine(BenchEngine),
     /// Measure the steps of a model alone: prompts of several lengths, decodes of several sequences at several depths
     Model(BenchModel),
+    /// Measure each hot kernel alone at the shapes of published models, beside what the device can do at most
+    Kernels(BenchKernels),
     /// Measure a server that speaks the OpenAI API, as its clients see it
     Serve(BenchServe),
     /// Compile every kernel for an AMD GPU that is not here, and predict from the assembly how fast each size of Gemma-3 is
@@ -399,6 +401,7 @@ pub enum Benchmark {
 pub enum What<'a> {
     Engine(&'a BenchEngine),
     Model(&'a BenchModel),
+    Kernels(&'a BenchKernels),
     Serve(&'a BenchServe),
     Isa(&'a BenchIsa),
 }
@@ -409,6 +412,7 @@ impl Bench {
             None => What::Engine(&self.engine),
             Some(Benchmark::Engine(args)) => What::Engine(args),
             Some(Benchmark::Model(args)) => What::Model(args),
+            Some(Benchmark::Kernels(args)) => What::Kernels(args),
             Some(Benchmark::Serve(args)) => What::Serve(args),
             Some(Benchmark::Isa(args)) => What::Isa(args),
         }
@@ -419,14 +423,14 @@ impl Bench {
         match self.what() {
             What::Engine(args) => args.model.model.as_deref(),
             What::Model(args) => args.model.as_deref(),
-            What::Serve(_) | What::Isa(_) => None,
+            What::Kernels(_) | What::Serve(_) | What::Isa(_) => None,
         }
     }
 
     pub fn draft(&self) -> Option<&str> {
         match self.what() {
             What::Engine(args) => args.model.draft.as_deref(),
-            What::Model(_) | What::Serve(_) | What::Isa(_) => None,
+            What::Model(_) | What::Kernels(_) | What::Serve(_) | What::Isa(_) => None,
         }
     }
 
@@ -434,7 +438,7 @@ impl Bench {
         match self.what() {
             What::Engine(args) => Some(&args.model.memory),
             What::Model(args) => Some(&args.memory),
-            What::Serve(_) | What::Isa(_) => None,
+            What::Kernels(_) | What::Serve(_) | What::Isa(_) => None,
         }
     }
 }
@@ -492,6 +496,40 @@ pub struct BenchModel {
     /// A case that would take longer is left out; one whose runs together would has fewer
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub limit_s: u32,
+    /// Compare with what --json printed before
+    #[arg(long, value_name = "FILE")]
+    pub compare: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct BenchKernels {
+    /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b, gemma-3-27b
+    #[arg(long, value_name = "SHAPE,...", value_delimiter = ',', default_value = "gemma-3-4b,gemma-3-27b",
+          value_parser = Shape::named)]
+    pub shape: Vec<Shape>,
+    /// Matrices of layers: int4-g32, int4-g128, int8-row, bf16
+    #[arg(long, value_name = "SCHEME,...", value_delimiter = ',', default_value = "int4-g32,int4-g128")]
+    pub scheme: Vec<Target>,
+    /// The embedding, which is the output head too
+    #[arg(long, value_name = "SCHEME", default_value = "int8-row")]
+    pub embedding: Target,
+    /// Tokens of a step
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,8,128",
+          value_parser = clap::value_parser!(u32).range(1..=8192))]
+    pub tokens: Vec<u32>,
+    /// Tokens before those that attend
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "2048,8192",
+          value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    pub depth: Vec<u32>,
+    /// Those cases alone whose names have this in them
+    #[arg(long, value_name = "TEXT")]
+    pub only: Option<String>,
+    /// Measured runs of each case, after two to warm up; the median counts
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: u32,
     /// Compare with what --json printed before
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,

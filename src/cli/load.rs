@@ -376,6 +376,11 @@ pub fn machine(config: &Config, paper: Option<(u64, u64)>) -> Result<(Machine, L
     }
 }
 
+/// The device that a load would take, without a model.
+pub fn device(config: &Config) -> Result<Arc<Device>, Error> {
+    Ok(Device::open(&policy(config, false))?)
+}
+
 fn policy(config: &Config, profile: bool) -> DevicePolicy {
     DevicePolicy {
         device: config.hardware.device.clone(),

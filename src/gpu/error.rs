@@ -39,6 +39,11 @@ pub enum GpuError {
 }
 
 impl GpuError {
+    /// Whether the device has no room for what was asked, and is else well.
+    pub fn is_of_room(&self) -> bool {
+        matches!(self, GpuError::OutOfMemory { .. } | GpuError::TooLarge { .. })
+    }
+
     /// Names the call that returned `result`.
     pub(super) fn of(call: &str) -> impl FnOnce(vk::Result) -> GpuError + '_ {
         move |result| match result {

@@ -9,12 +9,14 @@ use std::sync::Arc;
 use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder, Shader};
 use crate::tensor::{KvDtype, Scales, Scheme, TILE_ROWS};
 
+mod peak;
 #[doc(hidden)]
 pub mod cost;
 #[doc(hidden)]
 pub mod reference;
 mod weights;
 
+pub use peak::Peak;
 pub use weights::{Embedding, Matrix, UploadError};
 
 /// The table that build.rs made from `shaders/`.

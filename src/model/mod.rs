@@ -7,6 +7,7 @@ pub mod draft;
 pub mod gemma3;
 #[doc(hidden)]
 pub mod judge;
+pub mod kernel_cases;
 pub mod memory;
 mod rates;
 mod runner;

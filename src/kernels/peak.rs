@@ -1,0 +1,36 @@
+//! What a device's arithmetic can do at most, measured and not read in a table: multiply-adds without memory.
+
+use std::sync::Arc;
+
+use super::shaders;
+use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder};
+
+const WORKGROUP: u32 = 256;
+/// Multiply-adds of an invocation in a round.
+const MACS: u64 = 4 * 8 * 4;
+
+/// Plain multiply-adds in f32, which every product of the kernels is made of today.
+pub struct Peak(Arc<Pipeline>);
+
+impl Peak {
+    pub fn new(device: &Device) -> Result<Peak, GpuError> {
+        Ok(Peak(device.pipeline(&shaders::PEAK, &[])?))
+    }
+
+    /// Bytes that `workgroups` write.
+    pub const fn bytes(workgroups: u32) -> u64 {
+        4 * (workgroups * WORKGROUP) as u64
+    }
+
+    /// Operations of that many, a multiply-add being two.
+    pub const fn ops(workgroups: u32, rounds: u32) -> u64 {
+        2 * MACS * (workgroups * WORKGROUP) as u64 * rounds as u64
+    }
+
+    /// Writes [`Peak::bytes`] to `result`: 32 in every word, where there are 16 rounds or more.
+    pub fn record(&self, recorder: &mut Recorder<'_>, result: &Buffer, workgroups: u32, rounds: u32) {
+        let result = &result.slice(0, Peak::bytes(workgroups));
+        let arguments = shaders::Peak { result, rounds, a: 0.5, b: 0.5 };
+        recorder.dispatch(&self.0, &arguments, [workgroups, 1, 1]);
+    }
+}

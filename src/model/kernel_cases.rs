@@ -1,0 +1,633 @@
+//! The hot kernels at the shapes of the published models: one list of cases, for what measures them and for what tests them.
+//!
+//! A case knows the bytes that it moves at least, each input and output once, and its operations, a multiply-add being two.
+//! Weights, keys and values lie several times on the device and are used by turns, so that no cache holds what a step would
+//! have to read. Matrices hold random integers, or random numbers; keys and values are one number.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use half::{bf16, f16};
+use rand::{Rng, RngCore, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::memory::MAX_SEQUENCES;
+use super::shapes::Shape;
+use crate::checkpoint::{Encoding, NativeTensor, Tensor};
+use crate::gpu::{
+    Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind, Recorder, Submission, Uploader,
+};
+use crate::kernels::{
+    Activations, Attention, AttentionShape, DrawArrays, Embedding, Heads, Kernels, KvCache, LOGPROB_WORDS,
+    Logits, Matrix, Peak, RmsNorm, SampleRequest, StepArrays, UploadError,
+};
+use crate::tensor::{KvDtype, Scheme};
+
+/// What is used by turns is more than this in all: more than the caches of large GPUs hold.
+const ROTATED_BYTES: u64 = 256 << 20;
+const MOST_COPIES: u64 = 64;
+/// Of a span that is measured, and the most dispatches in it.
+const SPAN: Duration = Duration::from_millis(20);
+const MOST_REPEATS: usize = 2000;
+const BLOCK_SIZE: usize = 16;
+
+/// One kernel at one shape. `tokens` are rows of activations.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Work {
+    Matmul {
+        scheme: Scheme,
+        rows: usize,
+        cols: usize,
+        tokens: usize,
+    },
+    Embed {
+        scheme: Scheme,
+        rows: usize,
+        cols: usize,
+        tokens: usize,
+    },
+    /// Of each of `sequences`, `tokens` tokens behind `depth` others.
+    Attention {
+        sequences: usize,
+        tokens: usize,
+        depth: usize,
+        window: Option<usize>,
+    },
+    QkvStore {
+        tokens: usize,
+    },
+    RmsNorm {
+        width: usize,
+        tokens: usize,
+    },
+    RmsNormAdd {
+        width: usize,
+        tokens: usize,
+    },
+    Geglu {
+        width: usize,
+        tokens: usize,
+    },
+    /// From rows of logits.
+    Sample {
+        vocab: usize,
+        rows: usize,
+        top_k: u32,
+        top_p: f32,
+    },
+}
+
+/// Which cases there are to be.
+#[derive(Debug, Clone)]
+pub struct Choice {
+    pub shape: Shape,
+    /// Of the matrices of layers.
+    pub schemes: Vec<Scheme>,
+    pub embedding: Scheme,
+    pub kv: KvDtype,
+    /// Rows of activations: tokens of a step.
+    pub tokens: Vec<usize>,
+    /// Positions before those that attend.
+    pub depths: Vec<usize>,
+}
+
+#[derive(Debug, Clone)]
+pub struct Case {
+    /// Of its own among all.
+    pub name: String,
+    pub shape: Shape,
+    pub kv: KvDtype,
+    pub work: Work,
+}
+
+impl Choice {
+    /// The matrices of a layer by name, and the output head; attention from the first token and deep in a context; the rest.
+    pub fn cases(&self) -> Vec<Case> {
+        let s = &self.shape;
+        let heads = s.num_attention_heads * s.head_dim;
+        let kv_heads = s.num_key_value_heads * s.head_dim;
+        let matrices = [
+            ("q_proj", heads, s.hidden_size),
+            ("k_proj", kv_heads, s.hidden_size),
+            ("o_proj", s.hidden_size, heads),
+            ("gate_proj", s.intermediate_size, s.hidden_size),
+            ("down_proj", s.hidden_size, s.intermediate_size),
+        ];
+        let mut works: Vec<(String, Work)> = Vec::new();
+        for &tokens in &self.tokens {
+            for &scheme in &self.schemes {
+                for (name, rows, cols) in matrices {
+                    let work = Work::Matmul { scheme, rows, cols, tokens };
+                    works.push((format!("matmul {name} {scheme} x {tokens}"), work));
+                }
+            }
+            let (scheme, rows, cols) = (self.embedding, s.vocab_size, s.hidden_size);
+            let name = |what: &str| format!("{what} {scheme} x {tokens}");
+            works.push((name("embed"), Work::Embed { scheme, rows, cols, tokens }));
+            // More tokens than a step has sequences are a prompt's, and one row of it is drawn from.
+            if tokens <= MAX_SEQUENCES {
+                works.push((name("matmul head"), Work::Matmul { scheme, rows, cols, tokens }));
+                let decode = |depth, window| Work::Attention { sequences: tokens, tokens: 1, depth, window };
+                for &depth in &self.depths {
+                    works.push((format!("attention of {tokens} at {depth}"), decode(depth, None)));
+                }
+                let windowed = decode(2 * s.sliding_window, Some(s.sliding_window));
+                works.push((format!("attention of {tokens} in a window"), windowed));
+                let draw = |top_k, top_p| Work::Sample { vocab: rows, rows: tokens, top_k, top_p };
+                works.push((format!("sample greedy x {tokens}"), draw(0, 1.0)));
+                works.push((format!("sample top_k top_p x {tokens}"), draw(64, 0.95)));
+            }
+            if tokens > 1 {
+                let prompt = Work::Attention { sequences: 1, tokens, depth: 0, window: None };
+                works.push((format!("attention of a prompt of {tokens}"), prompt));
+            }
+            let width = s.hidden_size;
+            works.push((format!("qkv_store x {tokens}"), Work::QkvStore { tokens }));
+            works.push((format!("rms_norm x {tokens}"), Work::RmsNorm { width, tokens }));
+            works.push((format!("rms_norm_add x {tokens}"), Work::RmsNormAdd { width, tokens }));
+            works.push((format!("geglu x {tokens}"), Work::Geglu { width: s.intermediate_size, tokens }));
+        }
+        let case = |(name, work)| Case { name: format!("{} {name}", s.name), shape: *s, kv: self.kv, work };
+        works.into_iter().map(case).collect()
+    }
+}
+
+impl Case {
+    /// What it reads and writes at least: each input once, and each output.
+    pub fn bytes(&self) -> u64 {
+        let f32s = |n: usize| 4 * n as u64;
+        let s = &self.shape;
+        let (heads, kv_heads) = (s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim);
+        let kv_row = (s.num_key_value_heads * self.kv.row_bytes(s.head_dim)) as u64;
+        match self.work {
+            Work::Matmul { scheme, rows, cols, tokens } => {
+                scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols) + f32s(tokens * (rows + cols))
+            }
+            Work::Embed { scheme, cols, tokens, .. } => {
+                let row = (scheme.block_bytes(32, cols) + scheme.scale_bytes(32, cols)) / 32;
+                tokens as u64 * row + f32s(tokens * cols)
+            }
+            Work::Attention { sequences, tokens, depth, window } => {
+                let seen = depth + tokens - window.map_or(0, |w| (depth + 1).saturating_sub(w));
+                sequences as u64 * (2 * seen as u64 * kv_row + f32s(2 * tokens * heads))
+            }
+            Work::QkvStore { tokens } => {
+                f32s(tokens * (2 * heads + 2 * kv_heads)) + 2 * tokens as u64 * kv_row
+            }
+            Work::RmsNorm { width, tokens } => f32s((2 * tokens + 1) * width),
+            Work::RmsNormAdd { width, tokens } => f32s((3 * tokens + 1) * width),
+            Work::Geglu { width, tokens } => f32s(3 * tokens * width),
+            // What penalties made of them is read beside the logits.
+            Work::Sample { vocab, rows, .. } => f32s(2 * rows * vocab),
+        }
+    }
+
+    /// Of products, a multiply-add being two; none where arithmetic is not what takes time.
+    pub fn ops(&self) -> Option<u64> {
+        match self.work {
+            Work::Matmul { rows, cols, tokens, .. } => Some(2 * (rows * cols * tokens) as u64),
+            Work::Attention { sequences, tokens, depth, window } => {
+                let keys = |position: usize| (position + 1).min(window.unwrap_or(usize::MAX));
+                let seen: usize = (depth..depth + tokens).map(keys).sum();
+                Some(4 * (sequences * seen * self.shape.num_attention_heads * self.shape.head_dim) as u64)
+            }
+            _ => None,
+        }
+    }
+
+    fn heads(&self) -> Heads {
+        let s = &self.shape;
+        let group = s.num_attention_heads / s.num_key_value_heads;
+        Heads { group, head_dim: s.head_dim, kv: self.kv }
+    }
+}
+
+/// What a device did in a span of time by its own clock.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Span {
+    /// Of one dispatch, or of what was repeated; with the barrier behind it.
+    pub seconds: f64,
+    pub repeats: usize,
+}
+
+/// A device that cases are measured on.
+pub struct Rig {
+    device: Arc<Device>,
+    kernels: HashMap<String, Arc<Kernels>>,
+    commands: CommandBuffer,
+    submission: Submission,
+}
+
+/// A case whose buffers are on the device.
+pub struct Prepared {
+    record: Box<dyn Fn(&mut Recorder<'_>, usize)>,
+    /// What it writes, f32 or u32.
+    pub output: Buffer,
+}
+
+impl Prepared {
+    /// Once; the `i`-th time with the `i`-th copy of what is used by turns.
+    pub fn record(&self, recorder: &mut Recorder<'_>, i: usize) {
+        (self.record)(recorder, i);
+    }
+}
+
+impl Rig {
+    pub fn new(device: &Arc<Device>) -> Result<Rig, GpuError> {
+        Ok(Rig {
+            device: device.clone(),
+            kernels: HashMap::new(),
+            commands: CommandBuffer::new(device, "measured")?,
+            submission: Submission::new(device)?,
+        })
+    }
+
+    /// What `record` takes, repeated between two timestamps that wait for the work before them, as often as fills 20 ms: the
+    /// median of `runs`, at least 1. `None` where the device has no clock.
+    pub fn time(
+        &mut self,
+        runs: usize,
+        record: &mut dyn FnMut(&mut Recorder<'_>, usize),
+    ) -> Result<Option<Span>, GpuError> {
+        let mut span = |repeats: usize| -> Result<Option<f64>, GpuError> {
+            self.commands.record_to_keep(&mut |recorder| (0..repeats).for_each(|i| record(recorder, i)))?;
+            self.submission.submit(&mut [&mut self.commands], "a measured kernel")?;
+            self.submission.wait()?;
+            Ok(self.submission.took().map(|took| took.as_secs_f64()))
+        };
+        // The first time pays for what the driver does then; by the second one it is known how many fill the span.
+        span(1)?;
+        let Some(once) = span(1)? else { return Ok(None) };
+        let repeats = (SPAN.as_secs_f64() / once.max(1e-9)).clamp(1.0, MOST_REPEATS as f64) as usize;
+        let mut seconds = Vec::new();
+        for _ in 0..runs.max(1) {
+            seconds.extend(span(repeats)?);
+        }
+        seconds.sort_by(f64::total_cmp);
+        Ok(Some(Span { seconds: seconds[seconds.len() / 2] / repeats as f64, repeats }))
+    }
+
+    /// Bytes a second that the device copies from one buffer to another, what is read and what is written both counted; at
+    /// most `bytes` at once. `None` where the device has no clock.
+    pub fn copy_bytes_per_s(&mut self, bytes: u64, runs: usize) -> Result<Option<f64>, GpuError> {
+        let mut arena = Arena::new(&self.device);
+        let mut alloc = || arena.alloc(MemoryKind::Device, Class::Activations, bytes, "copied");
+        let (from, to) = (alloc()?, alloc()?);
+        self.run(|recorder| recorder.fill(&from, 0x1234_5678))?;
+        let span = self.time(runs, &mut |recorder, _| recorder.copy(&from, &to, bytes))?;
+        Ok(span.map(|span| 2.0 * bytes as f64 / span.seconds))
+    }
+
+    /// Operations a second of multiply-adds in f32, each two. `None` where the device has no clock.
+    pub fn ops_per_s(&mut self, runs: usize) -> Result<Option<f64>, GpuError> {
+        const WORKGROUPS: u32 = 1024;
+        const ROUNDS: [u32; 2] = [32, 1024];
+        let peak = Peak::new(&self.device)?;
+        let mut arena = Arena::new(&self.device);
+        let result = arena.alloc(MemoryKind::Device, Class::Activations, Peak::bytes(WORKGROUPS), "peak")?;
+        let mut best = 0f64;
+        // A fast device needs long chains, or starting workgroups is what is measured; a slow one would take seconds for them.
+        for rounds in ROUNDS {
+            let span =
+                self.time(runs, &mut |recorder, _| peak.record(recorder, &result, WORKGROUPS, rounds))?;
+            let Some(span) = span else { return Ok(None) };
+            let rate = Peak::ops(WORKGROUPS, rounds) as f64 / span.seconds;
+            best = best.max(rate);
+            if span.seconds > SPAN.as_secs_f64() / 4.0 {
+                break;
+            }
+        }
+        Ok(Some(best))
+    }
+
+    fn run(&mut self, record: impl FnOnce(&mut Recorder<'_>)) -> Result<(), GpuError> {
+        let mut recorder = self.commands.begin()?;
+        record(&mut recorder);
+        recorder.submit("what is measured, before it is")?;
+        self.commands.wait()
+    }
+
+    /// Compiles what a case needs, and brings its buffers to the device.
+    pub fn prepare(&mut self, case: &Case) -> Result<Prepared, GpuError> {
+        let kernels = self.kernels(case)?;
+        let mut make = Make { arena: Arena::new(&self.device), rng: ChaCha8Rng::seed_from_u64(1), rig: self };
+        let s = case.shape;
+        let heads = s.num_attention_heads * s.head_dim;
+        let kv_heads = s.num_key_value_heads * s.head_dim;
+        let (record, output): (Box<dyn Fn(&mut Recorder<'_>, usize)>, Buffer) = match case.work {
+            Work::Matmul { scheme, rows, cols, tokens } => {
+                let matrices = make.matrices(scheme, rows, cols, case.bytes())?;
+                let (x, y) = (make.activations(tokens, cols)?, make.activations(tokens, rows)?);
+                let output = y.buffer.clone();
+                let record = move |r: &mut Recorder<'_>, i: usize| {
+                    kernels.matmul(r, &matrices[i % matrices.len()], &x, &y, tokens);
+                };
+                (Box::new(record), output)
+            }
+            Work::Embed { scheme, rows, cols, tokens } => {
+                let matrix = make.matrices(scheme, rows, cols, ROTATED_BYTES)?.remove(0);
+                let ids: Vec<u32> = (0..tokens).map(|_| make.rng.random_range(0..rows as u32)).collect();
+                let (ids, sampled) = (make.words(&ids)?, make.words(&[0u32])?);
+                let embedding = make.embedding(matrix)?;
+                let out = make.activations(tokens, cols)?;
+                let output = out.buffer.clone();
+                let record = move |r: &mut Recorder<'_>, _| {
+                    kernels.embed(r, &embedding, &ids, &sampled, &out, tokens);
+                };
+                (Box::new(record), output)
+            }
+            Work::Attention { sequences, tokens, depth, window } => {
+                let layers = make.attention(case, sequences, depth + tokens, window, case.bytes())?;
+                let step = make.step(sequences, tokens, depth)?;
+                let all = sequences * tokens;
+                let (q, y) = (make.activations(all, heads)?, make.activations(all, heads)?);
+                let output = y.buffer.clone();
+                let record = move |r: &mut Recorder<'_>, i: usize| {
+                    kernels.attention(r, &layers[i % layers.len()], &q, &step, &y, all);
+                };
+                (Box::new(record), output)
+            }
+            Work::QkvStore { tokens } => {
+                let layer = make.attention(case, tokens, 1, None, ROTATED_BYTES)?.remove(0);
+                let step = make.step(tokens, 1, 0)?;
+                let q = make.activations(tokens, heads)?;
+                let [k, v] = [make.activations(tokens, kv_heads)?, make.activations(tokens, kv_heads)?];
+                let output = q.buffer.clone();
+                let record = move |r: &mut Recorder<'_>, _| {
+                    kernels.qkv_store(r, &layer, [&q, &k, &v], &step, tokens);
+                };
+                (Box::new(record), output)
+            }
+            Work::RmsNorm { width, tokens } | Work::RmsNormAdd { width, tokens } => {
+                let (x, y) = (make.activations(tokens, width)?, make.activations(tokens, width)?);
+                let norm = make.norm(width)?;
+                let (output, adds) = (y.buffer.clone(), matches!(case.work, Work::RmsNormAdd { .. }));
+                let record = move |r: &mut Recorder<'_>, _| match adds {
+                    true => kernels.rms_norm_add(r, &x, &norm, &y, tokens),
+                    false => kernels.rms_norm(r, &x, &norm, &y, tokens),
+                };
+                (Box::new(record), output)
+            }
+            Work::Geglu { width, tokens } => {
+                let (gate, up) = (make.activations(tokens, width)?, make.activations(tokens, width)?);
+                let output = gate.buffer.clone();
+                let record = move |r: &mut Recorder<'_>, _| kernels.geglu(r, &gate, &up, tokens);
+                (Box::new(record), output)
+            }
+            Work::Sample { vocab, rows, top_k, top_p } => {
+                let (logits, draws) = make.draws(vocab, rows, top_k, top_p)?;
+                let sampled = make.words(&vec![0u32; rows])?;
+                let output = draws.ids.clone();
+                let record =
+                    move |r: &mut Recorder<'_>, _| kernels.sample(r, &logits, &draws, &sampled, rows);
+                (Box::new(record), output)
+            }
+        };
+        Ok(Prepared { record, output })
+    }
+
+    fn kernels(&mut self, case: &Case) -> Result<Arc<Kernels>, GpuError> {
+        let heads = case.heads();
+        let scheme = match case.work {
+            Work::Matmul { scheme, .. } | Work::Embed { scheme, .. } => scheme,
+            _ => Scheme::F32,
+        };
+        let key = format!("{heads:?} {scheme}");
+        if let Some(kernels) = self.kernels.get(&key) {
+            return Ok(kernels.clone());
+        }
+        let kernels = Arc::new(Kernels::new(&self.device, &[], scheme, heads)?);
+        self.kernels.insert(key, kernels.clone());
+        Ok(kernels)
+    }
+}
+
+/// Buffers of one case.
+struct Make<'a> {
+    arena: Arena,
+    rng: ChaCha8Rng,
+    rig: &'a mut Rig,
+}
+
+impl Make<'_> {
+    fn empty(&mut self, bytes: u64) -> Result<Buffer, GpuError> {
+        self.arena.alloc(MemoryKind::Device, Class::Activations, bytes, "measured")
+    }
+
+    fn filled(&mut self, bytes: u64, word: u32) -> Result<Buffer, GpuError> {
+        let buffer = self.empty(bytes)?;
+        self.rig.run(|recorder| recorder.fill(&buffer, word))?;
+        Ok(buffer)
+    }
+
+    fn words<T: bytemuck::NoUninit>(&mut self, data: &[T]) -> Result<Buffer, GpuError> {
+        let buffer = self.empty(size_of_val(data) as u64)?;
+        let mut uploader = Uploader::<GpuError>::new(&self.rig.device)?;
+        uploader.upload(&buffer, data)?;
+        uploader.finish()?;
+        Ok(buffer)
+    }
+
+    /// Random, from -1 to 1.
+    fn activations(&mut self, rows: usize, width: usize) -> Result<Activations, GpuError> {
+        let count = rows * Activations::stride_of(width);
+        let values: Vec<f32> = (0..count).map(|_| self.rng.random_range(-1.0..1.0)).collect();
+        Ok(Activations::new(self.words(&values)?, width))
+    }
+
+    fn norm(&mut self, width: usize) -> Result<RmsNorm, GpuError> {
+        Ok(RmsNorm { weight: self.filled(4 * width as u64, 1f32.to_bits())?, eps: 1e-6 })
+    }
+
+    /// As many of a shape as are used by turns, where one use moves `bytes`.
+    fn matrices(
+        &mut self,
+        scheme: Scheme,
+        rows: usize,
+        cols: usize,
+        bytes: u64,
+    ) -> Result<Vec<Matrix>, GpuError> {
+        let mut blocks = vec![0; scheme.block_bytes(rows, cols) as usize];
+        let deviation = 1.0 / (cols as f32).sqrt();
+        let value = |rng: &mut ChaCha8Rng| rng.random_range(-deviation..deviation);
+        match scheme {
+            Scheme::F32 => put(&mut blocks, |_| value(&mut self.rng).to_le_bytes()),
+            Scheme::F16 => put(&mut blocks, |_| f16::from_f32(value(&mut self.rng)).to_le_bytes()),
+            Scheme::Bf16 => put(&mut blocks, |_| bf16::from_f32(value(&mut self.rng)).to_le_bytes()),
+            _ => self.rng.fill_bytes(&mut blocks),
+        }
+        let mut scales = vec![0; scheme.scale_bytes(rows, cols) as usize];
+        put(&mut scales, |_| f16::from_f32(deviation / 8.0).to_le_bytes());
+        let native = NativeTensor { scheme, blocks: blocks[..].into(), scales: scales[..].into() };
+        let (shape, encoding) = ([rows, cols], Encoding::Native(native));
+        let tensor = Tensor { name: "measured", file: "memory", shape: &shape, encoding };
+        let shard = self.rig.device.info().max_allocation_bytes / 2;
+        let mut upload = || {
+            let mut uploader = Uploader::<UploadError>::new(&self.rig.device)?;
+            let arena = &mut self.arena;
+            let matrix =
+                Matrix::upload(arena, &mut uploader, &tensor, scheme, Class::Ffn, shard, &mut |_| {})?;
+            uploader.finish()?;
+            Ok(matrix)
+        };
+        (0..copies(bytes)).map(|_| upload().map_err(of_memory)).collect()
+    }
+
+    fn embedding(&mut self, matrix: Matrix) -> Result<Embedding, GpuError> {
+        let mut uploader = Uploader::<UploadError>::new(&self.rig.device)?;
+        let embedding = Embedding::new(&mut self.arena, &mut uploader, matrix, 1.0).map_err(of_memory)?;
+        uploader.finish().map_err(of_memory)?;
+        Ok(embedding)
+    }
+
+    /// Layers, as many as are used by turns, whose caches hold `sequences` of `len` positions.
+    fn attention(
+        &mut self,
+        case: &Case,
+        sequences: usize,
+        len: usize,
+        window: Option<usize>,
+        bytes: u64,
+    ) -> Result<Vec<Attention>, GpuError> {
+        let s = &case.shape;
+        let blocks = sequences * len.div_ceil(BLOCK_SIZE);
+        let cache_bytes =
+            (blocks * BLOCK_SIZE * s.num_key_value_heads * case.kv.row_bytes(s.head_dim)) as u64;
+        let shape = AttentionShape {
+            num_heads: s.num_attention_heads,
+            num_kv_heads: s.num_key_value_heads,
+            head_dim: s.head_dim,
+            block_size: BLOCK_SIZE,
+            max_blocks: len.div_ceil(BLOCK_SIZE),
+            window,
+        };
+        let rope =
+            self.filled((4 * len.next_multiple_of(BLOCK_SIZE) * s.head_dim) as u64, 0.5f32.to_bits())?;
+        let (q_norm, k_norm) = (self.norm(s.head_dim)?, self.norm(s.head_dim)?);
+        // Twice a small number in f16; as bytes of int8 it is small too, and as f32 next to 0.
+        let word = 0x2e01_2e01;
+        let mut layer = || {
+            let cache =
+                KvCache { keys: self.filled(cache_bytes, word)?, values: self.filled(cache_bytes, word)? };
+            let (q_norm, k_norm, rope) = (q_norm.clone(), k_norm.clone(), rope.clone());
+            let q_scale = 1.0 / (s.query_pre_attn_scalar as f32).sqrt();
+            Ok(Attention { shape, q_norm, k_norm, rope, q_scale, cache })
+        };
+        (0..copies(bytes)).map(|_| layer()).collect()
+    }
+
+    /// `tokens` tokens of each of `sequences` behind `depth` others, each with blocks of its own, in their order.
+    fn step(&mut self, sequences: usize, tokens: usize, depth: usize) -> Result<StepArrays, GpuError> {
+        let max_blocks = (depth + tokens).div_ceil(BLOCK_SIZE);
+        let of_each = |f: &dyn Fn(usize, usize) -> usize| -> Vec<u32> {
+            let all = (0..sequences).flat_map(|s| (depth..depth + tokens).map(move |p| (s, p)));
+            all.map(|(s, p)| f(s, p) as u32).collect()
+        };
+        let tables: Vec<u32> = (0..(sequences * max_blocks) as u32).collect();
+        Ok(StepArrays {
+            ids: self.words(&of_each(&|s, _| s))?,
+            positions: self.words(&of_each(&|_, p| p))?,
+            sequence_of: self.words(&of_each(&|s, _| s))?,
+            slot_mapping: self.words(&of_each(&|s, p| s * max_blocks * BLOCK_SIZE + p))?,
+            block_tables: self.words(&tables)?,
+        })
+    }
+
+    fn draws(
+        &mut self,
+        vocab: usize,
+        rows: usize,
+        top_k: u32,
+        top_p: f32,
+    ) -> Result<(Logits, DrawArrays), GpuError> {
+        let requests: Vec<SampleRequest> = (0..rows)
+            .map(|row| SampleRequest {
+                temperature: if top_k > 0 { 1.0 } else { 0.0 },
+                top_k,
+                top_p,
+                repetition_penalty: 1.0,
+                position: row as u32,
+                slot: row as u32,
+                ..SampleRequest::default()
+            })
+            .collect();
+        let raw = self.activations(rows, vocab)?;
+        let adjusted = Activations::new(self.filled(Activations::bytes(rows, vocab), 0)?, vocab);
+        let draws = DrawArrays {
+            requests: self.words(&requests)?,
+            bias: self.filled(8, 0)?,
+            masks: self.filled(4, 0)?,
+            ids: self.filled(4 * rows as u64, 0)?,
+            logprobs: self.filled((4 * LOGPROB_WORDS * rows) as u64, 0)?,
+        };
+        Ok((Logits { raw, adjusted, vocab }, draws))
+    }
+}
+
+/// How many of what a dispatch moves `bytes` of are used by turns.
+fn copies(bytes: u64) -> u64 {
+    ROTATED_BYTES.div_ceil(bytes.max(1)).clamp(1, MOST_COPIES)
+}
+
+fn put<const N: usize>(bytes: &mut [u8], mut element: impl FnMut(usize) -> [u8; N]) {
+    for (i, to) in bytes.chunks_exact_mut(N).enumerate() {
+        to.copy_from_slice(&element(i));
+    }
+}
+
+/// Bytes in memory are no checkpoint that could be damaged.
+fn of_memory(error: UploadError) -> GpuError {
+    match error {
+        UploadError::Gpu(error) => error,
+        UploadError::Checkpoint(error) => unreachable!("bytes in memory: {error}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn case(work: Work) -> Case {
+        let shape = Shape::named("gemma-3-27b").expect("a shape");
+        Case { name: "x".into(), shape, kv: KvDtype::F16, work }
+    }
+
+    #[test]
+    fn bytes_and_operations_are_those_of_the_arithmetic() {
+        // gate_proj of the 27B in int4-g128: half a byte for a weight, and 2 for 128 of them.
+        let gate = case(Work::Matmul { scheme: Scheme::int4(128), rows: 21_504, cols: 5376, tokens: 1 });
+        let weights = 21_504 * 5376;
+        assert_eq!(gate.bytes(), weights / 2 + weights / 64 + 4 * (21_504 + 5376));
+        assert_eq!(gate.ops(), Some(2 * weights));
+        // 16 KV heads of 128 in f16, keys and values, for 2049 positions; 32 heads of queries and of what is attended.
+        let deep = case(Work::Attention { sequences: 3, tokens: 1, depth: 2048, window: None });
+        assert_eq!(deep.bytes(), 3 * (2049 * 16 * 128 * 2 * 2 + 2 * 4 * 32 * 128));
+        assert_eq!(deep.ops(), Some(3 * 2049 * 32 * 128 * 4));
+        let windowed = case(Work::Attention { sequences: 1, tokens: 1, depth: 2048, window: Some(1024) });
+        assert_eq!(windowed.bytes(), 1024 * 16 * 128 * 2 * 2 + 2 * 4 * 32 * 128);
+        assert_eq!(windowed.ops(), Some(1024 * 32 * 128 * 4));
+        let prompt = case(Work::Attention { sequences: 1, tokens: 4, depth: 0, window: None });
+        assert_eq!(prompt.ops(), Some((1 + 2 + 3 + 4) * 32 * 128 * 4));
+    }
+
+    #[test]
+    fn every_case_has_a_name_of_its_own() {
+        let choice = |name| Choice {
+            shape: Shape::named(name).expect("a shape"),
+            schemes: vec![Scheme::int4(32), Scheme::Int8Row],
+            embedding: Scheme::Int8Row,
+            kv: KvDtype::F16,
+            tokens: vec![1, 8, 128],
+            depths: vec![2048, 8192],
+        };
+        let cases: Vec<Case> =
+            ["gemma-3-4b", "gemma-3-27b"].into_iter().flat_map(|name| choice(name).cases()).collect();
+        let mut names: Vec<&str> = cases.iter().map(|case| case.name.as_str()).collect();
+        names.sort_unstable();
+        let all = names.len();
+        names.dedup();
+        assert_eq!(names.len(), all);
+        assert!(cases.iter().all(|case| case.bytes() > 0));
+    }
+}
