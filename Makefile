@@ -13,6 +13,7 @@
 #   make test-devices              kernels and goldens on every device that stands in for a GPU: a table; half an hour
 #   make bench                     load time, prefill and decode speed, memory
 #   make bench-host                what a token costs the host: scheduler, blocks, grammars, text; needs no GPU
+#   make gpu-bench                 a folder, target/gpu-bench, whose one script checks and times another machine's GPU
 #   make bench-serve               start a server, measure it under load, stop it; its options in SERVE_ARGS
 #   make install                   after `make build`, as root: binary, systemd unit, user, /etc/unicorn/config.toml
 #   make uninstall                 takes binary, unit and user's definition away; configuration and models stay
@@ -31,7 +32,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-host bench-serve test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -67,6 +68,9 @@ bench: build
 
 bench-host: setup
 	cargo bench --locked --bench host -- $(ARGS)
+
+gpu-bench: setup
+	@python3 tools/gpu_bench.py
 
 bench-serve: build
 	@SERVE_ARGS="$(SERVE_ARGS)" tools/bench_serve.sh $(UNICORN) $(ARGS)

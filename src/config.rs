@@ -14,8 +14,8 @@ use crate::tensor::{KvDtype, QuantizeMode};
 /// The documented defaults, as TOML.
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
 const ENV_PREFIX: &str = "UNICORN_";
-/// Variables behind that prefix that are no options: the file's name, the keys, and those of the project's own tools.
-const OUR_VARIABLES: [&str; 2] = ["CONFIG", "API_KEYS"];
+/// Variables behind that prefix that are no options: the file's name, the keys, what a binary was built of, and those of the project's own tools.
+const OUR_VARIABLES: [&str; 3] = ["CONFIG", "API_KEYS", "COMMIT"];
 const OUR_PREFIXES: [&str; 2] = ["TEST_", "SKIP_"];
 /// Kubernetes and Docker name variables after services.
 const KUBERNETES: &str = " (a container platform sets it for a service of that name: rename the service, or set \

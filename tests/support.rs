@@ -28,9 +28,12 @@ pub struct Skip {
     pub when: String,
 }
 
-/// The repository root.
+/// The repository root; a suite that was carried to another machine finds what it needs of it in `UNICORN_TEST_ROOT`.
 pub fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
+    static ROOT: OnceLock<PathBuf> = OnceLock::new();
+    ROOT.get_or_init(|| {
+        std::env::var_os("UNICORN_TEST_ROOT").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into()).into()
+    })
 }
 
 /// A path below `tests/data`.
@@ -39,12 +42,13 @@ pub fn data(path: impl AsRef<Path>) -> PathBuf {
 }
 
 /// The device every test runs on: the one `UNICORN_TEST_DEVICE` names, else the best GPU, else software Vulkan;
-/// always with the validation layer, whose every message fails the test that waits next.
+/// with the validation layer, whose every message fails the test that waits next, unless `UNICORN_TEST_VALIDATION` is 0: for
+/// machines that have no such layer.
 pub fn policy() -> DevicePolicy {
     DevicePolicy {
         device: std::env::var("UNICORN_TEST_DEVICE").ok(),
         allow_software: true,
-        validation: true,
+        validation: std::env::var("UNICORN_TEST_VALIDATION").map_or(true, |value| value != "0"),
         profile: false,
     }
 }

@@ -13,14 +13,15 @@ use crate::cli::error::Error;
 /// Of what one report is, beside the benchmark: if one differs, a ratio says something else than how the code changed.
 const SAME: [&str; 6] = ["device", "driver", "model", "weights", "kv", "profile"];
 
-/// Of the source tree this binary was built in, if that is still there; `+` where it has changes.
+/// Of the source tree this binary was built in, if that is still there; `+` where it has changes. Where it was carried to
+/// another machine, `UNICORN_COMMIT` says it.
 pub fn commit() -> String {
     let describe =
         ["-C", env!("CARGO_MANIFEST_DIR"), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"];
     let output = std::process::Command::new("git").args(describe).output();
     let described = output.ok().filter(|o| o.status.success()).and_then(|o| String::from_utf8(o.stdout).ok());
-    let built = option_env!("UNICORN_COMMIT").filter(|commit| !commit.is_empty()).unwrap_or("unknown");
-    described.map_or(built.into(), |text| text.trim().to_owned())
+    let said = || std::env::var("UNICORN_COMMIT").ok().filter(|commit| !commit.is_empty());
+    described.map(|text| text.trim().to_owned()).or_else(said).unwrap_or_else(|| "unknown".into())
 }
 
 /// An earlier report beside a new one.

@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Builds target/gpu-bench: a folder that checks and times Unicorn on another machine's GPU, with one script and nothing else.
+
+It holds the binary and the test suite, stripped and compressed, the data that the suite reads, and tools/gpu_bench_run.sh as
+run.sh. It runs on glibc as old as the one it was built against, and says which that is.
+"""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "target" / "gpu-bench"
+# What a volunteer is asked to carry.
+MOST_BYTES = 60 << 20
+# Beside tests/data: what suites of GPU work read of the tree.
+DATA = ["tests/data", "tests/skips.toml", "models/demo"]
+
+
+def run(*command):
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"error: {' '.join(command)}: exit code {done.returncode}")
+    return done.stdout
+
+
+def built(*arguments):
+    """The executable that cargo makes with these arguments."""
+    lines = run("cargo", *arguments, "--locked", "--message-format=json-render-diagnostics").splitlines()
+    executables = [message.get("executable") for message in map(json.loads, lines)]
+    return Path([path for path in executables if path][-1])
+
+
+def stripped(binary, name):
+    """Packs a binary without its symbols, and returns the newest glibc that it asks for."""
+    with tempfile.TemporaryDirectory() as scratch:
+        bare = Path(scratch) / name
+        run("strip", "-o", str(bare), str(binary))
+        with open(bare, "rb") as source, gzip.GzipFile(FOLDER / f"{name}.gz", "wb", 9, mtime=0) as packed:
+            shutil.copyfileobj(source, packed)
+    versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", binary.read_bytes())
+    return max((int(major), int(minor)) for major, minor in versions)
+
+
+def pack_data():
+    def plain(entry):
+        entry.uid = entry.gid = entry.mtime = 0
+        entry.uname = entry.gname = ""
+        return entry
+
+    with gzip.GzipFile(FOLDER / "data.tar.gz", "wb", 9, mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
+        for path in DATA:
+            archive.add(ROOT / path, path, filter=plain)
+
+
+def main():
+    binary = built("build", "--release", "--bin", "unicorn")
+    # As `make test` builds it: its twins of kernels are optimised, its assertions are on.
+    suite = built("test", "--no-run", "--test", "suite")
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    glibc = max(stripped(binary, "unicorn"), stripped(suite, "suite"))
+    pack_data()
+    shutil.copy(ROOT / "tools/gpu_bench_run.sh", FOLDER / "run.sh")
+    commit = run("git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+").strip()
+    (FOLDER / "commit").write_text(commit + "\n")
+    size = sum(file.stat().st_size for file in FOLDER.iterdir())
+    print(f"{os.path.relpath(FOLDER)}: {size / (1 << 20):.1f} MiB of commit {commit}, for glibc {glibc[0]}.{glibc[1]} and later")
+    print("carry it to a machine with a GPU and a Vulkan driver, and run ./run.sh there: ten minutes, and one JSON, result.json")
+    if size > MOST_BYTES:
+        sys.exit(f"error: {size} bytes are more than the {MOST_BYTES} that may be carried")
+
+
+if __name__ == "__main__":
+    main()
