@@ -128,7 +128,7 @@ fn block_manager_allocate_and_free(bencher: Bencher) {
     });
 }
 
-/// How much of a prompt is in the prefix cache, among thirty-two others: all but its last block.
+/// A table for a prompt that is in the prefix cache, all but its last block, among those of thirty-two others.
 #[divan::bench]
 fn block_manager_prefix_match(bencher: Bencher) {
     let mut blocks = blocks();
@@ -137,11 +137,12 @@ fn block_manager_prefix_match(bencher: Bencher) {
         let table = compute(&mut blocks, prompt);
         blocks.release(table);
     }
-    let found = blocks.held_prefix(prompts[0], &CacheSalt::default());
-    assert!(found + 32 > prompts[0].len(), "{found} of {} are found", prompts[0].len());
-    bencher
-        .counter(ItemsCount::new(prompts[0].len()))
-        .bench_local(|| blocks.held_prefix(black_box(prompts[0]), &CacheSalt::default()));
+    bencher.counter(ItemsCount::new(prompts[0].len())).bench_local(|| {
+        let (table, found) =
+            blocks.admit(black_box(prompts[0]), Priority::Interactive, &CacheSalt::default());
+        assert!(found + 32 > prompts[0].len(), "{found} of {} are found", prompts[0].len());
+        blocks.release(table);
+    });
 }
 
 /// What a tool call looks like, and a schema for it.
