@@ -63,7 +63,9 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     let text = match command {
         Command::Devices | Command::Synth(_) | Command::Pull(_) | Command::Models(_) => return Ok(()),
         // The model is the server's, or there is none.
-        Command::Bench(args) if matches!(args.what(), What::Kernels(_) | What::Serve(_)) => return Ok(()),
+        Command::Bench(args) if matches!(args.what(), What::Kernels(_) | What::Serve(_) | What::Isa(_)) => {
+            return Ok(());
+        }
         Command::Quantize(args) => &mut args.source,
         Command::Inspect(args) => &mut args.model,
         Command::Plan(args) => match &mut args.model {
