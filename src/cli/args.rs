@@ -394,6 +394,10 @@ pub enum Benchmark {
     /// Measure a server that speaks the OpenAI API, as its clients see it
     Serve(BenchServe),
     /// Compile every kernel for an AMD GPU that is not here, and predict from the assembly how fast each size of Gemma-3 is
+    ///
+    /// The GPU is that of --device: phoenix (Radeon 780M, the default), gfx1150 (890M) or gfx1151 (8060S). Weights are as
+    /// --quantize says [default: int4-g128-emb8], keys and values as --kv does. Mesa 26 is asked too where the folder that
+    /// this runs in has it (`make setup-devices`).
     Isa(BenchIsa),
 }
 
@@ -538,8 +542,6 @@ pub struct BenchKernels {
     pub json: bool,
 }
 
-/// The GPU is that of --device: phoenix (Radeon 780M, the default), gfx1150 (890M) or gfx1151 (8060S). Weights are as
-/// --quantize says [default: int4-g128-emb8], keys and values as --kv does.
 #[derive(Debug, Args)]
 pub struct BenchIsa {
     /// Predict this size alone [default: all five]
