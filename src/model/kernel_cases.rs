@@ -20,7 +20,7 @@ use crate::gpu::{
 };
 use crate::kernels::{
     Activations, Attention, AttentionShape, DrawArrays, Embedding, Heads, Kernels, KvCache, LOGPROB_WORDS,
-    Logits, Matrix, Peak, RmsNorm, SampleRequest, StepArrays, UploadError,
+    Logits, Matrix, Peak, RmsNorm, SampleRequest, StepArrays, UploadError, cost,
 };
 use crate::tensor::{KvDtype, Scheme};
 
@@ -156,31 +156,28 @@ impl Choice {
 impl Case {
     /// What it reads and writes at least: each input once, and each output.
     pub fn bytes(&self) -> u64 {
-        let f32s = |n: usize| 4 * n as u64;
         let s = &self.shape;
-        let (heads, kv_heads) = (s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim);
-        let kv_row = (s.num_key_value_heads * self.kv.row_bytes(s.head_dim)) as u64;
-        match self.work {
-            Work::Matmul { scheme, rows, cols, tokens } => {
-                scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols) + f32s(tokens * (rows + cols))
-            }
-            Work::Embed { scheme, cols, tokens, .. } => {
-                let row = (scheme.block_bytes(32, cols) + scheme.scale_bytes(32, cols)) / 32;
-                tokens as u64 * row + f32s(tokens * cols)
-            }
+        let heads = cost::Heads {
+            num_heads: s.num_attention_heads,
+            num_kv_heads: s.num_key_value_heads,
+            head_dim: s.head_dim,
+            kv: self.kv,
+        };
+        let dispatch = match self.work {
+            Work::Matmul { scheme, rows, cols, tokens } => cost::matmul(scheme, rows, cols, tokens),
+            Work::Embed { scheme, cols, tokens, .. } => cost::embed(scheme, cols, tokens),
             Work::Attention { sequences, tokens, depth, window } => {
+                let positions: Vec<usize> = (0..sequences).flat_map(|_| depth..depth + tokens).collect();
                 let seen = depth + tokens - window.map_or(0, |w| (depth + 1).saturating_sub(w));
-                sequences as u64 * (2 * seen as u64 * kv_row + f32s(2 * tokens * heads))
+                cost::attention(&heads, &positions, window, sequences * seen)
             }
-            Work::QkvStore { tokens } => {
-                f32s(tokens * (2 * heads + 2 * kv_heads)) + 2 * tokens as u64 * kv_row
-            }
-            Work::RmsNorm { width, tokens } => f32s((2 * tokens + 1) * width),
-            Work::RmsNormAdd { width, tokens } => f32s((3 * tokens + 1) * width),
-            Work::Geglu { width, tokens } => f32s(3 * tokens * width),
-            // What penalties made of them is read beside the logits.
-            Work::Sample { vocab, rows, .. } => f32s(2 * rows * vocab),
-        }
+            Work::QkvStore { tokens } => cost::qkv_store(&heads, tokens),
+            Work::RmsNorm { width, tokens } => cost::rms_norm(tokens, width),
+            Work::RmsNormAdd { width, tokens } => cost::rms_norm_add(tokens, width),
+            Work::Geglu { width, tokens } => cost::geglu(tokens, width),
+            Work::Sample { vocab, rows, .. } => cost::sample(rows, vocab),
+        };
+        dispatch.weight_bytes + dispatch.kv_bytes + dispatch.activation_bytes
     }
 
     /// Of products, a multiply-add being two; none where arithmetic is not what takes time.
