@@ -675,7 +675,7 @@ struct TableHeap {
 
 impl DriverTable {
     fn read(name: &str) -> (DeviceKind, u32, MemoryTable) {
-        let file = data(&format!("memory_types/{name}.toml"));
+        let file = data(format!("memory_types/{name}.toml"));
         let text = std::fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
         assert!(text.contains("source") || text.contains("https://"), "{name}: says not where it is from");
         let table: DriverTable = toml::from_str(&text).unwrap_or_else(|e| panic!("{name}: {e}"));

@@ -216,9 +216,12 @@ pub struct Rig {
     submission: Submission,
 }
 
+/// Records a dispatch for the n-th time.
+type Record = Box<dyn Fn(&mut Recorder<'_>, usize)>;
+
 /// A case whose buffers are on the device.
 pub struct Prepared {
-    record: Box<dyn Fn(&mut Recorder<'_>, usize)>,
+    record: Record,
     /// What it writes, f32 or u32.
     pub output: Buffer,
 }
@@ -312,7 +315,7 @@ impl Rig {
         let s = case.shape;
         let heads = s.num_attention_heads * s.head_dim;
         let kv_heads = s.num_key_value_heads * s.head_dim;
-        let (record, output): (Box<dyn Fn(&mut Recorder<'_>, usize)>, Buffer) = match case.work {
+        let (record, output): (Record, Buffer) = match case.work {
             Work::Matmul { scheme, rows, cols, tokens } => {
                 let matrices = make.matrices(scheme, rows, cols, case.bytes())?;
                 let (x, y) = (make.activations(tokens, cols)?, make.activations(tokens, rows)?);
