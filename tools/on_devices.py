@@ -88,6 +88,8 @@ def run_suite(run, device, binary, filters):
     line = re.search(r"^test result: \w+\. (\d+) passed; (\d+) failed", output, re.MULTILINE)
     if line:
         cell.passed = int(line[1])
+    # The GPU-assisted layer aborts when a process ends whose device lives in a static, as the suite's does.
+    status = 0 if device.name == "gpu-assisted" and line and not cell.failures and status == -6 else status
     if not line or (status != 0) != bool(cell.failures) or cell.passed + len(cell.failures) == 0:
         cell.failures.append(f"no whole run of {' '.join(filters)} (exit status {status})")
     return cell

@@ -53,6 +53,11 @@ impl Trial {
         }
     }
 
+    /// Steps that [`Trial::run`] gives the runner, those that warm up too.
+    pub fn submitted(self, limits: &Limits) -> usize {
+        self.steps(limits).len() + usize::from(matches!(self, Trial::Decode { .. }))
+    }
+
     /// Why a runner with such limits cannot run it.
     pub fn obstacle(self, limits: &Limits) -> Option<String> {
         let (sequences, tokens) = match self {
@@ -196,8 +201,9 @@ mod tests {
 
     #[test]
     fn a_decode_begins_behind_its_depth_and_the_step_that_warms_up() {
-        let steps = Trial::Decode { sequences: 3, depth: 20, steps: 2 }.steps(&LIMITS);
-        assert_eq!(steps.len(), 2);
+        let trial = Trial::Decode { sequences: 3, depth: 20, steps: 2 };
+        let steps = trial.steps(&LIMITS);
+        assert_eq!((steps.len(), trial.submitted(&LIMITS)), (2, 3));
         assert_eq!(steps[1], TrialStep { shares: vec![(22, 1); 3], draws: true });
     }
 

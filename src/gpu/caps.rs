@@ -99,6 +99,8 @@ pub struct Caps {
     /// Invocations of a subgroup where a pipeline asks for nothing, and what it may ask for.
     pub subgroup_size: u32,
     pub subgroup_sizes: (u32, u32),
+    /// Subgroups of a workgroup, where a pipeline asks for a size.
+    pub max_workgroup_subgroups: u32,
     pub max_workgroup_invocations: u32,
     pub max_shared_bytes: u32,
     /// Whether dot products of four packed signed bytes are faster than what they are made of.
@@ -171,6 +173,7 @@ impl Caps {
             features: all.into_iter().filter(|(_, has)| *has).map(|(need, _)| need).collect(),
             subgroup_size: subgroup.subgroup_size,
             subgroup_sizes: sizes,
+            max_workgroup_subgroups: properties13.max_compute_workgroup_subgroups,
             max_workgroup_invocations: limits.max_compute_work_group_invocations,
             max_shared_bytes: limits.max_compute_shared_memory_size,
             integer_dot_accelerated: is(properties13.integer_dot_product4x8_bit_packed_signed_accelerated),
@@ -238,17 +241,20 @@ impl Caps {
         ))
     }
 
-    /// The subgroup size that a pipeline asks for: what shaders are written for, or the next smaller one that the device has,
-    /// all of which divide it. `None` where it has only larger ones, or lets nobody ask: it is the device's own then.
-    pub(super) fn required_subgroup_size(&self) -> Option<u32> {
+    /// The subgroup size that a pipeline of such workgroups asks for: what shaders are written for, or the next smaller one that
+    /// the device has, all of which divide it. `None` where it has only larger ones, lets nobody ask, or would have too many
+    /// subgroups in a workgroup: it is the device's own then.
+    pub(super) fn required_subgroup_size(&self, workgroup: [u32; 3]) -> Option<u32> {
         let (least, most) = self.subgroup_sizes;
         let size = SUBGROUP_LANES.min(most);
-        (self.has(Need::SubgroupSizeControl) && size >= least).then_some(size)
+        let invocations: u32 = workgroup.iter().product();
+        let is_allowed = size >= least && invocations <= size.saturating_mul(self.max_workgroup_subgroups);
+        (self.has(Need::SubgroupSizeControl) && is_allowed).then_some(size)
     }
 
     /// Whether every subgroup of such a workgroup can be asked to be full.
     pub(super) fn has_full_subgroups(&self, workgroup: [u32; 3]) -> bool {
-        let size = self.required_subgroup_size().unwrap_or(self.subgroup_sizes.1);
+        let size = self.required_subgroup_size(workgroup).unwrap_or(self.subgroup_sizes.1);
         self.has(Need::FullSubgroups) && size > 0 && workgroup[0].is_multiple_of(size)
     }
 
@@ -320,6 +326,7 @@ mod tests {
             features: features.to_vec(),
             subgroup_size: sizes.1,
             subgroup_sizes: sizes,
+            max_workgroup_subgroups: 32,
             max_workgroup_invocations: 256,
             max_shared_bytes: 32 << 10,
             ..Caps::default()
@@ -374,9 +381,11 @@ mod tests {
         ];
         for (sizes, asked, full) in cases {
             let device = caps(&[Need::SubgroupSizeControl, Need::FullSubgroups], sizes);
-            assert_eq!(device.required_subgroup_size(), asked, "{sizes:?}");
+            assert_eq!(device.required_subgroup_size([32, 4, 1]), asked, "{sizes:?}");
             assert_eq!([32, 48].map(|x| device.has_full_subgroups([x, 4, 1])), full, "{sizes:?}");
         }
-        assert_eq!(caps(&[], (8, 8)).required_subgroup_size(), None, "nobody may ask");
+        assert_eq!(caps(&[], (8, 8)).required_subgroup_size([32, 4, 1]), None, "nobody may ask");
+        let narrow = caps(&[Need::SubgroupSizeControl], (4, 4));
+        assert_eq!(narrow.required_subgroup_size([256, 1, 1]), None, "64 subgroups, where 32 are allowed");
     }
 }

@@ -192,7 +192,7 @@ pub(super) fn create_pipeline(
     if caps.has_full_subgroups(shader.workgroup) {
         stage = stage.flags(vk::PipelineShaderStageCreateFlags::REQUIRE_FULL_SUBGROUPS);
     }
-    if let Some(size) = caps.required_subgroup_size() {
+    if let Some(size) = caps.required_subgroup_size(shader.workgroup) {
         subgroups = subgroups.required_subgroup_size(size);
         stage = stage.push_next(&mut subgroups);
     }

@@ -439,6 +439,19 @@ impl std::ops::Sub for Counts {
     }
 }
 
+impl std::ops::Div<u64> for Counts {
+    type Output = Counts;
+
+    /// The whole part of an average.
+    fn div(mut self, by: u64) -> Counts {
+        self.dispatches /= by;
+        self.copies /= by;
+        self.barriers /= by;
+        self.declared.iter_mut().for_each(|bytes| *bytes /= by);
+        self
+    }
+}
+
 /// A command whose place among others is not fixed yet.
 enum Command {
     Dispatch {

@@ -18,6 +18,7 @@ use crate::cli::load::{self, Watch};
 use crate::cli::progress::Bar;
 use crate::config::Config;
 use crate::engine::{Trial, TrialStep};
+use crate::gpu::Counts;
 use crate::model::Runner;
 use crate::model::gemma3::{Gemma3, LoadError};
 
@@ -30,6 +31,8 @@ struct Measured {
     runs: Vec<f64>,
     /// Of all steps together.
     bytes: u64,
+    /// Of one step, on average.
+    recorded: Counts,
 }
 
 impl Measured {
@@ -55,6 +58,14 @@ impl Measured {
             "tokens_per_s": self.tokens_per_s(),
             "least_bytes_per_step": self.bytes / self.steps as u64,
             "gb_per_s": self.gb_per_s(),
+            "per_step": {
+                "dispatches": self.recorded.dispatches,
+                "copies": self.recorded.copies,
+                "barriers": self.recorded.barriers,
+                "declared_weight_bytes": self.recorded.weight_bytes(),
+                "declared_kv_bytes": self.recorded.kv_bytes(),
+                "declared_activation_bytes": self.recorded.activation_bytes(),
+            },
         })
     }
 }
@@ -125,16 +136,18 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
         device.driver,
         report["commit"].as_str().unwrap_or("unknown"),
     );
-    text += "                       tokens/s    ms a step  least read a step     GB/s";
+    text += "                       tokens/s    ms a step  least read a step     GB/s  dispatches  barriers";
     text += &compared.as_ref().map_or("\n".to_owned(), |c| format!("  times as fast as {}\n", c.with));
     for m in &measured {
         let step_ms = m.seconds() * 1e3 / m.steps as f64;
         let read = bytes(m.bytes / m.steps as u64);
         text += &format!(
-            "{:20} {:10.1} {step_ms:12.2} {read:>18} {:8.1}",
+            "{:20} {:10.1} {step_ms:12.2} {read:>18} {:8.1} {:11} {:9}",
             m.case,
             m.tokens_per_s(),
-            m.gb_per_s()
+            m.gb_per_s(),
+            m.recorded.dispatches,
+            m.recorded.barriers
         );
         match &compared {
             Some(compared) => text += &format!(" {}\n", column(compared.speedup(&m.case), 8, 3)),
@@ -195,15 +208,18 @@ fn measure(
     };
     short.run(runner)?;
     let (mut times, mut spent) = (Vec::new(), Duration::ZERO);
+    let mut recorded = Counts::default();
     while times.is_empty() || times.len() < runs as usize && spent + spent / times.len() as u32 <= limit {
+        let before = runner.device().counts();
         let time = trial.run(runner)?;
         spent += time;
         times.push(time.as_secs_f64());
+        recorded = (runner.device().counts() - before) / trial.submitted(&runner.limits()) as u64;
     }
     let steps = trial.steps(&runner.limits());
     let tokens = steps.iter().flat_map(|step| &step.shares).map(|(_, tokens)| tokens).sum();
     let bytes = steps.iter().map(|TrialStep { shares, draws }| runner.least_bytes(shares, *draws)).sum();
-    Ok(Measured { case, tokens, steps: steps.len(), runs: times, bytes })
+    Ok(Measured { case, tokens, steps: steps.len(), runs: times, bytes, recorded })
 }
 
 #[cfg(test)]
@@ -211,7 +227,9 @@ mod tests {
     use super::*;
 
     fn measured(case: &str, tokens: usize, seconds: f64) -> Measured {
-        Measured { case: case.into(), tokens, steps: 2, runs: vec![seconds, 9.0, 0.0], bytes: 4_000_000_000 }
+        let recorded = Counts { dispatches: 5, ..Counts::default() };
+        let (case, runs) = (case.into(), vec![seconds, 9.0, 0.0]);
+        Measured { case, tokens, steps: 2, runs, bytes: 4_000_000_000, recorded }
     }
 
     #[test]
@@ -219,6 +237,7 @@ mod tests {
         let m = measured("prefill 100", 100, 2.0);
         assert_eq!((m.tokens_per_s(), m.gb_per_s()), (50.0, 2.0));
         assert_eq!(m.json()["least_bytes_per_step"], json!(2_000_000_000u64));
+        assert_eq!(m.json()["per_step"]["dispatches"], json!(5));
     }
 
     #[test]
