@@ -514,6 +514,13 @@ fn the_steps_of_a_model_are_measured_and_compared() {
     let barriers = step["barriers"].as_u64().expect("a number");
     assert!((6 * 11..=6 * 11 + 8).contains(&barriers), "{step}");
     assert!(step["declared_weight_bytes"].as_u64().expect("a number") >= weights, "{step}");
+    // No time is left for any.
+    let (code, stdout, stderr) =
+        run(&["--prefill", "8", "--depth", "0", "--batch", "1", "--budget-s", "0", "--json"]);
+    assert_eq!(code, 0, "{stderr}");
+    let none: Value = serde_json::from_str(&stdout).expect("one JSON object");
+    assert_eq!((&none["cases"], &none["left_out"][1]["case"]), (&json!([]), &json!("decode 1 at 0")));
+    assert!(stdout.contains("the 0 s of --budget-s are over"), "{stdout}");
 
     // Beside itself, and beside what another device measured.
     let folder = tempfile::tempdir().expect("a folder");

@@ -11,7 +11,7 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 use unicorn::text::Tokenizer;
 
-use crate::support::{data, root};
+use crate::support::{binary, data, policy, root};
 
 /// With no Vulkan device at all, for what must fail before it needs one.
 pub fn unicorn(args: &[&str]) -> Command {
@@ -23,14 +23,14 @@ pub fn unicorn(args: &[&str]) -> Command {
 /// With the devices there are; commands that compute are given `--allow-software-vulkan`. A single message of the
 /// validation layer fails the command.
 pub fn unicorn_on_software(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_unicorn"));
+    let mut command = Command::new(binary());
     command.args(args);
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("UNICORN_") || name == "RUST_LOG" {
             command.env_remove(name);
         }
     }
-    command.env("UNICORN_HARDWARE_VALIDATION", "true");
+    command.env("UNICORN_HARDWARE_VALIDATION", policy().validation.to_string());
     command
 }
 

@@ -36,6 +36,14 @@ pub fn root() -> &'static Path {
     })
 }
 
+/// The program: cargo's, or the one that was carried along.
+pub fn binary() -> PathBuf {
+    match std::env::var_os("UNICORN_TEST_ROOT") {
+        Some(root) => Path::new(&root).join("unicorn"),
+        None => env!("CARGO_BIN_EXE_unicorn").into(),
+    }
+}
+
 /// A path below `tests/data`.
 pub fn data(path: impl AsRef<Path>) -> PathBuf {
     root().join("tests/data").join(path)

@@ -35,7 +35,7 @@ commit=$(cat "$here/commit")
 for name in $(env | sed -n 's/^\(UNICORN_[A-Za-z0-9_]*\)=.*/\1/p'); do unset "$name"; done
 mkdir -p "$work" || exit 1
 work=$(cd "$work" && pwd)
-export UNICORN_CACHE_DIR="$work/cache" UNICORN_COMMIT="$commit" UNICORN_TEST_ROOT="$work/root" UNICORN_TEST_VALIDATION=0
+export UNICORN_CACHE_DIR="$work/cache" UNICORN_COMMIT="$commit" UNICORN_TEST_ROOT="$work/tree" UNICORN_TEST_VALIDATION=0
 [ -z "$device" ] || export UNICORN_TEST_DEVICE="$device" UNICORN_HARDWARE_DEVICE="$device"
 [ "$software" = 0 ] || export UNICORN_HARDWARE_ALLOW_SOFTWARE_VULKAN=true
 trap 'rm -rf "$work/4b" "$work/27b"' EXIT
@@ -48,7 +48,7 @@ list() { printf '[%s]' "$(printf '%s\n' "$1" | sed '/^$/d' | while IFS= read -r 
 problems=
 problem() { say "PROBLEM: $*"; problems="$problems$*
 "; }
-bounded() { if command -v timeout >/dev/null; then timeout "$most" "$@"; else "$@"; fi; }
+bounded() { if command -v timeout >/dev/null; then timeout -k 10 "$most" "$@"; else "$@"; fi; }
 # `measure NAME COMMAND...`: its JSON in $work/NAME.json, or null and a problem.
 measure() {
     name=$1
@@ -65,7 +65,7 @@ measure() {
 say "unpacking into $work"
 gzip -dc "$here/unicorn.gz" >"$work/unicorn" && gzip -dc "$here/suite.gz" >"$work/suite" || exit 1
 chmod +x "$work/unicorn" "$work/suite"
-mkdir -p "$work/root" && gzip -dc "$here/data.tar.gz" | tar -xf - -C "$work/root" || exit 1
+mkdir -p "$work/tree" && ln -sf ../unicorn "$work/tree/unicorn" && gzip -dc "$here/data.tar.gz" | tar -xf - -C "$work/tree" || exit 1
 
 if ! devices=$("$work/unicorn" devices 2>&1); then
     printf '%s\n' "$devices" >&2
@@ -74,20 +74,25 @@ if ! devices=$("$work/unicorn" devices 2>&1); then
 fi
 
 say "checking kernels and goldens"
-bounded "$work/suite" kernels:: golden:: batching:: demo:: in_any_order_between_barriers --skip validation_is_loaded >"$work/suite.log" 2>&1
+# On the CPU the demo model's questions take many minutes.
+suites='kernels:: golden:: in_any_order_between_barriers'
+[ "$small" = 1 ] || suites="$suites batching:: demo::"
+# shellcheck disable=SC2086
+bounded "$work/suite" $suites --skip validation_is_loaded >"$work/suite.log" 2>&1
 suite_status=$?
-result=$(sed -n 's/^test result: //p' "$work/suite.log" | tail -n 1)
-passed=$(printf '%s' "$result" | sed -n 's/.* \([0-9][0-9]*\) passed.*/\1/p')
-failed=$(printf '%s' "$result" | sed -n 's/.* \([0-9][0-9]*\) failed.*/\1/p')
+# By the lines of the tests: the last one is not there where the suite was ended.
+passed=$(grep -c '^test .* \.\.\. ok$' "$work/suite.log")
+failed=$(grep -c '^test .* \.\.\. FAILED$' "$work/suite.log")
 failures=$(sed -n 's/^test \(.*\) \.\.\. FAILED$/\1/p' "$work/suite.log")
-say "checked: ${passed:-none} passed, ${failed:-unknown how many} failed"
-[ -n "$result" ] || problem "checks: exit code $suite_status: $(tail -n 1 "$work/suite.log")"
+say "checked: $passed passed, $failed failed"
+grep -q '^test result: ' "$work/suite.log" ||
+    problem "checks: not ended, exit code $suite_status (124: after $most s): $(tail -n 1 "$work/suite.log")"
 [ -z "$failures" ] || printf '%s\n' "$failures" >&2
 
 if [ "$small" = 1 ]; then
     measure kernels bench kernels --shape gemma-3-270m --scheme int4-g32 --tokens 1 --depth 64 --runs 1
 else
-    measure kernels bench kernels --scheme int4-g32,int4-g128,int8-row,bf16 --tokens 1,8,128 --runs 3
+    measure kernels bench kernels --scheme int4-g32,int4-g128,int8-row --tokens 1,8,128 --runs 3
 fi
 
 # `model NAME GB SHAPE SCHEME`: written here, measured, removed.
@@ -105,7 +110,7 @@ model() {
         measure "$name" bench model --model "$work/$name" --prefill 8 --depth 0 --batch 1,2 --steps 1 --runs 1 --limit-s 10 --context 64
     else
         measure "$name" bench model --model "$work/$name" --prefill 128,512,2048 --depth 0,2048,8192 --batch 1,4,16,64 \
-            --steps 4 --runs 1 --limit-s 15
+            --steps 4 --runs 1 --limit-s 15 --budget-s 120
     fi
     rm -rf "${work:?}/$name"
 }
@@ -124,7 +129,7 @@ memory=$(sed -n 's/^MemTotal: *\([0-9]*\) kB/\1/p' /proc/meminfo)
     printf '"seconds": %s, "small": %s, ' $(($(date +%s) - began)) "$([ "$small" = 1 ] && echo true || echo false)"
     printf '"kernel": %s, "cpu": %s, "memory_kib": %s, ' "$(quoted "$(uname -srm)")" "$(quoted "$cpu")" "${memory:-null}"
     printf '"devices": %s, ' "$(list "$devices")"
-    printf '"checks": {"passed": %s, "failed": %s, "failures": %s}, ' "${passed:-null}" "${failed:-null}" "$(list "$failures")"
+    printf '"checks": {"passed": %s, "failed": %s, "failures": %s}, ' "$passed" "$failed" "$(list "$failures")"
     printf '"problems": %s, ' "$(list "$problems")"
     printf '"kernels": '; cat "$work/kernels.json"
     printf ', "gemma-3-4b": '; cat "$work/4b.json"
@@ -132,4 +137,4 @@ memory=$(sed -n 's/^MemTotal: *\([0-9]*\) kB/\1/p' /proc/meminfo)
     printf '}\n'
 } >"$output"
 say "written: $output, after $(($(date +%s) - began)) s; logs in $work"
-[ "${failed:-1}" = 0 ] && [ -z "$problems" ]
+[ "$failed" = 0 ] && [ "$passed" -gt 0 ] && [ -z "$problems" ]

@@ -30,7 +30,7 @@ SUITES = {
 CHEAP = {
     "lavapipe-26-subgroup-4": {"kernels": ["kernels::"]},
     "swiftshader": {"kernels": ["kernels::attention", "kernels::qkv_store", "kernels::rms_norm", "kernels::sampling"]},
-    "gpu-assisted": {"kernels": ["kernels::attention", "kernels::qkv_store", "kernels::every_stored_scheme"]},
+    "gpu-assisted": {"kernels": ["kernels::rms_norm", "kernels::qkv_store", "kernels::geglu", "kernels::moments"]},
 }
 FULL = {name: SUITES for name in [
     "lavapipe", "lavapipe-26", "lavapipe-26-subgroup-4", "lavapipe-26-subgroup-16", "lavapipe-26-subgroup-32", "swiftshader", "gpu-assisted",

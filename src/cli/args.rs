@@ -500,6 +500,9 @@ pub struct BenchModel {
     /// A case that would take longer is left out; one whose runs together would has fewer
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub limit_s: u32,
+    /// Cases that are not begun by then are left out
+    #[arg(long, value_name = "SECONDS")]
+    pub budget_s: Option<u32>,
     /// Compare with what --json printed before
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,

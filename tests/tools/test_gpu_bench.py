@@ -25,10 +25,14 @@ esac
 SUITE = r"""#!/bin/sh
 [ -e "$UNICORN_TEST_ROOT/tests/skips.toml" ] || exit 3
 [ "$UNICORN_TEST_VALIDATION" = 0 ] || exit 4
+[ -x "$UNICORN_TEST_ROOT/unicorn" ] || exit 5
 echo "test kernels::one ... ok"
+echo "test kernels::two has been running for over 60 seconds"
+echo "test kernels::two ... ok"
+[ -z "$HANGS" ] || exit 124
 [ -z "$BAD" ] || echo "test golden::$BAD ... FAILED"
-[ -n "$BAD" ] && echo "test result: FAILED. 41 passed; 1 failed; 0 ignored" && exit 101
-echo "test result: ok. 42 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; finished in 1.00s"
+[ -n "$BAD" ] && echo "test result: FAILED. 2 passed; 1 failed; 0 ignored" && exit 101
+echo "test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; finished in 1.00s"
 """
 
 
@@ -50,7 +54,7 @@ class GpuBench(unittest.TestCase):
         self.log = self.folder / "log"
 
     def run_script(self, *arguments, **variables):
-        environment = {**os.environ, "LOG": str(self.log), "BROKEN": "", "BAD": "", **variables}
+        environment = {**os.environ, "LOG": str(self.log), "BROKEN": "", "BAD": "", "HANGS": "", **variables}
         command = [self.folder / "run.sh", *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         result = self.folder / "result.json"
@@ -59,7 +63,7 @@ class GpuBench(unittest.TestCase):
     def test_everything_goes_into_one_json(self):
         status, said, result = self.run_script(UNICORN_MODEL_PATH="/elsewhere")
         self.assertEqual((status, result["problems"]), (0, []), said)
-        self.assertEqual(result["checks"], {"passed": 42, "failed": 0, "failures": []})
+        self.assertEqual(result["checks"], {"passed": 2, "failed": 0, "failures": []})
         self.assertEqual((result["commit"], result["small"]), ("abc123", False))
         self.assertEqual(result["devices"], ['[0] A "GPU"\\x', " usable yes"])
         self.assertEqual(result["kernels"]["benchmark"], "kernels")
@@ -82,10 +86,16 @@ class GpuBench(unittest.TestCase):
     def test_what_fails_is_named_and_the_rest_is_measured(self):
         status, said, result = self.run_script("--no-27b", BAD="logits_match", BROKEN="kernels")
         self.assertEqual(status, 1, said)
-        self.assertEqual(result["checks"], {"passed": 41, "failed": 1, "failures": ["golden::logits_match"]})
+        self.assertEqual(result["checks"], {"passed": 2, "failed": 1, "failures": ["golden::logits_match"]})
         self.assertEqual(result["problems"], ["kernels: exit code 1: error: it broke"])
         self.assertEqual((result["kernels"], result["gemma-3-27b"]), (None, None))
         self.assertEqual(result["gemma-3-4b"]["benchmark"], "model")
+
+    def test_checks_that_do_not_end_are_a_problem_and_count_as_far_as_they_went(self):
+        status, said, result = self.run_script("--small", HANGS="1")
+        self.assertEqual((status, result["checks"]["passed"]), (1, 2), said)
+        self.assertIn("checks: not ended, exit code 124", result["problems"][0])
+        self.assertEqual(result["kernels"]["benchmark"], "kernels")
 
     def test_a_model_that_the_disk_does_not_hold_is_left_out(self):
         tools = self.folder / "tools"

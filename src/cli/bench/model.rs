@@ -4,7 +4,7 @@
 //! Beside the tokens stand the bytes that a step reads at least: every weight once, and the keys and values that its tokens
 //! see once. What does not fit, or would take too long, is left out, and said to be.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -93,12 +93,18 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
     };
     let (device, runner) = (loaded.device.clone(), &mut loaded.runner);
 
-    let limit = Duration::from_secs(args.limit_s.into());
+    let (limit, since) = (Duration::from_secs(args.limit_s.into()), Instant::now());
+    let over = || {
+        let budget =
+            args.budget_s.filter(|budget| since.elapsed() >= Duration::from_secs((*budget).into()))?;
+        Some(format!("the {budget} s of --budget-s are over"))
+    };
     let (mut measured, mut left_out) = (Vec::<Measured>::new(), Vec::new());
     let bar = Bar::tokens("measuring", cases.len() as u64);
     for (i, (case, trial)) in cases.into_iter().enumerate() {
         bar.set(i as u64);
-        let obstacle = trial.obstacle(&runner.limits()).or_else(|| too_long(trial, &measured, limit));
+        let obstacle = trial.obstacle(&runner.limits()).or_else(over);
+        let obstacle = obstacle.or_else(|| too_long(trial, &measured, limit));
         match obstacle {
             Some(why) => left_out.push((case, why)),
             None => measured.push(measure(case, trial, runner, args.runs, limit)?),
