@@ -362,7 +362,7 @@ impl PushBlock {
                     if is_optional(m) { format!("self.{}", m.name) } else { format!("Some(self.{})", m.name) }
                 })
                 .collect();
-        line(format!("    fn buffers(&self) -> impl Iterator<Item = Option<&crate::gpu::Buffer>> {{"));
+        line("    fn buffers(&self) -> impl Iterator<Item = Option<&crate::gpu::Buffer>> {".to_string());
         line(format!("        [{}].into_iter()\n    }}", buffers.join(", ")));
         let followed = if self.follows { "self.followed" } else { "&[]" };
         line(format!("    fn followed(&self) -> &[&crate::gpu::Buffer] {{\n        {followed}\n    }}"));

@@ -82,10 +82,12 @@ fn answers_are_the_same_in_any_order_between_barriers() {
     }
 }
 
+type Record = Box<dyn Fn(&Kernels, &mut Recorder<'_>)>;
+
 /// Commands recorded one after the other, and all that they write.
 struct Chain {
     name: String,
-    record: Box<dyn Fn(&Kernels, &mut Recorder<'_>)>,
+    record: Record,
     written: Vec<Buffer>,
 }
 

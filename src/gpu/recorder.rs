@@ -504,10 +504,10 @@ impl Recorder<'_> {
             let buffer = buffer.unwrap_or_else(|| panic!("{name}: it uses {pointer}, which was not given"));
             used.push(buffer);
             let one = [range(buffer)];
-            let is_free =
-                !overlap(&accesses.writes, &one) && !(access.writes() && overlap(&accesses.reads, &one));
+            let is_shared =
+                overlap(&accesses.writes, &one) || access.writes() && overlap(&accesses.reads, &one);
             assert!(
-                is_free,
+                !is_shared,
                 "{name}: {pointer} is memory of another of its addresses, and one of them writes"
             );
             let [one] = one;
