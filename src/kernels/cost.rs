@@ -180,24 +180,6 @@ pub fn sample(rows: usize, vocab: usize) -> Dispatch {
     }
 }
 
-/// Invocations of a workgroup, as the shader declares them.
-pub fn invocations(shader: &Shader) -> u64 {
-    const EXECUTION_MODE: u32 = 16;
-    const LOCAL_SIZE: u32 = 17;
-    let words: Vec<u32> =
-        shader.spirv.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-    // Behind a header of five words, instructions: number of words and opcode, then operands.
-    let mut at = 5;
-    while let Some(first) = words.get(at) {
-        let (length, opcode) = ((first >> 16) as usize, first & 0xffff);
-        if let (EXECUTION_MODE, Some([_, LOCAL_SIZE, size @ ..])) = (opcode, words.get(at + 1..at + length)) {
-            return size.iter().map(|n| u64::from(*n)).product();
-        }
-        at += length.max(1);
-    }
-    panic!("{}: no size of a workgroup in its SPIR-V", shader.name)
-}
-
 /// A kernel's steady loop.
 #[derive(Debug, Clone, Copy)]
 pub struct Body {
@@ -252,7 +234,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program, subgroup_size
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
         }
         // Two walks over a row, or one over what there is.
-        ("rms" | "embed" | "geglu" | "qkv" | "moments" | "pool" | "adjust", []) => {
+        ("rms" | "embed" | "geglu" | "qkv" | "moments" | "pool" | "adjust" | "peak", []) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })
@@ -303,10 +285,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_workgroups_size_is_read_from_the_shader() {
-        assert_eq!(invocations(&shaders::MATMUL_INT4), 128);
-        assert_eq!(invocations(&shaders::ATTENTION_F16), 64);
-        assert_eq!(invocations(&shaders::SAMPLE), 256);
+    fn what_a_shader_needs_is_read_from_its_spirv() {
+        use crate::gpu::{Access, Need};
+        let (product, attention) = (&shaders::MATMUL_INT4, &shaders::ATTENTION_F32);
+        assert_eq!((product.workgroup, attention.workgroup), ([32, 4, 1], [64, 1, 1]));
+        assert_eq!((product.shared_bytes)(&[8, 4]), 4 * 4 * 8 * 32 * 4);
+        // Of two heads of 128: queries, maxima, weights; a row of each key; the sums of both parts.
+        assert_eq!((attention.shared_bytes)(&[2, 128]), 2 * 64 * (16 + 4 + 4) + 64 * 4 + 2 * 2 * 4);
+        assert!(attention.needs.contains(&Need::SubgroupArithmetic));
+        assert!(!product.needs.contains(&Need::SubgroupArithmetic));
+        let access = |shader: &Shader, name: &str| {
+            shader.pointers.iter().find(|(pointer, _)| *pointer == name).expect("it has that address").1
+        };
+        assert_eq!((access(product, "x"), access(product, "y")), (Access::Read, Access::Write));
+        assert_eq!(access(&shaders::MATMUL_F32, "scales"), Access::None, "there are none");
+        let norms = [&shaders::RMS_NORM, &shaders::RMS_NORM_ADD].map(|shader| access(shader, "y"));
+        assert_eq!(norms, [Access::Write, Access::ReadWrite]);
+        assert!(shaders::EMBED_F16.follows && !product.follows);
     }
 
     #[test]

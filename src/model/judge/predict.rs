@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::work::{self, Work};
 use super::{Judge, pipeline_name};
 use crate::gpu::isa::Counts;
-use crate::kernels::cost::{self, Body, Dispatch};
+use crate::kernels::cost::{Body, Dispatch};
 use crate::model::memory::Schemes;
 use crate::model::shapes::Shape;
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
@@ -158,7 +158,8 @@ impl Line {
             activation_bytes,
             ..
         } = work.dispatch;
-        let waves = workgroups * cost::invocations(shader).div_ceil(u64::from(compiled.subgroup_size));
+        let waves =
+            workgroups * u64::from(shader.workgroup.iter().product::<u32>().div_ceil(compiled.subgroup_size));
         let weight_reads = if weight_bytes > chip.cache_bytes { weight_passes } else { 1 };
         let wave_cycles = compiled.wave_cycles(trips);
         let mut line = Line {
