@@ -543,9 +543,10 @@ mod tests {
             [vec![Opening, layer(0, 0..16)], vec![layer(0, 16..32)], vec![layer(0, 32..40)]]
         );
         assert_eq!(parts(&works(&[9000]), 7, Some(1), 1), [vec![Opening, layer(0, 0..7)], vec![Closing]]);
-        // Weights are read for 16 tokens as often as for 9: parts are not cut where that would not help.
+        // Weights are read once for eight tokens, and again for the ninth: smaller parts would read them as often.
         let weights = [LayerWork { weights: 100, attention: 0 }];
-        assert_eq!(parts(&weights, 16, None, 25), [vec![Opening, layer(0, 0..16)]]);
+        assert_eq!(parts(&weights, 9, None, 25), [[Opening, Segment(0..1)]]);
+        assert_eq!(parts(&weights, 9, None, 1), [vec![Opening, layer(0, 0..8)], vec![layer(0, 8..9)]]);
         let all = plan(&works(&[50; 7]), 40, Some((Work::attention(3), true)), &rates, 21 * MS);
         let sum = all.iter().fold(Work::default(), |sum, submit| sum + submit.work);
         assert_eq!(sum, Work::attention(353));

@@ -366,6 +366,7 @@ impl Question {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::cost;
     use crate::tensor::Scheme;
 
     /// gate_proj of the 27B in int4-g128 on a 780M, by hand.
