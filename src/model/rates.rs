@@ -34,7 +34,7 @@ const TOKENS_PER_PASS: usize = 8;
 const ESTIMATED: [f64; KINDS] = [146e9, 1e12, 5e11, 36e9];
 /// How much slower a kind is taken to be until it was timed.
 const CAREFUL: f64 = 8.0;
-/// Submits shorter than this say little.
+/// How much shorter than this a submit is says little.
 const TELLING: Duration = Duration::from_millis(1);
 
 /// What there is to compute, in units of each kind.
@@ -117,10 +117,10 @@ impl Rates {
     /// Takes into account what a submit `took`, where the device has a clock. Each kind answers for as much of the error as it
     /// has a share in what was expected: slower at once, faster by and by, but at once where it was never timed.
     pub fn learn(&mut self, work: Work, took: Option<Duration>) {
-        let Some(took) = took.filter(|took| *took >= TELLING) else { return };
+        let Some(took) = took.map(|took| took.max(TELLING)) else { return };
         let shares = self.shares(work);
         let expected: f64 = shares.iter().sum();
-        if expected <= 0.0 {
+        if expected <= 0.0 || took == TELLING && expected <= TELLING.as_secs_f64() {
             return;
         }
         let error = took.as_secs_f64() / expected - 1.0;
@@ -171,9 +171,14 @@ mod tests {
         assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
         // Without a clock, or too short to tell: as before.
         rates.learn(work, None);
-        rates.learn(work, Some(MS / 2));
-        rates.learn(Work::default(), Some(MS));
+        rates.learn(Work::products(1000, 8), Some(MS / 2));
+        rates.learn(Work::default(), Some(50 * MS));
         assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
+        // Much was expected of what was short: on a fast device nothing else would ever say so.
+        for _ in 0..200 {
+            rates.learn(work, Some(MS / 10));
+        }
+        assert!((ms(&rates, work) - 1.0).abs() < 1e-3);
     }
 
     #[test]
