@@ -92,19 +92,18 @@ struct Chain {
 }
 
 impl Chain {
-    /// What lies where the commands write, copied away by the same recording.
-    fn run(&self, b: &mut Bench) -> Vec<Vec<u8>> {
-        let hosts: Vec<Buffer> = self.written.iter().map(|buffer| b.readback(buffer.size())).collect();
+    /// What lies in one of the places where the commands write, copied away by the same recording: one alone, for the copy of
+    /// another might put a barrier before this one's.
+    fn run(&self, b: &mut Bench, which: usize) -> Vec<u8> {
+        let from = &self.written[which];
+        let host = b.readback(from.size());
         b.run(|k, r| {
             (self.record)(k, r);
-            self.written.iter().zip(&hosts).for_each(|(from, to)| r.copy(from, to, from.size()));
+            r.copy(from, &host, from.size());
         });
-        let bytes = |host: &Buffer| {
-            let mut bytes = vec![0u8; host.size() as usize];
-            host.read(0, &mut bytes);
-            bytes
-        };
-        hosts.iter().map(bytes).collect()
+        let mut bytes = vec![0u8; host.size() as usize];
+        host.read(0, &mut bytes);
+        bytes
     }
 }
 
@@ -192,7 +191,6 @@ fn draws(b: &mut Bench) -> Chain {
     drawing.arrays.ids = b.upload(&vec![0u32; rows]);
     drawing.arrays.logprobs = b.upload(&vec![0u32; rows * LOGPROB_WORDS]);
     let between = b.poisoned(drawing.logits.adjusted.buffer.size() as usize);
-    // What was written last is copied first: no other copy's barrier stands between.
     let written = vec![
         drawing.arrays.logprobs.clone(),
         drawing.slots.clone(),
@@ -269,30 +267,51 @@ fn attention(b: &mut Bench, kv: KvDtype) -> Chain {
 
 const HEADS: Heads = Heads { group: 2, head_dim: 32, kv: KvDtype::F32 };
 
-/// What all chains compute on a device that rehearses; `only` those, where some are named.
-fn all_chains(device: &Arc<Device>, only: &dyn Fn(&str) -> bool) -> Vec<(String, Vec<Vec<u8>>)> {
+/// What every chain of kernels leaves in each place where it writes, on a device that rehearses: `each` gets the chain's
+/// name, the number of the place and its bytes, and says whether to go on. Chains whose name does not begin with `only` are
+/// left out.
+fn all_chains(device: &Arc<Device>, only: &str, each: &mut dyn FnMut(&str, usize, Vec<u8>) -> bool) {
     let rehearsal = device.rehearsed();
-    let mut all = Vec::new();
-    for which in 0.. {
-        // Uploads are recorded too, and not what is tried here.
+    // Uploads are recorded too, and not what is tried here.
+    let made = |which: usize| {
         device.rehearse(Rehearsal::default());
         let mut b = Bench::on(device, which as u64);
-        let Some(chain) = chain(&mut b, which) else { break };
-        if only(&chain.name) {
-            device.rehearse(rehearsal.clone());
-            all.push((chain.name.clone(), chain.run(&mut b)));
+        let chain = chain(&mut b, which);
+        device.rehearse(rehearsal.clone());
+        Some((b, chain?))
+    };
+    let mut which = 0;
+    while let Some((_, chain)) = made(which) {
+        for place in 0..if chain.name.starts_with(only) { chain.written.len() } else { 0 } {
+            let (mut b, again) = made(which).expect("it is there");
+            if !each(&chain.name, place, again.run(&mut b, place)) {
+                return;
+            }
         }
+        which += 1;
     }
-    device.rehearse(rehearsal);
+}
+
+type Places = Vec<(String, usize, Vec<u8>)>;
+
+fn every_place(device: &Arc<Device>) -> Places {
+    let mut all = Places::new();
+    all_chains(device, "", &mut |name, place, bytes| {
+        all.push((name.to_owned(), place, bytes));
+        true
+    });
     all
 }
 
 #[test]
 fn kernels_compute_the_same_in_any_order_between_barriers() {
-    let expected = all_chains(&rehearsing(Order::AsRecorded), &|_| true);
+    let expected = every_place(&rehearsing(Order::AsRecorded));
+    assert!(expected.len() > 50, "{} places", expected.len());
     for order in ORDERS {
-        for ((name, got), (_, expected)) in all_chains(&rehearsing(order), &|_| true).iter().zip(&expected) {
-            assert!(got == expected, "{name}, {order:?}");
+        let got = every_place(&rehearsing(order));
+        assert_eq!(got.len(), expected.len());
+        for (got, expected) in got.iter().zip(&expected) {
+            assert!(got == expected, "{}, place {}, {order:?}", got.0, got.1);
         }
     }
 }
@@ -333,7 +352,7 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
         let run = crate::drive::Driver::new(&mut model, limits).run(vec![sequence]);
         (logits, run.answers[&0].clone())
     };
-    let expected = (all_chains(&device, &|_| true), answers(&device));
+    let expected = (every_place(&device), answers(&device));
     println!("{} derived writes; what notices that one is forgotten:", writes.len());
     let mut by_the_model = 0;
     for (shader, pointer) in writes {
@@ -342,19 +361,20 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
             forgotten: Some((shader, pointer)),
             ..Rehearsal::default()
         });
-        let (of, got) = (chains_of(shader), all_chains(&device, &|name| name.starts_with(chains_of(shader))));
-        let noticing: Vec<&str> = got
-            .iter()
-            .filter(|(name, bytes)| expected.0.iter().any(|(n, b)| n == name && b != bytes))
-            .map(|(name, _)| name.as_str())
-            .collect();
-        assert!(!noticing.is_empty(), "{shader}.{pointer} was forgotten, and no chain of {of} noticed");
+        let (of, mut noticing) = (chains_of(shader), None);
+        all_chains(&device, of, &mut |name, place, bytes| {
+            let same = expected.0.iter().any(|(n, p, b)| (n.as_str(), *p) == (name, place) && *b == bytes);
+            noticing = (!same).then(|| name.to_owned());
+            same
+        });
+        let noticing = noticing
+            .unwrap_or_else(|| panic!("{shader}.{pointer} was forgotten, and no chain of {of} noticed"));
         // Quietly: what is computed of garbage may be no numbers, which ends a run.
         let model = catch_unwind(AssertUnwindSafe(|| answers(&device)));
         let noticed = model.map_or(true, |got| got != expected.1);
         by_the_model += usize::from(noticed);
         let model = if noticed { "; logits and answers of tiny-a" } else { "" };
-        println!("  {shader}.{pointer}: {}{model}", noticing.join("; "));
+        println!("  {shader}.{pointer}: {noticing}{model}");
         device.rehearse(Rehearsal { order: Order::Reversed, ..Rehearsal::default() });
     }
     // The kernels of a forward pass of one type of weights and of cache, and of a draw.

@@ -180,13 +180,13 @@ def make_devices():
     return run([sys.executable, str(ROOT / "tools/setup.py"), "devices"], FETCH_DEVICES_SECONDS)
 
 
-def on_devices():
+def devices_cheap():
     """Kernels on other software devices, and under a layer that checks addresses and races: the part that is cheap."""
     make_devices()
     return of_devices(on_devices.rows(run, on_devices.CHEAP))
 
 
-def on_all_devices():
+def devices_all():
     """Kernels and goldens on every device that stands in for a GPU, as a table."""
     made, _ = make_devices()
     if made != 0:
@@ -359,10 +359,10 @@ def pins(requirements):
 
 # Cheap checks first; `clients` and `page` start the server that `rust` built.
 PARTS = {
-    "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": on_devices, "clients": clients, "page": page, "clippy": clippy,
+    "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": devices_cheap, "clients": clients, "page": page, "clippy": clippy,
 }
 # Too heavy for every run.
-NAMED_ONLY = {"lm-eval": lm_eval, "openwebui": openwebui, "all-devices": on_all_devices}
+NAMED_ONLY = {"lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all}
 
 
 def main(names):

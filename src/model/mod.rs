@@ -15,6 +15,7 @@ pub mod shapes;
 mod step;
 pub mod weights;
 
+pub use crate::gpu::Counts;
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,
     Logprobs, MAX_BIASES, MAX_LOGPROBS, Mask, Pooling, Runner, RunnerError, Sampled, Sampling,

@@ -18,9 +18,8 @@ use crate::cli::load::{self, Watch};
 use crate::cli::progress::Bar;
 use crate::config::Config;
 use crate::engine::{Trial, TrialStep};
-use crate::gpu::Counts;
-use crate::model::Runner;
 use crate::model::gemma3::{Gemma3, LoadError};
+use crate::model::{Counts, Runner};
 
 /// A case that was measured.
 struct Measured {
