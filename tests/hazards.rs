@@ -174,10 +174,11 @@ fn sums(b: &mut Bench) -> Chain {
     let (peak, ones) = (Peak::new(&b.device).unwrap(), b.poisoned(Peak::bytes(1) as usize));
     let written = vec![moments.clone(), pooled.buffer.clone(), ones.clone()];
     let record = move |k: &Kernels, r: &mut Recorder<'_>| {
-        peak.record(r, &ones, 1, 16);
-        k.moments(r, &x, &moments, tokens);
         k.pool(r, &x, &pooled, true, tokens);
         k.pool(r, &x, &pooled, false, 2);
+        // Behind the barrier of that one.
+        peak.record(r, &ones, 1, 16);
+        k.moments(r, &x, &moments, tokens);
     };
     Chain { name: "sums".into(), record: Box::new(record), written }
 }
@@ -377,8 +378,8 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
         println!("  {shader}.{pointer}: {noticing}{model}");
         device.rehearse(Rehearsal { order: Order::Reversed, ..Rehearsal::default() });
     }
-    // The kernels of a forward pass of one type of weights and of cache, and of a draw.
-    assert!(by_the_model >= 12, "the model noticed only {by_the_model}");
+    // Of a forward pass with one type of weights and of cache, norms, products, KV store, attention and activation.
+    assert!(by_the_model >= 9, "the model noticed only {by_the_model}");
 }
 
 #[test]
