@@ -117,11 +117,13 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
     Some(match rest {
         0 => norms(b),
         1 => sums(b),
-        2 => draws(b),
-        3 => history(b),
-        4 => transfers(b),
-        // With attention behind the store, and without: the barrier before attention is one for all that was stored.
-        n => attention(b, *KvDtype::ALL.get((n - 5) / 2)?, n % 2 == 0),
+        // With penalties and without: the barriers of those are some for all that was drawn.
+        2 => draws(b, true),
+        3 => draws(b, false),
+        4 => history(b),
+        5 => transfers(b),
+        // With attention behind the store, and without, for the same reason.
+        n => attention(b, *KvDtype::ALL.get((n - 6) / 2)?, n % 2 == 0),
     })
 }
 
@@ -183,7 +185,7 @@ fn sums(b: &mut Bench) -> Chain {
     Chain { name: "sums".into(), record: Box::new(record), written }
 }
 
-fn draws(b: &mut Bench) -> Chain {
+fn draws(b: &mut Bench, adjusts: bool) -> Chain {
     let rows = 12;
     let Adjusted { mut drawing, .. } = adjusted(b, 258, rows);
     drawing.requests.iter_mut().for_each(|request| request.logprobs = 3);
@@ -201,13 +203,18 @@ fn draws(b: &mut Bench) -> Chain {
     ];
     let record = move |k: &Kernels, r: &mut Recorder<'_>| {
         let (logits, arrays, requests) = (&drawing.logits, &drawing.arrays, &drawing.requests);
-        k.adjust(r, logits, arrays, &drawing.history, requests);
-        r.copy(&logits.adjusted.buffer, &between, between.size());
+        if adjusts {
+            k.adjust(r, logits, arrays, &drawing.history, requests);
+            r.copy(&logits.adjusted.buffer, &between, between.size());
+        }
         k.sample(r, logits, arrays, &drawing.slots, rows);
-        k.clear_adjusted(r, logits, arrays, &drawing.history, requests);
+        if adjusts {
+            k.clear_adjusted(r, logits, arrays, &drawing.history, requests);
+        }
         k.logprobs(r, logits, arrays, rows);
     };
-    Chain { name: "draws".into(), record: Box::new(record), written }
+    let name = if adjusts { "draws with penalties" } else { "draws alone" };
+    Chain { name: name.into(), record: Box::new(record), written }
 }
 
 fn history(b: &mut Bench) -> Chain {
