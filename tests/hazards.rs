@@ -117,13 +117,14 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
     Some(match rest {
         0 => norms(b),
         1 => sums(b),
-        // With penalties and without: the barriers of those are some for all that was drawn.
-        2 => draws(b, true),
-        3 => draws(b, false),
-        4 => history(b),
-        5 => transfers(b),
+        // With penalties and log probabilities and without: the barriers of those are some for all that was drawn.
+        2 => draws(b, "draws with penalties"),
+        3 => draws(b, "draws with log probabilities"),
+        4 => draws(b, "draws alone"),
+        5 => history(b),
+        6 => transfers(b),
         // With attention behind the store, and without, for the same reason.
-        n => attention(b, *KvDtype::ALL.get((n - 6) / 2)?, n % 2 == 0),
+        n => attention(b, *KvDtype::ALL.get((n - 7) / 2)?, n % 2 == 1),
     })
 }
 
@@ -185,7 +186,8 @@ fn sums(b: &mut Bench) -> Chain {
     Chain { name: "sums".into(), record: Box::new(record), written }
 }
 
-fn draws(b: &mut Bench, adjusts: bool) -> Chain {
+fn draws(b: &mut Bench, name: &'static str) -> Chain {
+    let adjusts = name.ends_with("penalties");
     let rows = 12;
     let Adjusted { mut drawing, .. } = adjusted(b, 258, rows);
     drawing.requests.iter_mut().for_each(|request| request.logprobs = 3);
@@ -211,9 +213,10 @@ fn draws(b: &mut Bench, adjusts: bool) -> Chain {
         if adjusts {
             k.clear_adjusted(r, logits, arrays, &drawing.history, requests);
         }
-        k.logprobs(r, logits, arrays, rows);
+        if !name.ends_with("alone") {
+            k.logprobs(r, logits, arrays, rows);
+        }
     };
-    let name = if adjusts { "draws with penalties" } else { "draws alone" };
     Chain { name: name.into(), record: Box::new(record), written }
 }
 
