@@ -392,8 +392,9 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
         println!("  {shader}.{pointer}: {noticing}{model}");
         device.rehearse(Rehearsal { order: Order::Reversed, ..Rehearsal::default() });
     }
-    // Of a forward pass with one type of weights and of cache, norms, products, KV store, attention and activation.
-    assert!(by_the_model >= 9, "the model noticed only {by_the_model}");
+    // In a forward pass with one type of weights and of cache: three norms, products, attention, activation; and what clears
+    // penalties. Queries, keys and values are written together, so that one barrier is there for all.
+    assert!(by_the_model >= 7, "the model noticed only {by_the_model}");
 }
 
 #[test]
