@@ -42,7 +42,7 @@ fn describe(device: &DeviceInfo) -> String {
         (false, _) => "none",
     };
     line("int8 dots", how.to_string());
-    if !caps.has(Need::CooperativeMatrix) {
+    if caps.cooperative_matrices.is_empty() {
         line("matrices", "no VK_KHR_cooperative_matrix".to_string());
     }
     for shape in &caps.cooperative_matrices {

@@ -48,6 +48,10 @@ impl Need {
         Need::SubgroupArithmetic,
     ];
 
+    /// What no shader needs yet. It is not enabled, and so no device has it: what nobody uses meets drivers' bugs for nothing,
+    /// and validation layers that do not know it.
+    const UNUSED: [Need; 1] = [Need::CooperativeMatrix];
+
     /// Vulkan's own name of it, where there is one.
     pub fn name(self) -> &'static str {
         match self {
@@ -105,7 +109,7 @@ pub struct Caps {
     pub max_shared_bytes: u32,
     /// Whether dot products of four packed signed bytes are faster than what they are made of.
     pub integer_dot_accelerated: bool,
-    /// Of subgroups; without saturation.
+    /// Of subgroups; without saturation. Whether or not they are used.
     pub cooperative_matrices: Vec<CooperativeMatrix>,
 }
 
@@ -168,9 +172,10 @@ impl Caps {
             (Need::IntegerDotProduct, is(features13.shader_integer_dot_product)),
             (Need::CooperativeMatrix, has_matrix && is(matrix.cooperative_matrix)),
         ];
+        let is_used = |need: &Need| !Need::UNUSED.contains(need);
         let mut caps = Caps {
             api_version: (vk::api_version_major(api), vk::api_version_minor(api)),
-            features: all.into_iter().filter(|(_, has)| *has).map(|(need, _)| need).collect(),
+            features: all.into_iter().filter(|(_, has)| *has).map(|(need, _)| need).filter(is_used).collect(),
             subgroup_size: subgroup.subgroup_size,
             subgroup_sizes: sizes,
             max_workgroup_subgroups: properties13.max_compute_workgroup_subgroups,
@@ -179,7 +184,7 @@ impl Caps {
             integer_dot_accelerated: is(properties13.integer_dot_product4x8_bit_packed_signed_accelerated),
             cooperative_matrices: Vec::new(),
         };
-        if caps.has(Need::CooperativeMatrix) {
+        if has_matrix && is(matrix.cooperative_matrix) {
             let extension = khr::cooperative_matrix::Instance::new(entry, instance);
             // SAFETY: the device has the extension that the call is of. A failed call leaves the list empty.
             let shapes = unsafe { extension.get_physical_device_cooperative_matrix_properties(raw) };
