@@ -110,7 +110,8 @@ void main() {
     }
     const float maximum = workgroup_max(best);
 
-    if (request.temperature > 0.0) {
+    // Of a row that is refused, nothing is drawn: what is not finite has no maximum.
+    if (request.temperature > 0.0 && maximum < HIGHEST) {
         // Colder than this is as good as 0, and its inverse might not be finite.
         const float temperature = max(request.temperature, 1e-6), inverse = 1.0 / temperature;
         // Further below the maximum, exp is 0; what is forbidden must not become infinite.
