@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import on_devices
+from devices import DevicesError
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "test"
@@ -197,14 +198,17 @@ def devices_all():
 
 def of_devices(rows):
     result = Result()
-    for device, cells in rows:
-        if isinstance(cells, str):
-            result.skipped.append(("test-devices", cells))
-            continue
-        for suite, cell in cells.items():
-            print(f"{device.name}, {suite}: {cell.text()}", flush=True)
-            result.passed += cell.passed
-            result.failures += [f"{device.name}: {failure}" for failure in cell.failures]
+    try:
+        for device, cells in rows:
+            if isinstance(cells, str):
+                result.skipped.append(("test-devices", cells))
+                continue
+            for suite, cell in cells.items():
+                print(f"{device.name}, {suite}: {cell.text()}", flush=True)
+                result.passed += cell.passed
+                result.failures += [f"{device.name}: {failure}" for failure in cell.failures]
+    except DevicesError as error:
+        result.failures.append(f"devices: {error}")
     return result
 
 
