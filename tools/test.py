@@ -193,7 +193,10 @@ def devices_all():
     if made != 0:
         return Result(failures=[f"all-devices: they could not be made ({ended(made)})"])
     run(["cargo", "build", "--locked"])
-    return of_devices(on_devices.all_devices(run))
+    try:
+        return of_devices(on_devices.all_devices(run))
+    except DevicesError as error:
+        return Result(failures=[f"all-devices: {error}"])
 
 
 def of_devices(rows):
