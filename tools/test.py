@@ -192,7 +192,8 @@ def devices_all():
     made, _ = make_devices()
     if made != 0:
         return Result(failures=[f"all-devices: they could not be made ({ended(made)})"])
-    run(["cargo", "build", "--locked"])
+    # As `rust` builds: else the library is compiled again with other features.
+    run(["cargo", "build", "--locked", "--all-targets"])
     try:
         return of_devices(on_devices.all_devices(run))
     except DevicesError as error:
