@@ -35,6 +35,8 @@ CHEAP = {
 FULL = {name: SUITES for name in [
     "lavapipe", "lavapipe-26", "lavapipe-26-subgroup-4", "lavapipe-26-subgroup-16", "lavapipe-26-subgroup-32", "swiftshader",
 ]}
+# It is slow: the three reference models without what varies them.
+FULL["swiftshader"] = SUITES | {"goldens": ["golden::tiny"]}
 # The layer's checks of each access make a model of a few weights slow: one golden run.
 FULL["gpu-assisted"] = {"kernels": ["kernels::"], "goldens": ["golden::tiny_a"]}
 
