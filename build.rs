@@ -15,6 +15,7 @@ use glslang::include::{IncludeHandler, IncludeResult, IncludeType};
 use glslang::{
     Compiler, CompilerOptions, ShaderInput, ShaderSource, ShaderStage, SpirvVersion, Target, VulkanVersion,
 };
+use rspirv::binary::Assemble;
 use rspirv::dr::{Instruction, Module, Operand};
 use rspirv::spirv::{Capability, Decoration, ExecutionMode, Op, StorageClass};
 
@@ -37,8 +38,9 @@ fn main() {
         let mut push: Option<PushBlock> = None;
         for (variant, defines) in variants {
             let name = if variant == "only" { kernel.clone() } else { format!("{kernel}_{variant}") };
-            let words = compile(&shaders, kernel, &name, defines);
-            let module = parse(&name, &words);
+            let mut module = parse(&name, &compile(&shaders, kernel, &name, defines));
+            keep_operations_apart(&mut module);
+            let words = module.assemble();
             let block = PushBlock::of(&name, &module);
             emit_shader(&mut table, kernel, &name, &words, &module, &block);
             match &mut push {
@@ -98,6 +100,31 @@ fn parse(name: &str, words: &[u32]) -> Module {
     let mut loader = rspirv::dr::Loader::new();
     rspirv::binary::parse_words(words, &mut loader).unwrap_or_else(|e| panic!("{name}: {e}"));
     loader.module()
+}
+
+/// Decorates what every addition and every product of floats yields: no compiler may contract them to an fma, or a number's
+/// last bit would depend on what its neighbours are. Shaders say `fma` where they mean it.
+fn keep_operations_apart(module: &mut Module) {
+    let is_decorated = |module: &Module, id: u32| {
+        let operands = [Operand::IdRef(id), Operand::Decoration(Decoration::NoContraction)];
+        module.annotations.iter().any(|i| i.operands == operands)
+    };
+    let results: Vec<u32> = module
+        .all_inst_iter()
+        .filter(|i| {
+            matches!(
+                i.class.opcode,
+                Op::FAdd | Op::FSub | Op::FMul | Op::FDiv | Op::FNegate | Op::VectorTimesScalar | Op::Dot
+            )
+        })
+        .filter_map(|i| i.result_id)
+        .collect();
+    for id in results {
+        if !is_decorated(module, id) {
+            let operands = vec![Operand::IdRef(id), Operand::Decoration(Decoration::NoContraction)];
+            module.annotations.push(Instruction::new(Op::Decorate, None, None, operands));
+        }
+    }
 }
 
 /// What a shader does with the memory behind an address. Its twin in the crate is `gpu::Access`.
@@ -291,7 +318,13 @@ impl PushBlock {
         let mut follows = false;
         for i in module.all_inst_iter() {
             let Some(pointer) = i.result_type.filter(|id| globals.is_buffer_pointer(*id)) else { continue };
-            if matches!(i.class.opcode, Op::Bitcast | Op::ConvertUToPtr) {
+            // A pointer seen as one of another type is what it was.
+            let is_pointer = |operand: &Operand| {
+                let id = operand.unwrap_id_ref();
+                let made = module.all_inst_iter().find(|made| made.result_id == Some(id));
+                made.and_then(|made| made.result_type).is_some_and(|of| globals.is_buffer_pointer(of))
+            };
+            if matches!(i.class.opcode, Op::Bitcast | Op::ConvertUToPtr) && !is_pointer(&i.operands[0]) {
                 assert_eq!(
                     globals.access(globals.find(pointer)),
                     Access::Read,
@@ -321,7 +354,8 @@ impl PushBlock {
     fn emit(&self, out: &mut String, kernel: &str) {
         let camel: String = kernel.split('_').map(|w| w[..1].to_uppercase() + &w[1..]).collect();
         let mut line = |text: String| writeln!(out, "{text}").unwrap();
-        let is_optional = |m: &&Member| m.access == Some(Access::None);
+        // An address that a variant does not use, or that a dispatch may do without, as its name says.
+        let is_optional = |m: &&Member| m.access == Some(Access::None) || m.name.ends_with("_or_none");
         line(format!(
             "/// What `{kernel}.comp` takes, generated from its SPIR-V: buffers where it has addresses."
         ));

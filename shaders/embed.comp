@@ -40,14 +40,14 @@ void main() {
     if (id >> 31 != 0) id = min(sampled.at[id & 0x7fffffffu], rows - 1);
     const Shard shard = shards.at[id / rows_per_shard];
     Blocks blocks = Blocks(shard.blocks);
-    ReadUints scales = ReadUints(shard.scales);
+    Scales scales = Scales(shard.scales);
     const uint row = id % rows_per_shard, tile = row / TILE_ROWS, lane = row % TILE_ROWS;
     const uint blocks_per_row = (cols + BLOCK - 1) / BLOCK;
 
     for (uint b = gl_LocalInvocationID.x; b < blocks_per_row; b += 64) {
-        const uvec4 block = blocks.at[(tile * blocks_per_row + b) * TILE_ROWS + lane];
+        const uvec4 block = blocks.at[tile * blocks_per_row + b].lanes[lane];
 #if defined(SCALES_ROW)
-        const vec2 scale_shift = vec2(half_at(scales, row), 0.0);
+        const vec2 scale_shift = vec2(half_of(scales, tile, lane), 0.0);
 #elif defined(SCALED_BY_GROUP)
         const vec2 scale_shift = block_scale(scales, tile, b, lane, blocks_per_row, blocks_per_scale);
 #else

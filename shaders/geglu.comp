@@ -1,25 +1,57 @@
-// gate[i] = gelu_tanh(gate[i]) * up[i], i < count; f32, in place.
+// gelu_tanh(gate[t, i]) * up[t, i]; gate and up f32 [rows, width], rows stride apart.
 //
-// gelu_tanh(g) = g/2 (1 + tanh u) = g / (1 + exp(-2u)), u = sqrt(2/pi) (g + 0.044715 g^3): the second form has no
-// tanh, whose Vulkan precision is loose. Below -10 it is 0 in f32, above 10 it is g: u is taken of the clamped g, so that
-// exp neither overflows nor has to be right about infinity, which Vulkan does not promise.
+//   default  gate = it, in place
+//   INT8     blocks, scales = it, quantized (common/fast.glsl)
+//   BOTH     both
+//
+// A column of workgroups takes a row, an invocation four columns at a time.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
+#include "gelu.glsl"
+#define WORKGROUP 256
+#if defined(INT8) || defined(BOTH)
+#include "fast.glsl"
+#include "quantize.glsl"
+#define QUANTIZES
+#else
+layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteBlocks { uint at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) writeonly buffer WriteScales { uvec2 at[]; };
+#endif
 
-layout(local_size_x = 256) in;
+layout(local_size_x = WORKGROUP) in;
+
+#if defined(INT8)
+#define Gate ReadVec4s
+#else
+#define Gate Vec4s
+#endif
 
 layout(push_constant, std430) uniform Push {
-    Floats gate;
-    ReadFloats up;
-    uint count;
+    Gate gate;
+    ReadVec4s up;
+    WriteBlocks blocks;
+    WriteScales scales;
+    uint width;
+    uint stride;
+    // Rows that the blocks have room for.
+    uint padded;
 };
 
 void main() {
-    for (uint i = gl_GlobalInvocationID.x; i < count; i += gl_NumWorkGroups.x * 256) {
-        const float g = gate.at[i];
-        const float c = clamp(g, -10.0, 10.0);
-        const float u = 0.7978845608028654 * (c + 0.044715 * c * c * c);
-        gate.at[i] = (g < -10.0 ? g * 0.0 : g / (1.0 + exp(-2.0 * u))) * up.at[i];
+    const uint row = gl_WorkGroupID.y, column = gl_GlobalInvocationID.x * 4;
+    vec4 value = vec4(0);
+    if (column < width) {
+        const uint at = (row * stride + column) / 4;
+        const vec4 g = gate.at[at], u = up.at[at];
+        value = vec4(gelu_tanh(g.x) * u.x, gelu_tanh(g.y) * u.y, gelu_tanh(g.z) * u.z, gelu_tanh(g.w) * u.w);
+        // Beyond the row lies what may be anything.
+        value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
+#ifndef INT8
+        gate.at[at] = value;
+#endif
     }
+#ifdef QUANTIZES
+    quantize_four(blocks, scales, padded, row, column, width, value);
+#endif
 }

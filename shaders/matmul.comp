@@ -18,7 +18,7 @@ layout(constant_id = 1) const uint ROW_TILES = 1;
 
 layout(push_constant, std430) uniform Push {
     Blocks blocks;
-    ReadUints scales;
+    Scales scales;
     ReadVec4s x;
     WriteFloats y;
     uint rows;
@@ -58,7 +58,7 @@ void main() {
         [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
             // Spare tiles of the last workgroup repeat the last tile; spare columns, the last token. Neither is stored.
             const uint tile = min(first_tile + t, last_tile);
-            block[t] = blocks.at[(tile * blocks_per_row + b) * TILE_ROWS + lane];
+            block[t] = blocks.at[tile * blocks_per_row + b].lanes[lane];
             [[unroll]] for (uint c = 0; c < COLUMNS; c++) sum[t][c] = 0.0;
         }
         [[unroll]] for (uint i = 0; i < BLOCK / 4; i++) {
@@ -104,7 +104,7 @@ void main() {
             float sum = partial[0][t][c][lane];
             [[unroll]] for (uint s = 1; s < SPLITS; s++) sum += partial[s][t][c][lane];
 #if defined(SCALES_ROW)
-            sum *= half_at(scales, row);
+            sum *= half_of(scales, first_tile + t, lane);
 #endif
             y.at[(first_token + c) * y_stride + row] = sum;
         }

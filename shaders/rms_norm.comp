@@ -1,52 +1,112 @@
 // norm(x)[i] = x[i] / sqrt(mean(x^2) + eps) * (1 + weight[i])          (Gemma's RMSNorm: 1 + w, not w)
 //
-//   default  y[t] = norm(x[t])
-//   ADD      y[t] += norm(x[t])              (the residual add behind a post-norm)
-//   GATHER   y[i] = norm(x[rows[i]])         (the final norm, of the rows that are sampled from)
+//   default   y[t] = norm(x[t])
+//   GATHER    y[i] = norm(x[rows[i]])        (the final norm, of the rows that are sampled from)
+//   ADD       hidden[t] += norm(x[t])        (the residual add behind a post-norm)
+//   RESIDUAL  hidden[t] += norm(x[t]), and y[t] = norm(hidden[t]) by next_weight: the norm before what comes next
 //
-//   x f32 [*, dim], rows x_stride apart; y f32, rows y_stride apart; weight f32 [dim]. A workgroup takes one row.
+// Of what has a y: with INT8, blocks and scales are y quantized (common/fast.glsl) and y itself is not written; with BOTH,
+// both are.
+//
+//   x f32 [*, dim], rows x_stride apart; y and hidden f32, rows y_stride apart; weights f32 [dim]. Strides are multiples
+//   of 4. A workgroup takes one row, an invocation four columns of every 1024. All variants share each step: their bits
+//   are the same.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
 #define WORKGROUP 256
 #include "reduce.glsl"
+#include "fast.glsl"
+#include "quantize.glsl"
 
 layout(local_size_x = WORKGROUP) in;
 
 layout(push_constant, std430) uniform Push {
-    ReadFloats x;
+    ReadVec4s x;
     ReadFloats weight;
-#if defined(ADD)
-    Floats y;
-#else
-    WriteFloats y;
-#endif
+    ReadFloats next_weight;
+    Vec4s hidden;
+    WriteVec4s y;
+    WriteBlocks blocks;
+    WriteScales scales;
     ReadUints rows;
     uint dim;
     uint x_stride;
     uint y_stride;
+    // Rows that the blocks have room for.
+    uint padded;
     float eps;
+    float next_eps;
 };
 
+// What lies beyond the row may be anything.
+vec4 within(vec4 value, uint column) {
+    return mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(dim)));
+}
+
+vec4 weight_at(ReadFloats weights, uint column) {
+    vec4 four = vec4(0);
+    [[unroll]] for (uint j = 0; j < 4; j++) {
+        if (column + j < dim) four[j] = weights.at[column + j];
+    }
+    return four;
+}
+
+float add_squares(float sum, vec4 v) { return fma(v.w, v.w, fma(v.z, v.z, fma(v.y, v.y, fma(v.x, v.x, sum)))); }
+
+float factor_of(float squares, float epsilon) {
+    return inversesqrt(workgroup_sum(squares) / float(dim) + epsilon);
+}
+
 void main() {
-    const uint out_row = gl_WorkGroupID.x;
+    const uint out_row = gl_WorkGroupID.x, lane = gl_LocalInvocationID.x;
 #if defined(GATHER)
     const uint in_row = rows.at[out_row];
 #else
     const uint in_row = out_row;
 #endif
+    const uint from = in_row * x_stride / 4, to = out_row * y_stride / 4, last = dim + 3 & ~3u;
+
     float squares = 0.0;
-    for (uint i = gl_LocalInvocationID.x; i < dim; i += WORKGROUP) {
-        const float v = x.at[in_row * x_stride + i];
-        squares = fma(v, v, squares);
+    for (uint column = 4 * lane; column < last; column += 4 * WORKGROUP)
+        squares = add_squares(squares, within(x.at[from + column / 4], column));
+    float factor = factor_of(squares, eps);
+
+#if defined(ADD) || defined(RESIDUAL)
+    squares = 0.0;
+    for (uint column = 4 * lane; column < last; column += 4 * WORKGROUP) {
+        const vec4 normed = within(x.at[from + column / 4], column) * factor * weight_at(weight, column);
+        const vec4 sum = within(hidden.at[to + column / 4], column) + normed;
+        hidden.at[to + column / 4] = sum;
+        squares = add_squares(squares, sum);
     }
-    const float factor = inversesqrt(workgroup_sum(squares) / float(dim) + eps);
-    for (uint i = gl_LocalInvocationID.x; i < dim; i += WORKGROUP) {
-        const float normed = x.at[in_row * x_stride + i] * factor * weight.at[i];
-#if defined(ADD)
-        y.at[out_row * y_stride + i] += normed;
+#endif
+#if defined(RESIDUAL)
+    factor = factor_of(squares, next_eps);
+#endif
+#ifndef ADD
+    // Quantizing, a workgroup goes on together to the end of the last block.
+#if defined(INT8) || defined(BOTH)
+    const uint end = (dim + 4 * WORKGROUP - 1) / (4 * WORKGROUP) * (4 * WORKGROUP);
 #else
-        y.at[out_row * y_stride + i] = normed;
+    const uint end = last;
+#endif
+    for (uint column = 4 * lane; column < end; column += 4 * WORKGROUP) {
+        vec4 normed = vec4(0);
+        if (column < last) {
+#if defined(RESIDUAL)
+            // As this invocation wrote it.
+            normed = hidden.at[to + column / 4] * factor * weight_at(next_weight, column);
+#else
+            normed = within(x.at[from + column / 4], column) * factor * weight_at(weight, column);
+#endif
+#ifndef INT8
+            y.at[to + column / 4] = normed;
+#endif
+        }
+#if defined(INT8) || defined(BOTH)
+        quantize_four(blocks, scales, padded, out_row, column, dim, normed);
 #endif
     }
+#endif
 }

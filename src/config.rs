@@ -9,7 +9,7 @@ use std::str::FromStr;
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use crate::tensor::{KvDtype, QuantizeMode};
+use crate::tensor::{KvDtype, Precision, QuantizeMode};
 
 /// The documented defaults, as TOML.
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
@@ -96,6 +96,8 @@ pub struct Model {
     pub draft: Option<String>,
     #[serde(deserialize_with = "parsed")]
     pub quantize: QuantizeMode,
+    #[serde(deserialize_with = "parsed")]
+    pub precision: Precision,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]

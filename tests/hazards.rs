@@ -9,13 +9,13 @@ use std::sync::Arc;
 use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::{Buffer, Device, Order, Recorder, Rehearsal};
 use unicorn::kernels::{
-    Attention, Heads, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Peak, RmsNorm, StepArrays,
-    shaders,
+    Attention, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Operand, Peak, Quantized, RmsNorm,
+    StepArrays, Wants, shaders,
 };
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
 use unicorn::model::{Runner, SamplingParams};
-use unicorn::tensor::{KvDtype, Scheme};
+use unicorn::tensor::{KvDtype, Precision, Scheme};
 
 use crate::batching::{PENALTIES, Texts};
 use crate::golden::{self, Goldens, all_logits};
@@ -114,8 +114,17 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
         None => return Some(products(b, schemes[which])),
         Some(rest) => rest,
     };
+    let rest = match rest.checked_sub(STORED.len()) {
+        None => return Some(fast_products(b, STORED[rest])),
+        Some(rest) => rest,
+    };
+    let wants = [(true, false), (false, true), (true, true)].map(|(floats, blocks)| Wants { floats, blocks });
+    let rest = match rest.checked_sub(wants.len()) {
+        None => return Some(norms(b, wants[rest])),
+        Some(rest) => rest,
+    };
     Some(match rest {
-        0 => norms(b),
+        0 => quantizing(b),
         1 => sums(b),
         // With penalties and log probabilities and without: the barriers of those are some for all that was drawn.
         2 => draws(b, "draws with penalties"),
@@ -130,7 +139,7 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
 
 fn products(b: &mut Bench, scheme: Scheme) -> Chain {
     let (rows, cols, tokens) = (70, 64, 9);
-    b.kernels = Kernels::new(&b.device, &[], scheme, HEADS).unwrap();
+    b.make_scheme(scheme, Precision::F32);
     let values = b.random(rows * cols, 1.0);
     let matrix = match scheme.grouping(cols) {
         Some(_) => {
@@ -145,27 +154,77 @@ fn products(b: &mut Bench, scheme: Scheme) -> Chain {
     let written = vec![x.buffer.clone(), y.buffer.clone()];
     let record = move |k: &Kernels, r: &mut Recorder<'_>| {
         k.embed(r, &embedding, &ids, &ids, &x, tokens);
-        k.matmul(r, embedding.matrix(), &x, &y, tokens);
+        k.matmul(r, &[(embedding.matrix(), &y)], &Operand::floats(&x), tokens);
     };
     Chain { name: format!("embedding and product, {scheme}"), record: Box::new(record), written }
 }
 
-fn norms(b: &mut Bench) -> Chain {
+/// Three matrices at once, a pair with its GeGLU, and a product of what comes of that.
+fn fast_products(b: &mut Bench, scheme: Scheme) -> Chain {
+    let (cols, tokens) = (96, 9);
+    b.make_scheme(scheme, Precision::Fast);
+    let stored = b.stored(cols, cols, scheme);
+    let matrix = b.matrix_of(&stored.tensor(), scheme, u64::MAX);
+    let x = b.random(tokens * cols, 1.0);
+    let (x, quantized, gated) =
+        (b.activations(&x, cols), b.quantized(tokens, cols), b.quantized(tokens, cols));
+    let y = [(); 4].map(|()| b.empty(tokens, cols));
+    let written = y.each_ref().map(|y| y.buffer.clone()).to_vec();
+    let record = move |k: &Kernels, r: &mut Recorder<'_>| {
+        k.quantize(r, &x, &quantized, tokens);
+        let operand = Operand::blocks(&quantized);
+        k.matmul(r, &[(&matrix, &y[0]), (&matrix, &y[1]), (&matrix, &y[2])], &operand, tokens);
+        k.gated(r, [&matrix; 2], &operand, [&y[3]; 2], &Operand::blocks(&gated), tokens);
+        k.matmul(r, &[(&matrix, &y[3])], &Operand::blocks(&gated), tokens);
+    };
+    Chain { name: format!("products in int8, {scheme}"), record: Box::new(record), written }
+}
+
+/// Where the blocks of so many rows lie, and where their scales.
+fn planes(quantized: &Quantized, padded: usize) -> [Buffer; 2] {
+    let blocks = padded * quantized.width.div_ceil(32);
+    let buffer = &quantized.buffer;
+    [buffer.slice(0, 32 * blocks as u64), buffer.slice(32 * blocks as u64, 8 * blocks as u64)]
+}
+
+fn quantizing(b: &mut Bench) -> Chain {
+    let (rows, width) = (3, 100);
+    let x = b.random(rows * width, 1.0);
+    let (x, y) = (b.activations(&x, width), b.quantized(rows, width));
+    let written = planes(&y, 4).to_vec();
+    let record = move |k: &Kernels, r: &mut Recorder<'_>| k.quantize(r, &x, &y, rows);
+    Chain { name: "quantizing".into(), record: Box::new(record), written }
+}
+
+fn norms(b: &mut Bench, wants: Wants) -> Chain {
     let (rows, dim) = (3, 100);
     let [x, base] = [(); 2].map(|()| b.random(rows * dim, 1.0));
     let weight = b.random(dim, 1.0);
     let (x, sum) = (b.activations(&x, dim), b.activations(&base, dim));
     let norm = RmsNorm { weight: b.upload(&weight), eps: 1e-6 };
-    let (y, picked) = (b.empty(rows, dim), b.empty(2, dim));
     let index = b.upload(&[2u32, 0]);
-    let written = [&y, &sum, &picked].map(|x| x.buffer.clone()).to_vec();
+    let floats = [(); 4].map(|()| b.empty(rows, dim));
+    let blocks = [(); 4].map(|()| b.quantized(rows, dim));
+    let to: Vec<Operand> =
+        floats.iter().zip(&blocks).map(|(floats, blocks)| Operand::new(wants, floats, blocks)).collect();
+    let mut written = vec![sum.buffer.clone()];
+    for (i, operand) in to.iter().enumerate() {
+        written.extend(operand.floats.as_ref().map(|floats| floats.buffer.clone()));
+        // The rows that are gathered are two.
+        written.extend(operand.blocks.iter().flat_map(|blocks| planes(blocks, if i == 2 { 2 } else { 4 })));
+    }
+    let up = b.random(rows * dim, 1.0);
+    let (gate, up) = (b.activations(&base, dim), b.activations(&up, dim));
+    let result = Operand { floats: wants.floats.then(|| gate.clone()), ..to[3].clone() };
+    written.extend(wants.floats.then(|| gate.buffer.clone()));
     let record = move |k: &Kernels, r: &mut Recorder<'_>| {
-        k.rms_norm(r, &x, &norm, &y, rows);
-        k.rms_norm_add(r, &y, &norm, &sum, rows);
-        k.rms_norm_gather(r, &sum, &index, &norm, &picked, 2);
-        k.geglu(r, &picked, &y, 2);
+        k.rms_norm(r, &x, &norm, &to[0], rows);
+        k.rms_norm_add(r, &x, &norm, &sum, rows);
+        k.residual(r, &x, &norm, (&sum, &norm), &to[1], rows);
+        k.rms_norm_gather(r, &sum, &index, &norm, &to[2], 2);
+        k.geglu(r, &gate, &up, &result, rows);
     };
-    Chain { name: "norms and activation".into(), record: Box::new(record), written }
+    Chain { name: format!("norms and activation, {wants:?}"), record: Box::new(record), written }
 }
 
 fn sums(b: &mut Bench) -> Chain {
@@ -280,8 +339,6 @@ fn attention(b: &mut Bench, kv: KvDtype, attends: bool) -> Chain {
     Chain { name: format!("keys, values {what}, {kv}"), record: Box::new(record), written }
 }
 
-const HEADS: Heads = Heads { group: 2, head_dim: 32, kv: KvDtype::F32 };
-
 /// What every chain of kernels leaves in each place where it writes, on a device that rehearses: `each` gets the chain's
 /// name, the number of the place and its bytes, and says whether to go on. Chains whose name does not begin with `only` are
 /// left out.
@@ -335,6 +392,8 @@ fn kernels_compute_the_same_in_any_order_between_barriers() {
 fn chains_of(shader: &str) -> &'static str {
     match shader.split('_').next().expect("a name") {
         "embed" | "matmul" => "embedding and product",
+        "fast" => "products in int8",
+        "quantize" => "quantizing",
         "rms" | "geglu" => "norms",
         "moments" | "pool" | "peak" => "sums",
         "adjust" | "sample" | "logprobs" => "draws",
@@ -403,7 +462,7 @@ fn two_addresses_of_one_dispatch_that_lead_to_the_same_memory_are_refused() {
     let mut b = Bench::new(1);
     let x = b.empty(2, 64);
     let norm = RmsNorm { weight: b.upload(&[1f32; 64]), eps: 1e-6 };
-    b.run(|k, r| k.rms_norm(r, &x, &norm, &x, 2));
+    b.run(|k, r| k.rms_norm(r, &x, &norm, &Operand::floats(&x), 2));
 }
 
 #[test]
@@ -415,8 +474,8 @@ fn a_recording_is_counted() {
     let norm = RmsNorm { weight: b.upload(&[1f32; 64]), eps: 1e-6 };
     let before = device.counts();
     b.run(|k, r| {
-        k.rms_norm(r, &x, &norm, &y, 2);
-        k.rms_norm(r, &y, &norm, &x, 1);
+        k.rms_norm(r, &x, &norm, &Operand::floats(&y), 2);
+        k.rms_norm(r, &y, &norm, &Operand::floats(&x), 1);
         r.copy(&x.buffer, &y.buffer, 8);
     });
     let mut declared = [0; Class::ALL.len()];

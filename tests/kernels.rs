@@ -13,13 +13,15 @@ use unicorn::gpu::{
 };
 use unicorn::kernels::{
     Activations, Attention, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Kernels, KvCache,
-    LAST_SAMPLED, LOGPROB_WORDS, Logits, MAX_LOGPROBS, Matrix, NO_TOKEN, Peak, RmsNorm, SampleRequest,
-    StepArrays, mask_words, reference,
+    LAST_SAMPLED, LOGPROB_WORDS, Logits, MAX_LOGPROBS, Matrices, Matrix, NO_TOKEN, Operand, Peak, Quantized,
+    RmsNorm, SampleRequest, StepArrays, mask_words, reference,
 };
 use unicorn::model::kernel_cases::{Choice, Rig, Work};
 use unicorn::model::shapes::Shape;
 use unicorn::quantize::{dequantize_row, grouping, quantize_row};
-use unicorn::tensor::{DType, KvDtype, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row};
+use unicorn::tensor::{
+    DType, KvDtype, Precision, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row, unpack_row,
+};
 
 use crate::support::{device, policy};
 
@@ -75,7 +77,8 @@ impl Bench {
 
     pub fn on(device: &Arc<Device>, seed: u64) -> Bench {
         let schemes = [&SCHEMES[..], &STORED].concat();
-        let kernels = Kernels::new(device, &schemes, Scheme::Bf16, HEADS).unwrap();
+        let matrices = Matrices { products: schemes, embedding: Some(Scheme::Bf16), ..Matrices::default() };
+        let kernels = Kernels::new(device, &matrices, HEADS, Precision::F32).unwrap();
         let (arena, rng) = (Arena::new(device), ChaCha8Rng::seed_from_u64(seed));
         Bench { arena, kernels, rng, device: device.clone() }
     }
@@ -83,7 +86,14 @@ impl Bench {
     /// Kernels for the heads of `shape`.
     pub fn make_heads(&mut self, shape: &AttentionShape, kv: KvDtype) {
         let heads = Heads { group: shape.num_heads / shape.num_kv_heads, head_dim: shape.head_dim, kv };
-        self.kernels = Kernels::new(&self.device, &[], Scheme::Bf16, heads).unwrap();
+        let matrices = Matrices { embedding: Some(Scheme::Bf16), ..Matrices::default() };
+        self.kernels = Kernels::new(&self.device, &matrices, heads, Precision::F32).unwrap();
+    }
+
+    /// Kernels for matrices of `scheme` alone, which may be looked up and, in pairs, gated.
+    pub fn make_scheme(&mut self, scheme: Scheme, precision: Precision) {
+        let matrices = Matrices { gated: vec![scheme], embedding: Some(scheme), ..Matrices::default() };
+        self.kernels = Kernels::new(&self.device, &matrices, HEADS, precision).unwrap();
     }
 
     pub fn random(&mut self, count: usize, scale: f32) -> Vec<f32> {
@@ -116,7 +126,7 @@ impl Bench {
         embedding
     }
 
-    fn download<T: bytemuck::Pod>(&mut self, buffer: &Buffer, count: usize) -> Vec<T> {
+    pub fn download<T: bytemuck::Pod>(&mut self, buffer: &Buffer, count: usize) -> Vec<T> {
         let bytes = (count * size_of::<T>()) as u64;
         let host = self.readback(bytes);
         self.run(|_, r| r.copy(buffer, &host, bytes));
@@ -139,7 +149,12 @@ impl Bench {
         Activations::new(self.poisoned(Activations::bytes(rows, width) as usize), width)
     }
 
-    fn rows(&mut self, from: &Activations, rows: usize) -> Vec<f32> {
+    /// Room for int8 activations.
+    pub fn quantized(&mut self, rows: usize, width: usize) -> Quantized {
+        Quantized::new(self.poisoned(Quantized::bytes(rows, width) as usize), width)
+    }
+
+    pub fn rows(&mut self, from: &Activations, rows: usize) -> Vec<f32> {
         let padded = self.download::<f32>(&from.buffer, rows * from.stride);
         padded.chunks_exact(from.stride).flat_map(|row| row[..from.width].to_vec()).collect()
     }
@@ -244,6 +259,20 @@ pub struct Stored {
 }
 
 impl Stored {
+    pub fn rows(&self) -> Vec<QuantizedRow> {
+        let [rows, cols] = self.shape;
+        let (blocks, scales) = (self.scheme.tile_bytes(cols), self.scheme.tile_scale_bytes(cols));
+        (0..rows)
+            .map(|index| {
+                let (tile, mut row) = (index / TILE_ROWS, QuantizedRow::new(self.scheme, cols));
+                let (blocks, scales) =
+                    (&self.blocks[tile * blocks..][..blocks], &self.scales[tile * scales..][..scales]);
+                unpack_row(self.scheme, index % TILE_ROWS, blocks, scales, &mut row);
+                row
+            })
+            .collect()
+    }
+
     pub fn tensor(&self) -> Tensor<'_> {
         let (blocks, scales) = (self.blocks[..].into(), self.scales[..].into());
         let native = NativeTensor { scheme: self.scheme, blocks, scales };
@@ -305,7 +334,7 @@ fn matmul_matches_its_twin() {
                 let matrix = b.matrix(&w, rows, cols, scheme, shard);
                 let input = b.activations(&x, cols);
                 let output = b.empty(tokens + 1, rows);
-                b.run(|k, r| k.matmul(r, &matrix, &input, &output, tokens));
+                b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
                 let all = b.rows(&output, tokens + 1);
                 let stored = as_stored(&w, cols, scheme);
                 let expected = reference::matmul(&x, &stored, tokens, rows, cols);
@@ -328,7 +357,7 @@ fn one_tokens_product_has_the_same_bits_in_any_batch() {
         let mut product = |x: &[f32]| {
             let tokens = x.len() / cols;
             let (input, output) = (b.activations(x, cols), b.empty(tokens, rows));
-            b.run(|k, r| k.matmul(r, &matrix, &input, &output, tokens));
+            b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
             b.rows(&output, tokens)
         };
         let all = product(&x);
@@ -351,7 +380,7 @@ fn int4_scales_below_f16s_normal_range_are_exact() {
         let matrix = b.matrix(&w, tops.len(), cols, scheme, u64::MAX);
         let x: Vec<f32> = vec![1.0, 2.0, 4.0, 8.0].into_iter().cycle().take(cols).collect();
         let (input, output) = (b.activations(&x, cols), b.empty(1, tops.len()));
-        b.run(|k, r| k.matmul(r, &matrix, &input, &output, 1));
+        b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), 1));
         let got = b.rows(&output, 1);
         let stored = as_stored(&w, cols, scheme);
         for (i, e) in reference::matmul(&x, &stored, 1, tops.len(), cols).iter().enumerate() {
@@ -375,7 +404,7 @@ fn every_stored_scheme_is_read_as_it_says() {
             for shard in [u64::MAX, 1] {
                 let matrix = b.matrix_of(&stored.tensor(), scheme, shard);
                 let (input, output) = (b.activations(&x, cols), b.empty(tokens, rows));
-                b.run(|k, r| k.matmul(r, &matrix, &input, &output, tokens));
+                b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
                 let got = b.rows(&output, tokens);
                 let expected = reference::matmul(&x, &stored.values, tokens, rows, cols);
                 // A shift is added apart from the products: what cancels there is rounded too.
@@ -441,7 +470,7 @@ fn two_readings_of_the_same_bytes_are_refused() {
 fn embed_yields_every_weight_of_every_stored_scheme() {
     for (seed, scheme) in STORED.into_iter().enumerate() {
         let mut b = Bench::new(30 + seed as u64);
-        b.kernels = Kernels::new(&b.device, &[], scheme, HEADS).unwrap();
+        b.make_scheme(scheme, Precision::F32);
         for (rows, cols) in [(7, 5), (70, 600)] {
             let stored = b.stored(rows, cols, scheme);
             let matrix = b.matrix_of(&stored.tensor(), scheme, 1);
@@ -460,7 +489,7 @@ fn embed_yields_every_weight_of_every_stored_scheme() {
 fn embed_yields_every_stored_weight() {
     for (seed, scheme) in SCHEMES.into_iter().enumerate() {
         let mut b = Bench::new(10 + seed as u64);
-        b.kernels = Kernels::new(&b.device, &[], scheme, HEADS).unwrap();
+        b.make_scheme(scheme, Precision::F32);
         for (rows, cols, shard) in [(7, 5, u64::MAX), (100, 130, u64::MAX), (100, 130, 1)] {
             let w = b.random(rows * cols, 1.5);
             let stored = as_stored(&w, cols, scheme);
@@ -538,7 +567,7 @@ fn the_27b_embedding_works_whole() {
     // Logits of every row.
     let x: Vec<f32> = b.random(cols, 1.0);
     let (input, logits) = (b.activations(&x, cols), b.empty(1, rows));
-    b.run(|k, r| k.matmul(r, embedding.matrix(), &input, &logits, 1));
+    b.run(|k, r| k.matmul(r, &[(embedding.matrix(), &logits)], &Operand::floats(&input), 1));
     let got = b.rows(&logits, 1);
     got.par_iter().enumerate().for_each(|(row, got)| {
         let expected: f64 = (0..cols).map(|c| f64::from(value(row, c)) * f64::from(x[c])).sum();
@@ -567,7 +596,7 @@ fn rms_norm_and_its_variants_match_their_twin() {
             let magnitude: Vec<f64> = expected.iter().map(|v| v.abs() + 0.1).collect();
 
             let output = b.empty(rows, dim);
-            b.run(|k, r| k.rms_norm(r, &input, &norm, &output, rows));
+            b.run(|k, r| k.rms_norm(r, &input, &norm, &Operand::floats(&output), rows));
             close(&b.rows(&output, rows), &expected, &magnitude, 3e-6, &what);
 
             let output = b.activations(&base, dim);
@@ -578,7 +607,10 @@ fn rms_norm_and_its_variants_match_their_twin() {
             let index: Vec<u32> = (0..rows as u32).rev().chain([0]).collect();
             let index_buffer = b.upload(&index);
             let output = b.empty(index.len(), dim);
-            b.run(|k, r| k.rms_norm_gather(r, &input, &index_buffer, &norm, &output, index.len()));
+            b.run(|k, r| {
+                let output = Operand::floats(&output);
+                k.rms_norm_gather(r, &input, &index_buffer, &norm, &output, index.len());
+            });
             let gathered: Vec<f64> =
                 index.iter().flat_map(|&i| expected[i as usize * dim..][..dim].to_vec()).collect();
             let magnitude: Vec<f64> = gathered.iter().map(|v| v.abs() + 0.1).collect();
@@ -926,7 +958,7 @@ fn geglu_matches_its_twin_and_survives_extremes() {
             gate[3..9].copy_from_slice(&[-1e30, 1e30, -10.0, 10.0, -9.9, f32::MIN]);
         }
         let (g, u) = (b.activations(&gate, width), b.activations(&up, width));
-        b.run(|k, r| k.geglu(r, &g, &u, rows));
+        b.run(|k, r| k.geglu(r, &g, &u, &Operand::floats(&g), rows));
         let expected: Vec<f64> =
             gate.iter().zip(&up).map(|(g, u)| reference::geglu(f64::from(*g), f64::from(*u))).collect();
         let magnitude: Vec<f64> = expected.iter().map(|e| e.abs() + 0.01).collect();
@@ -1401,9 +1433,15 @@ fn the_cases_that_are_measured_run_and_write_numbers() {
     let odd =
         Shape { hidden_size: 96, num_attention_heads: 6, num_key_value_heads: 3, head_dim: 32, ..small };
     let mut rig = Rig::new(&b.device).unwrap();
-    for (shape, kv) in [(small, KvDtype::F16), (odd, KvDtype::Int8)] {
+    let choices = [
+        (small, KvDtype::F16, Precision::F32),
+        (odd, KvDtype::Int8, Precision::F32),
+        (small, KvDtype::F16, Precision::Fast),
+    ];
+    for (shape, kv, precision) in choices {
         let (schemes, embedding) = (vec![Scheme::int4(32), Scheme::Bf16], Scheme::Int8Row);
-        let choice = Choice { shape, schemes, embedding, kv, tokens: vec![1, 3], depths: vec![20] };
+        let choice =
+            Choice { shape, schemes, embedding, kv, precision, tokens: vec![1, 3], depths: vec![20] };
         for case in choice.cases() {
             let prepared = rig.prepare(&case).unwrap();
             let words = prepared.output.size() as usize / 4;
@@ -1413,6 +1451,12 @@ fn the_cases_that_are_measured_run_and_write_numbers() {
             match case.work {
                 Work::Sample { vocab, .. } => {
                     assert!(after.iter().all(|id| (*id as usize) < vocab), "{}: {after:?}", case.name);
+                }
+                // What int8 stands for is looked at where it is multiplied with.
+                Work::Gated { .. } | Work::RmsNorm { .. } | Work::Residual { .. } | Work::Geglu { .. }
+                    if precision == Precision::Fast =>
+                {
+                    assert!(before != after, "{}: nothing was written", case.name);
                 }
                 _ => {
                     let finite = after.iter().all(|word| f32::from_bits(*word).is_finite());
@@ -1427,6 +1471,7 @@ fn the_cases_that_are_measured_run_and_write_numbers() {
         schemes: vec![],
         embedding: Scheme::Bf16,
         kv: KvDtype::F16,
+        precision: Precision::F32,
         tokens: vec![1],
         depths: vec![],
     };
@@ -1452,7 +1497,7 @@ fn conflicting_commands_are_ordered() {
     let (first, second) = (from.clone(), to.clone());
     b.run(|k, r| {
         for _ in 0..50 {
-            k.rms_norm(r, &from, &norm, &to, 1);
+            k.rms_norm(r, &from, &norm, &Operand::floats(&to), 1);
             std::mem::swap(&mut from, &mut to);
         }
     });

@@ -17,6 +17,7 @@ mod embeddings;
 mod engine;
 mod failures;
 mod fake_runner;
+mod fast;
 mod faults;
 #[allow(dead_code)]
 #[path = "../fuzz/bodies.rs"]

@@ -14,7 +14,7 @@ use unicorn::model::config::Gemma3Config;
 use unicorn::model::judge::work;
 use unicorn::model::memory::Schemes;
 use unicorn::model::weights::Gemma3Weights;
-use unicorn::tensor::{KvDtype, QuantizeMode};
+use unicorn::tensor::{KvDtype, Precision, QuantizeMode};
 
 use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::{root, skip};
@@ -260,9 +260,17 @@ fn a_step_dispatches_what_the_judge_counts() {
     let weights = Gemma3Weights::collect(&checkpoint, &config).expect("weights");
     let schemes = Schemes::of(&weights, QuantizeMode::None).expect("schemes");
     let most = work::batch_tokens(&config, &schemes, KvDtype::F16, 256);
-    let mut steps = work::prompt(&config, &schemes, KvDtype::F16, prompt, most);
+    let mut steps = work::prompt(&config, &schemes, KvDtype::F16, Precision::Fast, prompt, most);
     steps.extend((prompt..prompt + generated - 1).map(|position| {
-        work::step(&config, &schemes, KvDtype::F16, std::slice::from_ref(&(position..position + 1)), 1, most)
+        work::step(
+            &config,
+            &schemes,
+            KvDtype::F16,
+            Precision::Fast,
+            std::slice::from_ref(&(position..position + 1)),
+            1,
+            most,
+        )
     }));
     let mut counted: BTreeMap<String, u64> = BTreeMap::new();
     for work in steps.iter().flatten() {

@@ -6,6 +6,7 @@
 
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer ReadFloats { float at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ReadVec4s { vec4 at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) buffer Vec4s { vec4 at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ReadVec2s { vec2 at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer ReadUints { uint at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Floats { float at[]; };

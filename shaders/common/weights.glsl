@@ -34,7 +34,26 @@ const uint TILE_ROWS = 32;
 #define SHIFTED
 #endif
 
-layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Blocks { uvec4 at[]; };
+// The same block of all rows of a tile. What is the same for all lanes is one index and the lane another, here and below:
+// so a compiler may keep the first on the scalar unit.
+struct BlockRow {
+    uvec4 lanes[TILE_ROWS];
+};
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Blocks { BlockRow at[]; };
+
+// The plane of scales, by what 32 lanes have of it: f16; pairs of them; pairs of f32.
+struct Words16 {
+    uint words[TILE_ROWS / 2];
+};
+struct Words32 {
+    uint words[TILE_ROWS];
+};
+struct Pairs32 {
+    uvec2 words[TILE_ROWS];
+};
+layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Scales { Words16 at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Scales32 { Words32 at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ScalePairs { Pairs32 at[]; };
 
 // Four weights of a block, unscaled: columns 4i..4i+3 of the block, i < BLOCK / 4.
 vec4 block_weights(uvec4 block, uint i) {
@@ -58,37 +77,53 @@ vec4 block_weights(uvec4 block, uint i) {
 #endif
 }
 
-// f16 number `index` of a plane.
-float half_at(ReadUints plane, uint index) {
-    vec2 pair = unpackHalf2x16(plane.at[index / 2]);
-    return (index & 1u) == 0 ? pair.x : pair.y;
+// The f16 of a lane in item `item` of a plane of f16.
+float half_of(Scales plane, uint item, uint lane) {
+    return unpackHalf2x16(plane.at[item].words[lane / 2] >> 16 * (lane & 1u)).x;
 }
 
 #if defined(SCALED_BY_GROUP)
-// What scales block b of row `lane` of a tile: w = s q + m as (s, m).
-vec2 block_scale(ReadUints scales, uint tile, uint b, uint lane, uint blocks_per_row, uint blocks_per_scale) {
+// The words that hold what scales block b of row `lane` of a tile: what a kernel may ask for long before it needs it.
+uvec2 scale_words(Scales scales, uint tile, uint b, uint lane, uint blocks_per_row, uint blocks_per_scale) {
     const uint group = b / blocks_per_scale;
 #if defined(SCALES_SUPER)
     const uint blocks_per_record = 256 / BLOCK, groups = blocks_per_record / blocks_per_scale;
     const uint records = (blocks_per_row + blocks_per_record - 1) / blocks_per_record;
-    // A record is 32 dwords of (d, e), then 32 halves of (c, n) for each group.
-    const uint record = (tile * records + b / blocks_per_record) * (TILE_ROWS + groups * TILE_ROWS / 2);
-    const vec2 outer = unpackHalf2x16(scales.at[record + lane]);
-    const uint half_index = (group % groups) * TILE_ROWS + lane;
-    const uint pair = scales.at[record + TILE_ROWS + half_index / 2] >> (16 * (half_index & 1u));
-    const float c = float(bitfieldExtract(int(pair), 0, 8)), n = float((pair >> 8) & 0xffu);
-    return vec2(outer.x * c, -(outer.y * n));
+    // A record is 32 dwords of (d, e), then 32 halves of (c, n) for each group: in units of 16 dwords.
+    const uint record = (tile * records + b / blocks_per_record) * (2 + groups);
+    return uvec2(scales.at[record + lane / 16].words[lane % 16],
+                 scales.at[record + 2 + group % groups].words[lane / 2]);
 #else
     const uint groups = (blocks_per_row + blocks_per_scale - 1) / blocks_per_scale;
-    const uint item = (tile * groups + group) * TILE_ROWS + lane;
+    const uint item = tile * groups + group;
 #if defined(SCALES_SYMMETRIC)
-    return vec2(half_at(scales, item), 0.0);
+    return uvec2(scales.at[item].words[lane / 2], 0);
 #elif defined(SCALES_ZERO_POINT)
-    const vec2 pair = unpackHalf2x16(scales.at[item]);
+    return uvec2(Scales32(scales).at[item].words[lane], 0);
+#elif defined(SCALES_AFFINE)
+    return ScalePairs(scales).at[item].words[lane];
+#endif
+#endif
+}
+
+// What they hold: w = s q + m as (s, m).
+vec2 scale_of_words(uvec2 words, uint lane) {
+#if defined(SCALES_SYMMETRIC)
+    return vec2(unpackHalf2x16(words.x >> 16 * (lane & 1u)).x, 0.0);
+#elif defined(SCALES_ZERO_POINT)
+    const vec2 pair = unpackHalf2x16(words.x);
     return vec2(pair.x, -(pair.x * pair.y));
 #elif defined(SCALES_AFFINE)
-    return vec2(uintBitsToFloat(scales.at[2 * item]), uintBitsToFloat(scales.at[2 * item + 1]));
+    return uintBitsToFloat(words);
+#elif defined(SCALES_SUPER)
+    const vec2 outer = unpackHalf2x16(words.x);
+    const uint pair = words.y >> 16 * (lane & 1u);
+    const float c = float(bitfieldExtract(int(pair), 0, 8)), n = float((pair >> 8) & 0xffu);
+    return vec2(outer.x * c, -(outer.y * n));
 #endif
-#endif
+}
+
+vec2 block_scale(Scales scales, uint tile, uint b, uint lane, uint blocks_per_row, uint blocks_per_scale) {
+    return scale_of_words(scale_words(scales, tile, b, lane, blocks_per_row, blocks_per_scale), lane);
 }
 #endif

@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::config::{FfnHeap, parse_bytes};
 use crate::hub::ModelName;
 use crate::model::shapes::Shape;
-use crate::tensor::{KvDtype, QuantizeMode, Scales, Scheme};
+use crate::tensor::{KvDtype, Precision, QuantizeMode, Scales, Scheme};
 
 #[derive(Debug, Parser)]
 #[command(name = "unicorn", version, about = "A local LLM server: Gemma-3 in Vulkan compute shaders", long_about = None)]
@@ -33,6 +33,9 @@ pub struct Global {
     /// Store the weights as: none, int8-row, int4-g32, int4-g128, int4-g128-emb8, emb8
     #[arg(long, global = true, value_name = "MODE")]
     pub quantize: Option<QuantizeMode>,
+    /// Multiply with activations in: fast (int8 where weights are integers), f32 [default: fast; eval and quantize: f32]
+    #[arg(long, global = true, value_name = "MODE")]
+    pub precision: Option<Precision>,
     /// config.json of a checkpoint that comes without one, or the folder that it is in
     #[arg(long, global = true, value_name = "PATH")]
     pub model_config: Option<String>,

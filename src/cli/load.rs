@@ -169,6 +169,7 @@ fn on_device(
         max_context: config.engine.context,
         sequences: config.engine.sequences,
         kv: config.kv.dtype,
+        precision: config.model.precision,
         block_size: config.kv.block_size,
         max_submit: max_submit(config),
         memory: limits(&config.memory),

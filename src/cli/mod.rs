@@ -36,7 +36,7 @@ use log::Log;
 use reload::Reload;
 
 use crate::config::{Config, Layer};
-use crate::tensor::KvDtype;
+use crate::tensor::{KvDtype, Precision};
 
 /// Runs the process's command line.
 pub fn main() -> ExitCode {
@@ -137,9 +137,12 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
         flags.set("engine", "context", i64::from(context));
     }
     // What is measured against other implementations is computed without loss, unless it is the loss that is measured.
-    let exact = matches!(command, Command::Eval(_) | Command::Quantize(_)).then_some(KvDtype::F32);
-    if let Some(dtype) = global.kv.or(exact) {
+    let is_exact = matches!(command, Command::Eval(_) | Command::Quantize(_));
+    if let Some(dtype) = global.kv.or(is_exact.then_some(KvDtype::F32)) {
         flags.set("kv", "dtype", dtype.name());
+    }
+    if let Some(precision) = global.precision.or(is_exact.then_some(Precision::F32)) {
+        flags.set("model", "precision", precision.name());
     }
     let model = match command {
         Command::Serve(args::Serve { model, .. }) => model.model.as_deref(),

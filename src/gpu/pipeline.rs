@@ -55,7 +55,7 @@ pub trait Arguments {
     type Push: bytemuck::NoUninit;
 
     /// The buffers behind the shader's addresses, in the order of [`Shader::pointers`]. `None` is for variants that do not use
-    /// them.
+    /// them, and for addresses whose names end in `_or_none`.
     fn buffers(&self) -> impl Iterator<Item = Option<&Buffer>>;
 
     /// The buffers behind the addresses that the shader finds in memory.

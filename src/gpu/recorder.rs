@@ -498,7 +498,7 @@ impl Recorder<'_> {
             Accesses { reads: followed.iter().map(|b| range(b)).collect(), writes: Vec::new() };
         let mut used: Vec<&Buffer> = followed.to_vec();
         for (buffer, (pointer, access)) in arguments.buffers().zip(shader.pointers) {
-            if *access == Access::None {
+            if *access == Access::None || buffer.is_none() && pointer.ends_with("_or_none") {
                 continue;
             }
             let buffer = buffer.unwrap_or_else(|| panic!("{name}: it uses {pointer}, which was not given"));

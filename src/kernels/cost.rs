@@ -4,10 +4,11 @@
 //! Bytes are what must come from memory or go there if caches hold nothing but what the text says. A trip is one of the
 //! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
 
-use super::{TILES, shaders, shaders_of};
+use super::operand::{BLOCK_COLS, fast_shader_of};
+use super::{COLUMNS, Quantized, TILES, Wants, shaders, shaders_of};
 use crate::gpu::Shader;
 use crate::gpu::isa::{Counts, Program};
-use crate::tensor::{KvDtype, Scheme, TILE_ROWS};
+use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};
 
 /// Splits of a product's columns over a workgroup (`shaders/matmul.comp`).
 const SPLITS: usize = 4;
@@ -59,47 +60,121 @@ pub fn embed(scheme: Scheme, cols: usize, tokens: usize) -> Dispatch {
     }
 }
 
-/// The grid is tiles of rows by tiles of tokens, rows first: all weights are walked over for each tile of tokens.
-pub fn matmul(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatch {
+/// The product of `tokens` rows with matrices of `scheme`, which one dispatch takes together: rows of each. Weights are walked
+/// over for each tile of tokens.
+pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize, tokens: usize) -> Dispatch {
+    let all: usize = rows.iter().sum();
+    let tiles: usize = rows.iter().map(|rows| rows.div_ceil(TILE_ROWS)).sum();
+    let bytes = |rows: &usize| scheme.block_bytes(*rows, cols) + scheme.scale_bytes(*rows, cols);
+    let weight_bytes = rows.iter().map(bytes).sum();
+    if precision.quantizes(scheme) {
+        let dispatch = fast(scheme, cols, tokens, false);
+        return Dispatch {
+            workgroups: tiles as u64 * dispatch.weight_passes,
+            weight_bytes,
+            activation_bytes: Quantized::bytes(tokens, cols) + floats(tokens * all),
+            ..dispatch
+        };
+    }
     let tile = TILES.iter().find(|tile| tile.0 as usize >= tokens).unwrap_or(&TILES[TILES.len() - 1]);
     let (columns, row_tiles) = (tile.0 as usize, tile.1 as usize);
     let passes = tokens.div_ceil(columns);
-    let workgroups = rows.div_ceil(TILE_ROWS).div_ceil(row_tiles) * passes;
+    let workgroups = tiles.div_ceil(row_tiles) * passes;
     Dispatch {
         constants: vec![tile.0, tile.1],
         trips: scheme.blocks_per_row(cols).div_ceil(SPLITS) as f64,
-        weight_bytes: scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols),
+        weight_bytes,
         weight_passes: passes as u64,
-        activation_bytes: floats(tokens * (rows + cols)),
+        activation_bytes: floats(tokens * (all + cols)),
         ..Dispatch::new(shaders_of(scheme).0, workgroups)
     }
 }
 
-/// Trips of the steady loop of a product with so many columns, where that is what the shader computes.
-pub fn product_trips(shader: &Shader, cols: usize) -> Option<usize> {
-    let is_product = shader.name.starts_with("matmul");
-    is_product.then(|| cols.div_ceil(block_weights(shader) as usize).div_ceil(SPLITS))
+/// Two products with int8 and their GeGLU.
+pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatch {
+    let dispatch = fast(scheme, cols, tokens, true);
+    Dispatch {
+        workgroups: rows.div_ceil(TILE_ROWS) as u64 * dispatch.weight_passes,
+        weight_bytes: 2 * (scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols)),
+        activation_bytes: Quantized::bytes(tokens, cols) + Quantized::bytes(tokens, rows),
+        ..dispatch
+    }
 }
 
-fn norm(shader: &'static Shader, rows: usize, width: usize, touched: usize) -> Dispatch {
+/// What a product with int8 is, without its rows.
+fn fast(scheme: Scheme, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
+    let columns = COLUMNS.iter().find(|c| **c as usize >= tokens).unwrap_or(&COLUMNS[COLUMNS.len() - 1]);
+    let (shader, group) = fast_shader_of(scheme);
     Dispatch {
-        trips: width.div_ceil(256) as f64,
-        weight_bytes: floats(width),
-        activation_bytes: floats(rows * width * touched),
+        constants: vec![*columns, u32::from(geglu), group],
+        trips: segment_blocks(cols) as f64,
+        weight_passes: tokens.div_ceil(*columns as usize) as u64,
+        ..Dispatch::new(shader, 0)
+    }
+}
+
+/// Blocks of 32 columns that a subgroup takes of a product with int8 (`shaders/common/fast.glsl`).
+fn segment_blocks(cols: usize) -> usize {
+    cols.div_ceil(BLOCK_COLS).div_ceil(8).max(4)
+}
+
+/// Trips of the steady loop of a product with so many columns, where that is what the shader computes.
+pub fn product_trips(shader: &Shader, cols: usize) -> Option<usize> {
+    match shader.kernel {
+        "matmul" => Some(cols.div_ceil(block_weights(shader) as usize).div_ceil(SPLITS)),
+        "fast_matmul" => Some(segment_blocks(cols)),
+        _ => None,
+    }
+}
+
+/// Of the shaders that yield f32, int8 or both, that for what is wanted, and the bytes of it.
+fn into(wants: Wants, shaders: [&'static Shader; 3], rows: usize, width: usize) -> (&'static Shader, u64) {
+    let shader = match wants {
+        Wants { blocks: false, .. } => shaders[0],
+        Wants { floats: false, .. } => shaders[1],
+        _ => shaders[2],
+    };
+    let written = if wants.floats || !wants.blocks { floats(rows * width) } else { 0 };
+    (shader, written + if wants.blocks { Quantized::bytes(rows, width) } else { 0 })
+}
+
+fn norm(shader: &'static Shader, rows: usize, width: usize, norms: usize, activation_bytes: u64) -> Dispatch {
+    Dispatch {
+        trips: width.div_ceil(1024) as f64,
+        weight_bytes: floats(norms * width),
+        activation_bytes,
         ..Dispatch::new(shader, rows)
     }
 }
 
-pub fn rms_norm(rows: usize, width: usize) -> Dispatch {
-    norm(&shaders::RMS_NORM, rows, width, 2)
+pub fn rms_norm(rows: usize, width: usize, wants: Wants) -> Dispatch {
+    let all = [&shaders::RMS_NORM, &shaders::RMS_NORM_INT8, &shaders::RMS_NORM_BOTH];
+    let (shader, bytes) = into(wants, all, rows, width);
+    norm(shader, rows, width, 1, floats(rows * width) + bytes)
+}
+
+pub fn rms_norm_gather(rows: usize, width: usize, wants: Wants) -> Dispatch {
+    let all = [&shaders::RMS_NORM_GATHER, &shaders::RMS_NORM_GATHER_INT8, &shaders::RMS_NORM_GATHER_BOTH];
+    let (shader, bytes) = into(wants, all, rows, width);
+    norm(shader, rows, width, 1, floats(rows * width) + bytes)
 }
 
 pub fn rms_norm_add(rows: usize, width: usize) -> Dispatch {
-    norm(&shaders::RMS_NORM_ADD, rows, width, 3)
+    norm(&shaders::RMS_NORM_ADD, rows, width, 1, floats(3 * rows * width))
 }
 
-pub fn rms_norm_gather(rows: usize, width: usize) -> Dispatch {
-    norm(&shaders::RMS_NORM_GATHER, rows, width, 2)
+pub fn residual(rows: usize, width: usize, wants: Wants) -> Dispatch {
+    let all =
+        [&shaders::RMS_NORM_RESIDUAL, &shaders::RMS_NORM_RESIDUAL_INT8, &shaders::RMS_NORM_RESIDUAL_BOTH];
+    let (shader, bytes) = into(wants, all, rows, width);
+    norm(shader, rows, width, 2, floats(3 * rows * width) + bytes)
+}
+
+pub fn quantize(rows: usize, width: usize) -> Dispatch {
+    Dispatch {
+        activation_bytes: floats(rows * width) + Quantized::bytes(rows, width),
+        ..Dispatch::new(&shaders::QUANTIZE, rows * width.div_ceil(1024))
+    }
 }
 
 /// Heads of one layer.
@@ -158,12 +233,12 @@ pub fn attention(heads: &Heads, positions: &[usize], window: Option<usize>, read
     }
 }
 
-pub fn geglu(rows: usize, width: usize) -> Dispatch {
-    let workgroups = (rows * width).div_ceil(256).min(65535);
+pub fn geglu(rows: usize, width: usize, wants: Wants) -> Dispatch {
+    let (shader, bytes) =
+        into(wants, [&shaders::GEGLU, &shaders::GEGLU_INT8, &shaders::GEGLU_BOTH], rows, width);
     Dispatch {
-        trips: (rows * width).div_ceil(256 * workgroups) as f64,
-        activation_bytes: floats(3 * rows * width),
-        ..Dispatch::new(&shaders::GEGLU, workgroups)
+        activation_bytes: floats(2 * rows * width) + bytes,
+        ..Dispatch::new(shader, rows * width.div_ceil(1024))
     }
 }
 
@@ -206,6 +281,14 @@ impl Body {
 pub fn body(shader: &Shader, constants: &[u32], program: &Program, subgroup_size: u32) -> Option<Body> {
     let kernel = shader.name.split('_').next().unwrap_or_default();
     match (kernel, constants) {
+        ("fast", [columns, geglu, _]) => {
+            // A trip is a block of 32 columns of a row, of one matrix or of two.
+            let weights = BLOCK_COLS as u64 * u64::from(1 + geglu);
+            let steady = program.inside(None).max_by_key(|i| program.trip(*i, &|_| 1).dot4)?;
+            let trip = program.trip(steady, &|_| 1);
+            let unrolled = times(trip.dot4, weights / 4 * u64::from(*columns));
+            Some(Body { trip, unrolled, weights, once: without(program, &[steady]) })
+        }
         ("matmul", [columns, row_tiles]) => {
             let weights = u64::from(block_weights(shader)) * u64::from(*row_tiles);
             let steady = program.densest()?;
@@ -234,7 +317,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program, subgroup_size
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
         }
         // Two walks over a row, or one over what there is.
-        ("rms" | "embed" | "geglu" | "qkv" | "moments" | "pool" | "adjust" | "peak", []) => {
+        ("rms" | "embed" | "qkv" | "moments" | "pool" | "adjust" | "peak", []) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })
@@ -245,7 +328,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program, subgroup_size
             let trip = program.trip(*outer.first()?, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })
         }
-        ("history", []) => None,
+        ("history" | "geglu" | "quantize", []) => None,
         _ => panic!("{}: nobody says which of its loops is the steady one", shader.name),
     }
 }
@@ -299,14 +382,16 @@ mod tests {
         };
         assert_eq!((access(product, "x"), access(product, "y")), (Access::Read, Access::Write));
         assert_eq!(access(&shaders::MATMUL_F32, "scales"), Access::None, "there are none");
-        let norms = [&shaders::RMS_NORM, &shaders::RMS_NORM_ADD].map(|shader| access(shader, "y"));
-        assert_eq!(norms, [Access::Write, Access::ReadWrite]);
+        let norms = [&shaders::RMS_NORM, &shaders::RMS_NORM_ADD, &shaders::RMS_NORM_RESIDUAL_INT8];
+        let each = |name| norms.map(|shader| access(shader, name));
+        assert_eq!(each("y"), [Access::Write, Access::None, Access::None]);
+        assert_eq!(each("hidden"), [Access::None, Access::ReadWrite, Access::ReadWrite]);
         assert!(shaders::EMBED_F16.follows && !product.follows);
     }
 
     #[test]
     fn a_product_walks_over_its_weights_once_for_each_tile_of_tokens() {
-        let gate = |tokens| matmul(Scheme::int4(128), 21_504, 5376, tokens);
+        let gate = |tokens| matmul(Precision::F32, Scheme::int4(128), &[21_504], 5376, tokens);
         // 4.125 bits each.
         assert_eq!(gate(1).weight_bytes, 21_504 * 5376 * 33 / 64);
         let of = |d: &Dispatch| (d.constants.clone(), d.workgroups, d.weight_passes, d.trips);
@@ -314,6 +399,13 @@ mod tests {
         assert_eq!(of(&gate(3)), (vec![4, 2], 336, 1, 42.0));
         assert_eq!(of(&gate(8)), (vec![8, 4], 168, 1, 42.0));
         assert_eq!(of(&gate(33)), (vec![8, 4], 168 * 5, 5, 42.0));
+        // With int8, for each 32; a subgroup takes an eighth of the 168 blocks of a row.
+        let qkv = |tokens| matmul(Precision::Fast, Scheme::int4(128), &[4096, 2048, 2048], 5376, tokens);
+        assert_eq!(of(&qkv(1)), (vec![1, 0, 4], 256, 1, 21.0));
+        assert_eq!(of(&qkv(33)), (vec![32, 0, 4], 256 * 2, 2, 21.0));
+        assert_eq!(qkv(5).weight_bytes, 8192 * 5376 * 33 / 64);
+        let both = gated(Scheme::int4(128), 21_504, 5376, 3);
+        assert_eq!((of(&both), both.weight_bytes), ((vec![4, 1, 4], 672, 1, 21.0), 2 * gate(1).weight_bytes));
     }
 
     #[test]
@@ -370,7 +462,12 @@ BB3:
         let program = Program::parse("BB1:\n\tv_fma_f32 v1, v2, v3, v4\n\ts_cbranch_scc1 BB1\n").unwrap();
         for (shader, constants) in crate::kernels::all_pipelines(2, 128) {
             let found = body(shader, &constants, &program, 64);
-            assert_eq!(found.is_none(), shader.name == "history", "{}", shader.name);
+            assert_eq!(
+                found.is_none(),
+                ["history", "geglu", "quantize"].contains(&shader.kernel),
+                "{}",
+                shader.name
+            );
         }
     }
 }

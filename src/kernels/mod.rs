@@ -7,8 +7,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder, Shader};
-use crate::tensor::{KvDtype, Scales, Scheme, TILE_ROWS};
+use crate::tensor::{KvDtype, Precision, Scales, Scheme};
 
+mod operand;
 mod peak;
 #[doc(hidden)]
 pub mod cost;
@@ -16,6 +17,9 @@ pub mod cost;
 pub mod reference;
 mod weights;
 
+use operand::Products;
+pub(crate) use operand::are_alike;
+pub use operand::{Operand, Quantized, Wants};
 pub use peak::Peak;
 pub use weights::{Embedding, Matrix, UploadError};
 
@@ -32,6 +36,11 @@ pub const MAX_GROUP: usize = 16;
 /// Tiles of a matrix product by number of tokens: (tokens, tiles of 32 rows) per workgroup, of which the first with
 /// enough tokens is used. One token wants many small workgroups, a prompt wants each load used often.
 const TILES: [(u32, u32); 3] = [(1, 1), (4, 2), (8, 4)];
+/// Tokens for which a product of integers reads its weights once, of which the first that are enough are used, or the last
+/// again and again.
+const COLUMNS: [u32; 6] = [1, 2, 4, 8, 16, 32];
+/// Matrices that meet the same activations and can be multiplied by them in one dispatch.
+const MATRICES: usize = 3;
 /// An id of the embedding kernel's input that stands for "the id last sampled in slot N": this flag plus N.
 pub const LAST_SAMPLED: u32 = 1 << 31;
 /// What the sampler writes when logits are not finite.
@@ -49,6 +58,20 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] => vec![vec![]],
             ["COLUMNS", "ROW_TILES"] => TILES.iter().map(|(columns, tiles)| vec![*columns, *tiles]).collect(),
+            ["COLUMNS", "GEGLU", "SCALE_BLOCKS"] => {
+                // Groups of 16, 32 and 128 columns, where a scheme may have them.
+                let groups: &[u32] = match shader.name {
+                    "fast_matmul_int8_row" => &[1],
+                    name if name.contains("_int8") => &[1, 2],
+                    _ => &[1, 4],
+                };
+                let each = |columns: &u32| {
+                    let all =
+                        groups.iter().flat_map(|group| [0, 1].map(|geglu| vec![*columns, geglu, *group]));
+                    all.collect::<Vec<_>>()
+                };
+                COLUMNS.iter().flat_map(each).collect()
+            }
             ["GROUP", "HEAD_DIM"] => vec![vec![group, head_dim]],
             ref others => panic!("{}: constants {others:?} have no values here", shader.name),
         }
@@ -262,22 +285,54 @@ pub struct Heads {
     pub kv: KvDtype,
 }
 
-struct ByScheme {
-    embed: Option<Arc<Pipeline>>,
-    matmul: [Arc<Pipeline>; TILES.len()],
+/// What a model's matrices are.
+#[derive(Debug, Clone, Default)]
+pub struct Matrices {
+    /// Schemes of them, in any order, as often as they come.
+    pub products: Vec<Scheme>,
+    /// Those of them whose products may be the two that GeGLU takes.
+    pub gated: Vec<Scheme>,
+    /// That of the embedding, which is multiplied with too.
+    pub embedding: Option<Scheme>,
+}
+
+/// A kernel whose result goes to f32, to int8, or to both.
+struct Into {
+    floats: Arc<Pipeline>,
+    blocks: Arc<Pipeline>,
+    both: Arc<Pipeline>,
+}
+
+impl Into {
+    fn new(device: &Device, shaders: [&'static Shader; 3]) -> Result<Into, GpuError> {
+        let [floats, blocks, both] = shaders.map(|shader| device.pipeline(shader, &[]));
+        Ok(Into { floats: floats?, blocks: blocks?, both: both? })
+    }
+
+    fn pipeline(&self, to: &Operand) -> &Pipeline {
+        match (&to.floats, &to.blocks) {
+            (_, None) => &self.floats,
+            (None, Some(_)) => &self.blocks,
+            (Some(_), Some(_)) => &self.both,
+        }
+    }
 }
 
 /// Every pipeline a model needs, compiled.
 pub struct Kernels {
-    /// By the shader of their products.
-    by_scheme: Vec<(&'static str, ByScheme)>,
-    rms_norm: Arc<Pipeline>,
+    precision: Precision,
+    products: Products,
+    /// By the scheme of the embedding.
+    embed: Vec<(&'static str, Arc<Pipeline>)>,
+    quantize: Arc<Pipeline>,
+    rms_norm: Into,
     rms_norm_add: Arc<Pipeline>,
-    rms_norm_gather: Arc<Pipeline>,
+    rms_norm_gather: Into,
+    residual: Into,
     qkv_store: Arc<Pipeline>,
     attention: Arc<Pipeline>,
     heads: Heads,
-    geglu: Arc<Pipeline>,
+    geglu: Into,
     moments: Arc<Pipeline>,
     pool: Arc<Pipeline>,
     history: Arc<Pipeline>,
@@ -288,46 +343,48 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Compiles the kernels for matrices of `schemes` and of `embedding`, which is also looked up by row, and for
-    /// attention of such heads.
+    /// Compiles the kernels for such matrices, multiplied in such a precision, and for attention of such heads.
     pub fn new(
         device: &Device,
-        schemes: &[Scheme],
-        embedding: Scheme,
+        matrices: &Matrices,
         heads: Heads,
+        precision: Precision,
     ) -> Result<Kernels, GpuError> {
         let Heads { group, head_dim, kv } = heads;
         assert!(group <= MAX_GROUP && head_dim <= MAX_HEAD_DIM && head_dim.is_multiple_of(4));
-        let mut by_scheme = Vec::new();
-        for scheme in schemes.iter().chain([&embedding]) {
-            let (matmul, embed) = shaders_of(*scheme);
-            if by_scheme.iter().any(|(name, _)| *name == matmul.name) {
-                continue;
-            }
-            let looked_up = matmul.name == shaders_of(embedding).0.name;
-            let pipelines = ByScheme {
-                embed: looked_up.then(|| device.pipeline(embed, &[])).transpose()?,
-                matmul: {
-                    let [a, b, c] = TILES.map(|(columns, tiles)| device.pipeline(matmul, &[columns, tiles]));
-                    [a?, b?, c?]
-                },
-            };
-            by_scheme.push((matmul.name, pipelines));
-        }
+        let embed = matrices.embedding.map(|scheme| shaders_of(scheme).1);
+        let embed = embed.map(|shader| Ok::<_, GpuError>((shader.name, device.pipeline(shader, &[])?)));
         let (qkv_store, attention) = match kv {
             KvDtype::F32 => (&shaders::QKV_STORE_F32, &shaders::ATTENTION_F32),
             KvDtype::F16 => (&shaders::QKV_STORE_F16, &shaders::ATTENTION_F16),
             KvDtype::Int8 => (&shaders::QKV_STORE_INT8, &shaders::ATTENTION_INT8),
         };
         Ok(Kernels {
-            by_scheme,
-            rms_norm: device.pipeline(&shaders::RMS_NORM, &[])?,
+            precision,
+            products: Products::new(device, matrices, precision)?,
+            embed: embed.into_iter().collect::<Result<_, _>>()?,
+            quantize: device.pipeline(&shaders::QUANTIZE, &[])?,
+            rms_norm: Into::new(
+                device,
+                [&shaders::RMS_NORM, &shaders::RMS_NORM_INT8, &shaders::RMS_NORM_BOTH],
+            )?,
             rms_norm_add: device.pipeline(&shaders::RMS_NORM_ADD, &[])?,
-            rms_norm_gather: device.pipeline(&shaders::RMS_NORM_GATHER, &[])?,
+            rms_norm_gather: Into::new(
+                device,
+                [&shaders::RMS_NORM_GATHER, &shaders::RMS_NORM_GATHER_INT8, &shaders::RMS_NORM_GATHER_BOTH],
+            )?,
+            residual: Into::new(
+                device,
+                [
+                    &shaders::RMS_NORM_RESIDUAL,
+                    &shaders::RMS_NORM_RESIDUAL_INT8,
+                    &shaders::RMS_NORM_RESIDUAL_BOTH,
+                ],
+            )?,
             qkv_store: device.pipeline(qkv_store, &[])?,
             attention: device.pipeline(attention, &[group as u32, head_dim as u32])?,
             heads,
-            geglu: device.pipeline(&shaders::GEGLU, &[])?,
+            geglu: Into::new(device, [&shaders::GEGLU, &shaders::GEGLU_INT8, &shaders::GEGLU_BOTH])?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
             pool: device.pipeline(&shaders::POOL, &[])?,
             history: device.pipeline(&shaders::HISTORY, &[])?,
@@ -342,9 +399,16 @@ impl Kernels {
         })
     }
 
-    fn scheme(&self, scheme: Scheme) -> &ByScheme {
-        let found = self.by_scheme.iter().find(|(name, _)| *name == shaders_of(scheme).0.name);
-        &found.unwrap_or_else(|| panic!("no kernels were made for {scheme:?}")).1
+    /// In what the matrices want what they are multiplied with.
+    pub fn wants<'a>(&self, matrices: impl IntoIterator<Item = &'a Matrix>) -> Wants {
+        let mut wants = Wants::default();
+        for matrix in matrices {
+            match self.precision.quantizes(matrix.scheme) {
+                true => wants.blocks = true,
+                false => wants.floats = true,
+            }
+        }
+        wants
     }
 
     /// `out[t] = embedding[ids[t]] * scale` for `tokens` tokens; `sampled` holds each slot's last id;
@@ -359,7 +423,8 @@ impl Kernels {
         tokens: usize,
     ) {
         let Embedding { matrix, table, scale } = embedding;
-        let pipeline = self.scheme(matrix.scheme).embed.as_ref().expect("made for lookup");
+        let name = shaders_of(matrix.scheme).1.name;
+        let pipeline = &self.embed.iter().find(|(made, _)| *made == name).expect("made for lookup").1;
         let shards = matrix.shards.iter().flat_map(|shard| [Some(&shard.blocks), shard.scales.as_ref()]);
         let arguments = shaders::Embed {
             shards: table,
@@ -377,39 +442,47 @@ impl Kernels {
         recorder.dispatch(pipeline, &arguments, [tokens as u32, 1, 1]);
     }
 
-    /// `y[t] = W x[t]` for `tokens` rows of `x`.
+    /// `y[t] = W x[t]` for `tokens` rows of `x`, of each matrix; those that one dispatch can take go together. `x` is what
+    /// [`Kernels::wants`] says.
     pub fn matmul(
         &self,
         recorder: &mut Recorder<'_>,
-        matrix: &Matrix,
-        x: &Activations,
-        y: &Activations,
+        products: &[(&Matrix, &Activations)],
+        x: &Operand,
         tokens: usize,
     ) {
-        let input = x.used(tokens, matrix.cols, "matmul: x");
-        let output = y.used(tokens, matrix.rows, "matmul: y");
-        let i = TILES.iter().position(|t| t.0 as usize >= tokens).unwrap_or(TILES.len() - 1);
-        let (columns, row_tiles) = TILES[i];
-        let pipeline = &self.scheme(matrix.scheme).matmul[i];
-        for shard in &matrix.shards {
-            // A shard writes its own columns of y; they interleave, so the rest of it is declared, and barriers order shards.
-            let first = 4 * shard.first_row as u64;
-            let arguments = shaders::Matmul {
-                blocks: &shard.blocks,
-                scales: shard.scales.as_ref(),
-                x: &input,
-                y: &output.slice(first, output.size() - first),
-                rows: shard.rows as u32,
-                cols: matrix.cols as u32,
-                tokens: tokens as u32,
-                x_stride: x.stride as u32,
-                y_stride: y.stride as u32,
-                blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
-            };
-            let tiles = shard.rows.div_ceil(TILE_ROWS) as u32;
-            let groups = [tiles.div_ceil(row_tiles), (tokens as u32).div_ceil(columns), 1];
-            recorder.dispatch(pipeline, &arguments, groups);
+        self.products.record(recorder, products, x, tokens);
+    }
+
+    /// `y[t] = gelu_tanh(gate x[t]) * (up x[t])` for `tokens` rows of `x`, by way of `products` where one kernel cannot do it.
+    pub fn gated(
+        &self,
+        recorder: &mut Recorder<'_>,
+        [gate, up]: [&Matrix; 2],
+        x: &Operand,
+        products: [&Activations; 2],
+        y: &Operand,
+        tokens: usize,
+    ) {
+        if self.products.gated(recorder, [gate, up], x, y, tokens) {
+            return;
         }
+        self.matmul(recorder, &[(gate, products[0]), (up, products[1])], x, tokens);
+        self.geglu(recorder, products[0], products[1], y, tokens);
+    }
+
+    /// `y = x`, quantized.
+    pub fn quantize(&self, recorder: &mut Recorder<'_>, x: &Activations, y: &Quantized, rows: usize) {
+        let to = y.planes(rows, x.width, "quantize: y");
+        let arguments = shaders::Quantize {
+            x: &x.used(rows, y.width, "quantize: x"),
+            blocks: &to.blocks,
+            scales: &to.scales,
+            width: x.width as u32,
+            stride: x.stride as u32,
+            padded: to.stride,
+        };
+        recorder.dispatch(&self.quantize, &arguments, [fours(x.width), rows as u32, 1]);
     }
 
     /// `y[t] = norm(x[t])`
@@ -418,22 +491,39 @@ impl Kernels {
         recorder: &mut Recorder<'_>,
         x: &Activations,
         norm: &RmsNorm,
-        y: &Activations,
+        y: &Operand,
         rows: usize,
     ) {
-        self.normalize(recorder, &self.rms_norm, (x, rows, None), norm, (y, rows));
+        let pipeline = self.rms_norm.pipeline(y);
+        normalize(recorder, pipeline, (x, rows, None), norm, None, (Some(y), rows));
     }
 
-    /// `y[t] += norm(x[t])`
+    /// `hidden[t] += norm(x[t])`
     pub fn rms_norm_add(
         &self,
         recorder: &mut Recorder<'_>,
         x: &Activations,
         norm: &RmsNorm,
-        y: &Activations,
+        hidden: &Activations,
         rows: usize,
     ) {
-        self.normalize(recorder, &self.rms_norm_add, (x, rows, None), norm, (y, rows));
+        let all = (hidden, None);
+        normalize(recorder, &self.rms_norm_add, (x, rows, None), norm, Some(all), (None, rows));
+    }
+
+    /// `hidden[t] += norm(x[t])`, and `y[t] = next_norm(hidden[t])`
+    #[rustfmt::skip]
+    pub fn residual(
+        &self,
+        recorder: &mut Recorder<'_>,
+        x: &Activations,
+        norm: &RmsNorm,
+        (hidden, next_norm): (&Activations, &RmsNorm),
+        y: &Operand,
+        rows: usize,
+    ) {
+        let (pipeline, all) = (self.residual.pipeline(y), (hidden, Some(next_norm)));
+        normalize(recorder, pipeline, (x, rows, None), norm, Some(all), (Some(y), rows));
     }
 
     /// `y[i] = norm(x[index[i]])` for `rows` entries of `index`, each a row of `x`.
@@ -443,33 +533,13 @@ impl Kernels {
         x: &Activations,
         index: &Buffer,
         norm: &RmsNorm,
-        y: &Activations,
+        y: &Operand,
         rows: usize,
     ) {
         let index = words(index, rows, "rms_norm: index");
         let all = x.buffer.size() as usize / 4 / x.stride;
-        self.normalize(recorder, &self.rms_norm_gather, (x, all, Some(&index)), norm, (y, rows));
-    }
-
-    fn normalize(
-        &self,
-        recorder: &mut Recorder<'_>,
-        pipeline: &Pipeline,
-        (x, x_rows, index): (&Activations, usize, Option<&Buffer>),
-        norm: &RmsNorm,
-        (y, rows): (&Activations, usize),
-    ) {
-        let arguments = shaders::RmsNorm {
-            x: &x.used(x_rows, x.width, "rms_norm: x"),
-            weight: &words(&norm.weight, x.width, "rms_norm: weight"),
-            y: &y.used(rows, x.width, "rms_norm: y"),
-            rows: index,
-            dim: x.width as u32,
-            x_stride: x.stride as u32,
-            y_stride: y.stride as u32,
-            eps: norm.eps,
-        };
-        recorder.dispatch(pipeline, &arguments, [rows as u32, 1, 1]);
+        let pipeline = self.rms_norm_gather.pipeline(y);
+        normalize(recorder, pipeline, (x, all, Some(&index)), norm, None, (Some(y), rows));
     }
 
     /// QK-norm and RoPE of `q` (in place, times its scale) and `k`, and the store of `k` and `v` in the cache.
@@ -541,15 +611,30 @@ impl Kernels {
         assert_eq!(shape.head_dim, self.heads.head_dim, "head_dim");
     }
 
-    /// `gate = gelu_tanh(gate) * up`, in place.
-    pub fn geglu(&self, recorder: &mut Recorder<'_>, gate: &Activations, up: &Activations, rows: usize) {
-        let count = rows * gate.stride;
+    /// `y = gelu_tanh(gate) * up`; where that is wanted in f32, it is so in the memory of `gate`.
+    pub fn geglu(
+        &self,
+        recorder: &mut Recorder<'_>,
+        gate: &Activations,
+        up: &Activations,
+        y: &Operand,
+        rows: usize,
+    ) {
+        let input = gate.used(rows, up.width, "geglu: gate");
+        if let Some(floats) = &y.floats {
+            assert_eq!(floats.buffer.address(), gate.buffer.address(), "geglu: in place");
+        }
+        let to = y.blocks.as_ref().map(|blocks| blocks.planes(rows, up.width, "geglu: y"));
         let arguments = shaders::Geglu {
-            gate: &gate.used(rows, up.width, "geglu: gate"),
+            gate: &input,
             up: &up.used(rows, gate.width, "geglu: up"),
-            count: count as u32,
+            blocks: to.as_ref().map(|to| &to.blocks),
+            scales: to.as_ref().map(|to| &to.scales),
+            width: gate.width as u32,
+            stride: gate.stride as u32,
+            padded: to.as_ref().map_or(0, |to| to.stride),
         };
-        recorder.dispatch(&self.geglu, &arguments, [count.div_ceil(256).min(65535) as u32, 1, 1]);
+        recorder.dispatch(self.geglu.pipeline(y), &arguments, [fours(gate.width), rows as u32, 1]);
     }
 
     /// `sums[c] += sum of x[t, c]^2` over `tokens` rows: f32, one for each column.
@@ -712,6 +797,48 @@ impl Kernels {
         };
         recorder.dispatch(&self.logprobs, &arguments, [rows as u32, 1, 1]);
     }
+}
+
+/// Workgroups of 256 invocations that take four columns each.
+fn fours(width: usize) -> u32 {
+    width.div_ceil(1024) as u32
+}
+
+/// What all of the norm's variants do: `hidden`, and the norm behind it, where there are such; `y`, where there is one.
+fn normalize(
+    recorder: &mut Recorder<'_>,
+    pipeline: &Pipeline,
+    (x, x_rows, index): (&Activations, usize, Option<&Buffer>),
+    norm: &RmsNorm,
+    added: Option<(&Activations, Option<&RmsNorm>)>,
+    (y, rows): (Option<&Operand>, usize),
+) {
+    let (hidden, next) = (added.map(|(hidden, _)| hidden), added.and_then(|(_, next)| next));
+    let floats = y.and_then(|y| y.floats.as_ref());
+    let blocks = y.and_then(|y| y.blocks.as_ref());
+    let planes = blocks.map(|blocks| blocks.planes(rows, x.width, "rms_norm: y"));
+    let weight = |norm: &RmsNorm| words(&norm.weight, x.width, "rms_norm: weight");
+    let next_weight = next.map(weight);
+    let [hidden_rows, float_rows] =
+        [(hidden, "hidden"), (floats, "y")].map(|(to, name)| to.map(|to| to.used(rows, x.width, name)));
+    let arguments = shaders::RmsNorm {
+        x: &x.used(x_rows, x.width, "rms_norm: x"),
+        weight: &weight(norm),
+        next_weight: next_weight.as_ref(),
+        hidden: hidden_rows.as_ref(),
+        y: float_rows.as_ref(),
+        blocks: planes.as_ref().map(|to| &to.blocks),
+        scales: planes.as_ref().map(|to| &to.scales),
+        rows: index,
+        dim: x.width as u32,
+        x_stride: x.stride as u32,
+        // Both are as wide as x.
+        y_stride: x.stride as u32,
+        padded: planes.as_ref().map_or(0, |to| to.stride),
+        eps: norm.eps,
+        next_eps: next.map_or(0.0, |next| next.eps),
+    };
+    recorder.dispatch(pipeline, &arguments, [rows as u32, 1, 1]);
 }
 
 /// The first `count` 32-bit words of a buffer; panics where it has fewer.

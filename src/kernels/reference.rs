@@ -18,6 +18,81 @@ pub fn matmul_magnitude(x: &[f32], w: &[f32], tokens: usize, rows: usize, cols: 
     matmul(&abs(x), &abs(w), tokens, rows, cols)
 }
 
+/// Columns that share a scale in int8 activations.
+pub const BLOCK_COLS: usize = 32;
+
+/// Blocks of a row of so many that are added up before segments are (`shaders/common/fast.glsl`).
+pub fn segment_blocks(blocks: usize) -> usize {
+    blocks.div_ceil(8).max(4)
+}
+
+/// One row of activations in int8: integers, padded with zeros to whole blocks, and the scale of each block.
+#[derive(Debug, Clone, PartialEq)]
+pub struct QuantizedActivations {
+    pub q: Vec<i8>,
+    pub scales: Vec<f32>,
+}
+
+impl QuantizedActivations {
+    /// What is below 2^-90 in a whole block counts as 0.
+    pub fn of(row: &[f32]) -> QuantizedActivations {
+        let (mut q, mut scales) = (Vec::new(), Vec::new());
+        for block in row.chunks(BLOCK_COLS) {
+            let largest = block.iter().fold(0f32, |a, b| a.max(b.abs()));
+            let is_zero = largest < 2f32.powi(-90);
+            let inverse = if is_zero { 0.0 } else { 127.0 / largest };
+            scales.push(if is_zero { 0.0 } else { largest * (1.0 / 127.0) });
+            let integer = |v: &f32| (v * inverse).round_ties_even().clamp(-127.0, 127.0) as i8;
+            q.extend(block.iter().map(integer));
+            q.resize(scales.len() * BLOCK_COLS, 0);
+        }
+        QuantizedActivations { q, scales }
+    }
+}
+
+/// The product of a row of activations and one of weights as `fast` defines it, to the bit. `scales`: (s, m) of each group of
+/// `group` columns, so that w = s q + m; `row_scale` multiplies it all. `fma`: that of the device, which may round twice.
+pub fn fast_product(
+    x: &QuantizedActivations,
+    q: &[i8],
+    (group, scales, shifted): (usize, &[(f32, f32)], bool),
+    row_scale: Option<f32>,
+    fma: fn(f32, f32, f32) -> f32,
+) -> f32 {
+    let blocks = x.scales.len();
+    // Groups that are no multiple of a block are taken by its halves.
+    let unit =
+        if row_scale.is_some() || group.is_multiple_of(BLOCK_COLS) { BLOCK_COLS } else { BLOCK_COLS / 2 };
+    let segment = |first: usize| {
+        let mut acc = 0f32;
+        for block in first..(first + segment_blocks(blocks)).min(blocks) {
+            let x_scale = x.scales[block];
+            for at in (block * BLOCK_COLS..(block + 1) * BLOCK_COLS).step_by(unit) {
+                let columns = at..(at + unit).min(q.len());
+                if row_scale.is_none() && columns.is_empty() {
+                    // Half of a block that no weight is in adds nothing, which is +0.
+                    continue;
+                }
+                let ints = |v: &[i8]| v.iter().map(|v| i32::from(*v)).collect::<Vec<_>>();
+                let (a, w) = (ints(&x.q[at..at + columns.len()]), ints(&q[columns]));
+                let d: i32 = a.iter().zip(&w).map(|(a, w)| a * w).sum();
+                if row_scale.is_some() {
+                    acc = fma(d as f32, x_scale, acc);
+                    continue;
+                }
+                let (s, m) = scales[at / group];
+                acc = fma(d as f32, s * x_scale, acc);
+                if shifted {
+                    acc = fma(a.iter().sum::<i32>() as f32, m * x_scale, acc);
+                }
+            }
+        }
+        acc
+    };
+    let sum = (0..blocks).step_by(segment_blocks(blocks)).map(segment).reduce(|a, b| a + b);
+    sum.unwrap_or(0.0) * row_scale.unwrap_or(1.0)
+}
+
 /// RMSNorm of one row; Gemma's `weight` is one plus what its checkpoints store.
 pub fn rms_norm(x: &[f64], weight: &[f32], eps: f64) -> Vec<f64> {
     let mean = x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64;

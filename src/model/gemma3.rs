@@ -29,9 +29,9 @@ use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission, Uploader};
 use crate::kernels::{
     Activations, Attention, AttentionShape, Embedding, Heads, History, Kernels, KvCache, Logits, MAX_GROUP,
-    Matrix, RmsNorm, SampleRequest, UploadError,
+    Matrices, Matrix, Operand, Quantized, RmsNorm, SampleRequest, UploadError, Wants,
 };
-use crate::tensor::{KvDtype, QuantizeMode, Scheme};
+use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
 /// How to load a model.
 #[derive(Debug, Clone, Copy)]
@@ -50,6 +50,8 @@ pub struct LoadOptions {
     pub max_submit: Duration,
     /// What may be taken of the device's memory.
     pub memory: placement::Limits,
+    /// In what matrices are multiplied with activations.
+    pub precision: Precision,
     /// Refuse a model that the kernel does not see in memory; off, that is a warning.
     pub strict: bool,
     /// Prompt tokens processed per step.
@@ -72,6 +74,7 @@ impl Default for LoadOptions {
             block_size: DEFAULT_BLOCK_SIZE,
             max_submit: Duration::from_millis(200),
             memory: placement::Limits::default(),
+            precision: Precision::F32,
             strict: true,
             max_batch_tokens: 256,
             sample_below: None,
@@ -144,6 +147,8 @@ struct Layer {
     gate_proj: Matrix,
     up_proj: Matrix,
     down_proj: Matrix,
+    /// In what the inputs of q, k and v are wanted; of o; of gate and up; of down.
+    wants: [Wants; 4],
     /// Sums of squares of what meets q, k and v; o; gate and up; down: f32 for each column.
     moments: Option<[Buffer; 4]>,
 }
@@ -171,6 +176,11 @@ struct Scratch {
     logits: Logits,
     /// Sums of normed rows of the residual stream, a row for each slot, `[hidden_size]`.
     pooled: Activations,
+    /// What matrices are multiplied with, where they want it in int8.
+    normed_blocks: Quantized,
+    attended_blocks: Quantized,
+    gated_blocks: Quantized,
+    final_blocks: Quantized,
 }
 
 /// A loaded model.
@@ -450,11 +460,9 @@ impl Gemma3 {
         let result = commands.run(&self.device, tokens, &submits, &mut |r, part| match part {
             Part::Opening => self.record_opening(r, frame, batch, tokens),
             Part::Segment(layers) => {
-                self.layers[layers.clone()]
-                    .iter()
-                    .for_each(|layer| self.record_layer(r, layer, frame, 0..tokens));
+                layers.clone().for_each(|layer| self.record_layer(r, layer, frame, 0..tokens));
             }
-            Part::Layer { layer, rows } => self.record_layer(r, &self.layers[*layer], frame, rows.clone()),
+            Part::Layer { layer, rows } => self.record_layer(r, *layer, frame, rows.clone()),
             Part::Closing => {
                 // Once, however often it is recorded: a mask is some grammar's work.
                 if !std::mem::replace(&mut has_masks, true) {
@@ -519,7 +527,7 @@ impl Gemma3 {
     fn record_closing(&self, r: &mut Recorder<'_>, frame: &Frame, wanted: &Wanted, tokens: usize) {
         let (k, s, rows) = (&self.kernels, &self.scratch, wanted.rows.len());
         if !wanted.pooling.is_empty() {
-            k.rms_norm(r, &s.hidden, &self.norm, &s.normed, tokens);
+            k.rms_norm(r, &s.hidden, &self.norm, &Operand::floats(&s.normed), tokens);
             let mut to = 0;
             for PoolRequest { rows, slot, fresh, last } in &wanted.pooling {
                 let slot = *slot as usize;
@@ -534,8 +542,10 @@ impl Gemma3 {
         if rows == 0 {
             return;
         }
-        k.rms_norm_gather(r, &s.hidden, &frame.logit_rows, &self.norm, &s.final_rows, rows);
-        k.matmul(r, self.embedding.matrix(), &s.final_rows, &s.logits.raw, rows);
+        let head = self.embedding.matrix();
+        let final_rows = Operand::new(k.wants([head]), &s.final_rows, &s.final_blocks);
+        k.rms_norm_gather(r, &s.hidden, &frame.logit_rows, &self.norm, &final_rows, rows);
+        k.matmul(r, &[(head, &s.logits.raw)], &final_rows, rows);
         if wanted.requests.is_empty() {
             let bytes = Activations::bytes(rows, self.config.vocab_size);
             r.copy(&s.logits.raw.buffer, &self.logits_readback, bytes);
@@ -592,8 +602,9 @@ impl Gemma3 {
     }
 
     /// One decoder layer, for some of a step's tokens: attention and feed-forward, each between two norms, added to the
-    /// residual stream.
-    fn record_layer(&self, r: &mut Recorder<'_>, layer: &Layer, frame: &Frame, rows: Range<usize>) {
+    /// residual stream; what the feed-forward adds, by the layer behind it, together with the norm that comes next there.
+    fn record_layer(&self, r: &mut Recorder<'_>, index: usize, frame: &Frame, rows: Range<usize>) {
+        let layer = &self.layers[index];
         let (k, s, attention, n) = (&self.kernels, self.scratch.rows(&rows), &layer.attention, rows.len());
         let step = match layer.kind {
             LayerType::SlidingAttention => frame.sliding.rows(&rows),
@@ -604,26 +615,37 @@ impl Gemma3 {
                 k.moments(r, x, &moments[which], n);
             }
         };
+        let [qkv, o, gate_up, down] = layer.wants;
+        let normed = |wants| Operand::new(wants, &s.normed, &s.normed_blocks);
+        let attended = Operand::new(o, &s.attended, &s.attended_blocks);
+        let gated = Operand::new(down, &s.gate, &s.gated_blocks);
 
-        k.rms_norm(r, &s.hidden, &layer.input_layernorm, &s.normed, n);
+        match index.checked_sub(1).map(|before| &self.layers[before].post_feedforward_layernorm) {
+            None => k.rms_norm(r, &s.hidden, &layer.input_layernorm, &normed(qkv), n),
+            Some(norm) => {
+                k.residual(r, &s.delta, norm, (&s.hidden, &layer.input_layernorm), &normed(qkv), n);
+            }
+        }
         watch(r, 0, &s.normed);
-        k.matmul(r, &layer.q_proj, &s.normed, &s.q, n);
-        k.matmul(r, &layer.k_proj, &s.normed, &s.k, n);
-        k.matmul(r, &layer.v_proj, &s.normed, &s.v, n);
+        let products = [(&layer.q_proj, &s.q), (&layer.k_proj, &s.k), (&layer.v_proj, &s.v)];
+        k.matmul(r, &products, &normed(qkv), n);
         k.qkv_store(r, attention, [&s.q, &s.k, &s.v], &step, n);
         k.attention(r, attention, &s.q, &step, &s.attended, n);
         watch(r, 1, &s.attended);
-        k.matmul(r, &layer.o_proj, &s.attended, &s.delta, n);
-        k.rms_norm_add(r, &s.delta, &layer.post_attention_layernorm, &s.hidden, n);
+        if let Some(blocks) = &attended.blocks {
+            k.quantize(r, &s.attended, blocks, n);
+        }
+        k.matmul(r, &[(&layer.o_proj, &s.delta)], &attended, n);
 
-        k.rms_norm(r, &s.hidden, &layer.pre_feedforward_layernorm, &s.normed, n);
+        let next = (&s.hidden, &layer.pre_feedforward_layernorm);
+        k.residual(r, &s.delta, &layer.post_attention_layernorm, next, &normed(gate_up), n);
         watch(r, 2, &s.normed);
-        k.matmul(r, &layer.gate_proj, &s.normed, &s.gate, n);
-        k.matmul(r, &layer.up_proj, &s.normed, &s.up, n);
-        k.geglu(r, &s.gate, &s.up, n);
+        k.gated(r, [&layer.gate_proj, &layer.up_proj], &normed(gate_up), [&s.gate, &s.up], &gated, n);
         watch(r, 3, &s.gate);
-        k.matmul(r, &layer.down_proj, &s.gate, &s.delta, n);
-        k.rms_norm_add(r, &s.delta, &layer.post_feedforward_layernorm, &s.hidden, n);
+        k.matmul(r, &[(&layer.down_proj, &s.delta)], &gated, n);
+        if index + 1 == self.layers.len() {
+            k.rms_norm_add(r, &s.delta, &layer.post_feedforward_layernorm, &s.hidden, n);
+        }
     }
 }
 
@@ -685,7 +707,7 @@ impl Runner for Gemma3 {
         commands.record(&mut |recorder| {
             recorder.fill(&gate.buffer, 1f32.to_bits());
             recorder.fill(&up.buffer, 2f32.to_bits());
-            self.kernels.geglu(recorder, &gate, &up, 1);
+            self.kernels.geglu(recorder, &gate, &up, &Operand::floats(&gate), 1);
             recorder.copy(&gate.buffer, &self.logits_readback, 4);
         })?;
         submission.submit(&mut [&mut commands], "a probe")?;
@@ -789,10 +811,15 @@ impl Load<'_> {
         };
 
         let Schemes { embedding: embed_scheme, layers: layer_schemes } = schemes;
-        let mut kinds = layer_schemes.concat();
-        kinds.dedup();
+        let mut matrices = Matrices { embedding: Some(*embed_scheme), ..Matrices::default() };
+        for [q, k, v, o, gate, up, down] in layer_schemes {
+            matrices.products.extend([q, k, v, o, gate, up, down]);
+            matrices.gated.extend([gate, up]);
+        }
         let heads = Heads { group, head_dim: config.head_dim, kv: options.kv };
-        let kernels = Kernels::new(device, &kinds, *embed_scheme, heads)?;
+        // What meets a matrix is watched in f32.
+        let precision = if options.moments { Precision::F32 } else { options.precision };
+        let kernels = Kernels::new(device, &matrices, heads, precision)?;
 
         let embedding = loader.matrix(arena, &weights.embed_tokens, *embed_scheme, Class::Embedding)?;
         let embed_scale = (config.hidden_size as f64).sqrt() as f32;
@@ -887,6 +914,12 @@ impl Load<'_> {
                 let [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj] = matrices;
                 let [n1, n2, n3, n4, q_norm, k_norm] = norms;
                 let q_scale = config.query_pre_attn_scalar.powf(-0.5) as f32;
+                let wants = [
+                    kernels.wants([&q_proj, &k_proj, &v_proj]),
+                    kernels.wants([&o_proj]),
+                    kernels.wants([&gate_proj, &up_proj]),
+                    kernels.wants([&down_proj]),
+                ];
                 Ok(Layer {
                     kind,
                     input_layernorm: n1,
@@ -901,6 +934,7 @@ impl Load<'_> {
                     gate_proj,
                     up_proj,
                     down_proj,
+                    wants,
                     moments: moments.next(),
                 })
             })
@@ -1060,10 +1094,10 @@ impl Scratch {
         arena: &mut Arena,
         config: &Gemma3Config,
         tokens: usize,
-        sizes: [(&str, u64); memory::ACTIVATIONS],
+        sizes: Vec<(&str, u64)>,
     ) -> Result<Scratch, GpuError> {
-        let buffers = sizes.map(|(name, bytes)| device_buffer(arena, bytes, name));
-        let buffers = buffers.into_iter().collect::<Result<Vec<_>, _>>()?;
+        let buffers = sizes.into_iter().map(|(name, bytes)| device_buffer(arena, bytes, name));
+        let buffers = buffers.collect::<Result<Vec<_>, _>>()?;
         Ok(Scratch::of(config, tokens, buffers))
     }
 
@@ -1071,16 +1105,28 @@ impl Scratch {
     fn by_turns(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, .. } = self;
         let Scratch { final_rows, logits: Logits { raw, adjusted, .. }, pooled, .. } = self;
+        let Scratch { normed_blocks, attended_blocks, gated_blocks, final_blocks, .. } = self;
         let all = [hidden, normed, delta, q, attended, k, v, gate, up, final_rows, raw, adjusted, pooled];
-        Scratch::of(config, tokens, all.map(|activations| activations.buffer.clone()).into())
+        let blocks = [normed_blocks, attended_blocks, gated_blocks, final_blocks];
+        let all = all.map(|activations| &activations.buffer).into_iter().chain(blocks.map(|b| &b.buffer));
+        Scratch::of(config, tokens, all.cloned().collect())
     }
 
     fn of(config: &Gemma3Config, tokens: usize, buffers: Vec<Buffer>) -> Scratch {
-        let each = memory::activations(config, tokens).into_iter().zip(buffers);
-        let mut each = each.map(|((name, rows, width), buffer)| {
-            assert!(buffer.size() >= Activations::bytes(rows, width), "{name}: the buffer is too small");
-            Activations::new(buffer, width)
-        });
+        let mut buffers = buffers.into_iter();
+        let mut each = memory::activations(config, tokens)
+            .map(|(name, rows, width)| {
+                let buffer = buffers.next().expect("one for each field");
+                assert!(buffer.size() >= Activations::bytes(rows, width), "{name}: the buffer is too small");
+                Activations::new(buffer, width)
+            })
+            .into_iter();
+        let [normed_blocks, attended_blocks, gated_blocks, final_blocks] = memory::quantized(config, tokens)
+            .map(|(name, rows, width)| {
+                let buffer = buffers.next().expect("one for each field");
+                assert!(buffer.size() >= Quantized::bytes(rows, width), "{name}: the buffer is too small");
+                Quantized::new(buffer, width)
+            });
         let mut next = || each.next().expect("one for each field");
         Scratch {
             hidden: next(),
@@ -1095,6 +1141,10 @@ impl Scratch {
             final_rows: next(),
             logits: Logits { raw: next(), adjusted: next(), vocab: config.vocab_size },
             pooled: next(),
+            normed_blocks,
+            attended_blocks,
+            gated_blocks,
+            final_blocks,
         }
     }
 }

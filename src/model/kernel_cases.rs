@@ -20,9 +20,10 @@ use crate::gpu::{
 };
 use crate::kernels::{
     Activations, Attention, AttentionShape, DrawArrays, Embedding, Heads, Kernels, KvCache, LOGPROB_WORDS,
-    Logits, Matrix, Peak, RmsNorm, SampleRequest, StepArrays, UploadError, cost,
+    Logits, Matrices, Matrix, Operand, Peak, Quantized, RmsNorm, SampleRequest, StepArrays, UploadError,
+    Wants, cost,
 };
-use crate::tensor::{KvDtype, Scheme};
+use crate::tensor::{KvDtype, Precision, Scheme};
 
 /// What is used by turns is more than this in all: more than the caches of large GPUs hold.
 const ROTATED_BYTES: u64 = 256 << 20;
@@ -61,8 +62,15 @@ pub enum Work {
         width: usize,
         tokens: usize,
     },
-    RmsNormAdd {
+    Residual {
         width: usize,
+        tokens: usize,
+    },
+    /// Both products and their GeGLU.
+    Gated {
+        scheme: Scheme,
+        rows: usize,
+        cols: usize,
         tokens: usize,
     },
     Geglu {
@@ -86,6 +94,7 @@ pub struct Choice {
     pub schemes: Vec<Scheme>,
     pub embedding: Scheme,
     pub kv: KvDtype,
+    pub precision: Precision,
     /// Rows of activations: tokens of a step.
     pub tokens: Vec<usize>,
     /// Positions before those that attend.
@@ -98,6 +107,7 @@ pub struct Case {
     pub name: String,
     pub shape: Shape,
     pub kv: KvDtype,
+    pub precision: Precision,
     pub work: Work,
 }
 
@@ -120,6 +130,11 @@ impl Choice {
                 for (name, rows, cols) in matrices {
                     let work = Work::Matmul { scheme, rows, cols, tokens };
                     works.push((format!("matmul {name} {scheme} x {tokens}"), work));
+                }
+                if self.precision.quantizes(scheme) {
+                    let (rows, cols) = (s.intermediate_size, s.hidden_size);
+                    let work = Work::Gated { scheme, rows, cols, tokens };
+                    works.push((format!("gated {scheme} x {tokens}"), work));
                 }
             }
             let (scheme, rows, cols) = (self.embedding, s.vocab_size, s.hidden_size);
@@ -145,10 +160,16 @@ impl Choice {
             let width = s.hidden_size;
             works.push((format!("qkv_store x {tokens}"), Work::QkvStore { tokens }));
             works.push((format!("rms_norm x {tokens}"), Work::RmsNorm { width, tokens }));
-            works.push((format!("rms_norm_add x {tokens}"), Work::RmsNormAdd { width, tokens }));
+            works.push((format!("residual x {tokens}"), Work::Residual { width, tokens }));
             works.push((format!("geglu x {tokens}"), Work::Geglu { width: s.intermediate_size, tokens }));
         }
-        let case = |(name, work)| Case { name: format!("{} {name}", s.name), shape: *s, kv: self.kv, work };
+        let case = |(name, work)| Case {
+            name: format!("{} {name}, {}", s.name, self.precision),
+            shape: *s,
+            kv: self.kv,
+            precision: self.precision,
+            work,
+        };
         works.into_iter().map(case).collect()
     }
 }
@@ -164,7 +185,10 @@ impl Case {
             kv: self.kv,
         };
         let dispatch = match self.work {
-            Work::Matmul { scheme, rows, cols, tokens } => cost::matmul(scheme, rows, cols, tokens),
+            Work::Matmul { scheme, rows, cols, tokens } => {
+                cost::matmul(self.precision, scheme, &[rows], cols, tokens)
+            }
+            Work::Gated { scheme, rows, cols, tokens } => cost::gated(scheme, rows, cols, tokens),
             Work::Embed { scheme, cols, tokens, .. } => cost::embed(scheme, cols, tokens),
             Work::Attention { sequences, tokens, depth, window } => {
                 let positions: Vec<usize> = (0..sequences).flat_map(|_| depth..depth + tokens).collect();
@@ -172,9 +196,9 @@ impl Case {
                 cost::attention(&heads, &positions, window, sequences * seen)
             }
             Work::QkvStore { tokens } => cost::qkv_store(&heads, tokens),
-            Work::RmsNorm { width, tokens } => cost::rms_norm(tokens, width),
-            Work::RmsNormAdd { width, tokens } => cost::rms_norm_add(tokens, width),
-            Work::Geglu { width, tokens } => cost::geglu(tokens, width),
+            Work::RmsNorm { width, tokens } => cost::rms_norm(tokens, width, self.wants()),
+            Work::Residual { width, tokens } => cost::residual(tokens, width, self.wants()),
+            Work::Geglu { width, tokens } => cost::geglu(tokens, width, self.wants()),
             Work::Sample { vocab, rows, .. } => cost::sample(rows, vocab),
         };
         dispatch.weight_bytes + dispatch.kv_bytes + dispatch.activation_bytes
@@ -184,6 +208,7 @@ impl Case {
     pub fn ops(&self) -> Option<u64> {
         match self.work {
             Work::Matmul { rows, cols, tokens, .. } => Some(2 * (rows * cols * tokens) as u64),
+            Work::Gated { rows, cols, tokens, .. } => Some(4 * (rows * cols * tokens) as u64),
             Work::Attention { sequences, tokens, depth, window } => {
                 let keys = |position: usize| (position + 1).min(window.unwrap_or(usize::MAX));
                 let seen: usize = (depth..depth + tokens).map(keys).sum();
@@ -191,6 +216,12 @@ impl Case {
             }
             _ => None,
         }
+    }
+
+    /// What comes behind a norm or GeGLU is a product of integers, in its precision.
+    fn wants(&self) -> Wants {
+        let fast = self.precision == Precision::Fast;
+        Wants { floats: !fast, blocks: fast }
     }
 
     fn heads(&self) -> Heads {
@@ -318,10 +349,23 @@ impl Rig {
         let (record, output): (Record, Buffer) = match case.work {
             Work::Matmul { scheme, rows, cols, tokens } => {
                 let matrices = make.matrices(scheme, rows, cols, case.bytes())?;
-                let (x, y) = (make.activations(tokens, cols)?, make.activations(tokens, rows)?);
+                let wants = kernels.wants(&matrices);
+                let (x, y) = (make.operand(wants, tokens, cols)?, make.activations(tokens, rows)?);
                 let output = y.buffer.clone();
                 let record = move |r: &mut Recorder<'_>, i: usize| {
-                    kernels.matmul(r, &matrices[i % matrices.len()], &x, &y, tokens);
+                    kernels.matmul(r, &[(&matrices[i % matrices.len()], &y)], &x, tokens);
+                };
+                (Box::new(record), output)
+            }
+            Work::Gated { scheme, rows, cols, tokens } => {
+                let pairs = make.matrices(scheme, rows, cols, case.bytes())?;
+                let pairs = [pairs, make.matrices(scheme, rows, cols, case.bytes())?];
+                let x = make.operand(case.wants(), tokens, cols)?;
+                let products = [make.activations(tokens, rows)?, make.activations(tokens, rows)?];
+                let (y, output) = make.result(case.wants(), tokens, rows)?;
+                let record = move |r: &mut Recorder<'_>, i: usize| {
+                    let each = pairs.each_ref().map(|matrices| &matrices[i % matrices.len()]);
+                    kernels.gated(r, each, &x, products.each_ref(), &y, tokens);
                 };
                 (Box::new(record), output)
             }
@@ -359,20 +403,25 @@ impl Rig {
                 };
                 (Box::new(record), output)
             }
-            Work::RmsNorm { width, tokens } | Work::RmsNormAdd { width, tokens } => {
-                let (x, y) = (make.activations(tokens, width)?, make.activations(tokens, width)?);
+            Work::RmsNorm { width, tokens } | Work::Residual { width, tokens } => {
+                let (x, hidden) = (make.activations(tokens, width)?, make.activations(tokens, width)?);
+                let (y, output) = make.result(case.wants(), tokens, width)?;
                 let norm = make.norm(width)?;
-                let (output, adds) = (y.buffer.clone(), matches!(case.work, Work::RmsNormAdd { .. }));
+                let adds = matches!(case.work, Work::Residual { .. });
                 let record = move |r: &mut Recorder<'_>, _| match adds {
-                    true => kernels.rms_norm_add(r, &x, &norm, &y, tokens),
+                    true => kernels.residual(r, &x, &norm, (&hidden, &norm), &y, tokens),
                     false => kernels.rms_norm(r, &x, &norm, &y, tokens),
                 };
                 (Box::new(record), output)
             }
             Work::Geglu { width, tokens } => {
                 let (gate, up) = (make.activations(tokens, width)?, make.activations(tokens, width)?);
-                let output = gate.buffer.clone();
-                let record = move |r: &mut Recorder<'_>, _| kernels.geglu(r, &gate, &up, tokens);
+                let (mut y, mut output) = make.result(case.wants(), tokens, width)?;
+                if y.floats.is_some() {
+                    output = gate.buffer.clone();
+                    y = Operand::floats(&gate);
+                }
+                let record = move |r: &mut Recorder<'_>, _| kernels.geglu(r, &gate, &up, &y, tokens);
                 (Box::new(record), output)
             }
             Work::Sample { vocab, rows, top_k, top_p } => {
@@ -390,14 +439,17 @@ impl Rig {
     fn kernels(&mut self, case: &Case) -> Result<Arc<Kernels>, GpuError> {
         let heads = case.heads();
         let scheme = match case.work {
-            Work::Matmul { scheme, .. } | Work::Embed { scheme, .. } => scheme,
+            Work::Matmul { scheme, .. } | Work::Embed { scheme, .. } | Work::Gated { scheme, .. } => scheme,
             _ => Scheme::F32,
         };
-        let key = format!("{heads:?} {scheme}");
+        let precision = case.precision;
+        let key = format!("{heads:?} {scheme} {precision}");
         if let Some(kernels) = self.kernels.get(&key) {
             return Ok(kernels.clone());
         }
-        let kernels = Arc::new(Kernels::new(&self.device, &[], scheme, heads)?);
+        let gated = matches!(case.work, Work::Gated { .. }).then_some(scheme).into_iter().collect();
+        let matrices = Matrices { products: Vec::new(), gated, embedding: Some(scheme) };
+        let kernels = Arc::new(Kernels::new(&self.device, &matrices, heads, precision)?);
         self.kernels.insert(key, kernels.clone());
         Ok(kernels)
     }
@@ -434,6 +486,24 @@ impl Make<'_> {
         let count = rows * Activations::stride_of(width);
         let values: Vec<f32> = (0..count).map(|_| self.rng.random_range(-1.0..1.0)).collect();
         Ok(Activations::new(self.words(&values)?, width))
+    }
+
+    /// Random, as products want it: what int8 stands for does not matter to their speed.
+    fn operand(&mut self, wants: Wants, rows: usize, width: usize) -> Result<Operand, GpuError> {
+        let mut bytes = vec![0u8; Quantized::bytes(rows, width) as usize];
+        self.rng.fill_bytes(&mut bytes);
+        // Small numbers for the scales, which lie among the rest.
+        bytes.iter_mut().skip(3).step_by(4).for_each(|high| *high = 0x3c);
+        let blocks = Quantized::new(self.words(&bytes)?, width);
+        Ok(Operand::new(wants, &self.activations(rows, width)?, &blocks))
+    }
+
+    /// Room for what a kernel yields, and where it is.
+    fn result(&mut self, wants: Wants, rows: usize, width: usize) -> Result<(Operand, Buffer), GpuError> {
+        let floats = self.activations(rows, width)?;
+        let blocks = Quantized::new(self.filled(Quantized::bytes(rows, width), 0)?, width);
+        let written = if wants.blocks { &blocks.buffer } else { &floats.buffer }.clone();
+        Ok((Operand::new(wants, &floats, &blocks), written))
     }
 
     fn norm(&mut self, width: usize) -> Result<RmsNorm, GpuError> {
@@ -590,7 +660,7 @@ mod tests {
 
     fn case(work: Work) -> Case {
         let shape = Shape::named("gemma-3-27b").expect("a shape");
-        Case { name: "x".into(), shape, kv: KvDtype::F16, work }
+        Case { name: "x".into(), shape, kv: KvDtype::F16, precision: Precision::F32, work }
     }
 
     #[test]
@@ -600,6 +670,13 @@ mod tests {
         let weights = 21_504 * 5376;
         assert_eq!(gate.bytes(), weights / 2 + weights / 64 + 4 * (21_504 + 5376));
         assert_eq!(gate.ops(), Some(2 * weights));
+        // The activation in int8 with a scale and sums for 32; both matrices, and what comes of them in int8.
+        let gate = Case { precision: Precision::Fast, ..gate };
+        assert_eq!(gate.bytes(), weights / 2 + weights / 64 + 4 * 21_504 + 5376 / 32 * 40);
+        let work = Work::Gated { scheme: Scheme::int4(128), rows: 21_504, cols: 5376, tokens: 1 };
+        let gated = Case { work, ..gate };
+        assert_eq!(gated.bytes(), 2 * (weights / 2 + weights / 64) + (21_504 + 5376) / 32 * 40);
+        assert_eq!(gated.ops(), Some(4 * weights));
         // 16 KV heads of 128 in f16, keys and values, for 2049 positions; 32 heads of queries and of what is attended.
         let deep = case(Work::Attention { sequences: 3, tokens: 1, depth: 2048, window: None });
         assert_eq!(deep.bytes(), 3 * (2049 * 16 * 128 * 2 * 2 + 2 * 4 * 32 * 128));
@@ -618,6 +695,7 @@ mod tests {
             schemes: vec![Scheme::int4(32), Scheme::Int8Row],
             embedding: Scheme::Int8Row,
             kv: KvDtype::F16,
+            precision: Precision::Fast,
             tokens: vec![1, 8, 128],
             depths: vec![2048, 8192],
         };

@@ -10,7 +10,9 @@ use super::weights::Gemma3Weights;
 use super::{KvLimits, Limits, MAX_BIASES};
 use crate::checkpoint::CheckpointError;
 use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Request};
-use crate::kernels::{Activations, Bias, Embedding, LOGPROB_WORDS, Matrix, SampleRequest, mask_words};
+use crate::kernels::{
+    Activations, Bias, Embedding, LOGPROB_WORDS, Matrix, Quantized, SampleRequest, mask_words,
+};
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
 /// Tokens per KV block where nobody asks for others.
@@ -315,11 +317,18 @@ impl<'a> Demand<'a> {
     }
 
     /// The activations of a step, each as large as the larger of the models needs it.
-    pub(super) fn activation_bytes(&self) -> [(&'static str, u64); ACTIVATIONS] {
-        let mut largest = activations(self.config, self.batch_tokens()).map(|(name, ..)| (name, 0));
+    pub(super) fn activation_bytes(&self) -> Vec<(&'static str, u64)> {
+        let of = |config: &Gemma3Config| {
+            let floats = activations(config, self.batch_tokens())
+                .map(|(name, rows, width)| (name, Activations::bytes(rows, width)));
+            let blocks = quantized(config, self.batch_tokens())
+                .map(|(name, rows, width)| (name, Quantized::bytes(rows, width)));
+            floats.into_iter().chain(blocks)
+        };
+        let mut largest: Vec<_> = of(self.config).collect();
         for (_, config, _) in self.models() {
-            for (most, (_, rows, width)) in largest.iter_mut().zip(activations(config, self.batch_tokens())) {
-                most.1 = most.1.max(Activations::bytes(rows, width));
+            for (most, (_, bytes)) in largest.iter_mut().zip(of(config)) {
+                most.1 = most.1.max(bytes);
             }
         }
         largest
@@ -505,11 +514,8 @@ pub(super) fn history_bytes(limits: &Limits) -> u64 {
     4 * ((limits.max_sequences + 1) * limits.max_context) as u64
 }
 
-/// Buffers of [`activations`].
-pub(super) const ACTIVATIONS: usize = 13;
-
 /// Activations of a step: name, rows, width, in the order of `Scratch`.
-pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); ACTIVATIONS] {
+pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 13] {
     let heads = c.num_attention_heads * c.head_dim;
     let kv_heads = c.num_key_value_heads * c.head_dim;
     [
@@ -526,6 +532,16 @@ pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, us
         ("logits", LOGIT_ROWS, c.vocab_size),
         ("adjusted logits", LOGIT_ROWS, c.vocab_size),
         ("pooled", MAX_SEQUENCES, c.hidden_size),
+    ]
+}
+
+/// What matrices are multiplied with in int8, behind those: name, rows, width.
+pub(super) fn quantized(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 4] {
+    [
+        ("normed (int8)", tokens, c.hidden_size),
+        ("attended (int8)", tokens, c.num_attention_heads * c.head_dim),
+        ("gated (int8)", tokens, c.intermediate_size),
+        ("final rows (int8)", LOGIT_ROWS, c.hidden_size),
     ]
 }
 

@@ -81,6 +81,48 @@ impl FromStr for KvDtype {
     }
 }
 
+/// In what matrices are multiplied with activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Precision {
+    /// All in f32: what the reference models are compared with.
+    #[default]
+    F32,
+    /// Matrices of integers with activations in int8; others in f32.
+    Fast,
+}
+
+impl Precision {
+    pub const ALL: [Precision; 2] = [Precision::F32, Precision::Fast];
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            Precision::F32 => "f32",
+            Precision::Fast => "fast",
+        }
+    }
+
+    /// Whether matrices of `scheme` are multiplied with int8.
+    pub const fn quantizes(self, scheme: Scheme) -> bool {
+        matches!(self, Precision::Fast)
+            && matches!(scheme, Scheme::Int8Row | Scheme::Int8 { .. } | Scheme::Int4 { .. })
+    }
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Precision {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|precision| precision.name() == text);
+        found.ok_or_else(|| format!("expected f32 or fast, got {text:?}"))
+    }
+}
+
 /// `--quantize`: what to do with the weights of an unquantized checkpoint while it is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum QuantizeMode {

@@ -56,6 +56,7 @@ pub fn isa(config: &Config, args: &args::BenchIsa) -> Result<(), Error> {
         shapes,
         mode,
         kv: config.kv.dtype,
+        precision: config.model.precision,
         depth: args.depth as usize,
         chunk: config.engine.prefill_chunk,
     };

@@ -65,6 +65,7 @@ pub fn kernels(config: &Config, args: &args::BenchKernels) -> Result<(), Error> 
         schemes: args.scheme.iter().map(scheme).collect(),
         embedding: scheme(&args.embedding),
         kv: config.kv.dtype,
+        precision: config.model.precision,
         tokens: args.tokens.iter().map(|n| *n as usize).collect(),
         depths: args.depth.iter().map(|n| *n as usize).collect(),
     });

@@ -13,7 +13,7 @@ use crate::gpu::isa::Counts;
 use crate::kernels::cost::{Body, Dispatch};
 use crate::model::memory::Schemes;
 use crate::model::shapes::Shape;
-use crate::tensor::{KvDtype, QuantizeMode, Scheme};
+use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
 /// Sequences that decode together.
 const BATCHES: [usize; 5] = [1, 8, 16, 32, 64];
@@ -293,6 +293,7 @@ pub struct Question {
     pub shapes: Vec<Shape>,
     pub mode: QuantizeMode,
     pub kv: KvDtype,
+    pub precision: Precision,
     /// Tokens that each sequence has in the cache when the predicted one is decoded.
     pub depth: usize,
     /// Tokens of a prompt in one step, as configured.
@@ -324,11 +325,11 @@ impl Question {
             let depth = self.depth.min(config.max_position_embeddings - 1);
             for batch in BATCHES {
                 let sequences = vec![depth..depth + 1; batch];
-                let step = work::step(&config, &schemes, self.kv, &sequences, batch, most);
+                let step = work::step(&config, &schemes, self.kv, self.precision, &sequences, batch, most);
                 let what = format!("batch {batch}");
                 all.push(Prediction::new(chip, shape.name, what, batch as u64, &[step], &find));
             }
-            let steps = work::prompt(&config, &schemes, self.kv, PROMPT, most);
+            let steps = work::prompt(&config, &schemes, self.kv, self.precision, PROMPT, most);
             let what = format!("prefill {PROMPT}");
             all.push(Prediction::new(chip, shape.name, what, PROMPT as u64, &steps, &find));
         }
@@ -366,12 +367,13 @@ impl Question {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::Wants;
     use crate::kernels::cost;
     use crate::tensor::Scheme;
 
     /// gate_proj of the 27B in int4-g128 on a 780M, by hand.
     fn gate(tokens: usize, loop_cycles: u64) -> Line {
-        let dispatch = cost::matmul(Scheme::int4(128), 21_504, 5376, tokens);
+        let dispatch = cost::matmul(Precision::F32, Scheme::int4(128), &[21_504], 5376, tokens);
         let trip = Counts { cycles: loop_cycles, ..Counts::default() };
         let once = Counts { cycles: 50, ..Counts::default() };
         let body = Body { trip, unrolled: 1, weights: 32, once };
@@ -396,7 +398,7 @@ mod tests {
     #[test]
     fn weights_are_read_again_for_each_tile_of_tokens_unless_the_cache_holds_them() {
         assert_eq!((gate(8, 300).weight_reads, gate(64, 300).weight_reads), (1, 8));
-        let small = cost::matmul(Scheme::int4(128), 256, 640, 64);
+        let small = cost::matmul(Precision::F32, Scheme::int4(128), &[256], 640, 64);
         assert_eq!(small.weight_passes, 8);
         let compiled = Compiled { subgroup_size: 64, total: &Counts::default(), body: None };
         let line =
@@ -406,7 +408,7 @@ mod tests {
 
     #[test]
     fn a_step_is_the_sum_of_its_dispatches_and_what_each_costs_beside() {
-        let dispatch = cost::rms_norm(1, 5376);
+        let dispatch = cost::rms_norm(1, 5376, Wants { floats: true, blocks: false });
         let work = vec![Work { what: "norm", times: 62, barriers: 31, dispatch }];
         let total = Counts { cycles: 2700, ..Counts::default() };
         let find = |_: &Dispatch| Compiled { subgroup_size: 64, total: &total, body: None };

@@ -4,10 +4,11 @@
 use std::ops::Range;
 
 use crate::kernels::cost::{self, Dispatch, Heads};
+use crate::kernels::{Wants, are_alike};
 use crate::model::config::{Gemma3Config, LayerType};
 use crate::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes};
 use crate::model::step::filled_up;
-use crate::tensor::KvDtype;
+use crate::tensor::{KvDtype, Precision, Scheme};
 
 /// Dispatches of one kind in a step.
 #[derive(Debug, Clone)]
@@ -27,6 +28,7 @@ pub fn step(
     config: &Gemma3Config,
     schemes: &Schemes,
     kv: KvDtype,
+    precision: Precision,
     sequences: &[Range<usize>],
     draws: usize,
     most: usize,
@@ -53,31 +55,57 @@ pub fn step(
     add("embed", 1, 1, cost::embed(schemes.embedding, hidden, n));
     add("history", 1, 0, cost::history(known));
 
-    add("input norm", layers, layers, cost::rms_norm(n, hidden));
     // Layers of one scheme are one kind.
-    let mut kinds: Vec<([_; 7], u64)> = Vec::new();
+    let mut kinds: Vec<([Scheme; 7], u64)> = Vec::new();
     for layer in &schemes.layers {
         match kinds.iter_mut().find(|(schemes, _)| schemes == layer) {
             Some((_, times)) => *times += 1,
             None => kinds.push((*layer, 1)),
         }
     }
-    // Behind a barrier: q, of the three that run beside each other; o; gate, of two; down.
-    let projections = [
-        ("q_proj", true, q, hidden),
-        ("k_proj", false, kv_width, hidden),
-        ("v_proj", false, kv_width, hidden),
-        ("o_proj", true, hidden, q),
-        ("gate_proj", true, ffn, hidden),
-        ("up_proj", false, ffn, hidden),
-        ("down_proj", true, hidden, ffn),
-    ];
-    for (schemes, times) in kinds {
-        for ((what, waits, rows, cols), scheme) in projections.into_iter().zip(schemes) {
-            let barriers = if waits { times } else { 0 };
-            add(what, times, barriers, cost::matmul(scheme, rows, cols, n));
+    let wants = |schemes: &[Scheme]| {
+        let is_one = |quantizes: bool| schemes.iter().any(|s| precision.quantizes(*s) == quantizes);
+        Wants { floats: is_one(false), blocks: is_one(true) }
+    };
+    // The first layer's norm adds nothing: nothing is behind it.
+    let first_wants = wants(&schemes.layers[0][..3]);
+    add("input norm", 1, 1, cost::rms_norm(n, hidden, first_wants));
+    for ([q_proj, k_proj, v_proj, o_proj, gate, up, down], times) in kinds {
+        let residuals =
+            times - u64::from([q_proj, k_proj, v_proj, o_proj, gate, up, down] == schemes.layers[0]);
+        let input = wants(&[q_proj, k_proj, v_proj]);
+        if residuals > 0 {
+            add("input norm", residuals, residuals, cost::residual(n, hidden, input));
         }
+        // One dispatch takes those of one kind that stand side by side.
+        let each = [(q_proj, q), (k_proj, kv_width), (v_proj, kv_width)];
+        let alike = |a: &(Scheme, usize), b: &(Scheme, usize)| {
+            precision.quantizes(a.0) && precision.quantizes(b.0) && are_alike(a.0, b.0)
+        };
+        let mut barriers = times;
+        for together in each.chunk_by(alike) {
+            let rows: Vec<usize> = together.iter().map(|(_, rows)| *rows).collect();
+            let what = if together.len() == 3 { "qkv" } else { "q, k or v" };
+            add(what, times, barriers, cost::matmul(precision, together[0].0, &rows, hidden, n));
+            barriers = 0;
+        }
+        if wants(&[o_proj]).blocks {
+            add("quantize", times, times, cost::quantize(n, q));
+        }
+        add("o_proj", times, times, cost::matmul(precision, o_proj, &[hidden], q, n));
+        let to = wants(&[gate, up]);
+        add("feed-forward norm", times, times, cost::residual(n, hidden, to));
+        let gated = wants(&[down]);
+        if alike(&(gate, ffn), &(up, ffn)) && gated.blocks && !gated.floats {
+            add("gate, up", times, times, cost::gated(gate, ffn, hidden, n));
+        } else {
+            add("gate_proj", times, times, cost::matmul(precision, gate, &[ffn], hidden, n));
+            add("up_proj", times, 0, cost::matmul(precision, up, &[ffn], hidden, n));
+            add("geglu", times, times, cost::geglu(n, ffn, gated));
+        }
+        add("down_proj", times, times, cost::matmul(precision, down, &[hidden], ffn, n));
     }
+    add("last add", 1, 1, cost::rms_norm_add(n, hidden));
     add("qkv_store", layers, layers, cost::qkv_store(&heads, n));
     for (what, kind, window) in [
         ("attention, sliding", LayerType::SlidingAttention, Some(c.sliding_window)),
@@ -94,14 +122,9 @@ pub fn step(
             add(what, times, times, cost::attention(&heads, &positions, window, read));
         }
     }
-    add("post-attention norm", layers, layers, cost::rms_norm_add(n, hidden));
-    add("pre-feedforward norm", layers, layers, cost::rms_norm(n, hidden));
-    add("geglu", layers, layers, cost::geglu(n, ffn));
-    add("post-feedforward norm", layers, layers, cost::rms_norm_add(n, hidden));
-
     if draws > 0 {
-        add("final norm", 1, 1, cost::rms_norm_gather(draws, hidden));
-        add("lm_head", 1, 1, cost::matmul(schemes.embedding, c.vocab_size, hidden, draws));
+        add("final norm", 1, 1, cost::rms_norm_gather(draws, hidden, wants(&[schemes.embedding])));
+        add("lm_head", 1, 1, cost::matmul(precision, schemes.embedding, &[c.vocab_size], hidden, draws));
         add("sample", 1, 1, cost::sample(draws, c.vocab_size));
     }
     all
@@ -112,6 +135,7 @@ pub fn prompt(
     config: &Gemma3Config,
     schemes: &Schemes,
     kv: KvDtype,
+    precision: Precision,
     tokens: usize,
     most: usize,
 ) -> Vec<Vec<Work>> {
@@ -119,7 +143,9 @@ pub fn prompt(
     starts
         .map(|start| {
             let end = (start + most).min(tokens);
-            step(config, schemes, kv, std::slice::from_ref(&(start..end)), usize::from(end == tokens), most)
+            let positions = start..end;
+            let draws = usize::from(end == tokens);
+            step(config, schemes, kv, precision, std::slice::from_ref(&positions), draws, most)
         })
         .collect()
 }
@@ -143,21 +169,20 @@ pub fn batch_tokens(config: &Gemma3Config, schemes: &Schemes, kv: KvDtype, wante
 mod tests {
     use super::*;
     use crate::model::shapes::Shape;
-    use crate::tensor::Scheme;
 
     fn of_27b(sequences: &[Range<usize>]) -> Vec<Work> {
         let config = Shape::named("gemma-3-27b").unwrap().config();
         let int4 = Scheme::int4(128);
         let schemes = Schemes::uniform(&config, int4, int4, Scheme::Int8Row);
-        step(&config, &schemes, KvDtype::F16, sequences, sequences.len(), 128)
+        step(&config, &schemes, KvDtype::F16, Precision::Fast, sequences, sequences.len(), 128)
     }
 
     #[test]
-    fn a_layer_is_fourteen_dispatches_behind_eleven_barriers() {
+    fn a_layer_is_nine_dispatches_behind_nine_barriers() {
         let work = of_27b(std::slice::from_ref(&(512..513)));
         let sum = |of: fn(&Work) -> u64| work.iter().map(of).sum::<u64>();
-        assert_eq!(sum(|w| w.times), 62 * 14 + 5);
-        assert_eq!(sum(|w| w.barriers), 62 * 11 + 4);
+        assert_eq!(sum(|w| w.times), 62 * 9 + 6);
+        assert_eq!(sum(|w| w.barriers), 62 * 9 + 5);
         let times = |what| work.iter().find(|w| w.what == what).unwrap().times;
         assert_eq!((times("attention, sliding"), times("attention, full")), (52, 10));
     }
@@ -188,7 +213,7 @@ mod tests {
         let schemes = Schemes::uniform(&config, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16);
         let most = batch_tokens(&config, &schemes, KvDtype::F16, 256);
         assert_eq!(most, 128);
-        let steps = prompt(&config, &schemes, KvDtype::F16, 300, most);
+        let steps = prompt(&config, &schemes, KvDtype::F16, Precision::Fast, 300, most);
         let draws: Vec<_> = steps.iter().map(|s| s.iter().any(|w| w.what == "sample")).collect();
         assert_eq!(draws, [false, false, true]);
     }

@@ -1,0 +1,243 @@
+// y[t, r] = sum over k of x[t, k] * W[r, k], x quantized: what `fast` means (common/fast.glsl, which gives the order of sums)
+//
+//   W  up to three matrices [rows, cols], packed (common/weights.glsl), which meet the same x
+//   x  int8 blocks of `tokens` rows, padded to x_stride       y  f32 [tokens, rows] of each matrix, rows y_stride apart
+//
+// GEGLU takes two matrices of one shape, gate and up: y0 and y1_or_none are then blocks and scales of gelu_tanh(gate) * up,
+// quantized, for as many padded rows as x has.
+//
+// A workgroup computes 32 rows by COLUMNS tokens. Each of its subgroups, or of what several small ones make up, takes a
+// segment of the columns: lane = row, so that an activation is the same for all lanes and can come from a scalar register.
+// Weights are read once for COLUMNS tokens. Spare columns read what pads x, and are not stored.
+#version 460
+#extension GL_GOOGLE_include_directive : require
+#extension GL_KHR_shader_subgroup_ballot : require
+#extension GL_EXT_integer_dot_product : require
+#include "memory.glsl"
+#include "weights.glsl"
+#include "fast.glsl"
+#include "gelu.glsl"
+
+layout(local_size_x = 32, local_size_y = SEGMENTS) in;
+layout(constant_id = 0) const uint COLUMNS = 1;
+layout(constant_id = 1) const uint GEGLU = 0;
+// Blocks of weights that share one scale (common/weights.glsl).
+layout(constant_id = 2) const uint SCALE_BLOCKS = 1;
+const uint MATRICES = GEGLU + 1;
+// Columns whose segments are added up at once: an invocation adds one.
+const uint STAGED = SEGMENTS;
+// Blocks of 16 bytes that hold BLOCK_COLS weights of a row.
+const uint UNITS = BLOCK_COLS / BLOCK;
+
+layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteWords { uint at[]; };
+
+layout(push_constant, std430) uniform Push {
+    Blocks blocks0;
+    Blocks blocks1_or_none;
+    Blocks blocks2_or_none;
+    Scales scales0;
+    Scales scales1_or_none;
+    Scales scales2_or_none;
+    WriteWords y0;
+    WriteWords y1_or_none;
+    WriteWords y2_or_none;
+    ActivationBlocks x;
+    ActivationScales x_scales;
+    uint rows0;
+    uint rows1;
+    uint rows2;
+    uint y0_stride;
+    uint y1_stride;
+    uint y2_stride;
+    uint cols;
+    uint tokens;
+    uint x_stride;
+};
+
+shared float partial[MATRICES][SEGMENTS][STAGED][TILE_ROWS];
+shared uint largest[STAGED];
+shared int sums[STAGED][2];
+shared int results[STAGED][TILE_ROWS];
+
+// A block of weights of a row, and the words of its scales. The last block may have no second unit.
+struct Weights {
+    uvec4 units[UNITS];
+    uvec2 scales[UNITS];
+};
+
+Weights weights_at(Blocks blocks, Scales scales, uint tile, uint block, uint units_per_row, uint lane) {
+    Weights w;
+    [[unroll]] for (uint u = 0; u < UNITS; u++) {
+        const uint unit = block * UNITS + u;
+        const bool is_one = UNITS == 1 || unit < units_per_row;
+        w.units[u] = is_one ? blocks.at[tile * units_per_row + unit].lanes[lane] : uvec4(0);
+        w.scales[u] = uvec2(0);
+#if defined(SCALED_BY_GROUP)
+        if (u == 0 || SCALE_BLOCKS % UNITS != 0 && is_one)
+            w.scales[u] = scale_words(scales, tile, unit, lane, units_per_row, SCALE_BLOCKS);
+#endif
+    }
+    return w;
+}
+
+// The dot product of unit `u` of weights and its part of a block, from `d`.
+int dot_unit(uvec4 w, ActivationBlock a, uint u, int d) {
+#if defined(WEIGHT_INT4)
+    [[unroll]] for (uint j = 0; j < 4; j++) {
+        d += dotPacked4x8EXT(int(w[j] & 0x0f0f0f0fu), int(a.low[j]));
+        d += dotPacked4x8EXT(int(w[j] >> 4 & 0x0f0f0f0fu), int(a.high[j]));
+    }
+#else
+    const uvec4 part = u == 0 ? a.low : a.high;
+    [[unroll]] for (uint j = 0; j < 4; j++) d += dotPacked4x8EXT(int(w[j]), int(part[j]));
+#endif
+    return d;
+}
+
+// What a block adds to a sum.
+float folded(Weights w, ActivationBlock a, float scale, uint a_sums, vec2 s[UNITS], float acc) {
+    const int low = low_sum(a_sums), high = high_sum(a_sums);
+#if defined(WEIGHT_INT4)
+#if defined(SCALES_SYMMETRIC)
+    const int start = -8 * (low + high);
+#else
+    const int start = 0;
+#endif
+    acc = fma(float(dot_unit(w.units[0], a, 0, start)), s[0].x * scale, acc);
+#if defined(SHIFTED)
+    acc = fma(float(low + high), s[0].y * scale, acc);
+#endif
+#elif defined(SCALES_ROW)
+    acc = fma(float(dot_unit(w.units[1], a, 1, dot_unit(w.units[0], a, 0, 0))), scale, acc);
+#else
+    if (SCALE_BLOCKS % UNITS == 0) {
+        acc = fma(float(dot_unit(w.units[1], a, 1, dot_unit(w.units[0], a, 0, 0))), s[0].x * scale, acc);
+#if defined(SHIFTED)
+        acc = fma(float(low + high), s[0].y * scale, acc);
+#endif
+    } else {
+        acc = fma(float(dot_unit(w.units[0], a, 0, 0)), s[0].x * scale, acc);
+#if defined(SHIFTED)
+        acc = fma(float(low), s[0].y * scale, acc);
+#endif
+        acc = fma(float(dot_unit(w.units[1], a, 1, 0)), s[1].x * scale, acc);
+#if defined(SHIFTED)
+        acc = fma(float(high), s[1].y * scale, acc);
+#endif
+    }
+#endif
+    return acc;
+}
+
+void main() {
+    const uint lane = gl_LocalInvocationID.x, segment = subgroupBroadcastFirst(gl_LocalInvocationID.y);
+    uint tile = gl_WorkGroupID.x;
+    const uint first_token = gl_WorkGroupID.y * COLUMNS;
+    const uint block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS, units_per_row = (cols + BLOCK - 1) / BLOCK;
+
+    // The matrix that this workgroup is of.
+    Blocks blocks[MATRICES];
+    Scales scales[MATRICES];
+    blocks[0] = blocks0;
+    scales[0] = scales0;
+    WriteWords y = y0;
+    uint rows = rows0, y_stride = y0_stride;
+    if (GEGLU == 1) {
+        blocks[MATRICES - 1] = blocks1_or_none;
+        scales[MATRICES - 1] = scales1_or_none;
+    } else {
+        const uint tiles0 = (rows0 + TILE_ROWS - 1) / TILE_ROWS, tiles1 = (rows1 + TILE_ROWS - 1) / TILE_ROWS;
+        if (tile >= tiles0 + tiles1) {
+            tile -= tiles0 + tiles1;
+            blocks[0] = blocks2_or_none;
+            scales[0] = scales2_or_none;
+            y = y2_or_none;
+            rows = rows2;
+            y_stride = y2_stride;
+        } else if (tile >= tiles0) {
+            tile -= tiles0;
+            blocks[0] = blocks1_or_none;
+            scales[0] = scales1_or_none;
+            y = y1_or_none;
+            rows = rows1;
+            y_stride = y1_stride;
+        }
+    }
+
+    const uint length = segment_blocks(block_count), segments = (block_count + length - 1) / length;
+    const uint first = min(segment * length, block_count), end = min(first + length, block_count);
+    float acc[MATRICES][COLUMNS];
+    [[unroll]] for (uint m = 0; m < MATRICES; m++)
+        [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[m][c] = 0.0;
+
+    // A block is asked for before the one before it is used.
+    Weights next[MATRICES];
+    [[unroll]] for (uint m = 0; m < MATRICES; m++)
+        next[m] = weights_at(blocks[m], scales[m], tile, min(first, block_count - 1), units_per_row, lane);
+    [[dont_unroll]] for (uint b = first; b < end; b++) {
+        Weights w[MATRICES];
+        vec2 s[MATRICES][UNITS];
+        const uint ahead = min(b + 1, block_count - 1);
+        [[unroll]] for (uint m = 0; m < MATRICES; m++) {
+            w[m] = next[m];
+            next[m] = weights_at(blocks[m], scales[m], tile, ahead, units_per_row, lane);
+#if defined(SCALED_BY_GROUP)
+            [[unroll]] for (uint u = 0; u < UNITS; u++) s[m][u] = scale_of_words(w[m].scales[u], lane);
+#endif
+        }
+        const uint at = b * x_stride + first_token;
+        [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
+            const ActivationBlock a = x.at[at + c];
+            const uvec2 scale = x_scales.at[at + c];
+            [[unroll]] for (uint m = 0; m < MATRICES; m++)
+                acc[m][c] = folded(w[m], a, uintBitsToFloat(scale.x), scale.y, s[m], acc[m][c]);
+        }
+    }
+
+    // An invocation adds up the segments of column `segment` of those that are staged, in order.
+    const uint row = tile * TILE_ROWS + lane;
+    [[unroll]] for (uint staged = 0; staged < COLUMNS; staged += STAGED) {
+        if (staged > 0) barrier();
+        [[unroll]] for (uint m = 0; m < MATRICES; m++)
+            [[unroll]] for (uint c = 0; c < STAGED; c++)
+                if (staged + c < COLUMNS) partial[m][segment][c][lane] = acc[m][staged + c];
+        if (lane == 0) {
+            largest[segment] = 0;
+            sums[segment][0] = 0;
+            sums[segment][1] = 0;
+        }
+        barrier();
+        const uint column = segment, token = first_token + staged + column;
+        const bool is_one = staged + column < COLUMNS && token < tokens;
+        float total[MATRICES];
+        [[unroll]] for (uint m = 0; m < MATRICES; m++) {
+            total[m] = partial[m][0][column][lane];
+            for (uint i = 1; i < segments; i++) total[m] += partial[m][i][column][lane];
+#if defined(SCALES_ROW)
+            total[m] *= half_of(scales[m], tile, lane);
+#endif
+        }
+        if (GEGLU == 0) {
+            if (is_one && row < rows) y.at[token * y_stride + row] = floatBitsToUint(total[0]);
+        } else {
+            // The rows of a tile are a block of what comes next.
+            const float value = is_one && row < rows ? gelu_tanh(total[0]) * total[MATRICES - 1] : 0.0;
+            atomicMax(largest[column], magnitude(value));
+            barrier();
+            const int q = quantized(value, largest[column]);
+            results[column][lane] = q;
+            atomicAdd(sums[column][lane / 16], q);
+            barrier();
+            const uint to = tile * x_stride + token;
+            if (is_one && lane < 8) {
+                const ivec4 four = ivec4(results[column][4 * lane], results[column][4 * lane + 1],
+                                         results[column][4 * lane + 2], results[column][4 * lane + 3]);
+                y0.at[to * 8 + lane] = packed_four(four);
+            }
+            if (is_one && lane == 0) {
+                y1_or_none.at[to * 2] = floatBitsToUint(scale_of(largest[column]));
+                y1_or_none.at[to * 2 + 1] = uint(sums[column][0] & 0xffff) | uint(sums[column][1]) << 16;
+            }
+        }
+    }
+}

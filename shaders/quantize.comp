@@ -1,0 +1,32 @@
+// blocks, scales = x [rows, width], quantized (common/fast.glsl); x f32, rows stride apart (a multiple of 4).
+//
+// A column of workgroups takes a row, an invocation four columns.
+#version 460
+#extension GL_GOOGLE_include_directive : require
+#include "memory.glsl"
+#include "fast.glsl"
+#define WORKGROUP 256
+#include "quantize.glsl"
+
+layout(local_size_x = WORKGROUP) in;
+
+layout(push_constant, std430) uniform Push {
+    ReadVec4s x;
+    WriteBlocks blocks;
+    WriteScales scales;
+    uint width;
+    uint stride;
+    // Rows that the blocks have room for.
+    uint padded;
+};
+
+void main() {
+    const uint row = gl_WorkGroupID.y, column = gl_GlobalInvocationID.x * 4;
+    vec4 value = vec4(0);
+    if (column < width) {
+        value = x.at[(row * stride + column) / 4];
+        // Beyond the row lies what may be anything.
+        value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
+    }
+    quantize_four(blocks, scales, padded, row, column, width, value);
+}

@@ -1,0 +1,364 @@
+//! What matrices are multiplied with, and the products.
+//!
+//! `fast` multiplies matrices of integers with activations in int8; its contract (`shaders/common/fast.glsl`) says in which
+//! order everything is added up, so that no shape of kernel changes a bit. `f32` multiplies all matrices with f32.
+
+use std::sync::Arc;
+
+use super::{Activations, COLUMNS, MATRICES, Matrices, Matrix, TILES, shaders, shaders_of};
+use crate::gpu::{Buffer, Device, DeviceKind, GpuError, Pipeline, Recorder, Shader};
+use crate::tensor::{Precision, Scales, Scheme, TILE_ROWS};
+
+/// Columns that share a scale (`shaders/common/fast.glsl`).
+pub(super) const BLOCK_COLS: usize = 32;
+/// Bytes of a block: 32 integers; its scale and sums.
+const BLOCK_BYTES: usize = BLOCK_COLS;
+const SCALE_BYTES: usize = 8;
+
+/// int8 activations `[rows, width]` in blocks of 32 columns, with a scale each (`shaders/common/fast.glsl`).
+#[derive(Clone)]
+pub struct Quantized {
+    pub buffer: Buffer,
+    pub width: usize,
+}
+
+/// Where the rows of a step lie in it.
+pub(super) struct Planes {
+    pub blocks: Buffer,
+    pub scales: Buffer,
+    /// Rows from block to block.
+    pub stride: u32,
+}
+
+/// Rows that so many are padded to: as many as the kernels read at once that take them.
+const fn padded(rows: usize) -> usize {
+    let most = COLUMNS[COLUMNS.len() - 1] as usize;
+    if rows <= most { rows.next_power_of_two() } else { rows.next_multiple_of(4 * most) }
+}
+
+impl Quantized {
+    /// For at most so many rows.
+    pub const fn bytes(rows: usize, width: usize) -> u64 {
+        (padded(rows) * width.div_ceil(BLOCK_COLS) * (BLOCK_BYTES + SCALE_BYTES)) as u64
+    }
+
+    pub fn new(buffer: Buffer, width: usize) -> Quantized {
+        Quantized { buffer, width }
+    }
+
+    /// The memory of `rows` rows; panics where they have no room, or another width.
+    pub(super) fn planes(&self, rows: usize, width: usize, what: &str) -> Planes {
+        assert_eq!(self.width, width, "{what}: width");
+        assert!(self.buffer.size() >= Quantized::bytes(rows, width), "{what}: {rows} rows do not fit");
+        let count = padded(rows) * width.div_ceil(BLOCK_COLS);
+        let (blocks, scales) = ((count * BLOCK_BYTES) as u64, (count * SCALE_BYTES) as u64);
+        Planes {
+            blocks: self.buffer.slice(0, blocks),
+            scales: self.buffer.slice(blocks, scales),
+            stride: padded(rows) as u32,
+        }
+    }
+}
+
+/// In what an operand is wanted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Wants {
+    pub floats: bool,
+    pub blocks: bool,
+}
+
+/// What matrices are multiplied with: in f32, in int8, or in both, as they want it.
+#[derive(Clone)]
+pub struct Operand {
+    pub floats: Option<Activations>,
+    pub blocks: Option<Quantized>,
+}
+
+impl Operand {
+    /// As much of it as is wanted.
+    pub fn new(wants: Wants, floats: &Activations, blocks: &Quantized) -> Operand {
+        Operand { floats: wants.floats.then(|| floats.clone()), blocks: wants.blocks.then(|| blocks.clone()) }
+    }
+
+    pub fn floats(activations: &Activations) -> Operand {
+        Operand { floats: Some(activations.clone()), blocks: None }
+    }
+
+    pub fn blocks(quantized: &Quantized) -> Operand {
+        Operand { floats: None, blocks: Some(quantized.clone()) }
+    }
+}
+
+/// The pipelines of one scheme.
+enum ByScheme {
+    /// By [`TILES`].
+    Floats(Vec<Arc<Pipeline>>),
+    /// By the columns they take at once; without GeGLU and with it.
+    Blocks { plain: Vec<Arc<Pipeline>>, gated: Vec<Arc<Pipeline>> },
+}
+
+/// Products of every scheme that a model has.
+pub(super) struct Products {
+    precision: Precision,
+    /// Of [`COLUMNS`], how many.
+    widths: usize,
+    by_scheme: Vec<(Scheme, ByScheme)>,
+}
+
+impl Products {
+    pub fn new(device: &Device, matrices: &Matrices, precision: Precision) -> Result<Products, GpuError> {
+        // A CPU has no use for more than it has registers, and takes long to compile them.
+        let widths = if device.info().kind == DeviceKind::Cpu { 4 } else { COLUMNS.len() };
+        let mut products = Products { precision, widths, by_scheme: Vec::new() };
+        for scheme in matrices.products.iter().chain(&matrices.embedding) {
+            if products.find(*scheme).is_some() {
+                continue;
+            }
+            let made = if precision.quantizes(*scheme) {
+                let each = |geglu: u32| {
+                    let make = |columns: &u32| {
+                        let (shader, group) = fast_shader_of(*scheme);
+                        device.pipeline(shader, &[*columns, geglu, group])
+                    };
+                    COLUMNS[..widths].iter().map(make).collect::<Result<Vec<_>, _>>()
+                };
+                let is_gated = matrices.gated.contains(scheme);
+                ByScheme::Blocks { plain: each(0)?, gated: if is_gated { each(1)? } else { Vec::new() } }
+            } else {
+                let shader = shaders_of(*scheme).0;
+                let make = |(columns, tiles): &(u32, u32)| device.pipeline(shader, &[*columns, *tiles]);
+                ByScheme::Floats(TILES.iter().map(make).collect::<Result<_, _>>()?)
+            };
+            products.by_scheme.push((*scheme, made));
+        }
+        Ok(products)
+    }
+
+    /// Schemes of which nothing differs for their kernels share them.
+    fn find(&self, scheme: Scheme) -> Option<&ByScheme> {
+        let same = |other: Scheme| match self.precision.quantizes(scheme) {
+            true => are_alike(other, scheme),
+            false => shaders_of(other).0.name == shaders_of(scheme).0.name,
+        };
+        self.by_scheme
+            .iter()
+            .find(|(other, _)| {
+                self.precision.quantizes(*other) == self.precision.quantizes(scheme) && same(*other)
+            })
+            .map(|(_, made)| made)
+    }
+
+    fn made(&self, scheme: Scheme) -> &ByScheme {
+        self.find(scheme).unwrap_or_else(|| panic!("no kernels were made for {scheme}"))
+    }
+
+    /// Which of [`COLUMNS`] takes so many tokens.
+    fn width(&self, tokens: usize) -> usize {
+        let all = &COLUMNS[..self.widths];
+        all.iter().position(|columns| *columns as usize >= tokens).unwrap_or(self.widths - 1)
+    }
+
+    pub fn record(
+        &self,
+        recorder: &mut Recorder<'_>,
+        products: &[(&Matrix, &Activations)],
+        x: &Operand,
+        tokens: usize,
+    ) {
+        let mut rest = products;
+        while let Some(((matrix, y), behind)) = rest.split_first() {
+            if !self.precision.quantizes(matrix.scheme) {
+                let floats = x.floats.as_ref().expect("matmul: x in f32");
+                self.record_floats(recorder, matrix, floats, y, tokens);
+                rest = behind;
+                continue;
+            }
+            let blocks = x.blocks.as_ref().expect("matmul: x in int8");
+            // Matrices in several pieces go alone, piece by piece.
+            let alike = |(other, _): &(&Matrix, &Activations)| {
+                self.precision.quantizes(other.scheme)
+                    && are_alike(other.scheme, matrix.scheme)
+                    && other.cols == matrix.cols
+                    && other.shards.len() == 1
+            };
+            let count = match matrix.shards.len() {
+                1 => rest.iter().take(MATRICES).take_while(|product| alike(product)).count(),
+                _ => 1,
+            };
+            let (now, behind) = rest.split_at(count);
+            self.record_blocks(recorder, now, blocks, tokens);
+            rest = behind;
+        }
+    }
+
+    fn record_floats(
+        &self,
+        recorder: &mut Recorder<'_>,
+        matrix: &Matrix,
+        x: &Activations,
+        y: &Activations,
+        tokens: usize,
+    ) {
+        let input = x.used(tokens, matrix.cols, "matmul: x");
+        let output = y.used(tokens, matrix.rows, "matmul: y");
+        let i = TILES.iter().position(|t| t.0 as usize >= tokens).unwrap_or(TILES.len() - 1);
+        let (columns, row_tiles) = TILES[i];
+        let ByScheme::Floats(pipelines) = self.made(matrix.scheme) else {
+            panic!("{}: no such", matrix.scheme)
+        };
+        for shard in &matrix.shards {
+            // A shard writes its own columns of y; they interleave, so the rest of it is declared, and barriers order shards.
+            let first = 4 * shard.first_row as u64;
+            let arguments = shaders::Matmul {
+                blocks: &shard.blocks,
+                scales: shard.scales.as_ref(),
+                x: &input,
+                y: &output.slice(first, output.size() - first),
+                rows: shard.rows as u32,
+                cols: matrix.cols as u32,
+                tokens: tokens as u32,
+                x_stride: x.stride as u32,
+                y_stride: y.stride as u32,
+                blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
+            };
+            let tiles = shard.rows.div_ceil(TILE_ROWS) as u32;
+            let groups = [tiles.div_ceil(row_tiles), (tokens as u32).div_ceil(columns), 1];
+            recorder.dispatch(&pipelines[i], &arguments, groups);
+        }
+    }
+
+    /// Matrices of one kind: several, each in one piece, or one.
+    fn record_blocks(
+        &self,
+        recorder: &mut Recorder<'_>,
+        products: &[(&Matrix, &Activations)],
+        x: &Quantized,
+        tokens: usize,
+    ) {
+        let (matrix, _) = products[0];
+        let ByScheme::Blocks { plain, .. } = self.made(matrix.scheme) else {
+            panic!("{}: no such", matrix.scheme)
+        };
+        let from = x.planes(tokens, matrix.cols, "matmul: x");
+        let width = self.width(tokens);
+        let passes = (tokens as u32).div_ceil(COLUMNS[width]);
+        for piece in 0..matrix.shards.len() {
+            let shard = |i: usize| products.get(i).map(|(matrix, _)| &matrix.shards[piece]);
+            let outputs: Vec<Buffer> = products
+                .iter()
+                .map(|(matrix, y)| {
+                    let output = y.used(tokens, matrix.rows, "matmul: y");
+                    let first = 4 * matrix.shards[piece].first_row as u64;
+                    output.slice(first, output.size() - first)
+                })
+                .collect();
+            let rows = |i: usize| shard(i).map_or(0, |shard| shard.rows as u32);
+            let y_stride = |i: usize| products.get(i).map_or(0, |(_, y)| y.stride as u32);
+            let arguments = shaders::FastMatmul {
+                blocks0: &shard(0).expect("one at least").blocks,
+                blocks1_or_none: shard(1).map(|shard| &shard.blocks),
+                blocks2_or_none: shard(2).map(|shard| &shard.blocks),
+                scales0: shard(0).and_then(|shard| shard.scales.as_ref()).expect("integers have scales"),
+                scales1_or_none: shard(1).and_then(|shard| shard.scales.as_ref()),
+                scales2_or_none: shard(2).and_then(|shard| shard.scales.as_ref()),
+                y0: &outputs[0],
+                y1_or_none: outputs.get(1),
+                y2_or_none: outputs.get(2),
+                x: &from.blocks,
+                x_scales: &from.scales,
+                rows0: rows(0),
+                rows1: rows(1),
+                rows2: rows(2),
+                y0_stride: y_stride(0),
+                y1_stride: y_stride(1),
+                y2_stride: y_stride(2),
+                cols: matrix.cols as u32,
+                tokens: tokens as u32,
+                x_stride: from.stride,
+            };
+            let tiles: u32 = (0..products.len()).map(|i| rows(i).div_ceil(TILE_ROWS as u32)).sum();
+            recorder.dispatch(&plain[width], &arguments, [tiles, passes, 1]);
+        }
+    }
+
+    /// Both products and their GeGLU in one dispatch; says whether that can be.
+    pub fn gated(
+        &self,
+        recorder: &mut Recorder<'_>,
+        [gate, up]: [&Matrix; 2],
+        x: &Operand,
+        y: &Operand,
+        tokens: usize,
+    ) -> bool {
+        let (Some(x), Some(to)) = (&x.blocks, &y.blocks) else { return false };
+        let quantizes = |matrix: &Matrix| self.precision.quantizes(matrix.scheme);
+        let is_pair = quantizes(gate)
+            && quantizes(up)
+            && are_alike(gate.scheme, up.scheme)
+            && (gate.rows, gate.cols) == (up.rows, up.cols)
+            && gate.shards.len() == 1
+            && up.shards.len() == 1;
+        if !is_pair || y.floats.is_some() {
+            return false;
+        }
+        let ByScheme::Blocks { gated, .. } = self.made(gate.scheme) else { return false };
+        let width = self.width(tokens);
+        let Some(pipeline) = gated.get(width) else { return false };
+        let from = x.planes(tokens, gate.cols, "gated: x");
+        let to = to.planes(tokens, gate.rows, "gated: y");
+        let (gate, rows, cols) = (&gate.shards[0], gate.rows, gate.cols);
+        let up = &up.shards[0];
+        let arguments = shaders::FastMatmul {
+            blocks0: &gate.blocks,
+            blocks1_or_none: Some(&up.blocks),
+            blocks2_or_none: None,
+            scales0: gate.scales.as_ref().expect("integers have scales"),
+            scales1_or_none: up.scales.as_ref(),
+            scales2_or_none: None,
+            y0: &to.blocks,
+            y1_or_none: Some(&to.scales),
+            y2_or_none: None,
+            x: &from.blocks,
+            x_scales: &from.scales,
+            rows0: rows as u32,
+            rows1: rows as u32,
+            rows2: 0,
+            y0_stride: 0,
+            y1_stride: 0,
+            y2_stride: 0,
+            cols: cols as u32,
+            tokens: tokens as u32,
+            x_stride: from.stride,
+        };
+        let groups = [rows.div_ceil(TILE_ROWS) as u32, (tokens as u32).div_ceil(COLUMNS[width]), 1];
+        recorder.dispatch(pipeline, &arguments, groups);
+        true
+    }
+}
+
+/// The shader of a scheme's products with int8, and the blocks that share a scale, which it is compiled for.
+pub(super) fn fast_shader_of(scheme: Scheme) -> (&'static Shader, u32) {
+    let shader = match scheme {
+        Scheme::Int8Row => &shaders::FAST_MATMUL_INT8_ROW,
+        Scheme::Int8 { scales, .. } => match scales {
+            Scales::Symmetric => &shaders::FAST_MATMUL_INT8,
+            Scales::ZeroPoint => &shaders::FAST_MATMUL_INT8_ZERO,
+            Scales::Affine => &shaders::FAST_MATMUL_INT8_AFFINE,
+            Scales::Super => &shaders::FAST_MATMUL_INT8_SUPER,
+        },
+        Scheme::Int4 { scales, .. } => match scales {
+            Scales::Symmetric => &shaders::FAST_MATMUL_INT4,
+            Scales::ZeroPoint => &shaders::FAST_MATMUL_INT4_ZERO,
+            Scales::Affine => &shaders::FAST_MATMUL_INT4_AFFINE,
+            Scales::Super => &shaders::FAST_MATMUL_INT4_SUPER,
+        },
+        Scheme::F32 | Scheme::F16 | Scheme::Bf16 => panic!("{scheme} is no scheme of integers"),
+    };
+    (shader, scheme.blocks_per_scale() as u32)
+}
+
+/// Whether one pipeline multiplies matrices of both, which are integers.
+pub(crate) fn are_alike(a: Scheme, b: Scheme) -> bool {
+    let [a, b] = [a, b].map(fast_shader_of);
+    a.0.name == b.0.name && a.1 == b.1
+}

@@ -1,0 +1,358 @@
+//! The contract of `fast` (`shaders/common/fast.glsl`): whatever kernel multiplies with int8, for however many tokens, alone or
+//! with other matrices, fused or not, yields the bits that the twin yields.
+
+use half::f16;
+use unicorn::gpu::{Class, Recorder};
+use unicorn::kernels::reference::{BLOCK_COLS, QuantizedActivations, fast_product};
+use unicorn::kernels::{Activations, Kernels, Operand, Quantized, RmsNorm, Wants, shaders};
+use unicorn::tensor::{Precision, QuantizedRow, Scales, Scheme};
+
+use crate::kernels::{Bench, STORED};
+
+type Fma = fn(f32, f32, f32) -> f32;
+
+fn rounded_twice(a: f32, b: f32, c: f32) -> f32 {
+    a * b + c
+}
+
+/// How the device's drivers compute an fma: some multiply, and then add.
+fn fma_of(b: &mut Bench) -> Fma {
+    let (factor, summand) = (1.0 + 2f32.powi(-13), 1.0 / 3.0);
+    let result = b.poisoned(4 * 256);
+    let pipeline = b.device.pipeline(&shaders::PEAK, &[]).unwrap();
+    b.run(|_, r| {
+        let arguments = shaders::Peak { result: &result, rounds: 1, a: factor, b: summand };
+        r.dispatch(&pipeline, &arguments, [1, 1, 1]);
+    });
+    let got = b.download::<f32>(&result, 256);
+    let expected = |fma: Fma| -> Vec<f32> {
+        let chain = |start: f32| (0..4).fold(start, |x, _| fma(x, factor, summand));
+        let sum = |i: usize| (0..8).fold(0f32, |sum, c| sum + chain(i as f32 + c as f32));
+        (0..256).map(|i| sum(i)).map(|s| s + s + s + s).collect()
+    };
+    let modes: [(&str, Fma); 2] = [("fused", f32::mul_add), ("multiplied, then added", rounded_twice)];
+    let (name, fma) =
+        modes.into_iter().find(|(_, fma)| expected(*fma) == got).expect("an fma rounds once or twice");
+    println!("fma: {name}");
+    fma
+}
+
+/// Uploads what the twin quantized; what pads it is garbage.
+fn upload(b: &mut Bench, rows: &[QuantizedActivations], width: usize) -> Quantized {
+    let blocks = width.div_ceil(BLOCK_COLS);
+    let quantized = b.quantized(rows.len(), width);
+    let padded = quantized.buffer.size() as usize / blocks / 40;
+    let mut bytes = vec![0x7f_u8; quantized.buffer.size() as usize];
+    let (ints, scales) = bytes.split_at_mut(32 * blocks * padded);
+    scales.fill(0xff);
+    for (row, x) in rows.iter().enumerate() {
+        for (block, q) in x.q.chunks(32).enumerate() {
+            let at = block * padded + row;
+            ints[32 * at..][..32].copy_from_slice(bytemuck::cast_slice(q));
+            let sum = |q: &[i8]| (q.iter().map(|q| i32::from(*q)).sum::<i32>() as i16).to_le_bytes();
+            scales[8 * at..][..4].copy_from_slice(&x.scales[block].to_le_bytes());
+            scales[8 * at + 4..][..2].copy_from_slice(&sum(&q[..16]));
+            scales[8 * at + 6..][..2].copy_from_slice(&sum(&q[16..]));
+        }
+    }
+    Quantized::new(b.upload(&bytes), width)
+}
+
+/// What the device quantized: integers, scales, and whether the sums are those of the integers.
+fn download(b: &mut Bench, from: &Quantized, rows: usize) -> Vec<QuantizedActivations> {
+    let blocks = from.width.div_ceil(BLOCK_COLS);
+    let padded = from.buffer.size() as usize / blocks / 40;
+    let bytes = b.download::<u8>(&from.buffer, from.buffer.size() as usize);
+    let (ints, scales) = bytes.split_at(32 * blocks * padded);
+    let row = |row: usize| {
+        let (mut q, mut of) = (Vec::<i8>::new(), Vec::new());
+        for at in (0..blocks).map(|block| block * padded + row) {
+            let block: &[i8] = bytemuck::cast_slice(&ints[32 * at..][..32]);
+            let record = &scales[8 * at..][..8];
+            let sum = |at: usize| i32::from(i16::from_le_bytes([record[at], record[at + 1]]));
+            let all = |q: &[i8]| q.iter().map(|q| i32::from(*q)).sum::<i32>();
+            assert_eq!((sum(4), sum(6)), (all(&block[..16]), all(&block[16..])), "sums of row {row}");
+            q.extend(block);
+            of.push(f32::from_le_bytes(record[..4].try_into().unwrap()));
+        }
+        QuantizedActivations { q, scales: of }
+    };
+    (0..rows).map(row).collect()
+}
+
+/// Group, its (s, m), whether there are m, and the scale of the whole row.
+type RowScales = (usize, Vec<(f32, f32)>, bool, Option<f32>);
+
+fn scales_of(scheme: Scheme, row: &QuantizedRow) -> RowScales {
+    let (group, scales) = scheme.grouping(row.q.len()).unwrap();
+    let half = |at: usize| f16::from_le_bytes([row.scales[at], row.scales[at + 1]]).to_f32();
+    let float = |at: usize| f32::from_le_bytes(row.scales[at..at + 4].try_into().unwrap());
+    if scheme == Scheme::Int8Row {
+        return (BLOCK_COLS, Vec::new(), false, Some(half(0)));
+    }
+    let of = |g: usize| match scales {
+        Scales::Symmetric => (half(2 * g), 0.0),
+        Scales::ZeroPoint => (half(4 * g), -(half(4 * g) * half(4 * g + 2))),
+        Scales::Affine => (float(8 * g), float(8 * g + 4)),
+        Scales::Super => {
+            let groups = 256 / group;
+            let record = g / groups * (4 + 2 * groups);
+            let own = record + 4 + 2 * (g % groups);
+            let (c, n) = (f32::from(row.scales[own] as i8), f32::from(row.scales[own + 1]));
+            (half(record) * c, -(half(record + 2) * n))
+        }
+    };
+    let all = (0..row.q.len().div_ceil(group)).map(of).collect();
+    (group, all, scales != Scales::Symmetric, None)
+}
+
+fn twin(x: &[QuantizedActivations], rows: &[QuantizedRow], scheme: Scheme, fma: Fma) -> Vec<f32> {
+    let mut y = Vec::with_capacity(x.len() * rows.len());
+    let scales: Vec<RowScales> = rows.iter().map(|row| scales_of(scheme, row)).collect();
+    for x in x {
+        for (row, (group, scales, shifted, row_scale)) in rows.iter().zip(&scales) {
+            y.push(fast_product(x, &row.q, (*group, scales, *shifted), *row_scale, fma));
+        }
+    }
+    y
+}
+
+/// Activations that are ordinary, of one outlier among small ones, zero, as large as any, and at the edge of what counts
+/// as zero.
+fn rows(b: &mut Bench, tokens: usize, width: usize) -> Vec<f32> {
+    let mut all = b.random(tokens * width, 2.0);
+    for (token, row) in all.chunks_mut(width).enumerate() {
+        match token % 7 {
+            1 => row.iter_mut().for_each(|v| *v *= 1e-4),
+            2 => row.fill(0.0),
+            3 => row.iter_mut().enumerate().for_each(|(i, v)| *v *= if i % 50 == 7 { 3e4 } else { 1e-3 }),
+            4 => row.iter_mut().for_each(|v| *v = v.signum() * 1e30),
+            5 => row.iter_mut().for_each(|v| *v *= 2f32.powi(-90)),
+            _ => {}
+        }
+    }
+    all
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+#[track_caller]
+fn same(got: &[f32], expected: &[f32], what: &str) {
+    let wrong = bits(got).iter().zip(bits(expected)).position(|(a, b)| *a != b);
+    if let Some(i) = wrong {
+        panic!("{what}: element {i} of {}: {} instead of {}", got.len(), got[i], expected[i]);
+    }
+    assert_eq!(got.len(), expected.len(), "{what}");
+}
+
+#[test]
+fn every_width_of_every_scheme_yields_the_bits_of_the_twin() {
+    let mut b = Bench::new(71);
+    let fma = fma_of(&mut b);
+    for scheme in STORED {
+        b.make_scheme(scheme, Precision::Fast);
+        // Rows and columns in parts of tiles and of blocks; a width with segments of several blocks, and of an odd number.
+        for (matrix_rows, cols) in [(70, 48), (33, 272), (5, 1312)] {
+            let stored = b.stored(matrix_rows, cols, scheme);
+            let matrix = b.matrix_of(&stored.tensor(), scheme, u64::MAX);
+            let pieces = b.matrix_of(&stored.tensor(), scheme, 1);
+            let weights = stored.rows();
+            let most = 40;
+            let values = rows(&mut b, most, cols);
+            let x: Vec<_> = values.chunks(cols).map(QuantizedActivations::of).collect();
+            let expected = twin(&x, &weights, scheme, fma);
+            for tokens in [1, 2, 3, 5, 8, 9, most] {
+                let operand = Operand::blocks(&upload(&mut b, &x[..tokens], cols));
+                let y = [(); 4].map(|()| b.empty(tokens, matrix_rows));
+                b.run(|k, r| {
+                    k.matmul(r, &[(&matrix, &y[0])], &operand, tokens);
+                    // Beside others, the first of them in pieces, which none goes with.
+                    let all = [(&pieces, &y[1]), (&matrix, &y[2]), (&matrix, &y[3])];
+                    k.matmul(r, &all, &operand, tokens);
+                });
+                for (i, y) in y.iter().enumerate() {
+                    let got = b.rows(y, tokens);
+                    let what = format!("{scheme}, {matrix_rows} x {cols}, {tokens} tokens, product {i}");
+                    same(&got, &expected[..tokens * matrix_rows], &what);
+                }
+            }
+        }
+    }
+}
+
+/// Given its scale, which is to be the twin's to the bit; a division may be off in its last bit, so a value that lies between
+/// two integers may go either way.
+#[test]
+fn activations_are_quantized_as_the_twin_quantizes_them() {
+    let mut b = Bench::new(72);
+    for width in [1, 31, 32, 100, 1024, 2080] {
+        let tokens = 7;
+        let values = rows(&mut b, tokens, width);
+        let (x, y) = (b.activations(&values, width), b.quantized(tokens, width));
+        b.run(|k, r| k.quantize(r, &x, &y, tokens));
+        let got = download(&mut b, &y, tokens);
+        for (token, (got, row)) in got.iter().zip(values.chunks(width)).enumerate() {
+            let expected = QuantizedActivations::of(row);
+            assert_eq!(bits(&got.scales), bits(&expected.scales), "scales of token {token}, width {width}");
+            for (i, (g, e)) in got.q.iter().zip(&expected.q).enumerate() {
+                let exact =
+                    f64::from(row.get(i).copied().unwrap_or(0.0)) / f64::from(expected.scales[i / 32]);
+                let is_tie = (exact.fract().abs() - 0.5).abs() < 1e-4;
+                let differs = (i32::from(*g) - i32::from(*e)).abs();
+                assert!(differs == 0 || is_tie && differs == 1, "token {token}, column {i}: {g}, twin {e}");
+            }
+        }
+    }
+}
+
+/// What is no number must not vanish in the comparisons that find a scale.
+#[test]
+fn what_is_no_number_stays_none_in_int8() {
+    let mut b = Bench::new(73);
+    let (tokens, width, scheme) = (3, 64, Scheme::int4(32));
+    b.make_scheme(scheme, Precision::Fast);
+    let stored = b.stored(32, width, scheme);
+    let matrix = b.matrix_of(&stored.tensor(), scheme, u64::MAX);
+    let mut values = b.random(tokens * width, 1.0);
+    values[40] = f32::NAN;
+    values[width + 3] = f32::INFINITY;
+    let (x, quantized, y) = (b.activations(&values, width), b.quantized(tokens, width), b.empty(tokens, 32));
+    b.run(|k, r| {
+        k.quantize(r, &x, &quantized, tokens);
+        k.matmul(r, &[(&matrix, &y)], &Operand::blocks(&quantized), tokens);
+    });
+    let got = b.rows(&y, tokens);
+    let finite: Vec<bool> = got.chunks(32).map(|row| row.iter().any(|v| v.is_finite())).collect();
+    assert_eq!(finite, [false, false, true]);
+}
+
+#[test]
+fn two_products_and_their_geglu_are_what_three_dispatches_make_of_them() {
+    let mut b = Bench::new(74);
+    for scheme in STORED {
+        b.make_scheme(scheme, Precision::Fast);
+        let (matrix_rows, cols) = (100, 80);
+        let [gate, up] = [(); 2].map(|()| {
+            let stored = b.stored(matrix_rows, cols, scheme);
+            b.matrix_of(&stored.tensor(), scheme, u64::MAX)
+        });
+        for tokens in [1, 3, 11] {
+            let values = b.random(tokens * cols, 1.0);
+            let x: Vec<_> = values.chunks(cols).map(QuantizedActivations::of).collect();
+            let operand = Operand::blocks(&upload(&mut b, &x, cols));
+            let products = [(); 2].map(|()| b.empty(tokens, matrix_rows));
+            let [fused, apart] = [(); 2].map(|()| b.quantized(tokens, matrix_rows));
+            b.run(|k, r| {
+                let [one, two] = &products;
+                k.gated(r, [&gate, &up], &operand, [one, two], &Operand::blocks(&fused), tokens);
+                k.matmul(r, &[(&gate, one), (&up, two)], &operand, tokens);
+                k.geglu(r, one, two, &Operand::blocks(&apart), tokens);
+            });
+            let [fused, apart] = [&fused, &apart].map(|of| download(&mut b, of, tokens));
+            assert!(fused == apart, "{scheme}, {tokens} tokens");
+            assert!(fused.iter().any(|row| row.q.iter().any(|q| *q != 0)), "{scheme}: all zero");
+        }
+    }
+}
+
+/// Runs a kernel that yields f32, int8, or both, three times.
+fn all_ways(
+    b: &mut Bench,
+    rows: usize,
+    width: usize,
+    record: &dyn Fn(&Kernels, &mut Recorder<'_>, &Operand),
+) -> ([Vec<f32>; 2], [Vec<QuantizedActivations>; 2]) {
+    let floats = [(); 2].map(|()| b.empty(rows, width));
+    let blocks = [(); 2].map(|()| b.quantized(rows, width));
+    let both = Wants { floats: true, blocks: true };
+    b.run(|k, r| {
+        record(k, r, &Operand::floats(&floats[0]));
+        record(k, r, &Operand::blocks(&blocks[0]));
+        record(k, r, &Operand::new(both, &floats[1], &blocks[1]));
+    });
+    (floats.each_ref().map(|y| b.rows(y, rows)), blocks.each_ref().map(|y| download(b, y, rows)))
+}
+
+#[test]
+fn norms_fused_with_what_follows_have_the_bits_of_norms_that_are_not() {
+    let mut b = Bench::new(75);
+    for (tokens, width) in [(1, 30), (3, 100), (5, 1152), (2, 5376)] {
+        let [x, base, one, two] = [tokens, tokens, 1, 1].map(|rows| b.random(rows * width, 1.5));
+        let (x, hidden) = (b.activations(&x, width), b.activations(&base, width));
+        let norms = [one, two].map(|weight| RmsNorm { weight: b.upload(&weight), eps: 1e-6 });
+        // Apart: the add, the norm behind it, and what that is in int8.
+        let (normed, quantized) = (b.empty(tokens, width), b.quantized(tokens, width));
+        b.run(|k, r| {
+            k.rms_norm_add(r, &x, &norms[0], &hidden, tokens);
+            k.rms_norm(r, &hidden, &norms[1], &Operand::floats(&normed), tokens);
+            k.quantize(r, &normed, &quantized, tokens);
+        });
+        let sum = b.rows(&hidden, tokens);
+        let (floats, blocks) = (b.rows(&normed, tokens), download(&mut b, &quantized, tokens));
+
+        let check = |(f, q): ([Vec<f32>; 2], [Vec<QuantizedActivations>; 2]), what: &str| {
+            f.iter().for_each(|f| same(f, &floats, what));
+            q.iter().for_each(|q| assert!(*q == blocks, "{what}, {tokens} x {width} in int8"));
+        };
+        let got = all_ways(&mut b, tokens, width, &|k, r, y| k.rms_norm(r, &hidden, &norms[1], y, tokens));
+        check(got, "rms_norm");
+        let index: Vec<u32> = (0..tokens as u32).collect();
+        let index = b.upload(&index);
+        let got = all_ways(&mut b, tokens, width, &|k, r, y| {
+            k.rms_norm_gather(r, &hidden, &index, &norms[1], y, tokens);
+        });
+        check(got, "rms_norm_gather");
+        // It adds to what it finds, so each time anew.
+        let again: Vec<Activations> = (0..3).map(|_| b.activations(&base, width)).collect();
+        let next = std::cell::Cell::new(0);
+        let got = all_ways(&mut b, tokens, width, &|k, r, y| {
+            let hidden = &again[next.replace(next.get() + 1)];
+            k.residual(r, &x, &norms[0], (hidden, &norms[1]), y, tokens);
+        });
+        check(got, "residual");
+        for hidden in &again {
+            same(&b.rows(hidden, tokens), &sum, "what the norm was added to");
+        }
+    }
+}
+
+#[test]
+fn geglu_yields_in_int8_what_it_yields_in_f32() {
+    let mut b = Bench::new(76);
+    for (tokens, width) in [(1, 33), (4, 1100)] {
+        let [gate, up] = [3.0, 1.0].map(|scale| b.random(tokens * width, scale));
+        let [one, two] = [(); 2].map(|()| b.activations(&gate, width));
+        let up = b.activations(&up, width);
+        let quantized = [(); 3].map(|()| b.quantized(tokens, width));
+        b.run(|k, r| {
+            k.geglu(r, &one, &up, &Operand::blocks(&quantized[0]), tokens);
+            k.geglu(r, &one, &up, &Operand::floats(&one), tokens);
+            k.quantize(r, &one, &quantized[1], tokens);
+            let both = Operand { floats: Some(two.clone()), blocks: Some(quantized[2].clone()) };
+            k.geglu(r, &two, &up, &both, tokens);
+        });
+        let got = quantized.each_ref().map(|q| download(&mut b, q, tokens));
+        assert!(got[0] == got[1] && got[0] == got[2], "{tokens} x {width}");
+        same(&b.rows(&one, tokens), &b.rows(&two, tokens), "in f32");
+    }
+}
+
+/// All there is of what one dispatch declares belongs to activations here, weights included.
+#[test]
+fn three_matrices_of_one_kind_go_in_one_dispatch() {
+    let mut b = Bench::new(77);
+    let scheme = Scheme::int4(32);
+    b.make_scheme(scheme, Precision::Fast);
+    let stored = b.stored(64, 64, scheme);
+    let matrix = b.matrix_of(&stored.tensor(), scheme, u64::MAX);
+    let x = Operand::blocks(&b.quantized(1, 64));
+    let y = [(); 4].map(|()| b.empty(1, 64));
+    let before = b.device.counts();
+    let products: Vec<_> = y.iter().map(|y| (&matrix, y)).collect();
+    b.run(|k, r| k.matmul(r, &products, &x, 1));
+    let counts = b.device.counts() - before;
+    assert_eq!((counts.dispatches, counts.barriers), (2, 1), "three, and one");
+    assert_eq!(counts.declared[Class::Ffn as usize], 4 * matrix.bytes());
+}
