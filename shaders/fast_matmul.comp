@@ -8,7 +8,9 @@
 //
 // A workgroup computes 32 rows by COLUMNS tokens. Each of its subgroups, or of what several small ones make up, takes a
 // segment of the columns: lane = row, so that an activation is the same for all lanes and can come from a scalar register.
-// Weights are read once for COLUMNS tokens. Spare columns read what pads x, and are not stored.
+// Weights are read once for COLUMNS tokens. Of more, a few times COLUMNS go together, which is how many workgroups there are
+// in a row, z counting such groups: those that need the same weights stand side by side, so that memory gives them once.
+// Spare columns read what pads x, and are not stored.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #extension GL_KHR_shader_subgroup_ballot : require
@@ -55,8 +57,9 @@ layout(push_constant, std430) uniform Push {
 };
 
 shared float partial[MATRICES][SEGMENTS][STAGED][TILE_ROWS];
-shared uint largest[STAGED];
-shared int sums[STAGED][2];
+// Of each digit.
+shared uint largest[2][STAGED];
+shared int sums[2][STAGED][3];
 shared int results[STAGED][TILE_ROWS];
 
 // A block of weights of a row, and the words of its scales. The last block may have no second unit.
@@ -131,8 +134,9 @@ float folded(Weights w, ActivationBlock a, float scale, uint a_sums, vec2 s[UNIT
 
 void main() {
     const uint lane = gl_LocalInvocationID.x, segment = subgroupBroadcastFirst(gl_LocalInvocationID.y);
-    uint tile = gl_WorkGroupID.x;
-    const uint first_token = gl_WorkGroupID.y * COLUMNS;
+    uint tile = gl_WorkGroupID.y;
+    const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
+    if (first_token >= tokens) return;
     const uint block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS, units_per_row = (cols + BLOCK - 1) / BLOCK;
 
     // The matrix that this workgroup is of.
@@ -185,12 +189,19 @@ void main() {
             [[unroll]] for (uint u = 0; u < UNITS; u++) s[m][u] = scale_of_words(w[m].scales[u], lane);
 #endif
         }
-        const uint at = b * x_stride + first_token;
-        [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-            const ActivationBlock a = x.at[at + c];
-            const uvec2 scale = x_scales.at[at + c];
-            [[unroll]] for (uint m = 0; m < MATRICES; m++)
-                acc[m][c] = folded(w[m], a, uintBitsToFloat(scale.x), scale.y, s[m], acc[m][c]);
+        uint at = b * x_stride + first_token;
+        [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
+            uint scale_bits = 0;
+            [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
+                const ActivationBlock a = x.at[at + c];
+                const uvec2 scale = x_scales.at[at + c];
+                scale_bits |= scale.x;
+                [[unroll]] for (uint m = 0; m < MATRICES; m++)
+                    acc[m][c] = folded(w[m], a, abs(uintBitsToFloat(scale.x)), scale.y, s[m], acc[m][c]);
+            }
+            // Where a column has no second digit, that adds nothing.
+            if ((scale_bits & SECOND_DIGIT) == 0) break;
+            at += block_count * x_stride;
         }
     }
 
@@ -201,10 +212,9 @@ void main() {
         [[unroll]] for (uint m = 0; m < MATRICES; m++)
             [[unroll]] for (uint c = 0; c < STAGED; c++)
                 if (staged + c < COLUMNS) partial[m][segment][c][lane] = acc[m][staged + c];
-        if (lane == 0) {
-            largest[segment] = 0;
-            sums[segment][0] = 0;
-            sums[segment][1] = 0;
+        if (lane < 2) {
+            largest[lane][segment] = 0;
+            [[unroll]] for (uint i = 0; i < 3; i++) sums[lane][segment][i] = 0;
         }
         barrier();
         const uint column = segment, token = first_token + staged + column;
@@ -220,23 +230,36 @@ void main() {
         if (GEGLU == 0) {
             if (is_one && row < rows) y.at[token * y_stride + row] = floatBitsToUint(total[0]);
         } else {
-            // The rows of a tile are a block of what comes next.
-            const float value = is_one && row < rows ? gelu_tanh(total[0]) * total[MATRICES - 1] : 0.0;
-            atomicMax(largest[column], magnitude(value));
-            barrier();
-            const int q = quantized(value, largest[column]);
-            results[column][lane] = q;
-            atomicAdd(sums[column][lane / 16], q);
-            barrier();
-            const uint to = tile * x_stride + token;
-            if (is_one && lane < 8) {
-                const ivec4 four = ivec4(results[column][4 * lane], results[column][4 * lane + 1],
-                                         results[column][4 * lane + 2], results[column][4 * lane + 3]);
-                y0.at[to * 8 + lane] = packed_four(four);
-            }
-            if (is_one && lane == 0) {
-                y1_or_none.at[to * 2] = floatBitsToUint(scale_of(largest[column]));
-                y1_or_none.at[to * 2 + 1] = uint(sums[column][0] & 0xffff) | uint(sums[column][1]) << 16;
+            // The rows of a tile are a block of what comes next, of as many blocks as there are tiles.
+            float value = is_one && row < rows ? gelu_tanh(total[0]) * total[MATRICES - 1] : 0.0;
+            const uint tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+            bool has_second = false;
+            [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
+                // What the invocations add up here is all zero.
+                atomicMax(largest[digit][column], magnitude(value));
+                barrier();
+                const uint block_largest = largest[digit][column];
+                const int q = quantized(value, block_largest);
+                results[column][lane] = q;
+                atomicAdd(sums[digit][column][lane / 16], q);
+                atomicAdd(sums[digit][column][2], abs(q));
+                barrier();
+                if (digit == 0) has_second = needs_second(block_largest, sums[digit][column][2]);
+                const uint to = (digit * tiles + tile) * x_stride + token;
+                if (is_one && lane < 8 && (digit == 0 || has_second)) {
+                    const ivec4 four = ivec4(results[column][4 * lane], results[column][4 * lane + 1],
+                                             results[column][4 * lane + 2], results[column][4 * lane + 3]);
+                    y0.at[to * 8 + lane] = packed_four(four);
+                }
+                const float scale = scale_of(block_largest);
+                if (is_one && lane == 0) {
+                    const uint word = packed_sums(sums[digit][column][0], sums[digit][column][1]);
+                    const bool is_there = digit == 0 || has_second;
+                    y1_or_none.at[to * 2] = is_there ? flagged(scale, digit == 0 && has_second) : 0;
+                    y1_or_none.at[to * 2 + 1] = is_there ? word : 0;
+                }
+                value = fma(-float(q), scale, value);
+                barrier();
             }
         }
     }

@@ -114,13 +114,13 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
         None => return Some(products(b, schemes[which])),
         Some(rest) => rest,
     };
-    let rest = match rest.checked_sub(STORED.len()) {
-        None => return Some(fast_products(b, STORED[rest])),
+    let rest = match rest.checked_sub(2 * STORED.len()) {
+        None => return Some(fast_products(b, STORED[rest / 2], rest % 2 == 1)),
         Some(rest) => rest,
     };
     let wants = [(true, false), (false, true), (true, true)].map(|(floats, blocks)| Wants { floats, blocks });
-    let rest = match rest.checked_sub(wants.len()) {
-        None => return Some(norms(b, wants[rest])),
+    let rest = match rest.checked_sub(NORMS * wants.len()) {
+        None => return Some(norms(b, wants[rest / NORMS], rest % NORMS)),
         Some(rest) => rest,
     };
     Some(match rest {
@@ -159,30 +159,34 @@ fn products(b: &mut Bench, scheme: Scheme) -> Chain {
     Chain { name: format!("embedding and product, {scheme}"), record: Box::new(record), written }
 }
 
-/// Three matrices at once, a pair with its GeGLU, and a product of what comes of that.
-fn fast_products(b: &mut Bench, scheme: Scheme) -> Chain {
+/// Three matrices at once; or a pair with its GeGLU, and a product of what comes of that.
+fn fast_products(b: &mut Bench, scheme: Scheme, gated: bool) -> Chain {
     let (cols, tokens) = (96, 9);
     b.make_scheme(scheme, Precision::Fast);
     let stored = b.stored(cols, cols, scheme);
     let matrix = b.matrix_of(&stored.tensor(), scheme, u64::MAX);
     let x = b.random(tokens * cols, 1.0);
-    let (x, quantized, gated) =
+    let (x, quantized, between) =
         (b.activations(&x, cols), b.quantized(tokens, cols), b.quantized(tokens, cols));
-    let y = [(); 4].map(|()| b.empty(tokens, cols));
-    let written = y.each_ref().map(|y| y.buffer.clone()).to_vec();
+    let y = [(); 3].map(|()| b.empty(tokens, cols));
+    let written = y[..if gated { 1 } else { 3 }].iter().map(|y| y.buffer.clone()).collect();
     let record = move |k: &Kernels, r: &mut Recorder<'_>| {
         k.quantize(r, &x, &quantized, tokens);
-        let operand = Operand::blocks(&quantized);
-        k.matmul(r, &[(&matrix, &y[0]), (&matrix, &y[1]), (&matrix, &y[2])], &operand, tokens);
-        k.gated(r, [&matrix; 2], &operand, [&y[3]; 2], &Operand::blocks(&gated), tokens);
-        k.matmul(r, &[(&matrix, &y[3])], &Operand::blocks(&gated), tokens);
+        let [operand, between] = [&quantized, &between].map(Operand::blocks);
+        if gated {
+            k.gated(r, [&matrix; 2], &operand, [&y[1], &y[2]], &between, tokens);
+            k.matmul(r, &[(&matrix, &y[0])], &between, tokens);
+        } else {
+            k.matmul(r, &[(&matrix, &y[0]), (&matrix, &y[1]), (&matrix, &y[2])], &operand, tokens);
+        }
     };
-    Chain { name: format!("products in int8, {scheme}"), record: Box::new(record), written }
+    let what = if gated { "gated" } else { "three" };
+    Chain { name: format!("products in int8, {what}, {scheme}"), record: Box::new(record), written }
 }
 
 /// Where the blocks of so many rows lie, and where their scales.
 fn planes(quantized: &Quantized, padded: usize) -> [Buffer; 2] {
-    let blocks = padded * quantized.width.div_ceil(32);
+    let blocks = 2 * padded * quantized.width.div_ceil(32);
     let buffer = &quantized.buffer;
     [buffer.slice(0, 32 * blocks as u64), buffer.slice(32 * blocks as u64, 8 * blocks as u64)]
 }
@@ -196,35 +200,45 @@ fn quantizing(b: &mut Bench) -> Chain {
     Chain { name: "quantizing".into(), record: Box::new(record), written }
 }
 
-fn norms(b: &mut Bench, wants: Wants) -> Chain {
+/// Kernels of [`norms`].
+const NORMS: usize = 5;
+
+/// One of the kernels that yield f32, int8 or both, behind one that writes what it reads: a barrier for another kernel's sake
+/// would hide that its own is missing.
+fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
     let (rows, dim) = (3, 100);
     let [x, base] = [(); 2].map(|()| b.random(rows * dim, 1.0));
     let weight = b.random(dim, 1.0);
-    let (x, sum) = (b.activations(&x, dim), b.activations(&base, dim));
+    let (x, hidden) = (b.activations(&x, dim), b.activations(&base, dim));
     let norm = RmsNorm { weight: b.upload(&weight), eps: 1e-6 };
     let index = b.upload(&[2u32, 0]);
-    let floats = [(); 4].map(|()| b.empty(rows, dim));
-    let blocks = [(); 4].map(|()| b.quantized(rows, dim));
-    let to: Vec<Operand> =
-        floats.iter().zip(&blocks).map(|(floats, blocks)| Operand::new(wants, floats, blocks)).collect();
-    let mut written = vec![sum.buffer.clone()];
-    for (i, operand) in to.iter().enumerate() {
-        written.extend(operand.floats.as_ref().map(|floats| floats.buffer.clone()));
-        // The rows that are gathered are two.
-        written.extend(operand.blocks.iter().flat_map(|blocks| planes(blocks, if i == 2 { 2 } else { 4 })));
+    let (floats, blocks) = (b.empty(rows, dim), b.quantized(rows, dim));
+    let mut to = Operand::new(wants, &floats, &blocks);
+    if which == 4 && wants.floats {
+        // In place.
+        to.floats = Some(hidden.clone());
     }
-    let up = b.random(rows * dim, 1.0);
-    let (gate, up) = (b.activations(&base, dim), b.activations(&up, dim));
-    let result = Operand { floats: wants.floats.then(|| gate.clone()), ..to[3].clone() };
-    written.extend(wants.floats.then(|| gate.buffer.clone()));
+    let mut written = Vec::new();
+    // The rows that are gathered are two.
+    let padded = if which == 2 { 2 } else { 4 };
+    if which != 3 {
+        written.extend(to.floats.as_ref().map(|floats| floats.buffer.clone()));
+        written.extend(to.blocks.iter().flat_map(|blocks| planes(blocks, padded)));
+    }
+    if matches!(which, 1 | 3) {
+        written.push(hidden.buffer.clone());
+    }
     let record = move |k: &Kernels, r: &mut Recorder<'_>| {
-        k.rms_norm(r, &x, &norm, &to[0], rows);
-        k.rms_norm_add(r, &x, &norm, &sum, rows);
-        k.residual(r, &x, &norm, (&sum, &norm), &to[1], rows);
-        k.rms_norm_gather(r, &sum, &index, &norm, &to[2], 2);
-        k.geglu(r, &gate, &up, &result, rows);
+        k.rms_norm(r, &hidden, &norm, &Operand::floats(&x), rows);
+        match which {
+            0 => k.rms_norm(r, &x, &norm, &to, rows),
+            1 => k.residual(r, &x, &norm, (&hidden, &norm), &to, rows),
+            2 => k.rms_norm_gather(r, &x, &index, &norm, &to, 2),
+            3 => k.rms_norm_add(r, &x, &norm, &hidden, rows),
+            _ => k.geglu(r, &hidden, &x, &to, rows),
+        }
     };
-    Chain { name: format!("norms and activation, {wants:?}"), record: Box::new(record), written }
+    Chain { name: format!("norms and activation, {which}, {wants:?}"), record: Box::new(record), written }
 }
 
 fn sums(b: &mut Bench) -> Chain {

@@ -3,9 +3,13 @@
 //
 // Activations [rows, cols] are int8 in blocks of BLOCK_COLS columns of one row, whatever matrix they meet:
 //
-//   x       [ceil(cols/32)][rows, padded][32]  q = x / scale, rounded to even, -127..127; 0 beyond the columns
-//   scales  [ceil(cols/32)][rows, padded] of (f32 scale, i32 sums): the sum of the first 16 q in the low half, that of
+//   x       [2][ceil(cols/32)][rows, padded][32]  q = x / scale, rounded to even, -127..127; 0 beyond the columns
+//   scales  [2][ceil(cols/32)][rows, padded] of (f32 scale, i32 sums): the sum of the first 16 q in the low half, that of
 //           the others in the high half
+//
+// Where one column of a block is so large that the others are a few steps at most (their |q| add up to less than
+// LEAST_MAGNITUDES), the block has a second digit: what the first leaves over, quantized again in the second plane. The
+// sign of the first scale says so. Elsewhere the second scale and sums are 0, and its q are anything.
 //
 // A weight is w = s q' + m with s and m for each group of columns. Of each block of 32 columns, or each half of it where
 // groups are no multiple of 32:
@@ -13,7 +17,7 @@
 //   d    the dot product of q and q', in integers; an offset of q' that is an integer is part of it
 //   acc  = fma(float(d), s * scale, acc), and where weights are shifted, then acc = fma(float(sum), m * scale, acc)
 //
-// Blocks are cut into segments of segment_blocks() of them. Within a segment they are folded in order from acc = 0, then
+// A second digit is folded behind the first, in the same way. Blocks are cut into segments of segment_blocks() of them. Within a segment they are folded in order from acc = 0, then
 // segments are added in order. A scale of whole rows comes last. No other order of sums over columns exists, whatever
 // the shape of the kernel. Every float operation is decorated NoContraction (build.rs); fma() where it is meant.
 
@@ -31,6 +35,10 @@ struct ActivationBlock {
 };
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ActivationBlocks { ActivationBlock at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ActivationScales { uvec2 at[]; };
+
+// The second digit is asked for where the magnitudes of a block's q, of which one is 127, add up to less: 12 each.
+const int LEAST_MAGNITUDES = 12 * 32;
+const uint SECOND_DIGIT = 0x80000000u;
 
 int low_sum(uint sums) { return int(sums << 16) >> 16; }
 int high_sum(uint sums) { return int(sums) >> 16; }
@@ -57,3 +65,11 @@ int quantized(float value, uint largest) {
 uint packed_four(ivec4 q) {
     return uint(q.x & 0xff) | uint(q.y & 0xff) << 8 | uint(q.z & 0xff) << 16 | uint(q.w) << 24;
 }
+
+uint packed_sums(int low, int high) { return uint(low & 0xffff) | uint(high) << 16; }
+
+// Whether a block whose largest magnitude has these bits needs a second digit, by the sum of the first one's magnitudes.
+bool needs_second(uint largest, int magnitudes) { return largest >= LEAST_MAGNITUDE && magnitudes < LEAST_MAGNITUDES; }
+
+// A scale with its sign.
+uint flagged(float scale, bool has_second) { return floatBitsToUint(scale) | (has_second ? SECOND_DIGIT : 0); }

@@ -4,7 +4,7 @@
 //! Bytes are what must come from memory or go there if caches hold nothing but what the text says. A trip is one of the
 //! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
 
-use super::operand::{BLOCK_COLS, fast_shader_of};
+use super::operand::{BLOCK_COLS, fast_shader_of, together};
 use super::{COLUMNS, Quantized, TILES, Wants, shaders, shaders_of};
 use crate::gpu::Shader;
 use crate::gpu::isa::{Counts, Program};
@@ -23,7 +23,7 @@ pub struct Dispatch {
     pub workgroups: u64,
     /// Trips of the steady loop, of a workgroup on average.
     pub trips: f64,
-    /// Bytes of weights, and how often the grid walks over all of them.
+    /// Bytes of weights, and how often the grid walks over all of them; workgroups side by side walk together.
     pub weight_bytes: u64,
     pub weight_passes: u64,
     pub kv_bytes: u64,
@@ -70,9 +70,9 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
     if precision.quantizes(scheme) {
         let dispatch = fast(scheme, cols, tokens, false);
         return Dispatch {
-            workgroups: tiles as u64 * dispatch.weight_passes,
+            workgroups: tiles as u64 * dispatch.workgroups,
             weight_bytes,
-            activation_bytes: Quantized::bytes(tokens, cols) + floats(tokens * all),
+            activation_bytes: Quantized::bytes_of_digit(tokens, cols) + floats(tokens * all),
             ..dispatch
         };
     }
@@ -94,9 +94,9 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
 pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatch {
     let dispatch = fast(scheme, cols, tokens, true);
     Dispatch {
-        workgroups: rows.div_ceil(TILE_ROWS) as u64 * dispatch.weight_passes,
+        workgroups: rows.div_ceil(TILE_ROWS) as u64 * dispatch.workgroups,
         weight_bytes: 2 * (scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols)),
-        activation_bytes: Quantized::bytes(tokens, cols) + Quantized::bytes(tokens, rows),
+        activation_bytes: Quantized::bytes_of_digit(tokens, cols) + Quantized::bytes_of_digit(tokens, rows),
         ..dispatch
     }
 }
@@ -105,11 +105,12 @@ pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatc
 fn fast(scheme: Scheme, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
     let columns = COLUMNS.iter().find(|c| **c as usize >= tokens).unwrap_or(&COLUMNS[COLUMNS.len() - 1]);
     let (shader, group) = fast_shader_of(scheme);
+    let passes = tokens.div_ceil(*columns as usize);
     Dispatch {
         constants: vec![*columns, u32::from(geglu), group],
         trips: segment_blocks(cols) as f64,
-        weight_passes: tokens.div_ceil(*columns as usize) as u64,
-        ..Dispatch::new(shader, 0)
+        weight_passes: passes.div_ceil(together(tokens, cols, *columns) as usize) as u64,
+        ..Dispatch::new(shader, passes)
     }
 }
 
@@ -135,7 +136,7 @@ fn into(wants: Wants, shaders: [&'static Shader; 3], rows: usize, width: usize) 
         _ => shaders[2],
     };
     let written = if wants.floats || !wants.blocks { floats(rows * width) } else { 0 };
-    (shader, written + if wants.blocks { Quantized::bytes(rows, width) } else { 0 })
+    (shader, written + if wants.blocks { Quantized::bytes_of_digit(rows, width) } else { 0 })
 }
 
 fn norm(shader: &'static Shader, rows: usize, width: usize, norms: usize, activation_bytes: u64) -> Dispatch {
@@ -172,7 +173,7 @@ pub fn residual(rows: usize, width: usize, wants: Wants) -> Dispatch {
 
 pub fn quantize(rows: usize, width: usize) -> Dispatch {
     Dispatch {
-        activation_bytes: floats(rows * width) + Quantized::bytes(rows, width),
+        activation_bytes: floats(rows * width) + Quantized::bytes_of_digit(rows, width),
         ..Dispatch::new(&shaders::QUANTIZE, rows * width.div_ceil(1024))
     }
 }
@@ -402,7 +403,8 @@ mod tests {
         // With int8, for each 32; a subgroup takes an eighth of the 168 blocks of a row.
         let qkv = |tokens| matmul(Precision::Fast, Scheme::int4(128), &[4096, 2048, 2048], 5376, tokens);
         assert_eq!(of(&qkv(1)), (vec![1, 0, 4], 256, 1, 21.0));
-        assert_eq!(of(&qkv(33)), (vec![32, 0, 4], 256 * 2, 2, 21.0));
+        assert_eq!(of(&qkv(33)), (vec![32, 0, 4], 256 * 2, 1, 21.0), "two passes go together");
+        assert_eq!(of(&qkv(256)), (vec![32, 0, 4], 256 * 8, 2, 21.0), "and four do");
         assert_eq!(qkv(5).weight_bytes, 8192 * 5376 * 33 / 64);
         let both = gated(Scheme::int4(128), 21_504, 5376, 3);
         assert_eq!((of(&both), both.weight_bytes), ((vec![4, 1, 4], 672, 1, 21.0), 2 * gate(1).weight_bytes));

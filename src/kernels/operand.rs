@@ -14,8 +14,11 @@ pub(super) const BLOCK_COLS: usize = 32;
 /// Bytes of a block: 32 integers; its scale and sums.
 const BLOCK_BYTES: usize = BLOCK_COLS;
 const SCALE_BYTES: usize = 8;
+/// Of an activation.
+const DIGITS: u64 = 2;
 
-/// int8 activations `[rows, width]` in blocks of 32 columns, with a scale each (`shaders/common/fast.glsl`).
+/// int8 activations `[rows, width]` in blocks of 32 columns, with a scale each, and a second digit where a block has an outlier
+/// (`shaders/common/fast.glsl`).
 #[derive(Clone)]
 pub struct Quantized {
     pub buffer: Buffer,
@@ -39,6 +42,11 @@ const fn padded(rows: usize) -> usize {
 impl Quantized {
     /// For at most so many rows.
     pub const fn bytes(rows: usize, width: usize) -> u64 {
+        DIGITS * Self::bytes_of_digit(rows, width)
+    }
+
+    /// Of which most blocks use these alone.
+    pub(super) const fn bytes_of_digit(rows: usize, width: usize) -> u64 {
         (padded(rows) * width.div_ceil(BLOCK_COLS) * (BLOCK_BYTES + SCALE_BYTES)) as u64
     }
 
@@ -51,7 +59,7 @@ impl Quantized {
         assert_eq!(self.width, width, "{what}: width");
         assert!(self.buffer.size() >= Quantized::bytes(rows, width), "{what}: {rows} rows do not fit");
         let count = padded(rows) * width.div_ceil(BLOCK_COLS);
-        let (blocks, scales) = ((count * BLOCK_BYTES) as u64, (count * SCALE_BYTES) as u64);
+        let [blocks, scales] = [BLOCK_BYTES, SCALE_BYTES].map(|bytes| DIGITS * (count * bytes) as u64);
         Planes {
             blocks: self.buffer.slice(0, blocks),
             scales: self.buffer.slice(blocks, scales),
@@ -241,7 +249,6 @@ impl Products {
         };
         let from = x.planes(tokens, matrix.cols, "matmul: x");
         let width = self.width(tokens);
-        let passes = (tokens as u32).div_ceil(COLUMNS[width]);
         for piece in 0..matrix.shards.len() {
             let shard = |i: usize| products.get(i).map(|(matrix, _)| &matrix.shards[piece]);
             let outputs: Vec<Buffer> = products
@@ -277,7 +284,7 @@ impl Products {
                 x_stride: from.stride,
             };
             let tiles: u32 = (0..products.len()).map(|i| rows(i).div_ceil(TILE_ROWS as u32)).sum();
-            recorder.dispatch(&plain[width], &arguments, [tiles, passes, 1]);
+            recorder.dispatch(&plain[width], &arguments, grid(tokens, matrix.cols, COLUMNS[width], tiles));
         }
     }
 
@@ -330,10 +337,27 @@ impl Products {
             tokens: tokens as u32,
             x_stride: from.stride,
         };
-        let groups = [rows.div_ceil(TILE_ROWS) as u32, (tokens as u32).div_ceil(COLUMNS[width]), 1];
+        let groups = grid(tokens, cols, COLUMNS[width], rows.div_ceil(TILE_ROWS) as u32);
         recorder.dispatch(pipeline, &arguments, groups);
         true
     }
+}
+
+/// Of activations, what workgroups that need the same weights read together: they come again for each tile of rows, so they
+/// should stay in the second-level cache, which has 2 MiB in the GPU that this is made for.
+const TOGETHER_BYTES: u64 = 1 << 20;
+
+/// Passes over the weights that go together, of those that `tokens` take.
+pub(super) fn together(tokens: usize, cols: usize, columns: u32) -> u32 {
+    let passes = (tokens as u32).div_ceil(columns);
+    let fit = TOGETHER_BYTES / Quantized::bytes_of_digit(columns as usize, cols);
+    (fit as u32).clamp(1, passes)
+}
+
+/// Workgroups of a product: passes that go together, tiles of rows, groups of such passes.
+fn grid(tokens: usize, cols: usize, columns: u32, tiles: u32) -> [u32; 3] {
+    let together = together(tokens, cols, columns);
+    [together, tiles, (tokens as u32).div_ceil(columns).div_ceil(together)]
 }
 
 /// The shader of a scheme's products with int8, and the blocks that share a scale, which it is compiled for.

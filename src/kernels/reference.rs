@@ -26,27 +26,43 @@ pub fn segment_blocks(blocks: usize) -> usize {
     blocks.div_ceil(8).max(4)
 }
 
-/// One row of activations in int8: integers, padded with zeros to whole blocks, and the scale of each block.
+/// One row of activations in int8: by digit integers, padded with zeros to whole blocks, and the scale of each block. The first
+/// scale is negative where a block has a second digit; where it has none, that one's are 0.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QuantizedActivations {
-    pub q: Vec<i8>,
-    pub scales: Vec<f32>,
+    pub q: [Vec<i8>; 2],
+    pub scales: [Vec<f32>; 2],
+}
+
+/// A block in int8, padded with zeros, and its scale. What is below 2^-90 in a whole block counts as 0.
+fn quantized_block(block: &[f32]) -> ([i8; BLOCK_COLS], f32) {
+    let largest = block.iter().fold(0f32, |a, b| a.max(b.abs()));
+    let is_zero = largest < 2f32.powi(-90);
+    let inverse = if is_zero { 0.0 } else { 127.0 / largest };
+    let mut q = [0; BLOCK_COLS];
+    for (q, v) in q.iter_mut().zip(block) {
+        *q = (v * inverse).round_ties_even().clamp(-127.0, 127.0) as i8;
+    }
+    (q, if is_zero { 0.0 } else { largest * (1.0 / 127.0) })
 }
 
 impl QuantizedActivations {
-    /// What is below 2^-90 in a whole block counts as 0.
-    pub fn of(row: &[f32]) -> QuantizedActivations {
-        let (mut q, mut scales) = (Vec::new(), Vec::new());
+    pub fn of(row: &[f32], fma: fn(f32, f32, f32) -> f32) -> QuantizedActivations {
+        let mut all = QuantizedActivations { q: Default::default(), scales: Default::default() };
         for block in row.chunks(BLOCK_COLS) {
-            let largest = block.iter().fold(0f32, |a, b| a.max(b.abs()));
-            let is_zero = largest < 2f32.powi(-90);
-            let inverse = if is_zero { 0.0 } else { 127.0 / largest };
-            scales.push(if is_zero { 0.0 } else { largest * (1.0 / 127.0) });
-            let integer = |v: &f32| (v * inverse).round_ties_even().clamp(-127.0, 127.0) as i8;
-            q.extend(block.iter().map(integer));
-            q.resize(scales.len() * BLOCK_COLS, 0);
+            let (q, scale) = quantized_block(block);
+            let magnitudes: i32 = q.iter().map(|q| i32::from(*q).abs()).sum();
+            // An outlier leaves the others a few steps at most.
+            let has_second = scale > 0.0 && magnitudes < 12 * 32;
+            let rest: Vec<f32> = block.iter().zip(q).map(|(v, q)| fma(-f32::from(q), scale, *v)).collect();
+            let second = if has_second { quantized_block(&rest) } else { ([0; BLOCK_COLS], 0.0) };
+            let first = (q, if has_second { -scale } else { scale });
+            for (digit, (q, scale)) in [first, second].into_iter().enumerate() {
+                all.q[digit].extend(q);
+                all.scales[digit].push(scale);
+            }
         }
-        QuantizedActivations { q, scales }
+        all
     }
 }
 
@@ -59,14 +75,18 @@ pub fn fast_product(
     row_scale: Option<f32>,
     fma: fn(f32, f32, f32) -> f32,
 ) -> f32 {
-    let blocks = x.scales.len();
+    let blocks = x.scales[0].len();
     // Groups that are no multiple of a block are taken by its halves.
     let unit =
         if row_scale.is_some() || group.is_multiple_of(BLOCK_COLS) { BLOCK_COLS } else { BLOCK_COLS / 2 };
     let segment = |first: usize| {
         let mut acc = 0f32;
-        for block in first..(first + segment_blocks(blocks)).min(blocks) {
-            let x_scale = x.scales[block];
+        let all = (first..(first + segment_blocks(blocks)).min(blocks)).flat_map(|b| [(b, 0), (b, 1)]);
+        for (block, digit) in all {
+            if digit == 1 && x.scales[0][block] >= 0.0 {
+                continue;
+            }
+            let x_scale = x.scales[digit][block].abs();
             for at in (block * BLOCK_COLS..(block + 1) * BLOCK_COLS).step_by(unit) {
                 let columns = at..(at + unit).min(q.len());
                 if row_scale.is_none() && columns.is_empty() {
@@ -74,7 +94,7 @@ pub fn fast_product(
                     continue;
                 }
                 let ints = |v: &[i8]| v.iter().map(|v| i32::from(*v)).collect::<Vec<_>>();
-                let (a, w) = (ints(&x.q[at..at + columns.len()]), ints(&q[columns]));
+                let (a, w) = (ints(&x.q[digit][at..at + columns.len()]), ints(&q[columns]));
                 let d: i32 = a.iter().zip(&w).map(|(a, w)| a * w).sum();
                 if row_scale.is_some() {
                     acc = fma(d as f32, x_scale, acc);

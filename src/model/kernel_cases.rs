@@ -350,7 +350,7 @@ impl Rig {
             Work::Matmul { scheme, rows, cols, tokens } => {
                 let matrices = make.matrices(scheme, rows, cols, case.bytes())?;
                 let wants = kernels.wants(&matrices);
-                let (x, y) = (make.operand(wants, tokens, cols)?, make.activations(tokens, rows)?);
+                let (x, y) = (make.operand(&kernels, wants, tokens, cols)?, make.activations(tokens, rows)?);
                 let output = y.buffer.clone();
                 let record = move |r: &mut Recorder<'_>, i: usize| {
                     kernels.matmul(r, &[(&matrices[i % matrices.len()], &y)], &x, tokens);
@@ -360,7 +360,7 @@ impl Rig {
             Work::Gated { scheme, rows, cols, tokens } => {
                 let pairs = make.matrices(scheme, rows, cols, case.bytes())?;
                 let pairs = [pairs, make.matrices(scheme, rows, cols, case.bytes())?];
-                let x = make.operand(case.wants(), tokens, cols)?;
+                let x = make.operand(&kernels, case.wants(), tokens, cols)?;
                 let products = [make.activations(tokens, rows)?, make.activations(tokens, rows)?];
                 let (y, output) = make.result(case.wants(), tokens, rows)?;
                 let record = move |r: &mut Recorder<'_>, i: usize| {
@@ -488,14 +488,18 @@ impl Make<'_> {
         Ok(Activations::new(self.words(&values)?, width))
     }
 
-    /// Random, as products want it: what int8 stands for does not matter to their speed.
-    fn operand(&mut self, wants: Wants, rows: usize, width: usize) -> Result<Operand, GpuError> {
-        let mut bytes = vec![0u8; Quantized::bytes(rows, width) as usize];
-        self.rng.fill_bytes(&mut bytes);
-        // Small numbers for the scales, which lie among the rest.
-        bytes.iter_mut().skip(3).step_by(4).for_each(|high| *high = 0x3c);
-        let blocks = Quantized::new(self.words(&bytes)?, width);
-        Ok(Operand::new(wants, &self.activations(rows, width)?, &blocks))
+    /// Random, as products want it.
+    fn operand(
+        &mut self,
+        kernels: &Kernels,
+        wants: Wants,
+        rows: usize,
+        width: usize,
+    ) -> Result<Operand, GpuError> {
+        let floats = self.activations(rows, width)?;
+        let blocks = Quantized::new(self.empty(Quantized::bytes(rows, width))?, width);
+        self.rig.run(|recorder| kernels.quantize(recorder, &floats, &blocks, rows))?;
+        Ok(Operand::new(wants, &floats, &blocks))
     }
 
     /// Room for what a kernel yields, and where it is.
