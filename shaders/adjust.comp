@@ -23,7 +23,6 @@ struct Pair {
     float bias;
 };
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Pairs { Pair at[]; };
-layout(buffer_reference, std430, buffer_reference_align = 4) coherent buffer Words { uint at[]; };
 
 layout(push_constant, std430) uniform Push {
     ReadFloats logits;

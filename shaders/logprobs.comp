@@ -3,10 +3,15 @@
 //   logits  f32 [rows, *], rows logits_stride apart: the model's own, before penalties, temperature and the rest;
 //           ids >= vocab are padding
 //   ids     [rows]: what was drawn
+//   parts   [rows, chunks, PART]: for each chunk of CHUNK ids, its highest logit and the sum of exponentials relative to it
+//           (f32), and MOST pairs of its most likely ids and their logits; an id of 0xffffffff where it has no more
 //   out     [rows, out_stride]: the f32 of ids[row], then pairs of id and f32, the most likely first, ties to the lowest
 //           id; an id of 0xffffffff stands where the vocabulary has no more
 //
-// A workgroup takes one row; its sum has one order.
+//   PARTS   a workgroup takes a chunk of a row
+//   MERGE   a workgroup takes a row, and an invocation a chunk
+//
+// A row's sum has one order, which its chunks fix.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -17,49 +22,114 @@
 
 layout(local_size_x = WORKGROUP) in;
 
+const uint CHUNK = 4096;
+const uint MOST = 20;
+const uint PART = 2 + 2 * MOST;
+
+#ifdef PARTS
+#define PartsOf WriteUints
+#else
+#define PartsOf ReadUints
+#endif
+
 layout(push_constant, std430) uniform Push {
     ReadFloats logits;
     Requests requests;
     ReadUints ids;
+    PartsOf parts;
     WriteUints result;
     uint vocab;
     uint logits_stride;
     uint out_stride;
 };
 
+uint chunks() { return (vocab + CHUNK - 1) / CHUNK; }
+
+#ifdef PARTS
+const uint OWN = CHUNK / WORKGROUP;
+
+void main() {
+    const uint lane = gl_LocalInvocationID.x, chunk = gl_WorkGroupID.x, row = gl_WorkGroupID.y;
+    const uint wanted = requests.at[row].logprobs;
+    if (wanted == 0) return;
+    const uint base = row * logits_stride, first = chunk * CHUNK + lane, part = (row * chunks() + chunk) * PART;
+
+    // Beyond the vocabulary: nothing.
+    float own[OWN];
+    float best = LOWEST;
+    [[unroll]] for (uint i = 0; i < OWN; i++) {
+        const uint id = first + i * WORKGROUP;
+        own[i] = id < vocab ? logits.at[base + id] : LOWEST;
+        best = max(best, own[i]);
+    }
+    const float maximum = workgroup_max(best);
+    float sum = 0.0;
+    [[unroll]] for (uint i = 0; i < OWN; i++) {
+        if (first + i * WORKGROUP < vocab) sum += exp(own[i] - maximum);
+    }
+    sum = workgroup_sum(sum);
+    if (lane == 0) {
+        parts.at[part] = floatBitsToUint(maximum);
+        parts.at[part + 1] = floatBitsToUint(sum);
+    }
+
+    // The best of those that are left; who had the last one looks for its next.
+    uint left = (1u << OWN) - 1, best_id = NONE;
+    bool looks = true;
+    for (uint n = 0; n + 1 < wanted; n++) {
+        if (looks) {
+            best = LOWEST;
+            best_id = NONE;
+            [[unroll]] for (uint i = 0; i < OWN; i++) {
+                const uint id = first + i * WORKGROUP;
+                if (id < vocab && (left >> i & 1) != 0 && (best_id == NONE || own[i] > best)) {
+                    best = own[i];
+                    best_id = id;
+                }
+            }
+        }
+        const uint id = workgroup_argmax(best, best_id);
+        looks = id == best_id && id != NONE;
+        if (looks) {
+            left &= ~(1u << ((id - first) / WORKGROUP));
+            parts.at[part + 2 + 2 * n] = id;
+            parts.at[part + 3 + 2 * n] = floatBitsToUint(best);
+        }
+        if (id == NONE && lane == 0) parts.at[part + 2 + 2 * n] = NONE;
+    }
+}
+
+#else
 void main() {
     const uint lane = gl_LocalInvocationID.x, row = gl_WorkGroupID.x;
     const uint base = row * logits_stride, result_base = row * out_stride;
     const uint wanted = requests.at[row].logprobs, drawn = ids.at[row];
     if (wanted == 0 || drawn == NONE) return;
 
-    float best = LOWEST;
-    for (uint i = lane; i < vocab; i += WORKGROUP) best = max(best, logits.at[base + i]);
-    const float maximum = workgroup_max(best);
-    float sum = 0.0;
-    for (uint i = lane; i < vocab; i += WORKGROUP) sum += exp(logits.at[base + i] - maximum);
+    const bool is_one = lane < chunks();
+    const uint part = (row * chunks() + lane) * PART;
+    const float own = is_one ? uintBitsToFloat(parts.at[part]) : LOWEST;
+    const float maximum = workgroup_max(own);
+    const float sum = is_one ? uintBitsToFloat(parts.at[part + 1]) * exp(own - maximum) : 0.0;
     const float log_sum = log(workgroup_sum(sum));
     if (lane == 0) result.at[result_base] = floatBitsToUint(logits.at[base + drawn] - maximum - log_sum);
 
-    // The best of those that come behind the last one.
-    float last = HIGHEST;
-    uint last_id = 0;
+    // Each list is in order, so the best of all is one of their heads.
+    uint taken = 0;
     for (uint n = 0; n + 1 < wanted; n++) {
-        best = LOWEST;
-        uint best_id = NONE;
-        for (uint i = lane; i < vocab; i += WORKGROUP) {
-            const float logit = logits.at[base + i];
-            const bool behind = logit < last || (logit == last && i > last_id);
-            if (behind && (logit > best || best_id == NONE)) {
-                best = logit;
-                best_id = i;
-            }
+        const bool has_more = is_one && taken + 1 < wanted;
+        const uint best_id = has_more ? parts.at[part + 2 + 2 * taken] : NONE;
+        const float best = best_id != NONE ? uintBitsToFloat(parts.at[part + 3 + 2 * taken]) : LOWEST;
+        const uint id = workgroup_argmax(best, best_id);
+        if (id == best_id && id != NONE) {
+            taken += 1;
+            result.at[result_base + 1 + 2 * n] = id;
+            result.at[result_base + 2 + 2 * n] = floatBitsToUint(best - maximum - log_sum);
         }
-        last_id = workgroup_argmax(best, best_id);
-        last = last_id == NONE ? LOWEST : logits.at[base + last_id];
-        if (lane == 0) {
-            result.at[result_base + 1 + 2 * n] = last_id;
-            result.at[result_base + 2 + 2 * n] = floatBitsToUint(last - maximum - log_sum);
+        if (id == NONE && lane == 0) {
+            result.at[result_base + 1 + 2 * n] = NONE;
+            result.at[result_base + 2 + 2 * n] = floatBitsToUint(LOWEST - maximum - log_sum);
         }
     }
 }
+#endif

@@ -6,15 +6,32 @@
 //
 // temperature 0: the highest logit, ties to the lowest id. Else, over z = (logit - max) / temperature: min_p, top_k
 // and top_p, in this order, each become a threshold on the logit (top_k: the k-th largest; top_p: the largest value
-// with mass >= top_p of what is left; ties at a threshold stay in), found by bisection over the floats' bit
-// patterns, so that no vocabulary is too large and nothing needs sorting. The draw is the Gumbel maximum,
+// with mass >= top_p of what is left; ties at a threshold stay in). The draw is the Gumbel maximum,
 // argmax(z - log(E)), E exponential from Philox4x32-10 with key = seed and counter = (position, id / 4): it depends
-// on nothing else in the batch.
+// on nothing else in the batch, nor on how many workgroups there are.
 //
 // Logits that are not finite, or as large as a finite number can be, yield id 0xffffffff, which the host reports as an error, and so does a row whose every id
 // is forbidden.
 //
-// A workgroup takes one row.
+// A row is cut into chunks of CHUNK ids, each a workgroup's. Masses are integers (common/mass.glsl), so no order matters.
+//
+//   maxima  [rows, chunks] of (f32 highest, f32 lowest that may come, id of the highest, 0)
+//   bins    [rows, 3, BINS], 0 before: ids by how far they are below the maximum, the first bin nearest to it; how many, and
+//           the two sums of the parts of their masses, as one number of 64 bits
+//   found   [rows, found_stride]: for each chunk, the best of the ids that are in for sure (f32, id), and of the undecided
+//           ones (f32, id); LIST pairs of what is undecided (ordered logit, id); LIST ordered logits of the bin that has the
+//           k-th largest. Then TALLIES of each row, 0 before: how many the first list has, the largest of them and the
+//           smallest (its complement); the same of the second list
+//
+//   MAXIMA  writes maxima
+//   MASSES  adds up bins, of rows with top_k or top_p
+//   DRAW    finds in the bins where the thresholds are: ids in the bins above are in, and the best of them is found; those in
+//           the same bins are undecided, and are listed
+//   CHOICE  finds the thresholds among what is listed, and the best of all. A workgroup takes one row
+//   GREEDY  the same, of rows with temperature 0 alone: the best of maxima
+//
+// Where more ids are undecided than the list holds, and not all are equal, CHOICE goes through the whole row instead, by
+// bisection over the logits' bit patterns.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -22,29 +39,157 @@
 #include "reduce.glsl"
 #include "argmax.glsl"
 #include "draws.glsl"
+#include "mass.glsl"
 
 layout(local_size_x = WORKGROUP) in;
 
+const uint CHUNK = 4096;
+const uint BINS = 1024;
+const uint LIST = 4096;
+const uint TALLIES = 8;
+
+#ifdef MAXIMA
+#define MaximaOf WriteUvec4s
+#else
+#define MaximaOf ReadUvec4s
+#endif
+#ifdef MASSES
+#define BinsOf Words
+#else
+#define BinsOf ReadUints
+#endif
+#ifdef DRAW
+#define FoundOf Words
+#else
+#define FoundOf ReadUints
+#endif
+
 layout(push_constant, std430) uniform Push {
-    ReadFloats logits;
-    ReadUints adjusted;
+    ReadVec4s logits;
+    ReadUvec4s adjusted;
     ReadUints masks;
     Requests requests;
+    MaximaOf maxima;
+    BinsOf bins;
+    FoundOf found;
     WriteUints ids;
     WriteUints sampled;
     uint vocab;
     uint logits_stride;
     uint mask_words;
+    uint tallies;
 };
 
-shared uint counts[WORKGROUP];
+uint chunks() { return (vocab + CHUNK - 1) / CHUNK; }
+uint found_stride() { return 4 * chunks() + 3 * LIST; }
 
-// Maps floats to unsigned integers of the same order.
+// Maps floats to unsigned integers of the same order, and back.
 uint ordered(float f) {
     const uint bits = floatBitsToUint(f);
     return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
 }
+float unordered(uint key) { return uintBitsToFloat(key >> 31 != 0 ? key & 0x7fffffffu : ~key); }
 
+// Only these need bins, and the lists.
+bool is_filtered(Request request) {
+    return request.temperature > 0.0 && ((request.top_k > 0 && request.top_k < vocab) || request.top_p < 1.0);
+}
+
+uint row_of_logits, mask_base;
+bool is_adjusted, is_masked;
+
+void find_row(uint row, Request request) {
+    row_of_logits = row * logits_stride / 4;
+    is_adjusted = request.history_len > 0 || request.biases > 0;
+    is_masked = request.mask > 0;
+    mask_base = is_masked ? (request.mask - 1) * mask_words : 0;
+}
+
+// The logits of four ids, from 4 * `four` on, and what became of them.
+vec4 raw_logits(uint four) { return logits.at[row_of_logits + four]; }
+vec4 changed_logits(uint four, vec4 raw) {
+    if (is_adjusted) {
+        const uvec4 words = adjusted.at[row_of_logits + four];
+        [[unroll]] for (uint j = 0; j < 4; j++) raw[j] = adjusted_logit(words[j], raw[j]);
+    }
+    if (is_masked) {
+        const uint allowed = masks.at[mask_base + four / 8] >> (four % 8 * 4);
+        [[unroll]] for (uint j = 0; j < 4; j++) {
+            if ((allowed >> j & 1) == 0) raw[j] = FORBIDDEN;
+        }
+    }
+    return raw;
+}
+vec4 logits_of(uint four) { return changed_logits(four, raw_logits(four)); }
+
+// What is best so far: the highest value, ties to the lowest id.
+struct Best {
+    float value;
+    uint id;
+};
+const Best NOTHING = Best(LOWEST, NONE);
+
+void consider(inout Best best, float value, uint id) {
+    if (best.id == NONE || value > best.value || (value == best.value && id < best.id)) best = Best(value, id);
+}
+
+Best best_of_all(Best best) {
+    const uint id = workgroup_argmax(best.value, best.id);
+    return Best(workgroup_max(best.value), id);
+}
+
+#ifndef MAXIMA
+// A row's highest logit and the lowest one that may come; what follows from them and the request.
+float maximum, lowest;
+float lowest_half, twice_inverse;
+uint least_key;
+float bin_scale;
+uint bin_ratio;
+
+// Below this nothing is drawn from, above neither.
+bool is_one() { return maximum > FORBIDDEN && maximum < HIGHEST; }
+
+Best find_maximum(uint row) {
+    Best best = NOTHING;
+    float low = HIGHEST;
+    for (uint chunk = gl_LocalInvocationID.x; chunk < chunks(); chunk += WORKGROUP) {
+        const uvec4 of_chunk = maxima.at[row * chunks() + chunk];
+        consider(best, uintBitsToFloat(of_chunk.x), of_chunk.z);
+        low = min(low, uintBitsToFloat(of_chunk.y));
+    }
+    best = best_of_all(best);
+    maximum = best.value;
+    lowest = -workgroup_max(-low);
+    return best;
+}
+
+// How far below the maximum a logit is, in temperatures: at most 0. By halves, of which no difference is infinite; what is
+// further below than anything counts is taken to be just that far.
+float z_of(float logit) { return max(logit * 0.5 - maximum * 0.5, lowest_half) * twice_inverse; }
+float powers_below(float z) { return z * -1.4426950408889634; }
+
+// A finite row's, with a temperature.
+void find_scale(Request request) {
+    const float temperature = bounded(request.temperature);
+    twice_inverse = reciprocal(temperature) * 2.0;
+    lowest_half = -100.0 * temperature;
+    // A logarithm of 1 need not be 0 everywhere.
+    const uint of_min_p = ordered(maximum + log(max(request.min_p, 1e-37)) * temperature);
+    least_key = request.min_p > 0.0 ? min(of_min_p, ordered(maximum)) : 0;
+    // Bins divide evenly what lies between the highest logit and the lowest one that counts, in integers of 20 bits.
+    const float most = min(powers_below(z_of(lowest)), WEIGHTLESS);
+    const uint exponent = max(floatBitsToUint(most) >> 23, 20);
+    bin_scale = uintBitsToFloat((273 - exponent) << 23);
+    bin_ratio = 0xffffffffu / (uint(most * bin_scale) + 1);
+}
+
+// Whether an id may come as far as min_p and its own mass go.
+bool may_come(float logit, float t) { return logit > FORBIDDEN && t < WEIGHTLESS && ordered(logit) >= least_key; }
+
+uint bin_of(float t) { return high_product(uint(t * bin_scale) * BINS, bin_ratio); }
+#endif
+
+#if defined(DRAW) || defined(CHOICE)
 uvec4 philox(uvec2 key, uvec4 counter) {
     for (uint round = 0; round < 10; round++) {
         uint hi0, lo0, hi1, lo1;
@@ -56,6 +201,10 @@ uvec4 philox(uvec2 key, uvec4 counter) {
     return counter;
 }
 
+uvec4 noise(Request request, uint four) {
+    return philox(uvec2(request.seed_low, request.seed_high), uvec4(request.position, four, 0, 0));
+}
+
 // -log of an exponential variate. u = 1 - v: near v = 0, where the largest results come from, the series keeps the
 // bits that 1 - v would round away.
 float gumbel(uint random) {
@@ -64,118 +213,443 @@ float gumbel(uint random) {
     return -log(exponential);
 }
 
-uint workgroup_count(uint value) {
-    const uint i = gl_LocalInvocationID.x;
-    counts[i] = value;
-    barrier();
-    for (uint half_size = WORKGROUP / 2; half_size > 0; half_size /= 2) {
-        if (i < half_size) counts[i] += counts[i + half_size];
+// Where the thresholds of a row are, as far as its bins tell.
+struct Cut {
+    // Bins before `first` are in, those behind `last` are out. How many ids are in between, and the mass before `first`.
+    uint first, last, undecided;
+    uvec2 mass_above;
+    // Whether there are as many ids as top_k; the bin of the k-th, how many ids are before it and in it, and their masses.
+    bool has_kth;
+    uint kth_bin, count_above_kth, count_of_kth;
+    uvec2 mass_above_kth, mass_of_kth;
+    // Whether top_p needs to know which ids of that bin are in.
+    bool lists_kth;
+    // Of all bins.
+    uvec2 total;
+};
+
+shared uint running_counts[WORKGROUP], running_lows[WORKGROUP], running_highs[WORKGROUP];
+shared uint cut_words[16];
+
+Cut cut_of(uint row, Request request) {
+    const uint lane = gl_LocalInvocationID.x, mine = BINS / WORKGROUP;
+    const bool by_p = request.top_p < 1.0;
+    uint counts[mine];
+    uvec2 masses[mine];
+    uint count = 0;
+    uvec2 mass = uvec2(0);
+    [[unroll]] for (uint j = 0; j < mine; j++) {
+        const uint at = row * 3 * BINS + lane * mine + j;
+        counts[j] = bins.at[at];
+        masses[j] = uvec2(bins.at[at + BINS], bins.at[at + 2 * BINS]);
+        count += counts[j];
+        mass = add64(mass, masses[j]);
+    }
+    uint count_through = count;
+    uvec2 mass_through = mass;
+    for (uint distance = 1; distance < WORKGROUP; distance *= 2) {
+        running_counts[lane] = count_through;
+        running_lows[lane] = mass_through.x;
+        running_highs[lane] = mass_through.y;
+        barrier();
+        if (lane >= distance) {
+            const uint from = lane - distance;
+            count_through += running_counts[from];
+            mass_through = add64(mass_through, uvec2(running_lows[from], running_highs[from]));
+        }
         barrier();
     }
-    const uint total = counts[0];
+    if (lane == WORKGROUP - 1) {
+        cut_words[0] = count_through;
+        cut_words[1] = mass_through.x;
+        cut_words[2] = mass_through.y;
+    }
     barrier();
-    return total;
+    Cut cut;
+    cut.total = uvec2(cut_words[1], cut_words[2]);
+    cut.has_kth = request.top_k > 0 && request.top_k < vocab && request.top_k <= cut_words[0];
+    cut.kth_bin = BINS;
+    cut.lists_kth = false;
+    cut.mass_above = uvec2(0);
+    uvec2 wanted_least = share(cut.total, request.top_p), wanted_most = wanted_least;
+
+    if (cut.has_kth) {
+        uint before = count_through - count;
+        uvec2 mass_before = subtract64(mass_through, mass);
+        [[unroll]] for (uint j = 0; j < mine; j++) {
+            if (before < request.top_k && request.top_k <= before + counts[j]) {
+                cut_words[3] = lane * mine + j;
+                cut_words[4] = before;
+                cut_words[5] = counts[j];
+                cut_words[6] = mass_before.x;
+                cut_words[7] = mass_before.y;
+                cut_words[8] = masses[j].x;
+                cut_words[9] = masses[j].y;
+            }
+            before += counts[j];
+            mass_before = add64(mass_before, masses[j]);
+        }
+        barrier();
+        cut.kth_bin = cut_words[3];
+        cut.count_above_kth = cut_words[4];
+        cut.count_of_kth = cut_words[5];
+        cut.mass_above_kth = uvec2(cut_words[6], cut_words[7]);
+        cut.mass_of_kth = uvec2(cut_words[8], cut_words[9]);
+        // Where the bin ends with the k-th, all of it is in.
+        const bool is_whole = cut.count_above_kth + cut.count_of_kth == request.top_k;
+        cut.lists_kth = by_p && !is_whole;
+        const uvec2 through = add64(cut.mass_above_kth, cut.mass_of_kth);
+        wanted_least = share(is_whole ? through : cut.mass_above_kth, request.top_p);
+        wanted_most = share(through, request.top_p);
+        cut.first = cut.kth_bin + uint(is_whole);
+        cut.last = cut.kth_bin;
+        cut.undecided = is_whole ? 0 : cut.count_of_kth;
+    } else {
+        cut.first = BINS;
+        cut.last = 0;
+        cut.undecided = 0;
+    }
+
+    if (by_p) {
+        if (lane == 0) {
+            // Nothing at all is wanted: the highest ids have that.
+            cut_words[10] = 0;
+            cut_words[11] = 0;
+            cut_words[12] = 0;
+            cut_words[13] = 0;
+            cut_words[14] = 0;
+            cut_words[15] = counts[0];
+        }
+        barrier();
+        uint before = count_through - count;
+        uvec2 mass_before = subtract64(mass_through, mass);
+        [[unroll]] for (uint j = 0; j < mine; j++) {
+            const uvec2 through = add64(mass_before, masses[j]);
+            if (less64(mass_before, wanted_least) && !less64(through, wanted_least)) {
+                cut_words[10] = lane * mine + j;
+                cut_words[11] = before;
+                cut_words[12] = mass_before.x;
+                cut_words[13] = mass_before.y;
+            }
+            if (less64(mass_before, wanted_most) && !less64(through, wanted_most)) {
+                cut_words[14] = lane * mine + j;
+                cut_words[15] = before + counts[j];
+            }
+            before += counts[j];
+            mass_before = through;
+        }
+        barrier();
+        cut.first = cut_words[10];
+        cut.last = cut_words[14];
+        cut.undecided = cut_words[15] - cut_words[11];
+        cut.mass_above = uvec2(cut_words[12], cut_words[13]);
+    }
+    return cut;
+}
+#endif
+
+#if defined(MAXIMA)
+void main() {
+    const uint chunk = gl_WorkGroupID.x, row = gl_WorkGroupID.y;
+    find_row(row, requests.at[row]);
+    Best best = NOTHING;
+    float low = HIGHEST;
+    const uint last = min((chunk + 1) * CHUNK, vocab);
+    for (uint four = chunk * CHUNK / 4 + gl_LocalInvocationID.x; four * 4 < last; four += WORKGROUP) {
+        const vec4 raw = raw_logits(four), changed = changed_logits(four, raw);
+        [[unroll]] for (uint j = 0; j < 4; j++) {
+            if (four * 4 + j < last) {
+                // What is not finite must not vanish in comparisons, nor behind a mask: it counts as highest, which is refused.
+                const float logit = is_finite(raw[j]) ? changed[j] : HIGHEST;
+                if (logit > best.value || best.id == NONE) best = Best(logit, four * 4 + j);
+                if (logit > FORBIDDEN) low = min(low, logit);
+            }
+        }
+    }
+    best = best_of_all(best);
+    low = -workgroup_max(-low);
+    if (gl_LocalInvocationID.x == 0) {
+        maxima.at[row * chunks() + chunk] = uvec4(floatBitsToUint(best.value), floatBitsToUint(low), best.id, 0);
+    }
 }
 
-uint base, mask_base;
-bool is_adjusted, is_masked;
+#elif defined(MASSES)
+shared uint counts[BINS], lows[BINS], highs[BINS];
 
-// What `logit`, the one of an id, became.
-float changed_logit(uint id, float logit) {
-    if (is_adjusted) logit = adjusted_logit(adjusted.at[base + id], logit);
-    if (is_masked && (masks.at[mask_base + id / 32] >> (id % 32) & 1) == 0) logit = FORBIDDEN;
-    return logit;
+void main() {
+    const uint lane = gl_LocalInvocationID.x, chunk = gl_WorkGroupID.x, row = gl_WorkGroupID.y;
+    const Request request = requests.at[row];
+    if (!is_filtered(request)) return;
+    find_maximum(row);
+    if (!is_one()) return;
+    find_row(row, request);
+    find_scale(request);
+    for (uint bin = lane; bin < BINS; bin += WORKGROUP) {
+        counts[bin] = 0;
+        lows[bin] = 0;
+        highs[bin] = 0;
+    }
+    barrier();
+    // A chunk has so few ids that no sum of a part of their masses exceeds 32 bits.
+    const uint last = min((chunk + 1) * CHUNK, vocab);
+    for (uint four = chunk * CHUNK / 4 + lane; four * 4 < last; four += WORKGROUP) {
+        const vec4 x = logits_of(four);
+        [[unroll]] for (uint j = 0; j < 4; j++) {
+            const float t = powers_below(z_of(x[j]));
+            if (four * 4 + j < last && may_come(x[j], t)) {
+                const uint bin = bin_of(t);
+                const uvec2 parts = mass(t);
+                atomicAdd(counts[bin], 1);
+                atomicAdd(lows[bin], parts.x);
+                atomicAdd(highs[bin], parts.y);
+            }
+        }
+    }
+    barrier();
+    for (uint bin = lane; bin < BINS; bin += WORKGROUP) {
+        if (counts[bin] > 0) {
+            const uint at = row * 3 * BINS + bin;
+            uvec2 sum = joined(uvec2(lows[bin], highs[bin]));
+            atomicAdd(bins.at[at], counts[bin]);
+            // However the chunks come, each addition that goes beyond 32 bits is seen by one of them.
+            const uint before = atomicAdd(bins.at[at + BINS], sum.x);
+            sum.y += uint(before + sum.x < before);
+            atomicAdd(bins.at[at + 2 * BINS], sum.y);
+        }
+    }
 }
 
-float logit_of(uint id) { return changed_logit(id, logits.at[base + id]); }
+#elif defined(DRAW)
+// Largest ordered logit and its smallest one's complement, of both lists.
+shared uint ends[4];
+
+void main() {
+    const uint lane = gl_LocalInvocationID.x, chunk = gl_WorkGroupID.x, row = gl_WorkGroupID.y;
+    const Request request = requests.at[row];
+    if (!(request.temperature > 0.0)) return;
+    find_maximum(row);
+    if (!is_one()) return;
+    find_row(row, request);
+    find_scale(request);
+    Cut cut;
+    cut.first = BINS;
+    cut.last = 0;
+    cut.undecided = 0;
+    cut.lists_kth = false;
+    if (is_filtered(request)) cut = cut_of(row, request);
+    const bool fits = cut.undecided <= LIST, kth_fits = cut.lists_kth && cut.count_of_kth <= LIST;
+    const uint own = row * found_stride(), list = own + 4 * chunks(), kth_list = list + 2 * LIST;
+    const uint tally = tallies + row * TALLIES;
+    if (lane < 4) ends[lane] = 0;
+    barrier();
+
+    Best best = NOTHING, undecided = NOTHING;
+    uvec4 own_ends = uvec4(0);
+    const uint last = min((chunk + 1) * CHUNK, vocab);
+    for (uint four = chunk * CHUNK / 4 + lane; four * 4 < last; four += WORKGROUP) {
+        const vec4 x = logits_of(four);
+        vec4 z;
+        bvec4 is_in = bvec4(false), is_undecided = bvec4(false);
+        [[unroll]] for (uint j = 0; j < 4; j++) {
+            z[j] = z_of(x[j]);
+            const float t = powers_below(z[j]);
+            if (four * 4 + j < last && may_come(x[j], t)) {
+                const uint bin = bin_of(t), key = ordered(x[j]);
+                is_in[j] = bin < cut.first;
+                is_undecided[j] = bin >= cut.first && bin <= cut.last;
+                if (is_undecided[j]) {
+                    own_ends.xy = max(own_ends.xy, uvec2(key, ~key));
+                    if (fits) {
+                        const uint at = list + 2 * atomicAdd(found.at[tally], 1);
+                        found.at[at] = key;
+                        found.at[at + 1] = four * 4 + j;
+                    }
+                }
+                if (cut.lists_kth && bin == cut.kth_bin) {
+                    own_ends.zw = max(own_ends.zw, uvec2(key, ~key));
+                    if (kth_fits) found.at[kth_list + atomicAdd(found.at[tally + 3], 1)] = key;
+                }
+            }
+        }
+        if (any(is_in) || (!fits && any(is_undecided))) {
+            const uvec4 random = noise(request, four);
+            [[unroll]] for (uint j = 0; j < 4; j++) {
+                if (is_in[j] || is_undecided[j]) {
+                    const float value = z[j] + gumbel(random[j]);
+                    if (is_in[j]) consider(best, value, four * 4 + j);
+                    else consider(undecided, value, four * 4 + j);
+                }
+            }
+        }
+    }
+    [[unroll]] for (uint end = 0; end < 4; end++) {
+        if (own_ends[end] > 0) atomicMax(ends[end], own_ends[end]);
+    }
+    best = best_of_all(best);
+    undecided = best_of_all(undecided);
+    if (lane == 0) {
+        found.at[own + 4 * chunk] = floatBitsToUint(best.value);
+        found.at[own + 4 * chunk + 1] = best.id;
+        found.at[own + 4 * chunk + 2] = floatBitsToUint(undecided.value);
+        found.at[own + 4 * chunk + 3] = undecided.id;
+    }
+    if (lane < 4 && ends[lane] > 0) atomicMax(found.at[tally + lane + 1 + lane / 2], ends[lane]);
+}
+
+#elif defined(CHOICE)
+// Ordered logits, each so many words behind the one before; a count of 0 stands for the whole row.
+struct Keys {
+    uint at, stride, count;
+};
+
+shared uint weighed[3];
+
+// How many ids there are at or above `key`, and their mass.
+uvec3 weigh(Keys keys, uint key) {
+    const uint lane = gl_LocalInvocationID.x;
+    uint count = 0;
+    uvec2 sum = uvec2(0);
+    if (keys.count > 0) {
+        for (uint i = lane; i < keys.count; i += WORKGROUP) {
+            const uint other = found.at[keys.at + i * keys.stride];
+            if (other >= key) {
+                count += 1;
+                sum = add64(sum, joined(mass(powers_below(z_of(unordered(other))))));
+            }
+        }
+    } else {
+        for (uint four = lane; four * 4 < vocab; four += WORKGROUP) {
+            const vec4 x = logits_of(four);
+            [[unroll]] for (uint j = 0; j < 4; j++) {
+                const float t = powers_below(z_of(x[j]));
+                if (four * 4 + j < vocab && may_come(x[j], t) && ordered(x[j]) >= key) {
+                    count += 1;
+                    sum = add64(sum, joined(mass(t)));
+                }
+            }
+        }
+    }
+    barrier();
+    if (lane < 3) weighed[lane] = 0;
+    barrier();
+    if (count > 0) {
+        atomicAdd(weighed[0], count);
+        const uint before = atomicAdd(weighed[1], sum.x);
+        atomicAdd(weighed[2], sum.y + uint(before + sum.x < before));
+    }
+    barrier();
+    return uvec3(weighed[0], weighed[1], weighed[2]);
+}
+
+// The largest key from `low` to `high` that `count` ids or more are at or above, or, with a count of 0, of which the mass is
+// `wanted` with what is above the keys.
+uint threshold_of(Keys keys, uint low, uint high, uint count, uvec2 above, uvec2 wanted) {
+    while (low < high) {
+        const uint middle = low + (high - low) / 2 + 1;
+        const uvec3 there = weigh(keys, middle);
+        const bool enough = count > 0 ? there.x >= count : !less64(add64(above, there.yz), wanted);
+        if (enough) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
 
 void main() {
     const uint lane = gl_LocalInvocationID.x, row = gl_WorkGroupID.x;
     const Request request = requests.at[row];
-    base = row * logits_stride;
-    is_adjusted = request.history_len > 0 || request.biases > 0;
-    is_masked = request.mask > 0;
-    mask_base = is_masked ? (request.mask - 1) * mask_words : 0;
-
-    float best = LOWEST;
-    uint best_id = NONE;
-    for (uint i = lane; i < vocab; i += WORKGROUP) {
-        float logit = logits.at[base + i];
-        // What is not finite must not vanish in comparisons, nor behind a mask: it counts as highest, which is refused below.
-        logit = is_finite(logit) ? changed_logit(i, logit) : HIGHEST;
-        if (logit > best || best_id == NONE) {
-            best = logit;
-            best_id = i;
-        }
-    }
-    const float maximum = workgroup_max(best);
-
-    // Of a row that is refused, nothing is drawn: what is not finite has no maximum.
-    if (request.temperature > 0.0 && maximum < HIGHEST) {
-        // Colder than this is as good as 0, and its inverse might not be finite.
-        const float temperature = max(request.temperature, 1e-6), inverse = 1.0 / temperature;
-        // Further below the maximum, exp is 0; what is forbidden must not become infinite.
-        const float lowest = -200.0 * temperature;
-        // Everything at or above `threshold` (in ordered form) is still in.
-        uint threshold = 0;
-        if (request.min_p > 0.0) threshold = ordered(maximum + log(request.min_p) * temperature);
-
-        if (request.top_k > 0 && request.top_k < vocab) {
-            uint low = threshold, high = ordered(maximum);
-            while (low < high) {
-                const uint middle = low + (high - low) / 2 + 1;
-                uint count = 0;
-                for (uint i = lane; i < vocab; i += WORKGROUP)
-                    count += uint(ordered(logit_of(i)) >= middle);
-                if (workgroup_count(count) >= request.top_k) low = middle;
-                else high = middle - 1;
-            }
-            threshold = low;
-        }
-
-        if (request.top_p < 1.0) {
-            uint low = threshold, high = ordered(maximum);
-            float wanted = 0.0;
-            // The first round measures the mass of all that is left.
-            for (bool first = true; first || low < high; first = false) {
-                const uint middle = first ? low : low + (high - low) / 2 + 1;
-                float mass = 0.0;
-                for (uint i = lane; i < vocab; i += WORKGROUP) {
-                    const float logit = logit_of(i);
-                    if (ordered(logit) >= middle) mass += exp(max(logit - maximum, lowest) * inverse);
+    Best best = find_maximum(row);
+    if (request.temperature > 0.0 && is_one()) {
+        find_row(row, request);
+        find_scale(request);
+        const uint own = row * found_stride(), tally = tallies + row * TALLIES;
+        Keys list = Keys(own + 4 * chunks(), 2, 0);
+        uint threshold = least_key;
+        bool takes_undecided = false, takes_row = false;
+        if (is_filtered(request)) {
+            const Cut cut = cut_of(row, request);
+            const uint high = found.at[tally + 1], low = ~found.at[tally + 2];
+            const uint kth_high = found.at[tally + 4], kth_low = ~found.at[tally + 5];
+            takes_row = (cut.undecided > LIST && low != high)
+                || (cut.lists_kth && cut.count_of_kth > LIST && kth_low != kth_high);
+            takes_undecided = cut.undecided > LIST;
+            const uvec2 none = uvec2(0);
+            uvec2 left = cut.total;
+            if (takes_row) {
+                const Keys all = Keys(0, 0, 0);
+                const uint highest = ordered(maximum);
+                if (cut.has_kth) threshold = threshold_of(all, least_key, highest, request.top_k, none, none);
+                if (request.top_p < 1.0) {
+                    const uvec2 wanted = share(weigh(all, threshold).yz, request.top_p);
+                    threshold = threshold_of(all, threshold, highest, 0, none, wanted);
                 }
-                mass = workgroup_sum(mass);
-                if (first) wanted = request.top_p * mass;
-                else if (mass >= wanted) low = middle;
-                else high = middle - 1;
+            } else if (request.top_p < 1.0) {
+                if (cut.has_kth) {
+                    uvec2 of_kth = cut.mass_of_kth;
+                    if (cut.lists_kth && cut.count_of_kth <= LIST) {
+                        const Keys keys = Keys(list.at + 2 * LIST, 1, cut.count_of_kth);
+                        const uint count = request.top_k - cut.count_above_kth;
+                        const uint kth = threshold_of(keys, kth_low, kth_high, count, none, none);
+                        of_kth = weigh(keys, kth).yz;
+                    }
+                    left = add64(cut.mass_above_kth, of_kth);
+                }
+                threshold = high;
+                if (!takes_undecided) {
+                    list.count = cut.undecided;
+                    threshold = threshold_of(list, low, high, 0, cut.mass_above, share(left, request.top_p));
+                }
+            } else if (cut.undecided > 0) {
+                threshold = high;
+                if (!takes_undecided) {
+                    list.count = cut.undecided;
+                    threshold = threshold_of(list, low, high, request.top_k - cut.count_above_kth, none, none);
+                }
             }
-            threshold = low;
         }
-
-        best = LOWEST;
-        best_id = NONE;
-        const uvec2 key = uvec2(request.seed_low, request.seed_high);
-        for (uint four = lane; four * 4 < vocab; four += WORKGROUP) {
-            const uvec4 random = philox(key, uvec4(request.position, four, 0, 0));
-            [[unroll]] for (uint j = 0; j < 4; j++) {
-                const uint i = four * 4 + j;
-                if (i < vocab) {
-                    const float logit = logit_of(i);
-                    const float value = max(logit - maximum, lowest) * inverse + gumbel(random[j]);
-                    if (ordered(logit) >= threshold && (value > best || best_id == NONE)) {
-                        best = value;
-                        best_id = i;
+        best = NOTHING;
+        if (takes_row) {
+            for (uint four = lane; four * 4 < vocab; four += WORKGROUP) {
+                const vec4 x = logits_of(four);
+                const uvec4 random = noise(request, four);
+                [[unroll]] for (uint j = 0; j < 4; j++) {
+                    const float z = z_of(x[j]);
+                    if (four * 4 + j < vocab && may_come(x[j], powers_below(z)) && ordered(x[j]) >= threshold) {
+                        consider(best, z + gumbel(random[j]), four * 4 + j);
                     }
                 }
             }
+        } else {
+            for (uint chunk = lane; chunk < chunks(); chunk += WORKGROUP) {
+                const uint at = own + 4 * chunk;
+                const uint id = found.at[at + 1], other = found.at[at + 3];
+                if (id != NONE) consider(best, uintBitsToFloat(found.at[at]), id);
+                if (takes_undecided && other != NONE) consider(best, uintBitsToFloat(found.at[at + 2]), other);
+            }
+            for (uint i = lane; i < list.count; i += WORKGROUP) {
+                const uint key = found.at[list.at + 2 * i], id = found.at[list.at + 2 * i + 1];
+                if (key >= threshold) {
+                    const uint random = noise(request, id / 4)[id % 4];
+                    consider(best, z_of(unordered(key)) + gumbel(random), id);
+                }
+            }
         }
+        best = best_of_all(best);
     }
-
-    const uint id = workgroup_argmax(best, best_id);
     if (lane == 0) {
-        const bool is_one = maximum > FORBIDDEN && maximum < HIGHEST;
-        ids.at[row] = is_one ? id : NONE;
+        ids.at[row] = is_one() ? best.id : NONE;
         // The next step may read this before the host sees the failure: it must be a row of the embedding.
-        sampled.at[request.slot] = is_one ? id : 0;
+        sampled.at[request.slot] = is_one() ? best.id : 0;
     }
 }
+
+#else
+void main() {
+    const uint row = gl_WorkGroupID.x;
+    const Best best = find_maximum(row);
+    if (gl_LocalInvocationID.x == 0) {
+        ids.at[row] = is_one() ? best.id : NONE;
+        // The next step may read this before the host sees the failure: it must be a row of the embedding.
+        sampled.at[requests.at[row].slot] = is_one() ? best.id : 0;
+    }
+}
+#endif

@@ -130,10 +130,12 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
         2 => draws(b, "draws with penalties"),
         3 => draws(b, "draws with log probabilities"),
         4 => draws(b, "draws alone"),
-        5 => history(b),
-        6 => transfers(b),
+        5 => draws(b, "draws of the highest alone"),
+        6 => draws(b, "draws' log probabilities alone"),
+        7 => history(b),
+        8 => transfers(b),
         // With attention behind the store, and without, for the same reason.
-        n => attention(b, *KvDtype::ALL.get((n - 7) / 2)?, n % 2 == 1),
+        n => attention(b, *KvDtype::ALL.get((n - 9) / 2)?, n % 2 == 1),
     })
 }
 
@@ -261,9 +263,14 @@ fn sums(b: &mut Bench) -> Chain {
 
 fn draws(b: &mut Bench, name: &'static str) -> Chain {
     let adjusts = name.ends_with("penalties");
+    let (samples, reports) = (!name.contains("' log"), name.contains("log"));
+    let is_greedy = name.contains("highest");
     let rows = 12;
     let Adjusted { mut drawing, .. } = adjusted(b, 258, rows);
-    drawing.requests.iter_mut().for_each(|request| request.logprobs = 3);
+    for request in &mut drawing.requests {
+        request.logprobs = 3;
+        request.temperature *= if is_greedy { 0.0 } else { 1.0 };
+    }
     drawing.arrays.requests = b.upload(&drawing.requests);
     // Ids that nobody drew yet: logits lie behind them.
     drawing.arrays.ids = b.upload(&vec![0u32; rows]);
@@ -282,11 +289,13 @@ fn draws(b: &mut Bench, name: &'static str) -> Chain {
             k.adjust(r, logits, arrays, &drawing.history, requests);
             r.copy(&logits.adjusted.buffer, &between, between.size());
         }
-        k.sample(r, logits, arrays, &drawing.slots, rows);
+        if samples {
+            k.sample(r, logits, arrays, &drawing.slots, requests);
+        }
         if adjusts {
             k.clear_adjusted(r, logits, arrays, &drawing.history, requests);
         }
-        if !name.ends_with("alone") {
+        if reports || adjusts {
             k.logprobs(r, logits, arrays, rows);
         }
     };

@@ -12,9 +12,9 @@ use unicorn::gpu::{
     Arena, Buffer, Class, CommandBuffer, Device, DevicePolicy, GpuError, MemoryKind, Recorder, Uploader,
 };
 use unicorn::kernels::{
-    Activations, Attention, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Kernels, KvCache,
-    LAST_SAMPLED, LOGPROB_WORDS, Logits, MAX_LOGPROBS, Matrices, Matrix, NO_TOKEN, Operand, Peak, Quantized,
-    RmsNorm, SampleRequest, StepArrays, mask_words, reference,
+    Activations, Attention, AttentionShape, Bias, DrawArrays, DrawScratch, Embedding, Heads, History,
+    Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Logits, MAX_LOGPROBS, Matrices, Matrix, NO_TOKEN,
+    Operand, Peak, Quantized, RmsNorm, SampleRequest, StepArrays, draw_words, mask_words, reference,
 };
 use unicorn::model::kernel_cases::{Choice, Rig, Work};
 use unicorn::model::shapes::Shape;
@@ -993,6 +993,7 @@ impl Drawing {
             logits: Logits {
                 raw: b.activations(logits, width),
                 adjusted: b.activations(&zeros, width),
+                scratch: b.empty(requests.len(), draw_words(width)),
                 vocab: width,
             },
             arrays: DrawArrays {
@@ -1019,7 +1020,7 @@ impl Drawing {
 
     fn sample(&self, b: &Bench) {
         let Drawing { requests, logits, arrays, slots, .. } = self;
-        b.run(|k, r| k.sample(r, logits, arrays, slots, requests.len()));
+        b.run(|k, r| k.sample(r, logits, arrays, slots, requests));
     }
 
     fn run(&self, b: &Bench) {
@@ -1120,6 +1121,227 @@ fn sampling_keeps_to_its_filters_and_its_noise() {
         }
     }
     assert!(drawn > 700, "too few clear draws: {drawn}");
+}
+
+#[test]
+fn masses_are_added_up_to_the_bit() {
+    let mut b = Bench::new(69);
+    for (width, scale) in [(1, 5.0), (40, 1e-3), (4097, 5.0), (9001, 300.0), (262_208, 4.0)] {
+        let temperatures = [1e-6, 0.013, 1.0, 7.7, 100.0, 1e30];
+        let mut logits = b.random(width, scale);
+        let first = logits[0];
+        logits[width / 2..width / 2 + 3.min(width / 2)].fill(first);
+        let requests = temperatures.map(|temperature| SampleRequest {
+            temperature,
+            top_p: 0.5,
+            ..SampleRequest::default()
+        });
+        let repeated: Vec<f32> = requests.iter().flat_map(|_| logits.clone()).collect();
+        let drawing = Drawing::new(&mut b, &repeated, width, &requests);
+        drawing.sample(&b);
+        let (rows, bins) = (requests.len(), 1024);
+        let buffer = DrawScratch::of(&drawing.logits, rows).bins;
+        let words = b.download::<u32>(&buffer, rows * 3 * bins);
+        for (temperature, words) in temperatures.iter().zip(words.chunks_exact(3 * bins)) {
+            let expected = reference::bins(&logits, *temperature, bins);
+            for (bin, expected) in expected.iter().enumerate() {
+                let mass = u64::from(words[bins + bin]) | u64::from(words[2 * bins + bin]) << 32;
+                assert_eq!(
+                    (words[bin], mass),
+                    *expected,
+                    "{width} ids, temperature {temperature}, bin {bin}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn masses_are_powers_of_two() {
+    let mut last = u64::MAX;
+    for i in 0..400_000 {
+        let t = i as f32 * 1e-4;
+        let (mass, exact) = (reference::mass(t), 2f64.powi(40) * 2f64.powf(-f64::from(t)));
+        assert!((mass as f64 - exact).abs() <= 1.0 + exact * 6e-9, "2^-{t}: {mass}, not {exact}");
+        assert!(mass >= 1 && mass <= last, "2^-{t}: {mass} behind {last}");
+        last = mass;
+    }
+    assert_eq!(reference::mass(40.0), 0);
+    for x in [1e-6f32, 0.1, 0.7, 1.0, 1.5, 2.0, 3.0, 1e28] {
+        let exact = 1.0 / f64::from(x);
+        assert!((f64::from(reference::reciprocal(x)) / exact - 1.0).abs() <= 2f64.powi(-24), "1 / {x}");
+    }
+}
+
+/// Logits of a kind that is hard on thresholds, and the name of it.
+fn hard_logits(b: &mut Bench, kind: usize, len: usize) -> (&'static str, Vec<f32>) {
+    let random = b.random(len, 6.0);
+    let each = |f: &mut dyn FnMut(usize, f32) -> f32| -> Vec<f32> {
+        random.iter().enumerate().map(|(i, x)| f(i, *x)).collect()
+    };
+    match kind {
+        0 => ("random", random),
+        1 => ("all equal", vec![-3.25; len]),
+        2 => ("two values", each(&mut |_, x| if x > 2.0 { 1.5 } else { -0.5 })),
+        3 => ("ties", each(&mut |_, x| (x * 4.0).round() / 4.0)),
+        4 => ("masses that vanish", each(&mut |_, x| x * 50.0)),
+        5 => ("one far below", each(&mut |i, x| if i == 7 { -1e30 } else { x })),
+        // More than are listed, at different values so close that no bin tells them apart.
+        6 => ("a crowd below one", each(&mut |i, x| if i == 5 { 9.0 } else { x * 1e-5 })),
+        7 => ("large", each(&mut |_, x| 1e6 + x)),
+        _ => ("of two scales", each(&mut |i, x| if i % 100 == 0 { x } else { x * 1e-4 - 4.0 })),
+    }
+}
+const HARD: usize = 9;
+
+/// A position at which `id` would be drawn from `candidates`, clearly; none where that is too rare to find.
+fn position_of(logits: &[f32], candidates: &[usize], id: usize, temperature: f32, seed: u64) -> Option<u32> {
+    let t = f64::from(temperature);
+    let max = candidates.iter().map(|id| logits[*id]).fold(f32::MIN, f32::max);
+    let z = |id: usize| (f64::from(logits[id]) - f64::from(max)) / t;
+    let least = candidates.iter().map(|id| z(*id).exp()).sum::<f64>().ln() - z(id);
+    if least > 9.0 {
+        return None;
+    }
+    (0..100_000).find(|position| {
+        let random =
+            reference::philox([seed as u32, (seed >> 32) as u32], [*position, id as u32 / 4, 0, 0])[id % 4];
+        let v = (f64::from(random) + 0.5) / 4294967296.0;
+        -(-(-v).ln_1p()).ln() > least && {
+            let (best, margin) = reference::draw(logits, candidates, t, seed, *position);
+            best == id && margin > 0.02
+        }
+    })
+}
+
+#[test]
+fn sampling_filters_exactly_what_its_twin_filters() {
+    let mut b = Bench::new(70);
+    let (mut at_the_edge, mut behind_it) = (0, 0);
+    let mut try_on = |b: &mut Bench, name: &str, logits: &[f32], rounds: usize| {
+        let len = logits.len();
+        let (mut requests, mut expected) = (vec![], vec![]);
+        for round in 0..rounds {
+            let pick = |b: &mut Bench, of: &[f32]| of[b.rng.random_range(0..of.len())];
+            let temperature = pick(b, &[1e-6, 0.05, 0.7, 1.0, 1.0, 2.0, 100.0]);
+            let top_k = [0, 0, 1, 2, 40, len / 2, len - 1, len, len + 5][b.rng.random_range(0..9)];
+            let min_p = pick(b, &[0.0, 0.0, 0.0, 0.02, 0.5, 1.0]);
+            let max = logits.iter().cloned().fold(f32::MIN, f32::max);
+            let least = f64::from(max) + f64::from(min_p).ln() * f64::from(temperature);
+            let unclear = 1e-5 * f64::from(temperature) + 1e-6 * least.abs();
+            // A logarithm's last bit may decide: that is the device's own.
+            if min_p > 0.0 && logits.iter().any(|l| *l != max && (f64::from(*l) - least).abs() < unclear) {
+                continue;
+            }
+            let least = if min_p == 1.0 { max } else { least.max(f64::from(f32::MIN)) as f32 };
+            let kept = |top_p| reference::left(logits, temperature, top_k, top_p, least);
+            let top_p = match round % 3 {
+                0 => 1.0,
+                1 => pick(b, &[0.0, 1e-8, 0.3, 0.9, 0.95, 0.9999]),
+                // The most that the likeliest of them have, or one part in 2^24 more.
+                _ => {
+                    let mut all = kept(1.0);
+                    all.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
+                    let powers = reference::powers_below(logits, temperature);
+                    let masses: Vec<u128> =
+                        all.iter().map(|id| u128::from(reference::mass(powers[*id]))).collect();
+                    let first = b.rng.random_range(0..all.len().min(200));
+                    let (sum, total) = (masses[..=first].iter().sum::<u128>(), masses.iter().sum::<u128>());
+                    let part = (((sum + 1) << 24) - 1) / total + b.rng.random_range(0..2);
+                    part.min((1 << 24) - 1) as f32 / 2f32.powi(24)
+                }
+            };
+            let left = kept(top_p);
+            let seed = b.rng.random::<u64>();
+            let request = SampleRequest {
+                temperature,
+                top_k: top_k as u32,
+                top_p,
+                min_p,
+                seed_low: seed as u32,
+                seed_high: (seed >> 32) as u32,
+                ..SampleRequest::default()
+            };
+            let what = format!("{name}, {len} ids, {request:?}");
+            let mut ask = |position: u32| {
+                requests.push(SampleRequest { position, ..request });
+                let (best, margin) = reference::draw(logits, &left, f64::from(temperature), seed, position);
+                expected.push((best, margin, left.clone(), what.clone()));
+            };
+            ask(1 << 20);
+            let lowest = *left.iter().min_by(|a, b| logits[**a].total_cmp(&logits[**b])).unwrap();
+            if let Some(position) = position_of(logits, &left, lowest, temperature, seed) {
+                at_the_edge += 1;
+                ask(position);
+            }
+            let is_out = |id: &usize| logits[*id] < logits[lowest];
+            let next = (0..len).filter(is_out).max_by(|a, b| logits[*a].total_cmp(&logits[*b]));
+            if let Some(next) = next {
+                let more: Vec<usize> = left.iter().copied().chain([next]).collect();
+                if let Some(position) = position_of(logits, &more, next, temperature, seed) {
+                    behind_it += 1;
+                    ask(position);
+                }
+            }
+        }
+        for (requests, expected) in requests.chunks(24).zip(expected.chunks(24)) {
+            let (ids, _) = draw(b, logits, len, requests);
+            for (id, (best, margin, left, what)) in ids.into_iter().zip(expected) {
+                assert!(left.contains(&(id as usize)), "{what}: {id} is not among the {} left", left.len());
+                if *margin > 0.02 {
+                    assert_eq!(id as usize, *best, "{what}: of {} left", left.len());
+                }
+            }
+        }
+    };
+    for kind in 0..HARD {
+        for (len, rounds) in [(1, 3), (40, 18), (600, 18), (9001, 12)] {
+            let (name, logits) = hard_logits(&mut b, kind, len);
+            try_on(&mut b, name, &logits, rounds);
+        }
+    }
+    let (name, logits) = hard_logits(&mut b, 0, 262_208);
+    try_on(&mut b, name, &logits, 3);
+    assert!(at_the_edge > 150, "too few draws of what stands at a threshold: {at_the_edge}");
+    assert!(behind_it > 150, "too few draws of what stands behind one: {behind_it}");
+}
+
+#[test]
+fn sampling_runs_no_kernel_that_no_request_needs() {
+    let b = &mut Bench::on(&Device::open(&policy()).unwrap(), 71);
+    let logits = b.random(3 * 5000, 4.0);
+    let greedy = SampleRequest { top_k: 3, top_p: 0.5, ..SampleRequest::default() };
+    let plain = SampleRequest { temperature: 1.0, top_p: 1.0, top_k: 5000, ..SampleRequest::default() };
+    let filtered = SampleRequest { top_k: 4999, ..plain };
+    for (requests, dispatches) in
+        [([greedy; 3], 2), ([greedy, plain, greedy], 3), ([plain, filtered, greedy], 4)]
+    {
+        let drawing = Drawing::new(b, &logits, 5000, &requests);
+        let before = b.device.counts();
+        drawing.sample(b);
+        assert_eq!((b.device.counts() - before).dispatches, dispatches, "{requests:?}");
+    }
+}
+
+#[test]
+fn draws_are_the_same_alone_and_beside_others() {
+    let mut b = Bench::new(72);
+    let width = 9001;
+    let logits = b.random(width, 3.0);
+    let requests: Vec<SampleRequest> = (0..12)
+        .map(|i| SampleRequest {
+            temperature: if i % 4 == 0 { 0.0 } else { 0.9 },
+            top_k: [0, 50, 0][i % 3],
+            top_p: [1.0, 1.0, 0.8, 0.95][i / 3],
+            position: i as u32,
+            slot: i as u32,
+            ..SampleRequest::default()
+        })
+        .collect();
+    let (together, _) = draw(&mut b, &logits, width, &requests);
+    let alone: Vec<u32> =
+        requests.iter().map(|request| draw(&mut b, &logits, width, &[*request]).0[0]).collect();
+    assert_eq!(alone, together);
 }
 
 #[test]
@@ -1316,11 +1538,16 @@ fn sampling_where_every_id_is_forbidden_yields_none() {
 #[test]
 fn sampling_reports_log_probabilities_of_the_raw_distribution() {
     let mut b = Bench::new(67);
-    for (width, vocab) in [(1, 1), (7, 6), (300, 257), (5003, 5000)] {
+    for (width, vocab) in [(1, 1), (7, 6), (300, 257), (5003, 5000), (9001, 8999)] {
         let rows = 6;
         let mut logits = b.random(rows * width, 7.0);
         // Ties come in the order of their ids.
         logits[3 * width..][..vocab.min(9)].fill(7.5);
+        // So do those of several workgroups.
+        if vocab > 4100 {
+            logits[5 * width..][4090..4100].fill(7.5);
+            logits[5 * width + 17] = 7.5;
+        }
         let requests: Vec<SampleRequest> = (0..rows as u32)
             .map(|row| SampleRequest {
                 temperature: 0.9,

@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 
 use serde_json::Value;
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
+use unicorn::kernels::cost::Drawn;
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::judge::work;
 use unicorn::model::memory::Schemes;
@@ -278,7 +279,7 @@ fn the_relatives_of_a_780m_are_judged_too() {
 fn every_size_and_batch_is_predicted_with_its_arithmetic() {
     let Some(judged) = of_780m() else { return skip("radv") };
     let predictions = judged["compilers"][0]["predictions"].as_array().expect("a list");
-    assert_eq!(predictions.len(), 5 * 6, "five sizes; five batches and a prompt");
+    assert_eq!(predictions.len(), 5 * 7, "five sizes; five batches, one with top_p, and a prompt");
     let chip = &judged["chip"];
     for prediction in predictions {
         let f = |value: &Value| value.as_f64().expect("a figure");
@@ -341,15 +342,9 @@ fn a_step_dispatches_what_the_judge_counts() {
     let most = work::batch_tokens(&config, &schemes, KvDtype::F16, 256);
     let mut steps = work::prompt(&config, &schemes, KvDtype::F16, Precision::Fast, prompt, most);
     steps.extend((prompt..prompt + generated - 1).map(|position| {
-        work::step(
-            &config,
-            &schemes,
-            KvDtype::F16,
-            Precision::Fast,
-            std::slice::from_ref(&(position..position + 1)),
-            1,
-            most,
-        )
+        let position = position..position + 1;
+        let positions = std::slice::from_ref(&position);
+        work::step(&config, &schemes, KvDtype::F16, Precision::Fast, positions, 1, Drawn::Greedy, most)
     }));
     let mut counted: BTreeMap<String, u64> = BTreeMap::new();
     for work in steps.iter().flatten() {

@@ -5,7 +5,7 @@
 //! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
 
 use super::operand::{BLOCK_COLS, fast_shader_of, together};
-use super::{COLUMNS, Quantized, TILES, Wants, shaders, shaders_of};
+use super::{COLUMNS, DRAW_BINS, DRAW_CHUNK, Quantized, TILES, Wants, shaders, shaders_of};
 use crate::gpu::Shader;
 use crate::gpu::isa::{Counts, Program};
 use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};
@@ -247,13 +247,44 @@ pub fn history(tokens: usize) -> Dispatch {
     Dispatch { activation_bytes: floats(2 * tokens), ..Dispatch::new(&shaders::HISTORY, tokens.div_ceil(64)) }
 }
 
-/// Greedy draws: one walk over the logits.
-pub fn sample(rows: usize, vocab: usize) -> Dispatch {
-    Dispatch {
-        trips: vocab.div_ceil(256) as f64,
-        activation_bytes: floats(rows * vocab),
-        ..Dispatch::new(&shaders::SAMPLE, rows)
+/// How ids are drawn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Drawn {
+    /// The highest logit: one pass over the logits.
+    Greedy,
+    /// With a temperature alone, or min_p: two.
+    Plain,
+    /// With top_k or top_p: three.
+    Filtered,
+}
+
+/// The dispatches of a draw, in their order, each behind a barrier.
+pub fn sample(rows: usize, vocab: usize, drawn: Drawn) -> Vec<Dispatch> {
+    let chunks = vocab.div_ceil(DRAW_CHUNK);
+    let (maxima, found) = (16 * rows * chunks, 16 * rows * chunks);
+    // Four logits a trip.
+    let pass = |shader, beside: usize| Dispatch {
+        trips: vocab as f64 / (4 * 256 * chunks) as f64,
+        activation_bytes: floats(rows * vocab) + beside as u64,
+        ..Dispatch::new(shader, rows * chunks)
+    };
+    let choice = |shader, bytes: usize| Dispatch {
+        trips: chunks.div_ceil(256) as f64,
+        activation_bytes: bytes as u64,
+        ..Dispatch::new(shader, rows)
+    };
+    let bins = if drawn == Drawn::Filtered { 12 * rows * DRAW_BINS } else { 0 };
+    let mut all = vec![pass(&shaders::SAMPLE_MAXIMA, maxima)];
+    if drawn == Drawn::Greedy {
+        all.push(choice(&shaders::SAMPLE_GREEDY, maxima));
+        return all;
     }
+    if drawn == Drawn::Filtered {
+        all.push(pass(&shaders::SAMPLE_MASSES, maxima + bins));
+    }
+    all.push(pass(&shaders::SAMPLE_DRAW, maxima + bins + found));
+    all.push(choice(&shaders::SAMPLE_CHOICE, maxima + bins + found));
+    all
 }
 
 /// A kernel's steady loop.
@@ -323,8 +354,16 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program, subgroup_size
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })
         }
-        // The walk over the logits that every draw makes; others hang on what is asked for.
-        ("sample" | "logprobs", []) => {
+        // The loop over a chunk's logits, or over what the chunks of a row have found; others, of few trips, count once.
+        ("sample", []) => {
+            let loads = |i: &usize| program.trip(*i, &|_| 1).wide_loads;
+            let outer: Vec<usize> = program.inside(None).collect();
+            let steady = *outer.iter().max_by_key(|i| (loads(i), std::cmp::Reverse(**i)))?;
+            let trip = program.trip(steady, &|_| 1);
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
+        }
+        // Of the most likely ids: as many as are wanted at most.
+        ("logprobs", []) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = program.trip(*outer.first()?, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })

@@ -45,6 +45,15 @@ const MATRICES: usize = 3;
 pub const LAST_SAMPLED: u32 = 1 << 31;
 /// What the sampler writes when logits are not finite.
 pub const NO_TOKEN: u32 = u32::MAX;
+/// Ids of a row that a workgroup of the sampler takes, and one of log probabilities.
+const DRAW_CHUNK: usize = 4096;
+/// Bins of a row of logits, each of a count and a mass of 64 bits; and undecided ids that are listed (`shaders/sample.comp`).
+const DRAW_BINS: usize = 1024;
+const DRAW_LIST: usize = 4096;
+const DRAW_TALLIES: usize = 8;
+/// Words of what a chunk says of its log probabilities (`shaders/logprobs.comp`), of which a workgroup has a row's.
+const LOGPROB_PART: usize = 2 + 2 * MAX_LOGPROBS;
+const MOST_CHUNKS: usize = 256;
 
 /// Most alternatives whose log probabilities come back with an id.
 pub const MAX_LOGPROBS: usize = 20;
@@ -163,8 +172,60 @@ pub struct Logits {
     pub raw: Activations,
     /// u32 of the same shape (`shaders/common/draws.glsl`).
     pub adjusted: Activations,
+    /// What the kernels of a draw leave for the next one: u32 `[rows]`[`[draw_words]`](draw_words) of the logits' width.
+    pub scratch: Activations,
     /// Ids from here up are never drawn.
     pub vocab: usize,
+}
+
+/// Words that a draw needs for each row of so many logits.
+pub const fn draw_words(vocab: usize) -> usize {
+    let chunks = vocab.div_ceil(DRAW_CHUNK);
+    (4 + 4 + LOGPROB_PART) * chunks + 3 * DRAW_LIST + DRAW_TALLIES + 3 * DRAW_BINS
+}
+
+/// [`Logits::scratch`] as the kernels that draw from so many rows see it (`shaders/sample.comp`, `shaders/logprobs.comp`).
+#[doc(hidden)]
+pub struct DrawScratch {
+    pub maxima: Buffer,
+    pub found: Buffer,
+    /// First word of `found` that is a tally.
+    tallies: u32,
+    /// `[rows][3][DRAW_BINS]`
+    pub bins: Buffer,
+    /// What must be 0 before: the tallies and the bins.
+    cleared: Buffer,
+    parts: Buffer,
+    chunks: u32,
+}
+
+impl DrawScratch {
+    pub fn of(logits: &Logits, rows: usize) -> DrawScratch {
+        let Logits { raw, scratch, vocab, .. } = logits;
+        assert!(*vocab > 0 && *vocab <= raw.width, "draws from {vocab} ids");
+        let chunks = vocab.div_ceil(DRAW_CHUNK);
+        assert!(chunks <= MOST_CHUNKS, "draws from {vocab} ids, {} at most", MOST_CHUNKS * DRAW_CHUNK);
+        let all = scratch.used(rows, draw_words(raw.width), "draws: scratch");
+        let lists = 4 * chunks + 3 * DRAW_LIST;
+        let mut offset = 0;
+        let sizes = [4 * chunks, lists, DRAW_TALLIES, 3 * DRAW_BINS, LOGPROB_PART * chunks];
+        let [maxima, found, tallies, bins, parts] = sizes.map(|words| {
+            let bytes = 4 * (rows * words) as u64;
+            offset += bytes;
+            all.slice(offset - bytes, bytes)
+        });
+        // Parts that are next to each other.
+        let both = |a: &Buffer, b: &Buffer| all.slice(a.address() - all.address(), a.size() + b.size());
+        DrawScratch {
+            cleared: both(&tallies, &bins),
+            found: both(&found, &tallies),
+            tallies: (rows * lists) as u32,
+            maxima,
+            bins,
+            parts,
+            chunks: chunks as u32,
+        }
+    }
 }
 
 /// Per-token arrays of a step, on the device.
@@ -228,6 +289,16 @@ impl SampleRequest {
     /// Ids, with repetitions, whose logits are changed.
     fn changes(&self) -> u32 {
         self.history_len.max(self.biases)
+    }
+
+    /// Whether it is not the highest logit that is drawn; and whether what is left of the others takes more than a look at
+    /// each.
+    fn draws(&self) -> bool {
+        self.temperature > 0.0
+    }
+
+    fn filters(&self, vocab: usize) -> bool {
+        self.draws() && ((self.top_k > 0 && (self.top_k as usize) < vocab) || self.top_p < 1.0)
     }
 }
 
@@ -338,8 +409,16 @@ pub struct Kernels {
     history: Arc<Pipeline>,
     adjust: [Arc<Pipeline>; 3],
     adjust_clear: Arc<Pipeline>,
-    sample: Arc<Pipeline>,
-    logprobs: Arc<Pipeline>,
+    sample: SamplePipelines,
+    logprobs: [Arc<Pipeline>; 2],
+}
+
+struct SamplePipelines {
+    maxima: Arc<Pipeline>,
+    masses: Arc<Pipeline>,
+    draw: Arc<Pipeline>,
+    choice: Arc<Pipeline>,
+    greedy: Arc<Pipeline>,
 }
 
 impl Kernels {
@@ -394,8 +473,17 @@ impl Kernels {
                 device.pipeline(&shaders::ADJUST_BIAS, &[])?,
             ],
             adjust_clear: device.pipeline(&shaders::ADJUST_CLEAR, &[])?,
-            sample: device.pipeline(&shaders::SAMPLE, &[])?,
-            logprobs: device.pipeline(&shaders::LOGPROBS, &[])?,
+            sample: SamplePipelines {
+                maxima: device.pipeline(&shaders::SAMPLE_MAXIMA, &[])?,
+                masses: device.pipeline(&shaders::SAMPLE_MASSES, &[])?,
+                draw: device.pipeline(&shaders::SAMPLE_DRAW, &[])?,
+                choice: device.pipeline(&shaders::SAMPLE_CHOICE, &[])?,
+                greedy: device.pipeline(&shaders::SAMPLE_GREEDY, &[])?,
+            },
+            logprobs: [
+                device.pipeline(&shaders::LOGPROBS_PARTS, &[])?,
+                device.pipeline(&shaders::LOGPROBS_MERGE, &[])?,
+            ],
         })
     }
 
@@ -757,45 +845,69 @@ impl Kernels {
     }
 
     /// Draws a token for each row of logits, with what [`Kernels::adjust`] made of them: `ids[row]`, and `sampled[slot]`.
+    /// `requests`: what [`DrawArrays::requests`] holds. Only kernels that one of them needs are recorded: one pass over the
+    /// logits where all are greedy, two where none has top_k or top_p, else three.
     pub fn sample(
         &self,
         recorder: &mut Recorder<'_>,
         logits: &Logits,
         draws: &DrawArrays,
         sampled: &Buffer,
-        rows: usize,
+        requests: &[SampleRequest],
     ) {
-        let Logits { raw, adjusted, vocab } = logits;
-        assert!(*vocab > 0 && *vocab <= raw.width, "sample: {vocab} ids");
+        let (rows, Logits { raw, adjusted, vocab, .. }) = (requests.len(), logits);
+        let DrawScratch { maxima, found, tallies, bins, cleared, chunks, .. } = DrawScratch::of(logits, rows);
         let arguments = shaders::Sample {
-            logits: &raw.used(rows, raw.width, "sample: logits"),
-            adjusted: &adjusted.used(rows, raw.width, "sample: adjusted"),
-            masks: &draws.masks,
+            logits: Some(&raw.used(rows, raw.width, "sample: logits")),
+            adjusted: Some(&adjusted.used(rows, raw.width, "sample: adjusted")),
+            masks: Some(&draws.masks),
             requests: &draws.requests_of(rows),
-            ids: &words(&draws.ids, rows, "sample: ids"),
-            sampled,
+            maxima: &maxima,
+            bins: Some(&bins),
+            found: Some(&found),
+            ids: Some(&words(&draws.ids, rows, "sample: ids")),
+            sampled: Some(sampled),
             vocab: *vocab as u32,
             logits_stride: raw.stride as u32,
             mask_words: mask_words(raw.width) as u32,
+            tallies,
         };
-        recorder.dispatch(&self.sample, &arguments, [rows as u32, 1, 1]);
+        let (of_chunks, of_rows) = ([chunks, rows as u32, 1], [rows as u32, 1, 1]);
+        let filters = requests.iter().any(|request| request.filters(*vocab));
+        if filters {
+            // Beside the first kernel, which does not touch them.
+            recorder.fill(&cleared, 0);
+        }
+        recorder.dispatch(&self.sample.maxima, &arguments, of_chunks);
+        if !requests.iter().any(SampleRequest::draws) {
+            recorder.dispatch(&self.sample.greedy, &arguments, of_rows);
+            return;
+        }
+        if filters {
+            recorder.dispatch(&self.sample.masses, &arguments, of_chunks);
+        }
+        recorder.dispatch(&self.sample.draw, &arguments, of_chunks);
+        recorder.dispatch(&self.sample.choice, &arguments, of_rows);
     }
 
     /// Log probabilities, by the raw logits, of the ids that were drawn, and of the most likely ones, for the rows whose
     /// requests want them.
     pub fn logprobs(&self, recorder: &mut Recorder<'_>, logits: &Logits, draws: &DrawArrays, rows: usize) {
         let Logits { raw, vocab, .. } = logits;
-        assert!(*vocab > 0 && *vocab <= raw.width, "logprobs: {vocab} ids");
+        let DrawScratch { parts, chunks, .. } = DrawScratch::of(logits, rows);
         let arguments = shaders::Logprobs {
             logits: &raw.used(rows, raw.width, "logprobs: logits"),
             requests: &draws.requests_of(rows),
-            ids: &words(&draws.ids, rows, "logprobs: ids"),
-            result: &words(&draws.logprobs, rows * LOGPROB_WORDS, "logprobs: result"),
+            ids: Some(&words(&draws.ids, rows, "logprobs: ids")),
+            parts: &parts,
+            result: Some(&words(&draws.logprobs, rows * LOGPROB_WORDS, "logprobs: result")),
             vocab: *vocab as u32,
             logits_stride: raw.stride as u32,
             out_stride: LOGPROB_WORDS as u32,
         };
-        recorder.dispatch(&self.logprobs, &arguments, [rows as u32, 1, 1]);
+        let [of_chunks, merge] = &self.logprobs;
+        recorder.dispatch(of_chunks, &arguments, [chunks, rows as u32, 1]);
+        recorder.dispatch(merge, &arguments, [rows as u32, 1, 1]);
     }
 }
 

@@ -246,6 +246,77 @@ pub fn filtered(logits: &[f32], temperature: f64, top_k: usize, top_p: f64, min_
     left.into_iter().map(|(id, l)| (id, mass(l) / total)).collect()
 }
 
+/// 1 / x to the nearest, halves up, by long division (`shaders/common/mass.glsl`).
+pub fn reciprocal(x: f32) -> f32 {
+    let divisor = u64::from(x.to_bits() & 0x7f_ffff | 0x80_0000);
+    let quotient = (1u64 << 48) / divisor;
+    (quotient / 2 + quotient % 2) as f32 * f32::from_bits((230 - (x.to_bits() >> 23)) << 23)
+}
+
+/// The probability mass of 2^-t in units of 2^-40, in the shader's integers; none from 40 on.
+pub fn mass(t: f32) -> u64 {
+    if t >= 40.0 {
+        return 0;
+    }
+    let whole = t as u32;
+    let x = u64::from((((t - whole as f32) * 2f32.powi(31)) as u32) * 2);
+    let coefficients = [5_479_739, 41_148_157, 238_334_300, 1_031_756_616, 2_977_044_038u64];
+    let y = coefficients.into_iter().fold(469_656, |y, c| c - (y * x >> 32));
+    let power = ((1 << 31) - (y * x >> 32) / 2).min((1 << 31) - 1);
+    power << 9 >> whole
+}
+
+/// The logits of a row as the sampler weighs them: how many powers of two below the largest each is, in f32 as there.
+pub fn powers_below(logits: &[f32], temperature: f32) -> Vec<f32> {
+    let max = logits.iter().cloned().fold(f32::MIN, f32::max);
+    let temperature = temperature.clamp(1e-6, 1e28);
+    let z = |l: f32| (l * 0.5 - max * 0.5).max(-100.0 * temperature) * (reciprocal(temperature) * 2.0);
+    logits.iter().map(|l| z(*l) * -std::f32::consts::LOG2_E).collect()
+}
+
+/// What is left of a row, to the bit of the sampler's integer masses: ids in ascending order. Of logits below `least`
+/// nothing is left, which is what min_p comes to; nor of those without mass, which no noise can lift above the largest.
+pub fn left(logits: &[f32], temperature: f32, top_k: usize, top_p: f32, least: f32) -> Vec<usize> {
+    let powers = powers_below(logits, temperature);
+    let may_come = |id: &usize| logits[*id] > f32::MIN && powers[*id] < 40.0 && logits[*id] >= least;
+    let mut left: Vec<usize> = (0..logits.len()).filter(may_come).collect();
+    left.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
+    let keep = |left: &mut Vec<usize>, last: usize| {
+        let least = logits[left[last]];
+        left.retain(|id| logits[*id] >= least);
+    };
+    if (1..left.len().min(logits.len())).contains(&top_k) {
+        keep(&mut left, top_k - 1);
+    }
+    if top_p < 1.0 {
+        let total: u64 = left.iter().map(|id| mass(powers[*id])).sum();
+        let part = (top_p.max(0.0) * 2f32.powi(24)) as u128;
+        let wanted = (u128::from(total) * part >> 24) as u64;
+        let mut sum = 0;
+        let last = left.iter().position(|id| {
+            sum += mass(powers[*id]);
+            sum >= wanted
+        });
+        keep(&mut left, last.expect("all of it is enough"));
+    }
+    left.sort_unstable();
+    left
+}
+
+/// How many ids of a row are in each bin of the sampler, and their mass. All logits are finite, and may come.
+pub fn bins(logits: &[f32], temperature: f32, bins: usize) -> Vec<(u32, u64)> {
+    let powers = powers_below(logits, temperature);
+    let most = powers.iter().cloned().fold(0.0, f32::max).min(40.0);
+    let scale = f32::from_bits((273 - (most.to_bits() >> 23).max(20)) << 23);
+    let ratio = u64::from(u32::MAX / ((most * scale) as u32 + 1));
+    let mut all = vec![(0, 0); bins];
+    for t in powers.into_iter().filter(|t| *t < 40.0) {
+        let bin = &mut all[((t * scale) as u64 * bins as u64 * ratio >> 32) as usize];
+        *bin = (bin.0 + 1, bin.1 + mass(t));
+    }
+    all
+}
+
 /// The shader's draw over `candidates`: the largest logit / temperature plus Gumbel noise. Returns the id and by how
 /// much it won.
 pub fn draw(

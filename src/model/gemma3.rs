@@ -594,7 +594,7 @@ impl Gemma3 {
     fn record_draws(&self, r: &mut Recorder<'_>, frame: &Frame, requests: &[SampleRequest]) {
         let (k, draws, logits, n) = (&self.kernels, &frame.draws, &self.scratch.logits, requests.len());
         k.adjust(r, logits, draws, &self.history, requests);
-        k.sample(r, logits, draws, &self.sampled, n);
+        k.sample(r, logits, draws, &self.sampled, requests);
         k.clear_adjusted(r, logits, draws, &self.history, requests);
         if requests.iter().any(|request| request.logprobs > 0) {
             k.logprobs(r, logits, draws, n);
@@ -1104,9 +1104,9 @@ impl Scratch {
     /// The same buffers for another model, whose steps come before and behind those of this one.
     fn by_turns(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, .. } = self;
-        let Scratch { final_rows, logits: Logits { raw, adjusted, .. }, pooled, .. } = self;
+        let Scratch { final_rows, logits: Logits { raw, adjusted, scratch, .. }, pooled, .. } = self;
         let Scratch { normed_blocks, attended_blocks, gated_blocks, final_blocks, .. } = self;
-        let all = [hidden, normed, delta, q, attended, k, v, gate, up, final_rows, raw, adjusted, pooled];
+        let all = [hidden, normed, delta, q, attended, k, v, gate, up, final_rows, raw, adjusted, scratch, pooled];
         let blocks = [normed_blocks, attended_blocks, gated_blocks, final_blocks];
         let all = all.map(|activations| &activations.buffer).into_iter().chain(blocks.map(|b| &b.buffer));
         Scratch::of(config, tokens, all.cloned().collect())
@@ -1139,7 +1139,7 @@ impl Scratch {
             gate: next(),
             up: next(),
             final_rows: next(),
-            logits: Logits { raw: next(), adjusted: next(), vocab: config.vocab_size },
+            logits: Logits { raw: next(), adjusted: next(), scratch: next(), vocab: config.vocab_size },
             pooled: next(),
             normed_blocks,
             attended_blocks,

@@ -21,7 +21,7 @@ use crate::gpu::{
 use crate::kernels::{
     Activations, Attention, AttentionShape, DrawArrays, Embedding, Heads, Kernels, KvCache, LOGPROB_WORDS,
     Logits, Matrices, Matrix, Operand, Peak, Quantized, RmsNorm, SampleRequest, StepArrays, UploadError,
-    Wants, cost,
+    Wants, cost, draw_words,
 };
 use crate::tensor::{KvDtype, Precision, Scheme};
 
@@ -199,7 +199,10 @@ impl Case {
             Work::RmsNorm { width, tokens } => cost::rms_norm(tokens, width, self.wants()),
             Work::Residual { width, tokens } => cost::residual(tokens, width, self.wants()),
             Work::Geglu { width, tokens } => cost::geglu(tokens, width, self.wants()),
-            Work::Sample { vocab, rows, .. } => cost::sample(rows, vocab),
+            Work::Sample { vocab, rows, top_k, .. } => {
+                let drawn = if top_k > 0 { cost::Drawn::Filtered } else { cost::Drawn::Greedy };
+                return cost::sample(rows, vocab, drawn).iter().map(|each| each.activation_bytes).sum();
+            }
         };
         dispatch.weight_bytes + dispatch.kv_bytes + dispatch.activation_bytes
     }
@@ -425,11 +428,11 @@ impl Rig {
                 (Box::new(record), output)
             }
             Work::Sample { vocab, rows, top_k, top_p } => {
-                let (logits, draws) = make.draws(vocab, rows, top_k, top_p)?;
+                let (logits, draws, requests) = make.draws(vocab, rows, top_k, top_p)?;
                 let sampled = make.words(&vec![0u32; rows])?;
                 let output = draws.ids.clone();
                 let record =
-                    move |r: &mut Recorder<'_>, _| kernels.sample(r, &logits, &draws, &sampled, rows);
+                    move |r: &mut Recorder<'_>, _| kernels.sample(r, &logits, &draws, &sampled, &requests);
                 (Box::new(record), output)
             }
         };
@@ -614,7 +617,7 @@ impl Make<'_> {
         rows: usize,
         top_k: u32,
         top_p: f32,
-    ) -> Result<(Logits, DrawArrays), GpuError> {
+    ) -> Result<(Logits, DrawArrays, Vec<SampleRequest>), GpuError> {
         let requests: Vec<SampleRequest> = (0..rows)
             .map(|row| SampleRequest {
                 temperature: if top_k > 0 { 1.0 } else { 0.0 },
@@ -635,7 +638,9 @@ impl Make<'_> {
             ids: self.filled(4 * rows as u64, 0)?,
             logprobs: self.filled((4 * LOGPROB_WORDS * rows) as u64, 0)?,
         };
-        Ok((Logits { raw, adjusted, vocab }, draws))
+        let scratch =
+            Activations::new(self.filled(Activations::bytes(rows, draw_words(vocab)), 0)?, draw_words(vocab));
+        Ok((Logits { raw, adjusted, scratch, vocab }, draws, requests))
     }
 }
 

@@ -11,7 +11,7 @@ use super::{KvLimits, Limits, MAX_BIASES};
 use crate::checkpoint::CheckpointError;
 use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Request};
 use crate::kernels::{
-    Activations, Bias, Embedding, LOGPROB_WORDS, Matrix, Quantized, SampleRequest, mask_words,
+    Activations, Bias, Embedding, LOGPROB_WORDS, Matrix, Quantized, SampleRequest, draw_words, mask_words,
 };
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
@@ -515,7 +515,7 @@ pub(super) fn history_bytes(limits: &Limits) -> u64 {
 }
 
 /// Activations of a step: name, rows, width, in the order of `Scratch`.
-pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 13] {
+pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 14] {
     let heads = c.num_attention_heads * c.head_dim;
     let kv_heads = c.num_key_value_heads * c.head_dim;
     [
@@ -531,6 +531,7 @@ pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, us
         ("final rows", LOGIT_ROWS, c.hidden_size),
         ("logits", LOGIT_ROWS, c.vocab_size),
         ("adjusted logits", LOGIT_ROWS, c.vocab_size),
+        ("draws", LOGIT_ROWS, draw_words(c.vocab_size)),
         ("pooled", MAX_SEQUENCES, c.hidden_size),
     ]
 }

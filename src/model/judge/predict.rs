@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::work::{self, Work};
 use super::{Judge, pipeline_name};
 use crate::gpu::isa::Counts;
-use crate::kernels::cost::{Body, Dispatch};
+use crate::kernels::cost::{Body, Dispatch, Drawn};
 use crate::model::memory::Schemes;
 use crate::model::shapes::Shape;
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
@@ -323,12 +323,17 @@ impl Question {
             let schemes = Schemes::uniform(&config, projections, projections, embedding);
             let most = work::batch_tokens(&config, &schemes, self.kv, self.chunk);
             let depth = self.depth.min(config.max_position_embeddings - 1);
-            for batch in BATCHES {
+            let mut decode = |batch: usize, drawn, what: String| {
                 let sequences = vec![depth..depth + 1; batch];
-                let step = work::step(&config, &schemes, self.kv, self.precision, &sequences, batch, most);
-                let what = format!("batch {batch}");
+                let step =
+                    work::step(&config, &schemes, self.kv, self.precision, &sequences, batch, drawn, most);
                 all.push(Prediction::new(chip, shape.name, what, batch as u64, &[step], &find));
+            };
+            for batch in BATCHES {
+                decode(batch, Drawn::Greedy, format!("batch {batch}"));
             }
+            // One again, drawn as models' authors want it.
+            decode(1, Drawn::Filtered, "1 with top_p".into());
             let steps = work::prompt(&config, &schemes, self.kv, self.precision, PROMPT, most);
             let what = format!("prefill {PROMPT}");
             all.push(Prediction::new(chip, shape.name, what, PROMPT as u64, &steps, &find));
