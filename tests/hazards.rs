@@ -126,7 +126,7 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
     Some(match rest {
         0 => quantizing(b),
         1 => sums(b),
-        // With penalties and log probabilities and without: the barriers of those are some for all that was drawn.
+        // Penalties and log probabilities each with draws, and each kind alone: barriers that one needs hide another's.
         2 => draws(b, "draws with penalties"),
         3 => draws(b, "draws with log probabilities"),
         4 => draws(b, "draws alone"),
@@ -295,7 +295,7 @@ fn draws(b: &mut Bench, name: &'static str) -> Chain {
         if adjusts {
             k.clear_adjusted(r, logits, arrays, &drawing.history, requests);
         }
-        if reports || adjusts {
+        if reports {
             k.logprobs(r, logits, arrays, rows);
         }
     };
