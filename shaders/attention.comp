@@ -1,156 +1,263 @@
-// Causal attention of each token over its sequence's paged KV cache, optionally in a sliding window.
+// Causal attention over a sequence's paged KV cache, optionally in a sliding window: the partials of some tokens over some
+// keys (common/softmax.glsl), which attention_merge.comp makes what is attended to.
 //
-//   q, y  f32 [tokens, num_kv_heads * GROUP, HEAD_DIM]; q already normed, rotated and scaled
+//   q  f32 [tokens, num_kv_heads * GROUP, HEAD_DIM]; already normed, rotated and scaled
 //   k_cache, v_cache  blocks of rows [kv_head][token in block][HEAD_DIM] (common/kv.glsl)
-//   block_tables [sequences][max_blocks]; sequence_of, positions [tokens]
+//   block_tables [sequences][max_blocks]
+//   partials  f32 [slots, num_kv_heads * GROUP, HEAD_DIM / 4 + 1, 4]: values; then largest score, sum of weights
 //   window  keys a token sees, itself included; 0: all
 //
-// A workgroup takes one token and one KV head with its GROUP query heads, so that keys and values are read once for
-// the group. It walks the keys in tiles of 64 that start at multiples of 64, with an online softmax. Lane j scores key
-// j of a tile; then HEAD_DIM / 4 lanes hold four dimensions each and sum over every PARTS-th key, and at the end the
-// parts are added in order. So the order of sums depends on the token's position alone, not on the batch or on how the
-// prompt was cut into chunks (the maximum has no order: it may use subgroups of any size).
+// A workgroup takes an item and a KV head. An item is some neighbouring tokens of one sequence, and some neighbouring splits of
+// its keys, which it walks in order; what comes of each token is one partial. TEAMS teams of 64 lanes have ROWS rows of the
+// item each, which are its tokens' query heads. Lane j of a team scores key j of a tile for these rows; then LANES lanes hold
+// WIDTH fours of dimensions each, and add up every PARTS-th key's value: what a lane reads, it uses for all of its rows.
 #version 460
 #extension GL_GOOGLE_include_directive : require
+#extension GL_KHR_shader_subgroup_basic : require
 #extension GL_KHR_shader_subgroup_arithmetic : require
 #include "memory.glsl"
 #include "kv.glsl"
+#include "softmax.glsl"
 
-const uint TILE = 64;
-// Below every score, and far enough from the end of the range that a difference of two is finite.
-const float LOWEST = -1e38;
-layout(local_size_x = TILE) in;
+layout(local_size_x = 64 * TEAMS) in;
 layout(constant_id = 0) const uint GROUP = 1;
 layout(constant_id = 1) const uint HEAD_DIM = 64;
-// Lanes that hold one copy of the output, and how many copies there are.
-const uint LANES = HEAD_DIM / 4;
+layout(constant_id = 2) const uint ROWS = 1;
+// Fours of a head, and how many of them a lane holds: a pair where they are even.
+const uint FOURS = HEAD_DIM / 4;
+const uint WIDTH = 2 - (FOURS - FOURS / 2 * 2);
+// Lanes that hold one copy of the values, and how many copies there are.
+const uint LANES = FOURS / WIDTH;
 const uint PARTS = TILE / LANES;
+// Fours of a key that are read together, and values: fewer where each is used for more rows.
+const uint STEP = FOURS % 8 == 0 ? (ROWS > 4 ? 4 : 8) : WIDTH;
+const uint AHEAD = TILE % (4 * PARTS) == 0 ? (ROWS > 4 ? 2 : 4) : 1;
+const uint MOST_SUBGROUPS = 16;
+
+struct Item {
+    // The first token's row of q, how many tokens, its position, and the row of block_tables.
+    uint token;
+    uint tokens;
+    uint position;
+    uint sequence;
+    uint first_split;
+    uint splits;
+    // Where the first token's partial goes, and how far behind it the next one's.
+    uint slot;
+    uint stride;
+};
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Items { Item at[]; };
 
 layout(push_constant, std430) uniform Push {
     ReadVec4s q;
     ReadCache k_cache;
     ReadCache v_cache;
-    ReadUints positions;
-    ReadUints sequence_of;
+    Items items;
     ReadUints block_tables;
-    WriteVec4s y;
+    Vec4s partials;
     uint num_kv_heads;
     uint block_size;
     uint max_blocks;
     uint window;
+    uint split_unit;
 };
 
-// The queries while keys are walked, then each part's output: 1.5 KiB in all per head of a group, 16 heads at most.
-shared vec4 query[GROUP][TILE];
-shared float subgroup_maximum[GROUP][TILE];
-shared float weights[GROUP][TILE];
-shared uint key_rows[TILE];
+shared float subgroup_maximum[TEAMS * MOST_SUBGROUPS * ROWS];
+shared float weights[TEAMS * TILE * ROWS];
+// By turns, from tile to tile.
+shared uint key_rows[2 * TILE];
 #if defined(KV_INT8)
-shared float value_scales[TILE];
+shared float value_scales[2 * TILE];
 #endif
-shared float part_sum[GROUP][PARTS];
+shared vec4 part_values[TEAMS * TILE * WIDTH];
+shared float part_sum[TEAMS * PARTS];
+// Of the splits before: largest score, sum of weights.
+shared vec2 joined[TEAMS * ROWS];
+
+// As many fours of a key or a value as a lane holds, from `index` on.
+void load(ReadCache cache, uint index, out vec4 fours[WIDTH]) {
+    if (WIDTH == 2)
+        cache_two(cache, index, fours[0], fours[WIDTH - 1]);
+    else
+        fours[0] = cache_four(cache, index);
+}
+
+// Those of a value that this lane holds, from the row that begins at `row`.
+void load_value(uint row, uint dim, uint key, out vec4 fours[WIDTH]) {
+    load(v_cache, row + dim * WIDTH, fours);
+#if defined(KV_INT8)
+    [[unroll]] for (uint w = 0; w < WIDTH; w++) fours[w] *= value_scales[key];
+#endif
+}
 
 void main() {
-    const uint token = gl_WorkGroupID.x, kv_head = gl_WorkGroupID.y, lane = gl_LocalInvocationID.x;
-    const uint position = positions.at[token];
-    const uint table = sequence_of.at[token] * max_blocks;
-    const uint first = window > 0 && position >= window ? position - window + 1 : 0;
-    const uint row = (token * num_kv_heads + kv_head) * GROUP * HEAD_DIM;
-
-    if (lane < LANES) {
-        [[unroll]] for (uint g = 0; g < GROUP; g++) query[g][lane] = q.at[row / 4 + g * LANES + lane];
-    }
-    barrier();
-
+    const Item item = items.at[gl_WorkGroupID.x];
+    const uint kv_head = gl_WorkGroupID.y;
+    // By subgroups, so that a team is the same for all of one: what its rows need is then loaded once for all lanes.
+    const uint before = gl_SubgroupID * gl_SubgroupSize;
+    const uint team = before / TILE, lane = before % TILE + gl_SubgroupInvocationID;
     const uint part = lane / LANES, dim = lane % LANES;
-    float maximum[GROUP], sum[GROUP];
-    vec4 acc[GROUP];
-    [[unroll]] for (uint g = 0; g < GROUP; g++) {
-        maximum[g] = LOWEST;
-        sum[g] = 0.0;
-        acc[g] = vec4(0);
-    }
 
-    for (uint tile = first / TILE * TILE; tile <= position; tile += TILE) {
-        const uint key = tile + lane;
-        float score[GROUP];
-        [[unroll]] for (uint g = 0; g < GROUP; g++) score[g] = LOWEST;
-        if (key >= first && key <= position) {
-            const uint block = block_tables.at[table + key / block_size];
-            const uint head_row = kv_head * block_size + key % block_size, rows = num_kv_heads * block_size;
-            const uint key_row = cache_row(block, rows, head_row, LANES);
-            key_rows[lane] = key_row;
+    // The keys that each row sees, and its query. Rows behind the last token's are that one's, and nobody keeps them.
+    uint first[ROWS], last[ROWS], query[ROWS];
+    uint all_from = 0, all_to = 0xffffffffu;
+    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+        const uint index = team * ROWS + r;
+        const uint token = min(index / GROUP, item.tokens - 1);
+        last[r] = item.position + token;
+        first[r] = window > 0 && last[r] >= window ? last[r] - window + 1 : 0;
+        all_from = max(all_from, first[r]);
+        all_to = min(all_to, last[r]);
+        query[r] = (((item.token + token) * num_kv_heads + kv_head) * GROUP + index % GROUP) * FOURS;
+    }
+    const uint lowest = window > 0 && item.position >= window ? item.position - window + 1 : 0;
+    const uint highest = item.position + item.tokens - 1;
+    const uint table = item.sequence * max_blocks, rows = num_kv_heads * block_size;
+
+    for (uint n = 0; n < item.splits; n++) {
+        const uint split = item.first_split + n;
+        const uint from = max(split_start(split, split_unit, window == 0), lowest);
+        const uint to = min(split_start(split + 1, split_unit, window == 0) - 1, highest);
+        float maximum[ROWS], sum[ROWS];
+        vec4 acc[ROWS][WIDTH];
+        [[unroll]] for (uint r = 0; r < ROWS; r++) {
+            maximum[r] = LOWEST;
+            sum[r] = 0.0;
+            [[unroll]] for (uint w = 0; w < WIDTH; w++) acc[r][w] = vec4(0);
+        }
+
+        for (uint tile = from / TILE * TILE; tile <= to; tile += TILE) {
+            const uint key = tile + lane, turn = tile & TILE;
+            float score[ROWS];
+            [[unroll]] for (uint r = 0; r < ROWS; r++) score[r] = LOWEST;
+            if (key >= from && key <= to) {
+                const uint block = block_tables.at[table + key / block_size];
+                const uint head_row = kv_head * block_size + key % block_size;
+                const uint key_row = cache_row(block, rows, head_row, FOURS);
+                if (team == 0) key_rows[turn + lane] = key_row;
 #if defined(KV_INT8)
-            const float scale = cache_scale(k_cache, block, rows, head_row, LANES);
-            value_scales[lane] = cache_scale(v_cache, block, rows, head_row, LANES);
+                const float scale = cache_scale(k_cache, block, rows, head_row, FOURS);
+                if (team == 0) value_scales[turn + lane] = cache_scale(v_cache, block, rows, head_row, FOURS);
 #endif
-            [[unroll]] for (uint g = 0; g < GROUP; g++) score[g] = 0.0;
-            for (uint i = 0; i < LANES; i++) {
-                const vec4 b = cache_four(k_cache, key_row + i);
-                [[unroll]] for (uint g = 0; g < GROUP; g++) {
-                    const vec4 a = query[g][i];
-                    score[g] = fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, score[g]))));
+                float product[ROWS];
+                [[unroll]] for (uint r = 0; r < ROWS; r++) product[r] = 0.0;
+                // Unrolled, it takes minutes to compile for a CPU.
+                [[dont_unroll]] for (uint i = 0; i < FOURS; i += STEP) {
+                    vec4 b[STEP];
+                    [[unroll]] for (uint s = 0; s < STEP; s += WIDTH) {
+                        vec4 fours[WIDTH];
+                        load(k_cache, key_row + i + s, fours);
+                        [[unroll]] for (uint w = 0; w < WIDTH; w++) b[s + w] = fours[w];
+                    }
+                    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                        [[unroll]] for (uint s = 0; s < STEP; s++) {
+                            const vec4 a = q.at[query[r] + i + s];
+                            product[r] = fma(a.x, b[s].x, product[r]);
+                            product[r] = fma(a.y, b[s].y, product[r]);
+                            product[r] = fma(a.z, b[s].z, product[r]);
+                            product[r] = fma(a.w, b[s].w, product[r]);
+                        }
+                    }
+                }
+                [[unroll]] for (uint r = 0; r < ROWS; r++) {
+#if defined(KV_INT8)
+                    product[r] *= scale;
+#endif
+                    if (key >= first[r] && key <= last[r]) score[r] = product[r];
                 }
             }
-#if defined(KV_INT8)
-            [[unroll]] for (uint g = 0; g < GROUP; g++) score[g] *= scale;
-#endif
-        }
-        [[unroll]] for (uint g = 0; g < GROUP; g++) {
-            const float highest = subgroupMax(score[g]);
-            if (subgroupElect()) subgroup_maximum[g][gl_SubgroupID] = highest;
-        }
-        barrier();
+            const uint maxima = team * MOST_SUBGROUPS * ROWS;
+            [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                const float largest = subgroupMax(score[r]);
+                if (subgroupElect())
+                    subgroup_maximum[maxima + before % TILE / gl_SubgroupSize * ROWS + r] = largest;
+            }
+            barrier();
 
-        float correction[GROUP];
-        [[unroll]] for (uint g = 0; g < GROUP; g++) {
-            float tile_maximum = maximum[g];
-            for (uint i = 0; i < gl_NumSubgroups; i++)
-                tile_maximum = max(tile_maximum, subgroup_maximum[g][i]);
-            correction[g] = exp(maximum[g] - tile_maximum);
-            maximum[g] = tile_maximum;
-            weights[g][lane] = exp(score[g] - tile_maximum);
-        }
-        barrier();
+            float correction[ROWS];
+            [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                float largest = maximum[r];
+                for (uint i = 0; i < max(TILE / gl_SubgroupSize, 1); i++)
+                    largest = max(largest, subgroup_maximum[maxima + i * ROWS + r]);
+                correction[r] = weight_of(maximum[r], largest);
+                maximum[r] = largest;
+                weights[(team * TILE + lane) * ROWS + r] = weight_of(score[r], largest);
+            }
+            barrier();
 
-        // Keys outside [first, position] may never have been written: they are left out, not weighted by zero.
-        const uint low = max(tile, first) - tile, high = min(tile + TILE - 1, position) - tile;
-        [[unroll]] for (uint g = 0; g < GROUP; g++) {
-            sum[g] *= correction[g];
-            acc[g] *= correction[g];
-        }
-        if (part < PARTS) {
-            for (uint j = (low + PARTS - 1 - part) / PARTS * PARTS + part; j <= high; j += PARTS) {
-                vec4 value = cache_four(v_cache, key_rows[j] + dim);
-#if defined(KV_INT8)
-                value *= value_scales[j];
-#endif
-                [[unroll]] for (uint g = 0; g < GROUP; g++) {
-                    const float weight = weights[g][j];
-                    sum[g] += weight;
-                    acc[g] = fma(vec4(weight), value, acc[g]);
+            [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                sum[r] *= correction[r];
+                [[unroll]] for (uint w = 0; w < WIDTH; w++) acc[r][w] *= correction[r];
+            }
+            if (part >= PARTS) {
+                // There are more lanes than copies need.
+            } else if (TILE % PARTS == 0 && tile >= all_from && tile + TILE - 1 <= all_to) {
+                for (uint j = part; j < TILE; j += AHEAD * PARTS) {
+                    vec4 value[AHEAD][WIDTH];
+                    [[unroll]] for (uint a = 0; a < AHEAD; a++) {
+                        const uint of = turn + j + a * PARTS;
+                        load_value(key_rows[of], dim, of, value[a]);
+                    }
+                    [[unroll]] for (uint a = 0; a < AHEAD; a++) {
+                        [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                            const float weight = weights[(team * TILE + j + a * PARTS) * ROWS + r];
+                            sum[r] += weight;
+                            [[unroll]] for (uint w = 0; w < WIDTH; w++)
+                                acc[r][w] = fma(vec4(weight), value[a][w], acc[r][w]);
+                        }
+                    }
+                }
+            } else {
+                // Keys that nobody sees may never have been written, and those that a row does not see are left out of it,
+                // not weighted by zero.
+                for (uint j = part; j < TILE; j += PARTS) {
+                    const uint seen = tile + j;
+                    if (seen < from || seen > to) continue;
+                    vec4 value[WIDTH];
+                    load_value(key_rows[turn + j], dim, turn + j, value);
+                    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+                        if (seen < first[r] || seen > last[r]) continue;
+                        const float weight = weights[(team * TILE + j) * ROWS + r];
+                        sum[r] += weight;
+                        [[unroll]] for (uint w = 0; w < WIDTH; w++)
+                            acc[r][w] = fma(vec4(weight), value[w], acc[r][w]);
+                    }
                 }
             }
         }
-        barrier();
-    }
 
-    if (part < PARTS) {
-        [[unroll]] for (uint g = 0; g < GROUP; g++) {
-            query[g][part * LANES + dim] = acc[g];
-            if (dim == 0) part_sum[g][part] = sum[g];
-        }
-    }
-    barrier();
-    if (lane < LANES) {
-        [[unroll]] for (uint g = 0; g < GROUP; g++) {
-            vec4 total = query[g][lane];
-            float divisor = part_sum[g][0];
-            [[unroll]] for (uint p = 1; p < PARTS; p++) {
-                total += query[g][p * LANES + lane];
-                divisor += part_sum[g][p];
+        // One row after the other, in one place of the code: barriers are what compilers for CPUs take long for.
+        [[dont_unroll]] for (uint r = 0; r < ROWS; r++) {
+            const uint copies = team * TILE * WIDTH, index = team * ROWS + r;
+            vec2 score = vec2(0.0);
+            [[unroll]] for (uint s = 0; s < ROWS; s++) {
+                if (s != r) continue;
+                score.x = maximum[s];
+                if (part >= PARTS) continue;
+                [[unroll]] for (uint w = 0; w < WIDTH; w++)
+                    part_values[copies + part * FOURS + dim * WIDTH + w] = acc[s][w];
+                if (dim == 0) part_sum[team * PARTS + part] = sum[s];
             }
-            y.at[row / 4 + g * LANES + lane] = total / divisor;
+            barrier();
+            score.y = part_sum[team * PARTS];
+            for (uint p = 1; p < PARTS; p++) score.y += part_sum[team * PARTS + p];
+            if (lane < FOURS && index < item.tokens * GROUP) {
+                vec4 values = part_values[copies + lane];
+                for (uint p = 1; p < PARTS; p++) values += part_values[copies + p * FOURS + lane];
+                const uint slot = item.slot + index / GROUP * item.stride;
+                const uint at = ((slot * num_kv_heads + kv_head) * GROUP + index % GROUP) * (FOURS + 1);
+                if (n > 0) {
+                    vec4 all = partials.at[at + lane];
+                    vec2 all_score = joined[index];
+                    join(all, all_score, values, score);
+                    values = all;
+                    score = all_score;
+                }
+                partials.at[at + lane] = values;
+                if (lane == 0) partials.at[at + FOURS] = vec4(score, 0.0, 0.0);
+            }
+            barrier();
+            if (lane == 0) joined[index] = score;
         }
     }
 }

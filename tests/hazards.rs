@@ -10,7 +10,7 @@ use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::{Buffer, Device, Order, Recorder, Rehearsal};
 use unicorn::kernels::{
     Attention, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Operand, Peak, Quantized, RmsNorm,
-    StepArrays, Wants, shaders,
+    Shares, StepArrays, Wants, shaders,
 };
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
@@ -311,6 +311,7 @@ fn history(b: &mut Bench) -> Chain {
         sequence_of: b.upload(&[0u32, 0, 1, 2]),
         slot_mapping: b.poisoned(4),
         block_tables: b.poisoned(4),
+        shares: b.shares(&Shares::default(), 1),
     };
     let (slots_of, sampled) = (b.upload(&[2u32, 1, 0]), b.upload(&[7u32, 55, 7]));
     let history = History { ids: b.poisoned(4 * slots * slot_len), slot_len };
@@ -336,7 +337,8 @@ fn transfers(b: &mut Bench) -> Chain {
 fn attention(b: &mut Bench, kv: KvDtype, attends: bool) -> Chain {
     let shape = shape(4, 2, 32, 16, None);
     b.make_heads(&shape, kv);
-    let paged = Paged::new(b, shape, &[(3, 3), (21, 21)]);
+    // A tile of several, and one token alone.
+    let paged = Paged::new(b, shape, &[(3, 3), (21, 21), (5, 1)]);
     let tokens = paged.tokens().len();
     let [q_width, kv_width] = [4 * 32, 2 * 32];
     let [q, k, v] = [q_width, kv_width, kv_width].map(|width| {
@@ -347,15 +349,23 @@ fn attention(b: &mut Bench, kv: KvDtype, attends: bool) -> Chain {
     let cache = KvCache { keys: b.upload(&zeros), values: b.upload(&zeros) };
     let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
     let rope: Vec<f32> = (0..64 * 16).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let (rope, step, y) = (b.upload(&rope), paged.arrays(b), b.empty(tokens, q_width));
+    let (rope, step) = (b.upload(&rope), paged.arrays(b));
+    // What is attended to, in f32, in int8 and in both.
+    let wants = Wants { floats: kv != KvDtype::F16, blocks: kv != KvDtype::F32 };
+    let y = Operand::new(wants, &b.empty(tokens, q_width), &b.quantized(tokens, q_width));
+    let partials = b.partials(&shape, paged.room());
     let mut written = vec![q.buffer.clone(), cache.keys.clone(), cache.values.clone()];
-    written.extend(attends.then(|| y.buffer.clone()));
+    if attends {
+        written.extend([&partials.single, &partials.tiles].map(|x| x.buffer.clone()));
+        written.extend(y.floats.as_ref().map(|floats| floats.buffer.clone()));
+        written.extend(y.blocks.iter().flat_map(|blocks| planes(blocks, tokens.next_power_of_two())));
+    }
     let [q_norm, k_norm] = [norm.clone(), norm];
     let attention = Attention { shape, q_norm, k_norm, rope, q_scale: 0.2, cache };
     let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
         kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
         if attends {
-            kernels.attention(r, &attention, &q, &step, &y, tokens);
+            kernels.attention(r, &attention, &q, &step, &partials, &y, tokens);
         }
     };
     let what = if attends { "and attention" } else { "alone" };

@@ -12,9 +12,10 @@ use unicorn::gpu::{
     Arena, Buffer, Class, CommandBuffer, Device, DevicePolicy, GpuError, MemoryKind, Recorder, Uploader,
 };
 use unicorn::kernels::{
-    Activations, Attention, AttentionShape, Bias, DrawArrays, DrawScratch, Embedding, Heads, History,
-    Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Logits, MAX_LOGPROBS, Matrices, Matrix, NO_TOKEN,
-    Operand, Peak, Quantized, RmsNorm, SampleRequest, StepArrays, draw_words, mask_words, reference,
+    Activations, Attention, AttentionShape, Bias, DrawArrays, DrawScratch, Embedding, Heads, History, Item,
+    Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Logits, MAX_LOGPROBS, Matrices, Matrix, NO_TOKEN, Operand,
+    Partials, Peak, Quantized, RmsNorm, Room, Run, SampleRequest, ShareArrays, Shares, StepArrays,
+    draw_words, mask_words, reference,
 };
 use unicorn::model::kernel_cases::{Choice, Rig, Work};
 use unicorn::model::shapes::Shape;
@@ -147,6 +148,25 @@ impl Bench {
 
     pub fn empty(&mut self, rows: usize, width: usize) -> Activations {
         Activations::new(self.poisoned(Activations::bytes(rows, width) as usize), width)
+    }
+
+    /// Room for what attention merges.
+    pub fn partials(&mut self, shape: &AttentionShape, room: Room) -> Partials {
+        let width = shape.partial_width();
+        // A kind that has no room has no items.
+        Partials {
+            single: self.empty(room.single.max(1), width),
+            tiles: self.empty(room.tiles.max(1), width),
+        }
+    }
+
+    pub fn shares(&mut self, shares: &Shares, num_kv_heads: usize) -> ShareArrays {
+        let mut items = |items: &[Item]| (!items.is_empty()).then(|| self.upload(items));
+        let (single, tiles) = (items(&shares.single), items(&shares.tiles));
+        // Where a step has no token, there is nothing to merge, and a place for it.
+        let merges = if shares.merges.is_empty() { &[[0; 2]][..] } else { &shares.merges };
+        let (groups, merges) = (self.upload(&shares.groups(num_kv_heads)), self.upload(merges));
+        ShareArrays { single, tiles, groups, merges }
     }
 
     /// Room for int8 activations.
@@ -729,8 +749,25 @@ impl Paged {
         self.num_blocks * self.shape.block_size * self.shape.num_kv_heads * self.shape.head_dim
     }
 
+    /// As a step has it.
+    pub fn room(&self) -> Room {
+        let tokens = self.tokens().len();
+        Room { single: tokens + 64, tiles: tokens + 64 }
+    }
+
+    fn runs(&self) -> Vec<Run> {
+        let mut row = 0;
+        let run = |(sequence, &(len, new)): (usize, &(usize, usize))| {
+            let run = Run { row, start: len - new, tokens: new, sequence };
+            row += new;
+            run
+        };
+        self.sequences.iter().enumerate().map(run).collect()
+    }
+
     pub fn arrays(&self, b: &mut Bench) -> StepArrays {
         let tokens = self.tokens();
+        let shares = Shares::new(&self.shape, &self.runs(), tokens.len(), tokens.len(), self.room());
         let positions: Vec<u32> = tokens.iter().map(|t| t.1 as u32).collect();
         let sequence_of: Vec<u32> = tokens.iter().map(|t| t.0 as u32).collect();
         let slots: Vec<u32> = tokens.iter().map(|t| self.slot(t.0, t.1)).collect();
@@ -745,6 +782,7 @@ impl Paged {
             sequence_of: b.upload(&sequence_of),
             slot_mapping: b.upload(&slots),
             block_tables: b.upload(&tables),
+            shares: b.shares(&shares, self.shape.num_kv_heads),
         }
     }
 }
@@ -803,11 +841,15 @@ fn attention_matches_its_twin_over_pages_and_windows() {
         let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
         let arrays = paged.arrays(&mut b);
         let (input, output) = (b.activations(&q, width), b.empty(tokens.len(), width));
+        let partials = b.partials(&shape, paged.room());
         let nothing = b.poisoned(4 * shape.head_dim);
         let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
         let [q_norm, k_norm] = [norm.clone(), norm];
         let attention = Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache };
-        b.run(|k, r| k.attention(r, &attention, &input, &arrays, &output, tokens.len()));
+        b.run(|k, r| {
+            let output = Operand::floats(&output);
+            k.attention(r, &attention, &input, &arrays, &partials, &output, tokens.len());
+        });
         let got = b.rows(&output, tokens.len());
         for (t, &(s, position)) in tokens.iter().enumerate() {
             let first = shape.window.map_or(0, |w| (position + 1).saturating_sub(w));
@@ -828,6 +870,180 @@ fn attention_matches_its_twin_over_pages_and_windows() {
             }
         }
     }
+}
+
+/// Attention of one layer over random keys and values.
+struct Attended {
+    paged: Paged,
+    attention: Attention,
+    arrays: StepArrays,
+    q: Activations,
+}
+
+impl Attended {
+    /// `spread`: of queries; `len` of each sequence and its tokens in the step.
+    fn new(
+        b: &mut Bench,
+        shape: AttentionShape,
+        kv: KvDtype,
+        spread: f32,
+        sequences: &[(usize, usize)],
+    ) -> Attended {
+        b.make_heads(&shape, kv);
+        let paged = Paged::new(b, shape, sequences);
+        let mut cached = [paged.empty_cache(kv), paged.empty_cache(kv)];
+        for (s, &(len, _)) in paged.sequences.iter().enumerate() {
+            for position in 0..len {
+                for head in 0..shape.num_kv_heads {
+                    let row = paged.row(s, position, head);
+                    for cached in &mut cached {
+                        let random = b.random(shape.head_dim, 1.0);
+                        paged.file_away(cached, kv, row, &random);
+                    }
+                }
+            }
+        }
+        let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
+        let width = shape.num_heads * shape.head_dim;
+        let tokens = paged.tokens().len();
+        let rows = b.random(tokens * width, spread);
+        let (arrays, q) = (paged.arrays(b), b.activations(&rows, width));
+        let nothing = b.poisoned(4 * shape.head_dim);
+        let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
+        let [q_norm, k_norm] = [norm.clone(), norm];
+        let attention = Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache };
+        Attended { paged, attention, arrays, q }
+    }
+
+    fn tokens(&self) -> usize {
+        self.paged.tokens().len()
+    }
+
+    /// Bits of what is attended to, shared out like this.
+    fn run(&self, b: &mut Bench, shares: &Shares, room: Room) -> Vec<u32> {
+        let Attended { attention, arrays, q, .. } = self;
+        let shape = &attention.shape;
+        let tokens = self.tokens();
+        let (partials, y) = (b.partials(shape, room), b.empty(tokens, q.width));
+        let step = StepArrays { shares: b.shares(shares, shape.num_kv_heads), ..arrays.clone() };
+        b.run(|k, r| k.attention(r, attention, q, &step, &partials, &Operand::floats(&y), tokens));
+        b.rows(&y, tokens).into_iter().map(f32::to_bits).collect()
+    }
+
+    /// Shared out in every way: all bits are the same, and none of what is no number is among them.
+    fn check(&self, b: &mut Bench, what: &str) {
+        let tokens = self.tokens();
+        let shape = &self.attention.shape;
+        let roomy = Room { single: 8 * tokens + 400, tiles: 8 * tokens + 400 };
+        let ways = [
+            ("split", roomy, tokens),
+            ("walked", Room { single: tokens, tiles: tokens }, tokens),
+            ("in tiles alone", Room { single: 0, ..roomy }, tokens),
+            ("in tiles alone, walked", Room { single: 0, tiles: tokens }, tokens),
+            ("token by token", roomy, 1),
+            ("token by token in tiles", Room { single: 0, ..roomy }, 1),
+            ("three by three", roomy, 3),
+        ];
+        let mut expected: Option<Vec<u32>> = None;
+        for (way, room, rows_per_part) in ways {
+            let shares = Shares::new(shape, &self.paged.runs(), tokens, rows_per_part, room);
+            let got = self.run(b, &shares, room);
+            assert!(got.iter().all(|bits| f32::from_bits(*bits).is_finite()), "{what}, {way}: no numbers");
+            let expected = expected.get_or_insert_with(|| got.clone());
+            let off = got.iter().zip(expected).filter(|(got, expected)| got != expected).count();
+            assert_eq!(off, 0, "{what}, {way}: bits of {off} of {} numbers differ", got.len());
+        }
+        // The first splits of each token by one workgroup, and each of the rest by its own.
+        let shares =
+            Shares::new(shape, &self.paged.runs(), tokens, 1, Room { single: tokens, tiles: tokens });
+        for walked in [1, 2, 5] {
+            let mut cut = shares.clone();
+            cut.single.clear();
+            for item in &shares.single {
+                let (slot, rest) = (cut.single.len() as u32, item.splits.saturating_sub(walked));
+                cut.single.push(Item { splits: item.splits - rest, slot, ..*item });
+                cut.single.extend((0..rest).map(|n| Item {
+                    first_split: item.first_split + walked + n,
+                    splits: 1,
+                    slot: slot + 1 + n,
+                    ..*item
+                }));
+                cut.merges[item.token as usize] = [slot, 1 + rest];
+            }
+            let room = Room { single: cut.single.len(), tiles: 1 };
+            let got = self.run(b, &cut, room);
+            assert!(Some(got) == expected, "{what}, {walked} splits walked");
+        }
+    }
+}
+
+#[test]
+fn attention_has_the_same_bits_however_it_is_shared_out() {
+    let mut b = Bench::new(31);
+    let shapes = [
+        (shape(2, 1, 32, 16, None), &[(1, 1), (300, 1), (260, 70)][..]),
+        (shape(4, 2, 128, 16, None), &[(330, 40), (65, 1), (64, 64), (193, 1)]),
+        (shape(4, 2, 128, 16, Some(70)), &[(330, 40), (65, 1), (64, 64)]),
+        (shape(4, 1, 256, 32, Some(100)), &[(290, 9), (200, 1), (70, 70)]),
+        (shape(3, 1, 100, 5, Some(66)), &[(101, 30), (90, 1)]),
+        (shape(5, 1, 36, 16, None), &[(201, 13), (129, 1)]),
+        (shape(16, 1, 64, 16, None), &[(150, 5), (64, 1)]),
+        (shape(1, 1, 4, 16, Some(1)), &[(140, 70), (64, 1)]),
+        (shape(16, 1, 256, 16, Some(40)), &[(110, 3), (64, 1)]),
+        (shape(16, 8, 64, 16, None), &[(300, 40), (129, 1)]),
+    ];
+    for ((shape, sequences), kv) in shapes.into_iter().zip(KvDtype::ALL.into_iter().cycle()) {
+        // Weights of about one size; one that is nearly all, while others come to nothing.
+        for spread in [0.5, 300.0] {
+            let attended = Attended::new(&mut b, shape, kv, spread, sequences);
+            attended.check(&mut b, &format!("{shape:?}, {kv}, queries of {spread}"));
+        }
+    }
+}
+
+/// Behind 16 units of 64 keys splits are four times as long, behind 128 sixteen times.
+#[test]
+fn attention_matches_its_twin_where_splits_grow() {
+    let mut b = Bench::new(32);
+    let long = AttentionShape { max_blocks: 150, ..shape(2, 1, 32, 64, None) };
+    let sequences = [(1023, 1), (1026, 3), (8191, 1), (8194, 3), (9300, 2), (1281, 1)];
+    for kv in KvDtype::ALL {
+        let attended = Attended::new(&mut b, long, kv, 1.0, &sequences);
+        attended.check(&mut b, &format!("{kv}"));
+        let (tokens, room) = (attended.tokens(), Room { single: 400, tiles: 400 });
+        let shares = Shares::new(&long, &attended.paged.runs(), tokens, tokens, room);
+        let got: Vec<f32> = attended.run(&mut b, &shares, room).into_iter().map(f32::from_bits).collect();
+        let q = b.rows(&attended.q, tokens);
+        let KvCache { keys, values } = &attended.attention.cache;
+        let bytes = attended.paged.empty_cache(kv).len();
+        let [keys, values] = [keys, values].map(|cache| b.download::<u8>(cache, bytes));
+        for (t, &(s, position)) in attended.paged.tokens().iter().enumerate() {
+            let row = |cache: &[u8], p: usize| attended.paged.read(cache, kv, attended.paged.row(s, p, 0));
+            let [k, v] = [&keys, &values].map(|c| (0..=position).map(|p| row(c, p)).collect::<Vec<_>>());
+            let [k, v] = [&k, &v].map(|rows| rows.iter().map(Vec::as_slice).collect::<Vec<_>>());
+            for head in 0..2 {
+                let at = t * 64 + head * 32;
+                let expected = reference::attention(&q[at..at + 32], &k, &v);
+                let what = format!("{kv} position {position} head {head}");
+                close(&got[at..at + 32], &expected, &[1.0; 32], 5e-6, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_of_nobody_attend_to_nothing() {
+    let mut b = Bench::new(33);
+    let shape = shape(4, 2, 32, 16, None);
+    let attended = Attended::new(&mut b, shape, KvDtype::F16, 1.0, &[(70, 2), (9, 3)]);
+    let room = Room { single: 20, tiles: 20 };
+    let runs = attended.paged.runs();
+    let tokens = attended.tokens();
+    let all = attended.run(&mut b, &Shares::new(&shape, &runs, tokens, tokens, room), room);
+    let some = attended.run(&mut b, &Shares::new(&shape, &runs[..1], tokens, tokens, room), room);
+    let known = 2 * 4 * 32;
+    assert_eq!(some[..known], all[..known]);
+    assert!(some[known..].iter().all(|bits| *bits == 0));
 }
 
 #[test]
@@ -1613,6 +1829,7 @@ fn history_holds_each_tokens_id_at_its_slot_and_position() {
         sequence_of: b.upload(&sequence_of),
         slot_mapping: b.poisoned(4),
         block_tables: b.poisoned(4),
+        shares: b.shares(&Shares::default(), 1),
     };
     let (slots_of, sampled) = (b.upload(&[2u32, 0, 3]), b.upload(&[7u32, 7, 7, 55]));
     let history = History { ids: b.poisoned(4 * slots * slot_len), slot_len };
@@ -1680,7 +1897,11 @@ fn the_cases_that_are_measured_run_and_write_numbers() {
                     assert!(after.iter().all(|id| (*id as usize) < vocab), "{}: {after:?}", case.name);
                 }
                 // What int8 stands for is looked at where it is multiplied with.
-                Work::Gated { .. } | Work::RmsNorm { .. } | Work::Residual { .. } | Work::Geglu { .. }
+                Work::Gated { .. }
+                | Work::Attention { .. }
+                | Work::RmsNorm { .. }
+                | Work::Residual { .. }
+                | Work::Geglu { .. }
                     if precision == Precision::Fast =>
                 {
                     assert!(before != after, "{}: nothing was written", case.name);

@@ -444,16 +444,18 @@ fn the_27b_takes_what_is_counted_by_hand() {
     let blocks = (1024u64 + 2 * 256).div_ceil(16) + 1;
     assert_eq!(demand.window_bytes(8192), 52 * 2 * blocks * 64 * KIB);
     assert_eq!(bytes(Class::KvCache), (10 * 2 * (8192 / 16 + 1) + 52 * 2 * (blocks + 1)) * 64 * KIB);
-    // 110e9 multiply-adds leave 266 tokens a layer, and 256 are what a step is asked for; 64 rows of logits, as they are and as draws change them; two
+    // 110e9 multiply-adds leave 266 tokens a layer, and 256 are what a step is asked for; partials of attention, one for
+    // each of 64 sequences and 448 more, and for each token and 256 more; 64 rows of logits, as they are and as draws change them; two
     // tables of 128 f32 a position; 64 slots, a sum of hidden states in each, and the history of one more.
     assert_eq!(110_000_000_000 / (attention + 3 * 5376 * 21_504), 266);
     let tokens = 256;
     assert_eq!(demand.batch_tokens() as u64, tokens);
     let row = 3 * 5376 + 2 * 4096 + 2 * 2048 + 2 * 21_504;
+    let partials = (64 + 448 + tokens + 256) * 32 * (128 + 4);
     // In int8, where matrices want it: two digits of 32 bytes and 8 for each 32; 64 rows are padded to 128.
     let int8 = (tokens * (5376 + 4096 + 21_504) + 128 * 5376) / 32 * 2 * 40;
-    let expected =
-        4 * (tokens * row + 64 * (2 * 5376 + 2 * 262_208) + 2 * 8192 * 128 + 65 * 8192) + 256 + int8;
+    let floats = tokens * row + partials + 64 * (2 * 5376 + 2 * 262_208) + 2 * 8192 * 128 + 65 * 8192;
+    let expected = 4 * floats + 256 + int8;
     assert_eq!(bytes(Class::Activations), expected);
 
     // What memory leaves for the cache, in whole blocks of 16: 1 KiB a token for RoPE tables, 4 bytes for 65 rows of history

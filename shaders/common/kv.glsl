@@ -8,7 +8,8 @@
 #if defined(KV_F32)
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ReadCache { vec4 at[]; };
 #elif defined(KV_F16)
-layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ReadCache { uvec2 at[]; };
+// Two fours, which are read at once where a row has an even number of them.
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ReadCache { uvec4 at[]; };
 #elif defined(KV_INT8)
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer ReadCache { uint at[]; };
 #endif
@@ -26,11 +27,23 @@ vec4 cache_four(ReadCache cache, uint index) {
 #if defined(KV_F32)
     return cache.at[index];
 #elif defined(KV_F16)
-    const uvec2 pairs = cache.at[index];
-    return vec4(unpackHalf2x16(pairs.x), unpackHalf2x16(pairs.y));
+    const uint two = index / 2, first = index % 2 * 2;
+    return vec4(unpackHalf2x16(cache.at[two][first]), unpackHalf2x16(cache.at[two][first + 1]));
 #elif defined(KV_INT8)
     const int four = int(cache.at[index]);
     return vec4(bitfieldExtract(four, 0, 8), bitfieldExtract(four, 8, 8), bitfieldExtract(four, 16, 8), four >> 24);
+#endif
+}
+
+// Two fours, of which the first has an even index.
+void cache_two(ReadCache cache, uint index, out vec4 first, out vec4 second) {
+#if defined(KV_F16)
+    const uvec4 words = cache.at[index / 2];
+    first = vec4(unpackHalf2x16(words.x), unpackHalf2x16(words.y));
+    second = vec4(unpackHalf2x16(words.z), unpackHalf2x16(words.w));
+#else
+    first = cache_four(cache, index);
+    second = cache_four(cache, index + 1);
 #endif
 }
 

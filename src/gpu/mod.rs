@@ -30,6 +30,6 @@ pub use instance::ValidationLog;
 pub use memory::{Arena, Buffer};
 pub use pipeline::{Access, Arguments, Pipeline, Shader};
 pub use placement::{Class, MemoryKind, Placement};
-pub use recorder::{CommandBuffer, Counts, Order, Profile, Recorder, Rehearsal, Submission};
+pub use recorder::{CommandBuffer, Counts, INDIRECT_BYTES, Order, Profile, Recorder, Rehearsal, Submission};
 pub use upload::Uploader;
 pub use watchdog::longest_submit;

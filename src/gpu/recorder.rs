@@ -19,6 +19,9 @@ use super::{Class, GpuError};
 /// Timed commands per command buffer; later ones run untimed, and the profile says how many.
 const MAX_TIMED: u32 = 256;
 
+/// Of the numbers of workgroups that an indirect dispatch reads.
+pub const INDIRECT_BYTES: u64 = 12;
+
 /// GPU time per kernel.
 #[derive(Debug, Clone, Default)]
 pub struct Profile {
@@ -452,6 +455,13 @@ impl std::ops::Div<u64> for Counts {
     }
 }
 
+/// Workgroups of a dispatch.
+enum Groups {
+    Of([u32; 3]),
+    /// As many as stand there when it runs.
+    At(vk::Buffer, u64),
+}
+
 /// A command whose place among others is not fixed yet.
 enum Command {
     Dispatch {
@@ -460,7 +470,7 @@ enum Command {
         name: Option<String>,
         push: [u8; PUSH_BYTES as usize],
         push_bytes: usize,
-        groups: [u32; 3],
+        groups: Groups,
     },
     Copy {
         from: vk::Buffer,
@@ -489,14 +499,32 @@ impl Recorder<'_> {
     /// where two addresses lead to the same memory and one of them is written through: a shader that works in place does so
     /// through one address.
     pub fn dispatch<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: [u32; 3]) {
+        let name = &pipeline.name;
+        assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{name}: {groups:?} workgroups");
+        self.dispatch_groups(pipeline, arguments, Groups::Of(groups), None);
+    }
+
+    /// Runs as many workgroups as `groups` says when the dispatch runs: three u32, each at most 65535; none where one of them
+    /// is 0. Else as [`Recorder::dispatch`].
+    pub fn dispatch_indirect<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: &Buffer) {
+        let groups = groups.slice(0, INDIRECT_BYTES);
+        let at = Groups::At(groups.chunk.raw, groups.offset);
+        self.dispatch_groups(pipeline, arguments, at, Some(&groups));
+    }
+
+    fn dispatch_groups<A: Arguments>(
+        &mut self,
+        pipeline: &Pipeline,
+        arguments: &A,
+        groups: Groups,
+        read: Option<&Buffer>,
+    ) {
         let Pipeline { name, shader, .. } = pipeline;
         assert!(shader.kernel == A::KERNEL, "{name} was given the arguments of {}", A::KERNEL);
-        assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{name}: {groups:?} workgroups");
         let followed = arguments.followed();
         assert!(shader.follows || followed.is_empty(), "{name} follows no addresses");
-        let mut accesses =
-            Accesses { reads: followed.iter().map(|b| range(b)).collect(), writes: Vec::new() };
-        let mut used: Vec<&Buffer> = followed.to_vec();
+        let mut used: Vec<&Buffer> = followed.iter().copied().chain(read).collect();
+        let mut accesses = Accesses { reads: used.iter().map(|b| range(b)).collect(), writes: Vec::new() };
         for (buffer, (pointer, access)) in arguments.buffers().zip(shader.pointers) {
             if *access == Access::None || buffer.is_none() && pointer.ends_with("_or_none") {
                 continue;
@@ -616,11 +644,14 @@ impl Recorder<'_> {
         // buffers, and fills are multiples of 4 there; push constants fit the layout.
         unsafe {
             match command {
-                Command::Dispatch { pipeline, push, push_bytes, groups: [x, y, z], .. } => {
+                Command::Dispatch { pipeline, push, push_bytes, groups, .. } => {
                     device.raw.cmd_bind_pipeline(raw, vk::PipelineBindPoint::COMPUTE, pipeline);
                     let (layout, stage) = (device.pipelines.layout, vk::ShaderStageFlags::COMPUTE);
                     device.raw.cmd_push_constants(raw, layout, stage, 0, &push[..push_bytes]);
-                    device.raw.cmd_dispatch(raw, x, y, z);
+                    match groups {
+                        Groups::Of([x, y, z]) => device.raw.cmd_dispatch(raw, x, y, z),
+                        Groups::At(buffer, offset) => device.raw.cmd_dispatch_indirect(raw, buffer, offset),
+                    }
                 }
                 Command::Copy { from, to, region } => device.raw.cmd_copy_buffer(raw, from, to, &[region]),
                 Command::Fill { buffer, offset, bytes, word } => {
@@ -634,7 +665,10 @@ impl Recorder<'_> {
     fn barrier(&mut self) {
         self.let_go();
         self.commands.counts.barriers += 1;
-        let stages = vk::PipelineStageFlags2::COMPUTE_SHADER | vk::PipelineStageFlags2::ALL_TRANSFER;
+        // Indirect dispatches read the numbers of their workgroups before any shader runs.
+        let stages = vk::PipelineStageFlags2::COMPUTE_SHADER
+            | vk::PipelineStageFlags2::ALL_TRANSFER
+            | vk::PipelineStageFlags2::DRAW_INDIRECT;
         let barrier = [vk::MemoryBarrier2::default()
             .src_stage_mask(stages)
             .src_access_mask(vk::AccessFlags2::MEMORY_WRITE)

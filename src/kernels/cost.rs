@@ -5,7 +5,10 @@
 //! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
 
 use super::operand::{BLOCK_COLS, fast_shader_of, together};
-use super::{COLUMNS, DRAW_BINS, DRAW_CHUNK, Quantized, TILES, Wants, shaders, shaders_of};
+use super::{
+    AttentionShape, COLUMNS, DRAW_BINS, DRAW_CHUNK, Item, Quantized, Room, Run, Shares, TILES, Wants,
+    attention_constants, attention_of, shaders, shaders_of,
+};
 use crate::gpu::Shader;
 use crate::gpu::isa::{Counts, Program};
 use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};
@@ -210,28 +213,59 @@ pub fn qkv_store(heads: &Heads, tokens: usize) -> Dispatch {
     }
 }
 
-/// Attention of tokens at `positions`, some of several sequences: `keys` says for each token how many it sees, and `read`
-/// how many all of them see that memory gives once.
-pub fn attention(heads: &Heads, positions: &[usize], window: Option<usize>, read: usize) -> Dispatch {
+/// Attention of sequences that contribute the tokens at these positions, `tokens` with those of nobody: that of single tokens,
+/// that of tiles, and the merge. What a sequence's tokens see, memory gives them once.
+pub fn attention(
+    heads: &Heads,
+    sequences: &[std::ops::Range<usize>],
+    window: Option<usize>,
+    tokens: usize,
+    room: Room,
+    wants: Wants,
+) -> [Dispatch; 3] {
     let Heads { num_heads, num_kv_heads, head_dim, kv } = *heads;
-    let shader = match kv {
-        KvDtype::F32 => &shaders::ATTENTION_F32,
-        KvDtype::F16 => &shaders::ATTENTION_F16,
-        KvDtype::Int8 => &shaders::ATTENTION_INT8,
+    let group = num_heads / num_kv_heads;
+    let shape =
+        AttentionShape { num_heads, num_kv_heads, head_dim, block_size: 1, max_blocks: usize::MAX, window };
+    let mut row = 0;
+    let run = |(sequence, positions): (usize, &std::ops::Range<usize>)| {
+        let run = Run { row, start: positions.start, tokens: positions.len(), sequence };
+        row += run.tokens;
+        run
     };
-    let tiles = |position: usize| {
-        let first = window.map_or(0, |window| (position + 1).saturating_sub(window));
-        position / KEYS - first / KEYS + 1
+    let runs: Vec<Run> = sequences.iter().enumerate().map(run).collect();
+    let shares = Shares::new(&shape, &runs, tokens, tokens, room);
+    let splits = shape.splits();
+    let tiles_of = |item: &Item| {
+        let last = (item.position + item.tokens - 1) as usize;
+        let first = shape.first_key(item.position as usize).max(splits.start(item.first_split as usize));
+        let end = (last + 1).min(splits.start((item.first_split + item.splits) as usize));
+        end.div_ceil(KEYS) - first / KEYS
     };
-    let tokens = positions.len();
-    let walked: usize = positions.iter().map(|position| tiles(*position)).sum();
-    Dispatch {
-        constants: vec![(num_heads / num_kv_heads) as u32, head_dim as u32],
-        trips: walked as f64 / tokens as f64,
-        kv_bytes: read as u64 * heads.row_bytes(),
-        activation_bytes: floats(2 * tokens * num_heads * head_dim),
-        ..Dispatch::new(shader, tokens * num_kv_heads)
-    }
+    let of_kind = |shader, items: &[Item], is_single: bool| {
+        let walked: usize = items.iter().map(tiles_of).sum();
+        let attending: usize = items.iter().map(|item| item.tokens as usize).sum();
+        let of_it = runs.iter().filter(|run| (run.tokens == 1) == is_single);
+        let read: usize = of_it.map(|run| run.start + run.tokens - shape.first_key(run.start)).sum();
+        Dispatch {
+            constants: attention_constants(shader, group, head_dim),
+            trips: walked as f64 / items.len().max(1) as f64,
+            kv_bytes: read as u64 * heads.row_bytes(),
+            // Queries, and partials.
+            activation_bytes: floats(attending * (num_heads * head_dim + shape.partial_width())),
+            ..Dispatch::new(shader, items.len() * num_kv_heads)
+        }
+    };
+    let [single, tiles] = attention_of(kv);
+    let partials: usize = shares.merges.iter().map(|[_, count]| *count as usize).sum();
+    let all = [&shaders::ATTENTION_MERGE, &shaders::ATTENTION_MERGE_INT8, &shaders::ATTENTION_MERGE_BOTH];
+    let (shader, written) = into(wants, all, tokens, num_heads * head_dim);
+    let merge = Dispatch {
+        trips: partials as f64 / tokens as f64,
+        activation_bytes: floats(partials * shape.partial_width()) + written,
+        ..Dispatch::new(shader, tokens * (num_heads * head_dim).div_ceil(1024))
+    };
+    [of_kind(single, &shares.single, true), of_kind(tiles, &shares.tiles, false), merge]
 }
 
 pub fn geglu(rows: usize, width: usize, wants: Wants) -> Dispatch {
@@ -309,8 +343,8 @@ impl Body {
 }
 
 /// Finds the steady loop of a compiled kernel: how depends on the kernel, so every shader has its line here. `None` where
-/// there is no loop. `subgroup_size` is that of the pipeline.
-pub fn body(shader: &Shader, constants: &[u32], program: &Program, subgroup_size: u32) -> Option<Body> {
+/// there is no loop.
+pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Body> {
     let kernel = shader.name.split('_').next().unwrap_or_default();
     match (kernel, constants) {
         ("fast", [columns, geglu, _]) => {
@@ -328,24 +362,36 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program, subgroup_size
             let unrolled = times(trip.macs, weights * u64::from(*columns));
             Some(Body { trip, unrolled, weights, once: without(program, &[steady]) })
         }
-        ("attention", [group, head_dim]) => {
-            // The loop over tiles of keys. Inside it: one over the values of a tile (and over dimensions of the keys, where
-            // the compiler kept that), which read memory; one over subgroups, perhaps inside one over heads.
-            let lanes = u64::from(head_dim / 4);
-            let steady = program
+        ("attention", [_, head_dim, rows]) => {
+            // Around all stands the walk over splits; in it that over tiles of keys.
+            let splits = program
                 .inside(None)
                 .max_by_key(|i| (program.trip(*i, &|_| 1).macs, std::cmp::Reverse(*i)))?;
-            let trips = |index: usize| {
-                let own = program.loops[index].own;
-                if own.vector_loads > 0 {
-                    (lanes / times(own.macs, u64::from(4 * group))).max(1)
-                } else if program.inside(Some(index)).next().is_some() {
-                    u64::from(*group)
-                } else {
-                    (KEYS as u64 / u64::from(subgroup_size)).max(1)
-                }
+            let steady = program.inside(Some(splits));
+            let steady = steady.max_by_key(|i| (program.trip(*i, &|_| 1).macs, std::cmp::Reverse(*i)));
+            let steady = steady.unwrap_or(splits);
+            // Inside it one over dimensions of the keys, where the compiler kept that, with the queries in scalars; one over
+            // the values of a whole tile, and one over those of a part of one, which runs instead of it.
+            let (head_dim, rows) = (u64::from(*head_dim), u64::from(*rows));
+            let fours = head_dim / 4;
+            let width = 2 - fours % 2;
+            let (of_value, parts) = (4 * width * rows, KEYS as u64 / (fours / width));
+            let own = |index: usize| program.loops[index].own;
+            let mut of_values = program.inside(Some(steady));
+            let values = of_values.find(|i| own(*i).vector_loads > 0 && own(*i).scalar_loads == 0);
+            let trips = |index: usize| match own(index) {
+                own if own.vector_loads == 0 => 1,
+                own if own.scalar_loads > 0 => times(rows * head_dim, own.macs.max(1)),
+                own if Some(index) == values => times(KEYS as u64 / parts * of_value, own.macs.max(1)),
+                _ => 0,
             };
             let trip = program.trip(steady, &trips);
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
+        }
+        // A partial of each split.
+        ("attention", []) => {
+            let steady = program.densest()?;
+            let trip = program.trip(steady, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
         }
         // Two walks over a row, or one over what there is.
@@ -413,8 +459,12 @@ mod tests {
         let (product, attention) = (&shaders::MATMUL_INT4, &shaders::ATTENTION_F32);
         assert_eq!((product.workgroup, attention.workgroup), ([32, 4, 1], [64, 1, 1]));
         assert_eq!((product.shared_bytes)(&[8, 4]), 4 * 4 * 8 * 32 * 4);
-        // Of two heads of 128: queries, maxima, weights; a row of each key; the sums of both parts.
-        assert_eq!((attention.shared_bytes)(&[2, 128]), 2 * 64 * (16 + 4 + 4) + 64 * 4 + 2 * 2 * 4);
+        // Of two heads of 128: maxima, weights; a row of each key, twice; what four parts sum up; what is joined.
+        let parts = 64 * 2 * 16 + 4 * 4;
+        assert_eq!(
+            (attention.shared_bytes)(&[2, 128, 2]),
+            2 * (16 + 64) * 4 + 2 * 64 * 4 + parts + 2 * 2 * 4
+        );
         assert!(attention.needs.contains(&Need::SubgroupArithmetic));
         assert!(!product.needs.contains(&Need::SubgroupArithmetic));
         let access = |shader: &Shader, name: &str| {
@@ -452,14 +502,25 @@ mod tests {
     #[test]
     fn attention_walks_over_the_tiles_that_hold_keys_it_sees() {
         let heads = Heads { num_heads: 32, num_kv_heads: 16, head_dim: 128, kv: KvDtype::F16 };
-        let trips = |positions: &[usize], window| attention(&heads, positions, window, 1).trips;
-        assert_eq!(trips(&[0], None), 1.0);
-        assert_eq!(trips(&[63, 64], None), 1.5);
-        assert_eq!(trips(&[1023], Some(1024)), 16.0);
-        assert_eq!(trips(&[1030], Some(1024)), 17.0, "a window that starts in a tile needs one more");
-        let one = attention(&heads, &[511], None, 512);
-        assert_eq!((one.workgroups, one.kv_bytes), (16, 512 * 2 * 16 * 256));
-        assert_eq!(one.constants, [2, 128]);
+        let room = Room { single: 512, tiles: 512 };
+        let wants = Wants { floats: true, blocks: false };
+        let one =
+            |position: usize, window| attention(&heads, &[position..position + 1], window, 1, room, wants);
+        let of = |[single, tiles, merge]: [Dispatch; 3]| {
+            assert_eq!((tiles.workgroups, tiles.kv_bytes), (0, 0));
+            (single.workgroups, single.trips, merge.trips)
+        };
+        assert_eq!(of(one(0, None)), (16, 1.0, 1.0));
+        assert_eq!(of(one(511, None)), (32, 4.0, 2.0), "a workgroup for each split of 256 keys");
+        assert_eq!(of(one(1023, Some(1024))), (64, 4.0, 4.0));
+        assert_eq!(of(one(1030, Some(1024))), (80, 3.4, 5.0), "17 tiles, for the window starts in one");
+        let [single, ..] = one(511, None);
+        assert_eq!((single.kv_bytes, single.constants), (512 * 2 * 16 * 256, vec![2, 128, 2]));
+        // Sixteen tokens a tile, each of which walks over its keys alone, for there are enough of them.
+        let [single, tiles, merge] = attention(&heads, &[0..128], None, 128, room, wants);
+        assert_eq!((single.workgroups, tiles.workgroups, tiles.trips), (0, 8 * 16, 1.25));
+        assert_eq!((tiles.kv_bytes, tiles.constants), (128 * 2 * 16 * 256, vec![2, 128, 8]));
+        assert_eq!((merge.workgroups, merge.trips), (128 * 4, 1.0));
     }
 
     /// A product's loop that a compiler unrolled twice: as many instructions for each weight.
@@ -471,38 +532,35 @@ mod tests {
         let program = |times: usize| {
             Program::parse(&format!("BB1:\n{}\ts_cbranch_scc1 BB1\n", one.repeat(times))).unwrap()
         };
-        let body = |times: usize| body(&shaders::MATMUL_F32, &[1, 1], &program(times), 64).unwrap();
+        let body = |times: usize| body(&shaders::MATMUL_F32, &[1, 1], &program(times)).unwrap();
         assert_eq!((body(1).unrolled, body(1).valu_per_weight()), (1, Some(1.25)));
         assert_eq!((body(2).unrolled, body(2).valu_per_weight()), (2, Some(1.25)));
     }
 
     #[test]
     fn attention_counts_the_loop_over_values_as_often_as_it_runs() {
-        let text = "\
-BB1:
-\tv_add_nc_u32_e32 v1, v2, v3
-BB2:
-\tds_load_b32 v4, v5
-\tv_max_f32_e32 v1, v2, v3
-\ts_cbranch_scc1 BB2
-BB3:
-\tglobal_load_b64 v[1:2], v[3:4], off
-"
-        .to_string()
-            + &"\tv_fma_f32 v1, v2, v3, v4\n".repeat(8)
-            + "\ts_cbranch_vccz BB3\n\ts_cbranch_scc1 BB1\n\ts_endpgm\n";
+        // Splits, tiles, dimensions of keys, values of a whole tile, values of a part of one.
+        let text = "BB1:\n\tv_mov_b32 v0, 0\nBB2:\n\tv_add_nc_u32_e32 v1, v2, v3\nBB3:\n\ts_load_b256 s[0:7], s[8:9], 0\n\
+                    \tglobal_load_b128 v[1:4], v[5:6], off\n"
+            .to_string()
+            + &"\tv_fma_f32 v1, v2, v3, v4\n".repeat(64)
+            + "\ts_cbranch_scc1 BB3\nBB4:\n\tglobal_load_b128 v[1:4], v[5:6], off\n"
+            + &"\tv_fma_f32 v1, v2, v3, v4\n".repeat(64)
+            + "\ts_cbranch_scc1 BB4\nBB5:\n\tglobal_load_b128 v[1:4], v[5:6], off\n"
+            + &"\tv_fma_f32 v1, v2, v3, v4\n".repeat(16)
+            + "\ts_cbranch_scc1 BB5\n\ts_cbranch_scc1 BB2\n\ts_cbranch_scc1 BB1\n\ts_endpgm\n";
         let program = Program::parse(&text).unwrap();
-        let of = |subgroup| body(&shaders::ATTENTION_F16, &[2, 128], &program, subgroup).unwrap();
-        assert_eq!(of(64).trip.valu, 1 + 1 + 32 * 8);
-        assert_eq!(of(32).trip.valu, 1 + 2 + 32 * 8, "two subgroups have a maximum each");
-        assert_eq!((of(64).trip.vector_loads, of(64).once.instructions), (32, 1));
+        // Two rows of 128: 256 products for a key; 16 of 64 values for each of four parts, 8 numbers of each in a lane.
+        let found = body(&shaders::ATTENTION_F16, &[2, 128, 2], &program).unwrap();
+        assert_eq!(found.trip.valu, 1 + 4 * 64 + 4 * 64);
+        assert_eq!((found.trip.vector_loads, found.once.valu), (8, 1));
     }
 
     #[test]
     fn every_pipeline_has_a_steady_loop_that_somebody_named() {
         let program = Program::parse("BB1:\n\tv_fma_f32 v1, v2, v3, v4\n\ts_cbranch_scc1 BB1\n").unwrap();
         for (shader, constants) in crate::kernels::all_pipelines(2, 128) {
-            let found = body(shader, &constants, &program, 64);
+            let found = body(shader, &constants, &program);
             assert_eq!(
                 found.is_none(),
                 ["history", "geglu", "quantize"].contains(&shader.kernel),

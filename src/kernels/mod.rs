@@ -6,9 +6,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder, Shader};
+use crate::gpu::{Buffer, Device, GpuError, INDIRECT_BYTES, Pipeline, Recorder, Shader};
 use crate::tensor::{KvDtype, Precision, Scales, Scheme};
 
+mod attention;
 mod operand;
 mod peak;
 #[doc(hidden)]
@@ -17,6 +18,7 @@ pub mod cost;
 pub mod reference;
 mod weights;
 
+pub use attention::{Item, Part, Room, Run, Shares, Splits, partial_width};
 use operand::Products;
 pub(crate) use operand::are_alike;
 pub use operand::{Operand, Quantized, Wants};
@@ -81,11 +83,28 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
                 };
                 COLUMNS.iter().flat_map(each).collect()
             }
-            ["GROUP", "HEAD_DIM"] => vec![vec![group, head_dim]],
+            ["GROUP", "HEAD_DIM", "ROWS"] => {
+                vec![attention_constants(shader, group as usize, head_dim as usize)]
+            }
             ref others => panic!("{}: constants {others:?} have no values here", shader.name),
         }
     };
     shaders::ALL.iter().flat_map(|shader| constants(shader).into_iter().map(move |c| (*shader, c))).collect()
+}
+
+/// The shaders of attention for a cache of such a type: for single tokens, and for tiles.
+fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
+    match kv {
+        KvDtype::F32 => [&shaders::ATTENTION_F32, &shaders::ATTENTION_TILE_F32],
+        KvDtype::F16 => [&shaders::ATTENTION_F16, &shaders::ATTENTION_TILE_F16],
+        KvDtype::Int8 => [&shaders::ATTENTION_INT8, &shaders::ATTENTION_TILE_INT8],
+    }
+}
+
+/// A team of single tokens has the query heads of one, one of tiles a share of those of several.
+fn attention_constants(shader: &Shader, group: usize, head_dim: usize) -> Vec<u32> {
+    let rows = if shader.name.starts_with("attention_tile") { attention::TILE_ROWS } else { group };
+    [group, head_dim, rows].map(|n| n as u32).to_vec()
 }
 
 /// f32 activations `[rows, width]`, rows `stride` elements apart.
@@ -241,18 +260,53 @@ pub struct StepArrays {
     pub slot_mapping: Buffer,
     /// u32 `[sequences][max_blocks]`
     pub block_tables: Buffer,
+    pub shares: ShareArrays,
+}
+
+/// [`Shares`] on the device: those of a whole step, or of some of its rows.
+#[derive(Clone)]
+pub struct ShareArrays {
+    /// [`Item`]; none where there can be none.
+    pub single: Option<Buffer>,
+    pub tiles: Option<Buffer>,
+    /// Three u32 for single tokens, and three for tiles: their workgroups, read when they run.
+    pub groups: Buffer,
+    /// u32 `[tokens][2]`
+    pub merges: Buffer,
+}
+
+/// Where attention leaves what it merges: f32 `[slots]` of [`partial_width`].
+#[derive(Clone)]
+pub struct Partials {
+    pub single: Activations,
+    pub tiles: Activations,
 }
 
 impl StepArrays {
-    /// Those of some of the tokens.
-    pub fn rows(&self, rows: &Range<usize>) -> StepArrays {
+    /// Those of a part of the tokens, which is the `index`th.
+    pub fn part(&self, part: &Part, index: usize) -> StepArrays {
+        let rows = &part.rows;
         let some = |array: &Buffer| array.slice(4 * rows.start as u64, 4 * rows.len() as u64);
+        let items = |items: &Option<Buffer>, some: &Range<usize>| {
+            let bytes = |n: usize| (n * size_of::<Item>()) as u64;
+            // Where there are none, nobody reads them.
+            let some = if some.is_empty() { 0..1 } else { some.clone() };
+            items.as_ref().map(|items| items.slice(bytes(some.start), bytes(some.len())))
+        };
+        let ShareArrays { single, tiles, groups, merges } = &self.shares;
+        let groups_bytes = 2 * INDIRECT_BYTES;
         StepArrays {
             ids: some(&self.ids),
             positions: some(&self.positions),
             sequence_of: some(&self.sequence_of),
             slot_mapping: some(&self.slot_mapping),
             block_tables: self.block_tables.clone(),
+            shares: ShareArrays {
+                single: items(single, &part.single),
+                tiles: items(tiles, &part.tiles),
+                groups: groups.slice((1 + index as u64) * groups_bytes, groups_bytes),
+                merges: merges.slice(8 * rows.start as u64, 8 * rows.len() as u64),
+            },
         }
     }
 }
@@ -402,6 +456,8 @@ pub struct Kernels {
     residual: Into,
     qkv_store: Arc<Pipeline>,
     attention: Arc<Pipeline>,
+    attention_tile: Arc<Pipeline>,
+    attention_merge: Into,
     heads: Heads,
     geglu: Into,
     moments: Arc<Pipeline>,
@@ -433,11 +489,13 @@ impl Kernels {
         assert!(group <= MAX_GROUP && head_dim <= MAX_HEAD_DIM && head_dim.is_multiple_of(4));
         let embed = matrices.embedding.map(|scheme| shaders_of(scheme).1);
         let embed = embed.map(|shader| Ok::<_, GpuError>((shader.name, device.pipeline(shader, &[])?)));
-        let (qkv_store, attention) = match kv {
-            KvDtype::F32 => (&shaders::QKV_STORE_F32, &shaders::ATTENTION_F32),
-            KvDtype::F16 => (&shaders::QKV_STORE_F16, &shaders::ATTENTION_F16),
-            KvDtype::Int8 => (&shaders::QKV_STORE_INT8, &shaders::ATTENTION_INT8),
+        let qkv_store = match kv {
+            KvDtype::F32 => &shaders::QKV_STORE_F32,
+            KvDtype::F16 => &shaders::QKV_STORE_F16,
+            KvDtype::Int8 => &shaders::QKV_STORE_INT8,
         };
+        let [attention, attention_tile] = attention_of(kv)
+            .map(|shader| device.pipeline(shader, &attention_constants(shader, group, head_dim)));
         Ok(Kernels {
             precision,
             products: Products::new(device, matrices, precision)?,
@@ -461,7 +519,12 @@ impl Kernels {
                 ],
             )?,
             qkv_store: device.pipeline(qkv_store, &[])?,
-            attention: device.pipeline(attention, &[group as u32, head_dim as u32])?,
+            attention: attention?,
+            attention_tile: attention_tile?,
+            attention_merge: Into::new(
+                device,
+                [&shaders::ATTENTION_MERGE, &shaders::ATTENTION_MERGE_INT8, &shaders::ATTENTION_MERGE_BOTH],
+            )?,
             heads,
             geglu: Into::new(device, [&shaders::GEGLU, &shaders::GEGLU_INT8, &shaders::GEGLU_BOTH])?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
@@ -665,33 +728,72 @@ impl Kernels {
         recorder.dispatch(&self.qkv_store, &arguments, groups);
     }
 
-    /// `y[t] = softmax(q[t] K) V` over what the token may see of its sequence's cached keys.
+    /// `y[t] = softmax(q[t] K) V` over what the token may see of its sequence's cached keys, for `tokens` tokens, 0 for one of
+    /// nobody. Items name rows of `q`.
     pub fn attention(
         &self,
         recorder: &mut Recorder<'_>,
         attention: &Attention,
         q: &Activations,
         step: &StepArrays,
-        y: &Activations,
+        partials: &Partials,
+        y: &Operand,
         tokens: usize,
     ) {
         let Attention { shape, cache, .. } = attention;
+        let ShareArrays { single, tiles, groups, .. } = &step.shares;
         self.check_heads(shape);
+        assert_eq!(q.width, shape.num_heads * shape.head_dim, "attention: q");
+        let kinds =
+            [(single, &partials.single, &self.attention), (tiles, &partials.tiles, &self.attention_tile)];
+        for (kind, (items, partials, pipeline)) in (0..).zip(kinds) {
+            let Some(items) = items else { continue };
+            assert_eq!(partials.width, shape.partial_width(), "attention: partials");
+            let arguments = shaders::Attention {
+                q: &q.buffer,
+                k_cache: &cache.keys,
+                v_cache: &cache.values,
+                items,
+                block_tables: &step.block_tables,
+                partials: &partials.buffer,
+                num_kv_heads: shape.num_kv_heads as u32,
+                block_size: shape.block_size as u32,
+                max_blocks: shape.max_blocks as u32,
+                window: shape.window.unwrap_or(0) as u32,
+                split_unit: shape.splits().unit as u32,
+            };
+            let groups = groups.slice(kind * INDIRECT_BYTES, INDIRECT_BYTES);
+            recorder.dispatch_indirect(pipeline, &arguments, &groups);
+        }
+        self.attention_merge(recorder, shape, step, partials, y, tokens);
+    }
+
+    /// What the partials of each token come to.
+    fn attention_merge(
+        &self,
+        recorder: &mut Recorder<'_>,
+        shape: &AttentionShape,
+        step: &StepArrays,
+        partials: &Partials,
+        y: &Operand,
+        tokens: usize,
+    ) {
         let width = shape.num_heads * shape.head_dim;
-        let arguments = shaders::Attention {
-            q: &q.used(tokens, width, "attention: q"),
-            k_cache: &cache.keys,
-            v_cache: &cache.values,
-            positions: &words(&step.positions, tokens, "attention: positions"),
-            sequence_of: &words(&step.sequence_of, tokens, "attention: sequence_of"),
-            block_tables: &step.block_tables,
-            y: &y.used(tokens, width, "attention: y"),
-            num_kv_heads: shape.num_kv_heads as u32,
-            block_size: shape.block_size as u32,
-            max_blocks: shape.max_blocks as u32,
-            window: shape.window.unwrap_or(0) as u32,
+        let floats = y.floats.as_ref().map(|floats| floats.used(tokens, width, "attention: y"));
+        let to = y.blocks.as_ref().map(|blocks| blocks.planes(tokens, width, "attention: y"));
+        let arguments = shaders::AttentionMerge {
+            single: &partials.single.buffer,
+            tiles: &partials.tiles.buffer,
+            merges: &words(&step.shares.merges, 2 * tokens, "attention: merges"),
+            y: floats.as_ref(),
+            blocks: to.as_ref().map(|to| &to.blocks),
+            scales: to.as_ref().map(|to| &to.scales),
+            num_heads: shape.num_heads as u32,
+            fours: (shape.head_dim / 4) as u32,
+            padded: to.as_ref().map_or(0, |to| to.stride),
         };
-        recorder.dispatch(&self.attention, &arguments, [tokens as u32, shape.num_kv_heads as u32, 1]);
+        let groups = [fours(width), tokens as u32, 1];
+        recorder.dispatch(self.attention_merge.pipeline(y), &arguments, groups);
     }
 
     fn check_heads(&self, shape: &AttentionShape) {

@@ -29,7 +29,7 @@ use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission, Uploader};
 use crate::kernels::{
     Activations, Attention, AttentionShape, Embedding, Heads, History, Kernels, KvCache, Logits, MAX_GROUP,
-    Matrices, Matrix, Operand, Quantized, RmsNorm, SampleRequest, UploadError, Wants,
+    Matrices, Matrix, Operand, Partials, Quantized, RmsNorm, SampleRequest, StepArrays, UploadError, Wants,
 };
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
@@ -167,6 +167,8 @@ struct Scratch {
     /// `[num_key_value_heads * head_dim]`
     k: Activations,
     v: Activations,
+    /// What attention merges, which is of no token's row.
+    partials: Partials,
     /// `[intermediate_size]`
     gate: Activations,
     up: Activations,
@@ -454,15 +456,22 @@ impl Gemma3 {
         let tokens = self.filled_up(batch.num_tokens());
         self.frames[index].fill(&self.limits, batch, tokens, wanted);
         let submits = self.plan(batch, tokens, wanted);
+        self.share_out(index, batch, tokens, &submits);
         let mut commands = std::mem::take(&mut self.frames[index].commands);
         let frame = &self.frames[index];
         let mut has_masks = false;
         let result = commands.run(&self.device, tokens, &submits, &mut |r, part| match part {
             Part::Opening => self.record_opening(r, frame, batch, tokens),
             Part::Segment(layers) => {
-                layers.clone().for_each(|layer| self.record_layer(r, layer, frame, 0..tokens));
+                for layer in layers.clone() {
+                    let step = frame.arrays(self.layers[layer].kind, tokens, None);
+                    self.record_layer(r, layer, &step, 0..tokens);
+                }
             }
-            Part::Layer { layer, rows } => self.record_layer(r, *layer, frame, rows.clone()),
+            Part::Layer { layer, rows } => {
+                let step = frame.arrays(self.layers[*layer].kind, tokens, Some(rows));
+                self.record_layer(r, *layer, &step, rows.clone());
+            }
             Part::Closing => {
                 // Once, however often it is recorded: a mask is some grammar's work.
                 if !std::mem::replace(&mut has_masks, true) {
@@ -473,6 +482,21 @@ impl Gemma3 {
         });
         self.frames[index].commands = commands;
         result
+    }
+
+    /// Shares out the attention of a step on a frame, by the parts that its submits have.
+    fn share_out(&mut self, index: usize, batch: &Batch, tokens: usize, submits: &[Submit]) {
+        for kind in [LayerType::SlidingAttention, LayerType::FullAttention] {
+            let Some(layer) = self.layers.iter().find(|layer| layer.kind == kind) else { continue };
+            let parts = submits.iter().flat_map(|submit| &submit.parts).filter_map(|part| match part {
+                Part::Layer { layer, rows } if self.layers[*layer].kind == kind => Some(rows.len()),
+                _ => None,
+            });
+            // The last part may be shorter than the others.
+            let rows_per_part = parts.max().unwrap_or(tokens);
+            let shape = &layer.attention.shape;
+            self.frames[index].share_out(kind, shape, &self.limits, batch, tokens, rows_per_part);
+        }
     }
 
     /// Waits for the step on a frame, and learns from it how fast the device is.
@@ -492,15 +516,19 @@ impl Gemma3 {
     fn plan(&self, batch: &Batch, tokens: usize, wanted: &Wanted) -> Vec<Submit> {
         let c = &self.config;
         let heads = (c.num_attention_heads * c.head_dim) as u64;
-        // Keys that the tokens of the step see, added up.
-        let seen = |window: u64| -> u64 {
+        // Keys that the tokens of the step see, added up: of tokens that are alone of their sequence, or of all others.
+        let seen = |window: u64, alone: bool| -> u64 {
             let each =
                 |s: &BatchSequence| s.input.len() as u64 * window.min((s.start + s.input.len()) as u64);
-            batch.sequences.iter().map(each).sum()
+            batch.sequences.iter().filter(|s| (s.input.len() == 1) == alone).map(each).sum()
         };
         let weights = memory::macs_per_token_and_layer(c);
-        let [sliding, full] = [c.sliding_window as u64, u64::MAX]
-            .map(|window| LayerWork { weights, attention: 2 * heads * seen(window) });
+        let row = 2 * memory::kv_block_bytes(c, self.kv, 1);
+        let [sliding, full] = [c.sliding_window as u64, u64::MAX].map(|window| LayerWork {
+            weights,
+            reading: row * seen(window, true),
+            attention: 2 * heads * seen(window, false),
+        });
         let layer = |kind: &LayerType| match kind {
             LayerType::SlidingAttention => sliding,
             LayerType::FullAttention => full,
@@ -603,13 +631,9 @@ impl Gemma3 {
 
     /// One decoder layer, for some of a step's tokens: attention and feed-forward, each between two norms, added to the
     /// residual stream; what the feed-forward adds, by the layer behind it, together with the norm that comes next there.
-    fn record_layer(&self, r: &mut Recorder<'_>, index: usize, frame: &Frame, rows: Range<usize>) {
+    fn record_layer(&self, r: &mut Recorder<'_>, index: usize, step: &StepArrays, rows: Range<usize>) {
         let layer = &self.layers[index];
         let (k, s, attention, n) = (&self.kernels, self.scratch.rows(&rows), &layer.attention, rows.len());
-        let step = match layer.kind {
-            LayerType::SlidingAttention => frame.sliding.rows(&rows),
-            LayerType::FullAttention => frame.full.rows(&rows),
-        };
         let watch = |r: &mut Recorder<'_>, which: usize, x: &Activations| {
             if let Some(moments) = &layer.moments {
                 k.moments(r, x, &moments[which], n);
@@ -629,12 +653,9 @@ impl Gemma3 {
         watch(r, 0, &s.normed);
         let products = [(&layer.q_proj, &s.q), (&layer.k_proj, &s.k), (&layer.v_proj, &s.v)];
         k.matmul(r, &products, &normed(qkv), n);
-        k.qkv_store(r, attention, [&s.q, &s.k, &s.v], &step, n);
-        k.attention(r, attention, &s.q, &step, &s.attended, n);
+        k.qkv_store(r, attention, [&s.q, &s.k, &s.v], step, n);
+        k.attention(r, attention, &self.scratch.q, step, &s.partials, &attended, n);
         watch(r, 1, &s.attended);
-        if let Some(blocks) = &attended.blocks {
-            k.quantize(r, &s.attended, blocks, n);
-        }
         k.matmul(r, &[(&layer.o_proj, &s.delta)], &attended, n);
 
         let next = (&s.hidden, &layer.pre_feedforward_layernorm);
@@ -1103,12 +1124,15 @@ impl Scratch {
 
     /// The same buffers for another model, whose steps come before and behind those of this one.
     fn by_turns(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
-        let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, .. } = self;
+        let Scratch { hidden, normed, delta, q, attended, k, v, partials, gate, up, .. } = self;
+        let Partials { single, tiles } = partials;
         let Scratch { final_rows, logits: Logits { raw, adjusted, scratch, .. }, pooled, .. } = self;
         let Scratch { normed_blocks, attended_blocks, gated_blocks, final_blocks, .. } = self;
-        let all = [hidden, normed, delta, q, attended, k, v, gate, up, final_rows, raw, adjusted, scratch, pooled];
+        let of_layers = [hidden, normed, delta, q, attended, k, v, single, tiles, gate, up];
+        let behind = [final_rows, raw, adjusted, scratch, pooled];
         let blocks = [normed_blocks, attended_blocks, gated_blocks, final_blocks];
-        let all = all.map(|activations| &activations.buffer).into_iter().chain(blocks.map(|b| &b.buffer));
+        let floats = of_layers.into_iter().chain(behind).map(|activations| &activations.buffer);
+        let all = floats.chain(blocks.map(|blocks| &blocks.buffer));
         Scratch::of(config, tokens, all.cloned().collect())
     }
 
@@ -1136,6 +1160,7 @@ impl Scratch {
             attended: next(),
             k: next(),
             v: next(),
+            partials: Partials { single: next(), tiles: next() },
             gate: next(),
             up: next(),
             final_rows: next(),

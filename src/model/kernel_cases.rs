@@ -12,16 +12,16 @@ use half::{bf16, f16};
 use rand::{Rng, RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::memory::MAX_SEQUENCES;
+use super::memory::{MAX_SEQUENCES, partials};
 use super::shapes::Shape;
 use crate::checkpoint::{Encoding, NativeTensor, Tensor};
 use crate::gpu::{
     Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind, Recorder, Submission, Uploader,
 };
 use crate::kernels::{
-    Activations, Attention, AttentionShape, DrawArrays, Embedding, Heads, Kernels, KvCache, LOGPROB_WORDS,
-    Logits, Matrices, Matrix, Operand, Peak, Quantized, RmsNorm, SampleRequest, StepArrays, UploadError,
-    Wants, cost, draw_words,
+    Activations, Attention, AttentionShape, DrawArrays, Embedding, Heads, Item, Kernels, KvCache,
+    LOGPROB_WORDS, Logits, Matrices, Matrix, Operand, Partials, Peak, Quantized, RmsNorm, Run, SampleRequest,
+    ShareArrays, Shares, StepArrays, UploadError, Wants, cost, draw_words,
 };
 use crate::tensor::{KvDtype, Precision, Scheme};
 
@@ -191,9 +191,18 @@ impl Case {
             Work::Gated { scheme, rows, cols, tokens } => cost::gated(scheme, rows, cols, tokens),
             Work::Embed { scheme, cols, tokens, .. } => cost::embed(scheme, cols, tokens),
             Work::Attention { sequences, tokens, depth, window } => {
-                let positions: Vec<usize> = (0..sequences).flat_map(|_| depth..depth + tokens).collect();
-                let seen = depth + tokens - window.map_or(0, |w| (depth + 1).saturating_sub(w));
-                cost::attention(&heads, &positions, window, sequences * seen)
+                let (all, positions) = (sequences * tokens, depth..depth + tokens);
+                let of_all = cost::attention(
+                    &heads,
+                    &vec![positions; sequences],
+                    window,
+                    all,
+                    partials(all),
+                    self.wants(),
+                );
+                let kv: u64 = of_all.iter().map(|dispatch| dispatch.kv_bytes).sum();
+                // What lies between its dispatches is neither input nor output.
+                return kv + (2 * 4 * all * s.num_attention_heads * s.head_dim) as u64;
             }
             Work::QkvStore { tokens } => cost::qkv_store(&heads, tokens),
             Work::RmsNorm { width, tokens } => cost::rms_norm(tokens, width, self.wants()),
@@ -386,18 +395,22 @@ impl Rig {
             }
             Work::Attention { sequences, tokens, depth, window } => {
                 let layers = make.attention(case, sequences, depth + tokens, window, case.bytes())?;
-                let step = make.step(sequences, tokens, depth)?;
+                let shape = layers[0].shape;
+                let step = make.step(&shape, sequences, tokens, depth)?;
                 let all = sequences * tokens;
-                let (q, y) = (make.activations(all, heads)?, make.activations(all, heads)?);
-                let output = y.buffer.clone();
+                let room = partials(all);
+                let mut slots = |slots| make.activations(slots, shape.partial_width());
+                let between = Partials { single: slots(room.single)?, tiles: slots(room.tiles)? };
+                let q = make.activations(all, heads)?;
+                let (y, output) = make.result(case.wants(), all, heads)?;
                 let record = move |r: &mut Recorder<'_>, i: usize| {
-                    kernels.attention(r, &layers[i % layers.len()], &q, &step, &y, all);
+                    kernels.attention(r, &layers[i % layers.len()], &q, &step, &between, &y, all);
                 };
                 (Box::new(record), output)
             }
             Work::QkvStore { tokens } => {
                 let layer = make.attention(case, tokens, 1, None, ROTATED_BYTES)?.remove(0);
-                let step = make.step(tokens, 1, 0)?;
+                let step = make.step(&layer.shape, tokens, 1, 0)?;
                 let q = make.activations(tokens, heads)?;
                 let [k, v] = [make.activations(tokens, kv_heads)?, make.activations(tokens, kv_heads)?];
                 let output = q.buffer.clone();
@@ -595,14 +608,29 @@ impl Make<'_> {
     }
 
     /// `tokens` tokens of each of `sequences` behind `depth` others, each with blocks of its own, in their order.
-    fn step(&mut self, sequences: usize, tokens: usize, depth: usize) -> Result<StepArrays, GpuError> {
+    fn step(
+        &mut self,
+        shape: &AttentionShape,
+        sequences: usize,
+        tokens: usize,
+        depth: usize,
+    ) -> Result<StepArrays, GpuError> {
         let max_blocks = (depth + tokens).div_ceil(BLOCK_SIZE);
         let of_each = |f: &dyn Fn(usize, usize) -> usize| -> Vec<u32> {
             let all = (0..sequences).flat_map(|s| (depth..depth + tokens).map(move |p| (s, p)));
             all.map(|(s, p)| f(s, p) as u32).collect()
         };
         let tables: Vec<u32> = (0..(sequences * max_blocks) as u32).collect();
+        let all = sequences * tokens;
+        let run = |s: usize| Run { row: s * tokens, start: depth, tokens, sequence: s };
+        let runs: Vec<Run> = (0..sequences).map(run).collect();
+        let shares = Shares::new(shape, &runs, all, all, partials(all));
+        let mut items = |items: &[Item]| (!items.is_empty()).then(|| self.words(items)).transpose();
+        let (single, tiles) = (items(&shares.single)?, items(&shares.tiles)?);
+        let groups = self.words(&shares.groups(shape.num_kv_heads))?;
+        let merges = self.words(&shares.merges)?;
         Ok(StepArrays {
+            shares: ShareArrays { single, tiles, groups, merges },
             ids: self.words(&of_each(&|s, _| s))?,
             positions: self.words(&of_each(&|_, p| p))?,
             sequence_of: self.words(&of_each(&|s, _| s))?,

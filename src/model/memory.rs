@@ -9,9 +9,11 @@ use super::config::{Gemma3Config, LayerType};
 use super::weights::Gemma3Weights;
 use super::{KvLimits, Limits, MAX_BIASES};
 use crate::checkpoint::CheckpointError;
+use crate::gpu::INDIRECT_BYTES;
 use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Request};
 use crate::kernels::{
-    Activations, Bias, Embedding, LOGPROB_WORDS, Matrix, Quantized, SampleRequest, draw_words, mask_words,
+    Activations, Bias, Embedding, Item, LOGPROB_WORDS, Matrix, Quantized, Room, SampleRequest, draw_words,
+    mask_words, partial_width,
 };
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
@@ -30,6 +32,8 @@ pub(super) const READBACK_ROWS: usize = 32;
 /// Multiply-adds of a step's tokens in the matrices of one layer: some 20 ms at 5.6 T/s, an estimate for the Radeon 780M (68 %
 /// of the rate of its integer dot products), so that what comes up while a prompt is read waits no longer than a second or two.
 const MAX_LAYER_MACS: u64 = 110_000_000_000;
+/// Partials of attention beyond one for each token: more workgroups than this fill any device.
+const SPARE_PARTIALS: Room = Room { single: 448, tiles: 256 };
 /// Tokens per step are not cut below this, however large the model: an id of every sequence, and as much of a prompt.
 const MIN_BATCH_TOKENS: usize = 2 * MAX_SEQUENCES;
 
@@ -514,10 +518,17 @@ pub(super) fn history_bytes(limits: &Limits) -> u64 {
     4 * ((limits.max_sequences + 1) * limits.max_context) as u64
 }
 
+/// Partials of attention in a step of so many tokens.
+pub(super) fn partials(tokens: usize) -> Room {
+    let Room { single, tiles } = SPARE_PARTIALS;
+    Room { single: MAX_SEQUENCES + single, tiles: tokens + tiles }
+}
+
 /// Activations of a step: name, rows, width, in the order of `Scratch`.
-pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 14] {
+pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 16] {
     let heads = c.num_attention_heads * c.head_dim;
     let kv_heads = c.num_key_value_heads * c.head_dim;
+    let (slots, partial) = (partials(tokens), partial_width(c.num_attention_heads, c.head_dim));
     [
         ("hidden", tokens, c.hidden_size),
         ("normed", tokens, c.hidden_size),
@@ -526,6 +537,8 @@ pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, us
         ("attended", tokens, heads),
         ("k", tokens, kv_heads),
         ("v", tokens, kv_heads),
+        ("partials of single tokens", slots.single, partial),
+        ("partials of tiles", slots.tiles, partial),
         ("gate", tokens, c.intermediate_size),
         ("up", tokens, c.intermediate_size),
         ("final rows", LOGIT_ROWS, c.hidden_size),
@@ -589,10 +602,24 @@ pub(super) fn table_blocks(limits: &Limits) -> usize {
     limits.max_context.div_ceil(limits.kv.block_size)
 }
 
+/// Parts that the tokens of a layer are cut into have no fewer, and are multiples of this: fewer would read the weights as
+/// often.
+pub(super) const LEAST_ROWS: usize = 8;
+
+/// How attention of a step is shared out, in layers of one kind: items of single tokens and of tiles; their workgroups, in all
+/// and by parts; what is merged of each token.
+pub(super) fn shares_bytes(limits: &Limits) -> [u64; 4] {
+    let (tokens, room) = (limits.max_batch_tokens, partials(limits.max_batch_tokens));
+    let items = |slots: usize| (slots * size_of::<Item>()) as u64;
+    let parts = 1 + tokens.div_ceil(LEAST_ROWS) as u64;
+    [items(room.single), items(room.tiles), 2 * INDIRECT_BYTES * parts, 8 * tokens as u64]
+        .map(|bytes| bytes.next_multiple_of(256))
+}
+
 /// The arrays of one step: ids, positions, sequence of each token; slots and block tables of full and of sliding layers;
-/// logit rows, sample requests; slots of the sequences, their history, biases and masks of the draws. One more sequence has
+/// how their attention is shared out; logit rows, sample requests; slots of the sequences, their history, biases and masks of the draws. One more sequence has
 /// the tokens that fill up a step.
-pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 13] {
+pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 15] {
     let tokens = 4 * limits.max_batch_tokens as u64;
     let tables = 4 * ((limits.max_sequences + 1) * table_blocks(limits)) as u64;
     let requests = (LOGIT_ROWS * size_of::<SampleRequest>()) as u64;
@@ -601,7 +628,9 @@ pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 13] {
     let biases = (LOGIT_ROWS * MAX_BIASES * size_of::<Bias>()) as u64;
     let masks = (4 * LOGIT_ROWS * mask_words(limits.vocab_size)) as u64;
     let rows = 4 * LOGIT_ROWS as u64;
-    [tokens, tokens, tokens, tokens, tables, tokens, tables, rows, requests, slots, history, biases, masks]
+    let shares = shares_bytes(limits).iter().sum();
+    let (t, s) = (tokens, shares);
+    [t, t, t, t, tables, t, tables, s, s, rows, requests, slots, history, biases, masks]
         .map(|bytes| bytes.next_multiple_of(256))
 }
 

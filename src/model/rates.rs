@@ -15,13 +15,15 @@ pub(super) enum Kind {
     Narrow,
     /// Products of many, by multiply-adds.
     Wide,
-    /// Attention, by multiply-adds.
+    /// Attention of tokens that are alone of their sequence, by bytes of keys and values.
+    Reading,
+    /// Attention of several tokens of a sequence, by multiply-adds.
     Attention,
     /// Logits and what is drawn from them, by weights read.
     Draws,
 }
 
-const KINDS: usize = 4;
+const KINDS: usize = 5;
 
 /// Tokens that are few.
 const FEW: usize = 16;
@@ -29,9 +31,9 @@ const FEW: usize = 16;
 const TOKENS_PER_PASS: usize = 8;
 
 /// Units a second of each kind, estimated for a Radeon 780M: half a byte for each weight at 73 GB/s; the products of 40 tokens/s
-/// of a 27B; attention of 128 tokens over 131,072 keys in 1.4 to 2.7 s, also of a 27B; an int8 embedding at 73 GB/s, and the
-/// sampler as much again.
-const ESTIMATED: [f64; KINDS] = [146e9, 1e12, 5e11, 36e9];
+/// of a 27B; keys and values at 73 GB/s; attention of 128 tokens over 131,072 keys in 1.4 to 2.7 s, also of a 27B; an int8
+/// embedding at 73 GB/s, and the sampler as much again.
+const ESTIMATED: [f64; KINDS] = [146e9, 1e12, 73e9, 5e11, 36e9];
 /// How much slower a kind is taken to be until it was timed.
 const CAREFUL: f64 = 8.0;
 /// How much shorter than this a submit is says little.
@@ -50,6 +52,13 @@ impl Work {
         } else {
             work.0[Kind::Wide as usize] = weights * tokens as u64;
         }
+        work
+    }
+
+    /// Attention of single tokens to so many bytes of keys and values.
+    pub fn reading(bytes: u64) -> Work {
+        let mut work = Work::default();
+        work.0[Kind::Reading as usize] = bytes;
         work
     }
 

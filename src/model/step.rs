@@ -17,26 +17,22 @@ use std::time::Duration;
 
 use rayon::prelude::*;
 
-use super::config::Gemma3Config;
+use super::config::{Gemma3Config, LayerType};
 use super::gemma3::LoadError;
-use super::memory::{self, LOGIT_ROWS};
+use super::memory::{self, LEAST_ROWS, LOGIT_ROWS};
 use super::rates::{Rates, Work};
 use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Mask, Sampled};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission};
 use crate::kernels::{
-    Activations, Bias, DrawArrays, LAST_SAMPLED, LOGPROB_WORDS, NO_TOKEN, SampleRequest, StepArrays,
-    mask_words,
+    self, Activations, AttentionShape, Bias, DrawArrays, LAST_SAMPLED, LOGPROB_WORDS, NO_TOKEN, Run,
+    SampleRequest, ShareArrays, Shares, StepArrays, mask_words,
 };
 
 /// Layers that are recorded together.
 const SEGMENT_LAYERS: usize = 4;
 /// Numbers of tokens whose layers are kept recorded; the one that was not run for the longest time gives way.
 const RECORDED: usize = 16;
-/// Parts that the tokens of a layer are cut into have no fewer, and are multiples of this: fewer would read the weights as
-/// often.
-const LEAST_ROWS: usize = 8;
-
 /// Tokens that a step of so many is filled up to, of at most `most`: few enough numbers, and at most an eighth more.
 pub(super) fn filled_up(tokens: usize, most: usize) -> usize {
     let multiple = if tokens <= 8 { 1 } else { (tokens.next_power_of_two() / 16).max(8) };
@@ -68,15 +64,19 @@ pub(super) struct Submit {
 pub(super) struct LayerWork {
     /// Weights of its matrices.
     pub weights: u64,
-    /// Multiply-adds of attention, for all tokens.
+    /// Bytes of keys and values that tokens see which are alone of their sequence.
+    pub reading: u64,
+    /// Multiply-adds of attention, for all other tokens.
     pub attention: u64,
 }
 
 impl LayerWork {
     /// That of `rows` of the `tokens`.
     fn of(&self, rows: usize, tokens: usize) -> Work {
-        let share = u128::from(self.attention) * rows as u128 / tokens as u128;
-        Work::products(self.weights, rows) + Work::attention(share as u64)
+        let share = |of: u64| (u128::from(of) * rows as u128 / tokens as u128) as u64;
+        Work::products(self.weights, rows)
+            + Work::reading(share(self.reading))
+            + Work::attention(share(self.attention))
     }
 
     /// Tokens in each part of so many, so that each part is expected to take no longer than `limit`.
@@ -153,6 +153,9 @@ pub(super) struct Frame {
     /// The step's arrays as the layers of each pool see them, host-visible, as are all others.
     pub full: StepArrays,
     pub sliding: StepArrays,
+    /// The parts of the step in flight that tokens of these layers go in.
+    full_parts: Vec<kernels::Part>,
+    sliding_parts: Vec<kernels::Part>,
     pub logit_rows: Buffer,
     pub draws: DrawArrays,
     /// u32 of each sequence of the step, and ids that the history gets from the host.
@@ -327,8 +330,9 @@ impl Frame {
             offset += bytes;
             input.slice(offset - bytes, bytes)
         });
-        let [ids, positions, sequence_of, full_slots, full_tables, sliding_slots, tables, ..] =
+        let [ids, positions, sequence_of, full_slots, full_tables, sliding_slots, tables, full, sliding, ..] =
             arrays.clone();
+        let [full, sliding] = [full, sliding].map(|input| share_arrays(&input, limits));
         let [.., logit_rows, requests, slots, history, bias, masks] = arrays;
         let sizes = memory::results_bytes(config);
         let results = arena.alloc(MemoryKind::Readback, Class::Staging, sizes.iter().sum(), "results")?;
@@ -350,6 +354,7 @@ impl Frame {
                 sequence_of: sequence_of.clone(),
                 slot_mapping: sliding_slots,
                 block_tables: tables,
+                shares: sliding,
             },
             full: StepArrays {
                 ids,
@@ -357,7 +362,10 @@ impl Frame {
                 sequence_of,
                 slot_mapping: full_slots,
                 block_tables: full_tables,
+                shares: full,
             },
+            full_parts: Vec::new(),
+            sliding_parts: Vec::new(),
             logit_rows,
             draws,
             slots,
@@ -452,6 +460,57 @@ impl Frame {
         self.sums = wanted.pooling.iter().filter(|pooling| pooling.last).count();
     }
 
+    /// Writes how attention is shared out in the layers of one kind, whose tokens go in parts of `rows_per_part`.
+    pub fn share_out(
+        &mut self,
+        kind: LayerType,
+        shape: &AttentionShape,
+        limits: &Limits,
+        batch: &Batch,
+        filled_up: usize,
+        rows_per_part: usize,
+    ) {
+        let mut row = 0;
+        let run = |(i, sequence): (usize, &BatchSequence)| {
+            let run = Run { row, start: sequence.start, tokens: sequence.input.len(), sequence: i };
+            row += run.tokens;
+            run
+        };
+        let runs: Vec<Run> = batch.sequences.iter().enumerate().map(run).collect();
+        let room = memory::partials(limits.max_batch_tokens);
+        let shares = Shares::new(shape, &runs, filled_up, rows_per_part, room);
+        let (arrays, parts) = match kind {
+            LayerType::SlidingAttention => (&self.sliding.shares, &mut self.sliding_parts),
+            LayerType::FullAttention => (&self.full.shares, &mut self.full_parts),
+        };
+        let ShareArrays { single, tiles, groups, merges } = arrays;
+        for (items, shared) in [(single, &shares.single), (tiles, &shares.tiles)] {
+            items.as_ref().expect("a frame has both").write(0, shared);
+        }
+        groups.write(0, &shares.groups(shape.num_kv_heads));
+        merges.write(0, &shares.merges);
+        *parts = shares.parts;
+    }
+
+    /// The arrays of a step of so many tokens, or of some of its rows, as [`Frame::share_out`] made parts of them.
+    pub fn arrays(&self, kind: LayerType, tokens: usize, rows: Option<&Range<usize>>) -> StepArrays {
+        let (arrays, parts) = match kind {
+            LayerType::SlidingAttention => (&self.sliding, &self.sliding_parts),
+            LayerType::FullAttention => (&self.full, &self.full_parts),
+        };
+        let mut arrays = match rows {
+            None => arrays.clone(),
+            Some(rows) => {
+                let index = parts.iter().position(|part| part.rows == *rows).expect("a part of the step");
+                arrays.part(&parts[index], index)
+            }
+        };
+        if tokens == 1 {
+            arrays.shares.tiles = None;
+        }
+        arrays
+    }
+
     /// The log probabilities of a row, where they were wanted and an id was drawn.
     fn read_logprobs(&self, row: usize, wanted: u32, id: u32) -> Option<Logprobs> {
         if wanted == 0 || id == NO_TOKEN {
@@ -493,6 +552,15 @@ impl Frame {
     }
 }
 
+fn share_arrays(input: &Buffer, limits: &Limits) -> ShareArrays {
+    let mut offset = 0;
+    let [single, tiles, groups, merges] = memory::shares_bytes(limits).map(|bytes| {
+        offset += bytes;
+        input.slice(offset - bytes, bytes)
+    });
+    ShareArrays { single: Some(single), tiles: Some(tiles), groups, merges }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -516,7 +584,7 @@ mod tests {
         // A millisecond for 10 weights of few tokens, 10 multiply-adds of many, one of attention.
         let rates = rates(10_000.0, 10_000.0, 1000.0);
         let works = |attention: &[u64]| -> Vec<LayerWork> {
-            attention.iter().map(|&attention| LayerWork { weights: 0, attention }).collect()
+            attention.iter().map(|&attention| LayerWork { weights: 0, reading: 0, attention }).collect()
         };
         let parts = |layers: &[LayerWork], tokens, closing: Option<u64>, ms| -> Vec<Vec<Part>> {
             let closing = closing.map(|ms| (Work::attention(ms), false));
@@ -544,7 +612,7 @@ mod tests {
         );
         assert_eq!(parts(&works(&[9000]), 7, Some(1), 1), [vec![Opening, layer(0, 0..7)], vec![Closing]]);
         // Weights are read once for eight tokens, and again for the ninth: smaller parts would read them as often.
-        let weights = [LayerWork { weights: 100, attention: 0 }];
+        let weights = [LayerWork { weights: 100, reading: 0, attention: 0 }];
         assert_eq!(parts(&weights, 9, None, 25), [[Opening, Segment(0..1)]]);
         assert_eq!(parts(&weights, 9, None, 1), [vec![Opening, layer(0, 0..8)], vec![layer(0, 8..9)]]);
         let all = plan(&works(&[50; 7]), 40, Some((Work::attention(3), true)), &rates, 21 * MS);
@@ -574,6 +642,7 @@ mod tests {
                 .map(|i| if i % 6 == 0 { depth } else { depth.min(1024) })
                 .map(|keys| LayerWork {
                     weights: Self::WEIGHTS,
+                    reading: 0,
                     attention: 2 * Self::HEADS * keys * tokens as u64,
                 })
                 .collect();
@@ -621,8 +690,13 @@ mod tests {
             clock.submits = 0;
             (0..4).for_each(|_| clock.step(128, 131_072));
             let wide = Clock { slowness, rates: Rates::default(), submits: 0, longest: Duration::ZERO };
-            let deep = LayerWork { weights: Clock::WEIGHTS, attention: 2 * Clock::HEADS * 131_072 * 128 };
-            let near = LayerWork { weights: Clock::WEIGHTS, attention: 2 * Clock::HEADS * 1024 * 128 };
+            let deep = LayerWork {
+                weights: Clock::WEIGHTS,
+                reading: 0,
+                attention: 2 * Clock::HEADS * 131_072 * 128,
+            };
+            let near =
+                LayerWork { weights: Clock::WEIGHTS, reading: 0, attention: 2 * Clock::HEADS * 1024 * 128 };
             let [deep, near] = [deep, near].map(|layer| wide.truth(&Part::Segment(0..1), &[layer], 128));
             let seconds = 4.0 * (10.0 * deep + 52.0 * near + 0.03) * slowness;
             let needed = (seconds / limit.as_secs_f64()).max(4.0);

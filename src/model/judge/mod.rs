@@ -125,7 +125,7 @@ impl Judge {
             };
             let Text { subgroup_size, statistics, assembly, .. } = text;
             let program = Program::parse(&assembly).map_err(|error| JudgeError::Assembly { name, error })?;
-            let body = cost::body(shader, &constants, &program, subgroup_size);
+            let body = cost::body(shader, &constants, &program);
             all.push(Pipeline { shader, constants, subgroup_size, statistics, program, body, assembly });
         }
         Ok(Judge { compiler, device, driver, pipelines: all })
@@ -238,7 +238,11 @@ mod tests {
         let pipeline = &judge.pipelines[0];
         assert_eq!((pipeline.wave32_per_simd(), pipeline.waves_per_simd(), pipeline.spills()), (20, 10, 1));
         let heads = |name: &str| judge.pipelines.iter().any(|p| p.name() == name);
-        assert!(heads("attention_f16 4x256") && heads("attention_f16 2x256") && heads("attention_f16 2x128"));
+        assert!(
+            heads("attention_f16 4x256x4")
+                && heads("attention_f16 2x256x2")
+                && heads("attention_f16 2x128x2")
+        );
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::kernels::cost::{self, Dispatch, Drawn, Heads};
 use crate::kernels::{Wants, are_alike};
 use crate::model::config::{Gemma3Config, LayerType};
-use crate::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes};
+use crate::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes, partials};
 use crate::model::step::filled_up;
 use crate::tensor::{KvDtype, Precision, Scheme};
 
@@ -45,9 +45,6 @@ pub fn step(
         head_dim: c.head_dim,
         kv,
     };
-    // Those that fill up a step are first tokens of nobody.
-    let mut positions: Vec<usize> = sequences.iter().flat_map(Clone::clone).collect();
-    positions.resize(n, 0);
     let layers = c.num_hidden_layers as u64;
     let mut all = Vec::new();
     let mut add = |what, times, barriers, dispatch| all.push(Work { what, times, barriers, dispatch });
@@ -90,9 +87,6 @@ pub fn step(
             add(what, times, barriers, cost::matmul(precision, together[0].0, &rows, hidden, n));
             barriers = 0;
         }
-        if wants(&[o_proj]).blocks {
-            add("quantize", times, times, cost::quantize(n, q));
-        }
         add("o_proj", times, times, cost::matmul(precision, o_proj, &[hidden], q, n));
         let to = wants(&[gate, up]);
         add("feed-forward norm", times, times, cost::residual(n, hidden, to));
@@ -108,20 +102,26 @@ pub fn step(
     }
     add("last add", 1, 1, cost::rms_norm_add(n, hidden));
     add("qkv_store", layers, layers, cost::qkv_store(&heads, n));
-    for (what, kind, window) in [
-        ("attention, sliding", LayerType::SlidingAttention, Some(c.sliding_window)),
-        ("attention, full", LayerType::FullAttention, None),
+    let sliding = ["attention, sliding", "attention of tiles, sliding", "attention merged, sliding"];
+    let full = ["attention, full", "attention of tiles, full", "attention merged, full"];
+    for (names, kind, window) in [
+        (sliding, LayerType::SlidingAttention, Some(c.sliding_window)),
+        (full, LayerType::FullAttention, None),
     ] {
         let times = c.layer_types.iter().filter(|each| **each == kind).count() as u64;
-        // The tokens of a sequence share what they see of it.
-        let read = |positions: &Range<usize>| {
-            let seen = |position: usize| window.map_or(0, |window| (position + 1).saturating_sub(window));
-            positions.end - seen(positions.start)
-        };
-        let read = sequences.iter().map(read).sum();
-        if times > 0 {
-            add(what, times, times, cost::attention(&heads, &positions, window, read));
+        if times == 0 {
+            continue;
         }
+        let room = partials(most);
+        // Layers that want what is attended to in another form than the first are not told apart.
+        let attended = wants(&schemes.layers[0][3..4]);
+        let [single, tiles, merge] = cost::attention(&heads, sequences, window, n, room, attended);
+        add(names[0], times, times, single);
+        // Beside those of single tokens, with no barrier between.
+        if n > 1 {
+            add(names[1], times, 0, tiles);
+        }
+        add(names[2], times, times, merge);
     }
     if draws > 0 {
         add("final norm", 1, 1, cost::rms_norm_gather(draws, hidden, wants(&[schemes.embedding])));
@@ -206,8 +206,8 @@ mod tests {
         let work = of_27b(&[5000..5001, 10..20]);
         let kv = |what| work.iter().find(|w| w.what == what).unwrap().dispatch.kv_bytes;
         let row = 2 * 16 * 128 * 2;
-        assert_eq!(kv("attention, sliding"), (1024 + 20) * row);
-        assert_eq!(kv("attention, full"), (5001 + 20) * row);
+        assert_eq!((kv("attention, sliding"), kv("attention of tiles, sliding")), (1024 * row, 20 * row));
+        assert_eq!((kv("attention, full"), kv("attention of tiles, full")), (5001 * row, 20 * row));
     }
 
     #[test]

@@ -1,0 +1,60 @@
+// What tokens attend to: their partials (attention.comp) joined in the order of the keys, and divided by the sum of the weights.
+//
+//   single, tiles  f32 [slots, num_heads, HEAD_DIM / 4 + 1, 4]: partials by the two kinds of workgroups
+//   merges  [tokens] of (first slot, in `tiles` where its highest bit is set; how many), none for a token of nobody
+//   y  f32 [tokens, num_heads, HEAD_DIM]; 0 where there are none
+//
+// With INT8, blocks and scales are y quantized (common/fast.glsl) and y itself is not written; with BOTH, both are.
+//
+// A row of workgroups takes a token, an invocation four dimensions of a head.
+#version 460
+#extension GL_GOOGLE_include_directive : require
+#include "memory.glsl"
+#include "softmax.glsl"
+#define WORKGROUP 256
+#include "fast.glsl"
+#include "quantize.glsl"
+
+layout(local_size_x = WORKGROUP) in;
+layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Merges { uvec2 at[]; };
+
+layout(push_constant, std430) uniform Push {
+    ReadVec4s single;
+    ReadVec4s tiles;
+    Merges merges;
+    WriteVec4s y;
+    WriteBlocks blocks;
+    WriteScales scales;
+    uint num_heads;
+    uint fours;
+    // Rows that the blocks have room for.
+    uint padded;
+};
+
+const uint IN_TILES = 0x80000000u;
+
+void main() {
+    const uint token = gl_WorkGroupID.y, four = gl_GlobalInvocationID.x;
+    const uint head = four / fours, lane = four % fours;
+    vec4 value = vec4(0);
+    if (head < num_heads) {
+        const uvec2 merge = merges.at[token];
+        const bool in_tiles = (merge.x & IN_TILES) != 0;
+        const uint first = merge.x & ~IN_TILES;
+        vec4 values = vec4(0);
+        vec2 score = vec2(LOWEST, 0.0);
+        for (uint n = 0; n < merge.y; n++) {
+            const uint at = ((first + n) * num_heads + head) * (fours + 1);
+            const vec4 more = in_tiles ? tiles.at[at + lane] : single.at[at + lane];
+            const vec2 more_score = in_tiles ? tiles.at[at + fours].xy : single.at[at + fours].xy;
+            join(values, score, more, more_score);
+        }
+        value = attended(values, score);
+#ifndef INT8
+        y.at[token * num_heads * fours + four] = value;
+#endif
+    }
+#if defined(INT8) || defined(BOTH)
+    quantize_four(blocks, scales, padded, token, 4 * four, 4 * num_heads * fours, value);
+#endif
+}

@@ -1,0 +1,378 @@
+//! How attention of a step is shared out over workgroups: what `shaders/attention.comp` is told to compute, and
+//! `shaders/attention_merge.comp` to put together.
+//!
+//! The keys of a sequence are cut into splits at positions that depend on the layer alone ([`Splits`]), and everything
+//! about a token is computed split by split, so that it has the same bits however it is shared out: each split by a
+//! workgroup of its own, or one after the other by one; the token alone, or in a tile with its neighbours. What is chosen is what
+//! fills the device, as far as there is room for what lies between the two shaders.
+//!
+//! Refuses to know a device: this is arithmetic, and tests share out as they please.
+
+use std::ops::Range;
+
+use super::AttentionShape;
+
+/// Splits of one unit, then of 4, then of 16 (`shaders/common/softmax.glsl`).
+const SPLITS_OF_1: usize = 16;
+const SPLITS_OF_4: usize = 28;
+/// Units before those of 16.
+const UNITS_BEFORE: usize = SPLITS_OF_1 + 4 * SPLITS_OF_4;
+
+/// Query heads of all tokens of a tile: four teams of [`TILE_ROWS`] (`shaders/attention.comp`).
+const ROWS_OF_TILE: usize = 4 * TILE_ROWS;
+/// Those of a team.
+pub(super) const TILE_ROWS: usize = 8;
+/// Workgroups of tiles that fill a device: where there are fewer, tiles are split as single tokens are.
+const FILLING: usize = 96;
+/// The bit that says where a token's partials lie.
+const IN_TILES: u32 = 1 << 31;
+
+/// Where the keys of a sequence are cut in a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Splits {
+    /// Keys of the first splits: a multiple of the 64 of a tile.
+    pub unit: usize,
+    /// Whether later ones are longer, so that a long context has few. Where there is a window, it bounds them.
+    pub grows: bool,
+}
+
+impl Splits {
+    /// Many heads fill a device with longer ones.
+    pub fn of(num_kv_heads: usize, window: Option<usize>) -> Splits {
+        Splits { unit: (16 * num_kv_heads).next_power_of_two().clamp(64, 256), grows: window.is_none() }
+    }
+
+    /// The first key of a split.
+    pub fn start(&self, split: usize) -> usize {
+        let behind = split.saturating_sub(SPLITS_OF_1);
+        let units = match behind {
+            _ if !self.grows || behind == 0 => split,
+            1..=SPLITS_OF_4 => SPLITS_OF_1 + 4 * behind,
+            _ => UNITS_BEFORE + 16 * (behind - SPLITS_OF_4),
+        };
+        units * self.unit
+    }
+
+    /// The split of a key.
+    pub fn of_key(&self, key: usize) -> usize {
+        let units = key / self.unit;
+        match units {
+            _ if !self.grows => units,
+            ..SPLITS_OF_1 => units,
+            ..UNITS_BEFORE => SPLITS_OF_1 + (units - SPLITS_OF_1) / 4,
+            _ => SPLITS_OF_1 + SPLITS_OF_4 + (units - UNITS_BEFORE) / 16,
+        }
+    }
+}
+
+impl AttentionShape {
+    pub fn splits(&self) -> Splits {
+        Splits::of(self.num_kv_heads, self.window)
+    }
+
+    /// The first key that a token at `position` sees.
+    pub fn first_key(&self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+
+    /// Tokens of a tile at most.
+    pub fn tile_tokens(&self) -> usize {
+        ROWS_OF_TILE / (self.num_heads / self.num_kv_heads)
+    }
+
+    /// f32 of a partial of one token: for each head its values; then the largest score, the sum of weights, and two of nothing.
+    pub fn partial_width(&self) -> usize {
+        partial_width(self.num_heads, self.head_dim)
+    }
+}
+
+/// As [`AttentionShape::partial_width`].
+pub const fn partial_width(num_heads: usize, head_dim: usize) -> usize {
+    num_heads * (head_dim + 4)
+}
+
+/// What a workgroup computes, for each KV head: the partials of neighbouring tokens of a sequence over neighbouring splits, one
+/// of each token.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Item {
+    /// The first token's row of the queries, how many there are, the first one's position, and their block table.
+    pub token: u32,
+    pub tokens: u32,
+    pub position: u32,
+    pub sequence: u32,
+    pub first_split: u32,
+    pub splits: u32,
+    /// Where the first token's partial goes, and how far behind it that of the next one.
+    pub slot: u32,
+    pub stride: u32,
+}
+
+/// Tokens of one sequence in a step, which are neighbours.
+#[derive(Debug, Clone, Copy)]
+pub struct Run {
+    /// The first one's row among the step's tokens, and its position.
+    pub row: usize,
+    pub start: usize,
+    pub tokens: usize,
+    /// Row of the block tables.
+    pub sequence: usize,
+}
+
+/// Slots for partials of single tokens and of tiles: of these one for each token of a step at least.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    pub single: usize,
+    pub tiles: usize,
+}
+
+/// Items of some rows of a step, as ranges of all.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    pub rows: Range<usize>,
+    pub single: Range<usize>,
+    pub tiles: Range<usize>,
+}
+
+/// Attention of a step, shared out.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Shares {
+    pub single: Vec<Item>,
+    pub tiles: Vec<Item>,
+    /// For each token of the step its first slot, with a bit that says which, and how many partials it has: none where
+    /// it is nobody's.
+    pub merges: Vec<[u32; 2]>,
+    /// The rows of the step in parts, each with the items that are its own.
+    pub parts: Vec<Part>,
+}
+
+/// Neighbouring tokens that are computed together.
+struct Piece {
+    run: Run,
+    first_split: usize,
+    splits: usize,
+    is_split: bool,
+}
+
+impl Piece {
+    /// Slots that it needs beyond one for each token, to have a workgroup for each split.
+    fn more(&self) -> usize {
+        self.run.tokens * (self.splits - 1)
+    }
+}
+
+impl Shares {
+    /// Shares out a step of `tokens` tokens, some of which may be in no run, so that each `rows_per_part` of them have items of
+    /// their own. Panics where there is no room for one partial of each token.
+    pub fn new(
+        shape: &AttentionShape,
+        runs: &[Run],
+        tokens: usize,
+        rows_per_part: usize,
+        room: Room,
+    ) -> Shares {
+        let mut shares = Shares { merges: vec![[0; 2]; tokens], ..Shares::default() };
+        let (mut single, mut tiles) = (Vec::new(), Vec::new());
+        for run in runs {
+            let end = run.row + run.tokens;
+            let mut row = run.row;
+            while row < end {
+                let part_end = (row / rows_per_part + 1) * rows_per_part;
+                let count = (end.min(part_end) - row).min(shape.tile_tokens());
+                let run = Run { row, start: run.start + row - run.row, tokens: count, ..*run };
+                let splits = shape.splits();
+                let first_split = splits.of_key(shape.first_key(run.start));
+                let last_split = splits.of_key(run.start + count - 1);
+                let piece = Piece { run, first_split, splits: last_split - first_split + 1, is_split: false };
+                let is_single = count == 1 && single.len() < room.single;
+                if is_single {
+                    single.push(piece)
+                } else {
+                    tiles.push(piece)
+                }
+                row += count;
+            }
+        }
+        let needed = tiles.iter().map(|piece| piece.run.tokens).sum::<usize>();
+        assert!(needed <= room.tiles, "{needed} partials, and room for {} of tiles", room.tiles);
+        split(&mut single, room.single, usize::MAX);
+        split(&mut tiles, room.tiles, FILLING.div_ceil(shape.num_kv_heads));
+
+        let mut slots = [0; 2];
+        for first in (0..tokens).step_by(rows_per_part) {
+            let rows = first..(first + rows_per_part).min(tokens);
+            let (single_first, tiles_first) = (shares.single.len(), shares.tiles.len());
+            let is_in = |piece: &&Piece| rows.contains(&piece.run.row);
+            for piece in single.iter().filter(is_in) {
+                emit(piece, &mut slots[0], 0, &mut shares.single, &mut shares.merges);
+            }
+            for piece in tiles.iter().filter(is_in) {
+                emit(piece, &mut slots[1], IN_TILES, &mut shares.tiles, &mut shares.merges);
+            }
+            let (single, tiles) = (single_first..shares.single.len(), tiles_first..shares.tiles.len());
+            shares.parts.push(Part { rows, single, tiles });
+        }
+        shares
+    }
+
+    /// Workgroups of single tokens and of tiles, as an indirect dispatch reads them: of all parts together, then of each.
+    pub fn groups(&self, num_kv_heads: usize) -> Vec<[[u32; 3]; 2]> {
+        let groups =
+            |single: usize, tiles: usize| [single, tiles].map(|n| [n as u32, num_kv_heads as u32, 1]);
+        let all = groups(self.single.len(), self.tiles.len());
+        let each = self.parts.iter().map(|part| groups(part.single.len(), part.tiles.len()));
+        std::iter::once(all).chain(each).collect()
+    }
+}
+
+/// Gives each split of the longest pieces a workgroup of its own, as far as the slots last, and until there are `wanted`
+/// items. The longest come first, for they take longest.
+fn split(pieces: &mut [Piece], slots: usize, wanted: usize) {
+    pieces.sort_by_key(|piece| std::cmp::Reverse(piece.splits));
+    let mut spare = slots - pieces.iter().map(|piece| piece.run.tokens).sum::<usize>();
+    let mut items = pieces.len();
+    for piece in pieces.iter_mut().filter(|piece| piece.splits > 1) {
+        if items < wanted && piece.more() <= spare {
+            piece.is_split = true;
+            spare -= piece.more();
+            items += piece.splits - 1;
+        }
+    }
+    // Who walks over all of its keys begins first.
+    pieces.sort_by_key(|piece| piece.is_split);
+}
+
+fn emit(piece: &Piece, next: &mut usize, flag: u32, items: &mut Vec<Item>, merges: &mut [[u32; 2]]) {
+    let Piece { run, first_split, splits, is_split } = piece;
+    let (count, each) = if *is_split { (*splits, 1) } else { (1, *splits) };
+    let slot = *next;
+    *next += run.tokens * count;
+    for n in 0..count {
+        items.push(Item {
+            token: run.row as u32,
+            tokens: run.tokens as u32,
+            position: run.start as u32,
+            sequence: run.sequence as u32,
+            first_split: (first_split + n) as u32,
+            splits: each as u32,
+            slot: (slot + n) as u32,
+            stride: count as u32,
+        });
+    }
+    for (i, merge) in merges[run.row..run.row + run.tokens].iter_mut().enumerate() {
+        *merge = [(slot + i * count) as u32 | flag, count as u32];
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(num_heads: usize, num_kv_heads: usize, window: Option<usize>) -> AttentionShape {
+        AttentionShape { num_heads, num_kv_heads, head_dim: 128, block_size: 16, max_blocks: 8192, window }
+    }
+
+    #[test]
+    fn splits_follow_one_another_and_a_long_context_has_few() {
+        for (heads, window, of_128k) in
+            [(16, None, 68), (8, None, 104), (1, None, 164), (16, Some(1024), 512)]
+        {
+            let splits = Splits::of(heads, window);
+            let mut split = 0;
+            for key in 0..131_072 {
+                split += usize::from(key == splits.start(split + 1));
+                assert_eq!(splits.of_key(key), split, "{splits:?}, key {key}");
+            }
+            assert_eq!((splits.start(0), split + 1), (0, of_128k), "{splits:?}");
+            assert!((0..600).all(|split| splits.start(split).is_multiple_of(64)), "{splits:?}");
+        }
+    }
+
+    /// Each token's keys, as its partials cover them; panics where one of them is not where it is merged from, or two are in
+    /// one place.
+    fn covered(shares: &Shares, shape: &AttentionShape, room: Room) -> Vec<Vec<Range<usize>>> {
+        let mut slots = [vec![None; room.single], vec![None; room.tiles]];
+        for (items, slots) in [&shares.single, &shares.tiles].into_iter().zip(&mut slots) {
+            for item in items {
+                for i in 0..item.tokens {
+                    let slot = &mut slots[(item.slot + i * item.stride) as usize];
+                    assert!(slot.is_none(), "two partials in one slot");
+                    *slot = Some((item.token + i, item.first_split, item.first_split + item.splits));
+                }
+            }
+        }
+        let start = |split: u32| shape.splits().start(split as usize);
+        let of_token = |(token, merge): (u32, &[u32; 2])| {
+            let tiles = merge[0] & IN_TILES != 0;
+            let first = (merge[0] & !IN_TILES) as usize;
+            let all = &slots[usize::from(tiles)][first..first + merge[1] as usize];
+            let range = |slot: &Option<(u32, u32, u32)>| {
+                let (of, from, to) = slot.expect("somebody writes it");
+                assert_eq!(of, token, "another token's partial");
+                start(from)..start(to)
+            };
+            all.iter().map(range).collect()
+        };
+        (0..).zip(&shares.merges).map(of_token).collect()
+    }
+
+    #[test]
+    fn every_key_is_seen_once_whatever_the_room_and_the_parts() {
+        let shapes =
+            [shape(32, 16, None), shape(32, 16, Some(1024)), shape(4, 1, Some(512)), shape(16, 1, None)];
+        let starts = [0, 100_000, 511, 5000, 1023];
+        for shape in shapes {
+            // A sequence of one token, two of many; then tokens of nobody.
+            let (mut runs, mut row) = (Vec::new(), 0);
+            for (sequence, (start, tokens)) in starts.into_iter().zip([1, 1, 40, 17, 3]).enumerate() {
+                runs.push(Run { row, start, tokens, sequence });
+                row += tokens;
+            }
+            for (single, tiles) in [(512, 1000), (2, 62), (0, 62), (5, 80)] {
+                for rows_per_part in [1, 8, 24, 64] {
+                    let room = Room { single, tiles };
+                    let shares = Shares::new(&shape, &runs, 64, rows_per_part, room);
+                    let covered = covered(&shares, &shape, room);
+                    for run in &runs {
+                        for (i, ranges) in covered[run.row..run.row + run.tokens].iter().enumerate() {
+                            let position = run.start + i;
+                            let (mut at, first) = (ranges[0].start, shape.first_key(position));
+                            assert!(at <= first);
+                            for range in ranges {
+                                assert_eq!(range.start, at, "in order");
+                                at = range.end;
+                            }
+                            assert!(at > position);
+                        }
+                    }
+                    assert!(covered[row..].iter().all(Vec::is_empty), "nobody sees nothing");
+                    let groups = shares.groups(shape.num_kv_heads);
+                    assert_eq!(groups.len(), 1 + 64usize.div_ceil(rows_per_part));
+                    for (part, groups) in shares.parts.iter().zip(&groups[1..]) {
+                        let items = [&shares.single[part.single.clone()], &shares.tiles[part.tiles.clone()]];
+                        assert_eq!(items.map(|items| items.len() as u32), groups.map(|groups| groups[0]));
+                        for item in items.into_iter().flatten() {
+                            let (first, end) = (item.token as usize, (item.token + item.tokens) as usize);
+                            assert!(
+                                part.rows.contains(&first) && end <= part.rows.end,
+                                "cut at the part's end"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_single_token_of_a_27b_has_workgroups_enough_from_a_thousand_keys_on() {
+        let room = Room { single: 512, tiles: 512 };
+        let workgroups = |start: usize, window: Option<usize>| {
+            let shape = shape(32, 16, window);
+            let run = Run { row: 0, start, tokens: 1, sequence: 0 };
+            Shares::new(&shape, &[run], 1, 1, room).single.len() * 16
+        };
+        assert_eq!([1023, 8191, 131_071].map(|start| workgroups(start, None)), [64, 320, 1088]);
+        assert_eq!([1023, 100_000].map(|start| workgroups(start, Some(1024))), [64, 80]);
+    }
+}
