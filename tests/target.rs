@@ -93,6 +93,10 @@ fn bounds(name: &str) -> (u64, u64) {
         ("attention", tile) if tile.ends_with("x8") => (8, 128),
         ("attention", "") => (16, 32),
         ("attention", _) => (16, 64),
+        // Sixteen logits of each lane in registers, which it goes through again and again.
+        ("logprobs", _) if shader == "logprobs_parts" => (16, 64),
+        // Four logits at once and their masses; four bins of each lane, of 64 bits.
+        ("sample", _) if !["sample_maxima", "sample_greedy"].contains(&shader) => (16, 64),
         // Thirty-two chains in registers, which is what it is for; no step runs it.
         ("peak", _) => (16, 64),
         ("fast", constants) => match constants.split('x').collect::<Vec<_>>()[..] {
