@@ -35,14 +35,12 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
-#define WORKGROUP 256
-#include "reduce.glsl"
-#include "argmax.glsl"
 #include "draws.glsl"
 #include "mass.glsl"
 
-layout(local_size_x = WORKGROUP) in;
+layout(local_size_x = 256) in;
 
+const uint WORKGROUP = 256;
 const uint CHUNK = 4096;
 const uint BINS = 1024;
 const uint LIST = 4096;
@@ -130,12 +128,33 @@ struct Best {
 const Best NOTHING = Best(LOWEST, NONE);
 
 void consider(inout Best best, float value, uint id) {
-    if (best.id == NONE || value > best.value || (value == best.value && id < best.id)) best = Best(value, id);
+    if (value > best.value || (value == best.value && id < best.id)) best = Best(value, id);
 }
 
-Best best_of_all(Best best) {
-    const uint id = workgroup_argmax(best.value, best.id);
-    return Best(workgroup_max(best.value), id);
+shared float tree_values[WORKGROUP], tree_lows[WORKGROUP];
+shared uint tree_ids[WORKGROUP];
+
+// The best of what each invocation brings, and the lowest of their `low`s.
+Best best_of_all(Best best, inout float low) {
+    const uint i = gl_LocalInvocationID.x;
+    tree_values[i] = best.value;
+    tree_ids[i] = best.id;
+    tree_lows[i] = low;
+    barrier();
+    [[unroll]] for (uint half_size = WORKGROUP / 2; half_size > 0; half_size /= 2) {
+        if (i < half_size) {
+            consider(best, tree_values[i + half_size], tree_ids[i + half_size]);
+            low = min(low, tree_lows[i + half_size]);
+            tree_values[i] = best.value;
+            tree_ids[i] = best.id;
+            tree_lows[i] = low;
+        }
+        barrier();
+    }
+    best = Best(tree_values[0], tree_ids[0]);
+    low = tree_lows[0];
+    barrier();
+    return best;
 }
 
 #ifndef MAXIMA
@@ -151,15 +170,14 @@ bool is_one() { return maximum > FORBIDDEN && maximum < HIGHEST; }
 
 Best find_maximum(uint row) {
     Best best = NOTHING;
-    float low = HIGHEST;
+    lowest = HIGHEST;
     for (uint chunk = gl_LocalInvocationID.x; chunk < chunks(); chunk += WORKGROUP) {
         const uvec4 of_chunk = maxima.at[row * chunks() + chunk];
         consider(best, uintBitsToFloat(of_chunk.x), of_chunk.z);
-        low = min(low, uintBitsToFloat(of_chunk.y));
+        lowest = min(lowest, uintBitsToFloat(of_chunk.y));
     }
-    best = best_of_all(best);
+    best = best_of_all(best, lowest);
     maximum = best.value;
-    lowest = -workgroup_max(-low);
     return best;
 }
 
@@ -366,8 +384,7 @@ void main() {
             }
         }
     }
-    best = best_of_all(best);
-    low = -workgroup_max(-low);
+    best = best_of_all(best, low);
     if (gl_LocalInvocationID.x == 0) {
         maxima.at[row * chunks() + chunk] = uvec4(floatBitsToUint(best.value), floatBitsToUint(low), best.id, 0);
     }
@@ -485,8 +502,9 @@ void main() {
     [[unroll]] for (uint end = 0; end < 4; end++) {
         if (own_ends[end] > 0) atomicMax(ends[end], own_ends[end]);
     }
-    best = best_of_all(best);
-    undecided = best_of_all(undecided);
+    float none = 0.0;
+    best = best_of_all(best, none);
+    if (!fits) undecided = best_of_all(undecided, none);
     if (lane == 0) {
         found.at[own + 4 * chunk] = floatBitsToUint(best.value);
         found.at[own + 4 * chunk + 1] = best.id;
@@ -633,7 +651,8 @@ void main() {
                 }
             }
         }
-        best = best_of_all(best);
+        float none = 0.0;
+        best = best_of_all(best, none);
     }
     if (lane == 0) {
         ids.at[row] = is_one() ? best.id : NONE;
