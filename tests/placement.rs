@@ -522,17 +522,17 @@ fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
     let Err(LoadError::DoesNotFit(error)) = load(MIB, 0, None) else { panic!("1 MiB is enough") };
     assert_eq!(error.largest_context, 0);
     assert_eq!(device.allocations(), 0);
-    let Err(LoadError::DoesNotFit(error)) = load(6 * MIB, 6 * MIB, Some(4096)) else {
-        panic!("6 MiB are enough")
+    let Err(LoadError::DoesNotFit(error)) = load(8 * MIB, 8 * MIB, Some(4096)) else {
+        panic!("8 MiB are enough")
     };
     let largest = error.largest_context;
     assert!(largest > 0 && largest < 4096, "{largest}");
     assert_eq!(device.allocations(), 0);
     // What it names does fit.
-    let model = load(6 * MIB, 6 * MIB, Some(largest)).unwrap();
+    let model = load(8 * MIB, 8 * MIB, Some(largest)).unwrap();
     assert_eq!(model.limits().max_context, largest);
     drop(model);
-    let model = load(6 * MIB, 6 * MIB, None).unwrap();
+    let model = load(8 * MIB, 8 * MIB, None).unwrap();
     assert_eq!(model.limits().max_context, largest);
 }
 
