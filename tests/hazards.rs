@@ -134,8 +134,12 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
         6 => draws(b, "draws' log probabilities alone"),
         7 => history(b),
         8 => transfers(b),
-        // With attention behind the store, and without, for the same reason.
-        n => attention(b, *KvDtype::ALL.get((n - 9) / 2)?, n % 2 == 1),
+        // With attention of single tokens behind the store, of tiles, and without any, for the same reason.
+        n => {
+            let kv = *KvDtype::ALL.get((n - 9) / 3)?;
+            let tokens = [&[(3, 1), (21, 1), (5, 1)][..], &[(3, 3), (21, 21)]];
+            attention(b, kv, tokens.get((n - 9) % 3).copied())
+        }
     })
 }
 
@@ -334,11 +338,11 @@ fn transfers(b: &mut Bench) -> Chain {
     Chain { name: "copies and fills".into(), record: Box::new(record), written }
 }
 
-fn attention(b: &mut Bench, kv: KvDtype, attends: bool) -> Chain {
+/// `attending`: of each sequence its length, and its tokens.
+fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -> Chain {
     let shape = shape(4, 2, 32, 16, None);
     b.make_heads(&shape, kv);
-    // A tile of several, and one token alone.
-    let paged = Paged::new(b, shape, &[(3, 3), (21, 21), (5, 1)]);
+    let paged = Paged::new(b, shape, attending.unwrap_or(&[(3, 3), (21, 21)]));
     let tokens = paged.tokens().len();
     let [q_width, kv_width] = [4 * 32, 2 * 32];
     let [q, k, v] = [q_width, kv_width, kv_width].map(|width| {
@@ -355,9 +359,15 @@ fn attention(b: &mut Bench, kv: KvDtype, attends: bool) -> Chain {
     let y = Operand::new(wants, &b.empty(tokens, q_width), &b.quantized(tokens, q_width));
     let partials = b.partials(&shape, paged.room());
     let mut written = vec![q.buffer.clone(), cache.keys.clone(), cache.values.clone()];
+    let attends = attending.is_some();
     if attends {
-        written.extend([&partials.single, &partials.tiles].map(|x| x.buffer.clone()));
+        // Of the partials there is one kind: that of the other would have a barrier for both.
+        let is_single = step.shares.single.is_some();
+        assert!(is_single != step.shares.tiles.is_some());
+        let written_partials = if is_single { &partials.single } else { &partials.tiles };
+        written.push(written_partials.buffer.clone());
         written.extend(y.floats.as_ref().map(|floats| floats.buffer.clone()));
+        // Rows are padded to a power of two.
         written.extend(y.blocks.iter().flat_map(|blocks| planes(blocks, tokens.next_power_of_two())));
     }
     let [q_norm, k_norm] = [norm.clone(), norm];
@@ -368,7 +378,11 @@ fn attention(b: &mut Bench, kv: KvDtype, attends: bool) -> Chain {
             kernels.attention(r, &attention, &q, &step, &partials, &y, tokens);
         }
     };
-    let what = if attends { "and attention" } else { "alone" };
+    let what = match attending {
+        None => "alone",
+        Some(tokens) if tokens.iter().all(|(_, tokens)| *tokens == 1) => "and attention",
+        Some(_) => "and attention of tiles",
+    };
     Chain { name: format!("keys, values {what}, {kv}"), record: Box::new(record), written }
 }
 
