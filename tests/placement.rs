@@ -457,8 +457,7 @@ fn the_27b_takes_what_is_counted_by_hand() {
     // Of each row of draws: 8 words and 42 of log probabilities for each of 65 chunks of 4096 logits; three lists of 4096 ids, eight
     // tallies, and three histograms of 1024.
     let draws = 65 * (8 + 42) + 3 * 4096 + 8 + 3 * 1024;
-    let floats =
-        tokens * row + partials + 64 * (2 * 5376 + 2 * 262_208 + draws) + 2 * 8192 * 128 + 65 * 8192;
+    let floats = tokens * row + partials + 64 * (2 * 5376 + 2 * 262_208 + draws) + 2 * 8192 * 128 + 65 * 8192;
     let expected = 4 * floats + 256 + int8;
     assert_eq!(bytes(Class::Activations), expected);
 
