@@ -29,8 +29,9 @@ const uint WIDTH = 2 - (FOURS - FOURS / 2 * 2);
 // Lanes that hold one copy of the values, and how many copies there are.
 const uint LANES = FOURS / WIDTH;
 const uint PARTS = TILE / LANES;
-// Fours of a key that are read together, and values: fewer where each is used for more rows.
-const uint STEP = FOURS % 8 == 0 ? (ROWS > 4 ? 4 : 8) : WIDTH;
+// Fours of a key that are read together, and values: fewer where each is used for more rows. Queries are loaded once for all
+// lanes of a subgroup; more of them than these fill all scalar registers there are.
+const uint STEP = FOURS % 4 == 0 ? (ROWS > 4 ? 2 : 4) : WIDTH;
 const uint AHEAD = TILE % (4 * PARTS) == 0 ? (ROWS > 4 ? 2 : 4) : 1;
 const uint MOST_SUBGROUPS = 16;
 

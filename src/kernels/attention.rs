@@ -275,7 +275,7 @@ mod tests {
     #[test]
     fn splits_follow_one_another_and_a_long_context_has_few() {
         for (heads, window, of_128k) in
-            [(16, None, 68), (8, None, 104), (1, None, 164), (16, Some(1024), 512)]
+            [(16, None, 68), (8, None, 100), (1, None, 164), (16, Some(1024), 512)]
         {
             let splits = Splits::of(heads, window);
             let mut split = 0;

@@ -518,7 +518,7 @@ mod tests {
         assert_eq!((single.kv_bytes, single.constants), (512 * 2 * 16 * 256, vec![2, 128, 2]));
         // Sixteen tokens a tile, each of which walks over its keys alone, for there are enough of them.
         let [single, tiles, merge] = attention(&heads, &[0..128], None, 128, room, wants);
-        assert_eq!((single.workgroups, tiles.workgroups, tiles.trips), (0, 8 * 16, 1.25));
+        assert_eq!((single.workgroups, tiles.workgroups, tiles.trips), (0, 8 * 16, 1.5));
         assert_eq!((tiles.kv_bytes, tiles.constants), (128 * 2 * 16 * 256, vec![2, 128, 8]));
         assert_eq!((merge.workgroups, merge.trips), (128 * 4, 1.0));
     }

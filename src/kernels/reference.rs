@@ -261,8 +261,8 @@ pub fn mass(t: f32) -> u64 {
     let whole = t as u32;
     let x = u64::from((((t - whole as f32) * 2f32.powi(31)) as u32) * 2);
     let coefficients = [5_479_739, 41_148_157, 238_334_300, 1_031_756_616, 2_977_044_038u64];
-    let y = coefficients.into_iter().fold(469_656, |y, c| c - (y * x >> 32));
-    let power = ((1 << 31) - (y * x >> 32) / 2).min((1 << 31) - 1);
+    let y = coefficients.into_iter().fold(469_656, |y, c| c - ((y * x) >> 32));
+    let power = ((1 << 31) - ((y * x) >> 32) / 2).min((1 << 31) - 1);
     power << 9 >> whole
 }
 
@@ -291,7 +291,7 @@ pub fn left(logits: &[f32], temperature: f32, top_k: usize, top_p: f32, least: f
     if top_p < 1.0 {
         let total: u64 = left.iter().map(|id| mass(powers[*id])).sum();
         let part = (top_p.max(0.0) * 2f32.powi(24)) as u128;
-        let wanted = (u128::from(total) * part >> 24) as u64;
+        let wanted = ((u128::from(total) * part) >> 24) as u64;
         let mut sum = 0;
         let last = left.iter().position(|id| {
             sum += mass(powers[*id]);
@@ -311,7 +311,7 @@ pub fn bins(logits: &[f32], temperature: f32, bins: usize) -> Vec<(u32, u64)> {
     let ratio = u64::from(u32::MAX / ((most * scale) as u32 + 1));
     let mut all = vec![(0, 0); bins];
     for t in powers.into_iter().filter(|t| *t < 40.0) {
-        let bin = &mut all[((t * scale) as u64 * bins as u64 * ratio >> 32) as usize];
+        let bin = &mut all[(((t * scale) as u64 * bins as u64 * ratio) >> 32) as usize];
         *bin = (bin.0 + 1, bin.1 + mass(t));
     }
     all
