@@ -38,7 +38,7 @@ fn fma_of(b: &mut Bench) -> Fma {
     let expected = |fma: Fma| -> Vec<f32> {
         let chain = |start: f32| (0..4).fold(start, |x, _| fma(x, factor, summand));
         let sum = |i: usize| (0..8).fold(0f32, |sum, c| sum + chain(i as f32 + c as f32));
-        (0..256).map(|i| sum(i)).map(|s| s + s + s + s).collect()
+        (0..256).map(sum).map(|s| s + s + s + s).collect()
     };
     let modes: [(&str, Fma); 2] = [("fused", f32::mul_add), ("multiplied, then added", rounded_twice)];
     let (name, fma) =

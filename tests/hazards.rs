@@ -375,7 +375,7 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
     let record = move |kernels: &Kernels, r: &mut Recorder<'_>| {
         kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
         if attends {
-            kernels.attention(r, &attention, &q, &step, &partials, &y, tokens);
+            kernels.attention(r, &attention, (&q, &partials), &step, &y, tokens);
         }
     };
     let what = match attending {

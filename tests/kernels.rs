@@ -848,7 +848,7 @@ fn attention_matches_its_twin_over_pages_and_windows() {
         let attention = Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache };
         b.run(|k, r| {
             let output = Operand::floats(&output);
-            k.attention(r, &attention, &input, &arrays, &partials, &output, tokens.len());
+            k.attention(r, &attention, (&input, &partials), &arrays, &output, tokens.len());
         });
         let got = b.rows(&output, tokens.len());
         for (t, &(s, position)) in tokens.iter().enumerate() {
@@ -926,7 +926,7 @@ impl Attended {
         let tokens = self.tokens();
         let (partials, y) = (b.partials(shape, room), b.empty(tokens, q.width));
         let step = StepArrays { shares: b.shares(shares, shape.num_kv_heads), ..arrays.clone() };
-        b.run(|k, r| k.attention(r, attention, q, &step, &partials, &Operand::floats(&y), tokens));
+        b.run(|k, r| k.attention(r, attention, (q, &partials), &step, &Operand::floats(&y), tokens));
         b.rows(&y, tokens).into_iter().map(f32::to_bits).collect()
     }
 

@@ -36,8 +36,8 @@ struct ActivationBlock {
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ActivationBlocks { ActivationBlock at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ActivationScales { uvec2 at[]; };
 
-// The second digit is asked for where the magnitudes of a block's q, of which one is 127, add up to less: 12 each.
-const int LEAST_MAGNITUDES = 12 * 32;
+// The second digit is asked for where the magnitudes of a block's q, of which one is 127, add up to less: 14 each.
+const int LEAST_MAGNITUDES = 14 * 32;
 const uint SECOND_DIGIT = 0x80000000u;
 
 int low_sum(uint sums) { return int(sums << 16) >> 16; }

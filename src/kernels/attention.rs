@@ -58,8 +58,8 @@ impl Splits {
         let units = key / self.unit;
         match units {
             _ if !self.grows => units,
-            ..SPLITS_OF_1 => units,
-            ..UNITS_BEFORE => SPLITS_OF_1 + (units - SPLITS_OF_1) / 4,
+            0..SPLITS_OF_1 => units,
+            SPLITS_OF_1..UNITS_BEFORE => SPLITS_OF_1 + (units - SPLITS_OF_1) / 4,
             _ => SPLITS_OF_1 + SPLITS_OF_4 + (units - UNITS_BEFORE) / 16,
         }
     }

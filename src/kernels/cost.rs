@@ -504,8 +504,9 @@ mod tests {
         let heads = Heads { num_heads: 32, num_kv_heads: 16, head_dim: 128, kv: KvDtype::F16 };
         let room = Room { single: 512, tiles: 512 };
         let wants = Wants { floats: true, blocks: false };
-        let one =
-            |position: usize, window| attention(&heads, &[position..position + 1], window, 1, room, wants);
+        let one = |position: usize, window| {
+            attention(&heads, std::slice::from_ref(&(position..position + 1)), window, 1, room, wants)
+        };
         let of = |[single, tiles, merge]: [Dispatch; 3]| {
             assert_eq!((tiles.workgroups, tiles.kv_bytes), (0, 0));
             (single.workgroups, single.trips, merge.trips)
@@ -517,7 +518,8 @@ mod tests {
         let [single, ..] = one(511, None);
         assert_eq!((single.kv_bytes, single.constants), (512 * 2 * 16 * 256, vec![2, 128, 2]));
         // Sixteen tokens a tile, each of which walks over its keys alone, for there are enough of them.
-        let [single, tiles, merge] = attention(&heads, &[0..128], None, 128, room, wants);
+        let [single, tiles, merge] =
+            attention(&heads, std::slice::from_ref(&(0..128)), None, 128, room, wants);
         assert_eq!((single.workgroups, tiles.workgroups, tiles.trips), (0, 8 * 16, 1.5));
         assert_eq!((tiles.kv_bytes, tiles.constants), (128 * 2 * 16 * 256, vec![2, 128, 8]));
         assert_eq!((merge.workgroups, merge.trips), (128 * 4, 1.0));

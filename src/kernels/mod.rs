@@ -26,7 +26,7 @@ pub use peak::Peak;
 pub use weights::{Embedding, Matrix, UploadError};
 
 /// The table that build.rs made from `shaders/`.
-#[allow(missing_docs)]
+#[allow(missing_docs, clippy::identity_op)]
 pub mod shaders {
     include!(concat!(env!("OUT_DIR"), "/shaders.rs"));
 }
@@ -734,9 +734,8 @@ impl Kernels {
         &self,
         recorder: &mut Recorder<'_>,
         attention: &Attention,
-        q: &Activations,
+        (q, partials): (&Activations, &Partials),
         step: &StepArrays,
-        partials: &Partials,
         y: &Operand,
         tokens: usize,
     ) {

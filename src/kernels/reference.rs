@@ -53,7 +53,7 @@ impl QuantizedActivations {
             let (q, scale) = quantized_block(block);
             let magnitudes: i32 = q.iter().map(|q| i32::from(*q).abs()).sum();
             // An outlier leaves the others a few steps at most.
-            let has_second = scale > 0.0 && magnitudes < 12 * 32;
+            let has_second = scale > 0.0 && magnitudes < 14 * 32;
             let rest: Vec<f32> = block.iter().zip(q).map(|(v, q)| fma(-f32::from(q), scale, *v)).collect();
             let second = if has_second { quantized_block(&rest) } else { ([0; BLOCK_COLS], 0.0) };
             let first = (q, if has_second { -scale } else { scale });

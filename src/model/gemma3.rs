@@ -654,7 +654,7 @@ impl Gemma3 {
         let products = [(&layer.q_proj, &s.q), (&layer.k_proj, &s.k), (&layer.v_proj, &s.v)];
         k.matmul(r, &products, &normed(qkv), n);
         k.qkv_store(r, attention, [&s.q, &s.k, &s.v], step, n);
-        k.attention(r, attention, &self.scratch.q, step, &s.partials, &attended, n);
+        k.attention(r, attention, (&self.scratch.q, &s.partials), step, &attended, n);
         watch(r, 1, &s.attended);
         k.matmul(r, &[(&layer.o_proj, &s.delta)], &attended, n);
 

@@ -404,7 +404,7 @@ impl Rig {
                 let q = make.activations(all, heads)?;
                 let (y, output) = make.result(case.wants(), all, heads)?;
                 let record = move |r: &mut Recorder<'_>, i: usize| {
-                    kernels.attention(r, &layers[i % layers.len()], &q, &step, &between, &y, all);
+                    kernels.attention(r, &layers[i % layers.len()], (&q, &between), &step, &y, all);
                 };
                 (Box::new(record), output)
             }

@@ -326,7 +326,7 @@ impl Question {
             let mut decode = |batch: usize, drawn, what: String| {
                 let sequences = vec![depth..depth + 1; batch];
                 let step =
-                    work::step(&config, &schemes, self.kv, self.precision, &sequences, batch, drawn, most);
+                    work::step(&config, &schemes, self.kv, self.precision, &sequences, (batch, drawn), most);
                 all.push(Prediction::new(chip, shape.name, what, batch as u64, &[step], &find));
             };
             for batch in BATCHES {

@@ -30,8 +30,7 @@ pub fn step(
     kv: KvDtype,
     precision: Precision,
     sequences: &[Range<usize>],
-    draws: usize,
-    drawn: Drawn,
+    (draws, drawn): (usize, Drawn),
     most: usize,
 ) -> Vec<Work> {
     let c = config;
@@ -148,7 +147,15 @@ pub fn prompt(
             let end = (start + most).min(tokens);
             let positions = start..end;
             let draws = usize::from(end == tokens);
-            step(config, schemes, kv, precision, std::slice::from_ref(&positions), draws, Drawn::Greedy, most)
+            step(
+                config,
+                schemes,
+                kv,
+                precision,
+                std::slice::from_ref(&positions),
+                (draws, Drawn::Greedy),
+                most,
+            )
         })
         .collect()
 }
@@ -177,7 +184,15 @@ mod tests {
         let config = Shape::named("gemma-3-27b").unwrap().config();
         let int4 = Scheme::int4(128);
         let schemes = Schemes::uniform(&config, int4, int4, Scheme::Int8Row);
-        step(&config, &schemes, KvDtype::F16, Precision::Fast, sequences, sequences.len(), Drawn::Greedy, 128)
+        step(
+            &config,
+            &schemes,
+            KvDtype::F16,
+            Precision::Fast,
+            sequences,
+            (sequences.len(), Drawn::Greedy),
+            128,
+        )
     }
 
     #[test]
