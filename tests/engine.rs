@@ -1379,6 +1379,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
 #[test]
 fn a_queue_may_be_made_longer_and_shorter_while_it_is_there() {
     let (engine, control) = start(one_slot(), says(&[7], END));
+    control.allow(0);
     let ask = || engine.submit(request(&[1, 2, 3], 2));
     let mut taken = vec![ask().expect("it runs")];
     control.submitted(1);

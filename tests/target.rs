@@ -81,6 +81,12 @@ const FAST_VALU_PER_WEIGHT: [(&str, u64, u64, [f64; 6]); 34] = [
 const MARGIN: f64 = 1.02;
 const TILES: [&str; 3] = ["1x1", "4x2", "8x4"];
 
+/// Whether a kernel that is no product yields int8.
+fn quantizes(shader: &str) -> bool {
+    let yields = ["rms_norm", "geglu", "attention_merge"].iter().any(|kernel| shader.starts_with(kernel));
+    shader == "quantize" || yields && (shader.ends_with("_int8") || shader.ends_with("_both"))
+}
+
 /// Least waves of 32 lanes (a wave of 64 is two) and most vector registers of a pipeline.
 fn bounds(name: &str) -> (u64, u64) {
     let (shader, constants) = name.split_once(' ').unwrap_or((name, ""));
@@ -89,10 +95,13 @@ fn bounds(name: &str) -> (u64, u64) {
         ("matmul", "4x2") => (16, 64),
         ("matmul", "8x4") => (8, 128),
         // A team of a tile has eight query heads, whose values are 64 registers.
-        ("attention", "4x256x4") => (8, 128),
         ("attention", tile) if tile.ends_with("x8") => (8, 128),
-        ("attention", "") => (16, 32),
-        ("attention", _) => (16, 64),
+        ("attention", "4x256x4") => (10, 96),
+        // f32 keys and values, four times as wide as int8.
+        ("attention", tile) if shader == "attention_f32" && !tile.is_empty() => (12, 80),
+        // What is quantized stays in registers, twice where it takes a second digit.
+        _ if quantizes(shader) => (16, 64),
+        ("attention", tile) if !tile.is_empty() => (16, 64),
         // Sixteen logits of each lane in registers, which it goes through again and again.
         ("logprobs", _) if shader == "logprobs_parts" => (16, 64),
         // Four logits at once and their masses; four bins of each lane, of 64 bits.
@@ -102,8 +111,7 @@ fn bounds(name: &str) -> (u64, u64) {
         ("fast", constants) => match constants.split('x').collect::<Vec<_>>()[..] {
             ["32", "0", _] => (12, 80),
             [_, "0", _] => (16, 64),
-            ["1", "1", _] => (15, 64),
-            ["2", "1", _] => (12, 80),
+            ["1" | "2", "1", _] => (12, 80),
             _ => (8, 128),
         },
         _ => (16, 32),

@@ -41,19 +41,17 @@ struct BlockRow {
 };
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Blocks { BlockRow at[]; };
 
-// The plane of scales, by what 32 lanes have of it: f16; pairs of them; pairs of f32.
-struct Words16 {
-    uint words[TILE_ROWS / 2];
-};
-struct Words32 {
+// The plane of scales, by what the lanes of a tile have of it: pairs of f16 or of f32, else f16.
+struct ScaleRow {
+#if defined(SCALES_ZERO_POINT)
     uint words[TILE_ROWS];
-};
-struct Pairs32 {
+#elif defined(SCALES_AFFINE)
     uvec2 words[TILE_ROWS];
+#else
+    uint words[TILE_ROWS / 2];
+#endif
 };
-layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Scales { Words16 at[]; };
-layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Scales32 { Words32 at[]; };
-layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ScalePairs { Pairs32 at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Scales { ScaleRow at[]; };
 
 // Four weights of a block, unscaled: columns 4i..4i+3 of the block, i < BLOCK / 4.
 vec4 block_weights(uvec4 block, uint i) {
@@ -77,10 +75,12 @@ vec4 block_weights(uvec4 block, uint i) {
 #endif
 }
 
+#if defined(SCALES_ROW)
 // The f16 of a lane in item `item` of a plane of f16.
 float half_of(Scales plane, uint item, uint lane) {
     return unpackHalf2x16(plane.at[item].words[lane / 2] >> 16 * (lane & 1u)).x;
 }
+#endif
 
 #if defined(SCALED_BY_GROUP)
 // The words that hold what scales block b of row `lane` of a tile: what a kernel may ask for long before it needs it.
@@ -99,9 +99,9 @@ uvec2 scale_words(Scales scales, uint tile, uint b, uint lane, uint blocks_per_r
 #if defined(SCALES_SYMMETRIC)
     return uvec2(scales.at[item].words[lane / 2], 0);
 #elif defined(SCALES_ZERO_POINT)
-    return uvec2(Scales32(scales).at[item].words[lane], 0);
+    return uvec2(scales.at[item].words[lane], 0);
 #elif defined(SCALES_AFFINE)
-    return ScalePairs(scales).at[item].words[lane];
+    return scales.at[item].words[lane];
 #endif
 #endif
 }
