@@ -36,6 +36,10 @@ pub struct Counts {
     pub cycles: u64,
     /// Multiply-adds of a lane, in whatever instructions.
     pub macs: u64,
+    /// What rounds f32: multiply-adds, products and sums of a lane.
+    pub f32_fma: u64,
+    pub f32_mul: u64,
+    pub f32_add: u64,
     pub vector_loads: u64,
     /// Those of them that read 16 bytes a lane.
     pub wide_loads: u64,
@@ -46,6 +50,25 @@ pub struct Counts {
     pub lds: u64,
     /// Waits for memory.
     pub waits: u64,
+}
+
+impl Counts {
+    /// Counts an instruction that rounds f32, by its name without `v_`.
+    fn rounds(&mut self, name: &str, operands: &str) {
+        let name = name.trim_start_matches("dual_");
+        let is_any = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
+        if is_any(&["fma_mix_f32"]) {
+            // A factor that comes as f16; where it adds minus zero, it multiplies.
+            let multiplies = operands.contains(", neg(0)");
+            *(if multiplies { &mut self.f32_mul } else { &mut self.f32_fma }) += 1;
+        } else if is_any(&["fma_f32", "fmac_f32", "fmaak_f32", "fmamk_f32", "mad_f32", "mac_f32"]) {
+            self.f32_fma += 1;
+        } else if is_any(&["mul_f32"]) {
+            self.f32_mul += 1;
+        } else if is_any(&["add_f32", "sub_f32", "subrev_f32"]) {
+            self.f32_add += 1;
+        }
+    }
 }
 
 impl Add for Counts {
@@ -59,6 +82,9 @@ impl Add for Counts {
             wmma: self.wmma + other.wmma,
             cycles: self.cycles + other.cycles,
             macs: self.macs + other.macs,
+            f32_fma: self.f32_fma + other.f32_fma,
+            f32_mul: self.f32_mul + other.f32_mul,
+            f32_add: self.f32_add + other.f32_add,
             vector_loads: self.vector_loads + other.vector_loads,
             wide_loads: self.wide_loads + other.wide_loads,
             vector_stores: self.vector_stores + other.vector_stores,
@@ -86,6 +112,9 @@ impl Mul<u64> for Counts {
             wmma: self.wmma * n,
             cycles: self.cycles * n,
             macs: self.macs * n,
+            f32_fma: self.f32_fma * n,
+            f32_mul: self.f32_mul * n,
+            f32_add: self.f32_add * n,
             vector_loads: self.vector_loads * n,
             wide_loads: self.wide_loads * n,
             vector_stores: self.vector_stores * n,
@@ -237,12 +266,15 @@ fn count(name: &str, operands: &str) -> Counts {
         c.valu = 1;
         c.cycles = cycles(first);
         c.macs = macs(first);
+        c.rounds(first, operands.split_once("::").map_or(operands, |(own, _)| own));
         c.dot4 = u64::from(first.starts_with("dot4_"));
         c.wmma = u64::from(first.starts_with("wmma_"));
         if let Some((_, second)) = operands.split_once("::") {
             c.valu = 2;
             c.dual = 1;
-            c.macs += macs(second.trim().trim_start_matches("v_"));
+            let second = second.trim().trim_start_matches("v_");
+            c.macs += macs(second);
+            c.rounds(second, "");
         }
     } else if ["global_", "buffer_", "flat_", "scratch_"].iter().any(|prefix| name.starts_with(prefix)) {
         let is_load = name.contains("_load");
