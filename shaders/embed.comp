@@ -45,7 +45,7 @@ void main() {
     const uint blocks_per_row = (cols + BLOCK - 1) / BLOCK;
 
     for (uint b = gl_LocalInvocationID.x; b < blocks_per_row; b += 64) {
-        const uvec4 block = blocks.at[tile * blocks_per_row + b].lanes[lane];
+        const uvec4 block = block_at(blocks, tile, b, lane, blocks_per_row);
 #if defined(SCALES_ROW)
         const vec2 scale_shift = vec2(half_of(scales, tile, lane), 0.0);
 #elif defined(SCALED_BY_GROUP)

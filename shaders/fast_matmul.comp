@@ -28,7 +28,7 @@ layout(constant_id = 2) const uint SCALE_BLOCKS = 1;
 const uint MATRICES = GEGLU + 1;
 // Columns whose segments are added up at once: an invocation adds one.
 const uint STAGED = SEGMENTS;
-// Blocks of 16 bytes that hold BLOCK_COLS weights of a row.
+// Blocks of weights that meet a block of activations.
 const uint UNITS = BLOCK_COLS / BLOCK;
 
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteWords { uint at[]; };
@@ -62,18 +62,29 @@ shared uint largest[2][STAGED];
 shared int sums[2][STAGED][3];
 shared int results[STAGED][TILE_ROWS];
 
-// A block of weights of a row, and the words of its scales. The last block may have no second unit.
+// The weights of a row that meet a block of activations, as they are stored, and the words of their scales. The last may
+// have no second unit.
 struct Weights {
     uvec4 units[UNITS];
+#if defined(HIGH_BITS)
+    HIGH_BITS high;
+#endif
     uvec2 scales[UNITS];
 };
 
 Weights weights_at(Blocks blocks, Scales scales, uint tile, uint block, uint units_per_row, uint lane) {
     Weights w;
+#if defined(HIGH_BITS)
+    const uint row = tile * ((units_per_row + 1) / UNITS) + block;
+    w.units[0] = blocks.at[row].lanes[lane];
+    w.high = blocks.at[row].high[lane];
+#endif
     [[unroll]] for (uint u = 0; u < UNITS; u++) {
         const uint unit = block * UNITS + u;
         const bool is_one = UNITS == 1 || unit < units_per_row;
-        w.units[u] = is_one ? blocks.at[tile * units_per_row + unit].lanes[lane] : uvec4(0);
+#if !defined(HIGH_BITS)
+        w.units[u] = is_one ? block_at(blocks, tile, unit, lane, units_per_row) : uvec4(0);
+#endif
         w.scales[u] = uvec2(0);
 #if defined(SCALED_BY_GROUP)
         if (u == 0 || SCALE_BLOCKS % UNITS != 0 && is_one)
@@ -81,6 +92,15 @@ Weights weights_at(Blocks blocks, Scales scales, uint tile, uint block, uint uni
 #endif
     }
     return w;
+}
+
+// Makes two units of bytes of what holds both.
+void unpack_units(inout Weights w) {
+#if defined(HIGH_BITS)
+    const uvec4 low = w.units[0];
+    w.units[0] = bytes_of(low, w.high, 0);
+    w.units[1] = bytes_of(low, w.high, 1);
+#endif
 }
 
 // The dot product of unit `u` of weights and its part of a block, from `d`.
@@ -99,14 +119,10 @@ int dot_unit(uvec4 w, ActivationBlock a, uint u, int d) {
 
 // What a block adds to a sum.
 float folded(Weights w, ActivationBlock a, float scale, uint a_sums, vec2 s[UNITS], float acc) {
+    // The sums of both units: what is stored is too large by BIAS in each column.
     const int low = low_sum(a_sums), high = high_sum(a_sums);
 #if defined(WEIGHT_INT4)
-#if defined(SCALES_SYMMETRIC)
-    const int start = -8 * (low + high);
-#else
-    const int start = 0;
-#endif
-    acc = fma(float(dot_unit(w.units[0], a, 0, start)), s[0].x * scale, acc);
+    acc = fma(float(dot_unit(w.units[0], a, 0, -BIAS * (low + high))), s[0].x * scale, acc);
 #if defined(SHIFTED)
     acc = fma(float(low + high), s[0].y * scale, acc);
 #endif
@@ -114,16 +130,17 @@ float folded(Weights w, ActivationBlock a, float scale, uint a_sums, vec2 s[UNIT
     acc = fma(float(dot_unit(w.units[1], a, 1, dot_unit(w.units[0], a, 0, 0))), scale, acc);
 #else
     if (SCALE_BLOCKS % UNITS == 0) {
-        acc = fma(float(dot_unit(w.units[1], a, 1, dot_unit(w.units[0], a, 0, 0))), s[0].x * scale, acc);
+        const int d = dot_unit(w.units[0], a, 0, -BIAS * (low + high));
+        acc = fma(float(dot_unit(w.units[1], a, 1, d)), s[0].x * scale, acc);
 #if defined(SHIFTED)
         acc = fma(float(low + high), s[0].y * scale, acc);
 #endif
     } else {
-        acc = fma(float(dot_unit(w.units[0], a, 0, 0)), s[0].x * scale, acc);
+        acc = fma(float(dot_unit(w.units[0], a, 0, -BIAS * low)), s[0].x * scale, acc);
 #if defined(SHIFTED)
         acc = fma(float(low), s[0].y * scale, acc);
 #endif
-        acc = fma(float(dot_unit(w.units[1], a, 1, 0)), s[1].x * scale, acc);
+        acc = fma(float(dot_unit(w.units[1], a, 1, -BIAS * high)), s[1].x * scale, acc);
 #if defined(SHIFTED)
         acc = fma(float(high), s[1].y * scale, acc);
 #endif
@@ -185,6 +202,7 @@ void main() {
         [[unroll]] for (uint m = 0; m < MATRICES; m++) {
             w[m] = next[m];
             next[m] = weights_at(blocks[m], scales[m], tile, ahead, units_per_row, lane);
+            unpack_units(w[m]);
 #if defined(SCALED_BY_GROUP)
             [[unroll]] for (uint u = 0; u < UNITS; u++) s[m][u] = scale_of_words(w[m].scales[u], lane);
 #endif

@@ -58,7 +58,7 @@ void main() {
         [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
             // Spare tiles of the last workgroup repeat the last tile; spare columns, the last token. Neither is stored.
             const uint tile = min(first_tile + t, last_tile);
-            block[t] = blocks.at[tile * blocks_per_row + b].lanes[lane];
+            block[t] = block_at(blocks, tile, b, lane, blocks_per_row);
             [[unroll]] for (uint c = 0; c < COLUMNS; c++) sum[t][c] = 0.0;
         }
         [[unroll]] for (uint i = 0; i < BLOCK / 4; i++) {

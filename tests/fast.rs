@@ -116,6 +116,12 @@ fn scales_of(scheme: Scheme, row: &QuantizedRow) -> RowScales {
         Scales::Symmetric => (half(2 * g), 0.0),
         Scales::ZeroPoint => (half(4 * g), -(half(4 * g) * half(4 * g + 2))),
         Scales::Affine => (float(8 * g), float(8 * g + 4)),
+        Scales::HalfAffine => (half(4 * g), half(4 * g + 2)),
+        Scales::SuperSymmetric => {
+            let groups = 256 / group;
+            let record = g / groups * (2 + groups);
+            (half(record) * f32::from(row.scales[record + 2 + g % groups] as i8), 0.0)
+        }
         Scales::Super => {
             let groups = 256 / group;
             let record = g / groups * (4 + 2 * groups);
@@ -125,7 +131,7 @@ fn scales_of(scheme: Scheme, row: &QuantizedRow) -> RowScales {
         }
     };
     let all = (0..row.q.len().div_ceil(group)).map(of).collect();
-    (group, all, scales != Scales::Symmetric, None)
+    (group, all, !scales.is_symmetric(), None)
 }
 
 fn twin(x: &[QuantizedActivations], rows: &[QuantizedRow], scheme: Scheme, fma: Fma) -> Vec<f32> {

@@ -16,7 +16,7 @@ use unicorn::checkpoint::{Checkpoint, Encoding, ModelFiles};
 use unicorn::model::config::{Gemma3Config, GenerationConfig, LayerType};
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
 use unicorn::model::weights::Gemma3Weights;
-use unicorn::tensor::{QuantizeMode, QuantizedRow, Scheme};
+use unicorn::tensor::{QuantizeMode, QuantizedRow};
 use unicorn::text::Tokenizer;
 
 use crate::cli;
@@ -377,11 +377,17 @@ fn every_tensor_dequantizes_to_the_bits_of_the_reference() {
                     tensor.quantized_row_into(index, &mut row).unwrap();
                     row.dequantize_into(scheme, &mut out);
                     assert_eq!(f32_bytes(&out), f32_bytes(expected), "{file}: {name}, row {index}");
-                    if matches!(scheme, Scheme::Int4 { .. }) {
-                        let range = if kind == "Q4_0" { -8..=7 } else { 0..=15 };
-                        assert!(row.q.iter().all(|q| range.contains(q)), "{file}: {name}, row {index}");
-                    }
+                    let (least, most) = scheme.range().expect("integers");
+                    let range = least..=most;
+                    assert!(row.q.iter().all(|q| range.contains(q)), "{file}: {name}, row {index}");
                 }
+            }
+            if let Encoding::Ggml(ggml) = tensor.encoding {
+                // Memory bounds decoding: what is read of whole tiles is about what the file holds.
+                let (rows, cols) = (32, 256);
+                let bytes = scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
+                let in_file = rows * cols / ggml.kind.block_values() * ggml.kind.block_bytes();
+                assert!(bytes * 100 <= in_file as u64 * 105, "{kind}: {bytes} bytes, {in_file} in the file");
             }
             *kinds.entry(kind).or_default() += 1;
         }

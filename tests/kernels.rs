@@ -21,7 +21,7 @@ use unicorn::model::kernel_cases::{Choice, Rig, Work};
 use unicorn::model::shapes::Shape;
 use unicorn::quantize::{dequantize_row, grouping, quantize_row};
 use unicorn::tensor::{
-    DType, KvDtype, Precision, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row, unpack_row,
+    Bits, DType, KvDtype, Precision, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row, unpack_row,
 };
 
 use crate::support::{device, policy};
@@ -38,12 +38,12 @@ const SCHEMES: [Scheme; 7] = [
     Scheme::int4(128),
 ];
 /// Schemes of integers, as quantized checkpoints hold them.
-pub const STORED: [Scheme; 13] = {
+pub const STORED: [Scheme; 18] = {
     const fn int8(group: u32, scales: Scales) -> Scheme {
-        Scheme::Int8 { group, scales }
+        Scheme::Int { bits: Bits::Eight, group, scales }
     }
     const fn int4(group: u32, scales: Scales) -> Scheme {
-        Scheme::Int4 { group, scales }
+        Scheme::Int { bits: Bits::Four, group, scales }
     }
     [
         Scheme::Int8Row,
@@ -59,6 +59,11 @@ pub const STORED: [Scheme; 13] = {
         int4(128, Scales::ZeroPoint),
         int4(32, Scales::Affine),
         int4(32, Scales::Super),
+        int4(32, Scales::HalfAffine),
+        Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::Symmetric },
+        Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::HalfAffine },
+        Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::Super },
+        Scheme::Int { bits: Bits::Six, group: 16, scales: Scales::SuperSymmetric },
     ]
 };
 
@@ -197,16 +202,7 @@ impl Bench {
 
     /// A matrix of random integers and scales.
     pub fn stored(&mut self, rows: usize, cols: usize, scheme: Scheme) -> Stored {
-        let (bits, scales) = match scheme {
-            Scheme::Int4 { scales, .. } => (4, scales),
-            Scheme::Int8 { scales, .. } => (8, scales),
-            _ => (8, Scales::Symmetric),
-        };
-        let (least, most) = match (bits, scales) {
-            (4, Scales::Symmetric) => (-8, 7),
-            (4, _) => (0, 15),
-            _ => (-128, 127),
-        };
+        let (least, most) = scheme.range().map(|(least, most)| (i32::from(least), i32::from(most))).unwrap();
         let tiles = rows.div_ceil(TILE_ROWS);
         let mut stored = Stored {
             shape: [rows, cols],
@@ -223,17 +219,16 @@ impl Bench {
             let (block_bytes, scale_bytes) = (scheme.tile_bytes(cols), scheme.tile_scale_bytes(cols));
             row.scales.clear();
             match scheme.grouping(cols).unwrap() {
-                (_, Scales::Super) => {
-                    let (group, groups) = match scheme {
-                        Scheme::Int8 { group: 16, .. } => (16, 16),
-                        _ => (32, 8),
-                    };
-                    assert_eq!(scheme.grouping(cols).unwrap().0, group);
+                (group, Scales::Super) => {
                     for _ in 0..cols.div_ceil(256) {
                         row.scales.extend([half(0.01), half(0.01)].concat());
-                        for _ in 0..groups {
-                            row.scales.extend([half(1.0)[0], half(1.0)[0]]);
-                        }
+                        row.scales.extend((0..2 * 256 / group).map(|_| half(1.0)[0]));
+                    }
+                }
+                (group, Scales::SuperSymmetric) => {
+                    for _ in 0..cols.div_ceil(256) {
+                        row.scales.extend(half(0.01));
+                        row.scales.extend((0..256 / group).map(|_| half(1.0)[0]));
                     }
                 }
                 (group, scales) => {
@@ -241,6 +236,7 @@ impl Bench {
                         match scales {
                             Scales::Symmetric => row.scales.extend(half(0.1)),
                             Scales::ZeroPoint => row.scales.extend([half(0.1), half(16.0)].concat()),
+                            Scales::HalfAffine => row.scales.extend([half(0.1), half(1.0)].concat()),
                             _ => row.scales.extend(
                                 [half(0.1), half(1.0)]
                                     .map(|h| f16::from_le_bytes(h).to_f32().mul_add(1.001, 0.0))

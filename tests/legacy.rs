@@ -22,7 +22,7 @@ use unicorn::checkpoint::{Checkpoint, ModelFiles, Tensor};
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::gemma3::LoadOptions;
 use unicorn::model::weights::Gemma3Weights;
-use unicorn::tensor::{QuantizedRow, Scales, Scheme};
+use unicorn::tensor::{Bits, QuantizedRow, Scales, Scheme};
 
 const BOUND: f32 = 1e-3;
 
@@ -111,7 +111,7 @@ fn files_of_a_layer_are_merged_and_vision_is_left_alone() {
         weights.iter().filter(|t| t.name.contains(".layers.4.")).map(|t| t.file).collect();
     assert_eq!(layer_4.len(), 2, "{layer_4:?}");
     // What each scheme becomes on the device; nothing needs more bytes than it had.
-    let whole_row = |cols: u32| Scheme::Int8 { group: cols, scales: Scales::Affine };
+    let whole_row = |cols: u32| Scheme::Int { bits: Bits::Eight, group: cols, scales: Scales::Affine };
     assert_eq!(weights.embed_tokens.scheme().unwrap(), whole_row(128));
     for layer in &weights.layers {
         assert_eq!(layer.q_proj.scheme().unwrap(), Scheme::Int8Row);
@@ -394,7 +394,11 @@ fn scales_beyond_f16_lose_nothing() {
         let checkpoint = open(folder.path());
         for (name, group) in [("symmetric", 64), ("grouped", 64), ("asymmetric", 64)] {
             let tensor = checkpoint.get(name).unwrap();
-            assert_eq!(tensor.scheme().unwrap(), Scheme::Int8 { group, scales: Scales::Affine }, "{name}");
+            assert_eq!(
+                tensor.scheme().unwrap(),
+                Scheme::Int { bits: Bits::Eight, group, scales: Scales::Affine },
+                "{name}"
+            );
             let (values, again) = values_both_ways(&tensor);
             assert_eq!(values, again, "{name} {scale}");
             assert!(values.iter().any(|x| *x != 0.0));

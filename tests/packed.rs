@@ -20,15 +20,15 @@ use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::gemma3::LoadOptions;
 use unicorn::model::weights::Gemma3Weights;
-use unicorn::tensor::{Scales, Scheme};
+use unicorn::tensor::{Bits, Scales, Scheme};
 
 const BOUND: f32 = 1e-3;
 
 /// Each checkpoint, and what its q_proj (128 columns) and down_proj (256) are on the device.
 fn variants() -> Vec<(&'static str, Scheme, Scheme)> {
-    let int4 = |group, scales| Scheme::Int4 { group, scales };
+    let int4 = |group, scales| Scheme::Int { bits: Bits::Four, group, scales };
     let same = |name, scheme| (name, scheme, scheme);
-    let zero_8 = |group| Scheme::Int8 { group, scales: Scales::ZeroPoint };
+    let zero_8 = |group| Scheme::Int { bits: Bits::Eight, group, scales: Scales::ZeroPoint };
     vec![
         same("gptq-v1-g128-sym", Scheme::int4(128)),
         same("gptq-v1-g64", int4(64, Scales::ZeroPoint)),
@@ -218,7 +218,7 @@ fn the_first_version_of_gptq_stores_zero_points_less_one() {
     let mut by_gptqmodel = v1.clone();
     by_gptqmodel["meta"] = json!({"quantizer": ["gptqmodel:2.2.0"]});
     let ok = |zeros: [u8; 8]| zeros.map(|z| Ok(f32::from(z))).to_vec();
-    let zero = Scheme::Int4 { group: 32, scales: Scales::ZeroPoint };
+    let zero = Scheme::Int { bits: Bits::Four, group: 32, scales: Scales::ZeroPoint };
     assert_eq!(at(gptq(), 0x7654_3210), (ok([0, 1, 2, 3, 4, 5, 6, 7]), zero));
     for config in [&v1, &unnamed, &by_gptqmodel] {
         assert_eq!(at(config.clone(), 0x7654_3210), (ok([1, 2, 3, 4, 5, 6, 7, 8]), zero));
@@ -247,7 +247,10 @@ fn bf16_scales_that_f16_cannot_hold_lose_nothing() {
         let f = folder(Some(config), &parts);
         let checkpoint = open(f.path()).unwrap();
         let tensor = checkpoint.get("p.weight").unwrap();
-        assert_eq!(tensor.scheme().unwrap(), Scheme::Int4 { group: 32, scales: Scales::Affine });
+        assert_eq!(
+            tensor.scheme().unwrap(),
+            Scheme::Int { bits: Bits::Four, group: 32, scales: Scales::Affine }
+        );
         let (values, again) = values_both_ways(&tensor);
         assert_eq!(values, again);
         // Word 9 of row 1: 9 in column 8; and columns 32 on have zero point 0, or none.
@@ -283,7 +286,7 @@ fn modules_may_differ_where_the_config_says_so() {
 fn zero_points_that_are_half_the_range_take_no_room() {
     let mut parts = compressed_parts();
     // Ten rows: the filling of the last word may be anything, and is not looked at.
-    let zero = Scheme::Int4 { group: 32, scales: Scales::ZeroPoint };
+    let zero = Scheme::Int { bits: Bits::Four, group: 32, scales: Scales::ZeroPoint };
     for (rows, scheme) in [(10usize, zero), (8, Scheme::int4(32))] {
         let shape = [rows as i64, 64].iter().flat_map(|n| n.to_le_bytes()).collect();
         parts[0] = ("p.weight_packed", "I32", vec![rows, 8], words(0..rows as u32 * 8));

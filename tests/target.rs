@@ -25,14 +25,19 @@ const ICDS: [&str; 2] =
 
 /// Products by variant: vector instructions for each weight with tiles of 1 token by 32 rows, 4 by 64, 8 by 128, as the
 /// compiler has it that makes more of them.
-const VALU_PER_WEIGHT: [(&str, [f64; 3]); 12] = [
+const VALU_PER_WEIGHT: [(&str, [f64; 3]); 17] = [
     ("matmul_bf16", [8.50, 15.19, 19.78]),
     ("matmul_f16", [7.50, 14.19, 18.78]),
     ("matmul_f32", [9.25, 16.38, 21.81]),
     ("matmul_int4", [9.44, 15.48, 19.29]),
     ("matmul_int4_affine", [9.38, 16.59, 20.55]),
+    ("matmul_int4_affine16", [9.38, 16.59, 20.55]),
     ("matmul_int4_super", [10.53, 17.41, 21.19]),
     ("matmul_int4_zero", [9.41, 16.62, 20.58]),
+    ("matmul_int5", [12.00, 17.72, 21.52]),
+    ("matmul_int5_affine16", [11.81, 18.91, 23.02]),
+    ("matmul_int5_super", [14.19, 20.56, 24.31]),
+    ("matmul_int6_supersym", [14.12, 19.12, 22.56]),
     ("matmul_int8", [10.38, 16.22, 20.08]),
     ("matmul_int8_affine", [11.25, 18.44, 22.59]),
     ("matmul_int8_row", [8.62, 15.09, 19.27]),
@@ -41,7 +46,7 @@ const VALU_PER_WEIGHT: [(&str, [f64; 3]); 12] = [
 ];
 /// Products with int8: of one matrix or of two with their GeGLU, by the blocks of weights that share a scale: the same for 1, 2, 4, 8,
 /// 16 and 32 tokens. What is wanted of int4 in groups of 128 is at most 1.1, 3.8, 6.8 and 13 for 1, 8, 16 and 32.
-const FAST_VALU_PER_WEIGHT: [(&str, u64, u64, [f64; 6]); 34] = [
+const FAST_VALU_PER_WEIGHT: [(&str, u64, u64, [f64; 6]); 44] = [
     ("fast_matmul_int4", 0, 1, [1.06, 1.41, 2.09, 3.47, 6.22, 11.72]),
     ("fast_matmul_int4", 0, 4, [1.06, 1.41, 2.09, 3.47, 6.22, 11.72]),
     ("fast_matmul_int4", 1, 1, [1.05, 1.39, 2.08, 3.45, 6.20, 11.70]),
@@ -50,6 +55,8 @@ const FAST_VALU_PER_WEIGHT: [(&str, u64, u64, [f64; 6]); 34] = [
     ("fast_matmul_int4_affine", 0, 4, [1.12, 1.56, 2.44, 4.19, 7.69, 14.69]),
     ("fast_matmul_int4_affine", 1, 1, [1.11, 1.53, 2.38, 4.06, 7.44, 14.19]),
     ("fast_matmul_int4_affine", 1, 4, [1.11, 1.53, 2.38, 4.06, 7.44, 14.19]),
+    ("fast_matmul_int4_affine16", 0, 1, [1.09, 1.53, 2.41, 4.16, 7.66, 14.66]),
+    ("fast_matmul_int4_affine16", 1, 1, [1.08, 1.50, 2.34, 4.03, 7.41, 14.16]),
     ("fast_matmul_int4_super", 0, 1, [1.56, 2.00, 2.88, 4.62, 8.12, 15.12]),
     ("fast_matmul_int4_super", 0, 4, [1.56, 2.00, 2.88, 4.62, 8.12, 15.12]),
     ("fast_matmul_int4_super", 1, 1, [1.48, 1.91, 2.75, 4.44, 7.81, 14.56]),
@@ -58,6 +65,14 @@ const FAST_VALU_PER_WEIGHT: [(&str, u64, u64, [f64; 6]); 34] = [
     ("fast_matmul_int4_zero", 0, 4, [1.12, 1.56, 2.44, 4.19, 7.69, 14.69]),
     ("fast_matmul_int4_zero", 1, 1, [1.11, 1.53, 2.38, 4.06, 7.44, 14.19]),
     ("fast_matmul_int4_zero", 1, 4, [1.11, 1.53, 2.38, 4.06, 7.44, 14.19]),
+    ("fast_matmul_int5", 0, 2, [1.66, 2.00, 2.69, 4.06, 6.81, 12.31]),
+    ("fast_matmul_int5", 1, 2, [1.64, 1.98, 2.67, 4.05, 6.80, 12.30]),
+    ("fast_matmul_int5_affine16", 0, 2, [1.69, 2.12, 3.00, 4.75, 8.25, 15.25]),
+    ("fast_matmul_int5_affine16", 1, 2, [1.67, 2.09, 2.94, 4.62, 8.00, 14.75]),
+    ("fast_matmul_int5_super", 0, 2, [2.16, 2.59, 3.47, 5.22, 8.72, 15.72]),
+    ("fast_matmul_int5_super", 1, 2, [2.08, 2.50, 3.34, 5.03, 8.41, 15.16]),
+    ("fast_matmul_int6_supersym", 0, 1, [2.66, 3.09, 3.97, 5.72, 9.22, 16.22]),
+    ("fast_matmul_int6_supersym", 1, 1, [2.56, 3.00, 3.88, 5.62, 9.12, 16.12]),
     ("fast_matmul_int8", 0, 1, [1.56, 2.00, 2.88, 4.62, 8.12, 15.12]),
     ("fast_matmul_int8", 0, 2, [1.31, 1.66, 2.34, 3.72, 6.47, 11.97]),
     ("fast_matmul_int8", 1, 1, [1.55, 1.98, 2.86, 4.61, 8.11, 15.11]),
@@ -191,6 +206,7 @@ fn holds_what_it_held(compiler: &Value) {
         );
         let pinned = if variant.starts_with("fast") {
             holds_its_loads(pipeline);
+            rounds_as_the_contract_says(pipeline);
             pinned_fast(variant, pipeline)
         } else {
             let tile =
@@ -229,10 +245,34 @@ fn holds_its_loads(pipeline: &Value) {
     let (trip, unrolled) = (&steady["trip"], number(steady, "trips_unrolled"));
     let blocks = unrolled * (1 + geglu);
     assert_eq!(number(trip, "dot4"), 8 * columns * blocks, "{name}: dot products");
-    let units = if pipeline["shader"].as_str().expect("a name").contains("_int4") { 1 } else { 2 };
+    // Of five and six bits, the low four come at once, and the others behind them.
+    let units = if pipeline["shader"].as_str().expect("a name").contains("_int8") { 2 } else { 1 };
     assert_eq!(number(trip, "wide_loads"), units * blocks, "{name}: loads of 16 bytes");
     // Activations, and their scales, come to the scalar unit: an activation is of all lanes.
     assert!(number(trip, "scalar_loads") >= columns * unrolled, "{name}: activations");
+}
+
+/// What rounds in a trip is what `shaders/common/fast.glsl` lists, once for each column: the compiler fused nothing and took
+/// nothing apart.
+fn rounds_as_the_contract_says(pipeline: &Value) {
+    let [columns, geglu, scale_blocks] = constants(pipeline);
+    let (name, shader) = (&pipeline["name"], pipeline["shader"].as_str().expect("a name"));
+    let (trip, unrolled) = (&pipeline["steady"]["trip"], number(&pipeline["steady"], "trips_unrolled"));
+    let is_any = |suffixes: &[&str]| suffixes.iter().any(|suffix| shader.ends_with(suffix));
+    let in_halves = !shader.contains("_int4") && !is_any(&["_row"]) && scale_blocks % 2 == 1;
+    let groups = unrolled * (1 + geglu) * (1 + u64::from(in_halves));
+    let terms = 1 + u64::from(is_any(&["_zero", "_affine", "_affine16", "_super"]));
+    // What makes a scale, and a shift, of what is stored.
+    let made = match shader.rsplit('_').next() {
+        Some("super") => 2,
+        Some("zero" | "supersym") => 1,
+        _ => 0,
+    };
+    let fmas = columns * groups * terms;
+    // A row's own scale comes last.
+    let products = if is_any(&["_row"]) { 0 } else { fmas + made * groups };
+    let counted = ["f32_fma", "f32_mul", "f32_add"].map(|field| number(trip, field));
+    assert_eq!(counted, [fmas, products, 0], "{name}: multiply-adds, products, sums of f32");
 }
 
 #[test]

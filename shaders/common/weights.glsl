@@ -5,53 +5,111 @@
 //
 // so that 32 lanes, one per row, read 512 consecutive bytes. Rows and columns beyond the matrix are zero weights.
 // int4: dword j holds columns 4j..4j+3 in its low nibbles and 16+4j.. in its high nibbles; two masks unpack four
-// columns each, in the order that dot products of packed bytes want.
+// columns each, in the order that dot products of packed bytes want. int5 and int6: as int4, and behind the 32 rows of a
+// block 32 times the bits above; kernels see two blocks of 16 columns.
 //
-// Define one of WEIGHT_F32, WEIGHT_F16, WEIGHT_BF16, WEIGHT_INT8, WEIGHT_INT4, and for integers q one of
-//   SCALES_ROW         item: f16 s, one for each row                     w = s q
-//   SCALES_SYMMETRIC   item: f16 s, one for each group of columns        w = s q       (int4 stores q + 8)
-//   SCALES_ZERO_POINT  item: f16 s, f16 z, one for each group            w = s (q - z)
-//   SCALES_AFFINE      item: f32 s, f32 m, one for each group            w = s q + m
-//   SCALES_SUPER       items for each 256 columns: f16 d, f16 e; then i8 c, u8 n for each group
-//                                                                        w = (d c) q - e n
+// Define one of WEIGHT_F32, WEIGHT_F16, WEIGHT_BF16, WEIGHT_INT8, WEIGHT_INT6, WEIGHT_INT5, WEIGHT_INT4, and for integers q
+// one of
+//   SCALES_ROW              item: f16 s, one for each row                     w = s q
+//   SCALES_SYMMETRIC        item: f16 s, one for each group of columns        w = s q
+//   SCALES_ZERO_POINT       item: f16 s, f16 z, one for each group            w = s (q - z)
+//   SCALES_AFFINE           item: f32 s, f32 m, one for each group            w = s q + m
+//   SCALES_HALF_AFFINE      item: f16 s, f16 m, one for each group            w = s q + m
+//   SCALES_SUPER            items for each 256 columns: f16 d, f16 e; then i8 c, u8 n for each group
+//                                                                             w = (d c) q - e n
+//   SCALES_SUPER_SYMMETRIC  items for each 256 columns: f16 d; then i8 c for each group
+//                                                                             w = (d c) q
+// Where nothing is added to s q, int4, int5 and int6 store q + 8, q + 16 and q + 32.
 
 #if defined(WEIGHT_F32)
 const uint BLOCK = 4;
 #elif defined(WEIGHT_F16) || defined(WEIGHT_BF16)
 const uint BLOCK = 8;
-#elif defined(WEIGHT_INT8)
+#elif defined(WEIGHT_INT8) || defined(WEIGHT_INT6) || defined(WEIGHT_INT5)
 const uint BLOCK = 16;
 #elif defined(WEIGHT_INT4)
 const uint BLOCK = 32;
 #endif
 const uint TILE_ROWS = 32;
 
-// Schemes whose scale changes along a row, and those of them whose weights are shifted too.
-#if defined(SCALES_SYMMETRIC) || defined(SCALES_ZERO_POINT) || defined(SCALES_AFFINE) || defined(SCALES_SUPER)
+// Schemes whose weights are shifted, and those whose scale changes along a row.
+#if defined(SCALES_ZERO_POINT) || defined(SCALES_AFFINE) || defined(SCALES_HALF_AFFINE) || defined(SCALES_SUPER)
+#define SHIFTED
+#endif
+#if defined(SHIFTED) || defined(SCALES_SYMMETRIC) || defined(SCALES_SUPER_SYMMETRIC)
 #define SCALED_BY_GROUP
 #endif
-#if defined(SCALES_ZERO_POINT) || defined(SCALES_AFFINE) || defined(SCALES_SUPER)
-#define SHIFTED
+
+// What is stored beyond an integer.
+#if defined(SHIFTED) || defined(WEIGHT_INT8)
+const int BIAS = 0;
+#elif defined(WEIGHT_INT6)
+const int BIAS = 32;
+#elif defined(WEIGHT_INT5)
+const int BIAS = 16;
+#elif defined(WEIGHT_INT4)
+const int BIAS = 8;
+#endif
+
+// Of five and six bits, what lies above the low four of two blocks: a byte is of the same four columns as in them, and holds
+// one bit, or two, for each four that a block has.
+#if defined(WEIGHT_INT6)
+#define HIGH_BITS uvec2
+#elif defined(WEIGHT_INT5)
+#define HIGH_BITS uint
 #endif
 
 // The same block of all rows of a tile. What is the same for all lanes is one index and the lane another, here and below:
 // so a compiler may keep the first on the scalar unit.
 struct BlockRow {
     uvec4 lanes[TILE_ROWS];
+#if defined(HIGH_BITS)
+    HIGH_BITS high[TILE_ROWS];
+#endif
 };
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Blocks { BlockRow at[]; };
 
-// The plane of scales, by what the lanes of a tile have of it: pairs of f16 or of f32, else f16.
+// The plane of scales, by what the lanes of a tile have of it: pairs of f16 or of f32, bytes, else f16.
 struct ScaleRow {
-#if defined(SCALES_ZERO_POINT)
+#if defined(SCALES_ZERO_POINT) || defined(SCALES_HALF_AFFINE)
     uint words[TILE_ROWS];
 #elif defined(SCALES_AFFINE)
     uvec2 words[TILE_ROWS];
+#elif defined(SCALES_SUPER_SYMMETRIC)
+    uint words[TILE_ROWS / 4];
 #else
     uint words[TILE_ROWS / 2];
 #endif
 };
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Scales { ScaleRow at[]; };
+
+#if defined(HIGH_BITS)
+// One of two blocks: a byte for each weight.
+uvec4 bytes_of(uvec4 low, HIGH_BITS high, uint second) {
+#if defined(WEIGHT_INT6)
+    const uint above = second == 0 ? high.x : high.y, mask = 0x30303030u, bits = 2;
+#else
+    const uint above = high >> 4 * second, mask = 0x10101010u, bits = 1;
+#endif
+    uvec4 bytes;
+    [[unroll]] for (uint i = 0; i < 4; i++) {
+        const uint at = bits * i;
+        const uint moved = at < 4 ? above << (4 - at) : above >> (at - 4);
+        bytes[i] = (low[i] >> 4 * second & 0x0f0f0f0fu) | (moved & mask);
+    }
+    return bytes;
+}
+#endif
+
+// Block b of row `lane` of a tile.
+uvec4 block_at(Blocks blocks, uint tile, uint b, uint lane, uint blocks_per_row) {
+#if defined(HIGH_BITS)
+    const uint row = tile * ((blocks_per_row + 1) / 2) + b / 2;
+    return bytes_of(blocks.at[row].lanes[lane], blocks.at[row].high[lane], b % 2);
+#else
+    return blocks.at[tile * blocks_per_row + b].lanes[lane];
+#endif
+}
 
 // Four weights of a block, unscaled: columns 4i..4i+3 of the block, i < BLOCK / 4.
 vec4 block_weights(uvec4 block, uint i) {
@@ -65,12 +123,14 @@ vec4 block_weights(uvec4 block, uint i) {
 #elif defined(WEIGHT_INT8)
     int w = int(block[i]);
     return vec4(bitfieldExtract(w, 0, 8), bitfieldExtract(w, 8, 8), bitfieldExtract(w, 16, 8), w >> 24);
-#elif defined(WEIGHT_INT4)
+#else
+#if defined(WEIGHT_INT4)
     uint w = (i < 4 ? block[i] : block[i - 4] >> 4) & 0x0f0f0f0fu;
-    vec4 q = vec4(w & 0xffu, (w >> 8) & 0xffu, (w >> 16) & 0xffu, w >> 24);
-#if defined(SCALES_SYMMETRIC)
-    q -= 8.0;
+#else
+    uint w = block[i];
 #endif
+    vec4 q = vec4(w & 0xffu, (w >> 8) & 0xffu, (w >> 16) & 0xffu, w >> 24);
+    if (BIAS != 0) q -= float(BIAS);
     return q;
 #endif
 }
@@ -93,12 +153,19 @@ uvec2 scale_words(Scales scales, uint tile, uint b, uint lane, uint blocks_per_r
     const uint record = (tile * records + b / blocks_per_record) * (2 + groups);
     return uvec2(scales.at[record + lane / 16].words[lane % 16],
                  scales.at[record + 2 + group % groups].words[lane / 2]);
+#elif defined(SCALES_SUPER_SYMMETRIC)
+    const uint blocks_per_record = 256 / BLOCK, groups = blocks_per_record / blocks_per_scale;
+    const uint records = (blocks_per_row + blocks_per_record - 1) / blocks_per_record;
+    // A record is 32 halves d, then 32 bytes c for each group: in units of 8 dwords.
+    const uint record = (tile * records + b / blocks_per_record) * (2 + groups);
+    return uvec2(scales.at[record + lane / 16].words[lane % 16 / 2],
+                 scales.at[record + 2 + group % groups].words[lane / 4]);
 #else
     const uint groups = (blocks_per_row + blocks_per_scale - 1) / blocks_per_scale;
     const uint item = tile * groups + group;
 #if defined(SCALES_SYMMETRIC)
     return uvec2(scales.at[item].words[lane / 2], 0);
-#elif defined(SCALES_ZERO_POINT)
+#elif defined(SCALES_ZERO_POINT) || defined(SCALES_HALF_AFFINE)
     return uvec2(scales.at[item].words[lane], 0);
 #elif defined(SCALES_AFFINE)
     return scales.at[item].words[lane];
@@ -113,6 +180,11 @@ vec2 scale_of_words(uvec2 words, uint lane) {
 #elif defined(SCALES_ZERO_POINT)
     const vec2 pair = unpackHalf2x16(words.x);
     return vec2(pair.x, -(pair.x * pair.y));
+#elif defined(SCALES_HALF_AFFINE)
+    return unpackHalf2x16(words.x);
+#elif defined(SCALES_SUPER_SYMMETRIC)
+    const float d = unpackHalf2x16(words.x >> 16 * (lane & 1u)).x;
+    return vec2(d * float(bitfieldExtract(int(words.y), 8 * int(lane & 3u), 8)), 0.0);
 #elif defined(SCALES_AFFINE)
     return uintBitsToFloat(words);
 #elif defined(SCALES_SUPER)

@@ -25,7 +25,7 @@ use half::f16;
 use super::safetensors::TensorInfo;
 use super::view::{f16_holds, float_at};
 use super::{Checkpoint, CheckpointError, Entry, Format, MAX_SHARDS, ModelFiles, Span, Stored, short};
-use crate::tensor::{DType, QuantizedRow, Scales, Scheme};
+use crate::tensor::{Bits, DType, QuantizedRow, Scales, Scheme};
 
 /// Values of a flattened tensor that share a scale; the last group may be short.
 const GROUP: usize = 128;
@@ -246,7 +246,8 @@ enum LayoutError {
 fn device_scheme(kind: Kind, cols: usize, exact_in_f16: bool, scale: f32) -> Scheme {
     // Of a group of 128 flattened values, each row has whole pieces of this many columns.
     let piece = 1usize << cols.trailing_zeros().min(GROUP.trailing_zeros());
-    let affine = |group: usize| Scheme::Int8 { group: group as u32, scales: Scales::Affine };
+    let affine =
+        |group: usize| Scheme::Int { bits: Bits::Eight, group: group as u32, scales: Scales::Affine };
     let whole_row = || affine(cols.next_multiple_of(16));
     match kind {
         Kind::Int8Symmetric if exact_in_f16 => Scheme::Int8Row,

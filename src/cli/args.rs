@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::config::{FfnHeap, parse_bytes};
 use crate::hub::ModelName;
 use crate::model::shapes::Shape;
-use crate::tensor::{KvDtype, Precision, QuantizeMode, Scales, Scheme};
+use crate::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 
 #[derive(Debug, Parser)]
 #[command(name = "unicorn", version, about = "A local LLM server: Gemma-3 in Vulkan compute shaders", long_about = None)]
@@ -267,7 +267,9 @@ impl std::str::FromStr for Target {
             return Ok(Target(None));
         }
         match name.parse()? {
-            Scheme::Int8 { scales, .. } | Scheme::Int4 { scales, .. } if scales != Scales::Symmetric => {
+            Scheme::Int { bits, scales, .. }
+                if scales != Scales::Symmetric || !matches!(bits, Bits::Four | Bits::Eight) =>
+            {
                 Err(format!("{name} can be read, not written: nothing is rounded to it"))
             }
             scheme => Ok(Target(Some(scheme))),

@@ -22,7 +22,7 @@ use crate::config::Config;
 use crate::model::config::Gemma3Config;
 use crate::model::weights::Gemma3Weights;
 use crate::quantize::{Loss, Rounding, write_tensor};
-use crate::tensor::{QuantizeMode, Scheme};
+use crate::tensor::{Bits, QuantizeMode, Scheme};
 
 /// Tokens of a text that `--eval` compares on; with a vocabulary of 262,208, their logits take 2 GB of disk.
 const EVAL_TOKENS: usize = 2048;
@@ -320,7 +320,7 @@ impl Conversion<'_> {
             let (done, row_bytes) = (self.done, source.tensor.stored_bytes() / source.tensor.rows() as u64);
             let rounding = match (self.rounding, scheme) {
                 // A row of int8 has nothing to gain.
-                (RoundingMethod::Search, Some(Scheme::Int4 { .. })) => {
+                (RoundingMethod::Search, Some(Scheme::Int { bits: Bits::Four, .. })) => {
                     Rounding::Search { importance: source.importance }
                 }
                 _ => Rounding::Nearest,

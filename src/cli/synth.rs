@@ -17,7 +17,7 @@ use super::generate::print;
 use super::load;
 use super::progress::Bar;
 use crate::checkpoint::{FileWriter, NativeWriter, NewTensor, Synthetic};
-use crate::tensor::{Scheme, TILE_ROWS};
+use crate::tensor::{Bits, Scheme, TILE_ROWS};
 
 /// Drawn at once, on one core.
 const PIECE_TILES: usize = 16;
@@ -145,7 +145,7 @@ fn put(
         each(done);
     }
     let scale = match scheme {
-        Scheme::Int4 { .. } => deviation / INT4_DEVIATION,
+        Scheme::Int { bits: Bits::Four, .. } => deviation / INT4_DEVIATION,
         _ => deviation / INT8_DEVIATION,
     };
     let scales = f16::from_f32(scale).to_le_bytes().repeat(scheme.scale_bytes(rows, cols) as usize / 2);
@@ -162,7 +162,7 @@ fn draw(scheme: Scheme, deviation: f32, rng: &mut ChaCha8Rng, blocks: &mut [u8])
     let reach = deviation * 3f32.sqrt();
     match scheme {
         // Every byte is two nibbles, or an int8, whatever it holds.
-        Scheme::Int8Row | Scheme::Int8 { .. } | Scheme::Int4 { .. } => rng.fill_bytes(blocks),
+        Scheme::Int8Row | Scheme::Int { .. } => rng.fill_bytes(blocks),
         Scheme::Bf16 => blocks.chunks_exact_mut(2).for_each(|b| {
             b.copy_from_slice(&bf16::from_f32(rng.random_range(-reach..reach)).to_le_bytes());
         }),

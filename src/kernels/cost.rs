@@ -442,8 +442,8 @@ fn block_weights(shader: &Shader) -> u32 {
         ("matmul_f32", Scheme::F32),
         ("matmul_f16", Scheme::F16),
         ("matmul_bf16", Scheme::Bf16),
-        ("matmul_int8", Scheme::Int8Row),
         ("matmul_int4", Scheme::int4(32)),
+        ("matmul_int", Scheme::Int8Row),
     ];
     let found = schemes.iter().find(|(name, _)| shader.name.starts_with(name));
     found.unwrap_or_else(|| panic!("{}: weights of no known width", shader.name)).1.block_weights() as u32

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::gpu::{Buffer, Device, GpuError, INDIRECT_BYTES, Pipeline, Recorder, Shader};
-use crate::tensor::{KvDtype, Precision, Scales, Scheme};
+use crate::tensor::{KvDtype, Precision, Scheme};
 
 mod attention;
 mod operand;
@@ -74,6 +74,10 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
                 let groups: &[u32] = match shader.name {
                     "fast_matmul_int8_row" => &[1],
                     name if name.contains("_int8") => &[1, 2],
+                    // Those of GGUF.
+                    name if name.contains("_int6") => &[1],
+                    name if name.contains("_int5") => &[2],
+                    name if name.ends_with("_affine16") => &[1],
                     _ => &[1, 4],
                 };
                 let each = |columns: &u32| {
@@ -1060,24 +1064,14 @@ fn words(buffer: &Buffer, count: usize, what: &str) -> Buffer {
     buffer.slice(0, 4 * count as u64)
 }
 
-/// The shaders for matrices of a scheme; the size of its groups is a push constant.
+/// The shaders for matrices of a scheme: products, and rows looked up by id.
 fn shaders_of(scheme: Scheme) -> (&'static Shader, &'static Shader) {
-    match scheme {
-        Scheme::F32 => (&shaders::MATMUL_F32, &shaders::EMBED_F32),
-        Scheme::F16 => (&shaders::MATMUL_F16, &shaders::EMBED_F16),
-        Scheme::Bf16 => (&shaders::MATMUL_BF16, &shaders::EMBED_BF16),
-        Scheme::Int8Row => (&shaders::MATMUL_INT8_ROW, &shaders::EMBED_INT8_ROW),
-        Scheme::Int8 { scales, .. } => match scales {
-            Scales::Symmetric => (&shaders::MATMUL_INT8, &shaders::EMBED_INT8),
-            Scales::ZeroPoint => (&shaders::MATMUL_INT8_ZERO, &shaders::EMBED_INT8_ZERO),
-            Scales::Affine => (&shaders::MATMUL_INT8_AFFINE, &shaders::EMBED_INT8_AFFINE),
-            Scales::Super => (&shaders::MATMUL_INT8_SUPER, &shaders::EMBED_INT8_SUPER),
-        },
-        Scheme::Int4 { scales, .. } => match scales {
-            Scales::Symmetric => (&shaders::MATMUL_INT4, &shaders::EMBED_INT4),
-            Scales::ZeroPoint => (&shaders::MATMUL_INT4_ZERO, &shaders::EMBED_INT4_ZERO),
-            Scales::Affine => (&shaders::MATMUL_INT4_AFFINE, &shaders::EMBED_INT4_AFFINE),
-            Scales::Super => (&shaders::MATMUL_INT4_SUPER, &shaders::EMBED_INT4_SUPER),
-        },
-    }
+    (shader_of("matmul", scheme), shader_of("embed", scheme))
+}
+
+/// The variant of a kernel for weights of a scheme.
+fn shader_of(kernel: &str, scheme: Scheme) -> &'static Shader {
+    let name = format!("{kernel}_{}", scheme.variant());
+    let found = shaders::ALL.iter().find(|shader| shader.name == name);
+    found.unwrap_or_else(|| panic!("no kernel {name} for weights of {scheme}"))
 }

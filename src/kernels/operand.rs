@@ -5,9 +5,9 @@
 
 use std::sync::Arc;
 
-use super::{Activations, COLUMNS, MATRICES, Matrices, Matrix, TILES, shaders, shaders_of};
+use super::{Activations, COLUMNS, MATRICES, Matrices, Matrix, TILES, shader_of, shaders, shaders_of};
 use crate::gpu::{Buffer, Device, DeviceKind, GpuError, Pipeline, Recorder, Shader};
-use crate::tensor::{Precision, Scales, Scheme, TILE_ROWS};
+use crate::tensor::{Precision, Scheme, TILE_ROWS};
 
 /// Columns that share a scale (`shaders/common/fast.glsl`).
 pub(super) const BLOCK_COLS: usize = 32;
@@ -362,23 +362,7 @@ fn grid(tokens: usize, cols: usize, columns: u32, tiles: u32) -> [u32; 3] {
 
 /// The shader of a scheme's products with int8, and the blocks that share a scale, which it is compiled for.
 pub(super) fn fast_shader_of(scheme: Scheme) -> (&'static Shader, u32) {
-    let shader = match scheme {
-        Scheme::Int8Row => &shaders::FAST_MATMUL_INT8_ROW,
-        Scheme::Int8 { scales, .. } => match scales {
-            Scales::Symmetric => &shaders::FAST_MATMUL_INT8,
-            Scales::ZeroPoint => &shaders::FAST_MATMUL_INT8_ZERO,
-            Scales::Affine => &shaders::FAST_MATMUL_INT8_AFFINE,
-            Scales::Super => &shaders::FAST_MATMUL_INT8_SUPER,
-        },
-        Scheme::Int4 { scales, .. } => match scales {
-            Scales::Symmetric => &shaders::FAST_MATMUL_INT4,
-            Scales::ZeroPoint => &shaders::FAST_MATMUL_INT4_ZERO,
-            Scales::Affine => &shaders::FAST_MATMUL_INT4_AFFINE,
-            Scales::Super => &shaders::FAST_MATMUL_INT4_SUPER,
-        },
-        Scheme::F32 | Scheme::F16 | Scheme::Bf16 => panic!("{scheme} is no scheme of integers"),
-    };
-    (shader, scheme.blocks_per_scale() as u32)
+    (shader_of("fast_matmul", scheme), scheme.blocks_per_scale() as u32)
 }
 
 /// Whether one pipeline multiplies matrices of both, which are integers.

@@ -18,7 +18,7 @@ use rayon::prelude::*;
 
 use crate::checkpoint::{CheckpointError, FileWriter, Tensor};
 use crate::tensor::{
-    QuantizedRow, Scales, Scheme, TILE_ROWS, empty_block_byte, pack_plain_row, pack_row, unpack_plain_row,
+    Bits, QuantizedRow, Scales, Scheme, TILE_ROWS, clear_tiles, pack_plain_row, pack_row, unpack_plain_row,
 };
 
 mod search;
@@ -42,8 +42,8 @@ pub enum RowError {
 pub const fn grouping(scheme: Scheme, cols: usize) -> Option<(usize, i8)> {
     match scheme {
         Scheme::Int8Row => Some((cols, 127)),
-        Scheme::Int8 { group, scales: Scales::Symmetric } => Some((group as usize, 127)),
-        Scheme::Int4 { group, scales: Scales::Symmetric } => Some((group as usize, 7)),
+        Scheme::Int { bits: Bits::Eight, group, scales: Scales::Symmetric } => Some((group as usize, 127)),
+        Scheme::Int { bits: Bits::Four, group, scales: Scales::Symmetric } => Some((group as usize, 7)),
         _ => None,
     }
 }
@@ -94,7 +94,7 @@ fn pack_tile(
 ) -> Result<Loss, CheckpointError> {
     let cols = tensor.cols();
     let rows = first_row..tensor.rows().min(first_row + TILE_ROWS);
-    blocks.fill(empty_block_byte(scheme));
+    clear_tiles(scheme, cols, blocks);
     let stored = tensor.scheme()?;
     let quantized = scheme.grouping(cols).is_some();
     let mut values = vec![0.0; cols];

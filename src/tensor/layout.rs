@@ -9,7 +9,12 @@
 //! scales  [ceil(rows/32)][records of a row][32 rows] of what scales them
 //! ```
 //!
+//! Weights of five and six bits have 32 columns in a block: the low four bits as int4 has them, and behind those of all 32
+//! rows the high bits of each row, in 4 or 8 bytes.
+//!
 //! Rows and columns beyond the matrix are weights of value zero.
+
+use std::ops::Range;
 
 use half::f16;
 
@@ -19,10 +24,42 @@ use super::DType;
 pub const LAYOUT_VERSION: u32 = 1;
 /// Rows of a tile: one lane each.
 pub const TILE_ROWS: usize = 32;
-/// Bytes of one block: consecutive weights of one row.
-pub const BLOCK_BYTES: usize = 16;
-/// Columns that share the outer scales of [`Scales::Super`].
+/// Bytes of one block: consecutive weights of one row. Of five and six bits, these are the low four.
+const BLOCK_BYTES: usize = 16;
+/// Columns whose low four bits fill a block.
+const NIBBLES: usize = 2 * BLOCK_BYTES;
+/// Columns that share the outer scales of [`Scales::Super`] and [`Scales::SuperSymmetric`].
 const SUPER_COLS: usize = 256;
+
+/// Bits of an integer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Bits {
+    Four,
+    Five,
+    Six,
+    Eight,
+}
+
+impl Bits {
+    const ALL: [Bits; 4] = [Bits::Four, Bits::Five, Bits::Six, Bits::Eight];
+
+    pub const fn count(self) -> usize {
+        match self {
+            Bits::Four => 4,
+            Bits::Five => 5,
+            Bits::Six => 6,
+            Bits::Eight => 8,
+        }
+    }
+
+    /// Bytes that hold what the nibbles of a row's block lack.
+    const fn high_bytes(self) -> usize {
+        match self {
+            Bits::Four | Bits::Eight => 0,
+            Bits::Five | Bits::Six => (self.count() - 4) * NIBBLES / 8,
+        }
+    }
+}
 
 /// How a weight matrix is stored on the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -32,13 +69,10 @@ pub enum Scheme {
     Bf16,
     /// int8, one f16 scale per output row.
     Int8Row,
-    /// int8 in groups of `group` consecutive inputs of a row, a multiple of 16; groups never straddle rows.
-    Int8 {
-        group: u32,
-        scales: Scales,
-    },
-    /// int4 in groups of `group` consecutive inputs of a row, a multiple of 32; groups never straddle rows.
-    Int4 {
+    /// Integers in groups of `group` consecutive inputs of a row, a multiple of 16 (of 32 for four bits); groups never
+    /// straddle rows.
+    Int {
+        bits: Bits,
         group: u32,
         scales: Scales,
     },
@@ -47,23 +81,71 @@ pub enum Scheme {
 /// What turns the integers `q` of a group into weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scales {
-    /// `w = s * q`, s f16. int4: q in -8..=7.
+    /// `w = s * q`, s f16.
     Symmetric,
-    /// `w = s * (q - z)`, s and z f16. int4, as in the rest: q in 0..=15.
+    /// `w = s * (q - z)`, s and z f16.
     ZeroPoint,
     /// `w = s * q + m`, s and m f32.
     Affine,
+    /// `w = s * q + m`, s and m f16.
+    HalfAffine,
     /// `w = (d * c) * q - (e * n)`: d and e f16 for 256 columns, c (i8) and n (u8) for the group: K-quants.
     Super,
+    /// `w = (d * c) * q`: d f16 for 256 columns, c (i8) for the group: Q6_K.
+    SuperSymmetric,
 }
 
 impl Scales {
+    const ALL: [Scales; 6] = [
+        Scales::Symmetric,
+        Scales::ZeroPoint,
+        Scales::Affine,
+        Scales::HalfAffine,
+        Scales::Super,
+        Scales::SuperSymmetric,
+    ];
+
+    /// What the names of schemes and of their kernels end in.
+    const fn name(self) -> Option<&'static str> {
+        match self {
+            Scales::Symmetric => None,
+            Scales::ZeroPoint => Some("zero"),
+            Scales::Affine => Some("affine"),
+            Scales::HalfAffine => Some("affine16"),
+            Scales::Super => Some("super"),
+            Scales::SuperSymmetric => Some("supersym"),
+        }
+    }
+
     /// Bytes that scale one group, without what 256 columns share.
     const fn group_bytes(self) -> usize {
         match self {
+            Scales::SuperSymmetric => 1,
             Scales::Symmetric | Scales::Super => 2,
-            Scales::ZeroPoint => 4,
+            Scales::ZeroPoint | Scales::HalfAffine => 4,
             Scales::Affine => 8,
+        }
+    }
+
+    /// Bytes that scale 256 columns beside those of their groups; none where nothing is shared.
+    const fn outer_bytes(self) -> Option<usize> {
+        match self {
+            Scales::Super => Some(4),
+            Scales::SuperSymmetric => Some(2),
+            _ => None,
+        }
+    }
+
+    /// Whether nothing is added to what is scaled; integers of four, five and six bits are then signed.
+    pub const fn is_symmetric(self) -> bool {
+        matches!(self, Scales::Symmetric | Scales::SuperSymmetric)
+    }
+
+    /// Bytes and columns of what scales columns together: a group, or 256 columns with their groups.
+    const fn record(self, group: usize) -> (usize, usize) {
+        match self.outer_bytes() {
+            Some(outer) => (outer + SUPER_COLS / group * self.group_bytes(), SUPER_COLS),
+            None => (self.group_bytes(), group),
         }
     }
 }
@@ -71,12 +153,12 @@ impl Scales {
 impl Scheme {
     /// int4 with one f16 scale per group.
     pub const fn int4(group: u32) -> Scheme {
-        Scheme::Int4 { group, scales: Scales::Symmetric }
+        Scheme::Int { bits: Bits::Four, group, scales: Scales::Symmetric }
     }
 
     /// int8 with one f16 scale per group.
     pub const fn int8(group: u32) -> Scheme {
-        Scheme::Int8 { group, scales: Scales::Symmetric }
+        Scheme::Int { bits: Bits::Eight, group, scales: Scales::Symmetric }
     }
 
     /// Columns that share a scale, and how they are scaled; `None` for floating-point weights.
@@ -84,7 +166,7 @@ impl Scheme {
         match self {
             Scheme::F32 | Scheme::F16 | Scheme::Bf16 => None,
             Scheme::Int8Row => Some((cols, Scales::Symmetric)),
-            Scheme::Int8 { group, scales } | Scheme::Int4 { group, scales } => Some((group as usize, scales)),
+            Scheme::Int { group, scales, .. } => Some((group as usize, scales)),
         }
     }
 
@@ -98,13 +180,53 @@ impl Scheme {
         }
     }
 
-    /// Weights in one block.
+    /// The least and the largest integer that it stores; none for floating-point weights.
+    pub const fn range(self) -> Option<(i8, i8)> {
+        match self {
+            Scheme::F32 | Scheme::F16 | Scheme::Bf16 => None,
+            Scheme::Int8Row | Scheme::Int { bits: Bits::Eight, .. } => Some((-128, 127)),
+            Scheme::Int { bits, .. } => Some((-self.bias(), (1 << bits.count()) - 1 - self.bias())),
+        }
+    }
+
+    /// What is stored beyond the integer that it stands for.
+    const fn bias(self) -> i8 {
+        match self {
+            Scheme::Int { bits: Bits::Eight, .. } => 0,
+            Scheme::Int { bits, scales, .. } if scales.is_symmetric() => 1 << (bits.count() - 1),
+            _ => 0,
+        }
+    }
+
+    /// Whether there are kernels for it: five and six bits are scaled as GGUF scales them.
+    const fn is_known(self) -> bool {
+        let Scheme::Int { bits, scales, .. } = self else { return true };
+        match bits {
+            Bits::Four => !matches!(scales, Scales::SuperSymmetric),
+            Bits::Five => matches!(scales, Scales::Symmetric | Scales::HalfAffine | Scales::Super),
+            Bits::Six => matches!(scales, Scales::SuperSymmetric),
+            Bits::Eight => !matches!(scales, Scales::HalfAffine | Scales::SuperSymmetric),
+        }
+    }
+
+    /// The variant of a kernel that takes such weights. The size of groups is none of its name: it is given as a number.
+    pub fn variant(self) -> String {
+        match self {
+            Scheme::Int { bits, scales, .. } => {
+                let scales = scales.name().map(|name| format!("_{name}"));
+                format!("int{}{}", bits.count(), scales.unwrap_or_default())
+            }
+            _ => self.to_string().replace('-', "_"),
+        }
+    }
+
+    /// Weights in one block: what kernels walk over, and what a group is a multiple of.
     pub const fn block_weights(self) -> usize {
         match self {
             Scheme::F32 => 4,
             Scheme::F16 | Scheme::Bf16 => 8,
-            Scheme::Int8Row | Scheme::Int8 { .. } => 16,
-            Scheme::Int4 { .. } => 32,
+            Scheme::Int { bits: Bits::Four, .. } => 32,
+            Scheme::Int8Row | Scheme::Int { .. } => 16,
         }
     }
 
@@ -116,24 +238,30 @@ impl Scheme {
     /// Blocks that share one scale; 1 where that is no property of the scheme.
     pub const fn blocks_per_scale(self) -> usize {
         match self {
-            Scheme::Int8 { group, .. } | Scheme::Int4 { group, .. } => group as usize / self.block_weights(),
+            Scheme::Int { group, .. } => group as usize / self.block_weights(),
             _ => 1,
         }
     }
 
     /// Bytes of one tile of 32 rows, without scales.
     pub const fn tile_bytes(self, cols: usize) -> usize {
-        self.blocks_per_row(cols) * BLOCK_BYTES * TILE_ROWS
+        let row = match self {
+            Scheme::Int { bits, .. } if !matches!(bits, Bits::Eight) => {
+                cols.div_ceil(NIBBLES) * (BLOCK_BYTES + bits.high_bytes())
+            }
+            _ => self.blocks_per_row(cols) * BLOCK_BYTES,
+        };
+        row * TILE_ROWS
     }
 
     /// Bytes that scale one row of `cols` columns.
     pub const fn row_scale_bytes(self, cols: usize) -> usize {
         match self.grouping(cols) {
             None => 0,
-            Some((group, Scales::Super)) => {
-                cols.div_ceil(SUPER_COLS) * (4 + SUPER_COLS / group * Scales::Super.group_bytes())
+            Some((group, scales)) => {
+                let (bytes, columns) = scales.record(group);
+                cols.div_ceil(columns) * bytes
             }
-            Some((group, scales)) => cols.div_ceil(group) * scales.group_bytes(),
         }
     }
 
@@ -157,32 +285,29 @@ impl Scheme {
     fn scale_items(self, cols: usize) -> Vec<(usize, usize)> {
         match self.grouping(cols) {
             None => Vec::new(),
-            Some((group, Scales::Super)) => {
-                let record = [(4, 1), (Scales::Super.group_bytes(), SUPER_COLS / group)];
-                record.repeat(cols.div_ceil(SUPER_COLS))
-            }
-            Some((group, scales)) => vec![(scales.group_bytes(), cols.div_ceil(group))],
+            Some((group, scales)) => match scales.outer_bytes() {
+                Some(outer) => {
+                    let record = [(outer, 1), (scales.group_bytes(), SUPER_COLS / group)];
+                    record.repeat(cols.div_ceil(SUPER_COLS))
+                }
+                None => vec![(scales.group_bytes(), cols.div_ceil(group))],
+            },
         }
     }
 }
 
 impl std::fmt::Display for Scheme {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (bits, group, scales) = match self {
-            Scheme::F32 => return f.write_str("f32"),
-            Scheme::F16 => return f.write_str("f16"),
-            Scheme::Bf16 => return f.write_str("bf16"),
-            Scheme::Int8Row => return f.write_str("int8-row"),
-            Scheme::Int8 { group, scales } => (8, group, scales),
-            Scheme::Int4 { group, scales } => (4, group, scales),
-        };
-        let suffix = match scales {
-            Scales::Symmetric => "",
-            Scales::ZeroPoint => "-zero",
-            Scales::Affine => "-affine",
-            Scales::Super => "-super",
-        };
-        write!(f, "int{bits}-g{group}{suffix}")
+        match self {
+            Scheme::F32 => f.write_str("f32"),
+            Scheme::F16 => f.write_str("f16"),
+            Scheme::Bf16 => f.write_str("bf16"),
+            Scheme::Int8Row => f.write_str("int8-row"),
+            Scheme::Int { bits, group, scales } => {
+                write!(f, "int{}-g{group}", bits.count())?;
+                scales.name().map_or(Ok(()), |name| write!(f, "-{name}"))
+            }
+        }
     }
 }
 
@@ -191,8 +316,11 @@ impl std::str::FromStr for Scheme {
 
     /// The inverse of `Display`. Refuses groups that the layout cannot hold.
     fn from_str(name: &str) -> Result<Scheme, String> {
-        let unknown =
-            || format!("unknown scheme {name:?}; expected f32, f16, bf16, int8-row, int8-gN or int4-gN");
+        let unknown = || {
+            format!(
+                "unknown scheme {name:?}; expected f32, f16, bf16, int8-row, int8-gN or int4-gN, as docs/formats.md lists them"
+            )
+        };
         let (bits, rest) = match name {
             "f32" => return Ok(Scheme::F32),
             "f16" => return Ok(Scheme::F16),
@@ -200,36 +328,28 @@ impl std::str::FromStr for Scheme {
             "int8-row" => return Ok(Scheme::Int8Row),
             _ => name.strip_prefix("int").and_then(|rest| rest.split_once("-g")).ok_or_else(unknown)?,
         };
-        let (group, scales) = match rest.split_once('-') {
-            None => (rest, Scales::Symmetric),
-            Some((group, "zero")) => (group, Scales::ZeroPoint),
-            Some((group, "affine")) => (group, Scales::Affine),
-            Some((group, "super")) => (group, Scales::Super),
-            Some(_) => return Err(unknown()),
-        };
+        let (group, suffix) = rest.split_once('-').map_or((rest, None), |(group, name)| (group, Some(name)));
+        let scales = Scales::ALL.into_iter().find(|scales| scales.name() == suffix).ok_or_else(unknown)?;
+        let bits = Bits::ALL.into_iter().find(|b| b.count().to_string() == bits).ok_or_else(unknown)?;
         let group: u32 = group.parse().map_err(|_| unknown())?;
-        let scheme = match bits {
-            "8" => Scheme::Int8 { group, scales },
-            "4" => Scheme::Int4 { group, scales },
-            _ => return Err(unknown()),
-        };
+        let scheme = Scheme::Int { bits, group, scales };
         let unit = scheme.block_weights() as u32;
-        let divides = scales != Scales::Super || (SUPER_COLS as u32).is_multiple_of(group.max(1));
+        let divides = scales.outer_bytes().is_none() || (SUPER_COLS as u32).is_multiple_of(group.max(1));
         if group == 0 || !group.is_multiple_of(unit) || !divides {
             return Err(format!("scheme {name:?}: its groups must be a multiple of {unit} columns"));
         }
         // One spelling for each scheme.
-        if scheme.to_string() != name { Err(unknown()) } else { Ok(scheme) }
+        if !scheme.is_known() || scheme.to_string() != name { Err(unknown()) } else { Ok(scheme) }
     }
 }
 
 /// One row of a quantized matrix, before it is packed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct QuantizedRow {
-    /// One integer per column: int8 as it is; int4 in -8..=7 where scales are symmetric, else in 0..=15.
+    /// One integer per column, within [`Scheme::range`].
     pub q: Vec<i8>,
     /// [`Scheme::row_scale_bytes`], little endian: for each group s; s, z; or s, m; K-quants for each 256 columns d, e, then
-    /// c, n of each group.
+    /// c, n of each group, or d, then c of each group.
     pub scales: Vec<u8>,
 }
 
@@ -245,16 +365,15 @@ impl QuantizedRow {
         let cols = self.q.len();
         let (group, scales) = scheme.grouping(cols).expect("a scheme that quantizes");
         assert_eq!(self.scales.len(), scheme.row_scale_bytes(cols), "scales of a row");
-        let (bytes, columns) = match scales {
-            Scales::Super => (4 + SUPER_COLS / group * Scales::Super.group_bytes(), SUPER_COLS),
-            _ => (scales.group_bytes(), group),
-        };
+        let (bytes, columns) = scales.record(group);
         // What f16 holds is far too small for its products with integers to leave f32.
         let f16_is = |two: &[u8]| two[1] & 0x7c != 0x7c;
         let f32_at = |four: &[u8]| f32::from_le_bytes(four.try_into().expect("4 bytes"));
         let is_finite = |record: &[u8], q: &[i8]| match scales {
-            Scales::Symmetric => f16_is(&record[..2]),
-            Scales::ZeroPoint | Scales::Super => f16_is(&record[..2]) && f16_is(&record[2..4]),
+            Scales::Symmetric | Scales::SuperSymmetric => f16_is(&record[..2]),
+            Scales::ZeroPoint | Scales::HalfAffine | Scales::Super => {
+                f16_is(&record[..2]) && f16_is(&record[2..4])
+            }
             Scales::Affine => {
                 let (s, m) = (f32_at(&record[..4]), f32_at(&record[4..]));
                 // No q is beyond -128: each is looked at only where that would be too much.
@@ -284,19 +403,24 @@ impl QuantizedRow {
                 Scales::Symmetric => (f16_at(2 * g), 0.0, 0.0),
                 Scales::ZeroPoint => (f16_at(4 * g), f16_at(4 * g + 2), 0.0),
                 Scales::Affine => (f32_at(8 * g), 0.0, f32_at(8 * g + 4)),
-                Scales::Super => {
+                Scales::HalfAffine => (f16_at(4 * g), 0.0, f16_at(4 * g + 2)),
+                Scales::Super | Scales::SuperSymmetric => {
                     let groups = SUPER_COLS / group;
-                    let record = g / groups * (4 + 2 * groups);
-                    let own = record + 4 + 2 * (g % groups);
-                    let (c, n) = (f32::from(self.scales[own] as i8), f32::from(self.scales[own + 1]));
-                    (f16_at(record) * c, 0.0, -(f16_at(record + 2) * n))
+                    let record = g / groups * scales.record(group).0;
+                    let outer = scales.outer_bytes().expect("columns share a scale");
+                    let own = record + outer + g % groups * scales.group_bytes();
+                    let s = f16_at(record) * f32::from(self.scales[own] as i8);
+                    match scales {
+                        Scales::SuperSymmetric => (s, 0.0, 0.0),
+                        _ => (s, 0.0, -(f16_at(record + 2) * f32::from(self.scales[own + 1]))),
+                    }
                 }
             };
             for (q, out) in q.iter().zip(out) {
                 // Symmetric rows keep the sign of zero: adding +0.0 would turn -0.0 into 0.0.
-                *out = match scales {
-                    Scales::Symmetric => s * f32::from(*q),
-                    _ => s * (f32::from(*q) - z) + m,
+                *out = match scales.is_symmetric() {
+                    true => s * f32::from(*q),
+                    false => s * (f32::from(*q) - z) + m,
                 };
             }
         }
@@ -311,19 +435,23 @@ pub fn pack_row(scheme: Scheme, row: &QuantizedRow, lane: usize, blocks: &mut [u
     assert!(
         scales.len() == scheme.tile_scale_bytes(cols) && row.scales.len() == scheme.row_scale_bytes(cols)
     );
-    let per_block = scheme.block_weights();
-    let bias = nibble_bias(scheme);
-    for (b, q) in row.q.chunks(per_block).enumerate() {
-        let block = &mut blocks[(b * TILE_ROWS + lane) * BLOCK_BYTES..][..BLOCK_BYTES];
-        if per_block == BLOCK_BYTES {
-            for (byte, q) in block.iter_mut().zip(q) {
-                *byte = *q as u8;
+    match scheme {
+        Scheme::Int { bits, .. } if bits != Bits::Eight => {
+            for (b, q) in row.q.chunks(NIBBLES).enumerate() {
+                let (low, high) = nibbles_at(bits, b, lane);
+                for (i, q) in q.iter().enumerate() {
+                    let stored = (q + scheme.bias()) as u8;
+                    put_bits(&mut blocks[low + i % BLOCK_BYTES], i / BLOCK_BYTES * 4, 4, stored);
+                    if let Some((byte, shift, count)) = high_bits_at(bits, i) {
+                        put_bits(&mut blocks[high + byte], shift, count, stored >> 4);
+                    }
+                }
             }
-        } else {
-            for (i, q) in q.iter().enumerate() {
-                let nibble = (q + bias) as u8 & 0x0f;
-                let byte = &mut block[i % 16];
-                *byte = if i < 16 { *byte & 0xf0 | nibble } else { *byte & 0x0f | nibble << 4 };
+        }
+        _ => {
+            for (b, q) in row.q.chunks(BLOCK_BYTES).enumerate() {
+                let block = &mut blocks[(b * TILE_ROWS + lane) * BLOCK_BYTES..][..q.len()];
+                block.iter_mut().zip(q).for_each(|(byte, q)| *byte = *q as u8);
             }
         }
     }
@@ -339,16 +467,24 @@ pub fn unpack_row(scheme: Scheme, lane: usize, blocks: &[u8], scales: &[u8], row
     assert!(
         scales.len() == scheme.tile_scale_bytes(cols) && row.scales.len() == scheme.row_scale_bytes(cols)
     );
-    let per_block = scheme.block_weights();
-    let bias = nibble_bias(scheme);
-    for (b, q) in row.q.chunks_mut(per_block).enumerate() {
-        let block = &blocks[(b * TILE_ROWS + lane) * BLOCK_BYTES..][..BLOCK_BYTES];
-        for (i, q) in q.iter_mut().enumerate() {
-            *q = match per_block {
-                BLOCK_BYTES => block[i] as i8,
-                _ if i < 16 => (block[i] & 0x0f) as i8 - bias,
-                _ => (block[i - 16] >> 4) as i8 - bias,
-            };
+    match scheme {
+        Scheme::Int { bits, .. } if bits != Bits::Eight => {
+            for (b, q) in row.q.chunks_mut(NIBBLES).enumerate() {
+                let (low, high) = nibbles_at(bits, b, lane);
+                for (i, q) in q.iter_mut().enumerate() {
+                    let mut stored = blocks[low + i % BLOCK_BYTES] >> (i / BLOCK_BYTES * 4) & 0x0f;
+                    if let Some((byte, shift, count)) = high_bits_at(bits, i) {
+                        stored |= (blocks[high + byte] >> shift & ((1 << count) - 1)) << 4;
+                    }
+                    *q = stored as i8 - scheme.bias();
+                }
+            }
+        }
+        _ => {
+            for (b, q) in row.q.chunks_mut(BLOCK_BYTES).enumerate() {
+                let block = &blocks[(b * TILE_ROWS + lane) * BLOCK_BYTES..][..q.len()];
+                q.iter_mut().zip(block).for_each(|(q, byte)| *q = *byte as i8);
+            }
         }
     }
     each_scale_item(scheme, cols, lane, |in_row, in_tile| {
@@ -371,7 +507,7 @@ pub fn pack_plain_row(scheme: Scheme, row: &[f32], lane: usize, blocks: &mut [u8
             Scheme::Bf16 => row.iter().zip(block.chunks_exact_mut(2)).for_each(|(w, to)| {
                 to.copy_from_slice(&half::bf16::from_f32(*w).to_le_bytes());
             }),
-            Scheme::Int8Row | Scheme::Int8 { .. } | Scheme::Int4 { .. } => {
+            Scheme::Int8Row | Scheme::Int { .. } => {
                 panic!("{scheme} packs quantized rows")
             }
         }
@@ -388,7 +524,7 @@ pub fn unpack_plain_row(scheme: Scheme, lane: usize, blocks: &[u8], row: &mut [f
                 Scheme::F32 => f32::from_le_bytes(block[4 * i..4 * i + 4].try_into().expect("4 bytes")),
                 Scheme::F16 => f16::from_le_bytes([block[2 * i], block[2 * i + 1]]).to_f32(),
                 Scheme::Bf16 => half::bf16::from_le_bytes([block[2 * i], block[2 * i + 1]]).to_f32(),
-                Scheme::Int8Row | Scheme::Int8 { .. } | Scheme::Int4 { .. } => {
+                Scheme::Int8Row | Scheme::Int { .. } => {
                     panic!("{scheme} packs quantized rows")
                 }
             };
@@ -396,19 +532,44 @@ pub fn unpack_plain_row(scheme: Scheme, lane: usize, blocks: &[u8], row: &mut [f
     }
 }
 
-/// What a nibble holds beyond the integer it stands for.
-const fn nibble_bias(scheme: Scheme) -> i8 {
-    match scheme {
-        Scheme::Int4 { scales: Scales::Symmetric, .. } => 8,
-        _ => 0,
+/// Where the low bits of block `b` of row `lane` begin in its tile, and where those above them do.
+const fn nibbles_at(bits: Bits, b: usize, lane: usize) -> (usize, usize) {
+    let first = b * (BLOCK_BYTES + bits.high_bytes()) * TILE_ROWS;
+    (first + lane * BLOCK_BYTES, first + TILE_ROWS * BLOCK_BYTES + lane * bits.high_bytes())
+}
+
+/// Which of the bytes of high bits has those of column `i` of a block, how far up, and how many they are. Four columns that
+/// are multiplied together have them at one place of four bytes. None where nibbles are all.
+const fn high_bits_at(bits: Bits, i: usize) -> Option<(usize, usize, usize)> {
+    let (four, byte) = (i / 4, i % 4);
+    match bits {
+        Bits::Five => Some((byte, four, 1)),
+        Bits::Six => Some((four / 4 * 4 + byte, four % 4 * 2, 2)),
+        Bits::Four | Bits::Eight => None,
     }
 }
 
-/// The byte of an empty tile: weights of value zero in every scheme.
-pub(crate) const fn empty_block_byte(scheme: Scheme) -> u8 {
-    match nibble_bias(scheme) {
-        0 => 0,
-        bias => (bias | bias << 4) as u8,
+/// Puts the low `count` bits of `value` into `byte`, `shift` up.
+fn put_bits(byte: &mut u8, shift: usize, count: usize, value: u8) {
+    let mask = ((1 << count) - 1) << shift;
+    *byte = *byte & !mask | value << shift & mask;
+}
+
+/// Fills tiles of rows of `cols` columns with weights of value zero.
+pub(crate) fn clear_tiles(scheme: Scheme, cols: usize, tiles: &mut [u8]) {
+    assert!(tiles.len().is_multiple_of(scheme.tile_bytes(cols)));
+    let bias = scheme.bias() as u8;
+    let high_bytes = match scheme {
+        Scheme::Int { bits, .. } => bits.high_bytes(),
+        _ => 0,
+    };
+    // Two nibbles; and of five bits eight high ones, of six bits four pairs.
+    let low = (bias & 0x0f) * 0x11;
+    let high = (bias >> 4) * if high_bytes == NIBBLES / 8 { 0xff } else { 0x55 };
+    for block in tiles.chunks_exact_mut(TILE_ROWS * (BLOCK_BYTES + high_bytes)) {
+        let (lows, highs) = block.split_at_mut(TILE_ROWS * BLOCK_BYTES);
+        lows.fill(low);
+        highs.fill(high);
     }
 }
 
@@ -417,7 +578,7 @@ fn each_scale_item(
     scheme: Scheme,
     cols: usize,
     lane: usize,
-    mut each: impl FnMut(std::ops::Range<usize>, std::ops::Range<usize>),
+    mut each: impl FnMut(Range<usize>, Range<usize>),
 ) {
     let (mut in_row, mut in_tile) = (0, 0);
     for (bytes, count) in scheme.scale_items(cols) {
@@ -426,6 +587,28 @@ fn each_scale_item(
             each(in_row..in_row + bytes, at..at + bytes);
             in_row += bytes;
             in_tile += bytes * TILE_ROWS;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cleared_tile_holds_zeros() {
+        for name in
+            ["int8-g32", "int4-g32", "int4-g32-zero", "int5-g32", "int5-g32-super", "int6-g16-supersym"]
+        {
+            let (scheme, cols) = (name.parse::<Scheme>().expect(name), 300);
+            let (mut blocks, scales) =
+                (vec![0x5a; scheme.tile_bytes(cols)], vec![0; scheme.tile_scale_bytes(cols)]);
+            clear_tiles(scheme, cols, &mut blocks);
+            for lane in 0..TILE_ROWS {
+                let mut row = QuantizedRow { q: vec![1; cols], ..QuantizedRow::new(scheme, cols) };
+                unpack_row(scheme, lane, &blocks, &scales, &mut row);
+                assert_eq!(row.q, [0; 300], "{name}, row {lane}");
+            }
         }
     }
 }

@@ -5,9 +5,9 @@ use std::str::FromStr;
 
 mod layout;
 
-pub(crate) use layout::empty_block_byte;
+pub(crate) use layout::clear_tiles;
 pub use layout::{
-    BLOCK_BYTES, LAYOUT_VERSION, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_plain_row, pack_row,
+    Bits, LAYOUT_VERSION, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_plain_row, pack_row,
     unpack_plain_row, unpack_row,
 };
 
@@ -103,8 +103,7 @@ impl Precision {
 
     /// Whether matrices of `scheme` are multiplied with int8.
     pub const fn quantizes(self, scheme: Scheme) -> bool {
-        matches!(self, Precision::Fast)
-            && matches!(scheme, Scheme::Int8Row | Scheme::Int8 { .. } | Scheme::Int4 { .. })
+        matches!(self, Precision::Fast) && matches!(scheme, Scheme::Int8Row | Scheme::Int { .. })
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use crate::tensor::{QuantizedRow, Scales, Scheme};
+use crate::tensor::{Bits, QuantizedRow, Scales, Scheme};
 
 /// A quantized element type. The others are [`crate::tensor::DType`]s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -60,13 +60,14 @@ impl GgmlType {
     /// The device layout that holds the type without loss.
     pub const fn scheme(self) -> Scheme {
         match self {
-            Self::Q4_0 => Scheme::Int4 { group: 32, scales: Scales::Symmetric },
-            Self::Q4_1 => Scheme::Int4 { group: 32, scales: Scales::Affine },
-            Self::Q5_0 | Self::Q8_0 => Scheme::Int8 { group: 32, scales: Scales::Symmetric },
-            Self::Q5_1 => Scheme::Int8 { group: 32, scales: Scales::Affine },
-            Self::Q4K => Scheme::Int4 { group: 32, scales: Scales::Super },
-            Self::Q5K => Scheme::Int8 { group: 32, scales: Scales::Super },
-            Self::Q6K => Scheme::Int8 { group: 16, scales: Scales::Super },
+            Self::Q4_0 => Scheme::Int { bits: Bits::Four, group: 32, scales: Scales::Symmetric },
+            Self::Q4_1 => Scheme::Int { bits: Bits::Four, group: 32, scales: Scales::HalfAffine },
+            Self::Q8_0 => Scheme::Int { bits: Bits::Eight, group: 32, scales: Scales::Symmetric },
+            Self::Q5_0 => Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::Symmetric },
+            Self::Q5_1 => Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::HalfAffine },
+            Self::Q4K => Scheme::Int { bits: Bits::Four, group: 32, scales: Scales::Super },
+            Self::Q5K => Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::Super },
+            Self::Q6K => Scheme::Int { bits: Bits::Six, group: 16, scales: Scales::SuperSymmetric },
         }
     }
 
@@ -80,7 +81,7 @@ impl GgmlType {
                 q.iter_mut().for_each(|q| *q -= 8);
             }
             Self::Q4_1 => {
-                affine(block, scales);
+                scales.copy_from_slice(&block[..4]);
                 nibbles(&block[4..], q);
             }
             Self::Q5_0 => {
@@ -90,7 +91,7 @@ impl GgmlType {
                 q.iter_mut().for_each(|q| *q -= 16);
             }
             Self::Q5_1 => {
-                affine(block, scales);
+                scales.copy_from_slice(&block[..4]);
                 nibbles(&block[8..], q);
                 fifth_bits(&block[4..8], q);
             }
@@ -126,10 +127,7 @@ impl GgmlType {
                 let (high, rest) = rest.split_at(64);
                 let (sub_scales, d) = rest.split_at(16);
                 scales[..2].copy_from_slice(d);
-                scales[2..4].fill(0);
-                for (record, scale) in scales[4..].chunks_exact_mut(2).zip(sub_scales) {
-                    record.copy_from_slice(&[*scale, 0]);
-                }
+                scales[2..].copy_from_slice(sub_scales);
                 let halves = low.chunks_exact(64).zip(high.chunks_exact(32));
                 for ((low, high), q) in halves.zip(q.chunks_exact_mut(128)) {
                     for (i, q) in q.iter_mut().enumerate() {
@@ -157,14 +155,6 @@ fn fifth_bits(bytes: &[u8], q: &mut [i8]) {
     let bits = u32::from_le_bytes(bytes.try_into().expect("4 bytes"));
     for (i, q) in q.iter_mut().enumerate() {
         *q |= ((bits >> i & 1) << 4) as i8;
-    }
-}
-
-/// Two f16, scale and minimum, as the f32 that they are.
-fn affine(block: &[u8], scales: &mut [u8]) {
-    for (from, to) in block[..4].chunks_exact(2).zip(scales.chunks_exact_mut(4)) {
-        let value = half::f16::from_le_bytes([from[0], from[1]]).to_f32();
-        to.copy_from_slice(&value.to_le_bytes());
     }
 }
 

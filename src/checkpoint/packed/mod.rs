@@ -26,7 +26,7 @@ use rayon::prelude::*;
 
 use super::view::{f16_holds, float_at};
 use super::{Checkpoint, CheckpointError, Entry, ModelFiles, Span, Stored};
-use crate::tensor::{DType, QuantizedRow, Scales, Scheme};
+use crate::tensor::{Bits, DType, QuantizedRow, Scales, Scheme};
 
 mod method;
 
@@ -148,9 +148,9 @@ impl<'a> PackedMatrix<'a> {
         let whole = group == cols;
         let group = if whole { cols.next_multiple_of(block) } else { group } as u32;
         match bits {
-            4 => Scheme::Int4 { group, scales },
+            4 => Scheme::Int { bits: Bits::Four, group, scales },
             _ if whole && form == Form::Symmetric => Scheme::Int8Row,
-            _ => Scheme::Int8 { group, scales },
+            _ => Scheme::Int { bits: Bits::Eight, group, scales },
         }
     }
 
