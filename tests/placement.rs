@@ -643,6 +643,26 @@ fn a_plan_says_what_else_than_memory_bounds_a_context() {
 }
 
 #[test]
+fn a_shape_is_planned_as_gguf_files_store_it() {
+    let schemes = [
+        "--scheme",
+        "int4-g32-super",
+        "--feed-forward",
+        "int5-g32-super",
+        "--embedding",
+        "int6-g16-supersym",
+    ];
+    let args = [&["plan", "--shape", "gemma-3-27b", "--vram", "64GiB", "--json"], &schemes[..]].concat();
+    let (code, stdout, stderr) = output(unicorn(&args));
+    assert_eq!(code, 0, "{stderr}");
+    let line: Value = serde_json::from_str(&stdout).expect("JSON");
+    // Bytes of 256 weights.
+    let (attention, ffn, embedding) = (128 + 4 + 16, 128 + 32 + 4 + 16, 128 + 64 + 2 + 16);
+    let layer = 5376u64 * (2 * 4096 + 2 * 2048) / 256 * attention + 3 * 5376 * 21_504 / 256 * ffn;
+    assert_eq!(line["weight_bytes"], json!(62 * layer + 262_208 * 5376u64 / 256 * embedding));
+}
+
+#[test]
 fn a_checkpoint_is_planned_with_its_own_schemes() {
     let folder = tiny_model();
     let model = folder.path().to_str().expect("UTF-8");

@@ -277,6 +277,11 @@ impl std::str::FromStr for Target {
     }
 }
 
+/// Any scheme that a checkpoint may be in, also one that nothing is rounded to.
+fn stored(name: &str) -> Result<Target, String> {
+    Ok(Target(Some(name.parse()?)))
+}
+
 impl std::fmt::Display for Target {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.0 {
@@ -353,17 +358,17 @@ pub struct Plan {
     /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
     #[arg(long, value_parser = Shape::named, requires = "scheme", conflicts_with = "quantize")]
     pub shape: Option<Shape>,
-    /// Attention and feed-forward matrices of the shape: int4-g32, int4-g128, int8-row or bf16
-    #[arg(long, value_name = "SCHEME", conflicts_with = "model")]
+    /// Attention and feed-forward matrices of the shape: int4-g32, int4-g128, int8-row, bf16 or another of docs/formats.md
+    #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
     pub scheme: Option<Target>,
     /// The matrices of attention, where they differ
-    #[arg(long, value_name = "SCHEME", conflicts_with = "model")]
+    #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
     pub attention: Option<Target>,
     /// The matrices of the feed-forward networks, where they differ
-    #[arg(long, value_name = "SCHEME", conflicts_with = "model")]
+    #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
     pub feed_forward: Option<Target>,
     /// The embedding, which is the output head too [default: int8-row; with --scheme bf16, that]
-    #[arg(long, value_name = "SCHEME", conflicts_with = "model")]
+    #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
     pub embedding: Option<Target>,
     /// A checkpoint to lie beside it as its draft model
     #[arg(long, value_name = "MODEL")]

@@ -4,7 +4,7 @@
 //! Bytes are what must come from memory or go there if caches hold nothing but what the text says. A trip is one of the
 //! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
 
-use super::operand::{BLOCK_COLS, fast_shader_of, together};
+use super::operand::{BLOCK_COLS, Passes, fast_shader_of};
 use super::{
     AttentionShape, COLUMNS, DRAW_BINS, DRAW_CHUNK, Item, Quantized, Room, Run, Shares, TILES, Wants,
     attention_constants, attention_of, shaders, shaders_of,
@@ -71,13 +71,9 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
     let bytes = |rows: &usize| scheme.block_bytes(*rows, cols) + scheme.scale_bytes(*rows, cols);
     let weight_bytes = rows.iter().map(bytes).sum();
     if precision.quantizes(scheme) {
-        let dispatch = fast(scheme, cols, tokens, false);
-        return Dispatch {
-            workgroups: tiles as u64 * dispatch.workgroups,
-            weight_bytes,
-            activation_bytes: Quantized::bytes_of_digit(tokens, cols) + floats(tokens * all),
-            ..dispatch
-        };
+        let dispatch = fast(scheme, tiles, cols, tokens, false);
+        let activation_bytes = dispatch.activation_bytes + floats(tokens * all);
+        return Dispatch { weight_bytes, activation_bytes, ..dispatch };
     }
     let tile = TILES.iter().find(|tile| tile.0 as usize >= tokens).unwrap_or(&TILES[TILES.len() - 1]);
     let (columns, row_tiles) = (tile.0 as usize, tile.1 as usize);
@@ -95,25 +91,26 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
 
 /// Two products with int8 and their GeGLU.
 pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatch {
-    let dispatch = fast(scheme, cols, tokens, true);
+    let dispatch = fast(scheme, rows.div_ceil(TILE_ROWS), cols, tokens, true);
     Dispatch {
-        workgroups: rows.div_ceil(TILE_ROWS) as u64 * dispatch.workgroups,
         weight_bytes: 2 * (scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols)),
-        activation_bytes: Quantized::bytes_of_digit(tokens, cols) + Quantized::bytes_of_digit(tokens, rows),
+        activation_bytes: dispatch.activation_bytes + Quantized::bytes_of_digit(tokens, rows),
         ..dispatch
     }
 }
 
-/// What a product with int8 is, without its rows.
-fn fast(scheme: Scheme, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
+/// What a product with int8 is, without its weights and what it yields.
+fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
     let columns = COLUMNS.iter().find(|c| **c as usize >= tokens).unwrap_or(&COLUMNS[COLUMNS.len() - 1]);
     let (shader, group) = fast_shader_of(scheme);
-    let passes = tokens.div_ceil(*columns as usize);
+    let passes = Passes::new(scheme, 1 + u64::from(geglu), tiles as u32, cols, tokens, *columns);
+    let workgroups = tiles * tokens.div_ceil(*columns as usize);
     Dispatch {
         constants: vec![*columns, u32::from(geglu), group],
         trips: segment_blocks(cols) as f64,
-        weight_passes: passes.div_ceil(together(tokens, cols, *columns) as usize) as u64,
-        ..Dispatch::new(shader, passes)
+        weight_passes: passes.weight_reads.into(),
+        activation_bytes: u64::from(passes.activation_reads) * Quantized::bytes_of_digit(tokens, cols),
+        ..Dispatch::new(shader, workgroups)
     }
 }
 

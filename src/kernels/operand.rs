@@ -284,7 +284,8 @@ impl Products {
                 x_stride: from.stride,
             };
             let tiles: u32 = (0..products.len()).map(|i| rows(i).div_ceil(TILE_ROWS as u32)).sum();
-            recorder.dispatch(&plain[width], &arguments, grid(tokens, matrix.cols, COLUMNS[width], tiles));
+            let passes = Passes::new(matrix.scheme, 1, tiles, matrix.cols, tokens, COLUMNS[width]);
+            recorder.dispatch(&plain[width], &arguments, passes.grid(tiles));
         }
     }
 
@@ -313,7 +314,7 @@ impl Products {
         let Some(pipeline) = gated.get(width) else { return false };
         let from = x.planes(tokens, gate.cols, "gated: x");
         let to = to.planes(tokens, gate.rows, "gated: y");
-        let (gate, rows, cols) = (&gate.shards[0], gate.rows, gate.cols);
+        let (gate, scheme, rows, cols) = (&gate.shards[0], gate.scheme, gate.rows, gate.cols);
         let up = &up.shards[0];
         let arguments = shaders::FastMatmul {
             blocks0: &gate.blocks,
@@ -337,27 +338,61 @@ impl Products {
             tokens: tokens as u32,
             x_stride: from.stride,
         };
-        let groups = grid(tokens, cols, COLUMNS[width], rows.div_ceil(TILE_ROWS) as u32);
-        recorder.dispatch(pipeline, &arguments, groups);
+        let tiles = rows.div_ceil(TILE_ROWS) as u32;
+        let passes = Passes::new(scheme, 2, tiles, cols, tokens, COLUMNS[width]);
+        recorder.dispatch(pipeline, &arguments, passes.grid(tiles));
         true
     }
 }
 
-/// Of activations, what workgroups that need the same weights read together: they come again for each tile of rows, so they
-/// should stay in the second-level cache, which has 2 MiB in the GPU that this is made for.
-const TOGETHER_BYTES: u64 = 1 << 20;
+/// Of activations, what stays in the second-level cache while the tiles of rows take their turns: the GPU that this is made for
+/// has 2 MiB, and weights go through it too.
+const STAYING_BYTES: u64 = 1 << 20;
+/// Workgroups that run at once, at least: 24 SIMDs of that GPU hold 8 waves each of the widest kernel, of 8 waves.
+const AT_ONCE: u32 = 24;
 
-/// Passes over the weights that go together, of those that `tokens` take.
-pub(super) fn together(tokens: usize, cols: usize, columns: u32) -> u32 {
-    let passes = (tokens as u32).div_ceil(columns);
-    let fit = TOGETHER_BYTES / Quantized::bytes_of_digit(columns as usize, cols);
-    (fit as u32).clamp(1, passes)
+/// How the passes over the weights that `tokens` take are shared out. Those that go together stand side by side in the grid, and
+/// memory gives them the weights once.
+pub(super) struct Passes {
+    pub together: u32,
+    /// How often memory gives all weights, and all activations.
+    pub weight_reads: u32,
+    pub activation_reads: u32,
 }
 
-/// Workgroups of a product: passes that go together, tiles of rows, groups of such passes.
-fn grid(tokens: usize, cols: usize, columns: u32, tiles: u32) -> [u32; 3] {
-    let together = together(tokens, cols, columns);
-    [together, tiles, (tokens as u32).div_ceil(columns).div_ceil(together)]
+impl Passes {
+    /// What takes the fewest bytes from memory. More passes together read the weights less often; but where their activations
+    /// do not stay in the cache, these come again for all tiles behind those that run at once.
+    pub fn new(
+        scheme: Scheme,
+        matrices: u64,
+        tiles: u32,
+        cols: usize,
+        tokens: usize,
+        columns: u32,
+    ) -> Passes {
+        let passes = (tokens as u32).div_ceil(columns);
+        let pass_bytes = Quantized::bytes_of_digit(columns as usize, cols);
+        let tile_bytes = matrices * (scheme.tile_bytes(cols) + scheme.tile_scale_bytes(cols)) as u64;
+        let shared = |together: u32| Passes {
+            together,
+            weight_reads: passes.div_ceil(together),
+            activation_reads: match u64::from(together) * pass_bytes <= STAYING_BYTES {
+                true => 1,
+                false => (tiles * together).div_ceil(AT_ONCE),
+            },
+        };
+        let bytes = |shared: &Passes| {
+            u64::from(shared.weight_reads) * u64::from(tiles) * tile_bytes
+                + u64::from(shared.activation_reads) * u64::from(passes) * pass_bytes
+        };
+        (1..=passes).map(shared).min_by_key(bytes).expect("a pass at least")
+    }
+
+    /// Workgroups: passes that go together, tiles of rows, groups of such passes.
+    fn grid(&self, tiles: u32) -> [u32; 3] {
+        [self.together, tiles, self.weight_reads]
+    }
 }
 
 /// The shader of a scheme's products with int8, and the blocks that share a scale, which it is compiled for.

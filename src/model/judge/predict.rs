@@ -352,7 +352,8 @@ impl Question {
             ),
             format!(
                 "weights come from memory again for each tile of tokens that the grid walks over (weights x reads), unless a \
-                 matrix fits in {} MiB of cache; activations count once",
+                 matrix fits in {} MiB of cache; activations count once, and again for each round of workgroups where \
+                 those of a product do not stay there",
                 chip.cache_bytes >> 20
             ),
             format!(
