@@ -659,7 +659,9 @@ fn a_shape_is_planned_as_gguf_files_store_it() {
     // Bytes of 256 weights.
     let (attention, ffn, embedding) = (128 + 4 + 16, 128 + 32 + 4 + 16, 128 + 64 + 2 + 16);
     let layer = 5376u64 * (2 * 4096 + 2 * 2048) / 256 * attention + 3 * 5376 * 21_504 / 256 * ffn;
-    assert_eq!(line["weight_bytes"], json!(62 * layer + 262_208 * 5376u64 / 256 * embedding));
+    // f32: four norms of a layer, those of its queries and keys, and the last. The embedding has the addresses of its one piece.
+    let norms = 4 * (62 * (4 * 5376 + 2 * 128) + 5376) + 16;
+    assert_eq!(line["weight_bytes"], json!(62 * layer + 262_208 * 5376u64 / 256 * embedding + norms));
 }
 
 #[test]
