@@ -173,7 +173,7 @@ fn rows_are_packed_and_unpacked_without_loss() {
         assert_eq!(got, row, "{scheme}");
     }
     let none = ["int4-g31", "int4-g0", "int8-g8", "int4-g48-super", "int4-g032", "int4-g32-x", ""];
-    // Of these there are no kernels.
+    // No kernel reads these.
     let unknown = ["int3-g32", "int6-g32", "int5-g32-zero", "int8-g16-supersym", "int4-g32-supersym"];
     for name in none.iter().chain(&unknown) {
         assert!(name.parse::<Scheme>().is_err(), "{name}");

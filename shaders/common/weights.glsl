@@ -51,8 +51,8 @@ const int BIAS = 16;
 const int BIAS = 8;
 #endif
 
-// Of five and six bits, what lies above the low four of two blocks: a byte is of the same four columns as in them, and holds
-// one bit, or two, for each four that a block has.
+// The fifth bits, or the fifth and sixth, of two blocks of weights whose low four bits lie together. Byte j holds those of the
+// columns that byte j of a dword of low bits has: one bit, or two, for each such dword.
 #if defined(WEIGHT_INT6)
 #define HIGH_BITS uvec2
 #elif defined(WEIGHT_INT5)

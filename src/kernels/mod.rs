@@ -74,7 +74,7 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
                 let groups: &[u32] = match shader.name {
                     "fast_matmul_int8_row" => &[1],
                     name if name.contains("_int8") => &[1, 2],
-                    // Those of GGUF.
+                    // Five and six bits come from GGUF alone, which has one size of groups for each.
                     name if name.contains("_int6") => &[1],
                     name if name.contains("_int5") => &[2],
                     name if name.ends_with("_affine16") => &[1],

@@ -345,10 +345,11 @@ impl Products {
     }
 }
 
-/// Of activations, what stays in the second-level cache while the tiles of rows take their turns: the GPU that this is made for
-/// has 2 MiB, and weights go through it too.
+/// Bytes of activations that stay in the second-level cache while the tiles of rows take their turns. A Radeon 780M has 2 MiB of
+/// it, and weights go through it too.
 const STAYING_BYTES: u64 = 1 << 20;
-/// Workgroups that run at once, at least: 24 SIMDs of that GPU hold 8 waves each of the widest kernel, of 8 waves.
+/// Workgroups that run at once, at least. A Radeon 780M has 24 SIMDs; each holds 8 waves of the widest kernel, and a workgroup
+/// has 8 waves.
 const AT_ONCE: u32 = 24;
 
 /// How the passes over the weights that `tokens` take are shared out. Those that go together stand side by side in the grid, and

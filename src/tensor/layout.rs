@@ -538,8 +538,8 @@ const fn nibbles_at(bits: Bits, b: usize, lane: usize) -> (usize, usize) {
     (first + lane * BLOCK_BYTES, first + TILE_ROWS * BLOCK_BYTES + lane * bits.high_bytes())
 }
 
-/// Which of the bytes of high bits has those of column `i` of a block, how far up, and how many they are. Four columns that
-/// are multiplied together have them at one place of four bytes. None where nibbles are all.
+/// The byte that holds the high bits of column `i` of a block, how far up they stand in it, and how many they are; none where
+/// there are only nibbles. Four columns that are multiplied together have theirs at one place of four bytes.
 const fn high_bits_at(bits: Bits, i: usize) -> Option<(usize, usize, usize)> {
     let (four, byte) = (i / 4, i % 4);
     match bits {
