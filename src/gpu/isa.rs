@@ -151,21 +151,24 @@ impl Program {
     pub fn parse(assembly: &str) -> Result<Program, IsaError> {
         let mut counts: Vec<Counts> = Vec::new();
         let (mut labels, mut branches) = (HashMap::new(), Vec::new());
-        let mut is_lost = false;
+        // Words of an instruction that LLVM took for others.
+        let mut taken = 0;
         for line in assembly.lines() {
             // What follows is the instruction as numbers.
             let (line, words) = line.split_once(';').unwrap_or((line, ""));
-            let word = |n| words.split_whitespace().nth(n).and_then(|w| u32::from_str_radix(w, 16).ok());
-            // LLVM refuses a load into s[104:107], half of which is vcc, and takes its second word for the first one of an
-            // export, whose second one is the next instruction's first: until that has no second word.
-            let unread = match line.starts_with("(invalid instruction)") {
-                true => word(0),
-                false if is_lost => word(1),
-                false => None,
-            };
-            is_lost = unread.is_some_and(is_scalar_load);
-            if let Some(word) = unread {
-                counts.push(count_word(word));
+            let words: Vec<u32> =
+                words.split_whitespace().map_while(|word| u32::from_str_radix(word, 16).ok()).collect();
+            // LLVM refuses a load into s[104:107], half of which is vcc, and takes its second word for the first one of another
+            // instruction: until one ends where a line does, words tell what there is.
+            if line.starts_with("(invalid instruction)") || (taken > 0 && !words.is_empty()) {
+                let mut rest = &words[taken.min(words.len())..];
+                taken -= taken.min(words.len());
+                while let Some(word) = rest.first() {
+                    counts.push(count_word(*word));
+                    let length = words_of(*word);
+                    taken = length.saturating_sub(rest.len());
+                    rest = &rest[length.min(rest.len())..];
+                }
                 continue;
             }
             let Some(line) = line.strip_prefix(char::is_whitespace) else {
@@ -232,27 +235,58 @@ impl Program {
         inside.fold(self.loops[index].own, Add::add)
     }
 
-    /// The loop with the most multiply-adds of its own; none where no loop has any.
+    /// The loop that multiplies most by itself; none where no loop multiplies and adds.
     pub fn densest(&self) -> Option<usize> {
+        // The first product of a sum is one without an addition.
+        let products = |i: usize| self.loops[i].own.macs + self.loops[i].own.f32_mul;
         let some = (0..self.loops.len()).filter(|i| self.loops[*i].own.macs > 0);
-        some.max_by_key(|i| (self.loops[*i].own.macs, std::cmp::Reverse(*i)))
+        some.max_by_key(|i| (products(*i), std::cmp::Reverse(*i)))
     }
 }
 
-fn is_scalar_load(word: u32) -> bool {
-    word >> 26 == 0b11_1101
-}
+/// Operations that two halves of a dual issue may be, by number, as far as they round.
+const HALVES: [&str; 6] = ["fmac_f32", "fmaak_f32", "fmamk_f32", "mul_f32", "add_f32", "sub_f32"];
 
-/// What an instruction occupies of which the first word is known: the vector units' own begin with 0.
+/// What an instruction occupies of which the first word is known, by the encodings of RDNA 3's instruction set.
 fn count_word(word: u32) -> Counts {
-    let valu = u64::from(word >> 31 == 0);
-    Counts {
-        instructions: 1,
-        valu,
-        cycles: valu,
-        scalar_loads: u64::from(is_scalar_load(word)),
-        ..Counts::default()
+    let bits = |first: u32, count: u32| (word >> first & ((1 << count) - 1)) as usize;
+    let half = |number: usize| HALVES.get(number).copied().unwrap_or("mov_b32");
+    match (bits(26, 6), bits(25, 7)) {
+        (0b11_0010, _) => {
+            count(&format!("v_dual_{}", half(bits(22, 4))), &format!(":: v_dual_{}", half(bits(17, 5))))
+        }
+        (0b11_1101, _) => count("s_load_", ""),
+        (0b11_0111, _) => count(
+            match bits(18, 7) {
+                23 => "global_load_b128",
+                24..=29 => "global_store_",
+                _ => "global_load_",
+            },
+            "",
+        ),
+        (_, 3) => count("v_add_f32", ""),
+        (_, 8) => count("v_mul_f32", ""),
+        (_, 43) => count("v_fmac_f32", ""),
+        (0b11_0011 | 0b11_0101, _) | (_, ..64) => count("v_mov_b32", ""),
+        _ => count("s_nop", ""),
     }
+}
+
+/// Words of such an instruction. A number of an operand stands for one more: 255 in all, others on the vector units.
+fn words_of(word: u32) -> usize {
+    let [first, second] = [word & 0xff, word >> 8 & 0xff];
+    let more = match word >> 23 {
+        // Vector instructions of one or two operands; with a constant, `v_fmamk` and `v_fmaak`.
+        ..0x100 => [233, 234, 250, 255].contains(&(word & 0x1ff)) || [44, 45, 55, 56].contains(&(word >> 25)),
+        // Scalar ones: without operands or with a constant of 16 bits, of one operand, of two.
+        0x17f | 0x160..0x17d => false,
+        0x17d => first == 255,
+        0x100..0x180 => first == 255 || second == 255,
+        // Dual issues; what else has two words to begin with.
+        0x190..0x198 => return 2 + usize::from(word & 0x1ff == 255),
+        _ => true,
+    };
+    1 + usize::from(more)
 }
 
 /// `(then repeated 6 times)` stands for six more of the instruction before it.
@@ -466,13 +500,22 @@ BB19
 \texp mrt0 off, off, off, off                                 ; f8000000 f4080f1e
 \texp mrt0 off, off, off, off                                 ; f8000000 32686081
 \tv_lshlrev_b32_e32 v4, 2, v3                                 ; 30080682
+(invalid instruction)                                        ; f4081a34
+\texp mrt0 off, off, off, off                                 ; f8000000 c8c04e4c
+\tv_xor_b32_e32 v157, s82, v44                                ; 3b3a5852
+\tv_fmac_f32_e32 v4, s21, v5                                  ; 56080a15
 \ts_endpgm                                                    ; bfb00000
 ";
 
     #[test]
     fn loads_that_the_disassembler_refuses_are_counted() {
         let total = Program::parse(REFUSED).unwrap().total;
-        assert_eq!((total.instructions, total.scalar_loads, total.valu), (6, 3, 2));
+        assert_eq!((total.instructions, total.scalar_loads, total.valu), (9, 4, 5));
+        assert_eq!(
+            (total.dual, total.f32_mul, total.f32_fma),
+            (1, 1, 2),
+            "the first half multiplies, the second adds too"
+        );
     }
 
     #[test]

@@ -4,9 +4,9 @@
 //! Bytes are what must come from memory or go there if caches hold nothing but what the text says. A trip is one of the
 //! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
 
-use super::operand::{BLOCK_COLS, Passes, fast_shader_of};
+use super::operand::{BLOCK_COLS, Passes, fast_shader_of, first_enough};
 use super::{
-    AttentionShape, COLUMNS, DRAW_BINS, DRAW_CHUNK, Item, Quantized, Room, Run, Shares, TILES, Wants,
+    AttentionShape, COLUMNS, DRAW_BINS, DRAW_CHUNK, Item, Quantized, Room, Run, Shares, Wants,
     attention_constants, attention_of, shaders, shaders_of,
 };
 use crate::gpu::Shader;
@@ -75,17 +75,15 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
         let activation_bytes = dispatch.activation_bytes + floats(tokens * all);
         return Dispatch { weight_bytes, activation_bytes, ..dispatch };
     }
-    let tile = TILES.iter().find(|tile| tile.0 as usize >= tokens).unwrap_or(&TILES[TILES.len() - 1]);
-    let (columns, row_tiles) = (tile.0 as usize, tile.1 as usize);
-    let passes = tokens.div_ceil(columns);
-    let workgroups = tiles.div_ceil(row_tiles) * passes;
+    let columns = columns_of(tokens);
+    let passes = Passes::of_floats(scheme, tiles as u32, cols, tokens, (columns, 1));
     Dispatch {
-        constants: vec![tile.0, tile.1],
+        constants: vec![columns, 1],
         trips: scheme.blocks_per_row(cols).div_ceil(SPLITS) as f64,
         weight_bytes,
-        weight_passes: passes as u64,
-        activation_bytes: floats(tokens * (all + cols)),
-        ..Dispatch::new(shaders_of(scheme).0, workgroups)
+        weight_passes: passes.weight_reads.into(),
+        activation_bytes: floats(tokens * all) + u64::from(passes.activation_reads) * floats(tokens * cols),
+        ..Dispatch::new(shaders_of(scheme).0, tiles * tokens.div_ceil(columns as usize))
     }
 }
 
@@ -99,14 +97,19 @@ pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatc
     }
 }
 
+/// Tokens that a workgroup of a product takes, on a GPU.
+fn columns_of(tokens: usize) -> u32 {
+    COLUMNS[first_enough(&COLUMNS, tokens)]
+}
+
 /// What a product with int8 is, without its weights and what it yields.
 fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
-    let columns = COLUMNS.iter().find(|c| **c as usize >= tokens).unwrap_or(&COLUMNS[COLUMNS.len() - 1]);
+    let columns = columns_of(tokens);
     let (shader, group) = fast_shader_of(scheme);
-    let passes = Passes::new(scheme, 1 + u64::from(geglu), tiles as u32, cols, tokens, *columns);
-    let workgroups = tiles * tokens.div_ceil(*columns as usize);
+    let passes = Passes::of_blocks(scheme, 1 + u64::from(geglu), tiles as u32, cols, tokens, columns);
+    let workgroups = tiles * tokens.div_ceil(columns as usize);
     Dispatch {
-        constants: vec![*columns, u32::from(geglu), group],
+        constants: vec![columns, u32::from(geglu), group],
         trips: segment_blocks(cols) as f64,
         weight_passes: passes.weight_reads.into(),
         activation_bytes: u64::from(passes.activation_reads) * Quantized::bytes_of_digit(tokens, cols),
@@ -352,8 +355,8 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let unrolled = times(trip.dot4, weights / 4 * u64::from(*columns));
             Some(Body { trip, unrolled, weights, once: without(program, &[steady]) })
         }
-        ("matmul", [columns, row_tiles]) => {
-            let weights = u64::from(block_weights(shader)) * u64::from(*row_tiles);
+        ("matmul", [columns, _]) => {
+            let weights = u64::from(block_weights(shader));
             let steady = program.densest()?;
             let trip = program.trip(steady, &|_| 1);
             let unrolled = times(trip.macs, weights * u64::from(*columns));
@@ -455,7 +458,7 @@ mod tests {
         use crate::gpu::{Access, Need};
         let (product, attention) = (&shaders::MATMUL_INT4, &shaders::ATTENTION_F32);
         assert_eq!((product.workgroup, attention.workgroup), ([32, 4, 1], [64, 1, 1]));
-        assert_eq!((product.shared_bytes)(&[8, 4]), 4 * 4 * 8 * 32 * 4);
+        assert_eq!((product.shared_bytes)(&[8, 4]), 4 * 4 * 4 * 32 * 4);
         // Of two heads of 128: maxima, weights; a row of each key, twice; what four parts sum up; what is joined.
         let parts = 64 * 2 * 16 + 4 * 4;
         assert_eq!(
@@ -483,9 +486,12 @@ mod tests {
         assert_eq!(gate(1).weight_bytes, 21_504 * 5376 * 33 / 64);
         let of = |d: &Dispatch| (d.constants.clone(), d.workgroups, d.weight_passes, d.trips);
         assert_eq!(of(&gate(1)), (vec![1, 1], 672, 1, 42.0));
-        assert_eq!(of(&gate(3)), (vec![4, 2], 336, 1, 42.0));
-        assert_eq!(of(&gate(8)), (vec![8, 4], 168, 1, 42.0));
-        assert_eq!(of(&gate(33)), (vec![8, 4], 168 * 5, 5, 42.0));
+        assert_eq!(of(&gate(3)), (vec![4, 1], 672, 1, 42.0));
+        assert_eq!(
+            of(&gate(33)),
+            (vec![32, 1], 672 * 2, 2, 42.0),
+            "the cache has no room for 64 tokens in f32"
+        );
         // With int8, for each 32; a subgroup takes an eighth of the 168 blocks of a row.
         let qkv = |tokens| matmul(Precision::Fast, Scheme::int4(128), &[4096, 2048, 2048], 5376, tokens);
         assert_eq!(of(&qkv(1)), (vec![1, 0, 4], 256, 1, 21.0));

@@ -35,12 +35,11 @@ pub mod shaders {
 pub const MAX_HEAD_DIM: usize = 256;
 /// Most query heads per KV head: their queries and scores fit 32 KiB of shared memory.
 pub const MAX_GROUP: usize = 16;
-/// Tiles of a matrix product by number of tokens: (tokens, tiles of 32 rows) per workgroup, of which the first with
-/// enough tokens is used. One token wants many small workgroups, a prompt wants each load used often.
-const TILES: [(u32, u32); 3] = [(1, 1), (4, 2), (8, 4)];
-/// Tokens for which a product of integers reads its weights once, of which the first that are enough are used, or the last
-/// again and again.
+/// Tokens for which a product reads its weights once, of which the first that are enough are used, or the last again and again.
 const COLUMNS: [u32; 6] = [1, 2, 4, 8, 16, 32];
+/// The same of a product of floats on a CPU, and the tiles of rows of a workgroup: a CPU has no scalar registers that activations
+/// could come from, so it uses those of a load several times.
+const CPU_TILES: [(u32, u32); 3] = [(1, 1), (4, 2), (8, 4)];
 /// Matrices that meet the same activations and can be multiplied by them in one dispatch.
 const MATRICES: usize = 3;
 /// An id of the embedding kernel's input that stands for "the id last sampled in slot N": this flag plus N.
@@ -68,7 +67,7 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
     let constants = |shader: &Shader| -> Vec<Vec<u32>> {
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] => vec![vec![]],
-            ["COLUMNS", "ROW_TILES"] => TILES.iter().map(|(columns, tiles)| vec![*columns, *tiles]).collect(),
+            ["COLUMNS", "ROW_TILES"] => COLUMNS.iter().map(|columns| vec![*columns, 1]).collect(),
             ["COLUMNS", "GEGLU", "SCALE_BLOCKS"] => {
                 // Groups of 16, 32 and 128 columns, where a scheme may have them.
                 let groups: &[u32] = match shader.name {

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::{Activations, COLUMNS, MATRICES, Matrices, Matrix, TILES, shader_of, shaders, shaders_of};
+use super::{Activations, COLUMNS, CPU_TILES, MATRICES, Matrices, Matrix, shader_of, shaders, shaders_of};
 use crate::gpu::{Buffer, Device, DeviceKind, GpuError, Pipeline, Recorder, Shader};
 use crate::tensor::{Precision, Scheme, TILE_ROWS};
 
@@ -97,11 +97,11 @@ impl Operand {
     }
 }
 
-/// The pipelines of one scheme.
+/// The pipelines of one scheme, by the columns they take at once.
 enum ByScheme {
-    /// By [`TILES`].
-    Floats(Vec<Arc<Pipeline>>),
-    /// By the columns they take at once; without GeGLU and with it.
+    /// With the tiles of rows that a workgroup takes.
+    Floats(Vec<(u32, u32, Arc<Pipeline>)>),
+    /// Without GeGLU and with it.
     Blocks { plain: Vec<Arc<Pipeline>>, gated: Vec<Arc<Pipeline>> },
 }
 
@@ -134,8 +134,14 @@ impl Products {
                 ByScheme::Blocks { plain: each(0)?, gated: if is_gated { each(1)? } else { Vec::new() } }
             } else {
                 let shader = shaders_of(*scheme).0;
-                let make = |(columns, tiles): &(u32, u32)| device.pipeline(shader, &[*columns, *tiles]);
-                ByScheme::Floats(TILES.iter().map(make).collect::<Result<_, _>>()?)
+                let tiles = match device.info().kind {
+                    DeviceKind::Cpu => CPU_TILES.to_vec(),
+                    _ => COLUMNS.map(|columns| (columns, 1)).to_vec(),
+                };
+                let make = |(columns, row_tiles): (u32, u32)| {
+                    Ok((columns, row_tiles, device.pipeline(shader, &[columns, row_tiles])?))
+                };
+                ByScheme::Floats(tiles.into_iter().map(make).collect::<Result<_, GpuError>>()?)
             };
             products.by_scheme.push((*scheme, made));
         }
@@ -158,12 +164,6 @@ impl Products {
 
     fn made(&self, scheme: Scheme) -> &ByScheme {
         self.find(scheme).unwrap_or_else(|| panic!("no kernels were made for {scheme}"))
-    }
-
-    /// Which of [`COLUMNS`] takes so many tokens.
-    fn width(&self, tokens: usize) -> usize {
-        let all = &COLUMNS[..self.widths];
-        all.iter().position(|columns| *columns as usize >= tokens).unwrap_or(self.widths - 1)
     }
 
     pub fn record(
@@ -209,11 +209,11 @@ impl Products {
     ) {
         let input = x.used(tokens, matrix.cols, "matmul: x");
         let output = y.used(tokens, matrix.rows, "matmul: y");
-        let i = TILES.iter().position(|t| t.0 as usize >= tokens).unwrap_or(TILES.len() - 1);
-        let (columns, row_tiles) = TILES[i];
         let ByScheme::Floats(pipelines) = self.made(matrix.scheme) else {
             panic!("{}: no such", matrix.scheme)
         };
+        let (columns, row_tiles, pipeline) =
+            &pipelines[first_enough(pipelines.iter().map(|made| &made.0), tokens)];
         for shard in &matrix.shards {
             // A shard writes its own columns of y; they interleave, so the rest of it is declared, and barriers order shards.
             let first = 4 * shard.first_row as u64;
@@ -230,8 +230,8 @@ impl Products {
                 blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
             };
             let tiles = shard.rows.div_ceil(TILE_ROWS) as u32;
-            let groups = [tiles.div_ceil(row_tiles), (tokens as u32).div_ceil(columns), 1];
-            recorder.dispatch(&pipelines[i], &arguments, groups);
+            let passes = Passes::of_floats(matrix.scheme, tiles, matrix.cols, tokens, (*columns, *row_tiles));
+            recorder.dispatch(pipeline, &arguments, passes.grid(tiles.div_ceil(*row_tiles)));
         }
     }
 
@@ -248,7 +248,7 @@ impl Products {
             panic!("{}: no such", matrix.scheme)
         };
         let from = x.planes(tokens, matrix.cols, "matmul: x");
-        let width = self.width(tokens);
+        let width = first_enough(&COLUMNS[..self.widths], tokens);
         for piece in 0..matrix.shards.len() {
             let shard = |i: usize| products.get(i).map(|(matrix, _)| &matrix.shards[piece]);
             let outputs: Vec<Buffer> = products
@@ -284,7 +284,7 @@ impl Products {
                 x_stride: from.stride,
             };
             let tiles: u32 = (0..products.len()).map(|i| rows(i).div_ceil(TILE_ROWS as u32)).sum();
-            let passes = Passes::new(matrix.scheme, 1, tiles, matrix.cols, tokens, COLUMNS[width]);
+            let passes = Passes::of_blocks(matrix.scheme, 1, tiles, matrix.cols, tokens, COLUMNS[width]);
             recorder.dispatch(&plain[width], &arguments, passes.grid(tiles));
         }
     }
@@ -310,7 +310,7 @@ impl Products {
             return false;
         }
         let ByScheme::Blocks { gated, .. } = self.made(gate.scheme) else { return false };
-        let width = self.width(tokens);
+        let width = first_enough(&COLUMNS[..self.widths], tokens);
         let Some(pipeline) = gated.get(width) else { return false };
         let from = x.planes(tokens, gate.cols, "gated: x");
         let to = to.planes(tokens, gate.rows, "gated: y");
@@ -339,7 +339,7 @@ impl Products {
             x_stride: from.stride,
         };
         let tiles = rows.div_ceil(TILE_ROWS) as u32;
-        let passes = Passes::new(scheme, 2, tiles, cols, tokens, COLUMNS[width]);
+        let passes = Passes::of_blocks(scheme, 2, tiles, cols, tokens, COLUMNS[width]);
         recorder.dispatch(pipeline, &arguments, passes.grid(tiles));
         true
     }
@@ -351,6 +351,18 @@ const STAYING_BYTES: u64 = 1 << 20;
 /// Workgroups that run at once, at least. A Radeon 780M has 24 SIMDs; each holds 8 waves of the widest kernel, and a workgroup
 /// has 8 waves.
 const AT_ONCE: u32 = 24;
+
+/// Which of several widths takes so many tokens: the first that is enough, or the last again and again.
+pub(super) fn first_enough<'a>(columns: impl IntoIterator<Item = &'a u32>, tokens: usize) -> usize {
+    let mut last = 0;
+    for (at, columns) in columns.into_iter().enumerate() {
+        last = at;
+        if *columns as usize >= tokens {
+            break;
+        }
+    }
+    last
+}
 
 /// How the passes over the weights that `tokens` take are shared out. Those that go together stand side by side in the grid, and
 /// memory gives them the weights once.
@@ -364,17 +376,10 @@ pub(super) struct Passes {
 impl Passes {
     /// What takes the fewest bytes from memory. More passes together read the weights less often; but where their activations
     /// do not stay in the cache, these come again for all tiles behind those that run at once.
-    pub fn new(
-        scheme: Scheme,
-        matrices: u64,
-        tiles: u32,
-        cols: usize,
-        tokens: usize,
-        columns: u32,
-    ) -> Passes {
+    ///
+    /// `tile_bytes`: what a workgroup reads of weights; `pass_bytes`: the activations of `columns` tokens.
+    pub fn new(tile_bytes: u64, tiles: u32, pass_bytes: u64, tokens: usize, columns: u32) -> Passes {
         let passes = (tokens as u32).div_ceil(columns);
-        let pass_bytes = Quantized::bytes_of_digit(columns as usize, cols);
-        let tile_bytes = matrices * (scheme.tile_bytes(cols) + scheme.tile_scale_bytes(cols)) as u64;
         let shared = |together: u32| Passes {
             together,
             weight_reads: passes.div_ceil(together),
@@ -390,10 +395,35 @@ impl Passes {
         (1..=passes).map(shared).min_by_key(bytes).expect("a pass at least")
     }
 
+    /// A workgroup multiplies so many `matrices` of integers with activations in int8.
+    pub fn of_blocks(
+        scheme: Scheme,
+        matrices: u64,
+        tiles: u32,
+        cols: usize,
+        tokens: usize,
+        columns: u32,
+    ) -> Passes {
+        let pass_bytes = Quantized::bytes_of_digit(columns as usize, cols);
+        Passes::new(matrices * weights_of_tile(scheme, cols), tiles, pass_bytes, tokens, columns)
+    }
+
+    /// A workgroup multiplies a matrix with activations in f32; `tile`: the columns and the tiles of rows that it takes.
+    pub fn of_floats(scheme: Scheme, tiles: u32, cols: usize, tokens: usize, tile: (u32, u32)) -> Passes {
+        let (columns, row_tiles) = tile;
+        let tile_bytes = u64::from(row_tiles) * weights_of_tile(scheme, cols);
+        let pass_bytes = Activations::bytes(columns as usize, cols);
+        Passes::new(tile_bytes, tiles.div_ceil(row_tiles), pass_bytes, tokens, columns)
+    }
+
     /// Workgroups: passes that go together, tiles of rows, groups of such passes.
     fn grid(&self, tiles: u32) -> [u32; 3] {
         [self.together, tiles, self.weight_reads]
     }
+}
+
+const fn weights_of_tile(scheme: Scheme, cols: usize) -> u64 {
+    (scheme.tile_bytes(cols) + scheme.tile_scale_bytes(cols)) as u64
 }
 
 /// The shader of a scheme's products with int8, and the blocks that share a scale, which it is compiled for.

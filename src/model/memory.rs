@@ -602,8 +602,8 @@ pub(super) fn table_blocks(limits: &Limits) -> usize {
     limits.max_context.div_ceil(limits.kv.block_size)
 }
 
-/// Parts that the tokens of a layer are cut into have no fewer, and are multiples of this: fewer would read the weights as
-/// often.
+/// Parts that the tokens of a layer are cut into have no fewer, and are multiples of this: fewer would read the weights as often,
+/// on a CPU too.
 pub(super) const LEAST_ROWS: usize = 8;
 
 /// How attention of a step is shared out, in layers of one kind: items of single tokens and of tiles; their workgroups, in all

@@ -27,7 +27,7 @@ const KINDS: usize = 5;
 
 /// Tokens that are few.
 const FEW: usize = 16;
-/// Tokens for which a product reads its weights once (the tiles of `shaders/matmul.comp`).
+/// Tokens for which a product reads its weights once, on a CPU. A GPU does it for 32, and is learnt to be faster by and by.
 const TOKENS_PER_PASS: usize = 8;
 
 /// Units a second of each kind, estimated for a Radeon 780M: half a byte for each weight at 73 GB/s; the products of 40 tokens/s

@@ -403,9 +403,9 @@ mod tests {
 
     #[test]
     fn weights_are_read_again_for_each_tile_of_tokens_unless_the_cache_holds_them() {
-        assert_eq!((gate(8, 300).weight_reads, gate(64, 300).weight_reads), (1, 8));
-        let small = cost::matmul(Precision::F32, Scheme::int4(128), &[256], 640, 64);
-        assert_eq!(small.weight_passes, 8);
+        assert_eq!((gate(32, 300).weight_reads, gate(64, 300).weight_reads), (1, 2));
+        let small = cost::matmul(Precision::F32, Scheme::int4(128), &[1024], 640, 512);
+        assert_eq!(small.weight_passes, 2);
         let compiled = Compiled { subgroup_size: 64, total: &Counts::default(), body: None };
         let line =
             Line::new(&CHIPS[0], &Work { what: "k_proj", times: 1, barriers: 0, dispatch: small }, compiled);
