@@ -8,9 +8,13 @@
 //
 // A workgroup computes 32 rows by COLUMNS tokens. Each of its subgroups, or of what several small ones make up, takes a
 // segment of the columns: lane = row, so that an activation is the same for all lanes and can come from a scalar register.
-// Weights are read once for COLUMNS tokens. Of more, a few times COLUMNS go together, which is how many workgroups there are
-// in a row, z counting such groups: those that need the same weights stand side by side, so that memory gives them once.
+// Weights are read once for COLUMNS tokens. More of them take several passes: x counts passes that go together, z groups of
+// such passes. Workgroups that need the same weights stand side by side, so that memory gives them once.
 // Spare columns read what pads x, and are not stored.
+//
+// ON_CPU: for a device that is a CPU, which has no scalar registers, no dot products of packed bytes, and little use for
+// invocations that wait for each other. A workgroup computes ROW_TILES x 32 rows, one segment after another, and several
+// tiles use what was unpacked of an activation. There is no GEGLU.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #extension GL_KHR_shader_subgroup_ballot : require
@@ -20,16 +24,19 @@
 #include "fast.glsl"
 #include "gelu.glsl"
 
-layout(local_size_x = 32, local_size_y = SEGMENTS) in;
 layout(constant_id = 0) const uint COLUMNS = 1;
+#if defined(ON_CPU)
+#define IN_F32
+layout(local_size_x = 32) in;
+layout(constant_id = 1) const uint ROW_TILES = 1;
+#else
+layout(local_size_x = 32, local_size_y = SEGMENTS) in;
 layout(constant_id = 1) const uint GEGLU = 0;
+const uint ROW_TILES = 1;
+#endif
 // Blocks of weights that share one scale (common/weights.glsl).
 layout(constant_id = 2) const uint SCALE_BLOCKS = 1;
-const uint MATRICES = GEGLU + 1;
-// Columns whose segments are added up at once: an invocation adds one.
-const uint STAGED = SEGMENTS;
-// Blocks of weights that meet a block of activations.
-const uint UNITS = BLOCK_COLS / BLOCK;
+#include "fold.glsl"
 
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteWords { uint at[]; };
 
@@ -56,133 +63,118 @@ layout(push_constant, std430) uniform Push {
     uint x_stride;
 };
 
+uint tiles_of(uint rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
+
+// A part of a matrix, of ROW_TILES tiles of rows, and where its product goes.
+struct Part {
+    Blocks blocks;
+    Scales scales;
+    WriteWords y;
+    uint rows;
+    uint y_stride;
+    uint first_tile;
+};
+
+// The parts of all matrices stand behind each other; those of two that GeGLU takes, in one place.
+Part part_of(uint index) {
+#if !defined(ON_CPU)
+    if (GEGLU == 1) return Part(blocks0, scales0, y0, rows0, y0_stride, index);
+#endif
+    const uint parts0 = (tiles_of(rows0) + ROW_TILES - 1) / ROW_TILES;
+    const uint parts1 = (tiles_of(rows1) + ROW_TILES - 1) / ROW_TILES;
+    if (index < parts0) return Part(blocks0, scales0, y0, rows0, y0_stride, index * ROW_TILES);
+    index -= parts0;
+    if (index < parts1) return Part(blocks1_or_none, scales1_or_none, y1_or_none, rows1, y1_stride, index * ROW_TILES);
+    index -= parts1;
+    return Part(blocks2_or_none, scales2_or_none, y2_or_none, rows2, y2_stride, index * ROW_TILES);
+}
+
+#if defined(ON_CPU)
+
+void main() {
+    const uint lane = gl_LocalInvocationID.x;
+    Part part = part_of(gl_WorkGroupID.y);
+    const uint last_tile = tiles_of(part.rows) - 1;
+    const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
+    if (first_token >= tokens) return;
+    const uint block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS, units_per_row = (cols + BLOCK - 1) / BLOCK;
+    const uint length = segment_blocks(block_count);
+
+    float total[ROW_TILES][COLUMNS], acc[ROW_TILES][COLUMNS];
+    [[dont_unroll]] for (uint first = 0; first < block_count; first += length) {
+        [[unroll]] for (uint t = 0; t < ROW_TILES; t++)
+            [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[t][c] = 0.0;
+        const uint end = min(first + length, block_count);
+        [[dont_unroll]] for (uint b = first; b < end; b++) {
+            Weights w[ROW_TILES];
+            vec2 s[ROW_TILES][UNITS];
+            [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
+                w[t] = weights_at(part.blocks, part.scales, min(part.first_tile + t, last_tile), b, units_per_row, lane);
+                unpack_units(w[t]);
+#if defined(SCALED_BY_GROUP)
+                [[unroll]] for (uint u = 0; u < UNITS; u++) s[t][u] = scale_of_words(w[t].scales[u], lane);
+#endif
+            }
+            uint at = b * x_stride + first_token;
+            [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
+                uint scale_bits = 0;
+                [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
+                    const ActivationBlock a = x.at[at + c];
+                    const uvec2 scale = x_scales.at[at + c];
+                    scale_bits |= scale.x;
+                    [[unroll]] for (uint t = 0; t < ROW_TILES; t++)
+                        acc[t][c] = folded(w[t], a, abs(uintBitsToFloat(scale.x)), scale.y, s[t], acc[t][c]);
+                }
+                // Where a column has no second digit, that adds nothing.
+                if ((scale_bits & SECOND_DIGIT) == 0) break;
+                at += block_count * x_stride;
+            }
+        }
+        [[unroll]] for (uint t = 0; t < ROW_TILES; t++)
+            [[unroll]] for (uint c = 0; c < COLUMNS; c++)
+                total[t][c] = first == 0 ? acc[t][c] : total[t][c] + acc[t][c];
+    }
+
+    [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
+        const uint row = (part.first_tile + t) * TILE_ROWS + lane;
+        if (row >= part.rows) return;
+#if defined(SCALES_ROW)
+        const float scale = half_of(part.scales, part.first_tile + t, lane);
+        [[unroll]] for (uint c = 0; c < COLUMNS; c++) total[t][c] *= scale;
+#endif
+        [[unroll]] for (uint c = 0; c < COLUMNS; c++)
+            if (first_token + c < tokens)
+                part.y.at[(first_token + c) * part.y_stride + row] = floatBitsToUint(total[t][c]);
+    }
+}
+
+#else
+
+const uint MATRICES = GEGLU + 1;
+// Columns whose segments are added up at once: an invocation adds one.
+const uint STAGED = SEGMENTS;
+
 shared float partial[MATRICES][SEGMENTS][STAGED][TILE_ROWS];
 // Of each digit.
 shared uint largest[2][STAGED];
 shared int sums[2][STAGED][3];
 shared int results[STAGED][TILE_ROWS];
 
-// The weights of a row that meet a block of activations, as they are stored, and the words of their scales. The last may
-// have no second unit.
-struct Weights {
-    uvec4 units[UNITS];
-#if defined(HIGH_BITS)
-    HIGH_BITS high;
-#endif
-    uvec2 scales[UNITS];
-};
-
-Weights weights_at(Blocks blocks, Scales scales, uint tile, uint block, uint units_per_row, uint lane) {
-    Weights w;
-#if defined(HIGH_BITS)
-    const uint row = tile * ((units_per_row + 1) / UNITS) + block;
-    w.units[0] = blocks.at[row].lanes[lane];
-    w.high = blocks.at[row].high[lane];
-#endif
-    [[unroll]] for (uint u = 0; u < UNITS; u++) {
-        const uint unit = block * UNITS + u;
-        const bool is_one = UNITS == 1 || unit < units_per_row;
-#if !defined(HIGH_BITS)
-        w.units[u] = is_one ? block_at(blocks, tile, unit, lane, units_per_row) : uvec4(0);
-#endif
-        w.scales[u] = uvec2(0);
-#if defined(SCALED_BY_GROUP)
-        if (u == 0 || SCALE_BLOCKS % UNITS != 0 && is_one)
-            w.scales[u] = scale_words(scales, tile, unit, lane, units_per_row, SCALE_BLOCKS);
-#endif
-    }
-    return w;
-}
-
-// Makes two units of bytes of what holds both.
-void unpack_units(inout Weights w) {
-#if defined(HIGH_BITS)
-    const uvec4 low = w.units[0];
-    w.units[0] = bytes_of(low, w.high, 0);
-    w.units[1] = bytes_of(low, w.high, 1);
-#endif
-}
-
-// The dot product of unit `u` of weights and its part of a block, from `d`.
-int dot_unit(uvec4 w, ActivationBlock a, uint u, int d) {
-#if defined(WEIGHT_INT4)
-    [[unroll]] for (uint j = 0; j < 4; j++) {
-        d += dotPacked4x8EXT(int(w[j] & 0x0f0f0f0fu), int(a.low[j]));
-        d += dotPacked4x8EXT(int(w[j] >> 4 & 0x0f0f0f0fu), int(a.high[j]));
-    }
-#else
-    const uvec4 part = u == 0 ? a.low : a.high;
-    [[unroll]] for (uint j = 0; j < 4; j++) d += dotPacked4x8EXT(int(w[j]), int(part[j]));
-#endif
-    return d;
-}
-
-// What a block adds to a sum.
-float folded(Weights w, ActivationBlock a, float scale, uint a_sums, vec2 s[UNITS], float acc) {
-    // The sums of both units: what is stored is too large by BIAS in each column.
-    const int low = low_sum(a_sums), high = high_sum(a_sums);
-#if defined(WEIGHT_INT4)
-    acc = fma(float(dot_unit(w.units[0], a, 0, -BIAS * (low + high))), s[0].x * scale, acc);
-#if defined(SHIFTED)
-    acc = fma(float(low + high), s[0].y * scale, acc);
-#endif
-#elif defined(SCALES_ROW)
-    acc = fma(float(dot_unit(w.units[1], a, 1, dot_unit(w.units[0], a, 0, 0))), scale, acc);
-#else
-    if (SCALE_BLOCKS % UNITS == 0) {
-        const int d = dot_unit(w.units[0], a, 0, -BIAS * (low + high));
-        acc = fma(float(dot_unit(w.units[1], a, 1, d)), s[0].x * scale, acc);
-#if defined(SHIFTED)
-        acc = fma(float(low + high), s[0].y * scale, acc);
-#endif
-    } else {
-        acc = fma(float(dot_unit(w.units[0], a, 0, -BIAS * low)), s[0].x * scale, acc);
-#if defined(SHIFTED)
-        acc = fma(float(low), s[0].y * scale, acc);
-#endif
-        acc = fma(float(dot_unit(w.units[1], a, 1, -BIAS * high)), s[1].x * scale, acc);
-#if defined(SHIFTED)
-        acc = fma(float(high), s[1].y * scale, acc);
-#endif
-    }
-#endif
-    return acc;
-}
-
 void main() {
     const uint lane = gl_LocalInvocationID.x, segment = subgroupBroadcastFirst(gl_LocalInvocationID.y);
-    uint tile = gl_WorkGroupID.y;
     const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
     if (first_token >= tokens) return;
     const uint block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS, units_per_row = (cols + BLOCK - 1) / BLOCK;
 
-    // The matrix that this workgroup is of.
+    Part part = part_of(gl_WorkGroupID.y);
+    const uint tile = part.first_tile;
     Blocks blocks[MATRICES];
     Scales scales[MATRICES];
-    blocks[0] = blocks0;
-    scales[0] = scales0;
-    WriteWords y = y0;
-    uint rows = rows0, y_stride = y0_stride;
+    blocks[0] = part.blocks;
+    scales[0] = part.scales;
     if (GEGLU == 1) {
         blocks[MATRICES - 1] = blocks1_or_none;
         scales[MATRICES - 1] = scales1_or_none;
-    } else {
-        const uint tiles0 = (rows0 + TILE_ROWS - 1) / TILE_ROWS, tiles1 = (rows1 + TILE_ROWS - 1) / TILE_ROWS;
-        if (tile >= tiles0 + tiles1) {
-            tile -= tiles0 + tiles1;
-            blocks[0] = blocks2_or_none;
-            scales[0] = scales2_or_none;
-            y = y2_or_none;
-            rows = rows2;
-            y_stride = y2_stride;
-        } else if (tile >= tiles0) {
-            tile -= tiles0;
-            blocks[0] = blocks1_or_none;
-            scales[0] = scales1_or_none;
-            y = y1_or_none;
-            rows = rows1;
-            y_stride = y1_stride;
-        }
     }
 
     const uint length = segment_blocks(block_count), segments = (block_count + length - 1) / length;
@@ -246,11 +238,11 @@ void main() {
 #endif
         }
         if (GEGLU == 0) {
-            if (is_one && row < rows) y.at[token * y_stride + row] = floatBitsToUint(total[0]);
+            if (is_one && row < part.rows) part.y.at[token * part.y_stride + row] = floatBitsToUint(total[0]);
         } else {
             // The rows of a tile are a block of what comes next, of as many blocks as there are tiles.
-            float value = is_one && row < rows ? gelu_tanh(total[0]) * total[MATRICES - 1] : 0.0;
-            const uint tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+            float value = is_one && row < part.rows ? gelu_tanh(total[0]) * total[MATRICES - 1] : 0.0;
+            const uint tiles = tiles_of(part.rows);
             bool has_second = false;
             [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
                 // What the invocations add up here is all zero.
@@ -282,3 +274,5 @@ void main() {
         }
     }
 }
+
+#endif

@@ -7,7 +7,7 @@ use half::f16;
 use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::{Class, Device, Recorder};
 use unicorn::kernels::reference::{BLOCK_COLS, QuantizedActivations, fast_product, log_softmax};
-use unicorn::kernels::{Activations, Kernels, Operand, Quantized, RmsNorm, Wants, shaders};
+use unicorn::kernels::{Activations, Kernels, Operand, Quantized, RmsNorm, Tiles, Wants, shaders};
 use unicorn::model::SamplingParams;
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
@@ -176,11 +176,21 @@ fn same(got: &[f32], expected: &[f32], what: &str) {
 }
 
 #[test]
-fn every_width_of_every_scheme_yields_the_bits_of_the_twin() {
+fn every_width_of_every_scheme_yields_the_bits_of_the_twin_as_a_cpu_computes_it() {
+    every_width_yields_the_bits_of_the_twin(Tiles::Cpu);
+}
+
+/// On a CPU too, for what a GPU runs is to be right.
+#[test]
+fn every_width_of_every_scheme_yields_the_bits_of_the_twin_as_a_gpu_computes_it() {
+    every_width_yields_the_bits_of_the_twin(Tiles::Gpu);
+}
+
+fn every_width_yields_the_bits_of_the_twin(tiles: Tiles) {
     let mut b = Bench::new(71);
     let fma = fma_of(&mut b);
     for scheme in STORED {
-        b.make_scheme(scheme, Precision::Fast);
+        b.make_tiles(scheme, Precision::Fast, tiles);
         // Rows and columns in parts of tiles and of blocks; a width with segments of several blocks, and of an odd number.
         for (matrix_rows, cols) in [(70, 48), (33, 272), (5, 1312)] {
             let stored = b.stored(matrix_rows, cols, scheme);
@@ -191,7 +201,7 @@ fn every_width_of_every_scheme_yields_the_bits_of_the_twin() {
             let values = rows(&mut b, most, cols);
             let x: Vec<_> = values.chunks(cols).map(|row| QuantizedActivations::of(row, fma)).collect();
             let expected = twin(&x, &weights, scheme, fma);
-            for tokens in [1, 2, 3, 5, 8, 9, most] {
+            for tokens in [1, 2, 3, 5, 8, 9, 17, most] {
                 let operand = Operand::blocks(&upload(&mut b, &x[..tokens], cols));
                 let y = [(); 4].map(|()| b.empty(tokens, matrix_rows));
                 b.run(|k, r| {
@@ -286,7 +296,8 @@ fn two_products_and_their_geglu_are_what_three_dispatches_make_of_them() {
     let mut b = Bench::new(74);
     let fma = fma_of(&mut b);
     for scheme in STORED {
-        b.make_scheme(scheme, Precision::Fast);
+        // A CPU takes three dispatches for it.
+        b.make_tiles(scheme, Precision::Fast, Tiles::Gpu);
         let (matrix_rows, cols) = (100, 80);
         let [gate, up] = [(); 2].map(|()| {
             let stored = b.stored(matrix_rows, cols, scheme);

@@ -14,7 +14,7 @@ use unicorn::gpu::{
 use unicorn::kernels::{
     Activations, Attention, AttentionShape, Bias, DrawArrays, DrawScratch, Embedding, Heads, History, Item,
     Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Logits, MAX_LOGPROBS, Matrices, Matrix, NO_TOKEN, Operand,
-    Partials, Peak, Quantized, RmsNorm, Room, Run, SampleRequest, ShareArrays, Shares, StepArrays,
+    Partials, Peak, Quantized, RmsNorm, Room, Run, SampleRequest, ShareArrays, Shares, StepArrays, Tiles,
     draw_words, mask_words, reference,
 };
 use unicorn::model::kernel_cases::{Choice, Rig, Work};
@@ -98,7 +98,13 @@ impl Bench {
 
     /// Kernels for matrices of `scheme` alone, which may be looked up and, in pairs, gated.
     pub fn make_scheme(&mut self, scheme: Scheme, precision: Precision) {
-        let matrices = Matrices { gated: vec![scheme], embedding: Some(scheme), ..Matrices::default() };
+        self.make_tiles(scheme, precision, Tiles::of(&self.device));
+    }
+
+    /// Such kernels of one shape.
+    pub fn make_tiles(&mut self, scheme: Scheme, precision: Precision, tiles: Tiles) {
+        let (gated, embedding, tiles) = (vec![scheme], Some(scheme), Some(tiles));
+        let matrices = Matrices { gated, embedding, tiles, ..Matrices::default() };
         self.kernels = Kernels::new(&self.device, &matrices, HEADS, precision).unwrap();
     }
 

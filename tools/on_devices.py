@@ -25,6 +25,8 @@ SUITES = {
     "kernels": ["kernels::"],
     "order": ["hazards::kernels_compute_the_same"],
     "goldens": ["golden::"],
+    # Bits of products, and those of logits and answers alone, batched, in chunks, from the cache and guessed.
+    "fast": ["fast::every_width", "fast::two_products", "fast::activations", "fast::logits_in_int8", "fast::answers_in_int8"],
 }
 # What every run of the tests can afford.
 CHEAP = {

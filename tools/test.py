@@ -27,6 +27,9 @@ from devices import DevicesError
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "test"
 SKIP_LOG = CACHE / "skips.log"
+# lavapipe runs a dispatch where it is submitted instead of handing it to threads of its own: small models are twice as fast, and
+# tests run side by side anyway. `devices` leaves it its threads.
+LAVAPIPE = {"LP_NUM_THREADS": "0"}
 VENV = ROOT / ".venv"
 CLIENTS = ROOT / "tests/clients"
 CLIENT_MODULES = ROOT / ".cache/clients/node"
@@ -148,7 +151,8 @@ def rust():
     built, _ = run(["cargo", "build", "--locked", "--all-targets"])
     if built != 0:
         return Result(failures=[f"rust: the build failed ({ended(built)})"])
-    status, output = run(["cargo", "test", "--locked", "--no-fail-fast"], env={"UNICORN_SKIP_LOG": str(SKIP_LOG)})
+    env = {"UNICORN_SKIP_LOG": str(SKIP_LOG), **LAVAPIPE}
+    status, output = run(["cargo", "test", "--locked", "--no-fail-fast"], env=env)
     log = SKIP_LOG.read_text().splitlines() if SKIP_LOG.exists() else []
     return cargo_result(status, output, [tuple(line.split("\t", 1)) for line in log])
 

@@ -6,10 +6,10 @@ layout(buffer_reference, std430, buffer_reference_align = 8) writeonly buffer Wr
 shared uint quantize_largest[WORKGROUP];
 shared ivec2 quantize_sum[WORKGROUP];
 
-// The largest of a block.
+// The largest of a block. The two functions take turns: all invocations have read what one shared before they come to the
+// barrier of the other, so the next to write it waits for none.
 uint quantize_block_largest(vec4 value) {
     const uint i = gl_LocalInvocationID.x, first = i & ~7u;
-    barrier();
     quantize_largest[i] = magnitude(value);
     barrier();
     uint largest = quantize_largest[first];
@@ -21,7 +21,6 @@ uint quantize_block_largest(vec4 value) {
 ivec3 quantize_block_sums(ivec4 q) {
     const uint i = gl_LocalInvocationID.x, first = i & ~7u;
     const ivec4 magnitudes = abs(q);
-    barrier();
     quantize_sum[i] = ivec2(q.x + q.y + q.z + q.w, magnitudes.x + magnitudes.y + magnitudes.z + magnitudes.w);
     barrier();
     ivec3 sums = ivec3(0);

@@ -4,10 +4,10 @@
 //! Bytes are what must come from memory or go there if caches hold nothing but what the text says. A trip is one of the
 //! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
 
-use super::operand::{BLOCK_COLS, Passes, fast_shader_of, first_enough};
+use super::operand::{BLOCK_COLS, Passes, Tile, Tiles, fast_shader_of, tile_for};
 use super::{
-    AttentionShape, COLUMNS, DRAW_BINS, DRAW_CHUNK, Item, Quantized, Room, Run, Shares, Wants,
-    attention_constants, attention_of, shaders, shaders_of,
+    AttentionShape, DRAW_BINS, DRAW_CHUNK, Item, Quantized, Room, Run, Shares, Wants, attention_constants,
+    attention_of, shaders, shaders_of,
 };
 use crate::gpu::Shader;
 use crate::gpu::isa::{Counts, Program};
@@ -75,15 +75,15 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
         let activation_bytes = dispatch.activation_bytes + floats(tokens * all);
         return Dispatch { weight_bytes, activation_bytes, ..dispatch };
     }
-    let columns = columns_of(tokens);
-    let passes = Passes::of_floats(scheme, tiles as u32, cols, tokens, (columns, 1));
+    let tile = tile_of(tokens);
+    let passes = Passes::of_floats(scheme, tiles as u32, cols, tokens, tile);
     Dispatch {
-        constants: vec![columns, 1],
+        constants: vec![tile.columns, tile.row_tiles],
         trips: scheme.blocks_per_row(cols).div_ceil(SPLITS) as f64,
         weight_bytes,
         weight_passes: passes.weight_reads.into(),
         activation_bytes: floats(tokens * all) + u64::from(passes.activation_reads) * floats(tokens * cols),
-        ..Dispatch::new(shaders_of(scheme).0, tiles * tokens.div_ceil(columns as usize))
+        ..Dispatch::new(shaders_of(scheme).0, tiles * tokens.div_ceil(tile.columns as usize))
     }
 }
 
@@ -97,19 +97,20 @@ pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatc
     }
 }
 
-/// Tokens that a workgroup of a product takes, on a GPU.
-fn columns_of(tokens: usize) -> u32 {
-    COLUMNS[first_enough(&COLUMNS, tokens)]
+/// The tile of a product on a GPU.
+fn tile_of(tokens: usize) -> Tile {
+    let all = Tiles::Gpu.all();
+    all[tile_for(all, tokens)]
 }
 
 /// What a product with int8 is, without its weights and what it yields.
 fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
-    let columns = columns_of(tokens);
+    let tile = tile_of(tokens);
     let (shader, group) = fast_shader_of(scheme);
-    let passes = Passes::of_blocks(scheme, 1 + u64::from(geglu), tiles as u32, cols, tokens, columns);
-    let workgroups = tiles * tokens.div_ceil(columns as usize);
+    let passes = Passes::of_blocks(scheme, 1 + u32::from(geglu), tiles as u32, cols, tokens, tile);
+    let workgroups = tiles * tokens.div_ceil(tile.columns as usize);
     Dispatch {
-        constants: vec![columns, u32::from(geglu), group],
+        constants: vec![tile.columns, u32::from(geglu), group],
         trips: segment_blocks(cols) as f64,
         weight_passes: passes.weight_reads.into(),
         activation_bytes: u64::from(passes.activation_reads) * Quantized::bytes_of_digit(tokens, cols),

@@ -19,9 +19,9 @@ pub mod reference;
 mod weights;
 
 pub use attention::{Item, Part, Room, Run, Shares, Splits, partial_width};
-use operand::Products;
 pub(crate) use operand::are_alike;
-pub use operand::{Operand, Quantized, Wants};
+pub use operand::{Operand, Quantized, Tiles, Wants};
+use operand::{Products, Tile};
 pub use peak::Peak;
 pub use weights::{Embedding, Matrix, UploadError};
 
@@ -35,11 +35,6 @@ pub mod shaders {
 pub const MAX_HEAD_DIM: usize = 256;
 /// Most query heads per KV head: their queries and scores fit 32 KiB of shared memory.
 pub const MAX_GROUP: usize = 16;
-/// Tokens for which a product reads its weights once, of which the first that are enough are used, or the last again and again.
-const COLUMNS: [u32; 6] = [1, 2, 4, 8, 16, 32];
-/// The same of a product of floats on a CPU, and the tiles of rows of a workgroup: a CPU has no scalar registers that activations
-/// could come from, so it uses those of a load several times.
-const CPU_TILES: [(u32, u32); 3] = [(1, 1), (4, 2), (8, 4)];
 /// Matrices that meet the same activations and can be multiplied by them in one dispatch.
 const MATRICES: usize = 3;
 /// An id of the embedding kernel's input that stands for "the id last sampled in slot N": this flag plus N.
@@ -61,13 +56,17 @@ pub const MAX_LOGPROBS: usize = 20;
 /// Words that the log probabilities of one row take: that of the drawn id, and pairs of alternatives.
 pub const LOGPROB_WORDS: usize = 1 + 2 * MAX_LOGPROBS;
 
-/// Every pipeline there is, with the constants of each, for attention of `group` query heads per KV head.
+/// Every pipeline that a GPU may run, with the constants of each, for attention of `group` query heads per KV head.
 #[doc(hidden)]
 pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
     let constants = |shader: &Shader| -> Vec<Vec<u32>> {
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] => vec![vec![]],
-            ["COLUMNS", "ROW_TILES"] => COLUMNS.iter().map(|columns| vec![*columns, 1]).collect(),
+            ["COLUMNS", "ROW_TILES"] => {
+                Tiles::Gpu.all().iter().map(|tile| vec![tile.columns, tile.row_tiles]).collect()
+            }
+            // What a CPU does instead of the next.
+            ["COLUMNS", "ROW_TILES", "SCALE_BLOCKS"] => vec![],
             ["COLUMNS", "GEGLU", "SCALE_BLOCKS"] => {
                 // Groups of 16, 32 and 128 columns, where a scheme may have them.
                 let groups: &[u32] = match shader.name {
@@ -79,12 +78,13 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
                     name if name.ends_with("_affine16") => &[1],
                     _ => &[1, 4],
                 };
-                let each = |columns: &u32| {
+                let each = |tile: &Tile| {
+                    let columns = tile.columns;
                     let all =
-                        groups.iter().flat_map(|group| [0, 1].map(|geglu| vec![*columns, geglu, *group]));
+                        groups.iter().flat_map(move |group| [0, 1].map(|geglu| vec![columns, geglu, *group]));
                     all.collect::<Vec<_>>()
                 };
-                COLUMNS.iter().flat_map(each).collect()
+                Tiles::Gpu.all().iter().flat_map(each).collect()
             }
             ["GROUP", "HEAD_DIM", "ROWS"] => {
                 vec![attention_constants(shader, group as usize, head_dim as usize)]
@@ -422,6 +422,8 @@ pub struct Matrices {
     pub gated: Vec<Scheme>,
     /// That of the embedding, which is multiplied with too.
     pub embedding: Option<Scheme>,
+    /// How products are shared out, where that is not as the device has it.
+    pub tiles: Option<Tiles>,
 }
 
 /// A kernel whose result goes to f32, to int8, or to both.
@@ -1070,7 +1072,10 @@ fn shaders_of(scheme: Scheme) -> (&'static Shader, &'static Shader) {
 
 /// The variant of a kernel for weights of a scheme.
 fn shader_of(kernel: &str, scheme: Scheme) -> &'static Shader {
-    let name = format!("{kernel}_{}", scheme.variant());
+    shader_named(&format!("{kernel}_{}", scheme.variant()))
+}
+
+fn shader_named(name: &str) -> &'static Shader {
     let found = shaders::ALL.iter().find(|shader| shader.name == name);
-    found.unwrap_or_else(|| panic!("no kernel {name} for weights of {scheme}"))
+    found.unwrap_or_else(|| panic!("there is no kernel {name}"))
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::{Activations, COLUMNS, CPU_TILES, MATRICES, Matrices, Matrix, shader_of, shaders, shaders_of};
+use super::{Activations, MATRICES, Matrices, Matrix, shader_named, shader_of, shaders, shaders_of};
 use crate::gpu::{Buffer, Device, DeviceKind, GpuError, Pipeline, Recorder, Shader};
 use crate::tensor::{Precision, Scheme, TILE_ROWS};
 
@@ -35,8 +35,7 @@ pub(super) struct Planes {
 
 /// Rows that so many are padded to: as many as the kernels read at once that take them.
 const fn padded(rows: usize) -> usize {
-    let most = COLUMNS[COLUMNS.len() - 1] as usize;
-    if rows <= most { rows.next_power_of_two() } else { rows.next_multiple_of(4 * most) }
+    if rows <= MOST_COLUMNS { rows.next_power_of_two() } else { rows.next_multiple_of(4 * MOST_COLUMNS) }
 }
 
 impl Quantized {
@@ -97,51 +96,107 @@ impl Operand {
     }
 }
 
-/// The pipelines of one scheme, by the columns they take at once.
+/// How products are shared out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tiles {
+    /// Activations come from scalar registers, one load for all lanes, and are multiplied four at a time.
+    Gpu,
+    /// A CPU has neither, so it uses an activation that was loaded and unpacked for several tiles of rows.
+    Cpu,
+}
+
+/// What a workgroup of a product takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Tile {
+    /// Tokens.
+    pub columns: u32,
+    /// Tiles of 32 rows.
+    pub row_tiles: u32,
+}
+
+impl Tile {
+    /// Workgroups that so many rows of a matrix take.
+    pub fn parts(self, rows: usize) -> u32 {
+        (rows as u32).div_ceil(TILE_ROWS as u32 * self.row_tiles)
+    }
+}
+
+const fn tile(columns: u32, row_tiles: u32) -> Tile {
+    Tile { columns, row_tiles }
+}
+
+/// The first that has enough columns for all tokens takes a product, or the last takes it in several passes.
+const GPU_TILES: &[Tile] = &[tile(1, 1), tile(2, 1), tile(4, 1), tile(8, 1), tile(16, 1), tile(32, 1)];
+/// A CPU has no use for more columns than it has registers, and takes long to compile them.
+const CPU_TILES: &[Tile] = &[tile(1, 1), tile(4, 2), tile(8, 4)];
+/// What a product reads at once, at most.
+const MOST_COLUMNS: usize = GPU_TILES[GPU_TILES.len() - 1].columns as usize;
+
+impl Tiles {
+    pub fn of(device: &Device) -> Tiles {
+        if device.info().kind == DeviceKind::Cpu { Tiles::Cpu } else { Tiles::Gpu }
+    }
+
+    pub(super) fn all(self) -> &'static [Tile] {
+        match self {
+            Tiles::Gpu => GPU_TILES,
+            Tiles::Cpu => CPU_TILES,
+        }
+    }
+}
+
+/// Which of several tiles takes so many tokens.
+pub(super) fn tile_for(tiles: &[Tile], tokens: usize) -> usize {
+    tiles.iter().position(|tile| tile.columns as usize >= tokens).unwrap_or(tiles.len() - 1)
+}
+
+/// The pipelines of one scheme, one for each tile.
 enum ByScheme {
-    /// With the tiles of rows that a workgroup takes.
-    Floats(Vec<(u32, u32, Arc<Pipeline>)>),
-    /// Without GeGLU and with it.
-    Blocks { plain: Vec<Arc<Pipeline>>, gated: Vec<Arc<Pipeline>> },
+    Floats(Vec<Arc<Pipeline>>),
+    /// Without GeGLU; with it, where there is that.
+    Blocks {
+        plain: Vec<Arc<Pipeline>>,
+        gated: Vec<Arc<Pipeline>>,
+    },
 }
 
 /// Products of every scheme that a model has.
 pub(super) struct Products {
     precision: Precision,
-    /// Of [`COLUMNS`], how many.
-    widths: usize,
+    tiles: Tiles,
     by_scheme: Vec<(Scheme, ByScheme)>,
 }
 
 impl Products {
     pub fn new(device: &Device, matrices: &Matrices, precision: Precision) -> Result<Products, GpuError> {
-        // A CPU has no use for more than it has registers, and takes long to compile them.
-        let widths = if device.info().kind == DeviceKind::Cpu { 4 } else { COLUMNS.len() };
-        let mut products = Products { precision, widths, by_scheme: Vec::new() };
+        let tiles = matrices.tiles.unwrap_or_else(|| Tiles::of(device));
+        let mut products = Products { precision, tiles, by_scheme: Vec::new() };
         for scheme in matrices.products.iter().chain(&matrices.embedding) {
             if products.find(*scheme).is_some() {
                 continue;
             }
-            let made = if precision.quantizes(*scheme) {
-                let each = |geglu: u32| {
-                    let make = |columns: &u32| {
-                        let (shader, group) = fast_shader_of(*scheme);
-                        device.pipeline(shader, &[*columns, geglu, group])
+            let each = |shader: &'static Shader, constants: &dyn Fn(&Tile) -> Vec<u32>| {
+                let make = |tile: &Tile| device.pipeline(shader, &constants(tile));
+                tiles.all().iter().map(make).collect::<Result<Vec<_>, _>>()
+            };
+            let group = scheme.blocks_per_scale() as u32;
+            let made = match (precision.quantizes(*scheme), tiles) {
+                (false, _) => {
+                    let shader = shaders_of(*scheme).0;
+                    ByScheme::Floats(each(shader, &|tile| vec![tile.columns, tile.row_tiles])?)
+                }
+                (true, Tiles::Cpu) => {
+                    let shader = shader_named(&format!("{}_on_cpu", fast_shader_of(*scheme).0.name));
+                    let plain = each(shader, &|tile| vec![tile.columns, tile.row_tiles, group])?;
+                    ByScheme::Blocks { plain, gated: Vec::new() }
+                }
+                (true, Tiles::Gpu) => {
+                    let of = |geglu: u32| {
+                        each(fast_shader_of(*scheme).0, &|tile| vec![tile.columns, geglu, group])
                     };
-                    COLUMNS[..widths].iter().map(make).collect::<Result<Vec<_>, _>>()
-                };
-                let is_gated = matrices.gated.contains(scheme);
-                ByScheme::Blocks { plain: each(0)?, gated: if is_gated { each(1)? } else { Vec::new() } }
-            } else {
-                let shader = shaders_of(*scheme).0;
-                let tiles = match device.info().kind {
-                    DeviceKind::Cpu => CPU_TILES.to_vec(),
-                    _ => COLUMNS.map(|columns| (columns, 1)).to_vec(),
-                };
-                let make = |(columns, row_tiles): (u32, u32)| {
-                    Ok((columns, row_tiles, device.pipeline(shader, &[columns, row_tiles])?))
-                };
-                ByScheme::Floats(tiles.into_iter().map(make).collect::<Result<_, GpuError>>()?)
+                    let is_gated = matrices.gated.contains(scheme);
+                    ByScheme::Blocks { plain: of(0)?, gated: if is_gated { of(1)? } else { Vec::new() } }
+                }
             };
             products.by_scheme.push((*scheme, made));
         }
@@ -164,6 +219,12 @@ impl Products {
 
     fn made(&self, scheme: Scheme) -> &ByScheme {
         self.find(scheme).unwrap_or_else(|| panic!("no kernels were made for {scheme}"))
+    }
+
+    /// The pipeline that takes so many tokens, of one for each tile, and that tile.
+    fn tile<'a>(&self, pipelines: &'a [Arc<Pipeline>], tokens: usize) -> (&'a Pipeline, Tile) {
+        let at = tile_for(self.tiles.all(), tokens);
+        (&pipelines[at], self.tiles.all()[at])
     }
 
     pub fn record(
@@ -212,8 +273,7 @@ impl Products {
         let ByScheme::Floats(pipelines) = self.made(matrix.scheme) else {
             panic!("{}: no such", matrix.scheme)
         };
-        let (columns, row_tiles, pipeline) =
-            &pipelines[first_enough(pipelines.iter().map(|made| &made.0), tokens)];
+        let (pipeline, tile) = self.tile(pipelines, tokens);
         for shard in &matrix.shards {
             // A shard writes its own columns of y; they interleave, so the rest of it is declared, and barriers order shards.
             let first = 4 * shard.first_row as u64;
@@ -229,9 +289,9 @@ impl Products {
                 y_stride: y.stride as u32,
                 blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
             };
-            let tiles = shard.rows.div_ceil(TILE_ROWS) as u32;
-            let passes = Passes::of_floats(matrix.scheme, tiles, matrix.cols, tokens, (*columns, *row_tiles));
-            recorder.dispatch(pipeline, &arguments, passes.grid(tiles.div_ceil(*row_tiles)));
+            let parts = tile.parts(shard.rows);
+            let passes = Passes::of_floats(matrix.scheme, parts, matrix.cols, tokens, tile);
+            recorder.dispatch(pipeline, &arguments, passes.grid(parts));
         }
     }
 
@@ -248,7 +308,7 @@ impl Products {
             panic!("{}: no such", matrix.scheme)
         };
         let from = x.planes(tokens, matrix.cols, "matmul: x");
-        let width = first_enough(&COLUMNS[..self.widths], tokens);
+        let (pipeline, tile) = self.tile(plain, tokens);
         for piece in 0..matrix.shards.len() {
             let shard = |i: usize| products.get(i).map(|(matrix, _)| &matrix.shards[piece]);
             let outputs: Vec<Buffer> = products
@@ -283,9 +343,9 @@ impl Products {
                 tokens: tokens as u32,
                 x_stride: from.stride,
             };
-            let tiles: u32 = (0..products.len()).map(|i| rows(i).div_ceil(TILE_ROWS as u32)).sum();
-            let passes = Passes::of_blocks(matrix.scheme, 1, tiles, matrix.cols, tokens, COLUMNS[width]);
-            recorder.dispatch(&plain[width], &arguments, passes.grid(tiles));
+            let parts = (0..products.len()).map(|i| tile.parts(rows(i) as usize)).sum();
+            let passes = Passes::of_blocks(matrix.scheme, 1, parts, matrix.cols, tokens, tile);
+            recorder.dispatch(pipeline, &arguments, passes.grid(parts));
         }
     }
 
@@ -310,8 +370,10 @@ impl Products {
             return false;
         }
         let ByScheme::Blocks { gated, .. } = self.made(gate.scheme) else { return false };
-        let width = first_enough(&COLUMNS[..self.widths], tokens);
-        let Some(pipeline) = gated.get(width) else { return false };
+        if gated.is_empty() {
+            return false;
+        }
+        let (pipeline, tile) = self.tile(gated, tokens);
         let from = x.planes(tokens, gate.cols, "gated: x");
         let to = to.planes(tokens, gate.rows, "gated: y");
         let (gate, scheme, rows, cols) = (&gate.shards[0], gate.scheme, gate.rows, gate.cols);
@@ -338,9 +400,9 @@ impl Products {
             tokens: tokens as u32,
             x_stride: from.stride,
         };
-        let tiles = rows.div_ceil(TILE_ROWS) as u32;
-        let passes = Passes::of_blocks(scheme, 2, tiles, cols, tokens, COLUMNS[width]);
-        recorder.dispatch(pipeline, &arguments, passes.grid(tiles));
+        let parts = tile.parts(rows);
+        let passes = Passes::of_blocks(scheme, 2, parts, cols, tokens, tile);
+        recorder.dispatch(pipeline, &arguments, passes.grid(parts));
         true
     }
 }
@@ -351,18 +413,6 @@ const STAYING_BYTES: u64 = 1 << 20;
 /// Workgroups that run at once, at least. A Radeon 780M has 24 SIMDs; each holds 8 waves of the widest kernel, and a workgroup
 /// has 8 waves.
 const AT_ONCE: u32 = 24;
-
-/// Which of several widths takes so many tokens: the first that is enough, or the last again and again.
-pub(super) fn first_enough<'a>(columns: impl IntoIterator<Item = &'a u32>, tokens: usize) -> usize {
-    let mut last = 0;
-    for (at, columns) in columns.into_iter().enumerate() {
-        last = at;
-        if *columns as usize >= tokens {
-            break;
-        }
-    }
-    last
-}
 
 /// How the passes over the weights that `tokens` take are shared out. Those that go together stand side by side in the grid, and
 /// memory gives them the weights once.
@@ -377,53 +427,52 @@ impl Passes {
     /// What takes the fewest bytes from memory. More passes together read the weights less often; but where their activations
     /// do not stay in the cache, these come again for all tiles behind those that run at once.
     ///
-    /// `tile_bytes`: what a workgroup reads of weights; `pass_bytes`: the activations of `columns` tokens.
-    pub fn new(tile_bytes: u64, tiles: u32, pass_bytes: u64, tokens: usize, columns: u32) -> Passes {
-        let passes = (tokens as u32).div_ceil(columns);
+    /// `part_bytes`: what a workgroup reads of weights; `parts`: workgroups of a pass; `pass_bytes`: activations of one.
+    fn new(part_bytes: u64, parts: u32, pass_bytes: u64, tokens: usize, tile: Tile) -> Passes {
+        let passes = (tokens as u32).div_ceil(tile.columns);
         let shared = |together: u32| Passes {
             together,
             weight_reads: passes.div_ceil(together),
             activation_reads: match u64::from(together) * pass_bytes <= STAYING_BYTES {
                 true => 1,
-                false => (tiles * together).div_ceil(AT_ONCE),
+                false => (parts * together).div_ceil(AT_ONCE),
             },
         };
         let bytes = |shared: &Passes| {
-            u64::from(shared.weight_reads) * u64::from(tiles) * tile_bytes
+            u64::from(shared.weight_reads) * u64::from(parts) * part_bytes
                 + u64::from(shared.activation_reads) * u64::from(passes) * pass_bytes
         };
         (1..=passes).map(shared).min_by_key(bytes).expect("a pass at least")
     }
 
-    /// A workgroup multiplies so many `matrices` of integers with activations in int8.
+    /// Products with int8 of so many `matrices` in a workgroup, of which a pass has `parts`.
     pub fn of_blocks(
         scheme: Scheme,
-        matrices: u64,
-        tiles: u32,
+        matrices: u32,
+        parts: u32,
         cols: usize,
         tokens: usize,
-        columns: u32,
+        tile: Tile,
     ) -> Passes {
-        let pass_bytes = Quantized::bytes_of_digit(columns as usize, cols);
-        Passes::new(matrices * weights_of_tile(scheme, cols), tiles, pass_bytes, tokens, columns)
+        let pass_bytes = Quantized::bytes_of_digit(tile.columns as usize, cols);
+        let part_bytes = weights_of(scheme, cols, matrices * tile.row_tiles);
+        Passes::new(part_bytes, parts, pass_bytes, tokens, tile)
     }
 
-    /// A workgroup multiplies a matrix with activations in f32; `tile`: the columns and the tiles of rows that it takes.
-    pub fn of_floats(scheme: Scheme, tiles: u32, cols: usize, tokens: usize, tile: (u32, u32)) -> Passes {
-        let (columns, row_tiles) = tile;
-        let tile_bytes = u64::from(row_tiles) * weights_of_tile(scheme, cols);
-        let pass_bytes = Activations::bytes(columns as usize, cols);
-        Passes::new(tile_bytes, tiles.div_ceil(row_tiles), pass_bytes, tokens, columns)
+    /// Products with f32.
+    pub fn of_floats(scheme: Scheme, parts: u32, cols: usize, tokens: usize, tile: Tile) -> Passes {
+        let pass_bytes = Activations::bytes(tile.columns as usize, cols);
+        Passes::new(weights_of(scheme, cols, tile.row_tiles), parts, pass_bytes, tokens, tile)
     }
 
-    /// Workgroups: passes that go together, tiles of rows, groups of such passes.
-    fn grid(&self, tiles: u32) -> [u32; 3] {
-        [self.together, tiles, self.weight_reads]
+    /// Workgroups: passes that go together, parts of the matrix, groups of such passes.
+    fn grid(&self, parts: u32) -> [u32; 3] {
+        [self.together, parts, self.weight_reads]
     }
 }
 
-const fn weights_of_tile(scheme: Scheme, cols: usize) -> u64 {
-    (scheme.tile_bytes(cols) + scheme.tile_scale_bytes(cols)) as u64
+const fn weights_of(scheme: Scheme, cols: usize, tiles: u32) -> u64 {
+    tiles as u64 * (scheme.tile_bytes(cols) + scheme.tile_scale_bytes(cols)) as u64
 }
 
 /// The shader of a scheme's products with int8, and the blocks that share a scale, which it is compiled for.

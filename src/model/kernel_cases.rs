@@ -464,7 +464,7 @@ impl Rig {
             return Ok(kernels.clone());
         }
         let gated = matches!(case.work, Work::Gated { .. }).then_some(scheme).into_iter().collect();
-        let matrices = Matrices { products: Vec::new(), gated, embedding: Some(scheme) };
+        let matrices = Matrices { gated, embedding: Some(scheme), ..Matrices::default() };
         let kernels = Arc::new(Kernels::new(&self.device, &matrices, heads, precision)?);
         self.kernels.insert(key, kernels.clone());
         Ok(kernels)

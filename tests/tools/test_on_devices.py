@@ -66,7 +66,7 @@ class Table(unittest.TestCase):
             (DEVICE, "a driver", {"kernels": good, "goldens": bad}),
             (devices.DEVICES["swiftshader"], "", "swiftshader needs a folder"),
         ])
-        self.assertIn("| somewhere | a driver | 5 passed, 12 s |  | 4 passed, **1 failed** |\n", text)
+        self.assertIn("| somewhere | a driver | 5 passed, 12 s |  | 4 passed, **1 failed** |  |\n", text)
         self.assertIn("| swiftshader | swiftshader needs a folder |", text)
 
     def test_every_planned_device_and_test_exists(self):

@@ -1,0 +1,109 @@
+// A block of weights meets a block of activations, by the contract of fast.glsl: what both products with int8 do. Behind
+// weights.glsl, fast.glsl and SCALE_BLOCKS, the blocks of weights that share one scale.
+//
+// Where a device has no dot products of packed bytes, define IN_F32: sums of so few products of integers this small are
+// exact in f32 too.
+
+// Blocks of weights that meet a block of activations.
+const uint UNITS = BLOCK_COLS / BLOCK;
+
+// The weights of a row that meet a block of activations, as they are stored, and the words of their scales. The last may
+// have no second unit.
+struct Weights {
+    uvec4 units[UNITS];
+#if defined(HIGH_BITS)
+    HIGH_BITS high;
+#endif
+    uvec2 scales[UNITS];
+};
+
+Weights weights_at(Blocks blocks, Scales scales, uint tile, uint block, uint units_per_row, uint lane) {
+    Weights w;
+#if defined(HIGH_BITS)
+    const uint row = tile * ((units_per_row + 1) / UNITS) + block;
+    w.units[0] = blocks.at[row].lanes[lane];
+    w.high = blocks.at[row].high[lane];
+#endif
+    [[unroll]] for (uint u = 0; u < UNITS; u++) {
+        const uint unit = block * UNITS + u;
+        const bool is_one = UNITS == 1 || unit < units_per_row;
+#if !defined(HIGH_BITS)
+        w.units[u] = is_one ? block_at(blocks, tile, unit, lane, units_per_row) : uvec4(0);
+#endif
+        w.scales[u] = uvec2(0);
+#if defined(SCALED_BY_GROUP)
+        if (u == 0 || SCALE_BLOCKS % UNITS != 0 && is_one)
+            w.scales[u] = scale_words(scales, tile, unit, lane, units_per_row, SCALE_BLOCKS);
+#endif
+    }
+    return w;
+}
+
+// Makes two units of bytes of what holds both.
+void unpack_units(inout Weights w) {
+#if defined(HIGH_BITS)
+    const uvec4 low = w.units[0];
+    w.units[0] = bytes_of(low, w.high, 0);
+    w.units[1] = bytes_of(low, w.high, 1);
+#endif
+}
+
+// Adds four products of packed integers.
+#if defined(IN_F32)
+#define SUM float
+float add_four(uint w, uint a, float sum) {
+    [[unroll]] for (int i = 0; i < 4; i++)
+        sum = fma(float(bitfieldExtract(int(w), 8 * i, 8)), float(bitfieldExtract(int(a), 8 * i, 8)), sum);
+    return sum;
+}
+#else
+#define SUM int
+int add_four(uint w, uint a, int sum) { return sum + dotPacked4x8EXT(int(w), int(a)); }
+#endif
+
+// The dot product of unit `u` of weights and its part of a block, from `d`.
+int dot_unit(uvec4 w, ActivationBlock a, uint u, int d) {
+    SUM sum = SUM(d);
+#if defined(WEIGHT_INT4)
+    [[unroll]] for (uint j = 0; j < 4; j++) {
+        sum = add_four(w[j] & 0x0f0f0f0fu, a.low[j], sum);
+        sum = add_four(w[j] >> 4 & 0x0f0f0f0fu, a.high[j], sum);
+    }
+#else
+    const uvec4 part = u == 0 ? a.low : a.high;
+    [[unroll]] for (uint j = 0; j < 4; j++) sum = add_four(w[j], part[j], sum);
+#endif
+    return int(sum);
+}
+
+// What a block adds to a sum.
+float folded(Weights w, ActivationBlock a, float scale, uint a_sums, vec2 s[UNITS], float acc) {
+    // The sums of both units: what is stored is too large by BIAS in each column.
+    const int low = low_sum(a_sums), high = high_sum(a_sums);
+#if defined(WEIGHT_INT4)
+    acc = fma(float(dot_unit(w.units[0], a, 0, -BIAS * (low + high))), s[0].x * scale, acc);
+#if defined(SHIFTED)
+    acc = fma(float(low + high), s[0].y * scale, acc);
+#endif
+#elif defined(SCALES_ROW)
+    acc = fma(float(dot_unit(w.units[1], a, 1, dot_unit(w.units[0], a, 0, 0))), scale, acc);
+#else
+    if (SCALE_BLOCKS % UNITS == 0) {
+        const int d = dot_unit(w.units[0], a, 0, -BIAS * (low + high));
+        acc = fma(float(dot_unit(w.units[1], a, 1, d)), s[0].x * scale, acc);
+#if defined(SHIFTED)
+        acc = fma(float(low + high), s[0].y * scale, acc);
+#endif
+    } else {
+        acc = fma(float(dot_unit(w.units[0], a, 0, -BIAS * low)), s[0].x * scale, acc);
+#if defined(SHIFTED)
+        acc = fma(float(low), s[0].y * scale, acc);
+#endif
+        acc = fma(float(dot_unit(w.units[1], a, 1, -BIAS * high)), s[1].x * scale, acc);
+#if defined(SHIFTED)
+        acc = fma(float(high), s[1].y * scale, acc);
+#endif
+    }
+#endif
+    return acc;
+}
