@@ -190,7 +190,7 @@ fn every_width_yields_the_bits_of_the_twin(tiles: Tiles) {
     let mut b = Bench::new(71);
     let fma = fma_of(&mut b);
     for scheme in STORED {
-        b.make_tiles(scheme, Precision::Fast, tiles);
+        b.make_tiles(scheme, Precision::Fast, tiles, false);
         // Rows and columns in parts of tiles and of blocks; a width with segments of several blocks, and of an odd number.
         for (matrix_rows, cols) in [(70, 48), (33, 272), (5, 1312)] {
             let stored = b.stored(matrix_rows, cols, scheme);
@@ -297,7 +297,7 @@ fn two_products_and_their_geglu_are_what_three_dispatches_make_of_them() {
     let fma = fma_of(&mut b);
     for scheme in STORED {
         // A CPU takes three dispatches for it.
-        b.make_tiles(scheme, Precision::Fast, Tiles::Gpu);
+        b.make_tiles(scheme, Precision::Fast, Tiles::Gpu, true);
         let (matrix_rows, cols) = (100, 80);
         let [gate, up] = [(); 2].map(|()| {
             let stored = b.stored(matrix_rows, cols, scheme);

@@ -172,7 +172,7 @@ fn products(b: &mut Bench, scheme: Scheme) -> Chain {
 /// Three matrices at once; or a pair with its GeGLU, and a product of what comes of that.
 fn fast_products(b: &mut Bench, scheme: Scheme, tiles: Tiles, gated: bool) -> Chain {
     let (cols, tokens) = (96, 9);
-    b.make_tiles(scheme, Precision::Fast, tiles);
+    b.make_tiles(scheme, Precision::Fast, tiles, gated);
     let stored = b.stored(cols, cols, scheme);
     let matrix = b.matrix_of(&stored.tensor(), scheme, u64::MAX);
     let x = b.random(tokens * cols, 1.0);
@@ -394,48 +394,64 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
     Chain { name: format!("keys, values {what}, {kv}"), record: Box::new(record), written }
 }
 
-/// What every chain of kernels leaves in each place where it writes, on a device that rehearses: `each` gets the chain's
-/// name, the number of the place and its bytes, and says whether to go on. Chains whose name does not begin with `only` are
-/// left out.
-fn all_chains(device: &Arc<Device>, only: &str, each: &mut dyn FnMut(&str, usize, Vec<u8>) -> bool) {
-    let rehearsal = device.rehearsed();
-    // Uploads are recorded too, and not what is tried here.
-    let made = |which: usize| {
-        device.rehearse(Rehearsal::default());
-        let mut b = Bench::on(device, which as u64);
+/// Every chain of kernels, on a device that rehearses.
+struct Chains {
+    device: Arc<Device>,
+    /// Of each its name, and in how many places it writes.
+    all: Vec<(String, usize)>,
+}
+
+impl Chains {
+    fn on(device: &Arc<Device>) -> Chains {
+        let mut chains = Chains { device: device.clone(), all: Vec::new() };
+        while let Some((_, chain)) = chains.made(chains.all.len()) {
+            chains.all.push((chain.name, chain.written.len()));
+        }
+        chains
+    }
+
+    fn made(&self, which: usize) -> Option<(Bench, Chain)> {
+        // Uploads are recorded too, and not what is tried here.
+        let rehearsal = self.device.rehearsed();
+        self.device.rehearse(Rehearsal::default());
+        let mut b = Bench::on(&self.device, which as u64);
         let chain = chain(&mut b, which);
-        device.rehearse(rehearsal.clone());
+        self.device.rehearse(rehearsal);
         Some((b, chain?))
-    };
-    let mut which = 0;
-    while let Some((_, chain)) = made(which) {
-        for place in 0..if chain.name.starts_with(only) { chain.written.len() } else { 0 } {
-            let (mut b, again) = made(which).expect("it is there");
-            if !each(&chain.name, place, again.run(&mut b, place)) {
-                return;
+    }
+
+    /// What the chains whose name begins with `only` leave in each place where they write: `each` gets the chain's name, the
+    /// number of the place and its bytes, and says whether to go on.
+    fn run(&self, only: &str, each: &mut dyn FnMut(&str, usize, Vec<u8>) -> bool) {
+        let wanted = self.all.iter().enumerate().filter(|(_, (name, _))| name.starts_with(only));
+        for (which, (name, places)) in wanted {
+            for place in 0..*places {
+                let (mut b, chain) = self.made(which).expect("it is there");
+                if !each(name, place, chain.run(&mut b, place)) {
+                    return;
+                }
             }
         }
-        which += 1;
+    }
+
+    fn every_place(&self) -> Places {
+        let mut all = Places::new();
+        self.run("", &mut |name, place, bytes| {
+            all.push((name.to_owned(), place, bytes));
+            true
+        });
+        all
     }
 }
 
 type Places = Vec<(String, usize, Vec<u8>)>;
 
-fn every_place(device: &Arc<Device>) -> Places {
-    let mut all = Places::new();
-    all_chains(device, "", &mut |name, place, bytes| {
-        all.push((name.to_owned(), place, bytes));
-        true
-    });
-    all
-}
-
 #[test]
 fn kernels_compute_the_same_in_any_order_between_barriers() {
-    let expected = every_place(&rehearsing(Order::AsRecorded));
+    let expected = Chains::on(&rehearsing(Order::AsRecorded)).every_place();
     assert!(expected.len() > 50, "{} places", expected.len());
     for order in ORDERS {
-        let got = every_place(&rehearsing(order));
+        let got = Chains::on(&rehearsing(order)).every_place();
         assert_eq!(got.len(), expected.len());
         for (got, expected) in got.iter().zip(&expected) {
             assert!(got == expected, "{}, place {}, {order:?}", got.0, got.1);
@@ -481,7 +497,8 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
         let run = crate::drive::Driver::new(&mut model, limits).run(vec![sequence]);
         (logits, run.answers[&0].clone())
     };
-    let expected = (every_place(&device), answers(&device));
+    let chains = Chains::on(&device);
+    let expected = (chains.every_place(), answers(&device));
     // Only these can be missed by the model; copies and fills have no name of a kernel.
     let profiled = Device::open(&DevicePolicy { profile: true, ..policy() }).unwrap();
     answers(&profiled);
@@ -499,7 +516,7 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
             ..Rehearsal::default()
         });
         let (of, mut noticing) = (chains_of(shader), None);
-        all_chains(&device, of, &mut |name, place, bytes| {
+        chains.run(of, &mut |name, place, bytes| {
             let same = expected.0.iter().any(|(n, p, b)| (n.as_str(), *p) == (name, place) && *b == bytes);
             noticing = (!same).then(|| name.to_owned());
             same

@@ -98,12 +98,13 @@ impl Bench {
 
     /// Kernels for matrices of `scheme` alone, which may be looked up and, in pairs, gated.
     pub fn make_scheme(&mut self, scheme: Scheme, precision: Precision) {
-        self.make_tiles(scheme, precision, Tiles::of(&self.device));
+        self.make_tiles(scheme, precision, Tiles::of(&self.device), true);
     }
 
-    /// Such kernels of one shape.
-    pub fn make_tiles(&mut self, scheme: Scheme, precision: Precision, tiles: Tiles) {
-        let (gated, embedding, tiles) = (vec![scheme], Some(scheme), Some(tiles));
+    /// Such kernels of one shape; gated ones take as long to compile.
+    pub fn make_tiles(&mut self, scheme: Scheme, precision: Precision, tiles: Tiles, gated: bool) {
+        let gated = if gated { vec![scheme] } else { Vec::new() };
+        let (embedding, tiles) = (Some(scheme), Some(tiles));
         let matrices = Matrices { gated, embedding, tiles, ..Matrices::default() };
         self.kernels = Kernels::new(&self.device, &matrices, HEADS, precision).unwrap();
     }
