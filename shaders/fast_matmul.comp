@@ -64,6 +64,7 @@ layout(push_constant, std430) uniform Push {
 };
 
 uint tiles_of(uint rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
+uint parts_of(uint rows) { return (tiles_of(rows) + ROW_TILES - 1) / ROW_TILES; }
 
 // A part of a matrix, of ROW_TILES tiles of rows, and where its product goes.
 struct Part {
@@ -80,8 +81,7 @@ Part part_of(uint index) {
 #if !defined(ON_CPU)
     if (GEGLU == 1) return Part(blocks0, scales0, y0, rows0, y0_stride, index);
 #endif
-    const uint parts0 = (tiles_of(rows0) + ROW_TILES - 1) / ROW_TILES;
-    const uint parts1 = (tiles_of(rows1) + ROW_TILES - 1) / ROW_TILES;
+    const uint parts0 = parts_of(rows0), parts1 = parts_of(rows1);
     if (index < parts0) return Part(blocks0, scales0, y0, rows0, y0_stride, index * ROW_TILES);
     index -= parts0;
     if (index < parts1) return Part(blocks1_or_none, scales1_or_none, y1_or_none, rows1, y1_stride, index * ROW_TILES);
@@ -155,7 +155,7 @@ const uint MATRICES = GEGLU + 1;
 const uint STAGED = SEGMENTS;
 
 shared float partial[MATRICES][SEGMENTS][STAGED][TILE_ROWS];
-// Of each digit.
+// The largest magnitude of a block, and its sums, for each of two digits.
 shared uint largest[2][STAGED];
 shared int sums[2][STAGED][3];
 shared int results[STAGED][TILE_ROWS];

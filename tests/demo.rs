@@ -220,6 +220,19 @@ fn decoding_reproduces_the_answers() {
     assert!(seen.len() >= 10, "only {seen:?}");
 }
 
+/// What a model answers to all of these, without what it stops with: as many ids as the golden answer has, and `more`.
+fn answered_together(model: &mut Gemma3, asked: &[&Answer], more: usize) -> Vec<Vec<u32>> {
+    let sequence = |(i, golden): (usize, &&Answer)| {
+        let most = golden.answer.len() + more;
+        let mut sequence = Sequence::new(i as u64, golden.prompt.clone(), SamplingParams::GREEDY, most);
+        sequence.stop_token_ids = STOP.into();
+        sequence
+    };
+    let limits = model.limits();
+    let run = Driver::new(model, limits).run(asked.iter().enumerate().map(sequence).collect());
+    (0..asked.len() as u64).map(|i| run.answers[&i].clone()).collect()
+}
+
 /// What f16 and int8 keys and values cost: answers that are not PyTorch's in f32 any more.
 #[test]
 fn the_kv_cache_in_f16_and_int8_keeps_the_answers() {
@@ -227,20 +240,12 @@ fn the_kv_cache_in_f16_and_int8_keeps_the_answers() {
         goldens().answers.iter().filter(|a| a.quick && a.prompt.len() <= 600).collect();
     for (kv, least) in [(KvDtype::F16, 99), (KvDtype::Int8, 90)] {
         let options = LoadOptions { kv, sequences: 16, max_context: Some(1024), ..LoadOptions::default() };
-        let mut model = load(&folder(), &options);
-        let limits = model.limits();
-        let sequence = |(i, a): (usize, &&Answer)| {
-            let mut sequence =
-                Sequence::new(i as u64, a.prompt.clone(), SamplingParams::GREEDY, a.answer.len());
-            sequence.stop_token_ids = STOP.into();
-            sequence
-        };
-        let run = Driver::new(&mut model, limits).run(wanted.iter().enumerate().map(sequence).collect());
-        let same = |(i, a): &(usize, &&Answer)| {
+        let answers = answered_together(&mut load(&folder(), &options), &wanted, 0);
+        let same = |(ids, a): &(&Vec<u32>, &&Answer)| {
             let text: Vec<u32> = a.answer.iter().copied().filter(|id| !STOP.contains(id)).collect();
-            run.answers[&(*i as u64)] == text
+            **ids == text
         };
-        let equal = wanted.iter().enumerate().filter(same).count();
+        let equal = answers.iter().zip(&wanted).filter(same).count();
         println!("{kv}: {equal} of {} answers are those of f32", wanted.len());
         assert!(equal * 100 >= least * wanted.len(), "{kv}: {equal} of {}", wanted.len());
     }
@@ -323,20 +328,10 @@ fn int4_keeps_the_accuracy_and_the_search_beats_round_to_nearest() {
     let asked: Vec<&Answer> = asked().collect();
     let longest = asked.iter().map(|golden| golden.prompt.len() + golden.answer.len() + 16).max();
     let options = LoadOptions { sequences: 16, max_context: longest, ..LoadOptions::default() };
-    let mut model = load(&found, &options);
-    let limits = model.limits();
-    let sequence = |(i, golden): (usize, &&Answer)| {
-        let most = golden.answer.len() + 16;
-        let mut sequence = Sequence::new(i as u64, golden.prompt.clone(), SamplingParams::GREEDY, most);
-        sequence.stop_token_ids = STOP.into();
-        sequence
-    };
-    let run = Driver::new(&mut model, limits).run(asked.iter().enumerate().map(sequence).collect());
+    let answers = answered_together(&mut load(&found, &options), &asked, 16);
     let rules: BTreeMap<String, Rule> = questions().into_iter().map(|q| (q.id, q.accept)).collect();
     let (mut before, mut after, all) = (0, 0, asked.len());
-    for (i, golden) in asked.iter().enumerate() {
-        // What it stopped with is no part of an answer.
-        let ids = &run.answers[&(i as u64)];
+    for (ids, golden) in answers.iter().zip(&asked) {
         let stopped = ids.len() < golden.answer.len() + 16;
         let right = stopped && rules[&golden.id].accepts(&tokenizer.decode(ids, true));
         before += usize::from(golden.accepted);

@@ -397,7 +397,7 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
 /// Every chain of kernels, on a device that rehearses.
 struct Chains {
     device: Arc<Device>,
-    /// Of each its name, and in how many places it writes.
+    /// The name of each, and in how many places it writes.
     all: Vec<(String, usize)>,
 }
 

@@ -4,7 +4,7 @@
 //! Bytes are what must come from memory or go there if caches hold nothing but what the text says. A trip is one of the
 //! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
 
-use super::operand::{BLOCK_COLS, Passes, Tile, Tiles, fast_shader_of, tile_for};
+use super::operand::{BLOCK_COLS, Passes, Tiles, fast_shader_of};
 use super::{
     AttentionShape, DRAW_BINS, DRAW_CHUNK, Item, Quantized, Room, Run, Shares, Wants, attention_constants,
     attention_of, shaders, shaders_of,
@@ -75,7 +75,7 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
         let activation_bytes = dispatch.activation_bytes + floats(tokens * all);
         return Dispatch { weight_bytes, activation_bytes, ..dispatch };
     }
-    let tile = tile_of(tokens);
+    let (_, tile) = Tiles::Gpu.taking(tokens);
     let passes = Passes::of_floats(scheme, tiles as u32, cols, tokens, tile);
     Dispatch {
         constants: vec![tile.columns, tile.row_tiles],
@@ -97,15 +97,9 @@ pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatc
     }
 }
 
-/// The tile of a product on a GPU.
-fn tile_of(tokens: usize) -> Tile {
-    let all = Tiles::Gpu.all();
-    all[tile_for(all, tokens)]
-}
-
 /// What a product with int8 is, without its weights and what it yields.
 fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
-    let tile = tile_of(tokens);
+    let (_, tile) = Tiles::Gpu.taking(tokens);
     let (shader, group) = fast_shader_of(scheme);
     let passes = Passes::of_blocks(scheme, 1 + u32::from(geglu), tiles as u32, cols, tokens, tile);
     let workgroups = tiles * tokens.div_ceil(tile.columns as usize);

@@ -143,17 +143,19 @@ impl Tiles {
             Tiles::Cpu => CPU_TILES,
         }
     }
-}
 
-/// Which of several tiles takes so many tokens.
-pub(super) fn tile_for(tiles: &[Tile], tokens: usize) -> usize {
-    tiles.iter().position(|tile| tile.columns as usize >= tokens).unwrap_or(tiles.len() - 1)
+    /// The one of them that takes so many tokens, and its place.
+    pub(super) fn taking(self, tokens: usize) -> (usize, Tile) {
+        let all = self.all();
+        let at = all.iter().position(|tile| tile.columns as usize >= tokens).unwrap_or(all.len() - 1);
+        (at, all[at])
+    }
 }
 
 /// The pipelines of one scheme, one for each tile.
 enum ByScheme {
     Floats(Vec<Arc<Pipeline>>),
-    /// Without GeGLU; with it, where there is that.
+    /// `gated` takes two matrices and their GeGLU; it is empty where that needs dispatches of its own.
     Blocks {
         plain: Vec<Arc<Pipeline>>,
         gated: Vec<Arc<Pipeline>>,
@@ -223,8 +225,8 @@ impl Products {
 
     /// The pipeline that takes so many tokens, of one for each tile, and that tile.
     fn tile<'a>(&self, pipelines: &'a [Arc<Pipeline>], tokens: usize) -> (&'a Pipeline, Tile) {
-        let at = tile_for(self.tiles.all(), tokens);
-        (&pipelines[at], self.tiles.all()[at])
+        let (at, tile) = self.tiles.taking(tokens);
+        (&pipelines[at], tile)
     }
 
     pub fn record(
