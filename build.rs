@@ -29,7 +29,8 @@ fn main() {
 
     let list = shaders.join("variants.toml");
     let text = fs::read_to_string(&list).unwrap_or_else(|e| panic!("{}: {e}", list.display()));
-    let variants: Variants = toml::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", list.display()));
+    let mut variants: Variants = toml::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", list.display()));
+    variants.values_mut().for_each(combine);
 
     let mut table = String::new();
     let mut names = Vec::new();
@@ -64,6 +65,19 @@ fn main() {
         .filter(|e| e.as_ref().unwrap().path().extension().is_some_and(|x| x == "comp"));
     assert_eq!(sources.count(), variants.len(), "shaders/*.comp and variants.toml name different kernels");
     fs::write(PathBuf::from(env::var("OUT_DIR").unwrap()).join("shaders.rs"), table).unwrap();
+}
+
+/// Makes of a variant `*_way` one of each other variant, with the defines of both.
+fn combine(variants: &mut BTreeMap<String, BTreeMap<String, String>>) {
+    let (ways, plain): (Vec<_>, Vec<_>) =
+        std::mem::take(variants).into_iter().partition(|(name, _)| name.starts_with('*'));
+    for (way, more) in &ways {
+        for (name, defines) in &plain {
+            let both = defines.iter().chain(more).map(|(k, v)| (k.clone(), v.clone())).collect();
+            variants.insert(way.replace('*', name), both);
+        }
+    }
+    variants.extend(plain);
 }
 
 fn compile(dir: &Path, kernel: &str, name: &str, defines: &BTreeMap<String, String>) -> Vec<u32> {
@@ -444,7 +458,9 @@ fn needs(name: &str, capability: Capability) -> &'static [&'static str] {
         Capability::StorageBuffer8BitAccess => &["Storage8"],
         Capability::StorageBuffer16BitAccess => &["Storage16"],
         Capability::DotProduct | Capability::DotProductInput4x8BitPacked => &["IntegerDotProduct"],
+        // The memory model is declared with them alone, and gpu/caps.rs enables it with them.
         Capability::CooperativeMatrixKHR => &["CooperativeMatrix", "SubgroupsOf32"],
+        Capability::VulkanMemoryModel => &[],
         other => panic!("{name}: say in build.rs which feature {other:?} is, and in gpu/caps.rs who has it"),
     }
 }

@@ -5,9 +5,11 @@ use std::path::Path;
 
 use half::f16;
 use unicorn::checkpoint::ModelFiles;
-use unicorn::gpu::{Class, Device, Recorder};
+use unicorn::gpu::{Class, Device, DevicePolicy, Recorder};
 use unicorn::kernels::reference::{BLOCK_COLS, QuantizedActivations, fast_product, log_softmax};
-use unicorn::kernels::{Activations, Kernels, Operand, Quantized, RmsNorm, Tiles, Wants, shaders};
+use unicorn::kernels::{
+    Activations, Kernels, Operand, Quantized, RmsNorm, SubgroupTile, Tiles, Wants, shaders,
+};
 use unicorn::model::SamplingParams;
 use unicorn::model::draft::{self, Drafted};
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
@@ -16,7 +18,7 @@ use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Sc
 use crate::batching::{PENALTIES, Texts};
 use crate::golden::{Goldens, all_logits};
 use crate::kernels::{Bench, STORED};
-use crate::support::{data, device, policy};
+use crate::support::{data, device, policy, skip};
 use crate::{demo, golden};
 
 type Fma = fn(f32, f32, f32) -> f32;
@@ -177,31 +179,55 @@ fn same(got: &[f32], expected: &[f32], what: &str) {
 
 #[test]
 fn every_width_of_every_scheme_yields_the_bits_of_the_twin_as_a_cpu_computes_it() {
-    every_width_yields_the_bits_of_the_twin(Tiles::Cpu);
+    every_width_yields_the_bits_of_the_twin(Bench::new(71), |_| Tiles::Cpu);
 }
 
 /// On a CPU too, for what a GPU runs is to be right.
 #[test]
 fn every_width_of_every_scheme_yields_the_bits_of_the_twin_as_a_gpu_computes_it() {
-    every_width_yields_the_bits_of_the_twin(Tiles::Gpu);
+    every_width_yields_the_bits_of_the_twin(Bench::new(71), |_| Tiles::Gpu);
 }
 
-fn every_width_yields_the_bits_of_the_twin(tiles: Tiles) {
-    let mut b = Bench::new(71);
+/// What subgroups multiply, computed one by one: in the tiles of RDNA, of GPUs that multiply a block at once, and of lavapipe, by
+/// turns, so that each way to scale meets them.
+#[test]
+fn every_width_of_every_scheme_yields_the_bits_of_the_twin_in_emulated_tiles() {
+    let shapes = [[16, 16, 16], [16, 8, 32], [8, 8, 8]].map(|shape| SubgroupTile::emulated(shape).unwrap());
+    every_width_yields_the_bits_of_the_twin(Bench::new(71), |scheme| Tiles::Matrices(shapes[scheme % 3]));
+}
+
+/// As the device multiplies them.
+#[test]
+fn tiles_that_subgroups_multiply_yield_the_bits_of_the_twin() {
+    // A validation layer that does not know such products hides them.
+    let unvalidated = || Device::open(&DevicePolicy { validation: false, ..policy() }).unwrap();
+    let tile = |device: &Device| SubgroupTile::of(device.info());
+    let device = if tile(&device()).is_some() { device() } else { unvalidated() };
+    let Some(tile) = tile(&device) else { return skip("cooperative-matrices") };
+    every_width_yields_the_bits_of_the_twin(Bench::on(&device, 71), |_| Tiles::Matrices(tile));
+}
+
+fn every_width_yields_the_bits_of_the_twin(mut b: Bench, tiles_of: impl Fn(usize) -> Tiles) {
     let fma = fma_of(&mut b);
-    for scheme in STORED {
+    for (i, scheme) in STORED.into_iter().enumerate() {
+        let tiles = tiles_of(i);
         b.make_tiles(scheme, Precision::Fast, tiles, false);
+        // Those that have tiles of their own; more are several passes.
+        let widths: &[usize] = match tiles {
+            Tiles::Matrices(_) => &[33, 130],
+            _ => &[1, 2, 3, 5, 8, 9, 17, 40],
+        };
         // Rows and columns in parts of tiles and of blocks; a width with segments of several blocks, and of an odd number.
         for (matrix_rows, cols) in [(70, 48), (33, 272), (5, 1312)] {
             let stored = b.stored(matrix_rows, cols, scheme);
             let matrix = b.matrix_of(&stored.tensor(), scheme, u64::MAX);
             let pieces = b.matrix_of(&stored.tensor(), scheme, 1);
             let weights = stored.rows();
-            let most = 40;
+            let most = *widths.last().unwrap();
             let values = rows(&mut b, most, cols);
             let x: Vec<_> = values.chunks(cols).map(|row| QuantizedActivations::of(row, fma)).collect();
             let expected = twin(&x, &weights, scheme, fma);
-            for tokens in [1, 2, 3, 5, 8, 9, 17, most] {
+            for &tokens in widths {
                 let operand = Operand::blocks(&upload(&mut b, &x[..tokens], cols));
                 let y = [(); 4].map(|()| b.empty(tokens, matrix_rows));
                 b.run(|k, r| {

@@ -131,6 +131,8 @@ fn bounds(name: &str) -> (u64, u64) {
         ("sample", _) if !["sample_maxima", "sample_greedy"].contains(&shader) => (16, 64),
         // Thirty-two chains in registers, which is what it is for; no step runs it.
         ("peak", _) => (16, 64),
+        // 64 sums of f32 for each lane, twice: of a segment, and of those before it.
+        ("fast", _) if shader.ends_with("_in_tiles") => (4, 256),
         ("fast", constants) => match constants.split('x').collect::<Vec<_>>()[..] {
             ["32", "0", _] => (12, 80),
             [_, "0", _] => (16, 64),
@@ -190,7 +192,7 @@ fn number(value: &Value, field: &str) -> u64 {
 fn holds_what_it_held(compiler: &Value) {
     let pipelines = compiler["pipelines"].as_array().expect("a list");
     println!("{}, {}", compiler["device"], compiler["driver"]);
-    let mut products = 0;
+    let (mut products, mut tiles) = (0, 0);
     for pipeline in pipelines {
         let name = pipeline["name"].as_str().expect("a name");
         let number = |field: &str| number(pipeline, field);
@@ -209,6 +211,11 @@ fn holds_what_it_held(compiler: &Value) {
         let Some((variant, _)) = name.split_once(' ').filter(|(v, _)| v.contains("matmul")) else {
             continue;
         };
+        if variant.ends_with("_in_tiles") {
+            tiles += 1;
+            multiplies_its_tiles(pipeline);
+            continue;
+        }
         products += 1;
         // Weights lie so that a lane reads 16 bytes at once: `src/tensor/layout.rs` is frozen on this. Activations, and their
         // scales, come to the scalar unit: an activation is of all lanes.
@@ -241,6 +248,8 @@ fn holds_what_it_held(compiler: &Value) {
         );
     }
     assert_eq!(products, (VALU_PER_WEIGHT.len() + FAST_VALU_PER_WEIGHT.len()) * COLUMNS.len());
+    // Of one matrix, for 64 and for 128 tokens.
+    assert_eq!(tiles, FAST_VALU_PER_WEIGHT.iter().filter(|pins| pins.1 == 0).count() * 2);
 }
 
 const COLUMNS: [u64; 6] = [1, 2, 4, 8, 16, 32];
@@ -285,6 +294,32 @@ fn rounds_as_the_contract_says(pipeline: &Value) {
     let products = if is_any(&["_row"]) { 0 } else { fmas + made * groups };
     let counted = ["f32_fma", "f32_mul", "f32_add"].map(|field| number(trip, field));
     assert_eq!(counted, [fmas, products, 0], "{name}: multiply-adds, products, sums of f32");
+}
+
+/// A trip of a product in tiles: 32 columns of 64 rows by 64 or 128 tokens, which four waves share out. What rounds is what
+/// `shaders/common/fast.glsl` lists; and matrix products take their share of the time.
+fn multiplies_its_tiles(pipeline: &Value) {
+    let [columns, halves, ..] = constants(pipeline)[..] else { panic!("columns, halves, ...") };
+    let (name, shader) = (&pipeline["name"], pipeline["shader"].as_str().expect("a name"));
+    let trip = &pipeline["steady"]["trip"];
+    assert_eq!(number(trip, "wmma"), 64 * columns * 32 / 16u64.pow(3) / 4, "{name}: matrix products");
+    let is_shifted = ["_zero_", "_affine_", "_affine16_", "_super_"].iter().any(|s| shader.contains(s));
+    let fmas = 64 * columns / 128 * halves * (1 + u64::from(is_shifted));
+    let products = if shader.contains("_row_") { 0 } else { fmas };
+    assert_eq!((number(trip, "f32_fma"), number(trip, "f32_add")), (fmas, 0), "{name}: multiply-adds, sums");
+    // What makes a scale and a shift of what is stored, and magnitudes.
+    let made = number(trip, "f32_mul").checked_sub(products);
+    assert!(made.is_some_and(|made| made <= 6), "{name}: {made:?} products more than {products}");
+    let share = 32.0 * number(trip, "wmma") as f64 / number(trip, "cycles") as f64;
+    println!("{name}: {:.0} % of the rate of matrix products", 100.0 * share);
+    let least = match (columns, halves, is_shifted) {
+        (128, 1, false) => 0.62,
+        (128, 1, true) => 0.55,
+        (128, _, _) => 0.44,
+        (_, 1, _) => 0.48,
+        _ => 0.38,
+    };
+    assert!(share >= least, "{name}: matrix products take {share:.2} of the time, {least} were there");
 }
 
 #[test]

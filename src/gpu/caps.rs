@@ -48,10 +48,6 @@ impl Need {
         Need::SubgroupArithmetic,
     ];
 
-    /// What no shader needs yet. It is not enabled, and so no device has it: what nobody uses meets drivers' bugs for nothing,
-    /// and validation layers that do not know it.
-    const UNUSED: [Need; 1] = [Need::CooperativeMatrix];
-
     /// Vulkan's own name of it, where there is one.
     pub fn name(self) -> &'static str {
         match self {
@@ -88,6 +84,12 @@ pub struct CooperativeMatrix {
     pub sum: vk::ComponentTypeKHR,
 }
 
+impl CooperativeMatrix {
+    pub fn multiplies_int8(&self) -> bool {
+        (self.factors, self.sum) == (vk::ComponentTypeKHR::SINT8, vk::ComponentTypeKHR::SINT32)
+    }
+}
+
 impl fmt::Display for CooperativeMatrix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let CooperativeMatrix { m, n, k, factors, sum } = self;
@@ -109,7 +111,7 @@ pub struct Caps {
     pub max_shared_bytes: u32,
     /// Whether dot products of four packed signed bytes are faster than what they are made of.
     pub integer_dot_accelerated: bool,
-    /// Of subgroups; without saturation. Whether or not they are used.
+    /// Of subgroups; without saturation.
     pub cooperative_matrices: Vec<CooperativeMatrix>,
 }
 
@@ -142,6 +144,7 @@ impl Caps {
             instance.get_physical_device_properties2(raw, &mut properties);
             instance.get_physical_device_features2(raw, &mut features);
         }
+        let kind = properties.properties.device_type;
         let (limits, api) = (properties.properties.limits, properties.properties.api_version);
         let int16 = features.features.shader_int16;
         let in_compute = subgroup.supported_stages.contains(vk::ShaderStageFlags::COMPUTE);
@@ -152,6 +155,9 @@ impl Caps {
             (true, true) => (properties13.min_subgroup_size, properties13.max_subgroup_size),
             _ => (subgroup.subgroup_size, subgroup.subgroup_size),
         };
+        // lavapipe lists them for subgroups of any size, and kills the process where these are not of 8.
+        let may_multiply = kind != vk::PhysicalDeviceType::CPU || subgroup.subgroup_size == 8;
+        let has_matrix = has_matrix && may_multiply && is(matrix.cooperative_matrix);
         let all = [
             (Need::BufferDeviceAddress, is(features12.buffer_device_address)),
             (Need::TimelineSemaphore, is(features12.timeline_semaphore)),
@@ -170,12 +176,11 @@ impl Caps {
             (Need::Storage8, is(features12.storage_buffer8_bit_access)),
             (Need::Storage16, is(features11.storage_buffer16_bit_access)),
             (Need::IntegerDotProduct, is(features13.shader_integer_dot_product)),
-            (Need::CooperativeMatrix, has_matrix && is(matrix.cooperative_matrix)),
+            (Need::CooperativeMatrix, has_matrix),
         ];
-        let is_used = |need: &Need| !Need::UNUSED.contains(need);
         let mut caps = Caps {
             api_version: (vk::api_version_major(api), vk::api_version_minor(api)),
-            features: all.into_iter().filter(|(_, has)| *has).map(|(need, _)| need).filter(is_used).collect(),
+            features: all.into_iter().filter(|(_, has)| *has).map(|(need, _)| need).collect(),
             subgroup_size: subgroup.subgroup_size,
             subgroup_sizes: sizes,
             max_workgroup_subgroups: properties13.max_compute_workgroup_subgroups,
@@ -184,7 +189,7 @@ impl Caps {
             integer_dot_accelerated: is(properties13.integer_dot_product4x8_bit_packed_signed_accelerated),
             cooperative_matrices: Vec::new(),
         };
-        if has_matrix && is(matrix.cooperative_matrix) {
+        if has_matrix {
             let extension = khr::cooperative_matrix::Instance::new(entry, instance);
             // SAFETY: the device has the extension that the call is of. A failed call leaves the list empty.
             let shapes = unsafe { extension.get_physical_device_cooperative_matrix_properties(raw) };
@@ -249,7 +254,7 @@ impl Caps {
     /// The subgroup size that a pipeline of such workgroups asks for: what shaders are written for, or the next smaller one that
     /// the device has, all of which divide it. `None` where it has only larger ones, lets nobody ask, or would have too many
     /// subgroups in a workgroup: it is the device's own then.
-    pub(super) fn required_subgroup_size(&self, workgroup: [u32; 3]) -> Option<u32> {
+    pub fn required_subgroup_size(&self, workgroup: [u32; 3]) -> Option<u32> {
         let (least, most) = self.subgroup_sizes;
         let size = SUBGROUP_LANES.min(most);
         let invocations: u32 = workgroup.iter().product();

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ash::{ext, vk};
+use ash::{ext, khr, vk};
 
 use super::GpuError;
 use super::caps::Caps;
@@ -18,6 +18,9 @@ use super::residency::{self, Held};
 
 /// Longest any wait on the GPU may last before the device counts as hung.
 const WAIT_LIMIT: Duration = Duration::from_secs(120);
+
+/// The version of Vulkan that brought `VK_KHR_cooperative_matrix`.
+const COOPERATIVE_MATRIX_SINCE: u32 = vk::make_api_version(0, 1, 3, 255);
 
 /// How long a call may be refused for want of memory before that is an error.
 const MEMORY_LIMIT: Duration = Duration::from_secs(5);
@@ -80,6 +83,8 @@ pub struct DeviceInfo {
     pub kind: DeviceKind,
     /// Driver name and version, e.g. `radv Mesa 25.0.7`.
     pub driver: String,
+    /// By PCI.
+    pub vendor_id: u32,
     pub heaps: Vec<HeapInfo>,
     pub caps: Caps,
     pub max_allocation_bytes: u64,
@@ -109,7 +114,6 @@ pub(super) struct Candidate {
     memory_budget: bool,
     pipeline_cache_uuid: [u8; 16],
     driver_version: u32,
-    vendor_id: u32,
     device_id: u32,
     timestamp_period_ns: f32,
     /// Of the compute queue's timestamps; 0 where it has none.
@@ -162,7 +166,12 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
         .min_by_key(|(_, f)| f.queue_flags.contains(vk::QueueFlags::GRAPHICS))
         .map(|(i, _)| i as u32);
 
-    let caps = Caps::read(&instance.entry, vk_instance, raw, &has);
+    // A validation layer reports what it does not know.
+    let may_have = |name: &std::ffi::CStr| {
+        let since = if name == khr::cooperative_matrix::NAME { COOPERATIVE_MATRIX_SINCE } else { 0 };
+        has(name) && instance.layer_version >= since
+    };
+    let caps = Caps::read(&instance.entry, vk_instance, raw, &may_have);
     let mut missing = caps.missing_to_run();
     let mut need = |have: bool, what: &str| {
         if !have {
@@ -181,7 +190,6 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
         memory_budget,
         pipeline_cache_uuid: properties.pipeline_cache_uuid,
         driver_version: properties.driver_version,
-        vendor_id: properties.vendor_id,
         device_id: properties.device_id,
         timestamp_period_ns: properties.limits.timestamp_period,
         timestamp_bits: queue_family.map_or(0, |i| families[i as usize].timestamp_valid_bits),
@@ -200,6 +208,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
                 text(driver.driver_name_as_c_str()),
                 text(driver.driver_info_as_c_str())
             ),
+            vendor_id: properties.vendor_id,
             heaps,
             caps,
             max_allocation_bytes: limits3.max_memory_allocation_size.min(limits4.max_buffer_size),
@@ -336,7 +345,7 @@ impl Device {
         let debug = instance.debug.is_some().then(|| ext::debug_utils::Device::new(&instance.raw, &raw));
         let cache_key = format!(
             "{:04x}-{:04x}-{:08x}-{}",
-            chosen.vendor_id,
+            chosen.info.vendor_id,
             chosen.device_id,
             chosen.driver_version,
             chosen.pipeline_cache_uuid.iter().map(|b| format!("{b:02x}")).collect::<String>()
@@ -592,6 +601,7 @@ mod tests {
             index,
             name: name.into(),
             kind,
+            vendor_id: 0,
             driver: "test".into(),
             caps: Caps::default(),
             heaps: vec![HeapInfo {

@@ -33,6 +33,8 @@ pub(super) struct Instance {
     pub debug: Option<ext::debug_utils::Instance>,
     messenger: vk::DebugUtilsMessengerEXT,
     pub log: Arc<ValidationLog>,
+    /// The version of Vulkan that the validation layer was made for; the newest where there is none.
+    pub layer_version: u32,
     // Last: unloads the loader's library.
     pub entry: Entry,
 }
@@ -46,15 +48,15 @@ impl Instance {
             .engine_name(c"unicorn-execution-engine")
             .api_version(vk::API_VERSION_1_3);
 
+        let mut layer_version = u32::MAX;
         let mut layers = Vec::new();
         let mut extensions = Vec::new();
         if validation {
             // SAFETY: the entry is loaded.
             let available = unsafe { entry.enumerate_instance_layer_properties() }
                 .map_err(GpuError::of("vkEnumerateInstanceLayerProperties"))?;
-            if !available.iter().any(|l| l.layer_name_as_c_str() == Ok(VALIDATION_LAYER)) {
-                return Err(GpuError::NoValidationLayer);
-            }
+            let layer = available.iter().find(|l| l.layer_name_as_c_str() == Ok(VALIDATION_LAYER));
+            layer_version = layer.ok_or(GpuError::NoValidationLayer)?.spec_version;
             layers.push(VALIDATION_LAYER.as_ptr());
             extensions.push(ext::debug_utils::NAME.as_ptr());
         }
@@ -76,6 +78,7 @@ impl Instance {
             debug: None,
             messenger: vk::DebugUtilsMessengerEXT::null(),
             log: log.clone(),
+            layer_version,
             entry,
         };
         if validation {

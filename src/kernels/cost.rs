@@ -4,7 +4,7 @@
 //! Bytes are what must come from memory or go there if caches hold nothing but what the text says. A trip is one of the
 //! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
 
-use super::operand::{BLOCK_COLS, Passes, Tiles, fast_shader_of};
+use super::operand::{BLOCK_COLS, Passes, SUBGROUP_ROW_TILES, Tiles, fast_shader_of, taking};
 use super::{
     AttentionShape, DRAW_BINS, DRAW_CHUNK, Item, Quantized, Room, Run, Shares, Wants, attention_constants,
     attention_of, shaders, shaders_of,
@@ -75,7 +75,7 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
         let activation_bytes = dispatch.activation_bytes + floats(tokens * all);
         return Dispatch { weight_bytes, activation_bytes, ..dispatch };
     }
-    let (_, tile) = Tiles::Gpu.taking(tokens);
+    let (_, tile) = taking(Tiles::Gpu.floats(), tokens);
     let passes = Passes::of_floats(scheme, tiles as u32, cols, tokens, tile);
     Dispatch {
         constants: vec![tile.columns, tile.row_tiles],
@@ -99,7 +99,7 @@ pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatc
 
 /// What a product with int8 is, without its weights and what it yields.
 fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
-    let (_, tile) = Tiles::Gpu.taking(tokens);
+    let (_, tile) = taking(Tiles::Gpu.blocks(), tokens);
     let (shader, group) = fast_shader_of(scheme);
     let passes = Passes::of_blocks(scheme, 1 + u32::from(geglu), tiles as u32, cols, tokens, tile);
     let workgroups = tiles * tokens.div_ceil(tile.columns as usize);
@@ -121,6 +121,7 @@ fn segment_blocks(cols: usize) -> usize {
 pub fn product_trips(shader: &Shader, cols: usize) -> Option<usize> {
     match shader.kernel {
         "matmul" => Some(cols.div_ceil(block_weights(shader) as usize).div_ceil(SPLITS)),
+        "fast_matmul" if shader.name.ends_with("_in_tiles") => Some(cols.div_ceil(BLOCK_COLS)),
         "fast_matmul" => Some(segment_blocks(cols)),
         _ => None,
     }
@@ -349,6 +350,18 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let trip = program.trip(steady, &|_| 1);
             let unrolled = times(trip.dot4, weights / 4 * u64::from(*columns));
             Some(Body { trip, unrolled, weights, once: without(program, &[steady]) })
+        }
+        // A trip is a block of 32 columns of all rows of a workgroup, which its lanes share out. It stands in that over segments; in
+        // it are one or two digits, of which it has one as a rule.
+        ("fast", [_, _, _, _, _, _, _, _]) => {
+            let most =
+                |all: &mut dyn Iterator<Item = usize>| all.max_by_key(|i| program.trip(*i, &|_| 1).wmma);
+            let segments = most(&mut program.inside(None))?;
+            let steady = most(&mut program.inside(Some(segments))).unwrap_or(segments);
+            let trip = program.trip(steady, &|_| 1);
+            let lanes: u32 = shader.workgroup.iter().product();
+            let weights = u64::from(SUBGROUP_ROW_TILES * (TILE_ROWS * BLOCK_COLS) as u32 / lanes);
+            Some(Body { trip, unrolled: 1, weights, once: without(program, &[segments]) })
         }
         ("matmul", [columns, _]) => {
             let weights = u64::from(block_weights(shader));

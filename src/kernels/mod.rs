@@ -20,8 +20,8 @@ mod weights;
 
 pub use attention::{Item, Part, Room, Run, Shares, Splits, partial_width};
 pub(crate) use operand::are_alike;
-pub use operand::{Operand, Quantized, Tiles, Wants};
-use operand::{Products, Tile};
+use operand::{LANE_COLUMNS, Products, Tile};
+pub use operand::{Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;
 pub use weights::{Embedding, Matrix, UploadError};
 
@@ -56,6 +56,19 @@ pub const MAX_LOGPROBS: usize = 20;
 /// Words that the log probabilities of one row take: that of the drawn id, and pairs of alternatives.
 pub const LOGPROB_WORDS: usize = 1 + 2 * MAX_LOGPROBS;
 
+/// Blocks of weights that may share a scale: groups of 16, 32 and 128 columns, where a scheme may have them.
+fn scale_blocks(shader: &str) -> &'static [u32] {
+    match shader {
+        "fast_matmul_int8_row" => &[1],
+        name if name.contains("_int8") => &[1, 2],
+        // Five and six bits come from GGUF alone, which has one size of groups for each.
+        name if name.contains("_int6") => &[1],
+        name if name.contains("_int5") => &[2],
+        name if name.ends_with("_affine16") => &[1],
+        _ => &[1, 4],
+    }
+}
+
 /// Every pipeline that a GPU may run, with the constants of each, for attention of `group` query heads per KV head.
 #[doc(hidden)]
 pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
@@ -63,28 +76,28 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] => vec![vec![]],
             ["COLUMNS", "ROW_TILES"] => {
-                Tiles::Gpu.all().iter().map(|tile| vec![tile.columns, tile.row_tiles]).collect()
+                Tiles::Gpu.floats().iter().map(|tile| vec![tile.columns, tile.row_tiles]).collect()
             }
-            // What a CPU does instead of the next.
+            // A CPU's.
             ["COLUMNS", "ROW_TILES", "SCALE_BLOCKS"] => vec![],
             ["COLUMNS", "GEGLU", "SCALE_BLOCKS"] => {
-                // Groups of 16, 32 and 128 columns, where a scheme may have them.
-                let groups: &[u32] = match shader.name {
-                    "fast_matmul_int8_row" => &[1],
-                    name if name.contains("_int8") => &[1, 2],
-                    // Five and six bits come from GGUF alone, which has one size of groups for each.
-                    name if name.contains("_int6") => &[1],
-                    name if name.contains("_int5") => &[2],
-                    name if name.ends_with("_affine16") => &[1],
-                    _ => &[1, 4],
-                };
                 let each = |tile: &Tile| {
                     let columns = tile.columns;
-                    let all =
-                        groups.iter().flat_map(move |group| [0, 1].map(|geglu| vec![columns, geglu, *group]));
-                    all.collect::<Vec<_>>()
+                    let groups = scale_blocks(shader.name).iter();
+                    groups.flat_map(move |group| [0, 1].map(|geglu| vec![columns, geglu, *group]))
                 };
-                Tiles::Gpu.all().iter().flat_map(each).collect()
+                Tiles::Gpu.blocks().iter().flat_map(each).collect()
+            }
+            ["COLUMNS", "HALVES", "SCALE_BLOCKS", ..] => {
+                let Some(base) = shader.name.strip_suffix("_in_tiles") else { return vec![] };
+                let base = shader_named(base);
+                let tiles = Tiles::Matrices(SubgroupTile::RDNA3).blocks().iter();
+                let wide = tiles.filter(|tile| tile.columns > LANE_COLUMNS);
+                let each = |tile| {
+                    let groups = scale_blocks(base.name).iter();
+                    groups.map(move |group| SubgroupTile::RDNA3.pipeline_of(base, *group, tile).1)
+                };
+                wide.copied().flat_map(each).collect()
             }
             ["GROUP", "HEAD_DIM", "ROWS"] => {
                 vec![attention_constants(shader, group as usize, head_dim as usize)]

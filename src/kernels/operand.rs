@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::{Activations, MATRICES, Matrices, Matrix, shader_named, shader_of, shaders, shaders_of};
-use crate::gpu::{Buffer, Device, DeviceKind, GpuError, Pipeline, Recorder, Shader};
+use crate::gpu::{Buffer, Device, DeviceInfo, DeviceKind, GpuError, Pipeline, Recorder, Shader};
 use crate::tensor::{Precision, Scheme, TILE_ROWS};
 
 /// Columns that share a scale (`shaders/common/fast.glsl`).
@@ -35,7 +35,7 @@ pub(super) struct Planes {
 
 /// Rows that so many are padded to: as many as the kernels read at once that take them.
 const fn padded(rows: usize) -> usize {
-    if rows <= MOST_COLUMNS { rows.next_power_of_two() } else { rows.next_multiple_of(4 * MOST_COLUMNS) }
+    if rows <= LANE_COLUMNS as usize { rows.next_power_of_two() } else { rows.next_multiple_of(MOST_COLUMNS) }
 }
 
 impl Quantized {
@@ -96,13 +96,80 @@ impl Operand {
     }
 }
 
+/// The vendor's number on PCI.
+const AMD: u32 = 0x1002;
+
 /// How products are shared out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tiles {
     /// Activations come from scalar registers, one load for all lanes, and are multiplied four at a time.
     Gpu,
+    /// Products with int8 of many tokens by what subgroups multiply; others as above.
+    Matrices(SubgroupTile),
     /// A CPU has neither, so it uses an activation that was loaded and unpacked for several tiles of rows.
     Cpu,
+}
+
+/// A product of small integers that a subgroup computes (`shaders/common/tile.glsl`): `[m, k]` by `[k, n]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SubgroupTile {
+    m: u32,
+    n: u32,
+    k: u32,
+    /// Subgroups of a workgroup, along the rows and along the tokens.
+    subgroups: [u32; 2],
+    is_emulated: bool,
+}
+
+impl SubgroupTile {
+    /// What RDNA3 has.
+    pub(super) const RDNA3: SubgroupTile =
+        SubgroupTile { m: 16, n: 16, k: 16, subgroups: [2, 2], is_emulated: false };
+
+    /// The deepest and largest that the device multiplies and that a workgroup can share out; `None` where there is none.
+    pub fn of(device: &DeviceInfo) -> Option<SubgroupTile> {
+        let lanes = device.caps.required_subgroup_size(shaders::FAST_MATMUL_INT4_IN_TILES.workgroup)?;
+        let all = device.caps.cooperative_matrices.iter().filter(|shape| shape.multiplies_int8());
+        let usable = all.filter_map(|shape| SubgroupTile::new([shape.m, shape.n, shape.k], lanes, false));
+        usable.max_by_key(|tile| (tile.m * tile.n * tile.k, tile.k))
+    }
+
+    /// Such a product as 32 invocations compute it one by one: for devices that have none, to the bits of those that have.
+    pub fn emulated(shape: [u32; 3]) -> Option<SubgroupTile> {
+        SubgroupTile::new(shape, 32, true)
+    }
+
+    fn new([m, n, k]: [u32; 3], lanes: u32, is_emulated: bool) -> Option<SubgroupTile> {
+        // As near to a square as may be: a subgroup then uses most often what it has loaded.
+        let all: u32 = shaders::FAST_MATMUL_INT4_IN_TILES.workgroup.iter().product::<u32>() / lanes;
+        let along_rows = 1 << all.ilog2().div_ceil(2);
+        let subgroups = [along_rows, all / along_rows];
+        let rows = SUBGROUP_ROW_TILES * TILE_ROWS as u32;
+        let mut wide = MATRIX_TILES.iter().filter(|tile| tile.columns > LANE_COLUMNS);
+        let is_whole = rows.is_multiple_of(m * subgroups[0])
+            && wide.all(|tile| tile.columns.is_multiple_of(n * subgroups[1]))
+            && [8, 16, 32].contains(&k)
+            && (m * n).is_multiple_of(lanes);
+        is_whole.then_some(SubgroupTile { m, n, k, subgroups, is_emulated })
+    }
+
+    /// The shader that multiplies in such tiles what `shader` multiplies, for weights of which so many blocks share a scale.
+    pub(super) fn pipeline_of(
+        self,
+        shader: &Shader,
+        scale_blocks: u32,
+        tile: Tile,
+    ) -> (&'static Shader, Vec<u32>) {
+        let way = if self.is_emulated { "in_emulated_tiles" } else { "in_tiles" };
+        // Blocks of 16 weights, each of which may have a scale of its own.
+        let has_halves =
+            !shader.name.contains("_int4") && !shader.name.ends_with("_row") && scale_blocks % 2 == 1;
+        let halves = 1 + u32::from(has_halves);
+        let [along_rows, along_tokens] = self.subgroups;
+        let constants =
+            vec![tile.columns, halves, scale_blocks, self.m, self.n, self.k, along_rows, along_tokens];
+        (shader_named(&format!("{}_{way}", shader.name)), constants)
+    }
 }
 
 /// What a workgroup of a product takes.
@@ -126,36 +193,64 @@ const fn tile(columns: u32, row_tiles: u32) -> Tile {
 }
 
 /// The first that has enough columns for all tokens takes a product, or the last takes it in several passes.
-const GPU_TILES: &[Tile] = &[tile(1, 1), tile(2, 1), tile(4, 1), tile(8, 1), tile(16, 1), tile(32, 1)];
+const GPU_TILES: &[Tile] = MATRIX_TILES.split_at(6).0;
+/// With what subgroups multiply (`shaders/common/fast_in_tiles.glsl`) for more tokens.
+const MATRIX_TILES: &[Tile] = &[
+    tile(1, 1),
+    tile(2, 1),
+    tile(4, 1),
+    tile(8, 1),
+    tile(16, 1),
+    tile(32, 1),
+    tile(64, SUBGROUP_ROW_TILES),
+    tile(128, SUBGROUP_ROW_TILES),
+];
+pub(super) const SUBGROUP_ROW_TILES: u32 = 2;
 /// A CPU has no use for more columns than it has registers, and takes long to compile them.
 const CPU_TILES: &[Tile] = &[tile(1, 1), tile(4, 2), tile(8, 4)];
-/// What a product reads at once, at most.
-const MOST_COLUMNS: usize = GPU_TILES[GPU_TILES.len() - 1].columns as usize;
+/// What products read at once, at most: of those whose lanes are rows, and of all.
+pub(super) const LANE_COLUMNS: u32 = GPU_TILES[GPU_TILES.len() - 1].columns;
+const MOST_COLUMNS: usize = MATRIX_TILES[MATRIX_TILES.len() - 1].columns as usize;
 
 impl Tiles {
+    /// What is best by count. AMD's GPUs add up products of four bytes as fast as they multiply tiles of int8 (`unicorn bench
+    /// isa`); others have units for these that do nothing else.
     pub fn of(device: &Device) -> Tiles {
-        if device.info().kind == DeviceKind::Cpu { Tiles::Cpu } else { Tiles::Gpu }
+        let info = device.info();
+        match (info.kind, SubgroupTile::of(info)) {
+            (DeviceKind::Cpu, _) => Tiles::Cpu,
+            (_, Some(tile)) if info.vendor_id != AMD => Tiles::Matrices(tile),
+            _ => Tiles::Gpu,
+        }
     }
 
-    pub(super) fn all(self) -> &'static [Tile] {
+    /// Of products with f32.
+    pub(super) fn floats(self) -> &'static [Tile] {
         match self {
-            Tiles::Gpu => GPU_TILES,
+            Tiles::Gpu | Tiles::Matrices(_) => GPU_TILES,
             Tiles::Cpu => CPU_TILES,
         }
     }
 
-    /// The one of them that takes so many tokens, and its place.
-    pub(super) fn taking(self, tokens: usize) -> (usize, Tile) {
-        let all = self.all();
-        let at = all.iter().position(|tile| tile.columns as usize >= tokens).unwrap_or(all.len() - 1);
-        (at, all[at])
+    /// Of products with int8. Those of more than [`LANE_COLUMNS`] are what subgroups multiply.
+    pub(super) fn blocks(self) -> &'static [Tile] {
+        match self {
+            Tiles::Matrices(_) => MATRIX_TILES,
+            others => others.floats(),
+        }
     }
+}
+
+/// Which of several tiles takes so many tokens, and its place.
+pub(super) fn taking(tiles: &[Tile], tokens: usize) -> (usize, Tile) {
+    let at = tiles.iter().position(|tile| tile.columns as usize >= tokens).unwrap_or(tiles.len() - 1);
+    (at, tiles[at])
 }
 
 /// The pipelines of one scheme, one for each tile.
 enum ByScheme {
     Floats(Vec<Arc<Pipeline>>),
-    /// `gated` takes two matrices and their GeGLU; it is empty where that needs dispatches of its own.
+    /// `gated` takes two matrices and their GeGLU; tiles for which there is none need dispatches of their own for that.
     Blocks {
         plain: Vec<Arc<Pipeline>>,
         gated: Vec<Arc<Pipeline>>,
@@ -177,27 +272,39 @@ impl Products {
             if products.find(*scheme).is_some() {
                 continue;
             }
-            let each = |shader: &'static Shader, constants: &dyn Fn(&Tile) -> Vec<u32>| {
-                let make = |tile: &Tile| device.pipeline(shader, &constants(tile));
-                tiles.all().iter().map(make).collect::<Result<Vec<_>, _>>()
+            let each = |all: &[Tile], of: &dyn Fn(Tile) -> (&'static Shader, Vec<u32>)| {
+                let make = |tile: &Tile| {
+                    let (shader, constants) = of(*tile);
+                    device.pipeline(shader, &constants)
+                };
+                all.iter().map(make).collect::<Result<Vec<_>, _>>()
             };
             let group = scheme.blocks_per_scale() as u32;
             let made = match (precision.quantizes(*scheme), tiles) {
                 (false, _) => {
                     let shader = shaders_of(*scheme).0;
-                    ByScheme::Floats(each(shader, &|tile| vec![tile.columns, tile.row_tiles])?)
+                    ByScheme::Floats(each(tiles.floats(), &|tile| {
+                        (shader, vec![tile.columns, tile.row_tiles])
+                    })?)
                 }
                 (true, Tiles::Cpu) => {
                     let shader = shader_named(&format!("{}_on_cpu", fast_shader_of(*scheme).0.name));
-                    let plain = each(shader, &|tile| vec![tile.columns, tile.row_tiles, group])?;
+                    let constants = |tile: Tile| vec![tile.columns, tile.row_tiles, group];
+                    let plain = each(tiles.blocks(), &|tile| (shader, constants(tile)))?;
                     ByScheme::Blocks { plain, gated: Vec::new() }
                 }
-                (true, Tiles::Gpu) => {
-                    let of = |geglu: u32| {
-                        each(fast_shader_of(*scheme).0, &|tile| vec![tile.columns, geglu, group])
-                    };
+                (true, _) => {
+                    let shader = fast_shader_of(*scheme).0;
+                    let plain = each(tiles.blocks(), &|tile| match tiles {
+                        Tiles::Matrices(of) if tile.columns > LANE_COLUMNS => {
+                            of.pipeline_of(shader, group, tile)
+                        }
+                        _ => (shader, vec![tile.columns, 0, group]),
+                    })?;
                     let is_gated = matrices.gated.contains(scheme);
-                    ByScheme::Blocks { plain: of(0)?, gated: if is_gated { of(1)? } else { Vec::new() } }
+                    let gated = if is_gated { tiles.floats() } else { &[] };
+                    let gated = each(gated, &|tile| (shader, vec![tile.columns, 1, group]))?;
+                    ByScheme::Blocks { plain, gated }
                 }
             };
             products.by_scheme.push((*scheme, made));
@@ -221,12 +328,6 @@ impl Products {
 
     fn made(&self, scheme: Scheme) -> &ByScheme {
         self.find(scheme).unwrap_or_else(|| panic!("no kernels were made for {scheme}"))
-    }
-
-    /// The pipeline that takes so many tokens, of one for each tile, and that tile.
-    fn tile<'a>(&self, pipelines: &'a [Arc<Pipeline>], tokens: usize) -> (&'a Pipeline, Tile) {
-        let (at, tile) = self.tiles.taking(tokens);
-        (&pipelines[at], tile)
     }
 
     pub fn record(
@@ -275,7 +376,7 @@ impl Products {
         let ByScheme::Floats(pipelines) = self.made(matrix.scheme) else {
             panic!("{}: no such", matrix.scheme)
         };
-        let (pipeline, tile) = self.tile(pipelines, tokens);
+        let (at, tile) = taking(self.tiles.floats(), tokens);
         for shard in &matrix.shards {
             // A shard writes its own columns of y; they interleave, so the rest of it is declared, and barriers order shards.
             let first = 4 * shard.first_row as u64;
@@ -293,7 +394,7 @@ impl Products {
             };
             let parts = tile.parts(shard.rows);
             let passes = Passes::of_floats(matrix.scheme, parts, matrix.cols, tokens, tile);
-            recorder.dispatch(pipeline, &arguments, passes.grid(parts));
+            recorder.dispatch(&pipelines[at], &arguments, passes.grid(parts));
         }
     }
 
@@ -310,7 +411,7 @@ impl Products {
             panic!("{}: no such", matrix.scheme)
         };
         let from = x.planes(tokens, matrix.cols, "matmul: x");
-        let (pipeline, tile) = self.tile(plain, tokens);
+        let (at, tile) = taking(self.tiles.blocks(), tokens);
         for piece in 0..matrix.shards.len() {
             let shard = |i: usize| products.get(i).map(|(matrix, _)| &matrix.shards[piece]);
             let outputs: Vec<Buffer> = products
@@ -347,7 +448,7 @@ impl Products {
             };
             let parts = (0..products.len()).map(|i| tile.parts(rows(i) as usize)).sum();
             let passes = Passes::of_blocks(matrix.scheme, 1, parts, matrix.cols, tokens, tile);
-            recorder.dispatch(pipeline, &arguments, passes.grid(parts));
+            recorder.dispatch(&plain[at], &arguments, passes.grid(parts));
         }
     }
 
@@ -372,10 +473,8 @@ impl Products {
             return false;
         }
         let ByScheme::Blocks { gated, .. } = self.made(gate.scheme) else { return false };
-        if gated.is_empty() {
-            return false;
-        }
-        let (pipeline, tile) = self.tile(gated, tokens);
+        let (at, tile) = taking(self.tiles.blocks(), tokens);
+        let Some(pipeline) = gated.get(at) else { return false };
         let from = x.planes(tokens, gate.cols, "gated: x");
         let to = to.planes(tokens, gate.rows, "gated: y");
         let (gate, scheme, rows, cols) = (&gate.shards[0], gate.scheme, gate.rows, gate.cols);

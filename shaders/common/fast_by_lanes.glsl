@@ -1,0 +1,128 @@
+// A product with int8, lane = row. A workgroup computes 32 rows by COLUMNS tokens, for which weights are read once. Each of its
+// subgroups, or of what several small ones make up, takes a segment of the columns: so an activation is the same for all
+// lanes and can come from a scalar register. A body of fast_matmul.comp.
+
+const uint MATRICES = GEGLU + 1;
+// Columns whose segments are added up at once: an invocation adds one.
+const uint STAGED = SEGMENTS;
+
+shared float partial[MATRICES][SEGMENTS][STAGED][TILE_ROWS];
+// The largest magnitude of a block, and its sums, for each of two digits.
+shared uint largest[2][STAGED];
+shared int sums[2][STAGED][3];
+shared int results[STAGED][TILE_ROWS];
+
+void main() {
+    const uint lane = gl_LocalInvocationID.x, segment = subgroupBroadcastFirst(gl_LocalInvocationID.y);
+    const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
+    if (first_token >= tokens) return;
+    const uint block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS, units_per_row = (cols + BLOCK - 1) / BLOCK;
+
+    Part part = part_of(gl_WorkGroupID.y);
+    const uint tile = part.first_tile;
+    Blocks blocks[MATRICES];
+    Scales scales[MATRICES];
+    blocks[0] = part.blocks;
+    scales[0] = part.scales;
+    if (GEGLU == 1) {
+        blocks[MATRICES - 1] = blocks1_or_none;
+        scales[MATRICES - 1] = scales1_or_none;
+    }
+
+    const uint length = segment_blocks(block_count), segments = (block_count + length - 1) / length;
+    const uint first = min(segment * length, block_count), end = min(first + length, block_count);
+    float acc[MATRICES][COLUMNS];
+    [[unroll]] for (uint m = 0; m < MATRICES; m++)
+        [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[m][c] = 0.0;
+
+    // A block is asked for before the one before it is used.
+    Weights next[MATRICES];
+    [[unroll]] for (uint m = 0; m < MATRICES; m++)
+        next[m] = weights_at(blocks[m], scales[m], tile, min(first, block_count - 1), units_per_row, lane);
+    [[dont_unroll]] for (uint b = first; b < end; b++) {
+        Weights w[MATRICES];
+        vec2 s[MATRICES][UNITS];
+        const uint ahead = min(b + 1, block_count - 1);
+        [[unroll]] for (uint m = 0; m < MATRICES; m++) {
+            w[m] = next[m];
+            next[m] = weights_at(blocks[m], scales[m], tile, ahead, units_per_row, lane);
+            unpack_units(w[m]);
+#if defined(SCALED_BY_GROUP)
+            [[unroll]] for (uint u = 0; u < UNITS; u++) s[m][u] = scale_of_words(w[m].scales[u], lane);
+#endif
+        }
+        uint at = b * x_stride + first_token;
+        [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
+            uint scale_bits = 0;
+            [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
+                const ActivationBlock a = x.at[at + c];
+                const uvec2 scale = x_scales.at[at + c];
+                scale_bits |= scale.x;
+                [[unroll]] for (uint m = 0; m < MATRICES; m++)
+                    acc[m][c] = folded(w[m], a, abs(uintBitsToFloat(scale.x)), scale.y, s[m], acc[m][c]);
+            }
+            // Where a column has no second digit, that adds nothing.
+            if ((scale_bits & SECOND_DIGIT) == 0) break;
+            at += block_count * x_stride;
+        }
+    }
+
+    // An invocation adds up the segments of column `segment` of those that are staged, in order.
+    const uint row = tile * TILE_ROWS + lane;
+    [[unroll]] for (uint staged = 0; staged < COLUMNS; staged += STAGED) {
+        if (staged > 0) barrier();
+        [[unroll]] for (uint m = 0; m < MATRICES; m++)
+            [[unroll]] for (uint c = 0; c < STAGED; c++)
+                if (staged + c < COLUMNS) partial[m][segment][c][lane] = acc[m][staged + c];
+        if (lane < 2) {
+            largest[lane][segment] = 0;
+            [[unroll]] for (uint i = 0; i < 3; i++) sums[lane][segment][i] = 0;
+        }
+        barrier();
+        const uint column = segment, token = first_token + staged + column;
+        const bool is_one = staged + column < COLUMNS && token < tokens;
+        float total[MATRICES];
+        [[unroll]] for (uint m = 0; m < MATRICES; m++) {
+            total[m] = partial[m][0][column][lane];
+            for (uint i = 1; i < segments; i++) total[m] += partial[m][i][column][lane];
+#if defined(SCALES_ROW)
+            total[m] *= half_of(scales[m], tile, lane);
+#endif
+        }
+        if (GEGLU == 0) {
+            if (is_one && row < part.rows) part.y.at[token * part.y_stride + row] = floatBitsToUint(total[0]);
+        } else {
+            // The rows of a tile are a block of what comes next, of as many blocks as there are tiles.
+            float value = is_one && row < part.rows ? gelu_tanh(total[0]) * total[MATRICES - 1] : 0.0;
+            const uint tiles = tiles_of(part.rows);
+            bool has_second = false;
+            [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
+                // What the invocations add up here is all zero.
+                atomicMax(largest[digit][column], magnitude(value));
+                barrier();
+                const uint block_largest = largest[digit][column];
+                const int q = quantized(value, block_largest);
+                results[column][lane] = q;
+                atomicAdd(sums[digit][column][lane / 16], q);
+                atomicAdd(sums[digit][column][2], abs(q));
+                barrier();
+                if (digit == 0) has_second = needs_second(block_largest, sums[digit][column][2]);
+                const uint to = (digit * tiles + tile) * x_stride + token;
+                if (is_one && lane < 8 && (digit == 0 || has_second)) {
+                    const ivec4 four = ivec4(results[column][4 * lane], results[column][4 * lane + 1],
+                                             results[column][4 * lane + 2], results[column][4 * lane + 3]);
+                    y0.at[to * 8 + lane] = packed_four(four);
+                }
+                const float scale = scale_of(block_largest);
+                if (is_one && lane == 0) {
+                    const uint word = packed_sums(sums[digit][column][0], sums[digit][column][1]);
+                    const bool is_there = digit == 0 || has_second;
+                    y1_or_none.at[to * 2] = is_there ? flagged(scale, digit == 0 && has_second) : 0;
+                    y1_or_none.at[to * 2 + 1] = is_there ? word : 0;
+                }
+                value = fma(-float(q), scale, value);
+                barrier();
+            }
+        }
+    }
+}
