@@ -123,6 +123,8 @@ pub struct Hardware {
 #[serde(deny_unknown_fields)]
 pub struct Gpu {
     pub max_submit_ms: u64,
+    /// Whether what a device does best is measured, once.
+    pub tune: bool,
     /// Whether the time of every kernel is measured while serving.
     pub profile: bool,
 }

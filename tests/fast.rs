@@ -8,7 +8,8 @@ use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::{Class, Device, DevicePolicy, Recorder};
 use unicorn::kernels::reference::{BLOCK_COLS, QuantizedActivations, fast_product, log_softmax};
 use unicorn::kernels::{
-    Activations, Kernels, Operand, Quantized, RmsNorm, SubgroupTile, Tiles, Wants, shaders,
+    Activations, ActivationsFrom, GpuTiles, Kernels, Operand, Quantized, RmsNorm, SubgroupTile, Tiles, Wants,
+    shaders,
 };
 use unicorn::model::SamplingParams;
 use unicorn::model::draft::{self, Drafted};
@@ -179,13 +180,22 @@ fn same(got: &[f32], expected: &[f32], what: &str) {
 
 #[test]
 fn every_width_of_every_scheme_yields_the_bits_of_the_twin_as_a_cpu_computes_it() {
-    every_width_yields_the_bits_of_the_twin(Bench::new(71), |_| Tiles::Cpu);
+    every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, |_| Tiles::Cpu);
 }
 
 /// On a CPU too, for what a GPU runs is to be right.
 #[test]
 fn every_width_of_every_scheme_yields_the_bits_of_the_twin_as_a_gpu_computes_it() {
-    every_width_yields_the_bits_of_the_twin(Bench::new(71), |_| Tiles::Gpu);
+    every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, |_| Tiles::COUNTED);
+}
+
+/// Weights of each kind: with scales of rows, of halves of a block with shifts, of blocks, and of six bits.
+const EACH_KIND: [Scheme; 4] = [STORED[0], STORED[5], STORED[7], STORED[17]];
+
+#[test]
+fn every_width_yields_the_bits_of_the_twin_with_activations_from_shared_memory() {
+    let shared = GpuTiles { activations: [ActivationsFrom::SharedMemory; 6], ..GpuTiles::COUNTED };
+    every_width_yields_the_bits_of_the_twin(Bench::new(71), &EACH_KIND, |_| Tiles::Gpu(shared));
 }
 
 /// What subgroups multiply, computed one by one: in the tiles of RDNA, of GPUs that multiply a block at once, and of lavapipe, by
@@ -193,7 +203,13 @@ fn every_width_of_every_scheme_yields_the_bits_of_the_twin_as_a_gpu_computes_it(
 #[test]
 fn every_width_of_every_scheme_yields_the_bits_of_the_twin_in_emulated_tiles() {
     let shapes = [[16, 16, 16], [16, 8, 32], [8, 8, 8]].map(|shape| SubgroupTile::emulated(shape).unwrap());
-    every_width_yields_the_bits_of_the_twin(Bench::new(71), |scheme| Tiles::Matrices(shapes[scheme % 3]));
+    every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, |scheme| {
+        multiplied_by(shapes[scheme % 3])
+    });
+}
+
+fn multiplied_by(tile: SubgroupTile) -> Tiles {
+    Tiles::Gpu(GpuTiles { subgroups: Some(tile), ..GpuTiles::COUNTED })
 }
 
 /// As the device multiplies them.
@@ -204,17 +220,21 @@ fn tiles_that_subgroups_multiply_yield_the_bits_of_the_twin() {
     let tile = |device: &Device| SubgroupTile::of(device.info());
     let device = if tile(&device()).is_some() { device() } else { unvalidated() };
     let Some(tile) = tile(&device) else { return skip("cooperative-matrices") };
-    every_width_yields_the_bits_of_the_twin(Bench::on(&device, 71), |_| Tiles::Matrices(tile));
+    every_width_yields_the_bits_of_the_twin(Bench::on(&device, 71), &EACH_KIND, |_| multiplied_by(tile));
 }
 
-fn every_width_yields_the_bits_of_the_twin(mut b: Bench, tiles_of: impl Fn(usize) -> Tiles) {
+fn every_width_yields_the_bits_of_the_twin(
+    mut b: Bench,
+    schemes: &[Scheme],
+    tiles_of: impl Fn(usize) -> Tiles,
+) {
     let fma = fma_of(&mut b);
-    for (i, scheme) in STORED.into_iter().enumerate() {
+    for (i, &scheme) in schemes.iter().enumerate() {
         let tiles = tiles_of(i);
         b.make_tiles(scheme, Precision::Fast, tiles, false);
         // Those that have tiles of their own; more are several passes.
         let widths: &[usize] = match tiles {
-            Tiles::Matrices(_) => &[33, 130],
+            Tiles::Gpu(gpu) if gpu.subgroups.is_some() => &[33, 130],
             _ => &[1, 2, 3, 5, 8, 9, 17, 40],
         };
         // Rows and columns in parts of tiles and of blocks; a width with segments of several blocks, and of an odd number.
@@ -323,7 +343,7 @@ fn two_products_and_their_geglu_are_what_three_dispatches_make_of_them() {
     let fma = fma_of(&mut b);
     for scheme in STORED {
         // A CPU takes three dispatches for it.
-        b.make_tiles(scheme, Precision::Fast, Tiles::Gpu, true);
+        b.make_tiles(scheme, Precision::Fast, Tiles::COUNTED, true);
         let (matrix_rows, cols) = (100, 80);
         let [gate, up] = [(); 2].map(|()| {
             let stored = b.stored(matrix_rows, cols, scheme);

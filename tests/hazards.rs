@@ -114,7 +114,7 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
         None => return Some(products(b, schemes[which])),
         Some(rest) => rest,
     };
-    let ways = [(Tiles::Gpu, false), (Tiles::Gpu, true), (Tiles::Cpu, false)];
+    let ways = [(Tiles::COUNTED, false), (Tiles::COUNTED, true), (Tiles::Cpu, false)];
     let rest = match rest.checked_sub(ways.len() * STORED.len()) {
         None => {
             let (tiles, gated) = ways[rest % ways.len()];

@@ -45,4 +45,5 @@ mod target;
 mod text;
 mod tidy;
 mod tools;
+mod tune;
 mod watch;

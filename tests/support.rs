@@ -57,7 +57,7 @@ pub fn policy() -> DevicePolicy {
         device: std::env::var("UNICORN_TEST_DEVICE").ok(),
         allow_software: true,
         validation: std::env::var("UNICORN_TEST_VALIDATION").map_or(true, |value| value != "0"),
-        profile: false,
+        ..DevicePolicy::default()
     }
 }
 

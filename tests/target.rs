@@ -134,13 +134,17 @@ fn bounds(name: &str) -> (u64, u64) {
         // 64 sums of f32 for each lane, twice: of a segment, and of those before it.
         ("fast", _) if shader.ends_with("_in_tiles") => (4, 256),
         ("fast", constants) => match constants.split('x').collect::<Vec<_>>()[..] {
-            ["32", "0", _] => (12, 80),
-            [_, "0", _] => (16, 64),
+            // A copy of the loop's body for second digits.
+            [_, _, _, "1"] => (4, 256),
+            ["32", "0", ..] => (12, 80),
+            [_, "0", ..] => (16, 64),
             // Two groups in a block, each with a scale and a shift, of two matrices.
-            ["1" | "2", "1", "1"] if shader.starts_with("fast_matmul_int8_") && !shader.ends_with("_row") => {
+            ["1" | "2", "1", "1", _]
+                if shader.starts_with("fast_matmul_int8_") && !shader.ends_with("_row") =>
+            {
                 (12, 80)
             }
-            ["1" | "2", "1", _] => (15, 64),
+            ["1" | "2", "1", ..] => (15, 64),
             _ => (8, 128),
         },
         _ => (16, 32),
@@ -211,6 +215,11 @@ fn holds_what_it_held(compiler: &Value) {
         let Some((variant, _)) = name.split_once(' ').filter(|(v, _)| v.contains("matmul")) else {
             continue;
         };
+        // What a tuner may choose: it measures what these take.
+        if constants(pipeline).len() == 4 && constants(pipeline)[3] == 1 {
+            rounds_as_the_contract_says(pipeline);
+            continue;
+        }
         if variant.ends_with("_in_tiles") {
             tiles += 1;
             multiplies_its_tiles(pipeline);
@@ -229,7 +238,7 @@ fn holds_what_it_held(compiler: &Value) {
             "{name}: activations are read by each lane"
         );
         let pins = match constants(pipeline)[..] {
-            [_, geglu, blocks] => {
+            [_, geglu, blocks, 0] => {
                 holds_its_loads(pipeline);
                 rounds_as_the_contract_says(pipeline);
                 let pins = FAST_VALU_PER_WEIGHT
@@ -260,7 +269,7 @@ fn constants(pipeline: &Value) -> Vec<u64> {
 
 /// A trip of a product with int8: eight dot products for each column of a block, and each 16 bytes of weights read once.
 fn holds_its_loads(pipeline: &Value) {
-    let [columns, geglu, _] = constants(pipeline)[..] else { panic!("columns, GeGLU, blocks of a scale") };
+    let [columns, geglu, ..] = constants(pipeline)[..] else { panic!("columns, GeGLU, ...") };
     let (name, steady) = (&pipeline["name"], &pipeline["steady"]);
     let (trip, unrolled) = (&steady["trip"], number(steady, "trips_unrolled"));
     let blocks = unrolled * (1 + geglu);
@@ -274,8 +283,8 @@ fn holds_its_loads(pipeline: &Value) {
 /// What rounds in a trip is what `shaders/common/fast.glsl` lists, once for each column: the compiler fused nothing and took
 /// nothing apart.
 fn rounds_as_the_contract_says(pipeline: &Value) {
-    let [columns, geglu, scale_blocks] = constants(pipeline)[..] else {
-        panic!("columns, GeGLU, blocks of a scale")
+    let [columns, geglu, scale_blocks, shared] = constants(pipeline)[..] else {
+        panic!("columns, GeGLU, blocks of a scale, shared activations")
     };
     let (name, shader) = (&pipeline["name"], pipeline["shader"].as_str().expect("a name"));
     let (trip, unrolled) = (&pipeline["steady"]["trip"], number(&pipeline["steady"], "trips_unrolled"));
@@ -291,7 +300,9 @@ fn rounds_as_the_contract_says(pipeline: &Value) {
     };
     let fmas = columns * groups * terms;
     // A row's own scale comes last.
-    let products = if is_any(&["_row"]) { 0 } else { fmas + made * groups };
+    // Of shared activations the loop has a copy for second digits, which takes the same scales.
+    let made = if shared == 1 { made * groups / unrolled } else { made * groups };
+    let products = if is_any(&["_row"]) { 0 } else { fmas + made };
     let counted = ["f32_fma", "f32_mul", "f32_add"].map(|field| number(trip, field));
     assert_eq!(counted, [fmas, products, 0], "{name}: multiply-adds, products, sums of f32");
 }

@@ -1,6 +1,18 @@
 // A product with int8, lane = row. A workgroup computes 32 rows by COLUMNS tokens, for which weights are read once. Each of its
 // subgroups, or of what several small ones make up, takes a segment of the columns: so an activation is the same for all
-// lanes and can come from a scalar register. A body of fast_matmul.comp.
+// lanes and can come from a scalar register, or, with SHARED_ACTIVATIONS, from shared memory. A body of fast_matmul.comp.
+
+layout(constant_id = 3) const uint SHARED_ACTIVATIONS = 0;
+// Blocks of activations there: of each segment COLUMNS.
+const uint SHARED_BLOCKS = SHARED_ACTIVATIONS * SEGMENTS * COLUMNS + 1;
+shared uvec4 shared_low[SHARED_BLOCKS], shared_high[SHARED_BLOCKS];
+shared uvec2 shared_scales[SHARED_BLOCKS];
+
+// Waits for the invocations of a segment: where they are no subgroup, for all.
+void await_segment() {
+    if (gl_SubgroupSize == gl_WorkGroupSize.x) subgroupBarrier();
+    else barrier();
+}
 
 const uint MATRICES = GEGLU + 1;
 // Columns whose segments are added up at once: an invocation adds one.
@@ -39,7 +51,16 @@ void main() {
     Weights next[MATRICES];
     [[unroll]] for (uint m = 0; m < MATRICES; m++)
         next[m] = weights_at(blocks[m], scales[m], tile, min(first, block_count - 1), units_per_row, lane);
-    [[dont_unroll]] for (uint b = first; b < end; b++) {
+    ActivationBlock next_block;
+    uvec2 next_scale;
+    if (SHARED_ACTIVATIONS == 1 && lane < COLUMNS) {
+        const uint at = min(first, block_count - 1) * x_stride + first_token + lane;
+        next_block = x.at[at];
+        next_scale = x_scales.at[at];
+    }
+    // Those who wait for each other take equally many trips, the last of which may do nothing.
+    const uint last = SHARED_ACTIVATIONS == 1 ? first + length : end;
+    [[dont_unroll]] for (uint b = first; b < last; b++) {
         Weights w[MATRICES];
         vec2 s[MATRICES][UNITS];
         const uint ahead = min(b + 1, block_count - 1);
@@ -51,9 +72,32 @@ void main() {
             [[unroll]] for (uint u = 0; u < UNITS; u++) s[m][u] = scale_of_words(w[m].scales[u], lane);
 #endif
         }
-        uint at = b * x_stride + first_token;
-        [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
-            uint scale_bits = 0;
+        const uint shared_at = SHARED_ACTIVATIONS * segment * COLUMNS;
+        if (SHARED_ACTIVATIONS == 1) {
+            if (lane < COLUMNS) {
+                shared_low[shared_at + lane] = next_block.low;
+                shared_high[shared_at + lane] = next_block.high;
+                shared_scales[shared_at + lane] = next_scale;
+                next_block = x.at[ahead * x_stride + first_token + lane];
+                next_scale = x_scales.at[ahead * x_stride + first_token + lane];
+            }
+            await_segment();
+        }
+        uint at = b * x_stride + first_token, scale_bits = 0;
+        if (SHARED_ACTIVATIONS == 1) {
+            if (b < end) [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
+                const ActivationBlock a = ActivationBlock(shared_low[shared_at + c], shared_high[shared_at + c]);
+                const uvec2 scale = shared_scales[shared_at + c];
+                scale_bits |= scale.x;
+                [[unroll]] for (uint m = 0; m < MATRICES; m++)
+                    acc[m][c] = folded(w[m], a, abs(uintBitsToFloat(scale.x)), scale.y, s[m], acc[m][c]);
+            }
+            at += block_count * x_stride;
+        }
+        // Both digits, or the second alone.
+        [[dont_unroll]] for (uint digit = SHARED_ACTIVATIONS; digit < 2 && b < end; digit++) {
+            if (SHARED_ACTIVATIONS == 1 && (scale_bits & SECOND_DIGIT) == 0) break;
+            scale_bits = 0;
             [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
                 const ActivationBlock a = x.at[at + c];
                 const uvec2 scale = x_scales.at[at + c];
@@ -65,6 +109,7 @@ void main() {
             if ((scale_bits & SECOND_DIGIT) == 0) break;
             at += block_count * x_stride;
         }
+        if (SHARED_ACTIVATIONS == 1) await_segment();
     }
 
     // An invocation adds up the segments of column `segment` of those that are staged, in order.

@@ -30,6 +30,9 @@ pub struct Global {
     /// Accept a Vulkan device that is software on the CPU: slow, for tests and demonstrations
     #[arg(long, global = true)]
     pub allow_software_vulkan: bool,
+    /// Do not measure what the GPU does best; take what is best by count
+    #[arg(long, global = true)]
+    pub no_tune: bool,
     /// Store the weights as: none, int8-row, int4-g32, int4-g128, int4-g128-emb8, emb8
     #[arg(long, global = true, value_name = "MODE")]
     pub quantize: Option<QuantizeMode>,

@@ -14,10 +14,11 @@ use crate::config::{self, Config};
 use crate::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use crate::gpu::placement::{Class, Heap, Limits, Machine, Placement};
 use crate::gpu::{self, Counts, Device, DeviceInfo, DevicePolicy};
-use crate::model::Runner;
 use crate::model::config::{Gemma3Config, GenerationConfig};
 use crate::model::draft::{self, Draft, Drafted};
 use crate::model::gemma3::{Gemma3, LoadError, LoadOptions, Loaded, Progress};
+use crate::model::{Runner, tune};
+use crate::tensor::Precision;
 use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
 
 /// For the engine to give the device back.
@@ -163,13 +164,21 @@ fn on_device(
             files.location()
         );
     }
-    let device = Device::open(&policy(config, watch == Watch::Kernels))?;
+    let policy = policy(config, watch == Watch::Kernels);
+    let mut device = Device::open(&policy)?;
+    let mut tiles = None;
+    // What meets f32 has nothing to choose.
+    if config.gpu.tune && config.model.precision == Precision::Fast {
+        let tuned = tune::tuned(device, &policy)?;
+        (device, tiles) = (tuned.0, Some(tuned.1));
+    }
     let options = LoadOptions {
         quantize: config.model.quantize,
         max_context: config.engine.context,
         sequences: config.engine.sequences,
         kv: config.kv.dtype,
         precision: config.model.precision,
+        tiles,
         block_size: config.kv.block_size,
         max_submit: max_submit(config),
         memory: limits(&config.memory),
@@ -388,6 +397,7 @@ fn policy(config: &Config, profile: bool) -> DevicePolicy {
         allow_software: config.hardware.allow_software_vulkan,
         validation: config.hardware.validation,
         profile,
+        queue: None,
     }
 }
 

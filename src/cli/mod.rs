@@ -119,6 +119,9 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
     if let Some(device) = &global.device {
         flags.set("hardware", "device", device.clone());
     }
+    if global.no_tune {
+        flags.set("gpu", "tune", false);
+    }
     if global.allow_software_vulkan {
         flags.set("hardware", "allow_software_vulkan", true);
     }

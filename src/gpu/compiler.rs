@@ -40,7 +40,7 @@ impl Compiler {
         let chosen = candidates.into_iter().find(|c| c.info.name.contains(part)).ok_or_else(|| {
             GpuError::NoDevice(format!("none is called {part:?}; seen: {}", seen.join("; ")))
         })?;
-        let queue_family = chosen.queue_family.unwrap_or(0);
+        let queue_family = chosen.queues.first().map_or(0, |queue| queue.index);
         let raw = chosen.info.caps.create_device(&instance.raw, chosen.raw, queue_family, &[], true)?;
         let raw = RawDevice(raw);
         let push =

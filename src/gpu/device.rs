@@ -6,8 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ash::{ext, khr, vk};
+use serde::{Deserialize, Serialize};
 
 use super::GpuError;
+use super::cache::Cache;
 use super::caps::Caps;
 use super::instance::{Instance, ValidationLog};
 use super::memory::Heaps;
@@ -38,6 +40,34 @@ pub struct DevicePolicy {
     pub validation: bool,
     /// Time every dispatch with timestamp queries.
     pub profile: bool,
+    /// The kind of its queue. `None`: one that the desktop does not share.
+    pub queue: Option<QueueKind>,
+}
+
+/// What a queue can do beside computing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum QueueKind {
+    Compute,
+    Graphics,
+}
+
+impl fmt::Display for QueueKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            QueueKind::Compute => "compute",
+            QueueKind::Graphics => "graphics",
+        })
+    }
+}
+
+/// A family of queues that compute.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct QueueFamily {
+    pub kind: QueueKind,
+    pub index: u32,
+    /// Of its timestamps; 0 where it has none.
+    timestamp_bits: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -85,6 +115,8 @@ pub struct DeviceInfo {
     pub driver: String,
     /// By PCI.
     pub vendor_id: u32,
+    /// The kinds of queues that compute, the one first that is taken where nobody asks for another.
+    pub queues: Vec<QueueKind>,
     pub heaps: Vec<HeapInfo>,
     pub caps: Caps,
     pub max_allocation_bytes: u64,
@@ -110,14 +142,13 @@ pub fn list_devices() -> Result<Vec<DeviceInfo>, GpuError> {
 
 pub(super) struct Candidate {
     pub raw: vk::PhysicalDevice,
-    pub queue_family: Option<u32>,
+    /// The first of each kind; one with compute and no graphics first, for its queue is not shared with the desktop's.
+    pub queues: Vec<QueueFamily>,
     memory_budget: bool,
     pipeline_cache_uuid: [u8; 16],
     driver_version: u32,
     device_id: u32,
     timestamp_period_ns: f32,
-    /// Of the compute queue's timestamps; 0 where it has none.
-    timestamp_bits: u32,
     pub info: DeviceInfo,
 }
 
@@ -158,13 +189,19 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
         format!("{domain:04x}:{bus:02x}:{slot:02x}.{function}")
     });
     let heaps = super::memory::heap_infos(vk_instance, raw, memory_budget);
-    // A family with compute and no graphics first: its queue is not shared with the desktop's.
-    let queue_family = families
-        .iter()
-        .enumerate()
-        .filter(|(_, f)| f.queue_flags.contains(vk::QueueFlags::COMPUTE))
-        .min_by_key(|(_, f)| f.queue_flags.contains(vk::QueueFlags::GRAPHICS))
-        .map(|(i, _)| i as u32);
+    let mut queues: Vec<QueueFamily> = Vec::new();
+    for (index, family) in families.iter().enumerate() {
+        let has = |flags| family.queue_flags.contains(flags);
+        let kind = if has(vk::QueueFlags::GRAPHICS) { QueueKind::Graphics } else { QueueKind::Compute };
+        if has(vk::QueueFlags::COMPUTE) && !queues.iter().any(|q| q.kind == kind) {
+            queues.push(QueueFamily {
+                kind,
+                index: index as u32,
+                timestamp_bits: family.timestamp_valid_bits,
+            });
+        }
+    }
+    queues.sort_by_key(|q| q.kind == QueueKind::Graphics);
 
     // A validation layer reports what it does not know.
     let may_have = |name: &std::ffi::CStr| {
@@ -178,7 +215,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
             missing.push(what.to_string());
         }
     };
-    need(queue_family.is_some(), "a compute queue");
+    need(!queues.is_empty(), "a compute queue");
     need(heaps.iter().any(|h| h.size_bytes > 0), "a memory heap");
 
     let text = |s: Result<&std::ffi::CStr, _>| {
@@ -186,13 +223,11 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
     };
     Candidate {
         raw,
-        queue_family,
         memory_budget,
         pipeline_cache_uuid: properties.pipeline_cache_uuid,
         driver_version: properties.driver_version,
         device_id: properties.device_id,
         timestamp_period_ns: properties.limits.timestamp_period,
-        timestamp_bits: queue_family.map_or(0, |i| families[i as usize].timestamp_valid_bits),
         info: DeviceInfo {
             index,
             name: text(properties.device_name_as_c_str()),
@@ -209,6 +244,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
                 text(driver.driver_info_as_c_str())
             ),
             vendor_id: properties.vendor_id,
+            queues: queues.iter().map(|queue| queue.kind).collect(),
             heaps,
             caps,
             max_allocation_bytes: limits3.max_memory_allocation_size.min(limits4.max_buffer_size),
@@ -216,6 +252,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
             pci,
             missing,
         },
+        queues,
     }
 }
 
@@ -283,10 +320,13 @@ pub struct Device {
     pub(super) debug: Option<ext::debug_utils::Device>,
     pub(super) physical: vk::PhysicalDevice,
     pub(super) queue_family: u32,
+    queue_kind: QueueKind,
     pub(super) memory_budget: bool,
     pub(super) timestamp_period_ns: f32,
     pub(super) timestamp_bits: u32,
     pub(super) heaps: Heaps,
+    /// What is kept of it from run to run.
+    pub(super) cache: Cache,
     pub(super) pipelines: Pipelines,
     pub(super) profile: Option<Mutex<Profile>>,
     info: DeviceInfo,
@@ -333,14 +373,20 @@ impl Device {
         let mut candidates = enumerate(&instance)?;
         let infos: Vec<_> = candidates.iter().map(|c| c.info.clone()).collect();
         let chosen = candidates.swap_remove(choose(policy, &infos)?);
-        let queue_family = chosen.queue_family.expect("a usable device has a compute queue");
+        let mut queues = chosen.queues.iter();
+        let family = match policy.queue {
+            None => *queues.next().expect("a usable device has a compute queue"),
+            Some(kind) => *queues.find(|queue| queue.kind == kind).ok_or_else(|| {
+                GpuError::NoDevice(format!("{} has no {kind} queue that computes", chosen.info.name))
+            })?,
+        };
 
         let extensions: &[_] = if chosen.memory_budget { &[ext::memory_budget::NAME] } else { &[] };
         let caps = &chosen.info.caps;
-        let raw = caps.create_device(&instance.raw, chosen.raw, queue_family, extensions, false)?;
+        let raw = caps.create_device(&instance.raw, chosen.raw, family.index, extensions, false)?;
         let raw = RawDevice(raw);
         // SAFETY: family and index were asked for above.
-        let queue = unsafe { raw.get_device_queue(queue_family, 0) };
+        let queue = unsafe { raw.get_device_queue(family.index, 0) };
 
         let debug = instance.debug.is_some().then(|| ext::debug_utils::Device::new(&instance.raw, &raw));
         let cache_key = format!(
@@ -350,7 +396,8 @@ impl Device {
             chosen.driver_version,
             chosen.pipeline_cache_uuid.iter().map(|b| format!("{b:02x}")).collect::<String>()
         );
-        let pipelines = Pipelines::new(&raw, cache_key)?;
+        let cache = Cache::new(cache_key);
+        let pipelines = Pipelines::new(&raw, &cache)?;
         let mut kind = vk::SemaphoreTypeCreateInfo::default()
             .semaphore_type(vk::SemaphoreType::TIMELINE)
             .initial_value(0);
@@ -361,7 +408,7 @@ impl Device {
             .inspect_err(|_| unsafe { pipelines.destroy(&raw) })
             .map_err(GpuError::of("vkCreateSemaphore"))?;
         let heaps = Heaps::new(&instance.raw, chosen.raw);
-        let profile = policy.profile && chosen.timestamp_bits > 0;
+        let profile = policy.profile && family.timestamp_bits > 0;
         if policy.profile && !profile {
             tracing::warn!(
                 "{}: its compute queue has no timestamps, so no kernel can be timed",
@@ -371,11 +418,13 @@ impl Device {
         let device = Device {
             debug,
             physical: chosen.raw,
-            queue_family,
+            queue_family: family.index,
+            queue_kind: family.kind,
             memory_budget: chosen.memory_budget,
             timestamp_period_ns: chosen.timestamp_period_ns,
-            timestamp_bits: chosen.timestamp_bits,
+            timestamp_bits: family.timestamp_bits,
             heaps,
+            cache,
             pipelines,
             profile: profile.then(|| Mutex::new(Profile::default())),
             info: chosen.info,
@@ -401,6 +450,21 @@ impl Device {
 
     pub fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+
+    /// Whether its queue is one that the desktop may share.
+    pub fn queue_kind(&self) -> QueueKind {
+        self.queue_kind
+    }
+
+    /// What was kept of the device under this name, by this driver and these shaders.
+    pub fn kept(&self, name: &str) -> Option<Vec<u8>> {
+        self.cache.read(name)
+    }
+
+    /// Keeps that for the next start. What cannot be kept costs time, not answers: it is logged and left.
+    pub fn keep(&self, name: &str, data: &[u8]) {
+        self.cache.write(name, data);
     }
 
     /// What the kernel says this process holds of the device; `None` where it says nothing.
@@ -602,6 +666,7 @@ mod tests {
             name: name.into(),
             kind,
             vendor_id: 0,
+            queues: vec![QueueKind::Compute],
             driver: "test".into(),
             caps: Caps::default(),
             heaps: vec![HeapInfo {

@@ -4,7 +4,8 @@
 //! derives barriers. It refuses to know what a tensor or a model is, to fall back to another device, and to
 //! allocate behind its caller's back.
 
-pub mod caps;
+mod cache;
+mod caps;
 #[doc(hidden)]
 pub mod compiler;
 mod device;
@@ -23,7 +24,8 @@ mod watchdog;
 
 pub use caps::{Caps, Need};
 pub use device::{
-    Device, DeviceInfo, DeviceKind, DevicePolicy, HeapInfo, NO_DRIVER_HINT, chosen_device, list_devices,
+    Device, DeviceInfo, DeviceKind, DevicePolicy, HeapInfo, NO_DRIVER_HINT, QueueKind, chosen_device,
+    list_devices,
 };
 pub use error::GpuError;
 pub use instance::ValidationLog;

@@ -1,14 +1,15 @@
-//! Compute pipelines, made once per shader and set of constants, and their cache on disk.
+//! Compute pipelines, made once per shader and set of constants.
 
 use std::collections::HashMap;
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use ash::vk;
-use sha2::{Digest, Sha256};
 
+use super::cache::Cache;
 use super::{Buffer, Device, DeviceInfo, GpuError, Need};
+
+/// What the cache of pipelines is kept as.
+const KEPT: &str = "pipelines";
 
 /// Push-constant bytes of every pipeline layout: what Vulkan guarantees.
 pub(super) const PUSH_BYTES: u32 = 128;
@@ -77,14 +78,11 @@ pub(super) struct Pipelines {
     pub layout: vk::PipelineLayout,
     cache: vk::PipelineCache,
     made: Mutex<HashMap<Key, Arc<Pipeline>>>,
-    file: Option<PathBuf>,
 }
 
 impl Pipelines {
-    /// `driver_key` names device, driver version and driver build; the file name adds the shaders' hash.
-    pub fn new(raw: &ash::Device, driver_key: String) -> Result<Pipelines, GpuError> {
-        let file = cache_dir().map(|d| d.join(format!("pipelines-{driver_key}-{}.bin", env!("SHADER_HASH"))));
-        let saved = file.as_deref().and_then(read_cache).unwrap_or_default();
+    pub fn new(raw: &ash::Device, kept: &Cache) -> Result<Pipelines, GpuError> {
+        let saved = kept.read(KEPT).unwrap_or_default();
         let push =
             [vk::PushConstantRange::default().stage_flags(vk::ShaderStageFlags::COMPUTE).size(PUSH_BYTES)];
         let info = vk::PipelineLayoutCreateInfo::default().push_constant_ranges(&push);
@@ -97,7 +95,7 @@ impl Pipelines {
             // SAFETY: nothing uses the layout yet.
             .inspect_err(|_| unsafe { raw.destroy_pipeline_layout(layout, None) })
             .map_err(GpuError::of("vkCreatePipelineCache"))?;
-        Ok(Pipelines { layout, cache, made: Mutex::default(), file })
+        Ok(Pipelines { layout, cache, made: Mutex::default() })
     }
 
     /// SAFETY (caller): no submitted work uses a pipeline any more.
@@ -136,16 +134,12 @@ impl Device {
         Ok(Pipeline { raw, name, shader })
     }
 
-    /// Writes the pipeline cache for the next start. A cache that cannot be written costs time, not answers:
-    /// it is logged and left.
+    /// Keeps the pipeline cache for the next start.
     pub fn save_pipeline_cache(&self) {
-        let Some(file) = &self.pipelines.file else { return };
         // SAFETY: the cache is this device's.
-        let data = unsafe { self.raw.get_pipeline_cache_data(self.pipelines.cache) };
-        let written =
-            data.map_err(|e| e.to_string()).and_then(|d| write_cache(file, &d).map_err(|e| e.to_string()));
-        if let Err(e) = written {
-            tracing::warn!("pipeline cache {} not written: {e}", file.display());
+        match unsafe { self.raw.get_pipeline_cache_data(self.pipelines.cache) } {
+            Ok(data) => self.cache.write(KEPT, &data),
+            Err(e) => tracing::warn!("no pipeline cache is kept: {e}"),
         }
     }
 }
@@ -206,48 +200,5 @@ pub(super) fn create_pipeline(
         let made = raw.create_compute_pipelines(cache, &[info], None);
         raw.destroy_shader_module(module, None);
         Ok(made.map_err(|(_, e)| GpuError::of(&format!("compiling {name}"))(e))?[0])
-    }
-}
-
-/// `$UNICORN_CACHE_DIR`, else the user's cache directory, else none.
-fn cache_dir() -> Option<PathBuf> {
-    let var = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-    var("UNICORN_CACHE_DIR")
-        .or_else(|| Some(var("XDG_CACHE_HOME")?.join("unicorn")))
-        .or_else(|| Some(var("HOME")?.join(".cache/unicorn")))
-}
-
-/// The cache's bytes, if the file is whole: SHA-256 of the rest, then the rest.
-fn read_cache(file: &Path) -> Option<Vec<u8>> {
-    let bytes = fs::read(file).ok()?;
-    let (hash, data) = bytes.split_at_checked(32)?;
-    (Sha256::digest(data).as_slice() == hash).then(|| data.to_vec())
-}
-
-fn write_cache(file: &Path, data: &[u8]) -> std::io::Result<()> {
-    let dir = file.parent().expect("the cache file has a directory");
-    fs::create_dir_all(dir)?;
-    let partial = file.with_extension(format!("tmp{}", std::process::id()));
-    fs::write(&partial, [Sha256::digest(data).as_slice(), data].concat())?;
-    fs::rename(&partial, file)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_damaged_cache_file_is_not_used() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("sub/pipelines.bin");
-        assert_eq!(read_cache(&file), None);
-        write_cache(&file, b"cache data").unwrap();
-        assert_eq!(read_cache(&file).as_deref(), Some(&b"cache data"[..]));
-        let mut bytes = fs::read(&file).unwrap();
-        *bytes.last_mut().unwrap() ^= 1;
-        fs::write(&file, &bytes).unwrap();
-        assert_eq!(read_cache(&file), None);
-        fs::write(&file, b"short").unwrap();
-        assert_eq!(read_cache(&file), None);
     }
 }

@@ -4,7 +4,7 @@
 //! Bytes are what must come from memory or go there if caches hold nothing but what the text says. A trip is one of the
 //! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
 
-use super::operand::{BLOCK_COLS, Passes, SUBGROUP_ROW_TILES, Tiles, fast_shader_of, taking};
+use super::operand::{BLOCK_COLS, GpuTiles, Passes, SUBGROUP_ROW_TILES, Tiles, fast_shader_of, taking};
 use super::{
     AttentionShape, DRAW_BINS, DRAW_CHUNK, Item, Quantized, Room, Run, Shares, Wants, attention_constants,
     attention_of, shaders, shaders_of,
@@ -75,7 +75,7 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
         let activation_bytes = dispatch.activation_bytes + floats(tokens * all);
         return Dispatch { weight_bytes, activation_bytes, ..dispatch };
     }
-    let (_, tile) = taking(Tiles::Gpu.floats(), tokens);
+    let (_, tile) = taking(Tiles::COUNTED.floats(), tokens);
     let passes = Passes::of_floats(scheme, tiles as u32, cols, tokens, tile);
     Dispatch {
         constants: vec![tile.columns, tile.row_tiles],
@@ -99,12 +99,12 @@ pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatc
 
 /// What a product with int8 is, without its weights and what it yields.
 fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
-    let (_, tile) = taking(Tiles::Gpu.blocks(), tokens);
+    let (_, tile) = taking(&Tiles::COUNTED.blocks(), tokens);
     let (shader, group) = fast_shader_of(scheme);
     let passes = Passes::of_blocks(scheme, 1 + u32::from(geglu), tiles as u32, cols, tokens, tile);
     let workgroups = tiles * tokens.div_ceil(tile.columns as usize);
     Dispatch {
-        constants: vec![tile.columns, u32::from(geglu), group],
+        constants: GpuTiles::COUNTED.pipeline_of(shader, group, tile, geglu).1,
         trips: segment_blocks(cols) as f64,
         weight_passes: passes.weight_reads.into(),
         activation_bytes: u64::from(passes.activation_reads) * Quantized::bytes_of_digit(tokens, cols),
@@ -343,7 +343,7 @@ impl Body {
 pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Body> {
     let kernel = shader.name.split('_').next().unwrap_or_default();
     match (kernel, constants) {
-        ("fast", [columns, geglu, _]) => {
+        ("fast", [columns, geglu, _, _]) => {
             // A trip is a block of 32 columns of a row, of one matrix or of two.
             let weights = BLOCK_COLS as u64 * u64::from(1 + geglu);
             let steady = program.inside(None).max_by_key(|i| program.trip(*i, &|_| 1).dot4)?;

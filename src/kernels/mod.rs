@@ -20,8 +20,8 @@ mod weights;
 
 pub use attention::{Item, Part, Room, Run, Shares, Splits, partial_width};
 pub(crate) use operand::are_alike;
-use operand::{LANE_COLUMNS, Products, Tile};
-pub use operand::{Operand, Quantized, SubgroupTile, Tiles, Wants};
+pub use operand::{ActivationsFrom, GpuTiles, Operand, Quantized, SubgroupTile, Tiles, Wants};
+use operand::{LANE_COLUMNS, LANE_TILES, Products};
 pub use peak::Peak;
 pub use weights::{Embedding, Matrix, UploadError};
 
@@ -69,35 +69,44 @@ fn scale_blocks(shader: &str) -> &'static [u32] {
     }
 }
 
+/// The constants of every width of a product with int8.
+fn of_int8(shader: &'static Shader, tiles: &GpuTiles, geglu: &[bool]) -> Vec<Vec<u32>> {
+    let mut all = Vec::new();
+    for tile in Tiles::Gpu(*tiles).blocks() {
+        for group in scale_blocks(shader.name) {
+            all.extend(geglu.iter().map(|geglu| tiles.pipeline_of(shader, *group, tile, *geglu).1));
+        }
+    }
+    all
+}
+
 /// Every pipeline that a GPU may run, with the constants of each, for attention of `group` query heads per KV head.
 #[doc(hidden)]
 pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
-    let constants = |shader: &Shader| -> Vec<Vec<u32>> {
+    let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] => vec![vec![]],
             ["COLUMNS", "ROW_TILES"] => {
-                Tiles::Gpu.floats().iter().map(|tile| vec![tile.columns, tile.row_tiles]).collect()
+                Tiles::COUNTED.floats().iter().map(|tile| vec![tile.columns, tile.row_tiles]).collect()
             }
             // A CPU's.
             ["COLUMNS", "ROW_TILES", "SCALE_BLOCKS"] => vec![],
-            ["COLUMNS", "GEGLU", "SCALE_BLOCKS"] => {
-                let each = |tile: &Tile| {
-                    let columns = tile.columns;
-                    let groups = scale_blocks(shader.name).iter();
-                    groups.flat_map(move |group| [0, 1].map(|geglu| vec![columns, geglu, *group]))
+            ["COLUMNS", "GEGLU", "SCALE_BLOCKS", _] => {
+                let mut all = of_int8(shader, &GpuTiles::COUNTED, &[false, true]);
+                // The most that shared memory takes.
+                let shared = GpuTiles {
+                    activations: [ActivationsFrom::SharedMemory; LANE_TILES],
+                    ..GpuTiles::COUNTED
                 };
-                Tiles::Gpu.blocks().iter().flat_map(each).collect()
+                let widest = |constants: &Vec<u32>| constants[0] == LANE_COLUMNS;
+                all.extend(of_int8(shader, &shared, &[false, true]).into_iter().filter(widest));
+                all
             }
             ["COLUMNS", "HALVES", "SCALE_BLOCKS", ..] => {
-                let Some(base) = shader.name.strip_suffix("_in_tiles") else { return vec![] };
-                let base = shader_named(base);
-                let tiles = Tiles::Matrices(SubgroupTile::RDNA3).blocks().iter();
-                let wide = tiles.filter(|tile| tile.columns > LANE_COLUMNS);
-                let each = |tile| {
-                    let groups = scale_blocks(base.name).iter();
-                    groups.map(move |group| SubgroupTile::RDNA3.pipeline_of(base, *group, tile).1)
-                };
-                wide.copied().flat_map(each).collect()
+                let Some(lanes) = shader.name.strip_suffix("_in_tiles") else { return vec![] };
+                let tiles = GpuTiles { subgroups: Some(SubgroupTile::RDNA3), ..GpuTiles::COUNTED };
+                let all = of_int8(shader_named(lanes), &tiles, &[false]);
+                all.into_iter().filter(|constants| constants[0] > LANE_COLUMNS).collect()
             }
             ["GROUP", "HEAD_DIM", "ROWS"] => {
                 vec![attention_constants(shader, group as usize, head_dim as usize)]

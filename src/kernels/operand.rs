@@ -5,6 +5,8 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use super::{Activations, MATRICES, Matrices, Matrix, shader_named, shader_of, shaders, shaders_of};
 use crate::gpu::{Buffer, Device, DeviceInfo, DeviceKind, GpuError, Pipeline, Recorder, Shader};
 use crate::tensor::{Precision, Scheme, TILE_ROWS};
@@ -99,19 +101,56 @@ impl Operand {
 /// The vendor's number on PCI.
 const AMD: u32 = 0x1002;
 
-/// How products are shared out.
+/// How products are shared out: no choice of it changes a bit of what products with int8 yield.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tiles {
-    /// Activations come from scalar registers, one load for all lanes, and are multiplied four at a time.
-    Gpu,
-    /// Products with int8 of many tokens by what subgroups multiply; others as above.
-    Matrices(SubgroupTile),
-    /// A CPU has neither, so it uses an activation that was loaded and unpacked for several tiles of rows.
+    Gpu(GpuTiles),
+    /// A CPU has neither scalar registers nor dot products of packed bytes, so it uses an activation that was loaded and
+    /// unpacked for several tiles of rows.
     Cpu,
 }
 
+/// How a GPU shares out products with int8.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuTiles {
+    /// Where the activations of lanes that are rows come from, for each of [`LANE_TILES`].
+    pub activations: [ActivationsFrom; LANE_TILES],
+    /// The most tokens that lanes take at once: one of the widths of these.
+    pub lane_tokens: u32,
+    /// What takes more tokens, if not lanes in several passes.
+    pub subgroups: Option<SubgroupTile>,
+}
+
+/// Where lanes that are rows have their activations from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ActivationsFrom {
+    /// One load for all lanes.
+    ScalarRegisters,
+    SharedMemory,
+}
+
+impl GpuTiles {
+    /// What is best by count for a Radeon 780M.
+    pub const COUNTED: GpuTiles = GpuTiles {
+        activations: [ActivationsFrom::ScalarRegisters; LANE_TILES],
+        lane_tokens: LANE_COLUMNS,
+        subgroups: None,
+    };
+
+    /// Tokens that lanes take at once.
+    pub fn widths() -> [u32; LANE_TILES] {
+        std::array::from_fn(|i| GPU_TILES[i].columns)
+    }
+
+    /// Whether there are such kernels.
+    pub fn is_one(&self) -> bool {
+        GpuTiles::widths().contains(&self.lane_tokens)
+    }
+}
+
 /// A product of small integers that a subgroup computes (`shaders/common/tile.glsl`): `[m, k]` by `[k, n]`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SubgroupTile {
     m: u32,
     n: u32,
@@ -145,7 +184,7 @@ impl SubgroupTile {
         let along_rows = 1 << all.ilog2().div_ceil(2);
         let subgroups = [along_rows, all / along_rows];
         let rows = SUBGROUP_ROW_TILES * TILE_ROWS as u32;
-        let mut wide = MATRIX_TILES.iter().filter(|tile| tile.columns > LANE_COLUMNS);
+        let mut wide = WITH_SUBGROUPS.iter().filter(|tile| tile.columns > LANE_COLUMNS);
         let is_whole = rows.is_multiple_of(m * subgroups[0])
             && wide.all(|tile| tile.columns.is_multiple_of(n * subgroups[1]))
             && [8, 16, 32].contains(&k)
@@ -193,9 +232,9 @@ const fn tile(columns: u32, row_tiles: u32) -> Tile {
 }
 
 /// The first that has enough columns for all tokens takes a product, or the last takes it in several passes.
-const GPU_TILES: &[Tile] = MATRIX_TILES.split_at(6).0;
+const GPU_TILES: &[Tile] = WITH_SUBGROUPS.split_at(LANE_TILES).0;
 /// With what subgroups multiply (`shaders/common/fast_in_tiles.glsl`) for more tokens.
-const MATRIX_TILES: &[Tile] = &[
+const WITH_SUBGROUPS: &[Tile] = &[
     tile(1, 1),
     tile(2, 1),
     tile(4, 1),
@@ -205,38 +244,63 @@ const MATRIX_TILES: &[Tile] = &[
     tile(64, SUBGROUP_ROW_TILES),
     tile(128, SUBGROUP_ROW_TILES),
 ];
+/// How many of them lanes that are rows take.
+pub(super) const LANE_TILES: usize = 6;
 pub(super) const SUBGROUP_ROW_TILES: u32 = 2;
 /// A CPU has no use for more columns than it has registers, and takes long to compile them.
 const CPU_TILES: &[Tile] = &[tile(1, 1), tile(4, 2), tile(8, 4)];
 /// What products read at once, at most: of those whose lanes are rows, and of all.
-pub(super) const LANE_COLUMNS: u32 = GPU_TILES[GPU_TILES.len() - 1].columns;
-const MOST_COLUMNS: usize = MATRIX_TILES[MATRIX_TILES.len() - 1].columns as usize;
+pub(super) const LANE_COLUMNS: u32 = GPU_TILES[LANE_TILES - 1].columns;
+const MOST_COLUMNS: usize = WITH_SUBGROUPS[WITH_SUBGROUPS.len() - 1].columns as usize;
 
 impl Tiles {
+    /// By count, for what was not measured.
+    pub const COUNTED: Tiles = Tiles::Gpu(GpuTiles::COUNTED);
+
     /// What is best by count. AMD's GPUs add up products of four bytes as fast as they multiply tiles of int8 (`unicorn bench
     /// isa`); others have units for these that do nothing else.
     pub fn of(device: &Device) -> Tiles {
         let info = device.info();
-        match (info.kind, SubgroupTile::of(info)) {
-            (DeviceKind::Cpu, _) => Tiles::Cpu,
-            (_, Some(tile)) if info.vendor_id != AMD => Tiles::Matrices(tile),
-            _ => Tiles::Gpu,
+        match info.kind {
+            DeviceKind::Cpu => Tiles::Cpu,
+            _ if info.vendor_id == AMD => Tiles::COUNTED,
+            _ => Tiles::Gpu(GpuTiles { subgroups: SubgroupTile::of(info), ..GpuTiles::COUNTED }),
         }
     }
 
     /// Of products with f32.
     pub(super) fn floats(self) -> &'static [Tile] {
         match self {
-            Tiles::Gpu | Tiles::Matrices(_) => GPU_TILES,
+            Tiles::Gpu(_) => GPU_TILES,
             Tiles::Cpu => CPU_TILES,
         }
     }
 
     /// Of products with int8. Those of more than [`LANE_COLUMNS`] are what subgroups multiply.
-    pub(super) fn blocks(self) -> &'static [Tile] {
-        match self {
-            Tiles::Matrices(_) => MATRIX_TILES,
-            others => others.floats(),
+    pub(super) fn blocks(self) -> Vec<Tile> {
+        let Tiles::Gpu(gpu) = self else { return CPU_TILES.to_vec() };
+        let most = if gpu.subgroups.is_some() { u32::MAX } else { LANE_COLUMNS };
+        let is_one = |columns| columns <= gpu.lane_tokens || columns > LANE_COLUMNS && columns <= most;
+        WITH_SUBGROUPS.iter().filter(|tile| is_one(tile.columns)).copied().collect()
+    }
+}
+
+impl GpuTiles {
+    /// The shader of products with int8, or of two and their GeGLU, of a width, and its constants; `shader` is what lanes take.
+    pub(super) fn pipeline_of(
+        &self,
+        shader: &'static Shader,
+        scale_blocks: u32,
+        tile: Tile,
+        geglu: bool,
+    ) -> (&'static Shader, Vec<u32>) {
+        match (self.subgroups, GPU_TILES.iter().position(|of_lanes| *of_lanes == tile)) {
+            (_, Some(at)) => {
+                let is_shared = self.activations[at] == ActivationsFrom::SharedMemory;
+                (shader, vec![tile.columns, u32::from(geglu), scale_blocks, u32::from(is_shared)])
+            }
+            (Some(subgroups), None) => subgroups.pipeline_of(shader, scale_blocks, tile),
+            (None, None) => panic!("no kernel takes {} tokens at once", tile.columns),
         }
     }
 }
@@ -261,13 +325,16 @@ enum ByScheme {
 pub(super) struct Products {
     precision: Precision,
     tiles: Tiles,
+    /// Of products with int8.
+    blocks: Vec<Tile>,
     by_scheme: Vec<(Scheme, ByScheme)>,
 }
 
 impl Products {
     pub fn new(device: &Device, matrices: &Matrices, precision: Precision) -> Result<Products, GpuError> {
         let tiles = matrices.tiles.unwrap_or_else(|| Tiles::of(device));
-        let mut products = Products { precision, tiles, by_scheme: Vec::new() };
+        let blocks = tiles.blocks();
+        let mut products = Products { precision, tiles, blocks: blocks.clone(), by_scheme: Vec::new() };
         for scheme in matrices.products.iter().chain(&matrices.embedding) {
             if products.find(*scheme).is_some() {
                 continue;
@@ -290,20 +357,16 @@ impl Products {
                 (true, Tiles::Cpu) => {
                     let shader = shader_named(&format!("{}_on_cpu", fast_shader_of(*scheme).0.name));
                     let constants = |tile: Tile| vec![tile.columns, tile.row_tiles, group];
-                    let plain = each(tiles.blocks(), &|tile| (shader, constants(tile)))?;
+                    let plain = each(&blocks, &|tile| (shader, constants(tile)))?;
                     ByScheme::Blocks { plain, gated: Vec::new() }
                 }
-                (true, _) => {
+                (true, Tiles::Gpu(gpu)) => {
                     let shader = fast_shader_of(*scheme).0;
-                    let plain = each(tiles.blocks(), &|tile| match tiles {
-                        Tiles::Matrices(of) if tile.columns > LANE_COLUMNS => {
-                            of.pipeline_of(shader, group, tile)
-                        }
-                        _ => (shader, vec![tile.columns, 0, group]),
-                    })?;
+                    let plain = each(&blocks, &|tile| gpu.pipeline_of(shader, group, tile, false))?;
+                    let of_lanes = blocks.iter().filter(|tile| tile.columns <= LANE_COLUMNS).count();
                     let is_gated = matrices.gated.contains(scheme);
-                    let gated = if is_gated { tiles.floats() } else { &[] };
-                    let gated = each(gated, &|tile| (shader, vec![tile.columns, 1, group]))?;
+                    let gated = if is_gated { &blocks[..of_lanes] } else { &[] };
+                    let gated = each(gated, &|tile| gpu.pipeline_of(shader, group, tile, true))?;
                     ByScheme::Blocks { plain, gated }
                 }
             };
@@ -411,7 +474,7 @@ impl Products {
             panic!("{}: no such", matrix.scheme)
         };
         let from = x.planes(tokens, matrix.cols, "matmul: x");
-        let (at, tile) = taking(self.tiles.blocks(), tokens);
+        let (at, tile) = taking(&self.blocks, tokens);
         for piece in 0..matrix.shards.len() {
             let shard = |i: usize| products.get(i).map(|(matrix, _)| &matrix.shards[piece]);
             let outputs: Vec<Buffer> = products
@@ -473,7 +536,7 @@ impl Products {
             return false;
         }
         let ByScheme::Blocks { gated, .. } = self.made(gate.scheme) else { return false };
-        let (at, tile) = taking(self.tiles.blocks(), tokens);
+        let (at, tile) = taking(&self.blocks, tokens);
         let Some(pipeline) = gated.get(at) else { return false };
         let from = x.planes(tokens, gate.cols, "gated: x");
         let to = to.planes(tokens, gate.rows, "gated: y");

@@ -29,7 +29,8 @@ use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission, Uploader};
 use crate::kernels::{
     Activations, Attention, AttentionShape, Embedding, Heads, History, Kernels, KvCache, Logits, MAX_GROUP,
-    Matrices, Matrix, Operand, Partials, Quantized, RmsNorm, SampleRequest, StepArrays, UploadError, Wants,
+    Matrices, Matrix, Operand, Partials, Quantized, RmsNorm, SampleRequest, StepArrays, Tiles, UploadError,
+    Wants,
 };
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
@@ -52,6 +53,8 @@ pub struct LoadOptions {
     pub memory: placement::Limits,
     /// In what matrices are multiplied with activations.
     pub precision: Precision,
+    /// How such products are shared out; `None`: as is best by count.
+    pub tiles: Option<Tiles>,
     /// Refuse a model that the kernel does not see in memory; off, that is a warning.
     pub strict: bool,
     /// Prompt tokens processed per step.
@@ -75,6 +78,7 @@ impl Default for LoadOptions {
             max_submit: Duration::from_millis(200),
             memory: placement::Limits::default(),
             precision: Precision::F32,
+            tiles: None,
             strict: true,
             max_batch_tokens: 256,
             sample_below: None,
@@ -832,7 +836,8 @@ impl Load<'_> {
         };
 
         let Schemes { embedding: embed_scheme, layers: layer_schemes } = schemes;
-        let mut matrices = Matrices { embedding: Some(*embed_scheme), ..Matrices::default() };
+        let mut matrices =
+            Matrices { embedding: Some(*embed_scheme), tiles: options.tiles, ..Matrices::default() };
         for [q, k, v, o, gate, up, down] in layer_schemes {
             matrices.products.extend([q, k, v, o, gate, up, down]);
             matrices.gated.extend([gate, up]);

@@ -21,7 +21,7 @@ use crate::gpu::{
 use crate::kernels::{
     Activations, Attention, AttentionShape, DrawArrays, Embedding, Heads, Item, Kernels, KvCache,
     LOGPROB_WORDS, Logits, Matrices, Matrix, Operand, Partials, Peak, Quantized, RmsNorm, Run, SampleRequest,
-    ShareArrays, Shares, StepArrays, UploadError, Wants, cost, draw_words,
+    ShareArrays, Shares, StepArrays, Tiles, UploadError, Wants, cost, draw_words,
 };
 use crate::tensor::{KvDtype, Precision, Scheme};
 
@@ -344,6 +344,33 @@ impl Rig {
         Ok(Some(best))
     }
 
+    /// Matrices on which ways to share out products are measured.
+    pub fn products(&mut self, scheme: Scheme, [rows, cols]: [usize; 2]) -> Result<Products, GpuError> {
+        let mut make = Make { arena: Arena::new(&self.device), rng: ChaCha8Rng::seed_from_u64(1), rig: self };
+        let bytes = scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
+        Ok(Products { scheme, rows, cols, matrices: make.matrices(scheme, rows, cols, bytes)? })
+    }
+
+    /// What one of these takes with int8 activations of so many tokens; `None` where the device has no clock.
+    pub fn time_product(
+        &mut self,
+        products: &Products,
+        tiles: Tiles,
+        tokens: usize,
+        runs: usize,
+    ) -> Result<Option<Span>, GpuError> {
+        let Products { scheme, rows, cols, matrices } = products;
+        let of_products = Matrices { products: vec![*scheme], tiles: Some(tiles), ..Matrices::default() };
+        let heads = Heads { group: 2, head_dim: 256, kv: KvDtype::F16 };
+        let kernels = Kernels::new(&self.device, &of_products, heads, Precision::Fast)?;
+        let mut make = Make { arena: Arena::new(&self.device), rng: ChaCha8Rng::seed_from_u64(1), rig: self };
+        let wants = Wants { floats: false, blocks: true };
+        let (x, y) = (make.operand(&kernels, wants, tokens, *cols)?, make.activations(tokens, *rows)?);
+        self.time(runs, &mut |recorder, i| {
+            kernels.matmul(recorder, &[(&matrices[i % matrices.len()], &y)], &x, tokens);
+        })
+    }
+
     fn run(&mut self, record: impl FnOnce(&mut Recorder<'_>)) -> Result<(), GpuError> {
         let mut recorder = self.commands.begin()?;
         record(&mut recorder);
@@ -469,6 +496,14 @@ impl Rig {
         self.kernels.insert(key, kernels.clone());
         Ok(kernels)
     }
+}
+
+/// Matrices of one shape, as many as are used by turns.
+pub struct Products {
+    scheme: Scheme,
+    rows: usize,
+    cols: usize,
+    matrices: Vec<Matrix>,
 }
 
 /// Buffers of one case.

@@ -13,6 +13,7 @@ mod rates;
 mod runner;
 pub mod shapes;
 mod step;
+pub mod tune;
 pub mod weights;
 
 pub use crate::gpu::Counts;

@@ -1,0 +1,180 @@
+//! Which of several ways to the same bits is the fastest on a device: measured once, and kept for each driver and version of
+//! the shaders.
+//!
+//! What is chosen: where the activations of products come from, what takes products of many tokens, and on which kind of queue.
+//! What is best by count ([`Tiles::of`]) stays unless another way is faster by more than measurements differ. A device that is a CPU has
+//! nothing to choose.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::kernel_cases::{Products, Rig};
+use crate::gpu::{Device, DevicePolicy, GpuError, QueueKind};
+use crate::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};
+use crate::tensor::Scheme;
+
+/// What is kept.
+const KEPT: &str = "tuning";
+/// A way is better if it takes less than this of the time.
+const CLEARLY: f64 = 0.95;
+/// Measurements of each, of which the median counts.
+const RUNS: usize = 3;
+
+/// What products are measured with.
+#[derive(Debug, Clone, Copy)]
+pub struct Trial {
+    pub scheme: Scheme,
+    /// Rows and columns.
+    pub shape: [usize; 2],
+    /// Tokens of batches and of prompts, for which ways to take many at once are compared.
+    pub many_tokens: [usize; 4],
+}
+
+impl Trial {
+    /// The gate of a 4B, in the scheme that most checkpoints have.
+    const USUAL: Trial =
+        Trial { scheme: Scheme::int4(32), shape: [10240, 2560], many_tokens: [16, 32, 64, 256] };
+}
+
+/// What a device does best.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Tuned {
+    pub queue: QueueKind,
+    pub tiles: GpuTiles,
+}
+
+/// The device on the queue that is best for it, and how it shares out products: as it was measured before, or as it is measured
+/// now.
+pub fn tuned(device: Arc<Device>, policy: &DevicePolicy) -> Result<(Arc<Device>, Tiles), GpuError> {
+    let Tiles::Gpu(counted) = Tiles::of(&device) else { return Ok((device, Tiles::Cpu)) };
+    let tuned = match kept(&device) {
+        Some(tuned) => tuned,
+        None => {
+            tracing::info!("measuring what {} does best (once; --no-tune leaves it out)", device.info().name);
+            let measured = match measured(&device, policy, counted, &Trial::USUAL) {
+                Ok(Some(tuned)) => Ok(tuned),
+                Ok(None) => Err("its queue has no clock".to_owned()),
+                Err(error) if device.is_lost() => return Err(error),
+                Err(error) => Err(error.to_string()),
+            };
+            let tuned = match measured {
+                Ok(tuned) => tuned,
+                Err(why) => {
+                    tracing::warn!(
+                        "{}: nothing is tuned, what is best by count is taken: {why}",
+                        device.info().name
+                    );
+                    return Ok((device, Tiles::Gpu(counted)));
+                }
+            };
+            keep(&device, &tuned);
+            device.save_pipeline_cache();
+            tuned
+        }
+    };
+    let Tuned { queue, tiles } = tuned;
+    let shared = tiles.activations.iter().filter(|from| **from == ActivationsFrom::SharedMemory).count();
+    tracing::info!(
+        "tuned: {queue} queue, products of up to {} tokens by lanes ({shared} of {} widths from shared memory), of more {}",
+        tiles.lane_tokens,
+        tiles.activations.len(),
+        if tiles.subgroups.is_some() { "by subgroups" } else { "in several passes" }
+    );
+    let device = match policy.queue.is_none() && queue != device.queue_kind() {
+        true => Device::open(&DevicePolicy { queue: Some(queue), ..policy.clone() })?,
+        false => device,
+    };
+    Ok((device, Tiles::Gpu(tiles)))
+}
+
+/// What was measured before, if the device can do that.
+pub fn kept(device: &Device) -> Option<Tuned> {
+    let tuned: Tuned = serde_json::from_slice(&device.kept(KEPT)?).ok()?;
+    let can = device.info().queues.contains(&tuned.queue)
+        && tuned.tiles.subgroups.is_none_or(|tile| SubgroupTile::of(device.info()) == Some(tile))
+        && tuned.tiles.is_one();
+    can.then_some(tuned)
+}
+
+pub fn keep(device: &Device, tuned: &Tuned) {
+    device.keep(KEPT, &serde_json::to_vec(tuned).expect("plain data"));
+}
+
+/// Measures, beginning with `counted`; `None` where the device has no clock.
+pub fn measured(
+    device: &Arc<Device>,
+    policy: &DevicePolicy,
+    counted: GpuTiles,
+    trial: &Trial,
+) -> Result<Option<Tuned>, GpuError> {
+    let mut bench = Bench::new(device, trial)?;
+    let mut tiles = counted;
+    for (i, columns) in GpuTiles::widths().into_iter().enumerate() {
+        let mut shared = tiles;
+        shared.activations[i] = ActivationsFrom::SharedMemory;
+        let columns = [columns as usize];
+        let (Some(now), Some(then)) = (bench.seconds(tiles, &columns)?, bench.seconds(shared, &columns)?)
+        else {
+            return Ok(None);
+        };
+        if then < CLEARLY * now {
+            tiles = shared;
+        }
+    }
+
+    let mut best = bench.seconds(tiles, &trial.many_tokens)?;
+    for subgroups in [None, SubgroupTile::of(device.info())] {
+        for lane_tokens in [32, 16, 8] {
+            let other = GpuTiles { lane_tokens, subgroups, ..tiles };
+            let took = if other == tiles { None } else { bench.seconds(other, &trial.many_tokens)? };
+            if let (Some(now), Some(then)) = (best, took)
+                && then < CLEARLY * now
+            {
+                (tiles, best) = (other, took);
+            }
+        }
+    }
+
+    let mut queue = device.queue_kind();
+    let few_and_many = [1, trial.many_tokens[1]];
+    let mut best = bench.seconds(tiles, &few_and_many)?;
+    drop(bench);
+    for kind in device.info().queues.iter().filter(|kind| **kind != device.queue_kind()) {
+        let other = Device::open(&DevicePolicy { queue: Some(*kind), ..policy.clone() })?;
+        let took = Bench::new(&other, trial)?.seconds(tiles, &few_and_many)?;
+        if let (Some(now), Some(then)) = (best, took)
+            && then < CLEARLY * now
+        {
+            (queue, best) = (*kind, took);
+        }
+    }
+    Ok(Some(Tuned { queue, tiles }))
+}
+
+/// A device with the matrices of a trial.
+struct Bench {
+    rig: Rig,
+    products: Products,
+}
+
+impl Bench {
+    fn new(device: &Arc<Device>, trial: &Trial) -> Result<Bench, GpuError> {
+        let mut rig = Rig::new(device)?;
+        let products = rig.products(trial.scheme, trial.shape)?;
+        Ok(Bench { rig, products })
+    }
+
+    /// The geometric mean of what these numbers of tokens take; `None` where the device has no clock.
+    fn seconds(&mut self, tiles: GpuTiles, tokens: &[usize]) -> Result<Option<f64>, GpuError> {
+        let mut logarithms = 0.0;
+        for tokens in tokens {
+            let Some(span) = self.rig.time_product(&self.products, Tiles::Gpu(tiles), *tokens, RUNS)? else {
+                return Ok(None);
+            };
+            tracing::debug!("{tiles:?}, {tokens} tokens: {:.1} us", span.seconds * 1e6);
+            logarithms += span.seconds.ln();
+        }
+        Ok(Some((logarithms / tokens.len() as f64).exp()))
+    }
+}

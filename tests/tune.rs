@@ -1,0 +1,81 @@
+//! The tuner: what it chooses is of this device, is kept, and changes no bit of an answer.
+
+use unicorn::gpu::QueueKind;
+use unicorn::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};
+use unicorn::model::gemma3::LoadOptions;
+use unicorn::model::tune::{Trial, Tuned, keep, kept, measured, tuned};
+use unicorn::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
+
+use crate::golden::{self, Goldens, all_logits};
+use crate::support::{data, device, policy};
+
+const SHARED: GpuTiles = GpuTiles { activations: [ActivationsFrom::SharedMemory; 6], ..GpuTiles::COUNTED };
+
+#[test]
+fn what_is_measured_is_among_what_the_device_can_do() {
+    let trial = Trial { scheme: Scheme::int4(32), shape: [64, 96], many_tokens: [9, 17, 33, 40] };
+    let tuned = measured(&device(), &policy(), GpuTiles::COUNTED, &trial).expect("it measures");
+    let tuned = tuned.expect("lavapipe has a clock");
+    println!("{tuned:?}");
+    assert!(GpuTiles::widths().contains(&tuned.tiles.lane_tokens));
+    assert!(device().info().queues.contains(&tuned.queue));
+    assert!(tuned.tiles.subgroups.is_none_or(|tile| SubgroupTile::of(device().info()) == Some(tile)));
+}
+
+#[test]
+fn a_device_that_is_a_cpu_has_nothing_to_choose() {
+    let (of, tiles) = tuned(device(), &policy()).expect("nothing is measured");
+    assert_eq!(tiles, Tiles::Cpu);
+    assert_eq!(of.queue_kind(), device().queue_kind());
+}
+
+#[test]
+fn what_was_measured_is_kept_and_what_cannot_be_is_not_believed() {
+    let device = device();
+    let queue = device.queue_kind();
+    for tiles in [GpuTiles::COUNTED, SHARED, GpuTiles { lane_tokens: 8, ..SHARED }] {
+        let tuned = Tuned { queue, tiles };
+        keep(&device, &tuned);
+        assert_eq!(kept(&device), Some(tuned));
+    }
+    let emulated = SubgroupTile::emulated([16, 16, 16]);
+    let others = [
+        Tuned { queue, tiles: GpuTiles { lane_tokens: 7, ..GpuTiles::COUNTED } },
+        Tuned { queue, tiles: GpuTiles { subgroups: emulated, ..GpuTiles::COUNTED } },
+    ];
+    let other_queues = [QueueKind::Compute, QueueKind::Graphics].into_iter();
+    let other_queues = other_queues.filter(|kind| !device.info().queues.contains(kind));
+    for tuned in others.into_iter().chain(other_queues.map(|queue| Tuned { queue, tiles: SHARED })) {
+        keep(&device, &tuned);
+        assert_eq!(kept(&device), None, "{tuned:?}");
+    }
+    device.keep("tuning", b"{}");
+    assert_eq!(kept(&device), None);
+}
+
+#[test]
+fn a_model_computes_the_same_bits_whatever_was_tuned() {
+    let folder = data("gemma3/tiny-a");
+    let tokens = Goldens::open(&folder).tokens("tokens.long");
+    let tokens = &tokens[..tokens.len().min(70)];
+    let logits = |tiles: Tiles| {
+        let options = LoadOptions {
+            quantize: QuantizeMode::Int4G32,
+            kv: KvDtype::F16,
+            precision: Precision::Fast,
+            tiles: Some(tiles),
+            ..LoadOptions::default()
+        };
+        let bits = all_logits(&mut golden::load(&folder, &options), tokens);
+        bits.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    };
+    let by_cpu = logits(Tiles::Cpu);
+    let subgroups = SubgroupTile::emulated([16, 16, 16]);
+    for tiles in [
+        GpuTiles::COUNTED,
+        GpuTiles { lane_tokens: 8, ..SHARED },
+        GpuTiles { lane_tokens: 16, subgroups, ..GpuTiles::COUNTED },
+    ] {
+        assert!(logits(Tiles::Gpu(tiles)) == by_cpu, "{tiles:?}");
+    }
+}
