@@ -198,14 +198,16 @@ fn every_width_yields_the_bits_of_the_twin_with_activations_from_shared_memory()
     every_width_yields_the_bits_of_the_twin(Bench::new(71), &EACH_KIND, |_| Tiles::Gpu(shared));
 }
 
-/// What subgroups multiply, computed one by one: in the tiles of RDNA, of GPUs that multiply a block at once, and of lavapipe, by
-/// turns, so that each way to scale meets them.
 #[test]
 fn every_width_of_every_scheme_yields_the_bits_of_the_twin_in_emulated_tiles() {
-    let shapes = [[16, 16, 16], [16, 8, 32], [8, 8, 8]].map(|shape| SubgroupTile::emulated(shape).unwrap());
-    every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, |scheme| {
-        multiplied_by(shapes[scheme % 3])
-    });
+    every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, emulated_tiles);
+}
+
+/// What subgroups multiply, computed one by one: in the tiles of RDNA, of GPUs that multiply a block at once, and of lavapipe, by
+/// turns, so that each way to scale meets them.
+pub fn emulated_tiles(scheme: usize) -> Tiles {
+    let shapes = [[16, 16, 16], [16, 8, 32], [8, 8, 8]];
+    multiplied_by(SubgroupTile::emulated(shapes[scheme % 3]).unwrap())
 }
 
 fn multiplied_by(tile: SubgroupTile) -> Tiles {

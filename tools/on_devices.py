@@ -101,14 +101,14 @@ def run_suite(run, device, binary, filters):
     status, output = run([*device.wrapper, binary, *filters, *skips], env=environment)
     cell = Cell(seconds=time.monotonic() - began)
     cell.failures = re.findall(r"^test (\S+)(?: - should panic)? \.\.\. FAILED$", output, re.MULTILINE)
-    cell.failures += [f"skipped: {line}" for line in skipped.read_text().splitlines()]
     line = re.search(r"^test result: \w+\. (\d+) passed; (\d+) failed", output, re.MULTILINE)
     if line:
         cell.passed = int(line[1])
     # The GPU-assisted layer aborts when a process ends whose device lives in a static, as the suite's does.
     status = 0 if device.name == "gpu-assisted" and line and not cell.failures and status == -6 else status
-    if not line or status != 0 and not cell.failures or cell.passed + len(cell.failures) == 0:
+    if not line or (status != 0) != bool(cell.failures) or cell.passed + len(cell.failures) == 0:
         cell.failures.append(f"no whole run of {' '.join(filters)} (exit status {status})")
+    cell.failures += [f"skipped: {line}" for line in skipped.read_text().splitlines()]
     return cell
 
 

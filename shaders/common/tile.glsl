@@ -1,8 +1,8 @@
 // Tiles of small integers that a subgroup multiplies: [TILE_M, TILE_K] by [TILE_K, TILE_N], added to [TILE_M, TILE_N].
 //
 // COOPERATIVE: by the device (VK_KHR_cooperative_matrix). Without it: by the 32 invocations of a row of the workgroup, from
-// shared memory, to the same integers, so that whoever uses tiles can be tested where there is no such device. Which
-// invocation has which element of a sum is nobody's business: what meets a sum is a tile of the same kind.
+// shared memory, to the same integers, so that whoever uses tiles can be tested where there is no such device. Nobody knows
+// which invocation has which element of a sum: what meets a sum is a tile of the same kind.
 //
 // Factors and floats lie in shared memory of uvec2 and of float; `at` and `stride` count these. The rows of the left factor lie
 // `stride` apart, and so do the columns of the right one.

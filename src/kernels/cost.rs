@@ -502,12 +502,15 @@ mod tests {
         );
         // With int8, for each 32; a subgroup takes an eighth of the 168 blocks of a row.
         let qkv = |tokens| matmul(Precision::Fast, Scheme::int4(128), &[4096, 2048, 2048], 5376, tokens);
-        assert_eq!(of(&qkv(1)), (vec![1, 0, 4], 256, 1, 21.0));
-        assert_eq!(of(&qkv(33)), (vec![32, 0, 4], 256 * 2, 1, 21.0), "two passes go together");
-        assert_eq!(of(&qkv(256)), (vec![32, 0, 4], 256 * 8, 2, 21.0), "and four do");
+        assert_eq!(of(&qkv(1)), (vec![1, 0, 4, 0], 256, 1, 21.0));
+        assert_eq!(of(&qkv(33)), (vec![32, 0, 4, 0], 256 * 2, 1, 21.0), "two passes go together");
+        assert_eq!(of(&qkv(256)), (vec![32, 0, 4, 0], 256 * 8, 2, 21.0), "and four do");
         assert_eq!(qkv(5).weight_bytes, 8192 * 5376 * 33 / 64);
         let both = gated(Scheme::int4(128), 21_504, 5376, 3);
-        assert_eq!((of(&both), both.weight_bytes), ((vec![4, 1, 4], 672, 1, 21.0), 2 * gate(1).weight_bytes));
+        assert_eq!(
+            (of(&both), both.weight_bytes),
+            ((vec![4, 1, 4, 0], 672, 1, 21.0), 2 * gate(1).weight_bytes)
+        );
     }
 
     #[test]

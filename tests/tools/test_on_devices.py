@@ -52,6 +52,14 @@ class Cells(unittest.TestCase):
                                (0, WHOLE), (0, "test result: ok. 0 passed; 0 failed; 0 ignored"), (1, "")]:
             self.assertIn("no whole run", self.cell(status, output).failures[-1])
 
+    def test_what_was_skipped_has_not_passed(self):
+        def run(_command, env):
+            Path(env["UNICORN_SKIP_LOG"]).write_text("no-matrices\tfast::tiles\n")
+            return 0, "test fast::tiles ... ok\ntest result: ok. 1 passed; 0 failed; 0 ignored"
+
+        cell = on_devices.run_suite(run, DEVICE, "suite", ["fast::"])
+        self.assertEqual(cell.failures, ["skipped: no-matrices\tfast::tiles"])
+
     def test_under_the_layer_buffers_lie_apart(self):
         self.cell(101, WHOLE, devices.DEVICES["gpu-assisted"])
         command, environment = self.asked[0]
@@ -66,7 +74,7 @@ class Table(unittest.TestCase):
             (DEVICE, "a driver", {"kernels": good, "goldens": bad}),
             (devices.DEVICES["swiftshader"], "", "swiftshader needs a folder"),
         ])
-        self.assertIn("| somewhere | a driver | 5 passed, 12 s |  | 4 passed, **1 failed** |  |\n", text)
+        self.assertIn("| somewhere | a driver | 5 passed, 12 s |  | 4 passed, **1 failed** |  |  |\n", text)
         self.assertIn("| swiftshader | swiftshader needs a folder |", text)
 
     def test_every_planned_device_and_test_exists(self):
