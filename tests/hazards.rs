@@ -115,16 +115,16 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
         None => return Some(products(b, schemes[which])),
         Some(rest) => rest,
     };
-    let ways: [(fn(usize) -> Tiles, bool); 4] = [
-        (|_| Tiles::COUNTED, false),
-        (|_| Tiles::COUNTED, true),
-        (|_| Tiles::Cpu, false),
-        (emulated_tiles, false),
-    ];
-    let rest = match rest.checked_sub(ways.len() * STORED.len()) {
+    let ways = |scheme: usize| {
+        let (counted, emulated) = (Tiles::COUNTED, emulated_tiles(scheme));
+        [(counted, false), (counted, true), (Tiles::Cpu, false), (emulated, false)]
+    };
+    let count = ways(0).len();
+    let rest = match rest.checked_sub(count * STORED.len()) {
         None => {
-            let ((tiles, gated), scheme) = (ways[rest % ways.len()], rest / ways.len());
-            return Some(fast_products(b, STORED[scheme], tiles(scheme), gated));
+            let scheme = rest / count;
+            let (tiles, gated) = ways(scheme)[rest % count];
+            return Some(fast_products(b, STORED[scheme], tiles, gated));
         }
         Some(rest) => rest,
     };

@@ -113,7 +113,7 @@ pub enum Tiles {
 /// How a GPU shares out products with int8.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuTiles {
-    /// Where the activations of lanes that are rows come from, for each of [`LANE_TILES`].
+    /// Where the activations of lanes that are rows come from, for each of [`GpuTiles::widths`].
     pub activations: [ActivationsFrom; LANE_TILES],
     /// The most tokens that lanes take at once: one of the widths of these.
     pub lane_tokens: u32,
@@ -167,10 +167,17 @@ impl SubgroupTile {
 
     /// The deepest and largest that the device multiplies and that a workgroup can share out; `None` where there is none.
     pub fn of(device: &DeviceInfo) -> Option<SubgroupTile> {
-        let lanes = device.caps.required_subgroup_size(shaders::FAST_MATMUL_INT4_IN_TILES.workgroup)?;
-        let all = device.caps.cooperative_matrices.iter().filter(|shape| shape.multiplies_int8());
-        let usable = all.filter_map(|shape| SubgroupTile::new([shape.m, shape.n, shape.k], lanes, false));
-        usable.max_by_key(|tile| (tile.m * tile.n * tile.k, tile.k))
+        let caps = &device.caps;
+        let lanes = caps.required_subgroup_size(shaders::FAST_MATMUL_INT4_IN_TILES.workgroup)?;
+        let all = caps.cooperative_matrices.iter().filter(|shape| shape.multiplies_int8());
+        let whole = all.filter_map(|shape| SubgroupTile::new([shape.m, shape.n, shape.k], lanes, false));
+        let widest = WITH_SUBGROUPS[WITH_SUBGROUPS.len() - 1];
+        let fits = |tile: &SubgroupTile| {
+            // These weights take the most memory.
+            let (shader, constants) = tile.pipeline_of(&shaders::FAST_MATMUL_INT8_AFFINE, 1, widest);
+            caps.missing(shader, &constants).is_empty()
+        };
+        whole.filter(fits).max_by_key(|tile| (tile.m * tile.n * tile.k, tile.k))
     }
 
     /// Such a product as 32 invocations compute it one by one: for devices that have none, to the bits of those that have.

@@ -351,14 +351,15 @@ impl Rig {
         Ok(Products { scheme, rows, cols, matrices: make.matrices(scheme, rows, cols, bytes)? })
     }
 
-    /// What one of these takes with int8 activations of so many tokens; `None` where the device has no clock.
+    /// What one of these takes with int8 activations of so many tokens, and the bits that it yields; `None` where the device has
+    /// no clock.
     pub fn time_product(
         &mut self,
         products: &Products,
         tiles: Tiles,
         tokens: usize,
         runs: usize,
-    ) -> Result<Option<Span>, GpuError> {
+    ) -> Result<Option<(Span, Vec<u32>)>, GpuError> {
         let Products { scheme, rows, cols, matrices } = products;
         let of_products = Matrices { products: vec![*scheme], tiles: Some(tiles), ..Matrices::default() };
         let heads = Heads { group: 2, head_dim: 256, kv: KvDtype::F16 };
@@ -366,9 +367,14 @@ impl Rig {
         let mut make = Make { arena: Arena::new(&self.device), rng: ChaCha8Rng::seed_from_u64(1), rig: self };
         let wants = Wants { floats: false, blocks: true };
         let (x, y) = (make.operand(&kernels, wants, tokens, *cols)?, make.activations(tokens, *rows)?);
-        self.time(runs, &mut |recorder, i| {
+        let host = make.arena.alloc(MemoryKind::Readback, Class::Activations, y.buffer.size(), "measured")?;
+        let span = self.time(runs, &mut |recorder, i| {
             kernels.matmul(recorder, &[(&matrices[i % matrices.len()], &y)], &x, tokens);
-        })
+        })?;
+        self.run(|recorder| recorder.copy(&y.buffer, &host, host.size()))?;
+        let mut bits = vec![0; host.size() as usize / 4];
+        host.read(0, bytemuck::cast_slice_mut::<u32, u8>(&mut bits));
+        Ok(span.map(|span| (span, bits)))
     }
 
     fn run(&mut self, record: impl FnOnce(&mut Recorder<'_>)) -> Result<(), GpuError> {

@@ -5,11 +5,12 @@
 //! What is best by count ([`Tiles::of`]) stays unless another way is faster by more than measurements differ. A device that is a CPU has
 //! nothing to choose.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::kernel_cases::{Products, Rig};
+use super::kernel_cases::{Products, Rig, Span};
 use crate::gpu::{Device, DevicePolicy, GpuError, QueueKind};
 use crate::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};
 use crate::tensor::Scheme;
@@ -156,25 +157,40 @@ pub fn measured(
 struct Bench {
     rig: Rig,
     products: Products,
+    /// What lanes yield for so many tokens.
+    yields: BTreeMap<usize, Vec<u32>>,
 }
 
 impl Bench {
     fn new(device: &Arc<Device>, trial: &Trial) -> Result<Bench, GpuError> {
         let mut rig = Rig::new(device)?;
         let products = rig.products(trial.scheme, trial.shape)?;
-        Ok(Bench { rig, products })
+        Ok(Bench { rig, products, yields: BTreeMap::new() })
     }
 
-    /// The geometric mean of what these numbers of tokens take; `None` where the device has no clock.
+    /// The geometric mean of what these numbers of tokens take; forever, where the bits are not those that lanes yield. `None`
+    /// where the device has no clock.
     fn seconds(&mut self, tiles: GpuTiles, tokens: &[usize]) -> Result<Option<f64>, GpuError> {
         let mut logarithms = 0.0;
-        for tokens in tokens {
-            let Some(span) = self.rig.time_product(&self.products, Tiles::Gpu(tiles), *tokens, RUNS)? else {
-                return Ok(None);
-            };
+        for &tokens in tokens {
+            let Some((span, bits)) = self.time(tiles, tokens)? else { return Ok(None) };
+            if !self.yields.contains_key(&tokens) {
+                let by_lanes = self.time(GpuTiles::COUNTED, tokens)?.map(|(_, bits)| bits);
+                self.yields.extend(by_lanes.map(|bits| (tokens, bits)));
+            }
+            if self.yields.get(&tokens) != Some(&bits) {
+                tracing::warn!(
+                    "{tiles:?} yields wrong bits for {tokens} tokens on this driver: it is not used"
+                );
+                return Ok(Some(f64::INFINITY));
+            }
             tracing::debug!("{tiles:?}, {tokens} tokens: {:.1} us", span.seconds * 1e6);
             logarithms += span.seconds.ln();
         }
         Ok(Some((logarithms / tokens.len() as f64).exp()))
+    }
+
+    fn time(&mut self, tiles: GpuTiles, tokens: usize) -> Result<Option<(Span, Vec<u32>)>, GpuError> {
+        self.rig.time_product(&self.products, Tiles::Gpu(tiles), tokens, RUNS)
     }
 }
