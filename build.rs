@@ -74,7 +74,8 @@ fn combine(variants: &mut BTreeMap<String, BTreeMap<String, String>>) {
     for (way, more) in &ways {
         for (name, defines) in &plain {
             let both = defines.iter().chain(more).map(|(k, v)| (k.clone(), v.clone())).collect();
-            variants.insert(way.replace('*', name), both);
+            let name = if name == "only" { way.replace("*_", "") } else { way.replace('*', name) };
+            variants.insert(name, both);
         }
     }
     variants.extend(plain);

@@ -6,16 +6,17 @@
 //
 // With INT8, blocks and scales are y quantized (common/fast.glsl) and y itself is not written; with BOTH, both are.
 //
-// A row of workgroups takes a token, an invocation four dimensions of a head.
+// A row of workgroups takes a token, a lane four dimensions of a head.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
 #include "softmax.glsl"
 #define WORKGROUP 256
+#include "lanes.glsl"
 #include "fast.glsl"
 #include "quantize.glsl"
 
-layout(local_size_x = WORKGROUP) in;
+layout(local_size_x = INVOCATIONS) in;
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Merges { uvec2 at[]; };
 
 layout(push_constant, std430) uniform Push {
@@ -34,27 +35,29 @@ layout(push_constant, std430) uniform Push {
 const uint IN_TILES = 0x80000000u;
 
 void main() {
-    const uint token = gl_WorkGroupID.y, four = gl_GlobalInvocationID.x;
-    const uint head = four / fours, lane = four % fours;
-    vec4 value = vec4(0);
-    if (head < num_heads) {
-        const uvec2 merge = merges.at[token];
-        const bool in_tiles = (merge.x & IN_TILES) != 0;
-        const uint first = merge.x & ~IN_TILES;
-        vec4 values = vec4(0);
-        vec2 score = vec2(LOWEST, 0.0);
-        for (uint n = 0; n < merge.y; n++) {
-            const uint at = ((first + n) * num_heads + head) * (fours + 1);
-            const vec4 more = in_tiles ? tiles.at[at + lane] : single.at[at + lane];
-            const vec2 more_score = in_tiles ? tiles.at[at + fours].xy : single.at[at + fours].xy;
-            join(values, score, more, more_score);
-        }
-        value = attended(values, score);
+    const uint token = gl_WorkGroupID.y, first_four = gl_WorkGroupID.x * WORKGROUP;
+    const uvec2 merge = merges.at[token];
+    const bool in_tiles = (merge.x & IN_TILES) != 0;
+    const uint first = merge.x & ~IN_TILES;
+    for (uint turn = 0; turn < TURNS && first_four + turn * INVOCATIONS < num_heads * fours; turn++) {
+        const uint four = first_four + lane_of(turn), head = four / fours, lane = four % fours;
+        vec4 value = vec4(0);
+        if (head < num_heads) {
+            vec4 values = vec4(0);
+            vec2 score = vec2(LOWEST, 0.0);
+            for (uint n = 0; n < merge.y; n++) {
+                const uint at = ((first + n) * num_heads + head) * (fours + 1);
+                const vec4 more = in_tiles ? tiles.at[at + lane] : single.at[at + lane];
+                const vec2 more_score = in_tiles ? tiles.at[at + fours].xy : single.at[at + fours].xy;
+                join(values, score, more, more_score);
+            }
+            value = attended(values, score);
 #ifndef INT8
-        y.at[token * num_heads * fours + four] = value;
+            y.at[token * num_heads * fours + four] = value;
+#endif
+        }
+#if defined(INT8) || defined(BOTH)
+        quantize_four(blocks, scales, padded, token, 4 * four, 4 * num_heads * fours, value);
 #endif
     }
-#if defined(INT8) || defined(BOTH)
-    quantize_four(blocks, scales, padded, token, 4 * four, 4 * num_heads * fours, value);
-#endif
 }

@@ -28,9 +28,10 @@
 layout(constant_id = 0) const uint COLUMNS = 1;
 #if defined(ON_CPU)
 #define IN_F32
-layout(local_size_x = 32) in;
-// Tiles of rows of a workgroup.
-layout(constant_id = 1) const uint ROW_TILES = 1;
+#define WORKGROUP 32
+#include "lanes.glsl"
+layout(local_size_x = INVOCATIONS) in;
+const uint ROW_TILES = 1;
 #elif defined(IN_TILES)
 layout(local_size_x = 32, local_size_y = 4) in;
 layout(constant_id = 1) const uint HALVES = 1;

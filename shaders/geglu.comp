@@ -4,12 +4,13 @@
 //   INT8     blocks, scales = it, quantized (common/fast.glsl)
 //   BOTH     both
 //
-// A column of workgroups takes a row, an invocation four columns at a time.
+// A column of workgroups takes a row, a lane four columns.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
 #include "gelu.glsl"
 #define WORKGROUP 256
+#include "lanes.glsl"
 #if defined(INT8) || defined(BOTH)
 #include "fast.glsl"
 #include "quantize.glsl"
@@ -19,7 +20,7 @@ layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer Wr
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly buffer WriteScales { uvec2 at[]; };
 #endif
 
-layout(local_size_x = WORKGROUP) in;
+layout(local_size_x = INVOCATIONS) in;
 
 #if defined(INT8)
 #define Gate ReadVec4s
@@ -39,19 +40,22 @@ layout(push_constant, std430) uniform Push {
 };
 
 void main() {
-    const uint row = gl_WorkGroupID.y, column = gl_GlobalInvocationID.x * 4;
-    vec4 value = vec4(0);
-    if (column < width) {
-        const uint at = (row * stride + column) / 4;
-        const vec4 g = gate.at[at], u = up.at[at];
-        value = vec4(gelu_tanh(g.x) * u.x, gelu_tanh(g.y) * u.y, gelu_tanh(g.z) * u.z, gelu_tanh(g.w) * u.w);
-        // Beyond the row lies what may be anything.
-        value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
+    const uint row = gl_WorkGroupID.y, first = gl_WorkGroupID.x * 4 * WORKGROUP;
+    for (uint turn = 0; turn < TURNS && first + turn * 4 * INVOCATIONS < width; turn++) {
+        const uint column = first + 4 * lane_of(turn);
+        vec4 value = vec4(0);
+        if (column < width) {
+            const uint at = (row * stride + column) / 4;
+            const vec4 g = gate.at[at], u = up.at[at];
+            value = vec4(gelu_tanh(g.x) * u.x, gelu_tanh(g.y) * u.y, gelu_tanh(g.z) * u.z, gelu_tanh(g.w) * u.w);
+            // Beyond the row lies what may be anything.
+            value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
 #ifndef INT8
-        gate.at[at] = value;
+            gate.at[at] = value;
+#endif
+        }
+#ifdef QUANTIZES
+        quantize_four(blocks, scales, padded, row, column, width, value);
 #endif
     }
-#ifdef QUANTIZES
-    quantize_four(blocks, scales, padded, row, column, width, value);
-#endif
 }

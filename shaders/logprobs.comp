@@ -16,6 +16,7 @@
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
 #define WORKGROUP 256
+#include "lanes.glsl"
 #include "reduce.glsl"
 #include "argmax.glsl"
 #include "draws.glsl"
@@ -62,12 +63,14 @@ void main() {
         own[i] = id < vocab ? logits.at[base + id] : LOWEST;
         best = max(best, own[i]);
     }
-    const float maximum = workgroup_max(best);
+    share(lane, best);
+    const float maximum = workgroup_max();
     float sum = 0.0;
     [[unroll]] for (uint i = 0; i < OWN; i++) {
         if (first + i * WORKGROUP < vocab) sum += exp(own[i] - maximum);
     }
-    sum = workgroup_sum(sum);
+    share(lane, sum);
+    sum = workgroup_sum();
     if (lane == 0) {
         parts.at[part] = floatBitsToUint(maximum);
         parts.at[part + 1] = floatBitsToUint(sum);
@@ -109,9 +112,11 @@ void main() {
     const bool is_one = lane < chunks();
     const uint part = (row * chunks() + lane) * PART;
     const float own = is_one ? uintBitsToFloat(parts.at[part]) : LOWEST;
-    const float maximum = workgroup_max(own);
+    share(lane, own);
+    const float maximum = workgroup_max();
     const float sum = is_one ? uintBitsToFloat(parts.at[part + 1]) * exp(own - maximum) : 0.0;
-    const float log_sum = log(workgroup_sum(sum));
+    share(lane, sum);
+    const float log_sum = log(workgroup_sum());
     if (lane == 0) result.at[result_base] = floatBitsToUint(logits.at[base + drawn] - maximum - log_sum);
 
     // Each list is in order, so the best of all is one of their heads.

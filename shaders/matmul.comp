@@ -3,11 +3,12 @@
 //   W  [rows, cols], packed (common/weights.glsl)     x  f32 [tokens, cols], rows x_stride apart (multiple of 4)
 //   y  f32 [tokens, rows], rows y_stride apart
 //
-// A workgroup computes ROW_TILES x 32 rows by COLUMNS tokens: lane (row, split) walks every SPLITS-th block of its rows, and the
+// A workgroup computes a tile of 32 rows by COLUMNS tokens: lane (row, split) walks every SPLITS-th block of its row, and the
 // splits' sums are added in order. That order depends on the matrix alone, so one token's result has the same bits whatever
 // else is in the batch and however large the tiles are. What is the same for all lanes of a subgroup, activations above all, can
-// come from scalar registers; where there are none, several tiles of rows use what was loaded. More than COLUMNS tokens take
-// several passes over the weights: x counts passes that go together, z groups of such passes.
+// come from scalar registers. On a device that is a CPU (ON_CPU), an invocation is several rows, for which it uses what it
+// loaded, and walks the splits one after the other. More than COLUMNS tokens take several passes over the weights: x counts
+// passes that go together, z groups of such passes.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #extension GL_KHR_shader_subgroup_ballot : require
@@ -15,9 +16,21 @@
 #include "weights.glsl"
 
 const uint SPLITS = 4;
-layout(local_size_x = 32, local_size_y = SPLITS) in;
 layout(constant_id = 0) const uint COLUMNS = 1;
-layout(constant_id = 1) const uint ROW_TILES = 1;
+// Rows of an invocation.
+#if defined(ON_CPU)
+#define WORKGROUP 32
+#include "lanes.glsl"
+layout(local_size_x = INVOCATIONS) in;
+const uint ROWS = TURNS;
+// Splits that it walks together: then it reads the weights in the order in which they lie in memory, for as many sums.
+const uint TOGETHER = COLUMNS == 1 ? SPLITS : 1;
+#else
+layout(local_size_x = 32, local_size_y = SPLITS) in;
+const uint ROWS = 1;
+const uint TOGETHER = 1;
+uint lane_of(uint) { return gl_LocalInvocationID.x; }
+#endif
 
 layout(push_constant, std430) uniform Push {
     Blocks blocks;
@@ -33,27 +46,27 @@ layout(push_constant, std430) uniform Push {
     uint blocks_per_scale;
 };
 
-// It holds as many columns as there are splits: an invocation adds up one.
-shared float partial[SPLITS][ROW_TILES][SPLITS][TILE_ROWS];
-
 // What an invocation added up, what a block adds, unscaled, and the sums of the activations that a block multiplies.
-float acc[ROW_TILES][COLUMNS];
-float sum[ROW_TILES][COLUMNS];
+float acc[TOGETHER][ROWS][COLUMNS];
+float sum[ROWS][COLUMNS];
 float x_sum[COLUMNS];
-uint tiles[ROW_TILES];
-uvec4 block[ROW_TILES];
+uvec4 block[ROWS];
+
+void load_block(uint tile, uint b, uint blocks_per_row, out uvec4 to[ROWS]) {
+    [[unroll]] for (uint r = 0; r < ROWS; r++) to[r] = block_at(blocks, tile, b, lane_of(r), blocks_per_row);
+}
 
 // Adds columns k to k + 3, the i-th four of a block; not all of them need be there.
 void add_four(uint i, uint first_token, uint k, bool all_there) {
-    vec4 w[ROW_TILES];
-    [[unroll]] for (uint t = 0; t < ROW_TILES; t++) w[t] = block_weights(block[t], i);
+    vec4 w[ROWS];
+    [[unroll]] for (uint r = 0; r < ROWS; r++) w[r] = block_weights(block[r], i);
     [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
         // Spare columns repeat the last token, and are not stored.
         vec4 v = x.at[(min(first_token + c, tokens - 1) * x_stride + k) / 4];
         // Beyond the row lies another row or nothing: zero it, since 0 * NaN is NaN.
         if (!all_there) v = mix(vec4(0), v, lessThan(uvec4(k, k + 1, k + 2, k + 3), uvec4(cols)));
-        [[unroll]] for (uint t = 0; t < ROW_TILES; t++)
-            sum[t][c] = fma(w[t].w, v.w, fma(w[t].z, v.z, fma(w[t].y, v.y, fma(w[t].x, v.x, sum[t][c]))));
+        [[unroll]] for (uint r = 0; r < ROWS; r++)
+            sum[r][c] = fma(w[r].w, v.w, fma(w[r].z, v.z, fma(w[r].y, v.y, fma(w[r].x, v.x, sum[r][c]))));
 #if defined(SHIFTED)
         x_sum[c] += (v.x + v.y) + (v.z + v.w);
 #endif
@@ -62,82 +75,127 @@ void add_four(uint i, uint first_token, uint k, bool all_there) {
 
 void clear_sums() {
     [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-        [[unroll]] for (uint t = 0; t < ROW_TILES; t++) sum[t][c] = 0.0;
+        [[unroll]] for (uint r = 0; r < ROWS; r++) sum[r][c] = 0.0;
         x_sum[c] = 0.0;
     }
 }
 
-// Adds what block b contributes, scaled.
-void fold(uint b, uint lane, uint blocks_per_row) {
-    [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
+// Adds what block b contributes, scaled, to one of the splits.
+void fold(uint s, uint tile, uint b, uint blocks_per_row) {
+    [[unroll]] for (uint r = 0; r < ROWS; r++) {
 #if defined(SCALED_BY_GROUP)
-        const vec2 scale = block_scale(scales, tiles[t], b, lane, blocks_per_row, blocks_per_scale);
+        const vec2 scale = block_scale(scales, tile, b, lane_of(r), blocks_per_row, blocks_per_scale);
         [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-            acc[t][c] = fma(scale.x, sum[t][c], acc[t][c]);
+            acc[s][r][c] = fma(scale.x, sum[r][c], acc[s][r][c]);
 #if defined(SHIFTED)
-            acc[t][c] = fma(scale.y, x_sum[c], acc[t][c]);
+            acc[s][r][c] = fma(scale.y, x_sum[c], acc[s][r][c]);
 #endif
         }
 #else
-        [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[t][c] += sum[t][c];
+        [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[s][r][c] += sum[r][c];
 #endif
     }
 }
 
+// Adds a block all of whose columns there are, and one that has fewer.
+void add_whole(uint s, uint tile, uint b, uint first_token, uint blocks_per_row) {
+    clear_sums();
+    [[unroll]] for (uint i = 0; i < BLOCK / 4; i++) add_four(i, first_token, b * BLOCK + 4 * i, true);
+    fold(s, tile, b, blocks_per_row);
+}
+
+void add_last(uint s, uint tile, uint b, uint first_token, uint blocks_per_row) {
+    clear_sums();
+    [[dont_unroll]] for (uint i = 0; b * BLOCK + 4 * i < cols; i++)
+        add_four(i, first_token, b * BLOCK + 4 * i, false);
+    fold(s, tile, b, blocks_per_row);
+}
+
+void clear_acc() {
+    [[unroll]] for (uint s = 0; s < TOGETHER; s++)
+        [[unroll]] for (uint r = 0; r < ROWS; r++)
+            [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[s][r][c] = 0.0;
+}
+
+#if defined(ON_CPU)
 void main() {
-    const uint lane = gl_LocalInvocationID.x, split = subgroupBroadcastFirst(gl_LocalInvocationID.y);
-    const uint first_tile = gl_WorkGroupID.y * ROW_TILES, last_tile = (rows - 1) / TILE_ROWS;
+    const uint tile = gl_WorkGroupID.y;
     const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
     if (first_token >= tokens) return;
     const uint blocks_per_row = (cols + BLOCK - 1) / BLOCK, whole = cols / BLOCK;
 
-    uvec4 next[ROW_TILES];
-    [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
-        // Spare tiles of the last workgroup repeat the last tile, and are not stored.
-        tiles[t] = min(first_tile + t, last_tile);
-        next[t] = block_at(blocks, tiles[t], min(split, blocks_per_row - 1), lane, blocks_per_row);
-        [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[t][c] = 0.0;
+    float total[ROWS][COLUMNS];
+    [[dont_unroll]] for (uint split = 0; split < SPLITS; split += TOGETHER) {
+        clear_acc();
+        [[dont_unroll]] for (uint first = split; first < blocks_per_row; first += SPLITS) {
+            [[unroll]] for (uint s = 0; s < TOGETHER; s++) {
+                const uint b = first + s;
+                if (b >= blocks_per_row) break;
+                load_block(tile, b, blocks_per_row, block);
+                if (b < whole)
+                    add_whole(s, tile, b, first_token, blocks_per_row);
+                else
+                    add_last(s, tile, b, first_token, blocks_per_row);
+            }
+        }
+        [[unroll]] for (uint s = 0; s < TOGETHER; s++)
+            [[unroll]] for (uint r = 0; r < ROWS; r++)
+                [[unroll]] for (uint c = 0; c < COLUMNS; c++)
+                    total[r][c] = split + s == 0 ? acc[s][r][c] : total[r][c] + acc[s][r][c];
     }
+    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+        const uint row = tile * TILE_ROWS + lane_of(r);
+        if (row >= rows) return;
+#if defined(SCALES_ROW)
+        const float scale = half_of(scales, tile, lane_of(r));
+        [[unroll]] for (uint c = 0; c < COLUMNS; c++) total[r][c] *= scale;
+#endif
+        [[unroll]] for (uint c = 0; c < COLUMNS; c++)
+            if (first_token + c < tokens) y.at[(first_token + c) * y_stride + row] = total[r][c];
+    }
+}
+#else
+// It holds as many columns as there are splits: an invocation adds up one.
+shared float partial[SPLITS][SPLITS][TILE_ROWS];
+
+void main() {
+    const uint lane = gl_LocalInvocationID.x, split = subgroupBroadcastFirst(gl_LocalInvocationID.y);
+    const uint tile = gl_WorkGroupID.y;
+    const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
+    if (first_token >= tokens) return;
+    const uint blocks_per_row = (cols + BLOCK - 1) / BLOCK, whole = cols / BLOCK;
+
+    uvec4 next[ROWS];
+    load_block(tile, min(split, blocks_per_row - 1), blocks_per_row, next);
+    clear_acc();
     uint b = split;
     [[dont_unroll]] for (; b < whole; b += SPLITS) {
         // A block is asked for before the one before it is used.
-        const uint ahead = min(b + SPLITS, blocks_per_row - 1);
-        [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
-            block[t] = next[t];
-            next[t] = block_at(blocks, tiles[t], ahead, lane, blocks_per_row);
-        }
-        clear_sums();
-        [[unroll]] for (uint i = 0; i < BLOCK / 4; i++) add_four(i, first_token, b * BLOCK + 4 * i, true);
-        fold(b, lane, blocks_per_row);
+        block = next;
+        load_block(tile, min(b + SPLITS, blocks_per_row - 1), blocks_per_row, next);
+        add_whole(0, tile, b, first_token, blocks_per_row);
     }
     // One of the splits ends with a block that has fewer columns.
     if (b < blocks_per_row) {
-        [[unroll]] for (uint t = 0; t < ROW_TILES; t++) block[t] = next[t];
-        clear_sums();
-        [[dont_unroll]] for (uint i = 0; b * BLOCK + 4 * i < cols; i++)
-            add_four(i, first_token, b * BLOCK + 4 * i, false);
-        fold(b, lane, blocks_per_row);
+        block = next;
+        add_last(0, tile, b, first_token, blocks_per_row);
     }
 
     // An invocation adds up the splits of column `split` of those that are staged, in order.
     [[unroll]] for (uint staged = 0; staged < COLUMNS; staged += SPLITS) {
         if (staged > 0) barrier();
-        [[unroll]] for (uint t = 0; t < ROW_TILES; t++)
-            [[unroll]] for (uint c = 0; c < SPLITS; c++)
-                if (staged + c < COLUMNS) partial[split][t][c][lane] = acc[t][staged + c];
+        [[unroll]] for (uint c = 0; c < SPLITS; c++)
+            if (staged + c < COLUMNS) partial[split][c][lane] = acc[0][0][staged + c];
         barrier();
-        const uint token = first_token + staged + split;
-        const bool is_one = staged + split < COLUMNS && token < tokens;
-        [[unroll]] for (uint t = 0; t < ROW_TILES; t++) {
-            const uint row = (first_tile + t) * TILE_ROWS + lane;
-            if (is_one && row < rows) {
-                float total = partial[0][t][split][lane];
-                [[unroll]] for (uint s = 1; s < SPLITS; s++) total += partial[s][t][split][lane];
+        const uint token = first_token + staged + split, row = tile * TILE_ROWS + lane;
+        if (staged + split < COLUMNS && token < tokens && row < rows) {
+            float total = partial[0][split][lane];
+            [[unroll]] for (uint s = 1; s < SPLITS; s++) total += partial[s][split][lane];
 #if defined(SCALES_ROW)
-                total *= half_of(scales, first_tile + t, lane);
+            total *= half_of(scales, tile, lane);
 #endif
-                y.at[token * y_stride + row] = total;
-            }
+            y.at[token * y_stride + row] = total;
         }
     }
 }
+#endif

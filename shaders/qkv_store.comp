@@ -14,9 +14,10 @@
 #include "memory.glsl"
 #include "kv.glsl"
 #define WORKGROUP 64
+#include "lanes.glsl"
 #include "reduce.glsl"
 
-layout(local_size_x = WORKGROUP) in;
+layout(local_size_x = INVOCATIONS) in;
 
 layout(push_constant, std430) uniform Push {
     Floats q;
@@ -48,16 +49,19 @@ void store(WriteUints cache, uint token, uint head) {
     const uint to = cache_row(block, rows, head_row, fours);
     barrier();
 #if defined(KV_F32)
-    for (uint i = lane; i < head_dim; i += WORKGROUP) cache.at[to * 4 + i] = floatBitsToUint(row[i]);
+    for (uint i = lane; i < head_dim; i += INVOCATIONS) cache.at[to * 4 + i] = floatBitsToUint(row[i]);
 #elif defined(KV_F16)
-    for (uint i = lane; i < head_dim / 2; i += WORKGROUP)
+    for (uint i = lane; i < head_dim / 2; i += INVOCATIONS)
         cache.at[to * 2 + i] = packHalf2x16(clamp(vec2(row[2 * i], row[2 * i + 1]), -65504.0, 65504.0));
 #elif defined(KV_INT8)
-    float largest = 0.0;
-    for (uint i = lane; i < head_dim; i += WORKGROUP) largest = max(largest, abs(row[i]));
-    largest = workgroup_max(largest);
+    for (uint turn = 0; turn < TURNS; turn++) {
+        float largest = 0.0;
+        for (uint i = lane_of(turn); i < head_dim; i += WORKGROUP) largest = max(largest, abs(row[i]));
+        share(lane_of(turn), largest);
+    }
+    const float largest = workgroup_max();
     const float inverse = largest > 0.0 ? 127.0 / largest : 0.0;
-    for (uint i = lane; i < fours; i += WORKGROUP) {
+    for (uint i = lane; i < fours; i += INVOCATIONS) {
         uint four = 0;
         [[unroll]] for (uint j = 0; j < 4; j++)
             four |= (uint(int(roundEven(row[4 * i + j] * inverse))) & 0xffu) << (8 * j);
@@ -74,7 +78,7 @@ void main() {
     if (head >= num_heads + num_kv_heads) {
         head -= num_heads + num_kv_heads;
         const uint from = (token * num_kv_heads + head) * head_dim;
-        for (uint i = lane; i < head_dim; i += WORKGROUP) row[i] = v.at[from + i];
+        for (uint i = lane; i < head_dim; i += INVOCATIONS) row[i] = v.at[from + i];
         store(v_cache, token, head);
         return;
     }
@@ -83,15 +87,18 @@ void main() {
     if (!is_q) head -= num_heads;
     const uint from = (token * (is_q ? num_heads : num_kv_heads) + head) * head_dim;
 
-    float squares = 0.0;
-    for (uint i = lane; i < head_dim; i += WORKGROUP) {
-        const float value = is_q ? q.at[from + i] : k.at[from + i];
-        squares = fma(value, value, squares);
+    for (uint turn = 0; turn < TURNS; turn++) {
+        float squares = 0.0;
+        for (uint i = lane_of(turn); i < head_dim; i += WORKGROUP) {
+            const float value = is_q ? q.at[from + i] : k.at[from + i];
+            squares = fma(value, value, squares);
+        }
+        share(lane_of(turn), squares);
     }
-    const float factor = inversesqrt(workgroup_sum(squares) / float(head_dim) + eps);
+    const float factor = inversesqrt(workgroup_sum() / float(head_dim) + eps);
 
     const uint angles = positions.at[token] * half_dim;
-    for (uint i = lane; i < half_dim; i += WORKGROUP) {
+    for (uint i = lane; i < half_dim; i += INVOCATIONS) {
         const uint j = i + half_dim;
         const vec2 cos_sin = rope.at[angles + i];
         vec2 pair, weight;

@@ -1,14 +1,15 @@
 // blocks, scales = x [rows, width], quantized (common/fast.glsl); x f32, rows stride apart (a multiple of 4).
 //
-// A column of workgroups takes a row, an invocation four columns.
+// A column of workgroups takes a row, a lane four columns.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
 #include "fast.glsl"
 #define WORKGROUP 256
+#include "lanes.glsl"
 #include "quantize.glsl"
 
-layout(local_size_x = WORKGROUP) in;
+layout(local_size_x = INVOCATIONS) in;
 
 layout(push_constant, std430) uniform Push {
     ReadVec4s x;
@@ -21,12 +22,15 @@ layout(push_constant, std430) uniform Push {
 };
 
 void main() {
-    const uint row = gl_WorkGroupID.y, column = gl_GlobalInvocationID.x * 4;
-    vec4 value = vec4(0);
-    if (column < width) {
-        value = x.at[(row * stride + column) / 4];
-        // Beyond the row lies what may be anything.
-        value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
+    const uint row = gl_WorkGroupID.y, first = gl_WorkGroupID.x * 4 * WORKGROUP;
+    for (uint turn = 0; turn < TURNS && first + turn * 4 * INVOCATIONS < width; turn++) {
+        const uint column = first + 4 * lane_of(turn);
+        vec4 value = vec4(0);
+        if (column < width) {
+            value = x.at[(row * stride + column) / 4];
+            // Beyond the row lies what may be anything.
+            value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
+        }
+        quantize_four(blocks, scales, padded, row, column, width, value);
     }
-    quantize_four(blocks, scales, padded, row, column, width, value);
 }

@@ -9,17 +9,18 @@
 // both are.
 //
 //   x f32 [*, dim], rows x_stride apart; y and hidden f32, rows y_stride apart; weights f32 [dim]. Strides are multiples
-//   of 4. A workgroup takes one row, an invocation four columns of every 1024. All variants share each step: their bits
-//   are the same.
+//   of 4. A workgroup takes one row, a lane four columns of every 1024. All variants share each step: their bits are the
+//   same.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
 #define WORKGROUP 256
+#include "lanes.glsl"
 #include "reduce.glsl"
 #include "fast.glsl"
 #include "quantize.glsl"
 
-layout(local_size_x = WORKGROUP) in;
+layout(local_size_x = INVOCATIONS) in;
 
 layout(push_constant, std430) uniform Push {
     ReadVec4s x;
@@ -54,12 +55,11 @@ vec4 weight_at(ReadFloats weights, uint column) {
 
 float add_squares(float sum, vec4 v) { return fma(v.w, v.w, fma(v.z, v.z, fma(v.y, v.y, fma(v.x, v.x, sum)))); }
 
-float factor_of(float squares, float epsilon) {
-    return inversesqrt(workgroup_sum(squares) / float(dim) + epsilon);
-}
+// Of the squares that the lanes have shared.
+float factor_of(float epsilon) { return inversesqrt(workgroup_sum() / float(dim) + epsilon); }
 
 void main() {
-    const uint out_row = gl_WorkGroupID.x, lane = gl_LocalInvocationID.x;
+    const uint out_row = gl_WorkGroupID.x;
 #if defined(GATHER)
     const uint in_row = rows.at[out_row];
 #else
@@ -67,31 +67,37 @@ void main() {
 #endif
     const uint from = in_row * x_stride / 4, to = out_row * y_stride / 4, last = dim + 3 & ~3u;
 
-    float squares = 0.0;
-    for (uint column = 4 * lane; column < last; column += 4 * WORKGROUP)
-        squares = add_squares(squares, within(x.at[from + column / 4], column));
-    float factor = factor_of(squares, eps);
+    for (uint turn = 0; turn < TURNS; turn++) {
+        float squares = 0.0;
+        for (uint column = 4 * lane_of(turn); column < last; column += 4 * WORKGROUP)
+            squares = add_squares(squares, within(x.at[from + column / 4], column));
+        share(lane_of(turn), squares);
+    }
+    float factor = factor_of(eps);
 
 #if defined(ADD) || defined(RESIDUAL)
-    squares = 0.0;
-    for (uint column = 4 * lane; column < last; column += 4 * WORKGROUP) {
-        const vec4 normed = within(x.at[from + column / 4], column) * factor * weight_at(weight, column);
-        const vec4 sum = within(hidden.at[to + column / 4], column) + normed;
-        hidden.at[to + column / 4] = sum;
-        squares = add_squares(squares, sum);
+    for (uint turn = 0; turn < TURNS; turn++) {
+        float squares = 0.0;
+        for (uint column = 4 * lane_of(turn); column < last; column += 4 * WORKGROUP) {
+            const vec4 normed = within(x.at[from + column / 4], column) * factor * weight_at(weight, column);
+            const vec4 sum = within(hidden.at[to + column / 4], column) + normed;
+            hidden.at[to + column / 4] = sum;
+            squares = add_squares(squares, sum);
+        }
+        share(lane_of(turn), squares);
     }
 #endif
 #if defined(RESIDUAL)
-    factor = factor_of(squares, next_eps);
+    factor = factor_of(next_eps);
 #endif
 #ifndef ADD
     // Quantizing, a workgroup goes on together to the end of the last block.
 #if defined(INT8) || defined(BOTH)
-    const uint end = (dim + 4 * WORKGROUP - 1) / (4 * WORKGROUP) * (4 * WORKGROUP);
+    const uint end = (dim + 4 * INVOCATIONS - 1) / (4 * INVOCATIONS) * (4 * INVOCATIONS);
 #else
     const uint end = last;
 #endif
-    for (uint column = 4 * lane; column < end; column += 4 * WORKGROUP) {
+    for (uint column = 4 * gl_LocalInvocationID.x; column < end; column += 4 * INVOCATIONS) {
         vec4 normed = vec4(0);
         if (column < last) {
 #if defined(RESIDUAL)

@@ -18,7 +18,7 @@ use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Sc
 
 use crate::batching::{PENALTIES, Texts};
 use crate::golden::{Goldens, all_logits};
-use crate::kernels::{Bench, STORED};
+use crate::kernels::{Bench, STORED, with_each_body};
 use crate::support::{data, device, policy, skip};
 use crate::{demo, golden};
 
@@ -272,50 +272,54 @@ fn every_width_yields_the_bits_of_the_twin(
 /// two integers may go either way.
 #[test]
 fn activations_are_quantized_as_the_twin_quantizes_them() {
-    let mut b = Bench::new(72);
-    let fma = fma_of(&mut b);
-    let mut seconds = 0;
-    for width in [1, 31, 32, 100, 1024, 2080] {
-        let tokens = 7;
-        let values = rows(&mut b, tokens, width);
-        let (x, y) = (b.activations(&values, width), b.quantized(tokens, width));
-        b.run(|k, r| k.quantize(r, &x, &y, tokens));
-        let got = download(&mut b, &y, tokens);
-        for (token, (got, row)) in got.iter().zip(values.chunks(width)).enumerate() {
-            let expected = QuantizedActivations::of(row, fma);
-            assert_eq!(
-                bits(&got.scales[0]),
-                bits(&expected.scales[0]),
-                "scales of token {token}, width {width}"
-            );
-            for (block, x) in row.chunks(32).enumerate() {
-                let columns = 32 * block..32 * (block + 1);
-                let mut left: Vec<f32> = x.to_vec();
-                for (digit, (got_q, e)) in got.q.iter().zip(&expected.q).enumerate() {
-                    let (scale, twin) = (got.scales[digit][block].abs(), expected.scales[digit][block].abs());
-                    // What is left over is so small that its own rounding shows.
-                    assert!(
-                        (scale / twin - 1.0).abs() < 1e-3 || scale == twin,
-                        "{token}, {block}: {scale}, {twin}"
-                    );
-                    seconds += usize::from(digit == 1 && scale != 0.0);
-                    for (i, (g, e)) in got_q[columns.clone()].iter().zip(&e[columns.clone()]).enumerate() {
-                        let exact = left.get(i).map_or(0.0, |x| f64::from(*x) / f64::from(scale));
-                        let is_tie = (exact.fract().abs() - 0.5).abs() < if digit == 0 { 1e-4 } else { 0.05 };
-                        let differs = (i32::from(*g) - i32::from(*e)).abs();
+    with_each_body(72, |b| {
+        let fma = fma_of(b);
+        let mut seconds = 0;
+        for width in [1, 31, 32, 100, 1024, 2080] {
+            let tokens = 7;
+            let values = rows(b, tokens, width);
+            let (x, y) = (b.activations(&values, width), b.quantized(tokens, width));
+            b.run(|k, r| k.quantize(r, &x, &y, tokens));
+            let got = download(b, &y, tokens);
+            for (token, (got, row)) in got.iter().zip(values.chunks(width)).enumerate() {
+                let expected = QuantizedActivations::of(row, fma);
+                assert_eq!(
+                    bits(&got.scales[0]),
+                    bits(&expected.scales[0]),
+                    "scales of token {token}, width {width}"
+                );
+                for (block, x) in row.chunks(32).enumerate() {
+                    let columns = 32 * block..32 * (block + 1);
+                    let mut left: Vec<f32> = x.to_vec();
+                    for (digit, (got_q, e)) in got.q.iter().zip(&expected.q).enumerate() {
+                        let (scale, twin) =
+                            (got.scales[digit][block].abs(), expected.scales[digit][block].abs());
+                        // What is left over is so small that its own rounding shows.
                         assert!(
-                            differs == 0 || is_tie && differs == 1,
-                            "token {token}, block {block}, column {i}, digit {digit}: {g}, twin {e}"
+                            (scale / twin - 1.0).abs() < 1e-3 || scale == twin,
+                            "{token}, {block}: {scale}, {twin}"
                         );
-                        if let Some(x) = left.get_mut(i) {
-                            *x -= f32::from(*g) * scale;
+                        seconds += usize::from(digit == 1 && scale != 0.0);
+                        for (i, (g, e)) in got_q[columns.clone()].iter().zip(&e[columns.clone()]).enumerate()
+                        {
+                            let exact = left.get(i).map_or(0.0, |x| f64::from(*x) / f64::from(scale));
+                            let is_tie =
+                                (exact.fract().abs() - 0.5).abs() < if digit == 0 { 1e-4 } else { 0.05 };
+                            let differs = (i32::from(*g) - i32::from(*e)).abs();
+                            assert!(
+                                differs == 0 || is_tie && differs == 1,
+                                "token {token}, block {block}, column {i}, digit {digit}: {g}, twin {e}"
+                            );
+                            if let Some(x) = left.get_mut(i) {
+                                *x -= f32::from(*g) * scale;
+                            }
                         }
                     }
                 }
             }
         }
-    }
-    assert!(seconds > 20, "only {seconds} blocks have a second digit");
+        assert!(seconds > 20, "only {seconds} blocks have a second digit");
+    });
 }
 
 /// What is no number must not vanish in the comparisons that find a scale.
@@ -390,66 +394,68 @@ fn all_ways(
 
 #[test]
 fn norms_fused_with_what_follows_have_the_bits_of_norms_that_are_not() {
-    let mut b = Bench::new(75);
-    for (tokens, width) in [(1, 30), (3, 100), (5, 1152), (2, 5376)] {
-        let [x, base, one, two] = [tokens, tokens, 1, 1].map(|rows| b.random(rows * width, 1.5));
-        let (x, hidden) = (b.activations(&x, width), b.activations(&base, width));
-        let norms = [one, two].map(|weight| RmsNorm { weight: b.upload(&weight), eps: 1e-6 });
-        // Apart: the add, the norm behind it, and what that is in int8.
-        let (normed, quantized) = (b.empty(tokens, width), b.quantized(tokens, width));
-        b.run(|k, r| {
-            k.rms_norm_add(r, &x, &norms[0], &hidden, tokens);
-            k.rms_norm(r, &hidden, &norms[1], &Operand::floats(&normed), tokens);
-            k.quantize(r, &normed, &quantized, tokens);
-        });
-        let sum = b.rows(&hidden, tokens);
-        let (floats, blocks) = (b.rows(&normed, tokens), download(&mut b, &quantized, tokens));
+    with_each_body(75, |b| {
+        for (tokens, width) in [(1, 30), (3, 100), (5, 1152), (2, 5376)] {
+            let [x, base, one, two] = [tokens, tokens, 1, 1].map(|rows| b.random(rows * width, 1.5));
+            let (x, hidden) = (b.activations(&x, width), b.activations(&base, width));
+            let norms = [one, two].map(|weight| RmsNorm { weight: b.upload(&weight), eps: 1e-6 });
+            // Apart: the add, the norm behind it, and what that is in int8.
+            let (normed, quantized) = (b.empty(tokens, width), b.quantized(tokens, width));
+            b.run(|k, r| {
+                k.rms_norm_add(r, &x, &norms[0], &hidden, tokens);
+                k.rms_norm(r, &hidden, &norms[1], &Operand::floats(&normed), tokens);
+                k.quantize(r, &normed, &quantized, tokens);
+            });
+            let sum = b.rows(&hidden, tokens);
+            let (floats, blocks) = (b.rows(&normed, tokens), download(b, &quantized, tokens));
 
-        let check = |(f, q): ([Vec<f32>; 2], [Vec<QuantizedActivations>; 2]), what: &str| {
-            f.iter().for_each(|f| same(f, &floats, what));
-            q.iter().for_each(|q| assert!(*q == blocks, "{what}, {tokens} x {width} in int8"));
-        };
-        let got = all_ways(&mut b, tokens, width, &|k, r, y| k.rms_norm(r, &hidden, &norms[1], y, tokens));
-        check(got, "rms_norm");
-        let index: Vec<u32> = (0..tokens as u32).collect();
-        let index = b.upload(&index);
-        let got = all_ways(&mut b, tokens, width, &|k, r, y| {
-            k.rms_norm_gather(r, &hidden, &index, &norms[1], y, tokens);
-        });
-        check(got, "rms_norm_gather");
-        // It adds to what it finds, so each time anew.
-        let again: Vec<Activations> = (0..3).map(|_| b.activations(&base, width)).collect();
-        let next = std::cell::Cell::new(0);
-        let got = all_ways(&mut b, tokens, width, &|k, r, y| {
-            let hidden = &again[next.replace(next.get() + 1)];
-            k.residual(r, &x, &norms[0], (hidden, &norms[1]), y, tokens);
-        });
-        check(got, "residual");
-        for hidden in &again {
-            same(&b.rows(hidden, tokens), &sum, "what the norm was added to");
+            let check = |(f, q): ([Vec<f32>; 2], [Vec<QuantizedActivations>; 2]), what: &str| {
+                f.iter().for_each(|f| same(f, &floats, what));
+                q.iter().for_each(|q| assert!(*q == blocks, "{what}, {tokens} x {width} in int8"));
+            };
+            let got = all_ways(b, tokens, width, &|k, r, y| k.rms_norm(r, &hidden, &norms[1], y, tokens));
+            check(got, "rms_norm");
+            let index: Vec<u32> = (0..tokens as u32).collect();
+            let index = b.upload(&index);
+            let got = all_ways(b, tokens, width, &|k, r, y| {
+                k.rms_norm_gather(r, &hidden, &index, &norms[1], y, tokens);
+            });
+            check(got, "rms_norm_gather");
+            // It adds to what it finds, so each time anew.
+            let again: Vec<Activations> = (0..3).map(|_| b.activations(&base, width)).collect();
+            let next = std::cell::Cell::new(0);
+            let got = all_ways(b, tokens, width, &|k, r, y| {
+                let hidden = &again[next.replace(next.get() + 1)];
+                k.residual(r, &x, &norms[0], (hidden, &norms[1]), y, tokens);
+            });
+            check(got, "residual");
+            for hidden in &again {
+                same(&b.rows(hidden, tokens), &sum, "what the norm was added to");
+            }
         }
-    }
+    });
 }
 
 #[test]
 fn geglu_yields_in_int8_what_it_yields_in_f32() {
-    let mut b = Bench::new(76);
-    for (tokens, width) in [(1, 33), (4, 1100)] {
-        let [gate, up] = [3.0, 1.0].map(|scale| b.random(tokens * width, scale));
-        let [one, two] = [(); 2].map(|()| b.activations(&gate, width));
-        let up = b.activations(&up, width);
-        let quantized = [(); 3].map(|()| b.quantized(tokens, width));
-        b.run(|k, r| {
-            k.geglu(r, &one, &up, &Operand::blocks(&quantized[0]), tokens);
-            k.geglu(r, &one, &up, &Operand::floats(&one), tokens);
-            k.quantize(r, &one, &quantized[1], tokens);
-            let both = Operand { floats: Some(two.clone()), blocks: Some(quantized[2].clone()) };
-            k.geglu(r, &two, &up, &both, tokens);
-        });
-        let got = quantized.each_ref().map(|q| download(&mut b, q, tokens));
-        assert!(got[0] == got[1] && got[0] == got[2], "{tokens} x {width}");
-        same(&b.rows(&one, tokens), &b.rows(&two, tokens), "in f32");
-    }
+    with_each_body(76, |b| {
+        for (tokens, width) in [(1, 33), (4, 1100)] {
+            let [gate, up] = [3.0, 1.0].map(|scale| b.random(tokens * width, scale));
+            let [one, two] = [(); 2].map(|()| b.activations(&gate, width));
+            let up = b.activations(&up, width);
+            let quantized = [(); 3].map(|()| b.quantized(tokens, width));
+            b.run(|k, r| {
+                k.geglu(r, &one, &up, &Operand::blocks(&quantized[0]), tokens);
+                k.geglu(r, &one, &up, &Operand::floats(&one), tokens);
+                k.quantize(r, &one, &quantized[1], tokens);
+                let both = Operand { floats: Some(two.clone()), blocks: Some(quantized[2].clone()) };
+                k.geglu(r, &two, &up, &both, tokens);
+            });
+            let got = quantized.each_ref().map(|q| download(b, q, tokens));
+            assert!(got[0] == got[1] && got[0] == got[2], "{tokens} x {width}");
+            same(&b.rows(&one, tokens), &b.rows(&two, tokens), "in f32");
+        }
+    });
 }
 
 /// All there is of what one dispatch declares belongs to activations here, weights included.

@@ -4,7 +4,7 @@
 //! must notice.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::{Buffer, Device, DevicePolicy, Order, Recorder, Rehearsal};
@@ -20,14 +20,18 @@ use unicorn::tensor::{KvDtype, Precision, Scheme};
 use crate::batching::{PENALTIES, Texts};
 use crate::fast::emulated_tiles;
 use crate::golden::{self, Goldens, all_logits};
-use crate::kernels::{Adjusted, Bench, Paged, STORED, adjusted, shape};
+use crate::kernels::{Adjusted, BODIES, Bench, Paged, STORED, adjusted, shape};
 use crate::support::{data, policy};
 
 const ORDERS: [Order; 2] = [Order::Reversed, Order::Shuffled(1)];
 
-/// A device of its own: how it records is nobody else's business.
-fn rehearsing(order: Order) -> Arc<Device> {
-    let device = Device::open(&policy()).unwrap();
+/// A device that nobody else has meanwhile, for how it records is nobody else's business. What it has compiled stays.
+fn rehearsing(order: Order) -> MutexGuard<'static, Arc<Device>> {
+    /// One for each of two tests at a time.
+    static DEVICES: LazyLock<[Mutex<Arc<Device>>; 2]> =
+        LazyLock::new(|| [(); 2].map(|()| Mutex::new(Device::open(&policy()).unwrap())));
+    let free = DEVICES.iter().find_map(|device| device.try_lock().ok());
+    let device = free.unwrap_or_else(|| DEVICES[0].lock().unwrap_or_else(PoisonError::into_inner));
     device.rehearse(Rehearsal { order, ..Rehearsal::default() });
     device
 }
@@ -110,9 +114,17 @@ impl Chain {
 
 /// Every kernel in a chain with others that read what it writes, from one seed: the same at each call.
 fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
+    // What has a body of its own on a CPU, with both.
+    let bodies = BODIES[which % 2];
+    let on = |bodies: Tiles, mut chain: Chain| {
+        if bodies == Tiles::Cpu {
+            chain.name.insert_str(0, ON_A_CPU);
+        }
+        chain
+    };
     let schemes = [&[Scheme::F32, Scheme::F16, Scheme::Bf16][..], &STORED].concat();
-    let rest = match which.checked_sub(schemes.len()) {
-        None => return Some(products(b, schemes[which])),
+    let rest = match which.checked_sub(2 * schemes.len()) {
+        None => return Some(on(bodies, products(b, schemes[which / 2], bodies))),
         Some(rest) => rest,
     };
     let ways = |scheme: usize| {
@@ -129,33 +141,36 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
         Some(rest) => rest,
     };
     let wants = [(true, false), (false, true), (true, true)].map(|(floats, blocks)| Wants { floats, blocks });
-    let rest = match rest.checked_sub(NORMS * wants.len()) {
-        None => return Some(norms(b, wants[rest / NORMS], rest % NORMS)),
-        Some(rest) => rest,
+    // Penalties and log probabilities each with draws, and each kind alone: barriers that one needs hide another's.
+    let rest = match rest {
+        0 => return Some(sums(b)),
+        1 => return Some(draws(b, "draws with penalties")),
+        2 => return Some(draws(b, "draws with log probabilities")),
+        3 => return Some(draws(b, "draws alone")),
+        4 => return Some(draws(b, "draws of the highest alone")),
+        5 => return Some(draws(b, "draws' log probabilities alone")),
+        6 => return Some(history(b)),
+        7 => return Some(transfers(b)),
+        n => n - 8,
     };
-    Some(match rest {
-        0 => quantizing(b),
-        1 => sums(b),
-        // Penalties and log probabilities each with draws, and each kind alone: barriers that one needs hide another's.
-        2 => draws(b, "draws with penalties"),
-        3 => draws(b, "draws with log probabilities"),
-        4 => draws(b, "draws alone"),
-        5 => draws(b, "draws of the highest alone"),
-        6 => draws(b, "draws' log probabilities alone"),
-        7 => history(b),
-        8 => transfers(b),
+    let (bodies, rest) = (BODIES[rest % 2], rest / 2);
+    b.make_bodies(bodies);
+    let chain = match rest.checked_sub(NORMS * wants.len()) {
+        None => norms(b, wants[rest / NORMS], rest % NORMS),
+        Some(0) => quantizing(b),
         // With attention of single tokens behind the store, of tiles, and without any, for the same reason.
-        n => {
-            let kv = *KvDtype::ALL.get((n - 9) / 3)?;
+        Some(n) => {
+            let kv = *KvDtype::ALL.get((n - 1) / 3)?;
             let tokens = [&[(3, 1), (21, 1), (5, 1)][..], &[(3, 3), (21, 21)]];
-            attention(b, kv, tokens.get((n - 9) % 3).copied())
+            attention(b, kv, tokens.get((n - 1) % 3).copied())
         }
-    })
+    };
+    Some(on(bodies, chain))
 }
 
-fn products(b: &mut Bench, scheme: Scheme) -> Chain {
+fn products(b: &mut Bench, scheme: Scheme, bodies: Tiles) -> Chain {
     let (rows, cols, tokens) = (70, 64, 9);
-    b.make_scheme(scheme, Precision::F32);
+    b.make_tiles(scheme, Precision::F32, bodies, false);
     let values = b.random(rows * cols, 1.0);
     let matrix = match scheme.grouping(cols) {
         Some(_) => {
@@ -467,6 +482,9 @@ fn kernels_compute_the_same_in_any_order_between_barriers() {
     }
 }
 
+/// How the names of chains begin whose kernels are those of a CPU.
+const ON_A_CPU: &str = "on a CPU: ";
+
 /// Chains that hold a shader, by the name of its kernel.
 fn chains_of(shader: &str) -> String {
     if let Some(variant) = shader.strip_prefix("fast_matmul_") {
@@ -474,6 +492,7 @@ fn chains_of(shader: &str) -> String {
         let variant = ways.iter().find_map(|way| variant.strip_suffix(way)).unwrap_or(variant);
         return format!("products in int8, {variant},");
     }
+    let on_cpu = if shader.ends_with("_on_cpu") { ON_A_CPU } else { "" };
     let chains = match shader.split('_').next().expect("a name") {
         "embed" | "matmul" => "embedding and product",
         "quantize" => "quantizing",
@@ -485,7 +504,7 @@ fn chains_of(shader: &str) -> String {
         "qkv" | "attention" => "keys, values",
         other => panic!("which chain has {other}?"),
     };
-    chains.to_owned()
+    format!("{on_cpu}{chains}")
 }
 
 /// Each write, forgotten, must change what a chain of kernels yields; and, where a forward pass has the kernel between

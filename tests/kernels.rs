@@ -67,11 +67,30 @@ pub const STORED: [Scheme; 18] = {
     ]
 };
 
+/// Whose bodies of kernels there are (`shaders/common/lanes.glsl`).
+pub const BODIES: [Tiles; 2] = [Tiles::COUNTED, Tiles::Cpu];
+
+/// Runs a check with the kernels that a GPU runs, and with those that a CPU runs.
+pub fn with_each_body(seed: u64, check: fn(&mut Bench)) {
+    for bodies in BODIES {
+        println!("{bodies:?}");
+        check(&mut Bench::with_bodies(&device(), seed, bodies));
+    }
+}
+
+fn every_kernel(device: &Device, bodies: Tiles) -> Kernels {
+    let products = [&SCHEMES[..], &STORED].concat();
+    let (embedding, tiles) = (Some(Scheme::Bf16), Some(bodies));
+    let matrices = Matrices { products, embedding, tiles, ..Matrices::default() };
+    Kernels::new(device, &matrices, HEADS, Precision::F32).unwrap()
+}
+
 /// A device with every kernel, and helpers to move data. Buffers start as NaN.
 pub struct Bench {
     pub device: Arc<Device>,
     arena: Arena,
     pub kernels: Kernels,
+    bodies: Tiles,
     rng: ChaCha8Rng,
 }
 
@@ -82,17 +101,26 @@ impl Bench {
     }
 
     pub fn on(device: &Arc<Device>, seed: u64) -> Bench {
-        let schemes = [&SCHEMES[..], &STORED].concat();
-        let matrices = Matrices { products: schemes, embedding: Some(Scheme::Bf16), ..Matrices::default() };
-        let kernels = Kernels::new(device, &matrices, HEADS, Precision::F32).unwrap();
+        Bench::with_bodies(device, seed, Tiles::of(device))
+    }
+
+    /// Kernels as a GPU or a CPU runs them.
+    pub fn with_bodies(device: &Arc<Device>, seed: u64, bodies: Tiles) -> Bench {
         let (arena, rng) = (Arena::new(device), ChaCha8Rng::seed_from_u64(seed));
-        Bench { arena, kernels, rng, device: device.clone() }
+        let kernels = every_kernel(device, bodies);
+        Bench { arena, kernels, bodies, rng, device: device.clone() }
+    }
+
+    /// [`Bench::make_heads`] makes such ones from then on.
+    pub fn make_bodies(&mut self, bodies: Tiles) {
+        self.bodies = bodies;
+        self.kernels = every_kernel(&self.device, bodies);
     }
 
     /// Kernels for the heads of `shape`.
     pub fn make_heads(&mut self, shape: &AttentionShape, kv: KvDtype) {
         let heads = Heads { group: shape.num_heads / shape.num_kv_heads, head_dim: shape.head_dim, kv };
-        let matrices = Matrices { embedding: Some(Scheme::Bf16), ..Matrices::default() };
+        let matrices = Matrices { tiles: Some(self.bodies), ..Matrices::default() };
         self.kernels = Kernels::new(&self.device, &matrices, heads, Precision::F32).unwrap();
     }
 
@@ -335,59 +363,65 @@ fn close(got: &[f32], expected: &[f64], magnitude: &[f64], bound: f64, what: &st
 
 #[test]
 fn matmul_matches_its_twin() {
-    let mut b = Bench::new(1);
-    // (tokens, rows, cols): one, tails of tiles and of blocks, more than one tile of columns.
-    let shapes = [
-        (1, 1, 1),
-        (1, 32, 32),
-        (1, 33, 37),
-        (2, 31, 100),
-        (4, 64, 128),
-        (5, 70, 131),
-        (9, 96, 260),
-        (19, 45, 4),
-    ];
-    for scheme in SCHEMES {
-        for (tokens, rows, cols) in shapes {
-            let what = format!("{scheme:?} {tokens} x [{rows}, {cols}]");
-            let w = b.random(rows * cols, 2.0);
-            let x = b.random(tokens * cols, 3.0);
-            // Also cut into shards of one tile: the rows of y must come out the same.
-            for shard in [u64::MAX, 1] {
-                let matrix = b.matrix(&w, rows, cols, scheme, shard);
-                let input = b.activations(&x, cols);
-                let output = b.empty(tokens + 1, rows);
-                b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
-                let all = b.rows(&output, tokens + 1);
-                let stored = as_stored(&w, cols, scheme);
-                let expected = reference::matmul(&x, &stored, tokens, rows, cols);
-                let magnitude = reference::matmul_magnitude(&x, &stored, tokens, rows, cols);
-                close(&all[..tokens * rows], &expected, &magnitude, 2e-6, &what);
-                assert!(all[tokens * rows..].iter().all(|v| v.is_nan()), "{what}: wrote beyond its rows");
+    with_each_body(1, |b| {
+        // (tokens, rows, cols): one, tails of tiles and of blocks, more than one tile of columns.
+        let shapes = [
+            (1, 1, 1),
+            (1, 32, 32),
+            (1, 33, 37),
+            (2, 31, 100),
+            (4, 64, 128),
+            (5, 70, 131),
+            (9, 96, 260),
+            (19, 45, 4),
+        ];
+        for scheme in SCHEMES {
+            for (tokens, rows, cols) in shapes {
+                let what = format!("{scheme:?} {tokens} x [{rows}, {cols}]");
+                let w = b.random(rows * cols, 2.0);
+                let x = b.random(tokens * cols, 3.0);
+                // Also cut into shards of one tile: the rows of y must come out the same.
+                for shard in [u64::MAX, 1] {
+                    let matrix = b.matrix(&w, rows, cols, scheme, shard);
+                    let input = b.activations(&x, cols);
+                    let output = b.empty(tokens + 1, rows);
+                    b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
+                    let all = b.rows(&output, tokens + 1);
+                    let stored = as_stored(&w, cols, scheme);
+                    let expected = reference::matmul(&x, &stored, tokens, rows, cols);
+                    let magnitude = reference::matmul_magnitude(&x, &stored, tokens, rows, cols);
+                    close(&all[..tokens * rows], &expected, &magnitude, 2e-6, &what);
+                    assert!(all[tokens * rows..].iter().all(|v| v.is_nan()), "{what}: wrote beyond its rows");
+                }
             }
         }
-    }
+    });
 }
 
 #[test]
-fn one_tokens_product_has_the_same_bits_in_any_batch() {
+fn one_tokens_product_has_the_same_bits_in_any_batch_by_a_gpu_and_by_a_cpu() {
     let mut b = Bench::new(2);
     let (rows, cols) = (50, 203);
     let w = b.random(rows * cols, 1.0);
     let x = b.random(17 * cols, 1.0);
     for scheme in SCHEMES {
         let matrix = b.matrix(&w, rows, cols, scheme, u64::MAX);
-        let mut product = |x: &[f32]| {
-            let tokens = x.len() / cols;
-            let (input, output) = (b.activations(x, cols), b.empty(tokens, rows));
-            b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
-            b.rows(&output, tokens)
-        };
-        let all = product(&x);
-        for (i, row) in x.chunks_exact(cols).enumerate() {
-            assert_eq!(product(row), all[i * rows..(i + 1) * rows], "{scheme:?} token {i}");
-        }
-        assert_eq!(product(&x[..3 * cols]), all[..3 * rows], "{scheme:?}");
+        let [by_gpu, by_cpu] = BODIES.map(|bodies| {
+            b.make_bodies(bodies);
+            let mut product = |x: &[f32]| {
+                let tokens = x.len() / cols;
+                let (input, output) = (b.activations(x, cols), b.empty(tokens, rows));
+                b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
+                b.rows(&output, tokens)
+            };
+            let all = product(&x);
+            for (i, row) in x.chunks_exact(cols).enumerate() {
+                assert_eq!(product(row), all[i * rows..(i + 1) * rows], "{scheme:?} token {i}");
+            }
+            assert_eq!(product(&x[..3 * cols]), all[..3 * rows], "{scheme:?}");
+            all
+        });
+        assert_eq!(by_gpu, by_cpu, "{scheme:?}");
     }
 }
 
@@ -418,26 +452,27 @@ fn int4_scales_below_f16s_normal_range_are_exact() {
 
 #[test]
 fn every_stored_scheme_is_read_as_it_says() {
-    let mut b = Bench::new(16);
-    for scheme in STORED {
-        for (tokens, rows, cols) in [(1, 1, 1), (1, 33, 300), (2, 70, 256), (5, 45, 516), (9, 64, 37)] {
-            let what = format!("{scheme} {tokens} x [{rows}, {cols}]");
-            let stored = b.stored(rows, cols, scheme);
-            let x = b.random(tokens * cols, 3.0);
-            for shard in [u64::MAX, 1] {
-                let matrix = b.matrix_of(&stored.tensor(), scheme, shard);
-                let (input, output) = (b.activations(&x, cols), b.empty(tokens, rows));
-                b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
-                let got = b.rows(&output, tokens);
-                let expected = reference::matmul(&x, &stored.values, tokens, rows, cols);
-                // A shift is added apart from the products: what cancels there is rounded too.
-                let most = stored.values.iter().fold(0f32, |most, w| most.max(w.abs()));
-                let largest: Vec<f32> = vec![most; rows * cols];
-                let magnitude = reference::matmul_magnitude(&x, &largest, tokens, rows, cols);
-                close(&got, &expected, &magnitude, 4e-6, &what);
+    with_each_body(16, |b| {
+        for scheme in STORED {
+            for (tokens, rows, cols) in [(1, 1, 1), (1, 33, 300), (2, 70, 256), (5, 45, 516), (9, 64, 37)] {
+                let what = format!("{scheme} {tokens} x [{rows}, {cols}]");
+                let stored = b.stored(rows, cols, scheme);
+                let x = b.random(tokens * cols, 3.0);
+                for shard in [u64::MAX, 1] {
+                    let matrix = b.matrix_of(&stored.tensor(), scheme, shard);
+                    let (input, output) = (b.activations(&x, cols), b.empty(tokens, rows));
+                    b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
+                    let got = b.rows(&output, tokens);
+                    let expected = reference::matmul(&x, &stored.values, tokens, rows, cols);
+                    // A shift is added apart from the products: what cancels there is rounded too.
+                    let most = stored.values.iter().fold(0f32, |most, w| most.max(w.abs()));
+                    let largest: Vec<f32> = vec![most; rows * cols];
+                    let magnitude = reference::matmul_magnitude(&x, &largest, tokens, rows, cols);
+                    close(&got, &expected, &magnitude, 4e-6, &what);
+                }
             }
         }
-    }
+    });
 }
 
 #[test]
@@ -600,46 +635,47 @@ fn the_27b_embedding_works_whole() {
 
 #[test]
 fn rms_norm_and_its_variants_match_their_twin() {
-    let mut b = Bench::new(20);
-    for (rows, dim) in [(1, 1), (3, 31), (2, 256), (5, 257), (2, 1153)] {
-        for scale in [1.0, 1e-4, 300.0] {
-            let what = format!("{rows} x {dim}, scale {scale}");
-            let x = b.random(rows * dim, scale);
-            let weight = b.random(dim, 1.0);
-            let base = b.random(rows * dim, 1.0);
-            let eps = 1e-6;
-            let (input, norm) = (b.activations(&x, dim), RmsNorm { weight: b.upload(&weight), eps });
-            let expected: Vec<f64> = x
-                .chunks_exact(dim)
-                .flat_map(|row| {
-                    let row: Vec<f64> = row.iter().map(|v| f64::from(*v)).collect();
-                    reference::rms_norm(&row, &weight, f64::from(eps))
-                })
-                .collect();
-            let magnitude: Vec<f64> = expected.iter().map(|v| v.abs() + 0.1).collect();
+    with_each_body(20, |b| {
+        for (rows, dim) in [(1, 1), (3, 31), (2, 256), (5, 257), (2, 1153)] {
+            for scale in [1.0, 1e-4, 300.0] {
+                let what = format!("{rows} x {dim}, scale {scale}");
+                let x = b.random(rows * dim, scale);
+                let weight = b.random(dim, 1.0);
+                let base = b.random(rows * dim, 1.0);
+                let eps = 1e-6;
+                let (input, norm) = (b.activations(&x, dim), RmsNorm { weight: b.upload(&weight), eps });
+                let expected: Vec<f64> = x
+                    .chunks_exact(dim)
+                    .flat_map(|row| {
+                        let row: Vec<f64> = row.iter().map(|v| f64::from(*v)).collect();
+                        reference::rms_norm(&row, &weight, f64::from(eps))
+                    })
+                    .collect();
+                let magnitude: Vec<f64> = expected.iter().map(|v| v.abs() + 0.1).collect();
 
-            let output = b.empty(rows, dim);
-            b.run(|k, r| k.rms_norm(r, &input, &norm, &Operand::floats(&output), rows));
-            close(&b.rows(&output, rows), &expected, &magnitude, 3e-6, &what);
+                let output = b.empty(rows, dim);
+                b.run(|k, r| k.rms_norm(r, &input, &norm, &Operand::floats(&output), rows));
+                close(&b.rows(&output, rows), &expected, &magnitude, 3e-6, &what);
 
-            let output = b.activations(&base, dim);
-            b.run(|k, r| k.rms_norm_add(r, &input, &norm, &output, rows));
-            let sums: Vec<f64> = expected.iter().zip(&base).map(|(e, b)| e + f64::from(*b)).collect();
-            close(&b.rows(&output, rows), &sums, &magnitude, 4e-6, &format!("{what}, add"));
+                let output = b.activations(&base, dim);
+                b.run(|k, r| k.rms_norm_add(r, &input, &norm, &output, rows));
+                let sums: Vec<f64> = expected.iter().zip(&base).map(|(e, b)| e + f64::from(*b)).collect();
+                close(&b.rows(&output, rows), &sums, &magnitude, 4e-6, &format!("{what}, add"));
 
-            let index: Vec<u32> = (0..rows as u32).rev().chain([0]).collect();
-            let index_buffer = b.upload(&index);
-            let output = b.empty(index.len(), dim);
-            b.run(|k, r| {
-                let output = Operand::floats(&output);
-                k.rms_norm_gather(r, &input, &index_buffer, &norm, &output, index.len());
-            });
-            let gathered: Vec<f64> =
-                index.iter().flat_map(|&i| expected[i as usize * dim..][..dim].to_vec()).collect();
-            let magnitude: Vec<f64> = gathered.iter().map(|v| v.abs() + 0.1).collect();
-            close(&b.rows(&output, index.len()), &gathered, &magnitude, 3e-6, &format!("{what}, gather"));
+                let index: Vec<u32> = (0..rows as u32).rev().chain([0]).collect();
+                let index_buffer = b.upload(&index);
+                let output = b.empty(index.len(), dim);
+                b.run(|k, r| {
+                    let output = Operand::floats(&output);
+                    k.rms_norm_gather(r, &input, &index_buffer, &norm, &output, index.len());
+                });
+                let gathered: Vec<f64> =
+                    index.iter().flat_map(|&i| expected[i as usize * dim..][..dim].to_vec()).collect();
+                let magnitude: Vec<f64> = gathered.iter().map(|v| v.abs() + 0.1).collect();
+                close(&b.rows(&output, index.len()), &gathered, &magnitude, 3e-6, &format!("{what}, gather"));
+            }
         }
-    }
+    });
 }
 
 /// A random paged situation: sequences of different length, blocks in random order, tokens at their ends.
@@ -817,7 +853,9 @@ fn attention_matches_its_twin_over_pages_and_windows() {
     ];
     let dtypes = KvDtype::ALL.iter().cycle();
     // Every shape in f32, and in turn in the others.
-    for (shape, kv) in shapes.iter().flat_map(|s| [s, s]).zip(dtypes).map(|(s, kv)| (*s, *kv)) {
+    let cases = shapes.iter().flat_map(|s| [s, s]).zip(dtypes).map(|(s, kv)| (*s, *kv));
+    for ((shape, kv), bodies) in cases.zip(BODIES.into_iter().cycle()) {
+        b.make_bodies(bodies);
         b.make_heads(&shape, kv);
         let paged = Paged::new(
             &mut b,
@@ -1051,70 +1089,87 @@ fn tokens_of_nobody_attend_to_nothing() {
 
 #[test]
 fn qkv_store_norms_rotates_and_files_away() {
-    let mut b = Bench::new(40);
-    let shapes = [shape(4, 2, 32, 16, None), shape(3, 1, 100, 5, None), shape(2, 2, 256, 16, None)];
-    for (shape, kv) in shapes.iter().flat_map(|s| KvDtype::ALL.map(|kv| (*s, kv))) {
-        b.make_heads(&shape, kv);
-        let paged = Paged::new(&mut b, shape, &[(3, 3), (40, 1), (21, 7)]);
-        let tokens = paged.tokens();
-        let n = tokens.len();
-        let (d, half) = (shape.head_dim, shape.head_dim / 2);
-        let (qw, kw) = (shape.num_heads * d, shape.num_kv_heads * d);
-        let (q, k, v) = (b.random(n * qw, 2.0), b.random(n * kw, 2.0), b.random(n * kw, 2.0));
-        let (q_norm, k_norm) = (b.random(d, 1.0), b.random(d, 1.0));
-        let angle = |position: usize, i: usize| position as f64 * 10000f64.powf(-(2.0 * i as f64) / d as f64);
-        let rope: Vec<f32> = (0..64)
-            .flat_map(|p| (0..half).flat_map(move |i| [angle(p, i).cos() as f32, angle(p, i).sin() as f32]))
-            .collect();
-        let (eps, q_scale) = (1e-6f32, 0.125f32);
-        let [qa, ka, va] = [(&q, qw), (&k, kw), (&v, kw)].map(|(rows, width)| b.activations(rows, width));
-        let [qn, kn, table] = [&q_norm, &k_norm, &rope].map(|data| b.upload(data));
-        let bytes = paged.empty_cache(kv).len();
-        let cache = KvCache { keys: b.poisoned(bytes), values: b.poisoned(bytes) };
-        let arrays = paged.arrays(&mut b);
-        let [q_norms, k_norms] = [qn, kn].map(|weight| RmsNorm { weight, eps });
-        let attention =
-            Attention { shape, q_norm: q_norms, k_norm: k_norms, rope: table, q_scale, cache: cache.clone() };
-        b.run(|k, r| k.qkv_store(r, &attention, [&qa, &ka, &va], &arrays, n));
+    with_each_body(40, |b| {
+        let shapes = [shape(4, 2, 32, 16, None), shape(3, 1, 100, 5, None), shape(2, 2, 256, 16, None)];
+        for (shape, kv) in shapes.iter().flat_map(|s| KvDtype::ALL.map(|kv| (*s, kv))) {
+            b.make_heads(&shape, kv);
+            let paged = Paged::new(b, shape, &[(3, 3), (40, 1), (21, 7)]);
+            let tokens = paged.tokens();
+            let n = tokens.len();
+            let (d, half) = (shape.head_dim, shape.head_dim / 2);
+            let (qw, kw) = (shape.num_heads * d, shape.num_kv_heads * d);
+            let (q, k, v) = (b.random(n * qw, 2.0), b.random(n * kw, 2.0), b.random(n * kw, 2.0));
+            let (q_norm, k_norm) = (b.random(d, 1.0), b.random(d, 1.0));
+            let angle =
+                |position: usize, i: usize| position as f64 * 10000f64.powf(-(2.0 * i as f64) / d as f64);
+            let rope: Vec<f32> = (0..64)
+                .flat_map(|p| {
+                    (0..half).flat_map(move |i| [angle(p, i).cos() as f32, angle(p, i).sin() as f32])
+                })
+                .collect();
+            let (eps, q_scale) = (1e-6f32, 0.125f32);
+            let [qa, ka, va] = [(&q, qw), (&k, kw), (&v, kw)].map(|(rows, width)| b.activations(rows, width));
+            let [qn, kn, table] = [&q_norm, &k_norm, &rope].map(|data| b.upload(data));
+            let bytes = paged.empty_cache(kv).len();
+            let cache = KvCache { keys: b.poisoned(bytes), values: b.poisoned(bytes) };
+            let arrays = paged.arrays(b);
+            let [q_norms, k_norms] = [qn, kn].map(|weight| RmsNorm { weight, eps });
+            let attention = Attention {
+                shape,
+                q_norm: q_norms,
+                k_norm: k_norms,
+                rope: table,
+                q_scale,
+                cache: cache.clone(),
+            };
+            b.run(|k, r| k.qkv_store(r, &attention, [&qa, &ka, &va], &arrays, n));
 
-        let expect = |row: &[f32], norm: &[f32], position: usize, scale: f64| -> Vec<f64> {
-            let row: Vec<f64> = row.iter().map(|v| f64::from(*v)).collect();
-            let angles: Vec<f64> = (0..half).map(|i| angle(position, i)).collect();
-            let turned = reference::rope(&reference::rms_norm(&row, norm, f64::from(eps)), &angles);
-            turned.into_iter().map(|v| v * scale).collect()
-        };
-        let got_q = b.rows(&qa, n);
-        let mut keys = b.download::<u8>(&cache.keys, bytes);
-        let mut values = b.download::<u8>(&cache.values, bytes);
-        for (t, &(s, position)) in tokens.iter().enumerate() {
-            let what = format!("{shape:?} {kv} sequence {s} position {position}");
-            for head in 0..shape.num_heads {
-                let at = t * qw + head * d;
-                let expected = expect(&q[at..at + d], &q_norm, position, f64::from(q_scale));
-                close(&got_q[at..at + d], &expected, &vec![1.0; d], 1e-6, &what);
+            let expect = |row: &[f32], norm: &[f32], position: usize, scale: f64| -> Vec<f64> {
+                let row: Vec<f64> = row.iter().map(|v| f64::from(*v)).collect();
+                let angles: Vec<f64> = (0..half).map(|i| angle(position, i)).collect();
+                let turned = reference::rope(&reference::rms_norm(&row, norm, f64::from(eps)), &angles);
+                turned.into_iter().map(|v| v * scale).collect()
+            };
+            let got_q = b.rows(&qa, n);
+            let mut keys = b.download::<u8>(&cache.keys, bytes);
+            let mut values = b.download::<u8>(&cache.values, bytes);
+            for (t, &(s, position)) in tokens.iter().enumerate() {
+                let what = format!("{shape:?} {kv} sequence {s} position {position}");
+                for head in 0..shape.num_heads {
+                    let at = t * qw + head * d;
+                    let expected = expect(&q[at..at + d], &q_norm, position, f64::from(q_scale));
+                    close(&got_q[at..at + d], &expected, &vec![1.0; d], 1e-6, &what);
+                }
+                for head in 0..shape.num_kv_heads {
+                    let (at, row) = (t * kw + head * d, paged.row(s, position, head));
+                    let expected = expect(&k[at..at + d], &k_norm, position, 1.0);
+                    // What a type cannot say: half of its last bit.
+                    let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
+                    let lost = [0.0, largest / 2048.0, largest / 254.0][kv as usize];
+                    close(
+                        &paged.take(&mut keys, kv, row),
+                        &expected,
+                        &vec![4.0; d],
+                        1e-6 + lost / 4.0,
+                        &what,
+                    );
+                    let mut one = paged.empty_cache(kv);
+                    let kept = paged.file_away(&mut one, kv, row, &v[at..at + d]);
+                    let kept: Vec<f64> = kept.into_iter().map(f64::from).collect();
+                    // A value in the middle between two may go to either.
+                    let step = [0.0, 1.0 / 1024.0, 2.0 / 127.0][kv as usize];
+                    let got = paged.take(&mut values, kv, row);
+                    close(&got, &kept, &vec![1.0; d], step * 1.01, &what);
+                    let off =
+                        got.iter().zip(&kept).filter(|(g, k)| (f64::from(**g) - **k).abs() > 1e-6).count();
+                    assert!(off * 20 <= d, "{what}: {off} of {d} values are not the nearest");
+                }
             }
-            for head in 0..shape.num_kv_heads {
-                let (at, row) = (t * kw + head * d, paged.row(s, position, head));
-                let expected = expect(&k[at..at + d], &k_norm, position, 1.0);
-                // What a type cannot say: half of its last bit.
-                let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
-                let lost = [0.0, largest / 2048.0, largest / 254.0][kv as usize];
-                close(&paged.take(&mut keys, kv, row), &expected, &vec![4.0; d], 1e-6 + lost / 4.0, &what);
-                let mut one = paged.empty_cache(kv);
-                let kept = paged.file_away(&mut one, kv, row, &v[at..at + d]);
-                let kept: Vec<f64> = kept.into_iter().map(f64::from).collect();
-                // A value in the middle between two may go to either.
-                let step = [0.0, 1.0 / 1024.0, 2.0 / 127.0][kv as usize];
-                let got = paged.take(&mut values, kv, row);
-                close(&got, &kept, &vec![1.0; d], step * 1.01, &what);
-                let off = got.iter().zip(&kept).filter(|(g, k)| (f64::from(**g) - **k).abs() > 1e-6).count();
-                assert!(off * 20 <= d, "{what}: {off} of {d} values are not the nearest");
-            }
+            let poison = 0x7fc0_deadu32.to_le_bytes();
+            let untouched = |bytes: &[u8]| bytes.chunks_exact(4).all(|word| word == poison);
+            assert!(untouched(&keys) && untouched(&values), "{shape:?} {kv}: wrote beyond its slots");
         }
-        let poison = 0x7fc0_deadu32.to_le_bytes();
-        let untouched = |bytes: &[u8]| bytes.chunks_exact(4).all(|word| word == poison);
-        assert!(untouched(&keys) && untouched(&values), "{shape:?} {kv}: wrote beyond its slots");
-    }
+    });
 }
 
 #[test]
@@ -1168,21 +1223,22 @@ fn pooled_rows_add_up_however_they_are_cut() {
 
 #[test]
 fn geglu_matches_its_twin_and_survives_extremes() {
-    let mut b = Bench::new(50);
-    for (rows, width) in [(1, 3), (7, 129), (3, 1000)] {
-        let mut gate = b.random(rows * width, 6.0);
-        let up = b.random(rows * width, 3.0);
-        gate[..3].copy_from_slice(&[-40.0, 60.0, 0.0]);
-        if width > 3 {
-            gate[3..9].copy_from_slice(&[-1e30, 1e30, -10.0, 10.0, -9.9, f32::MIN]);
+    with_each_body(50, |b| {
+        for (rows, width) in [(1, 3), (7, 129), (3, 1000)] {
+            let mut gate = b.random(rows * width, 6.0);
+            let up = b.random(rows * width, 3.0);
+            gate[..3].copy_from_slice(&[-40.0, 60.0, 0.0]);
+            if width > 3 {
+                gate[3..9].copy_from_slice(&[-1e30, 1e30, -10.0, 10.0, -9.9, f32::MIN]);
+            }
+            let (g, u) = (b.activations(&gate, width), b.activations(&up, width));
+            b.run(|k, r| k.geglu(r, &g, &u, &Operand::floats(&g), rows));
+            let expected: Vec<f64> =
+                gate.iter().zip(&up).map(|(g, u)| reference::geglu(f64::from(*g), f64::from(*u))).collect();
+            let magnitude: Vec<f64> = expected.iter().map(|e| e.abs() + 0.01).collect();
+            close(&b.rows(&g, rows), &expected, &magnitude, 1e-5, &format!("{rows} x {width}"));
         }
-        let (g, u) = (b.activations(&gate, width), b.activations(&up, width));
-        b.run(|k, r| k.geglu(r, &g, &u, &Operand::floats(&g), rows));
-        let expected: Vec<f64> =
-            gate.iter().zip(&up).map(|(g, u)| reference::geglu(f64::from(*g), f64::from(*u))).collect();
-        let magnitude: Vec<f64> = expected.iter().map(|e| e.abs() + 0.01).collect();
-        close(&b.rows(&g, rows), &expected, &magnitude, 1e-5, &format!("{rows} x {width}"));
-    }
+    });
 }
 
 /// Draws one id per request from the same logits.

@@ -3,7 +3,7 @@
 // lanes and can come from a scalar register, or, with SHARED_ACTIVATIONS, from shared memory. A body of fast_matmul.comp.
 
 layout(constant_id = 3) const uint SHARED_ACTIVATIONS = 0;
-// Blocks of activations there: of each segment COLUMNS.
+// Blocks of activations in shared memory: COLUMNS for each segment.
 const uint SHARED_BLOCKS = SHARED_ACTIVATIONS * SEGMENTS * COLUMNS + 1;
 shared uvec4 shared_low[SHARED_BLOCKS], shared_high[SHARED_BLOCKS];
 shared uvec2 shared_scales[SHARED_BLOCKS];
@@ -58,7 +58,7 @@ void main() {
         next_block = x.at[at];
         next_scale = x_scales.at[at];
     }
-    // Those who wait for each other take equally many trips, the last of which may do nothing.
+    // Segments that wait for each other take equally many trips. A shorter one does nothing in its last trips.
     const uint last = SHARED_ACTIVATIONS == 1 ? first + length : end;
     [[dont_unroll]] for (uint b = first; b < last; b++) {
         Weights w[MATRICES];

@@ -1,10 +1,10 @@
-// Behind fast.glsl: a workgroup of WORKGROUP invocations quantizes 4 * WORKGROUP consecutive columns of a row, each
-// invocation four of them, so that eight make a block.
+// Behind fast.glsl and lanes.glsl: the invocations of a workgroup, a multiple of eight, quantize consecutive columns of a row,
+// each four of them, so that eight make a block.
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteBlocks { uint at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly buffer WriteScales { uvec2 at[]; };
 
-shared uint quantize_largest[WORKGROUP];
-shared ivec2 quantize_sum[WORKGROUP];
+shared uint quantize_largest[INVOCATIONS];
+shared ivec2 quantize_sum[INVOCATIONS];
 
 // The largest of a block. The two functions take turns: all invocations have read what one shared before they come to the
 // barrier of the other, so the next to write it waits for none.
@@ -36,7 +36,7 @@ ivec4 quantized_four(vec4 value, uint largest) {
                  quantized(value.w, largest));
 }
 
-// Columns `column`..`column` + 3 of row `row`, the same `column` modulo 4 * WORKGROUP as the invocation's number times
+// Columns `column`..`column` + 3 of row `row`, the same `column` modulo 4 * INVOCATIONS as the invocation's number times
 // four; values beyond `cols` must be 0. Every invocation of the workgroup calls it. Beside the `rows`, which are padded,
 // the planes of both digits have room for all blocks.
 void quantize_four(WriteBlocks blocks, WriteScales scales, uint rows, uint row, uint column, uint cols, vec4 value) {

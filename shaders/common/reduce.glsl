@@ -1,15 +1,19 @@
-// Sums and maxima over a workgroup of WORKGROUP invocations (a power of four) in one fixed order, whatever the subgroup size:
-// four by four, as each round waits for all of them.
+// Behind lanes.glsl: sums and maxima of what the WORKGROUP lanes (a power of four) share, in one fixed order, whatever the subgroup
+// size: four by four, as each round waits for all of them.
 shared float reduce_scratch[WORKGROUP];
 
-float workgroup_sum(float value) {
-    const uint i = gl_LocalInvocationID.x;
-    reduce_scratch[i] = value;
+void share(uint lane, float value) { reduce_scratch[lane] = value; }
+
+// Once every lane has shared a number.
+float workgroup_sum() {
     barrier();
     [[unroll]] for (uint part = WORKGROUP / 4; part > 0; part /= 4) {
-        if (i < part)
-            reduce_scratch[i] = (reduce_scratch[i] + reduce_scratch[i + part]) +
-                                (reduce_scratch[i + 2 * part] + reduce_scratch[i + 3 * part]);
+        for (uint turn = 0; turn * INVOCATIONS < part; turn++) {
+            const uint i = lane_of(turn);
+            if (i < part)
+                reduce_scratch[i] = (reduce_scratch[i] + reduce_scratch[i + part]) +
+                                    (reduce_scratch[i + 2 * part] + reduce_scratch[i + 3 * part]);
+        }
         barrier();
     }
     const float sum = reduce_scratch[0];
@@ -17,14 +21,15 @@ float workgroup_sum(float value) {
     return sum;
 }
 
-float workgroup_max(float value) {
-    const uint i = gl_LocalInvocationID.x;
-    reduce_scratch[i] = value;
+float workgroup_max() {
     barrier();
     [[unroll]] for (uint part = WORKGROUP / 4; part > 0; part /= 4) {
-        if (i < part)
-            reduce_scratch[i] = max(max(reduce_scratch[i], reduce_scratch[i + part]),
-                                    max(reduce_scratch[i + 2 * part], reduce_scratch[i + 3 * part]));
+        for (uint turn = 0; turn * INVOCATIONS < part; turn++) {
+            const uint i = lane_of(turn);
+            if (i < part)
+                reduce_scratch[i] = max(max(reduce_scratch[i], reduce_scratch[i + part]),
+                                        max(reduce_scratch[i + 2 * part], reduce_scratch[i + 3 * part]));
+        }
         barrier();
     }
     const float maximum = reduce_scratch[0];

@@ -111,7 +111,7 @@ pub struct Caps {
     pub max_shared_bytes: u32,
     /// Whether dot products of four packed signed bytes are faster than what they are made of.
     pub integer_dot_accelerated: bool,
-    /// Of subgroups; without saturation.
+    /// Products of tiles that a subgroup computes without saturation.
     pub cooperative_matrices: Vec<CooperativeMatrix>,
 }
 

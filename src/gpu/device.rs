@@ -66,7 +66,7 @@ impl fmt::Display for QueueKind {
 pub(super) struct QueueFamily {
     pub kind: QueueKind,
     pub index: u32,
-    /// Of its timestamps; 0 where it has none.
+    /// Valid bits of a timestamp; 0 where its queues write none.
     timestamp_bits: u32,
 }
 

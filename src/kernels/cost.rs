@@ -78,7 +78,7 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
     let (_, tile) = taking(Tiles::COUNTED.floats(), tokens);
     let passes = Passes::of_floats(scheme, tiles as u32, cols, tokens, tile);
     Dispatch {
-        constants: vec![tile.columns, tile.row_tiles],
+        constants: vec![tile.columns],
         trips: scheme.blocks_per_row(cols).div_ceil(SPLITS) as f64,
         weight_bytes,
         weight_passes: passes.weight_reads.into(),
@@ -363,7 +363,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let weights = u64::from(SUBGROUP_ROW_TILES * (TILE_ROWS * BLOCK_COLS) as u32 / lanes);
             Some(Body { trip, unrolled: 1, weights, once: without(program, &[segments]) })
         }
-        ("matmul", [columns, _]) => {
+        ("matmul", [columns]) => {
             let weights = u64::from(block_weights(shader));
             let steady = program.densest()?;
             let trip = program.trip(steady, &|_| 1);
@@ -466,7 +466,7 @@ mod tests {
         use crate::gpu::{Access, Need};
         let (product, attention) = (&shaders::MATMUL_INT4, &shaders::ATTENTION_F32);
         assert_eq!((product.workgroup, attention.workgroup), ([32, 4, 1], [64, 1, 1]));
-        assert_eq!((product.shared_bytes)(&[8, 4]), 4 * 4 * 4 * 32 * 4);
+        assert_eq!((product.shared_bytes)(&[8]), 4 * 4 * 32 * 4);
         // Of two heads of 128: maxima, weights; a row of each key, twice; what four parts sum up; what is joined.
         let parts = 64 * 2 * 16 + 4 * 4;
         assert_eq!(
@@ -493,13 +493,9 @@ mod tests {
         // 4.125 bits each.
         assert_eq!(gate(1).weight_bytes, 21_504 * 5376 * 33 / 64);
         let of = |d: &Dispatch| (d.constants.clone(), d.workgroups, d.weight_passes, d.trips);
-        assert_eq!(of(&gate(1)), (vec![1, 1], 672, 1, 42.0));
-        assert_eq!(of(&gate(3)), (vec![4, 1], 672, 1, 42.0));
-        assert_eq!(
-            of(&gate(33)),
-            (vec![32, 1], 672 * 2, 2, 42.0),
-            "the cache has no room for 64 tokens in f32"
-        );
+        assert_eq!(of(&gate(1)), (vec![1], 672, 1, 42.0));
+        assert_eq!(of(&gate(3)), (vec![4], 672, 1, 42.0));
+        assert_eq!(of(&gate(33)), (vec![32], 672 * 2, 2, 42.0), "the cache has no room for 64 tokens in f32");
         // With int8, for each 32; a subgroup takes an eighth of the 168 blocks of a row.
         let qkv = |tokens| matmul(Precision::Fast, Scheme::int4(128), &[4096, 2048, 2048], 5376, tokens);
         assert_eq!(of(&qkv(1)), (vec![1, 0, 4, 0], 256, 1, 21.0));
@@ -548,7 +544,7 @@ mod tests {
         let program = |times: usize| {
             Program::parse(&format!("BB1:\n{}\ts_cbranch_scc1 BB1\n", one.repeat(times))).unwrap()
         };
-        let body = |times: usize| body(&shaders::MATMUL_F32, &[1, 1], &program(times)).unwrap();
+        let body = |times: usize| body(&shaders::MATMUL_F32, &[1], &program(times)).unwrap();
         assert_eq!((body(1).unrolled, body(1).valu_per_weight()), (1, Some(1.25)));
         assert_eq!((body(2).unrolled, body(2).valu_per_weight()), (2, Some(1.25)));
     }

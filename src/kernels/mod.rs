@@ -86,11 +86,7 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
     let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] => vec![vec![]],
-            ["COLUMNS", "ROW_TILES"] => {
-                Tiles::COUNTED.floats().iter().map(|tile| vec![tile.columns, tile.row_tiles]).collect()
-            }
-            // A CPU's.
-            ["COLUMNS", "ROW_TILES", "SCALE_BLOCKS"] => vec![],
+            ["COLUMNS"] => Tiles::COUNTED.floats().iter().map(|tile| vec![tile.columns]).collect(),
             ["COLUMNS", "GEGLU", "SCALE_BLOCKS", _] => {
                 let mut all = of_int8(shader, &GpuTiles::COUNTED, &[false, true]);
                 // The most that shared memory takes.
@@ -114,7 +110,8 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
             ref others => panic!("{}: constants {others:?} have no values here", shader.name),
         }
     };
-    shaders::ALL.iter().flat_map(|shader| constants(shader).into_iter().map(move |c| (*shader, c))).collect()
+    let of_gpus = shaders::ALL.iter().filter(|shader| !shader.name.ends_with(operand::ON_CPU));
+    of_gpus.flat_map(|shader| constants(shader).into_iter().map(move |c| (*shader, c))).collect()
 }
 
 /// The shaders of attention for a cache of such a type: for single tokens, and for tiles.
@@ -456,8 +453,8 @@ struct Into {
 }
 
 impl Into {
-    fn new(device: &Device, shaders: [&'static Shader; 3]) -> Result<Into, GpuError> {
-        let [floats, blocks, both] = shaders.map(|shader| device.pipeline(shader, &[]));
+    fn new(device: &Device, tiles: Tiles, shaders: [&'static Shader; 3]) -> Result<Into, GpuError> {
+        let [floats, blocks, both] = shaders.map(|shader| device.pipeline(tiles.body_of(shader), &[]));
         Ok(Into { floats: floats?, blocks: blocks?, both: both? })
     }
 
@@ -523,37 +520,36 @@ impl Kernels {
         };
         let [attention, attention_tile] = attention_of(kv)
             .map(|shader| device.pipeline(shader, &attention_constants(shader, group, head_dim)));
+        let tiles = matrices.tiles.unwrap_or_else(|| Tiles::of(device));
+        let into = |shaders: [&'static Shader; 3]| Into::new(device, tiles, shaders);
+        let one = |shader: &'static Shader| device.pipeline(tiles.body_of(shader), &[]);
         Ok(Kernels {
             precision,
-            products: Products::new(device, matrices, precision)?,
+            products: Products::new(device, matrices, tiles, precision)?,
             embed: embed.into_iter().collect::<Result<_, _>>()?,
-            quantize: device.pipeline(&shaders::QUANTIZE, &[])?,
-            rms_norm: Into::new(
-                device,
-                [&shaders::RMS_NORM, &shaders::RMS_NORM_INT8, &shaders::RMS_NORM_BOTH],
-            )?,
-            rms_norm_add: device.pipeline(&shaders::RMS_NORM_ADD, &[])?,
-            rms_norm_gather: Into::new(
-                device,
-                [&shaders::RMS_NORM_GATHER, &shaders::RMS_NORM_GATHER_INT8, &shaders::RMS_NORM_GATHER_BOTH],
-            )?,
-            residual: Into::new(
-                device,
-                [
-                    &shaders::RMS_NORM_RESIDUAL,
-                    &shaders::RMS_NORM_RESIDUAL_INT8,
-                    &shaders::RMS_NORM_RESIDUAL_BOTH,
-                ],
-            )?,
-            qkv_store: device.pipeline(qkv_store, &[])?,
+            quantize: one(&shaders::QUANTIZE)?,
+            rms_norm: into([&shaders::RMS_NORM, &shaders::RMS_NORM_INT8, &shaders::RMS_NORM_BOTH])?,
+            rms_norm_add: one(&shaders::RMS_NORM_ADD)?,
+            rms_norm_gather: into([
+                &shaders::RMS_NORM_GATHER,
+                &shaders::RMS_NORM_GATHER_INT8,
+                &shaders::RMS_NORM_GATHER_BOTH,
+            ])?,
+            residual: into([
+                &shaders::RMS_NORM_RESIDUAL,
+                &shaders::RMS_NORM_RESIDUAL_INT8,
+                &shaders::RMS_NORM_RESIDUAL_BOTH,
+            ])?,
+            qkv_store: one(qkv_store)?,
             attention: attention?,
             attention_tile: attention_tile?,
-            attention_merge: Into::new(
-                device,
-                [&shaders::ATTENTION_MERGE, &shaders::ATTENTION_MERGE_INT8, &shaders::ATTENTION_MERGE_BOTH],
-            )?,
+            attention_merge: into([
+                &shaders::ATTENTION_MERGE,
+                &shaders::ATTENTION_MERGE_INT8,
+                &shaders::ATTENTION_MERGE_BOTH,
+            ])?,
             heads,
-            geglu: Into::new(device, [&shaders::GEGLU, &shaders::GEGLU_INT8, &shaders::GEGLU_BOTH])?,
+            geglu: into([&shaders::GEGLU, &shaders::GEGLU_INT8, &shaders::GEGLU_BOTH])?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
             pool: device.pipeline(&shaders::POOL, &[])?,
             history: device.pipeline(&shaders::HISTORY, &[])?,

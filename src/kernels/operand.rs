@@ -101,12 +101,11 @@ impl Operand {
 /// The vendor's number on PCI.
 const AMD: u32 = 0x1002;
 
-/// How products are shared out: no choice of it changes a bit of what products with int8 yield.
+/// How kernels are shared out over invocations. No choice of it changes a bit of what they yield.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tiles {
     Gpu(GpuTiles),
-    /// A CPU has neither scalar registers nor dot products of packed bytes, so it uses an activation that was loaded and
-    /// unpacked for several tiles of rows.
+    /// The bodies for a CPU (`shaders/common/lanes.glsl`).
     Cpu,
 }
 
@@ -255,7 +254,9 @@ const WITH_SUBGROUPS: &[Tile] = &[
 pub(super) const LANE_TILES: usize = 6;
 pub(super) const SUBGROUP_ROW_TILES: u32 = 2;
 /// A CPU has no use for more columns than it has registers, and takes long to compile them.
-const CPU_TILES: &[Tile] = &[tile(1, 1), tile(4, 2), tile(8, 4)];
+const CPU_TILES: &[Tile] = &[tile(1, 1), tile(4, 1), tile(8, 1)];
+/// How the names of kernels end that a device runs which is a CPU.
+pub(super) const ON_CPU: &str = "_on_cpu";
 /// What products read at once, at most: of those whose lanes are rows, and of all.
 pub(super) const LANE_COLUMNS: u32 = GPU_TILES[LANE_TILES - 1].columns;
 const MOST_COLUMNS: usize = WITH_SUBGROUPS[WITH_SUBGROUPS.len() - 1].columns as usize;
@@ -275,7 +276,15 @@ impl Tiles {
         }
     }
 
-    /// Of products with f32.
+    /// The body of a kernel that such a device runs (`shaders/common/lanes.glsl`).
+    pub(super) fn body_of(self, shader: &'static Shader) -> &'static Shader {
+        match self {
+            Tiles::Gpu(_) => shader,
+            Tiles::Cpu => shader_named(&format!("{}{ON_CPU}", shader.name)),
+        }
+    }
+
+    /// The tiles of products with f32.
     pub(super) fn floats(self) -> &'static [Tile] {
         match self {
             Tiles::Gpu(_) => GPU_TILES,
@@ -283,12 +292,14 @@ impl Tiles {
         }
     }
 
-    /// Of products with int8. Those of more than [`LANE_COLUMNS`] are what subgroups multiply.
+    /// The tiles of products with int8. Subgroups multiply those that are wider than [`LANE_COLUMNS`].
     pub(super) fn blocks(self) -> Vec<Tile> {
         let Tiles::Gpu(gpu) = self else { return CPU_TILES.to_vec() };
-        let most = if gpu.subgroups.is_some() { u32::MAX } else { LANE_COLUMNS };
-        let is_one = |columns| columns <= gpu.lane_tokens || columns > LANE_COLUMNS && columns <= most;
-        WITH_SUBGROUPS.iter().filter(|tile| is_one(tile.columns)).copied().collect()
+        let is_one = |tile: &&Tile| match tile.columns {
+            ..=LANE_COLUMNS => tile.columns <= gpu.lane_tokens,
+            _ => gpu.subgroups.is_some(),
+        };
+        WITH_SUBGROUPS.iter().filter(is_one).copied().collect()
     }
 }
 
@@ -332,14 +343,18 @@ enum ByScheme {
 pub(super) struct Products {
     precision: Precision,
     tiles: Tiles,
-    /// Of products with int8.
+    /// The tiles of products with int8.
     blocks: Vec<Tile>,
     by_scheme: Vec<(Scheme, ByScheme)>,
 }
 
 impl Products {
-    pub fn new(device: &Device, matrices: &Matrices, precision: Precision) -> Result<Products, GpuError> {
-        let tiles = matrices.tiles.unwrap_or_else(|| Tiles::of(device));
+    pub fn new(
+        device: &Device,
+        matrices: &Matrices,
+        tiles: Tiles,
+        precision: Precision,
+    ) -> Result<Products, GpuError> {
         let blocks = tiles.blocks();
         let mut products = Products { precision, tiles, blocks: blocks.clone(), by_scheme: Vec::new() };
         for scheme in matrices.products.iter().chain(&matrices.embedding) {
@@ -356,14 +371,12 @@ impl Products {
             let group = scheme.blocks_per_scale() as u32;
             let made = match (precision.quantizes(*scheme), tiles) {
                 (false, _) => {
-                    let shader = shaders_of(*scheme).0;
-                    ByScheme::Floats(each(tiles.floats(), &|tile| {
-                        (shader, vec![tile.columns, tile.row_tiles])
-                    })?)
+                    let shader = tiles.body_of(shaders_of(*scheme).0);
+                    ByScheme::Floats(each(tiles.floats(), &|tile| (shader, vec![tile.columns]))?)
                 }
                 (true, Tiles::Cpu) => {
-                    let shader = shader_named(&format!("{}_on_cpu", fast_shader_of(*scheme).0.name));
-                    let constants = |tile: Tile| vec![tile.columns, tile.row_tiles, group];
+                    let shader = tiles.body_of(fast_shader_of(*scheme).0);
+                    let constants = |tile: Tile| vec![tile.columns, group];
                     let plain = each(&blocks, &|tile| (shader, constants(tile)))?;
                     ByScheme::Blocks { plain, gated: Vec::new() }
                 }
