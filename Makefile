@@ -12,6 +12,7 @@
 #   make test-27b                  write, load and ask a 27B of random weights: 16 GB of disk and of memory, and minutes
 #   make test-devices              kernels and goldens on every device that stands in for a GPU: a table; half an hour
 #   make bench                     load time, prefill and decode speed, memory
+#   make bench-step                what the host does of a decode step of 62 layers
 #   make bench-host                what a token costs the host: scheduler, blocks, grammars, text; needs no GPU
 #   make gpu-bench                 a folder, target/gpu-bench, whose one script checks and times another machine's GPU
 #   make bench-serve               start a server, measure it under load, stop it; its options in SERVE_ARGS
@@ -32,7 +33,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -68,6 +69,9 @@ bench: build
 
 bench-host: setup
 	cargo bench --locked --bench host -- $(ARGS)
+
+bench-step: build
+	@python3 tools/bench_step.py tools/with_device.sh $(UNICORN) $(ARGS)
 
 gpu-bench: setup
 	@python3 tools/gpu_bench.py

@@ -471,8 +471,8 @@ impl Into {
 pub struct Kernels {
     precision: Precision,
     products: Products,
-    /// By the scheme of the embedding.
-    embed: Vec<(&'static str, Arc<Pipeline>)>,
+    /// For embeddings of such a scheme.
+    embed: Option<(Scheme, Arc<Pipeline>)>,
     quantize: Arc<Pipeline>,
     rms_norm: Into,
     rms_norm_add: Arc<Pipeline>,
@@ -511,8 +511,10 @@ impl Kernels {
     ) -> Result<Kernels, GpuError> {
         let Heads { group, head_dim, kv } = heads;
         assert!(group <= MAX_GROUP && head_dim <= MAX_HEAD_DIM && head_dim.is_multiple_of(4));
-        let embed = matrices.embedding.map(|scheme| shaders_of(scheme).1);
-        let embed = embed.map(|shader| Ok::<_, GpuError>((shader.name, device.pipeline(shader, &[])?)));
+        let embed = matrices.embedding.map(|scheme| {
+            let pipeline = device.pipeline(shaders_of(scheme).1, &[])?;
+            Ok::<_, GpuError>((scheme, pipeline))
+        });
         let qkv_store = match kv {
             KvDtype::F32 => &shaders::QKV_STORE_F32,
             KvDtype::F16 => &shaders::QKV_STORE_F16,
@@ -526,7 +528,7 @@ impl Kernels {
         Ok(Kernels {
             precision,
             products: Products::new(device, matrices, tiles, precision)?,
-            embed: embed.into_iter().collect::<Result<_, _>>()?,
+            embed: embed.transpose()?,
             quantize: one(&shaders::QUANTIZE)?,
             rms_norm: into([&shaders::RMS_NORM, &shaders::RMS_NORM_INT8, &shaders::RMS_NORM_BOTH])?,
             rms_norm_add: one(&shaders::RMS_NORM_ADD)?,
@@ -597,8 +599,8 @@ impl Kernels {
         tokens: usize,
     ) {
         let Embedding { matrix, table, scale } = embedding;
-        let name = shaders_of(matrix.scheme).1.name;
-        let pipeline = &self.embed.iter().find(|(made, _)| *made == name).expect("made for lookup").1;
+        let (made, pipeline) = self.embed.as_ref().expect("embed: made for lookup");
+        assert!(made.shares_variant(matrix.scheme), "embed: {}, made for {made}", matrix.scheme);
         let shards = matrix.shards.iter().flat_map(|shard| [Some(&shard.blocks), shard.scales.as_ref()]);
         let arguments = shaders::Embed {
             shards: table,

@@ -399,7 +399,7 @@ impl Products {
     fn find(&self, scheme: Scheme) -> Option<&ByScheme> {
         let same = |other: Scheme| match self.precision.quantizes(scheme) {
             true => are_alike(other, scheme),
-            false => shaders_of(other).0.name == shaders_of(scheme).0.name,
+            false => other.shares_variant(scheme),
         };
         self.by_scheme
             .iter()
@@ -664,8 +664,7 @@ pub(super) fn fast_shader_of(scheme: Scheme) -> (&'static Shader, u32) {
     (shader_of("fast_matmul", scheme), scheme.blocks_per_scale() as u32)
 }
 
-/// Whether one pipeline multiplies matrices of both, which are integers.
+/// Whether one pipeline multiplies matrices of both, which are integers. Asked in every step, so by no names.
 pub(crate) fn are_alike(a: Scheme, b: Scheme) -> bool {
-    let [a, b] = [a, b].map(fast_shader_of);
-    a.0.name == b.0.name && a.1 == b.1
+    a.shares_variant(b) && a.blocks_per_scale() == b.blocks_per_scale()
 }

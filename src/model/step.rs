@@ -310,8 +310,9 @@ impl Commands {
             each(work, submission.took());
         }
         // For their times, where those are taken.
-        let recorded = self.recorded.iter_mut().flat_map(|r| &mut r.segments).map(|(commands, _)| commands);
-        self.fresh.iter_mut().chain(recorded).try_for_each(CommandBuffer::wait)
+        let ran = self.recorded.iter_mut().filter(|recorded| recorded.used == self.steps);
+        let segments = ran.flat_map(|recorded| &mut recorded.segments).map(|(commands, _)| commands);
+        self.fresh.iter_mut().chain(segments).try_for_each(CommandBuffer::wait)
     }
 }
 
@@ -527,6 +528,9 @@ impl Frame {
 
     /// Writes which ids may come, before what draws them is submitted; panics on masks of another vocabulary.
     pub fn fill_masks(&self, limits: &Limits, masks: &[Mask]) {
+        if masks.is_empty() {
+            return; // most steps: no need to ask for the threads of others
+        }
         let words = mask_words(limits.vocab_size);
         // Each is some grammar's work.
         let made: Vec<_> = masks.par_iter().map(Mask::words).collect();

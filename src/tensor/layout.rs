@@ -220,6 +220,17 @@ impl Scheme {
         }
     }
 
+    /// Whether one [`variant`](Self::variant) takes weights of both.
+    pub fn shares_variant(self, other: Scheme) -> bool {
+        match (self, other) {
+            (
+                Scheme::Int { bits, scales, .. },
+                Scheme::Int { bits: other_bits, scales: other_scales, .. },
+            ) => bits == other_bits && scales == other_scales,
+            _ => self == other,
+        }
+    }
+
     /// Weights in one block: what kernels walk over, and what a group is a multiple of.
     pub const fn block_weights(self) -> usize {
         match self {
@@ -608,6 +619,17 @@ mod tests {
                 let mut row = QuantizedRow { q: vec![1; cols], ..QuantizedRow::new(scheme, cols) };
                 unpack_row(scheme, lane, &blocks, &scales, &mut row);
                 assert_eq!(row.q, [0; 300], "{name}, row {lane}");
+            }
+        }
+    }
+    #[test]
+    fn schemes_share_a_variant_where_its_name_is_one() {
+        let names = "f32 f16 bf16 int8-row int8-g16 int8-g32 int8-g32-super int4-g32 int4-g128 int4-g32-zero \
+                     int4-g32-affine int5-g32 int5-g32-super int6-g16-supersym";
+        let all: Vec<Scheme> = names.split(' ').map(|name| name.parse().expect(name)).collect();
+        for a in &all {
+            for b in &all {
+                assert_eq!(a.shares_variant(*b), a.variant() == b.variant(), "{a} and {b}");
             }
         }
     }
