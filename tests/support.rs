@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use serde::Deserialize;
 use unicorn::gpu::{Device, DevicePolicy, Rehearsal};
@@ -61,9 +61,31 @@ pub fn policy() -> DevicePolicy {
     }
 }
 
-/// That device, opened once for all tests.
+/// That device: one and the same for all of a test, which is a thread; opened once for many tests, and as often as tests
+/// run side by side. A driver that computes on the CPU has one thread for each.
 pub fn device() -> Arc<Device> {
-    static DEVICE: OnceLock<Arc<Device>> = OnceLock::new();
+    const MOST: usize = 4;
+    static OPENED: [OnceLock<Arc<Device>>; MOST] = [const { OnceLock::new() }; MOST];
+    /// How many tests have each.
+    static USERS: Mutex<[usize; MOST]> = Mutex::new([0; MOST]);
+
+    struct Mine(usize);
+    impl Mine {
+        fn new() -> Mine {
+            let count = std::thread::available_parallelism().map_or(1, |n| n.get().min(MOST));
+            let mut users = USERS.lock().unwrap();
+            let (at, fewest) = users[..count].iter_mut().enumerate().min_by_key(|(_, n)| **n).expect("one");
+            *fewest += 1;
+            Mine(at)
+        }
+    }
+    impl Drop for Mine {
+        fn drop(&mut self) {
+            USERS.lock().unwrap()[self.0] -= 1;
+        }
+    }
+    thread_local!(static MINE: Mine = Mine::new());
+
     let open = || {
         let device = Device::open(&policy()).unwrap_or_else(|e| panic!("{e}"));
         // For a layer that checks addresses.
@@ -71,7 +93,7 @@ pub fn device() -> Arc<Device> {
         device.rehearse(Rehearsal { buffers_apart, ..Rehearsal::default() });
         device
     };
-    DEVICE.get_or_init(open).clone()
+    MINE.with(|mine| OPENED[mine.0].get_or_init(open).clone())
 }
 
 /// Reports that the calling test cannot run here; the test returns right after, once and with nothing checked:

@@ -9,6 +9,7 @@ pub mod work;
 
 use std::collections::BTreeMap;
 
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -16,7 +17,7 @@ use self::predict::Prediction;
 use super::shapes::{SHAPES, Shape};
 use crate::gpu::compiler::Compiler;
 use crate::gpu::isa::{IsaError, Program, real_waves};
-use crate::gpu::{DeviceInfo, GpuError, Shader};
+use crate::gpu::{GpuError, Shader};
 use crate::kernels::all_pipelines;
 use crate::kernels::cost::{self, Body};
 
@@ -88,24 +89,30 @@ fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
 
 /// Compiles every pipeline on the device that the environment shows, whose name holds `part`.
 pub fn compile(part: &str) -> Result<Compilation, GpuError> {
-    let mut compiler = Compiler::open(part)?;
-    let mut texts = Vec::new();
-    for (i, (shader, constants)) in pipelines().into_iter().enumerate() {
-        // The shim under RADV 26 dies of more than some 400 pipelines of one device.
-        if i % 100 == 99 {
-            compiler = Compiler::open(part)?;
-        }
-        let compiled = compiler.compile(shader, &constants)?;
-        texts.push(Text {
-            shader: shader.name.to_owned(),
-            constants,
-            subgroup_size: compiled.subgroup_size,
-            statistics: compiled.statistics,
-            assembly: compiled.assembly,
-        });
-    }
-    let DeviceInfo { name: device_name, driver, .. } = &compiler.info;
-    Ok(Compilation { device: device_name.clone(), driver: driver.clone(), pipelines: texts })
+    // The shim under RADV 26 dies of more than some 400 pipelines of one device.
+    const OF_ONE_DEVICE: usize = 40;
+    let compile_some = |some: &[(&'static Shader, Vec<u32>)]| {
+        let compiler = Compiler::open(part)?;
+        let text = |(shader, constants): &(&'static Shader, Vec<u32>)| {
+            let compiled = compiler.compile(shader, constants)?;
+            Ok(Text {
+                shader: shader.name.to_owned(),
+                constants: constants.clone(),
+                subgroup_size: compiled.subgroup_size,
+                statistics: compiled.statistics,
+                assembly: compiled.assembly,
+            })
+        };
+        let texts = some.iter().map(text).collect::<Result<Vec<_>, GpuError>>()?;
+        Ok((compiler.info.name.clone(), compiler.info.driver.clone(), texts))
+    };
+    let all = pipelines();
+    let compiled = all.par_chunks(OF_ONE_DEVICE).map(compile_some);
+    let compiled = compiled.collect::<Result<Vec<_>, GpuError>>()?;
+    let (device, driver, _) = compiled.first().expect("there are pipelines");
+    let (device, driver) = (device.clone(), driver.clone());
+    let pipelines = compiled.into_iter().flat_map(|(_, _, texts)| texts).collect();
+    Ok(Compilation { device, driver, pipelines })
 }
 
 impl Judge {
