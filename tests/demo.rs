@@ -12,7 +12,7 @@ use unicorn::checkpoint::ModelFiles;
 use unicorn::engine::Sequence;
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
 use unicorn::model::{Runner, SamplingParams};
-use unicorn::tensor::KvDtype;
+use unicorn::tensor::{KvDtype, Precision};
 
 use unicorn::text::{ChatTemplate, Message, Tokenizer, normalize};
 
@@ -322,18 +322,23 @@ fn int4_keeps_the_accuracy_and_the_search_beats_round_to_nearest() {
     // All together, which changes no answer and takes less time.
     let asked: Vec<&Answer> = asked().collect();
     let longest = asked.iter().map(|golden| golden.prompt.len() + golden.answer.len() + 16).max();
-    let options = LoadOptions { sequences: 16, max_context: longest, ..LoadOptions::default() };
-    let answers = answered_together(&mut load(&found, &options), &asked, 16);
     let rules: BTreeMap<String, Rule> = questions().into_iter().map(|q| (q.id, q.accept)).collect();
-    let (mut before, mut after, all) = (0, 0, asked.len());
-    for (ids, golden) in answers.iter().zip(&asked) {
-        let stopped = ids.len() < golden.answer.len() + 16;
-        let right = stopped && rules[&golden.id].accepts(&tokenizer.decode(ids, true));
-        before += usize::from(golden.accepted);
-        after += usize::from(right);
-    }
+    let right_in = |precision: Precision| {
+        let options =
+            LoadOptions { sequences: 16, max_context: longest, precision, ..LoadOptions::default() };
+        let answers = answered_together(&mut load(&found, &options), &asked, 16);
+        let is_right = |(ids, golden): &(&Vec<u32>, &&Answer)| {
+            let stopped = ids.len() < golden.answer.len() + 16;
+            stopped && rules[&golden.id].accepts(&tokenizer.decode(ids, true))
+        };
+        answers.iter().zip(&asked).filter(is_right).count()
+    };
+    let [after, in_int8] = [Precision::F32, Precision::Fast].map(right_in);
+    let (before, all) = (asked.iter().filter(|golden| golden.accepted).count(), asked.len());
     println!(
-        "{after} of {all} right in int4-g32, {before} in bf16; mean KL {searched} nats, {nearest} rounded to nearest"
+        "{after} of {all} right in int4-g32, {in_int8} with activations in int8, {before} in bf16; \
+         mean KL {searched} nats, {nearest} rounded to nearest"
     );
+    assert!(in_int8 * 100 >= after * 99, "{in_int8} of {all} right with activations in int8, {after} in f32");
     assert!(after * 100 >= before * 95, "{after} of {all} right in int4-g32, {before} in bf16");
 }
