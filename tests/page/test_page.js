@@ -85,7 +85,8 @@ const tests = {
   async it_loads_without_a_complaint_and_asks_nobody_else() {
     const page = await open();
     await isState(page, "ok");
-    same(await page.innerText("#model"), "unicorn-demo", "the model's name");
+    // The page asks for it once it has seen the status.
+    await until(async () => (await page.innerText("#model")) === "unicorn-demo", "the page names the model");
     await sleep(2000); // and asks for the status once more
     same(page.problems, [], "complaints");
     same(page.foreign, [], "requests elsewhere");
