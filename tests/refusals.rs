@@ -1,0 +1,45 @@
+//! What the server says to bodies that are wrong, to the letter: `tests/data/api/refusals.json` has, for each, the path,
+//! the body as it is sent, the status and the answer.
+//!
+//! A text may be changed for a better one: `UNICORN_TEST_RECORD=1` writes the file anew, and its diff is read by a person.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::api::{app_that_says, assert_at_rest, post_to, send_json};
+use crate::support::data;
+
+#[derive(Serialize, Deserialize)]
+struct Refusal {
+    path: String,
+    body: String,
+    status: u16,
+    answer: Value,
+}
+
+#[tokio::test]
+async fn bodies_that_are_wrong_are_answered_as_recorded() {
+    let file = data("api/refusals.json");
+    let text = std::fs::read_to_string(&file).expect("tests/data/api/refusals.json");
+    let recorded: Vec<Refusal> = serde_json::from_str(&text).expect("refusals");
+    assert!(recorded.len() >= 200, "{} bodies", recorded.len());
+    let app = app_that_says("Hello");
+    let (mut now, mut others) = (Vec::new(), Vec::new());
+    for Refusal { path, body, status, answer } in recorded {
+        let (got_status, _, mut got) = send_json(&app.router, post_to(&path, body.clone())).await;
+        if let Some(id) = got.get_mut("request_id") {
+            *id = "an id".into(); // Anthropic's format has one, and it is made by chance
+        }
+        if (got_status.as_u16(), &got) != (status, &answer) {
+            others.push(format!("{path} {body}\n  {got_status} {got}\n  recorded: {status} {answer}\n"));
+        }
+        assert!(got_status.is_client_error(), "{path} {body}: {got_status} {got}");
+        now.push(Refusal { path, body, status: got_status.as_u16(), answer: got });
+    }
+    assert_at_rest(&app.router).await;
+    if std::env::var_os("UNICORN_TEST_RECORD").is_some() {
+        let text = serde_json::to_string_pretty(&now).expect("texts") + "\n";
+        return std::fs::write(&file, text).expect("tests/data/api/refusals.json");
+    }
+    assert!(others.is_empty(), "{} are answered otherwise:\n{}", others.len(), others.concat());
+}
