@@ -55,7 +55,7 @@ vec4 weight_at(ReadFloats weights, uint column) {
 
 float add_squares(float sum, vec4 v) { return fma(v.w, v.w, fma(v.z, v.z, fma(v.y, v.y, fma(v.x, v.x, sum)))); }
 
-// Of the squares that the lanes have shared.
+// What a row is multiplied with; the lanes have shared the sums of its squares.
 float factor_of(float epsilon) { return inversesqrt(workgroup_sum() / float(dim) + epsilon); }
 
 void main() {

@@ -8,7 +8,6 @@ use std::sync::OnceLock;
 
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
-use unicorn::checkpoint::ModelFiles;
 use unicorn::engine::Sequence;
 use unicorn::model::gemma3::{Gemma3, LoadOptions};
 use unicorn::model::{Runner, SamplingParams};
@@ -19,7 +18,7 @@ use unicorn::text::{ChatTemplate, Message, Tokenizer, normalize};
 use crate::cli::{output, unicorn_on_software};
 use crate::drive::{Driver, greedy};
 use crate::golden::{Goldens, all_logits, load, max_difference};
-use crate::support::{data, device, root};
+use crate::support::{data, root};
 
 /// The engine's largest logit error allowed here, as for the reference checkpoints.
 const BOUND: f32 = 1e-3;
@@ -122,8 +121,7 @@ pub fn folder() -> std::path::PathBuf {
 }
 
 fn model() -> Gemma3 {
-    let files = ModelFiles::open(&folder()).unwrap();
-    Gemma3::load(&device(), &files, &LoadOptions::default(), &mut |_| {}).unwrap()
+    load(&folder(), &LoadOptions::default())
 }
 
 fn tokenizer() -> Tokenizer {

@@ -67,7 +67,7 @@ pub const STORED: [Scheme; 18] = {
     ]
 };
 
-/// Whose bodies of kernels there are (`shaders/common/lanes.glsl`).
+/// Kernels have a body for GPUs, and some have one for CPUs (`shaders/common/lanes.glsl`).
 pub const BODIES: [Tiles; 2] = [Tiles::COUNTED, Tiles::Cpu];
 
 /// Runs a check with the kernels that a GPU runs, and with those that a CPU runs.

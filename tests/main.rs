@@ -1,4 +1,4 @@
-//! The one integration binary: every suite shares one build and one Vulkan device. One `mod` line each, sorted.
+//! The one integration binary: every suite shares one build and a few Vulkan devices (`support::device`). One `mod` line each, sorted.
 
 mod api;
 mod batching;
