@@ -151,8 +151,8 @@ impl Program {
     pub fn parse(assembly: &str) -> Result<Program, IsaError> {
         let mut counts: Vec<Counts> = Vec::new();
         let (mut labels, mut branches) = (HashMap::new(), Vec::new());
-        // Words of an instruction that LLVM took for others.
-        let mut taken = 0;
+        // The first words of an instruction that goes on in the next line.
+        let mut begun: Vec<u32> = Vec::new();
         for line in assembly.lines() {
             // What follows is the instruction as numbers.
             let (line, words) = line.split_once(';').unwrap_or((line, ""));
@@ -160,14 +160,13 @@ impl Program {
                 words.split_whitespace().map_while(|word| u32::from_str_radix(word, 16).ok()).collect();
             // LLVM refuses a load into s[104:107], half of which is vcc, and takes its second word for the first one of another
             // instruction: until one ends where a line does, words tell what there is.
-            if line.starts_with("(invalid instruction)") || (taken > 0 && !words.is_empty()) {
-                let mut rest = &words[taken.min(words.len())..];
-                taken -= taken.min(words.len());
-                while let Some(word) = rest.first() {
-                    counts.push(count_word(*word));
-                    let length = words_of(*word);
-                    taken = length.saturating_sub(rest.len());
-                    rest = &rest[length.min(rest.len())..];
+            if line.starts_with("(invalid instruction)") || (!begun.is_empty() && !words.is_empty()) {
+                begun.extend(words);
+                while let Some(length) =
+                    begun.first().map(|first| words_of(*first)).filter(|n| *n <= begun.len())
+                {
+                    counts.push(count_words(&begun[..length]));
+                    begun.drain(..length);
                 }
                 continue;
             }
@@ -247,8 +246,9 @@ impl Program {
 /// Operations that two halves of a dual issue may be, by number, as far as they round.
 const HALVES: [&str; 6] = ["fmac_f32", "fmaak_f32", "fmamk_f32", "mul_f32", "add_f32", "sub_f32"];
 
-/// What an instruction occupies of which the first word is known, by the encodings of RDNA 3's instruction set.
-fn count_word(word: u32) -> Counts {
+/// What an instruction occupies of which all words are known, by the encodings of RDNA 3's instruction set.
+fn count_words(words: &[u32]) -> Counts {
+    let (word, second) = (words[0], words.get(1).copied().unwrap_or(0));
     let bits = |first: u32, count: u32| (word >> first & ((1 << count) - 1)) as usize;
     let half = |number: usize| HALVES.get(number).copied().unwrap_or("mov_b32");
     match (bits(26, 6), bits(25, 7)) {
@@ -264,10 +264,26 @@ fn count_word(word: u32) -> Counts {
             },
             "",
         ),
+        (0b11_0011, _) => match bits(16, 7) {
+            0x16 => count("v_dot4_i32_iu8", ""),
+            // The third operand is the constant 0 (128), negated.
+            0x20 if second >> 31 == 1 && second >> 18 & 0x1ff == 128 => count("v_fma_mix_f32", ", neg(0)"),
+            0x20 => count("v_fma_mix_f32", ""),
+            _ => count("v_mov_b32", ""),
+        },
+        (0b11_0101, _) => count(
+            match bits(16, 10) {
+                0x103 => "v_add_f32",
+                0x108 => "v_mul_f32",
+                0x213 => "v_fma_f32",
+                _ => "v_mov_b32",
+            },
+            "",
+        ),
         (_, 3) => count("v_add_f32", ""),
         (_, 8) => count("v_mul_f32", ""),
         (_, 43) => count("v_fmac_f32", ""),
-        (0b11_0011 | 0b11_0101, _) | (_, ..64) => count("v_mov_b32", ""),
+        (_, ..64) => count("v_mov_b32", ""),
         _ => count("s_nop", ""),
     }
 }
@@ -516,6 +532,27 @@ BB19
             (1, 1, 2),
             "the first half multiplies, the second adds too"
         );
+    }
+
+    /// What follows such a load within the words that LLVM takes for others, as two builds of `fast_matmul_int8` have it.
+    const REFUSED_BEFORE_A_PRODUCT: &str = "\
+BB0:
+(invalid instruction)                                        ; f40c1932
+\texp mrt0 off, off, off, off                                 ; f8000000 f40009f0
+\texp mrt0 off, off, off, off                                 ; f8000000 cc20025d
+\ts_max_i32 s0, s55, s59                                      ; 8a003b37
+\tv_fmac_f32_e32 v35, v90, v91                                ; 5646b75a
+(invalid instruction)                                        ; f40c1932
+\texp mrt0 off, off, off, off                                 ; f8000000 cc16405c
+\ts_endpgm                                                    ; 7d70cb09
+\ts_endpgm                                                    ; bfb00000
+";
+
+    #[test]
+    fn products_that_such_a_load_swallows_are_counted() {
+        let total = Program::parse(REFUSED_BEFORE_A_PRODUCT).unwrap().total;
+        assert_eq!((total.instructions, total.scalar_loads, total.valu), (7, 3, 3));
+        assert_eq!((total.f32_mul, total.f32_fma, total.dot4), (1, 1, 1));
     }
 
     #[test]
