@@ -15,6 +15,7 @@
 #extension GL_GOOGLE_include_directive : require
 #extension GL_KHR_shader_subgroup_basic : require
 #extension GL_KHR_shader_subgroup_arithmetic : require
+#extension GL_KHR_shader_subgroup_ballot : require
 #include "memory.glsl"
 #include "kv.glsl"
 #include "softmax.glsl"
@@ -94,9 +95,11 @@ void load_value(uint row, uint dim, uint key, out vec4 fours[WIDTH]) {
 void main() {
     const Item item = items.at[gl_WorkGroupID.x];
     const uint kv_head = gl_WorkGroupID.y;
-    // By subgroups, so that a team is the same for all of one: what its rows need is then loaded once for all lanes.
-    const uint before = gl_SubgroupID * gl_SubgroupSize;
-    const uint team = before / TILE, lane = before % TILE + gl_SubgroupInvocationID;
+    // A subgroup is of one team, and says so: what the rows of a team need is then loaded once for all of its lanes.
+    const uint before = subgroupBroadcastFirst(gl_LocalInvocationIndex);
+    const uint team = before / TILE, lane = gl_LocalInvocationIndex % TILE;
+    // Counted, not divided by gl_SubgroupSize: lavapipe with vectors of 1024 bits calls its subgroups of 16 32.
+    const uint subgroups = gl_NumSubgroups / TEAMS;
     const uint part = lane / LANES, dim = lane % LANES;
 
     // The keys that each row sees, and its query. Rows behind the last token's are that one's, and nobody keeps them.
@@ -167,23 +170,22 @@ void main() {
                     if (key >= first[r] && key <= last[r]) score[r] = product[r];
                 }
             }
-            const uint maxima = team * MOST_SUBGROUPS * ROWS;
             [[unroll]] for (uint r = 0; r < ROWS; r++) {
                 const float largest = subgroupMax(score[r]);
                 if (subgroupElect())
-                    subgroup_maximum[maxima + before % TILE / gl_SubgroupSize * ROWS + r] = largest;
+                    subgroup_maximum[gl_SubgroupID * ROWS + r] = largest;
             }
             barrier();
 
-            float correction[ROWS];
+            float largest[ROWS], correction[ROWS];
+            [[unroll]] for (uint r = 0; r < ROWS; r++) largest[r] = maximum[r];
+            for (uint i = team * subgroups; i < (team + 1) * subgroups; i++)
+                [[unroll]] for (uint r = 0; r < ROWS; r++) largest[r] = max(largest[r], subgroup_maximum[i * ROWS + r]);
             [[unroll]] for (uint r = 0; r < ROWS; r++) {
-                float largest = maximum[r];
-                for (uint i = 0; i < max(TILE / gl_SubgroupSize, 1); i++)
-                    largest = max(largest, subgroup_maximum[maxima + i * ROWS + r]);
-                correction[r] = weight_of(maximum[r], largest);
-                maximum[r] = largest;
-                weights[(team * TILE + lane) * ROWS + r] = weight_of(score[r], largest);
+                correction[r] = weight_of(maximum[r], largest[r]);
+                weights[(team * TILE + lane) * ROWS + r] = weight_of(score[r], largest[r]);
             }
+            [[unroll]] for (uint r = 0; r < ROWS; r++) maximum[r] = largest[r];
             barrier();
 
             [[unroll]] for (uint r = 0; r < ROWS; r++) {

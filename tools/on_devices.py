@@ -38,7 +38,7 @@ CHEAP = {
     "gpu-assisted": {"kernels": ["kernels::rms_norm", "kernels::qkv_store", "kernels::geglu", "kernels::moments"]},
 }
 FULL = {name: SUITES for name in [
-    "lavapipe", "lavapipe-26", "lavapipe-26-subgroup-4", "lavapipe-26-subgroup-16", "lavapipe-26-subgroup-32", "swiftshader",
+    "lavapipe", "lavapipe-26", "lavapipe-26-subgroup-4", "lavapipe-26-subgroup-16", "lavapipe-26-announces-32", "swiftshader",
 ]}
 FULL["lavapipe-26"] = SUITES | MATRICES
 # It is slow: the three reference models without what varies them.

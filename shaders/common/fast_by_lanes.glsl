@@ -10,7 +10,7 @@ shared uvec2 shared_scales[SHARED_BLOCKS];
 
 // Waits for the invocations of a segment: where they are no subgroup, for all.
 void await_segment() {
-    if (gl_SubgroupSize == gl_WorkGroupSize.x) subgroupBarrier();
+    if (gl_NumSubgroups == gl_WorkGroupSize.y) subgroupBarrier();
     else barrier();
 }
 
