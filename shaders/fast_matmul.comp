@@ -73,11 +73,12 @@ layout(push_constant, std430) uniform Push {
 uint tiles_of(uint rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 uint parts_of(uint rows) { return (tiles_of(rows) + ROW_TILES - 1) / ROW_TILES; }
 
-// A part of a matrix, of ROW_TILES tiles of rows, and where its product goes.
+// A part of a matrix, of ROW_TILES tiles of rows, and how far apart the tokens of its product are. Addresses,
+// for SwiftShader's compiler crashes over a choice between references.
 struct Part {
-    Blocks blocks;
-    Scales scales;
-    WriteWords y;
+    uint matrix;
+    uvec2 blocks;
+    uvec2 scales;
     uint rows;
     uint y_stride;
     uint first_tile;
@@ -86,14 +87,21 @@ struct Part {
 // The parts of all matrices stand behind each other; those of two that GeGLU takes, in one place.
 Part part_of(uint index) {
 #if !defined(ON_CPU) && !defined(IN_TILES)
-    if (GEGLU == 1) return Part(blocks0, scales0, y0, rows0, y0_stride, index);
+    if (GEGLU == 1) return Part(0, uvec2(blocks0), uvec2(scales0), rows0, y0_stride, index);
 #endif
     const uint parts0 = parts_of(rows0), parts1 = parts_of(rows1);
-    if (index < parts0) return Part(blocks0, scales0, y0, rows0, y0_stride, index * ROW_TILES);
+    if (index < parts0) return Part(0, uvec2(blocks0), uvec2(scales0), rows0, y0_stride, index * ROW_TILES);
     index -= parts0;
-    if (index < parts1) return Part(blocks1_or_none, scales1_or_none, y1_or_none, rows1, y1_stride, index * ROW_TILES);
+    if (index < parts1) return Part(1, uvec2(blocks1_or_none), uvec2(scales1_or_none), rows1, y1_stride, index * ROW_TILES);
     index -= parts1;
-    return Part(blocks2_or_none, scales2_or_none, y2_or_none, rows2, y2_stride, index * ROW_TILES);
+    return Part(2, uvec2(blocks2_or_none), uvec2(scales2_or_none), rows2, y2_stride, index * ROW_TILES);
+}
+
+void put(Part part, uint token, uint row, float value) {
+    const uint at = token * part.y_stride + row, bits = floatBitsToUint(value);
+    if (part.matrix == 0) y0.at[at] = bits;
+    else if (part.matrix == 1) y1_or_none.at[at] = bits;
+    else y2_or_none.at[at] = bits;
 }
 
 #if defined(ON_CPU)

@@ -118,7 +118,14 @@ vec4 changed_logits(uint four, vec4 raw) {
     }
     return raw;
 }
-vec4 logits_of(uint four) { return changed_logits(four, raw_logits(four)); }
+// Behind the vocabulary lies what may be anything: no arithmetic is done with it.
+vec4 logits_of(uint four) {
+    vec4 changed = changed_logits(four, raw_logits(four));
+    [[unroll]] for (uint j = 0; j < 4; j++) {
+        if (four * 4 + j >= vocab) changed[j] = FORBIDDEN;
+    }
+    return changed;
+}
 
 // What is best so far: the highest value, ties to the lowest id.
 struct Best {
@@ -413,7 +420,7 @@ void main() {
         const vec4 x = logits_of(four);
         [[unroll]] for (uint j = 0; j < 4; j++) {
             const float t = powers_below(z_of(x[j]));
-            if (four * 4 + j < last && may_come(x[j], t)) {
+            if (may_come(x[j], t)) {
                 const uint bin = bin_of(t);
                 const uvec2 parts = mass(t);
                 atomicAdd(counts[bin], 1);
@@ -470,7 +477,7 @@ void main() {
         [[unroll]] for (uint j = 0; j < 4; j++) {
             z[j] = z_of(x[j]);
             const float t = powers_below(z[j]);
-            if (four * 4 + j < last && may_come(x[j], t)) {
+            if (may_come(x[j], t)) {
                 const uint bin = bin_of(t), key = ordered(x[j]);
                 is_in[j] = bin < cut.first;
                 is_undecided[j] = bin >= cut.first && bin <= cut.last;
@@ -540,7 +547,7 @@ uvec3 weigh(Keys keys, uint key) {
             const vec4 x = logits_of(four);
             [[unroll]] for (uint j = 0; j < 4; j++) {
                 const float t = powers_below(z_of(x[j]));
-                if (four * 4 + j < vocab && may_come(x[j], t) && ordered(x[j]) >= key) {
+                if (may_come(x[j], t) && ordered(x[j]) >= key) {
                     count += 1;
                     sum = add64(sum, joined(mass(t)));
                 }
@@ -631,7 +638,7 @@ void main() {
                 const uvec4 random = noise(request, four);
                 [[unroll]] for (uint j = 0; j < 4; j++) {
                     const float z = z_of(x[j]);
-                    if (four * 4 + j < vocab && may_come(x[j], powers_below(z)) && ordered(x[j]) >= threshold) {
+                    if (may_come(x[j], powers_below(z)) && ordered(x[j]) >= threshold) {
                         consider(best, z + gumbel(random[j]), four * 4 + j);
                     }
                 }

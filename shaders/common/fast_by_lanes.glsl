@@ -32,13 +32,13 @@ void main() {
 
     Part part = part_of(gl_WorkGroupID.y);
     const uint tile = part.first_tile;
-    Blocks blocks[MATRICES];
-    Scales scales[MATRICES];
+    // As in a Part.
+    uvec2 blocks[MATRICES], scales[MATRICES];
     blocks[0] = part.blocks;
     scales[0] = part.scales;
     if (GEGLU == 1) {
-        blocks[MATRICES - 1] = blocks1_or_none;
-        scales[MATRICES - 1] = scales1_or_none;
+        blocks[MATRICES - 1] = uvec2(blocks1_or_none);
+        scales[MATRICES - 1] = uvec2(scales1_or_none);
     }
 
     const uint length = segment_blocks(block_count), segments = (block_count + length - 1) / length;
@@ -50,7 +50,7 @@ void main() {
     // A block is asked for before the one before it is used.
     Weights next[MATRICES];
     [[unroll]] for (uint m = 0; m < MATRICES; m++)
-        next[m] = weights_at(blocks[m], scales[m], tile, min(first, block_count - 1), units_per_row, lane);
+        next[m] = weights_at(Blocks(blocks[m]), Scales(scales[m]), tile, min(first, block_count - 1), units_per_row, lane);
     ActivationBlock next_block;
     uvec2 next_scale;
     if (SHARED_ACTIVATIONS == 1 && lane < COLUMNS) {
@@ -66,7 +66,7 @@ void main() {
         const uint ahead = min(b + 1, block_count - 1);
         [[unroll]] for (uint m = 0; m < MATRICES; m++) {
             w[m] = next[m];
-            next[m] = weights_at(blocks[m], scales[m], tile, ahead, units_per_row, lane);
+            next[m] = weights_at(Blocks(blocks[m]), Scales(scales[m]), tile, ahead, units_per_row, lane);
             unpack_units(w[m]);
 #if defined(SCALED_BY_GROUP)
             [[unroll]] for (uint u = 0; u < UNITS; u++) s[m][u] = scale_of_words(w[m].scales[u], lane);
@@ -131,11 +131,11 @@ void main() {
             total[m] = partial[m][0][column][lane];
             for (uint i = 1; i < segments; i++) total[m] += partial[m][i][column][lane];
 #if defined(SCALES_ROW)
-            total[m] *= half_of(scales[m], tile, lane);
+            total[m] *= half_of(Scales(scales[m]), tile, lane);
 #endif
         }
         if (GEGLU == 0) {
-            if (is_one && row < part.rows) part.y.at[token * part.y_stride + row] = floatBitsToUint(total[0]);
+            if (is_one && row < part.rows) put(part, token, row, total[0]);
         } else {
             // The rows of a tile are a block of what comes next, of as many blocks as there are tiles.
             float value = is_one && row < part.rows ? gelu_tanh(total[0]) * total[MATRICES - 1] : 0.0;

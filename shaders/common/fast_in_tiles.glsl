@@ -118,7 +118,7 @@ void main() {
     Weights next;
     ActivationBlock next_block;
     uvec2 next_scale;
-    if (has_row) next = weights_at(part.blocks, part.scales, tile, 0, units_per_row, lane);
+    if (has_row) next = weights_at(Blocks(part.blocks), Scales(part.scales), tile, 0, units_per_row, lane);
     if (has_column) {
         next_block = x.at[token];
         next_scale = x_scales.at[token];
@@ -139,7 +139,7 @@ void main() {
             if (invocation == 0) second_digits[(b + 1) % 2] = 0;
             // The next block is asked for before this one is used.
             const uint ahead = min(b + 1, block_count - 1);
-            if (has_row) next = weights_at(part.blocks, part.scales, tile, ahead, units_per_row, lane);
+            if (has_row) next = weights_at(Blocks(part.blocks), Scales(part.scales), tile, ahead, units_per_row, lane);
             if (has_column) {
                 next_block = x.at[ahead * x_stride + token];
                 next_scale = x_scales.at[ahead * x_stride + token];
@@ -209,7 +209,7 @@ void main() {
     }
 
 #if defined(SCALES_ROW)
-    if (has_row) row_scales[invocation] = half_of(part.scales, tile, lane);
+    if (has_row) row_scales[invocation] = half_of(Scales(part.scales), tile, lane);
     barrier();
 #endif
     const uint first_row = part.first_tile * TILE_ROWS, result = WAVE * TILE_M * TILE_N;
@@ -229,7 +229,7 @@ void main() {
                 const uint y_row = first_row + row + i % TILE_M;
                 const uint y_token = first_token + wave_column + c * TILE_N + i / TILE_M;
                 if (y_row < part.rows && y_token < tokens)
-                    part.y.at[y_token * part.y_stride + y_row] = floatBitsToUint(results[result + i]);
+                    put(part, y_token, y_row, results[result + i]);
             }
             barrier();
         }

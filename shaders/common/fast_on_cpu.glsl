@@ -22,7 +22,7 @@ void main() {
             Weights w[ROWS];
             vec2 s[ROWS][UNITS];
             [[unroll]] for (uint r = 0; r < ROWS; r++) {
-                w[r] = weights_at(part.blocks, part.scales, part.first_tile, b, units_per_row, lane_of(r));
+                w[r] = weights_at(Blocks(part.blocks), Scales(part.scales), part.first_tile, b, units_per_row, lane_of(r));
                 unpack_units(w[r]);
 #if defined(SCALED_BY_GROUP)
                 [[unroll]] for (uint u = 0; u < UNITS; u++) s[r][u] = scale_of_words(w[r].scales[u], lane_of(r));
@@ -52,11 +52,10 @@ void main() {
         const uint row = part.first_tile * TILE_ROWS + lane_of(r);
         if (row >= part.rows) return;
 #if defined(SCALES_ROW)
-        const float scale = half_of(part.scales, part.first_tile, lane_of(r));
+        const float scale = half_of(Scales(part.scales), part.first_tile, lane_of(r));
         [[unroll]] for (uint c = 0; c < COLUMNS; c++) total[r][c] *= scale;
 #endif
         [[unroll]] for (uint c = 0; c < COLUMNS; c++)
-            if (first_token + c < tokens)
-                part.y.at[(first_token + c) * part.y_stride + row] = floatBitsToUint(total[r][c]);
+            if (first_token + c < tokens) put(part, first_token + c, row, total[r][c]);
     }
 }

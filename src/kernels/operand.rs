@@ -528,6 +528,8 @@ impl Products {
                 cols: matrix.cols as u32,
                 tokens: tokens as u32,
                 x_stride: from.stride,
+                // It chooses among the addresses above, as numbers.
+                followed: &[],
             };
             let parts = (0..products.len()).map(|i| tile.parts(rows(i) as usize)).sum();
             let passes = Passes::of_blocks(matrix.scheme, 1, parts, matrix.cols, tokens, tile);
@@ -583,6 +585,7 @@ impl Products {
             cols: cols as u32,
             tokens: tokens as u32,
             x_stride: from.stride,
+            followed: &[],
         };
         let parts = tile.parts(rows);
         let passes = Passes::of_blocks(scheme, 2, parts, cols, tokens, tile);
