@@ -58,8 +58,9 @@ void main() {
         next_block = x.at[at];
         next_scale = x_scales.at[at];
     }
-    // Segments that wait for each other take equally many trips. A shorter one does nothing in its last trips.
-    const uint last = SHARED_ACTIVATIONS == 1 ? first + length : end;
+    // All segments take equally many trips, and a shorter one does nothing in its last: those that wait for each other have to,
+    // and SwiftShader waits at a barrier in a branch that nobody takes.
+    const uint last = first + length;
     [[dont_unroll]] for (uint b = first; b < last; b++) {
         Weights w[MATRICES];
         vec2 s[MATRICES][UNITS];
