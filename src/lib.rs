@@ -10,7 +10,9 @@
 //!
 //! | floor | modules | must never |
 //! |---|---|---|
-//! | 5 | [`cli`], [`api`] | name a Vulkan type, or a KV block |
+//! | 7 | [`cli`] | name a Vulkan type beyond loading a model; name [`api`] except to serve |
+//! | 6 | [`api`] | name a Vulkan type, or a KV block |
+//! | 5 | [`session`] | know HTTP, or a wire format |
 //! | 4 | [`engine`] | know text, HTTP, `ash`, or a layer; be async |
 //! | 3 | [`model`] | see a request, a queue, or a clock |
 //! | 2 | [`kernels`], [`quantize`] | know a model or a scheduler |
@@ -19,11 +21,12 @@
 //!
 //! # One request
 //!
-//! 1. [`api`] parses and validates, renders the chat template, tokenizes ([`text`]).
+//! 1. [`api`] reads the wire format; [`session`] renders the chat template and tokenizes ([`text`]).
 //! 2. [`engine::EngineHandle::submit`] puts token ids on a bounded queue.
 //! 3. The engine thread builds a [`model::Batch`] and hands it to a [`model::Runner`].
 //! 4. The runner ([`model::gemma3`]) records [`kernels`] on the [`gpu`], submits, waits once.
-//! 5. Sampled ids travel back on a bounded channel; [`api`] detokenizes and streams them.
+//! 5. Sampled ids travel back on a bounded channel; [`session`] makes text of them,
+//!    and [`api`] streams it.
 
 // In reading order: from the machine up to the request.
 pub mod tensor;
@@ -36,5 +39,6 @@ pub mod kernels;
 pub mod quantize;
 pub mod model;
 pub mod engine;
+pub mod session;
 pub mod api;
 pub mod cli;

@@ -11,9 +11,10 @@ use axum::http::{HeaderMap, Request, StatusCode, header};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tower::ServiceExt;
-use unicorn::api::{self, Door, Options, SamplingDefaults, Server, Service};
+use unicorn::api::{self, Door, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use unicorn::model::{KvLimits, Limits, SamplingParams};
+use unicorn::session::{SamplingDefaults, Service};
 use unicorn::text::{ChatTemplate, Tokenizer};
 
 use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};

@@ -11,10 +11,11 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
-use unicorn::api::{self, Door, Options, Server, Service};
+use unicorn::api::{self, Door, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use unicorn::model::gemma3::LoadOptions;
 use unicorn::model::{KvLimits, Limits, Runner};
+use unicorn::session::Service;
 use unicorn::text::ChatTemplate;
 
 use crate::api::{

@@ -10,25 +10,19 @@ use futures::Stream;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::answer::Reason;
 use super::error::ApiError;
 use super::exchange::{
     self, Answers, Caller, Exchange, FinishReason, Head, Piece, Reply, TimingsReport, Usage, json_text,
 };
+use super::logprobs::TokenLogprob;
 use super::openapi::{ChatCompletionRequest, ChatEvents, OfABody};
-use super::request::ChatRequest;
-use super::service::TokenLogprob;
+use super::request;
 use super::tools::Calling;
 use super::{Server, new_id};
+use crate::session::Reason;
 use crate::text::CallPiece;
 
 const CALL_ID_PREFIX: &str = "call_";
-
-/// How the answer is wanted.
-struct Form {
-    stream: bool,
-    include_usage: bool,
-}
 
 /// Answers a conversation.
 #[utoipa::path(
@@ -51,15 +45,15 @@ pub(super) async fn completions(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let parse = |body: &[u8]| {
-        let request = ChatRequest::parse(body)?;
-        let form = Form { stream: request.stream, include_usage: request.include_usage };
-        Ok((request, form))
-    };
-    let asked =
-        exchange::ask(&server, caller, body, "chatcmpl-", "messages", parse, |service, request, _| {
-            Ok(vec![service.prepare(request)?])
-        });
+    let asked = exchange::ask(
+        &server,
+        caller,
+        body,
+        "chatcmpl-",
+        "messages",
+        request::chat,
+        |service, request, _| Ok(vec![service.prepare(request)?]),
+    );
     let Exchange { wire: form, reply, answers } = asked.await?;
     if form.stream {
         Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form.include_usage)))
@@ -272,7 +266,7 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, A
         for call in piece.calls {
             Calling::gather(&mut calls[piece.choice], call);
         }
-        let token = piece.logprobs.map(|(id, logprobs)| answers.service.token_logprob(id, &logprobs));
+        let token = piece.logprobs.map(|(id, logprobs)| TokenLogprob::new(&answers.service, id, &logprobs));
         logprobs[piece.choice].extend(token);
         last = piece.end.unwrap_or(last);
     }
@@ -330,7 +324,7 @@ fn stream_chunks(
                     tool_calls: calls.into_iter().map(ToolCallDelta::from).collect(),
                     ..ChatDelta::default()
                 };
-                let token = logprobs.map(|(id, logprobs)| answers.service.token_logprob(id, &logprobs));
+                let token = logprobs.map(|(id, logprobs)| TokenLogprob::new(&answers.service, id, &logprobs));
                 let logprobs = token.map(|token| ChatLogprobs::new(vec![token]));
                 yield json_text(&chunk(&reply, choice, delta, logprobs, None));
             }

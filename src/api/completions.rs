@@ -13,17 +13,18 @@ use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use super::Server;
-use super::answer::{AnswerText, Reason};
 use super::error::ApiError;
 use super::exchange::{
-    self, Answers, Caller, Exchange, FinishReason, Head, Piece, Reply, TimingsReport, Usage, json_text,
+    self, Answers, Caller, Exchange, FinishReason, Head, Parsed, Piece, Reply, TimingsReport, Usage,
+    json_text,
 };
+use super::logprobs::finite;
 use super::openapi::{CompletionEvents, CompletionRequest, OfABody};
 use super::prompts::{Prompt, prompts};
-use super::request::{ANSWERS, ChatRequest, Fields, TOKENS, TOP_LOGPROBS, missing, model, object};
-use super::service::{Service, finite};
+use super::request::{ANSWERS, Fields, TOKENS, TOP_LOGPROBS, missing, model, object, options};
 use crate::engine::Request;
 use crate::model::Logprobs;
+use crate::session::{AnswerText, GenerateRequest, Reason, Service};
 
 /// Tokens of an answer where nobody says how many, as OpenAI has it.
 const MAX_TOKENS: i64 = 16;
@@ -75,7 +76,7 @@ pub(super) async fn completions(
     }
 }
 
-fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
+fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let body = object(body)?;
     let fields = Fields(&body);
     let model = model(&fields)?;
@@ -88,8 +89,9 @@ fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
         return Err(ApiError::unsupported("suffix", "Gemma-3 was not trained to fill in between two texts"));
     }
     // One token is drawn in any case.
-    let options = ChatRequest::options(&fields, model, Some(max_tokens.max(1)))?;
-    let n = options.n.unwrap_or(1);
+    let Parsed { model, request, stream, cache_salt, wire } =
+        options(&fields, model, Some(max_tokens.max(1)))?;
+    let n = request.n.unwrap_or(1);
     if fields.integer("best_of", ANSWERS)?.is_some_and(|best_of| best_of != n as i64) {
         let problem = "all answers are returned: expected the same as n";
         return Err(ApiError::unsupported("best_of", problem));
@@ -97,19 +99,20 @@ fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
     let form = Form {
         prompts,
         n,
-        stream: options.stream,
-        include_usage: options.include_usage,
+        stream,
+        include_usage: wire.include_usage,
         echo,
         echoes: Vec::new(),
         prompt_only: max_tokens == 0,
         logprobs,
     };
-    Ok((ChatRequest { logprobs, ..options }, form))
+    let request = GenerateRequest { logprobs, ..request };
+    Ok(Parsed { model, request, stream, cache_salt, wire: form })
 }
 
 fn prepare(
     service: &Service,
-    request: &ChatRequest,
+    request: &GenerateRequest,
     form: &mut Form,
 ) -> Result<Vec<(Request, AnswerText)>, ApiError> {
     let mut prepared = Vec::with_capacity(form.prompts.len());

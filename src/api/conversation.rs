@@ -5,7 +5,8 @@ use serde_json::Value;
 
 use super::error::ApiError;
 use super::request::{Fields, Item, missing, short, wrong_type};
-use super::tools::{Call, Conversation, MAX_TOOLS, Tool, ToolChoice, Tools, place_of, tool_list};
+use super::tools::{add_result, place_of, tool_list};
+use crate::session::{Call, Conversation, MAX_TOOLS, Tool, ToolChoice, Tools};
 use crate::text::Message;
 
 /// Roles are system, developer, user or assistant.
@@ -18,7 +19,7 @@ pub(super) fn messages(items: &[Value]) -> Result<Vec<Message>, ApiError> {
         let item = Item::new(format!("messages[{i}]"), item)?;
         let (role, text) = role_and_text(&item)?;
         if role == "tool" {
-            conversation.result(&item, "tool_call_id", text)?;
+            add_result(&mut conversation, &item, "tool_call_id", text)?;
             continue;
         }
         let calls = calls(&item, role)?;

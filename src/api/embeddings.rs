@@ -20,15 +20,15 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::Server;
-use super::answer::Reason;
 use super::error::ApiError;
 use super::exchange::{self, Caller};
 use super::metrics::Followed;
 use super::openapi::{EmbeddingsRequest, OfABody};
 use super::prompts::{Prompt, prompts};
-use super::request::{ChatRequest, Fields, missing, model, object};
+use super::request::{Fields, missing, model, object};
 use super::status::List;
 use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
+use crate::session::Reason;
 
 /// The field with what is to be embedded.
 const INPUT: &str = "input";
@@ -154,8 +154,7 @@ pub(super) async fn embeddings(
     let mut inputs = inputs.into_iter().peekable();
     let (mut under_way, mut embedded) = (FuturesOrdered::new(), Vec::with_capacity(inputs.len()));
     let (mut arriving, mut waits) = (Some(arriving), 0);
-    // No words of a chat would tell more.
-    let purpose = caller.purpose(&ChatRequest::default());
+    let purpose = caller.purpose();
     loop {
         while under_way.len() < AT_ONCE
             && let Some(ids) = inputs.peek()

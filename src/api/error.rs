@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use utoipa::ToSchema;
 
 use crate::engine::{EngineError, SubmitError};
+use crate::session::SessionError;
 
 /// Seconds after which a refused client should ask again.
 const RETRY_LOADING_S: u32 = 5;
@@ -321,6 +322,17 @@ impl From<SubmitError> for ApiError {
             SubmitError::Engine(error) => Self::Engine(error),
             // A rendered conversation is never empty.
             SubmitError::EmptyPrompt => Self::Bug(error.to_string()),
+        }
+    }
+}
+
+impl From<SessionError> for ApiError {
+    fn from(error: SessionError) -> Self {
+        match error {
+            SessionError::Invalid { param, problem } => Self::Invalid { param, problem },
+            SessionError::Context(problem) => Self::context(problem),
+            SessionError::Text(problem) => Self::text(problem),
+            SessionError::Grammar(problem) => Self::Grammar(problem),
         }
     }
 }

@@ -18,19 +18,17 @@ use serde::Serialize;
 use tokio::time::{Instant, timeout, timeout_at};
 use utoipa::ToSchema;
 
-use super::answer::{AnswerText, Delta, End, Reason};
 use super::error::{ApiError, BodyGap};
 use super::failures::{log_in_stream, panicked};
 use super::listen::Connection;
 use super::metrics::Followed;
-use super::request::ChatRequest;
-use super::service::Service;
 use super::sharing::salt_of;
 use super::tasks::{Asked, Purpose};
 use super::turns::{Turn, Turns};
 use super::{Options, Server, new_id, unix_time_s};
 use crate::engine::{ClientId, Event, Request, Timings, TokenStream};
 use crate::model::Logprobs;
+use crate::session::{AnswerText, Delta, End, GenerateRequest, Reason, Service};
 use crate::text::CallPiece;
 
 /// For a whole body, however steadily it comes: 70 KB/s for one of 8 MiB, which an uplink of 0.6 Mbit/s brings. Places of
@@ -72,9 +70,9 @@ impl Caller {
         self.client.id
     }
 
-    /// What a request is for, of which the caller may have said something.
-    pub fn purpose(&self, request: &ChatRequest) -> Purpose {
-        self.asked.purpose(request)
+    /// What a request is for that has no conversation, of which the caller may have said something.
+    pub fn purpose(&self) -> Purpose {
+        self.asked.purpose(&[], false)
     }
 }
 
@@ -87,9 +85,20 @@ impl<S: Sync> FromRequestParts<S> for Caller {
     }
 }
 
+/// What a body asks for.
+pub(super) struct Parsed<T> {
+    /// None is the model that is served.
+    pub model: Option<String>,
+    pub request: GenerateRequest,
+    pub stream: bool,
+    /// With whom it shares the prefix cache, if it says so.
+    pub cache_salt: Option<String>,
+    /// What the wire format wants to remember of it.
+    pub wire: T,
+}
+
 /// A request that the engine has.
 pub(super) struct Exchange<T> {
-    /// What the wire format wanted to remember of it.
     pub wire: T,
     pub reply: Reply,
     pub answers: Answers,
@@ -104,17 +113,17 @@ pub(super) async fn ask<T: Send + 'static>(
     body: Body,
     prefix: &str,
     prompt: &'static str,
-    parse: impl FnOnce(&[u8]) -> Result<(ChatRequest, T), ApiError> + Send + 'static,
-    prepare: impl FnOnce(&Service, &ChatRequest, &mut T) -> Result<Vec<(Request, AnswerText)>, ApiError>
+    parse: impl FnOnce(&[u8]) -> Result<Parsed<T>, ApiError> + Send + 'static,
+    prepare: impl FnOnce(&Service, &GenerateRequest, &mut T) -> Result<Vec<(Request, AnswerText)>, ApiError>
     + Send
     + 'static,
 ) -> Result<Exchange<T>, ApiError> {
     let Caller { client, asked } = caller;
     let prepared = work(server, &client, body, move |server, body| {
-        let (request, mut wire) = parse(body)?;
-        let service = server.service_for(request.model.as_deref())?;
+        let Parsed { model, request, stream, cache_salt, mut wire } = parse(body)?;
+        let service = server.service_for(model.as_deref())?;
         let prepared = prepare(&service, &request, &mut wire).map_err(|error| error.in_prompt(prompt))?;
-        Ok((service, prepared, wire, asked.purpose(&request), request.cache_salt))
+        Ok((service, prepared, wire, asked.purpose(&request.messages, stream), cache_salt))
     });
     let (arriving, (service, prepared, wire, purpose, cache_salt)) = prepared.await?;
     tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");

@@ -14,10 +14,7 @@ use axum::response::{IntoResponse, Response};
 use futures::FutureExt;
 
 use super::error::ApiError;
-use crate::text::panic_text;
-
-/// How much of a panic's message the log shows.
-const MAX_SHOWN_CHARS: usize = 300;
+use crate::text::panic_message;
 
 /// What there is to say of a response that failed, where its body says it otherwise than an [`ApiError`] does.
 #[derive(Clone)]
@@ -33,19 +30,6 @@ pub(super) async fn catch(request: Request, next: Next) -> Response {
 pub(super) fn panicked(doing: &str, panic: &(dyn Any + Send)) -> ApiError {
     let shown = panic_message(panic);
     ApiError::Panic(if doing.is_empty() { shown } else { format!("{doing}: {shown}") })
-}
-
-/// What a panic says, as a line of the log may have it.
-pub fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let text = panic_text(panic).map_or("without a message", without_quotes);
-    text.lines().next().unwrap_or_default().chars().take(MAX_SHOWN_CHARS).collect()
-}
-
-/// The message without the string that it quotes, if it is one of those of slicing a string: that may be a prompt.
-fn without_quotes(message: &str) -> &str {
-    let ends =
-        [" of `", " slicing `"].iter().filter_map(|quote| Some(message.find(quote)? + quote.len() - 1));
-    ends.min().map_or(message, |end| message[..end].trim_end())
 }
 
 /// Logs a response that is the server's failure.
@@ -192,19 +176,5 @@ mod tests {
             (500, "a panic: preparing a prompt: of 1".into())
         );
         assert!(!error.to_string().contains("preparing"), "{error}");
-    }
-
-    #[test]
-    fn what_a_panic_quotes_of_a_text_is_not_told() {
-        // Within a character, beyond the end, and backwards.
-        for (from, to) in [(2, 3), (0, 99), (3, 1)] {
-            let panic = std::panic::catch_unwind(|| "sécret"[from..to].len()).expect_err("it panics");
-            let told = panicked("", &*panic).logged();
-            assert!(told.len() > "a panic: ".len() + 10 && !told.contains("cret"), "{told}");
-        }
-        assert_eq!(panicked("", &7).logged(), "a panic: without a message");
-        assert_eq!(panicked("", &"a `b` of c\nd").logged(), "a panic: a `b` of c");
-        let long = "x".repeat(5000);
-        assert!(panicked("", &long).logged().len() < 400);
     }
 }

@@ -1,25 +1,13 @@
-//! What a request says its answer must be, and the mask that holds each answer to it.
-//!
-//! OpenAI's `response_format`, and vLLM's fields for the same: `structured_outputs`, and the older `guided_json`,
-//! `guided_regex`, `guided_choice` and `guided_grammar`. At most one of them counts, so more are refused.
-
-use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+//! What a request says its answer must be: OpenAI's `response_format`, and vLLM's fields for the same: `structured_outputs`,
+//! and the older `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`. At most one of them counts, so more are
+//! refused.
 
 use serde_json::Value;
 
 use super::error::ApiError;
 use super::request::{Fields, missing, nested, short, wrong_type};
-use crate::engine::TokenMask;
-use crate::text::{Constraint, GrammarSource, TextError};
-
-/// The grammar of an answer.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ResponseGrammar {
-    pub source: GrammarSource,
-    /// The field that asks for it, which errors name.
-    pub param: String,
-}
+use crate::session::ResponseGrammar;
+use crate::text::GrammarSource;
 
 /// None where the answer may be any text.
 pub(super) fn response_grammar(fields: &Fields) -> Result<Option<ResponseGrammar>, ApiError> {
@@ -120,109 +108,4 @@ fn structured_outputs(fields: &Fields) -> Result<Vec<(String, GrammarSource)>, A
         found.push((format!("{AT}.json_object"), GrammarSource::json_object()));
     }
     Ok(found)
-}
-
-/// Why answers could not be held to their grammar any further; shared by those of one request.
-pub(super) type Failure = Arc<OnceLock<String>>;
-
-/// Holds one answer to a grammar. The engine must stop at the ids that end an answer, and leave it to the mask when they may
-/// come: one that no other id may follow ends the answer, however long it was to be.
-#[derive(Clone)]
-pub(super) struct GrammarMask {
-    constraint: Constraint,
-    /// Ids before which the answer is not to end, where the grammar lets it go on.
-    min_tokens: usize,
-    /// Ids of the answer that `constraint` has taken.
-    taken: usize,
-    /// For the next one.
-    mask: Option<Arc<[u32]>>,
-    failure: Failure,
-    /// Since the engine last asked.
-    took: Duration,
-}
-
-impl GrammarMask {
-    pub(super) fn new(constraint: Constraint, min_tokens: usize, failure: Failure) -> Self {
-        Self { constraint, min_tokens, taken: 0, mask: None, failure, took: Duration::ZERO }
-    }
-
-    fn timed<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
-        let since = Instant::now();
-        let done = work(self);
-        self.took += since.elapsed();
-        done
-    }
-
-    /// Which ids may follow an answer.
-    fn behind(&mut self, answer: &[u32]) -> Arc<[u32]> {
-        let taken = self.take(answer);
-        if let Some(mask) = &self.mask {
-            return Arc::clone(mask);
-        }
-        let may_end = answer.len() >= self.min_tokens;
-        let mask = taken.and_then(|()| self.constraint.mask(may_end));
-        let mask = mask.unwrap_or_else(|error| self.fail(&error));
-        self.mask = Some(Arc::clone(&mask));
-        mask
-    }
-
-    /// Takes in the ids of an answer that are new.
-    fn take(&mut self, answer: &[u32]) -> Result<(), TextError> {
-        let new = &answer[self.taken..];
-        self.taken = answer.len();
-        if !new.is_empty() {
-            self.mask = None;
-        }
-        new.iter().try_for_each(|id| self.constraint.push(*id))
-    }
-
-    /// The answer ends, and who reads it is told why.
-    fn fail(&self, error: &TextError) -> Arc<[u32]> {
-        let _ = self.failure.set(error.to_string());
-        self.constraint.ends()
-    }
-}
-
-impl TokenMask for GrammarMask {
-    fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
-        self.timed(|mask| mask.behind(answer))
-    }
-
-    fn is_free(&mut self, answer: &[u32]) -> bool {
-        if let Err(error) = self.timed(|mask| mask.take(answer)) {
-            self.mask = Some(self.fail(&error));
-        }
-        self.constraint.is_free() && answer.len() >= self.min_tokens
-    }
-
-    fn take_time(&mut self) -> Duration {
-        std::mem::take(&mut self.took)
-    }
-
-    fn boxed_clone(&self) -> Box<dyn TokenMask> {
-        Box::new(Self { took: Duration::ZERO, ..self.clone() })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::text::{Grammars, Tokenizer};
-
-    #[test]
-    fn what_a_mask_took_is_told_once_and_is_no_other_answers() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tokenizer-mini/tokenizer.json");
-        let tokenizer = Tokenizer::from_bytes(&std::fs::read(path).unwrap(), "tokenizer.json").unwrap();
-        let start = tokenizer.encode("{", false).unwrap();
-        let grammars = Grammars::new(tokenizer, 512, &[1]);
-        let constraint = grammars.compile(&GrammarSource::json_object()).unwrap().start();
-        let mut mask = GrammarMask::new(constraint, 0, Failure::default());
-        assert_eq!(mask.take_time(), Duration::ZERO, "nothing was asked");
-        mask.mask(&[]);
-        let mut other = mask.boxed_clone();
-        assert!(mask.take_time() > Duration::ZERO, "a mask");
-        assert_eq!([mask.take_time(), other.take_time()], [Duration::ZERO; 2]);
-        assert!(!mask.is_free(&start));
-        assert!(mask.take_time() > Duration::ZERO, "what the next mask follows from");
-    }
 }

@@ -16,13 +16,13 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 
-use super::answer::Reason;
 use super::exchange::FinishReason;
 use super::openapi::AtTheDoor;
 use super::status::KernelTime;
 use super::tasks::Purpose;
 use super::{Server, unix_time_s};
 use crate::engine::{EngineError, Event, PoolUse, Timings};
+use crate::session::Reason;
 
 /// Seconds: of waits, and of whole answers.
 const WAITS: &[f64] = &[0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];

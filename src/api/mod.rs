@@ -13,7 +13,6 @@
 //! clients (`turns`); requests waiting (the engine's queue); the text of one answer (the context). What is too much is
 //! refused by the client's bound, by the queue's, or because its turn did not come in time: each says which.
 
-mod answer;
 mod chat;
 mod completions;
 mod conversation;
@@ -26,6 +25,7 @@ mod grammar;
 mod held;
 mod keys;
 mod listen;
+mod logprobs;
 mod management;
 mod messages;
 mod metrics;
@@ -34,7 +34,6 @@ mod page;
 mod prompts;
 mod request;
 mod responses;
-mod service;
 mod sharing;
 mod status;
 mod tasks;
@@ -44,23 +43,16 @@ mod tools;
 mod turns;
 mod wrong_keys;
 
-pub use answer::{AnswerText, Delta, End, Reason};
 #[doc(hidden)] // for benches/
 pub use chat::text_chunks;
 pub use door::Door;
 pub use error::{ApiError, BodyGap};
-pub use failures::panic_message;
-pub use grammar::ResponseGrammar;
 pub use keys::{Keys, KeysError};
 pub use listen::{Connections, FILES_PER_CONNECTION};
-pub use request::{ChatRequest, PromptEnding};
-pub use service::{SamplingDefaults, Service};
 pub use status::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SUPPORTED_PARAMETERS, Submitted};
 pub use tls::{Tls, TlsError};
-pub use tools::{Call, MAX_TOOLS, Tool, ToolChoice, Tools};
 
 use std::future::Future;
-use std::hash::{BuildHasher, Hasher};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -84,6 +76,7 @@ use self::turns::Turns;
 use self::wrong_keys::WrongKeys;
 use crate::config::SharePrefixes;
 use crate::engine::EngineHandle;
+use crate::session::{Service, random_u64};
 
 const REQUEST_ID: &str = "x-request-id";
 const MAX_REQUEST_ID_BYTES: usize = 128;
@@ -397,10 +390,4 @@ fn unix_time_s() -> u64 {
 /// An id that no other reply has.
 fn new_id(prefix: &str) -> String {
     format!("{prefix}{:016x}{:016x}", random_u64(), random_u64())
-}
-
-/// For ids, and for seeds nobody gave: the standard library's hasher is keyed by the system's randomness, anew for
-/// each. Not for secrets.
-pub fn random_u64() -> u64 {
-    std::collections::hash_map::RandomState::new().build_hasher().finish()
 }

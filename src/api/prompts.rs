@@ -4,8 +4,8 @@ use serde_json::Value;
 
 use super::error::ApiError;
 use super::request::{kind, token_ids};
-use super::service::Service;
 use super::tokens;
+use crate::session::Service;
 
 /// A text, or what a client has already made of one.
 pub(super) enum Prompt {

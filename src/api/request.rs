@@ -1,4 +1,4 @@
-//! The body of `POST /v1/chat/completions`: JSON in, a validated [`ChatRequest`] out.
+//! The body of `POST /v1/chat/completions`: JSON in, a validated [`GenerateRequest`] out.
 //!
 //! Read by hand from a JSON value, and not derived, so that every error names its field and what was expected.
 //! Three rules for fields beyond the messages:
@@ -15,10 +15,11 @@ use serde_json::{Map, Value};
 
 use super::conversation::{messages, tools};
 use super::error::ApiError;
-use super::grammar::{ResponseGrammar, response_grammar};
+use super::exchange::Parsed;
+use super::grammar::response_grammar;
 use super::sharing::cache_salt;
-use super::tools::Tools;
 use crate::model::MAX_LOGPROBS;
+use crate::session::{GenerateRequest, PromptEnding, Tools};
 use crate::text::Message;
 
 // What fields may be: for the checks, and for the document of the API.
@@ -38,113 +39,64 @@ pub(super) const MAX_STOPS: usize = 4;
 /// Answers to one prompt.
 pub(super) const ANSWERS: RangeInclusive<i64> = 1..=128;
 
-/// What was asked; absent fields are the model's defaults.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct ChatRequest {
-    /// None is the one that is served.
-    pub model: Option<String>,
-    /// Roles are system, developer, user or assistant; calls of tools, and what these gave, are text in them. None where the
-    /// prompt is no conversation.
-    pub messages: Vec<Message>,
+/// How the answer to a chat or a completion is wanted, beside the prompt.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Form {
     pub stream: bool,
     pub include_usage: bool,
-    pub max_tokens: Option<usize>,
-    pub temperature: Option<f32>,
-    pub top_p: Option<f32>,
-    pub top_k: Option<u32>,
-    pub min_p: Option<f32>,
-    pub presence_penalty: Option<f32>,
-    pub frequency_penalty: Option<f32>,
-    pub repetition_penalty: Option<f32>,
-    /// No id twice, no bias 0.
-    pub logit_bias: Vec<(u32, f32)>,
-    pub seed: Option<u64>,
-    pub stop: Vec<String>,
-    /// At most `max_tokens`, if that is there.
-    pub min_tokens: Option<usize>,
-    pub ignore_eos: bool,
-    /// Log probabilities of each token, and of so many alternatives.
-    pub logprobs: Option<usize>,
-    /// Answers; at least 1.
-    pub n: Option<usize>,
-    /// What each answer must be that calls no tool.
-    pub grammar: Option<ResponseGrammar>,
-    pub tools: Tools,
-    pub ending: PromptEnding,
-    /// With whom it shares the prefix cache, if it says so.
-    pub cache_salt: Option<String>,
 }
 
-/// What stands at the end of the prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum PromptEnding {
-    /// The beginning of an answer.
-    #[default]
-    Answer,
-    /// The last message, which is the assistant's, as far as it goes: the answer goes on from there.
-    Continued,
-    /// The last message.
-    Closed,
+pub(super) fn chat(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
+    let body = object(body)?;
+    let fields = Fields(&body);
+    let model = model(&fields)?;
+    let messages = messages(fields.array("messages")?.ok_or_else(|| missing("messages"))?)?;
+    refuse_unsupported(&fields)?;
+    let tools = tools(&fields)?;
+
+    // `max_tokens` is the older name; OpenAI's own models take the newer one alone.
+    let max_tokens = fields.integer("max_completion_tokens", TOKENS)?;
+    let max_tokens = max_tokens.or(fields.integer("max_tokens", TOKENS)?);
+    let ending = prompt_ending(&fields, &messages)?;
+    let logprobs = logprobs(&fields)?;
+    let parsed = options(&fields, model, max_tokens)?;
+    Ok(Parsed { request: GenerateRequest { messages, tools, ending, logprobs, ..parsed.request }, ..parsed })
 }
 
-impl ChatRequest {
-    pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        let body = object(body)?;
-        let fields = Fields(&body);
-        let model = model(&fields)?;
-        let messages = messages(fields.array("messages")?.ok_or_else(|| missing("messages"))?)?;
-        refuse_unsupported(&fields)?;
-        let tools = tools(&fields)?;
-
-        // `max_tokens` is the older name; OpenAI's own models take the newer one alone.
-        let max_tokens = fields.integer("max_completion_tokens", TOKENS)?;
-        let max_tokens = max_tokens.or(fields.integer("max_tokens", TOKENS)?);
-        let ending = prompt_ending(&fields, &messages)?;
-        Ok(Self {
-            messages,
-            tools,
-            ending,
-            logprobs: logprobs(&fields)?,
-            ..Self::options(&fields, model, max_tokens)?
-        })
-    }
-
-    /// What stands beside the prompt, whatever that is; log probabilities, which differ, are left out.
-    pub(super) fn options(
-        fields: &Fields,
-        model: Option<String>,
-        max_tokens: Option<i64>,
-    ) -> Result<Self, ApiError> {
-        let temperature = fields.number("temperature", TEMPERATURE)?;
-        let min_tokens = fields.integer("min_tokens", 0..=max_tokens.unwrap_or(*TOKENS.end()))?;
-        let n = fields.integer("n", ANSWERS)?;
-        let top_k = fields.integer("top_k", TOP_K)?;
-        Ok(Self {
-            model,
-            messages: Vec::new(),
-            stream: fields.bool("stream")?.unwrap_or(false),
-            include_usage: include_usage(fields)?,
-            max_tokens: max_tokens.map(|n| n as usize),
-            temperature: temperature.map(|t| t as f32),
-            top_p: fields.number("top_p", PROBABILITY)?.map(|p| p as f32),
-            top_k: top_k.map(|k| u32::try_from(k).unwrap_or(0)),
-            min_p: fields.number("min_p", PROBABILITY)?.map(|p| p as f32),
-            presence_penalty: fields.number("presence_penalty", PENALTY)?.map(|p| p as f32),
-            frequency_penalty: fields.number("frequency_penalty", PENALTY)?.map(|p| p as f32),
-            repetition_penalty: repetition_penalty(fields)?,
-            logit_bias: logit_bias(fields)?,
-            seed: seed(fields)?,
-            stop: stop(fields)?,
-            min_tokens: min_tokens.map(|n| n as usize),
-            ignore_eos: fields.bool("ignore_eos")?.unwrap_or(false),
-            logprobs: None,
-            n: n.map(|n| n as usize),
-            grammar: response_grammar(fields)?,
-            tools: Tools::default(),
-            ending: PromptEnding::Answer,
-            cache_salt: cache_salt(fields)?,
-        })
-    }
+/// What stands beside the prompt, whatever that is; log probabilities, which differ, are left out.
+pub(super) fn options(
+    fields: &Fields,
+    model: Option<String>,
+    max_tokens: Option<i64>,
+) -> Result<Parsed<Form>, ApiError> {
+    let temperature = fields.number("temperature", TEMPERATURE)?;
+    let min_tokens = fields.integer("min_tokens", 0..=max_tokens.unwrap_or(*TOKENS.end()))?;
+    let n = fields.integer("n", ANSWERS)?;
+    let top_k = fields.integer("top_k", TOP_K)?;
+    let stream = fields.bool("stream")?.unwrap_or(false);
+    let form = Form { stream, include_usage: include_usage(fields)? };
+    let request = GenerateRequest {
+        messages: Vec::new(),
+        max_tokens: max_tokens.map(|n| n as usize),
+        temperature: temperature.map(|t| t as f32),
+        top_p: fields.number("top_p", PROBABILITY)?.map(|p| p as f32),
+        top_k: top_k.map(|k| u32::try_from(k).unwrap_or(0)),
+        min_p: fields.number("min_p", PROBABILITY)?.map(|p| p as f32),
+        presence_penalty: fields.number("presence_penalty", PENALTY)?.map(|p| p as f32),
+        frequency_penalty: fields.number("frequency_penalty", PENALTY)?.map(|p| p as f32),
+        repetition_penalty: repetition_penalty(fields)?,
+        logit_bias: logit_bias(fields)?,
+        seed: seed(fields)?,
+        stop: stop(fields)?,
+        min_tokens: min_tokens.map(|n| n as usize),
+        ignore_eos: fields.bool("ignore_eos")?.unwrap_or(false),
+        logprobs: None,
+        n: n.map(|n| n as usize),
+        grammar: response_grammar(fields)?,
+        tools: Tools::default(),
+        ending: PromptEnding::Answer,
+    };
+    Ok(Parsed { model, request, stream, cache_salt: cache_salt(fields)?, wire: form })
 }
 
 /// The model that a body names, if it names one. An empty name is none, as vLLM has it: clients send it whose user left

@@ -13,9 +13,9 @@
 use axum::http::{HeaderMap, HeaderName};
 
 use super::error::ApiError;
-use super::request::{ChatRequest, short};
+use super::request::short;
 use crate::engine::Priority;
-use crate::text::Content;
+use crate::text::{Content, Message};
 
 const PRIORITY: HeaderName = HeaderName::from_static("x-unicorn-priority");
 const TASK: HeaderName = HeaderName::from_static("x-unicorn-task");
@@ -110,21 +110,22 @@ impl Asked {
         Ok(Self { priority, task: task.map(|name| Purpose::named(&name)) })
     }
 
-    /// The purpose of a request whose head says this.
-    pub fn purpose(self, request: &ChatRequest) -> Purpose {
-        let purpose = self.task.or_else(|| by_prompt(request)).unwrap_or(Purpose::CHAT);
+    /// The purpose of a request whose head says this. Answers to Open WebUI's own prompts are not streamed, as those of chats
+    /// are.
+    pub fn purpose(self, messages: &[Message], stream: bool) -> Purpose {
+        let by_prompt = || by_prompt(messages).filter(|_| !stream);
+        let purpose = self.task.or_else(by_prompt).unwrap_or(Purpose::CHAT);
         Purpose { priority: self.priority.unwrap_or(purpose.priority), ..purpose }
     }
 }
 
-/// What one of Open WebUI's own prompts is for. They are a single message behind the model's system text, and their answers
-/// are not streamed, as those of chats are.
-fn by_prompt(request: &ChatRequest) -> Option<Purpose> {
+/// What one of Open WebUI's own prompts is for. They are a single message behind the model's system text.
+fn by_prompt(messages: &[Message]) -> Option<Purpose> {
     let said = |role: &str| !matches!(role, "system" | "developer");
-    let mut messages = request.messages.iter().filter(|message| said(&message.role));
+    let mut messages = messages.iter().filter(|message| said(&message.role));
     let (Some(only), None) = (messages.next(), messages.next()) else { return None };
     let Content::Text(text) = &only.content else { return None };
-    if request.stream || only.role != "user" || !text.starts_with(OPENING) {
+    if only.role != "user" || !text.starts_with(OPENING) {
         return None;
     }
     let (instructions, _) = text.split_once(HISTORY)?;
@@ -135,19 +136,18 @@ fn by_prompt(request: &ChatRequest) -> Option<Purpose> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::Message;
 
     fn head(fields: &[(&'static str, &'static str)]) -> Result<Asked, ApiError> {
         let name = |name| HeaderName::from_static(name);
         Asked::read(&fields.iter().map(|(n, value)| (name(n), value.parse().unwrap())).collect())
     }
 
-    fn user(text: &str) -> ChatRequest {
-        ChatRequest { messages: vec![Message::new("user", text)], ..ChatRequest::default() }
+    fn user(text: &str) -> Vec<Message> {
+        vec![Message::new("user", text)]
     }
 
-    fn task_of(asked: Asked, request: &ChatRequest) -> (&'static str, &'static str) {
-        let purpose = asked.purpose(request);
+    fn task_of(asked: Asked, messages: &[Message]) -> (&'static str, &'static str) {
+        let purpose = asked.purpose(messages, false);
         (purpose.class(), purpose.task)
     }
 
@@ -187,14 +187,11 @@ mod tests {
         for (text, task, class) in prompts() {
             let mut request = user(&text);
             assert_eq!(task_of(silent, &request), (class, task), "{text}");
-            request.messages.insert(0, Message::new("system", "Be brief."));
+            request.insert(0, Message::new("system", "Be brief."));
             assert_eq!(task_of(silent, &request), (class, task), "behind a system text");
+            assert_eq!(silent.purpose(&request, true), Purpose::CHAT, "a stream");
             let chats = [
-                ChatRequest { stream: true, ..request.clone() },
-                ChatRequest {
-                    messages: [&request.messages[..], &request.messages[1..]].concat(),
-                    ..request.clone()
-                },
+                [&request[..], &request[1..]].concat(),
                 user(&format!("What does this do?\n{text}")),
                 user(&text.replace("<chat_history>", "")),
             ];
@@ -206,11 +203,7 @@ mod tests {
         {
             assert_eq!(task_of(silent, &user(text)), ("interactive", "none"), "{text}");
         }
-        assert_eq!(
-            silent.purpose(&ChatRequest::default()),
-            Purpose::CHAT,
-            "a prompt that is no conversation"
-        );
+        assert_eq!(silent.purpose(&[], false), Purpose::CHAT, "a prompt that is no conversation");
     }
 
     #[test]

@@ -17,7 +17,7 @@ use super::error::ApiError;
 use super::exchange::{self, Client};
 use super::openapi::{DetokenizeRequest, OfABody, TokenizeRequest, Tokens};
 use super::request::{Fields, missing, model, object, prompt_ending, token_ids};
-use super::service::Service;
+use crate::session::Service;
 
 /// In the words of whichever was asked.
 #[derive(Serialize)]
@@ -96,7 +96,7 @@ pub(super) async fn tokenize(
         match (content, prompt, conversation) {
             (Some(text), ..) => {
                 let ids = service.encode(text, special[0].unwrap_or(false));
-                let ids = ids.map_err(|error| error.in_prompt("content"))?;
+                let ids = ids.map_err(|error| ApiError::from(error).in_prompt("content"))?;
                 Ok(match with_pieces {
                     false => Tokenized::Ids(TokenIds { tokens: ids }),
                     true => {
@@ -109,7 +109,7 @@ pub(super) async fn tokenize(
                 let ids = match (text, conversation) {
                     (Some(text), _) => service
                         .encode(text, special[1].unwrap_or(true))
-                        .map_err(|error| error.in_prompt("prompt"))?,
+                        .map_err(|error| ApiError::from(error).in_prompt("prompt"))?,
                     (None, Some(messages)) => {
                         service.prompt(&messages, prompt_ending(&fields, &messages)?)?
                     }

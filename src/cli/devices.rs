@@ -3,8 +3,7 @@
 use std::fmt::Write as _;
 
 use super::error::Error;
-use super::generate::print;
-pub use crate::config::show_bytes as bytes;
+use super::terminal::{bytes, print};
 use crate::gpu::{self, DeviceInfo, DeviceKind, Need};
 
 pub fn devices() -> Result<(), Error> {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::api::{ApiError, KeysError, TlsError};
+use crate::api::{KeysError, TlsError};
 use crate::checkpoint::CheckpointError;
 use crate::config::ConfigError;
 use crate::engine::{EngineError, SubmitError};
@@ -10,6 +10,7 @@ use crate::gpu::GpuError;
 use crate::hub::HubError;
 use crate::model::RunnerError;
 use crate::model::gemma3::LoadError;
+use crate::session::SessionError;
 use crate::text::TextError;
 
 #[derive(Debug, thiserror::Error)]
@@ -72,7 +73,7 @@ pub enum Error {
     #[error(transparent)]
     Runner(#[from] RunnerError),
     #[error(transparent)]
-    Request(#[from] ApiError),
+    Session(#[from] SessionError),
     /// An argument that only the loaded model shows to be wrong.
     #[error("{0}")]
     Argument(String),
@@ -102,7 +103,7 @@ impl Error {
             | Self::Runner(_)
             | Self::Load(LoadError::Gpu(_) | LoadError::NotResident(_))
             | Self::Engine(EngineError::Lost(_)) => DEVICE,
-            Self::LoadPanicked | Self::Panicked | Self::Engine(_) | Self::Submit(_) | Self::Request(_) => {
+            Self::LoadPanicked | Self::Panicked | Self::Engine(_) | Self::Submit(_) | Self::Session(_) => {
                 SOFTWARE
             }
             Self::Serve(_)

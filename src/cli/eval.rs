@@ -6,9 +6,9 @@ use std::path::Path;
 
 use super::args;
 use super::error::Error;
-use super::generate::print;
 use super::load::{self, Model, Watch};
 use super::progress::Bar;
+use super::terminal::print;
 use crate::config::Config;
 use crate::model::gemma3::Gemma3;
 use crate::model::{Limits, Runner};

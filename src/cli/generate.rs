@@ -2,7 +2,7 @@
 //!
 //! A conversation is kept in memory alone: neither it nor the lines typed are written to disk.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 
 use futures::StreamExt;
 use rustyline::error::ReadlineError;
@@ -12,9 +12,10 @@ use super::error::Error;
 use super::load::{self, EndEngine};
 use super::log;
 use super::progress::{self, Spinner};
-use crate::api::{ApiError, ChatRequest, Delta, End, Reason, Service};
+use super::terminal::print;
 use crate::config::Config;
 use crate::engine::{EngineError, SubmitError, Timings};
+use crate::session::{Delta, End, GenerateRequest, Reason, Service, SessionError};
 use crate::text::{Message, StopMatcher};
 
 /// Answers `args.prompt`, as it comes.
@@ -85,7 +86,7 @@ fn runtime() -> Result<tokio::runtime::Runtime, Error> {
 /// Prints an answer as it comes, and returns its text: what there is of it, where `interrupt` ended it.
 async fn answer(
     service: &Service,
-    request: &ChatRequest,
+    request: &GenerateRequest,
     interrupt: impl Future<Output = std::io::Result<()>>,
 ) -> Result<String, Error> {
     let (engine, mut answer) = service.prepare(request)?;
@@ -131,15 +132,15 @@ async fn answer(
             }
             Some(End::OffGrammar(problem)) => {
                 print("\n")?;
-                return Err(ApiError::Grammar(problem).into());
+                return Err(SessionError::Grammar(problem).into());
             }
         }
     }
 }
 
-fn request(args: args::Sampling) -> Result<ChatRequest, Error> {
+fn request(args: args::Sampling) -> Result<GenerateRequest, Error> {
     StopMatcher::new(&args.stop)?; // before the model is loaded in vain
-    Ok(ChatRequest {
+    Ok(GenerateRequest {
         messages: args.system.iter().map(|text| Message::new("system", text)).collect(),
         max_tokens: args.max_tokens.map(|n| n as usize),
         temperature: args.temperature,
@@ -148,13 +149,8 @@ fn request(args: args::Sampling) -> Result<ChatRequest, Error> {
         min_p: args.min_p,
         seed: args.seed,
         stop: args.stop,
-        ..ChatRequest::default()
+        ..GenerateRequest::default()
     })
-}
-
-pub fn print(text: &str) -> Result<(), Error> {
-    let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Error::Output)
 }
 
 /// How fast it was, and whether it was cut; for people, so only where one watches.

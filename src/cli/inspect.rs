@@ -6,11 +6,10 @@ use std::path::Path;
 use serde_json::json;
 
 use super::args;
-use super::devices::bytes;
 use super::error::Error;
-use super::generate::print;
 use super::load;
 use super::progress::Bar;
+use super::terminal::{bytes, print};
 use crate::checkpoint::{self, Checkpoint, Manifest};
 use crate::config::Config;
 use crate::model::config::{Gemma3Config, LayerType};

@@ -4,20 +4,20 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::bench::resident_bytes;
-use super::devices::bytes;
 use super::error::Error;
+use super::process::resident_bytes;
 use super::progress::Bar;
-use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Placed, SamplingDefaults, Service, Submitted};
+use super::terminal::bytes;
 use crate::checkpoint::{Manifest, ModelFiles};
 use crate::config::{self, Config};
 use crate::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
-use crate::gpu::placement::{Class, Heap, Limits, Machine, Placement};
-use crate::gpu::{self, Counts, Device, DeviceInfo, DevicePolicy};
+use crate::gpu::placement::{Limits, Machine, Placement};
+use crate::gpu::{self, Device, DeviceInfo, DevicePolicy};
 use crate::model::config::{Gemma3Config, GenerationConfig};
 use crate::model::draft::{self, Draft, Drafted};
 use crate::model::gemma3::{Gemma3, LoadError, LoadOptions, Loaded, Progress};
 use crate::model::{Runner, tune};
+use crate::session::{SamplingDefaults, Service};
 use crate::tensor::Precision;
 use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
 
@@ -254,50 +254,6 @@ impl Model {
     pub fn placement(&self) -> Vec<(String, u64)> {
         placement(&self.runner)
     }
-
-    /// The same for `/status` and `/metrics`, and how to ask later what changes.
-    fn facts(&self, config: &Config) -> Facts {
-        let placed = |p: &Placement| Placed {
-            class: p.class.name().to_owned(),
-            heap: p.heap.clone(),
-            buffers: p.buffers,
-            bytes: p.bytes,
-        };
-        // Who asks must not keep the device from being given back when the engine ends.
-        let (held_of, timed) = (Arc::downgrade(self.runner.device()), Arc::downgrade(self.runner.device()));
-        let memory_of = held_of.clone();
-        let memory = move || {
-            let device = memory_of.upgrade();
-            let held = device.as_ref().and_then(|device| device.held());
-            let (vram, gtt) = (held.map(|held| held.vram), held.map(|held| held.gtt));
-            let heap = |heap: Heap| HeapNow { heap: heap.name, size_bytes: heap.size, free_bytes: heap.free };
-            let heaps = device.into_iter().flat_map(|device| device.machine().heaps).map(heap).collect();
-            MemoryNow { heaps, vram, gtt, resident: resident_bytes().0 }
-        };
-        let counted = held_of.clone();
-        let submitted = move || {
-            let counts = counted.upgrade()?.counts();
-            let declared = Class::ALL.map(|class| (class.name().to_owned(), counts.declared[class as usize]));
-            let Counts { dispatches, copies, barriers, .. } = counts;
-            Some(Submitted { dispatches, copies, barriers, declared: declared.into() })
-        };
-        let kernels = move || {
-            let each = timed.upgrade().map(|device| Profiler(device).take()).into_iter().flatten();
-            each.map(|(kernel, dispatches, time)| KernelTime { kernel, dispatches, time }).collect()
-        };
-        Facts {
-            layers: self.runner.config().num_hidden_layers,
-            draft_layers: self.draft.as_ref().map(|draft| draft.config().num_hidden_layers),
-            weights: config.model.quantize.to_string(),
-            device: self.device.name.clone(),
-            driver: self.device.driver.clone(),
-            placements: self.runner.placements().iter().map(placed).collect(),
-            residency: self.runner.residency().to_string(),
-            memory: Box::new(memory),
-            submitted: Box::new(submitted),
-            kernels: Box::new(kernels),
-        }
-    }
 }
 
 /// What lies where, and how many bytes of it.
@@ -352,7 +308,7 @@ fn log(
 }
 
 /// Reads the kernels' times of a device while the engine has the model.
-pub struct Profiler(Arc<Device>);
+pub struct Profiler(pub Arc<Device>);
 
 impl Profiler {
     /// (kernel, dispatches, GPU time) since the last call, longest first; empty unless the model was loaded to profile.
@@ -426,17 +382,14 @@ pub fn engine(model: Gemma3, draft: Option<Draft>, config: &Config, queue: usize
 
 /// Loads `files` and starts the engine on it.
 pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
-    Ok(served(files, config)?.0)
+    Ok(service_of(model(files, config, Watch::Nothing)?, config))
 }
 
-/// The same, with what there is to tell of it.
-pub fn served(files: &ModelFiles, config: &Config) -> Result<(Service, Facts), Error> {
-    let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
-    let model = model(files, config, watch)?;
-    let facts = model.facts(config);
+/// Starts the engine on a model that is loaded.
+pub fn service_of(model: Model, config: &Config) -> Service {
     let Model { runner, draft, tokenizer, template, defaults, stop_token_ids, .. } = model;
     let engine = engine(runner, draft, config, config.server.queue);
-    Ok((Service::new(engine, tokenizer, template, defaults, stop_token_ids), facts))
+    Service::new(engine, tokenizer, template, defaults, stop_token_ids)
 }
 
 /// Ends the engine when dropped, and waits until the device is given back: a process that exits while another thread

@@ -17,7 +17,7 @@ use tracing_subscriber::reload::{self, Handle};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Registry, fmt};
 
-use crate::api::panic_message;
+use crate::text::panic_message;
 
 /// Lines that may wait for the thread; more are lost. A line has some hundred bytes, so these are about a MiB.
 const WAITING_LINES: usize = 4096;

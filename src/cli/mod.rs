@@ -8,7 +8,6 @@
 mod args;
 mod bench;
 mod devices;
-mod door;
 mod error;
 mod eval;
 mod generate;
@@ -17,12 +16,13 @@ mod load;
 mod log;
 mod models;
 mod plan;
+mod process;
 mod progress;
 mod pull;
 mod quantize;
-mod reload;
 mod serve;
 mod synth;
+mod terminal;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
@@ -33,7 +33,7 @@ use tracing_subscriber::EnvFilter;
 use args::{Command, CommandLine, Global};
 use error::Error;
 use log::Log;
-use reload::Reload;
+use serve::Reload;
 
 use crate::config::{Config, Layer};
 use crate::tensor::{KvDtype, Precision};

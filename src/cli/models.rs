@@ -8,11 +8,9 @@ use std::path::Path;
 use serde_json::json;
 
 use super::args::{Command, What};
-use super::devices::bytes;
 use super::error::Error;
-use super::generate::print;
 use super::log;
-use super::pull::show_choice;
+use super::terminal::{bytes, print};
 use crate::config::Config;
 use crate::hub::{Cache, HubError, ModelName, standard_cache};
 
@@ -23,6 +21,16 @@ pub fn cache_to_pull_to(config: &Config) -> Result<Cache, Error> {
             "no folder for models: HOME is not set; name one with --models-dir or in HF_HUB_CACHE".into(),
         )
     })
+}
+
+/// What there is to choose from, above the line of the error.
+pub fn show_choice(error: &HubError) {
+    if let HubError::Choose { name, files, .. } = error {
+        for (file, size) in files {
+            let size = size.map_or("unknown size".into(), bytes);
+            log::say(format_args!("{size:>12}  {}", name.with_file(file)));
+        }
+    }
 }
 
 /// Where pulled models are looked for.

@@ -6,10 +6,9 @@ use std::path::Path;
 use serde_json::json;
 
 use super::args::{self, Class, Target};
-use super::devices::bytes;
 use super::error::Error;
-use super::generate::print;
 use super::load;
+use super::terminal::{bytes, print};
 use crate::checkpoint::{Checkpoint, ModelFiles};
 use crate::config::Config;
 use crate::model::config::Gemma3Config;

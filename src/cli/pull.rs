@@ -2,14 +2,12 @@
 //!
 //! Prints the path of what it got, and nothing else where no terminal watches.
 
-use super::devices::bytes;
 use super::error::Error;
-use super::generate::print;
-use super::log;
 use super::models;
 use super::progress::Bar;
+use super::terminal::print;
 use crate::config::Config;
-use crate::hub::{self, HubError, ModelName, Progress, Settings};
+use crate::hub::{self, ModelName, Progress, Settings};
 
 pub fn pull(config: &Config, name: &ModelName) -> Result<(), Error> {
     let settings = Settings::from_environment(|name| std::env::var_os(name))?;
@@ -27,18 +25,8 @@ pub fn pull(config: &Config, name: &ModelName) -> Result<(), Error> {
     match pulled {
         Ok(path) => print(&format!("{}\n", path.display())),
         Err(error) => {
-            show_choice(&error);
+            models::show_choice(&error);
             Err(error.into())
-        }
-    }
-}
-
-/// What there is to choose from, above the line of the error.
-pub fn show_choice(error: &HubError) {
-    if let HubError::Choose { name, files, .. } = error {
-        for (file, size) in files {
-            let size = size.map_or("unknown size".into(), bytes);
-            log::say(format_args!("{size:>12}  {}", name.with_file(file)));
         }
     }
 }

@@ -10,13 +10,12 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::args::{self, Class, RoundingMethod, Schemes, Target};
-use super::bench::resident_bytes;
-use super::devices::bytes;
 use super::error::Error;
 use super::eval::{divergence, each_prediction, negative_log_likelihood, text_ids};
-use super::generate::print;
 use super::load::{self, Watch};
+use super::process::resident_bytes;
 use super::progress::Bar;
+use super::terminal::{bytes, print};
 use crate::checkpoint::{Checkpoint, ModelFiles, NativeWriter, NewTensor, Tensor};
 use crate::config::Config;
 use crate::model::config::Gemma3Config;

@@ -11,11 +11,10 @@ use rayon::prelude::*;
 use serde_json::json;
 
 use super::args::{self, Class, Target};
-use super::devices::bytes;
 use super::error::Error;
-use super::generate::print;
 use super::load;
 use super::progress::Bar;
+use super::terminal::{bytes, print};
 use crate::checkpoint::{FileWriter, NativeWriter, NewTensor, Synthetic};
 use crate::tensor::{Bits, Scheme, TILE_ROWS};
 

@@ -18,6 +18,7 @@ mod chat;
 mod detokenizer;
 mod grammar;
 mod jinja;
+mod panics;
 mod stop;
 mod template;
 mod tokenizer;
@@ -26,8 +27,9 @@ pub use calls::{CallPiece, CallReader, Said, whole_parameters};
 pub use chat::{Content, Message, Part, normalize};
 pub use detokenizer::Detokenizer;
 pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES};
+pub use panics::panic_message;
 pub use stop::{MAX_STOP_BYTES, MAX_STOPS, StopMatcher, Stopped};
-pub use template::{ChatFiles, ChatTemplate, panic_text};
+pub use template::{ChatFiles, ChatTemplate};
 pub use tokenizer::Tokenizer;
 
 /// Longest text, in bytes, that is rendered from a conversation or tokenized in one call.

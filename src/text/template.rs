@@ -20,6 +20,7 @@ use minijinja::{Environment, Error, ErrorKind};
 use serde::Deserialize;
 
 use super::jinja::{self, Exceeded, FUEL, Program};
+use super::panics::panic_text;
 use super::{MAX_TEXT_BYTES, Message, TextError};
 
 const GEMMA: &str = include_str!("gemma.jinja");
@@ -302,12 +303,6 @@ fn describe(error: &Error) -> String {
 
 fn describe_panic(panic: &(dyn Any + Send)) -> String {
     format!("the template engine failed: {}", panic_text(panic).unwrap_or("unknown"))
-}
-
-/// What a panic says, if that is text.
-pub fn panic_text(panic: &(dyn Any + Send)) -> Option<&str> {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
 }
 
 fn strftime_now(format: String) -> Result<String, Error> {

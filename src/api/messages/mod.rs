@@ -22,13 +22,13 @@ use serde_json::{Value, json};
 
 use self::request::Form;
 pub(super) use self::request::{TEMPERATURE, TOP_K};
-use super::answer::Reason;
 use super::error::ApiError;
 use super::exchange::{self, Answers, Caller, Client, Exchange, Reply};
 use super::openapi::{CountTokensRequest, Message, MessageEvents, MessagesRequest, OfAMessage, TokenCount};
 use super::tools::Calling;
 use super::{REQUEST_ID, Server, new_id};
 use crate::engine::Timings;
+use crate::session::Reason;
 use crate::text::{CallPiece, whole_parameters};
 
 /// By which name Anthropic's clients know a request's id.
@@ -94,8 +94,8 @@ pub(super) async fn count_tokens(
     body: Body,
 ) -> Result<Json<Value>, ApiError> {
     let counted = exchange::work(&server, &client, body, |server, body| {
-        let request = request::parse_to_count(body)?;
-        let service = server.service_for(request.model.as_deref())?;
+        let (model, request) = request::parse_to_count(body)?;
+        let service = server.service_for(model.as_deref())?;
         Ok(service.conversation(&request)?.len())
     });
     let (_, n) = counted.await?;

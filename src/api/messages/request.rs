@@ -1,4 +1,4 @@
-//! The body of `POST /v1/messages` and of `/v1/messages/count_tokens`: Anthropic's JSON in, a [`ChatRequest`] out.
+//! The body of `POST /v1/messages` and of `/v1/messages/count_tokens`: Anthropic's JSON in, a [`GenerateRequest`] out.
 //!
 //! Unknown fields are ignored, and so are those that bill, trace, or ask for thoughts, which this model has none of
 //! (`metadata`, `cache_control`, `thinking`); what would change the answer and cannot be had is refused.
@@ -8,13 +8,13 @@ use std::ops::RangeInclusive;
 use serde_json::Value;
 
 use super::super::error::ApiError;
-use super::super::grammar::ResponseGrammar;
+use super::super::exchange::Parsed;
 use super::super::request::{
-    ChatRequest, Fields, Item, PROBABILITY, PromptEnding, TOKENS, missing, model, nested, object, short,
-    wrong_type,
+    Fields, Item, PROBABILITY, TOKENS, missing, model, nested, object, short, wrong_type,
 };
 use super::super::sharing::cache_salt;
-use super::super::tools::{Call, Conversation, ToolChoice, Tools, place_of, tool_list};
+use super::super::tools::{add_result, place_of, tool_list};
+use crate::session::{Call, Conversation, GenerateRequest, PromptEnding, ResponseGrammar, ToolChoice, Tools};
 use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS};
 
 // What fields may be that are narrower here than at OpenAI.
@@ -29,33 +29,32 @@ pub(super) struct Form {
     pub max_tokens: usize,
 }
 
-pub(super) fn parse(body: &[u8]) -> Result<(ChatRequest, Form), ApiError> {
+pub(super) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let body = object(body)?;
     let fields = Fields(&body);
-    let conversation = conversation(&fields)?;
+    let (model, conversation) = conversation(&fields)?;
     let max_tokens = fields.integer("max_tokens", TOKENS)?;
     let max_tokens = max_tokens.ok_or_else(|| missing("max_tokens"))? as usize;
     let stops = stop_sequences(&fields)?;
     let stream = fields.bool("stream")?.unwrap_or(false);
-    let request = ChatRequest {
-        stream,
+    let request = GenerateRequest {
         max_tokens: Some(max_tokens),
         temperature: fields.number("temperature", TEMPERATURE)?.map(|t| t as f32),
         top_p: fields.number("top_p", PROBABILITY)?.map(|p| p as f32),
         top_k: fields.integer("top_k", TOP_K)?.map(|k| k as u32),
         stop: stops.clone(),
-        cache_salt: cache_salt(&fields)?,
         ..conversation
     };
-    Ok((request, Form { stream, stops, max_tokens }))
+    let cache_salt = cache_salt(&fields)?;
+    Ok(Parsed { model, request, stream, cache_salt, wire: Form { stream, stops, max_tokens } })
 }
 
-/// What a count of tokens depends on.
-pub(super) fn parse_to_count(body: &[u8]) -> Result<ChatRequest, ApiError> {
+/// The model, and what a count of tokens depends on.
+pub(super) fn parse_to_count(body: &[u8]) -> Result<(Option<String>, GenerateRequest), ApiError> {
     conversation(&Fields(&object(body)?))
 }
 
-fn conversation(fields: &Fields) -> Result<ChatRequest, ApiError> {
+fn conversation(fields: &Fields) -> Result<(Option<String>, GenerateRequest), ApiError> {
     let model = model(fields)?;
     refuse_unsupported(fields)?;
     let items = fields.array("messages")?.ok_or_else(|| missing("messages"))?;
@@ -79,7 +78,7 @@ fn conversation(fields: &Fields) -> Result<ChatRequest, ApiError> {
     let continued = messages.last().is_some_and(|last| last.role == "assistant");
     let ending = if continued { PromptEnding::Continued } else { PromptEnding::Answer };
     let (tools, grammar) = (tools(fields)?, output_format(fields)?);
-    Ok(ChatRequest { model, messages, ending, tools, grammar, ..ChatRequest::default() })
+    Ok((model, GenerateRequest { messages, ending, tools, grammar, ..GenerateRequest::default() }))
 }
 
 fn message(item: &Item, conversation: &mut Conversation) -> Result<(), ApiError> {
@@ -114,7 +113,7 @@ fn message(item: &Item, conversation: &mut Conversation) -> Result<(), ApiError>
             }
             ("tool_result", "user") => {
                 say(&mut paragraphs, conversation);
-                conversation.result(&block, "tool_use_id", tool_result(&block)?)?;
+                add_result(conversation, &block, "tool_use_id", tool_result(&block)?)?;
                 only_text = false;
             }
             _ => paragraphs.extend(text_block(&block, role)?),

@@ -5,12 +5,12 @@ use utoipa::openapi::schema::Schema;
 
 use super::super::messages::{TEMPERATURE, TOP_K};
 use super::super::request::{PROBABILITY, TOKENS};
-use super::super::tools::MAX_TOOLS;
 use super::bodies::{cache_salt, function, model};
 use super::schema::{
     Shape, any_object, any_of, anything, count, described, flag, integer, kind, list, list_of, named,
     nothing, number, or_null, string, string_of, word,
 };
+use crate::session::MAX_TOOLS;
 use crate::text::{MAX_STOP_BYTES, MAX_STOPS};
 
 described! {

@@ -11,11 +11,12 @@ use super::super::request::{
     TOP_LOGPROBS,
 };
 use super::super::sharing::SALT_BYTES;
-use super::super::tools::{MAX_NAME_BYTES, MAX_TOOLS};
+use super::super::tools::MAX_NAME_BYTES;
 use super::schema::{
     Shape, any_object, any_of, anything, described, flag, integer, integer_of_64_bits, kind, list, map,
     named, not_true, nothing, number, string, string_of, token_id, word,
 };
+use crate::session::MAX_TOOLS;
 use crate::text::{MAX_CHOICES, MAX_STOP_BYTES};
 
 described! {

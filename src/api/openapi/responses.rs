@@ -5,15 +5,15 @@ use utoipa::openapi::path::{Parameter, ParameterBuilder, ParameterIn};
 use utoipa::openapi::schema::Schema;
 use utoipa::openapi::{RefOr, Required};
 
+use super::super::logprobs::TokenLogprob;
 use super::super::request::{PROBABILITY, TEMPERATURE, TOKENS, TOP_LOGPROBS};
 use super::super::responses::PAGE;
-use super::super::service::TokenLogprob;
-use super::super::tools::MAX_TOOLS;
 use super::bodies::{cache_salt, function, model};
 use super::schema::{
     Shape, any_object, any_of, anything, count, described, flag, integer, kind, list, list_of, named,
     not_true, nothing, number, or_null, string, word,
 };
+use crate::session::MAX_TOOLS;
 
 described! {
     ResponsesRequest [InputItem, InputPart, FunctionTool, FunctionChoice] => request();

@@ -12,7 +12,8 @@ use super::super::conversation::function_call;
 use super::super::error::ApiError;
 use super::super::new_id;
 use super::super::request::{Fields, Item, missing, short, wrong_type};
-use super::super::tools::Conversation;
+use super::super::tools::add_result;
+use crate::session::Conversation;
 
 /// The field `input`: what it says goes into `conversation`, its items are returned as they are kept.
 pub(super) fn input(fields: &Fields, conversation: &mut Conversation) -> Result<Vec<Value>, ApiError> {
@@ -56,7 +57,7 @@ pub(super) fn read<'a>(
             conversation.say(role, &text(item, "content")?);
         }
         "function_call" => conversation.call(item.string("call_id")?, function_call(item)?),
-        "function_call_output" => conversation.result(item, "call_id", text(item, "output")?)?,
+        "function_call_output" => add_result(conversation, item, "call_id", text(item, "output")?)?,
         "reasoning" => return Ok(None),
         "item_reference" => {
             let problem = "items are not kept by themselves: send the item";

@@ -24,18 +24,18 @@ pub(super) use self::items::PAGE;
 use self::request::Form;
 pub(super) use self::store::Responses;
 use self::store::Stored;
-use super::answer::Reason;
 use super::error::{ApiError, ErrorBody};
 use super::exchange::{self, Answers, Caller, Client, Exchange, Piece, Reply};
+use super::logprobs::TokenLogprob;
 use super::openapi::{
     AtTheDoor, DeletedResponse, ItemList, OfABody, OfAKeptResponse, OfItems, ResponseEvents, ResponseObject,
     ResponsesRequest,
 };
 use super::request::short;
-use super::service::TokenLogprob;
 use super::tools::Calling;
 use super::{Server, unix_time_s};
 use crate::engine::{ClientId, Timings};
+use crate::session::Reason;
 use crate::text::CallPiece;
 
 const ID_PREFIX: &str = "resp_";
@@ -413,7 +413,7 @@ async fn collect(mut making: Making, mut answers: Answers) -> Result<Value, ApiE
 }
 
 fn logprob(answers: &Answers, piece: &Piece) -> Option<TokenLogprob> {
-    piece.logprobs.as_ref().map(|(id, logprobs)| answers.service.token_logprob(*id, logprobs))
+    piece.logprobs.as_ref().map(|(id, logprobs)| TokenLogprob::new(&answers.service, *id, logprobs))
 }
 
 /// The response as it begins; its message, or its calls one after the other, piece by piece and each of them whole; and the

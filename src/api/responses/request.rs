@@ -1,4 +1,4 @@
-//! The body of `POST /v1/responses`: OpenAI's JSON in, a [`ChatRequest`] out.
+//! The body of `POST /v1/responses`: OpenAI's JSON in, a [`GenerateRequest`] out.
 //!
 //! Unknown fields are ignored, and so are those that bill or trace; what would change the answer and cannot be had is
 //! refused by name.
@@ -7,14 +7,15 @@ use serde_json::{Map, Value, json};
 
 use super::super::conversation::{Shape, openai_tools};
 use super::super::error::ApiError;
-use super::super::grammar::{ResponseGrammar, json_schema};
+use super::super::exchange::Parsed;
+use super::super::grammar::json_schema;
 use super::super::request::{
-    ChatRequest, Fields, Item, PROBABILITY, TEMPERATURE, TOKENS, TOP_LOGPROBS, missing, model, nested,
-    object, short, wrong_type,
+    Fields, Item, PROBABILITY, TEMPERATURE, TOKENS, TOP_LOGPROBS, missing, model, nested, object, short,
+    wrong_type,
 };
 use super::super::sharing::cache_salt;
-use super::super::tools::{Conversation, Tool, Tools};
 use super::items::{input, read};
+use crate::session::{Conversation, GenerateRequest, ResponseGrammar, Tool, Tools};
 use crate::text::{GrammarSource, Message};
 
 /// How the response is wanted, and what its object repeats of the request.
@@ -32,7 +33,7 @@ pub(super) struct Form {
 pub(super) fn parse(
     body: &[u8],
     before: impl FnOnce(&str) -> Option<Vec<Value>>,
-) -> Result<(ChatRequest, Form), ApiError> {
+) -> Result<Parsed<Form>, ApiError> {
     let body = object(body)?;
     let fields = Fields(&body);
     let model = model(&fields)?;
@@ -88,20 +89,18 @@ pub(super) fn parse(
         "user": fields.string("user")?,
     });
     let Value::Object(echo) = echo else { return Err(ApiError::Bug("an object is none".into())) };
-    let request = ChatRequest {
-        model,
+    let request = GenerateRequest {
         messages,
-        stream,
         max_tokens: max_output_tokens.map(|n| n as usize),
         temperature: temperature.map(|t| t as f32),
         top_p: top_p.map(|p| p as f32),
         logprobs: logprobs.then_some(top_logprobs as usize),
         grammar,
         tools,
-        cache_salt: cache_salt(&fields)?,
-        ..ChatRequest::default()
+        ..GenerateRequest::default()
     };
-    Ok((request, Form { stream, store, items, echo }))
+    let cache_salt = cache_salt(&fields)?;
+    Ok(Parsed { model, request, stream, cache_salt, wire: Form { stream, store, items, echo } })
 }
 
 /// What the answer must be, and the field as the response repeats it.

@@ -14,11 +14,11 @@ use serde_json::{Value, json};
 use super::report::commit;
 use super::statistics::median;
 use crate::cli::args;
-use crate::cli::devices::bytes;
 use crate::cli::error::Error;
-use crate::cli::generate::print;
 use crate::cli::load::{self, EndEngine, Watch};
+use crate::cli::process::resident_bytes;
 use crate::cli::progress::Bar;
+use crate::cli::terminal::{bytes, print};
 use crate::config::Config;
 use crate::engine::{Drafts, EngineHandle, Event, Guesses, Request, Stats, Timings};
 
@@ -301,14 +301,4 @@ fn decode_together(
 
 fn rate(n: usize, time: Duration) -> f64 {
     n as f64 / time.as_secs_f64().max(f64::MIN_POSITIVE)
-}
-
-/// Resident now and at most, of this process.
-pub fn resident_bytes() -> (Option<u64>, Option<u64>) {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let field = |name: &str| -> Option<u64> {
-        let line = status.lines().find_map(|l| l.strip_prefix(name))?;
-        line.trim_start_matches(':').split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib * 1024)
-    };
-    (field("VmRSS"), field("VmHWM"))
 }

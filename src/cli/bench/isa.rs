@@ -19,7 +19,7 @@ use serde_json::json;
 use super::report::commit;
 use crate::cli::args;
 use crate::cli::error::Error;
-use crate::cli::generate::print;
+use crate::cli::terminal::print;
 use crate::config::Config;
 use crate::model::judge::predict::{BARRIER_US, Chip, DISPATCH_US, Prediction, Question};
 use crate::model::judge::{self, Compilation, Judge};

@@ -11,8 +11,6 @@ mod report;
 mod serve;
 mod statistics;
 
-pub use engine::resident_bytes;
-
 use super::args::{self, What};
 use super::error::Error;
 use crate::config::Config;

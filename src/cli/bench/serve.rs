@@ -16,11 +16,11 @@ use serde_json::{Value, json};
 use super::client::{Answer, AskError, Client, Options};
 use super::prompts::Prompts;
 use super::statistics::{Times, column, median, ratio};
-use crate::api::random_u64;
 use crate::cli::args::{BenchServe, Scenario};
 use crate::cli::error::Error;
-use crate::cli::generate::print;
 use crate::cli::progress::{Bar, Spinner};
+use crate::cli::terminal::print;
+use crate::session::random_u64;
 
 const CONCURRENCY: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
 const PROMPT_TOKENS: u32 = 128;

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use super::error::Error;
+use super::super::error::Error;
 use crate::api::{Door, Keys};
 use crate::config;
 

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use tokio::signal::unix::Signal;
 
-use super::door::{check_keyless, door};
-use super::error::Error;
+use super::super::error::Error;
+use super::auth::{check_keyless, door};
 use crate::api::{Server, Tls};
 use crate::config::Config;
 

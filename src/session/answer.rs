@@ -71,7 +71,7 @@ impl AnswerText {
     }
 
     /// Index of the stop string that ended it, if one did.
-    pub(super) fn stopped_by(&self) -> Option<usize> {
+    pub fn stopped_by(&self) -> Option<usize> {
         self.stops.found()
     }
 

@@ -1,5 +1,9 @@
 //! `unicorn serve`: bind, answer, and load the model meanwhile; and end when the engine does.
 
+mod auth;
+mod facts;
+mod reload;
+
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -9,14 +13,17 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
-use super::door::{check_keyless, door, is_public};
+use self::auth::{check_keyless, door, is_public};
+pub use self::reload::Reload;
+use self::reload::Running;
 use super::error::Error;
-use super::load::{self, EndEngine};
+use super::load::{self, EndEngine, Watch};
 use super::log;
-use super::reload::{Reload, Running};
-use crate::api::{self, Connections, FILES_PER_CONNECTION, Options, Server, Service, Tls};
+use crate::api::{self, Connections, FILES_PER_CONNECTION, Facts, Options, Server, Tls};
+use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
 use crate::engine::EngineHandle;
+use crate::session::Service;
 
 /// How often a stream that waits for its first token carries a comment.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
@@ -87,7 +94,7 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
         let (done, loaded) = oneshot::channel();
         let (load_config, started) = (config.clone(), Arc::clone(&engine));
         load = Some(std::thread::spawn(move || {
-            let served = load::served(&files, &load_config);
+            let served = served(&files, &load_config);
             // Beside the channel, whose receiver is gone where a signal came first.
             let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
             drop(done.send(served));
@@ -135,6 +142,14 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
         Some(error) => Err(error.into()),
         None => result,
     }
+}
+
+/// Loads `files` and starts the engine on it; beside it, what there is to tell of the model.
+fn served(files: &ModelFiles, config: &Config) -> Result<(Service, Facts), Error> {
+    let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
+    let model = load::model(files, config, watch)?;
+    let facts = facts::of(&model, config);
+    Ok((load::service_of(model, config), facts))
 }
 
 /// How connections are treated; makes sure that the process may have so many.

@@ -1,19 +1,14 @@
 //! From a validated request to ids for the engine, with one loaded model's tokenizer, template and defaults.
-//!
-//! Shared by the server and the terminal commands, so that both answer alike.
 
+use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
 
-use serde::Serialize;
-use utoipa::ToSchema;
-
 use super::answer::AnswerText;
-use super::error::ApiError;
+use super::error::SessionError;
 use super::grammar::{Failure, GrammarMask};
-use super::random_u64;
-use super::request::{ChatRequest, PromptEnding};
+use super::request::{GenerateRequest, PromptEnding};
 use crate::engine::{EngineHandle, Request};
-use crate::model::{Logprobs, SamplingParams};
+use crate::model::SamplingParams;
 use crate::text::{
     CallReader, ChatTemplate, Constraint, Grammars, MAX_TEXT_BYTES, Message, StopMatcher, TextError,
     Tokenizer, normalize,
@@ -43,31 +38,6 @@ pub struct SamplingDefaults {
     pub top_p: f32,
     pub min_p: f32,
     pub repetition_penalty: f32,
-}
-
-/// How likely one token of an answer was.
-#[derive(Debug, Clone, Serialize, ToSchema)]
-pub(super) struct TokenLogprob {
-    #[serde(flatten)]
-    token: TopLogprob,
-    /// The likeliest tokens at its place, the likeliest first; as many as were asked for.
-    top_logprobs: Vec<TopLogprob>,
-}
-
-#[derive(Debug, Clone, Serialize, ToSchema)]
-struct TopLogprob {
-    /// Of a part of a character, what Unicode has for such.
-    token: String,
-    /// Of the model's own distribution, before temperature, penalties and masks.
-    logprob: f64,
-    /// Null for a token that stands for no text.
-    #[schema(required)]
-    bytes: Option<Vec<u8>>,
-}
-
-/// JSON has no infinity; this is what OpenAI says for next to impossible.
-pub(super) fn finite(logprob: f32) -> f64 {
-    logprob.max(-9999.0).into()
 }
 
 impl Service {
@@ -100,36 +70,36 @@ impl Service {
     }
 
     /// Grammars compiled since the start.
-    pub(super) fn grammars_compiled(&self) -> u64 {
+    pub fn grammars_compiled(&self) -> u64 {
         self.grammars.compiled()
     }
 
     /// Renders and tokenizes; what remains is [`EngineHandle::submit`], and to push the events of each answer into a copy of
     /// the text that comes with it.
     /// Takes a processor for seconds where the conversation is long.
-    pub fn prepare(&self, request: &ChatRequest) -> Result<(Request, AnswerText), ApiError> {
+    pub fn prepare(&self, request: &GenerateRequest) -> Result<(Request, AnswerText), SessionError> {
         self.prepare_with(request, || self.conversation(request))
     }
 
     /// The ids of its conversation, with the tools that it tells of.
-    pub(super) fn conversation(&self, request: &ChatRequest) -> Result<Vec<u32>, ApiError> {
+    pub fn conversation(&self, request: &GenerateRequest) -> Result<Vec<u32>, SessionError> {
         self.prompt(&request.tools.tell(&request.messages), request.ending)
     }
 
     /// The same with a prompt that is no conversation. What is wrong beside the prompt is found before it is made.
-    pub(super) fn prepare_with(
+    pub fn prepare_with<E: From<SessionError>>(
         &self,
-        request: &ChatRequest,
-        prompt: impl FnOnce() -> Result<Vec<u32>, ApiError>,
-    ) -> Result<(Request, AnswerText), ApiError> {
+        request: &GenerateRequest,
+        prompt: impl FnOnce() -> Result<Vec<u32>, E>,
+    ) -> Result<(Request, AnswerText), E> {
         let stops = StopMatcher::new(&request.stop).map_err(|e| match e {
-            TextError::Stop(problem) => ApiError::invalid("stop", problem),
-            other => ApiError::text(other),
+            TextError::Stop(problem) => SessionError::invalid("stop", problem),
+            other => SessionError::text(other),
         })?;
         let vocab_size = self.engine.limits().vocab_size;
         if let Some((id, _)) = request.logit_bias.iter().find(|(id, _)| *id as usize >= vocab_size) {
             let problem = format!("expected a token id below {vocab_size}");
-            return Err(ApiError::invalid(format!("logit_bias.{id}"), problem));
+            return Err(SessionError::invalid(format!("logit_bias.{id}"), problem).into());
         }
         let constraint = self.constraint(request)?;
         let sampling = self.sampling(request);
@@ -163,13 +133,13 @@ impl Service {
     }
 
     /// What each answer is held to, if anything.
-    fn constraint(&self, request: &ChatRequest) -> Result<Option<Constraint>, ApiError> {
+    fn constraint(&self, request: &GenerateRequest) -> Result<Option<Constraint>, SessionError> {
         let Some((grammar, from_the_start)) = request.tools.grammar(request.grammar.as_ref())? else {
             return Ok(None);
         };
         let refuse = |param: &str, error| match error {
-            TextError::Grammar(problem) => ApiError::invalid(param, problem),
-            other => ApiError::text(other),
+            TextError::Grammar(problem) => SessionError::invalid(param, problem),
+            other => SessionError::text(other),
         };
         let compiled = self.grammars.compile(&grammar.source).map_err(|error| {
             match self.grammars.blame(&grammar.source, request.tools.sources()) {
@@ -181,24 +151,18 @@ impl Service {
     }
 
     /// What a token stands for in a text, by itself: of a part of a character, what Unicode has for such.
-    pub(super) fn piece(&self, id: u32) -> String {
+    pub fn piece(&self, id: u32) -> String {
         let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// OpenAI's object for one token of an answer.
-    pub(super) fn token_logprob(&self, id: u32, logprobs: &Logprobs) -> TokenLogprob {
-        let token = |id: u32, logprob: f32| {
-            let bytes = self.tokenizer.token_bytes(id);
-            let token = bytes.as_deref().map(String::from_utf8_lossy).unwrap_or_default().into_owned();
-            TopLogprob { token, logprob: finite(logprob), bytes }
-        };
-        let top_logprobs = logprobs.top.iter().map(|(id, logprob)| token(*id, *logprob)).collect();
-        TokenLogprob { token: token(id, logprobs.drawn), top_logprobs }
+    /// The bytes that a token stands for; none where it stands for no text.
+    pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
+        self.tokenizer.token_bytes(id)
     }
 
     /// The ids of a conversation, up to where the answer begins.
-    pub(super) fn prompt(&self, messages: &[Message], ending: PromptEnding) -> Result<Vec<u32>, ApiError> {
+    pub fn prompt(&self, messages: &[Message], ending: PromptEnding) -> Result<Vec<u32>, SessionError> {
         let turns = normalize(messages);
         let text = match ending {
             PromptEnding::Answer => self.template.render(&turns, true),
@@ -210,7 +174,7 @@ impl Service {
 
     /// The ids of a text, with those that begin one where wanted. Text that is too long whatever its tokens are is not
     /// tokenized at all.
-    pub(super) fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, ApiError> {
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, SessionError> {
         let limits = self.engine.limits();
         if self.least_tokens(text.len()) >= limits.max_context {
             return Err(self.overflow(text.len()));
@@ -220,14 +184,14 @@ impl Service {
         Ok(ids)
     }
 
-    pub(super) fn tokenizer(&self) -> &Tokenizer {
+    pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
 
-    fn refusal(&self, error: TextError) -> ApiError {
+    fn refusal(&self, error: TextError) -> SessionError {
         match error {
             TextError::TooLong { bytes, .. } => self.overflow(bytes),
-            error => ApiError::text(error),
+            error => SessionError::text(error),
         }
     }
 
@@ -236,18 +200,18 @@ impl Service {
     }
 
     /// Of text that is too long by its bytes; in the words of [`SubmitError::ContextExceeded`](crate::engine::SubmitError).
-    fn overflow(&self, bytes: usize) -> ApiError {
+    fn overflow(&self, bytes: usize) -> SessionError {
         let (context, least) = (self.engine.limits().max_context, self.least_tokens(bytes));
         let size = match least >= context {
             true => format!("at least {least} tokens"),
             false => format!("more than the {MAX_TEXT_BYTES} that are read"),
         };
-        ApiError::context(format!(
+        SessionError::Context(format!(
             "the prompt is too long: {bytes} bytes, {size}, and this model's maximum context length is {context} tokens"
         ))
     }
 
-    fn sampling(&self, request: &ChatRequest) -> SamplingParams {
+    fn sampling(&self, request: &GenerateRequest) -> SamplingParams {
         let defaults = &self.defaults;
         let top_p = request.top_p.unwrap_or(defaults.top_p);
         let mut top_k = request.top_k.unwrap_or(defaults.top_k);
@@ -266,4 +230,10 @@ impl Service {
             seed: request.seed.unwrap_or_else(random_u64),
         }
     }
+}
+
+/// For ids, and for seeds nobody gave: the standard library's hasher is keyed by the system's randomness, anew for
+/// each. Not for secrets.
+pub fn random_u64() -> u64 {
+    std::collections::hash_map::RandomState::new().build_hasher().finish()
 }

@@ -1,0 +1,53 @@
+//! What `/status` and `/metrics` tell of the loaded model, and how they ask later what changes.
+
+use std::sync::Arc;
+
+use super::super::load::{Model, Profiler};
+use super::super::process::resident_bytes;
+use crate::api::{Facts, HeapNow, KernelTime, MemoryNow, Placed, Submitted};
+use crate::config::Config;
+use crate::gpu::Counts;
+use crate::gpu::placement::{Class, Heap, Placement};
+
+pub fn of(model: &Model, config: &Config) -> Facts {
+    let placed = |p: &Placement| Placed {
+        class: p.class.name().to_owned(),
+        heap: p.heap.clone(),
+        buffers: p.buffers,
+        bytes: p.bytes,
+    };
+    // Who asks must not keep the device from being given back when the engine ends.
+    let (held_of, timed) = (Arc::downgrade(model.runner.device()), Arc::downgrade(model.runner.device()));
+    let memory_of = held_of.clone();
+    let memory = move || {
+        let device = memory_of.upgrade();
+        let held = device.as_ref().and_then(|device| device.held());
+        let (vram, gtt) = (held.map(|held| held.vram), held.map(|held| held.gtt));
+        let heap = |heap: Heap| HeapNow { heap: heap.name, size_bytes: heap.size, free_bytes: heap.free };
+        let heaps = device.into_iter().flat_map(|device| device.machine().heaps).map(heap).collect();
+        MemoryNow { heaps, vram, gtt, resident: resident_bytes().0 }
+    };
+    let counted = held_of.clone();
+    let submitted = move || {
+        let counts = counted.upgrade()?.counts();
+        let declared = Class::ALL.map(|class| (class.name().to_owned(), counts.declared[class as usize]));
+        let Counts { dispatches, copies, barriers, .. } = counts;
+        Some(Submitted { dispatches, copies, barriers, declared: declared.into() })
+    };
+    let kernels = move || {
+        let each = timed.upgrade().map(|device| Profiler(device).take()).into_iter().flatten();
+        each.map(|(kernel, dispatches, time)| KernelTime { kernel, dispatches, time }).collect()
+    };
+    Facts {
+        layers: model.runner.config().num_hidden_layers,
+        draft_layers: model.draft.as_ref().map(|draft| draft.config().num_hidden_layers),
+        weights: config.model.quantize.to_string(),
+        device: model.device.name.clone(),
+        driver: model.device.driver.clone(),
+        placements: model.runner.placements().iter().map(placed).collect(),
+        residency: model.runner.residency().to_string(),
+        memory: Box::new(memory),
+        submitted: Box::new(submitted),
+        kernels: Box::new(kernels),
+    }
+}
