@@ -11,7 +11,7 @@ use axum::http::{HeaderMap, Request, StatusCode, header};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tower::ServiceExt;
-use unicorn::api::{self, Door, Options, Server};
+use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use unicorn::model::{KvLimits, Limits, SamplingParams};
 use unicorn::session::{SamplingDefaults, Service};
@@ -59,12 +59,12 @@ pub fn app(script: Script) -> App {
 }
 
 pub fn app_with(limits: Limits, options: Options, defaults: SamplingDefaults, script: Script) -> App {
-    let server = Server::new(MODEL, options, Door::default());
+    let server = Server::new(MODEL, options, AccessPolicy::default());
     loaded(server, limits, defaults, script)
 }
 
 /// A model behind a door, that answers with `text` whoever may come in; two at once.
-pub fn app_behind(door: Door, text: &str) -> App {
+pub fn app_behind(door: AccessPolicy, text: &str) -> App {
     let ids = tokenizer().encode(text, false).expect("encodes");
     let more = Limits { max_sequences: 2, ..limits() };
     loaded(Server::new(MODEL, OPTIONS, door), more, DEFAULTS, says(&ids, END_OF_TURN))
@@ -97,7 +97,7 @@ pub fn app_that_says(text: &str) -> App {
 /// The routes of a server that answers everything with `text`, for as many as ask, and how many ids it draws for that.
 pub fn router_that_says(text: &str) -> (Router, usize) {
     let ids = tokenizer().encode(text, false).expect("encodes");
-    (app_behind(Door::default(), text).router, ids.len() + 1)
+    (app_behind(AccessPolicy::default(), text).router, ids.len() + 1)
 }
 
 pub fn chat(text: &str) -> Value {
@@ -817,7 +817,7 @@ async fn other_routes_methods_and_sizes_are_json_errors() {
 
 #[tokio::test]
 async fn models_are_listed_by_the_same_id_before_and_after_loading() {
-    let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
+    let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let ready = app_that_says("ok").router;
     for (router, state) in [(&loading, "loading"), (&ready, "loaded")] {
         let (status, _, list) = send_json(router, get("/v1/models")).await;
@@ -896,7 +896,7 @@ async fn a_title_waits_until_nobody_waits_for_an_answer() {
 
 #[tokio::test]
 async fn health_and_chat_follow_the_engine() {
-    let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
+    let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let (status, _, body) = send_json(&loading, get("/health")).await;
     assert_eq!((status.as_u16(), &body["status"]), (503, &json!("loading")));
     let (status, headers, body) = send_json(&loading, post(chat("Hi").to_string())).await;
@@ -982,7 +982,7 @@ async fn a_full_queue_is_429_with_retry_after() {
 #[tokio::test]
 async fn a_burst_of_one_client_is_answered_to_the_last() {
     // As many as one client may have by default; the default queue has room for all of them.
-    let door = Door::default();
+    let door = AccessPolicy::default();
     let n = door.requests_per_client;
     let ids = tokenizer().encode("ok", false).expect("encodes");
     let server = Server::new(MODEL, OPTIONS, door);

@@ -11,7 +11,7 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
-use unicorn::api::{self, Door, Options, Server};
+use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use unicorn::model::gemma3::LoadOptions;
 use unicorn::model::{KvLimits, Limits, Runner};
@@ -66,7 +66,7 @@ fn served(runner: Box<dyn Runner>) -> (Router, EngineHandle) {
     let config = EngineConfig { queue: 8 * AT_ONCE, scheduler: SchedulerConfig::default() };
     let engine = Engine::start(runner, config);
     let options = Options { stored_responses: BODIES, stored_response_bytes: 64 << 20, ..OPTIONS };
-    let server = Server::new(MODEL, options, Door::default());
+    let server = Server::new(MODEL, options, AccessPolicy::default());
     let stops = vec![1, END_OF_TURN];
     server.set_ready(Service::new(engine.clone(), tokenizer(), ChatTemplate::gemma(), DEFAULTS, stops));
     (api::router(server), engine)

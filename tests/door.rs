@@ -21,7 +21,7 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tower::ServiceExt;
-use unicorn::api::{self, Connections, Door, Keys, Options, Server, Tls};
+use unicorn::api::{self, AccessPolicy, Connections, Keys, Options, Server, Tls};
 
 use crate::api::{
     App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_behind, assert_all_free, chat, limits, loaded, send,
@@ -40,13 +40,13 @@ pub const CONNECTIONS: Connections = Connections {
 };
 const KEY: &str = "sk-unicorn-1234567890";
 
-fn with_keys() -> Door {
+fn with_keys() -> AccessPolicy {
     let keys = Keys::from_variable("test", &format!("first-key,{KEY}")).expect("sound keys");
-    Door { keys, ..Door::default() }
+    AccessPolicy { keys, ..AccessPolicy::default() }
 }
 
-fn with_cors(origins: &[&str]) -> Door {
-    Door { cors_origins: origins.iter().map(|&o| o.into()).collect(), ..Door::default() }
+fn with_cors(origins: &[&str]) -> AccessPolicy {
+    AccessPolicy { cors_origins: origins.iter().map(|&o| o.into()).collect(), ..AccessPolicy::default() }
 }
 
 /// A request with these header fields; a body where it is a POST.
@@ -133,7 +133,7 @@ async fn with_keys_every_route_but_health_and_the_page_asks_for_one() {
 
 #[tokio::test]
 async fn without_keys_any_key_or_none_will_do() {
-    let app = app_behind(Door::default(), "ok");
+    let app = app_behind(AccessPolicy::default(), "ok");
     for fields in
         [&[][..], &[("authorization", "Bearer ")], &[("authorization", "Bearer x")], &[("x-api-key", "")]]
     {
@@ -143,7 +143,8 @@ async fn without_keys_any_key_or_none_will_do() {
 
 #[tokio::test]
 async fn without_keys_foreign_names_and_pages_are_refused() {
-    let app = app_behind(Door { allowed_hosts: vec!["box.lan".into()], ..Door::default() }, "ok");
+    let app =
+        app_behind(AccessPolicy { allowed_hosts: vec!["box.lan".into()], ..AccessPolicy::default() }, "ok");
     for host in ["evil.example:8010", "localhost.evil.example", "a@localhost", ""] {
         for (method, path) in [("POST", CHAT), ("GET", "/v1/models"), ("GET", "/nothing")] {
             let (status, headers, body) =
@@ -216,7 +217,7 @@ fn field<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 async fn pages_that_cors_lets_in_may_ask_and_read() {
     let page = "http://localhost:3000";
     let named = with_cors(&["https://chat.example", page]);
-    for door in [named.clone(), with_cors(&["*"]), Door { keys: with_keys().keys, ..named }] {
+    for door in [named.clone(), with_cors(&["*"]), AccessPolicy { keys: with_keys().keys, ..named }] {
         let keyed = !door.keys.is_empty();
         let all = door.cors_origins == ["*"];
         let app = app_behind(door, "ok");
@@ -263,7 +264,7 @@ async fn begin(app: &App, request: Request<Body>) -> Response<Body> {
 
 #[tokio::test]
 async fn a_client_has_so_many_requests_under_way_until_their_ends() {
-    let app = app_behind(Door { requests_per_client: 1, ..with_keys() }, "One, two, three");
+    let app = app_behind(AccessPolicy { requests_per_client: 1, ..with_keys() }, "One, two, three");
     app.control.allow(2);
     let of = |key: &str, stream: bool| {
         let mut body = chat("Hi");
@@ -294,7 +295,7 @@ async fn a_client_has_so_many_requests_under_way_until_their_ends() {
 }
 
 /// An app in which a body may stall for longer than a test takes.
-fn patient_app_behind(door: Door) -> App {
+fn patient_app_behind(door: AccessPolicy) -> App {
     app_with_options(Options { body_stall: 4 * HANG, ..OPTIONS }, door)
 }
 
@@ -303,7 +304,7 @@ fn app_that_slows() -> App {
     app_with_options(Options { wrong_key_pause: 64 * HANG, ..OPTIONS }, with_keys())
 }
 
-fn app_with_options(options: Options, door: Door) -> App {
+fn app_with_options(options: Options, door: AccessPolicy) -> App {
     let ids = tokenizer().encode("ok", false).expect("encodes");
     loaded(Server::new(MODEL, options, door), limits(), DEFAULTS, says(&ids, END_OF_TURN))
 }
@@ -361,7 +362,7 @@ async fn a_bogus_key_beside_the_valid_one_makes_nobody_another_client() {
     let bearers: Vec<String> = bogus.iter().map(|key| format!("Bearer {key}")).collect();
     let valid = format!("Bearer {KEY}");
     for rotating_first in [true, false] {
-        let app = patient_app_behind(Door { requests_per_client: 2, ..with_keys() });
+        let app = patient_app_behind(AccessPolicy { requests_per_client: 2, ..with_keys() });
         let read = Arc::default();
         let mut under_way = Vec::new();
         for (i, (key, bearer)) in bogus.iter().zip(&bearers).enumerate() {
@@ -387,7 +388,7 @@ async fn without_keys_a_client_is_its_address_whatever_key_it_sends() {
         // Who has one IPv6 address has 2^64.
         ("2001:db8:0:1::1", "2001:db8:0:1:ffff:ffff:ffff:ffff", "2001:db8:0:2::1"),
     ] {
-        let app = patient_app_behind(Door { requests_per_client: 1, ..Door::default() });
+        let app = patient_app_behind(AccessPolicy { requests_per_client: 1, ..AccessPolicy::default() });
         let read = Arc::default();
         let keyed = |key: &'static str| [("authorization", key), ("x-api-key", key)];
         let first = stall(&app, &keyed("Bearer a"), Some(address(mine)), &read).await;
@@ -400,7 +401,7 @@ async fn without_keys_a_client_is_its_address_whatever_key_it_sends() {
 
 #[tokio::test]
 async fn whoever_looks_at_what_is_kept_counts_among_its_requests() {
-    let app = patient_app_behind(Door { requests_per_client: 1, ..with_keys() });
+    let app = patient_app_behind(AccessPolicy { requests_per_client: 1, ..with_keys() });
     let read = Arc::default();
     let under_way = stall(&app, &[("x-api-key", KEY)], None, &read).await;
     assert!(under_way.is_ok());
@@ -490,8 +491,8 @@ async fn the_door_can_be_replaced() {
     blocking(move || control.submitted(steps + 1)).await;
 
     let keys = |text| Keys::from_variable("test", text).expect("sound keys");
-    let other = Door { keys: keys("third-key"), requests_per_client: 1, ..with_cors(&[page]) };
-    app.server.set_door(other.clone());
+    let other = AccessPolicy { keys: keys("third-key"), requests_per_client: 1, ..with_cors(&[page]) };
+    app.server.set_access(other.clone());
     let (status, headers, _) = send(&app.router, preflight(page)).await;
     assert_eq!((status.as_u16(), field(&headers, "access-control-allow-origin")), (200, Some(page)));
     assert_eq!(outcome(&app, with(KEY)).await.0, 401, "a key that was taken away");
@@ -503,14 +504,17 @@ async fn the_door_can_be_replaced() {
     let first = stall(&app, &third, None, &read).await;
     assert!(first.is_ok());
     assert_eq!(stall(&app, &third, None, &read).await.err(), Some(429), "the bound is the new door's");
-    app.server.set_door(Door { requests_per_client: 2, ..other });
+    app.server.set_access(AccessPolicy { requests_per_client: 2, ..other });
     assert!(stall(&app, &third, None, &read).await.is_ok());
 
-    app.server.set_door(Door::default());
+    app.server.set_access(AccessPolicy::default());
     assert!(!document("").await);
     assert_eq!(send(&app.router, preflight(page)).await.0, 403);
     assert_eq!(outcome(&app, request("POST", CHAT, &[])).await.0, 200);
-    app.server.set_door(Door { keys: keys("third-key,sk-unicorn-1234567890"), ..Door::default() });
+    app.server.set_access(AccessPolicy {
+        keys: keys("third-key,sk-unicorn-1234567890"),
+        ..AccessPolicy::default()
+    });
     assert_eq!(
         outcome(&app, request("GET", &kept, &[("x-api-key", KEY)])).await.0,
         200,
@@ -615,7 +619,7 @@ pub async fn blocking<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'stati
 
 #[tokio::test(flavor = "multi_thread")]
 async fn who_keeps_a_connection_waiting_loses_it() {
-    let serving = Serving::start(app_behind(Door::default(), "ok"), CONNECTIONS).await;
+    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
     let address = serving.address;
     blocking(move || {
         // Nothing at all.
@@ -660,7 +664,7 @@ async fn who_keeps_a_connection_waiting_loses_it() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_answer_may_take_longer_than_silence_may() {
-    let serving = Serving::start(app_behind(Door::default(), "One, two, three"), CONNECTIONS).await;
+    let serving = Serving::start(app_behind(AccessPolicy::default(), "One, two, three"), CONNECTIONS).await;
     serving.app.control.allow(2);
     let (mut streaming, mut whole) = (serving.connect(), serving.connect());
     streaming.write_all(post(true).as_bytes()).expect("sent");
@@ -683,7 +687,7 @@ async fn an_answer_may_take_longer_than_silence_may() {
 async fn a_crowd_waits_outside_and_is_served_when_it_is_its_turn() {
     // It is the crowd that makes places free, and no timeout.
     let connections = Connections { most: 4, head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
-    let serving = Serving::start(app_behind(Door::default(), "ok"), connections).await;
+    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), connections).await;
     // More than there are places, which say nothing; two of the first have asked something before.
     let mut silent: Vec<TcpStream> = (0..12).map(|_| serving.connect()).collect();
     for idle in &mut silent[..2] {
@@ -737,7 +741,7 @@ async fn refusals_that_wait_give_way_to_whoever_needs_their_connections() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn heads_beyond_all_measure_are_refused() {
-    let serving = Serving::start(app_behind(Door::default(), "ok"), CONNECTIONS).await;
+    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
     let (mut long, mut many) = (serving.connect(), serving.connect());
     blocking(move || {
         let head =
@@ -774,7 +778,7 @@ fn tls(folder: &Path) -> Result<Tls, String> {
 async fn https_is_spoken_with_a_certificate() {
     let (folder, cert) = certificate();
     let connections = Connections { tls: Some(tls(folder.path()).expect("sound")), ..CONNECTIONS };
-    let serving = Serving::start(app_behind(Door::default(), "One, two, three"), connections).await;
+    let serving = Serving::start(app_behind(AccessPolicy::default(), "One, two, three"), connections).await;
     let mut roots = rustls::RootCertStore::empty();
     roots.add(cert).expect("sound");
     let address = serving.address;
@@ -819,7 +823,7 @@ async fn a_renewed_certificate_is_shown_to_whoever_connects_then() {
     let (other, second) = certificate();
     let tls = tls(folder.path()).expect("sound");
     let connections = Connections { tls: Some(tls.clone()), ..CONNECTIONS };
-    let serving = Serving::start(app_behind(Door::default(), "ok"), connections).await;
+    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), connections).await;
     // Whether the server proves its name to somebody who trusts this certificate alone.
     let proves = async |trusted: &rustls::pki_types::CertificateDer<'static>| {
         let mut roots = rustls::RootCertStore::empty();

@@ -13,7 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tower::ServiceExt;
 use tracing::Dispatch;
 use tracing::dispatcher::DefaultGuard;
-use unicorn::api::{self, Door, Facts, Server};
+use unicorn::api::{self, AccessPolicy, Facts, Server};
 use unicorn::engine::EVENTS;
 use unicorn::model::{KvLimits, Limits};
 
@@ -130,7 +130,7 @@ async fn answer(router: &Router, id: &str, request: Request<Body>) -> (u16, Head
 }
 
 /// A server whose `/status` and `/metrics` panic, as a driver's figures might have them do.
-fn that_panics(door: Door) -> App {
+fn that_panics(door: AccessPolicy) -> App {
     let ok = tokenizer().encode("ok", false).expect("encodes");
     let app = loaded(Server::new(MODEL, OPTIONS, door), limits(), DEFAULTS, says(&ok, END_OF_TURN));
     let broken = || panic!("the gauge broke:\nin two");
@@ -141,7 +141,7 @@ fn that_panics(door: Door) -> App {
 #[tokio::test]
 async fn a_handler_that_panics_answers_500_and_its_connection_lives_on() {
     let (log, _here) = Log::of_this_thread();
-    let app = that_panics(Door::default());
+    let app = that_panics(AccessPolicy::default());
     let (_, _, document) = answer(&app.router, "a-0", get("/openapi.json")).await;
     let document: Value = serde_json::from_str(&document).expect("JSON");
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -199,7 +199,7 @@ async fn read_response(client: &mut tokio::net::TcpStream) -> (String, Value) {
 #[tokio::test]
 async fn the_page_that_may_ask_reads_of_a_panic_too() {
     let origin = "http://localhost:3000";
-    let app = that_panics(Door { cors_origins: vec![origin.into()], ..Door::default() });
+    let app = that_panics(AccessPolicy { cors_origins: vec![origin.into()], ..AccessPolicy::default() });
     let mut request = get("/status");
     request.headers_mut().insert("origin", origin.parse().expect("a header"));
     let (status, headers, _) = answer(&app.router, "a", request).await;
@@ -209,7 +209,7 @@ async fn the_page_that_may_ask_reads_of_a_panic_too() {
 #[tokio::test]
 async fn every_response_of_500_and_above_is_one_line_of_the_log_and_no_other_is() {
     let (log, _here) = Log::of_this_thread();
-    let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
+    let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let draining = app_that_says("ok");
     draining.engine.drain();
     let lost = app_that_says("ok");

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use unicorn::api::{Connections, Door, Options, Server};
+use unicorn::api::{AccessPolicy, Connections, Options, Server};
 use unicorn::model::{KvLimits, Limits};
 
 use crate::api::{
@@ -30,7 +30,7 @@ fn endless() -> App {
     let a = tokenizer().encode("a", false).expect("encodes")[0];
     // It is the clients that go, and no timeout.
     let options = Options { body_stall: 4 * HANG, ..OPTIONS };
-    loaded(Server::new(MODEL, options, Door::default()), limits, DEFAULTS, says(&[], a))
+    loaded(Server::new(MODEL, options, AccessPolicy::default()), limits, DEFAULTS, says(&[], a))
 }
 
 /// A prompt of several steps, in the format of a route; `begin` differs, so that none is found in the prefix cache.

@@ -3,7 +3,7 @@
 use axum::body::Body;
 use axum::http::{HeaderMap, Request, StatusCode};
 use serde_json::{Value, json};
-use unicorn::api::{self, Door, Keys, Server};
+use unicorn::api::{self, AccessPolicy, Keys, Server};
 use unicorn::text::whole_parameters;
 
 use crate::api::{
@@ -582,7 +582,7 @@ async fn every_error_of_these_routes_is_said_as_their_clients_expect() {
         assert_eq!(keys, ["type", "error", "request_id"], "{body}");
     }
 
-    let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
+    let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     for path in [PATH, "/v1/messages/count_tokens"] {
         let (status, headers, body) = send_json(&loading, post_to(path, ask("Hi").to_string())).await;
         assert_eq!((status.as_u16(), &body["error"]["type"]), (503, &json!("overloaded_error")));
@@ -594,7 +594,7 @@ async fn every_error_of_these_routes_is_said_as_their_clients_expect() {
     assert_eq!(body["error"]["details"], json!({"error_code": "thread_unsupported_request"}), "{body}");
     // The door too.
     let keys = Keys::from_variable("test", "secret-key-1").expect("a sound key");
-    let app = app_behind(Door { keys, ..Door::default() }, "ok");
+    let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "ok");
     let (status, headers, body) = create(&app, &ask("Hi")).await;
     assert_eq!((status.as_u16(), &body["error"]["type"]), (401, &json!("authentication_error")));
     assert!(headers.contains_key("www-authenticate"));

@@ -11,7 +11,7 @@ use rand::SeedableRng;
 use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
-use unicorn::api::{Door, Keys};
+use unicorn::api::{AccessPolicy, Keys};
 
 use crate::api::{MODEL, app_behind, send, send_json, with};
 use crate::bodies::replace_somewhere;
@@ -37,7 +37,7 @@ struct Described {
 
 impl Described {
     async fn new() -> Self {
-        let router = app_behind(Door::default(), "Hello there").router;
+        let router = app_behind(AccessPolicy::default(), "Hello there").router;
         let (status, headers, document) = send_json(&router, request("get", "/openapi.json", None)).await;
         assert_eq!(
             (status.as_u16(), &headers[header::CONTENT_TYPE]),
@@ -353,7 +353,7 @@ async fn it_says_whether_a_key_is_asked_for() {
     let open = Described::new().await.document;
     assert!(open.get("security").is_none() && open["components"].get("securitySchemes").is_none(), "{open}");
     let keys = Keys::from_variable("test", &"k".repeat(32)).expect("a key");
-    let router = app_behind(Door { keys, ..Door::default() }, "ok").router;
+    let router = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "ok").router;
     let ask = |key: Option<&str>| {
         let mut request = request("get", "/openapi.json", None);
         if let Some(key) = key {

@@ -3,7 +3,7 @@
 use axum::body::Body;
 use axum::http::{Method, Request};
 use serde_json::{Value, json};
-use unicorn::api::{Door, Keys, Options, Server};
+use unicorn::api::{AccessPolicy, Keys, Options, Server};
 
 use crate::api::{
     App, DEFAULTS, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, app_with,
@@ -39,8 +39,11 @@ async fn about(app: &App, method: Method, id: &Value, key: &str) -> (u16, Value)
 }
 
 /// Two who ask.
-fn with_keys() -> Door {
-    Door { keys: Keys::from_variable("test", "mine,other").expect("sound"), ..Door::default() }
+fn with_keys() -> AccessPolicy {
+    AccessPolicy {
+        keys: Keys::from_variable("test", "mine,other").expect("sound"),
+        ..AccessPolicy::default()
+    }
 }
 
 /// A request for a response, with somebody's key.

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use axum::Router;
 use axum::extract::ConnectInfo;
 use serde_json::{Value, json};
-use unicorn::api::{Door, Keys, Options, Server};
+use unicorn::api::{AccessPolicy, Keys, Options, Server};
 use unicorn::config::SharePrefixes;
 use unicorn::model::Limits;
 
@@ -50,7 +50,7 @@ const BOB: &str = "bob-0123456789abcdef";
 fn router(keys: &[&str], share_prefixes: Option<SharePrefixes>) -> Router {
     let keys = Keys::from_variable("test", &keys.join(",")).expect("sound keys");
     let options = Options { share_prefixes, ..OPTIONS };
-    let server = Server::new("tiny", options, Door { keys, ..Door::default() });
+    let server = Server::new("tiny", options, AccessPolicy { keys, ..AccessPolicy::default() });
     let ok = tokenizer().encode("ok", false).expect("encodes");
     let limits = Limits { max_sequences: 2, ..limits() };
     loaded(server, limits, DEFAULTS, says(&ok, END_OF_TURN)).router

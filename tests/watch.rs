@@ -7,7 +7,8 @@ use axum::body::Body;
 use axum::http::Request;
 use serde_json::{Value, json};
 use unicorn::api::{
-    self, Door, Facts, HeapNow, KernelTime, Keys, MemoryNow, Placed, SUPPORTED_PARAMETERS, Server, Submitted,
+    self, AccessPolicy, Facts, HeapNow, KernelTime, Keys, MemoryNow, Placed, SUPPORTED_PARAMETERS, Server,
+    Submitted,
 };
 
 use crate::api::{App, MODEL, OPTIONS, app_behind, assert_all_free, chat, send, send_json};
@@ -39,7 +40,7 @@ async fn status(app: &App) -> Value {
 }
 
 fn app() -> App {
-    app_behind(Door::default(), "One, two, three")
+    app_behind(AccessPolicy::default(), "One, two, three")
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -254,7 +255,7 @@ async fn answers_without_an_end_are_counted_by_what_became_of_them() {
 
 #[tokio::test]
 async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
-    let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
+    let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let (_, _, early) = send_json(&loading, get("/status")).await;
     assert_eq!((&early["status"], &early["model"]), (&json!("loading"), &json!({"id": MODEL})));
     assert!(
@@ -300,7 +301,10 @@ async fn the_status_tells_of_model_device_and_memory_and_of_no_prompt() {
 
 #[tokio::test]
 async fn who_looks_needs_a_key_where_who_asks_does() {
-    let door = Door { keys: Keys::from_variable("test", "a-key").expect("sound"), ..Door::default() };
+    let door = AccessPolicy {
+        keys: Keys::from_variable("test", "a-key").expect("sound"),
+        ..AccessPolicy::default()
+    };
     let app = app_behind(door, "ok");
     for path in ["/status", "/metrics", "/v1/models"] {
         assert_eq!(send(&app.router, get(path)).await.0, 401, "{path}");
@@ -313,7 +317,7 @@ async fn who_looks_needs_a_key_where_who_asks_does() {
 
 #[tokio::test]
 async fn the_card_of_the_model_names_its_context_and_what_requests_may_say() {
-    let loading = api::router(Server::new(MODEL, OPTIONS, Door::default()));
+    let loading = api::router(Server::new(MODEL, OPTIONS, AccessPolicy::default()));
     let app = app();
     let card = |body: Value| body["data"][0].clone();
     let early = card(send_json(&loading, get("/v1/models")).await.2);

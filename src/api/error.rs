@@ -128,7 +128,7 @@ struct Wire<'a> {
 /// OpenAI's words for what went wrong.
 #[derive(Serialize, ToSchema)]
 #[schema(as = Error)]
-pub(super) struct ErrorBody {
+pub(in crate::api) struct ErrorBody {
     error: ErrorObject,
 }
 
@@ -155,16 +155,16 @@ impl ApiError {
     }
 
     /// Of a prompt that is a chat's, unless [`Self::in_prompt`] says otherwise.
-    pub(super) fn context(problem: impl ToString) -> Self {
+    pub(in crate::api) fn context(problem: impl ToString) -> Self {
         Self::Context { param: PROMPT_OF_A_CHAT, problem: problem.to_string() }
     }
 
-    pub(super) fn text(problem: impl ToString) -> Self {
+    pub(in crate::api) fn text(problem: impl ToString) -> Self {
         Self::Text { param: PROMPT_OF_A_CHAT, problem: problem.to_string() }
     }
 
     /// What is wrong with a prompt that stands in the field `param`.
-    pub(super) fn in_prompt(self, param: &'static str) -> Self {
+    pub(in crate::api) fn in_prompt(self, param: &'static str) -> Self {
         match self {
             Self::Context { problem, .. } => Self::Context { param, problem },
             Self::Text { problem, .. } => Self::Text { param, problem },
@@ -177,7 +177,7 @@ impl ApiError {
     }
 
     /// Blames the server for an answer that was not read in time and that it collects itself: no client was to read it yet.
-    pub(super) fn of_a_whole_answer(self) -> Self {
+    pub(in crate::api) fn of_a_whole_answer(self) -> Self {
         match self {
             Self::Engine(EngineError::SlowReader) => Self::Behind,
             other => other,
@@ -185,7 +185,7 @@ impl ApiError {
     }
 
     /// What the log says of it, where it is the server's failure.
-    pub(super) fn logged(&self) -> String {
+    pub(in crate::api) fn logged(&self) -> String {
         match self {
             Self::Panic(message) => format!("a panic: {message}"),
             other => other.to_string(),
@@ -193,12 +193,12 @@ impl ApiError {
     }
 
     /// Its name, for programs.
-    pub(super) fn code(&self) -> &'static str {
+    pub(in crate::api) fn code(&self) -> &'static str {
         self.wire().code.unwrap_or("error")
     }
 
     /// As a response's body, or as a line of a stream that had begun.
-    pub(super) fn body(&self) -> ErrorBody {
+    pub(in crate::api) fn body(&self) -> ErrorBody {
         let Wire { kind, param, code, .. } = self.wire();
         let param = param.map(str::to_owned);
         ErrorBody { error: ErrorObject { message: self.to_string(), r#type: kind, param, code } }

@@ -18,14 +18,15 @@ use serde::Serialize;
 use tokio::time::{Instant, timeout, timeout_at};
 use utoipa::ToSchema;
 
-use super::error::{ApiError, BodyGap};
-use super::failures::{log_in_stream, panicked};
-use super::listen::Connection;
-use super::metrics::Followed;
-use super::sharing::salt_of;
-use super::tasks::{Asked, Purpose};
-use super::turns::{Turn, Turns};
-use super::{Options, Server, new_id, unix_time_s};
+use crate::api::error::{ApiError, BodyGap};
+use crate::api::http::admission::{Turn, Turns};
+use crate::api::http::counters::Followed;
+use crate::api::http::failures::{log_in_stream, panicked};
+use crate::api::http::listen::Connection;
+use crate::api::ids::{new_id, unix_time_s};
+use crate::api::server::{Options, Server};
+use crate::api::sharing::salt_of;
+use crate::api::tasks::{Asked, Purpose};
 use crate::engine::{ClientId, Event, Request, Timings, TokenStream};
 use crate::model::Logprobs;
 use crate::session::{AnswerText, Delta, End, GenerateRequest, Reason, Service};
@@ -40,9 +41,9 @@ const BODY_RATE: u32 = 4 << 10;
 /// Behind the last line of OpenAI's streams.
 const DONE: &str = "[DONE]";
 
-/// Whose request it is. The door says it of every one.
+/// Who sent a request: authentication says it of every one.
 #[derive(Debug, Clone)]
-pub(super) struct Client {
+pub(in crate::api) struct Client {
     /// Fair shares are counted by this number, and kept responses belong to it.
     pub id: ClientId,
     /// What it came on.
@@ -54,13 +55,13 @@ impl<S: Sync> FromRequestParts<S> for Client {
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
         let client: Option<&Self> = parts.extensions.get();
-        client.cloned().ok_or_else(|| ApiError::Bug("a request passed no door".into()))
+        client.cloned().ok_or_else(|| ApiError::Bug("a request was not authenticated".into()))
     }
 }
 
 /// Who asks, and what they say that it is for.
 #[derive(Debug, Clone)]
-pub(super) struct Caller {
+pub(in crate::api) struct Caller {
     pub client: Client,
     asked: Asked,
 }
@@ -86,7 +87,7 @@ impl<S: Sync> FromRequestParts<S> for Caller {
 }
 
 /// What a body asks for.
-pub(super) struct Parsed<T> {
+pub(in crate::api) struct Parsed<T> {
     /// None is the model that is served.
     pub model: Option<String>,
     pub request: GenerateRequest,
@@ -98,7 +99,7 @@ pub(super) struct Parsed<T> {
 }
 
 /// A request that the engine has.
-pub(super) struct Exchange<T> {
+pub(in crate::api) struct Exchange<T> {
     pub wire: T,
     pub reply: Reply,
     pub answers: Answers,
@@ -107,7 +108,7 @@ pub(super) struct Exchange<T> {
 /// Reads a body, makes prompts of it, and asks the engine. Errors in the order of what they need: the body alone, then
 /// the model's name, then the loaded model. A client that disconnects drops what this returns, and with it the engine's
 /// streams: that cancels. `prefix` is that of the reply's id, `prompt` the field that holds the prompt.
-pub(super) async fn ask<T: Send + 'static>(
+pub(in crate::api) async fn ask<T: Send + 'static>(
     server: &Arc<Server>,
     caller: Caller,
     body: Body,
@@ -152,7 +153,7 @@ pub(super) async fn ask<T: Send + 'static>(
 
 /// Reads a body and does with it what takes a processor for long; beside the result comes the place among those that
 /// arrive. Until it has that place, nothing of the body is read, and it waits in its client's line.
-pub(super) async fn work<T: Send + 'static>(
+pub(in crate::api) async fn work<T: Send + 'static>(
     server: &Arc<Server>,
     client: &Client,
     body: Body,
@@ -185,7 +186,7 @@ async fn in_turn(
 /// Does what takes a processor for long, as rendering and tokenizing a long conversation or compiling a grammar does for
 /// seconds: not on the threads that answer other clients, not on more threads than there are processors, and in turns
 /// that go to whoever took the least of the processors' time. `what` it is, where it panics.
-pub(super) async fn apart<T: Send + 'static>(
+pub(in crate::api) async fn apart<T: Send + 'static>(
     server: &Server,
     client: ClientId,
     what: &str,
@@ -245,7 +246,7 @@ fn patience(options: &Options, elapsed: Duration, came: usize) -> (Duration, Bod
 
 /// A reply that comes in pieces, with comments while nothing comes. What goes wrong after the headers, be it a panic, is
 /// logged, and ends it with what `failed` makes of it.
-pub(super) fn stream<T: Send + 'static>(
+pub(in crate::api) fn stream<T: Send + 'static>(
     server: &Server,
     pieces: impl Stream<Item = Result<T, ApiError>> + Send + 'static,
     failed: impl FnOnce(&ApiError) -> Vec<T> + Send + 'static,
@@ -275,7 +276,7 @@ pub(super) fn stream<T: Send + 'static>(
 }
 
 /// OpenAI's form of a stream: lines of data, and `[DONE]` behind the last, which may be an error.
-pub(super) fn stream_lines(
+pub(in crate::api) fn stream_lines(
     server: &Server,
     lines: impl Stream<Item = Result<String, ApiError>> + Send + 'static,
 ) -> Response {
@@ -286,12 +287,12 @@ pub(super) fn stream_lines(
 }
 
 /// An object of a reply as it stands in a stream.
-pub(super) fn json_text(object: &impl Serialize) -> String {
+pub(in crate::api) fn json_text(object: &impl Serialize) -> String {
     serde_json::to_string(object).expect("an object of a reply has strings for names, and no infinity")
 }
 
 /// What all parts of one reply share.
-pub(super) struct Reply {
+pub(in crate::api) struct Reply {
     pub id: String,
     pub created: u64,
     pub model: String,
@@ -319,7 +320,7 @@ impl Reply {
 
     pub fn log(&self, reason: Reason, timings: &Timings) {
         let Timings { queue, prefill, decode, prompt_n, cached_n, predicted_n, drafts } = timings;
-        let (seed, reason) = (self.seed, FinishReason::from(reason).name());
+        let (seed, reason) = (self.seed, reason.name());
         self.span.in_scope(|| {
             tracing::info!(
                 seed,
@@ -340,7 +341,7 @@ impl Reply {
 /// What all of OpenAI's objects begin with.
 #[derive(Serialize, ToSchema)]
 #[schema(as = ReplyHead)]
-pub(super) struct Head {
+pub(in crate::api) struct Head {
     id: String,
     /// Unix time, in seconds.
     created: u64,
@@ -350,7 +351,7 @@ pub(super) struct Head {
 }
 
 /// The answers to one request, as they come: those to each of its prompts in turn.
-pub(super) struct Answers {
+pub(in crate::api) struct Answers {
     streams: Vec<Answering>,
     /// The stream that is looked at first.
     next: usize,
@@ -369,7 +370,7 @@ struct Answering {
 }
 
 /// What one event adds to an answer.
-pub(super) struct Piece {
+pub(in crate::api) struct Piece {
     pub choice: usize,
     pub text: String,
     /// Of calls of tools; none where there is text.
@@ -493,23 +494,13 @@ impl Answers {
 /// Why an answer ended, in OpenAI's words.
 #[derive(Clone, Copy, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum FinishReason {
+pub(in crate::api) enum FinishReason {
     /// The model ended it, or a stop string did.
     Stop,
     /// No more tokens were wanted, or fit.
     Length,
     /// It calls tools.
     ToolCalls,
-}
-
-impl FinishReason {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Length => "length",
-            Self::ToolCalls => "tool_calls",
-        }
-    }
 }
 
 impl From<Reason> for FinishReason {
@@ -524,7 +515,7 @@ impl From<Reason> for FinishReason {
 
 /// Tokens of all answers together.
 #[derive(Serialize, ToSchema)]
-pub(super) struct Usage {
+pub(in crate::api) struct Usage {
     prompt_tokens: usize,
     completion_tokens: usize,
     total_tokens: usize,
@@ -552,7 +543,7 @@ impl Usage {
 /// Times of all answers together, as llama.cpp's server reports them; a rate over no time, or of no tokens, is null.
 #[derive(Serialize, ToSchema)]
 #[schema(as = Timings)]
-pub(super) struct TimingsReport {
+pub(in crate::api) struct TimingsReport {
     /// Of the prompt, what was computed.
     prompt_n: usize,
     /// Of the prompt, what needed not be.
@@ -591,11 +582,11 @@ impl TimingsReport {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(in crate::api) mod tests {
     use std::sync::Mutex;
 
-    use super::super::Door;
     use super::*;
+    use crate::api::http::auth::AccessPolicy;
 
     pub const OPTIONS: Options = Options {
         max_body_bytes: 8 << 20,
@@ -648,7 +639,7 @@ pub(super) mod tests {
 
     #[tokio::test]
     async fn processors_go_to_whoever_took_the_least_of_their_time() {
-        let server = Server::new("m", OPTIONS, Door::default());
+        let server = Server::new("m", OPTIONS, AccessPolicy::default());
         let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
         // One of them is there for all others.
         let mut taken = Vec::new();

@@ -2,22 +2,22 @@
 //! asked the like of it before.
 //!
 //! A request's `cache_salt` decides, where it has one: all of the same salt share, whoever they are. Others share with those of
-//! their own client alone where several keys open the door, and with all of their kind otherwise, unless
+//! their own client alone where there are several keys, and with all of their kind otherwise, unless
 //! [`Options::share_prefixes`](super::Options) says which. It is decided anew for each request, as keys come and go.
 
 use std::ops::RangeInclusive;
 
-use super::Server;
-use super::error::ApiError;
-use super::request::Fields;
+use crate::api::error::ApiError;
+use crate::api::fields::Fields;
+use crate::api::server::Server;
 use crate::config::SharePrefixes;
 use crate::engine::{CacheSalt, ClientId};
 
 /// Bytes of a `cache_salt`.
-pub(super) const SALT_BYTES: RangeInclusive<usize> = 1..=256;
+pub(in crate::api) const SALT_BYTES: RangeInclusive<usize> = 1..=256;
 
 /// vLLM's field.
-pub(super) fn cache_salt(fields: &Fields) -> Result<Option<String>, ApiError> {
+pub(in crate::api) fn cache_salt(fields: &Fields) -> Result<Option<String>, ApiError> {
     const AT: &str = "cache_salt";
     let Some(salt) = fields.string(AT)? else { return Ok(None) };
     if !SALT_BYTES.contains(&salt.len()) {
@@ -28,10 +28,10 @@ pub(super) fn cache_salt(fields: &Fields) -> Result<Option<String>, ApiError> {
 }
 
 /// The salt of a client's request that gives `asked`.
-pub(super) fn salt_of(server: &Server, client: ClientId, asked: Option<&str>) -> CacheSalt {
+pub(in crate::api) fn salt_of(server: &Server, client: ClientId, asked: Option<&str>) -> CacheSalt {
     let by_client = match server.options.share_prefixes {
         Some(share) => share == SharePrefixes::Key,
-        None => server.door().keys.len() > 1,
+        None => server.access().keys.len() > 1,
     };
     salt(asked, by_client.then_some(client))
 }

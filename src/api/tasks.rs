@@ -12,8 +12,8 @@
 
 use axum::http::{HeaderMap, HeaderName};
 
-use super::error::ApiError;
-use super::request::short;
+use crate::api::error::ApiError;
+use crate::api::fields::short;
 use crate::engine::Priority;
 use crate::text::{Content, Message};
 
@@ -53,7 +53,7 @@ const TASKS: [Task; 11] = [
 
 /// What the head of a request says of its purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Asked {
+pub(in crate::api) struct Asked {
     priority: Option<Priority>,
     /// None where it says nothing of tasks.
     task: Option<Purpose>,
@@ -61,7 +61,7 @@ pub(super) struct Asked {
 
 /// What a request is for, and the class it runs in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Purpose {
+pub(in crate::api) struct Purpose {
     pub priority: Priority,
     /// A name out of [`TASKS`], `other` for one that is not there, or `none`.
     pub task: &'static str,

@@ -3,18 +3,18 @@
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
-use super::error::ApiError;
-use super::new_id;
-use super::request::{Fields, Item, short};
+use crate::api::error::ApiError;
+use crate::api::fields::{Fields, Item, short};
+use crate::api::ids::new_id;
 use crate::session::{Conversation, MAX_TOOLS, Tool};
 use crate::text::CallPiece;
 
 /// Bytes of a tool's name.
-pub(super) const MAX_NAME_BYTES: usize = 128;
+pub(in crate::api) const MAX_NAME_BYTES: usize = 128;
 
 /// The field `tools`. `description` gives that part of an item that describes the tool, whose field `schema` has the schema of
 /// its parameters.
-pub(super) fn tool_list<'a>(
+pub(in crate::api) fn tool_list<'a>(
     fields: &Fields<'a>,
     schema: &str,
     description: impl Fn(Item<'a>) -> Result<Item<'a>, ApiError>,
@@ -37,7 +37,7 @@ pub(super) fn tool_list<'a>(
 }
 
 /// The place in `list` of the tool that `item` names.
-pub(super) fn place_of(list: &[Tool], item: &Item) -> Result<usize, ApiError> {
+pub(in crate::api) fn place_of(list: &[Tool], item: &Item) -> Result<usize, ApiError> {
     let name = item.string("name")?;
     list.iter().position(|tool| tool.name == name).ok_or_else(|| {
         let problem = format!("there is no tool of the name {:?}", short(name));
@@ -69,7 +69,7 @@ fn read_tool(item: &Item, schema: &str) -> Result<Tool, ApiError> {
 }
 
 /// Adds to a conversation what a call gave: `field` of `item` has the call's id.
-pub(super) fn add_result(
+pub(in crate::api) fn add_result(
     conversation: &mut Conversation,
     item: &Item,
     field: &str,
@@ -85,7 +85,7 @@ pub(super) fn add_result(
 
 /// A call that an answer makes, as far as it is written.
 #[derive(Debug, Clone)]
-pub(super) struct Calling {
+pub(in crate::api) struct Calling {
     /// No other call has it; each wire format puts a prefix of its own before it.
     pub id: String,
     pub name: String,
@@ -94,7 +94,7 @@ pub(super) struct Calling {
 
 impl Calling {
     /// Adds a piece to the calls that an answer makes.
-    pub(super) fn gather(calls: &mut Vec<Self>, piece: CallPiece) {
+    pub(in crate::api) fn gather(calls: &mut Vec<Self>, piece: CallPiece) {
         match piece {
             CallPiece::Name { name, .. } => {
                 calls.push(Self { id: new_id(""), name, arguments: String::new() })
@@ -104,7 +104,7 @@ impl Calling {
     }
 
     /// Whether nothing of its arguments was cut.
-    pub(super) fn is_whole(&self) -> bool {
+    pub(in crate::api) fn is_whole(&self) -> bool {
         serde_json::from_str::<IgnoredAny>(&self.arguments).is_ok()
     }
 }

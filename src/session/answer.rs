@@ -44,6 +44,17 @@ pub enum Reason {
     Called,
 }
 
+impl Reason {
+    /// OpenAI's word for it, which metrics and the log use too.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::Called => "tool_calls",
+        }
+    }
+}
+
 #[derive(Debug, Clone, PartialEq)]
 pub enum End {
     Finished {

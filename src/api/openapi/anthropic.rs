@@ -3,10 +3,10 @@
 use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::Schema;
 
-use super::super::messages::{TEMPERATURE, TOP_K};
-use super::super::request::{PROBABILITY, TOKENS};
-use super::bodies::{cache_salt, function, model};
-use super::schema::{
+use crate::api::anthropic::request::{TEMPERATURE, TOP_K};
+use crate::api::fields::{PROBABILITY, TOKENS};
+use crate::api::openapi::bodies::{cache_salt, function, model};
+use crate::api::openapi::schema::{
     Shape, any_object, any_of, anything, count, described, flag, integer, kind, list, list_of, named,
     nothing, number, or_null, string, string_of, word,
 };

@@ -4,18 +4,17 @@
 
 use utoipa::openapi::schema::Schema;
 
-use super::super::completions::MAX_PROMPTS;
-use super::super::embeddings::{DIMENSIONS, MAX_INPUTS};
-use super::super::request::{
+use crate::api::fields::{
     ANSWERS, BIAS, MAX_STOPS, PENALTY, PROBABILITY, REPETITION_PENALTY, TEMPERATURE, TOKENS, TOP_K,
     TOP_LOGPROBS,
 };
-use super::super::sharing::SALT_BYTES;
-use super::super::tools::MAX_NAME_BYTES;
-use super::schema::{
+use crate::api::openai::prompts::{DIMENSIONS, MAX_INPUTS, MAX_PROMPTS};
+use crate::api::openapi::schema::{
     Shape, any_object, any_of, anything, described, flag, integer, integer_of_64_bits, kind, list, map,
     named, not_true, nothing, number, string, string_of, token_id, word,
 };
+use crate::api::sharing::SALT_BYTES;
+use crate::api::tools::MAX_NAME_BYTES;
 use crate::session::MAX_TOOLS;
 use crate::text::{MAX_CHOICES, MAX_STOP_BYTES};
 
@@ -33,7 +32,7 @@ described! {
     ResponseFormat [] => response_format();
 }
 
-pub(super) fn model() -> Schema {
+pub(in crate::api) fn model() -> Schema {
     string("The id that `/v1/models` names, which is taken where this is absent or empty.")
 }
 
@@ -90,7 +89,7 @@ fn options(body: Shape) -> Shape {
 }
 
 /// vLLM's.
-pub(super) fn cache_salt() -> Schema {
+pub(in crate::api) fn cache_salt() -> Schema {
     string_of(SALT_BYTES, None, "Who has the same salt shares the prefix cache, and nobody else does.")
 }
 
@@ -154,7 +153,7 @@ fn tool() -> Schema {
 }
 
 /// A function's fields; `schema` is what the one with its arguments is called.
-pub(super) fn function(shape: Shape, schema: &str) -> Shape {
+pub(in crate::api) fn function(shape: Shape, schema: &str) -> Shape {
     shape
         .needs("name", function_name(""))
         .takes("description", string(""))
@@ -162,7 +161,7 @@ pub(super) fn function(shape: Shape, schema: &str) -> Shape {
         .takes("strict", flag("Every keyword of the schema is enforced, or it is an error."))
 }
 
-pub(super) fn arguments_schema() -> Schema {
+pub(in crate::api) fn arguments_schema() -> Schema {
     Shape::new("A JSON schema of an object.").may("type", kind("object")).build()
 }
 

@@ -1,6 +1,6 @@
 //! `/openapi.json`: the API as a document, in OpenAPI 3.1.
 //!
-//! Its routes are those of the router, by construction ([`super::routes`]): a handler's attribute says path, method and what is
+//! Its routes are those of the router, by construction: a handler's attribute says path, method and what is
 //! answered, and both are made of that. Answers are described by the types that are written, or, as bodies are, by hand in
 //! `bodies`, `anthropic` and `responses`, with the constants that bodies are checked against. A body that the document calls invalid is refused. One that it
 //! calls valid is answered, or refused for a reason that no schema can say. The page's files are no part of it.
@@ -10,7 +10,7 @@
 mod anthropic;
 mod bodies;
 mod responses;
-mod schema;
+pub(in crate::api) mod schema;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,11 +18,9 @@ use std::sync::Arc;
 use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
-use serde_json::json;
-use utoipa::openapi::extensions::Extensions;
 use utoipa::openapi::header::HeaderBuilder;
 use utoipa::openapi::response::ResponseBuilder;
-use utoipa::openapi::schema::{ObjectBuilder, Schema, SchemaType, Type};
+use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
 use utoipa::openapi::security::{
     ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme,
 };
@@ -31,25 +29,31 @@ use utoipa::openapi::{
 };
 use utoipa::{IntoResponses, ToSchema};
 
-pub(super) use self::anthropic::{
-    AnthropicError, CountTokensRequest, Message, MessageEvent, MessagesRequest, TokenCount,
-};
-pub(super) use self::bodies::{
-    ChatCompletionRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, NamedModel,
-    TokenizeRequest,
-};
-pub(super) use self::responses::{
-    DeletedResponse, ItemList, OfAKeptResponse, OfItems, ResponseEvent, ResponseObject, ResponsesRequest,
-};
-use self::schema::{any_of, described, named};
-use super::Server;
-use super::chat::ChatCompletionChunk;
-use super::completions::Completion;
-use super::error::ErrorBody;
-use super::tokens::{PromptTokens, TokenIds, TokenPieces};
+use crate::api::error::ErrorBody;
+pub(in crate::api) use crate::api::openapi::anthropic::AnthropicError;
+pub(in crate::api) use crate::api::openapi::anthropic::CountTokensRequest;
+pub(in crate::api) use crate::api::openapi::anthropic::Message;
+pub(in crate::api) use crate::api::openapi::anthropic::MessageEvent;
+pub(in crate::api) use crate::api::openapi::anthropic::MessagesRequest;
+pub(in crate::api) use crate::api::openapi::anthropic::TokenCount;
+pub(in crate::api) use crate::api::openapi::bodies::ChatCompletionRequest;
+pub(in crate::api) use crate::api::openapi::bodies::CompletionRequest;
+pub(in crate::api) use crate::api::openapi::bodies::DetokenizeRequest;
+pub(in crate::api) use crate::api::openapi::bodies::EmbeddingsRequest;
+pub(in crate::api) use crate::api::openapi::bodies::NamedModel;
+pub(in crate::api) use crate::api::openapi::bodies::TokenizeRequest;
+pub(in crate::api) use crate::api::openapi::responses::DeletedResponse;
+pub(in crate::api) use crate::api::openapi::responses::ItemList;
+pub(in crate::api) use crate::api::openapi::responses::PageQuery;
+pub(in crate::api) use crate::api::openapi::responses::ResponseEvent;
+pub(in crate::api) use crate::api::openapi::responses::ResponseObject;
+pub(in crate::api) use crate::api::openapi::responses::ResponsesRequest;
+pub(in crate::api) use crate::api::openapi::responses::StreamQuery;
+use crate::api::openapi::schema::described;
+use crate::api::server::Server;
 
 /// The document without its routes.
-pub(super) fn head() -> OpenApi {
+pub(in crate::api) fn head() -> OpenApi {
     let info = InfoBuilder::new()
         .title("Unicorn Execution Engine")
         .version(env!("CARGO_PKG_VERSION"))
@@ -86,37 +90,16 @@ fn written(keyed: bool, mut document: OpenApi) -> String {
     path = "/openapi.json",
     operation_id = "getDocument",
     tag = "server",
-    responses((status = 200, description = "An OpenAPI document.", body = inline(Document)), AtTheDoor),
+    responses((status = 200, description = "An OpenAPI document.", body = inline(Document)), AuthErrors),
 )]
-pub(super) async fn document(State(server): State<Arc<Server>>) -> Response {
-    let keyed = !server.door().keys.is_empty();
-    let document = &server.documents[usize::from(keyed)];
-    let text = document.get_or_init(|| written(keyed, super::routes().into_openapi()));
-    ([(header::CONTENT_TYPE, "application/json")], text.clone()).into_response()
+pub(in crate::api) async fn document(State(server): State<Arc<Server>>) -> Response {
+    let keyed = !server.access().keys.is_empty();
+    let text = server.document(keyed, |document| written(keyed, document));
+    ([(header::CONTENT_TYPE, "application/json")], text).into_response()
 }
 
 described! {
     Document [] => schema::Shape::new("").needs("openapi", schema::word(&["3.1.0"], "")).build();
-    // With no tokens, two of them are the same.
-    Tokens [TokenIds, TokenPieces, PromptTokens] =>
-        any_of([named::<TokenIds>(), named::<TokenPieces>(), named::<PromptTokens>()], "");
-    ChatEvents [ChatCompletionChunk] => events::<ChatCompletionChunk>();
-    CompletionEvents [Completion] => events::<Completion>();
-    MessageEvents [MessageEvent] => events::<MessageEvent>();
-    ResponseEvents [ResponseEvent] => events::<ResponseEvent>();
-}
-
-/// A stream of events, each with a `T` as its data. OpenAPI 3.1 has no words for that: some take the schema for that of the
-/// text, others for that of each event, so it says of neither what it is.
-fn events<T: ToSchema>() -> Schema {
-    let name = T::name();
-    let about = format!(
-        "Server-sent events. The data of each is a `{name}`; comments between them keep the connection. What goes wrong \
-         after the first is an event with the error."
-    );
-    let data = json!({"$ref": format!("#/components/schemas/{name}")});
-    let events = ObjectBuilder::new().schema_type(SchemaType::AnyValue).description(Some(about));
-    events.extensions(Some(Extensions::builder().add("x-event-data", data).build())).build().into()
 }
 
 /// A type's schema, and those it refers to, by name.
@@ -144,15 +127,15 @@ fn refusals<E: ToSchema, const N: usize>(statuses: [(u16, &str); N]) -> Refusals
 }
 
 /// What any route but `/health` may answer: that who asks may not, or that the server met a bug.
-pub(super) enum AtTheDoor {}
+pub(in crate::api) enum AuthErrors {}
 
-impl IntoResponses for AtTheDoor {
+impl IntoResponses for AuthErrors {
     fn responses() -> Refusals {
-        at_the_door::<ErrorBody>()
+        auth_errors::<ErrorBody>()
     }
 }
 
-fn at_the_door<E: ToSchema>() -> Refusals {
+fn auth_errors<E: ToSchema>() -> Refusals {
     refusals::<E, _>([
         (401, "An API key is asked for, and none of this server's came."),
         (403, "The server does not go by that name, or the page may not use it."),
@@ -161,20 +144,20 @@ fn at_the_door<E: ToSchema>() -> Refusals {
 }
 
 /// What may go wrong with a request that has a body, in OpenAI's words.
-pub(super) enum OfABody {}
+pub(in crate::api) enum BodyErrors {}
 
-impl IntoResponses for OfABody {
+impl IntoResponses for BodyErrors {
     fn responses() -> Refusals {
-        of_a_body::<ErrorBody>()
+        body_errors::<ErrorBody>()
     }
 }
 
 /// The same in Anthropic's words.
-pub(super) enum OfAMessage {}
+pub(in crate::api) enum AnthropicErrors {}
 
-impl IntoResponses for OfAMessage {
+impl IntoResponses for AnthropicErrors {
     fn responses() -> Refusals {
-        let mut all = of_a_body::<AnthropicError>();
+        let mut all = body_errors::<AnthropicError>();
         all.extend(refusals::<AnthropicError, _>([
             (429, "Too much of this client is under way."),
             (529, "The queue is full."),
@@ -183,8 +166,8 @@ impl IntoResponses for OfAMessage {
     }
 }
 
-fn of_a_body<E: ToSchema>() -> Refusals {
-    let mut all = at_the_door::<E>();
+fn body_errors<E: ToSchema>() -> Refusals {
+    let mut all = auth_errors::<E>();
     all.extend(refusals::<E, _>([
         (400, "The body is not what it has to be, or more than there is room for; `param` names the field."),
         (404, "The model is not served."),

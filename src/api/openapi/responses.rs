@@ -5,11 +5,11 @@ use utoipa::openapi::path::{Parameter, ParameterBuilder, ParameterIn};
 use utoipa::openapi::schema::Schema;
 use utoipa::openapi::{RefOr, Required};
 
-use super::super::logprobs::TokenLogprob;
-use super::super::request::{PROBABILITY, TEMPERATURE, TOKENS, TOP_LOGPROBS};
-use super::super::responses::PAGE;
-use super::bodies::{cache_salt, function, model};
-use super::schema::{
+use crate::api::fields::{PROBABILITY, TEMPERATURE, TOKENS, TOP_LOGPROBS};
+use crate::api::openai::logprobs::TokenLogprob;
+use crate::api::openai::responses::items::PAGE;
+use crate::api::openapi::bodies::{cache_salt, function, model};
+use crate::api::openapi::schema::{
     Shape, any_object, any_of, anything, count, described, flag, integer, kind, list, list_of, named,
     not_true, nothing, number, or_null, string, word,
 };
@@ -60,18 +60,18 @@ described! {
 }
 
 /// Parameters of a response that is kept.
-pub(in super::super) enum OfAKeptResponse {}
+pub(in crate::api) enum StreamQuery {}
 
-impl IntoParams for OfAKeptResponse {
+impl IntoParams for StreamQuery {
     fn into_params(_: impl Fn() -> Option<ParameterIn>) -> Vec<Parameter> {
         vec![optional("stream", flag("Not to be had."))]
     }
 }
 
 /// Parameters of a list of items.
-pub(in super::super) enum OfItems {}
+pub(in crate::api) enum PageQuery {}
 
-impl IntoParams for OfItems {
+impl IntoParams for PageQuery {
     fn into_params(_: impl Fn() -> Option<ParameterIn>) -> Vec<Parameter> {
         let most = *PAGE.start() as i64..=*PAGE.end() as i64;
         vec![

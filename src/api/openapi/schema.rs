@@ -3,8 +3,9 @@
 
 use std::ops::RangeInclusive;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use utoipa::ToSchema;
+use utoipa::openapi::extensions::Extensions;
 use utoipa::openapi::schema::{
     AdditionalProperties, AnyOfBuilder, ArrayBuilder, ObjectBuilder, Schema, SchemaType, Type,
 };
@@ -14,7 +15,7 @@ use utoipa::openapi::{Ref, RefOr};
 /// each refers to.
 macro_rules! described {
     ($($type:ident [$($part:ident),*] => $schema:expr;)*) => { $(
-        pub(in super::super) enum $type {}
+        pub(in crate::api) enum $type {}
 
         impl utoipa::PartialSchema for $type {
             fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::schema::Schema> {
@@ -41,10 +42,10 @@ macro_rules! described {
         }
     )* };
 }
-pub(super) use described;
+pub(in crate::api) use described;
 
 /// An object's fields, in order.
-pub(super) struct Shape(ObjectBuilder);
+pub(in crate::api) struct Shape(ObjectBuilder);
 
 impl Shape {
     pub fn new(about: &str) -> Self {
@@ -86,40 +87,44 @@ fn bounds(length: RangeInclusive<usize>) -> (Option<usize>, Option<usize>) {
     ((least > 0).then_some(least), (most < usize::MAX).then_some(most))
 }
 
-pub(super) fn string(about: &str) -> Schema {
+pub(in crate::api) fn string(about: &str) -> Schema {
     with_description(ObjectBuilder::new().schema_type(Type::String), about).build().into()
 }
 
 /// A string of so many characters at least and at most, of which `pattern` holds.
-pub(super) fn string_of(characters: RangeInclusive<usize>, pattern: Option<&str>, about: &str) -> Schema {
+pub(in crate::api) fn string_of(
+    characters: RangeInclusive<usize>,
+    pattern: Option<&str>,
+    about: &str,
+) -> Schema {
     let (least, most) = bounds(characters);
     let string = ObjectBuilder::new().schema_type(Type::String).min_length(least).max_length(most);
     with_description(string.pattern(pattern), about).build().into()
 }
 
 /// One of these strings.
-pub(super) fn word(words: &[&str], about: &str) -> Schema {
+pub(in crate::api) fn word(words: &[&str], about: &str) -> Schema {
     let word = ObjectBuilder::new().schema_type(Type::String).enum_values(Some(words.iter().copied()));
     with_description(word, about).build().into()
 }
 
-pub(super) fn flag(about: &str) -> Schema {
+pub(in crate::api) fn flag(about: &str) -> Schema {
     with_description(ObjectBuilder::new().schema_type(Type::Boolean), about).build().into()
 }
 
 /// A field that has to be absent, null or false.
-pub(super) fn not_true(about: &str) -> Schema {
+pub(in crate::api) fn not_true(about: &str) -> Schema {
     let off = ObjectBuilder::new().schema_type(Type::Boolean).enum_values(Some([false]));
     with_description(off, about).build().into()
 }
 
-pub(super) fn number(range: RangeInclusive<f64>, about: &str) -> Schema {
+pub(in crate::api) fn number(range: RangeInclusive<f64>, about: &str) -> Schema {
     let (low, high) = range.into_inner();
     let number = ObjectBuilder::new().schema_type(Type::Number).minimum(Some(low)).maximum(Some(high));
     with_description(number, about).build().into()
 }
 
-pub(super) fn integer(range: RangeInclusive<i64>, about: &str) -> Schema {
+pub(in crate::api) fn integer(range: RangeInclusive<i64>, about: &str) -> Schema {
     let bound = |n: i64| isize::try_from(n).expect("64 bits");
     let (low, high) = range.into_inner();
     let integer = ObjectBuilder::new().schema_type(Type::Integer);
@@ -128,48 +133,52 @@ pub(super) fn integer(range: RangeInclusive<i64>, about: &str) -> Schema {
 }
 
 /// Any integer of 64 bits, signed or not.
-pub(super) fn integer_of_64_bits(about: &str) -> Schema {
+pub(in crate::api) fn integer_of_64_bits(about: &str) -> Schema {
     let integer = ObjectBuilder::new().schema_type(Type::Integer);
     with_description(integer.minimum(Some(isize::MIN)).maximum(Some(usize::MAX)), about).build().into()
 }
 
-pub(super) fn token_id() -> Schema {
+pub(in crate::api) fn token_id() -> Schema {
     integer(0..=u32::MAX.into(), "")
 }
 
 /// So many items.
-pub(super) fn list(items: impl Into<RefOr<Schema>>, count: RangeInclusive<usize>, about: &str) -> Schema {
+pub(in crate::api) fn list(
+    items: impl Into<RefOr<Schema>>,
+    count: RangeInclusive<usize>,
+    about: &str,
+) -> Schema {
     let (least, most) = bounds(count);
     let list = ArrayBuilder::new().items(items.into()).min_items(least).max_items(most);
     list.description((!about.is_empty()).then_some(about)).build().into()
 }
 
 /// Of any number of items.
-pub(super) fn list_of(items: impl Into<RefOr<Schema>>) -> Schema {
+pub(in crate::api) fn list_of(items: impl Into<RefOr<Schema>>) -> Schema {
     list(items, 0..=usize::MAX, "")
 }
 
 /// A string that an object says it is.
-pub(super) fn kind(name: &str) -> Schema {
+pub(in crate::api) fn kind(name: &str) -> Schema {
     word(&[name], "")
 }
 
 /// How many there are.
-pub(super) fn count() -> Schema {
+pub(in crate::api) fn count() -> Schema {
     with_description(ObjectBuilder::new().schema_type(Type::Integer).minimum(Some(0usize)), "").build().into()
 }
 
 /// Objects with whatever is in them.
-pub(super) fn any_object(about: &str) -> Schema {
+pub(in crate::api) fn any_object(about: &str) -> Schema {
     Shape::new(about).build()
 }
 
-pub(super) fn anything(about: &str) -> Schema {
+pub(in crate::api) fn anything(about: &str) -> Schema {
     with_description(ObjectBuilder::new().schema_type(SchemaType::AnyValue), about).build().into()
 }
 
 /// Names and values.
-pub(super) fn map(names: Schema, values: Schema, about: &str) -> Schema {
+pub(in crate::api) fn map(names: Schema, values: Schema, about: &str) -> Schema {
     let values = AdditionalProperties::RefOr(RefOr::T(values));
     let map = ObjectBuilder::new().schema_type(Type::Object);
     with_description(map.property_names(Some(names)).additional_properties(Some(values)), about)
@@ -177,22 +186,22 @@ pub(super) fn map(names: Schema, values: Schema, about: &str) -> Schema {
         .into()
 }
 
-pub(super) fn any_of<const N: usize>(schemas: [RefOr<Schema>; N], about: &str) -> Schema {
+pub(in crate::api) fn any_of<const N: usize>(schemas: [RefOr<Schema>; N], about: &str) -> Schema {
     let any = schemas.into_iter().fold(AnyOfBuilder::new(), AnyOfBuilder::item);
     any.description((!about.is_empty()).then_some(about)).build().into()
 }
 
 /// A field that has to be absent, or null.
-pub(super) fn nothing(about: &str) -> Schema {
+pub(in crate::api) fn nothing(about: &str) -> Schema {
     with_description(ObjectBuilder::new().schema_type(Type::Null), about).build().into()
 }
 
 /// The schema of a type, by its name.
-pub(super) fn named<T: ToSchema>() -> RefOr<Schema> {
+pub(in crate::api) fn named<T: ToSchema>() -> RefOr<Schema> {
     Ref::from_schema_name(T::name()).into()
 }
 
-pub(super) fn or_null(schema: RefOr<Schema>) -> RefOr<Schema> {
+pub(in crate::api) fn or_null(schema: RefOr<Schema>) -> RefOr<Schema> {
     let widened = |kind: SchemaType| match kind {
         SchemaType::Type(Type::Null) => SchemaType::Type(Type::Null),
         SchemaType::Type(kind) => SchemaType::from_iter([kind, Type::Null]),
@@ -217,4 +226,17 @@ pub(super) fn or_null(schema: RefOr<Schema>) -> RefOr<Schema> {
         }
         other => any_of([other, nothing("").into()], ""),
     })
+}
+
+/// A stream of events, each with a `T` as its data. OpenAPI 3.1 has no words for that: some take the schema for that of the
+/// text, others for that of each event, so it says of neither what it is.
+pub(in crate::api) fn events<T: ToSchema>() -> Schema {
+    let name = T::name();
+    let about = format!(
+        "Server-sent events. The data of each is a `{name}`; comments between them keep the connection. What goes wrong \
+         after the first is an event with the error."
+    );
+    let data = json!({"$ref": format!("#/components/schemas/{name}")});
+    let events = ObjectBuilder::new().schema_type(SchemaType::AnyValue).description(Some(about));
+    events.extensions(Some(Extensions::builder().add("x-event-data", data).build())).build().into()
 }

@@ -1,16 +1,16 @@
-//! Who may come in: the door that a configuration asks for, at the start and when it is read again.
+//! Who may use the server, as a configuration says it: at the start, and when it is read again.
 
 use std::net::SocketAddr;
 
 use super::super::error::Error;
-use crate::api::{Door, Keys};
+use crate::api::{AccessPolicy, Keys};
 use crate::config;
 
 /// API keys beside those of the file, with commas or blanks between them.
 const KEYS_VARIABLE: &str = "UNICORN_API_KEYS";
 
 /// Who may come in, with the keys of the file and of the environment together.
-pub fn door(options: &config::Server) -> Result<Door, Error> {
+pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
     let of_file = options.api_key_file.as_ref().map(|path| Keys::read(path.as_ref())).transpose()?;
     let of_environment = match std::env::var(KEYS_VARIABLE) {
         Ok(text) => Keys::from_variable(KEYS_VARIABLE, &text)?,
@@ -26,7 +26,7 @@ pub fn door(options: &config::Server) -> Result<Door, Error> {
             "every web page that somebody here opens may use this server: server.cors_origins is \"*\", and it asks for no API key"
         );
     }
-    Ok(Door { keys, allowed_hosts, cors_origins, requests_per_client: options.requests_per_client })
+    Ok(AccessPolicy { keys, allowed_hosts, cors_origins, requests_per_client: options.requests_per_client })
 }
 
 /// Refuses a server that asks for no key where other machines can reach it, unless they may all come in.

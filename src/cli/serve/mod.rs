@@ -13,7 +13,7 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
-use self::auth::{check_keyless, door, is_public};
+use self::auth::{access_policy, check_keyless, is_public};
 pub use self::reload::Reload;
 use self::reload::Running;
 use super::error::Error;
@@ -71,11 +71,11 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
         device_timeout: DEVICE_TIMEOUT,
         lost_log_lines: log::lost_lines,
     };
-    let door = door(&config.server)?;
-    let keyless = door.keys.is_empty();
+    let access = access_policy(&config.server)?;
+    let keyless = access.keys.is_empty();
     let connections = connections(&config.server)?;
     let scheme = if connections.tls.is_some() { "https" } else { "http" };
-    let server = Server::new(model_id.clone(), options, door);
+    let server = Server::new(model_id.clone(), options, access);
     let grace = Duration::from_secs(config.server.shutdown_grace_s);
 
     let mut load = None;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use tokio::signal::unix::Signal;
 
 use super::super::error::Error;
-use super::auth::{check_keyless, door};
+use super::auth::{access_policy, check_keyless};
 use crate::api::{Server, Tls};
 use crate::config::Config;
 
@@ -68,15 +68,15 @@ impl Running {
 
     fn reload(&mut self) -> Result<(), Error> {
         let (config, warnings) = (self.reload.reread)()?;
-        let door = door(&config.server)?;
-        check_keyless(self.address, door.keys.is_empty(), &config.server)?;
+        let access = access_policy(&config.server)?;
+        check_keyless(self.address, access.keys.is_empty(), &config.server)?;
         // Last of what may fail, for it takes effect.
         if let (Some(tls), Some(cert), Some(key)) =
             (&self.tls, &config.server.tls_cert, &config.server.tls_key)
         {
             tls.reload(cert.as_ref(), key.as_ref())?;
         }
-        self.server.set_door(door);
+        self.server.set_access(access);
         self.server.set_queue(config.server.queue);
         (self.reload.set_log)(&config);
         warnings.iter().for_each(|warning| tracing::warn!("{warning}"));

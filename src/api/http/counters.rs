@@ -1,0 +1,218 @@
+//! What is counted of requests, for `/metrics` and `/status`.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use crate::api::facts::KernelTime;
+use crate::api::ids::unix_time_s;
+use crate::api::tasks::Purpose;
+use crate::engine::{EngineError, Event, Timings};
+use crate::session::Reason;
+
+/// Seconds: of waits, and of whole answers.
+const WAITS: &[f64] = &[0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
+/// Of gaps between tokens, the longest allowed of which is half a second by default.
+const GAPS: &[f64] = &[0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5];
+
+/// What was counted since the start.
+pub(in crate::api) struct Metrics {
+    pub(in crate::api) responses: Mutex<BTreeMap<(String, u16), u64>>,
+    pub(in crate::api) taken: Mutex<BTreeMap<Purpose, u64>>,
+    pub(in crate::api) finished: Mutex<BTreeMap<&'static str, u64>>,
+    pub(in crate::api) kernels: Mutex<BTreeMap<String, (u64, Duration)>>,
+    /// Unix time, and what it was.
+    pub(in crate::api) last_error: Mutex<Option<(u64, String)>>,
+    pub(in crate::api) prompt_tokens: AtomicU64,
+    pub(in crate::api) cached_tokens: AtomicU64,
+    pub(in crate::api) generated_tokens: AtomicU64,
+    pub(in crate::api) to_first_token: Histogram,
+    pub(in crate::api) between_tokens: Histogram,
+    pub(in crate::api) queued: Histogram,
+    pub(in crate::api) prefilled: Histogram,
+    pub(in crate::api) decoded: Histogram,
+    pub(in crate::api) answered: Histogram,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let [to_first_token, queued, prefilled, decoded, answered] = [(); 5].map(|()| Histogram::new(WAITS));
+        Self {
+            responses: Mutex::default(),
+            taken: Mutex::default(),
+            finished: Mutex::default(),
+            kernels: Mutex::default(),
+            last_error: Mutex::default(),
+            prompt_tokens: AtomicU64::new(0),
+            cached_tokens: AtomicU64::new(0),
+            generated_tokens: AtomicU64::new(0),
+            to_first_token,
+            between_tokens: Histogram::new(GAPS),
+            queued,
+            prefilled,
+            decoded,
+            answered,
+        }
+    }
+}
+
+pub(in crate::api) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("nothing panics under this lock")
+}
+
+fn count(counter: &AtomicU64, n: usize) {
+    counter.fetch_add(n as u64, Ordering::Relaxed);
+}
+
+impl Metrics {
+    /// `route` is one of the router's, not what a client made up.
+    pub fn responded(&self, route: &str, status: u16) {
+        *locked(&self.responses).entry((route.to_owned(), status)).or_default() += 1;
+    }
+
+    /// Counts a request that the engine has taken, with all its prompts.
+    pub fn taken(&self, purpose: Purpose) {
+        *locked(&self.taken).entry(purpose).or_default() += 1;
+    }
+
+    /// Follows a request with so many answers that the engine has taken.
+    pub fn follow(self: &Arc<Self>, answers: usize) -> Followed {
+        Followed { metrics: Arc::clone(self), answers: vec![Progress::default(); answers], begun: false }
+    }
+
+    /// How many answers ended, and why.
+    pub fn finished(&self) -> BTreeMap<&'static str, u64> {
+        locked(&self.finished).clone()
+    }
+
+    /// Tokens of prompts, those of them that the prefix cache had, and tokens generated.
+    pub fn tokens(&self) -> [u64; 3] {
+        [&self.prompt_tokens, &self.cached_tokens, &self.generated_tokens].map(|n| n.load(Ordering::Relaxed))
+    }
+
+    pub fn last_error(&self) -> Option<(u64, String)> {
+        locked(&self.last_error).clone()
+    }
+
+    /// Adds what was measured since the last call; all of it by kernel, the longest first.
+    pub fn kernels(&self, more: Vec<KernelTime>) -> Vec<KernelTime> {
+        let mut all = locked(&self.kernels);
+        for KernelTime { kernel, dispatches, time } in more {
+            let sum = all.entry(kernel).or_default();
+            *sum = (sum.0 + dispatches, sum.1 + time);
+        }
+        let each = all.iter().map(|(kernel, &(dispatches, time))| KernelTime {
+            kernel: kernel.clone(),
+            dispatches,
+            time,
+        });
+        let mut each: Vec<_> = each.collect();
+        each.sort_by_key(|kernel| std::cmp::Reverse(kernel.time));
+        each
+    }
+}
+
+/// One answer, up to its last event.
+#[derive(Clone, Copy, Default)]
+struct Progress {
+    predicted: usize,
+    decode: Duration,
+    ended: bool,
+}
+
+/// One request, from the engine's taking it to its end. Dropped before that, its client has left.
+pub(in crate::api) struct Followed {
+    metrics: Arc<Metrics>,
+    answers: Vec<Progress>,
+    begun: bool,
+}
+
+impl Followed {
+    pub fn event(&mut self, event: &Event) {
+        let m = Arc::clone(&self.metrics);
+        let (choice, timings) = match event {
+            Event::Prompt { .. } | Event::Pooled { .. } => return,
+            Event::Token { choice, timings, .. } | Event::Finished { choice, timings, .. } => {
+                (*choice, timings)
+            }
+            Event::Failed(error) => {
+                match error {
+                    EngineError::SlowReader | EngineError::Deadline => self.end_all("abort"),
+                    EngineError::Lost(_)
+                    | EngineError::Bug(_)
+                    | EngineError::NotFinite
+                    | EngineError::ShuttingDown => {
+                        *locked(&m.last_error) = Some((unix_time_s(), error.to_string()));
+                        self.end_all("error");
+                    }
+                }
+                return;
+            }
+        };
+        if !self.begun {
+            // Answers to one prompt share its time and its tokens.
+            self.begun = true;
+            count(&m.prompt_tokens, timings.prompt_n);
+            count(&m.cached_tokens, timings.cached_n);
+            m.queued.observe(timings.queue);
+            m.prefilled.observe(timings.prefill);
+            if timings.predicted_n > 0 {
+                m.to_first_token.observe(timings.queue + timings.prefill);
+            }
+        }
+        let answer = &mut self.answers[choice];
+        let more = timings.predicted_n.saturating_sub(answer.predicted);
+        if answer.predicted > 0 && more > 0 {
+            m.between_tokens.observe(timings.decode.saturating_sub(answer.decode));
+        }
+        count(&m.generated_tokens, more);
+        (answer.predicted, answer.decode) = (timings.predicted_n, timings.decode);
+    }
+
+    pub fn ended(&mut self, choice: usize, reason: Reason, timings: &Timings) {
+        let m = &self.metrics;
+        self.answers[choice].ended = true;
+        *locked(&m.finished).entry(reason.name()).or_default() += 1;
+        if timings.predicted_n > 0 {
+            m.decoded.observe(timings.decode);
+        }
+        m.answered.observe(timings.queue + timings.prefill + timings.decode);
+    }
+
+    /// Ends all answers that have not ended.
+    pub fn end_all(&mut self, reason: &'static str) {
+        for answer in self.answers.iter_mut().filter(|answer| !answer.ended) {
+            answer.ended = true;
+            *locked(&self.metrics.finished).entry(reason).or_default() += 1;
+        }
+    }
+}
+
+impl Drop for Followed {
+    fn drop(&mut self) {
+        self.end_all("abort");
+    }
+}
+
+/// Times, counted by the least bound that they are within; seconds.
+pub(in crate::api) struct Histogram {
+    pub(in crate::api) bounds: &'static [f64],
+    /// One more than bounds: what is beyond all of them.
+    pub(in crate::api) counts: Vec<AtomicU64>,
+    pub(in crate::api) sum_ns: AtomicU64,
+}
+
+impl Histogram {
+    fn new(bounds: &'static [f64]) -> Self {
+        let counts = (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect();
+        Self { bounds, counts, sum_ns: AtomicU64::new(0) }
+    }
+
+    fn observe(&self, time: Duration) {
+        let seconds = time.as_secs_f64();
+        let bucket = self.bounds.partition_point(|bound| *bound < seconds);
+        self.counts[bucket].fetch_add(1, Ordering::Relaxed);
+        self.sum_ns.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,183 @@
+//! What becomes of a failure that is the server's own: a handler that panics is a 500 and its connection lives on, and every
+//! response of 500 and above is one line of the log.
+//!
+//! A line stands in its request's span, which names the request's id and its route. Nothing here repeats a prompt: a panic is
+//! told without the text that the standard library quotes of a string that was cut wrongly.
+
+use std::any::Any;
+use std::panic::AssertUnwindSafe;
+
+use axum::extract::Request;
+use axum::http::StatusCode;
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use futures::FutureExt;
+
+use crate::api::error::ApiError;
+use crate::text::panic_message;
+
+/// What there is to say of a response that failed, where its body says it otherwise than an [`ApiError`] does.
+#[derive(Clone)]
+pub(in crate::api) struct Why(pub String);
+
+/// Answers in place of a handler that panics.
+pub(in crate::api) async fn catch(request: Request, next: Next) -> Response {
+    let answered = AssertUnwindSafe(next.run(request)).catch_unwind().await;
+    answered.unwrap_or_else(|panic| panicked("", &*panic).into_response())
+}
+
+/// The error that a panic is; `doing` what, where that tells more than the route.
+pub(in crate::api) fn panicked(doing: &str, panic: &(dyn Any + Send)) -> ApiError {
+    let shown = panic_message(panic);
+    ApiError::Panic(if doing.is_empty() { shown } else { format!("{doing}: {shown}") })
+}
+
+/// Logs a response that is the server's failure.
+pub(in crate::api) fn log_response(response: &Response) {
+    let error = response.extensions().get::<ApiError>().map(ApiError::logged);
+    let why = error.or_else(|| response.extensions().get::<Why>().map(|Why(why)| why.clone()));
+    log(response.status(), why.as_deref().unwrap_or("failed, and says no more"));
+}
+
+/// Logs an error that ended a stream, whose headers had told of none.
+pub(in crate::api) fn log_in_stream(error: &ApiError) {
+    if error.status().is_server_error() {
+        log(error.status(), &format!("within a stream: {}", error.logged()));
+    } else {
+        // Its words may be those of what was asked.
+        tracing::info!("broken off: {}", error.code());
+    }
+}
+
+fn log(status: StatusCode, why: &str) {
+    let why = why.replace('\n', " ");
+    match status.as_u16() {
+        status @ 500 => tracing::error!(status, "{why}"),
+        // It goes by, or whoever ended it has told of that.
+        status => tracing::warn!(status, "{why}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::sync::{Arc, Mutex};
+
+    use axum::Router;
+    use axum::body::Body;
+    use axum::routing::post;
+    use futures::{Stream, StreamExt, stream};
+    use http_body_util::BodyExt;
+    use serde_json::Value;
+    use tower::ServiceExt;
+    use tracing::subscriber::DefaultGuard;
+
+    use super::*;
+    use crate::api::around;
+    use crate::api::exchange;
+    use crate::api::exchange::tests::OPTIONS;
+    use crate::api::http::auth::AccessPolicy;
+    use crate::api::server::Server;
+
+    fn server() -> Arc<Server> {
+        Server::new("m", OPTIONS, AccessPolicy::default())
+    }
+
+    /// What this thread logs, as text.
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<u8>>>);
+
+    impl Log {
+        fn begin() -> (Self, DefaultGuard) {
+            let log = Self::default();
+            let sink = log.clone();
+            let subscriber = tracing_subscriber::fmt().with_writer(move || sink.clone()).with_ansi(false);
+            let guard = tracing::subscriber::set_default(subscriber.finish());
+            (log, guard)
+        }
+
+        fn errors(&self) -> Vec<String> {
+            let text = String::from_utf8(self.0.lock().expect("sound").clone()).expect("UTF-8");
+            text.lines().filter(|line| line.contains(" ERROR ")).map(str::to_owned).collect()
+        }
+    }
+
+    impl Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().expect("sound").write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_panic_is_said_in_the_words_of_its_route() {
+        async fn broken() -> Response {
+            panic!("no such thing")
+        }
+        let (log, _here) = Log::begin();
+        let routes = Router::new().route("/v1/messages", post(broken)).route("/v1/completions", post(broken));
+        let router = around(routes, server());
+        for (path, place, kind) in [
+            ("/v1/messages", "/error/type", "api_error"),
+            ("/v1/completions", "/error/code", "internal_error"),
+        ] {
+            let request =
+                Request::post(path).header("x-request-id", "abc").body(Body::empty()).expect("sound");
+            let response = router.clone().oneshot(request).await.expect("handlers do not fail");
+            assert_eq!(
+                (response.status().as_u16(), &response.headers()["x-request-id"]),
+                (500, &"abc".parse().unwrap())
+            );
+            let body = response.into_body().collect().await.expect("a body").to_bytes();
+            let body: Value = serde_json::from_slice(&body).expect("JSON");
+            assert_eq!(body.pointer(place).and_then(Value::as_str), Some(kind), "{body}");
+            assert_eq!(
+                body.get("request_id").and_then(Value::as_str),
+                (path == "/v1/messages").then_some("abc")
+            );
+            assert!(!body.to_string().contains("no such thing"), "{body}");
+        }
+        let errors = log.errors();
+        assert_eq!(errors.len(), 2, "{errors:#?}");
+        for (line, route) in errors.iter().zip(["/v1/messages", "/v1/completions"]) {
+            assert!(line.contains("id=\"abc\"") && line.contains("status=500"), "{line}");
+            assert!(line.contains(&format!("route=\"{route}\"")) && line.contains("no such thing"), "{line}");
+        }
+    }
+
+    /// Two pieces, and then a panic.
+    fn breaks() -> impl Stream<Item = Result<String, ApiError>> {
+        stream::iter(0..).map(|n| if n < 2 { Ok(n.to_string()) } else { panic!("at the {n}nd piece") })
+    }
+
+    #[tokio::test]
+    async fn a_panic_within_a_stream_ends_it_with_an_error() {
+        let (log, _here) = Log::begin();
+        let response = exchange::stream_lines(&server(), breaks());
+        let body = response.into_body().collect().await.expect("a whole body").to_bytes();
+        let body = std::str::from_utf8(&body).expect("UTF-8");
+        let lines: Vec<&str> = body.split("\n\n").filter(|line| !line.is_empty()).collect();
+        let ["data: 0", "data: 1", error, "data: [DONE]"] = lines[..] else { panic!("{body}") };
+        let error: Value = serde_json::from_str(&error["data: ".len()..]).expect("JSON");
+        assert_eq!(error["error"]["code"], "internal_error", "{error}");
+        assert!(!body.contains("2nd"), "{body}");
+        let errors = log.errors();
+        assert!(errors.len() == 1 && errors[0].contains("at the 2nd piece"), "{errors:#?}");
+    }
+
+    #[tokio::test]
+    async fn a_panic_of_work_apart_is_an_error_that_says_what_was_done() {
+        let server = server();
+        let work = || -> Result<(), _> { panic!("of {}", 1) };
+        let error = exchange::apart(&server, 1, "preparing a prompt", work).await.expect_err("it panicked");
+        assert_eq!(error, ApiError::Panic("preparing a prompt: of 1".into()));
+        assert_eq!(
+            (error.status().as_u16(), error.logged()),
+            (500, "a panic: preparing a prompt: of 1".into())
+        );
+        assert!(!error.to_string().contains("preparing"), "{error}");
+    }
+}

@@ -1,0 +1,149 @@
+//! `/health`, for whoever restarts the server.
+//!
+//! Health is a proof, not a flag: the device finished something within the last seconds, or a probe that it is sent does.
+//! While a step is under way no probe is sent; the step is given [`Options::device_timeout`](crate::api::Options).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use crate::api::error::ApiError;
+use crate::api::http::failures::Why;
+use crate::api::server::Server;
+use crate::engine::{EngineError, EngineHandle, Work};
+
+/// A sign of life is good for so long.
+const FRESH: Duration = Duration::from_secs(5);
+/// For a probe, which is microseconds of work.
+const PROBE: Duration = Duration::from_secs(2);
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
+
+/// What a server can say of itself when it is asked for its health.
+pub(in crate::api) enum Health {
+    Ok,
+    Loading,
+    Draining,
+    Lost(String),
+    Failed(String),
+    Unresponsive(String),
+}
+
+impl Health {
+    pub fn of(engine: Option<&EngineHandle>) -> Self {
+        match engine.map(EngineHandle::health) {
+            None => Health::Loading,
+            Some(Ok(())) => Health::Ok,
+            Some(Err(EngineError::ShuttingDown)) => Health::Draining,
+            Some(Err(bug @ EngineError::Bug(_))) => Health::Failed(bug.to_string()),
+            Some(Err(lost)) => Health::Lost(lost.to_string()),
+        }
+    }
+
+    /// Why it is none, for the log.
+    fn why(&self) -> Option<String> {
+        match self {
+            Health::Ok => None,
+            Health::Loading => Some(ApiError::Loading.to_string()),
+            Health::Draining => Some(EngineError::ShuttingDown.to_string()),
+            Health::Lost(message) | Health::Failed(message) | Health::Unresponsive(message) => {
+                Some(message.clone())
+            }
+        }
+    }
+
+    /// Its name, and what there is to say of it.
+    pub fn report(self) -> (HealthName, Option<String>) {
+        match self {
+            Health::Ok => (HealthName::Ok, None),
+            Health::Loading => (HealthName::Loading, None),
+            Health::Draining => (HealthName::Draining, None),
+            Health::Lost(message) => (HealthName::Lost, Some(message)),
+            Health::Failed(message) => (HealthName::Failed, Some(message)),
+            Health::Unresponsive(message) => (HealthName::Unresponsive, Some(message)),
+        }
+    }
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::api) enum HealthName {
+    Ok,
+    Loading,
+    Draining,
+    /// The device is, or its driver failed.
+    Lost,
+    /// The server met a bug.
+    Failed,
+    /// The device does not finish what it was asked.
+    Unresponsive,
+}
+
+#[derive(Serialize, ToSchema)]
+#[schema(as = Health)]
+pub(in crate::api) struct HealthReport {
+    status: HealthName,
+    /// Where it is lost, failed or unresponsive.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    message: Option<String>,
+}
+
+/// Whether the server answers: the device proves it.
+#[utoipa::path(
+    get,
+    path = "/health",
+    operation_id = "getHealth",
+    tag = "server",
+    security(()),
+    responses(
+        (status = 200, description = "Requests are answered.", body = HealthReport),
+        (status = 503, description = "They are not, and why.", body = HealthReport),
+    ),
+)]
+pub(in crate::api) async fn health(State(server): State<Arc<Server>>) -> Response {
+    let health = match server.engine() {
+        Some(engine) => proof(engine, server.options.device_timeout).await,
+        None => Health::Loading,
+    };
+    let why = health.why();
+    let (name, message) = health.report();
+    let report = Json(HealthReport { status: name, message });
+    match why {
+        None => report.into_response(),
+        Some(why) => (StatusCode::SERVICE_UNAVAILABLE, Extension(Why(why)), report).into_response(),
+    }
+}
+
+/// Waits for a sign of the device, no longer than for a probe.
+async fn proof(engine: &EngineHandle, patience: Duration) -> Health {
+    let (asked, probe) = (Instant::now(), PROBE.min(patience));
+    loop {
+        let health = Health::of(Some(engine));
+        if !matches!(health, Health::Ok) {
+            return health;
+        }
+        let signs = engine.signs();
+        if signs.last.is_some_and(|at| at.elapsed() < FRESH) {
+            return Health::Ok;
+        }
+        let silent = |what: &str, since: Instant| {
+            let seconds = since.elapsed().as_secs_f64();
+            Health::Unresponsive(format!("the device has not finished {what} in {seconds:.1} s"))
+        };
+        match signs.work {
+            Some((Work::Step, since)) if since.elapsed() > patience => return silent("a step", since),
+            Some((Work::Step, _)) => return Health::Ok,
+            Some((Work::Probe, since)) if since.elapsed() > probe => return silent("a probe", since),
+            Some((Work::Probe, _)) => {}
+            None if asked.elapsed() > probe => return silent("what it was asked", asked),
+            None => engine.probe(),
+        }
+        tokio::time::sleep(LOOK_AGAIN).await;
+    }
+}

@@ -1,0 +1,199 @@
+//! API keys: where they come from, and which of them it is that was sent.
+//!
+//! A key is kept as its SHA-256 digest, compared in constant time with all of them, and never shown: not in the log, not
+//! in an error, not by `Debug`. It comes from a file or the environment, never from the command line, which every
+//! user of the machine can read. A short one is warned of, by where it stands: a digest keeps nobody from trying all.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use sha2::Digest as _;
+use sha2::Sha256;
+use subtle::{Choice, ConstantTimeEq};
+
+/// Of a file of keys, certificates or one private key.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+const MAX_KEYS: usize = 1024;
+/// A key of fewer characters is warned of: 16 hexadecimal digits are 64 bits, which nobody tries out over a network.
+const LONG_ENOUGH: usize = 16;
+/// Places of short keys that a warning names.
+const MAX_NAMED: usize = 8;
+
+/// The keys that a server accepts; without any it asks for none.
+#[derive(Clone, Default)]
+pub struct Keys(Vec<Digest>);
+
+/// A key's SHA-256: what it is known by.
+pub(in crate::api) type Digest = [u8; 32];
+
+#[derive(Debug, thiserror::Error)]
+pub enum KeysError {
+    #[error("{}: {error}", path.display())]
+    File { path: PathBuf, error: io::Error },
+    #[error("{source_name}: {problem}")]
+    Key { source_name: String, problem: String },
+}
+
+impl Keys {
+    /// One key per line; empty lines and lines that begin with `#` are none. A file without a key is an error: a server
+    /// that was to ask for one must not ask for none.
+    pub fn read(path: &Path) -> Result<Self, KeysError> {
+        let bytes = read_secret(path).map_err(|error| KeysError::File { path: path.to_owned(), error })?;
+        let source_name = path.display().to_string();
+        let problem = |problem: String| KeysError::Key { source_name: source_name.clone(), problem };
+        let text = std::str::from_utf8(&bytes).map_err(|_| problem("expected text in UTF-8".into()))?;
+        let (mut keys, mut short) = (Self::default(), Vec::new());
+        for (n, line) in text.lines().map(str::trim).enumerate() {
+            if !line.is_empty() && !line.starts_with('#') {
+                keys.add(line).map_err(|why| problem(format!("line {}: {why}", n + 1)))?;
+                short.extend((line.len() < LONG_ENOUGH).then_some(n + 1));
+            }
+        }
+        if keys.is_empty() {
+            return Err(problem("holds no key: expected one per line".into()));
+        }
+        warn_of_short(&source_name, "line", &short);
+        Ok(keys)
+    }
+
+    /// Those of a variable called `name`, with commas or blanks between them; an empty one has none.
+    pub fn from_variable(name: &str, text: &str) -> Result<Self, KeysError> {
+        let (mut keys, mut short) = (Self::default(), Vec::new());
+        let each = text.split(|c: char| c == ',' || c.is_whitespace()).filter(|key| !key.is_empty());
+        for (n, key) in each.enumerate() {
+            keys.add(key).map_err(|why| KeysError::Key {
+                source_name: name.to_owned(),
+                problem: format!("key {}: {why}", n + 1),
+            })?;
+            short.extend((key.len() < LONG_ENOUGH).then_some(n + 1));
+        }
+        warn_of_short(name, "key", &short);
+        Ok(keys)
+    }
+
+    fn add(&mut self, key: &str) -> Result<(), String> {
+        if !key.bytes().all(|b| b.is_ascii_graphic()) {
+            return Err("a key is letters, digits and signs of ASCII, without blanks".into());
+        }
+        if self.0.len() == MAX_KEYS {
+            return Err(format!("more than {MAX_KEYS} keys"));
+        }
+        self.0.push(digest(key.as_bytes()));
+        Ok(())
+    }
+
+    /// Both together.
+    pub fn and(mut self, others: Self) -> Self {
+        self.0.extend(others.0);
+        self
+    }
+
+    pub(in crate::api) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Which key it is, if it is one of these. Takes as long whichever it is, or if it is none.
+    pub(in crate::api) fn find(&self, sent: &[u8]) -> Option<Digest> {
+        let sent = digest(sent);
+        let found = self.0.iter().fold(Choice::from(0), |found, key| found | key.ct_eq(&sent));
+        bool::from(found).then_some(sent)
+    }
+}
+
+/// `at` are the places of short keys in their source, counted in `unit`s. Who reads the log learns no key.
+fn warn_of_short(source_name: &str, unit: &str, at: &[usize]) {
+    let (named, further) = at.split_at(at.len().min(MAX_NAMED));
+    let mut named: Vec<String> = named.iter().map(usize::to_string).collect();
+    if !further.is_empty() {
+        named.push(format!("{} more", further.len()));
+    }
+    let Some(last) = named.pop() else { return };
+    let places = match named.is_empty() {
+        true => format!("{unit} {last}"),
+        false => format!("{unit}s {} and {last}", named.join(", ")),
+    };
+    tracing::warn!(
+        "{source_name}: {places}: a key of fewer than {LONG_ENOUGH} characters can be guessed; `openssl rand -hex 24` \
+         makes one that cannot"
+    );
+}
+
+impl fmt::Debug for Keys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Keys({})", self.0.len())
+    }
+}
+
+fn digest(key: &[u8]) -> Digest {
+    Sha256::digest(key).into()
+}
+
+/// A file that others should not read; a warning where they can.
+pub(in crate::api) fn read_secret(path: &Path) -> io::Result<Vec<u8>> {
+    let bytes = read_bounded(path)?;
+    if std::fs::metadata(path)?.permissions().mode() & 0o007 != 0 {
+        let path = path.display();
+        tracing::warn!("{path}: every user of this machine can open it: `chmod o= {path}`");
+    }
+    Ok(bytes)
+}
+
+pub(in crate::api) fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        let problem = format!("larger than {MAX_FILE_BYTES} bytes: is it the right file?");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_compared_whole_and_never_shown() {
+        let keys = Keys::from_variable("V", " alpha,beta\tgamma,, ").unwrap();
+        let found = ["alpha", "beta", "gamma"].map(|key| keys.find(key.as_bytes()).expect("one of them"));
+        assert!(found[0] != found[1] && found[1] != found[2] && found[0] != found[2]);
+        let alone = Keys::from_variable("W", "beta").unwrap();
+        assert_eq!(alone.find(b"beta"), Some(found[1]), "the same beside others");
+        for no in ["", "alph", "alphaa", "ALPHA", "alpha,beta", "V"] {
+            assert_eq!(keys.find(no.as_bytes()), None, "{no:?}");
+        }
+        assert_eq!(format!("{keys:?}"), "Keys(3)");
+        assert!(Keys::from_variable("V", " , ").unwrap().is_empty());
+        let error = Keys::from_variable("V", "fine,sécret").unwrap_err().to_string();
+        assert!(error.contains("V: key 2") && !error.contains("cret"), "{error}");
+    }
+
+    #[test]
+    fn a_file_of_keys_is_lines_and_never_none() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(&file, "# who: alice\nalpha\n\n  beta  \r\n#gamma\n").unwrap();
+        let keys = Keys::read(file.path()).unwrap();
+        assert_eq!(format!("{keys:?}"), "Keys(2)");
+        assert!(keys.find(b"alpha").is_some() && keys.find(b"beta").is_some());
+        assert_eq!(keys.find(b"gamma"), None);
+        for (text, part) in [
+            (&b"# none\n"[..], "no key"),
+            (b"", "no key"),
+            (b"alpha\nbe ta", "line 2"),
+            (b"\xff", "UTF-8"),
+            (&[b'a'; 2 << 20], "larger"),
+        ] {
+            std::fs::write(&file, text).unwrap();
+            let error = Keys::read(file.path()).unwrap_err().to_string();
+            assert!(error.contains(part) && error.contains(file.path().to_str().unwrap()), "{error}");
+            assert!(!error.contains("be ta"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,451 @@
+//! Connections: how many, TLS, and how long one may keep its place without using it.
+//!
+//! HTTP/1.1 alone. A connection must send a whole request head soon after it was opened or after the head's first byte,
+//! must begin the next request before it counts as idle, and must take what is sent to it; while a request is being
+//! answered no clock runs here ([`Options`](crate::api::Options) bounds bodies, the engine deadlines and slow readers). Beyond
+//! [`Connections::most`] nobody is accepted: further ones wait in the system's backlog until a place is free, and while
+//! they may be there, whoever is silent has a second.
+
+use std::future::{Future, pending};
+use std::io::{self, ErrorKind};
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::ConnectInfo;
+use futures::task::AtomicWaker;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, Sleep};
+use tower::ServiceExt;
+
+use crate::api::http::guarded::hold;
+use crate::api::http::tls::Tls;
+
+/// Of a request's head; and so what one connection buffers.
+const MAX_HEAD_BYTES: usize = 64 << 10;
+/// For silence of any kind, while there is no place left.
+const CROWDED: Duration = Duration::from_secs(1);
+/// Where the process has no file descriptor left, or so.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
+const WARN_EVERY: Duration = Duration::from_secs(60);
+/// For a plain request that came where TLS was expected.
+const NOT_TLS: &[u8] = b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n\
+    this server speaks HTTPS: use https://\n";
+
+#[derive(Debug, Clone)]
+pub struct Connections {
+    /// Open at once; at least 1.
+    pub most: usize,
+    /// For a request's head, and for the handshake of TLS.
+    pub head_timeout: Duration,
+    /// Between two requests.
+    pub idle_timeout: Duration,
+    /// While nothing of what is sent is taken.
+    pub write_timeout: Duration,
+    /// None is plain HTTP.
+    pub tls: Option<Tls>,
+}
+
+/// File descriptors that one connection takes: its own, and the one of [`Connection`].
+pub const FILES_PER_CONNECTION: u64 = 2;
+
+/// What a request may learn of the connection that it came on. One that came on none never learns anything.
+#[derive(Debug, Clone)]
+pub(in crate::api) struct Connection {
+    crowded: watch::Receiver<bool>,
+    /// By a second descriptor: what is waited for at the first is the business of whoever reads. None where there was none
+    /// to be had.
+    socket: Option<Arc<TcpStream>>,
+}
+
+impl Connection {
+    /// Resolves when there is no place left for another connection.
+    pub async fn crowded(this: Option<&Self>) {
+        let Some(this) = this else { return pending().await };
+        let crowded = this.crowded.clone().wait_for(|crowded| *crowded).await.is_ok();
+        if !crowded {
+            pending().await
+        }
+    }
+
+    /// Resolves when the client has gone. As long as nobody reads a request's body, nobody else sees it go: its going is
+    /// behind the body in the stream.
+    pub async fn left(this: Option<&Self>) {
+        let Some(socket) = this.and_then(|this| this.socket.as_ref()) else { return pending().await };
+        loop {
+            match socket.ready(Interest::READABLE).await {
+                Ok(ready) if ready.is_read_closed() => return,
+                // More of the body has come. It stays where it is; what comes after it is to be told of.
+                Ok(_) => {
+                    drop(socket.try_io(Interest::READABLE, || Err::<(), _>(ErrorKind::WouldBlock.into())))
+                }
+                Err(_) => return pending().await,
+            }
+        }
+    }
+}
+
+/// A second descriptor of a stream's socket.
+fn second(stream: &TcpStream) -> io::Result<TcpStream> {
+    TcpStream::from_std(stream.as_fd().try_clone_to_owned()?.into())
+}
+
+/// How many connections are open.
+#[derive(Debug, Clone, Default)]
+pub(in crate::api) struct Open(Arc<()>);
+
+impl Open {
+    pub fn count(&self) -> usize {
+        Arc::strong_count(&self.0) - 1
+    }
+}
+
+/// Answers who connects until `stop`; then those under way get to their ends. Dropped, it breaks them off. Each connection
+/// counts as `open` while it has its place.
+pub(in crate::api) async fn listen(
+    listener: TcpListener,
+    app: Router,
+    options: Connections,
+    count: &Open,
+    stop: impl Future<Output = ()>,
+) {
+    let mut stop = pin!(stop);
+    let (stopping, stopped) = watch::channel(());
+    let (crowded, is_crowded) = watch::channel(false);
+    let places = Arc::new(Semaphore::new(options.most));
+    let mut open = JoinSet::new();
+    let mut warned: Option<Instant> = None;
+    loop {
+        while open.try_join_next().is_some() {}
+        let full = places.available_permits() == 0;
+        crowded.send_if_modified(|crowded| std::mem::replace(crowded, full) != full);
+        if full && warned.is_none_or(|at| at.elapsed() > WARN_EVERY) {
+            warned = Some(Instant::now());
+            tracing::warn!("{} connections are open: further ones wait", options.most);
+        }
+        let next = async {
+            let place = Arc::clone(&places).acquire_owned().await.expect("nobody closes it");
+            (place, listener.accept().await)
+        };
+        let (place, accepted) = tokio::select! {
+            biased;
+            () = &mut stop => break,
+            next = next => next,
+        };
+        match accepted {
+            Ok((stream, peer)) => {
+                let signals = Signals { stopped: stopped.clone(), crowded: is_crowded.clone() };
+                let connection = connection(stream, peer, app.clone(), options.clone(), signals);
+                let counted = Arc::clone(&count.0);
+                open.spawn(async move {
+                    connection.await;
+                    drop((place, counted));
+                });
+            }
+            // One that was gone before it was accepted is nobody's loss.
+            Err(error) if is_the_clients(&error) => {}
+            Err(error) => {
+                tracing::warn!("cannot accept a connection: {error}");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+    drop(listener);
+    let _ = stopping.send(());
+    while open.join_next().await.is_some() {}
+}
+
+fn is_the_clients(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
+    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
+}
+
+/// What every connection hears of.
+#[derive(Clone)]
+struct Signals {
+    stopped: watch::Receiver<()>,
+    /// There is no place left.
+    crowded: watch::Receiver<bool>,
+}
+
+async fn connection(
+    mut stream: TcpStream,
+    peer: SocketAddr,
+    app: Router,
+    options: Connections,
+    mut signals: Signals,
+) {
+    // A token is a small packet, and the next one comes later than it should wait for.
+    let _ = stream.set_nodelay(true);
+    let seen = Connection { crowded: signals.crowded.clone(), socket: second(&stream).ok().map(Arc::new) };
+    let Some(tls) = &options.tls else {
+        return http(stream, peer, seen, app, &options, signals).await;
+    };
+    let acceptor = tls.acceptor();
+    let handshake = async {
+        let mut first = [0];
+        // Of TLS, the first byte is that of a handshake record; of HTTP, a letter.
+        if stream.peek(&mut first).await? == 1 && first[0].is_ascii_alphabetic() {
+            stream.write_all(NOT_TLS).await?;
+            stream.shutdown().await?;
+            // Closed on what it sends, it might not read what it was told.
+            tokio::io::copy(&mut stream.take(MAX_HEAD_BYTES as u64), &mut tokio::io::sink()).await?;
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "plain HTTP"));
+        }
+        acceptor.accept(stream).await
+    };
+    let crowded = *signals.crowded.borrow();
+    let patience = if crowded { options.head_timeout.min(CROWDED) } else { options.head_timeout };
+    let handshake = tokio::time::timeout(patience, handshake);
+    let secured = tokio::select! {
+        secured = handshake => secured.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())),
+        _ = signals.stopped.changed() => return,
+    };
+    match secured {
+        Ok(stream) => http(stream, peer, seen, app, &options, signals).await,
+        Err(error) => tracing::debug!("{peer}: no TLS: {error}"),
+    }
+}
+
+async fn http<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: S,
+    peer: SocketAddr,
+    seen: Connection,
+    app: Router,
+    options: &Connections,
+    Signals { mut stopped, mut crowded }: Signals,
+) {
+    let requests = Arc::new(Requests::default());
+    let io = TokioIo::new(Patient::new(stream, Arc::clone(&requests), crowded.clone(), options));
+    let begun = Arc::clone(&requests);
+    let service = service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
+        let under_way = UnderWay::begin(&begun);
+        let mut request = request.map(Body::new);
+        request.extensions_mut().insert(ConnectInfo(peer));
+        request.extensions_mut().insert(seen.clone());
+        let app = app.clone();
+        async move { app.oneshot(request).await.map(|response| hold(response, under_way)) }
+    });
+    let mut connection =
+        pin!(http1::Builder::new().max_buf_size(MAX_HEAD_BYTES).serve_connection(io, service));
+    let ended = loop {
+        tokio::select! {
+            ended = connection.as_mut() => break ended,
+            // The stream looks at its clock again when the connection is polled.
+            Ok(()) = crowded.changed() => {}
+            _ = stopped.changed() => {
+                // Who has not asked yet has nothing to wait for.
+                if requests.begun.load(Ordering::Acquire) == 0 {
+                    return;
+                }
+                connection.as_mut().graceful_shutdown();
+                break connection.await;
+            }
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!("{peer}: {error}");
+    }
+}
+
+/// Those of one connection, as its stream has to know them.
+#[derive(Default)]
+struct Requests {
+    under_way: AtomicUsize,
+    begun: AtomicUsize,
+    /// Of the stream, when the last one ends.
+    ended: AtomicWaker,
+}
+
+/// One request, from its head to the end of its answer.
+struct UnderWay(Arc<Requests>);
+
+impl UnderWay {
+    fn begin(requests: &Arc<Requests>) -> Self {
+        requests.begun.fetch_add(1, Ordering::AcqRel);
+        requests.under_way.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(requests))
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.0.under_way.fetch_sub(1, Ordering::AcqRel);
+        self.0.ended.wake();
+    }
+}
+
+/// A stream that fails with `TimedOut` where its peer keeps it waiting.
+struct Patient<S> {
+    stream: S,
+    requests: Arc<Requests>,
+    crowded: watch::Receiver<bool>,
+    head_timeout: Duration,
+    idle_timeout: Duration,
+    write_timeout: Duration,
+    /// Requests that had begun when this last looked.
+    begun: usize,
+    /// What it waits for, and since when; none while a request is under way.
+    waits: Option<(Wait, Instant)>,
+    clock: Pin<Box<Sleep>>,
+    write_clock: Option<Pin<Box<Sleep>>>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wait {
+    Head,
+    Idle,
+}
+
+impl<S> Patient<S> {
+    fn new(
+        stream: S,
+        requests: Arc<Requests>,
+        crowded: watch::Receiver<bool>,
+        options: &Connections,
+    ) -> Self {
+        let &Connections { head_timeout, idle_timeout, write_timeout, .. } = options;
+        Self {
+            stream,
+            requests,
+            crowded,
+            head_timeout,
+            idle_timeout,
+            write_timeout,
+            begun: 0,
+            waits: Some((Wait::Head, Instant::now())),
+            clock: Box::pin(tokio::time::sleep(head_timeout)),
+            write_clock: None,
+        }
+    }
+
+    /// Ready when the peer has been silent for too long.
+    fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let (wait, since) = *self.waits.get_or_insert_with(|| (Wait::Idle, Instant::now()));
+        let timeout = match wait {
+            Wait::Head => self.head_timeout,
+            Wait::Idle => self.idle_timeout,
+        };
+        let until = since + if *self.crowded.borrow() { timeout.min(CROWDED) } else { timeout };
+        if self.clock.deadline() != until {
+            self.clock.as_mut().reset(until);
+        }
+        self.clock.as_mut().poll(cx)
+    }
+
+    fn written<T>(&mut self, cx: &mut Context<'_>, result: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if result.is_ready() {
+            self.write_clock = None;
+            return result;
+        }
+        let timeout = self.write_timeout;
+        let clock = self.write_clock.get_or_insert_with(|| Box::pin(tokio::time::sleep(timeout)));
+        ready!(clock.as_mut().poll(cx));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.requests.ended.register(cx.waker());
+        let begun = this.requests.begun.load(Ordering::Acquire);
+        if begun != this.begun {
+            this.begun = begun;
+            this.waits = None;
+        }
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut this.stream).poll_read(cx, buffer);
+        if this.requests.under_way.load(Ordering::Acquire) > 0 {
+            return read;
+        }
+        if read.is_ready() {
+            let more = buffer.filled().len() > before;
+            if more && !this.waits.is_some_and(|(wait, _)| wait == Wait::Head) {
+                this.waits = Some((Wait::Head, Instant::now()));
+            }
+            return read;
+        }
+        ready!(this.poll_silence(cx));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let written = Pin::new(&mut this.stream).poll_write(cx, bytes);
+        this.written(cx, written)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let written = Pin::new(&mut this.stream).poll_write_vectored(cx, slices);
+        this.written(cx, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let flushed = Pin::new(&mut this.stream).poll_flush(cx);
+        this.written(cx, flushed)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let shut = Pin::new(&mut this.stream).poll_shutdown(cx);
+        this.written(cx, shut)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_stream_that_takes_nothing_is_given_up_and_one_that_takes_little_is_not() {
+        let options = Connections {
+            most: 1,
+            head_timeout: Duration::from_secs(60),
+            idle_timeout: Duration::from_secs(60),
+            write_timeout: Duration::from_millis(200),
+            tls: None,
+        };
+        let (ours, mut theirs) = tokio::io::duplex(8);
+        let mut stream = Patient::new(ours, Arc::default(), watch::channel(false).1, &options);
+        let reader = async {
+            let mut little = [0; 8];
+            for _ in 0..10 {
+                tokio::time::sleep(Duration::from_millis(40)).await;
+                theirs.read_exact(&mut little).await.unwrap();
+            }
+        };
+        let (sent, ()) = tokio::join!(stream.write_all(&[7; 80]), reader);
+        sent.expect("slowly, and longer than the timeout in all");
+        let error = stream.write_all(&[7; 80]).await.expect_err("nobody reads any more");
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+}

@@ -1,0 +1,263 @@
+//! `/metrics`: counts and times of requests, and what the engine and the device say of themselves, for Prometheus.
+//!
+//! `docs/metrics.md` lists the names. They are vLLM's wherever it has one for the same thing, with `unicorn_` for its `vllm:`
+//! (a colon is for rules that Prometheus itself evaluates), so that its dashboards need that one change.
+//!
+//! Every label's values are few and known beforehand: a path that is no route is `other`. Nothing here is of a request's
+//! text, and no client or key is named.
+
+use std::fmt::{Display, Write};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use axum::extract::State;
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+
+use crate::api::http::counters::{Histogram, locked};
+use crate::api::openapi::AuthErrors;
+use crate::api::server::Server;
+use crate::engine::PoolUse;
+
+/// The text that Prometheus reads, <https://prometheus.io/docs/instrumenting/exposition_formats/>. Every sample has the model's name.
+struct Exposition<'a> {
+    text: String,
+    model: &'a str,
+    name: &'static str,
+}
+
+impl Exposition<'_> {
+    /// Samples up to the next call are of this family.
+    fn family(&mut self, name: &'static str, kind: &str, help: &str) -> &mut Self {
+        self.name = name;
+        let _ = write!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
+        self
+    }
+
+    fn sample(&mut self, labels: &[(&str, &str)], value: impl Display) -> &mut Self {
+        self.line("", labels, value)
+    }
+
+    fn line(&mut self, suffix: &str, labels: &[(&str, &str)], value: impl Display) -> &mut Self {
+        let _ = write!(self.text, "{}{suffix}{{model_name=\"{}\"", self.name, escaped(self.model));
+        for (label, of) in labels {
+            let _ = write!(self.text, ",{label}=\"{}\"", escaped(of));
+        }
+        let _ = writeln!(self.text, "}} {value}");
+        self
+    }
+
+    fn histogram(&mut self, name: &'static str, help: &str, histogram: &Histogram) {
+        self.family(name, "histogram", help);
+        let mut sum = 0;
+        let bounds = histogram.bounds.iter().map(f64::to_string).chain(["+Inf".into()]);
+        for (bound, n) in bounds.zip(&histogram.counts) {
+            sum += n.load(Ordering::Relaxed);
+            self.line("_bucket", &[("le", &bound)], sum);
+        }
+        self.line("_sum", &[], histogram.sum_ns.load(Ordering::Relaxed) as f64 / 1e9);
+        self.line("_count", &[], sum);
+    }
+}
+
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+/// What the server does, for Prometheus.
+#[utoipa::path(
+    get,
+    path = "/metrics",
+    operation_id = "getMetrics",
+    tag = "server",
+    responses(
+        (
+            status = 200,
+            description = "Prometheus' text format.",
+            body = String,
+            content_type = "text/plain; version=0.0.4; charset=utf-8",
+        ),
+        AuthErrors,
+    ),
+)]
+pub(in crate::api) async fn metrics(State(server): State<Arc<Server>>) -> Response {
+    let kind = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
+    (kind, exposition(&server)).into_response()
+}
+
+fn exposition(server: &Server) -> String {
+    let m = &server.metrics;
+    let mut out = Exposition { text: String::new(), model: &server.model_id, name: "" };
+    out.family("unicorn_build_info", "gauge", "The version that runs; always 1.")
+        .sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);
+    out.family("process_start_time_seconds", "gauge", "When the server started, in Unix time.")
+        .sample(&[], server.created);
+    out.family(
+        "unicorn_ready",
+        "gauge",
+        "1 while requests are taken: not while loading, draining, or after the device was lost.",
+    )
+    .sample(&[], u8::from(server.engine().is_some_and(|engine| engine.health().is_ok())));
+    out.family("unicorn_log_lines_lost_total", "counter", "Lines of the log that nobody read in time.")
+        .sample(&[], (server.options.lost_log_lines)());
+    out.family("unicorn_http_requests_total", "counter", "Responses begun, by route and status.");
+    for ((route, status), n) in &*locked(&m.responses) {
+        out.sample(&[("endpoint", route), ("status", &status.to_string())], n);
+    }
+    out.family(
+        "unicorn_requests_total",
+        "counter",
+        "Requests taken, by class and by task of a chat program.",
+    );
+    for (purpose, n) in &*locked(&m.taken) {
+        out.sample(&[("class", purpose.class()), ("task", purpose.task)], n);
+    }
+    out.family("unicorn_request_success_total", "counter", "Answers that ended, by reason.");
+    for (reason, n) in &*locked(&m.finished) {
+        out.sample(&[("finished_reason", reason)], n);
+    }
+    let [prompt, cached, generated] = m.tokens();
+    out.family("unicorn_prompt_tokens_total", "counter", "Tokens of prompts.").sample(&[], prompt);
+    out.family("unicorn_generation_tokens_total", "counter", "Tokens generated.").sample(&[], generated);
+    out.family("unicorn_prefix_cache_queries_total", "counter", "Tokens looked for in the prefix cache.")
+        .sample(&[], prompt);
+    out.family("unicorn_prefix_cache_hits_total", "counter", "Tokens found in the prefix cache.")
+        .sample(&[], cached);
+    for (name, help, histogram) in [
+        ("unicorn_time_to_first_token_seconds", "From submission to the first token.", &m.to_first_token),
+        ("unicorn_inter_token_latency_seconds", "Between two tokens of an answer.", &m.between_tokens),
+        ("unicorn_request_queue_time_seconds", "From submission to the first step.", &m.queued),
+        ("unicorn_request_prefill_time_seconds", "From the first step to the first token.", &m.prefilled),
+        ("unicorn_request_decode_time_seconds", "From the first token to the last.", &m.decoded),
+        ("unicorn_e2e_request_latency_seconds", "From submission to the last token.", &m.answered),
+    ] {
+        out.histogram(name, help, histogram);
+    }
+    if let Some(service) = server.service.get() {
+        out.family("unicorn_grammars_compiled_total", "counter", "Grammars compiled, those that failed too.")
+            .sample(&[], service.grammars_compiled());
+    }
+    of_engine(&mut out, server);
+    of_device(&mut out, server);
+    out.text
+}
+
+fn of_engine(out: &mut Exposition<'_>, server: &Server) {
+    let Some(engine) = server.engine() else { return };
+    let stats = engine.stats();
+    out.family("unicorn_num_requests_waiting", "gauge", "Requests that wait for their first step.")
+        .sample(&[], stats.waiting);
+    out.family("unicorn_num_requests_running", "gauge", "Answers that are being computed.")
+        .sample(&[], stats.running);
+    let pools = [("full", stats.full), ("sliding", stats.sliding)];
+    out.family(
+        "unicorn_kv_cache_usage_perc",
+        "gauge",
+        "Share of a pool's blocks that running answers hold, 0 to 1.",
+    );
+    for (pool, PoolUse { free, cached, held }) in pools {
+        let all = free + cached + held;
+        out.sample(&[("pool", pool)], if all == 0 { 0.0 } else { held as f64 / all as f64 });
+    }
+    out.family(
+        "unicorn_kv_cache_blocks",
+        "gauge",
+        "Blocks of a pool: held by running answers, kept by the prefix cache alone, free.",
+    );
+    for (pool, PoolUse { free, cached, held }) in pools {
+        for (state, n) in [("held", held), ("cached", cached), ("free", free)] {
+            out.sample(&[("pool", pool), ("state", state)], n);
+        }
+    }
+    let guesses = [("lookup", stats.guesses.lookup), ("draft_model", stats.guesses.model)];
+    out.family(
+        "unicorn_spec_decode_num_draft_tokens_total",
+        "counter",
+        "Tokens guessed ahead, by who guessed.",
+    );
+    for (guesser, drafts) in guesses {
+        out.sample(&[("guesser", guesser)], drafts.proposed);
+    }
+    out.family("unicorn_spec_decode_num_accepted_tokens_total", "counter", "Guesses that were right.");
+    for (guesser, drafts) in guesses {
+        out.sample(&[("guesser", guesser)], drafts.accepted);
+    }
+    for (name, help, n) in [
+        ("unicorn_num_preemptions_total", "Answers put off for want of blocks.", stats.preemptions),
+        ("unicorn_steps_total", "Steps given to the device.", stats.steps),
+        ("unicorn_step_tokens_total", "Tokens that those computed.", stats.step_tokens),
+        ("unicorn_step_sequences_total", "Answers that had a share in those.", stats.step_shares),
+    ] {
+        out.family(name, "counter", help).sample(&[], n);
+    }
+    out.family(
+        "unicorn_host_seconds_total",
+        "counter",
+        "Time of the engine's thread beside waiting for the device and for work.",
+    )
+    .sample(&[], stats.host_ns as f64 / 1e9);
+}
+
+fn of_device(out: &mut Exposition<'_>, server: &Server) {
+    let Some(facts) = server.facts() else { return };
+    out.family("unicorn_gpu_memory_bytes", "gauge", "What was placed on the device, by class and heap.");
+    for placed in &facts.placements {
+        out.sample(&[("class", &placed.class), ("heap", &placed.heap)], placed.bytes);
+    }
+    let memory = (facts.memory)();
+    if !memory.heaps.is_empty() {
+        out.family("unicorn_gpu_heap_size_bytes", "gauge", "Memory of the device, by heap.");
+        for heap in &memory.heaps {
+            out.sample(&[("heap", &heap.heap)], heap.size_bytes);
+        }
+        out.family("unicorn_gpu_heap_free_bytes", "gauge", "What of it this process may still take.");
+        for heap in &memory.heaps {
+            out.sample(&[("heap", &heap.heap)], heap.free_bytes);
+        }
+    }
+    let of_driver = [("vram", memory.vram), ("gtt", memory.gtt)];
+    if of_driver.iter().any(|(_, bytes)| bytes.is_some()) {
+        out.family("unicorn_gpu_memory_driver_bytes", "gauge", "What the driver says this process holds.");
+        for (kind, bytes) in of_driver.iter().filter_map(|(kind, bytes)| Some((kind, (*bytes)?))) {
+            out.sample(&[("kind", kind)], bytes);
+        }
+    }
+    if let Some(bytes) = memory.resident {
+        out.family("process_resident_memory_bytes", "gauge", "Host memory of the process.")
+            .sample(&[], bytes);
+    }
+    if let Some(submitted) = (facts.submitted)() {
+        let counters = [
+            ("unicorn_gpu_dispatches_total", "Dispatches given to the device.", submitted.dispatches),
+            ("unicorn_gpu_copies_total", "Copies given to the device.", submitted.copies),
+            ("unicorn_gpu_barriers_total", "Barriers between them.", submitted.barriers),
+        ];
+        for (name, help, value) in counters {
+            out.family(name, "counter", help).sample(&[], value);
+        }
+        let help = "Bytes that dispatches and copies declared to read or write, in whole ranges.";
+        out.family("unicorn_gpu_declared_bytes_total", "counter", help);
+        for (class, bytes) in &submitted.declared {
+            out.sample(&[("class", class)], *bytes);
+        }
+    }
+    let kernels = server.metrics.kernels((facts.kernels)());
+    if !kernels.is_empty() {
+        out.family(
+            "unicorn_kernel_seconds_total",
+            "counter",
+            "Device time by kernel, while gpu.profile is on.",
+        );
+        for kernel in &kernels {
+            out.sample(&[("kernel", &kernel.kernel)], kernel.time.as_secs_f64());
+        }
+        out.family(
+            "unicorn_kernel_dispatches_total",
+            "counter",
+            "Dispatches by kernel, while gpu.profile is on.",
+        );
+        for kernel in &kernels {
+            out.sample(&[("kernel", &kernel.kernel)], kernel.dispatches);
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! What every request goes through on its way to a handler: an id, CORS, and authentication.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::Extension;
+use axum::extract::{ConnectInfo, MatchedPath, Request, State};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use tower::{Layer, ServiceExt};
+use tracing::Instrument;
+
+use crate::api::error::ApiError;
+use crate::api::exchange::Client;
+use crate::api::http::auth::changes;
+use crate::api::http::failures;
+use crate::api::http::guarded::hold;
+use crate::api::http::listen::Connection;
+use crate::api::ids::{REQUEST_ID, request_id};
+use crate::api::openai::responses::store::is_kept;
+use crate::api::server::Server;
+
+/// Needs no key and no name: whoever watches a server knows neither.
+const OPEN: &str = "/health";
+
+/// Gives every request an id, the client's own where it sent a sound one, in the log and in the response; counts it, and
+/// logs it where it fails.
+pub(in crate::api) async fn identify(
+    State(server): State<Arc<Server>>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let id = request_id(request.headers());
+    // For whoever says it in the body too.
+    request.headers_mut().insert(REQUEST_ID, id.clone());
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let route = request.extensions().get::<MatchedPath>().map_or("other", MatchedPath::as_str).to_owned();
+    // The highest level: no filter leaves a line that does not say whose it is.
+    let span = tracing::error_span!("request", id = id.to_str().unwrap_or_default(), route);
+    async move {
+        let mut response = next.run(request).await;
+        tracing::debug!("{method} {path}: {}", response.status());
+        server.metrics.responded(&route, response.status().as_u16());
+        if response.status().is_server_error() {
+            failures::log_response(&response);
+        }
+        response.headers_mut().insert(REQUEST_ID, id);
+        response
+    }
+    .instrument(span)
+    .await
+}
+
+/// Says to browsers what the policy of now lets their pages do.
+pub(in crate::api) async fn cors(
+    State(server): State<Arc<Server>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match server.access().cors() {
+        None => next.run(request).await,
+        Some(cors) => match cors.layer(next).oneshot(request).await {
+            Ok(response) => response,
+            Err(never) => match never {},
+        },
+    }
+}
+
+/// Lets a request in, or says why not.
+pub(in crate::api) async fn authenticate(
+    State(server): State<Arc<Server>>,
+    peer: Option<Extension<ConnectInfo<SocketAddr>>>,
+    connection: Option<Extension<Connection>>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    if request.uri().path() == OPEN {
+        return next.run(request).await;
+    }
+    let policy = server.access();
+    let peer = peer.map(|Extension(ConnectInfo(address))| address.ip());
+    let connection = connection.map(|Extension(connection)| connection);
+    let id = match policy.check(request.method(), request.uri(), request.headers()) {
+        Ok(Some(key)) => server.identities.of_key(&key),
+        Ok(None) => server.identities.of_address(peer),
+        Err(error) => {
+            if error == ApiError::WrongKey {
+                let address = server.identities.of_address(peer);
+                let pause = server.wrong_keys.pause(address, Instant::now());
+                // Meanwhile it holds its connection alone, and only until somebody else needs one.
+                let crowd = Connection::crowded(connection.as_ref());
+                if !pause.is_zero() {
+                    drop(tokio::time::timeout(pause, crowd).await);
+                }
+            }
+            return error.into_response();
+        }
+    };
+    let takes_a_place = changes(request.method()) || is_kept(request.uri().path());
+    request.extensions_mut().insert(Client { id, connection });
+    if !takes_a_place {
+        return next.run(request).await;
+    }
+    let most = policy.requests_per_client;
+    drop(policy);
+    let Some(place) = server.places.take(id, most) else {
+        return ApiError::ClientFull { limit: most }.into_response();
+    };
+    hold(next.run(request).await, place)
+}

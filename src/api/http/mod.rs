@@ -1,0 +1,15 @@
+//! HTTP beneath the wire formats: connections, TLS, who may ask and how much at once, and how the server is.
+
+pub(in crate::api) mod admission;
+pub(in crate::api) mod auth;
+pub(in crate::api) mod counters;
+pub(in crate::api) mod failures;
+pub(in crate::api) mod guarded;
+pub(in crate::api) mod health;
+pub(in crate::api) mod keys;
+pub(in crate::api) mod listen;
+pub(in crate::api) mod metrics;
+pub(in crate::api) mod middleware;
+pub(in crate::api) mod status;
+pub(in crate::api) mod tls;
+pub(in crate::api) mod wrong_keys;

@@ -1,0 +1,267 @@
+//! `/status`: what the server does, for whoever looks at it. No prompt, answer, client or key is in it, nor a path of the
+//! machine.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use crate::api::facts::{HeapNow, KernelTime, MemoryNow, Placed};
+use crate::api::http::health::{Health, HealthName};
+use crate::api::openapi::AuthErrors;
+use crate::api::server::Server;
+use crate::engine::{Drafts, PoolUse};
+
+/// How the server is and what it does. What only the loaded model knows is missing before.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct Status {
+    status: HealthName,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    message: Option<String>,
+    version: &'static str,
+    uptime_s: u64,
+    model: StatusModel,
+    connections: usize,
+    requests: StatusRequests,
+    tokens: StatusTokens,
+    /// Answers that ended, by why.
+    #[schema(value_type = HashMap<String, u64>)]
+    finished: BTreeMap<&'static str, u64>,
+    /// The last one that was the server's fault.
+    #[schema(required)]
+    last_error: Option<LastError>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    guesses: Option<StatusGuesses>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    kv: Option<StatusKv>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    engine: Option<StatusEngine>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    device: Option<StatusDevice>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    memory: Option<StatusMemory>,
+    /// The longest first; empty where they are not measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    kernels: Option<Vec<StatusKernel>>,
+}
+
+#[derive(Serialize, ToSchema)]
+struct StatusModel {
+    id: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    context: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    vocab_size: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    layers: Option<usize>,
+    /// Of the model that guesses; null where there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<usize>, required = false)]
+    draft_layers: Option<Option<usize>>,
+    /// How they are stored.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    weights: Option<String>,
+}
+
+/// Since the start.
+#[derive(Serialize, ToSchema)]
+struct StatusTokens {
+    prompt: u64,
+    /// Of the prompts, what the prefix cache had.
+    cached: u64,
+    generated: u64,
+}
+
+#[derive(Serialize, ToSchema)]
+struct LastError {
+    /// Unix time, in seconds.
+    at: u64,
+    message: String,
+}
+
+/// Tokens guessed, by who guessed.
+#[derive(Serialize, ToSchema)]
+struct StatusGuesses {
+    lookup: Guesses,
+    draft_model: Guesses,
+}
+
+#[derive(Serialize, ToSchema)]
+struct Guesses {
+    proposed: usize,
+    accepted: usize,
+}
+
+#[derive(Serialize, ToSchema)]
+struct StatusRequests {
+    /// Each from its head to the end of its answer.
+    open: usize,
+    /// Requests of them that have their bodies and prompts read, or wait for that.
+    arriving: usize,
+    /// In the engine's queue.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    waiting: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    running: Option<usize>,
+}
+
+/// Blocks of `block_size` tokens: those of layers that see all, and of those that see a window.
+#[derive(Serialize, ToSchema)]
+struct StatusKv {
+    block_size: usize,
+    full: Pool,
+    sliding: Pool,
+}
+
+#[derive(Serialize, ToSchema)]
+struct Pool {
+    held: usize,
+    cached: usize,
+    free: usize,
+}
+
+#[derive(Serialize, ToSchema)]
+struct StatusEngine {
+    max_sequences: usize,
+    steps: u64,
+    /// Of all steps together.
+    step_tokens: u64,
+    preemptions: u64,
+    host_s: f64,
+}
+
+#[derive(Serialize, ToSchema)]
+struct StatusDevice {
+    name: String,
+    driver: String,
+}
+
+/// Null where nobody tells.
+#[derive(Serialize, ToSchema)]
+struct StatusMemory {
+    heaps: Vec<HeapNow>,
+    placed: Vec<Placed>,
+    /// What the kernel said of it.
+    residency: String,
+    #[schema(required)]
+    vram_bytes: Option<u64>,
+    #[schema(required)]
+    gtt_bytes: Option<u64>,
+    /// Of the process.
+    #[schema(required)]
+    resident_bytes: Option<u64>,
+}
+
+#[derive(Serialize, ToSchema)]
+struct StatusKernel {
+    kernel: String,
+    dispatches: u64,
+    seconds: f64,
+}
+
+impl From<Drafts> for Guesses {
+    fn from(drafts: Drafts) -> Self {
+        Self { proposed: drafts.proposed, accepted: drafts.accepted }
+    }
+}
+
+impl From<PoolUse> for Pool {
+    fn from(PoolUse { free, cached, held }: PoolUse) -> Self {
+        Self { held, cached, free }
+    }
+}
+
+/// What the server does, for who looks at it.
+#[utoipa::path(
+    get,
+    path = "/status",
+    operation_id = "getStatus",
+    tag = "server",
+    responses(
+        (status = 200, description = "The answer.", body = Status),
+        AuthErrors,
+    ),
+)]
+pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<Status> {
+    let m = &server.metrics;
+    let [prompt, cached, generated] = m.tokens();
+    let (name, message) = Health::of(server.engine()).report();
+    let engine = server.engine().map(|engine| (engine.stats(), engine.limits()));
+    let (stats, limits) =
+        (engine.as_ref().map(|(stats, _)| stats), engine.as_ref().map(|(_, limits)| limits));
+    let facts = server.facts();
+    let kernel = |KernelTime { kernel, dispatches, time }| StatusKernel {
+        kernel,
+        dispatches,
+        seconds: time.as_secs_f64(),
+    };
+    Json(Status {
+        status: name,
+        message,
+        version: env!("CARGO_PKG_VERSION"),
+        uptime_s: server.started.elapsed().as_secs(),
+        model: StatusModel {
+            id: server.model_id.clone(),
+            context: limits.map(|limits| limits.max_context),
+            vocab_size: limits.map(|limits| limits.vocab_size),
+            layers: facts.map(|facts| facts.layers),
+            draft_layers: facts.map(|facts| facts.draft_layers),
+            weights: facts.map(|facts| facts.weights.clone()),
+        },
+        connections: server.connections.count(),
+        requests: StatusRequests {
+            open: server.places.taken(),
+            arriving: server.arriving.count(),
+            waiting: stats.map(|stats| stats.waiting),
+            running: stats.map(|stats| stats.running),
+        },
+        tokens: StatusTokens { prompt, cached, generated },
+        finished: m.finished(),
+        last_error: m.last_error().map(|(at, message)| LastError { at, message }),
+        guesses: stats.map(|stats| StatusGuesses {
+            lookup: stats.guesses.lookup.into(),
+            draft_model: stats.guesses.model.into(),
+        }),
+        kv: engine.as_ref().map(|(stats, limits)| StatusKv {
+            block_size: limits.kv.block_size,
+            full: stats.full.into(),
+            sliding: stats.sliding.into(),
+        }),
+        engine: engine.as_ref().map(|(stats, limits)| StatusEngine {
+            max_sequences: limits.max_sequences,
+            steps: stats.steps,
+            step_tokens: stats.step_tokens,
+            preemptions: stats.preemptions,
+            host_s: stats.host_ns as f64 / 1e9,
+        }),
+        device: facts.map(|facts| StatusDevice { name: facts.device.clone(), driver: facts.driver.clone() }),
+        memory: facts.map(|facts| {
+            let MemoryNow { heaps, vram, gtt, resident } = (facts.memory)();
+            StatusMemory {
+                heaps,
+                placed: facts.placements.clone(),
+                residency: facts.residency.clone(),
+                vram_bytes: vram,
+                gtt_bytes: gtt,
+                resident_bytes: resident,
+            }
+        }),
+        kernels: facts.map(|facts| m.kernels((facts.kernels)()).into_iter().map(kernel).collect()),
+    })
+}

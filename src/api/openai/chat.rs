@@ -1,0 +1,352 @@
+//! `POST /v1/chat/completions`: OpenAI's chat, from the body to JSON or SSE.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use futures::Stream;
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use crate::api::error::ApiError;
+use crate::api::exchange::{
+    self, Answers, Caller, Exchange, FinishReason, Head, Piece, Reply, TimingsReport, Usage, json_text,
+};
+use crate::api::ids::new_id;
+use crate::api::openai::logprobs::TokenLogprob;
+use crate::api::openai::request;
+use crate::api::openapi::schema::{described, events};
+use crate::api::openapi::{BodyErrors, ChatCompletionRequest};
+use crate::api::server::Server;
+use crate::api::tools::Calling;
+use crate::session::Reason;
+use crate::text::CallPiece;
+
+const CALL_ID_PREFIX: &str = "call_";
+
+described! {
+    ChatEvents [ChatCompletionChunk] => events::<ChatCompletionChunk>();
+}
+
+/// Answers a conversation.
+#[utoipa::path(
+    post,
+    path = "/v1/chat/completions",
+    operation_id = "createChatCompletion",
+    tag = "OpenAI",
+    request_body = ChatCompletionRequest,
+    responses(
+        (
+            status = 200,
+            description = "The answer, or with `stream` its events.",
+            content((ChatCompletion = "application/json"), (inline(ChatEvents) = "text/event-stream")),
+        ),
+        BodyErrors,
+    ),
+)]
+pub(in crate::api) async fn completions(
+    State(server): State<Arc<Server>>,
+    caller: Caller,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let asked = exchange::ask(
+        &server,
+        caller,
+        body,
+        "chatcmpl-",
+        "messages",
+        request::chat,
+        |service, request, _| Ok(vec![service.prepare(request)?]),
+    );
+    let Exchange { wire: form, reply, answers } = asked.await?;
+    if form.stream {
+        Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form.include_usage)))
+    } else {
+        collect(reply, answers).await.map(|body| Json(body).into_response())
+    }
+}
+
+/// Of the whole answer.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct ChatCompletion {
+    #[serde(flatten)]
+    head: Head,
+    #[schema(inline)]
+    object: Whole,
+    choices: Vec<ChatChoice>,
+    usage: Usage,
+    timings: TimingsReport,
+}
+
+#[derive(Serialize, ToSchema)]
+enum Whole {
+    #[serde(rename = "chat.completion")]
+    ChatCompletion,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ChatChoice {
+    index: usize,
+    message: ChatAnswer,
+    #[schema(required)]
+    logprobs: Option<ChatLogprobs>,
+    finish_reason: FinishReason,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ChatAnswer {
+    #[schema(inline)]
+    role: Assistant,
+    /// Null where it calls tools.
+    #[schema(required)]
+    content: Option<String>,
+    /// Always null: OpenAI's field for what its models say instead.
+    #[schema(required)]
+    refusal: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<ToolCall>,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum Assistant {
+    Assistant,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ToolCall {
+    id: String,
+    #[schema(inline)]
+    r#type: Function,
+    function: CalledFunction,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum Function {
+    Function,
+}
+
+#[derive(Serialize, ToSchema)]
+struct CalledFunction {
+    name: String,
+    /// JSON; cut where the answer is.
+    arguments: String,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ChatLogprobs {
+    content: Vec<TokenLogprob>,
+    /// Always null.
+    #[schema(required)]
+    refusal: Option<Vec<TokenLogprob>>,
+}
+
+impl ChatLogprobs {
+    fn new(content: Vec<TokenLogprob>) -> Self {
+        Self { content, refusal: None }
+    }
+}
+
+/// One event of a stream.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct ChatCompletionChunk {
+    #[serde(flatten)]
+    head: Head,
+    #[schema(inline)]
+    object: Part,
+    /// Empty in the chunk that brings `usage`.
+    choices: Vec<ChatChunkChoice>,
+    /// There where it was asked for: null in every chunk but the last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Usage>, required = false)]
+    usage: Option<Option<Usage>>,
+    /// In the last chunk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    timings: Option<TimingsReport>,
+}
+
+#[derive(Serialize, ToSchema)]
+enum Part {
+    #[serde(rename = "chat.completion.chunk")]
+    ChatCompletionChunk,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ChatChunkChoice {
+    index: usize,
+    delta: ChatDelta,
+    #[schema(required)]
+    logprobs: Option<ChatLogprobs>,
+    #[schema(required)]
+    finish_reason: Option<FinishReason>,
+}
+
+/// What is new: the role first, then text or calls; nothing beside a finish reason, or where a token says nothing yet.
+#[derive(Default, Serialize, ToSchema)]
+struct ChatDelta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(inline, nullable = false)]
+    role: Option<Assistant>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    content: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<ToolCallDelta>,
+}
+
+/// Of one call: its name with its id first, and then its arguments piece by piece.
+#[derive(Serialize, ToSchema)]
+struct ToolCallDelta {
+    index: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(inline, nullable = false)]
+    r#type: Option<Function>,
+    function: FunctionDelta,
+}
+
+#[derive(Serialize, ToSchema)]
+struct FunctionDelta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    name: Option<String>,
+    arguments: String,
+}
+
+impl From<CallPiece> for ToolCallDelta {
+    fn from(call: CallPiece) -> Self {
+        match call {
+            CallPiece::Name { index, name } => Self {
+                index,
+                id: Some(new_id(CALL_ID_PREFIX)),
+                r#type: Some(Function::Function),
+                function: FunctionDelta { name: Some(name), arguments: String::new() },
+            },
+            CallPiece::Parameters { index, json } => Self {
+                index,
+                id: None,
+                r#type: None,
+                function: FunctionDelta { name: None, arguments: json },
+            },
+        }
+    }
+}
+
+impl ChatCompletionChunk {
+    /// Where usage is asked for, every chunk has the field.
+    fn new(reply: &Reply, choices: Vec<ChatChunkChoice>, usage: bool) -> Self {
+        Self {
+            head: reply.head(),
+            object: Part::ChatCompletionChunk,
+            choices,
+            usage: usage.then_some(None),
+            timings: None,
+        }
+    }
+}
+
+/// Makes of a text the chunk of a stream that brings it, as JSON.
+pub fn text_chunks(model: &str) -> impl Fn(&str) -> String {
+    let reply = Reply::unasked(model);
+    move |text| {
+        let delta = ChatDelta { content: Some(text.to_owned()), ..ChatDelta::default() };
+        let choice = ChatChunkChoice { index: 0, delta, logprobs: None, finish_reason: None };
+        json_text(&ChatCompletionChunk::new(&reply, vec![choice], false))
+    }
+}
+
+async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, ApiError> {
+    let n = answers.count();
+    let mut logprobs: Vec<_> = (0..n).map(|_| Vec::new()).collect();
+    let (mut texts, mut calls) = (vec![String::new(); n], vec![Vec::<Calling>::new(); n]);
+    let mut last = Reason::Stop;
+    while let Some(piece) = answers.next().await {
+        let piece = piece.map_err(ApiError::of_a_whole_answer)?;
+        texts[piece.choice].push_str(&piece.text);
+        for call in piece.calls {
+            Calling::gather(&mut calls[piece.choice], call);
+        }
+        let token = piece.logprobs.map(|(id, logprobs)| TokenLogprob::new(&answers.service, id, &logprobs));
+        logprobs[piece.choice].extend(token);
+        last = piece.end.unwrap_or(last);
+    }
+    let timings = answers.timings();
+    reply.log(last, &timings);
+    let choices = answers.ends().zip(texts).zip(calls).zip(logprobs).enumerate();
+    let choices = choices.map(|(index, (((reason, text), calls), tokens))| {
+        let call = |Calling { id, name, arguments }| ToolCall {
+            id: format!("{CALL_ID_PREFIX}{id}"),
+            r#type: Function::Function,
+            function: CalledFunction { name, arguments },
+        };
+        let message = ChatAnswer {
+            role: Assistant::Assistant,
+            content: calls.is_empty().then_some(text),
+            refusal: None,
+            tool_calls: calls.into_iter().map(call).collect(),
+        };
+        let logprobs = (!tokens.is_empty()).then(|| ChatLogprobs::new(tokens));
+        ChatChoice { index, message, logprobs, finish_reason: reason.into() }
+    });
+    Ok(ChatCompletion {
+        head: reply.head(),
+        object: Whole::ChatCompletion,
+        choices: choices.collect(),
+        usage: Usage::new(&timings),
+        timings: TimingsReport::new(&timings),
+    })
+}
+
+/// The chunks of a chat: for each answer its role, then content or calls, then the finish reason; behind all of them usage, if
+/// asked.
+fn stream_chunks(
+    reply: Reply,
+    mut answers: Answers,
+    include_usage: bool,
+) -> impl Stream<Item = Result<String, ApiError>> {
+    let chunk = move |reply: &Reply, index, delta, logprobs, reason: Option<Reason>| {
+        let finish_reason = reason.map(FinishReason::from);
+        let choice = ChatChunkChoice { index, delta, logprobs, finish_reason };
+        ChatCompletionChunk::new(reply, vec![choice], include_usage)
+    };
+    async_stream::try_stream! {
+        for choice in 0..answers.count() {
+            let role =
+                ChatDelta { role: Some(Assistant::Assistant), content: Some(String::new()), ..ChatDelta::default() };
+            yield json_text(&chunk(&reply, choice, role, None, None));
+        }
+        while let Some(piece) = answers.next().await {
+            let Piece { choice, text, calls, logprobs, end, .. } = piece?;
+            if !text.is_empty() || !calls.is_empty() || logprobs.is_some() {
+                // Without either: a token that said nothing yet, or stands between calls.
+                let delta = ChatDelta {
+                    content: (calls.is_empty() && !text.is_empty()).then_some(text),
+                    tool_calls: calls.into_iter().map(ToolCallDelta::from).collect(),
+                    ..ChatDelta::default()
+                };
+                let token = logprobs.map(|(id, logprobs)| TokenLogprob::new(&answers.service, id, &logprobs));
+                let logprobs = token.map(|token| ChatLogprobs::new(vec![token]));
+                yield json_text(&chunk(&reply, choice, delta, logprobs, None));
+            }
+            let Some(reason) = end else { continue };
+            let mut last = chunk(&reply, choice, ChatDelta::default(), None, Some(reason));
+            if answers.is_done() {
+                let timings = answers.timings();
+                reply.log(reason, &timings);
+                if include_usage {
+                    yield json_text(&last);
+                    last = ChatCompletionChunk::new(&reply, Vec::new(), true);
+                    last.usage = Some(Some(Usage::new(&timings)));
+                }
+                last.timings = Some(TimingsReport::new(&timings));
+            }
+            yield json_text(&last);
+        }
+    }
+}

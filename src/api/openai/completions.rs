@@ -1,0 +1,352 @@
+//! `POST /v1/completions`: text goes on as it is, without a chat's template. Prompts are a text, a list of texts, or token
+//! ids; `echo` with `logprobs` scores them, which is what evaluation harnesses ask for.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use futures::Stream;
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+use utoipa::ToSchema;
+
+use crate::api::error::ApiError;
+use crate::api::exchange::{
+    self, Answers, Caller, Exchange, FinishReason, Head, Parsed, Piece, Reply, TimingsReport, Usage,
+    json_text,
+};
+use crate::api::fields::{ANSWERS, Fields, TOKENS, TOP_LOGPROBS, missing, model, object};
+use crate::api::openai::logprobs::finite;
+use crate::api::openai::prompts::{MAX_PROMPTS, Prompt, prompts};
+use crate::api::openai::request::options;
+use crate::api::openapi::schema::{described, events};
+use crate::api::openapi::{BodyErrors, CompletionRequest};
+use crate::api::server::Server;
+use crate::engine::Request;
+use crate::model::Logprobs;
+use crate::session::{AnswerText, GenerateRequest, Reason, Service};
+
+/// Tokens of an answer where nobody says how many, as OpenAI has it.
+const MAX_TOKENS: i64 = 16;
+
+/// How the answer is wanted.
+struct Form {
+    prompts: Vec<(String, Prompt)>,
+    /// Answers to each of them.
+    n: usize,
+    stream: bool,
+    include_usage: bool,
+    /// Whether an answer begins with its prompt, and what it begins with then, by prompt.
+    echo: bool,
+    echoes: Vec<Echo>,
+    /// Whether the prompt is all there is to be.
+    prompt_only: bool,
+    logprobs: Option<usize>,
+}
+
+described! {
+    CompletionEvents [Completion] => events::<Completion>();
+}
+
+/// Goes on with texts as they are.
+#[utoipa::path(
+    post,
+    path = "/v1/completions",
+    operation_id = "createCompletion",
+    tag = "OpenAI",
+    request_body = CompletionRequest,
+    responses(
+        (
+            status = 200,
+            description = "The answer, or with `stream` its events.",
+            content((Completion = "application/json"), (inline(CompletionEvents) = "text/event-stream")),
+        ),
+        BodyErrors,
+    ),
+)]
+pub(in crate::api) async fn completions(
+    State(server): State<Arc<Server>>,
+    caller: Caller,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let asked = exchange::ask(&server, caller, body, "cmpl-", "prompt", parse, prepare);
+    let Exchange { wire: form, reply, answers } = asked.await?;
+    if form.stream {
+        Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form)))
+    } else {
+        collect(reply, answers, form).await.map(|body| Json(body).into_response())
+    }
+}
+
+fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
+    let body = object(body)?;
+    let fields = Fields(&body);
+    let model = model(&fields)?;
+    let prompts = prompts("prompt", fields.get("prompt").ok_or_else(|| missing("prompt"))?, MAX_PROMPTS)?;
+    let echo = fields.bool("echo")?.unwrap_or(false);
+    let max_tokens = fields.integer("max_tokens", i64::from(!echo)..=*TOKENS.end())?;
+    let max_tokens = max_tokens.unwrap_or(MAX_TOKENS);
+    let logprobs = fields.integer("logprobs", TOP_LOGPROBS)?.map(|n| n as usize);
+    if fields.string("suffix")?.is_some_and(|suffix| !suffix.is_empty()) {
+        return Err(ApiError::unsupported("suffix", "Gemma-3 was not trained to fill in between two texts"));
+    }
+    // One token is drawn in any case.
+    let Parsed { model, request, stream, cache_salt, wire } =
+        options(&fields, model, Some(max_tokens.max(1)))?;
+    let n = request.n.unwrap_or(1);
+    if fields.integer("best_of", ANSWERS)?.is_some_and(|best_of| best_of != n as i64) {
+        let problem = "all answers are returned: expected the same as n";
+        return Err(ApiError::unsupported("best_of", problem));
+    }
+    let form = Form {
+        prompts,
+        n,
+        stream,
+        include_usage: wire.include_usage,
+        echo,
+        echoes: Vec::new(),
+        prompt_only: max_tokens == 0,
+        logprobs,
+    };
+    let request = GenerateRequest { logprobs, ..request };
+    Ok(Parsed { model, request, stream, cache_salt, wire: form })
+}
+
+fn prepare(
+    service: &Service,
+    request: &GenerateRequest,
+    form: &mut Form,
+) -> Result<Vec<(Request, AnswerText)>, ApiError> {
+    let mut prepared = Vec::with_capacity(form.prompts.len());
+    for (at, prompt) in &form.prompts {
+        let (mut engine, answer) = service.prepare_with(request, || prompt.ids(service, at))?;
+        let mut echo = Echo::default();
+        if form.echo {
+            engine.prompt_logprobs = form.logprobs;
+            echo.ids.clone_from(&engine.prompt);
+            echo.text = match prompt {
+                Prompt::Text(text) => text.clone(),
+                Prompt::Ids(ids) => service.tokenizer().decode(ids, false),
+            };
+        }
+        form.echoes.push(echo);
+        prepared.push((engine, answer));
+    }
+    Ok(prepared)
+}
+
+/// What an answer begins with, where it echoes its prompt.
+#[derive(Default)]
+struct Echo {
+    text: String,
+    ids: Vec<u32>,
+}
+
+/// A completion, or an event of a stream of one.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct Completion {
+    #[serde(flatten)]
+    head: Head,
+    #[schema(inline)]
+    object: TextCompletion,
+    /// Empty in the event that brings `usage`.
+    choices: Vec<CompletionChoice>,
+    /// In a stream, there where it was asked for: null in every event but the last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Usage>, required = false)]
+    usage: Option<Option<Usage>>,
+    /// In a stream, in the last event.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    timings: Option<TimingsReport>,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+enum TextCompletion {
+    TextCompletion,
+}
+
+#[derive(Serialize, ToSchema)]
+struct CompletionChoice {
+    index: usize,
+    text: String,
+    #[schema(required)]
+    logprobs: Option<CompletionLogprobs>,
+    /// Null in the events of a stream but the last of an answer.
+    #[schema(required)]
+    finish_reason: Option<FinishReason>,
+}
+
+/// OpenAI's lists for the tokens of a completion, of one length.
+#[derive(Default, Serialize, ToSchema)]
+struct CompletionLogprobs {
+    tokens: Vec<String>,
+    /// Null for the first token of a prompt: nothing was there to foretell it.
+    token_logprobs: Vec<Option<f64>>,
+    #[schema(value_type = Vec<Option<HashMap<String, f64>>>)]
+    top_logprobs: Vec<Option<Map<String, Value>>>,
+    /// Where each begins, in characters.
+    text_offset: Vec<usize>,
+}
+
+/// The tokens of one answer.
+#[derive(Default)]
+struct Scores {
+    new: CompletionLogprobs,
+    /// Characters so far.
+    offset: usize,
+}
+
+impl Scores {
+    fn push(&mut self, service: &Service, id: u32, logprobs: Option<&Logprobs>) {
+        let piece = service.piece(id);
+        self.new.text_offset.push(self.offset);
+        self.offset += piece.chars().count();
+        self.new.tokens.push(piece);
+        self.new.token_logprobs.push(logprobs.map(|found| finite(found.drawn)));
+        self.new.top_logprobs.push(logprobs.map(|found| {
+            let mut top = Map::new();
+            for (id, logprob) in &found.top {
+                // Of two tokens of the same text, the likelier one.
+                top.entry(service.piece(*id)).or_insert_with(|| json!(finite(*logprob)));
+            }
+            top
+        }));
+    }
+
+    fn prompt(&mut self, service: &Service, ids: &[u32], logprobs: &[Logprobs]) {
+        for (i, id) in ids.iter().enumerate() {
+            self.push(service, *id, i.checked_sub(1).and_then(|before| logprobs.get(before)));
+        }
+    }
+}
+
+/// What an answer is made of so far.
+struct Completing<'a> {
+    form: &'a Form,
+    /// By answer.
+    scores: Vec<Scores>,
+    begun: Vec<bool>,
+}
+
+impl<'a> Completing<'a> {
+    fn new(form: &'a Form) -> Self {
+        let answers = form.n * form.prompts.len();
+        Self { form, scores: (0..answers).map(|_| Scores::default()).collect(), begun: vec![false; answers] }
+    }
+
+    /// The text that a piece adds; its tokens go to the scores.
+    fn take(&mut self, service: &Service, piece: Piece) -> String {
+        let Piece { choice, text, logprobs, stop, prompt, .. } = piece;
+        let mut added = String::new();
+        let echo = &self.form.echoes[choice / self.form.n];
+        // The scores of a prompt come with its first answer, before anything else of any.
+        for (sibling, logprobs) in prompt.iter().flat_map(|p| (0..self.form.n).map(move |i| (choice + i, p)))
+        {
+            self.scores[sibling].prompt(service, &echo.ids, logprobs);
+        }
+        if !std::mem::replace(&mut self.begun[choice], true) {
+            added.push_str(&echo.text);
+        }
+        if !self.form.prompt_only {
+            added.push_str(&text);
+            // The token that ends an answer is scored as well, as OpenAI has it: lm-eval takes the last entry for that of the
+            // one token that it asks for beside its prompt.
+            for (id, logprobs) in logprobs.into_iter().chain(stop) {
+                self.scores[choice].push(service, id, Some(&logprobs));
+            }
+        }
+        added
+    }
+
+    /// Those that came since the last call, where they were asked for.
+    fn scores(&mut self, choice: usize) -> Option<CompletionLogprobs> {
+        self.form.logprobs.map(|_| std::mem::take(&mut self.scores[choice].new))
+    }
+}
+
+/// Why an answer ended; of a prompt alone, that nothing was to follow it.
+fn reason(form: &Form, reason: Reason) -> Reason {
+    if form.prompt_only { Reason::Length } else { reason }
+}
+
+impl Completion {
+    fn new(reply: &Reply, choices: Vec<CompletionChoice>) -> Self {
+        let object = TextCompletion::TextCompletion;
+        Self { head: reply.head(), object, choices, usage: None, timings: None }
+    }
+}
+
+/// The whole reply's last words.
+fn close(reply: &Reply, answers: &Answers, form: &Form, last: Reason) -> (Usage, TimingsReport) {
+    let mut timings = answers.timings();
+    if form.prompt_only {
+        timings.predicted_n = 0;
+    }
+    reply.log(last, &timings);
+    (Usage::new(&timings), TimingsReport::new(&timings))
+}
+
+async fn collect(reply: Reply, mut answers: Answers, form: Form) -> Result<Completion, ApiError> {
+    let service = Arc::clone(&answers.service);
+    let mut all = Completing::new(&form);
+    let mut texts = vec![String::new(); answers.count()];
+    while let Some(piece) = answers.next().await {
+        let piece = piece.map_err(ApiError::of_a_whole_answer)?;
+        let choice = piece.choice;
+        texts[choice].push_str(&all.take(&service, piece));
+    }
+    let ends: Vec<Reason> = answers.ends().map(|end| reason(&form, end)).collect();
+    let choices = texts.into_iter().zip(&ends).enumerate().map(|(index, (text, end))| CompletionChoice {
+        index,
+        text,
+        logprobs: all.scores(index),
+        finish_reason: Some((*end).into()),
+    });
+    let mut body = Completion::new(&reply, choices.collect());
+    let last = ends.last().copied().unwrap_or(Reason::Stop);
+    let (usage, timings) = close(&reply, &answers, &form, last);
+    (body.usage, body.timings) = (Some(Some(usage)), Some(timings));
+    Ok(body)
+}
+
+/// The text of each answer as it comes, then its finish reason; then usage if asked.
+fn stream_chunks(
+    reply: Reply,
+    mut answers: Answers,
+    form: Form,
+) -> impl Stream<Item = Result<String, ApiError>> {
+    async_stream::try_stream! {
+        let service = Arc::clone(&answers.service);
+        let mut all = Completing::new(&form);
+        while let Some(piece) = answers.next().await {
+            let piece = piece?;
+            let (index, end) = (piece.choice, piece.end.map(|end| reason(&form, end)));
+            let text = all.take(&service, piece);
+            let logprobs = all.scores(index);
+            let is_empty = text.is_empty() && logprobs.as_ref().is_none_or(|scores| scores.tokens.is_empty());
+            if is_empty && end.is_none() {
+                continue;
+            }
+            let finish_reason = end.map(FinishReason::from);
+            let mut chunk =
+                Completion::new(&reply, vec![CompletionChoice { index, text, logprobs, finish_reason }]);
+            chunk.usage = form.include_usage.then_some(None);
+            let Some(end) = end.filter(|_| answers.is_done()) else {
+                yield json_text(&chunk);
+                continue;
+            };
+            let (usage, timings) = close(&reply, &answers, &form, end);
+            if form.include_usage {
+                yield json_text(&chunk);
+                chunk = Completion::new(&reply, Vec::new());
+                chunk.usage = Some(Some(usage));
+            }
+            chunk.timings = Some(timings);
+            yield json_text(&chunk);
+        }
+    }
+}

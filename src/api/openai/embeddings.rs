@@ -1,0 +1,224 @@
+//! `POST /v1/embeddings`: the mean over a text's tokens, those that begin it included, of the hidden states behind the
+//! model's final norm, scaled to length 1.
+//!
+//! That is all there is to embed with in a model which was trained to go on with a text and not to compare texts: it does
+//! for what lies close together, and a model made for it does better. Nothing is cut: a text as long as the context, or longer, is
+//! refused. Refuses `dimensions` other than its own, since leaving some out is nothing that this model was trained for.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use futures::StreamExt;
+use futures::stream::FuturesOrdered;
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use crate::api::error::ApiError;
+use crate::api::exchange::{self, Caller};
+use crate::api::fields::{Fields, missing, model, object};
+use crate::api::http::counters::Followed;
+use crate::api::openai::models::List;
+use crate::api::openai::prompts::{DIMENSIONS, MAX_INPUTS, Prompt, prompts};
+use crate::api::openapi::{BodyErrors, EmbeddingsRequest};
+use crate::api::server::Server;
+use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
+use crate::session::Reason;
+
+/// The field with what is to be embedded.
+const INPUT: &str = "input";
+/// Of these, those that the engine has at once: enough for a full step, and few beside what others ask.
+const AT_ONCE: usize = 8;
+
+/// How often, and for how long, a place in the queue is waited for once some of the texts are embedded.
+const MAX_WAITS: u32 = 150;
+const WAIT: Duration = Duration::from_millis(200);
+
+/// How the numbers are written.
+#[derive(Clone, Copy)]
+enum Encoding {
+    Float,
+    /// f32, the least significant byte first.
+    Base64,
+}
+
+impl Encoding {
+    fn write(self, state: Vec<f32>) -> Numbers {
+        match self {
+            Encoding::Float => Numbers::Floats(state),
+            Encoding::Base64 => {
+                let bytes: Vec<u8> = state.iter().flat_map(|x| x.to_le_bytes()).collect();
+                Numbers::Base64(BASE64_STANDARD.encode(bytes))
+            }
+        }
+    }
+}
+
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct Embeddings {
+    #[schema(inline)]
+    object: List,
+    data: Vec<Embedding>,
+    model: String,
+    usage: EmbeddingsUsage,
+}
+
+/// Of one input.
+#[derive(Serialize, ToSchema)]
+struct Embedding {
+    #[schema(inline)]
+    object: EmbeddingObject,
+    index: usize,
+    embedding: Numbers,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum EmbeddingObject {
+    Embedding,
+}
+
+/// As `encoding_format` has it.
+#[derive(Serialize, ToSchema)]
+#[serde(untagged)]
+#[schema(as = EmbeddingNumbers)]
+enum Numbers {
+    Floats(Vec<f32>),
+    /// f32, the least significant byte first.
+    Base64(String),
+}
+
+#[derive(Serialize, ToSchema)]
+struct EmbeddingsUsage {
+    prompt_tokens: usize,
+    total_tokens: usize,
+}
+
+/// Embeds texts.
+#[utoipa::path(
+    post,
+    path = "/v1/embeddings",
+    operation_id = "createEmbedding",
+    tag = "OpenAI",
+    request_body = EmbeddingsRequest,
+    responses(
+        (status = 200, description = "The answer.", body = Embeddings),
+        BodyErrors,
+    ),
+)]
+pub(in crate::api) async fn embeddings(
+    State(server): State<Arc<Server>>,
+    caller: Caller,
+    body: Body,
+) -> Result<Json<Embeddings>, ApiError> {
+    let prepared = exchange::work(&server, &caller.client, body, |server, body| {
+        let body = object(body)?;
+        let fields = Fields(&body);
+        let model = model(&fields)?;
+        let inputs = prompts(INPUT, fields.get(INPUT).ok_or_else(|| missing(INPUT))?, MAX_INPUTS)?;
+        if let Some((at, _)) = inputs.iter().find(|(_, text)| matches!(text, Prompt::Text(t) if t.is_empty()))
+        {
+            return Err(ApiError::invalid(at, "expected a text, got an empty string"));
+        }
+        let encoding = match fields.string("encoding_format")? {
+            None | Some("float") => Encoding::Float,
+            Some("base64") => Encoding::Base64,
+            Some(_) => return Err(ApiError::invalid("encoding_format", "expected \"float\" or \"base64\"")),
+        };
+        let dimensions = fields.integer("dimensions", DIMENSIONS)?;
+        let service = server.service_for(model.as_deref())?;
+        let hidden_size = service.engine().limits().hidden_size;
+        if dimensions.is_some_and(|n| n != hidden_size as i64) {
+            let problem = format!("this model's embeddings have {hidden_size}, and are not made to be cut");
+            return Err(ApiError::unsupported("dimensions", problem));
+        }
+        let ids = inputs.iter().map(|(at, text)| text.ids(&service, at));
+        let ids = ids.collect::<Result<Vec<_>, _>>().map_err(|error| error.in_prompt(INPUT))?;
+        // The engine says so of each when its turn comes; by then the others would be embedded for nothing.
+        let context = service.engine().limits().max_context;
+        if let Some(long) = ids.iter().find(|ids| ids.len() >= context) {
+            let error = SubmitError::ContextExceeded { prompt: long.len(), max_tokens: None, context };
+            return Err(ApiError::from(error).in_prompt(INPUT));
+        }
+        Ok((ids, encoding, service))
+    });
+    let (arriving, (inputs, encoding, service)) = prepared.await?;
+    let mut inputs = inputs.into_iter().peekable();
+    let (mut under_way, mut embedded) = (FuturesOrdered::new(), Vec::with_capacity(inputs.len()));
+    let (mut arriving, mut waits) = (Some(arriving), 0);
+    let purpose = caller.purpose();
+    loop {
+        while under_way.len() < AT_ONCE
+            && let Some(ids) = inputs.peek()
+        {
+            let (client, priority) = (caller.id(), purpose.priority);
+            let request = Request { client, priority, pooling: true, ..Request::new(ids.clone()) };
+            match service.engine().submit(request) {
+                Ok(events) => under_way.push_back(embedding(events, server.metrics.follow(1))),
+                Err(SubmitError::QueueFull { .. }) if !under_way.is_empty() => break,
+                // Others were faster than we: what is done already is not thrown away at once.
+                Err(SubmitError::QueueFull { .. }) if arriving.is_none() && waits < MAX_WAITS => {
+                    waits += 1;
+                    tokio::time::sleep(WAIT).await;
+                    continue;
+                }
+                Err(error) => return Err(ApiError::from(error).in_prompt(INPUT)),
+            }
+            inputs.next();
+            waits = 0;
+        }
+        // From here on the engine's queue is the bound.
+        if arriving.take().is_some() {
+            server.metrics.taken(purpose);
+        }
+        match under_way.next().await {
+            Some(done) => embedded.push(done?),
+            None => break,
+        }
+    }
+
+    let tokens: usize = embedded.iter().map(|(_, timings)| timings.prompt_n).sum();
+    tracing::info!(inputs = embedded.len(), prompt_n = tokens, "embedded");
+    let data = embedded.into_iter().enumerate().map(|(index, (state, _))| Embedding {
+        object: EmbeddingObject::Embedding,
+        index,
+        embedding: encoding.write(state),
+    });
+    Ok(Json(Embeddings {
+        object: List::List,
+        data: data.collect(),
+        model: server.model_id.clone(),
+        usage: EmbeddingsUsage { prompt_tokens: tokens, total_tokens: tokens },
+    }))
+}
+
+/// One text's embedding, of what the engine says of it. Dropped before its end, it is cancelled.
+async fn embedding(mut events: TokenStream, mut followed: Followed) -> Result<(Vec<f32>, Timings), ApiError> {
+    let mut embedding = Vec::new();
+    while let Some(event) = events.next().await {
+        followed.event(&event);
+        match event {
+            Event::Pooled { state } => embedding = unit(state),
+            Event::Finished { timings, .. } => {
+                followed.ended(0, Reason::Stop, &timings);
+                return Ok((embedding, timings));
+            }
+            Event::Failed(error) => return Err(error.into()),
+            Event::Prompt { .. } | Event::Token { .. } => {} // nobody asked
+        }
+    }
+    Err(ApiError::Bug("an embedding had no end".into()))
+}
+
+/// A vector's direction. One of no length, which has none, stays as it is.
+fn unit(mut vector: Vec<f32>) -> Vec<f32> {
+    let length = vector.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    if length > 0.0 {
+        vector.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
+    }
+    vector
+}

@@ -1,0 +1,12 @@
+//! OpenAI's wire formats: chat, completions, responses, embeddings, models.
+
+pub(in crate::api) mod chat;
+pub(in crate::api) mod completions;
+pub(in crate::api) mod conversation;
+pub(in crate::api) mod embeddings;
+pub(in crate::api) mod grammar;
+pub(in crate::api) mod logprobs;
+pub(in crate::api) mod models;
+pub(in crate::api) mod prompts;
+pub(in crate::api) mod request;
+pub(in crate::api) mod responses;

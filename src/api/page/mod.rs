@@ -1,0 +1,73 @@
+//! The page at `/`: a chat and the server's status, for a browser. Its files are part of the binary, and it asks nobody
+//! but this server.
+//!
+//! It tells nothing that is not public, so it needs no key; what it asks of the API does. A policy forbids it scripts
+//! and styles other than its own files, every other origin, frames around it, and the making of markup from text: what
+//! a model writes cannot become script.
+
+use axum::Router;
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use sha2::{Digest, Sha256};
+
+const HTML: &str = "text/html; charset=utf-8";
+const STYLE: &str = "text/css; charset=utf-8";
+const SCRIPT: &str = "text/javascript; charset=utf-8";
+const SVG: &str = "image/svg+xml";
+
+/// Name below `/page/`, type, content.
+const FILES: [(&str, &str, &str); 8] = [
+    ("style.css", STYLE, include_str!("style.css")),
+    ("icon.svg", SVG, include_str!("icon.svg")),
+    ("app.js", SCRIPT, include_str!("app.js")),
+    ("api.js", SCRIPT, include_str!("api.js")),
+    ("chat.js", SCRIPT, include_str!("chat.js")),
+    ("markdown.js", SCRIPT, include_str!("markdown.js")),
+    ("status.js", SCRIPT, include_str!("status.js")),
+    ("store.js", SCRIPT, include_str!("store.js")),
+];
+
+/// Trusted types, where a browser knows them, make an error of every way from text to markup.
+const POLICY: HeaderValue = HeaderValue::from_static(
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; \
+     form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+);
+
+pub(in crate::api) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
+    let index = async |headers: HeaderMap| file(&headers, HTML, include_str!("index.html"));
+    FILES.iter().fold(Router::new().route("/", get(index)), |router, &(name, kind, content)| {
+        let handler = async move |headers: HeaderMap| file(&headers, kind, content);
+        router.route(&format!("/page/{name}"), get(handler))
+    })
+}
+
+/// Whether a path is the page or a file of it.
+pub(in crate::api) fn has(path: &str) -> bool {
+    path == "/" || path.strip_prefix("/page/").is_some_and(|name| FILES.iter().any(|file| file.0 == name))
+}
+
+/// The file, or 304 where the browser has it; it asks each time, since another binary may serve next.
+fn file(headers: &HeaderMap, kind: &'static str, content: &'static str) -> Response {
+    let hash = Sha256::digest(content);
+    let etag: String = hash[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+    let etag = format!("\"{etag}\"");
+    let known = headers.get_all(header::IF_NONE_MATCH).iter().filter_map(|value| value.to_str().ok());
+    // A proxy that compresses makes the tag a weak one.
+    let is_known =
+        known.flat_map(|list| list.split(',')).any(|tag| tag.trim().trim_start_matches("W/") == etag);
+    let mut response =
+        if is_known { StatusCode::NOT_MODIFIED.into_response() } else { content.into_response() };
+    let fields = response.headers_mut();
+    fields.insert(header::ETAG, HeaderValue::from_str(&etag).expect("hexadecimal digits are a header value"));
+    fields.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    fields.insert(header::CONTENT_SECURITY_POLICY, POLICY);
+    fields.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    fields.insert(header::REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
+    if is_known {
+        fields.remove(header::CONTENT_TYPE);
+    } else {
+        fields.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    }
+    response
+}

@@ -1,0 +1,182 @@
+//! What a server is made of: its options, who may use it, the model behind it, and what is counted and kept.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, RwLock};
+use std::time::{Duration, Instant};
+
+use utoipa::openapi::OpenApi;
+
+use crate::api::error::ApiError;
+use crate::api::facts::Facts;
+use crate::api::fields::short;
+use crate::api::http::admission::Turns;
+use crate::api::http::auth::{AccessPolicy, Identities, Places};
+use crate::api::http::counters::Metrics;
+use crate::api::http::listen::Open as OpenConnections;
+use crate::api::http::wrong_keys::WrongKeys;
+use crate::api::ids::unix_time_s;
+use crate::api::openai::responses::store::Responses as StoredResponses;
+use crate::config::SharePrefixes;
+use crate::engine::EngineHandle;
+use crate::session::Service;
+
+/// Requests between their head and the engine's queue: with the largest bodies, half a GiB by default.
+const MAX_ARRIVING: usize = 64;
+/// For one client: whatever it does with them, three others find as many.
+const MAX_ARRIVING_OF_ONE: usize = MAX_ARRIVING / 4;
+
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    pub max_body_bytes: usize,
+    /// A body of which nothing comes for so long is given up, and its place with it.
+    pub body_stall: Duration,
+    /// A body that has taken so long has to come at a certain rate from then on. Small ones are whole by then.
+    pub body_grace: Duration,
+    /// A request waits so long for its turn to be read, and as long for its turn on a processor. Longer than a body may take:
+    /// whoever waits for the slowest ones gets their places.
+    pub turn_timeout: Duration,
+    /// The longest that the refusal of a wrong key waits, after others from its address; zero never waits.
+    pub wrong_key_pause: Duration,
+    /// Responses that are kept for later requests, and about how many bytes of memory they may take; 0 keeps none.
+    pub stored_responses: usize,
+    pub stored_response_bytes: usize,
+    /// Who finds whose prompts in the prefix cache; none is by key where there are several.
+    pub share_prefixes: Option<SharePrefixes>,
+    /// How often a silent stream carries a comment, so that nobody between takes it for dead.
+    pub keep_alive: Duration,
+    /// A step that takes longer is taken for a device that hangs, as far as `/health` goes.
+    pub device_timeout: Duration,
+    /// How many lines of the log were lost so far, for `/metrics`.
+    pub lost_log_lines: fn() -> u64,
+}
+
+/// State of the server, from its start on.
+pub struct Server {
+    pub(in crate::api) model_id: String,
+    /// Unix time, in seconds.
+    pub(in crate::api) created: u64,
+    pub(in crate::api) started: Instant,
+    pub(in crate::api) options: Options,
+    /// Replaced as a whole.
+    pub(in crate::api) access: RwLock<Arc<AccessPolicy>>,
+    pub(in crate::api) identities: Identities,
+    pub(in crate::api) wrong_keys: WrongKeys,
+    pub(in crate::api) places: Places,
+    pub(in crate::api) connections: OpenConnections,
+    /// Requests that may wait in the engine's queue; 0 leaves it as it is.
+    pub(in crate::api) queue: AtomicUsize,
+    pub(in crate::api) service: OnceLock<Arc<Service>>,
+    pub(in crate::api) facts: OnceLock<Facts>,
+    pub(in crate::api) metrics: Arc<Metrics>,
+    /// To have its body read and to wait for a processor, up to the engine's queue.
+    pub(in crate::api) arriving: Turns,
+    /// By microseconds of work.
+    pub(in crate::api) tokenizing: Turns,
+    pub(in crate::api) responses: StoredResponses,
+    /// What the router's routes say of themselves.
+    document: OnceLock<OpenApi>,
+    /// `/openapi.json` without and with keys, once somebody asked for it.
+    documents: [OnceLock<String>; 2],
+}
+
+impl Server {
+    pub fn new(model_id: impl Into<String>, options: Options, access: AccessPolicy) -> Arc<Self> {
+        let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
+        Arc::new(Self {
+            model_id: model_id.into(),
+            created: unix_time_s(),
+            started: Instant::now(),
+            options,
+            access: RwLock::new(Arc::new(access)),
+            identities: Identities::new(),
+            wrong_keys: WrongKeys::new(options.wrong_key_pause),
+            places: Places::default(),
+            connections: OpenConnections::default(),
+            queue: AtomicUsize::new(0),
+            service: OnceLock::new(),
+            facts: OnceLock::new(),
+            metrics: Arc::default(),
+            arriving: Turns::new(MAX_ARRIVING, MAX_ARRIVING_OF_ONE),
+            tokenizing: Turns::new(processors, processors),
+            responses: StoredResponses::new(
+                options.stored_responses,
+                options.stored_response_bytes,
+                options.max_body_bytes,
+            ),
+            document: OnceLock::new(),
+            documents: Default::default(),
+        })
+    }
+
+    /// Another policy for requests that come from now on: other keys, names, pages and bounds. What is under way goes on, and
+    /// what was kept for a key stays its own.
+    pub fn set_access(&self, access: AccessPolicy) {
+        *self.access.write().expect("nothing panics under this lock") = Arc::new(access);
+    }
+
+    pub(in crate::api) fn access(&self) -> Arc<AccessPolicy> {
+        Arc::clone(&self.access.read().expect("nothing panics under this lock"))
+    }
+
+    /// Opens the chat; once. What is behind it comes back.
+    pub fn set_ready(&self, service: Service) -> Arc<Service> {
+        let service = Arc::new(service);
+        assert!(self.service.set(Arc::clone(&service)).is_ok(), "the model was loaded twice");
+        self.fit_queue();
+        service
+    }
+
+    /// Tells `/status` and `/metrics` of the loaded model; once.
+    pub fn set_facts(&self, facts: Facts) {
+        assert!(self.facts.set(facts).is_ok(), "the model was loaded twice");
+    }
+
+    /// Lets so many requests wait in the engine's queue from now on, or from when it is there.
+    pub fn set_queue(&self, queue: usize) {
+        self.queue.store(queue, Ordering::Relaxed);
+        self.fit_queue();
+    }
+
+    /// Keeps what the routes say of themselves, for [`Self::document`].
+    pub(in crate::api) fn set_document(&self, document: OpenApi) {
+        // Of several routers around one server, all say the same.
+        let _ = self.document.set(document);
+    }
+
+    /// The API as a document, as `write` writes it the first time; `keyed` is whether the server asks for a key.
+    pub(in crate::api) fn document(&self, keyed: bool, write: impl FnOnce(OpenApi) -> String) -> String {
+        let write = || write(self.document.get().cloned().unwrap_or_default());
+        self.documents[usize::from(keyed)].get_or_init(write).clone()
+    }
+
+    fn fit_queue(&self) {
+        let queue = self.queue.load(Ordering::Relaxed);
+        if let Some(engine) = self.engine().filter(|_| queue > 0) {
+            engine.set_queue(queue);
+        }
+    }
+
+    pub(in crate::api) fn facts(&self) -> Option<&Facts> {
+        self.facts.get()
+    }
+
+    /// Whether `model` is served; none is whichever is.
+    pub(in crate::api) fn serves(&self, model: Option<&str>) -> Result<(), ApiError> {
+        match model.filter(|asked| *asked != self.model_id) {
+            None => Ok(()),
+            Some(asked) => Err(ApiError::UnknownModel { asked: short(asked), served: self.model_id.clone() }),
+        }
+    }
+
+    /// What answers for `model`, or for whoever names none.
+    pub(in crate::api) fn service_for(&self, model: Option<&str>) -> Result<Arc<Service>, ApiError> {
+        self.serves(model)?;
+        let service = self.service.get().cloned().ok_or(ApiError::Loading)?;
+        service.engine().health()?;
+        Ok(service)
+    }
+
+    pub(in crate::api) fn engine(&self) -> Option<&EngineHandle> {
+        self.service.get().map(|s| s.engine())
+    }
+}
