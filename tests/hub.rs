@@ -456,7 +456,7 @@ fn names_are_read_and_shown_as_they_are_typed() {
         "http://org/tiny",
     ] {
         let error = bad.parse::<ModelName>().expect_err(bad);
-        says(&error, &["expected"][..usize::from(!bad.contains(':'))]);
+        says(&error.into(), &["expected"][..usize::from(!bad.contains(':'))]);
     }
 }
 

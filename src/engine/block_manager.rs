@@ -34,7 +34,7 @@ use std::collections::hash_map::RandomState;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::BuildHasher;
 
-use super::sequence::{CacheSalt, Priority};
+use super::request::{CacheSalt, Priority};
 use crate::model::{BlockCopy, BlockPool, KvLimits};
 
 /// The blocks of one sequence: what [`BlockManager::admit`] gives and [`BlockManager::release`] takes back.

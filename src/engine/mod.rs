@@ -22,6 +22,7 @@
 
 mod block_manager;
 mod pace;
+mod request;
 mod scheduler;
 mod sequence;
 mod speculation;
@@ -29,12 +30,10 @@ mod trial;
 
 pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use pace::{Load, Pace};
+pub use request::{CacheSalt, ClientId, Priority};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
-pub use sequence::{
-    CacheSalt, ClientId, Drafts, End, FinishReason, Fork, Priority, Sequence, SequenceId, SharedMask,
-    TokenMask,
-};
-pub use speculation::Guesses;
+pub use sequence::{End, FinishReason, Fork, Sequence, SequenceId, SharedMask, TokenMask};
+pub use speculation::{Drafts, Guesses};
 pub use trial::{Trial, TrialStep};
 
 use std::collections::{HashMap, VecDeque};

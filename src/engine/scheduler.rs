@@ -35,8 +35,9 @@ use std::time::Duration;
 
 use super::block_manager::{BlockManager, BlockTable, PoolUse};
 use super::pace::{CAREFUL_TOKENS, Load, Pace};
-use super::sequence::{ClientId, Drafts, End, Priority, Sequence, SequenceId};
-use super::speculation::{Guesser, Guesses};
+use super::request::{ClientId, Priority};
+use super::sequence::{End, Sequence, SequenceId};
+use super::speculation::{Drafts, Guesser, Guesses};
 use crate::model::{
     Batch, BatchSequence, BlockPool, DraftRequest, Draw, HistoryCopy, Input, Limits, Logprobs, Pooling,
     Sampled, Sampling, SamplingParams,

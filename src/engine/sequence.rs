@@ -5,42 +5,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::block_manager::BlockTable;
-use super::speculation::{Adaptive, Guesser, Lookup};
+use super::request::{CacheSalt, ClientId, Priority};
+use super::speculation::{Adaptive, Drafts, Guesser, Lookup};
 use crate::model::{Draw, Logprobs, Mask, SamplingParams};
 
 /// Name of an answer inside the engine; never reused.
 pub type SequenceId = u64;
-
-/// Whose request it is, as far as fairness goes: an API key, or a connection.
-pub type ClientId = u64;
-
-/// Who may share what is computed: a prompt finds in the prefix cache what came with the same salt, and nothing else. It is
-/// compared byte by byte; the empty one, the default, is as good as any other.
-#[derive(Clone, Default, PartialEq, Eq, Hash)]
-pub struct CacheSalt(Arc<[u8]>);
-
-impl CacheSalt {
-    pub fn new(bytes: impl Into<Arc<[u8]>>) -> Self {
-        Self(bytes.into())
-    }
-}
-
-/// Not the bytes: who knows them finds what others have asked.
-impl fmt::Debug for CacheSalt {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CacheSalt({} bytes)", self.0.len())
-    }
-}
-
-/// Who goes first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub enum Priority {
-    /// Somebody waits for it.
-    #[default]
-    Interactive,
-    /// Gets on where no interactive request is there, and what it leaves in the prefix cache goes before what those left.
-    Background,
-}
 
 /// How an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,13 +30,6 @@ pub enum FinishReason {
     Stop,
     /// `max_tokens` were generated.
     Length,
-}
-
-/// Ids that were guessed ahead of the model, and how many of them it drew.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Drafts {
-    pub proposed: usize,
-    pub accepted: usize,
 }
 
 /// An answer that parts from another behind their common prompt (`n > 1`): it differs by its seed.

@@ -10,8 +10,6 @@
 
 use std::collections::HashMap;
 
-use super::sequence::Drafts;
-
 /// Tokens that must agree for what followed them to be proposed; tried in this order.
 const GRAMS: [usize; 2] = [3, 2];
 /// Tokens guessed at once, at most and at first.
@@ -21,6 +19,13 @@ const FIRST: usize = 4;
 const INDEXED_AT_ONCE: usize = 8192;
 /// Ids to draw without a guess after one that failed from the start, doubled with each in a row, up to the second.
 const PAUSE: [usize; 2] = [2, 64];
+
+/// Ids that were guessed ahead of the model, and how many of them it drew.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Drafts {
+    pub proposed: usize,
+    pub accepted: usize,
+}
 
 /// Who guessed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

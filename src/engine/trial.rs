@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::block_manager::{BlockManager, BlockTable};
-use super::sequence::{CacheSalt, Priority};
+use super::request::{CacheSalt, Priority};
 use crate::model::{
     Batch, BatchSequence, Draw, Input, Limits, Runner, RunnerError, Sampling, SamplingParams,
 };

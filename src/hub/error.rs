@@ -3,12 +3,12 @@
 use std::io;
 use std::path::PathBuf;
 
-use super::name::{ModelName, RepoId};
+use super::name::{ModelName, NameError, RepoId};
 
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
-    #[error("{0}")]
-    Name(String),
+    #[error(transparent)]
+    Name(#[from] NameError),
     #[error("{0}")]
     Settings(String),
     #[error("{name}: HF_HUB_OFFLINE is set, so nothing is asked of the hub: unset it to pull")]

@@ -6,8 +6,6 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::HubError;
-
 /// The hub's own limit on a name, and the common file systems' on a path component.
 const MAX_NAME: usize = 96;
 const MAX_COMPONENT: usize = 255;
@@ -15,6 +13,11 @@ const MAX_PATH: usize = 1024;
 
 /// The branch a model is on where no revision is named.
 pub const MAIN: &str = "main";
+
+/// What is typed names no model.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct NameError(String);
 
 /// `ORG/NAME`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -59,9 +62,9 @@ impl fmt::Display for RepoId {
 }
 
 impl FromStr for RepoId {
-    type Err = HubError;
+    type Err = NameError;
 
-    fn from_str(text: &str) -> Result<Self, HubError> {
+    fn from_str(text: &str) -> Result<Self, NameError> {
         let good = |part: &str| {
             (1..=MAX_NAME).contains(&part.len())
                 && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
@@ -72,7 +75,7 @@ impl FromStr for RepoId {
         };
         match text.split_once('/') {
             Some((org, name)) if good(org) && good(name) => Ok(Self(text.to_owned())),
-            _ => Err(HubError::Name(format!(
+            _ => Err(NameError(format!(
                 "{text:?} names no model of the hub; expected ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE"
             ))),
         }
@@ -80,16 +83,16 @@ impl FromStr for RepoId {
 }
 
 impl FromStr for ModelName {
-    type Err = HubError;
+    type Err = NameError;
 
-    fn from_str(text: &str) -> Result<Self, HubError> {
+    fn from_str(text: &str) -> Result<Self, NameError> {
         let (rest, file) = split(text, ':');
         let (repo, revision) = split(rest, '@');
         if let Some(file) = file {
-            check_file(file).map_err(|problem| HubError::Name(format!("{text:?}: {file:?} {problem}")))?;
+            check_file(file).map_err(|problem| NameError(format!("{text:?}: {file:?} {problem}")))?;
         }
         if let Some(revision) = revision {
-            check_revision(revision).map_err(|problem| HubError::Name(format!("{text:?}: {problem}")))?;
+            check_revision(revision).map_err(|problem| NameError(format!("{text:?}: {problem}")))?;
         }
         let repo = repo.parse()?;
         Ok(Self { repo, revision: revision.map(str::to_owned), file: file.map(str::to_owned) })

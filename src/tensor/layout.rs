@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use half::f16;
 
-use super::DType;
+use super::dtype::DType;
 
 /// Version of the layouts in this file; native checkpoints name the one they were written in.
 pub const LAYOUT_VERSION: u32 = 1;

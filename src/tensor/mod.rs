@@ -3,37 +3,15 @@
 use std::fmt;
 use std::str::FromStr;
 
+mod dtype;
 mod layout;
 
+pub use dtype::DType;
 pub(crate) use layout::clear_tiles;
 pub use layout::{
     Bits, LAYOUT_VERSION, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_plain_row, pack_row,
     unpack_plain_row, unpack_row,
 };
-
-/// Element type of a checkpoint tensor, as safetensors names them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum DType {
-    F32,
-    F16,
-    BF16,
-    I8,
-    U8,
-    I32,
-    I64,
-}
-
-impl DType {
-    /// Bytes per element.
-    pub const fn size(self) -> usize {
-        match self {
-            DType::F32 | DType::I32 => 4,
-            DType::F16 | DType::BF16 => 2,
-            DType::I8 | DType::U8 => 1,
-            DType::I64 => 8,
-        }
-    }
-}
 
 /// How keys and values are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

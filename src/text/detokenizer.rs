@@ -5,8 +5,7 @@
 //! into one U+FFFD per byte, so its first character is not known to be one before its last byte came.
 //! Each token costs O(its length); nothing is decoded twice.
 
-use super::Tokenizer;
-use super::tokenizer::Piece;
+use super::tokenizer::{Piece, Tokenizer};
 
 /// Turns a stream of token ids into a stream of text.
 #[derive(Clone)]
@@ -22,8 +21,27 @@ pub struct Detokenizer {
     out: String,
 }
 
+impl Tokenizer {
+    /// The text of `ids`. Unknown ids give nothing; a run of byte tokens that is not UTF-8 gives one U+FFFD
+    /// per byte.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        let mut detokenizer = self.detokenizer(skip_special);
+        let mut text = String::new();
+        for &id in ids {
+            text.push_str(detokenizer.push(id));
+        }
+        text.push_str(detokenizer.finish());
+        text
+    }
+
+    /// Decodes one id at a time.
+    pub fn detokenizer(&self, skip_special: bool) -> Detokenizer {
+        Detokenizer::new(self.clone(), skip_special)
+    }
+}
+
 impl Detokenizer {
-    pub(super) fn new(tokenizer: Tokenizer, skip_special: bool) -> Self {
+    fn new(tokenizer: Tokenizer, skip_special: bool) -> Self {
         Self { tokenizer, skip_special, run: Vec::new(), complete: 0, broken: false, out: String::new() }
     }
 

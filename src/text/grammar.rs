@@ -23,7 +23,8 @@ use llguidance::toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, Tok
 use llguidance::{CancellationHandle, JsonCompileOptions, Matcher, ParserFactory};
 use serde_json::{Value, json};
 
-use super::{TextError, Tokenizer};
+use super::error::TextError;
+use super::tokenizer::Tokenizer;
 
 /// Longest grammar, in bytes of its text.
 pub const MAX_GRAMMAR_BYTES: usize = 256 << 10;

@@ -42,8 +42,8 @@ use minijinja::{
 };
 use self_cell::self_cell;
 
-use super::MAX_TEXT_BYTES;
 use super::chat::{is_python_space, python_trim};
+use super::error::MAX_TEXT_BYTES;
 
 /// Largest value, beside as much as the conversation holds.
 const MAX_VALUE_BYTES: usize = 4 * MAX_TEXT_BYTES;

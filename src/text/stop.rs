@@ -5,7 +5,7 @@
 //! No byte of a stop string is ever given out: text that may yet become one is held back, so at most
 //! `MAX_STOP_BYTES - 1` bytes wait. Matching is Knuth-Morris-Pratt, O(1) amortised per byte and stop string.
 
-use super::TextError;
+use super::error::TextError;
 
 /// Most stop strings of one answer: each takes some KiB, and a little time for each byte.
 pub const MAX_STOPS: usize = 16;

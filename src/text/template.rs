@@ -19,9 +19,10 @@ use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind};
 use serde::Deserialize;
 
+use super::chat::Message;
+use super::error::{MAX_TEXT_BYTES, TextError};
 use super::jinja::{self, Exceeded, FUEL, Program};
 use super::panics::panic_text;
-use super::{MAX_TEXT_BYTES, Message, TextError};
 
 const GEMMA: &str = include_str!("gemma.jinja");
 

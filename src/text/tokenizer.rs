@@ -13,7 +13,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Detokenizer, MAX_TEXT_BYTES, TextError};
+use super::error::{MAX_TEXT_BYTES, TextError};
 
 /// Largest vocabulary accepted; Gemma's is a quarter of it. Bounds the decoding table.
 const MAX_VOCAB: usize = 1 << 20;
@@ -94,23 +94,6 @@ impl Tokenizer {
             TextError::Encode { file: self.inner.file.clone(), problem: one_line(&e.to_string()) }
         })?;
         Ok(encoding.get_ids().to_vec())
-    }
-
-    /// The text of `ids`. Unknown ids give nothing; a run of byte tokens that is not UTF-8 gives one U+FFFD
-    /// per byte.
-    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
-        let mut detokenizer = self.detokenizer(skip_special);
-        let mut text = String::new();
-        for &id in ids {
-            text.push_str(detokenizer.push(id));
-        }
-        text.push_str(detokenizer.finish());
-        text
-    }
-
-    /// Decodes one id at a time.
-    pub fn detokenizer(&self, skip_special: bool) -> Detokenizer {
-        Detokenizer::new(self.clone(), skip_special)
     }
 
     /// Largest id + 1. Some ids below it may stand for nothing ([`Self::contains`]).

@@ -7,14 +7,10 @@
 pub mod predict;
 pub mod work;
 
-use std::collections::BTreeMap;
-
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 
-use self::predict::Prediction;
-use super::shapes::{SHAPES, Shape};
+use super::shapes::SHAPES;
 use crate::gpu::compiler::Compiler;
 use crate::gpu::isa::{IsaError, Program, real_waves};
 use crate::gpu::{GpuError, Shader};
@@ -171,56 +167,6 @@ impl Pipeline {
 
     pub fn spills(&self) -> u64 {
         self.statistic("Spilled VGPRs") + self.statistic("Spilled SGPRs")
-    }
-
-    /// Trips of the steady loop, fewest and most, in all that was predicted of the sizes.
-    pub fn trips(&self, shapes: &[Shape], predictions: &[Prediction]) -> Option<(f64, f64)> {
-        let columns = shapes
-            .iter()
-            .flat_map(|s| [s.hidden_size, s.num_attention_heads * s.head_dim, s.intermediate_size]);
-        let products = columns.filter_map(|cols| Some(cost::product_trips(self.shader, cols)? as f64));
-        let name = self.name();
-        let others = predictions
-            .iter()
-            .flat_map(|p| &p.lines)
-            .filter(|line| line.pipeline == name)
-            .map(|line| line.trips);
-        let all: Vec<f64> = products.chain(others).collect();
-        let (least, most) = (all.iter().copied().reduce(f64::min)?, all.iter().copied().reduce(f64::max)?);
-        self.body.is_some().then_some((least, most))
-    }
-
-    pub fn json(&self, shapes: &[Shape], predictions: &[Prediction]) -> Value {
-        json!({
-            "name": self.name(),
-            "shader": self.shader.name,
-            "constants": self.constants,
-            "wave_size": self.subgroup_size,
-            "vgprs": self.statistic("VGPRs"),
-            "sgprs": self.statistic("SGPRs"),
-            "spilled_vgprs": self.statistic("Spilled VGPRs"),
-            "spilled_sgprs": self.statistic("Spilled SGPRs"),
-            "scratch_bytes": self.statistic("Scratch size"),
-            "lds_bytes": self.statistic("LDS size"),
-            "code_bytes": self.statistic("Code size"),
-            "waves_per_simd": self.waves_per_simd(),
-            "wave32_per_simd": self.wave32_per_simd(),
-            "loops": self.program.loops.len(),
-            "total": self.program.total,
-            "steady": self.body.map(|body| {
-                let (least, most) = self.trips(shapes, predictions).unzip();
-                json!({
-                    "trip": body.trip,
-                    "trips_unrolled": body.unrolled,
-                    "trips_least": least,
-                    "trips_most": most,
-                    "weights_per_trip": body.weights * body.unrolled,
-                    "valu_per_weight": body.valu_per_weight(),
-                    "once": body.once,
-                })
-            }),
-            "statistics": self.statistics.iter().cloned().collect::<BTreeMap<_, _>>(),
-        })
     }
 }
 

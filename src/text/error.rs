@@ -1,0 +1,57 @@
+//! What may be wrong with text, or with what reads it.
+
+/// Longest text, in bytes, that is rendered from a conversation or tokenized in one call.
+///
+/// Encoding the worst of it takes about a second and 150 bytes of memory per byte of text, so this bounds what
+/// one request can cost. It is four times the longest Gemma-3 context (131,072 tokens of about four bytes).
+pub const MAX_TEXT_BYTES: usize = 2 << 20;
+
+/// What went wrong with a tokenizer, a template, or a text.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TextError {
+    /// The tokenizer file cannot be used; `problem` names the field and what was expected.
+    #[error("{file}: {problem}")]
+    Tokenizer { file: String, problem: String },
+
+    /// A regular token has no row in the model's embedding.
+    #[error(
+        "{file}: the tokenizer does not fit the model: it holds ids up to {largest} (token {token:?}), the \
+         model's vocabulary has {rows} rows; take the tokenizer.json that came with the weights"
+    )]
+    DoesNotFit { file: String, token: String, largest: u32, rows: usize },
+
+    /// The text holds a token that the tokenizer knows and this model does not (an image token, mostly).
+    #[error(
+        "the text holds the token {token:?} (id {id}), which is outside this model's vocabulary of {rows} \
+         rows; remove it from the text"
+    )]
+    OutsideModel { token: String, id: u32, rows: usize },
+
+    /// The text is longer than [`MAX_TEXT_BYTES`].
+    #[error("the text is too long: {bytes} bytes, at most {limit} are accepted")]
+    TooLong { bytes: usize, limit: usize },
+
+    /// The tokenizer's own pipeline refused the text.
+    #[error("{file}: this text cannot be tokenized: {problem}")]
+    Encode { file: String, problem: String },
+
+    /// The chat template cannot be read, compiled or run; `problem` has its line where known.
+    #[error("{origin}: {problem}")]
+    Template { origin: String, problem: String },
+
+    /// The chat template itself refused the conversation (`raise_exception`), in its own words.
+    #[error("the chat template refused the conversation: {0}")]
+    Raised(String),
+
+    /// There is nothing to render.
+    #[error("messages is empty: a conversation needs at least one message")]
+    NoMessages,
+
+    /// A grammar cannot be compiled, or followed any further; names what in it.
+    #[error("{0}")]
+    Grammar(String),
+
+    /// The stop strings cannot be used.
+    #[error("stop: {0}")]
+    Stop(String),
+}
