@@ -893,19 +893,6 @@ fn an_answer_that_leaves_amid_a_step_of_its_prompt_leaves_the_others_what_the_st
 }
 
 #[test]
-fn a_deadline_that_passes_fails_the_request_alone() {
-    let (engine, control) = start(LIMITS, says(&[], 5));
-    control.allow(3);
-    let late = Request { deadline: Some(Instant::now()), ..request(&[1; 20], 50) };
-    let mut late = engine.submit(late).expect("accepted");
-    let mut other = engine.submit(request(&[2; 20], 50)).expect("accepted");
-    control.release();
-    assert_eq!(collect(&mut late).1, Event::Failed(EngineError::Deadline));
-    assert_eq!(collect(&mut other).0.len(), 50);
-    assert_all_free(&engine);
-}
-
-#[test]
 fn interactive_requests_go_before_background_ones_which_are_not_forgotten() {
     let (engine, control) = start(one_slot(), says(&[], 5));
     control.allow(0);

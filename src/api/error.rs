@@ -216,7 +216,6 @@ impl ApiError {
             404 => (404, "not_found_error"),
             413 => (413, "request_too_large"),
             429 => (429, "rate_limit_error"),
-            504 => (504, "timeout_error"),
             status @ 400..500 => (status, "invalid_request_error"),
             status => (status, "api_error"),
         };
@@ -297,9 +296,6 @@ impl ApiError {
             }
             Self::Engine(EngineError::SlowReader) => {
                 request(StatusCode::REQUEST_TIMEOUT, None, Some("not_read"))
-            }
-            Self::Engine(EngineError::Deadline) => {
-                server(StatusCode::GATEWAY_TIMEOUT, "server_error", Some("deadline"), None)
             }
             Self::Behind => server(unavailable, "server_error", Some("behind"), Some(RETRY_QUEUE_S)),
             Self::Bug(_) | Self::Panic(_) => {

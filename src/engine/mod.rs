@@ -93,8 +93,6 @@ pub struct Request {
     /// With whom it shares the prefix cache.
     pub cache_salt: CacheSalt,
     pub priority: Priority,
-    /// When an answer that is not finished fails.
-    pub deadline: Option<Instant>,
 }
 
 impl Request {
@@ -116,7 +114,6 @@ impl Request {
             client: 0,
             cache_salt: CacheSalt::default(),
             priority: Priority::Interactive,
-            deadline: None,
         }
     }
 }
@@ -226,8 +223,6 @@ pub enum EngineError {
     ShuttingDown,
     #[error("the answer was not read: {EVENTS} tokens for each answer of the request waited for the client")]
     SlowReader,
-    #[error("the request's deadline has passed")]
-    Deadline,
 }
 
 /// Counts at the last step's end; those of events since the start.
@@ -367,7 +362,6 @@ impl EngineHandle {
                 events: sender.clone(),
                 stopped: Arc::clone(&stopped),
                 failure: Arc::clone(&failure),
-                deadline: request.deadline,
                 permit: None,
                 clock: Clock::new(prompt_n),
             })
@@ -639,7 +633,6 @@ struct Answer {
     /// As [`TokenStream::stop`] has it.
     stopped: Arc<[AtomicBool]>,
     failure: Arc<OnceLock<EngineError>>,
-    deadline: Option<Instant>,
     /// Held by the first answer while the request waits.
     permit: Option<Permit>,
     clock: Clock,
@@ -788,21 +781,15 @@ impl StepLoop {
         }
     }
 
-    /// Removes those whose reader left or has enough, and those whose time is over.
+    /// Removes those whose reader left or has enough.
     fn remove_ended(&mut self) {
-        let now = Instant::now();
         let left = |answer: &Answer| {
             answer.events.is_closed() || answer.stopped[answer.choice].load(Ordering::Acquire)
         };
-        let ended = |answer: &Answer| left(answer) || answer.deadline.is_some_and(|at| at <= now);
-        let ids: Vec<SequenceId> = self.answers.iter().filter(|(_, a)| ended(a)).map(|(id, _)| *id).collect();
+        let ids: Vec<SequenceId> = self.answers.iter().filter(|(_, a)| left(a)).map(|(id, _)| *id).collect();
         for id in ids {
             let answer = self.remove(id);
-            if left(&answer) {
-                tracing::debug!(generated = answer.clock.predicted_n, "cancelled: its reader left");
-            } else {
-                answer.fail(EngineError::Deadline);
-            }
+            tracing::debug!(generated = answer.clock.predicted_n, "cancelled: its reader left");
         }
     }
 

@@ -138,7 +138,7 @@ impl Followed {
             }
             Event::Failed(error) => {
                 match error {
-                    EngineError::SlowReader | EngineError::Deadline => self.end_all("abort"),
+                    EngineError::SlowReader => self.end_all("abort"),
                     EngineError::Lost(_)
                     | EngineError::Bug(_)
                     | EngineError::NotFinite

@@ -2,7 +2,7 @@
 //!
 //! HTTP/1.1 alone. A connection must send a whole request head soon after it was opened or after the head's first byte,
 //! must begin the next request before it counts as idle, and must take what is sent to it; while a request is being
-//! answered no clock runs here ([`Options`](crate::api::Options) bounds bodies, the engine deadlines and slow readers). Beyond
+//! answered no clock runs here ([`Options`](crate::api::Options) bounds bodies, the engine slow readers). Beyond
 //! [`Connections::most`] nobody is accepted: further ones wait in the system's backlog until a place is free, and while
 //! they may be there, whoever is silent has a second.
 

@@ -175,7 +175,6 @@ fn body_errors<E: ToSchema>() -> Refusals {
         (413, "The body is too large."),
         (429, "The queue is full, or too much of this client is under way."),
         (503, "The model is loading, or the server is too busy to read it or to go on, or ends, or its device is lost."),
-        (504, "The answer took longer than it may."),
     ]));
     all
 }
