@@ -1,7 +1,10 @@
-//! Whose a request is, and what it may take: what the queue, the scheduler and the prefix cache go by.
+//! What is asked of the engine, and whose it is.
 
 use std::fmt;
 use std::sync::Arc;
+
+use super::mask::TokenMask;
+use crate::model::SamplingParams;
 
 /// Whose request it is, as far as fairness goes: an API key, or a connection.
 pub type ClientId = u64;
@@ -32,4 +35,63 @@ pub enum Priority {
     Interactive,
     /// Gets on where no interactive request is there, and what it leaves in the prefix cache goes before what those left.
     Background,
+}
+
+/// Events of each answer of a request that may wait for its reader: some seconds of an answer, or a reader's pause.
+pub const EVENTS: usize = 1024;
+
+/// The longest queue that an engine may have.
+pub const MAX_QUEUE: usize = 4096;
+
+/// One prompt and how to answer it. Ids are `0..limits.vocab_size`.
+#[derive(Debug, Clone)]
+pub struct Request {
+    pub prompt: Vec<u32>,
+    pub sampling: SamplingParams,
+    /// Ids to generate at most; none is what the context leaves after the prompt.
+    pub max_tokens: Option<usize>,
+    /// Ids that end the answer and are not part of it.
+    pub stop_token_ids: Vec<u32>,
+    /// Ids to generate before one of those may come.
+    pub min_tokens: usize,
+    /// Added to the logits of these ids, none of them twice.
+    pub bias: Vec<(u32, f32)>,
+    /// Which ids may come next; each answer has its own.
+    pub mask: Option<Box<dyn TokenMask>>,
+    /// Log probabilities of the ids, and of so many of the most likely ones in their places.
+    pub logprobs: Option<usize>,
+    /// The same for the ids of the prompt but the first, which is computed afresh for it.
+    pub prompt_logprobs: Option<usize>,
+    /// The mean of the prompt's hidden states is wanted, and no answer: of what is above, the prompt alone counts.
+    pub pooling: bool,
+    /// Seeds of further answers to the same prompt, which is computed once.
+    pub more_seeds: Vec<u64>,
+    /// Whose request it is, for fairness between them.
+    pub client: ClientId,
+    /// With whom it shares the prefix cache.
+    pub cache_salt: CacheSalt,
+    pub priority: Priority,
+}
+
+impl Request {
+    /// One greedy answer, as long as the context allows, of interactive priority, whose cached prefix is everybody's who
+    /// gives no salt.
+    pub fn new(prompt: Vec<u32>) -> Self {
+        Self {
+            prompt,
+            sampling: SamplingParams::GREEDY,
+            max_tokens: None,
+            stop_token_ids: Vec::new(),
+            min_tokens: 0,
+            bias: Vec::new(),
+            mask: None,
+            logprobs: None,
+            prompt_logprobs: None,
+            pooling: false,
+            more_seeds: Vec::new(),
+            client: 0,
+            cache_salt: CacheSalt::default(),
+            priority: Priority::Interactive,
+        }
+    }
 }

@@ -1,13 +1,13 @@
 //! One prompt and its answer, as the scheduler sees it: ids, lengths, blocks and limits.
 
-use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::block_manager::BlockTable;
+use super::mask::SharedMask;
 use super::request::{CacheSalt, ClientId, Priority};
 use super::speculation::{Adaptive, Drafts, Guesser, Lookup};
-use crate::model::{Draw, Logprobs, Mask, SamplingParams};
+use crate::model::{Draw, Logprobs, SamplingParams};
 
 /// Name of an answer inside the engine; never reused.
 pub type SequenceId = u64;
@@ -23,86 +23,11 @@ pub enum End {
     NotFinite,
 }
 
-/// Why an answer ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FinishReason {
-    /// The model yielded one of the request's stop ids.
-    Stop,
-    /// `max_tokens` were generated.
-    Length,
-}
-
 /// An answer that parts from another behind their common prompt (`n > 1`): it differs by its seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fork {
     pub id: SequenceId,
     pub seed: u64,
-}
-
-/// Says which ids may come next in one answer, as a grammar has it.
-///
-/// It is asked once for each id, and sees all that came before: a sequence with a mask has no step in flight while its
-/// next one is prepared. It is asked when the layers of that step are under way on the device.
-pub trait TokenMask: Send {
-    /// Bit `id % 32` of word `id / 32` is set where an id may follow `answer`, at least one, for the whole vocabulary.
-    /// `answer` is what it was at the last call and one id more, or the same again, where that draw was lost.
-    fn mask(&mut self, answer: &[u32]) -> Arc<[u32]>;
-
-    /// Whether every id may follow `answer`, and will from then on. Asked when an id has come: an answer that has become free
-    /// runs ahead of the host again, and is guessed.
-    fn is_free(&mut self, answer: &[u32]) -> bool;
-
-    /// How long its masks took since this was last asked, and what they follow from: all others wait meanwhile, so it is
-    /// counted against its client.
-    fn take_time(&mut self) -> Duration {
-        Duration::ZERO
-    }
-
-    /// A copy for another answer, which has taken no time yet.
-    fn boxed_clone(&self) -> Box<dyn TokenMask>;
-}
-
-impl Clone for Box<dyn TokenMask> {
-    fn clone(&self) -> Self {
-        self.boxed_clone()
-    }
-}
-
-impl fmt::Debug for dyn TokenMask {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("TokenMask")
-    }
-}
-
-/// The mask of one answer, which the steps that draw it share.
-#[derive(Debug)]
-pub struct SharedMask(Arc<Mutex<Box<dyn TokenMask>>>);
-
-impl SharedMask {
-    pub fn new(mask: Box<dyn TokenMask>) -> Self {
-        Self(Arc::new(Mutex::new(mask)))
-    }
-
-    fn is_free(&self, answer: &[u32]) -> bool {
-        self.0.lock().expect("a grammar does not panic").is_free(answer)
-    }
-
-    fn take_time(&self) -> Duration {
-        self.0.lock().expect("a grammar does not panic").take_time()
-    }
-
-    /// What may follow `answer`.
-    fn behind(&self, answer: &[u32]) -> Mask {
-        let (mask, answer) = (Arc::clone(&self.0), answer.to_vec());
-        Mask::new(move || mask.lock().expect("a grammar does not panic").mask(&answer))
-    }
-}
-
-/// That of another answer.
-impl Clone for SharedMask {
-    fn clone(&self) -> Self {
-        Self::new(self.0.lock().expect("a grammar does not panic").clone())
-    }
 }
 
 /// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted, and but for guesses and for

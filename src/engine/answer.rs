@@ -1,0 +1,149 @@
+//! What a client is told of its answers, and who tells it.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc as events;
+
+use super::error::EngineError;
+use super::shared::Permit;
+use super::speculation::Drafts;
+use crate::model::Logprobs;
+
+/// Why an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FinishReason {
+    /// The model yielded one of the request's stop ids.
+    Stop,
+    /// `max_tokens` were generated.
+    Length,
+}
+
+/// Where a request's time went, up to the event that carries it.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Timings {
+    /// From submission to the first step.
+    pub queue: Duration,
+    /// From the first step to the first id.
+    pub prefill: Duration,
+    /// From the first id to this one.
+    pub decode: Duration,
+    /// Tokens of the prompt.
+    pub prompt_n: usize,
+    /// Of these, those that the prefix cache had.
+    pub cached_n: usize,
+    /// Ids sampled so far, a stop id included.
+    pub predicted_n: usize,
+    /// Of these, those guessed ahead, and the guesses that there were.
+    pub drafts: Drafts,
+}
+
+/// `choice` counts the answers of a request: 0, and one for each of [`Request::more_seeds`].
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// Before all others, where they were asked for: those of the prompt's ids but the first.
+    Prompt { logprobs: Vec<Logprobs> },
+    /// What a request with [`Request::pooling`] is for: the mean over its tokens of the hidden states behind the final norm,
+    /// `[hidden_size]`.
+    Pooled { state: Vec<f32> },
+    Token {
+        choice: usize,
+        id: u32,
+        /// Where they were asked for.
+        logprobs: Option<Logprobs>,
+        timings: Timings,
+    },
+    /// Last event of an answer.
+    Finished {
+        choice: usize,
+        reason: FinishReason,
+        /// The stop id that ended it, which is no token of the answer, where log probabilities were asked for.
+        stop: Option<(u32, Logprobs)>,
+        timings: Timings,
+    },
+    /// Last event of a request that ended without all its answers.
+    Failed(EngineError),
+}
+
+impl Event {
+    /// Whose it is; none where it is that of all answers.
+    pub fn choice(&self) -> Option<usize> {
+        match self {
+            Event::Token { choice, .. } | Event::Finished { choice, .. } => Some(*choice),
+            Event::Prompt { .. } | Event::Pooled { .. } | Event::Failed(_) => None,
+        }
+    }
+}
+
+/// Who asked, as the engine thread knows them: one for each answer.
+pub(super) struct Answer {
+    pub(super) choice: usize,
+    pub(super) events: events::Sender<Event>,
+    /// As [`TokenStream::stop`] has it.
+    pub(super) stopped: Arc<[AtomicBool]>,
+    pub(super) failure: Arc<OnceLock<EngineError>>,
+    /// Held by the first answer while the request waits.
+    pub(super) permit: Option<Permit>,
+    pub(super) clock: Clock,
+}
+
+impl Answer {
+    /// False where the reader is too far behind to be told.
+    #[must_use]
+    pub(super) fn send(&self, event: Event) -> bool {
+        match self.events.try_send(event) {
+            // A reader that left: the request is removed before the next step.
+            Ok(()) | Err(events::error::TrySendError::Closed(_)) => true,
+            Err(events::error::TrySendError::Full(_)) => false,
+        }
+    }
+
+    /// The last event, where there is still room for one; else the reader finds it behind the others.
+    pub(super) fn fail(self, error: EngineError) {
+        let _ = self.failure.set(error.clone());
+        let _ = self.send(Event::Failed(error));
+    }
+}
+
+/// When the stages of a request began.
+pub(super) struct Clock {
+    pub(super) submitted: Instant,
+    pub(super) started: Option<Instant>,
+    pub(super) first: Option<Instant>,
+    pub(super) prompt_n: usize,
+    pub(super) cached_n: usize,
+    pub(super) drafts: Drafts,
+    pub(super) predicted_n: usize,
+}
+
+impl Clock {
+    pub(super) fn new(prompt_n: usize) -> Self {
+        Self {
+            submitted: Instant::now(),
+            started: None,
+            first: None,
+            prompt_n,
+            cached_n: 0,
+            drafts: Drafts::default(),
+            predicted_n: 0,
+        }
+    }
+
+    /// Notes that so many ids were sampled, and says where the time went.
+    pub(super) fn tick(&mut self, ids: usize) -> Timings {
+        let now = Instant::now();
+        let started = self.started.unwrap_or(now);
+        let first = *self.first.get_or_insert(now);
+        self.predicted_n += ids;
+        Timings {
+            queue: started - self.submitted,
+            prefill: first - started,
+            decode: now - first,
+            prompt_n: self.prompt_n,
+            cached_n: self.cached_n,
+            predicted_n: self.predicted_n,
+            drafts: self.drafts,
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! The engine as the rest of the program has it: it is started, asked, and ended through a handle.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::task::{Context, Poll, ready};
+use std::thread;
+use std::time::Duration;
+
+use tokio::sync::mpsc as events;
+
+use super::answer::{Answer, Clock, Event};
+use super::error::{EngineError, SubmitError};
+use super::mask::SharedMask;
+use super::request::{EVENTS, MAX_QUEUE, Request};
+use super::scheduler::SchedulerConfig;
+use super::sequence::{Fork, Sequence};
+use super::shared::{Permit, Shared, Signs, Stats};
+use super::step_loop::{EndGuard, Message, StepLoop, Submitted};
+use crate::model::{Limits, MAX_BIASES, MAX_LOGPROBS, Runner};
+
+#[derive(Debug, Clone, Copy)]
+pub struct EngineConfig {
+    /// Requests that may wait beyond those that run: 1 to [`MAX_QUEUE`].
+    pub queue: usize,
+    pub scheduler: SchedulerConfig,
+}
+
+pub struct Engine;
+
+impl Engine {
+    /// Starts the engine thread, which owns the runner until it ends. It ends once every handle is dropped and
+    /// all work is done, after [`EngineHandle::drain`] or [`EngineHandle::abort`], or when the device fails.
+    pub fn start(runner: Box<dyn Runner>, config: EngineConfig) -> EngineHandle {
+        assert!((1..=MAX_QUEUE).contains(&config.queue), "a queue of {} requests", config.queue);
+        let limits = runner.limits();
+        // One place more than requests that may wait: the wake-up of `drain` and `abort` always fits.
+        let (inbox, messages) = sync_channel(MAX_QUEUE + 1);
+        let shared = Arc::new(Shared {
+            limits,
+            queue: AtomicUsize::new(config.queue),
+            waiting: AtomicUsize::new(0),
+            stats: Mutex::new(Stats::default()),
+            signs: Mutex::new(Signs::default()),
+            probe: AtomicBool::new(false),
+            next_id: AtomicU64::new(0),
+            draining: AtomicBool::new(false),
+            aborted: AtomicBool::new(false),
+            cause: OnceLock::new(),
+            ended: Mutex::new(false),
+            end: Condvar::new(),
+        });
+        let config = SchedulerConfig { draft_model: runner.has_draft(), ..config.scheduler };
+        let mut engine = StepLoop::new(runner, config, messages, Arc::clone(&shared));
+        let handle = EngineHandle { inbox, shared: Arc::clone(&shared) };
+        thread::Builder::new()
+            .name("engine".into())
+            .spawn(move || {
+                // Dropped after the runner, or `join` would return while its destructor runs.
+                let _end = EndGuard(shared);
+                // What it says and where is the panic hook's to tell.
+                if catch_unwind(AssertUnwindSafe(|| engine.run())).is_err() {
+                    engine.shared.end_for(EngineError::Bug("the engine met a bug (see the log)".into()));
+                    tracing::error!("the engine met a bug and stops");
+                }
+                engine.end();
+            })
+            .expect("spawn the engine thread");
+        handle
+    }
+}
+
+/// Cheap to clone; every method may be called from any thread, and none but [`EngineHandle::join`] blocks.
+#[derive(Clone)]
+pub struct EngineHandle {
+    inbox: SyncSender<Message>,
+    shared: Arc<Shared>,
+}
+
+impl EngineHandle {
+    pub fn limits(&self) -> Limits {
+        self.shared.limits
+    }
+
+    /// Puts a request on the queue, or says at once why not.
+    pub fn submit(&self, request: Request) -> Result<TokenStream, SubmitError> {
+        self.health()?;
+        let max_tokens = self.admissible(&request)?;
+        let permit = Permit::take(&self.shared, request.priority)?;
+
+        let choices = 1 + request.more_seeds.len();
+        let (sender, receiver) = events::channel(EVENTS * choices);
+        let id = self.shared.next_id.fetch_add(choices as u64, Ordering::Relaxed);
+        let prompt_n = request.prompt.len();
+        let mut sequence = Sequence::new(id, request.prompt, request.sampling, max_tokens);
+        sequence.client = request.client;
+        sequence.priority = request.priority;
+        sequence.cache_salt = request.cache_salt;
+        // What the model has no row for never comes.
+        let vocab_size = self.shared.limits.vocab_size;
+        sequence.stop_token_ids = request.stop_token_ids;
+        sequence.stop_token_ids.retain(|id| (*id as usize) < vocab_size);
+        sequence.min_tokens = request.min_tokens;
+        sequence.bias = request.bias.into();
+        sequence.mask = request.mask.map(SharedMask::new);
+        sequence.logprobs = request.logprobs;
+        sequence.prompt_logprobs = request.prompt_logprobs;
+        sequence.pooling = request.pooling;
+        sequence.forks = (id + 1..).zip(request.more_seeds).map(|(id, seed)| Fork { id, seed }).collect();
+        let failure = Arc::new(OnceLock::new());
+        let stopped: Arc<[AtomicBool]> = (0..choices).map(|_| AtomicBool::new(false)).collect();
+        let answers = (0..choices)
+            .map(|choice| Answer {
+                choice,
+                events: sender.clone(),
+                stopped: Arc::clone(&stopped),
+                failure: Arc::clone(&failure),
+                permit: None,
+                clock: Clock::new(prompt_n),
+            })
+            .collect::<Vec<_>>();
+        let mut submitted = Submitted { sequence, answers };
+        submitted.answers[0].permit = Some(permit);
+        match self.inbox.try_send(Message::Submit(Box::new(submitted))) {
+            Ok(()) => Ok(TokenStream {
+                events: receiver,
+                shared: Arc::clone(&self.shared),
+                failure,
+                stopped,
+                unfinished: vec![true; choices],
+            }),
+            Err(TrySendError::Full(_)) => Err(SubmitError::QueueFull { waiting: MAX_QUEUE }),
+            Err(TrySendError::Disconnected(_)) => Err(self.shared.why_ended().into()),
+        }
+    }
+
+    /// Ids that `request` may generate.
+    fn admissible(&self, request: &Request) -> Result<usize, SubmitError> {
+        let Limits { max_context: context, vocab_size, .. } = self.shared.limits;
+        assert!(!request.pooling || request.more_seeds.is_empty(), "several answers, and none");
+        let prompt = request.prompt.len();
+        if prompt == 0 {
+            return Err(SubmitError::EmptyPrompt);
+        }
+        if request.max_tokens == Some(0) {
+            return Err(SubmitError::NoTokens);
+        }
+        if prompt >= context {
+            return Err(SubmitError::ContextExceeded { prompt, max_tokens: None, context });
+        }
+        let biased = request.bias.iter().map(|(id, _)| id);
+        let mut ids = request.prompt.iter().chain(biased).copied();
+        if let Some(id) = ids.find(|id| *id as usize >= vocab_size) {
+            return Err(SubmitError::TokenOutOfRange { id, vocab_size });
+        }
+        let n = request.bias.len() + request.stop_token_ids.len();
+        if n > MAX_BIASES {
+            return Err(SubmitError::TooManyBiases { n });
+        }
+        let logprobs = request.logprobs.max(request.prompt_logprobs);
+        if let Some(n) = logprobs.filter(|n| *n > MAX_LOGPROBS) {
+            return Err(SubmitError::TooManyLogprobs { n });
+        }
+        let (n, most) = (1 + request.more_seeds.len(), self.shared.limits.max_sequences);
+        if n > most {
+            return Err(SubmitError::TooManyAnswers { n, most });
+        }
+        let left = context - prompt;
+        match request.max_tokens {
+            Some(n) if n > left => Err(SubmitError::ContextExceeded { prompt, max_tokens: Some(n), context }),
+            n => Ok(n.unwrap_or(left)),
+        }
+    }
+
+    /// Ok while requests are taken.
+    pub fn health(&self) -> Result<(), EngineError> {
+        let shared = &self.shared;
+        let ending = shared.draining.load(Ordering::Acquire) || shared.cause.get().is_some();
+        if ending { Err(shared.why_ended()) } else { Ok(()) }
+    }
+
+    /// Why the engine ended by itself, [`EngineError::Lost`] or [`EngineError::Bug`]; none while it runs, and where it was
+    /// asked to end. It is told before the first answer fails for it, and stays, whatever is asked of the engine then. The
+    /// runner may be there for long after that: [`EngineHandle::join`] waits for it.
+    pub fn ended(&self) -> Option<EngineError> {
+        self.shared.cause.get().cloned()
+    }
+
+    pub fn stats(&self) -> Stats {
+        let stats = *self.shared.stats.lock().expect("nothing panics under this lock");
+        Stats { waiting: self.shared.waiting.load(Ordering::Acquire), ..stats }
+    }
+
+    pub fn signs(&self) -> Signs {
+        *self.shared.signs.lock().expect("nothing panics under this lock")
+    }
+
+    /// Has the device do something tiny as soon as it has nothing else to do; [`EngineHandle::signs`] tells of it. One
+    /// that fails it is lost.
+    pub fn probe(&self) {
+        // Asked once: the inbox's places are for requests.
+        if !self.shared.probe.swap(true, Ordering::AcqRel) {
+            let _ = self.inbox.try_send(Message::Wake);
+        }
+    }
+
+    /// Lets so many requests wait from now on, 1 to [`MAX_QUEUE`]; those that wait already stay.
+    pub fn set_queue(&self, queue: usize) {
+        assert!((1..=MAX_QUEUE).contains(&queue), "a queue of {queue} requests");
+        self.shared.queue.store(queue, Ordering::Relaxed);
+    }
+
+    /// Refuses new requests; the engine ends when those it has are answered.
+    pub fn drain(&self) {
+        self.shared.draining.store(true, Ordering::Release);
+        // A full inbox means that the engine is awake anyway.
+        let _ = self.inbox.try_send(Message::Wake);
+    }
+
+    /// Refuses new requests and fails those under way before the next step.
+    pub fn abort(&self) {
+        self.shared.aborted.store(true, Ordering::Release);
+        self.drain();
+    }
+
+    /// Waits until the engine has ended and its runner is dropped; false after `timeout`.
+    pub fn join(&self, timeout: Duration) -> bool {
+        let ended = self.shared.ended.lock().expect("nothing panics under this lock");
+        let (ended, _) = self
+            .shared
+            .end
+            .wait_timeout_while(ended, timeout, |e| !*e)
+            .expect("nothing panics under this lock");
+        *ended
+    }
+}
+
+/// The events of one request, the last of them [`Event::Finished`] of its last answer or [`Event::Failed`]; then none.
+/// Dropping it cancels the request.
+pub struct TokenStream {
+    events: events::Receiver<Event>,
+    shared: Arc<Shared>,
+    /// Why the channel closed without a last event.
+    failure: Arc<OnceLock<EngineError>>,
+    /// By answer: whether its reader has enough of it.
+    stopped: Arc<[AtomicBool]>,
+    /// By answer: whether it is to come to an end.
+    unfinished: Vec<bool>,
+}
+
+impl TokenStream {
+    /// The next event; not for use inside an async runtime, where this is a [`futures::Stream`].
+    pub fn blocking_next(&mut self) -> Option<Event> {
+        while self.is_open() {
+            let event = self.events.blocking_recv();
+            if let Some(event) = self.deliver(event) {
+                return Some(event);
+            }
+        }
+        None
+    }
+
+    /// Ends one of the answers before its next step; no event of it comes any more.
+    pub fn stop(&mut self, choice: usize) {
+        self.unfinished[choice] = false;
+        self.stopped[choice].store(true, Ordering::Release);
+    }
+
+    fn is_open(&self) -> bool {
+        self.unfinished.contains(&true)
+    }
+
+    /// None for what a stopped answer had on the way. A channel that closed before a last event belonged to a reader that was too slow, or to an engine that ended.
+    fn deliver(&mut self, event: Option<Event>) -> Option<Event> {
+        let why = || self.failure.get().cloned().unwrap_or_else(|| self.shared.why_ended());
+        let event = event.unwrap_or_else(|| Event::Failed(why()));
+        if event.choice().is_some_and(|choice| !self.unfinished[choice]) {
+            return None;
+        }
+        match event {
+            Event::Prompt { .. } | Event::Pooled { .. } | Event::Token { .. } => {}
+            Event::Finished { choice, .. } => self.unfinished[choice] = false,
+            Event::Failed(_) => self.unfinished.fill(false),
+        }
+        Some(event)
+    }
+}
+
+impl futures::Stream for TokenStream {
+    type Item = Event;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Event>> {
+        while self.is_open() {
+            let event = ready!(self.events.poll_recv(cx));
+            if let Some(event) = self.deliver(event) {
+                return Poll::Ready(Some(event));
+            }
+        }
+        Poll::Ready(None)
+    }
+}

@@ -1,0 +1,116 @@
+//! What the handles and the engine's thread share.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::time::Instant;
+
+use super::block_manager::PoolUse;
+use super::error::{EngineError, SubmitError};
+use super::request::Priority;
+use super::speculation::Guesses;
+use crate::model::Limits;
+
+/// Counts at the last step's end; those of events since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Submitted and not yet running.
+    pub waiting: usize,
+    pub running: usize,
+    /// Blocks of the two pools.
+    pub full: PoolUse,
+    pub sliding: PoolUse,
+    pub preemptions: u64,
+    /// Ids guessed ahead.
+    pub guesses: Guesses,
+    pub steps: u64,
+    /// Tokens of sequences that those steps computed.
+    pub step_tokens: u64,
+    /// Shares of sequences in those steps.
+    pub step_shares: u64,
+    /// Time of the engine's thread beside waiting for the device and for work.
+    pub host_ns: u64,
+}
+
+/// What the engine gives the device to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    Step,
+    Probe,
+}
+
+/// Signs of life of the device.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Signs {
+    /// When it last finished something.
+    pub last: Option<Instant>,
+    /// What it has to do now, and since when.
+    pub work: Option<(Work, Instant)>,
+}
+
+/// What the handles and the engine thread share; on the path of a step is one lock that nobody holds for long.
+pub(super) struct Shared {
+    pub(super) limits: Limits,
+    /// Requests that may wait.
+    pub(super) queue: AtomicUsize,
+    pub(super) waiting: AtomicUsize,
+    pub(super) stats: Mutex<Stats>,
+    pub(super) signs: Mutex<Signs>,
+    /// A probe was asked for, and not yet begun.
+    pub(super) probe: AtomicBool,
+    pub(super) next_id: AtomicU64,
+    pub(super) draining: AtomicBool,
+    pub(super) aborted: AtomicBool,
+    /// Why the engine ends, unless it was asked to.
+    pub(super) cause: OnceLock<EngineError>,
+    pub(super) ended: Mutex<bool>,
+    pub(super) end: Condvar,
+}
+
+impl Shared {
+    pub(super) fn begins(&self, work: Work) {
+        self.signs.lock().expect("nothing panics under this lock").work = Some((work, Instant::now()));
+    }
+
+    pub(super) fn begins_nothing(&self) {
+        self.signs.lock().expect("nothing panics under this lock").work = None;
+    }
+
+    pub(super) fn finished(&self) {
+        let signs = Signs { last: Some(Instant::now()), work: None };
+        *self.signs.lock().expect("nothing panics under this lock") = signs;
+    }
+
+    /// The first cause stays; it is what health and every later refusal name.
+    pub(super) fn end_for(&self, cause: EngineError) {
+        let _ = self.cause.set(cause);
+    }
+
+    pub(super) fn why_ended(&self) -> EngineError {
+        self.cause.get().cloned().unwrap_or(EngineError::ShuttingDown)
+    }
+}
+
+/// A place in the queue, free again when dropped.
+pub(super) struct Permit(Arc<Shared>);
+
+impl Permit {
+    /// Half of the queue is for interactive requests alone.
+    pub(super) fn take(shared: &Arc<Shared>, priority: Priority) -> Result<Self, SubmitError> {
+        let queue = shared.queue.load(Ordering::Relaxed);
+        let places = match priority {
+            Priority::Interactive => queue,
+            Priority::Background => queue.div_ceil(2),
+        };
+        let more = |n| (n < places).then_some(n + 1);
+        match shared.waiting.fetch_update(Ordering::AcqRel, Ordering::Acquire, more) {
+            Ok(_) => Ok(Self(Arc::clone(shared))),
+            Err(waiting) => Err(SubmitError::QueueFull { waiting }),
+        }
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Ordering::AcqRel);
+    }
+}

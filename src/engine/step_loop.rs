@@ -1,0 +1,295 @@
+//! The engine's thread: it takes in requests, has steps computed one behind the other, and tells what came of them.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use super::answer::{Answer, Event, FinishReason};
+use super::error::EngineError;
+use super::pace::Pace;
+use super::scheduler::{Output, Scheduler, SchedulerConfig, Step};
+use super::sequence::{End, Sequence, SequenceId};
+use super::shared::{Shared, Stats, Work};
+use crate::model::{BlockPool, Runner, RunnerError, Ticket};
+
+pub(super) struct Submitted {
+    pub(super) sequence: Sequence,
+    pub(super) answers: Vec<Answer>,
+}
+
+pub(super) enum Message {
+    Submit(Box<Submitted>),
+    /// Look at the flags.
+    Wake,
+}
+
+/// A step on the device.
+struct InFlight {
+    ticket: Ticket,
+    step: Step,
+    submitted: Instant,
+}
+
+/// The engine thread's state.
+pub(super) struct StepLoop {
+    runner: Box<dyn Runner>,
+    scheduler: Scheduler,
+    pace: Pace,
+    /// Oldest first.
+    in_flight: VecDeque<InFlight>,
+    /// When the last step ended: the next one had the device from then on.
+    last_done: Instant,
+    answers: HashMap<SequenceId, Answer>,
+    messages: Receiver<Message>,
+    pub(super) shared: Arc<Shared>,
+    stats: Stats,
+}
+
+impl StepLoop {
+    pub(super) fn new(
+        runner: Box<dyn Runner>,
+        config: SchedulerConfig,
+        messages: Receiver<Message>,
+        shared: Arc<Shared>,
+    ) -> Self {
+        let new = Self {
+            scheduler: Scheduler::new(runner.limits(), config),
+            runner,
+            pace: Pace::new(),
+            in_flight: VecDeque::new(),
+            last_done: Instant::now(),
+            answers: HashMap::new(),
+            messages,
+            shared,
+            stats: Stats::default(),
+        };
+        new.publish();
+        new
+    }
+
+    /// Returns when it is to end.
+    pub(super) fn run(&mut self) {
+        loop {
+            if !self.drain_inbox() {
+                return;
+            }
+            let began = Instant::now();
+            self.remove_ended();
+            let waited = match self.step() {
+                Ok(waited) => waited,
+                Err(error) => return self.lose(&error),
+            };
+            self.stats.host_ns += (began.elapsed() - waited).as_nanos() as u64;
+            self.publish();
+        }
+    }
+
+    fn lose(&self, error: &RunnerError) {
+        tracing::error!("{error}: the engine stops");
+        self.shared.end_for(EngineError::Lost(error.to_string()));
+    }
+
+    fn is_idle(&self) -> bool {
+        self.scheduler.is_idle() && self.in_flight.is_empty()
+    }
+
+    /// Takes in what arrived, waiting for it where there is nothing else to do; false where the engine is to end.
+    fn drain_inbox(&mut self) -> bool {
+        loop {
+            let draining = self.shared.draining.load(Ordering::Acquire);
+            if self.shared.aborted.load(Ordering::Acquire) {
+                return false;
+            }
+            let message = if self.is_idle() && !draining {
+                if self.shared.probe.swap(false, Ordering::AcqRel) {
+                    self.shared.begins(Work::Probe);
+                    if let Err(error) = self.runner.probe() {
+                        self.lose(&error);
+                        return false;
+                    }
+                    self.shared.finished();
+                }
+                match self.messages.recv() {
+                    Ok(message) => message,
+                    Err(_) => return false, // no handle is left, and no work
+                }
+            } else {
+                match self.messages.try_recv() {
+                    Ok(message) => message,
+                    Err(_) => return !self.is_idle(),
+                }
+            };
+            if let Message::Submit(submitted) = message {
+                let Submitted { sequence, answers } = *submitted;
+                self.answers.extend((sequence.id..).zip(answers));
+                self.scheduler.add(sequence);
+            }
+        }
+    }
+
+    /// Removes those whose reader left or has enough.
+    fn remove_ended(&mut self) {
+        let left = |answer: &Answer| {
+            answer.events.is_closed() || answer.stopped[answer.choice].load(Ordering::Acquire)
+        };
+        let ids: Vec<SequenceId> = self.answers.iter().filter(|(_, a)| left(a)).map(|(id, _)| *id).collect();
+        for id in ids {
+            let answer = self.remove(id);
+            tracing::debug!(generated = answer.clock.predicted_n, "cancelled: its reader left");
+        }
+    }
+
+    fn remove(&mut self, id: SequenceId) -> Answer {
+        self.scheduler.remove(id);
+        self.answers.remove(&id).expect("every sequence has an answer")
+    }
+
+    /// Submits what can be, waits for the oldest step, and takes in what it drew. Returns how long it waited.
+    fn step(&mut self) -> Result<Duration, RunnerError> {
+        let mut drafting = Duration::ZERO;
+        self.shared.begins(Work::Step);
+        while self.in_flight.len() < self.shared.limits.max_in_flight {
+            match draft(&mut self.scheduler, &mut *self.runner, self.in_flight.len())? {
+                Some(took) => drafting += took,
+                None => break,
+            }
+            let Some(step) = self.scheduler.schedule(&self.pace) else { break };
+            for share in &step.shares {
+                let answer = self.answers.get_mut(&share.id).expect("a scheduled sequence has an answer");
+                answer.permit = None;
+                answer.clock.started.get_or_insert_with(Instant::now);
+            }
+            let ticket = self.runner.submit(&step.batch, &step.sampling)?;
+            self.stats.steps += 1;
+            self.stats.step_tokens += step.load.tokens as u64;
+            self.stats.step_shares += step.shares.len() as u64;
+            self.in_flight.push_back(InFlight { ticket, step, submitted: Instant::now() });
+            self.publish();
+        }
+        let Some(InFlight { ticket, step, submitted }) = self.in_flight.pop_front() else {
+            self.scheduler.expect_idle();
+            self.shared.begins_nothing();
+            return Ok(drafting);
+        };
+        let before = Instant::now();
+        let sampled = self.runner.wait(ticket)?;
+        self.shared.finished();
+        let done = Instant::now();
+        self.pace.observe(step.load, done - submitted.max(self.last_done));
+        self.last_done = done;
+        for output in self.scheduler.commit(&step, &sampled) {
+            self.tell(output);
+        }
+        Ok(done - before + drafting)
+    }
+
+    /// Hands on what a step yielded for one sequence.
+    fn tell(&mut self, output: Output) {
+        let Output { id: sequence, token, mut logprobs, prompt, pooled, end, cached_tokens, drafts } = output;
+        // Of several ids in one step, the first may have found its reader too far behind.
+        let Some(answer) = self.answers.get_mut(&sequence) else { return };
+        answer.clock.drafts = drafts;
+        answer.clock.cached_n = cached_tokens;
+        let (choice, timings) = (answer.choice, answer.clock.tick(usize::from(pooled.is_none())));
+        let mut told = prompt.is_none_or(|logprobs| answer.send(Event::Prompt { logprobs }));
+        told &= pooled.is_none_or(|state| answer.send(Event::Pooled { state }));
+        if let Some(id) = token {
+            told &= answer.send(Event::Token { choice, id, logprobs: logprobs.take(), timings });
+        }
+        let finished = match end {
+            Some(End::NotFinite) => {
+                let answer = self.answers.remove(&sequence).expect("just seen");
+                answer.fail(EngineError::NotFinite);
+                return;
+            }
+            Some(End::Stopped(id)) => Some((FinishReason::Stop, logprobs.map(|found| (id, found)))),
+            Some(End::Full) => Some((FinishReason::Length, None)),
+            None => None,
+        };
+        if let Some((reason, stop)) = finished {
+            told &= answer.send(Event::Finished { choice, reason, stop, timings });
+            if told {
+                self.answers.remove(&sequence);
+                return;
+            }
+        }
+        if !told {
+            self.remove(sequence).fail(EngineError::SlowReader);
+        }
+    }
+
+    /// Fails all that run or wait, those still in the inbox too. The runner goes last: its destructor may take long, or
+    /// never end where the device hangs, and no client is to wait for it.
+    pub(super) fn end(mut self) {
+        self.shared.draining.store(true, Ordering::Release);
+        let error = self.shared.why_ended();
+        for (id, answer) in self.answers.drain() {
+            answer.fail(error.clone());
+            // One that panicked may be amid a change.
+            if !matches!(error, EngineError::Bug(_)) {
+                self.scheduler.remove(id);
+            }
+        }
+        while let Ok(message) = self.messages.try_recv() {
+            if let Message::Submit(submitted) = message {
+                submitted.answers.into_iter().for_each(|answer| answer.fail(error.clone()));
+            }
+        }
+        self.publish();
+        let Self { runner, messages, .. } = self;
+        // What arrived since then is failed by this, and what arrives later refused, in the same words.
+        drop(messages);
+        drop(runner);
+    }
+
+    fn publish(&self) {
+        let stats = Stats {
+            running: self.scheduler.num_running(),
+            full: self.scheduler.usage(BlockPool::Full),
+            sliding: self.scheduler.usage(BlockPool::Sliding),
+            preemptions: self.scheduler.preemptions(),
+            guesses: self.scheduler.guesses(),
+            ..self.stats
+        };
+        *self.shared.stats.lock().expect("nothing panics under this lock") = stats;
+    }
+}
+
+/// Lets the runner's draft model guess before the next step is scheduled, with `in_flight` steps under way: how long that
+/// took, or none where these are to be committed first.
+pub fn draft(
+    scheduler: &mut Scheduler,
+    runner: &mut dyn Runner,
+    in_flight: usize,
+) -> Result<Option<Duration>, RunnerError> {
+    if !scheduler.wants_draft() {
+        return Ok(Some(Duration::ZERO));
+    }
+    if in_flight > 0 {
+        return Ok(None);
+    }
+    let (ids, requests): (Vec<_>, Vec<_>) = scheduler.wishes().into_iter().unzip();
+    if requests.is_empty() {
+        return Ok(Some(Duration::ZERO));
+    }
+    let before = Instant::now();
+    let guesses = runner.draft(&requests)?;
+    let took = before.elapsed();
+    assert_eq!(guesses.len(), ids.len(), "the runner guessed for others than asked");
+    scheduler.offer(ids.into_iter().zip(guesses), took);
+    Ok(Some(took))
+}
+
+/// Says that the engine thread is done with everything, also when it panicked.
+pub(super) struct EndGuard(pub(super) Arc<Shared>);
+
+impl Drop for EndGuard {
+    fn drop(&mut self) {
+        if let Ok(mut ended) = self.0.ended.lock() {
+            *ended = true;
+        }
+        self.0.end.notify_all();
+    }
+}
