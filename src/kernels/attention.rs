@@ -10,7 +10,8 @@
 
 use std::ops::Range;
 
-use super::AttentionShape;
+use super::arrays::{AttentionShape, ShareArrays, StepArrays};
+use crate::gpu::{Buffer, INDIRECT_BYTES};
 
 /// Splits of one unit, then of 4, then of 16 (`shaders/common/softmax.glsl`).
 const SPLITS_OF_1: usize = 16;
@@ -261,6 +262,35 @@ fn emit(piece: &Piece, next: &mut usize, flag: u32, items: &mut Vec<Item>, merge
     }
     for (i, merge) in merges[run.row..run.row + run.tokens].iter_mut().enumerate() {
         *merge = [(slot + i * count) as u32 | flag, count as u32];
+    }
+}
+
+impl StepArrays {
+    /// Those of a part of the tokens, which is the `index`th.
+    pub fn part(&self, part: &Part, index: usize) -> StepArrays {
+        let rows = &part.rows;
+        let some = |array: &Buffer| array.slice(4 * rows.start as u64, 4 * rows.len() as u64);
+        let items = |items: &Option<Buffer>, some: &Range<usize>| {
+            let bytes = |n: usize| (n * size_of::<Item>()) as u64;
+            // Where there are none, nobody reads them.
+            let some = if some.is_empty() { 0..1 } else { some.clone() };
+            items.as_ref().map(|items| items.slice(bytes(some.start), bytes(some.len())))
+        };
+        let ShareArrays { single, tiles, groups, merges } = &self.shares;
+        let groups_bytes = 2 * INDIRECT_BYTES;
+        StepArrays {
+            ids: some(&self.ids),
+            positions: some(&self.positions),
+            sequence_of: some(&self.sequence_of),
+            slot_mapping: some(&self.slot_mapping),
+            block_tables: self.block_tables.clone(),
+            shares: ShareArrays {
+                single: items(single, &part.single),
+                tiles: items(tiles, &part.tiles),
+                groups: groups.slice((1 + index as u64) * groups_bytes, groups_bytes),
+                merges: merges.slice(8 * rows.start as u64, 8 * rows.len() as u64),
+            },
+        }
     }
 }
 

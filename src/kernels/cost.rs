@@ -5,10 +5,10 @@
 //! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
 
 use super::operand::{BLOCK_COLS, GpuTiles, Passes, SUBGROUP_ROW_TILES, Tiles, fast_shader_of, taking};
-use super::{
-    AttentionShape, DRAW_BINS, DRAW_CHUNK, Item, Quantized, Room, Run, Shares, Wants, attention_constants,
-    attention_of, shaders, shaders_of,
-};
+use super::pipelines::{attention_constants, attention_of};
+use super::sampling::{DRAW_BINS, DRAW_CHUNK};
+use super::shaders::{self, shaders_of};
+use super::{AttentionShape, Item, Quantized, Room, Run, Shares, Wants};
 use crate::gpu::Shader;
 use crate::gpu::isa::{Counts, Program};
 use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};

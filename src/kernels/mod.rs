@@ -3,447 +3,44 @@
 //! A method states the shapes, checks them against the buffers (shaders have no bounds checks: buffers go by
 //! address), and declares to the recorder what is read and written. It refuses to know what a model is.
 
-use std::ops::Range;
-use std::sync::Arc;
-
-use crate::gpu::{Buffer, Device, GpuError, INDIRECT_BYTES, Pipeline, Recorder, Shader};
-use crate::tensor::{KvDtype, Precision, Scheme};
-
+mod arrays;
 mod attention;
 mod operand;
 mod peak;
+mod pipelines;
+mod sampling;
+mod weights;
+
 #[doc(hidden)]
 pub mod cost;
 #[doc(hidden)]
 pub mod reference;
-mod weights;
+#[allow(missing_docs, clippy::identity_op)]
+pub mod shaders;
 
+pub use arrays::{
+    Activations, Attention, AttentionShape, Heads, KvCache, LAST_SAMPLED, MAX_GROUP, MAX_HEAD_DIM, Partials,
+    RmsNorm, ShareArrays, StepArrays,
+};
 pub use attention::{Item, Part, Room, Run, Shares, Splits, partial_width};
 pub(crate) use operand::are_alike;
-pub use operand::{ActivationsFrom, GpuTiles, Operand, Quantized, SubgroupTile, Tiles, Wants};
-use operand::{LANE_COLUMNS, LANE_TILES, Products};
+pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;
+pub use pipelines::all_pipelines;
+pub use sampling::{
+    Bias, DrawArrays, DrawScratch, History, LOGPROB_WORDS, Logits, MAX_LOGPROBS, NO_TOKEN, SampleRequest,
+    draw_words, mask_words,
+};
 pub use weights::{Embedding, Matrix, UploadError};
 
-/// The table that build.rs made from `shaders/`.
-#[allow(missing_docs, clippy::identity_op)]
-pub mod shaders {
-    include!(concat!(env!("OUT_DIR"), "/shaders.rs"));
-}
+use std::sync::Arc;
 
-/// Largest head: a workgroup of attention holds one in 64 vec4s. Heads are multiples of 4.
-pub const MAX_HEAD_DIM: usize = 256;
-/// Most query heads per KV head: their queries and scores fit 32 KiB of shared memory.
-pub const MAX_GROUP: usize = 16;
-/// Matrices that meet the same activations and can be multiplied by them in one dispatch.
-const MATRICES: usize = 3;
-/// An id of the embedding kernel's input that stands for "the id last sampled in slot N": this flag plus N.
-pub const LAST_SAMPLED: u32 = 1 << 31;
-/// What the sampler writes when logits are not finite.
-pub const NO_TOKEN: u32 = u32::MAX;
-/// Ids of a row that a workgroup of the sampler takes, and one of log probabilities.
-const DRAW_CHUNK: usize = 4096;
-/// Bins of a row of logits, each of a count and a mass of 64 bits; and undecided ids that are listed (`shaders/sample.comp`).
-const DRAW_BINS: usize = 1024;
-const DRAW_LIST: usize = 4096;
-const DRAW_TALLIES: usize = 8;
-/// Words of what a chunk says of its log probabilities (`shaders/logprobs.comp`), of which a workgroup has a row's.
-const LOGPROB_PART: usize = 2 + 2 * MAX_LOGPROBS;
-const MOST_CHUNKS: usize = 256;
-
-/// Most alternatives whose log probabilities come back with an id.
-pub const MAX_LOGPROBS: usize = 20;
-/// Words that the log probabilities of one row take: that of the drawn id, and pairs of alternatives.
-pub const LOGPROB_WORDS: usize = 1 + 2 * MAX_LOGPROBS;
-
-/// Blocks of weights that may share a scale: groups of 16, 32 and 128 columns, where a scheme may have them.
-fn scale_blocks(shader: &str) -> &'static [u32] {
-    match shader {
-        "fast_matmul_int8_row" => &[1],
-        name if name.contains("_int8") => &[1, 2],
-        // Five and six bits come from GGUF alone, which has one size of groups for each.
-        name if name.contains("_int6") => &[1],
-        name if name.contains("_int5") => &[2],
-        name if name.ends_with("_affine16") => &[1],
-        _ => &[1, 4],
-    }
-}
-
-/// The constants of every width of a product with int8.
-fn of_int8(shader: &'static Shader, tiles: &GpuTiles, geglu: &[bool]) -> Vec<Vec<u32>> {
-    let mut all = Vec::new();
-    for tile in Tiles::Gpu(*tiles).blocks() {
-        for group in scale_blocks(shader.name) {
-            all.extend(geglu.iter().map(|geglu| tiles.pipeline_of(shader, *group, tile, *geglu).1));
-        }
-    }
-    all
-}
-
-/// Every pipeline that a GPU may run, with the constants of each, for attention of `group` query heads per KV head.
-#[doc(hidden)]
-pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
-    let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
-        match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
-            [] => vec![vec![]],
-            ["COLUMNS"] => Tiles::COUNTED.floats().iter().map(|tile| vec![tile.columns]).collect(),
-            ["COLUMNS", "GEGLU", "SCALE_BLOCKS", _] => {
-                let mut all = of_int8(shader, &GpuTiles::COUNTED, &[false, true]);
-                // The most that shared memory takes.
-                let shared = GpuTiles {
-                    activations: [ActivationsFrom::SharedMemory; LANE_TILES],
-                    ..GpuTiles::COUNTED
-                };
-                let widest = |constants: &Vec<u32>| constants[0] == LANE_COLUMNS;
-                all.extend(of_int8(shader, &shared, &[false, true]).into_iter().filter(widest));
-                all
-            }
-            ["COLUMNS", "HALVES", "SCALE_BLOCKS", ..] => {
-                let Some(lanes) = shader.name.strip_suffix("_in_tiles") else { return vec![] };
-                let tiles = GpuTiles { subgroups: Some(SubgroupTile::RDNA3), ..GpuTiles::COUNTED };
-                let all = of_int8(shader_named(lanes), &tiles, &[false]);
-                all.into_iter().filter(|constants| constants[0] > LANE_COLUMNS).collect()
-            }
-            ["GROUP", "HEAD_DIM", "ROWS"] => {
-                vec![attention_constants(shader, group as usize, head_dim as usize)]
-            }
-            ref others => panic!("{}: constants {others:?} have no values here", shader.name),
-        }
-    };
-    let of_gpus = shaders::ALL.iter().filter(|shader| !shader.name.ends_with(operand::ON_CPU));
-    of_gpus.flat_map(|shader| constants(shader).into_iter().map(move |c| (*shader, c))).collect()
-}
-
-/// The shaders of attention for a cache of such a type: for single tokens, and for tiles.
-fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
-    match kv {
-        KvDtype::F32 => [&shaders::ATTENTION_F32, &shaders::ATTENTION_TILE_F32],
-        KvDtype::F16 => [&shaders::ATTENTION_F16, &shaders::ATTENTION_TILE_F16],
-        KvDtype::Int8 => [&shaders::ATTENTION_INT8, &shaders::ATTENTION_TILE_INT8],
-    }
-}
-
-/// A team of single tokens has the query heads of one, one of tiles a share of those of several.
-fn attention_constants(shader: &Shader, group: usize, head_dim: usize) -> Vec<u32> {
-    let rows = if shader.name.starts_with("attention_tile") { attention::TILE_ROWS } else { group };
-    [group, head_dim, rows].map(|n| n as u32).to_vec()
-}
-
-/// f32 activations `[rows, width]`, rows `stride` elements apart.
-#[derive(Clone)]
-pub struct Activations {
-    pub buffer: Buffer,
-    pub width: usize,
-    pub stride: usize,
-}
-
-impl Activations {
-    /// Elements from row to row: rows of vec4s.
-    pub const fn stride_of(width: usize) -> usize {
-        width.next_multiple_of(4)
-    }
-
-    pub const fn bytes(rows: usize, width: usize) -> u64 {
-        (rows * Self::stride_of(width) * 4) as u64
-    }
-
-    pub fn new(buffer: Buffer, width: usize) -> Activations {
-        Activations { buffer, width, stride: Self::stride_of(width) }
-    }
-
-    /// Some of its rows.
-    pub fn rows(&self, rows: &Range<usize>) -> Activations {
-        let buffer =
-            self.buffer.slice(Self::bytes(rows.start, self.width), Self::bytes(rows.len(), self.width));
-        Activations { buffer, ..*self }
-    }
-
-    /// The memory of the first `rows` rows; panics where it has fewer, or another width.
-    fn used(&self, rows: usize, width: usize, what: &str) -> Buffer {
-        assert_eq!(self.width, width, "{what}: width");
-        words(&self.buffer, rows * self.stride, what)
-    }
-}
-
-/// One layer's share of the paged KV cache: `[block][kv_head][token in block][head_dim]`, keys and values, in the type
-/// that [`Kernels`] was made for (`shaders/common/kv.glsl`).
-#[derive(Clone)]
-pub struct KvCache {
-    pub keys: Buffer,
-    pub values: Buffer,
-}
-
-/// Shape of attention in one layer.
-#[derive(Debug, Clone, Copy)]
-pub struct AttentionShape {
-    pub num_heads: usize,
-    pub num_kv_heads: usize,
-    /// Multiple of 4, at most [`MAX_HEAD_DIM`].
-    pub head_dim: usize,
-    /// Tokens per KV block.
-    pub block_size: usize,
-    /// Block table entries per sequence.
-    pub max_blocks: usize,
-    /// Keys a token sees, itself included; `None`: all.
-    pub window: Option<usize>,
-}
-
-/// The factors of an RMSNorm, `1 + w`: f32 `[width]`; and what keeps its root from 0.
-#[derive(Clone)]
-pub struct RmsNorm {
-    pub weight: Buffer,
-    pub eps: f32,
-}
-
-/// What attention in one layer is made of, beside its matrices.
-pub struct Attention {
-    pub shape: AttentionShape,
-    pub q_norm: RmsNorm,
-    pub k_norm: RmsNorm,
-    /// f32 `[max position][head_dim / 2][cos, sin]`
-    pub rope: Buffer,
-    /// Of queries, once they are normed and turned.
-    pub q_scale: f32,
-    pub cache: KvCache,
-}
-
-/// Rows of logits, and what draws change of them.
-#[derive(Clone)]
-pub struct Logits {
-    pub raw: Activations,
-    /// u32 of the same shape (`shaders/common/draws.glsl`).
-    pub adjusted: Activations,
-    /// What the kernels of a draw leave for the next one: u32 `[rows]`[`[draw_words]`](draw_words) of the logits' width.
-    pub scratch: Activations,
-    /// Ids from here up are never drawn.
-    pub vocab: usize,
-}
-
-/// Words that a draw needs for each row of so many logits.
-pub const fn draw_words(vocab: usize) -> usize {
-    let chunks = vocab.div_ceil(DRAW_CHUNK);
-    (4 + 4 + LOGPROB_PART) * chunks + 3 * DRAW_LIST + DRAW_TALLIES + 3 * DRAW_BINS
-}
-
-/// [`Logits::scratch`] as the kernels that draw from so many rows see it (`shaders/sample.comp`, `shaders/logprobs.comp`).
-#[doc(hidden)]
-pub struct DrawScratch {
-    pub maxima: Buffer,
-    pub found: Buffer,
-    /// First word of `found` that is a tally.
-    tallies: u32,
-    /// `[rows][3][DRAW_BINS]`
-    pub bins: Buffer,
-    /// What must be 0 before: the tallies and the bins.
-    cleared: Buffer,
-    parts: Buffer,
-    chunks: u32,
-}
-
-impl DrawScratch {
-    pub fn of(logits: &Logits, rows: usize) -> DrawScratch {
-        let Logits { raw, scratch, vocab, .. } = logits;
-        assert!(*vocab > 0 && *vocab <= raw.width, "draws from {vocab} ids");
-        let chunks = vocab.div_ceil(DRAW_CHUNK);
-        assert!(chunks <= MOST_CHUNKS, "draws from {vocab} ids, {} at most", MOST_CHUNKS * DRAW_CHUNK);
-        let all = scratch.used(rows, draw_words(raw.width), "draws: scratch");
-        let lists = 4 * chunks + 3 * DRAW_LIST;
-        let mut offset = 0;
-        let sizes = [4 * chunks, lists, DRAW_TALLIES, 3 * DRAW_BINS, LOGPROB_PART * chunks];
-        let [maxima, found, tallies, bins, parts] = sizes.map(|words| {
-            let bytes = 4 * (rows * words) as u64;
-            offset += bytes;
-            all.slice(offset - bytes, bytes)
-        });
-        // Parts that are next to each other.
-        let both = |a: &Buffer, b: &Buffer| all.slice(a.address() - all.address(), a.size() + b.size());
-        DrawScratch {
-            cleared: both(&tallies, &bins),
-            found: both(&found, &tallies),
-            tallies: (rows * lists) as u32,
-            maxima,
-            bins,
-            parts,
-            chunks: chunks as u32,
-        }
-    }
-}
-
-/// Per-token arrays of a step, on the device.
-#[derive(Clone)]
-pub struct StepArrays {
-    /// u32 `[tokens]`: id, or [`LAST_SAMPLED`] + slot.
-    pub ids: Buffer,
-    /// u32 `[tokens]`
-    pub positions: Buffer,
-    /// u32 `[tokens]`: row of `block_tables`.
-    pub sequence_of: Buffer,
-    /// u32 `[tokens]`: block * block_size + token in block.
-    pub slot_mapping: Buffer,
-    /// u32 `[sequences][max_blocks]`
-    pub block_tables: Buffer,
-    pub shares: ShareArrays,
-}
-
-/// [`Shares`] on the device: those of a whole step, or of some of its rows.
-#[derive(Clone)]
-pub struct ShareArrays {
-    /// [`Item`]; none where there can be none.
-    pub single: Option<Buffer>,
-    pub tiles: Option<Buffer>,
-    /// Three u32 for single tokens, and three for tiles: their workgroups, read when they run.
-    pub groups: Buffer,
-    /// u32 `[tokens][2]`
-    pub merges: Buffer,
-}
-
-/// Where attention leaves what it merges: f32 `[slots]` of [`partial_width`].
-#[derive(Clone)]
-pub struct Partials {
-    pub single: Activations,
-    pub tiles: Activations,
-}
-
-impl StepArrays {
-    /// Those of a part of the tokens, which is the `index`th.
-    pub fn part(&self, part: &Part, index: usize) -> StepArrays {
-        let rows = &part.rows;
-        let some = |array: &Buffer| array.slice(4 * rows.start as u64, 4 * rows.len() as u64);
-        let items = |items: &Option<Buffer>, some: &Range<usize>| {
-            let bytes = |n: usize| (n * size_of::<Item>()) as u64;
-            // Where there are none, nobody reads them.
-            let some = if some.is_empty() { 0..1 } else { some.clone() };
-            items.as_ref().map(|items| items.slice(bytes(some.start), bytes(some.len())))
-        };
-        let ShareArrays { single, tiles, groups, merges } = &self.shares;
-        let groups_bytes = 2 * INDIRECT_BYTES;
-        StepArrays {
-            ids: some(&self.ids),
-            positions: some(&self.positions),
-            sequence_of: some(&self.sequence_of),
-            slot_mapping: some(&self.slot_mapping),
-            block_tables: self.block_tables.clone(),
-            shares: ShareArrays {
-                single: items(single, &part.single),
-                tiles: items(tiles, &part.tiles),
-                groups: groups.slice((1 + index as u64) * groups_bytes, groups_bytes),
-                merges: merges.slice(8 * rows.start as u64, 8 * rows.len() as u64),
-            },
-        }
-    }
-}
-
-/// One row's parameters as the shaders read them that draw (`shaders/common/draws.glsl`).
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
-pub struct SampleRequest {
-    pub temperature: f32,
-    pub top_k: u32,
-    pub top_p: f32,
-    pub min_p: f32,
-    pub seed_low: u32,
-    pub seed_high: u32,
-    pub position: u32,
-    pub slot: u32,
-    pub repetition_penalty: f32,
-    pub presence_penalty: f32,
-    pub frequency_penalty: f32,
-    /// Row of the history, ids of it that are penalized, and how many of these are the prompt's; no ids: no penalties.
-    pub history_slot: u32,
-    pub history_len: u32,
-    pub prompt_len: u32,
-    /// Its pairs of [`DrawArrays::bias`], no id twice.
-    pub first_bias: u32,
-    pub biases: u32,
-    /// One more than the row of [`DrawArrays::masks`]; 0: every id may come.
-    pub mask: u32,
-    /// One more than the alternatives that are reported, at most [`MAX_LOGPROBS`]; 0: no log probabilities.
-    pub logprobs: u32,
-}
-
-impl SampleRequest {
-    /// Ids, with repetitions, whose logits are changed.
-    fn changes(&self) -> u32 {
-        self.history_len.max(self.biases)
-    }
-
-    /// Whether it is not the highest logit that is drawn; and whether what is left of the others takes more than a look at
-    /// each.
-    fn draws(&self) -> bool {
-        self.temperature > 0.0
-    }
-
-    fn filters(&self, vocab: usize) -> bool {
-        self.draws() && ((self.top_k > 0 && (self.top_k as usize) < vocab) || self.top_p < 1.0)
-    }
-}
-
-/// What is added to the logit of an id; negative infinity forbids it.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-pub struct Bias {
-    pub id: u32,
-    pub bias: f32,
-}
-
-/// What the draws of a step take, and what comes of them.
-#[derive(Clone)]
-pub struct DrawArrays {
-    /// [`SampleRequest`] `[rows]`
-    pub requests: Buffer,
-    /// [`Bias`] `[..]`
-    pub bias: Buffer,
-    /// u32 `[..][mask_words]`, of [`mask_words`] of the vocabulary: a bit for each id that may come.
-    pub masks: Buffer,
-    /// u32 `[rows]`: the ids drawn.
-    pub ids: Buffer,
-    /// `[rows][LOGPROB_WORDS]`: f32 of the id; pairs of u32 id and f32.
-    pub logprobs: Buffer,
-}
-
-impl DrawArrays {
-    fn requests_of(&self, rows: usize) -> Buffer {
-        let bytes = (rows * size_of::<SampleRequest>()) as u64;
-        assert!(self.requests.size() >= bytes, "{rows} requests do not fit");
-        self.requests.slice(0, bytes)
-    }
-}
-
-/// The ids of each slot's sequence, by position: u32 `[slots][slot_len]`.
-#[derive(Clone)]
-pub struct History {
-    pub ids: Buffer,
-    pub slot_len: usize,
-}
-
-/// Words of a mask of `vocab` ids.
-pub const fn mask_words(vocab: usize) -> usize {
-    vocab.div_ceil(32)
-}
-
-/// What attention is made for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Heads {
-    /// Query heads per KV head, at most [`MAX_GROUP`].
-    pub group: usize,
-    /// Multiple of 4, at most [`MAX_HEAD_DIM`].
-    pub head_dim: usize,
-    /// How the cache holds keys and values.
-    pub kv: KvDtype,
-}
-
-/// What a model's matrices are.
-#[derive(Debug, Clone, Default)]
-pub struct Matrices {
-    /// Schemes of them, in any order, as often as they come.
-    pub products: Vec<Scheme>,
-    /// Those of them whose products may be the two that GeGLU takes.
-    pub gated: Vec<Scheme>,
-    /// That of the embedding, which is multiplied with too.
-    pub embedding: Option<Scheme>,
-    /// How products are shared out, where that is not as the device has it.
-    pub tiles: Option<Tiles>,
-}
+use self::arrays::words;
+use self::operand::Products;
+use self::pipelines::{attention_constants, attention_of};
+use self::shaders::shaders_of;
+use crate::gpu::{Buffer, Device, GpuError, INDIRECT_BYTES, Pipeline, Recorder, Shader};
+use crate::tensor::{KvDtype, Precision, Scheme};
 
 /// A kernel whose result goes to f32, to int8, or to both.
 struct Into {
@@ -465,6 +62,14 @@ impl Into {
             (Some(_), Some(_)) => &self.both,
         }
     }
+}
+
+struct SamplePipelines {
+    maxima: Arc<Pipeline>,
+    masses: Arc<Pipeline>,
+    draw: Arc<Pipeline>,
+    choice: Arc<Pipeline>,
+    greedy: Arc<Pipeline>,
 }
 
 /// Every pipeline a model needs, compiled.
@@ -491,14 +96,6 @@ pub struct Kernels {
     adjust_clear: Arc<Pipeline>,
     sample: SamplePipelines,
     logprobs: [Arc<Pipeline>; 2],
-}
-
-struct SamplePipelines {
-    maxima: Arc<Pipeline>,
-    masses: Arc<Pipeline>,
-    draw: Arc<Pipeline>,
-    choice: Arc<Pipeline>,
-    greedy: Arc<Pipeline>,
 }
 
 impl Kernels {
@@ -882,159 +479,6 @@ impl Kernels {
         };
         recorder.dispatch(&self.pool, &arguments, [(x.width as u32).div_ceil(64), 1, 1]);
     }
-
-    /// Writes the ids of `tokens` tokens where the history has their sequences; `slots`: u32 by entry of
-    /// [`StepArrays::sequence_of`].
-    pub fn history(
-        &self,
-        recorder: &mut Recorder<'_>,
-        step: &StepArrays,
-        slots: &Buffer,
-        sampled: &Buffer,
-        history: &History,
-        tokens: usize,
-    ) {
-        let arguments = shaders::History {
-            ids: &words(&step.ids, tokens, "history: ids"),
-            sampled,
-            positions: &words(&step.positions, tokens, "history: positions"),
-            sequence_of: &words(&step.sequence_of, tokens, "history: sequence_of"),
-            slots,
-            history: &history.ids,
-            tokens: tokens as u32,
-            slot_len: history.slot_len as u32,
-        };
-        recorder.dispatch(&self.history, &arguments, [(tokens as u32).div_ceil(64), 1, 1]);
-    }
-
-    /// Writes what penalties and biases make of some of the logits to [`Logits::adjusted`], all of whose words are 0;
-    /// [`Kernels::clear_adjusted`] makes them so again. `requests`: what [`DrawArrays::requests`] holds. Nothing is recorded
-    /// where none of them changes anything.
-    pub fn adjust(
-        &self,
-        recorder: &mut Recorder<'_>,
-        logits: &Logits,
-        draws: &DrawArrays,
-        history: &History,
-        requests: &[SampleRequest],
-    ) {
-        let [count, penalize, bias] = &self.adjust;
-        if requests.iter().any(|request| request.history_len > 0) {
-            self.adjust_by(recorder, count, logits, draws, history, requests);
-            self.adjust_by(recorder, penalize, logits, draws, history, requests);
-        }
-        if requests.iter().any(|request| request.biases > 0) {
-            self.adjust_by(recorder, bias, logits, draws, history, requests);
-        }
-    }
-
-    /// Takes back what [`Kernels::adjust`] did.
-    pub fn clear_adjusted(
-        &self,
-        recorder: &mut Recorder<'_>,
-        logits: &Logits,
-        draws: &DrawArrays,
-        history: &History,
-        requests: &[SampleRequest],
-    ) {
-        if requests.iter().any(|request| request.changes() > 0) {
-            self.adjust_by(recorder, &self.adjust_clear, logits, draws, history, requests);
-        }
-    }
-
-    fn adjust_by(
-        &self,
-        recorder: &mut Recorder<'_>,
-        pipeline: &Pipeline,
-        logits: &Logits,
-        draws: &DrawArrays,
-        history: &History,
-        requests: &[SampleRequest],
-    ) {
-        let (rows, Logits { raw, adjusted, .. }) = (requests.len(), logits);
-        for request in requests {
-            let bytes = (request.first_bias + request.biases) as usize * size_of::<Bias>();
-            assert!(draws.bias.size() >= bytes as u64, "adjust: bias");
-            assert!(request.history_len as usize <= history.slot_len, "adjust: history");
-        }
-        let arguments = shaders::Adjust {
-            logits: Some(&raw.used(rows, adjusted.width, "adjust: logits")),
-            adjusted: &adjusted.used(rows, raw.width, "adjust: adjusted"),
-            requests: &draws.requests_of(rows),
-            history: Some(&history.ids),
-            bias: Some(&draws.bias),
-            stride: raw.stride as u32,
-            slot_len: history.slot_len as u32,
-        };
-        let most = requests.iter().map(SampleRequest::changes).max().unwrap_or(0);
-        recorder.dispatch(pipeline, &arguments, [most.div_ceil(256).clamp(1, 64), rows as u32, 1]);
-    }
-
-    /// Draws a token for each row of logits, with what [`Kernels::adjust`] made of them: `ids[row]`, and `sampled[slot]`.
-    /// `requests`: what [`DrawArrays::requests`] holds. Only kernels that one of them needs are recorded: one pass over the
-    /// logits where all are greedy, two where none has top_k or top_p, else three.
-    pub fn sample(
-        &self,
-        recorder: &mut Recorder<'_>,
-        logits: &Logits,
-        draws: &DrawArrays,
-        sampled: &Buffer,
-        requests: &[SampleRequest],
-    ) {
-        let (rows, Logits { raw, adjusted, vocab, .. }) = (requests.len(), logits);
-        let DrawScratch { maxima, found, tallies, bins, cleared, chunks, .. } = DrawScratch::of(logits, rows);
-        let arguments = shaders::Sample {
-            logits: Some(&raw.used(rows, raw.width, "sample: logits")),
-            adjusted: Some(&adjusted.used(rows, raw.width, "sample: adjusted")),
-            masks: Some(&draws.masks),
-            requests: &draws.requests_of(rows),
-            maxima: &maxima,
-            bins: Some(&bins),
-            found: Some(&found),
-            ids: Some(&words(&draws.ids, rows, "sample: ids")),
-            sampled: Some(sampled),
-            vocab: *vocab as u32,
-            logits_stride: raw.stride as u32,
-            mask_words: mask_words(raw.width) as u32,
-            tallies,
-        };
-        let (of_chunks, of_rows) = ([chunks, rows as u32, 1], [rows as u32, 1, 1]);
-        let filters = requests.iter().any(|request| request.filters(*vocab));
-        if filters {
-            // Beside the first kernel, which does not touch them.
-            recorder.fill(&cleared, 0);
-        }
-        recorder.dispatch(&self.sample.maxima, &arguments, of_chunks);
-        if !requests.iter().any(SampleRequest::draws) {
-            recorder.dispatch(&self.sample.greedy, &arguments, of_rows);
-            return;
-        }
-        if filters {
-            recorder.dispatch(&self.sample.masses, &arguments, of_chunks);
-        }
-        recorder.dispatch(&self.sample.draw, &arguments, of_chunks);
-        recorder.dispatch(&self.sample.choice, &arguments, of_rows);
-    }
-
-    /// Log probabilities, by the raw logits, of the ids that were drawn, and of the most likely ones, for the rows whose
-    /// requests want them.
-    pub fn logprobs(&self, recorder: &mut Recorder<'_>, logits: &Logits, draws: &DrawArrays, rows: usize) {
-        let Logits { raw, vocab, .. } = logits;
-        let DrawScratch { parts, chunks, .. } = DrawScratch::of(logits, rows);
-        let arguments = shaders::Logprobs {
-            logits: &raw.used(rows, raw.width, "logprobs: logits"),
-            requests: &draws.requests_of(rows),
-            ids: Some(&words(&draws.ids, rows, "logprobs: ids")),
-            parts: &parts,
-            result: Some(&words(&draws.logprobs, rows * LOGPROB_WORDS, "logprobs: result")),
-            vocab: *vocab as u32,
-            logits_stride: raw.stride as u32,
-            out_stride: LOGPROB_WORDS as u32,
-        };
-        let [of_chunks, merge] = &self.logprobs;
-        recorder.dispatch(of_chunks, &arguments, [chunks, rows as u32, 1]);
-        recorder.dispatch(merge, &arguments, [rows as u32, 1, 1]);
-    }
 }
 
 /// Workgroups of 256 invocations that take four columns each.
@@ -1077,25 +521,4 @@ fn normalize(
         next_eps: next.map_or(0.0, |next| next.eps),
     };
     recorder.dispatch(pipeline, &arguments, [rows as u32, 1, 1]);
-}
-
-/// The first `count` 32-bit words of a buffer; panics where it has fewer.
-fn words(buffer: &Buffer, count: usize, what: &str) -> Buffer {
-    assert!(buffer.size() >= 4 * count as u64, "{what}: {count} words do not fit");
-    buffer.slice(0, 4 * count as u64)
-}
-
-/// The shaders for matrices of a scheme: products, and rows looked up by id.
-fn shaders_of(scheme: Scheme) -> (&'static Shader, &'static Shader) {
-    (shader_of("matmul", scheme), shader_of("embed", scheme))
-}
-
-/// The variant of a kernel for weights of a scheme.
-fn shader_of(kernel: &str, scheme: Scheme) -> &'static Shader {
-    shader_named(&format!("{kernel}_{}", scheme.variant()))
-}
-
-fn shader_named(name: &str) -> &'static Shader {
-    let found = shaders::ALL.iter().find(|shader| shader.name == name);
-    found.unwrap_or_else(|| panic!("there is no kernel {name}"))
 }

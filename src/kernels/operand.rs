@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Activations, MATRICES, Matrices, Matrix, shader_named, shader_of, shaders, shaders_of};
+use super::arrays::{Activations, MATRICES};
+use super::shaders::{self, shader_named, shader_of, shaders_of};
+use super::weights::Matrix;
 use crate::gpu::{Buffer, Device, DeviceInfo, DeviceKind, GpuError, Pipeline, Recorder, Shader};
 use crate::tensor::{Precision, Scheme, TILE_ROWS};
 
@@ -18,6 +20,19 @@ const BLOCK_BYTES: usize = BLOCK_COLS;
 const SCALE_BYTES: usize = 8;
 /// Of an activation.
 const DIGITS: u64 = 2;
+
+/// What a model's matrices are.
+#[derive(Debug, Clone, Default)]
+pub struct Matrices {
+    /// Schemes of them, in any order, as often as they come.
+    pub products: Vec<Scheme>,
+    /// Those of them whose products may be the two that GeGLU takes.
+    pub gated: Vec<Scheme>,
+    /// That of the embedding, which is multiplied with too.
+    pub embedding: Option<Scheme>,
+    /// How products are shared out, where that is not as the device has it.
+    pub tiles: Option<Tiles>,
+}
 
 /// int8 activations `[rows, width]` in blocks of 32 columns, with a scale each, and a second digit where a block has an outlier
 /// (`shaders/common/fast.glsl`).

@@ -1,0 +1,145 @@
+//! What kernels read and write: arrays on the device, and their shapes.
+
+use std::ops::Range;
+
+use crate::gpu::Buffer;
+use crate::tensor::KvDtype;
+
+/// Largest head: a workgroup of attention holds one in 64 vec4s. Heads are multiples of 4.
+pub const MAX_HEAD_DIM: usize = 256;
+/// Most query heads per KV head: their queries and scores fit 32 KiB of shared memory.
+pub const MAX_GROUP: usize = 16;
+/// Matrices that meet the same activations and can be multiplied by them in one dispatch.
+pub(super) const MATRICES: usize = 3;
+/// An id of the embedding kernel's input that stands for "the id last sampled in slot N": this flag plus N.
+pub const LAST_SAMPLED: u32 = 1 << 31;
+
+/// f32 activations `[rows, width]`, rows `stride` elements apart.
+#[derive(Clone)]
+pub struct Activations {
+    pub buffer: Buffer,
+    pub width: usize,
+    pub stride: usize,
+}
+
+impl Activations {
+    /// Elements from row to row: rows of vec4s.
+    pub const fn stride_of(width: usize) -> usize {
+        width.next_multiple_of(4)
+    }
+
+    pub const fn bytes(rows: usize, width: usize) -> u64 {
+        (rows * Self::stride_of(width) * 4) as u64
+    }
+
+    pub fn new(buffer: Buffer, width: usize) -> Activations {
+        Activations { buffer, width, stride: Self::stride_of(width) }
+    }
+
+    /// Some of its rows.
+    pub fn rows(&self, rows: &Range<usize>) -> Activations {
+        let buffer =
+            self.buffer.slice(Self::bytes(rows.start, self.width), Self::bytes(rows.len(), self.width));
+        Activations { buffer, ..*self }
+    }
+
+    /// The memory of the first `rows` rows; panics where it has fewer, or another width.
+    pub(super) fn used(&self, rows: usize, width: usize, what: &str) -> Buffer {
+        assert_eq!(self.width, width, "{what}: width");
+        words(&self.buffer, rows * self.stride, what)
+    }
+}
+
+/// One layer's share of the paged KV cache: `[block][kv_head][token in block][head_dim]`, keys and values, in the type
+/// that [`Kernels`] was made for (`shaders/common/kv.glsl`).
+#[derive(Clone)]
+pub struct KvCache {
+    pub keys: Buffer,
+    pub values: Buffer,
+}
+
+/// Shape of attention in one layer.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionShape {
+    pub num_heads: usize,
+    pub num_kv_heads: usize,
+    /// Multiple of 4, at most [`MAX_HEAD_DIM`].
+    pub head_dim: usize,
+    /// Tokens per KV block.
+    pub block_size: usize,
+    /// Block table entries per sequence.
+    pub max_blocks: usize,
+    /// Keys a token sees, itself included; `None`: all.
+    pub window: Option<usize>,
+}
+
+/// The factors of an RMSNorm, `1 + w`: f32 `[width]`; and what keeps its root from 0.
+#[derive(Clone)]
+pub struct RmsNorm {
+    pub weight: Buffer,
+    pub eps: f32,
+}
+
+/// What attention in one layer is made of, beside its matrices.
+pub struct Attention {
+    pub shape: AttentionShape,
+    pub q_norm: RmsNorm,
+    pub k_norm: RmsNorm,
+    /// f32 `[max position][head_dim / 2][cos, sin]`
+    pub rope: Buffer,
+    /// Of queries, once they are normed and turned.
+    pub q_scale: f32,
+    pub cache: KvCache,
+}
+
+/// Per-token arrays of a step, on the device.
+#[derive(Clone)]
+pub struct StepArrays {
+    /// u32 `[tokens]`: id, or [`LAST_SAMPLED`] + slot.
+    pub ids: Buffer,
+    /// u32 `[tokens]`
+    pub positions: Buffer,
+    /// u32 `[tokens]`: row of `block_tables`.
+    pub sequence_of: Buffer,
+    /// u32 `[tokens]`: block * block_size + token in block.
+    pub slot_mapping: Buffer,
+    /// u32 `[sequences][max_blocks]`
+    pub block_tables: Buffer,
+    pub shares: ShareArrays,
+}
+
+/// [`Shares`] on the device: those of a whole step, or of some of its rows.
+#[derive(Clone)]
+pub struct ShareArrays {
+    /// [`Item`]; none where there can be none.
+    pub single: Option<Buffer>,
+    pub tiles: Option<Buffer>,
+    /// Three u32 for single tokens, and three for tiles: their workgroups, read when they run.
+    pub groups: Buffer,
+    /// u32 `[tokens][2]`
+    pub merges: Buffer,
+}
+
+/// Where attention leaves what it merges: f32 `[slots]` of [`partial_width`].
+#[derive(Clone)]
+pub struct Partials {
+    pub single: Activations,
+    pub tiles: Activations,
+}
+
+/// What attention is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heads {
+    /// Query heads per KV head, at most [`MAX_GROUP`].
+    pub group: usize,
+    /// Multiple of 4, at most [`MAX_HEAD_DIM`].
+    pub head_dim: usize,
+    /// How the cache holds keys and values.
+    pub kv: KvDtype,
+}
+
+/// The first `count` 32-bit words of a buffer; panics where it has fewer.
+pub(super) fn words(buffer: &Buffer, count: usize, what: &str) -> Buffer {
+    assert!(buffer.size() >= 4 * count as u64, "{what}: {count} words do not fit");
+    buffer.slice(0, 4 * count as u64)
+}

@@ -1,0 +1,80 @@
+//! Which pipelines there are: every shader with the constants that a GPU may give it.
+
+use super::attention::TILE_ROWS;
+use super::operand::{ActivationsFrom, GpuTiles, LANE_COLUMNS, LANE_TILES, ON_CPU, SubgroupTile, Tiles};
+use super::shaders::{self, shader_named};
+use crate::gpu::Shader;
+use crate::tensor::KvDtype;
+
+/// Blocks of weights that may share a scale: groups of 16, 32 and 128 columns, where a scheme may have them.
+fn scale_blocks(shader: &str) -> &'static [u32] {
+    match shader {
+        "fast_matmul_int8_row" => &[1],
+        name if name.contains("_int8") => &[1, 2],
+        // Five and six bits come from GGUF alone, which has one size of groups for each.
+        name if name.contains("_int6") => &[1],
+        name if name.contains("_int5") => &[2],
+        name if name.ends_with("_affine16") => &[1],
+        _ => &[1, 4],
+    }
+}
+
+/// The constants of every width of a product with int8.
+fn of_int8(shader: &'static Shader, tiles: &GpuTiles, geglu: &[bool]) -> Vec<Vec<u32>> {
+    let mut all = Vec::new();
+    for tile in Tiles::Gpu(*tiles).blocks() {
+        for group in scale_blocks(shader.name) {
+            all.extend(geglu.iter().map(|geglu| tiles.pipeline_of(shader, *group, tile, *geglu).1));
+        }
+    }
+    all
+}
+
+/// Every pipeline that a GPU may run, with the constants of each, for attention of `group` query heads per KV head.
+#[doc(hidden)]
+pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
+    let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
+        match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
+            [] => vec![vec![]],
+            ["COLUMNS"] => Tiles::COUNTED.floats().iter().map(|tile| vec![tile.columns]).collect(),
+            ["COLUMNS", "GEGLU", "SCALE_BLOCKS", _] => {
+                let mut all = of_int8(shader, &GpuTiles::COUNTED, &[false, true]);
+                // The most that shared memory takes.
+                let shared = GpuTiles {
+                    activations: [ActivationsFrom::SharedMemory; LANE_TILES],
+                    ..GpuTiles::COUNTED
+                };
+                let widest = |constants: &Vec<u32>| constants[0] == LANE_COLUMNS;
+                all.extend(of_int8(shader, &shared, &[false, true]).into_iter().filter(widest));
+                all
+            }
+            ["COLUMNS", "HALVES", "SCALE_BLOCKS", ..] => {
+                let Some(lanes) = shader.name.strip_suffix("_in_tiles") else { return vec![] };
+                let tiles = GpuTiles { subgroups: Some(SubgroupTile::RDNA3), ..GpuTiles::COUNTED };
+                let all = of_int8(shader_named(lanes), &tiles, &[false]);
+                all.into_iter().filter(|constants| constants[0] > LANE_COLUMNS).collect()
+            }
+            ["GROUP", "HEAD_DIM", "ROWS"] => {
+                vec![attention_constants(shader, group as usize, head_dim as usize)]
+            }
+            ref others => panic!("{}: constants {others:?} have no values here", shader.name),
+        }
+    };
+    let of_gpus = shaders::ALL.iter().filter(|shader| !shader.name.ends_with(ON_CPU));
+    of_gpus.flat_map(|shader| constants(shader).into_iter().map(move |c| (*shader, c))).collect()
+}
+
+/// The shaders of attention for a cache of such a type: for single tokens, and for tiles.
+pub(super) fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
+    match kv {
+        KvDtype::F32 => [&shaders::ATTENTION_F32, &shaders::ATTENTION_TILE_F32],
+        KvDtype::F16 => [&shaders::ATTENTION_F16, &shaders::ATTENTION_TILE_F16],
+        KvDtype::Int8 => [&shaders::ATTENTION_INT8, &shaders::ATTENTION_TILE_INT8],
+    }
+}
+
+/// A team of single tokens has the query heads of one, one of tiles a share of those of several.
+pub(super) fn attention_constants(shader: &Shader, group: usize, head_dim: usize) -> Vec<u32> {
+    let rows = if shader.name.starts_with("attention_tile") { TILE_ROWS } else { group };
+    [group, head_dim, rows].map(|n| n as u32).to_vec()
+}

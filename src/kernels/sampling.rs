@@ -1,0 +1,327 @@
+//! Ids drawn from logits, and what that takes: histories, penalties, biases, masks, log probabilities.
+
+use super::Kernels;
+use super::arrays::{Activations, StepArrays, words};
+use super::shaders;
+use crate::gpu::{Buffer, Pipeline, Recorder};
+
+/// What the sampler writes when logits are not finite.
+pub const NO_TOKEN: u32 = u32::MAX;
+/// Ids of a row that a workgroup of the sampler takes, and one of log probabilities.
+pub(super) const DRAW_CHUNK: usize = 4096;
+/// Bins of a row of logits, each of a count and a mass of 64 bits; and undecided ids that are listed (`shaders/sample.comp`).
+pub(super) const DRAW_BINS: usize = 1024;
+const DRAW_LIST: usize = 4096;
+const DRAW_TALLIES: usize = 8;
+/// Words of what a chunk says of its log probabilities (`shaders/logprobs.comp`), of which a workgroup has a row's.
+const LOGPROB_PART: usize = 2 + 2 * MAX_LOGPROBS;
+const MOST_CHUNKS: usize = 256;
+/// Most alternatives whose log probabilities come back with an id.
+pub const MAX_LOGPROBS: usize = 20;
+/// Words that the log probabilities of one row take: that of the drawn id, and pairs of alternatives.
+pub const LOGPROB_WORDS: usize = 1 + 2 * MAX_LOGPROBS;
+
+/// Rows of logits, and what draws change of them.
+#[derive(Clone)]
+pub struct Logits {
+    pub raw: Activations,
+    /// u32 of the same shape (`shaders/common/draws.glsl`).
+    pub adjusted: Activations,
+    /// What the kernels of a draw leave for the next one: u32 `[rows]`[`[draw_words]`](draw_words) of the logits' width.
+    pub scratch: Activations,
+    /// Ids from here up are never drawn.
+    pub vocab: usize,
+}
+
+/// Words that a draw needs for each row of so many logits.
+pub const fn draw_words(vocab: usize) -> usize {
+    let chunks = vocab.div_ceil(DRAW_CHUNK);
+    (4 + 4 + LOGPROB_PART) * chunks + 3 * DRAW_LIST + DRAW_TALLIES + 3 * DRAW_BINS
+}
+
+/// [`Logits::scratch`] as the kernels that draw from so many rows see it (`shaders/sample.comp`, `shaders/logprobs.comp`).
+#[doc(hidden)]
+pub struct DrawScratch {
+    pub maxima: Buffer,
+    pub found: Buffer,
+    /// First word of `found` that is a tally.
+    tallies: u32,
+    /// `[rows][3][DRAW_BINS]`
+    pub bins: Buffer,
+    /// What must be 0 before: the tallies and the bins.
+    cleared: Buffer,
+    parts: Buffer,
+    chunks: u32,
+}
+
+impl DrawScratch {
+    pub fn of(logits: &Logits, rows: usize) -> DrawScratch {
+        let Logits { raw, scratch, vocab, .. } = logits;
+        assert!(*vocab > 0 && *vocab <= raw.width, "draws from {vocab} ids");
+        let chunks = vocab.div_ceil(DRAW_CHUNK);
+        assert!(chunks <= MOST_CHUNKS, "draws from {vocab} ids, {} at most", MOST_CHUNKS * DRAW_CHUNK);
+        let all = scratch.used(rows, draw_words(raw.width), "draws: scratch");
+        let lists = 4 * chunks + 3 * DRAW_LIST;
+        let mut offset = 0;
+        let sizes = [4 * chunks, lists, DRAW_TALLIES, 3 * DRAW_BINS, LOGPROB_PART * chunks];
+        let [maxima, found, tallies, bins, parts] = sizes.map(|words| {
+            let bytes = 4 * (rows * words) as u64;
+            offset += bytes;
+            all.slice(offset - bytes, bytes)
+        });
+        // Parts that are next to each other.
+        let both = |a: &Buffer, b: &Buffer| all.slice(a.address() - all.address(), a.size() + b.size());
+        DrawScratch {
+            cleared: both(&tallies, &bins),
+            found: both(&found, &tallies),
+            tallies: (rows * lists) as u32,
+            maxima,
+            bins,
+            parts,
+            chunks: chunks as u32,
+        }
+    }
+}
+
+/// One row's parameters as the shaders read them that draw (`shaders/common/draws.glsl`).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct SampleRequest {
+    pub temperature: f32,
+    pub top_k: u32,
+    pub top_p: f32,
+    pub min_p: f32,
+    pub seed_low: u32,
+    pub seed_high: u32,
+    pub position: u32,
+    pub slot: u32,
+    pub repetition_penalty: f32,
+    pub presence_penalty: f32,
+    pub frequency_penalty: f32,
+    /// Row of the history, ids of it that are penalized, and how many of these are the prompt's; no ids: no penalties.
+    pub history_slot: u32,
+    pub history_len: u32,
+    pub prompt_len: u32,
+    /// Its pairs of [`DrawArrays::bias`], no id twice.
+    pub first_bias: u32,
+    pub biases: u32,
+    /// One more than the row of [`DrawArrays::masks`]; 0: every id may come.
+    pub mask: u32,
+    /// One more than the alternatives that are reported, at most [`MAX_LOGPROBS`]; 0: no log probabilities.
+    pub logprobs: u32,
+}
+
+impl SampleRequest {
+    /// Ids, with repetitions, whose logits are changed.
+    fn changes(&self) -> u32 {
+        self.history_len.max(self.biases)
+    }
+
+    /// Whether it is not the highest logit that is drawn; and whether what is left of the others takes more than a look at
+    /// each.
+    fn draws(&self) -> bool {
+        self.temperature > 0.0
+    }
+
+    fn filters(&self, vocab: usize) -> bool {
+        self.draws() && ((self.top_k > 0 && (self.top_k as usize) < vocab) || self.top_p < 1.0)
+    }
+}
+
+/// What is added to the logit of an id; negative infinity forbids it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Bias {
+    pub id: u32,
+    pub bias: f32,
+}
+
+/// What the draws of a step take, and what comes of them.
+#[derive(Clone)]
+pub struct DrawArrays {
+    /// [`SampleRequest`] `[rows]`
+    pub requests: Buffer,
+    /// [`Bias`] `[..]`
+    pub bias: Buffer,
+    /// u32 `[..][mask_words]`, of [`mask_words`] of the vocabulary: a bit for each id that may come.
+    pub masks: Buffer,
+    /// u32 `[rows]`: the ids drawn.
+    pub ids: Buffer,
+    /// `[rows][LOGPROB_WORDS]`: f32 of the id; pairs of u32 id and f32.
+    pub logprobs: Buffer,
+}
+
+impl DrawArrays {
+    fn requests_of(&self, rows: usize) -> Buffer {
+        let bytes = (rows * size_of::<SampleRequest>()) as u64;
+        assert!(self.requests.size() >= bytes, "{rows} requests do not fit");
+        self.requests.slice(0, bytes)
+    }
+}
+
+/// The ids of each slot's sequence, by position: u32 `[slots][slot_len]`.
+#[derive(Clone)]
+pub struct History {
+    pub ids: Buffer,
+    pub slot_len: usize,
+}
+
+/// Words of a mask of `vocab` ids.
+pub const fn mask_words(vocab: usize) -> usize {
+    vocab.div_ceil(32)
+}
+
+impl Kernels {
+    /// Writes the ids of `tokens` tokens where the history has their sequences; `slots`: u32 by entry of
+    /// [`StepArrays::sequence_of`].
+    pub fn history(
+        &self,
+        recorder: &mut Recorder<'_>,
+        step: &StepArrays,
+        slots: &Buffer,
+        sampled: &Buffer,
+        history: &History,
+        tokens: usize,
+    ) {
+        let arguments = shaders::History {
+            ids: &words(&step.ids, tokens, "history: ids"),
+            sampled,
+            positions: &words(&step.positions, tokens, "history: positions"),
+            sequence_of: &words(&step.sequence_of, tokens, "history: sequence_of"),
+            slots,
+            history: &history.ids,
+            tokens: tokens as u32,
+            slot_len: history.slot_len as u32,
+        };
+        recorder.dispatch(&self.history, &arguments, [(tokens as u32).div_ceil(64), 1, 1]);
+    }
+
+    /// Writes what penalties and biases make of some of the logits to [`Logits::adjusted`], all of whose words are 0;
+    /// [`Kernels::clear_adjusted`] makes them so again. `requests`: what [`DrawArrays::requests`] holds. Nothing is recorded
+    /// where none of them changes anything.
+    pub fn adjust(
+        &self,
+        recorder: &mut Recorder<'_>,
+        logits: &Logits,
+        draws: &DrawArrays,
+        history: &History,
+        requests: &[SampleRequest],
+    ) {
+        let [count, penalize, bias] = &self.adjust;
+        if requests.iter().any(|request| request.history_len > 0) {
+            self.adjust_by(recorder, count, logits, draws, history, requests);
+            self.adjust_by(recorder, penalize, logits, draws, history, requests);
+        }
+        if requests.iter().any(|request| request.biases > 0) {
+            self.adjust_by(recorder, bias, logits, draws, history, requests);
+        }
+    }
+
+    /// Takes back what [`Kernels::adjust`] did.
+    pub fn clear_adjusted(
+        &self,
+        recorder: &mut Recorder<'_>,
+        logits: &Logits,
+        draws: &DrawArrays,
+        history: &History,
+        requests: &[SampleRequest],
+    ) {
+        if requests.iter().any(|request| request.changes() > 0) {
+            self.adjust_by(recorder, &self.adjust_clear, logits, draws, history, requests);
+        }
+    }
+
+    fn adjust_by(
+        &self,
+        recorder: &mut Recorder<'_>,
+        pipeline: &Pipeline,
+        logits: &Logits,
+        draws: &DrawArrays,
+        history: &History,
+        requests: &[SampleRequest],
+    ) {
+        let (rows, Logits { raw, adjusted, .. }) = (requests.len(), logits);
+        for request in requests {
+            let bytes = (request.first_bias + request.biases) as usize * size_of::<Bias>();
+            assert!(draws.bias.size() >= bytes as u64, "adjust: bias");
+            assert!(request.history_len as usize <= history.slot_len, "adjust: history");
+        }
+        let arguments = shaders::Adjust {
+            logits: Some(&raw.used(rows, adjusted.width, "adjust: logits")),
+            adjusted: &adjusted.used(rows, raw.width, "adjust: adjusted"),
+            requests: &draws.requests_of(rows),
+            history: Some(&history.ids),
+            bias: Some(&draws.bias),
+            stride: raw.stride as u32,
+            slot_len: history.slot_len as u32,
+        };
+        let most = requests.iter().map(SampleRequest::changes).max().unwrap_or(0);
+        recorder.dispatch(pipeline, &arguments, [most.div_ceil(256).clamp(1, 64), rows as u32, 1]);
+    }
+
+    /// Draws a token for each row of logits, with what [`Kernels::adjust`] made of them: `ids[row]`, and `sampled[slot]`.
+    /// `requests`: what [`DrawArrays::requests`] holds. Only kernels that one of them needs are recorded: one pass over the
+    /// logits where all are greedy, two where none has top_k or top_p, else three.
+    pub fn sample(
+        &self,
+        recorder: &mut Recorder<'_>,
+        logits: &Logits,
+        draws: &DrawArrays,
+        sampled: &Buffer,
+        requests: &[SampleRequest],
+    ) {
+        let (rows, Logits { raw, adjusted, vocab, .. }) = (requests.len(), logits);
+        let DrawScratch { maxima, found, tallies, bins, cleared, chunks, .. } = DrawScratch::of(logits, rows);
+        let arguments = shaders::Sample {
+            logits: Some(&raw.used(rows, raw.width, "sample: logits")),
+            adjusted: Some(&adjusted.used(rows, raw.width, "sample: adjusted")),
+            masks: Some(&draws.masks),
+            requests: &draws.requests_of(rows),
+            maxima: &maxima,
+            bins: Some(&bins),
+            found: Some(&found),
+            ids: Some(&words(&draws.ids, rows, "sample: ids")),
+            sampled: Some(sampled),
+            vocab: *vocab as u32,
+            logits_stride: raw.stride as u32,
+            mask_words: mask_words(raw.width) as u32,
+            tallies,
+        };
+        let (of_chunks, of_rows) = ([chunks, rows as u32, 1], [rows as u32, 1, 1]);
+        let filters = requests.iter().any(|request| request.filters(*vocab));
+        if filters {
+            // Beside the first kernel, which does not touch them.
+            recorder.fill(&cleared, 0);
+        }
+        recorder.dispatch(&self.sample.maxima, &arguments, of_chunks);
+        if !requests.iter().any(SampleRequest::draws) {
+            recorder.dispatch(&self.sample.greedy, &arguments, of_rows);
+            return;
+        }
+        if filters {
+            recorder.dispatch(&self.sample.masses, &arguments, of_chunks);
+        }
+        recorder.dispatch(&self.sample.draw, &arguments, of_chunks);
+        recorder.dispatch(&self.sample.choice, &arguments, of_rows);
+    }
+
+    /// Log probabilities, by the raw logits, of the ids that were drawn, and of the most likely ones, for the rows whose
+    /// requests want them.
+    pub fn logprobs(&self, recorder: &mut Recorder<'_>, logits: &Logits, draws: &DrawArrays, rows: usize) {
+        let Logits { raw, vocab, .. } = logits;
+        let DrawScratch { parts, chunks, .. } = DrawScratch::of(logits, rows);
+        let arguments = shaders::Logprobs {
+            logits: &raw.used(rows, raw.width, "logprobs: logits"),
+            requests: &draws.requests_of(rows),
+            ids: Some(&words(&draws.ids, rows, "logprobs: ids")),
+            parts: &parts,
+            result: Some(&words(&draws.logprobs, rows * LOGPROB_WORDS, "logprobs: result")),
+            vocab: *vocab as u32,
+            logits_stride: raw.stride as u32,
+            out_stride: LOGPROB_WORDS as u32,
+        };
+        let [of_chunks, merge] = &self.logprobs;
+        recorder.dispatch(of_chunks, &arguments, [chunks, rows as u32, 1]);
+        recorder.dispatch(merge, &arguments, [rows as u32, 1, 1]);
+    }
+}
