@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use unicorn::engine::{Fork, Sequence, SharedMask, TokenMask};
 use unicorn::kernels::reference;
-use unicorn::model::gemma3::LoadOptions;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::{KvLimits, Limits, Runner, SamplingParams};
 use unicorn::tensor::KvDtype;
 

@@ -13,7 +13,7 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
-use unicorn::model::gemma3::LoadOptions;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::{KvLimits, Limits, Runner};
 use unicorn::session::Service;
 use unicorn::text::ChatTemplate;

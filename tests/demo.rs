@@ -9,7 +9,8 @@ use std::sync::OnceLock;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use unicorn::engine::Sequence;
-use unicorn::model::gemma3::{Gemma3, LoadOptions};
+use unicorn::model::gemma3::Gemma3;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::{KvDtype, Precision};
 

@@ -13,7 +13,8 @@ use unicorn::kernels::{
 };
 use unicorn::model::SamplingParams;
 use unicorn::model::draft::{self, Drafted};
-use unicorn::model::gemma3::{Gemma3, LoadOptions};
+use unicorn::model::gemma3::Gemma3;
+use unicorn::model::load::LoadOptions;
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Scheme};
 
 use crate::batching::{PENALTIES, Texts};

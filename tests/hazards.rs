@@ -13,7 +13,8 @@ use unicorn::kernels::{
     Shares, StepArrays, Tiles, Wants, shaders,
 };
 use unicorn::model::draft::{self, Drafted};
-use unicorn::model::gemma3::{Gemma3, LoadOptions};
+use unicorn::model::gemma3::Gemma3;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::{KvDtype, Precision, Scheme};
 

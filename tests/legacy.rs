@@ -20,7 +20,7 @@ use crate::golden::{self, Goldens};
 use crate::support::{self, data};
 use unicorn::checkpoint::{Checkpoint, ModelFiles, Tensor};
 use unicorn::model::config::Gemma3Config;
-use unicorn::model::gemma3::LoadOptions;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Gemma3Weights;
 use unicorn::tensor::{Bits, QuantizedRow, Scales, Scheme};
 

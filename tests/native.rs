@@ -14,7 +14,8 @@ use serde_json::{Value, json};
 use unicorn::checkpoint::{Checkpoint, Manifest, ModelFiles, verify};
 use unicorn::kernels::reference::rms_norm;
 use unicorn::model::config::Gemma3Config;
-use unicorn::model::gemma3::{Gemma3, LoadOptions};
+use unicorn::model::gemma3::Gemma3;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Gemma3Weights;
 use unicorn::quantize::{dequantize_row, quantize_row, quantize_row_searching};
 use unicorn::tensor::{

@@ -18,7 +18,7 @@ use crate::legacy::{mutate, read_all, sha256, values_both_ways, with_header};
 use crate::support::{self, data};
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::model::config::Gemma3Config;
-use unicorn::model::gemma3::LoadOptions;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Gemma3Weights;
 use unicorn::tensor::{Bits, Scales, Scheme};
 

@@ -35,7 +35,7 @@ const NEIGHBOURS: [(&str, &str); 2] = [("config", "tensor"), ("kernels", "quanti
 
 /// What lies below a module and is nevertheless none of its business: (who, what, in which files or folders it is allowed after
 /// all).
-const HIDDEN: [(&str, &str, &[&str]); 21] = [
+const HIDDEN: [(&str, &str, &[&str]); 22] = [
     ("main", "gpu", &[]),
     ("main", "kernels", &[]),
     ("cli", "gpu", &["src/cli/load.rs", "src/cli/devices.rs", "src/cli/error.rs", "src/cli/serve/facts.rs"]),
@@ -56,6 +56,7 @@ const HIDDEN: [(&str, &str, &[&str]); 21] = [
     ("engine", "quantize", &[]),
     ("engine", "hub", &[]),
     ("engine", "model::gemma3", &[]),
+    ("engine", "model::load", &[]),
     ("engine", "model::weights", &[]),
 ];
 

@@ -2,7 +2,7 @@
 
 use unicorn::gpu::QueueKind;
 use unicorn::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};
-use unicorn::model::gemma3::LoadOptions;
+use unicorn::model::load::LoadOptions;
 use unicorn::model::tune::{Trial, Tuned, keep, kept, measured, tuned};
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 

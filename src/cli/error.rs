@@ -9,7 +9,7 @@ use crate::engine::{EngineError, SubmitError};
 use crate::gpu::GpuError;
 use crate::hub::HubError;
 use crate::model::RunnerError;
-use crate::model::gemma3::LoadError;
+use crate::model::load::LoadError;
 use crate::session::SessionError;
 use crate::text::TextError;
 

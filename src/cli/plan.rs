@@ -12,7 +12,7 @@ use super::terminal::{bytes, print};
 use crate::checkpoint::{Checkpoint, ModelFiles};
 use crate::config::Config;
 use crate::model::config::Gemma3Config;
-use crate::model::draft::check_draft;
+use crate::model::load::check_draft;
 use crate::model::memory::{Demand, DoesNotFit, DraftDemand, Fit, Schemes, quantize_modes};
 use crate::model::shapes::Shape;
 use crate::model::weights::Gemma3Weights;

@@ -17,27 +17,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::config::Gemma3Config;
-use super::gemma3::{Gemma3, LoadError, LoadOptions, Loaded, Progress};
-use super::memory::window;
+use super::gemma3::{Gemma3, Loaded};
+use super::load::{LoadError, LoadOptions, Progress};
 use super::{
     Batch, BatchSequence, DraftRequest, Draw, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
 };
 use crate::checkpoint::ModelFiles;
 use crate::gpu::Device;
-
-/// Whether a model of the second config can be the draft of one of the first; else why not.
-pub fn check_draft(model: &Gemma3Config, draft: &Gemma3Config) -> Result<(), String> {
-    match (window(model), window(draft)) {
-        (None, Some(draft)) => Err(format!(
-            "its layers see a window of {draft} tokens, and the model has no such layers, so no blocks for them: it \
-             cannot be that model's draft"
-        )),
-        (Some(model), Some(draft)) if draft > model => Err(format!(
-            "sliding_window is {draft}, and that of the model is {model}: a draft looks back as far as the model at most"
-        )),
-        _ => Ok(()),
-    }
-}
 
 /// Loads a model and its draft into device memory, for a context that both were made for. What `options` say of weights
 /// concerns the model: the draft's are stored as its files have them.

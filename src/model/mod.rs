@@ -4,10 +4,14 @@
 
 pub mod config;
 pub mod draft;
+mod evaluate;
+mod forward;
 pub mod gemma3;
 #[doc(hidden)]
 pub mod judge;
 pub mod kernel_cases;
+mod layers;
+pub mod load;
 pub mod memory;
 mod rates;
 mod runner;

@@ -18,7 +18,6 @@ use std::time::Duration;
 use rayon::prelude::*;
 
 use super::config::{Gemma3Config, LayerType};
-use super::gemma3::LoadError;
 use super::memory::{self, LEAST_ROWS, LOGIT_ROWS};
 use super::rates::{Rates, Work};
 use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Mask, Sampled};
@@ -322,7 +321,7 @@ impl Frame {
         config: &Gemma3Config,
         limits: &Limits,
         index: usize,
-    ) -> Result<Frame, LoadError> {
+    ) -> Result<Frame, GpuError> {
         let sizes = memory::step_input_bytes(limits);
         let name = format!("step {index} input");
         let input = arena.alloc(MemoryKind::Upload, Class::Staging, sizes.iter().sum(), &name)?;

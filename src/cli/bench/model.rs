@@ -17,7 +17,8 @@ use crate::cli::progress::Bar;
 use crate::cli::terminal::{bytes, print};
 use crate::config::Config;
 use crate::engine::{Trial, TrialStep};
-use crate::model::gemma3::{Gemma3, LoadError};
+use crate::model::gemma3::Gemma3;
+use crate::model::load::LoadError;
 use crate::model::{Counts, Runner};
 
 /// A case that was measured.

@@ -1,0 +1,92 @@
+//! What `unicorn eval` and calibration ask of a model beside answers: the logits of every token, and what meets its matrices.
+
+use super::gemma3::Gemma3;
+use super::memory::READBACK_ROWS;
+use super::step::Wanted;
+use super::{Batch, BatchSequence, Input, RunnerError};
+use crate::gpu::{Buffer, CommandBuffer, GpuError};
+
+impl Gemma3 {
+    /// Runs `tokens` through the layers, for what is summed up on the way; `each` hears how many are done. Panics if the
+    /// tokens do not fit the context.
+    pub fn observe(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize)) -> Result<(), RunnerError> {
+        assert!(self.in_flight.is_empty(), "observing beside a step in flight");
+        assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
+        let chunk = self.limits.max_batch_tokens;
+        for (i, ids) in tokens.chunks(chunk).enumerate() {
+            self.run(0, &self.alone(i * chunk, ids), &Wanted::default())?;
+            self.wait_for(0)?;
+            each(i * chunk + ids.len());
+        }
+        Ok(())
+    }
+
+    /// For each layer the sums of squares of what met q, k and v; o; gate and up; down, by column, over everything that
+    /// was run. Panics unless the model was loaded with `moments`.
+    pub fn take_moments(&mut self) -> Result<Vec<[Vec<f32>; 4]>, RunnerError> {
+        assert!(self.in_flight.is_empty(), "reading beside a step in flight");
+        let mut commands = CommandBuffer::new(&self.device, "moments")?;
+        let readback = &self.logits_readback;
+        let mut read = |sums: &Buffer| {
+            let mut recorder = commands.begin()?;
+            recorder.copy(sums, readback, sums.size());
+            recorder.submit("reading moments")?;
+            commands.wait()?;
+            let mut values = vec![0f32; sums.size() as usize / 4];
+            readback.read(0, &mut values);
+            Ok::<_, GpuError>(values)
+        };
+        let mut all = Vec::new();
+        for layer in &self.layers {
+            let [a, b, c, d] = layer.moments.as_ref().expect("a model loaded with moments").each_ref();
+            all.push([read(a)?, read(b)?, read(c)?, read(d)?]);
+        }
+        Ok(all)
+    }
+
+    /// A batch of one sequence that has all blocks to itself.
+    fn alone(&self, start: usize, ids: &[u32]) -> Batch {
+        let kv = &self.limits.kv;
+        let blocks = (start + ids.len()).div_ceil(kv.block_size) as u32;
+        let first = kv.sliding_window.map_or(0, |window| (start + 1).saturating_sub(window) / kv.block_size);
+        // A ring of blocks: one that is written again has left the window.
+        let ring = kv.sliding_blocks.max(1) as u32;
+        Batch {
+            sequences: vec![BatchSequence {
+                slot: 0,
+                start,
+                input: Input::Ids(ids.to_vec()),
+                full_blocks: (0..blocks).collect(),
+                sliding_blocks: (first as u32..blocks).map(|block| block % ring).collect(),
+                sliding_first: first,
+                history: None,
+            }],
+            ..Batch::default()
+        }
+    }
+
+    /// Logits at every position of `tokens`, computed afresh, with nothing else in flight: `each(first, rows)` gets
+    /// rows of `vocab_size` f32 for positions `first..`, in order. Panics if the tokens do not fit the context.
+    pub fn logits(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize, &[f32])) -> Result<(), RunnerError> {
+        assert!(self.in_flight.is_empty(), "logits beside a step in flight");
+        assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
+        let chunk = self.limits.max_batch_tokens.min(READBACK_ROWS);
+        let (vocab, stride) = (self.config.vocab_size, self.scratch.logits.raw.stride);
+        let mut padded = vec![0f32; chunk * stride];
+        let mut rows = vec![0f32; chunk * vocab];
+        for (i, ids) in tokens.chunks(chunk).enumerate() {
+            let start = i * chunk;
+            let batch = self.alone(start, ids);
+            let all = Wanted { rows: (0..ids.len() as u32).collect(), ..Wanted::default() };
+            self.run(0, &batch, &all)?;
+            self.wait_for(0)?;
+            let n = ids.len();
+            self.logits_readback.read(0, &mut padded[..n * stride]);
+            for (to, from) in rows.chunks_exact_mut(vocab).zip(padded.chunks_exact(stride)).take(n) {
+                to.copy_from_slice(&from[..vocab]);
+            }
+            each(start, &rows[..n * vocab]);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,148 @@
+//! What a step of Gemma-3 is computed with and in: the weights of a layer, and the activations of all.
+
+use std::ops::Range;
+
+use super::config::{Gemma3Config, LayerType};
+use super::memory::{self};
+use crate::gpu::placement::{Class, MemoryKind};
+use crate::gpu::{Arena, Buffer, GpuError};
+use crate::kernels::{Activations, Attention, Logits, Matrix, Partials, Quantized, RmsNorm, Wants};
+
+/// The weights of one layer on the device.
+pub(super) struct Layer {
+    pub(super) kind: LayerType,
+    pub(super) input_layernorm: RmsNorm,
+    pub(super) post_attention_layernorm: RmsNorm,
+    pub(super) pre_feedforward_layernorm: RmsNorm,
+    pub(super) post_feedforward_layernorm: RmsNorm,
+    pub(super) attention: Attention,
+    pub(super) q_proj: Matrix,
+    pub(super) k_proj: Matrix,
+    pub(super) v_proj: Matrix,
+    pub(super) o_proj: Matrix,
+    pub(super) gate_proj: Matrix,
+    pub(super) up_proj: Matrix,
+    pub(super) down_proj: Matrix,
+    /// In what the inputs of q, k and v are wanted; of o; of gate and up; of down.
+    pub(super) wants: [Wants; 4],
+    /// Sums of squares of what meets q, k and v; o; gate and up; down: f32 for each column.
+    pub(super) moments: Option<[Buffer; 4]>,
+}
+
+/// Activations of a step, `[max_batch_tokens, ..]` f32 each.
+#[derive(Clone)]
+pub(super) struct Scratch {
+    /// The residual stream, `[hidden_size]`.
+    pub(super) hidden: Activations,
+    /// A normed copy of it, and what a sublayer adds to it, `[hidden_size]`.
+    pub(super) normed: Activations,
+    pub(super) delta: Activations,
+    /// `[num_attention_heads * head_dim]`
+    pub(super) q: Activations,
+    pub(super) attended: Activations,
+    /// `[num_key_value_heads * head_dim]`
+    pub(super) k: Activations,
+    pub(super) v: Activations,
+    /// What attention merges, which is of no token's row.
+    pub(super) partials: Partials,
+    /// `[intermediate_size]`
+    pub(super) gate: Activations,
+    pub(super) up: Activations,
+    /// The normed rows that logits are wanted of, `[LOGIT_ROWS, hidden_size]`, and the logits; what draws change of them is
+    /// all 0 between steps.
+    pub(super) final_rows: Activations,
+    pub(super) logits: Logits,
+    /// Sums of normed rows of the residual stream, a row for each slot, `[hidden_size]`.
+    pub(super) pooled: Activations,
+    /// What matrices are multiplied with, where they want it in int8.
+    pub(super) normed_blocks: Quantized,
+    pub(super) attended_blocks: Quantized,
+    pub(super) gated_blocks: Quantized,
+    pub(super) final_blocks: Quantized,
+}
+
+impl Scratch {
+    /// The same of some tokens of the step; logits, which are not by token, as they are.
+    pub(super) fn rows(&self, rows: &Range<usize>) -> Scratch {
+        let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, .. } = self;
+        Scratch {
+            hidden: hidden.rows(rows),
+            normed: normed.rows(rows),
+            delta: delta.rows(rows),
+            q: q.rows(rows),
+            attended: attended.rows(rows),
+            k: k.rows(rows),
+            v: v.rows(rows),
+            gate: gate.rows(rows),
+            up: up.rows(rows),
+            ..self.clone()
+        }
+    }
+
+    /// Buffers of such names and sizes, as those of `config` need them for `tokens` at least.
+    pub(super) fn new(
+        arena: &mut Arena,
+        config: &Gemma3Config,
+        tokens: usize,
+        sizes: Vec<(&str, u64)>,
+    ) -> Result<Scratch, GpuError> {
+        let buffers = sizes.into_iter().map(|(name, bytes)| device_buffer(arena, bytes, name));
+        let buffers = buffers.collect::<Result<Vec<_>, _>>()?;
+        Ok(Scratch::of(config, tokens, buffers))
+    }
+
+    /// The same buffers for another model, whose steps come before and behind those of this one.
+    pub(super) fn by_turns(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
+        let Scratch { hidden, normed, delta, q, attended, k, v, partials, gate, up, .. } = self;
+        let Partials { single, tiles } = partials;
+        let Scratch { final_rows, logits: Logits { raw, adjusted, scratch, .. }, pooled, .. } = self;
+        let Scratch { normed_blocks, attended_blocks, gated_blocks, final_blocks, .. } = self;
+        let of_layers = [hidden, normed, delta, q, attended, k, v, single, tiles, gate, up];
+        let behind = [final_rows, raw, adjusted, scratch, pooled];
+        let blocks = [normed_blocks, attended_blocks, gated_blocks, final_blocks];
+        let floats = of_layers.into_iter().chain(behind).map(|activations| &activations.buffer);
+        let all = floats.chain(blocks.map(|blocks| &blocks.buffer));
+        Scratch::of(config, tokens, all.cloned().collect())
+    }
+
+    pub(super) fn of(config: &Gemma3Config, tokens: usize, buffers: Vec<Buffer>) -> Scratch {
+        let mut buffers = buffers.into_iter();
+        let mut each = memory::activations(config, tokens)
+            .map(|(name, rows, width)| {
+                let buffer = buffers.next().expect("one for each field");
+                assert!(buffer.size() >= Activations::bytes(rows, width), "{name}: the buffer is too small");
+                Activations::new(buffer, width)
+            })
+            .into_iter();
+        let [normed_blocks, attended_blocks, gated_blocks, final_blocks] = memory::quantized(config, tokens)
+            .map(|(name, rows, width)| {
+                let buffer = buffers.next().expect("one for each field");
+                assert!(buffer.size() >= Quantized::bytes(rows, width), "{name}: the buffer is too small");
+                Quantized::new(buffer, width)
+            });
+        let mut next = || each.next().expect("one for each field");
+        Scratch {
+            hidden: next(),
+            normed: next(),
+            delta: next(),
+            q: next(),
+            attended: next(),
+            k: next(),
+            v: next(),
+            partials: Partials { single: next(), tiles: next() },
+            gate: next(),
+            up: next(),
+            final_rows: next(),
+            logits: Logits { raw: next(), adjusted: next(), scratch: next(), vocab: config.vocab_size },
+            pooled: next(),
+            normed_blocks,
+            attended_blocks,
+            gated_blocks,
+            final_blocks,
+        }
+    }
+}
+
+pub(super) fn device_buffer(arena: &mut Arena, bytes: u64, name: &str) -> Result<Buffer, GpuError> {
+    arena.alloc(MemoryKind::Device, Class::Activations, bytes, name)
+}

@@ -1,0 +1,584 @@
+//! Loading: a checkpoint's tensors, checked, placed, and brought to the device once.
+//!
+//! Refuses what does not fit before the first token, naming the tensor or the context that would.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Limits;
+use super::config::{ConfigError, Gemma3Config, GenerationConfig, LayerType};
+use super::gemma3::{Gemma3, Loaded};
+use super::layers::{Layer, Scratch, device_buffer};
+use super::memory::{self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, DraftDemand, MAX_IN_FLIGHT, Schemes};
+use super::rates::Rates;
+use super::step::Frame;
+use super::weights::{Gemma3Weights, WeightsError};
+use crate::checkpoint::{Checkpoint, CheckpointError, ModelFiles, Tensor};
+use crate::gpu::placement::{self, Class, MemoryKind};
+use crate::gpu::residency::{self, Residency};
+use crate::gpu::{Arena, CommandBuffer, Device, GpuError, Uploader};
+use crate::kernels::{
+    Attention, AttentionShape, Embedding, Heads, History, Kernels, KvCache, MAX_GROUP, Matrices, Matrix,
+    RmsNorm, Tiles, UploadError,
+};
+use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
+
+/// How to load a model.
+#[derive(Debug, Clone, Copy)]
+pub struct LoadOptions {
+    pub quantize: QuantizeMode,
+    /// Tokens, or the model's own maximum if that is less; refused where they do not fit. `None`: as many as fit.
+    pub max_context: Option<usize>,
+    /// Sequences that the KV cache is to have room for; fewer where it has not.
+    pub sequences: usize,
+    /// How it stores keys and values.
+    pub kv: KvDtype,
+    /// Tokens per block of its cache; at least 1.
+    pub block_size: usize,
+    /// What one submit may take on the device, as far as the time of those before tells (tests use less than any takes, to
+    /// have small models cut).
+    pub max_submit: Duration,
+    /// What may be taken of the device's memory.
+    pub memory: placement::Limits,
+    /// In what matrices are multiplied with activations.
+    pub precision: Precision,
+    /// How such products are shared out; `None`: as is best by count.
+    pub tiles: Option<Tiles>,
+    /// Refuse a model that the kernel does not see in memory; off, that is a warning.
+    pub strict: bool,
+    /// Prompt tokens processed per step.
+    pub max_batch_tokens: usize,
+    /// Ids from here up are never sampled: rows of the embedding that the tokenizer does not know.
+    pub sample_below: Option<usize>,
+    /// Sum up the squares of every matrix's inputs, for [`Gemma3::take_moments`].
+    pub moments: bool,
+    /// One allocation of weights is at most this large (tests use it to cut small matrices into shards).
+    pub max_shard_bytes: Option<u64>,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        LoadOptions {
+            quantize: QuantizeMode::None,
+            max_context: None,
+            sequences: 1,
+            kv: KvDtype::F32,
+            block_size: DEFAULT_BLOCK_SIZE,
+            max_submit: Duration::from_millis(200),
+            memory: placement::Limits::default(),
+            precision: Precision::F32,
+            tiles: None,
+            strict: true,
+            max_batch_tokens: 256,
+            sample_below: None,
+            moments: false,
+            max_shard_bytes: None,
+        }
+    }
+}
+
+/// How far a load is.
+#[derive(Debug, Clone, Copy)]
+pub struct Progress {
+    /// Bytes of the checkpoint, of `total`.
+    pub done: u64,
+    pub total: u64,
+}
+
+/// A model could not be loaded. One line: what, in which file or tensor, what was expected.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    #[error(transparent)]
+    DoesNotFit(#[from] Box<DoesNotFit>),
+    #[error(
+        "the model is not where it was placed: {0}; other programs may have pushed it out, or the driver failed \
+         (`dmesg` tells): free memory, or set hardware.strict = false to serve nevertheless"
+    )]
+    NotResident(Residency),
+    #[error("{0}")]
+    Option(String),
+}
+
+impl From<UploadError> for LoadError {
+    fn from(error: UploadError) -> Self {
+        match error {
+            UploadError::Gpu(e) => e.into(),
+            UploadError::Checkpoint(e) => e.into(),
+        }
+    }
+}
+
+impl Gemma3 {
+    /// Loads a checkpoint into device memory. `progress` is called every few megabytes.
+    pub fn load(
+        device: &Arc<Device>,
+        files: &ModelFiles,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Gemma3, LoadError> {
+        Gemma3::load_with_draft(device, files, None, options, progress).map(|(model, _)| model)
+    }
+
+    /// The same, and beside it a second model as its draft, stored as its files have it: that one shares the first one's
+    /// blocks, slots and activations, so nothing but [`super::draft::Drafted`] may run it.
+    pub(super) fn load_with_draft(
+        device: &Arc<Device>,
+        files: &ModelFiles,
+        draft_files: Option<&ModelFiles>,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<(Gemma3, Option<Gemma3>), LoadError> {
+        if options.max_batch_tokens == 0 || options.max_context == Some(0) {
+            return Err(LoadError::Option(
+                "the context and the prefill chunk must be at least 1 token".into(),
+            ));
+        }
+        let source = Source::open(files)?;
+        let weights = source.weights()?;
+        let draft_source = draft_files.map(Source::open).transpose()?;
+        let draft = match &draft_source {
+            None => None,
+            Some(draft) => {
+                let name = || draft.files.display("config.json");
+                check_draft(&source.config, &draft.config)
+                    .map_err(|problem| LoadError::Option(format!("{}: {problem}", name())))?;
+                let weights = draft.weights()?;
+                let schemes = Schemes::of(&weights, QuantizeMode::None)?;
+                Some((draft, weights, DraftDemand { config: &draft.config, schemes }))
+            }
+        };
+        let held_before = device.held();
+        let demand = Demand {
+            config: &source.config,
+            schemes: Schemes::of(&weights, options.quantize)?,
+            kv: options.kv,
+            block_size: options.block_size,
+            max_batch_tokens: options.max_batch_tokens,
+            max_shard_bytes: options
+                .max_shard_bytes
+                .unwrap_or(u64::MAX)
+                .min(device.info().max_allocation_bytes / 2),
+            moments: options.moments,
+            draft: draft.as_ref().map(|(.., demand)| demand.clone()),
+        };
+        // Everything is placed before anything is taken, and taken before anything is read.
+        let others = memory::quantize_modes(&weights)?;
+        let machine = device.machine();
+        let fit = demand
+            .fit_to_serve(&machine, &options.memory, options.max_context, options.sequences, &others)
+            .map_err(Box::new)?;
+        let limits = demand.limits(fit.context, fit.pools);
+        let arena = Arena::with_plan(device, fit.plan)?;
+        touch(device, &arena)?;
+        let draft_weights = draft.iter().flat_map(|(_, weights, _)| weights.iter());
+        let mut load = Load {
+            device,
+            options,
+            demand: &demand,
+            arena,
+            done: 0,
+            total: weights.iter().chain(draft_weights).map(|t| t.stored_bytes()).sum(),
+            progress,
+        };
+        let mut model = load.model(&source, &weights, &demand.schemes, limits, None)?;
+        let mut draft_model = match &draft {
+            None => None,
+            Some((source, weights, demand)) => {
+                let limits = Limits { vocab_size: source.config.vocab_size, ..limits };
+                Some(load.model(source, weights, &demand.schemes, limits, Some(&model))?)
+            }
+        };
+        let arena = load.arena;
+        assert!(arena.is_exhausted(), "something was planned that nobody asked for");
+        let residency = residency::compare(arena.allocated(), held_before, device.held());
+        if let Residency::Denied { .. } = residency {
+            if options.strict {
+                return Err(LoadError::NotResident(residency));
+            }
+            tracing::warn!("the model is not where it was placed: {residency}");
+        }
+        for model in [Some(&mut model), draft_model.as_mut()].into_iter().flatten() {
+            model.residency = residency;
+            model.placements = arena.placements().to_vec();
+        }
+        // An id sampled in no step must still be a row of the embedding.
+        let mut commands = CommandBuffer::new(device, "clear")?;
+        let mut recorder = commands.begin()?;
+        recorder.fill(&model.sampled, 0);
+        recorder.submit("clearing sampled ids")?;
+        commands.wait()?;
+        device.save_pipeline_cache();
+        Ok((model, draft_model))
+    }
+}
+
+/// Whether a model of the second config can be the draft of one of the first; else why not.
+pub fn check_draft(model: &Gemma3Config, draft: &Gemma3Config) -> Result<(), String> {
+    match (memory::window(model), memory::window(draft)) {
+        (None, Some(draft)) => Err(format!(
+            "its layers see a window of {draft} tokens, and the model has no such layers, so no blocks for them: it \
+             cannot be that model's draft"
+        )),
+        (Some(model), Some(draft)) if draft > model => Err(format!(
+            "sliding_window is {draft}, and that of the model is {model}: a draft looks back as far as the model at most"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// A checkpoint that is about to be loaded.
+struct Source<'a> {
+    files: &'a ModelFiles,
+    config: Gemma3Config,
+    generation: GenerationConfig,
+    checkpoint: Checkpoint,
+}
+
+impl<'a> Source<'a> {
+    fn open(files: &'a ModelFiles) -> Result<Source<'a>, LoadError> {
+        let (config, generation) = Gemma3Config::load(files)?;
+        Ok(Source { files, config, generation, checkpoint: Checkpoint::open(files)? })
+    }
+
+    /// Its tensors, none of which is missing, for a model that the kernels can compute.
+    fn weights(&self) -> Result<Gemma3Weights<'_>, LoadError> {
+        let Source { files, config, checkpoint, .. } = self;
+        let weights = Gemma3Weights::collect(checkpoint, config)?;
+        weights.warn_of_defects(checkpoint);
+        if weights.skipped_vision > 0 {
+            tracing::info!(
+                tensors = weights.skipped_vision,
+                bytes = weights.skipped_bytes,
+                "vision tensors skipped: this engine reads text only"
+            );
+        }
+        let group = config.num_attention_heads / config.num_key_value_heads;
+        if group > MAX_GROUP {
+            return Err(LoadError::Option(format!(
+                "{}: num_attention_heads is {group} times num_key_value_heads; the attention kernel takes at most \
+                 {MAX_GROUP}",
+                files.display("config.json")
+            )));
+        }
+        Ok(weights)
+    }
+}
+
+/// A load under way: everything is taken, and handed out model by model.
+struct Load<'a> {
+    device: &'a Arc<Device>,
+    options: &'a LoadOptions,
+    demand: &'a Demand<'a>,
+    arena: Arena,
+    /// Bytes of the checkpoints.
+    done: u64,
+    total: u64,
+    progress: &'a mut dyn FnMut(Progress),
+}
+
+impl Load<'_> {
+    /// The next model; `of` is the one whose draft it is. What concerns all of the load is filled in when it is over.
+    fn model(
+        &mut self,
+        source: &Source<'_>,
+        weights: &Gemma3Weights<'_>,
+        schemes: &Schemes,
+        limits: Limits,
+        of: Option<&Gemma3>,
+    ) -> Result<Gemma3, LoadError> {
+        let Load { device, options, demand, arena, done, total, progress } = self;
+        let Source { config, checkpoint, .. } = source;
+        let tokens = demand.batch_tokens();
+        let group = config.num_attention_heads / config.num_key_value_heads;
+        let mut loader = Loader {
+            checkpoint,
+            uploader: Uploader::new(device)?,
+            queued: Vec::new(),
+            max_shard_bytes: demand.max_shard_bytes,
+            done: *done,
+            total: *total,
+            progress: &mut **progress,
+        };
+
+        let Schemes { embedding: embed_scheme, layers: layer_schemes } = schemes;
+        let mut matrices =
+            Matrices { embedding: Some(*embed_scheme), tiles: options.tiles, ..Matrices::default() };
+        for [q, k, v, o, gate, up, down] in layer_schemes {
+            matrices.products.extend([q, k, v, o, gate, up, down]);
+            matrices.gated.extend([gate, up]);
+        }
+        let heads = Heads { group, head_dim: config.head_dim, kv: options.kv };
+        // What meets a matrix is watched in f32.
+        let precision = if options.moments { Precision::F32 } else { options.precision };
+        let kernels = Kernels::new(device, &matrices, heads, precision)?;
+
+        let embedding = loader.matrix(arena, &weights.embed_tokens, *embed_scheme, Class::Embedding)?;
+        let embed_scale = (config.hidden_size as f64).sqrt() as f32;
+        let embedding = Embedding::new(arena, &mut loader.uploader, embedding, embed_scale)?;
+        let eps = config.rms_norm_eps;
+        let norm = loader.norm(arena, &weights.norm, eps)?;
+        let mut layers = Vec::new();
+        for ((w, &kind), schemes) in weights.layers.iter().zip(&config.layer_types).zip(layer_schemes) {
+            let [q, k, v, o, gate, up, down] = *schemes;
+            let mut attention = |t, scheme| loader.matrix(arena, t, scheme, Class::Attention);
+            let [q_proj, k_proj] = [attention(&w.q_proj, q)?, attention(&w.k_proj, k)?];
+            let [v_proj, o_proj] = [attention(&w.v_proj, v)?, attention(&w.o_proj, o)?];
+            let mut ffn = |t, scheme| loader.matrix(arena, t, scheme, Class::Ffn);
+            let [gate_proj, up_proj, down_proj] =
+                [ffn(&w.gate_proj, gate)?, ffn(&w.up_proj, up)?, ffn(&w.down_proj, down)?];
+            let mut norm = |t: &Tensor| loader.norm(arena, t, eps);
+            layers.push((
+                kind,
+                [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj],
+                [
+                    norm(&w.input_layernorm)?,
+                    norm(&w.post_attention_layernorm)?,
+                    norm(&w.pre_feedforward_layernorm)?,
+                    norm(&w.post_feedforward_layernorm)?,
+                    norm(&w.q_norm)?,
+                    norm(&w.k_norm)?,
+                ],
+            ));
+        }
+        loader.read_queued()?;
+        let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
+        let (mut scratch, sampled, history) = match of {
+            Some(model) => {
+                (model.scratch.by_turns(config, tokens), model.sampled.clone(), model.history.clone())
+            }
+            None => {
+                let scratch = Scratch::new(arena, config, tokens, demand.activation_bytes())?;
+                let sampled = device_buffer(arena, memory::SAMPLED_BYTES, "sampled ids")?;
+                let history = device_buffer(arena, memory::history_bytes(&limits), "history")?;
+                (scratch, sampled, History { ids: history, slot_len: limits.max_context })
+            }
+        };
+        // What the model itself has no row for is no guess.
+        scratch.logits.vocab = of.map_or(sample_below, |model| sample_below.min(model.scratch.logits.vocab));
+        let logits_readback = match of {
+            Some(model) => model.logits_readback.clone(),
+            None => {
+                let bytes = memory::logits_bytes(config);
+                arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "logits readback")?
+            }
+        };
+        let [rope_sliding, rope_full] = [
+            (config.rope_local_base_freq, 1.0, "rope table (sliding layers)"),
+            (config.rope_theta, config.rope_scaling_factor, "rope table (full layers)"),
+        ]
+        .map(|(base, factor, name)| {
+            let table = rope_table(config.head_dim, limits.max_context, base, factor);
+            let bytes = memory::rope_table_bytes(config, limits.max_context);
+            let buffer = device_buffer(arena, bytes, name)?;
+            loader.uploader.upload(&buffer, &table)?;
+            Ok::<_, LoadError>(buffer)
+        });
+        let (rope_sliding, rope_full) = (rope_sliding?, rope_full?);
+        let mut moments = Vec::new();
+        for i in 0..if options.moments && of.is_none() { layers.len() } else { 0 } {
+            let [a, b, c, d] = memory::moment_widths(config)
+                .map(|width| device_buffer(arena, 4 * width as u64, &format!("layer {i} moments")));
+            moments.push([a?, b?, c?, d?]);
+        }
+        let mut moments = moments.into_iter();
+        let layers = layers
+            .into_iter()
+            .enumerate()
+            .map(|(i, (kind, matrices, norms))| {
+                let bytes = memory::kv_pool_bytes(config, options.kv, &limits.kv, kind);
+                let mut half = |what: &str| {
+                    arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
+                };
+                let cache = KvCache { keys: half("key")?, values: half("value")? };
+                let (window, rope) = match kind {
+                    LayerType::SlidingAttention => (Some(config.sliding_window), &rope_sliding),
+                    LayerType::FullAttention => (None, &rope_full),
+                };
+                let shape = AttentionShape {
+                    num_heads: config.num_attention_heads,
+                    num_kv_heads: config.num_key_value_heads,
+                    head_dim: config.head_dim,
+                    block_size: limits.kv.block_size,
+                    max_blocks: memory::table_blocks(&limits),
+                    window,
+                };
+                let [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj] = matrices;
+                let [n1, n2, n3, n4, q_norm, k_norm] = norms;
+                let q_scale = config.query_pre_attn_scalar.powf(-0.5) as f32;
+                let wants = [
+                    kernels.wants([&q_proj, &k_proj, &v_proj]),
+                    kernels.wants([&o_proj]),
+                    kernels.wants([&gate_proj, &up_proj]),
+                    kernels.wants([&down_proj]),
+                ];
+                Ok(Layer {
+                    kind,
+                    input_layernorm: n1,
+                    post_attention_layernorm: n2,
+                    pre_feedforward_layernorm: n3,
+                    post_feedforward_layernorm: n4,
+                    attention: Attention { shape, q_norm, k_norm, rope: rope.clone(), q_scale, cache },
+                    q_proj,
+                    k_proj,
+                    v_proj,
+                    o_proj,
+                    gate_proj,
+                    up_proj,
+                    down_proj,
+                    wants,
+                    moments: moments.next(),
+                })
+            })
+            .collect::<Result<Vec<_>, GpuError>>()?;
+
+        let frames = (0..MAX_IN_FLIGHT)
+            .map(|i| Frame::new(arena, config, &limits, i))
+            .collect::<Result<Vec<_>, GpuError>>()?;
+        checkpoint.release_all();
+        *done = loader.done;
+        let bytes = weights.iter().map(|t| t.stored_bytes()).sum();
+        let loaded = Loaded { bytes, resident_bytes: checkpoint.resident_bytes() };
+        loader.uploader.finish()?;
+        Ok(Gemma3 {
+            device: device.clone(),
+            config: config.clone(),
+            generation: source.generation.clone(),
+            limits,
+            kv: options.kv,
+            kernels,
+            embedding,
+            norm,
+            layers,
+            scratch,
+            frames,
+            sampled,
+            history,
+            logits_readback,
+            in_flight: VecDeque::new(),
+            next_ticket: 0,
+            rates: Rates::default(),
+            max_submit: options.max_submit,
+            placements: Vec::new(),
+            loaded,
+            residency: Residency::Unknown,
+            weight_bytes: demand.weight_bytes_of(config, schemes),
+        })
+    }
+}
+
+/// Bytes of tensors that are read together, so that the disk always has enough to do, and progress shows.
+const READ_TOGETHER_BYTES: u64 = 256 << 20;
+
+struct Loader<'a> {
+    checkpoint: &'a Checkpoint,
+    uploader: Uploader<'a, UploadError>,
+    /// Tensors that may be yet to be read.
+    queued: Vec<Tensor<'a>>,
+    max_shard_bytes: u64,
+    done: u64,
+    total: u64,
+    progress: &'a mut dyn FnMut(Progress),
+}
+
+impl<'a> Loader<'a> {
+    fn matrix(
+        &mut self,
+        arena: &mut Arena,
+        tensor: &Tensor<'a>,
+        scheme: Scheme,
+        class: Class,
+    ) -> Result<Matrix, LoadError> {
+        let before = self.done + self.queued_bytes();
+        let Loader { uploader, max_shard_bytes, total, progress, .. } = self;
+        let row_bytes = tensor.stored_bytes() / tensor.rows() as u64;
+        let each = &mut |rows| progress(Progress { done: before + rows as u64 * row_bytes, total: *total });
+        let matrix = Matrix::upload(arena, uploader, tensor, scheme, class, *max_shard_bytes, each)?;
+        self.queued.push(*tensor);
+        if self.queued_bytes() >= READ_TOGETHER_BYTES {
+            self.read_queued()?;
+        }
+        Ok(matrix)
+    }
+
+    fn queued_bytes(&self) -> u64 {
+        self.queued.iter().map(|tensor| tensor.stored_bytes()).sum()
+    }
+
+    /// Reads what is yet to be read.
+    fn read_queued(&mut self) -> Result<(), LoadError> {
+        self.uploader.read_queued()?;
+        for tensor in self.queued.drain(..) {
+            self.done += tensor.stored_bytes();
+            // Nothing may keep the model a second time: what is on the device leaves the page cache.
+            self.checkpoint.release(&tensor);
+        }
+        (self.progress)(Progress { done: self.done, total: self.total });
+        Ok(())
+    }
+
+    fn norm(&mut self, arena: &mut Arena, tensor: &Tensor, eps: f32) -> Result<RmsNorm, LoadError> {
+        let mut values = self.checkpoint.read_f32(tensor)?;
+        if !self.checkpoint.norms_hold_one() {
+            values.iter_mut().for_each(|w| *w += 1.0);
+        }
+        let bytes = (4 * values.len()) as u64;
+        let buffer = arena.alloc(MemoryKind::Device, Class::Norms, bytes, tensor.name)?;
+        self.uploader.upload(&buffer, &values)?;
+        self.done += tensor.stored_bytes();
+        let done = self.done + self.queued_bytes();
+        (self.progress)(Progress { done, total: self.total });
+        Ok(RmsNorm { weight: buffer, eps })
+    }
+}
+
+/// (cos, sin) of position * base^(-2i / head_dim) / factor, `[positions][head_dim / 2][2]`, computed in f64.
+fn rope_table(head_dim: usize, positions: usize, base: f64, factor: f64) -> Vec<f32> {
+    let frequencies: Vec<f64> =
+        (0..head_dim / 2).map(|i| base.powf(-(2.0 * i as f64) / head_dim as f64) / factor).collect();
+    let mut table = Vec::with_capacity(positions * head_dim);
+    for position in 0..positions {
+        for frequency in &frequencies {
+            let (sin, cos) = (position as f64 * frequency).sin_cos();
+            table.extend([cos as f32, sin as f32]);
+        }
+    }
+    table
+}
+
+/// Writes zeros over all that a plan took and the load does not write itself, so that its pages are there before a
+/// request needs them: a driver may hand out memory that nothing stands behind yet.
+fn touch(device: &Arc<Device>, arena: &Arena) -> Result<(), GpuError> {
+    let mut commands = CommandBuffer::new(device, "touch")?;
+    for (_, chunk) in arena.chunks().iter().filter(|(class, _)| !class.is_weights()) {
+        let mut recorder = commands.begin()?;
+        recorder.fill(chunk, 0);
+        recorder.submit("touching memory")?;
+        commands.wait()?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rope_angles_are_exact_far_out() {
+        let table = rope_table(8, 131_072, 1e6, 8.0);
+        for (position, i) in [(0, 0), (1, 3), (131_071, 0), (100_003, 1)] {
+            let angle = position as f64 / 1e6f64.powf(2.0 * i as f64 / 8.0) / 8.0;
+            let at = (position * 4 + i) * 2;
+            assert!((f64::from(table[at]) - angle.cos()).abs() < 1e-7, "{position} {i}");
+            assert!((f64::from(table[at + 1]) - angle.sin()).abs() < 1e-7, "{position} {i}");
+        }
+    }
+}
