@@ -21,7 +21,7 @@ pub(in crate::api) fn request_id(headers: &HeaderMap) -> HeaderValue {
     })
 }
 
-/// For dates that are told. It jumps when a clock is set: a duration is that of an [`Instant`].
+/// For dates that are told. It jumps when a clock is set: a duration is that of an [`Instant`](std::time::Instant).
 pub(in crate::api) fn unix_time_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }

@@ -39,12 +39,12 @@ pub struct Timings {
     pub drafts: Drafts,
 }
 
-/// `choice` counts the answers of a request: 0, and one for each of [`Request::more_seeds`].
+/// `choice` counts the answers of a request: 0, and one for each of [`Request::more_seeds`](super::Request::more_seeds).
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// Before all others, where they were asked for: those of the prompt's ids but the first.
     Prompt { logprobs: Vec<Logprobs> },
-    /// What a request with [`Request::pooling`] is for: the mean over its tokens of the hidden states behind the final norm,
+    /// What a request with [`Request::pooling`](super::Request::pooling) is for: the mean over its tokens of the hidden states behind the final norm,
     /// `[hidden_size]`.
     Pooled { state: Vec<f32> },
     Token {
@@ -80,7 +80,7 @@ impl Event {
 pub(super) struct Answer {
     pub(super) choice: usize,
     pub(super) events: events::Sender<Event>,
-    /// As [`TokenStream::stop`] has it.
+    /// As [`TokenStream::stop`](super::TokenStream::stop) has it.
     pub(super) stopped: Arc<[AtomicBool]>,
     pub(super) failure: Arc<OnceLock<EngineError>>,
     /// Held by the first answer while the request waits.

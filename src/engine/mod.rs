@@ -1,4 +1,4 @@
-//! The engine: one thread that owns every sequence and every KV block, and drives a [`Runner`] step by step.
+//! The engine: one thread that owns every sequence and every KV block, and drives a [`Runner`](crate::model::Runner) step by step.
 //!
 //! ```text
 //! submit -> bounded inbox -> | drain inbox -> schedule -> submit step N+1 -> wait for step N -> commit | -> events

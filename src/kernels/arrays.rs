@@ -51,7 +51,7 @@ impl Activations {
 }
 
 /// One layer's share of the paged KV cache: `[block][kv_head][token in block][head_dim]`, keys and values, in the type
-/// that [`Kernels`] was made for (`shaders/common/kv.glsl`).
+/// that [`Kernels`](super::Kernels) was made for (`shaders/common/kv.glsl`).
 #[derive(Clone)]
 pub struct KvCache {
     pub keys: Buffer,
@@ -108,10 +108,10 @@ pub struct StepArrays {
     pub shares: ShareArrays,
 }
 
-/// [`Shares`] on the device: those of a whole step, or of some of its rows.
+/// [`Shares`](super::Shares) on the device: those of a whole step, or of some of its rows.
 #[derive(Clone)]
 pub struct ShareArrays {
-    /// [`Item`]; none where there can be none.
+    /// [`Item`](super::Item); none where there can be none.
     pub single: Option<Buffer>,
     pub tiles: Option<Buffer>,
     /// Three u32 for single tokens, and three for tiles: their workgroups, read when they run.
@@ -120,7 +120,7 @@ pub struct ShareArrays {
     pub merges: Buffer,
 }
 
-/// Where attention leaves what it merges: f32 `[slots]` of [`partial_width`].
+/// Where attention leaves what it merges: f32 `[slots]` of [`partial_width`](super::partial_width).
 #[derive(Clone)]
 pub struct Partials {
     pub single: Activations,
