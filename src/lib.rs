@@ -8,25 +8,19 @@
 //!
 //! Modules import downward only (`tests/tidy.rs` checks it from the `use` lines):
 //!
-//! | floor | modules | must never |
-//! |---|---|---|
-//! | 7 | [`cli`] | name a Vulkan type beyond loading a model; name [`api`] except to serve |
-//! | 6 | [`api`] | name a Vulkan type, or a KV block |
-//! | 5 | [`session`] | know HTTP, or a wire format |
-//! | 4 | [`engine`] | know text, HTTP, `ash`, or a layer; be async |
-//! | 3 | [`model`] | see a request, a queue, or a clock |
-//! | 2 | [`kernels`], [`quantize`] | know a model or a scheduler |
-//! | 1 | [`gpu`], [`checkpoint`], [`text`], [`hub`] | import each other |
-//! | 0 | [`tensor`], [`config`] | do I/O |
+//! | floor | modules |
+//! |---|---|
+//! | 7 | [`cli`] |
+//! | 6 | [`api`] |
+//! | 5 | [`session`] |
+//! | 4 | [`engine`] |
+//! | 3 | [`model`] |
+//! | 2 | [`kernels`], [`quantize`] |
+//! | 1 | [`gpu`], [`checkpoint`], [`text`], [`hub`] |
+//! | 0 | [`tensor`], [`config`] |
 //!
-//! # One request
-//!
-//! 1. [`api`] reads the wire format; [`session`] renders the chat template and tokenizes ([`text`]).
-//! 2. [`engine::EngineHandle::submit`] puts token ids on a bounded queue.
-//! 3. The engine thread builds a [`model::Batch`] and hands it to a [`model::Runner`].
-//! 4. The runner ([`model::gemma3`]) records [`kernels`] on the [`gpu`], submits, waits once.
-//! 5. Sampled ids travel back on a bounded channel; [`session`] makes text of them,
-//!    and [`api`] streams it.
+//! `docs/architecture.md` says what each is, what it must never do, and walks through them with a prompt, a weight and a
+//! sampled id.
 
 // In reading order: from the machine up to the request.
 pub mod tensor;

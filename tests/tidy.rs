@@ -565,6 +565,38 @@ fn dates_are_told_and_not_counted(file: &str, source: &str) -> Vec<String> {
     complaints
 }
 
+/// Steps of a walk, at most.
+const STEPS: usize = 10;
+
+/// The walks of docs/architecture.md: three, of numbered steps that each begin with `FILE:FUNCTION`, a function that is
+/// there; `source` gives the file's text.
+fn walks(document: &str, source: impl Fn(&str) -> Option<String>) -> Vec<String> {
+    let section = document.split_once("\n## Three walks\n").map_or("", |(_, rest)| rest);
+    let section = section.split_once("\n## ").map_or(section, |(section, _)| section);
+    let (mut complaints, mut lengths) = (Vec::new(), Vec::new());
+    for line in section.lines() {
+        let Some((number, step)) = line.split_once(". `") else { continue };
+        let (place, _) = step.split_once('`').unwrap_or((step, ""));
+        match (number.parse::<usize>(), lengths.last_mut()) {
+            (Ok(1), _) => lengths.push(1),
+            (Ok(n), Some(length)) if n == *length + 1 && n <= STEPS => *length = n,
+            _ => complaints.push(format!("step {number} of a walk is not the next of at most {STEPS}")),
+        }
+        let (file, function) = place.split_once(':').unwrap_or((place, ""));
+        let is_there = source(file).is_some_and(|source| {
+            let code = layers(&source).code;
+            find_word(&code, function).iter().any(|&at| code[..at].trim_end().ends_with("fn"))
+        });
+        if !is_there {
+            complaints.push(format!("a walk steps through {place}, which is no function"));
+        }
+    }
+    if lengths.len() != 3 {
+        complaints.push(format!("there are {} walks, not three", lengths.len()));
+    }
+    complaints
+}
+
 /// Applies a rule to the files, of which there must be at least one, and reports all complaints together.
 #[track_caller]
 fn check(files: &[String], rule: impl Fn(&str, &str) -> Vec<String>) {
@@ -743,6 +775,25 @@ fn every_shader_says_what_it_computes() {
     );
     assert_eq!(shader_has_a_header("a.comp", "#version 460\n// y[rows] = W[rows, k] * x[k].\n"), [""; 0]);
     check(&files("shaders", &[".comp", ".glsl"]), shader_has_a_header);
+}
+
+#[test]
+fn the_walks_of_the_architecture_step_through_functions_that_exist() {
+    let walk = |steps: &str| format!("x\n## Three walks\n\n{}\n## Next\n1. `b.rs:g`\n", steps.repeat(3));
+    let source = |file: &str| (file == "a.rs").then(|| "pub async fn f<T>() {} // fn g".to_owned());
+    assert_eq!(walks(&walk("1. `a.rs:f` does.\n2. `a.rs:f` does.\n"), source), [""; 0]);
+    refused(walks(&walk("1. `a.rs:g` does.\n"), source), "a.rs:g, which is no function");
+    refused(walks(&walk("1. `b.rs:f` does.\n"), source), "b.rs:f, which is no function");
+    refused(
+        walks(&walk("1. `a.rs:f` does.\n3. `a.rs:f` does.\n"), source),
+        "step 3 of a walk is not the next",
+    );
+    refused(walks("## Nothing", source), "there are 0 walks");
+    let long: String = (1..12).map(|n| format!("{n}. `a.rs:f` does.\n")).collect();
+    refused(walks(&walk(&long), source), "step 11 of a walk");
+
+    let complaints = walks(&read("docs/architecture.md"), |file| fs::read_to_string(root().join(file)).ok());
+    assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
 }
 
 #[test]
