@@ -154,7 +154,7 @@ impl ApiError {
         Self::Unsupported { param: param.into(), problem: problem.into() }
     }
 
-    /// Of a prompt that is a chat's, unless [`Self::in_prompt`] says otherwise.
+    /// A prompt that is too long: a chat's, unless [`Self::in_prompt`] says otherwise.
     pub(in crate::api) fn context(problem: impl ToString) -> Self {
         Self::Context { param: PROMPT_OF_A_CHAT, problem: problem.to_string() }
     }
@@ -204,7 +204,7 @@ impl ApiError {
         ErrorBody { error: ErrorObject { message: self.to_string(), r#type: kind, param, code } }
     }
 
-    /// The same in Anthropic's words, and with the status that goes with them.
+    /// The error in Anthropic's words, and with the status that goes with them.
     pub fn anthropic(&self) -> (StatusCode, Value) {
         let wire = self.wire();
         let (status, kind) = match wire.status.as_u16() {

@@ -373,13 +373,14 @@ struct Answering {
 pub(in crate::api) struct Piece {
     pub choice: usize,
     pub text: String,
-    /// Of calls of tools; none where there is text.
+    /// Pieces of calls of tools; none where there is text.
     pub calls: Vec<CallPiece>,
     /// The token that it brought, where they were asked for; its text may come later.
     pub logprobs: Option<(u32, Logprobs)>,
     /// The token that ended the answer and is none of it, likewise.
     pub stop: Option<(u32, Logprobs)>,
-    /// Of the ids of its prompt but the first, where they were asked for: before anything else of that prompt's answers.
+    /// Log probabilities of its prompt's ids but the first, where they were asked for. They come before anything else of
+    /// that prompt's answers.
     pub prompt: Option<Vec<Logprobs>>,
     pub end: Option<Reason>,
     /// Where a stop string ended it: which.
@@ -469,7 +470,7 @@ impl Answers {
         self.streams.iter().flat_map(|stream| &stream.ends).flatten().map(|(reason, _)| *reason)
     }
 
-    /// Of all answers together; those to one prompt share it.
+    /// Timings of all answers together; those to one prompt share it.
     pub fn timings(&self) -> Timings {
         let mut all = Timings::default();
         for stream in &self.streams {
@@ -544,9 +545,9 @@ impl Usage {
 #[derive(Serialize, ToSchema)]
 #[schema(as = Timings)]
 pub(in crate::api) struct TimingsReport {
-    /// Of the prompt, what was computed.
+    /// Tokens of the prompt that were computed.
     prompt_n: usize,
-    /// Of the prompt, what needed not be.
+    /// Tokens of the prompt that the prefix cache had.
     cache_n: usize,
     prompt_ms: f64,
     #[schema(required)]

@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 /// What there is to tell of a loaded model and its device beside what the engine tells.
 pub struct Facts {
     pub layers: usize,
-    /// Of the model that guesses, where there is one.
+    /// Layers of the model that guesses, where there is one.
     pub draft_layers: Option<usize>,
     /// How its weights are stored.
     pub weights: String,
@@ -57,10 +57,10 @@ pub struct HeapNow {
 #[derive(Debug, Clone, Default)]
 pub struct MemoryNow {
     pub heaps: Vec<HeapNow>,
-    /// Of the device, as its driver says.
+    /// What the process holds of the device's memory, as its driver says.
     pub vram: Option<u64>,
     pub gtt: Option<u64>,
-    /// Of the process.
+    /// Host memory of the process.
     pub resident: Option<u64>,
 }
 

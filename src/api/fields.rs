@@ -10,7 +10,7 @@ use crate::model::MAX_LOGPROBS;
 // What fields may be: for the checks, and for the document of the API.
 pub(in crate::api) const TEMPERATURE: RangeInclusive<f64> = 0.0..=2.0;
 pub(in crate::api) const PROBABILITY: RangeInclusive<f64> = 0.0..=1.0;
-/// Of presence and frequency.
+/// Bounds of the presence and the frequency penalty.
 pub(in crate::api) const PENALTY: RangeInclusive<f64> = -2.0..=2.0;
 pub(in crate::api) const REPETITION_PENALTY: RangeInclusive<f64> = 1e-3..=1e3;
 pub(in crate::api) const BIAS: RangeInclusive<f64> = -100.0..=100.0;

@@ -139,7 +139,7 @@ impl Server {
 
     /// Keeps what the routes say of themselves, for [`Self::document`].
     pub(in crate::api) fn set_document(&self, document: OpenApi) {
-        // Of several routers around one server, all say the same.
+        // Several routers around one server say the same.
         let _ = self.document.set(document);
     }
 

@@ -31,11 +31,11 @@ pub struct Timings {
     pub decode: Duration,
     /// Tokens of the prompt.
     pub prompt_n: usize,
-    /// Of these, those that the prefix cache had.
+    /// Tokens of the prompt that the prefix cache had.
     pub cached_n: usize,
     /// Ids sampled so far, a stop id included.
     pub predicted_n: usize,
-    /// Of these, those guessed ahead, and the guesses that there were.
+    /// Ids that were guessed ahead, and those of them that were right.
     pub drafts: Drafts,
 }
 
@@ -67,7 +67,7 @@ pub enum Event {
 }
 
 impl Event {
-    /// Whose it is; none where it is that of all answers.
+    /// The answer that the event is for; none where it is for all of them.
     pub fn choice(&self) -> Option<usize> {
         match self {
             Event::Token { choice, .. } | Event::Finished { choice, .. } => Some(*choice),

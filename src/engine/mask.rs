@@ -65,7 +65,7 @@ impl SharedMask {
     }
 }
 
-/// That of another answer.
+/// A clone is the mask of another answer.
 impl Clone for SharedMask {
     fn clone(&self) -> Self {
         Self::new(self.0.lock().expect("a grammar does not panic").clone())

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::mask::TokenMask;
 use crate::model::SamplingParams;
 
-/// Whose request it is, as far as fairness goes: an API key, or a connection.
+/// Who asks, as far as fairness goes: an API key, or an address.
 pub type ClientId = u64;
 
 /// Who may share what is computed: a prompt finds in the prefix cache what came with the same salt, and nothing else. It is
@@ -60,13 +60,13 @@ pub struct Request {
     pub mask: Option<Box<dyn TokenMask>>,
     /// Log probabilities of the ids, and of so many of the most likely ones in their places.
     pub logprobs: Option<usize>,
-    /// The same for the ids of the prompt but the first, which is computed afresh for it.
+    /// Log probabilities of the prompt's ids but the first. The prompt is computed afresh for them.
     pub prompt_logprobs: Option<usize>,
     /// The mean of the prompt's hidden states is wanted, and no answer: of what is above, the prompt alone counts.
     pub pooling: bool,
     /// Seeds of further answers to the same prompt, which is computed once.
     pub more_seeds: Vec<u64>,
-    /// Whose request it is, for fairness between them.
+    /// Who asks, for fairness between clients.
     pub client: ClientId,
     /// With whom it shares the prefix cache.
     pub cache_salt: CacheSalt,

@@ -188,7 +188,7 @@ impl StepLoop {
     /// Hands on what a step yielded for one sequence.
     fn tell(&mut self, output: Output) {
         let Output { id: sequence, token, mut logprobs, prompt, pooled, end, cached_tokens, drafts } = output;
-        // Of several ids in one step, the first may have found its reader too far behind.
+        // A step may yield several ids, and the first may have found its reader too far behind.
         let Some(answer) = self.answers.get_mut(&sequence) else { return };
         answer.clock.drafts = drafts;
         answer.clock.cached_n = cached_tokens;

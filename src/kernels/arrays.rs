@@ -87,7 +87,7 @@ pub struct Attention {
     pub k_norm: RmsNorm,
     /// f32 `[max position][head_dim / 2][cos, sin]`
     pub rope: Buffer,
-    /// Of queries, once they are normed and turned.
+    /// Factor of queries, once they are normed and turned.
     pub q_scale: f32,
     pub cache: KvCache,
 }

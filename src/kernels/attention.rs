@@ -266,7 +266,7 @@ fn emit(piece: &Piece, next: &mut usize, flag: u32, items: &mut Vec<Item>, merge
 }
 
 impl StepArrays {
-    /// Those of a part of the tokens, which is the `index`th.
+    /// The arrays of a part of the tokens, which is the `index`th.
     pub fn part(&self, part: &Part, index: usize) -> StepArrays {
         let rows = &part.rows;
         let some = |array: &Buffer| array.slice(4 * rows.start as u64, 4 * rows.len() as u64);

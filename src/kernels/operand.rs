@@ -18,7 +18,7 @@ pub(super) const BLOCK_COLS: usize = 32;
 /// Bytes of a block: 32 integers; its scale and sums.
 const BLOCK_BYTES: usize = BLOCK_COLS;
 const SCALE_BYTES: usize = 8;
-/// Of an activation.
+/// Digits that an activation may have.
 const DIGITS: u64 = 2;
 
 /// What a model's matrices are.
@@ -26,9 +26,9 @@ const DIGITS: u64 = 2;
 pub struct Matrices {
     /// Schemes of them, in any order, as often as they come.
     pub products: Vec<Scheme>,
-    /// Those of them whose products may be the two that GeGLU takes.
+    /// Schemes whose products may be the two that GeGLU takes.
     pub gated: Vec<Scheme>,
-    /// That of the embedding, which is multiplied with too.
+    /// The scheme of the embedding, which is multiplied with too.
     pub embedding: Option<Scheme>,
     /// How products are shared out, where that is not as the device has it.
     pub tiles: Option<Tiles>,

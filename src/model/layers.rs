@@ -62,7 +62,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// The same of some tokens of the step; logits, which are not by token, as they are.
+    /// The activations of some tokens of the step; logits, which are not by token, as they are.
     pub(super) fn rows(&self, rows: &Range<usize>) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, .. } = self;
         Scratch {
@@ -91,7 +91,7 @@ impl Scratch {
         Ok(Scratch::of(config, tokens, buffers))
     }
 
-    /// The same buffers for another model, whose steps come before and behind those of this one.
+    /// These buffers for another model, whose steps come before and behind those of this one.
     pub(super) fn by_turns(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, partials, gate, up, .. } = self;
         let Partials { single, tiles } = partials;

@@ -128,8 +128,8 @@ impl Gemma3 {
         Gemma3::load_with_draft(device, files, None, options, progress).map(|(model, _)| model)
     }
 
-    /// The same, and beside it a second model as its draft, stored as its files have it: that one shares the first one's
-    /// blocks, slots and activations, so nothing but [`super::draft::Drafted`] may run it.
+    /// Loads a checkpoint, and beside it a second model as its draft, stored as its files have it. The draft shares the first
+    /// one's blocks, slots and activations, so nothing but [`super::draft::Drafted`] may run it.
     pub(super) fn load_with_draft(
         device: &Arc<Device>,
         files: &ModelFiles,

@@ -21,13 +21,13 @@ pub struct AnswerText {
 pub struct Delta {
     /// May be empty.
     pub text: String,
-    /// Of calls of tools; none where there is text.
+    /// Pieces of calls of tools; none where there is text.
     pub calls: Vec<CallPiece>,
     /// The token that the event brought, where log probabilities were asked for; its text may come later.
     pub logprobs: Option<(u32, Logprobs)>,
     /// The token that ended the answer and is none of it, likewise.
     pub stop: Option<(u32, Logprobs)>,
-    /// Those of the prompt's ids but the first, where they were asked for: before anything else.
+    /// Log probabilities of the prompt's ids but the first, where they were asked for. They come before anything else.
     pub prompt: Option<Vec<Logprobs>>,
     /// Set where this is the last of it; the engine need not go on with this answer then.
     pub end: Option<End>,
@@ -71,12 +71,12 @@ impl AnswerText {
         Self { detokenizer, stops, calls: None, failure: None }
     }
 
-    /// Of an answer that may call tools.
+    /// Makes it the text of an answer that may call tools.
     pub(super) fn with_calls(self, calls: CallReader) -> Self {
         Self { calls: Some(calls), ..self }
     }
 
-    /// Of an answer that is held to a grammar.
+    /// Makes it the text of an answer that is held to a grammar.
     pub(super) fn with_failure(self, failure: Failure) -> Self {
         Self { failure: Some(failure), ..self }
     }

@@ -86,7 +86,7 @@ impl Service {
         self.prompt(&request.tools.tell(&request.messages), request.ending)
     }
 
-    /// The same with a prompt that is no conversation. What is wrong beside the prompt is found before it is made.
+    /// Prepares a prompt that is no conversation. What is wrong beside the prompt is found before it is made.
     pub fn prepare_with<E: From<SessionError>>(
         &self,
         request: &GenerateRequest,
@@ -150,15 +150,10 @@ impl Service {
         Ok(Some(if from_the_start { compiled.start() } else { compiled.start_if_opened() }))
     }
 
-    /// What a token stands for in a text, by itself: of a part of a character, what Unicode has for such.
+    /// What a token stands for in a text, by itself. A part of a character is U+FFFD.
     pub fn piece(&self, id: u32) -> String {
         let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
-    }
-
-    /// The bytes that a token stands for; none where it stands for no text.
-    pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
-        self.tokenizer.token_bytes(id)
     }
 
     /// The ids of a conversation, up to where the answer begins.
@@ -199,7 +194,7 @@ impl Service {
         bytes / self.longest_token_bytes
     }
 
-    /// Of text that is too long by its bytes; in the words of [`SubmitError::ContextExceeded`](crate::engine::SubmitError).
+    /// Refuses text that is too long by its bytes, in the words of [`SubmitError::ContextExceeded`](crate::engine::SubmitError).
     fn overflow(&self, bytes: usize) -> SessionError {
         let (context, least) = (self.engine.limits().max_context, self.least_tokens(bytes));
         let size = match least >= context {

@@ -49,12 +49,12 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Those that the model is told of.
+    /// Tools that the model is told of.
     pub fn offered(&self) -> &[Tool] {
         if self.choice == ToolChoice::None { &[] } else { &self.list }
     }
 
-    /// Those of them that it may call, by their places.
+    /// Tools that it may call, with their places.
     pub fn callable(&self) -> impl Iterator<Item = (usize, &Tool)> {
         let may = |place: &usize| self.only.as_ref().is_none_or(|only| only.contains(place));
         self.offered().iter().enumerate().filter(move |(place, _)| may(place))

@@ -148,7 +148,7 @@ impl<'a> Stop<'a> {
     }
 }
 
-/// Of the prompt, what the cache had does not count as input. Nothing is paid for what goes into the cache.
+/// What the cache had of the prompt does not count as input. Nothing is paid for what goes into the cache.
 fn usage(timings: &Timings) -> Value {
     json!({
         "input_tokens": timings.prompt_n - timings.cached_n,

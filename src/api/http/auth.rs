@@ -38,7 +38,7 @@ use crate::engine::ClientId;
 const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 /// How long a browser may keep the answer to a preflight.
 const PREFLIGHT_AGE: Duration = Duration::from_secs(600);
-/// Of what a client called itself or the server, in an error.
+/// An error shows so much of what a client called itself or the server.
 const MAX_SHOWN_CHARS: usize = 100;
 
 #[derive(Debug, Clone)]
@@ -200,7 +200,7 @@ fn shown(name: &[u8]) -> String {
 pub(in crate::api) struct Places(Arc<Mutex<HashMap<ClientId, usize>>>);
 
 impl Places {
-    /// Of all clients.
+    /// Requests of all clients that are under way.
     pub fn taken(&self) -> usize {
         self.0.lock().expect("nothing panics under this lock").values().sum()
     }

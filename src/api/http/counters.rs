@@ -11,9 +11,9 @@ use crate::api::tasks::Purpose;
 use crate::engine::{EngineError, Event, Timings};
 use crate::session::Reason;
 
-/// Seconds: of waits, and of whole answers.
+/// Bounds of waits and of whole answers, in seconds.
 const WAITS: &[f64] = &[0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
-/// Of gaps between tokens, the longest allowed of which is half a second by default.
+/// Bounds of gaps between tokens, in seconds. The longest gap allowed is half a second by default.
 const GAPS: &[f64] = &[0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5];
 
 /// What was counted since the start.

@@ -33,7 +33,7 @@ use tower::ServiceExt;
 use crate::api::http::guarded::hold;
 use crate::api::http::tls::Tls;
 
-/// Of a request's head; and so what one connection buffers.
+/// A request's head is at most this long, which is what one connection buffers.
 const MAX_HEAD_BYTES: usize = 64 << 10;
 /// For silence of any kind, while there is no place left.
 const CROWDED: Duration = Duration::from_secs(1);
@@ -196,7 +196,7 @@ async fn connection(
     let acceptor = tls.acceptor();
     let handshake = async {
         let mut first = [0];
-        // Of TLS, the first byte is that of a handshake record; of HTTP, a letter.
+        // TLS begins with the byte of a handshake record, HTTP with a letter.
         if stream.peek(&mut first).await? == 1 && first[0].is_ascii_alphabetic() {
             stream.write_all(NOT_TLS).await?;
             stream.shutdown().await?;
@@ -260,12 +260,12 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin>(
     }
 }
 
-/// Those of one connection, as its stream has to know them.
+/// The requests of one connection, as its stream has to know them.
 #[derive(Default)]
 struct Requests {
     under_way: AtomicUsize,
     begun: AtomicUsize,
-    /// Of the stream, when the last one ends.
+    /// Wakes the stream when the last request ends.
     ended: AtomicWaker,
 }
 

@@ -67,7 +67,7 @@ struct StatusModel {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     layers: Option<usize>,
-    /// Of the model that guesses; null where there is none.
+    /// Layers of the model that guesses; null where there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<usize>, required = false)]
     draft_layers: Option<Option<usize>>,
@@ -81,7 +81,7 @@ struct StatusModel {
 #[derive(Serialize, ToSchema)]
 struct StatusTokens {
     prompt: u64,
-    /// Of the prompts, what the prefix cache had.
+    /// Tokens of prompts that the prefix cache had.
     cached: u64,
     generated: u64,
 }
@@ -140,7 +140,7 @@ struct Pool {
 struct StatusEngine {
     max_sequences: usize,
     steps: u64,
-    /// Of all steps together.
+    /// Tokens of all steps together.
     step_tokens: u64,
     preemptions: u64,
     host_s: f64,
@@ -163,7 +163,7 @@ struct StatusMemory {
     vram_bytes: Option<u64>,
     #[schema(required)]
     gtt_bytes: Option<u64>,
-    /// Of the process.
+    /// Memory of the process.
     #[schema(required)]
     resident_bytes: Option<u64>,
 }

@@ -68,7 +68,7 @@ pub(in crate::api) async fn completions(
     }
 }
 
-/// Of the whole answer.
+/// The whole answer.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct ChatCompletion {
     #[serde(flatten)]
@@ -198,7 +198,7 @@ struct ChatDelta {
     tool_calls: Vec<ToolCallDelta>,
 }
 
-/// Of one call: its name with its id first, and then its arguments piece by piece.
+/// A piece of one call: its name with its id first, and then its arguments piece by piece.
 #[derive(Serialize, ToSchema)]
 struct ToolCallDelta {
     index: usize,
@@ -324,7 +324,7 @@ fn stream_chunks(
         while let Some(piece) = answers.next().await {
             let Piece { choice, text, calls, logprobs, end, .. } = piece?;
             if !text.is_empty() || !calls.is_empty() || logprobs.is_some() {
-                // Without either: a token that said nothing yet, or stands between calls.
+                // A token that said nothing yet, or stands between calls, brings neither.
                 let delta = ChatDelta {
                     content: (calls.is_empty() && !text.is_empty()).then_some(text),
                     tool_calls: calls.into_iter().map(ToolCallDelta::from).collect(),

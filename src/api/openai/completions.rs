@@ -210,7 +210,7 @@ impl Scores {
         self.new.top_logprobs.push(logprobs.map(|found| {
             let mut top = Map::new();
             for (id, logprob) in &found.top {
-                // Of two tokens of the same text, the likelier one.
+                // Two tokens may have the same text: the likelier one is told.
                 top.entry(service.piece(*id)).or_insert_with(|| json!(finite(*logprob)));
             }
             top
@@ -262,7 +262,7 @@ impl<'a> Completing<'a> {
         added
     }
 
-    /// Those that came since the last call, where they were asked for.
+    /// The scores that came since the last call, where they were asked for.
     fn scores(&mut self, choice: usize) -> Option<CompletionLogprobs> {
         self.form.logprobs.map(|_| std::mem::take(&mut self.scores[choice].new))
     }

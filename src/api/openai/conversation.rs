@@ -98,7 +98,7 @@ pub(in crate::api) fn function_call(item: &Item) -> Result<Call, ApiError> {
     Ok(Call { name, arguments })
 }
 
-/// Of tools and their calls, functions are the one kind.
+/// Functions are the one kind of tools, and of calls.
 fn function_type(item: &Item) -> Result<(), ApiError> {
     match item.within(item.fields.string("type"))? {
         None | Some("function") => Ok(()),

@@ -31,7 +31,7 @@ use crate::session::Reason;
 
 /// The field with what is to be embedded.
 const INPUT: &str = "input";
-/// Of these, those that the engine has at once: enough for a full step, and few beside what others ask.
+/// The engine has so many of them at once: enough for a full step, and few beside what others ask.
 const AT_ONCE: usize = 8;
 
 /// How often, and for how long, a place in the queue is waited for once some of the texts are embedded.
@@ -67,7 +67,7 @@ pub(in crate::api) struct Embeddings {
     usage: EmbeddingsUsage,
 }
 
-/// Of one input.
+/// The embedding of one input.
 #[derive(Serialize, ToSchema)]
 struct Embedding {
     #[schema(inline)]

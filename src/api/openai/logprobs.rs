@@ -17,9 +17,9 @@ pub(in crate::api) struct TokenLogprob {
 
 #[derive(Debug, Clone, Serialize, ToSchema)]
 struct TopLogprob {
-    /// Of a part of a character, what Unicode has for such.
+    /// The token's text. A part of a character is U+FFFD.
     token: String,
-    /// Of the model's own distribution, before temperature, penalties and masks.
+    /// By the model's own distribution, before temperature, penalties and masks.
     logprob: f64,
     /// Null for a token that stands for no text.
     #[schema(required)]
@@ -29,7 +29,7 @@ struct TopLogprob {
 impl TokenLogprob {
     pub fn new(service: &Service, id: u32, logprobs: &Logprobs) -> Self {
         let token = |id: u32, logprob: f32| {
-            let bytes = service.token_bytes(id);
+            let bytes = service.tokenizer().token_bytes(id);
             let token = bytes.as_deref().map(String::from_utf8_lossy).unwrap_or_default().into_owned();
             TopLogprob { token, logprob: finite(logprob), bytes }
         };

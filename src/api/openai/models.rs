@@ -101,7 +101,7 @@ pub(in crate::api) struct Model {
     owned_by: &'static str,
     status: ModelStatus,
     architecture: Architecture,
-    /// Of chat completions, as OpenRouter's list of models names them.
+    /// Parameters of chat completions, as OpenRouter's list of models names them.
     supported_parameters: [&'static str; SUPPORTED_PARAMETERS.len()],
     /// Tokens of prompt and answer together: vLLM's word, OpenRouter's, and llama.cpp's in `meta`.
     #[serde(skip_serializing_if = "Option::is_none")]

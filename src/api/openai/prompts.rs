@@ -12,7 +12,7 @@ use crate::session::Service;
 pub(in crate::api) const MAX_PROMPTS: usize = 128;
 /// Texts that one request embeds, as OpenAI has it.
 pub(in crate::api) const MAX_INPUTS: usize = 2048;
-/// Of an embedding.
+/// What a request may say of an embedding's dimensions.
 pub(in crate::api) const DIMENSIONS: RangeInclusive<i64> = 1..=u32::MAX as i64;
 
 /// A text, or what a client has already made of one.
@@ -35,7 +35,7 @@ impl Prompt {
     }
 }
 
-/// Those of a field named `at`: 1 to `most`, each with the name of its own place there.
+/// The prompts of a field named `at`: 1 to `most`, each with the name of its own place there.
 pub(in crate::api) fn prompts(
     at: &str,
     value: &Value,

@@ -36,7 +36,7 @@ impl Stored {
         serde_json::from_slice(&self.input).expect("a list was kept")
     }
 
-    /// Those of its answer too.
+    /// The items before its answer, and those of its answer.
     pub fn items(&self) -> Vec<Value> {
         let mut items = self.input();
         let mut body: Value = serde_json::from_slice(&self.body).expect("an object was kept");
