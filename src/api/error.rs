@@ -6,7 +6,6 @@ use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
-use serde_json::{Value, json};
 use utoipa::ToSchema;
 
 use crate::engine::{EngineError, SubmitError};
@@ -145,6 +144,23 @@ struct ErrorObject {
     code: Option<&'static str>,
 }
 
+/// Anthropic's words for what went wrong.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct AnthropicErrorObject {
+    r#type: &'static str,
+    /// For the person who asked.
+    message: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    details: Option<ErrorDetails>,
+}
+
+#[derive(Serialize, ToSchema)]
+struct ErrorDetails {
+    /// For the program that asked.
+    error_code: &'static str,
+}
+
 impl ApiError {
     pub fn invalid(param: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::Invalid { param: param.into(), problem: problem.into() }
@@ -205,7 +221,7 @@ impl ApiError {
     }
 
     /// The error in Anthropic's words, and with the status that goes with them.
-    pub fn anthropic(&self) -> (StatusCode, Value) {
+    pub(in crate::api) fn anthropic(&self) -> (StatusCode, AnthropicErrorObject) {
         let wire = self.wire();
         let (status, kind) = match wire.status.as_u16() {
             // What their clients know as "try again", and take for nobody's fault.
@@ -219,12 +235,10 @@ impl ApiError {
             status @ 400..500 => (status, "invalid_request_error"),
             status => (status, "api_error"),
         };
-        let mut error = json!({"type": kind, "message": self.to_string()});
-        if *self == Self::Thread {
-            error["details"] = json!({"error_code": "thread_unsupported_request"});
-        }
+        let error_code = "thread_unsupported_request";
+        let details = (*self == Self::Thread).then_some(ErrorDetails { error_code });
         let status = StatusCode::from_u16(status).expect("a status of three digits");
-        (status, json!({"type": "error", "error": error}))
+        (status, AnthropicErrorObject { r#type: kind, message: self.to_string(), details })
     }
 
     fn wire(&self) -> Wire<'_> {

@@ -291,6 +291,13 @@ pub(in crate::api) fn json_text(object: &impl Serialize) -> String {
     serde_json::to_string(object).expect("an object of a reply has strings for names, and no infinity")
 }
 
+/// An event of a stream whose data says in `type` what the event is called.
+pub(in crate::api) fn named_event(event: &impl Serialize) -> sse::Event {
+    let data = serde_json::to_value(event).expect("an event has strings for names, and no infinity");
+    let name = data["type"].as_str().unwrap_or_default();
+    sse::Event::default().event(name).data(data.to_string())
+}
+
 /// What all parts of one reply share.
 pub(in crate::api) struct Reply {
     pub id: String,

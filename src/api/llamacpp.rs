@@ -6,23 +6,36 @@
 //! `add_special_tokens` is on unless said otherwise) or as `content` (llama.cpp: `add_special` is off), a conversation as
 //! `messages` (vLLM). The reply has the fields of whichever was asked.
 
-use crate::api::error::ApiError;
-use crate::api::exchange::{self, Client};
-use crate::api::fields::{Fields, missing, model, object, token_ids};
-use crate::api::openai::conversation::{messages, tools};
-use crate::api::openai::models::ModelList;
-use crate::api::openai::prompts::check_ids;
-use crate::api::openai::request::prompt_ending;
-use crate::api::openapi::schema::{any_of, described, named};
-use crate::api::openapi::{AuthErrors, BodyErrors, DetokenizeRequest, NamedModel, TokenizeRequest};
-use crate::api::server::Server;
+use std::borrow::Cow;
+use std::convert::Infallible;
+use std::sync::Arc;
+
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
-use serde::Serialize;
-use std::convert::Infallible;
-use std::sync::Arc;
-use utoipa::ToSchema;
+use serde::{Deserialize, Serialize};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{AnyOfBuilder, Schema};
+use utoipa::{PartialSchema, ToSchema};
+
+use crate::api::error::ApiError;
+use crate::api::exchange::{self, Client};
+use crate::api::openai::conversation::{ChatMessages, EndingFields, messages};
+use crate::api::openai::models::ModelList;
+use crate::api::openai::prompts::check_ids;
+use crate::api::openai::tools::ChatToolFields;
+use crate::api::openapi::{AuthErrors, BodyErrors};
+use crate::api::server::Server;
+use crate::api::wire;
+use crate::api::wire::bounded::TokenId;
+use crate::api::wire::union::{reference, with_reference};
+
+/// The model that is meant.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct NamedModel {
+    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    model: Option<String>,
+}
 
 /// The model is loaded.
 #[derive(Serialize, ToSchema)]
@@ -82,10 +95,47 @@ pub(in crate::api) async fn unload(
 /// Whether the body names no other model than the one that is served.
 async fn check_model(server: &Arc<Server>, client: &Client, body: Body) -> Result<(), ApiError> {
     let read = exchange::work(server, client, body, |server, body| {
-        let body = object(body)?;
-        server.serves(model(&Fields(&body))?.as_deref())
+        let NamedModel { model } = wire::body(body)?;
+        server.serves(wire::named(model).as_deref())
     });
     read.await.map(|_| ())
+}
+
+wire::composed! {
+    /// The body of `/tokenize`.
+    TokenizeRequest {
+        text: TokenizeFields,
+        tools: ChatToolFields,
+        ending: EndingFields,
+    }
+}
+
+/// What is to be tokenized: `content` (llama.cpp), `prompt` or `messages` (vLLM); the first of them that is there.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct TokenizeFields {
+    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    model: Option<String>,
+    content: Option<String>,
+    prompt: Option<String>,
+    #[schema(inline)]
+    messages: Option<ChatMessages>,
+    /// With `content`: the ids that begin a text; absent is false.
+    add_special: Option<bool>,
+    /// With `prompt`: the ids that begin a text; absent is true.
+    add_special_tokens: Option<bool>,
+    /// With `content`: each id with its text.
+    with_pieces: Option<bool>,
+    /// With `prompt` or `messages`: the text of each id.
+    return_token_strs: Option<bool>,
+}
+
+/// The body of `/detokenize`.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct DetokenizeRequest {
+    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    model: Option<String>,
+    /// Ids of tokens that the model has.
+    tokens: Vec<TokenId>,
 }
 
 /// In the words of whichever was asked.
@@ -133,10 +183,24 @@ pub(in crate::api) struct Detokenized {
     content: String,
 }
 
-described! {
-    // With no tokens, two of them are the same.
-    Tokens [TokenIds, TokenPieces, PromptTokens] =>
-        any_of([named::<TokenIds>(), named::<TokenPieces>(), named::<PromptTokens>()], "");
+/// A list of no tokens has two of the forms, so the document cannot say `oneOf`, which is what is derived of such an enum.
+impl PartialSchema for Tokenized {
+    fn schema() -> RefOr<Schema> {
+        let forms = AnyOfBuilder::new().item(reference::<TokenIds>()).item(reference::<TokenPieces>());
+        RefOr::T(forms.item(reference::<PromptTokens>()).build().into())
+    }
+}
+
+impl ToSchema for Tokenized {
+    fn name() -> Cow<'static, str> {
+        "Tokens".into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        with_reference::<TokenIds>(schemas);
+        with_reference::<TokenPieces>(schemas);
+        with_reference::<PromptTokens>(schemas);
+    }
 }
 
 /// The ids of a text or of a conversation.
@@ -147,7 +211,7 @@ described! {
     tag = "tokens",
     request_body = TokenizeRequest,
     responses(
-        (status = 200, description = "The answer.", body = Tokens),
+        (status = 200, description = "The answer.", body = Tokenized),
         BodyErrors,
     ),
 )]
@@ -157,38 +221,33 @@ pub(in crate::api) async fn tokenize(
     body: Body,
 ) -> Result<Json<Tokenized>, ApiError> {
     let work = exchange::work(&server, &client, body, |server, body| {
-        let body = object(body)?;
-        let fields = Fields(&body);
-        let (content, prompt) = (fields.string("content")?, fields.string("prompt")?);
-        let conversation = match fields.array("messages")? {
-            Some(items) => Some(tools(&fields)?.tell(&messages(items)?)),
+        let request = TokenizeRequest::read(&wire::object(body)?)?;
+        let TokenizeRequest { text, tools, ending } = request;
+        let conversation = match text.messages {
+            Some(items) => Some(tools.tools()?.tell(&messages(items)?)),
             None => None,
         };
-        let special = [fields.bool("add_special")?, fields.bool("add_special_tokens")?];
-        let with_pieces = fields.bool("with_pieces")?.unwrap_or(false);
-        let strings = fields.bool("return_token_strs")?.unwrap_or(false);
-        let service = server.service_for(model(&fields)?.as_deref())?;
-        match (content, prompt, conversation) {
-            (Some(text), ..) => {
-                let ids = service.encode(text, special[0].unwrap_or(false));
+        let strings = text.return_token_strs.unwrap_or(false);
+        let service = server.service_for(wire::named(text.model).as_deref())?;
+        match (text.content, text.prompt, conversation) {
+            (Some(content), ..) => {
+                let ids = service.encode(&content, text.add_special.unwrap_or(false));
                 let ids = ids.map_err(|error| ApiError::from(error).in_prompt("content"))?;
-                Ok(match with_pieces {
-                    false => Tokenized::Ids(TokenIds { tokens: ids }),
-                    true => {
+                Ok(match text.with_pieces {
+                    None | Some(false) => Tokenized::Ids(TokenIds { tokens: ids }),
+                    Some(true) => {
                         let piece = |id: u32| TokenPiece { id, piece: service.piece(id) };
                         Tokenized::Pieces(TokenPieces { tokens: ids.into_iter().map(piece).collect() })
                     }
                 })
             }
-            (None, text, conversation) => {
-                let ids = match (text, conversation) {
-                    (Some(text), _) => service
-                        .encode(text, special[1].unwrap_or(true))
+            (None, prompt, conversation) => {
+                let ids = match (prompt, conversation) {
+                    (Some(prompt), _) => service
+                        .encode(&prompt, text.add_special_tokens.unwrap_or(true))
                         .map_err(|error| ApiError::from(error).in_prompt("prompt"))?,
-                    (None, Some(messages)) => {
-                        service.prompt(&messages, prompt_ending(&fields, &messages)?)?
-                    }
-                    (None, None) => return Err(missing("prompt")),
+                    (None, Some(messages)) => service.prompt(&messages, ending.ending(&messages)?)?,
+                    (None, None) => return Err(wire::missing("prompt")),
                 };
                 Ok(Tokenized::Prompt(PromptTokens {
                     count: ids.len(),
@@ -220,10 +279,9 @@ pub(in crate::api) async fn detokenize(
     body: Body,
 ) -> Result<Json<Detokenized>, ApiError> {
     let work = exchange::work(&server, &client, body, |server, body| {
-        let body = object(body)?;
-        let fields = Fields(&body);
-        let ids = token_ids("tokens", fields.array("tokens")?.ok_or_else(|| missing("tokens"))?)?;
-        let service = server.service_for(model(&fields)?.as_deref())?;
+        let DetokenizeRequest { model, tokens } = wire::body(body)?;
+        let ids: Vec<u32> = tokens.into_iter().map(|id| id.0).collect();
+        let service = server.service_for(wire::named(model).as_deref())?;
         check_ids(&service, "tokens", &ids)?;
         let text = service.tokenizer().decode(&ids, false);
         Ok(Detokenized { prompt: text.clone(), content: text })

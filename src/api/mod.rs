@@ -10,6 +10,7 @@
 //! | `server` | the state that all handlers share | name a handler |
 //! | `http` | connections, TLS, authentication, admission, health, metrics | know a wire format's bodies |
 //! | `exchange` | one request's way from its body to answers as they come | know what is on the wire |
+//! | `wire` | bodies: what fields may be, and errors that name them | know a route |
 //! | `openai`, `anthropic`, `llamacpp` | the wire formats: bodies in, answers out | name each other's handlers |
 //! | `openapi` | the API as a document | answer anything else |
 //! | `page` | the page at `/` | ask anybody but this server |
@@ -26,7 +27,6 @@ mod anthropic;
 mod error;
 mod exchange;
 mod facts;
-mod fields;
 mod http;
 mod ids;
 mod llamacpp;
@@ -37,6 +37,7 @@ mod server;
 mod sharing;
 mod tasks;
 mod tools;
+mod wire;
 
 pub use error::{ApiError, BodyGap};
 pub use facts::{Facts, HeapNow, KernelTime, MemoryNow, Placed, Submitted};

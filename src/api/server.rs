@@ -8,7 +8,6 @@ use utoipa::openapi::OpenApi;
 
 use crate::api::error::ApiError;
 use crate::api::facts::Facts;
-use crate::api::fields::short;
 use crate::api::http::admission::Turns;
 use crate::api::http::auth::{AccessPolicy, Identities, Places};
 use crate::api::http::counters::Metrics;
@@ -16,6 +15,7 @@ use crate::api::http::listen::Open as OpenConnections;
 use crate::api::http::wrong_keys::WrongKeys;
 use crate::api::ids::unix_time_s;
 use crate::api::openai::responses::store::Responses as StoredResponses;
+use crate::api::wire::short;
 use crate::config::SharePrefixes;
 use crate::engine::EngineHandle;
 use crate::session::Service;

@@ -5,27 +5,9 @@
 //! their own client alone where there are several keys, and with all of their kind otherwise, unless
 //! [`Options::share_prefixes`](super::Options) says which. It is decided anew for each request, as keys come and go.
 
-use std::ops::RangeInclusive;
-
-use crate::api::error::ApiError;
-use crate::api::fields::Fields;
 use crate::api::server::Server;
 use crate::config::SharePrefixes;
 use crate::engine::{CacheSalt, ClientId};
-
-/// Bytes of a `cache_salt`.
-pub(in crate::api) const SALT_BYTES: RangeInclusive<usize> = 1..=256;
-
-/// vLLM's field.
-pub(in crate::api) fn cache_salt(fields: &Fields) -> Result<Option<String>, ApiError> {
-    const AT: &str = "cache_salt";
-    let Some(salt) = fields.string(AT)? else { return Ok(None) };
-    if !SALT_BYTES.contains(&salt.len()) {
-        let (least, most) = SALT_BYTES.into_inner();
-        return Err(ApiError::invalid(AT, format!("expected {least} to {most} bytes, got {}", salt.len())));
-    }
-    Ok(Some(salt.to_owned()))
-}
 
 /// The salt of a client's request that gives `asked`.
 pub(in crate::api) fn salt_of(server: &Server, client: ClientId, asked: Option<&str>) -> CacheSalt {

@@ -13,7 +13,7 @@
 use axum::http::{HeaderMap, HeaderName};
 
 use crate::api::error::ApiError;
-use crate::api::fields::short;
+use crate::api::wire::short;
 use crate::engine::Priority;
 use crate::text::{Content, Message};
 

@@ -1,86 +1,136 @@
-//! What the wire formats share of tools: reading a list of them, and gathering the calls of an answer.
+//! What the wire formats share of tools: the list of them, the choice among them, and the calls of an answer.
 
+use serde::Deserialize;
 use serde::de::IgnoredAny;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
+use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::error::ApiError;
-use crate::api::fields::{Fields, Item, short};
 use crate::api::ids::new_id;
-use crate::session::{Conversation, MAX_TOOLS, Tool};
+use crate::api::wire::bounded::ToolName;
+use crate::api::wire::{field, required, short};
+use crate::session::{Conversation, MAX_TOOLS, Tool, ToolChoice, Tools};
 use crate::text::CallPiece;
 
-/// Bytes of a tool's name.
-pub(in crate::api) const MAX_NAME_BYTES: usize = 128;
+/// A JSON schema of the object that a tool takes.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(transparent)]
+pub(in crate::api) struct ParametersSchema(pub Map<String, Value>);
 
-/// The field `tools`. `description` gives that part of an item that describes the tool, whose field `schema` has the schema of
-/// its parameters.
-pub(in crate::api) fn tool_list<'a>(
-    fields: &Fields<'a>,
-    schema: &str,
-    description: impl Fn(Item<'a>) -> Result<Item<'a>, ApiError>,
-) -> Result<Vec<Tool>, ApiError> {
-    let items = fields.array("tools")?.map_or(&[][..], Vec::as_slice);
-    if items.len() > MAX_TOOLS {
-        return Err(ApiError::invalid("tools", format!("expected at most {MAX_TOOLS}, got {}", items.len())));
+impl PartialSchema for ParametersSchema {
+    fn schema() -> RefOr<Schema> {
+        let kind = ObjectBuilder::new().schema_type(Type::String).enum_values(Some(["object"]));
+        let object = ObjectBuilder::new().schema_type(Type::Object).property("type", kind.build());
+        RefOr::T(object.description(Some("A JSON schema of an object.")).build().into())
     }
-    let mut list: Vec<Tool> = Vec::with_capacity(items.len());
-    for (i, item) in items.iter().enumerate() {
-        let item = description(Item::new(format!("tools[{i}]"), item)?)?;
-        let tool = read_tool(&item, schema)?;
-        if list.iter().any(|other| other.name == tool.name) {
-            let problem = format!("another tool has the name {:?}", short(&tool.name));
-            return Err(ApiError::invalid(item.param("name"), problem));
+}
+
+impl ToSchema for ParametersSchema {}
+
+/// A tool as a request defines it.
+pub(in crate::api) struct Definition {
+    /// The object that has `name`, `description`, `strict` and the schema.
+    pub at: String,
+    pub name: Option<ToolName>,
+    pub description: Option<String>,
+    pub parameters: Option<ParametersSchema>,
+    pub strict: Option<bool>,
+}
+
+/// The tools of a request; `schema` is what their format calls the field of a schema.
+pub(in crate::api) fn tool_list(
+    definitions: impl IntoIterator<Item = Result<Definition, ApiError>>,
+    schema: &str,
+) -> Result<Vec<Tool>, ApiError> {
+    let mut list: Vec<Tool> = Vec::new();
+    for definition in definitions {
+        let Definition { at, name, description, parameters, strict } = definition?;
+        let ToolName(name) = required(name, &at, "name")?;
+        let param = field(&at, schema);
+        let parameters = match parameters {
+            None => json!({"type": "object", "properties": {}}),
+            Some(schema) if schema.0.get("type").is_some_and(|kind| kind != "object") => {
+                return Err(ApiError::invalid(field(&param, "type"), "expected \"object\""));
+            }
+            Some(schema) => Value::Object(schema.0),
+        };
+        if list.iter().any(|other| other.name == name) {
+            let problem = format!("another tool has the name {:?}", short(&name));
+            return Err(ApiError::invalid(field(&at, "name"), problem));
         }
-        list.push(tool);
+        list.push(Tool { name, description, parameters, strict: strict.unwrap_or(false), param });
     }
     Ok(list)
 }
 
-/// The place in `list` of the tool that `item` names.
-pub(in crate::api) fn place_of(list: &[Tool], item: &Item) -> Result<usize, ApiError> {
-    let name = item.string("name")?;
-    list.iter().position(|tool| tool.name == name).ok_or_else(|| {
-        let problem = format!("there is no tool of the name {:?}", short(name));
-        ApiError::invalid(item.param("name"), problem)
-    })
+/// What a request says of the choice among its tools, in the field `tool_choice`.
+pub(in crate::api) enum Choice {
+    None,
+    Auto,
+    /// Any of the tools must be called.
+    Required,
+    /// The tool of that name must be called; with the field that has the name.
+    One {
+        at: String,
+        name: String,
+    },
+    /// Some of the tools, each with the field that has its name.
+    Allowed {
+        must_call: bool,
+        tools: Vec<(String, String)>,
+    },
 }
 
-fn read_tool(item: &Item, schema: &str) -> Result<Tool, ApiError> {
-    let name = item.string("name")?;
-    if name.is_empty() || name.len() > MAX_NAME_BYTES || name.chars().any(char::is_control) {
-        let problem = format!("expected 1 to {MAX_NAME_BYTES} bytes without control characters");
-        return Err(ApiError::invalid(item.param("name"), problem));
-    }
-    let param = item.param(schema);
-    let parameters = match item.within(item.fields.object(schema))? {
-        None => json!({"type": "object", "properties": {}}),
-        Some(schema) if schema.get("type").is_some_and(|kind| kind != "object") => {
-            return Err(ApiError::invalid(format!("{param}.type"), "expected \"object\""));
-        }
-        Some(schema) => Value::Object(schema.clone()),
+/// The field of the choice, in every format.
+pub(in crate::api) const TOOL_CHOICE: &str = "tool_choice";
+
+/// The tools of a request with what it says of them.
+pub(in crate::api) fn chosen(list: Vec<Tool>, choice: Choice, parallel: bool) -> Result<Tools, ApiError> {
+    let place = |at: String, name: &str| {
+        list.iter().position(|tool| tool.name == name).ok_or_else(|| {
+            let problem = format!("there is no tool of the name {:?}", short(name));
+            ApiError::invalid(at, problem)
+        })
     };
-    Ok(Tool {
-        name: name.to_owned(),
-        description: item.within(item.fields.string("description"))?.map(str::to_owned),
-        parameters,
-        strict: item.within(item.fields.bool("strict"))?.unwrap_or(false),
-        param,
-    })
+    let (choice, only) = match choice {
+        Choice::None => (ToolChoice::None, None),
+        Choice::Auto => (ToolChoice::Auto, None),
+        Choice::Required if list.is_empty() => {
+            return Err(ApiError::invalid(TOOL_CHOICE, "there are no tools to choose from"));
+        }
+        Choice::Required => (ToolChoice::Required, None),
+        Choice::One { at, name } => (ToolChoice::Required, Some(vec![place(at, &name)?])),
+        Choice::Allowed { must_call, tools } => {
+            let choice = if must_call { ToolChoice::Required } else { ToolChoice::Auto };
+            let places = tools.into_iter().map(|(at, name)| place(at, &name));
+            (choice, Some(places.collect::<Result<_, _>>()?))
+        }
+    };
+    Ok(Tools { list, choice, only, parallel })
 }
 
-/// Adds to a conversation what a call gave: `field` of `item` has the call's id.
+/// Refuses more calls than one answer may make.
+pub(in crate::api) fn check_call_count(at: &str, calls: usize) -> Result<(), ApiError> {
+    if calls <= MAX_TOOLS {
+        return Ok(());
+    }
+    Err(ApiError::invalid(at, format!("expected at most {MAX_TOOLS} items, got {calls}")))
+}
+
+/// Adds to a conversation what the call of the id gave; `at` is the field that has the id.
 pub(in crate::api) fn add_result(
     conversation: &mut Conversation,
-    item: &Item,
-    field: &str,
+    at: &str,
+    id: &str,
     text: String,
 ) -> Result<(), ApiError> {
-    let id = item.string(field)?;
     if conversation.result(id, text) {
         return Ok(());
     }
     let problem = format!("no call before it has the id {:?}", short(id));
-    Err(ApiError::invalid(item.param(field), problem))
+    Err(ApiError::invalid(at, problem))
 }
 
 /// A call that an answer makes, as far as it is written.

@@ -13,23 +13,20 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderName, HeaderValue, header};
 use axum::middleware::Next;
-use axum::response::sse;
 use axum::response::{IntoResponse, Response};
 use futures::Stream;
 use serde::Serialize;
 use serde_json::value::RawValue;
-use serde_json::{Value, json};
+use utoipa::ToSchema;
 
-use crate::api::anthropic::request::Form;
-use crate::api::error::ApiError;
-use crate::api::exchange::{self, Answers, Caller, Client, Exchange, Reply};
+use crate::api::anthropic::request::{ConversationFields, Form, MessagesRequest};
+use crate::api::error::{AnthropicErrorObject, ApiError};
+use crate::api::exchange::{self, Answers, Caller, Client, Exchange, Reply, json_text, named_event};
 use crate::api::ids::{REQUEST_ID, new_id};
-use crate::api::openapi::schema::{described, events as described_events};
-use crate::api::openapi::{
-    AnthropicErrors, CountTokensRequest, Message, MessageEvent, MessagesRequest, TokenCount,
-};
+use crate::api::openapi::AnthropicErrors;
 use crate::api::server::Server;
 use crate::api::tools::Calling;
+use crate::api::wire::union::Events;
 use crate::engine::Timings;
 use crate::session::Reason;
 use crate::text::{CallPiece, whole_parameters};
@@ -38,9 +35,7 @@ use crate::text::{CallPiece, whole_parameters};
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 const TOOL_ID_PREFIX: &str = "toolu_";
 
-described! {
-    MessageEvents [MessageEvent] => described_events::<MessageEvent>();
-}
+type MessageEvents = Events<MessageEvent>;
 
 /// Answers a conversation, in Anthropic's words.
 #[utoipa::path(
@@ -73,11 +68,8 @@ pub(in crate::api) async fn create(
         });
     let Exchange { wire: form, reply, answers } = asked.await?;
     if form.stream {
-        let failed = |error: &ApiError| vec![error.anthropic().1];
-        Ok(exchange::stream(&server, events(reply, answers, form), failed, |event| {
-            let name = event["type"].as_str().unwrap_or_default();
-            sse::Event::default().event(name).data(event.to_string())
-        }))
+        let failed = |error: &ApiError| vec![MessageEvent::Error { error: error.anthropic().1 }];
+        Ok(exchange::stream(&server, events(reply, answers, form), failed, |event| named_event(&event)))
     } else {
         collect(reply, answers, &form).await
     }
@@ -89,7 +81,7 @@ pub(in crate::api) async fn create(
     path = "/v1/messages/count_tokens",
     operation_id = "countMessageTokens",
     tag = "Anthropic",
-    request_body = CountTokensRequest,
+    request_body = ConversationFields,
     responses(
         (status = 200, description = "The answer.", body = TokenCount),
         AnthropicErrors,
@@ -99,14 +91,14 @@ pub(in crate::api) async fn count_tokens(
     State(server): State<Arc<Server>>,
     client: Client,
     body: Body,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<TokenCount>, ApiError> {
     let counted = exchange::work(&server, &client, body, |server, body| {
         let (model, request) = request::parse_to_count(body)?;
         let service = server.service_for(model.as_deref())?;
         Ok(service.conversation(&request)?.len())
     });
     let (_, n) = counted.await?;
-    Ok(Json(json!({"input_tokens": n})))
+    Ok(Json(TokenCount { input_tokens: n }))
 }
 
 /// Says errors of these routes in Anthropic's words, wherever they came from, and the request's id under its name.
@@ -118,97 +110,187 @@ pub(in crate::api) async fn rewrite_errors(request: Request, next: Next) -> Resp
     let id = request.headers().get(REQUEST_ID).cloned().unwrap_or(HeaderValue::from_static(""));
     let mut response = next.run(request).await;
     if let Some(error) = response.extensions().get::<ApiError>() {
-        let (status, mut body) = error.anthropic();
-        body["request_id"] = json!(String::from_utf8_lossy(id.as_bytes()));
+        let (status, error) = error.anthropic();
+        let request_id = String::from_utf8_lossy(id.as_bytes()).into_owned();
+        let body = AnthropicError { r#type: ErrorType::Error, error, request_id };
         *response.status_mut() = status;
-        *response.body_mut() = Body::from(body.to_string());
+        *response.body_mut() = Body::from(json_text(&body));
         response.headers_mut().remove(header::CONTENT_LENGTH);
     }
     response.headers_mut().insert(ANTHROPIC_REQUEST_ID, id);
     response
 }
 
-/// How it ended, in Anthropic's words.
-struct Stop<'a> {
-    reason: &'static str,
-    sequence: Option<&'a str>,
+/// An answer, as far as it goes.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct Message {
+    id: String,
+    #[schema(inline)]
+    r#type: MessageType,
+    #[schema(inline)]
+    role: Assistant,
+    model: String,
+    content: Vec<Block>,
+    #[schema(required)]
+    stop_reason: Option<StopReason>,
+    /// The one that ended it.
+    #[schema(required)]
+    stop_sequence: Option<String>,
+    usage: MessageUsage,
 }
 
-impl<'a> Stop<'a> {
-    fn new(form: &'a Form, reason: Reason, stopped_by: Option<usize>, timings: &Timings) -> Self {
-        let sequence = stopped_by.map(|i| form.stops[i].as_str());
-        let reason = match reason {
-            _ if sequence.is_some() => "stop_sequence",
-            Reason::Stop => "end_turn",
-            Reason::Called => "tool_use",
-            Reason::Length if timings.predicted_n < form.max_tokens => "model_context_window_exceeded",
-            Reason::Length => "max_tokens",
-        };
-        Self { reason, sequence }
-    }
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::api) enum MessageType {
+    Message,
 }
 
-/// What the cache had of the prompt does not count as input. Nothing is paid for what goes into the cache.
-fn usage(timings: &Timings) -> Value {
-    json!({
-        "input_tokens": timings.prompt_n - timings.cached_n,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": timings.cached_n,
-        "output_tokens": timings.predicted_n,
-    })
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::api) enum Assistant {
+    Assistant,
 }
 
-/// A message, as far as it goes.
-#[derive(Serialize)]
-struct Answer<'a> {
-    id: &'a str,
-    r#type: &'static str,
-    role: &'static str,
-    model: &'a str,
-    content: &'a [Block],
-    stop_reason: Option<&'static str>,
-    stop_sequence: Option<&'a str>,
-    usage: Value,
-}
-
-#[derive(Serialize)]
+#[derive(Serialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
-enum Block {
+#[schema(as = ContentBlock)]
+pub(in crate::api) enum Block {
     Text {
         text: String,
     },
     ToolUse {
         id: String,
         name: String,
-        /// An object, as it was written: numbers of any size.
+        /// An object, as the model wrote it: numbers of any size.
+        #[schema(value_type = Object)]
         input: Box<RawValue>,
     },
 }
 
-fn message<'a>(
-    reply: &'a Reply,
-    content: &'a [Block],
-    stop: Option<&Stop<'a>>,
-    timings: &Timings,
-) -> Answer<'a> {
-    Answer {
-        id: &reply.id,
-        r#type: "message",
-        role: "assistant",
-        model: &reply.model,
-        content,
-        stop_reason: stop.map(|stop| stop.reason),
-        stop_sequence: stop.and_then(|stop| stop.sequence),
-        usage: usage(timings),
+/// Why an answer ended, in Anthropic's words.
+#[derive(Clone, Copy, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum StopReason {
+    EndTurn,
+    MaxTokens,
+    StopSequence,
+    ToolUse,
+    ModelContextWindowExceeded,
+}
+
+/// What the prefix cache had of the prompt does not count as input. Nothing is paid for what goes into the cache.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct MessageUsage {
+    input_tokens: usize,
+    cache_creation_input_tokens: usize,
+    cache_read_input_tokens: usize,
+    output_tokens: usize,
+}
+
+/// One event of a stream.
+#[derive(Serialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(in crate::api) enum MessageEvent {
+    MessageStart { message: Message },
+    ContentBlockStart { index: usize, content_block: Block },
+    Ping {},
+    ContentBlockDelta { index: usize, delta: BlockDelta },
+    ContentBlockStop { index: usize },
+    MessageDelta { delta: Stop, usage: MessageUsage },
+    MessageStop {},
+    Error { error: AnthropicErrorObject },
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(in crate::api) enum BlockDelta {
+    TextDelta { text: String },
+    InputJsonDelta { partial_json: String },
+}
+
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct TokenCount {
+    input_tokens: usize,
+}
+
+/// What went wrong, in Anthropic's words.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct AnthropicError {
+    #[schema(inline)]
+    r#type: ErrorType,
+    error: AnthropicErrorObject,
+    request_id: String,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::api) enum ErrorType {
+    Error,
+}
+
+/// How an answer ended.
+#[derive(Clone, Serialize, ToSchema)]
+pub(in crate::api) struct Stop {
+    #[serde(rename = "stop_reason")]
+    reason: StopReason,
+    #[serde(rename = "stop_sequence")]
+    #[schema(required)]
+    sequence: Option<String>,
+}
+
+impl Stop {
+    fn new(form: &Form, reason: Reason, stopped_by: Option<usize>, timings: &Timings) -> Self {
+        let sequence = stopped_by.map(|i| form.stops[i].clone());
+        let reason = match reason {
+            _ if sequence.is_some() => StopReason::StopSequence,
+            Reason::Stop => StopReason::EndTurn,
+            Reason::Called => StopReason::ToolUse,
+            Reason::Length if timings.predicted_n < form.max_tokens => StopReason::ModelContextWindowExceeded,
+            Reason::Length => StopReason::MaxTokens,
+        };
+        Self { reason, sequence }
     }
 }
 
-/// The block of a call; of one that was cut, what is whole of its input.
-fn tool_use(call: Calling) -> Result<Block, ApiError> {
-    let json = if call.is_whole() { call.arguments } else { whole_parameters(&call.arguments) };
-    let input =
-        RawValue::from_string(json).map_err(|e| ApiError::Bug(format!("the input of a tool: {e}")))?;
-    Ok(Block::ToolUse { id: format!("{TOOL_ID_PREFIX}{}", call.id), name: call.name, input })
+impl MessageUsage {
+    fn new(timings: &Timings) -> Self {
+        Self {
+            input_tokens: timings.prompt_n - timings.cached_n,
+            cache_creation_input_tokens: 0,
+            cache_read_input_tokens: timings.cached_n,
+            output_tokens: timings.predicted_n,
+        }
+    }
+}
+
+impl Message {
+    fn new(reply: &Reply, content: Vec<Block>, stop: Option<Stop>, timings: &Timings) -> Self {
+        Self {
+            id: reply.id.clone(),
+            r#type: MessageType::Message,
+            role: Assistant::Assistant,
+            model: reply.model.clone(),
+            content,
+            stop_reason: stop.as_ref().map(|stop| stop.reason),
+            stop_sequence: stop.and_then(|stop| stop.sequence),
+            usage: MessageUsage::new(timings),
+        }
+    }
+}
+
+impl Block {
+    /// The block of a call; `json` is its input.
+    fn tool_use(id: String, name: String, json: String) -> Result<Self, ApiError> {
+        let input =
+            RawValue::from_string(json).map_err(|e| ApiError::Bug(format!("the input of a tool: {e}")))?;
+        Ok(Self::ToolUse { id, name, input })
+    }
+
+    /// The block of a call that is told as a whole; of one that was cut, what is whole of its input.
+    fn of_call(call: Calling) -> Result<Self, ApiError> {
+        let json = if call.is_whole() { call.arguments } else { whole_parameters(&call.arguments) };
+        Self::tool_use(format!("{TOOL_ID_PREFIX}{}", call.id), call.name, json)
+    }
 }
 
 async fn collect(reply: Reply, mut answers: Answers, form: &Form) -> Result<Response, ApiError> {
@@ -222,18 +304,22 @@ async fn collect(reply: Reply, mut answers: Answers, form: &Form) -> Result<Resp
         if let Some(reason) = piece.end {
             reply.log(reason, &piece.timings);
             let stop = Stop::new(form, reason, piece.stopped_by, &piece.timings);
-            let mut content = calls.into_iter().map(tool_use).collect::<Result<Vec<Block>, _>>()?;
+            let mut content = calls.into_iter().map(Block::of_call).collect::<Result<Vec<Block>, _>>()?;
             if !text.is_empty() {
                 content.push(Block::Text { text });
             }
-            return Ok(Json(message(&reply, &content, Some(&stop), &piece.timings)).into_response());
+            return Ok(Json(Message::new(&reply, content, Some(stop), &piece.timings)).into_response());
         }
     }
     Err(ApiError::Bug("an answer had no end".into()))
 }
 
 /// The message without content, its blocks piece by piece, why it ended with what it took, and the end.
-fn events(reply: Reply, mut answers: Answers, form: Form) -> impl Stream<Item = Result<Value, ApiError>> {
+fn events(
+    reply: Reply,
+    mut answers: Answers,
+    form: Form,
+) -> impl Stream<Item = Result<MessageEvent, ApiError>> {
     async_stream::try_stream! {
         let mut begun = false;
         // The block that is open.
@@ -242,48 +328,44 @@ fn events(reply: Reply, mut answers: Answers, form: Form) -> impl Stream<Item = 
             let piece = piece?;
             if !begun {
                 begun = true;
-                let message = message(&reply, &[], None, &piece.timings);
-                yield json!({"type": "message_start", "message": message});
+                yield MessageEvent::MessageStart { message: Message::new(&reply, Vec::new(), None, &piece.timings) };
             }
             if !piece.text.is_empty() {
                 if open.is_none() {
                     open = Some(0);
-                    let block = json!({"type": "text", "text": ""});
-                    yield json!({"type": "content_block_start", "index": 0, "content_block": block});
-                    yield json!({"type": "ping"});
+                    let content_block = Block::Text { text: String::new() };
+                    yield MessageEvent::ContentBlockStart { index: 0, content_block };
+                    yield MessageEvent::Ping {};
                 }
-                let delta = json!({"type": "text_delta", "text": piece.text});
-                yield json!({"type": "content_block_delta", "index": 0, "delta": delta});
+                let delta = BlockDelta::TextDelta { text: piece.text };
+                yield MessageEvent::ContentBlockDelta { index: 0, delta };
             }
             for call in piece.calls {
                 match call {
                     CallPiece::Name { index, name } => {
                         if let Some(before) = open.replace(index) {
-                            yield json!({"type": "content_block_stop", "index": before});
+                            yield MessageEvent::ContentBlockStop { index: before };
                         }
-                        let id = new_id(TOOL_ID_PREFIX);
-                        let block = json!({"type": "tool_use", "id": id, "name": name, "input": {}});
-                        yield json!({"type": "content_block_start", "index": index, "content_block": block});
+                        let content_block = Block::tool_use(new_id(TOOL_ID_PREFIX), name, "{}".to_owned())?;
+                        yield MessageEvent::ContentBlockStart { index, content_block };
                         if index == 0 {
-                            yield json!({"type": "ping"});
+                            yield MessageEvent::Ping {};
                         }
                     }
                     CallPiece::Parameters { index, json } => {
-                        let delta = json!({"type": "input_json_delta", "partial_json": json});
-                        yield json!({"type": "content_block_delta", "index": index, "delta": delta});
+                        let delta = BlockDelta::InputJsonDelta { partial_json: json };
+                        yield MessageEvent::ContentBlockDelta { index, delta };
                     }
                 }
             }
             let Some(reason) = piece.end else { continue };
             reply.log(reason, &piece.timings);
             if let Some(index) = open {
-                yield json!({"type": "content_block_stop", "index": index});
+                yield MessageEvent::ContentBlockStop { index };
             }
-            let stop = Stop::new(&form, reason, piece.stopped_by, &piece.timings);
-            let delta = json!({"stop_reason": stop.reason, "stop_sequence": stop.sequence});
-            let usage = usage(&piece.timings);
-            yield json!({"type": "message_delta", "delta": delta, "usage": usage});
-            yield json!({"type": "message_stop"});
+            let delta = Stop::new(&form, reason, piece.stopped_by, &piece.timings);
+            yield MessageEvent::MessageDelta { delta, usage: MessageUsage::new(&piece.timings) };
+            yield MessageEvent::MessageStop {};
         }
     }
 }

@@ -3,23 +3,184 @@
 //! Unknown fields are ignored, and so are those that bill, trace, or ask for thoughts, which this model has none of
 //! (`metadata`, `cache_control`, `thinking`); what would change the answer and cannot be had is refused.
 
-use std::ops::RangeInclusive;
-
+use serde::Deserialize;
 use serde_json::Value;
+use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::Parsed;
-use crate::api::fields::{
-    Fields, Item, PROBABILITY, TOKENS, missing, model, nested, object, short, wrong_type,
-};
-use crate::api::sharing::cache_salt;
-use crate::api::tools::{add_result, place_of, tool_list};
-use crate::session::{Call, Conversation, GenerateRequest, PromptEnding, ResponseGrammar, ToolChoice, Tools};
+use crate::api::openai::conversation::no_text;
+use crate::api::tools::{Choice, Definition, ParametersSchema, TOOL_CHOICE, add_result, chosen, tool_list};
+use crate::api::wire;
+use crate::api::wire::bounded::{List, MaxTokens, Probability, Salt, ToolName, numbers, texts, wrong_length};
+use crate::api::wire::union::{Anything, ListedBesideText, Refused, TextOr, words};
+use crate::api::wire::{JsonObject, field, required, short};
+use crate::session::{Call, Conversation, GenerateRequest, MAX_TOOLS, PromptEnding, ResponseGrammar, Tools};
 use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS};
 
-// What fields may be that are narrower here than at OpenAI.
-pub(in crate::api) const TEMPERATURE: RangeInclusive<f64> = 0.0..=1.0;
-pub(in crate::api) const TOP_K: RangeInclusive<i64> = 0..=u32::MAX as i64;
+numbers! {
+    /// Narrower than at OpenAI.
+    MessagesTemperature: f64 = 0.0..=1.0;
+    MessagesTopK: i64 = 0..=u32::MAX as i64;
+}
+
+texts! {
+    StopSequence: 1..=MAX_STOP_BYTES, None, |text: &str| wrong_length(text, 1..=MAX_STOP_BYTES);
+}
+
+words! {
+    MessageRole { User = "user", Assistant = "assistant", System = "system" };
+    BlockType {
+        Text = "text", ToolUse = "tool_use", ToolResult = "tool_result", Thinking = "thinking",
+        RedactedThinking = "redacted_thinking"
+    } or Other;
+    CustomToolType { Custom = "custom" } or Other;
+    MessagesChoiceType { Auto = "auto", Any = "any", Tool = "tool", None = "none" };
+    OutputFormatType { JsonSchema = "json_schema" };
+}
+
+type MessageParams = List<MessageParam, 1, { usize::MAX }>;
+type Content = TextOr<Vec<ContentBlock>>;
+type TextContent = TextOr<Vec<TextBlock>>;
+type CustomTools = List<CustomTool, 0, MAX_TOOLS>;
+type StopSequences = List<StopSequence, 0, MAX_STOPS>;
+
+wire::composed! {
+    /// The body of a message.
+    MessagesRequest {
+        conversation: ConversationFields,
+        options: MessagesOptions,
+    }
+}
+
+/// What the number of tokens of a conversation depends on.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = CountTokensRequest)]
+pub(in crate::api) struct ConversationFields {
+    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    model: Option<String>,
+    /// The last message may be the beginning of the answer.
+    #[schema(inline)]
+    messages: MessageParams,
+    /// Blocks are paragraphs.
+    #[schema(inline)]
+    system: Option<TextContent>,
+    /// Their names differ.
+    #[schema(inline)]
+    tools: Option<CustomTools>,
+    tool_choice: Option<MessagesToolChoice>,
+    output_config: Option<OutputConfig>,
+    /// Not supported.
+    container: Option<Refused>,
+    /// Not supported.
+    thread: Option<Refused>,
+    /// Not supported.
+    #[schema(max_items = 0)]
+    mcp_servers: Option<Vec<Anything>>,
+}
+
+/// How the answer is wanted.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct MessagesOptions {
+    /// The context may end before.
+    max_tokens: MaxTokens,
+    /// The answer ends before these.
+    #[schema(inline)]
+    stop_sequences: Option<StopSequences>,
+    /// Server-sent events.
+    stream: Option<bool>,
+    /// 0 is greedy.
+    temperature: Option<MessagesTemperature>,
+    top_p: Option<Probability>,
+    /// 0 is off.
+    top_k: Option<MessagesTopK>,
+    /// Requests with the same salt share the prefix cache, and no others do.
+    cache_salt: Option<Salt>,
+}
+
+/// A message of a conversation.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct MessageParam {
+    role: MessageRole,
+    /// Blocks of text are paragraphs.
+    #[schema(inline)]
+    content: Content,
+}
+
+/// A block of a message. Only an assistant's message has tool uses and thinking, which is ignored; only a user's message has
+/// tool results.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = ContentBlockParam)]
+pub(in crate::api) struct ContentBlock {
+    r#type: BlockType,
+    /// With `text`.
+    text: Option<String>,
+    /// With `tool_use`.
+    id: Option<String>,
+    /// With `tool_use`.
+    name: Option<String>,
+    /// With `tool_use`.
+    input: Option<JsonObject>,
+    /// With `tool_result`: the id of a call in the message before.
+    tool_use_id: Option<String>,
+    /// With `tool_result`: a text, or blocks of text.
+    #[schema(inline)]
+    content: Option<TextContent>,
+    /// With `tool_result`.
+    is_error: Option<bool>,
+}
+
+/// A block of text.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = TextBlockParam)]
+pub(in crate::api) struct TextBlock {
+    r#type: BlockType,
+    #[schema(required, nullable = false)]
+    text: Option<String>,
+}
+
+impl ListedBesideText for TextBlock {
+    const NAME: &str = "a list of blocks";
+}
+
+impl ListedBesideText for ContentBlock {
+    const NAME: &str = "a list of blocks";
+}
+
+/// A tool that the client runs.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct CustomTool {
+    r#type: Option<CustomToolType>,
+    #[schema(required, nullable = false)]
+    name: Option<ToolName>,
+    description: Option<String>,
+    #[schema(required, nullable = false)]
+    input_schema: Option<ParametersSchema>,
+    /// Every keyword of the schema is enforced, or it is an error.
+    strict: Option<bool>,
+}
+
+#[derive(Debug, Deserialize, ToSchema)]
+struct MessagesToolChoice {
+    r#type: MessagesChoiceType,
+    /// With `tool`: the name of one of `tools`.
+    name: Option<String>,
+    /// At most one call.
+    disable_parallel_tool_use: Option<bool>,
+}
+
+#[derive(Debug, Deserialize, ToSchema)]
+struct OutputConfig {
+    format: Option<OutputFormat>,
+}
+
+/// What the answer must be: every keyword of the schema is enforced, or it is an error.
+#[derive(Debug, Deserialize, ToSchema)]
+struct OutputFormat {
+    #[allow(dead_code, reason = "there is one type")]
+    r#type: OutputFormatType,
+    schema: JsonObject,
+}
 
 /// How the answer is wanted.
 #[derive(Debug)]
@@ -30,235 +191,182 @@ pub(in crate::api) struct Form {
 }
 
 pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
-    let body = object(body)?;
-    let fields = Fields(&body);
-    let (model, conversation) = conversation(&fields)?;
-    let max_tokens = fields.integer("max_tokens", TOKENS)?;
-    let max_tokens = max_tokens.ok_or_else(|| missing("max_tokens"))? as usize;
-    let stops = stop_sequences(&fields)?;
-    let stream = fields.bool("stream")?.unwrap_or(false);
+    let MessagesRequest { conversation, options } = MessagesRequest::read(&wire::object(body)?)?;
+    let (model, conversation) = conversation.request()?;
+    let max_tokens = options.max_tokens.get();
+    let stops: Vec<String> =
+        options.stop_sequences.unwrap_or_default().0.into_iter().map(|stop| stop.0).collect();
+    let stream = options.stream.unwrap_or(false);
     let request = GenerateRequest {
         max_tokens: Some(max_tokens),
-        temperature: fields.number("temperature", TEMPERATURE)?.map(|t| t as f32),
-        top_p: fields.number("top_p", PROBABILITY)?.map(|p| p as f32),
-        top_k: fields.integer("top_k", TOP_K)?.map(|k| k as u32),
+        temperature: options.temperature.map(|t| t.0 as f32),
+        top_p: options.top_p.map(|p| p.0 as f32),
+        top_k: options.top_k.map(|k| k.0 as u32),
         stop: stops.clone(),
         ..conversation
     };
-    let cache_salt = cache_salt(&fields)?;
+    let cache_salt = options.cache_salt.map(|salt| salt.0);
     Ok(Parsed { model, request, stream, cache_salt, wire: Form { stream, stops, max_tokens } })
 }
 
 /// The model, and what a count of tokens depends on.
 pub(in crate::api) fn parse_to_count(body: &[u8]) -> Result<(Option<String>, GenerateRequest), ApiError> {
-    conversation(&Fields(&object(body)?))
+    wire::body::<ConversationFields>(body)?.request()
 }
 
-fn conversation(fields: &Fields) -> Result<(Option<String>, GenerateRequest), ApiError> {
-    let model = model(fields)?;
-    refuse_unsupported(fields)?;
-    let items = fields.array("messages")?.ok_or_else(|| missing("messages"))?;
-    if items.is_empty() {
-        return Err(ApiError::invalid("messages", "expected at least one message, got an empty list"));
-    }
-    let mut conversation = Conversation::default();
-    if let Some(system) = fields.get("system") {
-        conversation.say("system", &text("system", "system", system)?);
-    }
-    for (i, item) in items.iter().enumerate() {
-        message(&Item::new(format!("messages[{i}]"), item)?, &mut conversation)?;
-    }
-    if conversation.ends_with_calls() {
-        let problem =
-            "expected a tool_result for each tool_use of the last message, in a message of the user's";
-        return Err(ApiError::invalid("messages", problem));
-    }
-    let messages = conversation.finish();
-    // A last turn of the assistant's is the beginning of the answer.
-    let continued = messages.last().is_some_and(|last| last.role == "assistant");
-    let ending = if continued { PromptEnding::Continued } else { PromptEnding::Answer };
-    let (tools, grammar) = (tools(fields)?, output_format(fields)?);
-    Ok((model, GenerateRequest { messages, ending, tools, grammar, ..GenerateRequest::default() }))
-}
-
-fn message(item: &Item, conversation: &mut Conversation) -> Result<(), ApiError> {
-    let role = match item.string("role")? {
-        role @ ("user" | "assistant" | "system") => role,
-        other => {
-            let problem = format!("expected user, assistant or system, got {:?}", short(other));
-            return Err(ApiError::invalid(item.param("role"), problem));
+impl ConversationFields {
+    fn request(self) -> Result<(Option<String>, GenerateRequest), ApiError> {
+        self.refuse_unsupported()?;
+        let mut conversation = Conversation::default();
+        if let Some(system) = self.system {
+            conversation.say("system", &text("system", &MessageRole::System, system)?);
         }
+        for (i, message) in self.messages.0.into_iter().enumerate() {
+            add_message(&mut conversation, &format!("messages[{i}]"), message)?;
+        }
+        if conversation.ends_with_calls() {
+            let problem =
+                "expected a tool_result for each tool_use of the last message, in a message of the user's";
+            return Err(ApiError::invalid("messages", problem));
+        }
+        let messages = conversation.finish();
+        // A last turn of the assistant's is the beginning of the answer.
+        let continued = messages.last().is_some_and(|last| last.role == "assistant");
+        let ending = if continued { PromptEnding::Continued } else { PromptEnding::Answer };
+        let tools = tools(self.tools.unwrap_or_default().0, self.tool_choice)?;
+        let grammar = self.output_config.and_then(|config| config.format).map(|format| ResponseGrammar {
+            source: GrammarSource::JsonSchema { schema: format.schema.into(), strict: true },
+            param: "output_config.format".into(),
+        });
+        let request = GenerateRequest { messages, ending, tools, grammar, ..GenerateRequest::default() };
+        Ok((wire::named(self.model), request))
+    }
+
+    fn refuse_unsupported(&self) -> Result<(), ApiError> {
+        if Refused::is_asked(self.thread) {
+            return Err(ApiError::Thread);
+        }
+        if Refused::is_asked(self.container) {
+            return Err(ApiError::unsupported("container", "this server runs no code"));
+        }
+        if self.mcp_servers.as_ref().is_some_and(|servers| !servers.is_empty()) {
+            return Err(ApiError::unsupported("mcp_servers", "this server asks no others for tools"));
+        }
+        Ok(())
+    }
+}
+
+fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam) -> Result<(), ApiError> {
+    let MessageParam { role, content } = message;
+    let speaker = match role {
+        MessageRole::User => "user",
+        MessageRole::Assistant => "assistant",
+        MessageRole::System => "system",
     };
-    let at = item.param("content");
-    let content = item.fields.get("content").ok_or_else(|| missing(&at))?;
-    let Value::Array(blocks) = content else {
-        conversation.say(role, &text(&at, role, content)?);
-        return Ok(());
+    let blocks = match content {
+        TextOr::Text(text) => {
+            conversation.say(speaker, &text);
+            return Ok(());
+        }
+        TextOr::Other(blocks) => blocks,
     };
     let (mut paragraphs, mut only_text) = (Vec::new(), true);
-    let say = |paragraphs: &mut Vec<&str>, conversation: &mut Conversation| {
+    let say = |paragraphs: &mut Vec<String>, conversation: &mut Conversation| {
         if !paragraphs.is_empty() {
-            conversation.say(role, &std::mem::take(paragraphs).join("\n\n"));
+            conversation.say(speaker, &std::mem::take(paragraphs).join("\n\n"));
         }
     };
-    for (i, value) in blocks.iter().enumerate() {
-        let block = Item::new(format!("{at}[{i}]"), value)?;
-        match (block.string("type")?, role) {
-            ("tool_use", "assistant") => {
+    for (i, block) in blocks.into_iter().enumerate() {
+        let at = format!("{at}.content[{i}]");
+        match (&block.r#type, &role) {
+            (BlockType::ToolUse, MessageRole::Assistant) => {
                 say(&mut paragraphs, conversation);
-                let arguments = Value::Object(block.object("input")?.fields.0.clone()).to_string();
-                let call = Call { name: block.string("name")?.to_owned(), arguments };
-                conversation.call(block.string("id")?, call);
+                let arguments = Value::from(required(block.input, &at, "input")?).to_string();
+                let call = Call { name: required(block.name, &at, "name")?, arguments };
+                conversation.call(&required(block.id, &at, "id")?, call);
                 only_text = false;
             }
-            ("tool_result", "user") => {
+            (BlockType::ToolResult, MessageRole::User) => {
                 say(&mut paragraphs, conversation);
-                add_result(conversation, &block, "tool_use_id", tool_result(&block)?)?;
+                let text = tool_result(&at, block.content, block.is_error)?;
+                let id = required(block.tool_use_id, &at, "tool_use_id")?;
+                add_result(conversation, &field(&at, "tool_use_id"), &id, text)?;
                 only_text = false;
             }
-            _ => paragraphs.extend(text_block(&block, role)?),
+            _ => paragraphs.extend(paragraph(&at, &role, block.r#type, block.text)?),
         }
     }
     // A message that says nothing is a turn too.
     if only_text && paragraphs.is_empty() {
-        conversation.say(role, "");
+        conversation.say(speaker, "");
     }
     say(&mut paragraphs, conversation);
     Ok(())
 }
 
 /// What a tool gave, which may be nothing.
-fn tool_result(block: &Item) -> Result<String, ApiError> {
-    let text = match block.fields.get("content") {
+fn tool_result(at: &str, content: Option<TextContent>, is_error: Option<bool>) -> Result<String, ApiError> {
+    let text = match content {
         None => String::new(),
-        Some(content) => text(&block.param("content"), "user", content)?,
+        Some(content) => text(&field(at, "content"), &MessageRole::User, content)?,
     };
-    let failed = block.within(block.fields.bool("is_error"))?.unwrap_or(false);
-    Ok(if failed { format!("Error: {text}") } else { text })
+    Ok(if is_error.unwrap_or(false) { format!("Error: {text}") } else { text })
 }
 
-/// A string, or a list of blocks of text, which are paragraphs of their own.
-fn text(at: &str, role: &str, value: &Value) -> Result<String, ApiError> {
-    let blocks = match value {
-        Value::String(text) => return Ok(text.clone()),
-        Value::Array(blocks) => blocks,
-        other => return Err(wrong_type(at, "a string or a list of blocks", other)),
+/// A text, or blocks of text, which are paragraphs of their own.
+fn text(at: &str, role: &MessageRole, content: TextContent) -> Result<String, ApiError> {
+    let blocks = match content {
+        TextOr::Text(text) => return Ok(text),
+        TextOr::Other(blocks) => blocks,
     };
     let mut paragraphs = Vec::with_capacity(blocks.len());
-    for (i, block) in blocks.iter().enumerate() {
-        paragraphs.extend(text_block(&Item::new(format!("{at}[{i}]"), block)?, role)?);
+    for (i, block) in blocks.into_iter().enumerate() {
+        paragraphs.extend(paragraph(&format!("{at}[{i}]"), role, block.r#type, block.text)?);
     }
     Ok(paragraphs.join("\n\n"))
 }
 
-/// None for what stands in a conversation without being said in it.
-fn text_block<'a>(block: &Item<'a>, role: &str) -> Result<Option<&'a str>, ApiError> {
-    match block.string("type")? {
-        "text" => Ok(Some(block.string("text")?).filter(|text| !text.is_empty())),
-        "thinking" | "redacted_thinking" if role == "assistant" => Ok(None),
-        kind @ ("image" | "document" | "search_result" | "container_upload") => {
-            let problem = format!("this server reads text only, not {kind:?}");
-            Err(ApiError::unsupported(block.param("type"), problem))
-        }
-        kind @ ("tool_use" | "tool_result") => {
-            let problem =
-                "a tool_use stands in a message of the assistant's, a tool_result in one of the user's";
-            Err(ApiError::invalid(block.param("type"), format!("got {kind:?} here: {problem}")))
-        }
-        kind => {
-            let expected = "expected \"text\", \"tool_use\" or \"tool_result\"";
-            Err(ApiError::invalid(block.param("type"), format!("{expected}, got {:?}", short(kind))))
+/// The text of a block. None for what stands in a conversation and says nothing: an empty text, and thinking.
+fn paragraph(
+    at: &str,
+    role: &MessageRole,
+    kind: BlockType,
+    text: Option<String>,
+) -> Result<Option<String>, ApiError> {
+    match kind {
+        BlockType::Text => Ok(Some(required(text, at, "text")?).filter(|text| !text.is_empty())),
+        BlockType::Thinking | BlockType::RedactedThinking if *role == MessageRole::Assistant => Ok(None),
+        BlockType::Other(kind) => Err(no_text(at, &kind, &["text", "tool_use", "tool_result"])),
+        BlockType::ToolUse | BlockType::ToolResult | BlockType::Thinking | BlockType::RedactedThinking => {
+            let problem = "tool_use and thinking stand in a message of the assistant's, a tool_result in one of the user's";
+            Err(ApiError::invalid(field(at, "type"), problem))
         }
     }
 }
 
-fn tools(fields: &Fields) -> Result<Tools, ApiError> {
-    const AT: &str = "tool_choice";
-    let list = tool_list(fields, "input_schema", |item| {
-        match item.within(item.fields.string("type"))? {
-            None | Some("custom") => {}
-            Some(other) => {
-                let problem = format!("this server runs no tools itself, so not {:?}", short(other));
-                return Err(ApiError::unsupported(item.param("type"), problem));
-            }
+fn tools(tools: Vec<CustomTool>, choice: Option<MessagesToolChoice>) -> Result<Tools, ApiError> {
+    let definition = |(i, tool): (usize, CustomTool)| {
+        let at = format!("tools[{i}]");
+        if let Some(CustomToolType::Other(kind)) = tool.r#type {
+            let problem = format!("this server runs no tools itself, so not {:?}", short(&kind));
+            return Err(ApiError::unsupported(field(&at, "type"), problem));
         }
-        item.object("input_schema")?;
-        Ok(item)
-    })?;
-    let Some(choice) = fields.object(AT)? else {
-        return Ok(Tools { list, parallel: true, ..Tools::default() });
+        let CustomTool { name, description, input_schema, strict, .. } = tool;
+        let parameters = Some(required(input_schema, &at, "input_schema")?);
+        Ok(Definition { at, name, description, parameters, strict })
     };
-    let item = Item { at: AT.into(), fields: Fields(choice) };
-    let alone = item.within(item.fields.bool("disable_parallel_tool_use"))?.unwrap_or(false);
-    let (choice, only) = match item.string("type")? {
-        "auto" => (ToolChoice::Auto, None),
-        "none" => (ToolChoice::None, None),
-        "any" if list.is_empty() => {
-            return Err(ApiError::invalid(AT, "there are no tools to choose from"));
-        }
-        "any" => (ToolChoice::Required, None),
-        "tool" => (ToolChoice::Required, Some(vec![place_of(&list, &item)?])),
-        other => {
-            let problem = format!("expected auto, any, tool or none, got {:?}", short(other));
-            return Err(ApiError::invalid(item.param("type"), problem));
+    let list = tool_list(tools.into_iter().enumerate().map(definition), "input_schema")?;
+    let Some(MessagesToolChoice { r#type, name, disable_parallel_tool_use }) = choice else {
+        return chosen(list, Choice::Auto, true);
+    };
+    let choice = match r#type {
+        MessagesChoiceType::Auto => Choice::Auto,
+        MessagesChoiceType::None => Choice::None,
+        MessagesChoiceType::Any => Choice::Required,
+        MessagesChoiceType::Tool => {
+            let name = required(name, TOOL_CHOICE, "name")?;
+            Choice::One { at: field(TOOL_CHOICE, "name"), name }
         }
     };
-    Ok(Tools { list, choice, only, parallel: !alone })
-}
-
-fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
-    if fields.get("thread").is_some() {
-        return Err(ApiError::Thread);
-    }
-    if fields.get("container").is_some() {
-        return Err(ApiError::unsupported("container", "this server runs no code"));
-    }
-    if fields.array("mcp_servers")?.is_some_and(|servers| !servers.is_empty()) {
-        return Err(ApiError::unsupported("mcp_servers", "this server asks no others for tools"));
-    }
-    Ok(())
-}
-
-/// What the answer must be: every keyword of the schema is enforced, or refused.
-fn output_format(fields: &Fields) -> Result<Option<ResponseGrammar>, ApiError> {
-    const AT: &str = "output_config";
-    let Some(config) = fields.object(AT)?.map(Fields) else { return Ok(None) };
-    let param = format!("{AT}.format");
-    let Some(format) = config.object("format").map_err(|e| nested(AT, e))?.map(Fields) else {
-        return Ok(None);
-    };
-    match format.string("type").map_err(|e| nested(&param, e))? {
-        Some("json_schema") => {
-            let schema = format.object("schema").map_err(|e| nested(&param, e))?;
-            let schema = schema.ok_or_else(|| missing(format!("{param}.schema")))?.clone();
-            let source = GrammarSource::JsonSchema { schema: Value::Object(schema), strict: true };
-            Ok(Some(ResponseGrammar { source, param }))
-        }
-        Some(other) => {
-            let problem = format!("expected \"json_schema\", got {:?}", short(other));
-            Err(ApiError::invalid(format!("{param}.type"), problem))
-        }
-        None => Err(missing(format!("{param}.type"))),
-    }
-}
-
-fn stop_sequences(fields: &Fields) -> Result<Vec<String>, ApiError> {
-    const AT: &str = "stop_sequences";
-    let items = fields.array(AT)?.map_or(&[][..], Vec::as_slice);
-    if items.len() > MAX_STOPS {
-        let problem = format!("expected at most {MAX_STOPS} strings, got {}", items.len());
-        return Err(ApiError::invalid(AT, problem));
-    }
-    let item = |(i, item): (usize, &Value)| {
-        let at = format!("{AT}[{i}]");
-        match item {
-            Value::String(stop) if (1..=MAX_STOP_BYTES).contains(&stop.len()) => Ok(stop.clone()),
-            Value::String(stop) => {
-                let problem = format!("expected 1 to {MAX_STOP_BYTES} bytes, got {}", stop.len());
-                Err(ApiError::invalid(at, problem))
-            }
-            other => Err(wrong_type(at, "a string", other)),
-        }
-    };
-    items.iter().enumerate().map(item).collect()
+    chosen(list, choice, !disable_parallel_tool_use.unwrap_or(false))
 }

@@ -7,28 +7,33 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use futures::Stream;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{
-    self, Answers, Caller, Exchange, FinishReason, Head, Piece, Reply, TimingsReport, Usage, json_text,
+    self, Answers, Caller, Exchange, FinishReason, Head, Parsed, Piece, Reply, TimingsReport, Usage,
+    json_text,
 };
 use crate::api::ids::new_id;
+use crate::api::openai::conversation::{ChatMessages, EndingFields, messages};
+use crate::api::openai::grammar::GrammarFields;
 use crate::api::openai::logprobs::TokenLogprob;
-use crate::api::openai::request;
-use crate::api::openapi::schema::{described, events};
-use crate::api::openapi::{BodyErrors, ChatCompletionRequest};
+use crate::api::openai::options::{AnswerOptions, Form};
+use crate::api::openai::tools::ChatToolFields;
+use crate::api::openapi::BodyErrors;
 use crate::api::server::Server;
 use crate::api::tools::Calling;
-use crate::session::Reason;
+use crate::api::wire;
+use crate::api::wire::bounded::{MaxTokens, TopLogprobs};
+use crate::api::wire::union::Events;
+use crate::api::wire::union::words;
+use crate::session::{GenerateRequest, Reason};
 use crate::text::CallPiece;
 
 const CALL_ID_PREFIX: &str = "call_";
 
-described! {
-    ChatEvents [ChatCompletionChunk] => events::<ChatCompletionChunk>();
-}
+type ChatEvents = Events<ChatCompletionChunk>;
 
 /// Answers a conversation.
 #[utoipa::path(
@@ -51,21 +56,72 @@ pub(in crate::api) async fn completions(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let asked = exchange::ask(
-        &server,
-        caller,
-        body,
-        "chatcmpl-",
-        "messages",
-        request::chat,
-        |service, request, _| Ok(vec![service.prepare(request)?]),
-    );
+    let asked =
+        exchange::ask(&server, caller, body, "chatcmpl-", "messages", parse, |service, request, _| {
+            Ok(vec![service.prepare(request)?])
+        });
     let Exchange { wire: form, reply, answers } = asked.await?;
     if form.stream {
         Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form.include_usage)))
     } else {
         collect(reply, answers).await.map(|body| Json(body).into_response())
     }
+}
+
+wire::composed! {
+    /// The body of a chat.
+    ChatCompletionRequest {
+        chat: ChatFields,
+        tools: ChatToolFields,
+        ending: EndingFields,
+        options: AnswerOptions,
+        grammar: GrammarFields,
+    }
+}
+
+/// What a chat says beside its tools and the options of its answer.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct ChatFields {
+    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    model: Option<String>,
+    #[schema(inline)]
+    messages: ChatMessages,
+    /// Absent is as many as the context holds.
+    max_completion_tokens: Option<MaxTokens>,
+    /// The older name; `max_completion_tokens` counts where both are there.
+    max_tokens: Option<MaxTokens>,
+    /// Log probabilities of the answer's tokens.
+    logprobs: Option<bool>,
+    /// Alternatives to each token; above 0 only with `logprobs`.
+    top_logprobs: Option<TopLogprobs>,
+    modalities: Option<Vec<Modality>>,
+}
+
+words! {
+    Modality { Text = "text" } or Other;
+}
+
+fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
+    let request = ChatCompletionRequest::read(&wire::object(body)?)?;
+    let ChatCompletionRequest { chat, tools, ending, options, grammar } = request;
+    let messages = messages(chat.messages)?;
+    if chat.modalities.is_some_and(|modalities| modalities.iter().any(|m| *m != Modality::Text)) {
+        return Err(ApiError::unsupported("modalities", "this server answers with text only"));
+    }
+    let tools = tools.tools()?;
+    let max_tokens = chat.max_completion_tokens.or(chat.max_tokens).map(MaxTokens::get);
+    let ending = ending.ending(&messages)?;
+    let logprobs = logprobs(chat.logprobs, chat.top_logprobs)?;
+    let parsed = options.parsed(wire::named(chat.model), max_tokens, grammar)?;
+    Ok(Parsed { request: GenerateRequest { messages, tools, ending, logprobs, ..parsed.request }, ..parsed })
+}
+
+fn logprobs(wanted: Option<bool>, top: Option<TopLogprobs>) -> Result<Option<usize>, ApiError> {
+    let (wanted, top) = (wanted.unwrap_or(false), top.map_or(0, |top| top.0));
+    if top > 0 && !wanted {
+        return Err(ApiError::invalid("top_logprobs", "expected logprobs to be true beside it"));
+    }
+    Ok(wanted.then_some(top as usize))
 }
 
 /// The whole answer.

@@ -8,7 +8,7 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use futures::Stream;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
@@ -17,19 +17,25 @@ use crate::api::exchange::{
     self, Answers, Caller, Exchange, FinishReason, Head, Parsed, Piece, Reply, TimingsReport, Usage,
     json_text,
 };
-use crate::api::fields::{ANSWERS, Fields, TOKENS, TOP_LOGPROBS, missing, model, object};
+use crate::api::openai::grammar::GrammarFields;
 use crate::api::openai::logprobs::finite;
-use crate::api::openai::prompts::{MAX_PROMPTS, Prompt, prompts};
-use crate::api::openai::request::options;
-use crate::api::openapi::schema::{described, events};
-use crate::api::openapi::{BodyErrors, CompletionRequest};
+use crate::api::openai::options::AnswerOptions;
+use crate::api::openai::prompts::{Prompt, Prompts};
+use crate::api::openapi::BodyErrors;
 use crate::api::server::Server;
+use crate::api::wire;
+use crate::api::wire::bounded::{AnswerCount, MaxTokensOrNone, TopLogprobs};
+use crate::api::wire::union::Events;
 use crate::engine::Request;
 use crate::model::Logprobs;
 use crate::session::{AnswerText, GenerateRequest, Reason, Service};
 
 /// Tokens of an answer where nobody says how many, as OpenAI has it.
 const MAX_TOKENS: i64 = 16;
+/// Prompts of one completion.
+const MAX_PROMPTS: usize = 128;
+
+type CompletionPrompts = Prompts<MAX_PROMPTS>;
 
 /// How the answer is wanted.
 struct Form {
@@ -46,9 +52,7 @@ struct Form {
     logprobs: Option<usize>,
 }
 
-described! {
-    CompletionEvents [Completion] => events::<Completion>();
-}
+type CompletionEvents = Events<Completion>;
 
 /// Goes on with texts as they are.
 #[utoipa::path(
@@ -80,31 +84,61 @@ pub(in crate::api) async fn completions(
     }
 }
 
+wire::composed! {
+    /// The body of a completion.
+    CompletionRequest {
+        completion: CompletionFields,
+        options: AnswerOptions,
+        grammar: GrammarFields,
+    }
+}
+
+/// What a completion says beside the options of its answer.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct CompletionFields {
+    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    model: Option<String>,
+    /// What to go on from.
+    #[schema(inline)]
+    prompt: CompletionPrompts,
+    /// Absent is 16; 0 only with `echo`.
+    max_tokens: Option<MaxTokensOrNone>,
+    /// Log probabilities of the tokens, and of so many alternatives.
+    logprobs: Option<TopLogprobs>,
+    /// The answer begins with the prompt, and `logprobs` has the prompt's tokens.
+    echo: Option<bool>,
+    /// Not supported.
+    #[schema(max_length = 0)]
+    suffix: Option<String>,
+    /// As many as `n`: all answers are returned.
+    best_of: Option<AnswerCount>,
+}
+
 fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
-    let body = object(body)?;
-    let fields = Fields(&body);
-    let model = model(&fields)?;
-    let prompts = prompts("prompt", fields.get("prompt").ok_or_else(|| missing("prompt"))?, MAX_PROMPTS)?;
-    let echo = fields.bool("echo")?.unwrap_or(false);
-    let max_tokens = fields.integer("max_tokens", i64::from(!echo)..=*TOKENS.end())?;
-    let max_tokens = max_tokens.unwrap_or(MAX_TOKENS);
-    let logprobs = fields.integer("logprobs", TOP_LOGPROBS)?.map(|n| n as usize);
-    if fields.string("suffix")?.is_some_and(|suffix| !suffix.is_empty()) {
+    let CompletionRequest { completion, options, grammar } = CompletionRequest::read(&wire::object(body)?)?;
+    let echo = completion.echo.unwrap_or(false);
+    let max_tokens = completion.max_tokens.map_or(MAX_TOKENS, |n| n.0);
+    if max_tokens == 0 && !echo {
+        let most = MaxTokensOrNone::RANGE.into_inner().1;
+        return Err(ApiError::invalid("max_tokens", format!("expected an integer from 1 to {most}, got 0")));
+    }
+    let logprobs = completion.logprobs.map(|n| n.0 as usize);
+    if completion.suffix.is_some_and(|suffix| !suffix.is_empty()) {
         return Err(ApiError::unsupported("suffix", "Gemma-3 was not trained to fill in between two texts"));
     }
-    // One token is drawn in any case.
-    let Parsed { model, request, stream, cache_salt, wire } =
-        options(&fields, model, Some(max_tokens.max(1)))?;
-    let n = request.n.unwrap_or(1);
-    if fields.integer("best_of", ANSWERS)?.is_some_and(|best_of| best_of != n as i64) {
+    let n = options.n();
+    if completion.best_of.is_some_and(|best_of| best_of.0 != n) {
         let problem = "all answers are returned: expected the same as n";
         return Err(ApiError::unsupported("best_of", problem));
     }
+    // One token is drawn in any case.
+    let parsed = options.parsed(wire::named(completion.model), Some(max_tokens.max(1) as usize), grammar)?;
+    let Parsed { model, request, stream, cache_salt, wire: options } = parsed;
     let form = Form {
-        prompts,
-        n,
+        prompts: completion.prompt.in_field("prompt"),
+        n: n as usize,
         stream,
-        include_usage: wire.include_usage,
+        include_usage: options.include_usage,
         echo,
         echoes: Vec::new(),
         prompt_only: max_tokens == 0,

@@ -15,22 +15,29 @@ use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use futures::StreamExt;
 use futures::stream::FuturesOrdered;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{self, Caller};
-use crate::api::fields::{Fields, missing, model, object};
 use crate::api::http::counters::Followed;
 use crate::api::openai::models::List;
-use crate::api::openai::prompts::{DIMENSIONS, MAX_INPUTS, Prompt, prompts};
-use crate::api::openapi::{BodyErrors, EmbeddingsRequest};
+use crate::api::openai::prompts::{Prompt, Prompts};
+use crate::api::openapi::BodyErrors;
 use crate::api::server::Server;
+use crate::api::wire;
+use crate::api::wire::bounded::numbers;
+use crate::api::wire::union::words;
 use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
 use crate::session::Reason;
 
 /// The field with what is to be embedded.
 const INPUT: &str = "input";
+/// Texts that one request embeds, as OpenAI has it.
+const MAX_INPUTS: usize = 2048;
+
+type EmbeddingInputs = Prompts<MAX_INPUTS>;
+
 /// The engine has so many of them at once: enough for a full step, and few beside what others ask.
 const AT_ONCE: usize = 8;
 
@@ -38,19 +45,34 @@ const AT_ONCE: usize = 8;
 const MAX_WAITS: u32 = 150;
 const WAIT: Duration = Duration::from_millis(200);
 
-/// How the numbers are written.
-#[derive(Clone, Copy)]
-enum Encoding {
-    Float,
-    /// f32, the least significant byte first.
-    Base64,
+words! {
+    /// How the numbers are written; `base64` is that of f32, the least significant byte first.
+    EncodingFormat { Float = "float", Base64 = "base64" };
 }
 
-impl Encoding {
-    fn write(self, state: Vec<f32>) -> Numbers {
+numbers! {
+    Dimensions: i64 = 1..=u32::MAX as i64;
+}
+
+/// The body of a request for embeddings.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct EmbeddingsRequest {
+    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    model: Option<String>,
+    /// What to embed; no text is empty.
+    #[schema(inline)]
+    input: EmbeddingInputs,
+    /// Absent is `float`.
+    encoding_format: Option<EncodingFormat>,
+    /// As many as the model has: its embeddings are not made to be cut.
+    dimensions: Option<Dimensions>,
+}
+
+impl EncodingFormat {
+    fn write(&self, state: Vec<f32>) -> Numbers {
         match self {
-            Encoding::Float => Numbers::Floats(state),
-            Encoding::Base64 => {
+            Self::Float => Numbers::Floats(state),
+            Self::Base64 => {
                 let bytes: Vec<u8> = state.iter().flat_map(|x| x.to_le_bytes()).collect();
                 Numbers::Base64(BASE64_STANDARD.encode(bytes))
             }
@@ -116,23 +138,16 @@ pub(in crate::api) async fn embeddings(
     body: Body,
 ) -> Result<Json<Embeddings>, ApiError> {
     let prepared = exchange::work(&server, &caller.client, body, |server, body| {
-        let body = object(body)?;
-        let fields = Fields(&body);
-        let model = model(&fields)?;
-        let inputs = prompts(INPUT, fields.get(INPUT).ok_or_else(|| missing(INPUT))?, MAX_INPUTS)?;
+        let EmbeddingsRequest { model, input, encoding_format, dimensions } = wire::body(body)?;
+        let inputs = input.in_field(INPUT);
         if let Some((at, _)) = inputs.iter().find(|(_, text)| matches!(text, Prompt::Text(t) if t.is_empty()))
         {
             return Err(ApiError::invalid(at, "expected a text, got an empty string"));
         }
-        let encoding = match fields.string("encoding_format")? {
-            None | Some("float") => Encoding::Float,
-            Some("base64") => Encoding::Base64,
-            Some(_) => return Err(ApiError::invalid("encoding_format", "expected \"float\" or \"base64\"")),
-        };
-        let dimensions = fields.integer("dimensions", DIMENSIONS)?;
+        let model = wire::named(model);
         let service = server.service_for(model.as_deref())?;
         let hidden_size = service.engine().limits().hidden_size;
-        if dimensions.is_some_and(|n| n != hidden_size as i64) {
+        if dimensions.is_some_and(|n| n.0 != hidden_size as i64) {
             let problem = format!("this model's embeddings have {hidden_size}, and are not made to be cut");
             return Err(ApiError::unsupported("dimensions", problem));
         }
@@ -144,7 +159,7 @@ pub(in crate::api) async fn embeddings(
             let error = SubmitError::ContextExceeded { prompt: long.len(), max_tokens: None, context };
             return Err(ApiError::from(error).in_prompt(INPUT));
         }
-        Ok((ids, encoding, service))
+        Ok((ids, encoding_format.unwrap_or(EncodingFormat::Float), service))
     });
     let (arriving, (inputs, encoding, service)) = prepared.await?;
     let mut inputs = inputs.into_iter().peekable();

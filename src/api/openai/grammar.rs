@@ -2,110 +2,189 @@
 //! and the older `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`. At most one of them counts, so more are
 //! refused.
 
+use serde::Deserialize;
 use serde_json::Value;
+use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
-use crate::api::fields::{Fields, missing, nested, short, wrong_type};
+use crate::api::wire::union::{BesideText, Refused, TextOr, words};
+use crate::api::wire::{JsonObject, field, required};
 use crate::session::ResponseGrammar;
 use crate::text::GrammarSource;
 
-/// None where the answer may be any text.
-pub(in crate::api) fn response_grammar(fields: &Fields) -> Result<Option<ResponseGrammar>, ApiError> {
-    let mut found = Vec::new();
-    found.extend(response_format(fields)?.map(|source| ("response_format".to_owned(), source)));
-    for name in ["json", "regex", "choice", "grammar"] {
-        let param = format!("guided_{name}");
-        found.extend(guided(fields, &param, name)?.map(|source| (param, source)));
-    }
-    found.extend(structured_outputs(fields)?);
-    if let [(first, _), (second, _), ..] = found.as_slice() {
-        return Err(ApiError::invalid(second, format!("cannot be had together with {first}")));
-    }
-    Ok(found.pop().map(|(param, source)| ResponseGrammar { source, param }))
+words! {
+    FormatType { Text = "text", JsonObject = "json_object", JsonSchema = "json_schema" };
 }
 
-fn response_format(fields: &Fields) -> Result<Option<GrammarSource>, ApiError> {
-    const AT: &str = "response_format";
-    let Some(format) = fields.object(AT)?.map(Fields) else { return Ok(None) };
-    let within = |error| nested(AT, error);
-    match format.string("type").map_err(within)?.ok_or_else(|| missing("response_format.type"))? {
-        "text" => Ok(None),
-        // The schema is not OpenAI's, but llama.cpp's and others'.
-        "json_object" => Ok(Some(match format.object("schema").map_err(within)? {
-            None => GrammarSource::json_object(),
-            Some(schema) => {
-                GrammarSource::JsonSchema { schema: Value::Object(schema.clone()), strict: false }
+/// A JSON schema, or its text.
+type SchemaOrText = TextOr<SchemaObject>;
+
+/// A JSON schema.
+#[derive(Debug, Clone, Deserialize, ToSchema)]
+#[serde(transparent)]
+struct SchemaObject(JsonObject);
+
+impl BesideText for SchemaObject {
+    const NAME: &str = "a JSON schema";
+    const IS_LIST: bool = false;
+}
+
+/// What the answer must be: one of these fields at most.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct GrammarFields {
+    response_format: Option<ResponseFormat>,
+    structured_outputs: Option<StructuredOutputs>,
+    /// A JSON schema, or its text. An older name of `structured_outputs.json`, as the others of these are.
+    #[schema(inline)]
+    guided_json: Option<SchemaOrText>,
+    guided_regex: Option<String>,
+    guided_choice: Option<Vec<String>>,
+    /// Lark, as llguidance reads it.
+    guided_grammar: Option<String>,
+}
+
+/// What the answer must be.
+#[derive(Debug, Deserialize, ToSchema)]
+struct ResponseFormat {
+    r#type: FormatType,
+    /// With `json_object`: llama.cpp's place for a schema.
+    schema: Option<JsonObject>,
+    /// With `json_schema`.
+    json_schema: Option<NamedSchema>,
+}
+
+/// A JSON schema with its name.
+#[derive(Debug, Deserialize, ToSchema)]
+struct NamedSchema {
+    #[allow(dead_code, reason = "its type is checked, and it changes nothing")]
+    name: Option<String>,
+    /// Every keyword is enforced, or it is an error.
+    strict: Option<bool>,
+    schema: JsonObject,
+}
+
+/// vLLM's field: what the answer must be. One of these, or a `response_format`.
+#[derive(Debug, Deserialize, ToSchema)]
+struct StructuredOutputs {
+    /// A JSON schema, or its text.
+    #[schema(inline)]
+    json: Option<SchemaOrText>,
+    regex: Option<String>,
+    choice: Option<Vec<String>>,
+    /// Lark, as llguidance reads it.
+    grammar: Option<String>,
+    /// Any JSON object.
+    json_object: Option<bool>,
+    /// Not supported.
+    structural_tag: Option<Refused>,
+    /// Not supported.
+    whitespace_pattern: Option<Refused>,
+    /// Not supported.
+    disable_any_whitespace: Option<Refused>,
+    /// Not supported.
+    disable_additional_properties: Option<Refused>,
+}
+
+impl GrammarFields {
+    /// None where the answer may be any text.
+    pub fn grammar(self) -> Result<Option<ResponseGrammar>, ApiError> {
+        let mut found = Vec::new();
+        if let Some(format) = self.response_format {
+            found.extend(format.source()?.map(|source| ("response_format".to_owned(), source)));
+        }
+        let guided = Sources {
+            json: self.guided_json,
+            regex: self.guided_regex,
+            choice: self.guided_choice,
+            grammar: self.guided_grammar,
+        };
+        guided.find(|kind| format!("guided_{kind}"), &mut found)?;
+        if let Some(outputs) = self.structured_outputs {
+            outputs.find(&mut found)?;
+        }
+        if let [(first, _), (second, _), ..] = found.as_slice() {
+            return Err(ApiError::invalid(second, format!("cannot be had together with {first}")));
+        }
+        Ok(found.pop().map(|(param, source)| ResponseGrammar { source, param }))
+    }
+}
+
+impl ResponseFormat {
+    fn source(self) -> Result<Option<GrammarSource>, ApiError> {
+        Ok(match self.r#type {
+            FormatType::Text => None,
+            FormatType::JsonObject => Some(match self.schema {
+                None => GrammarSource::json_object(),
+                Some(schema) => GrammarSource::JsonSchema { schema: schema.into(), strict: false },
+            }),
+            FormatType::JsonSchema => {
+                let format = required(self.json_schema, "response_format", "json_schema")?;
+                let strict = format.strict.unwrap_or(false);
+                Some(GrammarSource::JsonSchema { schema: format.schema.into(), strict })
             }
-        })),
-        "json_schema" => {
-            let at = "response_format.json_schema";
-            let format = format.object("json_schema").map_err(within)?.ok_or_else(|| missing(at))?;
-            json_schema(at, &Fields(format)).map(Some)
-        }
-        other => {
-            let problem = format!("expected text, json_object or json_schema, got {:?}", short(other));
-            Err(ApiError::invalid("response_format.type", problem))
-        }
+        })
     }
 }
 
-/// OpenAI's schema with its name, and whether it is strict, as the fields of `at`.
-pub(in crate::api) fn json_schema(at: &str, fields: &Fields) -> Result<GrammarSource, ApiError> {
-    let within = |error| nested(at, error);
-    fields.string("name").map_err(within)?;
-    let strict = fields.bool("strict").map_err(within)?.unwrap_or(false);
-    let schema = fields.object("schema").map_err(within)?;
-    let schema = schema.ok_or_else(|| missing(format!("{at}.schema")))?.clone();
-    Ok(GrammarSource::JsonSchema { schema: Value::Object(schema), strict })
+impl StructuredOutputs {
+    fn find(self, found: &mut Vec<(String, GrammarSource)>) -> Result<(), ApiError> {
+        const AT: &str = "structured_outputs";
+        for (name, value) in [
+            ("structural_tag", self.structural_tag),
+            ("whitespace_pattern", self.whitespace_pattern),
+            ("disable_any_whitespace", self.disable_any_whitespace),
+            ("disable_additional_properties", self.disable_additional_properties),
+        ] {
+            if Refused::is_asked(value) {
+                let problem = "this server does not have it; leave it out";
+                return Err(ApiError::unsupported(field(AT, name), problem));
+            }
+        }
+        let Self { json, regex, choice, grammar, json_object, .. } = self;
+        Sources { json, regex, choice, grammar }.find(|kind| field(AT, kind), found)?;
+        if json_object == Some(true) {
+            found.push((field(AT, "json_object"), GrammarSource::json_object()));
+        }
+        Ok(())
+    }
 }
 
-/// One of vLLM's kinds: `kind` is the name of the field without its prefix, `param` that with it.
-fn guided(fields: &Fields, param: &str, kind: &str) -> Result<Option<GrammarSource>, ApiError> {
-    let Some(value) = fields.get(param) else { return Ok(None) };
-    let text = |value: &Value| match value {
-        Value::String(text) => Ok(text.clone()),
-        other => Err(wrong_type(param, "a string", other)),
-    };
-    Ok(Some(match kind {
-        "json" => GrammarSource::JsonSchema { schema: schema(param, value)?, strict: true },
-        "regex" => GrammarSource::Regex(text(value)?),
-        "grammar" => GrammarSource::Lark(text(value)?),
-        _ => {
-            let choices = value.as_array().ok_or_else(|| wrong_type(param, "a list of strings", value))?;
-            GrammarSource::Choice(choices.iter().map(text).collect::<Result<_, _>>()?)
+/// vLLM's kinds, under either of its names.
+struct Sources {
+    json: Option<SchemaOrText>,
+    regex: Option<String>,
+    choice: Option<Vec<String>>,
+    grammar: Option<String>,
+}
+
+impl Sources {
+    /// Adds each that is there, with its field.
+    fn find(
+        self,
+        param: impl Fn(&str) -> String,
+        found: &mut Vec<(String, GrammarSource)>,
+    ) -> Result<(), ApiError> {
+        if let Some(json) = self.json {
+            let schema = schema(&param("json"), json)?;
+            found.push((param("json"), GrammarSource::JsonSchema { schema, strict: true }));
         }
-    }))
+        found.extend(self.regex.map(|regex| (param("regex"), GrammarSource::Regex(regex))));
+        found.extend(self.choice.map(|choices| (param("choice"), GrammarSource::Choice(choices))));
+        found.extend(self.grammar.map(|grammar| (param("grammar"), GrammarSource::Lark(grammar))));
+        Ok(())
+    }
 }
 
 /// An object, or the text of one.
-fn schema(param: &str, value: &Value) -> Result<Value, ApiError> {
-    let parsed = match value {
-        Value::String(text) => serde_json::from_str(text)
-            .map_err(|error| ApiError::invalid(param, format!("the text is not valid JSON: {error}")))?,
-        other => other.clone(),
+fn schema(param: &str, json: SchemaOrText) -> Result<Value, ApiError> {
+    let text = match json {
+        TextOr::Other(SchemaObject(object)) => return Ok(object.into()),
+        TextOr::Text(text) => text,
     };
-    if parsed.is_object() { Ok(parsed) } else { Err(wrong_type(param, "a JSON schema", &parsed)) }
-}
-
-fn structured_outputs(fields: &Fields) -> Result<Vec<(String, GrammarSource)>, ApiError> {
-    const AT: &str = "structured_outputs";
-    let Some(outputs) = fields.object(AT)?.map(Fields) else { return Ok(Vec::new()) };
-    let within = |error| nested(AT, error);
-    for name in
-        ["structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"]
-    {
-        if outputs.get(name).is_some_and(|value| *value != Value::Bool(false)) {
-            let problem = "this server does not have it; leave it out";
-            return Err(ApiError::unsupported(format!("{AT}.{name}"), problem));
-        }
+    let parsed = serde_json::from_str(&text)
+        .map_err(|error| ApiError::invalid(param, format!("the text is not valid JSON: {error}")))?;
+    match parsed {
+        object @ Value::Object(_) => Ok(object),
+        _ => Err(ApiError::invalid(param, "expected a JSON schema, got the text of another value")),
     }
-    let mut found = Vec::new();
-    for name in ["json", "regex", "choice", "grammar"] {
-        let source = guided(&outputs, name, name).map_err(within)?;
-        found.extend(source.map(|source| (format!("{AT}.{name}"), source)));
-    }
-    if outputs.bool("json_object").map_err(within)? == Some(true) {
-        found.push((format!("{AT}.json_object"), GrammarSource::json_object()));
-    }
-    Ok(found)
 }

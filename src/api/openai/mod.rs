@@ -7,6 +7,7 @@ pub(in crate::api) mod embeddings;
 pub(in crate::api) mod grammar;
 pub(in crate::api) mod logprobs;
 pub(in crate::api) mod models;
+pub(in crate::api) mod options;
 pub(in crate::api) mod prompts;
-pub(in crate::api) mod request;
 pub(in crate::api) mod responses;
+pub(in crate::api) mod tools;

@@ -1,21 +1,20 @@
 //! Prompts that are no conversation: a text, a list of texts, token ids, or a list of lists of those.
 
-use std::ops::RangeInclusive;
+use std::fmt;
 
-use serde_json::Value;
+use serde::Deserialize;
+use serde::de::value::SeqAccessDeserializer;
+use serde::de::{self, Deserializer, SeqAccess, Visitor};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{AnyOfBuilder, ArrayBuilder, Schema};
+use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::error::ApiError;
-use crate::api::fields::{kind, token_ids};
+use crate::api::wire::bounded::TokenId;
 use crate::session::Service;
 
-/// Prompts of one completion.
-pub(in crate::api) const MAX_PROMPTS: usize = 128;
-/// Texts that one request embeds, as OpenAI has it.
-pub(in crate::api) const MAX_INPUTS: usize = 2048;
-/// What a request may say of an embedding's dimensions.
-pub(in crate::api) const DIMENSIONS: RangeInclusive<i64> = 1..=u32::MAX as i64;
-
 /// A text, or what a client has already made of one.
+#[derive(Debug, PartialEq)]
 pub(in crate::api) enum Prompt {
     Text(String),
     Ids(Vec<u32>),
@@ -35,44 +34,151 @@ impl Prompt {
     }
 }
 
-/// The prompts of a field named `at`: 1 to `most`, each with the name of its own place there.
-pub(in crate::api) fn prompts(
-    at: &str,
-    value: &Value,
-    most: usize,
-) -> Result<Vec<(String, Prompt)>, ApiError> {
-    let prompts = match value {
-        Value::String(text) => vec![(at.to_owned(), Prompt::Text(text.clone()))],
-        Value::Array(items) if items.first().is_some_and(Value::is_number) => {
-            vec![(at.to_owned(), Prompt::Ids(token_ids(at, items)?))]
+impl<'de> Deserialize<'de> for Prompt {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Read;
+
+        impl<'de> Visitor<'de> for Read {
+            type Value = Prompt;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a string or a list of token ids")
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Prompt, E> {
+                Ok(Prompt::Text(text.to_owned()))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, ids: A) -> Result<Prompt, A::Error> {
+                let ids = Vec::<TokenId>::deserialize(SeqAccessDeserializer::new(ids))?;
+                Ok(Prompt::Ids(ids.into_iter().map(|id| id.0).collect()))
+            }
         }
-        Value::Array(items) => {
-            let each = items.iter().enumerate().map(|(i, item)| {
-                let at = format!("{at}[{i}]");
-                let prompt = match item {
-                    Value::String(text) => Prompt::Text(text.clone()),
-                    Value::Array(ids) => Prompt::Ids(token_ids(&at, ids)?),
-                    other => {
-                        let problem =
-                            format!("expected a string or a list of token ids, got {}", kind(other));
-                        return Err(ApiError::invalid(at, problem));
-                    }
-                };
-                Ok((at, prompt))
-            });
-            each.collect::<Result<Vec<_>, _>>()?
-        }
-        other => {
-            let problem = format!("expected a string, a list of them, or token ids, got {}", kind(other));
-            return Err(ApiError::invalid(at, problem));
-        }
-    };
-    if !(1..=most).contains(&prompts.len()) {
-        let problem = format!("expected 1 to {most} prompts, got {}", prompts.len());
-        return Err(ApiError::invalid(at, problem));
+
+        deserializer.deserialize_any(Read)
     }
-    Ok(prompts)
 }
+
+/// The prompts of a field, 1 to `MOST`.
+#[derive(Debug, PartialEq)]
+pub(in crate::api) enum Prompts<const MOST: usize> {
+    /// The field itself is the prompt.
+    One(Prompt),
+    /// The field is a list of prompts.
+    List(Vec<Prompt>),
+}
+
+impl<const MOST: usize> Prompts<MOST> {
+    /// Each prompt with its place in the body; `at` is the field's name.
+    pub fn in_field(self, at: &str) -> Vec<(String, Prompt)> {
+        match self {
+            Self::One(prompt) => vec![(at.to_owned(), prompt)],
+            Self::List(prompts) => {
+                let place = |(i, prompt)| (format!("{at}[{i}]"), prompt);
+                prompts.into_iter().enumerate().map(place).collect()
+            }
+        }
+    }
+}
+
+impl<'de, const MOST: usize> Deserialize<'de> for Prompts<MOST> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Read<const MOST: usize>;
+
+        impl<'de, const MOST: usize> Visitor<'de> for Read<MOST> {
+            type Value = Prompts<MOST>;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a string, a list of them, or token ids")
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
+                Ok(Prompts::One(Prompt::Text(text.to_owned())))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Self::Value, A::Error> {
+                let mut prompts = Vec::new();
+                match items.next_element()? {
+                    None => {}
+                    // What the first item is says what the list is.
+                    Some(PromptOrId::Id(first)) => {
+                        let mut ids = vec![first];
+                        while let Some(TokenId(id)) = items.next_element()? {
+                            ids.push(id);
+                        }
+                        return Ok(Prompts::One(Prompt::Ids(ids)));
+                    }
+                    Some(PromptOrId::Prompt(first)) => prompts.push(first),
+                }
+                while let Some(prompt) = items.next_element()? {
+                    prompts.push(prompt);
+                }
+                if !(1..=MOST).contains(&prompts.len()) {
+                    let problem = format!("expected 1 to {MOST} prompts, got {}", prompts.len());
+                    return Err(de::Error::custom(problem));
+                }
+                Ok(Prompts::List(prompts))
+            }
+        }
+
+        deserializer.deserialize_any(Read::<MOST>)
+    }
+}
+
+/// The first item of a list.
+enum PromptOrId {
+    Prompt(Prompt),
+    Id(u32),
+}
+
+impl<'de> Deserialize<'de> for PromptOrId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Read;
+
+        impl<'de> Visitor<'de> for Read {
+            type Value = PromptOrId;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a string, a list of token ids, or a token id")
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<PromptOrId, E> {
+                Ok(PromptOrId::Prompt(Prompt::Text(text.to_owned())))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, ids: A) -> Result<PromptOrId, A::Error> {
+                Prompt::deserialize(SeqAccessDeserializer::new(ids)).map(PromptOrId::Prompt)
+            }
+
+            fn visit_u64<E: de::Error>(self, n: u64) -> Result<PromptOrId, E> {
+                let TokenId(id) = TokenId::deserialize(de::value::U64Deserializer::new(n))?;
+                Ok(PromptOrId::Id(id))
+            }
+
+            fn visit_i64<E: de::Error>(self, n: i64) -> Result<PromptOrId, E> {
+                TokenId::deserialize(de::value::I64Deserializer::new(n)).map(|id| PromptOrId::Id(id.0))
+            }
+
+            fn visit_f64<E: de::Error>(self, n: f64) -> Result<PromptOrId, E> {
+                TokenId::deserialize(de::value::F64Deserializer::new(n)).map(|id| PromptOrId::Id(id.0))
+            }
+        }
+
+        deserializer.deserialize_any(Read)
+    }
+}
+
+impl<const MOST: usize> PartialSchema for Prompts<MOST> {
+    fn schema() -> RefOr<Schema> {
+        let ids = || ArrayBuilder::new().items(TokenId::schema()).min_items(Some(1));
+        let each = AnyOfBuilder::new().item(String::schema()).item(ids()).build();
+        let list =
+            ArrayBuilder::new().items(RefOr::T(Schema::from(each))).min_items(Some(1)).max_items(Some(MOST));
+        RefOr::T(AnyOfBuilder::new().item(String::schema()).item(ids()).item(list).build().into())
+    }
+}
+
+impl<const MOST: usize> ToSchema for Prompts<MOST> {}
 
 /// Whether the model knows the ids of a field.
 pub(in crate::api) fn check_ids(service: &Service, param: &str, ids: &[u32]) -> Result<(), ApiError> {

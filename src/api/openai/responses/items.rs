@@ -7,103 +7,173 @@ use axum::body::Bytes;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
+use utoipa::{IntoParams, ToSchema};
 
 use crate::api::error::ApiError;
-use crate::api::fields::{Fields, Item, missing, short, wrong_type};
 use crate::api::ids::new_id;
-use crate::api::openai::conversation::function_call;
+use crate::api::openai::conversation::{CallArguments, call, no_text};
 use crate::api::tools::add_result;
+use crate::api::wire;
+use crate::api::wire::union::{ListedBesideText, TextOr, expected, words};
+use crate::api::wire::{field, required, short};
 use crate::session::Conversation;
 
-/// The field `input`: what it says goes into `conversation`, its items are returned as they are kept.
-pub(in crate::api) fn input(
-    fields: &Fields,
-    conversation: &mut Conversation,
-) -> Result<Vec<Value>, ApiError> {
-    const AT: &str = "input";
-    match fields.get(AT) {
-        None => Err(missing(AT)),
-        Some(Value::String(text)) => {
-            conversation.say("user", text);
-            let item = json!({"role": "user", "content": text});
-            Ok(item.as_object().map(|item| kept(item, "message")).into_iter().collect())
-        }
-        Some(Value::Array(items)) => {
-            let mut read_items = Vec::with_capacity(items.len());
-            for (i, item) in items.iter().enumerate() {
-                let item = Item::new(format!("{AT}[{i}]"), item)?;
-                let kind = read(&item, conversation)?;
-                read_items.extend(kind.map(|kind| kept(item.fields.0, kind)));
+/// What an item says.
+type InputContent = TextOr<Vec<InputPart>>;
+
+/// The field `input`.
+pub(in crate::api) type Input = TextOr<Vec<InputItem>>;
+
+words! {
+    ItemType {
+        Message = "message", FunctionCall = "function_call", FunctionCallOutput = "function_call_output",
+        Reasoning = "reasoning"
+    } or Other;
+    ItemRole { User = "user", Assistant = "assistant", System = "system", Developer = "developer" };
+    InputPartType { InputText = "input_text", OutputText = "output_text", Text = "text", Refusal = "refusal" } or Other;
+}
+
+/// An item of a conversation: a message where nothing else is said, a call, what a call gave, or thoughts of another model,
+/// which are ignored.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct InputItem {
+    r#type: Option<ItemType>,
+    /// With `message`.
+    role: Option<ItemRole>,
+    /// With `message`. Parts are joined as they are.
+    #[schema(inline)]
+    content: Option<InputContent>,
+    /// With `function_call`, and with `function_call_output`, where it is the id of a call before this.
+    call_id: Option<String>,
+    /// With `function_call`.
+    name: Option<String>,
+    /// With `function_call`: JSON, or its object.
+    #[schema(inline)]
+    arguments: Option<CallArguments>,
+    /// With `function_call_output`.
+    #[schema(inline)]
+    output: Option<InputContent>,
+}
+
+impl ListedBesideText for InputItem {
+    const NAME: &str = "a list of items";
+}
+
+/// A part of a message.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct InputPart {
+    r#type: InputPartType,
+    text: Option<String>,
+    /// With `refusal`.
+    refusal: Option<String>,
+}
+
+impl ListedBesideText for InputPart {
+    const NAME: &str = "a list of parts";
+}
+
+const INPUT: &str = "input";
+
+impl Input {
+    /// Adds what it says to a conversation.
+    pub fn read(self, conversation: &mut Conversation) -> Result<(), ApiError> {
+        match self {
+            TextOr::Text(text) => conversation.say("user", &text),
+            TextOr::Other(items) => {
+                for (i, item) in items.into_iter().enumerate() {
+                    item.read(&format!("{INPUT}[{i}]"), conversation)?;
+                }
             }
-            if read_items.is_empty() {
-                return Err(ApiError::invalid(AT, "expected at least one message, got none"));
-            }
-            Ok(read_items)
         }
-        Some(other) => Err(wrong_type(AT, "a string or a list of items", other)),
+        Ok(())
     }
 }
 
-/// Adds an item to a conversation; its type. None for one that says nothing: thoughts of another model.
-pub(in crate::api) fn read<'a>(
-    item: &Item<'a>,
+/// The items of `input` as they are kept. They are sound: the input was read.
+pub(in crate::api) fn kept_input(input: &Value) -> Result<Vec<Value>, ApiError> {
+    let text;
+    let items = match input {
+        Value::Array(items) => items.as_slice(),
+        other => {
+            text = [json!({"role": "user", "content": other})];
+            &text
+        }
+    };
+    let kind = |item: &Value| item["type"].as_str().unwrap_or("message").to_owned();
+    let items = items.iter().filter_map(Value::as_object).map(|item| (kind(&json!(item)), item));
+    let kept: Vec<Value> =
+        items.filter(|(kind, _)| kind != "reasoning").map(|(kind, item)| kept(item, &kind)).collect();
+    if kept.is_empty() {
+        return Err(ApiError::invalid(INPUT, "expected at least one message, got none"));
+    }
+    Ok(kept)
+}
+
+/// Adds items that were kept to a conversation. They were read before, so nothing is wrong with them.
+pub(in crate::api) fn conversation_of(
+    items: &[Value],
     conversation: &mut Conversation,
-) -> Result<Option<&'a str>, ApiError> {
-    let kind = item.within(item.fields.string("type"))?.unwrap_or("message");
-    match kind {
-        "message" => {
-            let role = item.string("role")?;
-            if !matches!(role, "user" | "assistant" | "system" | "developer") {
-                let problem = format!("expected user, assistant, system or developer, got {:?}", short(role));
-                return Err(ApiError::invalid(item.param("role"), problem));
+) -> Result<(), ApiError> {
+    const AT: &str = "previous_response_id";
+    items.iter().try_for_each(|item| wire::read_at::<InputItem>(AT, item)?.read(AT, conversation))
+}
+
+impl InputItem {
+    /// Adds it to a conversation. `at` is where it stands.
+    fn read(self, at: &str, conversation: &mut Conversation) -> Result<(), ApiError> {
+        match self.r#type {
+            None | Some(ItemType::Message) => {
+                let role = match required(self.role, at, "role")? {
+                    ItemRole::User => "user",
+                    ItemRole::Assistant => "assistant",
+                    ItemRole::System => "system",
+                    ItemRole::Developer => "developer",
+                };
+                conversation.say(role, &text(at, "content", self.content)?);
             }
-            conversation.say(role, &text(item, "content")?);
+            Some(ItemType::FunctionCall) => {
+                let id = required(self.call_id, at, "call_id")?;
+                conversation.call(&id, call(required(self.name, at, "name")?, self.arguments));
+            }
+            Some(ItemType::FunctionCallOutput) => {
+                let id = required(self.call_id, at, "call_id")?;
+                let text = text(at, "output", self.output)?;
+                add_result(conversation, &field(at, "call_id"), &id, text)?;
+            }
+            Some(ItemType::Reasoning) => {}
+            Some(ItemType::Other(kind)) => return Err(unknown_item(&field(at, "type"), &kind)),
         }
-        "function_call" => conversation.call(item.string("call_id")?, function_call(item)?),
-        "function_call_output" => add_result(conversation, item, "call_id", text(item, "output")?)?,
-        "reasoning" => return Ok(None),
-        "item_reference" => {
-            let problem = "items are not kept by themselves: send the item";
-            return Err(ApiError::unsupported(item.param("type"), problem));
-        }
+        Ok(())
+    }
+}
+
+fn unknown_item(at: &str, kind: &str) -> ApiError {
+    match kind {
+        "item_reference" => ApiError::unsupported(at, "items are not kept by themselves: send the item"),
         "custom_tool_call" | "custom_tool_call_output" => {
             let problem = format!("of tools this server has functions alone, not {kind:?}");
-            return Err(ApiError::unsupported(item.param("type"), problem));
+            ApiError::unsupported(at, problem)
         }
-        kind => {
-            let expected = "expected \"message\", \"function_call\" or \"function_call_output\"";
-            let problem = format!("{expected}, got {:?}", short(kind));
-            return Err(ApiError::invalid(item.param("type"), problem));
-        }
+        kind => ApiError::invalid(at, expected(&["message", "function_call", "function_call_output"], kind)),
     }
-    Ok(Some(kind))
 }
 
-/// A string, or a list of parts, joined without a separator as chat's parts are.
-fn text(item: &Item, field: &str) -> Result<String, ApiError> {
-    let at = item.param(field);
-    let parts = match item.fields.get(field) {
-        None => return Err(missing(at)),
-        Some(Value::String(text)) => return Ok(text.clone()),
-        Some(Value::Array(parts)) => parts,
-        Some(other) => return Err(wrong_type(at, "a string or a list of parts", other)),
+/// A text, or parts, joined without a separator as chat's parts are.
+fn text(at: &str, name: &str, content: Option<InputContent>) -> Result<String, ApiError> {
+    let parts = match required(content, at, name)? {
+        TextOr::Text(text) => return Ok(text),
+        TextOr::Other(parts) => parts,
     };
     let mut joined = String::new();
-    for (i, part) in parts.iter().enumerate() {
-        let part = Item::new(format!("{at}[{i}]"), part)?;
-        let name = match part.string("type")? {
-            "input_text" | "output_text" | "text" => "text",
-            "refusal" => "refusal",
-            kind @ ("input_image" | "input_file" | "input_audio") => {
-                let problem = format!("this server reads text only, not {kind:?}");
-                return Err(ApiError::unsupported(part.param("type"), problem));
+    for (i, part) in parts.into_iter().enumerate() {
+        let at = format!("{at}.{name}[{i}]");
+        joined.push_str(&match part.r#type {
+            InputPartType::InputText | InputPartType::OutputText | InputPartType::Text => {
+                required(part.text, &at, "text")?
             }
-            kind => {
-                let problem = format!("expected \"input_text\" or \"output_text\", got {:?}", short(kind));
-                return Err(ApiError::invalid(part.param("type"), problem));
-            }
-        };
-        joined.push_str(part.string(name)?);
+            InputPartType::Refusal => required(part.refusal, &at, "refusal")?,
+            InputPartType::Other(kind) => return Err(no_text(&at, &kind, &["input_text", "output_text"])),
+        });
     }
     Ok(joined)
 }
@@ -138,6 +208,25 @@ fn kept(item: &Map<String, Value>, kind: &str) -> Value {
         item.insert("content".into(), json!([part]));
     }
     Value::Object(item)
+}
+
+/// Parameters of a page of items.
+#[derive(IntoParams)]
+#[into_params(parameter_in = Query)]
+#[allow(dead_code, reason = "parameters are read one by one: this describes them")]
+pub(in crate::api) struct PageQuery {
+    /// Items of the page.
+    #[param(minimum = 1, maximum = 100)]
+    limit: Option<usize>,
+    /// Absent is `desc`: the last item first.
+    #[param(inline)]
+    order: Option<Order>,
+    /// The id of an item, behind which the page begins.
+    after: Option<String>,
+}
+
+words! {
+    Order { Ascending = "asc", Descending = "desc" };
 }
 
 /// Items of one page.

@@ -4,6 +4,7 @@
 //! gone when the server ends.
 
 pub(in crate::api) mod items;
+pub(in crate::api) mod object;
 mod request;
 pub(in crate::api) mod store;
 
@@ -15,33 +16,43 @@ use axum::body::{Body, Bytes};
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::{HeaderValue, header};
-use axum::response::sse;
 use axum::response::{IntoResponse, Response};
 use futures::{Stream, stream};
-use serde_json::{Map, Value, json};
+use serde_json::Value;
+use utoipa::IntoParams;
 
 use crate::api::error::{ApiError, ErrorBody};
-use crate::api::exchange::{self, Answers, Caller, Client, Exchange, Piece, Reply};
-use crate::api::fields::short;
+use crate::api::exchange::{self, Answers, Caller, Client, Exchange, Piece, Reply, json_text, named_event};
 use crate::api::ids::unix_time_s;
 use crate::api::openai::logprobs::TokenLogprob;
-use crate::api::openai::responses::request::Form;
-use crate::api::openai::responses::store::Stored;
-use crate::api::openapi::schema::{described, events as described_events};
-use crate::api::openapi::{
-    AuthErrors, BodyErrors, DeletedResponse, ItemList, PageQuery, ResponseEvent, ResponseObject,
-    ResponsesRequest, StreamQuery,
+use crate::api::openai::responses::items::PageQuery;
+use crate::api::openai::responses::object::{
+    Assistant, DeletedResponse, ErrorCode, IncompleteDetails, IncompleteReason, ItemList, ItemStatus,
+    NumberedEvent, ObjectName, OutputItem, OutputPart, RepeatedRequest, ResponseError, ResponseEvent,
+    ResponseObject, ResponseStatus, ResponsesUsage, item_id as item_id_of,
 };
+use crate::api::openai::responses::request::{Form, ResponsesRequest};
+use crate::api::openai::responses::store::Stored;
+use crate::api::openapi::{AuthErrors, BodyErrors};
 use crate::api::server::Server;
 use crate::api::tools::Calling;
+use crate::api::wire::short;
+use crate::api::wire::union::Events;
 use crate::engine::{ClientId, Timings};
 use crate::session::Reason;
 use crate::text::CallPiece;
 
 const ID_PREFIX: &str = "resp_";
 
-described! {
-    ResponseEvents [ResponseEvent] => described_events::<ResponseEvent>();
+type ResponseEvents = Events<NumberedEvent>;
+
+/// Parameters of a response that is kept.
+#[derive(IntoParams)]
+#[into_params(parameter_in = Query)]
+#[allow(dead_code, reason = "parameters are read one by one: this describes them")]
+struct StreamQuery {
+    /// Not supported.
+    stream: Option<bool>,
 }
 
 /// Answers an input, or goes on with an earlier response.
@@ -79,13 +90,10 @@ pub(in crate::api) async fn create(
         let fixed = Arc::clone(&making.fixed);
         let failed = move |error: &ApiError| vec![fixed.failed(error)];
         let mut number = 0;
-        Ok(exchange::stream(&server, events(making, answers), failed, move |(name, fields)| {
-            let mut data = json!({"type": name, "sequence_number": number});
+        Ok(exchange::stream(&server, events(making, answers), failed, move |event| {
+            let numbered = NumberedEvent { event, sequence_number: number };
             number += 1;
-            if let (Value::Object(data), Value::Object(fields)) = (&mut data, fields) {
-                data.extend(fields);
-            }
-            sse::Event::default().event(name).data(data.to_string())
+            named_event(&numbered)
         }))
     } else {
         collect(making, answers).await.map(|body| Json(body).into_response())
@@ -147,12 +155,12 @@ pub(in crate::api) async fn delete(
     State(server): State<Arc<Server>>,
     client: Client,
     id: Result<Path<String>, PathRejection>,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Json<DeletedResponse>, ApiError> {
     let id = response_id(id)?;
     if !server.responses.remove(&id, client.id) {
         return Err(ApiError::UnknownResponse(short(&id)));
     }
-    Ok(Json(json!({"id": id, "object": "response", "deleted": true})))
+    Ok(Json(DeletedResponse { id, object: ObjectName::Response, deleted: true }))
 }
 
 /// Would end a response that is made while nobody waits for it: here there are none.
@@ -243,42 +251,35 @@ fn response_id(id: Result<Path<String>, PathRejection>) -> Result<String, ApiErr
     Ok(id)
 }
 
-/// An event of a stream: its name, and its fields but that and its number.
-type Told = (&'static str, Value);
-
 /// What a response says from its beginning to its end, whatever becomes of its answer.
 struct Fixed {
     reply: Reply,
-    /// What its object repeats of the request.
-    echo: Map<String, Value>,
+    repeated: RepeatedRequest,
 }
 
 impl Fixed {
-    fn object(&self, status: &str, output: Value) -> Map<String, Value> {
-        let fields = [
-            ("id", json!(self.reply.id)),
-            ("object", json!("response")),
-            ("created_at", json!(self.reply.created)),
-            ("completed_at", Value::Null),
-            ("status", json!(status)),
-            ("error", Value::Null),
-            ("incomplete_details", Value::Null),
-            ("model", json!(self.reply.model)),
-            ("output", output),
-            ("usage", Value::Null),
-        ];
-        let mut object: Map<String, Value> =
-            fields.map(|(name, value)| (name.to_owned(), value)).into_iter().collect();
-        object.extend(self.echo.clone());
-        object
+    fn object(&self, status: ResponseStatus, output: Vec<OutputItem>) -> ResponseObject {
+        ResponseObject {
+            id: self.reply.id.clone(),
+            object: ObjectName::Response,
+            created_at: self.reply.created,
+            completed_at: None,
+            status,
+            error: None,
+            incomplete_details: None,
+            model: self.reply.model.clone(),
+            output,
+            usage: None,
+            request: self.repeated.clone(),
+        }
     }
 
     /// The last event of a stream that an error ended.
-    fn failed(&self, error: &ApiError) -> Told {
-        let mut response = self.object("failed", json!([]));
-        response["error"] = json!({"code": "server_error", "message": error.to_string()});
-        response["store"] = json!(false);
-        ("response.failed", json!({"response": response}))
+    fn failed(&self, error: &ApiError) -> ResponseEvent {
+        let mut response = self.object(ResponseStatus::Failed, Vec::new());
+        response.error = Some(ResponseError { code: ErrorCode::ServerError, message: error.to_string() });
+        response.request.store = false;
+        ResponseEvent::Failed { response }
     }
 }
 
@@ -298,10 +299,10 @@ struct Making {
 
 impl Making {
     fn new(server: Arc<Server>, owner: ClientId, form: Form, reply: Reply) -> Self {
-        let Form { store, items, mut echo, .. } = form;
+        let Form { store, items, mut repeated, .. } = form;
         let store = store && server.responses.is_open();
-        echo["store"] = json!(store);
-        let fixed = Arc::new(Fixed { reply, echo });
+        repeated.store = store;
+        let fixed = Arc::new(Fixed { reply, repeated });
         let (text, calls, logprobs) = (String::new(), Vec::new(), Vec::new());
         Self { server, owner, items, store, fixed, text, calls, logprobs }
     }
@@ -310,93 +311,60 @@ impl Making {
         self.fixed.reply.id.replacen(ID_PREFIX, "msg_", 1)
     }
 
-    fn message(&self, status: &str, content: Value) -> Value {
-        json!({"id": self.message_id(), "type": "message", "status": status, "role": "assistant", "content": content})
+    fn message(&self, status: ItemStatus, content: Vec<OutputPart>) -> OutputItem {
+        OutputItem::Message { id: self.message_id(), status, role: Assistant::Assistant, content }
     }
 
-    fn part(&self) -> Value {
-        part(&self.text, &self.logprobs)
+    fn part(&self) -> OutputPart {
+        OutputPart::text(&self.text, &self.logprobs)
+    }
+
+    /// The message as it ended.
+    fn whole_message(&self, reason: Reason) -> OutputItem {
+        let status = match reason {
+            Reason::Stop | Reason::Called => ItemStatus::Completed,
+            Reason::Length => ItemStatus::Incomplete,
+        };
+        self.message(status, vec![self.part()])
     }
 
     /// What it puts out: calls, which have no place for log probabilities, or a message.
-    fn output(&self, reason: Reason) -> Vec<Value> {
+    fn output(&self, reason: Reason) -> Vec<OutputItem> {
         if self.calls.is_empty() {
-            return vec![self.message(status_of(reason), json!([self.part()]))];
+            return vec![self.whole_message(reason)];
         }
-        self.calls.iter().map(|call| function_call(call, call.status(), &call.arguments)).collect()
+        self.calls.iter().map(OutputItem::of_call).collect()
     }
 
     /// The response at its end, which is kept from here on where that was wanted.
-    fn finish(&mut self, reason: Reason, timings: &Timings) -> Value {
+    fn finish(&mut self, reason: Reason, timings: &Timings) -> ResponseObject {
         self.fixed.reply.log(reason, timings);
-        let mut object = self.fixed.object(status_of(reason), json!(self.output(reason)));
+        let status = match reason {
+            Reason::Stop | Reason::Called => ResponseStatus::Completed,
+            Reason::Length => ResponseStatus::Incomplete,
+        };
+        let mut object = self.fixed.object(status, self.output(reason));
         match reason {
-            Reason::Stop | Reason::Called => object["completed_at"] = json!(unix_time_s()),
-            Reason::Length => object["incomplete_details"] = json!({"reason": "max_output_tokens"}),
+            Reason::Stop | Reason::Called => object.completed_at = Some(unix_time_s()),
+            Reason::Length => {
+                let reason = IncompleteReason::MaxOutputTokens;
+                object.incomplete_details = Some(IncompleteDetails { reason });
+            }
         }
-        object["usage"] = usage(timings);
-        let mut object = Value::Object(object);
+        object.usage = Some(ResponsesUsage::new(timings));
         if self.store {
             let input = Value::Array(std::mem::take(&mut self.items)).to_string().into();
-            let stored = Stored { owner: self.owner, body: object.to_string().into(), input };
+            let stored = Stored { owner: self.owner, body: json_text(&object).into(), input };
             if !self.server.responses.insert(self.fixed.reply.id.clone(), stored) {
                 tracing::debug!("a response was not kept: it is larger than its owner's share of the room");
-                object["store"] = json!(false);
+                object.request.store = false;
             }
         }
         object
     }
 }
 
-impl Calling {
-    fn item_id(&self) -> String {
-        format!("fc_{}", self.id)
-    }
-
-    fn status(&self) -> &'static str {
-        if self.is_whole() { "completed" } else { "incomplete" }
-    }
-}
-
-fn function_call(call: &Calling, status: &str, arguments: &str) -> Value {
-    let call_id = format!("call_{}", call.id);
-    json!({
-        "id": call.item_id(), "type": "function_call", "status": status, "call_id": call_id, "name": call.name,
-        "arguments": arguments,
-    })
-}
-
-fn part(text: &str, logprobs: &[TokenLogprob]) -> Value {
-    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs})
-}
-
-fn status_of(reason: Reason) -> &'static str {
-    match reason {
-        Reason::Stop | Reason::Called => "completed",
-        Reason::Length => "incomplete",
-    }
-}
-
-/// The last event of a stream that came to its end.
-fn ended_as(reason: Reason) -> &'static str {
-    match reason {
-        Reason::Stop | Reason::Called => "response.completed",
-        Reason::Length => "response.incomplete",
-    }
-}
-
-fn usage(timings: &Timings) -> Value {
-    let Timings { prompt_n, cached_n, predicted_n, .. } = *timings;
-    json!({
-        "input_tokens": prompt_n,
-        "input_tokens_details": {"cached_tokens": cached_n, "cache_write_tokens": 0},
-        "output_tokens": predicted_n,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt_n + predicted_n,
-    })
-}
-
-async fn collect(mut making: Making, mut answers: Answers) -> Result<Value, ApiError> {
+async fn collect(mut making: Making, mut answers: Answers) -> Result<ResponseObject, ApiError> {
     while let Some(piece) = answers.next().await {
         let piece = piece.map_err(ApiError::of_a_whole_answer)?;
         making.text.push_str(&piece.text);
@@ -417,69 +385,63 @@ fn logprob(answers: &Answers, piece: &Piece) -> Option<TokenLogprob> {
 
 /// The response as it begins; its message, or its calls one after the other, piece by piece and each of them whole; and the
 /// response as it ended.
-fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result<Told, ApiError>> {
+fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result<ResponseEvent, ApiError>> {
     async_stream::try_stream! {
-        let id = making.message_id();
-        let response = making.fixed.object("in_progress", json!([]));
-        yield ("response.created", json!({"response": response}));
-        yield ("response.in_progress", json!({"response": response}));
-        // Whether there is a message, and of how many of its log probabilities it has told. Where tools may be called, some
-        // tokens come before it is known what they are.
-        let (mut begun, mut told) = (false, 0);
+        let item_id = making.message_id();
+        let response = making.fixed.object(ResponseStatus::InProgress, Vec::new());
+        yield ResponseEvent::Created { response: response.clone() };
+        yield ResponseEvent::InProgress { response };
+        // Whether there is a message, and how many of its log probabilities were sent. Where tools may be called, some tokens
+        // come before it is known what they are.
+        let (mut begun, mut sent) = (false, 0);
         while let Some(piece) = answers.next().await {
             let mut piece = piece?;
             making.text.push_str(&piece.text);
             making.logprobs.extend(logprob(&answers, &piece));
             for call in std::mem::take(&mut piece.calls) {
-                let (at, more) = match &call {
+                let (output_index, more) = match &call {
                     CallPiece::Name { index, .. } => (*index, None),
                     CallPiece::Parameters { index, json } => (*index, Some(json.clone())),
                 };
                 if more.is_none()
                     && let Some(before) = making.calls.last()
                 {
-                    for event in call_done(at - 1, before) {
+                    for event in call_done(output_index - 1, before) {
                         yield event;
                     }
                 }
                 Calling::gather(&mut making.calls, call);
-                let call = &making.calls[at];
-                match more {
-                    None => {
-                        let item = function_call(call, "in_progress", "");
-                        yield ("response.output_item.added", json!({"output_index": at, "item": item}));
+                let call = &making.calls[output_index];
+                yield match more {
+                    None => ResponseEvent::ItemAdded { output_index, item: OutputItem::of_begun(call) },
+                    Some(delta) => {
+                        ResponseEvent::ArgumentsDelta { item_id: item_id_of(call), output_index, delta }
                     }
-                    Some(json) => {
-                        let delta = json!({"item_id": call.item_id(), "output_index": at, "delta": json});
-                        yield ("response.function_call_arguments.delta", delta);
-                    }
-                }
+                };
             }
             if !begun && (!piece.text.is_empty() || (piece.end.is_some() && making.calls.is_empty())) {
                 begun = true;
-                let item = making.message("in_progress", json!([]));
-                yield ("response.output_item.added", json!({"output_index": 0, "item": item}));
-                let at = json!({"item_id": id, "output_index": 0, "content_index": 0, "part": part("", &[])});
-                yield ("response.content_part.added", at);
+                let item = making.message(ItemStatus::InProgress, Vec::new());
+                yield ResponseEvent::ItemAdded { output_index: 0, item };
+                let (item_id, part) = (item_id.clone(), OutputPart::text("", &[]));
+                yield ResponseEvent::PartAdded { item_id, output_index: 0, content_index: 0, part };
             }
-            if begun && (!piece.text.is_empty() || told < making.logprobs.len()) {
-                let delta = json!({
-                    "item_id": id, "output_index": 0, "content_index": 0, "delta": piece.text,
-                    "logprobs": making.logprobs[told..],
-                });
-                told = making.logprobs.len();
-                yield ("response.output_text.delta", delta);
+            if begun && (!piece.text.is_empty() || sent < making.logprobs.len()) {
+                let (item_id, delta) = (item_id.clone(), piece.text);
+                let logprobs = making.logprobs[sent..].to_vec();
+                sent = making.logprobs.len();
+                yield ResponseEvent::TextDelta { item_id, output_index: 0, content_index: 0, delta, logprobs };
             }
             let Some(reason) = piece.end else { continue };
             if begun {
-                let text = json!({
-                    "item_id": id, "output_index": 0, "content_index": 0, "text": making.text, "logprobs": making.logprobs,
-                });
-                yield ("response.output_text.done", text);
-                let at = json!({"item_id": id, "output_index": 0, "content_index": 0, "part": making.part()});
-                yield ("response.content_part.done", at);
-                let item = &making.output(reason)[0];
-                yield ("response.output_item.done", json!({"output_index": 0, "item": item}));
+                let (text, logprobs) = (making.text.clone(), making.logprobs.clone());
+                let (output_index, content_index) = (0, 0);
+                yield ResponseEvent::TextDone {
+                    item_id: item_id.clone(), output_index, content_index, text, logprobs,
+                };
+                let (item_id, part) = (item_id.clone(), making.part());
+                yield ResponseEvent::PartDone { item_id, output_index, content_index, part };
+                yield ResponseEvent::ItemDone { output_index, item: making.whole_message(reason) };
             }
             if let Some(last) = making.calls.last() {
                 for event in call_done(making.calls.len() - 1, last) {
@@ -487,20 +449,16 @@ fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result
                 }
             }
             let response = making.finish(reason, &piece.timings);
-            yield (ended_as(reason), json!({"response": response}));
+            yield ResponseEvent::ended(reason, response);
         }
     }
 }
 
 /// The events behind the last piece of a call.
-fn call_done(at: usize, call: &Calling) -> [Told; 2] {
-    let Calling { name, arguments, .. } = call;
-    let item = function_call(call, call.status(), arguments);
+fn call_done(output_index: usize, call: &Calling) -> [ResponseEvent; 2] {
+    let (name, arguments) = (call.name.clone(), call.arguments.clone());
     [
-        (
-            "response.function_call_arguments.done",
-            json!({"item_id": call.item_id(), "output_index": at, "name": name, "arguments": arguments}),
-        ),
-        ("response.output_item.done", json!({"output_index": at, "item": item})),
+        ResponseEvent::ArgumentsDone { item_id: item_id_of(call), output_index, name, arguments },
+        ResponseEvent::ItemDone { output_index, item: OutputItem::of_call(call) },
     ]
 }

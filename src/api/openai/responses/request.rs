@@ -3,20 +3,103 @@
 //! Unknown fields are ignored, and so are those that bill or trace; what would change the answer and cannot be had is
 //! refused by name.
 
-use serde_json::{Map, Value, json};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::Parsed;
-use crate::api::fields::{
-    Fields, Item, PROBABILITY, TEMPERATURE, TOKENS, TOP_LOGPROBS, missing, model, nested, object, short,
-    wrong_type,
+use crate::api::openai::responses::items::{Input, conversation_of, kept_input};
+use crate::api::openai::responses::object::{
+    Reasoning, RepeatedRequest, RepeatedTool, ServiceTier, TextFormat, Truncation,
 };
-use crate::api::openai::conversation::{Shape, openai_tools};
-use crate::api::openai::grammar::json_schema;
-use crate::api::openai::responses::items::{input, read};
-use crate::api::sharing::cache_salt;
-use crate::session::{Conversation, GenerateRequest, ResponseGrammar, Tool, Tools};
+use crate::api::openai::tools::ResponseToolFields;
+use crate::api::wire;
+use crate::api::wire::bounded::{MaxTokens, Probability, Salt, Temperature, TopLogprobs};
+use crate::api::wire::union::{Refused, words};
+use crate::api::wire::{JsonObject, required, short};
+use crate::session::{Conversation, GenerateRequest, ResponseGrammar};
 use crate::text::{GrammarSource, Message};
+
+/// The value of `include` that asks for log probabilities.
+const INCLUDE_LOGPROBS: &str = "message.output_text.logprobs";
+
+words! {
+    ResponseFormatType { Text = "text", JsonObject = "json_object", JsonSchema = "json_schema" };
+    /// A conversation that is too long is an error with either.
+    TruncationAsked { Auto = "auto", Disabled = "disabled" };
+}
+
+wire::composed! {
+    /// The body of a request for a response.
+    ResponsesRequest {
+        response: ResponseFields,
+        tools: ResponseToolFields,
+    }
+}
+
+/// What a request for a response says beside its tools.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct ResponseFields {
+    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    model: Option<String>,
+    /// A user's text, or items, one of them a message at least.
+    #[schema(inline)]
+    input: Input,
+    /// The system text of this response alone.
+    instructions: Option<String>,
+    /// A response that is kept for who asks; the conversation goes on from there.
+    previous_response_id: Option<String>,
+    /// Whether the response is kept; absent is true.
+    store: Option<bool>,
+    /// Server-sent events.
+    stream: Option<bool>,
+    /// Absent is as many as the context holds.
+    max_output_tokens: Option<MaxTokens>,
+    /// 0 is greedy.
+    temperature: Option<Temperature>,
+    top_p: Option<Probability>,
+    /// Log probabilities of the answer's tokens, and of so many alternatives.
+    top_logprobs: Option<TopLogprobs>,
+    /// `message.output_text.logprobs` counts, others are ignored.
+    include: Option<Vec<String>>,
+    text: Option<ResponseText>,
+    /// Requests with the same salt share the prefix cache, and no others do.
+    cache_salt: Option<Salt>,
+    /// Repeated.
+    metadata: Option<JsonObject>,
+    /// Repeated.
+    prompt_cache_key: Option<String>,
+    /// Repeated.
+    safety_identifier: Option<String>,
+    /// Repeated.
+    user: Option<String>,
+    #[allow(dead_code, reason = "the values mean the same here")]
+    truncation: Option<TruncationAsked>,
+    /// Not supported.
+    background: Option<Refused>,
+    /// Not supported.
+    conversation: Option<Refused>,
+    /// Not supported.
+    prompt: Option<Refused>,
+}
+
+#[derive(Debug, Deserialize, ToSchema)]
+struct ResponseText {
+    format: Option<ResponseTextFormat>,
+}
+
+/// What the answer must be.
+#[derive(Debug, Deserialize, ToSchema)]
+struct ResponseTextFormat {
+    r#type: ResponseFormatType,
+    /// With `json_schema`, where it must be there.
+    name: Option<String>,
+    /// Every keyword is enforced, or it is an error.
+    strict: Option<bool>,
+    /// With `json_schema`, where it must be there.
+    schema: Option<JsonObject>,
+}
 
 /// How the response is wanted, and what its object repeats of the request.
 #[derive(Debug)]
@@ -25,8 +108,7 @@ pub(in crate::api) struct Form {
     pub store: bool,
     /// The items of the conversation before the answer.
     pub items: Vec<Value>,
-    /// Fields of the response's object.
-    pub echo: Map<String, Value>,
+    pub repeated: RepeatedRequest,
 }
 
 /// `before` gives the items up to a response that was kept, and those of its answer.
@@ -34,144 +116,102 @@ pub(in crate::api) fn parse(
     body: &[u8],
     before: impl FnOnce(&str) -> Option<Vec<Value>>,
 ) -> Result<Parsed<Form>, ApiError> {
-    let body = object(body)?;
-    let fields = Fields(&body);
-    let model = model(&fields)?;
-    let instructions = fields.string("instructions")?;
-    let previous = fields.string("previous_response_id")?;
-    refuse_unsupported(&fields)?;
-    let tools = openai_tools(&fields, Shape::Flat)?;
+    let body = wire::object(body)?;
+    let ResponsesRequest { response: asked, tools } = ResponsesRequest::read(&body)?;
+    asked.refuse_unsupported()?;
+    let tools = tools.tools()?;
+    let (grammar, format) = asked.text_format(&body)?;
 
-    let mut items = match previous {
+    let mut items = match &asked.previous_response_id {
         None => Vec::new(),
         Some(id) => before(id).ok_or_else(|| ApiError::UnknownPreviousResponse(short(id)))?,
     };
     let mut conversation = Conversation::default();
-    // They were read before, so nothing is wrong with them.
-    for item in &items {
-        read(&Item::new("previous_response_id", item)?, &mut conversation)?;
-    }
-    items.extend(input(&fields, &mut conversation)?);
+    conversation_of(&items, &mut conversation)?;
+    asked.input.read(&mut conversation)?;
+    items.extend(kept_input(&body["input"])?);
 
-    let temperature = fields.number("temperature", TEMPERATURE)?;
-    let top_p = fields.number("top_p", PROBABILITY)?;
-    let max_output_tokens = fields.integer("max_output_tokens", TOKENS)?;
-    let (grammar, text) = text(&fields)?;
-    let top_logprobs = fields.integer("top_logprobs", TOP_LOGPROBS)?.unwrap_or(0);
-    let logprobs = includes_logprobs(&fields)? || top_logprobs > 0;
-    let stream = fields.bool("stream")?.unwrap_or(false);
-    let store = fields.bool("store")?.unwrap_or(true);
-    let metadata = fields.object("metadata")?.cloned().unwrap_or_default();
-    let mut messages: Vec<Message> =
-        instructions.map(|text| Message::new("system", text)).into_iter().collect();
-    messages.extend(conversation.finish());
-
-    let echo = json!({
-        "background": false,
-        "instructions": instructions,
-        "max_output_tokens": max_output_tokens,
-        "max_tool_calls": null,
-        "metadata": metadata,
-        "parallel_tool_calls": tools.parallel,
-        "previous_response_id": previous,
-        "prompt_cache_key": fields.string("prompt_cache_key")?,
-        "reasoning": {"effort": null, "summary": null},
-        "safety_identifier": fields.string("safety_identifier")?,
-        "service_tier": "default",
-        "store": store,
-        "temperature": temperature,
-        "text": text,
-        "tool_choice": fields.get("tool_choice").unwrap_or(&json!("auto")),
-        "tools": repeated(&tools),
-        "top_logprobs": top_logprobs,
-        "top_p": top_p,
-        "truncation": "disabled",
-        "user": fields.string("user")?,
-    });
-    let Value::Object(echo) = echo else { return Err(ApiError::Bug("an object is none".into())) };
+    let top_logprobs = asked.top_logprobs.map_or(0, |top| top.0);
+    let included = asked.include.iter().flatten().any(|name| name == INCLUDE_LOGPROBS);
+    let logprobs = included || top_logprobs > 0;
+    let (stream, store) = (asked.stream.unwrap_or(false), asked.store.unwrap_or(true));
+    let system = asked.instructions.as_ref().map(|text| Message::new("system", text));
+    let messages = system.into_iter().chain(conversation.finish()).collect();
+    let max_tokens = asked.max_output_tokens.map(MaxTokens::get);
+    let repeated = RepeatedRequest {
+        background: false,
+        instructions: asked.instructions,
+        max_output_tokens: max_tokens,
+        max_tool_calls: None,
+        metadata: asked.metadata.unwrap_or_default().0,
+        parallel_tool_calls: tools.parallel,
+        previous_response_id: asked.previous_response_id,
+        prompt_cache_key: asked.prompt_cache_key,
+        reasoning: Reasoning::default(),
+        safety_identifier: asked.safety_identifier,
+        service_tier: ServiceTier::Default,
+        store,
+        temperature: asked.temperature.map(|t| t.0),
+        text: TextFormat { format },
+        tool_choice: Some(body["tool_choice"].clone()).filter(|v| !v.is_null()).unwrap_or(json!("auto")),
+        tools: RepeatedTool::all(&tools),
+        top_logprobs,
+        top_p: asked.top_p.map(|p| p.0),
+        truncation: Truncation::Disabled,
+        user: asked.user,
+    };
     let request = GenerateRequest {
         messages,
-        max_tokens: max_output_tokens.map(|n| n as usize),
-        temperature: temperature.map(|t| t as f32),
-        top_p: top_p.map(|p| p as f32),
+        max_tokens,
+        temperature: asked.temperature.map(|t| t.0 as f32),
+        top_p: asked.top_p.map(|p| p.0 as f32),
         logprobs: logprobs.then_some(top_logprobs as usize),
         grammar,
         tools,
         ..GenerateRequest::default()
     };
-    let cache_salt = cache_salt(&fields)?;
-    Ok(Parsed { model, request, stream, cache_salt, wire: Form { stream, store, items, echo } })
+    let (model, cache_salt) = (wire::named(asked.model), asked.cache_salt.map(|salt| salt.0));
+    Ok(Parsed { model, request, stream, cache_salt, wire: Form { stream, store, items, repeated } })
 }
 
-/// What the answer must be, and the field as the response repeats it.
-fn text(fields: &Fields) -> Result<(Option<ResponseGrammar>, Value), ApiError> {
-    const AT: &str = "text.format";
-    let any = || json!({"format": {"type": "text"}});
-    let Some(text) = fields.object("text")?.map(Fields) else { return Ok((None, any())) };
-    let Some(asked) = text.object("format").map_err(|e| nested("text", e))? else { return Ok((None, any())) };
-    let format = Fields(asked);
-    let within = |error| nested(AT, error);
-    let source = match format.string("type").map_err(within)?.ok_or_else(|| missing("text.format.type"))? {
-        "text" => None,
-        "json_object" => Some(GrammarSource::json_object()),
-        "json_schema" => {
-            format.get("name").ok_or_else(|| missing("text.format.name"))?;
-            Some(json_schema(AT, &format)?)
-        }
-        other => {
-            let problem = format!("expected text, json_object or json_schema, got {:?}", short(other));
-            return Err(ApiError::invalid("text.format.type", problem));
-        }
-    };
-    let grammar = source.map(|source| ResponseGrammar { source, param: AT.into() });
-    Ok((grammar, json!({"format": asked})))
-}
+impl ResponseFields {
+    /// What the answer must be, and the field as the response repeats it.
+    fn text_format(&self, body: &Value) -> Result<(Option<ResponseGrammar>, Value), ApiError> {
+        const AT: &str = "text.format";
+        let Some(format) = self.text.as_ref().and_then(|text| text.format.as_ref()) else {
+            return Ok((None, json!({"type": "text"})));
+        };
+        let source = match format.r#type {
+            ResponseFormatType::Text => None,
+            ResponseFormatType::JsonObject => Some(GrammarSource::json_object()),
+            ResponseFormatType::JsonSchema => {
+                required(format.name.as_ref(), AT, "name")?;
+                let schema = required(format.schema.clone(), AT, "schema")?.into();
+                Some(GrammarSource::JsonSchema { schema, strict: format.strict.unwrap_or(false) })
+            }
+        };
+        let grammar = source.map(|source| ResponseGrammar { source, param: AT.into() });
+        Ok((grammar, body["text"]["format"].clone()))
+    }
 
-fn includes_logprobs(fields: &Fields) -> Result<bool, ApiError> {
-    const AT: &str = "include";
-    let mut found = false;
-    for (i, item) in fields.array(AT)?.map_or(&[][..], Vec::as_slice).iter().enumerate() {
-        match item {
-            Value::String(name) => found |= name == "message.output_text.logprobs",
-            other => return Err(wrong_type(format!("{AT}[{i}]"), "a string", other)),
+    fn refuse_unsupported(&self) -> Result<(), ApiError> {
+        for (name, value, problem) in [
+            (
+                "background",
+                self.background,
+                "this server answers while its client waits; leave it out, or stream",
+            ),
+            (
+                "conversation",
+                self.conversation,
+                "this server keeps responses and no conversations; use previous_response_id",
+            ),
+            ("prompt", self.prompt, "this server keeps no prompts; send instructions and input"),
+        ] {
+            if Refused::is_asked(value) {
+                return Err(ApiError::unsupported(name, problem));
+            }
         }
+        Ok(())
     }
-    Ok(found)
-}
-
-fn refuse_unsupported(fields: &Fields) -> Result<(), ApiError> {
-    if fields.bool("background")? == Some(true) {
-        let problem = "this server answers while its client waits; leave it out, or stream";
-        return Err(ApiError::unsupported("background", problem));
-    }
-    for (name, problem) in [
-        ("conversation", "this server keeps responses and no conversations; use previous_response_id"),
-        ("prompt", "this server keeps no prompts; send instructions and input"),
-    ] {
-        if fields.get(name).is_some() {
-            return Err(ApiError::unsupported(name, problem));
-        }
-    }
-    // What is too long is an error with either.
-    match fields.string("truncation")? {
-        None | Some("auto" | "disabled") => Ok(()),
-        Some(other) => {
-            let problem = format!("expected auto or disabled, got {:?}", short(other));
-            Err(ApiError::invalid("truncation", problem))
-        }
-    }
-}
-
-/// The tools as a response repeats them, with what was not said of them.
-fn repeated(tools: &Tools) -> Value {
-    let tool = |tool: &Tool| {
-        json!({
-            "type": "function",
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-            "strict": tool.strict,
-        })
-    };
-    tools.list.iter().map(tool).collect()
 }

@@ -1,16 +1,11 @@
 //! `/openapi.json`: the API as a document, in OpenAPI 3.1.
 //!
 //! Its routes are those of the router, by construction: a handler's attribute says path, method and what is
-//! answered, and both are made of that. Answers are described by the types that are written, or, as bodies are, by hand in
-//! `bodies`, `anthropic` and `responses`, with the constants that bodies are checked against. A body that the document calls invalid is refused. One that it
-//! calls valid is answered, or refused for a reason that no schema can say. The page's files are no part of it.
+//! answered, and both are made of that. Bodies and answers are described by the types that are read and written. A body that the document
+//! calls invalid is refused. One that it calls valid is answered, or refused for a reason that no schema can say. The page's
+//! files are no part of it.
 //!
 //! It needs a key where everything needs one: what a server can do is told to those who may ask it.
-
-mod anthropic;
-mod bodies;
-mod responses;
-pub(in crate::api) mod schema;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,6 +13,7 @@ use std::sync::Arc;
 use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
+use serde_json::Value;
 use utoipa::openapi::header::HeaderBuilder;
 use utoipa::openapi::response::ResponseBuilder;
 use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
@@ -29,27 +25,8 @@ use utoipa::openapi::{
 };
 use utoipa::{IntoResponses, ToSchema};
 
+use crate::api::anthropic::AnthropicError;
 use crate::api::error::ErrorBody;
-pub(in crate::api) use crate::api::openapi::anthropic::AnthropicError;
-pub(in crate::api) use crate::api::openapi::anthropic::CountTokensRequest;
-pub(in crate::api) use crate::api::openapi::anthropic::Message;
-pub(in crate::api) use crate::api::openapi::anthropic::MessageEvent;
-pub(in crate::api) use crate::api::openapi::anthropic::MessagesRequest;
-pub(in crate::api) use crate::api::openapi::anthropic::TokenCount;
-pub(in crate::api) use crate::api::openapi::bodies::ChatCompletionRequest;
-pub(in crate::api) use crate::api::openapi::bodies::CompletionRequest;
-pub(in crate::api) use crate::api::openapi::bodies::DetokenizeRequest;
-pub(in crate::api) use crate::api::openapi::bodies::EmbeddingsRequest;
-pub(in crate::api) use crate::api::openapi::bodies::NamedModel;
-pub(in crate::api) use crate::api::openapi::bodies::TokenizeRequest;
-pub(in crate::api) use crate::api::openapi::responses::DeletedResponse;
-pub(in crate::api) use crate::api::openapi::responses::ItemList;
-pub(in crate::api) use crate::api::openapi::responses::PageQuery;
-pub(in crate::api) use crate::api::openapi::responses::ResponseEvent;
-pub(in crate::api) use crate::api::openapi::responses::ResponseObject;
-pub(in crate::api) use crate::api::openapi::responses::ResponsesRequest;
-pub(in crate::api) use crate::api::openapi::responses::StreamQuery;
-use crate::api::openapi::schema::described;
 use crate::api::server::Server;
 
 /// The document without its routes.
@@ -81,7 +58,29 @@ fn written(keyed: bool, mut document: OpenApi) -> String {
         let either = ["bearer", "x-api-key"].map(|name| SecurityRequirement::new(name, [""; 0]));
         document.security = Some(either.to_vec());
     }
-    serde_json::to_string_pretty(&document).expect("a document has strings for names")
+    let mut document = serde_json::to_value(&document).expect("a document has strings for names");
+    join_descriptions(&mut document);
+    format!("{document:#}")
+}
+
+/// Puts a description into the schema that it describes. Where a field's schema is written in its place, utoipa writes the
+/// field's description as that of a second schema, which would have the value be an object.
+fn join_descriptions(value: &mut Value) {
+    match value {
+        Value::Object(map) => {
+            map.values_mut().for_each(join_descriptions);
+            let Some(Value::Array(parts)) = map.get("allOf") else { return };
+            let [Value::Object(schema), about] = parts.as_slice() else { return };
+            let only_describes = about["type"] == "object" && about.as_object().is_some_and(|o| o.len() == 2);
+            if let (true, description @ Value::String(_)) = (only_describes, &about["description"]) {
+                let mut schema = schema.clone();
+                schema.insert("description".into(), description.clone());
+                *map = schema;
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(join_descriptions),
+        _ => {}
+    }
 }
 
 /// This document.
@@ -98,8 +97,12 @@ pub(in crate::api) async fn document(State(server): State<Arc<Server>>) -> Respo
     ([(header::CONTENT_TYPE, "application/json")], text).into_response()
 }
 
-described! {
-    Document [] => schema::Shape::new("").needs("openapi", schema::word(&["3.1.0"], "")).build();
+/// What the document says of itself.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "the document is written by utoipa")]
+struct Document {
+    /// 3.1.0
+    openapi: String,
 }
 
 /// A type's schema, and those it refers to, by name.

@@ -1,0 +1,394 @@
+//! A response's object, and the events of its stream.
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{AdditionalProperties, ObjectBuilder, Schema, Type};
+use utoipa::{PartialSchema, ToSchema};
+
+use crate::api::openai::logprobs::TokenLogprob;
+use crate::api::tools::Calling;
+use crate::engine::Timings;
+use crate::session::{Reason, Tools};
+
+/// A response, as far as it goes.
+#[derive(Clone, Serialize, ToSchema)]
+pub(in crate::api) struct ResponseObject {
+    pub id: String,
+    #[schema(inline)]
+    pub object: ObjectName,
+    pub created_at: u64,
+    #[schema(required)]
+    pub completed_at: Option<u64>,
+    pub status: ResponseStatus,
+    #[schema(required)]
+    pub error: Option<ResponseError>,
+    #[schema(required)]
+    pub incomplete_details: Option<IncompleteDetails>,
+    pub model: String,
+    pub output: Vec<OutputItem>,
+    #[schema(required)]
+    pub usage: Option<ResponsesUsage>,
+    #[serde(flatten)]
+    pub request: RepeatedRequest,
+}
+
+#[derive(Clone, Copy, Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::api) enum ObjectName {
+    Response,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum ResponseStatus {
+    InProgress,
+    Completed,
+    Incomplete,
+    Failed,
+}
+
+#[derive(Clone, Serialize, ToSchema)]
+pub(in crate::api) struct ResponseError {
+    #[schema(inline)]
+    pub code: ErrorCode,
+    /// For the person who asked.
+    pub message: String,
+}
+
+#[derive(Clone, Copy, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum ErrorCode {
+    ServerError,
+}
+
+#[derive(Clone, Copy, Serialize, ToSchema)]
+pub(in crate::api) struct IncompleteDetails {
+    #[schema(inline)]
+    pub reason: IncompleteReason,
+}
+
+#[derive(Clone, Copy, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum IncompleteReason {
+    MaxOutputTokens,
+}
+
+/// Fields of a response that repeat its request, or say what it could not ask for.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub(in crate::api) struct RepeatedRequest {
+    pub background: bool,
+    #[schema(required)]
+    pub instructions: Option<String>,
+    #[schema(required)]
+    pub max_output_tokens: Option<usize>,
+    /// Always null.
+    #[schema(required)]
+    pub max_tool_calls: Option<usize>,
+    #[schema(value_type = Object)]
+    pub metadata: Map<String, Value>,
+    pub parallel_tool_calls: bool,
+    #[schema(required)]
+    pub previous_response_id: Option<String>,
+    #[schema(required)]
+    pub prompt_cache_key: Option<String>,
+    pub reasoning: Reasoning,
+    #[schema(required)]
+    pub safety_identifier: Option<String>,
+    #[schema(inline)]
+    pub service_tier: ServiceTier,
+    /// Whether it is kept.
+    pub store: bool,
+    #[schema(required)]
+    pub temperature: Option<f64>,
+    pub text: TextFormat,
+    /// As the request has it.
+    #[schema(value_type = Value)]
+    pub tool_choice: Value,
+    pub tools: Vec<RepeatedTool>,
+    pub top_logprobs: i64,
+    #[schema(required)]
+    pub top_p: Option<f64>,
+    #[schema(inline)]
+    pub truncation: Truncation,
+    #[schema(required)]
+    pub user: Option<String>,
+}
+
+/// Always null: what models say that think.
+#[derive(Debug, Clone, Default, Serialize, ToSchema)]
+pub(in crate::api) struct Reasoning {
+    #[schema(required)]
+    effort: Option<String>,
+    #[schema(required)]
+    summary: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::api) enum ServiceTier {
+    Default,
+}
+
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub(in crate::api) struct TextFormat {
+    /// As the request has it.
+    #[schema(value_type = Object)]
+    pub format: Value,
+}
+
+/// A tool of the request, with what the request left out.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub(in crate::api) struct RepeatedTool {
+    #[schema(inline)]
+    r#type: Function,
+    name: String,
+    #[schema(required)]
+    description: Option<String>,
+    #[schema(value_type = Object)]
+    parameters: Value,
+    strict: bool,
+}
+
+#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum Function {
+    Function,
+}
+
+impl RepeatedTool {
+    pub fn all(tools: &Tools) -> Vec<Self> {
+        let tool = |tool: &crate::session::Tool| Self {
+            r#type: Function::Function,
+            name: tool.name.clone(),
+            description: tool.description.clone(),
+            parameters: tool.parameters.clone(),
+            strict: tool.strict,
+        };
+        tools.list.iter().map(tool).collect()
+    }
+}
+
+#[derive(Debug, Clone, Copy, Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::api) enum Truncation {
+    Disabled,
+}
+
+/// What a response puts out.
+#[derive(Clone, Serialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(in crate::api) enum OutputItem {
+    Message {
+        id: String,
+        status: ItemStatus,
+        #[schema(inline)]
+        role: Assistant,
+        content: Vec<OutputPart>,
+    },
+    FunctionCall {
+        id: String,
+        status: ItemStatus,
+        call_id: String,
+        name: String,
+        /// JSON; cut where the answer is.
+        arguments: String,
+    },
+}
+
+#[derive(Clone, Copy, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::api) enum ItemStatus {
+    InProgress,
+    Completed,
+    Incomplete,
+}
+
+#[derive(Clone, Copy, Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::api) enum Assistant {
+    Assistant,
+}
+
+/// A part of a message that is put out.
+#[derive(Clone, Serialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(in crate::api) enum OutputPart {
+    OutputText {
+        text: String,
+        /// Always empty.
+        annotations: Vec<String>,
+        logprobs: Vec<TokenLogprob>,
+    },
+}
+
+impl OutputPart {
+    pub fn text(text: &str, logprobs: &[TokenLogprob]) -> Self {
+        let (text, logprobs) = (text.to_owned(), logprobs.to_vec());
+        Self::OutputText { text, annotations: Vec::new(), logprobs }
+    }
+}
+
+impl OutputItem {
+    /// The item of a call that is told as a whole.
+    pub fn of_call(call: &Calling) -> Self {
+        let status = if call.is_whole() { ItemStatus::Completed } else { ItemStatus::Incomplete };
+        Self::call(call, status, call.arguments.clone())
+    }
+
+    /// The item of a call that begins.
+    pub fn of_begun(call: &Calling) -> Self {
+        Self::call(call, ItemStatus::InProgress, String::new())
+    }
+
+    fn call(call: &Calling, status: ItemStatus, arguments: String) -> Self {
+        let call_id = format!("call_{}", call.id);
+        Self::FunctionCall { id: item_id(call), status, call_id, name: call.name.clone(), arguments }
+    }
+}
+
+/// The id of a call's item.
+pub(in crate::api) fn item_id(call: &Calling) -> String {
+    format!("fc_{}", call.id)
+}
+
+/// Tokens of the conversation and of the answer.
+#[derive(Clone, Serialize, ToSchema)]
+pub(in crate::api) struct ResponsesUsage {
+    input_tokens: usize,
+    input_tokens_details: InputTokensDetails,
+    output_tokens: usize,
+    output_tokens_details: OutputTokensDetails,
+    total_tokens: usize,
+}
+
+#[derive(Clone, Serialize, ToSchema)]
+struct InputTokensDetails {
+    cached_tokens: usize,
+    cache_write_tokens: usize,
+}
+
+#[derive(Clone, Serialize, ToSchema)]
+struct OutputTokensDetails {
+    reasoning_tokens: usize,
+}
+
+impl ResponsesUsage {
+    pub fn new(timings: &Timings) -> Self {
+        let Timings { prompt_n, cached_n, predicted_n, .. } = *timings;
+        Self {
+            input_tokens: prompt_n,
+            input_tokens_details: InputTokensDetails { cached_tokens: cached_n, cache_write_tokens: 0 },
+            output_tokens: predicted_n,
+            output_tokens_details: OutputTokensDetails { reasoning_tokens: 0 },
+            total_tokens: prompt_n + predicted_n,
+        }
+    }
+}
+
+/// One event of a stream, with its place there.
+#[derive(Serialize, ToSchema)]
+#[schema(as = ResponseEvent)]
+pub(in crate::api) struct NumberedEvent {
+    #[serde(flatten)]
+    pub event: ResponseEvent,
+    pub sequence_number: u64,
+}
+
+#[derive(Clone, Serialize, ToSchema)]
+#[serde(tag = "type")]
+#[schema(as = ResponseEventKind)]
+pub(in crate::api) enum ResponseEvent {
+    #[serde(rename = "response.created")]
+    Created { response: ResponseObject },
+    #[serde(rename = "response.in_progress")]
+    InProgress { response: ResponseObject },
+    #[serde(rename = "response.completed")]
+    Completed { response: ResponseObject },
+    #[serde(rename = "response.incomplete")]
+    Incomplete { response: ResponseObject },
+    #[serde(rename = "response.failed")]
+    Failed { response: ResponseObject },
+    #[serde(rename = "response.output_item.added")]
+    ItemAdded { output_index: usize, item: OutputItem },
+    #[serde(rename = "response.output_item.done")]
+    ItemDone { output_index: usize, item: OutputItem },
+    #[serde(rename = "response.content_part.added")]
+    PartAdded { item_id: String, output_index: usize, content_index: usize, part: OutputPart },
+    #[serde(rename = "response.content_part.done")]
+    PartDone { item_id: String, output_index: usize, content_index: usize, part: OutputPart },
+    #[serde(rename = "response.output_text.delta")]
+    TextDelta {
+        item_id: String,
+        output_index: usize,
+        content_index: usize,
+        delta: String,
+        logprobs: Vec<TokenLogprob>,
+    },
+    #[serde(rename = "response.output_text.done")]
+    TextDone {
+        item_id: String,
+        output_index: usize,
+        content_index: usize,
+        text: String,
+        logprobs: Vec<TokenLogprob>,
+    },
+    #[serde(rename = "response.function_call_arguments.delta")]
+    ArgumentsDelta { item_id: String, output_index: usize, delta: String },
+    #[serde(rename = "response.function_call_arguments.done")]
+    ArgumentsDone { item_id: String, output_index: usize, name: String, arguments: String },
+}
+
+impl ResponseEvent {
+    /// The last event of a stream whose answer came to its end.
+    pub fn ended(reason: Reason, response: ResponseObject) -> Self {
+        match reason {
+            Reason::Stop | Reason::Called => Self::Completed { response },
+            Reason::Length => Self::Incomplete { response },
+        }
+    }
+}
+
+/// A response that is forgotten.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct DeletedResponse {
+    pub id: String,
+    #[schema(inline)]
+    pub object: ObjectName,
+    pub deleted: bool,
+}
+
+/// A page of the items of a conversation.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "pages are written of pieces that are kept: this describes them")]
+pub(in crate::api) struct ItemList {
+    #[schema(inline)]
+    object: ListName,
+    data: Vec<KeptItem>,
+    /// Empty where there are no items.
+    first_id: String,
+    /// Empty where there are no items.
+    last_id: String,
+    has_more: bool,
+}
+
+#[derive(ToSchema)]
+#[serde(rename_all = "lowercase")]
+#[allow(dead_code, reason = "as above")]
+enum ListName {
+    List,
+}
+
+/// An item as it came, with what its sender left out.
+enum KeptItem {}
+
+impl PartialSchema for KeptItem {
+    fn schema() -> RefOr<Schema> {
+        let text = || ObjectBuilder::new().schema_type(Type::String).build();
+        let item = ObjectBuilder::new().schema_type(Type::Object);
+        let item = item.property("id", text()).required("id").property("type", text()).required("type");
+        RefOr::T(item.additional_properties(Some(AdditionalProperties::FreeForm(true))).build().into())
+    }
+}
+
+impl ToSchema for KeptItem {}

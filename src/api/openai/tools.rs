@@ -1,0 +1,270 @@
+//! Tools as OpenAI's formats write them. Chat writes what it says of a function in an object of its own, and responses
+//! write it beside `type`.
+
+use serde::Deserialize;
+use serde_json::Value;
+use utoipa::ToSchema;
+
+use crate::api::error::ApiError;
+use crate::api::tools::{Choice, Definition, ParametersSchema, TOOL_CHOICE, chosen, tool_list};
+use crate::api::wire::bounded::{List, ToolName};
+use crate::api::wire::union::{Anything, BesideText, TextOr, words};
+use crate::api::wire::{field, required, short};
+use crate::session::{MAX_TOOLS, Tools};
+
+words! {
+    /// Functions are the one kind of tools, and of calls.
+    FunctionType { Function = "function" } or Other;
+    ToolChoiceWord { None = "none", Auto = "auto", Required = "required" } or Other;
+    /// What the choice among allowed tools may be.
+    AllowedMode { Auto = "auto", Required = "required" };
+    ToolChoiceType { Function = "function", AllowedTools = "allowed_tools" } or Other;
+    LegacyFunctionCall { None = "none", Auto = "auto" };
+}
+
+type ChatTools = List<ChatTool, 0, MAX_TOOLS>;
+type ChatChoice = TextOr<ChatToolChoice, ToolChoiceWord>;
+type NamedTools = List<NamedTool, 1, MAX_TOOLS>;
+type FunctionTools = List<FunctionTool, 0, MAX_TOOLS>;
+type ResponseChoice = TextOr<FunctionChoice, ToolChoiceWord>;
+type NamedFunctions = List<NamedFunction, 1, MAX_TOOLS>;
+
+/// Refuses what is no function.
+pub(in crate::api) fn check_type(at: &str, kind: Option<&FunctionType>) -> Result<(), ApiError> {
+    match kind {
+        None | Some(FunctionType::Function) => Ok(()),
+        Some(FunctionType::Other(other)) => Err(no_function(at, other)),
+    }
+}
+
+fn no_function(at: &str, kind: &str) -> ApiError {
+    let problem = format!("this server has \"function\" alone, not {:?}", short(kind));
+    ApiError::unsupported(field(at, "type"), problem)
+}
+
+/// A function that the model may call.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct FunctionTool {
+    /// Chat writes the type beside `function`.
+    r#type: Option<FunctionType>,
+    #[schema(required, nullable = false)]
+    name: Option<ToolName>,
+    description: Option<String>,
+    parameters: Option<ParametersSchema>,
+    /// Every keyword of the schema is enforced, or it is an error.
+    strict: Option<bool>,
+}
+
+impl FunctionTool {
+    fn definition(self, at: String) -> Definition {
+        let Self { name, description, parameters, strict, .. } = self;
+        Definition { at, name, description, parameters, strict }
+    }
+}
+
+/// A tool of a chat.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = Tool)]
+pub(in crate::api) struct ChatTool {
+    r#type: Option<FunctionType>,
+    #[schema(required, nullable = false)]
+    function: Option<FunctionTool>,
+}
+
+/// What a chat says of tools.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct ChatToolFields {
+    /// Their names differ.
+    #[schema(inline)]
+    tools: Option<ChatTools>,
+    #[schema(inline)]
+    tool_choice: Option<ChatChoice>,
+    /// Whether one answer may make several calls; absent is true.
+    parallel_tool_calls: Option<bool>,
+    /// Replaced by `tools`, and refused.
+    functions: Option<Vec<Anything>>,
+    /// Replaced by `tool_choice`.
+    #[schema(value_type = Option<LegacyFunctionCall>)]
+    function_call: Option<Value>,
+}
+
+/// The tools that must or may be called.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = ToolChoice)]
+struct ChatToolChoice {
+    r#type: Option<ToolChoiceType>,
+    function: Option<FunctionName>,
+    allowed_tools: Option<AllowedTools>,
+}
+
+#[derive(Debug, Deserialize, ToSchema)]
+struct FunctionName {
+    /// The name of one of `tools`.
+    name: String,
+}
+
+/// Some of `tools`.
+#[derive(Debug, Deserialize, ToSchema)]
+struct AllowedTools {
+    mode: AllowedMode,
+    #[schema(inline)]
+    tools: NamedTools,
+}
+
+#[derive(Debug, Deserialize, ToSchema)]
+struct NamedTool {
+    r#type: Option<FunctionType>,
+    #[schema(required, nullable = false)]
+    function: Option<FunctionName>,
+}
+
+impl BesideText for ChatToolChoice {
+    const NAME: &str = "an object";
+    const IS_LIST: bool = false;
+}
+
+impl ChatToolFields {
+    pub fn tools(self) -> Result<Tools, ApiError> {
+        self.refuse_functions()?;
+        let items = self.tools.unwrap_or_default().0.into_iter().enumerate();
+        let definition = |(i, tool): (usize, ChatTool)| {
+            let at = format!("tools[{i}]");
+            check_type(&at, tool.r#type.as_ref())?;
+            Ok(required(tool.function, &at, "function")?.definition(field(&at, "function")))
+        };
+        let list = tool_list(items.map(definition), "parameters")?;
+        let choice = match self.tool_choice {
+            None => Choice::Auto,
+            Some(TextOr::Text(word)) => choice_of_word(word)?,
+            Some(TextOr::Other(choice)) => choice.choice()?,
+        };
+        chosen(list, choice, self.parallel_tool_calls.unwrap_or(true))
+    }
+
+    /// Refuses the fields that `tools` and `tool_choice` have replaced.
+    fn refuse_functions(&self) -> Result<(), ApiError> {
+        let call = self.function_call.as_ref();
+        let off = |choice: &Value| choice == "none";
+        if call.is_some_and(|choice| !off(choice) && choice != "auto") {
+            let problem = "was replaced by tool_choice, which this server has";
+            return Err(ApiError::unsupported("function_call", problem));
+        }
+        let functions = self.functions.as_ref().is_some_and(|functions| !functions.is_empty());
+        if functions && !call.is_some_and(off) {
+            return Err(ApiError::unsupported("functions", "was replaced by tools, which this server has"));
+        }
+        Ok(())
+    }
+}
+
+impl ChatToolChoice {
+    fn choice(self) -> Result<Choice, ApiError> {
+        match self.r#type {
+            None | Some(ToolChoiceType::Function) => {
+                let FunctionName { name } = required(self.function, TOOL_CHOICE, "function")?;
+                Ok(Choice::One { at: "tool_choice.function.name".into(), name })
+            }
+            Some(ToolChoiceType::AllowedTools) => {
+                let AllowedTools { mode, tools } =
+                    required(self.allowed_tools, TOOL_CHOICE, "allowed_tools")?;
+                let tool = |(i, tool): (usize, NamedTool)| {
+                    let at = format!("tool_choice.allowed_tools.tools[{i}]");
+                    check_type(&at, tool.r#type.as_ref())?;
+                    let FunctionName { name } = required(tool.function, &at, "function")?;
+                    Ok((format!("{at}.function.name"), name))
+                };
+                let tools = tools.0.into_iter().enumerate().map(tool).collect::<Result<_, ApiError>>()?;
+                Ok(Choice::Allowed { must_call: mode == AllowedMode::Required, tools })
+            }
+            Some(ToolChoiceType::Other(other)) => Err(no_function(TOOL_CHOICE, &other)),
+        }
+    }
+}
+
+fn choice_of_word(word: ToolChoiceWord) -> Result<Choice, ApiError> {
+    match word {
+        ToolChoiceWord::None => Ok(Choice::None),
+        ToolChoiceWord::Auto => Ok(Choice::Auto),
+        ToolChoiceWord::Required => Ok(Choice::Required),
+        ToolChoiceWord::Other(other) => {
+            let problem = format!("expected none, auto, required or an object, got {:?}", short(&other));
+            Err(ApiError::invalid(TOOL_CHOICE, problem))
+        }
+    }
+}
+
+/// What a request for a response says of tools.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct ResponseToolFields {
+    /// Their names differ.
+    #[schema(inline)]
+    tools: Option<FunctionTools>,
+    #[schema(inline)]
+    tool_choice: Option<ResponseChoice>,
+    /// Whether one answer may make several calls; absent is true.
+    parallel_tool_calls: Option<bool>,
+}
+
+/// The function that must be called, or those that may.
+#[derive(Debug, Deserialize, ToSchema)]
+struct FunctionChoice {
+    r#type: Option<ToolChoiceType>,
+    /// The name of one of `tools`.
+    name: Option<String>,
+    mode: Option<AllowedMode>,
+    #[schema(inline)]
+    tools: Option<NamedFunctions>,
+}
+
+#[derive(Debug, Deserialize, ToSchema)]
+struct NamedFunction {
+    r#type: Option<FunctionType>,
+    #[schema(required, nullable = false)]
+    name: Option<String>,
+}
+
+impl BesideText for FunctionChoice {
+    const NAME: &str = "an object";
+    const IS_LIST: bool = false;
+}
+
+impl ResponseToolFields {
+    pub fn tools(self) -> Result<Tools, ApiError> {
+        let items = self.tools.unwrap_or_default().0.into_iter().enumerate();
+        let definition = |(i, tool): (usize, FunctionTool)| {
+            let at = format!("tools[{i}]");
+            check_type(&at, tool.r#type.as_ref())?;
+            Ok(tool.definition(at))
+        };
+        let list = tool_list(items.map(definition), "parameters")?;
+        let choice = match self.tool_choice {
+            None => Choice::Auto,
+            Some(TextOr::Text(word)) => choice_of_word(word)?,
+            Some(TextOr::Other(choice)) => choice.choice()?,
+        };
+        chosen(list, choice, self.parallel_tool_calls.unwrap_or(true))
+    }
+}
+
+impl FunctionChoice {
+    fn choice(self) -> Result<Choice, ApiError> {
+        match self.r#type {
+            None | Some(ToolChoiceType::Function) => {
+                let name = required(self.name, TOOL_CHOICE, "name")?;
+                Ok(Choice::One { at: "tool_choice.name".into(), name })
+            }
+            Some(ToolChoiceType::AllowedTools) => {
+                let mode = required(self.mode, TOOL_CHOICE, "mode")?;
+                let tool = |(i, tool): (usize, NamedFunction)| {
+                    let at = format!("tool_choice.tools[{i}]");
+                    check_type(&at, tool.r#type.as_ref())?;
+                    Ok((field(&at, "name"), required(tool.name, &at, "name")?))
+                };
+                let tools = required(self.tools, TOOL_CHOICE, "tools")?.0;
+                let tools = tools.into_iter().enumerate().map(tool).collect::<Result<_, ApiError>>()?;
+                Ok(Choice::Allowed { must_call: mode == AllowedMode::Required, tools })
+            }
+            Some(ToolChoiceType::Other(other)) => Err(no_function(TOOL_CHOICE, &other)),
+        }
+    }
+}

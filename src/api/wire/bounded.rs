@@ -1,0 +1,353 @@
+//! Numbers, texts and lists with bounds: one range each, for the reader and for the document.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::RangeInclusive;
+
+use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{ArrayBuilder, ObjectBuilder, Schema, Type};
+use utoipa::{PartialSchema, ToSchema};
+
+use crate::model::MAX_LOGPROBS;
+use crate::text::MAX_STOP_BYTES;
+
+/// What a bounded number is made of.
+pub(in crate::api) trait Number: Copy + PartialOrd + fmt::Display {
+    const NAME: &str;
+
+    fn of_float(float: f64) -> Option<Self>;
+    fn of_integer(integer: i64) -> Option<Self>;
+    fn schema(range: RangeInclusive<Self>) -> ObjectBuilder;
+}
+
+impl Number for f64 {
+    const NAME: &str = "a number";
+
+    fn of_float(float: f64) -> Option<Self> {
+        Some(float)
+    }
+
+    fn of_integer(integer: i64) -> Option<Self> {
+        Some(integer as f64)
+    }
+
+    fn schema(range: RangeInclusive<Self>) -> ObjectBuilder {
+        let (least, most) = range.into_inner();
+        ObjectBuilder::new().schema_type(Type::Number).minimum(Some(least)).maximum(Some(most))
+    }
+}
+
+impl Number for i64 {
+    const NAME: &str = "an integer";
+
+    fn of_float(float: f64) -> Option<Self> {
+        (float.fract() == 0.0 && float.abs() < 2f64.powi(53)).then_some(float as i64)
+    }
+
+    fn of_integer(integer: i64) -> Option<Self> {
+        Some(integer)
+    }
+
+    fn schema(range: RangeInclusive<Self>) -> ObjectBuilder {
+        let bound = |n: i64| isize::try_from(n).expect("64 bits");
+        let (least, most) = range.into_inner();
+        let integer = ObjectBuilder::new().schema_type(Type::Integer);
+        integer.minimum(Some(bound(least))).maximum(Some(bound(most)))
+    }
+}
+
+/// Reads a number that must lie in `range`.
+pub(in crate::api) fn read_number<'de, N: Number, D: Deserializer<'de>>(
+    deserializer: D,
+    range: &RangeInclusive<N>,
+) -> Result<N, D::Error> {
+    struct Read<N>(PhantomData<N>);
+
+    impl<N: Number> Visitor<'_> for Read<N> {
+        type Value = N;
+
+        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+            f.write_str(N::NAME)
+        }
+
+        fn visit_i64<E: de::Error>(self, n: i64) -> Result<N, E> {
+            N::of_integer(n).ok_or_else(|| E::invalid_type(de::Unexpected::Signed(n), &self))
+        }
+
+        fn visit_u64<E: de::Error>(self, n: u64) -> Result<N, E> {
+            let number = i64::try_from(n).ok().and_then(N::of_integer).or_else(|| N::of_float(n as f64));
+            number.ok_or_else(|| E::invalid_type(de::Unexpected::Unsigned(n), &self))
+        }
+
+        fn visit_f64<E: de::Error>(self, n: f64) -> Result<N, E> {
+            N::of_float(n).ok_or_else(|| E::invalid_type(de::Unexpected::Float(n), &self))
+        }
+    }
+
+    let n = deserializer.deserialize_any(Read(PhantomData))?;
+    if range.contains(&n) {
+        return Ok(n);
+    }
+    let (least, most) = (range.start(), range.end());
+    Err(de::Error::custom(format!("expected {} from {least} to {most}, got {n}", N::NAME)))
+}
+
+/// A number in `range`, for the document.
+pub(in crate::api) fn number_schema<N: Number>(range: RangeInclusive<N>) -> RefOr<Schema> {
+    RefOr::T(N::schema(range).build().into())
+}
+
+/// Numbers with bounds, a type each.
+macro_rules! numbers {
+    ($($(#[$about:meta])* $name:ident: $number:ty = $range:expr;)*) => { $(
+        $(#[$about])*
+        #[derive(Debug, Clone, Copy, PartialEq)]
+        pub(in crate::api) struct $name(pub $number);
+
+        impl $name {
+            pub(in crate::api) const RANGE: std::ops::RangeInclusive<$number> = $range;
+        }
+
+        impl<'de> serde::Deserialize<'de> for $name {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                $crate::api::wire::bounded::read_number(deserializer, &Self::RANGE).map(Self)
+            }
+        }
+
+        impl utoipa::PartialSchema for $name {
+            fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::schema::Schema> {
+                $crate::api::wire::bounded::number_schema(Self::RANGE)
+            }
+        }
+
+        impl utoipa::ToSchema for $name {}
+    )* };
+}
+pub(in crate::api) use numbers;
+
+/// The largest count that a client may name.
+const MOST: i64 = u32::MAX as i64;
+
+numbers! {
+    Temperature: f64 = 0.0..=2.0;
+    Probability: f64 = 0.0..=1.0;
+    /// Of presence or of frequency.
+    Penalty: f64 = -2.0..=2.0;
+    RepetitionPenalty: f64 = 1e-3..=1e3;
+    LogitBias: f64 = -100.0..=100.0;
+    /// Tokens of an answer.
+    MaxTokens: i64 = 1..=MOST;
+    MaxTokensOrNone: i64 = 0..=MOST;
+    /// -1 is how vLLM's clients say "off".
+    TopK: i64 = -1..=MOST;
+    TopLogprobs: i64 = 0..=MAX_LOGPROBS as i64;
+    /// Answers to one prompt.
+    AnswerCount: i64 = 1..=128;
+}
+
+impl MaxTokens {
+    pub fn get(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// A seed: any integer of 64 bits, signed or not.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(in crate::api) struct Seed(pub u64);
+
+impl<'de> Deserialize<'de> for Seed {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Read;
+
+        impl Visitor<'_> for Read {
+            type Value = Seed;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("an integer of 64 bits")
+            }
+
+            fn visit_i64<E>(self, n: i64) -> Result<Seed, E> {
+                Ok(Seed(n.cast_unsigned()))
+            }
+
+            fn visit_u64<E>(self, n: u64) -> Result<Seed, E> {
+                Ok(Seed(n))
+            }
+        }
+
+        deserializer.deserialize_any(Read)
+    }
+}
+
+impl PartialSchema for Seed {
+    fn schema() -> RefOr<Schema> {
+        let integer = ObjectBuilder::new().schema_type(Type::Integer);
+        RefOr::T(integer.minimum(Some(isize::MIN)).maximum(Some(usize::MAX)).build().into())
+    }
+}
+
+impl ToSchema for Seed {}
+
+/// An id of a vocabulary that is not known yet.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(in crate::api) struct TokenId(pub u32);
+
+impl<'de> Deserialize<'de> for TokenId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Read;
+
+        impl Visitor<'_> for Read {
+            type Value = TokenId;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a token id")
+            }
+
+            fn visit_i64<E: de::Error>(self, n: i64) -> Result<TokenId, E> {
+                Err(E::invalid_type(de::Unexpected::Signed(n), &self))
+            }
+
+            fn visit_u64<E: de::Error>(self, n: u64) -> Result<TokenId, E> {
+                let id = u32::try_from(n).ok();
+                id.map(TokenId).ok_or_else(|| E::invalid_type(de::Unexpected::Unsigned(n), &self))
+            }
+        }
+
+        deserializer.deserialize_any(Read)
+    }
+}
+
+impl PartialSchema for TokenId {
+    fn schema() -> RefOr<Schema> {
+        number_schema(0..=MOST)
+    }
+}
+
+impl ToSchema for TokenId {}
+
+/// Texts with bounds, a type each: its bytes, its pattern for the document, and what is wrong with a text, if anything.
+macro_rules! texts {
+    ($($(#[$about:meta])* $name:ident: $bytes:expr, $pattern:expr, $problem:expr;)*) => { $(
+        $(#[$about])*
+        #[derive(Debug, Clone, PartialEq, Eq)]
+        pub(in crate::api) struct $name(pub String);
+
+        impl<'de> serde::Deserialize<'de> for $name {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let text = String::deserialize(deserializer)?;
+                let problem: Option<String> = $problem(&text);
+                problem.map_or(Ok(Self(text)), |problem| Err(serde::de::Error::custom(problem)))
+            }
+        }
+
+        impl utoipa::PartialSchema for $name {
+            fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::schema::Schema> {
+                $crate::api::wire::bounded::text_schema($bytes, $pattern)
+            }
+        }
+
+        impl utoipa::ToSchema for $name {}
+    )* };
+}
+pub(in crate::api) use texts;
+
+/// A text of so many bytes, for the document, which counts characters: there are no more of these.
+pub(in crate::api) fn text_schema(bytes: RangeInclusive<usize>, pattern: Option<&str>) -> RefOr<Schema> {
+    let (least, most) = bytes.into_inner();
+    let text = ObjectBuilder::new().schema_type(Type::String).min_length(Some(least)).max_length(Some(most));
+    RefOr::T(text.pattern(pattern).build().into())
+}
+
+const NO_PATTERN: Option<&str> = None;
+/// Bytes of a text that ends an answer.
+const STOP_BYTES: RangeInclusive<usize> = 1..=MAX_STOP_BYTES;
+/// Bytes of a tool's name.
+const NAME_BYTES: RangeInclusive<usize> = 1..=128;
+/// Bytes of a cache salt.
+const SALT_BYTES: RangeInclusive<usize> = 1..=256;
+
+/// What is wrong with the length of a text, if anything.
+pub(in crate::api) fn wrong_length(text: &str, bytes: RangeInclusive<usize>) -> Option<String> {
+    let (least, most) = (bytes.start(), bytes.end());
+    (!bytes.contains(&text.len())).then(|| format!("expected {least} to {most} bytes, got {}", text.len()))
+}
+
+texts! {
+    /// A text that ends an answer.
+    StopText: STOP_BYTES, NO_PATTERN, |text: &str| match text {
+        "" => Some("an empty string would stop every answer; leave it out".to_owned()),
+        text => wrong_length(text, STOP_BYTES),
+    };
+    /// vLLM's name for who shares the prefix cache.
+    Salt: SALT_BYTES, NO_PATTERN, |text: &str| wrong_length(text, SALT_BYTES);
+    /// The name of a tool.
+    ToolName: NAME_BYTES, Some(r"^[^\u0000-\u001f\u007f-\u009f]*$"), |text: &str| {
+        let sound = NAME_BYTES.contains(&text.len()) && !text.chars().any(char::is_control);
+        let most = NAME_BYTES.end();
+        (!sound).then(|| format!("expected 1 to {most} bytes without control characters"))
+    };
+}
+
+/// A list of `LEAST` to `MOST` items.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::api) struct List<T, const LEAST: usize, const MOST: usize>(pub Vec<T>);
+
+impl<T, const LEAST: usize, const MOST: usize> Default for List<T, LEAST, MOST> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<'de, T: Deserialize<'de>, const LEAST: usize, const MOST: usize> Deserialize<'de>
+    for List<T, LEAST, MOST>
+{
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Read<T, const LEAST: usize, const MOST: usize>(PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>, const LEAST: usize, const MOST: usize> Visitor<'de> for Read<T, LEAST, MOST> {
+            type Value = List<T, LEAST, MOST>;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a list")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Self::Value, A::Error> {
+                let mut list = Vec::new();
+                while let Some(item) = items.next_element()? {
+                    list.push(item);
+                }
+                let got = list.len();
+                if (LEAST..=MOST).contains(&got) {
+                    return Ok(List(list));
+                }
+                Err(de::Error::custom(match (LEAST, MOST) {
+                    (1, usize::MAX) => "expected at least one item, got an empty list".to_owned(),
+                    (least, usize::MAX) => format!("expected at least {least} items, got {got}"),
+                    (0, most) => format!("expected at most {most} items, got {got}"),
+                    (least, most) => format!("expected {least} to {most} items, got {got}"),
+                }))
+            }
+        }
+
+        deserializer.deserialize_seq(Read(PhantomData))
+    }
+}
+
+impl<T: ToSchema, const LEAST: usize, const MOST: usize> PartialSchema for List<T, LEAST, MOST> {
+    fn schema() -> RefOr<Schema> {
+        let list = ArrayBuilder::new().items(super::union::reference::<T>());
+        let list = list.min_items((LEAST > 0).then_some(LEAST));
+        RefOr::T(list.max_items((MOST < usize::MAX).then_some(MOST)).build().into())
+    }
+}
+
+impl<T: ToSchema, const LEAST: usize, const MOST: usize> ToSchema for List<T, LEAST, MOST> {
+    fn name() -> std::borrow::Cow<'static, str> {
+        format!("{}List{LEAST}To{MOST}", T::name()).into()
+    }
+
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        super::union::with_reference::<T>(schemas);
+    }
+}

@@ -1,0 +1,232 @@
+//! Bodies of requests: JSON in, the types of a wire format out, and errors that name the field by its path.
+//!
+//! Each wire type derives how it is read and how the API's document describes it. What a derive cannot say stands here
+//! once: numbers with bounds ([`bounded`]), words and unions ([`union`]). Three rules hold for every body:
+//!
+//! - A field that is null is absent.
+//! - An unknown field is ignored.
+//! - A whole number may be written with a fraction of zero (`40.0`).
+//!
+//! A type whose objects differ by a `type` or a `role` is one struct of optional fields, which its reader checks:
+//! serde's tagged enums lose the path of an inner field.
+
+pub(in crate::api) mod bounded;
+pub(in crate::api) mod union;
+
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+use serde_path_to_error::{Path, Segment};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
+
+use crate::api::error::ApiError;
+
+/// A body's object.
+pub(in crate::api) fn object(body: &[u8]) -> Result<Value, ApiError> {
+    match serde_json::from_slice(body).map_err(|e| ApiError::Json(e.to_string()))? {
+        fields @ Value::Object(_) => Ok(fields),
+        other => Err(ApiError::NotAnObject(kind(&other))),
+    }
+}
+
+/// Reads from a value the fields that `T` knows. Several types may each read some of the fields of one body.
+pub(in crate::api) fn read<T: DeserializeOwned>(value: &Value) -> Result<T, ApiError> {
+    read_at("", value)
+}
+
+/// Reads a value that stands at `at` in the body.
+pub(in crate::api) fn read_at<T: DeserializeOwned>(at: &str, value: &Value) -> Result<T, ApiError> {
+    serde_path_to_error::deserialize(value)
+        .map_err(|error| refusal(param(at, error.path()), &error.inner().to_string()))
+}
+
+/// A body's object, read as one type.
+pub(in crate::api) fn body<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
+    read(&object(body)?)
+}
+
+fn param(at: &str, path: &Path) -> String {
+    path.iter().fold(at.to_owned(), |at, segment| match segment {
+        Segment::Seq { index } => format!("{at}[{index}]"),
+        Segment::Map { key } => field(&at, &short(key)),
+        Segment::Enum { .. } | Segment::Unknown => at,
+    })
+}
+
+/// The path of a field of the object at `at`.
+pub(in crate::api) fn field(at: &str, name: &str) -> String {
+    if at.is_empty() { name.to_owned() } else { format!("{at}.{name}") }
+}
+
+/// An error of serde in this API's words. serde has no other form for what went wrong than a text.
+fn refusal(param: String, problem: &str) -> ApiError {
+    let missing_field = problem.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`'));
+    if let Some(name) = missing_field {
+        return missing(field(&param, name));
+    }
+    let wrong_type = problem.strip_prefix("invalid type: ").and_then(|rest| rest.rsplit_once(", expected "));
+    let Some((got, expected)) = wrong_type else { return ApiError::invalid(param, problem) };
+    let got = match got.split([' ', ',']).next() {
+        Some("null" | "unit") => return missing(param),
+        Some("boolean") => "a boolean",
+        Some("string") => "a string",
+        Some("sequence") => "a list",
+        Some("map") => "an object",
+        _ => "a number",
+    };
+    let expected = match expected {
+        "a boolean" => "true or false",
+        "a sequence" => "a list",
+        "a map" => "an object",
+        structure if structure.starts_with("struct ") => "an object",
+        own => own,
+    };
+    ApiError::invalid(param, format!("expected {expected}, got {got}"))
+}
+
+pub(in crate::api) fn missing(param: impl Into<String>) -> ApiError {
+    ApiError::Missing { param: param.into() }
+}
+
+/// A field that the object at `at` must have.
+pub(in crate::api) fn required<T>(value: Option<T>, at: &str, name: &str) -> Result<T, ApiError> {
+    value.ok_or_else(|| missing(field(at, name)))
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// A client's text as an error may repeat it.
+pub(in crate::api) fn short(text: &str) -> String {
+    const MAX_CHARS: usize = 40;
+    let mut short: String = text.chars().take(MAX_CHARS).collect();
+    if short.len() < text.len() {
+        short.push('…');
+    }
+    short
+}
+
+/// A JSON object with any fields.
+#[derive(Debug, Clone, PartialEq, Default, serde::Deserialize, serde::Serialize)]
+#[serde(transparent)]
+pub(in crate::api) struct JsonObject(pub Map<String, Value>);
+
+impl From<JsonObject> for Value {
+    fn from(object: JsonObject) -> Self {
+        Value::Object(object.0)
+    }
+}
+
+/// The name of a model. An empty one is none, as vLLM has it: clients send it whose user left the name empty.
+pub(in crate::api) fn named(model: Option<String>) -> Option<String> {
+    model.filter(|name| !name.is_empty())
+}
+
+/// A body of several parts, each of which reads its own fields of the one object; the document shows one object.
+macro_rules! composed {
+    ($(#[$about:meta])* $name:ident { $($part:ident: $type:ty),+ $(,)? }) => {
+        $(#[$about])*
+        pub(in crate::api) struct $name {
+            $(pub $part: $type,)+
+        }
+
+        impl $name {
+            pub fn read(body: &serde_json::Value) -> Result<Self, $crate::api::error::ApiError> {
+                Ok(Self { $($part: $crate::api::wire::read(body)?,)+ })
+            }
+        }
+
+        impl utoipa::PartialSchema for $name {
+            fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::schema::Schema> {
+                $crate::api::wire::merged([$(<$type as utoipa::PartialSchema>::schema()),+])
+            }
+        }
+
+        impl utoipa::ToSchema for $name {
+            fn schemas(
+                schemas: &mut Vec<(String, utoipa::openapi::RefOr<utoipa::openapi::schema::Schema>)>,
+            ) {
+                $(<$type as utoipa::ToSchema>::schemas(schemas);)+
+            }
+        }
+    };
+}
+pub(in crate::api) use composed;
+
+/// One object with the fields of all `parts`.
+pub(in crate::api) fn merged<const N: usize>(parts: [RefOr<Schema>; N]) -> RefOr<Schema> {
+    let mut all = ObjectBuilder::new().schema_type(Type::Object).build();
+    for part in parts {
+        let RefOr::T(Schema::Object(part)) = part else { unreachable!("a body's part is an object") };
+        all.properties.extend(part.properties);
+        all.required.extend(part.required);
+    }
+    all.description = Some("Unknown fields are ignored.".to_owned());
+    RefOr::T(all.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use serde::Deserialize;
+    use serde_json::json;
+
+    use super::bounded::{MaxTokens, Probability};
+    use super::union::TextOr;
+    use super::*;
+
+    #[derive(Debug, Deserialize)]
+    struct Outer {
+        inner: Vec<Inner>,
+        on: Option<bool>,
+        map: Option<BTreeMap<String, Probability>>,
+    }
+
+    #[derive(Debug, Deserialize)]
+    struct Inner {
+        text: TextOr<Vec<String>>,
+        count: Option<MaxTokens>,
+    }
+
+    #[test]
+    fn an_error_names_the_field_and_what_was_expected() {
+        for (body, error) in [
+            (json!({}), "inner is required"),
+            (json!({"inner": null}), "inner is required"),
+            (json!({"inner": 5}), "inner: expected a list, got a number"),
+            (json!({"inner": [true]}), "inner[0]: expected an object, got a boolean"),
+            (json!({"inner": [{}]}), "inner[0].text is required"),
+            (
+                json!({"inner": [{"text": {}}]}),
+                "inner[0].text: expected a string or a list of strings, got an object",
+            ),
+            (json!({"inner": [{"text": ["a", []]}]}), "inner[0].text[1]: expected a string, got a list"),
+            (
+                json!({"inner": [{"text": "a", "count": 1.5}]}),
+                "inner[0].count: expected an integer, got a number",
+            ),
+            (
+                json!({"inner": [{"text": "a", "count": 0}]}),
+                "inner[0].count: expected an integer from 1 to 4294967295, got 0",
+            ),
+            (json!({"inner": [], "on": "a, expected b"}), "on: expected true or false, got a string"),
+            (json!({"inner": [], "map": {"a.b": 2}}), "map.a.b: expected a number from 0 to 1, got 2"),
+        ] {
+            assert_eq!(read::<Outer>(&body).unwrap_err().to_string(), error, "{body}");
+        }
+        let sound = json!({"inner": [{"text": "a", "count": 40.0, "more": 1}], "on": null, "map": null});
+        let outer: Outer = read(&sound).expect("sound");
+        assert_eq!(outer.inner[0].count, Some(MaxTokens(40)));
+        assert!(matches!(&outer.inner[0].text, TextOr::Text(text) if text == "a"));
+        assert!(outer.on.is_none() && outer.map.is_none());
+    }
+}
