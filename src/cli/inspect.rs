@@ -1,4 +1,4 @@
-//! `unicorn inspect`: what a checkpoint holds, without a device.
+//! `unicorn inspect`: shows the contents of a checkpoint, without a device.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,9 +1,9 @@
-//! The commands of the binary: reads the command line, calls the floors below, and says what went wrong.
+//! The commands of the binary: parses the command line, runs the command, and prints errors.
 //!
-//! Every failure is one line, `error: ...`, and exit code 1; a command line that cannot be read is exit code 2. `serve` has
-//! exit codes that tell a supervisor whether to start it again ([`error::Error::exit_code`]).
-//! Answers and results go to standard output, everything else to standard error. [`load`] alone knows how a
-//! model comes onto a device; no file here names a Vulkan type.
+//! Every failure is one line, `error: ...`, with exit code 1. A command line that cannot be parsed exits with code 2.
+//! `serve` has exit codes that tell a supervisor whether to start it again ([`error::Error::exit_code`]). Answers and
+//! results go to standard output, everything else to standard error. Only [`load`] brings a model onto a device. No
+//! file here names a Vulkan type.
 
 mod args;
 mod bench;
@@ -43,8 +43,8 @@ pub fn main() -> ExitCode {
     let CommandLine { global, command } = CommandLine::parse();
     let serving = matches!(command, Command::Serve(_));
     let ended = config(&global, &command).and_then(|(config, warnings)| {
-        // Dropped before the error is printed, which so is the last line.
-        // The journal has its own clock.
+        // The log is dropped before the error is printed, so that the error is the last line. The journal adds its own
+        // times.
         let with_time = serving && std::env::var_os("JOURNAL_STREAM").is_none();
         let log = Log::start(log_filter(&global, serving, &config), with_time);
         warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
@@ -53,7 +53,7 @@ pub fn main() -> ExitCode {
     });
     match ended {
         Ok(()) => ExitCode::SUCCESS,
-        // A reader that closed its end (`| head`) has seen what it wanted.
+        // A reader that closed its end (`| head`) has read what it needed.
         Err(Error::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             log::say(format_args!("error: {error}"));
@@ -89,8 +89,8 @@ fn run(global: &Global, mut command: Command, mut config: Config, log: &Log) -> 
     }
 }
 
-/// A server says what it does; a command on the terminal only what is wrong. The option overrides that, `-v` the option, and
-/// `RUST_LOG` all.
+/// The log level: `info` for a server, `warn` for other commands. The option `log.level` overrides that, `-v` overrides
+/// the option, and `RUST_LOG` overrides everything.
 fn log_filter(global: &Global, serving: bool, config: &Config) -> EnvFilter {
     let level = match (global.verbose, serving, &config.log.level) {
         (0, _, Some(level)) => level,
@@ -102,7 +102,7 @@ fn log_filter(global: &Global, serving: bool, config: &Config) -> EnvFilter {
     EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level))
 }
 
-/// Defaults, file, environment, flags; and warnings that come of them.
+/// The configuration from defaults, file, environment and flags, with the warnings about it.
 fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), Error> {
     let mut layers = Vec::new();
     if let Some(path) = &global.config {
@@ -139,7 +139,7 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
     if let Some(context) = global.context {
         flags.set("engine", "context", i64::from(context));
     }
-    // What is measured against other implementations is computed without loss, unless it is the loss that is measured.
+    // Comparisons with other implementations need exact f32. Explicit options override that, to measure the loss.
     let is_exact = matches!(command, Command::Eval(_) | Command::Quantize(_));
     if let Some(dtype) = global.kv.or(is_exact.then_some(KvDtype::F32)) {
         flags.set("kv", "dtype", dtype.name());

@@ -1,5 +1,5 @@
-//! `unicorn plan`: where every byte of a model would lie, by the arithmetic that a load follows, and the context that
-//! fits. Takes nothing of a device, and needs none where `--vram` and `--gtt` say what there is.
+//! `unicorn plan`: shows where every byte of a model would lie, and the context that fits, by the arithmetic that a
+//! load uses. It allocates no device memory, and needs no device where `--vram` and `--gtt` describe one.
 
 use std::path::Path;
 
@@ -18,19 +18,19 @@ use crate::model::shapes::Shape;
 use crate::model::weights::Gemma3Weights;
 use crate::tensor::{QuantizeMode, Scheme};
 
-/// What is planned for.
+/// The model to plan for.
 struct Subject {
     draft: Option<DraftSubject>,
     name: String,
-    /// How its weights are stored, in words.
+    /// The schemes of its weights, in words.
     stored: String,
     config: Gemma3Config,
     schemes: Schemes,
-    /// By option, what would store it otherwise.
+    /// Alternative schemes for its weights, each with the option that selects it.
     others: Vec<(String, Schemes)>,
 }
 
-/// A model that lies beside it, to guess for it.
+/// The draft model next to it.
 struct DraftSubject {
     name: String,
     stored: String,
@@ -38,10 +38,10 @@ struct DraftSubject {
     schemes: Schemes,
 }
 
-/// Sequences that a plan counts for beside one and those asked for.
+/// Number of sequences that a plan also counts with, in addition to one and the requested number.
 const SEVERAL: usize = 16;
 
-/// Sequences, the tokens of each that fit, and the largest allocation where that alone bounds them.
+/// Sequences, the longest context of each, and the largest allocation where only that limits the context.
 type Largest = (usize, usize, Option<u64>);
 
 pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
@@ -99,7 +99,7 @@ fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
     Ok(Subject { draft: None, name: files.location(), stored, config: gemma, schemes, others })
 }
 
-/// A draft's weights are as its files have them.
+/// A draft model's weights keep the schemes of its files.
 fn draft(path: &str, model: &Gemma3Config) -> Result<DraftSubject, Error> {
     let files = ModelFiles::open(Path::new(path))?;
     let (config, _) = Gemma3Config::load(&files)?;
@@ -140,7 +140,7 @@ fn published(shape: Shape, args: &args::Plan) -> Subject {
     Subject { draft: None, name: shape.name.into(), stored, config, schemes, others: others.into() }
 }
 
-/// The schemes of each class.
+/// The schemes of each class of matrices, as text.
 fn words(schemes: &Schemes) -> String {
     let of = |range: std::ops::Range<usize>| {
         let mut names: Vec<String> =
@@ -159,7 +159,7 @@ fn contexts(sequences: usize, context: usize) -> String {
     }
 }
 
-/// What was asked for, and the model's maximum, where that is less.
+/// The requested context and the model's maximum, where the request is longer.
 fn cut(demand: &Demand<'_>, wanted: Option<usize>) -> Option<(usize, usize)> {
     let longest = demand.longest_context();
     wanted.filter(|wanted| *wanted > longest).map(|wanted| (wanted, longest))

@@ -1,8 +1,8 @@
-//! `unicorn synth`: native checkpoints of published shapes with random weights, where real ones are not at hand.
+//! `unicorn synth`: writes native checkpoints of published shapes with random weights, where no real ones are at hand.
 //!
-//! Integers are uniform, scales are one value for a matrix, chosen so that a product of unit variance comes out of inputs
-//! of unit variance: activations stay finite through any number of layers, since every sublayer's output is normed. The
-//! tokenizer and the template are the demo model's. The manifest says that the weights mean nothing, and a load warns.
+//! Integers are uniform. Each matrix has one scale, chosen so that inputs of unit variance give products of unit
+//! variance. So activations stay finite through any number of layers, since every sublayer's output is normed.
+//! Tokenizer and template are the demo model's. The manifest says that the weights are random, and a load warns of it.
 
 use half::{bf16, f16};
 use rand::{Rng, RngCore, SeedableRng};
@@ -18,7 +18,7 @@ use super::terminal::{bytes, print};
 use crate::checkpoint::{FileWriter, NativeWriter, NewTensor, Synthetic};
 use crate::tensor::{Bits, Scheme, TILE_ROWS};
 
-/// Drawn at once, on one core.
+/// Tiles of a piece that one core fills, and pieces made at once.
 const PIECE_TILES: usize = 16;
 const PIECES: usize = 16;
 
@@ -83,7 +83,8 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
         let mut file = if finished { None } else { Some(writer.create(&name, tensors.clone())?) };
         for tensor in &tensors {
             if let Some(file) = &mut file {
-                // Each tensor has numbers of its own, whatever was written before it.
+                // The random numbers of a tensor depend on the seed and its index, so a resumed run writes the same
+                // bytes.
                 put(file, tensor, args.seed, index, &mut |n| bar.set(done + n))?;
             }
             index += 1;
@@ -121,7 +122,7 @@ fn put(
     each: &mut dyn FnMut(u64),
 ) -> Result<(), Error> {
     let (Some(scheme), &[rows, cols]) = (tensor.scheme, &tensor.shape[..]) else {
-        // Norms of one: stored as w, the factor is 1 + w.
+        // A norm's factor is 1 + w with the stored w, so zeros give factors of one.
         return Ok(file.put(&vec![0; stored_bytes(tensor) as usize])?);
     };
     let (tiles, tile_bytes) = (rows.div_ceil(TILE_ROWS), scheme.tile_bytes(cols));
@@ -151,16 +152,16 @@ fn put(
     Ok(file.put(&scales)?)
 }
 
-/// Of integers drawn evenly from -8 to 7, and from -128 to 127: sqrt((n^2 - 1) / 12).
+/// Standard deviations of uniform integers from -8 to 7, and from -128 to 127: sqrt((n^2 - 1) / 12).
 const INT4_DEVIATION: f32 = 4.609_772;
 const INT8_DEVIATION: f32 = 73.9;
 
-/// Fills blocks with weights of that standard deviation.
+/// Fills blocks with weights of the given standard deviation.
 fn draw(scheme: Scheme, deviation: f32, rng: &mut ChaCha8Rng, blocks: &mut [u8]) {
-    // Evenly distributed values of standard deviation d reach d * sqrt(3).
+    // Uniform values of standard deviation d reach d * sqrt(3).
     let reach = deviation * 3f32.sqrt();
     match scheme {
-        // Every byte is two nibbles, or an int8, whatever it holds.
+        // Any byte is a valid pair of nibbles, and a valid int8.
         Scheme::Int8Row | Scheme::Int { .. } => rng.fill_bytes(blocks),
         Scheme::Bf16 => blocks.chunks_exact_mut(2).for_each(|b| {
             b.copy_from_slice(&bf16::from_f32(rng.random_range(-reach..reach)).to_le_bytes());

@@ -1,8 +1,8 @@
-//! `unicorn bench engine`: load time, prefill and decode speed, memory, and what the engine's own thread takes of a step,
-//! with the device, driver and commit they are of.
+//! `unicorn bench engine`: load time, prefill and decode speed, memory, and the time of the engine's own thread in a
+//! step. The report names the device, the driver and the commit.
 //!
-//! Goes through the engine, one request at a time, as a chat does, and then with `--streams` many at once. The prompts
-//! are made of ids, not text: which they are makes no difference to the time.
+//! The requests go through the engine, one at a time, as in a chat, and then with `--streams` many at once. Prompts
+//! consist of ids, not of text, since the time does not depend on the ids.
 
 use std::time::{Duration, Instant};
 
@@ -23,12 +23,12 @@ use crate::config::Config;
 use crate::engine::{Drafts, EngineHandle, Event, Guesses, Request, Stats, Timings};
 
 pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
-    // Every stream that is asked for gets its place in the KV cache, if the memory has it.
+    // Every requested stream gets its place in the KV cache, if the memory suffices.
     let widest = args.streams.iter().copied().max().unwrap_or(1) as usize;
     let mut config = config.clone();
     config.engine.sequences = config.engine.sequences.max(widest);
-    // What is measured is the pass over the weights; how often a made-up prompt repeats itself says nothing. What a draft
-    // model takes and brings is measured with it.
+    // The benchmark measures the pass over the weights; how often a made-up prompt repeats itself would say nothing. A
+    // draft model is measured with its cost and its gain.
     if config.model.draft.is_none() {
         config.engine.speculation_tokens = 0;
     }
@@ -51,7 +51,7 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
     let mut before = Stats::default();
     for i in 0..=u64::from(args.runs) {
         if i == 1 {
-            profiler.take(); // what the warm-up did
+            profiler.take(); // drop the times of the warm-up
             before = engine.stats();
         }
         runs.push(run(&engine, args, i as u32, &mut |n| bar.set(i * per_run + n as u64))?);
@@ -62,7 +62,7 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
     let guesses = config.model.draft.is_some().then(|| guessed_between(&before.guesses, &after.guesses));
     let kernels = profiler.take();
     runs.remove(0); // the first one warms up
-    let mut prompts = args.runs + 1; // those that were used
+    let mut prompts = args.runs + 1; // prompts used so far
     let mut together = Vec::new();
     for n in &args.streams {
         let each =
@@ -78,7 +78,7 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
     }
     let prompt_n = args.prompt_tokens as usize;
     let prefill = median(runs.iter().map(|t| rate(prompt_n, t.prefill)));
-    // The first token comes with the prompt.
+    // The prefill yields the first token.
     let decode = median(runs.iter().map(|t| rate(t.predicted_n - 1, t.decode)));
     let (rss, peak) = resident_bytes();
     let commit = commit();
@@ -165,7 +165,7 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
     print(&text)
 }
 
-/// Where the time of one request went; `progress` hears of each token.
+/// Runs one request and returns its timings; `progress` is called at each token.
 fn run(
     engine: &EngineHandle,
     args: &args::BenchEngine,
@@ -182,22 +182,22 @@ fn run(
             Some(Event::Token { timings, .. }) => progress(timings.predicted_n),
             Some(Event::Finished { timings, .. }) => return Ok(timings),
             Some(Event::Failed(error)) => return Err(error.into()),
-            Some(Event::Prompt { .. } | Event::Pooled { .. }) => {} // nobody asked
+            Some(Event::Prompt { .. } | Event::Pooled { .. }) => {} // not requested
             None => unreachable!("a stream ends with Finished or Failed"),
         }
     }
 }
 
-/// None of another run's: the prefix cache would have it.
+/// A prompt that no other run uses, so that the prefix cache does not have it.
 fn prompt(engine: &EngineHandle, args: &args::BenchEngine, run: u32) -> Vec<u32> {
     let vocab = engine.limits().vocab_size as u32;
     (0..args.prompt_tokens).map(|i| i.wrapping_mul(7919).wrapping_add(run) % vocab).collect()
 }
 
-/// What the engine's thread takes beside waiting for the device, in microseconds.
+/// Time of the engine's thread without the waiting for the device, in microseconds.
 struct HostTime {
     per_step: f64,
-    /// For each sequence in a step.
+    /// Time for each sequence in a step.
     per_share: f64,
 }
 
@@ -212,7 +212,7 @@ impl HostTime {
     }
 }
 
-/// Ids that were guessed ahead, and those that came true.
+/// Guessed tokens between two measurements, and how many of them were right.
 fn guessed_between(before: &Guesses, after: &Guesses) -> Guesses {
     let since = |before: Drafts, after: Drafts| Drafts {
         proposed: after.proposed - before.proposed,
@@ -226,10 +226,10 @@ fn guesses_json(guesses: &Guesses) -> Value {
     json!({"draft_model": each(&guesses.model), "prompt_lookup": each(&guesses.lookup)})
 }
 
-/// What several streams did while all of them decoded.
+/// Measurements of several streams while all of them decode.
 struct Together {
     streams: u32,
-    /// Of all together.
+    /// Tokens per second of all streams together.
     tokens_per_s: f64,
     steps: u64,
     preemptions: u64,
@@ -249,8 +249,8 @@ impl Together {
     }
 }
 
-/// Decodes with `n` streams, from when the last of them has its first token; those before it go on meanwhile, as long as
-/// the context allows. `progress` hears how many tokens were measured.
+/// Decodes with `n` streams, and measures from the first token of the last stream on. Earlier streams go on meanwhile,
+/// as long as the context allows. `progress` is called with the number of measured tokens.
 fn decode_together(
     engine: &EngineHandle,
     args: &args::BenchEngine,
@@ -280,7 +280,7 @@ fn decode_together(
                     break;
                 }
             }
-            Event::Prompt { .. } | Event::Pooled { .. } => {} // nobody asked
+            Event::Prompt { .. } | Event::Pooled { .. } => {} // not requested
             Event::Finished { .. } => {
                 let problem = "a stream came to the end of the context before all had decoded enough";
                 let advice = "give a larger --context, fewer streams, or fewer tokens";

@@ -1,5 +1,5 @@
-//! `unicorn bench kernels`: what each hot kernel takes on a device at the shapes of published models, beside what the device
-//! can do at most: the bandwidth of a copy and the rate of multiply-adds, both measured here and now.
+//! `unicorn bench kernels`: times each hot kernel on a device at the shapes of published models. The limits of the
+//! device are measured in the same run: the bandwidth of a copy, and the rate of multiply-adds.
 
 use serde_json::{Value, json};
 
@@ -14,9 +14,9 @@ use crate::config::Config;
 use crate::model::kernel_cases::{Case, Choice, Rig, Span};
 use crate::tensor::Scheme;
 
-/// What a copy moves at once, where the device has room for eight times that.
+/// Size of the measured copy, where the device has room for eight times as much.
 const COPY_BYTES: u64 = 256 << 20;
-/// The peak is of these: no kernel asks for a matrix unit today.
+/// The operations behind the peak rate. No kernel uses a matrix unit in f32.
 const PEAK: &str = "plain multiply-adds in f32";
 
 struct Measured {

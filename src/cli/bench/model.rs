@@ -1,8 +1,8 @@
-//! `unicorn bench model`: what a model's steps take on a device, without requests: prompts of several lengths, and decodes of
-//! several sequences at several depths of their contexts.
+//! `unicorn bench model`: times a model's steps on a device, without requests: prompts of several lengths, and decodes
+//! of several sequences at several depths of their contexts.
 //!
-//! Beside the tokens stand the bytes that a step reads at least: every weight once, and the keys and values that its tokens
-//! see once. What does not fit, or would take too long, is left out, and said to be.
+//! The report also gives the least bytes that a step reads: every weight once, and once the keys and values that its
+//! tokens see. A case that does not fit, or would take too long, is listed as left out.
 
 use std::time::{Duration, Instant};
 
@@ -21,16 +21,16 @@ use crate::model::gemma3::Gemma3;
 use crate::model::load::LoadError;
 use crate::model::{Counts, Runner};
 
-/// A case that was measured.
+/// The measurement of one case.
 struct Measured {
     case: String,
     tokens: usize,
     steps: usize,
-    /// Of each run, all steps together, in seconds; the median counts.
+    /// Seconds of each run, all steps together; the median counts.
     runs: Vec<f64>,
-    /// Of all steps together.
+    /// Least bytes read by all steps together.
     bytes: u64,
-    /// Of one step, on average.
+    /// Recorded commands of one step, on average.
     recorded: Counts,
 }
 
@@ -82,7 +82,7 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
         let wanted = config.engine.context;
         config.engine.context = wanted.or(deepest.max().map(|tokens| tokens as usize));
         match load::model(&files, &config, Watch::Nothing) {
-            // Then as much as there is room for: what does not fit that is left out.
+            // If no context was requested, load the longest one that fits; cases that need more are left out.
             Err(Error::Load(LoadError::DoesNotFit(_))) if wanted.is_none() => {
                 config.engine.context = None;
                 load::model(&files, &config, Watch::Nothing)?
@@ -165,7 +165,7 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
     print(&text)
 }
 
-/// What is asked for, each with its name: prompts, the short ones first, and decodes, depth by depth.
+/// The requested cases, each with its name: prompts, the short ones first, and decodes, depth by depth.
 fn cases(args: &args::BenchModel) -> Vec<(String, Trial)> {
     let mut prefill = args.prefill.clone();
     prefill.sort_unstable();
@@ -183,8 +183,8 @@ fn cases(args: &args::BenchModel) -> Vec<(String, Trial)> {
     prefill.chain(decode).collect()
 }
 
-/// Why a case would take longer than `limit`, by the last one of its kind that was measured; a decode of more sequences takes
-/// at most as much longer.
+/// The reason why a case would take longer than `limit`, if it would. The estimate scales the last measured case of its
+/// kind by tokens; a decode of more sequences takes at most that long.
 fn too_long(trial: Trial, measured: &[Measured], limit: Duration) -> Option<String> {
     let (kind, tokens) = match trial {
         Trial::Prefill { tokens } => ("prefill", tokens),
@@ -197,8 +197,8 @@ fn too_long(trial: Trial, measured: &[Measured], limit: Duration) -> Option<Stri
     })
 }
 
-/// Runs a case after a short warm-up, which pays for pipelines that the driver compiles at their first use, as often as
-/// `runs`, or as the limit allows, and once at least.
+/// Runs a case `runs` times, or as often as the limit allows, but at least once. A short warm-up comes first, during
+/// which the driver compiles pipelines.
 fn measure(
     case: String,
     trial: Trial,

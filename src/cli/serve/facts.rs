@@ -1,4 +1,4 @@
-//! What `/status` and `/metrics` tell of the loaded model, and how they ask later what changes.
+//! The facts about the loaded model that `/status` and `/metrics` report, with callbacks for the values that change.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ pub fn of(model: &Model, config: &Config) -> Facts {
         buffers: p.buffers,
         bytes: p.bytes,
     };
-    // Who asks must not keep the device from being given back when the engine ends.
+    // Weak references, so that these callbacks do not keep the device alive when the engine ends.
     let (held_of, timed) = (Arc::downgrade(model.runner.device()), Arc::downgrade(model.runner.device()));
     let memory_of = held_of.clone();
     let memory = move || {
