@@ -16,7 +16,7 @@ use crate::model::config::{Gemma3Config, LayerType};
 use crate::model::weights::Gemma3Weights;
 
 pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
-    let files = load::files_of(Path::new(&args.model), &options.model)?;
+    let files = load::files_at(Path::new(&args.model), &options.model)?;
     let (config, _) = Gemma3Config::load(&files)?;
     let checkpoint = Checkpoint::open(&files)?;
     let weights = Gemma3Weights::collect(&checkpoint, &config)?;

@@ -38,7 +38,7 @@ const DEMO: &[(&str, &[u8])] = &[
 /// The files of the configured model, or of the demo model if none is configured.
 pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
     match &model.path {
-        Some(path) => files_of(path.as_ref(), model),
+        Some(path) => files_at(path.as_ref(), model),
         None => {
             tracing::warn!(
                 "no model was given: this is the small demo model in the binary (give one with --model)"
@@ -49,7 +49,7 @@ pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
 }
 
 /// The files of the model at `path`. `model` may name other places for the config and the tokenizer.
-pub fn files_of(path: &Path, model: &config::Model) -> Result<ModelFiles, Error> {
+pub fn files_at(path: &Path, model: &config::Model) -> Result<ModelFiles, Error> {
     let mut files = ModelFiles::open(path)?;
     if let Some(path) = &model.config {
         files = files.with_config(path.as_ref())?;
@@ -279,8 +279,8 @@ fn log(
     }
     let device = runner.device().info();
     tracing::info!("device   {}, {}", device.name, device.driver);
-    let of_draft = draft.map(Draft::loaded);
-    let sum = |of: fn(&Loaded) -> u64| of(&runner.loaded()) + of_draft.as_ref().map_or(0, of);
+    let draft_loaded = draft.map(Draft::loaded);
+    let sum = |field: fn(&Loaded) -> u64| field(&runner.loaded()) + draft_loaded.as_ref().map_or(0, field);
     let loaded = Loaded { bytes: sum(|l| l.bytes), resident_bytes: sum(|l| l.resident_bytes) };
     let gb = |bytes: u64| bytes as f64 / 1e9;
     let (resident, peak) = resident_bytes();
@@ -383,11 +383,11 @@ pub fn engine(model: Gemma3, draft: Option<Draft>, config: &Config, queue: usize
 
 /// Loads `files` and starts the engine on it.
 pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
-    Ok(service_of(model(files, config, Watch::Nothing)?, config))
+    Ok(start_service(model(files, config, Watch::Nothing)?, config))
 }
 
 /// Starts the engine on a loaded model.
-pub fn service_of(model: Model, config: &Config) -> Service {
+pub fn start_service(model: Model, config: &Config) -> Service {
     let Model { runner, draft, tokenizer, template, defaults, stop_token_ids, .. } = model;
     let engine = engine(runner, draft, config, config.server.queue);
     Service::new(engine, tokenizer, template, defaults, stop_token_ids)

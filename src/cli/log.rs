@@ -53,7 +53,7 @@ impl Log {
     /// Starts the log, once in a process. Panics are logged too.
     pub fn start(filter: EnvFilter, with_time: bool) -> Self {
         let queue = NonBlockingBuilder::default().buffered_lines_limit(WAITING_LINES).lossy(true);
-        let (lines, writer) = queue.thread_name("log").finish(Patient { told: 0 });
+        let (lines, writer) = queue.thread_name("log").finish(Patient { reported: 0 });
         let _ = QUEUE.set(lines.error_counter());
         let (filter, handle) = reload::Layer::new(filter);
         let format = fmt::layer()
@@ -110,15 +110,15 @@ pub fn say(line: impl Display) {
 /// Standard error for the log's thread: a write waits until somebody reads, or until the process ends, and never fails.
 struct Patient {
     /// Number of lost lines that the log has reported.
-    told: u64,
+    reported: u64,
 }
 
 impl Write for Patient {
     /// Writes one whole line.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let lost = lost_lines();
-        if lost > self.told && write_whole(lost_note(lost - self.told).as_bytes()).is_ok() {
-            self.told = lost;
+        if lost > self.reported && write_whole(lost_note(lost - self.reported).as_bytes()).is_ok() {
+            self.reported = lost;
         }
         if write_whole(line).is_err() {
             UNWRITTEN.fetch_add(1, Ordering::Relaxed);

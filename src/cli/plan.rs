@@ -89,7 +89,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
 }
 
 fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
-    let files = load::files_of(Path::new(model), &config.model)?;
+    let files = load::files_at(Path::new(model), &config.model)?;
     let (gemma, _) = Gemma3Config::load(&files)?;
     let checkpoint = Checkpoint::open(&files)?;
     let weights = Gemma3Weights::collect(&checkpoint, &gemma)?;

@@ -40,7 +40,7 @@ const SMALL_FILES: [&str; 6] = [
 
 pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     let since = Instant::now();
-    let files = load::files_of(Path::new(&args.source), &config.model)?;
+    let files = load::files_at(Path::new(&args.source), &config.model)?;
     let (shape, _) = Gemma3Config::load(&files)?;
     let checkpoint = Checkpoint::open(&files)?;
     let weights = Gemma3Weights::collect(&checkpoint, &shape)?;

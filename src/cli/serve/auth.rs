@@ -11,8 +11,8 @@ const KEYS_VARIABLE: &str = "UNICORN_API_KEYS";
 
 /// The access policy, with the keys of the file and of the environment together.
 pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
-    let of_file = options.api_key_file.as_ref().map(|path| Keys::read(path.as_ref())).transpose()?;
-    let of_environment = match std::env::var(KEYS_VARIABLE) {
+    let file_keys = options.api_key_file.as_ref().map(|path| Keys::read(path.as_ref())).transpose()?;
+    let variable_keys = match std::env::var(KEYS_VARIABLE) {
         Ok(text) => Keys::from_variable(KEYS_VARIABLE, &text)?,
         Err(std::env::VarError::NotPresent) => Keys::default(),
         Err(error) => return Err(Error::Argument(format!("{KEYS_VARIABLE}: {error}"))),
@@ -20,7 +20,7 @@ pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
     let mut allowed_hosts = options.allowed_hosts.clone();
     allowed_hosts.push(options.host.clone());
     let cors_origins = options.cors_origins.clone();
-    let keys = of_environment.and(of_file.unwrap_or_default());
+    let keys = variable_keys.and(file_keys.unwrap_or_default());
     if keys.is_empty() && cors_origins.iter().any(|origin| origin == "*") {
         tracing::warn!(
             "every web page that somebody here opens may use this server: server.cors_origins is \"*\", and it asks for no API key"

@@ -9,7 +9,7 @@ use crate::config::Config;
 use crate::gpu::Counts;
 use crate::gpu::placement::{Class, Heap, Placement};
 
-pub fn of(model: &Model, config: &Config) -> Facts {
+pub fn collect(model: &Model, config: &Config) -> Facts {
     let placed = |p: &Placement| Placed {
         class: p.class.name().to_owned(),
         heap: p.heap.clone(),
@@ -17,17 +17,17 @@ pub fn of(model: &Model, config: &Config) -> Facts {
         bytes: p.bytes,
     };
     // Weak references, so that these callbacks do not keep the device alive when the engine ends.
-    let (held_of, timed) = (Arc::downgrade(model.runner.device()), Arc::downgrade(model.runner.device()));
-    let memory_of = held_of.clone();
+    let (device, timed) = (Arc::downgrade(model.runner.device()), Arc::downgrade(model.runner.device()));
+    let memory_device = device.clone();
     let memory = move || {
-        let device = memory_of.upgrade();
+        let device = memory_device.upgrade();
         let held = device.as_ref().and_then(|device| device.held());
         let (vram, gtt) = (held.map(|held| held.vram), held.map(|held| held.gtt));
         let heap = |heap: Heap| HeapNow { heap: heap.name, size_bytes: heap.size, free_bytes: heap.free };
         let heaps = device.into_iter().flat_map(|device| device.machine().heaps).map(heap).collect();
         MemoryNow { heaps, vram, gtt, resident: resident_bytes().0 }
     };
-    let counted = held_of.clone();
+    let counted = device.clone();
     let submitted = move || {
         let counts = counted.upgrade()?.counts();
         let declared = Class::ALL.map(|class| (class.name().to_owned(), counts.declared[class as usize]));

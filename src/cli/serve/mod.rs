@@ -151,8 +151,8 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
 fn served(files: &ModelFiles, config: &Config) -> Result<(Service, Facts), Error> {
     let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
     let model = load::model(files, config, watch)?;
-    let facts = facts::of(&model, config);
-    Ok((load::service_of(model, config), facts))
+    let facts = facts::collect(&model, config);
+    Ok((load::start_service(model, config), facts))
 }
 
 /// The options for connections. Makes sure that the process may open enough files.
