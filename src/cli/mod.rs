@@ -115,7 +115,34 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
     let (environment, warnings) = Layer::environment(variables)?;
     layers.push(environment);
 
+    layers.push(flags(global, command));
+    Ok((Config::from_layers(&layers)?, warnings))
+}
+
+/// The options that the command line sets.
+fn flags(global: &Global, command: &Command) -> Layer {
     let mut flags = Layer::flags();
+    set_global(&mut flags, global, command);
+    set_model(&mut flags, command);
+    set_memory(&mut flags, command);
+    if let Command::Serve(args::Serve { name, host, port, api_key_file, .. }) = command {
+        if let Some(name) = name {
+            flags.set("model", "name", name.clone());
+        }
+        if let Some(host) = host {
+            flags.set("server", "host", host.clone());
+        }
+        if let Some(port) = port {
+            flags.set("server", "port", i64::from(*port));
+        }
+        if let Some(file) = api_key_file {
+            flags.set("server", "api_key_file", file.clone());
+        }
+    }
+    flags
+}
+
+fn set_global(flags: &mut Layer, global: &Global, command: &Command) {
     if let Some(device) = &global.device {
         flags.set("hardware", "device", device.clone());
     }
@@ -147,6 +174,10 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
     if let Some(precision) = global.precision.or(is_exact.then_some(Precision::F32)) {
         flags.set("model", "precision", precision.name());
     }
+}
+
+/// The model and the draft that a command names.
+fn set_model(flags: &mut Layer, command: &Command) {
     let model = match command {
         Command::Serve(args::Serve { model, .. }) => model.model.as_deref(),
         Command::Generate(args::Generate { model, .. }) => model.model.as_deref(),
@@ -176,6 +207,9 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
     if let Some(draft) = draft {
         flags.set("model", "draft", draft);
     }
+}
+
+fn set_memory(flags: &mut Layer, command: &Command) {
     let memory = match command {
         Command::Serve(args::Serve { model, .. }) => Some(&model.memory),
         Command::Generate(args::Generate { model, .. }) => Some(&model.memory),
@@ -194,20 +228,4 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
             flags.set("memory", "ffn_heap", heap.name());
         }
     }
-    if let Command::Serve(args::Serve { name, host, port, api_key_file, .. }) = command {
-        if let Some(name) = name {
-            flags.set("model", "name", name.clone());
-        }
-        if let Some(host) = host {
-            flags.set("server", "host", host.clone());
-        }
-        if let Some(port) = port {
-            flags.set("server", "port", i64::from(*port));
-        }
-        if let Some(file) = api_key_file {
-            flags.set("server", "api_key_file", file.clone());
-        }
-    }
-    layers.push(flags);
-    Ok((Config::from_layers(&layers)?, warnings))
 }
