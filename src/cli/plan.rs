@@ -177,9 +177,9 @@ fn as_text(
     if let Some(draft) = &subject.draft {
         text += &format!("draft {}: {}\n", draft.name, draft.stored);
     }
-    let (context, heaps) = match outcome {
-        Ok(fit) => (fit.context, &fit.plan.heaps),
-        Err(error) => (error.context, &error.refusal.heaps),
+    let context = match outcome {
+        Ok(fit) => fit.context,
+        Err(error) => error.context,
     };
     let verdict = match (outcome, wanted) {
         (Ok(_), Some(_)) => "fits",
@@ -199,6 +199,29 @@ fn as_text(
     };
     text += &format!("{}: {verdict}{cut}\n\n", contexts(sequences, context));
 
+    text += &memory_table(outcome);
+    let (per_token, window) = (demand.kv_bytes_per_token(), demand.window_bytes(context));
+    text += &format!(
+        "\nKV cache         {} per token and {} per window, {} for a sequence of {context} tokens\n",
+        bytes(per_token),
+        bytes(window),
+        bytes(per_token * context as u64 + window)
+    );
+    for (i, (sequences, context, limit)) in largest.iter().enumerate() {
+        let name = if i == 0 { "largest context" } else { "" };
+        let why = limit.map(|n| format!(" (one allocation holds at most {})", bytes(n))).unwrap_or_default();
+        text += &format!("{name:<16} {}{why}\n", contexts(*sequences, *context));
+    }
+    text
+}
+
+/// The bytes of each class in each heap, or the bytes asked for where they do not fit.
+fn memory_table(outcome: &Result<Fit, DoesNotFit>) -> String {
+    let heaps = match outcome {
+        Ok(fit) => &fit.plan.heaps,
+        Err(error) => &error.refusal.heaps,
+    };
+    let mut text = String::new();
     let widths: Vec<usize> = heaps.iter().map(|heap| heap.heap.name.len().max(9) + 2).collect();
     let mut row = |name: &str, cells: Vec<String>, total: String| {
         text += &format!("{name:<18}");
@@ -234,19 +257,6 @@ fn as_text(
     }
     let usable: Vec<u64> = heaps.iter().map(|heap| heap.usable).collect();
     row("usable", usable.iter().map(|n| shown(*n)).collect(), bytes(usable.iter().sum()));
-
-    let (per_token, window) = (demand.kv_bytes_per_token(), demand.window_bytes(context));
-    text += &format!(
-        "\nKV cache         {} per token and {} per window, {} for a sequence of {context} tokens\n",
-        bytes(per_token),
-        bytes(window),
-        bytes(per_token * context as u64 + window)
-    );
-    for (i, (sequences, context, limit)) in largest.iter().enumerate() {
-        let name = if i == 0 { "largest context" } else { "" };
-        let why = limit.map(|n| format!(" (one allocation holds at most {})", bytes(n))).unwrap_or_default();
-        text += &format!("{name:<16} {}{why}\n", contexts(*sequences, *context));
-    }
     text
 }
 

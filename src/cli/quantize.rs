@@ -86,18 +86,53 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         Some((text, path)) => calibrate(config, &files, text, path)?,
         None => Vec::new(),
     };
+    let (written, losses) = convert(&files, &checkpoint, &weights, &moments, writer, args)?;
+
+    let parameters: usize = weights.iter().map(|t| t.num_elements()).sum();
+    let seconds = since.elapsed().as_secs_f64();
+    let mut text = format!(
+        "{}: {}, {:.2} bits per weight, in {seconds:.1} s ({:.1} s per billion weights)\n",
+        args.destination.display(),
+        bytes(written),
+        written as f64 * 8.0 / parameters as f64,
+        seconds / (parameters as f64 / 1e9),
+    );
+    for (class, loss) in Class::ALL.into_iter().zip(losses) {
+        let scheme = args.schemes.of(class).to_string();
+        let error = match loss.total > 0.0 {
+            true => format!("relative error {:.5}", loss.relative()),
+            false => "without loss".into(),
+        };
+        text.push_str(&format!("  {:<13} {scheme:<10} {error}\n", class.name()));
+    }
+    if let (_, Some(peak)) = resident_bytes() {
+        text.push_str(&format!("  memory        at most {} resident\n", bytes(peak)));
+    }
+    print(&text)?;
+    evaluate()
+}
+
+/// Writes every tensor of the source, and returns the bytes written and the loss of each class.
+fn convert(
+    files: &ModelFiles,
+    checkpoint: &Checkpoint,
+    weights: &Gemma3Weights,
+    moments: &[[Vec<f32>; 4]],
+    writer: NativeWriter,
+    args: &args::Quantize,
+) -> Result<(u64, [Loss; 3]), Error> {
     let bar = Bar::bytes("quantizing");
     bar.set_total(weights.iter().map(|t| t.stored_bytes()).sum());
     let mut conversion = Conversion {
         writer,
-        checkpoint: &checkpoint,
+        checkpoint,
         schemes: &args.schemes,
         rounding: args.rounding,
         losses: Default::default(),
         done: 0,
         bar,
     };
-    let json = conversion.copy_small_files(&files)?;
+    let json = conversion.copy_small_files(files)?;
     conversion.file(
         "shared.safetensors",
         vec![
@@ -131,29 +166,7 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         checkpoint.norms_hold_one(),
         json,
     )?;
-
-    let parameters: usize = weights.iter().map(|t| t.num_elements()).sum();
-    let seconds = since.elapsed().as_secs_f64();
-    let mut text = format!(
-        "{}: {}, {:.2} bits per weight, in {seconds:.1} s ({:.1} s per billion weights)\n",
-        args.destination.display(),
-        bytes(written),
-        written as f64 * 8.0 / parameters as f64,
-        seconds / (parameters as f64 / 1e9),
-    );
-    for (class, loss) in Class::ALL.into_iter().zip(losses) {
-        let scheme = args.schemes.of(class).to_string();
-        let error = match loss.total > 0.0 {
-            true => format!("relative error {:.5}", loss.relative()),
-            false => "without loss".into(),
-        };
-        text.push_str(&format!("  {:<13} {scheme:<10} {error}\n", class.name()));
-    }
-    if let (_, Some(peak)) = resident_bytes() {
-        text.push_str(&format!("  memory        at most {} resident\n", bytes(peak)));
-    }
-    print(&text)?;
-    evaluate()
+    Ok((written, losses))
 }
 
 /// Runs a text through the source model on the device. Returns, for each layer, the size of the inputs of its matrices.

@@ -10,12 +10,13 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde_json::json;
 
-use super::args::{self, Class, Target};
+use super::args::{self, Class, Schemes, Target};
 use super::error::Error;
 use super::load;
 use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{FileWriter, NativeWriter, NewTensor, Synthetic};
+use crate::model::config::Gemma3Config;
 use crate::tensor::{Bits, Scheme, TILE_ROWS};
 
 /// Tiles of a piece that one core fills, and pieces made at once.
@@ -39,42 +40,7 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
         writer.copy(name, &bytes)?;
     }
 
-    let (hidden, ffn) = (config.hidden_size, config.intermediate_size);
-    let q = config.num_attention_heads * config.head_dim;
-    let kv = config.num_key_value_heads * config.head_dim;
-    let matrix = |name: String, rows, cols, class| {
-        let Target(scheme) = args.schemes.of(class);
-        let scheme = scheme.unwrap_or(Scheme::Bf16);
-        NewTensor { name: format!("{name}.weight"), shape: vec![rows, cols], scheme: Some(scheme) }
-    };
-    let norm = |name: String, n| NewTensor { name: format!("{name}.weight"), shape: vec![n], scheme: None };
-    let mut files = vec![(
-        "shared.safetensors".to_string(),
-        vec![
-            matrix("model.embed_tokens".into(), config.vocab_size, hidden, Class::Embedding),
-            norm("model.norm".into(), hidden),
-        ],
-    )];
-    for i in 0..config.num_hidden_layers {
-        let full = |name: &str| format!("model.layers.{i}.{name}");
-        let tensors = vec![
-            matrix(full("self_attn.q_proj"), q, hidden, Class::Attention),
-            matrix(full("self_attn.k_proj"), kv, hidden, Class::Attention),
-            matrix(full("self_attn.v_proj"), kv, hidden, Class::Attention),
-            matrix(full("self_attn.o_proj"), hidden, q, Class::Attention),
-            matrix(full("mlp.gate_proj"), ffn, hidden, Class::FeedForward),
-            matrix(full("mlp.up_proj"), ffn, hidden, Class::FeedForward),
-            matrix(full("mlp.down_proj"), hidden, ffn, Class::FeedForward),
-            norm(full("input_layernorm"), hidden),
-            norm(full("post_attention_layernorm"), hidden),
-            norm(full("pre_feedforward_layernorm"), hidden),
-            norm(full("post_feedforward_layernorm"), hidden),
-            norm(full("self_attn.q_norm"), config.head_dim),
-            norm(full("self_attn.k_norm"), config.head_dim),
-        ];
-        files.push((format!("layer-{i:03}.safetensors"), tensors));
-    }
-
+    let files = files(&config, &args.schemes);
     let bar = Bar::bytes("writing");
     bar.set_total(files.iter().flat_map(|(_, tensors)| tensors).map(stored_bytes).sum());
     let (mut done, mut index) = (0, 0u64);
@@ -105,6 +71,46 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
         bytes(written),
         shape.name
     ))
+}
+
+/// The files of a checkpoint, each with its tensors.
+fn files(config: &Gemma3Config, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>)> {
+    let (hidden, ffn) = (config.hidden_size, config.intermediate_size);
+    let q = config.num_attention_heads * config.head_dim;
+    let kv = config.num_key_value_heads * config.head_dim;
+    let matrix = |name: String, rows, cols, class| {
+        let Target(scheme) = schemes.of(class);
+        let scheme = scheme.unwrap_or(Scheme::Bf16);
+        NewTensor { name: format!("{name}.weight"), shape: vec![rows, cols], scheme: Some(scheme) }
+    };
+    let norm = |name: String, n| NewTensor { name: format!("{name}.weight"), shape: vec![n], scheme: None };
+    let mut files = vec![(
+        "shared.safetensors".to_string(),
+        vec![
+            matrix("model.embed_tokens".into(), config.vocab_size, hidden, Class::Embedding),
+            norm("model.norm".into(), hidden),
+        ],
+    )];
+    for i in 0..config.num_hidden_layers {
+        let full = |name: &str| format!("model.layers.{i}.{name}");
+        let tensors = vec![
+            matrix(full("self_attn.q_proj"), q, hidden, Class::Attention),
+            matrix(full("self_attn.k_proj"), kv, hidden, Class::Attention),
+            matrix(full("self_attn.v_proj"), kv, hidden, Class::Attention),
+            matrix(full("self_attn.o_proj"), hidden, q, Class::Attention),
+            matrix(full("mlp.gate_proj"), ffn, hidden, Class::FeedForward),
+            matrix(full("mlp.up_proj"), ffn, hidden, Class::FeedForward),
+            matrix(full("mlp.down_proj"), hidden, ffn, Class::FeedForward),
+            norm(full("input_layernorm"), hidden),
+            norm(full("post_attention_layernorm"), hidden),
+            norm(full("pre_feedforward_layernorm"), hidden),
+            norm(full("post_feedforward_layernorm"), hidden),
+            norm(full("self_attn.q_norm"), config.head_dim),
+            norm(full("self_attn.k_norm"), config.head_dim),
+        ];
+        files.push((format!("layer-{i:03}.safetensors"), tensors));
+    }
+    files
 }
 
 fn stored_bytes(tensor: &NewTensor) -> u64 {

@@ -22,7 +22,35 @@ use crate::cli::terminal::{bytes, print};
 use crate::config::Config;
 use crate::engine::{Drafts, EngineHandle, Event, Guesses, Request, Stats, Timings};
 
+/// The measurements of one `unicorn bench engine`.
+struct Measured {
+    name: String,
+    quantize: &'static str,
+    device: String,
+    driver: String,
+    commit: String,
+    load_s: f64,
+    prompt_n: usize,
+    /// Prefill and decode speed, in tokens per second.
+    prefill: f64,
+    decode: f64,
+    host: HostTime,
+    /// Guessed tokens, if there is a draft model.
+    guesses: Option<Guesses>,
+    together: Vec<Together>,
+    /// Resident memory in bytes: now, and at its peak.
+    memory: (Option<u64>, Option<u64>),
+    placement: Vec<(String, u64)>,
+    /// (kernel, dispatches, GPU time).
+    kernels: Vec<(String, u64, Duration)>,
+}
+
 pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
+    let (measured, _end) = measure(config, args)?;
+    print(&if args.json { measured.json(args) } else { measured.text(args) })
+}
+
+fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEngine), Error> {
     // Every requested stream gets its place in the KV cache, if the memory suffices.
     let widest = args.streams.iter().copied().max().unwrap_or(1) as usize;
     let mut config = config.clone();
@@ -44,7 +72,7 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
 
     let profiler = model.profiler();
     let engine = load::engine(model.runner, model.draft, config, widest);
-    let _end = EndEngine(engine.clone());
+    let end = EndEngine(engine.clone());
     let mut runs = Vec::new();
     let per_run = u64::from(args.generate_tokens);
     let bar = Bar::tokens("measuring", (u64::from(args.runs) + 1) * per_run);
@@ -80,18 +108,38 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
     let prefill = median(runs.iter().map(|t| rate(prompt_n, t.prefill)));
     // The prefill yields the first token.
     let decode = median(runs.iter().map(|t| rate(t.predicted_n - 1, t.decode)));
-    let (rss, peak) = resident_bytes();
-    let commit = commit();
-    let load_s = load_time.as_secs_f64();
+    let measured = Measured {
+        name,
+        quantize,
+        device: device.name,
+        driver: device.driver,
+        commit: commit(),
+        load_s: load_time.as_secs_f64(),
+        prompt_n,
+        prefill,
+        decode,
+        host,
+        guesses,
+        together,
+        memory: resident_bytes(),
+        placement,
+        kernels,
+    };
+    Ok((measured, end))
+}
 
-    if args.json {
+impl Measured {
+    fn json(&self, args: &args::BenchEngine) -> String {
+        let Self { name, quantize, device, driver, commit, load_s, prompt_n, prefill, decode, host, .. } =
+            self;
+        let (rss, peak) = self.memory;
         let placement: Vec<_> =
-            placement.iter().map(|(what, bytes)| json!({"what": what, "bytes": bytes})).collect();
+            self.placement.iter().map(|(what, bytes)| json!({"what": what, "bytes": bytes})).collect();
         let line = json!({
             "model": name,
             "quantize": quantize,
-            "device": device.name,
-            "driver": device.driver,
+            "device": device,
+            "driver": driver,
             "commit": commit,
             "load_s": load_s,
             "prompt_tokens": prompt_n,
@@ -101,68 +149,71 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
             "runs": args.runs,
             "host_us_per_step": host.per_step,
             "host_us_per_sequence_step": host.per_share,
-            "guesses": guesses.as_ref().map(guesses_json),
-            "streams": together.iter().map(Together::json).collect::<Vec<_>>(),
+            "guesses": self.guesses.as_ref().map(guesses_json),
+            "streams": self.together.iter().map(Together::json).collect::<Vec<_>>(),
             "rss_bytes": rss,
             "peak_rss_bytes": peak,
             "placement": placement,
-            "kernels": kernels
+            "kernels": self.kernels
                 .iter()
                 .map(|(name, n, time)| json!({"kernel": name, "dispatches": n, "gpu_s": time.as_secs_f64()}))
                 .collect::<Vec<_>>(),
         });
-        return print(&format!("{line}\n"));
+        format!("{line}\n")
     }
-    let or_unknown = |n: Option<u64>| n.map_or("unknown".into(), bytes);
-    let mut text = format!(
-        "{name}, weights {quantize}\n{}, {}, commit {commit}\n\
-         load     {load_s:.2} s\n\
-         prefill  {prefill:.1} tokens/s ({prompt_n} tokens, median of {runs})\n\
-         decode   {decode:.1} tokens/s ({generate} tokens, median of {runs})\n\
-         host     {:.1} us a step\n\
-         memory   {} resident, at most {}\n",
-        device.name,
-        device.driver,
-        host.per_step,
-        or_unknown(rss),
-        or_unknown(peak),
-        runs = args.runs,
-        generate = args.generate_tokens,
-    );
-    if let Some(Guesses { lookup, model }) = &guesses {
-        text.push_str(&format!(
-            "guesses  {} of {} by the draft model came true, {} of {} by prompt lookup\n",
-            model.accepted, model.proposed, lookup.accepted, lookup.proposed
-        ));
+
+    fn text(&self, args: &args::BenchEngine) -> String {
+        let Self { name, quantize, device, driver, commit, load_s, prompt_n, prefill, decode, .. } = self;
+        let (rss, peak) = self.memory;
+        let or_unknown = |n: Option<u64>| n.map_or("unknown".into(), bytes);
+        let mut text = format!(
+            "{name}, weights {quantize}\n{device}, {driver}, commit {commit}\n\
+             load     {load_s:.2} s\n\
+             prefill  {prefill:.1} tokens/s ({prompt_n} tokens, median of {runs})\n\
+             decode   {decode:.1} tokens/s ({generate} tokens, median of {runs})\n\
+             host     {:.1} us a step\n\
+             memory   {} resident, at most {}\n",
+            self.host.per_step,
+            or_unknown(rss),
+            or_unknown(peak),
+            runs = args.runs,
+            generate = args.generate_tokens,
+        );
+        if let Some(Guesses { lookup, model }) = &self.guesses {
+            text.push_str(&format!(
+                "guesses  {} of {} by the draft model came true, {} of {} by prompt lookup\n",
+                model.accepted, model.proposed, lookup.accepted, lookup.proposed
+            ));
+        }
+        for (what, n) in &self.placement {
+            text.push_str(&format!("         {} {what}\n", bytes(*n)));
+        }
+        if !self.together.is_empty() {
+            let runs = args.runs;
+            text.push_str(&format!(
+                "streams  decode tokens/s  of one  us of host a step  and sequence  preempted (median of {runs})\n"
+            ));
+        }
+        for t in &self.together {
+            text.push_str(&format!(
+                "{:7} {:16.1} {:7.2} {:18.1} {:13.1} {:10}\n",
+                t.streams,
+                t.tokens_per_s,
+                t.tokens_per_s / decode,
+                t.host.per_step,
+                t.host.per_share,
+                t.preemptions,
+            ));
+        }
+        if !self.kernels.is_empty() {
+            let runs = args.runs;
+            text.push_str(&format!("kernels, GPU time of {runs} runs (prefill and decode):\n"));
+        }
+        for (name, n, time) in &self.kernels {
+            text.push_str(&format!("         {:9.1} ms {n:7} x {name}\n", time.as_secs_f64() * 1e3));
+        }
+        text
     }
-    for (what, n) in placement {
-        text.push_str(&format!("         {} {what}\n", bytes(n)));
-    }
-    if !together.is_empty() {
-        let runs = args.runs;
-        text.push_str(&format!(
-            "streams  decode tokens/s  of one  us of host a step  and sequence  preempted (median of {runs})\n"
-        ));
-    }
-    for t in &together {
-        text.push_str(&format!(
-            "{:7} {:16.1} {:7.2} {:18.1} {:13.1} {:10}\n",
-            t.streams,
-            t.tokens_per_s,
-            t.tokens_per_s / decode,
-            t.host.per_step,
-            t.host.per_share,
-            t.preemptions,
-        ));
-    }
-    if !kernels.is_empty() {
-        let runs = args.runs;
-        text.push_str(&format!("kernels, GPU time of {runs} runs (prefill and decode):\n"));
-    }
-    for (name, n, time) in kernels {
-        text.push_str(&format!("         {:9.1} ms {n:7} x {name}\n", time.as_secs_f64() * 1e3));
-    }
-    print(&text)
 }
 
 /// Runs one request and returns its timings; `progress` is called at each token.

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use super::report::{Comparison, commit};
 use super::statistics::{column, median};
+use crate::checkpoint::ModelFiles;
 use crate::cli::args;
 use crate::cli::error::Error;
 use crate::cli::load::{self, Watch};
@@ -73,23 +74,7 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
     let cases = cases(args);
     let files = load::files(&config.model)?;
     let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
-    let mut loaded = {
-        let mut config = config.clone();
-        let widest = args.batch.iter().copied().max().unwrap_or(1) as usize;
-        config.engine.sequences = config.engine.sequences.max(widest);
-        let deepest =
-            args.depth.iter().map(|depth| depth + args.steps + 1).chain(args.prefill.iter().copied());
-        let wanted = config.engine.context;
-        config.engine.context = wanted.or(deepest.max().map(|tokens| tokens as usize));
-        match load::model(&files, &config, Watch::Nothing) {
-            // If no context was requested, load the longest one that fits; cases that need more are left out.
-            Err(Error::Load(LoadError::DoesNotFit(_))) if wanted.is_none() => {
-                config.engine.context = None;
-                load::model(&files, &config, Watch::Nothing)?
-            }
-            loaded => loaded?,
-        }
-    };
+    let mut loaded = load(&files, config, args)?;
     let (device, runner) = (loaded.device.clone(), &mut loaded.runner);
 
     let (limit, since) = (Duration::from_secs(args.limit_s.into()), Instant::now());
@@ -134,16 +119,41 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
     if args.json {
         return print(&format!("{report}\n"));
     }
-    let mut text = format!(
-        "{name}, weights {weights} ({}), keys and values {kv}\n{}, {}, commit {}\n",
-        bytes(runner.weight_bytes()),
+    let weights = format!("{weights} ({})", bytes(runner.weight_bytes()));
+    let heading = format!(
+        "{name}, weights {weights}, keys and values {kv}\n{}, {}, commit {}\n",
         device.name,
         device.driver,
         report["commit"].as_str().unwrap_or("unknown"),
     );
-    text += "                       tokens/s    ms a step  least read a step     GB/s  dispatches  barriers";
-    text += &compared.as_ref().map_or("\n".to_owned(), |c| format!("  times as fast as {}\n", c.with));
-    for m in &measured {
+    print(&(heading + &table(&measured, &left_out, compared.as_ref())))
+}
+
+/// Loads the model with a context that has room for the cases.
+fn load(files: &ModelFiles, config: &Config, args: &args::BenchModel) -> Result<load::Model, Error> {
+    let mut config = config.clone();
+    let widest = args.batch.iter().copied().max().unwrap_or(1) as usize;
+    config.engine.sequences = config.engine.sequences.max(widest);
+    let deepest = args.depth.iter().map(|depth| depth + args.steps + 1).chain(args.prefill.iter().copied());
+    let wanted = config.engine.context;
+    config.engine.context = wanted.or(deepest.max().map(|tokens| tokens as usize));
+    match load::model(files, &config, Watch::Nothing) {
+        // If no context was requested, load the longest one that fits; cases that need more are left out.
+        Err(Error::Load(LoadError::DoesNotFit(_))) if wanted.is_none() => {
+            config.engine.context = None;
+            load::model(files, &config, Watch::Nothing)
+        }
+        loaded => loaded,
+    }
+}
+
+/// The measured cases as a table, and the cases left out.
+fn table(measured: &[Measured], left_out: &[(String, String)], compared: Option<&Comparison>) -> String {
+    let mut text = String::from(
+        "                       tokens/s    ms a step  least read a step     GB/s  dispatches  barriers",
+    );
+    text += &compared.map_or("\n".to_owned(), |c| format!("  times as fast as {}\n", c.with));
+    for m in measured {
         let step_ms = m.seconds() * 1e3 / m.steps as f64;
         let read = bytes(m.bytes / m.steps as u64);
         text += &format!(
@@ -154,15 +164,15 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
             m.recorded.dispatches,
             m.recorded.barriers
         );
-        match &compared {
+        match compared {
             Some(compared) => text += &format!(" {}\n", column(compared.speedup(&m.case), 8, 3)),
             None => text.push('\n'),
         }
     }
-    for (case, why) in &left_out {
+    for (case, why) in left_out {
         text += &format!("{case:20} left out: {why}\n");
     }
-    print(&text)
+    text
 }
 
 /// The requested cases, each with its name: prompts, the short ones first, and decodes, depth by depth.
