@@ -448,7 +448,7 @@ void main() {
 }
 
 #elif defined(DRAW)
-// Of both lists, the largest ordered logit and the complement of the smallest.
+// The largest ordered logit and the complement of the smallest, for both lists.
 shared uint ends[4];
 
 void main() {
