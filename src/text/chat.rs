@@ -98,7 +98,7 @@ impl Content {
 /// of a system message with several parts.
 ///
 /// - `developer` becomes `system`, `model` becomes `assistant`, and every other role (`tool`, `function`) becomes
-/// `user`.
+///   `user`.
 /// - System messages at the start become one, joined by an empty line; the template folds it into the first
 ///   user turn. Where no user turn follows, the system text becomes that turn.
 /// - A later system message becomes user text at its place: the model knows no system turn, and the turns

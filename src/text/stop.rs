@@ -2,8 +2,8 @@
 //!
 //! The stop string that is complete first ends the answer. Where several are complete at one byte, the longest one
 //! counts. The rule looks at the text alone, so the result does not depend on how the text was cut into pushes. No byte
-//! of a stop string is ever given out. Text that may yet become a stop string is held back, so at most `MAX_STOP_BYTES
-//! - 1` bytes wait. Matching is Knuth-Morris-Pratt, O(1) amortised per byte and stop string.
+//! of a stop string is ever given out. Text that may yet become a stop string is held back, so at most
+//! `MAX_STOP_BYTES - 1` bytes wait. Matching is Knuth-Morris-Pratt, O(1) amortised per byte and stop string.
 
 use super::error::TextError;
 

@@ -5,8 +5,9 @@
 //! `documents` as none.
 //!
 //! A template comes with a checkpoint, from strangers. Its source, its output and its work are bounded (`jinja.rs`); a
-//! panic of the engine is an error. Operations whose cost is set by a number are refused: the operator `*` (`[0] *
-//! 10**12`), and the filters `batch`, `format`, `indent` and `slice`, which take whatever memory they are asked for.
+//! panic of the engine is an error. Operations whose cost is set by a number are refused: the operator `*`, as in
+//! `[0] * 10**12`, and the filters `batch`, `format`, `indent` and `slice`, which take whatever memory they are asked
+//! for.
 
 use std::any::Any;
 use std::io;
