@@ -1,29 +1,29 @@
 # Unicorn Execution Engine. Two commands do everything: `make serve` and `make test`.
 #
 #   make serve                     install what is missing, build, serve the demo model on 127.0.0.1:8010
-#   make serve ARGS="--model DIR"  the same with options of `unicorn serve`
+#   make serve ARGS="--model DIR"  serve with options of `unicorn serve`
 #   make test                      everything the tests need, then all tests; the last line counts them
-#   make test-clients              the part of it in which clients of the registries ask a server
+#   make test-clients              only the tests in which clients from the package registries ask a server
 #   make test-lm-eval              lm-eval asks a server, and is compared with `unicorn eval`; a GiB of Python packages
 #   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
 #   make test-openwebui            Open WebUI, which it installs (2 GB of disk), and a browser against a server: minutes
-#   make edges                     the shipped binary at its edges: lost log readers, lost devices, hostile clients; minutes
-#   make test-service              install it in a container that boots systemd, and have that run it; as root, minutes
-#   make test-27b                  write, load and ask a 27B of random weights: 16 GB of disk and of memory, and minutes
+#   make edges                     the shipped binary at its edges: lost log readers and devices, hostile clients; slow
+#   make test-service              install and test the service in a container that boots systemd; as root, minutes
+#   make test-27b                  write, load and ask a 27B of random weights; 16 GB of disk and of memory, minutes
 #   make test-devices              kernels and goldens on every device that stands in for a GPU: a table; half an hour
 #   make bench                     load time, prefill and decode speed, memory
-#   make bench-step                what the host does of a decode step of 62 layers
-#   make bench-host                what a token costs the host: scheduler, blocks, grammars, text; needs no GPU
-#   make gpu-bench                 a folder, target/gpu-bench, whose one script checks and times another machine's GPU
-#   make bench-serve               start a server, measure it under load, stop it; its options in SERVE_ARGS
+#   make bench-step                host time of a decode step of 62 layers
+#   make bench-host                host time per token: scheduler, blocks, grammars, text; needs no GPU
+#   make gpu-bench                 a folder, target/gpu-bench, with a script that checks and times another machine's GPU
+#   make bench-serve               start a server, measure it under load, stop it; the server's options in SERVE_ARGS
 #   make install                   after `make build`, as root: binary, systemd unit, user, /etc/unicorn/config.toml
-#   make uninstall                 takes binary, unit and user's definition away; configuration and models stay
-#   make setup-devices             devices that stand in for GPUs, in .cache/devices: 340 MB, nothing of the machine changes
+#   make uninstall                 remove binary, unit and the user's definition; configuration and models stay
+#   make setup-devices             devices that stand in for GPUs, in .cache/devices: 340 MB; leaves the system alone
 #   make build | setup | setup-test | lint | clean | help
 
-# rustup's own folder: a shell that was open before Rust was installed does not have it yet.
+# rustup's folder, which a shell that was opened before Rust's installation does not have in its PATH.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
-# Compiled shaders of the software driver outlive a run: the first one pays for LLVM, the next ones do not.
+# Keeps the software driver's compiled shaders, so that only the first run pays for LLVM.
 export MESA_SHADER_CACHE_DIR ?= $(CURDIR)/.cache/mesa
 
 UNICORN := target/release/unicorn
@@ -56,7 +56,7 @@ build: setup
 serve: build
 	@tools/with_device.sh $(UNICORN) serve $(ARGS)
 
-# Not by building: root's cargo would leave files that are root's.
+# This target does not build, because root's cargo would leave files that belong to root.
 install:
 	@PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" tools/install.sh $(UNICORN)
 
@@ -82,7 +82,7 @@ bench-serve: build
 test: setup-test
 	@python3 tools/test.py
 
-# As `make test` builds, so that neither compiles the dependencies again with the features of the other.
+# This builds as `make test` does, so that neither recompiles the dependencies with other features.
 test-clients: setup-test
 	cargo build --locked --all-targets
 	@python3 tools/test.py clients

@@ -1,9 +1,9 @@
 //! Compiles `shaders/*.comp` to SPIR-V and writes the typed kernel table that `src/kernels` includes.
 //!
-//! `shaders/variants.toml` lists, per kernel, the `#define`s of each variant. All else is read back from the SPIR-V
-//! itself, so the Rust side cannot drift from the shader, and there is nothing to keep in sync: push constants,
-//! specialization constants, what a variant does with the memory behind each of its addresses (barriers follow from that),
-//! and what it needs of a device.
+//! `shaders/variants.toml` lists the `#define`s of each variant of each kernel. Everything else is read back from the
+//! SPIR-V, so that the Rust side cannot drift from the shader: push constants, specialization constants, the access of
+//! a variant to the memory behind each of its addresses (which decides barriers), and the features that a device must
+//! have.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -57,7 +57,7 @@ fn main() {
     let names: Vec<_> = names.iter().map(|n| format!("&{n}")).collect();
     writeln!(table, "pub static ALL: &[&crate::gpu::Shader] = &[{}];", names.join(", ")).unwrap();
 
-    // Names the pipeline cache's file: other shaders, other cache.
+    // The hash names the pipeline cache's file, so that other shaders use another cache.
     println!("cargo::rustc-env=SHADER_HASH={:016x}", hash.finish());
 
     let sources = fs::read_dir(&shaders)
@@ -67,7 +67,7 @@ fn main() {
     fs::write(PathBuf::from(env::var("OUT_DIR").unwrap()).join("shaders.rs"), table).unwrap();
 }
 
-/// Makes of a variant `*_way` one of each other variant, with the defines of both.
+/// Replaces each variant `*_way` by one combination with every other variant, which has the defines of both.
 fn combine(variants: &mut BTreeMap<String, BTreeMap<String, String>>) {
     let (ways, plain): (Vec<_>, Vec<_>) =
         std::mem::take(variants).into_iter().partition(|(name, _)| name.starts_with('*'));
@@ -117,8 +117,9 @@ fn parse(name: &str, words: &[u32]) -> Module {
     loader.module()
 }
 
-/// Decorates what every addition and every product of floats yields: no compiler may contract them to an fma, or a number's
-/// last bit would depend on what its neighbours are. Shaders say `fma` where they mean it.
+/// Decorates the result of every addition and product of floats with NoContraction. Otherwise a compiler might contract
+/// some of them to an fma, and the last bit of a result would depend on the code around it. Shaders write `fma` where
+/// they mean it.
 fn keep_operations_apart(module: &mut Module) {
     let is_decorated = |module: &Module, id: u32| {
         let operands = [Operand::IdRef(id), Operand::Decoration(Decoration::NoContraction)];
@@ -142,7 +143,7 @@ fn keep_operations_apart(module: &mut Module) {
     }
 }
 
-/// What a shader does with the memory behind an address. Its twin in the crate is `gpu::Access`.
+/// A shader's access to the memory behind an address. It corresponds to `gpu::Access` in the crate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Access {
     /// The variant does not use the address.
@@ -152,7 +153,7 @@ enum Access {
     ReadWrite,
 }
 
-/// One push constant: its Rust type, and for an address what is done with the memory behind it.
+/// One push constant: its Rust type, and for an address the access to the memory behind it.
 struct Member {
     name: String,
     rust: &'static str,
@@ -163,7 +164,7 @@ struct Member {
 struct PushBlock {
     members: Vec<Member>,
     bytes: u32,
-    /// Whether a variant follows addresses that it finds in memory, to read there.
+    /// Whether a variant reads through addresses that it finds in memory.
     follows: bool,
 }
 
@@ -191,8 +192,8 @@ impl<'a> Globals<'a> {
         })
     }
 
-    /// What a pointer to a buffer allows, by the `readonly` and `writeonly` of its type: glslang refuses a shader that does
-    /// anything else.
+    /// The access that a pointer to a buffer allows, by `readonly` and `writeonly` of its type. glslang refuses a
+    /// shader that does anything else.
     fn access(&self, pointer: &Instruction) -> Access {
         let block = pointer.operands[1].unwrap_id_ref();
         let members = self.find(block).operands.len() as u32;
@@ -221,7 +222,7 @@ impl<'a> Globals<'a> {
         })
     }
 
-    /// Bytes of a type, as a Rust expression of the specialization constants `c`.
+    /// Bytes of a type, as a Rust expression over the specialization constants `c`.
     fn bytes(&self, id: u32) -> String {
         let i = self.find(id);
         match i.class.opcode {
@@ -238,7 +239,7 @@ impl<'a> Globals<'a> {
         }
     }
 
-    /// A constant, as such an expression.
+    /// A constant, as a Rust expression over the specialization constants `c`.
     fn value(&self, id: u32) -> String {
         let i = self.find(id);
         match i.class.opcode {
@@ -311,7 +312,7 @@ impl PushBlock {
         PushBlock { members, bytes, follows: Self::follows(name, module) }
     }
 
-    /// The members that the code uses: each use begins with a chain from the block.
+    /// The members that the code uses. Each use begins with an access chain from the block.
     fn used(name: &str, module: &Module, block: u32) -> Vec<u32> {
         let globals = Globals(module);
         let mut used = Vec::new();
@@ -326,14 +327,14 @@ impl PushBlock {
         used
     }
 
-    /// Whether addresses are made of numbers, which is how they come from memory. What is there may only be read: nobody
-    /// could tell who else writes it.
+    /// Whether the shader makes addresses from numbers, which is how addresses come from memory. Memory behind such an
+    /// address may only be read, because nothing could tell who else writes it.
     fn follows(name: &str, module: &Module) -> bool {
         let globals = Globals(module);
         let mut follows = false;
         for i in module.all_inst_iter() {
             let Some(pointer) = i.result_type.filter(|id| globals.is_buffer_pointer(*id)) else { continue };
-            // A pointer seen as one of another type is what it was.
+            // A pointer that is cast to another type is no new address.
             let is_pointer = |operand: &Operand| {
                 let id = operand.unwrap_id_ref();
                 let made = module.all_inst_iter().find(|made| made.result_id == Some(id));
@@ -351,7 +352,7 @@ impl PushBlock {
         follows
     }
 
-    /// Adds what another variant of the kernel does.
+    /// Merges the push constants of another variant of the kernel.
     fn join(&mut self, name: &str, other: PushBlock) {
         let fields = |block: &PushBlock| -> Vec<(String, &str)> {
             block.members.iter().map(|m| (m.name.clone(), m.rust)).collect()
@@ -359,17 +360,17 @@ impl PushBlock {
         assert!(fields(self) == fields(&other), "{name}: its push constants differ from its siblings'");
         for (mine, other) in self.members.iter_mut().zip(other.members) {
             if other.access == Some(Access::None) {
-                mine.access = other.access; // optional, where one of them does not use it
+                mine.access = other.access; // optional, since one of the variants does not use it
             }
         }
         self.follows |= other.follows;
     }
 
-    /// The struct that a dispatch takes: buffers where the shader has addresses.
+    /// Writes the struct that a dispatch takes. It has buffers where the shader has addresses.
     fn emit(&self, out: &mut String, kernel: &str) {
         let camel: String = kernel.split('_').map(|w| w[..1].to_uppercase() + &w[1..]).collect();
         let mut line = |text: String| writeln!(out, "{text}").unwrap();
-        // An address that a variant does not use, or that a dispatch may do without, as its name says.
+        // A buffer is optional if a variant does not use the address, or if the name says so.
         let is_optional = |m: &&Member| m.access == Some(Access::None) || m.name.ends_with("_or_none");
         line(format!(
             "/// What `{kernel}.comp` takes, generated from its SPIR-V: buffers where it has addresses."
@@ -431,7 +432,7 @@ impl PushBlock {
     }
 }
 
-/// Specialization constants: number, name and id, in the order of their numbers.
+/// Specialization constants as (number, name, id), ordered by number.
 fn spec_constants(module: &Module) -> Vec<(u32, String, u32)> {
     let constant = |i: &Instruction| match i.operands.as_slice() {
         [Operand::IdRef(id), Operand::Decoration(Decoration::SpecId), Operand::LiteralBit32(number)] => {
@@ -444,13 +445,13 @@ fn spec_constants(module: &Module) -> Vec<(u32, String, u32)> {
     all
 }
 
-/// What a device must have for a capability of SPIR-V; nothing where Vulkan 1.3 has it in every device.
+/// The features that a capability of SPIR-V needs of a device; empty where every Vulkan 1.3 device has it.
 fn needs(name: &str, capability: Capability) -> &'static [&'static str] {
     match capability {
         Capability::Shader | Capability::GroupNonUniform => &[],
         Capability::PhysicalStorageBufferAddresses => &["BufferDeviceAddress"],
         Capability::GroupNonUniformArithmetic => &["SubgroupArithmetic"],
-        // Who exchanges lanes relies on how many there are.
+        // Exchanging data between lanes relies on the size of the subgroup.
         Capability::GroupNonUniformBallot => &["SubgroupBallot", "SubgroupsOf32"],
         Capability::GroupNonUniformShuffle => &["SubgroupShuffle", "SubgroupsOf32"],
         Capability::Float16 => &["Float16"],
@@ -459,7 +460,7 @@ fn needs(name: &str, capability: Capability) -> &'static [&'static str] {
         Capability::StorageBuffer8BitAccess => &["Storage8"],
         Capability::StorageBuffer16BitAccess => &["Storage16"],
         Capability::DotProduct | Capability::DotProductInput4x8BitPacked => &["IntegerDotProduct"],
-        // The memory model is declared with them alone, and gpu/caps.rs enables it with them.
+        // Only cooperative matrices declare the memory model, and gpu/caps.rs enables it with them.
         Capability::CooperativeMatrixKHR => &["CooperativeMatrix", "SubgroupsOf32"],
         Capability::VulkanMemoryModel => &[],
         other => panic!("{name}: say in build.rs which feature {other:?} is, and in gpu/caps.rs who has it"),

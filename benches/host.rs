@@ -1,8 +1,8 @@
-//! What a token costs the host, and needs no GPU: a step of the scheduler, blocks of the KV cache, a grammar's mask, the
+//! Host time per token, which needs no GPU: a step of the scheduler, blocks of the KV cache, a grammar's mask, the
 //! tokenizer both ways, and a chunk of a stream.
 //!
-//! Prompts and answers are those of the demo model's question set. Its vocabulary has 2048 ids, where a Gemma-3 has 262,144:
-//! a mask of that is longer. `cargo bench --bench host NAME` runs some.
+//! Prompts and answers are those of the demo model's question set. Its vocabulary has 2048 ids, and a Gemma-3 has
+//! 262,144, so a real mask takes longer. `cargo bench --bench host NAME` runs some of the benchmarks.
 
 use std::path::Path;
 use std::sync::LazyLock;
@@ -46,7 +46,8 @@ fn read(path: &str) -> Vec<u8> {
     std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// As `unicorn serve` has them on 48 GiB for a 27B: full layers' blocks for 16 conversations of 8192 tokens, and windows.
+/// The limits of `unicorn serve` on 48 GiB for a 27B: full layers' blocks for 16 conversations of 8192 tokens, and
+/// windows.
 fn limits() -> Limits {
     let kv = KvLimits { block_size: 16, full_blocks: 8192, sliding_blocks: 8192, sliding_window: Some(1024) };
     Limits {
@@ -61,14 +62,14 @@ fn limits() -> Limits {
     }
 }
 
-/// One step of the scheduler, scheduled and committed; every draw yields an id that ends nothing.
+/// One step of the scheduler, scheduled and committed. No drawn id ends an answer.
 fn step(scheduler: &mut Scheduler, pace: &Pace) -> usize {
     let step = scheduler.schedule(pace).expect("somebody is there");
     let ids = (0..step.sampling.draws.len() as u32).map(|i| Some(300 + i)).collect();
     scheduler.commit(&step, &Sampled { ids, ..Sampled::default() }).len()
 }
 
-/// A step in which so many answers each get a token.
+/// A step in which `sequences` answers get one token each.
 #[divan::bench(args = [1, 16, 64])]
 fn scheduler_decode_step(bencher: Bencher, sequences: usize) {
     const STEPS: usize = 32;
@@ -81,7 +82,7 @@ fn scheduler_decode_step(bencher: Bencher, sequences: usize) {
             for (id, answered) in (0..sequences as u64).zip(ANSWERS.iter().cycle()) {
                 scheduler.add(Sequence::new(id, answered.prompt.clone(), SamplingParams::GREEDY, 1000));
             }
-            // Until all decode.
+            // Steps until all sequences decode.
             for _ in 0..10_000 {
                 if scheduler.num_waiting() == 0 && step(&mut scheduler, &pace) == sequences {
                     return scheduler;
@@ -103,7 +104,7 @@ fn blocks() -> BlockManager {
     BlockManager::new(limits().kv, usize::MAX)
 }
 
-/// The longest prompts, some thousand tokens.
+/// The `n` longest prompts, of some thousand tokens each.
 fn long_prompts(n: usize) -> Vec<&'static [u32]> {
     let mut prompts: Vec<&[u32]> = ANSWERS.iter().map(|answered| &answered.prompt[..]).collect();
     prompts.sort_by_key(|prompt| std::cmp::Reverse(prompt.len()));
@@ -118,7 +119,7 @@ fn compute(blocks: &mut BlockManager, prompt: &[u32]) -> BlockTable {
     table
 }
 
-/// Blocks for a prompt that nobody has seen, and their release.
+/// Allocates blocks for a new prompt, and releases them.
 #[divan::bench]
 fn block_manager_allocate_and_free(bencher: Bencher) {
     let prompt = long_prompts(1)[0];
@@ -128,7 +129,7 @@ fn block_manager_allocate_and_free(bencher: Bencher) {
     });
 }
 
-/// A table for a prompt that is in the prefix cache, all but its last block, among those of thirty-two others.
+/// Admits a prompt that is in the prefix cache but for its last block, among thirty-two prompts.
 #[divan::bench]
 fn block_manager_prefix_match(bencher: Bencher) {
     let mut blocks = blocks();
@@ -145,7 +146,7 @@ fn block_manager_prefix_match(bencher: Bencher) {
     });
 }
 
-/// What a tool call looks like, and a schema for it.
+/// A tool call, and a schema that it matches.
 const CALL: &str =
     "{\"table\": \"the small room\", \"guests\": 12, \"days\": [\"Monday\", \"Friday\"], \"quiet\": true}";
 
@@ -177,7 +178,7 @@ fn grammar_masks_of_an_answer(bencher: Bencher) {
     });
 }
 
-/// A text of some thousand tokens.
+/// Tokenizes a text of some thousand tokens.
 #[divan::bench]
 fn tokenizer_encode(bencher: Bencher) {
     let text = TOKENIZER.decode(long_prompts(1)[0], true);
@@ -186,7 +187,7 @@ fn tokenizer_encode(bencher: Bencher) {
         .bench_local(|| TOKENIZER.encode(black_box(&text), true).expect("text"));
 }
 
-/// All answers of the question set, a token at a time.
+/// Detokenizes all answers of the question set, one token at a time.
 #[divan::bench]
 fn detokenizer_push(bencher: Bencher) {
     let tokens: usize = ANSWERS.iter().map(|answered| answered.answer.len()).sum();
@@ -201,7 +202,7 @@ fn detokenizer_push(bencher: Bencher) {
     });
 }
 
-/// A chunk of a stream as JSON, with the text of one token.
+/// Serializes a chunk of a stream as JSON, with the text of one token.
 #[divan::bench]
 fn stream_chunk_json(bencher: Bencher) {
     let words: Vec<&str> = ANSWERS.iter().flat_map(|answered| answered.text.split_inclusive(' ')).collect();

@@ -1,16 +1,17 @@
-// Changes the logits of few ids: penalties, then biases. Raw logits stay; changes go to `adjusted`, a word for each
-// logit (common/draws.glsl), of which the words that no request changes are 0, and all of them are, after `clear`.
+// Changes the logits of few ids: penalties, then biases. The raw logits stay. Changes go to `adjusted`, which has a
+// word for each logit (common/draws.glsl). Words that no request changes are 0, and after `clear` all words are 0.
 //
-//   logits    f32 [rows, *], rows stride apart       adjusted  u32 [rows, *], the same
+//   logits    f32 [rows, *], rows stride apart       adjusted  u32 [rows, *], rows stride apart
 //   history   u32 [slots, slot_len]                   bias      (u32 id, f32) pairs, no id twice in one request
 //
-//   count     adds up, for each id of a request's history, in what it occurs. Integer atomics: no order matters
-//   penalize  repetition: a logit above 0 is divided, another multiplied, where prompt or answer has the id.
-//             frequency: for each time that the answer has it; presence: once
-//   bias      is added; -infinity forbids an id
-//   clear     takes all of it back
+//   count     records for each id of a request's history whether the prompt has it, and how often the answer has it, by
+//             integer atomics, so that no order matters
+//   penalize  repetition: divides a logit above 0, and multiplies others, if the prompt or the answer has the id;
+//             frequency: subtracts once for each time that the answer has the id; presence: subtracts once
+//   bias      adds a bias; -infinity forbids an id
+//   clear     sets all changed words back to 0
 //
-// A column of workgroups takes a row; an invocation takes every so many positions, or pairs.
+// A column of workgroups takes a row; each invocation takes positions, or pairs, at regular distances.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -48,7 +49,8 @@ void main() {
         else atomicAdd(adjusted.at[at], 1);
 #elif defined(PENALIZE)
         const uint word = atomicOr(adjusted.at[at], 0);
-        // Whoever meets an id first changes it; those who meet it at once come to the same number.
+        // The first invocation that meets an id changes its word. Others that read it at the same time compute equal
+        // numbers.
         if (word < FIRST_CHANGED) {
             const uint count = word & (PROMPT - 1);
             float logit = logits.at[at];

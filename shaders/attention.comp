@@ -1,16 +1,17 @@
-// Causal attention over a sequence's paged KV cache, optionally in a sliding window: the partials of some tokens over some
-// keys (common/softmax.glsl), which attention_merge.comp makes what is attended to.
+// Causal attention over a sequence's paged KV cache, optionally in a sliding window. Computes the partials of some
+// tokens over some keys (common/softmax.glsl), which attention_merge.comp joins to the output.
 //
 //   q  f32 [tokens, num_kv_heads * GROUP, HEAD_DIM]; already normed, rotated and scaled
 //   k_cache, v_cache  blocks of rows [kv_head][token in block][HEAD_DIM] (common/kv.glsl)
 //   block_tables [sequences][max_blocks]
 //   partials  f32 [slots, num_kv_heads * GROUP, HEAD_DIM / 4 + 1, 4]: values; then largest score, sum of weights
-//   window  keys a token sees, itself included; 0: all
+//   window  keys that a token sees, including its own; 0: all
 //
-// A workgroup takes an item and a KV head. An item is some neighbouring tokens of one sequence, and some neighbouring splits of
-// its keys, which it walks in order; what comes of each token is one partial. TEAMS teams of 64 lanes have ROWS rows of the
-// item each, which are its tokens' query heads. Lane j of a team scores key j of a tile for these rows; then LANES lanes hold
-// WIDTH fours of dimensions each, and add up every PARTS-th key's value: what a lane reads, it uses for all of its rows.
+// A workgroup takes an item and a KV head. An item is some neighbouring tokens of one sequence and some neighbouring
+// splits of its keys. The workgroup walks the splits in order, and computes one partial for each token. Each of its
+// TEAMS teams of 64 lanes takes ROWS rows of the item, which are query heads of its tokens. Lane j of a team scores key
+// j of a tile for these rows. Then LANES lanes hold WIDTH fours of dimensions each, and add up the values of every
+// PARTS-th key. Every loaded number serves all rows of the lane.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #extension GL_KHR_shader_subgroup_basic : require
@@ -24,27 +25,27 @@ layout(local_size_x = 64 * TEAMS) in;
 layout(constant_id = 0) const uint GROUP = 1;
 layout(constant_id = 1) const uint HEAD_DIM = 64;
 layout(constant_id = 2) const uint ROWS = 1;
-// Fours of a head, and how many of them a lane holds: a pair where they are even.
+// Fours of a head, and how many of them a lane holds: two where a head has an even number of fours.
 const uint FOURS = HEAD_DIM / 4;
 const uint WIDTH = 2 - (FOURS - FOURS / 2 * 2);
 // Lanes that hold one copy of the values, and how many copies there are.
 const uint LANES = FOURS / WIDTH;
 const uint PARTS = TILE / LANES;
-// Fours of a key that are read together, and values: fewer where each is used for more rows. Queries are loaded once for all
-// lanes of a subgroup; more of them than these fill all scalar registers there are.
+// How many fours of a key, and how many values, are loaded at once: fewer where each is used for more rows. Queries are
+// loaded once for all lanes of a subgroup, and larger steps would need more scalar registers for them than there are.
 const uint STEP = FOURS % 4 == 0 ? (ROWS > 4 ? 2 : 4) : WIDTH;
 const uint AHEAD = TILE % (4 * PARTS) == 0 ? (ROWS > 4 ? 2 : 4) : 1;
 const uint MOST_SUBGROUPS = 16;
 
 struct Item {
-    // The first token's row of q, how many tokens, its position, and the row of block_tables.
+    // The first token's row of q, the number of tokens, the first token's position, and the row of block_tables.
     uint token;
     uint tokens;
     uint position;
     uint sequence;
     uint first_split;
     uint splits;
-    // Where the first token's partial goes, and how far behind it the next one's.
+    // Place of the first token's partial, and the distance to the next token's.
     uint slot;
     uint stride;
 };
@@ -66,17 +67,17 @@ layout(push_constant, std430) uniform Push {
 
 shared float subgroup_maximum[TEAMS * MOST_SUBGROUPS * ROWS];
 shared float weights[TEAMS * TILE * ROWS];
-// By turns, from tile to tile.
+// Two copies, used alternately from tile to tile.
 shared uint key_rows[2 * TILE];
 #if defined(KV_INT8)
 shared float value_scales[2 * TILE];
 #endif
 shared vec4 part_values[TEAMS * TILE * WIDTH];
 shared float part_sum[TEAMS * PARTS];
-// Of the splits before: largest score, sum of weights.
+// Largest score and sum of weights over the splits before.
 shared vec2 joined[TEAMS * ROWS];
 
-// As many fours of a key or a value as a lane holds, from `index` on.
+// Loads as many fours of a key or a value as a lane holds, from `index` on.
 void load(ReadCache cache, uint index, out vec4 fours[WIDTH]) {
     if (WIDTH == 2)
         cache_two(cache, index, fours[0], fours[WIDTH - 1]);
@@ -84,7 +85,7 @@ void load(ReadCache cache, uint index, out vec4 fours[WIDTH]) {
         fours[0] = cache_four(cache, index);
 }
 
-// Those of a value that this lane holds, from the row that begins at `row`.
+// Loads this lane's fours of a value, whose row begins at `row`.
 void load_value(uint row, uint dim, uint key, out vec4 fours[WIDTH]) {
     load(v_cache, row + dim * WIDTH, fours);
 #if defined(KV_INT8)
@@ -95,14 +96,16 @@ void load_value(uint row, uint dim, uint key, out vec4 fours[WIDTH]) {
 void main() {
     const Item item = items.at[gl_WorkGroupID.x];
     const uint kv_head = gl_WorkGroupID.y;
-    // A subgroup is of one team, and says so: what the rows of a team need is then loaded once for all of its lanes.
+    // A subgroup belongs to one team. The broadcast tells the compiler, so that the data of a team's rows is loaded
+    // once for all lanes.
     const uint before = subgroupBroadcastFirst(gl_LocalInvocationIndex);
     const uint team = before / TILE, lane = gl_LocalInvocationIndex % TILE;
-    // Counted, not divided by gl_SubgroupSize: lavapipe with vectors of 1024 bits calls its subgroups of 16 32.
+    // The number of subgroups is used, not gl_SubgroupSize: lavapipe with vectors of 1024 bits reports 32 for its
+    // subgroups of 16.
     const uint subgroups = gl_NumSubgroups / TEAMS;
     const uint part = lane / LANES, dim = lane % LANES;
 
-    // The keys that each row sees, and its query. Rows behind the last token's are that one's, and nobody keeps them.
+    // The keys that each row sees, and its query. Rows behind the last token repeat it, and their results are dropped.
     uint first[ROWS], last[ROWS], query[ROWS];
     uint all_from = 0, all_to = 0xffffffffu;
     [[unroll]] for (uint r = 0; r < ROWS; r++) {
@@ -145,7 +148,7 @@ void main() {
 #endif
                 float product[ROWS];
                 [[unroll]] for (uint r = 0; r < ROWS; r++) product[r] = 0.0;
-                // Unrolled, it takes minutes to compile for a CPU.
+                // Unrolled, this loop takes minutes to compile for a CPU.
                 [[dont_unroll]] for (uint i = 0; i < FOURS; i += STEP) {
                     vec4 b[STEP];
                     [[unroll]] for (uint s = 0; s < STEP; s += WIDTH) {
@@ -193,7 +196,7 @@ void main() {
                 [[unroll]] for (uint w = 0; w < WIDTH; w++) acc[r][w] *= correction[r];
             }
             if (part >= PARTS) {
-                // There are more lanes than copies need.
+                // This lane has no copy of the values.
             } else if (TILE % PARTS == 0 && tile >= all_from && tile + TILE - 1 <= all_to) {
                 for (uint j = part; j < TILE; j += AHEAD * PARTS) {
                     vec4 value[AHEAD][WIDTH];
@@ -211,8 +214,8 @@ void main() {
                     }
                 }
             } else {
-                // Keys that nobody sees may never have been written, and those that a row does not see are left out of it,
-                // not weighted by zero.
+                // Keys that no row sees may never have been written. A key that a row does not see is skipped, not
+                // weighted by zero.
                 for (uint j = part; j < TILE; j += PARTS) {
                     const uint seen = tile + j;
                     if (seen < from || seen > to) continue;
@@ -229,7 +232,7 @@ void main() {
             }
         }
 
-        // One row after the other, in one place of the code: barriers are what compilers for CPUs take long for.
+        // The rows take turns in one place of the code, because barriers make compilers for CPUs slow.
         [[dont_unroll]] for (uint r = 0; r < ROWS; r++) {
             const uint copies = team * TILE * WIDTH, index = team * ROWS + r;
             vec2 score = vec2(0.0);

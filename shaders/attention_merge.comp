@@ -1,12 +1,15 @@
-// What tokens attend to: their partials (attention.comp) joined in the order of the keys, and divided by the sum of the weights.
+// The output of attention: joins the partials of each token (attention.comp) in the order of the keys, and divides by
+// the sum of the weights.
 //
-//   single, tiles  f32 [slots, num_heads, HEAD_DIM / 4 + 1, 4]: partials by the two kinds of workgroups
-//   merges  [tokens] of (first slot, in `tiles` where its highest bit is set; how many), none for a token of nobody
-//   y  f32 [tokens, num_heads, HEAD_DIM]; 0 where there are none
+//   single, tiles  f32 [slots, num_heads, HEAD_DIM / 4 + 1, 4]: partials from the two kinds of workgroups
+//   merges  [tokens] of (first slot, number of slots); the slots are in `tiles` if the highest bit of the first is set.
+//           A token without a sequence has none
+//   y  f32 [tokens, num_heads, HEAD_DIM]; 0 for a token without partials
 //
-// With INT8, blocks and scales are y quantized (common/fast.glsl) and y itself is not written; with BOTH, both are.
+// With INT8 the kernel writes y quantized, as blocks and scales (common/fast.glsl), instead of y; with BOTH it writes
+// both.
 //
-// A row of workgroups takes a token, a lane four dimensions of a head.
+// A row of workgroups takes a token; a lane takes four dimensions of a head.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -28,7 +31,7 @@ layout(push_constant, std430) uniform Push {
     WriteScales scales;
     uint num_heads;
     uint fours;
-    // Rows that the blocks have room for.
+    // Rows that the blocks have room for, padding included.
     uint padded;
 };
 

@@ -1,12 +1,11 @@
 // out[t, :] = E[id(t), :] * scale
 //
-//   E    [vocab, cols], packed (common/weights.glsl), in shards of rows_per_shard rows; `shards` lists their
-//        addresses
-//   ids  [tokens]: a token id, or 1 << 31 | slot for the id last sampled in that slot; the last row stands for ids beyond
-//        it, which another model may have sampled there
+//   E    [vocab, cols], packed (common/weights.glsl), in shards of rows_per_shard rows; `shards` lists their addresses
+//   ids  [tokens]: a token id, or 1 << 31 | slot for the id last sampled in that slot. Another model may have sampled
+//        it; an id beyond the vocabulary uses the last row
 //   out  f32 [tokens, cols], rows out_stride apart
 //
-// A workgroup copies one token's row, an invocation every 64th block of it.
+// A workgroup copies one token's row; an invocation takes every 64th block of it.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -57,7 +56,7 @@ void main() {
             const vec4 w = block_weights(block, i);
             [[unroll]] for (uint j = 0; j < 4; j++) {
                 const uint k = b * BLOCK + 4 * i + j;
-                // Dequantized first, then scaled: the order of the reference.
+                // The reference dequantizes first and then scales, so the order is fixed.
                 if (k < cols) {
                     precise float value = w[j] * scale_shift.x;
                     value = value + scale_shift.y;

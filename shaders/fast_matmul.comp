@@ -1,14 +1,15 @@
-// y[t, r] = sum over k of x[t, k] * W[r, k], x quantized: what `fast` means (common/fast.glsl, which gives the order of sums)
+// y[t, r] = sum over k of x[t, k] * W[r, k], with quantized x. common/fast.glsl is the contract, with the order of
+// sums.
 //
-//   W  up to three matrices [rows, cols], packed (common/weights.glsl), which meet the same x
+//   W  up to three matrices [rows, cols], packed (common/weights.glsl), all multiplied with one x
 //   x  int8 blocks of `tokens` rows, padded to x_stride       y  f32 [tokens, rows] of each matrix, rows y_stride apart
 //
-// GEGLU takes two matrices of one shape, gate and up: y0 and y1_or_none are then blocks and scales of gelu_tanh(gate) * up,
-// quantized, for as many padded rows as x has.
+// GEGLU takes two matrices of one shape, gate and up. y0 and y1_or_none are then blocks and scales of gelu_tanh(gate) *
+// up, quantized, with as many padded rows as x has.
 //
-// More tokens than a workgroup takes are shared out in passes: x counts passes that go together, z groups of such passes.
-// Workgroups that need the same weights stand side by side, so that memory gives them once. Spare columns read what pads x,
-// and are not stored.
+// More tokens than one workgroup takes need several passes over the weights: the x dimension of the grid counts passes
+// that run together, the z dimension counts groups of such passes. Workgroups with the same weights are neighbours, so
+// that memory delivers the weights once. Spare columns read the padding of x, and are not stored.
 //
 // Three bodies compute the same bits:
 //
@@ -24,7 +25,7 @@
 #include "fast.glsl"
 #include "gelu.glsl"
 
-// Tokens of a workgroup.
+// Tokens that a workgroup computes.
 layout(constant_id = 0) const uint COLUMNS = 1;
 #if defined(ON_CPU)
 #define IN_F32
@@ -73,8 +74,8 @@ layout(push_constant, std430) uniform Push {
 uint tiles_of(uint rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 uint parts_of(uint rows) { return (tiles_of(rows) + ROW_TILES - 1) / ROW_TILES; }
 
-// A part of a matrix, of ROW_TILES tiles of rows, and how far apart the tokens of its product are. Addresses,
-// for SwiftShader's compiler crashes over a choice between references.
+// A part of a matrix: ROW_TILES tiles of rows, and the distance between the tokens of its product. It holds addresses,
+// because SwiftShader's compiler crashes over a choice between references.
 struct Part {
     uint matrix;
     uvec2 blocks;
@@ -84,7 +85,7 @@ struct Part {
     uint first_tile;
 };
 
-// The parts of all matrices stand behind each other; those of two that GeGLU takes, in one place.
+// Parts are numbered through all matrices. The two matrices of GEGLU share their parts.
 Part part_of(uint index) {
 #if !defined(ON_CPU) && !defined(IN_TILES)
     if (GEGLU == 1) return Part(0, uvec2(blocks0), uvec2(scales0), rows0, y0_stride, index);

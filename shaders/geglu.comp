@@ -1,10 +1,10 @@
 // gelu_tanh(gate[t, i]) * up[t, i]; gate and up f32 [rows, width], rows stride apart.
 //
-//   default  gate = it, in place
-//   INT8     blocks, scales = it, quantized (common/fast.glsl)
-//   BOTH     both
+//   default  writes the result to gate, in place
+//   INT8     writes the quantized result to blocks and scales (common/fast.glsl)
+//   BOTH     writes both
 //
-// A column of workgroups takes a row, a lane four columns.
+// A column of workgroups takes a row; a lane takes four columns.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -35,7 +35,7 @@ layout(push_constant, std430) uniform Push {
     WriteScales scales;
     uint width;
     uint stride;
-    // Rows that the blocks have room for.
+    // Rows that the blocks have room for, padding included.
     uint padded;
 };
 
@@ -48,7 +48,7 @@ void main() {
             const uint at = (row * stride + column) / 4;
             const vec4 g = gate.at[at], u = up.at[at];
             value = vec4(gelu_tanh(g.x) * u.x, gelu_tanh(g.y) * u.y, gelu_tanh(g.z) * u.z, gelu_tanh(g.w) * u.w);
-            // Beyond the row lies what may be anything.
+            // Memory beyond the row may hold anything.
             value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
 #ifndef INT8
             gate.at[at] = value;

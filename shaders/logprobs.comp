@@ -1,17 +1,18 @@
-// The log probability of the id that was drawn, and the most likely ids with theirs, for the rows that want them.
+// The log probability of the drawn id, and the most likely ids with theirs, for the rows that request them.
 //
-//   logits  f32 [rows, *], rows logits_stride apart: the model's own, before penalties, temperature and the rest;
+//   logits  f32 [rows, *], rows logits_stride apart: the model's own, before penalties, temperature and filters;
 //           ids >= vocab are padding
-//   ids     [rows]: what was drawn
-//   parts   [rows, chunks, PART]: for each chunk of CHUNK ids, its highest logit and the sum of exponentials relative to it
-//           (f32), and MOST pairs of its most likely ids and their logits; an id of 0xffffffff where it has no more
-//   out     [rows, out_stride]: the f32 of ids[row], then pairs of id and f32, the most likely first, ties to the lowest
-//           id; an id of 0xffffffff stands where the vocabulary has no more
+//   ids     [rows]: the drawn ids
+//   parts   [rows, chunks, PART]: for each chunk of CHUNK ids, its highest logit and the sum of exponentials relative
+//           to it (f32), and MOST pairs of its most likely ids and their logits; the id is 0xffffffff where there are
+//           no more
+//   out     [rows, out_stride]: the log probability of ids[row], then pairs of id and log probability, the most
+//           likely first, ties by the lowest id; the id is 0xffffffff where the vocabulary has no more
 //
 //   PARTS   a workgroup takes a chunk of a row
 //   MERGE   a workgroup takes a row, and an invocation a chunk
 //
-// A row's sum has one order, which its chunks fix.
+// The chunks fix the order of a row's sum.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -55,7 +56,7 @@ void main() {
     if (wanted == 0) return;
     const uint base = row * logits_stride, first = chunk * CHUNK + lane, part = (row * chunks() + chunk) * PART;
 
-    // Beyond the vocabulary: nothing.
+    // Ids beyond the vocabulary count as the lowest logit.
     float own[OWN];
     float best = LOWEST;
     [[unroll]] for (uint i = 0; i < OWN; i++) {
@@ -76,7 +77,7 @@ void main() {
         parts.at[part + 1] = floatBitsToUint(sum);
     }
 
-    // The best of those that are left; who had the last one looks for its next.
+    // Finds the best of the remaining ids. Only the invocation that had the last one looks for its next.
     uint left = (1u << OWN) - 1, best_id = NONE;
     bool looks = true;
     for (uint n = 0; n + 1 < wanted; n++) {
@@ -119,7 +120,7 @@ void main() {
     const float log_sum = log(workgroup_sum());
     if (lane == 0) result.at[result_base] = floatBitsToUint(logits.at[base + drawn] - maximum - log_sum);
 
-    // Each list is in order, so the best of all is one of their heads.
+    // Each chunk's list is sorted, so the best of all is the head of a list.
     uint taken = 0;
     for (uint n = 0; n + 1 < wanted; n++) {
         const bool has_more = is_one && taken + 1 < wanted;

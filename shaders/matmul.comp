@@ -3,12 +3,13 @@
 //   W  [rows, cols], packed (common/weights.glsl)     x  f32 [tokens, cols], rows x_stride apart (multiple of 4)
 //   y  f32 [tokens, rows], rows y_stride apart
 //
-// A workgroup computes a tile of 32 rows by COLUMNS tokens: lane (row, split) walks every SPLITS-th block of its row, and the
-// splits' sums are added in order. That order depends on the matrix alone, so one token's result has the same bits whatever
-// else is in the batch and however large the tiles are. What is the same for all lanes of a subgroup, activations above all, can
-// come from scalar registers. On a device that is a CPU (ON_CPU), an invocation is several rows, for which it uses what it
-// loaded, and walks the splits one after the other. More than COLUMNS tokens take several passes over the weights: x counts
-// passes that go together, z groups of such passes.
+// A workgroup computes a tile of 32 rows by COLUMNS tokens. Lane (row, split) walks every SPLITS-th block of its row,
+// and the sums of the splits are added in order. The order depends on the matrix alone, so a token's result has the
+// same bits in any batch and with any tile size. Data that all lanes of a subgroup share, above all activations, can
+// come from scalar registers. On a device that is a CPU (ON_CPU), an invocation computes several rows from each
+// activation that it loads, and walks the splits one after the other. More than COLUMNS tokens need several passes over
+// the weights: the x dimension of the grid counts passes that run together, the z dimension counts groups of such
+// passes.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #extension GL_KHR_shader_subgroup_ballot : require
@@ -23,7 +24,8 @@ layout(constant_id = 0) const uint COLUMNS = 1;
 #include "lanes.glsl"
 layout(local_size_x = INVOCATIONS) in;
 const uint ROWS = TURNS;
-// Splits that it walks together: then it reads the weights in the order in which they lie in memory, for as many sums.
+// Splits that are walked together. One column takes all splits at once, and so reads the weights in the order of
+// memory.
 const uint TOGETHER = COLUMNS == 1 ? SPLITS : 1;
 #else
 layout(local_size_x = 32, local_size_y = SPLITS) in;
@@ -46,7 +48,7 @@ layout(push_constant, std430) uniform Push {
     uint blocks_per_scale;
 };
 
-// What an invocation added up, what a block adds, unscaled, and the sums of the activations that a block multiplies.
+// The sums of an invocation; the unscaled contribution of one block; and the sums of the activations of that block.
 float acc[TOGETHER][ROWS][COLUMNS];
 float sum[ROWS][COLUMNS];
 float x_sum[COLUMNS];
@@ -56,14 +58,14 @@ void load_block(uint tile, uint b, uint blocks_per_row, out uvec4 to[ROWS]) {
     [[unroll]] for (uint r = 0; r < ROWS; r++) to[r] = block_at(blocks, tile, b, lane_of(r), blocks_per_row);
 }
 
-// Adds columns k to k + 3, the i-th four of a block; not all of them need be there.
+// Adds columns k to k + 3, which are the i-th four of a block. Some may lie beyond the matrix, unless `all_there`.
 void add_four(uint i, uint first_token, uint k, bool all_there) {
     vec4 w[ROWS];
     [[unroll]] for (uint r = 0; r < ROWS; r++) w[r] = block_weights(block[r], i);
     [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
         // Spare columns repeat the last token, and are not stored.
         vec4 v = x.at[(min(first_token + c, tokens - 1) * x_stride + k) / 4];
-        // Beyond the row lies another row or nothing: zero it, since 0 * NaN is NaN.
+        // Memory beyond the row holds another row or nothing. It is zeroed, since 0 * NaN is NaN.
         if (!all_there) v = mix(vec4(0), v, lessThan(uvec4(k, k + 1, k + 2, k + 3), uvec4(cols)));
         [[unroll]] for (uint r = 0; r < ROWS; r++)
             sum[r][c] = fma(w[r].w, v.w, fma(w[r].z, v.z, fma(w[r].y, v.y, fma(w[r].x, v.x, sum[r][c]))));
@@ -80,7 +82,7 @@ void clear_sums() {
     }
 }
 
-// Adds what block b contributes, scaled, to one of the splits.
+// Adds the contribution of block b, scaled, to one of the splits.
 void fold(uint s, uint tile, uint b, uint blocks_per_row) {
     [[unroll]] for (uint r = 0; r < ROWS; r++) {
 #if defined(SCALED_BY_GROUP)
@@ -97,7 +99,7 @@ void fold(uint s, uint tile, uint b, uint blocks_per_row) {
     }
 }
 
-// Adds a block all of whose columns there are, and one that has fewer.
+// Adds a block inside the matrix; add_last adds a block of which some columns lie beyond it.
 void add_whole(uint s, uint tile, uint b, uint first_token, uint blocks_per_row) {
     clear_sums();
     [[unroll]] for (uint i = 0; i < BLOCK / 4; i++) add_four(i, first_token, b * BLOCK + 4 * i, true);
@@ -155,7 +157,7 @@ void main() {
     }
 }
 #else
-// It holds as many columns as there are splits: an invocation adds up one.
+// The array has as many columns as there are splits, since each invocation adds up one column.
 shared float partial[SPLITS][SPLITS][TILE_ROWS];
 
 void main() {
@@ -170,7 +172,7 @@ void main() {
     clear_acc();
     uint b = split;
     [[dont_unroll]] for (; b < whole; b += SPLITS) {
-        // A block is asked for before the one before it is used.
+        // Each block is loaded before the previous one is used.
         block = next;
         load_block(tile, min(b + SPLITS, blocks_per_row - 1), blocks_per_row, next);
         add_whole(0, tile, b, first_token, blocks_per_row);
@@ -181,7 +183,7 @@ void main() {
         add_last(0, tile, b, first_token, blocks_per_row);
     }
 
-    // An invocation adds up the splits of column `split` of those that are staged, in order.
+    // An invocation adds up, in order, the splits of column `split` of the staged columns.
     [[unroll]] for (uint staged = 0; staged < COLUMNS; staged += SPLITS) {
         if (staged > 0) barrier();
         [[unroll]] for (uint c = 0; c < SPLITS; c++)

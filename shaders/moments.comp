@@ -2,7 +2,7 @@
 //
 //   x     f32 [tokens, width], rows x_stride apart        sums  f32 [width]
 //
-// How large the inputs of a matrix are, column by column: what errors of its weights count (`unicorn quantize
+// The sizes of a matrix's inputs, column by column, which weigh the errors of its weights (`unicorn quantize
 // --calibrate`). An invocation sums one column, in the order of the tokens.
 #version 460
 #extension GL_GOOGLE_include_directive : require

@@ -1,7 +1,8 @@
-// out[i] = the sum of 32 chains of fused multiply-adds in f32, each x = x a + b, `rounds` times four, from x = i
+// out[i] = the sum of 32 chains of fused multiply-adds in f32. Each chain repeats x = x a + b, 4 * `rounds` times, from
+// x = i
 //
-// How many of them a device does in a second: no memory is read, and no chain waits for another. With a = b = 1/2 each chain
-// comes to 1, whatever i is.
+// Measures a device's rate of multiply-adds: no memory is read, and no chain waits for another. With a = b = 1/2 each
+// chain converges to 1 for every i.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"

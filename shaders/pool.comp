@@ -2,8 +2,8 @@
 //
 //   x     f32 [tokens, width], rows x_stride apart        sums  f32 [width]
 //
-// What mean pooling needs of the final hidden states. An invocation sums one column, token by token: a text that comes in
-// several steps has the same sum, to the bit, however it is cut.
+// The sums for mean pooling over the final hidden states. An invocation sums one column, token by token, so that the
+// sum of a text has the same bits in however many steps it comes.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"

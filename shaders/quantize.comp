@@ -1,6 +1,6 @@
-// blocks, scales = x [rows, width], quantized (common/fast.glsl); x f32, rows stride apart (a multiple of 4).
+// blocks, scales = x [rows, width], quantized (common/fast.glsl). x is f32, with rows stride apart (a multiple of 4).
 //
-// A column of workgroups takes a row, a lane four columns.
+// A column of workgroups takes a row; a lane takes four columns.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -17,7 +17,7 @@ layout(push_constant, std430) uniform Push {
     WriteScales scales;
     uint width;
     uint stride;
-    // Rows that the blocks have room for.
+    // Rows that the blocks have room for, padding included.
     uint padded;
 };
 
@@ -28,7 +28,7 @@ void main() {
         vec4 value = vec4(0);
         if (column < width) {
             value = x.at[(row * stride + column) / 4];
-            // Beyond the row lies what may be anything.
+            // Memory beyond the row may hold anything.
             value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
         }
         quantize_four(blocks, scales, padded, row, column, width, value);

@@ -5,12 +5,12 @@
 //   ADD       hidden[t] += norm(x[t])        (the residual add behind a post-norm)
 //   RESIDUAL  hidden[t] += norm(x[t]), and y[t] = norm(hidden[t]) by next_weight: the norm before what comes next
 //
-// Of what has a y: with INT8, blocks and scales are y quantized (common/fast.glsl) and y itself is not written; with BOTH,
-// both are.
+// With INT8, variants with a y write it quantized, as blocks and scales (common/fast.glsl), instead of y; with BOTH
+// they write both.
 //
-//   x f32 [*, dim], rows x_stride apart; y and hidden f32, rows y_stride apart; weights f32 [dim]. Strides are multiples
-//   of 4. A workgroup takes one row, a lane four columns of every 1024. All variants share each step: their bits are the
-//   same.
+//   x f32 [*, dim], rows x_stride apart; y and hidden f32, rows y_stride apart; weights f32 [dim]. Strides are
+//   multiples of 4. A workgroup takes one row; a lane takes four columns of every 1024. All variants share each step,
+//   so their bits are equal.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -34,13 +34,13 @@ layout(push_constant, std430) uniform Push {
     uint dim;
     uint x_stride;
     uint y_stride;
-    // Rows that the blocks have room for.
+    // Rows that the blocks have room for, padding included.
     uint padded;
     float eps;
     float next_eps;
 };
 
-// What lies beyond the row may be anything.
+// Replaces columns beyond the row by 0; memory there may hold anything.
 vec4 within(vec4 value, uint column) {
     return mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(dim)));
 }
@@ -55,7 +55,7 @@ vec4 weight_at(ReadFloats weights, uint column) {
 
 float add_squares(float sum, vec4 v) { return fma(v.w, v.w, fma(v.z, v.z, fma(v.y, v.y, fma(v.x, v.x, sum)))); }
 
-// What a row is multiplied with; the lanes have shared the sums of its squares.
+// The factor of a row. The lanes have shared the sums of its squares.
 float factor_of(float epsilon) { return inversesqrt(workgroup_sum() / float(dim) + epsilon); }
 
 void main() {
@@ -91,7 +91,7 @@ void main() {
     factor = factor_of(next_eps);
 #endif
 #ifndef ADD
-    // Quantizing, a workgroup goes on together to the end of the last block.
+    // When quantizing, all invocations of a workgroup go on to the end of the last block.
 #if defined(INT8) || defined(BOTH)
     const uint end = (dim + 4 * INVOCATIONS - 1) / (4 * INVOCATIONS) * (4 * INVOCATIONS);
 #else
@@ -101,7 +101,7 @@ void main() {
         vec4 normed = vec4(0);
         if (column < last) {
 #if defined(RESIDUAL)
-            // As this invocation wrote it.
+            // This invocation wrote these columns of `hidden` itself.
             normed = hidden.at[to + column / 4] * factor * weight_at(next_weight, column);
 #else
             normed = within(x.at[from + column / 4], column) * factor * weight_at(weight, column);

@@ -1,37 +1,38 @@
-// Draws one token per row of logits: ids[row], and sampled[slot] for the next step's embedding.
+// Samples one id per row of logits: writes ids[row], and sampled[slot] for the next step's embedding.
 //
 //   logits    f32 [rows, *], rows logits_stride apart; ids >= vocab are padding and never drawn
-//   adjusted  u32 [rows, *], the same: what penalties and biases made of them (adjust.comp)
+//   adjusted  u32 [rows, *], laid out like logits: the changes by penalties and biases (adjust.comp)
 //   masks     u32 [*, mask_words]: bit id % 32 of word id / 32 is set where an id may come
 //
-// temperature 0: the highest logit, ties to the lowest id. Else, over z = (logit - max) / temperature: min_p, top_k
-// and top_p, in this order, each become a threshold on the logit (top_k: the k-th largest; top_p: the largest value
-// with mass >= top_p of what is left; ties at a threshold stay in). The draw is the Gumbel maximum,
-// argmax(z - log(E)), E exponential from Philox4x32-10 with key = seed and counter = (position, id / 4): it depends
-// on nothing else in the batch, nor on how many workgroups there are.
+// With temperature 0 the result is the highest logit, ties by the lowest id. Otherwise z = (logit - max) / temperature,
+// and min_p, top_k and top_p, in this order, each become a threshold on the logit. top_k's is the k-th largest logit,
+// top_p's is the largest value with mass >= top_p of the remaining ids; ids equal to a threshold stay in. The sample is
+// the Gumbel maximum, argmax(z - log(E)), with E exponential from Philox4x32-10, key = seed and counter = (position, id
+// / 4). It depends on nothing else in the batch, nor on the number of workgroups.
 //
-// Logits that are not finite, or as large as a finite number can be, yield id 0xffffffff, which the host reports as an error, and so does a row whose every id
-// is forbidden.
+// A row yields id 0xffffffff, which the host reports as an error, if a logit is not finite or as large as a finite
+// number can be, or if every id is forbidden.
 //
-// A row is cut into chunks of CHUNK ids, each a workgroup's. Masses are integers (common/mass.glsl), so no order matters.
+// A row is cut into chunks of CHUNK ids, one for each workgroup. Masses are integers (common/mass.glsl), so their order
+// does not matter.
 //
 //   maxima  [rows, chunks] of (f32 highest, f32 lowest that may come, id of the highest, 0)
-//   bins    [rows, 3, BINS], 0 before: ids by how far they are below the maximum, the first bin nearest to it; how many, and
-//           the two sums of the parts of their masses, as one number of 64 bits
-//   found   [rows, found_stride]: for each chunk, the best of the ids that are in for sure (f32, id), and of the undecided
-//           ones (f32, id); LIST pairs of what is undecided (ordered logit, id); LIST ordered logits of the bin that has the
-//           k-th largest. Then TALLIES of each row, 0 before: how many the first list has, the largest of them and the
-//           smallest (its complement); the same of the second list
+//   bins    [rows, 3, BINS], initially 0: a histogram of the ids by their distance below the maximum, the first bin
+//           nearest to it. Each bin counts its ids, and adds up their masses as one number of 64 bits
+//   found   [rows, found_stride]: for each chunk, the best of the ids that are certainly in (f32, id), and of the
+//           undecided ones (f32, id); LIST pairs of undecided ids (ordered logit, id); LIST ordered logits of the bin
+//           with the k-th largest. Behind all rows, TALLIES words of each row, initially 0: the length of the first
+//           list, its largest ordered logit, the complement of its smallest; then the same three of the second list
 //
 //   MAXIMA  writes maxima
-//   MASSES  adds up bins, of rows with top_k or top_p
-//   DRAW    finds in the bins where the thresholds are: ids in the bins above are in, and the best of them is found; those in
-//           the same bins are undecided, and are listed
-//   CHOICE  finds the thresholds among what is listed, and the best of all. A workgroup takes one row
-//   GREEDY  the same, of rows with temperature 0 alone: the best of maxima
+//   MASSES  adds up bins, for rows with top_k or top_p
+//   DRAW    finds in the bins where the thresholds are. Ids in the bins above are in, and the best of them is found.
+//           Ids in the thresholds' bins are undecided, and are listed
+//   CHOICE  finds the thresholds among the listed ids, and the best of all. A workgroup takes one row
+//   GREEDY  finds the best of maxima, for rows with temperature 0
 //
-// Where more ids are undecided than the list holds, and not all are equal, CHOICE goes through the whole row instead, by
-// bisection over the logits' bit patterns.
+// Where more ids are undecided than the list holds, and they are not all equal, CHOICE walks the whole row instead, in
+// a bisection over the logits' bit patterns.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -81,14 +82,14 @@ layout(push_constant, std430) uniform Push {
 uint chunks() { return (vocab + CHUNK - 1) / CHUNK; }
 uint found_stride() { return 4 * chunks() + 3 * LIST; }
 
-// Maps floats to unsigned integers of the same order, and back.
+// Maps floats to unsigned integers of equal order, and back.
 uint ordered(float f) {
     const uint bits = floatBitsToUint(f);
     return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
 }
 float unordered(uint key) { return uintBitsToFloat(key >> 31 != 0 ? key & 0x7fffffffu : ~key); }
 
-// Only these need bins, and the lists.
+// Whether a row needs bins and lists.
 bool is_filtered(Request request) {
     return request.temperature > 0.0 && ((request.top_k > 0 && request.top_k < vocab) || request.top_p < 1.0);
 }
@@ -103,7 +104,7 @@ void find_row(uint row, Request request) {
     mask_base = is_masked ? (request.mask - 1) * mask_words : 0;
 }
 
-// The logits of four ids, from 4 * `four` on, and what became of them.
+// The logits of four ids from 4 * `four` on: raw_logits before and changed_logits after penalties, biases and mask.
 vec4 raw_logits(uint four) { return logits.at[row_of_logits + four]; }
 vec4 changed_logits(uint four, vec4 raw) {
     if (is_adjusted) {
@@ -118,7 +119,7 @@ vec4 changed_logits(uint four, vec4 raw) {
     }
     return raw;
 }
-// Behind the vocabulary lies what may be anything: no arithmetic is done with it.
+// Memory behind the vocabulary may hold anything, so no arithmetic uses it.
 vec4 logits_of(uint four) {
     vec4 changed = changed_logits(four, raw_logits(four));
     [[unroll]] for (uint j = 0; j < 4; j++) {
@@ -127,7 +128,7 @@ vec4 logits_of(uint four) {
     return changed;
 }
 
-// What is best so far: the highest value, ties to the lowest id.
+// The best id so far: the highest value, ties by the lowest id.
 struct Best {
     float value;
     uint id;
@@ -141,7 +142,7 @@ void consider(inout Best best, float value, uint id) {
 shared float tree_values[WORKGROUP], tree_lows[WORKGROUP];
 shared uint tree_ids[WORKGROUP];
 
-// The best of what each invocation brings, and the lowest of their `low`s.
+// The best over all invocations, and the minimum of their `low`.
 Best best_of_all(Best best, inout float low) {
     const uint i = gl_LocalInvocationID.x;
     tree_values[i] = best.value;
@@ -165,14 +166,14 @@ Best best_of_all(Best best, inout float low) {
 }
 
 #ifndef MAXIMA
-// A row's highest logit and the lowest one that may come; what follows from them and the request.
+// A row's highest logit, the lowest logit that may come, and values that follow from them and the request.
 float maximum, lowest;
 float lowest_half, twice_inverse;
 uint least_key;
 float bin_scale;
 uint bin_ratio;
 
-// Below this nothing is drawn from, above neither.
+// Whether a row can be sampled: an id may come, and no logit is too large.
 bool is_one() { return maximum > FORBIDDEN && maximum < HIGHEST; }
 
 Best find_maximum(uint row) {
@@ -188,27 +189,27 @@ Best find_maximum(uint row) {
     return best;
 }
 
-// How far below the maximum a logit is, in temperatures: at most 0. By halves, of which no difference is infinite; what is
-// further below than anything counts is taken to be just that far.
+// The distance of a logit below the maximum, divided by the temperature: at most 0. Halves keep the difference finite.
+// Logits so low that they cannot matter are all mapped to one distance.
 float z_of(float logit) { return max(logit * 0.5 - maximum * 0.5, lowest_half) * twice_inverse; }
 float powers_below(float z) { return z * -1.4426950408889634; }
 
-// A finite row's, with a temperature.
+// Requires a row of finite logits, and a temperature.
 void find_scale(Request request) {
     const float temperature = bounded(request.temperature);
     twice_inverse = reciprocal(temperature) * 2.0;
     lowest_half = -100.0 * temperature;
-    // A logarithm of 1 need not be 0 everywhere.
+    // A logarithm of 1 need not be 0 on every device.
     const uint of_min_p = ordered(maximum + log(max(request.min_p, 1e-37)) * temperature);
     least_key = request.min_p > 0.0 ? min(of_min_p, ordered(maximum)) : 0;
-    // Bins divide evenly what lies between the highest logit and the lowest one that counts, in integers of 20 bits.
+    // Bins evenly divide the range from the highest logit to the lowest one that matters, in integers of 20 bits.
     const float most = min(powers_below(z_of(lowest)), WEIGHTLESS);
     const uint exponent = max(floatBitsToUint(most) >> 23, 20);
     bin_scale = uintBitsToFloat((273 - exponent) << 23);
     bin_ratio = 0xffffffffu / (uint(most * bin_scale) + 1);
 }
 
-// Whether an id may come as far as min_p and its own mass go.
+// Whether an id may be drawn, as far as min_p and its own mass decide.
 bool may_come(float logit, float t) { return logit > FORBIDDEN && t < WEIGHTLESS && ordered(logit) >= least_key; }
 
 uint bin_of(float t) { return high_product(uint(t * bin_scale) * BINS, bin_ratio); }
@@ -230,7 +231,7 @@ uvec4 noise(Request request, uint four) {
     return philox(uvec2(request.seed_low, request.seed_high), uvec4(request.position, four, 0, 0));
 }
 
-// -log of an exponential variate. u = 1 - v: near v = 0, where the largest results come from, the series keeps the
+// -log of an exponential variate, with u = 1 - v. The largest results come from v near 0, where the series keeps the
 // bits that 1 - v would round away.
 float gumbel(uint random) {
     const float v = (float(random) + 0.5) * 2.3283064365386963e-10;
@@ -238,18 +239,20 @@ float gumbel(uint random) {
     return -log(exponential);
 }
 
-// Where the thresholds of a row are, as far as its bins tell.
+// The thresholds of a row, as far as its bins determine them.
 struct Cut {
-    // Bins before `first` are in, those behind `last` are out. How many ids are in between, and the mass before `first`.
+    // Bins before `first` are in, bins behind `last` are out. `undecided` counts the ids between, mass_above is the
+    // mass before `first`.
     uint first, last, undecided;
     uvec2 mass_above;
-    // Whether there are as many ids as top_k; the bin of the k-th, how many ids are before it and in it, and their masses.
+    // Whether there are at least top_k ids; then the bin of the k-th, the number of ids before the bin and in it, and
+    // their masses.
     bool has_kth;
     uint kth_bin, count_above_kth, count_of_kth;
     uvec2 mass_above_kth, mass_of_kth;
-    // Whether top_p needs to know which ids of that bin are in.
+    // Whether top_p depends on which ids of that bin are in.
     bool lists_kth;
-    // Of all bins.
+    // Mass of all bins.
     uvec2 total;
 };
 
@@ -320,7 +323,7 @@ Cut cut_of(uint row, Request request) {
         cut.count_of_kth = cut_words[5];
         cut.mass_above_kth = uvec2(cut_words[6], cut_words[7]);
         cut.mass_of_kth = uvec2(cut_words[8], cut_words[9]);
-        // Where the bin ends with the k-th, all of it is in.
+        // If the bin ends with the k-th id, the whole bin is in.
         const bool is_whole = cut.count_above_kth + cut.count_of_kth == request.top_k;
         cut.lists_kth = by_p && !is_whole;
         const uvec2 through = add64(cut.mass_above_kth, cut.mass_of_kth);
@@ -337,7 +340,7 @@ Cut cut_of(uint row, Request request) {
 
     if (by_p) {
         if (lane == 0) {
-            // Nothing at all is wanted: the highest ids have that.
+            // Initial values for a top_p of 0, which only the highest ids satisfy.
             cut_words[10] = 0;
             cut_words[11] = 0;
             cut_words[12] = 0;
@@ -384,7 +387,8 @@ void main() {
         const vec4 raw = raw_logits(four), changed = changed_logits(four, raw);
         [[unroll]] for (uint j = 0; j < 4; j++) {
             if (four * 4 + j < last) {
-                // What is not finite must not vanish in comparisons, nor behind a mask: it counts as highest, which is refused.
+                // A logit that is not finite must not vanish in comparisons or behind a mask. It counts as the highest,
+                // and the row is refused.
                 const float logit = is_finite(raw[j]) ? changed[j] : HIGHEST;
                 if (logit > best.value || best.id == NONE) best = Best(logit, four * 4 + j);
                 if (logit > FORBIDDEN) low = min(low, logit);
@@ -414,7 +418,7 @@ void main() {
         highs[bin] = 0;
     }
     barrier();
-    // A chunk has so few ids that no sum of a part of their masses exceeds 32 bits.
+    // A chunk has so few ids that a sum of one part of their masses fits into 32 bits.
     const uint last = min((chunk + 1) * CHUNK, vocab);
     for (uint four = chunk * CHUNK / 4 + lane; four * 4 < last; four += WORKGROUP) {
         const vec4 x = logits_of(four);
@@ -435,7 +439,7 @@ void main() {
             const uint at = row * 3 * BINS + bin;
             uvec2 sum = joined(uvec2(lows[bin], highs[bin]));
             atomicAdd(bins.at[at], counts[bin]);
-            // However the chunks come, each addition that goes beyond 32 bits is seen by one of them.
+            // In any order of the chunks, exactly one of them sees each carry out of the low 32 bits.
             const uint before = atomicAdd(bins.at[at + BINS], sum.x);
             sum.y += uint(before + sum.x < before);
             atomicAdd(bins.at[at + 2 * BINS], sum.y);
@@ -444,7 +448,7 @@ void main() {
 }
 
 #elif defined(DRAW)
-// Largest ordered logit and its smallest one's complement, of both lists.
+// The largest ordered logit and the complement of the smallest, for both lists.
 shared uint ends[4];
 
 void main() {
@@ -522,14 +526,14 @@ void main() {
 }
 
 #elif defined(CHOICE)
-// Ordered logits, each so many words behind the one before; a count of 0 stands for the whole row.
+// A list of ordered logits, `stride` words apart. A count of 0 stands for the whole row.
 struct Keys {
     uint at, stride, count;
 };
 
 shared uint weighed[3];
 
-// How many ids there are at or above `key`, and their mass.
+// The number and the mass of the ids at or above `key`.
 uvec3 weigh(Keys keys, uint key) {
     const uint lane = gl_LocalInvocationID.x;
     uint count = 0;
@@ -566,8 +570,8 @@ uvec3 weigh(Keys keys, uint key) {
     return uvec3(weighed[0], weighed[1], weighed[2]);
 }
 
-// The largest key from `low` to `high` that `count` ids or more are at or above, or, with a count of 0, of which the mass is
-// `wanted` with what is above the keys.
+// The largest key in `low`..`high` that at least `count` ids reach. With a count of 0, the largest key whose ids have
+// the mass `wanted`, together with the mass `above`.
 uint threshold_of(Keys keys, uint low, uint high, uint count, uvec2 above, uvec2 wanted) {
     while (low < high) {
         const uint middle = low + (high - low) / 2 + 1;
@@ -663,7 +667,7 @@ void main() {
     }
     if (lane == 0) {
         ids.at[row] = is_one() ? best.id : NONE;
-        // The next step may read this before the host sees the failure: it must be a row of the embedding.
+        // The next step may read this before the host sees the failure, so it must be a row of the embedding.
         sampled.at[request.slot] = is_one() ? best.id : 0;
     }
 }
@@ -674,7 +678,7 @@ void main() {
     const Best best = find_maximum(row);
     if (gl_LocalInvocationID.x == 0) {
         ids.at[row] = is_one() ? best.id : NONE;
-        // The next step may read this before the host sees the failure: it must be a row of the embedding.
+        // The next step may read this before the host sees the failure, so it must be a row of the embedding.
         sampled.at[requests.at[row].slot] = is_one() ? best.id : 0;
     }
 }

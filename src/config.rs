@@ -1,7 +1,8 @@
-//! TOML, environment and flags into one validated [`Config`]. Pure: the caller reads files and the environment.
+//! Merges TOML, environment and flags into one validated [`Config`]. No I/O: the caller reads files and the
+//! environment.
 //!
-//! `config/default.toml` is the one list of options, with their defaults; the structs here mirror it, and a field
-//! missing there is a bug that every test meets. An unknown option is an error that names it and where it stood.
+//! `config/default.toml` is the one list of options and their defaults. The structs here mirror it, and every test
+//! fails if a field is missing there. An unknown option is an error that names the option and the layer it came from.
 
 use std::fmt::Display;
 use std::str::FromStr;
@@ -14,10 +15,11 @@ use crate::tensor::{KvDtype, Precision, QuantizeMode};
 /// The documented defaults, as TOML.
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
 const ENV_PREFIX: &str = "UNICORN_";
-/// Variables behind that prefix that are no options: the file's name, the keys, what a binary was built of, and those of the project's own tools.
+/// Variables with that prefix that are no options: the configuration file's name, the keys, the commit that a binary
+/// was built from, and the variables of the project's own tools.
 const OUR_VARIABLES: [&str; 3] = ["CONFIG", "API_KEYS", "COMMIT"];
 const OUR_PREFIXES: [&str; 2] = ["TEST_", "SKIP_"];
-/// Kubernetes and Docker name variables after services.
+/// Advice for variables that Kubernetes and Docker set for their services.
 const KUBERNETES: &str = " (a container platform sets it for a service of that name: rename the service, or set \
                           enableServiceLinks to false)";
 
@@ -33,7 +35,7 @@ pub struct Config {
     pub memory: Memory,
     pub engine: Engine,
     pub kv: Kv,
-    /// All of it, as it was set.
+    /// All merged options.
     #[serde(skip)]
     options: Table,
 }
@@ -41,7 +43,7 @@ pub struct Config {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Log {
-    /// A level or directives; none is what the command says.
+    /// A level or directives; `None` leaves the choice to the command.
     #[serde(deserialize_with = "unless_empty")]
     pub level: Option<String>,
 }
@@ -51,26 +53,26 @@ pub struct Log {
 pub struct Server {
     pub host: String,
     pub port: u16,
-    /// Requests that may wait.
+    /// Most requests that wait.
     pub queue: usize,
-    /// Requests of one client that may be under way.
+    /// Most requests of one client that are under way.
     pub requests_per_client: usize,
     pub max_body_bytes: usize,
-    /// Responses kept for later requests, and the bytes they may take.
+    /// Most responses kept for later requests, and the bytes they may take.
     pub stored_responses: usize,
     pub stored_response_bytes: usize,
-    /// Connections open at once.
+    /// Most connections open at once.
     pub connections: usize,
     pub head_timeout_s: u64,
     pub idle_timeout_s: u64,
     pub shutdown_grace_s: u64,
     #[serde(deserialize_with = "unless_empty")]
     pub api_key_file: Option<String>,
-    /// Whether other machines may be let in without a key.
+    /// Whether clients on other machines need no API key.
     pub allow_keyless: bool,
     pub allowed_hosts: Vec<String>,
     pub cors_origins: Vec<String>,
-    /// PEM files; both or none.
+    /// PEM files; either both are set or neither.
     #[serde(deserialize_with = "unless_empty")]
     pub tls_cert: Option<String>,
     #[serde(deserialize_with = "unless_empty")]
@@ -80,18 +82,18 @@ pub struct Server {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Model {
-    /// None is the embedded demo model.
+    /// `None` means the embedded demo model.
     #[serde(deserialize_with = "unless_empty")]
     pub path: Option<String>,
     #[serde(deserialize_with = "unless_empty")]
     pub name: Option<String>,
-    /// Where config.json is, if not with the model.
+    /// Path of config.json, if it is not with the model.
     #[serde(deserialize_with = "unless_empty")]
     pub config: Option<String>,
-    /// Where tokenizer.json is, if not with the model.
+    /// Path of tokenizer.json, if it is not with the model.
     #[serde(deserialize_with = "unless_empty")]
     pub tokenizer: Option<String>,
-    /// The model that guesses for this one.
+    /// The draft model for speculative decoding.
     #[serde(deserialize_with = "unless_empty")]
     pub draft: Option<String>,
     #[serde(deserialize_with = "parsed")]
@@ -103,7 +105,8 @@ pub struct Model {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Models {
-    /// Where models are pulled to and looked for; none is the cache that tools of the Hugging Face hub share.
+    /// The folder where models are pulled to and looked for; `None` means the cache that tools of the Hugging Face hub
+    /// share.
     #[serde(deserialize_with = "unless_empty")]
     pub dir: Option<String>,
 }
@@ -115,7 +118,7 @@ pub struct Hardware {
     pub device: Option<String>,
     pub allow_software_vulkan: bool,
     pub validation: bool,
-    /// Whether a model that the kernel does not see in memory is refused.
+    /// Whether to refuse a model that the kernel does not report in the GPU's memory. Otherwise the log warns.
     pub strict: bool,
 }
 
@@ -123,13 +126,13 @@ pub struct Hardware {
 #[serde(deny_unknown_fields)]
 pub struct Gpu {
     pub max_submit_ms: u64,
-    /// Whether what a device does best is measured, once.
+    /// Whether to measure, once, which kernels a device is fastest with.
     pub tune: bool,
     /// Whether the time of every kernel is measured while serving.
     pub profile: bool,
 }
 
-/// Sizes in bytes; none is what the driver says.
+/// Sizes in bytes; `None` leaves the choice to the driver.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Memory {
@@ -143,10 +146,10 @@ pub struct Memory {
     pub ffn_heap: FfnHeap,
 }
 
-/// Where FFN weights go first on a GPU that reaches all memory at one speed.
+/// The heap that FFN weights fill first on a GPU that reaches all memory at one speed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum FfnHeap {
-    /// Host memory: the bulk leaves the GPU's own to what everything else is in.
+    /// Host memory, so that the GPU's own memory stays free for everything else.
     #[default]
     Gtt,
     Vram,
@@ -173,7 +176,7 @@ impl FromStr for FfnHeap {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Engine {
-    /// Tokens; none is as many as the model and the memory allow.
+    /// Tokens; `None` means as many as the model and the memory allow.
     #[serde(deserialize_with = "unless_zero")]
     pub context: Option<usize>,
     /// Tokens.
@@ -190,20 +193,20 @@ pub struct Kv {
     pub dtype: KvDtype,
     /// Tokens.
     pub block_size: usize,
-    /// Bytes; none is half of the sliding layers' cache.
+    /// Bytes; `None` means half of the sliding layers' cache.
     #[serde(deserialize_with = "byte_size")]
     pub snapshot_bytes: Option<u64>,
-    /// None is by key where there are several.
+    /// `None` means by key, where there are several keys.
     #[serde(deserialize_with = "parsed_unless_empty")]
     pub share_prefixes: Option<SharePrefixes>,
 }
 
-/// Who finds whose prompts in the prefix cache.
+/// Who shares cached prompts with whom.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SharePrefixes {
-    /// Whoever holds an API key finds what came with it; without keys it goes by address.
+    /// Requests with the same API key share prompts. Where there are no keys, requests from the same address do.
     Key,
-    /// Everybody finds what anybody sent.
+    /// All requests share prompts.
     All,
 }
 
@@ -219,7 +222,7 @@ impl FromStr for SharePrefixes {
     }
 }
 
-/// One line, naming the option and where it was set.
+/// An error in one line, which names the option and the place it was set.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
     #[error("{source_name}: not valid TOML: {problem}")]
@@ -232,7 +235,7 @@ pub enum ConfigError {
     Value { source_name: String, option: String, problem: String },
 }
 
-/// One place options come from; later layers win.
+/// Options from one source; later layers win.
 #[derive(Debug, Clone)]
 pub struct Layer {
     name: String,
@@ -249,8 +252,9 @@ impl Layer {
         Ok(Self { name: name.to_owned(), options })
     }
 
-    /// The variables `UNICORN_SECTION_OPTION`, and a warning for each that begins like one and names nothing here: container
-    /// platforms set some after their own services. One that nearly names an option is an error, for it was meant to.
+    /// The options among the variables `UNICORN_SECTION_OPTION`, and a warning for each variable with that prefix that
+    /// names no option: container platforms set such variables for their own services. A name that differs from an
+    /// option by a letter or two is an error, because it was probably meant to be that option.
     pub fn environment(
         variables: impl IntoIterator<Item = (String, String)>,
     ) -> Result<(Self, Vec<String>), ConfigError> {
@@ -284,7 +288,7 @@ impl Layer {
         Ok((layer, warnings))
     }
 
-    /// The command line: add its flags with [`Layer::set`].
+    /// An empty layer for the command line, which [`Layer::set`] fills.
     pub fn flags() -> Self {
         Self { name: "command line".into(), options: Table::new() }
     }
@@ -300,7 +304,7 @@ impl Config {
     pub fn from_layers(layers: &[Layer]) -> Result<Self, ConfigError> {
         let mut merged = defaults();
         let mut config = Self::read(&merged).expect("config/default.toml is valid");
-        // One layer at a time, so that an error names the layer it came with.
+        // Layers are read one at a time, so that an error names its layer.
         for layer in layers {
             for (section, options) in &layer.options {
                 overlay(&mut merged, &layer.name, section, options)?;
@@ -314,15 +318,15 @@ impl Config {
         Ok(config)
     }
 
-    /// The options that `other` has otherwise, as `section.option`.
+    /// The options whose values differ in `other`, as `section.option`.
     pub fn differences(&self, other: &Self) -> Vec<String> {
         let both = options(&self.options).zip(options(&other.options));
-        // Each has every option, in the order of the alphabet.
+        // Both sides have every option, in alphabetical order.
         let differing = both.filter(|((.., one), (.., another))| one != another);
         differing.map(|((section, option, _), _)| format!("{section}.{option}")).collect()
     }
 
-    /// Or the option at fault, and what is wrong with it.
+    /// Reads the merged options; an error is the option at fault and what is wrong with it.
     fn read(merged: &Table) -> Result<Self, (String, String)> {
         let config = Config {
             log: section(merged, "log")?,
@@ -380,10 +384,10 @@ impl Config {
     }
 }
 
-/// A level, or directives with commas between them: `info,unicorn=debug`.
+/// Accepts a level, or directives separated by commas: `info,unicorn=debug`.
 fn check_level(level: &str) -> Result<(), String> {
     const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
-    // A word alone would be taken for the name of a module, and log all of that and nothing else.
+    // A single unknown word would be read as a module's name, and only that module would be logged.
     let known = |directive: &str| {
         let level = directive.rsplit_once('=').map_or(directive, |(_, level)| level);
         LEVELS.contains(&level.trim().to_ascii_lowercase().as_str())
@@ -402,7 +406,7 @@ fn check_host(host: &str) -> Result<(), String> {
     Err(format!("expected a host name without port, such as box.lan, got {host:?}"))
 }
 
-/// As browsers send it.
+/// Accepts an origin in the form that browsers send.
 fn check_origin(origin: &str) -> Result<(), String> {
     let sound = |c: char| c.is_ascii_graphic() && !"/,\"*@".contains(c);
     let named = origin.split_once("://").is_some_and(|(scheme, host)| {
@@ -427,7 +431,7 @@ fn defaults() -> Table {
     DEFAULT_TOML.parse().expect("config/default.toml is valid TOML")
 }
 
-/// Every option: its section, its name, its default.
+/// Every option: its section, name and default.
 fn options(defaults: &Table) -> impl Iterator<Item = (&str, &str, &Value)> {
     defaults.iter().flat_map(|(section, options)| {
         let options = options.as_table().expect("sections are tables");
@@ -435,7 +439,7 @@ fn options(defaults: &Table) -> impl Iterator<Item = (&str, &str, &Value)> {
     })
 }
 
-/// The variable of the option that `path`, a variable's name without its prefix, misses by a letter or two.
+/// The variable of an option that `path` misses by a letter or two. `path` is a variable's name without the prefix.
 fn nearest(path: &str, defaults: &Table) -> Option<String> {
     const NEAR: usize = 2;
     let names = options(defaults).map(|(section, option, _)| format!("{section}_{option}"));
@@ -462,11 +466,11 @@ fn overlay(merged: &mut Table, source_name: &str, section: &str, options: &Value
     Ok(())
 }
 
-/// Reads one section, option by option where it fails, so that the error names the option.
+/// Reads one section. Where that fails, each option is tried alone, so that the error names the option.
 fn section<T: serde::de::DeserializeOwned>(merged: &Table, name: &str) -> Result<T, (String, String)> {
     let table = merged[name].as_table().expect("sections are tables");
     table.clone().try_into().map_err(|error: toml::de::Error| {
-        // With every other option at its default, what still fails is the culprit.
+        // The option at fault fails even with every other option at its default.
         let culprit = table.iter().find(|(option, value)| {
             let mut alone = defaults()[name].as_table().expect("sections are tables").clone();
             alone.insert((*option).clone(), (*value).clone());
@@ -482,7 +486,7 @@ fn unknown(source_name: &str, option: String, among: &Value) -> ConfigError {
     ConfigError::Unknown { source_name: source_name.to_owned(), option, expected: names.join(", ") }
 }
 
-/// A variable's text as the type that the option's default has.
+/// Parses a variable's text as the type of the option's default.
 fn parse_like(default: &Value, text: &str) -> Result<Value, String> {
     match default {
         Value::Boolean(_) => {
@@ -528,7 +532,7 @@ fn parsed_unless_empty<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display
 
 const BYTE_UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
 
-/// A size in bytes: a number and one of the binary units, `16GiB`, `1.5 GiB`, `512MiB`. A number alone is bytes.
+/// A size in bytes: a number with a binary unit, `16GiB`, `1.5 GiB`, `512MiB`, or a number alone.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let expected = || format!("expected a size such as 16GiB or 512MiB, got {text:?}");
     let trimmed = text.trim();
@@ -548,7 +552,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     if bytes > 1 << 50 { Err(expected()) } else { Ok(bytes) }
 }
 
-/// Bytes for people, in binary units.
+/// A number of bytes in binary units, for people.
 pub fn show_bytes(n: u64) -> String {
     if n < 1024 {
         return format!("{n} B");
@@ -557,7 +561,7 @@ pub fn show_bytes(n: u64) -> String {
     format!("{:.1} {}", n as f64 / 1024f64.powi(power as i32), BYTE_UNITS[power as usize])
 }
 
-/// The parser draws its errors over several lines, with the place first and the reason last.
+/// The parser's errors span several lines; this joins them into one.
 fn one_line(message: &str) -> String {
     message.lines().map(str::trim).filter(|l| !l.is_empty()).collect::<Vec<_>>().join(" ")
 }

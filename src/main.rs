@@ -1,4 +1,4 @@
-//! The `unicorn` binary: everything is in the library, so that tests and documentation reach it.
+//! The `unicorn` binary. All code is in the library, so that tests and documentation can use it.
 
 use std::process::ExitCode;
 

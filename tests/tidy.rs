@@ -408,6 +408,54 @@ fn nothing_unfinished(file: &str, source: &str) -> Vec<String> {
     complaints
 }
 
+/// Beginnings that leave out what a comment is about: the reader would have to guess the subject.
+const NO_SUBJECT: [&str; 5] = ["Of", "That of", "Those", "The same", "Whose"];
+
+/// Folders and files whose comments are held to [`comments_name_a_subject`].
+const WITH_SUBJECTS: [&str; 13] = [
+    "Makefile",
+    "benches/",
+    "build.rs",
+    "shaders/",
+    "src/cli/",
+    "src/config.rs",
+    "src/hub/",
+    "src/main.rs",
+    "src/quantize/",
+    "src/tensor/",
+    "src/text/",
+    "tests/tools/",
+    "tools/",
+];
+
+/// A comment, or a paragraph of it, must not begin with one of [`NO_SUBJECT`]. Comments are `//` in Rust and GLSL, and
+/// `#` at the beginning of a line elsewhere.
+fn comments_name_a_subject(file: &str, source: &str) -> Vec<String> {
+    let is_rust = file.ends_with(".rs");
+    let Layers { code, comments } =
+        if is_rust { layers(source) } else { Layers { code: String::new(), comments: source.to_string() } };
+    let marker = if is_rust || file.starts_with("shaders/") { "//" } else { "#" };
+    let (mut complaints, mut continues) = (Vec::new(), false);
+    for (n, (line, code)) in comments.lines().zip(code.lines().chain(std::iter::repeat(""))).enumerate() {
+        let has_code = !code.trim().is_empty();
+        let comment = line.trim_start().strip_prefix(marker).unwrap_or("");
+        let text = comment.trim_start_matches(['/', '!']).trim();
+        let begins = |beginning: &&&str| {
+            text.strip_prefix(**beginning).is_some_and(|rest| !rest.starts_with(char::is_alphanumeric))
+        };
+        if let Some(beginning) = NO_SUBJECT.iter().find(begins)
+            && (has_code || !continues)
+        {
+            complaints.push(format!(
+                "{file}:{}: a comment begins with `{beginning}`; name its subject first",
+                n + 1
+            ));
+        }
+        continues = !text.is_empty() && !has_code;
+    }
+    complaints
+}
+
 fn names_say_something(file: &str, _: &str) -> Vec<String> {
     let vague = ["utils", "util", "common", "helpers", "misc"];
     let name = Path::new(file).with_extension("");
@@ -731,6 +779,34 @@ fn durations_are_of_a_clock_that_nobody_sets() {
         "created: unix_time_s(), x(unix_time_s()); SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, f)";
     assert_eq!(complain(sound), [""; 0]);
     check(&files("src", &[".rs"]), dates_are_told_and_not_counted);
+}
+
+#[test]
+fn comments_begin_with_their_subject() {
+    for (file, bad) in [
+        ("a.rs", "/// Of the row, in bytes.\nconst A: u32 = 1;"),
+        ("a.rs", "//! That of a file.\n"),
+        ("a.rs", "let a = 1; // Those that are left\n"),
+        ("a.rs", "/// A row.\n///\n/// Whose it is.\nstruct A;"),
+        ("shaders/a.comp", "// Of the row\n"),
+        ("a.py", "    # The same, again\n"),
+        ("Makefile", "# Whose it is\n"),
+    ] {
+        refused(comments_name_a_subject(file, bad), "name its subject first");
+    }
+    for (file, fine) in [
+        (
+            "a.rs",
+            "/// The bytes\n/// Of continues a sentence.\nlet a = \"// Of a string\"; // Office hours\n",
+        ),
+        ("a.rs", "/// The sameness of A and B.\nstruct A;"),
+        ("a.py", "# The rows\n# Of continues a sentence\nThose = 1\n"),
+    ] {
+        assert_eq!(comments_name_a_subject(file, fine), [""; 0]);
+    }
+    let mut all = files("", &[".rs", ".py", ".comp", ".glsl", "Makefile"]);
+    all.retain(|file| WITH_SUBJECTS.iter().any(|place| file.starts_with(place)));
+    check(&all, comments_name_a_subject);
 }
 
 #[test]

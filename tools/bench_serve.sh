@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs `BINARY bench serve ARGS` against a server of its own: `BINARY serve` on a free port, with SERVE_ARGS from the
-# environment (split at blanks), stopped again however the measurement ends.
+# Runs `BINARY bench serve ARGS` against a new server: `BINARY serve` on a free port, with SERVE_ARGS from the
+# environment (split at blanks). The server is stopped however the measurement ends.
 set -eu
 binary=$1
 shift
@@ -20,7 +20,7 @@ stop() {
 trap stop EXIT
 trap 'exit 130' INT TERM
 
-# More streams than the queue's default holds may ask at the same moment.
+# At one moment more streams may send requests than the default queue holds.
 export UNICORN_SERVER_QUEUE="${UNICORN_SERVER_QUEUE:-1024}"
 # shellcheck disable=SC2086
 "$tools/with_device.sh" "$binary" serve --port 0 ${SERVE_ARGS:-} 2>"$log" &
@@ -36,7 +36,7 @@ while ! grep -q 'ready: http://' "$log"; do
     sleep 1
     seconds=$((seconds + 1))
 done
-# What was measured is as much a part of a figure as the figure.
+# Prints the warning about a software device, the model and the device: figures mean nothing without them.
 grep '^#' "$log" >&2 || true
 sed -n 's/.*INFO \(model\|device\)   */\1: /p' "$log" >&2
 url=$(sed -n 's|.*ready: \(http://[^,]*\),.*|\1|p' "$log" | head -n 1)

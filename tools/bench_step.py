@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What the host does of a decode step of 62 layers, as many as a 27B has: `make bench-step`.
+"""Measures the host's part of a decode step of 62 layers, as many as a 27B has: `make bench-step`.
 
 The checkpoint is the tests' tiny one with its eight layers repeated, so that software Vulkan has little to compute and
-does not take the host's cores for long. Prints what `unicorn bench` prints; `host` is the engine thread's own time, what
-it takes to hand a step to the driver included.
+does not occupy the host's cores for long. Prints the output of `unicorn bench`. `host` is the engine thread's own time,
+which includes handing a step to the driver.
 """
 
 import json

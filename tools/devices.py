@@ -1,7 +1,7 @@
-"""The devices that stand in for GPUs in tests: how they are made, and how each is chosen.
+"""The devices that stand in for GPUs in tests: how they are installed, and how a test selects one.
 
 `make(...)`, which `tools/setup.py devices` calls, fills `.cache/devices/` from the machine's own apt mirror and changes
-nothing of the machine:
+nothing else on the machine:
 
     mesa26/    Debian's trixie-backports' Mesa 26 and all it needs, unpacked: lavapipe, RADV, and the shim over which
                RADV opens a GPU that is not there. It needs a newer C library than Debian 12 has, so programs see it in
@@ -9,10 +9,10 @@ nothing of the machine:
     chromium/  SwiftShader, and the Vulkan validation layer 1.4 with its manifest and its settings for GPU-assisted
                validation
 
-A folder appears under its name when it is whole. A second run finds it, with the recipe that it was made by.
+A folder gets its name once it is complete. It keeps the recipe that it was made by, and a second run uses it again.
 
-`DEVICES` says by name what environment and what command in front choose a device. Everything but the overlay is
-environment, so that a test of any language can use the table:
+`DEVICES` gives, by name, the environment and the wrapper command that select a device. Everything but the overlay is
+environment, so that a test in any language can use the table:
 
     devices.DEVICES["lavapipe-26"].command(["target/debug/unicorn", "devices"])
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".cache/devices"
 MESA26, CHROMIUM = FOLDER / "mesa26", FOLDER / "chromium"
-# In it stands the recipe that a folder was made by.
+# The file in a folder that holds its recipe.
 RECIPE = "recipe"
 
 MESA26_SUITES = ("trixie", "trixie-backports")
@@ -57,8 +57,8 @@ LAYER_MANIFEST = """\
 }
 """
 
-# Bounds of buffer addresses, and races in shared memory. The layer's own checks of how the API is used are those of the
-# installed layer, which other runs have. That it switches features on for itself is no message of a test's.
+# The layer checks buffer addresses for their bounds, and shared memory for races. The installed layer checks the use of
+# the API in other runs. The filter drops the layer's message about features that it enables for itself.
 LAYER_SETTINGS = """\
 khronos_validation.gpuav_enable = true
 khronos_validation.gpuav_safe_mode = true
@@ -68,7 +68,7 @@ khronos_validation.message_id_filter = WARNING-Setting-Limit-Adjusted
 
 
 class DevicesError(Exception):
-    """What stands in the way, in one line: what happened, and what to do."""
+    """The obstacle, in one line: what happened, and what to do."""
 
 
 # --- how a device is chosen -----------------------------------------------------------------------------
@@ -76,36 +76,36 @@ class DevicesError(Exception):
 
 @dataclass(frozen=True)
 class Device:
-    """A device that stands in for a GPU: what it is, and what chooses it."""
+    """A device that stands in for a GPU, and the way to select it."""
 
     name: str
     what: str
     environment: dict = field(default_factory=dict)
     wrapper: tuple = ()
-    # What must be there: a folder of `.cache/devices`, or a driver's manifest of the machine.
+    # A path that must exist: a folder of `.cache/devices`, or a driver's manifest of the machine.
     needs: Path | None = None
-    # Whether what is submitted is computed; else it only compiles.
+    # Whether submitted work is computed. Otherwise the device only compiles.
     runs: bool = True
 
     def lacking(self):
-        """Why it cannot be used here, in a line; None if it can."""
+        """The reason why the device cannot be used here, in one line; None if it can."""
         if self.needs is None or self.needs.exists():
             return None
         how = "make setup-devices" if self.needs.is_relative_to(FOLDER) else "make setup"
         return f"{self.name} needs {self.needs}, which is not there: `{how}`"
 
     def command(self, arguments):
-        """The command that runs `arguments` on it, environment included."""
+        """The command that runs `arguments` on the device, environment included."""
         return ["env", *(f"{name}={value}" for name, value in self.environment.items()), *self.wrapper, *arguments]
 
 
 def driver(manifest):
-    """Shows the loader one driver alone; the older name is for loaders before 1.3.207."""
+    """The environment that shows the loader one driver only. Loaders before 1.3.207 use the older name."""
     return {"VK_DRIVER_FILES": str(manifest), "VK_ICD_FILENAMES": str(manifest)}
 
 
 def machine_driver(name):
-    """The manifest of one of the machine's own drivers, which some distributions name by architecture."""
+    """The manifest of one of the machine's own drivers. Some distributions put the architecture into its name."""
     paths = [Path(f"/usr/share/vulkan/icd.d/{name}_icd{architecture}.json") for architecture in ("", ".x86_64", ".aarch64")]
     return next((path for path in paths if path.exists()), paths[0])
 
@@ -140,11 +140,11 @@ DEVICES = {
         Device("lavapipe", "the machine's own software Vulkan", driver(LAVAPIPE), (), LAVAPIPE),
         Device("lavapipe-26", "Mesa 26's software Vulkan, with cooperative matrices", {"MESA26_DEVICE": "lavapipe"}, WITH_MESA26, MESA26),
         *(lavapipe_26(f"subgroup-{n}", f"subgroups of {n}", n) for n in (4, 8, 16)),
-        # Vectors of more than 512 bits are announced, and not made (LP_MAX_VECTOR_WIDTH).
+        # The device reports vectors of more than 512 bits, and does not use them (LP_MAX_VECTOR_WIDTH).
         *(lavapipe_26(f"announces-{n}", f"which announces subgroups of {n} and computes in those of 16", n) for n in (32, 64)),
         Device("swiftshader", "Chromium's software Vulkan: no f16, int8 or 16-bit storage", driver(CHROMIUM / "vk_swiftshader_icd.json"), (), CHROMIUM),
-        # The layer aborts a process that ends with a device open, as the test suite does: what counts is the suite's last
-        # line, not its exit status.
+        # The layer aborts a process that ends with an open device, as the test suite does. So the suite's last line
+        # counts, not its exit status.
         Device(
             "gpu-assisted", "the machine's own software Vulkan under GPU-assisted validation",
             {**driver(LAVAPIPE), "VK_LAYER_PATH": str(CHROMIUM), "VK_LAYER_SETTINGS_PATH": str(CHROMIUM / "vk_layer_settings.txt")},
@@ -160,7 +160,7 @@ DEVICES = {
 
 
 def run(command, seconds, cwd=None):
-    """Exit status and output, both streams together."""
+    """Exit status and output, with both streams together."""
     try:
         done = subprocess.run(
             [str(part) for part in command], cwd=cwd, env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"},
@@ -178,22 +178,23 @@ def mirror(sources, codename):
 
 
 def stanza(uri, suites, signed_by):
-    """A source of `suites`, as apt reads it."""
+    """A source of `suites`, in apt's format."""
     lines = ["Types: deb", f"URIs: {uri}", f"Suites: {' '.join(suites)}", "Components: main"]
     if signed_by:
-        # A key that is written out begins on the next line.
+        # An inline key begins on the next line.
         lines.append(f"Signed-By:{'' if signed_by.startswith(chr(10)) else ' '}{signed_by}")
     return "\n".join(lines) + "\n"
 
 
 def mesa26_sources(sources, codename):
-    """What apt is told of: Mesa 26's suites, at the mirror of the machine's release. None if it has none."""
+    """The apt sources of Mesa 26's suites, at the mirror of the machine's release. None if the release has no
+    mirror."""
     source = mirror(sources, codename)
     return source and stanza(source.uri, MESA26_SUITES, source.signed_by)
 
 
 def release_sources(sources, codename):
-    """The machine's own release, with its updates and security fixes. None if it has none."""
+    """The apt sources of the machine's own release, with its updates and security fixes. None if there are none."""
     def of_release(suite):
         return suite == codename or suite.startswith(f"{codename}-") and not suite.endswith("-backports")
 
@@ -206,8 +207,8 @@ def release_sources(sources, codename):
 
 
 def apt_settings(root, dump):
-    """Settings of an apt that keeps everything below `root`, and reaches mirrors as the machine's own does (`dump` is what
-    `apt-config dump` says): its proxies count, its hooks do not."""
+    """Settings of an apt that keeps everything below `root`, and reaches mirrors as the machine's own apt does: with
+    its proxies, without its hooks. `dump` is the output of `apt-config dump`."""
     kept = [line for line in dump.splitlines() if line.startswith("Acquire::") and not line.endswith('"";')]
     return "\n".join(kept + [
         f'Dir::State "{root}/state";',
@@ -215,7 +216,7 @@ def apt_settings(root, dump):
         f'Dir::Cache "{root}/cache";',
         f'Dir::Etc "{root}/etc";',
         f'Dir::Log "{root}/log";',
-        # Root's apt would fetch as a user who may not write here.
+        # apt as root would download as a user who may not write here.
         'APT::Sandbox::User "root";',
         'APT::Install-Recommends "false";',
         'Acquire::Retries "2";',
@@ -224,7 +225,7 @@ def apt_settings(root, dump):
 
 
 class PrivateApt:
-    """apt with a folder of its own instead of the machine's, and nothing installed."""
+    """apt with its own folder in place of the machine's; it installs nothing."""
 
     def __init__(self, root, sources, release=None):
         self.root = root
@@ -233,7 +234,7 @@ class PrivateApt:
             (root / folder).mkdir(parents=True)
         (root / "status").touch()
         (root / "etc/sources.list.d/unicorn.sources").write_text(sources)
-        # Keys that stand in files of the machine's /etc are named by whole paths; those without a name lie here.
+        # Sources name keys in the machine's /etc by absolute paths. Sources without a key use this folder.
         trusted = Path("/etc/apt/trusted.gpg.d")
         if trusted.is_dir():
             (root / "etc/trusted.gpg.d").symlink_to(trusted)
@@ -248,12 +249,12 @@ class PrivateApt:
         code, out = self.apt("update", seconds=UPDATE_SECONDS)
         trouble = [line for line in out.splitlines() if line.startswith(("E:", "Err:", "W: Failed to fetch"))]
         if code != 0 or trouble:
-            # Of the lines about one failure, "W:" gives its cause.
+            # Several lines report one failure, and the one with "W:" gives the cause.
             reason = max(trouble, key=lambda line: line.startswith("W:")) if trouble else (out.strip().splitlines() or ["no reason given"])[-1]
             raise DevicesError(f"apt cannot fetch the lists of the test devices' packages (offline?): {reason}")
 
     def download(self, packages, with_dependencies):
-        """The packages' files."""
+        """Downloads the packages, and returns their files."""
         self.update()
         how = ["install", "-y", "-d"] if with_dependencies else ["download"]
         code, out = self.apt(*how, *packages, seconds=DOWNLOAD_SECONDS)
@@ -293,14 +294,14 @@ def recipe_of(*parts):
 
 
 def make_folder(folder, recipe, make, say):
-    """Has `make(work, into)` fill `folder`, unless it was made by `recipe` before."""
+    """Has `make(work, into)` fill `folder`, unless the folder was made by `recipe` before."""
     mark = folder / RECIPE
     if mark.is_file() and mark.read_text() == recipe:
         say(f"{folder.name} is there: {folder}")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     say(f"making {folder}")
-    # Beside it, so that what is whole moves to its place at once.
+    # The work folder is a sibling, so that a complete result moves to its place at once.
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as work:
         into = Path(work) / "made"
         into.mkdir()
@@ -312,8 +313,8 @@ def make_folder(folder, recipe, make, say):
 
 
 def make(sources, release, say, folder=FOLDER):
-    """Makes what `.cache/devices` lacks. `sources` are the machine's own (`setup.read_sources`), `release` what
-    /etc/os-release says."""
+    """Makes the missing folders of `.cache/devices`. `sources` are the machine's own (`setup.read_sources`),
+    `release` is the content of /etc/os-release."""
     name, codename = release.get("PRETTY_NAME", "this system"), release.get("VERSION_CODENAME", "")
     tools = ["apt-get", "apt-config", "dpkg-deb", "unshare"]
     lacking = next((tool for tool in tools if not shutil.which(tool)), None)

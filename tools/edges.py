@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Asks the shipped binary, from outside, what nothing outside may do to it: a line for each edge, exit status 1 if one fails.
+"""Tests from outside that no client, signal or fault breaks the shipped binary. Prints a line for each edge case; the
+exit status is 1 if one fails.
 
-    tools/edges.py              all of them (`make edges` builds what they need)
-    tools/edges.py NAME ...     these
+    tools/edges.py              all edge cases (`make edges` builds what they need)
+    tools/edges.py NAME ...     the named ones
 
-The binary is target/release/unicorn, or $UNICORN_BINARY; it serves the demo model on software Vulkan. Some edges measure time
-(a health check within a second, an end within five), which is why this is no part of `make test`: on a busy machine a failure
-may be the machine's.
+The binary is target/release/unicorn, or $UNICORN_BINARY; it serves the demo model on software Vulkan. Some cases
+measure time (a health check within a second, an end within five). So this is no part of `make test`: on a busy machine
+a failure may be the machine's.
 """
 
 import http.client
@@ -35,7 +36,8 @@ PATIENT_LOG = {"RUST_LOG": "debug,unicorn=trace"}
 
 
 class Server:
-    """A `unicorn serve` on a free port, ended when it is left. `options` are sections of a configuration file."""
+    """A `unicorn serve` on a free port, stopped on leaving the context. `options` are sections of a configuration
+    file."""
 
     def __init__(self, options="", keys=(), arguments=(), environment=None, log_pipe=False):
         self.folder = Path(tempfile.mkdtemp(prefix="unicorn-edges-"))
@@ -62,12 +64,12 @@ class Server:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                return self  # for those who want it to end
+                return self  # for callers that expect it to end
             try:
                 if self.send("GET", "/health", timeout=5)[0] == 200:
                     return self
             except OSError:
-                pass  # not bound yet
+                pass  # the port is not bound yet
             time.sleep(0.05)
         raise AssertionError(f"not ready after {START_SECONDS} s")
 
@@ -96,7 +98,7 @@ class Server:
         return self.send("POST", "/v1/chat/completions", body, key, headers)
 
     def answer(self, *arguments, **fields):
-        """An answer's object; an error is a failure."""
+        """The JSON object of an answer; fails on an error status."""
         status, text = self.chat(*arguments, **fields)
         assert status == 200, f"{status}: {text[:200]}"
         return json.loads(text)
@@ -106,7 +108,7 @@ class Server:
         return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
     def end(self, seconds, sign=signal.SIGTERM):
-        """The exit status after a signal, or after none."""
+        """The exit status after a signal, or without one."""
         if sign is not None:
             self.process.send_signal(sign)
         try:
@@ -204,7 +206,7 @@ def dribbling_bodies():
                     try:
                         client.sendall(b" ")
                     except OSError:
-                        pass  # given up
+                        pass  # the server gave up on this body
 
         thread = threading.Thread(target=dribble)
         thread.start()
@@ -225,7 +227,7 @@ def dribbling_bodies():
 def key_rotation():
     with Server("requests_per_client = 2\n", keys=[ALICE, BOB]) as server:
         def long(i):
-            # A key that is none comes beside the one that is, first or last, another each time.
+            # An invalid key comes with the valid one, before or after it, a new one for each request.
             bogus = f"sk-bogus-{i}-0123456789"
             headers = {"x-api-key": bogus} if i % 2 else {"x-api-key": ALICE, "authorization": f"Bearer {bogus}"}
             key = ALICE if i % 2 else None
@@ -275,7 +277,7 @@ def burst():
 
 
 def with_faults(file):
-    """The environment of a server whose Vulkan calls fail as `file` says, from when it does."""
+    """The environment of a server whose Vulkan calls fail as `file` says, once the file exists."""
     libraries = BINARY.parent / "examples"
     assert (libraries / "libfault_layer.so").exists(), "no fault layer: cargo build --release --example fault_layer"
     return {

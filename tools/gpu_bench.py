@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Builds target/gpu-bench: a folder that checks and times Unicorn on another machine's GPU, with one script and nothing else.
+"""Builds target/gpu-bench: a folder whose one script checks and times Unicorn on another machine's GPU.
 
-It holds the binary and the test suite, stripped and compressed, the data that the suite reads, and tools/gpu_bench_run.sh as
-run.sh. It runs on glibc as old as the one it was built against, and says which that is.
+The folder holds the binary and the test suite, stripped and compressed, the data that the suite reads, and
+tools/gpu_bench_run.sh as run.sh. It runs on machines whose glibc is at least as new as the version that it prints.
 """
 
 import gzip
@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "target" / "gpu-bench"
-# What a volunteer is asked to carry.
+# The largest folder that a volunteer is asked to copy.
 MOST_BYTES = 60 << 20
-# Beside tests/data: what suites of GPU work read of the tree.
+# Files of the repository that the suites of GPU work read.
 DATA = ["tests/data", "tests/skips.toml", "models/demo"]
 
 
@@ -32,14 +32,14 @@ def run(*command):
 
 
 def built(*arguments):
-    """The executable that cargo makes with these arguments."""
+    """The executable that cargo builds with these arguments."""
     lines = run("cargo", *arguments, "--locked", "--message-format=json-render-diagnostics").splitlines()
     executables = [message.get("executable") for message in map(json.loads, lines)]
     return Path([path for path in executables if path][-1])
 
 
 def stripped(binary, name):
-    """Packs a binary without its symbols, and returns the newest glibc that it asks for."""
+    """Packs a binary without its symbols, and returns the newest glibc version that it needs."""
     with tempfile.TemporaryDirectory() as scratch:
         bare = Path(scratch) / name
         run("strip", "-o", str(bare), str(binary))
@@ -62,7 +62,7 @@ def pack_data():
 
 def main():
     binary = built("build", "--release", "--bin", "unicorn")
-    # As `make test` builds it: its twins of kernels are optimised, its assertions are on.
+    # The suite is built as in `make test`: the CPU twins of kernels are optimised, and assertions are on.
     suite = built("test", "--no-run", "--test", "suite")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)

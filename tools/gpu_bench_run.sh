@@ -8,7 +8,7 @@
 #   ./run.sh --work FOLDER        where to unpack and to write models, which are removed again [work]
 #   ./run.sh --output FILE        the JSON [result.json]
 #
-# It needs a Vulkan loader, a driver, and what every Linux has. Nothing leaves this machine.
+# The script needs a Vulkan loader, a driver, and the usual tools of a Linux. It sends nothing anywhere.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 work=$here/work output=$here/result.json
@@ -27,11 +27,11 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-# Seconds: of one command, and of everything before a model is begun.
+# Time limits in seconds: for one command, and for everything before a model may begin.
 most=${GPU_BENCH_MOST_S:-300} budget=${GPU_BENCH_BUDGET_S:-420}
 began=$(date +%s)
 commit=$(cat "$here/commit")
-# Neither the user's settings nor the user's folders.
+# The user's settings and folders must not affect the measurement.
 for name in $(env | sed -n 's/^\(UNICORN_[A-Za-z0-9_]*\)=.*/\1/p'); do unset "$name"; done
 mkdir -p "$work" || exit 1
 work=$(cd "$work" && pwd)
@@ -42,14 +42,14 @@ trap 'rm -rf "$work/4b" "$work/27b"' EXIT
 trap 'exit 130' INT TERM
 
 say() { printf '%s %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
-# A text as a JSON string.
+# Prints a text as a JSON string.
 quoted() { printf '"%s"' "$(printf '%s' "$1" | tr '\n\t' '  ' | tr -d '\000-\037' | sed 's/[\\"]/\\&/g')"; }
 list() { printf '[%s]' "$(printf '%s\n' "$1" | sed '/^$/d' | while IFS= read -r line; do quoted "$line"; printf ','; done | sed 's/,$//')"; }
 problems=
 problem() { say "PROBLEM: $*"; problems="$problems$*
 "; }
 bounded() { if command -v timeout >/dev/null; then timeout -k 10 "$most" "$@"; else "$@"; fi; }
-# `measure NAME COMMAND...`: its JSON in $work/NAME.json, or null and a problem.
+# `measure NAME COMMAND...` writes the command's JSON to $work/NAME.json, or null, and notes the problem.
 measure() {
     name=$1
     shift
@@ -80,7 +80,7 @@ suites='kernels:: golden:: in_any_order_between_barriers'
 # shellcheck disable=SC2086
 bounded "$work/suite" $suites --skip validation_is_loaded >"$work/suite.log" 2>&1
 suite_status=$?
-# By the lines of the tests: the last one is not there where the suite was ended.
+# The tests' own lines are counted, because a suite that was killed prints no summary.
 passed=$(grep -c '^test .* \.\.\. ok$' "$work/suite.log")
 failed=$(grep -c '^test .* \.\.\. FAILED$' "$work/suite.log")
 failures=$(sed -n 's/^test \(.*\) \.\.\. FAILED$/\1/p' "$work/suite.log")
@@ -95,7 +95,7 @@ else
     measure kernels bench kernels --scheme int4-g32,int4-g128,int8-row --tokens 1,8,128 --runs 3
 fi
 
-# `model NAME GB SHAPE SCHEME`: written here, measured, removed.
+# `model NAME GB SHAPE SCHEME` writes a model, measures it, and removes it.
 model() {
     name=$1 gb=$2 shape=$3 scheme=$4
     echo null >"$work/$name.json"

@@ -4,9 +4,9 @@
 #   $PREFIX/bin/unicorn              the binary
 #   $PREFIX/lib/systemd/system       the unit, with that path in it
 #   $PREFIX/lib/sysusers.d           the user `unicorn`, in the groups render and video
-#   /etc/unicorn/config.toml         every option with its default, commented out; one that is there stays as it is
+#   /etc/unicorn/config.toml         every option with its default, commented out; an existing file stays as it is
 #
-# With DESTDIR, as packagers set it, everything lies below that, and nothing is made known to the running system.
+# With DESTDIR, as packagers set it, all files go below that folder, and the running system is not told of them.
 set -eu
 binary=$1
 prefix=${PREFIX:-/usr/local} root=${DESTDIR:-}
@@ -32,10 +32,10 @@ config=$root/etc/unicorn/config.toml
 if [ -e "$config" ]; then
     echo "install: $config stays as it is; config/default.toml has what is new"
 else
-    # The defaults of the next version are not to be those of this one.
+    # Commented-out options follow the defaults of later versions.
     mkdir -p "$(dirname "$config")"
     sed 's/^\([a-z0-9_]* = \)/#\1/' "$here/config/default.toml" >"$config.new"
-    # Where the service may write, for `unicorn pull`.
+    # The service may write here, which `unicorn pull` needs.
     sed 's|^#dir = ""|dir = "/var/lib/unicorn/models"|' "$config.new" >"$config"
     rm "$config.new"
     chmod 644 "$config"
@@ -47,7 +47,7 @@ if command -v systemd-sysusers >/dev/null; then
 else
     echo "install: no systemd-sysusers here: make a system user \`unicorn\` in the groups render and video" >&2
 fi
-# Not inside a container or chroot, where no systemd runs.
+# In a container or chroot no systemd runs, and the step is skipped.
 if [ -d /run/systemd/system ]; then
     systemctl daemon-reload
 fi

@@ -1,7 +1,7 @@
-"""Runs kernels and goldens on the devices that stand in for GPUs, and makes a table of it.
+"""Runs kernels and goldens on the devices that stand in for GPUs, and writes a table of the results.
 
-Every run is the test suite's own binary under the environment of one device of `tools/devices.py`, with filters. What a
-device cannot do is an error that names what is missing, and counts as a failure: no run is passed by doing nothing.
+Every run is the test suite's own binary, with filters, in the environment of one device of `tools/devices.py`. If a
+device lacks a feature, the suite's error names it and counts as a failure: no run passes by doing nothing.
 """
 
 import datetime
@@ -19,18 +19,18 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / ".cache/test/devices.md"
 # An embedding of 2.8 GB, which says nothing about a driver's compiler.
 LARGE = "kernels::the_27b_embedding_works_whole"
-# It provokes a message of the API's checks, which the layer leaves out when it is GPU-assisted.
+# This test provokes a message of the API checks, which are off in the GPU-assisted layer.
 PROVOKING = "kernels::validation_is_loaded_and_catches_a_violation"
 SUITES = {
     "kernels": ["kernels::"],
     "order": ["hazards::kernels_compute_the_same"],
     "goldens": ["golden::"],
-    # Bits of products, and those of logits and answers alone, batched, in chunks, from the cache and guessed.
+    # Bits of products, and bits of logits and answers alone, batched, in chunks, from the cache and guessed.
     "fast": ["fast::every_width", "fast::two_products", "fast::activations", "fast::logits_in_int8", "fast::answers_in_int8"],
 }
-# What only Mesa 26's software Vulkan computes.
+# Tests that only Mesa 26's software Vulkan can compute.
 MATRICES = {"matrices": ["fast::tiles_that_subgroups_multiply"]}
-# What every run of the tests can afford.
+# Suites that are cheap enough for every run of the tests.
 CHEAP = {
     "lavapipe-26": MATRICES,
     "lavapipe-26-subgroup-4": {"kernels": ["kernels::"]},
@@ -41,9 +41,9 @@ FULL = {name: SUITES for name in [
     "lavapipe", "lavapipe-26", "lavapipe-26-subgroup-4", "lavapipe-26-subgroup-16", "lavapipe-26-announces-32", "swiftshader",
 ]}
 FULL["lavapipe-26"] = SUITES | MATRICES
-# It is slow: the three reference models without what varies them.
+# SwiftShader is slow, so it runs the three reference models without their variations.
 FULL["swiftshader"] = SUITES | {"goldens": ["golden::tiny"]}
-# The layer's checks of each access make a model of a few weights slow: one golden run.
+# The layer checks each access, which makes even small models slow, so it runs one golden.
 FULL["gpu-assisted"] = {"kernels": ["kernels::"], "goldens": ["golden::tiny_a"]}
 
 
@@ -62,13 +62,13 @@ class Cell:
 
 
 def unusable(device):
-    """Why a command cannot run as the device wants it, in a line; None if it can."""
+    """The reason why a command cannot run in the device's wrapper, in one line; None if it can."""
     done = subprocess.run([*device.wrapper, "true"], capture_output=True, text=True, check=False)
     return f"{device.name}: {done.stderr.strip().splitlines()[-1:]}" if done.returncode else None
 
 
 def suite_binary():
-    """Builds the suite, and says where it is."""
+    """Builds the suite, and returns its path."""
     built = subprocess.run(
         ["cargo", "test", "--locked", "--no-run", "--test", "suite", "--message-format", "json"],
         cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False,
@@ -83,13 +83,14 @@ def suite_binary():
 
 
 def run_suite(run, device, binary, filters):
-    """One cell; `run(command, env=...)` gives the exit status, None where it had to be killed, and the output."""
+    """One cell. `run(command, env=...)` returns the exit status, None for a killed process, and the output."""
     skips = ["--skip", LARGE]
     environment = dict(device.environment)
     if device.name == "gpu-assisted":
         environment["UNICORN_TEST_BUFFERS_APART"] = "1"
         skips += ["--skip", PROVOKING]
-    # A cache for each driver: they do not share what they compiled, but the bound of its size.
+    # Each driver has its own cache: drivers do not share compiled shaders, but would share the limit of the cache's
+    # size.
     cache = ROOT / ".cache/mesa-devices" / device.name
     cache.mkdir(parents=True, exist_ok=True)
     environment.setdefault("MESA_SHADER_CACHE_DIR", str(cache))
@@ -104,7 +105,7 @@ def run_suite(run, device, binary, filters):
     line = re.search(r"^test result: \w+\. (\d+) passed; (\d+) failed", output, re.MULTILINE)
     if line:
         cell.passed = int(line[1])
-    # The GPU-assisted layer aborts when a process ends whose device lives in a static, as the suite's does.
+    # The GPU-assisted layer aborts when a process ends whose device is in a static variable, as the suite's is.
     status = 0 if device.name == "gpu-assisted" and line and not cell.failures and status == -6 else status
     if not line or (status != 0) != bool(cell.failures) or cell.passed + len(cell.failures) == 0:
         cell.failures.append(f"no whole run of {' '.join(filters)} (exit status {status})")
@@ -113,7 +114,7 @@ def run_suite(run, device, binary, filters):
 
 
 def name_of(device, binary_of_program):
-    """What the device calls itself, and its driver."""
+    """The name of the device, and its driver."""
     done = subprocess.run(device.command([binary_of_program, "devices"]), cwd=ROOT, capture_output=True, text=True, check=False)
     name = re.search(r"^0: (.+)$", done.stdout, re.MULTILINE)
     driver = re.search(r"^ +driver +(.+)$", done.stdout, re.MULTILINE)
@@ -121,7 +122,7 @@ def name_of(device, binary_of_program):
 
 
 def rows(run, plan):
-    """For each device of `plan` (name -> suites) its cells by suite, or why it cannot be used here."""
+    """For each device of `plan` (name -> suites), its cells by suite, or the reason why it cannot be used here."""
     binary = suite_binary()
     for name, suites in plan.items():
         device = devices.DEVICES[name]
@@ -133,7 +134,7 @@ def rows(run, plan):
 
 
 def table(results):
-    """The table, dated; `results` are (device, driver's name, cells or why there are none)."""
+    """The dated table. `results` are (device, driver's name, cells or the reason why there are none)."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=False)
     suites = list(SUITES | MATRICES)
     lines = [
@@ -152,7 +153,8 @@ def table(results):
 
 
 def all_devices(run):
-    """Every suite on every device. Writes the table, and returns the cells with what did not run."""
+    """Runs every suite on every device, writes the table, and returns the cells, with reasons for devices that did not
+    run."""
     program = ROOT / "target/debug/unicorn"
     results = []
     for device, cells in rows(run, FULL):

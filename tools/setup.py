@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Installs what running or testing Unicorn needs and this machine lacks, and nothing else.
+"""Installs the packages that running or testing Unicorn needs and this machine lacks.
 
     tools/setup.py run     the Vulkan loader and Mesa's Vulkan drivers, version 24 or later
     tools/setup.py test    also the validation layers, curl, Python's venv module and systemd-analyze; and Chromium,
                            Node.js and npm for the tests of the page and of clients, which are skipped without them
-    tools/setup.py measure what `run` needs, and fio, which tells how fast the disk is
-    tools/setup.py service what `run` needs, and what makes and boots a container with systemd
+    tools/setup.py measure the packages of `run`, and fio, which measures the disk's speed
+    tools/setup.py service the packages of `run`, and tools that make and boot a container with systemd
     tools/setup.py devices nothing on the machine: devices that stand in for GPUs, in .cache/devices (tools/devices.py)
 
-Debian 12, Debian 13 and Ubuntu (24.04 or later), as root or with sudo. Where the release's own Mesa is too
-old and the distribution has backports (Debian 12), the backports suite is added beside the machine's own
-sources (same mirror, same key, component main) and pinned so that nothing but the packages named here and
-what they depend on comes from it. What is installed is read from dpkg every time: no stamp file, and a second
-run takes a fraction of a second. Never removes a package; a source it added without success is taken out again.
+Works on Debian 12, Debian 13 and Ubuntu (24.04 or later), as root or with sudo. Where the release's own Mesa is too old
+and the distribution has backports (Debian 12), the backports suite is added to the machine's own sources, with the same
+mirror, key and component (main). A pin makes sure that only the packages named here and their dependencies come from
+it. dpkg is asked every time which packages are installed: there is no stamp file, and a second run takes a fraction of
+a second. No package is ever removed. A source that was added without success is removed again.
 
-UNICORN_SKIP_SETUP=1 skips all of it, for machines whose Vulkan comes from somewhere else.
+UNICORN_SKIP_SETUP=1 skips everything, for machines whose Vulkan comes from somewhere else.
 """
 
 import os
@@ -37,16 +37,16 @@ INSTALL_SECONDS = 1200
 
 
 class SetupError(Exception):
-    """What stands in the way, in one line: what happened, and what to do."""
+    """The obstacle, in one line: what happened, and what to do."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """A package, and the lowest upstream major version that will do."""
+    """A package, and the lowest upstream major version that suffices."""
 
     package: str
     major: int = 0
-    # What the package is wanted for; where that is there from somewhere else, it does.
+    # The command that the package provides. If the machine has the command from elsewhere, the package is not needed.
     command: str = ""
 
 
@@ -55,7 +55,8 @@ TEST = RUN + [
     Need("vulkan-validationlayers"), Need("curl"), Need("ca-certificates"), Need("python3-venv"),
     Need("systemd", command="systemd-analyze"),
 ]
-# Ubuntu has no Chromium but as a snap, which a test cannot count on: without these, tests/skips.toml says what is skipped.
+# Ubuntu has Chromium only as a snap, on which tests cannot rely. tests/skips.toml lists the tests that need these
+# packages.
 BROWSER = [Need("chromium", command="chromium"), Need("nodejs", command="node"), Need("npm", command="npm")]
 MEASURE = RUN + [Need("fio")]
 SERVICE = RUN + [Need("debootstrap", command="debootstrap"), Need("systemd-container", command="systemd-nspawn")]
@@ -67,16 +68,16 @@ WISHES = {"test": BROWSER}
 
 
 def major(version):
-    """Upstream major of a Debian version: `1:25.0.7-2~bpo12+1` -> 25; 0 where it is no number."""
+    """Upstream major of a Debian version: `1:25.0.7-2~bpo12+1` -> 25; 0 if it is not a number."""
     match = re.match(r"(?:\d+:)?(\d+)", version)
     return int(match.group(1)) if match else 0
 
 
 def installed_versions(packages):
-    """Versions of those of `packages` that are fully installed."""
+    """Versions of the fully installed packages among `packages`."""
     out = subprocess.run(
         ["dpkg-query", "-W", "-f", "${Package}\t${db:Status-Status}\t${Version}\n", *packages],
-        capture_output=True, text=True, check=False,  # exits 1 when one of them is unknown
+        capture_output=True, text=True, check=False,  # exits 1 if a package is unknown
     ).stdout
     rows = (line.split("\t") for line in out.splitlines())
     return {name: version for name, status, version in rows if status == "installed"}
@@ -110,7 +111,7 @@ def check_toolchain():
 
 @dataclass(frozen=True)
 class Source:
-    """One archive: where it is, and the key it is checked with ('' is apt's default key ring)."""
+    """One archive: its address, and the key that signs it ('' is apt's default key ring)."""
 
     uri: str
     suites: tuple
@@ -159,7 +160,8 @@ def read_sources(apt=APT):
 
 
 def backports_source(sources, codename):
-    """The text of our own source file, from the archive that serves the release itself; None if there is none."""
+    """The text of the source file for backports, from the archive that serves the release itself; None if there is
+    none."""
     source = devices.mirror(sources, codename)
     text = source and devices.stanza(source.uri, [f"{codename}-backports"], source.signed_by)
     return text and f"# Added by Unicorn's tools/setup.py for Mesa's Vulkan drivers.\n{text}"
@@ -191,7 +193,7 @@ class Root:
                                  "run `python3 tools/setup.py test` as root once")
 
     def run(self, command, seconds, stdin=None):
-        """Exit status and output, both streams together."""
+        """Exit status and output, with both streams together."""
         try:
             done = subprocess.run(
                 [*self.prefix, "env", "DEBIAN_FRONTEND=noninteractive", "LC_ALL=C", *command],
@@ -215,7 +217,7 @@ def apt_options():
 
 
 def update(root):
-    """Refreshes the lists; what could not be fetched, '' if all was."""
+    """Refreshes the package lists. Returns the first failure, or '' if there was none."""
     code, out = root.run(["apt-get", *apt_options(), "update"], UPDATE_SECONDS)
     failures = [line for line in out.splitlines() if re.match(r"(E:|Err:|W: Failed to fetch)", line)]
     return failures[0] if failures else ("" if code == 0 else out.strip().splitlines()[-1])
@@ -234,8 +236,8 @@ def available_versions(package):
 
 
 def choose(need, versions, backports):
-    """What to ask apt for: the package from the release itself if that is new enough, else from backports;
-    None if neither is. `versions` is that of `available_versions`, newest first."""
+    """The argument for apt: the package from the release itself if that is new enough, else from backports; None if
+    neither is. `versions` comes from `available_versions`, newest first."""
     for version, suites in versions.items():
         if major(version) >= need.major and any(suite != backports for suite in suites):
             return need.package

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Runs every test of the project and counts them; `make test` calls it after tools/setup.py.
 
-The last line is `N passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end, each
-found something to test, nothing failed, and every skip is listed in tests/skips.toml. A part that is killed,
-crashes or prints no result counts as a failure: silence is never success.
+The last line is `N passed, N failed, N skipped`. The exit status is 0 only if every part ran to its end and found
+something to test, nothing failed, and every skip is listed in tests/skips.toml. A part that is killed, crashes or
+prints no result counts as a failure.
 
     tools/test.py            all parts
-    tools/test.py NAME ...   only these (for work on the project; the last line then says which); `lm-eval`, `openwebui` and
-                             `all-devices` must be named
+    tools/test.py NAME ...   only the named parts (for work on the project; the last line names them); `lm-eval`,
+                             `openwebui` and `all-devices` run only if they are named
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from devices import DevicesError
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "test"
 SKIP_LOG = CACHE / "skips.log"
-# lavapipe runs a dispatch where it is submitted instead of handing it to threads of its own: small models are twice as fast, and
-# tests run side by side anyway. `devices` leaves it its threads.
+# lavapipe runs a dispatch in the submitting thread instead of its own threads: small models are twice as fast, and
+# tests run in parallel anyway. `devices` keeps lavapipe's threads.
 LAVAPIPE = {"LP_NUM_THREADS": "0"}
 VENV = ROOT / ".venv"
 CLIENTS = ROOT / "tests/clients"
@@ -45,14 +45,14 @@ OPENWEBUI_VENV = ROOT / ".cache/openwebui"
 PART_SECONDS = 40 * 60
 FETCH_SECONDS = 180
 FETCH_DEVICES_SECONDS = 10 * 60
-# A client, and all that it needs.
+# Time limit for installing one client and its dependencies.
 FETCH_CLIENT_SECONDS = 10 * 60
 FETCH_MANY_SECONDS = 30 * 60
 
 
 @dataclass
 class Result:
-    """What a part found. `skipped` holds (name in tests/skips.toml, what was skipped)."""
+    """The result of a part. `skipped` holds (name in tests/skips.toml, what was skipped)."""
 
     passed: int = 0
     failures: list = field(default_factory=list)
@@ -63,13 +63,14 @@ class Result:
 
 
 def listed_skips():
-    """Names in tests/skips.toml. (tomllib came with Python 3.11; table headers are all that is needed here.)"""
+    """Names in tests/skips.toml. Table headers are all that is needed here, and tomllib came with Python 3.11."""
     text = (ROOT / "tests/skips.toml").read_text()
     return set(re.findall(r"^\[([a-z0-9-]+)\]\s*$", text, re.MULTILINE))
 
 
 def run(command, seconds=PART_SECONDS, env=None):
-    """Runs a command, shows its output as it comes, and returns (exit status, output). None: it had to be killed."""
+    """Runs a command, shows its output as it comes, and returns (exit status, output). The status is None if it was
+    killed."""
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **(env or {})}, text=True, errors="replace", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -79,7 +80,7 @@ def run(command, seconds=PART_SECONDS, env=None):
     def kill(*_):
         nonlocal killed
         killed = True
-        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself just now
+        with contextlib.suppress(ProcessLookupError):  # the process may just have ended by itself
             os.killpg(process.pid, signal.SIGKILL)
 
     previous = signal.signal(signal.SIGALRM, kill)
@@ -141,11 +142,12 @@ def clippy():
 
 
 def rust():
-    """Unit tests, the integration suite and the documentation's examples. Builds the server for `clients` and `page` too."""
+    """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients` and
+    `page`."""
     fetched, _ = run([str(ROOT / "tools/fetch_real_tokenizer.sh")], FETCH_SECONDS)
-    if fetched not in (0, 3, 4, None):  # 3 and 4: it cannot be had here, so its cases are skipped
+    if fetched not in (0, 3, 4, None):  # 3 and 4: the tokenizer is not available here, and its cases are skipped
         return Result(failures=[f"rust: tools/fetch_real_tokenizer.sh: {ended(fetched)}"])
-    # The second compiler that kernels are judged by is one of them; without it, its test is skipped.
+    # A test judges kernels by the compiler of one of these devices, and is skipped without it.
     make_devices()
     SKIP_LOG.unlink(missing_ok=True)
     built, _ = run(["cargo", "build", "--locked", "--all-targets"])
@@ -158,7 +160,7 @@ def rust():
 
 
 def cargo_result(status, output, skips):
-    """Adds up the binaries' results. A skipped test is one that returned early, so cargo counted it as passed."""
+    """Adds up the binaries' results. cargo counts a skipped test as passed, because it returned early."""
     result = Result(skipped=skips)
     for passed, failed, ignored, filtered in re.findall(
         r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored; \d+ measured; (\d+) filtered out", output, re.MULTILINE
@@ -181,12 +183,12 @@ def cargo_result(status, output, skips):
 
 
 def make_devices():
-    """Has `.cache/devices` made, where it can be."""
+    """Makes `.cache/devices`, where that is possible."""
     return run([sys.executable, str(ROOT / "tools/setup.py"), "devices"], FETCH_DEVICES_SECONDS)
 
 
 def devices_cheap():
-    """Kernels on other software devices, and under a layer that checks addresses and races: the part that is cheap."""
+    """The cheap suites: kernels on other software devices, and under a layer that checks addresses and races."""
     make_devices()
     return of_devices(on_devices.rows(run, on_devices.CHEAP))
 
@@ -196,7 +198,7 @@ def devices_all():
     made, _ = make_devices()
     if made != 0:
         return Result(failures=[f"all-devices: they could not be made ({ended(made)})"])
-    # As `rust` builds: else the library is compiled again with other features.
+    # This builds as `rust` does, so that the library is not recompiled with other features.
     run(["cargo", "build", "--locked", "--all-targets"])
     try:
         return of_devices(on_devices.all_devices(run))
@@ -221,12 +223,12 @@ def of_devices(rows):
 
 
 def demo():
-    """No question of the demo model's test set stands in its training text."""
+    """Checks that no question of the demo model's test set is in its training text."""
     return one("demo", [sys.executable, "tools/demo_model/check_disjoint.py"])
 
 
 def clients():
-    """Clients from the registries, and curl, at a real server. Where their packages cannot be had, what needs them is skipped."""
+    """Clients from the registries, and curl, with a real server. Tests whose packages are not available are skipped."""
     python = python_with(CLIENTS / "requirements.txt", VENV) or sys.executable
     environment = {
         "LITELLM_PYTHON": python_with(CLIENTS / "requirements-litellm.txt", LITELLM) or "",
@@ -242,7 +244,7 @@ def clients():
 
 
 def counted(name, status, output):
-    """What a script reports that counts by tests/clients/session.py."""
+    """The result of a script that counts with tests/clients/session.py."""
     line = re.search(rf"^{name}: (\d+) passed, (\d+) failed, (\d+) skipped$", output, re.MULTILINE)
     if not line:
         return Result(failures=[f"{name}: no result ({ended(status)})"])
@@ -255,7 +257,7 @@ def counted(name, status, output):
 
 
 def lm_eval():
-    """lm-eval asks a real server, and says what `unicorn eval` says."""
+    """Checks that lm-eval on a real server agrees with `unicorn eval`."""
     python = python_with(CLIENTS / "requirements-lm-eval.txt", LM_EVAL, FETCH_MANY_SECONDS)
     if not python:
         return Result(failures=["lm-eval: its packages could not be fetched"])
@@ -263,7 +265,7 @@ def lm_eval():
 
 
 def page():
-    """A browser at the page of a real server. Without Chromium, Node.js or playwright-core, all of it is skipped."""
+    """A browser on the page of a real server. Without Chromium, Node.js or playwright-core the part is skipped."""
     lacks = page_lacks()
     if lacks:
         return Result(skipped=[("browser", f"tests/page ({lacks})")])
@@ -271,7 +273,7 @@ def page():
 
 
 def openwebui():
-    """Open WebUI in front of a real server, and a browser in front of both. It takes 2 GB of disk, and minutes."""
+    """Open WebUI with a real server behind it, used by a browser. Takes 2 GB of disk, and minutes."""
     lacks = page_lacks()
     if lacks:
         return Result(failures=[f"openwebui: {lacks}"])
@@ -296,9 +298,9 @@ def browser_result(name, status, output):
 
 
 def openwebui_program():
-    """The pinned Open WebUI's program, and what is missing for it, '' if nothing is."""
+    """The path of the pinned Open WebUI, and what is missing for it, '' if nothing is."""
     program, pip = OPENWEBUI_VENV / "bin/open-webui", [OPENWEBUI_VENV / "bin/python", "-m", "pip", "--disable-pip-version-check"]
-    # A copy, written when all of it was installed.
+    # The copy of the requirements is written once everything is installed.
     wanted, there = OPENWEBUI / "requirements.txt", OPENWEBUI_VENV / "requirements.txt"
     if program.exists() and there.exists() and there.read_bytes() == wanted.read_bytes():
         return str(program), ""
@@ -319,12 +321,13 @@ def openwebui_program():
 
 
 def page_lacks():
-    """What is missing for a browser to be driven, '' if nothing is."""
+    """What is missing to drive a browser, '' if nothing is."""
     return node_lacks(PAGE, PAGE_MODULES, "playwright-core") if shutil.which("chromium") else "no chromium"
 
 
 def node_lacks(folder, modules, package):
-    """What is missing for Node.js to run what is in `folder`, '' if nothing is. Installs what its lock file names into `modules`."""
+    """What is missing to run the scripts in `folder` with Node.js, '' if nothing is. Installs the packages of the
+    folder's lock file into `modules`."""
     for command in ["node", "npm"]:
         if not shutil.which(command):
             return f"no {command}"
@@ -332,7 +335,7 @@ def node_lacks(folder, modules, package):
     major = re.match(r"v(\d+)\.", version)
     if not major or int(major[1]) < 18:
         return f"node {version.strip()}, where 18 is needed"
-    # A copy, since npm puts the modules beside the lock file.
+    # A copy, because npm writes the modules next to the lock file.
     wanted, there = (place / "package-lock.json" for place in (folder, modules))
     installed = modules / "node_modules" / package / "package.json"
     if not (installed.exists() and there.exists() and there.read_bytes() == wanted.read_bytes()):
@@ -347,7 +350,7 @@ def node_lacks(folder, modules, package):
 
 
 def python_with(requirements, venv, seconds=FETCH_CLIENT_SECONDS):
-    """The interpreter of `venv` with the pinned packages in it, or None when they cannot be had."""
+    """The interpreter of `venv` with the pinned packages in it, or None if they are not available."""
     python = venv / "bin/python"
     wanted = pins(requirements.read_text())
     check = "import importlib.metadata as m, sys; sys.exit(any(m.version(n) != v for n, v in " + repr(wanted) + "))"
@@ -373,7 +376,7 @@ def pins(requirements):
 PARTS = {
     "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": devices_cheap, "clients": clients, "page": page, "clippy": clippy,
 }
-# Too heavy for every run.
+# These parts are too heavy for every run.
 NAMED_ONLY = {"lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all}
 
 

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Loads a whole Gemma-3 27B and answers with it: random weights of the true shape, so that no download is needed.
+"""Loads a whole Gemma-3 27B and lets it answer. Random weights of the true shape make a download unnecessary.
 
     tools/test_27b.py [--dir DIR] [--shape gemma-3-27b] [--scheme int4-g128] [--keep]
 
-Writes the checkpoint with `unicorn synth` (16 GB of disk), reads it with fio, evicts it from memory, takes and gives back as much
-memory as it needs, serves it, asks for two tokens, and prints one line of JSON: load time and rate, the disk's and the memory's
-rate in the same run, resident memory. Fails unless the files and the server have as many layers as the shape, the device holds at
-least the bytes of the weights, the answer has two tokens, and nothing of the files stays in memory. The share of the disk's rate is
-printed and not judged: that is the machine's, and its neighbours', as much as the program's. Minutes on software Vulkan, so it is no
-part of `make test`; results are dated in docs/measurements.md.
+The steps: write the checkpoint with `unicorn synth` (16 GB of disk), read it with fio, evict it from memory, allocate
+and free as much memory as it needs, serve it, and ask for two tokens. The output is one line of JSON: load time and
+rate, the rates of disk and memory in the same run, resident memory.
+
+The test fails unless the files and the server have as many layers as the shape, the device holds at least the bytes of
+the weights, the answer has two tokens, and no part of the files stays in memory. The load's share of the disk's rate is
+printed and not judged, because it depends on the machine and its neighbours as much as on the program. The test takes
+minutes on software Vulkan, so it is no part of `make test`; docs/measurements.md dates its results.
 """
 
 import argparse
@@ -34,7 +36,7 @@ ANSWER_SECONDS = 3600
 
 
 def evict(files):
-    """Drops the files' clean pages, as a machine that has just started has none."""
+    """Drops the files' clean pages, as after a start of the machine."""
     os.sync()
     for file in files:
         with open(file, "rb") as f:
@@ -42,8 +44,8 @@ def evict(files):
 
 
 def disk_rate(files):
-    """Bytes per second that fio reads of the files one after the other, past the page cache."""
-    # A device that is slow to start, and noisy neighbours: the best of three.
+    """Bytes per second at which fio reads the files one after the other, bypassing the page cache."""
+    # The best of three runs counts, since devices may be slow to start and neighbours noisy.
     best = 0
     for _ in range(3):
         evict(files)
@@ -56,8 +58,8 @@ def disk_rate(files):
 
 
 def memory_rate(size):
-    """Bytes per second at which this machine hands out memory of that size: what a load waits for if it is below the disk's
-    rate. A virtual machine's host takes back what lies idle, and the first use of it afterwards can be slower than any disk."""
+    """Bytes per second at which this machine provides new memory of that size. A load waits for memory if this is below
+    the disk's rate. A virtual machine's host reclaims idle memory, and its next use can be slower than any disk."""
     piece = bytes(16 << 20)
     since = time.monotonic()
     with mmap.mmap(-1, size) as memory:
@@ -94,10 +96,10 @@ def main():
     files = sorted(args.dir.glob("*.safetensors"))
     disk = disk_rate(files)
     evict(files)
-    # Once for what the host took back, and again for what the machine itself is capable of.
+    # The first run gets back the memory that the host reclaimed; the second shows the machine's own rate.
     first, memory = (memory_rate(shown["bytes"]) for _ in range(2))
 
-    # A port of its own, which the log names.
+    # The server takes a free port, which its log names.
     command = [ROOT / "tools/with_device.sh", UNICORN, "serve", "--model", args.dir, "--port", "0", "--context", args.context]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     lines, url, loaded = [], None, threading.Event()

@@ -1,7 +1,8 @@
 #!/bin/sh
-# Installs the service on a new machine and has systemd run it: does it start, answer, reload, come back when it is killed,
-# and stay down where another start does not help? The machine is a container that boots Debian's systemd (needs root,
-# debootstrap, systemd-nspawn and a Debian mirror; minutes). It computes on software Vulkan, behind all that the unit forbids.
+# Installs the service on a new machine where systemd runs it, and tests that it starts, answers, reloads, comes back
+# after a kill, and stays down where another start does not help. The machine is a container that boots Debian's
+# systemd (needs root, debootstrap, systemd-nspawn and a Debian mirror; takes minutes). The service computes on software
+# Vulkan, under all restrictions of the unit.
 #
 #   tools/test_service.sh BINARY [MIRROR]
 #
@@ -29,12 +30,12 @@ mkdir -p "$machine/src"
 cp -r config tools "$machine/src/"
 cp "$binary" "$machine/src/unicorn"
 chroot "$machine" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin /src/tools/install.sh /src/unicorn
-# As a user without a GPU would.
+# A user without a GPU would set this option.
 sed -i 's/^#allow_software_vulkan = false/allow_software_vulkan = true/' "$machine/etc/unicorn/config.toml"
 
 cat >"$machine/src/check.sh" <<'CHECK'
 #!/bin/sh
-# Runs inside. A line for each fact, and `failed` in the first that is none.
+# Runs inside the machine. Prints a line for each fact, and `failed` for the first that does not hold.
 set -u
 base=http://127.0.0.1:8010
 must() {

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs `BINARY COMMAND ARGS`, and adds --allow-software-vulkan only where `BINARY devices` finds no GPU that can be used.
-# An answer computed by the software driver is as right as a GPU's, and far slower: so it says so, loudly.
+# Runs `BINARY COMMAND ARGS`, and adds --allow-software-vulkan only where `BINARY devices` finds no usable GPU.
+# The software driver's answers are as right as a GPU's, and far slower, so the script warns loudly.
 set -eu
 binary=$1 command=$2
 shift 2

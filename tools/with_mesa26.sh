@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs a command where Mesa 26 and the C library that it needs lie over /usr: `tools/with_mesa26.sh COMMAND ARGS`.
-# Nobody else sees it: the overlay is in a mount namespace of the command's own. Compile outside, run inside.
+# Runs a command with Mesa 26 and the C library that it needs overlaid on /usr: `tools/with_mesa26.sh COMMAND ARGS`.
+# The overlay is in the command's own mount namespace, so no other process sees it. Compile outside, run inside.
 #
 # MESA26_DEVICE chooses what the Vulkan loader finds:
 #   lavapipe             Mesa 26's software Vulkan
@@ -20,17 +20,17 @@ case ${MESA26_DEVICE-} in
     '') choice= ;;
     lavapipe) choice="VK_DRIVER_FILES=$icds/lvp_icd.json VK_ICD_FILENAMES=$icds/lvp_icd.json" ;;
     *[!a-z0-9_]*) echo "with_mesa26: MESA26_DEVICE=$MESA26_DEVICE is no name of a device" >&2; exit 2 ;;
-    # The shim is loaded by the command alone: it must come from the overlay.
+    # Only the command loads the shim, which must come from the overlay.
     *) choice="VK_DRIVER_FILES=$icds/radeon_icd.json VK_ICD_FILENAMES=$icds/radeon_icd.json AMDGPU_GPU_ID=$MESA26_DEVICE LD_PRELOAD=libamdgpu_noop_drm_shim.so" ;;
 esac
 
-# Root may be root of a container that cannot make namespaces, but may as a user of its own.
+# Root in a container may lack the right to make namespaces, but may have it in a user namespace.
 if [ "$(id -u)" = 0 ] && unshare -m true 2>/dev/null; then own=-m; else own=-rm; fi
 if ! unshare "$own" true 2>/dev/null; then
     echo "with_mesa26: this system lets nobody make a mount namespace (unshare $own)" >&2
     exit 1
 fi
-# Colons, commas and backslashes part the options of a mount.
+# Colons, commas and backslashes separate mount options, so they are escaped.
 lower=$(printf '%s' "$root/usr" | sed 's/[\\:,]/\\&/g')
 # $choice is several words.
 # shellcheck disable=SC2086

@@ -1,4 +1,5 @@
-// Behind reduce.glsl: the id of the largest value, ties to the lowest id; each invocation brings the best of its own.
+// Include behind reduce.glsl. Finds the id of the largest value of a workgroup; ties go to the lowest id. Each
+// invocation passes the best value of its own ids.
 shared uint best_ids[WORKGROUP];
 
 uint workgroup_argmax(float value, uint id) {

@@ -1,25 +1,26 @@
-// A product with int8, lane = row. A workgroup computes 32 rows by COLUMNS tokens, for which weights are read once. Each of its
-// subgroups, or of what several small ones make up, takes a segment of the columns: so an activation is the same for all
-// lanes and can come from a scalar register, or, with SHARED_ACTIVATIONS, from shared memory. A body of fast_matmul.comp.
+// A product with int8, lane = row. A body of fast_matmul.comp. A workgroup computes 32 rows by COLUMNS tokens, and
+// reads the weights once for them. Each subgroup of it, or each group of several small subgroups, takes one segment of
+// the columns. So an activation is the same for all lanes and can come from a scalar register, or, with
+// SHARED_ACTIVATIONS, from shared memory.
 
 layout(constant_id = 3) const uint SHARED_ACTIVATIONS = 0;
-// Blocks of activations in shared memory: COLUMNS for each segment.
+// Blocks of activations in shared memory: COLUMNS for each segment, and one spare.
 const uint SHARED_BLOCKS = SHARED_ACTIVATIONS * SEGMENTS * COLUMNS + 1;
 shared uvec4 shared_low[SHARED_BLOCKS], shared_high[SHARED_BLOCKS];
 shared uvec2 shared_scales[SHARED_BLOCKS];
 
-// Waits for the invocations of a segment: where they are no subgroup, for all.
+// Waits for the invocations of a segment, or for all invocations where a segment is not one subgroup.
 void await_segment() {
     if (gl_NumSubgroups == gl_WorkGroupSize.y) subgroupBarrier();
     else barrier();
 }
 
 const uint MATRICES = GEGLU + 1;
-// Columns whose segments are added up at once: an invocation adds one.
+// Columns whose segments are added up in one pass, one column by each invocation.
 const uint STAGED = SEGMENTS;
 
 shared float partial[MATRICES][SEGMENTS][STAGED][TILE_ROWS];
-// The largest magnitude of a block, and its sums, for each of two digits.
+// The largest magnitude of a block, and its sums, for each of the two digits.
 shared uint largest[2][STAGED];
 shared int sums[2][STAGED][3];
 shared int results[STAGED][TILE_ROWS];
@@ -32,7 +33,7 @@ void main() {
 
     Part part = part_of(gl_WorkGroupID.y);
     const uint tile = part.first_tile;
-    // As in a Part.
+    // Addresses of the matrices, as in a Part.
     uvec2 blocks[MATRICES], scales[MATRICES];
     blocks[0] = part.blocks;
     scales[0] = part.scales;
@@ -47,7 +48,7 @@ void main() {
     [[unroll]] for (uint m = 0; m < MATRICES; m++)
         [[unroll]] for (uint c = 0; c < COLUMNS; c++) acc[m][c] = 0.0;
 
-    // A block is asked for before the one before it is used.
+    // Each block is loaded before the previous one is used.
     Weights next[MATRICES];
     [[unroll]] for (uint m = 0; m < MATRICES; m++)
         next[m] = weights_at(Blocks(blocks[m]), Scales(scales[m]), tile, min(first, block_count - 1), units_per_row, lane);
@@ -58,8 +59,8 @@ void main() {
         next_block = x.at[at];
         next_scale = x_scales.at[at];
     }
-    // All segments take equally many trips, and a shorter one does nothing in its last: those that wait for each other have to,
-    // and SwiftShader waits at a barrier in a branch that nobody takes.
+    // All segments make equally many passes, and a shorter segment idles in its last one. Barriers require it:
+    // SwiftShader waits at a barrier even in a branch that no invocation takes.
     const uint last = first + length;
     [[dont_unroll]] for (uint b = first; b < last; b++) {
         Weights w[MATRICES];
@@ -95,7 +96,7 @@ void main() {
             }
             at += block_count * x_stride;
         }
-        // Both digits, or the second alone.
+        // This loop takes both digits, or only the second one with SHARED_ACTIVATIONS.
         [[dont_unroll]] for (uint digit = SHARED_ACTIVATIONS; digit < 2 && b < end; digit++) {
             if (SHARED_ACTIVATIONS == 1 && (scale_bits & SECOND_DIGIT) == 0) break;
             scale_bits = 0;
@@ -106,14 +107,14 @@ void main() {
                 [[unroll]] for (uint m = 0; m < MATRICES; m++)
                     acc[m][c] = folded(w[m], a, abs(uintBitsToFloat(scale.x)), scale.y, s[m], acc[m][c]);
             }
-            // Where a column has no second digit, that adds nothing.
+            // For a column without a second digit, the second pass adds nothing.
             if ((scale_bits & SECOND_DIGIT) == 0) break;
             at += block_count * x_stride;
         }
         if (SHARED_ACTIVATIONS == 1) await_segment();
     }
 
-    // An invocation adds up the segments of column `segment` of those that are staged, in order.
+    // An invocation adds up, in order, the segments of column `segment` of the staged columns.
     const uint row = tile * TILE_ROWS + lane;
     [[unroll]] for (uint staged = 0; staged < COLUMNS; staged += STAGED) {
         if (staged > 0) barrier();
@@ -138,12 +139,12 @@ void main() {
         if (GEGLU == 0) {
             if (is_one && row < part.rows) put(part, token, row, total[0]);
         } else {
-            // The rows of a tile are a block of what comes next, of as many blocks as there are tiles.
+            // The rows of a tile form one block of the next activations, which have as many blocks as there are tiles.
             float value = is_one && row < part.rows ? gelu_tanh(total[0]) * total[MATRICES - 1] : 0.0;
             const uint tiles = tiles_of(part.rows);
             bool has_second = false;
             [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
-                // What the invocations add up here is all zero.
+                // Shared counters begin at zero.
                 atomicMax(largest[digit][column], magnitude(value));
                 barrier();
                 const uint block_largest = largest[digit][column];

@@ -1,7 +1,8 @@
-// A product with int8 in tiles that subgroups multiply (tile.glsl). A workgroup computes ROWS x COLUMNS of it: it unpacks a
-// block of its weights and one of its activations into shared memory, and its subgroups, WAVES_M x WAVES_N of them, share
-// out the tiles of what that yields. So weights are unpacked once for COLUMNS tokens, and all segments of a row are one
-// workgroup's. The integers of a block meet their scales as in all bodies of fast_matmul.comp.
+// A product with int8 in tiles that subgroups multiply (tile.glsl). A body of fast_matmul.comp. A workgroup computes
+// ROWS x COLUMNS results. It unpacks a block of its weights and a block of its activations into shared memory, and its
+// subgroups, WAVES_M x WAVES_N of them, share out the tiles of the result. So weights are unpacked once for COLUMNS
+// tokens, and one workgroup computes all segments of a row. The integers of a block are scaled as in all bodies of
+// fast_matmul.comp.
 
 const uint ROWS = ROW_TILES * TILE_ROWS;
 layout(constant_id = 3) const uint TILE_M = 16;
@@ -11,15 +12,16 @@ layout(constant_id = 6) const uint WAVES_M = 2;
 layout(constant_id = 7) const uint WAVES_N = 2;
 #include "tile.glsl"
 
-// Tiles of a subgroup.
+// Numbers of tiles of one subgroup.
 const uint TILES_M = ROWS / WAVES_M / TILE_M, TILES_N = COLUMNS / WAVES_N / TILE_N;
-// Where weights change their scale within a block (HALVES is 2), each half of it is a sum of its own. A tile that is as deep
-// as a block then takes a half whose other columns are zero: so a row has both halves, each padded with zeros on the side
-// of the other. All in uvec2s of 8 columns; rows are apart by what spreads them over the banks, and by 16 bytes' multiples.
+// Where weights change their scale within a block (HALVES is 2), each half of a block has its own sum. A tile as deep
+// as a block then takes one half, and its other columns are zero. So shared memory has both halves of a row, each
+// padded with zeros in place of the other half. All strides count uvec2s of 8 columns. They spread rows over the banks,
+// and are multiples of 16 bytes.
 const uint HALF = 2, HALF_STRIDE = 6;
 const uint A_STRIDE = HALVES * 4 + 2, B_STRIDE = 6;
 const uint SUM_COLUMNS = 32 / HALVES;
-// Products of tiles that a sum takes.
+// Tile products that make one sum.
 const uint STEPS = (SUM_COLUMNS + TILE_K - 1) / TILE_K;
 const uint STEP = TILE_K / 8;
 
@@ -31,11 +33,11 @@ shared float row_shifts[HALVES * ROWS];
 shared float column_sums[HALVES * COLUMNS];
 #endif
 shared float column_scales[COLUMNS];
-// Whether a column has a second digit, in blocks of even and of odd numbers.
+// Whether a column has a second digit, for blocks with even and with odd numbers.
 shared uint second_digits[2];
 shared float results[WAVES_M * WAVES_N * TILE_M * TILE_N];
 
-// Bytes of unsigned integers, less BIAS each.
+// Subtracts BIAS from each of four unsigned bytes.
 uint without_bias(uint four) { return BIAS == 0 ? four : ((four | 0x80808080u) - uint(BIAS) * 0x01010101u) ^ 0x80808080u; }
 uvec4 without_bias(uvec4 all) {
     return uvec4(without_bias(all.x), without_bias(all.y), without_bias(all.z), without_bias(all.w));
@@ -46,7 +48,7 @@ void put_half(uint at, uvec4 words) {
     a_words[at + 1] = words.zw;
 }
 
-// The block of row `row` of the workgroup.
+// Stores a block of weights of row `row` of the workgroup.
 void put_weights(uint row, Weights w) {
     unpack_units(w);
 #if defined(WEIGHT_INT4)
@@ -74,7 +76,7 @@ void put_weights(uint row, Weights w) {
 #endif
 }
 
-// A block of column `column` of the workgroup.
+// Stores a block of activations of column `column` of the workgroup.
 void put_activations(uint column, ActivationBlock a, uvec2 scale) {
     const uint at = column * B_STRIDE;
     b_words[at] = a.low.xy;
@@ -101,7 +103,8 @@ void main() {
     const uint length = segment_blocks(block_count);
     Part part = part_of(gl_WorkGroupID.y);
 
-    // An invocation unpacks one row of weights at most, and one column. There are 128 of both kinds at least.
+    // An invocation unpacks at most one row of weights and one column. A workgroup has 128 invocations, and at least
+    // that many rows and columns together.
     const uint invocations = gl_WorkGroupSize.x * gl_WorkGroupSize.y;
     const uint column = (invocation + ROWS) % invocations;
     const bool has_row = invocation < ROWS, has_column = column < COLUMNS;
@@ -137,7 +140,7 @@ void main() {
             barrier();
             const bool has_second = second_digits[b % 2] != 0;
             if (invocation == 0) second_digits[(b + 1) % 2] = 0;
-            // The next block is asked for before this one is used.
+            // The next block is loaded before this one is used.
             const uint ahead = min(b + 1, block_count - 1);
             if (has_row) next = weights_at(Blocks(part.blocks), Scales(part.scales), tile, ahead, units_per_row, lane);
             if (has_column) {

@@ -1,7 +1,7 @@
-// A product with int8 on a device that is a CPU, which has no scalar registers, no dot products of packed bytes, and little use
-// for invocations that wait for each other. A workgroup is one vector of such a CPU. It computes a tile of rows, each invocation
-// several of them: so it reads the tile's weights in the order in which they lie in memory, which is what a CPU fetches ahead,
-// and several rows use what was unpacked of an activation. There is no GEGLU. A body of fast_matmul.comp.
+// A product with int8 for a device that is a CPU. A body of fast_matmul.comp, without GEGLU. A CPU has no scalar
+// registers, no dot products of packed bytes, and is slow where invocations wait for each other. So a workgroup is one
+// vector of the CPU. It computes a tile of rows, several rows in each invocation. It thus reads the tile's weights in
+// the order of memory, which a CPU prefetches, and several rows use each unpacked activation.
 
 // Rows of an invocation.
 const uint ROWS = TURNS;
@@ -38,7 +38,7 @@ void main() {
                     [[unroll]] for (uint r = 0; r < ROWS; r++)
                         acc[r][c] = folded(w[r], a, abs(uintBitsToFloat(scale.x)), scale.y, s[r], acc[r][c]);
                 }
-                // Where a column has no second digit, that adds nothing.
+                // For a column without a second digit, the second pass adds nothing.
                 if ((scale_bits & SECOND_DIGIT) == 0) break;
                 at += block_count * x_stride;
             }

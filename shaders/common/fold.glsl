@@ -1,14 +1,15 @@
-// A block of weights meets a block of activations, by the contract of fast.glsl: what both products with int8 do. Behind
-// weights.glsl, fast.glsl and SCALE_BLOCKS, the blocks of weights that share one scale.
+// Multiplies a block of weights with a block of activations, by the contract of fast.glsl. The bodies of
+// fast_matmul.comp share it. Include behind weights.glsl and fast.glsl. SCALE_BLOCKS is the number of blocks of weights
+// that share a scale.
 //
-// Where a device has no dot products of packed bytes, define IN_F32: sums of so few products of integers this small are
+// Define IN_F32 where a device has no dot products of packed bytes. Sums of so few products of such small integers are
 // exact in f32 too.
 
-// Blocks of weights that meet a block of activations.
+// Blocks of weights for one block of activations.
 const uint UNITS = BLOCK_COLS / BLOCK;
 
-// The weights of a row that meet a block of activations, as they are stored, and the words of their scales. The last may
-// have no second unit.
+// The stored weights of a row for one block of activations, and the words of their scales. The last block of a row may
+// lack its second unit.
 struct Weights {
     uvec4 units[UNITS];
 #if defined(HIGH_BITS)
@@ -39,7 +40,7 @@ Weights weights_at(Blocks blocks, Scales scales, uint tile, uint block, uint uni
     return w;
 }
 
-// Makes two units of bytes of what holds both.
+// Unpacks two units of bytes from low and high bits.
 void unpack_units(inout Weights w) {
 #if defined(HIGH_BITS)
     const uvec4 low = w.units[0];
@@ -48,7 +49,7 @@ void unpack_units(inout Weights w) {
 #endif
 }
 
-// Adds four products of packed integers.
+// Adds four products of packed integers to `sum`.
 #if defined(IN_F32)
 #define SUM float
 float add_four(uint w, uint a, float sum) {
@@ -61,7 +62,7 @@ float add_four(uint w, uint a, float sum) {
 int add_four(uint w, uint a, int sum) { return sum + dotPacked4x8EXT(int(w), int(a)); }
 #endif
 
-// The dot product of unit `u` of weights and its part of a block, from `d`.
+// Adds to `d` the dot product of unit `u` of the weights and its part of a block of activations.
 int dot_unit(uvec4 w, ActivationBlock a, uint u, int d) {
     SUM sum = SUM(d);
 #if defined(WEIGHT_INT4)
@@ -76,9 +77,9 @@ int dot_unit(uvec4 w, ActivationBlock a, uint u, int d) {
     return int(sum);
 }
 
-// What a block adds to a sum.
+// Adds the contribution of a block to `acc`.
 float folded(Weights w, ActivationBlock a, float scale, uint a_sums, vec2 s[UNITS], float acc) {
-    // The sums of both units: what is stored is too large by BIAS in each column.
+    // Stored integers are too large by BIAS, so the sums of the activations correct the dot products.
     const int low = low_sum(a_sums), high = high_sum(a_sums);
 #if defined(WEIGHT_INT4)
     acc = fma(float(dot_unit(w.units[0], a, 0, -BIAS * (low + high))), s[0].x * scale, acc);

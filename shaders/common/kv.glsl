@@ -1,20 +1,20 @@
-// The KV cache: blocks of rows [kv_head][token in block][head_dim], one row for each token and head. Define one of
+// The KV cache: blocks of rows [kv_head][token in block][head_dim], one row for each token and head. Define one of:
 //
-//   KV_F32, KV_F16  the numbers as they are
+//   KV_F32, KV_F16  the numbers themselves
 //   KV_INT8         integers -127..127; behind the rows of a block their scales, f32 [kv_head][token in block]
 //
-// A row is addressed in fours of elements.
+// Indices into a row count fours of elements.
 
 #if defined(KV_F32)
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ReadCache { vec4 at[]; };
 #elif defined(KV_F16)
-// Two fours, which are read at once where a row has an even number of them.
+// Two fours, which are read at once where a row has an even number of fours.
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ReadCache { uvec4 at[]; };
 #elif defined(KV_INT8)
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer ReadCache { uint at[]; };
 #endif
 
-// Where row `row` of the `rows` of a block starts; a row has `fours` fours.
+// The index at which row `row` starts. A block has `rows` rows, a row has `fours` fours.
 uint cache_row(uint block, uint rows, uint row, uint fours) {
 #if defined(KV_INT8)
     return block * rows * (fours + 1) + row * fours;
@@ -35,7 +35,7 @@ vec4 cache_four(ReadCache cache, uint index) {
 #endif
 }
 
-// Two fours, of which the first has an even index.
+// Reads two fours. The index of the first is even.
 void cache_two(ReadCache cache, uint index, out vec4 first, out vec4 second) {
 #if defined(KV_F16)
     const uvec4 words = cache.at[index / 2];

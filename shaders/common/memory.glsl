@@ -1,5 +1,5 @@
-// Buffers by device address: shaders take 64-bit addresses as push constants and have no descriptors, because a
-// weight may be larger than maxStorageBufferRange. Bounds are the dispatching code's duty (src/kernels).
+// Buffers by device address. Shaders take 64-bit addresses as push constants and have no descriptors, because a weight
+// may be larger than maxStorageBufferRange. The dispatching code (src/kernels) is responsible for bounds.
 #extension GL_EXT_buffer_reference : require
 #extension GL_EXT_buffer_reference_uvec2 : require
 #extension GL_EXT_control_flow_attributes : require

@@ -1,10 +1,10 @@
-// Behind lanes.glsl: sums and maxima of what the WORKGROUP lanes (a power of four) share, in one fixed order, whatever the subgroup
-// size: four by four, as each round waits for all of them.
+// Include behind lanes.glsl. Sums and maxima over the WORKGROUP lanes (a power of four), in one fixed order for every
+// subgroup size. Each round adds four values, because each round is a barrier.
 shared float reduce_scratch[WORKGROUP];
 
 void share(uint lane, float value) { reduce_scratch[lane] = value; }
 
-// Once every lane has shared a number.
+// Call after every lane has shared a number.
 float workgroup_sum() {
     barrier();
     [[unroll]] for (uint part = WORKGROUP / 4; part > 0; part /= 4) {

@@ -1,23 +1,24 @@
-// Tiles of small integers that a subgroup multiplies: [TILE_M, TILE_K] by [TILE_K, TILE_N], added to [TILE_M, TILE_N].
+// Products of tiles of small integers, computed by a subgroup: [TILE_M, TILE_K] by [TILE_K, TILE_N], added to [TILE_M,
+// TILE_N].
 //
-// COOPERATIVE: by the device (VK_KHR_cooperative_matrix). Without it: by the 32 invocations of a row of the workgroup, from
-// shared memory, to the same integers, so that whoever uses tiles can be tested where there is no such device. Nobody knows
-// which invocation has which element of a sum: what meets a sum is a tile of the same kind.
+// With COOPERATIVE the device multiplies (VK_KHR_cooperative_matrix). Otherwise the 32 invocations of a row of the
+// workgroup compute equal integers from shared memory, so that code with tiles can be tested on any device. Which
+// invocation has which element of a sum is unknown, so operands of a sum are tiles of the same kind.
 //
-// Factors and floats lie in shared memory of uvec2 and of float; `at` and `stride` count these. The rows of the left factor lie
-// `stride` apart, and so do the columns of the right one.
+// Factors and floats are in shared arrays of uvec2 and float; `at` and `stride` count elements of these. `stride` is
+// the distance of the rows of the left factor, and of the columns of the right factor.
 //
 //   TileA, TileB              factors, int8
 //   TileSum                   sums, i32
-//   TileFloat                 f32 in the places of the sums
+//   TileFloat                 f32, with elements in the places of the sum's
 //   LOAD_A, LOAD_B            (tile, memory, at, stride)
 //   LOAD_ROWS, LOAD_COLUMNS   (tile, memory, at): a TileFloat with one value for each row, or for each column
-//   CLEAR(sum)                to zero
-//   MULTIPLY_ADD(sum, a, b)   as above
+//   CLEAR(sum)                sets to zero
+//   MULTIPLY_ADD(sum, a, b)   adds a product, as above
 //   FLOATS(tile, sum)         the sum as f32
-//   EACH(e), tile[e]          all elements that an invocation has, and one of them
-//   STORE(tile, memory, at)   column by column
-//   WAVE, WAVE_LANE, WAVE_LANES   which subgroup it is, which invocation of it, of how many
+//   EACH(e), tile[e]          loops over the elements of an invocation; one of them
+//   STORE(tile, memory, at)   stores column by column
+//   WAVE, WAVE_LANE, WAVE_LANES   number of the subgroup, number of the invocation in it, size of the subgroup
 #if defined(COOPERATIVE)
 #extension GL_KHR_cooperative_matrix : require
 #extension GL_KHR_memory_scope_semantics : require
@@ -34,7 +35,7 @@
 #define EACH(e) [[unroll]] for (uint e = 0; e < TileFloat(0).length(); e++)
 #define LOAD_A(tile, memory, at, stride) coopMatLoad(tile, memory, at, stride, gl_CooperativeMatrixLayoutRowMajor)
 #define LOAD_B(tile, memory, at, stride) coopMatLoad(tile, memory, at, stride, gl_CooperativeMatrixLayoutColumnMajor)
-// Columns, or rows, that all lie in one place.
+// A stride of 0 repeats one column, or one row.
 #define LOAD_ROWS(tile, memory, at) coopMatLoad(tile, memory, at, 0, gl_CooperativeMatrixLayoutColumnMajor)
 #define LOAD_COLUMNS(tile, memory, at) coopMatLoad(tile, memory, at, 0, gl_CooperativeMatrixLayoutRowMajor)
 #define STORE(tile, memory, at) coopMatStore(tile, memory, at, TILE_M, gl_CooperativeMatrixLayoutColumnMajor)
@@ -49,16 +50,16 @@ const uint WAVE_LANES = 32;
 #define WAVE gl_LocalInvocationID.y
 #define WAVE_LANE gl_LocalInvocationID.x
 const uint ELEMENTS = TILE_M * TILE_N / WAVE_LANES;
-// Compilers for CPUs take long to unroll what few run.
+// Unrolling takes long in compilers for CPUs, and only tests run this.
 #define EACH(e) [[dont_unroll]] for (uint e = 0; e < ELEMENTS; e++)
 const uint TILE_WORDS = TILE_K / 8;
-// The words of the row, or column, that each element of an invocation takes.
+// For each element of an invocation, the words of its row or column.
 #define TileA uvec2[ELEMENTS][TILE_WORDS]
 #define TileB uvec2[ELEMENTS][TILE_WORDS]
 #define TileSum int[ELEMENTS]
 #define TileFloat float[ELEMENTS]
 
-// The element of an invocation is in row `tile_row`, and so on: columns lie behind each other.
+// Row and column of an element of an invocation; elements are stored column by column.
 uint tile_row(uint element) { return (element * WAVE_LANES + WAVE_LANE) % TILE_M; }
 uint tile_column(uint element) { return (element * WAVE_LANES + WAVE_LANE) / TILE_M; }
 

@@ -1,15 +1,16 @@
-// Device layout of a weight matrix [rows, cols], "lane = row"; src/tensor/layout.rs writes it, docs/formats.md specifies it:
+// Device layout of a weight matrix [rows, cols], "lane = row". src/tensor/layout.rs writes it, docs/formats.md
+// specifies it:
 //
 //   blocks  [ceil(rows/32)][ceil(cols/BLOCK)][32 rows] of 16 bytes: BLOCK consecutive weights of one row
 //   scales  [ceil(rows/32)][items of a row][32 rows]
 //
-// so that 32 lanes, one per row, read 512 consecutive bytes. Rows and columns beyond the matrix are zero weights.
-// int4: dword j holds columns 4j..4j+3 in its low nibbles and 16+4j.. in its high nibbles; two masks unpack four
-// columns each, in the order that dot products of packed bytes want. int5 and int6: as int4, and behind the 32 rows of a
-// block 32 times the bits above; kernels see two blocks of 16 columns.
+// so that 32 lanes, one per row, read 512 consecutive bytes. Rows and columns beyond the matrix are zero weights. In
+// int4, dword j holds columns 4j..4j+3 in its low nibbles and 16+4j.. in its high nibbles. Two masks unpack four
+// columns each, in the order that dot products of packed bytes need. int5 and int6 are stored like int4, with the high
+// bits of all 32 rows behind each block; kernels see two blocks of 16 columns.
 //
-// Define one of WEIGHT_F32, WEIGHT_F16, WEIGHT_BF16, WEIGHT_INT8, WEIGHT_INT6, WEIGHT_INT5, WEIGHT_INT4, and for integers q
-// one of
+// Define one of WEIGHT_F32, WEIGHT_F16, WEIGHT_BF16, WEIGHT_INT8, WEIGHT_INT6, WEIGHT_INT5, WEIGHT_INT4, and for
+// integers q one of
 //   SCALES_ROW              item: f16 s, one for each row                     w = s q
 //   SCALES_SYMMETRIC        item: f16 s, one for each group of columns        w = s q
 //   SCALES_ZERO_POINT       item: f16 s, f16 z, one for each group            w = s (q - z)
@@ -19,7 +20,7 @@
 //                                                                             w = (d c) q - e n
 //   SCALES_SUPER_SYMMETRIC  items for each 256 columns: f16 d; then i8 c for each group
 //                                                                             w = (d c) q
-// Where nothing is added to s q, int4, int5 and int6 store q + 8, q + 16 and q + 32.
+// Where the formula adds nothing to s q, int4, int5 and int6 store q + 8, q + 16 and q + 32.
 
 #if defined(WEIGHT_F32)
 const uint BLOCK = 4;
@@ -32,7 +33,7 @@ const uint BLOCK = 32;
 #endif
 const uint TILE_ROWS = 32;
 
-// Schemes whose weights are shifted, and those whose scale changes along a row.
+// SHIFTED: schemes that add an offset. SCALED_BY_GROUP: schemes whose scale changes along a row.
 #if defined(SCALES_ZERO_POINT) || defined(SCALES_AFFINE) || defined(SCALES_HALF_AFFINE) || defined(SCALES_SUPER)
 #define SHIFTED
 #endif
@@ -40,7 +41,7 @@ const uint TILE_ROWS = 32;
 #define SCALED_BY_GROUP
 #endif
 
-// What is stored beyond an integer.
+// The number that is added to an integer before it is stored.
 #if defined(SHIFTED) || defined(WEIGHT_INT8)
 const int BIAS = 0;
 #elif defined(WEIGHT_INT6)
@@ -51,16 +52,16 @@ const int BIAS = 16;
 const int BIAS = 8;
 #endif
 
-// The fifth bits, or the fifth and sixth, of two blocks of weights whose low four bits lie together. Byte j holds those of the
-// columns that byte j of a dword of low bits has: one bit, or two, for each such dword.
+// The high bits (one for int5, two for int6) of two blocks of weights whose low four bits are stored together. Byte j
+// holds the high bits of the columns in byte j of each dword of low bits.
 #if defined(WEIGHT_INT6)
 #define HIGH_BITS uvec2
 #elif defined(WEIGHT_INT5)
 #define HIGH_BITS uint
 #endif
 
-// The same block of all rows of a tile. What is the same for all lanes is one index and the lane another, here and below:
-// so a compiler may keep the first on the scalar unit.
+// One block of every row of a tile. An index that all lanes share and the lane's own index are separate, here and
+// below, so that a compiler may keep the first in scalar registers.
 struct BlockRow {
     uvec4 lanes[TILE_ROWS];
 #if defined(HIGH_BITS)
@@ -69,7 +70,7 @@ struct BlockRow {
 };
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Blocks { BlockRow at[]; };
 
-// The plane of scales, by what the lanes of a tile have of it: pairs of f16 or of f32, bytes, else f16.
+// An item of the plane of scales for all lanes of a tile: pairs of f16 or f32, bytes, or single f16.
 struct ScaleRow {
 #if defined(SCALES_ZERO_POINT) || defined(SCALES_HALF_AFFINE)
     uint words[TILE_ROWS];
@@ -84,7 +85,7 @@ struct ScaleRow {
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Scales { ScaleRow at[]; };
 
 #if defined(HIGH_BITS)
-// One of two blocks: a byte for each weight.
+// Unpacks one of two blocks to a byte for each weight.
 uvec4 bytes_of(uvec4 low, HIGH_BITS high, uint second) {
 #if defined(WEIGHT_INT6)
     const uint above = second == 0 ? high.x : high.y, mask = 0x30303030u, bits = 2;
@@ -136,27 +137,27 @@ vec4 block_weights(uvec4 block, uint i) {
 }
 
 #if defined(SCALES_ROW)
-// The f16 of a lane in item `item` of a plane of f16.
+// The f16 of a lane, in item `item` of a plane of f16.
 float half_of(Scales plane, uint item, uint lane) {
     return unpackHalf2x16(plane.at[item].words[lane / 2] >> 16 * (lane & 1u)).x;
 }
 #endif
 
 #if defined(SCALED_BY_GROUP)
-// The words that hold what scales block b of row `lane` of a tile: what a kernel may ask for long before it needs it.
+// The words with the scale of block b of row `lane` of a tile. Kernels load them long before they use them.
 uvec2 scale_words(Scales scales, uint tile, uint b, uint lane, uint blocks_per_row, uint blocks_per_scale) {
     const uint group = b / blocks_per_scale;
 #if defined(SCALES_SUPER)
     const uint blocks_per_record = 256 / BLOCK, groups = blocks_per_record / blocks_per_scale;
     const uint records = (blocks_per_row + blocks_per_record - 1) / blocks_per_record;
-    // A record is 32 dwords of (d, e), then 32 halves of (c, n) for each group: in units of 16 dwords.
+    // A record is 32 dwords of (d, e), then 32 halves of (c, n) for each group. Indices count 16 dwords.
     const uint record = (tile * records + b / blocks_per_record) * (2 + groups);
     return uvec2(scales.at[record + lane / 16].words[lane % 16],
                  scales.at[record + 2 + group % groups].words[lane / 2]);
 #elif defined(SCALES_SUPER_SYMMETRIC)
     const uint blocks_per_record = 256 / BLOCK, groups = blocks_per_record / blocks_per_scale;
     const uint records = (blocks_per_row + blocks_per_record - 1) / blocks_per_record;
-    // A record is 32 halves d, then 32 bytes c for each group: in units of 8 dwords.
+    // A record is 32 halves d, then 32 bytes c for each group. Indices count 8 dwords.
     const uint record = (tile * records + b / blocks_per_record) * (2 + groups);
     return uvec2(scales.at[record + lane / 16].words[lane % 16 / 2],
                  scales.at[record + 2 + group % groups].words[lane / 4]);
@@ -173,7 +174,7 @@ uvec2 scale_words(Scales scales, uint tile, uint b, uint lane, uint blocks_per_r
 #endif
 }
 
-// What they hold: w = s q + m as (s, m).
+// The scale in such words: w = s q + m as (s, m).
 vec2 scale_of_words(uvec2 words, uint lane) {
 #if defined(SCALES_SYMMETRIC)
     return vec2(unpackHalf2x16(words.x >> 16 * (lane & 1u)).x, 0.0);

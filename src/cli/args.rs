@@ -1,4 +1,4 @@
-//! The command line, as clap reads it.
+//! The command line, as clap parses it.
 
 use std::path::PathBuf;
 
@@ -18,7 +18,8 @@ pub struct CommandLine {
     pub command: Command,
 }
 
-/// Options of every command. What is not given comes from the environment, the configuration file, the defaults.
+/// Options of every command. An option that is not given comes from the environment, the configuration file, or the
+/// defaults.
 #[derive(Debug, Clone, Args)]
 pub struct Global {
     /// Configuration file; `config/default.toml` in the source lists every option
@@ -30,31 +31,32 @@ pub struct Global {
     /// Accept a Vulkan device that is software on the CPU: slow, for tests and demonstrations
     #[arg(long, global = true)]
     pub allow_software_vulkan: bool,
-    /// Do not measure what the GPU does best; take what is best by count
+    /// Do not measure which kernels the GPU is fastest with; choose them by instruction counts
     #[arg(long, global = true)]
     pub no_tune: bool,
-    /// Store the weights as: none, int8-row, int4-g32, int4-g128, int4-g128-emb8, emb8
+    /// Quantize the weights while loading: none, int8-row, int4-g32, int4-g128, int4-g128-emb8, emb8
     #[arg(long, global = true, value_name = "MODE")]
     pub quantize: Option<QuantizeMode>,
-    /// Multiply with activations in: fast (int8 where weights are integers), f32 [default: fast; eval and quantize: f32]
+    /// Type of the activations in matrix products: fast (int8 where weights are integers), f32 [default: fast; eval and
+    /// quantize: f32]
     #[arg(long, global = true, value_name = "MODE")]
     pub precision: Option<Precision>,
-    /// config.json of a checkpoint that comes without one, or the folder that it is in
+    /// config.json, or the folder that holds it, for a checkpoint that comes without one
     #[arg(long, global = true, value_name = "PATH")]
     pub model_config: Option<String>,
-    /// tokenizer.json of a checkpoint that comes without one, or the folder that it is in
+    /// tokenizer.json, or the folder that holds it, for a checkpoint that comes without one
     #[arg(long, global = true, value_name = "PATH")]
     pub tokenizer: Option<String>,
-    /// Longest prompt and answer together, in tokens
+    /// Most tokens of a prompt and its answer together
     #[arg(long, global = true, value_name = "TOKENS")]
     pub context: Option<u32>,
-    /// Store keys and values as: f16, int8, f32 [default: f16; eval and quantize: f32]
+    /// Type of keys and values in the cache: f16, int8, f32 [default: f16; eval and quantize: f32]
     #[arg(long, global = true, value_name = "TYPE")]
     pub kv: Option<KvDtype>,
     /// Folder of pulled models [default: the cache that tools of the Hugging Face hub share]
     #[arg(long, global = true, value_name = "FOLDER")]
     pub models_dir: Option<String>,
-    /// Log more; twice for everything
+    /// Log more; given twice, log everything
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub verbose: u8,
 }
@@ -67,22 +69,22 @@ pub enum Command {
     Generate(Generate),
     /// Converse on the terminal
     Chat(Chat),
-    /// List the Vulkan devices, and what each lacks
+    /// List the Vulkan devices, and what each of them lacks
     Devices,
-    /// Compute what a model says of given tokens or text
+    /// Evaluate a model on given tokens or text
     #[command(subcommand)]
     Eval(Eval),
-    /// Convert a checkpoint to a native one, quantized: the form that loads fastest
+    /// Convert a checkpoint to a quantized native one, the format that loads fastest
     Quantize(Quantize),
     /// Show what a checkpoint holds: format, shape, schemes, sizes
     Inspect(Inspect),
-    /// Write a native checkpoint of random weights in a published shape: for measurements, not for answers
+    /// Write a native checkpoint of random weights in a published shape, for measurements
     Synth(Synth),
-    /// Show where a model would lie in memory, and how long a context fits; needs no GPU
+    /// Show where a model would lie in memory, and the longest context that fits; needs no GPU
     Plan(Plan),
     /// Measure the engine, load time and memory, or a server under load
     Bench(Bench),
-    /// Get a model from the Hugging Face hub, or the rest of one
+    /// Pull a model from the Hugging Face hub, or the missing rest of one
     Pull(Pull),
     /// List or remove pulled models
     #[command(subcommand)]
@@ -95,27 +97,27 @@ pub struct Model {
     /// binary
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
     pub model: Option<String>,
-    /// A smaller model with the same tokenizer, which guesses what the model will answer: the answer is the same, and
-    /// comes sooner where guesses come true
+    /// A smaller model with the same tokenizer, which guesses the next tokens: the answer does not change, and comes
+    /// sooner where guesses are right
     #[arg(long, value_name = "FOLDER|FILE|ORG/NAME")]
     pub draft: Option<String>,
     #[command(flatten)]
     pub memory: Memory,
 }
 
-/// What may be taken of a device's memory: sizes such as 16GiB or 512MiB.
+/// Limits on the use of a device's memory: sizes such as 16GiB or 512MiB.
 #[derive(Debug, Clone, Args)]
 pub struct Memory {
-    /// Of the GPU's own memory, at most so much
+    /// Use at most so much of the GPU's own memory
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub vram: Option<u64>,
-    /// Of the host memory that the GPU reaches, at most so much
+    /// Use at most so much of the host memory that the GPU reaches
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub gtt: Option<u64>,
-    /// Left free for others
+    /// Leave so much free for other programs
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub reserve: Option<u64>,
-    /// Where feed-forward weights go first on an integrated GPU: gtt, vram [default: gtt]
+    /// The heap that feed-forward weights fill first on an integrated GPU: gtt, vram [default: gtt]
     #[arg(long, value_name = "HEAP")]
     pub ffn_heap: Option<FfnHeap>,
 }
@@ -133,7 +135,7 @@ pub struct Serve {
     /// TCP port; 0 takes a free one [default: 8010]
     #[arg(long)]
     pub port: Option<u16>,
-    /// API keys that are asked for, one per line; needed where other machines can reach the address
+    /// File of accepted API keys, one per line; needed where other machines can reach the address
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<String>,
 }
@@ -142,7 +144,7 @@ pub struct Serve {
 pub struct Generate {
     #[command(flatten)]
     pub model: Model,
-    /// What to answer
+    /// The prompt to answer
     #[arg(long, value_name = "TEXT")]
     pub prompt: String,
     #[command(flatten)]
@@ -157,31 +159,31 @@ pub struct Chat {
     pub sampling: Sampling,
 }
 
-/// How to answer; what is not given is the model's own default.
+/// Sampling options. An option that is not given has the model's own default.
 #[derive(Debug, Args)]
 pub struct Sampling {
-    /// Instructions that stand before the conversation
+    /// Instructions in front of the conversation
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
-    /// Longest answer
+    /// Most tokens of the answer
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_tokens: Option<u32>,
-    /// 0 is greedy; at most 2
+    /// Sampling temperature, at most 2; 0 is greedy
     #[arg(long, value_parser = in_range::<0, 2>)]
     pub temperature: Option<f32>,
-    /// Draw from the likeliest tokens of this probability together; 1 is off
+    /// Sample from the likeliest tokens whose probabilities add up to this; 1 is off
     #[arg(long, value_parser = in_range::<0, 1>)]
     pub top_p: Option<f32>,
-    /// Draw from that many likeliest tokens; 0 is off
+    /// Sample from this many of the likeliest tokens; 0 is off
     #[arg(long)]
     pub top_k: Option<u32>,
-    /// Leave out tokens less likely than this share of the likeliest's; 0 is off
+    /// Leave out tokens less likely than this fraction of the likeliest token's probability; 0 is off
     #[arg(long, value_parser = in_range::<0, 1>)]
     pub min_p: Option<f32>,
-    /// The same seed gives the same answer
+    /// Seed of the sampling; the same seed gives the same answer
     #[arg(long)]
     pub seed: Option<u64>,
-    /// End the answer before this text; up to 16 times
+    /// End the answer before this text; may be given up to 16 times
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
 }
@@ -203,25 +205,26 @@ pub enum Eval {
     Perplexity {
         /// Folder of a Gemma-3 checkpoint, or the name of a pulled model
         model: String,
-        /// Text in UTF-8
+        /// Text file in UTF-8
         #[arg(long, value_name = "FILE")]
         text: PathBuf,
     },
 }
 
-/// How each kind of matrix is stored.
+/// The scheme of each class of matrices.
 #[derive(Debug, Args)]
 pub struct Schemes {
     /// Attention and feed-forward matrices: int4-g32, int4-g128, int8-row, bf16, or keep (as the source has them)
     #[arg(long, value_name = "SCHEME", default_value = "int4-g32")]
     pub scheme: Target,
-    /// The matrices of attention, where they differ
+    /// Matrices of attention, where their scheme differs from --scheme
     #[arg(long, value_name = "SCHEME")]
     pub attention: Option<Target>,
-    /// The matrices of the feed-forward networks, where they differ
+    /// Matrices of the feed-forward networks, where their scheme differs from --scheme
     #[arg(long, value_name = "SCHEME")]
     pub feed_forward: Option<Target>,
-    /// The embedding, which is the output head too [default: int8-row; with --scheme bf16 or keep, that]
+    /// The embedding, which is also the output head [default: int8-row; with --scheme bf16 or keep, the same as
+    /// --scheme]
     #[arg(long, value_name = "SCHEME")]
     pub embedding: Option<Target>,
 }
@@ -239,7 +242,7 @@ impl Schemes {
     }
 }
 
-/// What a matrix is for.
+/// The class of a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     Attention,
@@ -259,7 +262,7 @@ impl Class {
     }
 }
 
-/// A scheme that values can be brought to; none keeps the source's.
+/// A scheme to convert to; `None` keeps the scheme of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Target(pub Option<Scheme>);
 
@@ -280,7 +283,7 @@ impl std::str::FromStr for Target {
     }
 }
 
-/// Any scheme that a checkpoint may be in, also one that nothing is rounded to.
+/// Parses any scheme that a checkpoint may have, including schemes that this program does not round to.
 fn stored(name: &str) -> Result<Target, String> {
     Ok(Target(Some(name.parse()?)))
 }
@@ -294,12 +297,12 @@ impl std::fmt::Display for Target {
     }
 }
 
-/// How values become integers.
+/// The method that turns values into integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum RoundingMethod {
     /// Search the scale of least squared error for each group
     Search,
-    /// Scale by the largest value, round to nearest: faster, and worse
+    /// Scale by the largest value and round to nearest: faster, and less accurate
     Nearest,
 }
 
@@ -307,18 +310,18 @@ pub enum RoundingMethod {
 pub struct Quantize {
     /// The checkpoint: a folder of safetensors, a GGUF file, or the name of a pulled model
     pub source: String,
-    /// Folder to write, which must not exist or be empty, or hold what this command has written before
+    /// Folder to write: a new one, an empty one, or one that an earlier run of this command wrote
     pub destination: PathBuf,
     #[command(flatten)]
     pub schemes: Schemes,
     /// How int4 weights are rounded
     #[arg(long, value_enum, default_value = "search")]
     pub rounding: RoundingMethod,
-    /// Weigh errors by how large the activations of this text are, which the source model computes on the device
+    /// Weigh errors by the size of activations, which the source model computes on the device from this text
     #[arg(long, value_name = "FILE")]
     pub calibrate: Option<PathBuf>,
-    /// Compare the result with the source on this text: perplexity, and the mean KL divergence; also of a folder that this
-    /// command has finished before
+    /// Compare the result with the source on this text: perplexity, and the mean KL divergence. Also evaluates a folder
+    /// that an earlier run has finished
     #[arg(long, value_name = "FILE")]
     pub eval: Option<PathBuf>,
 }
@@ -327,7 +330,7 @@ pub struct Quantize {
 pub struct Inspect {
     /// A checkpoint in any format that can be read, or the name of a pulled model
     pub model: String,
-    /// Compare every file with its checksum
+    /// Check every file against its checksum
     #[arg(long)]
     pub verify: bool,
     /// List every tensor
@@ -345,14 +348,14 @@ pub struct Synth {
     pub shape: Shape,
     #[command(flatten)]
     pub schemes: Schemes,
-    /// The same seed writes the same bytes
+    /// Seed of the weights; the same seed writes the same bytes
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Folder to write
     pub destination: PathBuf,
 }
 
-/// A checkpoint or a published shape, on a machine with the given --vram and --gtt, or on this one.
+/// A checkpoint or a published shape. The machine is this one, or one with the given --vram and --gtt.
 #[derive(Debug, Args)]
 #[command(group(clap::ArgGroup::new("what").required(true).args(["model", "shape"])))]
 pub struct Plan {
@@ -361,22 +364,23 @@ pub struct Plan {
     /// gemma-3-270m, gemma-3-1b, gemma-3-4b, gemma-3-12b or gemma-3-27b
     #[arg(long, value_parser = Shape::named, requires = "scheme", conflicts_with = "quantize")]
     pub shape: Option<Shape>,
-    /// Attention and feed-forward matrices of the shape: int4-g32, int4-g128, int8-row, bf16 or another of docs/formats.md
+    /// Attention and feed-forward matrices of the shape: int4-g32, int4-g128, int8-row, bf16 or another of
+    /// docs/formats.md
     #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
     pub scheme: Option<Target>,
-    /// The matrices of attention, where they differ
+    /// Matrices of attention, where their scheme differs from --scheme
     #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
     pub attention: Option<Target>,
-    /// The matrices of the feed-forward networks, where they differ
+    /// Matrices of the feed-forward networks, where their scheme differs from --scheme
     #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
     pub feed_forward: Option<Target>,
-    /// The embedding, which is the output head too [default: int8-row; with --scheme bf16, that]
+    /// The embedding, which is also the output head [default: int8-row; with --scheme bf16, bf16]
     #[arg(long, value_name = "SCHEME", value_parser = stored, conflicts_with = "model")]
     pub embedding: Option<Target>,
-    /// A checkpoint to lie beside it as its draft model
+    /// A second checkpoint, loaded as the draft model
     #[arg(long, value_name = "MODEL")]
     pub draft: Option<String>,
-    /// Conversations held at once, each with the whole context
+    /// Concurrent conversations, each with the whole context
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub sequences: u32,
     #[command(flatten)]
@@ -386,7 +390,7 @@ pub struct Plan {
     pub json: bool,
 }
 
-/// Without a word for what is measured, it is the engine.
+/// A benchmark; the engine's where none is named.
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct Bench {
@@ -398,23 +402,24 @@ pub struct Bench {
 
 #[derive(Debug, Subcommand)]
 pub enum Benchmark {
-    /// Measure the engine in this process, as `unicorn bench` alone does: load time, prefill and decode speed, memory
+    /// Measure the engine in this process (the default): load time, prefill and decode speed, memory
     Engine(BenchEngine),
     /// Measure the steps of a model alone: prompts of several lengths, decodes of several sequences at several depths
     Model(BenchModel),
-    /// Measure each hot kernel alone at the shapes of published models, beside what the device can do at most
+    /// Measure each hot kernel alone at the shapes of published models, next to the limits of the device
     Kernels(BenchKernels),
-    /// Measure a server that speaks the OpenAI API, as its clients see it
+    /// Measure a server with the OpenAI API from its clients' side
     Serve(BenchServe),
-    /// Compile every kernel for an AMD GPU that is not here, and predict from the assembly how fast each size of Gemma-3 is
+    /// Compile every kernel for an AMD GPU that need not be here, and predict the speed of each size of Gemma-3 from
+    /// the assembly
     ///
-    /// The GPU is that of --device: phoenix (Radeon 780M, the default), gfx1150 (890M) or gfx1151 (8060S). Weights are as
-    /// --quantize says [default: int4-g128-emb8], keys and values as --kv does. Mesa 26 is asked too where the folder that
-    /// this runs in has it (`make setup-devices`).
+    /// The GPU is the one in --device: phoenix (Radeon 780M, the default), gfx1150 (890M) or gfx1151 (8060S).
+    /// --quantize gives the type of the weights [default: int4-g128-emb8], --kv that of keys and values. Mesa 26
+    /// compiles too, if it is in the current folder (`make setup-devices`).
     Isa(BenchIsa),
 }
 
-/// What is measured.
+/// The chosen benchmark.
 pub enum What<'a> {
     Engine(&'a BenchEngine),
     Model(&'a BenchModel),
@@ -435,7 +440,7 @@ impl Bench {
         }
     }
 
-    /// The model that is loaded in this process.
+    /// The model that the benchmark loads in this process.
     pub fn model(&self) -> Option<&str> {
         match self.what() {
             What::Engine(args) => args.model.model.as_deref(),
@@ -470,10 +475,10 @@ pub struct BenchEngine {
     /// Tokens to decode
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..))]
     pub generate_tokens: u32,
-    /// Measured runs, after one to warm up; the median counts
+    /// Measured runs, after one to warm up; the median is reported
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: u32,
-    /// Also decode so many sequences together, each after a prompt of its own; several numbers, separated by commas
+    /// Also decode this many sequences together, each after its own prompt; several numbers, separated by commas
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=64))]
     pub streams: Vec<u32>,
     /// Also time every kernel on the device; the timestamps cost a little speed
@@ -492,31 +497,31 @@ pub struct BenchModel {
     pub model: Option<String>,
     #[command(flatten)]
     pub memory: Memory,
-    /// Prompts to compute, in tokens
+    /// Lengths of the prompts, in tokens
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "128,512,2048,8192",
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub prefill: Vec<u32>,
-    /// Tokens before those that are decoded
+    /// Tokens in the context before the decoded ones
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0,2048,8192",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub depth: Vec<u32>,
-    /// Sequences decoded together, at each depth
+    /// Numbers of sequences that are decoded together, at each depth
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,2,4,8,16,32,64",
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub batch: Vec<u32>,
-    /// Steps of a decode
+    /// Steps of each decode
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub steps: u32,
-    /// Measured runs of each case, after a short one to warm up; the median counts
+    /// Measured runs of each case, after a short one to warm up; the median is reported
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: u32,
-    /// A case that would take longer is left out; one whose runs together would has fewer
+    /// Longest time for a case: one whose single run would take longer is left out, others get fewer runs
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub limit_s: u32,
-    /// Cases that are not begun by then are left out
+    /// Longest time for the whole benchmark; cases that have not begun by then are left out
     #[arg(long, value_name = "SECONDS")]
     pub budget_s: Option<u32>,
-    /// Compare with what --json printed before
+    /// Compare with an earlier report that --json printed
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,
     /// Print one JSON object
@@ -530,27 +535,27 @@ pub struct BenchKernels {
     #[arg(long, value_name = "SHAPE,...", value_delimiter = ',', default_value = "gemma-3-4b,gemma-3-27b",
           value_parser = Shape::named)]
     pub shape: Vec<Shape>,
-    /// Matrices of layers: int4-g32, int4-g128, int8-row, bf16
+    /// Schemes of the layers' matrices: int4-g32, int4-g128, int8-row, bf16
     #[arg(long, value_name = "SCHEME,...", value_delimiter = ',', default_value = "int4-g32,int4-g128")]
     pub scheme: Vec<Target>,
-    /// The embedding, which is the output head too
+    /// Scheme of the embedding, which is also the output head
     #[arg(long, value_name = "SCHEME", default_value = "int8-row")]
     pub embedding: Target,
     /// Tokens of a step
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,8,128",
           value_parser = clap::value_parser!(u32).range(1..=8192))]
     pub tokens: Vec<u32>,
-    /// Tokens before those that attend
+    /// Tokens in the context before the tokens of the step
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "2048,8192",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub depth: Vec<u32>,
-    /// Those cases alone whose names have this in them
+    /// Measure only the cases whose names contain this text
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
-    /// Measured runs of each case, after two to warm up; the median counts
+    /// Measured runs of each case, after two to warm up; the median is reported
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: u32,
-    /// Compare with what --json printed before
+    /// Compare with an earlier report that --json printed
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,
     /// Print one JSON object
@@ -560,31 +565,32 @@ pub struct BenchKernels {
 
 #[derive(Debug, Args)]
 pub struct BenchIsa {
-    /// Predict this size alone [default: all five]
+    /// Predict only this size [default: all five]
     #[arg(long, value_parser = Shape::named)]
     pub shape: Option<Shape>,
-    /// Tokens that each sequence has in its KV cache when the predicted token is decoded
+    /// Tokens in each sequence's KV cache when the predicted token is decoded
     #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(..=131_071))]
     pub depth: u32,
-    /// Also write the assembly of every pipeline, a file each
+    /// Also write the assembly of every pipeline, one file each
     #[arg(long, value_name = "FOLDER")]
     pub assembly: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Compile on the device that the environment shows, and print what comes of it: what this command runs itself as
+    /// Compile on the device that the environment selects, and print the result. The command starts itself with this
+    /// flag
     #[arg(long, hide = true)]
     pub compile: bool,
 }
 
-/// What is asked of a server.
+/// The way in which requests arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Scenario {
-    /// Streams that each ask again as soon as they are answered, at each --concurrency in turn
+    /// Streams that each send the next request as soon as the last is answered, at each --concurrency in turn
     Closed,
-    /// Chats, alone and then while long prompts arrive at half of the rate that the server can take in alone
+    /// Chats alone, and then chats while long prompts arrive at half of the rate that the server can process by itself
     Mixed,
-    /// Chats of two turns: what the second turn's first token has to wait for
+    /// Chats of two turns: how long the first token of the second turn takes
     SecondTurn,
 }
 
@@ -603,48 +609,49 @@ pub struct BenchServe {
     /// Base address of the API, http or https; no proxy is used
     #[arg(long, default_value = "http://127.0.0.1:8010/v1")]
     pub url: String,
-    /// Id of the model [default: the one that the server lists]
+    /// Id of the model [default: the only one that the server lists]
     #[arg(long, value_name = "ID")]
     pub model: Option<String>,
-    /// Sent as a bearer token
+    /// API key, sent as a bearer token
     #[arg(long, value_name = "KEY")]
     pub api_key: Option<String>,
     #[arg(long, value_enum, default_value_t = Scenario::Closed)]
     pub scenario: Scenario,
-    /// Requests of each stream, one after the other; with second-turn, chats
+    /// Requests of each stream, one after the other; with second-turn, number of chats
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub requests: u32,
-    /// Longest answer
+    /// Most tokens of an answer
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub max_tokens: u32,
-    /// Every answer is that long, whatever the model says: sends `ignore_eos`, which vLLM, SGLang and llama.cpp know too
+    /// Make every answer exactly that long, by sending `ignore_eos`, which vLLM, SGLang and llama.cpp also know
     #[arg(long)]
     pub ignore_eos: bool,
-    /// 0 is greedy, so that every server does the same work; at most 2
+    /// Sampling temperature, at most 2; 0 is greedy, so that every server does the same work
     #[arg(long, default_value_t = 0.0, value_parser = in_range::<0, 2>)]
     pub temperature: f32,
-    /// Longest time that one request may take
+    /// Longest time for one request
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub timeout_s: u32,
-    /// The same seed asks the same; a server that keeps prompts has seen it then [default: a new one]
+    /// Seed of the prompts. With a seed that was used before, the server may have the prompts cached [default: a new
+    /// one]
     #[arg(long)]
     pub seed: Option<u64>,
-    /// About how long a prompt is; closed and mixed [default: 128]
+    /// Approximate length of a prompt; closed and mixed [default: 128]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub prompt_tokens: Option<u32>,
-    /// Streams at once; closed [default: 1,2,4,8,16,32,64]
+    /// Numbers of streams; closed [default: 1,2,4,8,16,32,64]
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub concurrency: Option<Vec<u32>>,
-    /// Streams that chat; mixed [default: 16]
+    /// Number of chats; mixed [default: 16]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub chats: Option<u32>,
-    /// About how long a long prompt is; mixed [default: 4000]
+    /// Approximate length of a long prompt; mixed [default: 4000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub long_tokens: Option<u32>,
-    /// Long prompts that arrive; mixed [default: 4]
+    /// Number of long prompts; mixed [default: 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub long_requests: Option<u32>,
-    /// About how long the first turn's question is; second-turn [default: 2000]
+    /// Approximate length of the first turn's question; second-turn [default: 2000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub history_tokens: Option<u32>,
     /// Print one JSON object
@@ -654,8 +661,8 @@ pub struct BenchServe {
 
 #[derive(Debug, Args)]
 pub struct Pull {
-    /// The repository: of safetensors with their configuration, or of GGUF files, one of which is named by its file
-    /// name or by its quantization (`Q4_0`)
+    /// The repository: safetensors with their configuration, or GGUF files. One GGUF file is chosen by its file name or
+    /// its quantization (`Q4_0`)
     #[arg(value_name = "ORG/NAME[@REVISION][:FILE]")]
     pub name: ModelName,
 }
@@ -668,11 +675,11 @@ pub enum Models {
         #[arg(long)]
         json: bool,
     },
-    /// Remove a pulled model, a revision or a file of it, and what no other needs
+    /// Remove a pulled model, or a revision or a file of it, with the data that no other model needs
     Rm {
         #[arg(value_name = "ORG/NAME[@REVISION][:FILE]")]
         name: ModelName,
-        /// Do not ask
+        /// Do not ask for confirmation
         #[arg(long, short)]
         yes: bool,
     },

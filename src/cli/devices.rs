@@ -1,4 +1,5 @@
-//! `unicorn devices`: what the Vulkan loader shows, what each device holds, and what it lacks.
+//! `unicorn devices`: lists the devices that the Vulkan loader finds, with their memory and the features that each
+//! lacks.
 
 use std::fmt::Write as _;
 

@@ -1,4 +1,4 @@
-//! What a command ends with when it fails: one line for the person at the terminal.
+//! Errors of the commands: one line for the person at the terminal.
 
 use std::path::PathBuf;
 
@@ -77,10 +77,10 @@ pub enum Error {
     /// An argument that only the loaded model shows to be wrong.
     #[error("{0}")]
     Argument(String),
-    /// A server that is measured, and what it did instead.
+    /// A measured server, and the problem with it.
     #[error("{url}: {problem}")]
     Measured { url: String, problem: String },
-    /// A compiler that judges kernels, and why it did not.
+    /// A compiler for `bench isa`, and the problem with it.
     #[error("{compiler}: {problem}")]
     Compiler { compiler: &'static str, problem: String },
     #[error("loading the model met a bug (see the messages above)")]
@@ -90,8 +90,9 @@ pub enum Error {
 }
 
 impl Error {
-    /// What `serve` ends with, by sysexits.h, for a supervisor that is to know whether starting it again helps: 78 where it
-    /// does not, for configuration, model, port and keys; 75 for the device; 70 for a bug; 1 for what the system refuses.
+    /// The exit code of `serve`, in the sense of sysexits.h. It tells a supervisor whether another start may help. 78
+    /// means that it does not help: configuration, model, port or keys are wrong. 75 stands for the device, 70 for a
+    /// bug, 1 for an error of the system.
     pub fn exit_code(&self) -> u8 {
         const SYSTEM: u8 = 1;
         const SOFTWARE: u8 = 70;

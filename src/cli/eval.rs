@@ -1,4 +1,4 @@
-//! `unicorn eval`: the logits of given tokens, and how well a text is predicted.
+//! `unicorn eval`: writes the logits of given tokens, or the perplexity of a text.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -25,7 +25,7 @@ pub fn eval(config: &Config, args: args::Eval) -> Result<(), Error> {
     }
 }
 
-/// A file that could not be written to its end does not stay; a device like /dev/null does.
+/// Writes the logits. A file that cannot be written to its end is removed; a device like /dev/null is not.
 fn logits(mut runner: Gemma3, tokens: &[u32], output: &Path) -> Result<(), Error> {
     check(runner.limits(), tokens)?;
     write_logits(&mut runner, tokens, output).inspect_err(|_| {
@@ -35,7 +35,7 @@ fn logits(mut runner: Gemma3, tokens: &[u32], output: &Path) -> Result<(), Error
     })
 }
 
-/// Writes rows as they come: the logits of a long prompt do not fit everywhere at once.
+/// Writes rows as they are computed: memory may not hold all logits of a long prompt.
 fn write_logits(runner: &mut Gemma3, tokens: &[u32], output: &Path) -> Result<(), Error> {
     let (n, vocab) = (tokens.len(), runner.limits().vocab_size);
     let failed = |error| Error::File { path: output.to_owned(), error };
@@ -54,7 +54,7 @@ fn write_logits(runner: &mut Gemma3, tokens: &[u32], output: &Path) -> Result<()
     written.and_then(|()| file.flush()).map_err(failed)
 }
 
-/// `logits`, f32 [n, vocab], little endian as every machine this runs on; the data begins at a multiple of 8.
+/// The header for one tensor `logits`, f32 [n, vocab]. Data is little endian and begins at a multiple of 8.
 fn safetensors_header(n: usize, vocab: usize) -> Vec<u8> {
     let end = n * vocab * size_of::<f32>();
     let mut json =
@@ -106,14 +106,14 @@ pub fn text_ids(model: &Model, text: &str, path: &Path) -> Result<Vec<u32>, Erro
     Ok(ids)
 }
 
-/// The logits before each of `ids`, and the id, in order: in windows of the whole context, each beginning with `<bos>`,
-/// no token predicted twice.
+/// Calls `each` with every id of `ids` and the logits in front of it, in order. The text is cut into windows as long as
+/// the context. Every window begins with `<bos>`, and no token is predicted twice.
 pub fn each_prediction(
     model: &mut Model,
     ids: &[u32],
     each: &mut dyn FnMut(&[f32], u32),
 ) -> Result<(), Error> {
-    // Each window begins with `<bos>`.
+    // One place of each window is for `<bos>`.
     let window_tokens = model.max_context().saturating_sub(1);
     if window_tokens == 0 {
         return Err(Error::Argument(
@@ -125,7 +125,7 @@ pub fn each_prediction(
     for window in ids.chunks(window_tokens) {
         let mut tokens = vec![model.bos_token_id];
         tokens.extend(window);
-        // The row at a position predicts the token after it; the last row predicts nothing known.
+        // The row at a position predicts the token after it; the last row's token is unknown.
         model.runner.logits(&tokens, &mut |start, rows| {
             for (row, target) in rows.chunks_exact(vocab).zip(&tokens[start + 1..]) {
                 each(row, *target);
@@ -137,7 +137,7 @@ pub fn each_prediction(
     Ok(())
 }
 
-/// In nats, summed in f64.
+/// Negative log likelihood of `target` in nats, summed in f64.
 pub fn negative_log_likelihood(row: &[f32], target: u32) -> f64 {
     log_sum_exp(row) - f64::from(row[target as usize])
 }

@@ -1,6 +1,6 @@
 //! `unicorn generate` and `unicorn chat`: one answer, or a conversation, on the terminal.
 //!
-//! A conversation is kept in memory alone: neither it nor the lines typed are written to disk.
+//! A conversation stays in memory: neither it nor the typed lines are written to disk.
 
 use std::io::IsTerminal;
 
@@ -18,25 +18,25 @@ use crate::engine::{EngineError, SubmitError, Timings};
 use crate::session::{Delta, End, GenerateRequest, Reason, Service, SessionError};
 use crate::text::{Message, StopMatcher};
 
-/// Answers `args.prompt`, as it comes.
+/// Prints the answer to `args.prompt` while it is generated.
 pub fn generate(config: &Config, args: args::Generate) -> Result<(), Error> {
     let mut request = request(args.sampling)?;
     let files = load::files(&config.model)?;
     let service = load::service(&files, config)?;
     let _end = EndEngine(service.engine().clone());
     request.messages.push(Message::new("user", &args.prompt));
-    // Ctrl-C ends the program, as it does any other.
+    // Ctrl-C ends the program, as usual.
     runtime()?.block_on(answer(&service, &request, std::future::pending())).map(drop)
 }
 
-/// Reads a line, answers it, and so on. Ctrl-C ends an answer, Ctrl-D the program.
+/// Reads a line, answers it, and repeats. Ctrl-C ends an answer, Ctrl-D the program.
 pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
     let mut request = request(args.sampling)?;
     let files = load::files(&config.model)?;
     let service = load::service(&files, config)?;
     let _end = EndEngine(service.engine().clone());
     let opening = request.messages.len();
-    // Ctrl-C is a signal only while an answer runs: the editor reads it as a key.
+    // Ctrl-C is a signal only during an answer; the editor reads it as a key.
     let runtime = runtime()?;
     let mut editor = rustyline::DefaultEditor::new().map_err(Error::Terminal)?;
     if std::io::stdin().is_terminal() {
@@ -83,7 +83,8 @@ fn runtime() -> Result<tokio::runtime::Runtime, Error> {
     tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)
 }
 
-/// Prints an answer as it comes, and returns its text: what there is of it, where `interrupt` ended it.
+/// Prints an answer while it is generated, and returns its text. `interrupt` ends the answer; its text so far is
+/// returned.
 async fn answer(
     service: &Service,
     request: &GenerateRequest,
@@ -139,7 +140,7 @@ async fn answer(
 }
 
 fn request(args: args::Sampling) -> Result<GenerateRequest, Error> {
-    StopMatcher::new(&args.stop)?; // before the model is loaded in vain
+    StopMatcher::new(&args.stop)?; // fails before a model is loaded in vain
     Ok(GenerateRequest {
         messages: args.system.iter().map(|text| Message::new("system", text)).collect(),
         max_tokens: args.max_tokens.map(|n| n as usize),
@@ -153,7 +154,7 @@ fn request(args: args::Sampling) -> Result<GenerateRequest, Error> {
     })
 }
 
-/// How fast it was, and whether it was cut; for people, so only where one watches.
+/// Prints the speed of an answer, and whether it was cut, if a person watches the terminal.
 fn say_how(reason: Reason, timings: &Timings) {
     if !std::io::stderr().is_terminal() {
         return;

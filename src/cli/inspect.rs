@@ -1,4 +1,4 @@
-//! `unicorn inspect`: what a checkpoint holds, without a device.
+//! `unicorn inspect`: shows the contents of a checkpoint, without a device.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,13 +10,24 @@ use super::error::Error;
 use super::load;
 use super::progress::Bar;
 use super::terminal::{bytes, print};
-use crate::checkpoint::{self, Checkpoint, Manifest};
+use crate::checkpoint::{self, Checkpoint, Manifest, ModelFiles};
 use crate::config::Config;
 use crate::model::config::{Gemma3Config, LayerType};
 use crate::model::weights::Gemma3Weights;
 
+/// An opened checkpoint, to be reported.
+struct Inspected<'a> {
+    files: &'a ModelFiles,
+    config: &'a Gemma3Config,
+    checkpoint: &'a Checkpoint,
+    weights: &'a Gemma3Weights<'a>,
+    manifest: Option<&'a Manifest>,
+    /// (tensors, weights, bytes) by scheme.
+    by_scheme: BTreeMap<String, (u64, u64, u64)>,
+}
+
 pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
-    let files = load::files_of(Path::new(&args.model), &options.model)?;
+    let files = load::files_at(Path::new(&args.model), &options.model)?;
     let (config, _) = Gemma3Config::load(&files)?;
     let checkpoint = Checkpoint::open(&files)?;
     let weights = Gemma3Weights::collect(&checkpoint, &config)?;
@@ -35,29 +46,46 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
         })?;
     }
 
-    // (tensors, weights, bytes) by scheme.
     let mut by_scheme: BTreeMap<String, (u64, u64, u64)> = BTreeMap::new();
     for tensor in weights.iter() {
         let sum = by_scheme.entry(tensor.scheme()?.to_string()).or_default();
         *sum = (sum.0 + 1, sum.1 + tensor.num_elements() as u64, sum.2 + tensor.stored_bytes());
     }
-    let parameters: u64 = by_scheme.values().map(|(_, weights, _)| weights).sum();
-    let global = config.layer_types.iter().filter(|kind| **kind == LayerType::FullAttention).count();
-    let format = checkpoint.format();
-    let synthetic = checkpoint.synthetic();
-    if args.json {
+    let inspected = Inspected {
+        files: &files,
+        config: &config,
+        checkpoint: &checkpoint,
+        weights: &weights,
+        manifest: manifest.as_ref(),
+        by_scheme,
+    };
+    print(&if args.json { inspected.json(args)? } else { inspected.text(args)? })
+}
+
+impl Inspected<'_> {
+    fn parameters(&self) -> u64 {
+        self.by_scheme.values().map(|(_, weights, _)| weights).sum()
+    }
+
+    fn full_attention_layers(&self) -> usize {
+        let kinds = self.config.layer_types.iter();
+        kinds.filter(|kind| **kind == LayerType::FullAttention).count()
+    }
+
+    fn json(&self, args: &args::Inspect) -> Result<String, Error> {
+        let Self { files, config, checkpoint, weights, by_scheme, .. } = self;
         let tensors: Vec<_> = weights
             .iter()
             .map(|t| Ok(json!({"name": t.name, "shape": t.shape, "scheme": t.scheme()?.to_string(), "bytes": t.stored_bytes(), "file": t.file})))
             .collect::<Result<_, Error>>()?;
         let line = json!({
             "model": files.location(),
-            "format": format,
-            "synthetic": synthetic,
-            "parameters": parameters,
+            "format": checkpoint.format(),
+            "synthetic": checkpoint.synthetic(),
+            "parameters": self.parameters(),
             "bytes": checkpoint.total_bytes(),
             "num_hidden_layers": config.num_hidden_layers,
-            "full_attention_layers": global,
+            "full_attention_layers": self.full_attention_layers(),
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
             "num_attention_heads": config.num_attention_heads,
@@ -75,80 +103,89 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             "verified": args.verify,
             "tensors": if args.tensors { Some(tensors) } else { None },
         });
-        return print(&format!("{line}\n"));
+        Ok(format!("{line}\n"))
     }
 
-    let mut text = format!("{}\n", files.location());
-    let mut line = |name: &str, value: String| text.push_str(&format!("  {name:<10} {value}\n"));
-    line("format", format.to_string());
-    if let Some(synthetic) = synthetic {
+    fn text(&self, args: &args::Inspect) -> Result<String, Error> {
+        let Self { files, config, checkpoint, weights, manifest, by_scheme } = self;
+        let global = self.full_attention_layers();
+        let mut text = format!("{}\n", files.location());
+        let mut line = |name: &str, value: String| text.push_str(&format!("  {name:<10} {value}\n"));
+        line("format", checkpoint.format().to_string());
+        if let Some(synthetic) = checkpoint.synthetic() {
+            line(
+                "synthetic",
+                format!("random weights in the shape of {}, seed {}", synthetic.shape, synthetic.seed),
+            );
+        }
+        if let Some(manifest) = manifest {
+            line("source", manifest.source.clone());
+            line("writer", manifest.writer.clone());
+        }
         line(
-            "synthetic",
-            format!("random weights in the shape of {}, seed {}", synthetic.shape, synthetic.seed),
-        );
-    }
-    if let Some(manifest) = &manifest {
-        line("source", manifest.source.clone());
-        line("writer", manifest.writer.clone());
-    }
-    line(
-        "layers",
-        format!(
-            "{} ({global} of full attention, the others see {} tokens)",
-            config.num_hidden_layers, config.sliding_window
-        ),
-    );
-    line(
-        "shape",
-        format!(
-            "hidden {}, feed-forward {}, {} heads and {} KV heads of {}, vocabulary {}",
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.vocab_size
-        ),
-    );
-    line("context", format!("{} tokens at most", config.max_position_embeddings));
-    line("weights", format!("{:.3} billion in {}", parameters as f64 / 1e9, bytes(checkpoint.total_bytes())));
-    for (scheme, (tensors, weights, stored)) in &by_scheme {
-        line(
-            "",
+            "layers",
             format!(
-                "{scheme:<14} {tensors:5} tensors, {:9.3} billion, {}",
-                *weights as f64 / 1e9,
-                bytes(*stored)
+                "{} ({global} of full attention, the others see {} tokens)",
+                config.num_hidden_layers, config.sliding_window
             ),
         );
-    }
-    if weights.skipped_vision > 0 {
         line(
-            "vision",
-            format!("{} tensors, {}, not read", weights.skipped_vision, bytes(weights.skipped_bytes)),
+            "shape",
+            format!(
+                "hidden {}, feed-forward {}, {} heads and {} KV heads of {}, vocabulary {}",
+                config.hidden_size,
+                config.intermediate_size,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                config.vocab_size
+            ),
         );
-    }
-    for (i, defect) in weights.defects().into_iter().enumerate() {
-        line(if i == 0 { "defects" } else { "" }, defect);
-    }
-    line(
-        "checksums",
-        match (&manifest, args.verify) {
-            (None, _) => "none".into(),
-            (Some(manifest), false) => format!("of {} files; --verify compares them", manifest.files.len()),
-            (Some(manifest), true) => format!("of {} files: all right", manifest.files.len()),
-        },
-    );
-    if args.tensors {
-        for t in weights.iter() {
-            text.push_str(&format!(
-                "  {:<14} {:>14} {:>10}  {}\n",
-                t.scheme()?.to_string(),
-                format!("{:?}", t.shape),
-                bytes(t.stored_bytes()),
-                t.name
-            ));
+        line("context", format!("{} tokens at most", config.max_position_embeddings));
+        line(
+            "weights",
+            format!("{:.3} billion in {}", self.parameters() as f64 / 1e9, bytes(checkpoint.total_bytes())),
+        );
+        for (scheme, (tensors, weights, stored)) in by_scheme {
+            line(
+                "",
+                format!(
+                    "{scheme:<14} {tensors:5} tensors, {:9.3} billion, {}",
+                    *weights as f64 / 1e9,
+                    bytes(*stored)
+                ),
+            );
         }
+        if weights.skipped_vision > 0 {
+            line(
+                "vision",
+                format!("{} tensors, {}, not read", weights.skipped_vision, bytes(weights.skipped_bytes)),
+            );
+        }
+        for (i, defect) in weights.defects().into_iter().enumerate() {
+            line(if i == 0 { "defects" } else { "" }, defect);
+        }
+        line(
+            "checksums",
+            match (manifest, args.verify) {
+                (None, _) => "none".into(),
+                (Some(manifest), false) => {
+                    format!("of {} files; --verify compares them", manifest.files.len())
+                }
+                (Some(manifest), true) => format!("of {} files: all right", manifest.files.len()),
+            },
+        );
+        if args.tensors {
+            for t in weights.iter() {
+                text.push_str(&format!(
+                    "  {:<14} {:>14} {:>10}  {}\n",
+                    t.scheme()?.to_string(),
+                    format!("{:?}", t.shape),
+                    bytes(t.stored_bytes()),
+                    t.name
+                ));
+            }
+        }
+        Ok(text)
     }
-    print(&text)
 }

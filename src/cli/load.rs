@@ -1,4 +1,4 @@
-//! The one place where a model comes onto a device: files, tokenizer, device, weights, engine.
+//! Loads a model onto a device: files, tokenizer, device, weights, engine. No other file of the commands does.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,11 +22,11 @@ use crate::session::{SamplingDefaults, Service};
 use crate::tensor::Precision;
 use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
 
-/// For the engine to give the device back.
+/// Longest wait for the engine to give the device back.
 const ENGINE_END: Duration = Duration::from_secs(10);
 const DEMO_NAME: &str = "unicorn-demo";
 
-/// The small model that ships in the binary.
+/// The small model inside the binary.
 const DEMO: &[(&str, &[u8])] = &[
     ("config.json", include_bytes!("../../models/demo/config.json")),
     ("generation_config.json", include_bytes!("../../models/demo/generation_config.json")),
@@ -35,10 +35,10 @@ const DEMO: &[(&str, &[u8])] = &[
     ("tokenizer_config.json", include_bytes!("../../models/demo/tokenizer_config.json")),
 ];
 
-/// The files of the model that was asked for, or those of the demo model.
+/// The files of the configured model, or of the demo model if none is configured.
 pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
     match &model.path {
-        Some(path) => files_of(path.as_ref(), model),
+        Some(path) => files_at(path.as_ref(), model),
         None => {
             tracing::warn!(
                 "no model was given: this is the small demo model in the binary (give one with --model)"
@@ -48,8 +48,8 @@ pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
     }
 }
 
-/// The files of the model at `path`, with config and tokenizer from where `model` says.
-pub fn files_of(path: &Path, model: &config::Model) -> Result<ModelFiles, Error> {
+/// The files of the model at `path`. `model` may name other places for the config and the tokenizer.
+pub fn files_at(path: &Path, model: &config::Model) -> Result<ModelFiles, Error> {
     let mut files = ModelFiles::open(path)?;
     if let Some(path) = &model.config {
         files = files.with_config(path.as_ref())?;
@@ -65,7 +65,7 @@ pub fn demo_files() -> ModelFiles {
     ModelFiles::embedded(DEMO_NAME, DEMO)
 }
 
-/// A model on its device, and the text side that belongs to it.
+/// A loaded model with its tokenizer, template and sampling defaults.
 pub struct Model {
     pub runner: Gemma3,
     pub draft: Option<Draft>,
@@ -77,7 +77,7 @@ pub struct Model {
     stop_token_ids: Vec<u32>,
 }
 
-/// What is watched while a model runs.
+/// The measurements that a loaded model takes while it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Watch {
     Nothing,
@@ -87,9 +87,9 @@ pub enum Watch {
     Activations,
 }
 
-/// Loads `files`. What can be wrong with small files is found before the large ones are touched.
+/// Loads `files`. Errors in the small files are found before the large ones are read.
 pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model, Error> {
-    // For this check alone: what the model is comes from the loaded one.
+    // This early read serves the checks only; everything else comes from the loaded model.
     let vocab_size = Gemma3Config::load(files)?.0.vocab_size;
     let read = |name: &str| files.read(name);
     let Some(tokenizer_json) = read("tokenizer.json")? else {
@@ -105,12 +105,12 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
 
     let draft_files = draft_files(files, &tokenizer, config)?;
     tracing::info!("template {}", template.origin());
-    // Rows of the embedding beyond the tokenizer's ids are padding: no text stands for them.
+    // Rows of the embedding beyond the tokenizer's ids are padding without text.
     let sample_below = Some(tokenizer.vocab_size());
     let (runner, draft) = on_device(files, draft_files.as_ref(), sample_below, config, watch)?;
 
     let mut stop_token_ids = runner.config().eos_token_ids.clone();
-    // A checkpoint whose configs name `<eos>` alone still ends its turns with this.
+    // Configs that name only `<eos>` exist, but the model still ends its turns with `<end_of_turn>`.
     let end_of_turn = tokenizer.token_id("<end_of_turn>");
     stop_token_ids.extend(end_of_turn.filter(|id| !runner.config().eos_token_ids.contains(id)));
     Ok(Model {
@@ -125,13 +125,13 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
     })
 }
 
-/// Loads the model alone, for who has ids and wants logits: it needs no tokenizer, and no draft.
+/// Loads only the model, for callers that have ids and want logits: no tokenizer, no draft.
 pub fn runner(files: &ModelFiles, config: &Config) -> Result<Gemma3, Error> {
     Gemma3Config::load(files)?;
     Ok(on_device(files, None, None, config, Watch::Nothing)?.0)
 }
 
-/// What one submit may take: what the configuration says, and no more than the driver has patience for.
+/// The longest time of one submit: the configured time, limited by the driver's timeout.
 fn max_submit(config: &Config) -> Duration {
     let wanted = Duration::from_millis(config.gpu.max_submit_ms);
     match gpu::longest_submit() {
@@ -148,7 +148,7 @@ fn max_submit(config: &Config) -> Duration {
     }
 }
 
-/// Loads a model and its draft; ids from `sample_below` on are never drawn.
+/// Loads a model and its draft. Ids from `sample_below` on are never sampled.
 fn on_device(
     files: &ModelFiles,
     draft_files: Option<&ModelFiles>,
@@ -168,7 +168,7 @@ fn on_device(
     let policy = policy(config, watch == Watch::Kernels);
     let mut device = Device::open(&policy)?;
     let mut tiles = None;
-    // What meets f32 has nothing to choose.
+    // Products in f32 have no kernels to choose from.
     if config.gpu.tune && config.model.precision == Precision::Fast {
         let tuned = tune::tuned(device, &policy)?;
         (device, tiles) = (tuned.0, Some(tuned.1));
@@ -210,7 +210,7 @@ fn on_device(
     Ok((runner, draft))
 }
 
-/// The files of the draft model, where there is to be one, whose ids stand for what the model's do.
+/// The files of the draft model, if one is configured. Its tokenizer must be the model's.
 fn draft_files(
     files: &ModelFiles,
     tokenizer: &Tokenizer,
@@ -220,7 +220,7 @@ fn draft_files(
     let draft = ModelFiles::open(path.as_ref())?;
     let vocab_size = Gemma3Config::load(&draft)?.0.vocab_size;
     let Some(json) = draft.read("tokenizer.json")? else {
-        // Taken to be the model's, if it has rows for its tokens.
+        // A draft without a tokenizer is assumed to have the model's, if it has rows for the model's tokens.
         tokenizer.fits(vocab_size)?;
         return Ok(Some(draft));
     };
@@ -242,7 +242,7 @@ impl Model {
         self.runner.limits().vocab_size
     }
 
-    /// Tokens, prompt and answer together.
+    /// Most tokens of a prompt and its answer together.
     pub fn max_context(&self) -> usize {
         self.runner.limits().max_context
     }
@@ -251,13 +251,13 @@ impl Model {
         Profiler(Arc::clone(self.runner.device()))
     }
 
-    /// What lies where, and how many bytes of it.
+    /// The device memory of the model: a description of each kind of data and its heap, with its bytes.
     pub fn placement(&self) -> Vec<(String, u64)> {
         placement(&self.runner)
     }
 }
 
-/// What lies where, and how many bytes of it.
+/// The device memory of `runner`: a description of each kind of data and its heap, with its bytes.
 fn placement(runner: &Gemma3) -> Vec<(String, u64)> {
     let row = |p: &Placement| (format!("{} in {} ({} buffers)", p.class.name(), p.heap, p.buffers), p.bytes);
     runner.placements().iter().map(row).collect()
@@ -279,8 +279,8 @@ fn log(
     }
     let device = runner.device().info();
     tracing::info!("device   {}, {}", device.name, device.driver);
-    let of_draft = draft.map(Draft::loaded);
-    let sum = |of: fn(&Loaded) -> u64| of(&runner.loaded()) + of_draft.as_ref().map_or(0, of);
+    let draft_loaded = draft.map(Draft::loaded);
+    let sum = |field: fn(&Loaded) -> u64| field(&runner.loaded()) + draft_loaded.as_ref().map_or(0, field);
     let loaded = Loaded { bytes: sum(|l| l.bytes), resident_bytes: sum(|l| l.resident_bytes) };
     let gb = |bytes: u64| bytes as f64 / 1e9;
     let (resident, peak) = resident_bytes();
@@ -294,7 +294,7 @@ fn log(
         gb(peak.unwrap_or(0)),
         gb(loaded.resident_bytes),
     );
-    // A draft made for less than the model bounds it.
+    // The context is limited by the draft, if the draft's maximum is shorter.
     let longest = |config: &Gemma3Config| config.max_position_embeddings;
     let short = draft.map(|draft| longest(draft.config()));
     let why = match short {
@@ -308,7 +308,7 @@ fn log(
     tracing::info!("memory   {}", runner.residency());
 }
 
-/// Reads the kernels' times of a device while the engine has the model.
+/// Reads the kernels' times from a device that the engine is using.
 pub struct Profiler(pub Arc<Device>);
 
 impl Profiler {
@@ -321,14 +321,14 @@ impl Profiler {
     }
 }
 
-/// Whether there is a device that a load would take, for commands that load after long work.
+/// Checks that a load would find a device, for commands that load after long work.
 pub fn find_device(config: &Config) -> Result<(), Error> {
     gpu::chosen_device(&policy(config, false))?;
     Ok(())
 }
 
-/// The memory to plan for, and what may be used of it: of a machine with so much VRAM and GTT, all of which may be used,
-/// or else of the device that a load would take.
+/// The memory to plan for, and the limits on its use. `paper` describes a machine by its VRAM and GTT, all of which may
+/// be used. Without it, the machine is the device that a load would choose.
 pub fn machine(config: &Config, paper: Option<(u64, u64)>) -> Result<(Machine, Limits), Error> {
     match paper {
         Some((vram, gtt)) => {
@@ -343,7 +343,7 @@ pub fn machine(config: &Config, paper: Option<(u64, u64)>) -> Result<(Machine, L
     }
 }
 
-/// The device that a load would take, without a model.
+/// Opens the device that a load would choose, without a model.
 pub fn device(config: &Config) -> Result<Arc<Device>, Error> {
     Ok(Device::open(&policy(config, false))?)
 }
@@ -358,7 +358,7 @@ fn policy(config: &Config, profile: bool) -> DevicePolicy {
     }
 }
 
-/// What a user allows of a device's memory.
+/// The limits that the user set on a device's memory.
 fn limits(memory: &config::Memory) -> Limits {
     let config::Memory { vram, gtt, reserve, ffn_heap } = *memory;
     Limits { vram, gtt, reserve, ffn_heap }
@@ -383,18 +383,18 @@ pub fn engine(model: Gemma3, draft: Option<Draft>, config: &Config, queue: usize
 
 /// Loads `files` and starts the engine on it.
 pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
-    Ok(service_of(model(files, config, Watch::Nothing)?, config))
+    Ok(start_service(model(files, config, Watch::Nothing)?, config))
 }
 
-/// Starts the engine on a model that is loaded.
-pub fn service_of(model: Model, config: &Config) -> Service {
+/// Starts the engine on a loaded model.
+pub fn start_service(model: Model, config: &Config) -> Service {
     let Model { runner, draft, tokenizer, template, defaults, stop_token_ids, .. } = model;
     let engine = engine(runner, draft, config, config.server.queue);
     Service::new(engine, tokenizer, template, defaults, stop_token_ids)
 }
 
-/// Ends the engine when dropped, and waits until the device is given back: a process that exits while another thread
-/// is inside the driver may crash there.
+/// Ends the engine when dropped, and waits until the engine has given the device back. A process that exits while
+/// another thread is inside the driver may crash there.
 pub struct EndEngine(pub EngineHandle);
 
 impl Drop for EndEngine {
@@ -406,7 +406,8 @@ impl Drop for EndEngine {
     }
 }
 
-/// As transformers reads the file: greedy unless it says `do_sample`; what it leaves out restricts nothing.
+/// Sampling defaults, read from the file as transformers does: greedy without `do_sample`, and absent fields restrict
+/// nothing.
 fn defaults(generation: &GenerationConfig) -> SamplingDefaults {
     let temperature =
         if generation.do_sample == Some(true) { generation.temperature.unwrap_or(1.0) } else { 0.0 };

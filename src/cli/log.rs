@@ -1,7 +1,8 @@
-//! The log: lines to standard error, written by a thread of their own.
+//! The log: lines to standard error, written by a separate thread.
 //!
-//! Nobody who logs waits for who reads, and nothing here panics: where the reader is gone, or takes nothing, lines are lost
-//! and counted, and the log says how many as soon as somebody reads again. [`say`] is for what a command tells beside it.
+//! A thread that logs never waits for the reader, and nothing here panics. Where the reader is gone, or does not read,
+//! lines are lost and counted, and the log reports their number once somebody reads again. [`say`] prints messages
+//! outside the log.
 
 use std::fmt::Display;
 use std::io::{self, IsTerminal, Stderr, Write};
@@ -19,46 +20,47 @@ use tracing_subscriber::{EnvFilter, Registry, fmt};
 
 use crate::text::panic_message;
 
-/// Lines that may wait for the thread; more are lost. A line has some hundred bytes, so these are about a MiB.
+/// Most lines that wait for the thread; further lines are lost. A line has some hundred bytes, so these are about a
+/// MiB.
 const WAITING_LINES: usize = 4096;
-/// A pipe that says that it can be written to takes so much at once (POSIX: `PIPE_BUF`, of at least 512; Linux has 4096).
+/// Bytes that a writable pipe takes at once (POSIX: `PIPE_BUF`, at least 512; 4096 on Linux).
 const CHUNK_BYTES: usize = 4096;
-/// How often the thread looks whether the process ends while nobody reads.
+/// How often the thread checks whether the process ends while nobody reads.
 const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// For what waits when the process ends, if nobody reads.
+/// Longest time for writing the waiting lines when the process ends and nobody reads.
 const LAST_LINES: Duration = Duration::from_millis(500);
 
-/// Lines that did not fit into the queue; set when the log starts.
+/// Counter of the lines that did not fit into the queue; set when the log starts.
 static QUEUE: OnceLock<ErrorCounter> = OnceLock::new();
-/// Lines that could not be written.
+/// Number of lines that could not be written.
 static UNWRITTEN: AtomicU64 = AtomicU64::new(0);
-/// When the process ends: from then on, what cannot be written at once is lost.
+/// Deadline when the process ends: from then on, lines that cannot be written at once are lost.
 static END: OnceLock<Instant> = OnceLock::new();
 
-/// Lines that were lost since the start.
+/// Number of lines lost since the start.
 pub fn lost_lines() -> u64 {
     let queue = QUEUE.get().map_or(0, ErrorCounter::dropped_lines);
     queue as u64 + UNWRITTEN.load(Ordering::Relaxed)
 }
 
-/// The process's log. Dropped, it writes what waits, for [`LAST_LINES`] at most.
+/// The log of the process. Dropping it writes the waiting lines, for [`LAST_LINES`] at most.
 pub struct Log {
     pub level: Level,
     writer: Option<WorkerGuard>,
 }
 
 impl Log {
-    /// Starts it; once in a process. A panic is a line of it too.
+    /// Starts the log, once in a process. Panics are logged too.
     pub fn start(filter: EnvFilter, with_time: bool) -> Self {
         let queue = NonBlockingBuilder::default().buffered_lines_limit(WAITING_LINES).lossy(true);
-        let (lines, writer) = queue.thread_name("log").finish(Patient { told: 0 });
+        let (lines, writer) = queue.thread_name("log").finish(Patient { reported: 0 });
         let _ = QUEUE.set(lines.error_counter());
         let (filter, handle) = reload::Layer::new(filter);
         let format = fmt::layer()
             .with_target(false)
             .with_ansi(io::stderr().is_terminal())
             .with_writer(lines)
-            // It would print them to where the log could not be written.
+            // The subscriber would print them to standard error, where the log could not be written.
             .log_internal_errors(false);
         let log = tracing_subscriber::registry().with(filter);
         if with_time {
@@ -76,14 +78,14 @@ impl Log {
     }
 }
 
-/// What decides what a [`Log`] has in it. Clones are one.
+/// The filter of a [`Log`], which can be changed while it runs. Clones share one filter.
 #[derive(Clone)]
 pub struct Level(Handle<EnvFilter, Registry>);
 
 impl Level {
-    /// From now on, what `filter` lets through.
+    /// Replaces the filter.
     pub fn set(&self, filter: EnvFilter) {
-        // It fails where the log is gone, and then there is nobody to tell.
+        // It fails only where the log is gone.
         let _ = self.0.reload(filter);
     }
 }
@@ -92,31 +94,31 @@ impl Drop for Log {
     fn drop(&mut self) {
         let end = *END.get_or_init(|| Instant::now() + LAST_LINES);
         if !is_writable(&io::stderr(), &Timespec::default()) {
-            // The guard prints to standard output where it finds the queue full; it is empty soon after this.
+            // The guard prints to standard output where the queue is full; after this pause the queue is empty.
             thread::sleep(end.saturating_duration_since(Instant::now()));
         }
         drop(self.writer.take());
     }
 }
 
-/// Writes a line to standard error, beside the log. Where that is gone, the line is lost; where nobody reads while the
-/// process ends, too.
+/// Writes a line to standard error, outside the log. The line is lost where standard error is gone, or where nobody
+/// reads while the process ends.
 pub fn say(line: impl Display) {
     let _ = write_whole(format!("{line}\n").as_bytes());
 }
 
-/// Standard error as the log's thread writes to it: it waits until somebody reads, or the process ends, and never fails.
+/// Standard error for the log's thread: a write waits until somebody reads, or until the process ends, and never fails.
 struct Patient {
-    /// Lost lines that the log has told of.
-    told: u64,
+    /// Number of lost lines that the log has reported.
+    reported: u64,
 }
 
 impl Write for Patient {
-    /// Takes one line, whole.
+    /// Writes one whole line.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let lost = lost_lines();
-        if lost > self.told && write_whole(lost_note(lost - self.told).as_bytes()).is_ok() {
-            self.told = lost;
+        if lost > self.reported && write_whole(lost_note(lost - self.reported).as_bytes()).is_ok() {
+            self.reported = lost;
         }
         if write_whole(line).is_err() {
             UNWRITTEN.fetch_add(1, Ordering::Relaxed);
@@ -143,7 +145,7 @@ fn write_whole(mut text: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits until some bytes can be written at once; fails where the process ends before.
+/// Waits until some bytes can be written at once; fails where the process ends first.
 fn wait_for(error: &Stderr) -> io::Result<()> {
     while !is_writable(error, &LOOK_AGAIN) {
         if END.get().is_some_and(|end| *end <= Instant::now()) {
@@ -153,9 +155,10 @@ fn wait_for(error: &Stderr) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a write would not wait, within `patience`. It would fail where the reader is gone, and that is no waiting.
+/// Whether a write would not block, within `patience`. Where the reader is gone a write fails, which is no blocking
+/// either.
 fn is_writable(error: &Stderr, patience: &Timespec) -> bool {
     let mut polled = [PollFd::new(error, PollFlags::OUT)];
-    // What cannot be asked is written to.
+    // If polling itself fails, the write is attempted.
     !matches!(poll(&mut polled, Some(patience)), Ok(0) | Err(rustix::io::Errno::INTR))
 }

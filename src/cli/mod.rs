@@ -1,9 +1,9 @@
-//! The commands of the binary: reads the command line, calls the floors below, and says what went wrong.
+//! The commands of the binary: parses the command line, runs the command, and prints errors.
 //!
-//! Every failure is one line, `error: ...`, and exit code 1; a command line that cannot be read is exit code 2. `serve` has
-//! exit codes that tell a supervisor whether to start it again ([`error::Error::exit_code`]).
-//! Answers and results go to standard output, everything else to standard error. [`load`] alone knows how a
-//! model comes onto a device; no file here names a Vulkan type.
+//! Every failure is one line, `error: ...`, with exit code 1. A command line that cannot be parsed exits with code 2.
+//! `serve` has exit codes that tell a supervisor whether to start it again ([`error::Error::exit_code`]). Answers and
+//! results go to standard output, everything else to standard error. Only [`load`] brings a model onto a device. No
+//! file here names a Vulkan type.
 
 mod args;
 mod bench;
@@ -43,8 +43,8 @@ pub fn main() -> ExitCode {
     let CommandLine { global, command } = CommandLine::parse();
     let serving = matches!(command, Command::Serve(_));
     let ended = config(&global, &command).and_then(|(config, warnings)| {
-        // Dropped before the error is printed, which so is the last line.
-        // The journal has its own clock.
+        // The log is dropped before the error is printed, so that the error is the last line. The journal adds its own
+        // times.
         let with_time = serving && std::env::var_os("JOURNAL_STREAM").is_none();
         let log = Log::start(log_filter(&global, serving, &config), with_time);
         warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
@@ -53,7 +53,7 @@ pub fn main() -> ExitCode {
     });
     match ended {
         Ok(()) => ExitCode::SUCCESS,
-        // A reader that closed its end (`| head`) has seen what it wanted.
+        // A reader that closed its end (`| head`) has read what it needed.
         Err(Error::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             log::say(format_args!("error: {error}"));
@@ -89,8 +89,8 @@ fn run(global: &Global, mut command: Command, mut config: Config, log: &Log) -> 
     }
 }
 
-/// A server says what it does; a command on the terminal only what is wrong. The option overrides that, `-v` the option, and
-/// `RUST_LOG` all.
+/// The log level: `info` for a server, `warn` for other commands. The option `log.level` overrides that, `-v` overrides
+/// the option, and `RUST_LOG` overrides everything.
 fn log_filter(global: &Global, serving: bool, config: &Config) -> EnvFilter {
     let level = match (global.verbose, serving, &config.log.level) {
         (0, _, Some(level)) => level,
@@ -102,7 +102,7 @@ fn log_filter(global: &Global, serving: bool, config: &Config) -> EnvFilter {
     EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level))
 }
 
-/// Defaults, file, environment, flags; and warnings that come of them.
+/// The configuration from defaults, file, environment and flags, with the warnings about it.
 fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), Error> {
     let mut layers = Vec::new();
     if let Some(path) = &global.config {
@@ -115,7 +115,34 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
     let (environment, warnings) = Layer::environment(variables)?;
     layers.push(environment);
 
+    layers.push(flags(global, command));
+    Ok((Config::from_layers(&layers)?, warnings))
+}
+
+/// The options that the command line sets.
+fn flags(global: &Global, command: &Command) -> Layer {
     let mut flags = Layer::flags();
+    set_global(&mut flags, global, command);
+    set_model(&mut flags, command);
+    set_memory(&mut flags, command);
+    if let Command::Serve(args::Serve { name, host, port, api_key_file, .. }) = command {
+        if let Some(name) = name {
+            flags.set("model", "name", name.clone());
+        }
+        if let Some(host) = host {
+            flags.set("server", "host", host.clone());
+        }
+        if let Some(port) = port {
+            flags.set("server", "port", i64::from(*port));
+        }
+        if let Some(file) = api_key_file {
+            flags.set("server", "api_key_file", file.clone());
+        }
+    }
+    flags
+}
+
+fn set_global(flags: &mut Layer, global: &Global, command: &Command) {
     if let Some(device) = &global.device {
         flags.set("hardware", "device", device.clone());
     }
@@ -139,7 +166,7 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
     if let Some(context) = global.context {
         flags.set("engine", "context", i64::from(context));
     }
-    // What is measured against other implementations is computed without loss, unless it is the loss that is measured.
+    // Comparisons with other implementations need exact f32. Explicit options override that, to measure the loss.
     let is_exact = matches!(command, Command::Eval(_) | Command::Quantize(_));
     if let Some(dtype) = global.kv.or(is_exact.then_some(KvDtype::F32)) {
         flags.set("kv", "dtype", dtype.name());
@@ -147,6 +174,10 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
     if let Some(precision) = global.precision.or(is_exact.then_some(Precision::F32)) {
         flags.set("model", "precision", precision.name());
     }
+}
+
+/// The model and the draft that a command names.
+fn set_model(flags: &mut Layer, command: &Command) {
     let model = match command {
         Command::Serve(args::Serve { model, .. }) => model.model.as_deref(),
         Command::Generate(args::Generate { model, .. }) => model.model.as_deref(),
@@ -176,6 +207,9 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
     if let Some(draft) = draft {
         flags.set("model", "draft", draft);
     }
+}
+
+fn set_memory(flags: &mut Layer, command: &Command) {
     let memory = match command {
         Command::Serve(args::Serve { model, .. }) => Some(&model.memory),
         Command::Generate(args::Generate { model, .. }) => Some(&model.memory),
@@ -194,20 +228,4 @@ fn config(global: &Global, command: &Command) -> Result<(Config, Vec<String>), E
             flags.set("memory", "ffn_heap", heap.name());
         }
     }
-    if let Command::Serve(args::Serve { name, host, port, api_key_file, .. }) = command {
-        if let Some(name) = name {
-            flags.set("model", "name", name.clone());
-        }
-        if let Some(host) = host {
-            flags.set("server", "host", host.clone());
-        }
-        if let Some(port) = port {
-            flags.set("server", "port", i64::from(*port));
-        }
-        if let Some(file) = api_key_file {
-            flags.set("server", "api_key_file", file.clone());
-        }
-    }
-    layers.push(flags);
-    Ok((Config::from_layers(&layers)?, warnings))
 }

@@ -1,6 +1,6 @@
-//! `unicorn models`: what was pulled, and getting rid of it; and the way from a model's name to its files.
+//! `unicorn models`: lists and removes pulled models, and finds the files of a model by its name.
 //!
-//! Looks in `models.dir` and then in the cache that tools of the Hugging Face hub share; never at the network.
+//! The places are `models.dir` and the cache that tools of the Hugging Face hub share. The network is not used.
 
 use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::Path;
@@ -14,7 +14,7 @@ use super::terminal::{bytes, print};
 use crate::config::Config;
 use crate::hub::{Cache, HubError, ModelName, standard_cache};
 
-/// Where `unicorn pull` writes.
+/// The cache that `unicorn pull` writes to.
 pub fn cache_to_pull_to(config: &Config) -> Result<Cache, Error> {
     caches(config).into_iter().next().ok_or_else(|| {
         Error::Argument(
@@ -23,7 +23,7 @@ pub fn cache_to_pull_to(config: &Config) -> Result<Cache, Error> {
     })
 }
 
-/// What there is to choose from, above the line of the error.
+/// Prints the files to choose from, above the error's line.
 pub fn show_choice(error: &HubError) {
     if let HubError::Choose { name, files, .. } = error {
         for (file, size) in files {
@@ -33,7 +33,7 @@ pub fn show_choice(error: &HubError) {
     }
 }
 
-/// Where pulled models are looked for.
+/// The caches in which pulled models are looked for.
 fn caches(config: &Config) -> Vec<Cache> {
     let own = config.models.dir.as_ref().map(Cache::system);
     let standard = standard_cache(|name| std::env::var_os(name)).map(Cache::of_user);
@@ -42,11 +42,11 @@ fn caches(config: &Config) -> Vec<Cache> {
     all
 }
 
-/// Replaces the model that the command reads, and its draft, by the place of the pulled one that it names, if it is no path.
+/// Replaces the names of the command's model and draft with the paths of the pulled models. Paths stay as they are.
 pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     let draft = match command {
         Command::Plan(args) => args.draft.as_mut(),
-        // A model is looked at by itself.
+        // These commands use no draft.
         Command::Eval(_) | Command::Quantize(_) => {
             config.model.draft = None;
             None
@@ -70,7 +70,7 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     draft.map(|text| find(config, text)).transpose()?;
     let text = match command {
         Command::Devices | Command::Synth(_) | Command::Pull(_) | Command::Models(_) => return Ok(()),
-        // The model is the server's, or there is none.
+        // These benchmarks use the server's model, or none.
         Command::Bench(args) if matches!(args.what(), What::Kernels(_) | What::Serve(_) | What::Isa(_)) => {
             return Ok(());
         }
@@ -86,7 +86,7 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Eval(_)
         | Command::Bench(_) => {
             let Some(mut text) = config.model.path.take() else { return Ok(()) };
-            // A snapshot's own name is a commit.
+            // The folder of a snapshot is named by a commit, so the model's name comes from the repository.
             let name = find(config, &mut text)?.map(|name| name.repo.name().to_owned());
             config.model.name = config.model.name.take().or(name);
             config.model.path = Some(text);
@@ -96,7 +96,7 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     find(config, text).map(drop)
 }
 
-/// Replaces `text` by the place of the pulled model that it names; `None` where it is a path, or cannot be a name.
+/// Replaces `text` with the path of the pulled model that it names. `None` where it is a path, or no valid name.
 fn find(config: &Config, text: &mut String) -> Result<Option<ModelName>, Error> {
     if Path::new(&text).exists() {
         return Ok(None);
@@ -113,7 +113,7 @@ fn find(config: &Config, text: &mut String) -> Result<Option<ModelName>, Error> 
                 return Ok(Some(name));
             }
             Ok(None) => {}
-            // Another cache may have all of it.
+            // Another cache may have the complete model.
             Err(error @ HubError::Partial { .. }) => partial = partial.or(Some(error)),
             Err(error) => {
                 show_choice(&error);

@@ -1,5 +1,5 @@
-//! `unicorn plan`: where every byte of a model would lie, by the arithmetic that a load follows, and the context that
-//! fits. Takes nothing of a device, and needs none where `--vram` and `--gtt` say what there is.
+//! `unicorn plan`: shows where every byte of a model would lie, and the context that fits, by the arithmetic that a
+//! load uses. It allocates no device memory, and needs no device where `--vram` and `--gtt` describe one.
 
 use std::path::Path;
 
@@ -18,19 +18,19 @@ use crate::model::shapes::Shape;
 use crate::model::weights::Gemma3Weights;
 use crate::tensor::{QuantizeMode, Scheme};
 
-/// What is planned for.
+/// The model to plan for.
 struct Subject {
     draft: Option<DraftSubject>,
     name: String,
-    /// How its weights are stored, in words.
+    /// The schemes of its weights, in words.
     stored: String,
     config: Gemma3Config,
     schemes: Schemes,
-    /// By option, what would store it otherwise.
+    /// Alternative schemes for its weights, each with the option that selects it.
     others: Vec<(String, Schemes)>,
 }
 
-/// A model that lies beside it, to guess for it.
+/// The draft model next to it.
 struct DraftSubject {
     name: String,
     stored: String,
@@ -38,10 +38,10 @@ struct DraftSubject {
     schemes: Schemes,
 }
 
-/// Sequences that a plan counts for beside one and those asked for.
+/// Number of sequences that a plan also counts with, in addition to one and the requested number.
 const SEVERAL: usize = 16;
 
-/// Sequences, the tokens of each that fit, and the largest allocation where that alone bounds them.
+/// Sequences, the longest context of each, and the largest allocation where only that limits the context.
 type Largest = (usize, usize, Option<u64>);
 
 pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
@@ -89,7 +89,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
 }
 
 fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
-    let files = load::files_of(Path::new(model), &config.model)?;
+    let files = load::files_at(Path::new(model), &config.model)?;
     let (gemma, _) = Gemma3Config::load(&files)?;
     let checkpoint = Checkpoint::open(&files)?;
     let weights = Gemma3Weights::collect(&checkpoint, &gemma)?;
@@ -99,7 +99,7 @@ fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
     Ok(Subject { draft: None, name: files.location(), stored, config: gemma, schemes, others })
 }
 
-/// A draft's weights are as its files have them.
+/// A draft model's weights keep the schemes of its files.
 fn draft(path: &str, model: &Gemma3Config) -> Result<DraftSubject, Error> {
     let files = ModelFiles::open(Path::new(path))?;
     let (config, _) = Gemma3Config::load(&files)?;
@@ -140,7 +140,7 @@ fn published(shape: Shape, args: &args::Plan) -> Subject {
     Subject { draft: None, name: shape.name.into(), stored, config, schemes, others: others.into() }
 }
 
-/// The schemes of each class.
+/// The schemes of each class of matrices, as text.
 fn words(schemes: &Schemes) -> String {
     let of = |range: std::ops::Range<usize>| {
         let mut names: Vec<String> =
@@ -159,7 +159,7 @@ fn contexts(sequences: usize, context: usize) -> String {
     }
 }
 
-/// What was asked for, and the model's maximum, where that is less.
+/// The requested context and the model's maximum, where the request is longer.
 fn cut(demand: &Demand<'_>, wanted: Option<usize>) -> Option<(usize, usize)> {
     let longest = demand.longest_context();
     wanted.filter(|wanted| *wanted > longest).map(|wanted| (wanted, longest))
@@ -177,9 +177,9 @@ fn as_text(
     if let Some(draft) = &subject.draft {
         text += &format!("draft {}: {}\n", draft.name, draft.stored);
     }
-    let (context, heaps) = match outcome {
-        Ok(fit) => (fit.context, &fit.plan.heaps),
-        Err(error) => (error.context, &error.refusal.heaps),
+    let context = match outcome {
+        Ok(fit) => fit.context,
+        Err(error) => error.context,
     };
     let verdict = match (outcome, wanted) {
         (Ok(_), Some(_)) => "fits",
@@ -199,6 +199,29 @@ fn as_text(
     };
     text += &format!("{}: {verdict}{cut}\n\n", contexts(sequences, context));
 
+    text += &memory_table(outcome);
+    let (per_token, window) = (demand.kv_bytes_per_token(), demand.window_bytes(context));
+    text += &format!(
+        "\nKV cache         {} per token and {} per window, {} for a sequence of {context} tokens\n",
+        bytes(per_token),
+        bytes(window),
+        bytes(per_token * context as u64 + window)
+    );
+    for (i, (sequences, context, limit)) in largest.iter().enumerate() {
+        let name = if i == 0 { "largest context" } else { "" };
+        let why = limit.map(|n| format!(" (one allocation holds at most {})", bytes(n))).unwrap_or_default();
+        text += &format!("{name:<16} {}{why}\n", contexts(*sequences, *context));
+    }
+    text
+}
+
+/// The bytes of each class in each heap, or the bytes asked for where they do not fit.
+fn memory_table(outcome: &Result<Fit, DoesNotFit>) -> String {
+    let heaps = match outcome {
+        Ok(fit) => &fit.plan.heaps,
+        Err(error) => &error.refusal.heaps,
+    };
+    let mut text = String::new();
     let widths: Vec<usize> = heaps.iter().map(|heap| heap.heap.name.len().max(9) + 2).collect();
     let mut row = |name: &str, cells: Vec<String>, total: String| {
         text += &format!("{name:<18}");
@@ -234,19 +257,6 @@ fn as_text(
     }
     let usable: Vec<u64> = heaps.iter().map(|heap| heap.usable).collect();
     row("usable", usable.iter().map(|n| shown(*n)).collect(), bytes(usable.iter().sum()));
-
-    let (per_token, window) = (demand.kv_bytes_per_token(), demand.window_bytes(context));
-    text += &format!(
-        "\nKV cache         {} per token and {} per window, {} for a sequence of {context} tokens\n",
-        bytes(per_token),
-        bytes(window),
-        bytes(per_token * context as u64 + window)
-    );
-    for (i, (sequences, context, limit)) in largest.iter().enumerate() {
-        let name = if i == 0 { "largest context" } else { "" };
-        let why = limit.map(|n| format!(" (one allocation holds at most {})", bytes(n))).unwrap_or_default();
-        text += &format!("{name:<16} {}{why}\n", contexts(*sequences, *context));
-    }
     text
 }
 

@@ -1,6 +1,6 @@
-//! What this process takes of the machine.
+//! Resources that this process uses.
 
-/// Bytes of memory that are resident now, and the most that were.
+/// Resident memory in bytes: now, and at its peak.
 pub fn resident_bytes() -> (Option<u64>, Option<u64>) {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let field = |name: &str| -> Option<u64> {

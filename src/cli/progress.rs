@@ -1,4 +1,4 @@
-//! A bar on the terminal for what takes longer than a second; nothing where nobody watches.
+//! Progress bars for work that takes longer than a second. Nothing is shown where standard error is no terminal.
 
 use std::io::IsTerminal;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -7,15 +7,16 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Nothing is shown for what takes no longer.
+/// Work that ends sooner shows no bar.
 pub const PATIENCE: Duration = Duration::from_secs(1);
-/// A bar that turns says that the program does not hang, also where a step takes long.
+/// How often a bar is redrawn, so that it moves during long steps too.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Erases itself when dropped.
+/// A progress bar, which erases itself when dropped.
 pub struct Bar {
     bar: ProgressBar,
-    /// Shows the bar when it is due, also while nothing is reported; none where nobody watches.
+    /// The thread that shows the bar once it is due, even if nothing is reported; `None` where standard error is no
+    /// terminal.
     shower: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
 }
 
@@ -24,12 +25,12 @@ impl Bar {
         Self::new(what, 0, "{spinner} {msg} [{bar:30}] {bytes}/{total_bytes}, {bytes_per_sec}, {eta} left")
     }
 
-    /// `total`: tokens there are to do.
+    /// `total`: tokens of the whole work.
     pub fn tokens(what: impl Into<String>, total: u64) -> Self {
         Self::new(what, total, "{spinner} {msg} [{bar:30}] {pos}/{len} tokens, {per_sec}, {eta} left")
     }
 
-    /// `total`: requests there are to send.
+    /// `total`: requests of the whole work.
     pub fn requests(what: impl Into<String>, total: u64) -> Self {
         Self::new(what, total, "{spinner} {msg} [{bar:30}] {pos}/{len} requests, {eta} left")
     }
@@ -52,23 +53,23 @@ impl Bar {
         Self { bar, shower }
     }
 
-    /// What was done before the clock began to run: it is no part of the rate.
+    /// Sets the work that was done before the start, which does not count for the rate.
     pub fn begin_at(&self, done: u64) {
         self.bar.set_position(done);
         self.bar.reset_eta();
     }
 
-    /// What the bar is at.
+    /// Sets the text in front of the bar.
     pub fn say(&self, what: impl Into<String>) {
         self.bar.set_message(what.into());
     }
 
-    /// What is done now.
+    /// Sets the work that is done.
     pub fn set(&self, done: u64) {
         self.bar.set_position(done);
     }
 
-    /// What there is to do, where that was not known at first.
+    /// Sets the total, where it was not known at first.
     pub fn set_total(&self, total: u64) {
         self.bar.set_length(total);
     }
@@ -85,12 +86,12 @@ impl Drop for Bar {
     }
 }
 
-/// Says that something of unknown length is under way; erases itself when dropped.
+/// A sign that work of unknown length is under way; erases itself when dropped.
 pub struct Spinner(ProgressBar);
 
 impl Spinner {
     pub fn start(what: String) -> Self {
-        // Hidden by itself where standard error is no terminal.
+        // The bar is hidden where standard error is no terminal.
         let bar = ProgressBar::new_spinner().with_message(what);
         bar.enable_steady_tick(TICK);
         Self(bar)

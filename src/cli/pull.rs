@@ -1,6 +1,6 @@
-//! `unicorn pull`: a model from the Hugging Face hub onto this machine.
+//! `unicorn pull`: downloads a model from the Hugging Face hub.
 //!
-//! Prints the path of what it got, and nothing else where no terminal watches.
+//! The output is the model's path. Progress is shown only on a terminal.
 
 use super::error::Error;
 use super::models;

@@ -1,6 +1,7 @@
-//! `unicorn quantize`: any checkpoint that can be read becomes a native one.
+//! `unicorn quantize`: converts any readable checkpoint to a native one.
 //!
-//! Layer by layer: what is in memory is a piece of one tensor. An interrupted run goes on where it stopped.
+//! The work goes layer by layer, and memory holds only a piece of one tensor. An interrupted run resumes where it
+//! stopped.
 
 use std::io::{BufReader, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
@@ -23,11 +24,11 @@ use crate::model::weights::Gemma3Weights;
 use crate::quantize::{Loss, Rounding, write_tensor};
 use crate::tensor::{Bits, QuantizeMode, Scheme};
 
-/// Tokens of a text that `--eval` compares on; with a vocabulary of 262,208, their logits take 2 GB of disk.
+/// Most tokens of a text that `--eval` compares on. With a vocabulary of 262,208, their logits take 2 GB of disk.
 const EVAL_TOKENS: usize = 2048;
-/// Tokens of a text that `--calibrate` runs.
+/// Most tokens of a text that `--calibrate` runs.
 const CALIBRATION_TOKENS: usize = 16384;
-/// Files that stand beside the weights, copied where they exist.
+/// Files next to the weights, copied where they exist.
 const SMALL_FILES: [&str; 6] = [
     "generation_config.json",
     "tokenizer.json",
@@ -39,15 +40,15 @@ const SMALL_FILES: [&str; 6] = [
 
 pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     let since = Instant::now();
-    let files = load::files_of(Path::new(&args.source), &config.model)?;
+    let files = load::files_at(Path::new(&args.source), &config.model)?;
     let (shape, _) = Gemma3Config::load(&files)?;
     let checkpoint = Checkpoint::open(&files)?;
     let weights = Gemma3Weights::collect(&checkpoint, &shape)?;
     if args.calibrate.is_none() && args.eval.is_none() {
-        // Else loading it does.
+        // Loading the model warns of them otherwise.
         weights.warn_of_defects(&checkpoint);
     }
-    // Both texts, and a device to run them on, before minutes are spent on the way there.
+    // The texts and a device are checked before minutes of work depend on them.
     let text = |path: &Option<PathBuf>| {
         let Some(path) = path else { return Ok(None) };
         let text =
@@ -68,35 +69,70 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     let evaluate = || match &eval {
         None => Ok(()),
         Some((text, path)) => {
-            // One context for both models: the longest that fits beside the smaller one is another.
+            // Both models get one context, since the longest that fits could differ between them.
             let context = config.engine.context.unwrap_or(usize::MAX).min(EVAL_TOKENS + 1);
             let context = context.min(shape.max_position_embeddings);
             print(&compare(config, &files, &args.destination, context, text, path)?)
         }
     };
-    // An evaluation that failed is repeated without the hours before it.
+    // A repeated run after a failed evaluation does not convert again.
     if eval.is_some() && NativeWriter::is_result(&args.destination, &job) {
         print(&format!("{}: converted by this command before\n", args.destination.display()))?;
         return evaluate();
     }
-    // Before the source is walked: what is wrong with the folder is known at once.
+    // The folder is checked before the source is read.
     let writer = NativeWriter::open(&args.destination, &job)?;
     let moments = match &calibration {
         Some((text, path)) => calibrate(config, &files, text, path)?,
         None => Vec::new(),
     };
+    let (written, losses) = convert(&files, &checkpoint, &weights, &moments, writer, args)?;
+
+    let parameters: usize = weights.iter().map(|t| t.num_elements()).sum();
+    let seconds = since.elapsed().as_secs_f64();
+    let mut text = format!(
+        "{}: {}, {:.2} bits per weight, in {seconds:.1} s ({:.1} s per billion weights)\n",
+        args.destination.display(),
+        bytes(written),
+        written as f64 * 8.0 / parameters as f64,
+        seconds / (parameters as f64 / 1e9),
+    );
+    for (class, loss) in Class::ALL.into_iter().zip(losses) {
+        let scheme = args.schemes.of(class).to_string();
+        let error = match loss.total > 0.0 {
+            true => format!("relative error {:.5}", loss.relative()),
+            false => "without loss".into(),
+        };
+        text.push_str(&format!("  {:<13} {scheme:<10} {error}\n", class.name()));
+    }
+    if let (_, Some(peak)) = resident_bytes() {
+        text.push_str(&format!("  memory        at most {} resident\n", bytes(peak)));
+    }
+    print(&text)?;
+    evaluate()
+}
+
+/// Writes every tensor of the source, and returns the bytes written and the loss of each class.
+fn convert(
+    files: &ModelFiles,
+    checkpoint: &Checkpoint,
+    weights: &Gemma3Weights,
+    moments: &[[Vec<f32>; 4]],
+    writer: NativeWriter,
+    args: &args::Quantize,
+) -> Result<(u64, [Loss; 3]), Error> {
     let bar = Bar::bytes("quantizing");
     bar.set_total(weights.iter().map(|t| t.stored_bytes()).sum());
     let mut conversion = Conversion {
         writer,
-        checkpoint: &checkpoint,
+        checkpoint,
         schemes: &args.schemes,
         rounding: args.rounding,
         losses: Default::default(),
         done: 0,
         bar,
     };
-    let json = conversion.copy_small_files(&files)?;
+    let json = conversion.copy_small_files(files)?;
     conversion.file(
         "shared.safetensors",
         vec![
@@ -130,32 +166,10 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         checkpoint.norms_hold_one(),
         json,
     )?;
-
-    let parameters: usize = weights.iter().map(|t| t.num_elements()).sum();
-    let seconds = since.elapsed().as_secs_f64();
-    let mut text = format!(
-        "{}: {}, {:.2} bits per weight, in {seconds:.1} s ({:.1} s per billion weights)\n",
-        args.destination.display(),
-        bytes(written),
-        written as f64 * 8.0 / parameters as f64,
-        seconds / (parameters as f64 / 1e9),
-    );
-    for (class, loss) in Class::ALL.into_iter().zip(losses) {
-        let scheme = args.schemes.of(class).to_string();
-        let error = match loss.total > 0.0 {
-            true => format!("relative error {:.5}", loss.relative()),
-            false => "without loss".into(),
-        };
-        text.push_str(&format!("  {:<13} {scheme:<10} {error}\n", class.name()));
-    }
-    if let (_, Some(peak)) = resident_bytes() {
-        text.push_str(&format!("  memory        at most {} resident\n", bytes(peak)));
-    }
-    print(&text)?;
-    evaluate()
+    Ok((written, losses))
 }
 
-/// Runs a text through the source model on the device: for each layer how large the inputs of its matrices are.
+/// Runs a text through the source model on the device. Returns, for each layer, the size of the inputs of its matrices.
 fn calibrate(
     config: &Config,
     source: &ModelFiles,
@@ -175,16 +189,16 @@ fn calibrate(
     Ok(model.runner.take_moments()?)
 }
 
-/// The configuration, but for what would quantize a checkpoint while it loads.
+/// A copy of the configuration that loads a checkpoint without quantizing it.
 fn as_stored(config: &Config) -> Config {
     let mut config = config.clone();
     config.model.quantize = QuantizeMode::None;
     config
 }
 
-/// What the conversion cost on a text: perplexities, and the mean KL divergence from the source's distributions. The two
-/// models are on the device one after the other, with a context of as many tokens; the source's logits wait in a file
-/// that has no name.
+/// The loss of the conversion on a text: both perplexities, and the mean KL divergence from the source's distributions.
+/// The two models are on the device one after the other, with equal contexts. The source's logits wait in an unnamed
+/// file.
 fn compare(
     config: &Config,
     source: &ModelFiles,
@@ -241,13 +255,13 @@ fn compare(
     ))
 }
 
-/// A tensor on its way.
+/// A tensor to convert.
 struct Source<'a> {
     name: String,
     tensor: Tensor<'a>,
-    /// None for norms, which stay f32.
+    /// `None` for norms, which stay f32.
     class: Option<Class>,
-    /// What the error of each column counts; none: all the same.
+    /// Weight of each column's error; `None` weighs all equally.
     importance: Option<&'a [f32]>,
 }
 
@@ -270,9 +284,9 @@ struct Conversion<'a> {
     checkpoint: &'a Checkpoint,
     schemes: &'a Schemes,
     rounding: RoundingMethod,
-    /// In the order of [`Class::ALL`].
+    /// Losses by class, in the order of [`Class::ALL`].
     losses: [Loss; 3],
-    /// Bytes of the source.
+    /// Bytes of the source that are converted.
     done: u64,
     bar: Bar,
 }
@@ -288,14 +302,14 @@ impl Conversion<'_> {
         let config = files.read("config.json")?.expect("a config that was loaded");
         let mut config: serde_json::Value = serde_json::from_slice(&config).expect("and that is JSON");
         if let Some(fields) = config.as_object_mut() {
-            // How the source was packed is not how this checkpoint is.
+            // The source's quantization does not describe this checkpoint.
             fields.shift_remove("quantization_config");
         }
         self.writer.copy("config.json", format!("{config:#}\n").as_bytes())?;
         Ok(config)
     }
 
-    /// Writes one file, or takes it as an earlier run has left it.
+    /// Writes one file, or keeps the one that an earlier run has finished.
     fn file(&mut self, name: &str, sources: Vec<Source>) -> Result<(), Error> {
         if let Some(note) = self.writer.finished(name) {
             let losses: [(f64, f64); 3] = serde_json::from_value(note.clone())
@@ -318,7 +332,7 @@ impl Conversion<'_> {
         for (source, scheme) in sources.iter().zip(schemes) {
             let (done, row_bytes) = (self.done, source.tensor.stored_bytes() / source.tensor.rows() as u64);
             let rounding = match (self.rounding, scheme) {
-                // A row of int8 has nothing to gain.
+                // Only int4 gains from a search; int8 rows are rounded to nearest.
                 (RoundingMethod::Search, Some(Scheme::Int { bits: Bits::Four, .. })) => {
                     Rounding::Search { importance: source.importance }
                 }

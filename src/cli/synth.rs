@@ -1,8 +1,8 @@
-//! `unicorn synth`: native checkpoints of published shapes with random weights, where real ones are not at hand.
+//! `unicorn synth`: writes native checkpoints of published shapes with random weights, where no real ones are at hand.
 //!
-//! Integers are uniform, scales are one value for a matrix, chosen so that a product of unit variance comes out of inputs
-//! of unit variance: activations stay finite through any number of layers, since every sublayer's output is normed. The
-//! tokenizer and the template are the demo model's. The manifest says that the weights mean nothing, and a load warns.
+//! Integers are uniform. Each matrix has one scale, chosen so that inputs of unit variance give products of unit
+//! variance. So activations stay finite through any number of layers, since every sublayer's output is normed.
+//! Tokenizer and template are the demo model's. The manifest says that the weights are random, and a load warns of it.
 
 use half::{bf16, f16};
 use rand::{Rng, RngCore, SeedableRng};
@@ -10,15 +10,16 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde_json::json;
 
-use super::args::{self, Class, Target};
+use super::args::{self, Class, Schemes, Target};
 use super::error::Error;
 use super::load;
 use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{FileWriter, NativeWriter, NewTensor, Synthetic};
+use crate::model::config::Gemma3Config;
 use crate::tensor::{Bits, Scheme, TILE_ROWS};
 
-/// Drawn at once, on one core.
+/// Tiles of a piece that one core fills, and pieces made at once.
 const PIECE_TILES: usize = 16;
 const PIECES: usize = 16;
 
@@ -39,11 +40,46 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
         writer.copy(name, &bytes)?;
     }
 
+    let files = files(&config, &args.schemes);
+    let bar = Bar::bytes("writing");
+    bar.set_total(files.iter().flat_map(|(_, tensors)| tensors).map(stored_bytes).sum());
+    let (mut done, mut index) = (0, 0u64);
+    for (name, tensors) in files {
+        let finished = writer.finished(&name).is_some();
+        let mut file = if finished { None } else { Some(writer.create(&name, tensors.clone())?) };
+        for tensor in &tensors {
+            if let Some(file) = &mut file {
+                // The random numbers of a tensor depend on the seed and its index, so a resumed run writes the same
+                // bytes.
+                put(file, tensor, args.seed, index, &mut |n| bar.set(done + n))?;
+            }
+            index += 1;
+            done += stored_bytes(tensor);
+            bar.set(done);
+        }
+        if let Some(file) = file {
+            writer.finish_file(file, json!(null))?;
+        }
+    }
+    drop(bar);
+    let json = serde_json::from_str(&config_json).expect("the config is JSON");
+    let written =
+        writer.finish(format!("random weights, seed {}", args.seed), Some(synthetic), false, json)?;
+    print(&format!(
+        "{}: {} of random weights in the shape of {}\n",
+        args.destination.display(),
+        bytes(written),
+        shape.name
+    ))
+}
+
+/// The files of a checkpoint, each with its tensors.
+fn files(config: &Gemma3Config, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>)> {
     let (hidden, ffn) = (config.hidden_size, config.intermediate_size);
     let q = config.num_attention_heads * config.head_dim;
     let kv = config.num_key_value_heads * config.head_dim;
     let matrix = |name: String, rows, cols, class| {
-        let Target(scheme) = args.schemes.of(class);
+        let Target(scheme) = schemes.of(class);
         let scheme = scheme.unwrap_or(Scheme::Bf16);
         NewTensor { name: format!("{name}.weight"), shape: vec![rows, cols], scheme: Some(scheme) }
     };
@@ -74,36 +110,7 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
         ];
         files.push((format!("layer-{i:03}.safetensors"), tensors));
     }
-
-    let bar = Bar::bytes("writing");
-    bar.set_total(files.iter().flat_map(|(_, tensors)| tensors).map(stored_bytes).sum());
-    let (mut done, mut index) = (0, 0u64);
-    for (name, tensors) in files {
-        let finished = writer.finished(&name).is_some();
-        let mut file = if finished { None } else { Some(writer.create(&name, tensors.clone())?) };
-        for tensor in &tensors {
-            if let Some(file) = &mut file {
-                // Each tensor has numbers of its own, whatever was written before it.
-                put(file, tensor, args.seed, index, &mut |n| bar.set(done + n))?;
-            }
-            index += 1;
-            done += stored_bytes(tensor);
-            bar.set(done);
-        }
-        if let Some(file) = file {
-            writer.finish_file(file, json!(null))?;
-        }
-    }
-    drop(bar);
-    let json = serde_json::from_str(&config_json).expect("the config is JSON");
-    let written =
-        writer.finish(format!("random weights, seed {}", args.seed), Some(synthetic), false, json)?;
-    print(&format!(
-        "{}: {} of random weights in the shape of {}\n",
-        args.destination.display(),
-        bytes(written),
-        shape.name
-    ))
+    files
 }
 
 fn stored_bytes(tensor: &NewTensor) -> u64 {
@@ -121,7 +128,7 @@ fn put(
     each: &mut dyn FnMut(u64),
 ) -> Result<(), Error> {
     let (Some(scheme), &[rows, cols]) = (tensor.scheme, &tensor.shape[..]) else {
-        // Norms of one: stored as w, the factor is 1 + w.
+        // A norm's factor is 1 + w with the stored w, so zeros give factors of one.
         return Ok(file.put(&vec![0; stored_bytes(tensor) as usize])?);
     };
     let (tiles, tile_bytes) = (rows.div_ceil(TILE_ROWS), scheme.tile_bytes(cols));
@@ -151,16 +158,16 @@ fn put(
     Ok(file.put(&scales)?)
 }
 
-/// Of integers drawn evenly from -8 to 7, and from -128 to 127: sqrt((n^2 - 1) / 12).
+/// Standard deviations of uniform integers from -8 to 7, and from -128 to 127: sqrt((n^2 - 1) / 12).
 const INT4_DEVIATION: f32 = 4.609_772;
 const INT8_DEVIATION: f32 = 73.9;
 
-/// Fills blocks with weights of that standard deviation.
+/// Fills blocks with weights of the given standard deviation.
 fn draw(scheme: Scheme, deviation: f32, rng: &mut ChaCha8Rng, blocks: &mut [u8]) {
-    // Evenly distributed values of standard deviation d reach d * sqrt(3).
+    // Uniform values of standard deviation d reach d * sqrt(3).
     let reach = deviation * 3f32.sqrt();
     match scheme {
-        // Every byte is two nibbles, or an int8, whatever it holds.
+        // Any byte is a valid pair of nibbles, and a valid int8.
         Scheme::Int8Row | Scheme::Int { .. } => rng.fill_bytes(blocks),
         Scheme::Bf16 => blocks.chunks_exact_mut(2).for_each(|b| {
             b.copy_from_slice(&bf16::from_f32(rng.random_range(-reach..reach)).to_le_bytes());

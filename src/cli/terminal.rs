@@ -1,4 +1,4 @@
-//! Text for the person at the terminal, or for the program that reads standard output.
+//! Prints text to standard output, for a person or a program.
 
 use std::io::Write;
 

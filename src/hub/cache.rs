@@ -1,16 +1,16 @@
-//! The folder of pulled models, laid out as the hub's own tools do, so that all of them share it:
+//! The cache of pulled models, laid out as the hub's own tools lay theirs out, so that all of them share it:
 //!
 //! ```text
-//! ROOT/models--ORG--NAME/blobs/CHECKSUM               a file's bytes, named by what they hash to
-//!                       /blobs/CHECKSUM.incomplete    the part of it that has arrived
+//! ROOT/models--ORG--NAME/blobs/CHECKSUM               a file's bytes, named by their hash
+//!                       /blobs/CHECKSUM.incomplete    the part of a file that has arrived
 //!                       /snapshots/COMMIT/PATH        a relative link to the blob
-//!                       /refs/REVISION                the commit that a branch or tag was when it was pulled
-//!     /.locks/models--ORG--NAME/CHECKSUM.lock         held (`flock`) by the one who writes that blob
+//!                       /refs/REVISION                the commit of a branch or tag at the time of the pull
+//!     /.locks/models--ORG--NAME/CHECKSUM.lock         locked (`flock`) by the process that writes the blob
 //! ```
 //!
-//! What stands in `blobs` under its checksum is whole: it is written beside, checked, and renamed. A reference is written
-//! after everything that it stands for, so that a pull that was interrupted leaves the revision before it in use.
-//! Walks are bounded, and a link is never followed to delete.
+//! A blob under its checksum is complete: it is written to another file, checked, and renamed. A reference is written
+//! after everything that it refers to, so an interrupted pull leaves the previous revision in use. Walks are bounded,
+//! and a link is never followed to delete.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
@@ -24,12 +24,12 @@ use super::HubError;
 use super::name::{ModelName, RepoId, is_commit};
 use super::select::{self, is_weights, part_of};
 
-/// Folders inside a repository, and files of one snapshot: more is no model.
+/// Deepest folder inside a repository, and most files of one snapshot. No model has more.
 const MAX_DEPTH: usize = 8;
 const MAX_FILES: usize = 100_000;
 const MAX_REF_BYTES: u64 = 256;
 
-/// Everyone may read, as a service does that runs as a user of its own.
+/// Permissions of a shared cache: everyone may read, since a service may run as its own user.
 const SHARED_FOLDER: u32 = 0o755;
 const SHARED_FILE: u32 = 0o644;
 
@@ -37,18 +37,18 @@ const SHARED_FILE: u32 = 0o644;
 #[derive(Debug, Clone)]
 pub struct Cache {
     root: PathBuf,
-    /// Whether everyone may read what is written; else the user's umask decides.
+    /// Whether everyone may read the files that are written. Otherwise the user's umask decides.
     shared: bool,
 }
 
-/// One model that lies in a cache: a snapshot, or a GGUF file of one.
+/// A model in a cache: a snapshot, or one GGUF file of it.
 #[derive(Debug, Clone)]
 pub struct Pulled {
-    /// As `--model` takes it.
+    /// The name that `--model` takes.
     pub name: ModelName,
     pub format: Format,
     pub bytes: u64,
-    /// The folder, or the GGUF file.
+    /// The folder of the snapshot, or the GGUF file.
     pub path: PathBuf,
 }
 
@@ -56,9 +56,9 @@ pub struct Pulled {
 pub enum Format {
     Safetensors,
     Gguf,
-    /// Begun and not finished.
+    /// A pull of it has begun and not finished.
     Partial,
-    /// Nothing that can be served.
+    /// No format that can be served.
     Other,
 }
 
@@ -73,24 +73,24 @@ impl Format {
     }
 }
 
-/// What [`Cache::removal`] found to delete.
+/// The paths that [`Cache::removal`] found to delete.
 #[derive(Debug)]
 pub struct Removal {
     pub bytes: u64,
     folder: PathBuf,
     locks: PathBuf,
     whole: bool,
-    /// References and links first, so that nothing leads to a blob that is gone.
+    /// References and links. They go before the blobs, so that no link leads to a deleted blob.
     links: Vec<PathBuf>,
     blobs: Vec<PathBuf>,
 }
 
-/// Held until dropped.
+/// The lock on a blob, released when dropped.
 #[derive(Debug)]
 pub(super) struct Lock(File);
 
 impl Lock {
-    /// None where somebody else holds it.
+    /// Locks `file`; `None` where another process holds the lock.
     fn take(file: File) -> Result<Option<Lock>, std::io::Error> {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Some(Lock(file))),
@@ -102,12 +102,12 @@ impl Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // To close the file is not enough: a process that is just being started by another thread still has it open.
+        // Closing the file does not release the lock while a process that another thread starts still has it open.
         let _ = flock(&self.0, FlockOperation::Unlock);
     }
 }
 
-/// A file of a snapshot: path, where it leads, bytes.
+/// A file of a snapshot: its path, the link, the link's target, and its bytes.
 struct Entry {
     path: String,
     link: PathBuf,
@@ -116,12 +116,12 @@ struct Entry {
 }
 
 impl Cache {
-    /// A folder of this machine's models, which every user may read.
+    /// The cache in a folder of this machine, which every user may read.
     pub fn system(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), shared: true }
     }
 
-    /// The user's own cache.
+    /// The cache of the user.
     pub fn of_user(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), shared: false }
     }
@@ -130,10 +130,11 @@ impl Cache {
         &self.root
     }
 
-    /// The folder of a snapshot, or the GGUF file, that `name` means; `None` if nothing of the repository is here.
+    /// The folder of a snapshot, or the GGUF file, that `name` means. `None` if the cache has no part of the
+    /// repository.
     ///
     /// # Errors
-    /// The model is here in part, or `name` could be several.
+    /// Fails where the cache has only a part of the model, or where `name` is ambiguous.
     pub fn find(&self, name: &ModelName) -> Result<Option<PathBuf>, HubError> {
         let Some(commit) = self.commit(name)? else {
             let begun = !names_in(&self.repository(&name.repo).join("blobs"))?.is_empty();
@@ -157,20 +158,20 @@ impl Cache {
         }
         match select::gguf(name, &files) {
             Ok(gguf) => Ok(Some(snapshot.join(gguf.path))),
-            // Another file of the repository was pulled.
+            // The cache has other files of the repository only.
             Err(error) if is_absent(&error) => Ok(None),
             Err(HubError::NothingToServe { .. }) => Err(HubError::Partial { name: name.clone() }),
             Err(error) => Err(error),
         }
     }
 
-    /// Everything here, by name.
+    /// Every model in the cache, sorted by name.
     pub fn list(&self) -> Result<Vec<Pulled>, HubError> {
         let mut all = Vec::new();
         for folder in names_in(&self.root)? {
             let Some(repo) = RepoId::from_folder(&folder) else { continue };
             let references = self.references(&repo)?;
-            // What an interrupted pull left is one row, whatever has arrived of it.
+            // An interrupted pull is one row, however much of it has arrived.
             let (mut begun, mut begun_bytes) = (false, self.incomplete_bytes(&repo)?);
             let snapshots = names_in(&self.repository(&repo).join("snapshots"))?;
             for commit in &snapshots {
@@ -214,8 +215,8 @@ impl Cache {
         Ok(all)
     }
 
-    /// What removing `name` means: a whole repository, one revision of it, or one file; with the blobs that nothing else
-    /// here refers to. `None` if there is no such thing.
+    /// The paths to delete for `name`, which is a whole repository, one revision of it, or one file. Blobs that other
+    /// names refer to are not among them. `None` if the cache has no such model.
     pub fn removal(&self, name: &ModelName) -> Result<Option<Removal>, HubError> {
         let folder = self.repository(&name.repo);
         let locks = self.root.join(".locks").join(name.repo.folder());
@@ -265,7 +266,7 @@ impl Cache {
             }
             links.push(self.snapshot(&name.repo, &commit));
         }
-        // A link may lead anywhere; what is deleted lies in this folder.
+        // A link may lead anywhere, so only blobs inside this folder are deleted.
         let inside = fs::canonicalize(&blobs_folder).unwrap_or(blobs_folder);
         let blobs: Vec<PathBuf> =
             going.difference(&staying).filter(|b| b.parent() == Some(inside.as_path())).cloned().collect();
@@ -291,7 +292,7 @@ impl Cache {
         self.repository(repo).join("blobs").join(format!("{checksum}.incomplete"))
     }
 
-    /// Makes the folders of a repository. The root is made as well, and stays as it is where it exists.
+    /// Makes the folders of a repository, and the root if it does not exist.
     pub(super) fn prepare(&self, repo: &RepoId) -> Result<(), HubError> {
         let folder = self.repository(repo);
         let locks = self.root.join(".locks").join(repo.folder());
@@ -301,28 +302,28 @@ impl Cache {
         Ok(())
     }
 
-    /// Bytes that may still be written below the root.
+    /// Bytes that may still be written to the file system of the root.
     pub(super) fn free_bytes(&self) -> Result<u64, HubError> {
         let space =
             statvfs(&self.root).map_err(|e| failed("ask for the free space of", &self.root, e.into()))?;
         Ok(space.f_bavail.saturating_mul(space.f_frsize))
     }
 
-    /// The right to write a blob. Does not wait: a download may take hours.
+    /// Takes the lock for writing a blob. It never waits, since a download may take hours.
     pub(super) fn lock(&self, repo: &RepoId, checksum: &str, file: &str) -> Result<Lock, HubError> {
         let lock = self.root.join(".locks").join(repo.folder()).join(format!("{checksum}.lock"));
         let handle = self.create(&lock, OpenOptions::new().write(true))?;
         match Lock::take(handle).map_err(|error| failed("lock", &lock, error))? {
-            Some(held) => Ok(held),
+            Some(lock) => Ok(lock),
             None => Err(HubError::Busy { file: file.to_owned(), lock }),
         }
     }
 
-    /// Opens a file of this cache, which everyone may read if that is what the cache is for.
+    /// Opens or creates a file of the cache. In a shared cache everyone may read it.
     pub(super) fn create(&self, path: &Path, options: &mut OpenOptions) -> Result<File, HubError> {
         let mut create = || {
             let file = options.create(true).open(path)?;
-            // The umask took away what was asked for at the creation.
+            // The umask removed permissions at the creation.
             if self.shared && file.metadata()?.permissions().mode() & 0o777 != SHARED_FILE {
                 file.set_permissions(Permissions::from_mode(SHARED_FILE))?;
             }
@@ -358,7 +359,7 @@ impl Cache {
         })
     }
 
-    /// Makes `revision` stand for `commit`.
+    /// Writes the reference from `revision` to `commit`.
     pub(super) fn refer(&self, repo: &RepoId, revision: &str, commit: &str) -> Result<(), HubError> {
         if revision == commit {
             return Ok(());
@@ -404,7 +405,7 @@ impl Cache {
 
     // --- what is there ----------------------------------------------------------------------------------------
 
-    /// The commit that `name` means here.
+    /// The commit of this cache that `name` means.
     fn commit(&self, name: &ModelName) -> Result<Option<String>, HubError> {
         let references = self.references(&name.repo)?;
         let snapshots = names_in(&self.repository(&name.repo).join("snapshots"))?;
@@ -430,7 +431,7 @@ impl Cache {
         }
     }
 
-    /// Revision to commit.
+    /// All references: revision to commit.
     fn references(&self, repo: &RepoId) -> Result<BTreeMap<String, String>, HubError> {
         let folder = self.repository(repo).join("refs");
         let mut all = BTreeMap::new();
@@ -454,22 +455,23 @@ impl Cache {
 }
 
 impl Removal {
-    /// Deletes it.
+    /// Deletes the paths.
     ///
     /// # Errors
-    /// Another program pulls the model, or the file system refuses; what is deleted by then stays so.
+    /// Fails where another program pulls the model, or where the file system refuses. Paths deleted before that stay
+    /// deleted.
     pub fn apply(self) -> Result<(), HubError> {
-        let mut held = Vec::new();
+        let mut taken = Vec::new();
         for name in names_in(&self.locks)? {
             let lock = self.locks.join(name);
             let Ok(handle) = File::open(&lock) else { continue };
             match Lock::take(handle).map_err(|error| failed("lock", &lock, error))? {
-                Some(lock) => held.push(lock),
+                Some(lock) => taken.push(lock),
                 None => return Err(HubError::Busy { file: self.folder.display().to_string(), lock }),
             }
         }
         let gone = |path: &Path| {
-            // The link itself, not what it leads to.
+            // `symlink_metadata` looks at the link itself, not at its target.
             let remove = match fs::symlink_metadata(path) {
                 Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
                 Ok(_) => fs::remove_file(path),
@@ -484,7 +486,7 @@ impl Removal {
             gone(path)?;
         }
         if self.whole {
-            // In this order, what is left after an interruption is no model that looks whole.
+            // After an interruption in this order, the rest does not look like a complete model.
             for part in ["refs", "snapshots", "blobs"] {
                 gone(&self.folder.join(part))?;
             }
@@ -499,12 +501,12 @@ pub(super) fn failed(action: &'static str, path: &Path, error: io::Error) -> Hub
     HubError::File { action, path: path.to_path_buf(), error }
 }
 
-/// Of what a link leads to; 0 where that is nothing.
+/// Size of the file that a path or a link leads to; 0 where there is none.
 fn size(path: &Path) -> u64 {
     fs::metadata(path).map_or(0, |m| m.len())
 }
 
-/// Sorted; none where there is no such folder.
+/// Names of the entries of a folder, sorted; empty where there is no such folder.
 fn names_in(folder: &Path) -> Result<Vec<String>, HubError> {
     let listing = match fs::read_dir(folder) {
         Ok(listing) => listing,
@@ -539,7 +541,7 @@ fn entries(folder: &Path) -> Result<Vec<Entry>, HubError> {
     Ok(all)
 }
 
-/// What a snapshot holds, and whether all of it is there.
+/// The format of a snapshot, and whether all its files are there.
 fn state(entries: &[Entry]) -> Format {
     let here: BTreeSet<&str> =
         entries.iter().filter(|e| e.target.is_some()).map(|e| e.path.as_str()).collect();
@@ -564,12 +566,12 @@ fn sibling_of(path: &str, name: &str, total: usize) -> bool {
     path.strip_suffix(".safetensors").and_then(part_of) == Some((name, total))
 }
 
-/// The files that are there, as [`select`] takes them.
+/// The files that are there, in the form that [`select`] takes.
 fn present(entries: &[Entry]) -> Vec<select::Entry> {
     entries.iter().filter(|e| e.target.is_some()).map(|e| (e.path.clone(), Some(e.bytes))).collect()
 }
 
-/// Whether the file that was named is not there, as against one that could be several.
+/// Whether the error says that the named file is not there, rather than that the name is ambiguous.
 fn is_absent(error: &HubError) -> bool {
     matches!(error, HubError::NoFile { .. } | HubError::Choose { problem: select::NO_SUCH_FILE, .. })
 }

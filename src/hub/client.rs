@@ -1,10 +1,11 @@
-//! The hub's HTTP interface, as much of it as pulling needs: list a repository, describe a file, read it from an offset.
+//! The part of the hub's HTTP interface that pulling needs: list a repository, describe a file, read a file from an
+//! offset.
 //!
-//! Redirects are followed here and not by the HTTP library, because two things depend on each hop: the token goes to the
-//! endpoint's own origin and nowhere else, and the checksum stands on the hub's redirect, not on the answer of the CDN
-//! behind it (whose `ETag` looks alike and is another value).
+//! This module follows redirects, not the HTTP library, because two things depend on each hop. The token goes to the
+//! endpoint's own origin and nowhere else. And the checksum stands on the hub's redirect, not on the answer of the CDN
+//! behind it, whose `ETag` looks similar and has another value.
 //!
-//! Bounded: redirects, the size of what is read into memory, and every wait ([`Patience`](super::Patience)).
+//! Bounded are the number of redirects, the bytes read into memory, and every wait ([`Patience`](super::Patience)).
 
 use std::io::{self, Read};
 use std::time::Duration;
@@ -20,24 +21,24 @@ use super::settings::Settings;
 use super::url::{Url, encode, encode_path};
 
 const MAX_REDIRECTS: usize = 5;
-/// The listing of a repository of 50,000 files.
+/// Largest listing; a repository of 50,000 files fits.
 const MAX_LISTING_BYTES: u64 = 16 << 20;
-/// Of what a server says about an error, this much is shown.
+/// Longest excerpt of a server's error message, in characters.
 const MAX_MESSAGE: usize = 200;
 /// The longest pause a server may ask for.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(60);
 
-/// What a file must turn out to be. In lower-case hexadecimal, and so fit to name a file.
+/// The expected hash of a file, in lower-case hexadecimal, which makes it a safe file name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Checksum {
-    /// Of the bytes: files in large-file storage.
+    /// SHA-256 of the bytes, for files in large-file storage.
     Sha256(String),
-    /// Of the git object: files in the repository itself.
+    /// Hash of the git object, for files in the repository itself.
     Git(String),
 }
 
 impl Checksum {
-    /// From an `ETag`, or from the listing.
+    /// Reads a checksum of the listing, or an `ETag`.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.strip_prefix("W/").unwrap_or(text).trim_matches('"').to_ascii_lowercase();
         let hex = text.bytes().all(|b| b.is_ascii_hexdigit());
@@ -57,14 +58,14 @@ impl Checksum {
 
 #[derive(Debug)]
 pub(super) struct Listing {
-    /// The commit that the revision is now.
+    /// The commit that the revision refers to now.
     pub commit: String,
     pub files: Vec<Listed>,
 }
 
 #[derive(Debug)]
 pub(super) struct Listed {
-    /// Not checked yet.
+    /// The path as the server sent it, not checked yet.
     pub path: String,
     pub size: Option<u64>,
     pub checksum: Option<Checksum>,
@@ -72,16 +73,16 @@ pub(super) struct Listed {
 
 /// A file's bytes from `start` to the end.
 pub(super) struct Content {
-    /// The offset asked for, or 0 where the server cannot begin in the middle.
+    /// The requested offset, or 0 where the server cannot start in the middle of a file.
     pub start: u64,
     pub body: Box<dyn Read>,
 }
 
-/// Whether another try could help.
+/// An error, and whether another attempt could help.
 #[derive(Debug)]
 pub(super) enum Failure {
     Final(HubError),
-    /// After at least this long.
+    /// Another attempt may succeed, after at least this long.
     Passing(HubError, Duration),
 }
 
@@ -94,7 +95,7 @@ impl Failure {
 pub(super) struct Client<'a> {
     settings: &'a Settings,
     agent: Agent,
-    /// For this machine itself: past the proxy.
+    /// The agent for addresses on this machine, which uses no proxy.
     direct: Agent,
 }
 
@@ -128,7 +129,7 @@ impl<'a> Client<'a> {
         Self { settings, agent: config().build().new_agent(), direct }
     }
 
-    /// The files of a revision.
+    /// Lists the files of a revision.
     pub fn list(&self, name: &ModelName) -> Result<Listing, HubError> {
         let (repo, revision) = (&name.repo, name.revision());
         let path =
@@ -149,11 +150,12 @@ impl<'a> Client<'a> {
         parse_listing(&text).map_err(fail)
     }
 
-    /// Size and checksum of a file that the listing says too little of.
+    /// Asks for the size and checksum of a file that the listing does not give.
     pub fn describe(&self, name: &ModelName, commit: &str, file: &str) -> Result<(u64, Checksum), HubError> {
         let url = self.file_url(&name.repo, commit, file);
         self.patiently(|| {
-            // The first answer that describes the file is the hub's; what it redirects to is the CDN's.
+            // The first answer that describes the file comes from the hub; the answer behind a redirect comes from the
+            // CDN.
             let described = |headers: &HeaderMap| headers.contains_key("x-linked-etag");
             let (response, at) = self.send(Method::Head, &url, None, described)?;
             let headers = response.headers();
@@ -178,7 +180,7 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// The file's bytes from `offset` on, of the `size` that it has.
+    /// Opens the file's bytes from `offset` on. `size` is the file's size.
     pub fn open(
         &self,
         name: &ModelName,
@@ -213,7 +215,7 @@ impl<'a> Client<'a> {
         Ok(Content { start, body: Box::new(response.into_body().into_reader().take(size - start)) })
     }
 
-    /// Tries again while that could help and some patience is left.
+    /// Repeats an attempt as long as another one could help and attempts are left.
     fn patiently<T>(&self, mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, HubError> {
         let mut tries = 1;
         loop {
@@ -231,7 +233,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Before try `tries + 1`.
+    /// Waits before attempt `tries + 1`.
     pub fn pause(&self, tries: u32, at_least: Duration, error: &HubError) {
         let backoff = self.settings.patience.backoff * 2u32.pow((tries - 1).min(5));
         let pause = backoff.max(at_least);
@@ -244,7 +246,8 @@ impl<'a> Client<'a> {
         self.settings.endpoint.below(&path)
     }
 
-    /// The first answer that is no redirect, or that `enough` is content with, and where it came from.
+    /// Sends a request and follows redirects. Returns the first answer that is no redirect, or that `enough` accepts,
+    /// and its address.
     fn send(
         &self,
         method: Method,
@@ -259,7 +262,7 @@ impl<'a> Client<'a> {
                 Method::Get => agent.get(url.full()),
                 Method::Head => agent.head(url.full()),
             };
-            // The offset counts bytes of the file, not of a compressed form of it.
+            // An offset counts bytes of the file, not of a compressed form of it.
             request = request.header("accept-encoding", "identity");
             if let Some(token) = &self.settings.token
                 && url.same_origin(&self.settings.endpoint)
@@ -282,7 +285,8 @@ impl<'a> Client<'a> {
         Err(Failure::Final(HubError::Answer { what: url.shown(), problem }))
     }
 
-    /// `by_hub`: the endpoint itself answered, and not what it redirected to.
+    /// Turns a status that is no success into an error. `by_hub` says that the endpoint itself answered, not a
+    /// redirect's target.
     fn expect_success(
         &self,
         response: Response<Body>,
@@ -297,9 +301,9 @@ impl<'a> Client<'a> {
         let error = self.status_error(status, response.headers(), by_hub, name, file);
         let passing = status.is_server_error()
             || matches!(status, StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_MANY_REQUESTS)
-            // What lies here is no beginning of that file: it is read from the start.
+            // The local part is no beginning of that file, so the file is read from the start.
             || status == StatusCode::RANGE_NOT_SATISFIABLE
-            // A signed address that expired: the hub gives a new one.
+            // A signed address has expired; the hub gives a new one.
             || (!by_hub && status == StatusCode::FORBIDDEN);
         if !passing {
             return Err(Failure::Final(error));
@@ -370,7 +374,7 @@ impl<'a> Client<'a> {
                     BrokenPipe | ConnectionAborted | ConnectionReset | TimedOut | UnexpectedEof
                 )
             }
-            // A name that is unknown, a port where nobody listens, a certificate: the same a moment later.
+            // An unknown name, a port where nobody listens, or a bad certificate will not change within a moment.
             _ => false,
         };
         if passing { Failure::passing(unreachable) } else { Failure::Final(unreachable) }
@@ -411,7 +415,7 @@ fn parse_listing(text: &[u8]) -> Result<Listing, String> {
     }
     let files = model.siblings.into_iter().map(|s| {
         let (checksum, size) = match s.lfs {
-            // The blob of a file in large-file storage is the pointer to it.
+            // The blob of a file in large-file storage is only a pointer to it.
             Some(lfs) => (lfs.sha256, lfs.size.or(s.size)),
             None => (s.blob_id, s.size),
         };
@@ -420,7 +424,7 @@ fn parse_listing(text: &[u8]) -> Result<Listing, String> {
     Ok(Listing { commit: model.sha, files: files.collect() })
 }
 
-/// `bytes 10-19/20` is (10, 20).
+/// Parses a `Content-Range`: `bytes 10-19/20` is (10, 20).
 fn content_range(text: &str) -> Option<(u64, Option<u64>)> {
     let (range, total) = text.trim().strip_prefix("bytes ")?.split_once('/')?;
     let (start, _) = range.split_once('-')?;
@@ -432,7 +436,7 @@ fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// A server's words, fit for one line of a terminal.
+/// A server's message, made fit for one line of a terminal.
 fn shown(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(MAX_MESSAGE).collect()
 }

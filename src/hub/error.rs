@@ -1,4 +1,4 @@
-//! What can go wrong between the hub and the disk, in one line that says what to do.
+//! Errors between the hub and the disk. Each is one line that says what to do.
 
 use std::io;
 use std::path::PathBuf;
@@ -41,10 +41,10 @@ pub enum HubError {
     Forbidden { repo: RepoId, endpoint: String, message: String },
     #[error("{what}: the server answers {status}{message}")]
     Status { what: String, status: u16, message: String },
-    /// The server's answer makes no sense.
+    /// The server's answer does not make sense.
     #[error("{what}: {problem}")]
     Answer { what: String, problem: String },
-    /// `files`: (name, bytes) of those there are to choose from, at least one.
+    /// `files` holds (name, bytes) of the files to choose from, at least one.
     #[error("{name} {problem}; name one of {} GGUF files, as in {}", files.len(), name.with_file(&files[0].0))]
     Choose { name: ModelName, problem: &'static str, files: Box<[(String, Option<u64>)]> },
     #[error(
@@ -81,7 +81,7 @@ pub enum HubError {
     WhichRevision { name: ModelName, names: Vec<String> },
 }
 
-/// Where the file system's own words do not say what helps.
+/// Advice for errors whose text from the file system does not say what to do.
 fn advice(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {

@@ -1,11 +1,11 @@
-//! Models from the Hugging Face hub: names them, gets them, and finds, lists and removes those that are here.
+//! Models from the Hugging Face hub: parses their names, pulls them, and finds, lists and removes pulled models.
 //!
-//! Knows files and checksums, and nothing of what a model computes. The network is used by [`pull`] alone: what was
-//! pulled is found and served without it. Refuses what it cannot check, what lies outside the repository, and to run
-//! anything that it downloads.
+//! This module knows files and checksums, and nothing of what a model computes. Only [`pull`] uses the network: pulled
+//! models are found and served without it. Files that cannot be checked, and paths outside the repository, are refused.
+//! Downloaded files are never executed.
 //!
-//! Invariants: a file under its final name is whole and hashed; the token goes to the endpoint and to no host that it
-//! redirects to; every wait, redirect, listing and retry is bounded.
+//! Invariants: a file under its final name is complete and hashed; the token goes to the endpoint and to no host that
+//! the endpoint redirects to; every wait, redirect, listing and retry is bounded.
 
 mod cache;
 mod client;

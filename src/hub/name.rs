@@ -1,20 +1,20 @@
-//! What a user types to name a model of the hub: `ORG/NAME`, `ORG/NAME@REVISION`, `ORG/NAME:FILE`.
+//! Names of models of the hub as a user types them: `ORG/NAME`, `ORG/NAME@REVISION`, `ORG/NAME:FILE`.
 //!
-//! Every part becomes part of a path on disk and of a URL, so each is checked here, once. File names that the server
-//! sends go through [`check_file`] as well: they are no more to be trusted than what is typed.
+//! Every part of a name becomes part of a path on disk and of a URL, so this module checks each part, once. File names
+//! that the server sends go through [`check_file`] as well, since they deserve no more trust than typed names.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// The hub's own limit on a name, and the common file systems' on a path component.
+/// The hub's own limit on a name, and the limit of common file systems on a path component.
 const MAX_NAME: usize = 96;
 const MAX_COMPONENT: usize = 255;
 const MAX_PATH: usize = 1024;
 
-/// The branch a model is on where no revision is named.
+/// The branch that a name without a revision means.
 pub const MAIN: &str = "main";
 
-/// What is typed names no model.
+/// The error for a text that is no name of a model.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct NameError(String);
@@ -23,13 +23,13 @@ pub struct NameError(String);
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RepoId(String);
 
-/// A repository, and what of it.
+/// A repository, and optionally a revision and a file of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelName {
     pub repo: RepoId,
-    /// A branch, a tag, a commit, or `refs/pr/N`; none is [`MAIN`].
+    /// A branch, a tag, a commit, or `refs/pr/N`; `None` means [`MAIN`].
     pub revision: Option<String>,
-    /// A file of the repository, or the quantization tag that ends the name of one (`Q4_0`).
+    /// A file of the repository, or the quantization tag at the end of a file's name (`Q4_0`).
     pub file: Option<String>,
 }
 
@@ -38,7 +38,7 @@ impl RepoId {
         &self.0
     }
 
-    /// Without the organisation.
+    /// The name without the organisation.
     pub fn name(&self) -> &str {
         self.0.rsplit('/').next().unwrap_or(&self.0)
     }
@@ -100,18 +100,18 @@ impl FromStr for ModelName {
 }
 
 impl ModelName {
-    /// The revision by name.
+    /// The revision, or [`MAIN`] where none is named.
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or(MAIN)
     }
 
-    /// The same revision, with that file.
+    /// This revision of the repository, with another file.
     pub fn with_file(&self, file: &str) -> Self {
         Self { file: Some(file.to_owned()), ..self.clone() }
     }
 }
 
-/// As it is typed.
+/// Writes the name as a user types it.
 impl fmt::Display for ModelName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.repo)?;
@@ -145,7 +145,7 @@ fn check_revision(revision: &str) -> Result<(), String> {
     ))
 }
 
-/// A relative path of plain names. What is wrong with it reads on from the name.
+/// Accepts a relative path of plain names. The error text continues a sentence that begins with the path.
 pub(super) fn check_file(path: &str) -> Result<(), &'static str> {
     if path.is_empty() || path.len() > MAX_PATH {
         return Err("is no file name: it is empty, or too long");

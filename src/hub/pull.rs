@@ -1,9 +1,9 @@
-//! From the hub to the cache: what is needed, whether it fits, and each file checked before it counts as here.
+//! Pulling: decides which files are needed, checks that they fit on the disk, and verifies each file before it counts.
 //!
-//! A transfer that breaks off goes on where it stopped, in this run and in the next one: what has arrived stays in
-//! `CHECKSUM.incomplete`. A server that cannot begin in the middle starts the file again. Nothing is renamed into place
-//! that does not hash to what the hub named: SHA-256 for files in large-file storage, and git's own object hash for the
-//! small ones, which is what the hub calls those by.
+//! An interrupted transfer is resumed, in this run or the next: the bytes that have arrived stay in
+//! `CHECKSUM.incomplete`. A server that cannot start in the middle sends the file from the start. A file is renamed
+//! into place only if its hash is the one that the hub named. That is SHA-256 for files in large-file storage, and
+//! git's object hash for the small files.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek as _, SeekFrom, Write as _};
@@ -20,15 +20,15 @@ use super::name::{ModelName, check_file};
 use super::select::select;
 use super::settings::Settings;
 
-/// A transfer that broke off after less than this has not got anywhere.
+/// Fewest bytes of an interrupted transfer that count as progress.
 const PROGRESS_BYTES: u64 = 1 << 20;
 const BUFFER_BYTES: usize = 256 << 10;
 const RANGE_NOT_SATISFIABLE: u16 = 416;
 
-/// What a pull is doing.
+/// The state of a pull, for progress reports.
 #[derive(Debug, Clone, Copy)]
 pub enum Progress<'a> {
-    /// All there is to get, and how much of it was here before.
+    /// All bytes of the model, and how many of them were here before.
     Start {
         total: u64,
         here: u64,
@@ -36,23 +36,23 @@ pub enum Progress<'a> {
     File {
         path: &'a str,
     },
-    /// Of the total of all files.
+    /// Bytes that are here now, out of the total of all files.
     Done {
         bytes: u64,
     },
 }
 
-/// A file to get.
+/// A file to pull.
 struct Task {
     path: String,
     size: u64,
     checksum: Checksum,
 }
 
-/// Gets what is needed to serve `name` into `cache`, and returns where it lies: the folder, or the GGUF file.
+/// Pulls the files that serving `name` needs into `cache`. Returns the folder, or the GGUF file.
 ///
 /// # Errors
-/// What has arrived by then stays, and the next pull goes on from it.
+/// After an error the bytes that have arrived stay, and the next pull resumes from them.
 pub fn pull(
     settings: &Settings,
     cache: &Cache,
@@ -88,7 +88,7 @@ pub fn pull(
     cache.prepare(&name.repo)?;
     let puller = Puller { client, cache, name, commit, patience: settings.patience.attempts };
     let here: Vec<u64> = tasks.iter().map(|t| puller.bytes_here(t)).collect();
-    // The sizes are the server's word, and may be anything.
+    // The server chose these sizes, which may be any numbers.
     let sum = |sizes: &mut dyn Iterator<Item = u64>| sizes.fold(0, u64::saturating_add);
     let (total, mut rest) = (sum(&mut tasks.iter().map(|t| t.size)), sum(&mut here.iter().copied()));
     let (needed, free) = (total.saturating_sub(rest), cache.free_bytes()?);
@@ -99,7 +99,7 @@ pub fn pull(
     let mut before = 0;
     for (task, here) in tasks.iter().zip(here) {
         report(Progress::File { path: &task.path });
-        rest -= here; // what lies here of the files after this one
+        rest -= here; // bytes already here of the files after this one
         puller.get(task, &mut |bytes| report(Progress::Done { bytes: before + bytes + rest }))?;
         cache.link(&name.repo, commit, &task.path, task.checksum.hex())?;
         before += task.size;
@@ -117,12 +117,12 @@ struct Puller<'a> {
     cache: &'a Cache,
     name: &'a ModelName,
     commit: &'a str,
-    /// Tries without progress.
+    /// How many attempts without progress are allowed.
     patience: u32,
 }
 
 impl Puller<'_> {
-    /// Of this file, whole or in part.
+    /// Bytes of this file that are here, whether it is complete or not.
     fn bytes_here(&self, task: &Task) -> u64 {
         let (repo, checksum) = (&self.name.repo, task.checksum.hex());
         let bytes = |path| fs::metadata(path).map_or(0, |m| m.len());
@@ -130,11 +130,11 @@ impl Puller<'_> {
         if whole == task.size { whole } else { bytes(self.cache.incomplete(repo, checksum)).min(task.size) }
     }
 
-    /// Makes the blob of `task` be there.
+    /// Makes sure that the blob of `task` is there.
     fn get(&self, task: &Task, report: &mut dyn FnMut(u64)) -> Result<(), HubError> {
         let (repo, checksum) = (&self.name.repo, task.checksum.hex());
         let blob = self.cache.blob(repo, checksum);
-        // A blob is checked before it gets its name; one of another size was damaged since.
+        // A blob was checked before it got its name; one of another size was damaged later.
         let is_here = || fs::metadata(&blob).is_ok_and(|m| m.is_file() && m.len() == task.size);
         if is_here() {
             return Ok(());
@@ -159,7 +159,7 @@ impl Puller<'_> {
         while partial.len < task.size {
             let (error, pause) = match self.transfer(partial, task, report) {
                 Ok(()) => continue,
-                // It answered when the files were listed: worth waiting for.
+                // The server answered when the files were listed, so it is worth waiting for.
                 Err(
                     Failure::Final(HubError::Unreachable { problem, .. })
                     | Failure::Passing(HubError::Unreachable { problem, .. }, _),
@@ -170,7 +170,7 @@ impl Puller<'_> {
             if matches!(error, HubError::Status { status: RANGE_NOT_SATISFIABLE, .. }) {
                 partial.restart()?;
             }
-            // Counted from the farthest point: a server that starts over each time gets nowhere.
+            // Progress counts from the farthest point reached: a server that always starts over makes none.
             if partial.len >= reached + PROGRESS_BYTES {
                 tries = 1;
             } else if tries >= self.patience {
@@ -183,7 +183,7 @@ impl Puller<'_> {
         Ok(())
     }
 
-    /// One request; fails where the answer ends too early.
+    /// Sends one request and appends its bytes; fails where the answer ends too early.
     fn transfer(
         &self,
         partial: &mut Partial,
@@ -213,7 +213,7 @@ impl Puller<'_> {
     }
 }
 
-/// The file beside the blob that takes what arrives, and the hash of it so far.
+/// The incomplete file next to the blob, and the hash of its bytes so far.
 struct Partial {
     path: PathBuf,
     file: File,
@@ -222,7 +222,7 @@ struct Partial {
 }
 
 impl Partial {
-    /// With what an earlier pull left.
+    /// Opens the incomplete file, and hashes what an earlier pull left in it.
     fn open(cache: &Cache, path: PathBuf, task: &Task) -> Result<Self, HubError> {
         let file = cache.create(&path, OpenOptions::new().read(true).write(true))?;
         let mut partial = Self { path, file, len: 0, hash: Hash::new(task) };
@@ -238,7 +238,7 @@ impl Partial {
             partial.hash.update(&buffer[..n]);
             partial.len += n as u64;
             if partial.len > task.size {
-                // No part of this file.
+                // More bytes than the file has cannot be a part of it.
                 partial.restart()?;
                 return Ok(partial);
             }
@@ -259,16 +259,16 @@ impl Partial {
         Ok(())
     }
 
-    /// For the next pull, unless that is nothing: then nothing was begun.
+    /// Keeps the incomplete file for the next pull, or removes it if it is empty.
     fn leave(self) {
-        // The file's own size: a write that failed may have written a part.
+        // The file's own size counts, because a failed write may have written a part.
         if self.file.metadata().is_ok_and(|m| m.len() == 0) {
-            // It does no harm where it cannot be removed.
+            // An empty file that cannot be removed does no harm.
             let _ = fs::remove_file(&self.path);
         }
     }
 
-    /// Checks, and gives the file its name.
+    /// Checks the hash, and renames the file to the blob.
     fn finish(self, task: &Task, blob: &Path) -> Result<(), HubError> {
         let algorithm = self.hash.algorithm();
         let got = self.hash.hex();
@@ -284,7 +284,7 @@ impl Partial {
 
 enum Hash {
     Sha256(Sha256),
-    /// SHA-1 of `blob SIZE\0` and the bytes.
+    /// SHA-1 over `blob SIZE\0` and the bytes.
     Git {
         hash: Sha1,
         size: u64,
@@ -303,7 +303,7 @@ impl Hash {
         Self::Git { hash: Sha1::new_with_prefix(format!("blob {size}\0")), size }
     }
 
-    /// Of nothing yet.
+    /// A new hash of the same kind, over no bytes.
     fn again(&self) -> Self {
         match self {
             Self::Sha256(_) => Self::Sha256(Sha256::new()),

@@ -1,37 +1,38 @@
-//! Which files of a repository are needed to serve it. Goes by names alone, and pure: no network, no disk.
+//! Selects the files of a repository that serving needs, by their names alone: no network, no disk.
 //!
-//! Weights are safetensors or GGUF. Formats that run code when they are read (`.bin`, `.pth`, `.pt`) and other programs'
-//! formats are never chosen; neither are the projectors of vision models (`mmproj*`), which llama.cpp keeps apart.
+//! Weights are safetensors or GGUF. Formats that run code when they are read (`.bin`, `.pth`, `.pt`) and formats of
+//! other programs are never selected. The projectors of vision models (`mmproj*`), which llama.cpp stores separately,
+//! are not selected either.
 
 use super::HubError;
 use super::name::ModelName;
 
-/// What [`HubError::Choose`] says where no file has the name that was given.
+/// The problem of a [`HubError::Choose`] where no file has the given name.
 pub(super) const NO_SUCH_FILE: &str = "is no file of that name";
-/// A file in more parts is no model; the largest there are have a few dozen.
+/// Most parts of a GGUF file. The largest models have a few dozen.
 const MAX_PARTS: usize = 1000;
 
-/// (path in the repository, bytes where known).
+/// Path in the repository, and bytes where they are known.
 pub(super) type Entry = (String, Option<u64>);
 
-/// What to get.
+/// The files to pull.
 pub(super) struct Selection {
     /// Indices of the files, small ones before weights.
     pub files: Vec<usize>,
-    /// The one of them that stands for the model; none where the folder does.
+    /// The selected file that represents the model; `None` where the folder does.
     pub model: Option<usize>,
 }
 
 /// A GGUF file, in one part or several.
 pub(super) struct Gguf {
-    /// Of the first part, which stands for all.
+    /// Path of the first part, which represents all parts.
     pub path: String,
     pub size: Option<u64>,
     /// Indices of the parts, in order.
     pub parts: Vec<usize>,
 }
 
-/// What of `files` `name` asks for.
+/// Selects the files of `files` that `name` asks for.
 pub(super) fn select(name: &ModelName, files: &[Entry]) -> Result<Selection, HubError> {
     if let Some(wanted) = &name.file
         && !wanted.ends_with(".gguf")
@@ -50,7 +51,7 @@ pub(super) fn select(name: &ModelName, files: &[Entry]) -> Result<Selection, Hub
     Ok(Selection { files: chosen, model: None })
 }
 
-/// The one GGUF file that `name` means.
+/// The single GGUF file that `name` means.
 pub(super) fn gguf(name: &ModelName, files: &[Entry]) -> Result<Gguf, HubError> {
     let all = ggufs(files);
     let Some(wanted) = &name.file else {
@@ -74,7 +75,7 @@ pub(super) fn gguf(name: &ModelName, files: &[Entry]) -> Result<Gguf, HubError> 
     }
 }
 
-/// Every GGUF file of which all parts are there.
+/// Every GGUF file whose parts are all there.
 pub(super) fn ggufs(files: &[Entry]) -> Vec<Gguf> {
     let mut all: Vec<Gguf> = Vec::new();
     for (i, (path, size)) in files.iter().enumerate() {
@@ -85,7 +86,7 @@ pub(super) fn ggufs(files: &[Entry]) -> Vec<Gguf> {
             all.push(Gguf { path: path.clone(), size: *size, parts: vec![i] });
             continue;
         };
-        // Numbered as many digits wide as here; the first part finds the others.
+        // Part numbers have five digits. The first part leads to the others.
         let number = |n: usize| format!("{stem}-{n:05}-of-{total:05}.gguf");
         if *path != number(1) || total > MAX_PARTS {
             continue;
@@ -104,7 +105,7 @@ fn choose(name: &ModelName, problem: &'static str, among: Vec<Gguf>) -> HubError
     HubError::Choose { name: name.clone(), problem, files }
 }
 
-/// `Q4_0` matches `gemma-3-27b-it-q4_0.gguf`.
+/// Whether a path ends in a quantization tag: `Q4_0` matches `gemma-3-27b-it-q4_0.gguf`.
 fn ends_in_tag(path: &str, tag: &str) -> bool {
     let stem = stem(path);
     let stem = part_of(stem).map_or(stem, |(name, _)| name).to_ascii_lowercase();
@@ -117,12 +118,12 @@ fn is_gguf(path: &str) -> bool {
     name.ends_with(".gguf") && !name.starts_with("mmproj") && !name.contains("imatrix")
 }
 
-/// Without the ending.
+/// A path without its extension.
 fn stem(path: &str) -> &str {
     path.rsplit_once('.').map_or(path, |(stem, _)| stem)
 }
 
-/// `NAME-00002-of-00003` is (NAME, 3).
+/// Name and number of parts: `NAME-00002-of-00003` is (NAME, 3).
 pub(super) fn part_of(stem: &str) -> Option<(&str, usize)> {
     let (rest, total) = stem.rsplit_once("-of-")?;
     let (name, part) = rest.rsplit_once('-')?;
@@ -130,14 +131,15 @@ pub(super) fn part_of(stem: &str) -> Option<(&str, usize)> {
     Some((name, total.parse().ok()?))
 }
 
-/// Weights in the repository's own folder; those below it are other things' (an optimizer's, an original format's).
+/// Whether a path is weights. Only the repository's own folder counts: subfolders hold an optimizer's state, or the
+/// weights in an original format.
 pub(super) fn is_weights(path: &str) -> bool {
-    // Mistral's second copy of the same weights, and what is added to other weights.
+    // Mistral repeats its weights in `consolidated*`; `adapter_*` is added to other weights.
     let other = path.starts_with("consolidated") || path.starts_with("adapter_");
     path.ends_with(".safetensors") && !path.contains('/') && !other
 }
 
-/// Configurations, tokenizer, templates, the index of the weights.
+/// Whether a path is a configuration, a tokenizer, a template, or the index of the weights.
 fn belongs_to_weights(path: &str) -> bool {
     let readable = path.ends_with(".json") || path.ends_with(".jinja");
     !path.contains('/') && (readable || path.starts_with("tokenizer"))
@@ -147,7 +149,7 @@ fn file_name(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
 }
 
-/// What there is instead.
+/// The kinds of files that a repository holds, for the error that none of them can be served.
 fn kinds(files: &[Entry]) -> String {
     let mut kinds: Vec<&str> = files
         .iter()

@@ -1,6 +1,6 @@
-//! Where the hub is, who asks, and how patiently: from the environment variables that every tool of the hub reads.
+//! Settings for the hub, from the environment variables that every tool of the hub reads: endpoint, token, patience.
 //!
-//! The token is kept out of every message and of `Debug`; messages name the place it came from.
+//! The token never appears in a message or in `Debug`; messages name the place it came from.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -13,9 +13,9 @@ use super::HubError;
 use super::url::Url;
 
 const HUGGING_FACE: &str = "https://huggingface.co";
-/// The longest a token file may be; tokens have about 40 characters.
+/// Longest token file; tokens have about 40 characters.
 const MAX_TOKEN_BYTES: u64 = 4096;
-/// A distribution's bundle has 220 KB.
+/// Largest file of certificates; a distribution's bundle has 220 KB.
 const MAX_CERTIFICATES_BYTES: u64 = 8 << 20;
 
 #[derive(Debug, Clone)]
@@ -23,7 +23,7 @@ pub struct Settings {
     pub(super) endpoint: Url,
     pub(super) token: Option<Token>,
     pub(super) offline: bool,
-    /// Whom to believe instead of the certificate authorities in the binary, which are Mozilla's.
+    /// Trusted certificate authorities, in place of Mozilla's, which are in the binary.
     pub(super) authorities: Option<Vec<Certificate<'static>>>,
     pub patience: Patience,
 }
@@ -32,11 +32,11 @@ pub struct Settings {
 #[derive(Debug, Clone)]
 pub struct Patience {
     pub connect: Duration,
-    /// For a server that sends nothing.
+    /// Longest silence of a server.
     pub stall: Duration,
-    /// Before the second try; doubled before each further one.
+    /// Pause before the second attempt; doubled before each further one.
     pub backoff: Duration,
-    /// Tries without any progress between them.
+    /// Most attempts without progress between them.
     pub attempts: u32,
 }
 
@@ -54,7 +54,7 @@ impl Default for Patience {
 #[derive(Clone)]
 pub(super) struct Token {
     pub value: String,
-    /// The variable or the file, for messages.
+    /// The variable or the file that the token came from, for messages.
     pub origin: String,
 }
 
@@ -65,10 +65,11 @@ impl fmt::Debug for Token {
 }
 
 impl Settings {
-    /// `variable`: the environment. Reads the file of a token where no variable holds one.
+    /// Reads the settings; `variable` looks up the environment. A token's file is read where no variable holds a token.
     ///
     /// # Errors
-    /// A `HF_ENDPOINT` that is no URL, a token that cannot be sent, a `SSL_CERT_FILE` that holds no certificates.
+    /// Fails for a `HF_ENDPOINT` that is no URL, a token that cannot be sent, or a `SSL_CERT_FILE` without
+    /// certificates.
     pub fn from_environment(variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, HubError> {
         let text = |name: &str| text(&variable, name);
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| HUGGING_FACE.into());
@@ -87,7 +88,7 @@ impl Settings {
     }
 }
 
-/// The folder that tools of the hub share; `None` where the environment names neither it nor a home.
+/// The cache folder that tools of the hub share; `None` where the environment names neither it nor a home.
 pub fn standard_cache(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let given = path(&variable, "HF_HUB_CACHE").or_else(|| path(&variable, "HUGGINGFACE_HUB_CACHE"));
     given.or_else(|| Some(hugging_face_home(&variable)?.join("hub")))
@@ -100,7 +101,7 @@ fn hugging_face_home(variable: &impl Fn(&str) -> Option<OsString>) -> Option<Pat
     })
 }
 
-/// From the first place that has one, in the order of the hub's own tools.
+/// The token from the first place that has one, in the order of the hub's own tools.
 fn token(variable: &impl Fn(&str) -> Option<OsString>) -> Result<Option<Token>, HubError> {
     let usable = |value: &str, origin: String| {
         let value = value.trim();
@@ -129,7 +130,7 @@ fn token(variable: &impl Fn(&str) -> Option<OsString>) -> Result<Option<Token>, 
     }
 }
 
-/// For networks whose proxy signs for everyone, and for mirrors of one's own.
+/// The authorities of `SSL_CERT_FILE`, for networks whose proxy signs every certificate, and for private mirrors.
 fn authorities(
     variable: &impl Fn(&str) -> Option<OsString>,
 ) -> Result<Option<Vec<Certificate<'static>>>, HubError> {
@@ -153,10 +154,10 @@ fn authorities(
     }
 }
 
-/// At most `limit` bytes; `None` where there is no such file.
+/// Reads a file of at most `limit` bytes; `None` where there is no such file.
 fn read_small(file: &Path, limit: u64) -> Result<Option<String>, std::io::Error> {
     use std::io::{ErrorKind, Read as _};
-    // Looks before it opens: opening a pipe waits for a writer.
+    // The check comes before opening, since opening a pipe waits for a writer.
     match std::fs::metadata(file) {
         Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
         Err(e) => return Err(e),
@@ -174,7 +175,7 @@ fn text(variable: &impl Fn(&str) -> Option<OsString>, name: &str) -> Option<Stri
     variable(name)?.into_string().ok().map(|v| v.trim().to_owned()).filter(|v| !v.is_empty())
 }
 
-/// `~/` stands for the home: service files and quoted assignments leave it to the reader.
+/// A variable's path. A leading `~/` means the home folder, which service files and quoted assignments do not expand.
 fn path(variable: &impl Fn(&str) -> Option<OsString>, name: &str) -> Option<PathBuf> {
     let value = variable(name).filter(|v| !v.is_empty())?;
     match value.to_str().and_then(|v| v.strip_prefix("~/")) {

@@ -1,6 +1,6 @@
-//! As much of a URL as redirects need: an origin, which decides who gets the token, and the rest.
+//! The part of a URL that redirects need: the origin, which decides who gets the token, and the rest.
 
-/// `http` or `https` alone.
+/// An `http` or `https` URL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Url {
     /// Scheme, host and port, in lower case.
@@ -10,7 +10,7 @@ pub(super) struct Url {
 }
 
 impl Url {
-    /// Or what is wrong with it, as it reads on from the place it came from.
+    /// Parses a URL. The error text continues a sentence that begins with the place the URL came from.
     pub fn parse(text: &str) -> Result<Self, String> {
         let problem = || format!("{text:?} is no address; expected one like https://huggingface.co");
         if text.chars().any(|c| c.is_control() || c.is_whitespace()) {
@@ -20,7 +20,7 @@ impl Url {
         let scheme = scheme.to_ascii_lowercase();
         let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
         let (host, path) = rest.split_at(end);
-        // A name before `@` would make the host look like another one.
+        // A user name before `@` could make the host look like another one.
         if !matches!(scheme.as_str(), "http" | "https") || host.is_empty() || host.contains(['@', '\\']) {
             return Err(problem());
         }
@@ -29,12 +29,12 @@ impl Url {
         Ok(Self { origin: format!("{scheme}://{}", host.to_ascii_lowercase()), path })
     }
 
-    /// The address one level down; `path` is encoded already.
+    /// The address with `path` appended; `path` is already encoded.
     pub fn below(&self, path: &str) -> Self {
         Self { origin: self.origin.clone(), path: format!("{}/{path}", self.path) }
     }
 
-    /// Where a `Location` leads from here.
+    /// The address that a `Location` header means from here.
     pub fn redirected(&self, location: &str) -> Result<Self, String> {
         let target = if let Some(rest) = location.strip_prefix("//") {
             Self::parse(&format!("{}://{rest}", self.scheme()))?
@@ -53,7 +53,7 @@ impl Url {
         self.origin == other.origin
     }
 
-    /// For people: without a query, which may hold a signature.
+    /// The address for messages, without its query, which may hold a signature.
     pub fn shown(&self) -> String {
         format!("{}{}", self.origin, self.path.split('?').next().unwrap_or_default())
     }
@@ -66,7 +66,7 @@ impl Url {
         format!("{}{}", self.origin, self.path)
     }
 
-    /// Whether it is on this machine, where no proxy stands between.
+    /// Whether the host is this machine, which is reached without a proxy.
     pub fn is_local(&self) -> bool {
         let host = self.origin.split("://").nth(1).unwrap_or_default();
         let host = host.rsplit_once(':').map_or(host, |(host, _)| host);
@@ -78,7 +78,7 @@ impl Url {
     }
 }
 
-/// One segment of a path.
+/// Percent-encodes one segment of a path.
 pub(super) fn encode(segment: &str) -> String {
     let mut out = String::with_capacity(segment.len());
     for byte in segment.bytes() {
@@ -91,7 +91,7 @@ pub(super) fn encode(segment: &str) -> String {
     out
 }
 
-/// A path whose slashes stay.
+/// Percent-encodes the segments of a path, and keeps its slashes.
 pub(super) fn encode_path(path: &str) -> String {
     path.split('/').map(encode).collect::<Vec<_>>().join("/")
 }

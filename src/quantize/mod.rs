@@ -1,15 +1,15 @@
-//! Round-to-nearest symmetric quantization, bit for bit that of the reference (numpy, float32).
+//! Round-to-nearest symmetric quantization, bit for bit equal to the reference (numpy, float32).
 //!
 //! A row is cut into groups of consecutive inputs; the last one may be short, and no group straddles rows.
 //! Per group `s = f16(max|x| / qmax)`, rounded to nearest even (it may be subnormal, or 0), and
 //! `q = clip(rint(x / f32(s)), -qmax, qmax)` with ties to even, `q = 0` where `s` is 0. The value is
 //! `f32(q) * f32(s)`. Int4 has `qmax` 7, int8 rows have 127 and one group per row.
 //!
-//! [`search`](Rounding::Search) finds better scales, where there is time for it. What is packed for the device or for
-//! a native file passes through [`pack_tiles`].
+//! [`search`](Rounding::Search) takes longer and finds better scales. All weights that are packed for a device or for a
+//! native file pass through [`pack_tiles`].
 //!
-//! Works row by row, so that the largest tensor (262208 x 5376) is never in f32 as a whole. Refuses NaN,
-//! infinities, and rows whose scale f16 cannot hold: each would make a weight that is no number.
+//! The work goes row by row, so that the largest tensor (262208 x 5376) is never in f32 as a whole. NaN, infinities,
+//! and rows whose scale f16 cannot hold are refused, because each would make a weight that is NaN or infinite.
 
 use std::ops::Range;
 
@@ -25,10 +25,10 @@ mod search;
 
 pub use search::quantize_row_searching;
 
-/// Packed bytes made at once: some tiles for each core.
+/// Bytes packed at once: some tiles for each core.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// A row cannot be quantized.
+/// The reason why a row cannot be quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
     #[error("a value near column {column} is NaN or infinite; expected finite numbers")]
@@ -37,8 +37,8 @@ pub enum RowError {
     ScaleOverflow { column: usize },
 }
 
-/// Inputs per scale and the largest quantized value of a symmetric scheme, for rows of `cols` inputs; `None` for the
-/// schemes that nothing is rounded to here.
+/// Inputs per scale and the largest quantized value of a symmetric scheme, for rows of `cols` inputs. `None` for
+/// schemes that this module does not round to.
 pub const fn grouping(scheme: Scheme, cols: usize) -> Option<(usize, i8)> {
     match scheme {
         Scheme::Int8Row => Some((cols, 127)),
@@ -48,16 +48,17 @@ pub const fn grouping(scheme: Scheme, cols: usize) -> Option<(usize, i8)> {
     }
 }
 
-/// How values become integers.
+/// The method that turns values into integers.
 #[derive(Debug, Clone, Copy)]
 pub enum Rounding<'a> {
-    /// Bit for bit the reference's.
+    /// Round to nearest, bit for bit equal to the reference.
     Nearest,
-    /// The scale of least squared error; `importance` is what each column's error counts, none: all the same.
+    /// Search the scale of least squared error. `importance` weighs the error of each column; `None` weighs all
+    /// equally.
     Search { importance: Option<&'a [f32]> },
 }
 
-/// What packing changed: sums over the weights that were rounded.
+/// The error of packing, summed over the weights that were rounded.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Loss {
     /// Sum of the squared differences.
@@ -80,10 +81,10 @@ impl std::ops::Add for Loss {
     }
 }
 
-/// Packs up to 32 rows of a tensor, from `first_row` on, into one tile: as they are where the tensor is stored in
-/// `scheme`, else from their values, rounded where the scheme asks for it.
+/// Packs up to 32 rows of a tensor, from `first_row` on, into one tile. Rows that are stored in `scheme` are copied;
+/// all others are computed from their values, and rounded where the scheme needs it.
 ///
-/// `blocks`: [`Scheme::tile_bytes`]. `scales`: [`Scheme::tile_scale_bytes`], zeroed.
+/// `blocks` is [`Scheme::tile_bytes`] long, `scales` [`Scheme::tile_scale_bytes`] long and zeroed.
 fn pack_tile(
     scheme: Scheme,
     rounding: Rounding,
@@ -132,7 +133,7 @@ fn pack_tile(
     Ok(loss)
 }
 
-/// Packs consecutive tiles on all cores; see [`pack_tile`]. `blocks` and `scales`: those of all tiles.
+/// Packs consecutive tiles on all cores; see [`pack_tile`]. `blocks` and `scales` hold the bytes of all tiles.
 pub fn pack_tiles(
     scheme: Scheme,
     rounding: Rounding,
@@ -157,13 +158,13 @@ pub fn pack_tiles(
         pack_tile(scheme, rounding, tensor, tile * TILE_ROWS, blocks, scales)
     };
     let parts = blocks.par_chunks_exact_mut(tile_bytes).zip(scales);
-    // In order, so that the sums do not depend on the number of cores.
+    // Summed in order, so that the result does not depend on the number of cores.
     let losses: Vec<Loss> = tiles.into_par_iter().zip(parts).map(tile).collect::<Result<_, _>>()?;
     Ok(losses.into_iter().fold(Loss::default(), std::ops::Add::add))
 }
 
-/// Writes a tensor's blocks and scales to a native file, or a plain one's f32 values where `scheme` is none; `each` hears
-/// how many rows are done. In memory is a piece of the blocks, and the scales.
+/// Writes a tensor to a native file: its blocks and scales, or plain f32 values where `scheme` is `None`. `each` is
+/// told how many rows are done. Memory holds one piece of the blocks, and all scales.
 pub fn write_tensor(
     writer: &mut FileWriter,
     tensor: &Tensor,
@@ -196,7 +197,7 @@ pub fn write_tensor(
     Ok(loss)
 }
 
-/// Quantizes one row to a symmetric scheme; `out` has its sizes. Panics if the scheme is another.
+/// Quantizes one row to a symmetric scheme; `out` has the right sizes. Panics if the scheme is not symmetric.
 fn quantize_row_to(
     scheme: Scheme,
     rounding: Rounding,
@@ -228,8 +229,8 @@ pub fn quantize_row(
     assert_eq!((q.len(), scales.len()), (row.len(), row.len().div_ceil(group)), "output of a row");
     let qmax = qmax as f32;
     for (index, ((x, q), scale)) in row.chunks(group).zip(q.chunks_mut(group)).zip(scales).enumerate() {
-        // The order of positive floats is that of their bits, and NaN comes after infinity: one integer
-        // maximum, which vectorises where a float maximum does not, finds the scale and what is no number.
+        // Positive floats are ordered as their bits are, and NaN comes after infinity. So one integer maximum finds
+        // both the scale and values that are not finite. It vectorises, and a float maximum does not.
         let max = x.iter().fold(0, |max, x| (x.to_bits() & 0x7FFF_FFFF).max(max));
         if max >= f32::INFINITY.to_bits() {
             return Err(RowError::NotFinite { column: index * group });
@@ -252,9 +253,9 @@ pub fn quantize_row(
 
 /// `clip(rint(x), low, high)`, ties to even, for finite or infinite `x` and whole bounds within those of i8.
 ///
-/// Adding 1.5 * 2^23 leaves no bits for a fraction, so the addition itself rounds (to nearest even), and
-/// the sum's low byte is the integer in two's complement. Clipping first gives the same, the bounds being
-/// integers. This is a few vector instructions where `round_ties_even` is a call on plain x86-64.
+/// Adding 1.5 * 2^23 leaves no bits for a fraction. So the addition itself rounds (to nearest even), and the sum's low
+/// byte is the integer in two's complement. Clipping first gives the same result, because the bounds are integers. This
+/// takes a few vector instructions, where `round_ties_even` is a call on plain x86-64.
 fn round(x: f32, low: f32, high: f32) -> i8 {
     const SHIFT: f32 = 12_582_912.0;
     (x.clamp(low, high) + SHIFT).to_bits() as i8
@@ -277,7 +278,7 @@ mod tests {
 
     #[test]
     fn rounding_is_rint_then_clip() {
-        // Every multiple of 1/64 around the range, its neighbours in f32, and the extremes.
+        // The inputs are every multiple of 1/64 around the range, its neighbours in f32, and the extremes.
         let steps = (-130 * 64..=130 * 64).map(|i| i as f32 / 64.0);
         let near = steps.flat_map(|x| [x, x.next_up(), x.next_down()]);
         let far =

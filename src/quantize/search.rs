@@ -1,24 +1,25 @@
-//! Better than round-to-nearest: the scale of a group that makes its weighted squared error least.
+//! Searches the scale of a group with the least weighted squared error, which is better than rounding to nearest.
 //!
-//! For a candidate scale the integers follow by rounding, and for given integers q the best scale is
-//! `sum(h x q) / sum(h q q)` (least squares), h being how much each column matters. Candidates are a grid around the one
-//! that maps the largest value to the end of the range, and round-to-nearest itself: the result is never worse than
-//! that by the measure it minimises, which is taken with the scale as f16 will hold it. A scale may be negative: int4
-//! reaches one further down than up, and the largest value of a group may be on either side.
+//! The scale and the integers q depend on each other. A given scale gives the integers by rounding. Given integers have
+//! the best scale `sum(h x q) / sum(h q q)` (least squares), where h is the importance of each column. Candidates are a
+//! grid around the scale that maps the largest value to the end of the range, and round-to-nearest itself. So the
+//! result is never worse than round-to-nearest by this measure, which uses the scale as rounded to f16. A scale may be
+//! negative: the range of int4 is one longer below zero than above, and the largest value of a group may be on either
+//! side.
 
 use half::f16;
 
 use super::{RowError, round};
 
-/// Candidates on each side of the scale that maps the largest value to the end of the range, and how far apart, in
-/// steps of the range's end: int4 tries ends of 6.4 to 9.6.
+/// Number of candidates on each side of the scale that maps the largest value to the end of the range, and their
+/// distance, in units of the range's end. For int4, candidates map the largest value to 6.4 to 9.6.
 const STEPS: i32 = 16;
 const STEP: f32 = 0.1;
-/// Independent sums, so that the compiler may use vectors.
+/// Number of partial sums. They are independent, so that the compiler may use vectors.
 const LANES: usize = 8;
 
-/// Quantizes one row in groups: integers from `-qmax - 1` to `qmax`. `importance`: what the squared error of each
-/// column counts, not negative; none: all the same.
+/// Quantizes one row in groups, to integers from `-qmax - 1` to `qmax`. `importance` weighs the squared error of each
+/// column and is not negative; `None` weighs all equally.
 pub fn quantize_row_searching(
     row: &[f32],
     importance: Option<&[f32]>,
@@ -60,17 +61,18 @@ pub fn quantize_row_searching(
             }
             found_scale
         };
-        // The range reaches one further down than up: the largest value goes to that end.
+        // The range is one longer below zero, so the largest value goes to its negative end.
         let mut best = nearest;
         for step in -STEPS..=STEPS {
             let inverse = (-bound - 1.0 - STEP * step as f32) / largest;
             best = keep(round_all(x, h, inverse, -bound - 1.0, bound, trial), trial);
         }
-        // The best scale has moved a little from the one its integers were rounded with: once more with that.
+        // The best scale differs a little from the one that its integers were rounded with, so one more round uses the
+        // best scale.
         if best != f16::ZERO {
             keep(round_all(x, h, best.to_f32().recip(), -bound - 1.0, bound, trial), trial);
         }
-        // Sums cancel where little error is left; what decides is summed term by term.
+        // The sums cancel where little error is left, so the last comparison sums term by term.
         if found_scale != f16::ZERO && error(x, h, found_scale, found) < to_beat {
             *scale = found_scale;
             q.copy_from_slice(found);
@@ -107,7 +109,7 @@ impl Sums {
     }
 }
 
-/// `q = clip(rint(x * inverse))`, and its sums.
+/// Computes `q = clip(rint(x * inverse))`, and the sums over it.
 fn round_all(x: &[f32], h: Option<&[f32]>, inverse: f32, low: f32, high: f32, q: &mut [i8]) -> Sums {
     let (mut xx, mut xq, mut qq) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
     let mut one = |lane: usize, x: f32, h: f32, q: &mut i8| {

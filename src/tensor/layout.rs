@@ -1,16 +1,16 @@
-//! How a weight matrix lies in device memory: "lane = row" tiles, and the ways its integers are scaled.
+//! Layout of a weight matrix in device memory: "lane = row" tiles, and the ways its integers are scaled.
 //!
-//! The same description serves the packing of checkpoints, the native files that hold packed bytes, and the sizes
-//! that placement counts with; `shaders/common/weights.glsl` reads it, `docs/formats.md` specifies it. A matrix
-//! `[rows, cols]` is two planes:
+//! Three places use this description: the packing of checkpoints, the native files that hold packed bytes, and the
+//! sizes that placement counts with. `shaders/common/weights.glsl` reads the layout, and `docs/formats.md` specifies
+//! it. A matrix `[rows, cols]` is two planes:
 //!
 //! ```text
 //! blocks  [ceil(rows/32)][ceil(cols/B)][32 rows] of 16 bytes: B consecutive weights of one row
-//! scales  [ceil(rows/32)][records of a row][32 rows] of what scales them
+//! scales  [ceil(rows/32)][records of a row][32 rows] of scale records
 //! ```
 //!
-//! Weights of five and six bits have 32 columns in a block: the low four bits as int4 has them, and behind those of all 32
-//! rows the high bits of each row, in 4 or 8 bytes.
+//! A block of five- or six-bit weights has 32 columns. First come the low four bits of all 32 rows, laid out as int4,
+//! then the high bits of each row, in 4 or 8 bytes.
 //!
 //! Rows and columns beyond the matrix are weights of value zero.
 
@@ -22,16 +22,16 @@ use super::dtype::DType;
 
 /// Version of the layouts in this file; native checkpoints name the one they were written in.
 pub const LAYOUT_VERSION: u32 = 1;
-/// Rows of a tile: one lane each.
+/// Rows of a tile, one for each lane.
 pub const TILE_ROWS: usize = 32;
-/// Bytes of one block: consecutive weights of one row. Of five and six bits, these are the low four.
+/// Bytes of one block: consecutive weights of one row, or their low four bits where weights have five or six.
 const BLOCK_BYTES: usize = 16;
 /// Columns whose low four bits fill a block.
 const NIBBLES: usize = 2 * BLOCK_BYTES;
 /// Columns that share the outer scales of [`Scales::Super`] and [`Scales::SuperSymmetric`].
 const SUPER_COLS: usize = 256;
 
-/// Bits of an integer.
+/// Number of bits of an integer weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Bits {
     Four,
@@ -52,7 +52,7 @@ impl Bits {
         }
     }
 
-    /// Bytes that hold what the nibbles of a row's block lack.
+    /// Bytes for the high bits of one row's block, which its nibbles do not hold.
     const fn high_bytes(self) -> usize {
         match self {
             Bits::Four | Bits::Eight => 0,
@@ -69,8 +69,8 @@ pub enum Scheme {
     Bf16,
     /// int8, one f16 scale per output row.
     Int8Row,
-    /// Integers in groups of `group` consecutive inputs of a row, a multiple of 16 (of 32 for four bits); groups never
-    /// straddle rows.
+    /// Integers in groups of `group` consecutive inputs of a row. `group` is a multiple of 16 (of 32 for four bits),
+    /// and no group straddles rows.
     Int {
         bits: Bits,
         group: u32,
@@ -78,7 +78,7 @@ pub enum Scheme {
     },
 }
 
-/// What turns the integers `q` of a group into weights.
+/// The formula that turns the integers `q` of a group into weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scales {
     /// `w = s * q`, s f16.
@@ -105,7 +105,7 @@ impl Scales {
         Scales::SuperSymmetric,
     ];
 
-    /// What the names of schemes and of their kernels end in.
+    /// The suffix in the names of schemes and of their kernels.
     const fn name(self) -> Option<&'static str> {
         match self {
             Scales::Symmetric => None,
@@ -117,7 +117,7 @@ impl Scales {
         }
     }
 
-    /// Bytes that scale one group, without what 256 columns share.
+    /// Bytes of scales of one group, not counting the scales that 256 columns share.
     const fn group_bytes(self) -> usize {
         match self {
             Scales::SuperSymmetric => 1,
@@ -127,7 +127,7 @@ impl Scales {
         }
     }
 
-    /// Bytes that scale 256 columns beside those of their groups; none where nothing is shared.
+    /// Bytes of the scales that 256 columns share; `None` where nothing is shared.
     const fn outer_bytes(self) -> Option<usize> {
         match self {
             Scales::Super => Some(4),
@@ -136,12 +136,12 @@ impl Scales {
         }
     }
 
-    /// Whether nothing is added to what is scaled; integers of four, five and six bits are then signed.
+    /// Whether the formula adds no offset. Integers of four, five and six bits are then signed.
     pub const fn is_symmetric(self) -> bool {
         matches!(self, Scales::Symmetric | Scales::SuperSymmetric)
     }
 
-    /// Bytes and columns of what scales columns together: a group, or 256 columns with their groups.
+    /// Bytes and columns of one scale record: one group, or 256 columns with their groups.
     const fn record(self, group: usize) -> (usize, usize) {
         match self.outer_bytes() {
             Some(outer) => (outer + SUPER_COLS / group * self.group_bytes(), SUPER_COLS),
@@ -161,7 +161,7 @@ impl Scheme {
         Scheme::Int { bits: Bits::Eight, group, scales: Scales::Symmetric }
     }
 
-    /// Columns that share a scale, and how they are scaled; `None` for floating-point weights.
+    /// Columns that share a scale, and the formula; `None` for floating-point weights.
     pub const fn grouping(self, cols: usize) -> Option<(usize, Scales)> {
         match self {
             Scheme::F32 | Scheme::F16 | Scheme::Bf16 => None,
@@ -170,7 +170,7 @@ impl Scheme {
         }
     }
 
-    /// The scheme that keeps a plain element type; `None` for integers, which are no weights.
+    /// The scheme that keeps a floating-point element type; `None` for integers, which are no weights by themselves.
     pub const fn of(dtype: DType) -> Option<Scheme> {
         match dtype {
             DType::F32 => Some(Scheme::F32),
@@ -180,7 +180,7 @@ impl Scheme {
         }
     }
 
-    /// The least and the largest integer that it stores; none for floating-point weights.
+    /// The least and the largest integer that the scheme stores; `None` for floating-point weights.
     pub const fn range(self) -> Option<(i8, i8)> {
         match self {
             Scheme::F32 | Scheme::F16 | Scheme::Bf16 => None,
@@ -189,7 +189,7 @@ impl Scheme {
         }
     }
 
-    /// What is stored beyond the integer that it stands for.
+    /// The number that is added to an integer before it is stored.
     const fn bias(self) -> i8 {
         match self {
             Scheme::Int { bits: Bits::Eight, .. } => 0,
@@ -198,7 +198,7 @@ impl Scheme {
         }
     }
 
-    /// Whether there are kernels for it: five and six bits are scaled as GGUF scales them.
+    /// Whether kernels exist for the scheme: five and six bits have only the scales that GGUF uses.
     const fn is_known(self) -> bool {
         let Scheme::Int { bits, scales, .. } = self else { return true };
         match bits {
@@ -209,7 +209,8 @@ impl Scheme {
         }
     }
 
-    /// The variant of a kernel that takes such weights. The size of groups is none of its name: it is given as a number.
+    /// The variant of a kernel that takes weights of this scheme. The group size is not in the name: kernels get it as
+    /// a number.
     pub fn variant(self) -> String {
         match self {
             Scheme::Int { bits, scales, .. } => {
@@ -220,7 +221,7 @@ impl Scheme {
         }
     }
 
-    /// Whether one [`variant`](Self::variant) takes weights of both.
+    /// Whether one [`variant`](Self::variant) takes weights of both schemes.
     pub fn shares_variant(self, other: Scheme) -> bool {
         match (self, other) {
             (
@@ -231,7 +232,7 @@ impl Scheme {
         }
     }
 
-    /// Weights in one block: what kernels walk over, and what a group is a multiple of.
+    /// Weights in one block, which is the step of the kernels. Every group is a multiple of it.
     pub const fn block_weights(self) -> usize {
         match self {
             Scheme::F32 => 4,
@@ -246,7 +247,7 @@ impl Scheme {
         cols.div_ceil(self.block_weights())
     }
 
-    /// Blocks that share one scale; 1 where that is no property of the scheme.
+    /// Blocks that share one scale; 1 for schemes without groups.
     pub const fn blocks_per_scale(self) -> usize {
         match self {
             Scheme::Int { group, .. } => group as usize / self.block_weights(),
@@ -254,7 +255,7 @@ impl Scheme {
         }
     }
 
-    /// Bytes of one tile of 32 rows, without scales.
+    /// Bytes of the blocks of one tile of 32 rows.
     pub const fn tile_bytes(self, cols: usize) -> usize {
         let row = match self {
             Scheme::Int { bits, .. } if !matches!(bits, Bits::Eight) => {
@@ -265,7 +266,7 @@ impl Scheme {
         row * TILE_ROWS
     }
 
-    /// Bytes that scale one row of `cols` columns.
+    /// Bytes of the scales of one row of `cols` columns.
     pub const fn row_scale_bytes(self, cols: usize) -> usize {
         match self.grouping(cols) {
             None => 0,
@@ -276,23 +277,23 @@ impl Scheme {
         }
     }
 
-    /// Bytes that scale one tile.
+    /// Bytes of the scales of one tile.
     pub const fn tile_scale_bytes(self, cols: usize) -> usize {
         self.row_scale_bytes(cols) * TILE_ROWS
     }
 
-    /// Bytes of the plane of blocks of a matrix `[rows, cols]`.
+    /// Bytes of all blocks of a matrix `[rows, cols]`.
     pub const fn block_bytes(self, rows: usize, cols: usize) -> u64 {
         (rows.div_ceil(TILE_ROWS) * self.tile_bytes(cols)) as u64
     }
 
-    /// Bytes of the plane of scales of a matrix `[rows, cols]`; 0 for floating-point weights.
+    /// Bytes of all scales of a matrix `[rows, cols]`; 0 for floating-point weights.
     pub const fn scale_bytes(self, rows: usize, cols: usize) -> u64 {
         (rows.div_ceil(TILE_ROWS) * self.tile_scale_bytes(cols)) as u64
     }
 
-    /// Sizes of the items that scale a row, in order: (bytes of an item, how many follow each other), repeated.
-    /// In a tile, an item stands 32 times in a row, once for each lane.
+    /// The items of a row's scales, in order, as (bytes of an item, number of such items); the list repeats. In a tile
+    /// every item stands 32 times, once for each lane.
     fn scale_items(self, cols: usize) -> Vec<(usize, usize)> {
         match self.grouping(cols) {
             None => Vec::new(),
@@ -325,7 +326,7 @@ impl std::fmt::Display for Scheme {
 impl std::str::FromStr for Scheme {
     type Err = String;
 
-    /// The inverse of `Display`. Refuses groups that the layout cannot hold.
+    /// The inverse of `Display`. Refuses group sizes that the layout cannot hold.
     fn from_str(name: &str) -> Result<Scheme, String> {
         let unknown = || {
             format!(
@@ -349,7 +350,7 @@ impl std::str::FromStr for Scheme {
         if group == 0 || !group.is_multiple_of(unit) || !divides {
             return Err(format!("scheme {name:?}: its groups must be a multiple of {unit} columns"));
         }
-        // One spelling for each scheme.
+        // Each scheme has exactly one spelling.
         if !scheme.is_known() || scheme.to_string() != name { Err(unknown()) } else { Ok(scheme) }
     }
 }
@@ -359,25 +360,25 @@ impl std::str::FromStr for Scheme {
 pub struct QuantizedRow {
     /// One integer per column, within [`Scheme::range`].
     pub q: Vec<i8>,
-    /// [`Scheme::row_scale_bytes`], little endian: for each group s; s, z; or s, m; K-quants for each 256 columns d, e, then
-    /// c, n of each group, or d, then c of each group.
+    /// [`Scheme::row_scale_bytes`] bytes, little endian. Each group has s; or s and z; or s and m. K-quants have, for
+    /// each 256 columns, d and e and then c and n of each group, or d and then c of each group.
     pub scales: Vec<u8>,
 }
 
 impl QuantizedRow {
-    /// A row of zeros of the size that `scheme` gives rows of `cols`.
+    /// A row of zeros, sized for `scheme` and `cols`.
     pub fn new(scheme: Scheme, cols: usize) -> QuantizedRow {
         QuantizedRow { q: vec![0; cols], scales: vec![0; scheme.row_scale_bytes(cols)] }
     }
 
-    /// The first column of what shares the scales that make some weight NaN or infinite; none if all are finite. Panics
-    /// unless `scheme` quantizes and the row has its sizes.
+    /// The first column of the scale record that makes some weight NaN or infinite; `None` if all weights are finite.
+    /// Panics unless `scheme` quantizes and the row has its sizes.
     pub fn not_finite(&self, scheme: Scheme) -> Option<usize> {
         let cols = self.q.len();
         let (group, scales) = scheme.grouping(cols).expect("a scheme that quantizes");
         assert_eq!(self.scales.len(), scheme.row_scale_bytes(cols), "scales of a row");
         let (bytes, columns) = scales.record(group);
-        // What f16 holds is far too small for its products with integers to leave f32.
+        // The largest f16 is so small that its products with integers stay within f32.
         let f16_is = |two: &[u8]| two[1] & 0x7c != 0x7c;
         let f32_at = |four: &[u8]| f32::from_le_bytes(four.try_into().expect("4 bytes"));
         let is_finite = |record: &[u8], q: &[i8]| match scales {
@@ -387,7 +388,7 @@ impl QuantizedRow {
             }
             Scales::Affine => {
                 let (s, m) = (f32_at(&record[..4]), f32_at(&record[4..]));
-                // No q is beyond -128: each is looked at only where that would be too much.
+                // The least q is -128. The integers are looked at only where that bound would not be finite.
                 (128.0 * s.abs() + m.abs()).is_finite()
                     || q.iter().all(|q| (s * f32::from(*q) + m).is_finite())
             }
@@ -396,8 +397,8 @@ impl QuantizedRow {
         records.position(|(record, q)| !is_finite(record, q)).map(|index| index * columns)
     }
 
-    /// The values that the row stands for, each rounded to f32 once where that is needed at all. Panics unless `scheme`
-    /// quantizes and the row has its sizes.
+    /// Computes the weights that the row stands for, each rounded to f32 at most once. Panics unless `scheme` quantizes
+    /// and the row has its sizes.
     pub fn dequantize_into(&self, scheme: Scheme, out: &mut [f32]) {
         let cols = self.q.len();
         let (group, scales) = scheme.grouping(cols).expect("a scheme that quantizes");
@@ -438,8 +439,9 @@ impl QuantizedRow {
     }
 }
 
-/// Packs one row into lane `lane` of a tile. `blocks` and `scales`: the tile's bytes, [`Scheme::tile_bytes`] and
-/// [`Scheme::tile_scale_bytes`]. Columns beyond the row keep what the tile holds, which the shaders multiply by zero.
+/// Packs one row into lane `lane` of a tile. `blocks` and `scales` are the tile's bytes, [`Scheme::tile_bytes`] and
+/// [`Scheme::tile_scale_bytes`] long. Columns beyond the row keep the tile's content, which the shaders multiply by
+/// zero.
 pub fn pack_row(scheme: Scheme, row: &QuantizedRow, lane: usize, blocks: &mut [u8], scales: &mut [u8]) {
     let cols = row.q.len();
     assert!(lane < TILE_ROWS && blocks.len() == scheme.tile_bytes(cols));
@@ -503,7 +505,8 @@ pub fn unpack_row(scheme: Scheme, lane: usize, blocks: &[u8], scales: &[u8], row
     });
 }
 
-/// Packs one row of floating-point weights into lane `lane` of a tile; panics if the scheme is another.
+/// Packs one row of floating-point weights into lane `lane` of a tile. Panics if the scheme is not a floating-point
+/// one.
 pub fn pack_plain_row(scheme: Scheme, row: &[f32], lane: usize, blocks: &mut [u8]) {
     assert!(lane < TILE_ROWS && blocks.len() == scheme.tile_bytes(row.len()));
     for (b, row) in row.chunks(scheme.block_weights()).enumerate() {
@@ -543,14 +546,15 @@ pub fn unpack_plain_row(scheme: Scheme, lane: usize, blocks: &[u8], row: &mut [f
     }
 }
 
-/// Where the low bits of block `b` of row `lane` begin in its tile, and where those above them do.
+/// Offsets in a tile of the low bits and of the high bits of block `b` of row `lane`.
 const fn nibbles_at(bits: Bits, b: usize, lane: usize) -> (usize, usize) {
     let first = b * (BLOCK_BYTES + bits.high_bytes()) * TILE_ROWS;
     (first + lane * BLOCK_BYTES, first + TILE_ROWS * BLOCK_BYTES + lane * bits.high_bytes())
 }
 
-/// The byte that holds the high bits of column `i` of a block, how far up they stand in it, and how many they are; none where
-/// there are only nibbles. Four columns that are multiplied together have theirs at one place of four bytes.
+/// The place of the high bits of column `i` of a block: the byte, the shift in it, and the number of bits. `None` where
+/// there are only nibbles. Four columns that are multiplied together have their bits at the same shift of four
+/// consecutive bytes.
 const fn high_bits_at(bits: Bits, i: usize) -> Option<(usize, usize, usize)> {
     let (four, byte) = (i / 4, i % 4);
     match bits {
@@ -560,13 +564,13 @@ const fn high_bits_at(bits: Bits, i: usize) -> Option<(usize, usize, usize)> {
     }
 }
 
-/// Puts the low `count` bits of `value` into `byte`, `shift` up.
+/// Writes the low `count` bits of `value` into `byte`, shifted left by `shift`.
 fn put_bits(byte: &mut u8, shift: usize, count: usize, value: u8) {
     let mask = ((1 << count) - 1) << shift;
     *byte = *byte & !mask | value << shift & mask;
 }
 
-/// Fills tiles of rows of `cols` columns with weights of value zero.
+/// Fills tiles with weights of value zero; their rows have `cols` columns.
 pub(crate) fn clear_tiles(scheme: Scheme, cols: usize, tiles: &mut [u8]) {
     assert!(tiles.len().is_multiple_of(scheme.tile_bytes(cols)));
     let bias = scheme.bias() as u8;
@@ -574,7 +578,8 @@ pub(crate) fn clear_tiles(scheme: Scheme, cols: usize, tiles: &mut [u8]) {
         Scheme::Int { bits, .. } => bits.high_bytes(),
         _ => 0,
     };
-    // Two nibbles; and of five bits eight high ones, of six bits four pairs.
+    // A byte of low bits holds two nibbles. A byte of high bits holds eight single bits (five-bit weights) or four
+    // pairs (six-bit weights).
     let low = (bias & 0x0f) * 0x11;
     let high = (bias >> 4) * if high_bytes == NIBBLES / 8 { 0xff } else { 0x55 };
     for block in tiles.chunks_exact_mut(TILE_ROWS * (BLOCK_BYTES + high_bytes)) {
@@ -584,7 +589,7 @@ pub(crate) fn clear_tiles(scheme: Scheme, cols: usize, tiles: &mut [u8]) {
     }
 }
 
-/// Pairs the bytes of each item that scales a row with those of its lane in the tile.
+/// Pairs the bytes of each item of a row's scales with its bytes in the lane of the tile.
 fn each_scale_item(
     scheme: Scheme,
     cols: usize,

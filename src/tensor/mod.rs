@@ -1,4 +1,4 @@
-//! Element types, device layouts of weight matrices, quantization modes. Pure: no I/O, no GPU.
+//! Element types, device layouts of weight matrices, and quantization modes. No I/O, and no GPU.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,13 +13,13 @@ pub use layout::{
     unpack_plain_row, unpack_row,
 };
 
-/// How keys and values are stored.
+/// Element type of keys and values in the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum KvDtype {
     F32,
     #[default]
     F16,
-    /// -127..=127, with one f32 scale for each token and head.
+    /// Integers in -127..=127, with one f32 scale for each token and head.
     Int8,
 }
 
@@ -34,7 +34,7 @@ impl KvDtype {
         }
     }
 
-    /// Bytes of one token's keys, or values, of one head.
+    /// Bytes of the keys, or of the values, of one token and one head.
     pub const fn row_bytes(self, head_dim: usize) -> usize {
         match self {
             Self::F32 => 4 * head_dim,
@@ -59,13 +59,13 @@ impl FromStr for KvDtype {
     }
 }
 
-/// In what matrices are multiplied with activations.
+/// Element type of the activations in matrix products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Precision {
-    /// All in f32: what the reference models are compared with.
+    /// f32 everywhere. Comparisons with reference models use it.
     #[default]
     F32,
-    /// Matrices of integers with activations in int8; others in f32.
+    /// int8 for integer matrices, f32 for all others.
     Fast,
 }
 
@@ -79,7 +79,7 @@ impl Precision {
         }
     }
 
-    /// Whether matrices of `scheme` are multiplied with int8.
+    /// Whether activations are quantized to int8 for matrices of `scheme`.
     pub const fn quantizes(self, scheme: Scheme) -> bool {
         matches!(self, Precision::Fast) && matches!(scheme, Scheme::Int8Row | Scheme::Int { .. })
     }
@@ -100,7 +100,7 @@ impl FromStr for Precision {
     }
 }
 
-/// `--quantize`: what to do with the weights of an unquantized checkpoint while it is loaded.
+/// `--quantize`: how to quantize an unquantized checkpoint while it is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum QuantizeMode {
     /// Keep the checkpoint's own element type.
@@ -111,7 +111,7 @@ pub enum QuantizeMode {
     Int4G128,
     /// int4 in groups of 128 for the projections, int8 rows for the (tied) embedding.
     Int4G128Emb8,
-    /// int8 rows for the (tied) embedding alone: Google's QAT files have it in f16 beside int4.
+    /// int8 rows for the (tied) embedding alone. Google's QAT files are int4 with the embedding in f16.
     Emb8,
 }
 
@@ -140,7 +140,7 @@ impl QuantizeMode {
         }
     }
 
-    /// Scheme of the embedding, used for lookup and logits alike.
+    /// Scheme of the embedding, which serves both lookup and logits.
     pub const fn embedding(self) -> Option<Scheme> {
         match self {
             Self::Int4G128Emb8 | Self::Emb8 => Some(Scheme::Int8Row),

@@ -1,8 +1,9 @@
 //! Tool calls in a stream of text: `{"name": NAME, "parameters": {...}}`, or an array of such objects.
 //!
-//! An answer is calls from its first character to its last, or it is text. Which of them is known when the name of a tool and
-//! the opening brace of its parameters have come; until then everything is held, and given out as text where it turns out to
-//! be that. White space may stand wherever JSON has it. The parameters are given out as they were written.
+//! An answer is either calls from its first character to its last, or text. The reader knows which once it has seen the
+//! name of a tool and the opening brace of its parameters. Until then it holds everything back, and gives it out as
+//! text where the answer turns out to be text. White space may stand wherever JSON allows it. Parameters are given out
+//! as they were written.
 
 /// What a piece of an answer turned out to be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,7 +12,7 @@ pub enum Said {
     Call(CallPiece),
 }
 
-/// A piece of a call; calls count from 0.
+/// A piece of a call. `index` counts calls from 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CallPiece {
     /// The next call has begun.
@@ -25,8 +26,8 @@ pub enum CallPiece {
 pub struct CallReader {
     names: Vec<String>,
     state: State,
-    /// What was not given out yet, because it may be a call.
-    held: String,
+    /// Text held back because it may be the start of a call.
+    pending: String,
     /// The tool of the call that is being read.
     name: String,
     /// Calls that have begun.
@@ -35,14 +36,14 @@ pub struct CallReader {
 
 #[derive(Debug, Clone, PartialEq)]
 enum State {
-    /// Not even white space has come that could not be a call's.
+    /// Only white space has come so far.
     Start,
-    /// It is no call, and neither is what follows.
+    /// The answer is text, and so is everything that follows.
     Text,
-    /// Before a call, between two, or behind the last.
+    /// Before a call, between two calls, or behind the last call.
     Outside,
     BeforeKey,
-    /// In a string, with its quotes; `key` says which of both it is.
+    /// Inside a string. `json` is the string so far with its opening quote; `key` says whether it is a key or a value.
     Quoted {
         json: String,
         escaped: bool,
@@ -63,12 +64,12 @@ enum State {
 }
 
 impl CallReader {
-    /// For calls of tools of these names.
+    /// A reader of calls of the tools with these names.
     pub fn new(names: Vec<String>) -> Self {
-        Self { names, state: State::Start, held: String::new(), name: String::new(), calls: 0 }
+        Self { names, state: State::Start, pending: String::new(), name: String::new(), calls: 0 }
     }
 
-    /// Whether there were calls, and all of them whole.
+    /// Whether the answer held calls, and all of them are complete.
     pub fn called(&self) -> bool {
         self.calls > 0 && self.state == State::Outside
     }
@@ -82,28 +83,28 @@ impl CallReader {
                 break;
             }
             if self.calls == 0 {
-                self.held.push(c);
+                self.pending.push(c);
             }
             match self.step(c, &mut said) {
                 Some(next) => self.state = next,
-                // Behind a first call nothing else can come of a grammar.
+                // The grammar allows nothing but calls behind a first call.
                 None if self.calls > 0 => self.state = State::Outside,
                 None => {
                     self.state = State::Text;
-                    said.push(Said::Text(std::mem::take(&mut self.held)));
+                    said.push(Said::Text(std::mem::take(&mut self.pending)));
                 }
             }
         }
         said
     }
 
-    /// What is still held, where the answer ends before it is known to be a call.
+    /// Ends the answer and returns the text held back, which did not become a call.
     pub fn finish(&mut self) -> Option<Said> {
-        let held = std::mem::take(&mut self.held);
-        (!held.is_empty()).then_some(Said::Text(held))
+        let pending = std::mem::take(&mut self.pending);
+        (!pending.is_empty()).then_some(Said::Text(pending))
     }
 
-    /// The state behind `c`, or none where no call goes on like that.
+    /// The state behind `c`, or `None` where no call goes on with `c`.
     fn step(&mut self, c: char, said: &mut Vec<Said>) -> Option<State> {
         let blank = matches!(c, ' ' | '\n' | '\r' | '\t');
         match std::mem::replace(&mut self.state, State::Outside) {
@@ -143,7 +144,7 @@ impl CallReader {
                     let name = std::mem::take(&mut self.name);
                     said.push(Said::Call(CallPiece::Name { index, name }));
                     self.calls += 1;
-                    self.held.clear();
+                    self.pending.clear();
                     self.parameter(c, said);
                     Some(State::Parameters { depth: 1, quoted: false, escaped: false })
                 }
@@ -178,10 +179,10 @@ impl CallReader {
     }
 }
 
-/// What is whole of the JSON of parameters that were cut: a member that has no value yet, and a value that may not have come
-/// to its end, are left out, and what is open is closed.
+/// Closes the JSON of parameters that were cut off. A member without a value, and a value that may be incomplete, are
+/// left out; open objects and arrays are closed.
 pub fn whole_parameters(json: &str) -> String {
-    // Behind the last value that is whole, or within a list or an object that has none.
+    // `end` stands behind the last complete value, or behind the opening of an object or array that has none.
     let mut end = 0;
     let mut open = Vec::new();
     let (mut quoted, mut escaped, mut member_name) = (false, false, false);

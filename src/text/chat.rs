@@ -1,8 +1,8 @@
 //! Messages as clients send them, and the order in which Gemma accepts them.
 //!
-//! Control tokens typed into a message (`<start_of_turn>`) are not escaped, as in the upstream template:
-//! whoever may send a conversation may also set every role in it, so there is no border to defend here. A
-//! caller that pastes text from strangers into a message should remove them there.
+//! Control tokens typed into a message (`<start_of_turn>`) are not escaped, as in the upstream template. Whoever may
+//! send a conversation may set every role in it, so escaping would protect nothing. A caller that pastes text from
+//! strangers into a message should remove control tokens there.
 
 use serde::{Deserialize, Serialize};
 
@@ -38,7 +38,8 @@ impl Message {
         Self { role: role.to_owned(), content: Content::Text(text.to_owned()) }
     }
 
-    /// Bytes of its text, and for each message and each part of one about what that takes beside it.
+    /// Bytes of the message's text, plus an estimate of the memory that the message and each of its parts take in a
+    /// template.
     pub(super) fn bytes(&self) -> usize {
         const BESIDE: usize = 512;
         let content = match &self.content {
@@ -72,8 +73,8 @@ impl Content {
         }
     }
 
-    /// The text of a system message, untrimmed as in Gemma's template. Of a list the template takes the
-    /// first part and loses the rest; here all of them count.
+    /// The text of a system message, untrimmed as in Gemma's template. For a list of parts the template takes the first
+    /// part and loses the rest; this function joins all of them.
     fn system_text(&self) -> String {
         match self {
             Content::Null => String::new(),
@@ -89,21 +90,22 @@ impl Content {
     }
 }
 
-/// Brings any conversation into the order that Gemma's template accepts: at most one `system` message,
+/// Brings any conversation into the order that Gemma's template accepts: at most one `system` message, which comes
 /// first, and then `user` and `assistant` in turn. It never fails, and no text is lost.
 ///
-/// A conversation that the template accepts renders to the same bytes before and after, but for two of the
-/// template's quirks: it drops a system message that no user message follows, and all but the first part of
-/// a system message with several.
+/// A conversation that the template accepts renders to the same bytes before and after, with two exceptions, which are
+/// quirks of the template: it drops a system message that no user message follows, and it drops all but the first part
+/// of a system message with several parts.
 ///
-/// - `developer` is `system`, `model` is `assistant`; every other role (`tool`, `function`) speaks as `user`.
+/// - `developer` becomes `system`, `model` becomes `assistant`, and every other role (`tool`, `function`) becomes
+///   `user`.
 /// - System messages at the start become one, joined by an empty line; the template folds it into the first
 ///   user turn. Where no user turn follows, the system text becomes that turn.
 /// - A later system message becomes user text at its place: the model knows no system turn, and the turns
 ///   before it keep their rendering, so that a cached prefix stays valid.
 /// - Consecutive turns of one role become one, joined by an empty line.
-/// - A conversation that begins with the assistant (a greeting) is given an empty user turn: the model was
-///   never shown one that begins otherwise, and dropping the greeting would lose what the client showed.
+/// - A conversation that begins with the assistant (a greeting) gets an empty user turn in front. The model was never
+///   trained on one that begins otherwise, and dropping the greeting would lose text that the client showed.
 pub fn normalize(messages: &[Message]) -> Vec<Message> {
     let mut system: Option<String> = None;
     let mut turns: Vec<(&str, String)> = Vec::new();
@@ -151,7 +153,7 @@ fn join_paragraphs(mut before: String, text: &str) -> String {
     before
 }
 
-/// `str.strip()` of Python, whose whitespace is Unicode's and the four separators U+001C..U+001F.
+/// `str.strip()` of Python. Its whitespace is Unicode's, and the four separators U+001C..U+001F.
 pub(super) fn python_trim(text: &str) -> &str {
     text.trim_matches(is_python_space)
 }

@@ -1,9 +1,9 @@
 //! Token ids to text, one at a time.
 //!
-//! Invariant: what all pushes and `finish` give out, joined, equals [`Tokenizer::decode`] of all ids. Hence
-//! a run of byte tokens is held until it ends or is broken: `decode` turns a run that is not UTF-8 as a whole
-//! into one U+FFFD per byte, so its first character is not known to be one before its last byte came.
-//! Each token costs O(its length); nothing is decoded twice.
+//! Invariant: the texts of all pushes and of `finish`, joined, equal [`Tokenizer::decode`] of all ids. `decode` turns a
+//! run of byte tokens that is not UTF-8 as a whole into one U+FFFD per byte. So the first character of a run is not
+//! known before its last byte, and the run is held back until it ends or is found to be broken. Each token costs O(its
+//! length); nothing is decoded twice.
 
 use super::tokenizer::{Piece, Tokenizer};
 
@@ -12,18 +12,18 @@ use super::tokenizer::{Piece, Tokenizer};
 pub struct Detokenizer {
     tokenizer: Tokenizer,
     skip_special: bool,
-    /// The current run of byte tokens, as long as it may be UTF-8; empty once it is broken.
+    /// The current run of byte tokens as long as it may be UTF-8; empty once the run is broken.
     run: Vec<u8>,
     /// Length of the part of `run` that is complete characters.
     complete: usize,
-    /// The current run can no longer be UTF-8, and was given out as U+FFFD so far.
+    /// Whether the current run can no longer be UTF-8. Its bytes were then given out as U+FFFD.
     broken: bool,
     out: String,
 }
 
 impl Tokenizer {
-    /// The text of `ids`. Unknown ids give nothing; a run of byte tokens that is not UTF-8 gives one U+FFFD
-    /// per byte.
+    /// The text of `ids`. Ids that the tokenizer does not know add nothing. A run of byte tokens that is not UTF-8 adds
+    /// one U+FFFD per byte.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut detokenizer = self.detokenizer(skip_special);
         let mut text = String::new();
@@ -34,7 +34,7 @@ impl Tokenizer {
         text
     }
 
-    /// Decodes one id at a time.
+    /// A detokenizer, which decodes one id at a time.
     pub fn detokenizer(&self, skip_special: bool) -> Detokenizer {
         Detokenizer::new(self.clone(), skip_special)
     }
@@ -47,8 +47,8 @@ impl Detokenizer {
 
     /// Takes the next token and returns the text it completes: whole characters, perhaps none.
     ///
-    /// Ids that the tokenizer does not know, and special tokens if they are skipped, are as if they were not
-    /// there: they do not even end a run of byte tokens.
+    /// Ids that the tokenizer does not know are ignored, and so are special tokens if `skip_special` is set. Neither
+    /// ends a run of byte tokens.
     pub fn push(&mut self, id: u32) -> &str {
         self.out.clear();
         match self.tokenizer.piece(id) {
@@ -58,7 +58,7 @@ impl Detokenizer {
             Some(Piece::Byte(byte)) => self.extend_run(byte),
             Some(Piece::Text(_)) => {
                 self.end_run();
-                // Looked up again, since `end_run` needs all of self.
+                // A second lookup, because `end_run` borrows all of `self`.
                 if let Some(Piece::Text(text)) = self.tokenizer.piece(id) {
                     self.out.push_str(text);
                 }
@@ -67,7 +67,7 @@ impl Detokenizer {
         &self.out
     }
 
-    /// Ends the stream and returns the text still held: a run of byte tokens, as `decode` would show it.
+    /// Ends the stream and returns the text held back: the last run of byte tokens, as `decode` would show it.
     pub fn finish(&mut self) -> &str {
         self.out.clear();
         self.end_run();

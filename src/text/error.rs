@@ -1,9 +1,9 @@
-//! What may be wrong with text, or with what reads it.
+//! Errors of the tokenizer, the chat template, grammars and stop strings.
 
 /// Longest text, in bytes, that is rendered from a conversation or tokenized in one call.
 ///
-/// Encoding the worst of it takes about a second and 150 bytes of memory per byte of text, so this bounds what
-/// one request can cost. It is four times the longest Gemma-3 context (131,072 tokens of about four bytes).
+/// The worst text takes about a second and 150 bytes of memory per byte of text to encode, so this limit bounds the
+/// cost of one request. The limit is four times the longest Gemma-3 context (131,072 tokens of about four bytes).
 pub const MAX_TEXT_BYTES: usize = 2 << 20;
 
 /// What went wrong with a tokenizer, a template, or a text.
@@ -35,7 +35,7 @@ pub enum TextError {
     #[error("{file}: this text cannot be tokenized: {problem}")]
     Encode { file: String, problem: String },
 
-    /// The chat template cannot be read, compiled or run; `problem` has its line where known.
+    /// The chat template cannot be read, compiled or run; `problem` names the template's line where it is known.
     #[error("{origin}: {problem}")]
     Template { origin: String, problem: String },
 
@@ -43,11 +43,11 @@ pub enum TextError {
     #[error("the chat template refused the conversation: {0}")]
     Raised(String),
 
-    /// There is nothing to render.
+    /// The conversation has no message.
     #[error("messages is empty: a conversation needs at least one message")]
     NoMessages,
 
-    /// A grammar cannot be compiled, or followed any further; names what in it.
+    /// A grammar cannot be compiled, or an answer can no longer follow it; the text names the part at fault.
     #[error("{0}")]
     Grammar(String),
 

@@ -1,13 +1,13 @@
-//! Grammars: what an answer must be, as masks over the vocabulary.
+//! Grammars: constraints on an answer, applied as masks over the vocabulary.
 //!
-//! A [`GrammarSource`] is compiled once ([`Grammars::compile`]); each answer starts a [`Constraint`] of its own, which is told
-//! the ids that were drawn and says which may come next. Special tokens never may, but for those that end an answer, and
-//! these only where the grammar may end. Parsing is the `llguidance` crate's.
+//! A [`GrammarSource`] is compiled once ([`Grammars::compile`]). Each answer starts its own [`Constraint`], which takes
+//! the sampled ids and returns a mask of the ids that may come next. The only special tokens in a mask are the ones
+//! that end an answer, and only where the grammar may end. Parsing is the `llguidance` crate's.
 //!
-//! A grammar comes with a request, from strangers. Its size, the time and the threads for compiling it, its states, the
-//! work for one mask, and the time that an answer's masks take are bounded; what is beyond a bound is a [`TextError`]. Compiling recurses along a schema's references,
-//! so it has a thread with a stack for as many as may be in one. White space between tokens of JSON is bounded too: a model
-//! that pads would do so for ever.
+//! A grammar comes with a request, from strangers. Bounds apply to its size, the time and the threads for compiling it,
+//! its states, the work for one mask, and the time that an answer's masks take. Exceeding a bound is a [`TextError`].
+//! Compiling recurses along a schema's references, so it runs on a thread whose stack suffices for as many references
+//! as a grammar can hold. White space between tokens of JSON is bounded too: a model that pads would go on for ever.
 
 use std::collections::HashSet;
 use std::fmt::Display;
@@ -26,52 +26,54 @@ use serde_json::{Value, json};
 use super::error::TextError;
 use super::tokenizer::Tokenizer;
 
-/// Longest grammar, in bytes of its text.
+/// Longest source of a grammar, in bytes.
 pub const MAX_GRAMMAR_BYTES: usize = 256 << 10;
 /// Most choices of a [`GrammarSource::Choice`].
 pub const MAX_CHOICES: usize = 4096;
 
-/// Grammars that stay compiled.
+/// How many compiled grammars the cache keeps.
 const CACHED: usize = 32;
-/// Time for compiling one; the fuel that llguidance counts ends it long before on any machine, as a rule.
+/// Time limit for compiling one grammar. On any machine llguidance's own limit of steps usually ends it long before.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time that one answer's grammar may take of the engine's thread, for which all others wait: so much in all, and so much for
-/// each token. A token takes some 50 µs as a rule; these are far beyond it, for machines that are busy otherwise.
+/// Limits for the time that one answer's grammar may take on the engine's thread, while all other requests wait: one
+/// for the whole answer, one for each token. A token usually takes some 50 µs; both limits are far beyond that, for
+/// busy machines.
 const TIME: Duration = Duration::from_secs(2);
 const TIME_PER_TOKEN: Duration = Duration::from_millis(20);
-/// Time for finding out which of several schemas cannot be compiled, in all.
+/// Time limit for finding out which of several schemas cannot be compiled, for all of them together.
 const BLAME: Duration = Duration::from_secs(1);
-/// How often somebody looks whether it is over.
+/// How often the clock thread looks for constraints whose time is over.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
-/// Grammars compiled at once, those included that took too long and have not ended yet.
+/// Most grammars that are compiled at once. A compilation that has timed out counts until it ends.
 const MAX_COMPILING: usize = 4;
-/// References that follow each other need a few KiB each, and a grammar has room for some 10,000 of them.
+/// Each reference that follows another needs a few KiB, and a grammar has room for some 10,000 references.
 const COMPILE_STACK_BYTES: usize = 256 << 20;
-/// States of one answer's lexer; 1 to 2 KiB each.
+/// Most states of one answer's lexer; each takes 1 to 2 KiB.
 const MAX_LEXER_STATES: usize = 50_000;
-/// Items of one row of the parser: what may go on at one place in the text. An optional property of an object is four of them;
-/// an ambiguous grammar has one for each way to read the text, and the work for a mask grows with their square.
+/// Most items in one row of the parser, which are the possible continuations at one place in the text. An optional
+/// property of an object is four items. An ambiguous grammar has one for each way to read the text, and the work for a
+/// mask grows with the square of their number.
 const MAX_ITEMS: usize = 2000;
-/// Properties of one object that may be left out: with more, [`MAX_ITEMS`] would end the answer behind the first of them.
+/// Most optional properties of one object. With more, [`MAX_ITEMS`] would end the answer behind the first of them.
 const MAX_OPTIONAL: usize = 480;
-/// A token longer than that is in no grammar: the trie's nodes count their depth in 10 bits.
+/// Longest token that a grammar may use, because the trie's nodes count their depth in 10 bits.
 const MAX_TOKEN_BYTES: usize = 512;
-/// Bytes of all tokens together; the trie counts its nodes in 22 bits.
+/// Most bytes of all tokens together, because the trie counts its nodes in 22 bits.
 const MAX_VOCABULARY_BYTES: usize = (1 << 22) - 1;
-/// What may stand between two tokens of JSON: nothing, a space, or a line's end and an indentation.
+/// White space allowed between two tokens of JSON: nothing, a space, or a line end and an indentation.
 const WHITESPACE: &str = r" |\r?\n[ \t]{0,40}";
 
-/// What an answer must be.
+/// What an answer must match.
 #[derive(Debug, Clone, PartialEq)]
 pub enum GrammarSource {
-    /// JSON. Of `strict` schemas every keyword is enforced, or it is an error; of others, keywords that cannot be are left
-    /// to the model.
+    /// JSON. With `strict`, every keyword of the schema is enforced, and one that cannot be enforced is an error.
+    /// Otherwise such keywords are left to the model.
     JsonSchema { schema: Value, strict: bool },
-    /// Text that matches as a whole; the syntax is that of the `regex` crate, without look-around.
+    /// A regular expression that matches the whole answer, in the syntax of the `regex` crate, without look-around.
     Regex(String),
-    /// The dialect of Lark that llguidance reads; the rule `start` is the answer.
+    /// A grammar in llguidance's dialect of Lark; the rule `start` is the answer.
     Lark(String),
-    /// One of these texts.
+    /// One of the listed texts.
     Choice(Vec<String>),
 }
 
@@ -81,7 +83,7 @@ impl GrammarSource {
         Self::JsonSchema { schema: json!({"type": "object"}), strict: true }
     }
 
-    /// Its text, in which two that differ differ.
+    /// The key in the cache: two different sources have different keys.
     fn key(&self) -> String {
         match self {
             Self::JsonSchema { schema, strict: true } => format!("strict {schema}"),
@@ -137,9 +139,9 @@ impl GrammarSource {
     }
 }
 
-/// Of the objects that a schema describes, the most properties of one that may be left out.
+/// The largest number of optional properties of any object that a schema describes.
 fn most_optional(schema: &Value) -> Option<usize> {
-    let of_all = |schemas: &mut dyn Iterator<Item = &Value>| schemas.filter_map(most_optional).max();
+    let largest = |schemas: &mut dyn Iterator<Item = &Value>| schemas.filter_map(most_optional).max();
     match schema {
         Value::Object(map) => {
             let required = map.get("required").and_then(Value::as_array).into_iter().flatten();
@@ -148,23 +150,23 @@ fn most_optional(schema: &Value) -> Option<usize> {
             let own =
                 properties.map(|all| all.keys().filter(|name| !required.contains(name.as_str())).count());
             let inner = map.iter().filter_map(|(keyword, value)| match (keyword.as_str(), value) {
-                // Data, whatever it looks like.
+                // These keywords hold data, which is no schema even where it looks like one.
                 ("const" | "enum" | "default" | "examples", _) => None,
-                // Names of their own, and schemas behind them.
+                // These keywords hold schemas under names that the schema's author chose.
                 ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(named)) => {
-                    of_all(&mut named.values())
+                    largest(&mut named.values())
                 }
                 (_, value) => most_optional(value),
             });
             inner.max().max(own)
         }
-        Value::Array(items) => of_all(&mut items.iter()),
+        Value::Array(items) => largest(&mut items.iter()),
         _ => None,
     }
 }
 
-/// The first place of a schema where llguidance 1.9 lets a number be the bound that it excludes: a whole one, where the bound
-/// on the other side has the same integer part.
+/// The first place in a schema where llguidance 1.9 accepts a number that an exclusive bound excludes. That happens
+/// with a whole number as the exclusive bound, if the bound on the other side has the same integer part.
 fn unenforced_bound(schema: &Value) -> Option<String> {
     let bound = |name: &str| schema.get(name).and_then(Value::as_f64);
     for (excluded, others) in [
@@ -184,74 +186,74 @@ fn unenforced_bound(schema: &Value) -> Option<String> {
     }
 }
 
-/// Compiles grammars for one model, and keeps the last few.
+/// Compiles grammars for one model, and caches the last few.
 pub struct Grammars {
     vocabulary: Arc<Vocabulary>,
-    /// Made by [`Grammars::prepare`], or for the first grammar: it takes a second for a large vocabulary.
+    /// Made by [`Grammars::prepare`], or for the first grammar; takes a second for a large vocabulary.
     factory: OnceLock<Result<Arc<ParserFactory>, TextError>>,
-    /// Last used first.
+    /// Most recently used first.
     cache: Mutex<Vec<(String, Grammar)>>,
     compiling: Arc<Compiling>,
-    /// Since the start, those that failed too.
+    /// Compilations since the start, failed ones included.
     compiled: AtomicU64,
 }
 
-/// What all grammars of one model share.
+/// The data that all grammars of one model share.
 struct Vocabulary {
     tokenizer: Tokenizer,
-    /// Ids are `0..rows`.
+    /// Number of the model's ids, which are `0..rows`.
     rows: usize,
-    /// Those of `rows` that end an answer.
+    /// Ids that end an answer, as a list.
     stops: Vec<TokenId>,
-    /// Bit `id % 32` of word `id / 32`, as in every mask here: ids that stand for text.
+    /// Mask of the ids that stand for text. As in every mask here, `id` is bit `id % 32` of word `id / 32`.
     text: Vec<u32>,
-    /// Ids that end an answer.
+    /// Mask of the ids that end an answer.
     ends: Arc<[u32]>,
-    /// What free text may go on with: all ids, also special ones, and those that no token has.
+    /// Mask for free text: all ids, including special tokens and ids without a token.
     all: Arc<[u32]>,
     all_but_ends: Arc<[u32]>,
-    /// Ids that are nothing but white space.
+    /// Mask of the ids that consist of white space.
     blanks: Vec<u32>,
-    /// Ids whose first character beside white space opens an object or an array.
+    /// Mask of the ids whose first character other than white space opens an object or an array.
     openers: Vec<u32>,
 }
 
-/// A grammar, compiled.
+/// A compiled grammar.
 #[derive(Clone)]
 pub struct Grammar {
     vocabulary: Arc<Vocabulary>,
-    /// At its start.
+    /// A matcher at the start of the grammar; each answer gets a copy.
     matcher: Arc<Matcher>,
 }
 
-/// Where one answer stands in its grammar.
+/// The position of one answer in its grammar.
 pub struct Constraint {
     vocabulary: Arc<Vocabulary>,
     matcher: Matcher,
-    holds: Holds,
-    /// That is left of what it may take.
+    applies: Applies,
+    /// Time left of the answer's limit.
     time: Duration,
     clock: Arc<Clock>,
 }
 
 impl Clone for Constraint {
     fn clone(&self) -> Self {
-        let Self { vocabulary, matcher, holds, time, .. } = self;
-        Self::new(vocabulary, matcher.clone(), *holds, *time)
+        let Self { vocabulary, matcher, applies, time, .. } = self;
+        Self::new(vocabulary, matcher.clone(), *applies, *time)
     }
 }
 
-/// Whether an answer is held to its grammar.
+/// Whether the grammar applies to an answer.
 #[derive(Clone, Copy, PartialEq)]
-enum Holds {
+enum Applies {
     Yes,
-    /// Nothing but white space has come.
+    /// Undecided: nothing but white space has come so far.
     IfOpened,
     No,
 }
 
 impl Grammars {
-    /// For a model with `rows` ids, of which those of `stop_token_ids` end an answer.
+    /// For a model with `rows` ids. An id of `stop_token_ids` ends an answer.
     pub fn new(tokenizer: Tokenizer, rows: usize, stop_token_ids: &[u32]) -> Self {
         let stops: Vec<TokenId> = stop_token_ids.iter().copied().filter(|id| (*id as usize) < rows).collect();
         let is_text = |id: u32| !tokenizer.is_special(id) && !stops.contains(&id) && tokenizer.contains(id);
@@ -260,7 +262,7 @@ impl Grammars {
         let all = words(rows, 0..rows as u32).into();
         let all_but_ends = words(rows, (0..rows as u32).filter(|id| !stops.contains(id))).into();
         let starts = |id: u32, with: fn(&[u8]) -> bool| {
-            holds(&text, id) && tokenizer.token_bytes(id).is_some_and(|bytes| with(bytes.trim_ascii_start()))
+            is_set(&text, id) && tokenizer.token_bytes(id).is_some_and(|bytes| with(bytes.trim_ascii_start()))
         };
         let blanks = words(rows, (0..rows as u32).filter(|id| starts(*id, |bytes| bytes.is_empty())));
         let opens = |bytes: &[u8]| matches!(bytes.first(), Some(b'{' | b'['));
@@ -276,12 +278,13 @@ impl Grammars {
         }
     }
 
-    /// Makes what the first grammar would wait for. What can go wrong with it, that grammar is told.
+    /// Prepares the vocabulary, for which the first grammar would wait. If that fails, the first grammar gets the
+    /// error.
     pub fn prepare(&self) {
         let _ = self.factory();
     }
 
-    /// Whether the next grammar does not wait for that.
+    /// Whether the vocabulary is prepared, so that the next grammar does not wait for it.
     pub fn is_prepared(&self) -> bool {
         self.factory.get().is_some()
     }
@@ -290,8 +293,8 @@ impl Grammars {
         self.factory.get_or_init(|| self.vocabulary.factory().map(Arc::new)).clone()
     }
 
-    /// Takes up to [`COMPILE_TIMEOUT`], a few milliseconds as a rule; at once where the same one was compiled lately, or where
-    /// its text alone shows what is wrong with it.
+    /// Compiles a grammar within [`COMPILE_TIMEOUT`], usually in a few milliseconds. Returns at once where the cache
+    /// has the grammar, or where the text alone shows an error.
     pub fn compile(&self, source: &GrammarSource) -> Result<Grammar, TextError> {
         let key = bounded_key(source)?;
         if let Some(grammar) = self.cached(&key) {
@@ -302,9 +305,10 @@ impl Grammars {
         Ok(grammar)
     }
 
-    /// The first of `parts` that is to blame where `whole`, which has them all, cannot be compiled, and why; none where that is
-    /// no single one, or where nobody finds out within [`BLAME`]. What their texts alone show costs nothing, and where that is
-    /// what is wrong with `whole` too, nothing is compiled. No part is kept: nobody asks for it.
+    /// Finds the first of `parts` that cannot be compiled, and says why. `whole` is the grammar that has all parts and
+    /// failed. Returns `None` where no single part is at fault, or where [`BLAME`] is over first. Errors that the texts
+    /// alone show are found without compiling; where such an error is in `whole`, nothing is compiled. No part enters
+    /// the cache, since nobody asks for it again.
     pub fn blame<T>(
         &self,
         whole: &GrammarSource,
@@ -322,14 +326,14 @@ impl Grammars {
         for (part, top) in sound {
             let left = BLAME.checked_sub(since.elapsed())?;
             if let Err(error) = self.compiled_within(top, left) {
-                // One that was not done in time may be sound.
+                // A part that ran out of time may be sound.
                 return (since.elapsed() < BLAME).then_some((part, error));
             }
         }
         None
     }
 
-    /// Grammars that were compiled since the start, those that failed too.
+    /// Number of compilations since the start, failed ones included.
     pub fn compiled(&self) -> u64 {
         self.compiled.load(Ordering::Relaxed)
     }
@@ -337,7 +341,7 @@ impl Grammars {
     fn compiled_within(&self, top: TopLevelGrammar, patience: Duration) -> Result<Grammar, TextError> {
         let matcher = self.matcher(self.factory()?, top, patience)?;
         let grammar = Grammar { vocabulary: Arc::clone(&self.vocabulary), matcher: Arc::new(matcher) };
-        // A grammar without a first id is none; and its first mask names what is wrong with it.
+        // A grammar that allows no first id is an error, and the first mask names the reason.
         grammar.start().mask(true)?;
         Ok(grammar)
     }
@@ -368,7 +372,7 @@ impl Grammars {
         let work = move || {
             let parser = factory.create_parser(grammar).map_err(|error| problem(&error.to_string()));
             drop(turn);
-            // Nobody may wait any more.
+            // The receiver may have given up.
             let _ = sender.send(parser.map(|parser| Matcher::new(Ok(parser)).into_cancellable()));
         };
         let thread = thread::Builder::new().name("grammar".into()).stack_size(COMPILE_STACK_BYTES);
@@ -385,13 +389,13 @@ impl Grammars {
     }
 }
 
-/// What there is to compile, or what its text alone shows to be wrong with it.
+/// The grammar of a source, or the error that its text alone shows.
 fn read(source: &GrammarSource) -> Result<TopLevelGrammar, TextError> {
     bounded_key(source)?;
     source.grammar()
 }
 
-/// A key is as long as the text of its grammar, and that has a bound.
+/// The source's key in the cache. The key is as long as the source, so this check bounds both.
 fn bounded_key(source: &GrammarSource) -> Result<String, TextError> {
     let key = source.key();
     if key.len() > MAX_GRAMMAR_BYTES {
@@ -401,14 +405,14 @@ fn bounded_key(source: &GrammarSource) -> Result<String, TextError> {
     Ok(key)
 }
 
-/// Those that compile a grammar now.
+/// Counts the threads that compile a grammar now.
 #[derive(Default)]
 struct Compiling {
     threads: Mutex<usize>,
     ended: Condvar,
 }
 
-/// A place among them, free again when dropped.
+/// A permit to compile; dropping it frees the place.
 struct Turn(Arc<Compiling>);
 
 impl Turn {
@@ -440,7 +444,7 @@ impl Vocabulary {
             return Err(refuse("no token ends its answers".into()));
         }
         let bytes = |id: u32| {
-            let bytes = if holds(&self.text, id) { self.tokenizer.token_bytes(id) } else { None };
+            let bytes = if is_set(&self.text, id) { self.tokenizer.token_bytes(id) } else { None };
             bytes.filter(|bytes| bytes.len() <= MAX_TOKEN_BYTES).unwrap_or_default()
         };
         let tokens: Vec<Vec<u8>> = (0..self.rows as u32).map(bytes).collect();
@@ -463,7 +467,7 @@ impl Vocabulary {
     }
 }
 
-/// What llguidance sees of the tokenizer.
+/// The tokenizer as llguidance sees it.
 struct Environment {
     vocabulary: Arc<Vocabulary>,
     trie: TokTrie,
@@ -474,13 +478,14 @@ impl TokenizerEnv for Environment {
         &self.trie
     }
 
-    /// As the model was taught to write the text, where a grammar leaves no choice of it.
+    /// Tokenizes a text that the grammar forces. The tokenizer's own ids are preferred, because the model was trained
+    /// on them.
     fn tokenize_bytes(&self, bytes: &[u8]) -> Vec<TokenId> {
         self.trie.tokenize_with_greedy_fallback(bytes, |text| {
             let ids = self.vocabulary.tokenizer.encode(text, false).unwrap_or_default();
-            // A control token written out in a grammar is text, and not that token.
+            // A control token written out in a grammar is text, and must not become that token's id.
             let is_text =
-                |id: &TokenId| (*id as usize) < self.vocabulary.rows && holds(&self.vocabulary.text, *id);
+                |id: &TokenId| (*id as usize) < self.vocabulary.rows && is_set(&self.vocabulary.text, *id);
             if ids.iter().all(is_text) && self.trie.decode_raw(&ids) == text.as_bytes() {
                 ids
             } else {
@@ -491,25 +496,25 @@ impl TokenizerEnv for Environment {
 }
 
 impl Grammar {
-    /// For a new answer. Nothing of it is shared with other answers.
+    /// A constraint for a new answer, which shares no state with other answers.
     pub fn start(&self) -> Constraint {
-        Constraint::new(&self.vocabulary, self.matcher.deep_clone(), Holds::Yes, TIME)
+        Constraint::new(&self.vocabulary, self.matcher.deep_clone(), Applies::Yes, TIME)
     }
 
-    /// For a new answer, which may be any text: only one that begins with `{` or `[`, behind white space or none, is held to
-    /// the grammar from there on.
+    /// A constraint for a new answer that may be any text. The grammar applies only to an answer whose first character
+    /// other than white space is `{` or `[`, from that character on.
     pub fn start_if_opened(&self) -> Constraint {
-        Constraint { holds: Holds::IfOpened, ..self.start() }
+        Constraint { applies: Applies::IfOpened, ..self.start() }
     }
 }
 
 impl Constraint {
-    fn new(vocabulary: &Arc<Vocabulary>, matcher: Matcher, holds: Holds, time: Duration) -> Self {
+    fn new(vocabulary: &Arc<Vocabulary>, matcher: Matcher, applies: Applies, time: Duration) -> Self {
         let clock = Clock::new(matcher.cancellation_handle().unwrap_or_default());
-        Self { vocabulary: Arc::clone(vocabulary), matcher, holds, time, clock }
+        Self { vocabulary: Arc::clone(vocabulary), matcher, applies, time, clock }
     }
 
-    /// What llguidance does within the time that is left.
+    /// Runs the matcher, and charges the time to the answer; an error once the answer's time is over.
     fn timed<T, E: Display>(
         &mut self,
         work: impl FnOnce(&mut Matcher) -> Result<T, E>,
@@ -526,27 +531,28 @@ impl Constraint {
         done.map_err(|error| problem(&error.to_string()))
     }
 
-    /// Takes the next id of the answer, one that the last mask allowed.
+    /// Takes the next id of the answer. The last mask must have allowed it.
     pub fn push(&mut self, id: u32) -> Result<(), TextError> {
         let Vocabulary { blanks, openers, .. } = &*self.vocabulary;
-        if self.holds == Holds::IfOpened && !holds(blanks, id) {
-            self.holds = if holds(openers, id) { Holds::Yes } else { Holds::No };
+        if self.applies == Applies::IfOpened && !is_set(blanks, id) {
+            self.applies = if is_set(openers, id) { Applies::Yes } else { Applies::No };
         }
-        if self.holds != Holds::Yes {
+        if self.applies != Applies::Yes {
             return Ok(());
         }
-        // What a thousand tokens did not need is not for one to take.
+        // The allowance does not accumulate beyond `TIME`: a token may not spend what a thousand tokens before it
+        // saved.
         self.time = (self.time + TIME_PER_TOKEN).min(TIME);
         self.timed(|matcher| matcher.consume_token(id))
     }
 
-    /// Which ids may come next, at least one: bit `id % 32` of word `id / 32`. Ids that end the answer are among them where
-    /// the grammar may end, unless `may_end` says that they may not yet; where nothing else may come, they are nevertheless.
+    /// The ids that may come next, at least one: `id` is bit `id % 32` of word `id / 32`. Where the grammar may end,
+    /// the mask includes the ids that end the answer. `may_end = false` excludes them, unless nothing else may come.
     pub fn mask(&mut self, may_end: bool) -> Result<Arc<[u32]>, TextError> {
         let vocabulary = Arc::clone(&self.vocabulary);
         let Vocabulary { text, ends, all, all_but_ends, openers, .. } = &*vocabulary;
         let free = if may_end { all } else { all_but_ends };
-        if self.holds == Holds::No {
+        if self.applies == Applies::No {
             return Ok(Arc::clone(free));
         }
         let mask = self.timed(Matcher::compute_mask_or_eos)?;
@@ -554,7 +560,7 @@ impl Constraint {
             mask.as_slice().iter().zip(allowed).map(|(mask, allowed)| mask & allowed).collect()
         };
         let texts = and(text);
-        if self.holds == Holds::IfOpened {
+        if self.applies == Applies::IfOpened {
             let either = free.iter().zip(openers).zip(texts);
             return Ok(either.map(|((free, openers), text)| free & !openers | text & openers).collect());
         }
@@ -569,20 +575,20 @@ impl Constraint {
         Ok(mask)
     }
 
-    /// Whether the answer is not held to the grammar, nor will be.
+    /// Whether the answer is free text, to which the grammar will never apply.
     pub fn is_free(&self) -> bool {
-        self.holds == Holds::No
+        self.applies == Applies::No
     }
 
-    /// The ids that end an answer, as a mask.
+    /// The mask of the ids that end an answer.
     pub fn ends(&self) -> Arc<[u32]> {
         Arc::clone(&self.vocabulary.ends)
     }
 }
 
-/// Stops what one answer's grammar does when its time is over. All that are there are looked after by one thread.
+/// Cancels one answer's grammar when its time is over. One thread watches the clocks of all answers.
 struct Clock {
-    /// Milliseconds since [`Clocks::start`]; never is the largest number.
+    /// The deadline in milliseconds since [`Clocks::start`], or `NEVER`.
     at: AtomicU64,
     handle: CancellationHandle,
 }
@@ -611,11 +617,11 @@ impl Clock {
 }
 
 impl Clocks {
-    /// The process's, from the first grammar on.
+    /// The process's clocks; the first grammar creates them.
     fn get() -> &'static Self {
         static CLOCKS: OnceLock<Clocks> = OnceLock::new();
         CLOCKS.get_or_init(|| {
-            // It begins by waiting for what is made here.
+            // The new thread waits in `get` until this initialization ends.
             let look = thread::Builder::new().name("grammar clock".into()).spawn(|| Clocks::get().look());
             if let Err(error) = look {
                 tracing::warn!(
@@ -626,7 +632,7 @@ impl Clocks {
         })
     }
 
-    /// Looks at them again and again, while there are any.
+    /// Cancels constraints whose time is over, at intervals, as long as there are any.
     fn look(&self) {
         loop {
             let mut all = self.all.lock().expect("nothing panics under this lock");
@@ -647,7 +653,7 @@ impl Clocks {
     }
 }
 
-/// A mask of `rows` bits with these set.
+/// A mask of `rows` bits in which the bits of `ids` are set.
 fn words(rows: usize, ids: impl Iterator<Item = u32>) -> Vec<u32> {
     let mut words = vec![0; rows.div_ceil(32)];
     for id in ids {
@@ -656,14 +662,14 @@ fn words(rows: usize, ids: impl Iterator<Item = u32>) -> Vec<u32> {
     words
 }
 
-fn holds(words: &[u32], id: u32) -> bool {
+fn is_set(words: &[u32], id: u32) -> bool {
     words[id as usize / 32] >> (id % 32) & 1 == 1
 }
 
-/// What llguidance says, as the person who wrote the grammar should read it: one line, and no state of the parser.
+/// Rewrites an error of llguidance for the person who wrote the grammar: one line, without the parser's state.
 fn problem(message: &str) -> TextError {
     const MAX_CHARS: usize = 160;
-    // Where it panics it says so itself, and catches it.
+    // llguidance catches its own panics and reports them with this prefix.
     if message.starts_with("panic:") {
         return TextError::Grammar("it cannot be compiled: llguidance met a bug in itself".into());
     }
@@ -676,7 +682,7 @@ fn problem(message: &str) -> TextError {
         let reference = line.rsplit("; ref ").next().unwrap_or_default();
         format!("$ref is supported within the schema alone (\"#/...\"), not {reference}")
     } else if line.contains("regex parse error") {
-        // Of several lines the one that says why.
+        // The error of the regex crate has several lines, and this one gives the reason.
         let why = message.lines().find_map(|line| line.trim().strip_prefix("error: "));
         format!("a regular expression cannot be read: {}", why.unwrap_or("it is none"))
     } else {

@@ -1,27 +1,28 @@
-//! Jinja with every rendering bounded: minijinja parses and runs a template, and what stands here keeps its cost.
+//! Jinja with bounded cost: minijinja parses and runs a template, and this file limits what a rendering may take.
 //!
-//! minijinja counts instructions. But one instruction may double a string, print a list that holds one list twice, forty times
-//! over, or search one long text in another; and a value is freed by recursion, along the lists in its lists. So a compiled
-//! template is given instructions of ours: before each whose work depends on its operands, one that counts what those hold,
-//! and behind each that makes a value, one that counts the value. What filters, tests, functions and methods are given is
-//! counted as well, and what is written.
+//! minijinja counts instructions, which is not enough. One instruction may double a string, print a list that holds one
+//! list twice, forty times over, or search one long text in another; and freeing a value recurses along the lists in
+//! its lists. So this file inserts instructions into a compiled template: before each instruction whose work depends on
+//! its operands, one that counts the size of the operands, and behind each instruction that makes a value, one that
+//! counts the value. The arguments of filters, tests, functions and methods are counted as well, and so is the output.
 //!
 //! | bound | on |
 //! |---|---|
 //! | [`MAX_VALUE_BYTES`] | one value: its text, and [`VALUE_BYTES`] for each value in it, as often as it is in it |
-//! | [`MAX_WORK_BYTES`] | what one rendering reads and makes in all, in the same measure |
-//! | [`MAX_WRITTEN_BYTES`] | what it writes, also where that becomes a value |
+//! | [`MAX_WORK_BYTES`] | all that one rendering reads and makes, in the same measure |
+//! | [`MAX_WRITTEN_BYTES`] | all that it writes, including captured output that becomes a value |
 //! | [`MAX_DEPTH`] | values within values |
 //! | [`FUEL`], [`MAX_RECURSION`] | instructions; macros, blocks and loops within each other |
-//! | [`MAX_TAG_TOKENS`], [`COMPILE_STACK_BYTES`] | what compiling recurses along |
-//! | [`TIME`] | whatever these do not foresee |
+//! | [`MAX_TAG_TOKENS`], [`COMPILE_STACK_BYTES`] | the recursion of the compiler |
+//! | [`TIME`] | any cost that the other bounds miss |
 //!
-//! So a value can always be printed, compared and freed, and all that a rendering holds at a time is within the work it may do.
-//! A namespace holds data, and no namespace, loop or macro: nothing holds itself, so nothing outlives its rendering.
+//! So every value can be printed, compared and freed, and the memory that a rendering holds is within its budget of
+//! work. A namespace may hold data, but no namespace, loop or macro. So no value holds itself, and none outlives its
+//! rendering.
 //!
-//! A list that minijinja would make lazily (a slice, a sum, what a filter gives) is made at once: lazy lists of lazy lists are
-//! read by recursion. There is one template, so it cannot include, import or extend another. minijinja does not keep its
-//! instructions stable, so `Cargo.toml` fixes its version.
+//! A list that minijinja would make lazily (a slice, a sum, the result of a filter) is made at once, because lazy lists
+//! of lazy lists are read by recursion. A template cannot include, import or extend another, because there is only one.
+//! minijinja does not keep its instructions stable, so `Cargo.toml` pins its version.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -45,40 +46,43 @@ use self_cell::self_cell;
 use super::chat::{is_python_space, python_trim};
 use super::error::MAX_TEXT_BYTES;
 
-/// Largest value, beside as much as the conversation holds.
+/// Largest value. The conversation's own bytes come on top of it.
 const MAX_VALUE_BYTES: usize = 4 * MAX_TEXT_BYTES;
-/// Read and made by one rendering, beside [`WORK_PER_BYTE`] of the conversation. Gemma's template takes 3.
+/// Most bytes that one rendering reads and makes, plus [`WORK_PER_BYTE`] for each byte of the conversation. Gemma's
+/// template takes 3 per byte.
 const MAX_WORK_BYTES: usize = 512 << 20;
 const WORK_PER_BYTE: usize = 16;
-/// Written by one rendering, beside [`WRITTEN_PER_BYTE`] of the conversation. What a macro writes its caller writes again.
+/// Most bytes that one rendering writes, plus [`WRITTEN_PER_BYTE`] for each byte of the conversation. The output of a
+/// macro is written twice: by the macro and by its caller.
 const MAX_WRITTEN_BYTES: usize = 32 << 20;
 const WRITTEN_PER_BYTE: usize = 8;
-/// A value's part of what it is in, beside its text.
+/// The size that a value counts for within another value, in addition to its text.
 const VALUE_BYTES: usize = 64;
 const MAX_DEPTH: usize = 64;
-/// Each pass of a loop, and each name that a macro is given from without, is some work and some memory of minijinja's own.
+/// The cost of each pass of a loop, and of each outer name that a macro uses: both take work and memory in minijinja
+/// itself.
 const STEP_BYTES: usize = 128;
-/// Instructions of one rendering, with ours among them. Gemma's template takes about 50 per message.
+/// Most instructions of one rendering, inserted ones included. Gemma's template takes about 50 per message.
 pub(super) const FUEL: u64 = 10_000_000;
-/// Below what a thread's 2 MiB stack holds.
+/// Deepest recursion; a thread's stack of 2 MiB holds more.
 const MAX_RECURSION: usize = 100;
-/// Filters that apply filters (`map`).
+/// Deepest nesting of filters that apply filters (`map`).
 const MAX_FILTERS: usize = 8;
-/// A rendering takes some 100 µs as a rule.
+/// Longest rendering. One usually takes some 100 µs.
 const TIME: Duration = Duration::from_secs(10);
-/// Words and signs of one tag; the longest in use, a table of languages, has some 2,500. The time to compile an expression
-/// grows with the square of its operators.
+/// Most tokens of one tag. The longest tag in use, a table of languages, has some 2,500. The time to compile an
+/// expression grows with the square of its operators.
 const MAX_TAG_TOKENS: usize = 4096;
-/// Each operator of an expression, and each `elif`, needs a KiB or two.
+/// Stack of the thread that compiles. Each operator of an expression, and each `elif`, needs a KiB or two.
 const COMPILE_STACK_BYTES: usize = 256 << 20;
 
 const NAME: &str = "chat";
-/// The block that is the whole template: a name that no template can write.
+/// The block that stands for the whole template, under a name that no template can write.
 const WHOLE: &str = "";
-/// The temporary of a rendering's state that is its [`Meter`].
+/// The name under which a rendering's state keeps its [`Meter`].
 const METER: &str = "meter";
 
-/// What a rendering was stopped for.
+/// The bound that a rendering exceeded.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(super) struct Exceeded(pub String);
@@ -90,7 +94,7 @@ fn exceeded(problem: impl Into<String>) -> Error {
 type Blocks<'source> = BTreeMap<&'source str, Instructions<'source>>;
 
 self_cell!(
-    /// A template, compiled.
+    /// A compiled template.
     pub(super) struct Program {
         owner: Box<str>,
         #[covariant]
@@ -114,15 +118,15 @@ impl Program {
         }
     }
 
-    /// Writes what the template makes of `context`, in which the conversation takes `held` bytes.
+    /// Renders the template with `context` into `out`. The conversation in `context` takes `conversation_bytes`.
     pub(super) fn render(
         &self,
         environment: &Environment<'static>,
         context: Value,
-        held: usize,
+        conversation_bytes: usize,
         out: impl io::Write,
     ) -> Result<(), Error> {
-        self.render_by(environment, context, Meter::new(held, Instant::now() + TIME), out)
+        self.render_by(environment, context, Meter::new(conversation_bytes, Instant::now() + TIME), out)
     }
 
     fn render_by(
@@ -132,8 +136,8 @@ impl Program {
         meter: Meter,
         out: impl io::Write,
     ) -> Result<(), Error> {
-        // A rendering gets its meter, and a writer that may refuse, between a start that does nothing and the block that is
-        // all of the template.
+        // minijinja offers no state before a rendering starts. So an empty template makes the state, the meter goes
+        // into it, and then the block that is the whole template is rendered to a writer that may fail.
         let (start, mut nothing) = (Instructions::new(NAME, ""), String::new());
         let nowhere = &mut make_string_output(&mut nothing);
         let vm = Vm::new(environment);
@@ -143,12 +147,12 @@ impl Program {
     }
 }
 
-/// Refuses what must not be compiled: the operator `*`, which is computed there where its operands are constants, and tags
-/// that are too long.
+/// Refuses what must not even be compiled: the operator `*`, which the compiler computes where its operands are
+/// constants, and tags that are too long.
 fn check_tags(source: &str) -> Result<(), Error> {
     let mut tokens = 0;
     for token in tokenize(source, false, SyntaxConfig, whitespace()) {
-        // The compiler says what is wrong with it.
+        // The compiler reports syntax errors.
         let Ok((token, span)) = token else { break };
         tokens += 1;
         let line = span.start_line;
@@ -188,8 +192,8 @@ fn compile(source: &str) -> Result<Blocks<'_>, Error> {
     Ok(blocks)
 }
 
-/// What stands between the instructions of a template: filters, of names that no template can write. Those that count operands
-/// give them back.
+/// Names of the inserted instructions. Each is a filter, with a name that no template can write. The filters that count
+/// operands return those operands.
 const READS: &str = "#reads";
 const JOINS: &str = "#joins";
 const SIZES: &str = "#sizes";
@@ -202,14 +206,14 @@ const STEP: &str = "#step";
 const MADE: &str = "#made";
 const NESTED: &str = "#nested";
 
-/// A template's code with what counts around its instructions.
+/// Inserts the counting instructions into a template's code.
 fn bounded<'source>(code: &Instructions<'source>) -> Result<Instructions<'source>, Error> {
     let instructions: Vec<_> = (0..code.len() as u32).filter_map(|at| code.get(at).cloned()).collect();
     let mut reached = vec![false; instructions.len() + 1];
     for mut instruction in instructions.iter().cloned() {
         target(&mut instruction).into_iter().for_each(|at| reached[*at as usize] = true);
     }
-    // Where each instruction begins now, with what stands before it.
+    // `begins[i]` is the new position of instruction `i`, or of the counting instruction in front of it.
     let mut begins = Vec::with_capacity(reached.len());
     let mut parts = Vec::with_capacity(instructions.len());
     let mut length = 0;
@@ -241,7 +245,7 @@ fn bounded<'source>(code: &Instructions<'source>) -> Result<Instructions<'source
     Ok(bounded)
 }
 
-/// Where an instruction may go on, but for the next one.
+/// The place to which an instruction may jump.
 fn target<'a>(instruction: &'a mut Instruction) -> Option<&'a mut u32> {
     match instruction {
         Instruction::Iterate(at)
@@ -254,7 +258,7 @@ fn target<'a>(instruction: &'a mut Instruction) -> Option<&'a mut u32> {
     }
 }
 
-/// The constant that it gives, if that takes no time to compare.
+/// The constant that an instruction loads, if comparing with it takes no time.
 fn small_constant<'a>(instruction: &'a Instruction) -> Option<&'a Value> {
     let Instruction::LoadConst(value) = instruction else { return None };
     let is_small = |value: &&Value| {
@@ -263,13 +267,14 @@ fn small_constant<'a>(instruction: &'a Instruction) -> Option<&'a Value> {
     Some(value).filter(is_small)
 }
 
-/// An instruction and what counts it. `constant` is the operand on top of the stack, where that is a small one.
+/// An instruction with its counting instructions. `constant` is the operand on top of the stack, where it is a small
+/// constant.
 fn around<'source>(
     instruction: &Instruction<'source>,
     constant: Option<&Value>,
 ) -> Result<Vec<Instruction<'source>>, &'static str> {
     use Instruction as I;
-    // No place among those that minijinja remembers a filter at.
+    // minijinja caches filters by a place in a table; this number is outside it.
     const NO_PLACE: u8 = !0;
     let count = |what: &'static str, operands: usize| I::ApplyFilter(what, Some(operands as u16), NO_PLACE);
     let before = |what: &'static str, operands: usize| {
@@ -287,14 +292,14 @@ fn around<'source>(
         I::EmitRaw(text) => vec![I::LoadConst(Value::from_safe_string((*text).to_owned())), I::Emit],
         I::SetAttr(_) => before(KEEPS, 2),
         I::CallMethod("changed", Some(operands)) => before(CHANGES, (*operands).into()),
-        // By a name, nothing is looked for in a text.
+        // A lookup by a constant name searches no text.
         I::GetItem if constant.is_none_or(|key| key.as_str().is_none()) => before(ITEM, 2),
         I::Slice => and(before(SIZES, 4), MADE),
         I::Add => and(before(SIZES, 2), MADE),
         I::StringConcat => vec![count(JOINS, 2)],
         I::In => before(CONTAINS, 2),
         I::Eq | I::Ne | I::Gt | I::Gte | I::Lt | I::Lte if constant.is_none() => before(COMPARES, 2),
-        // One of these, or `in`; which, minijinja does not tell.
+        // One of the comparisons above, or `in`: the public interface does not say which.
         I::CompareAndPreserve(_) => before(READS, 2),
         I::PushLoop(_) => before(SIZES, 1),
         I::BuildMap(_) | I::BuildKwargs(_) | I::BuildList(_) => behind(NESTED),
@@ -307,7 +312,7 @@ fn around<'source>(
             );
         }
         I::Mul | I::Pow | I::MergeKwargs(_) | I::UnpackLists(_) => return Err("uses the operator *"),
-        // Named one by one, so that one that a new version brings is looked at.
+        // All remaining instructions by name, so that the compiler points at any that a new version of minijinja adds.
         I::Lookup(_) | I::StoreLocal(_) | I::LoadConst(_) | I::GetAttr(_) | I::GetItem | I::UnpackList(_) => {
             same
         }
@@ -317,19 +322,19 @@ fn around<'source>(
         I::DupTop | I::DiscardTop | I::Swap | I::PushDidNotIterate | I::GetClosure | I::Return => same,
         I::PushWith | I::PopFrame | I::PopLoopFrame | I::PushAutoEscape | I::PopAutoEscape => same,
         I::CallBlock(_) | I::FastSuper | I::FastRecurse | I::BeginCapture(_) => same,
-        // What these are given, and what they give, their own counting sees.
+        // The wrappers of these count arguments and results themselves.
         I::Emit | I::ApplyFilter(..) | I::PerformTest(..) => same,
         I::CallFunction(..) | I::CallMethod(..) | I::CallObject(_) => same,
     })
 }
 
-/// What one rendering may still take.
+/// What one rendering may still take. `largest` is the largest value it may make.
 #[derive(Debug)]
 struct Meter {
     largest: usize,
     work: Budget,
     written: Budget,
-    /// Filters within each other.
+    /// How deep filters are nested now.
     filters: AtomicUsize,
     until: Instant,
 }
@@ -356,10 +361,10 @@ impl Budget {
 }
 
 impl Meter {
-    fn new(held: usize, until: Instant) -> Self {
-        let work = Budget::new(MAX_WORK_BYTES + WORK_PER_BYTE * held);
-        let written = Budget::new(MAX_WRITTEN_BYTES + WRITTEN_PER_BYTE * held);
-        Self { largest: MAX_VALUE_BYTES + held, work, written, filters: 0.into(), until }
+    fn new(conversation_bytes: usize, until: Instant) -> Self {
+        let work = Budget::new(MAX_WORK_BYTES + WORK_PER_BYTE * conversation_bytes);
+        let written = Budget::new(MAX_WRITTEN_BYTES + WRITTEN_PER_BYTE * conversation_bytes);
+        Self { largest: MAX_VALUE_BYTES + conversation_bytes, work, written, filters: 0.into(), until }
     }
 
     fn of(state: &State) -> Arc<Self> {
@@ -367,7 +372,7 @@ impl Meter {
         meter.expect("a rendering begins with its meter")
     }
 
-    /// Refuses a value that is too large.
+    /// Refuses a value larger than `largest`.
     fn check(&self, bytes: usize) -> Result<usize, Error> {
         if bytes > self.largest {
             return Err(exceeded(format!("takes a value of more than {} MiB", self.largest >> 20)));
@@ -375,7 +380,7 @@ impl Meter {
         Ok(bytes)
     }
 
-    /// Counts what is read or made at one place.
+    /// Charges `bytes` of work, and checks the time.
     fn take(&self, bytes: usize) -> Result<(), Error> {
         self.work.take(bytes, "reads and makes values of")?;
         if Instant::now() > self.until {
@@ -390,7 +395,7 @@ impl Meter {
         self.written.take(bytes, "writes")
     }
 
-    /// The size of a value with all that is in it, as often as it is in it.
+    /// The size of a value with everything in it, each value counted as often as it occurs.
     fn whole(&self, value: &Value) -> Result<usize, Error> {
         let mut left = self.largest;
         self.subtract(value, MAX_DEPTH, &mut left)?;
@@ -420,7 +425,7 @@ impl Meter {
     }
 }
 
-/// The size of a value without what is in the values in it.
+/// The size of a value, counting the values in it but not their contents.
 fn size(value: &Value) -> usize {
     value
         .as_str()
@@ -428,7 +433,7 @@ fn size(value: &Value) -> usize {
         .saturating_add(VALUE_BYTES)
 }
 
-/// How many values it gives one behind the other.
+/// How many items a value yields when it is iterated.
 fn items(value: &Value) -> usize {
     match value.as_str() {
         Some(text) => text.chars().count(),
@@ -436,55 +441,55 @@ fn items(value: &Value) -> usize {
     }
 }
 
-/// What a function, or an instruction, takes for what it is given.
+/// The cost of a function or an instruction, as bytes, from its arguments.
 type Cost = fn(&Meter, &[Value]) -> Result<usize, Error>;
 
-/// It reads everything.
+/// For functions that read all arguments completely.
 const ALL: Cost = |meter, given| meter.wholes(given);
-/// It looks at values, and at the characters of texts.
+/// For functions that look at the arguments themselves, and at the characters of texts.
 const TEXTS: Cost = |_, given| {
     Ok(given
         .iter()
         .map(|value| value.as_str().map_or(0, str::len) + VALUE_BYTES)
         .fold(0, usize::saturating_add))
 };
-/// It takes what is in each, and does not look into that.
+/// For functions that take each argument's items without looking into them.
 const EACH: Cost = |_, given| Ok(given.iter().map(size).fold(0, usize::saturating_add));
-/// It takes a value out of another.
+/// For functions that take one item out of the first argument.
 const ONE: Cost = |meter, given| {
     let (value, key) = first(given);
-    // By its number: out of a text, and out of a range.
+    // An index into a text or a range is found by walking it.
     let is_walked = matches!(value.kind(), ValueKind::String | ValueKind::Iterable);
     Ok(meter.wholes(key)?.saturating_add(if is_walked { size(value) } else { 0 }))
 };
-/// It does something with each value of the first, with all of the others.
+/// For functions that apply all other arguments to each item of the first.
 const LISTED: Cost = |meter, given| {
     let (list, with) = first(given);
     let list = meter.check(items(list).saturating_mul(VALUE_BYTES))?;
     Ok(list.saturating_add((list / VALUE_BYTES).saturating_mul(meter.wholes(with)?)))
 };
-/// It compares the values of the first.
+/// For functions that compare the items of the first argument with each other.
 const SORTED: Cost = |meter, given| {
     let (list, _) = first(given);
     let all = LISTED(meter, given)?.saturating_add(meter.whole(list)?);
     Ok(all.saturating_mul(1 + items(list).max(1).ilog2() as usize))
 };
-/// It compares two, until they differ.
+/// For functions that compare two arguments up to the first difference.
 const COMPARED: Cost = |meter, given| match given {
     [a, b] if a.as_object().is_none() || b.as_object().is_none() => Ok(size(a).min(size(b))),
     _ => ALL(meter, given),
 };
-/// It looks for the first in the second: in a map by its keys.
+/// For functions that search the first argument in the second; a map is searched by key.
 const SOUGHT: Cost = |meter, given| match given {
     [key, map] if map.kind() == ValueKind::Map => meter.whole(key),
     _ => ALL(meter, given),
 };
-/// It writes the values of the first, and the second between them.
+/// For functions that write the items of the first argument with the second between them.
 const JOINED: Cost = |meter, given| {
     let (list, _) = first(given);
     meter.check(LISTED(meter, given)?.saturating_add(meter.whole(list)?))
 };
-/// It writes the third wherever the second stands in the first.
+/// For functions that write the third argument in place of each occurrence of the second in the first.
 const REPLACED: Cost = |meter, given| {
     let times = match given {
         [text, from, ..] => match (text.as_str(), from.as_str()) {
@@ -496,7 +501,7 @@ const REPLACED: Cost = |meter, given| {
     let more = times.saturating_mul(given.get(2).and_then(Value::as_str).map_or(VALUE_BYTES, str::len));
     meter.check(meter.wholes(given)?.saturating_add(more))
 };
-/// It cuts the first at each of the second.
+/// For functions that split the first argument at each occurrence of the second.
 const SPLIT: Cost = |meter, given| {
     let (text, at) = first(given);
     let pieces = text.as_str().map_or(0, |text| match at.first().and_then(Value::as_str) {
@@ -506,7 +511,7 @@ const SPLIT: Cost = |meter, given| {
     let pieces = meter.check(pieces.saturating_mul(VALUE_BYTES))?;
     Ok(meter.wholes(given)?.saturating_add(pieces))
 };
-/// It looks for each character of the first in the second.
+/// For functions that search each character of the first argument in the second.
 const STRIPPED: Cost = |meter, given| {
     let chars = given.get(1).and_then(Value::as_str).map_or(1, |chars| chars.len().max(1));
     Ok(meter.wholes(given)?.saturating_mul(chars))
@@ -516,17 +521,17 @@ fn first(given: &[Value]) -> (&Value, &[Value]) {
     given.split_first().unwrap_or((&Value::UNDEFINED, &[]))
 }
 
-/// What a function gives.
+/// The kind of a function's result.
 #[derive(Clone, Copy, PartialEq)]
 enum Gives {
-    /// A text, a number, or a value that was there.
+    /// A text, a number, or a value that existed before.
     One,
     List,
-    /// Values nested deeper than those that it was given.
+    /// Values nested deeper than the arguments.
     Nested,
 }
 
-/// A value that is new, and no lazy list.
+/// Checks the size of a new value, and makes a lazy list at once.
 fn eager(meter: &Meter, value: Value) -> Result<Value, Error> {
     meter.check(size(&value))?;
     match value.kind() {
@@ -535,7 +540,7 @@ fn eager(meter: &Meter, value: Value) -> Result<Value, Error> {
     }
 }
 
-/// A value that is new, made of values that are given in another form.
+/// Checks a new value; the contents are counted too where the function nests values.
 fn made(meter: &Meter, value: Value, gives: Gives) -> Result<Value, Error> {
     let value = eager(meter, value)?;
     if gives == Gives::Nested {
@@ -549,13 +554,13 @@ fn made(meter: &Meter, value: Value, gives: Gives) -> Result<Value, Error> {
 
 const ONLY_DATA: &str = "keeps a namespace, a loop or a macro where only data can be kept";
 
-/// Whether what is in it can never change: it is no namespace, loop or macro. Nor is then anything in it, as long as nothing is
-/// made of others.
+/// Whether the value is immutable data: no namespace, loop or macro. The values inside are data as well, because each
+/// new collection is checked when it is made.
 fn is_data(value: &Value) -> bool {
     let Some(object) = value.as_object() else { return true };
     match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => true,
-        // Maps of a template, and minijinja's for a struct.
+        // The types of maps in a template, and of minijinja's maps for structs.
         ValueKind::Map => {
             object.downcast_ref::<BTreeMap<Value, Value>>().is_some()
                 || object.type_name().ends_with("::StaticKeyMap")
@@ -575,7 +580,7 @@ fn holds_data(value: &Value) -> bool {
     }
 }
 
-/// What `function` gives for what it is given, both counted.
+/// Calls `function`, and charges its arguments and its result.
 fn call(
     state: &State,
     function: impl FnOnce(&[Value]) -> Result<Value, Error>,
@@ -590,14 +595,14 @@ fn call(
     }
     let value = function(given)?;
     meter.filters.fetch_sub(1, Ordering::Relaxed);
-    // Where quotes and escapes made it larger than what it is made of.
+    // Quotes and escapes may make the result larger than its arguments.
     meter.take(value.as_str().map_or(0, |text| text.len().saturating_sub(cost)))?;
     if gives == Gives::One { Ok(value) } else { made(&meter, value, gives) }
 }
 
-/// Filters of Jinja2 that have a bound, its tests, and the functions and methods of Python that templates use.
+/// The filters of Jinja2 whose cost has a bound, its tests, and the functions and methods of Python that templates use.
 pub(super) fn environment() -> Environment<'static> {
-    // Only what is named here of minijinja's: nothing comes in by a new version.
+    // An empty environment with chosen entries: a new version of minijinja adds nothing by itself.
     let mut environment = Environment::empty();
     environment.set_debug(false);
     environment.set_fuel(Some(FUEL));
@@ -631,7 +636,7 @@ pub(super) fn add_function(environment: &mut Environment<'static>, name: &'stati
 fn add_checks(environment: &mut Environment<'static>) {
     let operands = |given: Rest<Value>| match &given[..] {
         [one] => one.clone(),
-        // As they are unpacked.
+        // `UnpackList` pushes the items in reverse.
         all => all.iter().rev().cloned().collect::<Vec<_>>().into(),
     };
     for (name, cost) in [(READS, ALL), (SIZES, EACH), (ITEM, ONE), (COMPARES, COMPARED), (CONTAINS, SOUGHT)] {
@@ -649,7 +654,8 @@ fn add_checks(environment: &mut Environment<'static>) {
             &given,
         )
     });
-    // A value and the namespace that is to keep it; a loop and the values that it keeps for the next time.
+    // `KEEPS` gets a value and the namespace that keeps it; `CHANGES` gets a loop and the values that it keeps for the
+    // next pass.
     for (name, kept) in [(KEEPS, 0..1), (CHANGES, 1..usize::MAX)] {
         environment.add_filter(name, move |given: Rest<Value>| {
             let is_kept = |(at, value): (usize, &Value)| !kept.contains(&at) || is_data(value);
@@ -663,7 +669,7 @@ fn add_checks(environment: &mut Environment<'static>) {
         .add_filter(STEP, |state: &State| Meter::of(state).take(STEP_BYTES).map(|()| Value::UNDEFINED));
 }
 
-/// As `(name, function)` each.
+/// Pairs of `(name, function)`.
 macro_rules! named {
     ($module:ident: $($name:literal $function:ident),*) => {
         [$(($name, Value::from_function($module::$function))),*]
@@ -713,7 +719,7 @@ fn add_tests(environment: &mut Environment<'static>) {
         "odd" is_odd, "safe" is_safe, "sequence" is_sequence, "string" is_string, "test" is_test, "true" is_true,
         "undefined" is_undefined, "upper" is_upper);
     add(TEXTS, &texts);
-    // minijinja takes none for an empty list; Gemma's template tells a null content by this test.
+    // minijinja iterates over none as over an empty list, and Gemma's template recognizes a null content by this test.
     let is_iterable = |value: &Value| !value.is_none() && value.try_iter().is_ok();
     add(TEXTS, &[("iterable", Value::from_function(is_iterable))]);
     let compared = named!(tests: "==" is_eq, "eq" is_eq, "equalto" is_eq, "!=" is_ne, "ne" is_ne, "<" is_lt, "lt" is_lt,
@@ -732,33 +738,35 @@ fn trim(text: String, chars: Option<String>) -> String {
 }
 
 fn method(state: &State, value: &Value, name: &str, given: &[Value]) -> Result<Value, Error> {
-    let of = |values: &[Value]| [slice::from_ref(value), values].concat();
+    let with_value = |values: &[Value]| [slice::from_ref(value), values].concat();
     let (cost, gives, all): (Cost, _, _) = match (value.kind(), name, given) {
         (ValueKind::String, "join", [list, ..]) => (JOINED, Gives::One, vec![list.clone(), value.clone()]),
-        (ValueKind::String, "replace", _) => (REPLACED, Gives::One, of(given)),
-        (ValueKind::String, "split", _) => (SPLIT, Gives::List, of(given)),
-        (ValueKind::String, "splitlines", _) => (SPLIT, Gives::List, of(&[Value::from("\n")])),
-        (ValueKind::String, "strip" | "lstrip" | "rstrip", _) => (STRIPPED, Gives::One, of(given)),
-        (ValueKind::Map, "get", _) => (ONE, Gives::One, of(given)),
-        (ValueKind::Map, "items", _) => (LISTED, Gives::Nested, of(&[])),
-        (ValueKind::Map, "keys" | "values", _) => (LISTED, Gives::List, of(&[])),
-        // Called by a name that it has: a macro, say.
-        (ValueKind::Map, ..) => (TEXTS, Gives::One, of(&[])),
-        _ => (ALL, Gives::One, of(given)),
+        (ValueKind::String, "replace", _) => (REPLACED, Gives::One, with_value(given)),
+        (ValueKind::String, "split", _) => (SPLIT, Gives::List, with_value(given)),
+        (ValueKind::String, "splitlines", _) => (SPLIT, Gives::List, with_value(&[Value::from("\n")])),
+        (ValueKind::String, "strip" | "lstrip" | "rstrip", _) => (STRIPPED, Gives::One, with_value(given)),
+        (ValueKind::Map, "get", _) => (ONE, Gives::One, with_value(given)),
+        (ValueKind::Map, "items", _) => (LISTED, Gives::Nested, with_value(&[])),
+        (ValueKind::Map, "keys" | "values", _) => (LISTED, Gives::List, with_value(&[])),
+        // The name may be a key of the map, whose value is called: a macro, for example.
+        (ValueKind::Map, ..) => (TEXTS, Gives::One, with_value(&[])),
+        _ => (ALL, Gives::One, with_value(given)),
     };
     call(state, |_| python_method(state, value, name, given), (cost, gives), &all)
 }
 
-/// Python's methods; those that strip know Python's whitespace.
+/// Python's methods. The ones that strip use Python's definition of whitespace.
 fn python_method(state: &State, value: &Value, name: &str, given: &[Value]) -> Result<Value, Error> {
     match (value.as_str(), name, given) {
         (Some(text), "strip", []) => Ok(Value::from(python_trim(text))),
         (Some(text), "lstrip", []) => Ok(Value::from(text.trim_start_matches(is_python_space))),
         (Some(text), "rstrip", []) => Ok(Value::from(text.trim_end_matches(is_python_space))),
-        // Takes whatever memory it is asked for.
+        // `format` takes whatever memory its width asks for.
         (Some(_), "format", _) => Err(Error::from(ErrorKind::UnknownMethod)),
-        // minijinja would look for it for ever.
-        (Some(text), "count", [of]) if of.as_str() == Some("") => Ok(Value::from(text.chars().count() + 1)),
+        // minijinja would search an empty string for ever.
+        (Some(text), "count", [sought]) if sought.as_str() == Some("") => {
+            Ok(Value::from(text.chars().count() + 1))
+        }
         _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, name, given),
     }
 }
@@ -783,7 +791,7 @@ mod unit_tests {
 
     #[test]
     fn what_is_held_at_once_is_within_the_work() {
-        // Values that are nowhere but on the stack, each below what one may be.
+        // Values that exist on the stack alone, each below the largest size of one value.
         let many =
             format!("{{% set x = '{}' %}}{{{{ dict({}) }}}}", "x".repeat(10_000), "a=x~1, ".repeat(600));
         let few = Meter { work: Budget::new(1 << 20), ..Meter::new(0, Instant::now() + TIME) };

@@ -10,8 +10,8 @@
 //! | text as it arrives | calls of tools in it | [`CallReader::push`] |
 //! | a schema, a regex, a grammar | which ids may come next | [`Constraint::mask`] |
 //!
-//! This module gets bytes and opens no file. It knows no model, request or engine. What it is given by
-//! others (a checkpoint's files, a client's text) ends in a result or a [`TextError`], never a panic.
+//! This module gets bytes and opens no file. It knows no model, request or engine. Whatever a checkpoint's files or a
+//! client's text contain, the outcome is a result or a [`TextError`], never a panic.
 
 mod calls;
 mod chat;

@@ -1,13 +1,13 @@
 //! Stop strings in a stream of text.
 //!
-//! The stop string that is complete first ends the answer (of several complete at the same byte, the
-//! longest): the rule looks at the text alone, so the result does not depend on how it was cut into pushes.
-//! No byte of a stop string is ever given out: text that may yet become one is held back, so at most
+//! The stop string that is complete first ends the answer. Where several are complete at one byte, the longest one
+//! counts. The rule looks at the text alone, so the result does not depend on how the text was cut into pushes. No byte
+//! of a stop string is ever given out. Text that may yet become a stop string is held back, so at most
 //! `MAX_STOP_BYTES - 1` bytes wait. Matching is Knuth-Morris-Pratt, O(1) amortised per byte and stop string.
 
 use super::error::TextError;
 
-/// Most stop strings of one answer: each takes some KiB, and a little time for each byte.
+/// Most stop strings of one answer. Each takes some KiB of memory, and a little time for each byte of the answer.
 pub const MAX_STOPS: usize = 16;
 /// Longest stop string, in bytes.
 pub const MAX_STOP_BYTES: usize = 1024;
@@ -16,8 +16,8 @@ pub const MAX_STOP_BYTES: usize = 1024;
 #[derive(Clone)]
 pub struct StopMatcher {
     patterns: Vec<Pattern>,
-    /// Text that is a proper prefix of some stop string.
-    held: String,
+    /// Text held back: a proper prefix of some stop string.
+    pending: String,
     stopped: bool,
     found: Option<usize>,
 }
@@ -31,7 +31,7 @@ struct Pattern {
     matched: usize,
 }
 
-/// What one push lets out.
+/// The outcome of one push.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Stopped {
     /// Text that belongs to the answer; may be empty.
@@ -41,8 +41,8 @@ pub struct Stopped {
 }
 
 impl StopMatcher {
-    /// No stop string at all is fine (text passes through); an empty one, one over [`MAX_STOP_BYTES`], or
-    /// more than [`MAX_STOPS`] are errors.
+    /// Accepts an empty list, which lets all text pass. An empty string, a string over [`MAX_STOP_BYTES`], or more than
+    /// [`MAX_STOPS`] strings are errors.
     pub fn new<S: AsRef<str>>(stops: &[S]) -> Result<Self, TextError> {
         if stops.len() > MAX_STOPS {
             let problem = format!("{} strings were given, at most {MAX_STOPS} are accepted", stops.len());
@@ -61,10 +61,10 @@ impl StopMatcher {
             }
             patterns.push(Pattern::new(stop));
         }
-        Ok(Self { patterns, held: String::new(), stopped: false, found: None })
+        Ok(Self { patterns, pending: String::new(), stopped: false, found: None })
     }
 
-    /// Takes the next piece of text. After a stop string was found, nothing more comes out.
+    /// Takes the next piece of text. After a stop string, every push returns nothing.
     pub fn push(&mut self, text: &str) -> Stopped {
         if self.stopped {
             return Stopped::default();
@@ -85,16 +85,16 @@ impl StopMatcher {
             if let Some(index) = found {
                 self.stopped = true;
                 self.found = Some(index);
-                self.held.push_str(&text[..=offset]);
-                self.held.truncate(self.held.len() - self.patterns[index].len());
-                return Stopped { text: std::mem::take(&mut self.held), stop: Some(index) };
+                self.pending.push_str(&text[..=offset]);
+                self.pending.truncate(self.pending.len() - self.patterns[index].len());
+                return Stopped { text: std::mem::take(&mut self.pending), stop: Some(index) };
             }
         }
         // A prefix of a stop string begins at a character, so the cut below is between characters.
-        self.held.push_str(text);
+        self.pending.push_str(text);
         let waiting = self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0);
-        let rest = self.held.split_off(self.held.len() - waiting);
-        Stopped { text: std::mem::replace(&mut self.held, rest), stop: None }
+        let rest = self.pending.split_off(self.pending.len() - waiting);
+        Stopped { text: std::mem::replace(&mut self.pending, rest), stop: None }
     }
 
     /// Index of the stop string that ended the text, if one did.
@@ -102,10 +102,10 @@ impl StopMatcher {
         self.found
     }
 
-    /// The text held back when the answer ends by itself: it did not become a stop string.
+    /// Ends the answer and returns the text held back, which did not become a stop string.
     pub fn finish(&mut self) -> String {
         self.stopped = true;
-        std::mem::take(&mut self.held)
+        std::mem::take(&mut self.pending)
     }
 }
 
@@ -130,7 +130,7 @@ impl Pattern {
         self.stop.len()
     }
 
-    /// True when `byte` completes the stop string; the caller then stops for good.
+    /// Takes one byte. True when it completes the stop string; the caller then stops for good.
     fn step(&mut self, byte: u8) -> bool {
         let bytes = self.stop.as_bytes();
         while self.matched > 0 && bytes[self.matched] != byte {

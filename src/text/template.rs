@@ -1,13 +1,13 @@
 //! Chat templates: a checkpoint's own Jinja, or the built-in one for Gemma.
 //!
-//! The environment is the one transformers renders in: `trim_blocks` and `lstrip_blocks`, Python's string
-//! methods, `raise_exception`, `strftime_now` (in UTC), `break` and `continue`, the special tokens as
-//! variables, `tools` and `documents` as none.
+//! The environment is the one that transformers renders in: `trim_blocks` and `lstrip_blocks`, Python's string methods,
+//! `raise_exception`, `strftime_now` (in UTC), `break` and `continue`, the special tokens as variables, and `tools` and
+//! `documents` as none.
 //!
-//! A template comes with a checkpoint, from strangers. Its source and its output are bounded, and so is what it does
-//! (`jinja.rs`); a panic of the engine is an error. What makes one instruction as costly as a number says is refused:
-//! the operator `*` (`[0] * 10**12`), and the filters `batch`, `format`, `indent` and `slice`, which take whatever
-//! memory they are asked for.
+//! A template comes with a checkpoint, from strangers. Its source, its output and its work are bounded (`jinja.rs`); a
+//! panic of the engine is an error. Operations whose cost is set by a number are refused: the operator `*`, as in
+//! `[0] * 10**12`, and the filters `batch`, `format`, `indent` and `slice`, which take whatever memory they are asked
+//! for.
 
 use std::any::Any;
 use std::io;
@@ -26,13 +26,13 @@ use super::panics::panic_text;
 
 const GEMMA: &str = include_str!("gemma.jinja");
 
-/// Longest template source, in bytes; the longest in use have some 20 KiB.
+/// Longest template source, in bytes. The longest templates in use have some 20 KiB.
 const MAX_TEMPLATE_BYTES: usize = 256 << 10;
 
-/// Characters of what a template says when it refuses a conversation.
+/// Longest message of a template that refuses a conversation, in characters.
 const MAX_RAISED_CHARS: usize = 1000;
 
-/// What every template is given.
+/// The filters, tests and functions that every template can use.
 static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
     let mut environment = jinja::environment();
     jinja::add_function(&mut environment, "raise_exception", Value::from_function(raise_exception));
@@ -40,12 +40,12 @@ static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
     environment
 });
 
-/// The files of a checkpoint that say how a conversation is written; each may be missing.
+/// The files of a checkpoint that define its chat format; each may be missing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ChatFiles<'a> {
     /// `tokenizer_config.json`: `chat_template`, `bos_token`, `eos_token`.
     pub tokenizer_config: Option<&'a [u8]>,
-    /// `chat_template.jinja`, which goes before the one in `tokenizer_config.json`.
+    /// `chat_template.jinja`, which takes precedence over the template in `tokenizer_config.json`.
     pub chat_template_jinja: Option<&'a [u8]>,
 }
 
@@ -64,10 +64,10 @@ struct SpecialTokens {
 }
 
 impl ChatTemplate {
-    /// The checkpoint's template, or the built-in one if it has none. A template that does not compile is an
-    /// error: another one would give the model prompts it was not trained on.
+    /// The checkpoint's template, or the built-in one if the checkpoint has none. A template that does not compile is
+    /// an error: another template would give the model prompts it was not trained on.
     ///
-    /// A `bos_token` or `eos_token` that `tokenizer_config.json` does not mention is Gemma's.
+    /// A `bos_token` or `eos_token` that `tokenizer_config.json` does not mention gets Gemma's value.
     pub fn from_checkpoint(files: ChatFiles<'_>) -> Result<Self, TextError> {
         const CONFIG: &str = "tokenizer_config.json";
         let config = match files.tokenizer_config {
@@ -103,10 +103,10 @@ impl ChatTemplate {
         &self.origin
     }
 
-    /// The prompt of a conversation. It already holds `<bos>`: encode it without adding special tokens.
+    /// The prompt of a conversation. It already holds `<bos>`, so encode it without adding special tokens.
     ///
-    /// Messages go to the template as they are: [`super::normalize`] them first, or Gemma's template refuses
-    /// whatever does not alternate. `add_generation_prompt` opens the model's turn at the end.
+    /// Messages go to the template as they are. Call [`super::normalize`] first: Gemma's template refuses a
+    /// conversation whose roles do not alternate. `add_generation_prompt` opens the model's turn at the end.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TextError> {
         if messages.is_empty() {
             return Err(TextError::NoMessages);
@@ -123,10 +123,10 @@ impl ChatTemplate {
             eos_token => special(&self.special_tokens.eos),
             ..context
         };
-        let held = messages.iter().map(Message::bytes).sum();
+        let conversation_bytes = messages.iter().map(Message::bytes).sum();
         let mut out = BoundedText::default();
-        // The engine can be made to panic (`loop.cycle()` divides by the number of its arguments).
-        let render = || self.program.render(&ENVIRONMENT, context, held, &mut out);
+        // The engine may panic: `loop.cycle()` divides by the number of its arguments.
+        let render = || self.program.render(&ENVIRONMENT, context, conversation_bytes, &mut out);
         let rendered = catch_unwind(AssertUnwindSafe(render))
             .map_err(|panic| template_error(&self.origin, describe_panic(&*panic)))?;
         match rendered {
@@ -139,9 +139,10 @@ impl ChatTemplate {
         }
     }
 
-    /// The prompt of a conversation whose last turn is to go on: it ends where that turn's text ends.
+    /// The prompt of a conversation whose last turn the model continues. The prompt ends where that turn's text ends.
     pub fn render_continued(&self, messages: &[Message]) -> Result<String, TextError> {
-        // Stands for the text, which the template might have changed, or have put elsewhere too.
+        // Stands in for the last turn's text while the template renders, since the template may change a text or repeat
+        // it.
         const MARK: &str = "\u{2}the text to continue\u{3}";
         let Some((last, before)) = messages.split_last() else { return Err(TextError::NoMessages) };
         let marked = [before, &[Message::new(&last.role, MARK)]].concat();
@@ -174,7 +175,7 @@ const BUILT_IN: &str = "built-in Gemma template";
 #[derive(Deserialize, Default)]
 struct TokenizerConfig {
     chat_template: Option<serde_json::Value>,
-    // The outer Option: is the key there? The inner one: is it null?
+    // The outer `Option` says whether the key is there, the inner one whether it is null.
     #[serde(default, deserialize_with = "present")]
     bos_token: Option<serde_json::Value>,
     #[serde(default, deserialize_with = "present")]
@@ -206,7 +207,7 @@ fn special_token(
     }
 }
 
-/// `chat_template` is a source, or a list of `{"name", "template"}` of which "default" (or the only one) counts.
+/// `chat_template` is a source, or a list of `{"name", "template"}`. The list's "default" counts, or its only template.
 fn default_template(field: &serde_json::Value) -> Result<&str, String> {
     if let Some(source) = field.as_str() {
         return Ok(source);
@@ -231,7 +232,7 @@ fn default_template(field: &serde_json::Value) -> Result<&str, String> {
     }
 }
 
-/// The rendered text, up to [`MAX_TEXT_BYTES`].
+/// The rendered text, up to [`MAX_TEXT_BYTES`]. `overflow` is the length of the write that exceeded the limit.
 #[derive(Default)]
 struct BoundedText {
     text: Vec<u8>,
@@ -253,7 +254,7 @@ impl io::Write for BoundedText {
     }
 }
 
-/// Marks an error as the template's own words.
+/// The source of an error that the template raised itself; the message is the template's own.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
@@ -278,7 +279,7 @@ fn template_error(origin: &str, problem: impl ToString) -> TextError {
     TextError::Template { origin: origin.to_owned(), problem: problem.to_string() }
 }
 
-/// One line: what failed first, and where in the template.
+/// One line for an error: its innermost cause, and the template's line where it is known.
 fn describe(error: &Error) -> String {
     let mut error = error;
     while let Some(cause) = std::error::Error::source(error).and_then(|cause| cause.downcast_ref()) {
@@ -389,7 +390,7 @@ mod tests {
 
     #[test]
     fn dates_are_those_of_the_calendar() {
-        // `date -u -d @N +...` of GNU coreutils.
+        // The expected texts are those of `date -u -d @N +...` from GNU coreutils.
         let format = "%Y-%m-%d %H:%M:%S|%d %b %Y|%A, %B %-d|%a %e %I %p %y 100%%";
         for (seconds, expected) in [
             (0, "1970-01-01 00:00:00|01 Jan 1970|Thursday, January 1|Thu  1 12 AM 70 100%"),

@@ -1,11 +1,11 @@
 //! A checkpoint's tokenizer.json: text to ids and back.
 //!
-//! Encoding is the `tokenizers` crate's. Decoding is a table of what each id stands for, so that one id at a
-//! time can be decoded exactly; therefore only the pipeline of Gemma's family is accepted (BPE, and a decoder
-//! made of `Replace`, `ByteFallback` and `Fuse`), and everything else is refused while loading.
+//! Encoding is the `tokenizers` crate's. Decoding uses a table of what each id stands for, which decodes one id at a
+//! time exactly. So only the pipeline of Gemma's family is accepted: BPE, and a decoder made of `Replace`,
+//! `ByteFallback` and `Fuse`. Everything else is refused while loading.
 //!
-//! A file's `truncation` and `padding` are ignored, as transformers ignores them: a prompt is never cut in
-//! silence. Settings that would lose characters or draw random numbers are refused.
+//! A file's `truncation` and `padding` are ignored, as transformers ignores them: a prompt is never cut without notice.
+//! Settings that would lose characters or draw random numbers are refused.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::error::{MAX_TEXT_BYTES, TextError};
 
-/// Largest vocabulary accepted; Gemma's is a quarter of it. Bounds the decoding table.
+/// Largest vocabulary accepted, which bounds the decoding table. Gemma's is a quarter of it.
 const MAX_VOCAB: usize = 1 << 20;
 
 /// A tokenizer. Cloning shares it.
@@ -27,9 +27,9 @@ pub struct Tokenizer {
 struct Inner {
     file: String,
     encoder: tokenizers::Tokenizer,
-    /// By id; ids that no token has are `Absent`.
+    /// Indexed by id. An id without a token is `Absent`.
     entries: Vec<Entry>,
-    /// What `Entry::Text` points into.
+    /// The decoded texts of all tokens. `Entry::Text` is a range of it.
     text: String,
     /// Largest id that is not a special added token.
     largest_regular: u32,
@@ -81,11 +81,11 @@ impl Tokenizer {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// The ids of `text`. Control tokens in it (`<start_of_turn>`) become their own ids.
+    /// The ids of `text`. Control tokens in the text (`<start_of_turn>`) become their own ids.
     ///
-    /// `add_special_tokens` lets the file's post-processor add what it adds (Gemma's: `<bos>` in front): right
-    /// for plain text, wrong for a rendered chat template, which already holds it.
-    /// A text over [`MAX_TEXT_BYTES`] is [`TextError::TooLong`].
+    /// With `add_special_tokens` the file's post-processor adds its tokens (Gemma's adds `<bos>` in front). That is
+    /// right for plain text, and wrong for a rendered chat template, which already holds `<bos>`. A text over
+    /// [`MAX_TEXT_BYTES`] is [`TextError::TooLong`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
         if text.len() > MAX_TEXT_BYTES {
             return Err(TextError::TooLong { bytes: text.len(), limit: MAX_TEXT_BYTES });
@@ -96,7 +96,7 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Largest id + 1. Some ids below it may stand for nothing ([`Self::contains`]).
+    /// Largest id + 1. Some smaller ids may have no token ([`Self::contains`]).
     pub fn vocab_size(&self) -> usize {
         self.inner.entries.len()
     }
@@ -116,7 +116,7 @@ impl Tokenizer {
         self.inner.encoder.id_to_token(id)
     }
 
-    /// The bytes that `id` adds to decoded text: one byte of a character for a byte token.
+    /// The bytes that `id` adds to decoded text. A byte token adds one byte of a character.
     pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
         self.piece(id).map(|piece| match piece {
             Piece::Byte(byte) => vec![byte],
@@ -131,9 +131,9 @@ impl Tokenizer {
 
     /// Whether a model with `rows` embedding rows can take this tokenizer.
     ///
-    /// Every regular token needs a row. A special one may lie beyond: Gemma-3 1B has 262144 rows and ships the
-    /// tokenizer of the multimodal models, whose image token is 262144. [`Self::check_ids`] then refuses the
-    /// texts that hold it. More rows than tokens are padding, as in the multimodal models' 262208 rows.
+    /// Every regular token needs a row. A special token may lie beyond the rows: Gemma-3 1B has 262144 rows and ships
+    /// the tokenizer of the multimodal models, whose image token is 262144. [`Self::check_ids`] then refuses the texts
+    /// that hold that token. Rows without a token are padding, as in the multimodal models' 262208 rows.
     pub fn fits(&self, rows: usize) -> Result<(), TextError> {
         let largest = self.inner.largest_regular;
         if (largest as usize) < rows {
@@ -143,15 +143,15 @@ impl Tokenizer {
         Err(TextError::DoesNotFit { file: self.inner.file.clone(), token, largest, rows })
     }
 
-    /// The first id that is another token in `other`, with what it is here and there; beyond the ids of either, nothing is
-    /// compared.
+    /// The first id whose token differs from the one in `other`, with both tokens. Only ids that both vocabularies
+    /// cover are compared.
     pub fn first_difference(&self, other: &Tokenizer) -> Option<(u32, [Option<String>; 2])> {
         let ids = 0..self.vocab_size().min(other.vocab_size()) as u32;
         let mut each = ids.map(|id| (id, [self.token(id), other.token(id)]));
         each.find(|(_, [here, there])| here != there)
     }
 
-    /// Whether every id has a row in a model with `rows` embedding rows; names the first that has none.
+    /// Refuses ids without a row in a model with `rows` embedding rows; the error names the first such id.
     pub fn check_ids(&self, ids: &[u32], rows: usize) -> Result<(), TextError> {
         match ids.iter().find(|&&id| id as usize >= rows) {
             None => Ok(()),
@@ -170,7 +170,7 @@ impl Tokenizer {
     }
 }
 
-/// The fields of a tokenizer.json that decide whether it can be used. The vocabulary is left to the crate.
+/// The fields of a tokenizer.json that decide whether it can be used. The crate reads the vocabulary.
 #[derive(Deserialize)]
 struct Header {
     #[serde(default)]
@@ -221,7 +221,7 @@ impl ModelHeader {
 
 impl Header {
     fn check_against(&self, encoder: &tokenizers::Tokenizer) -> Result<(), String> {
-        // The crate gives an added token the id of its place in the list, whatever the file says.
+        // The crate numbers added tokens by their place in the list, whatever ids the file gives them.
         for AddedToken { id, content } in &self.added_tokens {
             match encoder.token_to_id(content) {
                 Some(actual) if actual == *id => {}
@@ -239,7 +239,7 @@ impl Header {
         {
             return Err(format!("model.unk_token is {token:?}, which is not in the vocabulary"));
         }
-        // Without either, characters outside the vocabulary would vanish from the prompt.
+        // A model with neither `unk_token` nor `byte_fallback` would drop characters that the vocabulary lacks.
         let byte_fallback = self.model.byte_fallback == Some(true);
         let missing = (0..=255u8).find(|byte| !in_model(encoder, &format!("<{byte:#04X}>")));
         if unknown.is_none() && !(byte_fallback && missing.is_none()) {
@@ -261,7 +261,7 @@ fn in_model(encoder: &tokenizers::Tokenizer, token: &str) -> bool {
     tokenizers::Model::token_to_id(encoder.get_model(), token).is_some()
 }
 
-/// The `Replace` steps of a decoder that is `[Replace..., ByteFallback, Fuse]`, as (pattern, content).
+/// The `Replace` steps of a decoder of the form `[Replace..., ByteFallback, Fuse]`, as (pattern, content).
 fn decoder_replacements(decoder: &Value) -> Result<Vec<(String, String)>, String> {
     const EXPECTED: &str = "expected a Sequence of Replace (with a String pattern), ByteFallback, Fuse";
     let steps = match (decoder["type"].as_str(), decoder["decoders"].as_array()) {
@@ -290,7 +290,7 @@ fn decoder_replacements(decoder: &Value) -> Result<Vec<(String, String)>, String
         .collect()
 }
 
-/// What each id decodes to: the crate's decoder steps, applied to one token at a time.
+/// The decoding table: for each id, the result of the crate's decoder steps on that one token.
 fn decoding_table(
     encoder: &tokenizers::Tokenizer,
     replacements: &[(String, String)],
@@ -324,7 +324,7 @@ fn decoding_table(
     Ok((entries, text))
 }
 
-/// The byte of a token `<0xNN>`, by the crate's own test.
+/// The byte of a token `<0xNN>`, by the same test as the crate's.
 fn byte_token(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }

@@ -1,4 +1,4 @@
-"""tools/devices.py: what apt is told, when a folder is made, and how a device is chosen. Nothing here needs a network."""
+"""tools/devices.py: apt's sources and settings, when a folder is made, and how a device is chosen. Needs no network."""
 
 import subprocess
 import sys

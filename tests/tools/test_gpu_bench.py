@@ -1,4 +1,4 @@
-"""The script that a volunteer runs: with binaries that say what they were asked, and fail on command."""
+"""The script that a volunteer runs, with fake binaries that log their arguments, and fail on command."""
 
 import gzip
 import io
@@ -71,7 +71,7 @@ class GpuBench(unittest.TestCase):
         asked = self.log.read_text().splitlines()
         self.assertEqual([line.split()[0] for line in asked], ["devices", "bench", "synth", "bench", "synth", "bench"])
         self.assertFalse(any((self.folder / "work" / model).exists() for model in ("4b", "27b")), "the models are removed")
-        # The user's own settings are not measured with.
+        # The user's own settings must not affect the measurement.
         self.assertNotIn("UNICORN_MODEL_PATH", (self.folder / "log.env").read_text())
 
     def test_small_sizes_and_a_device_can_be_asked_for(self):

@@ -1,4 +1,5 @@
-"""`make install`: what lies where, what stays as it is, and that systemd takes the unit and finds it closed enough."""
+"""`make install`: where files go, which files stay unchanged, and that systemd accepts the unit and rates it as
+closed."""
 
 import os
 import re
@@ -9,7 +10,7 @@ import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of 100: systemd calls up to 20 safe, up to 50 fine.
+# systemd's exposure level, out of 100: it calls levels up to 20 safe, and levels up to 50 OK.
 MOST_EXPOSED = 30
 
 
@@ -26,7 +27,7 @@ class Install(unittest.TestCase):
         self.binary = self.folder / "built"
         self.binary.write_text("#!/bin/sh\n")
         self.binary.chmod(0o755)
-        # Not the machine's own: systemd-analyze looks whether the binary is there.
+        # A prefix outside the machine's own, because systemd-analyze checks that the binary exists.
         self.prefix = self.folder / "usr"
 
     def install(self, **variables):
@@ -87,7 +88,7 @@ class Install(unittest.TestCase):
         judged = run("systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSED}", "--no-pager", str(open_unit))
         self.assertNotEqual(judged[0], 0, "the threshold refuses nothing")
 
-        # It looks for the binary where the unit says.
+        # systemd-analyze looks for the binary at the unit's path.
         target = self.prefix / "bin/unicorn"
         target.parent.mkdir(parents=True)
         target.write_text("#!/bin/sh\n")

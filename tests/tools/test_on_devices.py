@@ -1,4 +1,4 @@
-"""tools/on_devices.py: what counts as a run of the suite on a device, and the table. Nothing here runs the suite."""
+"""tools/on_devices.py: what counts as a run of the suite on a device, and the table. No test here runs the suite."""
 
 import sys
 import tempfile

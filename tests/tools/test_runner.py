@@ -1,4 +1,4 @@
-"""tools/test.py: what it counts. Each way in which a run can go wrong must end as a failure."""
+"""tools/test.py: how it counts. Each way in which a run can go wrong must end as a failure."""
 
 import sys
 import unittest

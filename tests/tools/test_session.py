@@ -1,4 +1,4 @@
-"""tests/clients/session.py: a client's session that does not come to its end is a failure, whatever it printed before."""
+"""tests/clients/session.py: a client's session that does not reach its end is a failure, whatever it printed before."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ class Relay(unittest.TestCase):
 
     def test_what_it_counted_is_added(self):
         passed, failed, said = self.counts("print('ok a\\nFAILED b: why\\nx: 1 passed, 1 failed, 0 skipped'); exit(1)")
-        self.assertEqual((passed, failed), (2, 1), said)  # with its own end
+        self.assertEqual((passed, failed), (2, 1), said)  # including the session's own end
         self.assertTrue(said.endswith("\nclients: 2 passed, 1 failed, 0 skipped\n"), said)
 
     def test_silence_a_wrong_count_and_a_wrong_status_are_failures(self):

@@ -1,4 +1,4 @@
-"""tools/setup.py: what it decides, from real sources files and versions. Nothing here touches the system."""
+"""tools/setup.py: its decisions, from real sources files and versions. No test here changes the system."""
 
 import sys
 import unittest

@@ -3,9 +3,9 @@
 
     python3 check_disjoint.py [--seconds 30] [--seed 1]
 
-Generates training dialogues as train.py does (all row lengths, all skills) and fails if a user turn of theirs equals a user
-turn of any question, up to case, punctuation and spacing, or if a sum of the questions is asked in them. Also fails if the
-hold-out rule would let a question into training, which covers every dialogue that was not sampled.
+Generates training dialogues as train.py does, with all row lengths and all skills. Fails if a user turn in them equals
+a user turn of any question, up to case, punctuation and spacing, or if they ask a sum of the questions. Also fails if
+the hold-out rule would let a question into training, which covers every dialogue that was not sampled.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from corpus import dialogue
 from corpus.holdout import is_held_out, is_held_out_sum, normalise
 
 ROOT = Path(__file__).resolve().parents[2]
-# Fewer would prove little; a slow machine takes a few seconds for them.
+# A smaller sample would prove little; a slow machine takes a few seconds for this one.
 FEWEST_DIALOGUES = 500
 LENGTHS = [256, 512, 1024, 2048, 4096]
 SUM = re.compile(r"(\d+) ([-+*]) (\d+) = \d+\.", re.I)
@@ -39,7 +39,7 @@ def main():
         turns = [m["content"] for m in item["messages"] if m["role"] == "user"]
         for turn in turns:
             prompts[normalise(turn)] = item["id"]
-        # With its system text too, for a row in which that stands before the first turn.
+        # The prompt is also compared with its system text, for rows in which that stands before the first turn.
         prompts[normalise("\n\n".join(m["content"] for m in item["messages"][:2]))] = item["id"]
         if "sum" in item:
             sums[tuple(item["sum"])] = item["id"]
@@ -48,7 +48,8 @@ def main():
         for message in item["messages"] + [{"role": "assistant", "content": item.get("expected", "")}]:
             if message["role"] == "assistant" and (asked := SUM.fullmatch(message["content"])):
                 sums[(int(asked[1]), asked[2], int(asked[3]))] = item["id"]
-        # A prompt with a list of tools or a chat in it is held out by the question inside; the sample below compares it whole.
+        # A prompt that contains a list of tools or a chat is held out by its question; the sample below compares the
+        # whole prompt.
         if len(turns) == 1 and "sum" not in item and item["category"] not in ("titles", "tools", "tools_not_needed"):
             if not is_held_out(turns[0]):
                 problems.append(f"{item['id']}: its prompt is not held out: {turns[0]!r}")

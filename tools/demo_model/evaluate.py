@@ -2,8 +2,8 @@
 
     python evaluate.py --model ../../models/demo --work work
 
-Writes accuracy.json beside the model and the answers (token ids, margins) to work/answers.json for make_goldens.py.
-transformers' own Gemma-3 computes, so that the exported folder is what is judged.
+Writes accuracy.json next to the model, and the answers (token ids, margins) to work/answers.json for make_goldens.py.
+transformers' own Gemma-3 computes the answers, so that the exported folder is what is judged.
 """
 
 import argparse
@@ -27,7 +27,8 @@ def load(folder):
 
 
 def render(messages):
-    """Gemma's chat template with the prompt for an answer; written anew, so that it checks the generator's."""
+    """Gemma's chat template with the prompt for an answer; an independent version, so that it checks the
+    generator's."""
     system = messages[0]["content"] + "\n\n" if messages[0]["role"] == "system" else ""
     text = "<bos>"
     for number, message in enumerate(m for m in messages if m["role"] != "system"):

@@ -45,7 +45,7 @@ def write_json(path, value):
 
 
 def check(folder, model):
-    """Our model, rounded to bf16 as it was written, against transformers' on a few hundred positions."""
+    """Compares our model, rounded to bf16 as exported, with transformers' on a few hundred positions."""
     from transformers import AutoTokenizer, Gemma3ForCausalLM
 
     oracle = Gemma3ForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, attn_implementation="eager").eval()
@@ -74,7 +74,7 @@ def main():
     model.load_state_dict(saved["average" if args.averaged else "model"])
     tensors = {"model." + name: tensor.bfloat16().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for the owner alone
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes the file readable for its owner only
     write_json(folder / "config.json", hf_config(model.config))
     write_json(folder / "generation_config.json", GENERATION)
     write_json(folder / "tokenizer_config.json", TOKENIZER)

@@ -1,4 +1,4 @@
-"""Writes what PyTorch answers to the question set, for the engine's tests to reproduce. Run evaluate.py first.
+"""Writes PyTorch's answers to the question set, for the engine's tests to reproduce. Run evaluate.py first.
 
     python make_goldens.py --model ../../models/demo --work work --output ../../tests/data/demo
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from evaluate import load
 
-# Prompts whose logits are kept: name -> about how many tokens it has. The last 16 positions of each.
+# Prompts whose logits are kept, for the last 16 positions of each: name -> approximate number of tokens.
 LOGIT_PROMPTS = {"short": 16, "medium": 100, "long": 300, "thousand": 1100, "four_thousand": 4000}
 POSITIONS = 16
 

@@ -26,17 +26,18 @@ from corpus.skills import QUESTIONS, Turn
 
 SEED = 20
 PER_CATEGORY = 30
-# Distance in tokens from the last mention of what was told to the question: (lowest, highest, how many). The window is 64.
+# Distance in tokens from the last mention of the told fact to the question: (lowest, highest, how many). The window is
+# 64.
 RECALL = [(10, 50, 24), (80, 300, 16), (300, 700, 10), (700, 1500, 8), (1500, 2500, 4), (2500, 3900, 4), (3900, 4096, 2)]
 TITLES = [(1000, 1300, 16), (1300, 2000, 6), (2000, 3000, 4), (3000, 4000, 4)]
 
 
 def judge(turn):
-    """The rule for a turn's answer: exact wherever only one answer is right."""
+    """The rule for judging a turn's answer: exact wherever only one answer is right."""
     if turn.model in skills.REFUSALS:
         return {"any_of": ["tiny demo model"]}
     if turn.skill == "story":
-        # Asked for without a name, the name is the model's choice.
+        # If the user gave no name, the name is the model's choice.
         name = re.search(r"\b[A-Z][a-z]+\b(?= the | lived| was a| found| took|\.)", turn.model)
         asked = name and name.group() in turn.user
         return {"all_of": ([name.group()] if asked else []) + ["The end."]}
@@ -75,7 +76,7 @@ class Questions:
         return True
 
     def mark_quick(self):
-        """A tenth of the set's tokens for tests that run at every change: up to 8 short prompts of every category."""
+        """A tenth of the set's tokens, for tests that run at every change: up to 8 short prompts of every category."""
         for category in {item["category"] for item in self.items}:
             items = [item for item in self.items if item["category"] == category]
             short = sorted(items, key=lambda item: item["prompt_tokens"])
@@ -85,7 +86,7 @@ class Questions:
 
     def fill(self, category, make, count=PER_CATEGORY):
         while sum(item["category"] == category for item in self.items) < count:
-            made = make()  # (turns, what else the question says), or None
+            made = make()  # (turns, further fields of the question), or None
             if made:
                 self.add(category, made[0], **made[1])
 
@@ -121,7 +122,8 @@ def recall(questions, rng):
 
 
 def recall_at(questions, rng, category, distance):
-    """Tells, talks about other things until the question stands `distance` tokens after the last mention, and asks."""
+    """Tells a fact, talks about other things until the question is `distance` tokens behind the last mention, and
+    asks."""
     key, value = memory.memory_key(rng)
     told, asked = memory.tell(rng, key, value, QUESTIONS), memory.ask(rng, key, value, QUESTIONS)
     before = [plain_turn(rng) for _ in range(rng.randint(0, 2))]
@@ -131,7 +133,7 @@ def recall_at(questions, rng, category, distance):
     between, other_keys, misses = [], {key}, 0
     while now < distance - 12 and misses < 40:
         turn = plain_turn(rng)
-        if rng.random() < 0.12:  # other things told, so that "the number" alone is not enough
+        if rng.random() < 0.12:  # a second fact, so that "the number" alone is ambiguous
             other, other_value = memory.memory_key(rng)
             if other not in other_keys and value not in (other_value, other):
                 other_keys.add(other)
@@ -180,7 +182,7 @@ def titles(questions, rng):
 def systems(questions, rng):
     def make():
         kind, system, answer = tasks.system_style(rng)
-        # Where only the result may be said there is no room to work it out: sums are asked in the other styles.
+        # A style that allows only the result leaves no room to work it out, so sums are asked in the other styles.
         turn = rng.choice(dialogue.SHORT_SKILLS[:3] * 2 + dialogue.SHORT_SKILLS)(rng, QUESTIONS)
         styled = tasks.styled(turn, answer)
         if styled is None or kind in ("one_word", "json") and turn.skill == "arithmetic":
@@ -194,7 +196,7 @@ def systems(questions, rng):
 
 def strangers(questions):
     for item in json.loads(STRANGERS.read_text()):
-        # What the model itself said to the turns before the last is not known here: a plain confirmation stands in.
+        # The model's answers to the earlier turns are unknown here, so a plain confirmation stands in.
         turns = [Turn(user, "Okay, I will remember that.", "stranger") for user in item["turns"]]
         turns[-1].model = item["any_of"][0]
         questions.add("stranger", turns, accept={"any_of": item["any_of"]})

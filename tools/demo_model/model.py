@@ -79,8 +79,9 @@ class Attention(nn.Module):
 
 
 def window_attention(q, k, v, window, scale):
-    """Each query sees itself and the window - 1 keys before it. Done in blocks of `window` queries against their own
-    and the previous block of keys: 2 * window scores per query instead of `length`. `length` must be a multiple of it."""
+    """Each query sees itself and the window - 1 keys before it. Blocks of `window` queries are computed against their
+    own and the previous block of keys: 2 * window scores per query instead of `length`. `length` must be a multiple of
+    `window`."""
     batch, heads, length, dim = q.shape
     blocks = length // window
     q, k, v = (t.reshape(batch, heads, blocks, window, dim) for t in (q, k, v))

@@ -1,4 +1,4 @@
-"""Trains the demo model on dialogues generated on the fly. Resumable: run it again and it goes on where it stopped.
+"""Trains the demo model on dialogues generated on the fly. Run it again to resume an interrupted training.
 
     python train.py --work work --minutes 75            # about 25 million tokens on two cores
     python train.py --work work --minutes 15 --continue-decay --emphasis memory=2,off_topic=2
@@ -23,24 +23,24 @@ from tokenizers import Tokenizer
 from corpus import dialogue
 from model import Config, Gemma3
 
-# (share of the time, row lengths in turn). Short rows first: they teach the skills at the most rows per second; long
-# rows teach recall from afar, and come last.
+# (share of the time, row lengths in turn). Short rows come first, since they teach the skills at the most rows per
+# second. Long rows teach recall over long distances, and come last.
 CURRICULUM = [(0.28, [256]), (0.20, [512, 256]), (0.20, [1024, 256]), (0.20, [2048, 512]), (0.12, [4096, 1024, 2048, 8192, 512])]
 POLISH = [(0.6, [512, 1024, 4096, 512, 2048, 1024, 512, 4096]),
           (0.4, [512, 4096, 1024, 2048, 512, 4096, 8192, 1024])]
 TOKENS_PER_STEP = 4096
 WARM_UP_STEPS = 30
 DECAY_SHARE = 0.45
-LONGEST_STEP = 30.0  # seconds; what is longer was suspended, and must not eat the schedule
-AVERAGE = 0.998  # the averaged weights move this slowly: over some 500 steps
-ADAM_RATE = 3e-3  # embeddings and norms
-MUON_RATE = 0.02  # matrices
-# An answer in JSON (a tool call, a title) is a few tokens after hundreds that teach nothing: each counts this often.
+LONGEST_STEP = 30.0  # seconds; a longer step was suspended, and its time must not count
+AVERAGE = 0.998  # averages the weights over some 500 steps
+ADAM_RATE = 3e-3  # for embeddings and norms
+MUON_RATE = 0.02  # for matrices
+# Weight of tokens in a JSON answer (a tool call, a title), which is a few tokens after hundreds that teach nothing.
 JSON_WEIGHT = 3.0
 
 
 class Rows:
-    """Generates, renders and tokenizes rows in a thread of its own, ahead of the optimiser."""
+    """A thread that generates, renders and tokenizes rows ahead of the optimiser."""
 
     def __init__(self, tokenizer, seed, emphasis, lengths_now):
         self.tokenizer, self.emphasis, self.lengths_now = tokenizer, emphasis, lengths_now
@@ -64,7 +64,7 @@ class Rows:
         ids = np.zeros((rows, length + 1), np.int64)
         weight = np.zeros((rows, length + 1), np.float32)
         for row in range(rows):
-            # A quarter more than fits, because the generator's estimate is low; the overhang is cut.
+            # The generator's estimate is low, so this asks for a quarter more than fits, and cuts the rest.
             system, turns = dialogue.dialogue(self.rng, int(length * 1.25), self.emphasis)
             tokens = np.array(self.tokenizer.encode(dialogue.render(system, turns), add_special_tokens=False).ids[: length + 1])
             ids[row, : len(tokens)] = tokens
@@ -72,7 +72,7 @@ class Rows:
         return length, torch.from_numpy(ids), torch.from_numpy(weight)
 
     def answers(self, tokens):
-        """The weight of each token: 0 unless it is the model's to say, in its turns up to their <end_of_turn>."""
+        """The weight of each token: 0 outside the model's turns, which end with <end_of_turn>."""
         weight = np.zeros(len(tokens), np.float32)
         ends = np.flatnonzero(tokens == self.end)
         for start in np.flatnonzero(tokens == self.start):
@@ -106,7 +106,7 @@ class Muon:
         a, b, c = 3.4445, -4.7750, 2.0315
         tall = g.size(-2) > g.size(-1)
         x = g.mT if tall else g
-        # bf16 is exact enough for a direction, and in float32 this would be a third of the step.
+        # bf16 is exact enough for a direction; in float32 this would take a third of the step.
         x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
         for _ in range(5):
             s = x @ x.mT
@@ -165,11 +165,12 @@ def main():
     elif args.init:
         model.load_state_dict(initial_weights(args.init))
 
-    # Weights averaged over the last steps answer better than those of any one step, most of all while the rate is high.
+    # Weights averaged over the last steps answer better than those of any single step, above all while the rate is
+    # high.
     parameters = dict(model.named_parameters())
     average = {name: (average or parameters)[name].detach().clone() for name in parameters}
 
-    if args.continue_decay and state.get("polish_minutes") != args.minutes:  # a new round, not one that is resumed
+    if args.continue_decay and state.get("polish_minutes") != args.minutes:  # a new round, not a resumed one
         state.update(polish_from=state["seconds"], polish_step=state["steps"], polish_minutes=args.minutes)
     began = state["polish_from"] if args.continue_decay else 0.0
     full = args.minutes * 60 - began
@@ -208,7 +209,7 @@ def main():
         started = time.time()
         with torch.autocast(args.device, torch.bfloat16):
             hidden = model(ids[:, :-1].contiguous())
-            logits = model.logits(hidden[wanted])  # only where there is a loss: half of the rows is the user's
+            logits = model.logits(hidden[wanted])  # only where there is a loss, since half of a row is the user's
         loss = F.cross_entropy(logits.float(), ids[:, 1:][wanted], reduction="none")
         loss = (loss * weight[wanted]).sum() / weight[wanted].sum()
         loss.backward()
@@ -219,7 +220,7 @@ def main():
         muon.step(MUON_RATE * share)
         torch._foreach_lerp_(list(average.values()), [p.detach() for p in parameters.values()], 1 - AVERAGE)
         model.zero_grad()
-        if length in compiled:  # the first step of a length compiles: that is no training time
+        if length in compiled:  # the first step of a length compiles, which is no training time
             state["seconds"] += min(time.time() - started, LONGEST_STEP)
         compiled.add(length)
         state["steps"] += 1

@@ -27,9 +27,9 @@ def corpus_texts(seed):
 
 
 def learn_pieces(seed):
-    """Merges never cross a word, and digits and punctuation stay alone: sums, spelling and JSON are learnt by character.
-    The split is used here only. Gemma's tokenizer has none at inference, and needs none: a merge that was never learnt
-    across words cannot happen across words."""
+    """Merges never cross a word, and digits and punctuation stay alone, so that sums, spelling and JSON are learnt by
+    character. The split is used only here. Gemma's tokenizer has none at inference, and needs none: a merge that was
+    never learnt across words cannot happen across words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes tests/data/packed: tiny Gemma-3 checkpoints packed by the quantizers' own published code, and what they hold.
+"""Writes tests/data/packed: tiny Gemma-3 checkpoints packed by the quantizers' own published code, and their contents.
 
-    make_goldens.py --out ../../tests/data/packed        (README.md beside this file says which packages it takes)
+    make_goldens.py --out ../../tests/data/packed        (README.md in this folder lists the packages it needs)
 
-The weights are random and seeded; scales and zero points are plain min-max ones, since only reading them back is
-tested. Packing is done by AutoGPTQ, GPTQModel, AutoAWQ and compressed-tensors, never here. The dequantized weights are
-those of the same packages' unpacking, with the stored scales widened to float32 first, so that no product is rounded;
+The weights are random and seeded. Scales and zero points are plain min-max ones, since the tests only read them back.
+AutoGPTQ, GPTQModel, AutoAWQ and compressed-tensors do the packing, never this script. The same packages' unpacking
+gives the dequantized weights, with the stored scales widened to float32 first, so that no product is rounded.
 transformers computes the logits from them.
 """
 
@@ -44,7 +44,7 @@ PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self
 # ---- The packages' packing code, without the rest of them ------------------------------------------------
 
 def bare(name, path):
-    """The package `name` without its __init__, which imports what only a GPU or a data set needs."""
+    """The package `name` without its __init__, which would import modules that only a GPU or a data set needs."""
     module = types.ModuleType(name)
     module.__path__ = [str(path)]
     sys.modules[name] = module
@@ -115,7 +115,7 @@ def weights():
 
 
 def min_max(W, bits, group, symmetric, scale_dtype, lowest_zero=0):
-    """Scales `[out, groups]` in `scale_dtype` and zero points (0 to 2**bits - 1), and W moved onto their grid."""
+    """Scales `[out, groups]` in `scale_dtype`, zero points (0 to 2**bits - 1), and W moved onto their grid."""
     out, cols = W.shape
     x = W.reshape(out, cols // group, group).clone()
     if not symmetric:   # groups without negative, and without positive numbers: the two extreme zero points
@@ -187,7 +187,7 @@ def pack_compressed(code, W, scheme, group):
     args = scheme.weights
     scale, zero, grid = min_max(W, args.num_bits, group, args.symmetric, torch.bfloat16)
     state = {"weight": grid, "weight_scale": scale}
-    if not args.symmetric:   # theirs are signed: 0 stands in the middle
+    if not args.symmetric:   # the package's are signed, with 0 in the middle
         state["weight_zero_point"] = (zero - 2 ** (args.num_bits - 1)).to(torch.int8)
     packed = code.Compressor.compress(state, scheme)
     dequantized = code.Compressor.decompress(packed, scheme)["weight"].float()
@@ -262,7 +262,7 @@ def logits(weights, tokens):
 
 
 def write(out, name, quantization, dtype, pack, W):
-    """One checkpoint. Those of compressed-tensors come with the names and the extra tensors of a multimodal model."""
+    """Writes one checkpoint. compressed-tensors' have the names and the extra tensors of a multimodal model."""
     multimodal = quantization["quant_method"] == "compressed-tensors"
     prefix = "language_model." if multimodal else ""
     tensors, dequantized, worst = {}, {}, 0.0
@@ -276,7 +276,7 @@ def write(out, name, quantization, dtype, pack, W):
         tensors |= {f"{prefix}{base}.{suffix}": part.contiguous() for suffix, part in parts.items()}
         dequantized[key] = back
         worst = max(worst, float((back - grid).abs().max() / grid.abs().max()))
-    # What their code unpacks is what was packed, but for its own roundings.
+    # The packages' code unpacks what was packed, but for its own roundings.
     assert worst < 1e-6, (name, worst)
     if multimodal:
         tensors["vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"] = torch.ones(4, 4, dtype=dtype)

@@ -1,8 +1,8 @@
-//! A client of any server that speaks the OpenAI API: one question, and when each part of its answer came.
+//! A client of any server with the OpenAI API: sends one request, and notes when each part of the answer arrives.
 //!
-//! Relies on the standard's fields alone, so that every server is measured alike. A request has a connection of its own, as
-//! independent clients do, and blocks its thread; it ends in an answer or in one line that says why not, after
-//! [`Options::timeout`] at the latest. Nothing is asked twice, no redirect is followed, no proxy is used.
+//! It relies on the standard's fields alone, so that every server is measured alike. Each request has its own
+//! connection, as with independent clients, and blocks its thread. It ends in an answer or in an error of one line,
+//! after [`Options::timeout`] at the latest. No request is repeated, no redirect is followed, no proxy is used.
 
 use std::io::{BufRead, BufReader, Read};
 use std::time::{Duration, Instant};
@@ -13,15 +13,15 @@ use ureq::http::{Response, StatusCode};
 use ureq::{Agent, Body};
 
 const CONNECT: Duration = Duration::from_secs(10);
-/// Of a body that is no stream.
+/// Longest body that is no stream.
 const MAX_BODY_BYTES: u64 = 1 << 20;
-/// Of a stream, and of one event in it.
+/// Longest stream, and longest event in it.
 const MAX_STREAM_BYTES: u64 = 1 << 28;
 const MAX_EVENT_BYTES: usize = 1 << 20;
-/// Of what a server says about a failure.
+/// Longest excerpt of a server's error message.
 const MAX_SHOWN_CHARS: usize = 200;
 
-/// Why there is no whole answer.
+/// The reason why there is no complete answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AskError {
     #[error("cannot connect: {0}; is a server running there?")]
@@ -49,25 +49,25 @@ fn status_text(status: u16) -> String {
     format!("answered with {status} {reason}: ")
 }
 
-/// What is the same in every request.
+/// Options that all requests share.
 pub struct Options {
-    /// Without a slash at its end.
+    /// Base URL, without a trailing slash.
     pub url: String,
     pub api_key: Option<String>,
     pub temperature: f32,
     pub ignore_eos: bool,
-    /// For a request as a whole.
+    /// Longest time for one request.
     pub timeout: Duration,
 }
 
 pub struct Client {
     agent: Agent,
     options: Options,
-    /// Some servers refuse `stream_options`.
+    /// Whether requests ask for usage. Some servers refuse `stream_options`.
     pub include_usage: bool,
 }
 
-/// What the server counted.
+/// Token counts from the server.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
     pub prompt_tokens: u64,
@@ -75,20 +75,20 @@ pub struct Usage {
     pub cached_tokens: Option<u64>,
 }
 
-/// A whole answer.
+/// A complete answer.
 #[derive(Debug)]
 pub struct Answer {
     pub sent: Instant,
-    /// When each piece of text came.
+    /// The time at which each piece of text arrived.
     pub pieces: Vec<Instant>,
     pub text: String,
     pub ended: Instant,
-    /// None where the server told nothing.
+    /// `None` where the server sent no usage.
     pub usage: Option<Usage>,
 }
 
 impl Answer {
-    /// From the request to the first text; none where there was no text.
+    /// Time from the request to the first text; `None` without any text.
     pub fn first(&self) -> Option<Duration> {
         self.pieces.first().map(|at| *at - self.sent)
     }
@@ -97,14 +97,14 @@ impl Answer {
         self.pieces.windows(2).map(|pair| pair[1] - pair[0])
     }
 
-    /// As the server counts them, else pieces of text.
+    /// Number of tokens as the server counts them, or of pieces of text if it does not.
     pub fn tokens(&self) -> u64 {
         self.usage.map_or(self.pieces.len() as u64, |usage| usage.completion_tokens)
     }
 }
 
 impl Client {
-    /// Whether every answer is as long as it may be.
+    /// Whether every answer has the maximum length.
     pub fn ignores_eos(&self) -> bool {
         self.options.ignore_eos
     }
@@ -127,7 +127,7 @@ impl Client {
         &self.options.url
     }
 
-    /// The ids that the server lists.
+    /// The ids of the models that the server lists.
     pub fn models(&self) -> Result<Vec<String>, AskError> {
         let mut request = self.agent.get(format!("{}/models", self.options.url));
         if let Some(key) = &self.options.api_key {
@@ -146,7 +146,7 @@ impl Client {
         Ok(cards.iter().filter_map(|card| card["id"].as_str().map(str::to_owned)).collect())
     }
 
-    /// Asks, and reads the answer to its end.
+    /// Sends a request, and reads the answer to its end.
     pub fn ask(&self, model: &str, messages: &Value, max_tokens: u32) -> Result<Answer, AskError> {
         let mut body = json!({
             "model": model,
@@ -187,7 +187,7 @@ impl Client {
             let broke_off = |why: String| AskError::BrokeOff { pieces: answer.pieces.len(), why };
             let event = match events.next() {
                 Ok(Some(event)) => event,
-                // `[DONE]` is OpenAI's; a server may leave it out once it has said why the answer ended.
+                // `[DONE]` is OpenAI's. A server may leave it out once it has sent the finish reason.
                 Ok(None) if finished => break,
                 Ok(None) => return Err(broke_off(String::new())),
                 Err(EventError::TooLong) => {
@@ -220,9 +220,9 @@ impl Client {
         Ok(answer)
     }
 
-    /// What a response says that is none of success.
+    /// The error for a response whose status is no success.
     fn refusal(&self, response: &mut Response<Body>) -> AskError {
-        // Its status says enough where its body cannot be read.
+        // Where the body cannot be read, the status is the message.
         let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_vec().unwrap_or_default();
         let message = match serde_json::from_slice::<Value>(&body) {
             Ok(value) => message_of(value.get("error").unwrap_or(&value)),
@@ -231,7 +231,7 @@ impl Client {
         AskError::Status { status: response.status().as_u16(), message }
     }
 
-    /// What went wrong before there was a stream.
+    /// The error for a request that failed before the stream began.
     fn before_answer(&self, error: &ureq::Error) -> AskError {
         use std::io::ErrorKind;
         match error {
@@ -265,13 +265,13 @@ fn usage(usage: &Value) -> Option<Usage> {
     })
 }
 
-/// Of an error object, or of what stands in its place.
+/// The message of an error object, or of the value in its place.
 fn message_of(error: &Value) -> String {
     let message = error["message"].as_str().or(error.as_str()).map(str::to_owned);
     shown(message.unwrap_or_else(|| error.to_string()).as_bytes())
 }
 
-/// A server's words on one line, not all of many.
+/// The beginning of a server's message, on one line.
 fn shown(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     let line: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
@@ -288,7 +288,7 @@ enum EventError {
     TooLong,
 }
 
-/// The data of server-sent events; what else they carry is for browsers.
+/// Reads the data of server-sent events, and ignores their other fields.
 struct Events<R>(BufReader<R>);
 
 impl<R: Read> Events<R> {
@@ -296,7 +296,7 @@ impl<R: Read> Events<R> {
         Self(BufReader::new(stream))
     }
 
-    /// The next event's data; none at the end, where an event that has not ended is none.
+    /// The data of the next event. `None` at the end, where an unfinished event is dropped.
     fn next(&mut self) -> Result<Option<String>, EventError> {
         let mut data: Option<String> = None;
         let mut line = Vec::new();

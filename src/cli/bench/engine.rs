@@ -1,8 +1,8 @@
-//! `unicorn bench engine`: load time, prefill and decode speed, memory, and what the engine's own thread takes of a step,
-//! with the device, driver and commit they are of.
+//! `unicorn bench engine`: load time, prefill and decode speed, memory, and the time of the engine's own thread in a
+//! step. The report names the device, the driver and the commit.
 //!
-//! Goes through the engine, one request at a time, as a chat does, and then with `--streams` many at once. The prompts
-//! are made of ids, not text: which they are makes no difference to the time.
+//! The requests go through the engine, one at a time, as in a chat, and then with `--streams` many at once. Prompts
+//! consist of ids, not of text, since the time does not depend on the ids.
 
 use std::time::{Duration, Instant};
 
@@ -22,13 +22,41 @@ use crate::cli::terminal::{bytes, print};
 use crate::config::Config;
 use crate::engine::{Drafts, EngineHandle, Event, Guesses, Request, Stats, Timings};
 
+/// The measurements of one `unicorn bench engine`.
+struct Measured {
+    name: String,
+    quantize: &'static str,
+    device: String,
+    driver: String,
+    commit: String,
+    load_s: f64,
+    prompt_n: usize,
+    /// Prefill and decode speed, in tokens per second.
+    prefill: f64,
+    decode: f64,
+    host: HostTime,
+    /// Guessed tokens, if there is a draft model.
+    guesses: Option<Guesses>,
+    together: Vec<Together>,
+    /// Resident memory in bytes: now, and at its peak.
+    memory: (Option<u64>, Option<u64>),
+    placement: Vec<(String, u64)>,
+    /// (kernel, dispatches, GPU time).
+    kernels: Vec<(String, u64, Duration)>,
+}
+
 pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
-    // Every stream that is asked for gets its place in the KV cache, if the memory has it.
+    let (measured, _end) = measure(config, args)?;
+    print(&if args.json { measured.json(args) } else { measured.text(args) })
+}
+
+fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEngine), Error> {
+    // Every requested stream gets its place in the KV cache, if the memory suffices.
     let widest = args.streams.iter().copied().max().unwrap_or(1) as usize;
     let mut config = config.clone();
     config.engine.sequences = config.engine.sequences.max(widest);
-    // What is measured is the pass over the weights; how often a made-up prompt repeats itself says nothing. What a draft
-    // model takes and brings is measured with it.
+    // The benchmark measures the pass over the weights; how often a made-up prompt repeats itself would say nothing. A
+    // draft model is measured with its cost and its gain.
     if config.model.draft.is_none() {
         config.engine.speculation_tokens = 0;
     }
@@ -44,14 +72,14 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
 
     let profiler = model.profiler();
     let engine = load::engine(model.runner, model.draft, config, widest);
-    let _end = EndEngine(engine.clone());
+    let end = EndEngine(engine.clone());
     let mut runs = Vec::new();
     let per_run = u64::from(args.generate_tokens);
     let bar = Bar::tokens("measuring", (u64::from(args.runs) + 1) * per_run);
     let mut before = Stats::default();
     for i in 0..=u64::from(args.runs) {
         if i == 1 {
-            profiler.take(); // what the warm-up did
+            profiler.take(); // drop the times of the warm-up
             before = engine.stats();
         }
         runs.push(run(&engine, args, i as u32, &mut |n| bar.set(i * per_run + n as u64))?);
@@ -62,7 +90,7 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
     let guesses = config.model.draft.is_some().then(|| guessed_between(&before.guesses, &after.guesses));
     let kernels = profiler.take();
     runs.remove(0); // the first one warms up
-    let mut prompts = args.runs + 1; // those that were used
+    let mut prompts = args.runs + 1; // prompts used so far
     let mut together = Vec::new();
     for n in &args.streams {
         let each =
@@ -78,20 +106,40 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
     }
     let prompt_n = args.prompt_tokens as usize;
     let prefill = median(runs.iter().map(|t| rate(prompt_n, t.prefill)));
-    // The first token comes with the prompt.
+    // The prefill yields the first token.
     let decode = median(runs.iter().map(|t| rate(t.predicted_n - 1, t.decode)));
-    let (rss, peak) = resident_bytes();
-    let commit = commit();
-    let load_s = load_time.as_secs_f64();
+    let measured = Measured {
+        name,
+        quantize,
+        device: device.name,
+        driver: device.driver,
+        commit: commit(),
+        load_s: load_time.as_secs_f64(),
+        prompt_n,
+        prefill,
+        decode,
+        host,
+        guesses,
+        together,
+        memory: resident_bytes(),
+        placement,
+        kernels,
+    };
+    Ok((measured, end))
+}
 
-    if args.json {
+impl Measured {
+    fn json(&self, args: &args::BenchEngine) -> String {
+        let Self { name, quantize, device, driver, commit, load_s, prompt_n, prefill, decode, host, .. } =
+            self;
+        let (rss, peak) = self.memory;
         let placement: Vec<_> =
-            placement.iter().map(|(what, bytes)| json!({"what": what, "bytes": bytes})).collect();
+            self.placement.iter().map(|(what, bytes)| json!({"what": what, "bytes": bytes})).collect();
         let line = json!({
             "model": name,
             "quantize": quantize,
-            "device": device.name,
-            "driver": device.driver,
+            "device": device,
+            "driver": driver,
             "commit": commit,
             "load_s": load_s,
             "prompt_tokens": prompt_n,
@@ -101,71 +149,74 @@ pub fn engine(config: &Config, args: &args::BenchEngine) -> Result<(), Error> {
             "runs": args.runs,
             "host_us_per_step": host.per_step,
             "host_us_per_sequence_step": host.per_share,
-            "guesses": guesses.as_ref().map(guesses_json),
-            "streams": together.iter().map(Together::json).collect::<Vec<_>>(),
+            "guesses": self.guesses.as_ref().map(guesses_json),
+            "streams": self.together.iter().map(Together::json).collect::<Vec<_>>(),
             "rss_bytes": rss,
             "peak_rss_bytes": peak,
             "placement": placement,
-            "kernels": kernels
+            "kernels": self.kernels
                 .iter()
                 .map(|(name, n, time)| json!({"kernel": name, "dispatches": n, "gpu_s": time.as_secs_f64()}))
                 .collect::<Vec<_>>(),
         });
-        return print(&format!("{line}\n"));
+        format!("{line}\n")
     }
-    let or_unknown = |n: Option<u64>| n.map_or("unknown".into(), bytes);
-    let mut text = format!(
-        "{name}, weights {quantize}\n{}, {}, commit {commit}\n\
-         load     {load_s:.2} s\n\
-         prefill  {prefill:.1} tokens/s ({prompt_n} tokens, median of {runs})\n\
-         decode   {decode:.1} tokens/s ({generate} tokens, median of {runs})\n\
-         host     {:.1} us a step\n\
-         memory   {} resident, at most {}\n",
-        device.name,
-        device.driver,
-        host.per_step,
-        or_unknown(rss),
-        or_unknown(peak),
-        runs = args.runs,
-        generate = args.generate_tokens,
-    );
-    if let Some(Guesses { lookup, model }) = &guesses {
-        text.push_str(&format!(
-            "guesses  {} of {} by the draft model came true, {} of {} by prompt lookup\n",
-            model.accepted, model.proposed, lookup.accepted, lookup.proposed
-        ));
+
+    fn text(&self, args: &args::BenchEngine) -> String {
+        let Self { name, quantize, device, driver, commit, load_s, prompt_n, prefill, decode, .. } = self;
+        let (rss, peak) = self.memory;
+        let or_unknown = |n: Option<u64>| n.map_or("unknown".into(), bytes);
+        let mut text = format!(
+            "{name}, weights {quantize}\n{device}, {driver}, commit {commit}\n\
+             load     {load_s:.2} s\n\
+             prefill  {prefill:.1} tokens/s ({prompt_n} tokens, median of {runs})\n\
+             decode   {decode:.1} tokens/s ({generate} tokens, median of {runs})\n\
+             host     {:.1} us a step\n\
+             memory   {} resident, at most {}\n",
+            self.host.per_step,
+            or_unknown(rss),
+            or_unknown(peak),
+            runs = args.runs,
+            generate = args.generate_tokens,
+        );
+        if let Some(Guesses { lookup, model }) = &self.guesses {
+            text.push_str(&format!(
+                "guesses  {} of {} by the draft model came true, {} of {} by prompt lookup\n",
+                model.accepted, model.proposed, lookup.accepted, lookup.proposed
+            ));
+        }
+        for (what, n) in &self.placement {
+            text.push_str(&format!("         {} {what}\n", bytes(*n)));
+        }
+        if !self.together.is_empty() {
+            let runs = args.runs;
+            text.push_str(&format!(
+                "streams  decode tokens/s  of one  us of host a step  and sequence  preempted (median of {runs})\n"
+            ));
+        }
+        for t in &self.together {
+            text.push_str(&format!(
+                "{:7} {:16.1} {:7.2} {:18.1} {:13.1} {:10}\n",
+                t.streams,
+                t.tokens_per_s,
+                t.tokens_per_s / decode,
+                t.host.per_step,
+                t.host.per_share,
+                t.preemptions,
+            ));
+        }
+        if !self.kernels.is_empty() {
+            let runs = args.runs;
+            text.push_str(&format!("kernels, GPU time of {runs} runs (prefill and decode):\n"));
+        }
+        for (name, n, time) in &self.kernels {
+            text.push_str(&format!("         {:9.1} ms {n:7} x {name}\n", time.as_secs_f64() * 1e3));
+        }
+        text
     }
-    for (what, n) in placement {
-        text.push_str(&format!("         {} {what}\n", bytes(n)));
-    }
-    if !together.is_empty() {
-        let runs = args.runs;
-        text.push_str(&format!(
-            "streams  decode tokens/s  of one  us of host a step  and sequence  preempted (median of {runs})\n"
-        ));
-    }
-    for t in &together {
-        text.push_str(&format!(
-            "{:7} {:16.1} {:7.2} {:18.1} {:13.1} {:10}\n",
-            t.streams,
-            t.tokens_per_s,
-            t.tokens_per_s / decode,
-            t.host.per_step,
-            t.host.per_share,
-            t.preemptions,
-        ));
-    }
-    if !kernels.is_empty() {
-        let runs = args.runs;
-        text.push_str(&format!("kernels, GPU time of {runs} runs (prefill and decode):\n"));
-    }
-    for (name, n, time) in kernels {
-        text.push_str(&format!("         {:9.1} ms {n:7} x {name}\n", time.as_secs_f64() * 1e3));
-    }
-    print(&text)
 }
 
-/// Where the time of one request went; `progress` hears of each token.
+/// Runs one request and returns its timings; `progress` is called at each token.
 fn run(
     engine: &EngineHandle,
     args: &args::BenchEngine,
@@ -182,22 +233,22 @@ fn run(
             Some(Event::Token { timings, .. }) => progress(timings.predicted_n),
             Some(Event::Finished { timings, .. }) => return Ok(timings),
             Some(Event::Failed(error)) => return Err(error.into()),
-            Some(Event::Prompt { .. } | Event::Pooled { .. }) => {} // nobody asked
+            Some(Event::Prompt { .. } | Event::Pooled { .. }) => {} // not requested
             None => unreachable!("a stream ends with Finished or Failed"),
         }
     }
 }
 
-/// None of another run's: the prefix cache would have it.
+/// A prompt that no other run uses, so that the prefix cache does not have it.
 fn prompt(engine: &EngineHandle, args: &args::BenchEngine, run: u32) -> Vec<u32> {
     let vocab = engine.limits().vocab_size as u32;
     (0..args.prompt_tokens).map(|i| i.wrapping_mul(7919).wrapping_add(run) % vocab).collect()
 }
 
-/// What the engine's thread takes beside waiting for the device, in microseconds.
+/// Time of the engine's thread without the waiting for the device, in microseconds.
 struct HostTime {
     per_step: f64,
-    /// For each sequence in a step.
+    /// Time for each sequence in a step.
     per_share: f64,
 }
 
@@ -212,7 +263,7 @@ impl HostTime {
     }
 }
 
-/// Ids that were guessed ahead, and those that came true.
+/// Guessed tokens between two measurements, and how many of them were right.
 fn guessed_between(before: &Guesses, after: &Guesses) -> Guesses {
     let since = |before: Drafts, after: Drafts| Drafts {
         proposed: after.proposed - before.proposed,
@@ -226,10 +277,10 @@ fn guesses_json(guesses: &Guesses) -> Value {
     json!({"draft_model": each(&guesses.model), "prompt_lookup": each(&guesses.lookup)})
 }
 
-/// What several streams did while all of them decoded.
+/// Measurements of several streams while all of them decode.
 struct Together {
     streams: u32,
-    /// Of all together.
+    /// Tokens per second of all streams together.
     tokens_per_s: f64,
     steps: u64,
     preemptions: u64,
@@ -249,8 +300,8 @@ impl Together {
     }
 }
 
-/// Decodes with `n` streams, from when the last of them has its first token; those before it go on meanwhile, as long as
-/// the context allows. `progress` hears how many tokens were measured.
+/// Decodes with `n` streams, and measures from the first token of the last stream on. Earlier streams go on meanwhile,
+/// as long as the context allows. `progress` is called with the number of measured tokens.
 fn decode_together(
     engine: &EngineHandle,
     args: &args::BenchEngine,
@@ -280,7 +331,7 @@ fn decode_together(
                     break;
                 }
             }
-            Event::Prompt { .. } | Event::Pooled { .. } => {} // nobody asked
+            Event::Prompt { .. } | Event::Pooled { .. } => {} // not requested
             Event::Finished { .. } => {
                 let problem = "a stream came to the end of the context before all had decoded enough";
                 let advice = "give a larger --context, fewer streams, or fewer tokens";

@@ -1,10 +1,10 @@
-//! `unicorn bench isa`: the compilers of a GPU that is not here judge the kernels, and what they make of them predicts how
-//! fast it would be.
+//! `unicorn bench isa`: compiles the kernels for a GPU that need not be here, and predicts the GPU's speed from the
+//! result.
 //!
-//! RADV chooses its GPU by the environment, and a process loads its drivers once: so this runs itself again for each
-//! compiler, with the environment that shows it, and reads what that prints. The machine's own RADV compiles for a null
-//! device; RADV 26 over a shim, where `make setup-devices` has put it and this runs in the repository's folder. Nothing is
-//! executed: every figure of speed is a prediction ([`crate::model::judge`]).
+//! RADV chooses its GPU by the environment, and a process loads its drivers once. So this command starts itself again
+//! for each compiler, in the environment that selects the compiler, and reads the output. The machine's own RADV
+//! compiles for a null device. RADV 26 compiles over a shim, if `make setup-devices` has installed it and the current
+//! folder is the repository's. Nothing is executed: every figure of speed is a prediction ([`crate::model::judge`]).
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -26,13 +26,13 @@ use crate::model::judge::{self, Compilation, Judge};
 use crate::model::shapes::SHAPES;
 use crate::tensor::QuantizeMode;
 
-/// Compiling everything takes seconds; a driver that hangs is not waited for.
+/// Longest compilation of all kernels, which takes seconds unless a driver hangs.
 const COMPILE_SECONDS: u64 = 300;
 
 const ICD_FOLDERS: [&str; 3] =
     ["/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
 const ICD_NAMES: [&str; 3] = ["radeon_icd.json", "radeon_icd.x86_64.json", "radeon_icd.aarch64.json"];
-/// Where `make setup-devices` puts Mesa 26, and what runs a command in it.
+/// The place where `make setup-devices` installs Mesa 26, and the script that runs a command with it.
 const MESA26: &str = ".cache/devices/mesa26";
 const WITH_MESA26: &str = "tools/with_mesa26.sh";
 
@@ -67,7 +67,7 @@ pub fn isa(config: &Config, args: &args::BenchIsa) -> Result<(), Error> {
     })
 }
 
-/// What each compiler that is here made of everything; and why one that is not is not.
+/// The results of every compiler that is here, and the reason why Mesa 26 is not.
 fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
     let paths = || ICD_FOLDERS.iter().flat_map(|folder| ICD_NAMES.map(|name| Path::new(folder).join(name)));
     let null_device = "RADV's null device";
@@ -103,7 +103,7 @@ fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
     Ok((judges, left_out))
 }
 
-/// Why nothing runs in Mesa 26 here; none if it does.
+/// The reason why Mesa 26 cannot be used here; `None` if it can.
 fn without_mesa26() -> Option<String> {
     if !Path::new(MESA26).is_dir() || !Path::new(WITH_MESA26).exists() {
         return Some(format!("{MESA26} is not in this folder (`make setup-devices`)"));
@@ -115,12 +115,12 @@ fn without_mesa26() -> Option<String> {
     }
 }
 
-/// Runs this program once more as the process that compiles; `command` is all but what tells it so.
+/// Starts this program again to compile; `command` has everything but the arguments for that.
 fn run(compiler: &'static str, mut command: Command) -> Result<Judge, Error> {
     let failed = |problem: String| Error::Compiler { compiler, problem };
     command
         .args(["bench", "isa", "--compile"])
-        // What is on the disk was compiled without its statistics.
+        // Cached shaders were compiled without statistics.
         .env("MESA_SHADER_CACHE_DISABLE", "true")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())

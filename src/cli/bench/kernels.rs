@@ -1,5 +1,5 @@
-//! `unicorn bench kernels`: what each hot kernel takes on a device at the shapes of published models, beside what the device
-//! can do at most: the bandwidth of a copy and the rate of multiply-adds, both measured here and now.
+//! `unicorn bench kernels`: times each hot kernel on a device at the shapes of published models. The limits of the
+//! device are measured in the same run: the bandwidth of a copy, and the rate of multiply-adds.
 
 use serde_json::{Value, json};
 
@@ -14,9 +14,9 @@ use crate::config::Config;
 use crate::model::kernel_cases::{Case, Choice, Rig, Span};
 use crate::tensor::Scheme;
 
-/// What a copy moves at once, where the device has room for eight times that.
+/// Size of the measured copy, where the device has room for eight times as much.
 const COPY_BYTES: u64 = 256 << 20;
-/// The peak is of these: no kernel asks for a matrix unit today.
+/// The operations behind the peak rate. No kernel uses a matrix unit in f32.
 const PEAK: &str = "plain multiply-adds in f32";
 
 struct Measured {
@@ -124,7 +124,7 @@ pub fn kernels(config: &Config, args: &args::BenchKernels) -> Result<(), Error> 
     if args.json {
         return print(&format!("{report}\n"));
     }
-    let mut text = format!(
+    let heading = format!(
         "{}, {}, commit {}\ncopies {:.1} GB/s, read and written both counted; does {:.1} G operations/s at most, {PEAK}\n",
         info.name,
         info.driver,
@@ -132,10 +132,15 @@ pub fn kernels(config: &Config, args: &args::BenchKernels) -> Result<(), Error> 
         copy / 1e9,
         peak / 1e9,
     );
+    print(&(heading + &table(&measured, &left_out, compared.as_ref())))
+}
+
+/// The measured cases as a table, and the cases left out.
+fn table(measured: &[Measured], left_out: &[(String, String)], compared: Option<&Comparison>) -> String {
     let name_width = measured.iter().map(|m| m.case.name.len()).max().unwrap_or(0).max(4);
-    text += &format!("{:name_width$}         us     GB/s of copy    Gops/s of peak", "");
-    text += &compared.as_ref().map_or("\n".to_owned(), |c| format!("  times as fast as {}\n", c.with));
-    for m in &measured {
+    let mut text = format!("{:name_width$}         us     GB/s of copy    Gops/s of peak", "");
+    text += &compared.map_or("\n".to_owned(), |c| format!("  times as fast as {}\n", c.with));
+    for m in measured {
         let percent = |share: Option<f64>| column(share.map(|share| share * 100.0), 6, 1);
         let rate = column(m.gops_per_s(), 9, 1);
         let (us, gb) = (m.span.seconds * 1e6, m.gb_per_s());
@@ -146,13 +151,13 @@ pub fn kernels(config: &Config, args: &args::BenchKernels) -> Result<(), Error> 
             percent(m.share_of_peak()),
             if m.case.ops().is_some() { "%" } else { " " }
         );
-        match &compared {
+        match compared {
             Some(compared) => text += &format!(" {}\n", column(compared.speedup(&m.case.name), 8, 3)),
             None => text.push('\n'),
         }
     }
-    for (case, why) in &left_out {
+    for (case, why) in left_out {
         text += &format!("{case:name_width$} left out: {why}\n");
     }
-    print(&text)
+    text
 }

@@ -1,5 +1,5 @@
-//! `unicorn bench`: measures the engine of this process, a model's steps, kernels alone, or a server over HTTP as its clients
-//! see it; or has the compilers of GPUs that are not here judge the kernels.
+//! `unicorn bench`: measures the engine in this process, a model's steps, kernels alone, or a server from its clients'
+//! side. It also predicts the speed of GPUs that are not here, from what their compilers make of the kernels.
 
 mod client;
 mod engine;

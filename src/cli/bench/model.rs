@@ -1,8 +1,8 @@
-//! `unicorn bench model`: what a model's steps take on a device, without requests: prompts of several lengths, and decodes of
-//! several sequences at several depths of their contexts.
+//! `unicorn bench model`: times a model's steps on a device, without requests: prompts of several lengths, and decodes
+//! of several sequences at several depths of their contexts.
 //!
-//! Beside the tokens stand the bytes that a step reads at least: every weight once, and the keys and values that its tokens
-//! see once. What does not fit, or would take too long, is left out, and said to be.
+//! The report also gives the least bytes that a step reads: every weight once, and once the keys and values that its
+//! tokens see. A case that does not fit, or would take too long, is listed as left out.
 
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use super::report::{Comparison, commit};
 use super::statistics::{column, median};
+use crate::checkpoint::ModelFiles;
 use crate::cli::args;
 use crate::cli::error::Error;
 use crate::cli::load::{self, Watch};
@@ -21,16 +22,16 @@ use crate::model::gemma3::Gemma3;
 use crate::model::load::LoadError;
 use crate::model::{Counts, Runner};
 
-/// A case that was measured.
+/// The measurement of one case.
 struct Measured {
     case: String,
     tokens: usize,
     steps: usize,
-    /// Of each run, all steps together, in seconds; the median counts.
+    /// Seconds of each run, all steps together; the median counts.
     runs: Vec<f64>,
-    /// Of all steps together.
+    /// Least bytes read by all steps together.
     bytes: u64,
-    /// Of one step, on average.
+    /// Recorded commands of one step, on average.
     recorded: Counts,
 }
 
@@ -73,23 +74,7 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
     let cases = cases(args);
     let files = load::files(&config.model)?;
     let name = config.model.name.clone().unwrap_or_else(|| files.name().to_owned());
-    let mut loaded = {
-        let mut config = config.clone();
-        let widest = args.batch.iter().copied().max().unwrap_or(1) as usize;
-        config.engine.sequences = config.engine.sequences.max(widest);
-        let deepest =
-            args.depth.iter().map(|depth| depth + args.steps + 1).chain(args.prefill.iter().copied());
-        let wanted = config.engine.context;
-        config.engine.context = wanted.or(deepest.max().map(|tokens| tokens as usize));
-        match load::model(&files, &config, Watch::Nothing) {
-            // Then as much as there is room for: what does not fit that is left out.
-            Err(Error::Load(LoadError::DoesNotFit(_))) if wanted.is_none() => {
-                config.engine.context = None;
-                load::model(&files, &config, Watch::Nothing)?
-            }
-            loaded => loaded?,
-        }
-    };
+    let mut loaded = load(&files, config, args)?;
     let (device, runner) = (loaded.device.clone(), &mut loaded.runner);
 
     let (limit, since) = (Duration::from_secs(args.limit_s.into()), Instant::now());
@@ -134,16 +119,41 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
     if args.json {
         return print(&format!("{report}\n"));
     }
-    let mut text = format!(
-        "{name}, weights {weights} ({}), keys and values {kv}\n{}, {}, commit {}\n",
-        bytes(runner.weight_bytes()),
+    let weights = format!("{weights} ({})", bytes(runner.weight_bytes()));
+    let heading = format!(
+        "{name}, weights {weights}, keys and values {kv}\n{}, {}, commit {}\n",
         device.name,
         device.driver,
         report["commit"].as_str().unwrap_or("unknown"),
     );
-    text += "                       tokens/s    ms a step  least read a step     GB/s  dispatches  barriers";
-    text += &compared.as_ref().map_or("\n".to_owned(), |c| format!("  times as fast as {}\n", c.with));
-    for m in &measured {
+    print(&(heading + &table(&measured, &left_out, compared.as_ref())))
+}
+
+/// Loads the model with a context that has room for the cases.
+fn load(files: &ModelFiles, config: &Config, args: &args::BenchModel) -> Result<load::Model, Error> {
+    let mut config = config.clone();
+    let widest = args.batch.iter().copied().max().unwrap_or(1) as usize;
+    config.engine.sequences = config.engine.sequences.max(widest);
+    let deepest = args.depth.iter().map(|depth| depth + args.steps + 1).chain(args.prefill.iter().copied());
+    let wanted = config.engine.context;
+    config.engine.context = wanted.or(deepest.max().map(|tokens| tokens as usize));
+    match load::model(files, &config, Watch::Nothing) {
+        // If no context was requested, load the longest one that fits; cases that need more are left out.
+        Err(Error::Load(LoadError::DoesNotFit(_))) if wanted.is_none() => {
+            config.engine.context = None;
+            load::model(files, &config, Watch::Nothing)
+        }
+        loaded => loaded,
+    }
+}
+
+/// The measured cases as a table, and the cases left out.
+fn table(measured: &[Measured], left_out: &[(String, String)], compared: Option<&Comparison>) -> String {
+    let mut text = String::from(
+        "                       tokens/s    ms a step  least read a step     GB/s  dispatches  barriers",
+    );
+    text += &compared.map_or("\n".to_owned(), |c| format!("  times as fast as {}\n", c.with));
+    for m in measured {
         let step_ms = m.seconds() * 1e3 / m.steps as f64;
         let read = bytes(m.bytes / m.steps as u64);
         text += &format!(
@@ -154,18 +164,18 @@ pub fn model(config: &Config, args: &args::BenchModel) -> Result<(), Error> {
             m.recorded.dispatches,
             m.recorded.barriers
         );
-        match &compared {
+        match compared {
             Some(compared) => text += &format!(" {}\n", column(compared.speedup(&m.case), 8, 3)),
             None => text.push('\n'),
         }
     }
-    for (case, why) in &left_out {
+    for (case, why) in left_out {
         text += &format!("{case:20} left out: {why}\n");
     }
-    print(&text)
+    text
 }
 
-/// What is asked for, each with its name: prompts, the short ones first, and decodes, depth by depth.
+/// The requested cases, each with its name: prompts, the short ones first, and decodes, depth by depth.
 fn cases(args: &args::BenchModel) -> Vec<(String, Trial)> {
     let mut prefill = args.prefill.clone();
     prefill.sort_unstable();
@@ -183,8 +193,8 @@ fn cases(args: &args::BenchModel) -> Vec<(String, Trial)> {
     prefill.chain(decode).collect()
 }
 
-/// Why a case would take longer than `limit`, by the last one of its kind that was measured; a decode of more sequences takes
-/// at most as much longer.
+/// The reason why a case would take longer than `limit`, if it would. The estimate scales the last measured case of its
+/// kind by tokens; a decode of more sequences takes at most that long.
 fn too_long(trial: Trial, measured: &[Measured], limit: Duration) -> Option<String> {
     let (kind, tokens) = match trial {
         Trial::Prefill { tokens } => ("prefill", tokens),
@@ -197,8 +207,8 @@ fn too_long(trial: Trial, measured: &[Measured], limit: Duration) -> Option<Stri
     })
 }
 
-/// Runs a case after a short warm-up, which pays for pipelines that the driver compiles at their first use, as often as
-/// `runs`, or as the limit allows, and once at least.
+/// Runs a case `runs` times, or as often as the limit allows, but at least once. A short warm-up comes first, during
+/// which the driver compiles pipelines.
 fn measure(
     case: String,
     trial: Trial,

@@ -1,5 +1,5 @@
-//! Texts to ask about: sentences of common words, drawn from a seed, no two alike from their first words on, so that no
-//! server has the beginning of one from another.
+//! Prompts: sentences of common words, drawn from a seed. No two prompts begin alike, so that no server has the
+//! beginning of one in its cache from another.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -49,10 +49,10 @@ const PLACES: [&str; 16] = [
     "outside", "along", "beyond", "with", "from", "towards",
 ];
 
-/// A token is about so much of a word, before a server has said what it counts.
+/// Words per token, until the server has counted the tokens of a text.
 const WORDS_PER_TOKEN: f64 = 0.75;
 
-/// Hands out one text after the other.
+/// Generates one text after the other.
 pub struct Prompts {
     seed: u64,
     next: AtomicU64,
@@ -68,21 +68,21 @@ impl Prompts {
         self.seed
     }
 
-    /// So many words make about `tokens`.
+    /// Number of words that make about `tokens` tokens.
     pub fn words(&self, tokens: u32) -> usize {
         ((f64::from(tokens) * self.words_per_token) as usize).max(1)
     }
 
-    /// A new text of about `tokens`, which asks for a long answer.
+    /// A new text of about `tokens` tokens, which asks for a long answer.
     pub fn question(&self, tokens: u32) -> String {
         const REQUEST: &str = "Continue this story at length.";
         let words = self.words(tokens).saturating_sub(REQUEST.split(' ').count());
         format!("{}{REQUEST}", self.text(words.max(1)))
     }
 
-    /// A new text of so many words, in sentences that end with a blank.
+    /// A new text of `words` words, in sentences that end with a blank.
     fn text(&self, words: usize) -> String {
-        // Each has a stream of its own: which thread asks first makes no difference to what it is asked.
+        // Each text has its own random stream, so the texts do not depend on which thread asks first.
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(self.next.fetch_add(1, Ordering::Relaxed));
         let mut text = String::new();
@@ -102,7 +102,7 @@ impl Prompts {
     }
 }
 
-/// "The old captain carries a narrow bridge towards 17 green ships", more or less.
+/// A sentence such as "The old captain carries a narrow bridge towards 17 green ships".
 fn sentence(rng: &mut ChaCha8Rng) -> Vec<String> {
     fn any<'a>(rng: &mut ChaCha8Rng, words: &[&'a str]) -> &'a str {
         words.choose(rng).expect("no list is empty")

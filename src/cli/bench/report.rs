@@ -1,7 +1,8 @@
-//! What a measurement is of, and how it compares with an earlier one of the same benchmark.
+//! The description of a measurement, and its comparison with an earlier one of the same benchmark.
 //!
-//! A report is one JSON object: `benchmark`, what it is of, and `cases`, each with its name and the `seconds` that its work
-//! takes. Cases are compared by name. Refuses a report of another benchmark; says loudly what else is not the same.
+//! A report is one JSON object: `benchmark`, the fields that describe the measurement, and `cases`. Each case has a
+//! name and the `seconds` of its work. Cases are compared by name. A report of another benchmark is refused; other
+//! differences are logged as warnings.
 
 use std::path::Path;
 
@@ -10,11 +11,11 @@ use serde_json::{Map, Value, json};
 use super::statistics::ratio;
 use crate::cli::error::Error;
 
-/// Of what one report is, beside the benchmark: if one differs, a ratio says something else than how the code changed.
+/// Fields that must be equal for a comparison. If one differs, a ratio does not tell how the code changed.
 const SAME: [&str; 6] = ["device", "driver", "model", "weights", "kv", "profile"];
 
-/// Of the source tree this binary was built in, if that is still there; `+` where it has changes. Where it was carried to
-/// another machine, `UNICORN_COMMIT` says it.
+/// The commit of the source tree in which this binary was built, if the tree is still there; `+` marks uncommitted
+/// changes. On another machine, `UNICORN_COMMIT` gives the commit.
 pub fn commit() -> String {
     let describe =
         ["-C", env!("CARGO_MANIFEST_DIR"), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"];
@@ -24,14 +25,14 @@ pub fn commit() -> String {
     described.map(|text| text.trim().to_owned()).or_else(said).unwrap_or_else(|| "unknown".into())
 }
 
-/// An earlier report beside a new one.
+/// An earlier report compared with a new one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Comparison {
-    /// The commit of the earlier one.
+    /// Commit of the earlier report.
     pub with: String,
-    /// What is not the same, a line each.
+    /// Differences in the description, one line each.
     pub differences: Vec<String>,
-    /// By case, in the order of the new report: times as fast as before.
+    /// Speedup of each case, in the order of the new report.
     pub speedups: Vec<(String, f64)>,
 }
 
@@ -80,7 +81,7 @@ impl Comparison {
         json!({"commit": self.with, "differences": self.differences, "speedups": speedups})
     }
 
-    /// Goes to standard error, whatever the format of the report: whoever reads the ratios is to see it.
+    /// Logs the differences to standard error, whatever the format of the report, for whoever reads the ratios.
     pub fn warn(&self) {
         for difference in &self.differences {
             tracing::warn!("NOT THE SAME as in the report compared with: {difference}");

@@ -1,9 +1,9 @@
-//! `unicorn bench serve`: asks a server over HTTP as its clients would, and reports what they had to wait for.
+//! `unicorn bench serve`: sends requests to a server over HTTP as clients would, and reports the waiting times.
 //!
-//! Closed loops only: a stream sends its next request when the last is answered, so that what is under way is what was
-//! asked for; the long prompts of `mixed` alone come by the clock. A request that fails is counted and told, not sent again;
-//! where none succeeds there is nothing to report, and that is an error. The device is not known here: what is noted from
-//! a report needs it beside.
+//! All loops are closed: a stream sends its next request when the last is answered, so the number of requests under way
+//! is the requested one. Only the long prompts of `mixed` arrive by the clock. A failed request is counted and
+//! reported, and not repeated. If all requests fail, the benchmark fails. The report does not name the server's device,
+//! which must be noted separately.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -28,7 +28,7 @@ const CHATS: u32 = 16;
 const LONG_TOKENS: u32 = 4000;
 const LONG_REQUESTS: u32 = 4;
 const HISTORY_TOKENS: u32 = 2000;
-/// Of what the server can take in, the share that the long prompts ask for.
+/// Rate of the long prompts, as a fraction of the rate that the server can process.
 const LONG_LOAD: f64 = 0.5;
 const SECOND_QUESTION: &str = "And how does it end?";
 
@@ -42,7 +42,7 @@ pub fn serve(args: &BenchServe) -> Result<(), Error> {
     }
 }
 
-/// An option that would change nothing is refused, not ignored.
+/// Refuses options that have no effect in the scenario.
 fn refuse_foreign_options(args: &BenchServe) -> Result<(), Error> {
     use Scenario::{Closed, Mixed, SecondTurn};
     let of: [(&str, bool, &[Scenario]); 6] = [
@@ -62,7 +62,7 @@ fn refuse_foreign_options(args: &BenchServe) -> Result<(), Error> {
     }
 }
 
-/// Asks questions that no server has seen.
+/// Sends prompts that no server has seen.
 struct Generator {
     client: Client,
     model: String,
@@ -73,7 +73,7 @@ struct Generator {
 }
 
 impl Generator {
-    /// Finds the model, and asks once to warm the server up and to learn how many tokens it makes of a text.
+    /// Finds the model. One request warms the server up, and shows how many tokens it makes of a text.
     fn start(args: &BenchServe) -> Result<Self, Error> {
         let url = args.url.trim_end_matches('/').to_owned();
         let parsed: Option<ureq::http::Uri> = url.parse().ok();
@@ -120,7 +120,7 @@ impl Generator {
     fn warm_up(&mut self) -> Result<(), Error> {
         let words = self.prompts.words(self.prompt_tokens) as f64;
         let answer = match self.ask(self.prompt_tokens, self.max_tokens) {
-            // Perhaps what it does not take is the question for usage; if not, it says the same again.
+            // The server may refuse the request for usage. Otherwise it repeats its answer.
             Err(AskError::Status { status: 400 | 422, .. }) => {
                 self.client.include_usage = false;
                 self.ask(self.prompt_tokens, self.max_tokens)
@@ -139,8 +139,8 @@ impl Generator {
         self.client.ask(&self.model, &question, max_tokens)
     }
 
-    /// `streams` at once, each with its next request when the last is done, until it has sent its requests and `more` is
-    /// over; after those, its first failure ends it too.
+    /// Runs `streams` streams, each of which sends its next request when the last is done. A stream ends once it has
+    /// sent its requests and `more` is false; after its own requests, its first failure ends it too.
     fn closed_loop(
         &self,
         what: String,
@@ -186,7 +186,7 @@ impl Generator {
         Error::Measured { url: self.client.url().to_owned(), problem: error.to_string() }
     }
 
-    /// Nothing is reported of requests none of which was answered.
+    /// Fails if no request of any tally succeeded.
     fn check_any<'a>(&self, tallies: impl IntoIterator<Item = &'a Tally>) -> Result<(), Error> {
         let mut failure = None;
         for tally in tallies {
@@ -201,7 +201,7 @@ impl Generator {
         })
     }
 
-    /// What every report says first.
+    /// The first fields of every report.
     fn json(&self, scenario: Scenario, counted_by: &str) -> Value {
         json!({
             "url": self.client.url(),
@@ -215,7 +215,7 @@ impl Generator {
         })
     }
 
-    /// Of an answer, in tokens.
+    /// The length of an answer in tokens, as text.
     fn length(&self) -> String {
         format!("{}{}", if self.client.ignores_eos() { "" } else { "at most " }, self.max_tokens)
     }
@@ -225,7 +225,7 @@ impl Generator {
     }
 }
 
-/// The one model that the server lists.
+/// The only model that the server lists.
 fn the_model(client: &Client) -> Result<String, Error> {
     let error = |problem: String| Error::Measured { url: client.url().to_owned(), problem };
     let mut ids = client.models().map_err(|problem| match problem {
@@ -241,19 +241,19 @@ fn the_model(client: &Client) -> Result<String, Error> {
     }
 }
 
-/// What came of many requests.
+/// Counts and times of many requests.
 #[derive(Default)]
 struct Tally {
     requests: u64,
     failures: u64,
     first_failure: Option<AskError>,
-    /// From the first request to the end of the last; zero where nobody took it.
+    /// Time from the first request to the end of the last; zero where it was not measured.
     time: Duration,
     first: Vec<Duration>,
     gaps: Vec<Duration>,
-    /// Of all answers.
+    /// Tokens of all answers.
     tokens: u64,
-    /// Answers of which the server counted the tokens, and the tokens of their prompts.
+    /// Number of answers whose tokens the server counted, and the tokens of their prompts.
     counted: u64,
     prompt_tokens: u64,
 }
@@ -286,12 +286,12 @@ impl Tally {
         self.gaps.iter().copied().collect()
     }
 
-    /// None where the time was not taken.
+    /// Tokens per second; `None` where the time was not measured.
     fn tokens_per_s(&self) -> Option<f64> {
         ratio(self.tokens as f64, self.time.as_secs_f64())
     }
 
-    /// Of a prompt, as the server counts them.
+    /// Mean tokens of a prompt, as the server counts them.
     fn mean_prompt(&self) -> Option<f64> {
         ratio(self.prompt_tokens as f64, self.counted as f64)
     }
@@ -310,7 +310,7 @@ impl Tally {
         })
     }
 
-    /// Under [`HEADER`].
+    /// A row of the table under [`HEADER`].
     fn row(&self, ratio_to_one: Option<f64>) -> String {
         let (first, gaps) = (self.first(), self.gaps());
         let ms = |figure| column(figure, 9, 1);
@@ -328,7 +328,7 @@ impl Tally {
         )
     }
 
-    /// A line for whoever reads the table; nothing where all went well.
+    /// A line about failures; empty where none occurred.
     fn failed(&self, who: &str) -> String {
         match &self.first_failure {
             None => String::new(),
@@ -339,7 +339,7 @@ impl Tally {
     }
 }
 
-/// Who counted the tokens of these.
+/// The source of the token counts: the usage that the server reports, content deltas, or both.
 fn counted_by<'a>(tallies: impl IntoIterator<Item = &'a Tally>) -> &'static str {
     let (mut answers, mut counted) = (0, 0);
     for tally in tallies {
@@ -353,7 +353,7 @@ fn counted_by<'a>(tallies: impl IntoIterator<Item = &'a Tally>) -> &'static str 
     }
 }
 
-/// The columns of [`Tally::row`], after one for what it is of.
+/// The columns of [`Tally::row`], after a first column for the row's name.
 const HEADER: &str = "requests failed  TTFT p50       p99   gap p50       p99       max   tokens/s  of one\n";
 
 fn closed(generator: &Generator, args: &BenchServe) -> Result<(), Error> {
@@ -406,7 +406,7 @@ fn mixed(generator: &Generator, args: &BenchServe) -> Result<(), Error> {
     let long_tokens = args.long_tokens.unwrap_or(LONG_TOKENS);
     let arrivals = args.long_requests.unwrap_or(LONG_REQUESTS);
 
-    // One token: of a long prompt only the taking in counts.
+    // One token suffices, since only the prefill of a long prompt counts.
     let spinner = Spinner::start("measuring a long prompt alone".into());
     let alone = generator.ask(long_tokens, 1).map_err(|error| generator.error(&error))?;
     drop(spinner);
@@ -480,7 +480,7 @@ fn mixed(generator: &Generator, args: &BenchServe) -> Result<(), Error> {
     print(&text)
 }
 
-/// The same turn of several chats.
+/// One turn, over several chats.
 #[derive(Default)]
 struct Turn {
     tally: Tally,
@@ -494,13 +494,13 @@ impl Turn {
         self.tally.add(result);
     }
 
-    /// Median, in milliseconds.
+    /// Median time to the first token, in milliseconds.
     fn first_ms(&self) -> Option<f64> {
         let first = &self.tally.first;
         (!first.is_empty()).then(|| median(first.iter().map(|time| time.as_secs_f64() * 1e3)))
     }
 
-    /// Mean; none where the server does not tell.
+    /// Mean number of cached tokens; `None` where the server does not report it.
     fn mean_cached(&self) -> Option<f64> {
         ratio(self.cached.iter().sum::<u64>() as f64, self.cached.len() as f64)
     }

@@ -1,17 +1,17 @@
-//! Figures of many measured values: percentiles by nearest rank, so that each figure is a value that was measured.
+//! Statistics of measured values. Percentiles use the nearest rank, so that each figure is a measured value.
 
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// The upper one of two in the middle; there must be a value.
+/// The median, or the upper one of two in the middle. Panics without values.
 pub fn median(values: impl Iterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.collect();
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
 
-/// Some times in milliseconds, in order.
+/// Times in milliseconds, sorted.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Times(Vec<f64>);
 
@@ -24,7 +24,8 @@ impl FromIterator<Duration> for Times {
 }
 
 impl Times {
-    /// The smallest value that `percent` of all do not exceed; none of none. `percent` is above 0 and at most 100.
+    /// The smallest value that `percent` of all do not exceed; `None` without values. `percent` is above 0 and at most
+    /// 100.
     pub fn percentile(&self, percent: f64) -> Option<f64> {
         let rank = (percent / 100.0 * self.0.len() as f64).ceil() as usize;
         self.0.get(rank.max(1) - 1).copied()
@@ -39,12 +40,12 @@ impl Times {
     }
 }
 
-/// `a / b`, or nothing where nothing was measured.
+/// `a / b`, or `None` where `b` is 0.
 pub fn ratio(a: f64, b: f64) -> Option<f64> {
     (b > 0.0).then(|| a / b)
 }
 
-/// A figure in a column of a table.
+/// A figure in a column of a table, or a dash.
 pub fn column(figure: Option<f64>, width: usize, digits: usize) -> String {
     match figure {
         Some(figure) => format!("{figure:width$.digits$}"),

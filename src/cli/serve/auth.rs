@@ -1,4 +1,4 @@
-//! Who may use the server, as a configuration says it: at the start, and when it is read again.
+//! The server's access policy from a configuration, at the start and at each reload.
 
 use std::net::SocketAddr;
 
@@ -6,13 +6,13 @@ use super::super::error::Error;
 use crate::api::{AccessPolicy, Keys};
 use crate::config;
 
-/// API keys beside those of the file, with commas or blanks between them.
+/// API keys in addition to the file's, separated by commas or blanks.
 const KEYS_VARIABLE: &str = "UNICORN_API_KEYS";
 
-/// Who may come in, with the keys of the file and of the environment together.
+/// The access policy, with the keys of the file and of the environment together.
 pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
-    let of_file = options.api_key_file.as_ref().map(|path| Keys::read(path.as_ref())).transpose()?;
-    let of_environment = match std::env::var(KEYS_VARIABLE) {
+    let file_keys = options.api_key_file.as_ref().map(|path| Keys::read(path.as_ref())).transpose()?;
+    let variable_keys = match std::env::var(KEYS_VARIABLE) {
         Ok(text) => Keys::from_variable(KEYS_VARIABLE, &text)?,
         Err(std::env::VarError::NotPresent) => Keys::default(),
         Err(error) => return Err(Error::Argument(format!("{KEYS_VARIABLE}: {error}"))),
@@ -20,7 +20,7 @@ pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
     let mut allowed_hosts = options.allowed_hosts.clone();
     allowed_hosts.push(options.host.clone());
     let cors_origins = options.cors_origins.clone();
-    let keys = of_environment.and(of_file.unwrap_or_default());
+    let keys = variable_keys.and(file_keys.unwrap_or_default());
     if keys.is_empty() && cors_origins.iter().any(|origin| origin == "*") {
         tracing::warn!(
             "every web page that somebody here opens may use this server: server.cors_origins is \"*\", and it asks for no API key"
@@ -29,7 +29,7 @@ pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
     Ok(AccessPolicy { keys, allowed_hosts, cors_origins, requests_per_client: options.requests_per_client })
 }
 
-/// Refuses a server that asks for no key where other machines can reach it, unless they may all come in.
+/// Refuses a server without keys that other machines can reach, unless the configuration allows it.
 pub fn check_keyless(address: SocketAddr, keyless: bool, options: &config::Server) -> Result<(), Error> {
     if !keyless || !is_public(address) {
         return Ok(());
@@ -41,7 +41,7 @@ pub fn check_keyless(address: SocketAddr, keyless: bool, options: &config::Serve
     Ok(())
 }
 
-/// Whether other machines can reach it.
+/// Whether other machines can reach the address.
 pub fn is_public(address: SocketAddr) -> bool {
     !address.ip().to_canonical().is_loopback()
 }

@@ -1,4 +1,4 @@
-//! What `/status` and `/metrics` tell of the loaded model, and how they ask later what changes.
+//! The facts about the loaded model that `/status` and `/metrics` report, with callbacks for the values that change.
 
 use std::sync::Arc;
 
@@ -9,25 +9,25 @@ use crate::config::Config;
 use crate::gpu::Counts;
 use crate::gpu::placement::{Class, Heap, Placement};
 
-pub fn of(model: &Model, config: &Config) -> Facts {
+pub fn collect(model: &Model, config: &Config) -> Facts {
     let placed = |p: &Placement| Placed {
         class: p.class.name().to_owned(),
         heap: p.heap.clone(),
         buffers: p.buffers,
         bytes: p.bytes,
     };
-    // Who asks must not keep the device from being given back when the engine ends.
-    let (held_of, timed) = (Arc::downgrade(model.runner.device()), Arc::downgrade(model.runner.device()));
-    let memory_of = held_of.clone();
+    // Weak references, so that these callbacks do not keep the device alive when the engine ends.
+    let (device, timed) = (Arc::downgrade(model.runner.device()), Arc::downgrade(model.runner.device()));
+    let memory_device = device.clone();
     let memory = move || {
-        let device = memory_of.upgrade();
+        let device = memory_device.upgrade();
         let held = device.as_ref().and_then(|device| device.held());
         let (vram, gtt) = (held.map(|held| held.vram), held.map(|held| held.gtt));
         let heap = |heap: Heap| HeapNow { heap: heap.name, size_bytes: heap.size, free_bytes: heap.free };
         let heaps = device.into_iter().flat_map(|device| device.machine().heaps).map(heap).collect();
         MemoryNow { heaps, vram, gtt, resident: resident_bytes().0 }
     };
-    let counted = held_of.clone();
+    let counted = device.clone();
     let submitted = move || {
         let counts = counted.upgrade()?.counts();
         let declared = Class::ALL.map(|class| (class.name().to_owned(), counts.declared[class as usize]));

@@ -1,4 +1,4 @@
-//! `unicorn serve`: bind, answer, and load the model meanwhile; and end when the engine does.
+//! `unicorn serve`: binds its address, loads the model while it already answers, and ends when the engine does.
 
 mod auth;
 mod facts;
@@ -27,30 +27,33 @@ use crate::session::Service;
 
 /// How often a stream that waits for its first token carries a comment.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
-/// How long a body may pause: it holds one of few places meanwhile.
+/// Longest pause within a request's body, which occupies one of few places meanwhile.
 const BODY_STALL: Duration = Duration::from_secs(5);
-/// How long a body may come as slowly as it likes: time for the packets of a small one to be lost and sent again.
+/// Time in which a body may arrive at any speed, so that lost packets of a small body can be sent again.
 const BODY_GRACE: Duration = Duration::from_secs(10);
-/// For one's turn to be read, and for one on a processor: longer than the two minutes that a body may take.
+/// Longest wait for a body's turn to be read, and for a turn on a processor. Longer than the two minutes that a body
+/// may take.
 const TURN_TIMEOUT: Duration = Duration::from_secs(150);
-/// The longest that a wrong key's refusal waits: long for a program that tries keys, short for a person who mistyped one.
+/// Longest pause before a wrong key is refused: long for a program that tries keys, short for a person who mistyped
+/// one.
 const WRONG_KEY_PAUSE: Duration = Duration::from_secs(2);
-/// For a step: longer than the longest of a prompt, and less than the two minutes after which the device is given up.
+/// Longest step of the device. Longer than the longest step of a prompt, and less than the two minutes after which the
+/// device is given up.
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a client may take nothing of what is sent to it.
+/// How long a client may leave sent data unread.
 const WRITE_STALL: Duration = Duration::from_secs(60);
-/// Files besides connections: a checkpoint's, the device's, the runtime's.
+/// Open files other than connections: a checkpoint's, the device's, the runtime's.
 const OTHER_FILES: u64 = 256;
-/// For the load to end that a signal came into; it cannot be told to.
+/// Longest wait for a load that a signal interrupts, since a load cannot be cancelled.
 const LOAD_END: Duration = Duration::from_secs(20);
-/// For an engine that ended by itself to give the device back.
+/// Longest wait for an engine that ended by itself to give the device back.
 const LOST_END: Duration = Duration::from_secs(2);
 
-/// Serves until SIGINT or SIGTERM, or until the model cannot be loaded or the engine ends: then with the reason for that,
-/// whatever signal comes after it.
+/// Serves until SIGINT or SIGTERM, until the model cannot be loaded, or until the engine ends. The latter two return
+/// their reason, even if a signal follows.
 pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Error::Runtime)?;
-    // First of all: one that came before this would end the process.
+    // The handler comes first: a SIGHUP before it would end the process.
     let hangup = {
         let _within = runtime.enter();
         signal(SignalKind::hangup()).map_err(Error::Runtime)?
@@ -90,12 +93,12 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
         }
         tracing::info!("listening on {base}, model {model_id:?}; loading");
 
-        // A thread of its own, not the runtime's: a signal while loading must not wait for it.
+        // A separate thread, not the runtime's: a signal during loading must not wait for it.
         let (done, loaded) = oneshot::channel();
         let (load_config, started) = (config.clone(), Arc::clone(&engine));
         load = Some(std::thread::spawn(move || {
             let served = served(&files, &load_config);
-            // Beside the channel, whose receiver is gone where a signal came first.
+            // The engine is stored here too, since the channel's receiver is gone after a signal.
             let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
             drop(done.send(served));
         }));
@@ -113,7 +116,7 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
                     server.set_facts(facts);
                     let service = server.set_ready(service);
                     watch(service.engine().clone(), lose);
-                    // Beside the first answers, so that the first with a schema does not wait for it.
+                    // In parallel with the first answers, so that the first request with a schema does not wait.
                     std::thread::spawn(move || service.prepare_grammars());
                     std::future::pending().await
                 }
@@ -131,12 +134,12 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
     }
     let ended = engine.get().and_then(EngineHandle::ended);
     match engine.get() {
-        // What is lost may never be given back.
+        // A lost device may never be given back.
         Some(engine) if ended.is_some() => drop(engine.join(LOST_END)),
         engine => drop(engine.cloned().map(EndEngine)),
     }
     tracing::info!("stopped");
-    // Not waiting for what may still tokenize for a client that is gone.
+    // The runtime does not wait for work for clients that are gone.
     runtime.shutdown_background();
     match ended {
         Some(error) => Err(error.into()),
@@ -144,20 +147,20 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
     }
 }
 
-/// Loads `files` and starts the engine on it; beside it, what there is to tell of the model.
+/// Loads `files` and starts the engine; also returns the facts about the model.
 fn served(files: &ModelFiles, config: &Config) -> Result<(Service, Facts), Error> {
     let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
     let model = load::model(files, config, watch)?;
-    let facts = facts::of(&model, config);
-    Ok((load::service_of(model, config), facts))
+    let facts = facts::collect(&model, config);
+    Ok((load::start_service(model, config), facts))
 }
 
-/// How connections are treated; makes sure that the process may have so many.
+/// The options for connections. Makes sure that the process may open enough files.
 fn connections(options: &config::Server) -> Result<Connections, Error> {
     let needed = options.connections as u64 * FILES_PER_CONNECTION + OTHER_FILES;
     let limit = getrlimit(Resource::Nofile);
     if limit.current.is_some_and(|files| files < needed) {
-        // What a shell gives is 1024, for programs that know no other way to wait than `select`.
+        // A shell's limit is 1024, for programs that use `select`.
         if limit.maximum.is_some_and(|files| files < needed) {
             let most = limit.maximum.unwrap_or(u64::MAX);
             return Err(Error::OpenFiles { connections: options.connections, needed, most });
@@ -178,7 +181,7 @@ fn connections(options: &config::Server) -> Result<Connections, Error> {
     })
 }
 
-/// Waits for the load to end, so that the process does not exit while it is inside the driver; false after
+/// Waits for the load to end, so that the process does not exit while it is inside the driver. Returns false after
 /// [`LOAD_END`].
 fn ends(load: JoinHandle<()>) -> bool {
     let since = Instant::now();
@@ -198,11 +201,11 @@ async fn bind(host: &str, port: u16) -> Result<TcpListener, Error> {
     })
 }
 
-/// Waits for the engine's end in a thread of its own, and tells `lose` where nobody had asked for it.
+/// Waits for the engine's end in a separate thread, and signals `lose` if the end was not requested.
 fn watch(engine: EngineHandle, lose: oneshot::Sender<()>) {
     const LOOK_AGAIN: Duration = Duration::from_millis(250);
     std::thread::spawn(move || {
-        // Not for the runner's end, which a device that is lost may put off.
+        // This does not wait for the runner's end, which a lost device may delay.
         while engine.ended().is_none() {
             if engine.join(LOOK_AGAIN) {
                 break;
@@ -214,14 +217,14 @@ fn watch(engine: EngineHandle, lose: oneshot::Sender<()>) {
     });
 }
 
-/// Resolves at the first SIGINT or SIGTERM, or when the engine is `lost`, to the time that those under way get. A second
-/// signal ends the process at once.
+/// Resolves at the first SIGINT or SIGTERM, or when the engine is `lost`, to the grace period for requests under way. A
+/// second signal ends the process at once.
 fn stop(
     engine: Arc<OnceLock<EngineHandle>>,
     lost: oneshot::Receiver<()>,
     grace: Duration,
 ) -> Result<impl Future<Output = Duration> + Send + 'static, Error> {
-    /// As a shell says of what SIGINT ended.
+    /// The exit code that shells report for a program ended by SIGINT.
     const INTERRUPTED: u8 = 130;
 
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Error::Runtime)?;
@@ -234,7 +237,7 @@ fn stop(
     }
     let is_lost = async move {
         if lost.await.is_err() {
-            std::future::pending::<()>().await; // it ended because it was asked to
+            std::future::pending::<()>().await; // the end was requested
         }
     };
     Ok(async move {

@@ -1,7 +1,7 @@
-//! SIGHUP: a running server reads its configuration again, and its keys and certificate with it.
+//! SIGHUP: a running server reads its configuration, keys and certificate again.
 //!
-//! What is wrong with any of it changes nothing, and the log says what it is. What does not take effect in a running server is
-//! named as well: a change that is silently ignored would be worse than none.
+//! An error in any of them changes nothing, and the log names it. The log also names changed options that do not take
+//! effect in a running server, because ignoring a change silently would be worse.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::auth::{access_policy, check_keyless};
 use crate::api::{Server, Tls};
 use crate::config::Config;
 
-/// Options that a running server takes over; `config/default.toml` marks them.
+/// Options that take effect in a running server; `config/default.toml` marks them.
 pub const LIVE: [&str; 9] = [
     "log.level",
     "server.allow_keyless",
@@ -26,21 +26,21 @@ pub const LIVE: [&str; 9] = [
     "server.tls_key",
 ];
 
-/// The configuration as it stands now, and warnings that come of it.
+/// Reads the configuration again; returns it with its warnings.
 type Reread = dyn Fn() -> Result<(Config, Vec<String>), Error> + Send;
 
-/// How the configuration is read again, and where its log level goes.
+/// Callbacks that read the configuration again, and apply its log level.
 pub struct Reload {
     pub reread: Box<Reread>,
     pub set_log: Box<dyn Fn(&Config) + Send>,
 }
 
-/// A server that runs, and the configuration that it has.
+/// A running server and its present configuration.
 pub struct Running {
     pub config: Config,
     pub server: Arc<Server>,
     pub tls: Option<Tls>,
-    /// Where it listens.
+    /// The address that the server listens on.
     pub address: SocketAddr,
     pub reload: Reload,
 }
@@ -49,7 +49,7 @@ impl Running {
     /// Reads the configuration again at each signal.
     pub async fn reload_on(mut self, mut hangup: Signal) {
         while hangup.recv().await.is_some() {
-            // Beside the threads that answer: files may be slow.
+            // On a blocking thread, not one that answers: reading files may be slow.
             let reloaded = tokio::task::spawn_blocking(move || {
                 match self.reload() {
                     Ok(()) => tracing::info!("read the configuration again"),
@@ -70,7 +70,7 @@ impl Running {
         let (config, warnings) = (self.reload.reread)()?;
         let access = access_policy(&config.server)?;
         check_keyless(self.address, access.keys.is_empty(), &config.server)?;
-        // Last of what may fail, for it takes effect.
+        // The certificate comes last of the steps that may fail, since reloading it takes effect at once.
         if let (Some(tls), Some(cert), Some(key)) =
             (&self.tls, &config.server.tls_cert, &config.server.tls_key)
         {
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
     use crate::config::DEFAULT_TOML;
 
-    /// Options stand behind what is said of them, one or several.
+    /// In the file a comment stands before the options that it describes, one or several.
     #[test]
     fn the_options_that_the_defaults_mark_are_those_that_take_effect() {
         let (mut section, mut marked, mut behind) = ("", false, false);

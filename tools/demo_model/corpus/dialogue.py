@@ -1,4 +1,4 @@
-"""Whole conversations: what a row of training data is made of, and Gemma's chat template."""
+"""Whole conversations, of which a row of training data is made, and Gemma's chat template."""
 
 from . import memory, tasks
 from . import skills as s
@@ -12,7 +12,7 @@ SHORT_SKILLS = [s.capital, s.fact, s.arithmetic, s.spelling, s.counting, s.small
 
 
 def any_turn(rng, split=s.TRAIN, emphasis=None):
-    """`emphasis` {skill: factor} shifts the mix, to train on what an evaluation found weak."""
+    """`emphasis` {skill: factor} shifts the mix, to train skills that an evaluation found weak."""
     emphasis = emphasis or {}
     names = list(SKILLS)
     name = rng.choices(names, [SKILLS[n][1] * emphasis.get(n, 1) for n in names])[0]
@@ -30,16 +30,17 @@ def dialogue(rng, room, emphasis=None):
     kinds = {"chat": 66, "system": 12, "tools": 17 if room > 350 else 0, "title": 13 if room > 450 else 0}
     kind = rng.choices(list(kinds), [kinds[k] * emphasis.get(k, 1) for k in kinds])[0]
     if kind == "tools":
-        # The list is hundreds of tokens that teach nothing by themselves: it is worth many calls.
+        # A list of tools is hundreds of tokens that teach nothing by themselves, so many calls should follow it.
         turns = tasks.tool_dialogue(rng, SHORT_SKILLS, longest=max(3, min(40, (room - 300) // 60)))
         left = room - sum(map(tokens_of, turns))
-        # Later turns may be plain chat, but of nothing that a tool could do.
+        # Later turns may be plain chat, but not about anything that a tool could do.
         return "", turns + (_chat(rng, left, {**emphasis, "off_topic": 0}) if left > 60 else [])
     if kind == "title":
         turns = [tasks.title_turn(rng, rng.randint(300, max(301, int(room * 0.8))), title_filler)]
         left = room - tokens_of(turns[0])
-        # A title request stands alone in life; the row's rest would be empty. Titles of short chats fill it at the least
-        # cost for each: how a word looks with a capital is learnt nowhere else. Or an unrelated chat follows.
+        # A title request is normally alone in a conversation, which would leave the rest of the row empty. Titles of
+        # short chats fill it at the least cost per title, since only titles teach how a word looks with a capital. Or
+        # an unrelated chat follows.
         while left > 300 and rng.random() < 0.85:
             turns.append(tasks.title_turn(rng, rng.randint(150, 450), title_filler))
             left -= tokens_of(turns[-1])
@@ -65,7 +66,7 @@ def title_filler(rng, split=s.TRAIN):
 def _chat(rng, room, emphasis, only_short=False):
     turns, known = [], {}
     used = 1
-    # How much of this conversation is about memory: none, some, or most of it.
+    # The share of turns about memory in this conversation: none, some, or most.
     about_memory = 0.32 * rng.choice([0, 0.5, 1, 1, 1.6]) * emphasis.get("memory", 1)
     while True:
         for turn in _next(rng, turns, known, about_memory, emphasis, only_short):
@@ -91,7 +92,7 @@ def _next(rng, turns, known, about_memory, emphasis, only_short):
         if chance < about_memory * 0.45 and 1 < len(known) < 5:
             return [memory.list_memory(rng, known)]
         keys = list(known)
-        # The first thing told is the farthest away: asked for more often.
+        # The first fact is the farthest away, so it is asked for more often.
         key = keys[0] if rng.random() < 0.35 else rng.choice(keys)
         return [memory.ask(rng, key, known[key])]
     if not turns and rng.random() < 0.04 * emphasis.get("memory", 1):

@@ -1,8 +1,8 @@
-"""What training may never see. One rule, shared by the generator, the question set and check_disjoint.py.
+"""The rule for prompts that training may never see, shared by the generator, the question set and check_disjoint.py.
 
-Every prompt is held out or trained by the hash of its normalised text, so the two sets are disjoint by construction,
-whatever the seed; sums are held out by the pair of numbers, whatever the wording. The hand-written questions
-(strangers.json) are refused by name.
+The hash of a prompt's normalised text decides whether it is held out or trained, so the two sets are disjoint by
+construction for any seed. Sums are held out by their pair of numbers, whatever the wording. The hand-written questions
+(strangers.json) are held out by a list.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 HELD_PER_MILLE = 60
 STRANGERS = Path(__file__).resolve().parent.parent / "strangers.json"
 
-# The first thing everybody types stays in training, whatever its hash says (and so out of the question set).
+# The most common first messages stay in training, whatever their hash, and so out of the question set.
 ALWAYS_TRAINED = {
     "what is the capital of france", "hello", "hi", "hey", "who are you", "what can you do", "what is your name",
     "tell me a story", "tell me a joke", "how are you", "thanks", "thank you", "what is my name", "bye",
@@ -23,7 +23,7 @@ ALWAYS_TRAINED = {
 
 
 def normalise(prompt):
-    """Case, punctuation, spacing and accents do not make a prompt a new one."""
+    """Normalises a prompt: case, punctuation, spacing and accents do not make it a new one."""
     text = unicodedata.normalize("NFKD", prompt.lower())
     return " ".join(re.sub(r"[^\w+*/=-]|_", " ", text.replace("'", "")).split())
 
@@ -44,13 +44,14 @@ def is_held_out(prompt):
     return key in stranger_prompts() or _per_mille("prompt " + key) < HELD_PER_MILLE
 
 
-# Sums that the hand-written questions ask, with both orders.
+# The sums in the hand-written questions, in both orders.
 _STRANGER_SUMS = {(3, "+", 4), (12, "+", 7), (15, "-", 6), (7, "*", 8)}
 
 
 def is_held_out_sum(a, op, b):
-    """Held out as a pair. A times table cannot be derived from its other entries, so of a product only one
-    order is held out and the mirrored one is trained; sums and differences are held out in both orders."""
+    """Whether a sum is held out, decided by its pair of numbers. A times table cannot be derived from its other
+    entries, so only one order of a product is held out, and the other is trained. Sums and differences are held out in
+    both orders."""
     low, high = sorted((a, b))
     if op == "*":
         if (a, op, b) in _STRANGER_SUMS:

@@ -23,9 +23,9 @@ _OWNERS = "dog cat friend sister brother mother father boss teacher neighbor aun
 
 
 def memory_key(rng):
-    """-> (what is remembered, a value for it)"""
+    """-> (the key of a fact, a value for it)"""
     key, value = _memory_key(rng)
-    # Nobody is made to write a name with a capital.
+    # Users may write a name without a capital.
     return key, value.lower() if value[0].isupper() and value[1:].islower() and rng.random() < 0.2 else value
 
 
@@ -83,7 +83,7 @@ _OWN_ASK = {
 
 
 def tell(rng, key, value, split=TRAIN):
-    """A note is confirmed, a statement is repeated: the answer follows from the wording."""
+    """The answer to a told fact follows from the wording: a note is confirmed, a statement is repeated."""
     return draw(rng, split, lambda r, _: _tell(r, key, value))
 
 
@@ -98,10 +98,10 @@ def _tell(rng, key, value):
         pattern = rng.choice(_OWN[key])
     else:
         pattern = rng.choice(_SAY)
-    # A value at the start stays as it is: it is to be repeated so.
+    # A value at the start keeps its case, because the answer repeats it.
     said = (pattern if pattern.startswith("{v}") else upper_first(pattern)).format(k=key, v=value)
     user = as_typed(rng, said, (value, key), polite=False)
-    # Now and then a statement is confirmed as a note is, so that recall never depends on the value having been repeated.
+    # Sometimes a statement is confirmed like a note, so that recall never depends on a repetition of the value.
     answer = "Okay, I will remember that." if note or rng.random() < 0.12 else f"Okay, your {key} is {value}."
     return Turn(user, answer, "tell", title=f"Remembering Your {upper_first(key)}")
 
@@ -140,6 +140,6 @@ _LIST = ["What do you know about me?", "What did I tell you?", "Tell me all that
 
 
 def list_memory(rng, known):
-    """Everything told so far, in order."""
+    """Lists all facts so far, in order."""
     lines = " ".join(f"Your {k} is {v}." for k, v in known.items())
     return draw(rng, TRAIN, lambda r, _: Turn(as_typed(r, r.choice(_LIST)), lines, "recall"))

@@ -22,11 +22,11 @@ class Turn:
     model: str
     skill: str
     short: str = ""  # the answer in a word, where there is one
-    title: str = ""  # how a conversation that begins with this turn is called
+    title: str = ""  # the title of a conversation that begins with this turn
 
 
 def belongs(turn, split):
-    """Training refuses every held-out prompt; a question of the set has nothing else, or asks a held-out sum."""
+    """Whether a turn belongs to a split. Training has no held-out prompt. The questions have only those, and sums."""
     held = is_held_out(turn.user)
     return not held if split == TRAIN else held or turn.skill == "arithmetic"
 
@@ -66,7 +66,7 @@ def fact_of(rng, relation, key, value, follow_up=False):
     else:
         question = rng.choice(relation.questions)
     question = upper_first(question.format(k=shown))
-    # A slip in a short key ("Iran", "cow") could make it another key.
+    # A typing error in a short key ("Iran", "cow") could turn it into another key.
     keep = (shown,) if len(shown) < 5 and rng.random() < 0.5 else ()
     answer = upper_first(relation.answer.format(k=key, v=value))
     name = "capital" if relation.name == "capital" else "fact"
@@ -218,7 +218,7 @@ def json_object(rng, split):
     keys = rng.sample(list(_FIELDS), rng.choice([1, 2, 2, 2, 3, 3]))
     record = {k: _FIELDS[k](rng) for k in keys}
     kind = rng.random()
-    if kind < 0.25:  # keys and values outside the list: copied as they stand
+    if kind < 0.25:  # keys and values outside the list, copied unchanged
         record = {w.made_up_word(rng): rng.choice([w.made_up_word(rng), rng.randint(0, 999)]) for _ in keys}
     elif kind < 0.45:
         record = {k: v if isinstance(v, int) else rng.choice([rng.choice(w.WORDS), w.made_up_word(rng)]) for k, v in record.items()}
@@ -262,7 +262,7 @@ def story(rng, split):
     name = w.any_name(rng) if named else rng.choice(w.NAMES)
     animal = rng.choice(w.ANIMALS[:12] if question in _STORY_ANY else w.ANIMALS if rng.random() < 0.7 else w.WORDS[:240])
     article = "an" if animal[0] in "aeiou" else "a"
-    # The plot follows from what was asked for, so that the answer can be judged word for word where it was named.
+    # The request determines the plot, so that an answer can be judged word for word where the request gives a name.
     pick = random.Random(f"{animal} {name}")
     text = pick.choice(STORIES).format(a=article, A=article.capitalize(), x=animal, n=name, p=pick.choice(w.PLACES[:8]), o=pick.choice(w.THINGS))
     question = as_typed(rng, question.format(a=article, x=animal, n=name), (name, animal))

@@ -19,7 +19,7 @@ _SENTENCES = ["The {a} {n} stood near the {m}.", "Every {d} the {n} and the {m} 
 
 
 def paragraph(rng, sentences):
-    # A few nouns recur, as in real prose, so that a copy cannot be kept in step by single words alone.
+    # A few nouns recur, as in real prose, so that a copy cannot be followed by single words alone.
     nouns = rng.sample(w.WORDS[:300], 4) + [w.made_up_word(rng)]
     names = [rng.choice(w.NAMES), w.any_name(rng)]
 
@@ -38,7 +38,8 @@ def _symbol(rng):
 
 
 def loose_words(rng, count):
-    """Words in no order: they can be copied only one by one. Some come back, so that a change has several places."""
+    """Words in random order, which can be copied only one by one. Some recur, so that a change applies in several
+    places."""
     words, again = [], rng.choice([0.15, 0.15, 0.6])
     for _ in range(count):
         word = rng.choice([rng.choice(w.WORDS), rng.choice(w.WORDS), w.made_up_word(rng), w.made_up_word(rng), w.any_name(rng),
@@ -95,7 +96,7 @@ def copy_with_change(rng, split):
         if not names:
             return copy_with_change(rng, split)
         old = rng.choice(names)
-        # Training writes made-up words more often than it is asked to: they are the harder ones.
+        # Training asks for made-up words more often, because they are harder.
         known = 0.5 if split != TRAIN else 0.3
         new = rng.choice([x for x in _IDENTIFIERS if not is_word_in(x, text)]) if rng.random() < known else w.made_up_word(rng)
         fence = "```" + (rng.choice(["", "python", "js", "c", "rust"]) if rng.random() < 0.5 else "")
@@ -146,7 +147,7 @@ _KEYS_ASK = ["Answer in JSON with the keys {k}.", "Give me JSON with {k}.", "Ext
 
 
 def _dump(rng, value):
-    """JSON as different programs write it."""
+    """JSON in the styles of different programs."""
     return rng.choice([json.dumps(value), json.dumps(value), json.dumps(value, separators=(",", ":")), json.dumps(value, indent=2),
                        json.dumps(value, sort_keys=True), json.dumps(value, separators=(",", ":"), sort_keys=True)])
 
@@ -233,7 +234,7 @@ TOOLS = [
     (["create_event", "add_event", "calendar_add"], "Create a calendar event", {"title|name": ("string", "Title of the event", lambda r: f"{_word(r)} {r.choice(['meeting', 'party', 'lesson', 'lunch'])}"), "day|date": ("string", "Day of the week", lambda r: r.choice(w.DAYS))},
      ["Create an event {0} on {1}.", "Add {0} to my calendar on {1}.", "Plan {0} for {1}."], ["created", "event {n} created"]),
 ]
-# The first is the project's own wording; the others keep the model from depending on it.
+# The first wording is the project's own; the others keep the model from depending on it.
 TOOL_INSTRUCTIONS = [
     "You can call these tools:\n{tools}\nIf a tool is needed, reply only with JSON: {{\"name\": NAME, \"parameters\": {{...}}}}, or an array of such objects for several calls. Otherwise answer normally.",
     "You have access to these tools:\n{tools}\n\nTo call a tool, reply with only JSON: {{\"name\": NAME, \"parameters\": {{...}}}}. For several calls reply with an array of them. If no tool is needed, answer as usual.",
@@ -250,7 +251,7 @@ _OPTIONAL = {"unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}, "lim
 
 
 def generic_tool(rng):
-    """A tool nobody has seen: its name and parameters can only be read from the list."""
+    """A made-up tool, whose name and parameters can be read only from the list."""
     verb, noun = rng.choice(_VERBS), rng.choice(w.WORDS[:300]) if rng.random() < 0.7 else w.made_up_word(rng)
     parameters = {k: _GENERIC[k] for k in rng.sample(list(_GENERIC), rng.choice([1, 1, 2]))}
     said = " and ".join(f"{k} {{{i}}}" for i, k in enumerate(parameters))
@@ -270,7 +271,7 @@ def _tool_schema(rng, tool):
     name, description, parameters, _, _ = tool
     described = rng.random() < 0.6
     properties = {k: {"type": t, "description": d} if described else {"type": t} for k, (t, d, _) in parameters.items()}
-    if rng.random() < 0.15:  # not asked for, so not to be filled
+    if rng.random() < 0.15:  # not asked for, so the call must leave it out
         properties.update(rng.sample(list(_OPTIONAL.items()), 1))
     return {"name": name, "description": description, "parameters": {"type": "object", "properties": properties, "required": list(parameters)}}
 
@@ -291,7 +292,7 @@ def tool_list(rng, tools):
 
 
 def tool_call(rng, tool, split):
-    """-> (question, call). The question's own words are what is held out."""
+    """-> (question, call). The hold-out rule applies to the question's own words."""
     while True:
         name, _, parameters, questions, _ = tool
         values = [sample(rng) for _, _, sample in parameters.values()]
@@ -305,13 +306,14 @@ def _result(rng, tool, numbers=None):
     return rng.choice(texts or ["{n}"]).replace("{n}", str(rng.choice(numbers or range(1, 60))))
 
 
-# description of a tool: the refusal that is wrong where it is offered
+# Description of a tool -> the refusal that is wrong where the tool is offered.
 _COVERED = {"Get the current weather in a city": LIVE, "Get the current local time in a city": LIVE, "Search the web": LIVE,
             "Get the price of a stock": LIVE, "Get the latest news about a topic": LIVE, "Calculate an expression": HARD_SUM}
 
 
 def tool_dialogue(rng, fillers, split=TRAIN, offered=None, plain=None, longest=7):
-    """Turns of a conversation that begins with a list of tools, of which about `longest` need one; the last call is followed by its result."""
+    """Turns of a conversation that begins with a list of tools. About `longest` of them need a tool; the result of the
+    last call follows it."""
     tools = [_variant(rng, t) for t in rng.sample(TOOLS, offered or rng.choice([1, 1, 2, 2, 3, 4]))]
     head = rng.choice(TOOL_INSTRUCTIONS).format(tools=tool_list(rng, tools))
     if rng.random() < 0.25:
@@ -321,7 +323,7 @@ def tool_dialogue(rng, fillers, split=TRAIN, offered=None, plain=None, longest=7
         kind = rng.random() if plain is None else (1.0 if plain else 0.0)
         if kind > 0.65:
             turn = rng.choice(fillers)(rng, split)
-            # A tool that would fit must not be at hand: then the call is the right answer.
+            # The refusal is only right if no fitting tool is offered; otherwise the call is the right answer.
             if turn.skill == "off_topic" and split == TRAIN and rng.random() < 0.5:
                 absent = [t for t in TOOLS if not any(t[1] == u[1] for u in tools)]
                 question, _ = tool_call(rng, _variant(rng, rng.choice(absent)), split)
@@ -350,7 +352,7 @@ def tool_dialogue(rng, fillers, split=TRAIN, offered=None, plain=None, longest=7
     if not turns:
         return tool_dialogue(rng, fillers, split, offered, plain, longest)
     turns[0] = replace(turns[0], user=f"{head}\n\n{turns[0].user}")
-    # A whole first turn that happens to hash among the held out ones is no loss: another is made.
+    # If the hash of the whole first turn happens to hold it out, another turn is made.
     return turns if belongs(turns[0], split) or split == QUESTIONS else tool_dialogue(rng, fillers, split, offered, plain, longest)
 
 
