@@ -6,7 +6,8 @@
 
 use ash::{khr, vk};
 
-use super::device::{RawDevice, enumerate};
+use super::device::RawDevice;
+use super::enumerate::enumerate;
 use super::instance::Instance;
 use super::pipeline::{PUSH_BYTES, create_pipeline, pipeline_name};
 use super::{DeviceInfo, GpuError, Shader};

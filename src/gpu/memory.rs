@@ -1,4 +1,4 @@
-//! Device memory: heaps, arenas, buffers.
+//! Device memory: arenas and buffers.
 //!
 //! An [`Arena`] takes memory in chunks and hands out sub-ranges; whoever owns the arena decides when
 //! allocation ends, by dropping it. A model's arena follows a [`Plan`] and takes all of it at once; without one (staging
@@ -12,96 +12,13 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use ash::vk;
 
 use super::GpuError;
-use super::device::{Device, HeapInfo};
-use super::memory_types::{MemoryTable, MemoryType};
-use super::placement::{ALIGNMENT, CHUNK_BYTES, Class, Machine, MemoryKind, Placement, Plan, heap_name};
-
-pub(super) struct Heaps {
-    table: MemoryTable,
-    /// Bytes this process has allocated per heap, for drivers without a budget extension.
-    allocated: [AtomicU64; vk::MAX_MEMORY_HEAPS],
-    /// `vkAllocateMemory` calls so far.
-    allocations: AtomicU64,
-}
-
-impl Heaps {
-    pub fn new(instance: &ash::Instance, physical: vk::PhysicalDevice) -> Heaps {
-        // SAFETY: the physical device is of this instance.
-        let properties = unsafe { instance.get_physical_device_memory_properties(physical) };
-        Heaps { table: table(&properties), allocated: Default::default(), allocations: AtomicU64::new(0) }
-    }
-}
-
-fn table(properties: &vk::PhysicalDeviceMemoryProperties) -> MemoryTable {
-    let local = |heap: &vk::MemoryHeap| heap.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL);
-    let heaps = properties.memory_heaps_as_slice().iter();
-    let types = properties.memory_types_as_slice().iter();
-    MemoryTable {
-        heaps: heaps.map(|heap| (heap.size, local(heap))).collect(),
-        types: types
-            .map(|t| MemoryType { heap: t.heap_index as usize, flags: t.property_flags.as_raw() })
-            .collect(),
-    }
-}
-
-/// The heaps of a device with what is free in them now.
-pub(super) fn heap_infos(
-    instance: &ash::Instance,
-    physical: vk::PhysicalDevice,
-    has_budget: bool,
-) -> Vec<HeapInfo> {
-    // SAFETY: the physical device is of this instance.
-    let has_heaps = unsafe { instance.get_physical_device_memory_properties(physical) }.memory_heap_count > 0;
-    // RADV's null device (RADV_FORCE_FAMILY without a GPU) has no heaps, and crashes when asked for their budget.
-    let has_budget = has_budget && has_heaps;
-    let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
-    let mut properties = vk::PhysicalDeviceMemoryProperties2::default();
-    if has_budget {
-        properties = properties.push_next(&mut budget);
-    }
-    // SAFETY: the physical device is of this instance; the budget structure is chained only where supported.
-    unsafe { instance.get_physical_device_memory_properties2(physical, &mut properties) };
-    let mut heaps = table(&properties.memory_properties).heap_infos();
-    if has_budget {
-        for ((info, free), used) in heaps.iter_mut().zip(budget.heap_budget).zip(budget.heap_usage) {
-            info.free_bytes = free.min(info.size_bytes).saturating_sub(used);
-        }
-    }
-    heaps
-}
-
-impl Device {
-    /// `vkAllocateMemory` calls since the device was opened: constant once a model is loaded.
-    pub fn allocations(&self) -> u64 {
-        self.heaps.allocations.load(Ordering::Relaxed)
-    }
-
-    /// The device's memory, with what is free now.
-    pub fn machine(&self) -> Machine {
-        let mut heaps = heap_infos(&self.instance.raw, self.physical, self.memory_budget);
-        if !self.memory_budget {
-            for (heap, taken) in heaps.iter_mut().zip(&self.heaps.allocated) {
-                heap.free_bytes = heap.size_bytes.saturating_sub(taken.load(Ordering::Relaxed));
-            }
-        }
-        Machine::of(&heaps, self.info().kind, self.info().max_allocation_bytes)
-    }
-
-    fn free_bytes(&self, heap: usize) -> (u64, u64) {
-        let machine = self.machine();
-        let heap = machine.heaps.iter().find(|h| h.index == heap).expect("a heap with usable memory types");
-        (heap.free, heap.size)
-    }
-
-    fn memory_type(&self, index: u32) -> MemoryType {
-        self.heaps.table.types[index as usize]
-    }
-}
+use super::device::Device;
+use super::placement::{self, ALIGNMENT, CHUNK_BYTES, Class, MemoryKind, Placement, Plan, heap_name};
 
 /// One `VkDeviceMemory` with the one `VkBuffer` that covers it.
 pub(super) struct Chunk {
@@ -158,7 +75,7 @@ impl Chunk {
                 return Err(e);
             }
         };
-        let memory_type = device.memory_type(memory_type);
+        let memory_type = device.heaps.memory_type(memory_type);
         let mut chunk = Chunk {
             device: device.clone(),
             memory,
@@ -201,7 +118,7 @@ fn allocate(
     let mut full: Option<GpuError> = None;
     let table = &device.heaps.table;
     for memory_type in table.suitable(device.info().kind, kind, wanted, needs.memory_type_bits) {
-        let heap = device.memory_type(memory_type).heap;
+        let heap = device.heaps.memory_type(memory_type).heap;
         let (free, total) = device.free_bytes(heap);
         let (_, local) = table.heaps[heap];
         let refusal = || GpuError::OutOfMemory {
@@ -361,7 +278,7 @@ impl Arena {
     pub fn with_plan(device: &Arc<Device>, plan: Plan) -> Result<Arena, GpuError> {
         let is_apart = device.rehearsed().buffers_apart;
         let plan = if is_apart { plan.apart() } else { plan };
-        let take = |chunk: &super::placement::Chunk| {
+        let take = |chunk: &placement::Chunk| {
             let heap = plan.heaps[chunk.heap].heap.index;
             let bytes = if is_apart { chunk.used } else { chunk.bytes() };
             Chunk::new(device, chunk.kind, chunk.class, Some(heap), bytes, &chunk.name).map(Arc::new)

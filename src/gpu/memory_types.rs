@@ -15,7 +15,7 @@
 
 use ash::vk::MemoryPropertyFlags as Flags;
 
-use super::device::{DeviceKind, HeapInfo};
+use super::info::{DeviceKind, HeapInfo};
 use super::placement::MemoryKind;
 
 /// What the host writes and reads without flushing.
@@ -80,7 +80,7 @@ impl MemoryTable {
         heap: Option<usize>,
         allowed: u32,
     ) -> Vec<u32> {
-        let unified = is_unified(device);
+        let unified = device.is_unified();
         // Smaller is better; `None` does not suit.
         let rank = |t: MemoryType| -> Option<[bool; 3]> {
             let (local, mapped, cached) =
@@ -102,9 +102,4 @@ impl MemoryTable {
         ranked.sort();
         ranked.into_iter().map(|(_, i)| i).collect()
     }
-}
-
-/// An integrated GPU reaches all of its memory at one speed: GTT is as good as the carve-out.
-pub(super) fn is_unified(device: DeviceKind) -> bool {
-    matches!(device, DeviceKind::Integrated | DeviceKind::Cpu)
 }

@@ -17,8 +17,7 @@
 
 use std::fmt;
 
-use super::device::{DeviceKind, HeapInfo};
-use super::memory_types::is_unified;
+use super::info::{DeviceInfo, DeviceKind, HeapInfo};
 use crate::config::{FfnHeap, show_bytes};
 
 /// Small buffers share chunks of at most this, so that there are few allocations (drivers allow some 4096).
@@ -120,7 +119,12 @@ impl Machine {
             device_local: info.device_local,
             host_visible: info.host_visible,
         });
-        Machine { heaps: heaps.collect(), unified: is_unified(device), max_allocation_bytes }
+        Machine { heaps: heaps.collect(), unified: device.is_unified(), max_allocation_bytes }
+    }
+
+    /// The memory of a device that need not be open.
+    pub fn of_device(info: &DeviceInfo) -> Machine {
+        Machine::of(&info.heaps, info.kind, info.max_allocation_bytes)
     }
 
     /// A machine that is not here: an integrated AMD GPU with so much of both, or a GPU with one heap where `gtt` is 0.

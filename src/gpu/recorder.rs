@@ -11,10 +11,13 @@ use std::time::Duration;
 
 use ash::vk;
 
+use super::GpuError;
+use super::counts::Counts;
 use super::device::Device;
 use super::memory::{Buffer, Chunk};
-use super::pipeline::{Access, Arguments, PUSH_BYTES, Pipeline};
-use super::{Class, GpuError};
+use super::pipeline::{PUSH_BYTES, Pipeline};
+use super::rehearsal::{Order, Rehearsal};
+use super::shader::Access;
 
 /// Timed commands per command buffer; later ones run untimed, and the profile says how many.
 const MAX_TIMED: u32 = 256;
@@ -22,12 +25,20 @@ const MAX_TIMED: u32 = 256;
 /// Of the numbers of workgroups that an indirect dispatch reads.
 pub const INDIRECT_BYTES: u64 = 12;
 
-/// GPU time per kernel.
-#[derive(Debug, Clone, Default)]
-pub struct Profile {
-    /// Kernel -> (dispatches, nanoseconds).
-    pub kernels: BTreeMap<String, (u64, u64)>,
-    pub untimed: u64,
+/// What one dispatch of a kernel takes; `build.rs` generates a struct for each.
+pub trait Arguments {
+    const KERNEL: &'static str;
+    /// The push constants as the shader has them.
+    type Push: bytemuck::NoUninit;
+
+    /// The buffers behind the shader's addresses, in the order of [`Shader::pointers`](super::Shader::pointers). `None` is for variants that do not use
+    /// them, and for addresses whose names end in `_or_none`.
+    fn buffers(&self) -> impl Iterator<Item = Option<&Buffer>>;
+
+    /// The buffers behind the addresses that the shader finds in memory.
+    fn followed(&self) -> &[&Buffer];
+
+    fn push(&self) -> Self::Push;
 }
 
 /// A command buffer that is recorded, submitted, waited for, and submitted or recorded again.
@@ -360,101 +371,6 @@ fn range(buffer: &Buffer) -> Range {
     buffer.address()..buffer.address() + buffer.size()
 }
 
-/// In what order the commands between two barriers are handed to the device: nothing may depend on it. Drivers that run
-/// them one after the other, as they were recorded, hide a barrier that is missing; tests record them in other orders.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Order {
-    #[default]
-    AsRecorded,
-    Reversed,
-    /// By chance, from this seed.
-    Shuffled(u64),
-}
-
-/// How a device's commands are recorded and its buffers are laid, for tests; see [`Device::rehearse`](super::Device::rehearse).
-#[derive(Debug, Clone, Default)]
-pub struct Rehearsal {
-    pub order: Order,
-    /// A shader and its address, or "copy" and "to", or "fill" and "buffer", whose accesses are not noted: what a mistake in
-    /// their derivation would be.
-    pub forgotten: Option<(&'static str, &'static str)>,
-    /// Whether every buffer is an allocation of its own, so that a layer that checks addresses sees where each ends.
-    pub buffers_apart: bool,
-}
-
-impl Rehearsal {
-    fn forgets(&self, command: &str, pointer: &str) -> bool {
-        self.forgotten == Some((command, pointer))
-    }
-}
-
-/// What recorded commands amount to, once run.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
-    pub dispatches: u64,
-    pub copies: u64,
-    pub barriers: u64,
-    /// Bytes that commands declare to read or write, by [`Class`]: whole ranges, however much of them a command
-    /// touches. A range that is read and written counts once.
-    pub declared: [u64; Class::ALL.len()],
-}
-
-impl Counts {
-    /// Those of weights, whatever matrix they are of.
-    pub fn weight_bytes(&self) -> u64 {
-        Class::ALL.iter().filter(|class| class.is_weights()).map(|class| self.declared[*class as usize]).sum()
-    }
-
-    pub fn kv_bytes(&self) -> u64 {
-        self.declared[Class::KvCache as usize]
-    }
-
-    /// Those of activations, and of what goes to the host and comes from there.
-    pub fn activation_bytes(&self) -> u64 {
-        self.declared.iter().sum::<u64>() - self.weight_bytes() - self.kv_bytes()
-    }
-
-    fn declare(&mut self, buffer: &Buffer) {
-        self.declared[buffer.chunk.class as usize] += buffer.size();
-    }
-}
-
-impl std::ops::AddAssign for Counts {
-    fn add_assign(&mut self, other: Counts) {
-        let Counts { dispatches, copies, barriers, declared } = other;
-        self.dispatches += dispatches;
-        self.copies += copies;
-        self.barriers += barriers;
-        self.declared.iter_mut().zip(declared).for_each(|(sum, bytes)| *sum += bytes);
-    }
-}
-
-impl std::ops::Sub for Counts {
-    type Output = Counts;
-
-    /// What came between two readings of a sum.
-    fn sub(mut self, before: Counts) -> Counts {
-        self.dispatches -= before.dispatches;
-        self.copies -= before.copies;
-        self.barriers -= before.barriers;
-        self.declared.iter_mut().zip(before.declared).for_each(|(now, before)| *now -= before);
-        self
-    }
-}
-
-impl std::ops::Div<u64> for Counts {
-    type Output = Counts;
-
-    /// The whole part of an average.
-    fn div(mut self, by: u64) -> Counts {
-        self.dispatches /= by;
-        self.copies /= by;
-        self.barriers /= by;
-        self.declared.iter_mut().for_each(|bytes| *bytes /= by);
-        self
-    }
-}
-
 /// Workgroups of a dispatch.
 enum Groups {
     Of([u32; 3]),
@@ -601,7 +517,7 @@ impl Recorder<'_> {
         self.since_barrier.reads.extend(accesses.reads);
         self.since_barrier.writes.extend(accesses.writes);
         for buffer in used {
-            self.commands.counts.declare(buffer);
+            self.commands.counts.declare(buffer.chunk.class, buffer.size());
             let key = Arc::as_ptr(&buffer.chunk) as usize;
             self.commands.retained.entry(key).or_insert_with(|| buffer.chunk.clone());
         }
