@@ -15,10 +15,14 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use super::direct::DirectFile;
-use super::{CheckpointError, gguf};
+use super::error::CheckpointError;
+use super::gguf;
 
 /// Largest file that is read into memory; Gemma-3's tokenizer.json, the largest in use, has 33 MB.
 pub const MAX_READ_BYTES: u64 = 64 << 20;
+
+/// Each shard is a mapping, of which a process has 65,530 by default; Gemma-3 27B has 12.
+pub(super) const MAX_SHARDS: usize = 4096;
 
 /// Entries of a folder that are looked at.
 const MAX_NAMES: usize = 1 << 16;
@@ -459,8 +463,8 @@ fn gguf_parts(file: &Path) -> Result<Vec<PathBuf>, String> {
     if number != 1 {
         return Err(format!("is part {number} of {count}; give the first, {}", part(1).display()));
     }
-    if count as usize > super::MAX_SHARDS {
-        return Err(format!("is one of {count} parts; expected at most {}", super::MAX_SHARDS));
+    if count as usize > MAX_SHARDS {
+        return Err(format!("is one of {count} parts; expected at most {}", MAX_SHARDS));
     }
     let parts: Vec<_> = (1..=count).map(part).collect();
     match parts.iter().find(|part| !part.exists()) {

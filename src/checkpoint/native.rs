@@ -17,9 +17,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::files::FileSlice;
-use super::safetensors::{TensorInfo, one_line};
-use super::{CheckpointError, ModelFiles, Span, Stored, short};
+use super::error::{CheckpointError, one_line, short};
+use super::files::{FileSlice, ModelFiles};
+use super::safetensors::TensorInfo;
+use super::table::{Span, Stored};
 use crate::tensor::{DType, LAYOUT_VERSION, QuantizedRow, Scheme, TILE_ROWS, unpack_plain_row, unpack_row};
 
 pub(super) const MANIFEST_FILE: &str = "unicorn.json";

@@ -13,7 +13,8 @@ use std::ops::Range;
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
-use super::short;
+use super::error::{CheckpointError, one_line, short};
+use super::files::FileBytes;
 use crate::tensor::DType;
 
 /// Longest header accepted. The 1,247 tensors of Gemma-3 27B take 0.2 MB.
@@ -33,9 +34,9 @@ pub(super) struct TensorInfo {
 
 /// Why a header was refused, and the tensor it is about.
 #[derive(Debug)]
-pub(super) struct HeaderError {
-    pub tensor: Option<String>,
-    pub problem: String,
+struct HeaderError {
+    tensor: Option<String>,
+    problem: String,
 }
 
 /// What a file says of itself.
@@ -47,7 +48,7 @@ pub(super) struct Header {
 }
 
 /// Reads and checks the header of a file.
-pub(super) fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
+fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
     let file_error = |problem: String| HeaderError { tensor: None, problem };
     let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
         return Err(file_error(format!("truncated: {} bytes, too few for a safetensors file", bytes.len())));
@@ -100,6 +101,18 @@ pub(super) fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
         return Err(file_error(format!("{} bytes follow the last tensor; expected none", bytes.len() - end)));
     }
     Ok(Header { tensors, metadata })
+}
+
+/// The header of a safetensors file, which messages call `display`.
+pub(super) fn header(display: &str, bytes: &FileBytes) -> Result<Header, CheckpointError> {
+    // What lies behind a header is another's to read, and perhaps past the page cache.
+    bytes.read_ahead(false);
+    let header = read_header(bytes);
+    bytes.read_ahead(true);
+    header.map_err(|e| match e.tensor {
+        Some(tensor) => CheckpointError::tensor(display, &tensor, e.problem),
+        None => CheckpointError::file(display, e.problem),
+    })
 }
 
 fn check_entry(entry: &HeaderEntry, data_len: usize) -> Result<(DType, Vec<usize>, Range<usize>), String> {
@@ -198,9 +211,4 @@ impl<'de, V: Deserialize<'de>, const METADATA: bool> Visitor<'de> for EntriesVis
         }
         Ok(Entries { entries, metadata })
     }
-}
-
-/// serde_json quotes what it met; a message has one line all the same.
-pub(super) fn one_line(error: &impl fmt::Display) -> String {
-    short(&error.to_string())
 }

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::CheckpointError;
+use super::error::CheckpointError;
 use super::gguf::GgmlTensor;
 use super::legacy::LegacyTensor;
 use super::native::NativeTensor;
@@ -178,21 +178,4 @@ fn widen<const N: usize>(bytes: &[u8], out: &mut [f32], bits: impl Fn([u8; N]) -
     for (bytes, out) in bytes.chunks_exact(N).zip(out) {
         *out = f32::from_bits(bits(bytes.try_into().expect("chunks of N bytes")));
     }
-}
-
-/// Element `index` of floating-point elements at any alignment. Panics if they are integers or end before it.
-pub(super) fn float_at(dtype: DType, bytes: &[u8], index: usize) -> f32 {
-    let bytes = &bytes[index * dtype.size()..(index + 1) * dtype.size()];
-    let [first, second] = [bytes[0], bytes[1]];
-    match dtype {
-        DType::F32 => f32::from_le_bytes([first, second, bytes[2], bytes[3]]),
-        DType::F16 => half::f16::from_le_bytes([first, second]).to_f32(),
-        DType::BF16 => half::bf16::from_le_bytes([first, second]).to_f32(),
-        DType::I8 | DType::U8 | DType::I32 | DType::I64 => panic!("{dtype:?} is no floating-point type"),
-    }
-}
-
-/// Whether f16 has this number.
-pub(super) fn f16_holds(x: f32) -> bool {
-    half::f16::from_f32(x).to_f32() == x
 }

@@ -14,7 +14,7 @@ use std::fmt;
 use std::ops::Range;
 
 use super::blocks::GgmlType;
-use crate::checkpoint::short;
+use crate::checkpoint::error::short;
 use crate::tensor::DType;
 
 const MAGIC: &[u8; 4] = b"GGUF";

@@ -13,7 +13,7 @@ mod tokenizer;
 
 pub use blocks::{GgmlTensor, GgmlType};
 
-use super::CheckpointError;
+use super::error::{CheckpointError, short};
 use crate::tensor::DType;
 use header::{About, Element, Header, HeaderError, read_header};
 
@@ -92,9 +92,7 @@ pub(super) fn generated(parts: &[(&str, &[u8])], name: &str) -> Result<Option<Ve
 fn error(display: &str, error: HeaderError) -> CheckpointError {
     match error.about {
         About::File => CheckpointError::file(display, error.problem),
-        About::Key(key) => {
-            CheckpointError::file(display, format!("key {}: {}", super::short(&key), error.problem))
-        }
+        About::Key(key) => CheckpointError::file(display, format!("key {}: {}", short(&key), error.problem)),
         About::Tensor(tensor) => CheckpointError::tensor(display, &tensor, error.problem),
     }
 }

@@ -12,7 +12,7 @@
 use serde_json::{Map, Value as Json, json};
 
 use super::header::{HeaderError, Metadata, TensorInfo, Value};
-use crate::checkpoint::short;
+use crate::checkpoint::error::short;
 
 const ARCHITECTURE: &str = "general.architecture";
 /// Beyond any model; bounds what is made of a block count.

@@ -26,7 +26,7 @@ use serde::ser::Serializer;
 use serde_json::{Value as Json, json};
 
 use super::header::{HeaderError, Metadata, Value};
-use crate::checkpoint::short;
+use crate::checkpoint::error::short;
 
 const MODEL: &str = "tokenizer.ggml.model";
 const TOKENS: &str = "tokenizer.ggml.tokens";

@@ -6,8 +6,9 @@ use std::fmt;
 
 use serde_json::{Map, Value};
 
-use super::{Form, GptqZeros, Kind, Layout, block_columns, word};
-use crate::checkpoint::{Format, short};
+use super::matrix::{Form, GptqZeros, Kind, Layout, block_columns, word};
+use crate::checkpoint::error::short;
+use crate::checkpoint::format::Format;
 use crate::tensor::DType;
 
 /// A config has a few KB.
