@@ -11,15 +11,21 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
 use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
+use serde_json::Value;
+
 use super::direct::DirectFile;
-use super::error::CheckpointError;
+use super::error::{CheckpointError, one_line};
 use super::gguf;
 
 /// Largest file that is read into memory; Gemma-3's tokenizer.json, the largest in use, has 33 MB.
 pub const MAX_READ_BYTES: u64 = 64 << 20;
+
+const CONFIG_FILE: &str = "config.json";
+/// Configs have a few KB; a parsed JSON value takes up to 32 times its text.
+const MAX_CONFIG_BYTES: usize = 1 << 20;
 
 /// Each shard is a mapping, of which a process has 65,530 by default; Gemma-3 27B has 12.
 pub(super) const MAX_SHARDS: usize = 4096;
@@ -34,6 +40,8 @@ pub struct ModelFiles {
     source: Source,
     /// Files that are taken from another place than the rest, by name; there may be none there.
     elsewhere: Vec<(&'static str, PathBuf)>,
+    /// `config.json`, once it was asked for.
+    config: Arc<OnceLock<Option<Arc<Value>>>>,
 }
 
 #[derive(Debug, Clone)]
@@ -71,7 +79,11 @@ impl ModelFiles {
             return Self::open_gguf(&file);
         }
         let name = canonical.file_name().unwrap_or(canonical.as_os_str()).to_string_lossy().into_owned();
-        Ok(Self { name, source: Source::Folder(folder.to_path_buf()), elsewhere: Vec::new() })
+        Ok(Self::new(name, Source::Folder(folder.to_path_buf())))
+    }
+
+    fn new(name: String, source: Source) -> Self {
+        Self { name, source, elsewhere: Vec::new(), config: Arc::default() }
     }
 
     fn open_gguf(file: &Path) -> Result<Self, CheckpointError> {
@@ -79,23 +91,23 @@ impl ModelFiles {
         let stem = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
         // The parts of a split file are numbered after the name.
         let name = split_number(&stem).map_or(&*stem, |(name, ..)| name).to_owned();
-        Ok(Self { name, source: Source::Gguf(parts), elsewhere: Vec::new() })
+        Ok(Self::new(name, Source::Gguf(parts)))
     }
 
     /// Files in memory, by name; one alone whose name ends on `.gguf` is a whole model.
     pub fn in_memory(name: impl Into<String>, files: impl IntoIterator<Item = (String, Vec<u8>)>) -> Self {
         let files = files.into_iter().map(|(name, bytes)| (name, Arc::from(bytes))).collect();
-        Self { name: name.into(), source: Source::Memory(Arc::new(files)), elsewhere: Vec::new() }
+        Self::new(name.into(), Source::Memory(Arc::new(files)))
     }
 
     /// Files embedded in the binary, as (file name, contents).
     pub fn embedded(name: impl Into<String>, files: &'static [(&'static str, &'static [u8])]) -> Self {
-        Self { name: name.into(), source: Source::Embedded(files), elsewhere: Vec::new() }
+        Self::new(name.into(), Source::Embedded(files))
     }
 
     /// Takes `config.json` from another place: a file, or a folder, from which `generation_config.json` comes too.
     pub fn with_config(self, path: &Path) -> Result<Self, CheckpointError> {
-        self.with("config.json", &["generation_config.json"], path)
+        self.with(CONFIG_FILE, &["generation_config.json"], path)
     }
 
     /// Takes `tokenizer.json` from another place: a file, or a folder, from which the chat template comes too.
@@ -125,6 +137,8 @@ impl ModelFiles {
         } else {
             return fail("is no file and no folder".into());
         }
+        // A clone of these files may have read another one.
+        self.config = Arc::default();
         Ok(self)
     }
 
@@ -176,6 +190,18 @@ impl ModelFiles {
             Source::Gguf(_) => Ok(None),
             Source::Folder(folder) => read_file(&folder.join(name)).map_err(fail),
         }
+    }
+
+    /// `config.json`, parsed when it is first asked for; `None` if the model has no such file.
+    pub fn config(&self) -> Result<Option<Arc<Value>>, CheckpointError> {
+        if let Some(config) = self.config.get() {
+            return Ok(config.clone());
+        }
+        let config = match self.read(CONFIG_FILE)? {
+            Some(bytes) => Some(Arc::new(parse_config(&bytes, &self.display(CONFIG_FILE))?)),
+            None => None,
+        };
+        Ok(self.config.get_or_init(|| config).clone())
     }
 
     /// The names of the files, of which a model has far fewer than are looked at.
@@ -483,6 +509,15 @@ fn read_file(path: &Path) -> Result<Option<Cow<'static, [u8]>>, String> {
     // The file may grow while it is read: the bound holds all the same.
     file.take(MAX_READ_BYTES).read_to_end(&mut bytes).map_err(|e| format!("cannot be read: {e}"))?;
     Ok(Some(Cow::Owned(bytes)))
+}
+
+/// The JSON of a config, of whatever model; `file_name` is how messages call it.
+pub(crate) fn parse_config(bytes: &[u8], file_name: &str) -> Result<Value, CheckpointError> {
+    let fail = |problem: String| CheckpointError::file(file_name, problem);
+    if bytes.len() > MAX_CONFIG_BYTES {
+        return Err(fail(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", bytes.len())));
+    }
+    serde_json::from_slice(bytes).map_err(|e| fail(format!("is no valid JSON: {}", one_line(&e))))
 }
 
 /// `None` if there is no such file. Looks before it opens: opening a pipe waits for a writer.

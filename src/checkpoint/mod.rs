@@ -23,6 +23,7 @@ mod view;
 
 pub use error::CheckpointError;
 pub(crate) use error::short;
+pub(crate) use files::parse_config;
 pub use files::{FileSlice, MAX_READ_BYTES, ModelFiles};
 pub use format::Format;
 pub use gguf::{GgmlTensor, GgmlType};

@@ -35,8 +35,6 @@ const BLOCKS: &str = ".blocks";
 const SCALES: &str = ".scales";
 /// The 435 matrices of a 27B take 0.1 MB.
 const MAX_MANIFEST_BYTES: usize = 2 << 20;
-/// As the model's own reader has it.
-const MAX_CONFIG_BYTES: usize = 1 << 20;
 /// Bytes hashed at once.
 const HASH_BYTES: usize = 8 << 20;
 
@@ -170,16 +168,10 @@ impl Manifest {
             )));
         }
         let manifest: Manifest = serde_json::from_slice(&bytes).map_err(invalid)?;
-        let config = files.read("config.json")?.ok_or_else(|| {
+        let config = files.config()?.ok_or_else(|| {
             CheckpointError::file(files.location(), "holds no config.json; the copy is incomplete")
         })?;
-        let fail = |problem: String| CheckpointError::file(files.display("config.json"), problem);
-        if config.len() > MAX_CONFIG_BYTES {
-            return Err(fail(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", config.len())));
-        }
-        let config: serde_json::Value =
-            serde_json::from_slice(&config).map_err(|e| fail(format!("is no JSON: {}", one_line(&e))))?;
-        if config != manifest.config {
+        if *config != manifest.config {
             return Err(CheckpointError::file(
                 files.display("config.json"),
                 "is not the config that the weights were written for (unicorn.json has it)",

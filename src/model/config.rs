@@ -14,13 +14,10 @@ use std::ops::RangeInclusive;
 
 use serde_json::{Map, Value};
 
-use crate::checkpoint::{CheckpointError, ModelFiles, short};
+use crate::checkpoint::{CheckpointError, ModelFiles, parse_config, short};
 
 const CONFIG_FILE: &str = "config.json";
 const GENERATION_CONFIG_FILE: &str = "generation_config.json";
-
-/// Configs have a few KB; a parsed JSON value takes up to 32 times its text.
-const MAX_CONFIG_BYTES: usize = 1 << 20;
 
 // Bounds of what a config may claim, far above every real model, so that sizes computed from them cannot
 // overflow. `max_position_embeddings` and `sliding_window` are bounded by what positions are counted in.
@@ -90,12 +87,12 @@ impl Gemma3Config {
     /// Reads `config.json` and, if there is one, `generation_config.json`; answers end at the end tokens
     /// of both.
     pub fn load(files: &ModelFiles) -> Result<(Self, GenerationConfig), ConfigError> {
-        let Some(bytes) = files.read(CONFIG_FILE)? else {
+        let Some(config) = files.config()? else {
             let problem =
                 format!("holds no {CONFIG_FILE}; give that of the original model with --model-config");
             return Err(ConfigError::File { file: files.location(), problem });
         };
-        let mut config = Self::from_json(&bytes, &files.display(CONFIG_FILE))?;
+        let mut config = Self::from_value(&config, &files.display(CONFIG_FILE))?;
         let mut generation = GenerationConfig::default();
         if let Some(bytes) = files.read(GENERATION_CONFIG_FILE)? {
             let file = files.display(GENERATION_CONFIG_FILE);
@@ -109,8 +106,11 @@ impl Gemma3Config {
 
     /// Reads a `config.json`; `file_name` is how messages call it.
     pub fn from_json(bytes: &[u8], file_name: &str) -> Result<Self, ConfigError> {
-        let root = parse_object(bytes, file_name)?;
-        let root = Level { file: file_name, prefix: String::new(), object: &root };
+        Self::from_value(&parse_config(bytes, file_name)?, file_name)
+    }
+
+    fn from_value(config: &Value, file_name: &str) -> Result<Self, ConfigError> {
+        let root = Level { file: file_name, prefix: String::new(), object: as_object(config, file_name)? };
         let text = text_level(&root)?;
         for level in [&root, &text] {
             level.refuse_what_is_not_computed()?;
@@ -197,8 +197,8 @@ pub struct GenerationConfig {
 impl GenerationConfig {
     /// Reads a `generation_config.json`; `file_name` is how messages call it.
     pub fn from_json(bytes: &[u8], file_name: &str) -> Result<Self, ConfigError> {
-        let object = parse_object(bytes, file_name)?;
-        let level = Level { file: file_name, prefix: String::new(), object: &object };
+        let config = parse_config(bytes, file_name)?;
+        let level = Level { file: file_name, prefix: String::new(), object: as_object(&config, file_name)? };
         let number = |name: &str, range: RangeInclusive<f64>| -> Result<Option<f32>, ConfigError> {
             level.get(name).map(|v| level.number_of(name, v, range).map(|n| n as f32)).transpose()
         };
@@ -372,16 +372,11 @@ fn scaling_factor(level: &Level, type_required: bool) -> Result<f64, ConfigError
     }
 }
 
-fn parse_object(bytes: &[u8], file_name: &str) -> Result<Map<String, Value>, ConfigError> {
-    let fail = |problem| ConfigError::File { file: short(file_name), problem };
-    if bytes.len() > MAX_CONFIG_BYTES {
-        return Err(fail(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", bytes.len())));
-    }
-    match serde_json::from_slice(bytes) {
-        Ok(Value::Object(object)) => Ok(object),
-        Ok(other) => Err(fail(format!("is {}; expected a JSON object", show(&other)))),
-        Err(e) => Err(fail(format!("is no valid JSON: {}", short(&e.to_string())))),
-    }
+fn as_object<'a>(config: &'a Value, file_name: &str) -> Result<&'a Map<String, Value>, ConfigError> {
+    config.as_object().ok_or_else(|| ConfigError::File {
+        file: short(file_name),
+        problem: format!("is {}; expected a JSON object", show(config)),
+    })
 }
 
 fn union<const N: usize>(ids: [Vec<u32>; N]) -> Vec<u32> {

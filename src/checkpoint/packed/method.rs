@@ -11,8 +11,6 @@ use crate::checkpoint::error::short;
 use crate::checkpoint::format::Format;
 use crate::tensor::DType;
 
-/// A config has a few KB.
-const MAX_CONFIG_BYTES: usize = 1 << 20;
 /// Of `config_groups`; each real checkpoint has one.
 const MAX_CONFIG_GROUPS: usize = 64;
 
@@ -41,12 +39,7 @@ pub(super) struct Numbers {
 
 impl Method {
     /// From a config.json, which may be of any model; none where it has no `quantization_config`.
-    pub(super) fn read(config: &[u8]) -> Result<Option<Method>, String> {
-        if config.len() > MAX_CONFIG_BYTES {
-            return Err(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", config.len()));
-        }
-        let config: Value = serde_json::from_slice(config)
-            .map_err(|e| format!("is no valid JSON: {}", short(&e.to_string())))?;
+    pub(super) fn read(config: &Value) -> Result<Option<Method>, String> {
         let found = config
             .get("quantization_config")
             .or_else(|| config.get("text_config")?.get("quantization_config"));

@@ -33,15 +33,13 @@ pub use matrix::PackedMatrix;
 
 use method::{Method, Part, PartKind, Parts};
 
-const CONFIG_FILE: &str = "config.json";
-
 /// Makes one tensor of the parts of each packed matrix, by the method that config.json names. Reads their scales and
 /// zero points. Returns the format; `None` where nothing is packed.
 pub(super) fn join(table: &mut Table, files: &ModelFiles) -> Result<Option<Format>, CheckpointError> {
-    let method = match files.read(CONFIG_FILE)? {
+    let method = match files.config()? {
         None => None,
         Some(config) => Method::read(&config)
-            .map_err(|problem| CheckpointError::file(files.display(CONFIG_FILE), problem))?,
+            .map_err(|problem| CheckpointError::file(files.display("config.json"), problem))?,
     };
     let Some(method) = &method else { return refuse_packed(table).map(|()| None) };
     // By name, so that messages are the same from one run to the next.
