@@ -788,7 +788,7 @@ fn on_the_780m_the_ffn_weights_lie_write_combined_in_gtt() {
     let place = |class, kind, ffn_heap| {
         let request = Request { kind, ..request(class, 100 * MIB) };
         let plan = place(&machine, &Limits { ffn_heap, ..ALL }, vec![request]).expect("it fits");
-        let heap = plan.heap_of(0).index;
+        let heap = plan.heaps[plan.chunks[plan.slots[0].chunk].heap].heap.index;
         let chosen = table.suitable(device, kind, Some(heap), buffers)[0];
         (heap, table.types[chosen as usize].flags)
     };

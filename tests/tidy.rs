@@ -11,11 +11,10 @@ use std::path::{Component, Path, PathBuf};
 use crate::support::root;
 
 /// The floors of lib.rs: a module may name those below it.
-const FLOORS: [(&str, u32); 15] = [
+const FLOORS: [(&str, u32); 14] = [
     ("tensor", 0),
     ("config", 0),
     ("gpu", 1),
-    ("npu", 1),
     ("checkpoint", 1),
     ("text", 1),
     ("hub", 1),
@@ -500,26 +499,14 @@ fn anyhow_stays_in_the_binary(file: &str, source: &str) -> Vec<String> {
         .collect()
 }
 
-/// The CPU twins of kernels are for tests: nothing else in the product may compute a layer on the CPU.
-fn twins_are_for_tests(file: &str, source: &str) -> Vec<String> {
-    let code = layers(source).code;
-    crate_paths(file, &code)
-        .into_iter()
-        .filter(|(_, path)| path.starts_with("kernels::reference") && file != "src/kernels/reference.rs")
-        .map(|(at, path)| {
-            format!("{file}:{}: `{path}` is a CPU twin: tests alone may call it", line_of(&code, at))
-        })
-        .collect()
-}
-
 fn unsafe_has_its_place(file: &str, source: &str) -> Vec<String> {
     let code = layers(source).code;
-    let allowed = !file.starts_with("src/") || matches!(module(file), "gpu" | "npu" | "checkpoint");
+    let allowed = !file.starts_with("src/") || matches!(module(file), "gpu" | "checkpoint");
     let hits = find_word(&code, "unsafe");
     hits.into_iter()
         .filter(|_| !allowed)
         .map(|at| {
-            format!("{file}:{}: unsafe belongs in gpu/, npu/ and the mmap of checkpoint/", line_of(&code, at))
+            format!("{file}:{}: unsafe belongs in gpu/ and the mmap of checkpoint/", line_of(&code, at))
         })
         .collect()
 }
@@ -907,13 +894,6 @@ fn vulkan_crates_are_named_in_gpu_only() {
 fn anyhow_is_for_the_binary() {
     refused(anyhow_stays_in_the_binary("src/text/a.rs", "fn f() -> anyhow::Result<()> {}"), "own error type");
     check(&files("src", &[".rs"]), anyhow_stays_in_the_binary);
-}
-
-#[test]
-fn cpu_twins_are_called_by_tests_alone() {
-    refused(twins_are_for_tests("src/model/a.rs", "use crate::kernels::reference::rms_norm;"), "CPU twin");
-    refused(twins_are_for_tests("src/model/a.rs", "use crate::kernels::{matmul, reference};"), "CPU twin");
-    check(&files("src", &[".rs"]), twins_are_for_tests);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 // Probabilities as integers, which add up the same in any order: in units of 2^-40 of the most likely id's. Everything here is
 // exact or an operation that Vulkan rounds correctly, so every device has the same masses, and so has their twin
-// (src/kernels/reference.rs).
+// (tests/reference.rs).
 
 // The temperature that a request is drawn with: colder is as good as 0, hotter makes all alike, and beyond either no
 // finite number might be left.

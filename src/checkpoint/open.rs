@@ -58,11 +58,6 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// The tensor of that name.
-    pub fn get(&self, name: &str) -> Option<Tensor<'_>> {
-        self.table.by_name.get(name).map(|&i| self.view(&self.table.tensors[i]))
-    }
-
     /// All tensors, by file (in order of file name) and position in it: the order in which reading them
     /// is one pass over the disk.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
@@ -78,23 +73,9 @@ impl Checkpoint {
         &self.location
     }
 
-    /// Number of tensors.
-    pub fn len(&self) -> usize {
-        self.table.tensors.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.table.tensors.is_empty()
-    }
-
     /// Bytes of all tensors.
     pub fn total_bytes(&self) -> u64 {
         self.iter().map(|tensor| tensor.stored_bytes()).sum()
-    }
-
-    /// The files the tensors lie in, as messages call them.
-    pub fn files(&self) -> impl ExactSizeIterator<Item = &str> {
-        self.table.files.iter().map(|f| f.display.as_str())
     }
 
     /// Whether norm weights are stored as the factor `1 + w` (GGUF) and not as `w`.

@@ -65,14 +65,6 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Element type and bytes of a tensor that is not quantized.
-    pub fn plain(&self) -> Option<(DType, &'a [u8])> {
-        match self.encoding {
-            Encoding::Plain { dtype, data } => Some((dtype, data)),
-            Encoding::Ggml(_) | Encoding::Native(_) | Encoding::Legacy(_) | Encoding::Packed(_) => None,
-        }
-    }
-
     /// The device layout that holds the tensor's values without loss. Refuses integers, which are no weights.
     pub fn scheme(&self) -> Result<Scheme, CheckpointError> {
         match &self.encoding {

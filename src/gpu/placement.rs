@@ -298,11 +298,6 @@ impl Plan {
         Plan { chunks, slots, ..self }
     }
 
-    /// The heap that request `i` lies in.
-    pub fn heap_of(&self, i: usize) -> &Heap {
-        &self.heaps[self.chunks[self.slots[i].chunk].heap].heap
-    }
-
     /// The table: one row per class and heap that hold something, in the order of placing.
     pub fn placements(&self) -> Vec<Placement> {
         let mut rows: Vec<(Class, usize, Placement)> = Vec::new();

@@ -170,13 +170,6 @@ pub fn residual(rows: usize, width: usize, wants: Wants) -> Dispatch {
     norm(shader, rows, width, 2, floats(3 * rows * width) + bytes)
 }
 
-pub fn quantize(rows: usize, width: usize) -> Dispatch {
-    Dispatch {
-        activation_bytes: floats(rows * width) + Quantized::bytes_of_digit(rows, width),
-        ..Dispatch::new(&shaders::QUANTIZE, rows * width.div_ceil(1024))
-    }
-}
-
 /// Heads of one layer.
 #[derive(Debug, Clone, Copy)]
 pub struct Heads {
@@ -282,8 +275,6 @@ pub fn history(tokens: usize) -> Dispatch {
 pub enum Drawn {
     /// The highest logit: one pass over the logits.
     Greedy,
-    /// With a temperature alone, or min_p: two.
-    Plain,
     /// With top_k or top_p: three.
     Filtered,
 }
@@ -303,15 +294,13 @@ pub fn sample(rows: usize, vocab: usize, drawn: Drawn) -> Vec<Dispatch> {
         activation_bytes: bytes as u64,
         ..Dispatch::new(shader, rows)
     };
-    let bins = if drawn == Drawn::Filtered { 12 * rows * DRAW_BINS } else { 0 };
+    let bins = 12 * rows * DRAW_BINS;
     let mut all = vec![pass(&shaders::SAMPLE_MAXIMA, maxima)];
     if drawn == Drawn::Greedy {
         all.push(choice(&shaders::SAMPLE_GREEDY, maxima));
         return all;
     }
-    if drawn == Drawn::Filtered {
-        all.push(pass(&shaders::SAMPLE_MASSES, maxima + bins));
-    }
+    all.push(pass(&shaders::SAMPLE_MASSES, maxima + bins));
     all.push(pass(&shaders::SAMPLE_DRAW, maxima + bins + found));
     all.push(choice(&shaders::SAMPLE_CHOICE, maxima + bins + found));
     all

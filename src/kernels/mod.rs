@@ -1,4 +1,4 @@
-//! Typed dispatch of every shader, one method each, and their CPU twins (`reference`, called by tests alone).
+//! Typed dispatch of every shader, one method each.
 //!
 //! A method states the shapes, checks them against the buffers (shaders have no bounds checks: buffers go by
 //! address), and declares to the recorder what is read and written. It refuses to know what a model is.
@@ -13,8 +13,6 @@ mod weights;
 
 #[doc(hidden)]
 pub mod cost;
-#[doc(hidden)]
-pub mod reference;
 #[allow(missing_docs, clippy::identity_op)]
 pub mod shaders;
 

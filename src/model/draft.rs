@@ -75,10 +75,6 @@ impl Drafted {
         Drafted { model, draft, mirrored: VecDeque::new() }
     }
 
-    pub fn model(&self) -> &Gemma3 {
-        &self.model
-    }
-
     /// The step as far as the draft can read it.
     fn mirrored<'a>(&self, batch: &'a Batch) -> Cow<'a, Batch> {
         let rows = self.draft.limits().vocab_size as u32;
