@@ -24,7 +24,6 @@ pub struct Compiler {
 /// One pipeline, compiled.
 #[derive(Debug, Clone)]
 pub struct Compiled {
-    pub name: String,
     /// Lanes of its waves, which is the driver's choice where the pipeline asks for none.
     pub subgroup_size: u32,
     /// The driver's own numbers by its own names, e.g. ("Spilled VGPRs", 0).
@@ -88,7 +87,6 @@ impl Compiler {
             panic!("a compute pipeline is one executable: {sizes:?}");
         };
         Ok(Compiled {
-            name,
             subgroup_size,
             statistics: statistics.iter().map(|s| (text(s.name_as_c_str()), value(s))).collect(),
             assembly: texts
