@@ -502,7 +502,7 @@ fn a_load_takes_what_was_planned() {
     assert_eq!(model.placements(), plan.placements());
     assert_eq!(model.limits().max_context, 100);
     assert_eq!(model.limits().kv.full_blocks, 7);
-    if device.held().is_none() {
+    if device.memory_use().is_none() {
         assert_eq!(model.residency(), Residency::Unknown);
     }
 }
@@ -547,7 +547,7 @@ fn loaded_is_not_said_over_an_empty_gpu() {
              drm-memory-vram:\t{vram_kib} KiB\ndrm-memory-gtt: \t{gtt_kib} KiB\ndrm-memory-cpu: \t0 KiB\n"
         );
         std::fs::write(process.path().join("fdinfo/7"), text).expect("written");
-        residency::held(process.path(), "0000:c5:00.0")
+        residency::memory_use(process.path(), "0000:c5:00.0")
     };
     let placed = 26 * GIB;
     let (opened, empty) = (held(20 << 10, 4 << 10), held(120 << 10, 60 << 10));

@@ -92,8 +92,8 @@ pub fn device() -> Arc<Device> {
     let open = || {
         let device = Device::open(&policy()).unwrap_or_else(|e| panic!("{e}"));
         // For a layer that checks addresses.
-        let buffers_apart = std::env::var_os("UNICORN_TEST_BUFFERS_APART").is_some();
-        device.rehearse(Rehearsal { buffers_apart, ..Rehearsal::default() });
+        let separate_buffers = std::env::var_os("UNICORN_TEST_BUFFERS_APART").is_some();
+        device.rehearse(Rehearsal { separate_buffers, ..Rehearsal::default() });
         device
     };
     MINE.with(|mine| OPENED[mine.0].get_or_init(open).clone())

@@ -18,7 +18,7 @@ pub struct CommandLine {
     pub command: Command,
 }
 
-/// Options of every command. What is not given comes from the environment, the configuration file, the defaults.
+/// Options of every command. Benchmarked is not given comes from the environment, the configuration file, the defaults.
 #[derive(Debug, Clone, Args)]
 pub struct Global {
     /// Configuration file; `config/default.toml` in the source lists every option
@@ -103,7 +103,7 @@ pub struct Model {
     pub memory: Memory,
 }
 
-/// What may be taken of a device's memory: sizes such as 16GiB or 512MiB.
+/// Benchmarked may be taken of a device's memory: sizes such as 16GiB or 512MiB.
 #[derive(Debug, Clone, Args)]
 pub struct Memory {
     /// Of the GPU's own memory, at most so much
@@ -142,7 +142,7 @@ pub struct Serve {
 pub struct Generate {
     #[command(flatten)]
     pub model: Model,
-    /// What to answer
+    /// Benchmarked to answer
     #[arg(long, value_name = "TEXT")]
     pub prompt: String,
     #[command(flatten)]
@@ -239,7 +239,7 @@ impl Schemes {
     }
 }
 
-/// What a matrix is for.
+/// Benchmarked a matrix is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     Attention,
@@ -414,8 +414,8 @@ pub enum Benchmark {
     Isa(BenchIsa),
 }
 
-/// What is measured.
-pub enum What<'a> {
+/// Benchmarked is measured.
+pub enum Benchmarked<'a> {
     Engine(&'a BenchEngine),
     Model(&'a BenchModel),
     Kernels(&'a BenchKernels),
@@ -424,38 +424,40 @@ pub enum What<'a> {
 }
 
 impl Bench {
-    pub fn what(&self) -> What<'_> {
+    pub fn benchmarked(&self) -> Benchmarked<'_> {
         match &self.what {
-            None => What::Engine(&self.engine),
-            Some(Benchmark::Engine(args)) => What::Engine(args),
-            Some(Benchmark::Model(args)) => What::Model(args),
-            Some(Benchmark::Kernels(args)) => What::Kernels(args),
-            Some(Benchmark::Serve(args)) => What::Serve(args),
-            Some(Benchmark::Isa(args)) => What::Isa(args),
+            None => Benchmarked::Engine(&self.engine),
+            Some(Benchmark::Engine(args)) => Benchmarked::Engine(args),
+            Some(Benchmark::Model(args)) => Benchmarked::Model(args),
+            Some(Benchmark::Kernels(args)) => Benchmarked::Kernels(args),
+            Some(Benchmark::Serve(args)) => Benchmarked::Serve(args),
+            Some(Benchmark::Isa(args)) => Benchmarked::Isa(args),
         }
     }
 
     /// The model that is loaded in this process.
     pub fn model(&self) -> Option<&str> {
-        match self.what() {
-            What::Engine(args) => args.model.model.as_deref(),
-            What::Model(args) => args.model.as_deref(),
-            What::Kernels(_) | What::Serve(_) | What::Isa(_) => None,
+        match self.benchmarked() {
+            Benchmarked::Engine(args) => args.model.model.as_deref(),
+            Benchmarked::Model(args) => args.model.as_deref(),
+            Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_) => None,
         }
     }
 
     pub fn draft(&self) -> Option<&str> {
-        match self.what() {
-            What::Engine(args) => args.model.draft.as_deref(),
-            What::Model(_) | What::Kernels(_) | What::Serve(_) | What::Isa(_) => None,
+        match self.benchmarked() {
+            Benchmarked::Engine(args) => args.model.draft.as_deref(),
+            Benchmarked::Model(_) | Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_) => {
+                None
+            }
         }
     }
 
     pub fn memory(&self) -> Option<&Memory> {
-        match self.what() {
-            What::Engine(args) => Some(&args.model.memory),
-            What::Model(args) => Some(&args.memory),
-            What::Kernels(_) | What::Serve(_) | What::Isa(_) => None,
+        match self.benchmarked() {
+            Benchmarked::Engine(args) => Some(&args.model.memory),
+            Benchmarked::Model(args) => Some(&args.memory),
+            Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_) => None,
         }
     }
 }
@@ -577,7 +579,7 @@ pub struct BenchIsa {
     pub compile: bool,
 }
 
-/// What is asked of a server.
+/// Benchmarked is asked of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Scenario {
     /// Streams that each ask again as soon as they are answered, at each --concurrency in turn

@@ -17,7 +17,7 @@ use super::instance::{Instance, ValidationLog};
 use super::pipeline::{Pipeline, Pipelines};
 use super::placement::Machine;
 use super::rehearsal::Rehearsal;
-use super::residency::{self, Held};
+use super::residency::{self, MemoryUse};
 use super::shader::Shader;
 
 /// Longest any wait on the GPU may last before the device counts as hung.
@@ -205,18 +205,18 @@ impl Device {
     }
 
     /// What was kept of the device under this name, by this driver and these shaders.
-    pub fn kept(&self, name: &str) -> Option<Vec<u8>> {
+    pub fn read_cached(&self, name: &str) -> Option<Vec<u8>> {
         self.cache.read(name)
     }
 
     /// Keeps that for the next start. What cannot be kept costs time, not answers: it is logged and left.
-    pub fn keep(&self, name: &str, data: &[u8]) {
+    pub fn write_cached(&self, name: &str, data: &[u8]) {
         self.cache.write(name, data);
     }
 
     /// What the kernel says this process holds of the device; `None` where it says nothing.
-    pub fn held(&self) -> Option<Held> {
-        residency::held(std::path::Path::new("/proc/self"), self.info.pci.as_deref()?)
+    pub fn memory_use(&self) -> Option<MemoryUse> {
+        residency::memory_use(std::path::Path::new("/proc/self"), self.info.pci.as_deref()?)
     }
 
     pub fn validation_log(&self) -> &Arc<ValidationLog> {
@@ -274,7 +274,10 @@ impl Device {
     /// currently existing Vulkan objects" (Return Codes); and where a submit fails so, "the implementation must ensure that
     /// the state and contents of any resources or synchronization primitives referenced [...] is unaffected by the call or
     /// its failure" (vkQueueSubmit2).
-    pub(super) fn patiently<T>(&self, mut call: impl FnMut() -> Result<T, GpuError>) -> Result<T, GpuError> {
+    pub(super) fn retry_out_of_memory<T>(
+        &self,
+        mut call: impl FnMut() -> Result<T, GpuError>,
+    ) -> Result<T, GpuError> {
         use vk::Result as R;
         let mut attempts = 1;
         let (mut pause, longest) = MEMORY_PAUSES;
@@ -287,10 +290,10 @@ impl Device {
                 }) => (call, result),
                 other => {
                     if let Err(GpuError::DeviceLost { .. }) = other {
-                        self.lose();
+                        self.mark_lost();
                     }
                     if let (Ok(_), Some((since, during, result))) = (&other, refused) {
-                        self.tell_of_shortage(&during, result, attempts, since);
+                        self.warn_of_shortage(&during, result, attempts, since);
                     }
                     return other;
                 }
@@ -307,7 +310,7 @@ impl Device {
 
     /// A warning at the first, second, fourth, eighth such call and so on: a machine that is short of memory all the time
     /// does not fill the log.
-    fn tell_of_shortage(&self, during: &str, result: vk::Result, attempts: u64, since: Instant) {
+    fn warn_of_shortage(&self, during: &str, result: vk::Result, attempts: u64, since: Instant) {
         let calls = self.short_of_memory.fetch_add(1, Ordering::Relaxed) + 1;
         if calls.is_power_of_two() {
             let ms = since.elapsed().as_millis();
@@ -338,10 +341,10 @@ impl Device {
             queue.last_value = value;
             Ok(value)
         };
-        self.patiently(attempt).inspect_err(|error| {
+        self.retry_out_of_memory(attempt).inspect_err(|error| {
             // One that was refused for want of memory is known not to run.
             if !matches!(error, GpuError::NoMemory { .. }) {
-                self.lose();
+                self.mark_lost();
             }
         })
     }
@@ -364,14 +367,14 @@ impl Device {
             })
         };
         // Whatever it was, the work may still run.
-        self.patiently(wait).inspect_err(|_| self.lose())?;
+        self.retry_out_of_memory(wait).inspect_err(|_| self.mark_lost())?;
         self.reached.fetch_max(value, Ordering::AcqRel);
         self.instance.log.check()
     }
 
     /// Whether what was submitted last may be destroyed with all that it uses. Of a device that was lost, commands may never
     /// end: they, and so the device, are left to the end of the process.
-    pub(super) fn is_at_rest(self: &Arc<Device>, pending: Option<u64>) -> bool {
+    pub(super) fn finish_before_release(self: &Arc<Device>, pending: Option<u64>) -> bool {
         if let Some(value) = pending.filter(|_| !self.is_lost()) {
             // A lost or hung device is reported elsewhere; here it only matters that nothing is in use.
             let _ = self.wait(value, "the last step before release");
@@ -382,7 +385,7 @@ impl Device {
         !self.is_lost()
     }
 
-    fn lose(&self) {
+    fn mark_lost(&self) {
         self.lost.store(true, Ordering::Relaxed);
     }
 }

@@ -40,7 +40,7 @@ pub enum GpuError {
 
 impl GpuError {
     /// Whether the device has no room for what was asked, and is else well.
-    pub fn is_of_room(&self) -> bool {
+    pub fn is_out_of_memory(&self) -> bool {
         matches!(self, GpuError::OutOfMemory { .. } | GpuError::TooLarge { .. })
     }
 

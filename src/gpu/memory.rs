@@ -276,11 +276,11 @@ impl Arena {
     /// Takes everything that `plan` asks for, now; `plan` was made for [`Device::machine`]. Its requests are then handed
     /// out class by class, each class in the order of the requests.
     pub fn with_plan(device: &Arc<Device>, plan: Plan) -> Result<Arena, GpuError> {
-        let is_apart = device.rehearsed().buffers_apart;
-        let plan = if is_apart { plan.apart() } else { plan };
+        let is_separate = device.rehearsed().separate_buffers;
+        let plan = if is_separate { plan.one_chunk_each() } else { plan };
         let take = |chunk: &placement::Chunk| {
             let heap = plan.heaps[chunk.heap].heap.index;
-            let bytes = if is_apart { chunk.used } else { chunk.bytes() };
+            let bytes = if is_separate { chunk.used } else { chunk.bytes() };
             Chunk::new(device, chunk.kind, chunk.class, Some(heap), bytes, &chunk.name).map(Arc::new)
         };
         let chunks = plan.chunks.iter().map(take).collect::<Result<Vec<_>, _>>()?;
@@ -307,7 +307,7 @@ impl Arena {
         if let Some(planned) = &mut self.planned {
             return Ok(planned.hand_out(kind, class, size, name));
         }
-        if self.device.rehearsed().buffers_apart {
+        if self.device.rehearsed().separate_buffers {
             let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, size, name)?);
             self.note(class, &chunk, size, chunk.allocated);
             return Ok(Buffer { chunk, offset: 0, size });

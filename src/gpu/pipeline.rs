@@ -11,7 +11,7 @@ use super::info::DeviceInfo;
 use super::shader::Shader;
 
 /// What the cache of pipelines is kept as.
-const KEPT: &str = "pipelines";
+const CACHE_NAME: &str = "pipelines";
 
 /// Push-constant bytes of every pipeline layout: what Vulkan guarantees.
 pub(super) const PUSH_BYTES: u32 = 128;
@@ -32,8 +32,8 @@ pub(super) struct Pipelines {
 }
 
 impl Pipelines {
-    pub fn new(raw: &ash::Device, kept: &Cache) -> Result<Pipelines, GpuError> {
-        let saved = kept.read(KEPT).unwrap_or_default();
+    pub fn new(raw: &ash::Device, files: &Cache) -> Result<Pipelines, GpuError> {
+        let saved = files.read(CACHE_NAME).unwrap_or_default();
         let push =
             [vk::PushConstantRange::default().stage_flags(vk::ShaderStageFlags::COMPUTE).size(PUSH_BYTES)];
         let info = vk::PipelineLayoutCreateInfo::default().push_constant_ranges(&push);
@@ -74,10 +74,10 @@ impl Pipelines {
     }
 
     /// Keeps what the driver compiled on the device `raw` for the next start.
-    pub fn save(&self, raw: &ash::Device, kept: &Cache) {
+    pub fn save(&self, raw: &ash::Device, files: &Cache) {
         // SAFETY: the cache was made on this device, and is destroyed with it alone.
         match unsafe { raw.get_pipeline_cache_data(self.cache) } {
-            Ok(data) => kept.write(KEPT, &data),
+            Ok(data) => files.write(CACHE_NAME, &data),
             Err(e) => tracing::warn!("no pipeline cache is kept: {e}"),
         }
     }

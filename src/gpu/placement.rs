@@ -154,7 +154,7 @@ impl Machine {
         // The larger heap of a kind has the limit first, as it has the buffers.
         let mut usable = vec![0; self.heaps.len()];
         for device_local in [true, false] {
-            for i in self.of_kind(device_local) {
+            for i in self.largest_first(device_local) {
                 let heap = &self.heaps[i];
                 let share = u128::from(reserve) * u128::from(heap.size) / u128::from(total.max(1));
                 let share = if counts(heap) { share as u64 } else { 0 };
@@ -167,7 +167,7 @@ impl Machine {
     }
 
     /// Device-local heaps, or the others, larger ones first.
-    fn of_kind(&self, device_local: bool) -> Vec<usize> {
+    fn largest_first(&self, device_local: bool) -> Vec<usize> {
         let mut heaps: Vec<usize> =
             (0..self.heaps.len()).filter(|&i| self.heaps[i].device_local == device_local).collect();
         heaps.sort_by_key(|&i| std::cmp::Reverse(self.heaps[i].size));
@@ -176,7 +176,7 @@ impl Machine {
 
     /// Heaps for buffers of a class and kind, best first: the policy.
     fn preference(&self, class: Class, kind: MemoryKind, ffn_heap: FfnHeap) -> Vec<usize> {
-        let (vram, gtt) = (self.of_kind(true), self.of_kind(false));
+        let (vram, gtt) = (self.largest_first(true), self.largest_first(false));
         match (kind, class) {
             (MemoryKind::Upload | MemoryKind::Readback, _) => {
                 [gtt, vram].concat().into_iter().filter(|&i| self.heaps[i].host_visible).collect()
@@ -285,7 +285,7 @@ impl Plan {
     }
 
     /// The same with a chunk for each request.
-    pub(super) fn apart(self) -> Plan {
+    pub(super) fn one_chunk_each(self) -> Plan {
         let chunk = |(request, slot): (&Request, &Slot)| Chunk {
             heap: self.chunks[slot.chunk].heap,
             class: request.class,

@@ -60,7 +60,7 @@ pub struct CommandBuffer {
 
 impl CommandBuffer {
     pub fn new(device: &Arc<Device>, name: &str) -> Result<CommandBuffer, GpuError> {
-        device.patiently(|| CommandBuffer::try_new(device, name))
+        device.retry_out_of_memory(|| CommandBuffer::try_new(device, name))
     }
 
     fn try_new(device: &Arc<Device>, name: &str) -> Result<CommandBuffer, GpuError> {
@@ -101,10 +101,10 @@ impl CommandBuffer {
     ) -> Result<(), GpuError> {
         let device = self.device.clone();
         // A recording that failed at its end is invalid: only all of it can be made again.
-        device.patiently(|| {
+        device.retry_out_of_memory(|| {
             let mut recorder = self.begin_with(usage)?;
             record(&mut recorder);
-            recorder.let_go();
+            recorder.flush();
             recorder.commands.end()
         })
     }
@@ -124,13 +124,13 @@ impl CommandBuffer {
         let (raw, flags) = (&self.device.raw, vk::CommandPoolResetFlags::empty());
         let info = vk::CommandBufferBeginInfo::default().flags(usage);
         // SAFETY: the last submission has finished.
-        self.device.patiently(|| unsafe {
+        self.device.retry_out_of_memory(|| unsafe {
             raw.reset_command_pool(self.pool, flags).map_err(GpuError::of("vkResetCommandPool"))?;
             raw.begin_command_buffer(self.raw, &info).map_err(GpuError::of("vkBeginCommandBuffer"))
         })?;
         let rehearsal = self.device.rehearsed();
         let mut recorder =
-            Recorder { commands: self, since_barrier: Accesses::default(), rehearsal, held: Vec::new() };
+            Recorder { commands: self, since_barrier: Accesses::default(), rehearsal, deferred: Vec::new() };
         // Orders this buffer behind everything submitted before it.
         recorder.barrier();
         Ok(recorder)
@@ -182,7 +182,7 @@ impl CommandBuffer {
 
 impl Drop for CommandBuffer {
     fn drop(&mut self) {
-        if self.device.is_at_rest(self.pending) {
+        if self.device.finish_before_release(self.pending) {
             // SAFETY: the last submission has finished.
             unsafe {
                 self.device.raw.destroy_query_pool(self.queries, None);
@@ -207,7 +207,7 @@ pub struct Submission {
 
 impl Submission {
     pub fn new(device: &Arc<Device>) -> Result<Submission, GpuError> {
-        device.patiently(|| Submission::try_new(device))
+        device.retry_out_of_memory(|| Submission::try_new(device))
     }
 
     fn try_new(device: &Arc<Device>) -> Result<Submission, GpuError> {
@@ -283,7 +283,7 @@ impl Submission {
 
 impl Drop for Submission {
     fn drop(&mut self) {
-        if self.device.is_at_rest(self.pending) {
+        if self.device.finish_before_release(self.pending) {
             // SAFETY: the last submission has finished.
             unsafe {
                 self.device.raw.destroy_query_pool(self.span, None);
@@ -322,7 +322,7 @@ fn read_timestamps(device: &Device, pool: vk::QueryPool, ticks: &mut [u64]) -> R
         return Ok(());
     }
     // SAFETY: the pool is this device's, and has as many queries.
-    device.patiently(|| unsafe {
+    device.retry_out_of_memory(|| unsafe {
         let flags = vk::QueryResultFlags::TYPE_64;
         device
             .raw
@@ -373,9 +373,9 @@ fn range(buffer: &Buffer) -> Range {
 
 /// Workgroups of a dispatch.
 enum Groups {
-    Of([u32; 3]),
+    Direct([u32; 3]),
     /// As many as stand there when it runs.
-    At(vk::Buffer, u64),
+    Indirect(vk::Buffer, u64),
 }
 
 /// A command whose place among others is not fixed yet.
@@ -407,7 +407,7 @@ pub struct Recorder<'a> {
     since_barrier: Accesses,
     rehearsal: Rehearsal,
     /// Commands since the last barrier, where they change places.
-    held: Vec<Command>,
+    deferred: Vec<Command>,
 }
 
 impl Recorder<'_> {
@@ -417,14 +417,14 @@ impl Recorder<'_> {
     pub fn dispatch<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: [u32; 3]) {
         let name = &pipeline.name;
         assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{name}: {groups:?} workgroups");
-        self.dispatch_groups(pipeline, arguments, Groups::Of(groups), None);
+        self.dispatch_groups(pipeline, arguments, Groups::Direct(groups), None);
     }
 
     /// Runs as many workgroups as `groups` says when the dispatch runs: three u32, each at most 65535; none where one of them
     /// is 0. Else as [`Recorder::dispatch`].
     pub fn dispatch_indirect<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: &Buffer) {
         let groups = groups.slice(0, INDIRECT_BYTES);
-        let at = Groups::At(groups.chunk.raw, groups.offset);
+        let at = Groups::Indirect(groups.chunk.raw, groups.offset);
         self.dispatch_groups(pipeline, arguments, at, Some(&groups));
     }
 
@@ -499,7 +499,7 @@ impl Recorder<'_> {
     /// Ends recording and queues the work. What it wrote is visible to the host once the timeline has reached
     /// the value returned.
     pub fn submit(mut self, what: &str) -> Result<u64, GpuError> {
-        self.let_go();
+        self.flush();
         let Recorder { commands, .. } = self;
         show_to_host(&commands.device, commands.raw);
         commands.end()?;
@@ -526,28 +526,28 @@ impl Recorder<'_> {
     fn add(&mut self, command: Command) {
         match self.rehearsal.order {
             Order::AsRecorded => self.emit(command),
-            _ => self.held.push(command),
+            _ => self.deferred.push(command),
         }
     }
 
     /// Hands over the commands that were held back, in the order of the rehearsal.
-    fn let_go(&mut self) {
-        let mut held = std::mem::take(&mut self.held);
+    fn flush(&mut self) {
+        let mut deferred = std::mem::take(&mut self.deferred);
         match self.rehearsal.order {
             Order::AsRecorded => {}
-            Order::Reversed => held.reverse(),
+            Order::Reversed => deferred.reverse(),
             Order::Shuffled(seed) => {
                 let groups = self.commands.counts.barriers;
-                let mut keyed: Vec<_> = held.into_iter().enumerate().collect();
+                let mut keyed: Vec<_> = deferred.into_iter().enumerate().collect();
                 keyed.sort_by_cached_key(|(i, _)| {
                     let mut hash = DefaultHasher::new();
                     (seed, groups, i).hash(&mut hash);
                     hash.finish()
                 });
-                held = keyed.into_iter().map(|(_, command)| command).collect();
+                deferred = keyed.into_iter().map(|(_, command)| command).collect();
             }
         }
-        held.into_iter().for_each(|command| self.emit(command));
+        deferred.into_iter().for_each(|command| self.emit(command));
     }
 
     fn emit(&mut self, command: Command) {
@@ -565,8 +565,10 @@ impl Recorder<'_> {
                     let (layout, stage) = (device.pipelines.layout, vk::ShaderStageFlags::COMPUTE);
                     device.raw.cmd_push_constants(raw, layout, stage, 0, &push[..push_bytes]);
                     match groups {
-                        Groups::Of([x, y, z]) => device.raw.cmd_dispatch(raw, x, y, z),
-                        Groups::At(buffer, offset) => device.raw.cmd_dispatch_indirect(raw, buffer, offset),
+                        Groups::Direct([x, y, z]) => device.raw.cmd_dispatch(raw, x, y, z),
+                        Groups::Indirect(buffer, offset) => {
+                            device.raw.cmd_dispatch_indirect(raw, buffer, offset)
+                        }
                     }
                 }
                 Command::Copy { from, to, region } => device.raw.cmd_copy_buffer(raw, from, to, &[region]),
@@ -579,7 +581,7 @@ impl Recorder<'_> {
     }
 
     fn barrier(&mut self) {
-        self.let_go();
+        self.flush();
         self.commands.counts.barriers += 1;
         // Indirect dispatches read the numbers of their workgroups before any shader runs.
         let stages = vk::PipelineStageFlags2::COMPUTE_SHADER

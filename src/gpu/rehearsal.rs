@@ -19,7 +19,7 @@ pub struct Rehearsal {
     /// their derivation would be.
     pub forgotten: Option<(&'static str, &'static str)>,
     /// Whether every buffer is an allocation of its own, so that a layer that checks addresses sees where each ends.
-    pub buffers_apart: bool,
+    pub separate_buffers: bool,
 }
 
 impl Rehearsal {

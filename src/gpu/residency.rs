@@ -34,17 +34,17 @@ pub struct Client {
     /// Files with one id share one account.
     pub client_id: Option<u64>,
     /// Absent where the kernel tells no memory.
-    pub held: Option<Held>,
+    pub used: Option<MemoryUse>,
 }
 
 /// Bytes that a process holds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct MemoryUse {
     pub vram: u64,
     pub gtt: u64,
 }
 
-impl Held {
+impl MemoryUse {
     pub fn sum(self) -> u64 {
         self.vram.saturating_add(self.gtt)
     }
@@ -64,9 +64,9 @@ pub fn parse(text: &str) -> Option<Client> {
         pdev: keys.get("drm-pdev").map(|pdev| pdev.to_ascii_lowercase()),
         client_id: keys.get("drm-client-id").and_then(|id| id.parse().ok()),
         // A device without memory of its own may leave the first out.
-        held: match (bytes("vram"), bytes("gtt")) {
+        used: match (bytes("vram"), bytes("gtt")) {
             (None, None) => None,
-            (vram, gtt) => Some(Held { vram: vram.unwrap_or(0), gtt: gtt.unwrap_or(0) }),
+            (vram, gtt) => Some(MemoryUse { vram: vram.unwrap_or(0), gtt: gtt.unwrap_or(0) }),
         },
     })
 }
@@ -86,7 +86,7 @@ fn size(text: &&str) -> Option<u64> {
 
 /// What the process whose `/proc` folder this is holds of the amdgpu device at PCI address `pdev`; `None` where no open
 /// file tells it.
-pub fn held(process: &Path, pdev: &str) -> Option<Held> {
+pub fn memory_use(process: &Path, pdev: &str) -> Option<MemoryUse> {
     let mut clients = BTreeMap::new();
     // A file that was closed meanwhile, or that another user's namespace hides, tells nothing.
     for entry in std::fs::read_dir(process.join("fdinfo")).ok()?.filter_map(Result::ok) {
@@ -95,15 +95,17 @@ pub fn held(process: &Path, pdev: &str) -> Option<Held> {
         if file.take(MAX_TEXT_BYTES).read_to_string(&mut text).is_err() {
             continue;
         }
-        if let Some(Client { driver, pdev: Some(at), client_id, held: Some(held) }) = parse(&text)
+        if let Some(Client { driver, pdev: Some(at), client_id, used: Some(used) }) = parse(&text)
             && driver == "amdgpu"
             && at == pdev.to_ascii_lowercase()
         {
-            clients.insert(client_id, held);
+            clients.insert(client_id, used);
         }
     }
-    let add =
-        |a: Held, b: Held| Held { vram: a.vram.saturating_add(b.vram), gtt: a.gtt.saturating_add(b.gtt) };
+    let add = |a: MemoryUse, b: MemoryUse| MemoryUse {
+        vram: a.vram.saturating_add(b.vram),
+        gtt: a.gtt.saturating_add(b.gtt),
+    };
     clients.into_values().reduce(add)
 }
 
@@ -112,14 +114,14 @@ pub fn held(process: &Path, pdev: &str) -> Option<Held> {
 pub enum Residency {
     /// The driver tells nothing here.
     Unknown,
-    /// They are; `held` since the device was opened.
-    Confirmed { placed: u64, held: Held },
+    /// They are; `used` since the device was opened.
+    Confirmed { placed: u64, used: MemoryUse },
     /// They are not.
-    Denied { placed: u64, held: Held },
+    Denied { placed: u64, used: MemoryUse },
 }
 
 /// Holds what was placed against what the process held `before` and `after`.
-pub fn compare(placed: u64, before: Option<Held>, after: Option<Held>) -> Residency {
+pub fn compare(placed: u64, before: Option<MemoryUse>, after: Option<MemoryUse>) -> Residency {
     let Some(after) = after else { return Residency::Unknown };
     let before = before.unwrap_or_default();
     // Each may have shrunk while the other grew: the driver moves buffers between them.
@@ -127,18 +129,18 @@ pub fn compare(placed: u64, before: Option<Held>, after: Option<Held>) -> Reside
     let missing = (placed / MISSING_SHARE).max(MISSING_BYTES);
     let extra = placed / EXTRA_SHARE + EXTRA_BYTES;
     let vram = after.vram.saturating_sub(before.vram).min(grown);
-    let held = Held { vram, gtt: grown - vram };
+    let used = MemoryUse { vram, gtt: grown - vram };
     if grown.saturating_add(missing) >= placed && grown <= placed.saturating_add(extra) {
-        Residency::Confirmed { placed, held }
+        Residency::Confirmed { placed, used }
     } else {
-        Residency::Denied { placed, held }
+        Residency::Denied { placed, used }
     }
 }
 
 impl std::fmt::Display for Residency {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let figures = |f: &mut std::fmt::Formatter<'_>, placed: u64, held: &Held| {
-            let [placed, sum, vram, gtt] = [placed, held.sum(), held.vram, held.gtt].map(show_bytes);
+        let figures = |f: &mut std::fmt::Formatter<'_>, placed: u64, used: &MemoryUse| {
+            let [placed, sum, vram, gtt] = [placed, used.sum(), used.vram, used.gtt].map(show_bytes);
             write!(
                 f,
                 "{placed} were placed, the kernel sees {sum} of this process: {vram} in VRAM, {gtt} in GTT"
@@ -150,8 +152,8 @@ impl std::fmt::Display for Residency {
                 "what lies in GPU memory cannot be verified here: only amdgpu on Linux tells it (drm-memory-* in \
                  /proc/self/fdinfo)"
             ),
-            Residency::Confirmed { placed, held } | Residency::Denied { placed, held } => {
-                figures(f, *placed, held)
+            Residency::Confirmed { placed, used } | Residency::Denied { placed, used } => {
+                figures(f, *placed, used)
             }
         }
     }
@@ -186,8 +188,8 @@ mod tests {
     const OTHER: &str = "pos:\t0\ndrm-driver:\ti915\ndrm-pdev:\t0000:00:02.0\ndrm-client-id:\t7\n";
     const PLAIN: &str = "pos:\t0\nflags:\t0100002\nmnt_id:\t15\nino:\t1057\n";
 
-    fn held_of(text: &str) -> Option<Held> {
-        parse(text).expect("a DRM file").held
+    fn memory_use_of(text: &str) -> Option<MemoryUse> {
+        parse(text).expect("a DRM file").used
     }
 
     #[test]
@@ -197,10 +199,10 @@ mod tests {
             (old.driver.as_str(), old.pdev.as_deref(), old.client_id),
             ("amdgpu", Some("0000:c5:00.0"), Some(42))
         );
-        assert_eq!(old.held, Some(Held { vram: 16 * GIB, gtt: 10 * GIB }));
-        assert_eq!(held_of(MIDDLE), Some(Held { vram: 44564 << 10, gtt: 2392 << 10 }));
-        assert_eq!(held_of(NEW), Some(Held { vram: 180 << 10, gtt: 10 * MIB }));
-        assert_eq!(held_of(OTHER), None);
+        assert_eq!(old.used, Some(MemoryUse { vram: 16 * GIB, gtt: 10 * GIB }));
+        assert_eq!(memory_use_of(MIDDLE), Some(MemoryUse { vram: 44564 << 10, gtt: 2392 << 10 }));
+        assert_eq!(memory_use_of(NEW), Some(MemoryUse { vram: 180 << 10, gtt: 10 * MIB }));
+        assert_eq!(memory_use_of(OTHER), None);
         assert_eq!(parse(PLAIN), None);
         assert_eq!(parse(""), None);
     }
@@ -209,9 +211,12 @@ mod tests {
     fn figures_that_are_none_are_not_read_as_none() {
         for bad in ["", "x KiB", "1 XiB", "1 KiB more", "18446744073709551615 MiB", "-1 KiB"] {
             let text = format!("drm-driver:\tamdgpu\ndrm-memory-vram:\t{bad}\n");
-            assert_eq!(held_of(&text), None, "{bad:?}");
+            assert_eq!(memory_use_of(&text), None, "{bad:?}");
         }
-        assert_eq!(held_of("drm-driver: amdgpu\ndrm-memory-gtt: 4096\n"), Some(Held { vram: 0, gtt: 4096 }));
+        assert_eq!(
+            memory_use_of("drm-driver: amdgpu\ndrm-memory-gtt: 4096\n"),
+            Some(MemoryUse { vram: 0, gtt: 4096 })
+        );
     }
 
     #[test]
@@ -219,28 +224,31 @@ mod tests {
         let process = tempfile::tempdir().unwrap();
         let folder = process.path().join("fdinfo");
         std::fs::create_dir(&folder).unwrap();
-        assert_eq!(held(process.path(), "0000:c5:00.0"), None, "no file at all");
+        assert_eq!(memory_use(process.path(), "0000:c5:00.0"), None, "no file at all");
         let write = |fd: u32, text: &str| std::fs::write(folder.join(fd.to_string()), text).unwrap();
         write(0, PLAIN);
         write(3, OTHER);
-        assert_eq!(held(process.path(), "0000:c5:00.0"), None, "no file of the device");
+        assert_eq!(memory_use(process.path(), "0000:c5:00.0"), None, "no file of the device");
         write(4, MIDDLE);
         write(5, MIDDLE);
-        let one = Held { vram: 44564 << 10, gtt: 2392 << 10 };
-        assert_eq!(held(process.path(), "0000:c5:00.0"), Some(one));
+        let one = MemoryUse { vram: 44564 << 10, gtt: 2392 << 10 };
+        assert_eq!(memory_use(process.path(), "0000:c5:00.0"), Some(one));
         write(6, &MIDDLE.replace("drm-client-id:\t4", "drm-client-id:\t5"));
         write(
             7,
             &MIDDLE.replace("0000:c5:00.0", "0000:03:00.0").replace("drm-client-id:\t4", "drm-client-id:\t6"),
         );
-        assert_eq!(held(process.path(), "0000:C5:00.0"), Some(Held { vram: 2 * one.vram, gtt: 2 * one.gtt }));
-        assert_eq!(held(&process.path().join("gone"), "0000:c5:00.0"), None);
+        assert_eq!(
+            memory_use(process.path(), "0000:C5:00.0"),
+            Some(MemoryUse { vram: 2 * one.vram, gtt: 2 * one.gtt })
+        );
+        assert_eq!(memory_use(&process.path().join("gone"), "0000:c5:00.0"), None);
     }
 
     #[test]
     fn the_sum_counts_and_not_the_split() {
-        let (placed, before) = (16 * GIB, Some(Held { vram: 40 * MIB, gtt: 8 * MIB }));
-        let after = |vram, gtt| Some(Held { vram, gtt });
+        let (placed, before) = (16 * GIB, Some(MemoryUse { vram: 40 * MIB, gtt: 8 * MIB }));
+        let after = |vram, gtt| Some(MemoryUse { vram, gtt });
         let confirmed = |after| matches!(compare(placed, before, after), Residency::Confirmed { .. });
         assert!(confirmed(after(16 * GIB + 40 * MIB, 8 * MIB)));
         assert!(confirmed(after(GIB, 15 * GIB + 48 * MIB)), "moved to GTT");

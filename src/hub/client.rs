@@ -134,7 +134,7 @@ impl<'a> Client<'a> {
         let path =
             format!("api/models/{}/revision/{}?blobs=true", encode_path(repo.as_str()), encode(revision));
         let url = self.settings.endpoint.below(&path);
-        let text = self.patiently(|| {
+        let text = self.with_retries(|| {
             let (response, _) = self.send(Method::Get, &url, None, |_| false)?;
             let response = self.expect_success(response, true, name, "")?;
             let mut text = Vec::new();
@@ -152,7 +152,7 @@ impl<'a> Client<'a> {
     /// Size and checksum of a file that the listing says too little of.
     pub fn describe(&self, name: &ModelName, commit: &str, file: &str) -> Result<(u64, Checksum), HubError> {
         let url = self.file_url(&name.repo, commit, file);
-        self.patiently(|| {
+        self.with_retries(|| {
             // The first answer that describes the file is the hub's; what it redirects to is the CDN's.
             let described = |headers: &HeaderMap| headers.contains_key("x-linked-etag");
             let (response, at) = self.send(Method::Head, &url, None, described)?;
@@ -214,7 +214,7 @@ impl<'a> Client<'a> {
     }
 
     /// Tries again while that could help and some patience is left.
-    fn patiently<T>(&self, mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, HubError> {
+    fn with_retries<T>(&self, mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, HubError> {
         let mut tries = 1;
         loop {
             match attempt() {

@@ -17,12 +17,12 @@ use crate::gpu::{Buffer, INDIRECT_BYTES};
 const SPLITS_OF_1: usize = 16;
 const SPLITS_OF_4: usize = 28;
 /// Units before those of 16.
-const UNITS_BEFORE: usize = SPLITS_OF_1 + 4 * SPLITS_OF_4;
+const UNITS_IN_SHORT_SPLITS: usize = SPLITS_OF_1 + 4 * SPLITS_OF_4;
 
-/// Query heads of all tokens of a tile: four teams of [`TILE_ROWS`] (`shaders/attention.comp`).
-const ROWS_OF_TILE: usize = 4 * TILE_ROWS;
+/// Query heads of all tokens of a tile: four teams of [`TEAM_ROWS`] (`shaders/attention.comp`).
+const TILE_ROWS: usize = 4 * TEAM_ROWS;
 /// Those of a team.
-pub(super) const TILE_ROWS: usize = 8;
+pub(super) const TEAM_ROWS: usize = 8;
 /// Workgroups of tiles that fill a device: where there are fewer, tiles are split as single tokens are.
 const FILLING: usize = 96;
 /// The bit that says where a token's partials lie.
@@ -49,7 +49,7 @@ impl Splits {
         let units = match behind {
             _ if !self.grows || behind == 0 => split,
             1..=SPLITS_OF_4 => SPLITS_OF_1 + 4 * behind,
-            _ => UNITS_BEFORE + 16 * (behind - SPLITS_OF_4),
+            _ => UNITS_IN_SHORT_SPLITS + 16 * (behind - SPLITS_OF_4),
         };
         units * self.unit
     }
@@ -60,8 +60,8 @@ impl Splits {
         match units {
             _ if !self.grows => units,
             0..SPLITS_OF_1 => units,
-            SPLITS_OF_1..UNITS_BEFORE => SPLITS_OF_1 + (units - SPLITS_OF_1) / 4,
-            _ => SPLITS_OF_1 + SPLITS_OF_4 + (units - UNITS_BEFORE) / 16,
+            SPLITS_OF_1..UNITS_IN_SHORT_SPLITS => SPLITS_OF_1 + (units - SPLITS_OF_1) / 4,
+            _ => SPLITS_OF_1 + SPLITS_OF_4 + (units - UNITS_IN_SHORT_SPLITS) / 16,
         }
     }
 }
@@ -78,7 +78,7 @@ impl AttentionShape {
 
     /// Tokens of a tile at most.
     pub fn tile_tokens(&self) -> usize {
-        ROWS_OF_TILE / (self.num_heads / self.num_kv_heads)
+        TILE_ROWS / (self.num_heads / self.num_kv_heads)
     }
 
     /// f32 of a partial of one token: for each head its values; then the largest score, the sum of weights, and two of nothing.

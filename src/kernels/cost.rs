@@ -76,7 +76,7 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
         return Dispatch { weight_bytes, activation_bytes, ..dispatch };
     }
     let (_, tile) = taking(Tiles::COUNTED.floats(), tokens);
-    let passes = Passes::of_floats(scheme, tiles as u32, cols, tokens, tile);
+    let passes = Passes::of_f32(scheme, tiles as u32, cols, tokens, tile);
     Dispatch {
         constants: vec![tile.columns],
         trips: scheme.blocks_per_row(cols).div_ceil(SPLITS) as f64,
@@ -101,7 +101,7 @@ pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatc
 fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
     let (_, tile) = taking(&Tiles::COUNTED.blocks(), tokens);
     let (shader, group) = fast_shader_of(scheme);
-    let passes = Passes::of_blocks(scheme, 1 + u32::from(geglu), tiles as u32, cols, tokens, tile);
+    let passes = Passes::of_int8(scheme, 1 + u32::from(geglu), tiles as u32, cols, tokens, tile);
     let workgroups = tiles * tokens.div_ceil(tile.columns as usize);
     Dispatch {
         constants: GpuTiles::COUNTED.pipeline_of(shader, group, tile, geglu).1,

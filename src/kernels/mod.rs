@@ -21,7 +21,7 @@ pub use arrays::{
     RmsNorm, ShareArrays, StepArrays,
 };
 pub use attention::{Item, Part, Room, Run, Shares, Splits, partial_width};
-pub(crate) use operand::are_alike;
+pub(crate) use operand::share_pipeline;
 pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;
 pub use pipelines::all_pipelines;

@@ -413,7 +413,7 @@ impl Products {
     /// Schemes of which nothing differs for their kernels share them.
     fn find(&self, scheme: Scheme) -> Option<&ByScheme> {
         let same = |other: Scheme| match self.precision.quantizes(scheme) {
-            true => are_alike(other, scheme),
+            true => share_pipeline(other, scheme),
             false => other.shares_variant(scheme),
         };
         self.by_scheme
@@ -447,7 +447,7 @@ impl Products {
             // Matrices in several pieces go alone, piece by piece.
             let alike = |(other, _): &(&Matrix, &Activations)| {
                 self.precision.quantizes(other.scheme)
-                    && are_alike(other.scheme, matrix.scheme)
+                    && share_pipeline(other.scheme, matrix.scheme)
                     && other.cols == matrix.cols
                     && other.shards.len() == 1
             };
@@ -491,7 +491,7 @@ impl Products {
                 blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
             };
             let parts = tile.parts(shard.rows);
-            let passes = Passes::of_floats(matrix.scheme, parts, matrix.cols, tokens, tile);
+            let passes = Passes::of_f32(matrix.scheme, parts, matrix.cols, tokens, tile);
             recorder.dispatch(&pipelines[at], &arguments, passes.grid(parts));
         }
     }
@@ -547,7 +547,7 @@ impl Products {
                 followed: &[],
             };
             let parts = (0..products.len()).map(|i| tile.parts(rows(i) as usize)).sum();
-            let passes = Passes::of_blocks(matrix.scheme, 1, parts, matrix.cols, tokens, tile);
+            let passes = Passes::of_int8(matrix.scheme, 1, parts, matrix.cols, tokens, tile);
             recorder.dispatch(&plain[at], &arguments, passes.grid(parts));
         }
     }
@@ -565,7 +565,7 @@ impl Products {
         let quantizes = |matrix: &Matrix| self.precision.quantizes(matrix.scheme);
         let is_pair = quantizes(gate)
             && quantizes(up)
-            && are_alike(gate.scheme, up.scheme)
+            && share_pipeline(gate.scheme, up.scheme)
             && (gate.rows, gate.cols) == (up.rows, up.cols)
             && gate.shards.len() == 1
             && up.shards.len() == 1;
@@ -603,7 +603,7 @@ impl Products {
             followed: &[],
         };
         let parts = tile.parts(rows);
-        let passes = Passes::of_blocks(scheme, 2, parts, cols, tokens, tile);
+        let passes = Passes::of_int8(scheme, 2, parts, cols, tokens, tile);
         recorder.dispatch(pipeline, &arguments, passes.grid(parts));
         true
     }
@@ -648,7 +648,7 @@ impl Passes {
     }
 
     /// Products with int8 of so many `matrices` in a workgroup, of which a pass has `parts`.
-    pub fn of_blocks(
+    pub fn of_int8(
         scheme: Scheme,
         matrices: u32,
         parts: u32,
@@ -662,7 +662,7 @@ impl Passes {
     }
 
     /// Products with f32.
-    pub fn of_floats(scheme: Scheme, parts: u32, cols: usize, tokens: usize, tile: Tile) -> Passes {
+    pub fn of_f32(scheme: Scheme, parts: u32, cols: usize, tokens: usize, tile: Tile) -> Passes {
         let pass_bytes = Activations::bytes(tile.columns as usize, cols);
         Passes::new(weights_of(scheme, cols, tile.row_tiles), parts, pass_bytes, tokens, tile)
     }
@@ -683,6 +683,6 @@ pub(super) fn fast_shader_of(scheme: Scheme) -> (&'static Shader, u32) {
 }
 
 /// Whether one pipeline multiplies matrices of both, which are integers. Asked in every step, so by no names.
-pub(crate) fn are_alike(a: Scheme, b: Scheme) -> bool {
+pub(crate) fn share_pipeline(a: Scheme, b: Scheme) -> bool {
     a.shares_variant(b) && a.blocks_per_scale() == b.blocks_per_scale()
 }

@@ -1,6 +1,6 @@
 //! Which pipelines there are: every shader with the constants that a GPU may give it.
 
-use super::attention::TILE_ROWS;
+use super::attention::TEAM_ROWS;
 use super::operand::{ActivationsFrom, GpuTiles, LANE_COLUMNS, LANE_TILES, ON_CPU, SubgroupTile, Tiles};
 use super::shaders::{self, shader_named};
 use crate::gpu::Shader;
@@ -75,6 +75,6 @@ pub(super) fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
 
 /// A team of single tokens has the query heads of one, one of tiles a share of those of several.
 pub(super) fn attention_constants(shader: &Shader, group: usize, head_dim: usize) -> Vec<u32> {
-    let rows = if shader.name.starts_with("attention_tile") { TILE_ROWS } else { group };
+    let rows = if shader.name.starts_with("attention_tile") { TEAM_ROWS } else { group };
     [group, head_dim, rows].map(|n| n as u32).to_vec()
 }

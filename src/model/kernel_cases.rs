@@ -602,13 +602,13 @@ impl Make<'_> {
             uploader.finish()?;
             Ok(matrix)
         };
-        (0..copies(bytes)).map(|_| upload().map_err(of_memory)).collect()
+        (0..copies(bytes)).map(|_| upload().map_err(gpu_error)).collect()
     }
 
     fn embedding(&mut self, matrix: Matrix) -> Result<Embedding, GpuError> {
         let mut uploader = Uploader::<UploadError>::new(&self.rig.device)?;
-        let embedding = Embedding::new(&mut self.arena, &mut uploader, matrix, 1.0).map_err(of_memory)?;
-        uploader.finish().map_err(of_memory)?;
+        let embedding = Embedding::new(&mut self.arena, &mut uploader, matrix, 1.0).map_err(gpu_error)?;
+        uploader.finish().map_err(gpu_error)?;
         Ok(embedding)
     }
 
@@ -725,7 +725,7 @@ fn put<const N: usize>(bytes: &mut [u8], mut element: impl FnMut(usize) -> [u8; 
 }
 
 /// Bytes in memory are no checkpoint that could be damaged.
-fn of_memory(error: UploadError) -> GpuError {
+fn gpu_error(error: UploadError) -> GpuError {
     match error {
         UploadError::Gpu(error) => error,
         UploadError::Checkpoint(error) => unreachable!("bytes in memory: {error}"),

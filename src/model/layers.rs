@@ -92,15 +92,15 @@ impl Scratch {
     }
 
     /// These buffers for another model, whose steps come before and behind those of this one.
-    pub(super) fn by_turns(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
+    pub(super) fn shared_with(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, partials, gate, up, .. } = self;
         let Partials { single, tiles } = partials;
         let Scratch { final_rows, logits: Logits { raw, adjusted, scratch, .. }, pooled, .. } = self;
         let Scratch { normed_blocks, attended_blocks, gated_blocks, final_blocks, .. } = self;
-        let of_layers = [hidden, normed, delta, q, attended, k, v, single, tiles, gate, up];
-        let behind = [final_rows, raw, adjusted, scratch, pooled];
+        let in_layers = [hidden, normed, delta, q, attended, k, v, single, tiles, gate, up];
+        let after_layers = [final_rows, raw, adjusted, scratch, pooled];
         let blocks = [normed_blocks, attended_blocks, gated_blocks, final_blocks];
-        let floats = of_layers.into_iter().chain(behind).map(|activations| &activations.buffer);
+        let floats = in_layers.into_iter().chain(after_layers).map(|activations| &activations.buffer);
         let all = floats.chain(blocks.map(|blocks| &blocks.buffer));
         Scratch::of(config, tokens, all.cloned().collect())
     }

@@ -156,7 +156,7 @@ impl Gemma3 {
                 Some((draft, weights, DraftDemand { config: &draft.config, schemes }))
             }
         };
-        let held_before = device.held();
+        let used_before = device.memory_use();
         let demand = Demand {
             config: &source.config,
             schemes: Schemes::of(&weights, options.quantize)?,
@@ -199,7 +199,7 @@ impl Gemma3 {
         };
         let arena = load.arena;
         assert!(arena.is_exhausted(), "something was planned that nobody asked for");
-        let residency = residency::compare(arena.allocated(), held_before, device.held());
+        let residency = residency::compare(arena.allocated(), used_before, device.memory_use());
         if let Residency::Denied { .. } = residency {
             if options.strict {
                 return Err(LoadError::NotResident(residency));
@@ -353,7 +353,7 @@ impl Load<'_> {
         let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
         let (mut scratch, sampled, history) = match of {
             Some(model) => {
-                (model.scratch.by_turns(config, tokens), model.sampled.clone(), model.history.clone())
+                (model.scratch.shared_with(config, tokens), model.sampled.clone(), model.history.clone())
             }
             None => {
                 let scratch = Scratch::new(arena, config, tokens, demand.activation_bytes())?;

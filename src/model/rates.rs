@@ -37,7 +37,7 @@ const ESTIMATED: [f64; KINDS] = [146e9, 1e12, 73e9, 5e11, 36e9];
 /// How much slower a kind is taken to be until it was timed.
 const CAREFUL: f64 = 8.0;
 /// How much shorter than this a submit is says little.
-const TELLING: Duration = Duration::from_millis(1);
+const SHORTEST_TIMED: Duration = Duration::from_millis(1);
 
 /// What there is to compute, in units of each kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -126,10 +126,10 @@ impl Rates {
     /// Takes into account what a submit `took`, where the device has a clock. Each kind answers for as much of the error as it
     /// has a share in what was expected: slower at once, faster by and by, but at once where it was never timed.
     pub fn learn(&mut self, work: Work, took: Option<Duration>) {
-        let Some(took) = took.map(|took| took.max(TELLING)) else { return };
+        let Some(took) = took.map(|took| took.max(SHORTEST_TIMED)) else { return };
         let shares = self.shares(work);
         let expected: f64 = shares.iter().sum();
-        if expected <= 0.0 || took == TELLING && expected <= TELLING.as_secs_f64() {
+        if expected <= 0.0 || took == SHORTEST_TIMED && expected <= SHORTEST_TIMED.as_secs_f64() {
             return;
         }
         let error = took.as_secs_f64() / expected - 1.0;

@@ -16,7 +16,7 @@ use crate::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};
 use crate::tensor::Scheme;
 
 /// What is kept.
-const KEPT: &str = "tuning";
+const CACHE_NAME: &str = "tuning";
 /// A way is better if it takes less than this of the time.
 const CLEARLY: f64 = 0.95;
 /// Measurements of each, of which the median counts.
@@ -49,7 +49,7 @@ pub struct Tuned {
 /// now.
 pub fn tuned(device: Arc<Device>, policy: &DevicePolicy) -> Result<(Arc<Device>, Tiles), GpuError> {
     let Tiles::Gpu(counted) = Tiles::of(&device) else { return Ok((device, Tiles::Cpu)) };
-    let tuned = match kept(&device) {
+    let tuned = match read_cached(&device) {
         Some(tuned) => tuned,
         None => {
             tracing::info!("measuring what {} does best (once; --no-tune leaves it out)", device.info().name);
@@ -69,7 +69,7 @@ pub fn tuned(device: Arc<Device>, policy: &DevicePolicy) -> Result<(Arc<Device>,
                     return Ok((device, Tiles::Gpu(counted)));
                 }
             };
-            keep(&device, &tuned);
+            write_cached(&device, &tuned);
             device.save_pipeline_cache();
             tuned
         }
@@ -90,16 +90,16 @@ pub fn tuned(device: Arc<Device>, policy: &DevicePolicy) -> Result<(Arc<Device>,
 }
 
 /// What was measured before, if the device can do that.
-pub fn kept(device: &Device) -> Option<Tuned> {
-    let tuned: Tuned = serde_json::from_slice(&device.kept(KEPT)?).ok()?;
+pub fn read_cached(device: &Device) -> Option<Tuned> {
+    let tuned: Tuned = serde_json::from_slice(&device.read_cached(CACHE_NAME)?).ok()?;
     let can = device.info().queues.contains(&tuned.queue)
         && tuned.tiles.subgroups.is_none_or(|tile| SubgroupTile::of(device.info()) == Some(tile))
         && tuned.tiles.is_one();
     can.then_some(tuned)
 }
 
-pub fn keep(device: &Device, tuned: &Tuned) {
-    device.keep(KEPT, &serde_json::to_vec(tuned).expect("plain data"));
+pub fn write_cached(device: &Device, tuned: &Tuned) {
+    device.write_cached(CACHE_NAME, &serde_json::to_vec(tuned).expect("plain data"));
 }
 
 /// Measures, beginning with `counted`; `None` where the device has no clock.

@@ -228,7 +228,7 @@ pub struct Grammar {
 pub struct Constraint {
     vocabulary: Arc<Vocabulary>,
     matcher: Matcher,
-    holds: Holds,
+    holds: Constrains,
     /// That is left of what it may take.
     time: Duration,
     clock: Arc<Clock>,
@@ -243,7 +243,7 @@ impl Clone for Constraint {
 
 /// Whether an answer is held to its grammar.
 #[derive(Clone, Copy, PartialEq)]
-enum Holds {
+enum Constrains {
     Yes,
     /// Nothing but white space has come.
     IfOpened,
@@ -493,18 +493,18 @@ impl TokenizerEnv for Environment {
 impl Grammar {
     /// For a new answer. Nothing of it is shared with other answers.
     pub fn start(&self) -> Constraint {
-        Constraint::new(&self.vocabulary, self.matcher.deep_clone(), Holds::Yes, TIME)
+        Constraint::new(&self.vocabulary, self.matcher.deep_clone(), Constrains::Yes, TIME)
     }
 
     /// For a new answer, which may be any text: only one that begins with `{` or `[`, behind white space or none, is held to
     /// the grammar from there on.
     pub fn start_if_opened(&self) -> Constraint {
-        Constraint { holds: Holds::IfOpened, ..self.start() }
+        Constraint { holds: Constrains::IfOpened, ..self.start() }
     }
 }
 
 impl Constraint {
-    fn new(vocabulary: &Arc<Vocabulary>, matcher: Matcher, holds: Holds, time: Duration) -> Self {
+    fn new(vocabulary: &Arc<Vocabulary>, matcher: Matcher, holds: Constrains, time: Duration) -> Self {
         let clock = Clock::new(matcher.cancellation_handle().unwrap_or_default());
         Self { vocabulary: Arc::clone(vocabulary), matcher, holds, time, clock }
     }
@@ -529,10 +529,10 @@ impl Constraint {
     /// Takes the next id of the answer, one that the last mask allowed.
     pub fn push(&mut self, id: u32) -> Result<(), TextError> {
         let Vocabulary { blanks, openers, .. } = &*self.vocabulary;
-        if self.holds == Holds::IfOpened && !holds(blanks, id) {
-            self.holds = if holds(openers, id) { Holds::Yes } else { Holds::No };
+        if self.holds == Constrains::IfOpened && !holds(blanks, id) {
+            self.holds = if holds(openers, id) { Constrains::Yes } else { Constrains::No };
         }
-        if self.holds != Holds::Yes {
+        if self.holds != Constrains::Yes {
             return Ok(());
         }
         // What a thousand tokens did not need is not for one to take.
@@ -546,7 +546,7 @@ impl Constraint {
         let vocabulary = Arc::clone(&self.vocabulary);
         let Vocabulary { text, ends, all, all_but_ends, openers, .. } = &*vocabulary;
         let free = if may_end { all } else { all_but_ends };
-        if self.holds == Holds::No {
+        if self.holds == Constrains::No {
             return Ok(Arc::clone(free));
         }
         let mask = self.timed(Matcher::compute_mask_or_eos)?;
@@ -554,7 +554,7 @@ impl Constraint {
             mask.as_slice().iter().zip(allowed).map(|(mask, allowed)| mask & allowed).collect()
         };
         let texts = and(text);
-        if self.holds == Holds::IfOpened {
+        if self.holds == Constrains::IfOpened {
             let either = free.iter().zip(openers).zip(texts);
             return Ok(either.map(|((free, openers), text)| free & !openers | text & openers).collect());
         }
@@ -571,7 +571,7 @@ impl Constraint {
 
     /// Whether the answer is not held to the grammar, nor will be.
     pub fn is_free(&self) -> bool {
-        self.holds == Holds::No
+        self.holds == Constrains::No
     }
 
     /// The ids that end an answer, as a mask.

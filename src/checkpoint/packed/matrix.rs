@@ -93,9 +93,9 @@ impl<'a> PackedMatrix<'a> {
     /// What the device needs to hold the scales and zero points, of which it reads all.
     pub(super) fn find_form(&self) -> Form {
         let Self { layout, scales, zeros, .. } = *self;
-        let held = |index| f16_holds(float_at(layout.scale_type, scales, index));
+        let is_exact = |index| f16_holds(float_at(layout.scale_type, scales, index));
         let count = scales.len() / layout.scale_type.size();
-        let exact = layout.scale_type == DType::F16 || (0..count).into_par_iter().all(held);
+        let exact = layout.scale_type == DType::F16 || (0..count).into_par_iter().all(is_exact);
         // Four or eight zero points at once: every bit pattern of a word stands for one.
         let one_each = u32::MAX / ((1 << layout.bits) - 1);
         let symmetric_word = match layout.kind {

@@ -17,17 +17,17 @@ pub fn of(model: &Model, config: &Config) -> Facts {
         bytes: p.bytes,
     };
     // Who asks must not keep the device from being given back when the engine ends.
-    let (held_of, timed) = (Arc::downgrade(model.runner.device()), Arc::downgrade(model.runner.device()));
-    let memory_of = held_of.clone();
+    let (device, timed) = (Arc::downgrade(model.runner.device()), Arc::downgrade(model.runner.device()));
+    let memory_device = device.clone();
     let memory = move || {
-        let device = memory_of.upgrade();
-        let held = device.as_ref().and_then(|device| device.held());
-        let (vram, gtt) = (held.map(|held| held.vram), held.map(|held| held.gtt));
+        let device = memory_device.upgrade();
+        let used = device.as_ref().and_then(|device| device.memory_use());
+        let (vram, gtt) = (used.map(|used| used.vram), used.map(|used| used.gtt));
         let heap = |heap: Heap| HeapNow { heap: heap.name, size_bytes: heap.size, free_bytes: heap.free };
         let heaps = device.into_iter().flat_map(|device| device.machine().heaps).map(heap).collect();
         MemoryNow { heaps, vram, gtt, resident: resident_bytes().0 }
     };
-    let counted = held_of.clone();
+    let counted = device.clone();
     let submitted = move || {
         let counts = counted.upgrade()?.counts();
         let declared = Class::ALL.map(|class| (class.name().to_owned(), counts.declared[class as usize]));

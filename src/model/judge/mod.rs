@@ -86,7 +86,7 @@ fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
 /// Compiles every pipeline on the device that the environment shows, whose name holds `part`.
 pub fn compile(part: &str) -> Result<Compilation, GpuError> {
     // The shim under RADV 26 dies of more than some 400 pipelines of one device.
-    const OF_ONE_DEVICE: usize = 40;
+    const PIPELINES_PER_DEVICE: usize = 40;
     let compile_some = |some: &[(&'static Shader, Vec<u32>)]| {
         let compiler = Compiler::open(part)?;
         let text = |(shader, constants): &(&'static Shader, Vec<u32>)| {
@@ -103,7 +103,7 @@ pub fn compile(part: &str) -> Result<Compilation, GpuError> {
         Ok((compiler.info.name.clone(), compiler.info.driver.clone(), texts))
     };
     let all = pipelines();
-    let compiled = all.par_chunks(OF_ONE_DEVICE).map(compile_some);
+    let compiled = all.par_chunks(PIPELINES_PER_DEVICE).map(compile_some);
     let compiled = compiled.collect::<Result<Vec<_>, GpuError>>()?;
     let (device, driver, _) = compiled.first().expect("there are pipelines");
     let (device, driver) = (device.clone(), driver.clone());

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use crate::kernels::cost::{self, Dispatch, Drawn, Heads};
-use crate::kernels::{Wants, are_alike};
+use crate::kernels::{Wants, share_pipeline};
 use crate::model::config::{Gemma3Config, LayerType};
 use crate::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes, partials};
 use crate::model::step::filled_up;
@@ -77,7 +77,7 @@ pub fn step(
         // One dispatch takes those of one kind that stand side by side.
         let each = [(q_proj, q), (k_proj, kv_width), (v_proj, kv_width)];
         let alike = |a: &(Scheme, usize), b: &(Scheme, usize)| {
-            precision.quantizes(a.0) && precision.quantizes(b.0) && are_alike(a.0, b.0)
+            precision.quantizes(a.0) && precision.quantizes(b.0) && share_pipeline(a.0, b.0)
         };
         let mut barriers = times;
         for together in each.chunk_by(alike) {
