@@ -1,4 +1,4 @@
-//! Which device to take, by policy; or why none will do.
+//! Chooses a device by policy, or says why none is usable.
 
 use super::GpuError;
 use super::enumerate::list_devices;
@@ -9,28 +9,29 @@ use super::info::{DeviceInfo, DeviceKind, QueueKind};
 pub struct DevicePolicy {
     /// Index from `unicorn devices`, or part of the device's name in any case. `None`: the best GPU.
     pub device: Option<String>,
-    /// Accept a device of type CPU. Off, software Vulkan is refused, named or not.
+    /// Accept a device of type CPU. Where this is false, software Vulkan is refused even if `device` names it.
     pub allow_software: bool,
     /// Load the validation layer; any message it reports then fails the next wait.
     pub validation: bool,
     /// Time every dispatch with timestamp queries.
     pub profile: bool,
-    /// The kind of its queue. `None`: one that the desktop does not share.
+    /// The kind of queue to use. `None`: a compute queue without graphics if there is one, since the desktop does not
+    /// share that.
     pub queue: Option<QueueKind>,
 }
 
-/// What to look at where the loader shows no device.
+/// What to check where the loader shows no device.
 pub const NO_DRIVER_HINT: &str = "is a driver installed (mesa-vulkan-drivers), and may this user open /dev/dri/renderD* \
                                   (group render)?";
 
-/// The device that [`Device::open`] would take, not opened.
+/// The device that [`Device::open`](super::Device::open) would take; it is not opened.
 pub fn chosen_device(policy: &DevicePolicy) -> Result<DeviceInfo, GpuError> {
     let mut seen = list_devices()?;
     let index = choose(policy, &seen)?;
     Ok(seen.swap_remove(index))
 }
 
-/// Picks a device, or says which were seen and why none will do.
+/// The index of the device to take. The error lists the devices seen and why each is refused.
 pub(super) fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuError> {
     let refusal = |d: &DeviceInfo| -> Option<String> {
         if d.kind == DeviceKind::Cpu && !policy.allow_software {

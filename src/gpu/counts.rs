@@ -1,4 +1,4 @@
-//! What recorded commands amount to, and how long each kernel took.
+//! Counts of recorded commands, and GPU time per kernel.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ pub struct Profile {
     pub untimed: u64,
 }
 
-/// What recorded commands amount to, once run.
+/// Dispatches, copies, barriers and bytes of recorded commands.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
     pub dispatches: u64,
@@ -24,7 +24,7 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Those of weights, whatever matrix they are of.
+    /// Declared bytes of all weights.
     pub fn weight_bytes(&self) -> u64 {
         Class::ALL.iter().filter(|class| class.is_weights()).map(|class| self.declared[*class as usize]).sum()
     }
@@ -33,7 +33,7 @@ impl Counts {
         self.declared[Class::KvCache as usize]
     }
 
-    /// Those of activations, and of what goes to the host and comes from there.
+    /// Declared bytes of activations and of staging.
     pub fn activation_bytes(&self) -> u64 {
         self.declared.iter().sum::<u64>() - self.weight_bytes() - self.kv_bytes()
     }
@@ -56,7 +56,7 @@ impl std::ops::AddAssign for Counts {
 impl std::ops::Sub for Counts {
     type Output = Counts;
 
-    /// What came between two readings of a sum.
+    /// The difference of two readings of a sum.
     fn sub(mut self, before: Counts) -> Counts {
         self.dispatches -= before.dispatches;
         self.copies -= before.copies;
@@ -69,7 +69,7 @@ impl std::ops::Sub for Counts {
 impl std::ops::Div<u64> for Counts {
     type Output = Counts;
 
-    /// The whole part of an average.
+    /// The average over `by`, rounded down.
     fn div(mut self, by: u64) -> Counts {
         self.dispatches /= by;
         self.copies /= by;

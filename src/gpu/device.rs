@@ -23,9 +23,9 @@ use super::shader::Shader;
 /// Longest any wait on the GPU may last before the device counts as hung.
 const WAIT_LIMIT: Duration = Duration::from_secs(120);
 
-/// How long a call may be refused for want of memory before that is an error.
+/// How long a call is retried while the driver is out of memory.
 const MEMORY_LIMIT: Duration = Duration::from_secs(5);
-/// The pauses between its attempts: the first, each twice the one before, up to the last.
+/// Pauses between retries: the first, which then doubles, and the longest.
 const MEMORY_PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
 /// An open device. Everything made on it holds an `Arc` of it.
@@ -38,7 +38,7 @@ pub struct Device {
     timestamp_period_ns: f32,
     pub(super) timestamp_bits: u32,
     pub(super) heaps: Heaps,
-    /// What is kept of it from run to run.
+    /// Files that the device keeps from run to run.
     cache: Cache,
     pub(super) pipelines: Pipelines,
     pub(super) profile: Option<Mutex<Profile>>,
@@ -47,11 +47,11 @@ pub struct Device {
     timeline: vk::Semaphore,
     lost: AtomicBool,
     rehearsal: Mutex<Rehearsal>,
-    /// What was submitted.
+    /// Sums over all submissions.
     counts: Mutex<Counts>,
-    /// Calls that were refused for want of memory, and taken later.
+    /// Calls that succeeded after the driver was out of memory.
     short_of_memory: AtomicU64,
-    /// The timeline is known to have come so far.
+    /// Highest value that the timeline is known to have reached.
     reached: AtomicU64,
     // Last, in this order: the logical device goes before the instance.
     pub(super) raw: RawDevice,
@@ -165,7 +165,7 @@ impl Device {
         &self.info
     }
 
-    /// Whether its queue is one that the desktop may share.
+    /// The kind of queue in use; the desktop may share a graphics queue.
     pub fn queue_kind(&self) -> QueueKind {
         self.queue_kind
     }
@@ -186,7 +186,7 @@ impl Device {
         Machine::of(&heaps, self.info.kind, self.info.max_allocation_bytes)
     }
 
-    /// What is free in the heap with the driver's index `heap`, and its size, in bytes.
+    /// Free bytes and size in bytes of the heap with the driver's index `heap`.
     pub(super) fn free_bytes(&self, heap: usize) -> (u64, u64) {
         let machine = self.machine();
         let heap = machine.heaps.iter().find(|h| h.index == heap).expect("a heap with usable memory types");
@@ -204,17 +204,17 @@ impl Device {
         self.pipelines.save(&self.raw, &self.cache);
     }
 
-    /// What was kept of the device under this name, by this driver and these shaders.
+    /// The data that was cached under `name` with this driver and these shaders.
     pub fn read_cached(&self, name: &str) -> Option<Vec<u8>> {
         self.cache.read(name)
     }
 
-    /// Keeps that for the next start. What cannot be kept costs time, not answers: it is logged and left.
+    /// Caches `data` under `name` for the next start. A failed write is logged and ignored: it costs time, not answers.
     pub fn write_cached(&self, name: &str, data: &[u8]) {
         self.cache.write(name, data);
     }
 
-    /// What the kernel says this process holds of the device; `None` where it says nothing.
+    /// Device memory of this process as the kernel reports it; `None` where the kernel reports none.
     pub fn memory_use(&self) -> Option<MemoryUse> {
         residency::memory_use(std::path::Path::new("/proc/self"), self.info.pci.as_deref()?)
     }
@@ -223,12 +223,12 @@ impl Device {
         &self.instance.log
     }
 
-    /// Whether a call has found the device lost, or nobody knows any more what it is doing. Never becomes false again.
+    /// Whether a call found the device lost, or failed so that submitted work may still run. Never becomes false again.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Between two timestamps of its compute queue; the counter may have begun anew.
+    /// Nanoseconds between two timestamps of the queue; the counter may have wrapped around in between.
     pub(super) fn nanoseconds(&self, from: u64, to: u64) -> u64 {
         let mask = u64::MAX >> (64 - self.timestamp_bits.clamp(1, 64));
         ((to.wrapping_sub(from) & mask) as f64 * f64::from(self.timestamp_period_ns)) as u64
@@ -239,7 +239,7 @@ impl Device {
         self.profile.as_ref().map_or(Profile::default(), |p| std::mem::take(&mut p.lock().unwrap()))
     }
 
-    /// What was submitted since the device was opened. That of a step is the difference of two readings around it.
+    /// Sums over all submissions since the device was opened. The counts of a step are the difference of two readings.
     pub fn counts(&self) -> Counts {
         *self.counts.lock().unwrap()
     }
@@ -248,8 +248,8 @@ impl Device {
         *self.counts.lock().unwrap() += *counts;
     }
 
-    /// Has what is recorded from now on put in another order between barriers, which must change nothing, or forget what
-    /// one shader writes, which must not go unnoticed. For tests.
+    /// Changes how commands are recorded from now on, for tests: commands between barriers in another order, which must
+    /// change nothing, or the writes of one shader ignored, which a test must notice.
     #[doc(hidden)]
     pub fn rehearse(&self, rehearsal: Rehearsal) {
         *self.rehearsal.lock().unwrap() = rehearsal;
@@ -269,10 +269,10 @@ impl Device {
         let _ = unsafe { debug.set_debug_utils_object_name(&info) };
     }
 
-    /// Makes a call of the step path, and makes it again while the driver has no memory for it: for some seconds, in which
-    /// steps end and other programs let go of theirs. Vulkan allows that: "VK_ERROR_OUT_OF_*_MEMORY errors do not modify any
-    /// currently existing Vulkan objects" (Return Codes); and where a submit fails so, "the implementation must ensure that
-    /// the state and contents of any resources or synchronization primitives referenced [...] is unaffected by the call or
+    /// Makes a call, and retries it for [`MEMORY_LIMIT`] while the driver is out of memory: steps end meanwhile, and
+    /// other programs free memory. Vulkan allows that: "VK_ERROR_OUT_OF_*_MEMORY errors do not modify any currently
+    /// existing Vulkan objects" (Return Codes); and where a submit fails so, "the implementation must ensure that the
+    /// state and contents of any resources or synchronization primitives referenced [...] is unaffected by the call or
     /// its failure" (vkQueueSubmit2).
     pub(super) fn retry_out_of_memory<T>(
         &self,
@@ -308,8 +308,8 @@ impl Device {
         }
     }
 
-    /// A warning at the first, second, fourth, eighth such call and so on: a machine that is short of memory all the time
-    /// does not fill the log.
+    /// Warns at the first, second, fourth, eighth such call and so on, so that a lasting shortage does not fill the
+    /// log.
     fn warn_of_shortage(&self, during: &str, result: vk::Result, attempts: u64, since: Instant) {
         let calls = self.short_of_memory.fetch_add(1, Ordering::Relaxed) + 1;
         if calls.is_power_of_two() {
@@ -321,12 +321,13 @@ impl Device {
         }
     }
 
-    /// Queues a recorded command buffer behind everything submitted before; returns its timeline value.
+    /// Submits recorded command buffers after everything submitted before; returns their timeline value.
     pub(super) fn submit(&self, commands: &[vk::CommandBuffer], what: &str) -> Result<u64, GpuError> {
         let info = |raw: &vk::CommandBuffer| vk::CommandBufferSubmitInfo::default().command_buffer(*raw);
         let commands: Vec<_> = commands.iter().map(info).collect();
         let attempt = || {
-            // Not across the pauses between attempts: others submit meanwhile, and have values of their own.
+            // The queue is not locked across the pauses between attempts, in which other threads submit with values of
+            // their own.
             let mut queue = self.queue.lock().unwrap();
             let value = queue.last_value + 1;
             let signal = [vk::SemaphoreSubmitInfo::default()
@@ -342,7 +343,7 @@ impl Device {
             Ok(value)
         };
         self.retry_out_of_memory(attempt).inspect_err(|error| {
-            // One that was refused for want of memory is known not to run.
+            // A submit that failed for want of memory is known not to run.
             if !matches!(error, GpuError::NoMemory { .. }) {
                 self.mark_lost();
             }
@@ -366,14 +367,14 @@ impl Device {
                 result => GpuError::of(what)(result),
             })
         };
-        // Whatever it was, the work may still run.
+        // Whatever the error was, the work may still run.
         self.retry_out_of_memory(wait).inspect_err(|_| self.mark_lost())?;
         self.reached.fetch_max(value, Ordering::AcqRel);
         self.instance.log.check()
     }
 
-    /// Whether what was submitted last may be destroyed with all that it uses. Of a device that was lost, commands may never
-    /// end: they, and so the device, are left to the end of the process.
+    /// Waits for the submission `pending`, and says whether its command buffers may be destroyed. Commands of a lost
+    /// device may never end: they and the device are leaked until the process ends.
     pub(super) fn finish_before_release(self: &Arc<Device>, pending: Option<u64>) -> bool {
         if let Some(value) = pending.filter(|_| !self.is_lost()) {
             // A lost or hung device is reported elsewhere; here it only matters that nothing is in use.

@@ -1,4 +1,4 @@
-//! Which devices the Vulkan loader shows, and what each is.
+//! Lists the devices that the Vulkan loader shows, and reads the properties of each.
 
 use ash::{ext, khr, vk};
 
@@ -11,7 +11,7 @@ use super::instance::Instance;
 /// The version of Vulkan that brought `VK_KHR_cooperative_matrix`.
 const COOPERATIVE_MATRIX_SINCE: u32 = vk::make_api_version(0, 1, 3, 255);
 
-/// A family of queues that compute.
+/// A queue family with compute.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct QueueFamily {
     pub kind: QueueKind,
@@ -28,7 +28,7 @@ pub fn list_devices() -> Result<Vec<DeviceInfo>, GpuError> {
 
 pub(super) struct Candidate {
     pub raw: vk::PhysicalDevice,
-    /// The first of each kind; one with compute and no graphics first, for its queue is not shared with the desktop's.
+    /// The first family of each kind. A family without graphics comes first: the desktop does not share its queue.
     pub queues: Vec<QueueFamily>,
     pub memory_budget: bool,
     pub pipeline_cache_uuid: [u8; 16],
@@ -89,7 +89,7 @@ fn inspect(instance: &Instance, index: usize, raw: vk::PhysicalDevice) -> Candid
     }
     queues.sort_by_key(|q| q.kind == QueueKind::Graphics);
 
-    // A validation layer reports what it does not know.
+    // A validation layer reports extensions that are newer than it as errors.
     let may_have = |name: &std::ffi::CStr| {
         let since = if name == khr::cooperative_matrix::NAME { COOPERATIVE_MATRIX_SINCE } else { 0 };
         has(name) && instance.layer_version >= since

@@ -1,4 +1,4 @@
-//! The heaps and memory types of a device, and what this process has taken of them.
+//! The heaps and memory types of a device, and how much of them this process has allocated.
 
 use std::sync::atomic::AtomicU64;
 

@@ -1,4 +1,4 @@
-//! What a device is, as its driver says: name, kind, queues, heaps, limits.
+//! A device's properties as its driver reports them: name, kind, queues, heaps, limits.
 //!
 //! Plain values: nothing here calls Vulkan.
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::caps::Caps;
 
-/// What a queue can do beside computing.
+/// The kind of a queue: compute alone, or compute and graphics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum QueueKind {
@@ -60,7 +60,7 @@ pub struct HeapInfo {
     pub device_local: bool,
     /// The host may write and read it without flushing.
     pub host_visible: bool,
-    /// Whether any memory type there is one that this program uses.
+    /// Whether this program uses any memory type of the heap.
     pub usable: bool,
     pub size_bytes: u64,
     /// What this process may still allocate: `VK_EXT_memory_budget` clamped to the heap's size.
@@ -75,15 +75,15 @@ pub struct DeviceInfo {
     pub kind: DeviceKind,
     /// Driver name and version, e.g. `radv Mesa 25.0.7`.
     pub driver: String,
-    /// By PCI.
+    /// PCI vendor id.
     pub vendor_id: u32,
-    /// The kinds of queues that compute, the one first that is taken where nobody asks for another.
+    /// Kinds of queues with compute, the default first.
     pub queues: Vec<QueueKind>,
     pub heaps: Vec<HeapInfo>,
     pub caps: Caps,
     pub max_allocation_bytes: u64,
     pub max_storage_buffer_bytes: u64,
-    /// PCI address, e.g. `0000:c5:00.0`, where the driver tells it.
+    /// PCI address, e.g. `0000:c5:00.0`, where the driver reports it.
     pub pci: Option<String>,
     /// What this program needs and the device lacks; empty if it can run.
     pub missing: Vec<String>,

@@ -1,11 +1,10 @@
 //! Device memory: arenas and buffers.
 //!
-//! An [`Arena`] takes memory in chunks and hands out sub-ranges; whoever owns the arena decides when
-//! allocation ends, by dropping it. A model's arena follows a [`Plan`] and takes all of it at once; without one (staging
-//! of a load, tests) chunks are taken as they are needed. Buffers are addressed by 64-bit device addresses, not descriptors:
-//! a weight may be larger than `maxStorageBufferRange` (128 MiB on lavapipe), and 62 layers need no
-//! descriptor sets. A buffer larger than one allocation may be is refused; matrices are cut into row shards
-//! before they get here.
+//! An [`Arena`] takes memory in chunks and hands out sub-ranges; the owner of an arena ends allocation by dropping it.
+//! A model's arena follows a [`Plan`] and allocates all of it at once; an arena without a plan (staging of a load,
+//! tests) allocates chunks as they are needed. Buffers are addressed by 64-bit device addresses, not descriptors: a
+//! weight may be larger than `maxStorageBufferRange` (128 MiB on lavapipe), and 62 layers need no descriptor sets. A
+//! buffer larger than one allocation may be is refused; matrices are cut into row shards before they get here.
 //!
 //! Invariants: nothing is ever moved, padded to fit, or freed behind a buffer's back; a chunk lives as long
 //! as the last buffer in it.
@@ -43,7 +42,7 @@ unsafe impl Send for Chunk {}
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
-    /// In the heap with the driver's index `heap`, or in the best one for its kind.
+    /// Allocates in the heap with the driver's index `heap`, or in the best heap for `kind`.
     fn new(
         device: &Arc<Device>,
         kind: MemoryKind,
@@ -156,7 +155,7 @@ fn allocate(
 impl Drop for Chunk {
     fn drop(&mut self) {
         if self.device.is_lost() {
-            // It may be in use for ever: this, and so the device, is left to the end of the process.
+            // The chunk may be in use for ever: it and the device are leaked until the process ends.
             std::mem::forget(self.device.clone());
             return;
         }
@@ -178,12 +177,12 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Bytes.
+    /// Size in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// Where shaders find the first byte.
+    /// Device address of the first byte.
     pub fn address(&self) -> u64 {
         self.chunk.address + self.offset
     }
@@ -210,20 +209,20 @@ impl Buffer {
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
     }
 
-    /// The bytes as the host sees them, to be written and not read: the memory may be write-combined. `None` where the
-    /// host does not reach it. The device must not be using the buffer.
+    /// The host's mapping, to be written and not read: the memory may be write-combined. `None` where the host cannot
+    /// reach the buffer. The device must not be using the buffer.
     pub(super) fn mapped(&mut self) -> Option<&mut [u8]> {
         if !self.is_mapped() {
             return None;
         }
         let start = self.host_range(0, self.size);
-        // SAFETY: the range lies in the mapping (checked), which lives as long as the chunk that the buffer holds. Other
-        // buffers of this range reach it only through raw copies, which a load does not make of what is yet to be read;
-        // two readings of one range are refused.
+        // SAFETY: the range lies in the mapping (checked), which lives as long as the chunk that the buffer holds.
+        // Other buffers of this range reach it only through raw copies, which a load does not make of what is yet to be
+        // read; two readings of one range are refused.
         Some(unsafe { std::slice::from_raw_parts_mut(start, self.size as usize) })
     }
 
-    /// Whether the host reaches the buffer.
+    /// Whether the host can reach the buffer.
     pub(super) fn is_mapped(&self) -> bool {
         !self.chunk.mapped.is_null()
     }
@@ -236,25 +235,25 @@ impl Buffer {
     }
 }
 
-/// Hands out buffers; when it is dropped, allocation is over, and the buffers stay.
+/// Hands out buffers. Buffers outlive the arena.
 pub struct Arena {
     device: Arc<Device>,
-    /// With a plan: what it asked for and is not handed out yet.
+    /// The plan and its chunks; `None` for an arena without a plan.
     planned: Option<Planned>,
     open: Vec<OpenChunk>,
     placements: Vec<Placement>,
     allocated: u64,
 }
 
-/// A plan carried out.
+/// A plan with its chunks allocated.
 struct Planned {
     plan: Plan,
     chunks: Vec<Arc<Chunk>>,
-    /// Requests not handed out yet, by class, in the order in which they were made.
+    /// Requests not handed out yet, by class, in the plan's order.
     left: Vec<VecDeque<usize>>,
 }
 
-/// The chunk that small buffers of one kind and class are still cut from.
+/// A chunk with room for more small buffers of its kind and class.
 struct OpenChunk {
     kind: MemoryKind,
     class: Class,
@@ -273,8 +272,8 @@ impl Arena {
         }
     }
 
-    /// Takes everything that `plan` asks for, now; `plan` was made for [`Device::machine`]. Its requests are then handed
-    /// out class by class, each class in the order of the requests.
+    /// Allocates everything in `plan`, which was made for [`Device::machine`]. The requests of each class are handed
+    /// out in the plan's order.
     pub fn with_plan(device: &Arc<Device>, plan: Plan) -> Result<Arena, GpuError> {
         let is_separate = device.rehearsed().separate_buffers;
         let plan = if is_separate { plan.one_chunk_each() } else { plan };
@@ -294,8 +293,8 @@ impl Arena {
         Ok(Arena { device: device.clone(), planned, open: Vec::new(), placements, allocated })
     }
 
-    /// A buffer of `size` bytes. Its content is undefined. `name` is for errors and debuggers. Panics where a plan asked
-    /// for another buffer here: whoever planned and whoever loads share one list.
+    /// A buffer of `size` bytes. Its content is undefined. `name` is for errors and debuggers. Panics where the plan's
+    /// next request of the class is another buffer: plan and load follow one list.
     pub fn alloc(
         &mut self,
         kind: MemoryKind,
@@ -349,14 +348,14 @@ impl Arena {
         self.allocated
     }
 
-    /// Every chunk of a plan, whole, with what it is for. None without a plan.
+    /// Every chunk of the plan as one buffer, with its class. Empty without a plan.
     pub fn chunks(&self) -> Vec<(Class, Buffer)> {
         let Some(Planned { plan, chunks, .. }) = &self.planned else { return Vec::new() };
         let whole = |chunk: &Arc<Chunk>| Buffer { chunk: chunk.clone(), offset: 0, size: chunk.size };
         plan.chunks.iter().zip(chunks).map(|(planned, chunk)| (planned.class, whole(chunk))).collect()
     }
 
-    /// Whether everything that a plan took has been handed out.
+    /// Whether every request of the plan has been handed out.
     pub fn is_exhausted(&self) -> bool {
         self.planned.as_ref().is_none_or(|planned| planned.left.iter().all(VecDeque::is_empty))
     }

@@ -1,8 +1,7 @@
 //! The Vulkan layer: all of `ash` lives here, and all `unsafe` of the compute path.
 //!
-//! It offers a device chosen by policy, memory that stays where it was put, pipelines, and a recorder that
-//! derives barriers. It refuses to know what a tensor or a model is, to fall back to another device, and to
-//! allocate behind its caller's back.
+//! It offers a device chosen by policy, memory that is never moved, pipelines, and a recorder that derives barriers. It
+//! refuses to know what a tensor or a model is, to fall back to another device, and to allocate without being asked.
 
 mod cache;
 mod caps;

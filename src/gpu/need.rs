@@ -1,6 +1,6 @@
 //! The features of a device that shaders or steps may need, by Vulkan's names.
 
-/// Lanes of a subgroup that shaders are written for: what AMD's wave32 and NVIDIA have. Other sizes that divide it do.
+/// The subgroup size that shaders are written for, that of AMD's wave32 and of NVIDIA. Sizes that divide it work too.
 pub(super) const SUBGROUP_LANES: u32 = 32;
 
 /// A feature of a device.
@@ -28,7 +28,7 @@ pub enum Need {
 }
 
 impl Need {
-    /// What every step needs, whatever its shaders are.
+    /// Features that every step needs, whatever its shaders are.
     pub(super) const RUN: [Need; 6] = [
         Need::BufferDeviceAddress,
         Need::TimelineSemaphore,
@@ -38,7 +38,7 @@ impl Need {
         Need::SubgroupArithmetic,
     ];
 
-    /// Vulkan's own name of it, where there is one.
+    /// Vulkan's name of the feature, where there is one.
     pub fn name(self) -> &'static str {
         match self {
             Need::BufferDeviceAddress => "bufferDeviceAddress",

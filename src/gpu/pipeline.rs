@@ -10,7 +10,7 @@ use super::cache::Cache;
 use super::info::DeviceInfo;
 use super::shader::Shader;
 
-/// What the cache of pipelines is kept as.
+/// Name of the pipeline cache's file.
 const CACHE_NAME: &str = "pipelines";
 
 /// Push-constant bytes of every pipeline layout: what Vulkan guarantees.
@@ -49,7 +49,8 @@ impl Pipelines {
         Ok(Pipelines { layout, cache, made: Mutex::default() })
     }
 
-    /// The pipeline of `shader` with `constants`, made at first use on the device `raw` and given to `name` with its name.
+    /// The pipeline of `shader` with `constants`, made at first use on the device `raw` and given to `name` with its
+    /// name.
     pub fn get(
         &self,
         raw: &ash::Device,
@@ -73,7 +74,7 @@ impl Pipelines {
         Ok(pipeline)
     }
 
-    /// Keeps what the driver compiled on the device `raw` for the next start.
+    /// Writes the pipeline cache of the device `raw` to a file for the next start.
     pub fn save(&self, raw: &ash::Device, files: &Cache) {
         // SAFETY: the cache was made on this device, and is destroyed with it alone.
         match unsafe { raw.get_pipeline_cache_data(self.cache) } {
@@ -101,7 +102,7 @@ pub(super) fn pipeline_name(shader: &Shader, constants: &[u32]) -> String {
     format!("{}{}", shader.name, named.collect::<String>())
 }
 
-/// Compiles `shader` for the device, or says what that lacks.
+/// Compiles `shader` for the device. The error names the features that the device lacks.
 pub(super) fn create_pipeline(
     raw: &ash::Device,
     device: &DeviceInfo,

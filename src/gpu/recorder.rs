@@ -1,8 +1,8 @@
-//! Recording and submitting work. A [`Recorder`] derives barriers from what each command reads and writes, which for a
-//! dispatch its shader says, and keeps those buffers alive as long as the recording is.
+//! Recording and submitting work. A [`Recorder`] derives barriers from the ranges that each command reads and writes,
+//! and keeps their buffers alive as long as the recording. The accesses of a dispatch are known from its shader.
 //!
-//! What is recorded is submitted alone, once, by [`Recorder::submit`]; or, by [`CommandBuffer::record`], for a
-//! [`Submission`], which hands it to the device with others, as often as wanted, each time after the last has ended.
+//! [`Recorder::submit`] submits a recording alone and once. [`CommandBuffer::record`] records for a [`Submission`],
+//! which submits several command buffers together, again and again, each time after the last submission has ended.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -22,17 +22,17 @@ use super::shader::Access;
 /// Timed commands per command buffer; later ones run untimed, and the profile says how many.
 const MAX_TIMED: u32 = 256;
 
-/// Of the numbers of workgroups that an indirect dispatch reads.
+/// Bytes of the workgroup counts that an indirect dispatch reads.
 pub const INDIRECT_BYTES: u64 = 12;
 
-/// What one dispatch of a kernel takes; `build.rs` generates a struct for each.
+/// The arguments of a kernel's dispatch; `build.rs` generates a struct for each kernel.
 pub trait Arguments {
     const KERNEL: &'static str;
     /// The push constants as the shader has them.
     type Push: bytemuck::NoUninit;
 
-    /// The buffers behind the shader's addresses, in the order of [`Shader::pointers`](super::Shader::pointers). `None` is for variants that do not use
-    /// them, and for addresses whose names end in `_or_none`.
+    /// The buffers behind the shader's addresses, in the order of [`Shader::pointers`](super::Shader::pointers). `None`
+    /// is for variants that do not use them, and for addresses whose names end in `_or_none`.
     fn buffers(&self) -> impl Iterator<Item = Option<&Buffer>>;
 
     /// The buffers behind the addresses that the shader finds in memory.
@@ -47,12 +47,12 @@ pub struct CommandBuffer {
     pool: vk::CommandPool,
     raw: vk::CommandBuffer,
     queries: vk::QueryPool,
-    /// Kernels with timestamps, and how many have none for want of room.
+    /// Kernels with timestamps, and the number of dispatches without, for want of room.
     timed: Vec<String>,
     untimed: u64,
-    /// What the recorded commands use, by address of the chunk.
+    /// Chunks that the recorded commands use, by the chunk's address.
     retained: BTreeMap<usize, Arc<Chunk>>,
-    /// What the recorded commands amount to.
+    /// Counts of the recorded commands.
     counts: Counts,
     /// Timeline value of the last submission, while it may still be running.
     pending: Option<u64>,
@@ -83,13 +83,13 @@ impl CommandBuffer {
         Ok(commands)
     }
 
-    /// Records anew, for a [`Submission`], once: `record` is called again where the driver had no memory for what it
-    /// recorded.
+    /// Records for one run of a [`Submission`], and replaces the last recording. `record` is called again where the
+    /// driver was out of memory.
     pub fn record(&mut self, record: &mut dyn FnMut(&mut Recorder<'_>)) -> Result<(), GpuError> {
         self.record_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT, record)
     }
 
-    /// Records anew, for submissions as often as wanted; else as [`CommandBuffer::record`].
+    /// Records as [`CommandBuffer::record`] does, for any number of submissions.
     pub fn record_to_keep(&mut self, record: &mut dyn FnMut(&mut Recorder<'_>)) -> Result<(), GpuError> {
         self.record_with(vk::CommandBufferUsageFlags::empty(), record)
     }
@@ -100,7 +100,7 @@ impl CommandBuffer {
         record: &mut dyn FnMut(&mut Recorder<'_>),
     ) -> Result<(), GpuError> {
         let device = self.device.clone();
-        // A recording that failed at its end is invalid: only all of it can be made again.
+        // A recording that failed at its end is invalid, so all of it is recorded again.
         device.retry_out_of_memory(|| {
             let mut recorder = self.begin_with(usage)?;
             record(&mut recorder);
@@ -109,8 +109,8 @@ impl CommandBuffer {
         })
     }
 
-    /// Starts recording anew, for [`Recorder::submit`], after waiting for the last submission. The end of such a recording
-    /// fails where the driver has no memory for it.
+    /// Waits for the last submission, and starts a recording for [`Recorder::submit`], whose end fails where the driver
+    /// is out of memory.
     pub fn begin(&mut self) -> Result<Recorder<'_>, GpuError> {
         self.begin_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT)
     }
@@ -149,7 +149,7 @@ impl CommandBuffer {
         unsafe { self.device.raw.end_command_buffer(self.raw) }.map_err(GpuError::of("vkEndCommandBuffer"))
     }
 
-    /// What was recorded may be submitted, for the first time or again.
+    /// Prepares the recording to be submitted, for the first time or again.
     fn make_ready(&mut self) -> Result<(), GpuError> {
         self.wait()?;
         if self.queries != vk::QueryPool::null() {
@@ -192,14 +192,14 @@ impl Drop for CommandBuffer {
     }
 }
 
-/// Several command buffers that the device runs as one, and how long it takes.
+/// Several command buffers that are submitted together and timed as one.
 pub struct Submission {
     device: Arc<Device>,
     pool: vk::CommandPool,
-    /// Recorded once: what comes before the others, and behind them.
+    /// Command buffers recorded once, submitted before and after the others.
     begin: vk::CommandBuffer,
     end: vk::CommandBuffer,
-    /// Two timestamps around all of it; null where the device has none.
+    /// Timestamps before and after the submission; null where the device has none.
     span: vk::QueryPool,
     took: Option<Duration>,
     pending: Option<u64>,
@@ -242,8 +242,8 @@ impl Submission {
         Ok(submission)
     }
 
-    /// Queues what was recorded, in this order, as soon as none of it is under way any more. What it wrote is visible to
-    /// the host once this was waited for.
+    /// Waits until none of the recordings is running, and submits them in this order. What they write is visible to the
+    /// host after [`Submission::wait`].
     pub fn submit(&mut self, recorded: &mut [&mut CommandBuffer], what: &str) -> Result<(), GpuError> {
         self.wait()?;
         let mut all = vec![self.begin];
@@ -275,7 +275,7 @@ impl Submission {
         Ok(())
     }
 
-    /// What the last one that was waited for took on the device, where that has a clock.
+    /// GPU time of the last submission that was waited for; `None` where the device has no timestamps.
     pub fn took(&self) -> Option<Duration> {
         self.took
     }
@@ -316,7 +316,7 @@ fn timestamps(device: &Device, count: u32) -> Result<vk::QueryPool, GpuError> {
     unsafe { device.raw.create_query_pool(&info, None) }.map_err(GpuError::of("vkCreateQueryPool"))
 }
 
-/// The first queries of a pool, which a submission wrote that has finished.
+/// Reads the first queries of a pool, whose submission has finished.
 fn read_timestamps(device: &Device, pool: vk::QueryPool, ticks: &mut [u64]) -> Result<(), GpuError> {
     if ticks.is_empty() {
         return Ok(());
@@ -331,7 +331,7 @@ fn read_timestamps(device: &Device, pool: vk::QueryPool, ticks: &mut [u64]) -> R
     })
 }
 
-/// Makes what was written visible to the host, once the timeline has passed.
+/// Records a barrier that makes all writes visible to the host.
 fn show_to_host(device: &Device, raw: vk::CommandBuffer) {
     let to_host = [vk::MemoryBarrier2::default()
         .src_stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
@@ -347,7 +347,7 @@ fn show_to_host(device: &Device, raw: vk::CommandBuffer) {
 /// An address range.
 type Range = std::ops::Range<u64>;
 
-/// What was read and written since the last barrier.
+/// Ranges that were read and written since the last barrier.
 #[derive(Default)]
 struct Accesses {
     reads: Vec<Range>,
@@ -355,7 +355,8 @@ struct Accesses {
 }
 
 impl Accesses {
-    /// Whether a command must come behind a barrier: it reads what was written, or writes what was read or written.
+    /// Whether a command with the accesses `other` needs a barrier before it: it reads what was written, or writes what
+    /// was read or written.
     fn conflict(&self, other: &Accesses) -> bool {
         overlap(&self.writes, &other.reads)
             || overlap(&self.writes, &other.writes)
@@ -374,15 +375,15 @@ fn range(buffer: &Buffer) -> Range {
 /// Workgroups of a dispatch.
 enum Groups {
     Direct([u32; 3]),
-    /// As many as stand there when it runs.
+    /// The counts are read from this buffer and offset when the dispatch runs.
     Indirect(vk::Buffer, u64),
 }
 
-/// A command whose place among others is not fixed yet.
+/// A command whose order between two barriers is not fixed yet.
 enum Command {
     Dispatch {
         pipeline: vk::Pipeline,
-        /// For its time, where that is taken.
+        /// Name for the profile; `None` where dispatches are not timed.
         name: Option<String>,
         push: [u8; PUSH_BYTES as usize],
         push_bytes: usize,
@@ -406,22 +407,22 @@ pub struct Recorder<'a> {
     commands: &'a mut CommandBuffer,
     since_barrier: Accesses,
     rehearsal: Rehearsal,
-    /// Commands since the last barrier, where they change places.
+    /// Commands since the last barrier, where a rehearsal reorders them.
     deferred: Vec<Command>,
 }
 
 impl Recorder<'_> {
-    /// Runs `groups` workgroups. What is read and written follows from the shader, barriers and lifetimes from that. Panics
-    /// where two addresses lead to the same memory and one of them is written through: a shader that works in place does so
-    /// through one address.
+    /// Runs `groups` workgroups. Reads and writes are known from the shader; barriers and lifetimes follow from them.
+    /// Panics where two addresses lead to the same memory and the shader writes through one of them: a shader that
+    /// works in place uses one address.
     pub fn dispatch<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: [u32; 3]) {
         let name = &pipeline.name;
         assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{name}: {groups:?} workgroups");
         self.dispatch_groups(pipeline, arguments, Groups::Direct(groups), None);
     }
 
-    /// Runs as many workgroups as `groups` says when the dispatch runs: three u32, each at most 65535; none where one of them
-    /// is 0. Else as [`Recorder::dispatch`].
+    /// Runs as many workgroups as `groups` holds when the dispatch runs: three u32, each at most 65535; 0 runs none.
+    /// See [`Recorder::dispatch`] for the rest.
     pub fn dispatch_indirect<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: &Buffer) {
         let groups = groups.slice(0, INDIRECT_BYTES);
         let at = Groups::Indirect(groups.chunk.raw, groups.offset);
@@ -496,8 +497,8 @@ impl Recorder<'_> {
         self.add(Command::Fill { buffer: buffer.chunk.raw, offset, bytes, word });
     }
 
-    /// Ends recording and queues the work. What it wrote is visible to the host once the timeline has reached
-    /// the value returned.
+    /// Ends recording and submits the commands. Their writes are visible to the host once the timeline has reached the
+    /// value returned.
     pub fn submit(mut self, what: &str) -> Result<u64, GpuError> {
         self.flush();
         let Recorder { commands, .. } = self;
@@ -509,7 +510,8 @@ impl Recorder<'_> {
         Ok(value)
     }
 
-    /// Puts a barrier before a command if it conflicts with one recorded since the last barrier, and keeps what it uses.
+    /// Records a barrier if the command conflicts with one since the last barrier, and retains the buffers that it
+    /// uses.
     fn order(&mut self, used: &[&Buffer], accesses: Accesses) {
         if self.since_barrier.conflict(&accesses) {
             self.barrier();
@@ -530,7 +532,7 @@ impl Recorder<'_> {
         }
     }
 
-    /// Hands over the commands that were held back, in the order of the rehearsal.
+    /// Records the deferred commands, in the rehearsal's order.
     fn flush(&mut self) {
         let mut deferred = std::mem::take(&mut self.deferred);
         match self.rehearsal.order {
@@ -583,7 +585,7 @@ impl Recorder<'_> {
     fn barrier(&mut self) {
         self.flush();
         self.commands.counts.barriers += 1;
-        // Indirect dispatches read the numbers of their workgroups before any shader runs.
+        // An indirect dispatch reads its workgroup counts before any shader runs, in the stage DRAW_INDIRECT.
         let stages = vk::PipelineStageFlags2::COMPUTE_SHADER
             | vk::PipelineStageFlags2::ALL_TRANSFER
             | vk::PipelineStageFlags2::DRAW_INDIRECT;

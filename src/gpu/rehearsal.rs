@@ -1,24 +1,25 @@
-//! How tests have commands recorded and buffers laid out: in ways that must change nothing, or that must be noticed.
+//! Ways in which tests change how commands are recorded and buffers allocated.
 
-/// In what order the commands between two barriers are handed to the device: nothing may depend on it. Drivers that run
-/// them one after the other, as they were recorded, hide a barrier that is missing; tests record them in other orders.
+/// The order in which commands between two barriers are recorded. No result may depend on it. A driver that runs
+/// commands one after the other in the recorded order hides a missing barrier, so tests record them in other orders.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Order {
     #[default]
     AsRecorded,
     Reversed,
-    /// By chance, from this seed.
+    /// Random, from this seed.
     Shuffled(u64),
 }
 
-/// How a device's commands are recorded and its buffers are laid, for tests; see [`Device::rehearse`](super::Device::rehearse).
+/// How a device's commands are recorded and its buffers allocated; see [`Device::rehearse`](super::Device::rehearse).
 #[derive(Debug, Clone, Default)]
 pub struct Rehearsal {
     pub order: Order,
-    /// A shader and its address, or "copy" and "to", or "fill" and "buffer", whose accesses are not noted: what a mistake in
-    /// their derivation would be.
+    /// A shader and its address, or "copy" and "to", or "fill" and "buffer", whose accesses the recorder ignores: it
+    /// simulates a mistake in deriving barriers.
     pub forgotten: Option<(&'static str, &'static str)>,
-    /// Whether every buffer is an allocation of its own, so that a layer that checks addresses sees where each ends.
+    /// Whether every buffer is an allocation of its own, so that a layer that checks addresses knows where each buffer
+    /// ends.
     pub separate_buffers: bool,
 }
 

@@ -1,11 +1,13 @@
-//! What the kernel says this process holds of a GPU: the proof that "loaded" is more than a word.
+//! Compares the GPU memory that the kernel reports for this process with what was placed, to prove that a model is
+//! loaded.
 //!
 //! On Linux each open file of a DRM device has a text under `/proc/self/fdinfo`
-//! (<https://docs.kernel.org/gpu/drm-usage-stats.html>). amdgpu tells there what this process's buffers take of VRAM and
-//! of GTT; `mem_info_vram_used` in sysfs would count the desktop's too. On an integrated GPU the driver may move buffers
-//! between the two, so only their sum is held against what was placed.
+//! (<https://docs.kernel.org/gpu/drm-usage-stats.html>). amdgpu reports there how much VRAM and GTT this process's
+//! buffers take; `mem_info_vram_used` in sysfs would count the desktop's buffers too. On an integrated GPU the driver
+//! may move buffers between the two, so only their sum is compared with what was placed.
 //!
-//! Refuses to guess: a driver that tells nothing, or a device whose files are not found, is [`Residency::Unknown`].
+//! Refuses to guess: a driver that reports nothing, or a device whose files are not found, gives
+//! [`Residency::Unknown`].
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -15,11 +17,11 @@ use crate::config::show_bytes;
 
 /// An fdinfo text has a few KB.
 const MAX_TEXT_BYTES: u64 = 64 << 10;
-/// What may be missing: a hundredth, or the little that the driver itself may have given back meanwhile. Kernels count
-/// whole pages, so that what is there counts for no less than was asked, and print KiB.
+/// Bytes that may be missing: a hundredth, or the little that the driver may have freed of its own meanwhile. Kernels
+/// count whole pages, so buffers count for no less than their size, and print KiB.
 const MISSING_SHARE: u64 = 100;
 const MISSING_BYTES: u64 = 4 << 20;
-/// What may be there beyond what was placed: page tables and rounding to pages (at most 8 bytes for each 4 KiB, so a
+/// Bytes that may exceed what was placed: page tables and rounding to pages (at most 8 bytes for each 4 KiB, so a
 /// hundredth is ample), and the driver's own buffers for pipelines and command buffers.
 const EXTRA_SHARE: u64 = 100;
 const EXTRA_BYTES: u64 = 256 << 20;
@@ -31,9 +33,9 @@ pub struct Client {
     pub driver: String,
     /// PCI address, e.g. `0000:c5:00.0`.
     pub pdev: Option<String>,
-    /// Files with one id share one account.
+    /// Files with equal ids report the same memory.
     pub client_id: Option<u64>,
-    /// Absent where the kernel tells no memory.
+    /// `None` where the kernel reports no memory.
     pub used: Option<MemoryUse>,
 }
 
@@ -55,15 +57,15 @@ pub fn parse(text: &str) -> Option<Client> {
     let lines = text.lines().filter_map(|line| line.split_once(':'));
     let keys: BTreeMap<&str, &str> = lines.map(|(key, value)| (key.trim(), value.trim())).collect();
     let bytes = |region: &str| {
-        // `resident` is what lies there now. `memory` is amdgpu's older name for it; some kernels let it count buffers
-        // without pages, so the newer one goes first.
+        // `drm-resident` counts the pages that are there now. `drm-memory` is amdgpu's older key, which counts buffers
+        // without pages on some kernels, so the newer key goes first.
         ["drm-resident-", "drm-memory-"].iter().find_map(|key| size(keys.get(&*format!("{key}{region}"))?))
     };
     Some(Client {
         driver: (*keys.get("drm-driver")?).to_owned(),
         pdev: keys.get("drm-pdev").map(|pdev| pdev.to_ascii_lowercase()),
         client_id: keys.get("drm-client-id").and_then(|id| id.parse().ok()),
-        // A device without memory of its own may leave the first out.
+        // A device without memory of its own may leave out VRAM.
         used: match (bytes("vram"), bytes("gtt")) {
             (None, None) => None,
             (vram, gtt) => Some(MemoryUse { vram: vram.unwrap_or(0), gtt: gtt.unwrap_or(0) }),
@@ -84,11 +86,11 @@ fn size(text: &&str) -> Option<u64> {
     number.checked_mul(unit).filter(|_| words.next().is_none())
 }
 
-/// What the process whose `/proc` folder this is holds of the amdgpu device at PCI address `pdev`; `None` where no open
-/// file tells it.
+/// Memory that the process with the `/proc` folder `process` uses of the amdgpu device at PCI address `pdev`; `None`
+/// where no open file reports it.
 pub fn memory_use(process: &Path, pdev: &str) -> Option<MemoryUse> {
     let mut clients = BTreeMap::new();
-    // A file that was closed meanwhile, or that another user's namespace hides, tells nothing.
+    // A file that was closed meanwhile, or that another user's namespace hides, is skipped.
     for entry in std::fs::read_dir(process.join("fdinfo")).ok()?.filter_map(Result::ok) {
         let Ok(file) = std::fs::File::open(entry.path()) else { continue };
         let mut text = String::new();
@@ -109,22 +111,22 @@ pub fn memory_use(process: &Path, pdev: &str) -> Option<MemoryUse> {
     clients.into_values().reduce(add)
 }
 
-/// What became of the question whether the bytes that were placed are there.
+/// Whether the kernel sees the bytes that were placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Residency {
-    /// The driver tells nothing here.
+    /// The driver reports nothing.
     Unknown,
-    /// They are; `used` since the device was opened.
+    /// The kernel sees them; `used` counts from when the device was opened.
     Confirmed { placed: u64, used: MemoryUse },
-    /// They are not.
+    /// The kernel sees too few or too many bytes.
     Denied { placed: u64, used: MemoryUse },
 }
 
-/// Holds what was placed against what the process held `before` and `after`.
+/// Compares the placed bytes with the process's memory use `before` and `after`.
 pub fn compare(placed: u64, before: Option<MemoryUse>, after: Option<MemoryUse>) -> Residency {
     let Some(after) = after else { return Residency::Unknown };
     let before = before.unwrap_or_default();
-    // Each may have shrunk while the other grew: the driver moves buffers between them.
+    // VRAM may have shrunk while GTT grew, or the reverse: the driver moves buffers between them.
     let grown = after.sum().saturating_sub(before.sum());
     let missing = (placed / MISSING_SHARE).max(MISSING_BYTES);
     let extra = placed / EXTRA_SHARE + EXTRA_BYTES;

@@ -1,27 +1,27 @@
-//! A compiled shader, and what it does with the memory that it reaches.
+//! A compiled shader, and its accesses to memory.
 
 use super::need::Need;
 
-/// One compiled shader of the kernel table, a variant of a kernel; all of it is read back from its SPIR-V.
+/// One compiled variant of a kernel. All fields are read from its SPIR-V.
 #[derive(Debug)]
 pub struct Shader {
     pub name: &'static str,
     pub kernel: &'static str,
     /// Specialization constants: (id, name), ascending.
     pub constants: &'static [(u32, &'static str)],
-    /// The push constants that are addresses, in order, and what is done with the memory behind each.
+    /// The push constants that are addresses, in order, each with the shader's access to the memory behind it.
     pub pointers: &'static [(&'static str, Access)],
-    /// Whether it follows addresses that it finds in memory; it reads there.
+    /// Whether the shader follows addresses that it loads from memory; it only reads through them.
     pub follows: bool,
     pub needs: &'static [Need],
     /// Invocations of a workgroup.
     pub workgroup: [u32; 3],
-    /// Bytes of shared memory, by the constants.
+    /// Bytes of shared memory, given the specialization constants.
     pub shared_bytes: fn(&[u32]) -> u32,
     pub spirv: &'static [u8],
 }
 
-/// What a shader does with the memory behind an address.
+/// A shader's access to the memory behind an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// The variant does not use the address.
