@@ -1,8 +1,8 @@
-//! What is wrong with the files of a model, and how text from such a file is quoted.
+//! Errors about the files of a model, and how they quote text from such a file.
 
 use std::fmt;
 
-/// A file of a model is not what it should be. One line, for the person who gave the model.
+/// A file of a model is invalid. One line, for the user who gave the model.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     #[error("{file}: {problem}")]
@@ -34,7 +34,7 @@ pub(crate) fn short(text: &str) -> String {
     out
 }
 
-/// serde_json quotes what it met; a message has one line all the same.
+/// A serde_json error on one line; serde_json quotes parts of its input.
 pub(super) fn one_line(error: &impl fmt::Display) -> String {
     short(&error.to_string())
 }

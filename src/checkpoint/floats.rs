@@ -14,7 +14,7 @@ pub(super) fn float_at(dtype: DType, bytes: &[u8], index: usize) -> f32 {
     }
 }
 
-/// Whether f16 has this number.
+/// Whether f16 represents the number exactly.
 pub(super) fn f16_holds(x: f32) -> bool {
     half::f16::from_f32(x).to_f32() == x
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What kind of files a checkpoint consists of.
+/// The format of a checkpoint's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {

@@ -1,11 +1,11 @@
 //! Checkpoints on disk: which files a model consists of, and its tensors, mapped and checked.
 //!
 //! Reads safetensors in one file or in shards with an index, and GGUF. Every header is checked before a byte of a
-//! tensor is lent out, so that a [`Tensor`] is always what it says: in bounds, and as long as its shape.
-//! Nothing is converted or copied on opening; a tensor's bytes are paged in when they are walked.
+//! tensor is lent out: every [`Tensor`] is in bounds, and as long as its shape. Nothing is converted or copied on
+//! opening; a tensor's bytes are paged in when they are read.
 //!
-//! Refuses to know a model: names are strings here, and what they mean is for [`crate::model`]. GGUF's alone are
-//! translated, into Hugging Face's, which everything else speaks.
+//! Refuses to know a model: names are strings here, and [`crate::model`] knows their meaning. Only GGUF's names are
+//! translated, into Hugging Face's, which the rest of the program uses.
 
 mod direct;
 mod error;

@@ -27,9 +27,9 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Maps the GGUF file that the model is, or the files of a native checkpoint; else `model.safetensors`, or the shards
-    /// that `model.safetensors.index.json` lists; else the original project's layer files; and checks every header. The
-    /// single file is preferred where both exist, as transformers does.
+    /// Maps the GGUF file that the model is, or the files of a native checkpoint; else `model.safetensors`, or the
+    /// shards that `model.safetensors.index.json` lists; else the original project's layer files; and checks every
+    /// header. The single file is preferred where both exist, as transformers does.
     pub fn open(files: &ModelFiles) -> Result<Self, CheckpointError> {
         let mut checkpoint = Self {
             location: files.location(),
@@ -68,7 +68,7 @@ impl Checkpoint {
         self.format
     }
 
-    /// Where the checkpoint lies, for people.
+    /// The checkpoint's folder or file, for people.
     pub fn location(&self) -> &str {
         &self.location
     }
@@ -83,7 +83,7 @@ impl Checkpoint {
         self.norms_hold_one
     }
 
-    /// What tells these files from others and from later versions of them: names, lengths, times of change.
+    /// Names, lengths and times of change of the files, which tell them from other files and from later versions.
     pub fn fingerprint(&self) -> Vec<(String, u64, Option<std::time::SystemTime>)> {
         self.table
             .files
@@ -92,12 +92,13 @@ impl Checkpoint {
             .collect()
     }
 
-    /// How the weights were drawn, where they are random and no model.
+    /// How random weights were drawn; `None` for a model.
     pub fn synthetic(&self) -> Option<&Synthetic> {
         self.synthetic.as_ref()
     }
 
-    /// The values of a small tensor, read by themselves: a look at a mapping has the system read much around it.
+    /// The values of a small tensor, read without the mapping: an access to a mapping makes the system read much around
+    /// it.
     pub fn read_f32(&self, tensor: &Tensor) -> Result<Vec<f32>, CheckpointError> {
         let stored = self.table.by_name.get(tensor.name).map(|&index| &self.table.tensors[index].stored);
         let Some(Stored::Plain { dtype, data }) = stored else { return tensor.to_f32() };
@@ -107,8 +108,8 @@ impl Checkpoint {
         Tensor { encoding: Encoding::Plain { dtype: *dtype, data: &bytes }, ..*tensor }.to_f32()
     }
 
-    /// Gives back the memory that holds a tensor's bytes: they are on the device now, or converted. Reading the tensor
-    /// again reads the disk again.
+    /// Releases the memory of a tensor's bytes, which are on the device now, or converted. Reading the tensor again
+    /// reads the disk again.
     pub fn release(&self, tensor: &Tensor) {
         let Some(&index) = self.table.by_name.get(tensor.name) else { return };
         for span in self.table.tensors[index].stored.spans() {
@@ -116,14 +117,14 @@ impl Checkpoint {
         }
     }
 
-    /// The same for all of the files: the system keeps memory in pieces that can hold the ends of several tensors.
+    /// Releases the memory of all files: the system keeps memory in pieces that can hold the ends of several tensors.
     pub fn release_all(&self) {
         for CheckpointFile { bytes, .. } in &self.table.files {
             bytes.release(0..bytes.len());
         }
     }
 
-    /// Bytes of the files that are in memory now, whoever holds them there.
+    /// Bytes of the files that are in the page cache now.
     pub fn resident_bytes(&self) -> u64 {
         self.table.files.iter().map(|file| file.bytes.resident_bytes()).sum()
     }

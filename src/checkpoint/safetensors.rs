@@ -3,9 +3,9 @@
 //! Layout: 8 bytes header length (little endian), that many bytes of JSON (tensor name -> dtype, shape,
 //! `data_offsets` relative to the end of the header), then the tensors' bytes without gap or overlap.
 //!
-//! Everything here comes from a file that may lie: every sum is checked, every refusal names the tensor.
-//! Read here and not with the `safetensors` crate, whose refusals name no tensor, which keeps the last of
-//! two entries of one name, and whose final length sum (0.7.0) overflows on a header made for it.
+//! Everything here comes from a file that may lie: every sum is checked, every refusal names the tensor. The
+//! `safetensors` crate is not used: its errors name no tensor, it keeps the last of two entries of one name, and its
+//! final length sum (0.7.0) overflows on a header made for that.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -39,10 +39,10 @@ struct HeaderError {
     problem: String,
 }
 
-/// What a file says of itself.
+/// The header of a file.
 #[derive(Debug)]
 pub(super) struct Header {
-    /// In the order of their bytes.
+    /// Tensors in the order of their bytes.
     pub tensors: Vec<TensorInfo>,
     pub metadata: HashMap<String, String>,
 }
@@ -103,9 +103,9 @@ fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
     Ok(Header { tensors, metadata })
 }
 
-/// The header of a safetensors file, which messages call `display`.
+/// Reads and checks the header of a safetensors file; messages call the file `display`.
 pub(super) fn header(display: &str, bytes: &FileBytes) -> Result<Header, CheckpointError> {
-    // What lies behind a header is another's to read, and perhaps past the page cache.
+    // Tensors after the header are read later, and perhaps past the page cache.
     bytes.read_ahead(false);
     let header = read_header(bytes);
     bytes.read_ahead(true);
@@ -172,8 +172,8 @@ struct HeaderEntry {
     data_offsets: [u64; 2],
 }
 
-/// A JSON object as (name, value) in file order, refusing a name that comes twice. With `METADATA` the
-/// entry `__metadata__` is an object of strings, and apart.
+/// A JSON object as (name, value) in file order, refusing a name that comes twice. With `METADATA`, the entry
+/// `__metadata__` is an object of strings and is returned separately.
 pub(super) struct Entries<V, const METADATA: bool> {
     pub entries: Vec<(String, V)>,
     pub metadata: HashMap<String, String>,

@@ -16,13 +16,13 @@ use crate::tensor::{DType, Scheme};
 #[derive(Debug, Default)]
 pub(super) struct Table {
     pub files: Vec<CheckpointFile>,
-    /// By file, then by position in it.
+    /// Tensors by file, then by position in it.
     pub tensors: Vec<Entry>,
     pub by_name: HashMap<String, usize>,
 }
 
 impl Table {
-    /// Adds a tensor of the file that is added next.
+    /// Adds a tensor of the file that will be pushed next; messages call the file `display`.
     pub fn add(&mut self, entry: Entry, display: &str) -> Result<(), CheckpointError> {
         if let Some(&other) = self.by_name.get(&entry.name) {
             let other = self.files.get(self.tensors[other].file).map_or(display, |f| &f.display);

@@ -1,8 +1,8 @@
 //! A tensor as the checkpoint holds it, and its values: as f32, or as integers and scales where it is quantized.
 //!
-//! Values that are no numbers (NaN, infinities) are refused wherever values, or integers and scales, are walked: they
-//! would turn every later logit into NaN, and the message would name nothing. A native checkpoint was walked when it was
-//! written; a load reads it straight to the device, and what has become of it since is for its checksums to tell.
+//! NaN and infinities are refused wherever values, or integers and scales, are read: they would turn every later logit
+//! into NaN, and the message could not name the tensor. A native checkpoint was checked when it was written; a load
+//! reads it directly to the device, and its checksums tell later damage.
 
 use std::ops::Range;
 
@@ -24,18 +24,18 @@ pub struct Tensor<'a> {
     pub encoding: Encoding<'a>,
 }
 
-/// How the bytes of a tensor stand for its values. Two tensors of equal encodings hold the same values.
+/// How the bytes of a tensor encode its values. Tensors with equal encodings have equal values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Encoding<'a> {
     /// Little endian elements, at any alignment: `shape`'s product times the element size bytes.
     Plain { dtype: DType, data: &'a [u8] },
-    /// Blocks of ggml, of a GGUF file.
+    /// Blocks of ggml, from a GGUF file.
     Ggml(GgmlTensor<'a>),
-    /// Packed as the device wants it.
+    /// Packed in the device's layout, from a native checkpoint.
     Native(NativeTensor<'a>),
-    /// In a layer file of the original project.
+    /// Integers and scales from a layer file of the original project.
     Legacy(LegacyTensor<'a>),
-    /// By GPTQ, AWQ or compressed-tensors.
+    /// Packed by GPTQ, AWQ or compressed-tensors.
     Packed(PackedMatrix<'a>),
 }
 
@@ -135,12 +135,12 @@ impl<'a> Tensor<'a> {
         Ok(out)
     }
 
-    /// The whole tensor as f32. For norms and tests: the embedding of a 27B takes 5.6 GB this way.
+    /// The whole tensor as f32, for norms and tests: the embedding of a 27B would take 5.6 GB.
     pub fn to_f32(&self) -> Result<Vec<f32>, CheckpointError> {
         self.rows_f32(0..self.rows())
     }
 
-    /// What the tensor's writer lost of it, as far as the stored data shows it.
+    /// Describes what the tensor's writer lost, as far as the stored data shows it.
     pub fn defect(&self) -> Option<String> {
         match &self.encoding {
             Encoding::Legacy(legacy) => legacy.defect(),

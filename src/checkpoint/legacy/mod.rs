@@ -10,9 +10,9 @@
 //! | `int4_grouped` | I8, -7 to 7 in a byte each | one per 128 values of the flattened tensor | `q * s` |
 //! | `int8_asymmetric` | U8 | F32 `[s, z]` | `(q - z) * s` |
 //!
-//! The writer had defects, which are not undone here, since what they lost is not in the files: a tensor without a zero
-//! in its range was cut off at the end of the 8 bits, and one that is constant became zero. [`LegacyTensor::defect`]
-//! finds them.
+//! The writer had defects, which cannot be undone, since the lost values are not in the files: a tensor without a zero
+//! in its range was clipped at an end of the 8 bits, and a constant tensor became zero. [`LegacyTensor::defect`] finds
+//! them.
 //!
 //! Refuses tensors without a scheme or scales, other types and shapes than the scheme has, and files whose names and
 //! tensors disagree about the layer.
@@ -31,8 +31,8 @@ pub use tensor::LegacyTensor;
 
 use tensor::LayoutError;
 
-/// The layer files of a folder that is such a checkpoint: their names, and the layer where it is not the shared one.
-/// Shared files first, then layer by layer.
+/// The layer files among `names`, each with its layer; `None` for a shared file. Shared files come first, then layer by
+/// layer.
 fn layer_files(names: &[String]) -> Vec<(Option<u32>, &str)> {
     let mut files: Vec<_> = names.iter().filter_map(|name| layer_file(name)).collect();
     files.sort_unstable();
@@ -52,12 +52,12 @@ fn layer_file(name: &str) -> Option<(Option<u32>, &str)> {
     Some((Some(number.parse().ok()?), name))
 }
 
-/// N of a name with `layers.N.`, as the writer found it.
+/// N of a name with `layers.N.`, found as the writer finds it.
 fn layer_of(name: &str) -> Option<&str> {
     name.split_once("layers.").map(|(_, rest)| rest.split('.').next().unwrap_or(rest))
 }
 
-/// Maps the layer files, if the model has any, and checks every tensor with its scales.
+/// Maps the layer files, if the model has any, and checks every tensor with its scales. Returns whether there are any.
 pub(super) fn add_layer_files(table: &mut Table, files: &ModelFiles) -> Result<bool, CheckpointError> {
     let names = files.names()?;
     let names = layer_files(&names);
@@ -91,7 +91,7 @@ fn add_layer_file(
     let about = |tensor: &str, problem: String| CheckpointError::tensor(&display, tensor, problem);
     let by_name: HashMap<&str, &TensorInfo> =
         header.tensors.iter().map(|info| (info.name.as_str(), info)).collect();
-    // `format` is what other writers put there.
+    // Other writers put the key `format` there.
     let lost =
         header.metadata.keys().filter(|name| !by_name.contains_key(name.as_str()) && *name != "format");
     if let Some(name) = lost.min() {

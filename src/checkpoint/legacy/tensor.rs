@@ -24,9 +24,9 @@ pub struct LegacyTensor<'a> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::checkpoint) struct Layout {
     kind: Kind,
-    /// Floating-point.
+    /// F32, F16 or BF16.
     scale_type: DType,
-    /// Of a row.
+    /// Columns of a row.
     cols: usize,
     scheme: Scheme,
 }
@@ -39,7 +39,7 @@ enum Kind {
 }
 
 impl<'a> LegacyTensor<'a> {
-    /// The bytes as `layout` describes them.
+    /// A tensor of `layout` with these bytes.
     pub(in crate::checkpoint) fn new(layout: Layout, q: &'a [u8], scales: &'a [u8]) -> Self {
         Self { layout, q, scales }
     }
@@ -78,7 +78,7 @@ impl<'a> LegacyTensor<'a> {
         Ok(())
     }
 
-    /// A row in the layout of [`LegacyTensor::scheme`]; panics if that does not quantize.
+    /// Writes a row in the layout of [`LegacyTensor::scheme`]; panics if that scheme does not quantize.
     pub(in crate::checkpoint) fn quantized_row_into(
         &self,
         row: usize,
@@ -117,7 +117,7 @@ impl<'a> LegacyTensor<'a> {
         Ok(())
     }
 
-    /// What the writer lost of this tensor, as far as the stored data shows it; none if nothing.
+    /// Describes what the writer lost of the tensor, as far as the stored data shows it; `None` if nothing.
     pub fn defect(&self) -> Option<String> {
         let count = self.q.len();
         match self.layout.kind {
@@ -136,8 +136,9 @@ impl<'a> LegacyTensor<'a> {
                     255.0 => (255, 0),
                     _ => return None,
                 };
-                // Right if the integer that stands for zero occurs: then the minimum or maximum is zero. Else what is
-                // nearest to it says how far the range was moved, by which the far end was cut off.
+                // The tensor is correct if the integer that stands for zero occurs: its minimum or maximum is zero
+                // then. Else the integer nearest to it says how far the range was moved, and so how much was clipped at
+                // the far end.
                 let moved = self.q.iter().map(|q| q.abs_diff(clamped)).min().filter(|steps| *steps > 0)?;
                 let saturated = self.q.iter().filter(|q| **q == cut).count();
                 let (side, loss) =
@@ -155,7 +156,7 @@ impl<'a> LegacyTensor<'a> {
         float_at(self.layout.scale_type, self.scales, index)
     }
 
-    /// The integer at a place of the flattened tensor.
+    /// The integer at index `at` of the flattened tensor.
     fn int4(&self, at: usize, byte: u8) -> Result<i8, String> {
         let q = byte as i8;
         if (-7..=7).contains(&q) {
@@ -226,15 +227,15 @@ impl Layout {
     }
 }
 
-/// What is wrong: the tensor, or its scales.
+/// A problem of the tensor, or of its scales.
 pub(super) enum LayoutError {
     Tensor(String),
     Scale(String),
 }
 
-/// The layout that holds the products bit for bit; f32 where the device has none.
+/// The device's layout that holds the values bit for bit; f32 where there is none.
 fn device_scheme(kind: Kind, cols: usize, exact_in_f16: bool, scale: f32) -> Scheme {
-    // Of a group of 128 flattened values, each row has whole pieces of this many columns.
+    // A group of 128 flattened values covers each row in whole pieces of this many columns.
     let piece = 1usize << cols.trailing_zeros().min(GROUP.trailing_zeros());
     let affine =
         |group: usize| Scheme::Int { bits: Bits::Eight, group: group as u32, scales: Scales::Affine };

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use crate::checkpoint::floats::{f16_holds, float_at};
 use crate::tensor::{Bits, DType, QuantizedRow, Scales, Scheme};
 
-/// Where AWQ puts output 0..8 of a word, in units of 4 bits.
+/// Position of outputs 0 to 7 in a word of AWQ, in units of 4 bits.
 const AWQ_NIBBLE: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 /// A matrix `[out, in]` whose integers, scales and zero points lie in tensors of their own.
@@ -21,7 +21,7 @@ pub struct PackedMatrix<'a> {
     zeros: &'a [u8],
 }
 
-/// How the parts hold the matrix; sizes are checked against the parts' shapes.
+/// How the matrix is stored in its parts; the sizes match the parts' shapes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::checkpoint) struct Layout {
     pub(super) kind: Kind,
@@ -50,11 +50,11 @@ pub(super) enum GptqZeros {
     AsStored,
     /// "gptq" by GPTQModel: one was subtracted from every zero point of a word, as one number.
     WordLess,
-    /// "gptq" by others: each one less.
+    /// "gptq" by other writers: one was subtracted from each zero point alone.
     EachLess,
 }
 
-/// The device's scales that hold this matrix's without loss.
+/// The device's kind of scales that holds this matrix's scales without loss.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Form {
     /// Every zero point is half the range.
@@ -73,14 +73,14 @@ impl Layout {
         self.cols.div_ceil(self.group)
     }
 
-    /// Half the range of the integers: what the zero point of a symmetric matrix is.
+    /// Half the range of the integers, the zero point of a symmetric matrix.
     fn half(self) -> u32 {
         1 << (self.bits - 1)
     }
 }
 
 impl<'a> PackedMatrix<'a> {
-    /// The parts as `layout` describes them.
+    /// A matrix of `layout` with these parts.
     pub(in crate::checkpoint) fn new(
         layout: Layout,
         weights: &'a [u8],
@@ -90,19 +90,19 @@ impl<'a> PackedMatrix<'a> {
         Self { layout, weights, scales, zeros }
     }
 
-    /// What the device needs to hold the scales and zero points, of which it reads all.
+    /// The kind of scales that the device needs. Reads all scales and zero points.
     pub(super) fn find_form(&self) -> Form {
         let Self { layout, scales, zeros, .. } = *self;
         let is_exact = |index| f16_holds(float_at(layout.scale_type, scales, index));
         let count = scales.len() / layout.scale_type.size();
         let exact = layout.scale_type == DType::F16 || (0..count).into_par_iter().all(is_exact);
-        // Four or eight zero points at once: every bit pattern of a word stands for one.
+        // A word holds four or eight zero points, which are compared at once.
         let one_each = u32::MAX / ((1 << layout.bits) - 1);
         let symmetric_word = match layout.kind {
             Kind::Gptq(GptqZeros::WordLess | GptqZeros::EachLess) => one_each * (layout.half() - 1),
             _ => one_each * layout.half(),
         };
-        // The last word may be filled up with anything.
+        // The padding of the last word is undefined.
         let whole_words = layout.rows.is_multiple_of(layout.per_word()) || zeros.is_empty();
         let symmetric = whole_words && zeros.chunks_exact(4).all(|word| word == symmetric_word.to_le_bytes());
         match (exact, symmetric) {
@@ -134,14 +134,14 @@ impl<'a> PackedMatrix<'a> {
         }
     }
 
-    /// A row in the layout of [`PackedMatrix::scheme`]. The error says what is wrong where.
+    /// Writes a row in the layout of [`PackedMatrix::scheme`]. The error says what is wrong, and where.
     pub(in crate::checkpoint) fn quantized_row_into(
         &self,
         row: usize,
         out: &mut QuantizedRow,
     ) -> Result<(), String> {
         let Layout { bits, form, .. } = self.layout;
-        // What the device's integers are less than the stored ones.
+        // The difference of the stored integers and the device's.
         let bias = if bits == 8 || form == Form::Symmetric { self.layout.half() } else { 0 };
         self.each_integer(row, |col, q| out.q[col] = (q as i32 - bias as i32) as i8);
         let mut records = out.scales.chunks_exact_mut(match form {
@@ -161,7 +161,7 @@ impl<'a> PackedMatrix<'a> {
                 }
                 Form::Affine => {
                     record[..4].copy_from_slice(&scale.to_le_bytes());
-                    // A bf16 times 8 bits: exact.
+                    // The product of a bf16 and 8 bits is exact.
                     record[4..].copy_from_slice(&(-(scale * zero)).to_le_bytes());
                 }
             }
@@ -169,7 +169,7 @@ impl<'a> PackedMatrix<'a> {
         Ok(())
     }
 
-    /// The values of some rows. No product is rounded: an f16 times 9 bits fits an f32.
+    /// Writes the values of some rows. No product is rounded: an f16 times 9 bits fits an f32.
     pub(in crate::checkpoint) fn rows_f32_into(
         &self,
         rows: Range<usize>,
@@ -260,7 +260,7 @@ pub(super) fn word(bytes: &[u8], index: usize) -> u32 {
     u32::from_le_bytes(bytes[4 * index..4 * index + 4].try_into().expect("4 bytes"))
 }
 
-/// Columns that a group of the device's layouts is a multiple of.
+/// Columns of a block; the device's groups are multiples of it.
 pub(super) const fn block_columns(bits: u32) -> usize {
     128 / bits as usize
 }

@@ -1,6 +1,6 @@
-//! Weight matrices packed by others: GPTQ, AWQ and compressed-tensors (`pack-quantized`), read without loss.
+//! Weight matrices packed by GPTQ, AWQ or compressed-tensors (`pack-quantized`), read without loss.
 //!
-//! Such a checkpoint holds each projection in parts, which become one tensor `NAME.weight` `[out, in]` here. Its value
+//! Such a checkpoint stores each projection in parts, which become one tensor `NAME.weight` `[out, in]` here. Its value
 //! is `s * (q - z)`, with scale and zero point per group of consecutive inputs of a row (one output):
 //!
 //! | | GPTQ | AWQ | compressed-tensors |
@@ -11,8 +11,8 @@
 //! | | `.g_idx` `[in]`: group of each input | | `.weight_shape` `[2]`: out, in |
 //!
 //! q and z are unsigned, `n` of them to a 32-bit word, lowest bits first. GPTQ's first version (`checkpoint_format`
-//! "gptq") stores z - 1. Where z is 0 that borrows from its neighbours: GPTQModel subtracts one from all zero points of
-//! a word at once, and adding it back is exact; AutoGPTQ's files lose what was there, and are refused at that place.
+//! "gptq") stores z - 1. Where z is 0, the subtraction borrows from the neighbouring zero points: GPTQModel subtracts
+//! from a whole word, and adding back is exact; AutoGPTQ overwrites the neighbours, and the row is refused.
 //!
 //! Refuses by name: other methods and formats, bits other than 4 and 8, groups that are no multiple of the device's
 //! block, activation order (`g_idx` other than the trivial one), quantized activations, and every disagreement between
@@ -33,7 +33,7 @@ pub use matrix::PackedMatrix;
 
 use method::{Method, Part, PartKind, Parts};
 
-/// Makes one tensor of the parts of each packed matrix, by the method that config.json names. Reads their scales and
+/// Joins the parts of each packed matrix to one tensor, by the method that config.json names. Reads their scales and
 /// zero points. Returns the format; `None` where nothing is packed.
 pub(super) fn join(table: &mut Table, files: &ModelFiles) -> Result<Option<Format>, CheckpointError> {
     let method = match files.config()? {
@@ -42,7 +42,7 @@ pub(super) fn join(table: &mut Table, files: &ModelFiles) -> Result<Option<Forma
             .map_err(|problem| CheckpointError::file(files.display("config.json"), problem))?,
     };
     let Some(method) = &method else { return refuse_packed(table).map(|()| None) };
-    // By name, so that messages are the same from one run to the next.
+    // Sorted by name, so that messages are the same in every run.
     let mut matrices: BTreeMap<String, [Option<usize>; 5]> = BTreeMap::new();
     for (index, entry) in table.tensors.iter().enumerate() {
         if let Some((base, kind)) = method.part_of(&entry.name) {
