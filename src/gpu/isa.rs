@@ -512,7 +512,7 @@ BB19
         assert_eq!((own.valu, own.cycles, own.macs, own.wide_loads), (2, 3, 1, 1));
     }
 
-    /// Of Mesa 25.0.7 and LLVM 15 for gfx1103.
+    /// Printed by Mesa 25.0.7 with LLVM 15 for gfx1103.
     const REFUSED: &str = "\
 \ts_load_b128 s[64:67], s[64:65], null                         ; f4081020 f8000000
 (invalid instruction)                                        ; f4081a1f

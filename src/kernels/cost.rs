@@ -457,7 +457,7 @@ mod tests {
         let (product, attention) = (&shaders::MATMUL_INT4, &shaders::ATTENTION_F32);
         assert_eq!((product.workgroup, attention.workgroup), ([32, 4, 1], [64, 1, 1]));
         assert_eq!((product.shared_bytes)(&[8]), 4 * 4 * 32 * 4);
-        // Of two heads of 128: maxima, weights; a row of each key, twice; what four parts sum up; what is joined.
+        // Two heads of 128: maxima, weights; a row of each key, twice; sums of four parts; the merge.
         let parts = 64 * 2 * 16 + 4 * 4;
         assert_eq!(
             (attention.shared_bytes)(&[2, 128, 2]),

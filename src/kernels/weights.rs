@@ -161,7 +161,7 @@ impl Embedding {
         Ok(Embedding { matrix, table, scale })
     }
 
-    /// The same weights as an output projection (tied embeddings).
+    /// The embedding's matrix as the output projection (tied embeddings).
     pub fn matrix(&self) -> &Matrix {
         &self.matrix
     }

@@ -180,7 +180,7 @@ mod tests {
         assert!((ms(&rates, work) - 90.0).abs() < 1e-6);
         rates.learn(work, Some(10 * MS));
         assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
-        // Without a clock, or too short to tell: as before.
+        // A submit without a time, or too short to tell, changes nothing.
         rates.learn(work, None);
         rates.learn(Work::products(1000, 8), Some(MS / 2));
         rates.learn(Work::default(), Some(50 * MS));

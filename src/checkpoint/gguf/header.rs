@@ -25,7 +25,7 @@ const MAX_TENSORS: u64 = 1 << 16;
 const MAX_TENSOR_NAME: u64 = 256;
 /// Longest key that the format allows.
 const MAX_KEY: u64 = u16::MAX as u64;
-/// Of ggml.
+/// Most dimensions of a tensor in ggml.
 const MAX_DIMENSIONS: u32 = 4;
 const DEFAULT_ALIGNMENT: u64 = 32;
 const MAX_ALIGNMENT: u64 = 1 << 20;

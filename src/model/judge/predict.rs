@@ -143,7 +143,7 @@ pub struct Line {
     pub weight_reads: u64,
     pub kv_bytes: u64,
     pub activation_bytes: u64,
-    /// Of one dispatch.
+    /// Milliseconds of one dispatch, by memory and by arithmetic.
     pub memory_ms: f64,
     pub alu_ms: f64,
 }
@@ -183,12 +183,12 @@ impl Line {
         line
     }
 
-    /// Of one dispatch.
+    /// Bytes of one dispatch.
     pub fn bytes(&self) -> u64 {
         self.weight_bytes * self.weight_reads + self.kv_bytes + self.activation_bytes
     }
 
-    /// Of all of them.
+    /// Milliseconds of all dispatches.
     pub fn ms(&self) -> f64 {
         self.times as f64 * self.memory_ms.max(self.alu_ms)
     }
