@@ -98,11 +98,12 @@ impl Drafted {
 
     /// Step `ahead` of the chain, with the requests that want a token of it.
     fn link(&self, requests: &[DraftRequest], ahead: usize) -> (Batch, Sampling, Vec<usize>) {
-        let (mut batch, mut sampling, mut whose) = (Batch::default(), Sampling::default(), Vec::new());
+        let (mut batch, mut sampling, mut request_indices) =
+            (Batch::default(), Sampling::default(), Vec::new());
         let rows = self.draft.limits().vocab_size;
         for (i, DraftRequest { sequence, draws }) in requests.iter().enumerate() {
             let Some(draw) = draws.get(ahead) else { continue };
-            let mut draw = Draw { sequence: whose.len(), token: 0, ..draw.clone() };
+            let mut draw = Draw { sequence: request_indices.len(), token: 0, ..draw.clone() };
             if draw.bias.iter().any(|(id, _)| *id as usize >= rows) {
                 draw.bias = draw.bias.iter().copied().filter(|(id, _)| (*id as usize) < rows).collect();
             }
@@ -112,9 +113,9 @@ impl Drafted {
             }
             batch.sequences.push(sequence);
             sampling.draws.push(draw);
-            whose.push(i);
+            request_indices.push(i);
         }
-        (batch, sampling, whose)
+        (batch, sampling, request_indices)
     }
 }
 
@@ -147,19 +148,19 @@ impl Runner for Drafted {
         assert!(self.mirrored.is_empty(), "guesses are asked for beside a step in flight");
         let mut guesses = vec![Vec::new(); requests.len()];
         let mut under_way = VecDeque::new();
-        let mut take = |draft: &mut Gemma3, (ticket, whose): (Ticket, Vec<usize>)| {
+        let mut take = |draft: &mut Gemma3, (ticket, request_indices): (Ticket, Vec<usize>)| {
             let sampled = draft.wait(ticket)?;
-            whose.into_iter().zip(sampled.ids).for_each(|(i, id)| guesses[i].push(id));
+            request_indices.into_iter().zip(sampled.ids).for_each(|(i, id)| guesses[i].push(id));
             Ok::<_, RunnerError>(())
         };
         let longest = requests.iter().map(|request| request.draws.len()).max().unwrap_or(0);
         for ahead in 0..longest {
-            let (batch, sampling, whose) = self.link(requests, ahead);
+            let (batch, sampling, request_indices) = self.link(requests, ahead);
             if under_way.len() == self.draft.limits().max_in_flight {
                 take(&mut self.draft, under_way.pop_front().expect("just counted"))?;
             }
             let ticket = self.draft.submit(&self.mirrored(&batch), &sampling)?;
-            under_way.push_back((ticket, whose));
+            under_way.push_back((ticket, request_indices));
         }
         under_way.into_iter().try_for_each(|link| take(&mut self.draft, link))?;
         // Guesses end before an id that could not be drawn.
