@@ -78,7 +78,7 @@ pub fn checkpoint(files: &ModelFiles) -> Accepted {
     }
     let mut accepted = Accepted { tensors: 0, model: false, tokenizer: tokenizer(files).is_some() };
     let Ok(checkpoint) = opened else { return accepted };
-    accepted.tensors = checkpoint.len();
+    accepted.tensors = checkpoint.iter().len();
     for tensor in checkpoint.iter() {
         let (rows, cols) = (tensor.rows(), tensor.cols());
         assert_eq!(tensor.num_elements(), rows * cols, "{}", tensor.name);

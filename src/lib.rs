@@ -6,7 +6,8 @@
 //!
 //! # Floors
 //!
-//! Modules import downward only (`tests/tidy.rs` checks it from the `use` lines):
+//! Modules import downward only, and no files import each other in a circle (`tests/tidy.rs` checks both from the paths
+//! that the code names):
 //!
 //! | floor | modules |
 //! |---|---|

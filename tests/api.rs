@@ -15,9 +15,10 @@ use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use unicorn::model::{KvLimits, Limits, SamplingParams};
 use unicorn::session::{SamplingDefaults, Service};
-use unicorn::text::{ChatTemplate, Tokenizer};
+use unicorn::text::Tokenizer;
 
 use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
+use crate::support::gemma_template;
 
 pub const MODEL: &str = "makers/tiny-gemma";
 pub const END_OF_TURN: u32 = 106;
@@ -84,7 +85,7 @@ fn loaded_with_queue(
     let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue, scheduler: SchedulerConfig::default() });
     let stops = vec![1, END_OF_TURN];
-    server.set_ready(Service::new(engine.clone(), tokenizer(), ChatTemplate::gemma(), defaults, stops));
+    server.set_ready(Service::new(engine.clone(), tokenizer(), gemma_template(), defaults, stops));
     App { router: api::router(Arc::clone(&server)), server, engine, control }
 }
 

@@ -5,12 +5,12 @@
 use std::sync::Arc;
 
 use unicorn::engine::{Fork, Sequence, SharedMask, TokenMask};
-use unicorn::kernels::reference;
 use unicorn::model::load::LoadOptions;
 use unicorn::model::{KvLimits, Limits, Runner, SamplingParams};
 use unicorn::tensor::KvDtype;
 
 use crate::drive::{Driver, Run};
+use crate::reference;
 use crate::support::data;
 use crate::{demo, golden};
 

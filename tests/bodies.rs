@@ -16,14 +16,13 @@ use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::{KvLimits, Limits, Runner};
 use unicorn::session::Service;
-use unicorn::text::ChatTemplate;
 
 use crate::api::{
     DEFAULTS, END_OF_TURN, MODEL, OPTIONS, assert_at_rest, named_events, post_to, send, send_json, tokenizer,
 };
 use crate::fake_runner::{FakeRunner, HANG, LIMITS, Script, mixed};
 use crate::golden;
-use crate::support::data;
+use crate::support::{data, gemma_template};
 
 const BODIES: usize = 10_000;
 /// Of them, those that nothing was broken in.
@@ -68,7 +67,7 @@ fn served(runner: Box<dyn Runner>) -> (Router, EngineHandle) {
     let options = Options { stored_responses: BODIES, stored_response_bytes: 64 << 20, ..OPTIONS };
     let server = Server::new(MODEL, options, AccessPolicy::default());
     let stops = vec![1, END_OF_TURN];
-    server.set_ready(Service::new(engine.clone(), tokenizer(), ChatTemplate::gemma(), DEFAULTS, stops));
+    server.set_ready(Service::new(engine.clone(), tokenizer(), gemma_template(), DEFAULTS, stops));
     (api::router(server), engine)
 }
 

@@ -12,11 +12,12 @@ use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
 use crate::legacy::mutate;
-use crate::support::{self, data, root};
+use crate::reference::dequantize_row;
+use crate::support::{self, ByName as _, data, plain, root};
 use unicorn::checkpoint::{Checkpoint, CheckpointError, MAX_READ_BYTES, ModelFiles, Tensor};
 use unicorn::model::config::{Gemma3Config, GenerationConfig, LayerType};
 use unicorn::model::weights::Gemma3Weights;
-use unicorn::quantize::{Rounding, dequantize_row, grouping, pack_tiles, quantize_row};
+use unicorn::quantize::{Rounding, grouping, pack_tiles, quantize_row};
 use unicorn::tensor::{DType, QuantizeMode, QuantizedRow, Scheme, TILE_ROWS, unpack_row};
 
 const GEMMA3_SETS: [&str; 3] = ["tiny-a", "tiny-b", "tiny-27b-ratio"];
@@ -47,7 +48,7 @@ fn every_layout_loads_with_its_weights() {
         assert_eq!(weights.layers.len(), layers, "{folder}");
         assert_eq!(weights.embed_tokens.name, embedding, "{folder}");
         assert_eq!(weights.skipped_vision, vision, "{folder}");
-        assert_eq!(weights.iter().count() + vision, checkpoint.len(), "{folder}");
+        assert_eq!(weights.iter().count() + vision, checkpoint.iter().len(), "{folder}");
         let bytes: u64 = weights.iter().map(|t| t.stored_bytes()).sum();
         assert_eq!(bytes + weights.skipped_bytes, checkpoint.total_bytes(), "{folder}");
         for tensor in weights.iter() {
@@ -80,14 +81,14 @@ fn tensors_are_those_of_the_safetensors_crate() {
             let bytes = fs::read(&path).unwrap();
             for (name, expected) in safetensors::SafeTensors::deserialize(&bytes).unwrap().tensors() {
                 let tensor = checkpoint.get(&name).unwrap();
-                let (dtype, data) = tensor.plain().unwrap();
+                let (dtype, data) = plain(&tensor).unwrap();
                 let (found, wanted) = ((tensor.shape, data), (expected.shape(), expected.data()));
                 assert_eq!(found, wanted, "{folder} {name}");
                 assert_eq!(dtype, DType::BF16, "{folder} {name}");
                 seen += 1;
             }
         }
-        assert_eq!((checkpoint.len(), checkpoint.iter().count()), (seen, seen), "{folder}");
+        assert_eq!((checkpoint.iter().len(), checkpoint.iter().count()), (seen, seen), "{folder}");
     }
 }
 
@@ -1001,7 +1002,7 @@ fn links_and_strange_files_are_refused() {
     let cached = model("snapshots/0123abcd");
     symlink("../../blobs/1234", cached.join("1.safetensors")).unwrap();
     let checkpoint = Checkpoint::open(&ModelFiles::open(&cached).unwrap()).unwrap();
-    assert_eq!(checkpoint.get("a").unwrap().plain().unwrap().1, [1; 4]);
+    assert_eq!(plain(&checkpoint.get("a").unwrap()).unwrap().1, [1; 4]);
 
     let dangling = model("dangling");
     symlink("nowhere", dangling.join("1.safetensors")).unwrap();
@@ -1252,17 +1253,17 @@ fn load_to_the_end(folder: &Path) -> Result<(), String> {
     let (config, _) = Gemma3Config::load(&files).map_err(|e| e.to_string())?;
     let checkpoint = Checkpoint::open(&files).map_err(|e| e.to_string())?;
     for tensor in checkpoint.iter() {
-        let (dtype, data) = tensor.plain().expect("safetensors as they are");
+        let (dtype, data) = plain(&tensor).expect("safetensors as they are");
         assert_eq!(data.len(), tensor.num_elements() * dtype.size());
         std::hint::black_box(data.iter().fold(0u8, |sum, b| sum.wrapping_add(*b)));
     }
     // What is accepted here, the format's own crate accepts too, and reads alike.
-    for file in checkpoint.files() {
-        let bytes = fs::read(file).unwrap();
+    for (file, ..) in checkpoint.fingerprint() {
+        let bytes = fs::read(&file).unwrap();
         let theirs = safetensors::SafeTensors::deserialize(&bytes).expect("a file that was accepted");
         for tensor in checkpoint.iter().filter(|t| t.file == file) {
             let expected = theirs.tensor(tensor.name).unwrap();
-            let data = tensor.plain().expect("safetensors as they are").1;
+            let data = plain(&tensor).expect("safetensors as they are").1;
             assert_eq!((tensor.shape, data), (expected.shape(), expected.data()));
         }
     }

@@ -14,12 +14,12 @@ use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::{KvDtype, Precision};
 
-use unicorn::text::{ChatTemplate, Message, Tokenizer, normalize};
+use unicorn::text::{Message, Tokenizer, normalize};
 
 use crate::cli::{output, unicorn_on_software};
 use crate::drive::{Driver, greedy};
 use crate::golden::{Goldens, all_logits, load, max_difference};
-use crate::support::{data, root};
+use crate::support::{data, gemma_template, root};
 
 /// The engine's largest logit error allowed here, as for the reference checkpoints.
 const BOUND: f32 = 1e-3;
@@ -148,7 +148,7 @@ fn questions_render_and_tokenize_to_the_goldens_prompts() {
             .iter()
             .map(|m| Message::new(&m.role, &m.content))
             .collect();
-        let text = ChatTemplate::gemma().render(&normalize(&messages), true).unwrap();
+        let text = gemma_template().render(&normalize(&messages), true).unwrap();
         assert_eq!(tokenizer.encode(&text, false).unwrap(), answer.prompt, "{}: {text:?}", answer.id);
         assert_eq!(tokenizer.decode(&answer.answer, true), answer.text, "{}", answer.id);
     }

@@ -8,7 +8,7 @@ use unicorn::checkpoint::ModelFiles;
 use unicorn::engine::{Guesses, Sequence};
 use unicorn::gpu::placement::{Class, Limits as MemoryLimits, Machine, MemoryKind};
 use unicorn::model::config::Gemma3Config;
-use unicorn::model::draft::{self, Drafted};
+use unicorn::model::draft::{self, Draft, Drafted};
 use unicorn::model::gemma3::Gemma3;
 use unicorn::model::load::check_draft;
 use unicorn::model::load::{LoadError, LoadOptions};
@@ -26,9 +26,13 @@ use crate::{demo, golden};
 const DRAWN: SamplingParams = SamplingParams { temperature: 0.8, seed: 4711, ..SamplingParams::GREEDY };
 
 fn load(model: &Path, draft: &Path, options: &LoadOptions) -> Result<Drafted, LoadError> {
-    let [files, draft_files] = [model, draft].map(|folder| ModelFiles::open(folder).unwrap());
-    let (model, draft) = draft::load(&device(), &files, &draft_files, options, &mut |_| {})?;
+    let (model, draft) = load_both(model, draft, options)?;
     Ok(Drafted::new(model, draft))
+}
+
+fn load_both(model: &Path, draft: &Path, options: &LoadOptions) -> Result<(Gemma3, Draft), LoadError> {
+    let [files, draft_files] = [model, draft].map(|folder| ModelFiles::open(folder).unwrap());
+    draft::load(&device(), &files, &draft_files, options, &mut |_| {})
 }
 
 /// Prompts of questions, three of them some blocks long.
@@ -220,9 +224,9 @@ fn a_load_of_both_takes_what_was_planned() {
         draft: Some(DraftDemand { config: &configs[1], schemes: bf16(&configs[1]) }),
     };
     let plan = demand.place(&device().machine(), &options.memory, 100, demand.pools(100, 1)).unwrap();
-    let drafted = load(&folders[0], &folders[1], &options).unwrap();
-    assert_eq!(drafted.model().placements(), plan.placements());
-    assert_eq!(drafted.model().weight_bytes(), golden::load(&folders[0], &options).weight_bytes());
+    let (model, _draft) = load_both(&folders[0], &folders[1], &options).unwrap();
+    assert_eq!(model.placements(), plan.placements());
+    assert_eq!(model.weight_bytes(), golden::load(&folders[0], &options).weight_bytes());
 }
 
 #[test]

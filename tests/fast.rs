@@ -6,7 +6,6 @@ use std::path::Path;
 use half::f16;
 use unicorn::checkpoint::ModelFiles;
 use unicorn::gpu::{Class, Device, DevicePolicy, Recorder};
-use unicorn::kernels::reference::{BLOCK_COLS, QuantizedActivations, fast_product, log_softmax};
 use unicorn::kernels::{
     Activations, ActivationsFrom, GpuTiles, Kernels, Operand, Quantized, RmsNorm, SubgroupTile, Tiles, Wants,
     shaders,
@@ -20,6 +19,7 @@ use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Sc
 use crate::batching::{PENALTIES, Texts};
 use crate::golden::{Goldens, all_logits};
 use crate::kernels::{Bench, STORED, with_each_body};
+use crate::reference::{BLOCK_COLS, QuantizedActivations, fast_product, log_softmax};
 use crate::support::{data, device, policy, skip};
 use crate::{demo, golden};
 

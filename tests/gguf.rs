@@ -24,7 +24,7 @@ use crate::cli;
 use crate::drive::greedy;
 use crate::fuzz_bodies::{self, Accepted};
 use crate::golden::{Goldens, all_logits, max_difference};
-use crate::support::{self, data, device};
+use crate::support::{self, ByName as _, data, device, integers, plain};
 use crate::text;
 
 /// Folder and name of every reference file.
@@ -352,7 +352,7 @@ fn every_tensor_dequantizes_to_the_bits_of_the_reference() {
         let goldens: BTreeMap<String, TensorGolden> = serde_json::from_slice(&text).unwrap();
         let checkpoint = Checkpoint::open(&reference(folder, file)).unwrap();
         assert!(checkpoint.norms_hold_one());
-        assert_eq!(checkpoint.len(), goldens.len(), "{file}");
+        assert_eq!(checkpoint.iter().len(), goldens.len(), "{file}");
         for (name, golden) in goldens {
             let tensor =
                 checkpoint.get(&hugging_face_name(&name)).unwrap_or_else(|| panic!("{file}: {name}"));
@@ -378,7 +378,7 @@ fn every_tensor_dequantizes_to_the_bits_of_the_reference() {
                     tensor.quantized_row_into(index, &mut row).unwrap();
                     row.dequantize_into(scheme, &mut out);
                     assert_eq!(f32_bytes(&out), f32_bytes(expected), "{file}: {name}, row {index}");
-                    let (least, most) = scheme.range().expect("integers");
+                    let (least, most) = integers(scheme).expect("integers");
                     let range = least..=most;
                     assert!(row.q.iter().all(|q| range.contains(q)), "{file}: {name}, row {index}");
                 }
@@ -469,7 +469,7 @@ fn the_metadata_of_the_reference_becomes_its_config() {
         assert_eq!(generation, sampling, "{file}");
         let checkpoint = Checkpoint::open(&files).unwrap();
         let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
-        assert_eq!(weights.iter().count(), checkpoint.len(), "{file}");
+        assert_eq!(weights.iter().count(), checkpoint.iter().len(), "{file}");
     }
 }
 
@@ -1284,7 +1284,7 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
     assert_eq!(open(tiny.bytes()).unwrap().get("t").unwrap().shape, [2, 4]);
     let mut second = tiny.clone();
     second.version = 2;
-    assert_eq!(open(second.bytes()).unwrap().len(), 1);
+    assert_eq!(open(second.bytes()).unwrap().iter().len(), 1);
 
     let spoil = |change: &dyn Fn(&mut Vec<u8>)| {
         let mut bytes = tiny.bytes();
@@ -1517,7 +1517,7 @@ fn a_file_is_found_by_path_by_folder_and_in_parts() {
     // Ollama's blobs have no ending.
     fs::write(at("sha256-0123"), whole.bytes()).unwrap();
     assert_eq!(
-        Checkpoint::open(&ModelFiles::open(&at("sha256-0123")).unwrap()).unwrap().len(),
+        Checkpoint::open(&ModelFiles::open(&at("sha256-0123")).unwrap()).unwrap().iter().len(),
         whole.tensors.len()
     );
     fs::write(at("notes.txt"), "no model").unwrap();
@@ -1551,7 +1551,7 @@ fn a_file_is_found_by_path_by_folder_and_in_parts() {
         let (config, _) = Gemma3Config::load(&files).unwrap();
         let checkpoint = Checkpoint::open(&files).unwrap();
         let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
-        assert_eq!((weights.iter().count(), checkpoint.files().len()), (whole.tensors.len(), 3));
+        assert_eq!((weights.iter().count(), checkpoint.fingerprint().len()), (whole.tensors.len(), 3));
         let expected = open(whole.bytes()).unwrap();
         for tensor in checkpoint.iter() {
             assert_eq!(tensor.to_f32().unwrap(), expected.get(tensor.name).unwrap().to_f32().unwrap());
@@ -1765,7 +1765,7 @@ fn the_bodies_of_the_other_fuzz_targets_hold() {
     let source = Checkpoint::open(&checkpoint).unwrap();
     let norm = source.get("model.norm.weight").unwrap();
     let view =
-        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![256], norm.plain().unwrap().1);
+        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![256], plain(&norm).unwrap().1);
     let plain = safetensors::serialize([("model.norm.weight", view.unwrap())], None).unwrap();
 
     let file = folder.path().join("m.gguf");

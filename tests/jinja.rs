@@ -6,7 +6,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::text::{ChatFiles, ChatTemplate, Message, TextError};
 
-use crate::support::peak_allocation;
+use crate::support::{gemma_template, peak_allocation};
 
 const MIB: usize = 1 << 20;
 
@@ -339,7 +339,7 @@ fn long_conversations_are_rendered() {
     let turns = |count: usize, text: &str| -> Vec<_> {
         (0..count).map(|at| Message::new(if at % 2 == 0 { "user" } else { "assistant" }, text)).collect()
     };
-    let gemma = ChatTemplate::gemma();
+    let gemma = gemma_template();
     // As many turns as fit into a text, one turn that fills one, and one that is far too long for one.
     assert!(gemma.render(&turns(50_000, "hi"), true).is_ok());
     assert!(gemma.render(&turns(1, &"x".repeat(2_000_000)), true).is_ok());

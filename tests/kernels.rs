@@ -15,16 +15,17 @@ use unicorn::kernels::{
     Activations, Attention, AttentionShape, Bias, DrawArrays, DrawScratch, Embedding, Heads, History, Item,
     Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Logits, MAX_LOGPROBS, Matrices, Matrix, NO_TOKEN, Operand,
     Partials, Peak, Quantized, RmsNorm, Room, Run, SampleRequest, ShareArrays, Shares, StepArrays, Tiles,
-    draw_words, mask_words, reference,
+    draw_words, mask_words,
 };
 use unicorn::model::kernel_cases::{Choice, Rig, Work};
 use unicorn::model::shapes::Shape;
-use unicorn::quantize::{dequantize_row, grouping, quantize_row};
+use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{
     Bits, DType, KvDtype, Precision, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row, unpack_row,
 };
 
-use crate::support::{device, policy};
+use crate::reference::{self, dequantize_row};
+use crate::support::{device, integers, policy};
 
 /// Schemes that values are rounded to.
 const HEADS: Heads = Heads { group: 2, head_dim: 64, kv: KvDtype::F32 };
@@ -33,7 +34,7 @@ const SCHEMES: [Scheme; 7] = [
     Scheme::F16,
     Scheme::Bf16,
     Scheme::Int8Row,
-    Scheme::int8(32),
+    Scheme::Int { bits: Bits::Eight, group: 32, scales: Scales::Symmetric },
     Scheme::int4(32),
     Scheme::int4(128),
 ];
@@ -237,7 +238,8 @@ impl Bench {
 
     /// A matrix of random integers and scales.
     pub fn stored(&mut self, rows: usize, cols: usize, scheme: Scheme) -> Stored {
-        let (least, most) = scheme.range().map(|(least, most)| (i32::from(least), i32::from(most))).unwrap();
+        let (least, most) =
+            integers(scheme).map(|(least, most)| (i32::from(least), i32::from(most))).unwrap();
         let tiles = rows.div_ceil(TILE_ROWS);
         let mut stored = Stored {
             shape: [rows, cols],

@@ -17,7 +17,7 @@ use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
 use crate::drive::greedy;
 use crate::fuzz_bodies::joined;
 use crate::golden::{self, Goldens};
-use crate::support::{self, data};
+use crate::support::{self, ByName as _, data};
 use unicorn::checkpoint::{Checkpoint, ModelFiles, Tensor};
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::load::LoadOptions;
@@ -61,7 +61,7 @@ fn every_tensor_reads_as_the_manifest_says() {
     let manifest: Value =
         serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
     let manifest = manifest.as_object().unwrap();
-    assert_eq!((checkpoint.len(), manifest.len()), (145, 145));
+    assert_eq!((checkpoint.iter().len(), manifest.len()), (145, 145));
     for (name, expected) in manifest {
         let tensor = checkpoint.get(name).unwrap_or_else(|| panic!("{name}"));
         let (values, again) = values_both_ways(&tensor);
@@ -105,7 +105,7 @@ fn files_of_a_layer_are_merged_and_vision_is_left_alone() {
     let checkpoint = Checkpoint::open(&files).unwrap();
     let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
     assert_eq!((weights.layers.len(), weights.iter().count()), (8, 8 * 13 + 2));
-    assert_eq!(weights.iter().count() + weights.skipped_vision, checkpoint.len());
+    assert_eq!(weights.iter().count() + weights.skipped_vision, checkpoint.iter().len());
     // The border of the source's shards runs through layer 4.
     let layer_4: std::collections::BTreeSet<_> =
         weights.iter().filter(|t| t.name.contains(".layers.4.")).map(|t| t.file).collect();
@@ -217,7 +217,7 @@ fn config_and_tokenizer_come_from_where_the_user_says() {
         let files = files().with_config(path).unwrap();
         assert_eq!(*files.read("config.json").unwrap().unwrap(), *expected);
         assert_eq!(files.display("config.json"), config.display().to_string());
-        assert_eq!(Checkpoint::open(&files).unwrap().len(), 145);
+        assert_eq!(Checkpoint::open(&files).unwrap().iter().len(), 145);
     }
     // A folder's files go together; a file stands for itself alone.
     fs::write(bare.path().join("tokenizer_config.json"), "own").unwrap();
@@ -540,7 +540,7 @@ pub fn read_all(folder: &Path) -> Result<usize, String> {
             }
         }
     }
-    Ok(checkpoint.len())
+    Ok(checkpoint.iter().len())
 }
 
 /// Changes a safetensors file: a byte of its data or a value of its header, which stays JSON mostly.

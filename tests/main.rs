@@ -37,6 +37,7 @@ mod openapi;
 mod packed;
 mod page;
 mod placement;
+mod reference;
 mod refusals;
 mod responses;
 mod sharing;

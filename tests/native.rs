@@ -12,12 +12,11 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::checkpoint::{Checkpoint, Manifest, ModelFiles, verify};
-use unicorn::kernels::reference::rms_norm;
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::gemma3::Gemma3;
 use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Gemma3Weights;
-use unicorn::quantize::{dequantize_row, quantize_row, quantize_row_searching};
+use unicorn::quantize::{quantize_row, quantize_row_searching};
 use unicorn::tensor::{
     QuantizeMode, QuantizedRow, Scheme, pack_plain_row, pack_row, unpack_plain_row, unpack_row,
 };
@@ -25,7 +24,8 @@ use unicorn::tensor::{
 use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
 use crate::golden::{Goldens, all_logits, max_difference};
 use crate::legacy::mutate;
-use crate::support::{self, data, device, root};
+use crate::reference::{dequantize_row, rms_norm};
+use crate::support::{self, ByName as _, data, device, integers, root};
 
 fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
@@ -149,7 +149,7 @@ fn rows_are_packed_and_unpacked_without_loss() {
                     let mut row = QuantizedRow::new(scheme, cols);
                     row.scales.iter_mut().for_each(|b| *b = rng.random());
                     row.q.iter_mut().for_each(|q| {
-                        let (least, most) = scheme.range().expect("integers");
+                        let (least, most) = integers(scheme).expect("integers");
                         *q = rng.random_range(least..=most);
                     });
                     row

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use crate::fuzz_bodies::joined;
 use crate::golden::{self, Goldens};
 use crate::legacy::{mutate, read_all, sha256, values_both_ways, with_header};
-use crate::support::{self, data};
+use crate::support::{self, ByName as _, data};
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::load::LoadOptions;
@@ -74,7 +74,7 @@ fn every_tensor_is_what_the_packages_unpack() {
         let (config, _) = Gemma3Config::load(&files).unwrap();
         let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
         assert_eq!(weights.iter().count(), hashes.as_object().unwrap().len(), "{variant}");
-        assert_eq!(weights.iter().count() + weights.skipped_vision, checkpoint.len(), "{variant}");
+        assert_eq!(weights.iter().count() + weights.skipped_vision, checkpoint.iter().len(), "{variant}");
         for layer in &weights.layers {
             assert_eq!(layer.q_proj.scheme().unwrap(), q_proj, "{variant}");
             assert_eq!(layer.down_proj.scheme().unwrap(), down_proj, "{variant}");
@@ -324,7 +324,7 @@ fn parts_are_found_in_every_shard() {
     fs::write(f.path().join("model.safetensors.index.json"), index).unwrap();
     let checkpoint = open(f.path()).unwrap();
     assert_eq!(checkpoint.get("p.weight").unwrap().to_f32().unwrap(), expected);
-    assert_eq!(checkpoint.len(), 1);
+    assert_eq!(checkpoint.iter().len(), 1);
 }
 
 #[test]
@@ -477,7 +477,7 @@ fn parts_that_disagree_are_refused_by_name() {
         (awq(), awq_parts(), awq_cases),
         (compressed(), compressed_parts(), compressed_cases),
     ] {
-        assert_eq!(open(folder(Some(config.clone()), &parts).path()).unwrap().len(), 1);
+        assert_eq!(open(folder(Some(config.clone()), &parts).path()).unwrap().iter().len(), 1);
         for (change, expected) in cases {
             let mut parts = parts.clone();
             change(&mut parts);

@@ -502,7 +502,7 @@ fn a_load_takes_what_was_planned() {
     assert_eq!(model.placements(), plan.placements());
     assert_eq!(model.limits().max_context, 100);
     assert_eq!(model.limits().kv.full_blocks, 7);
-    if device.held().is_none() {
+    if device.memory_use().is_none() {
         assert_eq!(model.residency(), Residency::Unknown);
     }
 }
@@ -547,7 +547,7 @@ fn loaded_is_not_said_over_an_empty_gpu() {
              drm-memory-vram:\t{vram_kib} KiB\ndrm-memory-gtt: \t{gtt_kib} KiB\ndrm-memory-cpu: \t0 KiB\n"
         );
         std::fs::write(process.path().join("fdinfo/7"), text).expect("written");
-        residency::held(process.path(), "0000:c5:00.0")
+        residency::memory_use(process.path(), "0000:c5:00.0")
     };
     let placed = 26 * GIB;
     let (opened, empty) = (held(20 << 10, 4 << 10), held(120 << 10, 60 << 10));
@@ -788,7 +788,7 @@ fn on_the_780m_the_ffn_weights_lie_write_combined_in_gtt() {
     let place = |class, kind, ffn_heap| {
         let request = Request { kind, ..request(class, 100 * MIB) };
         let plan = place(&machine, &Limits { ffn_heap, ..ALL }, vec![request]).expect("it fits");
-        let heap = plan.heap_of(0).index;
+        let heap = plan.heaps[plan.chunks[plan.slots[0].chunk].heap].heap.index;
         let chosen = table.suitable(device, kind, Some(heap), buffers)[0];
         (heap, table.types[chosen as usize].flags)
     };

@@ -12,7 +12,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use serde::Deserialize;
+use unicorn::checkpoint::{Checkpoint, Encoding, Tensor};
 use unicorn::gpu::{Device, DevicePolicy, Rehearsal};
+use unicorn::tensor::{Bits, DType, Scheme};
+use unicorn::text::{ChatFiles, ChatTemplate};
 
 /// Names the file to which each skip appends a line `name<TAB>test`; `tools/test.py` counts those lines, so
 /// that a skipped test is not reported as a passed one.
@@ -89,11 +92,48 @@ pub fn device() -> Arc<Device> {
     let open = || {
         let device = Device::open(&policy()).unwrap_or_else(|e| panic!("{e}"));
         // For a layer that checks addresses.
-        let buffers_apart = std::env::var_os("UNICORN_TEST_BUFFERS_APART").is_some();
-        device.rehearse(Rehearsal { buffers_apart, ..Rehearsal::default() });
+        let separate_buffers = std::env::var_os("UNICORN_TEST_BUFFERS_APART").is_some();
+        device.rehearse(Rehearsal { separate_buffers, ..Rehearsal::default() });
         device
     };
     MINE.with(|mine| OPENED[mine.0].get_or_init(open).clone())
+}
+
+/// Looks tensors up by name, which the product does not: it walks all of them.
+pub trait ByName {
+    fn get(&self, name: &str) -> Option<Tensor<'_>>;
+}
+
+impl ByName for Checkpoint {
+    fn get(&self, name: &str) -> Option<Tensor<'_>> {
+        self.iter().find(|tensor| tensor.name == name)
+    }
+}
+
+/// Element type and bytes of a tensor that is not quantized.
+pub fn plain<'a>(tensor: &Tensor<'a>) -> Option<(DType, &'a [u8])> {
+    match tensor.encoding {
+        Encoding::Plain { dtype, data } => Some((dtype, data)),
+        _ => None,
+    }
+}
+
+/// The least and the largest integer that a scheme stores; `None` for floating-point weights.
+pub fn integers(scheme: Scheme) -> Option<(i8, i8)> {
+    match scheme {
+        Scheme::F32 | Scheme::F16 | Scheme::Bf16 => None,
+        Scheme::Int8Row | Scheme::Int { bits: Bits::Eight, .. } => Some((-128, 127)),
+        Scheme::Int { bits, scales, .. } => {
+            let all = 1 << bits.count();
+            let least = if scales.is_symmetric() { -all / 2 } else { 0 };
+            Some((least, least + (all - 1)))
+        }
+    }
+}
+
+/// The built-in chat template, with Gemma's special tokens.
+pub fn gemma_template() -> ChatTemplate {
+    ChatTemplate::from_checkpoint(ChatFiles::default()).expect("the built-in template compiles")
 }
 
 /// Reports that the calling test cannot run here; the test returns right after, once and with nothing checked:

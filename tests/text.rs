@@ -105,7 +105,7 @@ fn check_goldens(tokenizer: &Tokenizer, folder: &str) {
     let chat: ChatCases = cases(&format!("{folder}/chat_cases.json"));
     assert!(chat.cases.len() >= 10, "{folder}: {} chat cases", chat.cases.len());
     for case in &chat.cases {
-        for template in [&shipped, &ChatTemplate::gemma()] {
+        for template in [&shipped, &support::gemma_template()] {
             let what = format!("{folder}, {}: {}", template.origin(), case.note);
             let rendered = template.render(&case.messages, case.add_generation_prompt);
             match (&case.rendered, &case.error) {
@@ -813,7 +813,7 @@ fn a_normal_conversation_always_renders_and_a_good_one_is_not_changed() {
     const SEED: u64 = 99;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
-    let template = ChatTemplate::gemma();
+    let template = support::gemma_template();
     let jinja = bytes("tokenizer-mini/chat_template.jinja");
     let shipped =
         ChatTemplate::from_checkpoint(ChatFiles { chat_template_jinja: Some(&jinja), ..Default::default() })

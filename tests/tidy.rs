@@ -1,21 +1,20 @@
-//! Keeps the layout visible in the code: floors, where `unsafe` and `ash` may stand, comments that must be
-//! there, words that must not, links that must lead somewhere.
+//! Keeps the layout visible in the code: floors, no circles of files, where `unsafe` and `ash` may stand, comments that
+//! must be there, words that must not, links that must lead somewhere.
 //!
 //! Each rule is a function from a text to its complaints, and each has a sample beside it that it must refuse:
 //! a rule that cannot fail checks nothing. What the compiler or clippy already refuses is not repeated here.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
 use crate::support::root;
 
 /// The floors of lib.rs: a module may name those below it.
-const FLOORS: [(&str, u32); 15] = [
+const FLOORS: [(&str, u32); 14] = [
     ("tensor", 0),
     ("config", 0),
     ("gpu", 1),
-    ("npu", 1),
     ("checkpoint", 1),
     ("text", 1),
     ("hub", 1),
@@ -220,6 +219,8 @@ fn expand<'a>(rest: &'a str, before: &str, found: &mut Vec<String>) -> &'a str {
     }
     if !name.is_empty() {
         found.push(join(name));
+    } else if rest.starts_with('*') && !before.is_empty() {
+        found.push(before.to_string());
     }
     after
 }
@@ -236,6 +237,190 @@ fn floor(module: &str) -> Option<u32> {
 fn module(file: &str) -> &str {
     let name = file.trim_start_matches("src/");
     name.split('/').next().unwrap_or(name).trim_end_matches(".rs")
+}
+
+// --- circles of files -----------------------------------------------------------------------------------
+
+/// The modules of src by their paths, and the paths that each `mod.rs` hands on under names of its own.
+struct Modules<'a> {
+    /// `gpu::memory` -> `src/gpu/memory.rs`; the root is the empty path.
+    files: BTreeMap<String, &'a str>,
+    /// (file, name) -> the path that the file re-exports under that name.
+    exports: BTreeMap<(&'a str, String), String>,
+}
+
+impl Modules<'_> {
+    /// The file that a path leads to: the deepest module in it, through the re-exports of each `mod.rs` on the way. A
+    /// name that a module file does not re-export is taken for an item of that file.
+    fn resolve(&self, path: &str) -> Option<&str> {
+        let (mut path, mut hops) = (path.to_string(), 0);
+        loop {
+            let names: Vec<&str> = path.split("::").collect();
+            let prefixes = (0..=names.len()).rev().map(|n| (n, names[..n].join("::")));
+            let (depth, file) =
+                prefixes.filter_map(|(n, prefix)| Some((n, *self.files.get(&prefix)?))).next()?;
+            let export = names.get(depth).and_then(|name| self.exports.get(&(file, (*name).to_string())));
+            match export {
+                // Re-exports that lead back to themselves end somewhere all the same.
+                Some(target) if hops < 8 => (path, hops) = (target.clone(), hops + 1),
+                _ => return Some(file),
+            }
+        }
+    }
+}
+
+/// The path of the module that a file of src is: `src/gpu/mod.rs` is `gpu`, `src/lib.rs` the empty one.
+fn module_path(file: &str) -> Vec<&str> {
+    let path = file.trim_start_matches("src/").trim_end_matches(".rs");
+    path.split('/').filter(|name| !matches!(*name, "mod" | "lib" | "main")).collect()
+}
+
+/// The code of a file without what makes no import of it: comments, literals, tests, `pub(in ..)`. Offsets stay.
+fn imports_alone(source: &str) -> String {
+    const TEST: &str = "#[cfg(test)]";
+    let mut code = layers(source).code;
+    while let Some(at) = code.find(TEST) {
+        let end = item_end(&code, at);
+        blank(&mut code, at..end);
+    }
+    while let Some(at) = code.find("pub(in ") {
+        let end = code[at..].find(')').map_or(code.len(), |n| at + n + 1);
+        blank(&mut code, at..end);
+    }
+    code
+}
+
+fn blank(code: &mut String, range: std::ops::Range<usize>) {
+    let blanks: String = code[range.clone()].chars().map(|c| if c == '\n' { c } else { ' ' }).collect();
+    code.replace_range(range, &blanks);
+}
+
+/// Where the item that begins at `at` ends: behind its `;`, or behind the brace that closes its first one.
+fn item_end(code: &str, at: usize) -> usize {
+    let mut depth = 0;
+    for (n, c) in code[at..].char_indices() {
+        match c {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            ';' => {}
+            _ => continue,
+        }
+        if depth == 0 {
+            return at + n + 1;
+        }
+    }
+    code.len()
+}
+
+/// Every path from the crate's root that the code of a file names, with its offset: those that begin with `crate`,
+/// `unicorn`, `self` or `super`, and those that begin with one of its `children`.
+fn module_paths(file: &str, code: &str, children: &[&str]) -> Vec<(usize, String)> {
+    let own = module_path(file);
+    let mut starts: Vec<(usize, String)> = Vec::new();
+    for (prefix, base) in [("crate::", 0), ("unicorn::", 0), ("self::", own.len())] {
+        starts.extend(find_prefix(code, prefix).into_iter().map(|at| (at, own[..base].join("::"))));
+    }
+    for at in find_prefix(code, "super::") {
+        let chain = code[at..].split("::").take_while(|name| *name == "super").count();
+        starts.push((at, own[..own.len().saturating_sub(chain)].join("::")));
+    }
+    for child in children {
+        starts.extend(find_prefix(code, &format!("{child}::")).into_iter().map(|at| (at, own.join("::"))));
+    }
+    // A name behind `::` is the middle of a path.
+    starts.retain(|(at, _)| !code[..*at].ends_with("::"));
+    let mut paths = Vec::new();
+    for (at, base) in starts {
+        let mut rest = &code[at..];
+        while let Some(prefix) =
+            ["crate::", "unicorn::", "self::", "super::"].iter().find(|prefix| rest.starts_with(**prefix))
+        {
+            rest = &rest[prefix.len()..];
+        }
+        let mut found = Vec::new();
+        expand(rest, &base, &mut found);
+        paths.extend(found.into_iter().map(|path| (at, path)));
+    }
+    paths
+}
+
+/// Files of src that import each other in a circle, each circle with the lines that make it. `sources` are all files of
+/// src with their texts.
+fn circles(sources: &[(String, String)]) -> Vec<String> {
+    let codes: Vec<(&str, String)> =
+        sources.iter().map(|(file, source)| (file.as_str(), imports_alone(source))).collect();
+    let paths = codes.iter().filter(|(file, _)| *file != "src/main.rs");
+    let files = paths.map(|(file, _)| (module_path(file).join("::"), *file)).collect();
+    let mut modules = Modules { files, exports: BTreeMap::new() };
+
+    // What a file names: (offset, path).
+    let mut named: Vec<(&str, &str, Vec<(usize, String)>)> = Vec::new();
+    for (file, code) in &codes {
+        let own = module_path(file).join("::");
+        let children: Vec<&str> = modules
+            .files
+            .keys()
+            .filter(|path| path.rsplit_once("::").map_or("", |(parent, _)| parent) == own && **path != own)
+            .map(|path| path.rsplit("::").next().unwrap_or(path))
+            .collect();
+        let mut paths = module_paths(file, code, &children);
+        if file.ends_with("/mod.rs") {
+            let is_export = |at: usize| {
+                let statement = code[..at].rsplit([';', '}']).next().unwrap_or("");
+                ["pub", "use"].iter().all(|word| !find_word(statement, word).is_empty())
+            };
+            let (exports, rest) = paths.into_iter().partition::<Vec<_>, _>(|(at, _)| is_export(*at));
+            paths = rest;
+            for (_, path) in exports {
+                let name = path.rsplit("::").next().unwrap_or(&path).to_string();
+                modules.exports.insert((*file, name), path);
+            }
+        }
+        named.push((*file, code.as_str(), paths));
+    }
+
+    // What a file imports: (line, path, file).
+    let mut imports: BTreeMap<&str, Vec<(usize, &str, &str)>> = BTreeMap::new();
+    for (file, code, paths) in &named {
+        let targets = paths.iter().filter_map(|(at, path)| Some((*at, path, modules.resolve(path)?)));
+        let others = targets.filter(|(.., target)| target != file);
+        imports.insert(*file, others.map(|(at, path, to)| (line_of(code, at), path.as_str(), to)).collect());
+    }
+    let reached: BTreeMap<&str, BTreeSet<&str>> =
+        imports.keys().map(|file| (*file, reached_from(file, &imports))).collect();
+    let mut complaints = Vec::new();
+    for (file, reaches) in &reached {
+        let circle: Vec<&str> =
+            reaches.iter().copied().filter(|other| reached[other].contains(file)).collect();
+        // Each circle once, at its first file.
+        if circle.first() != Some(file) {
+            continue;
+        }
+        let mut lines = vec![format!("{} files import each other in a circle:", circle.len())];
+        for file in &circle {
+            for (line, path, to) in imports[file].iter().filter(|(.., to)| circle.contains(to)) {
+                lines.push(format!("  {file}:{line}: names `{path}` of {to}"));
+            }
+        }
+        complaints.push(lines.join("\n"));
+    }
+    complaints
+}
+
+/// All files that a file imports, and those that they import, and so on; itself where that leads back to it.
+fn reached_from<'a>(
+    file: &str,
+    imports: &BTreeMap<&'a str, Vec<(usize, &'a str, &'a str)>>,
+) -> BTreeSet<&'a str> {
+    let (mut reached, mut next) = (BTreeSet::new(), vec![file]);
+    while let Some(file) = next.pop() {
+        for (.., to) in &imports[file] {
+            if reached.insert(*to) {
+                next.push(*to);
+            }
+        }
+    }
+    reached
 }
 
 // --- rules for one source file --------------------------------------------------------------------------
@@ -314,26 +499,14 @@ fn anyhow_stays_in_the_binary(file: &str, source: &str) -> Vec<String> {
         .collect()
 }
 
-/// The CPU twins of kernels are for tests: nothing else in the product may compute a layer on the CPU.
-fn twins_are_for_tests(file: &str, source: &str) -> Vec<String> {
-    let code = layers(source).code;
-    crate_paths(file, &code)
-        .into_iter()
-        .filter(|(_, path)| path.starts_with("kernels::reference") && file != "src/kernels/reference.rs")
-        .map(|(at, path)| {
-            format!("{file}:{}: `{path}` is a CPU twin: tests alone may call it", line_of(&code, at))
-        })
-        .collect()
-}
-
 fn unsafe_has_its_place(file: &str, source: &str) -> Vec<String> {
     let code = layers(source).code;
-    let allowed = !file.starts_with("src/") || matches!(module(file), "gpu" | "npu" | "checkpoint");
+    let allowed = !file.starts_with("src/") || matches!(module(file), "gpu" | "checkpoint");
     let hits = find_word(&code, "unsafe");
     hits.into_iter()
         .filter(|_| !allowed)
         .map(|at| {
-            format!("{file}:{}: unsafe belongs in gpu/, npu/ and the mmap of checkpoint/", line_of(&code, at))
+            format!("{file}:{}: unsafe belongs in gpu/ and the mmap of checkpoint/", line_of(&code, at))
         })
         .collect()
 }
@@ -701,6 +874,60 @@ fn modules_import_downward_only() {
 }
 
 #[test]
+fn no_files_import_each_other_in_a_circle() {
+    let complain = |sources: &[(&str, &str)]| {
+        let owned = |(file, text): &(&str, &str)| ((*file).to_string(), (*text).to_string());
+        circles(&sources.iter().map(owned).collect::<Vec<_>>())
+    };
+    // Two files; four; over a folder's file; over a re-export, in a tree of several lines; by a path in the code.
+    let two = [("src/a.rs", "use crate::b::X;"), ("src/b.rs", "\nfn f() -> super::a::Y {}")];
+    refused(complain(&two), "2 files import each other in a circle:\n  src/a.rs:1: names `b::X` of src/b.rs");
+    refused(complain(&two), "src/b.rs:2: names `a::Y` of src/a.rs");
+    let four = [
+        ("src/a.rs", "use unicorn::b;"),
+        ("src/b.rs", "use crate::{c::{self, d::Z}, x};"),
+        ("src/c.rs", "use crate::a::Y as W;"),
+        ("src/c/d.rs", "use crate::a::Y;"),
+    ];
+    refused(complain(&four), "4 files");
+    refused(
+        complain(&[("src/r/mod.rs", "mod p;\nuse p::X;\nstruct S;"), ("src/r/p.rs", "use super::S;")]),
+        "src/r/mod.rs:2: names `r::p::X` of src/r/p.rs\n  src/r/p.rs:1: names `r::S` of src/r/mod.rs",
+    );
+    let room = "mod p;\nmod q;\npub use p::X;\npub(crate) use q::{\n    Y,\n    Z as W,\n};\n";
+    let exported = [
+        ("src/r/mod.rs", room),
+        ("src/r/p.rs", "use super::{\n    Y,\n};\nstruct X;"),
+        ("src/r/q.rs", "struct Y;\nfn f() { crate::r::X::new() }"),
+    ];
+    refused(complain(&exported), "src/r/q.rs:2: names `r::X::new` of src/r/p.rs");
+    for all in ["use super::f;", "use super::*;", "use crate::r::{\n    *\n};"] {
+        refused(complain(&[("src/r/mod.rs", "fn f() { p::g() }"), ("src/r/p.rs", all)]), "2 files");
+    }
+
+    // No import: a re-export alone, tests, comments, strings, where an item may be seen.
+    for fine in [
+        [("src/r/mod.rs", "pub use p::X;"), ("src/r/p.rs", "use super::X;")],
+        [
+            ("src/a.rs", "use crate::b::X;"),
+            ("src/b.rs", "#[cfg(test)]\npub(in crate::b) mod tests { use crate::a::Y; }"),
+        ],
+        [
+            ("src/a.rs", "use crate::b::X;"),
+            ("src/b.rs", "/// [`crate::a::Y`]\nconst A: &str = \"crate::a::Y\";"),
+        ],
+        [("src/r/mod.rs", "mod p; use p::X;"), ("src/r/p.rs", "pub(in crate::r) fn f() {}")],
+        [("src/a.rs", "use crate::b::X;"), ("src/b.rs", "use std::a::Y; fn f() { self::g() }")],
+    ] {
+        assert_eq!(complain(&fine), [""; 0]);
+    }
+
+    let all = files("src", &[".rs"]).into_iter().map(|file| (file.clone(), read(&file)));
+    let complaints = circles(&all.collect::<Vec<_>>());
+    assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
+}
+
+#[test]
 fn vulkan_crates_are_named_in_gpu_only() {
     refused(vulkan_stays_in_gpu("src/model/a.rs", "use ash::vk;"), "src/gpu only");
     refused(vulkan_stays_in_gpu("src/kernels/a.rs", "fn f(d: ash::vk::Buffer) {}"), "src/gpu only");
@@ -715,13 +942,6 @@ fn vulkan_crates_are_named_in_gpu_only() {
 fn anyhow_is_for_the_binary() {
     refused(anyhow_stays_in_the_binary("src/text/a.rs", "fn f() -> anyhow::Result<()> {}"), "own error type");
     check(&files("src", &[".rs"]), anyhow_stays_in_the_binary);
-}
-
-#[test]
-fn cpu_twins_are_called_by_tests_alone() {
-    refused(twins_are_for_tests("src/model/a.rs", "use crate::kernels::reference::rms_norm;"), "CPU twin");
-    refused(twins_are_for_tests("src/model/a.rs", "use crate::kernels::{matmul, reference};"), "CPU twin");
-    check(&files("src", &[".rs"]), twins_are_for_tests);
 }
 
 #[test]

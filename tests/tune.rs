@@ -3,7 +3,7 @@
 use unicorn::gpu::QueueKind;
 use unicorn::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};
 use unicorn::model::load::LoadOptions;
-use unicorn::model::tune::{Trial, Tuned, keep, kept, measured, tuned};
+use unicorn::model::tune::{Trial, Tuned, measured, read_cached, tuned, write_cached};
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
 use crate::golden::{self, Goldens, all_logits};
@@ -35,8 +35,8 @@ fn what_was_measured_is_kept_and_what_cannot_be_is_not_believed() {
     let queue = device.queue_kind();
     for tiles in [GpuTiles::COUNTED, SHARED, GpuTiles { lane_tokens: 8, ..SHARED }] {
         let tuned = Tuned { queue, tiles };
-        keep(&device, &tuned);
-        assert_eq!(kept(&device), Some(tuned));
+        write_cached(&device, &tuned);
+        assert_eq!(read_cached(&device), Some(tuned));
     }
     let emulated = SubgroupTile::emulated([16, 16, 16]);
     let others = [
@@ -46,11 +46,11 @@ fn what_was_measured_is_kept_and_what_cannot_be_is_not_believed() {
     let other_queues = [QueueKind::Compute, QueueKind::Graphics].into_iter();
     let other_queues = other_queues.filter(|kind| !device.info().queues.contains(kind));
     for tuned in others.into_iter().chain(other_queues.map(|queue| Tuned { queue, tiles: SHARED })) {
-        keep(&device, &tuned);
-        assert_eq!(kept(&device), None, "{tuned:?}");
+        write_cached(&device, &tuned);
+        assert_eq!(read_cached(&device), None, "{tuned:?}");
     }
-    device.keep("tuning", b"{}");
-    assert_eq!(kept(&device), None);
+    device.write_cached("tuning", b"{}");
+    assert_eq!(read_cached(&device), None);
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Reading a file past the page cache: what is read once and kept elsewhere need not go through the system's memory too,
-//! and a disk that is asked for large pieces by several threads gives all that it has.
+//! Reads a file past the page cache. Weights are read once and kept on the device, so they need no place in the page
+//! cache, and several threads that read large pieces get a disk's full speed.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -7,15 +7,15 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-/// What offsets, lengths and addresses are multiples of: the largest block that disks in use ask for.
+/// Alignment of offsets, lengths and addresses: the largest block size of disks in use.
 const BLOCK: usize = 4096;
 
 thread_local! {
-    /// Where the disk writes to: it can reach ordinary memory, but not every device's.
+    /// Buffer that the disk writes to: a disk can write to ordinary memory, but not to every device's memory.
     static BOUNCE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A file that is read past the page cache, where its file system can do that, and through it elsewhere.
+/// A file that is read past the page cache where its file system supports that, and through the page cache elsewhere.
 #[derive(Debug)]
 pub(super) struct DirectFile {
     buffered: File,
@@ -23,10 +23,10 @@ pub(super) struct DirectFile {
 }
 
 impl DirectFile {
-    /// `buffered`, which was opened at `path`.
+    /// Opens `path` a second time for direct reads; `buffered` was opened at `path`.
     pub fn new(buffered: File, path: &Path) -> DirectFile {
         let flags = rustix::fs::OFlags::DIRECT.bits() as i32;
-        // A file that was replaced in between is another one, and its bytes do not go with the mapping.
+        // A file that replaced the first one in between has other bytes than the mapping.
         let same = |file: &File| matches!((identity(file), identity(&buffered)), (Ok(a), Ok(b)) if a == b);
         let direct = OpenOptions::new().read(true).custom_flags(flags).open(path).ok().filter(same);
         if direct.is_none() {
@@ -35,7 +35,7 @@ impl DirectFile {
         DirectFile { buffered, direct }
     }
 
-    /// The file as it is usually read.
+    /// The file for reads through the page cache.
     pub fn buffered(&self) -> &File {
         &self.buffered
     }
@@ -45,8 +45,8 @@ impl DirectFile {
         let direct = self.direct.as_ref();
         let done = direct
             .is_some_and(|file| BOUNCE.with_borrow_mut(|bounce| read_blocks(file, bounce, into, offset)));
-        // Whatever kept the blocks from being read, an ordinary read overcomes it or can tell what it is: the end of the
-        // file, blocks larger than these, a file system that opens files so and then does not read them.
+        // Where the direct read failed, an ordinary read succeeds or reports the reason: the end of the file, a larger
+        // block size, a file system that opens files for direct reads and then refuses to read.
         if done { Ok(()) } else { self.buffered.read_exact_at(into, offset) }
     }
 }
@@ -55,7 +55,7 @@ fn identity(file: &File) -> io::Result<(u64, u64)> {
     file.metadata().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
-/// Reads the blocks that `into` lies in with one call, and copies what was asked for if all of it came.
+/// Reads the blocks that hold the bytes of `into` with one call, and copies the bytes if all of them were read.
 fn read_blocks(file: &File, bounce: &mut Vec<u8>, into: &mut [u8], offset: u64) -> bool {
     let skip = offset as usize % BLOCK;
     let wanted = skip..skip + into.len();

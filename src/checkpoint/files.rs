@@ -1,9 +1,8 @@
 //! Where a model's files come from: a folder, a GGUF file, or the binary itself.
 //!
-//! A model is addressed by plain file names; nothing here reads outside the folder on the word of a file
-//! inside it. A GGUF file holds the small files as metadata: they are read as if they lay beside it. Configs and
-//! tokenizer may be taken from elsewhere, by the word of the user. Refuses what is not a regular file (a pipe would
-//! hang, a device never end).
+//! A model is addressed by plain file names; no file of the folder can make this module read outside the folder. A GGUF
+//! file holds the small files as metadata: they are read as if they lay beside it. The user may name another place for
+//! configs and tokenizer. Refuses files that are not regular (a pipe would hang, a device never end).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -11,16 +10,26 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
 use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
+use serde_json::Value;
+
 use super::direct::DirectFile;
-use super::{CheckpointError, gguf};
+use super::error::{CheckpointError, one_line};
+use super::gguf;
 
 /// Largest file that is read into memory; Gemma-3's tokenizer.json, the largest in use, has 33 MB.
 pub const MAX_READ_BYTES: u64 = 64 << 20;
 
-/// Entries of a folder that are looked at.
+const CONFIG_FILE: &str = "config.json";
+/// Configs have a few KB; a parsed JSON value takes up to 32 times its text.
+const MAX_CONFIG_BYTES: usize = 1 << 20;
+
+/// Each shard is a mapping, of which a process has 65,530 by default; Gemma-3 27B has 12.
+pub(super) const MAX_SHARDS: usize = 4096;
+
+/// Largest number of a folder's entries that are read.
 const MAX_NAMES: usize = 1 << 16;
 
 /// The files of one model, by name.
@@ -28,8 +37,10 @@ const MAX_NAMES: usize = 1 << 16;
 pub struct ModelFiles {
     name: String,
     source: Source,
-    /// Files that are taken from another place than the rest, by name; there may be none there.
+    /// Files that are read from another place than the rest, by name; the file may be missing there.
     elsewhere: Vec<(&'static str, PathBuf)>,
+    /// `config.json`, parsed at the first call of [`ModelFiles::config`].
+    config: Arc<OnceLock<Option<Arc<Value>>>>,
 }
 
 #[derive(Debug, Clone)]
@@ -42,8 +53,8 @@ enum Source {
 }
 
 impl ModelFiles {
-    /// The files of a folder in Hugging Face layout, or a GGUF file, or the folder of one. The model is called after
-    /// the folder or the file.
+    /// The files of a folder in Hugging Face layout, a GGUF file, or a folder with a GGUF file. The model is named
+    /// after the folder or the file.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         let fail = |problem: String| CheckpointError::file(folder.display(), problem);
         let canonical = match fs::canonicalize(folder) {
@@ -67,7 +78,11 @@ impl ModelFiles {
             return Self::open_gguf(&file);
         }
         let name = canonical.file_name().unwrap_or(canonical.as_os_str()).to_string_lossy().into_owned();
-        Ok(Self { name, source: Source::Folder(folder.to_path_buf()), elsewhere: Vec::new() })
+        Ok(Self::new(name, Source::Folder(folder.to_path_buf())))
+    }
+
+    fn new(name: String, source: Source) -> Self {
+        Self { name, source, elsewhere: Vec::new(), config: Arc::default() }
     }
 
     fn open_gguf(file: &Path) -> Result<Self, CheckpointError> {
@@ -75,23 +90,23 @@ impl ModelFiles {
         let stem = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
         // The parts of a split file are numbered after the name.
         let name = split_number(&stem).map_or(&*stem, |(name, ..)| name).to_owned();
-        Ok(Self { name, source: Source::Gguf(parts), elsewhere: Vec::new() })
+        Ok(Self::new(name, Source::Gguf(parts)))
     }
 
-    /// Files in memory, by name; one alone whose name ends on `.gguf` is a whole model.
+    /// Files in memory, by name; a single file whose name ends in `.gguf` is a whole model.
     pub fn in_memory(name: impl Into<String>, files: impl IntoIterator<Item = (String, Vec<u8>)>) -> Self {
         let files = files.into_iter().map(|(name, bytes)| (name, Arc::from(bytes))).collect();
-        Self { name: name.into(), source: Source::Memory(Arc::new(files)), elsewhere: Vec::new() }
+        Self::new(name.into(), Source::Memory(Arc::new(files)))
     }
 
     /// Files embedded in the binary, as (file name, contents).
     pub fn embedded(name: impl Into<String>, files: &'static [(&'static str, &'static [u8])]) -> Self {
-        Self { name: name.into(), source: Source::Embedded(files), elsewhere: Vec::new() }
+        Self::new(name.into(), Source::Embedded(files))
     }
 
     /// Takes `config.json` from another place: a file, or a folder, from which `generation_config.json` comes too.
     pub fn with_config(self, path: &Path) -> Result<Self, CheckpointError> {
-        self.with("config.json", &["generation_config.json"], path)
+        self.with(CONFIG_FILE, &["generation_config.json"], path)
     }
 
     /// Takes `tokenizer.json` from another place: a file, or a folder, from which the chat template comes too.
@@ -113,7 +128,7 @@ impl ModelFiles {
             if !path.join(name).is_file() {
                 return fail(format!("holds no {name}"));
             }
-            // Also those that are not there: two folders' files do not go together.
+            // Missing companions too: the files of two folders do not go together.
             let all = [name].into_iter().chain(companions.iter().copied());
             self.elsewhere.extend(all.map(|name| (name, path.join(name))));
         } else if path.is_file() {
@@ -121,6 +136,8 @@ impl ModelFiles {
         } else {
             return fail("is no file and no folder".into());
         }
+        // A clone of these files may have parsed the config of the folder.
+        self.config = Arc::default();
         Ok(self)
     }
 
@@ -128,7 +145,7 @@ impl ModelFiles {
         self.elsewhere.iter().find(|(other, _)| *other == name).map(|(_, path)| path.as_path())
     }
 
-    /// What the model is called.
+    /// The model's name.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -174,7 +191,19 @@ impl ModelFiles {
         }
     }
 
-    /// The names of the files, of which a model has far fewer than are looked at.
+    /// `config.json`, parsed when it is first asked for; `None` if the model has no such file.
+    pub fn config(&self) -> Result<Option<Arc<Value>>, CheckpointError> {
+        if let Some(config) = self.config.get() {
+            return Ok(config.clone());
+        }
+        let config = match self.read(CONFIG_FILE)? {
+            Some(bytes) => Some(Arc::new(parse_config(&bytes, &self.display(CONFIG_FILE))?)),
+            None => None,
+        };
+        Ok(self.config.get_or_init(|| config).clone())
+    }
+
+    /// The names of the folder's files, at most [`MAX_NAMES`]; a model has far fewer.
     pub(super) fn names(&self) -> Result<Vec<String>, CheckpointError> {
         match &self.source {
             Source::Embedded(files) => Ok(files.iter().map(|(name, _)| (*name).to_owned()).collect()),
@@ -184,7 +213,7 @@ impl ModelFiles {
                 let fail = |e| CheckpointError::file(folder.display(), format!("cannot be listed: {e}"));
                 let entries = fs::read_dir(folder).map_err(fail)?.take(MAX_NAMES);
                 let names = entries.filter_map(|entry| match entry {
-                    // Names that are no text are no files of a model.
+                    // A name that is not UTF-8 is no file of a model.
                     Ok(entry) => entry.file_name().into_string().ok().map(Ok),
                     Err(e) => Some(Err(fail(e))),
                 });
@@ -229,9 +258,9 @@ impl ModelFiles {
         }
     }
 
-    /// Maps a file whose name was read from another file of the model, and so is not to be trusted: it
-    /// must be a plain name, and must not be a link to somewhere else. The links of Hugging Face's
-    /// cache, from `snapshots/REVISION/` into its `blobs/`, are inside.
+    /// Maps a file whose name comes from another file of the model and is not trusted: it must be a plain name, and
+    /// must not be a link out of the folder. The links of Hugging Face's cache, from `snapshots/REVISION/` into its
+    /// `blobs/`, count as inside.
     pub(super) fn map_listed(&self, name: &str) -> Result<Option<FileBytes>, String> {
         if !is_plain_name(name) {
             return Err(format!("names {name:?}; expected a file of the same folder"));
@@ -291,8 +320,8 @@ impl FileBytes {
         FileSlice { bytes: &self[range], file }
     }
 
-    /// Gives back the memory that holds some bytes of a mapped file: they are read from the disk again when they are
-    /// wanted again. That this works is no promise: the system keeps what others use.
+    /// Asks the system to drop the pages of some bytes of a mapped file. A later access reads them from the disk again.
+    /// The system may keep pages that other processes use.
     pub fn release(&self, range: Range<usize>) {
         let FileBytes::Mapped(map, file) = self else { return };
         if range.is_empty() {
@@ -310,7 +339,7 @@ impl FileBytes {
         }
     }
 
-    /// Whether the system reads a mapped file ahead of what is looked at.
+    /// Turns read-ahead of a mapped file on or off.
     pub fn read_ahead(&self, ahead: bool) {
         let FileBytes::Mapped(map, _) = self else { return };
         let advice = if ahead { memmap2::Advice::Normal } else { memmap2::Advice::Random };
@@ -319,13 +348,13 @@ impl FileBytes {
         }
     }
 
-    /// When the file was last changed, where that is known.
+    /// Time of the last change, where it is known.
     pub fn modified(&self) -> Option<SystemTime> {
         let FileBytes::Mapped(_, file) = self else { return None };
         file.buffered().metadata().and_then(|metadata| metadata.modified()).ok()
     }
 
-    /// Bytes of the file that are in memory now, whoever holds them there.
+    /// Bytes of the file that are in the page cache now.
     pub fn resident_bytes(&self) -> u64 {
         let FileBytes::Mapped(map, _) = self else { return 0 };
         let page = rustix::param::page_size();
@@ -339,12 +368,12 @@ impl FileBytes {
     }
 }
 
-/// Some bytes of a file, in memory or to be read.
+/// A range of a file's bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct FileSlice<'a> {
-    /// The bytes through the mapping: reading here pages them in.
+    /// The bytes through the mapping: reading them pages them in.
     pub bytes: &'a [u8],
-    /// The file and where the bytes begin in it; none for bytes that are in memory anyway.
+    /// The file and the offset of the first byte; `None` for bytes that are in memory.
     file: Option<(&'a DirectFile, u64)>,
 }
 
@@ -361,8 +390,8 @@ impl PartialEq for FileSlice<'_> {
 }
 
 impl FileSlice<'_> {
-    /// Reads `into.len()` bytes from byte `offset` of the slice, past the mapping and the page cache. The error says which
-    /// bytes of the file these are. Panics if they are beyond the slice.
+    /// Reads `into.len()` bytes from byte `offset` of the slice, past the mapping and the page cache. The error says
+    /// which bytes of the file these are. Panics if they are beyond the slice.
     pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<(), String> {
         let from = &self.bytes[offset as usize..][..into.len()];
         match self.file {
@@ -398,8 +427,8 @@ fn map_file(path: &Path) -> Result<Option<FileBytes>, String> {
         .map_err(|e| format!("cannot be mapped into memory: {e}"))
 }
 
-/// Whether a file is GGUF, by its first bytes: Ollama's have no ending. One that ends on `.gguf` is taken for what it
-/// says, so that its reader can tell what is wrong with it.
+/// Whether a file is GGUF, by its first bytes: Ollama's files have no extension. A file with the extension `.gguf`
+/// counts too, so that the reader's error says what is wrong with it.
 fn is_gguf(path: &Path) -> Result<bool, String> {
     let Some((file, _)) = open_regular(path)? else {
         return Ok(false);
@@ -413,7 +442,7 @@ fn has_gguf_ending(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("gguf"))
 }
 
-/// The GGUF file of a folder that holds no other weights: as downloads lie, some with a config that nobody needs.
+/// The GGUF file of a folder without other weights. Some downloads have a config beside it, which is not needed.
 fn only_gguf(folder: &Path) -> Result<Option<PathBuf>, String> {
     let unreadable = |e: std::io::Error| format!("cannot be read: {e}");
     let mut found = Vec::new();
@@ -423,7 +452,7 @@ fn only_gguf(folder: &Path) -> Result<Option<PathBuf>, String> {
         if path.extension().is_some_and(|ending| ending == "safetensors") {
             return Ok(None);
         }
-        // Vision towers and the later parts of a split file are no model of their own.
+        // Vision towers and the later parts of a split file are not models of their own.
         let later =
             path.file_stem().and_then(|stem| split_number(stem.to_str()?)).is_some_and(|(_, n, _)| n > 1);
         if has_gguf_ending(&path) && !later && !name.starts_with("mmproj") {
@@ -449,7 +478,7 @@ fn split_number(stem: &str) -> Option<(&str, u32, u32)> {
     Some((name, parse(number)?, parse(count)?))
 }
 
-/// The parts of a GGUF file in order: itself, or all that its name counts.
+/// The parts of a GGUF file in order: the file itself, or all parts that its name counts.
 fn gguf_parts(file: &Path) -> Result<Vec<PathBuf>, String> {
     let stem = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
     let Some((name, number, count)) = split_number(stem) else {
@@ -459,8 +488,8 @@ fn gguf_parts(file: &Path) -> Result<Vec<PathBuf>, String> {
     if number != 1 {
         return Err(format!("is part {number} of {count}; give the first, {}", part(1).display()));
     }
-    if count as usize > super::MAX_SHARDS {
-        return Err(format!("is one of {count} parts; expected at most {}", super::MAX_SHARDS));
+    if count as usize > MAX_SHARDS {
+        return Err(format!("is one of {count} parts; expected at most {}", MAX_SHARDS));
     }
     let parts: Vec<_> = (1..=count).map(part).collect();
     match parts.iter().find(|part| !part.exists()) {
@@ -476,12 +505,21 @@ fn read_file(path: &Path) -> Result<Option<Cow<'static, [u8]>>, String> {
         return Err(format!("has {len} bytes; expected at most {MAX_READ_BYTES}"));
     }
     let mut bytes = Vec::with_capacity(len as usize);
-    // The file may grow while it is read: the bound holds all the same.
+    // The file may grow while it is read, so the bound is applied again.
     file.take(MAX_READ_BYTES).read_to_end(&mut bytes).map_err(|e| format!("cannot be read: {e}"))?;
     Ok(Some(Cow::Owned(bytes)))
 }
 
-/// `None` if there is no such file. Looks before it opens: opening a pipe waits for a writer.
+/// Parses the JSON of a config, of any model; messages call it `file_name`.
+pub(crate) fn parse_config(bytes: &[u8], file_name: &str) -> Result<Value, CheckpointError> {
+    let fail = |problem: String| CheckpointError::file(file_name, problem);
+    if bytes.len() > MAX_CONFIG_BYTES {
+        return Err(fail(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", bytes.len())));
+    }
+    serde_json::from_slice(bytes).map_err(|e| fail(format!("is no valid JSON: {}", one_line(&e))))
+}
+
+/// `None` if there is no such file. Checks the type before opening: opening a pipe waits for a writer.
 fn open_regular(path: &Path) -> Result<Option<(File, u64)>, String> {
     let metadata = match fs::metadata(path) {
         Ok(metadata) => metadata,

@@ -1,12 +1,12 @@
-//! Native checkpoints: weights packed as the device wants them, so that loading is reading.
+//! Native checkpoints: weights packed in the device's layout, so that a load only reads.
 //!
 //! A folder with a manifest `unicorn.json`, `layer-NNN.safetensors` for each decoder layer, `shared.safetensors` for
 //! the rest, and the source's configs, tokenizer and template. `docs/formats.md` specifies it.
 //!
-//! The manifest is written last, so a folder that has one is whole: what was interrupted, or met a full disk, does not
-//! load. Refuses a manifest of another format or layout, files of another size than it says, a config that is not the
-//! one the weights were written for, and tensors whose bytes do not fit scheme and shape. Checksums are compared where
-//! that is asked for ([`verify`]).
+//! The manifest is written last, so a folder that has one is whole: a conversion that was interrupted, or met a full
+//! disk, does not load. Refuses a manifest of another format or layout, files of another size than it says, a config
+//! that is not the one the weights were written for, and tensors whose bytes do not fit scheme and shape. [`verify`]
+//! compares checksums.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -17,25 +17,24 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::files::FileSlice;
-use super::safetensors::{TensorInfo, one_line};
-use super::{CheckpointError, ModelFiles, Span, Stored, short};
+use super::error::{CheckpointError, one_line, short};
+use super::files::{FileSlice, ModelFiles};
+use super::safetensors::TensorInfo;
+use super::table::{Span, Stored};
 use crate::tensor::{DType, LAYOUT_VERSION, QuantizedRow, Scheme, TILE_ROWS, unpack_plain_row, unpack_row};
 
 pub(super) const MANIFEST_FILE: &str = "unicorn.json";
-/// What a conversion has done so far; only in a folder without a manifest.
+/// Progress of a conversion; only in a folder without a manifest.
 const PROGRESS_FILE: &str = "unicorn.partial.json";
-/// Held while a conversion runs.
+/// Locked while a conversion runs.
 const LOCK_FILE: &str = "unicorn.lock";
 const FORMAT: &str = "unicorn-native";
-/// Version of the folder's structure; that of the tensors' bytes is [`LAYOUT_VERSION`].
+/// Version of the folder's structure; [`LAYOUT_VERSION`] is the version of the tensors' bytes.
 const FORMAT_VERSION: u32 = 1;
 const BLOCKS: &str = ".blocks";
 const SCALES: &str = ".scales";
 /// The 435 matrices of a 27B take 0.1 MB.
 const MAX_MANIFEST_BYTES: usize = 2 << 20;
-/// As the model's own reader has it.
-const MAX_CONFIG_BYTES: usize = 1 << 20;
 /// Bytes hashed at once.
 const HASH_BYTES: usize = 8 << 20;
 
@@ -89,14 +88,14 @@ pub struct Manifest {
     layout: u32,
     /// The program that wrote the folder.
     pub writer: String,
-    /// What it was made from, for people.
+    /// The source of the conversion, for people.
     pub source: String,
-    /// Random weights, for measurements: how they were drawn. None for a model.
+    /// How random weights for measurements were drawn; `None` for a model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub synthetic: Option<Synthetic>,
     #[serde(default)]
     pub norms_hold_one: bool,
-    /// Digest of what was asked for, by which the same command knows its result.
+    /// Digest of the job, by which the same command recognizes its result.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     job: Option<String>,
     /// The `config.json` that the weights were written for.
@@ -144,7 +143,7 @@ impl Manifest {
         if bytes.len() > MAX_MANIFEST_BYTES {
             return Err(fail(format!("has {} bytes; expected at most {MAX_MANIFEST_BYTES}", bytes.len())));
         }
-        // Versions first: a newer manifest may have other fields.
+        // The versions are checked first: a newer manifest may have other fields.
         #[derive(Deserialize)]
         struct Versions {
             format: String,
@@ -169,16 +168,10 @@ impl Manifest {
             )));
         }
         let manifest: Manifest = serde_json::from_slice(&bytes).map_err(invalid)?;
-        let config = files.read("config.json")?.ok_or_else(|| {
+        let config = files.config()?.ok_or_else(|| {
             CheckpointError::file(files.location(), "holds no config.json; the copy is incomplete")
         })?;
-        let fail = |problem: String| CheckpointError::file(files.display("config.json"), problem);
-        if config.len() > MAX_CONFIG_BYTES {
-            return Err(fail(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", config.len())));
-        }
-        let config: serde_json::Value =
-            serde_json::from_slice(&config).map_err(|e| fail(format!("is no JSON: {}", one_line(&e))))?;
-        if config != manifest.config {
+        if *config != manifest.config {
             return Err(CheckpointError::file(
                 files.display("config.json"),
                 "is not the config that the weights were written for (unicorn.json has it)",
@@ -193,7 +186,7 @@ impl Manifest {
     }
 }
 
-/// What a file of a native checkpoint holds, by what its manifest says of it: (name, shape, where). In order of position.
+/// The tensors of a file of a native checkpoint by its manifest: (name, shape, place), in order of position.
 pub(super) fn entries(
     manifest: &Manifest,
     file_name: &str,
@@ -256,8 +249,8 @@ pub(super) fn entries(
     Ok(found)
 }
 
-/// Compares every file of a native checkpoint with the checksum in its manifest. `each` hears how many bytes have been
-/// read, of how many.
+/// Compares every file of a native checkpoint with the checksum in its manifest. `each` is called with the bytes read
+/// so far and in all.
 pub fn verify(
     files: &ModelFiles,
     manifest: &Manifest,
@@ -319,7 +312,7 @@ pub struct NewTensor {
 }
 
 impl NewTensor {
-    /// Names, element types, shapes and sizes of what stands for it in a file.
+    /// Name, element type, shape and bytes of each part that stands for the tensor in a file.
     fn parts(&self) -> Vec<(String, &'static str, Vec<usize>, u64)> {
         match (self.scheme, &self.shape[..]) {
             (Some(scheme), &[rows, cols]) => {
@@ -341,18 +334,18 @@ impl NewTensor {
     }
 }
 
-/// What a conversion has done.
+/// Progress of a conversion.
 #[derive(Debug, Serialize, Deserialize)]
 struct Progress {
-    /// What is converted, and how: another job must not go on with these files.
+    /// Source and options of the conversion: another job must not continue these files.
     job: serde_json::Value,
     files: BTreeMap<String, FileRecord>,
     tensors: BTreeMap<String, TensorRecord>,
-    /// What the caller wants to know again of each file.
+    /// A note of the caller for each file.
     notes: BTreeMap<String, serde_json::Value>,
 }
 
-/// Writes a native checkpoint, file by file. What is finished survives an interruption.
+/// Writes a native checkpoint, file by file. Finished files survive an interruption.
 pub struct NativeWriter {
     folder: PathBuf,
     progress: Progress,
@@ -361,13 +354,13 @@ pub struct NativeWriter {
 }
 
 impl NativeWriter {
-    /// Whether the folder holds what the same `job` has written to its end.
+    /// Whether the folder holds the finished result of the same `job`.
     pub fn is_result(folder: &Path, job: &serde_json::Value) -> bool {
         let manifest = ModelFiles::open(folder).and_then(|files| Manifest::read(&files));
         matches!(manifest, Ok(Some(Manifest { job: Some(of), .. })) if of == digest(&versioned(job)))
     }
 
-    /// Begins a folder, or goes on with one that the same `job` began.
+    /// Begins a folder, or continues one that the same `job` began.
     pub fn open(folder: &Path, job: &serde_json::Value) -> Result<NativeWriter, CheckpointError> {
         let job = versioned(job);
         let fail = |problem: String| CheckpointError::file(folder.display(), problem);
@@ -376,9 +369,9 @@ impl NativeWriter {
         let lock = File::create(folder.join(LOCK_FILE)).map_err(io)?;
         rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
             .map_err(|_| fail("is being written by another process".into()))?;
-        // What is there counts from here on: another process may just have ended.
+        // The folder is examined only under the lock: another process may just have ended.
         let refuse = |problem: &str| {
-            // No file of ours stays in a folder that is not for us.
+            // The lock file must not stay in a folder that belongs to something else.
             let _ = fs::remove_file(folder.join(LOCK_FILE));
             fail(problem.into())
         };
@@ -386,7 +379,7 @@ impl NativeWriter {
             return Err(refuse("holds a native checkpoint already; remove it, or choose another folder"));
         }
         let has_progress = folder.join(PROGRESS_FILE).exists();
-        // A run that was killed before its first note has left these two.
+        // A run that was killed before it saved its progress leaves these two files.
         let own = [LOCK_FILE.to_string(), temporary(PROGRESS_FILE)];
         let mut names = fs::read_dir(folder).map_err(io)?.filter_map(Result::ok).map(|e| e.file_name());
         if !has_progress && names.any(|name| own.iter().all(|own| name != **own)) {
@@ -413,7 +406,7 @@ impl NativeWriter {
         Ok(writer)
     }
 
-    /// What was noted with a file that is finished; `None` if it is not, or is gone since.
+    /// The note of a finished file; `None` if the file is not finished, or is gone.
     pub fn finished(&self, name: &str) -> Option<&serde_json::Value> {
         let record = self.progress.files.get(name)?;
         let there = fs::metadata(self.folder.join(name)).is_ok_and(|metadata| metadata.len() == record.bytes);
@@ -459,7 +452,7 @@ impl NativeWriter {
         let fail = |e: std::io::Error| written_error(&path, e);
         let file = file.into_inner().map_err(|e| fail(e.into_error()))?;
         file.sync_all().map_err(fail)?;
-        // What was just written is not wanted in memory: the next layers need the room.
+        // The written pages are dropped: the next layers need the memory.
         let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
         fs::rename(self.folder.join(temporary(&name)), &path).map_err(fail)?;
         for tensor in tensors {
@@ -509,7 +502,7 @@ impl NativeWriter {
         let json = serde_json::to_vec_pretty(&manifest).expect("a manifest is JSON");
         write_whole(&self.folder, MANIFEST_FILE, &json)?;
         for name in [PROGRESS_FILE, LOCK_FILE] {
-            // The manifest counts; what is left over does no harm.
+            // The manifest makes the folder valid; leftover files do no harm.
             let _ = fs::remove_file(self.folder.join(name));
         }
         Ok(bytes)
@@ -521,7 +514,7 @@ impl NativeWriter {
     }
 }
 
-/// A job as this program does it: files of another layout do not go into one folder with its own.
+/// The job with this program's versions: files of different layouts do not go into one folder.
 fn versioned(job: &serde_json::Value) -> serde_json::Value {
     serde_json::json!({"version": FORMAT_VERSION, "layout": LAYOUT_VERSION, "job": job})
 }
@@ -558,14 +551,14 @@ fn create(path: &Path) -> Result<File, CheckpointError> {
     File::create(path).map_err(|e| written_error(path, e))
 }
 
-/// The file as a whole, or not at all.
+/// Writes the whole file, or leaves no file.
 fn write_whole(folder: &Path, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
     let (part, path) = (folder.join(temporary(name)), folder.join(name));
     let mut file = create(&part)?;
     let written =
         file.write_all(bytes).and_then(|()| file.sync_all()).and_then(|()| fs::rename(&part, &path));
     written.map_err(|e| {
-        // The room it takes is what the next run needs; where it cannot go either, that run takes no offence.
+        // The next run needs the disk space. A part that cannot be removed does not stop that run.
         let _ = fs::remove_file(&part);
         written_error(&path, e)
     })

@@ -3,9 +3,9 @@
 //! Layout: 8 bytes header length (little endian), that many bytes of JSON (tensor name -> dtype, shape,
 //! `data_offsets` relative to the end of the header), then the tensors' bytes without gap or overlap.
 //!
-//! Everything here comes from a file that may lie: every sum is checked, every refusal names the tensor.
-//! Read here and not with the `safetensors` crate, whose refusals name no tensor, which keeps the last of
-//! two entries of one name, and whose final length sum (0.7.0) overflows on a header made for it.
+//! Everything here comes from a file that may lie: every sum is checked, every refusal names the tensor. The
+//! `safetensors` crate is not used: its errors name no tensor, it keeps the last of two entries of one name, and its
+//! final length sum (0.7.0) overflows on a header made for that.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -13,7 +13,8 @@ use std::ops::Range;
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
-use super::short;
+use super::error::{CheckpointError, one_line, short};
+use super::files::FileBytes;
 use crate::tensor::DType;
 
 /// Longest header accepted. The 1,247 tensors of Gemma-3 27B take 0.2 MB.
@@ -33,21 +34,21 @@ pub(super) struct TensorInfo {
 
 /// Why a header was refused, and the tensor it is about.
 #[derive(Debug)]
-pub(super) struct HeaderError {
-    pub tensor: Option<String>,
-    pub problem: String,
+struct HeaderError {
+    tensor: Option<String>,
+    problem: String,
 }
 
-/// What a file says of itself.
+/// The header of a file.
 #[derive(Debug)]
 pub(super) struct Header {
-    /// In the order of their bytes.
+    /// Tensors in the order of their bytes.
     pub tensors: Vec<TensorInfo>,
     pub metadata: HashMap<String, String>,
 }
 
 /// Reads and checks the header of a file.
-pub(super) fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
+fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
     let file_error = |problem: String| HeaderError { tensor: None, problem };
     let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
         return Err(file_error(format!("truncated: {} bytes, too few for a safetensors file", bytes.len())));
@@ -100,6 +101,18 @@ pub(super) fn read_header(bytes: &[u8]) -> Result<Header, HeaderError> {
         return Err(file_error(format!("{} bytes follow the last tensor; expected none", bytes.len() - end)));
     }
     Ok(Header { tensors, metadata })
+}
+
+/// Reads and checks the header of a safetensors file; messages call the file `display`.
+pub(super) fn header(display: &str, bytes: &FileBytes) -> Result<Header, CheckpointError> {
+    // Tensors after the header are read later, and perhaps past the page cache.
+    bytes.read_ahead(false);
+    let header = read_header(bytes);
+    bytes.read_ahead(true);
+    header.map_err(|e| match e.tensor {
+        Some(tensor) => CheckpointError::tensor(display, &tensor, e.problem),
+        None => CheckpointError::file(display, e.problem),
+    })
 }
 
 fn check_entry(entry: &HeaderEntry, data_len: usize) -> Result<(DType, Vec<usize>, Range<usize>), String> {
@@ -159,8 +172,8 @@ struct HeaderEntry {
     data_offsets: [u64; 2],
 }
 
-/// A JSON object as (name, value) in file order, refusing a name that comes twice. With `METADATA` the
-/// entry `__metadata__` is an object of strings, and apart.
+/// A JSON object as (name, value) in file order, refusing a name that comes twice. With `METADATA`, the entry
+/// `__metadata__` is an object of strings and is returned separately.
 pub(super) struct Entries<V, const METADATA: bool> {
     pub entries: Vec<(String, V)>,
     pub metadata: HashMap<String, String>,
@@ -198,9 +211,4 @@ impl<'de, V: Deserialize<'de>, const METADATA: bool> Visitor<'de> for EntriesVis
         }
         Ok(Entries { entries, metadata })
     }
-}
-
-/// serde_json quotes what it met; a message has one line all the same.
-pub(super) fn one_line(error: &impl fmt::Display) -> String {
-    short(&error.to_string())
 }

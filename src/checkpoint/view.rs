@@ -1,12 +1,12 @@
 //! A tensor as the checkpoint holds it, and its values: as f32, or as integers and scales where it is quantized.
 //!
-//! Values that are no numbers (NaN, infinities) are refused wherever values, or integers and scales, are walked: they
-//! would turn every later logit into NaN, and the message would name nothing. A native checkpoint was walked when it was
-//! written; a load reads it straight to the device, and what has become of it since is for its checksums to tell.
+//! NaN and infinities are refused wherever values, or integers and scales, are read: they would turn every later logit
+//! into NaN, and the message could not name the tensor. A native checkpoint was checked when it was written; a load
+//! reads it directly to the device, and its checksums tell later damage.
 
 use std::ops::Range;
 
-use super::CheckpointError;
+use super::error::CheckpointError;
 use super::gguf::GgmlTensor;
 use super::legacy::LegacyTensor;
 use super::native::NativeTensor;
@@ -24,18 +24,18 @@ pub struct Tensor<'a> {
     pub encoding: Encoding<'a>,
 }
 
-/// How the bytes of a tensor stand for its values. Two tensors of equal encodings hold the same values.
+/// How the bytes of a tensor encode its values. Tensors with equal encodings have equal values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Encoding<'a> {
     /// Little endian elements, at any alignment: `shape`'s product times the element size bytes.
     Plain { dtype: DType, data: &'a [u8] },
-    /// Blocks of ggml, of a GGUF file.
+    /// Blocks of ggml, from a GGUF file.
     Ggml(GgmlTensor<'a>),
-    /// Packed as the device wants it.
+    /// Packed in the device's layout, from a native checkpoint.
     Native(NativeTensor<'a>),
-    /// In a layer file of the original project.
+    /// Integers and scales from a layer file of the original project.
     Legacy(LegacyTensor<'a>),
-    /// By GPTQ, AWQ or compressed-tensors.
+    /// Packed by GPTQ, AWQ or compressed-tensors.
     Packed(PackedMatrix<'a>),
 }
 
@@ -62,14 +62,6 @@ impl<'a> Tensor<'a> {
             Encoding::Native(native) => native.stored_bytes(),
             Encoding::Legacy(legacy) => legacy.stored_bytes(),
             Encoding::Packed(packed) => packed.stored_bytes(),
-        }
-    }
-
-    /// Element type and bytes of a tensor that is not quantized.
-    pub fn plain(&self) -> Option<(DType, &'a [u8])> {
-        match self.encoding {
-            Encoding::Plain { dtype, data } => Some((dtype, data)),
-            Encoding::Ggml(_) | Encoding::Native(_) | Encoding::Legacy(_) | Encoding::Packed(_) => None,
         }
     }
 
@@ -143,12 +135,12 @@ impl<'a> Tensor<'a> {
         Ok(out)
     }
 
-    /// The whole tensor as f32. For norms and tests: the embedding of a 27B takes 5.6 GB this way.
+    /// The whole tensor as f32, for norms and tests: the embedding of a 27B would take 5.6 GB.
     pub fn to_f32(&self) -> Result<Vec<f32>, CheckpointError> {
         self.rows_f32(0..self.rows())
     }
 
-    /// What the tensor's writer lost of it, as far as the stored data shows it.
+    /// Describes what the tensor's writer lost, as far as the stored data shows it.
     pub fn defect(&self) -> Option<String> {
         match &self.encoding {
             Encoding::Legacy(legacy) => legacy.defect(),
@@ -178,21 +170,4 @@ fn widen<const N: usize>(bytes: &[u8], out: &mut [f32], bits: impl Fn([u8; N]) -
     for (bytes, out) in bytes.chunks_exact(N).zip(out) {
         *out = f32::from_bits(bits(bytes.try_into().expect("chunks of N bytes")));
     }
-}
-
-/// Element `index` of floating-point elements at any alignment. Panics if they are integers or end before it.
-pub(super) fn float_at(dtype: DType, bytes: &[u8], index: usize) -> f32 {
-    let bytes = &bytes[index * dtype.size()..(index + 1) * dtype.size()];
-    let [first, second] = [bytes[0], bytes[1]];
-    match dtype {
-        DType::F32 => f32::from_le_bytes([first, second, bytes[2], bytes[3]]),
-        DType::F16 => half::f16::from_le_bytes([first, second]).to_f32(),
-        DType::BF16 => half::bf16::from_le_bytes([first, second]).to_f32(),
-        DType::I8 | DType::U8 | DType::I32 | DType::I64 => panic!("{dtype:?} is no floating-point type"),
-    }
-}
-
-/// Whether f16 has this number.
-pub(super) fn f16_holds(x: f32) -> bool {
-    half::f16::from_f32(x).to_f32() == x
 }

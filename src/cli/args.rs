@@ -420,7 +420,7 @@ pub enum Benchmark {
 }
 
 /// The chosen benchmark.
-pub enum What<'a> {
+pub enum Benchmarked<'a> {
     Engine(&'a BenchEngine),
     Model(&'a BenchModel),
     Kernels(&'a BenchKernels),
@@ -429,38 +429,40 @@ pub enum What<'a> {
 }
 
 impl Bench {
-    pub fn what(&self) -> What<'_> {
+    pub fn benchmarked(&self) -> Benchmarked<'_> {
         match &self.what {
-            None => What::Engine(&self.engine),
-            Some(Benchmark::Engine(args)) => What::Engine(args),
-            Some(Benchmark::Model(args)) => What::Model(args),
-            Some(Benchmark::Kernels(args)) => What::Kernels(args),
-            Some(Benchmark::Serve(args)) => What::Serve(args),
-            Some(Benchmark::Isa(args)) => What::Isa(args),
+            None => Benchmarked::Engine(&self.engine),
+            Some(Benchmark::Engine(args)) => Benchmarked::Engine(args),
+            Some(Benchmark::Model(args)) => Benchmarked::Model(args),
+            Some(Benchmark::Kernels(args)) => Benchmarked::Kernels(args),
+            Some(Benchmark::Serve(args)) => Benchmarked::Serve(args),
+            Some(Benchmark::Isa(args)) => Benchmarked::Isa(args),
         }
     }
 
     /// The model that the benchmark loads in this process.
     pub fn model(&self) -> Option<&str> {
-        match self.what() {
-            What::Engine(args) => args.model.model.as_deref(),
-            What::Model(args) => args.model.as_deref(),
-            What::Kernels(_) | What::Serve(_) | What::Isa(_) => None,
+        match self.benchmarked() {
+            Benchmarked::Engine(args) => args.model.model.as_deref(),
+            Benchmarked::Model(args) => args.model.as_deref(),
+            Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_) => None,
         }
     }
 
     pub fn draft(&self) -> Option<&str> {
-        match self.what() {
-            What::Engine(args) => args.model.draft.as_deref(),
-            What::Model(_) | What::Kernels(_) | What::Serve(_) | What::Isa(_) => None,
+        match self.benchmarked() {
+            Benchmarked::Engine(args) => args.model.draft.as_deref(),
+            Benchmarked::Model(_) | Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_) => {
+                None
+            }
         }
     }
 
     pub fn memory(&self) -> Option<&Memory> {
-        match self.what() {
-            What::Engine(args) => Some(&args.model.memory),
-            What::Model(args) => Some(&args.memory),
-            What::Kernels(_) | What::Serve(_) | What::Isa(_) => None,
+        match self.benchmarked() {
+            Benchmarked::Engine(args) => Some(&args.model.memory),
+            Benchmarked::Model(args) => Some(&args.memory),
+            Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_) => None,
         }
     }
 }

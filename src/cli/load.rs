@@ -338,7 +338,7 @@ pub fn machine(config: &Config, paper: Option<(u64, u64)>) -> Result<(Machine, L
         }
         None => {
             let device = gpu::chosen_device(&policy(config, false)).map_err(Error::NoMachine)?;
-            Ok((device.machine(), limits(&config.memory)))
+            Ok((Machine::of_device(&device), limits(&config.memory)))
         }
     }
 }

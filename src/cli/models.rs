@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::json;
 
-use super::args::{Command, What};
+use super::args::{Benchmarked, Command};
 use super::error::Error;
 use super::log;
 use super::terminal::{bytes, print};
@@ -51,7 +51,7 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
             config.model.draft = None;
             None
         }
-        Command::Bench(args) if !matches!(args.what(), What::Engine(_)) => {
+        Command::Bench(args) if !matches!(args.benchmarked(), Benchmarked::Engine(_)) => {
             config.model.draft = None;
             None
         }
@@ -71,7 +71,12 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     let text = match command {
         Command::Devices | Command::Synth(_) | Command::Pull(_) | Command::Models(_) => return Ok(()),
         // These benchmarks use the server's model, or none.
-        Command::Bench(args) if matches!(args.what(), What::Kernels(_) | What::Serve(_) | What::Isa(_)) => {
+        Command::Bench(args)
+            if matches!(
+                args.benchmarked(),
+                Benchmarked::Kernels(_) | Benchmarked::Serve(_) | Benchmarked::Isa(_)
+            ) =>
+        {
             return Ok(());
         }
         Command::Quantize(args) => &mut args.source,

@@ -299,8 +299,7 @@ impl Conversion<'_> {
                 self.writer.copy(name, &bytes)?;
             }
         }
-        let config = files.read("config.json")?.expect("a config that was loaded");
-        let mut config: serde_json::Value = serde_json::from_slice(&config).expect("and that is JSON");
+        let mut config = (*files.config()?.expect("a config that was loaded")).clone();
         if let Some(fields) = config.as_object_mut() {
             // The source's quantization does not describe this checkpoint.
             fields.shift_remove("quantization_config");

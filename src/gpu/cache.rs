@@ -1,4 +1,4 @@
-//! What is kept of a device from run to run: files for each driver and each version of the shaders.
+//! Files that a device keeps from run to run: one set for each driver and each version of the shaders.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 /// The files of one device.
 pub(super) struct Cache {
-    /// None where the user has no place for such files.
+    /// `None` where the user has no cache directory.
     dir: Option<PathBuf>,
     /// Device, driver version and driver build.
     driver: String,
@@ -22,12 +22,12 @@ impl Cache {
         Some(self.dir.as_ref()?.join(format!("{name}-{}-{}.bin", self.driver, env!("SHADER_HASH"))))
     }
 
-    /// `None` where nothing was kept, or not all of it is there.
+    /// `None` where no file of that name was written, or where the file is damaged.
     pub fn read(&self, name: &str) -> Option<Vec<u8>> {
         read_whole(&self.file(name)?)
     }
 
-    /// What cannot be written costs time at the next start, not answers: it is logged and left.
+    /// A failed write is logged and ignored: it costs time at the next start, not answers.
     pub fn write(&self, name: &str, data: &[u8]) {
         let Some(file) = self.file(name) else { return };
         if let Err(e) = write_whole(&file, data) {

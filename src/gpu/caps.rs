@@ -1,77 +1,16 @@
-//! What a device can do, and what a shader needs of it: one list for devices that run shaders and for those that only
-//! compile them.
+//! The features and limits of a device, for devices that run shaders and for those that only compile them.
 //!
-//! What a shader needs is read back from its SPIR-V (`build.rs`); a device that has it enables it. So a variant that a
-//! device cannot run is known before it is made, by the name of what is missing.
+//! `build.rs` reads what a shader needs from its SPIR-V, and a device is created with every feature of [`Need`] that it
+//! has. So a variant that a device cannot run is refused before its pipeline is created, and the error names the
+//! missing feature.
 
 use std::fmt;
 
 use ash::{khr, vk};
 
-use super::{GpuError, Shader};
-
-/// Lanes of a subgroup that shaders are written for: what AMD's wave32 and NVIDIA have. Other sizes that divide it do.
-const SUBGROUP_LANES: u32 = 32;
-
-/// A feature of a device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Need {
-    BufferDeviceAddress,
-    TimelineSemaphore,
-    HostQueryReset,
-    Synchronization2,
-    Maintenance4,
-    SubgroupSizeControl,
-    FullSubgroups,
-    SubgroupArithmetic,
-    SubgroupBallot,
-    SubgroupShuffle,
-    /// Subgroups whose size divides [`SUBGROUP_LANES`].
-    SubgroupsOf32,
-    Float16,
-    Int8,
-    Int16,
-    Storage8,
-    Storage16,
-    IntegerDotProduct,
-    CooperativeMatrix,
-}
-
-impl Need {
-    /// What every step needs, whatever its shaders are.
-    const RUN: [Need; 6] = [
-        Need::BufferDeviceAddress,
-        Need::TimelineSemaphore,
-        Need::HostQueryReset,
-        Need::Synchronization2,
-        Need::Maintenance4,
-        Need::SubgroupArithmetic,
-    ];
-
-    /// Vulkan's own name of it, where there is one.
-    pub fn name(self) -> &'static str {
-        match self {
-            Need::BufferDeviceAddress => "bufferDeviceAddress",
-            Need::TimelineSemaphore => "timelineSemaphore",
-            Need::HostQueryReset => "hostQueryReset",
-            Need::Synchronization2 => "synchronization2",
-            Need::Maintenance4 => "maintenance4",
-            Need::SubgroupSizeControl => "subgroupSizeControl",
-            Need::FullSubgroups => "computeFullSubgroups",
-            Need::SubgroupArithmetic => "subgroup arithmetic in compute shaders",
-            Need::SubgroupBallot => "subgroup ballots in compute shaders",
-            Need::SubgroupShuffle => "subgroup shuffles in compute shaders",
-            Need::SubgroupsOf32 => "subgroups of 32 invocations, or of a size that divides it",
-            Need::Float16 => "shaderFloat16",
-            Need::Int8 => "shaderInt8",
-            Need::Int16 => "shaderInt16",
-            Need::Storage8 => "storageBuffer8BitAccess",
-            Need::Storage16 => "storageBuffer16BitAccess",
-            Need::IntegerDotProduct => "shaderIntegerDotProduct",
-            Need::CooperativeMatrix => "cooperativeMatrix (VK_KHR_cooperative_matrix)",
-        }
-    }
-}
+use super::GpuError;
+use super::need::{Need, SUBGROUP_LANES};
+use super::shader::Shader;
 
 /// A product of tiles that subgroups compute together: `[m, k]` by `[k, n]`, added to `[m, n]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,7 +18,7 @@ pub struct CooperativeMatrix {
     pub m: u32,
     pub n: u32,
     pub k: u32,
-    /// Of the factors, and of the sum and the result.
+    /// Element types of the factors, and of the sum and the result.
     pub factors: vk::ComponentTypeKHR,
     pub sum: vk::ComponentTypeKHR,
 }
@@ -97,19 +36,20 @@ impl fmt::Display for CooperativeMatrix {
     }
 }
 
-/// What a device can do.
+/// The features and limits of a device.
 #[derive(Debug, Clone, Default)]
 pub struct Caps {
     pub api_version: (u32, u32),
     features: Vec<Need>,
-    /// Invocations of a subgroup where a pipeline asks for nothing, and what it may ask for.
+    /// The subgroup size that a pipeline gets without asking for one, and the least and largest that it may ask for.
     pub subgroup_size: u32,
     pub subgroup_sizes: (u32, u32),
-    /// Subgroups of a workgroup, where a pipeline asks for a size.
+    /// Largest number of subgroups in a workgroup of a pipeline that asks for a subgroup size.
     pub max_workgroup_subgroups: u32,
     pub max_workgroup_invocations: u32,
     pub max_shared_bytes: u32,
-    /// Whether dot products of four packed signed bytes are faster than what they are made of.
+    /// Whether a dot product of four packed signed bytes is faster than the multiplications and additions that it
+    /// replaces.
     pub integer_dot_accelerated: bool,
     /// Products of tiles that a subgroup computes without saturation.
     pub cooperative_matrices: Vec<CooperativeMatrix>,
@@ -155,7 +95,7 @@ impl Caps {
             (true, true) => (properties13.min_subgroup_size, properties13.max_subgroup_size),
             _ => (subgroup.subgroup_size, subgroup.subgroup_size),
         };
-        // lavapipe lists them for subgroups of any size, and kills the process where these are not of 8.
+        // lavapipe lists cooperative matrices for subgroups of any size, and kills the process unless the size is 8.
         let may_multiply = kind != vk::PhysicalDeviceType::CPU || subgroup.subgroup_size == 8;
         let has_matrix = has_matrix && may_multiply && is(matrix.cooperative_matrix);
         let all = [
@@ -219,7 +159,7 @@ impl Caps {
         self.features.contains(&need)
     }
 
-    /// What this program cannot do without and the device lacks.
+    /// Names of the features and limits that this program requires and the device lacks.
     pub(super) fn missing_to_run(&self) -> Vec<String> {
         let mut missing = Vec::new();
         if self.api_version < (1, 3) {
@@ -230,7 +170,7 @@ impl Caps {
         missing
     }
 
-    /// What a pipeline of `shader` with such constants needs and the device lacks.
+    /// Names of the features and limits that a pipeline of `shader` with `constants` needs and the device lacks.
     pub fn missing(&self, shader: &Shader, constants: &[u32]) -> Vec<String> {
         let needs = shader.needs.iter().filter(|need| !self.has(**need));
         let mut missing: Vec<String> = needs.map(|need| need.name().to_string()).collect();
@@ -251,9 +191,9 @@ impl Caps {
         ))
     }
 
-    /// The subgroup size that a pipeline of such workgroups asks for: what shaders are written for, or the next smaller one that
-    /// the device has, all of which divide it. `None` where it has only larger ones, lets nobody ask, or would have too many
-    /// subgroups in a workgroup: it is the device's own then.
+    /// The subgroup size that a pipeline with this workgroup asks for: [`SUBGROUP_LANES`], or the largest size of the
+    /// device below that; all sizes are powers of two. `None`, which leaves the size to the device, where the device
+    /// has only larger sizes, has no `subgroupSizeControl`, or would need too many subgroups for a workgroup.
     pub fn required_subgroup_size(&self, workgroup: [u32; 3]) -> Option<u32> {
         let (least, most) = self.subgroup_sizes;
         let size = SUBGROUP_LANES.min(most);
@@ -262,13 +202,13 @@ impl Caps {
         (self.has(Need::SubgroupSizeControl) && is_allowed).then_some(size)
     }
 
-    /// Whether every subgroup of such a workgroup can be asked to be full.
+    /// Whether a pipeline with this workgroup may require full subgroups.
     pub(super) fn has_full_subgroups(&self, workgroup: [u32; 3]) -> bool {
         let size = self.required_subgroup_size(workgroup).unwrap_or(self.subgroup_sizes.1);
         self.has(Need::FullSubgroups) && size > 0 && workgroup[0].is_multiple_of(size)
     }
 
-    /// Makes a logical device with one queue and with every feature of [`Need`] that there is.
+    /// Creates a logical device with one queue and every feature of [`Need`] that the physical device has.
     pub(super) fn create_device(
         &self,
         instance: &ash::Instance,
@@ -291,7 +231,8 @@ impl Caps {
             .shader_float16(has(Need::Float16))
             .shader_int8(has(Need::Int8))
             .storage_buffer8_bit_access(has(Need::Storage8))
-            // What cooperative matrices are declared with; every device that has them has it.
+            // SPIR-V with cooperative matrices declares the Vulkan memory model; every device that has the former has
+            // the latter.
             .vulkan_memory_model(has(Need::CooperativeMatrix));
         let mut features13 = vk::PhysicalDeviceVulkan13Features::default()
             .synchronization2(has(Need::Synchronization2))

@@ -1,12 +1,13 @@
-//! What a driver's compiler makes of a pipeline: registers, spills, assembly. For a GPU that is not there.
+//! Compiles pipelines for a GPU that is not present, and reads the driver's statistics: registers, spills, assembly.
 //!
 //! RADV compiles for any AMD GPU without one: `VK_DRIVER_FILES` names its ICD and `RADV_FORCE_FAMILY=phoenix` the
 //! Radeon 780M's family, and the loader shows "Null hardware". That device has no heaps and makes no timeline
-//! semaphore, so [`Device`](super::Device) does not open it; this opens it for compiling alone.
+//! semaphore, so [`Device`](super::Device) does not open it; [`Compiler`] opens it for compiling alone.
 
 use ash::{khr, vk};
 
-use super::device::{RawDevice, enumerate};
+use super::device::RawDevice;
+use super::enumerate::enumerate;
 use super::instance::Instance;
 use super::pipeline::{PUSH_BYTES, create_pipeline, pipeline_name};
 use super::{DeviceInfo, GpuError, Shader};
@@ -23,8 +24,7 @@ pub struct Compiler {
 /// One pipeline, compiled.
 #[derive(Debug, Clone)]
 pub struct Compiled {
-    pub name: String,
-    /// Lanes of its waves, which is the driver's choice where the pipeline asks for none.
+    /// Lanes of a wave; the driver chooses the number where the pipeline asks for none.
     pub subgroup_size: u32,
     /// The driver's own numbers by its own names, e.g. ("Spilled VGPRs", 0).
     pub statistics: Vec<(String, u64)>,
@@ -87,7 +87,6 @@ impl Compiler {
             panic!("a compute pipeline is one executable: {sizes:?}");
         };
         Ok(Compiled {
-            name,
             subgroup_size,
             statistics: statistics.iter().map(|s| (text(s.name_as_c_str()), value(s))).collect(),
             assembly: texts
@@ -97,7 +96,7 @@ impl Compiler {
         })
     }
 
-    /// What the compiler went through, by name.
+    /// The compiler's internal representations as (name, text).
     ///
     /// # Safety
     ///
@@ -108,7 +107,8 @@ impl Compiler {
     ) -> Result<Vec<(String, String)>, vk::Result> {
         let call = self.executables.fp().get_pipeline_executable_internal_representations_khr;
         let mut count = 0;
-        // SAFETY: per this function's contract; the first call counts, the second asks for lengths, the third for texts.
+        // SAFETY: per this function's contract; the first call counts, the second asks for lengths, the third for
+        // texts.
         unsafe {
             call(self.raw.handle(), executable, &mut count, std::ptr::null_mut()).result()?;
             let mut list = vec![vk::PipelineExecutableInternalRepresentationKHR::default(); count as usize];

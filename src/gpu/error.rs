@@ -1,8 +1,8 @@
-//! What can go wrong below the kernels, in words for the person who meets it.
+//! Errors of the Vulkan layer, in words for the user.
 
 use ash::vk;
 
-/// Errors of the Vulkan layer. None of them is answered by computing somewhere else.
+/// An error of the Vulkan layer. No error makes the computation fall back to another device.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum GpuError {
     #[error("no Vulkan loader (libvulkan.so.1): {0}; install the package libvulkan1 (`make setup` does)")]
@@ -39,8 +39,8 @@ pub enum GpuError {
 }
 
 impl GpuError {
-    /// Whether the device has no room for what was asked, and is else well.
-    pub fn is_of_room(&self) -> bool {
+    /// Whether an allocation did not fit; the device is still usable.
+    pub fn is_out_of_memory(&self) -> bool {
         matches!(self, GpuError::OutOfMemory { .. } | GpuError::TooLarge { .. })
     }
 

@@ -1,4 +1,4 @@
-//! The Vulkan instance: loader, validation layer, and the log of what validation said.
+//! The Vulkan instance: loader, validation layer, and the log of validation messages.
 
 use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Mutex};
@@ -9,13 +9,12 @@ use super::GpuError;
 
 const VALIDATION_LAYER: &CStr = c"VK_LAYER_KHRONOS_validation";
 
-/// What the validation layer reported. Any entry fails the next wait on the device: a message is never
-/// just printed and forgotten.
+/// Messages of the validation layer. Any entry fails the next wait on the device.
 #[derive(Debug, Default)]
 pub struct ValidationLog(Mutex<Vec<String>>);
 
 impl ValidationLog {
-    /// Messages so far, and clears them: a test that provokes one on purpose takes it from here.
+    /// Returns the messages so far and clears the log, for tests that provoke a message.
     pub fn take(&self) -> Vec<String> {
         std::mem::take(&mut self.0.lock().unwrap())
     }
@@ -33,9 +32,9 @@ pub(super) struct Instance {
     pub debug: Option<ext::debug_utils::Instance>,
     messenger: vk::DebugUtilsMessengerEXT,
     pub log: Arc<ValidationLog>,
-    /// The version of Vulkan that the validation layer was made for; the newest where there is none.
+    /// The Vulkan version of the validation layer; `u32::MAX` without the layer.
     pub layer_version: u32,
-    // Last: unloads the loader's library.
+    // Dropped last: it unloads the loader's library.
     pub entry: Entry,
 }
 

@@ -1,16 +1,16 @@
-//! What the assembly of an RDNA kernel says about its speed, from the text that RADV's compiler prints of it: the listing
-//! of LLVM's disassembler, or the compiler's own where that LLVM is older than the GPU. Pure: it needs no device, and knows
-//! no kernel.
+//! Counts the instructions and loops of an RDNA kernel from the assembly that RADV's compiler prints: the listing of
+//! LLVM's disassembler, or the compiler's own listing where LLVM is older than the GPU. Needs no device, and knows no
+//! kernel.
 //!
-//! A loop is what a branch back to a label spans: the compiler lays loops out in one piece. How often one runs is nothing
-//! that the text says; [`crate::kernels::cost`] knows it.
+//! A loop spans from a label to the branch back to it: the compiler lays each loop out in one piece. The text does not
+//! say how often a loop runs; [`crate::kernels::cost`] does.
 
 use std::collections::HashMap;
 use std::ops::{Add, AddAssign, Mul, Range};
 
 use serde::Serialize;
 
-/// Text that is no assembly as RADV prints it.
+/// The text is not assembly as RADV prints it.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum IsaError {
     #[error("no instructions in the driver's assembly")]
@@ -19,29 +19,29 @@ pub enum IsaError {
     Label(String),
 }
 
-/// Instructions by what they occupy.
+/// Numbers of instructions by the unit that they occupy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Counts {
     pub instructions: u64,
-    /// On the vector units: a dual issue is two, a dot product or a matrix product one.
+    /// Vector instructions: a dual issue counts as two, a dot product or a matrix product as one.
     pub valu: u64,
-    /// Dual issues: pairs of the above that take the time of one.
+    /// Dual issues: pairs of vector instructions that take the time of one.
     pub dual: u64,
     /// Dot products of four packed bytes.
     pub dot4: u64,
     /// Matrix products by a wave.
     pub wmma: u64,
-    /// Cycles for which the vector units of one SIMD take nothing else of this wave, if it has 32 lanes; twice as many where
-    /// it has 64. RDNA 3 may issue some f32 instructions of such waves at once; that is not counted.
+    /// Cycles for which a wave of 32 lanes occupies the vector units of its SIMD; a wave of 64 takes twice as many.
+    /// RDNA 3 may issue some f32 instructions of a wave of 64 at once, which is not counted.
     pub cycles: u64,
-    /// Multiply-adds of a lane, in whatever instructions.
+    /// Multiply-adds per lane, in all instructions.
     pub macs: u64,
-    /// What rounds f32: multiply-adds, products and sums of a lane.
+    /// f32 operations per lane that round: multiply-adds, products and sums.
     pub f32_fma: u64,
     pub f32_mul: u64,
     pub f32_add: u64,
     pub vector_loads: u64,
-    /// Those of them that read 16 bytes a lane.
+    /// Vector loads that read 16 bytes per lane.
     pub wide_loads: u64,
     /// Stores and atomics.
     pub vector_stores: u64,
@@ -58,7 +58,7 @@ impl Counts {
         let name = name.trim_start_matches("dual_");
         let is_any = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
         if is_any(&["fma_mix_f32"]) {
-            // A factor that comes as f16; where it adds minus zero, it multiplies.
+            // The instruction takes a factor in f16. Where its addend is minus zero, it is a product.
             let multiplies = operands.contains(", neg(0)");
             *(if multiplies { &mut self.f32_mul } else { &mut self.f32_fma }) += 1;
         } else if is_any(&["fma_f32", "fmac_f32", "fmaak_f32", "fmamk_f32", "mad_f32", "mac_f32"]) {
@@ -128,22 +128,22 @@ impl Mul<u64> for Counts {
 /// A loop of the program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loop {
-    /// Its instructions, those of loops inside it too.
+    /// Indices of its instructions, including those of inner loops.
     pub span: Range<usize>,
     /// The innermost loop around it, by index.
     pub parent: Option<usize>,
-    /// Instructions of it that are in no loop inside it.
+    /// Counts of its instructions outside inner loops.
     pub own: Counts,
 }
 
 /// A kernel's instructions and loops.
 #[derive(Debug, Clone)]
 pub struct Program {
-    /// What each of them occupies, in the order of the text.
+    /// Counts of each instruction, in the order of the text.
     pub instructions: Vec<Counts>,
-    /// All of them, once each.
+    /// Counts of all instructions, once each.
     pub total: Counts,
-    /// In the order in which they begin, an outer one before those in it.
+    /// Loops in the order in which they begin, an outer loop before its inner loops.
     pub loops: Vec<Loop>,
 }
 
@@ -151,15 +151,16 @@ impl Program {
     pub fn parse(assembly: &str) -> Result<Program, IsaError> {
         let mut counts: Vec<Counts> = Vec::new();
         let (mut labels, mut branches) = (HashMap::new(), Vec::new());
-        // The first words of an instruction that goes on in the next line.
+        // The first words of an instruction that continues in the next line.
         let mut begun: Vec<u32> = Vec::new();
         for line in assembly.lines() {
-            // What follows is the instruction as numbers.
+            // The instruction's words follow the semicolon.
             let (line, words) = line.split_once(';').unwrap_or((line, ""));
             let words: Vec<u32> =
                 words.split_whitespace().map_while(|word| u32::from_str_radix(word, 16).ok()).collect();
-            // LLVM refuses a load into s[104:107], half of which is vcc, and takes its second word for the first one of another
-            // instruction: until one ends where a line does, words tell what there is.
+            // LLVM's disassembler rejects a load into s[104:107], half of which is vcc, and takes its second word for
+            // the first word of another instruction. Until an instruction ends at the end of a line, the words are
+            // decoded here.
             if line.starts_with("(invalid instruction)") || (!begun.is_empty() && !words.is_empty()) {
                 begun.extend(words);
                 while let Some(length) =
@@ -176,7 +177,7 @@ impl Program {
                 }
                 continue;
             };
-            // In the compiler's own listing, results stand in front.
+            // In the compiler's own listing, results come before the instruction.
             let line = line.split_once(" = ").map_or(line, |(_, behind)| behind).trim();
             if let Some(n) = repeats(line) {
                 let last = *counts.last().ok_or(IsaError::Empty)?;
@@ -205,7 +206,7 @@ impl Program {
         let mut loops: Vec<Loop> = Vec::new();
         for span in spans {
             let parent = loops.iter().rposition(|outer| outer.span.contains(&span.start));
-            // Two branches back that cross are one loop of two ends.
+            // Two branches back whose spans cross are one loop with two ends.
             let mut around = parent;
             while let Some(i) = around {
                 loops[i].span.end = loops[i].span.end.max(span.end);
@@ -223,30 +224,30 @@ impl Program {
         Ok(Program { instructions: counts, total, loops })
     }
 
-    /// The loops inside of one, or the outermost ones.
+    /// Indices of the loops directly inside `outer`, or of the outermost loops.
     pub fn inside(&self, outer: Option<usize>) -> impl Iterator<Item = usize> {
         (0..self.loops.len()).filter(move |i| self.loops[*i].parent == outer)
     }
 
-    /// One trip of a loop, and of those inside it as many as `trips` says by index.
+    /// Counts of one trip of a loop; `trips` gives the trips of each inner loop by its index.
     pub fn trip(&self, index: usize, trips: &dyn Fn(usize) -> u64) -> Counts {
         let inside = self.inside(Some(index)).map(|i| self.trip(i, trips) * trips(i));
         inside.fold(self.loops[index].own, Add::add)
     }
 
-    /// The loop that multiplies most by itself; none where no loop multiplies and adds.
+    /// The loop with the most multiply-adds outside inner loops; `None` where no loop has any.
     pub fn densest(&self) -> Option<usize> {
-        // The first product of a sum is one without an addition.
+        // The first product of a sum has no addition.
         let products = |i: usize| self.loops[i].own.macs + self.loops[i].own.f32_mul;
         let some = (0..self.loops.len()).filter(|i| self.loops[*i].own.macs > 0);
         some.max_by_key(|i| (products(*i), std::cmp::Reverse(*i)))
     }
 }
 
-/// Operations that two halves of a dual issue may be, by number, as far as they round.
+/// The rounding operations of a dual issue's halves, by opcode.
 const HALVES: [&str; 6] = ["fmac_f32", "fmaak_f32", "fmamk_f32", "mul_f32", "add_f32", "sub_f32"];
 
-/// What an instruction occupies of which all words are known, by the encodings of RDNA 3's instruction set.
+/// Counts of an instruction from its words, by the encodings of RDNA 3's instruction set.
 fn count_words(words: &[u32]) -> Counts {
     let (word, second) = (words[0], words.get(1).copied().unwrap_or(0));
     let bits = |first: u32, count: u32| (word >> first & ((1 << count) - 1)) as usize;
@@ -288,17 +289,18 @@ fn count_words(words: &[u32]) -> Counts {
     }
 }
 
-/// Words of such an instruction. A number of an operand stands for one more: 255 in all, others on the vector units.
+/// Number of words of an instruction. An operand that stands for a literal adds one word: 255 in every encoding,
+/// further values in vector encodings.
 fn words_of(word: u32) -> usize {
     let [first, second] = [word & 0xff, word >> 8 & 0xff];
     let more = match word >> 23 {
-        // Vector instructions of one or two operands; with a constant, `v_fmamk` and `v_fmaak`.
+        // Vector instructions of one or two operands; `v_fmamk` and `v_fmaak` have a constant.
         ..0x100 => [233, 234, 250, 255].contains(&(word & 0x1ff)) || [44, 45, 55, 56].contains(&(word >> 25)),
-        // Scalar ones: without operands or with a constant of 16 bits, of one operand, of two.
+        // Scalar instructions: without operands or with a constant of 16 bits, of one operand, of two.
         0x17f | 0x160..0x17d => false,
         0x17d => first == 255,
         0x100..0x180 => first == 255 || second == 255,
-        // Dual issues; what else has two words to begin with.
+        // Dual issues, and the other encodings of two words.
         0x190..0x198 => return 2 + usize::from(word & 0x1ff == 255),
         _ => true,
     };
@@ -341,8 +343,9 @@ fn count(name: &str, operands: &str) -> Counts {
     c
 }
 
-/// Cycles by the table of RADV's own estimate (`get_perf_info` in aco_statistics.cpp): products of integers take four, what
-/// is 64 bits wide two, a matrix product 32, or 16 of int4. What the transcendental unit computes keeps the others free.
+/// Cycles by the table of RADV's own estimate (`get_perf_info` in aco_statistics.cpp): integer products take four,
+/// 64-bit operations two, a matrix product 32, or 16 with int4. Transcendental instructions do not occupy the other
+/// units.
 fn cycles(name: &str) -> u64 {
     if name.starts_with("wmma_") {
         return if name.ends_with("_iu4") { 16 } else { 32 };
@@ -361,7 +364,7 @@ fn macs(name: &str) -> u64 {
     let name = name.trim_start_matches("dual_");
     let is_any = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
     if name.starts_with("wmma_") {
-        // 16 x 16 x 16 of them by the 32 lanes of a wave.
+        // 16 x 16 x 16 multiply-adds over the 32 lanes of a wave.
         128
     } else if is_any(&["dot8_"]) {
         8
@@ -374,8 +377,8 @@ fn macs(name: &str) -> u64 {
     }
 }
 
-/// Waves of `subgroup_size` that a SIMD holds at once, where the driver's statistic "Subgroups per SIMD" is `reported`: from
-/// RDNA on that counts in waves of 32 lanes, so that it says two for one of 64 (`radv_get_max_waves`).
+/// Waves of `subgroup_size` lanes that a SIMD holds at once. `reported` is the driver's statistic "Subgroups per SIMD",
+/// which counts waves of 32 lanes from RDNA on: a wave of 64 counts as two (`radv_get_max_waves`).
 pub fn real_waves(reported: u64, subgroup_size: u32) -> u64 {
     reported / u64::from(subgroup_size / 32).max(1)
 }
@@ -509,7 +512,7 @@ BB19
         assert_eq!((own.valu, own.cycles, own.macs, own.wide_loads), (2, 3, 1, 1));
     }
 
-    /// Of Mesa 25.0.7 and LLVM 15 for gfx1103.
+    /// Printed by Mesa 25.0.7 with LLVM 15 for gfx1103.
     const REFUSED: &str = "\
 \ts_load_b128 s[64:67], s[64:65], null                         ; f4081020 f8000000
 (invalid instruction)                                        ; f4081a1f
@@ -534,7 +537,8 @@ BB19
         );
     }
 
-    /// What follows such a load within the words that LLVM takes for others, as two builds of `fast_matmul_int8` have it.
+    /// What follows such a load within the words that LLVM takes for others, as two builds of `fast_matmul_int8` have
+    /// it.
     const REFUSED_BEFORE_A_PRODUCT: &str = "\
 BB0:
 (invalid instruction)                                        ; f40c1932

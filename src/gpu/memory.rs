@@ -1,107 +1,23 @@
-//! Device memory: heaps, arenas, buffers.
+//! Device memory: arenas and buffers.
 //!
-//! An [`Arena`] takes memory in chunks and hands out sub-ranges; whoever owns the arena decides when
-//! allocation ends, by dropping it. A model's arena follows a [`Plan`] and takes all of it at once; without one (staging
-//! of a load, tests) chunks are taken as they are needed. Buffers are addressed by 64-bit device addresses, not descriptors:
-//! a weight may be larger than `maxStorageBufferRange` (128 MiB on lavapipe), and 62 layers need no
-//! descriptor sets. A buffer larger than one allocation may be is refused; matrices are cut into row shards
-//! before they get here.
+//! An [`Arena`] takes memory in chunks and hands out sub-ranges; the owner of an arena ends allocation by dropping it.
+//! A model's arena follows a [`Plan`] and allocates all of it at once; an arena without a plan (staging of a load,
+//! tests) allocates chunks as they are needed. Buffers are addressed by 64-bit device addresses, not descriptors: a
+//! weight may be larger than `maxStorageBufferRange` (128 MiB on lavapipe), and 62 layers need no descriptor sets. A
+//! buffer larger than one allocation may be is refused; matrices are cut into row shards before they get here.
 //!
 //! Invariants: nothing is ever moved, padded to fit, or freed behind a buffer's back; a chunk lives as long
 //! as the last buffer in it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use ash::vk;
 
 use super::GpuError;
-use super::device::{Device, HeapInfo};
-use super::memory_types::{MemoryTable, MemoryType};
-use super::placement::{ALIGNMENT, CHUNK_BYTES, Class, Machine, MemoryKind, Placement, Plan, heap_name};
-
-pub(super) struct Heaps {
-    table: MemoryTable,
-    /// Bytes this process has allocated per heap, for drivers without a budget extension.
-    allocated: [AtomicU64; vk::MAX_MEMORY_HEAPS],
-    /// `vkAllocateMemory` calls so far.
-    allocations: AtomicU64,
-}
-
-impl Heaps {
-    pub fn new(instance: &ash::Instance, physical: vk::PhysicalDevice) -> Heaps {
-        // SAFETY: the physical device is of this instance.
-        let properties = unsafe { instance.get_physical_device_memory_properties(physical) };
-        Heaps { table: table(&properties), allocated: Default::default(), allocations: AtomicU64::new(0) }
-    }
-}
-
-fn table(properties: &vk::PhysicalDeviceMemoryProperties) -> MemoryTable {
-    let local = |heap: &vk::MemoryHeap| heap.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL);
-    let heaps = properties.memory_heaps_as_slice().iter();
-    let types = properties.memory_types_as_slice().iter();
-    MemoryTable {
-        heaps: heaps.map(|heap| (heap.size, local(heap))).collect(),
-        types: types
-            .map(|t| MemoryType { heap: t.heap_index as usize, flags: t.property_flags.as_raw() })
-            .collect(),
-    }
-}
-
-/// The heaps of a device with what is free in them now.
-pub(super) fn heap_infos(
-    instance: &ash::Instance,
-    physical: vk::PhysicalDevice,
-    has_budget: bool,
-) -> Vec<HeapInfo> {
-    // SAFETY: the physical device is of this instance.
-    let has_heaps = unsafe { instance.get_physical_device_memory_properties(physical) }.memory_heap_count > 0;
-    // RADV's null device (RADV_FORCE_FAMILY without a GPU) has no heaps, and crashes when asked for their budget.
-    let has_budget = has_budget && has_heaps;
-    let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
-    let mut properties = vk::PhysicalDeviceMemoryProperties2::default();
-    if has_budget {
-        properties = properties.push_next(&mut budget);
-    }
-    // SAFETY: the physical device is of this instance; the budget structure is chained only where supported.
-    unsafe { instance.get_physical_device_memory_properties2(physical, &mut properties) };
-    let mut heaps = table(&properties.memory_properties).heap_infos();
-    if has_budget {
-        for ((info, free), used) in heaps.iter_mut().zip(budget.heap_budget).zip(budget.heap_usage) {
-            info.free_bytes = free.min(info.size_bytes).saturating_sub(used);
-        }
-    }
-    heaps
-}
-
-impl Device {
-    /// `vkAllocateMemory` calls since the device was opened: constant once a model is loaded.
-    pub fn allocations(&self) -> u64 {
-        self.heaps.allocations.load(Ordering::Relaxed)
-    }
-
-    /// The device's memory, with what is free now.
-    pub fn machine(&self) -> Machine {
-        let mut heaps = heap_infos(&self.instance.raw, self.physical, self.memory_budget);
-        if !self.memory_budget {
-            for (heap, taken) in heaps.iter_mut().zip(&self.heaps.allocated) {
-                heap.free_bytes = heap.size_bytes.saturating_sub(taken.load(Ordering::Relaxed));
-            }
-        }
-        Machine::of(&heaps, self.info().kind, self.info().max_allocation_bytes)
-    }
-
-    fn free_bytes(&self, heap: usize) -> (u64, u64) {
-        let machine = self.machine();
-        let heap = machine.heaps.iter().find(|h| h.index == heap).expect("a heap with usable memory types");
-        (heap.free, heap.size)
-    }
-
-    fn memory_type(&self, index: u32) -> MemoryType {
-        self.heaps.table.types[index as usize]
-    }
-}
+use super::device::Device;
+use super::placement::{self, ALIGNMENT, CHUNK_BYTES, Class, MemoryKind, Placement, Plan, heap_name};
 
 /// One `VkDeviceMemory` with the one `VkBuffer` that covers it.
 pub(super) struct Chunk {
@@ -126,7 +42,7 @@ unsafe impl Send for Chunk {}
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
-    /// In the heap with the driver's index `heap`, or in the best one for its kind.
+    /// Allocates in the heap with the driver's index `heap`, or in the best heap for `kind`.
     fn new(
         device: &Arc<Device>,
         kind: MemoryKind,
@@ -158,7 +74,7 @@ impl Chunk {
                 return Err(e);
             }
         };
-        let memory_type = device.memory_type(memory_type);
+        let memory_type = device.heaps.memory_type(memory_type);
         let mut chunk = Chunk {
             device: device.clone(),
             memory,
@@ -201,7 +117,7 @@ fn allocate(
     let mut full: Option<GpuError> = None;
     let table = &device.heaps.table;
     for memory_type in table.suitable(device.info().kind, kind, wanted, needs.memory_type_bits) {
-        let heap = device.memory_type(memory_type).heap;
+        let heap = device.heaps.memory_type(memory_type).heap;
         let (free, total) = device.free_bytes(heap);
         let (_, local) = table.heaps[heap];
         let refusal = || GpuError::OutOfMemory {
@@ -239,7 +155,7 @@ fn allocate(
 impl Drop for Chunk {
     fn drop(&mut self) {
         if self.device.is_lost() {
-            // It may be in use for ever: this, and so the device, is left to the end of the process.
+            // The chunk may be in use for ever: it and the device are leaked until the process ends.
             std::mem::forget(self.device.clone());
             return;
         }
@@ -261,12 +177,12 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Bytes.
+    /// Size in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// Where shaders find the first byte.
+    /// Device address of the first byte.
     pub fn address(&self) -> u64 {
         self.chunk.address + self.offset
     }
@@ -293,20 +209,20 @@ impl Buffer {
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
     }
 
-    /// The bytes as the host sees them, to be written and not read: the memory may be write-combined. `None` where the
-    /// host does not reach it. The device must not be using the buffer.
+    /// The host's mapping, to be written and not read: the memory may be write-combined. `None` where the host cannot
+    /// reach the buffer. The device must not be using the buffer.
     pub(super) fn mapped(&mut self) -> Option<&mut [u8]> {
         if !self.is_mapped() {
             return None;
         }
         let start = self.host_range(0, self.size);
-        // SAFETY: the range lies in the mapping (checked), which lives as long as the chunk that the buffer holds. Other
-        // buffers of this range reach it only through raw copies, which a load does not make of what is yet to be read;
-        // two readings of one range are refused.
+        // SAFETY: the range lies in the mapping (checked), which lives as long as the chunk that the buffer holds.
+        // Other buffers of this range reach it only through raw copies, which a load does not make of what is yet to be
+        // read; two readings of one range are refused.
         Some(unsafe { std::slice::from_raw_parts_mut(start, self.size as usize) })
     }
 
-    /// Whether the host reaches the buffer.
+    /// Whether the host can reach the buffer.
     pub(super) fn is_mapped(&self) -> bool {
         !self.chunk.mapped.is_null()
     }
@@ -319,25 +235,25 @@ impl Buffer {
     }
 }
 
-/// Hands out buffers; when it is dropped, allocation is over, and the buffers stay.
+/// Hands out buffers. Buffers outlive the arena.
 pub struct Arena {
     device: Arc<Device>,
-    /// With a plan: what it asked for and is not handed out yet.
+    /// The plan and its chunks; `None` for an arena without a plan.
     planned: Option<Planned>,
     open: Vec<OpenChunk>,
     placements: Vec<Placement>,
     allocated: u64,
 }
 
-/// A plan carried out.
+/// A plan with its chunks allocated.
 struct Planned {
     plan: Plan,
     chunks: Vec<Arc<Chunk>>,
-    /// Requests not handed out yet, by class, in the order in which they were made.
+    /// Requests not handed out yet, by class, in the plan's order.
     left: Vec<VecDeque<usize>>,
 }
 
-/// The chunk that small buffers of one kind and class are still cut from.
+/// A chunk with room for more small buffers of its kind and class.
 struct OpenChunk {
     kind: MemoryKind,
     class: Class,
@@ -356,14 +272,14 @@ impl Arena {
         }
     }
 
-    /// Takes everything that `plan` asks for, now; `plan` was made for [`Device::machine`]. Its requests are then handed
-    /// out class by class, each class in the order of the requests.
+    /// Allocates everything in `plan`, which was made for [`Device::machine`]. The requests of each class are handed
+    /// out in the plan's order.
     pub fn with_plan(device: &Arc<Device>, plan: Plan) -> Result<Arena, GpuError> {
-        let is_apart = device.rehearsed().buffers_apart;
-        let plan = if is_apart { plan.apart() } else { plan };
-        let take = |chunk: &super::placement::Chunk| {
+        let is_separate = device.rehearsed().separate_buffers;
+        let plan = if is_separate { plan.one_chunk_each() } else { plan };
+        let take = |chunk: &placement::Chunk| {
             let heap = plan.heaps[chunk.heap].heap.index;
-            let bytes = if is_apart { chunk.used } else { chunk.bytes() };
+            let bytes = if is_separate { chunk.used } else { chunk.bytes() };
             Chunk::new(device, chunk.kind, chunk.class, Some(heap), bytes, &chunk.name).map(Arc::new)
         };
         let chunks = plan.chunks.iter().map(take).collect::<Result<Vec<_>, _>>()?;
@@ -377,8 +293,8 @@ impl Arena {
         Ok(Arena { device: device.clone(), planned, open: Vec::new(), placements, allocated })
     }
 
-    /// A buffer of `size` bytes. Its content is undefined. `name` is for errors and debuggers. Panics where a plan asked
-    /// for another buffer here: whoever planned and whoever loads share one list.
+    /// A buffer of `size` bytes. Its content is undefined. `name` is for errors and debuggers. Panics where the plan's
+    /// next request of the class is another buffer: plan and load follow one list.
     pub fn alloc(
         &mut self,
         kind: MemoryKind,
@@ -390,7 +306,7 @@ impl Arena {
         if let Some(planned) = &mut self.planned {
             return Ok(planned.hand_out(kind, class, size, name));
         }
-        if self.device.rehearsed().buffers_apart {
+        if self.device.rehearsed().separate_buffers {
             let chunk = Arc::new(Chunk::new(&self.device, kind, class, None, size, name)?);
             self.note(class, &chunk, size, chunk.allocated);
             return Ok(Buffer { chunk, offset: 0, size });
@@ -432,14 +348,14 @@ impl Arena {
         self.allocated
     }
 
-    /// Every chunk of a plan, whole, with what it is for. None without a plan.
+    /// Every chunk of the plan as one buffer, with its class. Empty without a plan.
     pub fn chunks(&self) -> Vec<(Class, Buffer)> {
         let Some(Planned { plan, chunks, .. }) = &self.planned else { return Vec::new() };
         let whole = |chunk: &Arc<Chunk>| Buffer { chunk: chunk.clone(), offset: 0, size: chunk.size };
         plan.chunks.iter().zip(chunks).map(|(planned, chunk)| (planned.class, whole(chunk))).collect()
     }
 
-    /// Whether everything that a plan took has been handed out.
+    /// Whether every request of the plan has been handed out.
     pub fn is_exhausted(&self) -> bool {
         self.planned.as_ref().is_none_or(|planned| planned.left.iter().all(VecDeque::is_empty))
     }

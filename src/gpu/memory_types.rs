@@ -1,7 +1,8 @@
-//! Which memory type of a heap a buffer is taken from: by what the type is, never by where the driver lists it.
+//! Chooses the memory type of a heap for a buffer: by the type's properties, never by its place in the driver's list.
 //!
-//! [`super::placement`] chooses the heap; a heap has several types, which differ in what the host sees. Drivers list them
-//! in orders of their own, so an order is stated here, and the driver's index only tells twins apart:
+//! [`super::placement`] chooses the heap; a heap has several types, which differ in how the host reaches them. Each
+//! driver lists types in its own order, so this table states one; the driver's index decides only between types with
+//! equal properties:
 //!
 //! | memory | needs | prefers, one after the other |
 //! |---|---|---|
@@ -10,15 +11,15 @@
 //! | upload | mapped | the host's heap; write-combined: the host never reads it, and the GPU need not snoop the CPU's caches |
 //! | readback | mapped | cached: the host reads other memory word by word; the host's heap |
 //!
-//! It refuses types with properties that it does not know: device-coherent ones are uncached on the GPU and slow, protected
-//! and lazily allocated ones need features that are off.
+//! It refuses types with properties that it does not know: device-coherent ones are uncached on the GPU and slow,
+//! protected and lazily allocated ones need features that are off.
 
 use ash::vk::MemoryPropertyFlags as Flags;
 
-use super::device::{DeviceKind, HeapInfo};
+use super::info::{DeviceKind, HeapInfo};
 use super::placement::MemoryKind;
 
-/// What the host writes and reads without flushing.
+/// Properties of memory that the host writes and reads without flushing.
 const HOST: Flags = Flags::from_raw(Flags::HOST_VISIBLE.as_raw() | Flags::HOST_COHERENT.as_raw());
 const KNOWN: Flags =
     Flags::from_raw(Flags::DEVICE_LOCAL.as_raw() | HOST.as_raw() | Flags::HOST_CACHED.as_raw());
@@ -56,7 +57,7 @@ pub struct MemoryTable {
 }
 
 impl MemoryTable {
-    /// The heaps as far as known types reach them, all of each free.
+    /// The heaps and their properties by the known memory types; all bytes count as free.
     pub fn heap_infos(&self) -> Vec<HeapInfo> {
         let info = |(heap, &(size_bytes, device_local)): (usize, &(u64, bool))| {
             let types = || self.types.iter().filter(move |t| t.heap == heap && t.is_known());
@@ -71,8 +72,8 @@ impl MemoryTable {
         self.heaps.iter().enumerate().map(info).collect()
     }
 
-    /// Indices of the types that suit `kind`, best first; of `heap` alone where there is one. `allowed` has a bit for each
-    /// type that the buffer may lie in.
+    /// Indices of the memory types that suit `kind`, best first, restricted to `heap` if it is given. `allowed` has a
+    /// bit for each type that the buffer may use.
     pub fn suitable(
         &self,
         device: DeviceKind,
@@ -80,7 +81,7 @@ impl MemoryTable {
         heap: Option<usize>,
         allowed: u32,
     ) -> Vec<u32> {
-        let unified = is_unified(device);
+        let unified = device.is_unified();
         // Smaller is better; `None` does not suit.
         let rank = |t: MemoryType| -> Option<[bool; 3]> {
             let (local, mapped, cached) =
@@ -102,9 +103,4 @@ impl MemoryTable {
         ranked.sort();
         ranked.into_iter().map(|(_, i)| i).collect()
     }
-}
-
-/// An integrated GPU reaches all of its memory at one speed: GTT is as good as the carve-out.
-pub(super) fn is_unified(device: DeviceKind) -> bool {
-    matches!(device, DeviceKind::Integrated | DeviceKind::Cpu)
 }

@@ -1,37 +1,48 @@
 //! The Vulkan layer: all of `ash` lives here, and all `unsafe` of the compute path.
 //!
-//! It offers a device chosen by policy, memory that stays where it was put, pipelines, and a recorder that
-//! derives barriers. It refuses to know what a tensor or a model is, to fall back to another device, and to
-//! allocate behind its caller's back.
+//! It offers a device chosen by policy, memory that is never moved, pipelines, and a recorder that derives barriers. It
+//! refuses to know what a tensor or a model is, to fall back to another device, and to allocate without being asked.
 
 mod cache;
 mod caps;
+mod choose;
 #[doc(hidden)]
 pub mod compiler;
+mod counts;
 mod device;
+mod enumerate;
 mod error;
+mod heaps;
+mod info;
 mod instance;
 #[doc(hidden)]
 pub mod isa;
 mod memory;
 pub mod memory_types;
+mod need;
 mod pipeline;
 pub mod placement;
 mod recorder;
+mod rehearsal;
 pub mod residency;
+mod shader;
 mod upload;
 mod watchdog;
 
-pub use caps::{Caps, Need};
-pub use device::{
-    Device, DeviceInfo, DeviceKind, DevicePolicy, HeapInfo, NO_DRIVER_HINT, QueueKind, chosen_device,
-    list_devices,
-};
+pub use caps::Caps;
+pub use choose::{DevicePolicy, NO_DRIVER_HINT, chosen_device};
+pub use counts::{Counts, Profile};
+pub use device::Device;
+pub use enumerate::list_devices;
 pub use error::GpuError;
+pub use info::{DeviceInfo, DeviceKind, HeapInfo, QueueKind};
 pub use instance::ValidationLog;
 pub use memory::{Arena, Buffer};
-pub use pipeline::{Access, Arguments, Pipeline, Shader};
+pub use need::Need;
+pub use pipeline::Pipeline;
 pub use placement::{Class, MemoryKind, Placement};
-pub use recorder::{CommandBuffer, Counts, INDIRECT_BYTES, Order, Profile, Recorder, Rehearsal, Submission};
+pub use recorder::{Arguments, CommandBuffer, INDIRECT_BYTES, Recorder, Submission};
+pub use rehearsal::{Order, Rehearsal};
+pub use shader::{Access, Shader};
 pub use upload::Uploader;
 pub use watchdog::longest_submit;

@@ -5,65 +5,16 @@ use std::sync::{Arc, Mutex};
 
 use ash::vk;
 
+use super::GpuError;
 use super::cache::Cache;
-use super::{Buffer, Device, DeviceInfo, GpuError, Need};
+use super::info::DeviceInfo;
+use super::shader::Shader;
 
-/// What the cache of pipelines is kept as.
-const KEPT: &str = "pipelines";
+/// Name of the pipeline cache's file.
+const CACHE_NAME: &str = "pipelines";
 
 /// Push-constant bytes of every pipeline layout: what Vulkan guarantees.
 pub(super) const PUSH_BYTES: u32 = 128;
-
-/// One compiled shader of the kernel table, a variant of a kernel; all of it is read back from its SPIR-V.
-#[derive(Debug)]
-pub struct Shader {
-    pub name: &'static str,
-    pub kernel: &'static str,
-    /// Specialization constants: (id, name), ascending.
-    pub constants: &'static [(u32, &'static str)],
-    /// The push constants that are addresses, in order, and what is done with the memory behind each.
-    pub pointers: &'static [(&'static str, Access)],
-    /// Whether it follows addresses that it finds in memory; it reads there.
-    pub follows: bool,
-    pub needs: &'static [Need],
-    /// Invocations of a workgroup.
-    pub workgroup: [u32; 3],
-    /// Bytes of shared memory, by the constants.
-    pub shared_bytes: fn(&[u32]) -> u32,
-    pub spirv: &'static [u8],
-}
-
-/// What a shader does with the memory behind an address.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Access {
-    /// The variant does not use the address.
-    None,
-    Read,
-    Write,
-    ReadWrite,
-}
-
-impl Access {
-    pub fn writes(self) -> bool {
-        matches!(self, Access::Write | Access::ReadWrite)
-    }
-}
-
-/// What one dispatch of a kernel takes; `build.rs` generates a struct for each.
-pub trait Arguments {
-    const KERNEL: &'static str;
-    /// The push constants as the shader has them.
-    type Push: bytemuck::NoUninit;
-
-    /// The buffers behind the shader's addresses, in the order of [`Shader::pointers`]. `None` is for variants that do not use
-    /// them, and for addresses whose names end in `_or_none`.
-    fn buffers(&self) -> impl Iterator<Item = Option<&Buffer>>;
-
-    /// The buffers behind the addresses that the shader finds in memory.
-    fn followed(&self) -> &[&Buffer];
-
-    fn push(&self) -> Self::Push;
-}
 
 pub struct Pipeline {
     pub(super) raw: vk::Pipeline,
@@ -81,8 +32,8 @@ pub(super) struct Pipelines {
 }
 
 impl Pipelines {
-    pub fn new(raw: &ash::Device, kept: &Cache) -> Result<Pipelines, GpuError> {
-        let saved = kept.read(KEPT).unwrap_or_default();
+    pub fn new(raw: &ash::Device, files: &Cache) -> Result<Pipelines, GpuError> {
+        let saved = files.read(CACHE_NAME).unwrap_or_default();
         let push =
             [vk::PushConstantRange::default().stage_flags(vk::ShaderStageFlags::COMPUTE).size(PUSH_BYTES)];
         let info = vk::PipelineLayoutCreateInfo::default().push_constant_ranges(&push);
@@ -98,6 +49,40 @@ impl Pipelines {
         Ok(Pipelines { layout, cache, made: Mutex::default() })
     }
 
+    /// The pipeline of `shader` with `constants`, made at first use on the device `raw` and given to `name` with its
+    /// name.
+    pub fn get(
+        &self,
+        raw: &ash::Device,
+        device: &DeviceInfo,
+        shader: &'static Shader,
+        constants: &[u32],
+        name: impl Fn(vk::Pipeline, &str),
+    ) -> Result<Arc<Pipeline>, GpuError> {
+        let key = (shader.name, constants.to_vec());
+        // Locked while compiling: two threads asking for one pipeline compile it once.
+        let mut made = self.made.lock().unwrap();
+        if let Some(pipeline) = made.get(&key) {
+            return Ok(pipeline.clone());
+        }
+        let flags = vk::PipelineCreateFlags::empty();
+        let handle = create_pipeline(raw, device, self.cache, self.layout, flags, shader, constants)?;
+        let pipeline = Pipeline { raw: handle, name: pipeline_name(shader, constants), shader };
+        name(handle, &pipeline.name);
+        let pipeline = Arc::new(pipeline);
+        made.insert(key, pipeline.clone());
+        Ok(pipeline)
+    }
+
+    /// Writes the pipeline cache of the device `raw` to a file for the next start.
+    pub fn save(&self, raw: &ash::Device, files: &Cache) {
+        // SAFETY: the cache was made on this device, and is destroyed with it alone.
+        match unsafe { raw.get_pipeline_cache_data(self.cache) } {
+            Ok(data) => files.write(CACHE_NAME, &data),
+            Err(e) => tracing::warn!("no pipeline cache is kept: {e}"),
+        }
+    }
+
     /// SAFETY (caller): no submitted work uses a pipeline any more.
     pub unsafe fn destroy(&self, raw: &ash::Device) {
         // SAFETY: per this function's contract; each handle is destroyed once.
@@ -111,46 +96,13 @@ impl Pipelines {
     }
 }
 
-impl Device {
-    /// The pipeline of `shader` with `constants` (in the order of `Shader::constants`), made at first use.
-    pub fn pipeline(&self, shader: &'static Shader, constants: &[u32]) -> Result<Arc<Pipeline>, GpuError> {
-        let key = (shader.name, constants.to_vec());
-        // Held while compiling: two threads asking for one pipeline compile it once.
-        let mut made = self.pipelines.made.lock().unwrap();
-        if let Some(pipeline) = made.get(&key) {
-            return Ok(pipeline.clone());
-        }
-        let pipeline = Arc::new(self.compile(shader, constants)?);
-        made.insert(key, pipeline.clone());
-        Ok(pipeline)
-    }
-
-    fn compile(&self, shader: &'static Shader, constants: &[u32]) -> Result<Pipeline, GpuError> {
-        let (cache, layout) = (self.pipelines.cache, self.pipelines.layout);
-        let flags = vk::PipelineCreateFlags::empty();
-        let raw = create_pipeline(&self.raw, self.info(), cache, layout, flags, shader, constants)?;
-        let name = pipeline_name(shader, constants);
-        self.name(raw, &name);
-        Ok(Pipeline { raw, name, shader })
-    }
-
-    /// Keeps the pipeline cache for the next start.
-    pub fn save_pipeline_cache(&self) {
-        // SAFETY: the cache is this device's.
-        match unsafe { self.raw.get_pipeline_cache_data(self.pipelines.cache) } {
-            Ok(data) => self.cache.write(KEPT, &data),
-            Err(e) => tracing::warn!("no pipeline cache is kept: {e}"),
-        }
-    }
-}
-
 /// A shader's name and the values of its constants.
 pub(super) fn pipeline_name(shader: &Shader, constants: &[u32]) -> String {
     let named = shader.constants.iter().zip(constants).map(|((_, n), v)| format!(" {n}={v}"));
     format!("{}{}", shader.name, named.collect::<String>())
 }
 
-/// Compiles `shader` for the device, or says what that lacks.
+/// Compiles `shader` for the device. The error names the features that the device lacks.
 pub(super) fn create_pipeline(
     raw: &ash::Device,
     device: &DeviceInfo,

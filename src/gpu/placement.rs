@@ -1,4 +1,4 @@
-//! Where every byte of a model goes: one policy, pure arithmetic, followed by a real load and by a plan on paper alike.
+//! Plans where every byte of a model goes. A load and `unicorn plan` follow the same plan, which is arithmetic alone.
 //!
 //! Classes are placed in the order of [`Class`], each into the first heap of its list that has room:
 //!
@@ -8,17 +8,16 @@
 //! | FFN weights, the bulk | GTT, then VRAM; or as the others ([`Limits::ffn_heap`]) | VRAM |
 //! | staging | host-visible: GTT, then VRAM | the same |
 //!
-//! VRAM are the device-local heaps, GTT the others, larger ones first. What spills is written down like everything
-//! else: a row of the table for each class and heap. On a discrete GPU weights in host memory would crawl over PCIe: a
-//! silent substitute, so refused.
+//! VRAM are the device-local heaps, GTT the others, larger heaps first. Bytes that spill into a second heap get a row
+//! of the table of their own, as every class and heap has. On a discrete GPU, weights in host memory are refused:
+//! reading them over PCIe would be slow without a warning.
 //!
 //! Invariants: no heap is filled beyond what may be used of it; no allocation is larger than the device's largest;
 //! every request is placed, or all are refused with the table of what was asked and what is free.
 
 use std::fmt;
 
-use super::device::{DeviceKind, HeapInfo};
-use super::memory_types::is_unified;
+use super::info::{DeviceInfo, DeviceKind, HeapInfo};
 use crate::config::{FfnHeap, show_bytes};
 
 /// Small buffers share chunks of at most this, so that there are few allocations (drivers allow some 4096).
@@ -27,9 +26,9 @@ pub(super) const CHUNK_BYTES: u64 = 32 << 20;
 pub(super) const ALIGNMENT: u64 = 256;
 /// Chunks are multiples of this, the largest page of common GPUs' small-page modes: what is planned is what is taken.
 const GRAIN: u64 = 64 << 10;
-/// Left to others where no reserve is given: this much, or a tenth of the memory, whichever is more.
+/// The reserve for other programs where none is configured: this much, or a tenth of the memory, whichever is more.
 const RESERVE_BYTES: u64 = 512 << 20;
-/// What RADV allocates at once, at most: taken for plans on paper.
+/// RADV's largest allocation, assumed for machines that are not present.
 const PAPER_MAX_ALLOCATION: u64 = 0xffff_fffc;
 
 /// Which memory a buffer needs.
@@ -43,7 +42,7 @@ pub enum MemoryKind {
     Readback,
 }
 
-/// What bytes are for: the rows of the placement table, in the order in which they are placed.
+/// The purpose of a buffer: the rows of the placement table, in the order in which they are placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Class {
     Attention,
@@ -78,7 +77,7 @@ impl Class {
         }
     }
 
-    /// Whether these bytes come from the checkpoint.
+    /// Whether the bytes come from the checkpoint.
     pub const fn is_weights(self) -> bool {
         matches!(self, Class::Attention | Class::Embedding | Class::Norms | Class::Ffn)
     }
@@ -102,14 +101,14 @@ pub struct Heap {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
     pub heaps: Vec<Heap>,
-    /// The GPU reaches all of it at one speed: weights may lie in any heap.
+    /// The GPU reaches all memory at one speed: weights may lie in any heap.
     pub unified: bool,
     /// `maxMemoryAllocationSize`.
     pub max_allocation_bytes: u64,
 }
 
 impl Machine {
-    /// A device's heaps, as far as buffers may lie in them.
+    /// The heaps of a device that buffers may lie in.
     pub fn of(heaps: &[HeapInfo], device: DeviceKind, max_allocation_bytes: u64) -> Machine {
         let usable = heaps.iter().enumerate().filter(|(_, info)| info.usable);
         let heaps = usable.map(|(index, info)| Heap {
@@ -120,10 +119,16 @@ impl Machine {
             device_local: info.device_local,
             host_visible: info.host_visible,
         });
-        Machine { heaps: heaps.collect(), unified: is_unified(device), max_allocation_bytes }
+        Machine { heaps: heaps.collect(), unified: device.is_unified(), max_allocation_bytes }
     }
 
-    /// A machine that is not here: an integrated AMD GPU with so much of both, or a GPU with one heap where `gtt` is 0.
+    /// The memory of a device that is not open.
+    pub fn of_device(info: &DeviceInfo) -> Machine {
+        Machine::of(&info.heaps, info.kind, info.max_allocation_bytes)
+    }
+
+    /// A machine that is not present: an integrated AMD GPU with these bytes of VRAM and GTT, or with one heap where
+    /// `gtt` is 0.
     pub fn on_paper(vram: u64, gtt: u64) -> Machine {
         let heap = |index, name: &str, size, device_local| Heap {
             index,
@@ -141,16 +146,16 @@ impl Machine {
         }
     }
 
-    /// Bytes that may be used of each heap: what is free, less its share of the reserve, at most the limit of its kind.
+    /// Usable bytes of each heap: the free bytes, less the heap's share of the reserve, at most the limit of its kind.
     pub fn usable(&self, limits: &Limits) -> Vec<u64> {
         let counts = |heap: &Heap| self.unified || heap.device_local;
         let total: u64 = self.heaps.iter().filter(|heap| counts(heap)).map(|heap| heap.size).sum();
         let reserve = limits.reserve.unwrap_or(RESERVE_BYTES.max(total / 10)).min(total);
         let mut left = [limits.gtt.unwrap_or(u64::MAX), limits.vram.unwrap_or(u64::MAX)];
-        // The larger heap of a kind has the limit first, as it has the buffers.
+        // The larger heap of a kind gets the limit first, as it gets buffers first.
         let mut usable = vec![0; self.heaps.len()];
         for device_local in [true, false] {
-            for i in self.of_kind(device_local) {
+            for i in self.largest_first(device_local) {
                 let heap = &self.heaps[i];
                 let share = u128::from(reserve) * u128::from(heap.size) / u128::from(total.max(1));
                 let share = if counts(heap) { share as u64 } else { 0 };
@@ -162,17 +167,17 @@ impl Machine {
         usable
     }
 
-    /// Device-local heaps, or the others, larger ones first.
-    fn of_kind(&self, device_local: bool) -> Vec<usize> {
+    /// Indices of the device-local heaps, or of the others, larger heaps first.
+    fn largest_first(&self, device_local: bool) -> Vec<usize> {
         let mut heaps: Vec<usize> =
             (0..self.heaps.len()).filter(|&i| self.heaps[i].device_local == device_local).collect();
         heaps.sort_by_key(|&i| std::cmp::Reverse(self.heaps[i].size));
         heaps
     }
 
-    /// Heaps for buffers of a class and kind, best first: the policy.
+    /// Indices of the heaps for buffers of a class and kind, best first.
     fn preference(&self, class: Class, kind: MemoryKind, ffn_heap: FfnHeap) -> Vec<usize> {
-        let (vram, gtt) = (self.of_kind(true), self.of_kind(false));
+        let (vram, gtt) = (self.largest_first(true), self.largest_first(false));
         match (kind, class) {
             (MemoryKind::Upload | MemoryKind::Readback, _) => {
                 [gtt, vram].concat().into_iter().filter(|&i| self.heaps[i].host_visible).collect()
@@ -188,15 +193,15 @@ pub(super) fn heap_name(index: usize, device_local: bool) -> String {
     format!("heap {index} ({})", if device_local { "device-local" } else { "host" })
 }
 
-/// What a user allows; `None` is what the driver says.
+/// Limits that a user sets; `None` leaves the limit to the driver.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes of device-local heaps.
     pub vram: Option<u64>,
     /// Bytes of other heaps.
     pub gtt: Option<u64>,
-    /// Bytes left to others, taken off the heaps in proportion to their sizes. `None`: 512 MiB or a tenth of the
-    /// memory, whichever is more.
+    /// Bytes left to other programs, taken off the heaps in proportion to their sizes. `None`: 512 MiB or a tenth of
+    /// the memory, whichever is more.
     pub reserve: Option<u64>,
     /// Where FFN weights go first if the GPU reaches all memory at one speed.
     pub ffn_heap: FfnHeap,
@@ -220,14 +225,14 @@ pub struct Chunk {
     pub heap: usize,
     pub class: Class,
     pub kind: MemoryKind,
-    /// What its buffers take.
+    /// Bytes of its buffers.
     pub used: u64,
-    /// Of its first buffer.
+    /// Name of its first buffer.
     pub name: String,
 }
 
 impl Chunk {
-    /// What is allocated.
+    /// Bytes that are allocated.
     pub fn bytes(&self) -> u64 {
         self.used.next_multiple_of(GRAIN)
     }
@@ -248,23 +253,23 @@ pub struct Placement {
     /// [`Heap::name`]
     pub heap: String,
     pub buffers: usize,
-    /// What the buffers take.
+    /// Bytes of the buffers.
     pub bytes: u64,
-    /// What is allocated for them: small buffers share chunks.
+    /// Bytes that are allocated for them: small buffers share chunks.
     pub allocated: u64,
 }
 
-/// What becomes of one heap.
+/// How much of a heap a plan uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeapUse {
     pub heap: Heap,
-    /// What may be used of it.
+    /// Usable bytes.
     pub usable: u64,
-    /// What the plan allocates there.
+    /// Bytes that the plan allocates there.
     pub placed: u64,
 }
 
-/// Every request in its place.
+/// All requests, each with its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     pub requests: Vec<Request>,
@@ -275,13 +280,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// What is allocated, over all heaps.
+    /// Bytes that are allocated in all heaps.
     pub fn bytes(&self) -> u64 {
         self.heaps.iter().map(|heap| heap.placed).sum()
     }
 
-    /// The same with a chunk for each request.
-    pub(super) fn apart(self) -> Plan {
+    /// The plan with a chunk for each request.
+    pub(super) fn one_chunk_each(self) -> Plan {
         let chunk = |(request, slot): (&Request, &Slot)| Chunk {
             heap: self.chunks[slot.chunk].heap,
             class: request.class,
@@ -292,11 +297,6 @@ impl Plan {
         let chunks: Vec<Chunk> = self.requests.iter().zip(&self.slots).map(chunk).collect();
         let slots = (0..chunks.len()).map(|chunk| Slot { chunk, offset: 0 }).collect();
         Plan { chunks, slots, ..self }
-    }
-
-    /// The heap that request `i` lies in.
-    pub fn heap_of(&self, i: usize) -> &Heap {
-        &self.heaps[self.chunks[self.slots[i].chunk].heap].heap
     }
 
     /// The table: one row per class and heap that hold something, in the order of placing.
@@ -329,13 +329,13 @@ impl Plan {
 /// Why a request has no place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Obstacle {
-    /// No heap that it may lie in has room.
+    /// No heap that the buffer may lie in has room.
     Full,
-    /// One allocation holds at most so many bytes.
+    /// The buffer exceeds the device's largest allocation, `limit` bytes.
     TooLarge { limit: u64 },
 }
 
-/// What was asked does not fit; nothing was taken. Displays as one line; [`Refusal::table`] has the rows.
+/// The requests do not fit; nothing was allocated. Displays as one line; [`Refusal::table`] has the rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     /// The first request that found no place.
@@ -343,7 +343,7 @@ pub struct Refusal {
     pub obstacle: Obstacle,
     /// Bytes asked, by class.
     pub asked: Vec<(Class, u64)>,
-    /// `placed`: what had been placed before the request that failed.
+    /// `placed` counts the requests before the one that failed.
     pub heaps: Vec<HeapUse>,
 }
 
@@ -352,7 +352,7 @@ impl Refusal {
         self.asked.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// What was asked and what is free, a row each.
+    /// Rows of what was asked by class, and of what is free by heap.
     pub fn table(&self) -> Vec<String> {
         let asked =
             self.asked.iter().map(|(class, n)| format!("asked  {:>10} {}", show_bytes(*n), class.name()));
@@ -400,7 +400,7 @@ pub fn place(machine: &Machine, limits: &Limits, requests: Vec<Request>) -> Resu
     let limit = machine.max_allocation_bytes / GRAIN * GRAIN;
     let mut chunks: Vec<Chunk> = Vec::new();
     let mut slots = vec![Slot { chunk: usize::MAX, offset: 0 }; requests.len()];
-    // The shared chunk of each heap that small buffers are still added to; of the class and kind being placed.
+    // The shared chunk of each heap with room for small buffers of the class and kind being placed.
     let mut open: Vec<Option<usize>> = vec![None; heaps.len()];
     let mut placing = None;
 

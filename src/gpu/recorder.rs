@@ -1,8 +1,8 @@
-//! Recording and submitting work. A [`Recorder`] derives barriers from what each command reads and writes, which for a
-//! dispatch its shader says, and keeps those buffers alive as long as the recording is.
+//! Recording and submitting work. A [`Recorder`] derives barriers from the ranges that each command reads and writes,
+//! and keeps their buffers alive as long as the recording. The accesses of a dispatch are known from its shader.
 //!
-//! What is recorded is submitted alone, once, by [`Recorder::submit`]; or, by [`CommandBuffer::record`], for a
-//! [`Submission`], which hands it to the device with others, as often as wanted, each time after the last has ended.
+//! [`Recorder::submit`] submits a recording alone and once. [`CommandBuffer::record`] records for a [`Submission`],
+//! which submits several command buffers together, again and again, each time after the last submission has ended.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -11,23 +11,34 @@ use std::time::Duration;
 
 use ash::vk;
 
+use super::GpuError;
+use super::counts::Counts;
 use super::device::Device;
 use super::memory::{Buffer, Chunk};
-use super::pipeline::{Access, Arguments, PUSH_BYTES, Pipeline};
-use super::{Class, GpuError};
+use super::pipeline::{PUSH_BYTES, Pipeline};
+use super::rehearsal::{Order, Rehearsal};
+use super::shader::Access;
 
 /// Timed commands per command buffer; later ones run untimed, and the profile says how many.
 const MAX_TIMED: u32 = 256;
 
-/// Of the numbers of workgroups that an indirect dispatch reads.
+/// Bytes of the workgroup counts that an indirect dispatch reads.
 pub const INDIRECT_BYTES: u64 = 12;
 
-/// GPU time per kernel.
-#[derive(Debug, Clone, Default)]
-pub struct Profile {
-    /// Kernel -> (dispatches, nanoseconds).
-    pub kernels: BTreeMap<String, (u64, u64)>,
-    pub untimed: u64,
+/// The arguments of a kernel's dispatch; `build.rs` generates a struct for each kernel.
+pub trait Arguments {
+    const KERNEL: &'static str;
+    /// The push constants as the shader has them.
+    type Push: bytemuck::NoUninit;
+
+    /// The buffers behind the shader's addresses, in the order of [`Shader::pointers`](super::Shader::pointers). `None`
+    /// is for variants that do not use them, and for addresses whose names end in `_or_none`.
+    fn buffers(&self) -> impl Iterator<Item = Option<&Buffer>>;
+
+    /// The buffers behind the addresses that the shader finds in memory.
+    fn followed(&self) -> &[&Buffer];
+
+    fn push(&self) -> Self::Push;
 }
 
 /// A command buffer that is recorded, submitted, waited for, and submitted or recorded again.
@@ -36,12 +47,12 @@ pub struct CommandBuffer {
     pool: vk::CommandPool,
     raw: vk::CommandBuffer,
     queries: vk::QueryPool,
-    /// Kernels with timestamps, and how many have none for want of room.
+    /// Kernels with timestamps, and the number of dispatches without, for want of room.
     timed: Vec<String>,
     untimed: u64,
-    /// What the recorded commands use, by address of the chunk.
+    /// Chunks that the recorded commands use, by the chunk's address.
     retained: BTreeMap<usize, Arc<Chunk>>,
-    /// What the recorded commands amount to.
+    /// Counts of the recorded commands.
     counts: Counts,
     /// Timeline value of the last submission, while it may still be running.
     pending: Option<u64>,
@@ -49,7 +60,7 @@ pub struct CommandBuffer {
 
 impl CommandBuffer {
     pub fn new(device: &Arc<Device>, name: &str) -> Result<CommandBuffer, GpuError> {
-        device.patiently(|| CommandBuffer::try_new(device, name))
+        device.retry_out_of_memory(|| CommandBuffer::try_new(device, name))
     }
 
     fn try_new(device: &Arc<Device>, name: &str) -> Result<CommandBuffer, GpuError> {
@@ -72,13 +83,13 @@ impl CommandBuffer {
         Ok(commands)
     }
 
-    /// Records anew, for a [`Submission`], once: `record` is called again where the driver had no memory for what it
-    /// recorded.
+    /// Records for one run of a [`Submission`], and replaces the last recording. `record` is called again where the
+    /// driver was out of memory.
     pub fn record(&mut self, record: &mut dyn FnMut(&mut Recorder<'_>)) -> Result<(), GpuError> {
         self.record_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT, record)
     }
 
-    /// Records anew, for submissions as often as wanted; else as [`CommandBuffer::record`].
+    /// Records as [`CommandBuffer::record`] does, for any number of submissions.
     pub fn record_to_keep(&mut self, record: &mut dyn FnMut(&mut Recorder<'_>)) -> Result<(), GpuError> {
         self.record_with(vk::CommandBufferUsageFlags::empty(), record)
     }
@@ -89,17 +100,17 @@ impl CommandBuffer {
         record: &mut dyn FnMut(&mut Recorder<'_>),
     ) -> Result<(), GpuError> {
         let device = self.device.clone();
-        // A recording that failed at its end is invalid: only all of it can be made again.
-        device.patiently(|| {
+        // A recording that failed at its end is invalid, so all of it is recorded again.
+        device.retry_out_of_memory(|| {
             let mut recorder = self.begin_with(usage)?;
             record(&mut recorder);
-            recorder.let_go();
+            recorder.flush();
             recorder.commands.end()
         })
     }
 
-    /// Starts recording anew, for [`Recorder::submit`], after waiting for the last submission. The end of such a recording
-    /// fails where the driver has no memory for it.
+    /// Waits for the last submission, and starts a recording for [`Recorder::submit`], whose end fails where the driver
+    /// is out of memory.
     pub fn begin(&mut self) -> Result<Recorder<'_>, GpuError> {
         self.begin_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT)
     }
@@ -113,13 +124,13 @@ impl CommandBuffer {
         let (raw, flags) = (&self.device.raw, vk::CommandPoolResetFlags::empty());
         let info = vk::CommandBufferBeginInfo::default().flags(usage);
         // SAFETY: the last submission has finished.
-        self.device.patiently(|| unsafe {
+        self.device.retry_out_of_memory(|| unsafe {
             raw.reset_command_pool(self.pool, flags).map_err(GpuError::of("vkResetCommandPool"))?;
             raw.begin_command_buffer(self.raw, &info).map_err(GpuError::of("vkBeginCommandBuffer"))
         })?;
         let rehearsal = self.device.rehearsed();
         let mut recorder =
-            Recorder { commands: self, since_barrier: Accesses::default(), rehearsal, held: Vec::new() };
+            Recorder { commands: self, since_barrier: Accesses::default(), rehearsal, deferred: Vec::new() };
         // Orders this buffer behind everything submitted before it.
         recorder.barrier();
         Ok(recorder)
@@ -138,7 +149,7 @@ impl CommandBuffer {
         unsafe { self.device.raw.end_command_buffer(self.raw) }.map_err(GpuError::of("vkEndCommandBuffer"))
     }
 
-    /// What was recorded may be submitted, for the first time or again.
+    /// Prepares the recording to be submitted, for the first time or again.
     fn make_ready(&mut self) -> Result<(), GpuError> {
         self.wait()?;
         if self.queries != vk::QueryPool::null() {
@@ -171,7 +182,7 @@ impl CommandBuffer {
 
 impl Drop for CommandBuffer {
     fn drop(&mut self) {
-        if self.device.is_at_rest(self.pending) {
+        if self.device.finish_before_release(self.pending) {
             // SAFETY: the last submission has finished.
             unsafe {
                 self.device.raw.destroy_query_pool(self.queries, None);
@@ -181,14 +192,14 @@ impl Drop for CommandBuffer {
     }
 }
 
-/// Several command buffers that the device runs as one, and how long it takes.
+/// Several command buffers that are submitted together and timed as one.
 pub struct Submission {
     device: Arc<Device>,
     pool: vk::CommandPool,
-    /// Recorded once: what comes before the others, and behind them.
+    /// Command buffers recorded once, submitted before and after the others.
     begin: vk::CommandBuffer,
     end: vk::CommandBuffer,
-    /// Two timestamps around all of it; null where the device has none.
+    /// Timestamps before and after the submission; null where the device has none.
     span: vk::QueryPool,
     took: Option<Duration>,
     pending: Option<u64>,
@@ -196,7 +207,7 @@ pub struct Submission {
 
 impl Submission {
     pub fn new(device: &Arc<Device>) -> Result<Submission, GpuError> {
-        device.patiently(|| Submission::try_new(device))
+        device.retry_out_of_memory(|| Submission::try_new(device))
     }
 
     fn try_new(device: &Arc<Device>) -> Result<Submission, GpuError> {
@@ -231,8 +242,8 @@ impl Submission {
         Ok(submission)
     }
 
-    /// Queues what was recorded, in this order, as soon as none of it is under way any more. What it wrote is visible to
-    /// the host once this was waited for.
+    /// Waits until none of the recordings is running, and submits them in this order. What they write is visible to the
+    /// host after [`Submission::wait`].
     pub fn submit(&mut self, recorded: &mut [&mut CommandBuffer], what: &str) -> Result<(), GpuError> {
         self.wait()?;
         let mut all = vec![self.begin];
@@ -264,7 +275,7 @@ impl Submission {
         Ok(())
     }
 
-    /// What the last one that was waited for took on the device, where that has a clock.
+    /// GPU time of the last submission that was waited for; `None` where the device has no timestamps.
     pub fn took(&self) -> Option<Duration> {
         self.took
     }
@@ -272,7 +283,7 @@ impl Submission {
 
 impl Drop for Submission {
     fn drop(&mut self) {
-        if self.device.is_at_rest(self.pending) {
+        if self.device.finish_before_release(self.pending) {
             // SAFETY: the last submission has finished.
             unsafe {
                 self.device.raw.destroy_query_pool(self.span, None);
@@ -305,13 +316,13 @@ fn timestamps(device: &Device, count: u32) -> Result<vk::QueryPool, GpuError> {
     unsafe { device.raw.create_query_pool(&info, None) }.map_err(GpuError::of("vkCreateQueryPool"))
 }
 
-/// The first queries of a pool, which a submission wrote that has finished.
+/// Reads the first queries of a pool, whose submission has finished.
 fn read_timestamps(device: &Device, pool: vk::QueryPool, ticks: &mut [u64]) -> Result<(), GpuError> {
     if ticks.is_empty() {
         return Ok(());
     }
     // SAFETY: the pool is this device's, and has as many queries.
-    device.patiently(|| unsafe {
+    device.retry_out_of_memory(|| unsafe {
         let flags = vk::QueryResultFlags::TYPE_64;
         device
             .raw
@@ -320,7 +331,7 @@ fn read_timestamps(device: &Device, pool: vk::QueryPool, ticks: &mut [u64]) -> R
     })
 }
 
-/// Makes what was written visible to the host, once the timeline has passed.
+/// Records a barrier that makes all writes visible to the host.
 fn show_to_host(device: &Device, raw: vk::CommandBuffer) {
     let to_host = [vk::MemoryBarrier2::default()
         .src_stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
@@ -336,7 +347,7 @@ fn show_to_host(device: &Device, raw: vk::CommandBuffer) {
 /// An address range.
 type Range = std::ops::Range<u64>;
 
-/// What was read and written since the last barrier.
+/// Ranges that were read and written since the last barrier.
 #[derive(Default)]
 struct Accesses {
     reads: Vec<Range>,
@@ -344,7 +355,8 @@ struct Accesses {
 }
 
 impl Accesses {
-    /// Whether a command must come behind a barrier: it reads what was written, or writes what was read or written.
+    /// Whether a command with the accesses `other` needs a barrier before it: it reads what was written, or writes what
+    /// was read or written.
     fn conflict(&self, other: &Accesses) -> bool {
         overlap(&self.writes, &other.reads)
             || overlap(&self.writes, &other.writes)
@@ -360,113 +372,18 @@ fn range(buffer: &Buffer) -> Range {
     buffer.address()..buffer.address() + buffer.size()
 }
 
-/// In what order the commands between two barriers are handed to the device: nothing may depend on it. Drivers that run
-/// them one after the other, as they were recorded, hide a barrier that is missing; tests record them in other orders.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Order {
-    #[default]
-    AsRecorded,
-    Reversed,
-    /// By chance, from this seed.
-    Shuffled(u64),
-}
-
-/// How a device's commands are recorded and its buffers are laid, for tests; see [`Device::rehearse`](super::Device::rehearse).
-#[derive(Debug, Clone, Default)]
-pub struct Rehearsal {
-    pub order: Order,
-    /// A shader and its address, or "copy" and "to", or "fill" and "buffer", whose accesses are not noted: what a mistake in
-    /// their derivation would be.
-    pub forgotten: Option<(&'static str, &'static str)>,
-    /// Whether every buffer is an allocation of its own, so that a layer that checks addresses sees where each ends.
-    pub buffers_apart: bool,
-}
-
-impl Rehearsal {
-    fn forgets(&self, command: &str, pointer: &str) -> bool {
-        self.forgotten == Some((command, pointer))
-    }
-}
-
-/// What recorded commands amount to, once run.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
-    pub dispatches: u64,
-    pub copies: u64,
-    pub barriers: u64,
-    /// Bytes that commands declare to read or write, by [`Class`]: whole ranges, however much of them a command
-    /// touches. A range that is read and written counts once.
-    pub declared: [u64; Class::ALL.len()],
-}
-
-impl Counts {
-    /// Those of weights, whatever matrix they are of.
-    pub fn weight_bytes(&self) -> u64 {
-        Class::ALL.iter().filter(|class| class.is_weights()).map(|class| self.declared[*class as usize]).sum()
-    }
-
-    pub fn kv_bytes(&self) -> u64 {
-        self.declared[Class::KvCache as usize]
-    }
-
-    /// Those of activations, and of what goes to the host and comes from there.
-    pub fn activation_bytes(&self) -> u64 {
-        self.declared.iter().sum::<u64>() - self.weight_bytes() - self.kv_bytes()
-    }
-
-    fn declare(&mut self, buffer: &Buffer) {
-        self.declared[buffer.chunk.class as usize] += buffer.size();
-    }
-}
-
-impl std::ops::AddAssign for Counts {
-    fn add_assign(&mut self, other: Counts) {
-        let Counts { dispatches, copies, barriers, declared } = other;
-        self.dispatches += dispatches;
-        self.copies += copies;
-        self.barriers += barriers;
-        self.declared.iter_mut().zip(declared).for_each(|(sum, bytes)| *sum += bytes);
-    }
-}
-
-impl std::ops::Sub for Counts {
-    type Output = Counts;
-
-    /// What came between two readings of a sum.
-    fn sub(mut self, before: Counts) -> Counts {
-        self.dispatches -= before.dispatches;
-        self.copies -= before.copies;
-        self.barriers -= before.barriers;
-        self.declared.iter_mut().zip(before.declared).for_each(|(now, before)| *now -= before);
-        self
-    }
-}
-
-impl std::ops::Div<u64> for Counts {
-    type Output = Counts;
-
-    /// The whole part of an average.
-    fn div(mut self, by: u64) -> Counts {
-        self.dispatches /= by;
-        self.copies /= by;
-        self.barriers /= by;
-        self.declared.iter_mut().for_each(|bytes| *bytes /= by);
-        self
-    }
-}
-
 /// Workgroups of a dispatch.
 enum Groups {
-    Of([u32; 3]),
-    /// As many as stand there when it runs.
-    At(vk::Buffer, u64),
+    Direct([u32; 3]),
+    /// The counts are read from this buffer and offset when the dispatch runs.
+    Indirect(vk::Buffer, u64),
 }
 
-/// A command whose place among others is not fixed yet.
+/// A command whose order between two barriers is not fixed yet.
 enum Command {
     Dispatch {
         pipeline: vk::Pipeline,
-        /// For its time, where that is taken.
+        /// Name for the profile; `None` where dispatches are not timed.
         name: Option<String>,
         push: [u8; PUSH_BYTES as usize],
         push_bytes: usize,
@@ -490,25 +407,25 @@ pub struct Recorder<'a> {
     commands: &'a mut CommandBuffer,
     since_barrier: Accesses,
     rehearsal: Rehearsal,
-    /// Commands since the last barrier, where they change places.
-    held: Vec<Command>,
+    /// Commands since the last barrier, where a rehearsal reorders them.
+    deferred: Vec<Command>,
 }
 
 impl Recorder<'_> {
-    /// Runs `groups` workgroups. What is read and written follows from the shader, barriers and lifetimes from that. Panics
-    /// where two addresses lead to the same memory and one of them is written through: a shader that works in place does so
-    /// through one address.
+    /// Runs `groups` workgroups. Reads and writes are known from the shader; barriers and lifetimes follow from them.
+    /// Panics where two addresses lead to the same memory and the shader writes through one of them: a shader that
+    /// works in place uses one address.
     pub fn dispatch<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: [u32; 3]) {
         let name = &pipeline.name;
         assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{name}: {groups:?} workgroups");
-        self.dispatch_groups(pipeline, arguments, Groups::Of(groups), None);
+        self.dispatch_groups(pipeline, arguments, Groups::Direct(groups), None);
     }
 
-    /// Runs as many workgroups as `groups` says when the dispatch runs: three u32, each at most 65535; none where one of them
-    /// is 0. Else as [`Recorder::dispatch`].
+    /// Runs as many workgroups as `groups` holds when the dispatch runs: three u32, each at most 65535; 0 runs none.
+    /// See [`Recorder::dispatch`] for the rest.
     pub fn dispatch_indirect<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: &Buffer) {
         let groups = groups.slice(0, INDIRECT_BYTES);
-        let at = Groups::At(groups.chunk.raw, groups.offset);
+        let at = Groups::Indirect(groups.chunk.raw, groups.offset);
         self.dispatch_groups(pipeline, arguments, at, Some(&groups));
     }
 
@@ -580,10 +497,10 @@ impl Recorder<'_> {
         self.add(Command::Fill { buffer: buffer.chunk.raw, offset, bytes, word });
     }
 
-    /// Ends recording and queues the work. What it wrote is visible to the host once the timeline has reached
-    /// the value returned.
+    /// Ends recording and submits the commands. Their writes are visible to the host once the timeline has reached the
+    /// value returned.
     pub fn submit(mut self, what: &str) -> Result<u64, GpuError> {
-        self.let_go();
+        self.flush();
         let Recorder { commands, .. } = self;
         show_to_host(&commands.device, commands.raw);
         commands.end()?;
@@ -593,7 +510,8 @@ impl Recorder<'_> {
         Ok(value)
     }
 
-    /// Puts a barrier before a command if it conflicts with one recorded since the last barrier, and keeps what it uses.
+    /// Records a barrier if the command conflicts with one since the last barrier, and retains the buffers that it
+    /// uses.
     fn order(&mut self, used: &[&Buffer], accesses: Accesses) {
         if self.since_barrier.conflict(&accesses) {
             self.barrier();
@@ -601,7 +519,7 @@ impl Recorder<'_> {
         self.since_barrier.reads.extend(accesses.reads);
         self.since_barrier.writes.extend(accesses.writes);
         for buffer in used {
-            self.commands.counts.declare(buffer);
+            self.commands.counts.declare(buffer.chunk.class, buffer.size());
             let key = Arc::as_ptr(&buffer.chunk) as usize;
             self.commands.retained.entry(key).or_insert_with(|| buffer.chunk.clone());
         }
@@ -610,28 +528,28 @@ impl Recorder<'_> {
     fn add(&mut self, command: Command) {
         match self.rehearsal.order {
             Order::AsRecorded => self.emit(command),
-            _ => self.held.push(command),
+            _ => self.deferred.push(command),
         }
     }
 
-    /// Hands over the commands that were held back, in the order of the rehearsal.
-    fn let_go(&mut self) {
-        let mut held = std::mem::take(&mut self.held);
+    /// Records the deferred commands, in the rehearsal's order.
+    fn flush(&mut self) {
+        let mut deferred = std::mem::take(&mut self.deferred);
         match self.rehearsal.order {
             Order::AsRecorded => {}
-            Order::Reversed => held.reverse(),
+            Order::Reversed => deferred.reverse(),
             Order::Shuffled(seed) => {
                 let groups = self.commands.counts.barriers;
-                let mut keyed: Vec<_> = held.into_iter().enumerate().collect();
+                let mut keyed: Vec<_> = deferred.into_iter().enumerate().collect();
                 keyed.sort_by_cached_key(|(i, _)| {
                     let mut hash = DefaultHasher::new();
                     (seed, groups, i).hash(&mut hash);
                     hash.finish()
                 });
-                held = keyed.into_iter().map(|(_, command)| command).collect();
+                deferred = keyed.into_iter().map(|(_, command)| command).collect();
             }
         }
-        held.into_iter().for_each(|command| self.emit(command));
+        deferred.into_iter().for_each(|command| self.emit(command));
     }
 
     fn emit(&mut self, command: Command) {
@@ -649,8 +567,10 @@ impl Recorder<'_> {
                     let (layout, stage) = (device.pipelines.layout, vk::ShaderStageFlags::COMPUTE);
                     device.raw.cmd_push_constants(raw, layout, stage, 0, &push[..push_bytes]);
                     match groups {
-                        Groups::Of([x, y, z]) => device.raw.cmd_dispatch(raw, x, y, z),
-                        Groups::At(buffer, offset) => device.raw.cmd_dispatch_indirect(raw, buffer, offset),
+                        Groups::Direct([x, y, z]) => device.raw.cmd_dispatch(raw, x, y, z),
+                        Groups::Indirect(buffer, offset) => {
+                            device.raw.cmd_dispatch_indirect(raw, buffer, offset)
+                        }
                     }
                 }
                 Command::Copy { from, to, region } => device.raw.cmd_copy_buffer(raw, from, to, &[region]),
@@ -663,9 +583,9 @@ impl Recorder<'_> {
     }
 
     fn barrier(&mut self) {
-        self.let_go();
+        self.flush();
         self.commands.counts.barriers += 1;
-        // Indirect dispatches read the numbers of their workgroups before any shader runs.
+        // An indirect dispatch reads its workgroup counts before any shader runs, in the stage DRAW_INDIRECT.
         let stages = vk::PipelineStageFlags2::COMPUTE_SHADER
             | vk::PipelineStageFlags2::ALL_TRANSFER
             | vk::PipelineStageFlags2::DRAW_INDIRECT;

@@ -1,11 +1,13 @@
-//! What the kernel says this process holds of a GPU: the proof that "loaded" is more than a word.
+//! Compares the GPU memory that the kernel reports for this process with what was placed, to prove that a model is
+//! loaded.
 //!
 //! On Linux each open file of a DRM device has a text under `/proc/self/fdinfo`
-//! (<https://docs.kernel.org/gpu/drm-usage-stats.html>). amdgpu tells there what this process's buffers take of VRAM and
-//! of GTT; `mem_info_vram_used` in sysfs would count the desktop's too. On an integrated GPU the driver may move buffers
-//! between the two, so only their sum is held against what was placed.
+//! (<https://docs.kernel.org/gpu/drm-usage-stats.html>). amdgpu reports there how much VRAM and GTT this process's
+//! buffers take; `mem_info_vram_used` in sysfs would count the desktop's buffers too. On an integrated GPU the driver
+//! may move buffers between the two, so only their sum is compared with what was placed.
 //!
-//! Refuses to guess: a driver that tells nothing, or a device whose files are not found, is [`Residency::Unknown`].
+//! Refuses to guess: a driver that reports nothing, or a device whose files are not found, gives
+//! [`Residency::Unknown`].
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -15,11 +17,11 @@ use crate::config::show_bytes;
 
 /// An fdinfo text has a few KB.
 const MAX_TEXT_BYTES: u64 = 64 << 10;
-/// What may be missing: a hundredth, or the little that the driver itself may have given back meanwhile. Kernels count
-/// whole pages, so that what is there counts for no less than was asked, and print KiB.
+/// Bytes that may be missing: a hundredth, or the little that the driver may have freed of its own meanwhile. Kernels
+/// count whole pages, so buffers count for no less than their size, and print KiB.
 const MISSING_SHARE: u64 = 100;
 const MISSING_BYTES: u64 = 4 << 20;
-/// What may be there beyond what was placed: page tables and rounding to pages (at most 8 bytes for each 4 KiB, so a
+/// Bytes that may exceed what was placed: page tables and rounding to pages (at most 8 bytes for each 4 KiB, so a
 /// hundredth is ample), and the driver's own buffers for pipelines and command buffers.
 const EXTRA_SHARE: u64 = 100;
 const EXTRA_BYTES: u64 = 256 << 20;
@@ -31,20 +33,20 @@ pub struct Client {
     pub driver: String,
     /// PCI address, e.g. `0000:c5:00.0`.
     pub pdev: Option<String>,
-    /// Files with one id share one account.
+    /// Files with equal ids report the same memory.
     pub client_id: Option<u64>,
-    /// Absent where the kernel tells no memory.
-    pub held: Option<Held>,
+    /// `None` where the kernel reports no memory.
+    pub used: Option<MemoryUse>,
 }
 
 /// Bytes that a process holds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct MemoryUse {
     pub vram: u64,
     pub gtt: u64,
 }
 
-impl Held {
+impl MemoryUse {
     pub fn sum(self) -> u64 {
         self.vram.saturating_add(self.gtt)
     }
@@ -55,18 +57,18 @@ pub fn parse(text: &str) -> Option<Client> {
     let lines = text.lines().filter_map(|line| line.split_once(':'));
     let keys: BTreeMap<&str, &str> = lines.map(|(key, value)| (key.trim(), value.trim())).collect();
     let bytes = |region: &str| {
-        // `resident` is what lies there now. `memory` is amdgpu's older name for it; some kernels let it count buffers
-        // without pages, so the newer one goes first.
+        // `drm-resident` counts the pages that are there now. `drm-memory` is amdgpu's older key, which counts buffers
+        // without pages on some kernels, so the newer key goes first.
         ["drm-resident-", "drm-memory-"].iter().find_map(|key| size(keys.get(&*format!("{key}{region}"))?))
     };
     Some(Client {
         driver: (*keys.get("drm-driver")?).to_owned(),
         pdev: keys.get("drm-pdev").map(|pdev| pdev.to_ascii_lowercase()),
         client_id: keys.get("drm-client-id").and_then(|id| id.parse().ok()),
-        // A device without memory of its own may leave the first out.
-        held: match (bytes("vram"), bytes("gtt")) {
+        // A device without memory of its own may leave out VRAM.
+        used: match (bytes("vram"), bytes("gtt")) {
             (None, None) => None,
-            (vram, gtt) => Some(Held { vram: vram.unwrap_or(0), gtt: gtt.unwrap_or(0) }),
+            (vram, gtt) => Some(MemoryUse { vram: vram.unwrap_or(0), gtt: gtt.unwrap_or(0) }),
         },
     })
 }
@@ -84,61 +86,63 @@ fn size(text: &&str) -> Option<u64> {
     number.checked_mul(unit).filter(|_| words.next().is_none())
 }
 
-/// What the process whose `/proc` folder this is holds of the amdgpu device at PCI address `pdev`; `None` where no open
-/// file tells it.
-pub fn held(process: &Path, pdev: &str) -> Option<Held> {
+/// Memory that the process with the `/proc` folder `process` uses of the amdgpu device at PCI address `pdev`; `None`
+/// where no open file reports it.
+pub fn memory_use(process: &Path, pdev: &str) -> Option<MemoryUse> {
     let mut clients = BTreeMap::new();
-    // A file that was closed meanwhile, or that another user's namespace hides, tells nothing.
+    // A file that was closed meanwhile, or that another user's namespace hides, is skipped.
     for entry in std::fs::read_dir(process.join("fdinfo")).ok()?.filter_map(Result::ok) {
         let Ok(file) = std::fs::File::open(entry.path()) else { continue };
         let mut text = String::new();
         if file.take(MAX_TEXT_BYTES).read_to_string(&mut text).is_err() {
             continue;
         }
-        if let Some(Client { driver, pdev: Some(at), client_id, held: Some(held) }) = parse(&text)
+        if let Some(Client { driver, pdev: Some(at), client_id, used: Some(used) }) = parse(&text)
             && driver == "amdgpu"
             && at == pdev.to_ascii_lowercase()
         {
-            clients.insert(client_id, held);
+            clients.insert(client_id, used);
         }
     }
-    let add =
-        |a: Held, b: Held| Held { vram: a.vram.saturating_add(b.vram), gtt: a.gtt.saturating_add(b.gtt) };
+    let add = |a: MemoryUse, b: MemoryUse| MemoryUse {
+        vram: a.vram.saturating_add(b.vram),
+        gtt: a.gtt.saturating_add(b.gtt),
+    };
     clients.into_values().reduce(add)
 }
 
-/// What became of the question whether the bytes that were placed are there.
+/// Whether the kernel sees the bytes that were placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Residency {
-    /// The driver tells nothing here.
+    /// The driver reports nothing.
     Unknown,
-    /// They are; `held` since the device was opened.
-    Confirmed { placed: u64, held: Held },
-    /// They are not.
-    Denied { placed: u64, held: Held },
+    /// The kernel sees them; `used` counts from when the device was opened.
+    Confirmed { placed: u64, used: MemoryUse },
+    /// The kernel sees too few or too many bytes.
+    Denied { placed: u64, used: MemoryUse },
 }
 
-/// Holds what was placed against what the process held `before` and `after`.
-pub fn compare(placed: u64, before: Option<Held>, after: Option<Held>) -> Residency {
+/// Compares the placed bytes with the process's memory use `before` and `after`.
+pub fn compare(placed: u64, before: Option<MemoryUse>, after: Option<MemoryUse>) -> Residency {
     let Some(after) = after else { return Residency::Unknown };
     let before = before.unwrap_or_default();
-    // Each may have shrunk while the other grew: the driver moves buffers between them.
+    // VRAM may have shrunk while GTT grew, or the reverse: the driver moves buffers between them.
     let grown = after.sum().saturating_sub(before.sum());
     let missing = (placed / MISSING_SHARE).max(MISSING_BYTES);
     let extra = placed / EXTRA_SHARE + EXTRA_BYTES;
     let vram = after.vram.saturating_sub(before.vram).min(grown);
-    let held = Held { vram, gtt: grown - vram };
+    let used = MemoryUse { vram, gtt: grown - vram };
     if grown.saturating_add(missing) >= placed && grown <= placed.saturating_add(extra) {
-        Residency::Confirmed { placed, held }
+        Residency::Confirmed { placed, used }
     } else {
-        Residency::Denied { placed, held }
+        Residency::Denied { placed, used }
     }
 }
 
 impl std::fmt::Display for Residency {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let figures = |f: &mut std::fmt::Formatter<'_>, placed: u64, held: &Held| {
-            let [placed, sum, vram, gtt] = [placed, held.sum(), held.vram, held.gtt].map(show_bytes);
+        let figures = |f: &mut std::fmt::Formatter<'_>, placed: u64, used: &MemoryUse| {
+            let [placed, sum, vram, gtt] = [placed, used.sum(), used.vram, used.gtt].map(show_bytes);
             write!(
                 f,
                 "{placed} were placed, the kernel sees {sum} of this process: {vram} in VRAM, {gtt} in GTT"
@@ -150,8 +154,8 @@ impl std::fmt::Display for Residency {
                 "what lies in GPU memory cannot be verified here: only amdgpu on Linux tells it (drm-memory-* in \
                  /proc/self/fdinfo)"
             ),
-            Residency::Confirmed { placed, held } | Residency::Denied { placed, held } => {
-                figures(f, *placed, held)
+            Residency::Confirmed { placed, used } | Residency::Denied { placed, used } => {
+                figures(f, *placed, used)
             }
         }
     }
@@ -186,8 +190,8 @@ mod tests {
     const OTHER: &str = "pos:\t0\ndrm-driver:\ti915\ndrm-pdev:\t0000:00:02.0\ndrm-client-id:\t7\n";
     const PLAIN: &str = "pos:\t0\nflags:\t0100002\nmnt_id:\t15\nino:\t1057\n";
 
-    fn held_of(text: &str) -> Option<Held> {
-        parse(text).expect("a DRM file").held
+    fn memory_use_of(text: &str) -> Option<MemoryUse> {
+        parse(text).expect("a DRM file").used
     }
 
     #[test]
@@ -197,10 +201,10 @@ mod tests {
             (old.driver.as_str(), old.pdev.as_deref(), old.client_id),
             ("amdgpu", Some("0000:c5:00.0"), Some(42))
         );
-        assert_eq!(old.held, Some(Held { vram: 16 * GIB, gtt: 10 * GIB }));
-        assert_eq!(held_of(MIDDLE), Some(Held { vram: 44564 << 10, gtt: 2392 << 10 }));
-        assert_eq!(held_of(NEW), Some(Held { vram: 180 << 10, gtt: 10 * MIB }));
-        assert_eq!(held_of(OTHER), None);
+        assert_eq!(old.used, Some(MemoryUse { vram: 16 * GIB, gtt: 10 * GIB }));
+        assert_eq!(memory_use_of(MIDDLE), Some(MemoryUse { vram: 44564 << 10, gtt: 2392 << 10 }));
+        assert_eq!(memory_use_of(NEW), Some(MemoryUse { vram: 180 << 10, gtt: 10 * MIB }));
+        assert_eq!(memory_use_of(OTHER), None);
         assert_eq!(parse(PLAIN), None);
         assert_eq!(parse(""), None);
     }
@@ -209,9 +213,12 @@ mod tests {
     fn figures_that_are_none_are_not_read_as_none() {
         for bad in ["", "x KiB", "1 XiB", "1 KiB more", "18446744073709551615 MiB", "-1 KiB"] {
             let text = format!("drm-driver:\tamdgpu\ndrm-memory-vram:\t{bad}\n");
-            assert_eq!(held_of(&text), None, "{bad:?}");
+            assert_eq!(memory_use_of(&text), None, "{bad:?}");
         }
-        assert_eq!(held_of("drm-driver: amdgpu\ndrm-memory-gtt: 4096\n"), Some(Held { vram: 0, gtt: 4096 }));
+        assert_eq!(
+            memory_use_of("drm-driver: amdgpu\ndrm-memory-gtt: 4096\n"),
+            Some(MemoryUse { vram: 0, gtt: 4096 })
+        );
     }
 
     #[test]
@@ -219,28 +226,31 @@ mod tests {
         let process = tempfile::tempdir().unwrap();
         let folder = process.path().join("fdinfo");
         std::fs::create_dir(&folder).unwrap();
-        assert_eq!(held(process.path(), "0000:c5:00.0"), None, "no file at all");
+        assert_eq!(memory_use(process.path(), "0000:c5:00.0"), None, "no file at all");
         let write = |fd: u32, text: &str| std::fs::write(folder.join(fd.to_string()), text).unwrap();
         write(0, PLAIN);
         write(3, OTHER);
-        assert_eq!(held(process.path(), "0000:c5:00.0"), None, "no file of the device");
+        assert_eq!(memory_use(process.path(), "0000:c5:00.0"), None, "no file of the device");
         write(4, MIDDLE);
         write(5, MIDDLE);
-        let one = Held { vram: 44564 << 10, gtt: 2392 << 10 };
-        assert_eq!(held(process.path(), "0000:c5:00.0"), Some(one));
+        let one = MemoryUse { vram: 44564 << 10, gtt: 2392 << 10 };
+        assert_eq!(memory_use(process.path(), "0000:c5:00.0"), Some(one));
         write(6, &MIDDLE.replace("drm-client-id:\t4", "drm-client-id:\t5"));
         write(
             7,
             &MIDDLE.replace("0000:c5:00.0", "0000:03:00.0").replace("drm-client-id:\t4", "drm-client-id:\t6"),
         );
-        assert_eq!(held(process.path(), "0000:C5:00.0"), Some(Held { vram: 2 * one.vram, gtt: 2 * one.gtt }));
-        assert_eq!(held(&process.path().join("gone"), "0000:c5:00.0"), None);
+        assert_eq!(
+            memory_use(process.path(), "0000:C5:00.0"),
+            Some(MemoryUse { vram: 2 * one.vram, gtt: 2 * one.gtt })
+        );
+        assert_eq!(memory_use(&process.path().join("gone"), "0000:c5:00.0"), None);
     }
 
     #[test]
     fn the_sum_counts_and_not_the_split() {
-        let (placed, before) = (16 * GIB, Some(Held { vram: 40 * MIB, gtt: 8 * MIB }));
-        let after = |vram, gtt| Some(Held { vram, gtt });
+        let (placed, before) = (16 * GIB, Some(MemoryUse { vram: 40 * MIB, gtt: 8 * MIB }));
+        let after = |vram, gtt| Some(MemoryUse { vram, gtt });
         let confirmed = |after| matches!(compare(placed, before, after), Residency::Confirmed { .. });
         assert!(confirmed(after(16 * GIB + 40 * MIB, 8 * MIB)));
         assert!(confirmed(after(GIB, 15 * GIB + 48 * MIB)), "moved to GTT");

@@ -1,5 +1,5 @@
-//! Moves bytes from the host into device memory: straight, where the host reaches it and the bytes come as they are;
-//! else through two staging buffers, so that filling one overlaps the copy of the other.
+//! Moves bytes from the host into device memory: directly, where the host can reach the memory and the bytes need no
+//! conversion; else through two staging buffers, so that filling one overlaps the copy of the other.
 
 use std::sync::Arc;
 
@@ -14,19 +14,19 @@ const STAGING_BYTES: u64 = 16 << 20;
 /// Bytes read by one task.
 const READ_BYTES: usize = 2 << 20;
 
-/// Threads that read: more than many machines have cores, since they wait for the disk most of the time.
+/// Threads that read; more than most machines have cores, since they wait for the disk most of the time.
 const READERS: usize = 8;
 
-/// Writes the bytes that belong at some byte offset of a buffer, and does not look at what was there.
+/// Fills a slice with the bytes that belong at a byte offset of a buffer, without reading the slice.
 type Read<'a, E> = dyn Fn(u64, &mut [u8]) -> Result<(), E> + Send + Sync + 'a;
 
-/// A buffer, and where its bytes come from.
+/// A buffer and the function that reads its bytes.
 struct Reading<'a, E> {
     to: Buffer,
     read: Box<Read<'a, E>>,
 }
 
-/// Staging for a load, and what is yet to be read; dropped when the load is over. Reading fails with an `E`.
+/// Staging buffers and queued reads of a load; dropped when the load is over. Reads fail with an `E`.
 pub struct Uploader<'a, E> {
     readings: Vec<Reading<'a, E>>,
     halves: [(Buffer, CommandBuffer); 2],
@@ -56,7 +56,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         })
     }
 
-    /// Goes through staging also where the host reaches the device's memory: as on a card, for tests without one.
+    /// Uses staging even where the host can reach the device's memory, so that tests cover discrete GPUs without one.
     #[doc(hidden)]
     pub fn staged(self) -> Self {
         Uploader { staged: true, ..self }
@@ -75,7 +75,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         let mut offset = 0;
         while offset < to.size() {
             let bytes = piece.min(to.size() - offset);
-            // Produced in ordinary memory first: staging memory may be write-combined, and must not be read.
+            // Bytes are produced in ordinary memory first: staging memory may be write-combined, and must not be read.
             self.scratch.clear();
             self.scratch.resize(bytes as usize, 0);
             produce(offset, &mut self.scratch)?;
@@ -91,13 +91,14 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         Ok(())
     }
 
-    /// Has `to` filled by [`Uploader::read_queued`]: `read(offset, piece)` writes the bytes that belong at byte `offset`.
+    /// Queues `to` to be filled by [`Uploader::read_queued`]: `read(offset, piece)` writes the bytes that belong at
+    /// byte `offset`.
     pub fn queue(&mut self, to: &Buffer, read: impl Fn(u64, &mut [u8]) -> Result<(), E> + Send + Sync + 'a) {
         self.readings.push(Reading { to: to.clone(), read: Box::new(read) });
     }
 
-    /// Reads all that was queued, several pieces at a time and in any order: into the device's memory itself where the host
-    /// reaches it. Panics if the same bytes were to be filled twice.
+    /// Reads everything that is queued, several pieces at a time and in any order, directly into device memory where
+    /// the host can reach it. Panics if two reads fill the same bytes.
     pub fn read_queued(&mut self) -> Result<(), E> {
         let mut readings = std::mem::take(&mut self.readings);
         let mut ranges: Vec<_> = readings.iter().map(|r| (r.to.address(), r.to.size())).collect();
@@ -122,7 +123,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         read_all(&self.readers, straight)?;
         let mut rest = &staged[..];
         while !rest.is_empty() {
-            // As many pieces as a staging buffer holds.
+            // As many pieces as fit a staging buffer.
             let mut room = STAGING_BYTES;
             let fits = rest
                 .iter()
@@ -160,14 +161,14 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         })
     }
 
-    /// Reads what is queued, and waits until every byte has arrived.
+    /// Reads everything that is queued, and waits until every byte is on the device.
     pub fn finish(mut self) -> Result<(), E> {
         self.read_queued()?;
         Ok(self.halves.iter_mut().try_for_each(|(_, commands)| commands.wait())?)
     }
 }
 
-/// In order as far as threads keep one: disks like that.
+/// Threads take the pieces in order, which disks read faster.
 fn read_all<E: Send>(readers: &ThreadPool, pieces: Vec<(&Read<E>, u64, &mut [u8])>) -> Result<(), E> {
     let pieces = pieces.into_iter().par_bridge();
     readers.install(|| pieces.try_for_each(|(read, offset, piece)| read(offset, piece)))

@@ -135,7 +135,7 @@ impl<'a> Client<'a> {
         let path =
             format!("api/models/{}/revision/{}?blobs=true", encode_path(repo.as_str()), encode(revision));
         let url = self.settings.endpoint.below(&path);
-        let text = self.patiently(|| {
+        let text = self.with_retries(|| {
             let (response, _) = self.send(Method::Get, &url, None, |_| false)?;
             let response = self.expect_success(response, true, name, "")?;
             let mut text = Vec::new();
@@ -153,7 +153,7 @@ impl<'a> Client<'a> {
     /// Asks for the size and checksum of a file that the listing does not give.
     pub fn describe(&self, name: &ModelName, commit: &str, file: &str) -> Result<(u64, Checksum), HubError> {
         let url = self.file_url(&name.repo, commit, file);
-        self.patiently(|| {
+        self.with_retries(|| {
             // The first answer that describes the file comes from the hub; the answer behind a redirect comes from the
             // CDN.
             let described = |headers: &HeaderMap| headers.contains_key("x-linked-etag");
@@ -216,7 +216,7 @@ impl<'a> Client<'a> {
     }
 
     /// Repeats an attempt as long as another one could help and attempts are left.
-    fn patiently<T>(&self, mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, HubError> {
+    fn with_retries<T>(&self, mut attempt: impl FnMut() -> Result<T, Failure>) -> Result<T, HubError> {
         let mut tries = 1;
         loop {
             match attempt() {

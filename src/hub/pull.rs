@@ -87,7 +87,7 @@ pub fn pull(
 
     cache.prepare(&name.repo)?;
     let puller = Puller { client, cache, name, commit, patience: settings.patience.attempts };
-    let here: Vec<u64> = tasks.iter().map(|t| puller.bytes_here(t)).collect();
+    let here: Vec<u64> = tasks.iter().map(|t| puller.bytes_on_disk(t)).collect();
     // The server chose these sizes, which may be any numbers.
     let sum = |sizes: &mut dyn Iterator<Item = u64>| sizes.fold(0, u64::saturating_add);
     let (total, mut rest) = (sum(&mut tasks.iter().map(|t| t.size)), sum(&mut here.iter().copied()));
@@ -123,7 +123,7 @@ struct Puller<'a> {
 
 impl Puller<'_> {
     /// Bytes of this file that are here, whether it is complete or not.
-    fn bytes_here(&self, task: &Task) -> u64 {
+    fn bytes_on_disk(&self, task: &Task) -> u64 {
         let (repo, checksum) = (&self.name.repo, task.checksum.hex());
         let bytes = |path| fs::metadata(path).map_or(0, |m| m.len());
         let whole = bytes(self.cache.blob(repo, checksum));

@@ -1,15 +1,15 @@
-//! What kernels read and write: arrays on the device, and their shapes.
+//! The arrays on the device that kernels read and write, and their shapes.
 
 use std::ops::Range;
 
 use crate::gpu::Buffer;
 use crate::tensor::KvDtype;
 
-/// Largest head: a workgroup of attention holds one in 64 vec4s. Heads are multiples of 4.
+/// Largest head dimension: a workgroup of attention holds a head in 64 vec4s. Head dimensions are multiples of 4.
 pub const MAX_HEAD_DIM: usize = 256;
 /// Most query heads per KV head: their queries and scores fit 32 KiB of shared memory.
 pub const MAX_GROUP: usize = 16;
-/// Matrices that meet the same activations and can be multiplied by them in one dispatch.
+/// Largest number of matrices that one dispatch multiplies with the same activations.
 pub(super) const MATRICES: usize = 3;
 /// An id of the embedding kernel's input that stands for "the id last sampled in slot N": this flag plus N.
 pub const LAST_SAMPLED: u32 = 1 << 31;
@@ -23,7 +23,7 @@ pub struct Activations {
 }
 
 impl Activations {
-    /// Elements from row to row: rows of vec4s.
+    /// Elements from row to row, in whole vec4s.
     pub const fn stride_of(width: usize) -> usize {
         width.next_multiple_of(4)
     }
@@ -36,7 +36,7 @@ impl Activations {
         Activations { buffer, width, stride: Self::stride_of(width) }
     }
 
-    /// Some of its rows.
+    /// The activations of some rows.
     pub fn rows(&self, rows: &Range<usize>) -> Activations {
         let buffer =
             self.buffer.slice(Self::bytes(rows.start, self.width), Self::bytes(rows.len(), self.width));
@@ -69,25 +69,25 @@ pub struct AttentionShape {
     pub block_size: usize,
     /// Block table entries per sequence.
     pub max_blocks: usize,
-    /// Keys a token sees, itself included; `None`: all.
+    /// Keys that a token sees, its own included; `None`: all.
     pub window: Option<usize>,
 }
 
-/// The factors of an RMSNorm, `1 + w`: f32 `[width]`; and what keeps its root from 0.
+/// The weights of an RMSNorm, `1 + w`: f32 `[width]`; and its epsilon.
 #[derive(Clone)]
 pub struct RmsNorm {
     pub weight: Buffer,
     pub eps: f32,
 }
 
-/// What attention in one layer is made of, beside its matrices.
+/// Buffers and constants of attention in one layer, without its matrices.
 pub struct Attention {
     pub shape: AttentionShape,
     pub q_norm: RmsNorm,
     pub k_norm: RmsNorm,
     /// f32 `[max position][head_dim / 2][cos, sin]`
     pub rope: Buffer,
-    /// Factor of queries, once they are normed and turned.
+    /// Factor of the queries, applied after the norm and RoPE.
     pub q_scale: f32,
     pub cache: KvCache,
 }
@@ -108,33 +108,33 @@ pub struct StepArrays {
     pub shares: ShareArrays,
 }
 
-/// [`Shares`](super::Shares) on the device: those of a whole step, or of some of its rows.
+/// [`Shares`](super::Shares) on the device, of a whole step or of some of its rows.
 #[derive(Clone)]
 pub struct ShareArrays {
-    /// [`Item`](super::Item); none where there can be none.
+    /// [`Item`](super::Item)s of single tokens; `None` where the step can have none.
     pub single: Option<Buffer>,
     pub tiles: Option<Buffer>,
-    /// Three u32 for single tokens, and three for tiles: their workgroups, read when they run.
+    /// Workgroup counts, three u32 for single tokens and three for tiles, read when the dispatches run.
     pub groups: Buffer,
     /// u32 `[tokens][2]`
     pub merges: Buffer,
 }
 
-/// Where attention leaves what it merges: f32 `[slots]` of [`partial_width`](super::partial_width).
+/// Partials that attention writes and merges: f32 `[slots]` of [`partial_width`](super::partial_width).
 #[derive(Clone)]
 pub struct Partials {
     pub single: Activations,
     pub tiles: Activations,
 }
 
-/// What attention is made for.
+/// The heads that attention kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
     /// Query heads per KV head, at most [`MAX_GROUP`].
     pub group: usize,
     /// Multiple of 4, at most [`MAX_HEAD_DIM`].
     pub head_dim: usize,
-    /// How the cache holds keys and values.
+    /// Element type of the KV cache.
     pub kv: KvDtype,
 }
 

@@ -1,44 +1,44 @@
-//! How attention of a step is shared out over workgroups: what `shaders/attention.comp` is told to compute, and
-//! `shaders/attention_merge.comp` to put together.
+//! Shares the attention of a step out over workgroups: the items that `shaders/attention.comp` computes, and the
+//! partials that `shaders/attention_merge.comp` merges.
 //!
-//! The keys of a sequence are cut into splits at positions that depend on the layer alone ([`Splits`]), and everything
-//! about a token is computed split by split, so that it has the same bits however it is shared out: each split by a
-//! workgroup of its own, or one after the other by one; the token alone, or in a tile with its neighbours. What is chosen is what
-//! fills the device, as far as there is room for what lies between the two shaders.
+//! The keys of a sequence are cut into splits at positions that depend on the layer alone ([`Splits`]), and every token
+//! is computed split by split. So a token has the same bits however the step is shared out: each split in a workgroup
+//! of its own, or all splits in one workgroup; the token alone, or in a tile with its neighbours. The choice fills the
+//! device, as far as there is room for partials.
 //!
-//! Refuses to know a device: this is arithmetic, and tests share out as they please.
+//! Refuses to know a device: all of it is arithmetic, and tests choose the room.
 
 use std::ops::Range;
 
 use super::arrays::{AttentionShape, ShareArrays, StepArrays};
 use crate::gpu::{Buffer, INDIRECT_BYTES};
 
-/// Splits of one unit, then of 4, then of 16 (`shaders/common/softmax.glsl`).
+/// Number of splits of one unit, and then of 4 units; later splits have 16 (`shaders/common/softmax.glsl`).
 const SPLITS_OF_1: usize = 16;
 const SPLITS_OF_4: usize = 28;
-/// Units before those of 16.
-const UNITS_BEFORE: usize = SPLITS_OF_1 + 4 * SPLITS_OF_4;
+/// Units before the first split of 16.
+const UNITS_IN_SHORT_SPLITS: usize = SPLITS_OF_1 + 4 * SPLITS_OF_4;
 
-/// Query heads of all tokens of a tile: four teams of [`TILE_ROWS`] (`shaders/attention.comp`).
-const ROWS_OF_TILE: usize = 4 * TILE_ROWS;
-/// Those of a team.
-pub(super) const TILE_ROWS: usize = 8;
-/// Workgroups of tiles that fill a device: where there are fewer, tiles are split as single tokens are.
+/// Rows of a tile, the query heads of its tokens: four teams of [`TEAM_ROWS`] (`shaders/attention.comp`).
+const TILE_ROWS: usize = 4 * TEAM_ROWS;
+/// Rows of a team.
+pub(super) const TEAM_ROWS: usize = 8;
+/// Workgroups of tiles that fill a device. Where a step has fewer, tiles are split as single tokens are.
 const FILLING: usize = 96;
-/// The bit that says where a token's partials lie.
+/// Set where a token's partials lie among those of tiles.
 const IN_TILES: u32 = 1 << 31;
 
-/// Where the keys of a sequence are cut in a layer.
+/// Positions at which a layer cuts the keys of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Splits {
-    /// Keys of the first splits: a multiple of the 64 of a tile.
+    /// Keys of the first splits, a multiple of a tile's 64.
     pub unit: usize,
-    /// Whether later ones are longer, so that a long context has few. Where there is a window, it bounds them.
+    /// Whether later splits are longer, so that a long context has few. False where a window bounds the keys.
     pub grows: bool,
 }
 
 impl Splits {
-    /// Many heads fill a device with longer ones.
+    /// Splits of a layer. With many KV heads, longer splits fill a device.
     pub fn of(num_kv_heads: usize, window: Option<usize>) -> Splits {
         Splits { unit: (16 * num_kv_heads).next_power_of_two().clamp(64, 256), grows: window.is_none() }
     }
@@ -49,7 +49,7 @@ impl Splits {
         let units = match behind {
             _ if !self.grows || behind == 0 => split,
             1..=SPLITS_OF_4 => SPLITS_OF_1 + 4 * behind,
-            _ => UNITS_BEFORE + 16 * (behind - SPLITS_OF_4),
+            _ => UNITS_IN_SHORT_SPLITS + 16 * (behind - SPLITS_OF_4),
         };
         units * self.unit
     }
@@ -60,8 +60,8 @@ impl Splits {
         match units {
             _ if !self.grows => units,
             0..SPLITS_OF_1 => units,
-            SPLITS_OF_1..UNITS_BEFORE => SPLITS_OF_1 + (units - SPLITS_OF_1) / 4,
-            _ => SPLITS_OF_1 + SPLITS_OF_4 + (units - UNITS_BEFORE) / 16,
+            SPLITS_OF_1..UNITS_IN_SHORT_SPLITS => SPLITS_OF_1 + (units - SPLITS_OF_1) / 4,
+            _ => SPLITS_OF_1 + SPLITS_OF_4 + (units - UNITS_IN_SHORT_SPLITS) / 16,
         }
     }
 }
@@ -76,12 +76,13 @@ impl AttentionShape {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
-    /// Tokens of a tile at most.
+    /// Most tokens of a tile.
     pub fn tile_tokens(&self) -> usize {
-        ROWS_OF_TILE / (self.num_heads / self.num_kv_heads)
+        TILE_ROWS / (self.num_heads / self.num_kv_heads)
     }
 
-    /// f32 of a partial of one token: for each head its values; then the largest score, the sum of weights, and two of nothing.
+    /// f32 elements of a token's partial: for each head its values, the largest score, the sum of weights, and two of
+    /// padding.
     pub fn partial_width(&self) -> usize {
         partial_width(self.num_heads, self.head_dim)
     }
@@ -92,27 +93,27 @@ pub const fn partial_width(num_heads: usize, head_dim: usize) -> usize {
     num_heads * (head_dim + 4)
 }
 
-/// What a workgroup computes, for each KV head: the partials of neighbouring tokens of a sequence over neighbouring splits, one
-/// of each token.
+/// The work of a workgroup for each KV head: the partials of neighbouring tokens of a sequence over neighbouring
+/// splits, one partial for each token.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Item {
-    /// The first token's row of the queries, how many there are, the first one's position, and their block table.
+    /// The first token's row of the queries, the number of tokens, the first token's position, and their block table.
     pub token: u32,
     pub tokens: u32,
     pub position: u32,
     pub sequence: u32,
     pub first_split: u32,
     pub splits: u32,
-    /// Where the first token's partial goes, and how far behind it that of the next one.
+    /// The slot of the first token's partial, and the distance to the next token's.
     pub slot: u32,
     pub stride: u32,
 }
 
-/// Tokens of one sequence in a step, which are neighbours.
+/// Neighbouring tokens of one sequence in a step.
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
-    /// The first one's row among the step's tokens, and its position.
+    /// The first token's row in the step, and its position in the sequence.
     pub row: usize,
     pub start: usize,
     pub tokens: usize,
@@ -120,14 +121,14 @@ pub struct Run {
     pub sequence: usize,
 }
 
-/// Slots for partials of single tokens and of tiles: of these one for each token of a step at least.
+/// Slots for partials of single tokens and of tiles, at least one of each kind for each token of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
     pub single: usize,
     pub tiles: usize,
 }
 
-/// Items of some rows of a step, as ranges of all.
+/// Items of some rows of a step, as ranges of all items.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
     pub rows: Range<usize>,
@@ -140,10 +141,9 @@ pub struct Part {
 pub struct Shares {
     pub single: Vec<Item>,
     pub tiles: Vec<Item>,
-    /// For each token of the step its first slot, with a bit that says which, and how many partials it has: none where
-    /// it is nobody's.
+    /// For each token of the step its first slot, with [`IN_TILES`], and the number of its partials; 0 for padding.
     pub merges: Vec<[u32; 2]>,
-    /// The rows of the step in parts, each with the items that are its own.
+    /// The rows of the step in parts, each with its items.
     pub parts: Vec<Part>,
 }
 
@@ -156,15 +156,15 @@ struct Piece {
 }
 
 impl Piece {
-    /// Slots that it needs beyond one for each token, to have a workgroup for each split.
+    /// Slots beyond one for each token that a workgroup for each split needs.
     fn more(&self) -> usize {
         self.run.tokens * (self.splits - 1)
     }
 }
 
 impl Shares {
-    /// Shares out a step of `tokens` tokens, some of which may be in no run, so that each `rows_per_part` of them have items of
-    /// their own. Panics where there is no room for one partial of each token.
+    /// Shares out a step of `tokens` tokens, some of which may be in no run, so that no item spans two parts of
+    /// `rows_per_part` rows. Panics without room for one partial of each token.
     pub fn new(
         shape: &AttentionShape,
         runs: &[Run],
@@ -216,7 +216,7 @@ impl Shares {
         shares
     }
 
-    /// Workgroups of single tokens and of tiles, as an indirect dispatch reads them: of all parts together, then of each.
+    /// Workgroup counts of single tokens and of tiles for indirect dispatches: of all parts together, then of each.
     pub fn groups(&self, num_kv_heads: usize) -> Vec<[[u32; 3]; 2]> {
         let groups =
             |single: usize, tiles: usize| [single, tiles].map(|n| [n as u32, num_kv_heads as u32, 1]);
@@ -226,8 +226,8 @@ impl Shares {
     }
 }
 
-/// Gives each split of the longest pieces a workgroup of its own, as far as the slots last, and until there are `wanted`
-/// items. The longest come first, for they take longest.
+/// Gives each split of the longest pieces a workgroup of its own, while slots last, until there are `wanted` items. The
+/// longest pieces come first, since they take longest.
 fn split(pieces: &mut [Piece], slots: usize, wanted: usize) {
     pieces.sort_by_key(|piece| std::cmp::Reverse(piece.splits));
     let mut spare = slots - pieces.iter().map(|piece| piece.run.tokens).sum::<usize>();
@@ -239,7 +239,7 @@ fn split(pieces: &mut [Piece], slots: usize, wanted: usize) {
             items += piece.splits - 1;
         }
     }
-    // Who walks over all of its keys begins first.
+    // Pieces that are not split come first: they run longest.
     pieces.sort_by_key(|piece| piece.is_split);
 }
 
@@ -266,13 +266,13 @@ fn emit(piece: &Piece, next: &mut usize, flag: u32, items: &mut Vec<Item>, merge
 }
 
 impl StepArrays {
-    /// The arrays of a part of the tokens, which is the `index`th.
+    /// The arrays of the part `part`, which has the index `index`.
     pub fn part(&self, part: &Part, index: usize) -> StepArrays {
         let rows = &part.rows;
         let some = |array: &Buffer| array.slice(4 * rows.start as u64, 4 * rows.len() as u64);
         let items = |items: &Option<Buffer>, some: &Range<usize>| {
             let bytes = |n: usize| (n * size_of::<Item>()) as u64;
-            // Where there are none, nobody reads them.
+            // A part without items still needs a range, which no workgroup reads.
             let some = if some.is_empty() { 0..1 } else { some.clone() };
             items.as_ref().map(|items| items.slice(bytes(some.start), bytes(some.len())))
         };
@@ -318,8 +318,8 @@ mod tests {
         }
     }
 
-    /// Each token's keys, as its partials cover them; panics where one of them is not where it is merged from, or two are in
-    /// one place.
+    /// Each token's keys, as its partials cover them; panics where one of them is not where it is merged from, or two
+    /// are in one place.
     fn covered(shares: &Shares, shape: &AttentionShape, room: Room) -> Vec<Vec<Range<usize>>> {
         let mut slots = [vec![None; room.single], vec![None; room.tiles]];
         for (items, slots) in [&shares.single, &shares.tiles].into_iter().zip(&mut slots) {

@@ -1,8 +1,8 @@
 //! What a dispatch costs on paper: workgroups, trips of its steady loop, bytes. One function for each method of
-//! [`Kernels`](super::Kernels), for a judge that has a compiler and no GPU (`unicorn bench isa`).
+//! [`Kernels`](super::Kernels), for `unicorn bench isa`, which has a compiler and no GPU.
 //!
-//! Bytes are what must come from memory or go there if caches hold nothing but what the text says. A trip is one of the
-//! loop as the shader's source has it: where a compiler unrolls, [`Body::unrolled`] says how often.
+//! Bytes are those read from memory or written to it, with no caching beyond what the functions state. A trip is a trip
+//! of the loop in the shader's source: where a compiler unrolls it, [`Body::unrolled`] says how often.
 
 use super::operand::{BLOCK_COLS, GpuTiles, Passes, SUBGROUP_ROW_TILES, Tiles, fast_shader_of, taking};
 use super::pipelines::{attention_constants, attention_of};
@@ -18,15 +18,15 @@ const SPLITS: usize = 4;
 /// Keys of one tile of attention (`shaders/attention.comp`).
 const KEYS: usize = 64;
 
-/// A dispatch, as far as its cost goes.
+/// The cost of a dispatch.
 #[derive(Debug, Clone)]
 pub struct Dispatch {
     pub shader: &'static Shader,
     pub constants: Vec<u32>,
     pub workgroups: u64,
-    /// Trips of the steady loop, of a workgroup on average.
+    /// Trips of the steady loop, average over the workgroups.
     pub trips: f64,
-    /// Bytes of weights, and how often the grid walks over all of them; workgroups side by side walk together.
+    /// Bytes of weights, and how often the grid reads all of them; workgroups side by side share a read.
     pub weight_bytes: u64,
     pub weight_passes: u64,
     pub kv_bytes: u64,
@@ -63,8 +63,8 @@ pub fn embed(scheme: Scheme, cols: usize, tokens: usize) -> Dispatch {
     }
 }
 
-/// The product of `tokens` rows with matrices of `scheme`, which one dispatch takes together: rows of each. Weights are walked
-/// over for each tile of tokens.
+/// The product of `tokens` rows with several matrices of `scheme` in one dispatch; `rows` are the rows of each. Weights
+/// are read once for each tile of tokens.
 pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize, tokens: usize) -> Dispatch {
     let all: usize = rows.iter().sum();
     let tiles: usize = rows.iter().map(|rows| rows.div_ceil(TILE_ROWS)).sum();
@@ -76,7 +76,7 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
         return Dispatch { weight_bytes, activation_bytes, ..dispatch };
     }
     let (_, tile) = taking(Tiles::COUNTED.floats(), tokens);
-    let passes = Passes::of_floats(scheme, tiles as u32, cols, tokens, tile);
+    let passes = Passes::of_f32(scheme, tiles as u32, cols, tokens, tile);
     Dispatch {
         constants: vec![tile.columns],
         trips: scheme.blocks_per_row(cols).div_ceil(SPLITS) as f64,
@@ -97,11 +97,11 @@ pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatc
     }
 }
 
-/// What a product with int8 is, without its weights and what it yields.
+/// A product with int8, without the bytes of its weights and results.
 fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
     let (_, tile) = taking(&Tiles::COUNTED.blocks(), tokens);
     let (shader, group) = fast_shader_of(scheme);
-    let passes = Passes::of_blocks(scheme, 1 + u32::from(geglu), tiles as u32, cols, tokens, tile);
+    let passes = Passes::of_int8(scheme, 1 + u32::from(geglu), tiles as u32, cols, tokens, tile);
     let workgroups = tiles * tokens.div_ceil(tile.columns as usize);
     Dispatch {
         constants: GpuTiles::COUNTED.pipeline_of(shader, group, tile, geglu).1,
@@ -112,12 +112,12 @@ fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -
     }
 }
 
-/// Blocks of 32 columns that a subgroup takes of a product with int8 (`shaders/common/fast.glsl`).
+/// Blocks of 32 columns that a subgroup computes of a product with int8 (`shaders/common/fast.glsl`).
 fn segment_blocks(cols: usize) -> usize {
     cols.div_ceil(BLOCK_COLS).div_ceil(8).max(4)
 }
 
-/// Trips of the steady loop of a product with so many columns, where that is what the shader computes.
+/// Trips of the steady loop of a product with `cols` columns; `None` where the shader computes no product.
 pub fn product_trips(shader: &Shader, cols: usize) -> Option<usize> {
     match shader.kernel {
         "matmul" => Some(cols.div_ceil(block_weights(shader) as usize).div_ceil(SPLITS)),
@@ -127,7 +127,7 @@ pub fn product_trips(shader: &Shader, cols: usize) -> Option<usize> {
     }
 }
 
-/// Of the shaders that yield f32, int8 or both, that for what is wanted, and the bytes of it.
+/// The shader for `wants` among those that write f32, int8 or both, and the bytes that it writes.
 fn into(wants: Wants, shaders: [&'static Shader; 3], rows: usize, width: usize) -> (&'static Shader, u64) {
     let shader = match wants {
         Wants { blocks: false, .. } => shaders[0],
@@ -170,13 +170,6 @@ pub fn residual(rows: usize, width: usize, wants: Wants) -> Dispatch {
     norm(shader, rows, width, 2, floats(3 * rows * width) + bytes)
 }
 
-pub fn quantize(rows: usize, width: usize) -> Dispatch {
-    Dispatch {
-        activation_bytes: floats(rows * width) + Quantized::bytes_of_digit(rows, width),
-        ..Dispatch::new(&shaders::QUANTIZE, rows * width.div_ceil(1024))
-    }
-}
-
 /// Heads of one layer.
 #[derive(Debug, Clone, Copy)]
 pub struct Heads {
@@ -187,7 +180,7 @@ pub struct Heads {
 }
 
 impl Heads {
-    /// Keys and values of a token, in all KV heads.
+    /// Bytes of a token's keys and values in all KV heads.
     fn row_bytes(&self) -> u64 {
         (2 * self.num_kv_heads * self.kv.row_bytes(self.head_dim)) as u64
     }
@@ -203,14 +196,14 @@ pub fn qkv_store(heads: &Heads, tokens: usize) -> Dispatch {
     Dispatch {
         trips: head_dim.div_ceil(64) as f64,
         kv_bytes: tokens as u64 * heads.row_bytes(),
-        // Queries go back to where they come from.
+        // Queries are read and written in place.
         activation_bytes: floats(tokens * (2 * num_heads + 2 * num_kv_heads) * head_dim),
         ..Dispatch::new(shader, tokens * (num_heads + 2 * num_kv_heads))
     }
 }
 
-/// Attention of sequences that contribute the tokens at these positions, `tokens` with those of nobody: that of single tokens,
-/// that of tiles, and the merge. What a sequence's tokens see, memory gives them once.
+/// Attention of sequences with tokens at these positions, `tokens` in all with padding: the dispatches of single
+/// tokens, of tiles, and of the merge. A sequence's keys and values are read from memory once.
 pub fn attention(
     heads: &Heads,
     sequences: &[std::ops::Range<usize>],
@@ -280,11 +273,9 @@ pub fn history(tokens: usize) -> Dispatch {
 /// How ids are drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Drawn {
-    /// The highest logit: one pass over the logits.
+    /// The id of the highest logit: one pass over the logits.
     Greedy,
-    /// With a temperature alone, or min_p: two.
-    Plain,
-    /// With top_k or top_p: three.
+    /// With top_k or top_p: three passes over the logits.
     Filtered,
 }
 
@@ -303,15 +294,13 @@ pub fn sample(rows: usize, vocab: usize, drawn: Drawn) -> Vec<Dispatch> {
         activation_bytes: bytes as u64,
         ..Dispatch::new(shader, rows)
     };
-    let bins = if drawn == Drawn::Filtered { 12 * rows * DRAW_BINS } else { 0 };
+    let bins = 12 * rows * DRAW_BINS;
     let mut all = vec![pass(&shaders::SAMPLE_MAXIMA, maxima)];
     if drawn == Drawn::Greedy {
         all.push(choice(&shaders::SAMPLE_GREEDY, maxima));
         return all;
     }
-    if drawn == Drawn::Filtered {
-        all.push(pass(&shaders::SAMPLE_MASSES, maxima + bins));
-    }
+    all.push(pass(&shaders::SAMPLE_MASSES, maxima + bins));
     all.push(pass(&shaders::SAMPLE_DRAW, maxima + bins + found));
     all.push(choice(&shaders::SAMPLE_CHOICE, maxima + bins + found));
     all
@@ -322,24 +311,23 @@ pub fn sample(rows: usize, vocab: usize, drawn: Drawn) -> Vec<Dispatch> {
 pub struct Body {
     /// One trip of it as compiled, inner loops as often as they run.
     pub trip: Counts,
-    /// Trips of the source that a compiled one does.
+    /// Trips of the source in a compiled trip.
     pub unrolled: u64,
-    /// Weights that a lane takes in one trip of the source; 0 where that is not what the kernel does.
+    /// Weights per lane in a trip of the source; 0 where the kernel has no weights.
     pub weights: u64,
-    /// What a greedy draw, or any other use, runs beside it, once.
+    /// Counts outside the steady loop, which run once.
     pub once: Counts,
 }
 
 impl Body {
-    /// Vector instructions of the steady loop for each weight of a lane.
+    /// Vector instructions of the steady loop per weight and lane.
     pub fn valu_per_weight(&self) -> Option<f64> {
         let weights = self.weights * self.unrolled;
         (weights > 0).then(|| self.trip.valu as f64 / weights as f64)
     }
 }
 
-/// Finds the steady loop of a compiled kernel: how depends on the kernel, so every shader has its line here. `None` where
-/// there is no loop.
+/// Finds the steady loop of a compiled kernel. Every shader has its own case here. `None` where there is no loop.
 pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Body> {
     let kernel = shader.name.split('_').next().unwrap_or_default();
     match (kernel, constants) {
@@ -351,8 +339,8 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let unrolled = times(trip.dot4, weights / 4 * u64::from(*columns));
             Some(Body { trip, unrolled, weights, once: without(program, &[steady]) })
         }
-        // A trip is a block of 32 columns of all rows of a workgroup, which its lanes share out. It stands in that over segments; in
-        // it are one or two digits, of which it has one as a rule.
+        // A trip is a block of 32 columns of all rows of a workgroup, which its lanes share. The loop is inside the
+        // loop over segments; inside it are one or two digits, usually one.
         ("fast", [_, _, _, _, _, _, _, _]) => {
             let most =
                 |all: &mut dyn Iterator<Item = usize>| all.max_by_key(|i| program.trip(*i, &|_| 1).wmma);
@@ -371,15 +359,16 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             Some(Body { trip, unrolled, weights, once: without(program, &[steady]) })
         }
         ("attention", [_, head_dim, rows]) => {
-            // Around all stands the walk over splits; in it that over tiles of keys.
+            // The outermost loop is over splits; the loop over tiles of keys is inside it.
             let splits = program
                 .inside(None)
                 .max_by_key(|i| (program.trip(*i, &|_| 1).macs, std::cmp::Reverse(*i)))?;
             let steady = program.inside(Some(splits));
             let steady = steady.max_by_key(|i| (program.trip(*i, &|_| 1).macs, std::cmp::Reverse(*i)));
             let steady = steady.unwrap_or(splits);
-            // Inside it one over dimensions of the keys, where the compiler kept that, with the queries in scalars; one over
-            // the values of a whole tile, and one over those of a part of one, which runs instead of it.
+            // Inside are a loop over the keys' dimensions, unless the compiler unrolled it, with the queries in scalar
+            // registers; a loop over the values of a whole tile; and a loop over the values of a part of a tile, which
+            // runs instead of the latter.
             let (head_dim, rows) = (u64::from(*head_dim), u64::from(*rows));
             let fours = head_dim / 4;
             let width = 2 - fours % 2;
@@ -396,19 +385,20 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let trip = program.trip(steady, &trips);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
         }
-        // A partial of each split.
+        // A trip merges a split's partial.
         ("attention", []) => {
             let steady = program.densest()?;
             let trip = program.trip(steady, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
         }
-        // Two walks over a row, or one over what there is.
+        // One or two loops over a row.
         ("rms" | "embed" | "qkv" | "moments" | "pool" | "adjust" | "peak", []) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })
         }
-        // The loop over a chunk's logits, or over what the chunks of a row have found; others, of few trips, count once.
+        // The loop over a chunk's logits, or over the results of a row's chunks; other loops have few trips and count
+        // once.
         ("sample", []) => {
             let loads = |i: &usize| program.trip(*i, &|_| 1).wide_loads;
             let outer: Vec<usize> = program.inside(None).collect();
@@ -416,7 +406,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let trip = program.trip(steady, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
         }
-        // Of the most likely ids: as many as are wanted at most.
+        // The loop over the most likely ids.
         ("logprobs", []) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = program.trip(*outer.first()?, &|_| 1);
@@ -427,7 +417,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
     }
 }
 
-/// What stands in none of these outermost loops.
+/// Counts outside these outermost loops.
 fn without(program: &Program, loops: &[usize]) -> Counts {
     let mut once = Counts::default();
     let spans = loops.iter().map(|i| program.loops[*i].span.clone()).collect::<Vec<_>>();
@@ -439,7 +429,7 @@ fn without(program: &Program, loops: &[usize]) -> Counts {
     once
 }
 
-/// How often `part` is in `whole`, which may lack a few of it (a first product is no multiply-add) or have a few more.
+/// `whole` divided by `part`, rounded: `whole` may have a few less (a first product is no multiply-add) or a few more.
 fn times(whole: u64, part: u64) -> u64 {
     ((whole + part / 2) / part).max(1)
 }
@@ -467,7 +457,7 @@ mod tests {
         let (product, attention) = (&shaders::MATMUL_INT4, &shaders::ATTENTION_F32);
         assert_eq!((product.workgroup, attention.workgroup), ([32, 4, 1], [64, 1, 1]));
         assert_eq!((product.shared_bytes)(&[8]), 4 * 4 * 32 * 4);
-        // Of two heads of 128: maxima, weights; a row of each key, twice; what four parts sum up; what is joined.
+        // Two heads of 128: maxima, weights; a row of each key, twice; sums of four parts; the merge.
         let parts = 64 * 2 * 16 + 4 * 4;
         assert_eq!(
             (attention.shared_bytes)(&[2, 128, 2]),

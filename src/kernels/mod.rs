@@ -1,7 +1,7 @@
-//! Typed dispatch of every shader, one method each, and their CPU twins (`reference`, called by tests alone).
+//! Typed dispatch of every shader, one method each.
 //!
-//! A method states the shapes, checks them against the buffers (shaders have no bounds checks: buffers go by
-//! address), and declares to the recorder what is read and written. It refuses to know what a model is.
+//! A method states the shapes, checks them against the buffers (shaders have no bounds checks: buffers go by address),
+//! and passes the recorder the buffers that are read and written. It refuses to know what a model is.
 
 mod arrays;
 mod attention;
@@ -13,8 +13,6 @@ mod weights;
 
 #[doc(hidden)]
 pub mod cost;
-#[doc(hidden)]
-pub mod reference;
 #[allow(missing_docs, clippy::identity_op)]
 pub mod shaders;
 
@@ -23,7 +21,7 @@ pub use arrays::{
     RmsNorm, ShareArrays, StepArrays,
 };
 pub use attention::{Item, Part, Room, Run, Shares, Splits, partial_width};
-pub(crate) use operand::are_alike;
+pub(crate) use operand::share_pipeline;
 pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;
 pub use pipelines::all_pipelines;
@@ -42,7 +40,7 @@ use self::shaders::shaders_of;
 use crate::gpu::{Buffer, Device, GpuError, INDIRECT_BYTES, Pipeline, Recorder, Shader};
 use crate::tensor::{KvDtype, Precision, Scheme};
 
-/// A kernel whose result goes to f32, to int8, or to both.
+/// Variants of a kernel that write f32, int8, or both.
 struct Into {
     floats: Arc<Pipeline>,
     blocks: Arc<Pipeline>,
@@ -76,7 +74,7 @@ struct SamplePipelines {
 pub struct Kernels {
     precision: Precision,
     products: Products,
-    /// For embeddings of such a scheme.
+    /// The embedding's scheme, and its pipeline.
     embed: Option<(Scheme, Arc<Pipeline>)>,
     quantize: Arc<Pipeline>,
     rms_norm: Into,
@@ -99,7 +97,7 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Compiles the kernels for such matrices, multiplied in such a precision, and for attention of such heads.
+    /// Compiles the kernels for these matrices, precision and heads.
     pub fn new(
         device: &Device,
         matrices: &Matrices,
@@ -172,7 +170,7 @@ impl Kernels {
         })
     }
 
-    /// In what the matrices want what they are multiplied with.
+    /// The forms in which these matrices need their operand.
     pub fn wants<'a>(&self, matrices: impl IntoIterator<Item = &'a Matrix>) -> Wants {
         let mut wants = Wants::default();
         for matrix in matrices {
@@ -184,8 +182,8 @@ impl Kernels {
         wants
     }
 
-    /// `out[t] = embedding[ids[t]] * scale` for `tokens` tokens; `sampled` holds each slot's last id;
-    /// beyond the last row, that one is taken.
+    /// `out[t] = embedding[ids[t]] * scale` for `tokens` tokens; `sampled` holds each slot's last id. An id beyond the
+    /// last row gets the last row.
     pub fn embed(
         &self,
         recorder: &mut Recorder<'_>,
@@ -215,8 +213,8 @@ impl Kernels {
         recorder.dispatch(pipeline, &arguments, [tokens as u32, 1, 1]);
     }
 
-    /// `y[t] = W x[t]` for `tokens` rows of `x`, of each matrix; those that one dispatch can take go together. `x` is what
-    /// [`Kernels::wants`] says.
+    /// `y[t] = W x[t]` for `tokens` rows of `x` and each matrix; one dispatch computes several matrices where it can.
+    /// `x` has the forms that [`Kernels::wants`] returns.
     pub fn matmul(
         &self,
         recorder: &mut Recorder<'_>,
@@ -227,7 +225,8 @@ impl Kernels {
         self.products.record(recorder, products, x, tokens);
     }
 
-    /// `y[t] = gelu_tanh(gate x[t]) * (up x[t])` for `tokens` rows of `x`, by way of `products` where one kernel cannot do it.
+    /// `y[t] = gelu_tanh(gate x[t]) * (up x[t])` for `tokens` rows of `x`; `products` hold both products where one
+    /// kernel cannot compute all.
     pub fn gated(
         &self,
         recorder: &mut Recorder<'_>,
@@ -350,8 +349,8 @@ impl Kernels {
         recorder.dispatch(&self.qkv_store, &arguments, groups);
     }
 
-    /// `y[t] = softmax(q[t] K) V` over what the token may see of its sequence's cached keys, for `tokens` tokens, 0 for one of
-    /// nobody. Items name rows of `q`.
+    /// `y[t] = softmax(q[t] K) V` over the cached keys that the token sees, for `tokens` tokens; 0 for padding. Items
+    /// name rows of `q`.
     pub fn attention(
         &self,
         recorder: &mut Recorder<'_>,
@@ -389,7 +388,7 @@ impl Kernels {
         self.attention_merge(recorder, shape, step, partials, y, tokens);
     }
 
-    /// What the partials of each token come to.
+    /// Merges the partials of each token.
     fn attention_merge(
         &self,
         recorder: &mut Recorder<'_>,
@@ -422,7 +421,7 @@ impl Kernels {
         assert_eq!(shape.head_dim, self.heads.head_dim, "head_dim");
     }
 
-    /// `y = gelu_tanh(gate) * up`; where that is wanted in f32, it is so in the memory of `gate`.
+    /// `y = gelu_tanh(gate) * up`; an f32 result is written over `gate`.
     pub fn geglu(
         &self,
         recorder: &mut Recorder<'_>,
@@ -460,7 +459,7 @@ impl Kernels {
         recorder.dispatch(&self.moments, &arguments, [(x.width as u32).div_ceil(64), 1, 1]);
     }
 
-    /// Adds the `tokens` rows of `x` to the one row of `sums`, or, where that is `fresh`, makes them what it is.
+    /// Adds the `tokens` rows of `x` to the one row of `sums`; where that is `fresh`, overwrites it.
     pub fn pool(
         &self,
         recorder: &mut Recorder<'_>,
@@ -481,12 +480,12 @@ impl Kernels {
     }
 }
 
-/// Workgroups of 256 invocations that take four columns each.
+/// Workgroups of 256 invocations with four columns each.
 fn fours(width: usize) -> u32 {
     width.div_ceil(1024) as u32
 }
 
-/// What all of the norm's variants do: `hidden`, and the norm behind it, where there are such; `y`, where there is one.
+/// Records any variant of the norm, with or without `hidden` and a second norm, and with or without `y`.
 fn normalize(
     recorder: &mut Recorder<'_>,
     pipeline: &Pipeline,
@@ -514,7 +513,7 @@ fn normalize(
         rows: index,
         dim: x.width as u32,
         x_stride: x.stride as u32,
-        // Both are as wide as x.
+        // `y` and `hidden` are as wide as `x`.
         y_stride: x.stride as u32,
         padded: planes.as_ref().map_or(0, |to| to.stride),
         eps: norm.eps,

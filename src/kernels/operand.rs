@@ -1,7 +1,7 @@
-//! What matrices are multiplied with, and the products.
+//! The operands of matrix products, and the products.
 //!
-//! `fast` multiplies matrices of integers with activations in int8; its contract (`shaders/common/fast.glsl`) says in which
-//! order everything is added up, so that no shape of kernel changes a bit. `f32` multiplies all matrices with f32.
+//! `fast` multiplies matrices of integers with activations in int8; its contract (`shaders/common/fast.glsl`) fixes the
+//! order of every sum, so that all kernels give the same bits. `f32` multiplies all matrices with f32.
 
 use std::sync::Arc;
 
@@ -15,34 +15,34 @@ use crate::tensor::{Precision, Scheme, TILE_ROWS};
 
 /// Columns that share a scale (`shaders/common/fast.glsl`).
 pub(super) const BLOCK_COLS: usize = 32;
-/// Bytes of a block: 32 integers; its scale and sums.
+/// Bytes of a block's 32 integers; bytes of its scale and sums.
 const BLOCK_BYTES: usize = BLOCK_COLS;
 const SCALE_BYTES: usize = 8;
-/// Digits that an activation may have.
+/// Most int8 digits of an activation.
 const DIGITS: u64 = 2;
 
-/// What a model's matrices are.
+/// The schemes of a model's matrices.
 #[derive(Debug, Clone, Default)]
 pub struct Matrices {
-    /// Schemes of them, in any order, as often as they come.
+    /// Schemes of the matrices, in any order, with repetitions.
     pub products: Vec<Scheme>,
-    /// Schemes whose products may be the two that GeGLU takes.
+    /// Schemes of the gate and up matrices, whose products GeGLU combines.
     pub gated: Vec<Scheme>,
-    /// The scheme of the embedding, which is multiplied with too.
+    /// The scheme of the embedding, which is the output projection too.
     pub embedding: Option<Scheme>,
-    /// How products are shared out, where that is not as the device has it.
+    /// How products are shared out; `None` for the device's default.
     pub tiles: Option<Tiles>,
 }
 
-/// int8 activations `[rows, width]` in blocks of 32 columns, with a scale each, and a second digit where a block has an outlier
-/// (`shaders/common/fast.glsl`).
+/// int8 activations `[rows, width]` in blocks of 32 columns, with a scale each, and a second digit where a block has an
+/// outlier (`shaders/common/fast.glsl`).
 #[derive(Clone)]
 pub struct Quantized {
     pub buffer: Buffer,
     pub width: usize,
 }
 
-/// Where the rows of a step lie in it.
+/// Places of a step's rows in [`Quantized`].
 pub(super) struct Planes {
     pub blocks: Buffer,
     pub scales: Buffer,
@@ -50,18 +50,18 @@ pub(super) struct Planes {
     pub stride: u32,
 }
 
-/// Rows that so many are padded to: as many as the kernels read at once that take them.
+/// `rows` rounded up to the number of rows that a kernel reads at once.
 const fn padded(rows: usize) -> usize {
     if rows <= LANE_COLUMNS as usize { rows.next_power_of_two() } else { rows.next_multiple_of(MOST_COLUMNS) }
 }
 
 impl Quantized {
-    /// For at most so many rows.
+    /// Bytes for at most `rows` rows.
     pub const fn bytes(rows: usize, width: usize) -> u64 {
         DIGITS * Self::bytes_of_digit(rows, width)
     }
 
-    /// Of which most blocks use these alone.
+    /// Bytes of the first digit, the only digit that most blocks use.
     pub(super) const fn bytes_of_digit(rows: usize, width: usize) -> u64 {
         (padded(rows) * width.div_ceil(BLOCK_COLS) * (BLOCK_BYTES + SCALE_BYTES)) as u64
     }
@@ -70,7 +70,7 @@ impl Quantized {
         Quantized { buffer, width }
     }
 
-    /// The memory of `rows` rows; panics where they have no room, or another width.
+    /// The memory of `rows` rows; panics where there is no room for them, or the width differs.
     pub(super) fn planes(&self, rows: usize, width: usize, what: &str) -> Planes {
         assert_eq!(self.width, width, "{what}: width");
         assert!(self.buffer.size() >= Quantized::bytes(rows, width), "{what}: {rows} rows do not fit");
@@ -84,14 +84,14 @@ impl Quantized {
     }
 }
 
-/// In what an operand is wanted.
+/// The forms in which an operand is needed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Wants {
     pub floats: bool,
     pub blocks: bool,
 }
 
-/// What matrices are multiplied with: in f32, in int8, or in both, as they want it.
+/// An operand of products, in f32, in int8, or in both, as the matrices need it.
 #[derive(Clone)]
 pub struct Operand {
     pub floats: Option<Activations>,
@@ -99,7 +99,7 @@ pub struct Operand {
 }
 
 impl Operand {
-    /// As much of it as is wanted.
+    /// The forms of an operand that `wants` names.
     pub fn new(wants: Wants, floats: &Activations, blocks: &Quantized) -> Operand {
         Operand { floats: wants.floats.then(|| floats.clone()), blocks: wants.blocks.then(|| blocks.clone()) }
     }
@@ -113,10 +113,10 @@ impl Operand {
     }
 }
 
-/// The vendor's number on PCI.
+/// AMD's PCI vendor id.
 const AMD: u32 = 0x1002;
 
-/// How kernels are shared out over invocations. No choice of it changes a bit of what they yield.
+/// How kernels are shared out over invocations. No choice changes a bit of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tiles {
     Gpu(GpuTiles),
@@ -127,15 +127,15 @@ pub enum Tiles {
 /// How a GPU shares out products with int8.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuTiles {
-    /// Where the activations of lanes that are rows come from, for each of [`GpuTiles::widths`].
+    /// Source of the activations for lanes that each compute a row, for each of [`GpuTiles::widths`].
     pub activations: [ActivationsFrom; LANE_TILES],
-    /// The most tokens that lanes take at once: one of the widths of these.
+    /// Most tokens that lanes compute at once, one of [`GpuTiles::widths`].
     pub lane_tokens: u32,
-    /// What takes more tokens, if not lanes in several passes.
+    /// The tile of subgroups that computes more tokens; `None`: lanes do in several passes.
     pub subgroups: Option<SubgroupTile>,
 }
 
-/// Where lanes that are rows have their activations from.
+/// Source of the activations for lanes that each compute a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActivationsFrom {
@@ -145,25 +145,25 @@ pub enum ActivationsFrom {
 }
 
 impl GpuTiles {
-    /// What is best by count for a Radeon 780M.
+    /// The best choice for a Radeon 780M by counting instructions.
     pub const COUNTED: GpuTiles = GpuTiles {
         activations: [ActivationsFrom::ScalarRegisters; LANE_TILES],
         lane_tokens: LANE_COLUMNS,
         subgroups: None,
     };
 
-    /// Tokens that lanes take at once.
+    /// Numbers of tokens that lanes can compute at once.
     pub fn widths() -> [u32; LANE_TILES] {
         std::array::from_fn(|i| GPU_TILES[i].columns)
     }
 
-    /// Whether there are such kernels.
+    /// Whether there are kernels for this choice.
     pub fn is_one(&self) -> bool {
         GpuTiles::widths().contains(&self.lane_tokens)
     }
 }
 
-/// A product of small integers that a subgroup computes (`shaders/common/tile.glsl`): `[m, k]` by `[k, n]`.
+/// A product of integer tiles that a subgroup computes (`shaders/common/tile.glsl`): `[m, k]` by `[k, n]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SubgroupTile {
     m: u32,
@@ -175,11 +175,11 @@ pub struct SubgroupTile {
 }
 
 impl SubgroupTile {
-    /// What RDNA3 has.
+    /// The tile of RDNA 3.
     pub(super) const RDNA3: SubgroupTile =
         SubgroupTile { m: 16, n: 16, k: 16, subgroups: [2, 2], is_emulated: false };
 
-    /// The deepest and largest that the device multiplies and that a workgroup can share out; `None` where there is none.
+    /// The device's largest tile that a workgroup can share out, the deepest among equals; `None` where there is none.
     pub fn of(device: &DeviceInfo) -> Option<SubgroupTile> {
         let caps = &device.caps;
         let lanes = caps.required_subgroup_size(shaders::FAST_MATMUL_INT4_IN_TILES.workgroup)?;
@@ -187,20 +187,21 @@ impl SubgroupTile {
         let whole = all.filter_map(|shape| SubgroupTile::new([shape.m, shape.n, shape.k], lanes, false));
         let widest = WITH_SUBGROUPS[WITH_SUBGROUPS.len() - 1];
         let fits = |tile: &SubgroupTile| {
-            // These weights take the most memory.
+            // Weights of this scheme take the most shared memory.
             let (shader, constants) = tile.pipeline_of(&shaders::FAST_MATMUL_INT8_AFFINE, 1, widest);
             caps.missing(shader, &constants).is_empty()
         };
         whole.filter(fits).max_by_key(|tile| (tile.m * tile.n * tile.k, tile.k))
     }
 
-    /// Such a product as 32 invocations compute it one by one: for devices that have none, to the bits of those that have.
+    /// A tile that 32 invocations compute element by element, for devices without cooperative matrices; its bits are
+    /// the same.
     pub fn emulated(shape: [u32; 3]) -> Option<SubgroupTile> {
         SubgroupTile::new(shape, 32, true)
     }
 
     fn new([m, n, k]: [u32; 3], lanes: u32, is_emulated: bool) -> Option<SubgroupTile> {
-        // As near to a square as may be: a subgroup then uses most often what it has loaded.
+        // As near to a square as possible, so that a subgroup reuses loaded values most often.
         let all: u32 = shaders::FAST_MATMUL_INT4_IN_TILES.workgroup.iter().product::<u32>() / lanes;
         let along_rows = 1 << all.ilog2().div_ceil(2);
         let subgroups = [along_rows, all / along_rows];
@@ -213,7 +214,8 @@ impl SubgroupTile {
         is_whole.then_some(SubgroupTile { m, n, k, subgroups, is_emulated })
     }
 
-    /// The shader that multiplies in such tiles what `shader` multiplies, for weights of which so many blocks share a scale.
+    /// The shader that computes the products of `shader` in these tiles, with its constants, for weights with
+    /// `blocks_per_scale` blocks per scale.
     pub(super) fn pipeline_of(
         self,
         shader: &Shader,
@@ -232,7 +234,7 @@ impl SubgroupTile {
     }
 }
 
-/// What a workgroup of a product takes.
+/// The part of a product that a workgroup computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Tile {
     /// Tokens.
@@ -242,7 +244,7 @@ pub(super) struct Tile {
 }
 
 impl Tile {
-    /// Workgroups that so many rows of a matrix take.
+    /// Workgroups for `rows` rows of a matrix.
     pub fn parts(self, rows: usize) -> u32 {
         (rows as u32).div_ceil(TILE_ROWS as u32 * self.row_tiles)
     }
@@ -252,9 +254,9 @@ const fn tile(columns: u32, row_tiles: u32) -> Tile {
     Tile { columns, row_tiles }
 }
 
-/// The first that has enough columns for all tokens takes a product, or the last takes it in several passes.
+/// Tiles for lanes. The first tile with enough columns for all tokens is used, or else the last in several passes.
 const GPU_TILES: &[Tile] = WITH_SUBGROUPS.split_at(LANE_TILES).0;
-/// With what subgroups multiply (`shaders/common/fast_in_tiles.glsl`) for more tokens.
+/// Tiles for lanes, and then wider tiles for subgroups (`shaders/common/fast_in_tiles.glsl`).
 const WITH_SUBGROUPS: &[Tile] = &[
     tile(1, 1),
     tile(2, 1),
@@ -265,23 +267,23 @@ const WITH_SUBGROUPS: &[Tile] = &[
     tile(64, SUBGROUP_ROW_TILES),
     tile(128, SUBGROUP_ROW_TILES),
 ];
-/// How many of them lanes that are rows take.
+/// How many of these tiles are for lanes that each compute a row.
 pub(super) const LANE_TILES: usize = 6;
 pub(super) const SUBGROUP_ROW_TILES: u32 = 2;
 /// A CPU has no use for more columns than it has registers, and takes long to compile them.
 const CPU_TILES: &[Tile] = &[tile(1, 1), tile(4, 1), tile(8, 1)];
-/// How the names of kernels end that a device runs which is a CPU.
+/// Suffix of the kernels that a CPU device runs.
 pub(super) const ON_CPU: &str = "_on_cpu";
-/// What products read at once, at most: of those whose lanes are rows, and of all.
+/// Most tokens that products read at once: with lanes that each compute a row, and in all.
 pub(super) const LANE_COLUMNS: u32 = GPU_TILES[LANE_TILES - 1].columns;
 const MOST_COLUMNS: usize = WITH_SUBGROUPS[WITH_SUBGROUPS.len() - 1].columns as usize;
 
 impl Tiles {
-    /// By count, for what was not measured.
+    /// The choice by count, for devices that were not measured.
     pub const COUNTED: Tiles = Tiles::Gpu(GpuTiles::COUNTED);
 
-    /// What is best by count. AMD's GPUs add up products of four bytes as fast as they multiply tiles of int8 (`unicorn bench
-    /// isa`); others have units for these that do nothing else.
+    /// The best choice by count. AMD's GPUs compute dot products of four bytes as fast as tiles of int8 (`unicorn bench
+    /// isa`); other GPUs have separate units for tiles.
     pub fn of(device: &Device) -> Tiles {
         let info = device.info();
         match info.kind {
@@ -291,7 +293,7 @@ impl Tiles {
         }
     }
 
-    /// The body of a kernel that such a device runs (`shaders/common/lanes.glsl`).
+    /// The variant of a kernel that the device runs (`shaders/common/lanes.glsl`).
     pub(super) fn body_of(self, shader: &'static Shader) -> &'static Shader {
         match self {
             Tiles::Gpu(_) => shader,
@@ -319,7 +321,8 @@ impl Tiles {
 }
 
 impl GpuTiles {
-    /// The shader of products with int8, or of two and their GeGLU, of a width, and its constants; `shader` is what lanes take.
+    /// The shader of products with int8 of a width, or of two products and their GeGLU, and its constants; `shader` is
+    /// the variant for lanes.
     pub(super) fn pipeline_of(
         &self,
         shader: &'static Shader,
@@ -338,7 +341,7 @@ impl GpuTiles {
     }
 }
 
-/// Which of several tiles takes so many tokens, and its place.
+/// The index of the tile for `tokens` tokens, and the tile.
 pub(super) fn taking(tiles: &[Tile], tokens: usize) -> (usize, Tile) {
     let at = tiles.iter().position(|tile| tile.columns as usize >= tokens).unwrap_or(tiles.len() - 1);
     (at, tiles[at])
@@ -347,7 +350,7 @@ pub(super) fn taking(tiles: &[Tile], tokens: usize) -> (usize, Tile) {
 /// The pipelines of one scheme, one for each tile.
 enum ByScheme {
     Floats(Vec<Arc<Pipeline>>),
-    /// `gated` takes two matrices and their GeGLU; tiles for which there is none need dispatches of their own for that.
+    /// `gated` computes two products and their GeGLU; tiles without such a pipeline need a dispatch for each.
     Blocks {
         plain: Vec<Arc<Pipeline>>,
         gated: Vec<Arc<Pipeline>>,
@@ -410,10 +413,10 @@ impl Products {
         Ok(products)
     }
 
-    /// Schemes of which nothing differs for their kernels share them.
+    /// Schemes that need the same pipelines share them.
     fn find(&self, scheme: Scheme) -> Option<&ByScheme> {
         let same = |other: Scheme| match self.precision.quantizes(scheme) {
-            true => are_alike(other, scheme),
+            true => share_pipeline(other, scheme),
             false => other.shares_variant(scheme),
         };
         self.by_scheme
@@ -444,10 +447,10 @@ impl Products {
                 continue;
             }
             let blocks = x.blocks.as_ref().expect("matmul: x in int8");
-            // Matrices in several pieces go alone, piece by piece.
+            // A matrix in several shards is dispatched alone, shard by shard.
             let alike = |(other, _): &(&Matrix, &Activations)| {
                 self.precision.quantizes(other.scheme)
-                    && are_alike(other.scheme, matrix.scheme)
+                    && share_pipeline(other.scheme, matrix.scheme)
                     && other.cols == matrix.cols
                     && other.shards.len() == 1
             };
@@ -476,7 +479,8 @@ impl Products {
         };
         let (at, tile) = taking(self.tiles.floats(), tokens);
         for shard in &matrix.shards {
-            // A shard writes its own columns of y; they interleave, so the rest of it is declared, and barriers order shards.
+            // A shard writes its columns of y, which interleave with those of others: all of y from its first column is
+            // declared, so barriers order the shards.
             let first = 4 * shard.first_row as u64;
             let arguments = shaders::Matmul {
                 blocks: &shard.blocks,
@@ -491,12 +495,12 @@ impl Products {
                 blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
             };
             let parts = tile.parts(shard.rows);
-            let passes = Passes::of_floats(matrix.scheme, parts, matrix.cols, tokens, tile);
+            let passes = Passes::of_f32(matrix.scheme, parts, matrix.cols, tokens, tile);
             recorder.dispatch(&pipelines[at], &arguments, passes.grid(parts));
         }
     }
 
-    /// Matrices of one kind: several, each in one piece, or one.
+    /// Records the products of several matrices of one shard each, or of one matrix.
     fn record_blocks(
         &self,
         recorder: &mut Recorder<'_>,
@@ -543,16 +547,16 @@ impl Products {
                 cols: matrix.cols as u32,
                 tokens: tokens as u32,
                 x_stride: from.stride,
-                // It chooses among the addresses above, as numbers.
+                // The shader chooses among the addresses in its push constants.
                 followed: &[],
             };
             let parts = (0..products.len()).map(|i| tile.parts(rows(i) as usize)).sum();
-            let passes = Passes::of_blocks(matrix.scheme, 1, parts, matrix.cols, tokens, tile);
+            let passes = Passes::of_int8(matrix.scheme, 1, parts, matrix.cols, tokens, tile);
             recorder.dispatch(&plain[at], &arguments, passes.grid(parts));
         }
     }
 
-    /// Both products and their GeGLU in one dispatch; says whether that can be.
+    /// Records both products and their GeGLU in one dispatch; returns false where no kernel can.
     pub fn gated(
         &self,
         recorder: &mut Recorder<'_>,
@@ -565,7 +569,7 @@ impl Products {
         let quantizes = |matrix: &Matrix| self.precision.quantizes(matrix.scheme);
         let is_pair = quantizes(gate)
             && quantizes(up)
-            && are_alike(gate.scheme, up.scheme)
+            && share_pipeline(gate.scheme, up.scheme)
             && (gate.rows, gate.cols) == (up.rows, up.cols)
             && gate.shards.len() == 1
             && up.shards.len() == 1;
@@ -603,33 +607,34 @@ impl Products {
             followed: &[],
         };
         let parts = tile.parts(rows);
-        let passes = Passes::of_blocks(scheme, 2, parts, cols, tokens, tile);
+        let passes = Passes::of_int8(scheme, 2, parts, cols, tokens, tile);
         recorder.dispatch(pipeline, &arguments, passes.grid(parts));
         true
     }
 }
 
-/// Bytes of activations that stay in the second-level cache while the tiles of rows take their turns. A Radeon 780M has 2 MiB of
-/// it, and weights go through it too.
+/// Bytes of activations that stay in the second-level cache while the tiles of rows run. A Radeon 780M has 2 MiB of
+/// cache, which weights go through too.
 const STAYING_BYTES: u64 = 1 << 20;
-/// Workgroups that run at once, at least. A Radeon 780M has 24 SIMDs; each holds 8 waves of the widest kernel, and a workgroup
-/// has 8 waves.
+/// Workgroups that run at once, at least. A Radeon 780M has 24 SIMDs; each holds 8 waves of the widest kernel, and a
+/// workgroup has 8 waves.
 const AT_ONCE: u32 = 24;
 
-/// How the passes over the weights that `tokens` take are shared out. Those that go together stand side by side in the grid, and
-/// memory gives them the weights once.
+/// How the passes over the weights are shared out. Passes side by side in the grid share one read of the weights from
+/// memory.
 pub(super) struct Passes {
     pub together: u32,
-    /// How often memory gives all weights, and all activations.
+    /// How often all weights, and all activations, are read from memory.
     pub weight_reads: u32,
     pub activation_reads: u32,
 }
 
 impl Passes {
-    /// What takes the fewest bytes from memory. More passes together read the weights less often; but where their activations
-    /// do not stay in the cache, these come again for all tiles behind those that run at once.
+    /// The choice that reads the fewest bytes from memory. More passes together read the weights less often; but
+    /// activations that do not stay in the cache are read again for every round of workgroups.
     ///
-    /// `part_bytes`: what a workgroup reads of weights; `parts`: workgroups of a pass; `pass_bytes`: activations of one.
+    /// `part_bytes` are the weights that a workgroup reads, `parts` the workgroups of a pass, `pass_bytes` the
+    /// activations of a pass.
     fn new(part_bytes: u64, parts: u32, pass_bytes: u64, tokens: usize, tile: Tile) -> Passes {
         let passes = (tokens as u32).div_ceil(tile.columns);
         let shared = |together: u32| Passes {
@@ -647,8 +652,8 @@ impl Passes {
         (1..=passes).map(shared).min_by_key(bytes).expect("a pass at least")
     }
 
-    /// Products with int8 of so many `matrices` in a workgroup, of which a pass has `parts`.
-    pub fn of_blocks(
+    /// Passes of products with int8, with `matrices` matrices in a workgroup and `parts` workgroups in a pass.
+    pub fn of_int8(
         scheme: Scheme,
         matrices: u32,
         parts: u32,
@@ -661,13 +666,13 @@ impl Passes {
         Passes::new(part_bytes, parts, pass_bytes, tokens, tile)
     }
 
-    /// Products with f32.
-    pub fn of_floats(scheme: Scheme, parts: u32, cols: usize, tokens: usize, tile: Tile) -> Passes {
+    /// Passes of products with f32.
+    pub fn of_f32(scheme: Scheme, parts: u32, cols: usize, tokens: usize, tile: Tile) -> Passes {
         let pass_bytes = Activations::bytes(tile.columns as usize, cols);
         Passes::new(weights_of(scheme, cols, tile.row_tiles), parts, pass_bytes, tokens, tile)
     }
 
-    /// Workgroups: passes that go together, parts of the matrix, groups of such passes.
+    /// Workgroups: passes side by side, parts of the matrix, groups of passes.
     fn grid(&self, parts: u32) -> [u32; 3] {
         [self.together, parts, self.weight_reads]
     }
@@ -677,12 +682,12 @@ const fn weights_of(scheme: Scheme, cols: usize, tiles: u32) -> u64 {
     tiles as u64 * (scheme.tile_bytes(cols) + scheme.tile_scale_bytes(cols)) as u64
 }
 
-/// The shader of a scheme's products with int8, and the blocks that share a scale, which it is compiled for.
+/// The shader of a scheme's products with int8, and the blocks per scale that it is compiled for.
 pub(super) fn fast_shader_of(scheme: Scheme) -> (&'static Shader, u32) {
     (shader_of("fast_matmul", scheme), scheme.blocks_per_scale() as u32)
 }
 
-/// Whether one pipeline multiplies matrices of both, which are integers. Asked in every step, so by no names.
-pub(crate) fn are_alike(a: Scheme, b: Scheme) -> bool {
+/// Whether one pipeline multiplies matrices of both integer schemes. Called in every step, so it compares no names.
+pub(crate) fn share_pipeline(a: Scheme, b: Scheme) -> bool {
     a.shares_variant(b) && a.blocks_per_scale() == b.blocks_per_scale()
 }

@@ -1,4 +1,4 @@
-//! What a device's arithmetic can do at most, measured and not read in a table: multiply-adds without memory.
+//! Measures a device's peak arithmetic rate: multiply-adds without memory accesses.
 
 use std::sync::Arc;
 
@@ -6,10 +6,10 @@ use super::shaders;
 use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder};
 
 const WORKGROUP: u32 = 256;
-/// Multiply-adds of an invocation in a round.
+/// Multiply-adds per invocation and round.
 const MACS: u64 = 4 * 8 * 4;
 
-/// Plain multiply-adds in f32, which every product of the kernels is made of today.
+/// A kernel of f32 multiply-adds alone.
 pub struct Peak(Arc<Pipeline>);
 
 impl Peak {
@@ -22,7 +22,7 @@ impl Peak {
         4 * (workgroups * WORKGROUP) as u64
     }
 
-    /// Operations of that many, a multiply-add being two.
+    /// Operations of the dispatch; a multiply-add counts as two.
     pub const fn ops(workgroups: u32, rounds: u32) -> u64 {
         2 * MACS * (workgroups * WORKGROUP) as u64 * rounds as u64
     }

@@ -1,17 +1,17 @@
-//! Which pipelines there are: every shader with the constants that a GPU may give it.
+//! Lists all pipelines: every shader with the constants that it may have on a GPU.
 
-use super::attention::TILE_ROWS;
+use super::attention::TEAM_ROWS;
 use super::operand::{ActivationsFrom, GpuTiles, LANE_COLUMNS, LANE_TILES, ON_CPU, SubgroupTile, Tiles};
 use super::shaders::{self, shader_named};
 use crate::gpu::Shader;
 use crate::tensor::KvDtype;
 
-/// Blocks of weights that may share a scale: groups of 16, 32 and 128 columns, where a scheme may have them.
+/// Numbers of blocks that may share a scale, for the group sizes (16, 32 and 128 columns) of the shader's schemes.
 fn scale_blocks(shader: &str) -> &'static [u32] {
     match shader {
         "fast_matmul_int8_row" => &[1],
         name if name.contains("_int8") => &[1, 2],
-        // Five and six bits come from GGUF alone, which has one size of groups for each.
+        // Weights of five and six bits come from GGUF alone, which has one group size for each.
         name if name.contains("_int6") => &[1],
         name if name.contains("_int5") => &[2],
         name if name.ends_with("_affine16") => &[1],
@@ -39,7 +39,7 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
             ["COLUMNS"] => Tiles::COUNTED.floats().iter().map(|tile| vec![tile.columns]).collect(),
             ["COLUMNS", "GEGLU", "SCALE_BLOCKS", _] => {
                 let mut all = of_int8(shader, &GpuTiles::COUNTED, &[false, true]);
-                // The most that shared memory takes.
+                // The choice that takes the most shared memory.
                 let shared = GpuTiles {
                     activations: [ActivationsFrom::SharedMemory; LANE_TILES],
                     ..GpuTiles::COUNTED
@@ -64,7 +64,7 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
     of_gpus.flat_map(|shader| constants(shader).into_iter().map(move |c| (*shader, c))).collect()
 }
 
-/// The shaders of attention for a cache of such a type: for single tokens, and for tiles.
+/// The shaders of attention for a KV cache of type `kv`: for single tokens, and for tiles.
 pub(super) fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
     match kv {
         KvDtype::F32 => [&shaders::ATTENTION_F32, &shaders::ATTENTION_TILE_F32],
@@ -73,8 +73,9 @@ pub(super) fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
     }
 }
 
-/// A team of single tokens has the query heads of one, one of tiles a share of those of several.
+/// The rows of a team: for single tokens the query heads of one token, for tiles a share of the query heads of several
+/// tokens.
 pub(super) fn attention_constants(shader: &Shader, group: usize, head_dim: usize) -> Vec<u32> {
-    let rows = if shader.name.starts_with("attention_tile") { TILE_ROWS } else { group };
+    let rows = if shader.name.starts_with("attention_tile") { TEAM_ROWS } else { group };
     [group, head_dim, rows].map(|n| n as u32).to_vec()
 }

@@ -1,54 +1,56 @@
-//! Ids drawn from logits, and what that takes: histories, penalties, biases, masks, log probabilities.
+//! Draws ids from logits: histories, penalties, biases, masks, log probabilities.
 
 use super::Kernels;
 use super::arrays::{Activations, StepArrays, words};
 use super::shaders;
 use crate::gpu::{Buffer, Pipeline, Recorder};
 
-/// What the sampler writes when logits are not finite.
+/// Written by the sampler where logits are not finite.
 pub const NO_TOKEN: u32 = u32::MAX;
-/// Ids of a row that a workgroup of the sampler takes, and one of log probabilities.
+/// Ids of a row that a workgroup of the sampler, or of log probabilities, reads.
 pub(super) const DRAW_CHUNK: usize = 4096;
-/// Bins of a row of logits, each of a count and a mass of 64 bits; and undecided ids that are listed (`shaders/sample.comp`).
+/// Bins of a row of logits, each with a count and a mass of 64 bits, and the largest number of undecided ids that are
+/// listed (`shaders/sample.comp`).
 pub(super) const DRAW_BINS: usize = 1024;
 const DRAW_LIST: usize = 4096;
 const DRAW_TALLIES: usize = 8;
-/// Words of what a chunk says of its log probabilities (`shaders/logprobs.comp`), of which a workgroup has a row's.
+/// Words of a chunk's log probabilities (`shaders/logprobs.comp`).
 const LOGPROB_PART: usize = 2 + 2 * MAX_LOGPROBS;
 const MOST_CHUNKS: usize = 256;
 /// Most alternatives whose log probabilities come back with an id.
 pub const MAX_LOGPROBS: usize = 20;
-/// Words that the log probabilities of one row take: that of the drawn id, and pairs of alternatives.
+/// Words of a row's log probabilities: one for the drawn id, and a pair for each alternative.
 pub const LOGPROB_WORDS: usize = 1 + 2 * MAX_LOGPROBS;
 
-/// Rows of logits, and what draws change of them.
+/// Rows of logits, and their changes by penalties and biases.
 #[derive(Clone)]
 pub struct Logits {
     pub raw: Activations,
     /// u32 of the same shape (`shaders/common/draws.glsl`).
     pub adjusted: Activations,
-    /// What the kernels of a draw leave for the next one: u32 `[rows]`[`[draw_words]`](draw_words) of the logits' width.
+    /// Results that the kernels of a draw pass on: u32 `[rows]`[`[draw_words]`](draw_words) of the logits' width.
     pub scratch: Activations,
-    /// Ids from here up are never drawn.
+    /// Ids from this one up are never drawn.
     pub vocab: usize,
 }
 
-/// Words that a draw needs for each row of so many logits.
+/// Words of scratch that a draw needs for each row of `vocab` logits.
 pub const fn draw_words(vocab: usize) -> usize {
     let chunks = vocab.div_ceil(DRAW_CHUNK);
     (4 + 4 + LOGPROB_PART) * chunks + 3 * DRAW_LIST + DRAW_TALLIES + 3 * DRAW_BINS
 }
 
-/// [`Logits::scratch`] as the kernels that draw from so many rows see it (`shaders/sample.comp`, `shaders/logprobs.comp`).
+/// [`Logits::scratch`] as the kernels that draw from `rows` rows see it (`shaders/sample.comp`,
+/// `shaders/logprobs.comp`).
 #[doc(hidden)]
 pub struct DrawScratch {
     pub maxima: Buffer,
     pub found: Buffer,
-    /// First word of `found` that is a tally.
+    /// Index of the first tally in `found`.
     tallies: u32,
     /// `[rows][3][DRAW_BINS]`
     pub bins: Buffer,
-    /// What must be 0 before: the tallies and the bins.
+    /// The tallies and the bins, which must be 0 before a draw.
     cleared: Buffer,
     parts: Buffer,
     chunks: u32,
@@ -69,7 +71,7 @@ impl DrawScratch {
             offset += bytes;
             all.slice(offset - bytes, bytes)
         });
-        // Parts that are next to each other.
+        // The two parts are adjacent.
         let both = |a: &Buffer, b: &Buffer| all.slice(a.address() - all.address(), a.size() + b.size());
         DrawScratch {
             cleared: both(&tallies, &bins),
@@ -83,7 +85,7 @@ impl DrawScratch {
     }
 }
 
-/// One row's parameters as the shaders read them that draw (`shaders/common/draws.glsl`).
+/// Parameters of one row as the shaders read them (`shaders/common/draws.glsl`).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct SampleRequest {
@@ -98,27 +100,27 @@ pub struct SampleRequest {
     pub repetition_penalty: f32,
     pub presence_penalty: f32,
     pub frequency_penalty: f32,
-    /// Row of the history, ids of it that are penalized, and how many of these are the prompt's; no ids: no penalties.
+    /// Row of the history, number of its ids that are penalized, and how many of those are the prompt's; 0 ids: no
+    /// penalties.
     pub history_slot: u32,
     pub history_len: u32,
     pub prompt_len: u32,
-    /// Its pairs of [`DrawArrays::bias`], no id twice.
+    /// First pair and number of pairs in [`DrawArrays::bias`], no id twice.
     pub first_bias: u32,
     pub biases: u32,
-    /// One more than the row of [`DrawArrays::masks`]; 0: every id may come.
+    /// One more than the row of [`DrawArrays::masks`]; 0: every id is allowed.
     pub mask: u32,
-    /// One more than the alternatives that are reported, at most [`MAX_LOGPROBS`]; 0: no log probabilities.
+    /// One more than the number of alternatives reported, which is at most [`MAX_LOGPROBS`]; 0: no log probabilities.
     pub logprobs: u32,
 }
 
 impl SampleRequest {
-    /// Ids, with repetitions, whose logits are changed.
+    /// Number of ids, with repetitions, whose logits change.
     fn changes(&self) -> u32 {
         self.history_len.max(self.biases)
     }
 
-    /// Whether it is not the highest logit that is drawn; and whether what is left of the others takes more than a look at
-    /// each.
+    /// Whether the draw is random, not greedy.
     fn draws(&self) -> bool {
         self.temperature > 0.0
     }
@@ -128,7 +130,7 @@ impl SampleRequest {
     }
 }
 
-/// What is added to the logit of an id; negative infinity forbids it.
+/// A bias that is added to the logit of an id; negative infinity forbids the id.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Bias {
@@ -136,18 +138,18 @@ pub struct Bias {
     pub bias: f32,
 }
 
-/// What the draws of a step take, and what comes of them.
+/// Arguments and results of a step's draws.
 #[derive(Clone)]
 pub struct DrawArrays {
     /// [`SampleRequest`] `[rows]`
     pub requests: Buffer,
     /// [`Bias`] `[..]`
     pub bias: Buffer,
-    /// u32 `[..][mask_words]`, of [`mask_words`] of the vocabulary: a bit for each id that may come.
+    /// u32 `[..][mask_words]`, of [`mask_words`] of the vocabulary: the bit of each allowed id is set.
     pub masks: Buffer,
     /// u32 `[rows]`: the ids drawn.
     pub ids: Buffer,
-    /// `[rows][LOGPROB_WORDS]`: f32 of the id; pairs of u32 id and f32.
+    /// `[rows][LOGPROB_WORDS]`: f32 of the drawn id; pairs of u32 id and f32.
     pub logprobs: Buffer,
 }
 
@@ -172,7 +174,7 @@ pub const fn mask_words(vocab: usize) -> usize {
 }
 
 impl Kernels {
-    /// Writes the ids of `tokens` tokens where the history has their sequences; `slots`: u32 by entry of
+    /// Writes the ids of `tokens` tokens into the history of their sequences; `slots`: u32 by entry of
     /// [`StepArrays::sequence_of`].
     pub fn history(
         &self,
@@ -196,9 +198,9 @@ impl Kernels {
         recorder.dispatch(&self.history, &arguments, [(tokens as u32).div_ceil(64), 1, 1]);
     }
 
-    /// Writes what penalties and biases make of some of the logits to [`Logits::adjusted`], all of whose words are 0;
-    /// [`Kernels::clear_adjusted`] makes them so again. `requests`: what [`DrawArrays::requests`] holds. Nothing is recorded
-    /// where none of them changes anything.
+    /// Writes logits changed by penalties and biases to [`Logits::adjusted`], all of whose words are 0 before;
+    /// [`Kernels::clear_adjusted`] clears them again. `requests` are those in [`DrawArrays::requests`]. Records nothing
+    /// where no request changes a logit.
     pub fn adjust(
         &self,
         recorder: &mut Recorder<'_>,
@@ -217,7 +219,7 @@ impl Kernels {
         }
     }
 
-    /// Takes back what [`Kernels::adjust`] did.
+    /// Clears the words that [`Kernels::adjust`] wrote.
     pub fn clear_adjusted(
         &self,
         recorder: &mut Recorder<'_>,
@@ -259,8 +261,8 @@ impl Kernels {
         recorder.dispatch(pipeline, &arguments, [most.div_ceil(256).clamp(1, 64), rows as u32, 1]);
     }
 
-    /// Draws a token for each row of logits, with what [`Kernels::adjust`] made of them: `ids[row]`, and `sampled[slot]`.
-    /// `requests`: what [`DrawArrays::requests`] holds. Only kernels that one of them needs are recorded: one pass over the
+    /// Draws a token for each row of logits, as [`Kernels::adjust`] changed them, into `ids[row]` and `sampled[slot]`.
+    /// `requests` are those in [`DrawArrays::requests`]. Records only kernels that a request needs: one pass over the
     /// logits where all are greedy, two where none has top_k or top_p, else three.
     pub fn sample(
         &self,
@@ -290,7 +292,7 @@ impl Kernels {
         let (of_chunks, of_rows) = ([chunks, rows as u32, 1], [rows as u32, 1, 1]);
         let filters = requests.iter().any(|request| request.filters(*vocab));
         if filters {
-            // Beside the first kernel, which does not touch them.
+            // The fill runs beside the first kernel, which does not use these words.
             recorder.fill(&cleared, 0);
         }
         recorder.dispatch(&self.sample.maxima, &arguments, of_chunks);
@@ -305,8 +307,8 @@ impl Kernels {
         recorder.dispatch(&self.sample.choice, &arguments, of_rows);
     }
 
-    /// Log probabilities, by the raw logits, of the ids that were drawn, and of the most likely ones, for the rows whose
-    /// requests want them.
+    /// Log probabilities by the raw logits, of the drawn ids and of the most likely ids, for the rows whose requests
+    /// want them.
     pub fn logprobs(&self, recorder: &mut Recorder<'_>, logits: &Logits, draws: &DrawArrays, rows: usize) {
         let Logits { raw, vocab, .. } = logits;
         let DrawScratch { parts, chunks, .. } = DrawScratch::of(logits, rows);

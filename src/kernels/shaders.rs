@@ -1,11 +1,11 @@
-//! The table that build.rs made from `shaders/`, and which of them matrices of a scheme take.
+//! The table of shaders that build.rs generates from `shaders/`, and the variants for matrices of a scheme.
 
 use crate::gpu::Shader;
 use crate::tensor::Scheme;
 
 include!(concat!(env!("OUT_DIR"), "/shaders.rs"));
 
-/// The shaders for matrices of a scheme: products, and rows looked up by id.
+/// The shaders for matrices of a scheme: products, and embeddings.
 pub(super) fn shaders_of(scheme: Scheme) -> (&'static Shader, &'static Shader) {
     (shader_of("matmul", scheme), shader_of("embed", scheme))
 }

@@ -33,13 +33,14 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// On the device.
+    /// Bytes on the device.
     pub fn bytes(&self) -> u64 {
         let shards = self.shards.iter();
         shards.map(|shard| shard.blocks.size() + shard.scales.as_ref().map_or(0, Buffer::size)).sum()
     }
 
-    /// The allocations of a matrix `[rows, cols]`, in their order: bytes of the blocks and of the scales of each shard.
+    /// Sizes of the allocations of a matrix `[rows, cols]`, in order: bytes of the blocks and of the scales of each
+    /// shard.
     pub fn buffer_bytes(
         scheme: Scheme,
         rows: usize,
@@ -54,8 +55,8 @@ impl Matrix {
         })
     }
 
-    /// Brings a `[rows, cols]` tensor to the device. Where it is packed in `scheme` already, reading it is queued with the
-    /// uploader; else it is packed here, and `each` hears how many rows are there, every few megabytes. `max_shard_bytes`
+    /// Uploads a `[rows, cols]` tensor. A tensor that is packed in `scheme` already is queued with the uploader; any
+    /// other is packed here, and `each` is called with the number of rows done, every few megabytes. `max_shard_bytes`
     /// bounds one allocation.
     pub fn upload<'a>(
         arena: &mut Arena,
@@ -123,7 +124,7 @@ impl Matrix {
     }
 }
 
-/// Whole tiles, as many as `max_shard_bytes` hold; one at least.
+/// Rows of as many whole tiles as `max_shard_bytes` holds, at least one.
 fn rows_per_shard(scheme: Scheme, rows: usize, cols: usize, max_shard_bytes: u64) -> usize {
     let max_tiles = (max_shard_bytes as usize / scheme.tile_bytes(cols)).max(1);
     max_tiles.saturating_mul(TILE_ROWS).min(rows.next_multiple_of(TILE_ROWS))
@@ -133,7 +134,7 @@ fn rows_per_shard(scheme: Scheme, rows: usize, cols: usize, max_shard_bytes: u64
 pub struct Embedding {
     pub(super) matrix: Matrix,
     pub(super) table: Buffer,
-    /// What looked-up rows are multiplied by.
+    /// Factor of looked-up rows.
     pub(super) scale: f32,
 }
 
@@ -160,7 +161,7 @@ impl Embedding {
         Ok(Embedding { matrix, table, scale })
     }
 
-    /// The same weights as an output projection (tied embeddings).
+    /// The embedding's matrix as the output projection (tied embeddings).
     pub fn matrix(&self) -> &Matrix {
         &self.matrix
     }

@@ -1,29 +1,26 @@
-//! What a Gemma-3 checkpoint says about itself: `config.json` and `generation_config.json`, validated.
+//! The validated `config.json` and `generation_config.json` of a Gemma-3 checkpoint.
 //!
 //! Understands the multimodal wrapper (`text_config`) and the text-only layout, fields left out (the real
 //! 27B writes ten of them), and both generations of names: `rope_theta`, `rope_local_base_freq` and
 //! `rope_scaling`, and the `rope_parameters` by layer type of transformers 5. Defaults are those of
 //! transformers' `Gemma3TextConfig`.
 //!
-//! Refuses by name whatever would change the result and is not computed here: other model types, soft
-//! capping, biases, bidirectional attention, untied heads, rope scalings other than linear. How the weights
-//! are quantized (`quantization_config`) is for [`crate::checkpoint`] to read. Invariant: a [`Gemma3Config`] that exists can be computed.
+//! Refuses by name whatever would change the result and is not computed here: other model types, soft capping, biases,
+//! bidirectional attention, untied heads, rope scalings other than linear. [`crate::checkpoint`] reads how the weights
+//! are quantized (`quantization_config`). Invariant: a model with a valid [`Gemma3Config`] can be computed.
 
 use std::fmt;
 use std::ops::RangeInclusive;
 
 use serde_json::{Map, Value};
 
-use crate::checkpoint::{CheckpointError, ModelFiles, short};
+use crate::checkpoint::{CheckpointError, ModelFiles, parse_config, short};
 
 const CONFIG_FILE: &str = "config.json";
 const GENERATION_CONFIG_FILE: &str = "generation_config.json";
 
-/// Configs have a few KB; a parsed JSON value takes up to 32 times its text.
-const MAX_CONFIG_BYTES: usize = 1 << 20;
-
-// Bounds of what a config may claim, far above every real model, so that sizes computed from them cannot
-// overflow. `max_position_embeddings` and `sliding_window` are bounded by what positions are counted in.
+// Bounds of what a config may claim, far above every real model, so that sizes computed from them cannot overflow.
+// `max_position_embeddings` and `sliding_window` are bounded by the type of positions.
 const MAX_VOCAB: u64 = 1 << 20;
 const MAX_HIDDEN: u64 = 1 << 16;
 /// Also of `num_attention_heads * head_dim`: 32 rows of f32 weights, a tile, must fit the upload's staging buffer.
@@ -32,7 +29,7 @@ const MAX_LAYERS: u64 = 1024;
 const MAX_HEADS: u64 = 1024;
 const MAX_POSITIONS: u64 = 1 << 24;
 
-/// A config is not one of a model that can be computed here. One line: file, field, what is wrong.
+/// A config describes no model that can be computed. One line: file, field, problem.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("{file}: {problem}")]
@@ -43,10 +40,10 @@ pub enum ConfigError {
     Checkpoint(#[from] CheckpointError),
 }
 
-/// What a layer's attention sees.
+/// The positions that a layer's attention sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LayerType {
-    /// The last `sliding_window` positions, the own one included.
+    /// The last `sliding_window` positions, the token's own included.
     SlidingAttention,
     /// All positions.
     FullAttention,
@@ -67,18 +64,18 @@ pub struct Gemma3Config {
     pub head_dim: usize,
     pub rms_norm_eps: f32,
     pub max_position_embeddings: usize,
-    /// Attention scores are scaled by its inverse square root; not `head_dim` in the 27B.
+    /// Attention scores are scaled by the inverse square root of this number, which differs from `head_dim` in the 27B.
     pub query_pre_attn_scalar: f64,
     pub sliding_window: usize,
     /// One per layer.
     pub layer_types: Vec<LayerType>,
-    /// Base of full-attention layers.
+    /// RoPE base of full-attention layers.
     pub rope_theta: f64,
-    /// Base of sliding-attention layers.
+    /// RoPE base of sliding-attention layers.
     pub rope_local_base_freq: f64,
-    /// Frequencies of full-attention layers are divided by it; 1 without scaling.
+    /// Divisor of the frequencies of full-attention layers; 1 without scaling.
     pub rope_scaling_factor: f64,
-    /// Any of them ends an answer. Ascending, each below `vocab_size`.
+    /// Ids that each end an answer; ascending, below `vocab_size`.
     pub eos_token_ids: Vec<u32>,
     pub bos_token_id: u32,
     pub pad_token_id: u32,
@@ -87,15 +84,14 @@ pub struct Gemma3Config {
 }
 
 impl Gemma3Config {
-    /// Reads `config.json` and, if there is one, `generation_config.json`; answers end at the end tokens
-    /// of both.
+    /// Reads `config.json` and, if there is one, `generation_config.json`; the end tokens of both end an answer.
     pub fn load(files: &ModelFiles) -> Result<(Self, GenerationConfig), ConfigError> {
-        let Some(bytes) = files.read(CONFIG_FILE)? else {
+        let Some(config) = files.config()? else {
             let problem =
                 format!("holds no {CONFIG_FILE}; give that of the original model with --model-config");
             return Err(ConfigError::File { file: files.location(), problem });
         };
-        let mut config = Self::from_json(&bytes, &files.display(CONFIG_FILE))?;
+        let mut config = Self::from_value(&config, &files.display(CONFIG_FILE))?;
         let mut generation = GenerationConfig::default();
         if let Some(bytes) = files.read(GENERATION_CONFIG_FILE)? {
             let file = files.display(GENERATION_CONFIG_FILE);
@@ -109,8 +105,11 @@ impl Gemma3Config {
 
     /// Reads a `config.json`; `file_name` is how messages call it.
     pub fn from_json(bytes: &[u8], file_name: &str) -> Result<Self, ConfigError> {
-        let root = parse_object(bytes, file_name)?;
-        let root = Level { file: file_name, prefix: String::new(), object: &root };
+        Self::from_value(&parse_config(bytes, file_name)?, file_name)
+    }
+
+    fn from_value(config: &Value, file_name: &str) -> Result<Self, ConfigError> {
+        let root = Level { file: file_name, prefix: String::new(), object: as_object(config, file_name)? };
         let text = text_level(&root)?;
         for level in [&root, &text] {
             level.refuse_what_is_not_computed()?;
@@ -180,7 +179,7 @@ impl Gemma3Config {
     }
 }
 
-/// How a model's author wants it sampled, where a request does not say; from `generation_config.json`.
+/// Sampling defaults of the model's author, from `generation_config.json`.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct GenerationConfig {
     /// False or absent: greedy.
@@ -197,8 +196,8 @@ pub struct GenerationConfig {
 impl GenerationConfig {
     /// Reads a `generation_config.json`; `file_name` is how messages call it.
     pub fn from_json(bytes: &[u8], file_name: &str) -> Result<Self, ConfigError> {
-        let object = parse_object(bytes, file_name)?;
-        let level = Level { file: file_name, prefix: String::new(), object: &object };
+        let config = parse_config(bytes, file_name)?;
+        let level = Level { file: file_name, prefix: String::new(), object: as_object(&config, file_name)? };
         let number = |name: &str, range: RangeInclusive<f64>| -> Result<Option<f32>, ConfigError> {
             level.get(name).map(|v| level.number_of(name, v, range).map(|n| n as f32)).transpose()
         };
@@ -268,7 +267,7 @@ fn layer_types(text: &Level, num_hidden_layers: usize) -> Result<Vec<LayerType>,
         };
         return types.iter().enumerate().map(read).collect();
     }
-    // The second name is the one transformers writes since 4.53, always beside layer_types.
+    // transformers writes the second name since 4.53, always beside layer_types.
     let names = ["sliding_window_pattern", "_sliding_window_pattern"];
     let mut pattern = None;
     for name in names {
@@ -297,7 +296,7 @@ struct Rope {
 impl Rope {
     const THETAS: RangeInclusive<f64> = 1.0..=1e12;
 
-    /// From the old fields, or from transformers 5's; where a config has both they must agree.
+    /// Reads the old fields, or those of transformers 5; where a config has both, they must agree.
     fn read(text: &Level) -> Result<Self, ConfigError> {
         let theta = text.number("rope_theta", 1e6, Self::THETAS)?;
         let local_theta = text.number("rope_local_base_freq", 1e4, Self::THETAS)?;
@@ -372,16 +371,11 @@ fn scaling_factor(level: &Level, type_required: bool) -> Result<f64, ConfigError
     }
 }
 
-fn parse_object(bytes: &[u8], file_name: &str) -> Result<Map<String, Value>, ConfigError> {
-    let fail = |problem| ConfigError::File { file: short(file_name), problem };
-    if bytes.len() > MAX_CONFIG_BYTES {
-        return Err(fail(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", bytes.len())));
-    }
-    match serde_json::from_slice(bytes) {
-        Ok(Value::Object(object)) => Ok(object),
-        Ok(other) => Err(fail(format!("is {}; expected a JSON object", show(&other)))),
-        Err(e) => Err(fail(format!("is no valid JSON: {}", short(&e.to_string())))),
-    }
+fn as_object<'a>(config: &'a Value, file_name: &str) -> Result<&'a Map<String, Value>, ConfigError> {
+    config.as_object().ok_or_else(|| ConfigError::File {
+        file: short(file_name),
+        problem: format!("is {}; expected a JSON object", show(config)),
+    })
 }
 
 fn union<const N: usize>(ids: [Vec<u32>; N]) -> Vec<u32> {
@@ -400,11 +394,11 @@ fn show(value: &Value) -> String {
     }
 }
 
-/// One object of a config file. An absent field and an optional one that is null are the same.
+/// One object of a config file. An optional field that is null counts as absent.
 #[derive(Clone)]
 struct Level<'a> {
     file: &'a str,
-    /// What precedes a field's name in messages.
+    /// Prefix of a field's name in messages.
     prefix: String,
     object: &'a Map<String, Value>,
 }
@@ -423,7 +417,7 @@ impl<'a> Level<'a> {
         self.error(name, format!("is {}; expected {expected}", show(value)))
     }
 
-    /// A size; absent takes the default, null does not: nothing sensible writes one.
+    /// A size. An absent field has the default; null is refused.
     fn size(&self, name: &str, default: usize, range: RangeInclusive<u64>) -> Result<usize, ConfigError> {
         match self.object.get(name) {
             Some(value) => Ok(self.whole(name, value, range)? as usize),
@@ -484,7 +478,7 @@ impl<'a> Level<'a> {
         }
     }
 
-    /// One id, or a list of them; none if absent.
+    /// One id, or a list of ids; empty if absent.
     fn ids(&self, name: &str) -> Result<Vec<u32>, ConfigError> {
         let one = |value| Ok(self.whole(name, value, 0..=u32::MAX.into())? as u32);
         match self.get(name) {

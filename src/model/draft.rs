@@ -1,16 +1,18 @@
-//! A model and its draft on one device: what a small model guesses, the large one checks several of at once.
+//! A model and its draft on one device: the small model guesses tokens, and the large one checks several guesses at
+//! once.
 //!
-//! The draft's cache mirrors the model's: as many blocks of the same size, and every step's tokens go through both, at the
-//! same positions, in the same blocks, behind the same copies. So the engine's one block manager, its prefix cache, forks and
-//! preemption serve both, and a sequence's draft is ready wherever the sequence is. The draft's half of a step goes to the
-//! queue first: it reads the ids last sampled before the model draws new ones, from the same slots.
+//! The draft's cache mirrors the model's: as many blocks of the same size, and the tokens of every step go through both
+//! models, at the same positions, in the same blocks, after the same block copies. So the engine's one block manager,
+//! its prefix cache, forks and preemption serve both, and a sequence's draft is ready wherever the sequence is. The
+//! draft's half of a step goes to the queue first: it reads the ids last sampled before the model draws new ones, from
+//! the same slots.
 //!
-//! Guessing is a chain of steps of the draft alone, each of one token for every sequence that wants more. They draw what the
-//! model is to draw, with its parameters, from the same history and with the same noise at the same positions, so that
-//! with a temperature too they agree as often as the models do.
+//! Guessing is a chain of steps of the draft alone, each of one token for every sequence that wants more. The draft
+//! samples as the model will: with the same parameters, history, and noise at each position, so guesses agree as often
+//! as the models do, with a temperature too.
 //!
-//! Refuses a draft that would have to look back further than the model's blocks reach. Ids that the draft has no row for are
-//! read as the last one it has: the guesses behind them are worse, and the answer is the same.
+//! Refuses a draft that would have to look back further than the model's blocks reach. An id beyond the draft's
+//! embedding is read as its last row: the guesses after it are worse, and the answer is the same.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -25,8 +27,8 @@ use super::{
 use crate::checkpoint::ModelFiles;
 use crate::gpu::Device;
 
-/// Loads a model and its draft into device memory, for a context that both were made for. What `options` say of weights
-/// concerns the model: the draft's are stored as its files have them.
+/// Loads a model and its draft into device memory, for a context that both support. The options for weights apply to
+/// the model; the draft's weights are stored as in its files.
 pub fn load(
     device: &Arc<Device>,
     files: &ModelFiles,
@@ -38,7 +40,7 @@ pub fn load(
     Ok((model, Draft(draft.expect("one was asked for"))))
 }
 
-/// A draft, loaded beside the model that it belongs to.
+/// A draft that was loaded beside its model.
 pub struct Draft(Gemma3);
 
 impl Draft {
@@ -50,36 +52,32 @@ impl Draft {
         self.0.loaded()
     }
 
-    /// Bytes of its weights on the device.
+    /// Bytes of the draft's weights on the device.
     pub fn weight_bytes(&self) -> u64 {
         self.0.weight_bytes()
     }
 
-    /// Bytes of its half of one KV block in all sliding layers together.
+    /// Bytes of the draft's part of one KV block, in all sliding layers together.
     pub fn sliding_block_bytes(&self) -> u64 {
         self.0.sliding_block_bytes()
     }
 }
 
-/// A model and its draft, at work.
+/// A model that runs with its draft.
 pub struct Drafted {
     model: Gemma3,
     draft: Gemma3,
-    /// The draft's halves of the steps in flight.
+    /// Tickets of the draft's part of each step in flight.
     mirrored: VecDeque<Ticket>,
 }
 
 impl Drafted {
-    /// The two that were loaded together; nothing has been computed yet.
+    /// Joins a model and the draft that was loaded with it, before any step.
     pub fn new(model: Gemma3, Draft(draft): Draft) -> Drafted {
         Drafted { model, draft, mirrored: VecDeque::new() }
     }
 
-    pub fn model(&self) -> &Gemma3 {
-        &self.model
-    }
-
-    /// The step as far as the draft can read it.
+    /// The batch with ids that the draft's embedding has.
     fn mirrored<'a>(&self, batch: &'a Batch) -> Cow<'a, Batch> {
         let rows = self.draft.limits().vocab_size as u32;
         let foreign = |s: &BatchSequence| match &s.input {
@@ -98,13 +96,14 @@ impl Drafted {
         Cow::Owned(batch)
     }
 
-    /// The step of the chain that is `ahead` of its beginning, with the requests that have a token in it.
+    /// Step `ahead` of the chain, with the requests that want a token of it.
     fn link(&self, requests: &[DraftRequest], ahead: usize) -> (Batch, Sampling, Vec<usize>) {
-        let (mut batch, mut sampling, mut whose) = (Batch::default(), Sampling::default(), Vec::new());
+        let (mut batch, mut sampling, mut request_indices) =
+            (Batch::default(), Sampling::default(), Vec::new());
         let rows = self.draft.limits().vocab_size;
         for (i, DraftRequest { sequence, draws }) in requests.iter().enumerate() {
             let Some(draw) = draws.get(ahead) else { continue };
-            let mut draw = Draw { sequence: whose.len(), token: 0, ..draw.clone() };
+            let mut draw = Draw { sequence: request_indices.len(), token: 0, ..draw.clone() };
             if draw.bias.iter().any(|(id, _)| *id as usize >= rows) {
                 draw.bias = draw.bias.iter().copied().filter(|(id, _)| (*id as usize) < rows).collect();
             }
@@ -114,9 +113,9 @@ impl Drafted {
             }
             batch.sequences.push(sequence);
             sampling.draws.push(draw);
-            whose.push(i);
+            request_indices.push(i);
         }
-        (batch, sampling, whose)
+        (batch, sampling, request_indices)
     }
 }
 
@@ -137,7 +136,7 @@ impl Runner for Drafted {
     }
 
     fn probe(&mut self) -> Result<(), RunnerError> {
-        // They are on one device.
+        // Both models are on one device.
         self.model.probe()
     }
 
@@ -149,22 +148,22 @@ impl Runner for Drafted {
         assert!(self.mirrored.is_empty(), "guesses are asked for beside a step in flight");
         let mut guesses = vec![Vec::new(); requests.len()];
         let mut under_way = VecDeque::new();
-        let mut take = |draft: &mut Gemma3, (ticket, whose): (Ticket, Vec<usize>)| {
+        let mut take = |draft: &mut Gemma3, (ticket, request_indices): (Ticket, Vec<usize>)| {
             let sampled = draft.wait(ticket)?;
-            whose.into_iter().zip(sampled.ids).for_each(|(i, id)| guesses[i].push(id));
+            request_indices.into_iter().zip(sampled.ids).for_each(|(i, id)| guesses[i].push(id));
             Ok::<_, RunnerError>(())
         };
         let longest = requests.iter().map(|request| request.draws.len()).max().unwrap_or(0);
         for ahead in 0..longest {
-            let (batch, sampling, whose) = self.link(requests, ahead);
+            let (batch, sampling, request_indices) = self.link(requests, ahead);
             if under_way.len() == self.draft.limits().max_in_flight {
                 take(&mut self.draft, under_way.pop_front().expect("just counted"))?;
             }
             let ticket = self.draft.submit(&self.mirrored(&batch), &sampling)?;
-            under_way.push_back((ticket, whose));
+            under_way.push_back((ticket, request_indices));
         }
         under_way.into_iter().try_for_each(|link| take(&mut self.draft, link))?;
-        // What follows an id that could not be drawn follows from nothing.
+        // Guesses end before an id that could not be drawn.
         Ok(guesses.into_iter().map(|ids| ids.into_iter().map_while(|id| id).collect()).collect())
     }
 }

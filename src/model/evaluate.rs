@@ -1,4 +1,5 @@
-//! What `unicorn eval` and calibration ask of a model beside answers: the logits of every token, and what meets its matrices.
+//! What `unicorn eval` and calibration need of a model: the logits of every token, and statistics of its matrices'
+//! inputs.
 
 use super::gemma3::Gemma3;
 use super::memory::READBACK_ROWS;
@@ -7,8 +8,8 @@ use super::{Batch, BatchSequence, Input, RunnerError};
 use crate::gpu::{Buffer, CommandBuffer, GpuError};
 
 impl Gemma3 {
-    /// Runs `tokens` through the layers, for what is summed up on the way; `each` hears how many are done. Panics if the
-    /// tokens do not fit the context.
+    /// Runs `tokens` through the layers to sum up the matrices' inputs; `each` is called with the number of tokens
+    /// done. Panics if the tokens do not fit the context.
     pub fn observe(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize)) -> Result<(), RunnerError> {
         assert!(self.in_flight.is_empty(), "observing beside a step in flight");
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
@@ -21,8 +22,8 @@ impl Gemma3 {
         Ok(())
     }
 
-    /// For each layer the sums of squares of what met q, k and v; o; gate and up; down, by column, over everything that
-    /// was run. Panics unless the model was loaded with `moments`.
+    /// The sums of squares of the matrices' inputs over everything that was run, for each layer, by column: inputs of
+    /// q, k and v; of o; of gate and up; of down. Panics unless the model was loaded with `moments`.
     pub fn take_moments(&mut self) -> Result<Vec<[Vec<f32>; 4]>, RunnerError> {
         assert!(self.in_flight.is_empty(), "reading beside a step in flight");
         let mut commands = CommandBuffer::new(&self.device, "moments")?;
@@ -44,12 +45,12 @@ impl Gemma3 {
         Ok(all)
     }
 
-    /// A batch of one sequence that has all blocks to itself.
+    /// A batch of one sequence that has all KV blocks to itself.
     fn alone(&self, start: usize, ids: &[u32]) -> Batch {
         let kv = &self.limits.kv;
         let blocks = (start + ids.len()).div_ceil(kv.block_size) as u32;
         let first = kv.sliding_window.map_or(0, |window| (start + 1).saturating_sub(window) / kv.block_size);
-        // A ring of blocks: one that is written again has left the window.
+        // The sliding layers' blocks form a ring: a block that is written again has left the window.
         let ring = kv.sliding_blocks.max(1) as u32;
         Batch {
             sequences: vec![BatchSequence {
@@ -65,8 +66,9 @@ impl Gemma3 {
         }
     }
 
-    /// Logits at every position of `tokens`, computed afresh, with nothing else in flight: `each(first, rows)` gets
-    /// rows of `vocab_size` f32 for positions `first..`, in order. Panics if the tokens do not fit the context.
+    /// Logits at every position of `tokens`, computed without the prefix cache, with nothing else in flight:
+    /// `each(first, rows)` gets rows of `vocab_size` f32 for positions `first..`, in order. Panics if the tokens do not
+    /// fit the context.
     pub fn logits(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize, &[f32])) -> Result<(), RunnerError> {
         assert!(self.in_flight.is_empty(), "logits beside a step in flight");
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());

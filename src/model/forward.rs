@@ -1,5 +1,5 @@
-//! The forward pass, as it is recorded. [`Gemma3::record_layer`] reads like the architecture: what it computes is in
-//! `docs/architecture.md`, how in `shaders/`. The residual stream is f32.
+//! Records the forward pass. [`Gemma3::record_layer`] reads like the architecture; `docs/architecture.md` says what it
+//! computes, `shaders/` how. The residual stream is f32.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::gpu::Recorder;
 use crate::kernels::{Activations, KvCache, Operand, SampleRequest, StepArrays};
 
 impl Gemma3 {
-    /// Copies of blocks, the residual stream's beginning, and the ids for later draws.
+    /// Records block copies, the embeddings that begin the residual stream, and the ids for later draws.
     pub(super) fn record_opening(&self, r: &mut Recorder<'_>, frame: &Frame, batch: &Batch, tokens: usize) {
         for copy in &batch.copies {
             self.record_copy(r, copy);
@@ -22,7 +22,8 @@ impl Gemma3 {
         self.record_history(r, frame, batch);
     }
 
-    /// The sums of hidden states that are wanted; the logits, and what is drawn from them, or else their way to the host.
+    /// Records the sums of hidden states that are wanted; the logits, and the draws from them or their copy to the
+    /// host.
     pub(super) fn record_closing(&self, r: &mut Recorder<'_>, frame: &Frame, wanted: &Wanted, tokens: usize) {
         let (k, s, rows) = (&self.kernels, &self.scratch, wanted.rows.len());
         if !wanted.pooling.is_empty() {
@@ -53,7 +54,7 @@ impl Gemma3 {
         }
     }
 
-    /// Gives a block the contents of another, in every layer of its pool.
+    /// Copies a block to another, in every layer of its pool.
     pub(super) fn record_copy(&self, r: &mut Recorder<'_>, copy: &BlockCopy) {
         let kind = match copy.pool {
             BlockPool::Full => LayerType::FullAttention,
@@ -69,7 +70,7 @@ impl Gemma3 {
         }
     }
 
-    /// Writes the ids of the step's tokens where draws find them, and those before them that the host or another slot has.
+    /// Writes the ids of the step's tokens to the history, and earlier ids that the host or another slot has.
     pub(super) fn record_history(&self, r: &mut Recorder<'_>, frame: &Frame, batch: &Batch) {
         let ids = |slot: u32, tokens: usize| {
             let bytes = 4 * tokens as u64;
@@ -101,7 +102,7 @@ impl Gemma3 {
     }
 
     /// One decoder layer, for some of a step's tokens: attention and feed-forward, each between two norms, added to the
-    /// residual stream; what the feed-forward adds, by the layer behind it, together with the norm that comes next there.
+    /// residual stream. The next layer adds the feed-forward's output, in one kernel with its first norm.
     pub(super) fn record_layer(
         &self,
         r: &mut Recorder<'_>,

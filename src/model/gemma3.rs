@@ -1,7 +1,7 @@
 //! Gemma-3 on the device: it is loaded once (`load`), and then runs steps, whose forward pass `forward` records.
 //!
-//! Weights, KV blocks, activations and staging are taken while loading; after that nothing is allocated on the device.
-//! There is no other place to compute.
+//! Weights, KV blocks, activations and staging are allocated while loading, and nothing afterwards. All computation is
+//! on the device.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,12 +19,13 @@ use crate::gpu::{Buffer, CommandBuffer, Device, GpuError, Submission};
 use crate::kernels::{Embedding, History, Kernels, Operand, RmsNorm};
 use crate::tensor::KvDtype;
 
-/// What a load read.
+/// Bytes that a load read, and how many remain in memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Loaded {
     /// Bytes of the checkpoint's tensors.
     pub bytes: u64,
-    /// Bytes of its files that are in memory afterwards, beside the device's own copy; others may hold them there.
+    /// Bytes of its files that are in the page cache after the load, beside the device's copy; other processes may keep
+    /// them there.
     pub resident_bytes: u64,
 }
 
@@ -48,7 +49,7 @@ pub struct Gemma3 {
     pub(super) logits_readback: Buffer,
     pub(super) in_flight: VecDeque<u64>,
     pub(super) next_ticket: u64,
-    /// What work takes, as the submits before tell, and what one may take.
+    /// Time that work takes, learned from earlier submits, and the longest time of a submit.
     pub(super) rates: Rates,
     pub(super) max_submit: Duration,
     pub(super) placements: Vec<Placement>,
@@ -79,7 +80,7 @@ impl Gemma3 {
         &self.placements
     }
 
-    /// Whether the kernel sees them there.
+    /// Whether the kernel sees the placed bytes.
     pub fn residency(&self) -> Residency {
         self.residency
     }
@@ -95,8 +96,8 @@ impl Gemma3 {
         self.weight_bytes
     }
 
-    /// Bytes that a step reads at least: every weight once, but the output head only where ids are drawn, and once the keys
-    /// and values that each of its sequences sees, which has `(positions before, tokens)`.
+    /// Least bytes that a step reads: every weight once, the output head only where ids are drawn, and the keys and
+    /// values that each sequence sees once. `shares` has `(positions before, tokens)` of each sequence.
     pub fn least_bytes(&self, shares: &[(usize, usize)], draws: bool) -> u64 {
         let head = if draws { 0 } else { self.embedding.matrix().bytes() };
         let kv =
@@ -109,7 +110,7 @@ impl Gemma3 {
         self.kv
     }
 
-    /// Submits one step on frame `index`, of which nothing is under way.
+    /// Submits one step on frame `index`, which has no step in flight.
     pub(super) fn run(&mut self, index: usize, batch: &Batch, wanted: &Wanted) -> Result<(), GpuError> {
         let tokens = self.filled_up(batch.num_tokens());
         self.frames[index].fill(&self.limits, batch, tokens, wanted);
@@ -131,7 +132,7 @@ impl Gemma3 {
                 self.record_layer(r, *layer, &step, rows.clone());
             }
             Part::Closing => {
-                // Once, however often it is recorded: a mask is some grammar's work.
+                // Masks are written once, however often the step is recorded: a grammar computes each.
                 if !std::mem::replace(&mut has_masks, true) {
                     frame.fill_masks(&self.limits, &wanted.masks);
                 }
@@ -142,7 +143,7 @@ impl Gemma3 {
         result
     }
 
-    /// Shares out the attention of a step on a frame, by the parts that its submits have.
+    /// Shares out the attention of a step on a frame, by the parts of its submits.
     fn share_out(&mut self, index: usize, batch: &Batch, tokens: usize, submits: &[Submit]) {
         for kind in [LayerType::SlidingAttention, LayerType::FullAttention] {
             let Some(layer) = self.layers.iter().find(|layer| layer.kind == kind) else { continue };
@@ -157,15 +158,15 @@ impl Gemma3 {
         }
     }
 
-    /// Waits for the step on a frame, and learns from it how fast the device is.
+    /// Waits for the step on a frame, and learns the device's rates from it.
     pub(super) fn wait_for(&mut self, index: usize) -> Result<(), GpuError> {
         let Gemma3 { frames, rates, .. } = self;
         frames[index].commands.wait(&mut |work, took| rates.learn(work, took))
     }
 
-    /// Tokens that a step of so many is computed as.
+    /// Number of tokens that a step of `tokens` is padded to.
     fn filled_up(&self, tokens: usize) -> usize {
-        // What is summed up over the tokens is not to count those of nobody.
+        // Sums over tokens must not count padding.
         let sums = self.layers.iter().any(|layer| layer.moments.is_some());
         if sums { tokens } else { step::filled_up(tokens, self.limits.max_batch_tokens) }
     }
@@ -174,7 +175,7 @@ impl Gemma3 {
     fn plan(&self, batch: &Batch, tokens: usize, wanted: &Wanted) -> Vec<Submit> {
         let c = &self.config;
         let heads = (c.num_attention_heads * c.head_dim) as u64;
-        // Keys that the tokens of the step see, added up: of tokens that are alone of their sequence, or of all others.
+        // Sum of the keys that the step's tokens see: of tokens that are their sequence's only ones, or of all others.
         let seen = |window: u64, alone: bool| -> u64 {
             let each =
                 |s: &BatchSequence| s.input.len() as u64 * window.min((s.start + s.input.len()) as u64);
@@ -192,7 +193,7 @@ impl Gemma3 {
             LayerType::FullAttention => full,
         };
         let layers: Vec<LayerWork> = c.layer_types.iter().map(layer).collect();
-        // Masks are made while the layers are under way.
+        // Grammars compute masks while the layers run.
         let logits = Work::draws((c.hidden_size * c.vocab_size) as u64, wanted.rows.len());
         let closing = (!wanted.rows.is_empty() || !wanted.pooling.is_empty())
             .then_some((logits, !wanted.masks.is_empty()));
@@ -250,7 +251,7 @@ impl Runner for Gemma3 {
         const EXPECTED: f32 = 1.682_384;
 
         assert!(self.in_flight.is_empty(), "a probe beside a step");
-        // By a kernel of every layer, where no step leaves anything that another one needs.
+        // Uses a kernel of every layer, and buffers whose contents no step needs later.
         let [gate, up] = [&self.scratch.gate, &self.scratch.up].map(|x| x.rows(&(0..1)));
         self.logits_readback.write(0, &[f32::NAN]);
         let mut commands = CommandBuffer::new(&self.device, "probe")?;
@@ -263,7 +264,7 @@ impl Runner for Gemma3 {
         })?;
         submission.submit(&mut [&mut commands], "a probe")?;
         submission.wait()?;
-        // For its times, where those are taken.
+        // The wait collects times where the device is profiled.
         commands.wait()?;
         let mut got = [0f32];
         self.logits_readback.read(0, &mut got);

@@ -1,8 +1,9 @@
-//! The hot kernels at the shapes of the published models: one list of cases, for what measures them and for what tests them.
+//! The hot kernels at the shapes of the published models: one list of cases for measurements and tests.
 //!
-//! A case knows the bytes that it moves at least, each input and output once, and its operations, a multiply-add being two.
-//! Weights, keys and values lie several times on the device and are used by turns, so that no cache holds what a step would
-//! have to read. Matrices hold random integers, or random numbers; keys and values are one number.
+//! A case knows the least bytes that it moves, each input and output once, and its operations; a multiply-add counts as
+//! two. Weights, keys and values have several copies on the device, which dispatches use in rotation, so that caches do
+//! not hold what a step would read from memory. Matrices hold random integers, or random numbers; keys and values are
+//! one number.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,10 +26,10 @@ use crate::kernels::{
 };
 use crate::tensor::{KvDtype, Precision, Scheme};
 
-/// What is used by turns is more than this in all: more than the caches of large GPUs hold.
+/// Least bytes of all copies together, more than the caches of large GPUs hold.
 const ROTATED_BYTES: u64 = 256 << 20;
 const MOST_COPIES: u64 = 64;
-/// Of a span that is measured, and the most dispatches in it.
+/// Length of a measured span, and the most dispatches in it.
 const SPAN: Duration = Duration::from_millis(20);
 const MOST_REPEATS: usize = 2000;
 const BLOCK_SIZE: usize = 16;
@@ -48,7 +49,7 @@ pub enum Work {
         cols: usize,
         tokens: usize,
     },
-    /// Of each of `sequences`, `tokens` tokens behind `depth` others.
+    /// Attention of `tokens` tokens of each of `sequences`, after `depth` others.
     Attention {
         sequences: usize,
         tokens: usize,
@@ -77,7 +78,7 @@ pub enum Work {
         width: usize,
         tokens: usize,
     },
-    /// From rows of logits.
+    /// Draws from rows of logits.
     Sample {
         vocab: usize,
         rows: usize,
@@ -86,24 +87,24 @@ pub enum Work {
     },
 }
 
-/// Which cases there are to be.
+/// Selects cases.
 #[derive(Debug, Clone)]
 pub struct Choice {
     pub shape: Shape,
-    /// Of the matrices of layers.
+    /// Schemes of the layers' matrices.
     pub schemes: Vec<Scheme>,
     pub embedding: Scheme,
     pub kv: KvDtype,
     pub precision: Precision,
     /// Rows of activations: tokens of a step.
     pub tokens: Vec<usize>,
-    /// Positions before those that attend.
+    /// Positions before the tokens that attend.
     pub depths: Vec<usize>,
 }
 
 #[derive(Debug, Clone)]
 pub struct Case {
-    /// Of its own among all.
+    /// Unique among all cases.
     pub name: String,
     pub shape: Shape,
     pub kv: KvDtype,
@@ -112,7 +113,8 @@ pub struct Case {
 }
 
 impl Choice {
-    /// The matrices of a layer by name, and the output head; attention from the first token and deep in a context; the rest.
+    /// The cases: a layer's matrices by name, and the output head; attention at the first token and deep in a context;
+    /// all other kernels.
     pub fn cases(&self) -> Vec<Case> {
         let s = &self.shape;
         let heads = s.num_attention_heads * s.head_dim;
@@ -140,7 +142,7 @@ impl Choice {
             let (scheme, rows, cols) = (self.embedding, s.vocab_size, s.hidden_size);
             let name = |what: &str| format!("{what} {scheme} x {tokens}");
             works.push((name("embed"), Work::Embed { scheme, rows, cols, tokens }));
-            // More tokens than a step has sequences are a prompt's, and one row of it is drawn from.
+            // More tokens than a step has sequences are a prompt, from whose last row one id is drawn.
             if tokens <= MAX_SEQUENCES {
                 works.push((name("matmul head"), Work::Matmul { scheme, rows, cols, tokens }));
                 let decode = |depth, window| Work::Attention { sequences: tokens, tokens: 1, depth, window };
@@ -175,7 +177,7 @@ impl Choice {
 }
 
 impl Case {
-    /// What it reads and writes at least: each input once, and each output.
+    /// Least bytes read and written: each input and each output once.
     pub fn bytes(&self) -> u64 {
         let s = &self.shape;
         let heads = cost::Heads {
@@ -201,7 +203,7 @@ impl Case {
                     self.wants(),
                 );
                 let kv: u64 = of_all.iter().map(|dispatch| dispatch.kv_bytes).sum();
-                // What lies between its dispatches is neither input nor output.
+                // Partials between the dispatches are neither input nor output.
                 return kv + (2 * 4 * all * s.num_attention_heads * s.head_dim) as u64;
             }
             Work::QkvStore { tokens } => cost::qkv_store(&heads, tokens),
@@ -216,7 +218,7 @@ impl Case {
         dispatch.weight_bytes + dispatch.kv_bytes + dispatch.activation_bytes
     }
 
-    /// Of products, a multiply-add being two; none where arithmetic is not what takes time.
+    /// Operations of products, a multiply-add counting as two; `None` where memory takes the time.
     pub fn ops(&self) -> Option<u64> {
         match self.work {
             Work::Matmul { rows, cols, tokens, .. } => Some(2 * (rows * cols * tokens) as u64),
@@ -230,7 +232,7 @@ impl Case {
         }
     }
 
-    /// What comes behind a norm or GeGLU is a product of integers, in its precision.
+    /// The form of results: a norm or GeGLU feeds a product of integers, in the case's precision.
     fn wants(&self) -> Wants {
         let fast = self.precision == Precision::Fast;
         Wants { floats: !fast, blocks: fast }
@@ -243,10 +245,10 @@ impl Case {
     }
 }
 
-/// What a device did in a span of time by its own clock.
+/// A measured span by the device's clock.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Span {
-    /// Of one dispatch, or of what was repeated; with the barrier behind it.
+    /// Seconds of one repetition, with the barrier after it.
     pub seconds: f64,
     pub repeats: usize,
 }
@@ -265,12 +267,12 @@ type Record = Box<dyn Fn(&mut Recorder<'_>, usize)>;
 /// A case whose buffers are on the device.
 pub struct Prepared {
     record: Record,
-    /// What it writes, f32 or u32.
+    /// Buffer that the case writes, f32 or u32.
     pub output: Buffer,
 }
 
 impl Prepared {
-    /// Once; the `i`-th time with the `i`-th copy of what is used by turns.
+    /// Records the case once, with copy `i` of rotated buffers.
     pub fn record(&self, recorder: &mut Recorder<'_>, i: usize) {
         (self.record)(recorder, i);
     }
@@ -286,8 +288,8 @@ impl Rig {
         })
     }
 
-    /// What `record` takes, repeated between two timestamps that wait for the work before them, as often as fills 20 ms: the
-    /// median of `runs`, at least 1. `None` where the device has no clock.
+    /// Times `record`, repeated between two timestamps for about 20 ms: the median of `runs` spans, at least 1. `None`
+    /// where the device has no timestamps.
     pub fn time(
         &mut self,
         runs: usize,
@@ -311,8 +313,8 @@ impl Rig {
         Ok(Some(Span { seconds: seconds[seconds.len() / 2] / repeats as f64, repeats }))
     }
 
-    /// Bytes a second that the device copies from one buffer to another, what is read and what is written both counted; at
-    /// most `bytes` at once. `None` where the device has no clock.
+    /// Bytes a second that the device copies from one buffer to another, what is read and what is written both counted;
+    /// at most `bytes` at once. `None` where the device has no clock.
     pub fn copy_bytes_per_s(&mut self, bytes: u64, runs: usize) -> Result<Option<f64>, GpuError> {
         let mut arena = Arena::new(&self.device);
         let mut alloc = || arena.alloc(MemoryKind::Device, Class::Activations, bytes, "copied");
@@ -330,7 +332,8 @@ impl Rig {
         let mut arena = Arena::new(&self.device);
         let result = arena.alloc(MemoryKind::Device, Class::Activations, Peak::bytes(WORKGROUPS), "peak")?;
         let mut best = 0f64;
-        // A fast device needs long chains, or starting workgroups is what is measured; a slow one would take seconds for them.
+        // A fast device needs long chains, or the start of workgroups dominates; a slow one would take seconds for
+        // them.
         for rounds in ROUNDS {
             let span =
                 self.time(runs, &mut |recorder, _| peak.record(recorder, &result, WORKGROUPS, rounds))?;
@@ -351,8 +354,8 @@ impl Rig {
         Ok(Products { scheme, rows, cols, matrices: make.matrices(scheme, rows, cols, bytes)? })
     }
 
-    /// What one of these takes with int8 activations of so many tokens, and the bits that it yields; `None` where the device has
-    /// no clock.
+    /// The time of one product with int8 activations of `tokens` tokens, and the bits of its result; `None` where the
+    /// device has no timestamps.
     pub fn time_product(
         &mut self,
         products: &Products,
@@ -384,7 +387,7 @@ impl Rig {
         self.commands.wait()
     }
 
-    /// Compiles what a case needs, and brings its buffers to the device.
+    /// Compiles a case's pipelines, and fills its buffers on the device.
     pub fn prepare(&mut self, case: &Case) -> Result<Prepared, GpuError> {
         let kernels = self.kernels(case)?;
         let mut make = Make { arena: Arena::new(&self.device), rng: ChaCha8Rng::seed_from_u64(1), rig: self };
@@ -504,7 +507,7 @@ impl Rig {
     }
 }
 
-/// Matrices of one shape, as many as are used by turns.
+/// Copies of matrices of one shape.
 pub struct Products {
     scheme: Scheme,
     rows: usize,
@@ -538,14 +541,14 @@ impl Make<'_> {
         Ok(buffer)
     }
 
-    /// Random, from -1 to 1.
+    /// Random activations from -1 to 1.
     fn activations(&mut self, rows: usize, width: usize) -> Result<Activations, GpuError> {
         let count = rows * Activations::stride_of(width);
         let values: Vec<f32> = (0..count).map(|_| self.rng.random_range(-1.0..1.0)).collect();
         Ok(Activations::new(self.words(&values)?, width))
     }
 
-    /// Random, as products want it.
+    /// Random operand, in the forms that products need.
     fn operand(
         &mut self,
         kernels: &Kernels,
@@ -559,7 +562,7 @@ impl Make<'_> {
         Ok(Operand::new(wants, &floats, &blocks))
     }
 
-    /// Room for what a kernel yields, and where it is.
+    /// An operand for a kernel's result, and the buffer that it is written to.
     fn result(&mut self, wants: Wants, rows: usize, width: usize) -> Result<(Operand, Buffer), GpuError> {
         let floats = self.activations(rows, width)?;
         let blocks = Quantized::new(self.filled(Quantized::bytes(rows, width), 0)?, width);
@@ -571,7 +574,7 @@ impl Make<'_> {
         Ok(RmsNorm { weight: self.filled(4 * width as u64, 1f32.to_bits())?, eps: 1e-6 })
     }
 
-    /// As many of a shape as are used by turns, where one use moves `bytes`.
+    /// Copies of a matrix for rotation; one use moves `bytes`.
     fn matrices(
         &mut self,
         scheme: Scheme,
@@ -602,17 +605,17 @@ impl Make<'_> {
             uploader.finish()?;
             Ok(matrix)
         };
-        (0..copies(bytes)).map(|_| upload().map_err(of_memory)).collect()
+        (0..copies(bytes)).map(|_| upload().map_err(gpu_error)).collect()
     }
 
     fn embedding(&mut self, matrix: Matrix) -> Result<Embedding, GpuError> {
         let mut uploader = Uploader::<UploadError>::new(&self.rig.device)?;
-        let embedding = Embedding::new(&mut self.arena, &mut uploader, matrix, 1.0).map_err(of_memory)?;
-        uploader.finish().map_err(of_memory)?;
+        let embedding = Embedding::new(&mut self.arena, &mut uploader, matrix, 1.0).map_err(gpu_error)?;
+        uploader.finish().map_err(gpu_error)?;
         Ok(embedding)
     }
 
-    /// Layers, as many as are used by turns, whose caches hold `sequences` of `len` positions.
+    /// Copies of attention layers for rotation, whose caches hold `sequences` of `len` positions.
     fn attention(
         &mut self,
         case: &Case,
@@ -636,7 +639,7 @@ impl Make<'_> {
         let rope =
             self.filled((4 * len.next_multiple_of(BLOCK_SIZE) * s.head_dim) as u64, 0.5f32.to_bits())?;
         let (q_norm, k_norm) = (self.norm(s.head_dim)?, self.norm(s.head_dim)?);
-        // Twice a small number in f16; as bytes of int8 it is small too, and as f32 next to 0.
+        // Two small f16 numbers; small as int8 too, and close to 0 as f32.
         let word = 0x2e01_2e01;
         let mut layer = || {
             let cache =
@@ -648,7 +651,8 @@ impl Make<'_> {
         (0..copies(bytes)).map(|_| layer()).collect()
     }
 
-    /// `tokens` tokens of each of `sequences` behind `depth` others, each with blocks of its own, in their order.
+    /// A step of `tokens` tokens of each of `sequences`, after `depth` others; each sequence has blocks of its own, in
+    /// order.
     fn step(
         &mut self,
         shape: &AttentionShape,
@@ -713,7 +717,7 @@ impl Make<'_> {
     }
 }
 
-/// How many of what a dispatch moves `bytes` of are used by turns.
+/// Number of copies for rotation, where a dispatch moves `bytes`.
 fn copies(bytes: u64) -> u64 {
     ROTATED_BYTES.div_ceil(bytes.max(1)).clamp(1, MOST_COPIES)
 }
@@ -724,8 +728,8 @@ fn put<const N: usize>(bytes: &mut [u8], mut element: impl FnMut(usize) -> [u8; 
     }
 }
 
-/// Bytes in memory are no checkpoint that could be damaged.
-fn of_memory(error: UploadError) -> GpuError {
+/// The error of the device: tensors in memory cannot be damaged files.
+fn gpu_error(error: UploadError) -> GpuError {
     match error {
         UploadError::Gpu(error) => error,
         UploadError::Checkpoint(error) => unreachable!("bytes in memory: {error}"),

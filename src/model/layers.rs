@@ -1,4 +1,4 @@
-//! What a step of Gemma-3 is computed with and in: the weights of a layer, and the activations of all.
+//! The weights of a layer, and the activations of a step.
 
 use std::ops::Range;
 
@@ -23,9 +23,9 @@ pub(super) struct Layer {
     pub(super) gate_proj: Matrix,
     pub(super) up_proj: Matrix,
     pub(super) down_proj: Matrix,
-    /// In what the inputs of q, k and v are wanted; of o; of gate and up; of down.
+    /// The forms of the inputs of q, k and v; of o; of gate and up; of down.
     pub(super) wants: [Wants; 4],
-    /// Sums of squares of what meets q, k and v; o; gate and up; down: f32 for each column.
+    /// Sums of squares of the inputs of q, k and v; of o; of gate and up; of down: f32 for each column.
     pub(super) moments: Option<[Buffer; 4]>,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Layer {
 pub(super) struct Scratch {
     /// The residual stream, `[hidden_size]`.
     pub(super) hidden: Activations,
-    /// A normed copy of it, and what a sublayer adds to it, `[hidden_size]`.
+    /// A normed copy of the residual stream, and a sublayer's output, `[hidden_size]`.
     pub(super) normed: Activations,
     pub(super) delta: Activations,
     /// `[num_attention_heads * head_dim]`
@@ -43,18 +43,18 @@ pub(super) struct Scratch {
     /// `[num_key_value_heads * head_dim]`
     pub(super) k: Activations,
     pub(super) v: Activations,
-    /// What attention merges, which is of no token's row.
+    /// Partials of attention, which have no row per token.
     pub(super) partials: Partials,
     /// `[intermediate_size]`
     pub(super) gate: Activations,
     pub(super) up: Activations,
-    /// The normed rows that logits are wanted of, `[LOGIT_ROWS, hidden_size]`, and the logits; what draws change of them is
+    /// The normed rows whose logits are computed, `[LOGIT_ROWS, hidden_size]`, and the logits. `Logits::adjusted` is
     /// all 0 between steps.
     pub(super) final_rows: Activations,
     pub(super) logits: Logits,
-    /// Sums of normed rows of the residual stream, a row for each slot, `[hidden_size]`.
+    /// Sums of normed rows of the residual stream, `[hidden_size]` for each slot.
     pub(super) pooled: Activations,
-    /// What matrices are multiplied with, where they want it in int8.
+    /// Inputs of matrices in int8, where they need that.
     pub(super) normed_blocks: Quantized,
     pub(super) attended_blocks: Quantized,
     pub(super) gated_blocks: Quantized,
@@ -62,7 +62,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// The activations of some tokens of the step; logits, which are not by token, as they are.
+    /// The activations of some tokens of the step; logits, which have no row per token, stay whole.
     pub(super) fn rows(&self, rows: &Range<usize>) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, .. } = self;
         Scratch {
@@ -79,7 +79,7 @@ impl Scratch {
         }
     }
 
-    /// Buffers of such names and sizes, as those of `config` need them for `tokens` at least.
+    /// Allocates buffers of these names and sizes, which suffice for `config` and `tokens`.
     pub(super) fn new(
         arena: &mut Arena,
         config: &Gemma3Config,
@@ -91,16 +91,16 @@ impl Scratch {
         Ok(Scratch::of(config, tokens, buffers))
     }
 
-    /// These buffers for another model, whose steps come before and behind those of this one.
-    pub(super) fn by_turns(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
+    /// These buffers for another model, whose steps run between this model's.
+    pub(super) fn shared_with(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, partials, gate, up, .. } = self;
         let Partials { single, tiles } = partials;
         let Scratch { final_rows, logits: Logits { raw, adjusted, scratch, .. }, pooled, .. } = self;
         let Scratch { normed_blocks, attended_blocks, gated_blocks, final_blocks, .. } = self;
-        let of_layers = [hidden, normed, delta, q, attended, k, v, single, tiles, gate, up];
-        let behind = [final_rows, raw, adjusted, scratch, pooled];
+        let in_layers = [hidden, normed, delta, q, attended, k, v, single, tiles, gate, up];
+        let after_layers = [final_rows, raw, adjusted, scratch, pooled];
         let blocks = [normed_blocks, attended_blocks, gated_blocks, final_blocks];
-        let floats = of_layers.into_iter().chain(behind).map(|activations| &activations.buffer);
+        let floats = in_layers.into_iter().chain(after_layers).map(|activations| &activations.buffer);
         let all = floats.chain(blocks.map(|blocks| &blocks.buffer));
         Scratch::of(config, tokens, all.cloned().collect())
     }

@@ -1,6 +1,7 @@
-//! Loading: a checkpoint's tensors, checked, placed, and brought to the device once.
+//! Loads a checkpoint: checks its tensors, places them, and uploads them once.
 //!
-//! Refuses what does not fit before the first token, naming the tensor or the context that would.
+//! Refuses a model that does not fit before anything is allocated, and names the tensor that does not, or the context
+//! that would.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,28 +25,28 @@ use crate::kernels::{
 };
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
-/// How to load a model.
+/// Options of a load.
 #[derive(Debug, Clone, Copy)]
 pub struct LoadOptions {
     pub quantize: QuantizeMode,
     /// Tokens, or the model's own maximum if that is less; refused where they do not fit. `None`: as many as fit.
     pub max_context: Option<usize>,
-    /// Sequences that the KV cache is to have room for; fewer where it has not.
+    /// Most sequences that the KV cache gets room for; fewer where memory is short.
     pub sequences: usize,
-    /// How it stores keys and values.
+    /// Element type of the KV cache.
     pub kv: KvDtype,
-    /// Tokens per block of its cache; at least 1.
+    /// Tokens per KV block; at least 1.
     pub block_size: usize,
-    /// What one submit may take on the device, as far as the time of those before tells (tests use less than any takes, to
-    /// have small models cut).
+    /// Longest GPU time of a submit, as predicted from earlier submits (tests set less than any submit takes, so that
+    /// small models are cut too).
     pub max_submit: Duration,
-    /// What may be taken of the device's memory.
+    /// Limits on the device's memory.
     pub memory: placement::Limits,
-    /// In what matrices are multiplied with activations.
+    /// Precision of products of matrices and activations.
     pub precision: Precision,
-    /// How such products are shared out; `None`: as is best by count.
+    /// How products are shared out; `None`: the best choice by count.
     pub tiles: Option<Tiles>,
-    /// Refuse a model that the kernel does not see in memory; off, that is a warning.
+    /// Refuse a model that the kernel does not see in memory; false: warn.
     pub strict: bool,
     /// Prompt tokens processed per step.
     pub max_batch_tokens: usize,
@@ -78,7 +79,7 @@ impl Default for LoadOptions {
     }
 }
 
-/// How far a load is.
+/// Progress of a load.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
     /// Bytes of the checkpoint, of `total`.
@@ -86,7 +87,7 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// A model could not be loaded. One line: what, in which file or tensor, what was expected.
+/// A model could not be loaded. One line: the problem, its file or tensor, what was expected.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     #[error(transparent)]
@@ -128,8 +129,8 @@ impl Gemma3 {
         Gemma3::load_with_draft(device, files, None, options, progress).map(|(model, _)| model)
     }
 
-    /// Loads a checkpoint, and beside it a second model as its draft, stored as its files have it. The draft shares the first
-    /// one's blocks, slots and activations, so nothing but [`super::draft::Drafted`] may run it.
+    /// Loads a checkpoint, and beside it a second model as its draft, stored as its files have it. The draft shares the
+    /// first one's blocks, slots and activations, so nothing but [`super::draft::Drafted`] may run it.
     pub(super) fn load_with_draft(
         device: &Arc<Device>,
         files: &ModelFiles,
@@ -156,7 +157,7 @@ impl Gemma3 {
                 Some((draft, weights, DraftDemand { config: &draft.config, schemes }))
             }
         };
-        let held_before = device.held();
+        let used_before = device.memory_use();
         let demand = Demand {
             config: &source.config,
             schemes: Schemes::of(&weights, options.quantize)?,
@@ -170,7 +171,7 @@ impl Gemma3 {
             moments: options.moments,
             draft: draft.as_ref().map(|(.., demand)| demand.clone()),
         };
-        // Everything is placed before anything is taken, and taken before anything is read.
+        // Everything is placed before memory is allocated, and allocated before tensors are read.
         let others = memory::quantize_modes(&weights)?;
         let machine = device.machine();
         let fit = demand
@@ -199,7 +200,7 @@ impl Gemma3 {
         };
         let arena = load.arena;
         assert!(arena.is_exhausted(), "something was planned that nobody asked for");
-        let residency = residency::compare(arena.allocated(), held_before, device.held());
+        let residency = residency::compare(arena.allocated(), used_before, device.memory_use());
         if let Residency::Denied { .. } = residency {
             if options.strict {
                 return Err(LoadError::NotResident(residency));
@@ -210,7 +211,7 @@ impl Gemma3 {
             model.residency = residency;
             model.placements = arena.placements().to_vec();
         }
-        // An id sampled in no step must still be a row of the embedding.
+        // A slot's id that no step has sampled must still be a row of the embedding.
         let mut commands = CommandBuffer::new(device, "clear")?;
         let mut recorder = commands.begin()?;
         recorder.fill(&model.sampled, 0);
@@ -221,7 +222,7 @@ impl Gemma3 {
     }
 }
 
-/// Whether a model of the second config can be the draft of one of the first; else why not.
+/// Whether a model of the config `draft` can be the draft of `model`. The error says why not.
 pub fn check_draft(model: &Gemma3Config, draft: &Gemma3Config) -> Result<(), String> {
     match (memory::window(model), memory::window(draft)) {
         (None, Some(draft)) => Err(format!(
@@ -249,7 +250,7 @@ impl<'a> Source<'a> {
         Ok(Source { files, config, generation, checkpoint: Checkpoint::open(files)? })
     }
 
-    /// Its tensors, none of which is missing, for a model that the kernels can compute.
+    /// All tensors of the model; refuses a shape that the kernels cannot compute.
     fn weights(&self) -> Result<Gemma3Weights<'_>, LoadError> {
         let Source { files, config, checkpoint, .. } = self;
         let weights = Gemma3Weights::collect(checkpoint, config)?;
@@ -273,7 +274,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// A load under way: everything is taken, and handed out model by model.
+/// A load in progress: all memory is allocated, and handed out model by model.
 struct Load<'a> {
     device: &'a Arc<Device>,
     options: &'a LoadOptions,
@@ -286,7 +287,8 @@ struct Load<'a> {
 }
 
 impl Load<'_> {
-    /// The next model; `of` is the one whose draft it is. What concerns all of the load is filled in when it is over.
+    /// Loads the next model; `of` is the model whose draft it is. The caller sets the fields that concern the whole
+    /// load at its end.
     fn model(
         &mut self,
         source: &Source<'_>,
@@ -317,7 +319,7 @@ impl Load<'_> {
             matrices.gated.extend([gate, up]);
         }
         let heads = Heads { group, head_dim: config.head_dim, kv: options.kv };
-        // What meets a matrix is watched in f32.
+        // Inputs of matrices are summed up in f32.
         let precision = if options.moments { Precision::F32 } else { options.precision };
         let kernels = Kernels::new(device, &matrices, heads, precision)?;
 
@@ -353,7 +355,7 @@ impl Load<'_> {
         let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
         let (mut scratch, sampled, history) = match of {
             Some(model) => {
-                (model.scratch.by_turns(config, tokens), model.sampled.clone(), model.history.clone())
+                (model.scratch.shared_with(config, tokens), model.sampled.clone(), model.history.clone())
             }
             None => {
                 let scratch = Scratch::new(arena, config, tokens, demand.activation_bytes())?;
@@ -362,7 +364,7 @@ impl Load<'_> {
                 (scratch, sampled, History { ids: history, slot_len: limits.max_context })
             }
         };
-        // What the model itself has no row for is no guess.
+        // An id beyond the model's embedding is no guess.
         scratch.logits.vocab = of.map_or(sample_below, |model| sample_below.min(model.scratch.logits.vocab));
         let logits_readback = match of {
             Some(model) => model.logits_readback.clone(),
@@ -475,13 +477,13 @@ impl Load<'_> {
     }
 }
 
-/// Bytes of tensors that are read together, so that the disk always has enough to do, and progress shows.
+/// Bytes of tensors that are read together: enough to keep the disk busy, and few enough to show progress.
 const READ_TOGETHER_BYTES: u64 = 256 << 20;
 
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     uploader: Uploader<'a, UploadError>,
-    /// Tensors that may be yet to be read.
+    /// Tensors that are queued, or were read since the last release.
     queued: Vec<Tensor<'a>>,
     max_shard_bytes: u64,
     done: u64,
@@ -513,12 +515,12 @@ impl<'a> Loader<'a> {
         self.queued.iter().map(|tensor| tensor.stored_bytes()).sum()
     }
 
-    /// Reads what is yet to be read.
+    /// Reads all queued tensors.
     fn read_queued(&mut self) -> Result<(), LoadError> {
         self.uploader.read_queued()?;
         for tensor in self.queued.drain(..) {
             self.done += tensor.stored_bytes();
-            // Nothing may keep the model a second time: what is on the device leaves the page cache.
+            // Memory must not hold the model twice: bytes that are on the device leave the page cache.
             self.checkpoint.release(&tensor);
         }
         (self.progress)(Progress { done: self.done, total: self.total });
@@ -554,8 +556,8 @@ fn rope_table(head_dim: usize, positions: usize, base: f64, factor: f64) -> Vec<
     table
 }
 
-/// Writes zeros over all that a plan took and the load does not write itself, so that its pages are there before a
-/// request needs them: a driver may hand out memory that nothing stands behind yet.
+/// Writes zeros to all allocated memory that the load does not write itself, so that its pages exist before a request
+/// needs them: a driver may allocate memory without backing it by pages.
 fn touch(device: &Arc<Device>, arena: &Arena) -> Result<(), GpuError> {
     let mut commands = CommandBuffer::new(device, "touch")?;
     for (_, chunk) in arena.chunks().iter().filter(|(class, _)| !class.is_weights()) {

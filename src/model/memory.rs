@@ -1,9 +1,9 @@
-//! What a Gemma-3 takes of a device, counted before any of it is taken: one list of buffers, which a load asks for in
-//! this order and a plan adds up.
+//! The device memory of a Gemma-3, counted before any of it is allocated: one list of buffers, which a load allocates
+//! in this order and a plan adds up.
 //!
-//! Refuses, with the table of what was asked and what is free, what the policy of [`crate::gpu::placement`] finds no
-//! place for, and names the largest context or the smaller scheme that would fit. Invariant: the list is complete; a
-//! load that asks for anything else panics.
+//! Refuses a model that [`crate::gpu::placement`] finds no place for, with the table of what was asked and what is
+//! free, and names the largest context or the smaller scheme that would fit. Invariant: the list is complete; a load
+//! that asks for another buffer panics.
 
 use super::config::{Gemma3Config, LayerType};
 use super::weights::Gemma3Weights;
@@ -17,27 +17,28 @@ use crate::kernels::{
 };
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
-/// Tokens per KV block where nobody asks for others.
+/// Default tokens per KV block.
 pub const DEFAULT_BLOCK_SIZE: usize = 16;
-/// Sequences in one step, and ids that it draws.
+/// Most sequences in one step, and most ids that it draws.
 pub const MAX_SEQUENCES: usize = 64;
-/// Of a context that is not asked for, at least so much comes before room for more sequences.
+/// A context without a configured length is at least this long before memory goes to further sequences.
 const LEAST_CONTEXT: usize = 4096;
 /// Steps that may be submitted and not yet waited for: the engine prepares one while the other runs.
 pub(super) const MAX_IN_FLIGHT: usize = 2;
-/// Rows of logits computed at once: what a step may draw.
+/// Rows of logits computed at once, one for each id that a step may draw.
 pub(super) const LOGIT_ROWS: usize = MAX_SEQUENCES;
-/// Rows of them that are read back at once, for `eval`.
+/// Rows of logits read back at once, for `eval`.
 pub(super) const READBACK_ROWS: usize = 32;
-/// Multiply-adds of a step's tokens in the matrices of one layer: some 20 ms at 5.6 T/s, an estimate for the Radeon 780M (68 %
-/// of the rate of its integer dot products), so that what comes up while a prompt is read waits no longer than a second or two.
+/// Multiply-adds of a step's tokens in the matrices of one layer: some 20 ms at 5.6 T/s, an estimate for the Radeon
+/// 780M (68 % of the rate of its integer dot products), so that a request that arrives while a prompt is computed waits
+/// no longer than a second or two.
 const MAX_LAYER_MACS: u64 = 110_000_000_000;
 /// Partials of attention beyond one for each token: more workgroups than this fill any device.
 const SPARE_PARTIALS: Room = Room { single: 448, tiles: 256 };
-/// Tokens per step are not cut below this, however large the model: an id of every sequence, and as much of a prompt.
+/// Least tokens per step, however large the model: one of every sequence, and as many of a prompt.
 const MIN_BATCH_TOKENS: usize = 2 * MAX_SEQUENCES;
 
-/// How the matrices of a model lie on the device.
+/// Schemes of a model's matrices on the device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schemes {
     pub embedding: Scheme,
@@ -46,7 +47,7 @@ pub struct Schemes {
 }
 
 impl Schemes {
-    /// Of a checkpoint that is loaded with `mode`.
+    /// The schemes of a checkpoint that is loaded with `mode`.
     pub fn of(weights: &Gemma3Weights<'_>, mode: QuantizeMode) -> Result<Schemes, CheckpointError> {
         let mut layers = Vec::with_capacity(weights.layers.len());
         for layer in &weights.layers {
@@ -60,34 +61,34 @@ impl Schemes {
         Ok(Schemes { embedding, layers })
     }
 
-    /// The same for every layer: attention, feed-forward, embedding.
+    /// Equal schemes in every layer: attention, feed-forward, embedding.
     pub fn uniform(config: &Gemma3Config, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
         let layer = [attention, attention, attention, attention, ffn, ffn, ffn];
         Schemes { embedding, layers: vec![layer; config.num_hidden_layers] }
     }
 }
 
-/// A model as far as its size goes.
+/// Everything that determines a model's size.
 #[derive(Debug, Clone)]
 pub struct Demand<'a> {
     pub config: &'a Gemma3Config,
     pub schemes: Schemes,
-    /// How keys and values are stored.
+    /// Element type of the KV cache.
     pub kv: KvDtype,
-    /// Tokens per block of them.
+    /// Tokens per KV block.
     pub block_size: usize,
     /// Prompt tokens processed per step, as asked for.
     pub max_batch_tokens: usize,
     /// One allocation of weights is at most this large.
     pub max_shard_bytes: u64,
-    /// Whether the inputs of each layer's matrices are summed up.
+    /// Whether the squares of each layer's matrix inputs are summed up.
     pub moments: bool,
-    /// What lies beside it to guess for it.
+    /// The draft model, if there is one.
     pub draft: Option<DraftDemand<'a>>,
 }
 
-/// A second model, which guesses for the first one (`draft.rs`): it has blocks where that one has them, its steps at the same
-/// time, and its activations in the same place by turns.
+/// A draft model, which guesses for the model (`draft.rs`): it has as many KV blocks as the model, runs in the same
+/// steps, and shares the model's activations.
 #[derive(Debug, Clone)]
 pub struct DraftDemand<'a> {
     pub config: &'a Gemma3Config,
@@ -103,7 +104,7 @@ pub struct Pools {
     pub sliding: usize,
 }
 
-/// A context that fits, and where everything lies then.
+/// A context that fits, and the plan for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fit {
     /// Tokens of each sequence.
@@ -112,19 +113,20 @@ pub struct Fit {
     pub plan: Plan,
 }
 
-/// A model does not fit. Nothing was taken. One line; [`Refusal::table`] has the rows.
+/// A model does not fit. Nothing was allocated. One line; [`Refusal::table`] has the rows.
 #[derive(Debug, thiserror::Error)]
 #[error("{} not fit with {}: {refusal}; {}", subject(self), tokens_of(*.sequences, *.context), advice(self))]
 pub struct DoesNotFit {
-    /// Tokens of each sequence that were asked for; the least there is, where as many as fit were.
+    /// Tokens of each sequence that were asked for; the least possible, where the longest context that fits was asked
+    /// for.
     pub context: usize,
     pub sequences: usize,
     pub refusal: Box<Refusal>,
-    /// Tokens of each sequence that would fit; 0 where none do.
+    /// Tokens of each sequence that would fit, or 0.
     pub largest_context: usize,
-    /// The option, e.g. `--quantize int4-g128`, with which it would fit, and tokens of each sequence then.
+    /// The option with which the model would fit, e.g. `--quantize int4-g128`, and the tokens of each sequence then.
     pub smaller: Option<(String, usize)>,
-    /// Where there is a draft model, tokens of each sequence that would fit without it; 0 where none do.
+    /// Tokens of each sequence that would fit without the draft model, or 0; `None` without a draft model.
     pub without_draft: Option<usize>,
 }
 
@@ -156,25 +158,25 @@ fn advice(error: &DoesNotFit) -> String {
     }
 }
 
-/// Layers that see every token, and those that see a window.
+/// Number of full layers, and of sliding layers.
 fn layers(config: &Gemma3Config) -> [usize; 2] {
     let sliding = config.layer_types.iter().filter(|kind| **kind == LayerType::SlidingAttention).count();
     [config.num_hidden_layers - sliding, sliding]
 }
 
-/// Tokens that a sliding layer sees; none where there is no such layer.
+/// Tokens that a sliding layer sees; `None` where there is no such layer.
 pub(super) fn window(config: &Gemma3Config) -> Option<usize> {
     (layers(config)[1] > 0).then_some(config.sliding_window)
 }
 
 impl<'a> Demand<'a> {
-    /// The model, and its draft where it has one: what its buffers' names begin with, config, schemes.
+    /// The model and its draft, if any: prefix of its buffers' names, config, schemes.
     fn models(&self) -> impl Iterator<Item = (&'static str, &'a Gemma3Config, &Schemes)> {
         let draft = self.draft.as_ref().map(|draft| ("draft ", draft.config, &draft.schemes));
         [("", self.config, &self.schemes)].into_iter().chain(draft)
     }
 
-    /// The longest context that the model was made for, and its draft.
+    /// The longest context that the model and its draft support.
     pub fn longest_context(&self) -> usize {
         let each = self.models().map(|(_, config, _)| config.max_position_embeddings);
         each.min().expect("a model at least")
@@ -187,7 +189,7 @@ impl<'a> Demand<'a> {
         self.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(self.longest_context())
     }
 
-    /// Blocks of sliding layers that one sequence of `context` tokens holds at most.
+    /// Most blocks of sliding layers that one sequence of `context` tokens holds.
     fn window_blocks(&self, context: usize) -> usize {
         let kv = KvLimits {
             block_size: self.block_size,
@@ -195,7 +197,7 @@ impl<'a> Demand<'a> {
             sliding_blocks: 0,
             sliding_window: window(self.config),
         };
-        // The steps in flight have their tokens there at once.
+        // All steps in flight hold their tokens' blocks at once.
         kv.window_blocks((MAX_IN_FLIGHT * self.batch_tokens()).min(context))
             .min(context.div_ceil(self.block_size))
     }
@@ -206,7 +208,7 @@ impl<'a> Demand<'a> {
         Pools { full, sliding: sequences * self.window_blocks(context) }
     }
 
-    /// What a runner with that context and those pools can hold.
+    /// Limits of a runner with that context and those pools.
     pub fn limits(&self, context: usize, pools: Pools) -> Limits {
         Limits {
             max_batch_tokens: self.batch_tokens().min(context),
@@ -338,7 +340,7 @@ impl<'a> Demand<'a> {
         largest
     }
 
-    /// Everything in its place.
+    /// Places all buffers.
     pub fn place(
         &self,
         machine: &Machine,
@@ -349,7 +351,8 @@ impl<'a> Demand<'a> {
         placement::place(machine, limits, self.requests(context, pools))
     }
 
-    /// The largest context, in whole blocks or the model's own maximum, that fits that many times; 0 where none does.
+    /// The largest context, in whole blocks or the model's maximum, that fits for `sequences` sequences; 0 where none
+    /// does.
     pub fn largest_context(&self, machine: &Machine, limits: &placement::Limits, sequences: usize) -> usize {
         let longest = self.longest_context();
         let context = |blocks: usize| (blocks * self.block_size).min(longest);
@@ -358,9 +361,9 @@ impl<'a> Demand<'a> {
         context(largest(0, longest.div_ceil(self.block_size), fits))
     }
 
-    /// Room to serve: a context of `wanted` tokens, or as many as fit up to the model's maximum, windows for up to
-    /// `sequences` of them, and in all that is left then, up to as many full contexts, blocks of full layers, which the
-    /// sequences share as they need them. `others`: as in [`Demand::fit`].
+    /// Places a model to serve: a context of `wanted` tokens, or the longest that fits, windows for up to `sequences`
+    /// sequences, and in the memory that is left, blocks of full layers for up to as many full contexts, which the
+    /// sequences share. `others`: as in [`Demand::fit`].
     pub fn fit_to_serve(
         &self,
         machine: &Machine,
@@ -391,8 +394,8 @@ impl<'a> Demand<'a> {
         }
     }
 
-    /// Places `wanted` tokens of context, or as many as fit up to the model's maximum; each as often as there are
-    /// `sequences`. `others`: options that store the weights otherwise, as [`quantize_modes`] does, with what they lead to.
+    /// Places `sequences` contexts of `wanted` tokens, or of the longest that fits. `others` are options that store the
+    /// weights in other schemes, from [`quantize_modes`], with those schemes.
     pub fn fit(
         &self,
         machine: &Machine,
@@ -404,7 +407,7 @@ impl<'a> Demand<'a> {
         let longest = self.longest_context();
         let context = match wanted {
             Some(wanted) => wanted.min(longest),
-            // Where not even a block fits, the refusal is that of a block.
+            // Where not even one block fits, the refusal is about one block.
             None => self.largest_context(machine, limits, sequences).max(self.block_size.min(longest)),
         };
         let pools = self.pools(context, sequences);
@@ -423,8 +426,8 @@ impl<'a> Demand<'a> {
         )
     }
 
-    /// The largest allocation, where that is what keeps more than `context`, the largest that fits, from fitting: a layer's
-    /// keys are one buffer.
+    /// The device's largest allocation, where it is the reason that no more than `context` fits: a layer's keys are one
+    /// buffer.
     pub fn allocation_limit(
         &self,
         machine: &Machine,
@@ -442,7 +445,7 @@ impl<'a> Demand<'a> {
         }
     }
 
-    /// Of `others`, the one with the largest weights that are smaller than these and fit, and its largest context.
+    /// The option among `others` with the largest weights that are smaller than these and fit, and its largest context.
     fn first_smaller(
         &self,
         machine: &Machine,
@@ -464,17 +467,17 @@ impl<'a> Demand<'a> {
         })
     }
 
-    /// Bytes of KV cache that one token of one sequence takes, in full layers.
+    /// Bytes of KV cache per token of a sequence, in full layers.
     pub fn kv_bytes_per_token(&self) -> u64 {
         self.block_bytes(0) / self.block_size as u64
     }
 
-    /// Bytes of KV cache that one sequence of `context` tokens takes at most, in sliding layers.
+    /// Most bytes of KV cache that one sequence of `context` tokens takes in sliding layers.
     pub fn window_bytes(&self, context: usize) -> u64 {
         self.window_blocks(context) as u64 * self.block_bytes(1)
     }
 
-    /// Bytes of a block in all full layers together, or (1) in all sliding ones.
+    /// Bytes of a block in all full layers together, or, with `kind` 1, in all sliding layers.
     fn block_bytes(&self, kind: usize) -> u64 {
         let of = |config| 2 * layers(config)[kind] as u64 * kv_block_bytes(config, self.kv, self.block_size);
         self.models().map(|(_, config, _)| of(config)).sum()
@@ -485,7 +488,7 @@ impl<'a> Demand<'a> {
         self.models().map(|(_, config, schemes)| self.weight_bytes_of(config, schemes)).sum()
     }
 
-    /// The same of one of the models.
+    /// Bytes of one model's weights on the device.
     pub(super) fn weight_bytes_of(&self, config: &Gemma3Config, schemes: &Schemes) -> u64 {
         let mut sum = 0;
         self.weights(config, schemes, &mut |_, bytes, _| sum += bytes);
@@ -493,7 +496,7 @@ impl<'a> Demand<'a> {
     }
 }
 
-/// The most of `fitting..=most` that fits, where `fitting` is known or taken to.
+/// The largest number in `fitting..=most` that fits; `fitting` is assumed to fit.
 fn largest(mut fitting: usize, most: usize, fits: impl Fn(usize) -> bool) -> usize {
     let mut beyond = most.max(fitting) + 1;
     while beyond - fitting > 1 {
@@ -505,20 +508,20 @@ fn largest(mut fitting: usize, most: usize, fits: impl Fn(usize) -> bool) -> usi
 
 /// u32 per slot: the id last sampled there.
 pub(super) const SAMPLED_BYTES: u64 = 4 * MAX_SEQUENCES as u64;
-/// What comes back of a step: for each row of logits a u32 of the id, and its log probabilities; for each sequence the sum
-/// of its hidden states.
+/// Bytes that a step returns to the host: for each row of logits a u32 id, and its log probabilities; for each sequence
+/// the sum of its hidden states.
 pub(super) fn results_bytes(c: &Gemma3Config) -> [u64; 3] {
     let rows = LOGIT_ROWS as u64;
     let pooled = Activations::bytes(MAX_SEQUENCES, c.hidden_size);
     [4 * rows, 4 * rows * LOGPROB_WORDS as u64, pooled].map(|bytes| bytes.next_multiple_of(256))
 }
 
-/// u32 for each position of each slot, and of a sequence that fills up a step.
+/// u32 for each position of each slot, and of the sequence of padding tokens.
 pub(super) fn history_bytes(limits: &Limits) -> u64 {
     4 * ((limits.max_sequences + 1) * limits.max_context) as u64
 }
 
-/// Partials of attention in a step of so many tokens.
+/// Slots for partials of attention in a step of `tokens` tokens.
 pub(super) fn partials(tokens: usize) -> Room {
     let Room { single, tiles } = SPARE_PARTIALS;
     Room { single: MAX_SEQUENCES + single, tiles: tokens + tiles }
@@ -549,7 +552,7 @@ pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, us
     ]
 }
 
-/// What matrices are multiplied with in int8, behind those: name, rows, width.
+/// Int8 inputs of matrices, which follow the activations: name, rows, width.
 pub(super) fn quantized(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 4] {
     [
         ("normed (int8)", tokens, c.hidden_size),
@@ -564,12 +567,12 @@ pub(super) fn moment_widths(c: &Gemma3Config) -> [usize; 4] {
     [c.hidden_size, c.num_attention_heads * c.head_dim, c.hidden_size, c.intermediate_size]
 }
 
-/// The logits' way back to the host.
+/// Bytes of the buffer that copies logits to the host.
 pub(super) fn logits_bytes(c: &Gemma3Config) -> u64 {
     Activations::bytes(READBACK_ROWS, c.vocab_size)
 }
 
-/// Bytes of the keys and values that `tokens` tokens behind `start` positions see, each once.
+/// Bytes of the keys and values that `tokens` tokens after `start` positions see, each once.
 pub(super) fn kv_bytes_seen(c: &Gemma3Config, dtype: KvDtype, start: usize, tokens: usize) -> u64 {
     let seen = start + tokens;
     let left = window(c).map_or(0, |window| (start + 1).saturating_sub(window));
@@ -588,7 +591,7 @@ pub(super) fn kv_block_bytes(c: &Gemma3Config, kv: KvDtype, block_size: usize) -
     (block_size * c.num_key_value_heads * kv.row_bytes(c.head_dim)) as u64
 }
 
-/// Bytes of one layer's keys, or values: its pool, and a block that nobody reads, for tokens that fill up a step.
+/// Bytes of one layer's keys, or values: its pool, and a block for padding tokens.
 pub(super) fn kv_pool_bytes(c: &Gemma3Config, dtype: KvDtype, kv: &KvLimits, kind: LayerType) -> u64 {
     let blocks = match kind {
         LayerType::FullAttention => kv.full_blocks,
@@ -602,12 +605,12 @@ pub(super) fn table_blocks(limits: &Limits) -> usize {
     limits.max_context.div_ceil(limits.kv.block_size)
 }
 
-/// Parts that the tokens of a layer are cut into have no fewer, and are multiples of this: fewer would read the weights as often,
-/// on a CPU too.
+/// Least rows of the parts that a layer's tokens are cut into, which are multiples of this: smaller parts would read
+/// the weights more often, on a CPU too.
 pub(super) const LEAST_ROWS: usize = 8;
 
-/// How attention of a step is shared out, in layers of one kind: items of single tokens and of tiles; their workgroups, in all
-/// and by parts; what is merged of each token.
+/// Bytes of the arrays that share out attention, in layers of one kind: items of single tokens and of tiles; their
+/// workgroup counts, in all and by parts; the merges of each token.
 pub(super) fn shares_bytes(limits: &Limits) -> [u64; 4] {
     let (tokens, room) = (limits.max_batch_tokens, partials(limits.max_batch_tokens));
     let items = |slots: usize| (slots * size_of::<Item>()) as u64;
@@ -616,9 +619,9 @@ pub(super) fn shares_bytes(limits: &Limits) -> [u64; 4] {
         .map(|bytes| bytes.next_multiple_of(256))
 }
 
-/// The arrays of one step: ids, positions, sequence of each token; slots and block tables of full and of sliding layers;
-/// how their attention is shared out; logit rows, sample requests; slots of the sequences, their history, biases and masks of the draws. One more sequence has
-/// the tokens that fill up a step.
+/// Bytes of the arrays of one step: ids, positions, sequence of each token; slots and block tables of full and of
+/// sliding layers; the arrays that share out attention; logit rows, sample requests; slots of the sequences, their
+/// history, biases and masks of the draws. One more sequence has the padding tokens.
 pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 15] {
     let tokens = 4 * limits.max_batch_tokens as u64;
     let tables = 4 * ((limits.max_sequences + 1) * table_blocks(limits)) as u64;
@@ -640,7 +643,7 @@ pub(super) fn macs_per_token_and_layer(c: &Gemma3Config) -> u64 {
     (c.hidden_size * (heads + 3 * c.intermediate_size)) as u64
 }
 
-/// What each mode of `--quantize` would make of a checkpoint, by option.
+/// The schemes that each mode of `--quantize` gives a checkpoint, by option.
 pub fn quantize_modes(weights: &Gemma3Weights<'_>) -> Result<Vec<(String, Schemes)>, CheckpointError> {
     let each = QuantizeMode::ALL.into_iter();
     each.map(|mode| Ok((format!("--quantize {mode}"), Schemes::of(weights, mode)?))).collect()

@@ -1,50 +1,51 @@
-//! How long the parts of a step take on the device, learnt from those that it ran: what submits are cut by.
+//! Learns how long the parts of a step take on the device, to cut steps into submits.
 //!
-//! Kernels differ: a product of a few tokens is as fast as memory, one of many as fast as arithmetic, and attention deep in a
-//! context is neither. So each kind has its own rate, and none learns from what another took. A kind that was never timed is
-//! taken to be eight times slower than the GPU that this program is made for is estimated to be: its first submit is short, and
-//! says more. Refuses to read a clock.
+//! Kernels differ: a product of a few tokens is bound by memory, one of many by arithmetic, and attention deep in a
+//! context by neither alone. So each kind has its own rate, and learns only from its own share of a submit. A kind that
+//! was never timed counts as eight times slower than estimated for the target GPU: its first submit is short, and its
+//! time corrects the rate. Refuses to read a clock.
 
 use std::ops::AddAssign;
 use std::time::Duration;
 
-/// Kernels whose time is learnt together.
+/// Kinds of kernels that share a rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Products of few tokens, by weights read.
     Narrow,
-    /// Products of many, by multiply-adds.
+    /// Products of many tokens, by multiply-adds.
     Wide,
-    /// Attention of tokens that are alone of their sequence, by bytes of keys and values.
+    /// Attention of tokens that are their sequence's only ones in the step, by bytes of keys and values.
     Reading,
     /// Attention of several tokens of a sequence, by multiply-adds.
     Attention,
-    /// Logits and what is drawn from them, by weights read.
+    /// Logits and draws, by weights read.
     Draws,
 }
 
 const KINDS: usize = 5;
 
-/// Tokens that are few.
+/// Most tokens that count as few.
 const FEW: usize = 16;
-/// Tokens for which a product reads its weights once, on a CPU. A GPU does it for 32, and is learnt to be faster by and by.
+/// Tokens for which a product reads its weights once on a CPU. A GPU reads them once for 32 tokens, which the rates
+/// learn over time.
 const TOKENS_PER_PASS: usize = 8;
 
-/// Units a second of each kind, estimated for a Radeon 780M: half a byte for each weight at 73 GB/s; the products of 40 tokens/s
-/// of a 27B; keys and values at 73 GB/s; attention of 128 tokens over 131,072 keys in 1.4 to 2.7 s, also of a 27B; an int8
-/// embedding at 73 GB/s, and the sampler as much again.
+/// Units a second of each kind, estimated for a Radeon 780M: half a byte for each weight at 73 GB/s; the products of 40
+/// tokens/s of a 27B; keys and values at 73 GB/s; attention of 128 tokens over 131,072 keys in 1.4 to 2.7 s, also of a
+/// 27B; an int8 embedding at 73 GB/s, and the sampler as much again.
 const ESTIMATED: [f64; KINDS] = [146e9, 1e12, 73e9, 5e11, 36e9];
-/// How much slower a kind is taken to be until it was timed.
+/// Factor by which a kind counts as slower until it was timed.
 const CAREFUL: f64 = 8.0;
-/// How much shorter than this a submit is says little.
-const TELLING: Duration = Duration::from_millis(1);
+/// Shortest time that is told apart: a shorter submit counts as this long.
+const SHORTEST_TIMED: Duration = Duration::from_millis(1);
 
-/// What there is to compute, in units of each kind.
+/// Work, in units of each kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Work([u64; KINDS]);
 
 impl Work {
-    /// Of `tokens` by matrices of so many weights.
+    /// Products of `tokens` tokens with matrices of `weights` weights.
     pub fn products(weights: u64, tokens: usize) -> Work {
         let mut work = Work::default();
         if tokens <= FEW {
@@ -55,7 +56,7 @@ impl Work {
         work
     }
 
-    /// Attention of single tokens to so many bytes of keys and values.
+    /// Attention of single tokens to `bytes` bytes of keys and values.
     pub fn reading(bytes: u64) -> Work {
         let mut work = Work::default();
         work.0[Kind::Reading as usize] = bytes;
@@ -68,7 +69,7 @@ impl Work {
         work
     }
 
-    /// Logits of `rows` tokens by an embedding of so many weights.
+    /// Logits of `rows` tokens by an embedding of `weights` weights.
     pub fn draws(weights: u64, rows: usize) -> Work {
         let mut work = Work::default();
         work.0[Kind::Draws as usize] = weights * passes(rows);
@@ -113,23 +114,24 @@ impl Default for Rates {
 }
 
 impl Rates {
-    /// What `work` is expected to take.
+    /// Expected time of `work`.
     pub fn time(&self, work: Work) -> Duration {
         Duration::from_secs_f64(self.shares(work).iter().sum::<f64>().min(1e9))
     }
 
-    /// Seconds of each kind.
+    /// Expected seconds of each kind.
     fn shares(&self, Work(units): Work) -> [f64; KINDS] {
         std::array::from_fn(|kind| units[kind] as f64 * self.seconds[kind])
     }
 
-    /// Takes into account what a submit `took`, where the device has a clock. Each kind answers for as much of the error as it
-    /// has a share in what was expected: slower at once, faster by and by, but at once where it was never timed.
+    /// Learns from the time that a submit `took`; `None` without timestamps. The error is divided among the kinds by
+    /// their share of the expected time. A rate gets slower at once and faster gradually, but faster at once where the
+    /// kind was never timed.
     pub fn learn(&mut self, work: Work, took: Option<Duration>) {
-        let Some(took) = took.map(|took| took.max(TELLING)) else { return };
+        let Some(took) = took.map(|took| took.max(SHORTEST_TIMED)) else { return };
         let shares = self.shares(work);
         let expected: f64 = shares.iter().sum();
-        if expected <= 0.0 || took == TELLING && expected <= TELLING.as_secs_f64() {
+        if expected <= 0.0 || took == SHORTEST_TIMED && expected <= SHORTEST_TIMED.as_secs_f64() {
             return;
         }
         let error = took.as_secs_f64() / expected - 1.0;
@@ -178,7 +180,7 @@ mod tests {
         assert!((ms(&rates, work) - 90.0).abs() < 1e-6);
         rates.learn(work, Some(10 * MS));
         assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
-        // Without a clock, or too short to tell: as before.
+        // A submit without a time, or too short to tell, changes nothing.
         rates.learn(work, None);
         rates.learn(Work::products(1000, 8), Some(MS / 2));
         rates.learn(Work::default(), Some(50 * MS));

@@ -1,9 +1,7 @@
-//! The published sizes of Gemma-3, for what needs a true shape and no weights: plans on paper and synthetic
-//! checkpoints.
+//! The published sizes of Gemma-3, for plans and synthetic checkpoints, which need real shapes and no weights.
 //!
-//! Only the language model: the vision side of the larger ones is nothing this program reads. The numbers are those of
-//! the `config.json` of `google/gemma-3-*-it`; the tests hold the parameters they add up to against the published
-//! counts.
+//! Only the language model: this program does not read the vision tower of the larger sizes. The numbers are those of
+//! the `config.json` of `google/gemma-3-*-it`; the tests compare the sum of parameters with the published counts.
 
 use serde_json::json;
 
@@ -103,7 +101,7 @@ pub const SHAPES: [Shape; 5] = [
 ];
 
 impl Shape {
-    /// The shape of that name, or which names there are.
+    /// The shape of that name. The error lists the names.
     pub fn named(name: &str) -> Result<Shape, String> {
         SHAPES.into_iter().find(|shape| shape.name == name).ok_or_else(|| {
             let names: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
@@ -143,7 +141,7 @@ impl Shape {
         format!("{config:#}\n")
     }
 
-    /// What [`Shape::config_json`] says, validated.
+    /// The validated config of [`Shape::config_json`].
     pub fn config(&self) -> Gemma3Config {
         Gemma3Config::from_json(self.config_json().as_bytes(), self.name)
             .expect("a published config is valid")

@@ -1,9 +1,9 @@
-//! Which of several ways to the same bits is the fastest on a device: measured once, and kept for each driver and version of
-//! the shaders.
+//! Measures which of several choices that give the same bits is fastest on a device: once for each driver and version
+//! of the shaders.
 //!
-//! What is chosen: where the activations of products come from, what takes products of many tokens, and on which kind of queue.
-//! What is best by count ([`Tiles::of`]) stays unless another way is faster by more than measurements differ. A device that is a CPU has
-//! nothing to choose.
+//! The choices are: the source of products' activations, the tiles for products of many tokens, and the kind of queue.
+//! The best choice by count ([`Tiles::of`]) stays unless another is faster by more than measurements vary. A CPU device
+//! has no choices.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,41 +15,40 @@ use crate::gpu::{Device, DevicePolicy, GpuError, QueueKind};
 use crate::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};
 use crate::tensor::Scheme;
 
-/// What is kept.
-const KEPT: &str = "tuning";
-/// A way is better if it takes less than this of the time.
+/// Name of the cached file.
+const CACHE_NAME: &str = "tuning";
+/// A choice is better if it takes less than this share of the time.
 const CLEARLY: f64 = 0.95;
-/// Measurements of each, of which the median counts.
+/// Measurements of each choice; the median counts.
 const RUNS: usize = 3;
 
-/// What products are measured with.
+/// Matrices and tokens that products are measured with.
 #[derive(Debug, Clone, Copy)]
 pub struct Trial {
     pub scheme: Scheme,
     /// Rows and columns.
     pub shape: [usize; 2],
-    /// Tokens of batches and of prompts, for which ways to take many at once are compared.
+    /// Tokens of batches and of prompts, for which choices for many tokens are compared.
     pub many_tokens: [usize; 4],
 }
 
 impl Trial {
-    /// The gate of a 4B, in the scheme that most checkpoints have.
+    /// The gate matrix of a 4B, in the scheme that most checkpoints have.
     const USUAL: Trial =
         Trial { scheme: Scheme::int4(32), shape: [10240, 2560], many_tokens: [16, 32, 64, 256] };
 }
 
-/// What a device does best.
+/// The fastest choices of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Tuned {
     pub queue: QueueKind,
     pub tiles: GpuTiles,
 }
 
-/// The device on the queue that is best for it, and how it shares out products: as it was measured before, or as it is measured
-/// now.
+/// The device on its fastest queue, and its tiles, from the cached measurement or from a new one.
 pub fn tuned(device: Arc<Device>, policy: &DevicePolicy) -> Result<(Arc<Device>, Tiles), GpuError> {
     let Tiles::Gpu(counted) = Tiles::of(&device) else { return Ok((device, Tiles::Cpu)) };
-    let tuned = match kept(&device) {
+    let tuned = match read_cached(&device) {
         Some(tuned) => tuned,
         None => {
             tracing::info!("measuring what {} does best (once; --no-tune leaves it out)", device.info().name);
@@ -69,7 +68,7 @@ pub fn tuned(device: Arc<Device>, policy: &DevicePolicy) -> Result<(Arc<Device>,
                     return Ok((device, Tiles::Gpu(counted)));
                 }
             };
-            keep(&device, &tuned);
+            write_cached(&device, &tuned);
             device.save_pipeline_cache();
             tuned
         }
@@ -89,17 +88,17 @@ pub fn tuned(device: Arc<Device>, policy: &DevicePolicy) -> Result<(Arc<Device>,
     Ok((device, Tiles::Gpu(tiles)))
 }
 
-/// What was measured before, if the device can do that.
-pub fn kept(device: &Device) -> Option<Tuned> {
-    let tuned: Tuned = serde_json::from_slice(&device.kept(KEPT)?).ok()?;
+/// The cached measurement, if the device supports its choices.
+pub fn read_cached(device: &Device) -> Option<Tuned> {
+    let tuned: Tuned = serde_json::from_slice(&device.read_cached(CACHE_NAME)?).ok()?;
     let can = device.info().queues.contains(&tuned.queue)
         && tuned.tiles.subgroups.is_none_or(|tile| SubgroupTile::of(device.info()) == Some(tile))
         && tuned.tiles.is_one();
     can.then_some(tuned)
 }
 
-pub fn keep(device: &Device, tuned: &Tuned) {
-    device.keep(KEPT, &serde_json::to_vec(tuned).expect("plain data"));
+pub fn write_cached(device: &Device, tuned: &Tuned) {
+    device.write_cached(CACHE_NAME, &serde_json::to_vec(tuned).expect("plain data"));
 }
 
 /// Measures, beginning with `counted`; `None` where the device has no clock.
@@ -157,7 +156,7 @@ pub fn measured(
 struct Bench {
     rig: Rig,
     products: Products,
-    /// What lanes yield for so many tokens.
+    /// Results of lanes by number of tokens.
     yields: BTreeMap<usize, Vec<u32>>,
 }
 
@@ -168,8 +167,8 @@ impl Bench {
         Ok(Bench { rig, products, yields: BTreeMap::new() })
     }
 
-    /// The geometric mean of what these numbers of tokens take; forever, where the bits are not those that lanes yield. `None`
-    /// where the device has no clock.
+    /// Geometric mean of the times of these numbers of tokens; infinite where the bits differ from those of lanes.
+    /// `None` where the device has no timestamps.
     fn seconds(&mut self, tiles: GpuTiles, tokens: &[usize]) -> Result<Option<f64>, GpuError> {
         let mut logarithms = 0.0;
         for &tokens in tokens {

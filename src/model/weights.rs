@@ -1,9 +1,9 @@
 //! The tensors of a Gemma-3 checkpoint by their role, checked against the config.
 //!
-//! Names come with one of three prefixes: `model.` (text only), `language_model.model.` (the published
-//! multimodal checkpoints), `model.language_model.` (transformers 5's internal names). The tensors of the
-//! vision side are skipped by rule and counted; a saved copy of the tied head is compared and dropped. Any
-//! other tensor is refused: one that nobody reads is a model that was not understood.
+//! Names come with one of three prefixes: `model.` (text only), `language_model.model.` (the published multimodal
+//! checkpoints), `model.language_model.` (transformers 5's internal names). The tensors of the vision side are skipped
+//! by rule and counted; a saved copy of the tied head is compared and dropped. Any other tensor is refused: an unknown
+//! tensor means an unknown model.
 
 use std::collections::{HashMap, HashSet};
 
@@ -11,7 +11,7 @@ use crate::checkpoint::{Checkpoint, CheckpointError, Tensor, short};
 
 use super::config::Gemma3Config;
 
-/// A checkpoint's tensors are not those of its config. One line: file, tensor, what was expected.
+/// A checkpoint's tensors do not match its config. One line: file, tensor, what was expected.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
     #[error("{location}: tensor {first}{} missing; config.json asks for it with shape {expected:?}", and(*.more, "is", "are"))]
@@ -46,14 +46,14 @@ fn and(more: usize, one: &str, many: &str) -> String {
 /// The weights of a language model; shapes are `[out, in]`, norms `[n]`.
 #[derive(Debug, Clone)]
 pub struct Gemma3Weights<'a> {
-    /// `[vocab_size, hidden_size]`; the logits' matrix too.
+    /// `[vocab_size, hidden_size]`; also the output projection.
     pub embed_tokens: Tensor<'a>,
     /// `[hidden_size]`
     pub norm: Tensor<'a>,
     pub layers: Vec<LayerWeights<'a>>,
-    /// Tensors of the vision tower and its projector, left alone.
+    /// Number of tensors of the vision tower and its projector, which are not read.
     pub skipped_vision: usize,
-    /// Their bytes.
+    /// Bytes of the skipped tensors.
     pub skipped_bytes: u64,
 }
 
@@ -101,7 +101,7 @@ impl<'a> LayerWeights<'a> {
         [("mlp.gate_proj", self.gate_proj), ("mlp.up_proj", self.up_proj), ("mlp.down_proj", self.down_proj)]
     }
 
-    /// The six vectors.
+    /// The six norms.
     pub fn norms(&self) -> [(&'static str, Tensor<'a>); 6] {
         [
             ("input_layernorm", self.input_layernorm),
@@ -120,7 +120,7 @@ impl<'a> LayerWeights<'a> {
 }
 
 impl<'a> Gemma3Weights<'a> {
-    /// Finds every weight that `config` asks for, and refuses what it does not.
+    /// Finds every weight that `config` asks for, and refuses any other tensor.
     pub fn collect(checkpoint: &'a Checkpoint, config: &Gemma3Config) -> Result<Self, WeightsError> {
         let mut found = Found::default();
         for tensor in checkpoint.iter() {
@@ -128,7 +128,7 @@ impl<'a> Gemma3Weights<'a> {
         }
         found.check(checkpoint, config)?;
 
-        // Every name below was checked above, and is asked for once.
+        // Every name below was checked above, and is taken once.
         let Found { mut by_name, skipped_vision, skipped_bytes, .. } = found;
         let mut take = |name: String| by_name.remove(&name).expect("a checked weight");
         let embed_tokens = take("embed_tokens.weight".into());
@@ -155,7 +155,7 @@ impl<'a> Gemma3Weights<'a> {
         Ok(Self { embed_tokens, norm, layers, skipped_vision, skipped_bytes })
     }
 
-    /// What the checkpoint's writer lost of the language model, tensor by tensor, as far as the stored data shows it.
+    /// Defects of the language model by tensor: what the checkpoint's writer lost, as far as the stored data shows it.
     pub fn defects(&self) -> Vec<String> {
         let of = |tensor: Tensor| Some(format!("{}: {}", short(tensor.name), tensor.defect()?));
         self.iter().filter_map(of).collect()
@@ -176,7 +176,7 @@ impl<'a> Gemma3Weights<'a> {
     }
 }
 
-/// One line that names the first of the defects; none if there are none.
+/// One line that names the first defect; `None` if there are none.
 fn defects_warning(location: &str, defects: &[String]) -> Option<String> {
     const NAMED: usize = 4;
     let first = defects[..defects.len().min(NAMED)].join("; ");
@@ -195,7 +195,7 @@ fn defects_warning(location: &str, defects: &[String]) -> Option<String> {
 /// Name without prefix, shape, and what the shape is in the config's words.
 type Expected = (String, Vec<usize>, &'static str);
 
-/// Every weight of a model of that config.
+/// Every weight of a model with that config.
 fn expected(config: &Gemma3Config) -> Vec<Expected> {
     let (hidden, ffn, head_dim) = (config.hidden_size, config.intermediate_size, config.head_dim);
     let (q, kv) = (config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim);
@@ -227,7 +227,7 @@ fn expected(config: &Gemma3Config) -> Vec<Expected> {
     all
 }
 
-/// A checkpoint's tensors by what they are.
+/// A checkpoint's tensors by their role.
 #[derive(Default)]
 struct Found<'a> {
     /// Language tensors by name without prefix.
@@ -242,7 +242,7 @@ struct Found<'a> {
 
 impl<'a> Found<'a> {
     fn add(&mut self, tensor: Tensor<'a>) -> Result<(), WeightsError> {
-        // Before the prefixes: the vision side's names hold `model.` and `layers.N.mlp` too.
+        // The vision tower is recognized before the prefixes: its names contain `model.` and `layers.N.mlp` too.
         if tensor.name.split('.').any(|part| part == "vision_tower" || part == "multi_modal_projector") {
             self.skipped_vision += 1;
             self.skipped_bytes += tensor.stored_bytes();
@@ -296,7 +296,7 @@ impl<'a> Found<'a> {
                 self.unexpected.push(*tensor);
             }
         }
-        // A map has no order; a message has.
+        // Sorted, so that messages do not depend on the map's order.
         self.unexpected.sort_by_key(|t| (t.file, t.name));
         if let Some(tensor) = self.unexpected.first() {
             let (file, name, more) = (tensor.file.into(), short(tensor.name), self.unexpected.len() - 1);

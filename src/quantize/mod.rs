@@ -261,17 +261,6 @@ fn round(x: f32, low: f32, high: f32) -> i8 {
     (x.clamp(low, high) + SHIFT).to_bits() as i8
 }
 
-/// The values that a quantized row stands for.
-pub fn dequantize_row(q: &[i8], scales: &[f16], group: usize, out: &mut [f32]) {
-    assert_eq!((out.len(), scales.len()), (q.len(), q.len().div_ceil(group)), "a row and its scales");
-    for ((q, out), scale) in q.chunks(group).zip(out.chunks_mut(group)).zip(scales) {
-        let s = scale.to_f32();
-        for (q, out) in q.iter().zip(out) {
-            *out = *q as f32 * s;
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::round;

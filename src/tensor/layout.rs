@@ -156,11 +156,6 @@ impl Scheme {
         Scheme::Int { bits: Bits::Four, group, scales: Scales::Symmetric }
     }
 
-    /// int8 with one f16 scale per group.
-    pub const fn int8(group: u32) -> Scheme {
-        Scheme::Int { bits: Bits::Eight, group, scales: Scales::Symmetric }
-    }
-
     /// Columns that share a scale, and the formula; `None` for floating-point weights.
     pub const fn grouping(self, cols: usize) -> Option<(usize, Scales)> {
         match self {
@@ -177,15 +172,6 @@ impl Scheme {
             DType::F16 => Some(Scheme::F16),
             DType::BF16 => Some(Scheme::Bf16),
             DType::I8 | DType::U8 | DType::I32 | DType::I64 => None,
-        }
-    }
-
-    /// The least and the largest integer that the scheme stores; `None` for floating-point weights.
-    pub const fn range(self) -> Option<(i8, i8)> {
-        match self {
-            Scheme::F32 | Scheme::F16 | Scheme::Bf16 => None,
-            Scheme::Int8Row | Scheme::Int { bits: Bits::Eight, .. } => Some((-128, 127)),
-            Scheme::Int { bits, .. } => Some((-self.bias(), (1 << bits.count()) - 1 - self.bias())),
         }
     }
 

@@ -41,19 +41,19 @@ impl Message {
     /// Bytes of the message's text, plus an estimate of the memory that the message and each of its parts take in a
     /// template.
     pub(super) fn bytes(&self) -> usize {
-        const BESIDE: usize = 512;
+        const OVERHEAD_BYTES: usize = 512;
         let content = match &self.content {
             Content::Null => 0,
             Content::Text(text) => text.len(),
             Content::Parts(parts) => parts
                 .iter()
                 .map(|part| match part {
-                    Part::Text { text } => text.len() + BESIDE,
-                    Part::Image => BESIDE,
+                    Part::Text { text } => text.len() + OVERHEAD_BYTES,
+                    Part::Image => OVERHEAD_BYTES,
                 })
                 .sum(),
         };
-        self.role.len() + content + BESIDE
+        self.role.len() + content + OVERHEAD_BYTES
     }
 }
 

@@ -93,11 +93,6 @@ impl ChatTemplate {
         }
     }
 
-    /// The built-in template, with Gemma's special tokens.
-    pub fn gemma() -> Self {
-        Self::from_checkpoint(ChatFiles::default()).expect("the built-in template compiles")
-    }
-
     /// Where the template came from, for logs.
     pub fn origin(&self) -> &str {
         &self.origin

@@ -1,14 +1,14 @@
 //! The quantized element types of GGUF, taken apart into the device's integers and scales without loss.
 //!
 //! A row is a sequence of blocks, each with its scales inside; the layouts are those of ggml's `ggml-common.h`. Every
-//! product of a scale and an integer is exact in f32, so that a value is rounded once at most, and is the one that
-//! ggml's own dequantization gives, bit for bit.
+//! product of a scale and an integer is exact in f32, so a value is rounded once at most, and equals that of ggml's own
+//! dequantization bit for bit.
 
 use std::ops::Range;
 
 use crate::tensor::{Bits, QuantizedRow, Scales, Scheme};
 
-/// A quantized element type. The others are [`crate::tensor::DType`]s.
+/// A quantized element type. Other element types are [`crate::tensor::DType`]s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GgmlType {
     Q4_0,
@@ -71,8 +71,8 @@ impl GgmlType {
         }
     }
 
-    /// Takes one block apart. `q` has [`Self::block_values`], `scales` the bytes that [`Self::scheme`] gives as many
-    /// columns.
+    /// Unpacks one block. `q` has [`Self::block_values`] integers, `scales` the scale bytes of as many columns in
+    /// [`Self::scheme`].
     fn unpack(self, block: &[u8], q: &mut [i8], scales: &mut [u8]) {
         match self {
             Self::Q4_0 => {

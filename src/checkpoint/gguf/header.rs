@@ -2,35 +2,35 @@
 //!
 //! Layout, little endian: `GGUF`, version, number of tensors, number of keys; each key with its type and value; each
 //! tensor with its name, dimensions (fastest first), type and offset; padding to the alignment; the tensors' bytes.
-//! Versions 2 and 3 differ in nothing else than that 3 may be big endian.
+//! Versions 2 and 3 differ only in that 3 may be big endian.
 //!
-//! Everything here comes from a file that may lie. Every length is held against the bytes that are left before anything
-//! is done with it, values stay in the file until they are asked for, and so what is allocated is bounded by the file's
-//! own size. Refuses version 1, big endian, keys and tensors that come twice, arrays of arrays, element types without a
-//! reader, and tensors that overlap or lie outside. A refusal names the key or the tensor.
+//! Everything here comes from a file that may lie. Every length is compared with the bytes that are left before it is
+//! used, and values stay in the file until they are asked for, so allocations are bounded by the file's size. Refuses
+//! version 1, big endian, keys and tensors that come twice, arrays of arrays, element types without a reader, and
+//! tensors that overlap or lie outside. A refusal names the key or the tensor.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 
 use super::blocks::GgmlType;
-use crate::checkpoint::short;
+use crate::checkpoint::error::short;
 use crate::tensor::DType;
 
 const MAGIC: &[u8; 4] = b"GGUF";
 /// The 808 tensors of Gemma-3 27B come with 41 keys.
 const MAX_KEYS: u64 = 1 << 16;
 const MAX_TENSORS: u64 = 1 << 16;
-/// Of ggml: 64 bytes; some builds double it.
+/// Longest name of a tensor. ggml allows 64 bytes; some builds double that.
 const MAX_TENSOR_NAME: u64 = 256;
-/// Of the format.
+/// Longest key that the format allows.
 const MAX_KEY: u64 = u16::MAX as u64;
-/// Of ggml.
+/// Most dimensions of a tensor in ggml.
 const MAX_DIMENSIONS: u32 = 4;
 const DEFAULT_ALIGNMENT: u64 = 32;
 const MAX_ALIGNMENT: u64 = 1 << 20;
 
-/// Why a file was refused, and what it is about.
+/// Why a file was refused, and the part of it that is wrong.
 #[derive(Debug)]
 pub(super) struct HeaderError {
     pub about: About,
@@ -58,11 +58,11 @@ impl HeaderError {
     }
 }
 
-/// What a file says of itself.
+/// The header of a file.
 #[derive(Debug)]
 pub(super) struct Header<'a> {
     pub metadata: Metadata<'a>,
-    /// In order of their bytes.
+    /// Tensors in order of their bytes.
     pub tensors: Vec<TensorInfo<'a>>,
 }
 
@@ -162,11 +162,11 @@ pub(super) fn read_header(bytes: &[u8]) -> Result<Header<'_>, HeaderError> {
     Ok(Header { metadata, tensors })
 }
 
-/// What a tensor's entry says, before it is held against the file.
+/// A tensor's entry before it is compared with the file's size.
 struct Claim {
     element: Element,
     shape: Vec<usize>,
-    /// From the start of the tensor data.
+    /// Offset from the start of the tensor data.
     offset: u64,
     bytes: u64,
 }
@@ -217,7 +217,7 @@ impl Element {
     }
 }
 
-/// The types of ggml that nothing here reads.
+/// Names of ggml's types that are not supported.
 fn other_type(id: u32) -> Option<&'static str> {
     Some(match id {
         9 => "Q8_1",
@@ -276,7 +276,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// Bytes of a value; of a text, of its length.
+    /// Bytes of a value, or of the length of a text.
     const fn size(self) -> usize {
         match self {
             Self::U8 | Self::I8 | Self::Bool => 1,
@@ -412,7 +412,7 @@ impl<'a> Metadata<'a> {
         })
     }
 
-    /// Where a value that was checked ends.
+    /// The end of a value whose extent was checked.
     fn end(&self, kind: Kind, at: usize) -> usize {
         let head = at + kind.size();
         match kind {
@@ -422,7 +422,7 @@ impl<'a> Metadata<'a> {
     }
 }
 
-/// The elements of an array, read as they are walked.
+/// The elements of an array, read one by one.
 pub(super) struct Elements<'a, 'm> {
     metadata: &'m Metadata<'a>,
     key: &'m str,
@@ -457,7 +457,7 @@ fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
     bytes.try_into().expect("the width of the type")
 }
 
-/// A place in the header. What is read is held against the bytes that are left.
+/// A position in the header. Every read is compared with the bytes that are left.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -500,7 +500,7 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(self.take(len, what)?).map_err(|_| format!("{what} is no valid UTF-8"))
     }
 
-    /// Checks a value's extent, and goes past it.
+    /// Checks a value's extent, and moves past the value.
     fn value(&mut self) -> Result<RawValue, String> {
         const ARRAY: u32 = 9;
         let kind = self.u32("its type")?;
@@ -517,7 +517,7 @@ impl<'a> Reader<'a> {
         let kind = value_kind(kind)?;
         let len = self.u64("its length")?;
         let at = self.at;
-        // Every element takes its size at least.
+        // Every element takes at least the size of its type.
         let least = len.checked_mul(kind.size() as u64).filter(|n| *n <= (self.bytes.len() - at) as u64);
         if least.is_none() {
             let left = self.bytes.len() - at;

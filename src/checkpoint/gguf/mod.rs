@@ -1,7 +1,7 @@
 //! GGUF, the file format of llama.cpp: the whole model in one file, tokenizer and configuration included.
 //!
-//! What the file says is presented as the files and names of a Hugging Face checkpoint, so that nothing above knows the
-//! difference. Two things differ in the weights themselves: norms hold `1 + w`, and quantized tensors keep their integers
+//! The metadata is presented as the files and names of a Hugging Face checkpoint, so that the rest of the program needs
+//! no GGUF. Two things differ in the weights themselves: norms hold `1 + w`, and quantized tensors keep their integers
 //! and scales ([`GgmlTensor`]).
 
 use std::ops::Range;
@@ -13,7 +13,7 @@ mod tokenizer;
 
 pub use blocks::{GgmlTensor, GgmlType};
 
-use super::CheckpointError;
+use super::error::{CheckpointError, short};
 use crate::tensor::DType;
 use header::{About, Element, Header, HeaderError, read_header};
 
@@ -35,7 +35,8 @@ pub(super) struct GgufTensor {
     pub range: Range<usize>,
 }
 
-/// The tensors of part `index` of a file of `count` parts, in order of their bytes. `display` is how messages call the part.
+/// The tensors of part `index` of a file of `count` parts, in order of their bytes. `display` is how messages call the
+/// part.
 pub(super) fn tensors(
     bytes: &[u8],
     display: &str,
@@ -44,7 +45,7 @@ pub(super) fn tensors(
     let read = || {
         let header = read_header(bytes)?;
         for (key, expected) in [("split.no", index as u64), ("split.count", count as u64)] {
-            // A file that is no part of another one may say that it is the only one.
+            // A file that is not split may have a `split.count` of 0.
             if let Some(found) = header.metadata.whole(key)?.filter(|found| *found != expected)
                 && !(count == 1 && found == 0)
             {
@@ -66,8 +67,8 @@ pub(super) fn tensors(
     read().map_err(|e| error(display, e))
 }
 
-/// The file of that name that a Hugging Face checkpoint of the model would have, made from the metadata; `None` if the
-/// metadata does not hold it. `parts`: the file or its parts in order, with what messages call them.
+/// Generates the file `name` of a Hugging Face checkpoint from the metadata; `None` if the metadata does not hold it.
+/// `parts` are the file or its parts in order, with their names in messages.
 pub(super) fn generated(parts: &[(&str, &[u8])], name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
     let [(display, first), rest @ ..] = parts else { return Ok(None) };
     let about_first = |e| error(display, e);
@@ -92,9 +93,7 @@ pub(super) fn generated(parts: &[(&str, &[u8])], name: &str) -> Result<Option<Ve
 fn error(display: &str, error: HeaderError) -> CheckpointError {
     match error.about {
         About::File => CheckpointError::file(display, error.problem),
-        About::Key(key) => {
-            CheckpointError::file(display, format!("key {}: {}", super::short(&key), error.problem))
-        }
+        About::Key(key) => CheckpointError::file(display, format!("key {}: {}", short(&key), error.problem)),
         About::Tensor(tensor) => CheckpointError::tensor(display, &tensor, error.problem),
     }
 }

@@ -1,27 +1,28 @@
-//! What the metadata of a GGUF file says of the model, as the files of a Hugging Face checkpoint: `config.json`,
-//! `generation_config.json`, `tokenizer_config.json`; and the Hugging Face names of its tensors.
+//! The metadata of a GGUF file as the files of a Hugging Face checkpoint: `config.json`, `generation_config.json`,
+//! `tokenizer_config.json`; and the Hugging Face names of its tensors.
 //!
 //! Keys are those of llama.cpp's converter, and where other converters write others, those too: Ollama's (nested rope
 //! keys, vision tower in the same file, no epsilon), Google's own for the QAT files (no sampling, no
-//! `add_space_prefix`). What llama.cpp derives from the architecture and no converter writes is derived alike: the layer
-//! pattern, and the scale of attention, which only the 27B (62 layers) takes from hidden size and heads.
+//! `add_space_prefix`). Values that llama.cpp derives from the architecture, and no converter writes, are derived in
+//! the same way: the layer pattern, and the scale of attention, which only the 27B (62 layers) takes from hidden size
+//! and heads.
 //!
-//! Refuses every architecture but `gemma3`, and by key what would change the result and is not computed. What remains is
-//! left to the reader of `config.json`.
+//! Refuses every architecture but `gemma3`, and names the key of whatever would change the result and is not computed.
+//! The reader of `config.json` checks the rest.
 
 use serde_json::{Map, Value as Json, json};
 
 use super::header::{HeaderError, Metadata, TensorInfo, Value};
-use crate::checkpoint::short;
+use crate::checkpoint::error::short;
 
 const ARCHITECTURE: &str = "general.architecture";
-/// Beyond any model; bounds what is made of a block count.
+/// Largest number of blocks, beyond any model.
 const MAX_BLOCKS: u64 = 1024;
-/// Layers of Gemma-3 27B: what llama.cpp knows it by.
+/// Layers of Gemma-3 27B, by which llama.cpp recognizes it.
 const BLOCKS_27B: u64 = 62;
 /// Layers of Gemma-3 1B.
 const BLOCKS_1B: u64 = 26;
-/// Longest context that is not scaled up; the longer ones divide positions by 8.
+/// Longest context without RoPE scaling; models with a longer one divide positions by 8.
 const UNSCALED_CONTEXT: u64 = 32_768;
 
 /// `config.json`.
@@ -80,11 +81,11 @@ pub(super) fn config(metadata: &Metadata, tensors: &[TensorInfo]) -> Result<Json
     ] {
         match keys.number(&[name])? {
             None | Some(0.0) => {}
-            // Ollama's converter wrote one for the 1B, which has none; its own engine ignores it.
+            // Ollama's converter wrote a soft cap for the 1B, which has none; Ollama's engine ignores it.
             Some(cap) if name == "final_logit_softcapping" && blocks == BLOCKS_1B => {
                 tracing::warn!("{} is {cap} and is ignored: Gemma-3 1B has no soft capping", keys.full(name));
             }
-            // The reader of config.json refuses it by its name.
+            // The reader of config.json refuses the field by its name.
             Some(cap) => config[field] = json!(cap),
         }
     }
@@ -145,8 +146,8 @@ struct SpecialIds {
     eos: Vec<u64>,
 }
 
-/// Gemma's own ids where the file names none. Its two end tokens end an answer whichever of them the file names:
-/// converters write the one of `tokenizer_config.json`, and models use both.
+/// Special ids of the file, or Gemma's where the file has none. Both of Gemma's end tokens end an answer: converters
+/// write only the one of `tokenizer_config.json`, and models use both.
 fn special_ids(metadata: &Metadata) -> Result<SpecialIds, HeaderError> {
     let id = |name: &str| metadata.whole(&format!("tokenizer.ggml.{name}"));
     let mut eos = Vec::new();
@@ -179,7 +180,7 @@ fn token<'a>(metadata: &Metadata<'a>, id: u64) -> Result<Option<&'a str>, Header
     }
 }
 
-/// Rows of the embedding: what the vocabulary of the model is, whatever the tokenizer knows.
+/// Rows of the embedding, which is the model's vocabulary; the tokenizer may know fewer ids.
 fn vocab_size(tensors: &[TensorInfo]) -> Result<usize, HeaderError> {
     const NAME: &str = "token_embd.weight";
     match tensors.iter().find(|t| t.name == NAME) {
@@ -191,7 +192,8 @@ fn vocab_size(tensors: &[TensorInfo]) -> Result<usize, HeaderError> {
     }
 }
 
-/// Which layers see everything: by a period, by a list with true for those that do not, else every sixth.
+/// The attention type of each layer: by a period, by a list with true for sliding layers, else every sixth layer is
+/// full.
 fn layer_types(keys: &Keys, blocks: u64) -> Result<Vec<&'static str>, HeaderError> {
     const NAME: &str = "attention.sliding_window_pattern";
     let name_of = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
@@ -221,7 +223,7 @@ fn layer_types(keys: &Keys, blocks: u64) -> Result<Vec<&'static str>, HeaderErro
     Ok((1..=blocks).map(|layer| name_of(!layer.is_multiple_of(period))).collect())
 }
 
-/// By what the full layers divide positions.
+/// The factor by which full layers divide positions.
 fn rope_factor(keys: &Keys, context: u64) -> Result<Option<f64>, HeaderError> {
     let factor = keys.number(&["rope.scaling.factor", "rope.scale_linear"])?;
     let kind = keys.0.text(&keys.full("rope.scaling.type"))?;
@@ -233,11 +235,11 @@ fn rope_factor(keys: &Keys, context: u64) -> Result<Option<f64>, HeaderError> {
             return Err(keys.error("rope.scaling.type", problem));
         }
     }
-    // Some write 0 for no scaling.
+    // Some converters write 0 for no scaling.
     match factor.filter(|factor| *factor != 0.0) {
         Some(factor) => Ok(Some(factor)),
         None if kind.is_some() => Err(keys.missing("rope.scaling.factor")),
-        // Ollama's converter leaves it out; every Gemma-3 with a vision tower has it.
+        // Ollama's converter leaves the factor out; every Gemma-3 with a vision tower has it.
         None if context > UNSCALED_CONTEXT && keys.has("vision.block_count") => {
             tracing::warn!(
                 "{} is missing beside a vision tower; taking Gemma-3's own, 8",
@@ -249,7 +251,7 @@ fn rope_factor(keys: &Keys, context: u64) -> Result<Option<f64>, HeaderError> {
     }
 }
 
-/// The keys of the architecture.
+/// Metadata keys with the architecture's prefix.
 struct Keys<'a, 'm>(&'m Metadata<'a>);
 
 impl Keys<'_, '_> {
@@ -292,7 +294,7 @@ impl Keys<'_, '_> {
         self.whole(name)?.ok_or_else(|| self.missing(name))
     }
 
-    /// The first of some keys for one thing that the file has.
+    /// The value of the first of `names` that the file has.
     fn number(&self, names: &[&str]) -> Result<Option<f64>, HeaderError> {
         match names.iter().find(|name| self.has(name)) {
             Some(name) => self.0.number(&self.full(name)),
@@ -323,8 +325,8 @@ impl Keys<'_, '_> {
     }
 }
 
-/// The Hugging Face name of a tensor. The vision tower, which Ollama and older tools put into the same file, is named
-/// so that it is known for what it is; what is no tensor of Gemma-3 keeps its name.
+/// The Hugging Face name of a tensor. The vision tower, which Ollama and older tools put into the same file, gets the
+/// names of Hugging Face's vision tower. A tensor that is not Gemma-3's keeps its name.
 pub(super) fn tensor_name(name: &str) -> Result<String, HeaderError> {
     const PER_LAYER: [(&str, &str); 13] = [
         ("attn_norm", "input_layernorm"),
@@ -361,7 +363,7 @@ pub(super) fn tensor_name(name: &str) -> Result<String, HeaderError> {
     };
     match in_layer() {
         Some(name) => Ok(name),
-        // Its norms would be taken for what they are not.
+        // A file with Hugging Face's names may store norms as `w`, which would be read as `1 + w`.
         None if ["model.", "language_model.", "lm_head."].iter().any(|p| name.starts_with(p)) => {
             Err(HeaderError::tensor(
                 name,

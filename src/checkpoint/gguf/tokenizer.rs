@@ -1,23 +1,23 @@
 //! The tokenizer of a GGUF file, as a `tokenizer.json` of the `tokenizers` crate.
 //!
-//! Two kinds are in use for Gemma-3. `llama` is SentencePiece's BPE as llama.cpp computes it: no merges, but scores;
-//! of all neighbours whose joined text is a piece, the pair with the highest score is joined first, the leftmost of
-//! equals. `gpt2` is what the converter writes where there was no `tokenizer.model`: pieces and merges, as they stood in
-//! `tokenizer.json`.
+//! Gemma-3 files have one of two kinds. `llama` is SentencePiece's BPE as llama.cpp computes it, with scores instead of
+//! merges: of all neighbours whose joined text is a piece, the pair with the highest score is joined first, the
+//! leftmost among equal scores. `gpt2` is what the converter writes where there was no `tokenizer.model`: the pieces
+//! and merges of `tokenizer.json`.
 //!
 //! # Merges from scores
 //!
-//! For every piece, each of its splits into two pieces is a merge; the better the piece's score, the lower the rank. The
-//! crate gives every pair a rank of its own, where llama.cpp joins the leftmost of equal scores, so equal ones need an
-//! order under which it does not matter. Two splits of one piece compete only where they overlap: `[x][y][z]` with
-//! `xy = yz = p`. Then `p` has the period |x|, and the split after |x| must go first. (Where both splits of a pair could be
-//! the left one, `p` is a power of a shorter word; a run of that word is joined from the left, and only its rest is
-//! shorter, so that they do not meet.) Splits of different pieces with equal scores occur where a converter gave all
-//! added pieces one score, which matters for runs of spaces and newlines: the longest piece first, split as far right as
-//! can be, is what joining from the left comes to.
+//! For every piece, each of its splits into two pieces is a merge; the better the piece's score, the lower the rank.
+//! The crate gives every pair a rank of its own, where llama.cpp joins the leftmost of equal scores, so equal ones need
+//! an order under which it does not matter. Two splits of one piece compete only where they overlap: `[x][y][z]` with
+//! `xy = yz = p`. Then `p` has the period |x|, and the split after |x| must go first. (Where both splits of a pair
+//! could be the left one, `p` is a power of a shorter word; a run of that word is joined from the left, and only its
+//! rest is shorter, so that they do not meet.) Splits of different pieces with equal scores occur where a converter
+//! gave all added pieces one score, which matters for runs of spaces and newlines: the longest piece first, split as
+//! far right as can be, is what joining from the left comes to.
 //!
-//! Refuses a vocabulary that cannot be expressed so: pieces that come twice, one that could be joined from a character
-//! that is no piece itself, and byte-level pieces.
+//! Refuses a vocabulary that merges cannot express: a piece that comes twice, a piece that could be joined from a
+//! character that is no piece itself, and byte-level pieces.
 
 use std::collections::HashMap;
 
@@ -26,7 +26,7 @@ use serde::ser::Serializer;
 use serde_json::{Value as Json, json};
 
 use super::header::{HeaderError, Metadata, Value};
-use crate::checkpoint::short;
+use crate::checkpoint::error::short;
 
 const MODEL: &str = "tokenizer.ggml.model";
 const TOKENS: &str = "tokenizer.ggml.tokens";
@@ -36,22 +36,22 @@ const MERGES: &str = "tokenizer.ggml.merges";
 
 /// Gemma-3 has 262,145.
 const MAX_PIECES: usize = 1 << 20;
-/// All pieces together; Gemma-3's have 2 MB.
+/// Bytes of all pieces; Gemma-3's have 2 MB.
 const MAX_TEXT_BYTES: usize = 32 << 20;
-/// Those that are cut out of a text first, which are searched for all at once; Gemma-3's have 0.1 MB.
+/// Bytes of control and user-defined pieces, which are searched for all at once; Gemma-3's have 0.1 MB.
 const MAX_CUT_OUT_BYTES: usize = 4 << 20;
 /// Longest piece that is joined from others; Gemma-3's longest has 93 bytes. Bounds the work on its splits.
 const MAX_JOINED_BYTES: usize = 255;
-/// Merges may take that many times the bytes of the pieces, and some more: a vocabulary made for it has far more ways to
-/// join a piece than letters. Gemma-3's take four times.
+/// Merges may take this many times the bytes of the pieces, plus [`MORE_MERGE_BYTES`]: a hostile vocabulary has far
+/// more ways to join a piece than letters. Gemma-3's merges take four times the bytes.
 const MERGE_BYTES: usize = 16;
 const MORE_MERGE_BYTES: usize = 1 << 16;
 
 /// SentencePiece's mark for a space.
 const SPACE: char = '\u{2581}';
 
-/// Texts that stand for what they say in every Gemma-3, whatever type a converter gave them: Google's QAT files have some as
-/// normal pieces, and a turn's marks would be spelled out.
+/// Control tokens of every Gemma-3, whatever type a converter gave them: Google's QAT files have some as normal pieces,
+/// which would be split into letters.
 const CONTROL: [&str; 9] = [
     "<pad>",
     "<eos>",
@@ -64,18 +64,18 @@ const CONTROL: [&str; 9] = [
     "<image_soft_token>",
 ];
 
-/// What a piece is for; `tokenizer.ggml.token_type`.
+/// The kind of a piece, by `tokenizer.ggml.token_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Joined from others; also the bytes and the unused.
+    /// Joined from other pieces; bytes and unused pieces too.
     Joined,
-    /// Cut out of the text first.
+    /// Split off the text before pieces are joined.
     UserDefined,
-    /// Cut out first, and no text of an answer.
+    /// Split off first, and not shown in answers.
     Control,
 }
 
-/// A piece's place in the file is its id; ids without text are left out.
+/// A piece with its id, which is its index in the file. Ids without text are left out.
 struct Piece<'a> {
     id: u32,
     text: &'a str,
@@ -108,7 +108,7 @@ pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<Option<Vec<u8>>, Hea
     let flag = |name: &str, default| {
         metadata.flag(&format!("tokenizer.ggml.{name}")).map(|flag| flag.unwrap_or(default))
     };
-    // Gemma puts <bos> in front, and no space; where a file says otherwise, it is done.
+    // Gemma puts <bos> before a text, and no space. A file may say otherwise.
     let bos = text_of(id("bos_token_id")?.unwrap_or(2));
     let bos = if flag("add_bos_token", true)? { bos } else { None };
     let eos = text_of(id("eos_token_id")?.unwrap_or(1));
@@ -146,7 +146,7 @@ pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<Option<Vec<u8>>, Hea
             merges,
         },
     };
-    // It holds texts and numbers: nothing that cannot be written.
+    // Texts and numbers always serialize.
     Ok(Some(serde_json::to_vec(&file).expect("a tokenizer is JSON")))
 }
 
@@ -182,7 +182,7 @@ fn read_pieces<'a>(metadata: &Metadata<'a>) -> Result<Vec<Piece<'a>>, HeaderErro
                 return Err(HeaderError::key(TYPES, problem));
             }
         };
-        // What the converter writes for ids that the tokenizer does not know.
+        // The converter writes these for ids that the tokenizer does not know.
         if text.is_empty() || text == format!("[PAD{id}]") {
             continue;
         }
@@ -242,7 +242,7 @@ struct Split {
     piece: u32,
     /// Bytes of the left part.
     at: u8,
-    /// Whether it goes before the split that it competes with, the one as far from the end as this is from the start.
+    /// Whether the merge goes before the mirrored split, which is as far from the end as this one is from the start.
     first: bool,
 }
 
@@ -256,8 +256,8 @@ fn merges_from_scores<'a>(
     let mut splits = Vec::new();
     for (index, piece) in pieces.iter().enumerate() {
         let text = piece.text;
-        // What is cut out first is never joined, unless it is written with the mark that spaces become only after; and
-        // then there are no spaces any more.
+        // A piece that is split off first is never joined, unless its text has the mark for a space: spaces become
+        // marks after the splitting, and no text has spaces by then.
         if (piece.kind != Kind::Joined && !text.contains(SPACE)) || text.contains(' ') {
             continue;
         }
@@ -275,7 +275,7 @@ fn merges_from_scores<'a>(
             let single = |part: &str| part.chars().nth(1).is_none();
             match (known(left), known(right)) {
                 (true, true) => {}
-                // Single characters are joined though they be no pieces, which merges cannot say.
+                // llama.cpp joins single characters even if they are no pieces, which merges cannot express.
                 (l, r) if (l || single(left)) && (r || single(right)) => {
                     let lone = if l { right } else { left };
                     let problem = format!(
@@ -288,13 +288,13 @@ fn merges_from_scores<'a>(
                 }
                 _ => continue,
             }
-            // As tokenizer.json will hold it, quotes and all.
+            // Bytes of the merge in tokenizer.json, with quotes.
             spent += text.len() + 8;
             if spent > budget {
                 let problem = format!("has too many ways to join its pieces: over {budget} bytes of merges");
                 return Err(HeaderError::key(TOKENS, problem));
             }
-            // Whether the text repeats itself after `at` bytes, and after as many as follow them.
+            // Whether the text has the period `at`, and whether it has the period of the rest's length.
             let period = |at: usize| text.as_bytes()[at..] == text.as_bytes()[..text.len() - at];
             let first = match (period(at), period(text.len() - at)) {
                 (true, false) => true,
@@ -345,7 +345,8 @@ fn read_merges<'a>(
         let missing = [left, right, &joined].into_iter().find(|text| !by_text.contains_key(text));
         match missing {
             None => merges.push((left, right)),
-            // The converter writes added pieces of spaces as spaces: they are cut out first and never joined.
+            // The converter writes the marks of added pieces as spaces: such pieces are split off first and never
+            // joined.
             Some(text) if by_text.contains_key(text.replace(SPACE, " ").as_str()) => {}
             Some(text) => return Err(fail(format!("needs {:?}, which is no token", short(text)))),
         }
@@ -353,7 +354,7 @@ fn read_merges<'a>(
     Ok(merges)
 }
 
-/// Puts the end pieces around a text.
+/// The post-processor that puts the begin and end tokens around a text.
 fn post_processor(bos: Option<&str>, eos: Option<&str>, by_text: &HashMap<&str, u32>) -> Json {
     let special = |text: &str, of: u32| json!({"SpecialToken": {"id": text, "type_id": of}});
     let sequence = |name: &str, of: u32| {

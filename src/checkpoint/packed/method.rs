@@ -1,4 +1,4 @@
-//! How a checkpoint is packed, by its config, and whether the parts of a matrix are what that says.
+//! Reads how a checkpoint is packed from its config, and checks the parts of each matrix against that.
 //!
 //! Nothing of a part is used before its type and shape are checked: a [`Layout`] that exists fits its parts.
 
@@ -6,13 +6,12 @@ use std::fmt;
 
 use serde_json::{Map, Value};
 
-use super::{Form, GptqZeros, Kind, Layout, block_columns, word};
-use crate::checkpoint::{Format, short};
+use super::matrix::{Form, GptqZeros, Kind, Layout, block_columns, word};
+use crate::checkpoint::error::short;
+use crate::checkpoint::format::Format;
 use crate::tensor::DType;
 
-/// A config has a few KB.
-const MAX_CONFIG_BYTES: usize = 1 << 20;
-/// Of `config_groups`; each real checkpoint has one.
+/// Largest number of `config_groups`; each real checkpoint has one.
 const MAX_CONFIG_GROUPS: usize = 64;
 
 /// How a checkpoint is packed, by the `quantization_config` of its config.json.
@@ -20,32 +19,27 @@ const MAX_CONFIG_GROUPS: usize = 64;
 pub(super) enum Method {
     Gptq {
         zeros: GptqZeros,
-        /// None where modules may differ (`dynamic`).
+        /// `None` where modules may differ (`dynamic`).
         numbers: Option<Numbers>,
-        /// Whether columns were put into groups by their activations (`desc_act`), which `g_idx` then has to show.
+        /// Whether columns were grouped by their activations (`desc_act`); `g_idx` is required then.
         by_activation: bool,
     },
     Awq(Numbers),
-    /// One of these each matrix is in; whether with zero points.
+    /// The numbers of each group, and whether it has zero points. Each matrix is in one of the groups.
     CompressedTensors(Vec<(Numbers, bool)>),
 }
 
-/// What a method says of a matrix.
+/// Bits and group size of a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Numbers {
     bits: u32,
-    /// Columns; none is a whole row.
+    /// Columns of a group; `None` is a whole row.
     group: Option<usize>,
 }
 
 impl Method {
-    /// From a config.json, which may be of any model; none where it has no `quantization_config`.
-    pub(super) fn read(config: &[u8]) -> Result<Option<Method>, String> {
-        if config.len() > MAX_CONFIG_BYTES {
-            return Err(format!("has {} bytes; expected at most {MAX_CONFIG_BYTES}", config.len()));
-        }
-        let config: Value = serde_json::from_slice(config)
-            .map_err(|e| format!("is no valid JSON: {}", short(&e.to_string())))?;
+    /// Reads a config.json, which may be of any model; `None` where it has no `quantization_config`.
+    pub(super) fn read(config: &Value) -> Result<Option<Method>, String> {
         let found = config
             .get("quantization_config")
             .or_else(|| config.get("text_config")?.get("quantization_config"));
@@ -192,7 +186,7 @@ impl Method {
         })
     }
 
-    /// What ends the names of a kind of parts.
+    /// The ending of the names of a kind of parts.
     pub(super) fn suffix(&self, kind: PartKind) -> &'static str {
         match (self, kind) {
             (Self::CompressedTensors(_), PartKind::Weights) => "weight_packed",
@@ -208,7 +202,7 @@ impl Method {
         }
     }
 
-    /// Checks that the parts of a matrix are one, and reads how it lies in them. The error names the part it is about.
+    /// Checks that the parts fit together, and reads the matrix's layout. The error names the wrong part.
     pub(super) fn layout(&self, parts: &Parts) -> Result<Layout, PartError> {
         let layout = match self {
             Self::Gptq { zeros, numbers, .. } => Self::gptq_layout(parts, *zeros, *numbers)?,
@@ -267,7 +261,7 @@ impl Method {
         }
         let group = match numbers {
             Some(numbers) => numbers.columns(cols),
-            // Modules differ: only the scales say it.
+            // Modules differ, so only the shape of the scales says the group.
             None => cols.div_ceil(groups.max(1)),
         };
         let scale_type = scales.dtype;
@@ -319,7 +313,7 @@ impl Method {
                 Layout { kind: Kind::Compressed, bits, rows, cols, group, scale_type, form: Form::Symmetric };
             let same = stated_rows == rows && cols.div_ceil(layout.per_word()) == words;
             let fits = rows > 0 && cols > 0 && same && layout.groups() == groups;
-            // Writers of symmetric weights may add zero points; of others they may not leave them out.
+            // Symmetric weights may come with zero points; other weights need them.
             fits.then_some((layout, *asymmetric && !with_zeros))
         };
         let Some((layout, lacks_zeros)) = numbers.iter().filter_map(of_group).min_by_key(|(_, lacks)| *lacks)
@@ -363,7 +357,7 @@ fn size(size: Option<usize>) -> Result<usize, String> {
     }
 }
 
-/// What a tensor is to the matrix it is a part of.
+/// The role of a tensor in its matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PartKind {
     Weights,
@@ -377,7 +371,7 @@ impl PartKind {
     pub const ALL: [PartKind; 5] = [Self::Weights, Self::Scales, Self::Zeros, Self::GroupIndex, Self::Shape];
 }
 
-/// A tensor as its file has it.
+/// A part as its file stores it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Part<'a> {
     pub dtype: DType,
@@ -428,7 +422,7 @@ impl<T> About<T> for Result<T, String> {
     }
 }
 
-/// An object of config.json, and where it stands.
+/// An object of config.json, with its path for messages.
 struct Fields<'a> {
     prefix: &'a str,
     object: &'a Map<String, Value>,

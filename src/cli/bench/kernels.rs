@@ -99,7 +99,7 @@ pub fn kernels(config: &Config, args: &args::BenchKernels) -> Result<(), Error> 
                 copy_bytes_per_s: copy,
                 peak_ops_per_s: peak,
             }),
-            Err(error) if error.is_of_room() => left_out.push((case.name, error.to_string())),
+            Err(error) if error.is_out_of_memory() => left_out.push((case.name, error.to_string())),
             Err(error) => return Err(error.into()),
         }
     }

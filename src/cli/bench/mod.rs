@@ -11,16 +11,16 @@ mod report;
 mod serve;
 mod statistics;
 
-use super::args::{self, What};
+use super::args::{self, Benchmarked};
 use super::error::Error;
 use crate::config::Config;
 
 pub fn bench(config: &Config, args: &args::Bench) -> Result<(), Error> {
-    match args.what() {
-        What::Engine(args) => engine::engine(config, args),
-        What::Kernels(args) => kernels::kernels(config, args),
-        What::Model(args) => model::model(config, args),
-        What::Serve(args) => serve::serve(args),
-        What::Isa(args) => isa::isa(config, args),
+    match args.benchmarked() {
+        Benchmarked::Engine(args) => engine::engine(config, args),
+        Benchmarked::Kernels(args) => kernels::kernels(config, args),
+        Benchmarked::Model(args) => model::model(config, args),
+        Benchmarked::Serve(args) => serve::serve(args),
+        Benchmarked::Isa(args) => isa::isa(config, args),
     }
 }

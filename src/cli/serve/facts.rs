@@ -21,8 +21,8 @@ pub fn collect(model: &Model, config: &Config) -> Facts {
     let memory_device = device.clone();
     let memory = move || {
         let device = memory_device.upgrade();
-        let held = device.as_ref().and_then(|device| device.held());
-        let (vram, gtt) = (held.map(|held| held.vram), held.map(|held| held.gtt));
+        let used = device.as_ref().and_then(|device| device.memory_use());
+        let (vram, gtt) = (used.map(|used| used.vram), used.map(|used| used.gtt));
         let heap = |heap: Heap| HeapNow { heap: heap.name, size_bytes: heap.size, free_bytes: heap.free };
         let heaps = device.into_iter().flat_map(|device| device.machine().heaps).map(heap).collect();
         MemoryNow { heaps, vram, gtt, resident: resident_bytes().0 }

@@ -1,8 +1,8 @@
-//! The judge of kernels for a GPU that is not here: what a compiler makes of every pipeline, what a step dispatches
-//! ([`work`]), and what it is predicted to take ([`predict`]).
+//! Judges kernels for a GPU that is not present: compiles every pipeline, lists what a step dispatches ([`work`]), and
+//! predicts its time ([`predict`]).
 //!
-//! RADV chooses its GPU by the environment, and a process loads its drivers once: one process compiles ([`compile`]) and
-//! tells another ([`Judge::read`]), which is `unicorn bench isa`'s to arrange. Nothing is executed.
+//! RADV chooses its GPU by the environment, and a process loads its drivers once: one process compiles ([`compile`]),
+//! and another reads the result ([`Judge::read`]); `unicorn bench isa` starts both. Nothing is executed.
 
 pub mod predict;
 pub mod work;
@@ -17,7 +17,7 @@ use crate::gpu::{GpuError, Shader};
 use crate::kernels::all_pipelines;
 use crate::kernels::cost::{self, Body};
 
-/// What the process says that compiles.
+/// The output of the compiling process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Compilation {
     pub device: String,
@@ -25,7 +25,7 @@ pub struct Compilation {
     pipelines: Vec<Text>,
 }
 
-/// One pipeline as the driver tells of it.
+/// One pipeline as the driver reports it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Text {
     shader: String,
@@ -35,7 +35,7 @@ struct Text {
     assembly: String,
 }
 
-/// What a compiler said cannot be judged.
+/// The output of a compiler cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum JudgeError {
     #[error("{name}: {error}")]
@@ -46,7 +46,7 @@ pub enum JudgeError {
     Other { got: String, expected: String },
 }
 
-/// Everything as one compiler made it.
+/// All pipelines of one compiler.
 #[derive(Debug, Clone)]
 pub struct Judge {
     /// e.g. `RADV's null device`
@@ -85,8 +85,8 @@ fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
 
 /// Compiles every pipeline on the device that the environment shows, whose name holds `part`.
 pub fn compile(part: &str) -> Result<Compilation, GpuError> {
-    // The shim under RADV 26 dies of more than some 400 pipelines of one device.
-    const OF_ONE_DEVICE: usize = 40;
+    // The shim under RADV 26 crashes after some 400 pipelines of one device.
+    const PIPELINES_PER_DEVICE: usize = 40;
     let compile_some = |some: &[(&'static Shader, Vec<u32>)]| {
         let compiler = Compiler::open(part)?;
         let text = |(shader, constants): &(&'static Shader, Vec<u32>)| {
@@ -103,7 +103,7 @@ pub fn compile(part: &str) -> Result<Compilation, GpuError> {
         Ok((compiler.info.name.clone(), compiler.info.driver.clone(), texts))
     };
     let all = pipelines();
-    let compiled = all.par_chunks(OF_ONE_DEVICE).map(compile_some);
+    let compiled = all.par_chunks(PIPELINES_PER_DEVICE).map(compile_some);
     let compiled = compiled.collect::<Result<Vec<_>, GpuError>>()?;
     let (device, driver, _) = compiled.first().expect("there are pipelines");
     let (device, driver) = (device.clone(), driver.clone());
@@ -112,7 +112,7 @@ pub fn compile(part: &str) -> Result<Compilation, GpuError> {
 }
 
 impl Judge {
-    /// Reads what another process of this program has compiled.
+    /// Reads the output of another process of this program.
     pub fn read(compiler: &'static str, compilation: Compilation) -> Result<Judge, JudgeError> {
         let Compilation { device, driver, pipelines: texts } = compilation;
         let expected = pipelines();
@@ -150,17 +150,17 @@ impl Pipeline {
         pipeline_name(self.shader.name, &self.constants)
     }
 
-    /// 0 where the driver does not say.
+    /// A statistic of the driver; 0 where it reports none of that name.
     pub fn statistic(&self, name: &str) -> u64 {
         self.statistics.iter().find(|(n, _)| n == name).map_or(0, |(_, value)| *value)
     }
 
-    /// Waves of 32 lanes that a SIMD holds at once, which is how the driver counts: one of 64 is two.
+    /// Waves of 32 lanes that a SIMD holds at once, as the driver counts: a wave of 64 counts as two.
     pub fn wave32_per_simd(&self) -> u64 {
         self.statistic("Subgroups per SIMD")
     }
 
-    /// Waves of the pipeline's own size that it holds.
+    /// Waves of the pipeline's own size that a SIMD holds at once.
     pub fn waves_per_simd(&self) -> u64 {
         real_waves(self.wave32_per_simd(), self.subgroup_size)
     }

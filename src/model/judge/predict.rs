@@ -1,9 +1,9 @@
-//! What a GPU that is not here is predicted to need for a step: arithmetic on what a compiler says of the kernels and what
-//! [`super::work`] says a step dispatches. Every figure of it is a prediction, none a measurement.
+//! Predicts the time of a step on a GPU that is not present, from the compiled kernels and the dispatches that
+//! [`super::work`] lists. Every figure is a prediction, none a measurement.
 //!
-//! A dispatch takes as long as memory needs for its bytes or the vector units for its instructions, whichever is longer;
-//! dispatches come one after the other. Left out: latency that too few waves cannot hide, what the second-level cache gives
-//! at once, and the scalar and shared-memory units.
+//! A dispatch takes as long as memory needs for its bytes or the vector units for its instructions, whichever is
+//! longer; dispatches come one after the other. The prediction leaves out latency that too few waves cannot hide, the
+//! bandwidth of the second-level cache, and the scalar and shared-memory units.
 
 use std::collections::BTreeMap;
 
@@ -22,24 +22,24 @@ const BATCHES: [usize; 5] = [1, 8, 16, 32, 64];
 /// Tokens of the prompt.
 const PROMPT: usize = 512;
 
-/// What each dispatch costs beside its work, and each barrier: the drain and fill of the chip. Assumed: nobody has measured
-/// them with these kernels.
+/// Assumed overhead of each dispatch, and of each barrier, which drains and refills the chip. Neither was measured with
+/// these kernels.
 pub const DISPATCH_US: f64 = 2.0;
 pub const BARRIER_US: f64 = 5.0;
 
-/// A GPU, as far as the arithmetic goes.
+/// The properties of a GPU that predictions use.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Chip {
-    /// What `--device` and RADV call it.
+    /// The GPU's name for `--device` and RADV.
     pub name: &'static str,
     pub product: &'static str,
     pub compute_units: u64,
     pub clock_ghz: f64,
-    /// Of memory, as programs get it.
+    /// Memory bandwidth that programs reach.
     pub gb_per_s: f64,
     /// Second-level cache: weights that fit are read from memory once in a dispatch.
     pub cache_bytes: u64,
-    /// What Mesa's shim over which RADV 26 runs calls it, or its nearest relative.
+    /// Name of the GPU, or of its nearest relative, in Mesa's shim for RADV 26.
     pub shim: Option<&'static str>,
     pub source: &'static str,
 }
@@ -89,7 +89,7 @@ impl Chip {
         })
     }
 
-    /// Two to each compute unit.
+    /// SIMDs: two for each compute unit.
     pub fn simds(&self) -> u64 {
         2 * self.compute_units
     }
@@ -108,7 +108,7 @@ impl Chip {
     }
 }
 
-/// What the arithmetic needs of a compiled pipeline.
+/// The properties of a compiled pipeline that predictions use.
 #[derive(Debug, Clone, Copy)]
 pub struct Compiled<'a> {
     pub subgroup_size: u32,
@@ -118,7 +118,7 @@ pub struct Compiled<'a> {
 }
 
 impl Compiled<'_> {
-    /// Cycles of one wave on its SIMD, with so many trips of the steady loop.
+    /// Cycles of one wave on its SIMD, with `trips` trips of the steady loop.
     fn wave_cycles(&self, trips: f64) -> f64 {
         let of_32_lanes = match self.body {
             Some(body) => body.once.cycles as f64 + trips / body.unrolled as f64 * body.trip.cycles as f64,
@@ -128,7 +128,7 @@ impl Compiled<'_> {
     }
 }
 
-/// Dispatches of one kind in one step, and what they are predicted to take.
+/// Dispatches of one kind in one step, with predicted times.
 #[derive(Debug, Clone)]
 pub struct Line {
     pub what: &'static str,
@@ -138,12 +138,12 @@ pub struct Line {
     pub waves: u64,
     pub trips: f64,
     pub wave_cycles: f64,
-    /// Bytes of one dispatch: weights, as often as they come from memory; keys and values; activations.
+    /// Bytes of one dispatch: weights, as often as they are read from memory; keys and values; activations.
     pub weight_bytes: u64,
     pub weight_reads: u64,
     pub kv_bytes: u64,
     pub activation_bytes: u64,
-    /// Of one dispatch.
+    /// Milliseconds of one dispatch, by memory and by arithmetic.
     pub memory_ms: f64,
     pub alu_ms: f64,
 }
@@ -183,12 +183,12 @@ impl Line {
         line
     }
 
-    /// Of one dispatch.
+    /// Bytes of one dispatch.
     pub fn bytes(&self) -> u64 {
         self.weight_bytes * self.weight_reads + self.kv_bytes + self.activation_bytes
     }
 
-    /// Of all of them.
+    /// Milliseconds of all dispatches.
     pub fn ms(&self) -> f64 {
         self.times as f64 * self.memory_ms.max(self.alu_ms)
     }
@@ -213,7 +213,7 @@ impl Line {
     }
 }
 
-/// One or more steps after one another, and the tokens that they yield.
+/// One or more consecutive steps, and the tokens that they yield.
 #[derive(Debug, Clone)]
 pub struct Prediction {
     pub shape: &'static str,
@@ -226,7 +226,7 @@ pub struct Prediction {
 }
 
 impl Prediction {
-    /// `find` looks up what a dispatch's pipeline was compiled to.
+    /// Predicts the steps; `find` looks up a dispatch's compiled pipeline.
     pub fn new<'a>(
         chip: &Chip,
         shape: &'static str,
@@ -258,7 +258,7 @@ impl Prediction {
         self.lines.iter().map(|line| line.times * line.weight_bytes * line.weight_reads).sum()
     }
 
-    /// What dispatches and barriers cost beside their work.
+    /// Overhead of all dispatches and barriers.
     pub fn overhead_ms(&self) -> f64 {
         (self.dispatches as f64 * DISPATCH_US + self.barriers as f64 * BARRIER_US) / 1e3
     }
@@ -289,7 +289,7 @@ impl Prediction {
     }
 }
 
-/// What is predicted.
+/// The steps to predict.
 #[derive(Debug, Clone)]
 pub struct Question {
     pub shapes: Vec<Shape>,
@@ -303,7 +303,7 @@ pub struct Question {
 }
 
 impl Question {
-    /// For each shape, each batch and the prompt, by one compiler.
+    /// Predictions for each shape: each batch and the prompt, with one compiler's pipelines.
     pub fn predict(&self, chip: &Chip, judge: &Judge) -> Vec<Prediction> {
         let find = |dispatch: &Dispatch| {
             let Dispatch { shader, constants, .. } = dispatch;
@@ -334,7 +334,7 @@ impl Question {
             for batch in BATCHES {
                 decode(batch, Drawn::Greedy, format!("batch {batch}"));
             }
-            // One again, drawn as models' authors want it.
+            // A batch of one again, sampled with the models' recommended top_p.
             decode(1, Drawn::Filtered, "1 with top_p".into());
             let steps = work::prompt(&config, &schemes, self.kv, self.precision, PROMPT, most);
             let what = format!("prefill {PROMPT}");
@@ -343,7 +343,7 @@ impl Question {
         all
     }
 
-    /// What the figures rest on, in a sentence each.
+    /// The assumptions behind the figures, one sentence each.
     pub fn assumptions(&self, chip: &Chip) -> Vec<String> {
         vec![
             format!("{}: {}", chip.product, chip.source),
@@ -373,7 +373,7 @@ impl Question {
 }
 
 impl Pipeline {
-    /// Trips of the steady loop, fewest and most, in all that was predicted of the sizes.
+    /// Fewest and most trips of the steady loop in the predictions of these shapes.
     pub fn trips(&self, shapes: &[Shape], predictions: &[Prediction]) -> Option<(f64, f64)> {
         let columns = shapes
             .iter()

@@ -1,10 +1,10 @@
-//! What a step of a Gemma-3 dispatches, with its costs on paper: the twin of what `gemma3.rs` records, for a judge that has
-//! a compiler and no GPU. `tests/target.rs` holds the two to each other.
+//! Lists the dispatches of a Gemma-3 step with their costs, as `forward.rs` records them, for predictions without a
+//! GPU. `tests/target.rs` compares the two.
 
 use std::ops::Range;
 
 use crate::kernels::cost::{self, Dispatch, Drawn, Heads};
-use crate::kernels::{Wants, are_alike};
+use crate::kernels::{Wants, share_pipeline};
 use crate::model::config::{Gemma3Config, LayerType};
 use crate::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes, partials};
 use crate::model::step::filled_up;
@@ -15,15 +15,15 @@ use crate::tensor::{KvDtype, Precision, Scheme};
 pub struct Work {
     /// e.g. `q_proj`
     pub what: &'static str,
-    /// How many there are of it.
+    /// Number of dispatches.
     pub times: u64,
-    /// How many of them wait for the one before.
+    /// Number of them with a barrier before.
     pub barriers: u64,
     pub dispatch: Dispatch,
 }
 
-/// A step in which each sequence contributes the tokens at these positions, and `draws` ids are `drawn`. `most`: tokens that
-/// a step has room for.
+/// A step in which each sequence contributes the tokens at these positions, and `draws` ids are `drawn`. `most` is the
+/// largest number of tokens of a step.
 pub fn step(
     config: &Gemma3Config,
     schemes: &Schemes,
@@ -48,11 +48,11 @@ pub fn step(
     let mut all = Vec::new();
     let mut add = |what, times, barriers, dispatch| all.push(Work { what, times, barriers, dispatch });
 
-    // Each command buffer begins with a barrier; that of the opening is the first layer's norm's too.
+    // Each command buffer begins with a barrier; the opening's barrier serves the first layer's norm too.
     add("embed", 1, 1, cost::embed(schemes.embedding, hidden, n));
     add("history", 1, 0, cost::history(known));
 
-    // Layers of one scheme are one kind.
+    // Layers with equal schemes are of one kind.
     let mut kinds: Vec<([Scheme; 7], u64)> = Vec::new();
     for layer in &schemes.layers {
         match kinds.iter_mut().find(|(schemes, _)| schemes == layer) {
@@ -64,7 +64,7 @@ pub fn step(
         let is_one = |quantizes: bool| schemes.iter().any(|s| precision.quantizes(*s) == quantizes);
         Wants { floats: is_one(false), blocks: is_one(true) }
     };
-    // The first layer's norm adds nothing: nothing is behind it.
+    // The first layer's norm adds no sublayer's output: there is none before it.
     let first_wants = wants(&schemes.layers[0][..3]);
     add("input norm", 1, 1, cost::rms_norm(n, hidden, first_wants));
     for ([q_proj, k_proj, v_proj, o_proj, gate, up, down], times) in kinds {
@@ -74,10 +74,10 @@ pub fn step(
         if residuals > 0 {
             add("input norm", residuals, residuals, cost::residual(n, hidden, input));
         }
-        // One dispatch takes those of one kind that stand side by side.
+        // One dispatch computes neighbouring matrices that share a pipeline.
         let each = [(q_proj, q), (k_proj, kv_width), (v_proj, kv_width)];
         let alike = |a: &(Scheme, usize), b: &(Scheme, usize)| {
-            precision.quantizes(a.0) && precision.quantizes(b.0) && are_alike(a.0, b.0)
+            precision.quantizes(a.0) && precision.quantizes(b.0) && share_pipeline(a.0, b.0)
         };
         let mut barriers = times;
         for together in each.chunk_by(alike) {
@@ -112,11 +112,11 @@ pub fn step(
             continue;
         }
         let room = partials(most);
-        // Layers that want what is attended to in another form than the first are not told apart.
+        // All layers count with the first layer's form of attention's result.
         let attended = wants(&schemes.layers[0][3..4]);
         let [single, tiles, merge] = cost::attention(&heads, sequences, window, n, room, attended);
         add(names[0], times, times, single);
-        // Beside those of single tokens, with no barrier between.
+        // Tiles run beside single tokens, with no barrier between them.
         if n > 1 {
             add(names[1], times, 0, tiles);
         }
@@ -132,7 +132,7 @@ pub fn step(
     all
 }
 
-/// The steps in which a prompt of so many tokens is read, and its answer's first id drawn.
+/// The steps that compute a prompt of `tokens` tokens and draw the answer's first id.
 pub fn prompt(
     config: &Gemma3Config,
     schemes: &Schemes,
@@ -160,7 +160,7 @@ pub fn prompt(
         .collect()
 }
 
-/// Tokens of a step of this model, of which at most `wanted` are asked for.
+/// Tokens of a step of this model, at most `wanted`.
 pub fn batch_tokens(config: &Gemma3Config, schemes: &Schemes, kv: KvDtype, wanted: usize) -> usize {
     let demand = Demand {
         config,

@@ -1,5 +1,6 @@
-//! CPU twins of the shaders, in f64 unless the order of operations is the point. Called by tests alone: the product
-//! has no CPU path.
+//! CPU twins of the shaders, in f64 unless the order of operations is the point. The product has no CPU path.
+
+use half::f16;
 
 /// `x[t, :] . w[r, :]` for all t, r.
 pub fn matmul(x: &[f32], w: &[f32], tokens: usize, rows: usize, cols: usize) -> Vec<f64> {
@@ -336,4 +337,15 @@ pub fn draw(
         .collect();
     scored.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
     (scored[0].1, scored.get(1).map_or(f64::INFINITY, |second| scored[0].0 - second.0))
+}
+
+/// The values that a quantized row stands for.
+pub fn dequantize_row(q: &[i8], scales: &[f16], group: usize, out: &mut [f32]) {
+    assert_eq!((out.len(), scales.len()), (q.len(), q.len().div_ceil(group)), "a row and its scales");
+    for ((q, out), scale) in q.chunks(group).zip(out.chunks_mut(group)).zip(scales) {
+        let s = scale.to_f32();
+        for (q, out) in q.iter().zip(out) {
+            *out = *q as f32 * s;
+        }
+    }
 }

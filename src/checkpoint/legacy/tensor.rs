@@ -1,30 +1,12 @@
-//! The layer files of the project that this one succeeds (`quantized_models/*-layer-by-layer`), read as they are.
-//!
-//! A folder of `STEM_layer_N.safetensors` and `STEM_shared.safetensors`, one STEM for each shard of the source: what
-//! the shards hold of a layer is merged, and a vision layer shares the files of the language layer of its number. A
-//! tensor T comes with its scales `T_scale`, and its scheme stands in the file's metadata:
-//!
-//! | scheme | T | `T_scale` | value |
-//! |---|---|---|---|
-//! | `int8_symmetric` | I8 | one, in the source's element type | `q * s` |
-//! | `int4_grouped` | I8, -7 to 7 in a byte each | one per 128 values of the flattened tensor | `q * s` |
-//! | `int8_asymmetric` | U8 | F32 `[s, z]` | `(q - z) * s` |
-//!
-//! The writer had defects, which are not undone here, since what they lost is not in the files: a tensor without a zero
-//! in its range was cut off at the end of the 8 bits, and one that is constant became zero. [`LegacyTensor::defect`]
-//! finds them.
-//!
-//! Refuses tensors without a scheme or scales, other types and shapes than the scheme has, and files whose names and
-//! tensors disagree about the layer.
+//! A tensor of a layer file, and the device's layout that holds its values without loss.
 
-use std::collections::HashMap;
 use std::ops::Range;
 
 use half::f16;
 
-use super::safetensors::TensorInfo;
-use super::view::{f16_holds, float_at};
-use super::{Checkpoint, CheckpointError, Entry, Format, MAX_SHARDS, ModelFiles, Span, Stored, short};
+use crate::checkpoint::error::short;
+use crate::checkpoint::floats::{f16_holds, float_at};
+use crate::checkpoint::safetensors::TensorInfo;
 use crate::tensor::{Bits, DType, QuantizedRow, Scales, Scheme};
 
 /// Values of a flattened tensor that share a scale; the last group may be short.
@@ -40,11 +22,11 @@ pub struct LegacyTensor<'a> {
 
 /// How a tensor is stored, and the device's layout that holds it without loss.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Layout {
+pub(in crate::checkpoint) struct Layout {
     kind: Kind,
-    /// Floating-point.
+    /// F32, F16 or BF16.
     scale_type: DType,
-    /// Of a row.
+    /// Columns of a row.
     cols: usize,
     scheme: Scheme,
 }
@@ -57,21 +39,25 @@ enum Kind {
 }
 
 impl<'a> LegacyTensor<'a> {
-    /// The bytes as `layout` describes them.
-    pub(super) fn new(layout: Layout, q: &'a [u8], scales: &'a [u8]) -> Self {
+    /// A tensor of `layout` with these bytes.
+    pub(in crate::checkpoint) fn new(layout: Layout, q: &'a [u8], scales: &'a [u8]) -> Self {
         Self { layout, q, scales }
     }
 
-    pub(super) fn stored_bytes(&self) -> u64 {
+    pub(in crate::checkpoint) fn stored_bytes(&self) -> u64 {
         (self.q.len() + self.scales.len()) as u64
     }
 
-    pub(super) fn scheme(&self) -> Scheme {
+    pub(in crate::checkpoint) fn scheme(&self) -> Scheme {
         self.layout.scheme
     }
 
     /// Some rows, each value rounded once at most.
-    pub(super) fn rows_f32_into(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), String> {
+    pub(in crate::checkpoint) fn rows_f32_into(
+        &self,
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<(), String> {
         let first = rows.start * self.layout.cols;
         let q = &self.q[first..first + out.len()];
         match self.layout.kind {
@@ -92,8 +78,12 @@ impl<'a> LegacyTensor<'a> {
         Ok(())
     }
 
-    /// A row in the layout of [`LegacyTensor::scheme`]; panics if that does not quantize.
-    pub(super) fn quantized_row_into(&self, row: usize, out: &mut QuantizedRow) -> Result<(), String> {
+    /// Writes a row in the layout of [`LegacyTensor::scheme`]; panics if that scheme does not quantize.
+    pub(in crate::checkpoint) fn quantized_row_into(
+        &self,
+        row: usize,
+        out: &mut QuantizedRow,
+    ) -> Result<(), String> {
         let Layout { kind, cols, scheme, .. } = self.layout;
         let first = row * cols;
         for (i, (q, out)) in self.q[first..first + cols].iter().zip(&mut out.q).enumerate() {
@@ -127,7 +117,7 @@ impl<'a> LegacyTensor<'a> {
         Ok(())
     }
 
-    /// What the writer lost of this tensor, as far as the stored data shows it; none if nothing.
+    /// Describes what the writer lost of the tensor, as far as the stored data shows it; `None` if nothing.
     pub fn defect(&self) -> Option<String> {
         let count = self.q.len();
         match self.layout.kind {
@@ -146,8 +136,9 @@ impl<'a> LegacyTensor<'a> {
                     255.0 => (255, 0),
                     _ => return None,
                 };
-                // Right if the integer that stands for zero occurs: then the minimum or maximum is zero. Else what is
-                // nearest to it says how far the range was moved, by which the far end was cut off.
+                // The tensor is correct if the integer that stands for zero occurs: its minimum or maximum is zero
+                // then. Else the integer nearest to it says how far the range was moved, and so how much was clipped at
+                // the far end.
                 let moved = self.q.iter().map(|q| q.abs_diff(clamped)).min().filter(|steps| *steps > 0)?;
                 let saturated = self.q.iter().filter(|q| **q == cut).count();
                 let (side, loss) =
@@ -165,7 +156,7 @@ impl<'a> LegacyTensor<'a> {
         float_at(self.layout.scale_type, self.scales, index)
     }
 
-    /// The integer at a place of the flattened tensor.
+    /// The integer at index `at` of the flattened tensor.
     fn int4(&self, at: usize, byte: u8) -> Result<i8, String> {
         let q = byte as i8;
         if (-7..=7).contains(&q) {
@@ -178,7 +169,7 @@ impl<'a> LegacyTensor<'a> {
 
 impl Layout {
     /// Checks a tensor and its scales against the scheme that the metadata names.
-    fn check(
+    pub(super) fn check(
         scheme: &str,
         tensor: &TensorInfo,
         q: &[u8],
@@ -236,15 +227,15 @@ impl Layout {
     }
 }
 
-/// What is wrong: the tensor, or its scales.
-enum LayoutError {
+/// A problem of the tensor, or of its scales.
+pub(super) enum LayoutError {
     Tensor(String),
     Scale(String),
 }
 
-/// The layout that holds the products bit for bit; f32 where the device has none.
+/// The device's layout that holds the values bit for bit; f32 where there is none.
 fn device_scheme(kind: Kind, cols: usize, exact_in_f16: bool, scale: f32) -> Scheme {
-    // Of a group of 128 flattened values, each row has whole pieces of this many columns.
+    // A group of 128 flattened values covers each row in whole pieces of this many columns.
     let piece = 1usize << cols.trailing_zeros().min(GROUP.trailing_zeros());
     let affine =
         |group: usize| Scheme::Int { bits: Bits::Eight, group: group as u32, scales: Scales::Affine };
@@ -259,119 +250,5 @@ fn device_scheme(kind: Kind, cols: usize, exact_in_f16: bool, scale: f32) -> Sch
             whole_row()
         }
         Kind::Int4Grouped | Kind::Int8Asymmetric => Scheme::F32,
-    }
-}
-
-// ---- The files ----------------------------------------------------------------------------------------------
-
-/// The layer files of a folder that is such a checkpoint: their names, and the layer where it is not the shared one.
-/// Shared files first, then layer by layer.
-fn layer_files(names: &[String]) -> Vec<(Option<u32>, &str)> {
-    let mut files: Vec<_> = names.iter().filter_map(|name| layer_file(name)).collect();
-    files.sort_unstable();
-    files
-}
-
-fn layer_file(name: &str) -> Option<(Option<u32>, &str)> {
-    let stem = name.strip_suffix(".safetensors")?;
-    if stem.strip_suffix("_shared").is_some_and(|stem| !stem.is_empty()) {
-        return Some((None, name));
-    }
-    let (stem, number) = stem.rsplit_once("_layer_")?;
-    let digits = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
-    if stem.is_empty() || !digits {
-        return None;
-    }
-    Some((Some(number.parse().ok()?), name))
-}
-
-/// N of a name with `layers.N.`, as the writer found it.
-fn layer_of(name: &str) -> Option<&str> {
-    name.split_once("layers.").map(|(_, rest)| rest.split('.').next().unwrap_or(rest))
-}
-
-impl Checkpoint {
-    /// Maps the layer files, if the model has any, and checks every tensor with its scales.
-    pub(super) fn add_layer_files(&mut self, files: &ModelFiles) -> Result<bool, CheckpointError> {
-        let names = files.names()?;
-        let names = layer_files(&names);
-        if names.is_empty() {
-            return Ok(false);
-        }
-        let fail = |problem: String| Err(CheckpointError::file(files.location(), problem));
-        if names.len() > MAX_SHARDS {
-            return fail(format!("holds {} layer files; expected at most {MAX_SHARDS}", names.len()));
-        }
-        if !names.iter().any(|(layer, _)| layer.is_none()) {
-            return fail("holds layer files, but no *_shared.safetensors, in which the embedding is".into());
-        }
-        for (layer, name) in names {
-            let display = files.display(name);
-            let Some(bytes) = files.map(name)? else {
-                return Err(CheckpointError::file(display, "was there a moment ago, and is gone"));
-            };
-            self.add_layer_file(display, bytes, layer)?;
-        }
-        self.format = Format::Legacy;
-        Ok(true)
-    }
-
-    fn add_layer_file(
-        &mut self,
-        display: String,
-        bytes: super::FileBytes,
-        layer: Option<u32>,
-    ) -> Result<(), CheckpointError> {
-        let header = super::header(&display, &bytes)?;
-        let about = |tensor: &str, problem: String| CheckpointError::tensor(&display, tensor, problem);
-        let by_name: HashMap<&str, &TensorInfo> =
-            header.tensors.iter().map(|info| (info.name.as_str(), info)).collect();
-        // `format` is what other writers put there.
-        let lost =
-            header.metadata.keys().filter(|name| !by_name.contains_key(name.as_str()) && *name != "format");
-        if let Some(name) = lost.min() {
-            return Err(about(name, "has a scheme in the file's metadata, but is not in the file".into()));
-        }
-        let file = self.files.len();
-        for info in &header.tensors {
-            let name = &info.name;
-            let Some(scheme) = header.metadata.get(name) else {
-                match name.strip_suffix("_scale") {
-                    Some(of) if header.metadata.contains_key(of) => continue,
-                    _ => {
-                        let problem = "has no scheme in the file's metadata, as the layer files of the original \
-                                       project have";
-                        return Err(about(name, problem.into()));
-                    }
-                }
-            };
-            let number = layer_of(name);
-            if number.map(|number| number.parse::<u32>().ok()) != layer.map(Some) {
-                let problem = match layer {
-                    Some(layer) => {
-                        format!("lies in a file of layer {layer}; expected layers.{layer} in its name")
-                    }
-                    None => "lies in a file of what layers share; expected no layers.N in its name".into(),
-                };
-                return Err(about(name, problem));
-            }
-            let scale_name = format!("{name}_scale");
-            let Some(scale) = by_name.get(scale_name.as_str()) else {
-                return Err(about(
-                    &scale_name,
-                    format!("is missing; expected the scales of {}", short(name)),
-                ));
-            };
-            let (q, scales) = (&bytes[info.range.clone()], &bytes[scale.range.clone()]);
-            let layout = Layout::check(scheme, info, q, scale, scales).map_err(|e| match e {
-                LayoutError::Tensor(problem) => about(name, problem),
-                LayoutError::Scale(problem) => about(&scale_name, problem),
-            })?;
-            let span = |info: &TensorInfo| Span { file, range: info.range.clone() };
-            let stored = Stored::Legacy { layout, q: span(info), scales: span(scale) };
-            self.add(Entry { name: name.clone(), shape: info.shape.clone(), file, stored }, &display)?;
-        }
-        self.files.push(super::CheckpointFile { display, bytes });
-        Ok(())
     }
 }

@@ -1,0 +1,40 @@
+//! Errors about the files of a model, and how they quote text from such a file.
+
+use std::fmt;
+
+/// A file of a model is invalid. One line, for the user who gave the model.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    #[error("{file}: {problem}")]
+    File { file: String, problem: String },
+    #[error("{file}: tensor {tensor}: {problem}")]
+    Tensor { file: String, tensor: String, problem: String },
+}
+
+impl CheckpointError {
+    pub(super) fn file(file: impl fmt::Display, problem: impl Into<String>) -> Self {
+        Self::File { file: short(&file.to_string()), problem: problem.into() }
+    }
+
+    pub(super) fn tensor(file: impl fmt::Display, tensor: &str, problem: impl Into<String>) -> Self {
+        Self::Tensor { file: short(&file.to_string()), tensor: short(tensor), problem: problem.into() }
+    }
+}
+
+/// Text from a file as a message may hold it: on one line, and of bounded length.
+pub(crate) fn short(text: &str) -> String {
+    const MAX_CHARS: usize = 200;
+    let mut out = String::new();
+    for c in text.chars().take(MAX_CHARS) {
+        if c.is_control() { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    if text.chars().nth(MAX_CHARS).is_some() {
+        out.push('…');
+    }
+    out
+}
+
+/// A serde_json error on one line; serde_json quotes parts of its input.
+pub(super) fn one_line(error: &impl fmt::Display) -> String {
+    short(&error.to_string())
+}

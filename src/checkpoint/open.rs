@@ -1,0 +1,266 @@
+//! Opening a checkpoint of any format, and lending its tensors out.
+
+use std::collections::BTreeMap;
+
+use super::error::{CheckpointError, one_line, short};
+use super::files::{FileBytes, MAX_SHARDS, ModelFiles};
+use super::format::Format;
+use super::gguf::{self, GgmlTensor};
+use super::legacy::{self, LegacyTensor};
+use super::native::{self, Manifest, NativeTensor, Synthetic};
+use super::packed::{self, PackedMatrix};
+use super::safetensors::{Entries, header};
+use super::table::{CheckpointFile, Entry, Span, Stored, Table};
+use super::view::{Encoding, Tensor};
+
+const SINGLE_FILE: &str = "model.safetensors";
+const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// The tensors of a checkpoint.
+#[derive(Debug)]
+pub struct Checkpoint {
+    location: String,
+    format: Format,
+    norms_hold_one: bool,
+    synthetic: Option<Synthetic>,
+    table: Table,
+}
+
+impl Checkpoint {
+    /// Maps the GGUF file that the model is, or the files of a native checkpoint; else `model.safetensors`, or the
+    /// shards that `model.safetensors.index.json` lists; else the original project's layer files; and checks every
+    /// header. The single file is preferred where both exist, as transformers does.
+    pub fn open(files: &ModelFiles) -> Result<Self, CheckpointError> {
+        let mut checkpoint = Self {
+            location: files.location(),
+            format: Format::Safetensors,
+            norms_hold_one: false,
+            synthetic: None,
+            table: Table::default(),
+        };
+        if let Some(parts) = files.map_gguf()? {
+            checkpoint.add_gguf(parts)?;
+        } else if let Some(manifest) = Manifest::read(files)? {
+            checkpoint.add_native(files, &manifest)?;
+        } else if let Some(bytes) = files.map(SINGLE_FILE)? {
+            checkpoint.add_file(files.display(SINGLE_FILE), bytes)?;
+            checkpoint.join_packed(files)?;
+        } else if let Some(index) = files.read(INDEX_FILE)? {
+            checkpoint.add_shards(files, &index)?;
+            checkpoint.join_packed(files)?;
+        } else if legacy::add_layer_files(&mut checkpoint.table, files)? {
+            checkpoint.format = Format::Legacy;
+        } else {
+            let problem =
+                format!("holds neither {SINGLE_FILE} nor {INDEX_FILE} nor {}", native::MANIFEST_FILE);
+            return Err(CheckpointError::file(files.location(), problem));
+        }
+        Ok(checkpoint)
+    }
+
+    /// All tensors, by file (in order of file name) and position in it: the order in which reading them
+    /// is one pass over the disk.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
+        self.table.tensors.iter().map(|entry| self.view(entry))
+    }
+
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// The checkpoint's folder or file, for people.
+    pub fn location(&self) -> &str {
+        &self.location
+    }
+
+    /// Bytes of all tensors.
+    pub fn total_bytes(&self) -> u64 {
+        self.iter().map(|tensor| tensor.stored_bytes()).sum()
+    }
+
+    /// Whether norm weights are stored as the factor `1 + w` (GGUF) and not as `w`.
+    pub fn norms_hold_one(&self) -> bool {
+        self.norms_hold_one
+    }
+
+    /// Names, lengths and times of change of the files, which tell them from other files and from later versions.
+    pub fn fingerprint(&self) -> Vec<(String, u64, Option<std::time::SystemTime>)> {
+        self.table
+            .files
+            .iter()
+            .map(|f| (f.display.clone(), f.bytes.len() as u64, f.bytes.modified()))
+            .collect()
+    }
+
+    /// How random weights were drawn; `None` for a model.
+    pub fn synthetic(&self) -> Option<&Synthetic> {
+        self.synthetic.as_ref()
+    }
+
+    /// The values of a small tensor, read without the mapping: an access to a mapping makes the system read much around
+    /// it.
+    pub fn read_f32(&self, tensor: &Tensor) -> Result<Vec<f32>, CheckpointError> {
+        let stored = self.table.by_name.get(tensor.name).map(|&index| &self.table.tensors[index].stored);
+        let Some(Stored::Plain { dtype, data }) = stored else { return tensor.to_f32() };
+        let mut bytes = vec![0; data.range.len()];
+        let slice = self.table.files[data.file].bytes.slice(data.range.clone());
+        slice.read_at(0, &mut bytes).map_err(|e| tensor.error(e))?;
+        Tensor { encoding: Encoding::Plain { dtype: *dtype, data: &bytes }, ..*tensor }.to_f32()
+    }
+
+    /// Releases the memory of a tensor's bytes, which are on the device now, or converted. Reading the tensor again
+    /// reads the disk again.
+    pub fn release(&self, tensor: &Tensor) {
+        let Some(&index) = self.table.by_name.get(tensor.name) else { return };
+        for span in self.table.tensors[index].stored.spans() {
+            self.table.files[span.file].bytes.release(span.range.clone());
+        }
+    }
+
+    /// Releases the memory of all files: the system keeps memory in pieces that can hold the ends of several tensors.
+    pub fn release_all(&self) {
+        for CheckpointFile { bytes, .. } in &self.table.files {
+            bytes.release(0..bytes.len());
+        }
+    }
+
+    /// Bytes of the files that are in the page cache now.
+    pub fn resident_bytes(&self) -> u64 {
+        self.table.files.iter().map(|file| file.bytes.resident_bytes()).sum()
+    }
+
+    fn view<'a>(&'a self, entry: &'a Entry) -> Tensor<'a> {
+        let slice = |span: &Span| self.table.files[span.file].bytes.slice(span.range.clone());
+        let encoding = match &entry.stored {
+            Stored::Plain { dtype, data } => Encoding::Plain { dtype: *dtype, data: slice(data).bytes },
+            Stored::Ggml { kind, data } => {
+                Encoding::Ggml(GgmlTensor { kind: *kind, data: slice(data).bytes })
+            }
+            Stored::Native { scheme, blocks, scales } => Encoding::Native(NativeTensor {
+                scheme: *scheme,
+                blocks: slice(blocks),
+                scales: scales.as_ref().map_or((&[][..]).into(), slice),
+            }),
+            Stored::Legacy { layout, q, scales } => {
+                Encoding::Legacy(LegacyTensor::new(*layout, slice(q).bytes, slice(scales).bytes))
+            }
+            Stored::Packed { layout, weights, scales, zeros } => {
+                let zeros = zeros.as_ref().map_or(&[][..], |zeros| slice(zeros).bytes);
+                Encoding::Packed(PackedMatrix::new(*layout, slice(weights).bytes, slice(scales).bytes, zeros))
+            }
+        };
+        Tensor {
+            name: &entry.name,
+            file: &self.table.files[entry.file].display,
+            shape: &entry.shape,
+            encoding,
+        }
+    }
+
+    /// Joins the parts of packed matrices.
+    fn join_packed(&mut self, files: &ModelFiles) -> Result<(), CheckpointError> {
+        if let Some(format) = packed::join(&mut self.table, files)? {
+            self.format = format;
+        }
+        Ok(())
+    }
+
+    fn add_shards(&mut self, files: &ModelFiles, index: &[u8]) -> Result<(), CheckpointError> {
+        #[derive(serde::Deserialize)]
+        struct Index {
+            weight_map: Entries<String, false>,
+        }
+        let index_name = files.display(INDEX_FILE);
+        let fail = |problem: String| CheckpointError::file(&index_name, problem);
+        let Index { weight_map: Entries { entries: weight_map, .. } } = serde_json::from_slice(index)
+            .map_err(|e| fail(format!("is no valid index of shards: {}", one_line(&e))))?;
+
+        // In order of file name, whatever the order of the index.
+        let mut shards: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (tensor, shard) in &weight_map {
+            shards.entry(shard).or_default().push(tensor);
+        }
+        if shards.len() > MAX_SHARDS {
+            return Err(fail(format!("lists {} files; expected at most {MAX_SHARDS}", shards.len())));
+        }
+        for (shard, tensors) in &shards {
+            let about = |problem: String| CheckpointError::tensor(&index_name, tensors[0], problem);
+            let Some(bytes) = files.map_listed(shard).map_err(about)? else {
+                return Err(about(format!(
+                    "the index places it, and {} more, in {}, which is missing",
+                    tensors.len() - 1,
+                    short(shard)
+                )));
+            };
+            self.add_file(files.display(shard), bytes)?;
+        }
+        for (tensor, shard) in &weight_map {
+            let place = self
+                .table
+                .by_name
+                .get(tensor)
+                .map(|&i| self.table.files[self.table.tensors[i].file].display.as_str());
+            if place != Some(&files.display(shard)) {
+                let place = place.map_or("in none of the shards".into(), |place| format!("in {place}"));
+                let problem = format!("the index places it in {}; it is {place}", short(shard));
+                return Err(CheckpointError::tensor(&index_name, tensor, problem));
+            }
+        }
+        Ok(())
+    }
+
+    fn add_native(&mut self, files: &ModelFiles, manifest: &Manifest) -> Result<(), CheckpointError> {
+        self.format = Format::Native;
+        self.norms_hold_one = manifest.norms_hold_one;
+        self.synthetic = manifest.synthetic.clone();
+        for (name, record) in manifest.weight_files() {
+            let display = files.display(name);
+            let fail = |problem: String| CheckpointError::file(&display, problem);
+            let bytes = files.map_listed(name).map_err(fail)?;
+            let bytes = bytes.ok_or_else(|| fail("is missing; the manifest lists it".into()))?;
+            native::check_length(files, name, record, bytes.len())?;
+            let infos = header(&display, &bytes)?.tensors;
+            let file = self.table.files.len();
+            for (name, shape, stored) in native::entries(manifest, name, &display, file, infos)? {
+                self.table.add(Entry { name, shape, file, stored }, &display)?;
+            }
+            self.table.files.push(CheckpointFile { display, bytes });
+        }
+        match manifest.tensors.iter().find(|(name, _)| !self.table.by_name.contains_key(*name)) {
+            None => Ok(()),
+            Some((name, record)) => {
+                let problem = format!("is missing; its manifest places it in {}", short(&record.file));
+                Err(CheckpointError::tensor(files.location(), name, problem))
+            }
+        }
+    }
+
+    fn add_file(&mut self, display: String, bytes: FileBytes) -> Result<(), CheckpointError> {
+        let file = self.table.files.len();
+        for info in header(&display, &bytes)?.tensors {
+            let data = Span { file, range: info.range };
+            let stored = Stored::Plain { dtype: info.dtype, data };
+            self.table.add(Entry { name: info.name, shape: info.shape, file, stored }, &display)?;
+        }
+        self.table.files.push(CheckpointFile { display, bytes });
+        Ok(())
+    }
+
+    fn add_gguf(&mut self, parts: Vec<(String, FileBytes)>) -> Result<(), CheckpointError> {
+        self.format = Format::Gguf;
+        self.norms_hold_one = true;
+        let count = parts.len();
+        for (file, (display, bytes)) in parts.into_iter().enumerate() {
+            for tensor in gguf::tensors(&bytes, &display, (file, count))? {
+                let data = Span { file, range: tensor.range };
+                let stored = match tensor.storage {
+                    gguf::Storage::Plain(dtype) => Stored::Plain { dtype, data },
+                    gguf::Storage::Ggml(kind) => Stored::Ggml { kind, data },
+                };
+                self.table.add(Entry { name: tensor.name, shape: tensor.shape, file, stored }, &display)?;
+            }
+            self.table.files.push(CheckpointFile { display, bytes });
+        }
+        Ok(())
+    }
+}

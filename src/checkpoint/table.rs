@@ -1,0 +1,83 @@
+//! The table of a checkpoint: its files, and where in them each tensor lies.
+//!
+//! Every format adds its files and tensors here; [`super::Checkpoint`] lends the tensors out.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use super::error::CheckpointError;
+use super::files::FileBytes;
+use super::gguf::GgmlType;
+use super::legacy::Layout as LegacyLayout;
+use super::packed::Layout as PackedLayout;
+use crate::tensor::{DType, Scheme};
+
+/// The files of a checkpoint, and its tensors by name.
+#[derive(Debug, Default)]
+pub(super) struct Table {
+    pub files: Vec<CheckpointFile>,
+    /// Tensors by file, then by position in it.
+    pub tensors: Vec<Entry>,
+    pub by_name: HashMap<String, usize>,
+}
+
+impl Table {
+    /// Adds a tensor of the file that will be pushed next; messages call the file `display`.
+    pub fn add(&mut self, entry: Entry, display: &str) -> Result<(), CheckpointError> {
+        if let Some(&other) = self.by_name.get(&entry.name) {
+            let other = self.files.get(self.tensors[other].file).map_or(display, |f| &f.display);
+            let problem = format!("is in {other} too; expected it in one file");
+            return Err(CheckpointError::tensor(display, &entry.name, problem));
+        }
+        self.by_name.insert(entry.name.clone(), self.tensors.len());
+        self.tensors.push(entry);
+        Ok(())
+    }
+}
+
+/// A tensor and where its parts lie.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub name: String,
+    pub shape: Vec<usize>,
+    /// The file that messages name.
+    pub file: usize,
+    pub stored: Stored,
+}
+
+/// Where the bytes of an [`Encoding`](super::Encoding) lie.
+#[derive(Debug)]
+pub(super) enum Stored {
+    Plain { dtype: DType, data: Span },
+    Ggml { kind: GgmlType, data: Span },
+    Native { scheme: Scheme, blocks: Span, scales: Option<Span> },
+    Legacy { layout: LegacyLayout, q: Span, scales: Span },
+    Packed { layout: PackedLayout, weights: Span, scales: Span, zeros: Option<Span> },
+}
+
+impl Stored {
+    pub fn spans(&self) -> impl Iterator<Item = &Span> {
+        match self {
+            Stored::Plain { data, .. } | Stored::Ggml { data, .. } => [Some(data), None, None],
+            Stored::Native { blocks, scales, .. } => [Some(blocks), scales.as_ref(), None],
+            Stored::Legacy { q, scales, .. } => [Some(q), Some(scales), None],
+            Stored::Packed { weights, scales, zeros, .. } => [Some(weights), Some(scales), zeros.as_ref()],
+        }
+        .into_iter()
+        .flatten()
+    }
+}
+
+/// Bytes of a file.
+#[derive(Debug, Clone)]
+pub(super) struct Span {
+    pub file: usize,
+    pub range: Range<usize>,
+}
+
+#[derive(Debug)]
+pub(super) struct CheckpointFile {
+    /// What messages call the file.
+    pub display: String,
+    pub bytes: FileBytes,
+}

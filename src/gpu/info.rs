@@ -1,0 +1,90 @@
+//! A device's properties as its driver reports them: name, kind, queues, heaps, limits.
+//!
+//! Plain values: nothing here calls Vulkan.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::caps::Caps;
+
+/// The kind of a queue: compute alone, or compute and graphics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum QueueKind {
+    Compute,
+    Graphics,
+}
+
+impl fmt::Display for QueueKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            QueueKind::Compute => "compute",
+            QueueKind::Graphics => "graphics",
+        })
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum DeviceKind {
+    Discrete,
+    Integrated,
+    Virtual,
+    Other,
+    /// Software Vulkan.
+    Cpu,
+}
+
+impl DeviceKind {
+    /// Whether the GPU reaches all memory at one speed, as an integrated one does: GTT is as good as the carve-out.
+    pub(super) fn is_unified(self) -> bool {
+        matches!(self, DeviceKind::Integrated | DeviceKind::Cpu)
+    }
+}
+
+impl fmt::Display for DeviceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            DeviceKind::Discrete => "discrete GPU",
+            DeviceKind::Integrated => "integrated GPU",
+            DeviceKind::Virtual => "virtual GPU",
+            DeviceKind::Other => "other",
+            DeviceKind::Cpu => "software (CPU)",
+        })
+    }
+}
+
+/// One memory heap as the driver reports it.
+#[derive(Debug, Clone)]
+pub struct HeapInfo {
+    pub device_local: bool,
+    /// The host may write and read it without flushing.
+    pub host_visible: bool,
+    /// Whether this program uses any memory type of the heap.
+    pub usable: bool,
+    pub size_bytes: u64,
+    /// What this process may still allocate: `VK_EXT_memory_budget` clamped to the heap's size.
+    pub free_bytes: u64,
+}
+
+/// A Vulkan device as `unicorn devices` shows it.
+#[derive(Debug, Clone)]
+pub struct DeviceInfo {
+    pub index: usize,
+    pub name: String,
+    pub kind: DeviceKind,
+    /// Driver name and version, e.g. `radv Mesa 25.0.7`.
+    pub driver: String,
+    /// PCI vendor id.
+    pub vendor_id: u32,
+    /// Kinds of queues with compute, the default first.
+    pub queues: Vec<QueueKind>,
+    pub heaps: Vec<HeapInfo>,
+    pub caps: Caps,
+    pub max_allocation_bytes: u64,
+    pub max_storage_buffer_bytes: u64,
+    /// PCI address, e.g. `0000:c5:00.0`, where the driver reports it.
+    pub pci: Option<String>,
+    /// What this program needs and the device lacks; empty if it can run.
+    pub missing: Vec<String>,
+}
