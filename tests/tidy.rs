@@ -75,6 +75,9 @@ const FOREIGN: [(&str, &[&str]); 8] = [
 /// Sizes are in bytes; 12 MB in all keeps a clone small and the binary that embeds the model smaller than most.
 const DEMO_MODEL_BYTES: u64 = 12_000_000;
 
+/// A README is read before anything else, and to its end.
+const README_BYTES: usize = 10_000;
+
 // --- reading Rust without a parser ----------------------------------------------------------------------
 
 /// A source text in two layers of the same lines: code with comments and literals blanked, and comments.
@@ -542,6 +545,16 @@ fn read(file: &str) -> String {
     fs::read_to_string(root().join(file)).unwrap_or_else(|e| panic!("{file}: {e}"))
 }
 
+fn readme_is_short(text: &str) -> Vec<String> {
+    let bytes = text.len();
+    let complaint = || {
+        format!(
+            "README.md has {bytes} bytes, {README_BYTES} are allowed: move what can be looked up to docs/"
+        )
+    };
+    (bytes > README_BYTES).then(complaint).into_iter().collect()
+}
+
 /// A clock that can be set tells dates; how long something took it does not tell.
 fn dates_are_told_and_not_counted(file: &str, source: &str) -> Vec<String> {
     let code = layers(source).code;
@@ -816,6 +829,14 @@ fn links_lead_somewhere() {
         }
     };
     check(&files("", &[".md"]), |file, text| dead_links(file, text, there));
+}
+
+#[test]
+fn the_readme_is_short() {
+    refused(readme_is_short(&"x".repeat(README_BYTES + 1)), "10001 bytes");
+    assert_eq!(readme_is_short(&"x".repeat(README_BYTES)), [""; 0]);
+    let complaints = readme_is_short(&read("README.md"));
+    assert!(complaints.is_empty(), "{complaints:?}");
 }
 
 #[test]
