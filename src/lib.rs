@@ -1,13 +1,16 @@
-//! Unicorn Execution Engine: a local LLM server for AMD Ryzen AI machines.
+//! Unicorn Execution Engine: a local LLM server for Gemma-3. Vulkan compute shaders compute every layer.
 //!
-//! A Gemma-3 checkpoint is loaded once into persistent GPU memory, every layer runs in Vulkan compute
-//! shaders, and `/v1/chat/completions` answers on `localhost:8010`. There is no CPU implementation of a
-//! layer in this crate: what the device cannot hold or compute is an error that says so.
+//! `unicorn serve` loads a checkpoint once, keeps it in GPU memory until the server ends, and answers the APIs of OpenAI and
+//! Anthropic on `127.0.0.1:8010`. No layer is computed on the CPU, except by tests ([`kernels::reference`]): what the
+//! device cannot hold or compute is an error that says so. The first target is the GPU of an AMD Ryzen 9 8945HS, a Radeon
+//! 780M. Any Vulkan 1.3 device will do that has the features and limits of [`gpu::Caps`].
 //!
 //! # Floors
 //!
 //! Modules import downward only, and no files import each other in a circle (`tests/tidy.rs` checks both from the paths
-//! that the code names):
+//! that the code names). The binary stands above all modules. Two modules name a neighbour on their floor:
+//! [`kernels`] names [`quantize`], since weights are quantized while they are packed for the device, and [`config`] names
+//! [`tensor`].
 //!
 //! | floor | modules |
 //! |---|---|
@@ -20,8 +23,11 @@
 //! | 1 | [`gpu`], [`checkpoint`], [`text`], [`hub`] |
 //! | 0 | [`tensor`], [`config`] |
 //!
-//! `docs/architecture.md` says what each is, what it must never do, and walks through them with a prompt, a weight and a
-//! sampled id.
+//! Some modules may not name a module below them either: the engine, for one, names neither [`text`] nor [`gpu`].
+//! `tests/tidy.rs` has the list, and checks all of this from the paths that the code names.
+//!
+//! `docs/architecture.md` says what each module is and what it must never do, and walks through them with a prompt, a
+//! weight and a sampled id.
 
 // In reading order: from the machine up to the request.
 pub mod tensor;

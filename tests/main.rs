@@ -10,6 +10,7 @@ mod completions;
 mod config;
 mod daemon;
 mod demo;
+mod docs;
 mod door;
 mod draft;
 mod drive;

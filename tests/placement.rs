@@ -569,12 +569,12 @@ const PLAN_27B: [&str; 9] =
     ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "16GiB", "--gtt", "30GiB"];
 
 #[test]
-fn the_plan_that_the_readme_shows_is_what_is_printed() {
+fn the_plan_that_the_docs_show_is_what_is_printed() {
     let (code, stdout, stderr) = output(unicorn(&PLAN_27B));
     assert_eq!((code, stderr.as_str()), (0, ""));
-    let readme = std::fs::read_to_string(root().join("README.md")).expect("the README");
+    let page = std::fs::read_to_string(root().join("docs/operations.md")).expect("docs/operations.md");
     let shown = format!("$ unicorn {}\n{stdout}```", PLAN_27B.join(" "));
-    assert!(readme.contains(&shown), "README.md shows something else than:\n{shown}");
+    assert!(page.contains(&shown), "docs/operations.md shows something else than:\n{shown}");
 }
 
 #[test]

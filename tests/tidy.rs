@@ -74,6 +74,12 @@ const FOREIGN: [(&str, &[&str]); 8] = [
 /// Sizes are in bytes; 12 MB in all keeps a clone small and the binary that embeds the model smaller than most.
 const DEMO_MODEL_BYTES: u64 = 12_000_000;
 
+/// A README is read before anything else, and to its end.
+const README_BYTES: usize = 10_000;
+
+/// Characters of a line of prose, as of a line of code.
+const PROSE_COLUMNS: usize = 120;
+
 // --- reading Rust without a parser ----------------------------------------------------------------------
 
 /// A source text in two layers of the same lines: code with comments and literals blanked, and comments.
@@ -763,6 +769,34 @@ fn read(file: &str) -> String {
     fs::read_to_string(root().join(file)).unwrap_or_else(|e| panic!("{file}: {e}"))
 }
 
+fn readme_is_short(text: &str) -> Vec<String> {
+    let bytes = text.len();
+    let complaint = || {
+        format!(
+            "README.md has {bytes} bytes, {README_BYTES} are allowed: move what can be looked up to docs/"
+        )
+    };
+    (bytes > README_BYTES).then(complaint).into_iter().collect()
+}
+
+/// Tables and code of a document may have longer lines than its prose.
+fn prose_is_narrow(file: &str, text: &str) -> Vec<String> {
+    let (mut complaints, mut fenced) = (Vec::new(), false);
+    for (n, line) in text.lines().enumerate() {
+        let is_fence = line.trim_start().starts_with("```");
+        fenced ^= is_fence;
+        let is_prose = !fenced && !is_fence && !line.starts_with('|') && !line.starts_with("    ");
+        let columns = line.chars().count();
+        if is_prose && columns > PROSE_COLUMNS {
+            complaints.push(format!(
+                "{file}:{}: {columns} characters of prose, {PROSE_COLUMNS} are allowed",
+                n + 1
+            ));
+        }
+    }
+    complaints
+}
+
 /// A clock that can be set tells dates; how long something took it does not tell.
 fn dates_are_told_and_not_counted(file: &str, source: &str) -> Vec<String> {
     let code = layers(source).code;
@@ -1112,6 +1146,30 @@ fn links_lead_somewhere() {
         }
     };
     check(&files("", &[".md"]), |file, text| dead_links(file, text, there));
+}
+
+#[test]
+fn the_readme_is_short() {
+    refused(readme_is_short(&"x".repeat(README_BYTES + 1)), "10001 bytes");
+    assert_eq!(readme_is_short(&"x".repeat(README_BYTES)), [""; 0]);
+    let complaints = readme_is_short(&read("README.md"));
+    assert!(complaints.is_empty(), "{complaints:?}");
+}
+
+#[test]
+fn prose_has_lines_that_can_be_read() {
+    let long = "é".repeat(PROSE_COLUMNS + 1);
+    refused(prose_is_narrow("a.md", &format!("# A\n\n{long}\n")), "a.md:3: 121 characters");
+    refused(prose_is_narrow("a.md", &format!("```\nx\n```\n- {long}\n")), "a.md:4: 123 characters");
+    for fine in [
+        "é".repeat(PROSE_COLUMNS),
+        format!("| {long} |"),
+        format!("```text\n{long}\n```"),
+        format!("    {long}"),
+    ] {
+        assert_eq!(prose_is_narrow("a.md", &fine), [""; 0]);
+    }
+    check(&files("", &[".md"]), prose_is_narrow);
 }
 
 #[test]

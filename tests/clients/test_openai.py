@@ -480,8 +480,9 @@ def readme_block(language, server, beginning=""):
     return block.replace(":8010", f":{server.port}")
 
 
-def the_readme_names_commands_and_options_that_exist(_):
-    texts = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text() + (ROOT / "Makefile").read_text()
+def the_docs_name_commands_and_options_that_exist(_):
+    for_users = (ROOT / "README.md").read_text() + (ROOT / "docs/operations.md").read_text()
+    texts = for_users + (ROOT / "CONTRIBUTING.md").read_text() + (ROOT / "Makefile").read_text()
     commands = set(re.findall(r"(?:`|release/)unicorn ([a-z]+)", texts)) | set(re.findall(r"\$\(UNICORN\) ([a-z]+)", texts))
     assert len(commands) >= 6, commands
     helps = ""
@@ -491,9 +492,8 @@ def the_readme_names_commands_and_options_that_exist(_):
             done = subprocess.run([BINARY, command, *subcommand.split(), "--help"], env=ENVIRONMENT, capture_output=True, text=True, timeout=30, check=False)
             assert done.returncode == 0, f"unicorn {command} {subcommand}: {last_line(done.stderr)}"
             helps += done.stdout
-    readme = (ROOT / "README.md").read_text()
-    # Those of systemd's own commands are not ours.
-    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"systemctl .*", "", readme)))
+    # The options of systemd's own commands are not ours.
+    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"systemctl .*", "", for_users)))
     assert "--allow-software-vulkan" in options and "--quantize" in options, options
     unknown = {option for option in options if not re.search(rf"{option}\b", helps)}
     assert not unknown, unknown
@@ -680,7 +680,7 @@ def ctrl_c_stops_the_answer_and_not_the_program(_):
 PLAIN = [
     the_server_binds_before_it_loads, a_signal_while_loading_does_not_leave_the_driver_running,
     health_and_models, the_status_tells_where_the_model_lies, readme_curl_example_answers,
-    the_readme_names_commands_and_options_that_exist, curl_streams_to_done, unknown_fields_and_an_empty_key_are_accepted,
+    the_docs_name_commands_and_options_that_exist, curl_streams_to_done, unknown_fields_and_an_empty_key_are_accepted,
     broken_bodies_are_400, an_unknown_route_is_404, a_disconnect_frees_the_server, requests_at_once_are_all_answered,
     nothing_of_a_prompt_is_logged, a_key_is_asked_for_and_never_shown,
     a_taken_port_is_one_line, ctrl_c_stops_the_answer_and_not_the_program,

@@ -1,0 +1,389 @@
+//! `docs/api.md` held to `/openapi.json`, both ways: every route has a line in a table of routes, and every field of a body
+//! or a query has a line with its type, its bounds, and whether it is required. Defaults and meanings are the page's own.
+//!
+//! A table of routes has the heading `route` over its first column. A table of fields has `field` there, and the paragraph
+//! "Fields of `POST /a`, `POST /b`:" above it; a route may have several tables. A field of an inner object has a path as its
+//! name: `messages[].content[].text`. Where a schema has several objects to choose from, the page has the fields of all.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use axum::body::Body;
+use axum::http::Request;
+use serde_json::{Value, json};
+use unicorn::api::AccessPolicy;
+
+use crate::api::{app_behind, send_json};
+use crate::support::root;
+
+const PAGE: &str = "docs/api.md";
+const METHODS: [&str; 5] = ["get", "post", "put", "patch", "delete"];
+const REQUIRED: &str = "required";
+
+/// What a line of a table of fields says that a schema says too.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+struct Field {
+    types: BTreeSet<String>,
+    bounds: BTreeSet<String>,
+    required: bool,
+}
+
+impl Field {
+    /// As a line of a table; `default` and `meaning` stand in its last two cells.
+    fn line(&self, name: &str, default: &str, meaning: &str) -> String {
+        let [types, bounds] = [(&self.types, " or "), (&self.bounds, ", ")]
+            .map(|(words, between)| words.iter().cloned().collect::<Vec<_>>().join(between));
+        let default = match (self.required, default) {
+            (true, _) => REQUIRED,
+            (false, REQUIRED) => "",
+            (false, default) => default,
+        };
+        let cells = [format!("`{name}`"), types, bounds, default.to_owned(), meaning.to_owned()];
+        cells.iter().fold("|".to_owned(), |line, cell| match cell.as_str() {
+            "" => line + " |",
+            cell => format!("{line} {cell} |"),
+        })
+    }
+}
+
+/// The fields of each route, by name.
+type Routes = BTreeMap<String, BTreeMap<String, Field>>;
+
+// --- what the document says -----------------------------------------------------------------------------
+
+fn described(document: &Value) -> Routes {
+    let mut routes = Routes::new();
+    for (path, item) in document["paths"].as_object().expect("paths") {
+        for method in METHODS.into_iter().filter(|method| item[method].is_object()) {
+            let operation = &item[method];
+            let fields = routes.entry(format!("{} {path}", method.to_uppercase())).or_default();
+            let parameters = operation["parameters"].as_array().into_iter().flatten();
+            for parameter in parameters.filter(|parameter| parameter["in"] == "query") {
+                let name = parameter["name"].as_str().expect("a name");
+                let is_required = parameter["required"] == true;
+                fields.insert(name.to_owned(), field(document, &parameter["schema"], is_required));
+            }
+            let body = &operation["requestBody"]["content"]["application/json"]["schema"];
+            if body.is_object() {
+                read_fields(document, body, "", fields);
+            }
+        }
+    }
+    routes
+}
+
+/// What a schema stands for, behind its references: one schema for each of its alternatives. What only says that a value is
+/// null, or a list of nothing, is none beside others.
+fn alternatives(document: &Value, schema: &Value) -> Vec<Value> {
+    let mut found = Vec::new();
+    spread(document, schema, &mut found);
+    let says_nothing = |schema: &Value| schema["type"] == "null" || schema["maxItems"] == 0;
+    if !found.iter().all(says_nothing) {
+        found.retain(|schema| !says_nothing(schema));
+    }
+    found
+}
+
+fn spread(document: &Value, schema: &Value, found: &mut Vec<Value>) {
+    if let Some(reference) = schema["$ref"].as_str() {
+        return spread(document, document.pointer(&reference[1..]).expect(reference), found);
+    }
+    let choices = schema["anyOf"].as_array().or(schema["oneOf"].as_array());
+    match (choices, schema["allOf"].as_array()) {
+        (Some(choices), _) => choices.iter().for_each(|choice| spread(document, choice, found)),
+        (None, Some(parts)) => {
+            let mut whole = vec![json!({"type": "object", "properties": {}, "required": []})];
+            for part in parts {
+                let ways = alternatives(document, part);
+                whole = whole.iter().flat_map(|so_far| ways.iter().map(|way| merged(so_far, way))).collect();
+            }
+            found.extend(whole);
+        }
+        (None, None) => found.push(schema.clone()),
+    }
+}
+
+/// An object with the fields of two.
+fn merged(one: &Value, other: &Value) -> Value {
+    let mut both = one.clone();
+    if let (Some(fields), Some(more)) = (both["properties"].as_object_mut(), other["properties"].as_object())
+    {
+        fields.extend(more.clone());
+    }
+    if let (Some(names), Some(more)) = (both["required"].as_array_mut(), other["required"].as_array()) {
+        names.extend(more.clone());
+    }
+    both
+}
+
+fn field(document: &Value, schema: &Value, required: bool) -> Field {
+    let mut bounds = BTreeSet::new();
+    let types = types(document, schema, &mut bounds);
+    Field { types, bounds, required }
+}
+
+/// The names of a schema's types; bounds of its values, and of those within them, go to `bounds`.
+fn types(document: &Value, schema: &Value, bounds: &mut BTreeSet<String>) -> BTreeSet<String> {
+    let mut types = BTreeSet::new();
+    for schema in alternatives(document, schema) {
+        let named = match &schema["type"] {
+            Value::Array(several) => several.iter().filter(|name| *name != "null").collect(),
+            Value::Null => Vec::new(),
+            one => vec![one],
+        };
+        if named.is_empty() {
+            types.insert("any".to_owned());
+        }
+        for name in named {
+            if name == "array" {
+                let items = self::types(document, &schema["items"], bounds);
+                types.extend(items.into_iter().map(|item| format!("list of {item}")));
+            } else {
+                types.insert(name.as_str().expect("a type").to_owned());
+            }
+        }
+        let words = schema["enum"].as_array().into_iter().flatten().filter(|word| !word.is_null());
+        bounds
+            .extend(words.map(|word| format!("`{}`", word.as_str().map_or(word.to_string(), str::to_owned))));
+        bounds.extend(range(&schema["minimum"], &schema["maximum"], ""));
+        bounds.extend(range(&schema["minLength"], &schema["maxLength"], " character"));
+        bounds.extend(range(&schema["minItems"], &schema["maxItems"], " item"));
+        if schema["additionalProperties"].is_object() {
+            self::types(document, &schema["additionalProperties"], bounds);
+        }
+    }
+    types
+}
+
+fn range(least: &Value, most: &Value, unit: &str) -> Option<String> {
+    let plain = |number: &Value| match number.as_f64() {
+        Some(whole) if number.is_f64() && whole.fract() == 0.0 => format!("{whole:.0}"),
+        _ => number.to_string(),
+    };
+    let (words, last) = match (least, most) {
+        (Value::Null, Value::Null) => return None,
+        (least, Value::Null) => (format!("at least {}", plain(least)), least),
+        (Value::Null, most) => (format!("at most {}", plain(most)), most),
+        (least, most) => (format!("{} to {}", plain(least), plain(most)), most),
+    };
+    let plural = if unit.is_empty() || *last == 1 { "" } else { "s" };
+    Some(format!("{words}{unit}{plural}"))
+}
+
+/// The fields of an object, of objects in a list, and of those within them. One that not all alternatives ask for is not
+/// required.
+fn read_fields(document: &Value, schema: &Value, at: &str, fields: &mut BTreeMap<String, Field>) {
+    let alternatives = alternatives(document, schema);
+    let objects: Vec<&Value> = alternatives.iter().filter(|way| way["properties"].is_object()).collect();
+    let names: BTreeSet<&String> = objects
+        .iter()
+        .flat_map(|object| object["properties"].as_object().expect("an object").keys())
+        .collect();
+    for name in names {
+        let of_each: Vec<&Value> = objects
+            .iter()
+            .map(|object| &object["properties"][name])
+            .filter(|found| !found.is_null())
+            .collect();
+        let any = json!({"anyOf": of_each});
+        let asks =
+            |object: &&Value| object["required"].as_array().is_some_and(|names| names.contains(&json!(name)));
+        let path = if at.is_empty() { name.clone() } else { format!("{at}.{name}") };
+        fields.insert(path.clone(), field(document, &any, objects.iter().all(asks)));
+        read_fields(document, &any, &path, fields);
+    }
+    let items: Vec<&Value> =
+        alternatives.iter().map(|way| &way["items"]).filter(|items| items.is_object()).collect();
+    if !items.is_empty() {
+        read_fields(document, &json!({"anyOf": items}), &format!("{at}[]"), fields);
+    }
+}
+
+// --- what the page says ---------------------------------------------------------------------------------
+
+/// A line of a table, and its number.
+struct Line<'a> {
+    number: usize,
+    cells: Vec<&'a str>,
+    /// The paragraph above the table.
+    above: String,
+    /// The heading of the first column.
+    heading: &'a str,
+}
+
+fn lines(page: &str) -> Vec<Line<'_>> {
+    let (mut found, mut above, mut heading) = (Vec::new(), String::new(), None);
+    let mut before = "";
+    for (i, line) in page.lines().enumerate() {
+        let last = std::mem::replace(&mut before, line);
+        let Some(row) = line.strip_prefix('|') else {
+            heading = None;
+            if last.is_empty() && !line.is_empty() {
+                above.clear();
+            }
+            above += line;
+            continue;
+        };
+        let cells: Vec<&str> = row.trim_end_matches('|').split('|').map(str::trim).collect();
+        match heading {
+            None => heading = Some(cells[0]),
+            Some(_) if cells[0].starts_with("---") => {}
+            Some(heading) => found.push(Line { number: i + 1, cells, above: above.clone(), heading }),
+        }
+    }
+    found
+}
+
+/// What stands between backticks.
+fn quoted(text: &str) -> Vec<&str> {
+    text.split('`').skip(1).step_by(2).collect()
+}
+
+fn split(cell: &str, between: &str) -> BTreeSet<String> {
+    cell.split(between).filter(|word| !word.is_empty()).map(str::to_owned).collect()
+}
+
+/// Each complaint has the line that the page should have.
+fn complaints(page: &str, document: &Value) -> Vec<String> {
+    let described = described(document);
+    let (mut complaints, mut routes) = (Vec::new(), BTreeSet::new());
+    let mut fields: BTreeMap<String, BTreeMap<&str, usize>> = BTreeMap::new();
+    for Line { number, cells, above, heading } in lines(page) {
+        let name = quoted(cells[0]).first().copied().unwrap_or_default();
+        match heading {
+            "route" if !described.contains_key(name) => {
+                complaints.push(format!("{PAGE}:{number}: there is no route `{name}`"));
+            }
+            "route" if !routes.insert(name) => {
+                complaints.push(format!("{PAGE}:{number}: `{name}` has a line already"));
+            }
+            "field" => {
+                let of = above.strip_prefix("Fields of ").map(quoted).unwrap_or_default();
+                if of.is_empty() {
+                    complaints
+                        .push(format!("{PAGE}:{number}: no line \"Fields of `POST /…`:\" stands above"));
+                }
+                for route in of {
+                    if let Some(before) = fields.entry(route.to_owned()).or_default().insert(name, number) {
+                        let problem = format!("`{name}` of `{route}` stands in line {before} already");
+                        complaints.push(format!("{PAGE}:{number}: {problem}"));
+                    }
+                    let Some(field) = described.get(route).and_then(|fields| fields.get(name)) else {
+                        complaints.push(format!("{PAGE}:{number}: `{route}` has no field `{name}`"));
+                        continue;
+                    };
+                    let cell = |i: usize| cells.get(i).copied().unwrap_or_default();
+                    let said = Field {
+                        types: split(cell(1), " or "),
+                        bounds: split(cell(2), ", "),
+                        required: cell(3) == REQUIRED,
+                    };
+                    if said != *field {
+                        let line = field.line(name, cell(3), cell(4));
+                        complaints.push(format!("{PAGE}:{number}: for `{route}` expected\n{line}"));
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    for (route, all) in &described {
+        if !routes.contains(route.as_str()) {
+            complaints.push(format!("{PAGE}: the table of routes lacks\n| `{route}` | |"));
+        }
+        let missing = all.iter().filter(|(name, _)| {
+            !fields.get(route.as_str()).is_some_and(|written| written.contains_key(name.as_str()))
+        });
+        let lines: Vec<String> = missing.map(|(name, field)| field.line(name, "", "")).collect();
+        if !lines.is_empty() {
+            complaints.push(format!("{PAGE}: the tables of `{route}` lack\n{}", lines.join("\n")));
+        }
+    }
+    complaints
+}
+
+// --- tests ----------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn the_pages_routes_and_fields_are_those_of_the_document() {
+    let router = app_behind(AccessPolicy::default(), "Hello there").router;
+    let request = Request::get("/openapi.json").body(Body::empty()).expect("a sound request");
+    let (status, _, document) = send_json(&router, request).await;
+    assert_eq!(status, 200);
+    let page = std::fs::read_to_string(root().join(PAGE)).expect(PAGE);
+    let complaints = complaints(&page, &document);
+    assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
+}
+
+#[test]
+fn a_line_that_is_wrong_or_missing_is_told() {
+    let inner = |kind, needs: &[&str]| {
+        json!({"type": "object", "required": needs, "properties": {
+            "kind": {"type": "string", "enum": [kind]}, "text": {"type": ["string", "null"], "maxLength": 1},
+        }})
+    };
+    let document = json!({
+        "components": {"schemas": {"Part": {"oneOf": [inner("b", &["kind", "text"]), inner("a", &["kind"])]}}},
+        "paths": {"/a": {"post": {"requestBody": {"content": {"application/json": {"schema": {"allOf": [
+            {"type": "object", "required": ["n"], "properties": {
+                "n": {"type": "integer", "minimum": -1, "maximum": 2.0},
+                "off": {"anyOf": [{"type": "array", "items": {}, "maxItems": 0}, {"type": "null"}]},
+            }},
+            {"type": "object", "properties": {
+                "parts": {"anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/Part"}},
+                    {"type": "array", "items": inner("c", &[])},
+                    {"type": "null"},
+                ]},
+                "more": {"type": "object", "additionalProperties": {"type": "number", "minimum": 0.5}},
+            }},
+        ]}}}}}}},
+    });
+    let sound = "\
+| route | |
+|---|---|
+| `POST /a` | Does. |
+
+Fields of `POST /a`:
+
+| field | type | bounds | default | meaning |
+|---|---|---|---|---|
+| `n` | integer | -1 to 2 | required | A number. |
+| `parts` | string or list of object | at least 1 item | none | Parts. |
+| `parts[].kind` | string | `b`, `a`, `c` | | |
+| `parts[].text` | string | at most 1 character | | |
+| `off` | list of any or null | at most 0 items | | |
+| `more` | object | at least 0.5 | | |
+";
+    assert_eq!(complaints(sound, &document), [""; 0]);
+
+    let told = |from: &str, to: &str, expected: &str| {
+        let page = sound.replace(from, to);
+        assert_ne!(page, sound, "nothing to replace");
+        let found = complaints(&page, &document);
+        assert!(
+            found.iter().any(|complaint| complaint.contains(expected)),
+            "{expected:?} is not in {found:?}"
+        );
+    };
+    told(
+        "-1 to 2",
+        "0 to 2",
+        "docs/api.md:9: for `POST /a` expected\n| `n` | integer | -1 to 2 | required | A number. |",
+    );
+    told("| required | A", "| 3 | A", "| `n` | integer | -1 to 2 | required | A number. |");
+    told("| integer |", "| number |", "| `n` | integer |");
+    told("| none |", "| required |", "| `parts` | list of object or string | at least 1 item | | Parts. |");
+    told("`b`, `a`", "`b`", "| `parts[].kind` | string | `a`, `b`, `c` | | |");
+    told(
+        "| `more` | object | at least 0.5 | | |\n",
+        "",
+        "the tables of `POST /a` lack\n| `more` | object | at least 0.5 | | |",
+    );
+    told("`more`", "`less`", "docs/api.md:14: `POST /a` has no field `less`");
+    told("| `more`", "| `n`", "`n` of `POST /a` stands in line 9 already");
+    told("Fields of", "The fields of", "docs/api.md:9: no line \"Fields of `POST /…`:\" stands above");
+    told("| `POST /a` |", "| `GET /a` |", "docs/api.md:3: there is no route `GET /a`");
+    told("| `POST /a` |", "| `GET /a` |", "the table of routes lacks\n| `POST /a` | |");
+    told("| Does. |", "| Does. |\n| `POST /a` | |", "docs/api.md:4: `POST /a` has a line already");
+}
