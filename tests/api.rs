@@ -13,16 +13,23 @@ use serde_json::{Value, json};
 use tower::ServiceExt;
 use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
-use unicorn::model::{KvLimits, Limits, SamplingParams};
-use unicorn::session::{SamplingDefaults, Service};
+use unicorn::model::{KvLimits, Limits, SamplingOptions, SamplingParams};
+use unicorn::session::Service;
 use unicorn::text::{ChatTemplate, Tokenizer};
 
 use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
 
 pub const MODEL: &str = "makers/tiny-gemma";
 pub const END_OF_TURN: u32 = 106;
-pub const DEFAULTS: SamplingDefaults =
-    SamplingDefaults { temperature: 0.9, top_k: 64, top_p: 0.95, min_p: 0.0, repetition_penalty: 1.25 };
+pub const DEFAULTS: SamplingOptions = SamplingOptions {
+    temperature: Some(0.9),
+    top_k: Some(64),
+    top_p: Some(0.95),
+    min_p: Some(0.0),
+    repetition_penalty: Some(1.25),
+    presence_penalty: None,
+    frequency_penalty: None,
+};
 pub const OPTIONS: Options = Options {
     max_body_bytes: 64 << 10,
     body_stall: Duration::from_millis(200),
@@ -58,7 +65,7 @@ pub fn app(script: Script) -> App {
     app_with(limits(), OPTIONS, DEFAULTS, script)
 }
 
-pub fn app_with(limits: Limits, options: Options, defaults: SamplingDefaults, script: Script) -> App {
+pub fn app_with(limits: Limits, options: Options, defaults: SamplingOptions, script: Script) -> App {
     let server = Server::new(MODEL, options, AccessPolicy::default());
     loaded(server, limits, defaults, script)
 }
@@ -70,7 +77,7 @@ pub fn app_behind(door: AccessPolicy, text: &str) -> App {
     loaded(Server::new(MODEL, OPTIONS, door), more, DEFAULTS, says(&ids, END_OF_TURN))
 }
 
-pub fn loaded(server: Arc<Server>, limits: Limits, defaults: SamplingDefaults, script: Script) -> App {
+pub fn loaded(server: Arc<Server>, limits: Limits, defaults: SamplingOptions, script: Script) -> App {
     loaded_with_queue(2, server, limits, defaults, script)
 }
 
@@ -78,7 +85,7 @@ fn loaded_with_queue(
     queue: usize,
     server: Arc<Server>,
     limits: Limits,
-    defaults: SamplingDefaults,
+    defaults: SamplingOptions,
     script: Script,
 ) -> App {
     let (runner, control) = FakeRunner::new(limits, script);
@@ -562,7 +569,8 @@ async fn a_temperature_too_small_to_divide_by_is_greedy_also_as_the_models_defau
             record.lock().unwrap().push(params);
             END_OF_TURN
         });
-        let app = app_with(limits(), OPTIONS, SamplingDefaults { temperature: default, ..DEFAULTS }, script);
+        let app =
+            app_with(limits(), OPTIONS, SamplingOptions { temperature: Some(default), ..DEFAULTS }, script);
         assert_eq!(complete(&app, with(chat("Hi"), fields)).await.0, 200);
         assert_eq!(seen.lock().unwrap()[0].temperature, 0.0, "default {default}");
     }
@@ -589,13 +597,12 @@ async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
         assert_eq!(status, 200, "{body}");
     }
     let seen = seen.lock().unwrap();
-    let SamplingDefaults { temperature, top_k, top_p, min_p, repetition_penalty } = DEFAULTS;
     let default = |seed| SamplingParams {
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        repetition_penalty,
+        temperature: 0.9,
+        top_k: 64,
+        top_p: 0.95,
+        min_p: 0.0,
+        repetition_penalty: 1.25,
         seed,
         ..SamplingParams::GREEDY
     };

@@ -7,6 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::sampling::SamplingParams;
 pub use crate::kernels::MAX_LOGPROBS;
 
 /// Biases that one draw takes at most.
@@ -127,45 +128,6 @@ pub struct Batch {
 impl Batch {
     pub fn num_tokens(&self) -> usize {
         self.sequences.iter().map(|s| s.input.len()).sum()
-    }
-}
-
-/// Distribution a token is drawn from. Order: penalties, biases, mask, temperature, min_p, top_k, top_p.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SamplingParams {
-    /// 0 is greedy: the highest logit, ties to the lowest id.
-    pub temperature: f32,
-    /// 0 is off.
-    pub top_k: u32,
-    /// 1 is off.
-    pub top_p: f32,
-    /// Relative to the most likely token's probability; 0 is off.
-    pub min_p: f32,
-    /// Divides the positive logits of ids that prompt or answer have, and multiplies the others of these; above 0, 1 is off.
-    pub repetition_penalty: f32,
-    /// Taken from the logits of ids that the answer has; 0 is off.
-    pub presence_penalty: f32,
-    /// The same for each time that it has them; 0 is off.
-    pub frequency_penalty: f32,
-    /// The draw at a position depends on (seed, position) and the logits, on nothing else.
-    pub seed: u64,
-}
-
-impl SamplingParams {
-    pub const GREEDY: Self = Self {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        seed: 0,
-    };
-
-    /// Whether a draw depends on which ids came before, beside what the logits make of them.
-    pub fn penalizes(&self) -> bool {
-        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 }
 

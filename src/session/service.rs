@@ -8,14 +8,11 @@ use super::error::SessionError;
 use super::grammar::{Failure, GrammarMask};
 use super::request::{GenerateRequest, PromptEnding};
 use crate::engine::{EngineHandle, Request};
-use crate::model::SamplingParams;
+use crate::model::{SamplingOptions, SamplingParams};
 use crate::text::{
     CallReader, ChatTemplate, Constraint, Grammars, MAX_TEXT_BYTES, Message, StopMatcher, TextError,
     Tokenizer, normalize,
 };
-
-/// A temperature below this is greedy, whoever gave it: dividing logits by it would leave the range of f32.
-const MIN_TEMPERATURE: f32 = 1e-5;
 
 /// What requests need of a loaded model.
 pub struct Service {
@@ -23,21 +20,11 @@ pub struct Service {
     tokenizer: Tokenizer,
     template: ChatTemplate,
     grammars: Grammars,
-    defaults: SamplingDefaults,
+    /// Sampling where a request says nothing.
+    defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
     /// Bytes of text that one token stands for at most.
     longest_token_bytes: usize,
-}
-
-/// Sampling where a request says nothing: the checkpoint's generation_config.json. Units as in
-/// [`SamplingParams`].
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SamplingDefaults {
-    pub temperature: f32,
-    pub top_k: u32,
-    pub top_p: f32,
-    pub min_p: f32,
-    pub repetition_penalty: f32,
 }
 
 impl Service {
@@ -46,7 +33,7 @@ impl Service {
         engine: EngineHandle,
         tokenizer: Tokenizer,
         template: ChatTemplate,
-        defaults: SamplingDefaults,
+        defaults: SamplingOptions,
         stop_token_ids: Vec<u32>,
     ) -> Self {
         // An added token may be written longer in the text than it decodes to.
@@ -207,23 +194,17 @@ impl Service {
     }
 
     fn sampling(&self, request: &GenerateRequest) -> SamplingParams {
-        let defaults = &self.defaults;
-        let top_p = request.top_p.unwrap_or(defaults.top_p);
-        let mut top_k = request.top_k.unwrap_or(defaults.top_k);
-        if top_p == 0.0 {
-            top_k = 1; // the smallest set of tokens whose probability is at least 0, and not none
-        }
-        let temperature = request.temperature.unwrap_or(defaults.temperature);
-        SamplingParams {
-            temperature: if temperature < MIN_TEMPERATURE { 0.0 } else { temperature },
-            top_k,
-            top_p,
-            min_p: request.min_p.unwrap_or(defaults.min_p),
-            repetition_penalty: request.repetition_penalty.unwrap_or(defaults.repetition_penalty),
-            presence_penalty: request.presence_penalty.unwrap_or(0.0),
-            frequency_penalty: request.frequency_penalty.unwrap_or(0.0),
-            seed: request.seed.unwrap_or_else(random_u64),
-        }
+        let options = SamplingOptions {
+            temperature: request.temperature,
+            top_k: request.top_k,
+            top_p: request.top_p,
+            min_p: request.min_p,
+            repetition_penalty: request.repetition_penalty,
+            presence_penalty: request.presence_penalty,
+            frequency_penalty: request.frequency_penalty,
+        };
+        let seed = request.seed.unwrap_or_else(random_u64);
+        SamplingParams { seed, ..options.resolve(&self.defaults) }
     }
 }
 

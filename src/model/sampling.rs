@@ -1,0 +1,125 @@
+//! How the next id is drawn: what a request may say of it, and what the device is told.
+//!
+//! A request, a command line and a generation_config.json each fill in [`SamplingOptions`], where an absent option means
+//! that somebody else decides. [`SamplingOptions::resolve`] is the only place where defaults are applied; its
+//! [`SamplingParams`] have no gaps, and nobody changes them afterwards.
+
+/// A temperature below this is greedy, whoever gave it: dividing logits by it would leave the range of f32.
+const MIN_TEMPERATURE: f32 = 1e-5;
+
+/// What somebody says about sampling. Names, units and ranges are those of [`SamplingParams`].
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct SamplingOptions {
+    pub temperature: Option<f32>,
+    pub top_k: Option<u32>,
+    pub top_p: Option<f32>,
+    pub min_p: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    pub presence_penalty: Option<f32>,
+    pub frequency_penalty: Option<f32>,
+}
+
+/// Distribution a token is drawn from. Order: penalties, biases, mask, temperature, min_p, top_k, top_p.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SamplingParams {
+    /// 0 is greedy: the highest logit, ties to the lowest id.
+    pub temperature: f32,
+    /// 0 is off.
+    pub top_k: u32,
+    /// 1 is off.
+    pub top_p: f32,
+    /// Relative to the most likely token's probability; 0 is off.
+    pub min_p: f32,
+    /// Divides the positive logits of ids that prompt or answer have, and multiplies the others of these; above 0, 1 is off.
+    pub repetition_penalty: f32,
+    /// Taken from the logits of ids that the answer has; 0 is off.
+    pub presence_penalty: f32,
+    /// Taken from the logit of an id once for each time that the answer has it; 0 is off.
+    pub frequency_penalty: f32,
+    /// The draw at a position depends on (seed, position) and the logits, on nothing else.
+    pub seed: u64,
+}
+
+impl SamplingOptions {
+    /// The parameters of a request with these options to a model with these defaults. What neither says is off, and a
+    /// temperature that neither says is greedy.
+    pub fn resolve(&self, defaults: &SamplingOptions) -> SamplingParams {
+        let off = SamplingParams::GREEDY;
+        let pick = |asked: Option<f32>, default: Option<f32>, off| asked.or(default).unwrap_or(off);
+        let temperature = pick(self.temperature, defaults.temperature, off.temperature);
+        let top_p = pick(self.top_p, defaults.top_p, off.top_p);
+        let top_k = self.top_k.or(defaults.top_k).unwrap_or(off.top_k);
+        SamplingParams {
+            temperature: if temperature < MIN_TEMPERATURE { 0.0 } else { temperature },
+            // A top_p of 0 leaves the smallest set of tokens that is not empty.
+            top_k: if top_p == 0.0 { 1 } else { top_k },
+            top_p,
+            min_p: pick(self.min_p, defaults.min_p, off.min_p),
+            repetition_penalty: pick(
+                self.repetition_penalty,
+                defaults.repetition_penalty,
+                off.repetition_penalty,
+            ),
+            presence_penalty: pick(self.presence_penalty, defaults.presence_penalty, off.presence_penalty),
+            frequency_penalty: pick(
+                self.frequency_penalty,
+                defaults.frequency_penalty,
+                off.frequency_penalty,
+            ),
+            ..off
+        }
+    }
+}
+
+impl SamplingParams {
+    pub const GREEDY: Self = Self {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        seed: 0,
+    };
+
+    /// Whether a draw depends on which ids came before, beside what the logits make of them.
+    pub fn penalizes(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_request_says_goes_before_the_models_defaults() {
+        let defaults = SamplingOptions {
+            temperature: Some(0.9),
+            top_k: Some(64),
+            repetition_penalty: Some(1.25),
+            ..SamplingOptions::default()
+        };
+        let asked = SamplingOptions { top_k: Some(3), min_p: Some(0.125), ..SamplingOptions::default() };
+        let expected = SamplingParams {
+            temperature: 0.9,
+            top_k: 3,
+            min_p: 0.125,
+            repetition_penalty: 1.25,
+            ..SamplingParams::GREEDY
+        };
+        assert_eq!(asked.resolve(&defaults), expected);
+        let nothing = SamplingOptions::default();
+        assert_eq!(nothing.resolve(&nothing), SamplingParams::GREEDY);
+    }
+
+    #[test]
+    fn what_cannot_be_divided_by_is_greedy_and_no_probability_is_the_likeliest_token() {
+        let tiny = SamplingOptions { temperature: Some(9e-6), ..SamplingOptions::default() };
+        assert_eq!(tiny.resolve(&SamplingOptions::default()).temperature, 0.0);
+        let none = SamplingOptions { top_p: Some(0.0), top_k: Some(64), ..SamplingOptions::default() };
+        let resolved = none.resolve(&SamplingOptions::default());
+        assert_eq!((resolved.top_k, resolved.top_p), (1, 0.0));
+    }
+}
