@@ -194,17 +194,8 @@ impl Service {
     }
 
     fn sampling(&self, request: &GenerateRequest) -> SamplingParams {
-        let options = SamplingOptions {
-            temperature: request.temperature,
-            top_k: request.top_k,
-            top_p: request.top_p,
-            min_p: request.min_p,
-            repetition_penalty: request.repetition_penalty,
-            presence_penalty: request.presence_penalty,
-            frequency_penalty: request.frequency_penalty,
-        };
         let seed = request.seed.unwrap_or_else(random_u64);
-        SamplingParams { seed, ..options.resolve(&self.defaults) }
+        SamplingParams { seed, ..request.sampling.resolve(&self.defaults) }
     }
 }
 

@@ -14,6 +14,7 @@ use crate::api::fields::{
 };
 use crate::api::sharing::cache_salt;
 use crate::api::tools::{add_result, place_of, tool_list};
+use crate::model::SamplingOptions;
 use crate::session::{Call, Conversation, GenerateRequest, PromptEnding, ResponseGrammar, ToolChoice, Tools};
 use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS};
 
@@ -39,9 +40,12 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let stream = fields.bool("stream")?.unwrap_or(false);
     let request = GenerateRequest {
         max_tokens: Some(max_tokens),
-        temperature: fields.number("temperature", TEMPERATURE)?.map(|t| t as f32),
-        top_p: fields.number("top_p", PROBABILITY)?.map(|p| p as f32),
-        top_k: fields.integer("top_k", TOP_K)?.map(|k| k as u32),
+        sampling: SamplingOptions {
+            temperature: fields.number("temperature", TEMPERATURE)?.map(|t| t as f32),
+            top_p: fields.number("top_p", PROBABILITY)?.map(|p| p as f32),
+            top_k: fields.integer("top_k", TOP_K)?.map(|k| k as u32),
+            ..SamplingOptions::default()
+        },
         stop: stops.clone(),
         ..conversation
     };

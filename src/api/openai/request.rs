@@ -21,6 +21,7 @@ use crate::api::fields::{
 use crate::api::openai::conversation::{messages, tools};
 use crate::api::openai::grammar::response_grammar;
 use crate::api::sharing::cache_salt;
+use crate::model::SamplingOptions;
 use crate::session::{GenerateRequest, PromptEnding, Tools};
 use crate::text::Message;
 
@@ -63,13 +64,15 @@ pub(in crate::api) fn options(
     let request = GenerateRequest {
         messages: Vec::new(),
         max_tokens: max_tokens.map(|n| n as usize),
-        temperature: temperature.map(|t| t as f32),
-        top_p: fields.number("top_p", PROBABILITY)?.map(|p| p as f32),
-        top_k: top_k.map(|k| u32::try_from(k).unwrap_or(0)),
-        min_p: fields.number("min_p", PROBABILITY)?.map(|p| p as f32),
-        presence_penalty: fields.number("presence_penalty", PENALTY)?.map(|p| p as f32),
-        frequency_penalty: fields.number("frequency_penalty", PENALTY)?.map(|p| p as f32),
-        repetition_penalty: repetition_penalty(fields)?,
+        sampling: SamplingOptions {
+            temperature: temperature.map(|t| t as f32),
+            top_p: fields.number("top_p", PROBABILITY)?.map(|p| p as f32),
+            top_k: top_k.map(|k| u32::try_from(k).unwrap_or(0)),
+            min_p: fields.number("min_p", PROBABILITY)?.map(|p| p as f32),
+            presence_penalty: fields.number("presence_penalty", PENALTY)?.map(|p| p as f32),
+            frequency_penalty: fields.number("frequency_penalty", PENALTY)?.map(|p| p as f32),
+            repetition_penalty: repetition_penalty(fields)?,
+        },
         logit_bias: logit_bias(fields)?,
         seed: seed(fields)?,
         stop: stop(fields)?,

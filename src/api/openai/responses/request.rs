@@ -15,6 +15,7 @@ use crate::api::openai::conversation::{Shape, openai_tools};
 use crate::api::openai::grammar::json_schema;
 use crate::api::openai::responses::items::{input, read};
 use crate::api::sharing::cache_salt;
+use crate::model::SamplingOptions;
 use crate::session::{Conversation, GenerateRequest, ResponseGrammar, Tool, Tools};
 use crate::text::{GrammarSource, Message};
 
@@ -92,8 +93,11 @@ pub(in crate::api) fn parse(
     let request = GenerateRequest {
         messages,
         max_tokens: max_output_tokens.map(|n| n as usize),
-        temperature: temperature.map(|t| t as f32),
-        top_p: top_p.map(|p| p as f32),
+        sampling: SamplingOptions {
+            temperature: temperature.map(|t| t as f32),
+            top_p: top_p.map(|p| p as f32),
+            ..SamplingOptions::default()
+        },
         logprobs: logprobs.then_some(top_logprobs as usize),
         grammar,
         tools,
