@@ -100,7 +100,7 @@ impl<'a> Driver<'a> {
 pub fn greedy(runner: &mut dyn Runner, prompt: &[u32], count: usize, chunk: usize, stop: &[u32]) -> Vec<u32> {
     let limits = Limits { max_batch_tokens: chunk.min(runner.limits().max_batch_tokens), ..runner.limits() };
     let plain = SchedulerConfig { speculation_tokens: 0, ..SchedulerConfig::default() };
-    let mut sequence = Sequence::new(0, prompt.to_vec(), SamplingParams::GREEDY, count);
-    sequence.stop_token_ids = stop.to_vec();
+    let params = SamplingParams { stop_token_ids: stop.to_vec(), ..SamplingParams::GREEDY };
+    let sequence = Sequence::new(0, prompt.to_vec(), params, count);
     Driver::with(runner, limits, plain).run(vec![sequence]).drawn
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use unicorn::model::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, Input, KvLimits, Limits, Logprobs,
-    Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
+    Runner, RunnerError, Sampled, Sampling, Ticket,
 };
 
 /// A test that waits this long hangs.
@@ -27,13 +27,13 @@ pub const LIMITS: Limits = Limits {
     hidden_size: 3,
 };
 
-/// The id after `tokens`, which are the prompt and what was generated.
-pub type Script = Box<dyn FnMut(&[u32], SamplingParams) -> u32 + Send>;
+/// The id after `tokens`, which are the prompt and what was generated, for one draw.
+pub type Script = Box<dyn FnMut(&[u32], &Draw) -> u32 + Send>;
 
 /// A script that depends on every id before, and on the seed; three times of four it says what it said nine ids before, so
 /// that there is something to guess.
 pub fn mixed(vocab_size: usize) -> Script {
-    Box::new(move |tokens, sampling| mix(tokens, sampling.seed, vocab_size))
+    Box::new(move |tokens, draw| mix(tokens, draw.seed, vocab_size))
 }
 
 fn fold(h: u64, x: u64) -> u64 {
@@ -72,12 +72,13 @@ pub fn says(answer: &[u32], end: u32) -> Script {
     })
 }
 
-/// The first id from `id` on that a draw does not forbid, or next to; that which it forces, if there is one.
-fn allowed(id: u32, draw: &Draw, vocab_size: u32) -> u32 {
-    if let Some((forced, _)) = draw.bias.iter().find(|(_, bias)| *bias >= 1e20) {
+/// The first id from `id` on that a draw behind `tokens` does not forbid, or next to; that which it forces, if there is one.
+fn allowed(id: u32, tokens: &[u32], draw: &Draw, vocab_size: u32) -> u32 {
+    let bias = draw.biases(tokens.len());
+    if let Some((forced, _)) = bias.iter().find(|(_, bias)| *bias >= 1e20) {
         return *forced;
     }
-    let biased = |id| draw.bias.iter().any(|(other, bias)| *other == id && *bias <= -100.0);
+    let biased = |id| bias.iter().any(|(other, bias)| *other == id && *bias <= -100.0);
     let mask = draw.mask.as_ref().map(|mask| mask.words());
     let masked = |id: u32| mask.as_ref().is_some_and(|m| m[id as usize / 32] >> (id % 32) & 1 == 0);
     let mut all = (id..vocab_size).chain(0..id);
@@ -307,7 +308,7 @@ impl Runner for FakeRunner {
                 let slot = batch.sequences[draw.sequence].slot as usize;
                 assert_eq!(self.history[slot][..end], *text, "the history of slot {slot}");
             }
-            let id = allowed((self.script)(text, draw.params), draw, self.limits.vocab_size as u32);
+            let id = allowed((self.script)(text, draw), text, draw, self.limits.vocab_size as u32);
             logprobs.push(draw.logprobs.map(|n| fake_logprobs(id, n)));
             self.sampled[draw.slot as usize] = Some(id);
             ids.push((!self.control.take_not_finite()).then_some(id));
@@ -351,10 +352,10 @@ impl Runner for FakeRunner {
         assert!(!requests.is_empty() && requests.len() <= self.limits.max_sequences, "{requests:?}");
         let mut written = HashSet::new();
         let mut all = Vec::new();
-        for DraftRequest { sequence: s, draws } in requests {
+        for DraftRequest { sequence: s, draw, guesses: wanted } in requests {
             let Input::Ids(known) = &s.input else { panic!("guesses behind an id that is not known") };
-            assert!(known.len() == 1 && !draws.is_empty() && s.history.is_none(), "{s:?}");
-            assert!(s.start + draws.len() < self.limits.max_context, "guesses beyond the context");
+            assert!(known.len() == 1 && *wanted > 0 && s.history.is_none(), "{s:?}");
+            assert!(s.start + wanted < self.limits.max_context, "guesses beyond the context");
             let (mut tokens, mut hash) = self.cache.tokens_before(s);
             assert_eq!(
                 cache.tokens_before(s),
@@ -362,7 +363,7 @@ impl Runner for FakeRunner {
                 "the draft model has read another text"
             );
             let (mut id, mut guesses) = (known[0], Vec::new());
-            for (position, draw) in (s.start..).zip(draws) {
+            for position in s.start..s.start + wanted {
                 assert!(draw.slot == s.slot && draw.mask.is_none() && draw.logprobs.is_none(), "{draw:?}");
                 hash = fold(hash, u64::from(id) + 1);
                 tokens.push(id);
@@ -377,7 +378,7 @@ impl Runner for FakeRunner {
                     assert_eq!(row[..=position], tokens, "the history of slot {}", s.slot);
                 }
                 let vocab_size = self.limits.vocab_size as u32;
-                id = allowed((self.script)(&tokens, draw.params), draw, vocab_size);
+                id = allowed((self.script)(&tokens, draw), &tokens, draw, vocab_size);
                 id = if hash >> 62 < self.wrong { (id + 1) % vocab_size } else { id };
                 guesses.push(id);
             }

@@ -19,7 +19,7 @@ use super::scheduler::SchedulerConfig;
 use super::sequence::{Fork, Sequence};
 use super::shared::{Permit, Shared, Signs, Stats};
 use super::step_loop::{EndGuard, Message, StepLoop, Submitted};
-use crate::model::{Limits, MAX_BIASES, MAX_LOGPROBS, Runner};
+use crate::model::{Limits, MAX_BIASES, MAX_LOGPROBS, Runner, SamplingParams};
 
 #[derive(Debug, Clone, Copy)]
 pub struct EngineConfig {
@@ -94,18 +94,14 @@ impl EngineHandle {
         let (sender, receiver) = events::channel(EVENTS * choices);
         let id = self.shared.next_id.fetch_add(choices as u64, Ordering::Relaxed);
         let prompt_n = request.prompt.len();
-        let mut sequence = Sequence::new(id, request.prompt, request.sampling, max_tokens);
+        // What the model has no row for never comes.
+        let sampling = request.sampling.within(self.shared.limits.vocab_size);
+        let mut sequence = Sequence::new(id, request.prompt, sampling, max_tokens);
+        sequence.seed = request.seed;
         sequence.client = request.client;
         sequence.priority = request.priority;
         sequence.cache_salt = request.cache_salt;
-        // What the model has no row for never comes.
-        let vocab_size = self.shared.limits.vocab_size;
-        sequence.stop_token_ids = request.stop_token_ids;
-        sequence.stop_token_ids.retain(|id| (*id as usize) < vocab_size);
-        sequence.min_tokens = request.min_tokens;
-        sequence.bias = request.bias.into();
         sequence.mask = request.mask.map(SharedMask::new);
-        sequence.logprobs = request.logprobs;
         sequence.prompt_logprobs = request.prompt_logprobs;
         sequence.pooling = request.pooling;
         sequence.forks = (id + 1..).zip(request.more_seeds).map(|(id, seed)| Fork { id, seed }).collect();
@@ -150,16 +146,17 @@ impl EngineHandle {
         if prompt >= context {
             return Err(SubmitError::ContextExceeded { prompt, max_tokens: None, context });
         }
-        let biased = request.bias.iter().map(|(id, _)| id);
+        let SamplingParams { logit_bias, stop_token_ids, logprobs, .. } = &*request.sampling;
+        let biased = logit_bias.iter().map(|(id, _)| id);
         let mut ids = request.prompt.iter().chain(biased).copied();
         if let Some(id) = ids.find(|id| *id as usize >= vocab_size) {
             return Err(SubmitError::TokenOutOfRange { id, vocab_size });
         }
-        let n = request.bias.len() + request.stop_token_ids.len();
+        let n = logit_bias.len() + stop_token_ids.len();
         if n > MAX_BIASES {
             return Err(SubmitError::TooManyBiases { n });
         }
-        let logprobs = request.logprobs.max(request.prompt_logprobs);
+        let logprobs = (*logprobs).max(request.prompt_logprobs);
         if let Some(n) = logprobs.filter(|n| *n > MAX_LOGPROBS) {
             return Err(SubmitError::TooManyLogprobs { n });
         }

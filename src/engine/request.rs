@@ -47,20 +47,15 @@ pub const MAX_QUEUE: usize = 4096;
 #[derive(Debug, Clone)]
 pub struct Request {
     pub prompt: Vec<u32>,
-    pub sampling: SamplingParams,
+    /// How the ids of all its answers are drawn.
+    pub sampling: Arc<SamplingParams>,
+    /// The seed of the first answer.
+    pub seed: u64,
     /// Ids to generate at most; none is what the context leaves after the prompt.
     pub max_tokens: Option<usize>,
-    /// Ids that end the answer and are not part of it.
-    pub stop_token_ids: Vec<u32>,
-    /// Ids to generate before one of those may come.
-    pub min_tokens: usize,
-    /// Added to the logits of these ids, none of them twice.
-    pub bias: Vec<(u32, f32)>,
     /// Which ids may come next; each answer has its own.
     pub mask: Option<Box<dyn TokenMask>>,
-    /// Log probabilities of the ids, and of so many of the most likely ones in their places.
-    pub logprobs: Option<usize>,
-    /// Log probabilities of the prompt's ids but the first. The prompt is computed afresh for them.
+    /// Log probabilities of the prompt's ids but the first, and of so many of the most likely ones in their places. The prompt is computed afresh for them.
     pub prompt_logprobs: Option<usize>,
     /// The mean of the prompt's hidden states is wanted, and no answer: of what is above, the prompt alone counts.
     pub pooling: bool,
@@ -79,13 +74,10 @@ impl Request {
     pub fn new(prompt: Vec<u32>) -> Self {
         Self {
             prompt,
-            sampling: SamplingParams::GREEDY,
+            sampling: Arc::new(SamplingParams::GREEDY),
+            seed: 0,
             max_tokens: None,
-            stop_token_ids: Vec::new(),
-            min_tokens: 0,
-            bias: Vec::new(),
             mask: None,
-            logprobs: None,
             prompt_logprobs: None,
             pooling: false,
             more_seeds: Vec::new(),

@@ -40,7 +40,7 @@ use super::sequence::{End, Sequence, SequenceId};
 use super::speculation::{Drafts, Guesser, Guesses};
 use crate::model::{
     Batch, BatchSequence, BlockPool, DraftRequest, Draw, HistoryCopy, Input, Limits, Logprobs, Pooling,
-    Sampled, Sampling, SamplingParams,
+    Sampled, Sampling,
 };
 
 #[derive(Debug, Clone, Copy)]
@@ -304,7 +304,7 @@ impl Scheduler {
         let mut all = self.waiting.iter_mut().chain(&mut self.running);
         if let Some(sequence) = all.find(|s| s.id == id && !s.forks.is_empty()) {
             let fork = sequence.forks.remove(0);
-            (sequence.id, sequence.sampling.seed) = (fork.id, fork.seed);
+            (sequence.id, sequence.seed) = (fork.id, fork.seed);
             self.free_slots.extend(sequence.fork_slots.pop());
         } else if let Some(index) = self.waiting.iter().position(|s| s.id == id) {
             let sequence = self.waiting.remove(index);
@@ -366,9 +366,9 @@ impl Scheduler {
             let grown = self.blocks.grow(&mut sequence.table, tokens + wanted);
             assert!(grown.is_ok(), "there was room");
             let input = Input::Ids(sequence.tokens[start..].to_vec());
-            let draws = (0..wanted).map(|ahead| Draw { logprobs: None, ..sequence.draw(0, 0, ahead) });
-            let draws = draws.collect();
-            let request = DraftRequest { sequence: share_of(sequence, start, input, None), draws };
+            let draw = Draw { logprobs: None, ..sequence.draw(0, 0) };
+            let own = share_of(sequence, start, input, None);
+            let request = DraftRequest { sequence: own, draw, guesses: wanted };
             wishes.push((sequence.id, request));
         }
         wishes
@@ -532,7 +532,7 @@ impl Scheduler {
             draft.step.sampling.pooling.push(Pooling { sequence: batch_index, last });
         } else if len == pending {
             draw = Some(draft.step.sampling.draws.len());
-            let draws = (0..=drafts.len()).map(|ahead| sequence.draw(batch_index, len - 1 + ahead, ahead));
+            let draws = (0..=drafts.len()).map(|ahead| sequence.draw(batch_index, len - 1 + ahead));
             draft.step.sampling.draws.extend(draws);
             sequence.drawn += 1;
         }
@@ -587,7 +587,7 @@ impl Scheduler {
             return None;
         }
         // What stops the answer is drawn behind the others, and nothing follows it.
-        let end = drafts.iter().position(|id| sequence.stop_token_ids.contains(id));
+        let end = drafts.iter().position(|id| sequence.sampling.stop_token_ids.contains(id));
         drafts.truncate(end.unwrap_or(most));
         Some((drafts, guesser))
     }
@@ -601,18 +601,15 @@ impl Scheduler {
             let mut child = Sequence::new(
                 fork.id,
                 parent.tokens.clone(),
-                SamplingParams { seed: fork.seed, ..parent.sampling },
+                Arc::clone(&parent.sampling),
                 parent.max_tokens,
             );
+            child.seed = fork.seed;
             child.client = parent.client;
             child.priority = parent.priority;
             child.cache_salt = parent.cache_salt.clone();
             child.raised = parent.raised;
-            child.stop_token_ids.clone_from(&parent.stop_token_ids);
-            child.min_tokens = parent.min_tokens;
-            child.bias = Arc::clone(&parent.bias);
             child.mask.clone_from(&parent.mask);
-            child.logprobs = parent.logprobs;
             child.arrival = parent.arrival;
             child.slot = Some(slot);
             child.table = self.blocks.fork(&parent.table);
@@ -625,7 +622,7 @@ impl Scheduler {
             child.cached = parent.cached;
             child.since = self.now;
             let draw = draft.step.sampling.draws.len();
-            draft.step.sampling.draws.push(child.draw(batch_index, token, 0));
+            draft.step.sampling.draws.push(child.draw(batch_index, token));
             child.drawn = 1;
             draft.draws -= 1;
             let (id, end) = (child.id, child.submitted);

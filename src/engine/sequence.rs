@@ -43,17 +43,12 @@ pub struct Sequence {
     /// The prompt, and the ids of the answer that are known.
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
-    pub sampling: SamplingParams,
+    /// How its ids are drawn; forks share it.
+    pub sampling: Arc<SamplingParams>,
+    pub seed: u64,
     pub max_tokens: usize,
-    pub stop_token_ids: Vec<u32>,
-    /// Ids before which no stop id is drawn.
-    pub min_tokens: usize,
-    /// As [`Draw::bias`]; there must be room for the stop ids as well, where `min_tokens` forbids them.
-    pub bias: Arc<[(u32, f32)]>,
     pub mask: Option<SharedMask>,
-    /// As [`Draw::logprobs`].
-    pub logprobs: Option<usize>,
-    /// The same for the ids of the prompt but the first; forks leave them to their parent.
+    /// As [`SamplingParams::logprobs`], for the ids of the prompt but the first; forks leave them to their parent.
     pub prompt_logprobs: Option<usize>,
     /// The prompt's hidden states are wanted, added up, and nothing that would follow it. The prefix cache neither has them nor
     /// gets anything of it: what is embedded once is no beginning of a chat.
@@ -98,8 +93,14 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    /// An answer of at most `max_tokens` ids to `prompt`, of interactive priority, for client 0, without a salt, in one version.
-    pub fn new(id: SequenceId, prompt: Vec<u32>, sampling: SamplingParams, max_tokens: usize) -> Self {
+    /// An answer of at most `max_tokens` ids to `prompt`: of interactive priority, for client 0, with seed 0, without a
+    /// salt, and in one version.
+    pub fn new(
+        id: SequenceId,
+        prompt: Vec<u32>,
+        sampling: impl Into<Arc<SamplingParams>>,
+        max_tokens: usize,
+    ) -> Self {
         Self {
             id,
             begun_as: id,
@@ -108,13 +109,10 @@ impl Sequence {
             cache_salt: CacheSalt::default(),
             prompt_len: prompt.len(),
             tokens: prompt,
-            sampling,
+            sampling: sampling.into(),
+            seed: 0,
             max_tokens,
-            stop_token_ids: Vec::new(),
-            min_tokens: 0,
-            bias: Arc::default(),
             mask: None,
-            logprobs: None,
             prompt_logprobs: None,
             pooling: false,
             forks: Vec::new(),
@@ -195,7 +193,7 @@ impl Sequence {
     pub(super) fn take(&mut self, drawn: Option<u32>) -> (Option<u32>, Option<End>) {
         let Some(id) = drawn else { return (None, Some(End::NotFinite)) };
         self.tokens.push(id);
-        if self.stop_token_ids.contains(&id) {
+        if self.sampling.stop_token_ids.contains(&id) {
             return (None, Some(End::Stopped(id)));
         }
         let answer = &self.tokens[self.prompt_len..];
@@ -244,13 +242,14 @@ impl Sequence {
     pub(super) fn score(&self, sequence: usize, token: usize, position: usize) -> Draw {
         /// More than any logit.
         const FORCED: f32 = 1e30;
+        let logit_bias = vec![(self.tokens[position], FORCED)];
         Draw {
             sequence,
             token,
             slot: self.slot.expect("a running sequence has a slot"),
-            params: SamplingParams::GREEDY,
+            params: Arc::new(SamplingParams { logit_bias, ..SamplingParams::GREEDY }),
+            seed: 0,
             prompt_len: self.prompt_len,
-            bias: [(self.tokens[position], FORCED)].into(),
             mask: None,
             logprobs: self.prompt_logprobs,
         }
@@ -293,24 +292,18 @@ impl Sequence {
         }
     }
 
-    /// The draw of the next id but `ahead`, which are guessed, behind a token of the `sequence`-th of a batch.
-    pub(super) fn draw(&mut self, sequence: usize, token: usize, ahead: usize) -> Draw {
+    /// The draw of an id of the answer, behind a token of the `sequence`-th of a batch.
+    pub(super) fn draw(&self, sequence: usize, token: usize) -> Draw {
         let answer = &self.tokens[self.prompt_len..];
-        let mut bias = Arc::clone(&self.bias);
-        if answer.len() + self.drawn + ahead < self.min_tokens {
-            let others = bias.iter().copied().filter(|(id, _)| !self.stop_token_ids.contains(id));
-            let stops = self.stop_token_ids.iter().map(|id| (*id, f32::NEG_INFINITY));
-            bias = others.chain(stops).collect();
-        }
         Draw {
             sequence,
             token,
             slot: self.slot.expect("a running sequence has a slot"),
-            params: self.sampling,
+            params: Arc::clone(&self.sampling),
+            seed: self.seed,
             prompt_len: self.prompt_len,
-            bias,
             mask: self.mask.as_ref().map(|mask| mask.behind(answer)),
-            logprobs: self.logprobs,
+            logprobs: self.sampling.logprobs,
         }
     }
 }

@@ -99,6 +99,7 @@ impl Trial {
         };
         let mut tables: Vec<BlockTable> =
             (0..sequences).map(|_| table_at(&mut blocks, depth, limits.max_batch_tokens)).collect();
+        let params = Arc::new(SamplingParams::GREEDY);
         let mut submit = |runner: &mut dyn Runner, step: &TrialStep, known: bool| {
             let shares = step.shares.iter().zip(&mut tables).enumerate();
             let sequences = shares.map(|(slot, (&(start, tokens), table))| {
@@ -111,7 +112,7 @@ impl Trial {
             });
             let batch = Batch { sequences: sequences.collect(), ..Batch::default() };
             let draws = if step.draws { step.shares.len() } else { 0 };
-            let draws = (0..draws).map(|i| draw(i, step.shares[i])).collect();
+            let draws = (0..draws).map(|i| draw(&params, i, step.shares[i])).collect();
             runner.submit(&batch, &Sampling { draws, ..Sampling::default() })
         };
         let is_prefill = matches!(self, Trial::Prefill { .. });
@@ -163,14 +164,14 @@ fn share(table: &BlockTable, slot: u32, start: usize, input: Input) -> BatchSequ
     }
 }
 
-fn draw(sequence: usize, (start, tokens): (usize, usize)) -> Draw {
+fn draw(params: &Arc<SamplingParams>, sequence: usize, (start, tokens): (usize, usize)) -> Draw {
     Draw {
         sequence,
         token: tokens - 1,
         slot: sequence as u32,
-        params: SamplingParams::GREEDY,
+        params: Arc::clone(params),
+        seed: 0,
         prompt_len: start + tokens,
-        bias: Arc::default(),
         mask: None,
         logprobs: None,
     }

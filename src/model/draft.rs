@@ -102,12 +102,12 @@ impl Drafted {
     fn link(&self, requests: &[DraftRequest], ahead: usize) -> (Batch, Sampling, Vec<usize>) {
         let (mut batch, mut sampling, mut whose) = (Batch::default(), Sampling::default(), Vec::new());
         let rows = self.draft.limits().vocab_size;
-        for (i, DraftRequest { sequence, draws }) in requests.iter().enumerate() {
-            let Some(draw) = draws.get(ahead) else { continue };
-            let mut draw = Draw { sequence: whose.len(), token: 0, ..draw.clone() };
-            if draw.bias.iter().any(|(id, _)| *id as usize >= rows) {
-                draw.bias = draw.bias.iter().copied().filter(|(id, _)| (*id as usize) < rows).collect();
+        for (i, DraftRequest { sequence, draw, guesses }) in requests.iter().enumerate() {
+            if ahead >= *guesses {
+                continue;
             }
+            let params = Arc::clone(&draw.params).within(rows);
+            let draw = Draw { sequence: whose.len(), token: 0, params, ..draw.clone() };
             let mut sequence = BatchSequence { start: sequence.start + ahead, ..sequence.clone() };
             if ahead > 0 {
                 sequence.input = Input::LastSampled;
@@ -154,7 +154,7 @@ impl Runner for Drafted {
             whose.into_iter().zip(sampled.ids).for_each(|(i, id)| guesses[i].push(id));
             Ok::<_, RunnerError>(())
         };
-        let longest = requests.iter().map(|request| request.draws.len()).max().unwrap_or(0);
+        let longest = requests.iter().map(|request| request.guesses).max().unwrap_or(0);
         for ahead in 0..longest {
             let (batch, sampling, whose) = self.link(requests, ahead);
             if under_way.len() == self.draft.limits().max_in_flight {

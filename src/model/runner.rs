@@ -4,6 +4,7 @@
 //! step there, so that the engine can prepare and submit a step before it has seen the last one's ids.
 //! Implementations: [`crate::model::gemma3::Gemma3`], and the scripted fake of the engine's tests.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
@@ -140,16 +141,23 @@ pub struct Draw {
     pub token: usize,
     /// Slot that the id goes to: the sequence's own, or that of one which is forked from it.
     pub slot: u32,
-    pub params: SamplingParams,
+    /// At most [`MAX_BIASES`] of [`SamplingParams::biases`].
+    pub params: Arc<SamplingParams>,
+    /// The draw at a position depends on (seed, position) and the logits, on nothing else.
+    pub seed: u64,
     /// Tokens of the sequence that are its prompt; those behind them are its answer.
     pub prompt_len: usize,
-    /// Added to the logits of these ids, none of them twice; negative infinity forbids one. At most [`MAX_BIASES`].
-    pub bias: Arc<[(u32, f32)]>,
     /// Which ids may come; none: all may.
     pub mask: Option<Mask>,
-    /// How many of the most likely ids come back with the one drawn, and the log probabilities of all; at most
-    /// [`MAX_LOGPROBS`].
+    /// As [`SamplingParams::logprobs`], where somebody is told of the id; at most [`MAX_LOGPROBS`].
     pub logprobs: Option<usize>,
+}
+
+impl Draw {
+    /// What is added to logits for an id behind `tokens` of the sequence.
+    pub fn biases(&self, tokens: usize) -> Cow<'_, [(u32, f32)]> {
+        self.params.biases(tokens.saturating_sub(self.prompt_len))
+    }
 }
 
 /// Which ids may come, made when it is asked for: a runner does that once, when the layers of the step are under way, so
@@ -198,9 +206,11 @@ pub struct Sampling {
 pub struct DraftRequest {
     /// Its one token that is known and not computed, and blocks for a token in front of each guess.
     pub sequence: BatchSequence,
-    /// What is to be drawn one behind the other, as a step would draw it behind the ids before; never empty. Neither masks
-    /// nor log probabilities are asked for.
-    pub draws: Vec<Draw>,
+    /// How each guess is drawn, as a step would draw it behind the ids before. Neither a mask nor log probabilities are
+    /// asked for.
+    pub draw: Draw,
+    /// Ids to draw, one behind the other; at least one.
+    pub guesses: usize,
 }
 
 /// A submitted step; wait for tickets in the order in which they were given.
@@ -259,7 +269,7 @@ pub trait Runner: Send {
         false
     }
 
-    /// What that model draws for each of several sequences, at most `max_sequences`: as many ids as draws, fewer where its
+    /// What that model draws for each of several sequences, at most `max_sequences`: as many ids as wanted, fewer where its
     /// logits were no finite numbers. Blocks until it has; bounded in time. Nothing may be in flight. What was last sampled
     /// for the slots is lost: their next input is known ids.
     fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {

@@ -2,7 +2,10 @@
 //!
 //! A request, a command line and a generation_config.json each fill in [`SamplingOptions`], where an absent option means
 //! that somebody else decides. [`SamplingOptions::resolve`] is the only place where defaults are applied; its
-//! [`SamplingParams`] have no gaps, and nobody changes them afterwards.
+//! [`SamplingParams`] have no gaps, and travel unchanged, as one shared value, from there to the device.
+
+use std::borrow::Cow;
+use std::sync::Arc;
 
 /// A temperature below this is greedy, whoever gave it: dividing logits by it would leave the range of f32.
 const MIN_TEMPERATURE: f32 = 1e-5;
@@ -19,8 +22,9 @@ pub struct SamplingOptions {
     pub frequency_penalty: Option<f32>,
 }
 
-/// Distribution a token is drawn from. Order: penalties, biases, mask, temperature, min_p, top_k, top_p.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// How the ids of an answer are drawn. All answers of one request share one value, and differ by their seeds. Order:
+/// penalties, biases, mask, temperature, min_p, top_k, top_p.
+#[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams {
     /// 0 is greedy: the highest logit, ties to the lowest id.
     pub temperature: f32,
@@ -36,8 +40,14 @@ pub struct SamplingParams {
     pub presence_penalty: f32,
     /// Taken from the logit of an id once for each time that the answer has it; 0 is off.
     pub frequency_penalty: f32,
-    /// The draw at a position depends on (seed, position) and the logits, on nothing else.
-    pub seed: u64,
+    /// Added to the logits of these ids, none of them twice; negative infinity forbids one.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// How many of the most likely ids come back with each id drawn, and the log probabilities of all.
+    pub logprobs: Option<usize>,
+    /// Ids that end the answer and are not part of it.
+    pub stop_token_ids: Vec<u32>,
+    /// Ids to draw before one of those may come.
+    pub min_tokens: usize,
 }
 
 impl SamplingOptions {
@@ -80,12 +90,38 @@ impl SamplingParams {
         repetition_penalty: 1.0,
         presence_penalty: 0.0,
         frequency_penalty: 0.0,
-        seed: 0,
+        logit_bias: Vec::new(),
+        logprobs: None,
+        stop_token_ids: Vec::new(),
+        min_tokens: 0,
     };
 
     /// Whether a draw depends on which ids came before, beside what the logits make of them.
     pub fn penalizes(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
+    /// What is added to logits for an id that follows so many of an answer: `logit_bias`, and minus infinity for the stop
+    /// ids where it is too early for them.
+    pub fn biases(&self, generated: usize) -> Cow<'_, [(u32, f32)]> {
+        if generated >= self.min_tokens {
+            return Cow::Borrowed(&self.logit_bias);
+        }
+        let others = self.logit_bias.iter().copied().filter(|(id, _)| !self.stop_token_ids.contains(id));
+        let stops = self.stop_token_ids.iter().map(|id| (*id, f32::NEG_INFINITY));
+        others.chain(stops).collect()
+    }
+
+    /// The parameters for a model that has rows for the ids `0..vocab_size` alone: what names another id has no effect.
+    pub fn within(self: Arc<Self>, vocab_size: usize) -> Arc<Self> {
+        let has = |id: &u32| (*id as usize) < vocab_size;
+        if self.stop_token_ids.iter().all(has) && self.logit_bias.iter().all(|(id, _)| has(id)) {
+            return self;
+        }
+        let mut params = Arc::unwrap_or_clone(self);
+        params.stop_token_ids.retain(has);
+        params.logit_bias.retain(|(id, _)| has(id));
+        Arc::new(params)
     }
 }
 
@@ -121,5 +157,21 @@ mod tests {
         let none = SamplingOptions { top_p: Some(0.0), top_k: Some(64), ..SamplingOptions::default() };
         let resolved = none.resolve(&SamplingOptions::default());
         assert_eq!((resolved.top_k, resolved.top_p), (1, 0.0));
+    }
+
+    #[test]
+    fn stop_ids_are_forbidden_until_they_may_come_and_have_no_other_bias_then() {
+        let logit_bias = vec![(7, 2.0), (8, -1.0)];
+        let params = SamplingParams {
+            logit_bias,
+            stop_token_ids: vec![8, 9],
+            min_tokens: 3,
+            ..SamplingParams::GREEDY
+        };
+        let forbidden = f32::NEG_INFINITY;
+        assert_eq!(params.biases(2), [(7, 2.0), (8, forbidden), (9, forbidden)].as_slice());
+        assert_eq!(params.biases(3), [(7, 2.0), (8, -1.0)].as_slice());
+        let fewer = Arc::new(params).within(8);
+        assert_eq!((&fewer.logit_bias[..], &fewer.stop_token_ids[..]), (&[(7, 2.0)][..], &[][..]));
     }
 }

@@ -191,9 +191,10 @@ struct Recorded {
 impl Wanted {
     /// Adds the request for one id, with its biases and its mask; panics where a draw breaks its bounds.
     pub fn draw(&mut self, limits: &Limits, draw: &Draw, sequence: &BatchSequence) {
-        let (p, position) = (draw.params, (sequence.start + draw.token + 1) as u32);
-        assert!(draw.bias.len() <= MAX_BIASES, "{} biases", draw.bias.len());
-        assert!(draw.bias.iter().all(|(id, _)| (*id as usize) < limits.vocab_size), "bias of an id");
+        let (p, position) = (&draw.params, sequence.start + draw.token + 1);
+        let (bias, position) = (draw.biases(position), position as u32);
+        assert!(bias.len() <= MAX_BIASES, "{} biases", bias.len());
+        assert!(bias.iter().all(|(id, _)| (*id as usize) < limits.vocab_size), "bias of an id");
         assert!(draw.logprobs.is_none_or(|n| n <= MAX_LOGPROBS), "{:?} log probabilities", draw.logprobs);
         self.masks.extend(draw.mask.clone());
         let mask = if draw.mask.is_some() { self.masks.len() } else { 0 };
@@ -202,8 +203,8 @@ impl Wanted {
             top_k: p.top_k,
             top_p: p.top_p,
             min_p: p.min_p,
-            seed_low: p.seed as u32,
-            seed_high: (p.seed >> 32) as u32,
+            seed_low: draw.seed as u32,
+            seed_high: (draw.seed >> 32) as u32,
             position,
             slot: draw.slot,
             repetition_penalty: p.repetition_penalty,
@@ -214,11 +215,11 @@ impl Wanted {
             history_len: if p.penalizes() { position } else { 0 },
             prompt_len: draw.prompt_len as u32,
             first_bias: self.bias.len() as u32,
-            biases: draw.bias.len() as u32,
+            biases: bias.len() as u32,
             mask: mask as u32,
             logprobs: draw.logprobs.map_or(0, |n| n as u32 + 1),
         });
-        self.bias.extend(draw.bias.iter().map(|&(id, bias)| Bias { id, bias }));
+        self.bias.extend(bias.iter().map(|&(id, bias)| Bias { id, bias }));
     }
 }
 

@@ -89,16 +89,19 @@ impl Service {
             return Err(SessionError::invalid(format!("logit_bias.{id}"), problem).into());
         }
         let constraint = self.constraint(request)?;
-        let sampling = self.sampling(request);
-        let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
-        let mut engine = Request {
-            sampling,
-            max_tokens: request.max_tokens,
+        let mut sampling = SamplingParams {
+            logit_bias: request.logit_bias.clone(),
+            logprobs: request.logprobs,
             stop_token_ids: if request.ignore_eos { Vec::new() } else { self.stop_token_ids.clone() },
             min_tokens: request.min_tokens.unwrap_or(0),
-            bias: request.logit_bias.clone(),
-            logprobs: request.logprobs,
-            more_seeds: (1..=more).map(|i| sampling.seed.wrapping_add(i)).collect(),
+            ..request.sampling.resolve(&self.defaults)
+        };
+        let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
+        let seed = request.seed.unwrap_or_else(random_u64);
+        let mut engine = Request {
+            seed,
+            max_tokens: request.max_tokens,
+            more_seeds: (1..=more).map(|i| seed.wrapping_add(i)).collect(),
             ..Request::new(prompt()?)
         };
         let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops);
@@ -109,13 +112,14 @@ impl Service {
         if let Some(constraint) = constraint {
             // A grammar that has come to its end lets nothing follow but the ids that end the answer: they cannot be kept
             // away from it, so it is the mask that keeps them away until then.
-            let least = if request.ignore_eos { usize::MAX } else { engine.min_tokens };
-            engine.min_tokens = 0;
-            engine.stop_token_ids.clone_from(&self.stop_token_ids);
+            let least = if request.ignore_eos { usize::MAX } else { sampling.min_tokens };
+            sampling.min_tokens = 0;
+            sampling.stop_token_ids.clone_from(&self.stop_token_ids);
             let failure = Failure::default();
             answer = answer.with_failure(Arc::clone(&failure));
             engine.mask = Some(Box::new(GrammarMask::new(constraint, least, failure)));
         }
+        engine.sampling = Arc::new(sampling);
         Ok((engine, answer))
     }
 
@@ -191,11 +195,6 @@ impl Service {
         SessionError::Context(format!(
             "the prompt is too long: {bytes} bytes, {size}, and this model's maximum context length is {context} tokens"
         ))
-    }
-
-    fn sampling(&self, request: &GenerateRequest) -> SamplingParams {
-        let seed = request.seed.unwrap_or_else(random_u64);
-        SamplingParams { seed, ..request.sampling.resolve(&self.defaults) }
     }
 }
 
