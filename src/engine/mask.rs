@@ -4,7 +4,10 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::model::Mask;
+use rayon::prelude::*;
+
+use super::scheduler::Step;
+use crate::model::{Runner, RunnerError, Ticket};
 
 /// Says which ids may come next in one answer, as a grammar has it.
 ///
@@ -58,11 +61,34 @@ impl SharedMask {
         self.0.lock().expect("a grammar does not panic").take_time()
     }
 
-    /// What may follow `answer`.
-    pub(super) fn behind(&self, answer: &[u32]) -> Mask {
-        let (mask, answer) = (Arc::clone(&self.0), answer.to_vec());
-        Mask::new(move || mask.lock().expect("a grammar does not panic").mask(&answer))
+    /// The mask of what may follow `answer`, to be made later.
+    pub(super) fn behind(&self, answer: &[u32]) -> PendingMask {
+        PendingMask { mask: Arc::clone(&self.0), answer: answer.to_vec() }
     }
+}
+
+/// The mask of one draw of a step, which is made when the step's layers are under way.
+#[derive(Debug)]
+pub(super) struct PendingMask {
+    mask: Arc<Mutex<Box<dyn TokenMask>>>,
+    answer: Vec<u32>,
+}
+
+impl PendingMask {
+    fn words(&self) -> Arc<[u32]> {
+        self.mask.lock().expect("a grammar does not panic").mask(&self.answer)
+    }
+}
+
+/// Hands a step to the runner, and pushes the masks of its draws: these are made while the device computes the layers.
+pub fn submit(runner: &mut dyn Runner, step: &Step) -> Result<Ticket, RunnerError> {
+    let ticket = runner.submit(&step.batch, &step.sampling)?;
+    if !step.masks.is_empty() {
+        // In parallel, for each is some grammar's work.
+        let words: Vec<_> = step.masks.par_iter().map(PendingMask::words).collect();
+        runner.masks(&ticket, &words)?;
+    }
+    Ok(ticket)
 }
 
 /// A clone is the mask of another answer.

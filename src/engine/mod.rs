@@ -38,7 +38,7 @@ pub use answer::{Event, FinishReason, Timings};
 pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use error::{EngineError, SubmitError};
 pub use handle::{Engine, EngineConfig, EngineHandle, TokenStream};
-pub use mask::{SharedMask, TokenMask};
+pub use mask::{SharedMask, TokenMask, submit};
 pub use pace::{Load, Pace};
 pub use request::{CacheSalt, ClientId, EVENTS, MAX_QUEUE, Priority, Request};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};

@@ -34,6 +34,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::block_manager::{BlockManager, BlockTable, PoolUse};
+use super::mask::PendingMask;
 use super::pace::{CAREFUL_TOKENS, Load, Pace};
 use super::request::{ClientId, Priority};
 use super::sequence::{End, Sequence, SequenceId};
@@ -75,6 +76,8 @@ impl Default for SchedulerConfig {
 pub struct Step {
     pub batch: Batch,
     pub sampling: Sampling,
+    /// Those of the masked draws, in their order.
+    pub(super) masks: Vec<PendingMask>,
     pub load: Load,
     /// Whose tokens, and what comes of them.
     pub shares: Vec<Share>,
@@ -534,6 +537,7 @@ impl Scheduler {
             draw = Some(draft.step.sampling.draws.len());
             let draws = (0..=drafts.len()).map(|ahead| sequence.draw(batch_index, len - 1 + ahead));
             draft.step.sampling.draws.extend(draws);
+            draft.step.masks.extend(sequence.pending_mask());
             sequence.drawn += 1;
         }
         draft.prefills |= pending > 1;
@@ -623,6 +627,7 @@ impl Scheduler {
             child.since = self.now;
             let draw = draft.step.sampling.draws.len();
             draft.step.sampling.draws.push(child.draw(batch_index, token));
+            draft.step.masks.extend(child.pending_mask());
             child.drawn = 1;
             draft.draws -= 1;
             let (id, end) = (child.id, child.submitted);

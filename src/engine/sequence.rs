@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::block_manager::BlockTable;
-use super::mask::SharedMask;
+use super::mask::{PendingMask, SharedMask};
 use super::request::{CacheSalt, ClientId, Priority};
 use super::speculation::{Adaptive, Drafts, Guesser, Lookup};
 use crate::model::{Draw, Logprobs, SamplingParams};
@@ -250,7 +250,7 @@ impl Sequence {
             params: Arc::new(SamplingParams { logit_bias, ..SamplingParams::GREEDY }),
             seed: 0,
             prompt_len: self.prompt_len,
-            mask: None,
+            masked: false,
             logprobs: self.prompt_logprobs,
         }
     }
@@ -292,9 +292,13 @@ impl Sequence {
         }
     }
 
+    /// The mask of the next id, where it has one.
+    pub(super) fn pending_mask(&self) -> Option<PendingMask> {
+        self.mask.as_ref().map(|mask| mask.behind(&self.tokens[self.prompt_len..]))
+    }
+
     /// The draw of an id of the answer, behind a token of the `sequence`-th of a batch.
     pub(super) fn draw(&self, sequence: usize, token: usize) -> Draw {
-        let answer = &self.tokens[self.prompt_len..];
         Draw {
             sequence,
             token,
@@ -302,7 +306,7 @@ impl Sequence {
             params: Arc::clone(&self.sampling),
             seed: self.seed,
             prompt_len: self.prompt_len,
-            mask: self.mask.as_ref().map(|mask| mask.behind(answer)),
+            masked: self.mask.is_some(),
             logprobs: self.sampling.logprobs,
         }
     }

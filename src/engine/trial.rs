@@ -172,7 +172,7 @@ fn draw(params: &Arc<SamplingParams>, sequence: usize, (start, tokens): (usize, 
         params: Arc::clone(params),
         seed: 0,
         prompt_len: start + tokens,
-        mask: None,
+        masked: false,
         logprobs: None,
     }
 }

@@ -131,6 +131,10 @@ impl Runner for Drafted {
         self.model.submit(batch, sampling)
     }
 
+    fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError> {
+        self.model.masks(ticket, words)
+    }
+
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError> {
         self.draft.wait(self.mirrored.pop_front().expect("a step in flight"))?;
         self.model.wait(ticket)

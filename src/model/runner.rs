@@ -1,11 +1,11 @@
 //! The seam between the engine (which owns sequences and blocks) and the model (which owns the device).
 //!
-//! The engine speaks in plain arrays; sampling happens on the device, and a sampled id feeds the next
-//! step there, so that the engine can prepare and submit a step before it has seen the last one's ids.
+//! The engine speaks in plain arrays: a batch holds no callback, and masks, which take a while to make, are pushed behind
+//! it. Sampling happens on the device, and a sampled id feeds the next step there, so that the engine can prepare and submit
+//! a step before it has seen the last one's ids.
 //! Implementations: [`crate::model::gemma3::Gemma3`], and the scripted fake of the engine's tests.
 
 use std::borrow::Cow;
-use std::fmt;
 use std::sync::Arc;
 
 use super::sampling::SamplingParams;
@@ -147,8 +147,8 @@ pub struct Draw {
     pub seed: u64,
     /// Tokens of the sequence that are its prompt; those behind them are its answer.
     pub prompt_len: usize,
-    /// Which ids may come; none: all may.
-    pub mask: Option<Mask>,
+    /// Whether a mask says which ids may come ([`Runner::masks`]); else all may.
+    pub masked: bool,
     /// As [`SamplingParams::logprobs`], where somebody is told of the id; at most [`MAX_LOGPROBS`].
     pub logprobs: Option<usize>,
 }
@@ -157,28 +157,6 @@ impl Draw {
     /// What is added to logits for an id behind `tokens` of the sequence.
     pub fn biases(&self, tokens: usize) -> Cow<'_, [(u32, f32)]> {
         self.params.biases(tokens.saturating_sub(self.prompt_len))
-    }
-}
-
-/// Which ids may come, made when it is asked for: a runner does that once, when the layers of the step are under way, so
-/// that the device does not wait for a grammar.
-#[derive(Clone)]
-pub struct Mask(Arc<dyn Fn() -> Arc<[u32]> + Send + Sync>);
-
-impl Mask {
-    pub fn new(make: impl Fn() -> Arc<[u32]> + Send + Sync + 'static) -> Self {
-        Self(Arc::new(make))
-    }
-
-    /// Bit `id % 32` of word `id / 32` is set where an id may come, for the whole vocabulary.
-    pub fn words(&self) -> Arc<[u32]> {
-        (self.0)()
-    }
-}
-
-impl fmt::Debug for Mask {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Mask")
     }
 }
 
@@ -260,6 +238,11 @@ pub trait Runner: Send {
     /// Hands one step to the device and returns at once. A batch that breaks [`Limits`] is a bug of the
     /// caller and panics.
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError>;
+
+    /// Gives the step that was submitted last the masks of its masked draws, in their order. A step with such draws gets
+    /// them once, before anything else is submitted or waited for; its layers are under way meanwhile. Bit `id % 32` of word
+    /// `id / 32` is set where an id may come, for the whole vocabulary.
+    fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError>;
 
     /// Blocks until the step is done; bounded in time.
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError>;
