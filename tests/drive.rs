@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use unicorn::engine::{self, Drafts, End, Guesses, Pace, Scheduler, SchedulerConfig, Sequence};
+use unicorn::engine::{self, Drafts, EngineError, Guesses, Pace, Scheduler, SchedulerConfig, Sequence};
 use unicorn::model::{Limits, Logprobs, Runner, SamplingParams};
 
 /// A run to be held to account: what was answered, and how.
@@ -78,7 +78,7 @@ impl<'a> Driver<'a> {
                 run.scores.extend(output.prompt.map(|scores| (output.id, scores)));
                 run.cached.insert(output.id, output.cached_tokens);
                 run.drafts.insert(output.id, output.drafts);
-                assert_ne!(output.end, Some(End::NotFinite), "sequence {}", output.id);
+                assert_ne!(output.end, Some(Err(EngineError::NotFinite)), "sequence {}", output.id);
             }
         }
         run.preemptions = self.scheduler.preemptions() - before;

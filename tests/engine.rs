@@ -10,7 +10,7 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
-    CacheSalt, EVENTS, End, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace,
+    CacheSalt, EVENTS, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace,
     Priority, Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, TokenStream,
     draft, submit,
 };
@@ -106,7 +106,7 @@ fn an_answer_is_prefilled_in_chunks_and_then_decoded_from_the_device() {
     let prompt: Vec<u32> = (0..37).collect();
     let (ids, last) = collect(&mut engine.submit(request(&prompt, 10)).expect("accepted"));
     assert_eq!(ids, [207, 208, 209]);
-    let Event::Finished { reason: FinishReason::Stop, timings, .. } = last else { panic!("{last:?}") };
+    let Event::Finished { reason: FinishReason::Stop(END), timings, .. } = last else { panic!("{last:?}") };
     assert_eq!((timings.prompt_n, timings.predicted_n), (37, 4), "the stop id is counted, not handed out");
 
     let inputs: Vec<Input> = control.batches().iter().map(|b| b.sequences[0].input.clone()).collect();
@@ -206,7 +206,7 @@ fn no_stop_id_comes_before_min_tokens() {
         let (ids, last) = collect(&mut engine.submit(request).unwrap());
         // Where the end is forbidden, the fake takes the id behind it, after which it begins anew.
         let expected: &[u32] = if min_tokens == 5 { &[40, 41, END + 1, 40, 41] } else { &[40, 41] };
-        assert_eq!((&ids[..], finish_reason(&last)), (expected, FinishReason::Stop), "{min_tokens}");
+        assert_eq!((&ids[..], finish_reason(&last)), (expected, FinishReason::Stop(END)), "{min_tokens}");
     }
 }
 
@@ -1320,9 +1320,9 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                                     "found under another salt: {limits:?}"
                                 );
                             }
-                            if let Some(end) = output.end {
+                            if let Some(end) = &output.end {
                                 let nothing = output.token.is_none() && output.pooled.is_none();
-                                assert_eq!(nothing, end != End::Full);
+                                assert_eq!(nothing, *end != Ok(FinishReason::Length));
                                 alive.remove(&output.id).expect("it was under way");
                             }
                             pooled += usize::from(output.pooled.is_some());

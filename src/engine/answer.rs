@@ -11,14 +11,17 @@ use super::shared::Permit;
 use super::speculation::Drafts;
 use crate::model::Logprobs;
 
-/// Why an answer ended.
+/// Why an answer is whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
-    /// The model yielded one of the request's stop ids.
-    Stop,
-    /// `max_tokens` were generated.
+    /// The model yielded this stop id, which is counted, and not handed out.
+    Stop(u32),
+    /// All that was wanted is there: `max_tokens`, or the mean of a prompt's hidden states.
     Length,
 }
+
+/// How an answer ended: whole, or with an error that is this answer's alone.
+pub type Ended = Result<FinishReason, EngineError>;
 
 /// Where a request's time went, up to the event that carries it.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]

@@ -34,7 +34,7 @@ mod speculation;
 mod step_loop;
 mod trial;
 
-pub use answer::{Event, FinishReason, Timings};
+pub use answer::{Ended, Event, FinishReason, Timings};
 pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use error::{EngineError, SubmitError};
 pub use handle::{Engine, EngineConfig, EngineHandle, TokenStream};
@@ -42,7 +42,7 @@ pub use mask::{SharedMask, TokenMask, submit};
 pub use pace::{Load, Pace};
 pub use request::{CacheSalt, ClientId, EVENTS, MAX_QUEUE, Priority, Request};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
-pub use sequence::{End, Fork, Sequence, SequenceId};
+pub use sequence::{Fork, Sequence, SequenceId};
 pub use shared::{Signs, Stats, Work};
 pub use speculation::{Drafts, Guesses};
 pub use step_loop::draft;

@@ -33,11 +33,12 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::answer::Ended;
 use super::block_manager::{BlockManager, BlockTable, PoolUse};
 use super::mask::PendingMask;
 use super::pace::{CAREFUL_TOKENS, Load, Pace};
 use super::request::{ClientId, Priority};
-use super::sequence::{End, Sequence, SequenceId};
+use super::sequence::{Sequence, SequenceId};
 use super::speculation::{Drafts, Guesser, Guesses};
 use crate::model::{
     Batch, BatchSequence, BlockPool, DraftRequest, Draw, HistoryCopy, Input, Limits, Logprobs, Pooling,
@@ -116,7 +117,7 @@ pub struct Output {
     /// The mean of the prompt's hidden states, where that was wanted.
     pub pooled: Option<Vec<f32>>,
     /// Set where the sequence ended; it is gone from the scheduler then.
-    pub end: Option<End>,
+    pub end: Option<Ended>,
     /// Prompt tokens that were found in the prefix cache.
     pub cached_tokens: usize,
     pub drafts: Drafts,
@@ -803,9 +804,10 @@ impl Scheduler {
             let mut end = None;
             let first = outputs.len();
             for (position, draw) in (share.end + 1 - share.scores.len()..).zip(share.scores.clone()) {
-                end = sequence.take_score(position, sampled.ids[draw], sampled.logprobs[draw].as_ref());
-                if end.is_some() {
-                    outputs.push(Output { id, end, ..Output::default() });
+                let score = sequence.take_score(position, sampled.ids[draw], sampled.logprobs[draw].as_ref());
+                if let Err(error) = score {
+                    end = Some(Err(error));
+                    outputs.push(Output { id, end: end.clone(), ..Output::default() });
                     break;
                 }
             }
@@ -819,7 +821,7 @@ impl Scheduler {
                         logprobs: sampled.logprobs[draw + i].clone(),
                         prompt: sequence.take_scores(),
                         pooled: None,
-                        end: ended,
+                        end: ended.clone(),
                         cached_tokens: sequence.cached.unwrap_or(0),
                         drafts: Drafts::default(),
                     });
@@ -834,7 +836,7 @@ impl Scheduler {
             if let Some(at) = share.pooled {
                 let (pooled, ended) = sequence.take_pooled(&sampled.pooled[at]);
                 end = Some(ended);
-                outputs.push(Output { id, pooled, end, ..Output::default() });
+                outputs.push(Output { id, pooled, end: end.clone(), ..Output::default() });
             }
             if !share.drafts.is_empty() {
                 let accepted = outputs.len() - first - 1;
@@ -847,7 +849,7 @@ impl Scheduler {
             }
             let drafts = sequence.drafts;
             outputs[first..].iter_mut().for_each(|output| output.drafts = drafts);
-            if end == Some(End::NotFinite) {
+            if matches!(end, Some(Err(_))) {
                 let table = std::mem::take(&mut sequence.table);
                 self.blocks.forget(table, self.running.iter_mut().map(|s| &mut s.table));
             } else if sequence.pooling {

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::answer::{Ended, FinishReason};
 use super::block_manager::BlockTable;
+use super::error::EngineError;
 use super::mask::{PendingMask, SharedMask};
 use super::request::{CacheSalt, ClientId, Priority};
 use super::speculation::{Adaptive, Drafts, Guesser, Lookup};
@@ -11,17 +13,6 @@ use crate::model::{Draw, Logprobs, SamplingParams};
 
 /// Name of an answer inside the engine; never reused.
 pub type SequenceId = u64;
-
-/// How an answer ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    /// The model yielded this stop id, which is counted, and not handed out.
-    Stopped(u32),
-    /// All that was wanted is there: `max_tokens`, or the mean of a prompt's hidden states.
-    Full,
-    /// The logits were no finite numbers.
-    NotFinite,
-}
 
 /// An answer that parts from another behind their common prompt (`n > 1`): it differs by its seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -190,18 +181,18 @@ impl Sequence {
     }
 
     /// Takes in what was drawn behind its last token: what its reader is told of it, and whether that is the end.
-    pub(super) fn take(&mut self, drawn: Option<u32>) -> (Option<u32>, Option<End>) {
-        let Some(id) = drawn else { return (None, Some(End::NotFinite)) };
+    pub(super) fn take(&mut self, drawn: Option<u32>) -> (Option<u32>, Option<Ended>) {
+        let Some(id) = drawn else { return (None, Some(Err(EngineError::NotFinite))) };
         self.tokens.push(id);
         if self.sampling.stop_token_ids.contains(&id) {
-            return (None, Some(End::Stopped(id)));
+            return (None, Some(Ok(FinishReason::Stop(id))));
         }
         let answer = &self.tokens[self.prompt_len..];
         if self.mask.as_ref().is_some_and(|mask| mask.is_free(answer)) {
             self.mask_time += self.mask.take().map_or(Duration::ZERO, |mask| mask.take_time());
         }
         let all = self.generated() == self.max_tokens;
-        (Some(id), all.then_some(End::Full))
+        (Some(id), all.then_some(Ok(FinishReason::Length)))
     }
 
     /// How long its masks took since this was last asked.
@@ -261,22 +252,22 @@ impl Sequence {
         position: usize,
         drawn: Option<u32>,
         logprobs: Option<&Logprobs>,
-    ) -> Option<End> {
-        let (Some(drawn), Some(logprobs)) = (drawn, logprobs) else { return Some(End::NotFinite) };
+    ) -> Result<(), EngineError> {
+        let (Some(drawn), Some(logprobs)) = (drawn, logprobs) else { return Err(EngineError::NotFinite) };
         let mut logprobs = logprobs.clone();
         if drawn != self.tokens[position] {
             logprobs.drawn = f32::NEG_INFINITY; // one that is never drawn: of no text
         }
         self.scores.push(logprobs);
-        None
+        Ok(())
     }
 
     /// The mean of the prompt's hidden states, of which these are the sums, and its end.
-    pub(super) fn take_pooled(&self, sums: &[f32]) -> (Option<Vec<f32>>, End) {
+    pub(super) fn take_pooled(&self, sums: &[f32]) -> (Option<Vec<f32>>, Ended) {
         let mean: Vec<f32> = sums.iter().map(|sum| sum / self.prompt_len as f32).collect();
         match mean.iter().all(|x| x.is_finite()) {
-            true => (Some(mean), End::Full),
-            false => (None, End::NotFinite),
+            true => (Some(mean), Ok(FinishReason::Length)),
+            false => (None, Err(EngineError::NotFinite)),
         }
     }
 

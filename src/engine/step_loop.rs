@@ -11,7 +11,7 @@ use super::error::EngineError;
 use super::mask::submit;
 use super::pace::Pace;
 use super::scheduler::{Output, Scheduler, SchedulerConfig, Step};
-use super::sequence::{End, Sequence, SequenceId};
+use super::sequence::{Sequence, SequenceId};
 use super::shared::{Shared, Stats, Work};
 use crate::model::{BlockPool, Runner, RunnerError, Ticket};
 
@@ -200,16 +200,19 @@ impl StepLoop {
             told &= answer.send(Event::Token { choice, id, logprobs: logprobs.take(), timings });
         }
         let finished = match end {
-            Some(End::NotFinite) => {
+            Some(Err(error)) => {
                 let answer = self.answers.remove(&sequence).expect("just seen");
-                answer.fail(EngineError::NotFinite);
+                answer.fail(error);
                 return;
             }
-            Some(End::Stopped(id)) => Some((FinishReason::Stop, logprobs.map(|found| (id, found)))),
-            Some(End::Full) => Some((FinishReason::Length, None)),
+            Some(Ok(reason)) => Some(reason),
             None => None,
         };
-        if let Some((reason, stop)) = finished {
+        if let Some(reason) = finished {
+            let stop = match reason {
+                FinishReason::Stop(id) => logprobs.map(|logprobs| (id, logprobs)),
+                FinishReason::Length => None,
+            };
             told &= answer.send(Event::Finished { choice, reason, stop, timings });
             if told {
                 self.answers.remove(&sequence);
