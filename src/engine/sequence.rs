@@ -180,6 +180,42 @@ impl Sequence {
         now - self.since > patience
     }
 
+    /// Notes that its next `len` tokens are submitted, and so many guesses behind them.
+    pub(super) fn submit(&mut self, len: usize, guesses: usize) {
+        self.fresh = false;
+        self.submitted += len + guesses;
+        self.speculating = guesses > 0;
+        self.drafts.proposed += guesses;
+    }
+
+    /// Forgets what was computed and submitted: it lost its blocks.
+    pub(super) fn start_over(&mut self) {
+        (self.computed, self.submitted, self.drawn) = (0, 0, 0);
+        self.speculating = false;
+        self.offered.clear();
+        self.scores.clear();
+        self.life += 1;
+    }
+
+    /// One of its forks as a sequence of its own, with a slot that was kept for it, and the blocks of `table`.
+    pub(super) fn fork(&mut self, fork: Fork, table: BlockTable) -> Sequence {
+        let sampling = Arc::clone(&self.sampling);
+        let mut child = Sequence::new(fork.id, self.tokens.clone(), sampling, self.max_tokens);
+        child.seed = fork.seed;
+        child.client = self.client;
+        child.priority = self.priority;
+        child.cache_salt = self.cache_salt.clone();
+        child.mask.clone_from(&self.mask);
+        child.arrival = self.arrival;
+        child.slot = Some(self.fork_slots.pop().expect("a slot was kept for each fork"));
+        child.table = table;
+        (child.computed, child.submitted) = (self.computed, self.submitted);
+        child.cached = self.cached;
+        child.since = self.since;
+        child.raised = self.raised;
+        child
+    }
+
     /// Takes in what was drawn behind its last token: what its reader is told of it, and whether that is the end.
     pub(super) fn take(&mut self, drawn: Option<u32>) -> (Option<u32>, Option<Ended>) {
         let Some(id) = drawn else { return (None, Some(Err(EngineError::NotFinite))) };
