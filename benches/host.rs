@@ -64,8 +64,9 @@ fn limits() -> Limits {
 /// One step of the scheduler, scheduled and committed; every draw yields an id that ends nothing.
 fn step(scheduler: &mut Scheduler, pace: &Pace) -> usize {
     let step = scheduler.schedule(pace).expect("somebody is there");
-    let ids = (0..step.sampling.draws.len() as u32).map(|i| Some(300 + i)).collect();
-    scheduler.commit(&step, &Sampled { ids, ..Sampled::default() }).len()
+    let draws = step.sampling.draws.len();
+    let ids = (0..draws as u32).map(|i| Some(300 + i)).collect();
+    scheduler.commit(&step, &Sampled { ids, logprobs: vec![None; draws], ..Sampled::default() }).len()
 }
 
 /// A step in which so many answers each get a token.
