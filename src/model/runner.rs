@@ -1,9 +1,9 @@
 //! The seam between the engine (which owns sequences and blocks) and the model (which owns the device).
 //!
-//! The engine speaks in plain arrays: a batch holds no callback, and masks, which take a while to make, are pushed behind
-//! it. Sampling happens on the device, and a sampled id feeds the next step there, so that the engine can prepare and submit
-//! a step before it has seen the last one's ids.
-//! Implementations: [`crate::model::gemma3::Gemma3`], and the scripted fake of the engine's tests.
+//! The engine speaks in plain arrays: a batch holds no callback, and masks, which take a while to make, are pushed
+//! behind it. Sampling happens on the device, and a sampled id feeds the next step there, so that the engine can
+//! prepare and submit a step before it has seen the last one's ids. Implementations: [`crate::model::gemma3::Gemma3`],
+//! and the scripted fake of the engine's tests.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -104,8 +104,8 @@ pub struct BatchSequence {
     /// The same of sliding layers, from the block of index `sliding_first` on: all that the positions see.
     pub sliding_blocks: Vec<u32>,
     pub sliding_first: usize,
-    /// The ids at `0..start`, where draws of the sequence count them and this slot did not compute them. All sequences of
-    /// a step have at most `max_context` together.
+    /// The ids at `0..start`, where draws of the sequence count them and this slot did not compute them. All sequences
+    /// of a step have at most `max_context` together.
     pub history: Option<Vec<u32>>,
 }
 
@@ -141,7 +141,7 @@ pub struct Draw {
     pub token: usize,
     /// Slot that the id goes to: the sequence's own, or that of one which is forked from it.
     pub slot: u32,
-    /// At most [`MAX_BIASES`] of [`SamplingParams::biases`].
+    /// Shared by all draws of a request. [`SamplingParams::biases`] are at most [`MAX_BIASES`].
     pub params: Arc<SamplingParams>,
     /// The draw at a position depends on (seed, position) and the logits, on nothing else.
     pub seed: u64,
@@ -149,19 +149,19 @@ pub struct Draw {
     pub prompt_len: usize,
     /// Whether a mask says which ids may come ([`Runner::masks`]); else all may.
     pub masked: bool,
-    /// As [`SamplingParams::logprobs`], where somebody is told of the id; at most [`MAX_LOGPROBS`].
+    /// As [`SamplingParams::logprobs`], at most [`MAX_LOGPROBS`]; none for a guess, which no reader is told of.
     pub logprobs: Option<usize>,
 }
 
 impl Draw {
-    /// What is added to logits for an id behind `tokens` of the sequence.
+    /// The biases of the id behind the first `tokens` of the sequence.
     pub fn biases(&self, tokens: usize) -> Cow<'_, [(u32, f32)]> {
         self.params.biases(tokens.saturating_sub(self.prompt_len))
     }
 }
 
-/// A sequence whose final hidden states are added up, those of its tokens in this step to those of the steps before; a sum
-/// begins anew at position 0.
+/// A sequence whose final hidden states are added up, those of its tokens in this step to those of the steps before; a
+/// sum begins anew at position 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pooling {
     /// Index into `Batch::sequences`.
@@ -184,10 +184,9 @@ pub struct Sampling {
 pub struct DraftRequest {
     /// Its one token that is known and not computed, and blocks for a token in front of each guess.
     pub sequence: BatchSequence,
-    /// How each guess is drawn, as a step would draw it behind the ids before. Neither a mask nor log probabilities are
-    /// asked for.
+    /// How each guess is drawn, which is how a step would draw it. It has neither a mask nor log probabilities.
     pub draw: Draw,
-    /// Ids to draw, one behind the other; at least one.
+    /// How many ids to draw, one behind the other; at least one.
     pub guesses: usize,
 }
 
@@ -195,15 +194,15 @@ pub struct DraftRequest {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket(pub u64);
 
-/// What one step yielded. The ids: one per entry of [`Sampling::draws`], in that order; none where the logits were no finite
-/// numbers, which is the sequence's fault, not the device's: the others may go on.
+/// What one step yielded. The ids: one per entry of [`Sampling::draws`], in that order; none where the logits were no
+/// finite numbers, which is the sequence's fault, not the device's: the others may go on.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Sampled {
     pub ids: Vec<Option<u32>>,
     /// For each of them, where they were wanted.
     pub logprobs: Vec<Option<Logprobs>>,
-    /// For each entry of [`Sampling::pooling`] that was the last of its sequence: the sums of the hidden states behind the
-    /// final norm, `[hidden_size]`.
+    /// For each entry of [`Sampling::pooling`] that was the last of its sequence: the sums of the hidden states behind
+    /// the final norm, `[hidden_size]`.
     pub pooled: Vec<Vec<f32>>,
 }
 
@@ -239,9 +238,9 @@ pub trait Runner: Send {
     /// caller and panics.
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError>;
 
-    /// Gives the step that was submitted last the masks of its masked draws, in their order. A step with such draws gets
-    /// them once, before anything else is submitted or waited for; its layers are under way meanwhile. Bit `id % 32` of word
-    /// `id / 32` is set where an id may come, for the whole vocabulary.
+    /// Gives the step that was submitted last the masks of its masked draws, in their order. A step with such draws
+    /// gets them once, before anything else is submitted or waited for; its layers are under way meanwhile. Bit `id %
+    /// 32` of word `id / 32` is set where an id may come, for the whole vocabulary.
     fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError>;
 
     /// Blocks until the step is done; bounded in time.
@@ -252,14 +251,14 @@ pub trait Runner: Send {
         false
     }
 
-    /// What that model draws for each of several sequences, at most `max_sequences`: as many ids as wanted, fewer where its
-    /// logits were no finite numbers. Blocks until it has; bounded in time. Nothing may be in flight. What was last sampled
-    /// for the slots is lost: their next input is known ids.
+    /// What that model draws for each of several sequences, at most `max_sequences`: as many ids as wanted, fewer where
+    /// its logits were no finite numbers. Blocks until it has; bounded in time. Nothing may be in flight. What was last
+    /// sampled for the slots is lost: their next input is known ids.
     fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
         Ok(vec![Vec::new(); requests.len()])
     }
 
-    /// Has the device compute something tiny and compares what comes back, with no step in flight; bounded in time. Leaves
-    /// what sequences need as it is.
+    /// Has the device compute something tiny and compares what comes back, with no step in flight; bounded in time.
+    /// Leaves what sequences need as it is.
     fn probe(&mut self) -> Result<(), RunnerError>;
 }

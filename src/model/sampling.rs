@@ -1,16 +1,16 @@
-//! How the next id is drawn: what a request may say of it, and what the device is told.
+//! Sampling: the options of a request, and the parameters that follow from them.
 //!
-//! A request, a command line and a generation_config.json each fill in [`SamplingOptions`], where an absent option means
-//! that somebody else decides. [`SamplingOptions::resolve`] is the only place where defaults are applied; its
-//! [`SamplingParams`] have no gaps, and travel unchanged, as one shared value, from there to the device.
+//! A request, a command line and a generation_config.json each fill in [`SamplingOptions`], whose fields may be absent.
+//! [`SamplingOptions::resolve`] is the only function that applies defaults. Its [`SamplingParams`] are complete, and
+//! travel from there to the device as one shared value that nothing changes.
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// A temperature below this is greedy, whoever gave it: dividing logits by it would leave the range of f32.
+/// The lowest temperature that is not greedy: logits divided by a lower one would leave the range of f32.
 const MIN_TEMPERATURE: f32 = 1e-5;
 
-/// What somebody says about sampling. Names, units and ranges are those of [`SamplingParams`].
+/// Sampling options of a request, or defaults of a model. Names, units and ranges are those of [`SamplingParams`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct SamplingOptions {
     pub temperature: Option<f32>,
@@ -34,7 +34,8 @@ pub struct SamplingParams {
     pub top_p: f32,
     /// Relative to the most likely token's probability; 0 is off.
     pub min_p: f32,
-    /// Divides the positive logits of ids that prompt or answer have, and multiplies the others of these; above 0, 1 is off.
+    /// Divides the positive logits of ids that prompt or answer have, and multiplies the others of these; above 0, 1 is
+    /// off.
     pub repetition_penalty: f32,
     /// Taken from the logits of ids that the answer has; 0 is off.
     pub presence_penalty: f32,
@@ -42,17 +43,17 @@ pub struct SamplingParams {
     pub frequency_penalty: f32,
     /// Added to the logits of these ids, none of them twice; negative infinity forbids one.
     pub logit_bias: Vec<(u32, f32)>,
-    /// How many of the most likely ids come back with each id drawn, and the log probabilities of all.
+    /// How many of the most likely ids come back with each drawn id; the log probabilities of all of them come along.
     pub logprobs: Option<usize>,
     /// Ids that end the answer and are not part of it.
     pub stop_token_ids: Vec<u32>,
-    /// Ids to draw before one of those may come.
+    /// How many ids to draw before a stop id may come.
     pub min_tokens: usize,
 }
 
 impl SamplingOptions {
-    /// The parameters of a request with these options to a model with these defaults. What neither says is off, and a
-    /// temperature that neither says is greedy.
+    /// The parameters of a request with these options to a model with these defaults. An option that is absent in both
+    /// is off; without a temperature in either, sampling is greedy.
     pub fn resolve(&self, defaults: &SamplingOptions) -> SamplingParams {
         let off = SamplingParams::GREEDY;
         let pick = |asked: Option<f32>, default: Option<f32>, off| asked.or(default).unwrap_or(off);
@@ -101,8 +102,8 @@ impl SamplingParams {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
-    /// What is added to logits for an id that follows so many of an answer: `logit_bias`, and minus infinity for the stop
-    /// ids where it is too early for them.
+    /// The biases of the id behind the first `generated` ids of an answer: `logit_bias`, and minus infinity for the
+    /// stop ids before `min_tokens`.
     pub fn biases(&self, generated: usize) -> Cow<'_, [(u32, f32)]> {
         if generated >= self.min_tokens {
             return Cow::Borrowed(&self.logit_bias);
@@ -112,7 +113,7 @@ impl SamplingParams {
         others.chain(stops).collect()
     }
 
-    /// The parameters for a model that has rows for the ids `0..vocab_size` alone: what names another id has no effect.
+    /// The parameters for a model that has only the ids `0..vocab_size`: biases and stop ids beyond are dropped.
     pub fn within(self: Arc<Self>, vocab_size: usize) -> Arc<Self> {
         let has = |id: &u32| (*id as usize) < vocab_size;
         if self.stop_token_ids.iter().all(has) && self.logit_bias.iter().all(|(id, _)| has(id)) {

@@ -1,4 +1,4 @@
-//! What must always hold of the scheduler, and what it says of itself where it does not.
+//! The invariants of the scheduler, and the line that describes its state if one is broken.
 
 use super::Scheduler;
 use crate::engine::block_manager::{BlockTable, PoolUse};
@@ -6,15 +6,15 @@ use crate::engine::sequence::Sequence;
 use crate::model::{BlockPool, Limits};
 
 impl Scheduler {
-    /// Panics with its state unless nobody is there: to be called where nothing was scheduled and nothing is under way, for
-    /// nothing would change that.
+    /// Panics with the scheduler's state unless no sequence is there. The caller has scheduled nothing and has no step
+    /// under way, so a sequence that is there would wait for ever.
     pub fn expect_idle(&self) {
         assert!(self.is_idle(), "nobody gets on, and somebody is there: {}", self.state());
     }
 
-    /// What there is to know of it when it is found in the wrong: one line of bounded length, and no token of anybody.
+    /// The state for a panic's message: one line of bounded length, without a token of any sequence.
     fn state(&self) -> String {
-        /// Sequences of each kind that are named.
+        /// The most sequences that are named, of those that run and of those that wait.
         const NAMED: usize = 6;
         let Limits { max_sequences, kv, .. } = self.limits;
         let room = |pool, all: usize| {

@@ -1,4 +1,4 @@
-//! What a step yielded, handed to the sequences that it was for.
+//! Commit: the results of a step go to its sequences, and the blocks that it computed to the prefix cache.
 
 use super::Scheduler;
 use super::step::{Output, Share, Step, Yields};
@@ -7,7 +7,7 @@ use crate::engine::sequence::Sequence;
 use crate::model::Sampled;
 
 impl Scheduler {
-    /// Takes in what a step yielded; `sampled` answers `step.sampling` entry by entry.
+    /// Takes in the results of a step. `sampled` answers `step.sampling` entry by entry.
     pub fn commit(&mut self, step: &Step, sampled: &Sampled) -> Vec<Output> {
         assert_eq!(sampled.ids.len(), step.sampling.draws.len(), "the runner sampled for others than asked");
         let mut outputs = Vec::with_capacity(step.shares.len());
@@ -37,7 +37,7 @@ impl Scheduler {
         outputs
     }
 
-    /// Takes in how many guesses came true; what was computed for the others is written over.
+    /// Takes in how many guesses were accepted. The next step overwrites the positions of the others.
     fn judge_guesses(&mut self, index: usize, share: &Share, accepted: usize) {
         let sequence = &mut self.running[index];
         sequence.drafts.accepted += accepted;
@@ -48,7 +48,8 @@ impl Scheduler {
         sequence.speculating = false;
     }
 
-    /// Registers what a sequence has computed with the prefix cache, or has it forget a text whose logits are no numbers.
+    /// Registers the computed blocks of a sequence with the prefix cache, or makes the cache forget the sequence if it
+    /// failed.
     fn commit_blocks(&mut self, index: usize, was_prefill: bool, end: Option<&Ended>) {
         let sequence = &mut self.running[index];
         let computed = sequence.computed;
@@ -66,7 +67,7 @@ impl Scheduler {
     }
 }
 
-/// Takes in what a share yielded, and notes what its reader is told.
+/// Takes in the results of one share, and appends the outputs for its reader.
 fn take_in(sequence: &mut Sequence, share: &Share, sampled: &Sampled, outputs: &mut Vec<Output>) {
     let id = sequence.id;
     match &share.yields {
@@ -84,7 +85,7 @@ fn take_in(sequence: &mut Sequence, share: &Share, sampled: &Sampled, outputs: &
             sequence.drawn -= 1;
             for (i, draw) in (*first..=first + share.guesses.ids.len()).enumerate() {
                 let (token, end) = sequence.take(sampled.ids[draw]);
-                // The next draw was made behind a guess: it counts where that was right.
+                // The next draw was made behind a guess, and is valid only if the guess was right.
                 let goes_on = end.is_none() && share.guesses.ids.get(i) == sampled.ids[draw].as_ref();
                 outputs.push(Output {
                     id,

@@ -1,7 +1,7 @@
-//! What each client was given, so that who was given least goes first (virtual token counters: Sheng et al., Fairness in
-//! Serving Large Language Models, 2024).
+//! Fairness between clients: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, 2024).
+//! The client with the lowest counter goes first.
 //!
-//! All wait while a mask is made, so its time counts as the tokens that could have been computed in it.
+//! All clients wait while a mask is made, so its time counts as the tokens that could have been computed meanwhile.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -9,20 +9,20 @@ use std::time::Duration;
 use crate::engine::pace::Pace;
 use crate::engine::request::ClientId;
 
-/// What each client was given that has a sequence here.
+/// The counters of all clients that have a sequence here.
 #[derive(Debug, Default)]
 pub(super) struct Served(HashMap<ClientId, Given>);
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Given {
     tokens: u64,
-    /// Time that its masks took, as far as it does not count as tokens yet.
+    /// Time of its masks that is not counted as tokens yet.
     masking: Duration,
 }
 
 impl Served {
-    /// Takes in a client, unless it is known. Who comes back after a pause does not bring a right to all that others had
-    /// meanwhile.
+    /// Adds a client, unless it is known. Its counter starts at the lowest of all, so that a client that comes back
+    /// after a pause has no claim to what others got meanwhile.
     pub(super) fn join(&mut self, client: ClientId) {
         let tokens = self.0.values().map(|given| given.tokens).min().unwrap_or(0);
         self.0.entry(client).or_insert(Given { tokens, ..Given::default() });
@@ -44,12 +44,12 @@ impl Served {
         self.of(client).tokens += tokens as u64;
     }
 
-    /// Notes that masks of a client took so long.
+    /// Adds time that masks of a client took.
     pub(super) fn took(&mut self, client: ClientId, time: Duration) {
         self.of(client).masking += time;
     }
 
-    /// Counts the time of masks as tokens, and keeps what is too short for one.
+    /// Converts the time of masks to tokens, and keeps the rest that is too short for a token.
     pub(super) fn charge(&mut self, pace: &Pace) {
         let Some(token) = pace.per_token() else { return };
         for Given { tokens, masking } in self.0.values_mut() {

@@ -1,4 +1,4 @@
-//! Guesses in a step: how many there is room for, who makes them, and what is asked of the draft model.
+//! Guesses: how many a step has room for, where they come from, and the requests to the draft model.
 
 use std::time::Duration;
 
@@ -9,16 +9,16 @@ use crate::engine::speculation::Guesser;
 use crate::model::{DraftRequest, Draw, Input};
 
 impl Scheduler {
-    /// Whether a sequence wants guesses of the draft model, or will when the steps under way are committed: until then,
-    /// nothing more is to be scheduled.
+    /// Whether a sequence wants guesses of the draft model now, or will when the steps under way are committed. Until
+    /// these are committed, no step is to be scheduled.
     pub fn wants_draft(&self) -> bool {
         let (class, share) = (self.class(), self.draft_share());
         let wants = |s: &Sequence| s.speculating || self.wanted_guesses(s, share) > 0;
         share > 0 && self.running.iter().filter(|s| s.class() == class).any(wants)
     }
 
-    /// What the draft model is to guess before the next step is scheduled, with none under way: for the sequences that
-    /// decode, if prompt lookup has nothing to say. They get blocks for it where those are free.
+    /// The requests to the draft model before the next step is scheduled, with no step under way: one for each sequence
+    /// that decodes and for which prompt lookup proposes nothing. The sequences get the blocks that their guesses need.
     pub fn wishes(&mut self) -> Vec<(SequenceId, DraftRequest)> {
         let (class, share) = (self.class(), self.draft_share());
         let mut wishes = Vec::new();
@@ -42,7 +42,8 @@ impl Scheduler {
         wishes
     }
 
-    /// Takes the guesses that came of [`Scheduler::wishes`] for the step that is scheduled next, and how long they took.
+    /// Takes the guesses that answer [`Scheduler::wishes`], for the step that is scheduled next, and the time that they
+    /// took.
     pub fn offer(&mut self, guesses: impl IntoIterator<Item = (SequenceId, Vec<u32>)>, took: Duration) {
         self.drafting = took;
         for (id, guesses) in guesses {
@@ -52,13 +53,13 @@ impl Scheduler {
         }
     }
 
-    /// Forgets the guesses that the scheduled step did not take: they are made again when the turn of their sequences comes.
+    /// Drops the guesses that the scheduled step had no room for. They are made again in the turn of their sequences.
     pub(super) fn withdraw_offers(&mut self) {
         self.running.iter_mut().for_each(|s| s.offered.clear());
         self.drafting = Duration::ZERO;
     }
 
-    /// Guesses that each sequence that decodes may have of the draft model: the room for guesses, shared evenly.
+    /// How many guesses each sequence that decodes may ask the draft model for: the room for guesses, shared evenly.
     fn draft_share(&self) -> usize {
         if !self.config.draft_model {
             return 0;
@@ -69,8 +70,8 @@ impl Scheduler {
         (room / decoding.max(1)).saturating_sub(1)
     }
 
-    /// How many ids the draft model is to guess for a running sequence once what is submitted for it is drawn, out of its
-    /// `share`. Nobody makes room for guesses, and none are made where a block is about to be copied.
+    /// How many ids of its `share` the draft model is to guess for a running sequence, once all that is submitted is
+    /// drawn. No sequence is preempted for guesses. There are none if a block is about to be copied.
     fn wanted_guesses(&self, s: &Sequence, share: usize) -> usize {
         let known = s.tokens.len() + s.drawn;
         let left = s.max_tokens.saturating_sub(s.generated() + s.drawn + 1);
@@ -84,19 +85,19 @@ impl Scheduler {
         if is_own && has_room { wanted } else { 0 }
     }
 
-    /// Ids that may follow a sequence that decodes, as many as the step has room for; none at all where a guess is to be
-    /// made, and what it starts from is not known yet: the sequence sits this step out.
+    /// Guesses at the ids behind a sequence that decodes, as many as the step has room for. None if prompt lookup would
+    /// guess but the last id is not known yet: the sequence sits this step out.
     pub(super) fn guess(&mut self, step: &PendingStep, index: usize) -> Option<Guessed> {
         let class = self.running[index].class();
         let waits = |s: &&Sequence| s.class() == class && s.since < self.now && s.pending() == 1;
         let waiting_decodes = self.running.iter().filter(waits).count();
         let sequence = &mut self.running[index];
         let decodes = sequence.pending() == 1 && sequence.submitted >= sequence.prompt_len;
-        // Everybody gets the id that is due before anybody gets a guess.
+        // Every sequence gets the id that is due before any sequence gets a guess.
         let room = self.config.speculation_tokens.saturating_sub(step.step.load.tokens);
         let room = room.min(step.draws).min(step.tokens).saturating_sub(waiting_decodes);
         let most = room.min(sequence.max_tokens - sequence.generated() - 1);
-        // What a mask allows behind a guess is not asked for: it follows the answer id by id.
+        // A mask is made for known ids only, so there is none behind a guess.
         if !decodes || most == 0 || sequence.mask.is_some() {
             return Some(Guessed::NONE);
         }
@@ -108,7 +109,7 @@ impl Scheduler {
         } else if sequence.drawn > 0 {
             return None;
         }
-        // What stops the answer is drawn behind the others, and nothing follows it.
+        // A stop id is drawn and never guessed, because nothing follows it.
         let end = guesses.ids.iter().position(|id| sequence.sampling.stop_token_ids.contains(id));
         guesses.ids.truncate(end.unwrap_or(most));
         Some(guesses)

@@ -1,34 +1,34 @@
 //! Decides what the next step computes: a synchronous state machine without clock, I/O or GPU.
 //!
 //! One cycle is [`Scheduler::schedule`] -> the step -> [`Scheduler::commit`], and a second step may be scheduled before
-//! the first is committed: what the first draws goes on without the host. Steps are committed in their order.
+//! the first is committed: an id that the first draws feeds the second on the device. Steps are committed in their
+//! order.
 //!
-//! The folder is read from `policy`, which says who gets on. What a decision takes is said elsewhere: `room` finds slots and
-//! blocks, `guess` proposes ids, `fairness` counts what each client was given, `step` writes the arrays, `commit` takes in
-//! what came back, and `check` holds the invariants.
+//! Start with `policy`, which decides who gets tokens. The other files serve it: `room` finds slots and blocks, `guess`
+//! proposes ids, `fairness` counts the tokens of each client, `step` builds the arrays, `commit` takes in the results,
+//! and `check` holds the invariants.
 //!
-//! A step has one budget of tokens. Prompts are cut into chunks, and where others decode in the same step, a chunk is only so
-//! long that the step stays within [`SchedulerConfig::gap`].
+//! A step has one budget of tokens. Prompts are cut into chunks. If other sequences decode in the same step, chunks are
+//! so short that the step stays within [`SchedulerConfig::gap`].
 //!
-//! Background sequences get on where no interactive one waits or runs, in steps that stay within the same gap and do not
-//! overlap: an interactive request that arrives takes what it would take alone, but for the rest of one such step.
+//! Background sequences get tokens if no interactive one waits or runs. Their steps stay within the same gap and do not
+//! overlap, so an interactive request that arrives waits at most for the rest of one such step.
 //!
-//! The first of those that wait is the oldest request of the client that was given the fewest tokens so far. Nobody is
-//! passed over for ever: a sequence that did not get on for [`SchedulerConfig::patience`] steps is interactive from then on,
-//! and first in line.
+//! The first in line is the oldest request of the client that got the fewest tokens so far. No sequence starves: one
+//! that got no tokens for [`SchedulerConfig::patience`] steps is interactive from then on, and first in line.
 //!
-//! Where blocks end, a sequence of lower priority or later arrival is preempted: it loses its blocks, waits, and is
-//! computed again, from the prefix cache as far as that still has it. So the first of all always gets on.
+//! If blocks run out, a sequence of lower priority or later arrival is preempted: it loses its blocks, waits, and is
+//! computed again, as far as the prefix cache does not have it. So the first in line always gets tokens.
 //!
-//! Where a draft model guesses ([`SchedulerConfig::draft_model`]), a cycle begins with [`Scheduler::wishes`] and
-//! [`Scheduler::offer`], and no step is scheduled ahead while a sequence wants guesses ([`Scheduler::wants_draft`]): what is
-//! to be guessed follows ids that are known, and sequences that wait for them meanwhile share the next pass.
+//! With a draft model ([`SchedulerConfig::draft_model`]), a cycle begins with [`Scheduler::wishes`] and
+//! [`Scheduler::offer`]. No step is scheduled ahead while a sequence wants guesses ([`Scheduler::wants_draft`]):
+//! guesses follow known ids, and sequences that wait for theirs share the next pass.
 //!
-//! Somebody always gets on: where no step is under way, one is scheduled unless nobody is there
+//! There is always progress: if no step is under way and a sequence is there, a step is scheduled
 //! ([`Scheduler::expect_idle`]).
 //!
-//! Invariants, checked after each commit in debug builds: those of [`BlockManager::check`] and of [`Sequence`]; a slot has
-//! one sequence; a step keeps within [`Limits`].
+//! Invariants, checked after each commit in debug builds: those of [`BlockManager::check`] and of [`Sequence`]; a slot
+//! has one sequence; a step keeps within [`Limits`].
 
 mod check;
 mod commit;
@@ -50,16 +50,17 @@ use crate::model::{BlockPool, Limits};
 
 #[derive(Debug, Clone, Copy)]
 pub struct SchedulerConfig {
-    /// What a step that others wait for may take, as far as its prefill goes: with decodes in it, or in the background.
+    /// The longest time of a step with prefill in it that others wait for: a step with decodes, or one of background
+    /// sequences.
     pub gap: Duration,
-    /// Steps after which a sequence that did not get on is first in line, whatever its priority and its client.
+    /// Steps without tokens after which a sequence is first in line, whatever its priority and its client.
     pub patience: u64,
-    /// Sliding blocks that the prefix cache keeps for ends of turns.
+    /// Sliding blocks that the prefix cache keeps for the ends of turns.
     pub turn_blocks: usize,
-    /// Tokens that a step which guesses may have, guesses and all; 0 is none. More of them read the same weights, up to
-    /// where arithmetic costs more than memory.
+    /// The most tokens of a step with guesses in it, guesses included; 0 turns guesses off. More tokens read the same
+    /// weights, until arithmetic costs more than memory.
     pub speculation_tokens: usize,
-    /// Whether the runner has a draft model, which guesses where prompt lookup has nothing to say.
+    /// Whether the runner has a draft model, which guesses if prompt lookup proposes nothing.
     pub draft_model: bool,
 }
 
@@ -91,12 +92,12 @@ pub struct Scheduler {
     now: u64,
     preemptions: u64,
     guesses: Guesses,
-    /// What the draft model took before the step that is scheduled next.
+    /// Time that the draft model took before the step that is scheduled next.
     drafting: Duration,
 }
 
 impl Scheduler {
-    /// The pools must hold one sequence of full length, or the first long request could never run.
+    /// Panics if the pools do not hold one sequence of full length: the first long request could never run.
     pub fn new(limits: Limits, config: SchedulerConfig) -> Self {
         let kv = limits.kv;
         assert!(limits.max_batch_tokens > 0 && limits.max_sequences > 0, "a step holds nothing: {limits:?}");
@@ -139,13 +140,13 @@ impl Scheduler {
         self.blocks.usage(pool)
     }
 
-    /// Whether a sequence waits or runs, or is to part from one that does.
+    /// Whether a sequence waits or runs, or is a fork of one that does.
     pub fn knows(&self, id: SequenceId) -> bool {
         let mut all = self.waiting.iter().chain(&self.running);
         all.any(|s| s.id == id || s.forks.iter().any(|fork| fork.id == id))
     }
 
-    /// Times that a sequence lost its blocks to another.
+    /// How often a sequence lost its blocks to another.
     pub fn preemptions(&self) -> u64 {
         self.preemptions
     }
@@ -159,7 +160,7 @@ impl Scheduler {
         self.running.is_empty() && self.waiting.is_empty()
     }
 
-    /// Takes a sequence that fits `max_context`, and whose forks fit the slots; the caller has refused others.
+    /// Adds a sequence. The caller has checked that it fits `max_context`, and that its forks fit the slots.
     pub fn add(&mut self, mut sequence: Sequence) {
         debug_assert!(sequence.prompt_len + sequence.max_tokens <= self.limits.max_context);
         debug_assert!(sequence.prompt_len > 0 && sequence.max_tokens > 0);
@@ -171,8 +172,8 @@ impl Scheduler {
         self.waiting.push(sequence);
     }
 
-    /// Forgets a sequence and frees its blocks; what a step under way yields for it is dropped. Where others are to part from
-    /// it, the first of them takes its place, and what that step computes.
+    /// Removes a sequence and frees its blocks. A step under way has results for it that are dropped. If the sequence
+    /// has forks that have not parted, the first of them takes its place, with what that step computes.
     pub fn remove(&mut self, id: SequenceId) {
         for sequence in self.waiting.iter_mut().chain(&mut self.running) {
             if let Some(index) = sequence.forks.iter().position(|fork| fork.id == id) {
@@ -200,13 +201,13 @@ impl Scheduler {
         }
     }
 
-    /// The sequences of a class that run and are behind their prompt.
+    /// The running sequences of a class whose prompt is submitted.
     fn decoding(&self, class: Priority) -> impl Iterator<Item = &Sequence> {
         self.running.iter().filter(move |s| s.class() == class && s.submitted >= s.prompt_len)
     }
 
-    /// Makes overdue sequences interactive, for good: one that was raised for one step only would lose the next, and what it
-    /// had computed.
+    /// Makes overdue sequences interactive for good. A sequence that was raised for one step only would be preempted in
+    /// the next, and lose what it had computed.
     fn raise_overdue(&mut self) {
         for sequence in self.waiting.iter_mut().chain(&mut self.running) {
             sequence.raised |= sequence.is_overdue(self.now, self.config.patience);

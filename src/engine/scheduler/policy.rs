@@ -1,8 +1,8 @@
-//! Who gets on in the next step, and how far: all that is decided, on one screen.
+//! The policy: which sequences get tokens in the next step, and how many. All decisions stand here.
 //!
-//! One class gets on at a time. Within one budget of tokens come first the sequences that decode, then those amid their
-//! prompts, then as many waiting ones as find a slot and blocks. How blocks are found, shared and taken away is `room`'s;
-//! what each client was given is `fairness`'; what the arrays of a step look like is `step`'s.
+//! A step serves one class. Sequences that decode come first, then sequences in the middle of their prompts, then as
+//! many waiting sequences as find a slot and blocks. `room` finds, shares and takes away blocks; `fairness` counts the
+//! tokens of each client; `step` builds the arrays.
 
 use super::Scheduler;
 use super::step::{PendingStep, Step};
@@ -11,12 +11,13 @@ use crate::engine::request::Priority;
 use crate::engine::sequence::{Sequence, SequenceId};
 
 impl Scheduler {
-    /// The next step, or none where nothing can get on before a step under way is committed, or nothing is there.
+    /// The next step; none if no sequence can get tokens before a step under way is committed, or if no sequence is
+    /// there.
     pub fn schedule(&mut self, pace: &Pace) -> Option<Step> {
         self.served.charge(pace);
         let is_under_way = self.running.iter().any(|s| s.submitted > s.computed);
         if self.class() == Priority::Background && is_under_way {
-            return None; // an interactive request that comes now is to wait for one step alone
+            return None; // an interactive request that arrives now must wait for one step only
         }
         self.now += 1;
         self.raise_overdue();
@@ -33,23 +34,23 @@ impl Scheduler {
         step.finish()
     }
 
-    /// The class that gets on: the background where nobody else is there.
+    /// The class that the next step serves: the background only if no interactive sequence is there.
     pub(super) fn class(&self) -> Priority {
         let mut all = self.waiting.iter().chain(&self.running);
         let has_interactive = all.any(|s| s.class() == Priority::Interactive);
         if has_interactive { Priority::Interactive } else { Priority::Background }
     }
 
-    /// The running sequences of a class that decode, or the others, as far as they can get on. By id: the list grows by
-    /// forks, and shrinks by preemptions, while it is walked.
+    /// The running sequences of a class that have pending tokens and are not in the step: those that decode, or the
+    /// others. They are ids, because forks and preemptions change the list while it is walked.
     fn open(&self, class: Priority, decodes: bool) -> Vec<SequenceId> {
         let is_in = |s: &Sequence| s.since == self.now;
         let is_open = |s: &Sequence| !is_in(s) && s.pending() > 0 && (s.pending() == 1) == decodes;
         self.running.iter().filter(|s| s.class() == class && is_open(s)).map(|s| s.id).collect()
     }
 
-    /// Puts the next tokens of a running sequence into the step, as far as there is room; nothing where it was preempted
-    /// meanwhile, or waits for a guess.
+    /// Puts the next tokens of a running sequence into the step, as many as there is room for. A sequence that was
+    /// preempted meanwhile, or that waits for guesses, gets none.
     fn place(&mut self, step: &mut PendingStep, id: SequenceId, pace: &Pace) {
         let Some(index) = self.index_of(id) else { return };
         let Some(guesses) = self.guess(step, index) else { return };
@@ -58,7 +59,7 @@ impl Scheduler {
         if len == 0 || sequence.unseen() > step.history {
             return;
         }
-        // From here on others may be preempted, and so may this one.
+        // Making room may preempt other sequences, or this one.
         let end = sequence.submitted + len + guesses.ids.len();
         let Some(index) = self.make_room(step, id, end) else { return };
         let sequence = &mut self.running[index];
@@ -79,16 +80,17 @@ impl Scheduler {
         };
         let draws = if sequence.pooling { 0 } else { 1 + sequence.forks.len() };
         match sequence.unscored() {
-            // The token whose id has no place in this step comes in the next.
+            // The step has no room for the draw, so the last token waits for the next step.
             0 if len == pending && draws > step.draws => len - 1,
             0 => len,
-            // Each token has a draw, and the one behind the prompt a step of its own: they all go to the same slot.
+            // Each scored token needs a draw. The draw behind the prompt needs a step of its own, as all go to one
+            // slot.
             unscored => len.min(unscored).min(step.draws),
         }
     }
 
-    /// How many of the `pending` tokens of a prompt from `start` on the step has room for. In a step that hurries, one prompt
-    /// gets a few however long the step takes then, and the others what the time allows.
+    /// How many of the `pending` tokens of a prompt from `start` on the step has room for. In a step that hurries, the
+    /// first prompt gets a few tokens however long the step takes then, and the others as many as the time allows.
     fn chunk(&self, step: &PendingStep, start: usize, pending: usize, pace: &Pace) -> usize {
         let wanted = pending.min(step.tokens);
         if !step.hurries {
@@ -99,7 +101,8 @@ impl Scheduler {
         pace.room(step.step.load, start, wanted, least, gap)
     }
 
-    /// Lets waiting sequences of a class run, in the order of their turns: where the first lacks room, nobody overtakes it.
+    /// Lets waiting sequences of a class run, in the order of their turns. If the first lacks room, no other overtakes
+    /// it.
     fn admit(&mut self, class: Priority, step: &mut PendingStep, pace: &Pace) {
         while let Some(index) = self.first_in_line(class) {
             if self.chunk(step, 0, self.waiting[index].tokens.len(), pace) == 0 {
@@ -121,7 +124,8 @@ impl Scheduler {
         }
     }
 
-    /// The waiting sequence whose turn it is: an overdue one, or else the oldest of the client that was given least.
+    /// The waiting sequence whose turn it is: an overdue one, or else the oldest of the client that got the fewest
+    /// tokens.
     fn first_in_line(&self, class: Priority) -> Option<usize> {
         let turn = |s: &Sequence| {
             let is_overdue = s.is_overdue(self.now, self.config.patience);

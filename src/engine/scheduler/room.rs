@@ -1,4 +1,4 @@
-//! Slots and blocks for sequences: who gets them, who shares them, and who loses them.
+//! Slots and blocks: which sequences get them, share them, and lose them.
 
 use super::Scheduler;
 use super::step::PendingStep;
@@ -12,8 +12,8 @@ impl Scheduler {
         self.running.iter().position(|s| s.id == id)
     }
 
-    /// Blocks for positions `..tokens` of a running sequence, taken from others that come after it where none are free;
-    /// its index then. None where it waits for others, or lost its own.
+    /// Gives a running sequence blocks for positions `..tokens`, and preempts sequences that come after it if blocks
+    /// run out. Returns its index then; none if it must wait for others, or was preempted itself.
     pub(super) fn make_room(
         &mut self,
         step: &mut PendingStep,
@@ -24,7 +24,7 @@ impl Scheduler {
             let index = self.index_of(id)?;
             let sequence = &mut self.running[index];
             let mut wanted = self.blocks.missing(&sequence.table, tokens);
-            // A block that is shared and about to be written needs another one.
+            // A shared block that is about to be written is copied to another one.
             let shared = self.blocks.shared_at(&sequence.table, sequence.submitted);
             wanted
                 .iter_mut()
@@ -45,8 +45,8 @@ impl Scheduler {
                 continue;
             }
             let is_last = self.running.iter().all(|s| s.line() <= own.line());
-            // The sequences that come after it are in the step, or its own step under way will let go of what the window
-            // leaves behind: it waits for them. Else nobody will make room for it.
+            // It waits if a sequence that comes after it is in the step, or if its own step under way will let go of
+            // blocks that the window has left. Otherwise no other sequence will make room for it.
             if own.submitted == own.computed && is_last {
                 self.preempt(index);
             }
@@ -67,9 +67,9 @@ impl Scheduler {
             return false;
         }
         if self.running.is_empty() && step.step.shares.is_empty() {
-            return true; // all there is can be had
+            return true; // no other sequence holds a block
         }
-        // What sequences amid their prompts have yet to take is theirs.
+        // Running sequences have a claim to the blocks that the rest of their prompts needs.
         let mut wanted = [0, 0];
         for s in self.running.iter().filter(|s| s.submitted < s.tokens.len()) {
             let [full, sliding] = self.blocks.missing(&s.table, s.tokens.len());
@@ -77,8 +77,8 @@ impl Scheduler {
             wanted[0] += full;
             wanted[1] += sliding.min(window);
         }
-        // Blocks of the prefix that are cached are counted as wanted: they stop being free when they are held. One more, or
-        // the first decode would preempt.
+        // Cached blocks of the prefix count as wanted, because they are no longer free once they are held. One block
+        // more is wanted, or the first decode would preempt.
         let blocks = sequence.tokens.len().div_ceil(self.limits.kv.block_size) + 1;
         wanted[0] += blocks;
         wanted[1] += self.window_blocks(sequence.tokens.len()).min(blocks);
@@ -92,12 +92,12 @@ impl Scheduler {
         self.blocks.has_room(wanted)
     }
 
-    /// Sliding blocks that a sequence of `tokens` holds at most.
+    /// The most sliding blocks that a sequence of `tokens` holds.
     fn window_blocks(&self, tokens: usize) -> usize {
         self.limits.kv.window_blocks(self.limits.max_batch_tokens.min(tokens))
     }
 
-    /// Lets a waiting sequence run, which has a place: with slots, and what the prefix cache has of it.
+    /// Lets a waiting sequence that has a place run. It gets slots, and the blocks that the prefix cache has of it.
     pub(super) fn start(&mut self, index: usize) -> SequenceId {
         let mut sequence = self.waiting.remove(index);
         let known: &[u32] = if sequence.is_computed_afresh() { &[] } else { &sequence.tokens };
@@ -114,32 +114,32 @@ impl Scheduler {
         id
     }
 
-    /// Lets the forks of a sequence go their own way: the last of its prompt was just put into the step, and each draws its
-    /// first id from there.
+    /// Makes the forks of a sequence sequences of their own. The last token of the prompt was just put into the step,
+    /// and each fork draws its first id behind it.
     pub(super) fn part(&mut self, step: &mut PendingStep, index: usize) {
         for fork in std::mem::take(&mut self.running[index].forks) {
             let parent = &mut self.running[index];
             let table = self.blocks.fork(&parent.table);
             let mut child = parent.fork(fork, table);
             step.push_fork(parent, &mut child);
-            // Behind its parent, which stays where it is.
+            // The fork is inserted behind its parent, whose index stays.
             insert_by_arrival(&mut self.running, child);
         }
     }
 
-    /// Takes a sequence's blocks and slot; it waits, to be computed again.
+    /// Takes the blocks and the slot of a running sequence, which waits to be computed again.
     pub(super) fn preempt(&mut self, index: usize) {
         let mut sequence = self.running.remove(index);
         tracing::debug!(sequence = sequence.id, tokens = sequence.submitted, "preempted");
         self.preemptions += 1;
         self.take_resources(&mut sequence);
         sequence.start_over();
-        // Who loses what it has computed again and again never waits for long, and does not get on either.
+        // A sequence that is preempted again and again makes no progress, and never waits long enough to be overdue.
         sequence.raised |= sequence.life >= MAX_PREEMPTIONS;
         insert_by_arrival(&mut self.waiting, sequence);
     }
 
-    /// Takes a running sequence out for good.
+    /// Removes a running sequence for good.
     pub(super) fn end(&mut self, index: usize) {
         let mut sequence = self.running.remove(index);
         self.take_resources(&mut sequence);

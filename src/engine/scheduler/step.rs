@@ -1,4 +1,4 @@
-//! One step: what the runner is handed, whose tokens are in it, and how it is put together.
+//! One step: the arrays for the runner, the shares of the sequences in it, and the builder of both.
 
 use std::ops::Range;
 
@@ -9,80 +9,83 @@ use crate::engine::sequence::{Sequence, SequenceId};
 use crate::engine::speculation::{Drafts, Guesser};
 use crate::model::{Batch, BatchSequence, HistoryCopy, Input, Limits, Logprobs, Pooling, Sampling};
 
-/// A step, and what it is for.
+/// A step: the arrays for the runner, and the sequences that they belong to.
 #[derive(Debug, Default)]
 pub struct Step {
     pub batch: Batch,
     pub sampling: Sampling,
-    /// The masks of the masked draws, in their order.
+    /// One for each masked draw, in the order of the draws.
     pub(in crate::engine) masks: Vec<PendingMask>,
     pub load: Load,
-    /// One for each sequence of the batch, and for each fork that draws its first id there.
+    /// One for each sequence of the batch, and one for each fork that draws its first id in the step.
     pub shares: Vec<Share>,
 }
 
-/// What a step does for one sequence.
+/// The part of a step that belongs to one sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
     pub id: SequenceId,
-    /// As [`Sequence::begun_as`].
+    /// Copies of the sequence's fields, by which the share is recognized when the step is done.
     begun_as: SequenceId,
     life: u32,
-    /// Positions that are computed when the step is done, guesses left out.
+    /// How many positions are computed when the step is done, guesses left out.
     pub(super) end: usize,
     pub(super) yields: Yields,
     pub(super) guesses: Guessed,
 }
 
-/// What comes of the tokens of a share.
+/// The results of a share.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Yields {
-    /// Keys and values alone.
+    /// No result but keys and values.
     Nothing,
-    /// The probabilities of the prompt's ids up to [`Share::end`], itself included: a range of [`Sampling::draws`].
+    /// Log probabilities of the prompt's ids up to position [`Share::end`], itself included: a range of
+    /// [`Sampling::draws`].
     Scores(Range<usize>),
-    /// An id of the answer, and one more behind each guess: the first of them in [`Sampling::draws`].
+    /// An id of the answer, and one more behind each guess: the index of the first in [`Sampling::draws`].
     Ids(usize),
-    /// The sums of a prompt's hidden states: an index into [`Sampled::pooled`](crate::model::Sampled::pooled).
+    /// The sums of a prompt's hidden states: the index in [`Sampled::pooled`](crate::model::Sampled::pooled).
     Pooled(usize),
 }
 
-/// Guesses at what is drawn, one behind the other: position [`Share::end`] is computed with the first of them.
+/// Guesses at the next ids, one behind the other. The first one is fed at position [`Share::end`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Guessed {
     pub(super) ids: Vec<u32>,
     pub(super) by: Guesser,
 }
 
-/// What one step yielded for one sequence.
+/// A result of a step for one sequence.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Output {
     pub id: SequenceId,
-    /// Id for the reader; none where the sampled one is a stop id.
+    /// The id for the reader; none if the sampled id is a stop id.
     pub token: Option<u32>,
-    /// Log probabilities of the sampled id, where they were wanted.
+    /// Log probabilities of the sampled id, if they were wanted.
     pub logprobs: Option<Logprobs>,
-    /// Log probabilities of the prompt's ids but the first, with the first id of the answer, where they were wanted.
+    /// Log probabilities of the prompt's ids but the first, if they were wanted. They come with the first id of the
+    /// answer.
     pub prompt: Option<Vec<Logprobs>>,
-    /// The mean of the prompt's hidden states, where that was wanted.
+    /// The mean of the prompt's hidden states, if it was wanted.
     pub pooled: Option<Vec<f32>>,
-    /// Set where the sequence ended; it is gone from the scheduler then.
+    /// Set if the sequence ended. The scheduler has removed it then.
     pub end: Option<Ended>,
-    /// Prompt tokens that were found in the prefix cache.
+    /// Prompt tokens that the prefix cache had.
     pub cached_tokens: usize,
     pub drafts: Drafts,
 }
 
-/// A step while sequences are put into it, and the room that is left in it.
+/// A step under construction, and the room that is left in it.
 pub(super) struct PendingStep {
     pub(super) step: Step,
     pub(super) tokens: usize,
     pub(super) draws: usize,
-    /// Ids of history that may be sent along.
+    /// How many ids of history may still be sent along.
     pub(super) history: usize,
-    /// Whether it is to keep within the gap: somebody waits for an id of it or of one under way, or may come while it runs.
+    /// Whether the step is to stay within the gap: a reader waits for an id of it, or an interactive request may arrive
+    /// while it runs.
     pub(super) hurries: bool,
-    /// Whether a part of a prompt is in it.
+    /// Whether a chunk of a prompt is in it.
     pub(super) prefills: bool,
 }
 
@@ -91,7 +94,7 @@ impl Guessed {
 }
 
 impl Share {
-    /// Whether it is the sequence's as it is now: one that was removed or preempted since does not wait for this share.
+    /// Whether the share belongs to a sequence. A share from before a preemption does not.
     pub(super) fn belongs_to(&self, sequence: &Sequence) -> bool {
         self.begun_as == sequence.begun_as && self.life == sequence.life
     }
@@ -113,8 +116,8 @@ impl PendingStep {
         self.step.shares.iter().any(|share| share.id == id)
     }
 
-    /// Puts the next `len` tokens of a running sequence into the step, and guesses behind them: there is room for them, and
-    /// the sequence has the blocks. Whether an id of its answer is drawn behind them.
+    /// Puts the next `len` tokens of a running sequence into the step, and guesses behind them. The step has room for
+    /// them, and the sequence has the blocks. Returns whether an id of the answer is drawn behind them.
     pub(super) fn push(&mut self, sequence: &mut Sequence, len: usize, guesses: Guessed) -> bool {
         let (start, pending, unseen) = (sequence.submitted, sequence.pending(), sequence.unseen());
         let history = (unseen > 0).then(|| sequence.tokens[..unseen].to_vec());
@@ -139,7 +142,8 @@ impl PendingStep {
         draws
     }
 
-    /// Asks for what is to come of the next `len` tokens of a sequence, which is the next one of the batch.
+    /// Adds the draws and sums that the next `len` tokens of a sequence need. The sequence is the next one of the
+    /// batch.
     fn ask(&mut self, sequence: &mut Sequence, len: usize, guesses: usize) -> Yields {
         let index = self.step.batch.sequences.len();
         let Sampling { draws, pooling } = &mut self.step.sampling;
@@ -163,7 +167,7 @@ impl PendingStep {
         }
     }
 
-    /// Has a fork draw its first id where its parent does, which was just put into the step.
+    /// Draws the first id of a fork behind the last token of its parent, which was just put into the step.
     pub(super) fn push_fork(&mut self, parent: &Sequence, fork: &mut Sequence) {
         let own = self.step.batch.sequences.last().expect("its parent is in the step");
         let (index, token) = (self.step.batch.sequences.len() - 1, own.input.len() - 1);
@@ -184,7 +188,7 @@ impl PendingStep {
         self.step.shares.push(Share { id, begun_as, life, end, yields, guesses });
     }
 
-    /// None where nobody is in it.
+    /// The step; none if no sequence is in it.
     pub(super) fn finish(self) -> Option<Step> {
         (!self.step.shares.is_empty()).then_some(self.step)
     }
@@ -194,7 +198,7 @@ fn slot_of(sequence: &Sequence) -> u32 {
     sequence.slot.expect("a running sequence has a slot")
 }
 
-/// The next tokens of a running sequence, `input` at positions `start..`, with the blocks that it has.
+/// The entry of a running sequence in a batch: `input` at positions `start..`, with the blocks that the sequence has.
 pub(super) fn share_of(
     sequence: &Sequence,
     start: usize,
