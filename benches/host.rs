@@ -65,8 +65,9 @@ fn limits() -> Limits {
 /// One step of the scheduler, scheduled and committed. No drawn id ends an answer.
 fn step(scheduler: &mut Scheduler, pace: &Pace) -> usize {
     let step = scheduler.schedule(pace).expect("somebody is there");
-    let ids = (0..step.sampling.draws.len() as u32).map(|i| Some(300 + i)).collect();
-    scheduler.commit(&step, &Sampled { ids, ..Sampled::default() }).len()
+    let draws = step.sampling.draws.len();
+    let ids = (0..draws as u32).map(|i| Some(300 + i)).collect();
+    scheduler.commit(&step, &Sampled { ids, logprobs: vec![None; draws], ..Sampled::default() }).len()
 }
 
 /// A step in which `sequences` answers get one token each.

@@ -13,8 +13,8 @@ use serde_json::{Value, json};
 use tower::ServiceExt;
 use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
-use unicorn::model::{KvLimits, Limits, SamplingParams};
-use unicorn::session::{SamplingDefaults, Service};
+use unicorn::model::{KvLimits, Limits, SamplingOptions, SamplingParams};
+use unicorn::session::Service;
 use unicorn::text::Tokenizer;
 
 use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
@@ -22,8 +22,15 @@ use crate::support::gemma_template;
 
 pub const MODEL: &str = "makers/tiny-gemma";
 pub const END_OF_TURN: u32 = 106;
-pub const DEFAULTS: SamplingDefaults =
-    SamplingDefaults { temperature: 0.9, top_k: 64, top_p: 0.95, min_p: 0.0, repetition_penalty: 1.25 };
+pub const DEFAULTS: SamplingOptions = SamplingOptions {
+    temperature: Some(0.9),
+    top_k: Some(64),
+    top_p: Some(0.95),
+    min_p: Some(0.0),
+    repetition_penalty: Some(1.25),
+    presence_penalty: None,
+    frequency_penalty: None,
+};
 pub const OPTIONS: Options = Options {
     max_body_bytes: 64 << 10,
     body_stall: Duration::from_millis(200),
@@ -59,7 +66,7 @@ pub fn app(script: Script) -> App {
     app_with(limits(), OPTIONS, DEFAULTS, script)
 }
 
-pub fn app_with(limits: Limits, options: Options, defaults: SamplingDefaults, script: Script) -> App {
+pub fn app_with(limits: Limits, options: Options, defaults: SamplingOptions, script: Script) -> App {
     let server = Server::new(MODEL, options, AccessPolicy::default());
     loaded(server, limits, defaults, script)
 }
@@ -71,7 +78,7 @@ pub fn app_behind(door: AccessPolicy, text: &str) -> App {
     loaded(Server::new(MODEL, OPTIONS, door), more, DEFAULTS, says(&ids, END_OF_TURN))
 }
 
-pub fn loaded(server: Arc<Server>, limits: Limits, defaults: SamplingDefaults, script: Script) -> App {
+pub fn loaded(server: Arc<Server>, limits: Limits, defaults: SamplingOptions, script: Script) -> App {
     loaded_with_queue(2, server, limits, defaults, script)
 }
 
@@ -79,7 +86,7 @@ fn loaded_with_queue(
     queue: usize,
     server: Arc<Server>,
     limits: Limits,
-    defaults: SamplingDefaults,
+    defaults: SamplingOptions,
     script: Script,
 ) -> App {
     let (runner, control) = FakeRunner::new(limits, script);
@@ -231,12 +238,12 @@ pub fn shows_its_prompt(text: &str) -> (Script, Arc<Mutex<Vec<u32>>>) {
     let mut answer = says(&tokenizer().encode(text, false).expect("encodes"), END_OF_TURN);
     let seen: Arc<Mutex<Vec<u32>>> = Arc::default();
     let (record, mut last) = (Arc::clone(&seen), Vec::new());
-    let script: Script = Box::new(move |tokens, params| {
+    let script: Script = Box::new(move |tokens, draw| {
         // Each call but the first of an answer sees what the one before it drew.
         if tokens != last {
             *record.lock().expect("no test panics with it") = tokens.to_vec();
         }
-        let id = answer(tokens, params);
+        let id = answer(tokens, draw);
         last = [tokens, &[id]].concat();
         id
     });
@@ -411,7 +418,7 @@ async fn n_answers_come_with_seeds_of_their_own_and_each_ends_for_itself() {
     let limits = Limits { max_sequences: 3, max_draws: 3, ..limits() };
     let answers = ["One.", "Two, and more", "Three"].map(|text| tokenizer().encode(text, false).unwrap());
     let mut scripts = answers.map(|ids| says(&ids, END_OF_TURN));
-    let script: Script = Box::new(move |tokens, params| scripts[params.seed as usize - 7](tokens, params));
+    let script: Script = Box::new(move |tokens, draw| scripts[draw.seed as usize - 7](tokens, draw));
     let app = app_with(limits, OPTIONS, DEFAULTS, script);
     let fields = json!({"n": 3, "seed": 7, "stop": ", and"});
     let (status, body) = complete(&app, with(chat("Count"), fields.clone())).await;
@@ -557,13 +564,14 @@ async fn a_prompt_that_no_context_holds_is_too_long_and_not_invalid() {
 #[tokio::test]
 async fn a_temperature_too_small_to_divide_by_is_greedy_also_as_the_models_default() {
     for (fields, default) in [(json!({"temperature": 1e-39}), 0.9), (json!({}), 1e-39), (json!({}), 9e-6)] {
-        let seen: Arc<Mutex<Vec<SamplingParams>>> = Arc::default();
+        let seen: Arc<Mutex<Vec<Arc<SamplingParams>>>> = Arc::default();
         let record = Arc::clone(&seen);
-        let script: Script = Box::new(move |_, params| {
-            record.lock().unwrap().push(params);
+        let script: Script = Box::new(move |_, draw| {
+            record.lock().unwrap().push(Arc::clone(&draw.params));
             END_OF_TURN
         });
-        let app = app_with(limits(), OPTIONS, SamplingDefaults { temperature: default, ..DEFAULTS }, script);
+        let app =
+            app_with(limits(), OPTIONS, SamplingOptions { temperature: Some(default), ..DEFAULTS }, script);
         assert_eq!(complete(&app, with(chat("Hi"), fields)).await.0, 200);
         assert_eq!(seen.lock().unwrap()[0].temperature, 0.0, "default {default}");
     }
@@ -571,10 +579,10 @@ async fn a_temperature_too_small_to_divide_by_is_greedy_also_as_the_models_defau
 
 #[tokio::test]
 async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
-    let seen: Arc<Mutex<Vec<SamplingParams>>> = Arc::default();
+    let seen: Arc<Mutex<Vec<(SamplingParams, u64)>>> = Arc::default();
     let record = Arc::clone(&seen);
-    let app = app(Box::new(move |_, params| {
-        record.lock().unwrap().push(params);
+    let app = app(Box::new(move |_, draw| {
+        record.lock().unwrap().push(((*draw.params).clone(), draw.seed));
         END_OF_TURN
     }));
     for fields in [
@@ -590,29 +598,29 @@ async fn absent_sampling_fields_are_the_models_and_a_seed_repeats() {
         assert_eq!(status, 200, "{body}");
     }
     let seen = seen.lock().unwrap();
-    let SamplingDefaults { temperature, top_k, top_p, min_p, repetition_penalty } = DEFAULTS;
-    let default = |seed| SamplingParams {
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        repetition_penalty,
-        seed,
+    let default = || SamplingParams {
+        temperature: 0.9,
+        top_k: 64,
+        top_p: 0.95,
+        min_p: 0.0,
+        repetition_penalty: 1.25,
+        stop_token_ids: vec![1, END_OF_TURN],
         ..SamplingParams::GREEDY
     };
-    assert_eq!(seen[0], default(seen[0].seed));
-    assert_ne!(seen[0].seed, seen[1].seed, "without a seed each answer has its own");
-    let asked = SamplingParams { temperature: 0.5, top_k: 3, top_p: 0.25, min_p: 0.125, ..default(7) };
-    assert_eq!(seen[2], asked);
+    assert_eq!(seen[0].0, default());
+    assert_ne!(seen[0].1, seen[1].1, "without a seed each answer has its own");
+    let asked = SamplingParams { temperature: 0.5, top_k: 3, top_p: 0.25, min_p: 0.125, ..default() };
+    assert_eq!(seen[2], (asked, 7));
     assert_eq!(
         seen[3],
-        SamplingParams { top_k: 1, top_p: 0.0, ..default(u64::MAX) },
+        (SamplingParams { top_k: 1, top_p: 0.0, ..default() }, u64::MAX),
         "top_p 0 is the likeliest"
     );
-    assert_eq!(seen[4], SamplingParams { temperature: 0.0, top_k: 5, ..default(u64::MAX) });
-    let penalties = (seen[5].presence_penalty, seen[5].frequency_penalty, seen[5].repetition_penalty);
+    assert_eq!(seen[4], (SamplingParams { temperature: 0.0, top_k: 5, ..default() }, u64::MAX));
+    let asked = &seen[5].0;
+    let penalties = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty);
     assert_eq!(penalties, (-1.5, 2.0, 0.5));
-    assert_eq!(seen[6], SamplingParams { repetition_penalty: 1.0, ..default(8) }, "llama.cpp's name");
+    assert_eq!(seen[6], (SamplingParams { repetition_penalty: 1.0, ..default() }, 8), "llama.cpp's name");
 }
 
 #[tokio::test]

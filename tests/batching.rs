@@ -14,41 +14,56 @@ use crate::reference;
 use crate::support::data;
 use crate::{demo, golden};
 
-/// Prompts, and what is answered to each alone, with some parameters.
+/// Prompts, and what is answered to each alone, with some parameters and a seed.
 pub struct Texts {
     params: SamplingParams,
+    seed: u64,
     pub prompts: Vec<Vec<u32>>,
     alone: Vec<Vec<u32>>,
 }
 
-pub const PENALTIES: SamplingParams = SamplingParams {
-    repetition_penalty: 1.3,
-    presence_penalty: 0.7,
-    frequency_penalty: 0.2,
-    ..SamplingParams::GREEDY
-};
+pub fn penalties() -> SamplingParams {
+    SamplingParams {
+        repetition_penalty: 1.3,
+        presence_penalty: 0.7,
+        frequency_penalty: 0.2,
+        ..SamplingParams::GREEDY
+    }
+}
 
 /// What is answered to one prompt by a scheduler that has seen nothing.
-fn answer(model: &mut dyn Runner, prompt: &[u32], params: SamplingParams, tokens: usize) -> Vec<u32> {
+fn answer(
+    model: &mut dyn Runner,
+    prompt: &[u32],
+    (params, seed): (&SamplingParams, u64),
+    tokens: usize,
+) -> Vec<u32> {
     let limits = model.limits();
-    let sequence = Sequence::new(0, prompt.to_vec(), params, tokens);
+    let mut sequence = Sequence::new(0, prompt.to_vec(), params.clone(), tokens);
+    sequence.seed = seed;
     Driver::new(model, limits).run(vec![sequence]).answers.remove(&0).expect("an answer")
 }
 
 impl Texts {
     pub fn new(
         model: &mut dyn Runner,
-        params: SamplingParams,
+        (params, seed): (SamplingParams, u64),
         prompts: Vec<Vec<u32>>,
         tokens: usize,
     ) -> Texts {
-        let alone = prompts.iter().map(|p| answer(model, p, params, tokens)).collect();
-        Texts { params, prompts, alone }
+        let alone = prompts.iter().map(|p| answer(model, p, (&params, seed), tokens)).collect();
+        Texts { params, seed, prompts, alone }
     }
 
     fn sequences(&self) -> Vec<Sequence> {
         let each = self.prompts.iter().zip(&self.alone).enumerate();
-        each.map(|(i, (p, a))| Sequence::new(i as u64, p.clone(), self.params, a.len())).collect()
+        each.map(|(i, (p, a))| self.sequence(i, p, a.len())).collect()
+    }
+
+    fn sequence(&self, i: usize, prompt: &[u32], tokens: usize) -> Sequence {
+        let mut sequence = Sequence::new(i as u64, prompt.to_vec(), self.params.clone(), tokens);
+        sequence.seed = self.seed;
+        sequence
     }
 
     #[track_caller]
@@ -76,12 +91,12 @@ impl Texts {
         // The next turn of each: prompt and answer as a prompt, which the cache has but for its end.
         let next = |i: usize| [&self.prompts[i][..], &self.alone[i], &[5, 6, 7]].concat();
         let prompts: Vec<Vec<u32>> = (0..self.prompts.len()).map(next).collect();
-        let turn = |i: usize| Sequence::new(i as u64, prompts[i].clone(), self.params, 12);
+        let turn = |i: usize| self.sequence(i, &prompts[i], 12);
         let cached = driver.run((0..prompts.len()).map(turn).collect());
         let whole = prompts[long as usize].len();
         assert!(cached.cached[&long] + 32 > whole, "{} of {whole} tokens cached", cached.cached[&long]);
         let guesses = driver.guesses();
-        let turns = Texts::new(model, self.params, prompts, 12);
+        let turns = Texts::new(model, (self.params.clone(), self.seed), prompts, 12);
         turns.check(&cached, "the next turn");
         assert_eq!(guesses.model.proposed > 0, model.has_draft(), "{guesses:?}");
 
@@ -105,10 +120,9 @@ impl Texts {
 
         // Three answers to each prompt, which part behind it, and are the same where they are greedy.
         let mut forked = self.sequences();
-        let with_seed = |seed| SamplingParams { seed, ..self.params };
         let mut expected = |i: usize, n: u64| match self.params.temperature {
             0.0 => self.alone[i].clone(),
-            _ => answer(model, &self.prompts[i], with_seed(n), self.alone[i].len()),
+            _ => answer(model, &self.prompts[i], (&self.params, n), self.alone[i].len()),
         };
         let forks: Vec<[Vec<u32>; 3]> =
             (0..forked.len()).map(|i| [self.alone[i].clone(), expected(i, 1), expected(i, 2)]).collect();
@@ -133,9 +147,9 @@ fn the_demo_model_answers_the_same_whatever_else_runs() {
     let options = LoadOptions { sequences: 16, max_context: Some(1024), ..LoadOptions::default() };
     let mut model = golden::load(&demo::folder(), &options);
     let prompts = demo::quick_prompts(300).step_by(5).map(<[u32]>::to_vec).take(14).collect();
-    let texts = Texts::new(&mut model, SamplingParams::GREEDY, prompts, 24);
+    let texts = Texts::new(&mut model, (SamplingParams::GREEDY, 0), prompts, 24);
     texts.check_all(&mut model);
-    let penalized = Texts::new(&mut model, PENALTIES, texts.prompts.clone(), 24);
+    let penalized = Texts::new(&mut model, (penalties(), 0), texts.prompts.clone(), 24);
     assert_ne!(penalized.alone, texts.alone, "penalties change nothing");
     penalized.check_all(&mut model);
 }
@@ -152,7 +166,7 @@ fn the_reference_model_answers_the_same_whatever_else_runs() {
     let long = long[..long.len().min(200)].to_vec();
     let other = long[11..].to_vec();
     let prompts = vec![mid.clone(), short.clone(), long, other, short[1..].to_vec(), mid[..9].to_vec()];
-    let texts = Texts::new(&mut model, SamplingParams::GREEDY, prompts, 60);
+    let texts = Texts::new(&mut model, (SamplingParams::GREEDY, 0), prompts, 60);
     texts.check_all(&mut model);
 }
 
@@ -170,7 +184,7 @@ fn the_size_of_a_block_changes_no_answer() {
         let mut model = golden::load(&folder, &options);
         let limits = model.limits();
         assert_eq!(limits.kv.block_size, block_size);
-        let texts = Texts::new(&mut model, SamplingParams::GREEDY, prompts.clone(), 40);
+        let texts = Texts::new(&mut model, (SamplingParams::GREEDY, 0), prompts.clone(), 40);
         assert_eq!(
             *expected.get_or_insert_with(|| texts.alone.clone()),
             texts.alone,
@@ -194,18 +208,21 @@ fn what_is_drawn_follows_from_the_logits() {
     let favourite = 300u32;
     let mut sequences = Vec::new();
     for (i, prompt) in prompts.iter().enumerate() {
-        let plain = answer(&mut model, prompt, SamplingParams::GREEDY, 20);
-        let mut sequence = Sequence::new(i as u64, prompt.clone(), PENALTIES, 20);
-        sequence.bias = Arc::new([(favourite, 3.0), (plain[0], -2.5)]);
-        // What comes third would end it, were it not too early.
-        sequence.stop_token_ids = vec![plain[2]];
-        sequence.min_tokens = 10;
-        sequence.logprobs = Some(i);
+        let plain = answer(&mut model, prompt, (&SamplingParams::GREEDY, 0), 20);
+        let params = SamplingParams {
+            logit_bias: vec![(favourite, 3.0), (plain[0], -2.5)],
+            // What comes third would end it, were it not too early.
+            stop_token_ids: vec![plain[2]],
+            min_tokens: 10,
+            logprobs: Some(i),
+            ..penalties()
+        };
+        let mut sequence = Sequence::new(i as u64, prompt.clone(), params, 20);
         sequence.prompt_logprobs = Some(i);
         sequences.push(sequence);
     }
-    let stops: Vec<u32> = sequences.iter().map(|s| s.stop_token_ids[0]).collect();
-    let biases: Vec<Arc<[(u32, f32)]>> = sequences.iter().map(|s| Arc::clone(&s.bias)).collect();
+    let stops: Vec<u32> = sequences.iter().map(|s| s.sampling.stop_token_ids[0]).collect();
+    let biases: Vec<Vec<(u32, f32)>> = sequences.iter().map(|s| s.sampling.logit_bias.clone()).collect();
     let run = Driver::new(&mut model, limits).run(sequences);
     let penalties = reference::Penalties { repetition: 1.3, presence: 0.7, frequency: 0.2 };
     for (i, prompt) in prompts.iter().enumerate() {
@@ -269,7 +286,7 @@ fn a_mask_binds_beside_those_that_have_none() {
     let limits = model.limits();
     let prompts: Vec<Vec<u32>> = demo::quick_prompts(300).step_by(23).map(<[u32]>::to_vec).take(6).collect();
     let free: Vec<Vec<u32>> =
-        prompts.iter().map(|p| answer(&mut model, p, SamplingParams::GREEDY, 20)).collect();
+        prompts.iter().map(|p| answer(&mut model, p, (&SamplingParams::GREEDY, 0), 20)).collect();
     let sequence = |i: usize| {
         let mut sequence = Sequence::new(i as u64, prompts[i].clone(), SamplingParams::GREEDY, 20);
         if i % 2 == 1 {
@@ -300,13 +317,12 @@ fn a_seed_draws_the_same_in_any_batch() {
         LoadOptions { kv: KvDtype::Int8, sequences: 8, max_context: Some(1024), ..LoadOptions::default() };
     let mut model = golden::load(&demo::folder(), &options);
     let prompts: Vec<Vec<u32>> = demo::quick_prompts(300).step_by(9).map(<[u32]>::to_vec).take(8).collect();
-    let params = |i: usize| SamplingParams {
-        temperature: 1.2,
-        top_p: 0.98,
-        seed: 77 + i as u64,
-        ..SamplingParams::GREEDY
+    let sequence = |i: usize| {
+        let params = SamplingParams { temperature: 1.2, top_p: 0.98, ..SamplingParams::GREEDY };
+        let mut sequence = Sequence::new(i as u64, prompts[i].clone(), params, 20);
+        sequence.seed = 77 + i as u64;
+        sequence
     };
-    let sequence = |i: usize| Sequence::new(i as u64, prompts[i].clone(), params(i), 20);
     let limits = model.limits();
     let alone: Vec<Vec<u32>> = (0..prompts.len())
         .map(|i| Driver::new(&mut model, limits).run(vec![sequence(i)]).answers[&(i as u64)].clone())
@@ -326,8 +342,8 @@ fn text_that_repeats_its_prompt_takes_less_than_half_the_passes() {
     let limits = model.limits();
     let (mut tokens, mut passes, mut proposed, mut accepted) = (0, 0, 0, 0);
     for (prompt, answer) in demo::answered("copy") {
-        let mut sequence = Sequence::new(0, prompt.to_vec(), SamplingParams::GREEDY, answer.len() + 16);
-        sequence.stop_token_ids = demo::STOP.into();
+        let params = SamplingParams { stop_token_ids: demo::STOP.into(), ..SamplingParams::GREEDY };
+        let sequence = Sequence::new(0, prompt.to_vec(), params, answer.len() + 16);
         let run = Driver::new(&mut model, limits).run(vec![sequence]);
         assert_eq!(run.answers[&0], answer);
         tokens += answer.len() + 1;

@@ -1083,7 +1083,7 @@ async fn ten_thousand_bodies_are_answered_or_refused() {
         hidden_size: LIMITS.hidden_size,
     };
     let mut mixed = mixed(VOCABULARY as usize);
-    let ends_soon: Script = Box::new(move |tokens, params| match mixed(tokens, params) {
+    let ends_soon: Script = Box::new(move |tokens, draw| match mixed(tokens, draw) {
         id if id % 16 == 0 => END_OF_TURN,
         id => id,
     });

@@ -15,6 +15,7 @@ use crate::legacy::mutate;
 use crate::reference::dequantize_row;
 use crate::support::{self, ByName as _, data, plain, root};
 use unicorn::checkpoint::{Checkpoint, CheckpointError, MAX_READ_BYTES, ModelFiles, Tensor};
+use unicorn::model::SamplingOptions;
 use unicorn::model::config::{Gemma3Config, GenerationConfig, LayerType};
 use unicorn::model::weights::Gemma3Weights;
 use unicorn::quantize::{Rounding, grouping, pack_tiles, quantize_row};
@@ -203,7 +204,7 @@ fn embedded_files_are_read_like_a_folder() {
     assert_eq!(files.read("config.json").unwrap().unwrap(), FILES[0].1);
     assert!(files.read("tokenizer.json").unwrap().is_none());
     let (config, generation) = Gemma3Config::load(&files).unwrap();
-    assert_eq!((config.vocab_size, generation.top_k), (320, Some(64)));
+    assert_eq!((config.vocab_size, generation.sampling.top_k), (320, Some(64)));
     // The config is another model's than the tensors.
     let checkpoint = Checkpoint::open(&files).unwrap();
     assert_eq!(
@@ -517,10 +518,8 @@ fn both_generations_of_fields_mean_the_same() {
         assert_eq!(old.eos_token_ids, [1, 106]);
         let expected = GenerationConfig {
             do_sample: Some(true),
-            top_k: Some(64),
-            top_p: Some(0.95),
+            sampling: SamplingOptions { top_k: Some(64), top_p: Some(0.95), ..SamplingOptions::default() },
             eos_token_ids: vec![1, 106],
-            ..GenerationConfig::default()
         };
         assert_eq!(old_generation, expected);
     }

@@ -218,9 +218,8 @@ fn decoding_reproduces_the_answers() {
 fn answered_together(model: &mut Gemma3, asked: &[&Answer], more: usize) -> Vec<Vec<u32>> {
     let sequence = |(i, golden): (usize, &&Answer)| {
         let most = golden.answer.len() + more;
-        let mut sequence = Sequence::new(i as u64, golden.prompt.clone(), SamplingParams::GREEDY, most);
-        sequence.stop_token_ids = STOP.into();
-        sequence
+        let params = SamplingParams { stop_token_ids: STOP.into(), ..SamplingParams::GREEDY };
+        Sequence::new(i as u64, golden.prompt.clone(), params, most)
     };
     let limits = model.limits();
     let run = Driver::new(model, limits).run(asked.iter().enumerate().map(sequence).collect());

@@ -17,13 +17,17 @@ use unicorn::model::shapes::Shape;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::{KvDtype, QuantizeMode, Scheme};
 
-use crate::batching::{PENALTIES, Texts};
+use crate::batching::{Texts, penalties};
 use crate::cli::{assert_error, output, tiny_model, unicorn, unicorn_on_software};
 use crate::drive::Driver;
 use crate::support::{data, device};
 use crate::{demo, golden};
 
-const DRAWN: SamplingParams = SamplingParams { temperature: 0.8, seed: 4711, ..SamplingParams::GREEDY };
+const SEED: u64 = 4711;
+
+fn drawn() -> SamplingParams {
+    SamplingParams { temperature: 0.8, ..SamplingParams::GREEDY }
+}
 
 fn load(model: &Path, draft: &Path, options: &LoadOptions) -> Result<Drafted, LoadError> {
     let (model, draft) = load_both(model, draft, options)?;
@@ -44,17 +48,21 @@ fn prompts(n: usize) -> Vec<Vec<u32>> {
 /// Runs the prompts one after the other, up to a stop id: the answers, passes beyond the prompts', and what was guessed.
 fn one_by_one(
     model: &mut dyn Runner,
-    params: SamplingParams,
+    (params, seed): (&SamplingParams, u64),
     prompts: &[Vec<u32>],
 ) -> (Vec<Vec<u32>>, usize, Guesses) {
     let limits = model.limits();
     let (mut answers, mut passes) = (Vec::new(), 0);
     let mut driver = Driver::new(model, limits);
     for (i, prompt) in prompts.iter().enumerate() {
+        let params = SamplingParams {
+            stop_token_ids: demo::STOP.into(),
+            // Penalties alone would hide that biases are guessed with.
+            logit_bias: if params.penalizes() { vec![(300, 2.0)] } else { vec![] },
+            ..params.clone()
+        };
         let mut sequence = Sequence::new(i as u64, prompt.clone(), params, 40);
-        sequence.stop_token_ids = demo::STOP.into();
-        // Penalties alone would hide that biases are guessed with.
-        sequence.bias = if params.penalizes() { [(300, 2.0)].into() } else { [].into() };
+        sequence.seed = seed;
         let mut run = driver.run(vec![sequence]);
         passes += run.steps + 1 - (prompt.len() - run.cached[&(i as u64)]).div_ceil(limits.max_batch_tokens);
         answers.push(run.answers.remove(&(i as u64)).unwrap());
@@ -70,9 +78,11 @@ fn a_model_that_is_its_own_draft_takes_less_than_half_the_passes() {
     let mut drafted = load(&demo::folder(), &demo::folder(), &options).unwrap();
     let prompts = prompts(12);
     assert_eq!(prompts.len(), 12);
-    for params in [SamplingParams::GREEDY, SamplingParams { temperature: 0.8, seed: 5, ..PENALTIES }] {
-        let (expected, ..) = one_by_one(&mut plain, params, &prompts);
-        let (answers, passes, guesses) = one_by_one(&mut drafted, params, &prompts);
+    for (params, seed) in
+        [(SamplingParams::GREEDY, 0), (SamplingParams { temperature: 0.8, ..penalties() }, 5)]
+    {
+        let (expected, ..) = one_by_one(&mut plain, (&params, seed), &prompts);
+        let (answers, passes, guesses) = one_by_one(&mut drafted, (&params, seed), &prompts);
         assert_eq!(answers, expected);
         let tokens: usize = answers.iter().map(|answer| answer.len() + 1).sum();
         println!("{tokens} tokens in {passes} passes, {guesses:?}");
@@ -95,15 +105,15 @@ fn answers_with_a_draft_are_those_without() {
     };
     let mut plain = golden::load(&demo::folder(), &options);
     let mut drafted = load(&demo::folder(), &demo::folder(), &options).unwrap();
-    for params in [SamplingParams::GREEDY, DRAWN] {
-        let texts = Texts::new(&mut plain, params, prompts(5), 24);
+    for (params, seed) in [(SamplingParams::GREEDY, 0), (drawn(), SEED)] {
+        let texts = Texts::new(&mut plain, (params.clone(), seed), prompts(5), 24);
         texts.check_all(&mut drafted);
-        let (_, passes, guesses) = one_by_one(&mut drafted, params, &texts.prompts);
+        let (_, passes, guesses) = one_by_one(&mut drafted, (&params, seed), &texts.prompts);
         println!("temperature {}: {passes} passes, {guesses:?}", params.temperature);
         assert!(guesses.model.accepted > 10, "{guesses:?}");
     }
     // So hot that the two often part.
-    let hot = SamplingParams { temperature: 2.0, seed: 12, ..SamplingParams::GREEDY };
+    let hot = (&SamplingParams { temperature: 2.0, ..SamplingParams::GREEDY }, 12);
     let (expected, ..) = one_by_one(&mut plain, hot, &prompts(12));
     let (answers, passes, guesses) = one_by_one(&mut drafted, hot, &prompts(12));
     println!("temperature 2: {passes} passes, {guesses:?}");
@@ -124,11 +134,11 @@ fn a_draft_with_fewer_ids_and_a_smaller_window_changes_nothing() {
     let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
     let long = long[..long.len().min(150)].to_vec();
     let prompts = vec![mid.clone(), short, long.clone(), long[11..].to_vec(), mid[..9].to_vec()];
-    for params in [SamplingParams::GREEDY, SamplingParams { temperature: 1.5, ..DRAWN }] {
+    for params in [(SamplingParams::GREEDY, 0), (SamplingParams { temperature: 1.5, ..drawn() }, SEED)] {
         let texts = Texts::new(&mut plain, params, prompts.clone(), 40);
         texts.check_all(&mut drafted);
     }
-    let (answers, _, guesses) = one_by_one(&mut drafted, DRAWN, &prompts);
+    let (answers, _, guesses) = one_by_one(&mut drafted, (&drawn(), SEED), &prompts);
     let foreign = answers.iter().flatten().filter(|id| **id >= 320).count();
     assert!(foreign > 10 && guesses.model.proposed > 10, "{foreign} ids beyond 320, {guesses:?}");
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use unicorn::engine::{self, Drafts, End, Guesses, Pace, Scheduler, SchedulerConfig, Sequence};
+use unicorn::engine::{self, Drafts, EngineError, Guesses, Pace, Scheduler, SchedulerConfig, Sequence};
 use unicorn::model::{Limits, Logprobs, Runner, SamplingParams};
 
 /// A run to be held to account: what was answered, and how.
@@ -64,7 +64,7 @@ impl<'a> Driver<'a> {
                 let Some(step) = self.scheduler.schedule(&pace) else { break };
                 run.steps += 1;
                 run.widest = run.widest.max(step.batch.sequences.len());
-                in_flight.push_back((self.runner.submit(&step.batch, &step.sampling).unwrap(), step));
+                in_flight.push_back((engine::submit(self.runner, &step).unwrap(), step));
             }
             let (ticket, step) = in_flight.pop_front().expect("something waits and nothing runs");
             let sampled = self.runner.wait(ticket).unwrap();
@@ -78,7 +78,7 @@ impl<'a> Driver<'a> {
                 run.scores.extend(output.prompt.map(|scores| (output.id, scores)));
                 run.cached.insert(output.id, output.cached_tokens);
                 run.drafts.insert(output.id, output.drafts);
-                assert_ne!(output.end, Some(End::NotFinite), "sequence {}", output.id);
+                assert_ne!(output.end, Some(Err(EngineError::NotFinite)), "sequence {}", output.id);
             }
         }
         run.preemptions = self.scheduler.preemptions() - before;
@@ -100,7 +100,7 @@ impl<'a> Driver<'a> {
 pub fn greedy(runner: &mut dyn Runner, prompt: &[u32], count: usize, chunk: usize, stop: &[u32]) -> Vec<u32> {
     let limits = Limits { max_batch_tokens: chunk.min(runner.limits().max_batch_tokens), ..runner.limits() };
     let plain = SchedulerConfig { speculation_tokens: 0, ..SchedulerConfig::default() };
-    let mut sequence = Sequence::new(0, prompt.to_vec(), SamplingParams::GREEDY, count);
-    sequence.stop_token_ids = stop.to_vec();
+    let params = SamplingParams { stop_token_ids: stop.to_vec(), ..SamplingParams::GREEDY };
+    let sequence = Sequence::new(0, prompt.to_vec(), params, count);
     Driver::with(runner, limits, plain).run(vec![sequence]).drawn
 }

@@ -10,11 +10,11 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
-    CacheSalt, EVENTS, End, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace,
+    CacheSalt, EVENTS, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace,
     Priority, Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, TokenStream,
-    draft,
+    draft, submit,
 };
-use unicorn::model::{Batch, BlockPool, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
+use unicorn::model::{Batch, BlockPool, Draw, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
 
 use crate::fake_runner::{
     Control, FakeRunner, HANG, LIMITS, Script, fake_logprobs, fake_pooled, mixed, mixed_answer, says,
@@ -36,7 +36,8 @@ fn one_slot() -> Limits {
 }
 
 fn request(prompt: &[u32], max_tokens: usize) -> Request {
-    Request { max_tokens: Some(max_tokens), stop_token_ids: vec![END], ..Request::new(prompt.to_vec()) }
+    let sampling = SamplingParams { stop_token_ids: vec![END], ..SamplingParams::GREEDY };
+    Request { max_tokens: Some(max_tokens), sampling: sampling.into(), ..Request::new(prompt.to_vec()) }
 }
 
 /// Allows even ids after an even number of ids, and odd ones after an odd number, until there are so many.
@@ -105,7 +106,7 @@ fn an_answer_is_prefilled_in_chunks_and_then_decoded_from_the_device() {
     let prompt: Vec<u32> = (0..37).collect();
     let (ids, last) = collect(&mut engine.submit(request(&prompt, 10)).expect("accepted"));
     assert_eq!(ids, [207, 208, 209]);
-    let Event::Finished { reason: FinishReason::Stop, timings, .. } = last else { panic!("{last:?}") };
+    let Event::Finished { reason: FinishReason::Stop(END), timings, .. } = last else { panic!("{last:?}") };
     assert_eq!((timings.prompt_n, timings.predicted_n), (37, 4), "the stop id is counted, not handed out");
 
     let inputs: Vec<Input> = control.batches().iter().map(|b| b.sequences[0].input.clone()).collect();
@@ -159,12 +160,9 @@ fn a_request_that_cannot_be_answered_is_refused_with_its_numbers() {
 fn a_mask_sees_every_id_before_it_says_what_may_come_next() {
     let limits = Limits { max_in_flight: 2, max_sequences: 4, max_draws: 4, ..LIMITS };
     let (engine, control) = start(limits, mixed(512));
-    let masked = Request {
-        mask: Some(Box::new(Parity::default())),
-        more_seeds: vec![1],
-        logprobs: Some(2),
-        ..request(&[1, 2, 3], 12)
-    };
+    let mut masked =
+        Request { mask: Some(Box::new(Parity::default())), more_seeds: vec![1], ..request(&[1, 2, 3], 12) };
+    Arc::make_mut(&mut masked.sampling).logprobs = Some(2);
     let mut free = engine.submit(request(&[1, 2], 12)).unwrap();
     let mut stream = engine.submit(masked).unwrap();
     let mut counts = [0u32; 2];
@@ -203,11 +201,12 @@ fn no_stop_id_comes_before_min_tokens() {
     let limits = Limits { max_in_flight: 2, ..LIMITS };
     for min_tokens in [0, 1, 5] {
         let (engine, _) = start(limits, says(&[40, 41], END));
-        let request = Request { min_tokens, ..request(&[1, 2, 3], 30) };
+        let mut request = request(&[1, 2, 3], 30);
+        Arc::make_mut(&mut request.sampling).min_tokens = min_tokens;
         let (ids, last) = collect(&mut engine.submit(request).unwrap());
         // Where the end is forbidden, the fake takes the id behind it, after which it begins anew.
         let expected: &[u32] = if min_tokens == 5 { &[40, 41, END + 1, 40, 41] } else { &[40, 41] };
-        assert_eq!((&ids[..], finish_reason(&last)), (expected, FinishReason::Stop), "{min_tokens}");
+        assert_eq!((&ids[..], finish_reason(&last)), (expected, FinishReason::Stop(END)), "{min_tokens}");
     }
 }
 
@@ -440,7 +439,7 @@ fn a_panicking_runner_is_a_bug_and_no_hang() {
 
 #[test]
 fn an_engine_says_why_it_ended_unless_it_was_asked_to() {
-    let bug = |_: &[u32], _: SamplingParams| panic!("a bug, made for this test");
+    let bug = |_: &[u32], _: &Draw| panic!("a bug, made for this test");
     let lost = |error: Option<EngineError>| matches!(error, Some(EngineError::Lost(why)) if why.contains("ring timeout"));
     for asked in [EngineHandle::drain, EngineHandle::abort] {
         let (engine, _) = start(LIMITS, says(&[], END));
@@ -467,7 +466,7 @@ fn an_engine_says_why_it_ended_unless_it_was_asked_to() {
 
 #[test]
 fn every_answer_hears_of_the_end_before_the_runner_is_dropped() {
-    let bug = |_: &[u32], _: SamplingParams| panic!("a bug, made for this test");
+    let bug = |_: &[u32], _: &Draw| panic!("a bug, made for this test");
     for lost in [true, false] {
         let script: Script = if lost { says(&[], END) } else { Box::new(bug) };
         let (engine, control) = start(one_slot(), script);
@@ -577,7 +576,7 @@ fn a_grammars_time_is_that_of_the_client_whose_it_is() {
         while let Some(step) = scheduler.schedule(&pace) {
             let ids: Vec<u64> = step.shares.iter().map(|share| share.id).collect();
             order.extend(ids.iter().filter(|id| !order.contains(*id)).copied().collect::<Vec<_>>());
-            let ticket = runner.submit(&step.batch, &step.sampling).expect("never fails");
+            let ticket = submit(&mut *runner, &step).expect("never fails");
             masked += usize::from(ids == [1]);
             // Its reader may leave while its last step is under way.
             if cancelled && masked == 10 {
@@ -875,7 +874,7 @@ fn an_answer_that_leaves_amid_a_step_of_its_prompt_leaves_the_others_what_the_st
         let (mut answer, mut scores) = (Vec::new(), None);
         for steps in 0.. {
             let Some(step) = scheduler.schedule(&Pace::new()) else { break };
-            let ticket = runner.submit(&step.batch, &step.sampling).expect("never fails");
+            let ticket = submit(&mut *runner, &step).expect("never fails");
             if steps == 1 {
                 scheduler.remove(0);
             }
@@ -1024,7 +1023,17 @@ fn unforeseen() -> Script {
 fn unforeseen_answer(prompt: &[u32], n: usize) -> Vec<u32> {
     let mut tokens = prompt.to_vec();
     let mut script = unforeseen();
-    (0..n).for_each(|_| tokens.push(script(&tokens, SamplingParams::GREEDY)));
+    let draw = Draw {
+        sequence: 0,
+        token: 0,
+        slot: 0,
+        params: SamplingParams::GREEDY.into(),
+        seed: 0,
+        prompt_len: prompt.len(),
+        masked: false,
+        logprobs: None,
+    };
+    (0..n).for_each(|_| tokens.push(script(&tokens, &draw)));
     tokens.split_off(prompt.len())
 }
 
@@ -1227,11 +1236,12 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                         SamplingParams::GREEDY,
                         rng.random_range(1..=limits.max_context - len),
                     );
-                    sequence.stop_token_ids = vec![END];
+                    let sampling = Arc::make_mut(&mut sequence.sampling);
+                    sampling.stop_token_ids = vec![END];
                     sequence.cache_salt = CacheSalt::new(["", "a", "b"][salt].as_bytes());
                     // The fake holds the history of such a sequence against its blocks, and asks its mask.
-                    sequence.sampling.presence_penalty = if rng.random() { 0.5 } else { 0.0 };
-                    sequence.min_tokens = rng.random_range(0..3);
+                    sampling.presence_penalty = if rng.random() { 0.5 } else { 0.0 };
+                    sampling.min_tokens = rng.random_range(0..3);
                     sequence.prompt_logprobs = rng.random_bool(0.2).then_some(1);
                     sequence.pooling = rng.random_bool(0.2);
                     if rng.random_bool(0.2) {
@@ -1277,7 +1287,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                         }
                     }
                     if let Some(step) = step {
-                        let ticket = runner.submit(&step.batch, &step.sampling).expect("never fails");
+                        let ticket = submit(&mut *runner, &step).expect("never fails");
                         alive.extend(step.shares.iter().map(|share| (share.id, now)));
                         step.shares.iter().for_each(|share| compute(&mut firsts, &texts[&share.id]));
                         in_flight.push_back((ticket, step));
@@ -1310,9 +1320,9 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                                     "found under another salt: {limits:?}"
                                 );
                             }
-                            if let Some(end) = output.end {
+                            if let Some(end) = &output.end {
                                 let nothing = output.token.is_none() && output.pooled.is_none();
-                                assert_eq!(nothing, end != End::Full);
+                                assert_eq!(nothing, *end != Ok(FinishReason::Length));
                                 alive.remove(&output.id).expect("it was under way");
                             }
                             pooled += usize::from(output.pooled.is_some());
@@ -1341,7 +1351,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
             if in_flight.len() < limits.max_in_flight
                 && let Some(step) = scheduler.schedule(&pace)
             {
-                in_flight.push_back((runner.submit(&step.batch, &step.sampling).expect("never fails"), step));
+                in_flight.push_back((submit(&mut *runner, &step).expect("never fails"), step));
             }
             let (ticket, step) = in_flight.pop_front().expect("something waits and nothing runs");
             scheduler.commit(&step, &runner.wait(ticket).expect("never fails"));

@@ -72,12 +72,12 @@ impl Log {
     /// The script, from whose first call on its thread, the engine's, logs here too.
     fn joined_by(&self, mut script: Script) -> Script {
         let (dispatch, mut joined) = (self.dispatch.clone(), false);
-        Box::new(move |tokens, params| {
+        Box::new(move |tokens, draw| {
             if !std::mem::replace(&mut joined, true) {
                 // To the thread's end.
                 std::mem::forget(tracing::dispatcher::set_default(&dispatch));
             }
-            script(tokens, params)
+            script(tokens, draw)
         })
     }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use unicorn::model::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, Input, KvLimits, Limits, Logprobs,
-    Runner, RunnerError, Sampled, Sampling, SamplingParams, Ticket,
+    Runner, RunnerError, Sampled, Sampling, Ticket,
 };
 
 /// A test that waits this long hangs.
@@ -27,13 +27,13 @@ pub const LIMITS: Limits = Limits {
     hidden_size: 3,
 };
 
-/// The id after `tokens`, which are the prompt and what was generated.
-pub type Script = Box<dyn FnMut(&[u32], SamplingParams) -> u32 + Send>;
+/// The id after `tokens`, which are the prompt and what was generated, for one draw.
+pub type Script = Box<dyn FnMut(&[u32], &Draw) -> u32 + Send>;
 
 /// A script that depends on every id before, and on the seed; three times of four it says what it said nine ids before, so
 /// that there is something to guess.
 pub fn mixed(vocab_size: usize) -> Script {
-    Box::new(move |tokens, sampling| mix(tokens, sampling.seed, vocab_size))
+    Box::new(move |tokens, draw| mix(tokens, draw.seed, vocab_size))
 }
 
 fn fold(h: u64, x: u64) -> u64 {
@@ -72,14 +72,14 @@ pub fn says(answer: &[u32], end: u32) -> Script {
     })
 }
 
-/// The first id from `id` on that a draw does not forbid, or next to; that which it forces, if there is one.
-fn allowed(id: u32, draw: &Draw, vocab_size: u32) -> u32 {
-    if let Some((forced, _)) = draw.bias.iter().find(|(_, bias)| *bias >= 1e20) {
+/// The first id from `id` on that a draw behind `tokens` does not forbid, or next to; that which it forces, if there is one.
+fn allowed(id: u32, tokens: &[u32], draw: &Draw, mask: Option<&[u32]>, vocab_size: u32) -> u32 {
+    let bias = draw.biases(tokens.len());
+    if let Some((forced, _)) = bias.iter().find(|(_, bias)| *bias >= 1e20) {
         return *forced;
     }
-    let biased = |id| draw.bias.iter().any(|(other, bias)| *other == id && *bias <= -100.0);
-    let mask = draw.mask.as_ref().map(|mask| mask.words());
-    let masked = |id: u32| mask.as_ref().is_some_and(|m| m[id as usize / 32] >> (id % 32) & 1 == 0);
+    let biased = |id| bias.iter().any(|(other, bias)| *other == id && *bias <= -100.0);
+    let masked = |id: u32| mask.is_some_and(|m| m[id as usize / 32] >> (id % 32) & 1 == 0);
     let mut all = (id..vocab_size).chain(0..id);
     all.find(|id| !biased(*id) && !masked(*id)).expect("an id that is allowed")
 }
@@ -187,6 +187,8 @@ pub struct FakeRunner {
     sums: Vec<[f32; 3]>,
     tickets: u64,
     pending: VecDeque<(Ticket, Sampled)>,
+    /// The last step and the texts of its sequences, while it waits for masks.
+    unmasked: Option<(Batch, Sampling, Vec<Vec<u32>>)>,
     control: Control,
 }
 
@@ -204,6 +206,7 @@ impl FakeRunner {
             sums: vec![[f32::NAN; 3]; limits.max_sequences],
             tickets: 0,
             pending: VecDeque::new(),
+            unmasked: None,
             control: control.clone(),
         };
         (Box::new(runner), control)
@@ -249,6 +252,44 @@ impl FakeRunner {
             );
         }
     }
+
+    /// Yields what the last step is to sample.
+    fn sample(&mut self, batch: &Batch, sampling: &Sampling, texts: &[Vec<u32>], masks: &[Arc<[u32]>]) {
+        let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
+        let mut masks = masks.iter();
+        for draw in &sampling.draws {
+            let end = batch.sequences[draw.sequence].start + draw.token + 1;
+            let text = &texts[draw.sequence][..end];
+            if draw.params.penalizes() {
+                let slot = batch.sequences[draw.sequence].slot as usize;
+                assert_eq!(self.history[slot][..end], *text, "the history of slot {slot}");
+            }
+            let mask = draw.masked.then(|| &**masks.next().expect("a mask for each draw that has one"));
+            let id = allowed((self.script)(text, draw), text, draw, mask, self.limits.vocab_size as u32);
+            logprobs.push(draw.logprobs.map(|n| fake_logprobs(id, n)));
+            self.sampled[draw.slot as usize] = Some(id);
+            ids.push((!self.control.take_not_finite()).then_some(id));
+        }
+        let mut pooled = Vec::new();
+        for pooling in &sampling.pooling {
+            let s = &batch.sequences[pooling.sequence];
+            let sums = &mut self.sums[s.slot as usize];
+            if s.start == 0 {
+                *sums = [0.0; 3];
+            }
+            assert_eq!(sums[2], s.start as f32, "hidden states of slot {} that are added up", s.slot);
+            let text = &texts[pooling.sequence];
+            for (position, id) in (s.start..).zip(&text[s.start..]) {
+                sums.iter_mut().zip(fake_state(position, *id)).for_each(|(sum, state)| *sum += state);
+            }
+            if pooling.last {
+                let is_finite = !self.control.take_not_finite();
+                pooled.push(sums.iter().map(|sum| if is_finite { *sum } else { f32::NAN }).collect());
+            }
+        }
+        assert!(masks.next().is_none(), "more masks than draws that have one");
+        self.pending.push_back((Ticket(self.tickets), Sampled { ids, logprobs, pooled }));
+    }
 }
 
 impl Runner for FakeRunner {
@@ -258,6 +299,7 @@ impl Runner for FakeRunner {
 
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {
         assert!(self.pending.len() < self.limits.max_in_flight, "more in flight than there may be");
+        assert!(self.unmasked.is_none(), "a step before the masks of the last one");
         self.check_shape(batch, sampling);
         self.control.record(batch)?;
         self.cache.copy(&batch.copies);
@@ -299,42 +341,24 @@ impl Runner for FakeRunner {
         }
         let known = batch.sequences.iter().filter_map(|s| Some(s.history.as_ref()?.len()));
         assert!(known.sum::<usize>() <= self.limits.max_context, "history of a step");
-        let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
-        for draw in &sampling.draws {
-            let end = batch.sequences[draw.sequence].start + draw.token + 1;
-            let text = &texts[draw.sequence][..end];
-            if draw.params.penalizes() {
-                let slot = batch.sequences[draw.sequence].slot as usize;
-                assert_eq!(self.history[slot][..end], *text, "the history of slot {slot}");
-            }
-            let id = allowed((self.script)(text, draw.params), draw, self.limits.vocab_size as u32);
-            logprobs.push(draw.logprobs.map(|n| fake_logprobs(id, n)));
-            self.sampled[draw.slot as usize] = Some(id);
-            ids.push((!self.control.take_not_finite()).then_some(id));
-        }
-        let mut pooled = Vec::new();
-        for pooling in &sampling.pooling {
-            let s = &batch.sequences[pooling.sequence];
-            let sums = &mut self.sums[s.slot as usize];
-            if s.start == 0 {
-                *sums = [0.0; 3];
-            }
-            assert_eq!(sums[2], s.start as f32, "hidden states of slot {} that are added up", s.slot);
-            let text = &texts[pooling.sequence];
-            for (position, id) in (s.start..).zip(&text[s.start..]) {
-                sums.iter_mut().zip(fake_state(position, *id)).for_each(|(sum, state)| *sum += state);
-            }
-            if pooling.last {
-                let is_finite = !self.control.take_not_finite();
-                pooled.push(sums.iter().map(|sum| if is_finite { *sum } else { f32::NAN }).collect());
-            }
-        }
         self.tickets += 1;
-        self.pending.push_back((Ticket(self.tickets), Sampled { ids, logprobs, pooled }));
+        if sampling.draws.iter().any(|draw| draw.masked) {
+            self.unmasked = Some((batch.clone(), sampling.clone(), texts));
+        } else {
+            self.sample(batch, sampling, &texts, &[]);
+        }
         Ok(Ticket(self.tickets))
     }
 
+    fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError> {
+        assert_eq!(*ticket, Ticket(self.tickets), "masks of another step than the last one");
+        let (batch, sampling, texts) = self.unmasked.take().expect("a step whose draws have masks");
+        self.sample(&batch, &sampling, &texts, words);
+        Ok(())
+    }
+
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError> {
+        assert!(self.unmasked.is_none(), "a step is waited for before its masks are there");
         let (expected, sampled) = self.pending.pop_front().expect("a wait without a submit");
         assert_eq!(ticket, expected, "tickets are waited for in order");
         self.control.pass()?;
@@ -351,10 +375,10 @@ impl Runner for FakeRunner {
         assert!(!requests.is_empty() && requests.len() <= self.limits.max_sequences, "{requests:?}");
         let mut written = HashSet::new();
         let mut all = Vec::new();
-        for DraftRequest { sequence: s, draws } in requests {
+        for DraftRequest { sequence: s, draw, guesses: wanted } in requests {
             let Input::Ids(known) = &s.input else { panic!("guesses behind an id that is not known") };
-            assert!(known.len() == 1 && !draws.is_empty() && s.history.is_none(), "{s:?}");
-            assert!(s.start + draws.len() < self.limits.max_context, "guesses beyond the context");
+            assert!(known.len() == 1 && *wanted > 0 && s.history.is_none(), "{s:?}");
+            assert!(s.start + wanted < self.limits.max_context, "guesses beyond the context");
             let (mut tokens, mut hash) = self.cache.tokens_before(s);
             assert_eq!(
                 cache.tokens_before(s),
@@ -362,8 +386,8 @@ impl Runner for FakeRunner {
                 "the draft model has read another text"
             );
             let (mut id, mut guesses) = (known[0], Vec::new());
-            for (position, draw) in (s.start..).zip(draws) {
-                assert!(draw.slot == s.slot && draw.mask.is_none() && draw.logprobs.is_none(), "{draw:?}");
+            for position in s.start..s.start + wanted {
+                assert!(draw.slot == s.slot && !draw.masked && draw.logprobs.is_none(), "{draw:?}");
                 hash = fold(hash, u64::from(id) + 1);
                 tokens.push(id);
                 assert!(
@@ -377,7 +401,7 @@ impl Runner for FakeRunner {
                     assert_eq!(row[..=position], tokens, "the history of slot {}", s.slot);
                 }
                 let vocab_size = self.limits.vocab_size as u32;
-                id = allowed((self.script)(&tokens, draw.params), draw, vocab_size);
+                id = allowed((self.script)(&tokens, draw), &tokens, draw, None, vocab_size);
                 id = if hash >> 62 < self.wrong { (id + 1) % vocab_size } else { id };
                 guesses.push(id);
             }

@@ -13,6 +13,7 @@ use serde_json::Value as Json;
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use unicorn::checkpoint::{Checkpoint, Encoding, ModelFiles};
+use unicorn::model::SamplingOptions;
 use unicorn::model::config::{Gemma3Config, GenerationConfig, LayerType};
 use unicorn::model::gemma3::Gemma3;
 use unicorn::model::load::LoadOptions;
@@ -462,8 +463,7 @@ fn the_metadata_of_the_reference_becomes_its_config() {
         assert_eq!(config, expected, "{file}");
         let sampling = GenerationConfig {
             do_sample: Some(true),
-            top_k: Some(64),
-            top_p: Some(0.95),
+            sampling: SamplingOptions { top_k: Some(64), top_p: Some(0.95), ..SamplingOptions::default() },
             ..GenerationConfig::default()
         };
         assert_eq!(generation, sampling, "{file}");

@@ -264,9 +264,10 @@ fn the_same_seed_draws_the_same_tokens_and_another_seed_others() {
     let limits = model.limits();
     let mut driver = Driver::new(&mut model, limits);
     let mut draw = |seed: u64| {
-        let params =
-            SamplingParams { temperature: 1.0, top_k: 64, top_p: 0.95, seed, ..SamplingParams::GREEDY };
-        driver.run(vec![Sequence::new(0, tokens.clone(), params, 32)]).answers[&0].clone()
+        let params = SamplingParams { temperature: 1.0, top_k: 64, top_p: 0.95, ..SamplingParams::GREEDY };
+        let mut sequence = Sequence::new(0, tokens.clone(), params, 32);
+        sequence.seed = seed;
+        driver.run(vec![sequence]).answers[&0].clone()
     };
     let first = draw(7);
     assert_eq!(first, draw(7));

@@ -110,7 +110,7 @@ async fn each_of_n_answers_has_its_own_place_in_the_grammar() {
     let limits = Limits { max_sequences: 3, max_draws: 3, ..limits() };
     let texts = ["{\"name\": \"A\", \"age\": 1}", "{ \"name\": \"\",\n\"age\": 150}", "not JSON"];
     let mut scripts = texts.map(|text| says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN));
-    let script: Script = Box::new(move |tokens, params| scripts[params.seed as usize - 7](tokens, params));
+    let script: Script = Box::new(move |tokens, draw| scripts[draw.seed as usize - 7](tokens, draw));
     let app = app_with(limits, OPTIONS, DEFAULTS, script);
     let fields = with(json!({"n": 3, "seed": 7, "max_tokens": 60}), format_of(person(), true));
     let (status, body) = complete(&app, with(chat("Who?"), fields)).await;

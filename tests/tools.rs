@@ -346,7 +346,7 @@ async fn each_of_n_answers_calls_or_talks_for_itself() {
     let limits = Limits { max_sequences: 2, max_draws: 2, ..limits() };
     let mut scripts =
         [ROME, "It is."].map(|text| says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN));
-    let script: Script = Box::new(move |tokens, params| scripts[params.seed as usize - 7](tokens, params));
+    let script: Script = Box::new(move |tokens, draw| scripts[draw.seed as usize - 7](tokens, draw));
     let app = app_with(limits, OPTIONS, DEFAULTS, script);
     let (status, body) = complete(&app, ask(json!({"n": 2, "seed": 7}))).await;
     assert_eq!(status, 200, "{body}");

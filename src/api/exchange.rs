@@ -128,7 +128,7 @@ pub(in crate::api) async fn ask<T: Send + 'static>(
     });
     let (arriving, (service, prepared, wire, purpose, cache_salt)) = prepared.await?;
     tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");
-    let seed = prepared.first().map_or(0, |(engine, _)| engine.sampling.seed);
+    let seed = prepared.first().map_or(0, |(engine, _)| engine.seed);
     let salt = salt_of(server, client.id, cache_salt.as_deref());
     let mut answers = Answers::new(Arc::clone(&service));
     for (mut engine, text) in prepared {

@@ -6,6 +6,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::config::{FfnHeap, parse_bytes};
 use crate::hub::ModelName;
+use crate::model::SamplingOptions;
 use crate::model::shapes::Shape;
 use crate::tensor::{Bits, KvDtype, Precision, QuantizeMode, Scales, Scheme};
 
@@ -186,6 +187,13 @@ pub struct Sampling {
     /// End the answer before this text; may be given up to 16 times
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
+}
+
+impl Sampling {
+    pub fn options(&self) -> SamplingOptions {
+        let &Self { temperature, top_p, top_k, min_p, .. } = self;
+        SamplingOptions { temperature, top_p, top_k, min_p, ..SamplingOptions::default() }
+    }
 }
 
 #[derive(Debug, Subcommand)]

@@ -144,10 +144,7 @@ fn request(args: args::Sampling) -> Result<GenerateRequest, Error> {
     Ok(GenerateRequest {
         messages: args.system.iter().map(|text| Message::new("system", text)).collect(),
         max_tokens: args.max_tokens.map(|n| n as usize),
-        temperature: args.temperature,
-        top_p: args.top_p,
-        top_k: args.top_k,
-        min_p: args.min_p,
+        sampling: args.options(),
         seed: args.seed,
         stop: args.stop,
         ..GenerateRequest::default()

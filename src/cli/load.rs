@@ -13,12 +13,12 @@ use crate::config::{self, Config};
 use crate::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use crate::gpu::placement::{Limits, Machine, Placement};
 use crate::gpu::{self, Device, DeviceInfo, DevicePolicy};
-use crate::model::config::{Gemma3Config, GenerationConfig};
+use crate::model::config::Gemma3Config;
 use crate::model::draft::{self, Draft, Drafted};
 use crate::model::gemma3::{Gemma3, Loaded};
 use crate::model::load::{LoadError, LoadOptions, Progress};
-use crate::model::{Runner, tune};
-use crate::session::{SamplingDefaults, Service};
+use crate::model::{Runner, SamplingOptions, tune};
+use crate::session::Service;
 use crate::tensor::Precision;
 use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
 
@@ -73,7 +73,7 @@ pub struct Model {
     pub bos_token_id: u32,
     pub device: DeviceInfo,
     template: ChatTemplate,
-    defaults: SamplingDefaults,
+    defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
 }
 
@@ -115,7 +115,7 @@ pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model,
     stop_token_ids.extend(end_of_turn.filter(|id| !runner.config().eos_token_ids.contains(id)));
     Ok(Model {
         bos_token_id: runner.config().bos_token_id,
-        defaults: defaults(runner.generation_config()),
+        defaults: runner.generation_config().sampling_defaults(),
         device: runner.device().info().clone(),
         runner,
         draft,
@@ -403,19 +403,5 @@ impl Drop for EndEngine {
         if !self.0.join(ENGINE_END) {
             tracing::warn!("the engine did not end within {} s", ENGINE_END.as_secs());
         }
-    }
-}
-
-/// Sampling defaults, read from the file as transformers does: greedy without `do_sample`, and absent fields restrict
-/// nothing.
-fn defaults(generation: &GenerationConfig) -> SamplingDefaults {
-    let temperature =
-        if generation.do_sample == Some(true) { generation.temperature.unwrap_or(1.0) } else { 0.0 };
-    SamplingDefaults {
-        temperature,
-        top_k: generation.top_k.unwrap_or(0),
-        top_p: generation.top_p.unwrap_or(1.0),
-        min_p: generation.min_p.unwrap_or(0.0),
-        repetition_penalty: generation.repetition_penalty.unwrap_or(1.0),
     }
 }

@@ -1,4 +1,4 @@
-//! What a client is told of its answers, and who tells it.
+//! The events that a client gets for its answers, and the engine's end of the channel that carries them.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
@@ -11,14 +11,17 @@ use super::shared::Permit;
 use super::speculation::Drafts;
 use crate::model::Logprobs;
 
-/// Why an answer ended.
+/// Why an answer is whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
-    /// The model yielded one of the request's stop ids.
-    Stop,
-    /// `max_tokens` were generated.
+    /// The model yielded this stop id, which is counted, and not handed out.
+    Stop(u32),
+    /// All that was wanted is there: `max_tokens`, or the mean of a prompt's hidden states.
     Length,
 }
+
+/// How an answer ended: whole, or with an error that is this answer's alone.
+pub type Ended = Result<FinishReason, EngineError>;
 
 /// Where a request's time went, up to the event that carries it.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -35,39 +38,42 @@ pub struct Timings {
     pub cached_n: usize,
     /// Ids sampled so far, a stop id included.
     pub predicted_n: usize,
-    /// Ids that were guessed ahead, and those of them that were right.
+    /// Ids that were guessed ahead, and how many of them were right.
     pub drafts: Drafts,
 }
 
-/// `choice` counts the answers of a request: 0, and one for each of [`Request::more_seeds`](super::Request::more_seeds).
+/// `choice` counts the answers of a request: 0, and one for each of
+/// [`Request::more_seeds`](super::Request::more_seeds).
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
-    /// Before all others, where they were asked for: those of the prompt's ids but the first.
+    /// Log probabilities of the prompt's ids but the first. This event comes before all others, if the request asked
+    /// for it.
     Prompt { logprobs: Vec<Logprobs> },
-    /// What a request with [`Request::pooling`](super::Request::pooling) is for: the mean over its tokens of the hidden states behind the final norm,
-    /// `[hidden_size]`.
+    /// The answer to a request with [`Request::pooling`](super::Request::pooling): the mean over its tokens of the
+    /// hidden states behind the final norm, `[hidden_size]`.
     Pooled { state: Vec<f32> },
     Token {
         choice: usize,
         id: u32,
-        /// Where they were asked for.
+        /// Set if the request asked for log probabilities.
         logprobs: Option<Logprobs>,
         timings: Timings,
     },
-    /// Last event of an answer.
+    /// The last event of an answer.
     Finished {
         choice: usize,
         reason: FinishReason,
-        /// The stop id that ended it, which is no token of the answer, where log probabilities were asked for.
+        /// The stop id that ended the answer and its log probabilities, if the request asked for those. The stop id is
+        /// no token of the answer.
         stop: Option<(u32, Logprobs)>,
         timings: Timings,
     },
-    /// Last event of a request that ended without all its answers.
+    /// The last event of a request that ended without all its answers.
     Failed(EngineError),
 }
 
 impl Event {
-    /// The answer that the event is for; none where it is for all of them.
+    /// The answer that the event belongs to; none if it belongs to all of them.
     pub fn choice(&self) -> Option<usize> {
         match self {
             Event::Token { choice, .. } | Event::Finished { choice, .. } => Some(*choice),
@@ -76,37 +82,38 @@ impl Event {
     }
 }
 
-/// Who asked, as the engine thread knows them: one for each answer.
+/// One answer's reader, as the engine thread knows it.
 pub(super) struct Answer {
     pub(super) choice: usize,
     pub(super) events: events::Sender<Event>,
-    /// As [`TokenStream::stop`](super::TokenStream::stop) has it.
+    /// Which answers the reader stopped with [`TokenStream::stop`](super::TokenStream::stop).
     pub(super) stopped: Arc<[AtomicBool]>,
     pub(super) failure: Arc<OnceLock<EngineError>>,
-    /// Held by the first answer while the request waits.
+    /// The request's place in the queue, which the first answer holds while the request waits.
     pub(super) permit: Option<Permit>,
     pub(super) clock: Clock,
 }
 
 impl Answer {
-    /// False where the reader is too far behind to be told.
+    /// Sends an event; false if the channel is full, because the reader is too far behind.
     #[must_use]
     pub(super) fn send(&self, event: Event) -> bool {
         match self.events.try_send(event) {
-            // A reader that left: the request is removed before the next step.
+            // A closed channel means that the reader left. The step loop removes the request before the next step.
             Ok(()) | Err(events::error::TrySendError::Closed(_)) => true,
             Err(events::error::TrySendError::Full(_)) => false,
         }
     }
 
-    /// The last event, where there is still room for one; else the reader finds it behind the others.
+    /// Ends the answer with an error. If the channel has no room for the event, the reader finds the error in `failure`
+    /// once it has read the other events.
     pub(super) fn fail(self, error: EngineError) {
         let _ = self.failure.set(error.clone());
         let _ = self.send(Event::Failed(error));
     }
 }
 
-/// When the stages of a request began.
+/// The times at which the stages of a request began.
 pub(super) struct Clock {
     pub(super) submitted: Instant,
     pub(super) started: Option<Instant>,
@@ -130,7 +137,7 @@ impl Clock {
         }
     }
 
-    /// Notes that so many ids were sampled, and says where the time went.
+    /// Counts `ids` as sampled, and returns where the time went.
     pub(super) fn tick(&mut self, ids: usize) -> Timings {
         let now = Instant::now();
         let started = self.started.unwrap_or(now);

@@ -1,8 +1,8 @@
-//! The KV pools, who holds each block, and the prefix cache.
+//! The pools of KV blocks, the tables that hold them, and the prefix cache.
 //!
-//! There are two pools, because Gemma-3's layers are of two kinds: a full layer keeps every token of a sequence, a
-//! sliding layer only its window. A sequence's [`BlockTable`] names a block of each pool for every `block_size`
-//! positions; in the sliding pool those before the window are let go while the sequence runs.
+//! There are two pools, because Gemma-3 has two kinds of layers: a full layer keeps every token of a sequence, a
+//! sliding layer only a window. The [`BlockTable`] of a sequence names a block of each pool for every `block_size`
+//! positions. Sliding blocks before the window are let go while the sequence runs.
 //!
 //! ```text
 //! positions   0   16   32   48   64   80        window of 32, at position 80
@@ -10,24 +10,25 @@
 //! sliding      -    -  | s2 | s3 | s4 |
 //! ```
 //!
-//! A block whose tokens are all computed is *registered*: it becomes (part of) a [`Node`] of the prefix cache, which is
-//! found by its salt and the chain of its tokens and those before it. Registered blocks are never written again, are
-//! shared by every sequence of that salt that starts with the same tokens, and stay when the last of them ends, until the
-//! room is needed. Nobody finds what another salt has: neither its contents nor its being there.
-//! A hit at position `p` needs the full blocks of everything before `p` and the sliding blocks of the window before `p`
-//! (no fewer: sliding layers feed each other, so the window alone cannot be computed again).
+//! A block whose tokens are all computed is *registered*: it becomes part of a [`Node`] of the prefix cache. A node is
+//! found by its salt, its tokens, and all tokens before them. Registered blocks are never written again. Every sequence
+//! of that salt that starts with the same tokens shares them. They stay when the last such sequence ends, until the
+//! room is needed. No sequence can find out what another salt has, nor whether a text is there. A hit at position `p`
+//! needs all full blocks before `p`, and the sliding blocks of the window before `p`. Fewer sliding blocks would not
+//! do: sliding layers feed each other, so the window alone cannot be computed again.
 //!
-//! A text whose logits are no numbers is forgotten from its first block on ([`BlockManager::forget`]), with all that builds on
-//! it: which of its blocks is wrong, nobody knows.
+//! A text whose logits are not finite is forgotten from its first block on ([`BlockManager::forget`]), with all texts
+//! that build on it, because any of its blocks may be wrong.
 //!
-//! What goes first where room is needed: what background sequences alone have used, then the rest; of full blocks in either
-//! the longest unused one that no other builds on; of sliding blocks those that no turn of a conversation ended in, then
-//! those of the oldest turn. So background sequences take their room from one another, once they have some.
+//! The order of eviction: blocks that only background sequences have used go first, then the others. Of full blocks in
+//! either group, the least recently used one that no other builds on goes first. Of sliding blocks, those in which no
+//! turn of a conversation ended go first, then those of the oldest turn. So background sequences take room from one
+//! another, once they have some.
 //!
-//! Invariants, checked by [`BlockManager::check`]: a block is free, cached (registered, held by none) or held, and is held
-//! as often as tables name it; whoever holds a full block holds those before it; a sliding block is registered only
-//! beside its full block; tables that share a block have one salt; what an interactive sequence has used builds on such
-//! blocks alone.
+//! Invariants, checked by [`BlockManager::check`]: a block is free, cached (registered and held by no table) or held,
+//! and its count of holders is the number of tables that name it; a table that holds a full block holds all full blocks
+//! before it; a sliding block is registered only beside its full block; tables that share a block have one salt; a
+//! block that an interactive sequence has used builds only on such blocks.
 
 use std::cmp::Reverse;
 use std::collections::hash_map::RandomState;
@@ -37,30 +38,30 @@ use std::hash::BuildHasher;
 use super::request::{CacheSalt, Priority};
 use crate::model::{BlockCopy, BlockPool, KvLimits};
 
-/// The blocks of one sequence: what [`BlockManager::admit`] gives and [`BlockManager::release`] takes back.
+/// The blocks of one sequence. [`BlockManager::admit`] gives a table, and [`BlockManager::release`] takes it back.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct BlockTable {
     /// Block `i` holds positions `i * block_size ..`.
     full: Vec<u32>,
-    /// The same for sliding layers, from block `sliding_first` on.
+    /// Blocks of the sliding layers, from the block of index `sliding_first` on.
     sliding: VecDeque<u32>,
     sliding_first: usize,
-    /// The registered ones of `full`, from the first on.
+    /// The nodes of the registered blocks of `full`, from the first on.
     nodes: Vec<NodeId>,
-    /// Of the sequence.
+    /// Priority and salt of the sequence.
     priority: Priority,
     salt: CacheSalt,
-    /// What it begins with was forgotten: nothing of it is registered any more.
+    /// Whether the text was forgotten. No more of its blocks are registered then.
     forgotten: bool,
 }
 
 impl BlockTable {
-    /// Blocks of the full layers, from position 0 on.
+    /// The blocks of the full layers, from position 0 on.
     pub fn full(&self) -> &[u32] {
         &self.full
     }
 
-    /// Blocks of the sliding layers, and the index of the first of them among the sequence's blocks.
+    /// The index of the first sliding block among the sequence's blocks, and the sliding blocks.
     pub fn sliding(&self) -> (usize, impl Iterator<Item = u32> + '_) {
         (self.sliding_first, self.sliding.iter().copied())
     }
@@ -69,7 +70,7 @@ impl BlockTable {
         &self.salt
     }
 
-    /// What its next block to be registered stands behind.
+    /// The place of the next block to be registered.
     fn end(&self) -> Behind {
         self.nodes.last().map_or_else(|| Behind::Nothing(self.salt.clone()), |id| Behind::Node(*id))
     }
@@ -84,10 +85,10 @@ impl BlockTable {
 
 type NodeId = u32;
 
-/// What the tokens of a block stand behind.
+/// The place of a block in the prefix cache: at the beginning of a text, or behind another block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Behind {
-    /// They begin a text of this salt, which is that of all that builds on them.
+    /// The beginning of a text of this salt. All nodes behind it have the same salt.
     Nothing(CacheSalt),
     Node(NodeId),
 }
@@ -105,24 +106,24 @@ impl Behind {
 #[derive(Debug)]
 struct Node {
     behind: Behind,
-    /// Hash of the tokens, and of the parent's chain or the salt.
+    /// The hash of the tokens, and of the parent's chain or the salt.
     chain: u64,
     tokens: Box<[u32]>,
-    /// Nodes that stand behind this one directly.
+    /// Nodes directly behind this one.
     children: u32,
     full: u32,
     sliding: Option<u32>,
     /// When the full block, and the sliding block, was last let go.
     used: [u64; 2],
-    /// The newest turn whose end needs the sliding block; 0 is none.
+    /// The newest turn whose end needs the sliding block; 0 if there is none.
     turn: u64,
-    /// The first class, in their order, that has used it.
+    /// The first class, in the order of [`Priority`], that has used the node.
     priority: Priority,
 }
 
-/// In which order full blocks go, the first one first.
+/// The order in which full blocks are evicted, the lowest first.
 type FullKey = (Reverse<Priority>, u64, NodeId);
-/// The same for sliding blocks.
+/// The order in which sliding blocks are evicted, the lowest first.
 type SlidingKey = (Reverse<Priority>, u64, u64, NodeId);
 
 impl Node {
@@ -138,12 +139,12 @@ impl Node {
 /// One of the two pools.
 #[derive(Debug)]
 struct Pool {
-    /// Tables that name the block, by block.
+    /// By block: how many tables name it.
     holders: Vec<u32>,
-    /// By block.
+    /// By block: the node that it is registered with.
     node: Vec<Option<NodeId>>,
     free: Vec<u32>,
-    /// Registered blocks that nobody holds.
+    /// How many registered blocks no table holds.
     cached: usize,
 }
 
@@ -157,7 +158,7 @@ impl Pool {
         self.free.len() + self.cached
     }
 
-    /// Makes a registered block its holders' alone, or free.
+    /// Unregisters a block. It stays with the tables that hold it, or becomes free.
     fn unregister(&mut self, block: u32) {
         self.node[block as usize] = None;
         if self.holders[block as usize] == 0 {
@@ -167,43 +168,44 @@ impl Pool {
     }
 }
 
-/// How many blocks are in which state.
+/// How many blocks of a pool are in which state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PoolUse {
     pub free: usize,
-    /// Of the prefix cache alone: free to whoever needs them.
+    /// Blocks that only the prefix cache has: they are free if needed.
     pub cached: usize,
     pub held: usize,
 }
 
-/// No block is free, and none can be made free.
+/// A pool has no free block, and none can be evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NoRoom;
 
 #[derive(Debug)]
 pub struct BlockManager {
     limits: KvLimits,
-    /// Sliding blocks that ends of turns may keep from going first.
+    /// How many sliding blocks the ends of turns may protect from being evicted first.
     turn_blocks: usize,
     full: Pool,
     sliding: Pool,
     nodes: Vec<Node>,
     unused_nodes: Vec<NodeId>,
     by_chain: HashMap<u64, NodeId>,
-    /// What the chains are made with: another process has other ones.
+    /// The keys of the chains' hashes, which are random in each process.
     hasher: RandomState,
-    /// Nodes whose full block can go: nobody holds it, and no node builds on it.
+    /// Nodes whose full block can be evicted: no table holds it, and no node builds on it.
     full_order: BTreeSet<FullKey>,
-    /// Nodes whose sliding block can go.
+    /// Nodes whose sliding block can be evicted.
     sliding_order: BTreeSet<SlidingKey>,
-    /// Ends of turns, oldest first, and their nodes.
+    /// Ends of turns and their nodes, the oldest first.
     turns: VecDeque<(u64, Vec<NodeId>)>,
     next_turn: u64,
     clock: u64,
 }
 
 impl BlockManager {
-    /// Everything free. `turn_blocks`: sliding blocks that may be kept because a turn ended in them.
+    /// A manager whose blocks are all free. `turn_blocks`: how many sliding blocks may be kept because a turn ended in
+    /// them.
     pub fn new(limits: KvLimits, turn_blocks: usize) -> Self {
         assert!(limits.block_size > 0, "a KV block holds at least one token");
         Self {
@@ -229,8 +231,9 @@ impl BlockManager {
         PoolUse { free: pool.free.len(), cached: pool.cached, held }
     }
 
-    /// A table for a sequence that starts with `tokens`, and how many of them it need not compute: whole blocks that were
-    /// computed under the same salt, and never all of `tokens`, for the last one's logits are wanted.
+    /// A table for a sequence that starts with `tokens`, and how many of them it need not compute. These are whole
+    /// blocks that were computed under the same salt. They are never all of `tokens`, because the logits of the last
+    /// one are wanted.
     pub fn admit(&mut self, tokens: &[u32], priority: Priority, salt: &CacheSalt) -> (BlockTable, usize) {
         let path = self.longest_path(tokens, salt);
         let blocks = self.usable(&path);
@@ -254,14 +257,14 @@ impl BlockManager {
         (table, blocks * self.limits.block_size)
     }
 
-    /// Full blocks that [`BlockManager::admit`] would find for `tokens` and that somebody holds already.
+    /// How many full blocks [`BlockManager::admit`] would find for `tokens` that a table holds already.
     pub fn held_prefix(&self, tokens: &[u32], salt: &CacheSalt) -> usize {
         let path = self.longest_path(tokens, salt);
         let held = |id: &&NodeId| self.full.holders[self.nodes[**id as usize].full as usize] > 0;
         path[..self.usable(&path)].iter().take_while(held).count()
     }
 
-    /// Blocks of each pool that `table` lacks for positions `..tokens`.
+    /// How many blocks of each pool `table` lacks for positions `..tokens`.
     pub fn missing(&self, table: &BlockTable, tokens: usize) -> [usize; 2] {
         let blocks = tokens.div_ceil(self.limits.block_size);
         let missing = |pool| blocks.saturating_sub(table.of(pool));
@@ -271,12 +274,12 @@ impl BlockManager {
         ]
     }
 
-    /// Whether that many blocks of each pool could be had at once.
+    /// Whether each pool has that many blocks that are free or can be evicted.
     pub fn has_room(&self, [full, sliding]: [usize; 2]) -> bool {
         full <= self.full.available() && sliding <= self.sliding.available()
     }
 
-    /// Grows `table` until it holds positions `..tokens`; nothing is taken where a pool lacks blocks.
+    /// Grows `table` until it holds positions `..tokens`. If a pool lacks blocks, the table stays as it is.
     pub fn grow(&mut self, table: &mut BlockTable, tokens: usize) -> Result<(), NoRoom> {
         let missing = self.missing(table, tokens);
         if !self.has_room(missing) {
@@ -293,7 +296,7 @@ impl BlockManager {
         Ok(())
     }
 
-    /// The blocks of `position` in each pool, where other tables name them too.
+    /// The block of `position` in each pool, if other tables name it too.
     pub fn shared_at(&self, table: &BlockTable, position: usize) -> [Option<u32>; 2] {
         let index = position / self.limits.block_size;
         let full = table.full.get(index).copied();
@@ -304,8 +307,8 @@ impl BlockManager {
         ]
     }
 
-    /// Makes the block of `position` the table's own, for it is about to be written: the copies that must be made on the
-    /// device first.
+    /// Makes the blocks of `position` the table's own, because they are about to be written. Returns the copies that
+    /// the device must make first.
     pub fn make_writable(
         &mut self,
         table: &mut BlockTable,
@@ -334,7 +337,7 @@ impl BlockManager {
         Ok(copies)
     }
 
-    /// A second table for the same positions; what both name is shared.
+    /// A second table for the same positions, which shares all blocks.
     pub fn fork(&mut self, table: &BlockTable) -> BlockTable {
         for block in &table.full {
             self.hold(BlockPool::Full, *block);
@@ -353,9 +356,9 @@ impl BlockManager {
         }
     }
 
-    /// Registers every block whose positions are all in `tokens`, which are computed, and lets go of those that the window
-    /// of the next position has left. Where another sequence of its salt registered the same tokens first, that one's block
-    /// takes the place of this one's. A forgotten text has nothing registered.
+    /// Registers every block whose positions are all in `tokens`, which are computed, and lets go of blocks that the
+    /// window of the next position has left. If another sequence of the same salt registered the same tokens first, the
+    /// table takes that block in place of its own. No block of a forgotten text is registered.
     pub fn commit(&mut self, table: &mut BlockTable, tokens: &[u32]) {
         let size = self.limits.block_size;
         let whole = if table.forgotten { 0 } else { tokens.len() / size };
@@ -364,10 +367,10 @@ impl BlockManager {
             let chain = self.chain(&behind, tokens);
             let id = match self.find(chain, &behind, tokens) {
                 Ok(Some(id)) if self.share_full(table, index, id) => id,
-                // Forks have the same block, and would not hold the one that was registered before.
+                // Forks share this block. If it were replaced here, they would not hold the registered one.
                 Ok(Some(_)) => break,
                 Ok(None) => self.register(behind, chain, tokens, table),
-                // Two chains with one hash: the second is not cached.
+                // Two chains have one hash. The second is not cached.
                 Err(Collision) => break,
             };
             self.use_as(id, table.priority);
@@ -379,7 +382,7 @@ impl BlockManager {
         self.leave_window(table, tokens.len());
     }
 
-    /// Lets go of the sliding blocks that no position from `next` on can see.
+    /// Lets go of the sliding blocks that no position from `next` on sees.
     pub fn leave_window(&mut self, table: &mut BlockTable, next: usize) {
         self.clock += 1;
         let first = self.first_needed(next);
@@ -390,8 +393,8 @@ impl BlockManager {
         }
     }
 
-    /// Notes that a turn of a conversation ends behind the registered tokens of `table`: the next one will start from
-    /// there, so the window there goes last. Nobody goes on from what ran in the background.
+    /// Notes that a turn of a conversation ends behind the registered tokens of `table`. The next turn starts from
+    /// there, so the window there is evicted last. Background requests have no next turn.
     pub fn end_turn(&mut self, table: &BlockTable) {
         if table.priority == Priority::Background {
             return;
@@ -412,7 +415,7 @@ impl BlockManager {
         self.forget_turns();
     }
 
-    /// Takes every block of `table` back; the registered ones stay cached.
+    /// Takes every block of `table` back. Registered blocks stay cached.
     pub fn release(&mut self, table: BlockTable) {
         self.clock += 1;
         for block in table.full.into_iter().rev() {
@@ -423,17 +426,18 @@ impl BlockManager {
         }
     }
 
-    /// Releases the table of a sequence whose logits are no numbers, and forgets its text: whoever starts with the same
-    /// tokens computes them, and what builds on them. Of `others`, the tables of all other sequences, those that share its
-    /// first block keep what they hold, and none of it is found by anybody else, nor what they add to it: if it is wrong,
-    /// they fail by themselves.
+    /// Releases the table of a sequence whose logits are not finite, and forgets its text and all texts that build on
+    /// it: a sequence that starts with the same tokens computes them again. `others` are the tables of all other
+    /// sequences. Tables that share the first block keep what they hold, but no other sequence finds these blocks, nor
+    /// blocks that these sequences add. If the shared blocks are wrong, these sequences fail by themselves.
     pub fn forget<'a>(&mut self, table: BlockTable, others: impl Iterator<Item = &'a mut BlockTable>) {
         if let Some(&first) = table.full.first() {
             for other in others.filter(|other| other.full.first() == Some(&first)) {
                 other.nodes.clear();
                 other.forgotten = true;
             }
-            // None where it was not yet whole, or another's took its place.
+            // There is no node if the block was not whole yet, or if another sequence's block was registered in its
+            // place.
             if let Some(root) = self.full.node[first as usize] {
                 self.unregister_tree(root);
             }
@@ -443,7 +447,7 @@ impl BlockManager {
 
     // --- the prefix cache ---
 
-    /// Nodes of `tokens` under a salt from the first block on, all but the last token's block at most.
+    /// The nodes of `tokens` under a salt from the first block on, never with the block of the last token.
     fn longest_path(&self, tokens: &[u32], salt: &CacheSalt) -> Vec<NodeId> {
         let mut path: Vec<NodeId> = Vec::new();
         let mut behind = Behind::Nothing(salt.clone());
@@ -456,12 +460,12 @@ impl BlockManager {
         path
     }
 
-    /// How many blocks of `path` a sequence can start behind: the most whose window is whole.
+    /// How many blocks of `path` a sequence can skip: the most behind which the window is whole.
     fn usable(&self, path: &[NodeId]) -> usize {
         if self.limits.sliding_window.is_none() {
             return path.len();
         }
-        // Sliding blocks in a row that end at the block before.
+        // How many sliding blocks in a row end at the block before.
         let (mut row, mut usable) = (0, 0);
         for (i, id) in path.iter().enumerate() {
             row = if self.nodes[*id as usize].sliding.is_some() { row + 1 } else { 0 };
@@ -487,15 +491,15 @@ impl BlockManager {
         }
     }
 
-    /// The node of `tokens` behind `behind`, whose chain is `chain`. A hash alone proves nothing: tokens and salt are compared,
-    /// the latter in the first node, and those of all nodes between by their being the parents.
+    /// The node of `tokens` at the place `behind`, whose chain is `chain`. A hash alone proves nothing, so tokens and
+    /// salt are compared too. The salt stands in the first node of a text; the nodes between were compared as parents.
     fn find(&self, chain: u64, behind: &Behind, tokens: &[u32]) -> Result<Option<NodeId>, Collision> {
         let Some(&id) = self.by_chain.get(&chain) else { return Ok(None) };
         let node = &self.nodes[id as usize];
         if node.behind == *behind && *node.tokens == *tokens { Ok(Some(id)) } else { Err(Collision) }
     }
 
-    /// Makes the block behind the registered ones of `table` one of them.
+    /// Registers the first block of `table` that is not registered.
     fn register(&mut self, behind: Behind, chain: u64, tokens: &[u32], table: &BlockTable) -> NodeId {
         let parent = behind.parent();
         let full = table.full[table.nodes.len()];
@@ -528,7 +532,7 @@ impl BlockManager {
         id
     }
 
-    /// Takes a node that begins a text out of the cache, with all that builds on it.
+    /// Removes a node that begins a text from the cache, with all nodes that build on it.
     fn unregister_tree(&mut self, root: NodeId) {
         let mut behind: HashMap<NodeId, Vec<NodeId>> = HashMap::new();
         for &id in self.by_chain.values() {
@@ -543,7 +547,7 @@ impl BlockManager {
         }
     }
 
-    /// Takes a node out of the cache: its blocks are their holders' alone then, or free.
+    /// Removes a node from the cache. Its blocks stay with the tables that hold them, or become free.
     fn unregister(&mut self, id: NodeId) {
         let node = &mut self.nodes[id as usize];
         self.full_order.remove(&node.full_key(id));
@@ -557,7 +561,7 @@ impl BlockManager {
         self.unused_nodes.push(id);
     }
 
-    /// Puts the registered full block of `id` in the place of the table's own; false where others have that one too.
+    /// Replaces the table's own full block by the registered one of `id`; false if other tables hold the own block too.
     fn share_full(&mut self, table: &mut BlockTable, index: usize, id: NodeId) -> bool {
         let (own, shared) = (table.full[index], self.nodes[id as usize].full);
         if own != shared {
@@ -571,7 +575,7 @@ impl BlockManager {
         true
     }
 
-    /// Registers the table's sliding block with `id`, or puts the one registered in its place.
+    /// Registers the table's sliding block with `id`, or replaces it by the one that is registered.
     fn share_sliding(&mut self, table: &mut BlockTable, index: usize, id: NodeId) {
         let own = table.sliding[index];
         match self.nodes[id as usize].sliding {
@@ -592,12 +596,12 @@ impl BlockManager {
         self.change(id, |node| node.turn = turn);
     }
 
-    /// Notes that a sequence of that class uses the node.
+    /// Notes that a sequence of a class uses the node.
     fn use_as(&mut self, id: NodeId, priority: Priority) {
         self.change(id, |node| node.priority = node.priority.min(priority));
     }
 
-    /// Changes what decides when the blocks of a node go.
+    /// Changes the fields of a node that decide when its blocks are evicted.
     fn change(&mut self, id: NodeId, change: impl FnOnce(&mut Node)) {
         let node = &mut self.nodes[id as usize];
         let full = self.full_order.remove(&node.full_key(id));
@@ -611,9 +615,9 @@ impl BlockManager {
         }
     }
 
-    /// Forgets the oldest turns until the rest is within its bound.
+    /// Forgets the oldest turns until the rest is within the bound.
     fn forget_turns(&mut self) {
-        // What was evicted, or belongs to a newer turn by now, is none of these any more.
+        // Blocks that were evicted, or that belong to a newer turn by now, are skipped.
         let nodes = &self.nodes;
         self.turns.retain_mut(|(turn, ids)| {
             ids.retain(|id| nodes[*id as usize].turn == *turn);
@@ -643,7 +647,7 @@ impl BlockManager {
         }
     }
 
-    /// A block for one holder. The caller has seen that there is room.
+    /// A block for one table. The caller has checked that there is room.
     fn take(&mut self, pool: BlockPool) -> u32 {
         if self.pool(pool).free.is_empty() {
             match pool {
@@ -701,7 +705,7 @@ impl BlockManager {
         }
     }
 
-    /// Frees the full block that goes first, and its node with it.
+    /// Evicts the first full block in the order, and its node with it.
     fn evict_full(&mut self) {
         let (.., id) = *self.full_order.first().expect("the caller has seen that there is room");
         self.unregister(id);
@@ -721,7 +725,7 @@ impl BlockManager {
         node.turn = 0;
     }
 
-    /// Panics unless every block is free, cached or held as often as `tables` name it, and the cache hangs together.
+    /// Panics unless every block is free, cached, or held as often as `tables` name it, and the cache is consistent.
     pub fn check<'a>(&self, tables: impl Iterator<Item = &'a BlockTable>) {
         let mut held = [vec![0; self.full.holders.len()], vec![0; self.sliding.holders.len()]];
         let mut salts = HashMap::new();
@@ -817,7 +821,7 @@ impl BlockManager {
     }
 }
 
-/// Another chain has the same hash.
+/// Another chain with the same hash is registered.
 struct Collision;
 
 #[cfg(test)]
@@ -857,7 +861,7 @@ mod tests {
         assert_eq!(compute(&mut blocks, &one), 4);
     }
 
-    /// A text that somebody computes.
+    /// A text that a sequence computes.
     struct Text {
         tokens: Vec<u32>,
         computed: usize,
@@ -865,7 +869,8 @@ mod tests {
         table: BlockTable,
     }
 
-    /// What a block holds: the text up to its end, its salt, and a number for its beginning, each time that one is computed.
+    /// The contents of a block: the text up to its end, its salt, and a number that tells apart each time its beginning
+    /// was computed.
     #[derive(Debug, Clone)]
     struct Content {
         text: Vec<u32>,
@@ -873,7 +878,7 @@ mod tests {
         beginning: usize,
     }
 
-    /// What the blocks hold, by pool and block.
+    /// The contents of the blocks, by pool and block.
     #[derive(Default)]
     struct Contents {
         pools: [HashMap<u32, Content>; 2],
@@ -907,7 +912,7 @@ mod tests {
             }
         }
 
-        /// Panics unless the blocks of a text are its own, or of one that begins alike under its salt.
+        /// Panics unless the blocks of a text hold that text, or one that begins alike under the same salt.
         fn check(&self, text: &Text) {
             let first = text.table.sliding_first;
             for index in 0..text.computed.div_ceil(SIZE) {
@@ -925,7 +930,7 @@ mod tests {
         }
     }
 
-    /// Few tokens and few blocks, so that texts begin alike, part, and lose what they had.
+    /// There are few tokens and few blocks, so that texts begin alike, part, and lose blocks.
     #[test]
     fn blocks_hold_the_text_and_the_salt_of_whoever_finds_them_and_nothing_forgotten() {
         let seed = 0xb10c;

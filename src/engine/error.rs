@@ -12,7 +12,7 @@ pub enum SubmitError {
     EmptyPrompt,
     #[error("max_tokens is 0")]
     NoTokens,
-    /// `max_tokens` is none where the prompt alone is too long.
+    /// `max_tokens` is none if the prompt alone is too long.
     #[error("{}", overflow(*prompt, *max_tokens, *context))]
     ContextExceeded { prompt: usize, max_tokens: Option<usize>, context: usize },
     #[error("token id {id} is outside the vocabulary of {vocab_size}")]
@@ -27,8 +27,8 @@ pub enum SubmitError {
     Engine(#[from] EngineError),
 }
 
-/// Clients know an overflow by words: by "prompt is too long" langchain and Anthropic's, by "this model's maximum context
-/// length is" litellm.
+/// Clients recognize an overflow by the words of the message. langchain and Anthropic's SDK look for "prompt is too
+/// long", litellm looks for "this model's maximum context length is".
 fn overflow(prompt: usize, max_tokens: Option<usize>, context: usize) -> String {
     let most = format!("this model's maximum context length is {context} tokens");
     match max_tokens {
@@ -40,7 +40,7 @@ fn overflow(prompt: usize, max_tokens: Option<usize>, context: usize) -> String 
 /// Why a request got no whole answer. After `Lost`, `Bug` and `ShuttingDown`, the engine answers no more.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EngineError {
-    /// The device is, or its driver failed.
+    /// The device was lost, or its driver failed.
     #[error("{0}; restart unicorn")]
     Lost(String),
     /// The engine's thread panicked.

@@ -1,4 +1,4 @@
-//! The engine as the rest of the program has it: it is started, asked, and ended through a handle.
+//! The handle through which the rest of the program starts the engine, submits requests to it, and ends it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
@@ -19,7 +19,7 @@ use super::scheduler::SchedulerConfig;
 use super::sequence::{Fork, Sequence};
 use super::shared::{Permit, Shared, Signs, Stats};
 use super::step_loop::{EndGuard, Message, StepLoop, Submitted};
-use crate::model::{Limits, MAX_BIASES, MAX_LOGPROBS, Runner};
+use crate::model::{Limits, MAX_BIASES, MAX_LOGPROBS, Runner, SamplingParams};
 
 #[derive(Debug, Clone, Copy)]
 pub struct EngineConfig {
@@ -31,12 +31,12 @@ pub struct EngineConfig {
 pub struct Engine;
 
 impl Engine {
-    /// Starts the engine thread, which owns the runner until it ends. It ends once every handle is dropped and
+    /// Starts the engine thread, which owns the runner until it ends. The thread ends once every handle is dropped and
     /// all work is done, after [`EngineHandle::drain`] or [`EngineHandle::abort`], or when the device fails.
     pub fn start(runner: Box<dyn Runner>, config: EngineConfig) -> EngineHandle {
         assert!((1..=MAX_QUEUE).contains(&config.queue), "a queue of {} requests", config.queue);
         let limits = runner.limits();
-        // One place more than requests that may wait: the wake-up of `drain` and `abort` always fits.
+        // The inbox has one place more than requests may wait, so that the wake-up of `drain` and `abort` always fits.
         let (inbox, messages) = sync_channel(MAX_QUEUE + 1);
         let shared = Arc::new(Shared {
             limits,
@@ -58,9 +58,10 @@ impl Engine {
         thread::Builder::new()
             .name("engine".into())
             .spawn(move || {
-                // Dropped after the runner, or `join` would return while its destructor runs.
+                // The guard is dropped after the runner. Otherwise `join` would return while the runner's destructor
+                // runs.
                 let _end = EndGuard(shared);
-                // What it says and where is the panic hook's to tell.
+                // The panic hook has logged the message and the place.
                 if catch_unwind(AssertUnwindSafe(|| engine.run())).is_err() {
                     engine.shared.end_for(EngineError::Bug("the engine met a bug (see the log)".into()));
                     tracing::error!("the engine met a bug and stops");
@@ -94,18 +95,14 @@ impl EngineHandle {
         let (sender, receiver) = events::channel(EVENTS * choices);
         let id = self.shared.next_id.fetch_add(choices as u64, Ordering::Relaxed);
         let prompt_n = request.prompt.len();
-        let mut sequence = Sequence::new(id, request.prompt, request.sampling, max_tokens);
+        // The model never yields an id that it has no row for.
+        let sampling = request.sampling.within(self.shared.limits.vocab_size);
+        let mut sequence = Sequence::new(id, request.prompt, sampling, max_tokens);
+        sequence.seed = request.seed;
         sequence.client = request.client;
         sequence.priority = request.priority;
         sequence.cache_salt = request.cache_salt;
-        // What the model has no row for never comes.
-        let vocab_size = self.shared.limits.vocab_size;
-        sequence.stop_token_ids = request.stop_token_ids;
-        sequence.stop_token_ids.retain(|id| (*id as usize) < vocab_size);
-        sequence.min_tokens = request.min_tokens;
-        sequence.bias = request.bias.into();
         sequence.mask = request.mask.map(SharedMask::new);
-        sequence.logprobs = request.logprobs;
         sequence.prompt_logprobs = request.prompt_logprobs;
         sequence.pooling = request.pooling;
         sequence.forks = (id + 1..).zip(request.more_seeds).map(|(id, seed)| Fork { id, seed }).collect();
@@ -136,7 +133,7 @@ impl EngineHandle {
         }
     }
 
-    /// Ids that `request` may generate.
+    /// How many ids `request` may generate, or why it is refused.
     fn admissible(&self, request: &Request) -> Result<usize, SubmitError> {
         let Limits { max_context: context, vocab_size, .. } = self.shared.limits;
         assert!(!request.pooling || request.more_seeds.is_empty(), "several answers, and none");
@@ -150,16 +147,17 @@ impl EngineHandle {
         if prompt >= context {
             return Err(SubmitError::ContextExceeded { prompt, max_tokens: None, context });
         }
-        let biased = request.bias.iter().map(|(id, _)| id);
+        let SamplingParams { logit_bias, stop_token_ids, logprobs, .. } = &*request.sampling;
+        let biased = logit_bias.iter().map(|(id, _)| id);
         let mut ids = request.prompt.iter().chain(biased).copied();
         if let Some(id) = ids.find(|id| *id as usize >= vocab_size) {
             return Err(SubmitError::TokenOutOfRange { id, vocab_size });
         }
-        let n = request.bias.len() + request.stop_token_ids.len();
+        let n = logit_bias.len() + stop_token_ids.len();
         if n > MAX_BIASES {
             return Err(SubmitError::TooManyBiases { n });
         }
-        let logprobs = request.logprobs.max(request.prompt_logprobs);
+        let logprobs = (*logprobs).max(request.prompt_logprobs);
         if let Some(n) = logprobs.filter(|n| *n > MAX_LOGPROBS) {
             return Err(SubmitError::TooManyLogprobs { n });
         }
@@ -181,9 +179,9 @@ impl EngineHandle {
         if ending { Err(shared.why_ended()) } else { Ok(()) }
     }
 
-    /// Why the engine ended by itself, [`EngineError::Lost`] or [`EngineError::Bug`]; none while it runs, and where it was
-    /// asked to end. It is told before the first answer fails for it, and stays, whatever is asked of the engine then. The
-    /// runner may be there for long after that: [`EngineHandle::join`] waits for it.
+    /// Why the engine ended by itself: [`EngineError::Lost`] or [`EngineError::Bug`]. None while the engine runs, and
+    /// if it was asked to end. The cause is set before the first answer fails for it, and never changes. The runner may
+    /// live on for long after that; [`EngineHandle::join`] waits for it.
     pub fn ended(&self) -> Option<EngineError> {
         self.shared.cause.get().cloned()
     }
@@ -197,29 +195,29 @@ impl EngineHandle {
         *self.shared.signs.lock().expect("nothing panics under this lock")
     }
 
-    /// Has the device do something tiny as soon as it has nothing else to do; [`EngineHandle::signs`] tells of it. One
-    /// that fails it is lost.
+    /// Has the device compute something tiny as soon as the engine is idle. [`EngineHandle::signs`] shows the result. A
+    /// device that fails the probe is lost.
     pub fn probe(&self) {
-        // Asked once: the inbox's places are for requests.
+        // Only the first call sends a message, because the inbox's places are for requests.
         if !self.shared.probe.swap(true, Ordering::AcqRel) {
             let _ = self.inbox.try_send(Message::Wake);
         }
     }
 
-    /// Lets so many requests wait from now on, 1 to [`MAX_QUEUE`]; those that wait already stay.
+    /// Lets `queue` requests wait from now on, 1 to [`MAX_QUEUE`]. Requests that wait already stay.
     pub fn set_queue(&self, queue: usize) {
         assert!((1..=MAX_QUEUE).contains(&queue), "a queue of {queue} requests");
         self.shared.queue.store(queue, Ordering::Relaxed);
     }
 
-    /// Refuses new requests; the engine ends when those it has are answered.
+    /// Refuses new requests. The engine ends when all requests that it has are answered.
     pub fn drain(&self) {
         self.shared.draining.store(true, Ordering::Release);
-        // A full inbox means that the engine is awake anyway.
+        // If the inbox is full, the engine is awake anyway.
         let _ = self.inbox.try_send(Message::Wake);
     }
 
-    /// Refuses new requests and fails those under way before the next step.
+    /// Refuses new requests, and fails the requests under way before the next step.
     pub fn abort(&self) {
         self.shared.aborted.store(true, Ordering::Release);
         self.drain();
@@ -237,21 +235,21 @@ impl EngineHandle {
     }
 }
 
-/// The events of one request, the last of them [`Event::Finished`] of its last answer or [`Event::Failed`]; then none.
-/// Dropping it cancels the request.
+/// The events of one request. The last one is [`Event::Finished`] of its last answer, or [`Event::Failed`]; then the
+/// stream ends. Dropping the stream cancels the request.
 pub struct TokenStream {
     events: events::Receiver<Event>,
     shared: Arc<Shared>,
     /// Why the channel closed without a last event.
     failure: Arc<OnceLock<EngineError>>,
-    /// By answer: whether its reader has enough of it.
+    /// By answer: whether its reader wants no more of it.
     stopped: Arc<[AtomicBool]>,
-    /// By answer: whether it is to come to an end.
+    /// By answer: whether its last event is still to come.
     unfinished: Vec<bool>,
 }
 
 impl TokenStream {
-    /// The next event; not for use inside an async runtime, where this is a [`futures::Stream`].
+    /// The next event. Must not be called inside an async runtime, where the stream is a [`futures::Stream`].
     pub fn blocking_next(&mut self) -> Option<Event> {
         while self.is_open() {
             let event = self.events.blocking_recv();
@@ -262,7 +260,7 @@ impl TokenStream {
         None
     }
 
-    /// Ends one of the answers before its next step; no event of it comes any more.
+    /// Ends one of the answers before its next step. No event of that answer comes any more.
     pub fn stop(&mut self, choice: usize) {
         self.unfinished[choice] = false;
         self.stopped[choice].store(true, Ordering::Release);
@@ -272,7 +270,8 @@ impl TokenStream {
         self.unfinished.contains(&true)
     }
 
-    /// None for what a stopped answer had on the way. A channel that closed before a last event belonged to a reader that was too slow, or to an engine that ended.
+    /// The event for the reader; none if it belongs to an answer that was stopped. If the channel closed before a last
+    /// event, the reader was too slow, or the engine ended.
     fn deliver(&mut self, event: Option<Event>) -> Option<Event> {
         let why = || self.failure.get().cloned().unwrap_or_else(|| self.shared.why_ended());
         let event = event.unwrap_or_else(|| Event::Failed(why()));

@@ -1,31 +1,35 @@
-//! Which ids may come next in an answer, as whoever asked for it says: a grammar, mostly.
+//! Masks: which ids may come next in an answer. A grammar is the usual reason for one.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::model::Mask;
+use rayon::prelude::*;
 
-/// Says which ids may come next in one answer, as a grammar has it.
+use super::scheduler::Step;
+use crate::model::{Runner, RunnerError, Ticket};
+
+/// Says which ids may come next in one answer.
 ///
-/// It is asked once for each id, and sees all that came before: a sequence with a mask has no step in flight while its
-/// next one is prepared. It is asked when the layers of that step are under way on the device.
+/// The engine asks for a mask once for each id, and shows it all ids before: a sequence with a mask has no step in
+/// flight while its next step is prepared. The engine asks when the device computes the layers of that step.
 pub trait TokenMask: Send {
-    /// Bit `id % 32` of word `id / 32` is set where an id may follow `answer`, at least one, for the whole vocabulary.
-    /// `answer` is what it was at the last call and one id more, or the same again, where that draw was lost.
+    /// The ids that may follow `answer`: bit `id % 32` of word `id / 32` is set for each of them. There is at least
+    /// one, and the words cover the whole vocabulary. `answer` has one id more than at the last call, or the same ids
+    /// if that draw was lost.
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]>;
 
-    /// Whether every id may follow `answer`, and will from then on. Asked when an id has come: an answer that has become free
-    /// runs ahead of the host again, and is guessed.
+    /// Whether every id may follow `answer` from now on. The engine asks after each id. An answer that has become free
+    /// runs ahead of the host again, and its ids may be guessed.
     fn is_free(&mut self, answer: &[u32]) -> bool;
 
-    /// How long its masks took since this was last asked, and what they follow from: all others wait meanwhile, so it is
-    /// counted against its client.
+    /// The time that masks of this answer took since the last call, with all that they are computed from. All other
+    /// answers wait meanwhile, so the scheduler counts that time against the client.
     fn take_time(&mut self) -> Duration {
         Duration::ZERO
     }
 
-    /// A copy for another answer, which has taken no time yet.
+    /// A copy for another answer. The copy has taken no time yet.
     fn boxed_clone(&self) -> Box<dyn TokenMask>;
 }
 
@@ -41,7 +45,7 @@ impl fmt::Debug for dyn TokenMask {
     }
 }
 
-/// The mask of one answer, which the steps that draw it share.
+/// The mask of one answer, which all steps that draw its ids share.
 #[derive(Debug)]
 pub struct SharedMask(Arc<Mutex<Box<dyn TokenMask>>>);
 
@@ -58,14 +62,38 @@ impl SharedMask {
         self.0.lock().expect("a grammar does not panic").take_time()
     }
 
-    /// What may follow `answer`.
-    pub(super) fn behind(&self, answer: &[u32]) -> Mask {
-        let (mask, answer) = (Arc::clone(&self.0), answer.to_vec());
-        Mask::new(move || mask.lock().expect("a grammar does not panic").mask(&answer))
+    /// The mask of the id behind `answer`, to be made later.
+    pub(super) fn behind(&self, answer: &[u32]) -> PendingMask {
+        PendingMask { mask: Arc::clone(&self.0), answer: answer.to_vec() }
     }
 }
 
-/// A clone is the mask of another answer.
+/// The mask of one draw of a step. The engine makes it when the layers of the step are under way.
+#[derive(Debug)]
+pub(super) struct PendingMask {
+    mask: Arc<Mutex<Box<dyn TokenMask>>>,
+    answer: Vec<u32>,
+}
+
+impl PendingMask {
+    fn words(&self) -> Arc<[u32]> {
+        self.mask.lock().expect("a grammar does not panic").mask(&self.answer)
+    }
+}
+
+/// Submits a step to the runner, and pushes the masks of its draws, which are made while the device computes the
+/// layers.
+pub fn submit(runner: &mut dyn Runner, step: &Step) -> Result<Ticket, RunnerError> {
+    let ticket = runner.submit(&step.batch, &step.sampling)?;
+    if !step.masks.is_empty() {
+        // Each mask is the work of a grammar, so they are made in parallel.
+        let words: Vec<_> = step.masks.par_iter().map(PendingMask::words).collect();
+        runner.masks(&ticket, &words)?;
+    }
+    Ok(ticket)
+}
+
+/// A clone belongs to another answer.
 impl Clone for SharedMask {
     fn clone(&self) -> Self {
         Self::new(self.0.lock().expect("a grammar does not panic").clone())

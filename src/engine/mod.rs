@@ -1,24 +1,25 @@
-//! The engine: one thread that owns every sequence and every KV block, and drives a [`Runner`](crate::model::Runner) step by step.
+//! The engine: one thread that owns every sequence and every KV block, and drives a [`Runner`](crate::model::Runner)
+//! step by step.
 //!
 //! ```text
 //! submit -> bounded inbox -> | drain inbox -> schedule -> submit step N+1 -> wait for step N -> commit | -> events
 //! ```
 //!
-//! While the device runs one step the next is already submitted: what a step draws feeds the next one there, and what
-//! the host does about an id (stop ids, limits, telling the reader) it does beside the device, not in its way.
+//! While the device runs one step, the next one is already submitted: an id that is drawn feeds the next step on the
+//! device. The host checks stop ids and limits, and sends events, while the device computes.
 //!
-//! With a draft model the steps do not overlap while a sequence wants guesses: the second model guesses what follows the
-//! last known id, and one step of the first checks all of it.
+//! With a draft model, steps do not overlap while a sequence wants guesses. The draft model guesses the ids behind the
+//! last known one, and one step of the model checks all of them.
 //!
-//! It speaks token ids and refuses to know text, HTTP, the device or a layer. It never waits for a reader: one that
-//! falls [`EVENTS`] events behind, for each of its answers, is cancelled, alone. Dropping a [`TokenStream`] cancels its
-//! request before the next step is scheduled, and frees its blocks.
+//! The engine speaks token ids, and refuses to know text, HTTP, the device or a layer. It never waits for a reader: a
+//! request whose reader falls [`EVENTS`] events behind, for each of its answers, is cancelled, and no other. Dropping a
+//! [`TokenStream`] cancels its request before the next step is scheduled, and frees its blocks.
 //!
-//! A failing device ends the engine: the running requests and all that wait get [`EngineError::Lost`], and so does
-//! every later [`EngineHandle::submit`]. Nothing is retried and nothing computed elsewhere. A panic of the engine's thread
-//! ends it as well, with [`EngineError::Bug`]: a step for nobody while somebody waits is one. The clients hear of either
-//! before the runner is dropped, and [`EngineHandle::ended`] says which it was. A request whose logits are no numbers fails
-//! alone, and the prefix cache forgets its text.
+//! A failing device ends the engine: all requests that run or wait get [`EngineError::Lost`], and so does every later
+//! [`EngineHandle::submit`]. Nothing is retried, and nothing is computed elsewhere. A panic of the engine's thread ends
+//! the engine with [`EngineError::Bug`]; the scheduler panics if a request waits and nothing can be scheduled for it.
+//! Clients get either error before the runner is dropped, and [`EngineHandle::ended`] says which one it was. A request
+//! whose logits are not finite fails alone, and the prefix cache forgets its text.
 
 mod answer;
 mod block_manager;
@@ -34,15 +35,15 @@ mod speculation;
 mod step_loop;
 mod trial;
 
-pub use answer::{Event, FinishReason, Timings};
+pub use answer::{Ended, Event, FinishReason, Timings};
 pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use error::{EngineError, SubmitError};
 pub use handle::{Engine, EngineConfig, EngineHandle, TokenStream};
-pub use mask::{SharedMask, TokenMask};
+pub use mask::{SharedMask, TokenMask, submit};
 pub use pace::{Load, Pace};
 pub use request::{CacheSalt, ClientId, EVENTS, MAX_QUEUE, Priority, Request};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
-pub use sequence::{End, Fork, Sequence, SequenceId};
+pub use sequence::{Fork, Sequence, SequenceId};
 pub use shared::{Signs, Stats, Work};
 pub use speculation::{Drafts, Guesses};
 pub use step_loop::draft;

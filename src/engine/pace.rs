@@ -1,21 +1,21 @@
-//! How long a step takes, learnt from those that were run: what bounds the prefill that may run beside decodes.
+//! How long a step takes, learnt from the steps before. The scheduler bounds prefill beside decodes with it.
 //!
-//! The model is linear: a step costs so much for being one (its weights are read once), so much for each token, and so
-//! much for each key that a token looks at. The three are fitted to the steps seen, newer ones counting more. Told apart from
-//! them is what a token took on average. Refuses to read a clock: the engine says what a step took.
+//! The model is linear: a step has a fixed cost (its weights are read once), a cost for each token, and a cost for each
+//! key that a token sees. The three costs are fitted to the steps seen, and newer steps count more. The average time of
+//! a token is kept apart from the fit. This file reads no clock: the engine tells it how long a step took.
 
 use std::time::Duration;
 
-/// What a step computes.
+/// The work of a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Load {
     pub tokens: usize,
-    /// Keys seen by its tokens, added up, as if every layer were full.
+    /// Keys that its tokens see, added up, as if every layer were full.
     pub keys: u64,
 }
 
 impl Load {
-    /// With `tokens` at positions `start..` of a sequence.
+    /// The load with `tokens` more, at positions `start..` of a sequence.
     pub fn with(self, start: usize, tokens: usize) -> Load {
         let (start, n) = (start as u64, tokens as u64);
         let keys = n * start + n * (n + 1) / 2;
@@ -27,13 +27,13 @@ impl Load {
     }
 }
 
-/// Newer steps count more: after this many the weight of one has fallen to a third.
+/// After this many newer steps, the weight of a step has fallen to a third.
 const MEMORY_STEPS: f64 = 200.0;
-/// The covariance's diagonal is at most this.
+/// The largest entry that the covariance may have on its diagonal.
 const MOST_UNCERTAIN: f64 = 1e3;
-/// Steps before the fit is trusted.
+/// Steps to observe before the fit is used.
 const LEARNING_STEPS: u64 = 4;
-/// Prefill tokens beside decodes while nothing is known, and the fewest there ever are, or a prompt would never be done.
+/// Prefill tokens beside decodes while nothing is known. A step never has fewer, or a prompt would never be done.
 pub(super) const CAREFUL_TOKENS: usize = 16;
 
 /// Recursive least squares with forgetting (Haykin, Adaptive Filter Theory, chapter 10).
@@ -42,7 +42,7 @@ pub struct Pace {
     seconds: [f64; 3],
     covariance: [[f64; 3]; 3],
     steps: u64,
-    /// Seconds of the steps seen, and their tokens; older ones count less.
+    /// Seconds and tokens of the steps seen; older steps count less.
     recent: [f64; 2],
 }
 
@@ -54,12 +54,12 @@ impl Default for Pace {
 
 impl Pace {
     pub fn new() -> Self {
-        // Nothing is known: any fit is as likely. Scaled to what the features are like.
+        // Nothing is known yet, so any fit is as likely. The entries are scaled to the features.
         let covariance = [[1.0, 0.0, 0.0], [0.0, 1e-2, 0.0], [0.0, 0.0, 1e-2]];
         Self { seconds: [0.0; 3], covariance, steps: 0, recent: [0.0; 2] }
     }
 
-    /// Takes in what a step took.
+    /// Learns from a step, and how long it took.
     pub fn observe(&mut self, load: Load, took: Duration) {
         let x = load.features();
         let p = &self.covariance;
@@ -72,8 +72,8 @@ impl Pace {
         }
         let next: [[f64; 3]; 3] =
             std::array::from_fn(|i| std::array::from_fn(|j| (p[i][j] - px[i] * px[j] / scale) / forget));
-        // Bounded as a whole, so that it stays what a covariance is: a feature that is not seen to vary would let it grow
-        // without end.
+        // The whole matrix is scaled, so that it stays a covariance. A feature that does not vary would let it grow
+        // without bound.
         let largest = (0..3).map(|i| next[i][i]).fold(0.0, f64::max);
         let bound = (MOST_UNCERTAIN / largest).min(1.0);
         self.covariance = next.map(|row| row.map(|p| p * bound));
@@ -82,7 +82,7 @@ impl Pace {
         self.recent = std::array::from_fn(|i| forget * self.recent[i] + new[i]);
     }
 
-    /// What a token took on average, at least a nanosecond; none while too few steps were seen.
+    /// The average time of a token, at least a nanosecond; none while too few steps were seen.
     pub fn per_token(&self) -> Option<Duration> {
         let [seconds, tokens] = self.recent;
         let known = self.steps >= LEARNING_STEPS && tokens > 0.0;
@@ -93,7 +93,7 @@ impl Pace {
         load.features().iter().zip(self.seconds).map(|(x, s)| x * s).sum()
     }
 
-    /// What a step is expected to take; none while too few were seen.
+    /// The expected time of a step; none while too few steps were seen.
     pub fn predict(&self, load: Load) -> Option<Duration> {
         (self.steps >= LEARNING_STEPS).then(|| {
             let cost = load.features().iter().zip(self.seconds).map(|(x, s)| x * s.max(0.0)).sum::<f64>();
@@ -101,8 +101,8 @@ impl Pace {
         })
     }
 
-    /// Of `wanted` tokens at positions `start..`, how many may join `load` for the step to stay within `bound`; at least
-    /// `least`, however slow the device is.
+    /// How many of `wanted` tokens at positions `start..` may join `load` for the step to stay within `bound`. At least
+    /// `least` may, however slow the device is.
     pub fn room(&self, load: Load, start: usize, wanted: usize, least: usize, bound: Duration) -> usize {
         let least = least.min(wanted);
         let fits = |tokens: usize| self.predict(load.with(start, tokens)).is_some_and(|took| took <= bound);

@@ -1,4 +1,4 @@
-//! What is asked of the engine, and whose it is.
+//! A request to the engine, and the client that it belongs to.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,11 +6,11 @@ use std::sync::Arc;
 use super::mask::TokenMask;
 use crate::model::SamplingParams;
 
-/// Who asks, as far as fairness goes: an API key, or an address.
+/// The client that a request is charged to: an API key, or an address.
 pub type ClientId = u64;
 
-/// Who may share what is computed: a prompt finds in the prefix cache what came with the same salt, and nothing else. It is
-/// compared byte by byte; the empty one, the default, is as good as any other.
+/// A salt of the prefix cache: a prompt finds only blocks that were computed under the same salt. Salts are compared
+/// byte by byte. The default is the empty salt, which has no special meaning.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
 pub struct CacheSalt(Arc<[u8]>);
 
@@ -20,24 +20,25 @@ impl CacheSalt {
     }
 }
 
-/// Not the bytes: who knows them finds what others have asked.
+/// Hides the bytes: who knows a salt can find out what others have asked.
 impl fmt::Debug for CacheSalt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "CacheSalt({} bytes)", self.0.len())
     }
 }
 
-/// Who goes first.
+/// Which requests go first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Priority {
-    /// Somebody waits for it.
+    /// A person waits for the answer.
     #[default]
     Interactive,
-    /// Gets on where no interactive request is there, and what it leaves in the prefix cache goes before what those left.
+    /// Runs only if no interactive request runs or waits. Its blocks in the prefix cache are evicted before those of
+    /// interactive requests.
     Background,
 }
 
-/// Events of each answer of a request that may wait for its reader: some seconds of an answer, or a reader's pause.
+/// Events of one answer that may wait for the reader: some seconds of an answer, or a pause of the reader.
 pub const EVENTS: usize = 1024;
 
 /// The longest queue that an engine may have.
@@ -47,45 +48,38 @@ pub const MAX_QUEUE: usize = 4096;
 #[derive(Debug, Clone)]
 pub struct Request {
     pub prompt: Vec<u32>,
-    pub sampling: SamplingParams,
-    /// Ids to generate at most; none is what the context leaves after the prompt.
+    /// How the ids of all its answers are drawn.
+    pub sampling: Arc<SamplingParams>,
+    /// The seed of the first answer.
+    pub seed: u64,
+    /// The most ids to generate; none stands for all that the context leaves behind the prompt.
     pub max_tokens: Option<usize>,
-    /// Ids that end the answer and are not part of it.
-    pub stop_token_ids: Vec<u32>,
-    /// Ids to generate before one of those may come.
-    pub min_tokens: usize,
-    /// Added to the logits of these ids, none of them twice.
-    pub bias: Vec<(u32, f32)>,
-    /// Which ids may come next; each answer has its own.
+    /// Says which ids may come next; each answer gets a copy of its own.
     pub mask: Option<Box<dyn TokenMask>>,
-    /// Log probabilities of the ids, and of so many of the most likely ones in their places.
-    pub logprobs: Option<usize>,
-    /// Log probabilities of the prompt's ids but the first. The prompt is computed afresh for them.
+    /// Asks for log probabilities of the prompt's ids but the first, and of so many of the most likely ids in their
+    /// places. The prefix cache does not help such a prompt.
     pub prompt_logprobs: Option<usize>,
-    /// The mean of the prompt's hidden states is wanted, and no answer: of what is above, the prompt alone counts.
+    /// Asks for the mean of the prompt's hidden states in place of an answer. All fields above but `prompt` are ignored
+    /// then.
     pub pooling: bool,
-    /// Seeds of further answers to the same prompt, which is computed once.
+    /// The seeds of further answers to the same prompt, which is computed once.
     pub more_seeds: Vec<u64>,
-    /// Who asks, for fairness between clients.
+    /// The client, for fairness between clients.
     pub client: ClientId,
-    /// With whom it shares the prefix cache.
+    /// The salt under which the prefix cache finds and keeps the prompt.
     pub cache_salt: CacheSalt,
     pub priority: Priority,
 }
 
 impl Request {
-    /// One greedy answer, as long as the context allows, of interactive priority, whose cached prefix is everybody's who
-    /// gives no salt.
+    /// One greedy answer, as long as the context allows, of interactive priority, for client 0, under the empty salt.
     pub fn new(prompt: Vec<u32>) -> Self {
         Self {
             prompt,
-            sampling: SamplingParams::GREEDY,
+            sampling: Arc::new(SamplingParams::GREEDY),
+            seed: 0,
             max_tokens: None,
-            stop_token_ids: Vec::new(),
-            min_tokens: 0,
-            bias: Vec::new(),
             mask: None,
-            logprobs: None,
             prompt_logprobs: None,
             pooling: false,
             more_seeds: Vec::new(),

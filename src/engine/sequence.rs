@@ -3,39 +3,33 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::answer::{Ended, FinishReason};
 use super::block_manager::BlockTable;
-use super::mask::SharedMask;
+use super::error::EngineError;
+use super::mask::{PendingMask, SharedMask};
 use super::request::{CacheSalt, ClientId, Priority};
 use super::speculation::{Adaptive, Drafts, Guesser, Lookup};
 use crate::model::{Draw, Logprobs, SamplingParams};
 
-/// Name of an answer inside the engine; never reused.
+/// The name of an answer inside the engine; never reused.
 pub type SequenceId = u64;
 
-/// How an answer ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    /// The model yielded this stop id, which is counted, and not handed out.
-    Stopped(u32),
-    /// All that was wanted is there: `max_tokens`, or the mean of a prompt's hidden states.
-    Full,
-    /// The logits were no finite numbers.
-    NotFinite,
-}
-
-/// An answer that parts from another behind their common prompt (`n > 1`): it differs by its seed.
+/// A further answer to a prompt (`n > 1`). It shares the prompt with the first answer, and has a seed of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fork {
     pub id: SequenceId,
     pub seed: u64,
 }
 
-/// Lengths are ordered: `computed <= submitted < tokens + drawn`, once anything was submitted, and but for guesses and for
-/// prompts that are pooled, which end where all of them is submitted.
+/// A prompt and its answer.
+///
+/// Once anything was submitted, `computed <= submitted < tokens + drawn`. There are two exceptions: a sequence with
+/// guesses in flight, and a prompt that is pooled, which ends when all of it is submitted.
 #[derive(Debug)]
 pub struct Sequence {
     pub id: SequenceId,
-    /// The id that it began with. Where the answer of that id left, a fork's took its place; steps under way know this one.
+    /// The id that the sequence began with, which steps under way know. If the answer of that id is removed, a fork
+    /// takes its place, and `id` changes.
     pub(super) begun_as: SequenceId,
     pub client: ClientId,
     pub priority: Priority,
@@ -43,63 +37,65 @@ pub struct Sequence {
     /// The prompt, and the ids of the answer that are known.
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
-    pub sampling: SamplingParams,
+    /// How its ids are drawn; forks share it.
+    pub sampling: Arc<SamplingParams>,
+    pub seed: u64,
     pub max_tokens: usize,
-    pub stop_token_ids: Vec<u32>,
-    /// Ids before which no stop id is drawn.
-    pub min_tokens: usize,
-    /// As [`Draw::bias`]; there must be room for the stop ids as well, where `min_tokens` forbids them.
-    pub bias: Arc<[(u32, f32)]>,
     pub mask: Option<SharedMask>,
-    /// As [`Draw::logprobs`].
-    pub logprobs: Option<usize>,
-    /// The same for the ids of the prompt but the first; forks leave them to their parent.
+    /// As [`SamplingParams::logprobs`], for the ids of the prompt but the first; forks leave them to their parent.
     pub prompt_logprobs: Option<usize>,
-    /// The prompt's hidden states are wanted, added up, and nothing that would follow it. The prefix cache neither has them nor
-    /// gets anything of it: what is embedded once is no beginning of a chat.
+    /// Asks for the sum of the prompt's hidden states in place of an answer. Such a prompt bypasses the prefix cache:
+    /// the cache holds no hidden states, and an embedded text is rarely the beginning of a chat.
     pub pooling: bool,
-    /// Answers that are to part from this one when the prompt is computed.
+    /// Further answers, which become sequences of their own when the prompt is submitted.
     pub forks: Vec<Fork>,
-    /// Order of arrival; forks have their parent's.
+    /// The order of arrival; forks have their parent's.
     pub(super) arrival: u64,
-    /// The device slot, while it runs; and those kept for `forks`.
+    /// The device slot, while the sequence runs.
     pub(super) slot: Option<u32>,
+    /// Slots that are kept for `forks`.
     pub(super) fork_slots: Vec<u32>,
     pub(super) table: BlockTable,
-    /// Positions whose keys and values are in the cache, as the steps that are done left it.
+    /// Positions whose keys and values the committed steps have computed.
     pub(super) computed: usize,
-    /// The same once the submitted steps are done.
+    /// Positions that are computed once the submitted steps are done.
     pub(super) submitted: usize,
     /// Ids that the submitted steps will draw.
     pub(super) drawn: usize,
-    /// Guesses at the next ids are submitted: how many are drawn is known when that step is done.
+    /// Whether guesses are in flight: how many ids that step draws is known when it is done.
     pub(super) speculating: bool,
-    /// Time of the mask that it has no more.
+    /// Time of the mask that the sequence has dropped, and that is not charged yet.
     pub(super) mask_time: Duration,
     pub(super) lookup: Lookup,
-    /// How the draft model does.
+    /// How many ids to ask the draft model for.
     pub(super) draft: Adaptive,
-    /// What it guesses to be drawn next, for the step that is scheduled next; nothing is submitted and not committed then.
+    /// The draft model's guesses for the next scheduled step. No step of the sequence is in flight while there are any.
     pub(super) offered: Vec<u32>,
-    /// Ids guessed so far, and those that came true.
+    /// Ids guessed so far, and how many were accepted.
     pub(super) drafts: Drafts,
-    /// Of the prompt's ids from the second on, as far as they are known.
+    /// Log probabilities of the prompt's ids from the second on, as far as they are known.
     pub(super) scores: Vec<Logprobs>,
-    /// Counts preemptions: what an earlier life had submitted is not this one's.
+    /// Counts preemptions. A share of a step that was submitted in an earlier life is dropped.
     pub(super) life: u32,
-    /// Tokens that were found in the prefix cache when it was first admitted.
+    /// Tokens that the prefix cache had when the sequence was first admitted.
     pub(super) cached: Option<usize>,
-    /// Whether its slot has none of its tokens yet, since it was admitted.
+    /// Whether no step since the admission has written tokens to its slot.
     pub(super) fresh: bool,
-    /// The scheduler's step in which it last got on, or arrived.
+    /// The scheduler's step in which the sequence last got tokens, or arrived.
     pub(super) since: u64,
-    /// Whether it waited so long that it counts as interactive, for good.
+    /// Whether the sequence waited so long that it counts as interactive for good.
     pub(super) raised: bool,
 }
 
 impl Sequence {
-    /// An answer of at most `max_tokens` ids to `prompt`, of interactive priority, for client 0, without a salt, in one version.
-    pub fn new(id: SequenceId, prompt: Vec<u32>, sampling: SamplingParams, max_tokens: usize) -> Self {
+    /// An answer of at most `max_tokens` ids to `prompt`: of interactive priority, for client 0, with seed 0, without a
+    /// salt, and in one version.
+    pub fn new(
+        id: SequenceId,
+        prompt: Vec<u32>,
+        sampling: impl Into<Arc<SamplingParams>>,
+        max_tokens: usize,
+    ) -> Self {
         Self {
             id,
             begun_as: id,
@@ -108,13 +104,10 @@ impl Sequence {
             cache_salt: CacheSalt::default(),
             prompt_len: prompt.len(),
             tokens: prompt,
-            sampling,
+            sampling: sampling.into(),
+            seed: 0,
             max_tokens,
-            stop_token_ids: Vec::new(),
-            min_tokens: 0,
-            bias: Arc::default(),
             mask: None,
-            logprobs: None,
             prompt_logprobs: None,
             pooling: false,
             forks: Vec::new(),
@@ -145,7 +138,7 @@ impl Sequence {
         self.tokens.len() - self.prompt_len
     }
 
-    /// Where it stands, without a token of it.
+    /// A description for the log, without any of its tokens.
     pub(super) fn state(&self) -> String {
         let class = match self.class() {
             Priority::Interactive => "interactive",
@@ -176,45 +169,82 @@ impl Sequence {
         )
     }
 
-    /// Its class as far as getting on goes; what it leaves in the cache stays that of its priority.
+    /// The class by which it is scheduled. Its blocks in the cache keep the class of its priority.
     pub(super) fn class(&self) -> Priority {
         if self.raised { Priority::Interactive } else { self.priority }
     }
 
-    /// Its place in the line for blocks: whoever has the larger one makes way.
+    /// Its place in the line for blocks: the sequence with the larger place is preempted first.
     pub(super) fn line(&self) -> (Priority, u64, SequenceId) {
         (self.class(), self.arrival, self.id)
     }
 
-    /// Whether it did not get on for more than `patience` steps.
+    /// Whether it got no tokens for more than `patience` steps.
     pub(super) fn is_overdue(&self, now: u64, patience: u64) -> bool {
         now - self.since > patience
     }
 
-    /// Takes in what was drawn behind its last token: what its reader is told of it, and whether that is the end.
-    pub(super) fn take(&mut self, drawn: Option<u32>) -> (Option<u32>, Option<End>) {
-        let Some(id) = drawn else { return (None, Some(End::NotFinite)) };
+    /// Counts the next `len` tokens as submitted, and `guesses` behind them.
+    pub(super) fn submit(&mut self, len: usize, guesses: usize) {
+        self.fresh = false;
+        self.submitted += len + guesses;
+        self.speculating = guesses > 0;
+        self.drafts.proposed += guesses;
+    }
+
+    /// Forgets what was computed and submitted, because the sequence lost its blocks.
+    pub(super) fn start_over(&mut self) {
+        (self.computed, self.submitted, self.drawn) = (0, 0, 0);
+        self.speculating = false;
+        self.offered.clear();
+        self.scores.clear();
+        self.life += 1;
+    }
+
+    /// Makes a fork a sequence of its own, with one of the slots kept for forks, and the blocks of `table`.
+    pub(super) fn fork(&mut self, fork: Fork, table: BlockTable) -> Sequence {
+        let sampling = Arc::clone(&self.sampling);
+        let mut child = Sequence::new(fork.id, self.tokens.clone(), sampling, self.max_tokens);
+        child.seed = fork.seed;
+        child.client = self.client;
+        child.priority = self.priority;
+        child.cache_salt = self.cache_salt.clone();
+        child.mask.clone_from(&self.mask);
+        child.arrival = self.arrival;
+        child.slot = Some(self.fork_slots.pop().expect("a slot was kept for each fork"));
+        child.table = table;
+        (child.computed, child.submitted) = (self.computed, self.submitted);
+        child.cached = self.cached;
+        child.since = self.since;
+        child.raised = self.raised;
+        child
+    }
+
+    /// Takes in the id drawn behind its last token, none if the logits were not finite. Returns the id for the reader,
+    /// and the end if the id ends the answer.
+    pub(super) fn take(&mut self, drawn: Option<u32>) -> (Option<u32>, Option<Ended>) {
+        let Some(id) = drawn else { return (None, Some(Err(EngineError::NotFinite))) };
         self.tokens.push(id);
-        if self.stop_token_ids.contains(&id) {
-            return (None, Some(End::Stopped(id)));
+        if self.sampling.stop_token_ids.contains(&id) {
+            return (None, Some(Ok(FinishReason::Stop(id))));
         }
         let answer = &self.tokens[self.prompt_len..];
         if self.mask.as_ref().is_some_and(|mask| mask.is_free(answer)) {
             self.mask_time += self.mask.take().map_or(Duration::ZERO, |mask| mask.take_time());
         }
         let all = self.generated() == self.max_tokens;
-        (Some(id), all.then_some(End::Full))
+        (Some(id), all.then_some(Ok(FinishReason::Length)))
     }
 
-    /// How long its masks took since this was last asked.
+    /// How long its masks took since the last call.
     pub(super) fn take_mask_time(&mut self) -> Duration {
         let latest = self.mask.as_ref().map_or(Duration::ZERO, SharedMask::take_time);
         std::mem::take(&mut self.mask_time) + latest
     }
 
-    /// Tokens that the next steps must process before the sequence yields an id; 0 where it waits for one that ends it.
+    /// Tokens that the next steps must process before the sequence yields an id. 0 if it must wait for an id under way.
     pub(super) fn pending(&self) -> usize {
-        // A mask follows from ids that are known.
+        // A mask is computed from known ids.
         let masked = self.mask.is_some() && self.drawn > 0;
         if self.speculating || masked || self.generated() + self.drawn == self.max_tokens {
             return 0;
@@ -222,66 +252,66 @@ impl Sequence {
         self.tokens.len() + self.drawn - self.submitted
     }
 
-    /// Ids before its next tokens that the device does not have where it counts them, as the sequence was admitted with
-    /// them in the cache.
+    /// Ids before its next tokens that penalties count and the slot's history lacks, because the prefix cache had them.
     pub(super) fn unseen(&self) -> usize {
         if self.fresh && self.sampling.penalizes() { self.submitted } else { 0 }
     }
 
-    /// Tokens from the next one on behind which an id of the prompt is to be scored.
+    /// How many of the next tokens have an id of the prompt behind them that is to be scored.
     pub(super) fn unscored(&self) -> usize {
         let is_scored = self.prompt_logprobs.is_some() && !self.pooling;
         if is_scored { (self.prompt_len - 1).saturating_sub(self.submitted) } else { 0 }
     }
 
-    /// Whether the prompt, or what is left of it, is computed whoever computed it before.
+    /// Whether the rest of the prompt must be computed even if the prefix cache has it.
     pub(super) fn is_computed_afresh(&self) -> bool {
         self.pooling || self.unscored() > 0
     }
 
-    /// The draw of an id that the prompt has at `position`, behind a token of the `sequence`-th of a batch: what is wanted
-    /// is its probability.
+    /// A draw that scores the prompt's id at `position`, behind a token of the `sequence`-th of a batch. A bias forces
+    /// the id, so that its probability comes back.
     pub(super) fn score(&self, sequence: usize, token: usize, position: usize) -> Draw {
-        /// More than any logit.
+        /// Exceeds any logit.
         const FORCED: f32 = 1e30;
+        let logit_bias = vec![(self.tokens[position], FORCED)];
         Draw {
             sequence,
             token,
             slot: self.slot.expect("a running sequence has a slot"),
-            params: SamplingParams::GREEDY,
+            params: Arc::new(SamplingParams { logit_bias, ..SamplingParams::GREEDY }),
+            seed: 0,
             prompt_len: self.prompt_len,
-            bias: [(self.tokens[position], FORCED)].into(),
-            mask: None,
+            masked: false,
             logprobs: self.prompt_logprobs,
         }
     }
 
-    /// Takes in the probability of the id at `position` of the prompt.
+    /// Takes in the log probability of the prompt's id at `position`.
     pub(super) fn take_score(
         &mut self,
         position: usize,
         drawn: Option<u32>,
         logprobs: Option<&Logprobs>,
-    ) -> Option<End> {
-        let (Some(drawn), Some(logprobs)) = (drawn, logprobs) else { return Some(End::NotFinite) };
+    ) -> Result<(), EngineError> {
+        let (Some(drawn), Some(logprobs)) = (drawn, logprobs) else { return Err(EngineError::NotFinite) };
         let mut logprobs = logprobs.clone();
         if drawn != self.tokens[position] {
-            logprobs.drawn = f32::NEG_INFINITY; // one that is never drawn: of no text
+            logprobs.drawn = f32::NEG_INFINITY; // no bias can force an id of no text
         }
         self.scores.push(logprobs);
-        None
+        Ok(())
     }
 
-    /// The mean of the prompt's hidden states, of which these are the sums, and its end.
-    pub(super) fn take_pooled(&self, sums: &[f32]) -> (Option<Vec<f32>>, End) {
+    /// The mean of the prompt's hidden states from their sums, and the end of the sequence.
+    pub(super) fn take_pooled(&self, sums: &[f32]) -> (Option<Vec<f32>>, Ended) {
         let mean: Vec<f32> = sums.iter().map(|sum| sum / self.prompt_len as f32).collect();
         match mean.iter().all(|x| x.is_finite()) {
-            true => (Some(mean), End::Full),
-            false => (None, End::NotFinite),
+            true => (Some(mean), Ok(FinishReason::Length)),
+            false => (None, Err(EngineError::NotFinite)),
         }
     }
 
-    /// The probabilities of the prompt's ids, once.
+    /// The log probabilities of the prompt's ids; only the first call returns them.
     pub(super) fn take_scores(&mut self) -> Option<Vec<Logprobs>> {
         self.prompt_logprobs.take().map(|_| std::mem::take(&mut self.scores))
     }
@@ -293,24 +323,22 @@ impl Sequence {
         }
     }
 
-    /// The draw of the next id but `ahead`, which are guessed, behind a token of the `sequence`-th of a batch.
-    pub(super) fn draw(&mut self, sequence: usize, token: usize, ahead: usize) -> Draw {
-        let answer = &self.tokens[self.prompt_len..];
-        let mut bias = Arc::clone(&self.bias);
-        if answer.len() + self.drawn + ahead < self.min_tokens {
-            let others = bias.iter().copied().filter(|(id, _)| !self.stop_token_ids.contains(id));
-            let stops = self.stop_token_ids.iter().map(|id| (*id, f32::NEG_INFINITY));
-            bias = others.chain(stops).collect();
-        }
+    /// The mask of the next id, if the sequence has masks.
+    pub(super) fn pending_mask(&self) -> Option<PendingMask> {
+        self.mask.as_ref().map(|mask| mask.behind(&self.tokens[self.prompt_len..]))
+    }
+
+    /// The draw of an id of the answer, behind a token of the `sequence`-th of a batch.
+    pub(super) fn draw(&self, sequence: usize, token: usize) -> Draw {
         Draw {
             sequence,
             token,
             slot: self.slot.expect("a running sequence has a slot"),
-            params: self.sampling,
+            params: Arc::clone(&self.sampling),
+            seed: self.seed,
             prompt_len: self.prompt_len,
-            bias,
-            mask: self.mask.as_ref().map(|mask| mask.behind(answer)),
-            logprobs: self.logprobs,
+            masked: self.mask.is_some(),
+            logprobs: self.sampling.logprobs,
         }
     }
 }

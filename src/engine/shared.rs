@@ -1,4 +1,4 @@
-//! What the handles and the engine's thread share.
+//! State that the handles share with the engine's thread.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
@@ -10,28 +10,29 @@ use super::request::Priority;
 use super::speculation::Guesses;
 use crate::model::Limits;
 
-/// Counts at the last step's end; those of events since the start.
+/// Counts as of the end of the last step. Counts of events are since the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Submitted and not yet running.
+    /// Requests that are submitted and do not run yet.
     pub waiting: usize,
     pub running: usize,
-    /// Blocks of the two pools.
+    /// Blocks of full layers.
     pub full: PoolUse,
+    /// Blocks of sliding layers.
     pub sliding: PoolUse,
     pub preemptions: u64,
     /// Ids guessed ahead.
     pub guesses: Guesses,
     pub steps: u64,
-    /// Tokens of sequences that those steps computed.
+    /// Tokens that the steps computed.
     pub step_tokens: u64,
-    /// Shares of sequences in those steps.
+    /// Shares of sequences in the steps.
     pub step_shares: u64,
-    /// Time of the engine's thread beside waiting for the device and for work.
+    /// Time that the engine's thread worked: it waited neither for the device nor for requests.
     pub host_ns: u64,
 }
 
-/// What the engine gives the device to do.
+/// The kind of work that the engine gives the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
     Step,
@@ -41,13 +42,13 @@ pub enum Work {
 /// Signs of life of the device.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Signs {
-    /// When it last finished something.
+    /// When the device last finished something.
     pub last: Option<Instant>,
-    /// What it has to do now, and since when.
+    /// The work that the device has now, and since when.
     pub work: Option<(Work, Instant)>,
 }
 
-/// What the handles and the engine thread share; on the path of a step is one lock that nobody holds for long.
+/// State that the handles share with the engine's thread. A step takes only locks that nobody holds for long.
 pub(super) struct Shared {
     pub(super) limits: Limits,
     /// Requests that may wait.
@@ -55,12 +56,12 @@ pub(super) struct Shared {
     pub(super) waiting: AtomicUsize,
     pub(super) stats: Mutex<Stats>,
     pub(super) signs: Mutex<Signs>,
-    /// A probe was asked for, and not yet begun.
+    /// Whether a probe was asked for and has not begun.
     pub(super) probe: AtomicBool,
     pub(super) next_id: AtomicU64,
     pub(super) draining: AtomicBool,
     pub(super) aborted: AtomicBool,
-    /// Why the engine ends, unless it was asked to.
+    /// Why the engine ends; empty if it was asked to.
     pub(super) cause: OnceLock<EngineError>,
     pub(super) ended: Mutex<bool>,
     pub(super) end: Condvar,
@@ -80,7 +81,7 @@ impl Shared {
         *self.signs.lock().expect("nothing panics under this lock") = signs;
     }
 
-    /// The first cause stays; it is what health and every later refusal name.
+    /// Sets why the engine ends. The first cause stays, and every later refusal names it.
     pub(super) fn end_for(&self, cause: EngineError) {
         let _ = self.cause.set(cause);
     }
@@ -90,11 +91,11 @@ impl Shared {
     }
 }
 
-/// A place in the queue, free again when dropped.
+/// A place in the queue. Dropping it frees the place.
 pub(super) struct Permit(Arc<Shared>);
 
 impl Permit {
-    /// Half of the queue is for interactive requests alone.
+    /// Takes a place. Half of the queue is reserved for interactive requests.
     pub(super) fn take(shared: &Arc<Shared>, priority: Priority) -> Result<Self, SubmitError> {
         let queue = shared.queue.load(Ordering::Relaxed);
         let places = match priority {

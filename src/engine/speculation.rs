@@ -1,42 +1,44 @@
-//! Guesses at what a model will draw, which one pass checks several of: how many are worth making, and where they come
-//! from. A guess is accepted where it equals the draw, so the answer is the same with and without.
+//! Speculative decoding: guesses at the next ids, several of which one pass of the model checks. A guess is accepted if
+//! it equals the draw, so guesses never change an answer.
 //!
-//! Prompt lookup costs no model: what followed the last time the text said this is proposed to follow again (Saxena, Prompt
-//! Lookup Decoding, 2023). It helps where an answer repeats its prompt: summaries, edits, code, JSON. Where it has nothing
-//! to say, a draft model may ([`crate::model::Runner::draft`]).
+//! Prompt lookup needs no second model: it proposes the ids that followed the last occurrence of the same n-gram
+//! (Saxena, Prompt Lookup Decoding, 2023). It helps if an answer repeats its prompt, as summaries, edits, code and JSON
+//! do. If prompt lookup proposes nothing, a draft model may ([`crate::model::Runner::draft`]).
 //!
-//! What wrong guesses cost is bounded ([`Adaptive`]): there are more of them while they come true, fewer when they do not,
-//! and none for a while when they fail again and again.
+//! [`Adaptive`] bounds the cost of wrong guesses: it asks for more guesses while they are accepted, for fewer when they
+//! are not, and for none for a while after repeated failures.
 
 use std::collections::HashMap;
 
-/// Tokens that must agree for what followed them to be proposed; tried in this order.
+/// Lengths of the n-grams that are looked up, in this order.
 const GRAMS: [usize; 2] = [3, 2];
-/// Tokens guessed at once, at most and at first.
+/// The most tokens guessed at once.
 const MOST: usize = 15;
+/// Tokens guessed at once at first.
 const FIRST: usize = 4;
-/// Tokens taken in at once.
+/// The most tokens that are indexed at once.
 const INDEXED_AT_ONCE: usize = 8192;
-/// Ids to draw without a guess after one that failed from the start, doubled with each in a row, up to the second.
+/// Ids to draw without a guess after a guess whose first id failed. The pause doubles with each such failure in a row,
+/// from the first number up to the second.
 const PAUSE: [usize; 2] = [2, 64];
 
-/// Ids that were guessed ahead of the model, and how many of them it drew.
+/// How many ids were guessed ahead of the model, and how many of them the model drew.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Drafts {
     pub proposed: usize,
     pub accepted: usize,
 }
 
-/// Who guessed.
+/// The source of a guess.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Guesser {
-    /// [`Lookup`].
+    /// Prompt lookup ([`Lookup`]).
     Lookup,
     /// The draft model.
     Model,
 }
 
-/// What was guessed, and what came true, by guesser.
+/// Counts of guesses, by guesser.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Guesses {
     pub lookup: Drafts,
@@ -52,12 +54,13 @@ impl Guesses {
     }
 }
 
-/// How many ids one guesser guesses for one text, by what became of its guesses before.
+/// How many ids one guesser is to guess for one text, adapted to how many of its guesses were accepted.
 #[derive(Debug)]
 pub struct Adaptive {
     length: usize,
-    /// Failures in a row, and the length of the text up to which nothing is guessed.
+    /// Failures in a row.
     failures: u32,
+    /// The length of the text up to which nothing is guessed.
     paused_until: usize,
 }
 
@@ -68,12 +71,12 @@ impl Default for Adaptive {
 }
 
 impl Adaptive {
-    /// Ids to guess behind a text of `total` tokens; 0 while it pauses.
+    /// How many ids to guess behind a text of `total` tokens; 0 during a pause.
     pub fn length(&self, total: usize) -> usize {
         if total < self.paused_until { 0 } else { self.length }
     }
 
-    /// Takes in how many of the guessed ids came true; `total` is the length of the text now.
+    /// Learns how many of the proposed ids were accepted. `total` is the length of the text now.
     pub fn judge(&mut self, proposed: usize, accepted: usize, total: usize) {
         if accepted == proposed {
             self.length = (2 * self.length).min(MOST);
@@ -90,10 +93,10 @@ impl Adaptive {
     }
 }
 
-/// What one text repeats of itself.
+/// Prompt lookup in one text.
 #[derive(Debug, Default)]
 pub struct Lookup {
-    /// For each n-gram, where the text went on the last time.
+    /// For each n-gram, the position behind its last occurrence.
     followed: [HashMap<[u32; 3], u32>; GRAMS.len()],
     /// Tokens of the text that are in `followed`.
     indexed: usize,
@@ -107,9 +110,9 @@ fn gram(tokens: &[u32]) -> [u32; 3] {
 }
 
 impl Lookup {
-    /// Takes in what is new in `tokens`, but for the n-grams at its end: nothing has followed them yet.
+    /// Indexes the tokens that are new. The n-grams at the end are left out, because nothing has followed them yet.
     fn index(&mut self, tokens: &[u32]) {
-        // Of a long prompt the end: nobody is to wait for the beginning.
+        // Only the end of a long prompt is indexed, so that nobody waits for the rest.
         for next in self.indexed.max(tokens.len().saturating_sub(INDEXED_AT_ONCE)).max(1)..tokens.len() {
             for (followed, n) in self.followed.iter_mut().zip(GRAMS) {
                 if let Some(start) = next.checked_sub(n) {
@@ -120,7 +123,7 @@ impl Lookup {
         self.indexed = tokens.len();
     }
 
-    /// Up to `most` ids that may follow `tokens`; none where nothing speaks for any.
+    /// Up to `most` ids that may follow `tokens`; none if no n-gram at the end occurred before.
     pub fn propose(&mut self, tokens: &[u32], most: usize) -> Vec<u32> {
         self.index(tokens);
         let length = self.adaptive.length(tokens.len()).min(most);
@@ -131,7 +134,7 @@ impl Lookup {
         let found =
             self.followed.iter().zip(GRAMS).find_map(|(followed, n)| followed.get(&last(n)?).copied());
         let Some(next) = found else { return Vec::new() };
-        // A text that repeats itself all the time goes on where the proposal itself has begun.
+        // If the proposal reaches the end of the text, it goes on from its own beginning: the text repeats itself.
         let next = next as usize;
         let period = tokens.len() - next;
         (0..length).map(|i| tokens[next + i % period]).collect()
@@ -156,7 +159,7 @@ mod tests {
         assert!(
             Lookup::default().propose(&[1], 9).is_empty() && Lookup::default().propose(&[], 9).is_empty()
         );
-        // The newest occurrence counts.
+        // Only the newest occurrence counts.
         assert_eq!(Lookup::default().propose(&[1, 2, 5, 1, 2, 6, 1, 2], 1), [6]);
     }
 
@@ -168,7 +171,7 @@ mod tests {
         for _ in 0..200 {
             let proposed = lookup.propose(&text, 15).len();
             proposals += usize::from(proposed > 0);
-            // Never what was proposed, and yet always something that was seen.
+            // The text never has what was proposed, but always an n-gram that was seen.
             text.extend([4, 1, 2]);
             if proposed > 0 {
                 lookup.adaptive.judge(proposed, 0, text.len());

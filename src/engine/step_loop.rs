@@ -1,4 +1,4 @@
-//! The engine's thread: it takes in requests, has steps computed one behind the other, and tells what came of them.
+//! The engine's thread: it takes in requests, submits step after step to the runner, and sends the events that follow.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use super::answer::{Answer, Event, FinishReason};
 use super::error::EngineError;
+use super::mask::submit;
 use super::pace::Pace;
 use super::scheduler::{Output, Scheduler, SchedulerConfig, Step};
-use super::sequence::{End, Sequence, SequenceId};
+use super::sequence::{Sequence, SequenceId};
 use super::shared::{Shared, Stats, Work};
 use crate::model::{BlockPool, Runner, RunnerError, Ticket};
 
@@ -21,7 +22,7 @@ pub(super) struct Submitted {
 
 pub(super) enum Message {
     Submit(Box<Submitted>),
-    /// Look at the flags.
+    /// Has the thread look at the flags of [`Shared`].
     Wake,
 }
 
@@ -37,9 +38,9 @@ pub(super) struct StepLoop {
     runner: Box<dyn Runner>,
     scheduler: Scheduler,
     pace: Pace,
-    /// Oldest first.
+    /// The oldest comes first.
     in_flight: VecDeque<InFlight>,
-    /// When the last step ended: the next one had the device from then on.
+    /// When the last step ended. The next step had the device from then on.
     last_done: Instant,
     answers: HashMap<SequenceId, Answer>,
     messages: Receiver<Message>,
@@ -69,7 +70,7 @@ impl StepLoop {
         new
     }
 
-    /// Returns when it is to end.
+    /// Runs until the engine is to end.
     pub(super) fn run(&mut self) {
         loop {
             if !self.drain_inbox() {
@@ -95,7 +96,8 @@ impl StepLoop {
         self.scheduler.is_idle() && self.in_flight.is_empty()
     }
 
-    /// Takes in what arrived, waiting for it where there is nothing else to do; false where the engine is to end.
+    /// Takes in the messages that arrived, and waits for one if there is nothing else to do. False if the engine is to
+    /// end.
     fn drain_inbox(&mut self) -> bool {
         loop {
             let draining = self.shared.draining.load(Ordering::Acquire);
@@ -129,7 +131,7 @@ impl StepLoop {
         }
     }
 
-    /// Removes those whose reader left or has enough.
+    /// Removes the answers whose reader left or stopped them.
     fn remove_ended(&mut self) {
         let left = |answer: &Answer| {
             answer.events.is_closed() || answer.stopped[answer.choice].load(Ordering::Acquire)
@@ -146,7 +148,7 @@ impl StepLoop {
         self.answers.remove(&id).expect("every sequence has an answer")
     }
 
-    /// Submits what can be, waits for the oldest step, and takes in what it drew. Returns how long it waited.
+    /// Submits as many steps as may be in flight, waits for the oldest one, and commits it. Returns how long it waited.
     fn step(&mut self) -> Result<Duration, RunnerError> {
         let mut drafting = Duration::ZERO;
         self.shared.begins(Work::Step);
@@ -161,7 +163,7 @@ impl StepLoop {
                 answer.permit = None;
                 answer.clock.started.get_or_insert_with(Instant::now);
             }
-            let ticket = self.runner.submit(&step.batch, &step.sampling)?;
+            let ticket = submit(&mut *self.runner, &step)?;
             self.stats.steps += 1;
             self.stats.step_tokens += step.load.tokens as u64;
             self.stats.step_shares += step.shares.len() as u64;
@@ -185,10 +187,11 @@ impl StepLoop {
         Ok(done - before + drafting)
     }
 
-    /// Hands on what a step yielded for one sequence.
+    /// Sends the events of one output.
     fn tell(&mut self, output: Output) {
         let Output { id: sequence, token, mut logprobs, prompt, pooled, end, cached_tokens, drafts } = output;
-        // A step may yield several ids, and the first may have found its reader too far behind.
+        // A step may yield several ids, and the answer may have been removed at the first: its reader was too far
+        // behind.
         let Some(answer) = self.answers.get_mut(&sequence) else { return };
         answer.clock.drafts = drafts;
         answer.clock.cached_n = cached_tokens;
@@ -199,16 +202,19 @@ impl StepLoop {
             told &= answer.send(Event::Token { choice, id, logprobs: logprobs.take(), timings });
         }
         let finished = match end {
-            Some(End::NotFinite) => {
+            Some(Err(error)) => {
                 let answer = self.answers.remove(&sequence).expect("just seen");
-                answer.fail(EngineError::NotFinite);
+                answer.fail(error);
                 return;
             }
-            Some(End::Stopped(id)) => Some((FinishReason::Stop, logprobs.map(|found| (id, found)))),
-            Some(End::Full) => Some((FinishReason::Length, None)),
+            Some(Ok(reason)) => Some(reason),
             None => None,
         };
-        if let Some((reason, stop)) = finished {
+        if let Some(reason) = finished {
+            let stop = match reason {
+                FinishReason::Stop(id) => logprobs.map(|logprobs| (id, logprobs)),
+                FinishReason::Length => None,
+            };
             told &= answer.send(Event::Finished { choice, reason, stop, timings });
             if told {
                 self.answers.remove(&sequence);
@@ -220,14 +226,14 @@ impl StepLoop {
         }
     }
 
-    /// Fails all that run or wait, those still in the inbox too. The runner goes last: its destructor may take long, or
-    /// never end where the device hangs, and no client is to wait for it.
+    /// Fails all requests that run or wait, in the inbox too. The runner is dropped last: its destructor may take long,
+    /// or never end if the device hangs, and no client is to wait for it.
     pub(super) fn end(mut self) {
         self.shared.draining.store(true, Ordering::Release);
         let error = self.shared.why_ended();
         for (id, answer) in self.answers.drain() {
             answer.fail(error.clone());
-            // One that panicked may be amid a change.
+            // After a panic the scheduler may be in the middle of a change.
             if !matches!(error, EngineError::Bug(_)) {
                 self.scheduler.remove(id);
             }
@@ -239,7 +245,7 @@ impl StepLoop {
         }
         self.publish();
         let Self { runner, messages, .. } = self;
-        // What arrived since then is failed by this, and what arrives later refused, in the same words.
+        // Dropping the inbox fails the requests that arrived since, and refuses later ones, with the same error.
         drop(messages);
         drop(runner);
     }
@@ -257,8 +263,8 @@ impl StepLoop {
     }
 }
 
-/// Lets the runner's draft model guess before the next step is scheduled, with `in_flight` steps under way: how long that
-/// took, or none where these are to be committed first.
+/// Lets the runner's draft model guess before the next step is scheduled, with `in_flight` steps under way. Returns how
+/// long that took, or none if those steps must be committed first.
 pub fn draft(
     scheduler: &mut Scheduler,
     runner: &mut dyn Runner,
@@ -282,7 +288,7 @@ pub fn draft(
     Ok(Some(took))
 }
 
-/// Says that the engine thread is done with everything, also when it panicked.
+/// Tells [`EngineHandle::join`](super::EngineHandle::join) that the engine's thread has ended, after a panic too.
 pub(super) struct EndGuard(pub(super) Arc<Shared>);
 
 impl Drop for EndGuard {

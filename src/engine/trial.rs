@@ -1,9 +1,9 @@
-//! Times steps of a runner without requests and without the scheduler: a prompt of so many tokens, or so many sequences that
-//! decode so deep in their contexts.
+//! Times steps of a runner without requests and without the scheduler: a prompt of some length, or a number of
+//! sequences that decode at some depth of their contexts.
 //!
-//! What a step costs does not depend on what the ids are, nor on what the cache holds, so that a decode at depth 8192 needs
-//! no prompt of 8192 tokens: its blocks are taken and read as they are. Every sequence has blocks of its own, as it would have.
-//! Steps overlap as the engine's do. Refuses what does not fit the runner's limits, in words.
+//! The cost of a step depends neither on its ids nor on the contents of the cache. So a decode at depth 8192 needs no
+//! prompt of 8192 tokens: its blocks are allocated, and read as they are. Every sequence has blocks of its own. Steps
+//! overlap as the engine's do. A trial that does not fit the runner's limits is refused, in words.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,25 +15,26 @@ use crate::model::{
     Batch, BatchSequence, Draw, Input, Limits, Runner, RunnerError, Sampling, SamplingParams,
 };
 
-/// What is timed.
+/// The work to time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trial {
-    /// A prompt of so many tokens, at least 1, in steps as long as the runner takes.
+    /// A prompt of `tokens`, at least 1, in steps as long as the runner takes.
     Prefill { tokens: usize },
-    /// So many steps, at least 1, each of which draws an id for each of `sequences`, at least 1, from `depth` positions on.
+    /// As many as `steps`, at least 1, each of which draws an id for each of `sequences`, at least 1, from position
+    /// `depth` on.
     Decode { sequences: usize, depth: usize, steps: usize },
 }
 
 /// One step of a trial.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrialStep {
-    /// For each sequence: the positions before its tokens, and how many tokens it has.
+    /// By sequence: the positions before its tokens, and how many tokens it has.
     pub shares: Vec<(usize, usize)>,
     pub draws: bool,
 }
 
 impl Trial {
-    /// Its steps in their order; of a decode without the one that warms up.
+    /// The timed steps in their order. A decode submits one more before them, to warm up.
     pub fn steps(self, limits: &Limits) -> Vec<TrialStep> {
         match self {
             Trial::Prefill { tokens } => {
@@ -53,12 +54,12 @@ impl Trial {
         }
     }
 
-    /// Steps that [`Trial::run`] gives the runner, those that warm up too.
+    /// How many steps [`Trial::run`] submits, with the one that warms up.
     pub fn submitted(self, limits: &Limits) -> usize {
         self.steps(limits).len() + usize::from(matches!(self, Trial::Decode { .. }))
     }
 
-    /// Why a runner with such limits cannot run it.
+    /// Why a runner with these limits cannot run the trial; none if it can.
     pub fn obstacle(self, limits: &Limits) -> Option<String> {
         let (sequences, tokens) = match self {
             Trial::Prefill { tokens } => (1, tokens),
@@ -86,7 +87,7 @@ impl Trial {
         })
     }
 
-    /// What its steps take together. Panics where there is an obstacle.
+    /// Runs the trial, and returns the time of its steps together. Panics if there is an obstacle.
     pub fn run(self, runner: &mut dyn Runner) -> Result<Duration, RunnerError> {
         let limits = runner.limits();
         if let Some(obstacle) = self.obstacle(&limits) {
@@ -99,10 +100,11 @@ impl Trial {
         };
         let mut tables: Vec<BlockTable> =
             (0..sequences).map(|_| table_at(&mut blocks, depth, limits.max_batch_tokens)).collect();
+        let params = Arc::new(SamplingParams::GREEDY);
         let mut submit = |runner: &mut dyn Runner, step: &TrialStep, known: bool| {
             let shares = step.shares.iter().zip(&mut tables).enumerate();
             let sequences = shares.map(|(slot, (&(start, tokens), table))| {
-                // Any ids would do; of each sequence others.
+                // Any ids would do, but each sequence has others.
                 let id = |i: usize| ((start + i) * 7919 + slot * 31 + 5) % limits.vocab_size;
                 let ids = (0..tokens).map(|i| id(i) as u32);
                 let input = if known { Input::Ids(ids.collect()) } else { Input::LastSampled };
@@ -111,7 +113,7 @@ impl Trial {
             });
             let batch = Batch { sequences: sequences.collect(), ..Batch::default() };
             let draws = if step.draws { step.shares.len() } else { 0 };
-            let draws = (0..draws).map(|i| draw(i, step.shares[i])).collect();
+            let draws = (0..draws).map(|i| draw(&params, i, step.shares[i])).collect();
             runner.submit(&batch, &Sampling { draws, ..Sampling::default() })
         };
         let is_prefill = matches!(self, Trial::Prefill { .. });
@@ -135,7 +137,7 @@ impl Trial {
     }
 }
 
-/// A table of a sequence whose first `depth` positions are computed, in chunks as a prompt is.
+/// The table of a sequence whose first `depth` positions were computed in chunks, as a prompt is.
 fn table_at(blocks: &mut BlockManager, depth: usize, chunk: usize) -> BlockTable {
     let (mut table, _) = blocks.admit(&[], Priority::Interactive, &CacheSalt::default());
     for start in (0..depth).step_by(chunk) {
@@ -144,7 +146,7 @@ fn table_at(blocks: &mut BlockManager, depth: usize, chunk: usize) -> BlockTable
     table
 }
 
-/// Lets go of what `start` and what follows does not see, and grows by `tokens`.
+/// Lets go of the blocks that positions from `start` on do not see, and grows the table by `tokens`.
 fn extend(blocks: &mut BlockManager, table: &mut BlockTable, start: usize, tokens: usize) {
     blocks.leave_window(table, start);
     blocks.grow(table, start + tokens).expect("there is room, by the limits");
@@ -163,15 +165,15 @@ fn share(table: &BlockTable, slot: u32, start: usize, input: Input) -> BatchSequ
     }
 }
 
-fn draw(sequence: usize, (start, tokens): (usize, usize)) -> Draw {
+fn draw(params: &Arc<SamplingParams>, sequence: usize, (start, tokens): (usize, usize)) -> Draw {
     Draw {
         sequence,
         token: tokens - 1,
         slot: sequence as u32,
-        params: SamplingParams::GREEDY,
+        params: Arc::clone(params),
+        seed: 0,
         prompt_len: start + tokens,
-        bias: Arc::default(),
-        mask: None,
+        masked: false,
         logprobs: None,
     }
 }

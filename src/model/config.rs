@@ -14,6 +14,7 @@ use std::ops::RangeInclusive;
 
 use serde_json::{Map, Value};
 
+use super::SamplingOptions;
 use crate::checkpoint::{CheckpointError, ModelFiles, parse_config, short};
 
 const CONFIG_FILE: &str = "config.json";
@@ -184,12 +185,7 @@ impl Gemma3Config {
 pub struct GenerationConfig {
     /// False or absent: greedy.
     pub do_sample: Option<bool>,
-    pub temperature: Option<f32>,
-    /// 0 is off.
-    pub top_k: Option<u32>,
-    pub top_p: Option<f32>,
-    pub min_p: Option<f32>,
-    pub repetition_penalty: Option<f32>,
+    pub sampling: SamplingOptions,
     pub eos_token_ids: Vec<u32>,
 }
 
@@ -203,16 +199,26 @@ impl GenerationConfig {
         };
         Ok(Self {
             do_sample: level.flag("do_sample")?,
-            temperature: number("temperature", 0.0..=100.0)?,
-            top_k: match level.get("top_k") {
-                Some(v) => Some(level.whole("top_k", v, 0..=u32::MAX.into())? as u32),
-                None => None,
+            sampling: SamplingOptions {
+                temperature: number("temperature", 0.0..=100.0)?,
+                top_k: match level.get("top_k") {
+                    Some(v) => Some(level.whole("top_k", v, 0..=u32::MAX.into())? as u32),
+                    None => None,
+                },
+                top_p: number("top_p", 0.0..=1.0)?,
+                min_p: number("min_p", 0.0..=1.0)?,
+                repetition_penalty: number("repetition_penalty", 1e-3..=1e3)?,
+                ..SamplingOptions::default()
             },
-            top_p: number("top_p", 0.0..=1.0)?,
-            min_p: number("min_p", 0.0..=1.0)?,
-            repetition_penalty: number("repetition_penalty", 1e-3..=1e3)?,
             eos_token_ids: union([level.ids("eos_token_id")?]),
         })
+    }
+
+    /// The defaults of requests, as transformers reads the file: greedy unless it says `do_sample`.
+    pub fn sampling_defaults(&self) -> SamplingOptions {
+        let samples = self.do_sample == Some(true);
+        let temperature = if samples { self.sampling.temperature.unwrap_or(1.0) } else { 0.0 };
+        SamplingOptions { temperature: Some(temperature), ..self.sampling }
     }
 }
 

@@ -101,12 +101,12 @@ impl Drafted {
         let (mut batch, mut sampling, mut request_indices) =
             (Batch::default(), Sampling::default(), Vec::new());
         let rows = self.draft.limits().vocab_size;
-        for (i, DraftRequest { sequence, draws }) in requests.iter().enumerate() {
-            let Some(draw) = draws.get(ahead) else { continue };
-            let mut draw = Draw { sequence: request_indices.len(), token: 0, ..draw.clone() };
-            if draw.bias.iter().any(|(id, _)| *id as usize >= rows) {
-                draw.bias = draw.bias.iter().copied().filter(|(id, _)| (*id as usize) < rows).collect();
+        for (i, DraftRequest { sequence, draw, guesses }) in requests.iter().enumerate() {
+            if ahead >= *guesses {
+                continue;
             }
+            let params = Arc::clone(&draw.params).within(rows);
+            let draw = Draw { sequence: request_indices.len(), token: 0, params, ..draw.clone() };
             let mut sequence = BatchSequence { start: sequence.start + ahead, ..sequence.clone() };
             if ahead > 0 {
                 sequence.input = Input::LastSampled;
@@ -128,6 +128,10 @@ impl Runner for Drafted {
         let mirrored = self.draft.submit(&self.mirrored(batch), &Sampling::default())?;
         self.mirrored.push_back(mirrored);
         self.model.submit(batch, sampling)
+    }
+
+    fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError> {
+        self.model.masks(ticket, words)
     }
 
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError> {
@@ -153,7 +157,7 @@ impl Runner for Drafted {
             request_indices.into_iter().zip(sampled.ids).for_each(|(i, id)| guesses[i].push(id));
             Ok::<_, RunnerError>(())
         };
-        let longest = requests.iter().map(|request| request.draws.len()).max().unwrap_or(0);
+        let longest = requests.iter().map(|request| request.guesses).max().unwrap_or(0);
         for ahead in 0..longest {
             let (batch, sampling, request_indices) = self.link(requests, ahead);
             if under_way.len() == self.draft.limits().max_in_flight {

@@ -15,7 +15,7 @@ impl Gemma3 {
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
         let chunk = self.limits.max_batch_tokens;
         for (i, ids) in tokens.chunks(chunk).enumerate() {
-            self.run(0, &self.alone(i * chunk, ids), &Wanted::default())?;
+            self.run(0, &self.alone(i * chunk, ids), Wanted::default())?;
             self.wait_for(0)?;
             each(i * chunk + ids.len());
         }
@@ -80,7 +80,7 @@ impl Gemma3 {
             let start = i * chunk;
             let batch = self.alone(start, ids);
             let all = Wanted { rows: (0..ids.len() as u32).collect(), ..Wanted::default() };
-            self.run(0, &batch, &all)?;
+            self.run(0, &batch, all)?;
             self.wait_for(0)?;
             let n = ids.len();
             self.logits_readback.read(0, &mut padded[..n * stride]);

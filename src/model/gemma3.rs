@@ -48,6 +48,8 @@ pub struct Gemma3 {
     /// Host-visible copy of the logits, for `eval`.
     pub(super) logits_readback: Buffer,
     pub(super) in_flight: VecDeque<u64>,
+    /// Set while the step submitted last waits for its masks.
+    pub(super) closing: Option<Closing>,
     pub(super) next_ticket: u64,
     /// Time that work takes, learned from earlier submits, and the longest time of a submit.
     pub(super) rates: Rates,
@@ -56,6 +58,15 @@ pub struct Gemma3 {
     pub(super) loaded: Loaded,
     pub(super) residency: Residency,
     pub(super) weight_bytes: u64,
+}
+
+/// What is left to submit of a step whose draws have masks: all that comes behind its layers.
+pub(super) struct Closing {
+    submit: Submit,
+    wanted: Wanted,
+    /// Tokens of the step, and as how many it is computed.
+    tokens: usize,
+    filled_up: usize,
 }
 
 impl Gemma3 {
@@ -110,34 +121,46 @@ impl Gemma3 {
         self.kv
     }
 
-    /// Submits one step on frame `index`, which has no step in flight.
-    pub(super) fn run(&mut self, index: usize, batch: &Batch, wanted: &Wanted) -> Result<(), GpuError> {
-        let tokens = self.filled_up(batch.num_tokens());
-        self.frames[index].fill(&self.limits, batch, tokens, wanted);
-        let submits = self.plan(batch, tokens, wanted);
-        self.share_out(index, batch, tokens, &submits);
+    /// Submits one step on frame `index`, which has no step in flight. Where draws have masks, the closing waits for them.
+    pub(super) fn run(&mut self, index: usize, batch: &Batch, wanted: Wanted) -> Result<(), GpuError> {
+        let filled_up = self.filled_up(batch.num_tokens());
+        self.frames[index].fill(&self.limits, batch, filled_up, &wanted);
+        let mut submits = self.plan(batch, filled_up, &wanted);
+        self.share_out(index, batch, filled_up, &submits);
+        let closing = if wanted.masks > 0 { submits.pop() } else { None };
         let mut commands = std::mem::take(&mut self.frames[index].commands);
         let frame = &self.frames[index];
-        let mut has_masks = false;
-        let result = commands.run(&self.device, tokens, &submits, &mut |r, part| match part {
-            Part::Opening => self.record_opening(r, frame, batch, tokens),
+        commands.begin();
+        let result = commands.run(&self.device, filled_up, &submits, &mut |r, part| match part {
+            Part::Opening => self.record_opening(r, frame, batch, filled_up),
             Part::Segment(layers) => {
                 for layer in layers.clone() {
-                    let step = frame.arrays(self.layers[layer].kind, tokens, None);
-                    self.record_layer(r, layer, &step, 0..tokens);
+                    let step = frame.arrays(self.layers[layer].kind, filled_up, None);
+                    self.record_layer(r, layer, &step, 0..filled_up);
                 }
             }
             Part::Layer { layer, rows } => {
-                let step = frame.arrays(self.layers[*layer].kind, tokens, Some(rows));
+                let step = frame.arrays(self.layers[*layer].kind, filled_up, Some(rows));
                 self.record_layer(r, *layer, &step, rows.clone());
             }
-            Part::Closing => {
-                // Masks are written once, however often the step is recorded: a grammar computes each.
-                if !std::mem::replace(&mut has_masks, true) {
-                    frame.fill_masks(&self.limits, &wanted.masks);
-                }
-                self.record_closing(r, frame, wanted, batch.num_tokens());
-            }
+            Part::Closing => self.record_closing(r, frame, &wanted, batch.num_tokens()),
+        });
+        self.frames[index].commands = commands;
+        result?;
+        let tokens = batch.num_tokens();
+        self.closing = closing.map(|submit| Closing { submit, wanted, tokens, filled_up });
+        Ok(())
+    }
+
+    /// Submits what is left of the step on frame `index`, with the masks of its draws.
+    fn close(&mut self, index: usize, closing: &Closing, masks: &[Arc<[u32]>]) -> Result<(), GpuError> {
+        let Closing { submit, wanted, tokens, filled_up } = closing;
+        assert_eq!(masks.len(), wanted.masks, "masks of a step");
+        let mut commands = std::mem::take(&mut self.frames[index].commands);
+        let frame = &self.frames[index];
+        frame.fill_masks(&self.limits, masks);
+        let result = commands.run(&self.device, *filled_up, std::slice::from_ref(submit), &mut |r, _| {
+            self.record_closing(r, frame, wanted, *tokens);
         });
         self.frames[index].commands = commands;
         result
@@ -195,8 +218,8 @@ impl Gemma3 {
         let layers: Vec<LayerWork> = c.layer_types.iter().map(layer).collect();
         // Grammars compute masks while the layers run.
         let logits = Work::draws((c.hidden_size * c.vocab_size) as u64, wanted.rows.len());
-        let closing = (!wanted.rows.is_empty() || !wanted.pooling.is_empty())
-            .then_some((logits, !wanted.masks.is_empty()));
+        let closing =
+            (!wanted.rows.is_empty() || !wanted.pooling.is_empty()).then_some((logits, wanted.masks > 0));
         step::plan(&layers, tokens, closing, &self.rates, self.max_submit)
     }
 }
@@ -208,6 +231,7 @@ impl Runner for Gemma3 {
 
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError> {
         assert!(self.in_flight.len() < MAX_IN_FLIGHT, "more than {MAX_IN_FLIGHT} steps in flight");
+        assert!(self.closing.is_none(), "a step before the masks of the last one");
         let mut ends = Vec::new();
         let mut end = 0;
         for sequence in &batch.sequences {
@@ -233,13 +257,20 @@ impl Runner for Gemma3 {
             });
         }
         let ticket = self.next_ticket;
-        self.run(ticket as usize % MAX_IN_FLIGHT, batch, &wanted)?;
+        self.run(ticket as usize % MAX_IN_FLIGHT, batch, wanted)?;
         self.next_ticket += 1;
         self.in_flight.push_back(ticket);
         Ok(Ticket(ticket))
     }
 
+    fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError> {
+        assert_eq!(self.in_flight.back(), Some(&ticket.0), "masks of another step than the last one");
+        let closing = self.closing.take().expect("a step whose draws have masks");
+        Ok(self.close(ticket.0 as usize % MAX_IN_FLIGHT, &closing, words)?)
+    }
+
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError> {
+        assert!(self.closing.is_none(), "a step is waited for before its masks are there");
         assert_eq!(self.in_flight.pop_front(), Some(ticket.0), "tickets are waited for in order");
         let index = ticket.0 as usize % MAX_IN_FLIGHT;
         self.wait_for(index)?;

@@ -466,6 +466,7 @@ impl Load<'_> {
             history,
             logits_readback,
             in_flight: VecDeque::new(),
+            closing: None,
             next_ticket: 0,
             rates: Rates::default(),
             max_submit: options.max_submit,

@@ -15,6 +15,7 @@ pub mod load;
 pub mod memory;
 mod rates;
 mod runner;
+mod sampling;
 pub mod shapes;
 mod step;
 pub mod tune;
@@ -23,6 +24,6 @@ pub mod weights;
 pub use crate::gpu::Counts;
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockPool, DraftRequest, Draw, HistoryCopy, Input, KvLimits, Limits,
-    Logprobs, MAX_BIASES, MAX_LOGPROBS, Mask, Pooling, Runner, RunnerError, Sampled, Sampling,
-    SamplingParams, Ticket,
+    Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling, Runner, RunnerError, Sampled, Sampling, Ticket,
 };
+pub use sampling::{SamplingOptions, SamplingParams};

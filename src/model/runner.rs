@@ -1,12 +1,14 @@
 //! The seam between the engine (which owns sequences and blocks) and the model (which owns the device).
 //!
-//! The engine speaks in plain arrays; sampling happens on the device, and a sampled id feeds the next
-//! step there, so that the engine can prepare and submit a step before it has seen the last one's ids.
-//! Implementations: [`crate::model::gemma3::Gemma3`], and the scripted fake of the engine's tests.
+//! The engine speaks in plain arrays: a batch holds no callback, and masks, which take a while to make, are pushed
+//! behind it. Sampling happens on the device, and a sampled id feeds the next step there, so that the engine can
+//! prepare and submit a step before it has seen the last one's ids. Implementations: [`crate::model::gemma3::Gemma3`],
+//! and the scripted fake of the engine's tests.
 
-use std::fmt;
+use std::borrow::Cow;
 use std::sync::Arc;
 
+use super::sampling::SamplingParams;
 pub use crate::kernels::MAX_LOGPROBS;
 
 /// Biases that one draw takes at most.
@@ -102,8 +104,8 @@ pub struct BatchSequence {
     /// The same of sliding layers, from the block of index `sliding_first` on: all that the positions see.
     pub sliding_blocks: Vec<u32>,
     pub sliding_first: usize,
-    /// The ids at `0..start`, where draws of the sequence count them and this slot did not compute them. All sequences of
-    /// a step have at most `max_context` together.
+    /// The ids at `0..start`, where draws of the sequence count them and this slot did not compute them. All sequences
+    /// of a step have at most `max_context` together.
     pub history: Option<Vec<u32>>,
 }
 
@@ -130,45 +132,6 @@ impl Batch {
     }
 }
 
-/// Distribution a token is drawn from. Order: penalties, biases, mask, temperature, min_p, top_k, top_p.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SamplingParams {
-    /// 0 is greedy: the highest logit, ties to the lowest id.
-    pub temperature: f32,
-    /// 0 is off.
-    pub top_k: u32,
-    /// 1 is off.
-    pub top_p: f32,
-    /// Relative to the most likely token's probability; 0 is off.
-    pub min_p: f32,
-    /// Divides the positive logits of ids that prompt or answer have, and multiplies the others of these; above 0, 1 is off.
-    pub repetition_penalty: f32,
-    /// Taken from the logits of ids that the answer has; 0 is off.
-    pub presence_penalty: f32,
-    /// The same for each time that it has them; 0 is off.
-    pub frequency_penalty: f32,
-    /// The draw at a position depends on (seed, position) and the logits, on nothing else.
-    pub seed: u64,
-}
-
-impl SamplingParams {
-    pub const GREEDY: Self = Self {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        seed: 0,
-    };
-
-    /// Whether a draw depends on which ids came before, beside what the logits make of them.
-    pub fn penalizes(&self) -> bool {
-        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
-    }
-}
-
 /// One id to draw behind a token of a batch.
 #[derive(Debug, Clone)]
 pub struct Draw {
@@ -178,42 +141,27 @@ pub struct Draw {
     pub token: usize,
     /// Slot that the id goes to: the sequence's own, or that of one which is forked from it.
     pub slot: u32,
-    pub params: SamplingParams,
+    /// Shared by all draws of a request. [`SamplingParams::biases`] are at most [`MAX_BIASES`].
+    pub params: Arc<SamplingParams>,
+    /// The draw at a position depends on (seed, position) and the logits, on nothing else.
+    pub seed: u64,
     /// Tokens of the sequence that are its prompt; those behind them are its answer.
     pub prompt_len: usize,
-    /// Added to the logits of these ids, none of them twice; negative infinity forbids one. At most [`MAX_BIASES`].
-    pub bias: Arc<[(u32, f32)]>,
-    /// Which ids may come; none: all may.
-    pub mask: Option<Mask>,
-    /// How many of the most likely ids come back with the one drawn, and the log probabilities of all; at most
-    /// [`MAX_LOGPROBS`].
+    /// Whether a mask says which ids may come ([`Runner::masks`]); else all may.
+    pub masked: bool,
+    /// As [`SamplingParams::logprobs`], at most [`MAX_LOGPROBS`]; none for a guess, which no reader is told of.
     pub logprobs: Option<usize>,
 }
 
-/// Which ids may come, made when it is asked for: a runner does that once, when the layers of the step are under way, so
-/// that the device does not wait for a grammar.
-#[derive(Clone)]
-pub struct Mask(Arc<dyn Fn() -> Arc<[u32]> + Send + Sync>);
-
-impl Mask {
-    pub fn new(make: impl Fn() -> Arc<[u32]> + Send + Sync + 'static) -> Self {
-        Self(Arc::new(make))
-    }
-
-    /// Bit `id % 32` of word `id / 32` is set where an id may come, for the whole vocabulary.
-    pub fn words(&self) -> Arc<[u32]> {
-        (self.0)()
+impl Draw {
+    /// The biases of the id behind the first `tokens` of the sequence.
+    pub fn biases(&self, tokens: usize) -> Cow<'_, [(u32, f32)]> {
+        self.params.biases(tokens.saturating_sub(self.prompt_len))
     }
 }
 
-impl fmt::Debug for Mask {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Mask")
-    }
-}
-
-/// A sequence whose final hidden states are added up, those of its tokens in this step to those of the steps before; a sum
-/// begins anew at position 0.
+/// A sequence whose final hidden states are added up, those of its tokens in this step to those of the steps before; a
+/// sum begins anew at position 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pooling {
     /// Index into `Batch::sequences`.
@@ -236,24 +184,25 @@ pub struct Sampling {
 pub struct DraftRequest {
     /// Its one token that is known and not computed, and blocks for a token in front of each guess.
     pub sequence: BatchSequence,
-    /// What is to be drawn one behind the other, as a step would draw it behind the ids before; never empty. Neither masks
-    /// nor log probabilities are asked for.
-    pub draws: Vec<Draw>,
+    /// How each guess is drawn, which is how a step would draw it. It has neither a mask nor log probabilities.
+    pub draw: Draw,
+    /// How many ids to draw, one behind the other; at least one.
+    pub guesses: usize,
 }
 
 /// A submitted step; wait for tickets in the order in which they were given.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket(pub u64);
 
-/// What one step yielded. The ids: one per entry of [`Sampling::draws`], in that order; none where the logits were no finite
-/// numbers, which is the sequence's fault, not the device's: the others may go on.
+/// What one step yielded. The ids: one per entry of [`Sampling::draws`], in that order; none where the logits were no
+/// finite numbers, which is the sequence's fault, not the device's: the others may go on.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Sampled {
     pub ids: Vec<Option<u32>>,
     /// For each of them, where they were wanted.
     pub logprobs: Vec<Option<Logprobs>>,
-    /// For each entry of [`Sampling::pooling`] that was the last of its sequence: the sums of the hidden states behind the
-    /// final norm, `[hidden_size]`.
+    /// For each entry of [`Sampling::pooling`] that was the last of its sequence: the sums of the hidden states behind
+    /// the final norm, `[hidden_size]`.
     pub pooled: Vec<Vec<f32>>,
 }
 
@@ -289,6 +238,11 @@ pub trait Runner: Send {
     /// caller and panics.
     fn submit(&mut self, batch: &Batch, sampling: &Sampling) -> Result<Ticket, RunnerError>;
 
+    /// Gives the step that was submitted last the masks of its masked draws, in their order. A step with such draws
+    /// gets them once, before anything else is submitted or waited for; its layers are under way meanwhile. Bit `id %
+    /// 32` of word `id / 32` is set where an id may come, for the whole vocabulary.
+    fn masks(&mut self, ticket: &Ticket, words: &[Arc<[u32]>]) -> Result<(), RunnerError>;
+
     /// Blocks until the step is done; bounded in time.
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError>;
 
@@ -297,14 +251,14 @@ pub trait Runner: Send {
         false
     }
 
-    /// What that model draws for each of several sequences, at most `max_sequences`: as many ids as draws, fewer where its
-    /// logits were no finite numbers. Blocks until it has; bounded in time. Nothing may be in flight. What was last sampled
-    /// for the slots is lost: their next input is known ids.
+    /// What that model draws for each of several sequences, at most `max_sequences`: as many ids as wanted, fewer where
+    /// its logits were no finite numbers. Blocks until it has; bounded in time. Nothing may be in flight. What was last
+    /// sampled for the slots is lost: their next input is known ids.
     fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
         Ok(vec![Vec::new(); requests.len()])
     }
 
-    /// Has the device compute something tiny and compares what comes back, with no step in flight; bounded in time. Leaves
-    /// what sequences need as it is.
+    /// Has the device compute something tiny and compares what comes back, with no step in flight; bounded in time.
+    /// Leaves what sequences need as it is.
     fn probe(&mut self) -> Result<(), RunnerError>;
 }

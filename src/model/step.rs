@@ -15,12 +15,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rayon::prelude::*;
-
 use super::config::{Gemma3Config, LayerType};
 use super::memory::{self, LEAST_ROWS, LOGIT_ROWS};
 use super::rates::{Rates, Work};
-use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Mask, Sampled};
+use super::{Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Sampled};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission};
 use crate::kernels::{
@@ -135,7 +133,8 @@ pub(super) struct Wanted {
     pub rows: Vec<u32>,
     pub requests: Vec<SampleRequest>,
     pub bias: Vec<Bias>,
-    pub masks: Vec<Mask>,
+    /// Requests that have a mask.
+    pub masks: usize,
     pub pooling: Vec<PoolRequest>,
 }
 
@@ -174,9 +173,11 @@ pub(super) struct Commands {
     recorded: Vec<Recorded>,
     /// Recorded for each step, in the order of its parts.
     fresh: Vec<CommandBuffer>,
-    /// One for each submit of a step, and the work of those of the step in flight.
+    /// One for each submit of a step.
     submissions: Vec<Submission>,
+    /// The work of each submit of the step in flight, and how many of `fresh` these took.
     work: Vec<Work>,
+    taken: usize,
     steps: u64,
 }
 
@@ -191,19 +192,20 @@ struct Recorded {
 impl Wanted {
     /// Adds the request for one id, with its biases and its mask; panics where a draw breaks its bounds.
     pub fn draw(&mut self, limits: &Limits, draw: &Draw, sequence: &BatchSequence) {
-        let (p, position) = (draw.params, (sequence.start + draw.token + 1) as u32);
-        assert!(draw.bias.len() <= MAX_BIASES, "{} biases", draw.bias.len());
-        assert!(draw.bias.iter().all(|(id, _)| (*id as usize) < limits.vocab_size), "bias of an id");
+        let (p, position) = (&draw.params, sequence.start + draw.token + 1);
+        let (bias, position) = (draw.biases(position), position as u32);
+        assert!(bias.len() <= MAX_BIASES, "{} biases", bias.len());
+        assert!(bias.iter().all(|(id, _)| (*id as usize) < limits.vocab_size), "bias of an id");
         assert!(draw.logprobs.is_none_or(|n| n <= MAX_LOGPROBS), "{:?} log probabilities", draw.logprobs);
-        self.masks.extend(draw.mask.clone());
-        let mask = if draw.mask.is_some() { self.masks.len() } else { 0 };
+        self.masks += usize::from(draw.masked);
+        let mask = if draw.masked { self.masks } else { 0 };
         self.requests.push(SampleRequest {
             temperature: p.temperature,
             top_k: p.top_k,
             top_p: p.top_p,
             min_p: p.min_p,
-            seed_low: p.seed as u32,
-            seed_high: (p.seed >> 32) as u32,
+            seed_low: draw.seed as u32,
+            seed_high: (draw.seed >> 32) as u32,
             position,
             slot: draw.slot,
             repetition_penalty: p.repetition_penalty,
@@ -214,17 +216,24 @@ impl Wanted {
             history_len: if p.penalizes() { position } else { 0 },
             prompt_len: draw.prompt_len as u32,
             first_bias: self.bias.len() as u32,
-            biases: draw.bias.len() as u32,
+            biases: bias.len() as u32,
             mask: mask as u32,
             logprobs: draw.logprobs.map_or(0, |n| n as u32 + 1),
         });
-        self.bias.extend(draw.bias.iter().map(|&(id, bias)| Bias { id, bias }));
+        self.bias.extend(bias.iter().map(|&(id, bias)| Bias { id, bias }));
     }
 }
 
 impl Commands {
-    /// Records what is not yet recorded of a step of `tokens`, with `record`, and hands it to the device. A part is recorded
-    /// again where the driver had no memory for it.
+    /// Begins another step; none is in flight.
+    pub fn begin(&mut self) {
+        self.steps += 1;
+        self.taken = 0;
+        self.work.clear();
+    }
+
+    /// Records what is not yet recorded of the next submits of a step of `tokens`, with `record`, and hands them to the
+    /// device. A part is recorded again where the driver had no memory for it.
     pub fn run(
         &mut self,
         device: &Arc<Device>,
@@ -232,17 +241,16 @@ impl Commands {
         submits: &[Submit],
         record: &mut dyn FnMut(&mut Recorder<'_>, &Part),
     ) -> Result<(), GpuError> {
-        self.steps += 1;
         let parts = || submits.iter().flat_map(|submit| &submit.parts);
         let segment_of = |layers: &Range<usize>| layers.start / SEGMENT_LAYERS;
         let segments =
             parts().filter_map(|p| if let Part::Segment(l) = p { Some(1 + segment_of(l)) } else { None });
         let segments = segments.max().unwrap_or(0);
         let fresh = parts().filter(|part| !matches!(part, Part::Segment(_))).count();
-        while self.fresh.len() < fresh {
+        while self.fresh.len() < self.taken + fresh {
             self.fresh.push(CommandBuffer::new(device, "a part of a step")?);
         }
-        while self.submissions.len() < submits.len() {
+        while self.submissions.len() < self.work.len() + submits.len() {
             self.submissions.push(Submission::new(device)?);
         }
         let at = self.recorded(tokens);
@@ -251,10 +259,11 @@ impl Commands {
             let name = format!("segment {} of {tokens} tokens", recorded.segments.len());
             recorded.segments.push((CommandBuffer::new(device, &name)?, false));
         }
-        self.work.clear();
         let mut recorded: Vec<_> = self.recorded[at].segments.iter_mut().map(Some).collect();
-        let mut fresh = self.fresh.iter_mut();
-        for (submit, submission) in submits.iter().zip(&mut self.submissions) {
+        let submitted = self.work.len();
+        let mut unused = self.fresh[self.taken..].iter_mut();
+        self.taken += fresh;
+        for (submit, submission) in submits.iter().zip(&mut self.submissions[submitted..]) {
             let mut all = Vec::with_capacity(submit.parts.len());
             for part in &submit.parts {
                 let commands = match part {
@@ -268,7 +277,7 @@ impl Commands {
                         commands
                     }
                     part => {
-                        let commands = fresh.next().expect("counted");
+                        let commands = unused.next().expect("counted");
                         commands.record(&mut |recorder| record(recorder, part))?;
                         commands
                     }
@@ -526,16 +535,11 @@ impl Frame {
     }
 
     /// Writes which ids may come, before what draws them is submitted; panics on masks of another vocabulary.
-    pub fn fill_masks(&self, limits: &Limits, masks: &[Mask]) {
-        if masks.is_empty() {
-            return; // most steps: no need to ask for the threads of others
-        }
+    pub fn fill_masks(&self, limits: &Limits, masks: &[Arc<[u32]>]) {
         let words = mask_words(limits.vocab_size);
-        // Each is some grammar's work.
-        let made: Vec<_> = masks.par_iter().map(Mask::words).collect();
-        for (row, mask) in (0..).zip(made) {
+        for (row, mask) in (0..).zip(masks) {
             assert_eq!(mask.len(), words, "words of a mask");
-            self.draws.masks.write(4 * row * words as u64, &mask);
+            self.draws.masks.write(4 * row * words as u64, mask);
         }
     }
 

@@ -33,7 +33,7 @@ pub struct Delta {
     pub end: Option<End>,
 }
 
-/// Why an answer is whole.
+/// Why an answer is whole: the one type that says so above the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
     /// The model ended it, or a stop string did.
@@ -42,6 +42,15 @@ pub enum Reason {
     Length,
     /// It calls tools, which are to be asked now.
     Called,
+}
+
+impl From<FinishReason> for Reason {
+    fn from(reason: FinishReason) -> Self {
+        match reason {
+            FinishReason::Stop(_) => Self::Stop,
+            FinishReason::Length => Self::Length,
+        }
+    }
 }
 
 impl Reason {
@@ -100,14 +109,15 @@ impl AnswerText {
             Event::Token { id, logprobs, timings, .. } => {
                 let stopped = self.stops.push(self.detokenizer.push(id));
                 let (text, calls) = self.read(stopped.text, stopped.stop.is_some());
-                let end = stopped.stop.map(|_| self.end(FinishReason::Stop, timings));
+                let end = stopped.stop.map(|_| self.end(Reason::Stop, timings));
                 Delta { text, calls, logprobs: logprobs.map(|logprobs| (id, logprobs)), end, ..nothing }
             }
-            Event::Finished { mut reason, stop, timings, .. } => {
+            Event::Finished { reason, stop, timings, .. } => {
+                let mut reason = Reason::from(reason);
                 let stopped = self.stops.push(self.detokenizer.finish());
                 let mut text = stopped.text;
                 match stopped.stop {
-                    Some(_) => reason = FinishReason::Stop,
+                    Some(_) => reason = Reason::Stop,
                     None => text.push_str(&self.stops.finish()),
                 }
                 let (text, calls) = self.read(text, true);
@@ -135,16 +145,12 @@ impl AnswerText {
         (text, calls)
     }
 
-    fn end(&self, reason: FinishReason, timings: Timings) -> End {
+    fn end(&self, reason: Reason, timings: Timings) -> End {
         if let Some(problem) = self.failure.as_ref().and_then(|failure| failure.get()) {
             return End::OffGrammar(problem.clone());
         }
         let called = self.calls.as_ref().is_some_and(CallReader::called);
-        let reason = match reason {
-            FinishReason::Stop if called => Reason::Called,
-            FinishReason::Stop => Reason::Stop,
-            FinishReason::Length => Reason::Length,
-        };
+        let reason = if reason == Reason::Stop && called { Reason::Called } else { reason };
         End::Finished { reason, timings }
     }
 }

@@ -17,5 +17,5 @@ pub use conversation::{Call, Conversation};
 pub use error::SessionError;
 pub use grammar::ResponseGrammar;
 pub use request::{GenerateRequest, PromptEnding};
-pub use service::{SamplingDefaults, Service, random_u64};
+pub use service::{Service, random_u64};
 pub use tools::{MAX_TOOLS, Tool, ToolChoice, Tools};

@@ -2,6 +2,7 @@
 
 use super::grammar::ResponseGrammar;
 use super::tools::Tools;
+use crate::model::SamplingOptions;
 use crate::text::Message;
 
 /// A conversation, or nothing where the prompt is none, and how to answer it; absent options are the model's defaults.
@@ -11,13 +12,7 @@ pub struct GenerateRequest {
     /// prompt is no conversation.
     pub messages: Vec<Message>,
     pub max_tokens: Option<usize>,
-    pub temperature: Option<f32>,
-    pub top_p: Option<f32>,
-    pub top_k: Option<u32>,
-    pub min_p: Option<f32>,
-    pub presence_penalty: Option<f32>,
-    pub frequency_penalty: Option<f32>,
-    pub repetition_penalty: Option<f32>,
+    pub sampling: SamplingOptions,
     /// No id twice, no bias 0.
     pub logit_bias: Vec<(u32, f32)>,
     pub seed: Option<u64>,

@@ -8,14 +8,11 @@ use super::error::SessionError;
 use super::grammar::{Failure, GrammarMask};
 use super::request::{GenerateRequest, PromptEnding};
 use crate::engine::{EngineHandle, Request};
-use crate::model::SamplingParams;
+use crate::model::{SamplingOptions, SamplingParams};
 use crate::text::{
     CallReader, ChatTemplate, Constraint, Grammars, MAX_TEXT_BYTES, Message, StopMatcher, TextError,
     Tokenizer, normalize,
 };
-
-/// A temperature below this is greedy, whoever gave it: dividing logits by it would leave the range of f32.
-const MIN_TEMPERATURE: f32 = 1e-5;
 
 /// What requests need of a loaded model.
 pub struct Service {
@@ -23,21 +20,11 @@ pub struct Service {
     tokenizer: Tokenizer,
     template: ChatTemplate,
     grammars: Grammars,
-    defaults: SamplingDefaults,
+    /// Sampling where a request says nothing.
+    defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
     /// Bytes of text that one token stands for at most.
     longest_token_bytes: usize,
-}
-
-/// Sampling where a request says nothing: the checkpoint's generation_config.json. Units as in
-/// [`SamplingParams`].
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SamplingDefaults {
-    pub temperature: f32,
-    pub top_k: u32,
-    pub top_p: f32,
-    pub min_p: f32,
-    pub repetition_penalty: f32,
 }
 
 impl Service {
@@ -46,7 +33,7 @@ impl Service {
         engine: EngineHandle,
         tokenizer: Tokenizer,
         template: ChatTemplate,
-        defaults: SamplingDefaults,
+        defaults: SamplingOptions,
         stop_token_ids: Vec<u32>,
     ) -> Self {
         // An added token may be written longer in the text than it decodes to.
@@ -102,16 +89,19 @@ impl Service {
             return Err(SessionError::invalid(format!("logit_bias.{id}"), problem).into());
         }
         let constraint = self.constraint(request)?;
-        let sampling = self.sampling(request);
-        let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
-        let mut engine = Request {
-            sampling,
-            max_tokens: request.max_tokens,
+        let mut sampling = SamplingParams {
+            logit_bias: request.logit_bias.clone(),
+            logprobs: request.logprobs,
             stop_token_ids: if request.ignore_eos { Vec::new() } else { self.stop_token_ids.clone() },
             min_tokens: request.min_tokens.unwrap_or(0),
-            bias: request.logit_bias.clone(),
-            logprobs: request.logprobs,
-            more_seeds: (1..=more).map(|i| sampling.seed.wrapping_add(i)).collect(),
+            ..request.sampling.resolve(&self.defaults)
+        };
+        let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
+        let seed = request.seed.unwrap_or_else(random_u64);
+        let mut engine = Request {
+            seed,
+            max_tokens: request.max_tokens,
+            more_seeds: (1..=more).map(|i| seed.wrapping_add(i)).collect(),
             ..Request::new(prompt()?)
         };
         let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops);
@@ -122,13 +112,14 @@ impl Service {
         if let Some(constraint) = constraint {
             // A grammar that has come to its end lets nothing follow but the ids that end the answer: they cannot be kept
             // away from it, so it is the mask that keeps them away until then.
-            let least = if request.ignore_eos { usize::MAX } else { engine.min_tokens };
-            engine.min_tokens = 0;
-            engine.stop_token_ids.clone_from(&self.stop_token_ids);
+            let least = if request.ignore_eos { usize::MAX } else { sampling.min_tokens };
+            sampling.min_tokens = 0;
+            sampling.stop_token_ids.clone_from(&self.stop_token_ids);
             let failure = Failure::default();
             answer = answer.with_failure(Arc::clone(&failure));
             engine.mask = Some(Box::new(GrammarMask::new(constraint, least, failure)));
         }
+        engine.sampling = Arc::new(sampling);
         Ok((engine, answer))
     }
 
@@ -204,26 +195,6 @@ impl Service {
         SessionError::Context(format!(
             "the prompt is too long: {bytes} bytes, {size}, and this model's maximum context length is {context} tokens"
         ))
-    }
-
-    fn sampling(&self, request: &GenerateRequest) -> SamplingParams {
-        let defaults = &self.defaults;
-        let top_p = request.top_p.unwrap_or(defaults.top_p);
-        let mut top_k = request.top_k.unwrap_or(defaults.top_k);
-        if top_p == 0.0 {
-            top_k = 1; // the smallest set of tokens whose probability is at least 0, and not none
-        }
-        let temperature = request.temperature.unwrap_or(defaults.temperature);
-        SamplingParams {
-            temperature: if temperature < MIN_TEMPERATURE { 0.0 } else { temperature },
-            top_k,
-            top_p,
-            min_p: request.min_p.unwrap_or(defaults.min_p),
-            repetition_penalty: request.repetition_penalty.unwrap_or(defaults.repetition_penalty),
-            presence_penalty: request.presence_penalty.unwrap_or(0.0),
-            frequency_penalty: request.frequency_penalty.unwrap_or(0.0),
-            seed: request.seed.unwrap_or_else(random_u64),
-        }
     }
 }
 

@@ -15,6 +15,7 @@ use crate::api::wire;
 use crate::api::wire::bounded::{List, MaxTokens, Probability, Salt, ToolName, numbers, texts, wrong_length};
 use crate::api::wire::union::{Anything, ListedBesideText, Refused, TextOr, words};
 use crate::api::wire::{JsonObject, field, required, short};
+use crate::model::SamplingOptions;
 use crate::session::{Call, Conversation, GenerateRequest, MAX_TOOLS, PromptEnding, ResponseGrammar, Tools};
 use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS};
 
@@ -199,9 +200,12 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let stream = options.stream.unwrap_or(false);
     let request = GenerateRequest {
         max_tokens: Some(max_tokens),
-        temperature: options.temperature.map(|t| t.0 as f32),
-        top_p: options.top_p.map(|p| p.0 as f32),
-        top_k: options.top_k.map(|k| k.0 as u32),
+        sampling: SamplingOptions {
+            temperature: options.temperature.map(|t| t.0 as f32),
+            top_p: options.top_p.map(|p| p.0 as f32),
+            top_k: options.top_k.map(|k| k.0 as u32),
+            ..SamplingOptions::default()
+        },
         stop: stops.clone(),
         ..conversation
     };

@@ -14,6 +14,7 @@ use crate::api::wire::bounded::{
 };
 use crate::api::wire::union::{ListedBesideText, TextOr};
 use crate::api::wire::{field, short};
+use crate::model::SamplingOptions;
 use crate::session::GenerateRequest;
 
 /// Stop texts, as at OpenAI.
@@ -101,13 +102,15 @@ impl AnswerOptions {
         };
         let request = GenerateRequest {
             max_tokens,
-            temperature: self.temperature.map(|t| t.0 as f32),
-            top_p: self.top_p.map(|p| p.0 as f32),
-            top_k: self.top_k.map(|k| u32::try_from(k.0).unwrap_or(0)),
-            min_p: self.min_p.map(|p| p.0 as f32),
-            presence_penalty: self.presence_penalty.map(|p| p.0 as f32),
-            frequency_penalty: self.frequency_penalty.map(|p| p.0 as f32),
-            repetition_penalty: self.repetition_penalty.or(self.repeat_penalty).map(|p| p.0 as f32),
+            sampling: SamplingOptions {
+                temperature: self.temperature.map(|t| t.0 as f32),
+                top_p: self.top_p.map(|p| p.0 as f32),
+                top_k: self.top_k.map(|k| u32::try_from(k.0).unwrap_or(0)),
+                min_p: self.min_p.map(|p| p.0 as f32),
+                presence_penalty: self.presence_penalty.map(|p| p.0 as f32),
+                frequency_penalty: self.frequency_penalty.map(|p| p.0 as f32),
+                repetition_penalty: self.repetition_penalty.or(self.repeat_penalty).map(|p| p.0 as f32),
+            },
             logit_bias: biases(self.logit_bias.unwrap_or_default())?,
             seed: self.seed.map(|seed| seed.0),
             stop,

@@ -18,6 +18,7 @@ use crate::api::wire;
 use crate::api::wire::bounded::{MaxTokens, Probability, Salt, Temperature, TopLogprobs};
 use crate::api::wire::union::{Refused, words};
 use crate::api::wire::{JsonObject, required, short};
+use crate::model::SamplingOptions;
 use crate::session::{Conversation, GenerateRequest, ResponseGrammar};
 use crate::text::{GrammarSource, Message};
 
@@ -163,8 +164,11 @@ pub(in crate::api) fn parse(
     let request = GenerateRequest {
         messages,
         max_tokens,
-        temperature: asked.temperature.map(|t| t.0 as f32),
-        top_p: asked.top_p.map(|p| p.0 as f32),
+        sampling: SamplingOptions {
+            temperature: asked.temperature.map(|t| t.0 as f32),
+            top_p: asked.top_p.map(|p| p.0 as f32),
+            ..SamplingOptions::default()
+        },
         logprobs: logprobs.then_some(top_logprobs as usize),
         grammar,
         tools,

@@ -1,0 +1,110 @@
+//! Commit: the results of a step go to its sequences, and the blocks that it computed to the prefix cache.
+
+use super::Scheduler;
+use super::step::{Output, Share, Step, Yields};
+use crate::engine::answer::Ended;
+use crate::engine::sequence::Sequence;
+use crate::model::Sampled;
+
+impl Scheduler {
+    /// Takes in the results of a step. `sampled` answers `step.sampling` entry by entry.
+    pub fn commit(&mut self, step: &Step, sampled: &Sampled) -> Vec<Output> {
+        assert_eq!(sampled.ids.len(), step.sampling.draws.len(), "the runner sampled for others than asked");
+        let mut outputs = Vec::with_capacity(step.shares.len());
+        for share in &step.shares {
+            let Some(index) = self.running.iter().position(|s| share.belongs_to(s)) else { continue };
+            let sequence = &mut self.running[index];
+            let was_prefill = sequence.computed < sequence.prompt_len;
+            sequence.computed = share.end;
+            let first = outputs.len();
+            take_in(sequence, share, sampled, &mut outputs);
+            if !share.guesses.ids.is_empty() {
+                self.judge_guesses(index, share, outputs.len() - first - 1);
+            }
+            let drafts = self.running[index].drafts;
+            outputs[first..].iter_mut().for_each(|output| output.drafts = drafts);
+            let end = outputs[first..].last().and_then(|output| output.end.as_ref());
+            self.commit_blocks(index, was_prefill, end);
+            let sequence = &mut self.running[index];
+            self.served.took(sequence.client, sequence.take_mask_time());
+            if end.is_some() {
+                self.end(index);
+            }
+        }
+        if cfg!(debug_assertions) {
+            self.check();
+        }
+        outputs
+    }
+
+    /// Takes in how many guesses were accepted. The next step overwrites the positions of the others.
+    fn judge_guesses(&mut self, index: usize, share: &Share, accepted: usize) {
+        let sequence = &mut self.running[index];
+        sequence.drafts.accepted += accepted;
+        self.guesses.of(share.guesses.by).accepted += accepted;
+        let total = sequence.tokens.len();
+        sequence.adaptive(share.guesses.by).judge(share.guesses.ids.len(), accepted, total);
+        sequence.submitted = sequence.computed;
+        sequence.speculating = false;
+    }
+
+    /// Registers the computed blocks of a sequence with the prefix cache, or makes the cache forget the sequence if it
+    /// failed.
+    fn commit_blocks(&mut self, index: usize, was_prefill: bool, end: Option<&Ended>) {
+        let sequence = &mut self.running[index];
+        let computed = sequence.computed;
+        if matches!(end, Some(Err(_))) {
+            let table = std::mem::take(&mut sequence.table);
+            self.blocks.forget(table, self.running.iter_mut().map(|s| &mut s.table));
+        } else if sequence.pooling {
+            self.blocks.leave_window(&mut sequence.table, computed);
+        } else {
+            self.blocks.commit(&mut sequence.table, &sequence.tokens[..computed]);
+            if (was_prefill && computed >= sequence.prompt_len) || end.is_some() {
+                self.blocks.end_turn(&sequence.table);
+            }
+        }
+    }
+}
+
+/// Takes in the results of one share, and appends the outputs for its reader.
+fn take_in(sequence: &mut Sequence, share: &Share, sampled: &Sampled, outputs: &mut Vec<Output>) {
+    let id = sequence.id;
+    match &share.yields {
+        Yields::Nothing => {}
+        Yields::Scores(draws) => {
+            for (position, draw) in (share.end + 1 - draws.len()..).zip(draws.clone()) {
+                let logprobs = sampled.logprobs[draw].as_ref();
+                if let Err(error) = sequence.take_score(position, sampled.ids[draw], logprobs) {
+                    outputs.push(Output { id, end: Some(Err(error)), ..Output::default() });
+                    return;
+                }
+            }
+        }
+        Yields::Ids(first) => {
+            sequence.drawn -= 1;
+            for (i, draw) in (*first..=first + share.guesses.ids.len()).enumerate() {
+                let (token, end) = sequence.take(sampled.ids[draw]);
+                // The next draw was made behind a guess, and is valid only if the guess was right.
+                let goes_on = end.is_none() && share.guesses.ids.get(i) == sampled.ids[draw].as_ref();
+                outputs.push(Output {
+                    id,
+                    token,
+                    logprobs: sampled.logprobs[draw].clone(),
+                    prompt: sequence.take_scores(),
+                    end,
+                    cached_tokens: sequence.cached.unwrap_or(0),
+                    ..Output::default()
+                });
+                if !goes_on {
+                    return;
+                }
+                sequence.computed += 1;
+            }
+        }
+        Yields::Pooled(at) => {
+            let (pooled, end) = sequence.take_pooled(&sampled.pooled[*at]);
+            outputs.push(Output { id, pooled, end: Some(end), ..Output::default() });
+        }
+    }
+}

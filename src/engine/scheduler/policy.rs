@@ -1,0 +1,138 @@
+//! The policy: which sequences get tokens in the next step, and how many. All decisions stand here.
+//!
+//! A step serves one class. Sequences that decode come first, then sequences in the middle of their prompts, then as
+//! many waiting sequences as find a slot and blocks. `room` finds, shares and takes away blocks; `fairness` counts the
+//! tokens of each client; `step` builds the arrays.
+
+use super::Scheduler;
+use super::step::{PendingStep, Step};
+use crate::engine::pace::{CAREFUL_TOKENS, Pace};
+use crate::engine::request::Priority;
+use crate::engine::sequence::{Sequence, SequenceId};
+
+impl Scheduler {
+    /// The next step; none if no sequence can get tokens before a step under way is committed, or if no sequence is
+    /// there.
+    pub fn schedule(&mut self, pace: &Pace) -> Option<Step> {
+        self.served.charge(pace);
+        let is_under_way = self.running.iter().any(|s| s.submitted > s.computed);
+        if self.class() == Priority::Background && is_under_way {
+            return None; // an interactive request that arrives now must wait for one step only
+        }
+        self.now += 1;
+        self.raise_overdue();
+        let class = self.class();
+        let hurries = class == Priority::Background || self.decoding(class).next().is_some();
+        let mut step = PendingStep::new(&self.limits, hurries);
+        for decodes in [true, false] {
+            for id in self.open(class, decodes) {
+                self.place(&mut step, id, pace);
+            }
+        }
+        self.admit(class, &mut step, pace);
+        self.withdraw_offers();
+        step.finish()
+    }
+
+    /// The class that the next step serves: the background only if no interactive sequence is there.
+    pub(super) fn class(&self) -> Priority {
+        let mut all = self.waiting.iter().chain(&self.running);
+        let has_interactive = all.any(|s| s.class() == Priority::Interactive);
+        if has_interactive { Priority::Interactive } else { Priority::Background }
+    }
+
+    /// The running sequences of a class that have pending tokens and are not in the step: those that decode, or the
+    /// others. They are ids, because forks and preemptions change the list while it is walked.
+    fn open(&self, class: Priority, decodes: bool) -> Vec<SequenceId> {
+        let is_in = |s: &Sequence| s.since == self.now;
+        let is_open = |s: &Sequence| !is_in(s) && s.pending() > 0 && (s.pending() == 1) == decodes;
+        self.running.iter().filter(|s| s.class() == class && is_open(s)).map(|s| s.id).collect()
+    }
+
+    /// Puts the next tokens of a running sequence into the step, as many as there is room for. A sequence that was
+    /// preempted meanwhile, or that waits for guesses, gets none.
+    fn place(&mut self, step: &mut PendingStep, id: SequenceId, pace: &Pace) {
+        let Some(index) = self.index_of(id) else { return };
+        let Some(guesses) = self.guess(step, index) else { return };
+        let sequence = &self.running[index];
+        let len = self.next_tokens(step, sequence, pace);
+        if len == 0 || sequence.unseen() > step.history {
+            return;
+        }
+        // Making room may preempt other sequences, or this one.
+        let end = sequence.submitted + len + guesses.ids.len();
+        let Some(index) = self.make_room(step, id, end) else { return };
+        let sequence = &mut self.running[index];
+        sequence.since = self.now;
+        self.served.give(sequence.client, len);
+        self.guesses.of(guesses.by).proposed += guesses.ids.len();
+        if step.push(sequence, len, guesses) {
+            self.part(step, index);
+        }
+    }
+
+    /// How many of its pending tokens a sequence gets in the step.
+    fn next_tokens(&self, step: &PendingStep, sequence: &Sequence, pace: &Pace) -> usize {
+        let pending = sequence.pending();
+        let len = match pending {
+            0 | 1 => pending.min(step.tokens),
+            _ => self.chunk(step, sequence.submitted, pending, pace),
+        };
+        let draws = if sequence.pooling { 0 } else { 1 + sequence.forks.len() };
+        match sequence.unscored() {
+            // The step has no room for the draw, so the last token waits for the next step.
+            0 if len == pending && draws > step.draws => len - 1,
+            0 => len,
+            // Each scored token needs a draw. The draw behind the prompt needs a step of its own, as all go to one
+            // slot.
+            unscored => len.min(unscored).min(step.draws),
+        }
+    }
+
+    /// How many of the `pending` tokens of a prompt from `start` on the step has room for. In a step that hurries, the
+    /// first prompt gets a few tokens however long the step takes then, and the others as many as the time allows.
+    fn chunk(&self, step: &PendingStep, start: usize, pending: usize, pace: &Pace) -> usize {
+        let wanted = pending.min(step.tokens);
+        if !step.hurries {
+            return wanted;
+        }
+        let least = if step.prefills { 0 } else { CAREFUL_TOKENS };
+        let gap = self.config.gap.saturating_sub(self.drafting);
+        pace.room(step.step.load, start, wanted, least, gap)
+    }
+
+    /// Lets waiting sequences of a class run, in the order of their turns. If the first lacks room, no other overtakes
+    /// it.
+    fn admit(&mut self, class: Priority, step: &mut PendingStep, pace: &Pace) {
+        while let Some(index) = self.first_in_line(class) {
+            if self.chunk(step, 0, self.waiting[index].tokens.len(), pace) == 0 {
+                return;
+            }
+            if !self.has_place(index, step) {
+                // A background sequence that runs makes way for an interactive one that waits.
+                match self.last_in_line(step).filter(|victim| class < self.running[*victim].class()) {
+                    Some(victim) => self.preempt(victim),
+                    None => return,
+                }
+                continue;
+            }
+            let id = self.start(index);
+            self.place(step, id, pace);
+            if !step.has(id) {
+                return; // no room for its first tokens in this step
+            }
+        }
+    }
+
+    /// The waiting sequence whose turn it is: an overdue one, or else the oldest of the client that got the fewest
+    /// tokens.
+    fn first_in_line(&self, class: Priority) -> Option<usize> {
+        let turn = |s: &Sequence| {
+            let is_overdue = s.is_overdue(self.now, self.config.patience);
+            let served = if is_overdue { 0 } else { self.served.tokens(s.client) };
+            (!is_overdue, served, s.arrival, s.id)
+        };
+        let candidates = self.waiting.iter().enumerate().filter(|(_, s)| s.class() == class);
+        candidates.min_by_key(|(_, s)| turn(s)).map(|(index, _)| index)
+    }
+}

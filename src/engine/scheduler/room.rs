@@ -1,0 +1,160 @@
+//! Slots and blocks: which sequences get them, share them, and lose them.
+
+use super::Scheduler;
+use super::step::PendingStep;
+use crate::engine::sequence::{Sequence, SequenceId};
+
+/// Preemptions after which a sequence is interactive, whatever its priority.
+const MAX_PREEMPTIONS: u32 = 4;
+
+impl Scheduler {
+    pub(super) fn index_of(&self, id: SequenceId) -> Option<usize> {
+        self.running.iter().position(|s| s.id == id)
+    }
+
+    /// Gives a running sequence blocks for positions `..tokens`, and preempts sequences that come after it if blocks
+    /// run out. Returns its index then; none if it must wait for others, or was preempted itself.
+    pub(super) fn make_room(
+        &mut self,
+        step: &mut PendingStep,
+        id: SequenceId,
+        tokens: usize,
+    ) -> Option<usize> {
+        loop {
+            let index = self.index_of(id)?;
+            let sequence = &mut self.running[index];
+            let mut wanted = self.blocks.missing(&sequence.table, tokens);
+            // A shared block that is about to be written is copied to another one.
+            let shared = self.blocks.shared_at(&sequence.table, sequence.submitted);
+            wanted
+                .iter_mut()
+                .zip(shared)
+                .for_each(|(wanted, shared)| *wanted += usize::from(shared.is_some()));
+            if self.blocks.has_room(wanted) {
+                let grown = self.blocks.grow(&mut sequence.table, tokens);
+                assert!(grown.is_ok(), "there was room");
+                let copies = self.blocks.make_writable(&mut sequence.table, sequence.submitted);
+                let Ok(copies) = copies else { unreachable!("room was made") };
+                step.step.batch.copies.extend(copies);
+                return Some(index);
+            }
+            let own = &self.running[index];
+            let comes_after = |victim: &usize| self.running[*victim].line() > own.line();
+            if let Some(victim) = self.last_in_line(step).filter(comes_after) {
+                self.preempt(victim);
+                continue;
+            }
+            let is_last = self.running.iter().all(|s| s.line() <= own.line());
+            // It waits if a sequence that comes after it is in the step, or if its own step under way will let go of
+            // blocks that the window has left. Otherwise no other sequence will make room for it.
+            if own.submitted == own.computed && is_last {
+                self.preempt(index);
+            }
+            return None;
+        }
+    }
+
+    /// The running sequence that comes after all others and is not in the step.
+    pub(super) fn last_in_line(&self, step: &PendingStep) -> Option<usize> {
+        let candidates = self.running.iter().enumerate().filter(|(_, s)| !step.has(s.id));
+        candidates.max_by_key(|(_, s)| s.line()).map(|(index, _)| index)
+    }
+
+    /// Whether there are slots for a waiting sequence, and blocks for all that it has to compute before its first id.
+    pub(super) fn has_place(&self, index: usize, step: &PendingStep) -> bool {
+        let sequence = &self.waiting[index];
+        if self.free_slots.len() < 1 + sequence.forks.len() {
+            return false;
+        }
+        if self.running.is_empty() && step.step.shares.is_empty() {
+            return true; // no other sequence holds a block
+        }
+        // Running sequences have a claim to the blocks that the rest of their prompts needs.
+        let mut wanted = [0, 0];
+        for s in self.running.iter().filter(|s| s.submitted < s.tokens.len()) {
+            let [full, sliding] = self.blocks.missing(&s.table, s.tokens.len());
+            let window = self.window_blocks(s.tokens.len()).saturating_sub(s.table.sliding().1.count());
+            wanted[0] += full;
+            wanted[1] += sliding.min(window);
+        }
+        // Cached blocks of the prefix count as wanted, because they are no longer free once they are held. One block
+        // more is wanted, or the first decode would preempt.
+        let blocks = sequence.tokens.len().div_ceil(self.limits.kv.block_size) + 1;
+        wanted[0] += blocks;
+        wanted[1] += self.window_blocks(sequence.tokens.len()).min(blocks);
+        if self.blocks.has_room(wanted) {
+            return true;
+        }
+        if sequence.is_computed_afresh() {
+            return false;
+        }
+        wanted[0] -= self.blocks.held_prefix(&sequence.tokens, &sequence.cache_salt);
+        self.blocks.has_room(wanted)
+    }
+
+    /// The most sliding blocks that a sequence of `tokens` holds.
+    fn window_blocks(&self, tokens: usize) -> usize {
+        self.limits.kv.window_blocks(self.limits.max_batch_tokens.min(tokens))
+    }
+
+    /// Lets a waiting sequence that has a place run. It gets slots, and the blocks that the prefix cache has of it.
+    pub(super) fn start(&mut self, index: usize) -> SequenceId {
+        let mut sequence = self.waiting.remove(index);
+        let known: &[u32] = if sequence.is_computed_afresh() { &[] } else { &sequence.tokens };
+        let (table, cached) = self.blocks.admit(known, sequence.priority, &sequence.cache_salt);
+        sequence.table = table;
+        (sequence.computed, sequence.submitted) = (cached, cached);
+        sequence.cached.get_or_insert(cached.min(sequence.prompt_len));
+        sequence.slot = self.free_slots.pop();
+        sequence.fresh = true;
+        let others = self.free_slots.len() - sequence.forks.len();
+        sequence.fork_slots = self.free_slots.split_off(others);
+        let id = sequence.id;
+        insert_by_arrival(&mut self.running, sequence);
+        id
+    }
+
+    /// Makes the forks of a sequence sequences of their own. The last token of the prompt was just put into the step,
+    /// and each fork draws its first id behind it.
+    pub(super) fn part(&mut self, step: &mut PendingStep, index: usize) {
+        for fork in std::mem::take(&mut self.running[index].forks) {
+            let parent = &mut self.running[index];
+            let table = self.blocks.fork(&parent.table);
+            let mut child = parent.fork(fork, table);
+            step.push_fork(parent, &mut child);
+            // The fork is inserted behind its parent, whose index stays.
+            insert_by_arrival(&mut self.running, child);
+        }
+    }
+
+    /// Takes the blocks and the slot of a running sequence, which waits to be computed again.
+    pub(super) fn preempt(&mut self, index: usize) {
+        let mut sequence = self.running.remove(index);
+        tracing::debug!(sequence = sequence.id, tokens = sequence.submitted, "preempted");
+        self.preemptions += 1;
+        self.take_resources(&mut sequence);
+        sequence.start_over();
+        // A sequence that is preempted again and again makes no progress, and never waits long enough to be overdue.
+        sequence.raised |= sequence.life >= MAX_PREEMPTIONS;
+        insert_by_arrival(&mut self.waiting, sequence);
+    }
+
+    /// Removes a running sequence for good.
+    pub(super) fn end(&mut self, index: usize) {
+        let mut sequence = self.running.remove(index);
+        self.take_resources(&mut sequence);
+        self.forget_client(sequence.client);
+    }
+
+    fn take_resources(&mut self, sequence: &mut Sequence) {
+        self.served.took(sequence.client, sequence.take_mask_time());
+        self.blocks.release(std::mem::take(&mut sequence.table));
+        self.free_slots.extend(sequence.slot.take());
+        self.free_slots.append(&mut sequence.fork_slots);
+    }
+}
+
+fn insert_by_arrival(list: &mut Vec<Sequence>, sequence: Sequence) {
+    let behind = list.partition_point(|s| s.arrival <= sequence.arrival);
+    list.insert(behind, sequence);
+}

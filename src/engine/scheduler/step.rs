@@ -1,0 +1,218 @@
+//! One step: the arrays for the runner, the shares of the sequences in it, and the builder of both.
+
+use std::ops::Range;
+
+use crate::engine::answer::Ended;
+use crate::engine::mask::PendingMask;
+use crate::engine::pace::Load;
+use crate::engine::sequence::{Sequence, SequenceId};
+use crate::engine::speculation::{Drafts, Guesser};
+use crate::model::{Batch, BatchSequence, HistoryCopy, Input, Limits, Logprobs, Pooling, Sampling};
+
+/// A step: the arrays for the runner, and the sequences that they belong to.
+#[derive(Debug, Default)]
+pub struct Step {
+    pub batch: Batch,
+    pub sampling: Sampling,
+    /// One for each masked draw, in the order of the draws.
+    pub(in crate::engine) masks: Vec<PendingMask>,
+    pub load: Load,
+    /// One for each sequence of the batch, and one for each fork that draws its first id in the step.
+    pub shares: Vec<Share>,
+}
+
+/// The part of a step that belongs to one sequence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Share {
+    pub id: SequenceId,
+    /// Copies of the sequence's fields, by which the share is recognized when the step is done.
+    begun_as: SequenceId,
+    life: u32,
+    /// How many positions are computed when the step is done, guesses left out.
+    pub(super) end: usize,
+    pub(super) yields: Yields,
+    pub(super) guesses: Guessed,
+}
+
+/// The results of a share.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Yields {
+    /// No result but keys and values.
+    Nothing,
+    /// Log probabilities of the prompt's ids up to position [`Share::end`], itself included: a range of
+    /// [`Sampling::draws`].
+    Scores(Range<usize>),
+    /// An id of the answer, and one more behind each guess: the index of the first in [`Sampling::draws`].
+    Ids(usize),
+    /// The sums of a prompt's hidden states: the index in [`Sampled::pooled`](crate::model::Sampled::pooled).
+    Pooled(usize),
+}
+
+/// Guesses at the next ids, one behind the other. The first one is fed at position [`Share::end`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Guessed {
+    pub(super) ids: Vec<u32>,
+    pub(super) by: Guesser,
+}
+
+/// A result of a step for one sequence.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Output {
+    pub id: SequenceId,
+    /// The id for the reader; none if the sampled id is a stop id.
+    pub token: Option<u32>,
+    /// Log probabilities of the sampled id, if they were wanted.
+    pub logprobs: Option<Logprobs>,
+    /// Log probabilities of the prompt's ids but the first, if they were wanted. They come with the first id of the
+    /// answer.
+    pub prompt: Option<Vec<Logprobs>>,
+    /// The mean of the prompt's hidden states, if it was wanted.
+    pub pooled: Option<Vec<f32>>,
+    /// Set if the sequence ended. The scheduler has removed it then.
+    pub end: Option<Ended>,
+    /// Prompt tokens that the prefix cache had.
+    pub cached_tokens: usize,
+    pub drafts: Drafts,
+}
+
+/// A step under construction, and the room that is left in it.
+pub(super) struct PendingStep {
+    pub(super) step: Step,
+    pub(super) tokens: usize,
+    pub(super) draws: usize,
+    /// How many ids of history may still be sent along.
+    pub(super) history: usize,
+    /// Whether the step is to stay within the gap: a reader waits for an id of it, or an interactive request may arrive
+    /// while it runs.
+    pub(super) hurries: bool,
+    /// Whether a chunk of a prompt is in it.
+    pub(super) prefills: bool,
+}
+
+impl Guessed {
+    pub(super) const NONE: Self = Self { ids: Vec::new(), by: Guesser::Lookup };
+}
+
+impl Share {
+    /// Whether the share belongs to a sequence. A share from before a preemption does not.
+    pub(super) fn belongs_to(&self, sequence: &Sequence) -> bool {
+        self.begun_as == sequence.begun_as && self.life == sequence.life
+    }
+}
+
+impl PendingStep {
+    pub(super) fn new(limits: &Limits, hurries: bool) -> Self {
+        Self {
+            step: Step::default(),
+            tokens: limits.max_batch_tokens,
+            draws: limits.max_draws,
+            history: limits.max_context,
+            hurries,
+            prefills: false,
+        }
+    }
+
+    pub(super) fn has(&self, id: SequenceId) -> bool {
+        self.step.shares.iter().any(|share| share.id == id)
+    }
+
+    /// Puts the next `len` tokens of a running sequence into the step, and guesses behind them. The step has room for
+    /// them, and the sequence has the blocks. Returns whether an id of the answer is drawn behind them.
+    pub(super) fn push(&mut self, sequence: &mut Sequence, len: usize, guesses: Guessed) -> bool {
+        let (start, pending, unseen) = (sequence.submitted, sequence.pending(), sequence.unseen());
+        let history = (unseen > 0).then(|| sequence.tokens[..unseen].to_vec());
+        let input = if start + len <= sequence.tokens.len() {
+            Input::Ids([&sequence.tokens[start..start + len], &guesses.ids].concat())
+        } else {
+            assert!(len == 1 && start >= sequence.tokens.len(), "an id that is not known yet is fed alone");
+            Input::LastSampled
+        };
+        let draws_before = self.step.sampling.draws.len();
+        let yields = self.ask(sequence, len, guesses.ids.len());
+        self.step.batch.sequences.push(share_of(sequence, start, input, history));
+        let tokens = len + guesses.ids.len();
+        self.tokens -= tokens;
+        self.draws -= self.step.sampling.draws.len() - draws_before;
+        self.history -= unseen;
+        self.prefills |= pending > 1;
+        self.step.load = self.step.load.with(start, tokens);
+        sequence.submit(len, guesses.ids.len());
+        let draws = matches!(yields, Yields::Ids(_));
+        self.share(sequence, start + len, yields, guesses);
+        draws
+    }
+
+    /// Adds the draws and sums that the next `len` tokens of a sequence need. The sequence is the next one of the
+    /// batch.
+    fn ask(&mut self, sequence: &mut Sequence, len: usize, guesses: usize) -> Yields {
+        let index = self.step.batch.sequences.len();
+        let Sampling { draws, pooling } = &mut self.step.sampling;
+        let first = draws.len();
+        let is_all = len == sequence.pending();
+        if sequence.unscored() > 0 {
+            let start = sequence.submitted;
+            draws.extend((0..len).map(|token| sequence.score(index, token, start + token + 1)));
+            Yields::Scores(first..draws.len())
+        } else if sequence.pooling {
+            let at = pooling.iter().filter(|pooling| pooling.last).count();
+            pooling.push(Pooling { sequence: index, last: is_all });
+            if is_all { Yields::Pooled(at) } else { Yields::Nothing }
+        } else if is_all {
+            draws.extend((0..=guesses).map(|ahead| sequence.draw(index, len - 1 + ahead)));
+            self.step.masks.extend(sequence.pending_mask());
+            sequence.drawn += 1;
+            Yields::Ids(first)
+        } else {
+            Yields::Nothing
+        }
+    }
+
+    /// Draws the first id of a fork behind the last token of its parent, which was just put into the step.
+    pub(super) fn push_fork(&mut self, parent: &Sequence, fork: &mut Sequence) {
+        let own = self.step.batch.sequences.last().expect("its parent is in the step");
+        let (index, token) = (self.step.batch.sequences.len() - 1, own.input.len() - 1);
+        if fork.sampling.penalizes() {
+            let copy = HistoryCopy { from: slot_of(parent), to: slot_of(fork), tokens: fork.submitted };
+            self.step.batch.history_copies.push(copy);
+        }
+        let yields = Yields::Ids(self.step.sampling.draws.len());
+        self.step.sampling.draws.push(fork.draw(index, token));
+        self.step.masks.extend(fork.pending_mask());
+        self.draws -= 1;
+        fork.drawn = 1;
+        self.share(fork, fork.submitted, yields, Guessed::NONE);
+    }
+
+    fn share(&mut self, sequence: &Sequence, end: usize, yields: Yields, guesses: Guessed) {
+        let &Sequence { id, begun_as, life, .. } = sequence;
+        self.step.shares.push(Share { id, begun_as, life, end, yields, guesses });
+    }
+
+    /// The step; none if no sequence is in it.
+    pub(super) fn finish(self) -> Option<Step> {
+        (!self.step.shares.is_empty()).then_some(self.step)
+    }
+}
+
+fn slot_of(sequence: &Sequence) -> u32 {
+    sequence.slot.expect("a running sequence has a slot")
+}
+
+/// The entry of a running sequence in a batch: `input` at positions `start..`, with the blocks that the sequence has.
+pub(super) fn share_of(
+    sequence: &Sequence,
+    start: usize,
+    input: Input,
+    history: Option<Vec<u32>>,
+) -> BatchSequence {
+    let (sliding_first, sliding) = sequence.table.sliding();
+    BatchSequence {
+        slot: slot_of(sequence),
+        start,
+        input,
+        full_blocks: sequence.table.full().to_vec(),
+        sliding_blocks: sliding.collect(),
+        sliding_first,
+        history,
+    }
+}
