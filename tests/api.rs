@@ -727,7 +727,7 @@ async fn bad_bodies_are_refused_by_field() {
         (body(json!({"repeat_penalty": -1.1})), "repeat_penalty", "invalid_value"),
         (body(json!({"logit_bias": {"5": "x"}})), "logit_bias.5", "invalid_value"),
         (body(json!({"logit_bias": {"5": 101}})), "logit_bias.5", "invalid_value"),
-        (body(json!({"logit_bias": {"5": 1, "05": 2}})), "logit_bias.05", "invalid_value"),
+        (body(json!({"logit_bias": {"5": 1, "05": 2}})), "logit_bias.5", "invalid_value"),
         (body(json!({"logit_bias": {"hello": 1}})), "logit_bias.hello", "invalid_value"),
         (body(json!({"logit_bias": {"512": 1}})), "logit_bias.512", "invalid_value"),
         (body(json!({"logit_bias": [5]})), "logit_bias", "invalid_value"),

@@ -64,7 +64,7 @@ impl<'a> Driver<'a> {
                 let Some(step) = self.scheduler.schedule(&pace) else { break };
                 run.steps += 1;
                 run.widest = run.widest.max(step.batch.sequences.len());
-                in_flight.push_back((engine::submit(self.runner, &step).unwrap(), step));
+                in_flight.push_back((step.submit(self.runner).unwrap(), step));
             }
             let (ticket, step) = in_flight.pop_front().expect("something waits and nothing runs");
             let sampled = self.runner.wait(ticket).unwrap();

@@ -12,7 +12,7 @@ use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
     CacheSalt, EVENTS, Engine, EngineConfig, EngineError, EngineHandle, Event, FinishReason, Fork, Pace,
     Priority, Request, Scheduler, SchedulerConfig, Sequence, SharedMask, SubmitError, TokenMask, TokenStream,
-    draft, submit,
+    draft,
 };
 use unicorn::model::{Batch, BlockPool, Draw, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
 
@@ -576,7 +576,7 @@ fn a_grammars_time_is_that_of_the_client_whose_it_is() {
         while let Some(step) = scheduler.schedule(&pace) {
             let ids: Vec<u64> = step.shares.iter().map(|share| share.id).collect();
             order.extend(ids.iter().filter(|id| !order.contains(*id)).copied().collect::<Vec<_>>());
-            let ticket = submit(&mut *runner, &step).expect("never fails");
+            let ticket = step.submit(&mut *runner).expect("never fails");
             masked += usize::from(ids == [1]);
             // Its reader may leave while its last step is under way.
             if cancelled && masked == 10 {
@@ -874,7 +874,7 @@ fn an_answer_that_leaves_amid_a_step_of_its_prompt_leaves_the_others_what_the_st
         let (mut answer, mut scores) = (Vec::new(), None);
         for steps in 0.. {
             let Some(step) = scheduler.schedule(&Pace::new()) else { break };
-            let ticket = submit(&mut *runner, &step).expect("never fails");
+            let ticket = step.submit(&mut *runner).expect("never fails");
             if steps == 1 {
                 scheduler.remove(0);
             }
@@ -1287,7 +1287,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                         }
                     }
                     if let Some(step) = step {
-                        let ticket = submit(&mut *runner, &step).expect("never fails");
+                        let ticket = step.submit(&mut *runner).expect("never fails");
                         alive.extend(step.shares.iter().map(|share| (share.id, now)));
                         step.shares.iter().for_each(|share| compute(&mut firsts, &texts[&share.id]));
                         in_flight.push_back((ticket, step));
@@ -1351,7 +1351,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
             if in_flight.len() < limits.max_in_flight
                 && let Some(step) = scheduler.schedule(&pace)
             {
-                in_flight.push_back((submit(&mut *runner, &step).expect("never fails"), step));
+                in_flight.push_back((step.submit(&mut *runner).expect("never fails"), step));
             }
             let (ticket, step) = in_flight.pop_front().expect("something waits and nothing runs");
             scheduler.commit(&step, &runner.wait(ticket).expect("never fails"));

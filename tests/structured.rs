@@ -170,7 +170,7 @@ async fn what_cannot_be_had_is_refused_by_field() {
         (json!({"guided_regex": 3}), "guided_regex", "a string"),
         (json!({"guided_choice": []}), "guided_choice", "nothing"),
         (json!({"guided_choice": "yes"}), "guided_choice", "list"),
-        (json!({"guided_choice": [1]}), "guided_choice", "a string"),
+        (json!({"guided_choice": [1]}), "guided_choice[0]", "a string"),
         (json!({"guided_grammar": "root ::= \"a\""}), "guided_grammar", "::="),
         (json!({"structured_outputs": {"regex": "["}}), "structured_outputs.regex", "unclosed"),
         (json!({"structured_outputs": {"choice": 1}}), "structured_outputs.choice", "list"),

@@ -161,6 +161,27 @@ struct ErrorDetails {
     error_code: &'static str,
 }
 
+/// What went wrong, in Anthropic's words.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct AnthropicError {
+    #[schema(inline)]
+    r#type: ErrorType,
+    error: AnthropicErrorObject,
+    request_id: String,
+}
+
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+enum ErrorType {
+    Error,
+}
+
+impl AnthropicError {
+    pub fn new(error: AnthropicErrorObject, request_id: String) -> Self {
+        Self { r#type: ErrorType::Error, error, request_id }
+    }
+}
+
 impl ApiError {
     pub fn invalid(param: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::Invalid { param: param.into(), problem: problem.into() }

@@ -25,8 +25,7 @@ use utoipa::openapi::{
 };
 use utoipa::{IntoResponses, ToSchema};
 
-use crate::api::anthropic::AnthropicError;
-use crate::api::error::ErrorBody;
+use crate::api::error::{AnthropicError, ErrorBody};
 use crate::api::server::Server;
 
 /// The document without its routes.

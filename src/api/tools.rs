@@ -11,7 +11,7 @@ use crate::api::error::ApiError;
 use crate::api::ids::new_id;
 use crate::api::wire::bounded::ToolName;
 use crate::api::wire::{field, required, short};
-use crate::session::{Conversation, MAX_TOOLS, Tool, ToolChoice, Tools};
+use crate::session::{Conversation, Tool, ToolChoice, Tools};
 use crate::text::CallPiece;
 
 /// A JSON schema of the object that a tool takes.
@@ -109,14 +109,6 @@ pub(in crate::api) fn chosen(list: Vec<Tool>, choice: Choice, parallel: bool) ->
         }
     };
     Ok(Tools { list, choice, only, parallel })
-}
-
-/// Refuses more calls than one answer may make.
-pub(in crate::api) fn check_call_count(at: &str, calls: usize) -> Result<(), ApiError> {
-    if calls <= MAX_TOOLS {
-        return Ok(());
-    }
-    Err(ApiError::invalid(at, format!("expected at most {MAX_TOOLS} items, got {calls}")))
 }
 
 /// Adds to a conversation what the call of the id gave; `at` is the field that has the id.

@@ -4,11 +4,6 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use rayon::prelude::*;
-
-use super::scheduler::Step;
-use crate::model::{Runner, RunnerError, Ticket};
-
 /// Says which ids may come next in one answer.
 ///
 /// The engine asks for a mask once for each id, and shows it all ids before: a sequence with a mask has no step in
@@ -76,21 +71,9 @@ pub(super) struct PendingMask {
 }
 
 impl PendingMask {
-    fn words(&self) -> Arc<[u32]> {
+    pub(super) fn words(&self) -> Arc<[u32]> {
         self.mask.lock().expect("a grammar does not panic").mask(&self.answer)
     }
-}
-
-/// Submits a step to the runner, and pushes the masks of its draws, which are made while the device computes the
-/// layers.
-pub fn submit(runner: &mut dyn Runner, step: &Step) -> Result<Ticket, RunnerError> {
-    let ticket = runner.submit(&step.batch, &step.sampling)?;
-    if !step.masks.is_empty() {
-        // Each mask is the work of a grammar, so they are made in parallel.
-        let words: Vec<_> = step.masks.par_iter().map(PendingMask::words).collect();
-        runner.masks(&ticket, &words)?;
-    }
-    Ok(ticket)
 }
 
 /// A clone belongs to another answer.

@@ -39,7 +39,7 @@ pub use answer::{Ended, Event, FinishReason, Timings};
 pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use error::{EngineError, SubmitError};
 pub use handle::{Engine, EngineConfig, EngineHandle, TokenStream};
-pub use mask::{SharedMask, TokenMask, submit};
+pub use mask::{SharedMask, TokenMask};
 pub use pace::{Load, Pace};
 pub use request::{CacheSalt, ClientId, EVENTS, MAX_QUEUE, Priority, Request};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use super::answer::{Answer, Event, FinishReason};
 use super::error::EngineError;
-use super::mask::submit;
 use super::pace::Pace;
 use super::scheduler::{Output, Scheduler, SchedulerConfig, Step};
 use super::sequence::{Sequence, SequenceId};
@@ -163,7 +162,7 @@ impl StepLoop {
                 answer.permit = None;
                 answer.clock.started.get_or_insert_with(Instant::now);
             }
-            let ticket = submit(&mut *self.runner, &step)?;
+            let ticket = step.submit(&mut *self.runner)?;
             self.stats.steps += 1;
             self.stats.step_tokens += step.load.tokens as u64;
             self.stats.step_shares += step.shares.len() as u64;

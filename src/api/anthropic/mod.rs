@@ -20,7 +20,7 @@ use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use crate::api::anthropic::request::{ConversationFields, Form, MessagesRequest};
-use crate::api::error::{AnthropicErrorObject, ApiError};
+use crate::api::error::{AnthropicError, AnthropicErrorObject, ApiError};
 use crate::api::exchange::{self, Answers, Caller, Client, Exchange, Reply, json_text, named_event};
 use crate::api::ids::{REQUEST_ID, new_id};
 use crate::api::openapi::AnthropicErrors;
@@ -112,7 +112,7 @@ pub(in crate::api) async fn rewrite_errors(request: Request, next: Next) -> Resp
     if let Some(error) = response.extensions().get::<ApiError>() {
         let (status, error) = error.anthropic();
         let request_id = String::from_utf8_lossy(id.as_bytes()).into_owned();
-        let body = AnthropicError { r#type: ErrorType::Error, error, request_id };
+        let body = AnthropicError::new(error, request_id);
         *response.status_mut() = status;
         *response.body_mut() = Body::from(json_text(&body));
         response.headers_mut().remove(header::CONTENT_LENGTH);
@@ -211,21 +211,6 @@ pub(in crate::api) enum BlockDelta {
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct TokenCount {
     input_tokens: usize,
-}
-
-/// What went wrong, in Anthropic's words.
-#[derive(Serialize, ToSchema)]
-pub(in crate::api) struct AnthropicError {
-    #[schema(inline)]
-    r#type: ErrorType,
-    error: AnthropicErrorObject,
-    request_id: String,
-}
-
-#[derive(Serialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub(in crate::api) enum ErrorType {
-    Error,
 }
 
 /// How an answer ended.

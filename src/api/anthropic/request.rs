@@ -35,6 +35,7 @@ words! {
         Text = "text", ToolUse = "tool_use", ToolResult = "tool_result", Thinking = "thinking",
         RedactedThinking = "redacted_thinking"
     } or Other;
+    TextBlockType { Text = "text" } or Other;
     CustomToolType { Custom = "custom" } or Other;
     MessagesChoiceType { Auto = "auto", Any = "any", Tool = "tool", None = "none" };
     OutputFormatType { JsonSchema = "json_schema" };
@@ -135,7 +136,7 @@ pub(in crate::api) struct ContentBlock {
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(as = TextBlockParam)]
 pub(in crate::api) struct TextBlock {
-    r#type: BlockType,
+    r#type: TextBlockType,
     #[schema(required, nullable = false)]
     text: Option<String>,
 }
@@ -223,7 +224,7 @@ impl ConversationFields {
         self.refuse_unsupported()?;
         let mut conversation = Conversation::default();
         if let Some(system) = self.system {
-            conversation.say("system", &text("system", &MessageRole::System, system)?);
+            conversation.say("system", &text("system", system)?);
         }
         for (i, message) in self.messages.0.into_iter().enumerate() {
             add_message(&mut conversation, &format!("messages[{i}]"), message)?;
@@ -312,21 +313,26 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
 fn tool_result(at: &str, content: Option<TextContent>, is_error: Option<bool>) -> Result<String, ApiError> {
     let text = match content {
         None => String::new(),
-        Some(content) => text(&field(at, "content"), &MessageRole::User, content)?,
+        Some(content) => text(&field(at, "content"), content)?,
     };
     Ok(if is_error.unwrap_or(false) { format!("Error: {text}") } else { text })
 }
 
 /// A text, or blocks of text, which are paragraphs of their own.
-fn text(at: &str, role: &MessageRole, content: TextContent) -> Result<String, ApiError> {
+fn text(at: &str, content: TextContent) -> Result<String, ApiError> {
     let blocks = match content {
         TextOr::Text(text) => return Ok(text),
         TextOr::Other(blocks) => blocks,
     };
     let mut paragraphs = Vec::with_capacity(blocks.len());
     for (i, block) in blocks.into_iter().enumerate() {
-        paragraphs.extend(paragraph(&format!("{at}[{i}]"), role, block.r#type, block.text)?);
+        let at = format!("{at}[{i}]");
+        match block.r#type {
+            TextBlockType::Text => paragraphs.push(required(block.text, &at, "text")?),
+            TextBlockType::Other(kind) => return Err(no_text(&at, &kind, TextBlockType::WORDS)),
+        }
     }
+    paragraphs.retain(|text| !text.is_empty());
     Ok(paragraphs.join("\n\n"))
 }
 

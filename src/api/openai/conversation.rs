@@ -5,11 +5,11 @@ use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::openai::tools::{FunctionType, check_type};
-use crate::api::tools::{add_result, check_call_count};
+use crate::api::tools::add_result;
 use crate::api::wire::bounded::List;
 use crate::api::wire::union::{ListedBesideText, Refused, TextOr, expected, words};
 use crate::api::wire::{JsonObject, field, required};
-use crate::session::{Call, Conversation, PromptEnding};
+use crate::session::{Call, Conversation, MAX_TOOLS, PromptEnding};
 use crate::text::Message;
 
 words! {
@@ -25,6 +25,9 @@ pub(in crate::api) type ChatMessages = List<ChatMessage, 1, { usize::MAX }>;
 /// What a message says.
 type ChatContent = TextOr<Vec<TextPart>>;
 
+/// The calls of one answer.
+type MadeCalls = List<MadeCall, 0, MAX_TOOLS>;
+
 /// A message of a conversation.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct ChatMessage {
@@ -33,7 +36,8 @@ pub(in crate::api) struct ChatMessage {
     #[schema(inline)]
     content: Option<ChatContent>,
     /// The calls that an assistant's message made.
-    tool_calls: Option<Vec<MadeCall>>,
+    #[schema(inline)]
+    tool_calls: Option<MadeCalls>,
     /// The id of the call that a tool's message answers: a call in a message before this one.
     tool_call_id: Option<String>,
     /// Replaced by `tool_calls`.
@@ -109,7 +113,7 @@ pub(in crate::api) fn messages(items: ChatMessages) -> Result<Vec<Message>, ApiE
             }
             ChatRole::Other(role) => return Err(unknown_role(&at, &role)),
         };
-        let calls = calls(&at, item.function_call, item.tool_calls.unwrap_or_default(), role)?;
+        let calls = calls(&at, item.function_call, item.tool_calls.unwrap_or_default().0, role)?;
         if calls.is_empty() || !text.is_empty() {
             conversation.say(role, &text);
         }
@@ -190,7 +194,6 @@ fn calls(
     if role != "assistant" && !calls.is_empty() {
         return Err(ApiError::invalid(at, "only an assistant's message has them"));
     }
-    check_call_count(&at, calls.len())?;
     let read = |(i, made): (usize, MadeCall)| {
         let at = format!("{at}[{i}]");
         check_type(&at, made.r#type.as_ref())?;

@@ -7,10 +7,11 @@ use serde_json::Value;
 use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
+use crate::api::wire::bounded::List;
 use crate::api::wire::union::{BesideText, Refused, TextOr, words};
 use crate::api::wire::{JsonObject, field, required};
 use crate::session::ResponseGrammar;
-use crate::text::GrammarSource;
+use crate::text::{GrammarSource, MAX_CHOICES};
 
 words! {
     FormatType { Text = "text", JsonObject = "json_object", JsonSchema = "json_schema" };
@@ -18,6 +19,9 @@ words! {
 
 /// A JSON schema, or its text.
 type SchemaOrText = TextOr<SchemaObject>;
+
+/// Texts to choose from. That there is none is said when the grammar is compiled.
+type Choices = List<String, 0, MAX_CHOICES>;
 
 /// A JSON schema.
 #[derive(Debug, Clone, Deserialize, ToSchema)]
@@ -38,7 +42,8 @@ pub(in crate::api) struct GrammarFields {
     #[schema(inline)]
     guided_json: Option<SchemaOrText>,
     guided_regex: Option<String>,
-    guided_choice: Option<Vec<String>>,
+    #[schema(inline)]
+    guided_choice: Option<Choices>,
     /// Lark, as llguidance reads it.
     guided_grammar: Option<String>,
 }
@@ -70,7 +75,8 @@ struct StructuredOutputs {
     #[schema(inline)]
     json: Option<SchemaOrText>,
     regex: Option<String>,
-    choice: Option<Vec<String>>,
+    #[schema(inline)]
+    choice: Option<Choices>,
     /// Lark, as llguidance reads it.
     grammar: Option<String>,
     /// Any JSON object.
@@ -153,7 +159,7 @@ impl StructuredOutputs {
 struct Sources {
     json: Option<SchemaOrText>,
     regex: Option<String>,
-    choice: Option<Vec<String>>,
+    choice: Option<Choices>,
     grammar: Option<String>,
 }
 
@@ -169,7 +175,7 @@ impl Sources {
             found.push((param("json"), GrammarSource::JsonSchema { schema, strict: true }));
         }
         found.extend(self.regex.map(|regex| (param("regex"), GrammarSource::Regex(regex))));
-        found.extend(self.choice.map(|choices| (param("choice"), GrammarSource::Choice(choices))));
+        found.extend(self.choice.map(|choices| (param("choice"), GrammarSource::Choice(choices.0))));
         found.extend(self.grammar.map(|grammar| (param("grammar"), GrammarSource::Lark(grammar))));
         Ok(())
     }

@@ -42,10 +42,9 @@ fn no_function(at: &str, kind: &str) -> ApiError {
     ApiError::unsupported(field(at, "type"), problem)
 }
 
-/// A function that the model may call.
+/// A tool of a response: a function that the model may call.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct FunctionTool {
-    /// Chat writes the type beside `function`.
     r#type: Option<FunctionType>,
     #[schema(required, nullable = false)]
     name: Option<ToolName>,
@@ -55,20 +54,24 @@ pub(in crate::api) struct FunctionTool {
     strict: Option<bool>,
 }
 
-impl FunctionTool {
-    fn definition(self, at: String) -> Definition {
-        let Self { name, description, parameters, strict, .. } = self;
-        Definition { at, name, description, parameters, strict }
-    }
-}
-
 /// A tool of a chat.
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(as = Tool)]
 pub(in crate::api) struct ChatTool {
     r#type: Option<FunctionType>,
     #[schema(required, nullable = false)]
-    function: Option<FunctionTool>,
+    function: Option<ToolFunction>,
+}
+
+/// A function that the model may call.
+#[derive(Debug, Deserialize, ToSchema)]
+struct ToolFunction {
+    #[schema(required, nullable = false)]
+    name: Option<ToolName>,
+    description: Option<String>,
+    parameters: Option<ParametersSchema>,
+    /// Every keyword of the schema is enforced, or it is an error.
+    strict: Option<bool>,
 }
 
 /// What a chat says of tools.
@@ -130,7 +133,9 @@ impl ChatToolFields {
         let definition = |(i, tool): (usize, ChatTool)| {
             let at = format!("tools[{i}]");
             check_type(&at, tool.r#type.as_ref())?;
-            Ok(required(tool.function, &at, "function")?.definition(field(&at, "function")))
+            let function = required(tool.function, &at, "function")?;
+            let ToolFunction { name, description, parameters, strict } = function;
+            Ok(Definition { at: field(&at, "function"), name, description, parameters, strict })
         };
         let list = tool_list(items.map(definition), "parameters")?;
         let choice = match self.tool_choice {
@@ -234,7 +239,8 @@ impl ResponseToolFields {
         let definition = |(i, tool): (usize, FunctionTool)| {
             let at = format!("tools[{i}]");
             check_type(&at, tool.r#type.as_ref())?;
-            Ok(tool.definition(at))
+            let FunctionTool { name, description, parameters, strict, .. } = tool;
+            Ok(Definition { at, name, description, parameters, strict })
         };
         let list = tool_list(items.map(definition), "parameters")?;
         let choice = match self.tool_choice {

@@ -9,6 +9,7 @@ use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{ArrayBuilder, ObjectBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
 
+use crate::api::wire::union::{BesideText, ListedBesideText, reference, with_reference};
 use crate::model::MAX_LOGPROBS;
 use crate::text::MAX_STOP_BYTES;
 
@@ -334,9 +335,14 @@ impl<'de, T: Deserialize<'de>, const LEAST: usize, const MOST: usize> Deserializ
     }
 }
 
+impl<T: ListedBesideText, const LEAST: usize, const MOST: usize> BesideText for List<T, LEAST, MOST> {
+    const NAME: &str = T::NAME;
+    const IS_LIST: bool = true;
+}
+
 impl<T: ToSchema, const LEAST: usize, const MOST: usize> PartialSchema for List<T, LEAST, MOST> {
     fn schema() -> RefOr<Schema> {
-        let list = ArrayBuilder::new().items(super::union::reference::<T>());
+        let list = ArrayBuilder::new().items(reference::<T>());
         let list = list.min_items((LEAST > 0).then_some(LEAST));
         RefOr::T(list.max_items((MOST < usize::MAX).then_some(MOST)).build().into())
     }
@@ -348,6 +354,6 @@ impl<T: ToSchema, const LEAST: usize, const MOST: usize> ToSchema for List<T, LE
     }
 
     fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
-        super::union::with_reference::<T>(schemas);
+        with_reference::<T>(schemas);
     }
 }

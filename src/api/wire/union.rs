@@ -11,7 +11,6 @@ use utoipa::openapi::schema::{AnyOfBuilder, ObjectBuilder, Schema, SchemaType, T
 use utoipa::openapi::{Ref, RefOr};
 use utoipa::{PartialSchema, ToSchema};
 
-use crate::api::wire::bounded::List;
 use crate::api::wire::{JsonObject, short};
 
 /// Enums whose values are words. `or Other` is for words that only the reader of the field can refuse in good words; the
@@ -143,11 +142,6 @@ impl ListedBesideText for String {
 }
 
 impl<T: ListedBesideText> BesideText for Vec<T> {
-    const NAME: &str = T::NAME;
-    const IS_LIST: bool = true;
-}
-
-impl<T: ListedBesideText, const LEAST: usize, const MOST: usize> BesideText for List<T, LEAST, MOST> {
     const NAME: &str = T::NAME;
     const IS_LIST: bool = true;
 }

@@ -2,12 +2,17 @@
 
 use std::ops::Range;
 
+use rayon::prelude::*;
+
 use crate::engine::answer::Ended;
 use crate::engine::mask::PendingMask;
 use crate::engine::pace::Load;
 use crate::engine::sequence::{Sequence, SequenceId};
 use crate::engine::speculation::{Drafts, Guesser};
-use crate::model::{Batch, BatchSequence, HistoryCopy, Input, Limits, Logprobs, Pooling, Sampling};
+use crate::model::{
+    Batch, BatchSequence, HistoryCopy, Input, Limits, Logprobs, Pooling, Runner, RunnerError, Sampling,
+    Ticket,
+};
 
 /// A step: the arrays for the runner, and the sequences that they belong to.
 #[derive(Debug, Default)]
@@ -19,6 +24,20 @@ pub struct Step {
     pub load: Load,
     /// One for each sequence of the batch, and one for each fork that draws its first id in the step.
     pub shares: Vec<Share>,
+}
+
+impl Step {
+    /// Submits the step to the runner, and pushes the masks of its draws, which are made while the device computes the
+    /// layers.
+    pub fn submit(&self, runner: &mut dyn Runner) -> Result<Ticket, RunnerError> {
+        let ticket = runner.submit(&self.batch, &self.sampling)?;
+        if !self.masks.is_empty() {
+            // Each mask is the work of a grammar, so they are made in parallel.
+            let words: Vec<_> = self.masks.par_iter().map(PendingMask::words).collect();
+            runner.masks(&ticket, &words)?;
+        }
+        Ok(ticket)
+    }
 }
 
 /// The part of a step that belongs to one sequence.

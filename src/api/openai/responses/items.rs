@@ -14,6 +14,7 @@ use crate::api::ids::new_id;
 use crate::api::openai::conversation::{CallArguments, call, no_text};
 use crate::api::tools::add_result;
 use crate::api::wire;
+use crate::api::wire::bounded::List;
 use crate::api::wire::union::{ListedBesideText, TextOr, expected, words};
 use crate::api::wire::{field, required, short};
 use crate::session::Conversation;
@@ -22,7 +23,7 @@ use crate::session::Conversation;
 type InputContent = TextOr<Vec<InputPart>>;
 
 /// The field `input`.
-pub(in crate::api) type Input = TextOr<Vec<InputItem>>;
+pub(in crate::api) type Input = TextOr<List<InputItem, 1, { usize::MAX }>>;
 
 words! {
     ItemType {
@@ -80,7 +81,7 @@ impl Input {
         match self {
             TextOr::Text(text) => conversation.say("user", &text),
             TextOr::Other(items) => {
-                for (i, item) in items.into_iter().enumerate() {
+                for (i, item) in items.0.into_iter().enumerate() {
                     item.read(&format!("{INPUT}[{i}]"), conversation)?;
                 }
             }
