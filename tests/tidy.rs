@@ -359,8 +359,8 @@ fn circles(sources: &[(String, String)]) -> Vec<String> {
     let files = paths.map(|(file, _)| (module_path(file).join("::"), *file)).collect();
     let mut modules = Modules { files, exports: BTreeMap::new() };
 
-    // What a file names: (offset, path).
-    let mut named: Vec<(&str, &str, Vec<(usize, String)>)> = Vec::new();
+    // The paths that a file names, with their offsets.
+    let mut named: BTreeMap<&str, Vec<(usize, String)>> = BTreeMap::new();
     for (file, code) in &codes {
         let own = module_path(file).join("::");
         let children: Vec<&str> = modules
@@ -382,13 +382,13 @@ fn circles(sources: &[(String, String)]) -> Vec<String> {
                 modules.exports.insert((*file, name), path);
             }
         }
-        named.push((*file, code.as_str(), paths));
+        named.insert(*file, paths);
     }
 
-    // What a file imports: (line, path, file).
+    // The imports of a file: (line, path, imported file).
     let mut imports: BTreeMap<&str, Vec<(usize, &str, &str)>> = BTreeMap::new();
-    for (file, code, paths) in &named {
-        let targets = paths.iter().filter_map(|(at, path)| Some((*at, path, modules.resolve(path)?)));
+    for (file, code) in &codes {
+        let targets = named[file].iter().filter_map(|(at, path)| Some((*at, path, modules.resolve(path)?)));
         let others = targets.filter(|(.., target)| target != file);
         imports.insert(*file, others.map(|(at, path, to)| (line_of(code, at), path.as_str(), to)).collect());
     }
