@@ -86,7 +86,7 @@ async fn a_response_has_openais_shape() {
         ("metadata", json!({"a": "b"})),
         ("max_output_tokens", json!(90)),
         ("top_p", json!(0.5)),
-        ("temperature", json!(null)),
+        ("temperature", json!(0.9)), // the default of this model
         ("user", json!("u")),
         ("previous_response_id", json!(null)),
         ("store", json!(true)),

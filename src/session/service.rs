@@ -92,8 +92,9 @@ impl Service {
         let mut sampling = SamplingParams {
             logit_bias: request.logit_bias.clone(),
             logprobs: request.logprobs,
-            stop_token_ids: if request.ignore_eos { Vec::new() } else { self.stop_token_ids.clone() },
-            min_tokens: request.min_tokens.unwrap_or(0),
+            stop_token_ids: self.stop_token_ids.clone(),
+            // With `ignore_eos` no id that ends an answer is ever drawn: such an id has no text for the client.
+            min_tokens: if request.ignore_eos { usize::MAX } else { request.min_tokens.unwrap_or(0) },
             ..request.sampling.resolve(&self.defaults)
         };
         let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
@@ -112,9 +113,7 @@ impl Service {
         if let Some(constraint) = constraint {
             // A grammar that has come to its end lets nothing follow but the ids that end the answer: they cannot be kept
             // away from it, so it is the mask that keeps them away until then.
-            let least = if request.ignore_eos { usize::MAX } else { sampling.min_tokens };
-            sampling.min_tokens = 0;
-            sampling.stop_token_ids.clone_from(&self.stop_token_ids);
+            let least = std::mem::take(&mut sampling.min_tokens);
             let failure = Failure::default();
             answer = answer.with_failure(Arc::clone(&failure));
             engine.mask = Some(Box::new(GrammarMask::new(constraint, least, failure)));

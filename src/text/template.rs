@@ -13,8 +13,8 @@ use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::LazyLock;
-use std::time::{SystemTime, UNIX_EPOCH};
 
+use jiff::Timestamp;
 use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind};
 use serde::Deserialize;
@@ -303,80 +303,13 @@ fn describe_panic(panic: &(dyn Any + Send)) -> String {
 }
 
 fn strftime_now(format: String) -> Result<String, Error> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    strftime(&format, now).map_err(|problem| Error::new(ErrorKind::InvalidOperation, problem))
+    strftime(&format, Timestamp::now())
 }
 
-/// The directives of C's strftime that templates use, in English, at `seconds` after 1970 in UTC.
-fn strftime(format: &str, seconds: u64) -> Result<String, String> {
-    const MONTHS: [&str; 12] = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
-    let days = seconds / 86_400;
-    let (year, month, day) = civil_from_days(days);
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    let hour12 = (hour + 11) % 12 + 1;
-    let weekday = DAYS[(days % 7) as usize];
-    let month_name = MONTHS[month as usize - 1];
-
-    let mut out = String::new();
-    let mut chars = format.chars();
-    while let Some(c) = chars.next() {
-        if c != '%' {
-            out.push(c);
-            continue;
-        }
-        let mut directive = chars.next().unwrap_or('%');
-        let padded = directive != '-';
-        if !padded {
-            directive = chars.next().unwrap_or('-');
-        }
-        let two = |n: u64| if padded { format!("{n:02}") } else { n.to_string() };
-        out.push_str(&match directive {
-            'Y' => year.to_string(),
-            'y' => two(year % 100),
-            'm' => two(month),
-            'd' => two(day),
-            'e' => format!("{day:2}"),
-            'H' => two(hour),
-            'I' => two(hour12),
-            'M' => two(minute),
-            'S' => two(second),
-            'p' => if hour < 12 { "AM" } else { "PM" }.to_owned(),
-            'B' => month_name.to_owned(),
-            'b' => month_name[..3].to_owned(),
-            'A' => weekday.to_owned(),
-            'a' => weekday[..3].to_owned(),
-            '%' => "%".to_owned(),
-            other => return Err(format!("strftime_now: the directive %{other} is not known")),
-        });
-    }
-    Ok(out)
-}
-
-/// Year, month (1..=12) and day of a day counted from 1970-01-01.
-/// Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms".
-fn civil_from_days(days: u64) -> (u64, u64, u64) {
-    let z = days + 719_468;
-    let (era, day_of_era) = (z / 146_097, z % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
-    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
-    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+/// The date and time in UTC, by the directives of C's strftime, in English.
+fn strftime(format: &str, time: Timestamp) -> Result<String, Error> {
+    let problem = |error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}"));
+    jiff::fmt::strtime::format(format, time).map_err(problem)
 }
 
 #[cfg(test)]
@@ -394,8 +327,10 @@ mod tests {
             (1_772_323_200, "2026-03-01 00:00:00|01 Mar 2026|Sunday, March 1|Sun  1 12 AM 26 100%"),
             (4_107_585_845, "2100-03-01 12:04:05|01 Mar 2100|Monday, March 1|Mon  1 12 PM 00 100%"),
         ] {
-            assert_eq!(strftime(format, seconds).as_deref(), Ok(expected));
+            let time = Timestamp::from_second(seconds).unwrap();
+            assert_eq!(strftime(format, time).unwrap(), expected);
         }
-        assert!(strftime("%Q", 0).is_err());
+        let unknown = strftime("%!", Timestamp::UNIX_EPOCH).unwrap_err().to_string();
+        assert!(unknown.contains("strftime_now"), "{unknown}");
     }
 }

@@ -3,6 +3,10 @@
 //! `docs/metrics.md` lists the names. They are vLLM's wherever it has one for the same thing, with `unicorn_` for its `vllm:`
 //! (a colon is for rules that Prometheus itself evaluates), so that its dashboards need that one change.
 //!
+//! The text is written here, and not by a Prometheus client library: those own the values of their metrics, and these values
+//! belong to the engine and the device, which are asked at each scrape. `prometheus-client` would also write OpenMetrics, whose
+//! names of counters differ. A test reads the text with Prometheus' own parser, and holds the names to docs/metrics.md.
+//!
 //! Every label's values are few and known beforehand: a path that is no route is `other`. Nothing here is of a request's
 //! text, and no client or key is named.
 

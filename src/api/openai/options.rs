@@ -49,7 +49,7 @@ pub(in crate::api) struct AnswerOptions {
     stop: Option<Stops>,
     /// At most as many as the answer may have.
     min_tokens: Option<MaxTokensOrNone>,
-    /// The answer goes on to its limit.
+    /// The answer goes on to its limit: ids that end an answer are never drawn.
     ignore_eos: Option<bool>,
     /// Requests with the same salt share the prefix cache, and no others do.
     cache_salt: Option<Salt>,

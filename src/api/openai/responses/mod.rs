@@ -80,9 +80,19 @@ pub(in crate::api) async fn create(
     let parse = move |body: &[u8]| {
         request::parse(body, |id| keeper.responses.get(id, owner).map(|stored| stored.items()))
     };
-    let asked = exchange::ask(&server, caller, body, ID_PREFIX, "input", parse, |service, request, _| {
-        Ok(vec![service.prepare(request)?])
-    });
+    let asked = exchange::ask(
+        &server,
+        caller,
+        body,
+        ID_PREFIX,
+        "input",
+        parse,
+        |service, request, form: &mut Form| {
+            let prepared = service.prepare(request)?;
+            form.repeated.use_sampling(&prepared.0.sampling);
+            Ok(vec![prepared])
+        },
+    );
     let Exchange { wire: form, reply, answers } = asked.await?;
     let stream = form.stream;
     let making = Making::new(Arc::clone(&server), owner, form, reply);

@@ -9,6 +9,7 @@ use utoipa::{PartialSchema, ToSchema};
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::tools::Calling;
 use crate::engine::Timings;
+use crate::model::SamplingParams;
 use crate::session::{Reason, Tools};
 
 /// A response, as far as it goes.
@@ -99,6 +100,7 @@ pub(in crate::api) struct RepeatedRequest {
     pub service_tier: ServiceTier,
     /// Whether it is kept.
     pub store: bool,
+    /// The value that was used: the request's, or the model's default.
     #[schema(required)]
     pub temperature: Option<f64>,
     pub text: TextFormat,
@@ -107,12 +109,23 @@ pub(in crate::api) struct RepeatedRequest {
     pub tool_choice: Value,
     pub tools: Vec<RepeatedTool>,
     pub top_logprobs: i64,
+    /// The value that was used: the request's, or the model's default.
     #[schema(required)]
     pub top_p: Option<f64>,
     #[schema(inline)]
     pub truncation: Truncation,
     #[schema(required)]
     pub user: Option<String>,
+}
+
+impl RepeatedRequest {
+    /// Fills in the sampling values that the request left to the model's defaults.
+    pub fn use_sampling(&mut self, sampling: &SamplingParams) {
+        // The shortest decimal of an f32 is the number that its author wrote.
+        let written = |value: f32| value.to_string().parse().ok();
+        self.temperature = self.temperature.or_else(|| written(sampling.temperature));
+        self.top_p = self.top_p.or_else(|| written(sampling.top_p));
+    }
 }
 
 /// Always null: what models say that think.
