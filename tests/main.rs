@@ -15,6 +15,7 @@ mod door;
 mod draft;
 mod drive;
 mod embeddings;
+mod encodings;
 mod engine;
 mod failures;
 mod fake_runner;

@@ -61,7 +61,7 @@ use tokio::net::TcpListener;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use self::http::middleware::{authenticate, cors, identify};
+use self::http::middleware::{authenticate, cors, identify, refuse_encoded};
 use self::http::{failures, health, metrics, status};
 use self::openai::{chat, completions, embeddings, models, responses};
 
@@ -75,6 +75,7 @@ pub fn router(server: Arc<Server>) -> Router {
 /// What every request goes through, around some routes.
 fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
     routes
+        .route_layer(middleware::from_fn(refuse_encoded))
         .fallback(async |uri: Uri| ApiError::NoRoute(uri.path().to_owned()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             ApiError::Method(method.to_string(), uri.path().to_owned())

@@ -1,4 +1,5 @@
-//! What every request goes through on its way to a handler: an id, CORS, and authentication.
+//! What every request goes through on its way to a handler: an id, CORS, authentication, and the check that its body is
+//! not compressed.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -6,6 +7,7 @@ use std::time::Instant;
 
 use axum::Extension;
 use axum::extract::{ConnectInfo, MatchedPath, Request, State};
+use axum::http::{HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use tower::{Layer, ServiceExt};
@@ -20,6 +22,7 @@ use crate::api::http::listen::Connection;
 use crate::api::ids::{REQUEST_ID, request_id};
 use crate::api::openai::responses::store::is_kept;
 use crate::api::server::Server;
+use crate::api::wire::short;
 
 /// Needs no key and no name: whoever watches a server knows neither.
 const OPEN: &str = "/health";
@@ -65,6 +68,19 @@ pub(in crate::api) async fn cors(
             Err(never) => match never {},
         },
     }
+}
+
+/// Refuses a body that is compressed: its bound is on what comes, and what it unpacks to has none.
+pub(in crate::api) async fn refuse_encoded(request: Request, next: Next) -> Response {
+    let encodings = request.headers().get_all(header::CONTENT_ENCODING);
+    let identity = |value: &&HeaderValue| {
+        let encoding = value.as_bytes().trim_ascii();
+        encoding.is_empty() || encoding.eq_ignore_ascii_case(b"identity")
+    };
+    if let Some(encoding) = encodings.iter().find(|value| !identity(value)) {
+        return ApiError::BodyEncoded(short(&String::from_utf8_lossy(encoding.as_bytes()))).into_response();
+    }
+    next.run(request).await
 }
 
 /// Lets a request in, or says why not.
