@@ -42,6 +42,7 @@ mod placement;
 mod reference;
 mod refusals;
 mod responses;
+mod routes;
 mod sharing;
 mod structured;
 mod support;

@@ -60,8 +60,9 @@ pub enum ApiError {
     BodyBroken,
     #[error("the body is encoded as {0:?}: send it as it is, without Content-Encoding")]
     BodyEncoded(String),
-    #[error("there is nothing at {0}")]
-    NoRoute(String),
+    /// `near` is the route that was probably meant.
+    #[error("there is nothing at {path}{}", near.as_ref().map_or(String::new(), |near| format!("; the nearest route is {near}")))]
+    NoRoute { path: String, near: Option<String> },
     #[error("{0} is not allowed at {1}")]
     Method(String, String),
     #[error("this server asks for an API key: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`")]
@@ -299,7 +300,7 @@ impl ApiError {
             Self::BodyTimeout(_) => request(StatusCode::REQUEST_TIMEOUT, None, Some("body_timeout")),
             Self::BodyBroken => request(bad, None, Some("body_incomplete")),
             Self::BodyEncoded(_) => request(StatusCode::UNSUPPORTED_MEDIA_TYPE, None, Some("body_encoded")),
-            Self::NoRoute(_) => request(StatusCode::NOT_FOUND, None, Some("not_found")),
+            Self::NoRoute { .. } => request(StatusCode::NOT_FOUND, None, Some("not_found")),
             Self::Method(..) => request(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::NoKey | Self::WrongKey => request(StatusCode::UNAUTHORIZED, None, Some("invalid_api_key")),
             Self::ForeignHost(_) => request(StatusCode::FORBIDDEN, None, Some("host_not_allowed")),

@@ -14,6 +14,7 @@
 //! | `openai`, `anthropic`, `llamacpp` | the wire formats: bodies in, answers out | name each other's handlers |
 //! | `openapi` | the API as a document | answer anything else |
 //! | `page` | the page at `/` | ask anybody but this server |
+//! | `paths` | the route that an unknown path is near to | know a handler |
 //!
 //! Who may ask is decided by the [`AccessPolicy`], which can be replaced while the server runs ([`Server::set_access`]).
 //!
@@ -33,6 +34,7 @@ mod llamacpp;
 mod openai;
 mod openapi;
 mod page;
+mod paths;
 mod server;
 mod sharing;
 mod tasks;
@@ -55,6 +57,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::extract::State;
 use axum::http::{Method, Uri};
 use axum::middleware;
 use tokio::net::TcpListener;
@@ -76,7 +79,7 @@ pub fn router(server: Arc<Server>) -> Router {
 fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
     routes
         .route_layer(middleware::from_fn(refuse_encoded))
-        .fallback(async |uri: Uri| ApiError::NoRoute(uri.path().to_owned()))
+        .fallback(no_route)
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             ApiError::Method(method.to_string(), uri.path().to_owned())
         })
@@ -88,6 +91,12 @@ fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
         .layer(middleware::from_fn(anthropic::rewrite_errors))
         // Around all: what is counted and logged is what is sent.
         .layer(middleware::from_fn_with_state(server, identify))
+}
+
+/// Says that a path is no route, and which route is near to it.
+async fn no_route(State(server): State<Arc<Server>>, uri: Uri) -> ApiError {
+    let near = paths::nearest(uri.path(), server.documented_paths());
+    ApiError::NoRoute { path: uri.path().to_owned(), near: near.map(str::to_owned) }
 }
 
 /// The routes of the API, with what [`openapi`] says of them.

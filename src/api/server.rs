@@ -149,6 +149,12 @@ impl Server {
         self.documents[usize::from(keyed)].get_or_init(write).clone()
     }
 
+    /// Paths of the routes that the document names, but for those with a parameter.
+    pub(in crate::api) fn documented_paths(&self) -> impl Iterator<Item = &str> {
+        let paths = self.document.get().into_iter().flat_map(|document| document.paths.paths.keys());
+        paths.map(String::as_str).filter(|path| !path.contains('{'))
+    }
+
     fn fit_queue(&self) {
         let queue = self.queue.load(Ordering::Relaxed);
         if let Some(engine) = self.engine().filter(|_| queue > 0) {
