@@ -14,7 +14,7 @@
 //! | `openai`, `anthropic`, `llamacpp` | the wire formats: bodies in, answers out | name each other's handlers |
 //! | `openapi` | the API as a document | answer anything else |
 //! | `page` | the page at `/` | ask anybody but this server |
-//! | `paths` | the route that an unknown path is near to | know a handler |
+//! | `paths` | routes without `/v1`, and the route that an unknown path is near to | know a handler |
 //!
 //! Who may ask is decided by the [`AccessPolicy`], which can be replaced while the server runs ([`Server::set_access`]).
 //!
@@ -60,6 +60,7 @@ use axum::Router;
 use axum::extract::State;
 use axum::http::{Method, Uri};
 use axum::middleware;
+use axum::routing::post;
 use tokio::net::TcpListener;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -72,7 +73,7 @@ use self::openai::{chat, completions, embeddings, models, responses};
 pub fn router(server: Arc<Server>) -> Router {
     let (routes, document) = routes().split_for_parts();
     server.set_document(document);
-    around(routes.merge(page::routes()), server)
+    around(routes.merge(without_v1()).merge(page::routes()), server)
 }
 
 /// What every request goes through, around some routes.
@@ -95,7 +96,7 @@ fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
 
 /// Says that a path is no route, and which route is near to it.
 async fn no_route(State(server): State<Arc<Server>>, uri: Uri) -> ApiError {
-    let near = paths::nearest(uri.path(), server.documented_paths());
+    let near = paths::nearest(uri.path(), server.documented_paths().chain(paths::WITHOUT_V1));
     ApiError::NoRoute { path: uri.path().to_owned(), near: near.map(str::to_owned) }
 }
 
@@ -122,6 +123,16 @@ fn routes() -> OpenApiRouter<Arc<Server>> {
         .routes(routes!(status::status))
         .routes(routes!(metrics::metrics))
         .routes(routes!(openapi::document))
+}
+
+/// The routes of [`paths::WITHOUT_V1`], by the handlers of those with `/v1`.
+fn without_v1() -> Router<Arc<Server>> {
+    Router::new()
+        .route("/chat/completions", post(chat::completions))
+        .route("/completions", post(completions::completions))
+        .route("/responses", post(responses::create))
+        .route("/messages", post(anthropic::create))
+        .route("/embeddings", post(embeddings::embeddings))
 }
 
 /// Serves until `shutdown` resolves; then takes no request, and gives those under way the time that it resolved to, to end in

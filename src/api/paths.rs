@@ -1,4 +1,16 @@
-//! Paths that are no route of their own: the route that an unknown path is near to.
+//! Paths beside those that the document names: routes without `/v1`, and the route that an unknown path is near to.
+
+use std::borrow::Cow;
+
+/// Paths that are answered with and without `/v1`: some clients add none to the base URL that their user gave them. The
+/// document has each once, with `/v1`. `GET /models` is no such path, but a route of llama.cpp's that the document has.
+pub(in crate::api) const WITHOUT_V1: [&str; 5] =
+    ["/chat/completions", "/completions", "/responses", "/messages", "/embeddings"];
+
+/// The path by which the document knows a route.
+pub(in crate::api) fn documented(path: &str) -> Cow<'_, str> {
+    if WITHOUT_V1.contains(&path) { format!("/v1{path}").into() } else { path.into() }
+}
 
 /// The route that whoever asked for `path` probably meant. Either `path` differs from the route by a letter or two, or it
 /// has something before the route, as after a base URL that has `/v1` already.

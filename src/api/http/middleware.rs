@@ -21,6 +21,7 @@ use crate::api::http::guarded::hold;
 use crate::api::http::listen::Connection;
 use crate::api::ids::{REQUEST_ID, request_id};
 use crate::api::openai::responses::store::is_kept;
+use crate::api::paths::documented;
 use crate::api::server::Server;
 use crate::api::wire::short;
 
@@ -38,7 +39,8 @@ pub(in crate::api) async fn identify(
     // For whoever says it in the body too.
     request.headers_mut().insert(REQUEST_ID, id.clone());
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
-    let route = request.extensions().get::<MatchedPath>().map_or("other", MatchedPath::as_str).to_owned();
+    let route = request.extensions().get::<MatchedPath>().map_or("other", MatchedPath::as_str);
+    let route = documented(route).into_owned();
     // The highest level: no filter leaves a line that does not say whose it is.
     let span = tracing::error_span!("request", id = id.to_str().unwrap_or_default(), route);
     async move {
