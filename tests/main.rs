@@ -34,6 +34,7 @@ mod kernels;
 mod leaving;
 mod legacy;
 mod messages;
+mod names;
 mod native;
 mod openapi;
 mod packed;

@@ -50,7 +50,7 @@ pub use http::tls::{Tls, TlsError};
 #[doc(hidden)] // for benches/
 pub use openai::chat::text_chunks;
 pub use openai::models::SUPPORTED_PARAMETERS;
-pub use server::{Options, Server};
+pub use server::{ModelNames, Options, Server};
 
 use std::future::Future;
 use std::sync::Arc;
