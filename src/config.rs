@@ -66,6 +66,10 @@ pub struct Server {
     pub head_timeout_s: u64,
     pub idle_timeout_s: u64,
     pub shutdown_grace_s: u64,
+    /// Further names of the model that requests may use.
+    pub model_aliases: Vec<String>,
+    /// Whether requests may use any name.
+    pub any_model_name: bool,
     #[serde(deserialize_with = "unless_empty")]
     pub api_key_file: Option<String>,
     /// Whether clients on other machines need no API key.
@@ -365,6 +369,9 @@ impl Config {
         in_range("kv.block_size", kv.block_size as u64, 1, 256)?;
         if server.host.is_empty() {
             return Err(("server.host".into(), "expected an address or a host name, got nothing".into()));
+        }
+        if server.model_aliases.iter().any(String::is_empty) {
+            return Err(("server.model_aliases".into(), "expected names, got an empty one".into()));
         }
         for host in &server.allowed_hosts {
             check_host(host).map_err(|problem| ("server.allowed_hosts".to_owned(), problem))?;

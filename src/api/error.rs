@@ -58,8 +58,11 @@ pub enum ApiError {
     BodyTimeout(BodyGap),
     #[error("the body ended early")]
     BodyBroken,
-    #[error("there is nothing at {0}")]
-    NoRoute(String),
+    #[error("the body is encoded as {0:?}: send it as it is, without Content-Encoding")]
+    BodyEncoded(String),
+    /// `near` is the route that was probably meant.
+    #[error("there is nothing at {path}{}", near.as_ref().map_or(String::new(), |near| format!("; the nearest route is {near}")))]
+    NoRoute { path: String, near: Option<String> },
     #[error("{0} is not allowed at {1}")]
     Method(String, String),
     #[error("this server asks for an API key: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`")]
@@ -296,7 +299,8 @@ impl ApiError {
             Self::BodyTooLarge { .. } => request(StatusCode::PAYLOAD_TOO_LARGE, None, Some("body_too_large")),
             Self::BodyTimeout(_) => request(StatusCode::REQUEST_TIMEOUT, None, Some("body_timeout")),
             Self::BodyBroken => request(bad, None, Some("body_incomplete")),
-            Self::NoRoute(_) => request(StatusCode::NOT_FOUND, None, Some("not_found")),
+            Self::BodyEncoded(_) => request(StatusCode::UNSUPPORTED_MEDIA_TYPE, None, Some("body_encoded")),
+            Self::NoRoute { .. } => request(StatusCode::NOT_FOUND, None, Some("not_found")),
             Self::Method(..) => request(StatusCode::METHOD_NOT_ALLOWED, None, Some("method_not_allowed")),
             Self::NoKey | Self::WrongKey => request(StatusCode::UNAUTHORIZED, None, Some("invalid_api_key")),
             Self::ForeignHost(_) => request(StatusCode::FORBIDDEN, None, Some("host_not_allowed")),
@@ -374,6 +378,10 @@ impl IntoResponse for ApiError {
         let mut response = (wire.status, Json(self.body())).into_response();
         if let Some(seconds) = wire.retry_after_s {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if matches!(self, Self::BodyEncoded(_)) {
+            // RFC 7694: what the client may send instead.
+            response.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         }
         if wire.status == StatusCode::UNAUTHORIZED {
             let how = HeaderValue::from_static("Bearer realm=\"unicorn\"");

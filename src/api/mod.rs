@@ -14,6 +14,7 @@
 //! | `openai`, `anthropic`, `llamacpp` | the wire formats: bodies in, answers out | name each other's handlers |
 //! | `openapi` | the API as a document | answer anything else |
 //! | `page` | the page at `/` | ask anybody but this server |
+//! | `paths` | routes without `/v1`, and the route that an unknown path is near to | know a handler |
 //!
 //! Who may ask is decided by the [`AccessPolicy`], which can be replaced while the server runs ([`Server::set_access`]).
 //!
@@ -33,6 +34,7 @@ mod llamacpp;
 mod openai;
 mod openapi;
 mod page;
+mod paths;
 mod server;
 mod sharing;
 mod tasks;
@@ -48,20 +50,22 @@ pub use http::tls::{Tls, TlsError};
 #[doc(hidden)] // for benches/
 pub use openai::chat::text_chunks;
 pub use openai::models::SUPPORTED_PARAMETERS;
-pub use server::{Options, Server};
+pub use server::{ModelNames, Options, Server};
 
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::extract::State;
 use axum::http::{Method, Uri};
 use axum::middleware;
+use axum::routing::post;
 use tokio::net::TcpListener;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use self::http::middleware::{authenticate, cors, identify};
+use self::http::middleware::{authenticate, cors, identify, refuse_encoded};
 use self::http::{failures, health, metrics, status};
 use self::openai::{chat, completions, embeddings, models, responses};
 
@@ -69,13 +73,14 @@ use self::openai::{chat, completions, embeddings, models, responses};
 pub fn router(server: Arc<Server>) -> Router {
     let (routes, document) = routes().split_for_parts();
     server.set_document(document);
-    around(routes.merge(page::routes()), server)
+    around(routes.merge(without_v1()).merge(page::routes()), server)
 }
 
 /// What every request goes through, around some routes.
 fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
     routes
-        .fallback(async |uri: Uri| ApiError::NoRoute(uri.path().to_owned()))
+        .route_layer(middleware::from_fn(refuse_encoded))
+        .fallback(no_route)
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             ApiError::Method(method.to_string(), uri.path().to_owned())
         })
@@ -87,6 +92,12 @@ fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
         .layer(middleware::from_fn(anthropic::rewrite_errors))
         // Around all: what is counted and logged is what is sent.
         .layer(middleware::from_fn_with_state(server, identify))
+}
+
+/// Says that a path is no route, and which route is near to it.
+async fn no_route(State(server): State<Arc<Server>>, uri: Uri) -> ApiError {
+    let near = paths::nearest(uri.path(), server.documented_paths().chain(paths::WITHOUT_V1));
+    ApiError::NoRoute { path: uri.path().to_owned(), near: near.map(str::to_owned) }
 }
 
 /// The routes of the API, with what [`openapi`] says of them.
@@ -112,6 +123,16 @@ fn routes() -> OpenApiRouter<Arc<Server>> {
         .routes(routes!(status::status))
         .routes(routes!(metrics::metrics))
         .routes(routes!(openapi::document))
+}
+
+/// The routes of [`paths::WITHOUT_V1`], by the handlers of those with `/v1`.
+fn without_v1() -> Router<Arc<Server>> {
+    Router::new()
+        .route("/chat/completions", post(chat::completions))
+        .route("/completions", post(completions::completions))
+        .route("/responses", post(responses::create))
+        .route("/messages", post(anthropic::create))
+        .route("/embeddings", post(embeddings::embeddings))
 }
 
 /// Serves until `shutdown` resolves; then takes no request, and gives those under way the time that it resolved to, to end in

@@ -175,6 +175,7 @@ fn body_errors<E: ToSchema>() -> Refusals {
         (404, "The model is not served."),
         (408, "The body did not come."),
         (413, "The body is too large."),
+        (415, "The body is compressed."),
         (429, "The queue is full, or too much of this client is under way."),
         (503, "The model is loading, or the server is too busy to read it or to go on, or ends, or its device is lost."),
     ]));

@@ -50,9 +50,28 @@ pub struct Options {
     pub lost_log_lines: fn() -> u64,
 }
 
+/// What requests may call the model.
+#[derive(Debug, Clone, Default)]
+pub struct ModelNames {
+    /// The model's id, which every answer names, whatever its request named.
+    pub id: String,
+    /// Names for the same model, which lists of models have too.
+    pub aliases: Vec<String>,
+    /// Whether any other name means the model as well.
+    pub any: bool,
+}
+
+impl From<&str> for ModelNames {
+    fn from(id: &str) -> Self {
+        Self { id: id.to_owned(), ..Self::default() }
+    }
+}
+
 /// State of the server, from its start on.
 pub struct Server {
     pub(in crate::api) model_id: String,
+    model_aliases: Vec<String>,
+    any_model_name: bool,
     /// Unix time, in seconds.
     pub(in crate::api) created: u64,
     pub(in crate::api) started: Instant,
@@ -80,10 +99,13 @@ pub struct Server {
 }
 
 impl Server {
-    pub fn new(model_id: impl Into<String>, options: Options, access: AccessPolicy) -> Arc<Self> {
+    pub fn new(names: impl Into<ModelNames>, options: Options, access: AccessPolicy) -> Arc<Self> {
+        let ModelNames { id, aliases, any } = names.into();
         let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
         Arc::new(Self {
-            model_id: model_id.into(),
+            model_id: id,
+            model_aliases: aliases,
+            any_model_name: any,
             created: unix_time_s(),
             started: Instant::now(),
             options,
@@ -149,6 +171,12 @@ impl Server {
         self.documents[usize::from(keyed)].get_or_init(write).clone()
     }
 
+    /// Paths of the routes that the document names, but for those with a parameter.
+    pub(in crate::api) fn documented_paths(&self) -> impl Iterator<Item = &str> {
+        let paths = self.document.get().into_iter().flat_map(|document| document.paths.paths.keys());
+        paths.map(String::as_str).filter(|path| !path.contains('{'))
+    }
+
     fn fit_queue(&self) {
         let queue = self.queue.load(Ordering::Relaxed);
         if let Some(engine) = self.engine().filter(|_| queue > 0) {
@@ -160,9 +188,16 @@ impl Server {
         self.facts.get()
     }
 
+    /// The names that lists of models have: the id, and the aliases.
+    pub(in crate::api) fn model_names(&self) -> impl Iterator<Item = &str> {
+        let aliases = self.model_aliases.iter().filter(|alias| **alias != self.model_id);
+        std::iter::once(&self.model_id).chain(aliases).map(String::as_str)
+    }
+
     /// Whether `model` is served; none is whichever is.
     pub(in crate::api) fn serves(&self, model: Option<&str>) -> Result<(), ApiError> {
-        match model.filter(|asked| *asked != self.model_id) {
+        let is_served = |asked: &str| self.any_model_name || self.model_names().any(|name| name == asked);
+        match model.filter(|asked| !is_served(asked)) {
             None => Ok(()),
             Some(asked) => Err(ApiError::UnknownModel { asked: short(asked), served: self.model_id.clone() }),
         }

@@ -24,6 +24,7 @@ use crate::api::error::{AnthropicError, AnthropicErrorObject, ApiError};
 use crate::api::exchange::{self, Answers, Caller, Client, Exchange, Reply, json_text, named_event};
 use crate::api::ids::{REQUEST_ID, new_id};
 use crate::api::openapi::AnthropicErrors;
+use crate::api::paths::documented;
 use crate::api::server::Server;
 use crate::api::tools::Calling;
 use crate::api::wire::union::Events;
@@ -103,7 +104,7 @@ pub(in crate::api) async fn count_tokens(
 
 /// Says errors of these routes in Anthropic's words, wherever they came from, and the request's id under its name.
 pub(in crate::api) async fn rewrite_errors(request: Request, next: Next) -> Response {
-    let path = request.uri().path();
+    let path = documented(request.uri().path());
     if path != "/v1/messages" && !path.starts_with("/v1/messages/") {
         return next.run(request).await;
     }

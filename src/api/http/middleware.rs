@@ -1,4 +1,5 @@
-//! What every request goes through on its way to a handler: an id, CORS, and authentication.
+//! What every request goes through on its way to a handler: an id, CORS, authentication, and the check that its body is
+//! not compressed.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -6,6 +7,7 @@ use std::time::Instant;
 
 use axum::Extension;
 use axum::extract::{ConnectInfo, MatchedPath, Request, State};
+use axum::http::{HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use tower::{Layer, ServiceExt};
@@ -19,7 +21,9 @@ use crate::api::http::guarded::hold;
 use crate::api::http::listen::Connection;
 use crate::api::ids::{REQUEST_ID, request_id};
 use crate::api::openai::responses::store::is_kept;
+use crate::api::paths::documented;
 use crate::api::server::Server;
+use crate::api::wire::short;
 
 /// Needs no key and no name: whoever watches a server knows neither.
 const OPEN: &str = "/health";
@@ -35,7 +39,8 @@ pub(in crate::api) async fn identify(
     // For whoever says it in the body too.
     request.headers_mut().insert(REQUEST_ID, id.clone());
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
-    let route = request.extensions().get::<MatchedPath>().map_or("other", MatchedPath::as_str).to_owned();
+    let route = request.extensions().get::<MatchedPath>().map_or("other", MatchedPath::as_str);
+    let route = documented(route).into_owned();
     // The highest level: no filter leaves a line that does not say whose it is.
     let span = tracing::error_span!("request", id = id.to_str().unwrap_or_default(), route);
     async move {
@@ -65,6 +70,19 @@ pub(in crate::api) async fn cors(
             Err(never) => match never {},
         },
     }
+}
+
+/// Refuses a body that is compressed: its bound is on what comes, and what it unpacks to has none.
+pub(in crate::api) async fn refuse_encoded(request: Request, next: Next) -> Response {
+    let encodings = request.headers().get_all(header::CONTENT_ENCODING);
+    let identity = |value: &&HeaderValue| {
+        let encoding = value.as_bytes().trim_ascii();
+        encoding.is_empty() || encoding.eq_ignore_ascii_case(b"identity")
+    };
+    if let Some(encoding) = encodings.iter().find(|value| !identity(value)) {
+        return ApiError::BodyEncoded(short(&String::from_utf8_lossy(encoding.as_bytes()))).into_response();
+    }
+    next.run(request).await
 }
 
 /// Lets a request in, or says why not.

@@ -37,7 +37,7 @@ pub const SUPPORTED_PARAMETERS: [&str; 20] = [
     "parallel_tool_calls",
 ];
 
-/// The models that are served: one.
+/// The model that is served, once for each of its names: its id, and the aliases of `server.model_aliases`.
 #[utoipa::path(
     get,
     path = "/v1/models",
@@ -52,7 +52,7 @@ pub(in crate::api) async fn models(State(server): State<Arc<Server>>) -> Json<Mo
     Json(ModelList::of(&server))
 }
 
-/// The model, by its id.
+/// The model, by its id or an alias.
 #[utoipa::path(
     get,
     // Ids may hold slashes, as names on the hub do.
@@ -73,10 +73,12 @@ pub(in crate::api) async fn model(
 ) -> Result<Json<Model>, ApiError> {
     let Path(asked) = id.map_err(|_| ApiError::invalid("model", "expected an id in UTF-8"))?;
     server.serves(Some(&asked))?;
-    Ok(Json(Model::of(&server)))
+    let name = server.model_names().find(|name| *name == asked);
+    // Any name may be allowed; one that is in no list stands for the id.
+    Ok(Json(Model::of(&server, name.unwrap_or(&server.model_id))))
 }
 
-/// All models that are served: one.
+/// The one model that is served, under each of its names.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct ModelList {
     #[schema(inline)]
@@ -153,16 +155,17 @@ struct ModelMeta {
 
 impl ModelList {
     pub fn of(server: &Server) -> Self {
-        Self { object: List::List, data: vec![Model::of(server)] }
+        let data = server.model_names().map(|name| Model::of(server, name)).collect();
+        Self { object: List::List, data }
     }
 }
 
 impl Model {
-    pub fn of(server: &Server) -> Self {
+    fn of(server: &Server, name: &str) -> Self {
         let limits = server.engine().map(EngineHandle::limits);
         let context = limits.map(|limits| limits.max_context);
         Self {
-            id: server.model_id.clone(),
+            id: name.to_owned(),
             object: ModelObject::Model,
             created: server.created,
             owned_by: env!("CARGO_PKG_NAME"),

@@ -21,8 +21,11 @@ use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
 
 use crate::api::error::ApiError;
 
-/// A body's object.
+/// A body's object. UTF-8's byte order mark may stand before it: clients on Windows send the mark without their user's
+/// knowledge, and RFC 8259 lets a reader ignore it.
 pub(in crate::api) fn object(body: &[u8]) -> Result<Value, ApiError> {
+    const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+    let body = body.strip_prefix(BYTE_ORDER_MARK).unwrap_or(body);
     match serde_json::from_slice(body).map_err(|e| ApiError::Json(e.to_string()))? {
         fields @ Value::Object(_) => Ok(fields),
         other => Err(ApiError::NotAnObject(kind(&other))),

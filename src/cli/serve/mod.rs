@@ -19,7 +19,7 @@ use self::reload::Running;
 use super::error::Error;
 use super::load::{self, EndEngine, Watch};
 use super::log;
-use crate::api::{self, Connections, FILES_PER_CONNECTION, Facts, Options, Server, Tls};
+use crate::api::{self, Connections, FILES_PER_CONNECTION, Facts, ModelNames, Options, Server, Tls};
 use crate::checkpoint::ModelFiles;
 use crate::config::{self, Config};
 use crate::engine::EngineHandle;
@@ -78,7 +78,12 @@ pub fn serve(config: &Config, reload: Reload) -> Result<(), Error> {
     let keyless = access.keys.is_empty();
     let connections = connections(&config.server)?;
     let scheme = if connections.tls.is_some() { "https" } else { "http" };
-    let server = Server::new(model_id.clone(), options, access);
+    let names = ModelNames {
+        id: model_id.clone(),
+        aliases: config.server.model_aliases.clone(),
+        any: config.server.any_model_name,
+    };
+    let server = Server::new(names, options, access);
     let grace = Duration::from_secs(config.server.shutdown_grace_s);
 
     let mut load = None;

@@ -1,0 +1,102 @@
+//! What requests may call the model: its id, its aliases, and any name where the configuration allows that.
+
+use axum::body::Body;
+use axum::http::Request;
+use serde_json::{Value, json};
+use unicorn::api::{AccessPolicy, ModelNames, Server};
+use unicorn::config::{Config, Layer};
+
+use crate::api::{App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, limits, loaded, post_to, send_json, tokenizer};
+use crate::fake_runner::says;
+
+fn app_called(aliases: &[&str], any: bool) -> App {
+    let aliases = aliases.iter().map(|alias| (*alias).to_owned()).collect();
+    let server = Server::new(ModelNames { id: MODEL.into(), aliases, any }, OPTIONS, AccessPolicy::default());
+    let ids = tokenizer().encode("Hello", false).expect("encodes");
+    loaded(server, limits(), DEFAULTS, says(&ids, END_OF_TURN))
+}
+
+async fn get(app: &App, path: &str) -> (u16, Value) {
+    let request = Request::get(path).body(Body::empty()).expect("a sound request");
+    let (status, _, answer) = send_json(&app.router, request).await;
+    (status.as_u16(), answer)
+}
+
+/// Bodies that name a model, by their paths.
+fn bodies(model: &str) -> [(&'static str, Value); 6] {
+    let messages = json!([{"role": "user", "content": "Hi"}]);
+    [
+        ("/v1/chat/completions", json!({"model": model, "messages": messages})),
+        ("/v1/completions", json!({"model": model, "prompt": "Hi"})),
+        ("/v1/responses", json!({"model": model, "input": "Hi"})),
+        ("/v1/messages", json!({"model": model, "messages": messages, "max_tokens": 4})),
+        ("/v1/embeddings", json!({"model": model, "input": "Hi"})),
+        ("/models/load", json!({"model": model})),
+    ]
+}
+
+#[tokio::test]
+async fn an_alias_is_answered_by_the_model_under_its_own_id() {
+    let app = app_called(&["gpt-4o", "claude-sonnet", MODEL], false);
+    for name in ["gpt-4o", "claude-sonnet", MODEL] {
+        for (path, body) in bodies(name) {
+            let (status, _, answer) = send_json(&app.router, post_to(path, body.to_string())).await;
+            assert_eq!(status, 200, "{path} {name}: {answer}");
+            assert!(answer.get("model").is_none_or(|model| model == MODEL), "{path} {name}: {answer}");
+        }
+        let (status, model) = get(&app, &format!("/v1/models/{name}")).await;
+        assert_eq!((status, &model["id"]), (200, &json!(name)));
+    }
+    for path in ["/v1/models", "/models"] {
+        let (_, list) = get(&app, path).await;
+        let entries = list["data"].as_array().expect("a list");
+        let ids: Vec<&Value> = entries.iter().map(|entry| &entry["id"]).collect();
+        assert_eq!(ids, [MODEL, "gpt-4o", "claude-sonnet"], "each once");
+        for entry in entries {
+            let mut same = entry.clone();
+            same["id"] = json!(MODEL);
+            assert_eq!(same, entries[0], "entries differ by their ids alone");
+        }
+    }
+    for (path, body) in bodies("gpt-4") {
+        let (status, _, answer) = send_json(&app.router, post_to(path, body.to_string())).await;
+        assert_eq!(status, 404, "{path}: {answer}");
+        let message = format!("the model \"gpt-4\" does not exist; this server serves {MODEL:?}");
+        assert_eq!(answer["error"]["message"], json!(message), "{path}");
+    }
+    assert_eq!(get(&app, "/v1/models/gpt-4").await.0, 404);
+}
+
+#[tokio::test]
+async fn any_name_will_do_where_that_is_allowed() {
+    let app = app_called(&["gpt-4o"], true);
+    for (path, body) in bodies("whatever") {
+        let (status, _, answer) = send_json(&app.router, post_to(path, body.to_string())).await;
+        assert_eq!(status, 200, "{path}: {answer}");
+        assert!(answer.get("model").is_none_or(|model| model == MODEL), "{path}: {answer}");
+    }
+    let (_, list) = get(&app, "/v1/models").await;
+    assert_eq!(list["data"].as_array().map(Vec::len), Some(2), "{list}");
+    for (asked, id) in [("whatever", MODEL), ("gpt-4o", "gpt-4o")] {
+        let (status, model) = get(&app, &format!("/v1/models/{asked}")).await;
+        assert_eq!((status, &model["id"]), (200, &json!(id)));
+    }
+}
+
+#[test]
+fn names_are_configured_and_an_empty_one_is_refused() {
+    let config = |text: &str| Config::from_layers(&[Layer::file("unicorn.toml", text).expect("TOML")]);
+    let defaults = config("").expect("valid").server;
+    assert_eq!((defaults.model_aliases, defaults.any_model_name), (vec![], false));
+    let named =
+        config("[server]\nmodel_aliases = [\"gpt-4o\", \"b\"]\nany_model_name = true").expect("valid");
+    assert_eq!(named.server.model_aliases, ["gpt-4o", "b"]);
+    assert!(named.server.any_model_name);
+    let error = config("[server]\nmodel_aliases = [\"a\", \"\"]").expect_err("an empty name").to_string();
+    assert_eq!(error, "unicorn.toml: server.model_aliases: expected names, got an empty one");
+
+    let variable = ("UNICORN_SERVER_MODEL_ALIASES".to_owned(), "gpt-4o,b".to_owned());
+    let (layer, _) = Layer::environment([variable]).expect("an option");
+    let config = Config::from_layers(&[layer]).expect("valid");
+    assert_eq!(config.server.model_aliases, ["gpt-4o", "b"]);
+}
