@@ -452,7 +452,7 @@ fn a_second_turn_holds_the_first_and_its_answer() {
 fn this_projects_own_server_can_be_measured() {
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
     let _inside = runtime.enter();
-    let (router, said) = crate::api::router_that_says("The answer is no.");
+    let (router, said) = crate::chat_completions::router_that_says("The answer is no.");
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a free port");
     let url = format!("http://{}/v1", listener.local_addr().expect("bound"));
     runtime.spawn(async move { axum::serve(listener, router).await });

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
-use crate::legacy::mutate;
+use crate::checkpoint_legacy::mutate;
 use crate::reference::dequantize_row;
 use crate::support::{self, ByName as _, data, plain, root};
 use unicorn::checkpoint::{Checkpoint, CheckpointError, MAX_READ_BYTES, ModelFiles, Tensor};

@@ -4,7 +4,7 @@ use axum::http::{Request, StatusCode, header};
 use axum::{Router, body::Body};
 use serde_json::{Value, json};
 
-use crate::api::{MODEL, router_that_says, send, send_json, tokenizer, with};
+use crate::chat_completions::{MODEL, router_that_says, send, send_json, tokenizer, with};
 
 const SAYS: &str = "and so on";
 

@@ -12,7 +12,7 @@ use axum::http::Request;
 use serde_json::{Value, json};
 use unicorn::api::AccessPolicy;
 
-use crate::api::{app_behind, send_json};
+use crate::chat_completions::{app_behind, send_json};
 use crate::support::root;
 
 const PAGE: &str = "docs/api.md";

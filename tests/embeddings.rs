@@ -5,7 +5,7 @@ use axum::{Router, body::Body};
 use serde_json::{Value, json};
 use unicorn::model::Limits;
 
-use crate::api::{self, App, MODEL, send_json, tokenizer, with};
+use crate::chat_completions::{self as api, App, MODEL, send_json, tokenizer, with};
 use crate::fake_runner::{fake_pooled, says};
 
 fn app() -> App {

@@ -1784,8 +1784,8 @@ fn the_bodies_of_the_other_fuzz_targets_hold() {
     let bodies: [(&str, Body, &[u8]); 5] = [
         ("safetensors", |bytes| fuzz_bodies::safetensors(bytes).tensors, &plain),
         ("native", |bytes| fuzz_bodies::native(bytes).tensors, &native),
-        ("legacy", |bytes| fuzz_bodies::legacy(bytes).tensors, &crate::legacy::fuzz_input()),
-        ("packed", |bytes| fuzz_bodies::packed(bytes).tensors, &crate::packed::fuzz_input()),
+        ("legacy", |bytes| fuzz_bodies::legacy(bytes).tensors, &crate::checkpoint_legacy::fuzz_input()),
+        ("packed", |bytes| fuzz_bodies::packed(bytes).tensors, &crate::checkpoint_packed::fuzz_input()),
         (
             "gguf_tokenizer",
             |bytes| fuzz_bodies::gguf_tokenizer(bytes).map_or(0, |t| t.vocab_size()),

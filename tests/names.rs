@@ -6,7 +6,9 @@ use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, ModelNames, Server};
 use unicorn::config::{Config, Layer};
 
-use crate::api::{App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, limits, loaded, post_to, send_json, tokenizer};
+use crate::chat_completions::{
+    App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, limits, loaded, post_to, send_json, tokenizer,
+};
 use crate::fake_runner::says;
 
 fn app_called(aliases: &[&str], any: bool) -> App {

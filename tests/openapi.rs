@@ -13,8 +13,8 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, Keys};
 
-use crate::api::{MODEL, app_behind, send, send_json, with};
-use crate::bodies::replace_somewhere;
+use crate::chat_completions::{MODEL, app_behind, send, send_json, with};
+use crate::random_bodies::replace_somewhere;
 
 const METHODS: [&str; 5] = ["get", "post", "put", "patch", "delete"];
 const FILES_OF_THE_PAGE: &str = "/page/";

@@ -5,7 +5,7 @@ use axum::http::Request;
 use serde_json::json;
 use unicorn::api::{AccessPolicy, Keys};
 
-use crate::api::{MODEL, app_behind, app_that_says, chat, post_to, send, send_json};
+use crate::chat_completions::{MODEL, app_behind, app_that_says, chat, post_to, send, send_json};
 
 fn get(path: &str) -> Request<Body> {
     Request::get(path).body(Body::empty()).expect("a sound request")

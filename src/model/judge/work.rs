@@ -1,5 +1,5 @@
 //! Lists the dispatches of a Gemma-3 step with their costs, as `forward.rs` records them, for predictions without a
-//! GPU. `tests/target.rs` compares the two.
+//! GPU. `tests/target_compile.rs` compares the two.
 
 use std::ops::Range;
 

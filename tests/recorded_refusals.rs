@@ -1,12 +1,13 @@
-//! What the server says to bodies that are wrong, to the letter: `tests/data/api/refusals.json` has, for each, the path,
-//! the body as it is sent, the status and the answer.
+//! Refusals of wrong bodies, to the letter: `tests/data/api/refusals.json` has, for each, the path, the body as it is
+//! sent, the status and the answer.
 //!
-//! A text may be changed for a better one: `UNICORN_TEST_RECORD=1` writes the file anew, and its diff is read by a person.
+//! A text may be changed for a better one: `UNICORN_TEST_RECORD=1` writes the file anew, and a person reads its
+//! diff.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::api::{app_that_says, assert_at_rest, post_to, send_json};
+use crate::chat_completions::{app_that_says, assert_at_rest, post_to, send_json};
 use crate::support::data;
 
 #[derive(Serialize, Deserialize)]

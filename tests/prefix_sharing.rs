@@ -1,4 +1,4 @@
-//! With whom a prompt shares what the prefix cache has of it: by API key, by `cache_salt`, or with everybody.
+//! Sharing of the prefix cache: by API key, by `cache_salt`, or with everybody.
 
 use std::net::SocketAddr;
 
@@ -9,7 +9,9 @@ use unicorn::api::{AccessPolicy, Keys, Options, Server};
 use unicorn::config::SharePrefixes;
 use unicorn::model::Limits;
 
-use crate::api::{DEFAULTS, END_OF_TURN, OPTIONS, limits, loaded, post_to, send_json, tokenizer, with};
+use crate::chat_completions::{
+    DEFAULTS, END_OF_TURN, OPTIONS, limits, loaded, post_to, send_json, tokenizer, with,
+};
 use crate::fake_runner::says;
 
 /// A route that generates.

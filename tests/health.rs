@@ -1,4 +1,4 @@
-//! How a server tells how it is: health that is a proof, its status, its metrics, and the card of its model.
+//! Health, status, metrics and the model's card: what a server tells of itself. Health is a proof by the device.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use unicorn::api::{
     Submitted,
 };
 
-use crate::api::{App, MODEL, OPTIONS, app_behind, assert_all_free, chat, send, send_json};
+use crate::chat_completions::{App, MODEL, OPTIONS, app_behind, assert_all_free, chat, send, send_json};
 use crate::fake_runner::HANG;
 
 fn get(path: &str) -> Request<Body> {

@@ -1,4 +1,5 @@
-//! Clients that leave, at every stage of a request and in every format, over TCP: nothing of them stays, as `/status` tells.
+//! Clients that disconnect, at every stage of a request and in every format, over TCP: nothing of them stays, as
+//! `/status` tells.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -8,10 +9,10 @@ use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, Connections, Options, Server};
 use unicorn::model::{KvLimits, Limits};
 
-use crate::api::{
+use crate::auth::{CONNECTIONS, Serving, blocking};
+use crate::chat_completions::{
     App, DEFAULTS, MODEL, OPTIONS, assert_at_rest, is_at_rest, limits, loaded, status, tokenizer, with,
 };
-use crate::door::{CONNECTIONS, Serving, blocking};
 use crate::fake_runner::{HANG, says};
 
 const CHAT: &str = "/v1/chat/completions";

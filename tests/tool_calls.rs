@@ -1,4 +1,4 @@
-//! Tools: what the model is told, what it may say, and what of it becomes calls, over HTTP and the scripted runner.
+//! Tool calls: what the model is told, what it may say, and what becomes calls, over HTTP and the scripted runner.
 
 use axum::body::Body;
 use axum::http::Request;
@@ -10,12 +10,12 @@ use unicorn::api::Options;
 use unicorn::model::{KvLimits, Limits};
 use unicorn::text::{CallPiece, CallReader, Said, whole_parameters};
 
-use crate::api::{
-    self, App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_with, assert_all_free, chat, complete, parse,
-    post_to, send, send_json, shows_its_prompt, stream, tokenizer, with,
+use crate::chat_completions::{
+    self as api, App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_with, assert_all_free, chat, complete,
+    parse, post_to, send, send_json, shows_its_prompt, stream, tokenizer, with,
 };
-use crate::bodies::replace_somewhere;
 use crate::fake_runner::{Script, says};
+use crate::random_bodies::replace_somewhere;
 
 /// With room for tools in the context.
 fn limits() -> Limits {

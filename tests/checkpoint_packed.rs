@@ -12,9 +12,9 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
+use crate::checkpoint_legacy::{mutate, read_all, sha256, values_both_ways, with_header};
 use crate::fuzz_bodies::joined;
 use crate::golden::{self, Goldens};
-use crate::legacy::{mutate, read_all, sha256, values_both_ways, with_header};
 use crate::support::{self, ByName as _, data};
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::model::config::Gemma3Config;

@@ -1,9 +1,9 @@
-//! Answers held to a schema, a regex, a grammar or a choice, over HTTP and the scripted runner.
+//! Structured output: answers held to a schema, a regex, a grammar or a choice, over HTTP and the scripted runner.
 
 use serde_json::{Value, json};
 use unicorn::model::Limits;
 
-use crate::api::{
+use crate::chat_completions::{
     App, DEFAULTS, END_OF_TURN, OPTIONS, answer, app, app_that_says, app_with, assert_all_free, chat,
     complete, content, limits, parse, stream, tokenizer, with,
 };

@@ -23,7 +23,7 @@ use tokio::task::JoinHandle;
 use tower::ServiceExt;
 use unicorn::api::{self, AccessPolicy, Connections, Keys, Options, Server, Tls};
 
-use crate::api::{
+use crate::chat_completions::{
     App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_behind, assert_all_free, chat, limits, loaded, send,
     send_json, tokenizer,
 };

@@ -1,4 +1,5 @@
-//! Failures of the server's own: what their clients are told, that their connections live on, and one line of the log for each.
+//! Errors of the server's own (500 and above): what clients are told, that their connections live on, and one line of the
+//! log for each.
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
@@ -17,13 +18,13 @@ use unicorn::api::{self, AccessPolicy, Facts, Server};
 use unicorn::engine::EVENTS;
 use unicorn::model::{KvLimits, Limits};
 
-use crate::api::{
+use crate::auth::CONNECTIONS;
+use crate::chat_completions::{
     App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, app_with, assert_all_free, chat, limits,
     loaded, post_to, send, status, tokenizer, with,
 };
-use crate::door::CONNECTIONS;
 use crate::fake_runner::{HANG, Script, says};
-use crate::watch::facts;
+use crate::health::facts;
 
 /// Stands in every prompt here, and in no line of a log.
 const ASKED: &str = "xyzzy";

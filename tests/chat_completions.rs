@@ -1,4 +1,5 @@
-//! The API over the scripted runner and the mini tokenizer: every field, every error, the shape of a stream.
+//! `/v1/chat/completions` over the scripted runner and the mini tokenizer: every field, every error, the shape of a
+//! stream; and what all routes share: models, queues, request ids, and the end of the server.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -1104,7 +1105,7 @@ async fn shutdown_is_bounded() {
         Duration::from_millis(50)
     };
     let serving =
-        tokio::spawn(api::serve(listener, Arc::clone(&app.server), crate::door::CONNECTIONS, shutdown));
+        tokio::spawn(api::serve(listener, Arc::clone(&app.server), crate::auth::CONNECTIONS, shutdown));
 
     let request = |body: Value| {
         let body = body.to_string();

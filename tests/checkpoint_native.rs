@@ -21,9 +21,9 @@ use unicorn::tensor::{
     QuantizeMode, QuantizedRow, Scheme, pack_plain_row, pack_row, unpack_plain_row, unpack_row,
 };
 
+use crate::checkpoint_legacy::mutate;
 use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
 use crate::golden::{Goldens, all_logits, max_difference};
-use crate::legacy::mutate;
 use crate::reference::{dequantize_row, rms_norm};
 use crate::support::{self, ByName as _, data, device, integers, root};
 

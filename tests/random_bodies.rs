@@ -1,5 +1,5 @@
-//! 10,000 request bodies to every route that takes one: bodies that are sound, made by a generator
-//! for each wire format, and the same with something broken in them. A sound one is answered, in the format's shape to its last
+//! Random request bodies, 10,000 of them, to every route that takes one: sound bodies, made by a generator for each
+//! wire format, and the same with something broken in them. A sound one is answered, in the format's shape to its last
 //! event; a broken one is answered so too, or refused with the format's error. Nothing else may happen.
 
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use unicorn::model::load::LoadOptions;
 use unicorn::model::{KvLimits, Limits, Runner};
 use unicorn::session::Service;
 
-use crate::api::{
+use crate::chat_completions::{
     DEFAULTS, END_OF_TURN, MODEL, OPTIONS, assert_at_rest, named_events, post_to, send, send_json, tokenizer,
 };
 use crate::fake_runner::{FakeRunner, HANG, LIMITS, Script, mixed};
