@@ -16,28 +16,16 @@ use axum::http::{HeaderMap, Request, Response, StatusCode};
 use futures::StreamExt;
 use rustls::pki_types::ServerName;
 use serde_json::{Value, json};
-use socket2::{Domain, Socket, Type};
-use tempfile::TempDir;
-use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
 use tower::ServiceExt;
-use unicorn::api::{self, AccessPolicy, Connections, Keys, Options, Server, Tls};
+use unicorn::api::{AccessPolicy, Connections, Keys, Options, Server, Tls};
 
-use crate::chat_completions::{
-    App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_behind, assert_all_free, chat, limits, loaded, send,
-    send_json, tokenizer,
-};
-use crate::cli::{assert_error, output, unicorn};
-use crate::fake_runner::{HANG, says};
+use crate::support::app::{App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_behind, limits, loaded};
+use crate::support::fake_runner::{HANG, says};
+use crate::support::http::{assert_all_free, chat, send, send_json};
+use crate::support::program::{assert_error, output, unicorn};
+use crate::support::server::{CONNECTIONS, Serving, blocking, certificate, connect};
+use crate::support::tokenizers::tokenizer;
 
-/// So short that a test sees them pass, and longer than this machine takes to answer.
-pub const CONNECTIONS: Connections = Connections {
-    most: 64,
-    head_timeout: Duration::from_millis(500),
-    idle_timeout: Duration::from_millis(700),
-    write_timeout: Duration::from_millis(500),
-    tls: None,
-};
 const KEY: &str = "sk-unicorn-1234567890";
 
 fn with_keys() -> AccessPolicy {
@@ -525,54 +513,6 @@ async fn the_door_can_be_replaced() {
 
 // --- over TCP -------------------------------------------------------------------------------------------
 
-/// A server on a port of its own.
-pub struct Serving {
-    address: SocketAddr,
-    stop: Option<oneshot::Sender<()>>,
-    task: JoinHandle<()>,
-    pub app: App,
-}
-
-impl Serving {
-    pub async fn start(app: App, connections: Connections) -> Self {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let address = listener.local_addr().expect("bound");
-        let (stop, stopped) = oneshot::channel::<()>();
-        let shutdown = async {
-            drop(stopped.await);
-            Duration::ZERO
-        };
-        let task = api::serve(listener, Arc::clone(&app.server), connections, shutdown);
-        Self { address, stop: Some(stop), task: tokio::spawn(task), app }
-    }
-
-    pub fn connect(&self) -> TcpStream {
-        connect(self.address)
-    }
-
-    /// The client's side keeps little of what it has not read: the rest stays with the server.
-    pub fn connect_narrow(&self) -> TcpStream {
-        let socket = Socket::new(Domain::for_address(self.address), Type::STREAM, None).expect("a socket");
-        socket.set_recv_buffer_size(4096).expect("set");
-        socket.connect(&self.address.into()).expect("connects");
-        let stream = TcpStream::from(socket);
-        stream.set_read_timeout(Some(HANG)).expect("set");
-        stream
-    }
-
-    pub async fn end(mut self) {
-        self.app.control.release();
-        let _ = self.stop.take().expect("not yet").send(());
-        tokio::time::timeout(HANG, self.task).await.expect("ends in time").expect("without a panic");
-    }
-}
-
-fn connect(address: SocketAddr) -> TcpStream {
-    let stream = TcpStream::connect(address).expect("connects");
-    stream.set_read_timeout(Some(HANG)).expect("set");
-    stream
-}
-
 fn get(path: &str) -> String {
     format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n")
 }
@@ -607,14 +547,6 @@ fn read_answer(stream: &mut impl Read) -> (String, String) {
     let mut body = vec![0; length.expect("a length").parse().expect("a number")];
     stream.read_exact(&mut body).expect("a whole body");
     (head, String::from_utf8(body).expect("text"))
-}
-
-/// What blocks must not stop the runtime that it waits for.
-pub async fn blocking<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'static) -> T {
-    tokio::time::timeout(2 * HANG, tokio::task::spawn_blocking(run))
-        .await
-        .expect("no hang")
-        .expect("no panic")
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -760,15 +692,6 @@ async fn heads_beyond_all_measure_are_refused() {
 }
 
 // --- TLS ------------------------------------------------------------------------------------------------
-
-/// A folder with `cert.pem` and `key.pem` for localhost.
-fn certificate() -> (TempDir, rustls::pki_types::CertificateDer<'static>) {
-    let signed = rcgen::generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
-    let folder = tempfile::tempdir().expect("a folder");
-    std::fs::write(folder.path().join("cert.pem"), signed.cert.pem()).expect("written");
-    std::fs::write(folder.path().join("key.pem"), signed.signing_key.serialize_pem()).expect("written");
-    (folder, signed.cert.der().clone())
-}
 
 fn tls(folder: &Path) -> Result<Tls, String> {
     Tls::read(&folder.join("cert.pem"), &folder.join("key.pem")).map_err(|error| error.to_string())

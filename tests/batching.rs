@@ -6,146 +6,17 @@ use std::sync::Arc;
 
 use unicorn::engine::{Fork, Sequence, SharedMask, TokenMask};
 use unicorn::model::load::LoadOptions;
-use unicorn::model::{KvLimits, Limits, Runner, SamplingParams};
+use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::KvDtype;
 
-use crate::drive::{Driver, Run};
-use crate::reference;
-use crate::support::data;
-use crate::{demo, golden};
-
-/// Prompts, and what is answered to each alone, with some parameters and a seed.
-pub struct Texts {
-    params: SamplingParams,
-    seed: u64,
-    pub prompts: Vec<Vec<u32>>,
-    alone: Vec<Vec<u32>>,
-}
-
-pub fn penalties() -> SamplingParams {
-    SamplingParams {
-        repetition_penalty: 1.3,
-        presence_penalty: 0.7,
-        frequency_penalty: 0.2,
-        ..SamplingParams::GREEDY
-    }
-}
-
-/// What is answered to one prompt by a scheduler that has seen nothing.
-fn answer(
-    model: &mut dyn Runner,
-    prompt: &[u32],
-    (params, seed): (&SamplingParams, u64),
-    tokens: usize,
-) -> Vec<u32> {
-    let limits = model.limits();
-    let mut sequence = Sequence::new(0, prompt.to_vec(), params.clone(), tokens);
-    sequence.seed = seed;
-    Driver::new(model, limits).run(vec![sequence]).answers.remove(&0).expect("an answer")
-}
-
-impl Texts {
-    pub fn new(
-        model: &mut dyn Runner,
-        (params, seed): (SamplingParams, u64),
-        prompts: Vec<Vec<u32>>,
-        tokens: usize,
-    ) -> Texts {
-        let alone = prompts.iter().map(|p| answer(model, p, (&params, seed), tokens)).collect();
-        Texts { params, seed, prompts, alone }
-    }
-
-    fn sequences(&self) -> Vec<Sequence> {
-        let each = self.prompts.iter().zip(&self.alone).enumerate();
-        each.map(|(i, (p, a))| self.sequence(i, p, a.len())).collect()
-    }
-
-    fn sequence(&self, i: usize, prompt: &[u32], tokens: usize) -> Sequence {
-        let mut sequence = Sequence::new(i as u64, prompt.to_vec(), self.params.clone(), tokens);
-        sequence.seed = self.seed;
-        sequence
-    }
-
-    #[track_caller]
-    fn check(&self, run: &Run, what: &str) {
-        assert_eq!(run.answers.len(), self.prompts.len());
-        for (i, alone) in self.alone.iter().enumerate() {
-            assert_eq!(run.answers[&(i as u64)], *alone, "{what}: prompt {i}");
-        }
-    }
-
-    /// Everything that must change nothing.
-    /// On this model, which need not be the one that answered.
-    pub fn check_all(&self, model: &mut dyn Runner) {
-        let limits = model.limits();
-        let mut driver = Driver::new(model, limits);
-        let run = driver.run(self.sequences());
-        assert!(run.widest == self.prompts.len().min(limits.max_sequences), "{} in a step", run.widest);
-        self.check(&run, "in a batch");
-
-        let again = driver.run_staggered(self.sequences(), |i| 2 * i);
-        let long = self.prompts.iter().position(|p| p.len() > 40).expect("a long prompt") as u64;
-        assert!(again.cached[&long] >= 32, "{:?} found in the cache", again.cached);
-        self.check(&again, "one after the other, from the cache");
-
-        // The next turn of each: prompt and answer as a prompt, which the cache has but for its end.
-        let next = |i: usize| [&self.prompts[i][..], &self.alone[i], &[5, 6, 7]].concat();
-        let prompts: Vec<Vec<u32>> = (0..self.prompts.len()).map(next).collect();
-        let turn = |i: usize| self.sequence(i, &prompts[i], 12);
-        let cached = driver.run((0..prompts.len()).map(turn).collect());
-        let whole = prompts[long as usize].len();
-        assert!(cached.cached[&long] + 32 > whole, "{} of {whole} tokens cached", cached.cached[&long]);
-        let guesses = driver.guesses();
-        let turns = Texts::new(model, (self.params.clone(), self.seed), prompts, 12);
-        turns.check(&cached, "the next turn");
-        assert_eq!(guesses.model.proposed > 0, model.has_draft(), "{guesses:?}");
-
-        let limits = Limits { max_batch_tokens: 7, ..limits };
-        self.check(&Driver::new(model, limits).run_staggered(self.sequences(), |i| i), "in chunks of 7");
-
-        // Blocks for one whole sequence and a half.
-        let longest =
-            self.prompts.iter().zip(&self.alone).map(|(p, a)| p.len() + a.len()).max().expect("some");
-        let kv = limits.kv;
-        let blocks = longest.div_ceil(kv.block_size);
-        let kv = KvLimits {
-            full_blocks: blocks + blocks / 2,
-            sliding_blocks: kv.window_blocks(2 * 16).min(blocks) + blocks / 2,
-            ..kv
-        };
-        let tight = Limits { max_batch_tokens: 16, max_context: longest, kv, ..limits };
-        let run = Driver::new(model, tight).run(self.sequences());
-        assert!(run.preemptions > 0, "nobody was preempted");
-        self.check(&run, "preempted");
-
-        // Three answers to each prompt, which part behind it, and are the same where they are greedy.
-        let mut forked = self.sequences();
-        let mut expected = |i: usize, n: u64| match self.params.temperature {
-            0.0 => self.alone[i].clone(),
-            _ => answer(model, &self.prompts[i], (&self.params, n), self.alone[i].len()),
-        };
-        let forks: Vec<[Vec<u32>; 3]> =
-            (0..forked.len()).map(|i| [self.alone[i].clone(), expected(i, 1), expected(i, 2)]).collect();
-        for sequence in &mut forked {
-            sequence.forks = (1..3).map(|n| Fork { id: sequence.id + 1000 * n, seed: n }).collect();
-        }
-        let run = Driver::new(model, model_limits(&limits)).run(forked);
-        for (i, answers) in forks.iter().enumerate() {
-            for (n, answer) in (0..).zip(answers) {
-                assert_eq!(run.answers[&(i as u64 + 1000 * n)], *answer, "fork {n} of prompt {i}");
-            }
-        }
-    }
-}
-
-fn model_limits(limits: &Limits) -> Limits {
-    Limits { max_batch_tokens: 64, ..*limits }
-}
+use crate::support::driver::Driver;
+use crate::support::texts::{Texts, answer, penalties};
+use crate::support::{data, demo, goldens, reference};
 
 #[test]
 fn the_demo_model_answers_the_same_whatever_else_runs() {
     let options = LoadOptions { sequences: 16, max_context: Some(1024), ..LoadOptions::default() };
-    let mut model = golden::load(&demo::folder(), &options);
+    let mut model = goldens::load(&demo::folder(), &options);
     let prompts = demo::quick_prompts(300).step_by(5).map(<[u32]>::to_vec).take(14).collect();
     let texts = Texts::new(&mut model, (SamplingParams::GREEDY, 0), prompts, 24);
     texts.check_all(&mut model);
@@ -157,11 +28,11 @@ fn the_demo_model_answers_the_same_whatever_else_runs() {
 #[test]
 fn the_reference_model_answers_the_same_whatever_else_runs() {
     let folder = data("gemma3/tiny-a");
-    let goldens = golden::Goldens::open(&folder);
+    let goldens = goldens::Goldens::open(&folder);
     // As products have it: f16 loses something, and always the same.
     let options =
         LoadOptions { kv: KvDtype::F16, sequences: 16, max_context: Some(512), ..LoadOptions::default() };
-    let mut model = golden::load(&folder, &options);
+    let mut model = goldens::load(&folder, &options);
     let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
     let long = long[..long.len().min(200)].to_vec();
     let other = long[11..].to_vec();
@@ -174,14 +45,14 @@ fn the_reference_model_answers_the_same_whatever_else_runs() {
 #[test]
 fn the_size_of_a_block_changes_no_answer() {
     let folder = data("gemma3/tiny-a");
-    let goldens = golden::Goldens::open(&folder);
+    let goldens = goldens::Goldens::open(&folder);
     let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
     let prompts = vec![short, long[..150].to_vec(), mid, long[7..90].to_vec()];
     let mut expected: Option<Vec<Vec<u32>>> = None;
     for block_size in [16, 1, 5, 48] {
         let options =
             LoadOptions { block_size, sequences: 8, max_context: Some(256), ..LoadOptions::default() };
-        let mut model = golden::load(&folder, &options);
+        let mut model = goldens::load(&folder, &options);
         let limits = model.limits();
         assert_eq!(limits.kv.block_size, block_size);
         let texts = Texts::new(&mut model, (SamplingParams::GREEDY, 0), prompts.clone(), 40);
@@ -202,7 +73,7 @@ fn the_size_of_a_block_changes_no_answer() {
 #[test]
 fn what_is_drawn_follows_from_the_logits() {
     let options = LoadOptions { sequences: 4, max_context: Some(512), ..LoadOptions::default() };
-    let mut model = golden::load(&demo::folder(), &options);
+    let mut model = goldens::load(&demo::folder(), &options);
     let (limits, vocab) = (model.limits(), model.limits().vocab_size);
     let prompts: Vec<Vec<u32>> = demo::quick_prompts(300).step_by(17).map(<[u32]>::to_vec).take(4).collect();
     let favourite = 300u32;
@@ -282,7 +153,7 @@ impl TokenMask for Doubling {
 #[test]
 fn a_mask_binds_beside_those_that_have_none() {
     let options = LoadOptions { sequences: 8, max_context: Some(512), ..LoadOptions::default() };
-    let mut model = golden::load(&demo::folder(), &options);
+    let mut model = goldens::load(&demo::folder(), &options);
     let limits = model.limits();
     let prompts: Vec<Vec<u32>> = demo::quick_prompts(300).step_by(23).map(<[u32]>::to_vec).take(6).collect();
     let free: Vec<Vec<u32>> =
@@ -315,7 +186,7 @@ fn a_mask_binds_beside_those_that_have_none() {
 fn a_seed_draws_the_same_in_any_batch() {
     let options =
         LoadOptions { kv: KvDtype::Int8, sequences: 8, max_context: Some(1024), ..LoadOptions::default() };
-    let mut model = golden::load(&demo::folder(), &options);
+    let mut model = goldens::load(&demo::folder(), &options);
     let prompts: Vec<Vec<u32>> = demo::quick_prompts(300).step_by(9).map(<[u32]>::to_vec).take(8).collect();
     let sequence = |i: usize| {
         let params = SamplingParams { temperature: 1.2, top_p: 0.98, ..SamplingParams::GREEDY };
@@ -338,7 +209,7 @@ fn a_seed_draws_the_same_in_any_batch() {
 #[test]
 fn text_that_repeats_its_prompt_takes_less_than_half_the_passes() {
     let options = LoadOptions { max_context: Some(2048), ..LoadOptions::default() };
-    let mut model = golden::load(&demo::folder(), &options);
+    let mut model = goldens::load(&demo::folder(), &options);
     let limits = model.limits();
     let (mut tokens, mut passes, mut proposed, mut accepted) = (0, 0, 0, 0);
     for (prompt, answer) in demo::answered("copy") {

@@ -11,10 +11,6 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
-use crate::fake_runner::HANG;
-use crate::support::root;
-
 /// What a server does about the n-th question, from 0; the first one warms it up.
 enum Reply {
     /// These pieces of text, and usage.
@@ -29,6 +25,11 @@ enum Reply {
 }
 
 use Reply::{Events, Raw, Refuse, Say, SayPlainly};
+
+use crate::support::app::router_that_says;
+use crate::support::fake_runner::HANG;
+use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::root;
 
 /// An HTTP server, a thread for each connection, until the test ends.
 struct Scripted {
@@ -452,7 +453,7 @@ fn a_second_turn_holds_the_first_and_its_answer() {
 fn this_projects_own_server_can_be_measured() {
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
     let _inside = runtime.enter();
-    let (router, said) = crate::chat_completions::router_that_says("The answer is no.");
+    let (router, said) = router_that_says("The answer is no.");
     let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).expect("a free port");
     let url = format!("http://{}/v1", listener.local_addr().expect("bound"));
     runtime.spawn(async move { axum::serve(listener, router).await });

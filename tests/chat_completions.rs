@@ -6,281 +6,26 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use axum::Router;
 use axum::body::Body;
-use axum::http::{HeaderMap, Request, StatusCode, header};
+use axum::http::{Request, StatusCode, header};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tower::ServiceExt;
 use unicorn::api::{self, AccessPolicy, Options, Server};
-use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use unicorn::model::{KvLimits, Limits, SamplingOptions, SamplingParams};
-use unicorn::session::Service;
-use unicorn::text::Tokenizer;
 
-use crate::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
-use crate::support::gemma_template;
-
-pub const MODEL: &str = "makers/tiny-gemma";
-pub const END_OF_TURN: u32 = 106;
-pub const DEFAULTS: SamplingOptions = SamplingOptions {
-    temperature: Some(0.9),
-    top_k: Some(64),
-    top_p: Some(0.95),
-    min_p: Some(0.0),
-    repetition_penalty: Some(1.25),
-    presence_penalty: None,
-    frequency_penalty: None,
+use crate::support::app::{
+    App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, app_that_shows_its_prompt, app_with,
+    limits, loaded_with_queue, prompt_ids,
 };
-pub const OPTIONS: Options = Options {
-    max_body_bytes: 64 << 10,
-    body_stall: Duration::from_millis(200),
-    body_grace: Duration::from_secs(10),
-    turn_timeout: Duration::from_secs(150),
-    wrong_key_pause: Duration::ZERO,
-    stored_responses: 9,
-    stored_response_bytes: 1 << 20,
-    share_prefixes: None,
-    keep_alive: Duration::from_millis(20),
-    device_timeout: Duration::from_millis(500),
-    lost_log_lines: || 0,
+use crate::support::fake_runner::{HANG, LIMITS, Script, says};
+use crate::support::http::{
+    answer, assert_all_free, assert_at_rest, chat, complete, content, get, parse, post, post_to, send,
+    send_json, stream,
 };
-
-pub struct App {
-    pub router: Router,
-    pub server: Arc<Server>,
-    pub engine: EngineHandle,
-    pub control: Control,
-}
-
-pub fn tokenizer() -> Tokenizer {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tokenizer-mini/tokenizer.json");
-    Tokenizer::from_bytes(&std::fs::read(path).expect(path), "tokenizer.json").expect("a sound tokenizer")
-}
-
-pub fn limits() -> Limits {
-    let kv = KvLimits { full_blocks: 150, ..LIMITS.kv };
-    Limits { max_batch_tokens: 32, kv, max_context: 600, max_sequences: 1, ..LIMITS }
-}
-
-pub fn app(script: Script) -> App {
-    app_with(limits(), OPTIONS, DEFAULTS, script)
-}
-
-pub fn app_with(limits: Limits, options: Options, defaults: SamplingOptions, script: Script) -> App {
-    let server = Server::new(MODEL, options, AccessPolicy::default());
-    loaded(server, limits, defaults, script)
-}
-
-/// A model behind a door, that answers with `text` whoever may come in; two at once.
-pub fn app_behind(door: AccessPolicy, text: &str) -> App {
-    let ids = tokenizer().encode(text, false).expect("encodes");
-    let more = Limits { max_sequences: 2, ..limits() };
-    loaded(Server::new(MODEL, OPTIONS, door), more, DEFAULTS, says(&ids, END_OF_TURN))
-}
-
-pub fn loaded(server: Arc<Server>, limits: Limits, defaults: SamplingOptions, script: Script) -> App {
-    loaded_with_queue(2, server, limits, defaults, script)
-}
-
-fn loaded_with_queue(
-    queue: usize,
-    server: Arc<Server>,
-    limits: Limits,
-    defaults: SamplingOptions,
-    script: Script,
-) -> App {
-    let (runner, control) = FakeRunner::new(limits, script);
-    let engine = Engine::start(runner, EngineConfig { queue, scheduler: SchedulerConfig::default() });
-    let stops = vec![1, END_OF_TURN];
-    server.set_ready(Service::new(engine.clone(), tokenizer(), gemma_template(), defaults, stops));
-    App { router: api::router(Arc::clone(&server)), server, engine, control }
-}
-
-/// A model that answers everything with `text`.
-pub fn app_that_says(text: &str) -> App {
-    let ids = tokenizer().encode(text, false).expect("encodes");
-    app(says(&ids, END_OF_TURN))
-}
-
-/// The routes of a server that answers everything with `text`, for as many as ask, and how many ids it draws for that.
-pub fn router_that_says(text: &str) -> (Router, usize) {
-    let ids = tokenizer().encode(text, false).expect("encodes");
-    (app_behind(AccessPolicy::default(), text).router, ids.len() + 1)
-}
-
-pub fn chat(text: &str) -> Value {
-    json!({"model": MODEL, "messages": [{"role": "user", "content": text}]})
-}
-
-/// `base` with the fields of `more` set.
-pub fn with(mut base: Value, more: Value) -> Value {
-    for (name, value) in more.as_object().expect("fields") {
-        base[name] = value.clone();
-    }
-    base
-}
-
-pub async fn send(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Vec<u8>) {
-    let exchange = async {
-        let response = router.clone().oneshot(request).await.expect("handlers do not fail");
-        let (parts, body) = response.into_parts();
-        let bytes = body.collect().await.expect("a whole body").to_bytes().to_vec();
-        (parts.status, parts.headers, bytes)
-    };
-    tokio::time::timeout(HANG, exchange).await.expect("no request hangs")
-}
-
-pub async fn send_json(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Value) {
-    let (status, headers, bytes) = send(router, request).await;
-    let text = String::from_utf8_lossy(&bytes);
-    let value = serde_json::from_slice(&bytes).unwrap_or_else(|e| panic!("{status}: {e}: {text}"));
-    (status, headers, value)
-}
-
-fn post(body: impl Into<Body>) -> Request<Body> {
-    let request = Request::post("/v1/chat/completions").header(header::CONTENT_TYPE, "application/json");
-    request.body(body.into()).expect("a sound request")
-}
-
-fn get(path: &str) -> Request<Body> {
-    Request::get(path).body(Body::empty()).expect("a sound request")
-}
-
-pub async fn complete(app: &App, body: Value) -> (StatusCode, Value) {
-    let (status, _, value) = send_json(&app.router, post(body.to_string())).await;
-    (status, value)
-}
-
-/// The answer's text and finish reason.
-pub async fn answer(app: &App, body: Value) -> (String, String) {
-    let (status, value) = complete(app, body).await;
-    assert_eq!(status, 200, "{value}");
-    let choice = &value["choices"][0];
-    let text = |v: &Value| v.as_str().unwrap_or_else(|| panic!("not text: {value}")).to_owned();
-    (text(&choice["message"]["content"]), text(&choice["finish_reason"]))
-}
-
-/// The `data:` lines of a stream, and the comments in it.
-pub async fn stream(app: &App, body: Value) -> (Vec<String>, usize) {
-    let (status, headers, bytes) = send(&app.router, post(body.to_string())).await;
-    let text = String::from_utf8(bytes).expect("UTF-8");
-    assert_eq!(status, 200, "{text}");
-    assert_eq!(headers[header::CONTENT_TYPE], "text/event-stream");
-    let mut comments = 0;
-    let mut lines = Vec::new();
-    for line in text.lines().filter(|l| !l.is_empty()) {
-        match line.strip_prefix("data: ") {
-            Some(data) => lines.push(data.to_owned()),
-            None => {
-                assert!(line.starts_with(':'), "{line:?}");
-                comments += 1;
-            }
-        }
-    }
-    (lines, comments)
-}
-
-pub fn parse(lines: &[String]) -> Vec<Value> {
-    assert_eq!(lines.last().map(String::as_str), Some("[DONE]"));
-    lines[..lines.len() - 1].iter().map(|l| serde_json::from_str(l).expect("a JSON chunk")).collect()
-}
-
-pub fn content(chunks: &[Value]) -> String {
-    chunks.iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str()).collect()
-}
-
-pub async fn assert_all_free(engine: &EngineHandle) {
-    let since = Instant::now();
-    loop {
-        let stats = engine.stats();
-        if stats.running == 0 && stats.waiting == 0 && stats.full.held + stats.sliding.held == 0 {
-            return;
-        }
-        assert!(since.elapsed() < HANG, "never came to rest: {stats:?}");
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
-}
-
-/// What `/status` tells.
-pub async fn status(router: &Router) -> Value {
-    let (code, _, status) = send_json(router, get("/status")).await;
-    assert_eq!((code.as_u16(), &status["status"]), (200, &json!("ok")), "{status}");
-    status
-}
-
-/// Whether nobody is connected, and nothing runs, waits or is held.
-pub fn is_at_rest(status: &Value) -> bool {
-    let requests = ["open", "arriving", "waiting", "running"].map(|name| &status["requests"][name]);
-    let held = [&status["connections"], &status["kv"]["full"]["held"], &status["kv"]["sliding"]["held"]];
-    requests.into_iter().chain(held).all(|n| *n == 0)
-}
-
-pub async fn assert_at_rest(router: &Router) {
-    let since = Instant::now();
-    loop {
-        let status = status(router).await;
-        if is_at_rest(&status) {
-            return;
-        }
-        assert!(since.elapsed() < HANG, "never came to rest: {status}");
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
-}
-
-/// A model that says `text`, and the ids of the last prompt that it saw.
-pub fn app_that_shows_its_prompt(text: &str) -> (App, Arc<Mutex<Vec<u32>>>) {
-    let (script, seen) = shows_its_prompt(text);
-    (app(script), seen)
-}
-
-/// The script of one.
-pub fn shows_its_prompt(text: &str) -> (Script, Arc<Mutex<Vec<u32>>>) {
-    let mut answer = says(&tokenizer().encode(text, false).expect("encodes"), END_OF_TURN);
-    let seen: Arc<Mutex<Vec<u32>>> = Arc::default();
-    let (record, mut last) = (Arc::clone(&seen), Vec::new());
-    let script: Script = Box::new(move |tokens, draw| {
-        // Each call but the first of an answer sees what the one before it drew.
-        if tokens != last {
-            *record.lock().expect("no test panics with it") = tokens.to_vec();
-        }
-        let id = answer(tokens, draw);
-        last = [tokens, &[id]].concat();
-        id
-    });
-    (script, seen)
-}
-
-/// The ids of a prompt in Gemma's format, without its `<bos>`.
-pub fn prompt_ids(text: &str) -> Vec<u32> {
-    tokenizer().encode(&format!("<bos>{text}"), false).expect("encodes")
-}
-
-/// The events of a stream that names them: each name is that in its data.
-pub fn named_events(bytes: &[u8]) -> Vec<Value> {
-    let text = std::str::from_utf8(bytes).expect("UTF-8");
-    let lines = |event: &'_ str| event.lines().filter(|l| !l.starts_with(':')).map(str::to_owned).collect();
-    let events = text.split("\n\n").map(lines).filter(|lines: &Vec<String>| !lines.is_empty());
-    let parse = |lines: Vec<String>| {
-        let [name, data] = &lines[..] else { panic!("{lines:?}") };
-        let data: Value = serde_json::from_str(data.strip_prefix("data: ").expect("data")).expect("JSON");
-        assert_eq!(name.strip_prefix("event: "), data["type"].as_str(), "{data}");
-        data
-    };
-    events.map(parse).collect()
-}
-
-/// The events of a stream.
-pub async fn events_of(app: &App, path: &str, body: Value) -> Vec<Value> {
-    let body = with(body, json!({"stream": true}));
-    let (status, headers, bytes) = send(&app.router, post_to(path, body.to_string())).await;
-    assert_eq!((status.as_u16(), &headers["content-type"]), (200, &"text/event-stream".parse().unwrap()));
-    named_events(&bytes)
-}
-
-pub fn post_to(path: &str, body: impl Into<Body>) -> Request<Body> {
-    Request::post(path).header(header::CONTENT_TYPE, "application/json").body(body.into()).expect("sound")
-}
+use crate::support::json::with;
+use crate::support::server::CONNECTIONS;
+use crate::support::tokenizers::tokenizer;
 
 /// Waiting for the engine's thread must not stop the runtime's.
 async fn submitted(app: &App, steps: usize) {
@@ -1104,8 +849,7 @@ async fn shutdown_is_bounded() {
         drop(stopped.await);
         Duration::from_millis(50)
     };
-    let serving =
-        tokio::spawn(api::serve(listener, Arc::clone(&app.server), crate::auth::CONNECTIONS, shutdown));
+    let serving = tokio::spawn(api::serve(listener, Arc::clone(&app.server), CONNECTIONS, shutdown));
 
     let request = |body: Value| {
         let body = body.to_string();

@@ -11,15 +11,16 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
-use crate::checkpoint_legacy::mutate;
-use crate::reference::dequantize_row;
-use crate::support::{self, ByName as _, data, plain, root};
 use unicorn::checkpoint::{Checkpoint, CheckpointError, MAX_READ_BYTES, ModelFiles, Tensor};
 use unicorn::model::SamplingOptions;
 use unicorn::model::config::{Gemma3Config, GenerationConfig, LayerType};
 use unicorn::model::weights::Gemma3Weights;
 use unicorn::quantize::{Rounding, grouping, pack_tiles, quantize_row};
 use unicorn::tensor::{DType, QuantizeMode, QuantizedRow, Scheme, TILE_ROWS, unpack_row};
+
+use crate::support::checkpoints::{ByName as _, mutate, plain};
+use crate::support::reference::dequantize_row;
+use crate::support::{self, data, root};
 
 const GEMMA3_SETS: [&str; 3] = ["tiny-a", "tiny-b", "tiny-27b-ratio"];
 

@@ -6,52 +6,31 @@ use std::fs;
 use std::path::Path;
 
 use half::bf16;
-use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use serde_json::{Map, Value, json};
-use sha2::{Digest, Sha256};
+use serde_json::{Value, json};
+
 use tempfile::TempDir;
 
-use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
-use crate::drive::greedy;
-use crate::fuzz_bodies::joined;
-use crate::golden::{self, Goldens};
-use crate::support::{self, ByName as _, data};
-use unicorn::checkpoint::{Checkpoint, ModelFiles, Tensor};
+use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Gemma3Weights;
 use unicorn::tensor::{Bits, QuantizedRow, Scales, Scheme};
 
+use crate::support::checkpoints::{ByName as _, mutate, read_all, sha256, values_both_ways, with_header};
+use crate::support::driver::greedy;
+use crate::support::goldens::Goldens;
+use crate::support::legacy_files::{
+    Made, asymmetric, grouped, layer_file, layer_of_all_schemes, shared, symmetric,
+};
+use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::{self, data, goldens};
+
 const BOUND: f32 = 1e-3;
 
 fn open(folder: &Path) -> Checkpoint {
     Checkpoint::open(&ModelFiles::open(folder).unwrap()).unwrap_or_else(|e| panic!("{e}"))
-}
-
-fn le_bytes(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|x| x.to_le_bytes()).collect()
-}
-
-pub fn sha256(values: &[f32]) -> String {
-    Sha256::digest(le_bytes(values)).iter().map(|b| format!("{b:02x}")).collect()
-}
-
-/// The values of a tensor, and the same by way of the integers and scales that the device gets.
-pub fn values_both_ways(tensor: &Tensor) -> (Vec<f32>, Vec<f32>) {
-    let values = tensor.to_f32().unwrap();
-    let (scheme, cols) = (tensor.scheme().unwrap(), tensor.cols());
-    if scheme.grouping(cols).is_none() {
-        return (values.clone(), values);
-    }
-    let mut row = QuantizedRow::new(scheme, cols);
-    let mut again = vec![0.0; values.len()];
-    for (index, out) in again.chunks_exact_mut(cols).enumerate() {
-        tensor.quantized_row_into(index, &mut row).unwrap();
-        row.dequantize_into(scheme, out);
-    }
-    (values, again)
 }
 
 #[test]
@@ -165,7 +144,7 @@ fn damaged_tensors_are_named() {
 fn a_legacy_checkpoint_matches_the_oracle() {
     let folder = data("legacy/tiny-a");
     let goldens = Goldens::open(&folder);
-    let mut model = golden::load(&folder, &LoadOptions::default());
+    let mut model = goldens::load(&folder, &LoadOptions::default());
     let vocab = model.config().vocab_size;
     for prompt in ["short", "mid", "long"] {
         let tokens = goldens.tokens(&format!("tokens.{prompt}"));
@@ -173,9 +152,9 @@ fn a_legacy_checkpoint_matches_the_oracle() {
             "short" => (0..tokens.len()).collect(),
             _ => goldens.tokens(&format!("positions.{prompt}")).iter().map(|&p| p as usize).collect(),
         };
-        let all = golden::all_logits(&mut model, &tokens);
+        let all = goldens::all_logits(&mut model, &tokens);
         let got: Vec<f32> = rows.iter().flat_map(|&r| all[r * vocab..(r + 1) * vocab].to_vec()).collect();
-        let difference = golden::max_difference(&got, &goldens.view(&format!("logits.{prompt}")));
+        let difference = goldens::max_difference(&got, &goldens.view(&format!("logits.{prompt}")));
         println!("legacy {prompt}: max |difference| {difference:.2e}");
         assert!(difference <= BOUND, "{prompt}: {difference}");
 
@@ -287,46 +266,6 @@ fn the_binary_runs_layer_files_and_says_what_they_lack() {
 
 // ---- Made-up files -------------------------------------------------------------------------------------
 
-/// A tensor of a layer file: name, scheme, element type, shape, bytes; scale's type, shape, bytes.
-type Made = (String, &'static str, &'static str, Vec<usize>, Vec<u8>, &'static str, Vec<usize>, Vec<u8>);
-
-fn symmetric(name: &str, shape: &[usize], scale: f32, q: &[i8]) -> Made {
-    let q = q.iter().map(|q| *q as u8).collect();
-    let scale = bf16::from_f32(scale).to_le_bytes().to_vec();
-    (name.into(), "int8_symmetric", "I8", shape.to_vec(), q, "BF16", vec![], scale)
-}
-
-fn grouped(name: &str, shape: &[usize], scales: &[f32], q: &[i8]) -> Made {
-    let q = q.iter().map(|q| *q as u8).collect();
-    let bytes = scales.iter().flat_map(|s| bf16::from_f32(*s).to_le_bytes()).collect();
-    (name.into(), "int4_grouped", "I8", shape.to_vec(), q, "BF16", vec![scales.len()], bytes)
-}
-
-fn asymmetric(name: &str, shape: &[usize], scale: f32, zero: f32, q: &[u8]) -> Made {
-    let scales = le_bytes(&[scale, zero]);
-    (name.into(), "int8_asymmetric", "U8", shape.to_vec(), q.to_vec(), "F32", vec![2], scales)
-}
-
-fn layer_file(tensors: &[Made]) -> Vec<u8> {
-    let (mut header, mut metadata, mut bytes) = (Map::new(), Map::new(), Vec::new());
-    for (name, scheme, dtype, shape, q, scale_type, scale_shape, scales) in tensors {
-        metadata.insert(name.clone(), json!(scheme));
-        for (name, dtype, shape, data) in
-            [(name.clone(), dtype, shape, q), (format!("{name}_scale"), scale_type, scale_shape, scales)]
-        {
-            let offsets = [bytes.len(), bytes.len() + data.len()];
-            header.insert(name, json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
-            bytes.extend_from_slice(data);
-        }
-    }
-    header.insert("__metadata__".into(), Value::Object(metadata));
-    with_header(&Value::Object(header).to_string(), &bytes)
-}
-
-pub fn with_header(header: &str, bytes: &[u8]) -> Vec<u8> {
-    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), bytes].concat()
-}
-
 /// Files by name.
 type Files = Vec<(&'static str, Vec<u8>)>;
 
@@ -336,10 +275,6 @@ fn folder(files: &[(&str, Vec<u8>)]) -> TempDir {
         fs::write(folder.path().join(name), bytes).unwrap();
     }
     folder
-}
-
-fn shared() -> (&'static str, Vec<u8>) {
-    ("m_shared.safetensors", layer_file(&[asymmetric("norm.weight", &[2], 0.5, 3.0, &[3, 255])]))
 }
 
 #[test]
@@ -521,104 +456,6 @@ fn what_is_no_layer_file_is_refused_by_name() {
         let expected = "tensor x.layers.3.w: row 1, column 8 holds 9; expected -7 to 7, as int4_grouped has";
         assert!(error.to_string().ends_with(expected), "{error}");
     }
-}
-
-/// Reads everything there is to read of a checkpoint that may be damaged.
-pub fn read_all(folder: &Path) -> Result<usize, String> {
-    let checkpoint = Checkpoint::open(&ModelFiles::open(folder).unwrap()).map_err(|e| e.to_string())?;
-    for tensor in checkpoint.iter() {
-        tensor.defect();
-        let mut row = vec![0.0; tensor.cols()];
-        if let Ok(scheme) = tensor.scheme() {
-            let mut quantized = QuantizedRow::new(scheme, tensor.cols());
-            for index in 0..tensor.rows().min(8) {
-                let values = tensor.rows_f32_into(index..index + 1, &mut row);
-                if scheme.grouping(tensor.cols()).is_some() {
-                    let as_stored = tensor.quantized_row_into(index, &mut quantized);
-                    assert!(as_stored.is_ok() || values.is_err(), "{}: {as_stored:?}", tensor.name);
-                }
-            }
-        }
-    }
-    Ok(checkpoint.iter().len())
-}
-
-/// Changes a safetensors file: a byte of its data or a value of its header, which stays JSON mostly.
-pub fn mutate(file: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
-    let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
-    let (header, data) = (&file[8..8 + length], &file[8 + length..]);
-    let mut data = data.to_vec();
-    let mut header: Value = serde_json::from_slice(header).unwrap();
-    for _ in 0..rng.random_range(1..3) {
-        let names: Vec<String> = header.as_object().unwrap().keys().cloned().collect();
-        let (name, other) = (names.choose(rng).unwrap().clone(), names.choose(rng).unwrap().clone());
-        let number = [0i64, 1, -1, 2, 3, 31, 32, 64, 1 << 31, i64::MAX].choose(rng).copied().unwrap();
-        let entries = header.as_object_mut().unwrap();
-        match rng.random_range(0..40) {
-            0 => {
-                let dtypes = ["F32", "F16", "BF16", "I8", "U8", "I32", "I64"];
-                entries[&name]["dtype"] = json!(dtypes.choose(rng));
-            }
-            1 => {
-                if let Some(shape) = entries[&name].get_mut("shape").and_then(Value::as_array_mut) {
-                    match rng.random_range(0..4) {
-                        0 => shape.push(json!(number)),
-                        1 => drop(shape.pop()),
-                        2 => shape.reverse(),
-                        _ => shape.iter_mut().for_each(|dim| *dim = json!(number)),
-                    }
-                }
-            }
-            2 => drop(entries.remove(&name)),
-            3 => {
-                let value = entries[&name].clone();
-                entries.insert(other, value);
-            }
-            4 => {
-                let value = entries.remove(&name).unwrap();
-                let suffixes =
-                    [".weight", ".qweight", ".scales", ".qzeros", ".weight_packed", "_scale", "_layers.1."];
-                entries.insert(format!("{other}{}", suffixes.choose(rng).unwrap()), value);
-            }
-            5 => {
-                if let Some(metadata) = entries.get_mut("__metadata__").and_then(Value::as_object_mut) {
-                    let schemes = ["int8_symmetric", "int4_grouped", "int8_asymmetric", ""];
-                    metadata.insert(name, json!(schemes.choose(rng)));
-                }
-            }
-            6 => {
-                let part = rng.random_range(0..2);
-                if let Some(offset) = entries[&name].get_mut("data_offsets").and_then(|o| o.get_mut(part)) {
-                    *offset = json!(number);
-                }
-            }
-            // What most damage is, and what gets past the header.
-            _ if !data.is_empty() => {
-                let at = rng.random_range(0..data.len());
-                data[at] ^= 1 << rng.random_range(0..8);
-            }
-            _ => {}
-        }
-    }
-    if rng.random_ratio(1, 40) {
-        data.truncate(data.len() / 2);
-    }
-    with_header(&header.to_string(), &data)
-}
-
-fn layer_of_all_schemes() -> Vec<u8> {
-    let q: Vec<i8> = (0..256).map(|i| (i % 15) as i8 - 7).collect();
-    layer_file(&[
-        symmetric("x.layers.1.q_proj", &[4, 64], 0.5, &q),
-        grouped("x.layers.1.up_proj", &[4, 64], &[0.5, 0.25], &q),
-        grouped("x.layers.1.odd", &[5, 30], &[0.5, 0.25], &q[..150]),
-        asymmetric("x.layers.1.norm", &[64], 0.5, 0.0, &[9; 64]),
-    ])
-}
-
-/// What the fuzz target of this format takes.
-pub fn fuzz_input() -> Vec<u8> {
-    joined(&shared().1, &layer_of_all_schemes())
 }
 
 #[test]

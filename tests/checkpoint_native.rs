@@ -21,11 +21,11 @@ use unicorn::tensor::{
     QuantizeMode, QuantizedRow, Scheme, pack_plain_row, pack_row, unpack_plain_row, unpack_row,
 };
 
-use crate::checkpoint_legacy::mutate;
-use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
-use crate::golden::{Goldens, all_logits, max_difference};
-use crate::reference::{dequantize_row, rms_norm};
-use crate::support::{self, ByName as _, data, device, integers, root};
+use crate::support::checkpoints::{ByName as _, integers, mutate};
+use crate::support::goldens::{Goldens, all_logits, max_difference};
+use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::reference::{dequantize_row, rms_norm};
+use crate::support::{self, data, device, root};
 
 fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")

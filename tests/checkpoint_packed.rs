@@ -6,21 +6,22 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use half::{bf16, f16};
+use half::bf16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
-use crate::checkpoint_legacy::{mutate, read_all, sha256, values_both_ways, with_header};
-use crate::fuzz_bodies::joined;
-use crate::golden::{self, Goldens};
-use crate::support::{self, ByName as _, data};
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Gemma3Weights;
 use unicorn::tensor::{Bits, Scales, Scheme};
+
+use crate::support::checkpoints::{ByName as _, mutate, read_all, sha256, values_both_ways};
+use crate::support::goldens::Goldens;
+use crate::support::packed_files::{Part, f16s, file, gptq, gptq_parts, words};
+use crate::support::{self, data, goldens};
 
 const BOUND: f32 = 1e-3;
 
@@ -90,9 +91,9 @@ fn packed_checkpoints_match_the_oracle() {
     for (variant, ..) in variants() {
         let folder = folder_of(variant);
         let goldens = Goldens::open(&folder);
-        let mut model = golden::load(&folder, &LoadOptions::default());
-        let got = golden::all_logits(&mut model, &goldens.tokens("tokens"));
-        let difference = golden::max_difference(&got, &goldens.view("logits"));
+        let mut model = goldens::load(&folder, &LoadOptions::default());
+        let got = goldens::all_logits(&mut model, &goldens.tokens("tokens"));
+        let difference = goldens::max_difference(&got, &goldens.view("logits"));
         println!("{variant}: max |difference| {difference:.2e}");
         assert!(difference <= BOUND, "{variant}: {difference}");
     }
@@ -100,28 +101,8 @@ fn packed_checkpoints_match_the_oracle() {
 
 // ---- Made-up files -------------------------------------------------------------------------------------
 
-type Part = (&'static str, &'static str, Vec<usize>, Vec<u8>);
-
-fn words(words: impl IntoIterator<Item = u32>) -> Vec<u8> {
-    words.into_iter().flat_map(u32::to_le_bytes).collect()
-}
-
-fn f16s(scales: &[f32]) -> Vec<u8> {
-    scales.iter().flat_map(|s| f16::from_f32(*s).to_le_bytes()).collect()
-}
-
 fn bf16s(scales: &[f32]) -> Vec<u8> {
     scales.iter().flat_map(|s| bf16::from_f32(*s).to_le_bytes()).collect()
-}
-
-fn file(parts: &[Part]) -> Vec<u8> {
-    let (mut header, mut bytes) = (Map::new(), Vec::new());
-    for (name, dtype, shape, data) in parts {
-        let offsets = [bytes.len(), bytes.len() + data.len()];
-        header.insert((*name).into(), json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
-        bytes.extend_from_slice(data);
-    }
-    with_header(&Value::Object(header).to_string(), &bytes)
 }
 
 fn folder(quantization: Option<Value>, parts: &[Part]) -> TempDir {
@@ -132,10 +113,6 @@ fn folder(quantization: Option<Value>, parts: &[Part]) -> TempDir {
     folder
 }
 
-fn gptq() -> Value {
-    json!({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"})
-}
-
 fn awq() -> Value {
     json!({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": true})
 }
@@ -144,16 +121,6 @@ fn compressed() -> Value {
     json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
         "targets": ["Linear"], "input_activations": null,
         "weights": {"num_bits": 4, "type": "int", "symmetric": false, "strategy": "group", "group_size": 32}}}})
-}
-
-/// 8 rows of 64 columns in groups of 32.
-fn gptq_parts() -> Vec<Part> {
-    vec![
-        ("p.qweight", "I32", vec![8, 8], words(1..65)),
-        ("p.qzeros", "I32", vec![2, 1], words([0x7654_3210, 0x0123_4567])),
-        ("p.scales", "F16", vec![2, 8], f16s(&[0.5; 16])),
-        ("p.g_idx", "I32", vec![64], words((0..64).map(|col| col / 32))),
-    ]
 }
 
 fn awq_parts() -> Vec<Part> {
@@ -513,12 +480,6 @@ fn parts_that_disagree_are_refused_by_name() {
     let error = open(f.path()).unwrap().get("p.weight").unwrap().to_f32().unwrap_err().to_string();
     let expected = "tensor p.weight: row 3, group 1: its scale is NaN or infinite; expected a finite number";
     assert!(error.ends_with(expected), "{error}");
-}
-
-/// What the fuzz target of these formats takes.
-pub fn fuzz_input() -> Vec<u8> {
-    let config = json!({"quantization_config": gptq()});
-    joined(config.to_string().as_bytes(), &file(&gptq_parts()))
 }
 
 #[test]

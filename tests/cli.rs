@@ -11,48 +11,9 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 use unicorn::text::Tokenizer;
 
-use crate::support::{binary, data, policy, root};
-
-/// With no Vulkan device at all, for what must fail before it needs one.
-pub fn unicorn(args: &[&str]) -> Command {
-    let mut command = unicorn_on_software(args);
-    command.env("VK_DRIVER_FILES", "/nonexistent.json").env("VK_ICD_FILENAMES", "/nonexistent.json");
-    command
-}
-
-/// With the devices there are; commands that compute are given `--allow-software-vulkan`. A single message of the
-/// validation layer fails the command.
-pub fn unicorn_on_software(args: &[&str]) -> Command {
-    let mut command = Command::new(binary());
-    command.args(args);
-    for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("UNICORN_") || name == "RUST_LOG" {
-            command.env_remove(name);
-        }
-    }
-    command.env("UNICORN_HARDWARE_VALIDATION", policy().validation.to_string());
-    command
-}
-
-pub fn output(mut command: Command) -> (i32, String, String) {
-    let Output { status, stdout, stderr } = command.output().expect("the binary runs");
-    let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
-    (status.code().expect("an exit code, not a signal"), text(stdout), text(stderr))
-}
-
-/// One `error:` line with every one of `parts`; warnings may stand before it.
-#[track_caller]
-pub fn assert_error(command: Command, code: i32, parts: &[&str]) {
-    let shown = format!("{command:?}");
-    let (got, stdout, stderr) = output(command);
-    assert_eq!((got, stdout.as_str()), (code, ""), "{shown}: {stderr}");
-    let errors: Vec<&str> = stderr.lines().skip_while(|l| !l.starts_with("error: ")).collect();
-    assert!(!errors.is_empty(), "{shown}: no error line in {stderr:?}");
-    assert!(code == 2 || errors.len() == 1, "{shown}: more than a line: {stderr}");
-    for part in parts {
-        assert!(errors[0].contains(part), "{shown}: {part:?} is not in {:?}", errors[0]);
-    }
-}
+use crate::support::checkpoints::tiny_model;
+use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::{data, root};
 
 #[test]
 fn a_command_line_that_cannot_be_read_is_exit_code_2() {
@@ -194,18 +155,6 @@ fn without_a_device_there_is_an_error_and_no_fallback() {
     ] {
         assert_error(unicorn(args), if args[0] == "serve" { 75 } else { 1 }, &["Vulkan"]);
     }
-}
-
-/// tiny-a with the mini tokenizer, which fits it.
-pub fn tiny_model() -> tempfile::TempDir {
-    let folder = tempfile::tempdir().expect("a folder");
-    for file in ["config.json", "generation_config.json", "model.safetensors"] {
-        std::fs::copy(data("gemma3/tiny-a").join(file), folder.path().join(file)).expect("copied");
-    }
-    for file in ["tokenizer.json", "tokenizer_config.json"] {
-        std::fs::copy(data("tokenizer-mini").join(file), folder.path().join(file)).expect("copied");
-    }
-    folder
 }
 
 fn succeed(args: &[&str]) -> String {

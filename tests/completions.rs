@@ -4,7 +4,10 @@ use axum::http::{Request, StatusCode, header};
 use axum::{Router, body::Body};
 use serde_json::{Value, json};
 
-use crate::chat_completions::{MODEL, router_that_says, send, send_json, tokenizer, with};
+use crate::support::app::{MODEL, router_that_says};
+use crate::support::http::{send, send_json};
+use crate::support::json::with;
+use crate::support::tokenizers::tokenizer;
 
 const SAYS: &str = "and so on";
 

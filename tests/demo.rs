@@ -4,7 +4,6 @@
 //! `make test-demo` sets) runs every one.
 
 use std::collections::BTreeMap;
-use std::sync::OnceLock;
 
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
@@ -16,39 +15,12 @@ use unicorn::tensor::{KvDtype, Precision};
 
 use unicorn::text::{Message, Tokenizer, normalize};
 
-use crate::cli::{output, unicorn_on_software};
-use crate::drive::{Driver, greedy};
-use crate::golden::{Goldens, all_logits, load, max_difference};
-use crate::support::{data, gemma_template, root};
-
-/// The engine's largest logit error allowed here, as for the reference checkpoints.
-const BOUND: f32 = 1e-3;
-
-/// `<eos>` and `<end_of_turn>` of the demo model.
-pub const STOP: [u32; 2] = [1, 6];
-
-#[derive(Deserialize)]
-struct About {
-    model_sha256: String,
-}
-
-#[derive(Deserialize)]
-struct Answer {
-    id: String,
-    category: String,
-    quick: bool,
-    prompt: Vec<u32>,
-    answer: Vec<u32>,
-    text: String,
-    margin: f32,
-    accepted: bool,
-}
-
-#[derive(Deserialize)]
-struct Answers {
-    about: About,
-    answers: Vec<Answer>,
-}
+use crate::support::data;
+use crate::support::demo::{Answer, BOUND, STOP, folder, goldens};
+use crate::support::driver::{Driver, greedy};
+use crate::support::goldens::{Goldens, all_logits, load, max_difference};
+use crate::support::program::{output, unicorn_on_software};
+use crate::support::tokenizers::gemma_template;
 
 #[derive(Deserialize)]
 struct Question {
@@ -88,37 +60,13 @@ struct Said {
     content: String,
 }
 
-fn goldens() -> &'static Answers {
-    static GOLDENS: OnceLock<Answers> = OnceLock::new();
-    GOLDENS.get_or_init(|| {
-        let bytes = std::fs::read(data("demo/goldens.json")).unwrap();
-        serde_json::from_slice(&bytes).unwrap()
-    })
-}
-
 fn asked() -> impl Iterator<Item = &'static Answer> {
     let all = std::env::var("UNICORN_TEST_DEMO").is_ok_and(|v| v == "all");
     goldens().answers.iter().filter(move |a| all || a.quick)
 }
 
-/// Prompts of the quick questions that are no longer than `most`.
-pub fn quick_prompts(most: usize) -> impl Iterator<Item = &'static [u32]> {
-    goldens().answers.iter().filter(move |a| a.quick && a.prompt.len() <= most).map(|a| &a.prompt[..])
-}
-
-/// Prompts and answers, stop ids left out, of every accepted question of a category.
-pub fn answered(category: &str) -> Vec<(&'static [u32], Vec<u32>)> {
-    let of =
-        goldens().answers.iter().filter(|a| a.category == category && a.accepted && a.margin > 2.0 * BOUND);
-    of.map(|a| (&a.prompt[..], a.answer.iter().copied().filter(|id| !STOP.contains(id)).collect())).collect()
-}
-
 fn questions() -> Vec<Question> {
     serde_json::from_slice(&std::fs::read(folder().join("questions.json")).unwrap()).unwrap()
-}
-
-pub fn folder() -> std::path::PathBuf {
-    root().join("models/demo")
 }
 
 fn model() -> Gemma3 {

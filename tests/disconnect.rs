@@ -9,11 +9,12 @@ use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, Connections, Options, Server};
 use unicorn::model::{KvLimits, Limits};
 
-use crate::auth::{CONNECTIONS, Serving, blocking};
-use crate::chat_completions::{
-    App, DEFAULTS, MODEL, OPTIONS, assert_at_rest, is_at_rest, limits, loaded, status, tokenizer, with,
-};
-use crate::fake_runner::{HANG, says};
+use crate::support::app::{App, DEFAULTS, MODEL, OPTIONS, limits, loaded};
+use crate::support::fake_runner::{HANG, says};
+use crate::support::http::{assert_at_rest, is_at_rest, status};
+use crate::support::json::with;
+use crate::support::server::{CONNECTIONS, Serving, blocking};
+use crate::support::tokenizers::tokenizer;
 
 const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";

@@ -12,7 +12,8 @@ use axum::http::Request;
 use serde_json::{Value, json};
 use unicorn::api::AccessPolicy;
 
-use crate::chat_completions::{app_behind, send_json};
+use crate::support::app::app_behind;
+use crate::support::http::send_json;
 use crate::support::root;
 
 const PAGE: &str = "docs/api.md";

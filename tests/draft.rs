@@ -17,11 +17,11 @@ use unicorn::model::shapes::Shape;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::{KvDtype, QuantizeMode, Scheme};
 
-use crate::batching::{Texts, penalties};
-use crate::cli::{assert_error, output, tiny_model, unicorn, unicorn_on_software};
-use crate::drive::Driver;
-use crate::support::{data, device};
-use crate::{demo, golden};
+use crate::support::checkpoints::tiny_model;
+use crate::support::driver::Driver;
+use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::texts::{Texts, penalties};
+use crate::support::{data, demo, device, goldens};
 
 const SEED: u64 = 4711;
 
@@ -74,7 +74,7 @@ fn one_by_one(
 #[test]
 fn a_model_that_is_its_own_draft_takes_less_than_half_the_passes() {
     let options = LoadOptions { max_context: Some(512), ..LoadOptions::default() };
-    let mut plain = golden::load(&demo::folder(), &options);
+    let mut plain = goldens::load(&demo::folder(), &options);
     let mut drafted = load(&demo::folder(), &demo::folder(), &options).unwrap();
     let prompts = prompts(12);
     assert_eq!(prompts.len(), 12);
@@ -103,7 +103,7 @@ fn answers_with_a_draft_are_those_without() {
         max_context: Some(512),
         ..LoadOptions::default()
     };
-    let mut plain = golden::load(&demo::folder(), &options);
+    let mut plain = goldens::load(&demo::folder(), &options);
     let mut drafted = load(&demo::folder(), &demo::folder(), &options).unwrap();
     for (params, seed) in [(SamplingParams::GREEDY, 0), (drawn(), SEED)] {
         let texts = Texts::new(&mut plain, (params.clone(), seed), prompts(5), 24);
@@ -126,9 +126,9 @@ fn answers_with_a_draft_are_those_without() {
 #[test]
 fn a_draft_with_fewer_ids_and_a_smaller_window_changes_nothing() {
     let folder = data("gemma3/tiny-a");
-    let goldens = golden::Goldens::open(&folder);
+    let goldens = goldens::Goldens::open(&folder);
     let options = LoadOptions { sequences: 16, max_context: Some(512), ..LoadOptions::default() };
-    let mut plain = golden::load(&folder, &options);
+    let mut plain = goldens::load(&folder, &options);
     let mut drafted = load(&folder, &data("gemma3/tiny-b"), &options).unwrap();
     assert_eq!((drafted.limits(), drafted.has_draft()), (plain.limits(), true));
     let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
@@ -236,7 +236,7 @@ fn a_load_of_both_takes_what_was_planned() {
     let plan = demand.place(&device().machine(), &options.memory, 100, demand.pools(100, 1)).unwrap();
     let (model, _draft) = load_both(&folders[0], &folders[1], &options).unwrap();
     assert_eq!(model.placements(), plan.placements());
-    assert_eq!(model.weight_bytes(), golden::load(&folders[0], &options).weight_bytes());
+    assert_eq!(model.weight_bytes(), goldens::load(&folders[0], &options).weight_bytes());
 }
 
 #[test]
@@ -296,10 +296,10 @@ fn the_command_line_takes_a_draft() {
 #[test]
 fn a_model_with_a_draft_computes_alone_as_well() {
     let folder = data("gemma3/tiny-a");
-    let tokens = golden::Goldens::open(&folder).tokens("tokens.mid");
+    let tokens = goldens::Goldens::open(&folder).tokens("tokens.mid");
     let files = ModelFiles::open(&folder).unwrap();
     let options = LoadOptions::default();
     let (mut beside, _draft) = draft::load(&device(), &files, &files, &options, &mut |_| {}).unwrap();
     let mut alone = Gemma3::load(&device(), &files, &options, &mut |_| {}).unwrap();
-    assert!(golden::all_logits(&mut beside, &tokens) == golden::all_logits(&mut alone, &tokens));
+    assert!(goldens::all_logits(&mut beside, &tokens) == goldens::all_logits(&mut alone, &tokens));
 }

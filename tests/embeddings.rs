@@ -5,11 +5,14 @@ use axum::{Router, body::Body};
 use serde_json::{Value, json};
 use unicorn::model::Limits;
 
-use crate::chat_completions::{self as api, App, MODEL, send_json, tokenizer, with};
-use crate::fake_runner::{fake_pooled, says};
+use crate::support::app::{App, DEFAULTS, MODEL, OPTIONS, app_with, limits};
+use crate::support::fake_runner::{fake_pooled, says};
+use crate::support::http::{send, send_json};
+use crate::support::json::with;
+use crate::support::tokenizers::tokenizer;
 
 fn app() -> App {
-    api::app_with(Limits { max_sequences: 2, ..api::limits() }, api::OPTIONS, api::DEFAULTS, says(&[], 1))
+    app_with(Limits { max_sequences: 2, ..limits() }, OPTIONS, DEFAULTS, says(&[], 1))
 }
 
 async fn embed(router: &Router, fields: Value) -> (StatusCode, Value) {
@@ -49,7 +52,7 @@ async fn a_text_gets_the_direction_of_its_mean_state() {
     assert_eq!(body["usage"], json!({"prompt_tokens": tokens, "total_tokens": tokens}));
     // It is no answer: it has no token, and no time to the first one.
     let (_, _, metrics) =
-        api::send(&app.router, Request::get("/metrics").body(Body::empty()).expect("sound")).await;
+        send(&app.router, Request::get("/metrics").body(Body::empty()).expect("sound")).await;
     let metrics = String::from_utf8(metrics).expect("UTF-8");
     for (name, n) in [
         ("prompt_tokens_total", tokens),
@@ -70,7 +73,7 @@ async fn what_can_wait_is_embedded_in_the_background() {
     let (status, _, body) = send_json(&app.router, request.body(Body::from(body)).expect("sound")).await;
     assert_eq!((status.as_u16(), body["data"].as_array().map(Vec::len)), (200, Some(2)), "{body}");
     let (_, _, metrics) =
-        api::send(&app.router, Request::get("/metrics").body(Body::empty()).expect("sound")).await;
+        send(&app.router, Request::get("/metrics").body(Body::empty()).expect("sound")).await;
     let metrics = String::from_utf8(metrics).expect("UTF-8");
     let line =
         format!("unicorn_requests_total{{model_name=\"{MODEL}\",class=\"background\",task=\"none\"}} 1\n");

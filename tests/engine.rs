@@ -16,7 +16,7 @@ use unicorn::engine::{
 };
 use unicorn::model::{Batch, BlockPool, Draw, Input, KvLimits, Limits, Logprobs, Runner, SamplingParams};
 
-use crate::fake_runner::{
+use crate::support::fake_runner::{
     Control, FakeRunner, HANG, LIMITS, Script, fake_logprobs, fake_pooled, mixed, mixed_answer, says,
 };
 

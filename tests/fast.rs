@@ -16,12 +16,11 @@ use unicorn::model::gemma3::Gemma3;
 use unicorn::model::load::LoadOptions;
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Scheme};
 
-use crate::batching::{Texts, penalties};
-use crate::golden::{Goldens, all_logits};
-use crate::kernels::{Bench, STORED, with_each_body};
-use crate::reference::{BLOCK_COLS, QuantizedActivations, fast_product, log_softmax};
-use crate::support::{data, device, policy, skip};
-use crate::{demo, golden};
+use crate::support::goldens::{Goldens, all_logits};
+use crate::support::kernel_bench::{Bench, STORED, emulated_tiles, multiplied_by, with_each_body};
+use crate::support::reference::{BLOCK_COLS, QuantizedActivations, fast_product, log_softmax};
+use crate::support::texts::{Texts, penalties};
+use crate::support::{data, demo, device, goldens, policy, skip};
 
 type Fma = fn(f32, f32, f32) -> f32;
 
@@ -202,17 +201,6 @@ fn every_width_yields_the_bits_of_the_twin_with_activations_from_shared_memory()
 #[test]
 fn every_width_of_every_scheme_yields_the_bits_of_the_twin_in_emulated_tiles() {
     every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, emulated_tiles);
-}
-
-/// What subgroups multiply, computed one by one: in the tiles of RDNA, of GPUs that multiply a block at once, and of lavapipe, by
-/// turns, so that each way to scale meets them.
-pub fn emulated_tiles(scheme: usize) -> Tiles {
-    let shapes = [[16, 16, 16], [16, 8, 32], [8, 8, 8]];
-    multiplied_by(SubgroupTile::emulated(shapes[scheme % 3]).unwrap())
-}
-
-fn multiplied_by(tile: SubgroupTile) -> Tiles {
-    Tiles::Gpu(GpuTiles { subgroups: Some(tile), ..GpuTiles::COUNTED })
 }
 
 /// As the device multiplies them.
@@ -479,7 +467,7 @@ fn three_matrices_of_one_kind_go_in_one_dispatch() {
 }
 
 fn load(folder: &Path, options: &LoadOptions) -> Gemma3 {
-    golden::load(folder, &LoadOptions { precision: Precision::Fast, ..*options })
+    goldens::load(folder, &LoadOptions { precision: Precision::Fast, ..*options })
 }
 
 /// The seeds of everything: the logits of a sequence, whole, in chunks that no tile and no block divides, one token at a
@@ -498,7 +486,7 @@ fn logits_in_int8_have_the_same_bits_whole_and_in_chunks() {
         ] {
             let options = LoadOptions { quantize, kv, ..LoadOptions::default() };
             let whole = all_logits(&mut load(&folder, &options), tokens);
-            let apart = all_logits(&mut golden::load(&folder, &options), tokens);
+            let apart = all_logits(&mut goldens::load(&folder, &options), tokens);
             assert!(whole != apart, "{variant}, {quantize}: nothing was computed in int8");
             for max_batch_tokens in [1, 7, 33] {
                 let options = LoadOptions { max_batch_tokens, ..options };
@@ -525,7 +513,7 @@ fn answers_in_int8_are_the_same_whatever_else_runs() {
         ..LoadOptions::default()
     };
     let drawn = (SamplingParams { temperature: 0.8, top_k: 40, ..penalties() }, 4711);
-    let mut model = golden::load(&data("gemma3/tiny-a"), &options);
+    let mut model = goldens::load(&data("gemma3/tiny-a"), &options);
     let [greedy, drawn] = [(SamplingParams::GREEDY, 0), drawn]
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     greedy.check_all(&mut model);
@@ -565,7 +553,7 @@ fn int8_activations_hardly_move_the_logits_of_random_models() {
         let tokens = Goldens::open(&folder).tokens("tokens.long");
         for quantize in QuantizeMode::ALL.into_iter().filter(|mode| mode.projections().is_some()) {
             let options = LoadOptions { quantize, ..LoadOptions::default() };
-            let expected = all_logits(&mut golden::load(&folder, &options), &tokens);
+            let expected = all_logits(&mut goldens::load(&folder, &options), &tokens);
             let got = all_logits(&mut load(&folder, &options), &tokens);
             let nmse = nmse(&expected, &got);
             println!("{variant}, {quantize}: NMSE {nmse:.1e}");
@@ -582,7 +570,7 @@ fn int8_activations_hardly_change_what_the_demo_model_says() {
     for quantize in [QuantizeMode::Int8Row, QuantizeMode::Int4G32, QuantizeMode::Int4G128Emb8] {
         let options = LoadOptions { quantize, max_context: Some(1024), ..LoadOptions::default() };
         let (mut exact, mut fast) =
-            (golden::load(&demo::folder(), &options), load(&demo::folder(), &options));
+            (goldens::load(&demo::folder(), &options), load(&demo::folder(), &options));
         let vocab = exact.config().vocab_size;
         let [expected, got] = [&mut exact, &mut fast]
             .map(|model| texts.iter().flat_map(|text| all_logits(model, text)).collect::<Vec<f32>>());
@@ -633,15 +621,15 @@ fn outlier_channels_hardly_change_what_the_demo_model_says() {
     let texts: Vec<&[u32]> = demo::quick_prompts(600).step_by(9).collect();
     let all = |model: &mut Gemma3| texts.iter().flat_map(|t| all_logits(model, t)).collect::<Vec<f32>>();
     let options = LoadOptions { max_context: Some(1024), ..LoadOptions::default() };
-    let mut model = golden::load(&demo::folder(), &options);
+    let mut model = goldens::load(&demo::folder(), &options);
     let vocab = model.config().vocab_size;
     let original = all(&mut model);
-    let twin = all(&mut golden::load(folder.path(), &options));
+    let twin = all(&mut goldens::load(folder.path(), &options));
     let (kl, _) = divergence(&original, &twin, vocab);
     assert!(kl <= 1e-6, "the twin is another function: mean KL {kl}");
     for quantize in [QuantizeMode::Int8Row, QuantizeMode::Int4G32, QuantizeMode::Int4G128Emb8] {
         let options = LoadOptions { quantize, ..options };
-        let expected = all(&mut golden::load(folder.path(), &options));
+        let expected = all(&mut goldens::load(folder.path(), &options));
         let (kl, top) = divergence(&expected, &all(&mut load(folder.path(), &options)), vocab);
         println!("{quantize}: mean KL {kl:.1e}, top-1 {:.2} %", 100.0 * top);
         assert!(kl <= 0.005, "{quantize}: mean KL {kl}, top-1 {top}");

@@ -8,8 +8,9 @@ use std::sync::OnceLock;
 
 use serde_json::{Value, json};
 
-use crate::cli::{output, tiny_model, unicorn_on_software};
-use crate::daemon::Daemon;
+use crate::support::checkpoints::tiny_model;
+use crate::support::daemon::Daemon;
+use crate::support::program::{output, unicorn_on_software};
 use crate::support::root;
 
 /// The layer's library, built with the profile of this test: `cargo test --test suite` builds no examples, and an older

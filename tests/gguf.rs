@@ -21,12 +21,13 @@ use unicorn::model::weights::Gemma3Weights;
 use unicorn::tensor::{QuantizeMode, QuantizedRow};
 use unicorn::text::Tokenizer;
 
-use crate::cli;
-use crate::drive::greedy;
-use crate::fuzz_bodies::{self, Accepted};
-use crate::golden::{Goldens, all_logits, max_difference};
-use crate::support::{self, ByName as _, data, device, integers, plain};
-use crate::text;
+use crate::support::checkpoints::{ByName as _, integers, plain};
+use crate::support::driver::greedy;
+use crate::support::fuzz_bodies::Accepted;
+use crate::support::goldens::{Goldens, all_logits, max_difference};
+use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::tokenizers::real_tokenizer_json;
+use crate::support::{self, data, device, fuzz_bodies, legacy_files, packed_files};
 
 /// Folder and name of every reference file.
 const FILES: [(&str, &str); 8] = [
@@ -790,7 +791,7 @@ fn a_vocabulary_of_the_real_size_is_read() {
 /// tokenizer.json.
 #[test]
 fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
-    let Some(json) = text::real_tokenizer_json() else { return support::skip("real-tokenizer") };
+    let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
     let json: Json = serde_json::from_slice(&json).unwrap();
     let vocab = json["model"]["vocab"].as_object().unwrap();
     let mut tokens = vec![String::new(); vocab.len()];
@@ -1490,14 +1491,10 @@ fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
         fs::write(&path, file.bytes()).unwrap();
         let [path, native] = [&path, &native].map(|path| path.to_str().unwrap());
         let quantize = ["quantize", path, native, "--scheme", "keep"];
-        cli::assert_error(cli::unicorn(&quantize), 1, &[path, name, &place]);
+        assert_error(unicorn(&quantize), 1, &[path, name, &place]);
         // And the one on which they become values.
         let quantize = ["quantize", path, &format!("{native}-rounded"), "--scheme", "int4-g128"];
-        cli::assert_error(
-            cli::unicorn(&quantize),
-            1,
-            &[path, name, &format!("row {row}, column {col} is NaN")],
-        );
+        assert_error(unicorn(&quantize), 1, &[path, name, &format!("row {row}, column {col} is NaN")]);
         refused += 1;
     }
     assert_eq!(refused, 8);
@@ -1784,8 +1781,8 @@ fn the_bodies_of_the_other_fuzz_targets_hold() {
     let bodies: [(&str, Body, &[u8]); 5] = [
         ("safetensors", |bytes| fuzz_bodies::safetensors(bytes).tensors, &plain),
         ("native", |bytes| fuzz_bodies::native(bytes).tensors, &native),
-        ("legacy", |bytes| fuzz_bodies::legacy(bytes).tensors, &crate::checkpoint_legacy::fuzz_input()),
-        ("packed", |bytes| fuzz_bodies::packed(bytes).tensors, &crate::checkpoint_packed::fuzz_input()),
+        ("legacy", |bytes| fuzz_bodies::legacy(bytes).tensors, &legacy_files::fuzz_input()),
+        ("packed", |bytes| fuzz_bodies::packed(bytes).tensors, &packed_files::fuzz_input()),
         (
             "gguf_tokenizer",
             |bytes| fuzz_bodies::gguf_tokenizer(bytes).map_or(0, |t| t.vocab_size()),
@@ -1821,7 +1818,7 @@ fn the_bodies_of_the_other_fuzz_targets_hold() {
 /// `unicorn quantize`, without rounding.
 fn quantize(source: &Path, destination: &Path) {
     let [source, destination] = [source, destination].map(|path| path.to_str().unwrap());
-    let (code, _, stderr) = cli::output(cli::unicorn(&["quantize", source, destination, "--scheme", "keep"]));
+    let (code, _, stderr) = output(unicorn(&["quantize", source, destination, "--scheme", "keep"]));
     assert_eq!(code, 0, "{stderr}");
 }
 
@@ -1859,10 +1856,10 @@ fn a_gguf_file_answers_on_the_command_line() {
             mode,
             "--allow-software-vulkan",
         ];
-        let (code, _, stderr) = cli::output(cli::unicorn_on_software(&args));
+        let (code, _, stderr) = output(unicorn_on_software(&args));
         assert_eq!(code, 0, "{stderr}");
     }
-    let (code, stdout, stderr) = cli::output(cli::unicorn(&["inspect", file, "--json"]));
+    let (code, stdout, stderr) = output(unicorn(&["inspect", file, "--json"]));
     assert_eq!(code, 0, "{stderr}");
     let shown: Json = serde_json::from_str(&stdout).unwrap();
     assert_eq!(shown["format"], "gguf");

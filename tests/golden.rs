@@ -5,8 +5,6 @@
 //! the weakest plausible mistakes (erf instead of tanh in GELU, the embedding's scale rounded to bf16) move them by
 //! 2e-3 and more.
 
-use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
@@ -18,59 +16,12 @@ use unicorn::model::weights::Gemma3Weights;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::QuantizeMode;
 
-use crate::drive::{Driver, greedy};
-use crate::support::{data, device};
+use crate::support::driver::{Driver, greedy};
+use crate::support::goldens::{Goldens, all_logits, load, max_difference};
+use crate::support::{data, policy};
 
 const BOUND: f32 = 1e-3;
 const VARIANTS: [&str; 3] = ["tiny-a", "tiny-b", "tiny-27b-ratio"];
-
-/// A golden set: tensors by name.
-pub struct Goldens(Vec<u8>);
-
-impl Goldens {
-    pub fn open(folder: &Path) -> Goldens {
-        Goldens::read(&folder.join("goldens.safetensors"))
-    }
-
-    pub fn read(file: &Path) -> Goldens {
-        Goldens(std::fs::read(file).unwrap_or_else(|e| panic!("{}: {e}", file.display())))
-    }
-
-    pub fn view<T: bytemuck::AnyBitPattern>(&self, name: &str) -> Vec<T> {
-        let file = safetensors::SafeTensors::deserialize(&self.0).unwrap();
-        let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
-        tensor.data().chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
-    }
-
-    pub fn tokens(&self, name: &str) -> Vec<u32> {
-        self.view::<i32>(name).into_iter().map(|t| t as u32).collect()
-    }
-}
-
-pub fn load(folder: &Path, options: &LoadOptions) -> Gemma3 {
-    let device: Arc<Device> = device();
-    Gemma3::load(&device, &ModelFiles::open(folder).unwrap(), options, &mut |_| {}).unwrap()
-}
-
-pub fn all_logits(model: &mut Gemma3, tokens: &[u32]) -> Vec<f32> {
-    let vocab = model.config().vocab_size;
-    let mut all = Vec::new();
-    model
-        .logits(tokens, &mut |first, rows| {
-            assert_eq!(first * vocab, all.len(), "rows come in order, none left out");
-            all.extend_from_slice(rows);
-        })
-        .unwrap();
-    assert_eq!(all.len(), tokens.len() * vocab);
-    all
-}
-
-/// Largest difference; NaN counts as infinite.
-pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len());
-    let difference = |(a, b): (&f32, &f32)| if (a - b).is_nan() { f32::INFINITY } else { (a - b).abs() };
-    a.iter().zip(b).map(difference).fold(0.0, f32::max)
-}
 
 fn check_f32(variant: &str) {
     let folder = data("gemma3").join(variant);
@@ -244,7 +195,7 @@ fn nothing_is_allocated_after_loading() {
     let folder = data("gemma3/tiny-a");
     let tokens = Goldens::open(&folder).tokens("tokens.mid");
     // Its own device: other tests allocate on the shared one meanwhile.
-    let device = Device::open(&crate::support::policy()).unwrap();
+    let device = Device::open(&policy()).unwrap();
     let files = ModelFiles::open(&folder).unwrap();
     let mut model = Gemma3::load(&device, &files, &LoadOptions::default(), &mut |_| {}).unwrap();
     let placed: u64 = model.placements().iter().map(|p| p.bytes).sum();

@@ -11,15 +11,11 @@ use unicorn::text::{
     Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES, TextError, Tokenizer,
 };
 
-use crate::{support, text};
+use crate::support;
+use crate::support::tokenizers::{real_tokenizer_json, tokenizer};
 
 const STOPS: [u32; 2] = [1, 106];
 const ROWS: usize = 512;
-
-fn tokenizer() -> Tokenizer {
-    let path = support::data("tokenizer-mini/tokenizer.json");
-    Tokenizer::from_bytes(&std::fs::read(path).unwrap(), "tokenizer.json").unwrap()
-}
 
 fn grammars() -> Grammars {
     Grammars::new(tokenizer(), ROWS, &STOPS)
@@ -736,7 +732,7 @@ fn mutate(value: &mut Value, junk: &[Value], keywords: &[&str], rng: &mut ChaCha
 /// With 262144 tokens, among them many that are several of the grammar's.
 #[test]
 fn the_real_vocabulary_writes_json() {
-    let Some(json) = text::real_tokenizer_json() else { return support::skip("real-tokenizer") };
+    let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
     let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
     let grammars = Grammars::new(tokenizer.clone(), 262_208, &STOPS);
     let seed = 0x6e33a;

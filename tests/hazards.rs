@@ -18,11 +18,11 @@ use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::{KvDtype, Precision, Scheme};
 
-use crate::batching::{Texts, penalties};
-use crate::fast::emulated_tiles;
-use crate::golden::{self, Goldens, all_logits};
-use crate::kernels::{Adjusted, BODIES, Bench, Paged, STORED, adjusted, shape};
-use crate::support::{data, policy};
+use crate::support::driver::Driver;
+use crate::support::goldens::{Goldens, all_logits};
+use crate::support::kernel_bench::{Adjusted, BODIES, Bench, Paged, STORED, adjusted, emulated_tiles, shape};
+use crate::support::texts::{Texts, penalties};
+use crate::support::{data, goldens, policy};
 
 const ORDERS: [Order; 2] = [Order::Reversed, Order::Shuffled(1)];
 
@@ -49,7 +49,7 @@ fn the_goldens_are_the_same_to_the_bit_in_any_order_between_barriers() {
         let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
         for kv in KvDtype::ALL {
             let options = LoadOptions { kv, ..LoadOptions::default() };
-            let mut model = golden::load(&data("gemma3").join(variant), &options);
+            let mut model = goldens::load(&data("gemma3").join(variant), &options);
             let expected = prompts.each_ref().map(|tokens| all_logits(&mut model, tokens));
             for order in ORDERS {
                 let device = rehearsing(order);
@@ -74,7 +74,7 @@ fn answers_are_the_same_in_any_order_between_barriers() {
     let prompts = vec![mid.clone(), short, long.clone(), long[11..].to_vec(), mid[..9].to_vec()];
     let options = LoadOptions { sequences: 16, max_context: Some(512), ..LoadOptions::default() };
     let drawn = (SamplingParams { temperature: 0.8, top_k: 40, ..penalties() }, 4711);
-    let mut model = golden::load(&data("gemma3/tiny-a"), &options);
+    let mut model = goldens::load(&data("gemma3/tiny-a"), &options);
     let [greedy, drawn] = [(SamplingParams::GREEDY, 0), drawn]
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     for order in ORDERS {
@@ -529,7 +529,7 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
         let params = SamplingParams { temperature: 0.7, ..penalties() };
         let mut sequence = unicorn::engine::Sequence::new(0, tokens.clone(), params, 6);
         sequence.seed = 3;
-        let run = crate::drive::Driver::new(&mut model, limits).run(vec![sequence]);
+        let run = Driver::new(&mut model, limits).run(vec![sequence]);
         (logits, run.answers[&0].clone())
     };
     let chains = Chains::on(&device);

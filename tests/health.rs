@@ -6,13 +6,12 @@ use std::time::{Duration, Instant};
 use axum::body::Body;
 use axum::http::Request;
 use serde_json::{Value, json};
-use unicorn::api::{
-    self, AccessPolicy, Facts, HeapNow, KernelTime, Keys, MemoryNow, Placed, SUPPORTED_PARAMETERS, Server,
-    Submitted,
-};
+use unicorn::api::{self, AccessPolicy, Keys, SUPPORTED_PARAMETERS, Server};
 
-use crate::chat_completions::{App, MODEL, OPTIONS, app_behind, assert_all_free, chat, send, send_json};
-use crate::fake_runner::HANG;
+use crate::support::app::{App, MODEL, OPTIONS, app_behind};
+use crate::support::fake_runner::HANG;
+use crate::support::http::{assert_all_free, chat, send, send_json};
+use crate::support::server::facts;
 
 fn get(path: &str) -> Request<Body> {
     Request::get(path).body(Body::empty()).expect("a sound request")
@@ -131,32 +130,6 @@ async fn metrics(app: &App) -> BTreeMap<String, f64> {
     assert_eq!(code, 200);
     assert!(headers["content-type"].to_str().expect("text").starts_with("text/plain; version=0.0.4"));
     parse(&String::from_utf8(bytes).expect("UTF-8"))
-}
-
-pub fn facts() -> Facts {
-    let placed =
-        |class: &str, heap: &str, bytes| Placed { class: class.into(), heap: heap.into(), buffers: 1, bytes };
-    Facts {
-        layers: 6,
-        draft_layers: Some(2),
-        weights: "none".into(),
-        device: "a \"device\"".into(),
-        driver: "a driver".into(),
-        placements: vec![placed("KV cache", "heap 0", 7), placed("norms", "heap \"1\"", 9)],
-        residency: "confirmed".into(),
-        memory: Box::new(|| {
-            let heaps = vec![HeapNow { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }];
-            MemoryNow { heaps, vram: Some(11), gtt: None, resident: Some(13) }
-        }),
-        submitted: Box::new(|| {
-            let declared = vec![("norms".into(), 17)];
-            Some(Submitted { dispatches: 3, copies: 5, barriers: 4, declared })
-        }),
-        kernels: Box::new(|| {
-            let time = Duration::from_millis(500);
-            vec![KernelTime { kernel: "matmul".into(), dispatches: 2, time }]
-        }),
-    }
 }
 
 #[tokio::test]

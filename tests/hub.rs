@@ -24,8 +24,8 @@ use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use unicorn::hub::{Cache, Format, HubError, ModelName, Settings, pull, standard_cache};
 
-use crate::fake_runner::HANG;
 use crate::support::data;
+use crate::support::fake_runner::HANG;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const OTHER_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";

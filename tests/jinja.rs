@@ -6,7 +6,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::text::{ChatFiles, ChatTemplate, Message, TextError};
 
-use crate::support::{gemma_template, peak_allocation};
+use crate::support::peak_allocation;
+use crate::support::tokenizers::gemma_template;
 
 const MIB: usize = 1 << 20;
 

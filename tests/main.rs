@@ -17,16 +17,11 @@ mod demo;
 mod disconnect;
 mod docs;
 mod draft;
-mod drive;
 mod embeddings;
 mod encodings;
 mod engine;
-mod fake_runner;
 mod fast;
 mod faults;
-#[allow(dead_code)]
-#[path = "../fuzz/bodies.rs"]
-mod fuzz_bodies;
 mod gguf;
 mod golden;
 mod grammar;
@@ -43,7 +38,6 @@ mod placement;
 mod prefix_sharing;
 mod random_bodies;
 mod recorded_refusals;
-mod reference;
 mod responses;
 mod routes;
 mod server_errors;

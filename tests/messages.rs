@@ -6,12 +6,15 @@ use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Keys, Server};
 use unicorn::text::whole_parameters;
 
-use crate::chat_completions::{
-    App, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, assert_all_free,
-    events_of, post_to, prompt_ids, send, send_json, shows_its_prompt, tokenizer, with,
+use crate::support::app::{
+    App, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, prompt_ids,
+    shows_its_prompt,
 };
-use crate::fake_runner::says;
-use crate::tool_calls::{self, ROME, babbling, now, roll, weather};
+use crate::support::fake_runner::says;
+use crate::support::http::{assert_all_free, events_of, post_to, send, send_json};
+use crate::support::json::with;
+use crate::support::tokenizers::tokenizer;
+use crate::support::tools::{self, ROME, babbling, now, roll, weather};
 
 const PATH: &str = "/v1/messages";
 
@@ -257,14 +260,14 @@ async fn a_call_is_a_block_also_in_a_stream() {
     for (text, blocks) in
         [(ROME.to_owned(), json!([rome])), (both, json!([rome, use_of("roll", json!({"count": 3}))]))]
     {
-        let app = tool_calls::app_that_says(&text);
+        let app = tools::app_that_says(&text);
         for choice in [json!(null), json!({"type": "auto"}), json!({"type": "any"})] {
             let said = said_to(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
             assert_eq!(said, json!([blocks, "tool_use", null]), "{choice}");
         }
     }
     let named = json!({"type": "tool", "name": "get_weather", "disable_parallel_tool_use": true});
-    let said = said_to(&tool_calls::app_that_says(ROME), ask_with_tools(json!({"tool_choice": named}))).await;
+    let said = said_to(&tools::app_that_says(ROME), ask_with_tools(json!({"tool_choice": named}))).await;
     assert_eq!(said, json!([[rome], "tool_use", null]));
 }
 
@@ -272,10 +275,10 @@ async fn a_call_is_a_block_also_in_a_stream() {
 async fn beside_tools_text_stays_text() {
     for text in ["It is { warm }.", " \n\nWarm", "½", ""] {
         let blocks = if text.is_empty() { json!([]) } else { json!([{"type": "text", "text": text}]) };
-        let said = said_to(&tool_calls::app_that_says(text), ask_with_tools(json!({}))).await;
+        let said = said_to(&tools::app_that_says(text), ask_with_tools(json!({}))).await;
         assert_eq!(said, json!([blocks, "end_turn", null]));
     }
-    let app = tool_calls::app_that_says(ROME);
+    let app = tools::app_that_says(ROME);
     let said = said_to(&app, ask_with_tools(json!({"tool_choice": {"type": "none"}}))).await;
     assert_eq!(said[0], json!([{"type": "text", "text": ROME}]));
 }
@@ -295,14 +298,14 @@ async fn a_demanded_call_is_made_and_fits_its_schema() {
         }
     }
     // One where calls are not to be parallel.
-    let app = tool_calls::app_that_says(&format!("[{ROME}, {ROME}]"));
+    let app = tools::app_that_says(&format!("[{ROME}, {ROME}]"));
     let one = json!({"type": "any", "disable_parallel_tool_use": true});
     assert_eq!(create(&app, &body(one)).await.2["content"].as_array().map(Vec::len), Some(1));
 }
 
 #[tokio::test]
 async fn what_cuts_a_call_says_so() {
-    let app = tool_calls::app_that_says(ROME);
+    let app = tools::app_that_says(ROME);
     let whole = ids(ROME);
     let rome = json!({"city": "Rome"});
     for (fields, inputs, reason, sequence) in [
@@ -323,7 +326,7 @@ async fn what_cuts_a_call_says_so() {
 #[tokio::test]
 async fn an_input_is_given_as_it_was_written() {
     let input = "{\"n\": 123456789012345678901234567890, \"x\": 1.50}";
-    let app = tool_calls::app_that_says(&format!("{{\"name\": \"f\", \"parameters\": {input}}}"));
+    let app = tools::app_that_says(&format!("{{\"name\": \"f\", \"parameters\": {input}}}"));
     let tools = json!([{"name": "f", "input_schema": {"type": "object"}}]);
     let body = with(ask("Hi"), json!({"tools": tools, "max_tokens": 200}));
     let (_, _, bytes) = send(&app.router, post_to(PATH, body.to_string())).await;
@@ -334,7 +337,7 @@ async fn an_input_is_given_as_it_was_written() {
 #[tokio::test]
 async fn results_and_tools_are_told_and_counted() {
     let (script, seen) = shows_its_prompt("ok");
-    let app = tool_calls::app(script);
+    let app = tools::app(script);
     let result = |more: Value| with(json!({"type": "tool_result", "tool_use_id": "a"}), more);
     let text = |text: &str| json!({"type": "text", "text": text});
     for (blocks, expected) in [
@@ -375,7 +378,7 @@ async fn a_schema_for_the_answer_and_tools_go_together() {
         (ROME, use_of("get_weather", json!({"city": "Rome", "unit": "c"}))),
         ("{\"warm\": true}", json!({"type": "text", "text": "{\"warm\": true}"})),
     ] {
-        let said = said_to(&tool_calls::app_that_says(text), ask_with_tools(format.clone())).await;
+        let said = said_to(&tools::app_that_says(text), ask_with_tools(format.clone())).await;
         assert_eq!(said[0], json!([block]));
     }
 }

@@ -13,8 +13,9 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, Keys};
 
-use crate::chat_completions::{MODEL, app_behind, send, send_json, with};
-use crate::random_bodies::replace_somewhere;
+use crate::support::app::{MODEL, app_behind};
+use crate::support::http::{send, send_json};
+use crate::support::json::{replace_somewhere, with};
 
 const METHODS: [&str; 5] = ["get", "post", "put", "patch", "delete"];
 const FILES_OF_THE_PAGE: &str = "/page/";

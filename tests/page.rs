@@ -6,7 +6,7 @@ use axum::http::{HeaderMap, Method, Request, StatusCode, header};
 use http_body_util::BodyExt;
 use tower::ServiceExt;
 
-use crate::chat_completions::router_that_says;
+use crate::support::app::router_that_says;
 
 async fn ask(router: &Router, method: Method, path: &str, known: &str) -> (StatusCode, HeaderMap, String) {
     let request = Request::builder().method(method).uri(path).header(header::IF_NONE_MATCH, known);

@@ -17,7 +17,8 @@ use unicorn::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes};
 use unicorn::model::shapes::Shape;
 use unicorn::tensor::{KvDtype, Scheme};
 
-use crate::cli::{assert_error, output, tiny_model, unicorn, unicorn_on_software};
+use crate::support::checkpoints::tiny_model;
+use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::{data, policy, root};
 
 const KIB: u64 = 1 << 10;

@@ -9,10 +9,11 @@ use unicorn::api::{AccessPolicy, Keys, Options, Server};
 use unicorn::config::SharePrefixes;
 use unicorn::model::Limits;
 
-use crate::chat_completions::{
-    DEFAULTS, END_OF_TURN, OPTIONS, limits, loaded, post_to, send_json, tokenizer, with,
-};
-use crate::fake_runner::says;
+use crate::support::app::{DEFAULTS, END_OF_TURN, OPTIONS, limits, loaded};
+use crate::support::fake_runner::says;
+use crate::support::http::{post_to, send_json};
+use crate::support::json::with;
+use crate::support::tokenizers::tokenizer;
 
 /// A route that generates.
 struct Route {

@@ -17,12 +17,12 @@ use unicorn::model::load::LoadOptions;
 use unicorn::model::{KvLimits, Limits, Runner};
 use unicorn::session::Service;
 
-use crate::chat_completions::{
-    DEFAULTS, END_OF_TURN, MODEL, OPTIONS, assert_at_rest, named_events, post_to, send, send_json, tokenizer,
-};
-use crate::fake_runner::{FakeRunner, HANG, LIMITS, Script, mixed};
-use crate::golden;
-use crate::support::{data, gemma_template};
+use crate::support::app::{DEFAULTS, END_OF_TURN, MODEL, OPTIONS};
+use crate::support::fake_runner::{FakeRunner, HANG, LIMITS, Script, mixed};
+use crate::support::http::{assert_at_rest, named_events, post_to, send, send_json};
+use crate::support::json::replace_somewhere;
+use crate::support::tokenizers::{gemma_template, tokenizer};
+use crate::support::{data, goldens};
 
 const BODIES: usize = 10_000;
 /// Of them, those that nothing was broken in.
@@ -508,32 +508,6 @@ fn mutated(full: &Value, i: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
         }
     }
     bytes
-}
-
-/// Replaces one value of `value`, at a random depth, or removes it.
-pub fn replace_somewhere(value: &mut Value, by: &Value, rng: &mut ChaCha8Rng) {
-    let deeper = rng.random_bool(0.6);
-    match value {
-        Value::Object(map) if !map.is_empty() => {
-            let key = map.keys().nth(rng.random_range(0..map.len())).unwrap().clone();
-            if deeper && (map[&key].is_object() || map[&key].is_array()) {
-                replace_somewhere(&mut map[&key], by, rng);
-            } else if rng.random_bool(0.2) {
-                map.remove(&key);
-            } else {
-                map[&key] = by.clone();
-            }
-        }
-        Value::Array(items) if !items.is_empty() => {
-            let index = rng.random_range(0..items.len());
-            if deeper {
-                replace_somewhere(&mut items[index], by, rng);
-            } else {
-                items[index] = by.clone();
-            }
-        }
-        _ => *value = by.clone(),
-    }
 }
 
 // --- what is answered -----------------------------------------------------------------------------------
@@ -1095,5 +1069,5 @@ async fn ten_thousand_bodies_are_answered_or_refused() {
 async fn a_model_on_its_device_answers_them_too() {
     let options =
         LoadOptions { max_context: Some(768), sequences: 8, max_batch_tokens: 128, ..LoadOptions::default() };
-    send_bodies(150, 0xde71ce, Box::new(golden::load(&data("gemma3/tiny-a"), &options))).await;
+    send_bodies(150, 0xde71ce, Box::new(goldens::load(&data("gemma3/tiny-a"), &options))).await;
 }

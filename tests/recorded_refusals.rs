@@ -7,8 +7,9 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::chat_completions::{app_that_says, assert_at_rest, post_to, send_json};
+use crate::support::app::app_that_says;
 use crate::support::data;
+use crate::support::http::{assert_at_rest, post_to, send_json};
 
 #[derive(Serialize, Deserialize)]
 struct Refusal {

@@ -5,13 +5,15 @@ use axum::http::{Method, Request};
 use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, Keys, Options, Server};
 
-use crate::chat_completions::{
+use crate::support::app::{
     App, DEFAULTS, MODEL, OPTIONS, app, app_behind, app_that_says, app_that_shows_its_prompt, app_with,
-    assert_all_free, events_of, limits, loaded, post_to, prompt_ids, send_json, shows_its_prompt, tokenizer,
-    with,
+    limits, loaded, prompt_ids, shows_its_prompt,
 };
-use crate::fake_runner::says;
-use crate::tool_calls::{self, ROME, babbling, now, roll, weather};
+use crate::support::fake_runner::says;
+use crate::support::http::{assert_all_free, events_of, post_to, send_json};
+use crate::support::json::with;
+use crate::support::tokenizers::tokenizer;
+use crate::support::tools::{self, ROME, babbling, now, roll, weather};
 
 const PATH: &str = "/v1/responses";
 
@@ -269,7 +271,7 @@ async fn a_call_is_an_item_also_in_a_stream() {
     let three = json!(["roll", "{\"count\": 3}", "completed"]);
     let both = format!("[{ROME}, {{ \"name\":\"roll\", \"parameters\": {{\"count\": 3}}}}]");
     for (text, calls) in [(ROME.to_owned(), json!([rome])), (both, json!([rome, three]))] {
-        let app = tool_calls::app_that_says(&text);
+        let app = tools::app_that_says(&text);
         for choice in [json!("auto"), json!("required"), json!(null)] {
             let (called, response) = called_by(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
             assert_eq!((called, &response["status"]), (calls.clone(), &json!("completed")));
@@ -278,7 +280,7 @@ async fn a_call_is_an_item_also_in_a_stream() {
         let logprobs = json!({"include": ["message.output_text.logprobs"], "top_logprobs": 1});
         assert_eq!(called_by(&app, ask_with_tools(logprobs)).await.0, calls);
     }
-    let app = tool_calls::app_that_says(ROME);
+    let app = tools::app_that_says(ROME);
     let whole = ids(ROME);
     let (called, response) = called_by(&app, ask_with_tools(json!({"max_output_tokens": whole - 6}))).await;
     assert!(called[0][1].as_str().is_some_and(|json| json.starts_with("{\"city\"") && !json.ends_with('}')));
@@ -289,7 +291,7 @@ async fn a_call_is_an_item_also_in_a_stream() {
 async fn beside_tools_text_stays_text() {
     let text_of = |response: &Value| response["output"][0]["content"][0].clone();
     for text in ["It is { warm }.", " \n\nWarm", "½", "{", ""] {
-        let app = tool_calls::app_that_says(text);
+        let app = tools::app_that_says(text);
         // Of what turns out to be text, those that came before it was known are told too.
         let fields =
             json!({"include": ["message.output_text.logprobs"], "max_output_tokens": ids(text).max(1)});
@@ -310,7 +312,7 @@ async fn beside_tools_text_stays_text() {
             assert_eq!((json!(said), json!(told)), (part["text"].clone(), part["logprobs"].clone()));
         }
     }
-    let app = tool_calls::app_that_says(ROME);
+    let app = tools::app_that_says(ROME);
     assert_eq!(text_of(&created(&app, ask_with_tools(json!({"tool_choice": "none"}))).await)["text"], ROME);
 }
 
@@ -321,7 +323,7 @@ async fn a_demanded_call_is_made_and_what_was_asked_is_repeated() {
         [(json!({"type": "function", "name": "roll"}), "roll"), (allowed("required"), "now")]
     {
         let fields = json!({"tool_choice": choice, "parallel_tool_calls": false});
-        for app in [tool_calls::app_that_says(ROME), babbling()] {
+        for app in [tools::app_that_says(ROME), babbling()] {
             let response = created(&app, ask_with_tools(fields.clone())).await;
             assert_eq!(
                 (&response["tool_choice"], &response["parallel_tool_calls"]),
@@ -331,11 +333,11 @@ async fn a_demanded_call_is_made_and_what_was_asked_is_repeated() {
             assert_eq!((calls.as_array().unwrap().len(), &calls[0][0]), (1, &json!(name)), "{response}");
         }
     }
-    let app = tool_calls::app_that_says("It is.");
+    let app = tools::app_that_says("It is.");
     let response = created(&app, ask_with_tools(json!({"tool_choice": allowed("auto")}))).await;
     assert_eq!(response["output"][0]["content"][0]["text"], "It is.");
 
-    let app = tool_calls::app_that_says(ROME);
+    let app = tools::app_that_says(ROME);
     let response = created(&app, ask_with_tools(json!({"tool_choice": "required"}))).await;
     assert_eq!(response["tool_choice"], "required");
     let unsaid = json!({"description": null, "strict": false});
@@ -347,7 +349,7 @@ async fn a_demanded_call_is_made_and_what_was_asked_is_repeated() {
 #[tokio::test]
 async fn a_conversation_goes_on_behind_calls() {
     let (script, seen) = shows_its_prompt(&format!("[{ROME}, {{\"name\": \"now\", \"parameters\": {{}}}}]"));
-    let app = tool_calls::app(script);
+    let app = tools::app(script);
     let first = created(&app, ask_with_tools(json!({"instructions": "I"}))).await;
     let outputs = [1, 0].map(|i| {
         let id = &first["output"][i]["call_id"];
@@ -384,7 +386,7 @@ async fn a_conversation_goes_on_behind_calls() {
 
 #[tokio::test]
 async fn what_a_response_answered_can_be_listed() {
-    let app = tool_calls::app_that_says(ROME);
+    let app = tools::app_that_says(ROME);
     let first = created(&app, ask_with_tools(json!({}))).await;
     let call = &first["output"][0];
     let output = json!({"type": "function_call_output", "call_id": call["call_id"], "output": "21"});

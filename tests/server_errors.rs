@@ -18,13 +18,14 @@ use unicorn::api::{self, AccessPolicy, Facts, Server};
 use unicorn::engine::EVENTS;
 use unicorn::model::{KvLimits, Limits};
 
-use crate::auth::CONNECTIONS;
-use crate::chat_completions::{
-    App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, app_with, assert_all_free, chat, limits,
-    loaded, post_to, send, status, tokenizer, with,
+use crate::support::app::{
+    App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, app_with, limits, loaded,
 };
-use crate::fake_runner::{HANG, Script, says};
-use crate::health::facts;
+use crate::support::fake_runner::{HANG, Script, says};
+use crate::support::http::{assert_all_free, chat, post_to, send, status};
+use crate::support::json::with;
+use crate::support::server::{CONNECTIONS, facts};
+use crate::support::tokenizers::tokenizer;
 
 /// Stands in every prompt here, and in no line of a log.
 const ASKED: &str = "xyzzy";

@@ -3,11 +3,11 @@
 use serde_json::{Value, json};
 use unicorn::model::Limits;
 
-use crate::chat_completions::{
-    App, DEFAULTS, END_OF_TURN, OPTIONS, answer, app, app_that_says, app_with, assert_all_free, chat,
-    complete, content, limits, parse, stream, tokenizer, with,
-};
-use crate::fake_runner::{Script, says};
+use crate::support::app::{App, DEFAULTS, END_OF_TURN, OPTIONS, app, app_that_says, app_with, limits};
+use crate::support::fake_runner::{Script, says};
+use crate::support::http::{answer, assert_all_free, chat, complete, content, parse, stream};
+use crate::support::json::with;
+use crate::support::tokenizers::tokenizer;
 
 /// A model that would end every answer at once.
 fn app_that_says_nothing() -> App {

@@ -17,7 +17,7 @@ use unicorn::model::memory::Schemes;
 use unicorn::model::weights::Gemma3Weights;
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode};
 
-use crate::cli::{assert_error, output, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::{root, skip};
 
 const ICDS: [&str; 2] =

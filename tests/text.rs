@@ -3,7 +3,6 @@
 //! tokenizer.json is fetched), and against the `tokenizers` crate and naive oracles on seeded random input.
 
 use std::fs;
-use std::path::PathBuf;
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -16,6 +15,7 @@ use unicorn::text::{
 };
 
 use crate::support;
+use crate::support::tokenizers::{gemma_template, real_tokenizer_json};
 
 #[derive(Deserialize)]
 struct EncodeCases {
@@ -70,15 +70,6 @@ fn mini() -> Tokenizer {
     Tokenizer::from_bytes(&bytes("tokenizer-mini/tokenizer.json"), "tokenizer.json").unwrap()
 }
 
-/// The real Gemma-3 tokenizer.json, where there is one.
-pub fn real_tokenizer_json() -> Option<Vec<u8>> {
-    let path = match std::env::var_os("UNICORN_REAL_TOKENIZER") {
-        Some(path) => PathBuf::from(path),
-        None => support::root().join(".cache/real-tokenizer/tokenizer.json"),
-    };
-    path.exists().then(|| fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display())))
-}
-
 /// Every golden case of one tokenizer, exact.
 fn check_goldens(tokenizer: &Tokenizer, folder: &str) {
     let encode: EncodeCases = cases(&format!("{folder}/encode_cases.json"));
@@ -105,7 +96,7 @@ fn check_goldens(tokenizer: &Tokenizer, folder: &str) {
     let chat: ChatCases = cases(&format!("{folder}/chat_cases.json"));
     assert!(chat.cases.len() >= 10, "{folder}: {} chat cases", chat.cases.len());
     for case in &chat.cases {
-        for template in [&shipped, &support::gemma_template()] {
+        for template in [&shipped, &gemma_template()] {
             let what = format!("{folder}, {}: {}", template.origin(), case.note);
             let rendered = template.render(&case.messages, case.add_generation_prompt);
             match (&case.rendered, &case.error) {
@@ -813,7 +804,7 @@ fn a_normal_conversation_always_renders_and_a_good_one_is_not_changed() {
     const SEED: u64 = 99;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
-    let template = support::gemma_template();
+    let template = gemma_template();
     let jinja = bytes("tokenizer-mini/chat_template.jinja");
     let shipped =
         ChatTemplate::from_checkpoint(ChatFiles { chat_template_jinja: Some(&jinja), ..Default::default() })

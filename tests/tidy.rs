@@ -852,6 +852,28 @@ fn walks(document: &str, source: impl Fn(&str) -> Option<String>) -> Vec<String>
     complaints
 }
 
+/// Names of `neighbours`, the modules of test files, that a file of the tests uses. What two test files share is a
+/// fixture, and stands in tests/support, where a reader looks for it.
+fn fixtures_stand_in_support(file: &str, source: &str, neighbours: &BTreeSet<String>) -> Vec<String> {
+    let code = layers(source).code;
+    let own = file.trim_start_matches("tests/").trim_end_matches(".rs");
+    let mut complaints = Vec::new();
+    let root = if own.contains('/') { "super::super::" } else { "super::" };
+    for prefix in ["crate::", root] {
+        for at in find_prefix(&code, prefix) {
+            let mut paths = Vec::new();
+            expand(code[at + prefix.len()..].trim_start(), "", &mut paths);
+            for path in paths.iter().filter(|path| first(path) != own && neighbours.contains(first(path))) {
+                complaints.push(format!(
+                    "{file}:{}: names `{path}` of another test file; move it to tests/support",
+                    line_of(&code, at)
+                ));
+            }
+        }
+    }
+    complaints
+}
+
 /// Applies a rule to the files, of which there must be at least one, and reports all complaints together.
 #[track_caller]
 fn check(files: &[String], rule: impl Fn(&str, &str) -> Vec<String>) {
@@ -959,6 +981,37 @@ fn no_files_import_each_other_in_a_circle() {
     let all = files("src", &[".rs"]).into_iter().map(|file| (file.clone(), read(&file)));
     let complaints = circles(&all.collect::<Vec<_>>());
     assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
+}
+
+#[test]
+fn test_files_share_nothing_but_support() {
+    let neighbours = BTreeSet::from(["auth", "golden", "hub"].map(String::from));
+    for bad in [
+        "use crate::golden::load;",
+        "use crate::{support, hub};",
+        "use super::golden;",
+        "fn f() { crate::golden::load() }",
+    ] {
+        refused(fixtures_stand_in_support("tests/auth.rs", bad, &neighbours), "move it to tests/support");
+    }
+    for bad in ["use crate::hub::f;", "use super::super::golden;"] {
+        refused(fixtures_stand_in_support("tests/support/app.rs", bad, &neighbours), "another test file");
+    }
+    assert_eq!(fixtures_stand_in_support("tests/support/app.rs", "use super::hub;", &neighbours), [""; 0]);
+    for fine in [
+        "use crate::support::goldens::load;",
+        "mod tests { use crate::auth::f; }",
+        "use unicorn::hub::Hub;",
+        "// crate::golden",
+    ] {
+        assert_eq!(fixtures_stand_in_support("tests/auth.rs", fine, &neighbours), [""; 0]);
+    }
+    let all = files("tests", &[".rs"]);
+    let module = |file: &String| Some(file.strip_prefix("tests/")?.strip_suffix(".rs")?.to_string());
+    let neighbours: BTreeSet<String> =
+        all.iter().filter_map(module).filter(|module| !module.contains('/')).collect();
+    assert!(neighbours.contains("tidy") && !neighbours.contains("support"), "{neighbours:?}");
+    check(&all, |file, source| fixtures_stand_in_support(file, source, &neighbours));
 }
 
 #[test]

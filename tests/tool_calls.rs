@@ -7,29 +7,17 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value, json};
 use unicorn::api::Options;
-use unicorn::model::{KvLimits, Limits};
+use unicorn::model::Limits;
 use unicorn::text::{CallPiece, CallReader, Said, whole_parameters};
 
-use crate::chat_completions::{
-    self as api, App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_with, assert_all_free, chat, complete,
-    parse, post_to, send, send_json, shows_its_prompt, stream, tokenizer, with,
+use crate::support::app::{App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_with, shows_its_prompt};
+use crate::support::fake_runner::{Script, says};
+use crate::support::http::{
+    assert_all_free, chat, complete, content, parse, post_to, send, send_json, stream,
 };
-use crate::fake_runner::{Script, says};
-use crate::random_bodies::replace_somewhere;
-
-/// With room for tools in the context.
-fn limits() -> Limits {
-    let limits = api::limits();
-    Limits { kv: KvLimits { full_blocks: 500, ..limits.kv }, max_context: 2000, ..limits }
-}
-
-pub fn app(script: Script) -> App {
-    app_with(limits(), OPTIONS, DEFAULTS, script)
-}
-
-pub fn app_that_says(text: &str) -> App {
-    app(says(&tokenizer().encode(text, false).unwrap(), END_OF_TURN))
-}
+use crate::support::json::{replace_somewhere, with};
+use crate::support::tokenizers::tokenizer;
+use crate::support::tools::{ROME, app, app_that_says, babbling, limits, now, roll, weather};
 
 fn names() -> Vec<String> {
     vec!["get_weather".into(), "add \"it\"".into()]
@@ -178,31 +166,6 @@ fn is_part(part: &Value, whole: &Value) -> bool {
     }
 }
 
-pub fn weather() -> Value {
-    json!({"type": "function", "function": {
-        "name": "get_weather",
-        "description": "Get the current weather in a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["c", "f"]}},
-            "required": ["city"],
-        },
-    }})
-}
-
-pub fn roll() -> Value {
-    json!({"type": "function", "function": {"name": "roll", "parameters": {
-        "type": "object",
-        "properties": {"count": {"$ref": "#/$defs/n"}},
-        "required": ["count"],
-        "$defs": {"n": {"type": "integer", "minimum": 1, "maximum": 9}},
-    }}})
-}
-
-pub fn now() -> Value {
-    json!({"type": "function", "function": {"name": "now"}})
-}
-
 fn ask(more: Value) -> Value {
     with(
         with(chat("Is it warm in Rome?"), json!({"tools": [weather(), roll(), now()], "max_tokens": 1200})),
@@ -228,8 +191,6 @@ fn calls_of(body: &Value) -> (Vec<(String, Value)>, String) {
     };
     (calls.iter().map(call).collect(), choice["finish_reason"].as_str().unwrap().to_owned())
 }
-
-pub const ROME: &str = "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"Rome\", \"unit\": \"c\"}}";
 
 #[tokio::test]
 async fn a_call_is_a_tool_call_in_openais_shape_also_in_a_stream() {
@@ -299,7 +260,7 @@ async fn text_stays_text_and_is_not_held_to_anything() {
         );
         assert!(choice["message"].get("tool_calls").is_none(), "{body}");
         let (lines, _) = stream(&app, ask(json!({"stream": true}))).await;
-        assert_eq!(api::content(&parse(&lines)), text);
+        assert_eq!(content(&parse(&lines)), text);
     }
     // Of a choice of none, also a call is text.
     let app = app_that_says(ROME);
@@ -309,12 +270,6 @@ async fn text_stays_text_and_is_not_held_to_anything() {
     let app = app_that_says("{warm}");
     let (_, body) = complete(&app, ask(json!({"max_tokens": 300}))).await;
     assert!(["get_weather", "roll", "now"].contains(&calls_of(&body).0[0].0.as_str()), "{body}");
-}
-
-/// A model that says whatever comes to its mind.
-pub fn babbling() -> App {
-    let mut rng = ChaCha8Rng::seed_from_u64(0xbab);
-    app(Box::new(move |_, _| rng.random_range(0..512)))
 }
 
 #[tokio::test]
@@ -498,7 +453,7 @@ async fn the_model_is_told_of_tools_calls_and_results() {
         {"role": "tool", "tool_call_id": "a", "content": null},
         {"role": "user", "content": "And?"},
     ]);
-    let body = json!({"model": api::MODEL, "messages": messages, "tools": [now()], "max_tokens": 1});
+    let body = json!({"model": MODEL, "messages": messages, "tools": [now()], "max_tokens": 1});
     let told = concat!(
         "<bos><start_of_turn>user\nBe brief.\n\nYou can call these tools:\n",
         "- {\"name\":\"now\",\"parameters\":{\"type\":\"object\",\"properties\":{}}}\n",
@@ -667,7 +622,7 @@ async fn mutated_tools_and_schemas_never_panic_hang_or_fail_the_server() {
     let app = babbling();
     let call = json!({"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}});
     let full = json!({
-        "model": api::MODEL, "max_tokens": 8, "tools": [weather(), roll(), now()], "parallel_tool_calls": true,
+        "model": MODEL, "max_tokens": 8, "tools": [weather(), roll(), now()], "parallel_tool_calls": true,
         "tool_choice": "required",
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": {
             "type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer", "minimum": 3}}}, "required": ["a"],

@@ -6,8 +6,8 @@ use unicorn::model::load::LoadOptions;
 use unicorn::model::tune::{Trial, Tuned, measured, read_cached, tuned, write_cached};
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
-use crate::golden::{self, Goldens, all_logits};
-use crate::support::{data, device, policy};
+use crate::support::goldens::{Goldens, all_logits};
+use crate::support::{data, device, goldens, policy};
 
 const SHARED: GpuTiles = GpuTiles { activations: [ActivationsFrom::SharedMemory; 6], ..GpuTiles::COUNTED };
 
@@ -66,7 +66,7 @@ fn a_model_computes_the_same_bits_whatever_was_tuned() {
             tiles: Some(tiles),
             ..LoadOptions::default()
         };
-        let bits = all_logits(&mut golden::load(&folder, &options), tokens);
+        let bits = all_logits(&mut goldens::load(&folder, &options), tokens);
         bits.into_iter().map(f32::to_bits).collect::<Vec<_>>()
     };
     let by_cpu = logits(Tiles::Cpu);

@@ -1,5 +1,5 @@
 // The contract of `fast`: an answer has the same bits alone, batched, in chunks, from the cache, and guessed
-// (docs/architecture.md, "The contract of fast"). CPU twin: tests/reference.rs.
+// (docs/architecture.md, "The contract of fast"). CPU twin: tests/support/reference.rs.
 //
 // Activations [rows, cols] are int8, in blocks of BLOCK_COLS columns of one row, for every kind of matrix:
 //

@@ -1,6 +1,6 @@
 // Probabilities as integers, whose sums do not depend on the order, in units of 2^-40 of the most likely id's
 // probability. Every operation here is exact, or one that Vulkan rounds correctly, so every device has equal masses,
-// and so has their twin (tests/reference.rs).
+// and so has their twin (tests/support/reference.rs).
 
 // The temperature clamped to a useful range. Lower ones act like 0, and higher ones make all ids equally likely; far
 // beyond the range no finite number would be left.

@@ -1,0 +1,137 @@
+//! A server over the scripted runner and the mini tokenizer: the app that tests of the API ask.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use unicorn::api::{self, AccessPolicy, Options, Server};
+use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
+use unicorn::model::{KvLimits, Limits, SamplingOptions};
+use unicorn::session::Service;
+
+use super::fake_runner::{Control, FakeRunner, LIMITS, Script, says};
+use super::tokenizers::{gemma_template, tokenizer};
+
+/// The id that the app serves its model by.
+pub const MODEL: &str = "makers/tiny-gemma";
+
+/// Gemma's `<end_of_turn>`: the id that ends an answer.
+pub const END_OF_TURN: u32 = 106;
+
+/// Sampling options of the model, for requests that name none.
+pub const DEFAULTS: SamplingOptions = SamplingOptions {
+    temperature: Some(0.9),
+    top_k: Some(64),
+    top_p: Some(0.95),
+    min_p: Some(0.0),
+    repetition_penalty: Some(1.25),
+    presence_penalty: None,
+    frequency_penalty: None,
+};
+
+/// Bounds of the server, short enough for a test to reach them.
+pub const OPTIONS: Options = Options {
+    max_body_bytes: 64 << 10,
+    body_stall: Duration::from_millis(200),
+    body_grace: Duration::from_secs(10),
+    turn_timeout: Duration::from_secs(150),
+    wrong_key_pause: Duration::ZERO,
+    stored_responses: 9,
+    stored_response_bytes: 1 << 20,
+    share_prefixes: None,
+    keep_alive: Duration::from_millis(20),
+    device_timeout: Duration::from_millis(500),
+    lost_log_lines: || 0,
+};
+
+/// A server, its routes, and what stands behind them.
+pub struct App {
+    pub router: Router,
+    pub server: Arc<Server>,
+    pub engine: EngineHandle,
+    pub control: Control,
+}
+
+/// A small model: one sequence at a time, in a context of 600 tokens.
+pub fn limits() -> Limits {
+    let kv = KvLimits { full_blocks: 150, ..LIMITS.kv };
+    Limits { max_batch_tokens: 32, kv, max_context: 600, max_sequences: 1, ..LIMITS }
+}
+
+/// A model that answers as the script says.
+pub fn app(script: Script) -> App {
+    app_with(limits(), OPTIONS, DEFAULTS, script)
+}
+
+/// The app of [`app`], with bounds and defaults of the caller's.
+pub fn app_with(limits: Limits, options: Options, defaults: SamplingOptions, script: Script) -> App {
+    let server = Server::new(MODEL, options, AccessPolicy::default());
+    loaded(server, limits, defaults, script)
+}
+
+/// A model behind a door, that answers with `text` whoever may come in; two at once.
+pub fn app_behind(door: AccessPolicy, text: &str) -> App {
+    let ids = tokenizer().encode(text, false).expect("encodes");
+    let more = Limits { max_sequences: 2, ..limits() };
+    loaded(Server::new(MODEL, OPTIONS, door), more, DEFAULTS, says(&ids, END_OF_TURN))
+}
+
+/// `server` with the scripted model loaded; the engine's queue has two places.
+pub fn loaded(server: Arc<Server>, limits: Limits, defaults: SamplingOptions, script: Script) -> App {
+    loaded_with_queue(2, server, limits, defaults, script)
+}
+
+/// The app of [`loaded`], with `queue` places in the engine's queue.
+pub fn loaded_with_queue(
+    queue: usize,
+    server: Arc<Server>,
+    limits: Limits,
+    defaults: SamplingOptions,
+    script: Script,
+) -> App {
+    let (runner, control) = FakeRunner::new(limits, script);
+    let engine = Engine::start(runner, EngineConfig { queue, scheduler: SchedulerConfig::default() });
+    let stops = vec![1, END_OF_TURN];
+    server.set_ready(Service::new(engine.clone(), tokenizer(), gemma_template(), defaults, stops));
+    App { router: api::router(Arc::clone(&server)), server, engine, control }
+}
+
+/// A model that answers everything with `text`.
+pub fn app_that_says(text: &str) -> App {
+    let ids = tokenizer().encode(text, false).expect("encodes");
+    app(says(&ids, END_OF_TURN))
+}
+
+/// The routes of a server that answers everything with `text`, for as many as ask, and how many ids it draws for that.
+pub fn router_that_says(text: &str) -> (Router, usize) {
+    let ids = tokenizer().encode(text, false).expect("encodes");
+    (app_behind(AccessPolicy::default(), text).router, ids.len() + 1)
+}
+
+/// A model that says `text`, and the ids of the last prompt that it saw.
+pub fn app_that_shows_its_prompt(text: &str) -> (App, Arc<Mutex<Vec<u32>>>) {
+    let (script, seen) = shows_its_prompt(text);
+    (app(script), seen)
+}
+
+/// A script that says `text`, and the ids of the last prompt that it saw.
+pub fn shows_its_prompt(text: &str) -> (Script, Arc<Mutex<Vec<u32>>>) {
+    let mut answer = says(&tokenizer().encode(text, false).expect("encodes"), END_OF_TURN);
+    let seen: Arc<Mutex<Vec<u32>>> = Arc::default();
+    let (record, mut last) = (Arc::clone(&seen), Vec::new());
+    let script: Script = Box::new(move |tokens, draw| {
+        // Each call but the first of an answer sees what the one before it drew.
+        if tokens != last {
+            *record.lock().expect("no test panics with it") = tokens.to_vec();
+        }
+        let id = answer(tokens, draw);
+        last = [tokens, &[id]].concat();
+        id
+    });
+    (script, seen)
+}
+
+/// The ids of a prompt in Gemma's format, without its `<bos>`.
+pub fn prompt_ids(text: &str) -> Vec<u32> {
+    tokenizer().encode(&format!("<bos>{text}"), false).expect("encodes")
+}

@@ -1,0 +1,137 @@
+//! `unicorn serve` as a process of its own, on a small model and a free port.
+
+use std::io::{PipeReader, PipeWriter, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command};
+use std::time::Instant;
+
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::checkpoints::tiny_model;
+use super::fake_runner::HANG;
+use super::program::unicorn_on_software;
+
+/// A server on the small model and a port of its own. It ends also where the test fails.
+pub struct Daemon {
+    child: Child,
+    address: String,
+    /// What it has said so far, and where the rest comes from.
+    pub log: Vec<String>,
+    stderr: Option<PipeReader>,
+    _model: TempDir,
+}
+
+impl Daemon {
+    pub fn start(args: &[&str]) -> Self {
+        Self::start_as(args, |_| {})
+    }
+
+    /// Waits until it is ready. `with` may change how it is started.
+    pub fn start_as(args: &[&str], with: impl FnOnce(&mut Command)) -> Self {
+        let model = tiny_model();
+        let path = model.path().to_str().expect("UTF-8");
+        let all =
+            [&["serve", "--model", path, "--name", "a/b", "--port", "0", "--allow-software-vulkan"], args];
+        let mut command = unicorn_on_software(&all.concat());
+        with(&mut command);
+        let (reader, writer): (PipeReader, PipeWriter) = std::io::pipe().expect("a pipe");
+        command.stderr(writer);
+        let child = command.spawn().expect("runs");
+        // The command has the pipe's other end, which is to close with the child.
+        drop(command);
+        let mut daemon =
+            Self { child, address: String::new(), log: Vec::new(), stderr: Some(reader), _model: model };
+        let ready = daemon.wait_for_line("ready: http");
+        let (_, rest) = ready.split_once("://").expect("an address");
+        daemon.address = rest.split('/').next().expect("an address").to_owned();
+        daemon
+    }
+
+    /// The next line of the log with `part` in it.
+    pub fn wait_for_line(&mut self, part: &str) -> String {
+        let reader = self.stderr.as_mut().expect("the log is read");
+        loop {
+            // Byte by byte: what comes later stays in the pipe.
+            let (mut line, mut byte) = (Vec::new(), [0]);
+            while reader.read(&mut byte).expect("the log can be read") == 1 && byte[0] != b'\n' {
+                line.push(byte[0]);
+            }
+            assert!(!(line.is_empty() && byte[0] != b'\n'), "never said {part:?}: {:#?}", self.log);
+            let line = String::from_utf8_lossy(&line).into_owned();
+            self.log.push(line.clone());
+            if line.contains(part) {
+                return line;
+            }
+        }
+    }
+
+    /// Nobody reads its log any more.
+    pub fn close_log(&mut self) {
+        self.stderr = None;
+    }
+
+    /// `SIGNAL` as `kill` has it.
+    pub fn signal(&self, signal: &str) {
+        // The shell's own: a program of that name is not on every machine.
+        let kill = format!("kill -{signal} {}", self.child.id());
+        assert!(Command::new("sh").args(["-c", &kill]).status().expect("sh runs").success());
+    }
+
+    /// Its exit code, once it has ended.
+    pub fn exit_code(&mut self) -> Option<i32> {
+        let since = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().expect("waits") {
+                return status.code();
+            }
+            assert!(since.elapsed() < HANG, "does not stop: {:#?}", self.log);
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+    }
+
+    /// What it said that nobody has read, once it has ended.
+    pub fn rest_of_log(&mut self) -> String {
+        let mut rest = Vec::new();
+        self.stderr.take().expect("the log is read").read_to_end(&mut rest).expect("read");
+        String::from_utf8_lossy(&rest).into_owned()
+    }
+
+    /// One request over one connection: the status, and the body as it stands on the wire.
+    pub fn exchange(&self, method: &str, path: &str, fields: &[(&str, &str)], body: &str) -> (u16, String) {
+        let mut client = TcpStream::connect(&self.address).expect("connects");
+        client.set_read_timeout(Some(HANG)).expect("set");
+        let fields: String = fields.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+        let length = body.len();
+        let head = format!("{method} {path} HTTP/1.0\r\n{fields}Content-Length: {length}\r\n\r\n{body}");
+        client.write_all(head.as_bytes()).expect("sent");
+        let mut reply = String::new();
+        client.read_to_string(&mut reply).expect("answered");
+        let (head, body) = reply.split_once("\r\n\r\n").expect("a head and a body");
+        (head.split(' ').nth(1).and_then(|s| s.parse().ok()).expect(head), body.to_owned())
+    }
+
+    /// An answer of a few tokens, always the same one; or its stream.
+    pub fn ask(&self, fields: &[(&str, &str)], stream: bool) -> (u16, String) {
+        let messages = json!([{"role": "user", "content": "Hello"}]);
+        let body =
+            json!({"model": "a/b", "messages": messages, "max_tokens": 9, "seed": 3, "stream": stream});
+        self.exchange("POST", "/v1/chat/completions", fields, &body.to_string())
+    }
+
+    /// A number that `/metrics` has.
+    pub fn metric(&self, name: &str) -> f64 {
+        let (status, text) = self.exchange("GET", "/metrics", &[], "");
+        assert_eq!(status, 200, "{text}");
+        let line =
+            text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}: {text}"));
+        line.rsplit(' ').next().and_then(|value| value.parse().ok()).expect(line)
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

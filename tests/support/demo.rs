@@ -1,0 +1,65 @@
+//! The demo model's folder, and the goldens of its question set (`tests/data/demo/README.md`).
+
+use std::sync::OnceLock;
+
+use serde::Deserialize;
+
+use super::{data, root};
+
+/// The engine's largest logit error allowed here, as for the reference checkpoints.
+pub const BOUND: f32 = 1e-3;
+
+/// `<eos>` and `<end_of_turn>` of the demo model.
+pub const STOP: [u32; 2] = [1, 6];
+
+/// The shipped weights that the goldens belong to.
+#[derive(Deserialize)]
+pub struct About {
+    pub model_sha256: String,
+}
+
+/// A question of the set, with PyTorch's answer.
+#[derive(Deserialize)]
+pub struct Answer {
+    pub id: String,
+    pub category: String,
+    pub quick: bool,
+    pub prompt: Vec<u32>,
+    pub answer: Vec<u32>,
+    pub text: String,
+    pub margin: f32,
+    pub accepted: bool,
+}
+
+/// `goldens.json`.
+#[derive(Deserialize)]
+pub struct Answers {
+    pub about: About,
+    pub answers: Vec<Answer>,
+}
+
+/// The goldens, read once.
+pub fn goldens() -> &'static Answers {
+    static GOLDENS: OnceLock<Answers> = OnceLock::new();
+    GOLDENS.get_or_init(|| {
+        let bytes = std::fs::read(data("demo/goldens.json")).unwrap();
+        serde_json::from_slice(&bytes).unwrap()
+    })
+}
+
+/// Prompts of the quick questions that are no longer than `most`.
+pub fn quick_prompts(most: usize) -> impl Iterator<Item = &'static [u32]> {
+    goldens().answers.iter().filter(move |a| a.quick && a.prompt.len() <= most).map(|a| &a.prompt[..])
+}
+
+/// Prompts and answers, stop ids left out, of every accepted question of a category.
+pub fn answered(category: &str) -> Vec<(&'static [u32], Vec<u32>)> {
+    let of =
+        goldens().answers.iter().filter(|a| a.category == category && a.accepted && a.margin > 2.0 * BOUND);
+    of.map(|a| (&a.prompt[..], a.answer.iter().copied().filter(|id| !STOP.contains(id)).collect())).collect()
+}
+
+/// The folder of the shipped model.
+pub fn folder() -> std::path::PathBuf {
+    root().join("models/demo")
+}

@@ -1,0 +1,61 @@
+//! Golden sets, and models loaded and asked for the logits that are compared with them.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use unicorn::checkpoint::ModelFiles;
+use unicorn::gpu::Device;
+use unicorn::model::gemma3::Gemma3;
+use unicorn::model::load::LoadOptions;
+
+use super::device;
+
+/// A golden set: tensors by name.
+pub struct Goldens(Vec<u8>);
+
+impl Goldens {
+    pub fn open(folder: &Path) -> Goldens {
+        Goldens::read(&folder.join("goldens.safetensors"))
+    }
+
+    pub fn read(file: &Path) -> Goldens {
+        Goldens(std::fs::read(file).unwrap_or_else(|e| panic!("{}: {e}", file.display())))
+    }
+
+    pub fn view<T: bytemuck::AnyBitPattern>(&self, name: &str) -> Vec<T> {
+        let file = safetensors::SafeTensors::deserialize(&self.0).unwrap();
+        let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+        tensor.data().chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+    }
+
+    pub fn tokens(&self, name: &str) -> Vec<u32> {
+        self.view::<i32>(name).into_iter().map(|t| t as u32).collect()
+    }
+}
+
+/// The model of a folder, on the tests' device.
+pub fn load(folder: &Path, options: &LoadOptions) -> Gemma3 {
+    let device: Arc<Device> = device();
+    Gemma3::load(&device, &ModelFiles::open(folder).unwrap(), options, &mut |_| {}).unwrap()
+}
+
+/// Logits at every position, row after row: `[tokens, vocab]`.
+pub fn all_logits(model: &mut Gemma3, tokens: &[u32]) -> Vec<f32> {
+    let vocab = model.config().vocab_size;
+    let mut all = Vec::new();
+    model
+        .logits(tokens, &mut |first, rows| {
+            assert_eq!(first * vocab, all.len(), "rows come in order, none left out");
+            all.extend_from_slice(rows);
+        })
+        .unwrap();
+    assert_eq!(all.len(), tokens.len() * vocab);
+    all
+}
+
+/// Largest difference; NaN counts as infinite.
+pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    let difference = |(a, b): (&f32, &f32)| if (a - b).is_nan() { f32::INFINITY } else { (a - b).abs() };
+    a.iter().zip(b).map(difference).fold(0.0, f32::max)
+}

@@ -1,0 +1,163 @@
+//! Requests to an app, readers of its answers and streams, and checks that it is at rest afterwards.
+
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::Body;
+use axum::http::{HeaderMap, Request, StatusCode, header};
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+use tower::ServiceExt;
+use unicorn::engine::EngineHandle;
+
+use super::app::{App, MODEL};
+use super::fake_runner::HANG;
+use super::json::with;
+
+/// A chat of one turn.
+pub fn chat(text: &str) -> Value {
+    json!({"model": MODEL, "messages": [{"role": "user", "content": text}]})
+}
+
+/// Status, header fields and bytes of the answer.
+pub async fn send(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Vec<u8>) {
+    let exchange = async {
+        let response = router.clone().oneshot(request).await.expect("handlers do not fail");
+        let (parts, body) = response.into_parts();
+        let bytes = body.collect().await.expect("a whole body").to_bytes().to_vec();
+        (parts.status, parts.headers, bytes)
+    };
+    tokio::time::timeout(HANG, exchange).await.expect("no request hangs")
+}
+
+/// Status, header fields and JSON of the answer.
+pub async fn send_json(router: &Router, request: Request<Body>) -> (StatusCode, HeaderMap, Value) {
+    let (status, headers, bytes) = send(router, request).await;
+    let text = String::from_utf8_lossy(&bytes);
+    let value = serde_json::from_slice(&bytes).unwrap_or_else(|e| panic!("{status}: {e}: {text}"));
+    (status, headers, value)
+}
+
+/// A request to `/v1/chat/completions`.
+pub fn post(body: impl Into<Body>) -> Request<Body> {
+    let request = Request::post("/v1/chat/completions").header(header::CONTENT_TYPE, "application/json");
+    request.body(body.into()).expect("a sound request")
+}
+
+/// A GET without a body.
+pub fn get(path: &str) -> Request<Body> {
+    Request::get(path).body(Body::empty()).expect("a sound request")
+}
+
+/// Status and JSON that a chat is answered with.
+pub async fn complete(app: &App, body: Value) -> (StatusCode, Value) {
+    let (status, _, value) = send_json(&app.router, post(body.to_string())).await;
+    (status, value)
+}
+
+/// The answer's text and finish reason.
+pub async fn answer(app: &App, body: Value) -> (String, String) {
+    let (status, value) = complete(app, body).await;
+    assert_eq!(status, 200, "{value}");
+    let choice = &value["choices"][0];
+    let text = |v: &Value| v.as_str().unwrap_or_else(|| panic!("not text: {value}")).to_owned();
+    (text(&choice["message"]["content"]), text(&choice["finish_reason"]))
+}
+
+/// The `data:` lines of a stream, and the comments in it.
+pub async fn stream(app: &App, body: Value) -> (Vec<String>, usize) {
+    let (status, headers, bytes) = send(&app.router, post(body.to_string())).await;
+    let text = String::from_utf8(bytes).expect("UTF-8");
+    assert_eq!(status, 200, "{text}");
+    assert_eq!(headers[header::CONTENT_TYPE], "text/event-stream");
+    let mut comments = 0;
+    let mut lines = Vec::new();
+    for line in text.lines().filter(|l| !l.is_empty()) {
+        match line.strip_prefix("data: ") {
+            Some(data) => lines.push(data.to_owned()),
+            None => {
+                assert!(line.starts_with(':'), "{line:?}");
+                comments += 1;
+            }
+        }
+    }
+    (lines, comments)
+}
+
+/// The chunks of a stream that ends with `[DONE]`.
+pub fn parse(lines: &[String]) -> Vec<Value> {
+    assert_eq!(lines.last().map(String::as_str), Some("[DONE]"));
+    lines[..lines.len() - 1].iter().map(|l| serde_json::from_str(l).expect("a JSON chunk")).collect()
+}
+
+/// The text that chunks of a stream come to.
+pub fn content(chunks: &[Value]) -> String {
+    chunks.iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str()).collect()
+}
+
+/// Waits until nothing runs, waits, or holds a block.
+pub async fn assert_all_free(engine: &EngineHandle) {
+    let since = Instant::now();
+    loop {
+        let stats = engine.stats();
+        if stats.running == 0 && stats.waiting == 0 && stats.full.held + stats.sliding.held == 0 {
+            return;
+        }
+        assert!(since.elapsed() < HANG, "never came to rest: {stats:?}");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// What `/status` tells.
+pub async fn status(router: &Router) -> Value {
+    let (code, _, status) = send_json(router, get("/status")).await;
+    assert_eq!((code.as_u16(), &status["status"]), (200, &json!("ok")), "{status}");
+    status
+}
+
+/// Whether nobody is connected, and nothing runs, waits or is held.
+pub fn is_at_rest(status: &Value) -> bool {
+    let requests = ["open", "arriving", "waiting", "running"].map(|name| &status["requests"][name]);
+    let held = [&status["connections"], &status["kv"]["full"]["held"], &status["kv"]["sliding"]["held"]];
+    requests.into_iter().chain(held).all(|n| *n == 0)
+}
+
+/// Waits until [`is_at_rest`]; panics where that never comes.
+pub async fn assert_at_rest(router: &Router) {
+    let since = Instant::now();
+    loop {
+        let status = status(router).await;
+        if is_at_rest(&status) {
+            return;
+        }
+        assert!(since.elapsed() < HANG, "never came to rest: {status}");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// The events of a stream that names them: each name is that in its data.
+pub fn named_events(bytes: &[u8]) -> Vec<Value> {
+    let text = std::str::from_utf8(bytes).expect("UTF-8");
+    let lines = |event: &'_ str| event.lines().filter(|l| !l.starts_with(':')).map(str::to_owned).collect();
+    let events = text.split("\n\n").map(lines).filter(|lines: &Vec<String>| !lines.is_empty());
+    let parse = |lines: Vec<String>| {
+        let [name, data] = &lines[..] else { panic!("{lines:?}") };
+        let data: Value = serde_json::from_str(data.strip_prefix("data: ").expect("data")).expect("JSON");
+        assert_eq!(name.strip_prefix("event: "), data["type"].as_str(), "{data}");
+        data
+    };
+    events.map(parse).collect()
+}
+
+/// The events that `path` streams for `body`.
+pub async fn events_of(app: &App, path: &str, body: Value) -> Vec<Value> {
+    let body = with(body, json!({"stream": true}));
+    let (status, headers, bytes) = send(&app.router, post_to(path, body.to_string())).await;
+    assert_eq!((status.as_u16(), &headers["content-type"]), (200, &"text/event-stream".parse().unwrap()));
+    named_events(&bytes)
+}
+
+/// A POST of JSON.
+pub fn post_to(path: &str, body: impl Into<Body>) -> Request<Body> {
+    Request::post(path).header(header::CONTENT_TYPE, "application/json").body(body.into()).expect("sound")
+}

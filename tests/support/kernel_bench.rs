@@ -1,0 +1,631 @@
+//! The bench on which kernels are tested: a device with every kernel, seeded random values, buffers that start as NaN;
+//! and the situations that several suites put kernels into.
+
+use std::sync::Arc;
+
+use half::f16;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use unicorn::checkpoint::{Encoding, NativeTensor, Tensor};
+use unicorn::gpu::{Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind, Recorder, Uploader};
+use unicorn::kernels::{
+    Activations, AttentionShape, Bias, DrawArrays, Embedding, GpuTiles, Heads, History, Item, Kernels,
+    LOGPROB_WORDS, Logits, Matrices, Matrix, Partials, Quantized, Room, Run, SampleRequest, ShareArrays,
+    Shares, StepArrays, SubgroupTile, Tiles, draw_words, mask_words,
+};
+use unicorn::tensor::{
+    Bits, DType, KvDtype, Precision, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row, unpack_row,
+};
+
+use super::checkpoints::integers;
+use super::device;
+use super::reference::{self};
+
+/// Heads of the kernels that every bench starts with.
+pub const HEADS: Heads = Heads { group: 2, head_dim: 64, kv: KvDtype::F32 };
+
+/// Schemes that values are rounded to.
+pub const SCHEMES: [Scheme; 7] = [
+    Scheme::F32,
+    Scheme::F16,
+    Scheme::Bf16,
+    Scheme::Int8Row,
+    Scheme::Int { bits: Bits::Eight, group: 32, scales: Scales::Symmetric },
+    Scheme::int4(32),
+    Scheme::int4(128),
+];
+
+/// Schemes of integers, as quantized checkpoints hold them.
+pub const STORED: [Scheme; 18] = {
+    const fn int8(group: u32, scales: Scales) -> Scheme {
+        Scheme::Int { bits: Bits::Eight, group, scales }
+    }
+    const fn int4(group: u32, scales: Scales) -> Scheme {
+        Scheme::Int { bits: Bits::Four, group, scales }
+    }
+    [
+        Scheme::Int8Row,
+        int8(16, Scales::Symmetric),
+        int8(32, Scales::Symmetric),
+        int8(64, Scales::ZeroPoint),
+        int8(48, Scales::Affine),
+        int8(16, Scales::Super),
+        int8(32, Scales::Super),
+        int4(32, Scales::Symmetric),
+        int4(128, Scales::Symmetric),
+        int4(64, Scales::ZeroPoint),
+        int4(128, Scales::ZeroPoint),
+        int4(32, Scales::Affine),
+        int4(32, Scales::Super),
+        int4(32, Scales::HalfAffine),
+        Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::Symmetric },
+        Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::HalfAffine },
+        Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::Super },
+        Scheme::Int { bits: Bits::Six, group: 16, scales: Scales::SuperSymmetric },
+    ]
+};
+
+/// Kernels have a body for GPUs, and some have one for CPUs (`shaders/common/lanes.glsl`).
+pub const BODIES: [Tiles; 2] = [Tiles::COUNTED, Tiles::Cpu];
+
+/// Runs a check with the kernels that a GPU runs, and with those that a CPU runs.
+pub fn with_each_body(seed: u64, check: fn(&mut Bench)) {
+    for bodies in BODIES {
+        println!("{bodies:?}");
+        check(&mut Bench::with_bodies(&device(), seed, bodies));
+    }
+}
+
+/// Kernels for every scheme.
+pub fn every_kernel(device: &Device, bodies: Tiles) -> Kernels {
+    let products = [&SCHEMES[..], &STORED].concat();
+    let (embedding, tiles) = (Some(Scheme::Bf16), Some(bodies));
+    let matrices = Matrices { products, embedding, tiles, ..Matrices::default() };
+    Kernels::new(device, &matrices, HEADS, Precision::F32).unwrap()
+}
+
+/// A device with every kernel, and helpers to move data. Buffers start as NaN.
+pub struct Bench {
+    pub device: Arc<Device>,
+    pub arena: Arena,
+    pub kernels: Kernels,
+    bodies: Tiles,
+    pub rng: ChaCha8Rng,
+}
+
+impl Bench {
+    pub fn new(seed: u64) -> Bench {
+        println!("seed {seed}");
+        Bench::on(&device(), seed)
+    }
+
+    pub fn on(device: &Arc<Device>, seed: u64) -> Bench {
+        Bench::with_bodies(device, seed, Tiles::of(device))
+    }
+
+    /// Kernels as a GPU or a CPU runs them.
+    pub fn with_bodies(device: &Arc<Device>, seed: u64, bodies: Tiles) -> Bench {
+        let (arena, rng) = (Arena::new(device), ChaCha8Rng::seed_from_u64(seed));
+        let kernels = every_kernel(device, bodies);
+        Bench { arena, kernels, bodies, rng, device: device.clone() }
+    }
+
+    /// [`Bench::make_heads`] makes such ones from then on.
+    pub fn make_bodies(&mut self, bodies: Tiles) {
+        self.bodies = bodies;
+        self.kernels = every_kernel(&self.device, bodies);
+    }
+
+    /// Kernels for the heads of `shape`.
+    pub fn make_heads(&mut self, shape: &AttentionShape, kv: KvDtype) {
+        let heads = Heads { group: shape.num_heads / shape.num_kv_heads, head_dim: shape.head_dim, kv };
+        let matrices = Matrices { tiles: Some(self.bodies), ..Matrices::default() };
+        self.kernels = Kernels::new(&self.device, &matrices, heads, Precision::F32).unwrap();
+    }
+
+    /// Kernels for matrices of `scheme` alone, which may be looked up and, in pairs, gated.
+    pub fn make_scheme(&mut self, scheme: Scheme, precision: Precision) {
+        self.make_tiles(scheme, precision, Tiles::of(&self.device), true);
+    }
+
+    /// Such kernels of one shape; gated ones take as long to compile.
+    pub fn make_tiles(&mut self, scheme: Scheme, precision: Precision, tiles: Tiles, gated: bool) {
+        let gated = if gated { vec![scheme] } else { Vec::new() };
+        let (embedding, tiles) = (Some(scheme), Some(tiles));
+        let matrices = Matrices { gated, embedding, tiles, ..Matrices::default() };
+        self.kernels = Kernels::new(&self.device, &matrices, HEADS, precision).unwrap();
+    }
+
+    pub fn random(&mut self, count: usize, scale: f32) -> Vec<f32> {
+        (0..count).map(|_| self.rng.random_range(-scale..scale)).collect()
+    }
+
+    /// A buffer of `bytes`, every word a NaN.
+    pub fn poisoned(&mut self, bytes: usize) -> Buffer {
+        let buffer = self.arena.alloc(MemoryKind::Device, Class::Activations, bytes as u64, "test").unwrap();
+        self.run(|_, r| r.fill(&buffer, 0x7fc0_dead));
+        buffer
+    }
+
+    pub fn upload<T: bytemuck::NoUninit>(&mut self, data: &[T]) -> Buffer {
+        let buffer = self.poisoned(size_of_val(data));
+        let mut uploader = Uploader::<GpuError>::new(&self.device).unwrap();
+        uploader.upload(&buffer, data).unwrap();
+        uploader.finish().unwrap();
+        buffer
+    }
+
+    pub fn readback(&mut self, bytes: u64) -> Buffer {
+        self.arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "readback").unwrap()
+    }
+
+    pub fn embedding(&mut self, matrix: Matrix, scale: f32) -> Embedding {
+        let mut uploader = Uploader::new(&self.device).unwrap();
+        let embedding = Embedding::new(&mut self.arena, &mut uploader, matrix, scale).unwrap();
+        uploader.finish().unwrap();
+        embedding
+    }
+
+    pub fn download<T: bytemuck::Pod>(&mut self, buffer: &Buffer, count: usize) -> Vec<T> {
+        let bytes = (count * size_of::<T>()) as u64;
+        let host = self.readback(bytes);
+        self.run(|_, r| r.copy(buffer, &host, bytes));
+        let mut out = vec![T::zeroed(); count];
+        host.read(0, &mut out);
+        out
+    }
+
+    /// Rows of `width` at the stride activations have; the padding is NaN.
+    pub fn activations(&mut self, rows: &[f32], width: usize) -> Activations {
+        let stride = Activations::stride_of(width);
+        let mut padded = vec![f32::NAN; rows.len() / width * stride];
+        for (to, from) in padded.chunks_exact_mut(stride).zip(rows.chunks_exact(width)) {
+            to[..width].copy_from_slice(from);
+        }
+        Activations::new(self.upload(&padded), width)
+    }
+
+    pub fn empty(&mut self, rows: usize, width: usize) -> Activations {
+        Activations::new(self.poisoned(Activations::bytes(rows, width) as usize), width)
+    }
+
+    /// Room for what attention merges.
+    pub fn partials(&mut self, shape: &AttentionShape, room: Room) -> Partials {
+        let width = shape.partial_width();
+        // A kind that has no room has no items.
+        Partials {
+            single: self.empty(room.single.max(1), width),
+            tiles: self.empty(room.tiles.max(1), width),
+        }
+    }
+
+    pub fn shares(&mut self, shares: &Shares, num_kv_heads: usize) -> ShareArrays {
+        let mut items = |items: &[Item]| (!items.is_empty()).then(|| self.upload(items));
+        let (single, tiles) = (items(&shares.single), items(&shares.tiles));
+        // Where a step has no token, there is nothing to merge, and a place for it.
+        let merges = if shares.merges.is_empty() { &[[0; 2]][..] } else { &shares.merges };
+        let (groups, merges) = (self.upload(&shares.groups(num_kv_heads)), self.upload(merges));
+        ShareArrays { single, tiles, groups, merges }
+    }
+
+    /// Room for int8 activations.
+    pub fn quantized(&mut self, rows: usize, width: usize) -> Quantized {
+        Quantized::new(self.poisoned(Quantized::bytes(rows, width) as usize), width)
+    }
+
+    pub fn rows(&mut self, from: &Activations, rows: usize) -> Vec<f32> {
+        let padded = self.download::<f32>(&from.buffer, rows * from.stride);
+        padded.chunks_exact(from.stride).flat_map(|row| row[..from.width].to_vec()).collect()
+    }
+
+    pub fn matrix(&mut self, values: &[f32], rows: usize, cols: usize, scheme: Scheme, shard: u64) -> Matrix {
+        let data: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let shape = [rows, cols];
+        let encoding = Encoding::Plain { dtype: DType::F32, data: &data };
+        self.matrix_of(&Tensor { name: "w", file: "test", shape: &shape, encoding }, scheme, shard)
+    }
+
+    pub fn matrix_of(&mut self, tensor: &Tensor, scheme: Scheme, shard: u64) -> Matrix {
+        let mut uploader = Uploader::new(&self.device).unwrap();
+        let matrix =
+            Matrix::upload(&mut self.arena, &mut uploader, tensor, scheme, Class::Ffn, shard, &mut |_| {})
+                .unwrap();
+        uploader.finish().unwrap();
+        matrix
+    }
+
+    /// A matrix of random integers and scales.
+    pub fn stored(&mut self, rows: usize, cols: usize, scheme: Scheme) -> Stored {
+        let (least, most) =
+            integers(scheme).map(|(least, most)| (i32::from(least), i32::from(most))).unwrap();
+        let tiles = rows.div_ceil(TILE_ROWS);
+        let mut stored = Stored {
+            shape: [rows, cols],
+            // What pads rows and columns must not matter.
+            blocks: vec![0x5a; tiles * scheme.tile_bytes(cols)],
+            scales: vec![0; tiles * scheme.tile_scale_bytes(cols)],
+            values: vec![0.0; rows * cols],
+            scheme,
+        };
+        let mut row = QuantizedRow::new(scheme, cols);
+        let rng = &mut self.rng;
+        let mut half = |top: f32| f16::from_f32(rng.random_range(-top..top)).to_le_bytes();
+        for index in 0..rows {
+            let (block_bytes, scale_bytes) = (scheme.tile_bytes(cols), scheme.tile_scale_bytes(cols));
+            row.scales.clear();
+            match scheme.grouping(cols).unwrap() {
+                (group, Scales::Super) => {
+                    for _ in 0..cols.div_ceil(256) {
+                        row.scales.extend([half(0.01), half(0.01)].concat());
+                        row.scales.extend((0..2 * 256 / group).map(|_| half(1.0)[0]));
+                    }
+                }
+                (group, Scales::SuperSymmetric) => {
+                    for _ in 0..cols.div_ceil(256) {
+                        row.scales.extend(half(0.01));
+                        row.scales.extend((0..256 / group).map(|_| half(1.0)[0]));
+                    }
+                }
+                (group, scales) => {
+                    for _ in 0..cols.div_ceil(group) {
+                        match scales {
+                            Scales::Symmetric => row.scales.extend(half(0.1)),
+                            Scales::ZeroPoint => row.scales.extend([half(0.1), half(16.0)].concat()),
+                            Scales::HalfAffine => row.scales.extend([half(0.1), half(1.0)].concat()),
+                            _ => row.scales.extend(
+                                [half(0.1), half(1.0)]
+                                    .map(|h| f16::from_le_bytes(h).to_f32().mul_add(1.001, 0.0))
+                                    .map(f32::to_le_bytes)
+                                    .concat(),
+                            ),
+                        }
+                    }
+                }
+            }
+            row.q = (0..cols).map(|_| (half(1.0)[0] as i32 * 7 % (most - least + 1) + least) as i8).collect();
+            row.dequantize_into(scheme, &mut stored.values[index * cols..][..cols]);
+            let (tile, lane) = (index / TILE_ROWS, index % TILE_ROWS);
+            let blocks = &mut stored.blocks[tile * block_bytes..][..block_bytes];
+            pack_row(scheme, &row, lane, blocks, &mut stored.scales[tile * scale_bytes..][..scale_bytes]);
+        }
+        stored
+    }
+
+    pub fn run(&self, record: impl FnOnce(&Kernels, &mut Recorder<'_>)) {
+        let mut commands = CommandBuffer::new(&self.device, "test").unwrap();
+        let mut recorder = commands.begin().unwrap();
+        record(&self.kernels, &mut recorder);
+        recorder.submit("test").unwrap();
+        commands.wait().unwrap();
+    }
+}
+
+/// A matrix as a native checkpoint holds it, and the values that it stands for.
+pub struct Stored {
+    pub shape: [usize; 2],
+    pub scheme: Scheme,
+    pub blocks: Vec<u8>,
+    pub scales: Vec<u8>,
+    pub values: Vec<f32>,
+}
+
+impl Stored {
+    pub fn rows(&self) -> Vec<QuantizedRow> {
+        let [rows, cols] = self.shape;
+        let (blocks, scales) = (self.scheme.tile_bytes(cols), self.scheme.tile_scale_bytes(cols));
+        (0..rows)
+            .map(|index| {
+                let (tile, mut row) = (index / TILE_ROWS, QuantizedRow::new(self.scheme, cols));
+                let (blocks, scales) =
+                    (&self.blocks[tile * blocks..][..blocks], &self.scales[tile * scales..][..scales]);
+                unpack_row(self.scheme, index % TILE_ROWS, blocks, scales, &mut row);
+                row
+            })
+            .collect()
+    }
+
+    pub fn tensor(&self) -> Tensor<'_> {
+        let (blocks, scales) = (self.blocks[..].into(), self.scales[..].into());
+        let native = NativeTensor { scheme: self.scheme, blocks, scales };
+        Tensor { name: "w", file: "test", shape: &self.shape, encoding: Encoding::Native(native) }
+    }
+}
+
+/// A random paged situation: sequences of different length, blocks in random order, tokens at their ends.
+pub struct Paged {
+    pub shape: AttentionShape,
+    /// Per sequence: its length, and how many of its last tokens are in the batch.
+    pub sequences: Vec<(usize, usize)>,
+    pub tables: Vec<Vec<u32>>,
+    pub num_blocks: usize,
+}
+
+impl Paged {
+    pub fn new(b: &mut Bench, shape: AttentionShape, sequences: &[(usize, usize)]) -> Paged {
+        let num_blocks = sequences.iter().map(|(len, _)| len.div_ceil(shape.block_size)).sum::<usize>() + 3;
+        let mut free: Vec<u32> = (0..num_blocks as u32).collect();
+        let tables = sequences
+            .iter()
+            .map(|(len, _)| {
+                (0..len.div_ceil(shape.block_size))
+                    .map(|_| free.swap_remove(b.rng.random_range(0..free.len())))
+                    .collect()
+            })
+            .collect();
+        Paged { shape, sequences: sequences.to_vec(), tables, num_blocks }
+    }
+
+    /// (sequence, position) of every token in the batch.
+    pub fn tokens(&self) -> Vec<(usize, usize)> {
+        let each = self.sequences.iter().enumerate();
+        each.flat_map(|(s, &(len, new))| (len - new..len).map(move |p| (s, p))).collect()
+    }
+
+    pub fn slot(&self, sequence: usize, position: usize) -> u32 {
+        let block = self.tables[sequence][position / self.shape.block_size];
+        block * self.shape.block_size as u32 + (position % self.shape.block_size) as u32
+    }
+
+    /// Where a KV head's row of a position starts in the cache.
+    pub fn row(&self, sequence: usize, position: usize, head: usize) -> usize {
+        let (slot, s) = (self.slot(sequence, position) as usize, &self.shape);
+        let block = slot / s.block_size;
+        ((block * s.num_kv_heads + head) * s.block_size + slot % s.block_size) * s.head_dim
+    }
+
+    /// Bytes of a cache that nobody wrote to: every word a NaN.
+    pub fn empty_cache(&self, kv: KvDtype) -> Vec<u8> {
+        let s = &self.shape;
+        let bytes = self.num_blocks * s.block_size * s.num_kv_heads * kv.row_bytes(s.head_dim);
+        0x7fc0_deadu32.to_le_bytes().into_iter().cycle().take(bytes).collect()
+    }
+
+    /// Byte ranges of a row, given by its first element, and of its scale where the type has one.
+    pub fn ranges(&self, kv: KvDtype, element: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
+        let (s, d) = (&self.shape, self.shape.head_dim);
+        let rows = s.block_size * s.num_kv_heads;
+        let (block, row) = (element / d / rows, element / d % rows);
+        let size = kv.row_bytes(d);
+        let (start, length) = match kv {
+            KvDtype::Int8 => (block * rows * size + row * d, d),
+            _ => ((block * rows + row) * size, size),
+        };
+        let scale = block * rows * size + rows * d + 4 * row;
+        (start..start + length, scale..if kv == KvDtype::Int8 { scale + 4 } else { scale })
+    }
+
+    /// Writes a row into a cache's bytes as the type has it, and returns what is left of its values.
+    pub fn file_away(&self, cache: &mut [u8], kv: KvDtype, element: usize, values: &[f32]) -> Vec<f32> {
+        let (row, scale) = self.ranges(kv, element);
+        let bytes: Vec<u8> = match kv {
+            KvDtype::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            KvDtype::F16 => values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
+            KvDtype::Int8 => {
+                let (s, q) = reference::kv_int8(values);
+                cache[scale.clone()].copy_from_slice(&s.to_le_bytes());
+                q.into_iter().map(|q| q as u8).collect()
+            }
+        };
+        cache[row].copy_from_slice(&bytes);
+        self.read(cache, kv, element)
+    }
+
+    pub fn read(&self, cache: &[u8], kv: KvDtype, element: usize) -> Vec<f32> {
+        let (row, scale) = self.ranges(kv, element);
+        let row = &cache[row];
+        match kv {
+            KvDtype::F32 => row.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect(),
+            KvDtype::F16 => {
+                row.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+            }
+            KvDtype::Int8 => {
+                let scale: f32 = bytemuck::pod_read_unaligned(&cache[scale]);
+                row.iter().map(|q| f32::from(*q as i8) * scale).collect()
+            }
+        }
+    }
+
+    /// What a cache holds in a row, which is poisoned then.
+    pub fn take(&self, cache: &mut [u8], kv: KvDtype, element: usize) -> Vec<f32> {
+        let values = self.read(cache, kv, element);
+        let (row, scale) = self.ranges(kv, element);
+        for range in [row, scale] {
+            for (byte, i) in cache[range.clone()].iter_mut().zip(range) {
+                *byte = 0x7fc0_deadu32.to_le_bytes()[i % 4];
+            }
+        }
+        values
+    }
+
+    pub fn cache_len(&self) -> usize {
+        self.num_blocks * self.shape.block_size * self.shape.num_kv_heads * self.shape.head_dim
+    }
+
+    /// As a step has it.
+    pub fn room(&self) -> Room {
+        let tokens = self.tokens().len();
+        Room { single: tokens + 64, tiles: tokens + 64 }
+    }
+
+    pub fn runs(&self) -> Vec<Run> {
+        let mut row = 0;
+        let run = |(sequence, &(len, new)): (usize, &(usize, usize))| {
+            let run = Run { row, start: len - new, tokens: new, sequence };
+            row += new;
+            run
+        };
+        self.sequences.iter().enumerate().map(run).collect()
+    }
+
+    pub fn arrays(&self, b: &mut Bench) -> StepArrays {
+        let tokens = self.tokens();
+        let shares = Shares::new(&self.shape, &self.runs(), tokens.len(), tokens.len(), self.room());
+        let positions: Vec<u32> = tokens.iter().map(|t| t.1 as u32).collect();
+        let sequence_of: Vec<u32> = tokens.iter().map(|t| t.0 as u32).collect();
+        let slots: Vec<u32> = tokens.iter().map(|t| self.slot(t.0, t.1)).collect();
+        // Entries beyond a sequence's blocks point nowhere.
+        let mut tables = vec![u32::MAX / 2; self.sequences.len() * self.shape.max_blocks];
+        for (to, from) in tables.chunks_exact_mut(self.shape.max_blocks).zip(&self.tables) {
+            to[..from.len()].copy_from_slice(from);
+        }
+        StepArrays {
+            ids: b.upload(&positions),
+            positions: b.upload(&positions),
+            sequence_of: b.upload(&sequence_of),
+            slot_mapping: b.upload(&slots),
+            block_tables: b.upload(&tables),
+            shares: b.shares(&shares, self.shape.num_kv_heads),
+        }
+    }
+}
+
+/// The shape of an attention over at most 24 blocks of a sequence.
+pub fn shape(
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    block_size: usize,
+    window: Option<usize>,
+) -> AttentionShape {
+    AttentionShape { num_heads: heads, num_kv_heads: kv_heads, head_dim, block_size, max_blocks: 24, window }
+}
+
+/// Rows of logits to draw from, and what draws take; histories, biases and masks are nowhere unless they are set.
+pub struct Drawing {
+    pub requests: Vec<SampleRequest>,
+    /// What draws change is all 0, and poisoned between the rows: what is not a row's is not read, and stays.
+    pub logits: Logits,
+    pub arrays: DrawArrays,
+    pub history: History,
+    pub slots: Buffer,
+}
+
+impl Drawing {
+    pub fn new(b: &mut Bench, logits: &[f32], width: usize, requests: &[SampleRequest]) -> Drawing {
+        let zeros = vec![0f32; logits.len()];
+        Drawing {
+            requests: requests.to_vec(),
+            logits: Logits {
+                raw: b.activations(logits, width),
+                adjusted: b.activations(&zeros, width),
+                scratch: b.empty(requests.len(), draw_words(width)),
+                vocab: width,
+            },
+            arrays: DrawArrays {
+                requests: b.upload(requests),
+                bias: b.poisoned(8),
+                masks: b.poisoned(4),
+                ids: b.poisoned(4 * requests.len()),
+                logprobs: b.poisoned(4 * LOGPROB_WORDS * requests.len()),
+            },
+            history: History { ids: b.poisoned(4), slot_len: 1 },
+            slots: b.poisoned(4 * 64),
+        }
+    }
+
+    pub fn adjust(&self, b: &Bench) {
+        let Drawing { requests, logits, arrays, history, .. } = self;
+        b.run(|k, r| k.adjust(r, logits, arrays, history, requests));
+    }
+
+    pub fn clear(&self, b: &Bench) {
+        let Drawing { requests, logits, arrays, history, .. } = self;
+        b.run(|k, r| k.clear_adjusted(r, logits, arrays, history, requests));
+    }
+
+    pub fn sample(&self, b: &Bench) {
+        let Drawing { requests, logits, arrays, slots, .. } = self;
+        b.run(|k, r| k.sample(r, logits, arrays, slots, requests));
+    }
+
+    pub fn run(&self, b: &Bench) {
+        self.adjust(b);
+        self.sample(b);
+        self.clear(b);
+    }
+}
+
+/// Requests that differ in everything, for as many rows of random logits, and what their twin makes of these.
+pub struct Adjusted {
+    pub drawing: Drawing,
+    pub width: usize,
+    /// After penalties, biases and masks.
+    pub expected: Vec<Vec<f32>>,
+    pub raw: Vec<f32>,
+}
+
+/// Draws of `rows` rows of `width` logits, as [`Adjusted`] says.
+pub fn adjusted(b: &mut Bench, width: usize, rows: usize) -> Adjusted {
+    let (slots, slot_len) = (5, 700);
+    let mut raw = b.random(rows * width, 8.0);
+    raw[width / 2] = 0.0;
+    let words = mask_words(width);
+    let history: Vec<u32> = (0..slots * slot_len).map(|_| b.rng.random_range(0..width as u32)).collect();
+    let (mut requests, mut bias, mut masks, mut expected) = (vec![], vec![], vec![], vec![]);
+    for row in 0..rows {
+        // In turn: nothing, penalties, biases, both, a mask, all.
+        let (penalizes, biased, masked) = (row % 6 % 2 == 1, [2, 3, 5].contains(&(row % 6)), row % 6 > 3);
+        let len = if penalizes { b.rng.random_range(1..=slot_len) } else { 0 };
+        let request = SampleRequest {
+            temperature: if row % 4 == 0 { 0.0 } else { 1.1 },
+            top_p: 0.95,
+            seed_low: b.rng.random(),
+            position: len as u32,
+            slot: row as u32,
+            repetition_penalty: b.rng.random_range(0.5..2.0),
+            presence_penalty: b.rng.random_range(-2.0..2.0),
+            frequency_penalty: b.rng.random_range(-0.5..0.5),
+            history_slot: b.rng.random_range(0..slots as u32),
+            history_len: len as u32,
+            prompt_len: b.rng.random_range(0..=len as u32 + 3),
+            first_bias: bias.len() as u32,
+            biases: if biased { b.rng.random_range(1..=width.min(300) as u32) } else { 0 },
+            mask: if masked { masks.len() as u32 / words as u32 + 1 } else { 0 },
+            ..SampleRequest::default()
+        };
+        let first = b.rng.random_range(0..width as u32);
+        let pairs: Vec<(u32, f32)> = (0..request.biases)
+            .map(|i| {
+                let forbidden = i % 7 == 3;
+                let bias = if forbidden { f32::NEG_INFINITY } else { b.rng.random_range(-9.0..9.0) };
+                ((first + i) % width as u32, bias)
+            })
+            .collect();
+        bias.extend(pairs.iter().map(|&(id, bias)| Bias { id, bias }));
+        // At least one id may come.
+        let allowed: Vec<bool> = (0..width).map(|i| i as u32 == first || b.rng.random_ratio(1, 3)).collect();
+        if masked {
+            masks.extend(allowed.chunks(32).map(|bits| {
+                bits.iter().enumerate().fold(0u32, |word, (i, bit)| word | u32::from(*bit) << i)
+            }));
+        }
+        let ids = &history[request.history_slot as usize * slot_len..][..len];
+        let (prompt, answer) = ids.split_at(len.min(request.prompt_len as usize));
+        let penalties = reference::Penalties {
+            repetition: request.repetition_penalty,
+            presence: request.presence_penalty,
+            frequency: request.frequency_penalty,
+        };
+        let logits = &raw[row * width..][..width];
+        let mask = masked.then_some(&allowed[..]);
+        expected.push(reference::adjusted(logits, prompt, answer, &penalties, &pairs, mask));
+        requests.push(request);
+    }
+    let mut drawing = Drawing::new(b, &raw, width, &requests);
+    drawing.arrays.bias = b.upload(&bias);
+    drawing.arrays.masks = b.upload(&masks);
+    drawing.history = History { ids: b.upload(&history), slot_len };
+    Adjusted { drawing, width, expected, raw }
+}
+
+/// Tiles that subgroups multiply, computed one by one: RDNA's, lavapipe's, and those of GPUs that multiply a block at
+/// once, by turns, so that each way to scale meets them.
+pub fn emulated_tiles(scheme: usize) -> Tiles {
+    let shapes = [[16, 16, 16], [16, 8, 32], [8, 8, 8]];
+    multiplied_by(SubgroupTile::emulated(shapes[scheme % 3]).unwrap())
+}
+
+/// Products that subgroups multiply in `tile`.
+pub fn multiplied_by(tile: SubgroupTile) -> Tiles {
+    Tiles::Gpu(GpuTiles { subgroups: Some(tile), ..GpuTiles::COUNTED })
+}

@@ -1,0 +1,52 @@
+//! Made-up files of packed checkpoints, GPTQ's among them.
+
+use half::f16;
+use serde_json::{Map, Value, json};
+
+use super::checkpoints::with_header;
+use super::fuzz_bodies::joined;
+
+/// A tensor of a file: name, element type, shape, bytes.
+pub type Part = (&'static str, &'static str, Vec<usize>, Vec<u8>);
+
+/// Little-endian bytes of words.
+pub fn words(words: impl IntoIterator<Item = u32>) -> Vec<u8> {
+    words.into_iter().flat_map(u32::to_le_bytes).collect()
+}
+
+/// Little-endian bytes of the values in f16.
+pub fn f16s(scales: &[f32]) -> Vec<u8> {
+    scales.iter().flat_map(|s| f16::from_f32(*s).to_le_bytes()).collect()
+}
+
+/// A safetensors file of these tensors.
+pub fn file(parts: &[Part]) -> Vec<u8> {
+    let (mut header, mut bytes) = (Map::new(), Vec::new());
+    for (name, dtype, shape, data) in parts {
+        let offsets = [bytes.len(), bytes.len() + data.len()];
+        header.insert((*name).into(), json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
+        bytes.extend_from_slice(data);
+    }
+    with_header(&Value::Object(header).to_string(), &bytes)
+}
+
+/// The `quantization_config` of GPTQ, in int4.
+pub fn gptq() -> Value {
+    json!({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"})
+}
+
+/// A matrix of 8 rows of 64 columns in groups of 32.
+pub fn gptq_parts() -> Vec<Part> {
+    vec![
+        ("p.qweight", "I32", vec![8, 8], words(1..65)),
+        ("p.qzeros", "I32", vec![2, 1], words([0x7654_3210, 0x0123_4567])),
+        ("p.scales", "F16", vec![2, 8], f16s(&[0.5; 16])),
+        ("p.g_idx", "I32", vec![64], words((0..64).map(|col| col / 32))),
+    ]
+}
+
+/// What the fuzz target of these formats takes.
+pub fn fuzz_input() -> Vec<u8> {
+    let config = json!({"quantization_config": gptq()});
+    joined(config.to_string().as_bytes(), &file(&gptq_parts()))
+}

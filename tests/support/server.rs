@@ -1,0 +1,117 @@
+//! An app behind a port of its own, with what such a server is given: bounds on connections, a certificate, facts of a
+//! device.
+
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::Duration;
+
+use socket2::{Domain, Socket, Type};
+use tempfile::TempDir;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use unicorn::api::{self, Connections, Facts, HeapNow, KernelTime, MemoryNow, Placed, Submitted};
+
+use super::app::App;
+use super::fake_runner::HANG;
+
+/// So short that a test sees them pass, and longer than this machine takes to answer.
+pub const CONNECTIONS: Connections = Connections {
+    most: 64,
+    head_timeout: Duration::from_millis(500),
+    idle_timeout: Duration::from_millis(700),
+    write_timeout: Duration::from_millis(500),
+    tls: None,
+};
+
+/// A server on a port of its own.
+pub struct Serving {
+    pub address: SocketAddr,
+    stop: Option<oneshot::Sender<()>>,
+    task: JoinHandle<()>,
+    pub app: App,
+}
+
+impl Serving {
+    pub async fn start(app: App, connections: Connections) -> Self {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let address = listener.local_addr().expect("bound");
+        let (stop, stopped) = oneshot::channel::<()>();
+        let shutdown = async {
+            drop(stopped.await);
+            Duration::ZERO
+        };
+        let task = api::serve(listener, Arc::clone(&app.server), connections, shutdown);
+        Self { address, stop: Some(stop), task: tokio::spawn(task), app }
+    }
+
+    pub fn connect(&self) -> TcpStream {
+        connect(self.address)
+    }
+
+    /// The client's side keeps little of what it has not read: the rest stays with the server.
+    pub fn connect_narrow(&self) -> TcpStream {
+        let socket = Socket::new(Domain::for_address(self.address), Type::STREAM, None).expect("a socket");
+        socket.set_recv_buffer_size(4096).expect("set");
+        socket.connect(&self.address.into()).expect("connects");
+        let stream = TcpStream::from(socket);
+        stream.set_read_timeout(Some(HANG)).expect("set");
+        stream
+    }
+
+    pub async fn end(mut self) {
+        self.app.control.release();
+        let _ = self.stop.take().expect("not yet").send(());
+        tokio::time::timeout(HANG, self.task).await.expect("ends in time").expect("without a panic");
+    }
+}
+
+/// A connection whose reads fail after [`HANG`].
+pub fn connect(address: SocketAddr) -> TcpStream {
+    let stream = TcpStream::connect(address).expect("connects");
+    stream.set_read_timeout(Some(HANG)).expect("set");
+    stream
+}
+
+/// What blocks must not stop the runtime that it waits for.
+pub async fn blocking<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'static) -> T {
+    tokio::time::timeout(2 * HANG, tokio::task::spawn_blocking(run))
+        .await
+        .expect("no hang")
+        .expect("no panic")
+}
+
+/// A folder with `cert.pem` and `key.pem` for localhost.
+pub fn certificate() -> (TempDir, rustls::pki_types::CertificateDer<'static>) {
+    let signed = rcgen::generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
+    let folder = tempfile::tempdir().expect("a folder");
+    std::fs::write(folder.path().join("cert.pem"), signed.cert.pem()).expect("written");
+    std::fs::write(folder.path().join("key.pem"), signed.signing_key.serialize_pem()).expect("written");
+    (folder, signed.cert.der().clone())
+}
+
+/// What a server is told of a device that is not there.
+pub fn facts() -> Facts {
+    let placed =
+        |class: &str, heap: &str, bytes| Placed { class: class.into(), heap: heap.into(), buffers: 1, bytes };
+    Facts {
+        layers: 6,
+        draft_layers: Some(2),
+        weights: "none".into(),
+        device: "a \"device\"".into(),
+        driver: "a driver".into(),
+        placements: vec![placed("KV cache", "heap 0", 7), placed("norms", "heap \"1\"", 9)],
+        residency: "confirmed".into(),
+        memory: Box::new(|| {
+            let heaps = vec![HeapNow { heap: "heap 0".into(), size_bytes: 23, free_bytes: 9 }];
+            MemoryNow { heaps, vram: Some(11), gtt: None, resident: Some(13) }
+        }),
+        submitted: Box::new(|| {
+            let declared = vec![("norms".into(), 17)];
+            Some(Submitted { dispatches: 3, copies: 5, barriers: 4, declared })
+        }),
+        kernels: Box::new(|| {
+            let time = Duration::from_millis(500);
+            vec![KernelTime { kernel: "matmul".into(), dispatches: 2, time }]
+        }),
+    }
+}

@@ -1,0 +1,134 @@
+//! Prompts whose answers must not depend on what else the engine does.
+
+use unicorn::engine::{Fork, Sequence};
+use unicorn::model::{KvLimits, Limits, Runner, SamplingParams};
+
+use super::driver::{Driver, Run};
+
+/// Prompts, and what is answered to each alone, with some parameters and a seed.
+pub struct Texts {
+    params: SamplingParams,
+    seed: u64,
+    pub prompts: Vec<Vec<u32>>,
+    pub alone: Vec<Vec<u32>>,
+}
+
+/// Greedy sampling with all three penalties.
+pub fn penalties() -> SamplingParams {
+    SamplingParams {
+        repetition_penalty: 1.3,
+        presence_penalty: 0.7,
+        frequency_penalty: 0.2,
+        ..SamplingParams::GREEDY
+    }
+}
+
+/// What is answered to one prompt by a scheduler that has seen nothing.
+pub fn answer(
+    model: &mut dyn Runner,
+    prompt: &[u32],
+    (params, seed): (&SamplingParams, u64),
+    tokens: usize,
+) -> Vec<u32> {
+    let limits = model.limits();
+    let mut sequence = Sequence::new(0, prompt.to_vec(), params.clone(), tokens);
+    sequence.seed = seed;
+    Driver::new(model, limits).run(vec![sequence]).answers.remove(&0).expect("an answer")
+}
+
+impl Texts {
+    pub fn new(
+        model: &mut dyn Runner,
+        (params, seed): (SamplingParams, u64),
+        prompts: Vec<Vec<u32>>,
+        tokens: usize,
+    ) -> Texts {
+        let alone = prompts.iter().map(|p| answer(model, p, (&params, seed), tokens)).collect();
+        Texts { params, seed, prompts, alone }
+    }
+
+    pub fn sequences(&self) -> Vec<Sequence> {
+        let each = self.prompts.iter().zip(&self.alone).enumerate();
+        each.map(|(i, (p, a))| self.sequence(i, p, a.len())).collect()
+    }
+
+    fn sequence(&self, i: usize, prompt: &[u32], tokens: usize) -> Sequence {
+        let mut sequence = Sequence::new(i as u64, prompt.to_vec(), self.params.clone(), tokens);
+        sequence.seed = self.seed;
+        sequence
+    }
+
+    #[track_caller]
+    pub fn check(&self, run: &Run, what: &str) {
+        assert_eq!(run.answers.len(), self.prompts.len());
+        for (i, alone) in self.alone.iter().enumerate() {
+            assert_eq!(run.answers[&(i as u64)], *alone, "{what}: prompt {i}");
+        }
+    }
+
+    /// Holds `model`, which need not be the one that answered, to everything that must change nothing.
+    pub fn check_all(&self, model: &mut dyn Runner) {
+        let limits = model.limits();
+        let mut driver = Driver::new(model, limits);
+        let run = driver.run(self.sequences());
+        assert!(run.widest == self.prompts.len().min(limits.max_sequences), "{} in a step", run.widest);
+        self.check(&run, "in a batch");
+
+        let again = driver.run_staggered(self.sequences(), |i| 2 * i);
+        let long = self.prompts.iter().position(|p| p.len() > 40).expect("a long prompt") as u64;
+        assert!(again.cached[&long] >= 32, "{:?} found in the cache", again.cached);
+        self.check(&again, "one after the other, from the cache");
+
+        // The next turn of each: prompt and answer as a prompt, which the cache has but for its end.
+        let next = |i: usize| [&self.prompts[i][..], &self.alone[i], &[5, 6, 7]].concat();
+        let prompts: Vec<Vec<u32>> = (0..self.prompts.len()).map(next).collect();
+        let turn = |i: usize| self.sequence(i, &prompts[i], 12);
+        let cached = driver.run((0..prompts.len()).map(turn).collect());
+        let whole = prompts[long as usize].len();
+        assert!(cached.cached[&long] + 32 > whole, "{} of {whole} tokens cached", cached.cached[&long]);
+        let guesses = driver.guesses();
+        let turns = Texts::new(model, (self.params.clone(), self.seed), prompts, 12);
+        turns.check(&cached, "the next turn");
+        assert_eq!(guesses.model.proposed > 0, model.has_draft(), "{guesses:?}");
+
+        let limits = Limits { max_batch_tokens: 7, ..limits };
+        self.check(&Driver::new(model, limits).run_staggered(self.sequences(), |i| i), "in chunks of 7");
+
+        // Blocks for one whole sequence and a half.
+        let longest =
+            self.prompts.iter().zip(&self.alone).map(|(p, a)| p.len() + a.len()).max().expect("some");
+        let kv = limits.kv;
+        let blocks = longest.div_ceil(kv.block_size);
+        let kv = KvLimits {
+            full_blocks: blocks + blocks / 2,
+            sliding_blocks: kv.window_blocks(2 * 16).min(blocks) + blocks / 2,
+            ..kv
+        };
+        let tight = Limits { max_batch_tokens: 16, max_context: longest, kv, ..limits };
+        let run = Driver::new(model, tight).run(self.sequences());
+        assert!(run.preemptions > 0, "nobody was preempted");
+        self.check(&run, "preempted");
+
+        // Three answers to each prompt, which part behind it, and are the same where they are greedy.
+        let mut forked = self.sequences();
+        let mut expected = |i: usize, n: u64| match self.params.temperature {
+            0.0 => self.alone[i].clone(),
+            _ => answer(model, &self.prompts[i], (&self.params, n), self.alone[i].len()),
+        };
+        let forks: Vec<[Vec<u32>; 3]> =
+            (0..forked.len()).map(|i| [self.alone[i].clone(), expected(i, 1), expected(i, 2)]).collect();
+        for sequence in &mut forked {
+            sequence.forks = (1..3).map(|n| Fork { id: sequence.id + 1000 * n, seed: n }).collect();
+        }
+        let run = Driver::new(model, model_limits(&limits)).run(forked);
+        for (i, answers) in forks.iter().enumerate() {
+            for (n, answer) in (0..).zip(answers) {
+                assert_eq!(run.answers[&(i as u64 + 1000 * n)], *answer, "fork {n} of prompt {i}");
+            }
+        }
+    }
+}
+
+pub fn model_limits(limits: &Limits) -> Limits {
+    Limits { max_batch_tokens: 64, ..*limits }
+}
