@@ -224,7 +224,7 @@ pub(in crate::api) async fn tokenize(
         let request = TokenizeRequest::read(&wire::object(body)?)?;
         let TokenizeRequest { text, tools, ending } = request;
         let conversation = match text.messages {
-            Some(items) => Some(tools.tools()?.tell(&messages(items)?)),
+            Some(items) => Some(tools.tools()?.describe_in(&messages(items)?)),
             None => None,
         };
         let strings = text.return_token_strs.unwrap_or(false);
