@@ -26,7 +26,7 @@ use crate::api::http::listen::Connection;
 use crate::api::ids::{new_id, unix_time_s};
 use crate::api::server::{Options, Server};
 use crate::api::sharing::salt_of;
-use crate::api::tasks::{Asked, Purpose};
+use crate::api::tasks::{PurposeHeaders, Purpose};
 use crate::engine::{ClientId, Event, Request, Timings, TokenStream};
 use crate::model::Logprobs;
 use crate::session::{AnswerText, Delta, End, GenerateRequest, Reason, Service};
@@ -63,7 +63,7 @@ impl<S: Sync> FromRequestParts<S> for Client {
 #[derive(Debug, Clone)]
 pub(in crate::api) struct Caller {
     pub client: Client,
-    asked: Asked,
+    asked: PurposeHeaders,
 }
 
 impl Caller {
@@ -82,7 +82,7 @@ impl<S: Sync> FromRequestParts<S> for Caller {
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let client = Client::from_request_parts(parts, state).await?;
-        Ok(Self { client, asked: Asked::read(&parts.headers)? })
+        Ok(Self { client, asked: PurposeHeaders::read(&parts.headers)? })
     }
 }
 
