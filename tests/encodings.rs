@@ -3,7 +3,8 @@
 use axum::http::{HeaderValue, header};
 use serde_json::{Value, json};
 
-use crate::chat_completions::{MODEL, app_that_says, chat, post_to, send_json};
+use crate::support::app::{MODEL, app_that_says};
+use crate::support::http::{chat, post_to, send_json};
 
 /// A sound body for each of the routes that have one.
 fn bodies() -> [(&'static str, Value); 5] {

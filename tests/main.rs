@@ -31,7 +31,7 @@ mod hub;
 mod jinja;
 mod kernels;
 mod messages;
-mod names;
+mod model_names;
 mod openapi;
 mod page;
 mod placement;

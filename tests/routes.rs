@@ -5,11 +5,8 @@ use axum::http::Request;
 use serde_json::json;
 use unicorn::api::{AccessPolicy, Keys};
 
-use crate::chat_completions::{MODEL, app_behind, app_that_says, chat, post_to, send, send_json};
-
-fn get(path: &str) -> Request<Body> {
-    Request::get(path).body(Body::empty()).expect("a sound request")
-}
+use crate::support::app::{MODEL, app_behind, app_that_says};
+use crate::support::http::{chat, get, post_to, send, send_json};
 
 #[tokio::test]
 async fn an_unknown_path_names_the_route_that_is_near() {

@@ -8,7 +8,7 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value, json};
 use unicorn::api::Options;
 use unicorn::model::Limits;
-use unicorn::text::{CallPiece, CallReader, Said, whole_parameters};
+use unicorn::text::{AnswerPiece, CallPiece, CallReader, whole_parameters};
 
 use crate::support::app::{App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_with, shows_its_prompt};
 use crate::support::fake_runner::{Script, says};
@@ -27,16 +27,16 @@ fn names() -> Vec<String> {
 fn read<'a>(pieces: impl Iterator<Item = &'a str>) -> (String, Vec<(String, String)>, bool) {
     let mut reader = CallReader::new(names());
     let (mut text, mut calls) = (String::new(), Vec::<(String, String)>::new());
-    let mut said: Vec<Said> = pieces.flat_map(|piece| reader.push(piece)).collect();
+    let mut said: Vec<AnswerPiece> = pieces.flat_map(|piece| reader.push(piece)).collect();
     said.extend(reader.finish());
     for said in said {
         match said {
-            Said::Text(more) => text.push_str(&more),
-            Said::Call(CallPiece::Name { index, name }) => {
+            AnswerPiece::Text(more) => text.push_str(&more),
+            AnswerPiece::Call(CallPiece::Name { index, name }) => {
                 assert_eq!(index, calls.len());
                 calls.push((name, String::new()));
             }
-            Said::Call(CallPiece::Parameters { index, json }) => {
+            AnswerPiece::Call(CallPiece::Parameters { index, json }) => {
                 assert!(index + 1 == calls.len() && !json.is_empty());
                 calls[index].1.push_str(&json);
             }

@@ -1,4 +1,5 @@
-//! Every way a request can fail, and the status and error object, OpenAI's or Anthropic's, that says so. One exhaustive match.
+//! Every way a request can fail, with its status and its error object in OpenAI's or Anthropic's form. One exhaustive
+//! match maps all of them.
 
 use std::time::Duration;
 
@@ -28,24 +29,25 @@ pub enum ApiError {
     Missing { param: String },
     #[error("{param}: {problem}")]
     Invalid { param: String, problem: String },
-    /// Understood, and not to be had from this server: answering without it would answer something else.
+    /// A value that this server understands and does not support. An answer that ignored it would answer another
+    /// request.
     #[error("{param}: {problem}")]
     Unsupported { param: String, problem: String },
-    /// Anthropic's `thread`, whose refusal their SDK knows: it goes on by sending everything.
+    /// Anthropic's `thread`. Anthropic's SDK recognizes this refusal, and sends the whole conversation instead.
     #[error("thread: this server keeps no conversation of messages: send all of them, without thread")]
     Thread,
-    /// The prompt and its answer are longer than the context; `param` is where a prompt stands in the wire format.
+    /// The prompt and its answer are longer than the context; `param` is the field that holds the prompt.
     #[error("{problem}")]
     Context { param: &'static str, problem: String },
-    /// No tokens can be made of a text of the prompt.
+    /// A text of the prompt cannot be tokenized.
     #[error("{problem}")]
     Text { param: &'static str, problem: String },
-    /// While the answer was written.
+    /// The answer left its grammar while it was written.
     #[error("the answer could not be held to its grammar: {0}")]
     Grammar(String),
     #[error("the model {asked:?} does not exist; this server serves {served:?}")]
     UnknownModel { asked: String, served: String },
-    // OpenAI's words for these three.
+    // The next three messages are OpenAI's.
     #[error("Response with id '{0}' not found.")]
     UnknownResponse(String),
     #[error("Previous response with id '{0}' not found.")]
@@ -83,7 +85,7 @@ pub enum ApiError {
     ClientFull { limit: usize },
     #[error("the server is busy: {waiting} requests are waiting; try again in a few seconds")]
     QueueFull { waiting: usize },
-    /// `doing` is what it waited for.
+    /// `doing` is what the request waited for.
     #[error(
         "the server is busy {doing} the requests before this one, whose turn did not come within {} s; try again in a few \
          seconds",
@@ -94,12 +96,12 @@ pub enum ApiError {
     Loading,
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// An answer that the server collects came faster than it did that.
+    /// The server could not keep up with an answer that it collects before it replies.
     #[error("the server is too busy: it could not keep up with this answer; try again in a few seconds")]
     Behind,
     #[error("the server met a bug: {0}")]
     Bug(String),
-    /// The message is for the log alone.
+    /// A panic. Its message goes to the log alone.
     #[error("the server met a bug; its log says more, beside this request's id")]
     Panic(String),
 }
@@ -118,7 +120,7 @@ pub enum BodyGap {
     NotAll { within: Duration },
 }
 
-/// What the wire says beside the message.
+/// What a response says of an error, beside the message.
 struct Wire<'a> {
     status: StatusCode,
     kind: &'static str,
@@ -127,7 +129,7 @@ struct Wire<'a> {
     retry_after_s: Option<u32>,
 }
 
-/// OpenAI's words for what went wrong.
+/// An error in OpenAI's form.
 #[derive(Serialize, ToSchema)]
 #[schema(as = Error)]
 pub(in crate::api) struct ErrorBody {
@@ -136,22 +138,22 @@ pub(in crate::api) struct ErrorBody {
 
 #[derive(Serialize, ToSchema)]
 struct ErrorObject {
-    /// For the person who asked.
+    /// What went wrong, for a person to read.
     message: String,
     r#type: &'static str,
-    /// The field that is to blame, if one is.
+    /// The field of the request that is wrong, if one is.
     #[schema(required)]
     param: Option<String>,
-    /// For the program that asked.
+    /// The kind of error, for programs.
     #[schema(required)]
     code: Option<&'static str>,
 }
 
-/// Anthropic's words for what went wrong.
+/// What went wrong, in Anthropic's form.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct AnthropicErrorObject {
     r#type: &'static str,
-    /// For the person who asked.
+    /// What went wrong, for a person to read.
     message: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
@@ -160,11 +162,11 @@ pub(in crate::api) struct AnthropicErrorObject {
 
 #[derive(Serialize, ToSchema)]
 struct ErrorDetails {
-    /// For the program that asked.
+    /// The kind of error, for programs.
     error_code: &'static str,
 }
 
-/// What went wrong, in Anthropic's words.
+/// An error in Anthropic's form.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct AnthropicError {
     #[schema(inline)]
@@ -194,7 +196,7 @@ impl ApiError {
         Self::Unsupported { param: param.into(), problem: problem.into() }
     }
 
-    /// A prompt that is too long: a chat's, unless [`Self::in_prompt`] says otherwise.
+    /// A prompt that is too long. The prompt is a chat's, unless [`Self::in_prompt`] says otherwise.
     pub(in crate::api) fn context(problem: impl ToString) -> Self {
         Self::Context { param: PROMPT_OF_A_CHAT, problem: problem.to_string() }
     }
@@ -203,7 +205,7 @@ impl ApiError {
         Self::Text { param: PROMPT_OF_A_CHAT, problem: problem.to_string() }
     }
 
-    /// What is wrong with a prompt that stands in the field `param`.
+    /// Names `param` as the field that holds the prompt.
     pub(in crate::api) fn in_prompt(self, param: &'static str) -> Self {
         match self {
             Self::Context { problem, .. } => Self::Context { param, problem },
@@ -216,15 +218,15 @@ impl ApiError {
         self.wire().status
     }
 
-    /// Blames the server for an answer that was not read in time and that it collects itself: no client was to read it yet.
-    pub(in crate::api) fn of_a_whole_answer(self) -> Self {
+    /// Blames the server for an unread answer that it was collecting itself: no client was to read the answer yet.
+    pub(in crate::api) fn while_collecting(self) -> Self {
         match self {
             Self::Engine(EngineError::SlowReader) => Self::Behind,
             other => other,
         }
     }
 
-    /// What the log says of it, where it is the server's failure.
+    /// The log's text for a failure of the server.
     pub(in crate::api) fn logged(&self) -> String {
         match self {
             Self::Panic(message) => format!("a panic: {message}"),
@@ -232,23 +234,23 @@ impl ApiError {
         }
     }
 
-    /// Its name, for programs.
+    /// The error's name, for programs.
     pub(in crate::api) fn code(&self) -> &'static str {
         self.wire().code.unwrap_or("error")
     }
 
-    /// As a response's body, or as a line of a stream that had begun.
+    /// The body of a response, or a line of a stream that had begun.
     pub(in crate::api) fn body(&self) -> ErrorBody {
         let Wire { kind, param, code, .. } = self.wire();
         let param = param.map(str::to_owned);
         ErrorBody { error: ErrorObject { message: self.to_string(), r#type: kind, param, code } }
     }
 
-    /// The error in Anthropic's words, and with the status that goes with them.
+    /// The status and the error in Anthropic's form.
     pub(in crate::api) fn anthropic(&self) -> (StatusCode, AnthropicErrorObject) {
         let wire = self.wire();
         let (status, kind) = match wire.status.as_u16() {
-            // What their clients know as "try again", and take for nobody's fault.
+            // Anthropic's clients retry after these two, and blame neither themselves nor the server.
             429 if matches!(self, Self::QueueFull { .. }) => (OVERLOADED, "overloaded_error"),
             503 if wire.retry_after_s.is_some() => (wire.status.as_u16(), "overloaded_error"),
             401 => (401, "authentication_error"),
@@ -387,7 +389,7 @@ impl IntoResponse for ApiError {
             let how = HeaderValue::from_static("Bearer realm=\"unicorn\"");
             response.headers_mut().insert(header::WWW_AUTHENTICATE, how);
         }
-        // For routes that say it in other words.
+        // Anthropic's routes rewrite the error in their own form.
         response.extensions_mut().insert(self);
         response
     }

@@ -1,5 +1,5 @@
-//! One request's way through the server, whatever its wire format: a body to a prompt, to the engine, to answers as they
-//! come. What is on the wire is its callers' business.
+//! The path of one request through the server, the same for every wire format: a body becomes a prompt, the engine gets
+//! it, and the answers come piece by piece. The callers write what goes over the wire.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -26,27 +26,28 @@ use crate::api::http::listen::Connection;
 use crate::api::ids::{new_id, unix_time_s};
 use crate::api::server::{Options, Server};
 use crate::api::sharing::salt_of;
-use crate::api::tasks::{Asked, Purpose};
+use crate::api::tasks::{Purpose, PurposeHeaders};
 use crate::engine::{ClientId, Event, Request, Timings, TokenStream};
 use crate::model::Logprobs;
 use crate::session::{AnswerText, Delta, End, GenerateRequest, Reason, Service};
 use crate::text::CallPiece;
 
-/// For a whole body, however steadily it comes: 70 KB/s for one of 8 MiB, which an uplink of 0.6 Mbit/s brings. Places of
-/// many clients at once may be held for so long, so whoever waits for one waits longer than that ([`Options::turn_timeout`]).
+/// The longest time for a whole body, however steadily it comes: for 8 MiB that is 70 KB/s, which an uplink of 0.6
+/// Mbit/s reaches. Many clients at once may hold their places for so long, so a wait for a place may be longer than
+/// that ([`Options::turn_timeout`]).
 const BODY_TIMEOUT: Duration = Duration::from_secs(120);
-/// Bytes per second that a body brings on the average, once [`Options::body_grace`] is over: what a telephone modem sends.
-/// Whoever holds a place for as long as it can has to send half a megabyte for that, and not forty bytes.
+/// Bytes per second that a body must reach on the average, once [`Options::body_grace`] is over: the rate of a
+/// telephone modem. A client that holds a place for as long as it can must send half a megabyte, and not forty bytes.
 const BODY_RATE: u32 = 4 << 10;
-/// Behind the last line of OpenAI's streams.
+/// The last line of OpenAI's streams.
 const DONE: &str = "[DONE]";
 
-/// Who sent a request: authentication says it of every one.
+/// The client that sent a request. Authentication adds it to every request.
 #[derive(Debug, Clone)]
 pub(in crate::api) struct Client {
-    /// Fair shares are counted by this number, and kept responses belong to it.
+    /// The client's number: fair shares are counted by it, and stored responses belong to it.
     pub id: ClientId,
-    /// What it came on.
+    /// The connection that the request came on.
     pub connection: Option<Connection>,
 }
 
@@ -59,11 +60,11 @@ impl<S: Sync> FromRequestParts<S> for Client {
     }
 }
 
-/// Who asks, and what they say that it is for.
+/// The client, and what the request's headers say of its purpose.
 #[derive(Debug, Clone)]
 pub(in crate::api) struct Caller {
     pub client: Client,
-    asked: Asked,
+    headers: PurposeHeaders,
 }
 
 impl Caller {
@@ -71,9 +72,9 @@ impl Caller {
         self.client.id
     }
 
-    /// What a request is for that has no conversation, of which the caller may have said something.
+    /// The purpose of a request that has no conversation.
     pub fn purpose(&self) -> Purpose {
-        self.asked.purpose(&[], false)
+        self.headers.purpose(&[], false)
     }
 }
 
@@ -82,32 +83,33 @@ impl<S: Sync> FromRequestParts<S> for Caller {
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let client = Client::from_request_parts(parts, state).await?;
-        Ok(Self { client, asked: Asked::read(&parts.headers)? })
+        Ok(Self { client, headers: PurposeHeaders::read(&parts.headers)? })
     }
 }
 
-/// What a body asks for.
+/// A request as its body states it.
 pub(in crate::api) struct Parsed<T> {
-    /// None is the model that is served.
+    /// The id of the model; none is the one that is served.
     pub model: Option<String>,
     pub request: GenerateRequest,
     pub stream: bool,
-    /// With whom it shares the prefix cache, if it says so.
+    /// The request's `cache_salt`, if it has one.
     pub cache_salt: Option<String>,
-    /// What the wire format wants to remember of it.
+    /// What the wire format keeps of the request for its reply.
     pub wire: T,
 }
 
-/// A request that the engine has.
+/// A request that was submitted to the engine.
 pub(in crate::api) struct Exchange<T> {
     pub wire: T,
     pub reply: Reply,
     pub answers: Answers,
 }
 
-/// Reads a body, makes prompts of it, and asks the engine. Errors in the order of what they need: the body alone, then
-/// the model's name, then the loaded model. A client that disconnects drops what this returns, and with it the engine's
-/// streams: that cancels. `prefix` is that of the reply's id, `prompt` the field that holds the prompt.
+/// Reads a body, makes prompts of it, and submits them to the engine. Errors come in the order of what finding them
+/// needs: the body alone, then the model's name, then the loaded model. A client that disconnects drops the result, and
+/// with it the engine's streams, which cancels the request. `prefix` begins the reply's id. `prompt` is the field that
+/// holds the prompt.
 pub(in crate::api) async fn ask<T: Send + 'static>(
     server: &Arc<Server>,
     caller: Caller,
@@ -119,12 +121,12 @@ pub(in crate::api) async fn ask<T: Send + 'static>(
     + Send
     + 'static,
 ) -> Result<Exchange<T>, ApiError> {
-    let Caller { client, asked } = caller;
-    let prepared = work(server, &client, body, move |server, body| {
+    let Caller { client, headers } = caller;
+    let prepared = process_body(server, &client, body, move |server, body| {
         let Parsed { model, request, stream, cache_salt, mut wire } = parse(body)?;
         let service = server.service_for(model.as_deref())?;
         let prepared = prepare(&service, &request, &mut wire).map_err(|error| error.in_prompt(prompt))?;
-        Ok((service, prepared, wire, asked.purpose(&request.messages, stream), cache_salt))
+        Ok((service, prepared, wire, headers.purpose(&request.messages, stream), cache_salt))
     });
     let (arriving, (service, prepared, wire, purpose, cache_salt)) = prepared.await?;
     tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");
@@ -151,9 +153,9 @@ pub(in crate::api) async fn ask<T: Send + 'static>(
     Ok(Exchange { wire, reply, answers })
 }
 
-/// Reads a body and does with it what takes a processor for long; beside the result comes the place among those that
-/// arrive. Until it has that place, nothing of the body is read, and it waits in its client's line.
-pub(in crate::api) async fn work<T: Send + 'static>(
+/// Reads a body, and runs `work` on it in a blocking task. The result comes with the request's turn among the arriving
+/// requests. Until it has that turn, the request waits in its client's line, and nothing of the body is read.
+pub(in crate::api) async fn process_body<T: Send + 'static>(
     server: &Arc<Server>,
     client: &Client,
     body: Body,
@@ -162,7 +164,7 @@ pub(in crate::api) async fn work<T: Send + 'static>(
     let arriving = tokio::select! {
         biased;
         turn = in_turn(server, &server.arriving, client.id, "reading") => turn?,
-        // Nobody is left to be told.
+        // The client has gone, so nobody reads this error.
         () = Connection::left(client.connection.as_ref()) => return Err(ApiError::BodyBroken),
     };
     let body = read_body(body, &server.options).await?;
@@ -172,7 +174,8 @@ pub(in crate::api) async fn work<T: Send + 'static>(
     Ok((arriving, worked))
 }
 
-/// Waits for a client's turn, for as long as that may take. `doing` is what others have their turns for meanwhile.
+/// Waits for a client's turn, up to `turn_timeout`. `doing` says, for the error, what other requests have their turns
+/// for.
 async fn in_turn(
     server: &Server,
     turns: &Turns,
@@ -183,16 +186,16 @@ async fn in_turn(
     timeout(waited, turns.take(client)).await.map_err(|_| ApiError::NoTurn { doing, waited })
 }
 
-/// Does what takes a processor for long, as rendering and tokenizing a long conversation or compiling a grammar does for
-/// seconds: not on the threads that answer other clients, not on more threads than there are processors, and in turns
-/// that go to whoever took the least of the processors' time. `what` it is, where it panics.
+/// Runs work that takes a processor for seconds, as rendering and tokenizing a long conversation or compiling a grammar
+/// does. The work runs outside the threads that answer other clients, and on no more threads than there are processors.
+/// Turns go to the client that has used the least processor time. `what` names the work if it panics.
 pub(in crate::api) async fn apart<T: Send + 'static>(
     server: &Server,
     client: ClientId,
     what: &str,
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    /// Charges the time up to its drop, also where that is a panic's.
+    /// Charges the client for the time until the drop, be it the drop of a panic.
     struct Timed(Turn, Instant);
 
     impl Drop for Timed {
@@ -218,7 +221,7 @@ async fn read_body(body: Body, options: &Options) -> Result<Vec<u8>, ApiError> {
     let mut bytes = Vec::new();
     let began = Instant::now();
     loop {
-        let (until, gap) = patience(options, began.elapsed(), bytes.len());
+        let (until, gap) = body_deadline(options, began.elapsed(), bytes.len());
         let next = timeout_at(began + until, chunks.next()).await.map_err(|_| ApiError::BodyTimeout(gap))?;
         let Some(chunk) = next else { return Ok(bytes) };
         let chunk = chunk.map_err(|_| ApiError::BodyBroken)?;
@@ -229,9 +232,9 @@ async fn read_body(body: Body, options: &Options) -> Result<Vec<u8>, ApiError> {
     }
 }
 
-/// When a body is given up of which nothing more comes, since it began, and why. `came` bytes of it so far, the last of them
-/// `elapsed` after its beginning.
-fn patience(options: &Options, elapsed: Duration, came: usize) -> (Duration, BodyGap) {
+/// How long after its beginning a body is given up if no more of it comes, and why. `came` bytes have come so far, the
+/// last of them `elapsed` after the beginning.
+fn body_deadline(options: &Options, elapsed: Duration, came: usize) -> (Duration, BodyGap) {
     let (stall, grace) = (options.body_stall, options.body_grace);
     let earned = Duration::from_secs_f64(came as f64 / f64::from(BODY_RATE));
     [
@@ -244,15 +247,15 @@ fn patience(options: &Options, elapsed: Duration, came: usize) -> (Duration, Bod
     .expect("three of them")
 }
 
-/// A reply that comes in pieces, with comments while nothing comes. What goes wrong after the headers, be it a panic, is
-/// logged, and ends it with what `failed` makes of it.
+/// A reply as a stream of server-sent events, with comments while nothing comes. An error after the headers, a panic
+/// included, is logged, and ends the stream with what `failed` makes of it.
 pub(in crate::api) fn stream<T: Send + 'static>(
     server: &Server,
     pieces: impl Stream<Item = Result<T, ApiError>> + Send + 'static,
     failed: impl FnOnce(&ApiError) -> Vec<T> + Send + 'static,
     mut write: impl FnMut(T) -> sse::Event + Send + 'static,
 ) -> Response {
-    // A stream outlives the handler, and with it the request's span.
+    // A stream outlives the handler and the handler's span.
     let span = tracing::Span::current();
     let events = async_stream::stream! {
         let mut pieces = Box::pin(AssertUnwindSafe(pieces).catch_unwind());
@@ -264,7 +267,7 @@ pub(in crate::api) fn stream<T: Send + 'static>(
                 None => return,
             }
         };
-        // Whatever still runs for it ends now, and not when its client has read this.
+        // The generation ends now, and not when the client has read this.
         drop(pieces);
         span.in_scope(|| log_in_stream(&error));
         for piece in failed(&error) {
@@ -275,7 +278,7 @@ pub(in crate::api) fn stream<T: Send + 'static>(
     Sse::new(events).keep_alive(keep_alive).into_response()
 }
 
-/// OpenAI's form of a stream: lines of data, and `[DONE]` behind the last, which may be an error.
+/// OpenAI's form of a stream: lines of data, the last of which may be an error, then `[DONE]`.
 pub(in crate::api) fn stream_lines(
     server: &Server,
     lines: impl Stream<Item = Result<String, ApiError>> + Send + 'static,
@@ -286,36 +289,36 @@ pub(in crate::api) fn stream_lines(
     stream(server, lines, failed, |line| sse::Event::default().data(line))
 }
 
-/// An object of a reply as it stands in a stream.
+/// An object of a reply as JSON.
 pub(in crate::api) fn json_text(object: &impl Serialize) -> String {
     serde_json::to_string(object).expect("an object of a reply has strings for names, and no infinity")
 }
 
-/// An event of a stream whose data says in `type` what the event is called.
+/// An event of a stream, named by the field `type` of its data.
 pub(in crate::api) fn named_event(event: &impl Serialize) -> sse::Event {
     let data = serde_json::to_value(event).expect("an event has strings for names, and no infinity");
     let name = data["type"].as_str().unwrap_or_default();
     sse::Event::default().event(name).data(data.to_string())
 }
 
-/// What all parts of one reply share.
+/// What all parts of one reply have in common.
 pub(in crate::api) struct Reply {
     pub id: String,
     pub created: u64,
     pub model: String,
     seed: u64,
-    /// The request's: a stream outlives the handler.
+    /// The request's span: a stream outlives the handler.
     span: tracing::Span,
 }
 
 impl Reply {
-    /// To nobody: for what is measured without a request.
+    /// A reply to no request, for benchmarks.
     pub fn unasked(model: &str) -> Self {
         let (id, model) = (new_id("chatcmpl-"), model.to_owned());
         Self { id, created: 0, model, seed: 0, span: tracing::Span::none() }
     }
 
-    /// What OpenAI's objects say beside the answers.
+    /// The fields that all of OpenAI's reply objects begin with.
     pub fn head(&self) -> Head {
         Head {
             id: self.id.clone(),
@@ -345,33 +348,33 @@ impl Reply {
     }
 }
 
-/// What all of OpenAI's objects begin with.
+/// The fields that all of OpenAI's reply objects begin with.
 #[derive(Serialize, ToSchema)]
 #[schema(as = ReplyHead)]
 pub(in crate::api) struct Head {
     id: String,
-    /// Unix time, in seconds.
+    /// When the reply began: Unix time, in seconds.
     created: u64,
     model: String,
-    /// Changes with what may change an answer: the server's version.
+    /// The server's version: answers may differ between versions.
     system_fingerprint: &'static str,
 }
 
-/// The answers to one request, as they come: those to each of its prompts in turn.
+/// The answers to one request as they come. They are numbered prompt by prompt.
 pub(in crate::api) struct Answers {
-    streams: Vec<Answering>,
-    /// The stream that is looked at first.
+    streams: Vec<PromptAnswers>,
+    /// The index of the stream to poll first.
     next: usize,
     pub service: Arc<Service>,
 }
 
 /// The answers to one prompt.
-struct Answering {
+struct PromptAnswers {
     tokens: TokenStream,
     texts: Vec<AnswerText>,
-    /// Why and when each ended.
+    /// For each answer that ended: the reason, and its timings.
     ends: Vec<Option<(Reason, Timings)>>,
-    /// The number of the first of them.
+    /// The number of the first of these answers among all answers to the request.
     first: usize,
     followed: Followed,
 }
@@ -380,32 +383,33 @@ struct Answering {
 pub(in crate::api) struct Piece {
     pub choice: usize,
     pub text: String,
-    /// Pieces of calls of tools; none where there is text.
+    /// New pieces of tool calls; empty if there is text.
     pub calls: Vec<CallPiece>,
-    /// The token that it brought, where they were asked for; its text may come later.
+    /// The event's token with its log probabilities, if the request asks for them. The token's text may come with a
+    /// later piece.
     pub logprobs: Option<(u32, Logprobs)>,
-    /// The token that ended the answer and is none of it, likewise.
+    /// The token that ended the answer and is no part of it, with its log probabilities, if the request asks for them.
     pub stop: Option<(u32, Logprobs)>,
-    /// Log probabilities of its prompt's ids but the first, where they were asked for. They come before anything else of
-    /// that prompt's answers.
+    /// Log probabilities of all the prompt's ids but the first, if the request asks for them. They come before anything
+    /// else of that prompt's answers.
     pub prompt: Option<Vec<Logprobs>>,
     pub end: Option<Reason>,
-    /// Where a stop string ended it: which.
+    /// The index of the stop string that ended the answer, if one did.
     pub stopped_by: Option<usize>,
-    /// Up to here.
+    /// The timings up to this piece.
     pub timings: Timings,
 }
 
-impl Answering {
+impl PromptAnswers {
     fn is_done(&self) -> bool {
         self.ends.iter().all(Option::is_some)
     }
 
-    /// What an event adds; none stands for the stream's end, before that of its answers.
+    /// The piece that an event adds. The event is none if the stream ended before its answers did.
     fn take(&mut self, event: Option<Event>) -> Result<Piece, ApiError> {
         let Some(event) = event else { return Err(ApiError::Bug("an answer had no end".into())) };
         self.followed.event(&event);
-        // A failure is that of all answers.
+        // A failure has no choice, and ends all answers.
         let choice = event.choice().unwrap_or(0);
         let timings = match &event {
             Event::Token { timings, .. } | Event::Finished { timings, .. } => *timings,
@@ -422,7 +426,7 @@ impl Answering {
             Some(End::Finished { reason, timings }) => {
                 self.ends[choice] = Some((reason, timings));
                 self.followed.ended(choice, reason, &timings);
-                // A stop string ends it here and not in the engine.
+                // The engine does not see stop strings, so it must be told that the answer ended.
                 self.tokens.stop(choice);
                 Some(reason)
             }
@@ -438,23 +442,23 @@ impl Answers {
         Self { streams: Vec::new(), next: 0, service }
     }
 
-    /// The `n` answers to one more prompt.
+    /// Adds the `n` answers to one more prompt.
     fn add(&mut self, tokens: TokenStream, text: &AnswerText, n: usize, followed: Followed) {
         let first = self.count();
         let (texts, ends) = (vec![text.clone(); n], vec![None; n]);
-        self.streams.push(Answering { tokens, texts, ends, first, followed });
+        self.streams.push(PromptAnswers { tokens, texts, ends, first, followed });
     }
 
-    /// How many there are, of all prompts.
+    /// The number of answers to all prompts.
     pub fn count(&self) -> usize {
         self.streams.last().map_or(0, |stream| stream.first + stream.ends.len())
     }
 
     pub fn is_done(&self) -> bool {
-        self.streams.iter().all(Answering::is_done)
+        self.streams.iter().all(PromptAnswers::is_done)
     }
 
-    /// The next piece of any of them; none behind the end of the last.
+    /// The next piece of any answer; none after the last answer's end.
     pub async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
         poll_fn(|context| {
             let n = self.streams.len();
@@ -472,12 +476,12 @@ impl Answers {
         .await
     }
 
-    /// Why each ended, those that did.
+    /// Why each answer ended, for the answers that did.
     pub fn ends(&self) -> impl Iterator<Item = Reason> {
         self.streams.iter().flat_map(|stream| &stream.ends).flatten().map(|(reason, _)| *reason)
     }
 
-    /// Timings of all answers together; those to one prompt share it.
+    /// Timings of all answers together. Answers to one prompt share the prompt's time and tokens, which count once.
     pub fn timings(&self) -> Timings {
         let mut all = Timings::default();
         for stream in &self.streams {
@@ -503,11 +507,11 @@ impl Answers {
 #[derive(Clone, Copy, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum FinishReason {
-    /// The model ended it, or a stop string did.
+    /// The model ended the answer, or a stop string was found.
     Stop,
-    /// No more tokens were wanted, or fit.
+    /// The limit of tokens, or the context, was reached.
     Length,
-    /// It calls tools.
+    /// The answer calls tools.
     ToolCalls,
 }
 
@@ -532,7 +536,7 @@ pub(in crate::api) struct Usage {
 
 #[derive(Serialize, ToSchema)]
 struct PromptTokensDetails {
-    /// What the prefix cache had of them.
+    /// Tokens of the prompt that the prefix cache had.
     cached_tokens: usize,
 }
 
@@ -548,7 +552,8 @@ impl Usage {
     }
 }
 
-/// Times of all answers together, as llama.cpp's server reports them; a rate over no time, or of no tokens, is null.
+/// Times of all answers together, as llama.cpp's server reports them. A rate is null if there were no tokens, or if no
+/// time passed.
 #[derive(Serialize, ToSchema)]
 #[schema(as = Timings)]
 pub(in crate::api) struct TimingsReport {
@@ -561,10 +566,10 @@ pub(in crate::api) struct TimingsReport {
     prompt_per_second: Option<f64>,
     predicted_n: usize,
     predicted_ms: f64,
-    /// The first token came with the prompt, and does not count.
+    /// The rate of the tokens after the first, whose time is part of `prompt_ms`.
     #[schema(required)]
     predicted_per_second: Option<f64>,
-    /// Guesses of prompt lookup and of a draft model.
+    /// Tokens that prompt lookup or the draft model proposed.
     draft_n: usize,
     draft_n_accepted: usize,
 }
@@ -610,12 +615,12 @@ pub(in crate::api) mod tests {
         lost_log_lines: || 0,
     };
 
-    /// When a body of `whole` bytes is given up that comes in pieces of `piece` bytes, one each `every`, and why; none where
-    /// it comes whole.
+    /// When and why a body of `whole` bytes is given up that comes in pieces of `piece` bytes, one each `every`; none
+    /// if all of it comes.
     fn given_up(whole: usize, piece: usize, every: Duration) -> Option<(Duration, BodyGap)> {
         let (mut at, mut came) = (Duration::ZERO, 0);
         while came < whole {
-            let (until, gap) = patience(&OPTIONS, at, came);
+            let (until, gap) = body_deadline(&OPTIONS, at, came);
             if until < at + every {
                 return Some((until, gap));
             }
@@ -636,7 +641,7 @@ pub(in crate::api) mod tests {
         }
         let (at, gap) = given_up(100, 1, seconds(6)).expect("given up");
         assert_eq!((at, gap), (seconds(5), BodyGap::Nothing { within: seconds(5) }));
-        // A small one on a bad line: a packet each four seconds, two of them lost.
+        // A small body on a bad line: a packet each four seconds, two of them lost.
         assert_eq!(given_up(2000, 1000, seconds(4)), None);
         // A long conversation by modem, packet by packet; the largest body by a slow DSL line.
         assert_eq!(given_up(400 << 10, 1460, Duration::from_millis(350)), None);
@@ -649,7 +654,7 @@ pub(in crate::api) mod tests {
     async fn processors_go_to_whoever_took_the_least_of_their_time() {
         let server = Server::new("m", OPTIONS, AccessPolicy::default());
         let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
-        // One of them is there for all others.
+        // One processor is left for all others.
         let mut taken = Vec::new();
         for _ in 0..processors {
             taken.push(server.tokenizing.take(0).await);

@@ -1,37 +1,37 @@
-//! What there is to tell of a loaded model and its device: whoever loads the model says it.
+//! What `/status` and `/metrics` report of a loaded model and its device. The code that loads the model fills it in.
 
 use std::time::Duration;
 
 use serde::Serialize;
 use utoipa::ToSchema;
 
-/// What there is to tell of a loaded model and its device beside what the engine tells.
+/// A loaded model and its device, apart from what the engine reports.
 pub struct Facts {
     pub layers: usize,
-    /// Layers of the model that guesses, where there is one.
+    /// Layers of the draft model, if there is one.
     pub draft_layers: Option<usize>,
-    /// How its weights are stored.
+    /// How the weights are stored.
     pub weights: String,
     pub device: String,
     pub driver: String,
     pub placements: Vec<Placed>,
-    /// What the kernel said of them.
+    /// What the kernel driver reports of the placements.
     pub residency: String,
-    /// Reads what is held now.
+    /// Reads how much memory is in use now.
     pub memory: Box<dyn Fn() -> MemoryNow + Send + Sync>,
-    /// Reads what was submitted so far; none once the device was given back.
+    /// Reads what was submitted so far; none after the device was released.
     pub submitted: Box<dyn Fn() -> Option<Submitted> + Send + Sync>,
-    /// Takes the kernels' times since the last call; none where they are not measured.
+    /// Takes the kernels' times since the last call; empty if kernels are not measured.
     pub kernels: Box<dyn Fn() -> Vec<KernelTime> + Send + Sync>,
 }
 
-/// What the device was given to do.
+/// Totals of what was submitted to the device.
 #[derive(Debug, Clone, Default)]
 pub struct Submitted {
     pub dispatches: u64,
     pub copies: u64,
     pub barriers: u64,
-    /// By class, bytes that commands declared to read or write.
+    /// Bytes that commands declared to read or write, by class.
     pub declared: Vec<(String, u64)>,
 }
 
@@ -44,20 +44,21 @@ pub struct Placed {
     pub bytes: u64,
 }
 
-/// A heap of the device's memory, and what this process may still take of it by the driver's budget. Bytes.
+/// A heap of the device's memory. `free_bytes` is how much of it this process may still allocate by the driver's
+/// budget.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct HeapNow {
-    /// Its name, as in `placed`.
+    /// The heap's name, as in `placed`.
     pub heap: String,
     pub size_bytes: u64,
     pub free_bytes: u64,
 }
 
-/// Bytes; none where nobody tells.
+/// Memory in use, in bytes; none for what the system does not report.
 #[derive(Debug, Clone, Default)]
 pub struct MemoryNow {
     pub heaps: Vec<HeapNow>,
-    /// What the process holds of the device's memory, as its driver says.
+    /// Device memory of the process, as its driver reports it.
     pub vram: Option<u64>,
     pub gtt: Option<u64>,
     /// Host memory of the process.

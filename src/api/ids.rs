@@ -1,4 +1,4 @@
-//! Ids of requests and of replies, and the date that is told with them.
+//! Ids of requests and of replies, and the Unix time of an object.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -6,11 +6,11 @@ use axum::http::{HeaderMap, HeaderValue};
 
 use crate::session::random_u64;
 
-/// A request's id, in its head and in that of the response.
+/// The header with a request's id, in the request and in the response.
 pub(in crate::api) const REQUEST_ID: &str = "x-request-id";
 const MAX_REQUEST_ID_BYTES: usize = 128;
 
-/// The client's own where it sent a sound one.
+/// The client's own id if it sent a valid one, or a new one.
 pub(in crate::api) fn request_id(headers: &HeaderMap) -> HeaderValue {
     let sound = |v: &&HeaderValue| {
         (1..=MAX_REQUEST_ID_BYTES).contains(&v.len()) && v.as_bytes().iter().all(u8::is_ascii_graphic)
@@ -21,12 +21,13 @@ pub(in crate::api) fn request_id(headers: &HeaderMap) -> HeaderValue {
     })
 }
 
-/// For dates that are told. It jumps when a clock is set: a duration is that of an [`Instant`](std::time::Instant).
+/// Unix time in seconds, for dates only: it jumps when a clock is set, so durations are measured with an
+/// [`Instant`](std::time::Instant).
 pub(in crate::api) fn unix_time_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// An id that no other reply has.
+/// An id that is unique to one reply.
 pub(in crate::api) fn new_id(prefix: &str) -> String {
     format!("{prefix}{:016x}{:016x}", random_u64(), random_u64())
 }

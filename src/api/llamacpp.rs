@@ -1,10 +1,11 @@
-//! What a client that takes this server for llama.cpp's asks at the root: models, and tokens.
+//! Routes of llama.cpp's server outside `/v1`: models, and tokens.
 //!
-//! One model is loaded at the start and stays: loading it again is done already, and unloading it is refused.
+//! One model is loaded at the start and stays. A request to load it succeeds without doing anything, and a request to
+//! unload it is refused.
 //!
-//! `/tokenize` and `/detokenize` speak the words of vLLM and of llama.cpp's server: a text comes as `prompt` (vLLM:
-//! `add_special_tokens` is on unless said otherwise) or as `content` (llama.cpp: `add_special` is off), a conversation as
-//! `messages` (vLLM). The reply has the fields of whichever was asked.
+//! `/tokenize` and `/detokenize` have the fields of both vLLM and llama.cpp's server. A text comes as `prompt` (vLLM:
+//! `add_special_tokens` is true by default) or as `content` (llama.cpp: `add_special` is false by default), and a
+//! conversation as `messages` (vLLM). The reply has the fields of the server whose field was used.
 
 use std::borrow::Cow;
 use std::convert::Infallible;
@@ -30,10 +31,10 @@ use crate::api::wire;
 use crate::api::wire::bounded::TokenId;
 use crate::api::wire::union::{reference, with_reference};
 
-/// The model that is meant.
+/// A body that names a model.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct NamedModel {
-    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    /// The id that `/v1/models` lists; if absent or empty, the served model.
     model: Option<String>,
 }
 
@@ -55,14 +56,14 @@ pub(in crate::api) async fn models(State(server): State<Arc<Server>>) -> Json<Mo
     Json(ModelList::of(&server))
 }
 
-/// Loads the model, which is done already.
+/// Accepts a request to load the model, which is loaded already.
 #[utoipa::path(
     post,
     path = "/models/load",
     operation_id = "loadModel",
     tag = "llama.cpp",
     request_body = NamedModel,
-    responses((status = 200, description = "It is there.", body = Done), BodyErrors),
+    responses((status = 200, description = "The model is loaded.", body = Done), BodyErrors),
 )]
 pub(in crate::api) async fn load(
     State(server): State<Arc<Server>>,
@@ -73,7 +74,7 @@ pub(in crate::api) async fn load(
     Ok(Json(Done { success: true }))
 }
 
-/// Would unload the model, which stays: refused.
+/// Refuses to unload the model, which stays loaded.
 #[utoipa::path(
     post,
     path = "/models/unload",
@@ -92,9 +93,9 @@ pub(in crate::api) async fn unload(
     Err(ApiError::unsupported("model", problem))
 }
 
-/// Whether the body names no other model than the one that is served.
+/// Refuses a body that names another model than the served one.
 async fn check_model(server: &Arc<Server>, client: &Client, body: Body) -> Result<(), ApiError> {
-    let read = exchange::work(server, client, body, |server, body| {
+    let read = exchange::process_body(server, client, body, |server, body| {
         let NamedModel { model } = wire::body(body)?;
         server.serves(wire::named(model).as_deref())
     });
@@ -110,35 +111,36 @@ wire::composed! {
     }
 }
 
-/// What is to be tokenized: `content` (llama.cpp), `prompt` or `messages` (vLLM); the first of them that is there.
+/// The text or conversation to tokenize: `content` (llama.cpp), `prompt` or `messages` (vLLM), whichever comes first in
+/// this order.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct TokenizeFields {
-    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    /// The id that `/v1/models` lists; if absent or empty, the served model.
     model: Option<String>,
     content: Option<String>,
     prompt: Option<String>,
     #[schema(inline)]
     messages: Option<ChatMessages>,
-    /// With `content`: the ids that begin a text; absent is false.
+    /// With `content`: add the ids that begin a text; false by default.
     add_special: Option<bool>,
-    /// With `prompt`: the ids that begin a text; absent is true.
+    /// With `prompt`: add the ids that begin a text; true by default.
     add_special_tokens: Option<bool>,
-    /// With `content`: each id with its text.
+    /// With `content`: return each id with its text.
     with_pieces: Option<bool>,
-    /// With `prompt` or `messages`: the text of each id.
+    /// With `prompt` or `messages`: return the text of each id as well.
     return_token_strs: Option<bool>,
 }
 
 /// The body of `/detokenize`.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct DetokenizeRequest {
-    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    /// The id that `/v1/models` lists; if absent or empty, the served model.
     model: Option<String>,
-    /// Ids of tokens that the model has.
+    /// Token ids of the model.
     tokens: Vec<TokenId>,
 }
 
-/// In the words of whichever was asked.
+/// The ids, in the form of the server whose field was used.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub(in crate::api) enum Tokenized {
@@ -147,25 +149,25 @@ pub(in crate::api) enum Tokenized {
     Prompt(PromptTokens),
 }
 
-/// llama.cpp's words.
+/// The ids in llama.cpp's form.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct TokenIds {
     tokens: Vec<u32>,
 }
 
-/// llama.cpp's words, `with_pieces`.
+/// The ids with their texts, in llama.cpp's form.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct TokenPieces {
     tokens: Vec<TokenPiece>,
 }
 
-/// vLLM's words.
+/// The ids in vLLM's form.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct PromptTokens {
     count: usize,
     max_model_len: usize,
     tokens: Vec<u32>,
-    /// With `return_token_strs`.
+    /// The text of each id, if `return_token_strs` is true.
     #[schema(required)]
     token_strs: Option<Vec<String>>,
 }
@@ -176,14 +178,14 @@ pub(in crate::api) struct TokenPiece {
     piece: String,
 }
 
-/// vLLM's name for the text, and llama.cpp's.
+/// The text, as `prompt` for vLLM's clients and as `content` for llama.cpp's.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct Detokenized {
     prompt: String,
     content: String,
 }
 
-/// A list of no tokens has two of the forms, so the document cannot say `oneOf`, which is what is derived of such an enum.
+/// An empty list of tokens has two of the forms, so `anyOf` describes them. utoipa would derive `oneOf`.
 impl PartialSchema for Tokenized {
     fn schema() -> RefOr<Schema> {
         let forms = AnyOfBuilder::new().item(reference::<TokenIds>()).item(reference::<TokenPieces>());
@@ -203,7 +205,7 @@ impl ToSchema for Tokenized {
     }
 }
 
-/// The ids of a text or of a conversation.
+/// Tokenizes a text or a conversation.
 #[utoipa::path(
     post,
     path = "/tokenize",
@@ -220,11 +222,11 @@ pub(in crate::api) async fn tokenize(
     client: Client,
     body: Body,
 ) -> Result<Json<Tokenized>, ApiError> {
-    let work = exchange::work(&server, &client, body, |server, body| {
+    let work = exchange::process_body(&server, &client, body, |server, body| {
         let request = TokenizeRequest::read(&wire::object(body)?)?;
         let TokenizeRequest { text, tools, ending } = request;
         let conversation = match text.messages {
-            Some(items) => Some(tools.tools()?.tell(&messages(items)?)),
+            Some(items) => Some(tools.tools()?.describe_in(&messages(items)?)),
             None => None,
         };
         let strings = text.return_token_strs.unwrap_or(false);
@@ -261,7 +263,7 @@ pub(in crate::api) async fn tokenize(
     work.await.map(|(_, reply)| Json(reply))
 }
 
-/// The text of ids.
+/// Turns token ids into text.
 #[utoipa::path(
     post,
     path = "/detokenize",
@@ -278,7 +280,7 @@ pub(in crate::api) async fn detokenize(
     client: Client,
     body: Body,
 ) -> Result<Json<Detokenized>, ApiError> {
-    let work = exchange::work(&server, &client, body, |server, body| {
+    let work = exchange::process_body(&server, &client, body, |server, body| {
         let DetokenizeRequest { model, tokens } = wire::body(body)?;
         let ids: Vec<u32> = tokens.into_iter().map(|id| id.0).collect();
         let service = server.service_for(wire::named(model).as_deref())?;

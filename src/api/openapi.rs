@@ -1,11 +1,11 @@
 //! `/openapi.json`: the API as a document, in OpenAPI 3.1.
 //!
-//! Its routes are those of the router, by construction: a handler's attribute says path, method and what is
-//! answered, and both are made of that. Bodies and answers are described by the types that are read and written. A body that the document
-//! calls invalid is refused. One that it calls valid is answered, or refused for a reason that no schema can say. The page's
-//! files are no part of it.
+//! The routes are the router's by construction: a handler's attribute says path, method and answers, and both the route
+//! and its description are made of that. The types that are read and written describe bodies and answers. A body that
+//! the document calls invalid is refused. A body that it calls valid is answered, or refused for a reason that no
+//! schema can express. The page's files are no part of the document.
 //!
-//! It needs a key where everything needs one: what a server can do is told to those who may ask it.
+//! The document needs a key if everything else does: only clients that may ask the server learn what it can do.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ use utoipa::{IntoResponses, ToSchema};
 use crate::api::error::{AnthropicError, ErrorBody};
 use crate::api::server::Server;
 
-/// The document without its routes.
+/// The document before its routes are added.
 pub(in crate::api) fn head() -> OpenApi {
     let info = InfoBuilder::new()
         .title("Unicorn Execution Engine")
@@ -41,9 +41,9 @@ pub(in crate::api) fn head() -> OpenApi {
     OpenApiBuilder::new().info(info.build()).components(Some(components.build())).build()
 }
 
-/// The document as JSON; `document` has the routes, and `keyed` is whether the server asks for a key.
+/// The document as JSON. `document` has the routes; `keyed` is whether the server asks for a key.
 fn written(keyed: bool, mut document: OpenApi) -> String {
-    // A parameter that takes the rest of a path is one like any other here.
+    // OpenAPI writes a parameter that takes the rest of a path like any other.
     let paths = std::mem::take(&mut document.paths.paths);
     document.paths.paths = paths.into_iter().map(|(path, item)| (path.replace("{*", "{"), item)).collect();
     if keyed {
@@ -62,8 +62,8 @@ fn written(keyed: bool, mut document: OpenApi) -> String {
     format!("{document:#}")
 }
 
-/// Puts a description into the schema that it describes. Where a field's schema is written in its place, utoipa writes the
-/// field's description as that of a second schema, which would have the value be an object.
+/// Moves a description into the schema that it describes. Where utoipa inlines a field's schema, it writes the field's
+/// description as a second schema, which would require the value to be an object.
 fn join_descriptions(value: &mut Value) {
     match value {
         Value::Object(map) => {
@@ -82,7 +82,7 @@ fn join_descriptions(value: &mut Value) {
     }
 }
 
-/// This document.
+/// Returns this document.
 #[utoipa::path(
     get,
     path = "/openapi.json",
@@ -96,15 +96,15 @@ pub(in crate::api) async fn document(State(server): State<Arc<Server>>) -> Respo
     ([(header::CONTENT_TYPE, "application/json")], text).into_response()
 }
 
-/// What the document says of itself.
+/// An OpenAPI document, described by its one fixed field.
 #[derive(ToSchema)]
 #[allow(dead_code, reason = "the document is written by utoipa")]
 struct Document {
-    /// 3.1.0
+    /// The version of OpenAPI: 3.1.0.
     openapi: String,
 }
 
-/// A type's schema, and those it refers to, by name.
+/// The schema of a type, and the schemas that it refers to, by name.
 fn schemas_of<T: ToSchema>() -> Vec<(String, RefOr<Schema>)> {
     let mut schemas = vec![(T::name().into_owned(), T::schema())];
     T::schemas(&mut schemas);
@@ -113,7 +113,7 @@ fn schemas_of<T: ToSchema>() -> Vec<(String, RefOr<Schema>)> {
 
 type Refusals = BTreeMap<String, RefOr<utoipa::openapi::Response>>;
 
-/// Each with an `E` as its body.
+/// Responses with these statuses and descriptions, each with an `E` as its body.
 fn refusals<E: ToSchema, const N: usize>(statuses: [(u16, &str); N]) -> Refusals {
     let refusal = |(status, about): (u16, &str)| {
         let body = ContentBuilder::new().schema(Some(Ref::from_schema_name(E::name()))).build();
@@ -128,7 +128,7 @@ fn refusals<E: ToSchema, const N: usize>(statuses: [(u16, &str); N]) -> Refusals
     statuses.into_iter().map(refusal).collect()
 }
 
-/// What any route but `/health` may answer: that who asks may not, or that the server met a bug.
+/// The errors of all routes but `/health`: the client is not allowed, or the server met a bug.
 pub(in crate::api) enum AuthErrors {}
 
 impl IntoResponses for AuthErrors {
@@ -139,13 +139,13 @@ impl IntoResponses for AuthErrors {
 
 fn auth_errors<E: ToSchema>() -> Refusals {
     refusals::<E, _>([
-        (401, "An API key is asked for, and none of this server's came."),
-        (403, "The server does not go by that name, or the page may not use it."),
+        (401, "The server requires an API key, and the request has no valid one."),
+        (403, "The server does not accept this `Host`, or this `Origin`."),
         (500, "The server failed."),
     ])
 }
 
-/// What may go wrong with a request that has a body, in OpenAI's words.
+/// The errors of requests with a body, in OpenAI's form.
 pub(in crate::api) enum BodyErrors {}
 
 impl IntoResponses for BodyErrors {
@@ -154,14 +154,14 @@ impl IntoResponses for BodyErrors {
     }
 }
 
-/// The same in Anthropic's words.
+/// The errors of requests with a body, in Anthropic's form.
 pub(in crate::api) enum AnthropicErrors {}
 
 impl IntoResponses for AnthropicErrors {
     fn responses() -> Refusals {
         let mut all = body_errors::<AnthropicError>();
         all.extend(refusals::<AnthropicError, _>([
-            (429, "Too much of this client is under way."),
+            (429, "Too many requests of this client are under way."),
             (529, "The queue is full."),
         ]));
         all
@@ -171,13 +171,13 @@ impl IntoResponses for AnthropicErrors {
 fn body_errors<E: ToSchema>() -> Refusals {
     let mut all = auth_errors::<E>();
     all.extend(refusals::<E, _>([
-        (400, "The body is not what it has to be, or more than there is room for; `param` names the field."),
+        (400, "The body is invalid, or does not fit the context; `param` names the field."),
         (404, "The model is not served."),
-        (408, "The body did not come."),
+        (408, "The body did not arrive in time."),
         (413, "The body is too large."),
         (415, "The body is compressed."),
-        (429, "The queue is full, or too much of this client is under way."),
-        (503, "The model is loading, or the server is too busy to read it or to go on, or ends, or its device is lost."),
+        (429, "The queue is full, or too many requests of this client are under way."),
+        (503, "The model is loading, the server is too busy or shutting down, or its device is lost."),
     ]));
     all
 }

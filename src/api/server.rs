@@ -1,4 +1,4 @@
-//! What a server is made of: its options, who may use it, the model behind it, and what is counted and kept.
+//! The state that all handlers share: options, access, the model's service, counters, and stored responses.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, RwLock};
@@ -20,37 +20,39 @@ use crate::config::SharePrefixes;
 use crate::engine::EngineHandle;
 use crate::session::Service;
 
-/// Requests between their head and the engine's queue: with the largest bodies, half a GiB by default.
+/// The most requests between their headers and the engine's queue. With the largest bodies they take half a GiB by
+/// default.
 const MAX_ARRIVING: usize = 64;
-/// For one client: whatever it does with them, three others find as many.
+/// The most such requests of one client. Whatever one client does with its places, three others find as many.
 const MAX_ARRIVING_OF_ONE: usize = MAX_ARRIVING / 4;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     pub max_body_bytes: usize,
-    /// A body of which nothing comes for so long is given up, and its place with it.
+    /// A body is given up, with its place, once nothing of it has come for so long.
     pub body_stall: Duration,
-    /// A body that has taken so long has to come at a certain rate from then on. Small ones are whole by then.
+    /// A body that takes longer than this must reach a certain rate from then on. Small bodies are complete by then.
     pub body_grace: Duration,
-    /// A request waits so long for its turn to be read, and as long for its turn on a processor. Longer than a body may take:
-    /// whoever waits for the slowest ones gets their places.
+    /// The longest wait of a request for its turn to be read, and again for its turn on a processor. It exceeds the
+    /// longest time of a body, so a request that waits for the slowest bodies gets a place.
     pub turn_timeout: Duration,
-    /// The longest that the refusal of a wrong key waits, after others from its address; zero never waits.
+    /// The longest delay of the refusal of a wrong key after others from the same address; zero never delays.
     pub wrong_key_pause: Duration,
-    /// Responses that are kept for later requests, and about how many bytes of memory they may take; 0 keeps none.
+    /// The number of responses that are stored for later requests, and about how many bytes of memory they may take; 0
+    /// stores none.
     pub stored_responses: usize,
     pub stored_response_bytes: usize,
-    /// Who finds whose prompts in the prefix cache; none is by key where there are several.
+    /// Which requests share the prefix cache; none shares by key if there are several keys.
     pub share_prefixes: Option<SharePrefixes>,
-    /// How often a silent stream carries a comment, so that nobody between takes it for dead.
+    /// How often a silent stream sends a comment, so that no proxy takes it for dead.
     pub keep_alive: Duration,
-    /// A step that takes longer is taken for a device that hangs, as far as `/health` goes.
+    /// A step that takes longer makes `/health` report a device that hangs.
     pub device_timeout: Duration,
-    /// How many lines of the log were lost so far, for `/metrics`.
+    /// The number of lost lines of the log so far, for `/metrics`.
     pub lost_log_lines: fn() -> u64,
 }
 
-/// What requests may call the model.
+/// The names by which requests may call the model.
 #[derive(Debug, Clone, Default)]
 pub struct ModelNames {
     /// The model's id, which every answer names, whatever its request named.
@@ -67,34 +69,34 @@ impl From<&str> for ModelNames {
     }
 }
 
-/// State of the server, from its start on.
+/// The state of a server, from before the model is loaded until its end.
 pub struct Server {
     pub(in crate::api) model_id: String,
     model_aliases: Vec<String>,
     any_model_name: bool,
-    /// Unix time, in seconds.
+    /// When the server started: Unix time, in seconds.
     pub(in crate::api) created: u64,
     pub(in crate::api) started: Instant,
     pub(in crate::api) options: Options,
-    /// Replaced as a whole.
+    /// The access policy. [`Server::set_access`] replaces it as a whole.
     pub(in crate::api) access: RwLock<Arc<AccessPolicy>>,
     pub(in crate::api) identities: Identities,
     pub(in crate::api) wrong_keys: WrongKeys,
     pub(in crate::api) places: Places,
     pub(in crate::api) connections: OpenConnections,
-    /// Requests that may wait in the engine's queue; 0 leaves it as it is.
+    /// The most requests that may wait in the engine's queue; 0 keeps the engine's own bound.
     pub(in crate::api) queue: AtomicUsize,
     pub(in crate::api) service: OnceLock<Arc<Service>>,
     pub(in crate::api) facts: OnceLock<Facts>,
     pub(in crate::api) metrics: Arc<Metrics>,
-    /// To have its body read and to wait for a processor, up to the engine's queue.
+    /// Turns to have a body read and to wait for a processor, held until the request is in the engine's queue.
     pub(in crate::api) arriving: Turns,
-    /// By microseconds of work.
+    /// Turns on a processor, charged by microseconds of work.
     pub(in crate::api) tokenizing: Turns,
     pub(in crate::api) responses: StoredResponses,
-    /// What the router's routes say of themselves.
+    /// The OpenAPI document of the router's routes.
     document: OnceLock<OpenApi>,
-    /// `/openapi.json` without and with keys, once somebody asked for it.
+    /// The JSON of `/openapi.json` without and with keys, once a client asked for it.
     documents: [OnceLock<String>; 2],
 }
 
@@ -130,8 +132,8 @@ impl Server {
         })
     }
 
-    /// Another policy for requests that come from now on: other keys, names, pages and bounds. What is under way goes on, and
-    /// what was kept for a key stays its own.
+    /// Replaces the policy for requests that come from now on: keys, names, pages and bounds. Requests under way go on,
+    /// and responses that are stored for a key stay that key's.
     pub fn set_access(&self, access: AccessPolicy) {
         *self.access.write().expect("nothing panics under this lock") = Arc::new(access);
     }
@@ -140,7 +142,7 @@ impl Server {
         Arc::clone(&self.access.read().expect("nothing panics under this lock"))
     }
 
-    /// Opens the chat; once. What is behind it comes back.
+    /// Lets the server answer with the loaded model, and returns its service. Panics at a second call.
     pub fn set_ready(&self, service: Service) -> Arc<Service> {
         let service = Arc::new(service);
         assert!(self.service.set(Arc::clone(&service)).is_ok(), "the model was loaded twice");
@@ -148,24 +150,24 @@ impl Server {
         service
     }
 
-    /// Tells `/status` and `/metrics` of the loaded model; once.
+    /// Gives `/status` and `/metrics` the facts of the loaded model. Panics at a second call.
     pub fn set_facts(&self, facts: Facts) {
         assert!(self.facts.set(facts).is_ok(), "the model was loaded twice");
     }
 
-    /// Lets so many requests wait in the engine's queue from now on, or from when it is there.
+    /// Lets so many requests wait in the engine's queue, from now on or from when the engine is there.
     pub fn set_queue(&self, queue: usize) {
         self.queue.store(queue, Ordering::Relaxed);
         self.fit_queue();
     }
 
-    /// Keeps what the routes say of themselves, for [`Self::document`].
+    /// Keeps the routes' OpenAPI document for [`Self::document`].
     pub(in crate::api) fn set_document(&self, document: OpenApi) {
-        // Several routers around one server say the same.
+        // Several routers around one server have the same document.
         let _ = self.document.set(document);
     }
 
-    /// The API as a document, as `write` writes it the first time; `keyed` is whether the server asks for a key.
+    /// The OpenAPI document as JSON. `write` makes it at the first call; `keyed` is whether the server asks for a key.
     pub(in crate::api) fn document(&self, keyed: bool, write: impl FnOnce(OpenApi) -> String) -> String {
         let write = || write(self.document.get().cloned().unwrap_or_default());
         self.documents[usize::from(keyed)].get_or_init(write).clone()
@@ -194,7 +196,7 @@ impl Server {
         std::iter::once(&self.model_id).chain(aliases).map(String::as_str)
     }
 
-    /// Whether `model` is served; none is whichever is.
+    /// Refuses a `model` that is not served; none accepts any.
     pub(in crate::api) fn serves(&self, model: Option<&str>) -> Result<(), ApiError> {
         let is_served = |asked: &str| self.any_model_name || self.model_names().any(|name| name == asked);
         match model.filter(|asked| !is_served(asked)) {
@@ -203,7 +205,7 @@ impl Server {
         }
     }
 
-    /// What answers for `model`, or for whoever names none.
+    /// The service of `model`, or of the served model if the request names none.
     pub(in crate::api) fn service_for(&self, model: Option<&str>) -> Result<Arc<Service>, ApiError> {
         self.serves(model)?;
         let service = self.service.get().cloned().ok_or(ApiError::Loading)?;

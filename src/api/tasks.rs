@@ -1,14 +1,15 @@
-//! Requests that nobody waits for, told apart from those that somebody does: a chat program's own, beside a chat, for its
-//! title, its tags, or what to ask next. They run in the engine's background class.
+//! Tells requests that a person waits for from a chat program's own requests beside a chat: for a title, for tags, for
+//! what to ask next. The latter run in the engine's background class.
 //!
-//! Who is believed, in this order:
+//! The first of these that is present decides a request's class, and the first of the last two decides its task:
 //!
-//! 1. `X-Unicorn-Priority`, `background` or `interactive`: any program's word for its own requests.
-//! 2. `X-Unicorn-Task`: the name of the task, empty for a chat. An administrator of Open WebUI has it sent, as `{{TASK}}`.
-//! 3. The prompt, where it is one of Open WebUI's own for such a task: those begin alike and name what they want. Where an
-//!    administrator wrote other prompts, the header is needed.
+//! 1. The header `X-Unicorn-Priority`, `background` or `interactive`. Any program may send it.
+//! 2. The header `X-Unicorn-Task`: the name of the task, empty for a chat. An administrator of Open WebUI configures it
+//!    as `{{TASK}}`.
+//! 3. The prompt, if it is Open WebUI's own for such a task. These prompts begin alike, and name the JSON field that
+//!    they ask for. An administrator who wrote other prompts needs the header.
 //!
-//! What a chat's answer waits for (search queries, a choice of tools) is a task, and interactive. So is what is not known.
+//! A task that a chat's answer waits for (search queries, a choice of tools) is interactive. So is an unknown task.
 
 use axum::http::{HeaderMap, HeaderName};
 
@@ -20,42 +21,61 @@ use crate::text::{Content, Message};
 const PRIORITY: HeaderName = HeaderName::from_static("x-unicorn-priority");
 const TASK: HeaderName = HeaderName::from_static("x-unicorn-task");
 
-/// What Open WebUI's prompts begin with, and what stands in them before the words of a chat, which may say anything.
-const OPENING: &str = "### Task:";
-const HISTORY: &str = "<chat_history>";
+/// What this server knows of Open WebUI: its tasks, and the form of its own prompts for them.
+struct OpenWebUi {
+    /// The version whose tasks and prompts these are.
+    #[cfg_attr(not(test), allow(dead_code, reason = "a test compares it with the version that is tested"))]
+    version: &'static str,
+    /// The beginning of every prompt.
+    opening: &'static str,
+    /// The marker of the chat history in a prompt. The history may hold any words, so no task is looked for in it.
+    history: &'static str,
+    tasks: [Task; 11],
+}
 
+/// A task that Open WebUI gives to a model beside a chat.
 struct Task {
-    /// Open WebUI's.
+    /// Open WebUI's name, which it sends as `{{TASK}}`.
     name: &'static str,
     priority: Priority,
-    /// The field of the JSON that its prompt asks for, where that prompt has Open WebUI's form.
+    /// A field of the JSON that Open WebUI's prompt asks for, by which the prompt is recognized; none if only the name
+    /// identifies the task.
     field: Option<&'static str>,
 }
 
-const fn task(name: &'static str, priority: Priority, field: Option<&'static str>) -> Task {
-    Task { name, priority, field }
+static OPEN_WEBUI: OpenWebUi = OpenWebUi {
+    version: "0.12",
+    opening: "### Task:",
+    history: "<chat_history>",
+    tasks: [
+        background("title_generation", Some("\"title\":")),
+        background("tags_generation", Some("\"tags\":")),
+        background("follow_up_generation", Some("\"follow_ups\":")),
+        background("autocomplete_generation", Some("\"text\":")),
+        background("emoji_generation", None),
+        background("memory_review", None),
+        interactive("query_generation", Some("\"queries\":")),
+        interactive("image_prompt_generation", Some("\"prompt\":")),
+        interactive("function_calling", None),
+        interactive("moa_response_generation", None),
+        interactive("context_compaction", None),
+    ],
+};
+
+const fn background(name: &'static str, field: Option<&'static str>) -> Task {
+    Task { name, priority: Priority::Background, field }
 }
 
-/// As of Open WebUI 0.12.
-const TASKS: [Task; 11] = [
-    task("title_generation", Priority::Background, Some("\"title\":")),
-    task("tags_generation", Priority::Background, Some("\"tags\":")),
-    task("follow_up_generation", Priority::Background, Some("\"follow_ups\":")),
-    task("autocomplete_generation", Priority::Background, Some("\"text\":")),
-    task("emoji_generation", Priority::Background, None),
-    task("memory_review", Priority::Background, None),
-    task("query_generation", Priority::Interactive, Some("\"queries\":")),
-    task("image_prompt_generation", Priority::Interactive, Some("\"prompt\":")),
-    task("function_calling", Priority::Interactive, None),
-    task("moa_response_generation", Priority::Interactive, None),
-    task("context_compaction", Priority::Interactive, None),
-];
+/// A task whose result a chat's answer waits for.
+const fn interactive(name: &'static str, field: Option<&'static str>) -> Task {
+    Task { name, priority: Priority::Interactive, field }
+}
 
-/// What the head of a request says of its purpose.
+/// What the headers of a request say of its purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(in crate::api) struct Asked {
+pub(in crate::api) struct PurposeHeaders {
     priority: Option<Priority>,
-    /// None where it says nothing of tasks.
+    /// None if the headers name no task.
     task: Option<Purpose>,
 }
 
@@ -63,14 +83,14 @@ pub(in crate::api) struct Asked {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::api) struct Purpose {
     pub priority: Priority,
-    /// A name out of [`TASKS`], `other` for one that is not there, or `none`.
+    /// A name out of [`OPEN_WEBUI`], `other` for an unknown name, or `none`.
     pub task: &'static str,
 }
 
 impl Purpose {
     const CHAT: Purpose = Purpose { priority: Priority::Interactive, task: "none" };
 
-    fn of(task: &Task) -> Self {
+    fn from_task(task: &Task) -> Self {
         Self { priority: task.priority, task: task.name }
     }
 
@@ -78,11 +98,11 @@ impl Purpose {
         if name.is_empty() {
             return Self::CHAT;
         }
-        let known = TASKS.iter().find(|task| task.name.eq_ignore_ascii_case(name));
-        known.map_or(Self { task: "other", ..Self::CHAT }, Self::of)
+        let known = OPEN_WEBUI.tasks.iter().find(|task| task.name.eq_ignore_ascii_case(name));
+        known.map_or(Self { task: "other", ..Self::CHAT }, Self::from_task)
     }
 
-    /// The class's name.
+    /// The name of the class.
     pub fn class(self) -> &'static str {
         match self.priority {
             Priority::Interactive => "interactive",
@@ -91,7 +111,7 @@ impl Purpose {
     }
 }
 
-impl Asked {
+impl PurposeHeaders {
     pub fn read(headers: &HeaderMap) -> Result<Self, ApiError> {
         let read = |name: &HeaderName| {
             Some(String::from_utf8_lossy(headers.get(name)?.as_bytes()).trim().to_owned())
@@ -105,13 +125,13 @@ impl Asked {
                 return Err(ApiError::invalid("X-Unicorn-Priority", problem));
             }
         };
-        // A version that does not know the variable sends it as it stands.
+        // A version of Open WebUI without this variable sends its name unreplaced.
         let task = read(&TASK).filter(|name| !name.contains("{{"));
         Ok(Self { priority, task: task.map(|name| Purpose::named(&name)) })
     }
 
-    /// The purpose of a request whose head says this. Answers to Open WebUI's own prompts are not streamed, as those of chats
-    /// are.
+    /// The purpose of a request with these headers. Open WebUI streams the answers of chats, and never those to its own
+    /// prompts.
     pub fn purpose(self, messages: &[Message], stream: bool) -> Purpose {
         let by_prompt = || by_prompt(messages).filter(|_| !stream);
         let purpose = self.task.or_else(by_prompt).unwrap_or(Purpose::CHAT);
@@ -119,39 +139,39 @@ impl Asked {
     }
 }
 
-/// What one of Open WebUI's own prompts is for. They are a single message behind the model's system text.
+/// The purpose of Open WebUI's own prompts: a single message behind the system text.
 fn by_prompt(messages: &[Message]) -> Option<Purpose> {
-    let said = |role: &str| !matches!(role, "system" | "developer");
-    let mut messages = messages.iter().filter(|message| said(&message.role));
+    let in_chat = |role: &str| !matches!(role, "system" | "developer");
+    let mut messages = messages.iter().filter(|message| in_chat(&message.role));
     let (Some(only), None) = (messages.next(), messages.next()) else { return None };
     let Content::Text(text) = &only.content else { return None };
-    if only.role != "user" || !text.starts_with(OPENING) {
+    if only.role != "user" || !text.starts_with(OPEN_WEBUI.opening) {
         return None;
     }
-    let (instructions, _) = text.split_once(HISTORY)?;
+    let (instructions, _) = text.split_once(OPEN_WEBUI.history)?;
     let wants = |task: &&Task| task.field.is_some_and(|field| instructions.contains(field));
-    TASKS.iter().find(wants).map(Purpose::of)
+    OPEN_WEBUI.tasks.iter().find(wants).map(Purpose::from_task)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn head(fields: &[(&'static str, &'static str)]) -> Result<Asked, ApiError> {
+    fn head(fields: &[(&'static str, &'static str)]) -> Result<PurposeHeaders, ApiError> {
         let name = |name| HeaderName::from_static(name);
-        Asked::read(&fields.iter().map(|(n, value)| (name(n), value.parse().unwrap())).collect())
+        PurposeHeaders::read(&fields.iter().map(|(n, value)| (name(n), value.parse().unwrap())).collect())
     }
 
     fn user(text: &str) -> Vec<Message> {
         vec![Message::new("user", text)]
     }
 
-    fn task_of(asked: Asked, messages: &[Message]) -> (&'static str, &'static str) {
-        let purpose = asked.purpose(messages, false);
+    fn task_of(headers: PurposeHeaders, messages: &[Message]) -> (&'static str, &'static str) {
+        let purpose = headers.purpose(messages, false);
         (purpose.class(), purpose.task)
     }
 
-    /// The beginnings and ends of Open WebUI's prompts, which are what is looked at.
+    /// The beginnings and ends of Open WebUI's prompts, which are all that is examined.
     fn prompts() -> [(String, &'static str, &'static str); 6] {
         let prompt = |wanted: &str, format: &str| {
             format!(
@@ -183,7 +203,7 @@ mod tests {
 
     #[test]
     fn prompts_for_tasks_are_known_by_their_form() {
-        let silent = Asked::default();
+        let silent = PurposeHeaders::default();
         for (text, task, class) in prompts() {
             let mut request = user(&text);
             assert_eq!(task_of(silent, &request), (class, task), "{text}");
@@ -207,6 +227,14 @@ mod tests {
     }
 
     #[test]
+    fn the_version_is_the_one_that_is_tested() {
+        let packages = include_str!("../../tests/openwebui/requirements.txt");
+        let pinned = packages.lines().find_map(|line| line.strip_prefix("open-webui=="));
+        let pinned = pinned.expect("Open WebUI is pinned");
+        assert!(pinned.starts_with(&format!("{}.", OPEN_WEBUI.version)), "{pinned} is tested");
+    }
+
+    #[test]
     fn a_header_counts_more_than_the_prompt() {
         let [(title, ..), ..] = prompts();
         for (fields, class, task) in [
@@ -221,8 +249,8 @@ mod tests {
             (&[("x-unicorn-priority", ""), ("x-unicorn-task", "")], "interactive", "none"),
             (&[("x-unicorn-priority", "background"), ("x-unicorn-task", "")], "background", "none"),
         ] {
-            let asked = head(fields).expect("sound");
-            assert_eq!(task_of(asked, &user(&title)), (class, task), "{fields:?}");
+            let headers = head(fields).expect("sound");
+            assert_eq!(task_of(headers, &user(&title)), (class, task), "{fields:?}");
         }
         let refused = head(&[("x-unicorn-priority", "urgent")]).unwrap_err().to_string();
         assert_eq!(refused, "X-Unicorn-Priority: expected background or interactive, got \"urgent\"");

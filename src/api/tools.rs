@@ -1,4 +1,4 @@
-//! What the wire formats share of tools: the list of them, the choice among them, and the calls of an answer.
+//! What the wire formats share for tools: the list of tools, the choice among them, and the calls of an answer.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -14,7 +14,7 @@ use crate::api::wire::{field, required, short};
 use crate::session::{Conversation, Tool, ToolChoice, Tools};
 use crate::text::CallPiece;
 
-/// A JSON schema of the object that a tool takes.
+/// The JSON schema of a tool's parameters, which are an object.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(transparent)]
 pub(in crate::api) struct ParametersSchema(pub Map<String, Value>);
@@ -31,7 +31,7 @@ impl ToSchema for ParametersSchema {}
 
 /// A tool as a request defines it.
 pub(in crate::api) struct Definition {
-    /// The object that has `name`, `description`, `strict` and the schema.
+    /// The path of the object that has `name`, `description`, `strict` and the schema.
     pub at: String,
     pub name: Option<ToolName>,
     pub description: Option<String>,
@@ -39,7 +39,7 @@ pub(in crate::api) struct Definition {
     pub strict: Option<bool>,
 }
 
-/// The tools of a request; `schema` is what their format calls the field of a schema.
+/// The tools of a request; `schema` is the name of the schema's field in the wire format.
 pub(in crate::api) fn tool_list(
     definitions: impl IntoIterator<Item = Result<Definition, ApiError>>,
     schema: &str,
@@ -65,28 +65,28 @@ pub(in crate::api) fn tool_list(
     Ok(list)
 }
 
-/// What a request says of the choice among its tools, in the field `tool_choice`.
+/// The choice among the tools of a request, as its field `tool_choice` says.
 pub(in crate::api) enum Choice {
     None,
     Auto,
     /// Any of the tools must be called.
     Required,
-    /// The tool of that name must be called; with the field that has the name.
+    /// The tool `name` must be called; `at` is the field that has the name.
     One {
         at: String,
         name: String,
     },
-    /// Some of the tools, each with the field that has its name.
+    /// Only these tools may be called; each is given as the field that has its name, and the name.
     Allowed {
         must_call: bool,
         tools: Vec<(String, String)>,
     },
 }
 
-/// The field of the choice, in every format.
+/// The name of the field with the choice, in every wire format.
 pub(in crate::api) const TOOL_CHOICE: &str = "tool_choice";
 
-/// The tools of a request with what it says of them.
+/// The tools of a request with its choice among them. `parallel` is whether one answer may make several calls.
 pub(in crate::api) fn chosen(list: Vec<Tool>, choice: Choice, parallel: bool) -> Result<Tools, ApiError> {
     let place = |at: String, name: &str| {
         list.iter().position(|tool| tool.name == name).ok_or_else(|| {
@@ -111,7 +111,7 @@ pub(in crate::api) fn chosen(list: Vec<Tool>, choice: Choice, parallel: bool) ->
     Ok(Tools { list, choice, only, parallel })
 }
 
-/// Adds to a conversation what the call of the id gave; `at` is the field that has the id.
+/// Adds the result of the call with the id `id` to a conversation; `at` is the field that has the id.
 pub(in crate::api) fn add_result(
     conversation: &mut Conversation,
     at: &str,
@@ -125,18 +125,18 @@ pub(in crate::api) fn add_result(
     Err(ApiError::invalid(at, problem))
 }
 
-/// A call that an answer makes, as far as it is written.
+/// A tool call of an answer, as far as it has come.
 #[derive(Debug, Clone)]
-pub(in crate::api) struct Calling {
-    /// No other call has it; each wire format puts a prefix of its own before it.
+pub(in crate::api) struct PartialCall {
+    /// An id that no other call has. Each wire format adds its own prefix.
     pub id: String,
     pub name: String,
     pub arguments: String,
 }
 
-impl Calling {
-    /// Adds a piece to the calls that an answer makes.
-    pub(in crate::api) fn gather(calls: &mut Vec<Self>, piece: CallPiece) {
+impl PartialCall {
+    /// Adds a piece to an answer's calls.
+    pub(in crate::api) fn push(calls: &mut Vec<Self>, piece: CallPiece) {
         match piece {
             CallPiece::Name { name, .. } => {
                 calls.push(Self { id: new_id(""), name, arguments: String::new() })
@@ -145,8 +145,8 @@ impl Calling {
         }
     }
 
-    /// Whether nothing of its arguments was cut.
-    pub(in crate::api) fn is_whole(&self) -> bool {
+    /// Whether the arguments are complete, and not cut by the end of the answer.
+    pub(in crate::api) fn is_complete(&self) -> bool {
         serde_json::from_str::<IgnoredAny>(&self.arguments).is_ok()
     }
 }

@@ -1,46 +1,48 @@
-//! From the engine's events to the text of an answer.
+//! Turns the engine's events into the text of an answer.
 
 use super::grammar::Failure;
 use crate::engine::{EngineError, Event, FinishReason, Timings};
 use crate::model::Logprobs;
-use crate::text::{CallPiece, CallReader, Detokenizer, Said, StopMatcher};
+use crate::text::{AnswerPiece, CallPiece, CallReader, Detokenizer, StopMatcher};
 
 /// Turns token events into text that never holds half a character, nor any byte of a stop string.
 #[derive(Clone)]
 pub struct AnswerText {
     detokenizer: Detokenizer,
     stops: StopMatcher,
-    /// Where it may call tools.
+    /// Parses tool calls out of the text; none if the request has no tools that the model may call.
     calls: Option<CallReader>,
-    /// Set where it ended because its grammar could not be followed.
+    /// Set once the answer could not be held to its grammar any further.
     failure: Option<Failure>,
 }
 
 /// What one event adds to the answer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Delta {
-    /// May be empty.
+    /// New text, which may be empty.
     pub text: String,
-    /// Pieces of calls of tools; none where there is text.
+    /// New pieces of tool calls; empty if there is text.
     pub calls: Vec<CallPiece>,
-    /// The token that the event brought, where log probabilities were asked for; its text may come later.
+    /// The event's token with its log probabilities, if the request asks for them. The token's text may come with a
+    /// later delta.
     pub logprobs: Option<(u32, Logprobs)>,
-    /// The token that ended the answer and is none of it, likewise.
+    /// The token that ended the answer and is no part of it, with its log probabilities, if the request asks for them.
     pub stop: Option<(u32, Logprobs)>,
-    /// Log probabilities of the prompt's ids but the first, where they were asked for. They come before anything else.
+    /// Log probabilities of all the prompt's ids but the first, if the request asks for them. They come before anything
+    /// else.
     pub prompt: Option<Vec<Logprobs>>,
-    /// Set where this is the last of it; the engine need not go on with this answer then.
+    /// Why the answer ended; set in its last delta. The engine may stop this answer then.
     pub end: Option<End>,
 }
 
-/// Why an answer is whole: the one type that says so above the engine.
+/// Why an answer is complete. Above the engine, no other type says this.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// The model ended it, or a stop string did.
+    /// The model ended the answer, or a stop string was found.
     Stop,
-    /// No more tokens were wanted, or fit.
+    /// The limit of tokens or the context was reached.
     Length,
-    /// It calls tools, which are to be asked now.
+    /// The answer calls tools, which the client is to run now.
     Called,
 }
 
@@ -54,7 +56,7 @@ impl From<FinishReason> for Reason {
 }
 
 impl Reason {
-    /// OpenAI's word for it, which metrics and the log use too.
+    /// OpenAI's `finish_reason`, which metrics and the log use too.
     pub fn name(self) -> &'static str {
         match self {
             Self::Stop => "stop",
@@ -71,7 +73,7 @@ pub enum End {
         timings: Timings,
     },
     Failed(EngineError),
-    /// Its grammar could not be followed any further, and why.
+    /// The answer could not be held to its grammar any further; the text says why.
     OffGrammar(String),
 }
 
@@ -80,17 +82,17 @@ impl AnswerText {
         Self { detokenizer, stops, calls: None, failure: None }
     }
 
-    /// Makes it the text of an answer that may call tools.
+    /// Parses tool calls out of the text.
     pub(super) fn with_calls(self, calls: CallReader) -> Self {
         Self { calls: Some(calls), ..self }
     }
 
-    /// Makes it the text of an answer that is held to a grammar.
+    /// Ends the answer with an error once `failure` is set.
     pub(super) fn with_failure(self, failure: Failure) -> Self {
         Self { failure: Some(failure), ..self }
     }
 
-    /// Index of the stop string that ended it, if one did.
+    /// The index of the stop string that ended the answer, if one did.
     pub fn stopped_by(&self) -> Option<usize> {
         self.stops.found()
     }
@@ -128,18 +130,18 @@ impl AnswerText {
         }
     }
 
-    /// Tells calls from text, where there may be calls.
+    /// Splits new text into plain text and pieces of tool calls. `last` is whether the answer ends with this text.
     fn read(&mut self, text: String, last: bool) -> (String, Vec<CallPiece>) {
         let Some(reader) = &mut self.calls else { return (text, Vec::new()) };
-        let mut said = reader.push(&text);
+        let mut pieces = reader.push(&text);
         if last {
-            said.extend(reader.finish());
+            pieces.extend(reader.finish());
         }
         let (mut text, mut calls) = (String::new(), Vec::new());
-        for said in said {
-            match said {
-                Said::Text(more) => text.push_str(&more),
-                Said::Call(call) => calls.push(call),
+        for piece in pieces {
+            match piece {
+                AnswerPiece::Text(more) => text.push_str(&more),
+                AnswerPiece::Call(call) => calls.push(call),
             }
         }
         (text, calls)

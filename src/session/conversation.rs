@@ -1,5 +1,6 @@
-//! A conversation, made message by message. A turn that called tools is written as the JSON that the model wrote, and what the
-//! tools gave as a turn of the user's: a line `Result of NAME: TEXT` each, in the order of the calls.
+//! Builds a conversation message by message. A turn that called tools is written as the JSON that the model wrote. The
+//! results of the calls are written as a turn of the user: a line `Result of NAME: TEXT` for each, in the order of the
+//! calls.
 
 use std::collections::HashMap;
 
@@ -12,20 +13,20 @@ use crate::text::Message;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Call {
     pub name: String,
-    /// JSON as the model wrote it, and as others may have changed it.
+    /// The JSON that the model wrote, which a client may have changed.
     pub arguments: String,
 }
 
-/// A conversation while it is read. Calls of tools become the JSON that the model wrote, and what they gave a turn of the
-/// user's; those that come one behind the other are one turn.
+/// The messages so far. Consecutive calls become one turn of the assistant, and consecutive results one turn of the
+/// user.
 #[derive(Debug, Default)]
 pub struct Conversation {
     messages: Vec<Message>,
-    /// Place and tool of each call, by its id. An id may come again in a later turn: the last one is meant.
+    /// The place and the tool of each call, by the call's id. Where an id comes again, the later call counts.
     by_id: HashMap<String, (usize, String)>,
-    /// Calls so far.
+    /// The number of calls so far.
     calls: usize,
-    /// What is not written yet: calls, or what calls gave (place, tool and text each). Never both.
+    /// Calls that are no message yet. At most one of `called` and `results` has entries.
     called: Vec<Call>,
     results: Vec<(usize, String, String)>,
 }
@@ -45,7 +46,7 @@ impl Conversation {
         self.called.push(call);
     }
 
-    /// What the call of that id gave; false where no call before it has that id.
+    /// Adds the result of the call with the id `id`; false if no call before has that id.
     #[must_use]
     pub fn result(&mut self, id: &str, text: String) -> bool {
         let Some((place, name)) = self.by_id.get(id).cloned() else { return false };
@@ -56,7 +57,7 @@ impl Conversation {
         true
     }
 
-    /// Whether the last that was said are calls.
+    /// Whether the conversation so far ends with calls that have no results.
     pub fn ends_with_calls(&self) -> bool {
         !self.called.is_empty()
     }
@@ -84,7 +85,7 @@ impl Conversation {
 /// Calls as the model writes them.
 fn written_calls(calls: &[Call]) -> String {
     let call = |Call { name, arguments }: &Call| {
-        // What is no JSON is shown as the text that it is.
+        // Arguments that are not valid JSON are shown as a JSON string.
         let parameters = match serde_json::from_str::<IgnoredAny>(arguments) {
             Ok(_) => arguments.trim().to_owned(),
             Err(_) if arguments.trim().is_empty() => "{}".to_owned(),

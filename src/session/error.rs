@@ -1,18 +1,19 @@
-//! Why nothing can be generated for a request, or no more than was.
+//! Errors of preparing a request, and of answering it.
 
-/// The wire formats say each in their own words, and with the name of the field that the prompt has there.
+/// Each wire format words these errors itself, and names the field that holds the prompt there.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SessionError {
-    /// An option that cannot be had. `param` is its name, which every wire format shares.
+    /// An option with an invalid value, or one that this server does not support. `param` is the option's name, which
+    /// is the same in every wire format.
     #[error("{param}: {problem}")]
     Invalid { param: String, problem: String },
     /// The prompt is longer than the context.
     #[error("{0}")]
     Context(String),
-    /// No tokens can be made of a text of the prompt.
+    /// A text of the prompt cannot be tokenized.
     #[error("{0}")]
     Text(String),
-    /// Found while the answer was written.
+    /// The answer left its grammar while it was written.
     #[error("the answer could not be held to its grammar: {0}")]
     Grammar(String),
 }

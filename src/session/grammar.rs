@@ -1,4 +1,4 @@
-//! What an answer must be, and the mask that holds each answer to it.
+//! The grammar of an answer, and the token mask that holds each answer to it.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -10,26 +10,26 @@ use crate::text::{Constraint, GrammarSource, TextError};
 #[derive(Debug, Clone, PartialEq)]
 pub struct ResponseGrammar {
     pub source: GrammarSource,
-    /// The field that asks for it, which errors name.
+    /// The request's field that has the grammar; errors name it.
     pub param: String,
 }
 
-/// Why answers could not be held to their grammar any further; shared by those of one request.
+/// Why an answer could not be held to its grammar any further. All answers to one request share the value.
 pub(super) type Failure = Arc<OnceLock<String>>;
 
-/// Holds one answer to a grammar. The engine must stop at the ids that end an answer, and leave it to the mask when they may
-/// come: one that no other id may follow ends the answer, however long it was to be.
+/// Holds one answer to a grammar. The engine must stop at the ids that end an answer, and must leave it to the mask
+/// when these ids may come. Where the grammar allows no other ids, the answer ends, however few ids it has.
 #[derive(Clone)]
 pub(super) struct GrammarMask {
     constraint: Constraint,
-    /// Ids before which the answer is not to end, where the grammar lets it go on.
+    /// The least number of ids in the answer. A grammar that allows nothing but the end ends the answer earlier.
     min_tokens: usize,
-    /// Ids of the answer that `constraint` has taken.
+    /// How many of the answer's ids `constraint` has consumed.
     taken: usize,
-    /// For the next one.
+    /// The mask for the next id, once it was computed.
     mask: Option<Arc<[u32]>>,
     failure: Failure,
-    /// Since the engine last asked.
+    /// The time spent on masks since the engine last asked.
     took: Duration,
 }
 
@@ -45,8 +45,8 @@ impl GrammarMask {
         done
     }
 
-    /// Which ids may follow an answer.
-    fn behind(&mut self, answer: &[u32]) -> Arc<[u32]> {
+    /// The mask of the ids that may follow `answer`.
+    fn mask_after(&mut self, answer: &[u32]) -> Arc<[u32]> {
         let taken = self.take(answer);
         if let Some(mask) = &self.mask {
             return Arc::clone(mask);
@@ -58,7 +58,7 @@ impl GrammarMask {
         mask
     }
 
-    /// Takes in the ids of an answer that are new.
+    /// Feeds the new ids of `answer` to the constraint.
     fn take(&mut self, answer: &[u32]) -> Result<(), TextError> {
         let new = &answer[self.taken..];
         self.taken = answer.len();
@@ -68,7 +68,7 @@ impl GrammarMask {
         new.iter().try_for_each(|id| self.constraint.push(*id))
     }
 
-    /// The answer ends, and who reads it is told why.
+    /// Records the error for the reader of the answer, and masks everything but the ids that end it.
     fn fail(&self, error: &TextError) -> Arc<[u32]> {
         let _ = self.failure.set(error.to_string());
         self.constraint.ends()
@@ -77,7 +77,7 @@ impl GrammarMask {
 
 impl TokenMask for GrammarMask {
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
-        self.timed(|mask| mask.behind(answer))
+        self.timed(|mask| mask.mask_after(answer))
     }
 
     fn is_free(&mut self, answer: &[u32]) -> bool {

@@ -1,8 +1,9 @@
-//! One generation between a client and the engine: a conversation or a text becomes a prompt (template, tools, grammar), and
-//! the engine's events become text, calls of tools and log probabilities.
+//! One generation between a client and the engine. A conversation or a text becomes a prompt (template, tools,
+//! grammar); the engine's events become text, tool calls and log probabilities.
 //!
-//! The terminal commands and every wire format go through here, so that all answer alike. It knows no wire format: what is
-//! wrong with a request is a [`SessionError`], which whoever reads the request says in its own words.
+//! The terminal commands and every wire format generate through this module, so their answers are alike. The module
+//! knows no wire format: what is wrong with a request is a [`SessionError`], which each caller words for its own
+//! format.
 
 mod answer;
 mod conversation;

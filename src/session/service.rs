@@ -1,4 +1,4 @@
-//! From a validated request to ids for the engine, with one loaded model's tokenizer, template and defaults.
+//! Turns a validated request into ids for the engine, with one loaded model's tokenizer, chat template and defaults.
 
 use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use crate::text::{
     Tokenizer, normalize,
 };
 
-/// What requests need of a loaded model.
+/// The tokenizer, the template and the engine of one loaded model.
 pub struct Service {
     engine: EngineHandle,
     tokenizer: Tokenizer,
     template: ChatTemplate,
     grammars: Grammars,
-    /// Sampling where a request says nothing.
+    /// Sampling options for what a request leaves out.
     defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
-    /// Bytes of text that one token stands for at most.
+    /// The largest number of bytes of text that one token stands for.
     longest_token_bytes: usize,
 }
 
@@ -36,7 +36,7 @@ impl Service {
         defaults: SamplingOptions,
         stop_token_ids: Vec<u32>,
     ) -> Self {
-        // An added token may be written longer in the text than it decodes to.
+        // The text of an added token may be longer where it is written than what the token decodes to.
         let bytes = |id| {
             let written = tokenizer.token(id).map_or(0, |t| t.len());
             written.max(tokenizer.token_bytes(id).map_or(0, |t| t.len()))
@@ -51,29 +51,29 @@ impl Service {
         &self.engine
     }
 
-    /// Makes what the first request with a grammar would wait for: a second of a processor, for a large vocabulary.
+    /// Builds what all grammars share, which the first request with a grammar would wait for otherwise. For a large
+    /// vocabulary this takes a second of a processor.
     pub fn prepare_grammars(&self) {
         self.grammars.prepare();
     }
 
-    /// Grammars compiled since the start.
+    /// The number of grammars compiled since the start.
     pub fn grammars_compiled(&self) -> u64 {
         self.grammars.compiled()
     }
 
-    /// Renders and tokenizes; what remains is [`EngineHandle::submit`], and to push the events of each answer into a copy of
-    /// the text that comes with it.
-    /// Takes a processor for seconds where the conversation is long.
+    /// Renders and tokenizes a request. The caller passes the result to [`EngineHandle::submit`], and pushes the events
+    /// of each answer into its own copy of the [`AnswerText`]. A long conversation takes seconds of a processor.
     pub fn prepare(&self, request: &GenerateRequest) -> Result<(Request, AnswerText), SessionError> {
         self.prepare_with(request, || self.conversation(request))
     }
 
-    /// The ids of its conversation, with the tools that it tells of.
+    /// The token ids of the request's conversation, with the descriptions of its tools.
     pub fn conversation(&self, request: &GenerateRequest) -> Result<Vec<u32>, SessionError> {
-        self.prompt(&request.tools.tell(&request.messages), request.ending)
+        self.prompt(&request.tools.describe_in(&request.messages), request.ending)
     }
 
-    /// Prepares a prompt that is no conversation. What is wrong beside the prompt is found before it is made.
+    /// Prepares a request whose prompt `prompt` makes. Errors of all other fields are found before `prompt` is called.
     pub fn prepare_with<E: From<SessionError>>(
         &self,
         request: &GenerateRequest,
@@ -111,8 +111,8 @@ impl Service {
             answer = answer.with_calls(CallReader::new(names));
         }
         if let Some(constraint) = constraint {
-            // A grammar that has come to its end lets nothing follow but the ids that end the answer: they cannot be kept
-            // away from it, so it is the mask that keeps them away until then.
+            // Once a grammar is complete, only the ids that end the answer may follow. So the engine's minimum length
+            // must not forbid these ids; the mask enforces the minimum instead.
             let least = std::mem::take(&mut sampling.min_tokens);
             let failure = Failure::default();
             answer = answer.with_failure(Arc::clone(&failure));
@@ -122,7 +122,7 @@ impl Service {
         Ok((engine, answer))
     }
 
-    /// What each answer is held to, if anything.
+    /// The compiled grammar of each answer, if the request has one.
     fn constraint(&self, request: &GenerateRequest) -> Result<Option<Constraint>, SessionError> {
         let Some((grammar, from_the_start)) = request.tools.grammar(request.grammar.as_ref())? else {
             return Ok(None);
@@ -140,13 +140,13 @@ impl Service {
         Ok(Some(if from_the_start { compiled.start() } else { compiled.start_if_opened() }))
     }
 
-    /// What a token stands for in a text, by itself. A part of a character is U+FFFD.
+    /// The text of one token by itself. A part of a character is U+FFFD.
     pub fn piece(&self, id: u32) -> String {
         let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// The ids of a conversation, up to where the answer begins.
+    /// The token ids of a conversation, which ends as `ending` says.
     pub fn prompt(&self, messages: &[Message], ending: PromptEnding) -> Result<Vec<u32>, SessionError> {
         let turns = normalize(messages);
         let text = match ending {
@@ -157,8 +157,8 @@ impl Service {
         self.encode(&text.map_err(|error| self.refusal(error))?, false)
     }
 
-    /// The ids of a text, with those that begin one where wanted. Text that is too long whatever its tokens are is not
-    /// tokenized at all.
+    /// The token ids of a text; `special` adds the ids that begin a text. A text that must be too long, whatever its
+    /// tokens are, is refused before it is tokenized.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, SessionError> {
         let limits = self.engine.limits();
         if self.least_tokens(text.len()) >= limits.max_context {
@@ -197,8 +197,8 @@ impl Service {
     }
 }
 
-/// For ids, and for seeds nobody gave: the standard library's hasher is keyed by the system's randomness, anew for
-/// each. Not for secrets.
+/// A random number for ids and for seeds, from the standard library's hasher, whose keys come from the system's
+/// randomness. Not for secrets.
 pub fn random_u64() -> u64 {
     std::collections::hash_map::RandomState::new().build_hasher().finish()
 }

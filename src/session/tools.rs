@@ -1,9 +1,9 @@
 //! Tools for a model that has no tokens for them.
 //!
-//! The tools stand in the first user turn, behind the system text, with how to call them: a reply that calls is JSON alone,
-//! one object `{"name": NAME, "parameters": {...}}` or an array of them. A grammar holds a call to the parameters' schema: from
-//! the first token where a call is demanded, and otherwise from a first token that opens an object or an array, for then it is
-//! to be one; every other answer is text.
+//! The first user turn begins with the system text, followed by the tools and how to call them. A reply that calls
+//! tools is JSON alone: one object `{"name": NAME, "parameters": {...}}`, or an array of such objects. A grammar holds
+//! a call to the parameters' schema. Where a call is required, the grammar holds from the first token. Otherwise it
+//! holds if the first token opens an object or an array; every other answer is free text.
 
 use serde_json::{Map, Value, json};
 
@@ -11,7 +11,7 @@ use super::error::SessionError;
 use super::grammar::ResponseGrammar;
 use crate::text::{GrammarSource, Message};
 
-/// Most tools of one request, as at OpenAI; and most calls in one answer.
+/// The largest number of tools in one request, as OpenAI has it, and of calls in one answer.
 pub const MAX_TOOLS: usize = 128;
 
 /// A function that the model may call.
@@ -21,50 +21,51 @@ pub struct Tool {
     pub description: Option<String>,
     /// A JSON schema of an object.
     pub parameters: Value,
-    /// Every keyword of the schema is enforced, or it is an error.
+    /// Whether every keyword of the schema must be enforced: one that cannot be is an error.
     pub strict: bool,
-    /// The field that has the schema, which errors name.
+    /// The request's field that has the schema; errors name it.
     pub param: String,
 }
 
 /// Whether an answer calls tools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ToolChoice {
-    /// It does not, and the model is told of none.
+    /// The answer calls no tool, and the prompt describes none.
     None,
     #[default]
     Auto,
     Required,
 }
 
-/// The tools of a request. Names differ; where a call is required, there are tools.
+/// The tools of a request. Names are unique. Where a call is required, `list` is not empty.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Tools {
     pub list: Vec<Tool>,
     pub choice: ToolChoice,
-    /// The places of those that may be called; none stands for all.
+    /// Indices into `list` of the tools that may be called; none allows all.
     pub only: Option<Vec<usize>>,
     /// Whether one answer may make several calls.
     pub parallel: bool,
 }
 
 impl Tools {
-    /// Tools that the model is told of.
+    /// The tools that the prompt describes.
     pub fn offered(&self) -> &[Tool] {
         if self.choice == ToolChoice::None { &[] } else { &self.list }
     }
 
-    /// Tools that it may call, with their places.
+    /// The tools that may be called, with their indices in `list`.
     pub fn callable(&self) -> impl Iterator<Item = (usize, &Tool)> {
         let may = |place: &usize| self.only.as_ref().is_none_or(|only| only.contains(place));
         self.offered().iter().enumerate().filter(move |(place, _)| may(place))
     }
 
-    /// Tells the model of the tools. The words are the same whatever the choice, so that a prefix of them stays cached.
-    pub fn tell(&self, messages: &[Message]) -> Vec<Message> {
-        let mut told = messages.to_vec();
+    /// The messages with a system message that describes the tools. Its text does not depend on the choice, so the
+    /// prefix cache serves requests with different choices.
+    pub fn describe_in(&self, messages: &[Message]) -> Vec<Message> {
+        let mut described = messages.to_vec();
         if self.offered().is_empty() {
-            return told;
+            return described;
         }
         let mut text = "You can call these tools:\n".to_owned();
         for Tool { name, description, parameters, .. } in &self.list {
@@ -79,13 +80,13 @@ impl Tools {
         text.push_str("If a tool is needed, reply only with JSON: {\"name\": NAME, \"parameters\": {...}}");
         text.push_str(&format!("{several}. Otherwise answer normally."));
         let system = |message: &Message| matches!(message.role.as_str(), "system" | "developer");
-        let behind = told.iter().position(|message| !system(message)).unwrap_or(told.len());
-        told.insert(behind, Message::new("system", &text));
-        told
+        let behind = described.iter().position(|message| !system(message)).unwrap_or(described.len());
+        described.insert(behind, Message::new("system", &text));
+        described
     }
 
-    /// The grammar of an answer that may or must call, where there are tools to call; and whether it holds from the first
-    /// token. `response` is what an answer must be that does not call.
+    /// The grammar of an answer, and whether it holds from the first token; none if the answer may be any text.
+    /// `response` is the grammar of an answer that calls no tool.
     pub fn grammar(
         &self,
         response: Option<&ResponseGrammar>,
@@ -133,7 +134,7 @@ impl Tools {
         Ok(Some((ResponseGrammar { source, param }, from_the_start)))
     }
 
-    /// The parameters of each tool that may be called, alone, and the field that has them.
+    /// For each tool that may be called, the grammar of its parameters alone, and the field that has their schema.
     pub fn sources(&self) -> impl Iterator<Item = (&str, GrammarSource)> {
         let strict = self.callable().any(|(_, tool)| tool.strict);
         self.callable().map(move |(_, tool)| {
@@ -143,8 +144,8 @@ impl Tools {
     }
 }
 
-/// A schema that names the properties of its object means those, where it says nothing of others: a function that is called
-/// with an argument it does not know fails.
+/// Forbids additional properties in a schema that names properties and says nothing of others: a function that gets an
+/// unknown argument fails.
 fn closed(parameters: &Value) -> Value {
     let mut parameters = parameters.clone();
     if let Value::Object(schema) = &mut parameters {
@@ -157,13 +158,13 @@ fn closed(parameters: &Value) -> Value {
     parameters
 }
 
-/// Makes the references of a schema those of one that has it as its definition `at`.
+/// Rewrites the references of a schema for its new place `#/$defs/{at}` in another schema.
 fn move_references(schema: &mut Value, at: &str) {
     match schema {
         Value::Object(map) => {
             for (name, value) in map {
                 match (name.as_str(), value) {
-                    // By names that are a schema's own.
+                    // These maps have names of the user's for keys, so no key in them is a keyword.
                     ("properties" | "patternProperties" | "$defs" | "definitions", Value::Object(named)) => {
                         named.values_mut().for_each(|schema| move_references(schema, at));
                     }

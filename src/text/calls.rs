@@ -5,9 +5,9 @@
 //! text where the answer turns out to be text. White space may stand wherever JSON allows it. Parameters are given out
 //! as they were written.
 
-/// What a piece of an answer turned out to be.
+/// A piece of an answer: text, or a piece of a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Said {
+pub enum AnswerPiece {
     Text(String),
     Call(CallPiece),
 }
@@ -75,37 +75,37 @@ impl CallReader {
     }
 
     /// Takes the next piece of the answer.
-    pub fn push(&mut self, text: &str) -> Vec<Said> {
-        let mut said = Vec::new();
+    pub fn push(&mut self, text: &str) -> Vec<AnswerPiece> {
+        let mut pieces = Vec::new();
         for (at, c) in text.char_indices() {
             if self.state == State::Text {
-                said.push(Said::Text(text[at..].to_owned()));
+                pieces.push(AnswerPiece::Text(text[at..].to_owned()));
                 break;
             }
             if self.calls == 0 {
                 self.pending.push(c);
             }
-            match self.step(c, &mut said) {
+            match self.step(c, &mut pieces) {
                 Some(next) => self.state = next,
                 // The grammar allows nothing but calls behind a first call.
                 None if self.calls > 0 => self.state = State::Outside,
                 None => {
                     self.state = State::Text;
-                    said.push(Said::Text(std::mem::take(&mut self.pending)));
+                    pieces.push(AnswerPiece::Text(std::mem::take(&mut self.pending)));
                 }
             }
         }
-        said
+        pieces
     }
 
     /// Ends the answer and returns the text held back, which did not become a call.
-    pub fn finish(&mut self) -> Option<Said> {
+    pub fn finish(&mut self) -> Option<AnswerPiece> {
         let pending = std::mem::take(&mut self.pending);
-        (!pending.is_empty()).then_some(Said::Text(pending))
+        (!pending.is_empty()).then_some(AnswerPiece::Text(pending))
     }
 
     /// The state behind `c`, or `None` where no call goes on with `c`.
-    fn step(&mut self, c: char, said: &mut Vec<Said>) -> Option<State> {
+    fn step(&mut self, c: char, pieces: &mut Vec<AnswerPiece>) -> Option<State> {
         let blank = matches!(c, ' ' | '\n' | '\r' | '\t');
         match std::mem::replace(&mut self.state, State::Outside) {
             State::Text => Some(State::Text),
@@ -142,16 +142,16 @@ impl CallReader {
                 ("parameters", '{') if !self.name.is_empty() => {
                     let index = self.calls;
                     let name = std::mem::take(&mut self.name);
-                    said.push(Said::Call(CallPiece::Name { index, name }));
+                    pieces.push(AnswerPiece::Call(CallPiece::Name { index, name }));
                     self.calls += 1;
                     self.pending.clear();
-                    self.parameter(c, said);
+                    self.parameter(c, pieces);
                     Some(State::Parameters { depth: 1, quoted: false, escaped: false })
                 }
                 _ => None,
             },
             State::Parameters { depth, quoted, escaped } => {
-                self.parameter(c, said);
+                self.parameter(c, pieces);
                 let (depth, quoted, escaped) = match c {
                     _ if escaped => (depth, quoted, false),
                     '\\' if quoted => (depth, quoted, true),
@@ -171,11 +171,11 @@ impl CallReader {
         }
     }
 
-    fn parameter(&mut self, c: char, said: &mut Vec<Said>) {
-        if let Some(Said::Call(CallPiece::Parameters { json, .. })) = said.last_mut() {
+    fn parameter(&mut self, c: char, pieces: &mut Vec<AnswerPiece>) {
+        if let Some(AnswerPiece::Call(CallPiece::Parameters { json, .. })) = pieces.last_mut() {
             return json.push(c);
         }
-        said.push(Said::Call(CallPiece::Parameters { index: self.calls - 1, json: c.into() }));
+        pieces.push(AnswerPiece::Call(CallPiece::Parameters { index: self.calls - 1, json: c.into() }));
     }
 }
 

@@ -24,7 +24,7 @@ mod stop;
 mod template;
 mod tokenizer;
 
-pub use calls::{CallPiece, CallReader, Said, whole_parameters};
+pub use calls::{AnswerPiece, CallPiece, CallReader, whole_parameters};
 pub use chat::{Content, Message, Part, normalize};
 pub use detokenizer::Detokenizer;
 pub use error::{MAX_TEXT_BYTES, TextError};

@@ -1,8 +1,8 @@
 //! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's wire format, JSON or a stream of named events.
 //!
-//! An answer is one block of text, or one for each call of a tool; one that says nothing has none. What comes with an answer
-//! before that (how long the prompt was, and how much of it the cache had) is known with its first token, so a stream begins
-//! with it.
+//! An answer is one block of text, or one block for each tool call; an empty answer has no block. A stream begins with
+//! the message, which reports the length of the prompt and how much of it the prefix cache had. Both are known with the
+//! first token, so the stream begins then.
 
 pub(in crate::api) mod request;
 
@@ -26,19 +26,19 @@ use crate::api::ids::{REQUEST_ID, new_id};
 use crate::api::openapi::AnthropicErrors;
 use crate::api::paths::documented;
 use crate::api::server::Server;
-use crate::api::tools::Calling;
+use crate::api::tools::PartialCall;
 use crate::api::wire::union::Events;
 use crate::engine::Timings;
 use crate::session::Reason;
 use crate::text::{CallPiece, whole_parameters};
 
-/// By which name Anthropic's clients know a request's id.
+/// The header in which Anthropic's clients expect a request's id.
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 const TOOL_ID_PREFIX: &str = "toolu_";
 
 type MessageEvents = Events<MessageEvent>;
 
-/// Answers a conversation, in Anthropic's words.
+/// Answers a conversation, in Anthropic's format.
 #[utoipa::path(
     post,
     path = "/v1/messages",
@@ -59,15 +59,16 @@ pub(in crate::api) async fn create(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let asked =
+    let exchange =
         exchange::ask(&server, caller, body, "msg_", "messages", request::parse, |service, request, _| {
             let (mut engine, answer) = service.prepare(request)?;
-            // Clients must name a bound, and name one that holds for any model: here the context may end before it.
+            // Clients must send `max_tokens`, and send a value that suits any model. If it exceeds the room in the
+            // context, the context is the bound.
             let room = service.engine().limits().max_context.saturating_sub(engine.prompt.len());
             engine.max_tokens = engine.max_tokens.filter(|n| *n <= room);
             Ok(vec![(engine, answer)])
         });
-    let Exchange { wire: form, reply, answers } = asked.await?;
+    let Exchange { wire: form, reply, answers } = exchange.await?;
     if form.stream {
         let failed = |error: &ApiError| vec![MessageEvent::Error { error: error.anthropic().1 }];
         Ok(exchange::stream(&server, events(reply, answers, form), failed, |event| named_event(&event)))
@@ -76,7 +77,7 @@ pub(in crate::api) async fn create(
     }
 }
 
-/// Counts the tokens of a conversation, as an answer would.
+/// Counts the tokens of a conversation's prompt.
 #[utoipa::path(
     post,
     path = "/v1/messages/count_tokens",
@@ -93,7 +94,7 @@ pub(in crate::api) async fn count_tokens(
     client: Client,
     body: Body,
 ) -> Result<Json<TokenCount>, ApiError> {
-    let counted = exchange::work(&server, &client, body, |server, body| {
+    let counted = exchange::process_body(&server, &client, body, |server, body| {
         let (model, request) = request::parse_to_count(body)?;
         let service = server.service_for(model.as_deref())?;
         Ok(service.conversation(&request)?.len())
@@ -102,7 +103,8 @@ pub(in crate::api) async fn count_tokens(
     Ok(Json(TokenCount { input_tokens: n }))
 }
 
-/// Says errors of these routes in Anthropic's words, wherever they came from, and the request's id under its name.
+/// Rewrites the errors of these routes, wherever they arose, in Anthropic's form, and adds the request's id in
+/// Anthropic's header.
 pub(in crate::api) async fn rewrite_errors(request: Request, next: Next) -> Response {
     let path = documented(request.uri().path());
     if path != "/v1/messages" && !path.starts_with("/v1/messages/") {
@@ -122,7 +124,7 @@ pub(in crate::api) async fn rewrite_errors(request: Request, next: Next) -> Resp
     response
 }
 
-/// An answer, as far as it goes.
+/// An answer; in a stream's first event, without content.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct Message {
     id: String,
@@ -134,7 +136,7 @@ pub(in crate::api) struct Message {
     content: Vec<Block>,
     #[schema(required)]
     stop_reason: Option<StopReason>,
-    /// The one that ended it.
+    /// The stop sequence that ended the answer, if one did.
     #[schema(required)]
     stop_sequence: Option<String>,
     usage: MessageUsage,
@@ -162,13 +164,13 @@ pub(in crate::api) enum Block {
     ToolUse {
         id: String,
         name: String,
-        /// An object, as the model wrote it: numbers of any size.
+        /// The tool's input as the model wrote it: an object, whose numbers may have any size.
         #[schema(value_type = Object)]
         input: Box<RawValue>,
     },
 }
 
-/// Why an answer ended, in Anthropic's words.
+/// Why an answer ended, by Anthropic's names.
 #[derive(Clone, Copy, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum StopReason {
@@ -179,7 +181,8 @@ pub(in crate::api) enum StopReason {
     ModelContextWindowExceeded,
 }
 
-/// What the prefix cache had of the prompt does not count as input. Nothing is paid for what goes into the cache.
+/// Tokens of the prompt that the prefix cache had count as `cache_read_input_tokens`, and not as `input_tokens`.
+/// Writing to the cache costs nothing, so `cache_creation_input_tokens` is 0.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct MessageUsage {
     input_tokens: usize,
@@ -265,16 +268,16 @@ impl Message {
 }
 
 impl Block {
-    /// The block of a call; `json` is its input.
+    /// The block of a tool call; `json` is the call's input.
     fn tool_use(id: String, name: String, json: String) -> Result<Self, ApiError> {
         let input =
             RawValue::from_string(json).map_err(|e| ApiError::Bug(format!("the input of a tool: {e}")))?;
         Ok(Self::ToolUse { id, name, input })
     }
 
-    /// The block of a call that is told as a whole; of one that was cut, what is whole of its input.
-    fn of_call(call: Calling) -> Result<Self, ApiError> {
-        let json = if call.is_whole() { call.arguments } else { whole_parameters(&call.arguments) };
+    /// The block of a call in an answer that is not streamed. A call that was cut has the complete part of its input.
+    fn from_call(call: PartialCall) -> Result<Self, ApiError> {
+        let json = if call.is_complete() { call.arguments } else { whole_parameters(&call.arguments) };
         Self::tool_use(format!("{TOOL_ID_PREFIX}{}", call.id), call.name, json)
     }
 }
@@ -282,15 +285,15 @@ impl Block {
 async fn collect(reply: Reply, mut answers: Answers, form: &Form) -> Result<Response, ApiError> {
     let (mut text, mut calls) = (String::new(), Vec::new());
     while let Some(piece) = answers.next().await {
-        let piece = piece.map_err(ApiError::of_a_whole_answer)?;
+        let piece = piece.map_err(ApiError::while_collecting)?;
         text.push_str(&piece.text);
         for call in piece.calls {
-            Calling::gather(&mut calls, call);
+            PartialCall::push(&mut calls, call);
         }
         if let Some(reason) = piece.end {
             reply.log(reason, &piece.timings);
             let stop = Stop::new(form, reason, piece.stopped_by, &piece.timings);
-            let mut content = calls.into_iter().map(Block::of_call).collect::<Result<Vec<Block>, _>>()?;
+            let mut content = calls.into_iter().map(Block::from_call).collect::<Result<Vec<Block>, _>>()?;
             if !text.is_empty() {
                 content.push(Block::Text { text });
             }
@@ -300,7 +303,8 @@ async fn collect(reply: Reply, mut answers: Answers, form: &Form) -> Result<Resp
     Err(ApiError::Bug("an answer had no end".into()))
 }
 
-/// The message without content, its blocks piece by piece, why it ended with what it took, and the end.
+/// The events of a stream: the message without content, its blocks piece by piece, the reason of the end with the
+/// usage, and the end.
 fn events(
     reply: Reply,
     mut answers: Answers,
@@ -308,7 +312,7 @@ fn events(
 ) -> impl Stream<Item = Result<MessageEvent, ApiError>> {
     async_stream::try_stream! {
         let mut begun = false;
-        // The block that is open.
+        // The index of the open block.
         let mut open = None;
         while let Some(piece) = answers.next().await {
             let piece = piece?;

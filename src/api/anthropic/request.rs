@@ -1,7 +1,9 @@
-//! The body of `POST /v1/messages` and of `/v1/messages/count_tokens`: Anthropic's JSON in, a [`GenerateRequest`] out.
+//! The bodies of `POST /v1/messages` and of `/v1/messages/count_tokens`: Anthropic's JSON becomes a
+//! [`GenerateRequest`].
 //!
-//! Unknown fields are ignored, and so are those that bill, trace, or ask for thoughts, which this model has none of
-//! (`metadata`, `cache_control`, `thinking`); what would change the answer and cannot be had is refused.
+//! Unknown fields are ignored. So are fields that bill, trace, or ask for thinking, which this model does not do
+//! (`metadata`, `cache_control`, `thinking`). A field that would change the answer and that this server does not
+//! support is refused.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -20,7 +22,7 @@ use crate::session::{Call, Conversation, GenerateRequest, MAX_TOOLS, PromptEndin
 use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS};
 
 numbers! {
-    /// Narrower than at OpenAI.
+    /// Anthropic's range is narrower than OpenAI's.
     MessagesTemperature: f64 = 0.0..=1.0;
     MessagesTopK: i64 = 0..=u32::MAX as i64;
 }
@@ -55,19 +57,19 @@ wire::composed! {
     }
 }
 
-/// What the number of tokens of a conversation depends on.
+/// The fields that the number of the prompt's tokens depends on.
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(as = CountTokensRequest)]
 pub(in crate::api) struct ConversationFields {
-    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    /// The id that `/v1/models` lists; if absent or empty, the served model.
     model: Option<String>,
-    /// The last message may be the beginning of the answer.
+    /// The messages of the conversation. If the last is the assistant's, the answer continues it.
     #[schema(inline)]
     messages: MessageParams,
-    /// Blocks are paragraphs.
+    /// The system text. Each block becomes a paragraph.
     #[schema(inline)]
     system: Option<TextContent>,
-    /// Their names differ.
+    /// The tools that the client runs. Their names must be unique.
     #[schema(inline)]
     tools: Option<CustomTools>,
     tool_choice: Option<MessagesToolChoice>,
@@ -81,22 +83,22 @@ pub(in crate::api) struct ConversationFields {
     mcp_servers: Option<Vec<Anything>>,
 }
 
-/// How the answer is wanted.
+/// The options of the answer.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct MessagesOptions {
-    /// The context may end before.
+    /// The most tokens of the answer. The end of the context may end the answer earlier.
     max_tokens: MaxTokens,
-    /// The answer ends before these.
+    /// The answer ends before the first of these texts.
     #[schema(inline)]
     stop_sequences: Option<StopSequences>,
-    /// Server-sent events.
+    /// Whether the answer comes as server-sent events.
     stream: Option<bool>,
-    /// 0 is greedy.
+    /// Temperature; 0 is greedy decoding.
     temperature: Option<MessagesTemperature>,
     top_p: Option<Probability>,
-    /// 0 is off.
+    /// Draw from the `top_k` likeliest tokens; 0 turns this off.
     top_k: Option<MessagesTopK>,
-    /// Requests with the same salt share the prefix cache, and no others do.
+    /// Requests share the prefix cache only with requests of the same salt.
     cache_salt: Option<Salt>,
 }
 
@@ -104,31 +106,31 @@ pub(in crate::api) struct MessagesOptions {
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct MessageParam {
     role: MessageRole,
-    /// Blocks of text are paragraphs.
+    /// The message's text or blocks. Each block of text becomes a paragraph.
     #[schema(inline)]
     content: Content,
 }
 
-/// A block of a message. Only an assistant's message has tool uses and thinking, which is ignored; only a user's message has
-/// tool results.
+/// A block of a message. Only an assistant's message may have tool uses and thinking; thinking is ignored. Only a
+/// user's message may have tool results.
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(as = ContentBlockParam)]
 pub(in crate::api) struct ContentBlock {
     r#type: BlockType,
-    /// With `text`.
+    /// For `text`: the text.
     text: Option<String>,
-    /// With `tool_use`.
+    /// For `tool_use`: the id of the call.
     id: Option<String>,
-    /// With `tool_use`.
+    /// For `tool_use`: the name of the tool.
     name: Option<String>,
-    /// With `tool_use`.
+    /// For `tool_use`: the input of the tool.
     input: Option<JsonObject>,
-    /// With `tool_result`: the id of a call in the message before.
+    /// For `tool_result`: the id of a tool use in an earlier message.
     tool_use_id: Option<String>,
-    /// With `tool_result`: a text, or blocks of text.
+    /// For `tool_result`: the result, a text or blocks of text.
     #[schema(inline)]
     content: Option<TextContent>,
-    /// With `tool_result`.
+    /// For `tool_result`: whether the tool failed.
     is_error: Option<bool>,
 }
 
@@ -158,16 +160,16 @@ pub(in crate::api) struct CustomTool {
     description: Option<String>,
     #[schema(required, nullable = false)]
     input_schema: Option<ParametersSchema>,
-    /// Every keyword of the schema is enforced, or it is an error.
+    /// Enforce every keyword of the schema; a keyword that cannot be enforced is an error.
     strict: Option<bool>,
 }
 
 #[derive(Debug, Deserialize, ToSchema)]
 struct MessagesToolChoice {
     r#type: MessagesChoiceType,
-    /// With `tool`: the name of one of `tools`.
+    /// For `tool`: the name of one of `tools`.
     name: Option<String>,
-    /// At most one call.
+    /// Allow at most one tool call in the answer.
     disable_parallel_tool_use: Option<bool>,
 }
 
@@ -176,7 +178,7 @@ struct OutputConfig {
     format: Option<OutputFormat>,
 }
 
-/// What the answer must be: every keyword of the schema is enforced, or it is an error.
+/// The format of the answer: every keyword of the schema is enforced, and one that cannot be is an error.
 #[derive(Debug, Deserialize, ToSchema)]
 struct OutputFormat {
     #[allow(dead_code, reason = "there is one type")]
@@ -184,7 +186,7 @@ struct OutputFormat {
     schema: JsonObject,
 }
 
-/// How the answer is wanted.
+/// What the reply needs to know of the request.
 #[derive(Debug)]
 pub(in crate::api) struct Form {
     pub stream: bool,
@@ -214,7 +216,7 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     Ok(Parsed { model, request, stream, cache_salt, wire: Form { stream, stops, max_tokens } })
 }
 
-/// The model, and what a count of tokens depends on.
+/// The model of a count request, and the conversation to count.
 pub(in crate::api) fn parse_to_count(body: &[u8]) -> Result<(Option<String>, GenerateRequest), ApiError> {
     wire::body::<ConversationFields>(body)?.request()
 }
@@ -235,7 +237,7 @@ impl ConversationFields {
             return Err(ApiError::invalid("messages", problem));
         }
         let messages = conversation.finish();
-        // A last turn of the assistant's is the beginning of the answer.
+        // If the last turn is the assistant's, the answer continues it.
         let continued = messages.last().is_some_and(|last| last.role == "assistant");
         let ending = if continued { PromptEnding::Continued } else { PromptEnding::Answer };
         let tools = tools(self.tools.unwrap_or_default().0, self.tool_choice)?;
@@ -301,7 +303,7 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
             _ => paragraphs.extend(paragraph(&at, &role, block.r#type, block.text)?),
         }
     }
-    // A message that says nothing is a turn too.
+    // A message without text is a turn too.
     if only_text && paragraphs.is_empty() {
         conversation.say(speaker, "");
     }
@@ -309,7 +311,7 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
     Ok(())
 }
 
-/// What a tool gave, which may be nothing.
+/// The text of a tool's result, which may be empty.
 fn tool_result(at: &str, content: Option<TextContent>, is_error: Option<bool>) -> Result<String, ApiError> {
     let text = match content {
         None => String::new(),
@@ -318,7 +320,7 @@ fn tool_result(at: &str, content: Option<TextContent>, is_error: Option<bool>) -
     Ok(if is_error.unwrap_or(false) { format!("Error: {text}") } else { text })
 }
 
-/// A text, or blocks of text, which are paragraphs of their own.
+/// A text, or blocks of text that become paragraphs.
 fn text(at: &str, content: TextContent) -> Result<String, ApiError> {
     let blocks = match content {
         TextOr::Text(text) => return Ok(text),
@@ -336,7 +338,7 @@ fn text(at: &str, content: TextContent) -> Result<String, ApiError> {
     Ok(paragraphs.join("\n\n"))
 }
 
-/// The text of a block. None for what stands in a conversation and says nothing: an empty text, and thinking.
+/// The text of a block; none for an empty text and for thinking, which the prompt leaves out.
 fn paragraph(
     at: &str,
     role: &MessageRole,

@@ -23,7 +23,7 @@ use crate::api::openai::options::{AnswerOptions, Form};
 use crate::api::openai::tools::ChatToolFields;
 use crate::api::openapi::BodyErrors;
 use crate::api::server::Server;
-use crate::api::tools::Calling;
+use crate::api::tools::PartialCall;
 use crate::api::wire;
 use crate::api::wire::bounded::{MaxTokens, TopLogprobs};
 use crate::api::wire::union::Events;
@@ -56,11 +56,11 @@ pub(in crate::api) async fn completions(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let asked =
+    let exchange =
         exchange::ask(&server, caller, body, "chatcmpl-", "messages", parse, |service, request, _| {
             Ok(vec![service.prepare(request)?])
         });
-    let Exchange { wire: form, reply, answers } = asked.await?;
+    let Exchange { wire: form, reply, answers } = exchange.await?;
     if form.stream {
         Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form.include_usage)))
     } else {
@@ -79,20 +79,20 @@ wire::composed! {
     }
 }
 
-/// What a chat says beside its tools and the options of its answer.
+/// The fields of a chat that are neither tools nor options of the answer.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct ChatFields {
-    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    /// The id that `/v1/models` lists; if absent or empty, the served model.
     model: Option<String>,
     #[schema(inline)]
     messages: ChatMessages,
-    /// Absent is as many as the context holds.
+    /// The most tokens of an answer; if absent, as many as the context holds.
     max_completion_tokens: Option<MaxTokens>,
-    /// The older name; `max_completion_tokens` counts where both are there.
+    /// The older name of `max_completion_tokens`, which takes precedence.
     max_tokens: Option<MaxTokens>,
-    /// Log probabilities of the answer's tokens.
+    /// Return log probabilities of the answer's tokens.
     logprobs: Option<bool>,
-    /// Alternatives to each token; above 0 only with `logprobs`.
+    /// The number of alternatives to each token; above 0 only if `logprobs` is true.
     top_logprobs: Option<TopLogprobs>,
     modalities: Option<Vec<Modality>>,
 }
@@ -124,7 +124,7 @@ fn logprobs(wanted: Option<bool>, top: Option<TopLogprobs>) -> Result<Option<usi
     Ok(wanted.then_some(top as usize))
 }
 
-/// The whole answer.
+/// A chat completion that is not streamed.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct ChatCompletion {
     #[serde(flatten)]
@@ -155,10 +155,10 @@ struct ChatChoice {
 struct ChatAnswer {
     #[schema(inline)]
     role: Assistant,
-    /// Null where it calls tools.
+    /// The text of the answer; null if the answer calls tools.
     #[schema(required)]
     content: Option<String>,
-    /// Always null: OpenAI's field for what its models say instead.
+    /// Always null: OpenAI's models put refusals here.
     #[schema(required)]
     refusal: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -188,7 +188,7 @@ enum Function {
 #[derive(Serialize, ToSchema)]
 struct CalledFunction {
     name: String,
-    /// JSON; cut where the answer is.
+    /// The arguments as JSON, which is incomplete if the end of the answer cut it.
     arguments: String,
 }
 
@@ -215,11 +215,11 @@ pub(in crate::api) struct ChatCompletionChunk {
     object: Part,
     /// Empty in the chunk that brings `usage`.
     choices: Vec<ChatChunkChoice>,
-    /// There where it was asked for: null in every chunk but the last.
+    /// Present if `stream_options` asks for it; null in every chunk but the last.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Usage>, required = false)]
     usage: Option<Option<Usage>>,
-    /// In the last chunk.
+    /// Present in the last chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     timings: Option<TimingsReport>,
@@ -241,7 +241,8 @@ struct ChatChunkChoice {
     finish_reason: Option<FinishReason>,
 }
 
-/// What is new: the role first, then text or calls; nothing beside a finish reason, or where a token says nothing yet.
+/// What a chunk adds: first the role, then text or pieces of tool calls. A chunk with a finish reason adds nothing, and
+/// so does a token that is no whole character yet.
 #[derive(Default, Serialize, ToSchema)]
 struct ChatDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -254,7 +255,7 @@ struct ChatDelta {
     tool_calls: Vec<ToolCallDelta>,
 }
 
-/// A piece of one call: its name with its id first, and then its arguments piece by piece.
+/// A piece of one tool call: first its id and name, then its arguments piece by piece.
 #[derive(Serialize, ToSchema)]
 struct ToolCallDelta {
     index: usize,
@@ -295,7 +296,7 @@ impl From<CallPiece> for ToolCallDelta {
 }
 
 impl ChatCompletionChunk {
-    /// Where usage is asked for, every chunk has the field.
+    /// A chunk with these choices. If the request asks for usage, every chunk has the field.
     fn new(reply: &Reply, choices: Vec<ChatChunkChoice>, usage: bool) -> Self {
         Self {
             head: reply.head(),
@@ -307,7 +308,7 @@ impl ChatCompletionChunk {
     }
 }
 
-/// Makes of a text the chunk of a stream that brings it, as JSON.
+/// Returns a function that wraps a text in a chunk of a stream, as JSON.
 pub fn text_chunks(model: &str) -> impl Fn(&str) -> String {
     let reply = Reply::unasked(model);
     move |text| {
@@ -320,13 +321,13 @@ pub fn text_chunks(model: &str) -> impl Fn(&str) -> String {
 async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, ApiError> {
     let n = answers.count();
     let mut logprobs: Vec<_> = (0..n).map(|_| Vec::new()).collect();
-    let (mut texts, mut calls) = (vec![String::new(); n], vec![Vec::<Calling>::new(); n]);
+    let (mut texts, mut calls) = (vec![String::new(); n], vec![Vec::<PartialCall>::new(); n]);
     let mut last = Reason::Stop;
     while let Some(piece) = answers.next().await {
-        let piece = piece.map_err(ApiError::of_a_whole_answer)?;
+        let piece = piece.map_err(ApiError::while_collecting)?;
         texts[piece.choice].push_str(&piece.text);
         for call in piece.calls {
-            Calling::gather(&mut calls[piece.choice], call);
+            PartialCall::push(&mut calls[piece.choice], call);
         }
         let token = piece.logprobs.map(|(id, logprobs)| TokenLogprob::new(&answers.service, id, &logprobs));
         logprobs[piece.choice].extend(token);
@@ -336,7 +337,7 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, A
     reply.log(last, &timings);
     let choices = answers.ends().zip(texts).zip(calls).zip(logprobs).enumerate();
     let choices = choices.map(|(index, (((reason, text), calls), tokens))| {
-        let call = |Calling { id, name, arguments }| ToolCall {
+        let call = |PartialCall { id, name, arguments }| ToolCall {
             id: format!("{CALL_ID_PREFIX}{id}"),
             r#type: Function::Function,
             function: CalledFunction { name, arguments },
@@ -359,8 +360,8 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, A
     })
 }
 
-/// The chunks of a chat: for each answer its role, then content or calls, then the finish reason; behind all of them usage, if
-/// asked.
+/// The chunks of a chat. Each answer has its role, then content or calls, then its finish reason. Usage comes after all
+/// answers, if the request asks for it.
 fn stream_chunks(
     reply: Reply,
     mut answers: Answers,
@@ -380,7 +381,7 @@ fn stream_chunks(
         while let Some(piece) = answers.next().await {
             let Piece { choice, text, calls, logprobs, end, .. } = piece?;
             if !text.is_empty() || !calls.is_empty() || logprobs.is_some() {
-                // A token that said nothing yet, or stands between calls, brings neither.
+                // A token with log probabilities may add neither text nor calls.
                 let delta = ChatDelta {
                     content: (calls.is_empty() && !text.is_empty()).then_some(text),
                     tool_calls: calls.into_iter().map(ToolCallDelta::from).collect(),

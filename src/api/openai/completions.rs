@@ -1,5 +1,5 @@
-//! `POST /v1/completions`: text goes on as it is, without a chat's template. Prompts are a text, a list of texts, or token
-//! ids; `echo` with `logprobs` scores them, which is what evaluation harnesses ask for.
+//! `POST /v1/completions`: continues texts as they are, without a chat template. Prompts are a text, a list of texts,
+//! or token ids. `echo` with `logprobs` scores the prompts, as evaluation harnesses ask for.
 
 use std::sync::Arc;
 
@@ -30,31 +30,31 @@ use crate::engine::Request;
 use crate::model::Logprobs;
 use crate::session::{AnswerText, GenerateRequest, Reason, Service};
 
-/// Tokens of an answer where nobody says how many, as OpenAI has it.
+/// The most tokens of an answer if the request has no `max_tokens`, as OpenAI has it.
 const MAX_TOKENS: i64 = 16;
-/// Prompts of one completion.
+/// The most prompts of one request.
 const MAX_PROMPTS: usize = 128;
 
 type CompletionPrompts = Prompts<MAX_PROMPTS>;
 
-/// How the answer is wanted.
+/// What the reply needs to know of the request.
 struct Form {
     prompts: Vec<(String, Prompt)>,
-    /// Answers to each of them.
+    /// The number of answers to each prompt.
     n: usize,
     stream: bool,
     include_usage: bool,
-    /// Whether an answer begins with its prompt, and what it begins with then, by prompt.
+    /// Whether each answer begins with its prompt. `echoes` then has the beginnings, by prompt.
     echo: bool,
     echoes: Vec<Echo>,
-    /// Whether the prompt is all there is to be.
+    /// Whether `max_tokens` is 0: only the prompt is returned.
     prompt_only: bool,
     logprobs: Option<usize>,
 }
 
 type CompletionEvents = Events<Completion>;
 
-/// Goes on with texts as they are.
+/// Continues texts as they are.
 #[utoipa::path(
     post,
     path = "/v1/completions",
@@ -75,8 +75,8 @@ pub(in crate::api) async fn completions(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let asked = exchange::ask(&server, caller, body, "cmpl-", "prompt", parse, prepare);
-    let Exchange { wire: form, reply, answers } = asked.await?;
+    let exchange = exchange::ask(&server, caller, body, "cmpl-", "prompt", parse, prepare);
+    let Exchange { wire: form, reply, answers } = exchange.await?;
     if form.stream {
         Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form)))
     } else {
@@ -93,24 +93,24 @@ wire::composed! {
     }
 }
 
-/// What a completion says beside the options of its answer.
+/// The fields of a completion that are no options of the answer.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct CompletionFields {
-    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    /// The id that `/v1/models` lists; if absent or empty, the served model.
     model: Option<String>,
-    /// What to go on from.
+    /// The text to continue, several texts, or token ids.
     #[schema(inline)]
     prompt: CompletionPrompts,
-    /// Absent is 16; 0 only with `echo`.
+    /// The most tokens of an answer; 16 if absent. 0 is allowed only with `echo`.
     max_tokens: Option<MaxTokensOrNone>,
-    /// Log probabilities of the tokens, and of so many alternatives.
+    /// Return log probabilities of the tokens, and of this many alternatives to each.
     logprobs: Option<TopLogprobs>,
-    /// The answer begins with the prompt, and `logprobs` has the prompt's tokens.
+    /// Begin each answer with its prompt. `logprobs` then includes the prompt's tokens.
     echo: Option<bool>,
     /// Not supported.
     #[schema(max_length = 0)]
     suffix: Option<String>,
-    /// As many as `n`: all answers are returned.
+    /// Must equal `n`: all answers are returned.
     best_of: Option<AnswerCount>,
 }
 
@@ -131,7 +131,7 @@ fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
         let problem = "all answers are returned: expected the same as n";
         return Err(ApiError::unsupported("best_of", problem));
     }
-    // One token is drawn in any case.
+    // The engine draws at least one token.
     let parsed = options.parsed(wire::named(completion.model), Some(max_tokens.max(1) as usize), grammar)?;
     let Parsed { model, request, stream, cache_salt, wire: options } = parsed;
     let form = Form {
@@ -171,14 +171,14 @@ fn prepare(
     Ok(prepared)
 }
 
-/// What an answer begins with, where it echoes its prompt.
+/// The beginning of an answer that echoes its prompt.
 #[derive(Default)]
 struct Echo {
     text: String,
     ids: Vec<u32>,
 }
 
-/// A completion, or an event of a stream of one.
+/// A completion, or one event of its stream.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct Completion {
     #[serde(flatten)]
@@ -187,11 +187,11 @@ pub(in crate::api) struct Completion {
     object: TextCompletion,
     /// Empty in the event that brings `usage`.
     choices: Vec<CompletionChoice>,
-    /// In a stream, there where it was asked for: null in every event but the last.
+    /// In a stream, present if `stream_options` asks for it, and null in every event but the last.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Usage>, required = false)]
     usage: Option<Option<Usage>>,
-    /// In a stream, in the last event.
+    /// In a stream, present in the last event.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     timings: Option<TimingsReport>,
@@ -209,28 +209,28 @@ struct CompletionChoice {
     text: String,
     #[schema(required)]
     logprobs: Option<CompletionLogprobs>,
-    /// Null in the events of a stream but the last of an answer.
+    /// In a stream, null in all events but the last of each answer.
     #[schema(required)]
     finish_reason: Option<FinishReason>,
 }
 
-/// OpenAI's lists for the tokens of a completion, of one length.
+/// The tokens of a completion in OpenAI's lists, which have one length.
 #[derive(Default, Serialize, ToSchema)]
 struct CompletionLogprobs {
     tokens: Vec<String>,
-    /// Null for the first token of a prompt: nothing was there to foretell it.
+    /// The log probability of each token; null for the first token of a prompt, which nothing precedes.
     token_logprobs: Vec<Option<f64>>,
     #[schema(value_type = Vec<Option<HashMap<String, f64>>>)]
     top_logprobs: Vec<Option<Map<String, Value>>>,
-    /// Where each begins, in characters.
+    /// Where each token begins in the text, in characters.
     text_offset: Vec<usize>,
 }
 
-/// The tokens of one answer.
+/// The scored tokens of one answer.
 #[derive(Default)]
 struct Scores {
     new: CompletionLogprobs,
-    /// Characters so far.
+    /// The number of characters so far.
     offset: usize,
 }
 
@@ -244,7 +244,7 @@ impl Scores {
         self.new.top_logprobs.push(logprobs.map(|found| {
             let mut top = Map::new();
             for (id, logprob) in &found.top {
-                // Two tokens may have the same text: the likelier one is told.
+                // Two tokens may have the same text: the likelier one is reported.
                 top.entry(service.piece(*id)).or_insert_with(|| json!(finite(*logprob)));
             }
             top
@@ -258,26 +258,27 @@ impl Scores {
     }
 }
 
-/// What an answer is made of so far.
-struct Completing<'a> {
+/// Builds the choices of a completion from the pieces of its answers.
+struct CompletionBuilder<'a> {
     form: &'a Form,
-    /// By answer.
+    /// The scores of each answer; `begun` says which answers have begun.
     scores: Vec<Scores>,
     begun: Vec<bool>,
 }
 
-impl<'a> Completing<'a> {
+impl<'a> CompletionBuilder<'a> {
     fn new(form: &'a Form) -> Self {
         let answers = form.n * form.prompts.len();
         Self { form, scores: (0..answers).map(|_| Scores::default()).collect(), begun: vec![false; answers] }
     }
 
-    /// The text that a piece adds; its tokens go to the scores.
+    /// Returns the text that a piece adds, and adds the piece's tokens to the scores.
     fn take(&mut self, service: &Service, piece: Piece) -> String {
         let Piece { choice, text, logprobs, stop, prompt, .. } = piece;
         let mut added = String::new();
         let echo = &self.form.echoes[choice / self.form.n];
-        // The scores of a prompt come with its first answer, before anything else of any.
+        // A prompt's log probabilities come with its first answer, before any other piece, and count for all its
+        // answers.
         for (sibling, logprobs) in prompt.iter().flat_map(|p| (0..self.form.n).map(move |i| (choice + i, p)))
         {
             self.scores[sibling].prompt(service, &echo.ids, logprobs);
@@ -287,8 +288,8 @@ impl<'a> Completing<'a> {
         }
         if !self.form.prompt_only {
             added.push_str(&text);
-            // The token that ends an answer is scored as well, as OpenAI has it: lm-eval takes the last entry for that of the
-            // one token that it asks for beside its prompt.
+            // The token that ends an answer is scored as well, as OpenAI has it: lm-eval asks for one token beside its
+            // prompt, and takes the last entry for that token's.
             for (id, logprobs) in logprobs.into_iter().chain(stop) {
                 self.scores[choice].push(service, id, Some(&logprobs));
             }
@@ -296,13 +297,13 @@ impl<'a> Completing<'a> {
         added
     }
 
-    /// The scores that came since the last call, where they were asked for.
+    /// The scores since the last call, if the request asks for log probabilities.
     fn scores(&mut self, choice: usize) -> Option<CompletionLogprobs> {
         self.form.logprobs.map(|_| std::mem::take(&mut self.scores[choice].new))
     }
 }
 
-/// Why an answer ended; of a prompt alone, that nothing was to follow it.
+/// Why an answer ended. A prompt alone ends with `length`, since nothing was to follow it.
 fn reason(form: &Form, reason: Reason) -> Reason {
     if form.prompt_only { Reason::Length } else { reason }
 }
@@ -314,8 +315,8 @@ impl Completion {
     }
 }
 
-/// The whole reply's last words.
-fn close(reply: &Reply, answers: &Answers, form: &Form, last: Reason) -> (Usage, TimingsReport) {
+/// Logs the end of the reply, and returns its usage and timings.
+fn finish(reply: &Reply, answers: &Answers, form: &Form, last: Reason) -> (Usage, TimingsReport) {
     let mut timings = answers.timings();
     if form.prompt_only {
         timings.predicted_n = 0;
@@ -326,28 +327,29 @@ fn close(reply: &Reply, answers: &Answers, form: &Form, last: Reason) -> (Usage,
 
 async fn collect(reply: Reply, mut answers: Answers, form: Form) -> Result<Completion, ApiError> {
     let service = Arc::clone(&answers.service);
-    let mut all = Completing::new(&form);
+    let mut builder = CompletionBuilder::new(&form);
     let mut texts = vec![String::new(); answers.count()];
     while let Some(piece) = answers.next().await {
-        let piece = piece.map_err(ApiError::of_a_whole_answer)?;
+        let piece = piece.map_err(ApiError::while_collecting)?;
         let choice = piece.choice;
-        texts[choice].push_str(&all.take(&service, piece));
+        texts[choice].push_str(&builder.take(&service, piece));
     }
     let ends: Vec<Reason> = answers.ends().map(|end| reason(&form, end)).collect();
     let choices = texts.into_iter().zip(&ends).enumerate().map(|(index, (text, end))| CompletionChoice {
         index,
         text,
-        logprobs: all.scores(index),
+        logprobs: builder.scores(index),
         finish_reason: Some((*end).into()),
     });
     let mut body = Completion::new(&reply, choices.collect());
     let last = ends.last().copied().unwrap_or(Reason::Stop);
-    let (usage, timings) = close(&reply, &answers, &form, last);
+    let (usage, timings) = finish(&reply, &answers, &form, last);
     (body.usage, body.timings) = (Some(Some(usage)), Some(timings));
     Ok(body)
 }
 
-/// The text of each answer as it comes, then its finish reason; then usage if asked.
+/// The events of a completion: the text of each answer as it comes, then its finish reason; at last usage, if the
+/// request asks for it.
 fn stream_chunks(
     reply: Reply,
     mut answers: Answers,
@@ -355,12 +357,12 @@ fn stream_chunks(
 ) -> impl Stream<Item = Result<String, ApiError>> {
     async_stream::try_stream! {
         let service = Arc::clone(&answers.service);
-        let mut all = Completing::new(&form);
+        let mut builder = CompletionBuilder::new(&form);
         while let Some(piece) = answers.next().await {
             let piece = piece?;
             let (index, end) = (piece.choice, piece.end.map(|end| reason(&form, end)));
-            let text = all.take(&service, piece);
-            let logprobs = all.scores(index);
+            let text = builder.take(&service, piece);
+            let logprobs = builder.scores(index);
             let is_empty = text.is_empty() && logprobs.as_ref().is_none_or(|scores| scores.tokens.is_empty());
             if is_empty && end.is_none() {
                 continue;
@@ -373,7 +375,7 @@ fn stream_chunks(
                 yield json_text(&chunk);
                 continue;
             };
-            let (usage, timings) = close(&reply, &answers, &form, end);
+            let (usage, timings) = finish(&reply, &answers, &form, end);
             if form.include_usage {
                 yield json_text(&chunk);
                 chunk = Completion::new(&reply, Vec::new());

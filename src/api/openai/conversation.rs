@@ -1,4 +1,4 @@
-//! A conversation as OpenAI's chat writes it: messages, calls of tools, and what these gave.
+//! A conversation in the form of OpenAI's chat: messages, tool calls, and the results of the calls.
 
 use serde::Deserialize;
 use utoipa::ToSchema;
@@ -22,7 +22,7 @@ words! {
 /// The messages of a conversation.
 pub(in crate::api) type ChatMessages = List<ChatMessage, 1, { usize::MAX }>;
 
-/// What a message says.
+/// The content of a message.
 type ChatContent = TextOr<Vec<TextPart>>;
 
 /// The calls of one answer.
@@ -32,15 +32,15 @@ type MadeCalls = List<MadeCall, 0, MAX_TOOLS>;
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct ChatMessage {
     role: ChatRole,
-    /// An assistant's message, or a tool's, may have none. Parts are joined as they are.
+    /// The text of the message. An assistant's or a tool's message may have none. Parts are joined without a separator.
     #[schema(inline)]
     content: Option<ChatContent>,
-    /// The calls that an assistant's message made.
+    /// The tool calls that an assistant's message made.
     #[schema(inline)]
     tool_calls: Option<MadeCalls>,
-    /// The id of the call that a tool's message answers: a call in a message before this one.
+    /// For a tool's message: the id of the call that it answers, in an earlier message.
     tool_call_id: Option<String>,
-    /// Replaced by `tool_calls`.
+    /// Not supported: use `tool_calls`.
     function_call: Option<Refused>,
 }
 
@@ -73,10 +73,10 @@ struct MadeFunctionCall {
     arguments: Option<CallArguments>,
 }
 
-/// JSON, or what some clients make of it: the object.
+/// The arguments as JSON text. Some clients send the object itself.
 pub(in crate::api) type CallArguments = TextOr<JsonObject>;
 
-/// A call with its arguments as the model wrote them.
+/// A call with its arguments as JSON text.
 pub(in crate::api) fn call(name: String, arguments: Option<CallArguments>) -> Call {
     let arguments = match arguments {
         None => String::new(),
@@ -86,16 +86,16 @@ pub(in crate::api) fn call(name: String, arguments: Option<CallArguments>) -> Ca
     Call { name, arguments }
 }
 
-/// How a conversation ends, in vLLM's two fields.
+/// How the prompt ends, in vLLM's two fields.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct EndingFields {
-    /// The last message is the beginning of the answer, and the assistant's.
+    /// Continue the last message, which must be the assistant's.
     continue_final_message: Option<bool>,
-    /// Whether an answer begins behind the last message; not together with `continue_final_message`.
+    /// Whether a new answer begins after the last message; true by default. Not together with `continue_final_message`.
     add_generation_prompt: Option<bool>,
 }
 
-/// Roles are system, developer, user or assistant.
+/// The messages for the template. Their roles are system, developer, user or assistant.
 pub(in crate::api) fn messages(items: ChatMessages) -> Result<Vec<Message>, ApiError> {
     let mut conversation = Conversation::default();
     for (i, item) in items.0.into_iter().enumerate() {
@@ -140,7 +140,7 @@ fn text(at: &str, content: Option<ChatContent>, role: &ChatRole) -> Result<Strin
     let parts = match content {
         Some(TextOr::Text(text)) => return Ok(text),
         Some(TextOr::Other(parts)) => parts,
-        // An assistant's turn may have no text, and a tool may give nothing.
+        // An assistant's turn may have no text, and a tool's result may be empty.
         None if matches!(role, ChatRole::Assistant | ChatRole::Tool) => return Ok(String::new()),
         None if matches!(role, ChatRole::Other(_)) => return Ok(String::new()),
         None => return required(None, at, "content"),
@@ -156,7 +156,7 @@ fn text(at: &str, content: Option<ChatContent>, role: &ChatRole) -> Result<Strin
     Ok(joined)
 }
 
-/// Refuses a part that is no text; `known` are the types of those that are.
+/// Refuses a part that is no text; `known` are the types of text parts.
 pub(in crate::api) fn no_text(at: &str, kind: &str, known: &[&str]) -> ApiError {
     const MEDIA: [&str; 12] = [
         "image_url",
@@ -179,7 +179,7 @@ pub(in crate::api) fn no_text(at: &str, kind: &str, known: &[&str]) -> ApiError 
     ApiError::invalid(at, expected(known, kind))
 }
 
-/// The calls that an assistant's turn made, by id.
+/// The calls of an assistant's turn, each with its id.
 fn calls(
     at: &str,
     function_call: Option<Refused>,

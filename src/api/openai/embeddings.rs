@@ -1,9 +1,10 @@
-//! `POST /v1/embeddings`: the mean over a text's tokens, those that begin it included, of the hidden states behind the
-//! model's final norm, scaled to length 1.
+//! `POST /v1/embeddings`: the mean of the hidden states behind the model's final norm, scaled to length 1. The mean is
+//! over all tokens of a text, including the ids that begin it.
 //!
-//! That is all there is to embed with in a model which was trained to go on with a text and not to compare texts: it does
-//! for what lies close together, and a model made for it does better. Nothing is cut: a text as long as the context, or longer, is
-//! refused. Refuses `dimensions` other than its own, since leaving some out is nothing that this model was trained for.
+//! The model was trained to continue texts and not to compare them, so this mean is all that it offers. It tells
+//! roughly which texts are close; a model made for embeddings does better. No text is cut: one that is as long as the
+//! context, or longer, is refused. `dimensions` other than the model's own are refused too, since the model was not
+//! trained to work with fewer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,22 +32,22 @@ use crate::api::wire::union::words;
 use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
 use crate::session::Reason;
 
-/// The field with what is to be embedded.
+/// The field with the texts.
 const INPUT: &str = "input";
-/// Texts that one request embeds, as OpenAI has it.
+/// The most texts of one request, as OpenAI has it.
 const MAX_INPUTS: usize = 2048;
 
 type EmbeddingInputs = Prompts<MAX_INPUTS>;
 
-/// The engine has so many of them at once: enough for a full step, and few beside what others ask.
+/// The most texts of one request in the engine at once: enough to fill a step, and few beside other requests.
 const AT_ONCE: usize = 8;
 
-/// How often, and for how long, a place in the queue is waited for once some of the texts are embedded.
+/// How often, and how long each time, a request waits for a place in the queue once some of its texts are embedded.
 const MAX_WAITS: u32 = 150;
 const WAIT: Duration = Duration::from_millis(200);
 
 words! {
-    /// How the numbers are written; `base64` is that of f32, the least significant byte first.
+    /// How the numbers are written. `base64` encodes them as f32, the least significant byte first.
     EncodingFormat { Float = "float", Base64 = "base64" };
 }
 
@@ -57,14 +58,14 @@ numbers! {
 /// The body of a request for embeddings.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct EmbeddingsRequest {
-    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    /// The id that `/v1/models` lists; if absent or empty, the served model.
     model: Option<String>,
-    /// What to embed; no text is empty.
+    /// The text to embed, several texts, or token ids. No text may be empty.
     #[schema(inline)]
     input: EmbeddingInputs,
-    /// Absent is `float`.
+    /// `float` if absent.
     encoding_format: Option<EncodingFormat>,
-    /// As many as the model has: its embeddings are not made to be cut.
+    /// Must equal the model's own number: embeddings cannot be shortened.
     dimensions: Option<Dimensions>,
 }
 
@@ -104,13 +105,13 @@ enum EmbeddingObject {
     Embedding,
 }
 
-/// As `encoding_format` has it.
+/// The numbers of an embedding, written as `encoding_format` says.
 #[derive(Serialize, ToSchema)]
 #[serde(untagged)]
 #[schema(as = EmbeddingNumbers)]
 enum Numbers {
     Floats(Vec<f32>),
-    /// f32, the least significant byte first.
+    /// Base64 of f32 numbers, the least significant byte first.
     Base64(String),
 }
 
@@ -137,7 +138,7 @@ pub(in crate::api) async fn embeddings(
     caller: Caller,
     body: Body,
 ) -> Result<Json<Embeddings>, ApiError> {
-    let prepared = exchange::work(&server, &caller.client, body, |server, body| {
+    let prepared = exchange::process_body(&server, &caller.client, body, |server, body| {
         let EmbeddingsRequest { model, input, encoding_format, dimensions } = wire::body(body)?;
         let inputs = input.in_field(INPUT);
         if let Some((at, _)) = inputs.iter().find(|(_, text)| matches!(text, Prompt::Text(t) if t.is_empty()))
@@ -153,7 +154,7 @@ pub(in crate::api) async fn embeddings(
         }
         let ids = inputs.iter().map(|(at, text)| text.ids(&service, at));
         let ids = ids.collect::<Result<Vec<_>, _>>().map_err(|error| error.in_prompt(INPUT))?;
-        // The engine says so of each when its turn comes; by then the others would be embedded for nothing.
+        // The engine would refuse a long text when its turn comes, after others were embedded for nothing.
         let context = service.engine().limits().max_context;
         if let Some(long) = ids.iter().find(|ids| ids.len() >= context) {
             let error = SubmitError::ContextExceeded { prompt: long.len(), max_tokens: None, context };
@@ -175,7 +176,7 @@ pub(in crate::api) async fn embeddings(
             match service.engine().submit(request) {
                 Ok(events) => under_way.push_back(embedding(events, server.metrics.follow(1))),
                 Err(SubmitError::QueueFull { .. }) if !under_way.is_empty() => break,
-                // Others were faster than we: what is done already is not thrown away at once.
+                // Other requests took the places. Finished embeddings are not thrown away at once.
                 Err(SubmitError::QueueFull { .. }) if arriving.is_none() && waits < MAX_WAITS => {
                     waits += 1;
                     tokio::time::sleep(WAIT).await;
@@ -211,7 +212,7 @@ pub(in crate::api) async fn embeddings(
     }))
 }
 
-/// One text's embedding, of what the engine says of it. Dropped before its end, it is cancelled.
+/// Collects one text's embedding from the engine's events. Dropping the future cancels the embedding.
 async fn embedding(mut events: TokenStream, mut followed: Followed) -> Result<(Vec<f32>, Timings), ApiError> {
     let mut embedding = Vec::new();
     while let Some(event) = events.next().await {
@@ -223,13 +224,13 @@ async fn embedding(mut events: TokenStream, mut followed: Followed) -> Result<(V
                 return Ok((embedding, timings));
             }
             Event::Failed(error) => return Err(error.into()),
-            Event::Prompt { .. } | Event::Token { .. } => {} // nobody asked
+            Event::Prompt { .. } | Event::Token { .. } => {} // not asked for
         }
     }
     Err(ApiError::Bug("an embedding had no end".into()))
 }
 
-/// A vector's direction. One of no length, which has none, stays as it is.
+/// Scales a vector to length 1. A vector of zeros has no direction, and stays as it is.
 fn unit(mut vector: Vec<f32>) -> Vec<f32> {
     let length = vector.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     if length > 0.0 {

@@ -1,6 +1,6 @@
-//! What a request says its answer must be: OpenAI's `response_format`, and vLLM's fields for the same: `structured_outputs`,
-//! and the older `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`. At most one of them counts, so more are
-//! refused.
+//! The fields that hold an answer to a grammar: OpenAI's `response_format`, and vLLM's `structured_outputs` with the
+//! older `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`. A request may use one of them, and more
+//! are refused.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -20,7 +20,7 @@ words! {
 /// A JSON schema, or its text.
 type SchemaOrText = TextOr<SchemaObject>;
 
-/// Texts to choose from. That there is none is said when the grammar is compiled.
+/// Texts to choose from. Compiling the grammar refuses an empty list.
 type Choices = List<String, 0, MAX_CHOICES>;
 
 /// A JSON schema.
@@ -33,18 +33,18 @@ impl BesideText for SchemaObject {
     const IS_LIST: bool = false;
 }
 
-/// What the answer must be: one of these fields at most.
+/// The grammar of the answer, in at most one of these fields.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct GrammarFields {
     response_format: Option<ResponseFormat>,
     structured_outputs: Option<StructuredOutputs>,
-    /// A JSON schema, or its text. An older name of `structured_outputs.json`, as the others of these are.
+    /// A JSON schema, or its text. The `guided_` fields are older names of fields of `structured_outputs`.
     #[schema(inline)]
     guided_json: Option<SchemaOrText>,
     guided_regex: Option<String>,
     #[schema(inline)]
     guided_choice: Option<Choices>,
-    /// Lark, as llguidance reads it.
+    /// A grammar in the Lark syntax, as llguidance reads it.
     guided_grammar: Option<String>,
 }
 
@@ -52,9 +52,9 @@ pub(in crate::api) struct GrammarFields {
 #[derive(Debug, Deserialize, ToSchema)]
 struct ResponseFormat {
     r#type: FormatType,
-    /// With `json_object`: llama.cpp's place for a schema.
+    /// For `json_object`: a schema, as llama.cpp places it.
     schema: Option<JsonObject>,
-    /// With `json_schema`.
+    /// For `json_schema`: the schema with its name.
     json_schema: Option<NamedSchema>,
 }
 
@@ -63,12 +63,12 @@ struct ResponseFormat {
 struct NamedSchema {
     #[allow(dead_code, reason = "its type is checked, and it changes nothing")]
     name: Option<String>,
-    /// Every keyword is enforced, or it is an error.
+    /// Enforce every keyword of the schema; a keyword that cannot be enforced is an error.
     strict: Option<bool>,
     schema: JsonObject,
 }
 
-/// vLLM's field: what the answer must be. One of these, or a `response_format`.
+/// vLLM's field for the grammar of the answer. One of these fields may be used, and no `response_format` beside it.
 #[derive(Debug, Deserialize, ToSchema)]
 struct StructuredOutputs {
     /// A JSON schema, or its text.
@@ -77,9 +77,9 @@ struct StructuredOutputs {
     regex: Option<String>,
     #[schema(inline)]
     choice: Option<Choices>,
-    /// Lark, as llguidance reads it.
+    /// A grammar in the Lark syntax, as llguidance reads it.
     grammar: Option<String>,
-    /// Any JSON object.
+    /// If true, the answer is any JSON object.
     json_object: Option<bool>,
     /// Not supported.
     structural_tag: Option<Refused>,
@@ -92,7 +92,7 @@ struct StructuredOutputs {
 }
 
 impl GrammarFields {
-    /// None where the answer may be any text.
+    /// The grammar of the answer; none if it may be any text.
     pub fn grammar(self) -> Result<Option<ResponseGrammar>, ApiError> {
         let mut found = Vec::new();
         if let Some(format) = self.response_format {
@@ -155,7 +155,7 @@ impl StructuredOutputs {
     }
 }
 
-/// vLLM's kinds, under either of its names.
+/// vLLM's kinds of grammars, from `structured_outputs` or from the `guided_` fields.
 struct Sources {
     json: Option<SchemaOrText>,
     regex: Option<String>,
@@ -164,7 +164,7 @@ struct Sources {
 }
 
 impl Sources {
-    /// Adds each that is there, with its field.
+    /// Adds each grammar that is present, with the path of its field.
     fn find(
         self,
         param: impl Fn(&str) -> String,
@@ -181,7 +181,7 @@ impl Sources {
     }
 }
 
-/// An object, or the text of one.
+/// The schema, given as an object or as the text of one.
 fn schema(param: &str, json: SchemaOrText) -> Result<Value, ApiError> {
     let text = match json {
         TextOr::Other(SchemaObject(object)) => return Ok(object.into()),

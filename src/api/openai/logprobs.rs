@@ -1,4 +1,4 @@
-//! OpenAI's object for how likely a token was.
+//! OpenAI's object for the log probability of a token.
 
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -6,12 +6,12 @@ use utoipa::ToSchema;
 use crate::model::Logprobs;
 use crate::session::Service;
 
-/// How likely one token of an answer was.
+/// The log probability of one token of an answer.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub(in crate::api) struct TokenLogprob {
     #[serde(flatten)]
     token: TopLogprob,
-    /// The likeliest tokens at its place, the likeliest first; as many as were asked for.
+    /// The likeliest tokens at this place, the likeliest first; as many as the request asks for.
     top_logprobs: Vec<TopLogprob>,
 }
 
@@ -19,9 +19,9 @@ pub(in crate::api) struct TokenLogprob {
 struct TopLogprob {
     /// The token's text. A part of a character is U+FFFD.
     token: String,
-    /// By the model's own distribution, before temperature, penalties and masks.
+    /// The log probability in the model's own distribution, before temperature, penalties and masks.
     logprob: f64,
-    /// Null for a token that stands for no text.
+    /// The bytes of the token's text; null for a token that has no text.
     #[schema(required)]
     bytes: Option<Vec<u8>>,
 }
@@ -38,7 +38,7 @@ impl TokenLogprob {
     }
 }
 
-/// JSON has no infinity; this is what OpenAI says for next to impossible.
+/// Limits a log probability to -9999: JSON has no infinity, and OpenAI writes this number for the next to impossible.
 pub(in crate::api) fn finite(logprob: f32) -> f64 {
     logprob.max(-9999.0).into()
 }

@@ -1,4 +1,4 @@
-//! `/v1/models`: the model that is served, in the words of OpenAI, and of OpenRouter, vLLM and llama.cpp beside them.
+//! `/v1/models`: the served model, with the fields of OpenAI, OpenRouter, vLLM and llama.cpp.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
 use crate::engine::EngineHandle;
 
-/// What chat completions take besides the messages, as OpenRouter's list of models names it.
+/// Parameters of chat completions besides the messages, as OpenRouter's list of models names them.
 pub const SUPPORTED_PARAMETERS: [&str; 20] = [
     "max_tokens",
     "max_completion_tokens",
@@ -37,7 +37,7 @@ pub const SUPPORTED_PARAMETERS: [&str; 20] = [
     "parallel_tool_calls",
 ];
 
-/// The model that is served, once for each of its names: its id, and the aliases of `server.model_aliases`.
+/// Lists the served model, once for each of its names: its id, and the aliases of `server.model_aliases`.
 #[utoipa::path(
     get,
     path = "/v1/models",
@@ -52,18 +52,18 @@ pub(in crate::api) async fn models(State(server): State<Arc<Server>>) -> Json<Mo
     Json(ModelList::of(&server))
 }
 
-/// The model, by its id or an alias.
+/// Returns the model with this id or alias.
 #[utoipa::path(
     get,
-    // Ids may hold slashes, as names on the hub do.
+    // Ids may contain slashes, as names on the hub do.
     path = "/v1/models/{*id}",
     operation_id = "retrieveModel",
     tag = "OpenAI",
-    params(("id" = String, Path, description = "Slashes in it may stand as they are.")),
+    params(("id" = String, Path, description = "The model's id, whose slashes need no escape.")),
     responses(
         (status = 200, description = "The model.", body = Model),
-        (status = 400, description = "The id is no UTF-8.", body = ErrorBody),
-        (status = 404, description = "It is not served.", body = ErrorBody),
+        (status = 400, description = "The id is not valid UTF-8.", body = ErrorBody),
+        (status = 404, description = "The model is not served.", body = ErrorBody),
         AuthErrors,
     ),
 )]
@@ -71,14 +71,14 @@ pub(in crate::api) async fn model(
     State(server): State<Arc<Server>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Model>, ApiError> {
-    let Path(asked) = id.map_err(|_| ApiError::invalid("model", "expected an id in UTF-8"))?;
-    server.serves(Some(&asked))?;
-    let name = server.model_names().find(|name| *name == asked);
+    let Path(id) = id.map_err(|_| ApiError::invalid("model", "expected an id in UTF-8"))?;
+    server.serves(Some(&id))?;
+    let name = server.model_names().find(|name| *name == id);
     // Any name may be allowed; one that is in no list stands for the id.
     Ok(Json(Model::of(&server, name.unwrap_or(&server.model_id))))
 }
 
-/// The one model that is served, under each of its names.
+/// The served model, under each of its names.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct ModelList {
     #[schema(inline)]
@@ -92,7 +92,7 @@ pub(in crate::api) enum List {
     List,
 }
 
-/// What only the loaded model knows is missing before.
+/// A model. Fields that only the loaded model knows are absent before the model is loaded.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct Model {
     id: String,
@@ -105,7 +105,8 @@ pub(in crate::api) struct Model {
     architecture: Architecture,
     /// Parameters of chat completions, as OpenRouter's list of models names them.
     supported_parameters: [&'static str; SUPPORTED_PARAMETERS.len()],
-    /// Tokens of prompt and answer together: vLLM's word, OpenRouter's, and llama.cpp's in `meta`.
+    /// The most tokens of prompt and answer together. The same number has three names: `max_model_len` (vLLM),
+    /// `context_length` (OpenRouter), and `n_ctx` in `meta` (llama.cpp).
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     max_model_len: Option<usize>,
@@ -123,7 +124,7 @@ enum ModelObject {
     Model,
 }
 
-/// llama.cpp's, of a server with several models.
+/// The status of a model, as llama.cpp's server reports it for several models.
 #[derive(Serialize, ToSchema)]
 struct ModelStatus {
     #[schema(inline)]
@@ -137,7 +138,7 @@ enum Loaded {
     Loading,
 }
 
-/// OpenRouter's words.
+/// What the model reads and writes, as OpenRouter reports it.
 #[derive(Serialize, ToSchema)]
 struct Architecture {
     modality: &'static str,
@@ -149,7 +150,7 @@ struct Architecture {
 struct ModelMeta {
     n_ctx: usize,
     n_vocab: usize,
-    /// Numbers of an embedding.
+    /// The length of an embedding.
     n_embd: usize,
 }
 

@@ -1,4 +1,4 @@
-//! What chats and completions have beside the prompt.
+//! The options of an answer that chats and completions share.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use crate::api::wire::{field, short};
 use crate::model::SamplingOptions;
 use crate::session::GenerateRequest;
 
-/// Stop texts, as at OpenAI.
+/// The most stop strings, as OpenAI has it.
 const MAX_STOPS: usize = 4;
 
 type Stops = TextOr<List<StopText, 0, MAX_STOPS>, StopText>;
@@ -25,41 +25,41 @@ type Stops = TextOr<List<StopText, 0, MAX_STOPS>, StopText>;
 /// Options of an answer that chats and completions share.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct AnswerOptions {
-    /// Server-sent events.
+    /// Whether the answer comes as server-sent events.
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
-    /// 0 is greedy.
+    /// Temperature; 0 is greedy decoding.
     temperature: Option<Temperature>,
     top_p: Option<Probability>,
-    /// 0 and -1 are off.
+    /// Draw from the `top_k` likeliest tokens; 0 and -1 turn this off.
     top_k: Option<TopK>,
     min_p: Option<Probability>,
     presence_penalty: Option<Penalty>,
     frequency_penalty: Option<Penalty>,
-    /// vLLM's name.
+    /// vLLM's repetition penalty.
     repetition_penalty: Option<RepetitionPenalty>,
     /// llama.cpp's name for `repetition_penalty`.
     repeat_penalty: Option<RepetitionPenalty>,
-    /// What is added to a token's logit, by the token's id.
+    /// What to add to the logits of tokens, by token id.
     logit_bias: Option<BTreeMap<String, LogitBias>>,
-    /// The same seed gives the same answer.
+    /// The seed of the draws: the same request with the same seed gets the same answer.
     seed: Option<Seed>,
-    /// The answer ends before these.
+    /// The answer ends before the first of these texts.
     #[schema(inline)]
     stop: Option<Stops>,
-    /// At most as many as the answer may have.
+    /// The least number of tokens of an answer, at most the request's token limit.
     min_tokens: Option<MaxTokensOrNone>,
-    /// The answer goes on to its limit: ids that end an answer are never drawn.
+    /// Generate up to the token limit: ids that end an answer are never drawn.
     ignore_eos: Option<bool>,
-    /// Requests with the same salt share the prefix cache, and no others do.
+    /// Requests share the prefix cache only with requests of the same salt.
     cache_salt: Option<Salt>,
-    /// Answers; no more than the server runs at once.
+    /// The number of answers, at most as many as the server runs at once.
     n: Option<AnswerCount>,
 }
 
 #[derive(Debug, Deserialize, ToSchema)]
 struct StreamOptions {
-    /// `usage` in a last event of its own.
+    /// Send `usage` in a last event of its own.
     include_usage: Option<bool>,
 }
 
@@ -67,7 +67,7 @@ impl ListedBesideText for StopText {
     const NAME: &str = "a list of strings";
 }
 
-/// How the answer to a chat or a completion is wanted, beside the prompt.
+/// What the reply needs to know of a chat or a completion.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::api) struct Form {
     pub stream: bool,
@@ -79,7 +79,7 @@ impl AnswerOptions {
         self.n.map_or(1, |n| n.0)
     }
 
-    /// The request without its prompt and its log probabilities; `max_tokens` bounds its answers.
+    /// The request without its prompt and its log probabilities. `max_tokens` limits each answer.
     pub fn parsed(
         self,
         model: Option<String>,
@@ -125,7 +125,7 @@ impl AnswerOptions {
     }
 }
 
-/// What is added to logits, by token id.
+/// Biases of logits by token id. A bias of 0 changes nothing, and is left out.
 fn biases(named: BTreeMap<String, LogitBias>) -> Result<Vec<(u32, f32)>, ApiError> {
     let mut biases = BTreeMap::new();
     for (name, LogitBias(bias)) in named {

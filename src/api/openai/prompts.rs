@@ -1,4 +1,4 @@
-//! Prompts that are no conversation: a text, a list of texts, token ids, or a list of lists of those.
+//! Prompts that are no conversation: a text, a list of texts, token ids, or a list of lists of token ids.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use crate::api::error::ApiError;
 use crate::api::wire::bounded::TokenId;
 use crate::session::Service;
 
-/// A text, or what a client has already made of one.
+/// A text, or the token ids that a client has made of one.
 #[derive(Debug, PartialEq)]
 pub(in crate::api) enum Prompt {
     Text(String),
@@ -21,7 +21,7 @@ pub(in crate::api) enum Prompt {
 }
 
 impl Prompt {
-    /// Its tokens, at least one, with those that begin a text; `at` is the field it came in.
+    /// The prompt's token ids, at least one. A text gets the ids that begin a text. `at` is the prompt's field.
     pub fn ids(&self, service: &Service, at: &str) -> Result<Vec<u32>, ApiError> {
         let ids = match self {
             Prompt::Text(text) => service.encode(text, true)?,
@@ -59,7 +59,7 @@ impl<'de> Deserialize<'de> for Prompt {
     }
 }
 
-/// The prompts of a field, 1 to `MOST`.
+/// The prompts in one field: 1 to `MOST`.
 #[derive(Debug, PartialEq)]
 pub(in crate::api) enum Prompts<const MOST: usize> {
     /// The field itself is the prompt.
@@ -100,7 +100,7 @@ impl<'de, const MOST: usize> Deserialize<'de> for Prompts<MOST> {
                 let mut prompts = Vec::new();
                 match items.next_element()? {
                     None => {}
-                    // What the first item is says what the list is.
+                    // The first item says whether the list has ids or prompts.
                     Some(PromptOrId::Id(first)) => {
                         let mut ids = vec![first];
                         while let Some(TokenId(id)) = items.next_element()? {
@@ -125,7 +125,7 @@ impl<'de, const MOST: usize> Deserialize<'de> for Prompts<MOST> {
     }
 }
 
-/// The first item of a list.
+/// The first item of the list.
 enum PromptOrId {
     Prompt(Prompt),
     Id(u32),
@@ -180,7 +180,7 @@ impl<const MOST: usize> PartialSchema for Prompts<MOST> {
 
 impl<const MOST: usize> ToSchema for Prompts<MOST> {}
 
-/// Whether the model knows the ids of a field.
+/// Refuses ids in the field `param` that the model's vocabulary does not have.
 pub(in crate::api) fn check_ids(service: &Service, param: &str, ids: &[u32]) -> Result<(), ApiError> {
     let vocab_size = service.engine().limits().vocab_size;
     match ids.iter().position(|id| *id as usize >= vocab_size) {

@@ -1,5 +1,5 @@
-//! Tools as OpenAI's formats write them. Chat writes what it says of a function in an object of its own, and responses
-//! write it beside `type`.
+//! Tools in OpenAI's formats. Chat puts a function's fields into an object of their own; responses put them beside
+//! `type`.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -13,10 +13,10 @@ use crate::api::wire::{field, required, short};
 use crate::session::{MAX_TOOLS, Tools};
 
 words! {
-    /// Functions are the one kind of tools, and of calls.
+    /// The type of tools and of calls: functions are the only one.
     FunctionType { Function = "function" } or Other;
     ToolChoiceWord { None = "none", Auto = "auto", Required = "required" } or Other;
-    /// What the choice among allowed tools may be.
+    /// Whether the answer may or must call one of the allowed tools.
     AllowedMode { Auto = "auto", Required = "required" };
     ToolChoiceType { Function = "function", AllowedTools = "allowed_tools" } or Other;
     LegacyFunctionCall { None = "none", Auto = "auto" };
@@ -29,7 +29,7 @@ type FunctionTools = List<FunctionTool, 0, MAX_TOOLS>;
 type ResponseChoice = TextOr<FunctionChoice, ToolChoiceWord>;
 type NamedFunctions = List<NamedFunction, 1, MAX_TOOLS>;
 
-/// Refuses what is no function.
+/// Refuses tools and calls that are no functions.
 pub(in crate::api) fn check_type(at: &str, kind: Option<&FunctionType>) -> Result<(), ApiError> {
     match kind {
         None | Some(FunctionType::Function) => Ok(()),
@@ -50,7 +50,7 @@ pub(in crate::api) struct FunctionTool {
     name: Option<ToolName>,
     description: Option<String>,
     parameters: Option<ParametersSchema>,
-    /// Every keyword of the schema is enforced, or it is an error.
+    /// Enforce every keyword of the schema; a keyword that cannot be enforced is an error.
     strict: Option<bool>,
 }
 
@@ -70,23 +70,23 @@ struct ToolFunction {
     name: Option<ToolName>,
     description: Option<String>,
     parameters: Option<ParametersSchema>,
-    /// Every keyword of the schema is enforced, or it is an error.
+    /// Enforce every keyword of the schema; a keyword that cannot be enforced is an error.
     strict: Option<bool>,
 }
 
-/// What a chat says of tools.
+/// A chat's fields for tools.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct ChatToolFields {
-    /// Their names differ.
+    /// The tools that the model may call. Their names must be unique.
     #[schema(inline)]
     tools: Option<ChatTools>,
     #[schema(inline)]
     tool_choice: Option<ChatChoice>,
-    /// Whether one answer may make several calls; absent is true.
+    /// Whether one answer may make several calls; true by default.
     parallel_tool_calls: Option<bool>,
-    /// Replaced by `tools`, and refused.
+    /// Not supported: use `tools`.
     functions: Option<Vec<Anything>>,
-    /// Replaced by `tool_choice`.
+    /// Replaced by `tool_choice`; only `none` and `auto` are accepted.
     #[schema(value_type = Option<LegacyFunctionCall>)]
     function_call: Option<Value>,
 }
@@ -106,7 +106,7 @@ struct FunctionName {
     name: String,
 }
 
-/// Some of `tools`.
+/// The tools that may be called, out of `tools`.
 #[derive(Debug, Deserialize, ToSchema)]
 struct AllowedTools {
     mode: AllowedMode,
@@ -146,7 +146,7 @@ impl ChatToolFields {
         chosen(list, choice, self.parallel_tool_calls.unwrap_or(true))
     }
 
-    /// Refuses the fields that `tools` and `tool_choice` have replaced.
+    /// Refuses the fields that `tools` and `tool_choice` have replaced, if they ask for anything.
     fn refuse_functions(&self) -> Result<(), ApiError> {
         let call = self.function_call.as_ref();
         let off = |choice: &Value| choice == "none";
@@ -198,19 +198,19 @@ fn choice_of_word(word: ToolChoiceWord) -> Result<Choice, ApiError> {
     }
 }
 
-/// What a request for a response says of tools.
+/// The tool fields of a request for a response.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct ResponseToolFields {
-    /// Their names differ.
+    /// The tools that the model may call. Their names must be unique.
     #[schema(inline)]
     tools: Option<FunctionTools>,
     #[schema(inline)]
     tool_choice: Option<ResponseChoice>,
-    /// Whether one answer may make several calls; absent is true.
+    /// Whether one answer may make several calls; true by default.
     parallel_tool_calls: Option<bool>,
 }
 
-/// The function that must be called, or those that may.
+/// The function that must be called, or the functions that may be called.
 #[derive(Debug, Deserialize, ToSchema)]
 struct FunctionChoice {
     r#type: Option<ToolChoiceType>,

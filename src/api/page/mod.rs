@@ -1,9 +1,9 @@
-//! The page at `/`: a chat and the server's status, for a browser. Its files are part of the binary, and it asks nobody
-//! but this server.
+//! The page at `/`: a chat and the server's status, for a browser. Its files are part of the binary, and it requests
+//! nothing from any other server.
 //!
-//! It tells nothing that is not public, so it needs no key; what it asks of the API does. A policy forbids it scripts
-//! and styles other than its own files, every other origin, frames around it, and the making of markup from text: what
-//! a model writes cannot become script.
+//! The page's files are public, so they need no key; the page's requests to the API do. A content security policy
+//! allows scripts and styles from the page's own files only. It forbids every other origin, frames around the page, and
+//! turning text into markup: what a model writes cannot become script.
 
 use axum::Router;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
@@ -16,7 +16,7 @@ const STYLE: &str = "text/css; charset=utf-8";
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
 
-/// Name below `/page/`, type, content.
+/// Each file's name below `/page/`, its content type, and its content.
 const FILES: [(&str, &str, &str); 8] = [
     ("style.css", STYLE, include_str!("style.css")),
     ("icon.svg", SVG, include_str!("icon.svg")),
@@ -28,7 +28,7 @@ const FILES: [(&str, &str, &str); 8] = [
     ("store.js", SCRIPT, include_str!("store.js")),
 ];
 
-/// Trusted types, where a browser knows them, make an error of every way from text to markup.
+/// Trusted types, where a browser supports them, make every way from text to markup an error.
 const POLICY: HeaderValue = HeaderValue::from_static(
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; \
      form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -42,12 +42,12 @@ pub(in crate::api) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
     })
 }
 
-/// Whether a path is the page or a file of it.
+/// Whether a path is the page or one of its files.
 pub(in crate::api) fn has(path: &str) -> bool {
     path == "/" || path.strip_prefix("/page/").is_some_and(|name| FILES.iter().any(|file| file.0 == name))
 }
 
-/// The file, or 304 where the browser has it; it asks each time, since another binary may serve next.
+/// The file, or 304 if the browser has it. The browser asks each time, since another binary may serve next.
 fn file(headers: &HeaderMap, kind: &'static str, content: &'static str) -> Response {
     let hash = Sha256::digest(content);
     let etag: String = hash[..16].iter().map(|byte| format!("{byte:02x}")).collect();

@@ -1,4 +1,4 @@
-//! Numbers, texts and lists with bounds: one range each, for the reader and for the document.
+//! Numbers, texts and lists with bounds. Each type has one range, which both the reader and the document use.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -13,23 +13,23 @@ use crate::api::wire::union::{BesideText, ListedBesideText, reference, with_refe
 use crate::model::MAX_LOGPROBS;
 use crate::text::MAX_STOP_BYTES;
 
-/// What a bounded number is made of.
+/// The type of a bounded number.
 pub(in crate::api) trait Number: Copy + PartialOrd + fmt::Display {
     const NAME: &str;
 
-    fn of_float(float: f64) -> Option<Self>;
-    fn of_integer(integer: i64) -> Option<Self>;
+    fn from_float(float: f64) -> Option<Self>;
+    fn from_integer(integer: i64) -> Option<Self>;
     fn schema(range: RangeInclusive<Self>) -> ObjectBuilder;
 }
 
 impl Number for f64 {
     const NAME: &str = "a number";
 
-    fn of_float(float: f64) -> Option<Self> {
+    fn from_float(float: f64) -> Option<Self> {
         Some(float)
     }
 
-    fn of_integer(integer: i64) -> Option<Self> {
+    fn from_integer(integer: i64) -> Option<Self> {
         Some(integer as f64)
     }
 
@@ -42,11 +42,11 @@ impl Number for f64 {
 impl Number for i64 {
     const NAME: &str = "an integer";
 
-    fn of_float(float: f64) -> Option<Self> {
+    fn from_float(float: f64) -> Option<Self> {
         (float.fract() == 0.0 && float.abs() < 2f64.powi(53)).then_some(float as i64)
     }
 
-    fn of_integer(integer: i64) -> Option<Self> {
+    fn from_integer(integer: i64) -> Option<Self> {
         Some(integer)
     }
 
@@ -73,16 +73,16 @@ pub(in crate::api) fn read_number<'de, N: Number, D: Deserializer<'de>>(
         }
 
         fn visit_i64<E: de::Error>(self, n: i64) -> Result<N, E> {
-            N::of_integer(n).ok_or_else(|| E::invalid_type(de::Unexpected::Signed(n), &self))
+            N::from_integer(n).ok_or_else(|| E::invalid_type(de::Unexpected::Signed(n), &self))
         }
 
         fn visit_u64<E: de::Error>(self, n: u64) -> Result<N, E> {
-            let number = i64::try_from(n).ok().and_then(N::of_integer).or_else(|| N::of_float(n as f64));
+            let number = i64::try_from(n).ok().and_then(N::from_integer).or_else(|| N::from_float(n as f64));
             number.ok_or_else(|| E::invalid_type(de::Unexpected::Unsigned(n), &self))
         }
 
         fn visit_f64<E: de::Error>(self, n: f64) -> Result<N, E> {
-            N::of_float(n).ok_or_else(|| E::invalid_type(de::Unexpected::Float(n), &self))
+            N::from_float(n).ok_or_else(|| E::invalid_type(de::Unexpected::Float(n), &self))
         }
     }
 
@@ -94,12 +94,12 @@ pub(in crate::api) fn read_number<'de, N: Number, D: Deserializer<'de>>(
     Err(de::Error::custom(format!("expected {} from {least} to {most}, got {n}", N::NAME)))
 }
 
-/// A number in `range`, for the document.
+/// The schema of a number in `range`.
 pub(in crate::api) fn number_schema<N: Number>(range: RangeInclusive<N>) -> RefOr<Schema> {
     RefOr::T(N::schema(range).build().into())
 }
 
-/// Numbers with bounds, a type each.
+/// Defines bounded numbers, one type each.
 macro_rules! numbers {
     ($($(#[$about:meta])* $name:ident: $number:ty = $range:expr;)*) => { $(
         $(#[$about])*
@@ -127,23 +127,23 @@ macro_rules! numbers {
 }
 pub(in crate::api) use numbers;
 
-/// The largest count that a client may name.
+/// The largest count that a request may ask for.
 const MOST: i64 = u32::MAX as i64;
 
 numbers! {
     Temperature: f64 = 0.0..=2.0;
     Probability: f64 = 0.0..=1.0;
-    /// Of presence or of frequency.
+    /// A presence or frequency penalty.
     Penalty: f64 = -2.0..=2.0;
     RepetitionPenalty: f64 = 1e-3..=1e3;
     LogitBias: f64 = -100.0..=100.0;
-    /// Tokens of an answer.
+    /// The number of tokens of an answer.
     MaxTokens: i64 = 1..=MOST;
     MaxTokensOrNone: i64 = 0..=MOST;
-    /// -1 is how vLLM's clients say "off".
+    /// vLLM's clients write -1 for "off".
     TopK: i64 = -1..=MOST;
     TopLogprobs: i64 = 0..=MAX_LOGPROBS as i64;
-    /// Answers to one prompt.
+    /// The number of answers to one prompt.
     AnswerCount: i64 = 1..=128;
 }
 
@@ -190,7 +190,7 @@ impl PartialSchema for Seed {
 
 impl ToSchema for Seed {}
 
-/// An id of a vocabulary that is not known yet.
+/// A token id, which is read before the vocabulary's size is known.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::api) struct TokenId(pub u32);
 
@@ -227,7 +227,8 @@ impl PartialSchema for TokenId {
 
 impl ToSchema for TokenId {}
 
-/// Texts with bounds, a type each: its bytes, its pattern for the document, and what is wrong with a text, if anything.
+/// Defines bounded texts, one type each: the range of bytes, the document's pattern, and a function that says what is
+/// wrong with a text, if anything.
 macro_rules! texts {
     ($($(#[$about:meta])* $name:ident: $bytes:expr, $pattern:expr, $problem:expr;)*) => { $(
         $(#[$about])*
@@ -253,7 +254,7 @@ macro_rules! texts {
 }
 pub(in crate::api) use texts;
 
-/// A text of so many bytes, for the document, which counts characters: there are no more of these.
+/// The schema of a text. The document counts characters, and a text has no more characters than bytes.
 pub(in crate::api) fn text_schema(bytes: RangeInclusive<usize>, pattern: Option<&str>) -> RefOr<Schema> {
     let (least, most) = bytes.into_inner();
     let text = ObjectBuilder::new().schema_type(Type::String).min_length(Some(least)).max_length(Some(most));
@@ -261,11 +262,11 @@ pub(in crate::api) fn text_schema(bytes: RangeInclusive<usize>, pattern: Option<
 }
 
 const NO_PATTERN: Option<&str> = None;
-/// Bytes of a text that ends an answer.
+/// The bytes of a stop string.
 const STOP_BYTES: RangeInclusive<usize> = 1..=MAX_STOP_BYTES;
-/// Bytes of a tool's name.
+/// The bytes of a tool's name.
 const NAME_BYTES: RangeInclusive<usize> = 1..=128;
-/// Bytes of a cache salt.
+/// The bytes of a cache salt.
 const SALT_BYTES: RangeInclusive<usize> = 1..=256;
 
 /// What is wrong with the length of a text, if anything.
@@ -275,12 +276,12 @@ pub(in crate::api) fn wrong_length(text: &str, bytes: RangeInclusive<usize>) -> 
 }
 
 texts! {
-    /// A text that ends an answer.
+    /// A stop string.
     StopText: STOP_BYTES, NO_PATTERN, |text: &str| match text {
         "" => Some("an empty string would stop every answer; leave it out".to_owned()),
         text => wrong_length(text, STOP_BYTES),
     };
-    /// vLLM's name for who shares the prefix cache.
+    /// A `cache_salt`, as vLLM calls it: requests with the same salt share the prefix cache.
     Salt: SALT_BYTES, NO_PATTERN, |text: &str| wrong_length(text, SALT_BYTES);
     /// The name of a tool.
     ToolName: NAME_BYTES, Some(r"^[^\u0000-\u001f\u007f-\u009f]*$"), |text: &str| {

@@ -1,14 +1,14 @@
-//! Bodies of requests: JSON in, the types of a wire format out, and errors that name the field by its path.
+//! Bodies of requests: JSON becomes the types of a wire format, and errors name the field by its path.
 //!
-//! Each wire type derives how it is read and how the API's document describes it. What a derive cannot say stands here
-//! once: numbers with bounds ([`bounded`]), words and unions ([`union`]). Three rules hold for every body:
+//! Each wire type derives its reader and its description in the API's document. What a derive cannot express stands
+//! here once: numbers with bounds ([`bounded`]), words and unions ([`union`]). Three rules hold for every body:
 //!
 //! - A field that is null is absent.
 //! - An unknown field is ignored.
 //! - A whole number may be written with a fraction of zero (`40.0`).
 //!
-//! A type whose objects differ by a `type` or a `role` is one struct of optional fields, which its reader checks:
-//! serde's tagged enums lose the path of an inner field.
+//! A type whose objects differ by a `type` or a `role` is one struct of optional fields, and its reader checks them.
+//! serde's tagged enums would lose the path of an inner field.
 
 pub(in crate::api) mod bounded;
 pub(in crate::api) mod union;
@@ -21,8 +21,8 @@ use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
 
 use crate::api::error::ApiError;
 
-/// A body's object. UTF-8's byte order mark may stand before it: clients on Windows send the mark without their user's
-/// knowledge, and RFC 8259 lets a reader ignore it.
+/// Parses a body, which must be a JSON object. A byte order mark may stand before it: clients on Windows send the mark
+/// without their user's knowledge, and RFC 8259 lets a reader ignore it.
 pub(in crate::api) fn object(body: &[u8]) -> Result<Value, ApiError> {
     const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
     let body = body.strip_prefix(BYTE_ORDER_MARK).unwrap_or(body);
@@ -32,18 +32,18 @@ pub(in crate::api) fn object(body: &[u8]) -> Result<Value, ApiError> {
     }
 }
 
-/// Reads from a value the fields that `T` knows. Several types may each read some of the fields of one body.
+/// Reads the fields that `T` knows from a value. Several types may each read some fields of one body.
 pub(in crate::api) fn read<T: DeserializeOwned>(value: &Value) -> Result<T, ApiError> {
     read_at("", value)
 }
 
-/// Reads a value that stands at `at` in the body.
+/// Reads a value whose path in the body is `at`.
 pub(in crate::api) fn read_at<T: DeserializeOwned>(at: &str, value: &Value) -> Result<T, ApiError> {
     serde_path_to_error::deserialize(value)
         .map_err(|error| refusal(param(at, error.path()), &error.inner().to_string()))
 }
 
-/// A body's object, read as one type.
+/// Parses a body, and reads it as one type.
 pub(in crate::api) fn body<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
     read(&object(body)?)
 }
@@ -61,7 +61,7 @@ pub(in crate::api) fn field(at: &str, name: &str) -> String {
     if at.is_empty() { name.to_owned() } else { format!("{at}.{name}") }
 }
 
-/// An error of serde in this API's words. serde has no other form for what went wrong than a text.
+/// Words an error of serde as this API does. serde reports errors as text only.
 fn refusal(param: String, problem: &str) -> ApiError {
     let missing_field = problem.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`'));
     if let Some(name) = missing_field {
@@ -91,7 +91,7 @@ pub(in crate::api) fn missing(param: impl Into<String>) -> ApiError {
     ApiError::Missing { param: param.into() }
 }
 
-/// A field that the object at `at` must have.
+/// The value of a field that the object at `at` must have.
 pub(in crate::api) fn required<T>(value: Option<T>, at: &str, name: &str) -> Result<T, ApiError> {
     value.ok_or_else(|| missing(field(at, name)))
 }
@@ -107,7 +107,7 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// A client's text as an error may repeat it.
+/// A client's text, shortened for an error message.
 pub(in crate::api) fn short(text: &str) -> String {
     const MAX_CHARS: usize = 40;
     let mut short: String = text.chars().take(MAX_CHARS).collect();
@@ -128,12 +128,13 @@ impl From<JsonObject> for Value {
     }
 }
 
-/// The name of a model. An empty one is none, as vLLM has it: clients send it whose user left the name empty.
+/// The name of a model. An empty name is none, as in vLLM: clients whose user left the name empty send it.
 pub(in crate::api) fn named(model: Option<String>) -> Option<String> {
     model.filter(|name| !name.is_empty())
 }
 
-/// A body of several parts, each of which reads its own fields of the one object; the document shows one object.
+/// Defines a body of several parts. Each part reads its own fields of the one object, and the document shows one
+/// object.
 macro_rules! composed {
     ($(#[$about:meta])* $name:ident { $($part:ident: $type:ty),+ $(,)? }) => {
         $(#[$about])*
@@ -164,7 +165,7 @@ macro_rules! composed {
 }
 pub(in crate::api) use composed;
 
-/// One object with the fields of all `parts`.
+/// The schema of one object with the fields of all `parts`.
 pub(in crate::api) fn merged<const N: usize>(parts: [RefOr<Schema>; N]) -> RefOr<Schema> {
     let mut all = ObjectBuilder::new().schema_type(Type::Object).build();
     for part in parts {

@@ -1,4 +1,4 @@
-//! Words, fields that must be off, fields that are a text or something else, and streams of events.
+//! Words, fields that must be off, unions of a text with a list or an object, and streams of events.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -13,8 +13,8 @@ use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::wire::{JsonObject, short};
 
-/// Enums whose values are words. `or Other` is for words that only the reader of the field can refuse in good words; the
-/// document does not list them.
+/// Defines enums whose values are words. `or Other` accepts other words too, where the field's reader refuses them with
+/// a better message; the document does not list them.
 macro_rules! words {
     ($($(#[$about:meta])* $name:ident { $($variant:ident = $word:literal),+ } $(or $other:ident)?;)*) => { $(
         $(#[$about])*
@@ -53,7 +53,7 @@ macro_rules! words {
 }
 pub(in crate::api) use words;
 
-/// The problem of a word that is none of `words`.
+/// The error text for a word that is none of `words`.
 pub(in crate::api) fn expected(words: &[&str], got: &str) -> String {
     let (last, others) = words.split_last().expect("words");
     match others {
@@ -62,7 +62,7 @@ pub(in crate::api) fn expected(words: &[&str], got: &str) -> String {
     }
 }
 
-/// A field that this server does not have: absent, null or false, or it is refused by its reader.
+/// A field that this server does not support. Absent, null and false are accepted; its reader refuses anything else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(in crate::api) enum Refused {
     #[default]
@@ -92,7 +92,7 @@ impl PartialSchema for Refused {
 
 impl ToSchema for Refused {}
 
-/// Any value, which nobody reads.
+/// A value of any type, which is ignored.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(in crate::api) struct Anything;
 
@@ -118,21 +118,21 @@ impl PartialSchema for JsonObject {
 
 impl ToSchema for JsonObject {}
 
-/// A text, or a list or an object.
+/// A text, or else a list or an object `T`.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::api) enum TextOr<T, S = String> {
     Text(S),
     Other(T),
 }
 
-/// What may stand in the place of a text.
+/// A type that a field accepts instead of a text.
 pub(in crate::api) trait BesideText {
-    /// The words of an error.
+    /// What errors call the type.
     const NAME: &str;
     const IS_LIST: bool;
 }
 
-/// Items of a list that may stand in the place of a text.
+/// The items of a list that a field accepts instead of a text.
 pub(in crate::api) trait ListedBesideText {
     const NAME: &str;
 }
@@ -206,10 +206,10 @@ impl<T: ToSchema, S: ToSchema> ToSchema for TextOr<T, S> {
     }
 }
 
-/// The schema of a type in the place where another one names it.
+/// The schema of a type where another schema refers to it.
 pub(in crate::api) fn reference<T: ToSchema>() -> RefOr<Schema> {
     match T::schema() {
-        // A plain type has no name of its own in the document.
+        // A plain type has no name in the document.
         RefOr::T(Schema::Object(object)) if object.properties.is_empty() && object.enum_values.is_none() => {
             RefOr::T(Schema::Object(object))
         }
@@ -217,7 +217,7 @@ pub(in crate::api) fn reference<T: ToSchema>() -> RefOr<Schema> {
     }
 }
 
-/// Adds the schemas that [`reference`] names.
+/// Adds the schemas that [`reference`] refers to.
 pub(in crate::api) fn with_reference<T: ToSchema>(schemas: &mut Vec<(String, RefOr<Schema>)>) {
     if let RefOr::Ref(_) = reference::<T>() {
         schemas.push((T::name().into(), T::schema()));
@@ -225,16 +225,16 @@ pub(in crate::api) fn with_reference<T: ToSchema>(schemas: &mut Vec<(String, Ref
     T::schemas(schemas);
 }
 
-/// A stream of events, each with a `T` as its data. OpenAPI 3.1 has no words for that: some readers take the schema for that
-/// of the text, others for that of each event, so the schema allows anything.
+/// A stream of events, each with a `T` as its data. OpenAPI 3.1 cannot describe such a stream: some readers apply the
+/// schema to the whole text, and others to each event. So the schema allows anything.
 pub(in crate::api) struct Events<T>(PhantomData<T>);
 
 impl<T: ToSchema> PartialSchema for Events<T> {
     fn schema() -> RefOr<Schema> {
         let name = T::name();
         let about = format!(
-            "Server-sent events. The data of each is a `{name}`; comments between them keep the connection. What goes wrong \
-             after the first is an event with the error."
+            "Server-sent events. The data of each event is a `{name}`. Comments between events keep the connection alive. An \
+             error after the first event comes as an event."
         );
         let data = json!({"$ref": format!("#/components/schemas/{name}")});
         let events = ObjectBuilder::new().schema_type(SchemaType::AnyValue).description(Some(about));

@@ -1,5 +1,5 @@
-//! The items of a conversation, as OpenAI's responses write them: messages, calls of functions, and what these gave. They are
-//! read into a [`Conversation`], and kept, and shown again, as the JSON that they came as.
+//! The items of a conversation, in the form of OpenAI's responses: messages, function calls, and the results of the
+//! calls. Items are read into a [`Conversation`]. They are stored, and returned, as the JSON in which they came.
 
 use std::ops::RangeInclusive;
 
@@ -19,7 +19,7 @@ use crate::api::wire::union::{ListedBesideText, TextOr, expected, words};
 use crate::api::wire::{field, required, short};
 use crate::session::Conversation;
 
-/// What an item says.
+/// The content of an item.
 type InputContent = TextOr<Vec<InputPart>>;
 
 /// The field `input`.
@@ -34,24 +34,24 @@ words! {
     InputPartType { InputText = "input_text", OutputText = "output_text", Text = "text", Refusal = "refusal" } or Other;
 }
 
-/// An item of a conversation: a message where nothing else is said, a call, what a call gave, or thoughts of another model,
-/// which are ignored.
+/// An item of a conversation: a message (the default), a function call, the output of a call, or reasoning of another
+/// model, which is ignored.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct InputItem {
     r#type: Option<ItemType>,
-    /// With `message`.
+    /// For `message`: who says it.
     role: Option<ItemRole>,
-    /// With `message`. Parts are joined as they are.
+    /// For `message`: its text. Parts are joined without a separator.
     #[schema(inline)]
     content: Option<InputContent>,
-    /// With `function_call`, and with `function_call_output`, where it is the id of a call before this.
+    /// For `function_call`: the id of the call. For `function_call_output`: the id of an earlier call.
     call_id: Option<String>,
-    /// With `function_call`.
+    /// For `function_call`: the name of the function.
     name: Option<String>,
-    /// With `function_call`: JSON, or its object.
+    /// For `function_call`: the arguments as JSON text, or as an object.
     #[schema(inline)]
     arguments: Option<CallArguments>,
-    /// With `function_call_output`.
+    /// For `function_call_output`: the result of the call.
     #[schema(inline)]
     output: Option<InputContent>,
 }
@@ -65,7 +65,7 @@ impl ListedBesideText for InputItem {
 pub(in crate::api) struct InputPart {
     r#type: InputPartType,
     text: Option<String>,
-    /// With `refusal`.
+    /// For `refusal`: its text.
     refusal: Option<String>,
 }
 
@@ -76,7 +76,7 @@ impl ListedBesideText for InputPart {
 const INPUT: &str = "input";
 
 impl Input {
-    /// Adds what it says to a conversation.
+    /// Adds the input to a conversation.
     pub fn read(self, conversation: &mut Conversation) -> Result<(), ApiError> {
         match self {
             TextOr::Text(text) => conversation.say("user", &text),
@@ -90,7 +90,7 @@ impl Input {
     }
 }
 
-/// The items of `input` as they are kept. They are sound: the input was read.
+/// The items of `input` in the form in which they are stored. The caller has read the input, so the items are valid.
 pub(in crate::api) fn kept_input(input: &Value) -> Result<Vec<Value>, ApiError> {
     let text;
     let items = match input {
@@ -110,7 +110,7 @@ pub(in crate::api) fn kept_input(input: &Value) -> Result<Vec<Value>, ApiError> 
     Ok(kept)
 }
 
-/// Adds items that were kept to a conversation. They were read before, so nothing is wrong with them.
+/// Adds stored items to a conversation. They were valid when they were stored.
 pub(in crate::api) fn conversation_of(
     items: &[Value],
     conversation: &mut Conversation,
@@ -120,7 +120,7 @@ pub(in crate::api) fn conversation_of(
 }
 
 impl InputItem {
-    /// Adds it to a conversation. `at` is where it stands.
+    /// Adds the item to a conversation; `at` is the item's path.
     fn read(self, at: &str, conversation: &mut Conversation) -> Result<(), ApiError> {
         match self.r#type {
             None | Some(ItemType::Message) => {
@@ -159,7 +159,7 @@ fn unknown_item(at: &str, kind: &str) -> ApiError {
     }
 }
 
-/// A text, or parts, joined without a separator as chat's parts are.
+/// A text, or parts of text, which are joined without a separator as in a chat.
 fn text(at: &str, name: &str, content: Option<InputContent>) -> Result<String, ApiError> {
     let parts = match required(content, at, name)? {
         TextOr::Text(text) => return Ok(text),
@@ -179,7 +179,8 @@ fn text(at: &str, name: &str, content: Option<InputContent>) -> Result<String, A
     Ok(joined)
 }
 
-/// An item with what clients may leave out: its type, an id, a status; its text as a list of parts, and arguments as text.
+/// An item with defaults for what clients may leave out (type, id, status), its text as a list of parts, and its
+/// arguments as text.
 fn kept(item: &Map<String, Value>, kind: &str) -> Value {
     let mut item = item.clone();
     let absent = |value: Option<&Value>| value.is_none_or(Value::is_null);
@@ -216,13 +217,13 @@ fn kept(item: &Map<String, Value>, kind: &str) -> Value {
 #[into_params(parameter_in = Query)]
 #[allow(dead_code, reason = "parameters are read one by one: this describes them")]
 pub(in crate::api) struct PageQuery {
-    /// Items of the page.
+    /// The most items of the page; 20 if absent.
     #[param(minimum = 1, maximum = 100)]
     limit: Option<usize>,
-    /// Absent is `desc`: the last item first.
+    /// The order of the items; `desc`, the last item first, if absent.
     #[param(inline)]
     order: Option<Order>,
-    /// The id of an item, behind which the page begins.
+    /// The id of the item after which the page begins.
     after: Option<String>,
 }
 
@@ -230,13 +231,13 @@ words! {
     Order { Ascending = "asc", Descending = "desc" };
 }
 
-/// Items of one page.
+/// The most items that one page may have.
 pub(in crate::api) const PAGE: RangeInclusive<usize> = 1..=100;
-/// And where nobody says how many.
+/// The most items of a page whose query has no `limit`.
 const PAGE_DEFAULT: usize = 20;
 
-/// A page of kept items, as the parameters of a query ask for it: JSON in pieces, all but a few of them pieces of `kept`,
-/// which may be large. Neither is anything but ids read of the items.
+/// The page of stored items that the parameters of a query ask for, as JSON in pieces. Nearly all pieces are slices of
+/// `kept`, since items may be large. Only the items' ids are parsed.
 pub(in crate::api) fn list<'a>(
     kept: &Bytes,
     parameter: impl Fn(&str) -> Option<&'a str>,
@@ -270,7 +271,7 @@ pub(in crate::api) fn list<'a>(
     let has_more = items.len() > limit;
     items.truncate(limit);
     let piece = |raw: &RawValue| kept.slice_ref(raw.get().as_bytes());
-    // Where there are no items, their ids are no id.
+    // An empty page has empty ids.
     let id_of = |item: Option<&&RawValue>| item.map_or(Bytes::from_static(b"\"\""), |item| piece(id(item)));
     let mut page = vec![Bytes::from_static(b"{\"object\":\"list\",\"data\":[")];
     for (i, item) in items.iter().enumerate() {
@@ -283,7 +284,7 @@ pub(in crate::api) fn list<'a>(
     Ok(page)
 }
 
-/// The id of a kept item, as a string in JSON.
+/// The id of a stored item, as a JSON string.
 fn id(item: &RawValue) -> &RawValue {
     #[derive(Deserialize)]
     struct Item<'a> {

@@ -1,7 +1,7 @@
-//! `/v1/responses`: OpenAI's second wire format, JSON or a stream of numbered events, and responses that are kept.
+//! `/v1/responses`: OpenAI's second wire format, JSON or a stream of numbered events, and stored responses.
 //!
-//! What a response puts out is one message of one text, or calls of functions. What is kept lies in memory ([`store`]): it is
-//! gone when the server ends.
+//! A response's output is one message of one text, or function calls. Stored responses lie in memory ([`store`]), and
+//! are gone when the server ends.
 
 pub(in crate::api) mod items;
 pub(in crate::api) mod object;
@@ -35,7 +35,7 @@ use crate::api::openai::responses::request::{Form, ResponsesRequest};
 use crate::api::openai::responses::store::Stored;
 use crate::api::openapi::{AuthErrors, BodyErrors};
 use crate::api::server::Server;
-use crate::api::tools::Calling;
+use crate::api::tools::PartialCall;
 use crate::api::wire::short;
 use crate::api::wire::union::Events;
 use crate::engine::{ClientId, Timings};
@@ -46,7 +46,7 @@ const ID_PREFIX: &str = "resp_";
 
 type ResponseEvents = Events<NumberedEvent>;
 
-/// Parameters of a response that is kept.
+/// Parameters of a request for a stored response.
 #[derive(IntoParams)]
 #[into_params(parameter_in = Query)]
 #[allow(dead_code, reason = "parameters are read one by one: this describes them")]
@@ -55,7 +55,7 @@ struct StreamQuery {
     stream: Option<bool>,
 }
 
-/// Answers an input, or goes on with an earlier response.
+/// Answers an input, or continues an earlier response.
 #[utoipa::path(
     post,
     path = "/v1/responses",
@@ -80,7 +80,7 @@ pub(in crate::api) async fn create(
     let parse = move |body: &[u8]| {
         request::parse(body, |id| keeper.responses.get(id, owner).map(|stored| stored.items()))
     };
-    let asked = exchange::ask(
+    let exchange = exchange::ask(
         &server,
         caller,
         body,
@@ -93,24 +93,24 @@ pub(in crate::api) async fn create(
             Ok(vec![prepared])
         },
     );
-    let Exchange { wire: form, reply, answers } = asked.await?;
+    let Exchange { wire: form, reply, answers } = exchange.await?;
     let stream = form.stream;
-    let making = Making::new(Arc::clone(&server), owner, form, reply);
+    let builder = ResponseBuilder::new(Arc::clone(&server), owner, form, reply);
     if stream {
-        let fixed = Arc::clone(&making.fixed);
-        let failed = move |error: &ApiError| vec![fixed.failed(error)];
+        let base = Arc::clone(&builder.base);
+        let failed = move |error: &ApiError| vec![base.failed(error)];
         let mut number = 0;
-        Ok(exchange::stream(&server, events(making, answers), failed, move |event| {
+        Ok(exchange::stream(&server, events(builder, answers), failed, move |event| {
             let numbered = NumberedEvent { event, sequence_number: number };
             number += 1;
             named_event(&numbered)
         }))
     } else {
-        collect(making, answers).await.map(|body| Json(body).into_response())
+        collect(builder, answers).await.map(|body| Json(body).into_response())
     }
 }
 
-/// A response that was kept.
+/// Returns a stored response.
 #[utoipa::path(
     get,
     path = "/v1/responses/{id}",
@@ -119,9 +119,9 @@ pub(in crate::api) async fn create(
     params(("id" = String, Path), StreamQuery),
     responses(
         (status = 200, description = "The response.", body = ResponseObject),
-        (status = 400, description = "The id is no UTF-8, or a stream is asked for.", body = ErrorBody),
-        (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
-        (status = 429, description = "Too much of this client is under way.", body = ErrorBody),
+        (status = 400, description = "The id is not valid UTF-8, or a stream is asked for.", body = ErrorBody),
+        (status = 404, description = "No response with this id is stored for this client.", body = ErrorBody),
+        (status = 429, description = "Too many requests of this client are under way.", body = ErrorBody),
         AuthErrors,
     ),
 )]
@@ -146,7 +146,7 @@ pub(in crate::api) async fn retrieve(
     Ok(([(header::CONTENT_TYPE, "application/json")], stored.body.clone()).into_response())
 }
 
-/// Forgets a response.
+/// Deletes a stored response.
 #[utoipa::path(
     delete,
     path = "/v1/responses/{id}",
@@ -154,10 +154,10 @@ pub(in crate::api) async fn retrieve(
     tag = "OpenAI",
     params(("id" = String, Path)),
     responses(
-        (status = 200, description = "It is forgotten.", body = DeletedResponse),
-        (status = 400, description = "The id is no UTF-8.", body = ErrorBody),
-        (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
-        (status = 429, description = "Too much of this client is under way.", body = ErrorBody),
+        (status = 200, description = "The response is deleted.", body = DeletedResponse),
+        (status = 400, description = "The id is not valid UTF-8.", body = ErrorBody),
+        (status = 404, description = "No response with this id is stored for this client.", body = ErrorBody),
+        (status = 429, description = "Too many requests of this client are under way.", body = ErrorBody),
         AuthErrors,
     ),
 )]
@@ -173,7 +173,7 @@ pub(in crate::api) async fn delete(
     Ok(Json(DeletedResponse { id, object: ObjectName::Response, deleted: true }))
 }
 
-/// Would end a response that is made while nobody waits for it: here there are none.
+/// Refuses to cancel a response: none is made in the background.
 #[utoipa::path(
     post,
     path = "/v1/responses/{id}/cancel",
@@ -181,9 +181,9 @@ pub(in crate::api) async fn delete(
     tag = "OpenAI",
     params(("id" = String, Path)),
     responses(
-        (status = 400, description = "It is not made in the background.", body = ErrorBody),
-        (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
-        (status = 429, description = "Too much of this client is under way.", body = ErrorBody),
+        (status = 400, description = "The response is not made in the background.", body = ErrorBody),
+        (status = 404, description = "No response with this id is stored for this client.", body = ErrorBody),
+        (status = 429, description = "Too many requests of this client are under way.", body = ErrorBody),
         AuthErrors,
     ),
 )]
@@ -196,7 +196,7 @@ pub(in crate::api) async fn cancel(
     Err(ApiError::SynchronousResponse)
 }
 
-/// What a response answered: all of the conversation before it.
+/// Lists what a response answered: all of the conversation before it.
 #[utoipa::path(
     get,
     path = "/v1/responses/{id}/input_items",
@@ -205,10 +205,10 @@ pub(in crate::api) async fn cancel(
     params(("id" = String, Path), PageQuery),
     responses(
         (status = 200, description = "A page of the items.", body = ItemList),
-        (status = 400, description = "The id is no UTF-8, or a parameter is not what it has to be.", body = ErrorBody),
-        (status = 404, description = "It is not kept for who asks.", body = ErrorBody),
-        (status = 429, description = "Too much of this client is under way.", body = ErrorBody),
-        (status = 503, description = "The server is too busy to look for them.", body = ErrorBody),
+        (status = 400, description = "The id is not valid UTF-8, or a parameter is invalid.", body = ErrorBody),
+        (status = 404, description = "No response with this id is stored for this client.", body = ErrorBody),
+        (status = 429, description = "Too many requests of this client are under way.", body = ErrorBody),
+        (status = 503, description = "The server is too busy to read the items.", body = ErrorBody),
         AuthErrors,
     ),
 )]
@@ -220,8 +220,8 @@ pub(in crate::api) async fn input_items(
 ) -> Result<Response, ApiError> {
     let stored = kept(&server, client.id, id)?;
     let parameters = parameters(query)?;
-    // What is read is what is kept, in the turns of a body.
-    let listed = exchange::work(&server, &client, Body::empty(), move |_, _| {
+    // A stored conversation may be as large as a body, so reading it waits for the same turns.
+    let listed = exchange::process_body(&server, &client, Body::empty(), move |_, _| {
         items::list(&stored.input, |name| parameter(&parameters, name))
     });
     let (_, page) = listed.await?;
@@ -234,7 +234,7 @@ pub(in crate::api) async fn input_items(
     Ok((head, body).into_response())
 }
 
-/// A query's, as they came.
+/// The parameters of a query, in order.
 type Parameters = Vec<(String, String)>;
 
 fn parameters(query: Result<Query<Parameters>, QueryRejection>) -> Result<Parameters, ApiError> {
@@ -261,13 +261,13 @@ fn response_id(id: Result<Path<String>, PathRejection>) -> Result<String, ApiErr
     Ok(id)
 }
 
-/// What a response says from its beginning to its end, whatever becomes of its answer.
-struct Fixed {
+/// The parts of a response object that are known before its answer, and do not depend on it.
+struct ResponseBase {
     reply: Reply,
     repeated: RepeatedRequest,
 }
 
-impl Fixed {
+impl ResponseBase {
     fn object(&self, status: ResponseStatus, output: Vec<OutputItem>) -> ResponseObject {
         ResponseObject {
             id: self.reply.id.clone(),
@@ -293,32 +293,32 @@ impl Fixed {
     }
 }
 
-/// A response while its answer comes.
-struct Making {
+/// Builds a response from the pieces of its answer.
+struct ResponseBuilder {
     server: Arc<Server>,
     owner: ClientId,
-    /// The items of the conversation before the answer, and whether both are kept.
+    /// The items of the conversation before the answer. `store` is whether they and the answer are stored.
     items: Vec<Value>,
     store: bool,
-    fixed: Arc<Fixed>,
-    /// So far; there are calls or there is text.
+    base: Arc<ResponseBase>,
+    /// The text and the calls so far; one of them stays empty.
     text: String,
-    calls: Vec<Calling>,
+    calls: Vec<PartialCall>,
     logprobs: Vec<TokenLogprob>,
 }
 
-impl Making {
+impl ResponseBuilder {
     fn new(server: Arc<Server>, owner: ClientId, form: Form, reply: Reply) -> Self {
         let Form { store, items, mut repeated, .. } = form;
         let store = store && server.responses.is_open();
         repeated.store = store;
-        let fixed = Arc::new(Fixed { reply, repeated });
+        let base = Arc::new(ResponseBase { reply, repeated });
         let (text, calls, logprobs) = (String::new(), Vec::new(), Vec::new());
-        Self { server, owner, items, store, fixed, text, calls, logprobs }
+        Self { server, owner, items, store, base, text, calls, logprobs }
     }
 
     fn message_id(&self) -> String {
-        self.fixed.reply.id.replacen(ID_PREFIX, "msg_", 1)
+        self.base.reply.id.replacen(ID_PREFIX, "msg_", 1)
     }
 
     fn message(&self, status: ItemStatus, content: Vec<OutputPart>) -> OutputItem {
@@ -329,7 +329,7 @@ impl Making {
         OutputPart::text(&self.text, &self.logprobs)
     }
 
-    /// The message as it ended.
+    /// The message at its end.
     fn whole_message(&self, reason: Reason) -> OutputItem {
         let status = match reason {
             Reason::Stop | Reason::Called => ItemStatus::Completed,
@@ -338,22 +338,22 @@ impl Making {
         self.message(status, vec![self.part()])
     }
 
-    /// What it puts out: calls, which have no place for log probabilities, or a message.
+    /// The output at its end: calls, which have no field for log probabilities, or a message.
     fn output(&self, reason: Reason) -> Vec<OutputItem> {
         if self.calls.is_empty() {
             return vec![self.whole_message(reason)];
         }
-        self.calls.iter().map(OutputItem::of_call).collect()
+        self.calls.iter().map(OutputItem::from_call).collect()
     }
 
-    /// The response at its end, which is kept from here on where that was wanted.
+    /// The response at its end. It is stored from here on if the request asks for that.
     fn finish(&mut self, reason: Reason, timings: &Timings) -> ResponseObject {
-        self.fixed.reply.log(reason, timings);
+        self.base.reply.log(reason, timings);
         let status = match reason {
             Reason::Stop | Reason::Called => ResponseStatus::Completed,
             Reason::Length => ResponseStatus::Incomplete,
         };
-        let mut object = self.fixed.object(status, self.output(reason));
+        let mut object = self.base.object(status, self.output(reason));
         match reason {
             Reason::Stop | Reason::Called => object.completed_at = Some(unix_time_s()),
             Reason::Length => {
@@ -365,7 +365,7 @@ impl Making {
         if self.store {
             let input = Value::Array(std::mem::take(&mut self.items)).to_string().into();
             let stored = Stored { owner: self.owner, body: json_text(&object).into(), input };
-            if !self.server.responses.insert(self.fixed.reply.id.clone(), stored) {
+            if !self.server.responses.insert(self.base.reply.id.clone(), stored) {
                 tracing::debug!("a response was not kept: it is larger than its owner's share of the room");
                 object.request.store = false;
             }
@@ -374,16 +374,16 @@ impl Making {
     }
 }
 
-async fn collect(mut making: Making, mut answers: Answers) -> Result<ResponseObject, ApiError> {
+async fn collect(mut builder: ResponseBuilder, mut answers: Answers) -> Result<ResponseObject, ApiError> {
     while let Some(piece) = answers.next().await {
-        let piece = piece.map_err(ApiError::of_a_whole_answer)?;
-        making.text.push_str(&piece.text);
-        making.logprobs.extend(logprob(&answers, &piece));
+        let piece = piece.map_err(ApiError::while_collecting)?;
+        builder.text.push_str(&piece.text);
+        builder.logprobs.extend(logprob(&answers, &piece));
         for call in piece.calls {
-            Calling::gather(&mut making.calls, call);
+            PartialCall::push(&mut builder.calls, call);
         }
         if let Some(reason) = piece.end {
-            return Ok(making.finish(reason, &piece.timings));
+            return Ok(builder.finish(reason, &piece.timings));
         }
     }
     Err(ApiError::Bug("an answer had no end".into()))
@@ -393,82 +393,85 @@ fn logprob(answers: &Answers, piece: &Piece) -> Option<TokenLogprob> {
     piece.logprobs.as_ref().map(|(id, logprobs)| TokenLogprob::new(&answers.service, *id, logprobs))
 }
 
-/// The response as it begins; its message, or its calls one after the other, piece by piece and each of them whole; and the
+/// The events of a stream: the response as it begins, its message or its calls piece by piece and then whole, and the
 /// response as it ended.
-fn events(mut making: Making, mut answers: Answers) -> impl Stream<Item = Result<ResponseEvent, ApiError>> {
+fn events(
+    mut builder: ResponseBuilder,
+    mut answers: Answers,
+) -> impl Stream<Item = Result<ResponseEvent, ApiError>> {
     async_stream::try_stream! {
-        let item_id = making.message_id();
-        let response = making.fixed.object(ResponseStatus::InProgress, Vec::new());
+        let item_id = builder.message_id();
+        let response = builder.base.object(ResponseStatus::InProgress, Vec::new());
         yield ResponseEvent::Created { response: response.clone() };
         yield ResponseEvent::InProgress { response };
-        // Whether there is a message, and how many of its log probabilities were sent. Where tools may be called, some tokens
-        // come before it is known what they are.
+        // Whether the message has begun, and how many of its log probabilities were sent. Where tools may be called,
+        // some tokens come before it is known whether they are text or a call.
         let (mut begun, mut sent) = (false, 0);
         while let Some(piece) = answers.next().await {
             let mut piece = piece?;
-            making.text.push_str(&piece.text);
-            making.logprobs.extend(logprob(&answers, &piece));
+            builder.text.push_str(&piece.text);
+            builder.logprobs.extend(logprob(&answers, &piece));
             for call in std::mem::take(&mut piece.calls) {
                 let (output_index, more) = match &call {
                     CallPiece::Name { index, .. } => (*index, None),
                     CallPiece::Parameters { index, json } => (*index, Some(json.clone())),
                 };
                 if more.is_none()
-                    && let Some(before) = making.calls.last()
+                    && let Some(before) = builder.calls.last()
                 {
                     for event in call_done(output_index - 1, before) {
                         yield event;
                     }
                 }
-                Calling::gather(&mut making.calls, call);
-                let call = &making.calls[output_index];
+                PartialCall::push(&mut builder.calls, call);
+                let call = &builder.calls[output_index];
                 yield match more {
-                    None => ResponseEvent::ItemAdded { output_index, item: OutputItem::of_begun(call) },
+                    None => ResponseEvent::ItemAdded { output_index, item: OutputItem::from_begun_call(call) },
                     Some(delta) => {
                         ResponseEvent::ArgumentsDelta { item_id: item_id_of(call), output_index, delta }
                     }
                 };
             }
-            if !begun && (!piece.text.is_empty() || (piece.end.is_some() && making.calls.is_empty())) {
+            if !begun && (!piece.text.is_empty() || (piece.end.is_some() && builder.calls.is_empty())) {
                 begun = true;
-                let item = making.message(ItemStatus::InProgress, Vec::new());
+                let item = builder.message(ItemStatus::InProgress, Vec::new());
                 yield ResponseEvent::ItemAdded { output_index: 0, item };
                 let (item_id, part) = (item_id.clone(), OutputPart::text("", &[]));
                 yield ResponseEvent::PartAdded { item_id, output_index: 0, content_index: 0, part };
             }
-            if begun && (!piece.text.is_empty() || sent < making.logprobs.len()) {
+            if begun && (!piece.text.is_empty() || sent < builder.logprobs.len()) {
                 let (item_id, delta) = (item_id.clone(), piece.text);
-                let logprobs = making.logprobs[sent..].to_vec();
-                sent = making.logprobs.len();
+                let logprobs = builder.logprobs[sent..].to_vec();
+                sent = builder.logprobs.len();
                 yield ResponseEvent::TextDelta { item_id, output_index: 0, content_index: 0, delta, logprobs };
             }
             let Some(reason) = piece.end else { continue };
             if begun {
-                let (text, logprobs) = (making.text.clone(), making.logprobs.clone());
+                let (text, logprobs) = (builder.text.clone(), builder.logprobs.clone());
                 let (output_index, content_index) = (0, 0);
                 yield ResponseEvent::TextDone {
                     item_id: item_id.clone(), output_index, content_index, text, logprobs,
                 };
-                let (item_id, part) = (item_id.clone(), making.part());
+                let (item_id, part) = (item_id.clone(), builder.part());
                 yield ResponseEvent::PartDone { item_id, output_index, content_index, part };
-                yield ResponseEvent::ItemDone { output_index, item: making.whole_message(reason) };
+                yield ResponseEvent::ItemDone { output_index, item: builder.whole_message(reason) };
             }
-            if let Some(last) = making.calls.last() {
-                for event in call_done(making.calls.len() - 1, last) {
+            if let Some(last) = builder.calls.last() {
+                for event in call_done(builder.calls.len() - 1, last) {
                     yield event;
                 }
             }
-            let response = making.finish(reason, &piece.timings);
+            let response = builder.finish(reason, &piece.timings);
             yield ResponseEvent::ended(reason, response);
         }
     }
 }
 
-/// The events behind the last piece of a call.
-fn call_done(output_index: usize, call: &Calling) -> [ResponseEvent; 2] {
+/// The events after the last piece of a call.
+fn call_done(output_index: usize, call: &PartialCall) -> [ResponseEvent; 2] {
     let (name, arguments) = (call.name.clone(), call.arguments.clone());
     [
         ResponseEvent::ArgumentsDone { item_id: item_id_of(call), output_index, name, arguments },
-        ResponseEvent::ItemDone { output_index, item: OutputItem::of_call(call) },
+        ResponseEvent::ItemDone { output_index, item: OutputItem::from_call(call) },
     ]
 }

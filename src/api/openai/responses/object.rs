@@ -1,4 +1,4 @@
-//! A response's object, and the events of its stream.
+//! The response object, and the events of its stream.
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -7,12 +7,12 @@ use utoipa::openapi::schema::{AdditionalProperties, ObjectBuilder, Schema, Type}
 use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::openai::logprobs::TokenLogprob;
-use crate::api::tools::Calling;
+use crate::api::tools::PartialCall;
 use crate::engine::Timings;
 use crate::model::SamplingParams;
 use crate::session::{Reason, Tools};
 
-/// A response, as far as it goes.
+/// A response. In the first events of a stream, its output is empty.
 #[derive(Clone, Serialize, ToSchema)]
 pub(in crate::api) struct ResponseObject {
     pub id: String,
@@ -53,7 +53,7 @@ pub(in crate::api) enum ResponseStatus {
 pub(in crate::api) struct ResponseError {
     #[schema(inline)]
     pub code: ErrorCode,
-    /// For the person who asked.
+    /// What went wrong, for a person to read.
     pub message: String,
 }
 
@@ -75,7 +75,7 @@ pub(in crate::api) enum IncompleteReason {
     MaxOutputTokens,
 }
 
-/// Fields of a response that repeat its request, or say what it could not ask for.
+/// Fields of a response that repeat its request, and fixed values for what a request cannot ask for.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub(in crate::api) struct RepeatedRequest {
     pub background: bool,
@@ -98,13 +98,13 @@ pub(in crate::api) struct RepeatedRequest {
     pub safety_identifier: Option<String>,
     #[schema(inline)]
     pub service_tier: ServiceTier,
-    /// Whether it is kept.
+    /// Whether the response is stored.
     pub store: bool,
     /// The value that was used: the request's, or the model's default.
     #[schema(required)]
     pub temperature: Option<f64>,
     pub text: TextFormat,
-    /// As the request has it.
+    /// The request's own value.
     #[schema(value_type = Value)]
     pub tool_choice: Value,
     pub tools: Vec<RepeatedTool>,
@@ -128,7 +128,7 @@ impl RepeatedRequest {
     }
 }
 
-/// Always null: what models say that think.
+/// Always null: this model has no reasoning.
 #[derive(Debug, Clone, Default, Serialize, ToSchema)]
 pub(in crate::api) struct Reasoning {
     #[schema(required)]
@@ -145,12 +145,12 @@ pub(in crate::api) enum ServiceTier {
 
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub(in crate::api) struct TextFormat {
-    /// As the request has it.
+    /// The request's own value.
     #[schema(value_type = Object)]
     pub format: Value,
 }
 
-/// A tool of the request, with what the request left out.
+/// A tool of the request, with defaults for what the request left out.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub(in crate::api) struct RepeatedTool {
     #[schema(inline)]
@@ -188,7 +188,7 @@ pub(in crate::api) enum Truncation {
     Disabled,
 }
 
-/// What a response puts out.
+/// An item of a response's output.
 #[derive(Clone, Serialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(in crate::api) enum OutputItem {
@@ -204,7 +204,7 @@ pub(in crate::api) enum OutputItem {
         status: ItemStatus,
         call_id: String,
         name: String,
-        /// JSON; cut where the answer is.
+        /// The arguments as JSON, which is incomplete if the end of the answer cut it.
         arguments: String,
     },
 }
@@ -223,7 +223,7 @@ pub(in crate::api) enum Assistant {
     Assistant,
 }
 
-/// A part of a message that is put out.
+/// A part of an output message.
 #[derive(Clone, Serialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(in crate::api) enum OutputPart {
@@ -243,29 +243,29 @@ impl OutputPart {
 }
 
 impl OutputItem {
-    /// The item of a call that is told as a whole.
-    pub fn of_call(call: &Calling) -> Self {
-        let status = if call.is_whole() { ItemStatus::Completed } else { ItemStatus::Incomplete };
+    /// The item of a call that has come to its end, or was cut.
+    pub fn from_call(call: &PartialCall) -> Self {
+        let status = if call.is_complete() { ItemStatus::Completed } else { ItemStatus::Incomplete };
         Self::call(call, status, call.arguments.clone())
     }
 
     /// The item of a call that begins.
-    pub fn of_begun(call: &Calling) -> Self {
+    pub fn from_begun_call(call: &PartialCall) -> Self {
         Self::call(call, ItemStatus::InProgress, String::new())
     }
 
-    fn call(call: &Calling, status: ItemStatus, arguments: String) -> Self {
+    fn call(call: &PartialCall, status: ItemStatus, arguments: String) -> Self {
         let call_id = format!("call_{}", call.id);
         Self::FunctionCall { id: item_id(call), status, call_id, name: call.name.clone(), arguments }
     }
 }
 
 /// The id of a call's item.
-pub(in crate::api) fn item_id(call: &Calling) -> String {
+pub(in crate::api) fn item_id(call: &PartialCall) -> String {
     format!("fc_{}", call.id)
 }
 
-/// Tokens of the conversation and of the answer.
+/// The numbers of tokens of the conversation and of the answer.
 #[derive(Clone, Serialize, ToSchema)]
 pub(in crate::api) struct ResponsesUsage {
     input_tokens: usize,
@@ -299,7 +299,7 @@ impl ResponsesUsage {
     }
 }
 
-/// One event of a stream, with its place there.
+/// One event of a stream, with its number.
 #[derive(Serialize, ToSchema)]
 #[schema(as = ResponseEvent)]
 pub(in crate::api) struct NumberedEvent {
@@ -353,7 +353,7 @@ pub(in crate::api) enum ResponseEvent {
 }
 
 impl ResponseEvent {
-    /// The last event of a stream whose answer came to its end.
+    /// The last event of a stream whose answer ended without an error.
     pub fn ended(reason: Reason, response: ResponseObject) -> Self {
         match reason {
             Reason::Stop | Reason::Called => Self::Completed { response },
@@ -362,7 +362,7 @@ impl ResponseEvent {
     }
 }
 
-/// A response that is forgotten.
+/// A deleted response.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct DeletedResponse {
     pub id: String,
@@ -373,14 +373,14 @@ pub(in crate::api) struct DeletedResponse {
 
 /// A page of the items of a conversation.
 #[derive(ToSchema)]
-#[allow(dead_code, reason = "pages are written of pieces that are kept: this describes them")]
+#[allow(dead_code, reason = "a page is assembled from stored JSON; this type describes it")]
 pub(in crate::api) struct ItemList {
     #[schema(inline)]
     object: ListName,
     data: Vec<KeptItem>,
-    /// Empty where there are no items.
+    /// The first item's id; empty if there are no items.
     first_id: String,
-    /// Empty where there are no items.
+    /// The last item's id; empty if there are no items.
     last_id: String,
     has_more: bool,
 }
@@ -392,7 +392,7 @@ enum ListName {
     List,
 }
 
-/// An item as it came, with what its sender left out.
+/// An item as the client sent it, with defaults for what the client left out.
 enum KeptItem {}
 
 impl PartialSchema for KeptItem {

@@ -1,7 +1,7 @@
-//! The body of `POST /v1/responses`: OpenAI's JSON in, a [`GenerateRequest`] out.
+//! The body of `POST /v1/responses`: OpenAI's JSON becomes a [`GenerateRequest`].
 //!
-//! Unknown fields are ignored, and so are those that bill or trace; what would change the answer and cannot be had is
-//! refused by name.
+//! Unknown fields are ignored, and so are fields that bill or trace. A field that would change the answer and that this
+//! server does not support is refused by name.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -27,7 +27,7 @@ const INCLUDE_LOGPROBS: &str = "message.output_text.logprobs";
 
 words! {
     ResponseFormatType { Text = "text", JsonObject = "json_object", JsonSchema = "json_schema" };
-    /// A conversation that is too long is an error with either.
+    /// `auto` and `disabled` mean the same here: a conversation that is too long is an error.
     TruncationAsked { Auto = "auto", Disabled = "disabled" };
 }
 
@@ -39,41 +39,41 @@ wire::composed! {
     }
 }
 
-/// What a request for a response says beside its tools.
+/// The fields of a request for a response, except its tools.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct ResponseFields {
-    /// The id that `/v1/models` names; absent or empty is the model that is served.
+    /// The id that `/v1/models` lists; if absent or empty, the served model.
     model: Option<String>,
-    /// A user's text, or items, one of them a message at least.
+    /// A user's text, or a list of items with at least one message.
     #[schema(inline)]
     input: Input,
-    /// The system text of this response alone.
+    /// The system text of this response; later responses do not inherit it.
     instructions: Option<String>,
-    /// A response that is kept for who asks; the conversation goes on from there.
+    /// The id of a stored response of this client; its conversation is continued.
     previous_response_id: Option<String>,
-    /// Whether the response is kept; absent is true.
+    /// Whether the response is stored; true by default.
     store: Option<bool>,
-    /// Server-sent events.
+    /// Whether the answer comes as server-sent events.
     stream: Option<bool>,
-    /// Absent is as many as the context holds.
+    /// The most tokens of the answer; if absent, as many as the context holds.
     max_output_tokens: Option<MaxTokens>,
-    /// 0 is greedy.
+    /// Temperature; 0 is greedy decoding.
     temperature: Option<Temperature>,
     top_p: Option<Probability>,
-    /// Log probabilities of the answer's tokens, and of so many alternatives.
+    /// Return log probabilities of the answer's tokens, and of this many alternatives to each.
     top_logprobs: Option<TopLogprobs>,
-    /// `message.output_text.logprobs` counts, others are ignored.
+    /// `message.output_text.logprobs` asks for log probabilities; other values are ignored.
     include: Option<Vec<String>>,
     text: Option<ResponseText>,
-    /// Requests with the same salt share the prefix cache, and no others do.
+    /// Requests share the prefix cache only with requests of the same salt.
     cache_salt: Option<Salt>,
-    /// Repeated.
+    /// Repeated in the response, and not used.
     metadata: Option<JsonObject>,
-    /// Repeated.
+    /// Repeated in the response, and not used.
     prompt_cache_key: Option<String>,
-    /// Repeated.
+    /// Repeated in the response, and not used.
     safety_identifier: Option<String>,
-    /// Repeated.
+    /// Repeated in the response, and not used.
     user: Option<String>,
     #[allow(dead_code, reason = "the values mean the same here")]
     truncation: Option<TruncationAsked>,
@@ -90,19 +90,19 @@ struct ResponseText {
     format: Option<ResponseTextFormat>,
 }
 
-/// What the answer must be.
+/// The format of the answer.
 #[derive(Debug, Deserialize, ToSchema)]
 struct ResponseTextFormat {
     r#type: ResponseFormatType,
-    /// With `json_schema`, where it must be there.
+    /// For `json_schema`, which requires it.
     name: Option<String>,
-    /// Every keyword is enforced, or it is an error.
+    /// Enforce every keyword of the schema; a keyword that cannot be enforced is an error.
     strict: Option<bool>,
-    /// With `json_schema`, where it must be there.
+    /// For `json_schema`, which requires it.
     schema: Option<JsonObject>,
 }
 
-/// How the response is wanted, and what its object repeats of the request.
+/// What the reply needs to know of the request, and what the response repeats of it.
 #[derive(Debug)]
 pub(in crate::api) struct Form {
     pub stream: bool,
@@ -112,61 +112,61 @@ pub(in crate::api) struct Form {
     pub repeated: RepeatedRequest,
 }
 
-/// `before` gives the items up to a response that was kept, and those of its answer.
+/// Parses a body. `before` returns the items of a stored response: its conversation and its answer.
 pub(in crate::api) fn parse(
     body: &[u8],
     before: impl FnOnce(&str) -> Option<Vec<Value>>,
 ) -> Result<Parsed<Form>, ApiError> {
     let body = wire::object(body)?;
-    let ResponsesRequest { response: asked, tools } = ResponsesRequest::read(&body)?;
-    asked.refuse_unsupported()?;
+    let ResponsesRequest { response: fields, tools } = ResponsesRequest::read(&body)?;
+    fields.refuse_unsupported()?;
     let tools = tools.tools()?;
-    let (grammar, format) = asked.text_format(&body)?;
+    let (grammar, format) = fields.text_format(&body)?;
 
-    let mut items = match &asked.previous_response_id {
+    let mut items = match &fields.previous_response_id {
         None => Vec::new(),
         Some(id) => before(id).ok_or_else(|| ApiError::UnknownPreviousResponse(short(id)))?,
     };
     let mut conversation = Conversation::default();
     conversation_of(&items, &mut conversation)?;
-    asked.input.read(&mut conversation)?;
+    fields.input.read(&mut conversation)?;
     items.extend(kept_input(&body["input"])?);
 
-    let top_logprobs = asked.top_logprobs.map_or(0, |top| top.0);
-    let included = asked.include.iter().flatten().any(|name| name == INCLUDE_LOGPROBS);
+    let top_logprobs = fields.top_logprobs.map_or(0, |top| top.0);
+    let included = fields.include.iter().flatten().any(|name| name == INCLUDE_LOGPROBS);
     let logprobs = included || top_logprobs > 0;
-    let (stream, store) = (asked.stream.unwrap_or(false), asked.store.unwrap_or(true));
-    let system = asked.instructions.as_ref().map(|text| Message::new("system", text));
+    let (stream, store) = (fields.stream.unwrap_or(false), fields.store.unwrap_or(true));
+    let system = fields.instructions.as_ref().map(|text| Message::new("system", text));
     let messages = system.into_iter().chain(conversation.finish()).collect();
-    let max_tokens = asked.max_output_tokens.map(MaxTokens::get);
+    let max_tokens = fields.max_output_tokens.map(MaxTokens::get);
     let repeated = RepeatedRequest {
         background: false,
-        instructions: asked.instructions,
+        instructions: fields.instructions,
         max_output_tokens: max_tokens,
         max_tool_calls: None,
-        metadata: asked.metadata.unwrap_or_default().0,
+        metadata: fields.metadata.unwrap_or_default().0,
         parallel_tool_calls: tools.parallel,
-        previous_response_id: asked.previous_response_id,
-        prompt_cache_key: asked.prompt_cache_key,
+        previous_response_id: fields.previous_response_id,
+        prompt_cache_key: fields.prompt_cache_key,
         reasoning: Reasoning::default(),
-        safety_identifier: asked.safety_identifier,
+        safety_identifier: fields.safety_identifier,
         service_tier: ServiceTier::Default,
         store,
-        temperature: asked.temperature.map(|t| t.0),
+        temperature: fields.temperature.map(|t| t.0),
         text: TextFormat { format },
         tool_choice: Some(body["tool_choice"].clone()).filter(|v| !v.is_null()).unwrap_or(json!("auto")),
         tools: RepeatedTool::all(&tools),
         top_logprobs,
-        top_p: asked.top_p.map(|p| p.0),
+        top_p: fields.top_p.map(|p| p.0),
         truncation: Truncation::Disabled,
-        user: asked.user,
+        user: fields.user,
     };
     let request = GenerateRequest {
         messages,
         max_tokens,
         sampling: SamplingOptions {
-            temperature: asked.temperature.map(|t| t.0 as f32),
-            top_p: asked.top_p.map(|p| p.0 as f32),
+            temperature: fields.temperature.map(|t| t.0 as f32),
+            top_p: fields.top_p.map(|p| p.0 as f32),
             ..SamplingOptions::default()
         },
         logprobs: logprobs.then_some(top_logprobs as usize),
@@ -174,12 +174,12 @@ pub(in crate::api) fn parse(
         tools,
         ..GenerateRequest::default()
     };
-    let (model, cache_salt) = (wire::named(asked.model), asked.cache_salt.map(|salt| salt.0));
+    let (model, cache_salt) = (wire::named(fields.model), fields.cache_salt.map(|salt| salt.0));
     Ok(Parsed { model, request, stream, cache_salt, wire: Form { stream, store, items, repeated } })
 }
 
 impl ResponseFields {
-    /// What the answer must be, and the field as the response repeats it.
+    /// The grammar of the answer, and the field `text.format` as the response repeats it.
     fn text_format(&self, body: &Value) -> Result<(Option<ResponseGrammar>, Value), ApiError> {
         const AT: &str = "text.format";
         let Some(format) = self.text.as_ref().and_then(|text| text.format.as_ref()) else {

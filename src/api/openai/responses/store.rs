@@ -1,10 +1,12 @@
-//! Responses that clients may name later: in memory, bounded in number and bytes.
+//! Stored responses, which clients may refer to later: in memory, bounded in number and bytes.
 //!
-//! Each belongs to who asked for it. To anybody else it is not there, so that nobody learns which ids are.
+//! A response belongs to the client that asked for it. Other clients get the same error as for an unknown id, so nobody
+//! learns which ids exist.
 //!
-//! Where there is no room for one more, whoever holds the most gives up what it used the longest ago: the most responses or
-//! the most bytes, whichever there is no room for. What is to be kept counts as its owner's already. So who is alone has all
-//! of the room, and of `n` owners none loses anything to the others as long as it has no more than an `n`th of both.
+//! If a new response would exceed the bound on number, the owner of the most responses loses its least recently used
+//! one. If it would exceed the bound on bytes, the owner of the most bytes does. The new response already counts as its
+//! owner's. So a single owner has all of the room, and of `n` owners none loses anything to the others while it has at
+//! most an `n`th of both.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -14,29 +16,29 @@ use serde_json::Value;
 
 use crate::engine::ClientId;
 
-/// Whether what is asked for at a path may be as large as a body is.
+/// Whether a reply from this path may be as large as a request's body.
 pub(in crate::api) fn is_kept(path: &str) -> bool {
     path.starts_with("/v1/responses/")
 }
 
-/// One response, and what a further one needs to know of it.
+/// A stored response, with what a later response needs of it.
 #[derive(Debug)]
 pub(in crate::api) struct Stored {
     pub owner: ClientId,
-    /// The response's object, as JSON.
+    /// The response object as JSON.
     pub body: Bytes,
-    /// The items of the conversation before its answer, as a list in JSON; without instructions, which count for one response
-    /// alone.
+    /// The items of the conversation before the answer, as a JSON list. Instructions are left out, since they count for
+    /// one response alone.
     pub input: Bytes,
 }
 
 impl Stored {
-    /// The items before its answer.
+    /// The items before the answer.
     fn input(&self) -> Vec<Value> {
         serde_json::from_slice(&self.input).expect("a list was kept")
     }
 
-    /// The items before its answer, and those of its answer.
+    /// The items before the answer, and the items of the answer.
     pub fn items(&self) -> Vec<Value> {
         let mut items = self.input();
         let mut body: Value = serde_json::from_slice(&self.body).expect("an object was kept");
@@ -58,9 +60,9 @@ pub(in crate::api) struct Responses {
 #[derive(Debug, Default)]
 struct Kept {
     by_id: HashMap<String, Entry>,
-    /// Clients that own something.
+    /// The clients that own any response.
     owners: HashMap<ClientId, Owner>,
-    /// Clients by how many responses they own, and by how many bytes.
+    /// The owners, ordered by their number of responses and by their bytes.
     by_number: BTreeSet<(usize, ClientId)>,
     by_bytes: BTreeSet<(usize, ClientId)>,
     uses: u64,
@@ -76,40 +78,42 @@ struct Entry {
 
 #[derive(Debug, Default)]
 struct Owner {
-    /// Ids by when each was used last.
+    /// The owner's ids, ordered by when each was last used.
     by_use: BTreeMap<u64, String>,
     bytes: usize,
 }
 
 impl Responses {
-    /// Keeps at most `max`, in about `max_bytes` of memory; 0 of either keeps none. `max_body_bytes` is how long a request may
-    /// be.
+    /// Stores at most `max` responses in about `max_bytes` of memory; 0 of either stores none. `max_body_bytes` is the
+    /// longest body of a request.
     pub fn new(max: usize, max_bytes: usize, max_body_bytes: usize) -> Self {
-        // A conversation that goes on from one that is kept is read as if it had come in a body. Items are kept with what
-        // their senders may leave out, so those of one body may be longer than it was.
+        // A conversation that continues a stored one is read as if all of it had come in a body, so a stored input is
+        // bounded, too. Items are stored with defaults for what their senders left out, so an input may be longer than
+        // the body that it came in.
         Self { max, max_bytes, max_input_bytes: max_body_bytes.saturating_mul(2), kept: Mutex::default() }
     }
 
-    /// Whether any is kept at all.
+    /// Whether responses are stored at all.
     pub(in crate::api) fn is_open(&self) -> bool {
         self.max > 0 && self.max_bytes > 0
     }
 
-    /// Keeps one, at the cost of others; false where it alone is too large, or more than its owner may have beside others.
+    /// Stores a response, and evicts others for it if needed. False if the response alone is too large, or exceeds what
+    /// its owner may have beside other owners.
     pub(in crate::api) fn insert(&self, id: String, stored: Stored) -> bool {
         let bytes = size(&id, &stored);
         if self.max == 0 || bytes > self.max_bytes || stored.input.len() > self.max_input_bytes {
             return false;
         }
         let mut kept = self.lock();
-        let mut given_up: Vec<_> = kept.remove(&id).into_iter().collect();
-        while let Some(owner) = self.who_gives_way(&kept, stored.owner, bytes) {
+        let mut evicted: Vec<_> = kept.remove(&id).into_iter().collect();
+        while let Some(owner) = self.owner_to_evict(&kept, stored.owner, bytes) {
             let oldest = kept.owners.get(&owner).and_then(|owner| owner.by_use.values().next().cloned());
             let Some(oldest) = oldest else {
-                given_up.into_iter().for_each(|(id, entry)| kept.add(id, entry));
+                evicted.into_iter().for_each(|(id, entry)| kept.add(id, entry));
                 return false;
             };
-            given_up.extend(kept.remove(&oldest));
+            evicted.extend(kept.remove(&oldest));
         }
         kept.uses += 1;
         let used = kept.uses;
@@ -117,8 +121,8 @@ impl Responses {
         true
     }
 
-    /// Whoever has to give something up, before `owner` can have `bytes` more; none where there is room.
-    fn who_gives_way(&self, kept: &Kept, owner: ClientId, bytes: usize) -> Option<ClientId> {
+    /// The owner that must lose a response before `owner` can store `bytes` more; none if there is room.
+    fn owner_to_evict(&self, kept: &Kept, owner: ClientId, bytes: usize) -> Option<ClientId> {
         let own = kept.owners.get(&owner);
         let (order, claim) = if kept.by_id.len() >= self.max {
             (&kept.by_number, own.map_or(0, |own| own.by_use.len()) + 1)
@@ -143,7 +147,7 @@ impl Responses {
         Some(Arc::clone(&entry.stored))
     }
 
-    /// False where it is not there.
+    /// Deletes a response; false if `owner` has no response with this id.
     pub(in crate::api) fn remove(&self, id: &str, owner: ClientId) -> bool {
         let mut kept = self.lock();
         let there = kept.by_id.get(id).is_some_and(|entry| entry.stored.owner == owner);
@@ -178,7 +182,7 @@ impl Kept {
         Some((id, entry))
     }
 
-    /// Changes what one owns, and keeps the orders true.
+    /// Changes an owner's entry, and updates the orders of owners.
     fn update(&mut self, id: ClientId, change: impl FnOnce(&mut Owner)) {
         let owner = self.owners.entry(id).or_default();
         self.by_number.remove(&(owner.by_use.len(), id));
@@ -193,7 +197,7 @@ impl Kept {
     }
 }
 
-/// Bytes of memory, roughly.
+/// Roughly the bytes of memory that a response takes.
 fn size(id: &str, stored: &Stored) -> usize {
     let maps = size_of::<Entry>() + 2 * (id.len() + size_of::<String>());
     stored.body.len() + stored.input.len() + size_of::<Stored>() + maps
@@ -231,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_recently_used_are_given_up() {
+    fn the_least_recently_used_are_evicted() {
         let two = responses(2, 1 << 20);
         for id in ["a", "b"] {
             assert!(two.insert(id.into(), stored(1, 10)));
@@ -255,7 +259,8 @@ mod tests {
         assert!(responses.insert("b".into(), stored(2, 4000)));
         let left: Vec<bool> = (0..9).map(|i| responses.get(&format!("a{i}"), 1).is_some()).collect();
         assert_eq!(left, [false, false, false, true, true, true, true, true, true], "the oldest went");
-        // Somebody else has more than what this would leave, and less than this takes.
+        // Owner 1 holds fewer bytes than owner 2 would, so only owner 2's own response may go. The new one does not fit
+        // then, either.
         assert!(!responses.insert("c".into(), stored(2, 6000)));
         assert!(responses.get("b", 2).is_some() && responses.get("a3", 1).is_some(), "nothing went for it");
         assert!(responses.insert("c".into(), stored(2, 4100)), "at the cost of its owner's own");
@@ -270,7 +275,8 @@ mod tests {
         assert!(!responses.insert("b".into(), input(2 * MAX_BODY_BYTES + 1)));
     }
 
-    /// What is kept, as it should be, by looking at everything each time: id, owner, bytes; the least recently used first.
+    /// A model of the store that looks at everything each time. Each entry has an id, an owner and bytes; the least
+    /// recently used comes first.
     struct Model {
         max: usize,
         max_bytes: usize,

@@ -6,10 +6,10 @@ use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, ModelNames, Server};
 use unicorn::config::{Config, Layer};
 
-use crate::chat_completions::{
-    App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, limits, loaded, post_to, send_json, tokenizer,
-};
-use crate::fake_runner::says;
+use crate::support::app::{App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, limits, loaded};
+use crate::support::fake_runner::says;
+use crate::support::http::{post_to, send_json};
+use crate::support::tokenizers::tokenizer;
 
 fn app_called(aliases: &[&str], any: bool) -> App {
     let aliases = aliases.iter().map(|alias| (*alias).to_owned()).collect();
