@@ -14,11 +14,11 @@ use super::layers::{Layer, Scratch, device_buffer};
 use super::memory::{self, DEFAULT_BLOCK_SIZE, Demand, DoesNotFit, DraftDemand, MAX_IN_FLIGHT, Schemes};
 use super::rates::Rates;
 use super::step::Frame;
-use super::weights::{Gemma3Weights, WeightsError};
+use super::weights::{Gemma3Weights, LayerWeights, WeightsError};
 use crate::checkpoint::{Checkpoint, CheckpointError, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind};
 use crate::gpu::residency::{self, Residency};
-use crate::gpu::{Arena, CommandBuffer, Device, GpuError, Uploader};
+use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Uploader};
 use crate::kernels::{
     Attention, AttentionShape, Embedding, Heads, History, Kernels, KvCache, MAX_GROUP, Matrices, Matrix,
     RmsNorm, Tiles, UploadError,
@@ -311,136 +311,41 @@ impl Load<'_> {
             progress: &mut **progress,
         };
 
-        let Schemes { embedding: embed_scheme, layers: layer_schemes } = schemes;
-        let mut matrices =
-            Matrices { embedding: Some(*embed_scheme), tiles: options.tiles, ..Matrices::default() };
-        for [q, k, v, o, gate, up, down] in layer_schemes {
-            matrices.products.extend([q, k, v, o, gate, up, down]);
-            matrices.gated.extend([gate, up]);
-        }
         let heads = Heads { group, head_dim: config.head_dim, kv: options.kv };
         // Inputs of matrices are summed up in f32.
         let precision = if options.moments { Precision::F32 } else { options.precision };
-        let kernels = Kernels::new(device, &matrices, heads, precision)?;
+        let kernels = Kernels::new(device, &matrices_of(schemes, options.tiles), heads, precision)?;
 
-        let embedding = loader.matrix(arena, &weights.embed_tokens, *embed_scheme, Class::Embedding)?;
+        let embedding = loader.matrix(arena, &weights.embed_tokens, schemes.embedding, Class::Embedding)?;
         let embed_scale = (config.hidden_size as f64).sqrt() as f32;
         let embedding = Embedding::new(arena, &mut loader.uploader, embedding, embed_scale)?;
         let eps = config.rms_norm_eps;
         let norm = loader.norm(arena, &weights.norm, eps)?;
-        let mut layers = Vec::new();
-        for ((w, &kind), schemes) in weights.layers.iter().zip(&config.layer_types).zip(layer_schemes) {
-            let [q, k, v, o, gate, up, down] = *schemes;
-            let mut attention = |t, scheme| loader.matrix(arena, t, scheme, Class::Attention);
-            let [q_proj, k_proj] = [attention(&w.q_proj, q)?, attention(&w.k_proj, k)?];
-            let [v_proj, o_proj] = [attention(&w.v_proj, v)?, attention(&w.o_proj, o)?];
-            let mut ffn = |t, scheme| loader.matrix(arena, t, scheme, Class::Ffn);
-            let [gate_proj, up_proj, down_proj] =
-                [ffn(&w.gate_proj, gate)?, ffn(&w.up_proj, up)?, ffn(&w.down_proj, down)?];
-            let mut norm = |t: &Tensor| loader.norm(arena, t, eps);
-            layers.push((
-                kind,
-                [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj],
-                [
-                    norm(&w.input_layernorm)?,
-                    norm(&w.post_attention_layernorm)?,
-                    norm(&w.pre_feedforward_layernorm)?,
-                    norm(&w.post_feedforward_layernorm)?,
-                    norm(&w.q_norm)?,
-                    norm(&w.k_norm)?,
-                ],
-            ));
-        }
+        let layers = weights.layers.iter().zip(&schemes.layers);
+        let layers: Vec<_> = layers
+            .map(|(weights, schemes)| loader.layer(arena, weights, *schemes, eps))
+            .collect::<Result<_, _>>()?;
         loader.read_queued()?;
-        let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
-        let (mut scratch, sampled, history) = match of {
-            Some(model) => {
-                (model.scratch.shared_with(config, tokens), model.sampled.clone(), model.history.clone())
-            }
-            None => {
-                let scratch = Scratch::new(arena, config, tokens, demand.activation_bytes())?;
-                let sampled = device_buffer(arena, memory::SAMPLED_BYTES, "sampled ids")?;
-                let history = device_buffer(arena, memory::history_bytes(&limits), "history")?;
-                (scratch, sampled, History { ids: history, slot_len: limits.max_context })
-            }
+        let mut shared = match of {
+            Some(model) => Shared::of(model, config, tokens),
+            None => Shared::new(arena, demand, &limits)?,
         };
         // An id beyond the model's embedding is no guess.
-        scratch.logits.vocab = of.map_or(sample_below, |model| sample_below.min(model.scratch.logits.vocab));
-        let logits_readback = match of {
-            Some(model) => model.logits_readback.clone(),
-            None => {
-                let bytes = memory::logits_bytes(config);
-                arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "logits readback")?
-            }
+        let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
+        shared.scratch.logits.vocab =
+            of.map_or(sample_below, |model| sample_below.min(model.scratch.logits.vocab));
+        let ropes = loader.rope_tables(arena, config, limits.max_context)?;
+        let moments = match options.moments && of.is_none() {
+            true => (0..layers.len())
+                .map(|i| layer_moments(arena, config, i).map(Some))
+                .collect::<Result<_, _>>()?,
+            false => vec![None; layers.len()],
         };
-        let [rope_sliding, rope_full] = [
-            (config.rope_local_base_freq, 1.0, "rope table (sliding layers)"),
-            (config.rope_theta, config.rope_scaling_factor, "rope table (full layers)"),
-        ]
-        .map(|(base, factor, name)| {
-            let table = rope_table(config.head_dim, limits.max_context, base, factor);
-            let bytes = memory::rope_table_bytes(config, limits.max_context);
-            let buffer = device_buffer(arena, bytes, name)?;
-            loader.uploader.upload(&buffer, &table)?;
-            Ok::<_, LoadError>(buffer)
-        });
-        let (rope_sliding, rope_full) = (rope_sliding?, rope_full?);
-        let mut moments = Vec::new();
-        for i in 0..if options.moments && of.is_none() { layers.len() } else { 0 } {
-            let [a, b, c, d] = memory::moment_widths(config)
-                .map(|width| device_buffer(arena, 4 * width as u64, &format!("layer {i} moments")));
-            moments.push([a?, b?, c?, d?]);
-        }
-        let mut moments = moments.into_iter();
-        let layers = layers
-            .into_iter()
-            .enumerate()
-            .map(|(i, (kind, matrices, norms))| {
-                let bytes = memory::kv_pool_bytes(config, options.kv, &limits.kv, kind);
-                let mut half = |what: &str| {
-                    arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
-                };
-                let cache = KvCache { keys: half("key")?, values: half("value")? };
-                let (window, rope) = match kind {
-                    LayerType::SlidingAttention => (Some(config.sliding_window), &rope_sliding),
-                    LayerType::FullAttention => (None, &rope_full),
-                };
-                let shape = AttentionShape {
-                    num_heads: config.num_attention_heads,
-                    num_kv_heads: config.num_key_value_heads,
-                    head_dim: config.head_dim,
-                    block_size: limits.kv.block_size,
-                    max_blocks: memory::table_blocks(&limits),
-                    window,
-                };
-                let [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj] = matrices;
-                let [n1, n2, n3, n4, q_norm, k_norm] = norms;
-                let q_scale = config.query_pre_attn_scalar.powf(-0.5) as f32;
-                let wants = [
-                    kernels.wants([&q_proj, &k_proj, &v_proj]),
-                    kernels.wants([&o_proj]),
-                    kernels.wants([&gate_proj, &up_proj]),
-                    kernels.wants([&down_proj]),
-                ];
-                Ok(Layer {
-                    kind,
-                    input_layernorm: n1,
-                    post_attention_layernorm: n2,
-                    pre_feedforward_layernorm: n3,
-                    post_feedforward_layernorm: n4,
-                    attention: Attention { shape, q_norm, k_norm, rope: rope.clone(), q_scale, cache },
-                    q_proj,
-                    k_proj,
-                    v_proj,
-                    o_proj,
-                    gate_proj,
-                    up_proj,
-                    down_proj,
-                    wants,
-                    moments: moments.next(),
-                })
-            })
-            .collect::<Result<Vec<_>, GpuError>>()?;
+        let place = LayerPlace { config, kv: options.kv, limits: &limits, kernels: &kernels, ropes };
+        let layers = layers.into_iter().zip(moments).enumerate();
+        let layers: Vec<Layer> = layers
+            .map(|(i, (weights, moments))| place.layer(arena, i, weights, moments))
+            .collect::<Result<_, _>>()?;
 
         let frames = (0..MAX_IN_FLIGHT)
             .map(|i| Frame::new(arena, config, &limits, i))
@@ -460,11 +365,11 @@ impl Load<'_> {
             embedding,
             norm,
             layers,
-            scratch,
+            scratch: shared.scratch,
             frames,
-            sampled,
-            history,
-            logits_readback,
+            sampled: shared.sampled,
+            history: shared.history,
+            logits_readback: shared.logits_readback,
             in_flight: VecDeque::new(),
             closing: None,
             next_ticket: 0,
@@ -474,6 +379,129 @@ impl Load<'_> {
             loaded,
             residency: Residency::Unknown,
             weight_bytes: demand.weight_bytes_of(config, schemes),
+        })
+    }
+}
+
+/// The matrices that kernels must be able to multiply by.
+fn matrices_of(schemes: &Schemes, tiles: Option<Tiles>) -> Matrices {
+    let mut matrices = Matrices { embedding: Some(schemes.embedding), tiles, ..Matrices::default() };
+    for &[q, k, v, o, gate, up, down] in &schemes.layers {
+        matrices.products.extend([q, k, v, o, gate, up, down]);
+        matrices.gated.extend([gate, up]);
+    }
+    matrices
+}
+
+/// Buffers that a model and its draft share, since the two compute one after the other.
+struct Shared {
+    scratch: Scratch,
+    sampled: Buffer,
+    history: History,
+    logits_readback: Buffer,
+}
+
+impl Shared {
+    fn new(arena: &mut Arena, demand: &Demand<'_>, limits: &Limits) -> Result<Shared, GpuError> {
+        let config = demand.config;
+        let scratch = Scratch::new(arena, config, demand.batch_tokens(), demand.activation_bytes())?;
+        let sampled = device_buffer(arena, memory::SAMPLED_BYTES, "sampled ids")?;
+        let ids = device_buffer(arena, memory::history_bytes(limits), "history")?;
+        let history = History { ids, slot_len: limits.max_context };
+        let bytes = memory::logits_bytes(config);
+        let logits_readback = arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "logits readback")?;
+        Ok(Shared { scratch, sampled, history, logits_readback })
+    }
+
+    /// The buffers of `model`, for a draft of that config.
+    fn of(model: &Gemma3, draft: &Gemma3Config, tokens: usize) -> Shared {
+        Shared {
+            scratch: model.scratch.shared_with(draft, tokens),
+            sampled: model.sampled.clone(),
+            history: model.history.clone(),
+            logits_readback: model.logits_readback.clone(),
+        }
+    }
+}
+
+/// Sums of squares of the inputs of a layer's matrices, for calibration.
+fn layer_moments(arena: &mut Arena, config: &Gemma3Config, layer: usize) -> Result<[Buffer; 4], GpuError> {
+    let [a, b, c, d] = memory::moment_widths(config)
+        .map(|width| device_buffer(arena, 4 * width as u64, &format!("layer {layer} moments")));
+    Ok([a?, b?, c?, d?])
+}
+
+/// The matrices and norms of a layer on the device.
+struct LoadedLayer {
+    /// q, k, v, o, gate, up, down.
+    matrices: [Matrix; 7],
+    /// Before and behind attention, before and behind the feed-forward part, of queries, of keys.
+    norms: [RmsNorm; 6],
+}
+
+/// All that the layers of one model have in common.
+struct LayerPlace<'a> {
+    config: &'a Gemma3Config,
+    kv: KvDtype,
+    limits: &'a Limits,
+    kernels: &'a Kernels,
+    /// RoPE tables of sliding and of full layers.
+    ropes: [Buffer; 2],
+}
+
+impl LayerPlace<'_> {
+    /// Layer `i`, with its KV cache.
+    fn layer(
+        &self,
+        arena: &mut Arena,
+        i: usize,
+        loaded: LoadedLayer,
+        moments: Option<[Buffer; 4]>,
+    ) -> Result<Layer, GpuError> {
+        let LayerPlace { config, limits, kernels, ropes: [rope_sliding, rope_full], .. } = self;
+        let kind = config.layer_types[i];
+        let bytes = memory::kv_pool_bytes(config, self.kv, &limits.kv, kind);
+        let mut half = |what: &str| {
+            arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
+        };
+        let cache = KvCache { keys: half("key")?, values: half("value")? };
+        let (window, rope) = match kind {
+            LayerType::SlidingAttention => (Some(config.sliding_window), rope_sliding),
+            LayerType::FullAttention => (None, rope_full),
+        };
+        let shape = AttentionShape {
+            num_heads: config.num_attention_heads,
+            num_kv_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+            block_size: limits.kv.block_size,
+            max_blocks: memory::table_blocks(limits),
+            window,
+        };
+        let [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj] = loaded.matrices;
+        let [n1, n2, n3, n4, q_norm, k_norm] = loaded.norms;
+        let q_scale = config.query_pre_attn_scalar.powf(-0.5) as f32;
+        let wants = [
+            kernels.wants([&q_proj, &k_proj, &v_proj]),
+            kernels.wants([&o_proj]),
+            kernels.wants([&gate_proj, &up_proj]),
+            kernels.wants([&down_proj]),
+        ];
+        Ok(Layer {
+            kind,
+            input_layernorm: n1,
+            post_attention_layernorm: n2,
+            pre_feedforward_layernorm: n3,
+            post_feedforward_layernorm: n4,
+            attention: Attention { shape, q_norm, k_norm, rope: rope.clone(), q_scale, cache },
+            q_proj,
+            k_proj,
+            v_proj,
+            o_proj,
+            gate_proj,
+            up_proj,
+            down_proj,
+            wants,
+            moments,
         })
     }
 }
@@ -510,6 +538,51 @@ impl<'a> Loader<'a> {
             self.read_queued()?;
         }
         Ok(matrix)
+    }
+
+    /// The matrices and norms of a layer.
+    fn layer(
+        &mut self,
+        arena: &mut Arena,
+        w: &LayerWeights<'a>,
+        [q, k, v, o, gate, up, down]: [Scheme; 7],
+        eps: f32,
+    ) -> Result<LoadedLayer, LoadError> {
+        let mut attention = |t, scheme| self.matrix(arena, t, scheme, Class::Attention);
+        let [q_proj, k_proj] = [attention(&w.q_proj, q)?, attention(&w.k_proj, k)?];
+        let [v_proj, o_proj] = [attention(&w.v_proj, v)?, attention(&w.o_proj, o)?];
+        let mut ffn = |t, scheme| self.matrix(arena, t, scheme, Class::Ffn);
+        let [gate_proj, up_proj, down_proj] =
+            [ffn(&w.gate_proj, gate)?, ffn(&w.up_proj, up)?, ffn(&w.down_proj, down)?];
+        let mut norm = |t: &Tensor| self.norm(arena, t, eps);
+        let norms = [
+            norm(&w.input_layernorm)?,
+            norm(&w.post_attention_layernorm)?,
+            norm(&w.pre_feedforward_layernorm)?,
+            norm(&w.post_feedforward_layernorm)?,
+            norm(&w.q_norm)?,
+            norm(&w.k_norm)?,
+        ];
+        Ok(LoadedLayer { matrices: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj], norms })
+    }
+
+    /// The RoPE tables of sliding and of full layers.
+    fn rope_tables(
+        &mut self,
+        arena: &mut Arena,
+        config: &Gemma3Config,
+        positions: usize,
+    ) -> Result<[Buffer; 2], LoadError> {
+        let mut table = |base, factor, name| {
+            let table = rope_table(config.head_dim, positions, base, factor);
+            let buffer = device_buffer(arena, memory::rope_table_bytes(config, positions), name)?;
+            self.uploader.upload(&buffer, &table)?;
+            Ok::<_, LoadError>(buffer)
+        };
+        Ok([
+            table(config.rope_local_base_freq, 1.0, "rope table (sliding layers)")?,
+            table(config.rope_theta, config.rope_scaling_factor, "rope table (full layers)")?,
+        ])
     }
 
     fn queued_bytes(&self) -> u64 {
