@@ -603,7 +603,7 @@ const WITH_SUBJECTS: [&str; 13] = [
     "src/quantize/",
     "src/tensor/",
     "src/text/",
-    "tests/tools/",
+    "tests/",
     "tools/",
 ];
 
