@@ -1,29 +1,26 @@
-//! Who may come in, and how long a connection may keep its place: keys, names, pages, TLS, silence, and crowds.
+//! Who may ask: API keys, host names, pages of other origins, the share of one client, and which starts are refused.
 
 use std::convert::Infallible;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
-use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
-use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::ConnectInfo;
 use axum::http::{HeaderMap, Request, Response, StatusCode};
 use futures::StreamExt;
-use rustls::pki_types::ServerName;
 use serde_json::{Value, json};
 use tower::ServiceExt;
-use unicorn::api::{AccessPolicy, Connections, Keys, Options, Server, Tls};
+use unicorn::api::{AccessPolicy, Connections, Keys, Options, Server};
 
 use crate::support::app::{App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_behind, limits, loaded};
 use crate::support::fake_runner::{HANG, says};
 use crate::support::http::{assert_all_free, chat, send, send_json};
 use crate::support::program::{assert_error, output, unicorn};
-use crate::support::server::{CONNECTIONS, Serving, blocking, certificate, connect};
+use crate::support::server::{CONNECTIONS, Serving, blocking, certificate, read_answer};
 use crate::support::tokenizers::tokenizer;
 
 const KEY: &str = "sk-unicorn-1234567890";
@@ -511,140 +508,6 @@ async fn the_door_can_be_replaced() {
     assert_eq!(outcome(&app, request("GET", &kept, &third)).await.0, 404);
 }
 
-// --- over TCP -------------------------------------------------------------------------------------------
-
-fn get(path: &str) -> String {
-    format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n")
-}
-
-fn post(stream: bool) -> String {
-    let body = json!({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": stream})
-        .to_string();
-    format!("POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
-}
-
-/// All that comes until the server closes; panics where it does not.
-fn read_to_end(stream: &mut impl Read) -> String {
-    let mut all = Vec::new();
-    match stream.read_to_end(&mut all) {
-        Ok(_) => {}
-        Err(e) if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof) => {}
-        Err(error) => panic!("not closed: {error}"),
-    }
-    String::from_utf8(all).expect("text")
-}
-
-/// Reads the head of an answer and `Content-Length` bytes of body.
-fn read_answer(stream: &mut impl Read) -> (String, String) {
-    let mut head = Vec::new();
-    while !head.ends_with(b"\r\n\r\n") {
-        let mut byte = [0];
-        stream.read_exact(&mut byte).expect("a whole head");
-        head.push(byte[0]);
-    }
-    let head = String::from_utf8(head).expect("text").to_ascii_lowercase();
-    let length = head.split("content-length: ").nth(1).and_then(|rest| rest.lines().next());
-    let mut body = vec![0; length.expect("a length").parse().expect("a number")];
-    stream.read_exact(&mut body).expect("a whole body");
-    (head, String::from_utf8(body).expect("text"))
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn who_keeps_a_connection_waiting_loses_it() {
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
-    let address = serving.address;
-    blocking(move || {
-        // Nothing at all.
-        assert_eq!(read_to_end(&mut connect(address)), "");
-        // A head that never ends, byte by byte.
-        let head = format!("{}X-Slow: ", get("/health").trim_end());
-        let mut slow = connect(address);
-        let mut sent = head.bytes().chain(std::iter::repeat(b'a'));
-        slow.set_read_timeout(Some(Duration::from_millis(20))).expect("set");
-        let since = Instant::now();
-        loop {
-            assert!(since.elapsed() < HANG, "a slow head is never given up");
-            if slow.write_all(&[sent.next().expect("endless")]).is_err() {
-                break;
-            }
-            match slow.read(&mut [0; 64]) {
-                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
-                Ok(0) | Err(_) => break,
-                Ok(_) => panic!("answered half a request"),
-            }
-        }
-        // Two requests, the second in two parts, and then no more.
-        let mut idle = connect(address);
-        idle.write_all(get("/health").as_bytes()).expect("sent");
-        assert!(read_answer(&mut idle).0.starts_with("http/1.1 200"));
-        let second = get("/v1/models");
-        idle.write_all(&second.as_bytes()[..20]).expect("sent");
-        std::thread::sleep(Duration::from_millis(50));
-        idle.write_all(&second.as_bytes()[20..]).expect("sent");
-        assert!(read_answer(&mut idle).1.contains(MODEL));
-        assert_eq!(read_to_end(&mut idle), "");
-        // A second head that never ends, after a first that did.
-        let mut half = connect(address);
-        half.write_all(get("/health").as_bytes()).expect("sent");
-        read_answer(&mut half);
-        half.write_all(b"GET /v1/mod").expect("sent");
-        assert_eq!(read_to_end(&mut half), "");
-    })
-    .await;
-    serving.end().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn an_answer_may_take_longer_than_silence_may() {
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "One, two, three"), CONNECTIONS).await;
-    serving.app.control.allow(2);
-    let (mut streaming, mut whole) = (serving.connect(), serving.connect());
-    streaming.write_all(post(true).as_bytes()).expect("sent");
-    whole.write_all(post(false).as_bytes()).expect("sent");
-    // Longer than any of the timeouts: none of them is for a request that is being answered.
-    tokio::time::sleep(2 * CONNECTIONS.idle_timeout).await;
-    serving.app.control.release();
-    blocking(move || {
-        assert!(read_answer(&mut whole).1.contains("One, two, three"));
-        let stream = read_to_end(&mut streaming);
-        assert!(stream.contains("[DONE]"), "{stream}");
-        // And is idle from then on.
-        assert_eq!(read_to_end(&mut whole), "");
-    })
-    .await;
-    serving.end().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_crowd_waits_outside_and_is_served_when_it_is_its_turn() {
-    // It is the crowd that makes places free, and no timeout.
-    let connections = Connections { most: 4, head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), connections).await;
-    // More than there are places, which say nothing; two of the first have asked something before.
-    let mut silent: Vec<TcpStream> = (0..12).map(|_| serving.connect()).collect();
-    for idle in &mut silent[..2] {
-        idle.write_all(get("/health").as_bytes()).expect("sent");
-    }
-    let mut asking = serving.connect();
-    asking.write_all(get("/v1/models").as_bytes()).expect("sent");
-    blocking(move || assert!(read_answer(&mut asking).1.contains(MODEL))).await;
-    drop(silent);
-    // As many as the kernel lets wait, and all are served.
-    let clients: Vec<TcpStream> = (0..100).map(|_| serving.connect()).collect();
-    blocking(move || {
-        let ask = |mut client: TcpStream| {
-            client
-                .write_all(get("/health").replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n").as_bytes())?;
-            Ok::<_, io::Error>(read_to_end(&mut client))
-        };
-        for client in clients {
-            assert!(ask(client).expect("sent").starts_with("HTTP/1.1 200"));
-        }
-    })
-    .await;
-    serving.end().await;
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn refusals_that_wait_give_way_to_whoever_needs_their_connections() {
     let connections = Connections { most: 4, head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
@@ -653,7 +516,7 @@ async fn refusals_that_wait_give_way_to_whoever_needs_their_connections() {
     for _ in 0..5 {
         assert_eq!(outcome(&serving.app, from(serving.address.ip(), wrong())).await.0, 401);
     }
-    let head = get("/v1/models").replace("\r\n\r\n", "\r\nX-Api-Key: wrong\r\n\r\n");
+    let head = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: wrong\r\n\r\n";
     let mut late: Vec<TcpStream> = (0..4).map(|_| serving.connect()).collect();
     for client in &mut late {
         client.write_all(head.as_bytes()).expect("sent");
@@ -669,154 +532,6 @@ async fn refusals_that_wait_give_way_to_whoever_needs_their_connections() {
     })
     .await;
     serving.end().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn heads_beyond_all_measure_are_refused() {
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
-    let (mut long, mut many) = (serving.connect(), serving.connect());
-    blocking(move || {
-        let head =
-            get("/health").replace("\r\n\r\n", &format!("\r\nX-Long: {}\r\n\r\n", "a".repeat(500_000)));
-        let _ = long.write_all(head.as_bytes());
-        let answer = read_to_end(&mut long);
-        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431"), "{answer}");
-        let fields: String = (0..200).map(|i| format!("X-{i}: a\r\n")).collect();
-        let head = get("/health").replace("\r\n\r\n", &format!("\r\n{fields}\r\n"));
-        let _ = many.write_all(head.as_bytes());
-        let answer = read_to_end(&mut many);
-        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431"), "{answer}");
-    })
-    .await;
-    serving.end().await;
-}
-
-// --- TLS ------------------------------------------------------------------------------------------------
-
-fn tls(folder: &Path) -> Result<Tls, String> {
-    Tls::read(&folder.join("cert.pem"), &folder.join("key.pem")).map_err(|error| error.to_string())
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn https_is_spoken_with_a_certificate() {
-    let (folder, cert) = certificate();
-    let connections = Connections { tls: Some(tls(folder.path()).expect("sound")), ..CONNECTIONS };
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "One, two, three"), connections).await;
-    let mut roots = rustls::RootCertStore::empty();
-    roots.add(cert).expect("sound");
-    let address = serving.address;
-    for versions in [&[&rustls::version::TLS12][..], &[&rustls::version::TLS13]] {
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let mut config = rustls::ClientConfig::builder_with_provider(provider)
-            .with_protocol_versions(versions)
-            .expect("known")
-            .with_root_certificates(roots.clone())
-            .with_no_client_auth();
-        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-        let name = ServerName::try_from("localhost").expect("a name");
-        let session = rustls::ClientConnection::new(Arc::new(config), name).expect("a session");
-        let mut client = rustls::StreamOwned::new(session, serving.connect());
-        blocking(move || {
-            client.write_all(get("/v1/models").as_bytes()).expect("sent");
-            assert!(read_answer(&mut client).1.contains(MODEL));
-            assert_eq!(client.conn.alpn_protocol(), Some(&b"http/1.1"[..]));
-            client.write_all(post(true).as_bytes()).expect("sent");
-            assert!(read_to_end(&mut client).contains("[DONE]"));
-        })
-        .await;
-    }
-    blocking(move || {
-        // Who speaks plain HTTP is told; who does not end the handshake loses its place.
-        let mut plain = connect(address);
-        plain.write_all(get("/health").as_bytes()).expect("sent");
-        let answer = read_to_end(&mut plain);
-        assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("https://"), "{answer}");
-        let mut half = connect(address);
-        half.write_all(&[22, 3, 1, 2, 0, 1]).expect("sent");
-        assert_eq!(read_to_end(&mut half), "");
-        assert_eq!(read_to_end(&mut connect(address)), "");
-    })
-    .await;
-    serving.end().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_renewed_certificate_is_shown_to_whoever_connects_then() {
-    let (folder, first) = certificate();
-    let (other, second) = certificate();
-    let tls = tls(folder.path()).expect("sound");
-    let connections = Connections { tls: Some(tls.clone()), ..CONNECTIONS };
-    let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), connections).await;
-    // Whether the server proves its name to somebody who trusts this certificate alone.
-    let proves = async |trusted: &rustls::pki_types::CertificateDer<'static>| {
-        let mut roots = rustls::RootCertStore::empty();
-        roots.add(trusted.clone()).expect("sound");
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let config = rustls::ClientConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .expect("known")
-            .with_root_certificates(roots)
-            .with_no_client_auth();
-        let name = ServerName::try_from("localhost").expect("a name");
-        let session = rustls::ClientConnection::new(Arc::new(config), name).expect("a session");
-        let mut client = rustls::StreamOwned::new(session, serving.connect());
-        blocking(move || {
-            client.write_all(get("/v1/models").as_bytes()).is_ok()
-                && read_answer(&mut client).1.contains(MODEL)
-        })
-        .await
-    };
-    assert!(proves(&first).await && !proves(&second).await);
-    let reload = || tls.reload(&folder.path().join("cert.pem"), &folder.path().join("key.pem"));
-    // Half of it is there: that will not do, and the server stays as it was.
-    std::fs::copy(other.path().join("cert.pem"), folder.path().join("cert.pem")).expect("copied");
-    assert!(reload().expect_err("not its key").to_string().contains("is not the key"));
-    assert!(proves(&first).await);
-    std::fs::copy(other.path().join("key.pem"), folder.path().join("key.pem")).expect("copied");
-    reload().expect("sound");
-    assert!(proves(&second).await && !proves(&first).await);
-    serving.end().await;
-}
-
-#[test]
-fn a_certificate_that_will_not_do_is_named_with_its_file() {
-    let (folder, _) = certificate();
-    let path = folder.path();
-    tls(path).expect("sound");
-    let (cert, key) = (path.join("cert.pem"), path.join("key.pem"));
-    let key_text = std::fs::read_to_string(&key).expect("read");
-    let other = rcgen::generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
-    let cert_text = std::fs::read_to_string(&cert).expect("read");
-    let broken = cert_text.replace("-----END", "-----");
-    for (file, text, parts) in [
-        (&cert, key_text.as_str(), ["cert.pem", "no certificate"]),
-        (&cert, "", ["cert.pem", "no certificate"]),
-        (&cert, broken.as_str(), ["cert.pem", "PEM"]),
-        (
-            &cert,
-            "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
-            ["cert.pem", "certificate"],
-        ),
-        (&key, cert_text.as_str(), ["key.pem", "no private key"]),
-        (&key, &other.signing_key.serialize_pem(), ["key.pem", "is not the key"]),
-        (
-            &key,
-            "-----BEGIN ENCRYPTED PRIVATE KEY-----\nAAAA\n-----END ENCRYPTED PRIVATE KEY-----\n",
-            ["key.pem", "openssl"],
-        ),
-        (&key, "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", ["key.pem", "key"]),
-    ] {
-        let sound = std::fs::read(file).expect("read");
-        std::fs::write(file, text).expect("written");
-        let error = tls(path).expect_err(parts[1]);
-        for part in parts {
-            assert!(error.contains(part), "{part:?} is not in {error:?}");
-        }
-        assert!(!error.contains('\n'), "{error:?}");
-        std::fs::write(file, sound).expect("written");
-    }
-    std::fs::remove_file(&key).expect("removed");
-    assert!(tls(path).expect_err("gone").contains("key.pem"));
 }
 
 // --- the binary -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 enum Reply {
     /// These pieces of text, and usage.
     Say(&'static [&'static str]),
-    /// The same without usage, and without `[DONE]`.
+    /// These pieces of text without usage, and without `[DONE]`.
     SayPlainly(&'static [&'static str]),
     Refuse(u16, &'static str),
     /// Bytes as they are, and no more.

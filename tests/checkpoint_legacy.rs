@@ -99,7 +99,7 @@ fn files_of_a_layer_are_merged_and_vision_is_left_alone() {
     }
 }
 
-/// Of every tensor.
+/// Defects of all tensors, each behind the name of its tensor.
 fn defects(checkpoint: &Checkpoint) -> Vec<String> {
     checkpoint.iter().filter_map(|t| Some(format!("{}: {}", t.name, t.defect()?))).collect()
 }
@@ -135,7 +135,7 @@ fn damaged_tensors_are_named() {
 
     let weights = Gemma3Config::load(&ModelFiles::open(&folder).unwrap()).unwrap().0;
     let weights = Gemma3Weights::collect(&checkpoint, &weights).unwrap();
-    // Those of the language model alone: the vision tower's are not used.
+    // Defects of the language model alone: the vision tower's tensors are not used.
     assert_eq!(weights.defects().iter().filter(|defect| defect.contains("saturated")).count(), 5);
     assert!(weights.defects().contains(found));
 }

@@ -146,7 +146,7 @@ fn the_engine_answers_as_pytorch_does() {
     assert!(ids > 500 && close * 100 <= ids, "{close} of {ids} within the noise");
 }
 
-/// The same through the scheduler, ids fed back on the device, for one question of each category.
+/// Answers of the scheduler, ids fed back on the device, to one question of each category.
 #[test]
 fn decoding_reproduces_the_answers() {
     let mut model = model();

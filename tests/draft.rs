@@ -122,7 +122,7 @@ fn answers_with_a_draft_are_those_without() {
     assert!(accepted > 10 && accepted + 10 < proposed, "{guesses:?}");
 }
 
-/// Of another shape, with a window of 8 where the model has 16, and without rows for a third of its ids.
+/// The draft has another shape, a window of 8 where the model has 16, and no rows for a third of its ids.
 #[test]
 fn a_draft_with_fewer_ids_and_a_smaller_window_changes_nothing() {
     let folder = data("gemma3/tiny-a");

@@ -670,7 +670,7 @@ fn a_prompt_that_was_computed_is_found_again() {
     };
     let (answer, last) = collect(&mut engine.submit(request(&prompt, 20)).expect("accepted"));
     assert_eq!(cached(&last), 0);
-    // The same again: all but the last, half filled block.
+    // A second request for the same text: all but the last, half filled block is cached.
     let (again, last) = collect(&mut engine.submit(request(&prompt, 20)).expect("accepted"));
     assert_eq!((again, cached(&last)), (answer.clone(), 60));
     // The next turn of the same conversation: what was answered is there too, but for the block at its end.
@@ -781,7 +781,7 @@ fn a_prompt_is_scored_whether_it_was_computed_before_or_not() {
     assert!(
         control.batches().iter().any(|b| { b.sequences.iter().any(|s| s.start == 36 && s.input.len() == 1) })
     );
-    // Of one token there is nothing to score.
+    // A prompt of one token has nothing to score.
     let alone = Request { prompt_logprobs: Some(0), ..request(&prompt[..1], 1) };
     let first = engine.submit(alone).expect("accepted").blocking_next();
     assert_eq!(first, Some(Event::Prompt { logprobs: vec![] }));

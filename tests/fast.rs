@@ -223,7 +223,7 @@ fn every_width_yields_the_bits_of_the_twin(
     for (i, &scheme) in schemes.iter().enumerate() {
         let tiles = tiles_of(i);
         b.make_tiles(scheme, Precision::Fast, tiles, false);
-        // Those that have tiles of their own; more are several passes.
+        // Widths that have tiles of their own; more are several passes.
         let widths: &[usize] = match tiles {
             Tiles::Gpu(gpu) if gpu.subgroups.is_some() => &[33, 130],
             _ => &[1, 2, 3, 5, 8, 9, 17, 40],
@@ -563,7 +563,7 @@ fn int8_activations_hardly_move_the_logits_of_random_models() {
     }
 }
 
-/// Of the demo model, on its own kind of text, against the same weights with activations in f32.
+/// The demo model on its own kind of text, against the same weights with activations in f32.
 #[test]
 fn int8_activations_hardly_change_what_the_demo_model_says() {
     let texts: Vec<&[u32]> = demo::quick_prompts(600).step_by(6).collect();

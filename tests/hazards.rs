@@ -393,7 +393,7 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
     let mut written = vec![q.buffer.clone(), cache.keys.clone(), cache.values.clone()];
     let attends = attending.is_some();
     if attends {
-        // Of the partials there is one kind: that of the other would have a barrier for both.
+        // Partials are of one kind here: a barrier for the other kind would do for both.
         let is_single = step.shares.single.is_some();
         assert!(is_single != step.shares.tiles.is_some());
         let written_partials = if is_single { &partials.single } else { &partials.tiles };

@@ -157,7 +157,7 @@ impl Hub {
         settings
     }
 
-    /// The same hub behind TLS: its address, and the certificate to believe it by.
+    /// This hub behind TLS: its address, and the certificate to believe it by.
     fn behind_tls(&self) -> (String, String) {
         let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).expect("a certificate");
         let key = rustls::pki_types::PrivatePkcs8KeyDer::from(signed.signing_key.serialize_der());
@@ -370,7 +370,7 @@ fn listing(b: &Behaviour) -> Value {
         }
         let lfs =
             f.lfs.then(|| json!({"sha256": sha256(&f.bytes), "size": f.bytes.len(), "pointerSize": 130}));
-        // Of the pointer, where the file is in large-file storage.
+        // The checksum is the pointer's where the file is in large-file storage.
         let blob = git_sha1(if f.lfs { b"version https://git-lfs" } else { &f.bytes });
         json!({"rfilename": f.path, "size": f.bytes.len(), "blobId": blob, "lfs": lfs})
     });

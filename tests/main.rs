@@ -12,6 +12,7 @@ mod checkpoint_packed;
 mod cli;
 mod completions;
 mod config;
+mod connections;
 mod daemon;
 mod demo;
 mod disconnect;

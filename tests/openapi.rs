@@ -31,7 +31,7 @@ fn request(method: &str, path: &str, body: Option<&Value>) -> Request<Body> {
 struct Described {
     router: Router,
     document: Value,
-    /// The same, where an object has the fields that are named and no others.
+    /// The document with objects that have the fields that are named and no others.
     closed: Value,
     validators: BTreeMap<String, Validator>,
 }

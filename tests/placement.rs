@@ -456,8 +456,8 @@ fn the_27b_takes_what_is_counted_by_hand() {
     let partials = (64 + 448 + tokens + 256) * 32 * (128 + 4);
     // In int8, where matrices want it: two digits of 32 bytes and 8 for each 32; 64 rows are padded to 128.
     let int8 = (tokens * (5376 + 4096 + 21_504) + 128 * 5376) / 32 * 2 * 40;
-    // Of each row of draws: 8 words and 42 of log probabilities for each of 65 chunks of 4096 logits; three lists of 4096 ids, eight
-    // tallies, and three histograms of 1024.
+    // A row of draws takes 8 words and 42 of log probabilities for each of 65 chunks of 4096 logits, three lists of
+    // 4096 ids, eight tallies, and three histograms of 1024.
     let draws = (65 * (8 + 42) + 3 * 4096 + 8 + 3 * 1024u64).next_multiple_of(4);
     let floats = tokens * row + partials + 64 * (2 * 5376 + 2 * 262_208 + draws) + 2 * 8192 * 128 + 65 * 8192;
     let expected = 4 * floats + 256 + int8;
@@ -761,7 +761,7 @@ fn the_order_of_memory_types_is_not_the_drivers() {
         let name = path.file_stem().unwrap().to_str().unwrap();
         let (device, buffers, table) = DriverTable::read(name);
         let n = table.types.len() as u32;
-        // The same types, listed backwards.
+        // A table with the types listed backwards.
         let backwards = MemoryTable { types: table.types.iter().rev().copied().collect(), ..table.clone() };
         let mask = (0..n).filter(|i| buffers & (1 << i) != 0).map(|i| 1 << (n - 1 - i)).sum();
         for kind in KINDS {

@@ -25,7 +25,7 @@ use crate::support::tokenizers::{gemma_template, tokenizer};
 use crate::support::{data, goldens};
 
 const BODIES: usize = 10_000;
-/// Of them, those that nothing was broken in.
+/// The share of bodies that nothing was broken in.
 const SOUND: f64 = 0.42;
 /// Sent at once: more than are answered at once.
 const AT_ONCE: usize = 24;
@@ -426,7 +426,7 @@ impl Draw {
     }
 
     fn embeddings(&mut self) -> Value {
-        // Of a text, at least a character.
+        // Each text has at least a character.
         let input = match self.rng.random_range(0..4) {
             0 => json!(
                 (0..self.rng.random_range(1..30)).map(|_| format!("x{}", self.text())).collect::<Vec<_>>()
@@ -1064,7 +1064,7 @@ async fn ten_thousand_bodies_are_answered_or_refused() {
     send_bodies(BODIES, 0x10_000, FakeRunner::new(limits, ends_soon).0).await;
 }
 
-/// The same, a few of them, where every draw is the device's: its biases, penalties, masks and scores.
+/// A few such bodies where every draw is the device's: its biases, penalties, masks and scores.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_model_on_its_device_answers_them_too() {
     let options =

@@ -276,7 +276,7 @@ async fn a_call_is_an_item_also_in_a_stream() {
             let (called, response) = called_by(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
             assert_eq!((called, &response["status"]), (calls.clone(), &json!("completed")));
         }
-        // Of tokens that turned out to be calls, log probabilities have no place.
+        // Log probabilities of tokens that turned out to be calls have no place.
         let logprobs = json!({"include": ["message.output_text.logprobs"], "top_logprobs": 1});
         assert_eq!(called_by(&app, ask_with_tools(logprobs)).await.0, calls);
     }
@@ -292,7 +292,7 @@ async fn beside_tools_text_stays_text() {
     let text_of = |response: &Value| response["output"][0]["content"][0].clone();
     for text in ["It is { warm }.", " \n\nWarm", "½", "{", ""] {
         let app = tools::app_that_says(text);
-        // Of what turns out to be text, those that came before it was known are told too.
+        // What turns out to be text has log probabilities also for the tokens that came before it was known.
         let fields =
             json!({"include": ["message.output_text.logprobs"], "max_output_tokens": ids(text).max(1)});
         for fields in [json!({}), fields] {
@@ -368,7 +368,7 @@ async fn a_conversation_goes_on_behind_calls() {
         "{prompt}"
     );
 
-    // The same from a client that keeps it all itself.
+    // A client that keeps the conversation itself asks for the same.
     let mut input = vec![json!({"role": "user", "content": "Is it warm in Rome?"})];
     input.extend(first["output"].as_array().unwrap().iter().cloned().chain(outputs.clone()));
     created(&app, ask_with_tools(json!({"instructions": "J", "input": input}))).await;

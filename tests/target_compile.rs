@@ -257,7 +257,7 @@ fn holds_what_it_held(compiler: &Value) {
         );
     }
     assert_eq!(products, (VALU_PER_WEIGHT.len() + FAST_VALU_PER_WEIGHT.len()) * COLUMNS.len());
-    // Of one matrix, for 64 and for 128 tokens.
+    // Tiles multiply one matrix, for 64 and for 128 tokens.
     assert_eq!(tiles, FAST_VALU_PER_WEIGHT.iter().filter(|pins| pins.1 == 0).count() * 2);
 }
 

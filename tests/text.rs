@@ -182,7 +182,7 @@ fn a_tokenizer_fits_only_a_model_with_its_rows() {
     let error = error.to_string();
     assert!(error.starts_with("tokenizer.json: ") && !error.contains('\n'), "{error}");
 
-    // The same with a special token at the end: it needs no row until a text holds it.
+    // A special token at the end needs no row until a text holds it.
     let json = edited(|json| {
         let token = serde_json::json!({"id": 512, "content": "<image_soft_token>", "single_word": false,
             "lstrip": false, "rstrip": false, "normalized": false, "special": true});

@@ -621,7 +621,7 @@ const WITH_SUBJECTS: [&str; 31] = [
     "src/session/",
     "src/tensor/",
     "src/text/",
-    "tests/tools/",
+    "tests/",
     "tools/",
 ];
 

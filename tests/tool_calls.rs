@@ -262,7 +262,7 @@ async fn text_stays_text_and_is_not_held_to_anything() {
         let (lines, _) = stream(&app, ask(json!({"stream": true}))).await;
         assert_eq!(content(&parse(&lines)), text);
     }
-    // Of a choice of none, also a call is text.
+    // With the choice `none`, a call is text too.
     let app = app_that_says(ROME);
     let (_, body) = complete(&app, ask(json!({"tool_choice": "none"}))).await;
     assert_eq!(body["choices"][0]["message"]["content"], ROME);

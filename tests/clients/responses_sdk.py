@@ -115,7 +115,7 @@ def responses_call_a_tool_and_read_its_result(server):
     result = outputs(first, "rain, 912 degrees")
     second = create(server, input=result, tools=TOOLS, previous_response_id=first.id)
     assert "rain, 912 degrees" in second.output_text, second
-    # The same from a client that keeps it all itself.
+    # A client that keeps the conversation itself gets the same answer.
     talk = [{"role": "user", "content": WEATHER}, *first.output, *result]
     assert create(server, input=talk, tools=TOOLS, store=False).output_text == second.output_text
     # And back to talking.

@@ -10,9 +10,9 @@ use unicorn::model::{Limits, Logprobs, Runner, SamplingParams};
 pub struct Run {
     /// By sequence; stop ids left out.
     pub answers: HashMap<u64, Vec<u32>>,
-    /// Of the ids in `answers`, where they were wanted.
+    /// Log probabilities of the ids in `answers`, where they were wanted.
     pub logprobs: HashMap<u64, Vec<Logprobs>>,
-    /// Of the ids of prompts but the first, where they were wanted.
+    /// Log probabilities of the ids of prompts but the first, where they were wanted.
     pub scores: HashMap<u64, Vec<Logprobs>>,
     /// Means of hidden states, where they were wanted.
     pub pooled: HashMap<u64, Vec<f32>>,

@@ -1,6 +1,7 @@
 //! An app behind a port of its own, with what such a server is given: bounds on connections, a certificate, facts of a
 //! device.
 
+use std::io::Read;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
@@ -70,6 +71,21 @@ pub fn connect(address: SocketAddr) -> TcpStream {
     let stream = TcpStream::connect(address).expect("connects");
     stream.set_read_timeout(Some(HANG)).expect("set");
     stream
+}
+
+/// Reads the head of an answer and `Content-Length` bytes of body.
+pub fn read_answer(stream: &mut impl Read) -> (String, String) {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        let mut byte = [0];
+        stream.read_exact(&mut byte).expect("a whole head");
+        head.push(byte[0]);
+    }
+    let head = String::from_utf8(head).expect("text").to_ascii_lowercase();
+    let length = head.split("content-length: ").nth(1).and_then(|rest| rest.lines().next());
+    let mut body = vec![0; length.expect("a length").parse().expect("a number")];
+    stream.read_exact(&mut body).expect("a whole body");
+    (head, String::from_utf8(body).expect("text"))
 }
 
 /// What blocks must not stop the runtime that it waits for.
