@@ -7,6 +7,7 @@
 #   make test-lm-eval              lm-eval asks a server, and is compared with `unicorn eval`; a GiB of Python packages
 #   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
 #   make test-openwebui            Open WebUI, which it installs (2 GB of disk), and a browser against a server: minutes
+#   make conformance               the tests of llama.cpp's and vLLM's servers ask a server: docs/conformance.md; an hour
 #   make edges                     the shipped binary at its edges: lost log readers and devices, hostile clients; slow
 #   make test-service              install and test the service in a container that boots systemd; as root, minutes
 #   make test-27b                  write, load and ask a 27B of random weights; 16 GB of disk and of memory, minutes
@@ -33,7 +34,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-service edges install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-service conformance edges install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -100,6 +101,10 @@ test-openwebui: setup-test
 test-27b: build
 	@python3 tools/setup.py measure
 	@python3 tools/test_27b.py $(ARGS)
+
+conformance: setup-test
+	cargo build --locked --bin unicorn
+	@python3 tools/conformance.py $(ARGS)
 
 edges: build
 	cargo build --release --locked --example fault_layer
