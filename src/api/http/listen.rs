@@ -238,6 +238,8 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin>(
         let app = app.clone();
         async move { app.oneshot(request).await.map(|response| hold(response, under_way)) }
     });
+    // hyper itself answers a head that it refuses (400, 414, 431), before the service has a request, and that answer has no
+    // body. hyper takes no other answer: an error object would need a stream that knows those bytes and changes them.
     let mut connection =
         pin!(http1::Builder::new().max_buf_size(MAX_HEAD_BYTES).serve_connection(io, service));
     let ended = loop {
