@@ -156,19 +156,23 @@ def run_suite(suite, python, url, mode, test_seconds, suite_seconds):
     environment = {
         **os.environ,
         "CONFORMANCE_SERVER": url, "CONFORMANCE_REPORT": str(report), "CONFORMANCE_RELAXED": MODES[mode],
-        "PYTHONPATH": str(ROOT / "tools"), "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": str(ROOT / "tools"),
         # llama.cpp's tests then leave the server alone.
         "DEBUG_EXTERNAL": "1",
     }
     command = [
-        python, "-m", "pytest", "-p", "conformance_plugin", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(root), "-q", "--tb=short",
+        python, "-m", "pytest", "-p", "conformance_plugin", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(root), "-q", "--tb=native",
+        # Without the option, the limit of a test may end in the middle of pytest's own work.
+        "-o", "timeout_func_only=true",
         "--continue-on-collection-errors", f"--timeout={test_seconds}", f"--session-timeout={suite_seconds}", suite.tests,
     ]
     with log.open("w") as output:
         try:
             # The grace is for the last test and for pytest's own summary.
-            subprocess.run(command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False,
-                           timeout=suite_seconds + 2 * test_seconds)
+            ended = subprocess.run(command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False,
+                                   timeout=suite_seconds + 2 * test_seconds)
+            if ended.returncode not in (0, 1, 2):  # passed, failed, out of time
+                raise ConformanceError(f"{suite.name}: pytest ended with status {ended.returncode}; its output is in {log}")
         except subprocess.TimeoutExpired:
             print(f"{suite.name}, {mode}: out of time")
     if not report.exists():

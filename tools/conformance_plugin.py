@@ -18,6 +18,7 @@ import http.client
 import importlib.abc
 import importlib.machinery
 import json
+import linecache
 import os
 import sys
 import threading
@@ -34,6 +35,7 @@ REPORT = Path(os.environ["CONFORMANCE_REPORT"])
 RELAXED = os.environ["CONFORMANCE_RELAXED"] == "1"
 EXCHANGE_SECONDS = 300
 REFUSAL_BYTES = 4096
+STATEMENT_LINES = 5
 
 # Packages that suites import, and that would bring an inference engine or a machine-learning framework with them.
 NOT_INSTALLED = {
@@ -358,6 +360,16 @@ def pytest_collection_finish(session):
     write({"collected": [item.nodeid for item in session.items]})
 
 
+def statement(entry):
+    """The source of a traceback's entry, to its closing parenthesis. pytest's own way parses the whole file, for seconds."""
+    text = ""
+    for line in range(entry.lineno + 1, entry.lineno + 1 + STATEMENT_LINES):
+        text += linecache.getline(str(entry.path), line)
+        if text.count("(") <= text.count(")"):
+            break
+    return text
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     outcome = yield
@@ -373,7 +385,7 @@ def pytest_runtest_makereport(item, call):
         current.failure = {
             "error": call.excinfo.typename,
             "message": str(call.excinfo.value)[:1000],
-            "statement": str(suite[-1].statement)[:500] if suite else "",
+            "statement": statement(suite[-1]) if suite else "",
         }
     if call.when != "teardown":
         return
