@@ -1,6 +1,6 @@
 //! A server over the scripted runner and the mini tokenizer: the app that tests of the API ask.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
 use axum::Router;
@@ -89,11 +89,22 @@ pub fn loaded_with_queue(
     defaults: SamplingOptions,
     script: Script,
 ) -> App {
+    listen_everywhere();
     let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue, scheduler: SchedulerConfig::default() });
     let stops = vec![1, END_OF_TURN];
     server.set_ready(Service::new(engine.clone(), tokenizer(), gemma_template(), defaults, stops));
     App { router: api::router(Arc::clone(&server)), server, engine, control }
+}
+
+/// Gives the process a subscriber that takes every event and keeps none. `tracing` remembers of each place that logs
+/// whether any subscriber is interested; a place that one thread meets just as another sets up its own subscriber would
+/// be remembered as silent, and be missing in that log.
+pub fn listen_everywhere() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        tracing::subscriber::set_global_default(tracing_subscriber::registry()).expect("the first")
+    });
 }
 
 /// A model that answers everything with `text`.
