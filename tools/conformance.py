@@ -467,7 +467,7 @@ def run_all(suites, asked):
     facts = [
         f"{datetime.date.today().isoformat()}, at revision {revision or 'unknown'}: "
         + ("a server that ran already" if asked.url else "`unicorn serve` with the demo model on software Vulkan"),
-        *[f"{suite.title}: `{suite.package}` {suite.version}, SHA-256 `{suite.sha256}`" for suite in suites],
+        *[f"{suite.title}: `{suite.package}` {suite.version}, SHA-256\n  `{suite.sha256}`" for suite in suites],
         f"at most {asked.test_seconds} s for each test, and {asked.suite_seconds} s for each suite",
     ]
     FACTS.write_text(json.dumps(facts))
