@@ -501,7 +501,7 @@ fn mutated_native_checkpoints_are_refused_or_read() {
     let whole: usize = originals.values().map(Vec::len).sum();
     let (mut refused, mut read, mut most) = (0, 0, 0);
     for round in 0..ROUNDS {
-        // The manifest loses a byte or a number; the other files are changed so that most of them can still be read.
+        // The manifest gets another byte or number; the other files are damaged so that most of them are still read.
         let name = ["unicorn.json", "layer-001.safetensors", "layer-005.safetensors", "shared.safetensors"]
             [rng.random_range(0..4)];
         let mut bytes = originals[name].clone();
