@@ -225,10 +225,10 @@ pub(in crate::api) async fn tokenize(
     let work = exchange::process_body(&server, &client, body, |server, body| {
         let request = TokenizeRequest::read(&wire::object(body)?)?;
         let TokenizeRequest { text, tools, ending } = request;
-        let conversation = match text.messages {
-            Some(items) => Some(tools.tools()?.describe_in(&messages(items)?)),
-            None => None,
-        };
+        // Tools are checked in any case, as the document says of them.
+        let tools = tools.tools()?;
+        let conversation = text.messages.map(messages).transpose()?;
+        let conversation = conversation.map(|messages| tools.describe_in(&messages));
         let strings = text.return_token_strs.unwrap_or(false);
         let service = server.service_for(wire::named(text.model).as_deref())?;
         match (text.content, text.prompt, conversation) {

@@ -1,15 +1,16 @@
 //! One step on its way through the device: its arrays, what is recorded for it, and how it is cut into submits.
 //!
-//! The layers of a step are recorded once for each number of tokens, as segments of a few of them, and handed to the
-//! device again and again; only the arrays are written anew, and what comes before the layers and behind them is recorded
-//! for each step. So that few numbers of tokens occur, a step is filled up with tokens of no sequence: they read and
-//! write a block of their own, which nobody else reads.
+//! The layers of a step are recorded once for each number of tokens, in segments of a few layers, and handed to the
+//! device again and again. Each step writes its arrays anew, and records its opening and its closing. So that few numbers
+//! of tokens occur, a step is filled up with tokens of no sequence: these read and write a block of their own, which
+//! nothing else reads.
 //!
-//! No submit is to take longer than the device's driver, or a desktop on the same device, can wait. Where a segment is
-//! too much for one, its layers go alone, and where a layer is, its tokens go one part after the other: a token needs
-//! of its layer nothing but the keys and values of those before it. Those pieces are recorded for each step.
+//! No submit is to take longer than the device's driver, or a desktop on the same device, can wait. If a segment takes too
+//! long, its layers are submitted one by one; if a layer takes too long, its tokens are submitted in parts. That is
+//! possible because a token of a layer needs only the keys and values of the tokens before it. Such pieces are recorded
+//! for each step.
 //!
-//! Refuses to know what a layer computes.
+//! This file does not know what a layer computes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,9 +29,10 @@ use crate::kernels::{
 
 /// Layers that are recorded together.
 const SEGMENT_LAYERS: usize = 4;
-/// Numbers of tokens whose layers are kept recorded; the one that was not run for the longest time gives way.
+/// Numbers of tokens whose layers stay recorded; the least recently run one gives way.
 const RECORDED: usize = 16;
-/// Tokens that a step of so many is filled up to, of at most `most`: few enough numbers, and at most an eighth more.
+/// The number of tokens, at most `most`, that a step of `tokens` is filled up to: few numbers occur, and a step grows by
+/// an eighth at most.
 pub(super) fn filled_up(tokens: usize, most: usize) -> usize {
     let multiple = if tokens <= 8 { 1 } else { (tokens.next_power_of_two() / 16).max(8) };
     tokens.next_multiple_of(multiple).min(most)
@@ -39,36 +41,36 @@ pub(super) fn filled_up(tokens: usize, most: usize) -> usize {
 /// A piece of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Part {
-    /// What comes before the layers.
+    /// The work before the layers.
     Opening,
-    /// Some layers, for all tokens: each of them in the same segment in every step.
+    /// Some layers, for all tokens. Each layer is in the same segment in every step.
     Segment(Range<usize>),
     /// One layer, for some of the tokens.
     Layer { layer: usize, rows: Range<usize> },
-    /// What comes behind them: the logits, and what is drawn from them.
+    /// The work behind the layers: the logits, and the draws from them.
     Closing,
 }
 
-/// What one submit computes.
+/// The parts of one submit, and their work.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Submit {
     pub parts: Vec<Part>,
     pub work: Work,
 }
 
-/// What a layer has to compute for the tokens of a step.
+/// The work of a layer for the tokens of a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LayerWork {
     /// Weights of its matrices.
     pub weights: u64,
-    /// Bytes of keys and values that tokens see which are alone of their sequence.
+    /// Bytes of keys and values that are read by tokens which are the only ones of their sequence.
     pub reading: u64,
     /// Multiply-adds of attention, for all other tokens.
     pub attention: u64,
 }
 
 impl LayerWork {
-    /// That of `rows` of the `tokens`.
+    /// The work for `rows` of the `tokens`.
     fn of(&self, rows: usize, tokens: usize) -> Work {
         let share = |of: u64| (u128::from(of) * rows as u128 / tokens as u128) as u64;
         Work::products(self.weights, rows)
@@ -76,18 +78,18 @@ impl LayerWork {
             + Work::attention(share(self.attention))
     }
 
-    /// Tokens in each part of so many, so that each part is expected to take no longer than `limit`.
+    /// The number of tokens of each part, so that no part is expected to take longer than `limit`.
     fn rows(&self, tokens: usize, rates: &Rates, limit: Duration) -> usize {
         let fits = |rows: usize| rates.time(self.of(rows, tokens)) <= limit;
         let most = (1..=tokens / LEAST_ROWS).rev().map(|n| n * LEAST_ROWS).find(|rows| fits(*rows));
         let most = most.unwrap_or(LEAST_ROWS);
-        // As many parts, of about one size.
+        // Parts of about equal size, and as many of them as `most` needs.
         tokens.div_ceil(tokens.div_ceil(most)).next_multiple_of(LEAST_ROWS).min(tokens)
     }
 }
 
-/// Cuts a step of `tokens` into submits that are expected to take no longer than `limit`, or of one smallest piece where that
-/// alone takes longer. `closing`: the work behind the layers, where there is any, and whether it is to be submitted alone.
+/// Cuts a step of `tokens` into submits that are expected to take no longer than `limit`; a smallest piece that takes
+/// longer is a submit of its own. `closing`: the work behind the layers, if any, and whether it is submitted alone.
 pub(super) fn plan(
     layers: &[LayerWork],
     tokens: usize,
@@ -126,8 +128,8 @@ pub(super) fn plan(
     submits
 }
 
-/// The tokens of a step whose logits are computed, and how ids are drawn from them: a request for each, or none where
-/// the logits are copied to the host.
+/// The rows of a step whose logits are computed, with a request for each id to draw. There are no requests if the logits
+/// are copied to the host.
 #[derive(Default)]
 pub(super) struct Wanted {
     pub rows: Vec<u32>,
@@ -138,7 +140,7 @@ pub(super) struct Wanted {
     pub pooling: Vec<PoolRequest>,
 }
 
-/// Rows of a step whose hidden states are added up in a slot.
+/// Rows of a step whose hidden states are added up, and the slot of their sum.
 pub(super) struct PoolRequest {
     pub rows: Range<usize>,
     pub slot: u32,
@@ -146,51 +148,51 @@ pub(super) struct PoolRequest {
     pub last: bool,
 }
 
-/// What one step in flight needs for itself.
+/// The buffers and recordings of one step in flight.
 pub(super) struct Frame {
-    /// The step's arrays as the layers of each pool see them, host-visible, as are all others.
+    /// The step's arrays for the layers of each pool. All arrays of a frame are host-visible.
     pub full: StepArrays,
     pub sliding: StepArrays,
-    /// The parts of the step in flight that tokens of these layers go in.
+    /// The parts in which these layers take the tokens of the step in flight.
     full_parts: Vec<kernels::Part>,
     sliding_parts: Vec<kernels::Part>,
     pub logit_rows: Buffer,
     pub draws: DrawArrays,
-    /// u32 of each sequence of the step, and ids that the history gets from the host.
+    /// The slot of each sequence of the step as u32, and the ids that the host adds to histories.
     pub slots: Buffer,
     pub history: Buffer,
     /// Sums of hidden states, f32 `[max_sequences, hidden_size]`, for the host.
     pub pooled: Activations,
     pub commands: Commands,
-    /// What was asked of the step in flight, for each id: [`SampleRequest::logprobs`]; and rows of `pooled`.
+    /// [`SampleRequest::logprobs`] of each id of the step in flight, and the number of sums in `pooled`.
     logprobs: Vec<u32>,
     sums: usize,
 }
 
-/// What is recorded for a frame.
+/// The command buffers of a frame.
 #[derive(Default)]
 pub(super) struct Commands {
     recorded: Vec<Recorded>,
-    /// Recorded for each step, in the order of its parts.
+    /// Command buffers that are recorded for each step, in the order of its parts.
     fresh: Vec<CommandBuffer>,
-    /// One for each submit of a step.
+    /// One submission for each submit of a step.
     submissions: Vec<Submission>,
-    /// The work of each submit of the step in flight, and how many of `fresh` these took.
+    /// The work of each submit of the step in flight, and how many of `fresh` these submits use.
     work: Vec<Work>,
     taken: usize,
     steps: u64,
 }
 
-/// The layers of a step of so many tokens, in segments.
+/// The recorded layers of steps of `tokens` tokens, in segments.
 struct Recorded {
     tokens: usize,
-    /// The step that ran them last.
+    /// The number of the step that ran these layers last.
     used: u64,
     segments: Vec<(CommandBuffer, bool)>,
 }
 
 impl Wanted {
-    /// Adds the request for one id, with its biases and its mask; panics where a draw breaks its bounds.
+    /// Adds the request for one id, with its biases and its mask. Panics if a draw breaks its bounds.
     pub fn draw(&mut self, limits: &Limits, draw: &Draw, sequence: &BatchSequence) {
         let (p, position) = (&draw.params, sequence.start + draw.token + 1);
         let (bias, position) = (draw.biases(position), position as u32);
@@ -211,7 +213,7 @@ impl Wanted {
             repetition_penalty: p.repetition_penalty,
             presence_penalty: p.presence_penalty,
             frequency_penalty: p.frequency_penalty,
-            // Also that of a fork, until it has its own.
+            // A fork uses its parent's history until it has its own.
             history_slot: sequence.slot,
             history_len: if p.penalizes() { position } else { 0 },
             prompt_len: draw.prompt_len as u32,
@@ -225,15 +227,15 @@ impl Wanted {
 }
 
 impl Commands {
-    /// Begins another step; none is in flight.
+    /// Begins another step. No step of the frame is in flight.
     pub fn begin(&mut self) {
         self.steps += 1;
         self.taken = 0;
         self.work.clear();
     }
 
-    /// Records what is not yet recorded of the next submits of a step of `tokens`, with `record`, and hands them to the
-    /// device. A part is recorded again where the driver had no memory for it.
+    /// Records the parts that are not yet recorded of the next submits of a step of `tokens`, and hands the submits to the
+    /// device. `record` is called again for a part if the driver had no memory for it.
     pub fn run(
         &mut self,
         device: &Arc<Device>,
@@ -290,7 +292,8 @@ impl Commands {
         Ok(())
     }
 
-    /// Which of `self.recorded` is of steps of so many tokens, in place of others where there are too many.
+    /// The index in `self.recorded` of steps of `tokens`. A new number of tokens takes the place of the least recently run
+    /// one if there are too many.
     fn recorded(&mut self, tokens: usize) -> usize {
         let found = self.recorded.iter().position(|recorded| recorded.tokens == tokens);
         let at = match found {
@@ -311,13 +314,13 @@ impl Commands {
         at
     }
 
-    /// Waits for the step in flight; `each` gets the work of its submits, and what they took where the device has a clock.
+    /// Waits for the step in flight. `each` gets the work of each submit, and its time if the device has a clock.
     pub fn wait(&mut self, each: &mut dyn FnMut(Work, Option<Duration>)) -> Result<(), GpuError> {
         for (submission, work) in self.submissions.iter_mut().zip(self.work.drain(..)) {
             submission.wait()?;
             each(work, submission.took());
         }
-        // For their times, where those are taken.
+        // Command buffers are waited for because kernels' times are read then.
         let ran = self.recorded.iter_mut().filter(|recorded| recorded.used == self.steps);
         let segments = ran.flat_map(|recorded| &mut recorded.segments).map(|(commands, _)| commands);
         self.fresh.iter_mut().chain(segments).try_for_each(CommandBuffer::wait)
@@ -351,7 +354,7 @@ impl Frame {
             results.slice(offset - bytes, bytes)
         });
         let draws = DrawArrays { requests, bias, masks, ids: drawn, logprobs };
-        // The blocks of those tokens that fill up a step: one behind the pool's own.
+        // Tokens that fill up a step use one block behind the pool's own blocks.
         let nobody = |blocks: usize| vec![blocks as u32; memory::table_blocks(limits)];
         let row = 4 * (limits.max_sequences * memory::table_blocks(limits)) as u64;
         full_tables.write(row, &nobody(limits.kv.full_blocks));
@@ -386,7 +389,8 @@ impl Frame {
         })
     }
 
-    /// Writes the arrays of a step that is filled up to so many tokens; panics on a batch that breaks the limits, which would be a bug above.
+    /// Writes the arrays of a step that is filled up to `filled_up` tokens. Panics if the batch breaks the limits, which
+    /// is a bug of the caller.
     pub fn fill(&mut self, limits: &Limits, batch: &Batch, filled_up: usize, wanted: &Wanted) {
         let Wanted { rows: logit_rows, requests, bias, .. } = wanted;
         let tokens = batch.num_tokens();
@@ -400,7 +404,7 @@ impl Frame {
         let (mut full_slots, mut sliding_slots) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
         let (kv, table_blocks) = (&limits.kv, memory::table_blocks(limits));
         let block_size = kv.block_size;
-        // Tokens of no sequence have a slot of nobody.
+        // Tokens of no sequence have a slot that no sequence has.
         let mut slots = vec![limits.max_sequences as u32; limits.max_sequences + 1];
         let mut history = Vec::new();
         for (row, sequence) in batch.sequences.iter().enumerate() {
@@ -447,7 +451,7 @@ impl Frame {
             self.full.block_tables.write(at(0), full_blocks);
             self.sliding.block_tables.write(at(*sliding_first), sliding_blocks);
         }
-        // The rest are first tokens of nobody, in the block of nobody.
+        // The other tokens are first tokens of no sequence, in the block of no sequence.
         let nobody = |blocks: usize| (blocks * block_size) as u32;
         ids.resize(filled_up, 0);
         positions.resize(filled_up, 0);
@@ -501,7 +505,7 @@ impl Frame {
         *parts = shares.parts;
     }
 
-    /// The arrays of a step of so many tokens, or of some of its rows, as [`Frame::share_out`] made parts of them.
+    /// The arrays of a step of `tokens`, or of one part of its rows that [`Frame::share_out`] made.
     pub fn arrays(&self, kind: LayerType, tokens: usize, rows: Option<&Range<usize>>) -> StepArrays {
         let (arrays, parts) = match kind {
             LayerType::SlidingAttention => (&self.sliding, &self.sliding_parts),
@@ -520,7 +524,7 @@ impl Frame {
         arrays
     }
 
-    /// The log probabilities of a row, where they were wanted and an id was drawn.
+    /// The log probabilities of a row; none if they were not wanted, or if no id was drawn.
     fn read_logprobs(&self, row: usize, wanted: u32, id: u32) -> Option<Logprobs> {
         if wanted == 0 || id == NO_TOKEN {
             return None;
@@ -534,7 +538,7 @@ impl Frame {
         })
     }
 
-    /// Writes which ids may come, before what draws them is submitted; panics on masks of another vocabulary.
+    /// Writes the masks of the step's draws, before the draws are submitted. Panics on masks of another vocabulary.
     pub fn fill_masks(&self, limits: &Limits, masks: &[Arc<[u32]>]) {
         let words = mask_words(limits.vocab_size);
         for (row, mask) in (0..).zip(masks) {
@@ -543,7 +547,7 @@ impl Frame {
         }
     }
 
-    /// What the step yielded, which was waited for.
+    /// The results of the step, which must have been waited for.
     pub fn results(&self) -> Sampled {
         let mut ids = vec![0u32; self.logprobs.len()];
         self.draws.ids.read(0, &mut ids);

@@ -139,7 +139,7 @@ pub(in crate::api) struct ContentBlock {
 #[schema(as = TextBlockParam)]
 pub(in crate::api) struct TextBlock {
     r#type: TextBlockType,
-    #[schema(required, nullable = false)]
+    /// With `text`, where it must be there.
     text: Option<String>,
 }
 

@@ -117,8 +117,7 @@ struct AllowedTools {
 #[derive(Debug, Deserialize, ToSchema)]
 struct NamedTool {
     r#type: Option<FunctionType>,
-    #[schema(required, nullable = false)]
-    function: Option<FunctionName>,
+    function: FunctionName,
 }
 
 impl BesideText for ChatToolChoice {
@@ -175,8 +174,7 @@ impl ChatToolChoice {
                 let tool = |(i, tool): (usize, NamedTool)| {
                     let at = format!("tool_choice.allowed_tools.tools[{i}]");
                     check_type(&at, tool.r#type.as_ref())?;
-                    let FunctionName { name } = required(tool.function, &at, "function")?;
-                    Ok((format!("{at}.function.name"), name))
+                    Ok((format!("{at}.function.name"), tool.function.name))
                 };
                 let tools = tools.0.into_iter().enumerate().map(tool).collect::<Result<_, ApiError>>()?;
                 Ok(Choice::Allowed { must_call: mode == AllowedMode::Required, tools })
@@ -224,8 +222,7 @@ struct FunctionChoice {
 #[derive(Debug, Deserialize, ToSchema)]
 struct NamedFunction {
     r#type: Option<FunctionType>,
-    #[schema(required, nullable = false)]
-    name: Option<String>,
+    name: String,
 }
 
 impl BesideText for FunctionChoice {
@@ -264,7 +261,7 @@ impl FunctionChoice {
                 let tool = |(i, tool): (usize, NamedFunction)| {
                     let at = format!("tool_choice.tools[{i}]");
                     check_type(&at, tool.r#type.as_ref())?;
-                    Ok((field(&at, "name"), required(tool.name, &at, "name")?))
+                    Ok((field(&at, "name"), tool.name))
                 };
                 let tools = required(self.tools, TOOL_CHOICE, "tools")?.0;
                 let tools = tools.into_iter().enumerate().map(tool).collect::<Result<_, ApiError>>()?;
