@@ -285,6 +285,8 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
     };
     for (i, block) in blocks.into_iter().enumerate() {
         let at = format!("{at}.content[{i}]");
+        // What a tool gave, which may be nothing. It is checked in any block, as the document says of it.
+        let given = block.content.map(|content| text(&field(&at, "content"), content)).transpose()?;
         match (&block.r#type, &role) {
             (BlockType::ToolUse, MessageRole::Assistant) => {
                 say(&mut paragraphs, conversation);
@@ -295,7 +297,9 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
             }
             (BlockType::ToolResult, MessageRole::User) => {
                 say(&mut paragraphs, conversation);
-                let text = tool_result(&at, block.content, block.is_error)?;
+                let text = given.unwrap_or_default();
+                let failed = block.is_error.unwrap_or(false);
+                let text = if failed { format!("Error: {text}") } else { text };
                 let id = required(block.tool_use_id, &at, "tool_use_id")?;
                 add_result(conversation, &field(&at, "tool_use_id"), &id, text)?;
                 only_text = false;
@@ -309,15 +313,6 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
     }
     say(&mut paragraphs, conversation);
     Ok(())
-}
-
-/// The text of a tool's result, which may be empty.
-fn tool_result(at: &str, content: Option<TextContent>, is_error: Option<bool>) -> Result<String, ApiError> {
-    let text = match content {
-        None => String::new(),
-        Some(content) => text(&field(at, "content"), content)?,
-    };
-    Ok(if is_error.unwrap_or(false) { format!("Error: {text}") } else { text })
 }
 
 /// A text, or blocks of text that become paragraphs.
