@@ -25,6 +25,9 @@ def before_call(context, case, kwargs):
     # Any string is a model's name as far as the document goes, and nearly all of them are 404.
     if isinstance(body.get("model"), str) and len(body["model"]) % 8 != 7:
         body["model"] = MODEL
+    # Which fields a message needs depends on its role, which the document says in words alone.
+    if case.operation.path == "/v1/chat/completions" and isinstance(body.get("messages"), list):
+        body["messages"] = [{"role": "user", "content": "Hi"} if is_sound(message) else message for message in body["messages"]]
     for name in BOUNDS.get(case.operation.path, []):
         # A number that is no integer, or out of bounds, stays.
         if body.get(name) is None or is_more(body[name]):
@@ -38,3 +41,20 @@ def before_call(context, case, kwargs):
 def is_more(tokens):
     """Whether it asks for a long answer; 1000.0 is an integer too."""
     return type(tokens) in (int, float) and MOST < tokens < 2**32 and tokens == int(tokens)
+
+
+ROLES = ["system", "developer", "user", "assistant", "tool"]
+
+
+def is_sound(message):
+    """Whether the document allows the message, calls of tools left out."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        return False
+    content = message.get("content")
+    is_part = lambda part: isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return (
+        (content is None or isinstance(content, str) or (isinstance(content, list) and all(map(is_part, content))))
+        and not message.get("tool_calls") and isinstance(message.get("tool_calls", []), (list, type(None)))
+        and isinstance(message.get("tool_call_id", ""), (str, type(None)))
+        and (message.get("function_call") is None or message["function_call"] is False)
+    )
