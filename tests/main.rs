@@ -25,6 +25,7 @@ mod faults;
 mod fuzz_bodies;
 mod gguf;
 mod golden;
+mod gbnf;
 mod grammar;
 mod hazards;
 mod hub;
