@@ -5,6 +5,7 @@ import os
 import schemathesis
 
 MODEL = os.environ["UNICORN_MODEL"]
+CHATS = ["/v1/chat/completions", "/v1/chat/completions/input_tokens"]
 # The field that bounds an answer, by route; where it may be left out, it is put in.
 MOST = 4
 BOUNDS = {
@@ -26,7 +27,7 @@ def before_call(context, case, kwargs):
     if isinstance(body.get("model"), str) and len(body["model"]) % 8 != 7:
         body["model"] = MODEL
     # Which fields a message needs depends on its role, which the document says in words alone.
-    if case.operation.path == "/v1/chat/completions" and isinstance(body.get("messages"), list):
+    if case.operation.path in CHATS and isinstance(body.get("messages"), list):
         body["messages"] = [{"role": "user", "content": "Hi"} if is_sound(message) else message for message in body["messages"]]
     for name in BOUNDS.get(case.operation.path, []):
         # A number that is no integer, or out of bounds, stays.
@@ -34,13 +35,16 @@ def before_call(context, case, kwargs):
             body[name] = MOST
     if case.operation.path == "/v1/messages" and is_more(body.get("max_tokens")):
         body["max_tokens"] = MOST
+    # Options of a stream need a stream, which the document says in words alone.
+    if body.get("stream_options") is not None and body.get("stream") in (None, False):
+        body["stream"] = True
     if type(body.get("n")) is int and 2 < body["n"] <= 128:
         body["n"] = 2
 
 
 def is_more(tokens):
-    """Whether it asks for a long answer; 1000.0 is an integer too."""
-    return type(tokens) in (int, float) and MOST < tokens < 2**32 and tokens == int(tokens)
+    """Whether it asks for a long answer; 1000.0 is an integer too, and -1 is what the context holds."""
+    return type(tokens) in (int, float) and (MOST < tokens < 2**32 or tokens == -1) and tokens == int(tokens)
 
 
 ROLES = ["system", "developer", "user", "assistant", "tool"]

@@ -20,19 +20,19 @@ use crate::api::server::Server;
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct InputTokens {
     #[schema(inline)]
-    object: Object,
+    object: CountedObject,
     input_tokens: usize,
 }
 
 #[derive(Serialize, ToSchema)]
-enum Object {
+enum CountedObject {
     #[serde(rename = "response.input_tokens")]
     InputTokens,
 }
 
 impl InputTokens {
     fn new(input_tokens: usize) -> Json<Self> {
-        Json(Self { object: Object::InputTokens, input_tokens })
+        Json(Self { object: CountedObject::InputTokens, input_tokens })
     }
 }
 
