@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::engine::TokenMask;
-use crate::text::{Constraint, TextError};
+use crate::text::{Constraint, TextError, Tokenizer};
 
 /// Why an answer could not be held to its request any further. All answers to one request share the value.
 pub(super) type Failure = Arc<OnceLock<String>>;
@@ -22,35 +22,81 @@ fn clear(words: &mut [u32], id: u32) {
     words[id as usize / 32] &= !(1 << (id % 32));
 }
 
+/// The bytes that an id adds to an answer's text.
+fn text_of(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
+    if tokenizer.is_special(id) { Vec::new() } else { tokenizer.token_bytes(id).unwrap_or_default() }
+}
+
+/// A text that an answer may not have, and the ids that would end it.
+#[derive(Debug)]
+struct BadWord {
+    bytes: Vec<u8>,
+    /// At index `n`: the ids whose texts begin with all of the word but its first `n` bytes. At index 0: the ids whose
+    /// texts have the word.
+    ending: Vec<Vec<u32>>,
+}
+
 /// Which ids may come in an answer, beside what its grammar allows.
-#[derive(Debug, Clone, PartialEq)]
 pub(super) struct TokenRules {
+    tokenizer: Tokenizer,
     allowed: Arc<[u32]>,
-    /// Sequences that may not come: the last id is forbidden where the others stand before it.
-    bad_sequences: Vec<Vec<u32>>,
+    bad_words: Vec<BadWord>,
     /// Ids that may not come before `min_tokens`.
     stop_token_ids: Vec<u32>,
     min_tokens: usize,
 }
 
 impl TokenRules {
-    /// Rules for the ids `0..vocab_size`. `allowed` are the ids that may come; none allows all. `bad_words` are
-    /// sequences of ids that may not come, none of them empty. `stop_token_ids` end the answer, from its `min_tokens`
-    /// on.
+    /// Rules for the ids `0..vocab_size`. `allowed` are the ids that may come; none allows all. `bad_words` are texts
+    /// that may not come, none of them empty. `stop_token_ids` end the answer, from its `min_tokens` on.
     pub(super) fn new(
+        tokenizer: Tokenizer,
         vocab_size: usize,
         allowed: Option<&[u32]>,
-        bad_words: Vec<Vec<u32>>,
+        bad_words: &[String],
         stop_token_ids: Vec<u32>,
         min_tokens: usize,
     ) -> Self {
-        let (single, bad_sequences): (Vec<_>, Vec<_>) = bad_words.into_iter().partition(|ids| ids.len() == 1);
-        let mut words = match allowed {
-            Some(ids) => mask_of(vocab_size, ids.iter().copied()).to_vec(),
-            None => mask_of(vocab_size, 0..vocab_size as u32).to_vec(),
+        let ids = 0..vocab_size as u32;
+        let allowed = match allowed {
+            Some(ids) => mask_of(vocab_size, ids.iter().copied()),
+            None => mask_of(vocab_size, ids.clone()),
         };
-        single.iter().for_each(|ids| clear(&mut words, ids[0]));
-        Self { allowed: words.into(), bad_sequences, stop_token_ids, min_tokens }
+        let word = |text: &String| BadWord {
+            bytes: text.clone().into_bytes(),
+            ending: vec![Vec::new(); text.len()],
+        };
+        let mut bad_words: Vec<BadWord> = bad_words.iter().map(word).collect();
+        // Each token's text is looked up once for all words, and compared only where it is long enough.
+        let compared = if bad_words.is_empty() { 0..0 } else { ids };
+        for id in compared {
+            let text = text_of(&tokenizer, id);
+            for BadWord { bytes, ending } in &mut bad_words {
+                let shortest = bytes.len().saturating_sub(text.len());
+                if shortest == 0 && text.windows(bytes.len()).any(|part| part == bytes) {
+                    ending[0].push(id);
+                }
+                for said in shortest.max(1)..bytes.len() {
+                    if text.starts_with(&bytes[said..]) {
+                        ending[said].push(id);
+                    }
+                }
+            }
+        }
+        Self { tokenizer, allowed, bad_words, stop_token_ids, min_tokens }
+    }
+
+    /// The last bytes of the answer's text, as many as a bad word may have begun in.
+    fn tail(&self, answer: &[u32]) -> Vec<u8> {
+        let most = self.bad_words.iter().map(|word| word.bytes.len() - 1).max().unwrap_or(0);
+        let mut tail = Vec::new();
+        for id in answer.iter().rev() {
+            if tail.len() >= most {
+                break;
+            }
+            tail.splice(..0, text_of(&self.tokenizer, *id));
+        }
+        tail
     }
 
     /// The ids of `mask` that may follow `answer`; none if there is no such id. The ids of `too_early` are among them
@@ -58,11 +104,10 @@ impl TokenRules {
     fn apply(&self, answer: &[u32], mask: &[u32], too_early: Option<&[u32]>) -> Option<Arc<[u32]>> {
         let mut words: Vec<u32> =
             mask.iter().zip(&*self.allowed).map(|(word, allowed)| word & allowed).collect();
-        for ids in &self.bad_sequences {
-            let (last, before) = ids.split_last().expect("at least two ids");
-            if answer.ends_with(before) {
-                clear(&mut words, *last);
-            }
+        let tail = self.tail(answer);
+        for BadWord { bytes, ending } in &self.bad_words {
+            let ends = ending.iter().enumerate().filter(|(said, _)| tail.ends_with(&bytes[..*said]));
+            ends.flat_map(|(_, ids)| ids).for_each(|id| clear(&mut words, *id));
         }
         let mut others = words.clone();
         for (word, early) in others.iter_mut().zip(too_early.unwrap_or_default()) {
@@ -195,24 +240,30 @@ mod tests {
     use super::*;
     use crate::text::{GrammarSource, Grammars, Tokenizer};
 
-    const VOCAB: usize = 40;
+    const VOCAB: usize = 512;
+
+    fn tokenizer() -> Tokenizer {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tokenizer-mini/tokenizer.json");
+        Tokenizer::from_bytes(&std::fs::read(path).unwrap(), "tokenizer.json").unwrap()
+    }
 
     fn ids(mask: &[u32]) -> Vec<u32> {
         (0..mask.len() as u32 * 32).filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
     }
 
-    fn ruled(rules: TokenRules, min_tokens: usize) -> AnswerMask {
-        AnswerMask::new(VOCAB, &[1, 2], min_tokens, Failure::default()).with_rules(Some(rules))
+    /// A mask of rules alone, for a model whose answers end with 1 or 2.
+    fn ruled(allowed: Option<&[u32]>, bad_words: &[&str], stops: &[u32], least: [usize; 2]) -> AnswerMask {
+        let words: Vec<String> = bad_words.iter().map(|word| word.to_string()).collect();
+        let rules = TokenRules::new(tokenizer(), VOCAB, allowed, &words, stops.to_vec(), least[0]);
+        AnswerMask::new(VOCAB, &[1, 2], least[1], Failure::default()).with_rules(Some(rules))
     }
 
     #[test]
     fn what_a_mask_took_is_told_once_and_is_no_other_answers() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tokenizer-mini/tokenizer.json");
-        let tokenizer = Tokenizer::from_bytes(&std::fs::read(path).unwrap(), "tokenizer.json").unwrap();
-        let start = tokenizer.encode("{", false).unwrap();
-        let grammars = Grammars::new(tokenizer, 512, &[1]);
+        let start = tokenizer().encode("{", false).unwrap();
+        let grammars = Grammars::new(tokenizer(), VOCAB, &[1]);
         let constraint = grammars.compile(&GrammarSource::json_object()).unwrap().start();
-        let mask = AnswerMask::new(512, &[1], 0, Failure::default());
+        let mask = AnswerMask::new(VOCAB, &[1], 0, Failure::default());
         let mut mask = mask.with_grammar(Some(constraint));
         assert_eq!(mask.take_time(), Duration::ZERO, "nothing was asked");
         mask.mask(&[]);
@@ -224,30 +275,47 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_has_what_is_allowed_and_no_end_of_a_bad_word() {
-        let bad = vec![vec![7], vec![5, 6], vec![5, 6, 39]];
-        let mut mask = ruled(TokenRules::new(VOCAB, Some(&[1, 5, 6, 7, 39]), bad.clone(), vec![], 0), 0);
-        assert_eq!(ids(&mask.mask(&[])), [1, 5, 6, 39]);
-        assert_eq!(ids(&mask.mask(&[5])), [1, 5, 39], "6 would end a bad word");
-        assert_eq!(ids(&mask.mask(&[5, 6])), [1, 5, 6], "39 would");
-        assert!(!mask.is_free(&[5, 6]), "rules hold to the end");
-        let mut all = ruled(TokenRules::new(VOCAB, None, bad, vec![], 0), 0);
-        assert_eq!(ids(&all.mask(&[])), (0..40).filter(|id| *id != 7).collect::<Vec<_>>());
+    fn a_mask_has_every_id_that_ends_no_bad_word() {
+        let tokenizer = tokenizer();
+        let words = ["the", "a ", "½", "n\n", "there", "e"];
+        let text =
+            |answer: &[u32]| -> Vec<u8> { answer.iter().flat_map(|id| text_of(&tokenizer, *id)).collect() };
+        let has =
+            |answer: &[u32], word: &str| text(answer).windows(word.len()).any(|part| part == word.as_bytes());
+        let mut forbidden = 0;
+        for (word, begun) in
+            words.into_iter().flat_map(|word| ["", "t", "th", "a", "n", "½", "x th"].map(|b| (word, b)))
+        {
+            let answer = tokenizer.encode(begun, false).unwrap();
+            // What is said stays said: a word that is there already is no concern of the next id.
+            if has(&answer, word) {
+                continue;
+            }
+            let allowed = ids(&ruled(None, &[word], &[], [0, 0]).mask(&answer));
+            for id in 0..VOCAB as u32 {
+                let ends = has(&[answer.as_slice(), &[id]].concat(), word);
+                assert_eq!(allowed.contains(&id), !ends, "{id} behind {begun:?}, without {word:?}");
+                forbidden += usize::from(ends);
+            }
+        }
+        assert!(forbidden > 50, "{forbidden} ids in all");
     }
 
     #[test]
     fn an_end_comes_early_only_if_nothing_else_may() {
-        let rules = |allowed: &[u32]| TokenRules::new(VOCAB, Some(allowed), vec![], vec![9], 2);
-        let mut mask = ruled(rules(&[1, 8, 9]), 3);
+        let ruled = |allowed: &[u32]| ruled(Some(allowed), &[], &[9], [2, 3]);
+        let mut mask = ruled(&[1, 8, 9]);
         assert_eq!(ids(&mask.mask(&[])), [8]);
         assert_eq!(ids(&mask.mask(&[8, 8])), [8, 9], "a stop id after min_tokens");
         assert_eq!(ids(&mask.mask(&[8, 8, 8])), [1, 8, 9], "and an end after the mask's own");
-        assert_eq!(ids(&ruled(rules(&[1, 9]), 3).mask(&[])), [1, 9]);
+        assert!(!mask.is_free(&[8, 8, 8]), "rules hold to the end");
+        assert_eq!(ids(&ruled(&[1, 9]).mask(&[])), [1, 9]);
     }
 
     #[test]
     fn where_no_token_is_left_the_answer_ends_and_says_why() {
-        let mut mask = ruled(TokenRules::new(VOCAB, Some(&[5, 6]), vec![vec![5], vec![6]], vec![], 0), 0);
+        let e = tokenizer().encode("e", false).unwrap()[0];
+        let mut mask = ruled(Some(&[e]), &["e"], &[], [0, 0]);
         assert_eq!(ids(&mask.mask(&[])), [1, 2]);
         assert!(mask.failure.get().expect("a reason").contains("leave no token"));
     }

@@ -25,7 +25,7 @@ pub struct GenerateRequest {
     pub stop_token_ids: Vec<u32>,
     /// The ids that an answer may have; none allows all.
     pub allowed_token_ids: Option<Vec<u32>>,
-    /// Texts that an answer may not have, none of them empty.
+    /// Texts that an answer may not have, none of them empty. Preparing a request takes some milliseconds for each.
     pub bad_words: Vec<String>,
     /// How much of a prompt is kept; none keeps all of it.
     pub truncate: Option<Truncation>,

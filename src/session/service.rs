@@ -150,27 +150,10 @@ impl Service {
         if allowed.is_none() && bad_words.is_empty() && !(differ && !stop_token_ids.is_empty()) {
             return Ok(None);
         }
-        let mut words = Vec::new();
-        for (i, word) in bad_words.iter().enumerate() {
-            words.extend(self.bad_word(word, &format!("bad_words[{i}]"))?);
-        }
+        let tokenizer = self.tokenizer.clone();
         let vocab_size = self.engine.limits().vocab_size;
-        let least = request.min_tokens.unwrap_or(0);
-        Ok(Some(TokenRules::new(vocab_size, allowed.as_deref(), words, stop_token_ids.clone(), least)))
-    }
-
-    /// The ids of a text that may not come: as it begins an answer, and as it stands behind a space. vLLM takes the
-    /// second where it is as long as the first and begins with another id; so the space is part of the word's own id.
-    fn bad_word(&self, word: &str, at: &str) -> Result<Vec<Vec<u32>>, SessionError> {
-        let word = word.trim_start();
-        let encode = |text: &str| self.encode(text, false, None);
-        let plain = encode(word)?;
-        if plain.is_empty() {
-            return Err(SessionError::invalid(at, "expected a text with at least one token"));
-        }
-        let spaced = encode(&format!(" {word}"))?;
-        let is_one_more = spaced.len() == plain.len() && spaced[0] != plain[0];
-        Ok([plain].into_iter().chain(is_one_more.then_some(spaced)).collect())
+        let (stops, least) = (stop_token_ids.clone(), request.min_tokens.unwrap_or(0));
+        Ok(Some(TokenRules::new(tokenizer, vocab_size, allowed.as_deref(), bad_words, stops, least)))
     }
 
     /// Refuses ids in the field `param` that the vocabulary does not have.

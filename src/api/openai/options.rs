@@ -21,11 +21,13 @@ use crate::session::{GenerateRequest, Truncation};
 /// The most stop strings, as OpenAI has it.
 const MAX_STOPS: usize = 4;
 
-/// The most stop ids, and the most words that an answer may not have.
-const MAX_IDS: usize = 1024;
+/// The most stop ids.
+const MAX_STOP_IDS: usize = 1024;
+/// The most texts that an answer may not have. Each is compared with every token of the vocabulary.
+const MAX_BAD_WORDS: usize = 128;
 
-type StopIds = List<TokenId, 0, MAX_IDS>;
-type BadWords = List<BadWord, 0, MAX_IDS>;
+type StopIds = List<TokenId, 0, MAX_STOP_IDS>;
+type BadWords = List<BadWord, 0, MAX_BAD_WORDS>;
 type AllowedIds = List<TokenId, 1, { usize::MAX }>;
 type Stops = TextOr<List<StopText, 0, MAX_STOPS>, StopText>;
 
@@ -57,7 +59,7 @@ pub(in crate::api) struct AnswerOptions {
     /// Further token ids that end an answer. The id is no part of the answer's text.
     #[schema(inline)]
     stop_token_ids: Option<StopIds>,
-    /// Texts that an answer may not have. The last token of such a text is never drawn behind its others.
+    /// Texts that an answer may not have. No token is drawn that would end one of them.
     #[schema(inline)]
     bad_words: Option<BadWords>,
     /// The only token ids that an answer may have.

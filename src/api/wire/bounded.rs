@@ -320,10 +320,7 @@ texts! {
         text => wrong_length(text, STOP_BYTES),
     };
     /// A text that an answer may not have.
-    BadWord: STOP_BYTES, Some(r"\S"), |text: &str| match text.trim_start() {
-        "" => Some("expected a text, got nothing but white space".to_owned()),
-        _ => wrong_length(text, STOP_BYTES),
-    };
+    BadWord: STOP_BYTES, NO_PATTERN, |text: &str| wrong_length(text, STOP_BYTES);
     /// A `cache_salt`, as vLLM calls it: requests with the same salt share the prefix cache.
     Salt: SALT_BYTES, NO_PATTERN, |text: &str| wrong_length(text, SALT_BYTES);
     /// The name of a tool.
