@@ -106,7 +106,8 @@ pub(in crate::api) struct CompletionFields {
     /// The most tokens of an answer; 16 if absent, and -1 for as many as the context holds. 0 is allowed only with
     /// `echo`.
     max_tokens: Option<MaxTokensOrAll>,
-    /// Return log probabilities of the tokens, and of this many alternatives to each.
+    /// Return log probabilities of the tokens, and of this many of the likeliest in the place of each. `top_logprobs` has
+    /// the token itself as well.
     logprobs: Option<TopLogprobs>,
     /// Begin each answer with its prompt. `logprobs` then includes the prompt's tokens.
     echo: Option<bool>,
@@ -268,6 +269,9 @@ impl Scores {
                 // Two tokens may have the same text: the likelier one is reported.
                 top.entry(service.piece(*id)).or_insert_with(|| json!(finite(*logprob)));
             }
+            // The token itself is among them, as OpenAI has it, also where it is none of the likeliest.
+            top.entry(self.new.tokens.last().expect("just pushed"))
+                .or_insert_with(|| json!(finite(found.drawn)));
             top
         }));
     }

@@ -42,6 +42,7 @@ pub(in crate::api) enum Off {
     EmptyText,
     EmptyList,
     EmptyObject,
+    Word(&'static str),
 }
 
 impl Off {
@@ -54,6 +55,7 @@ impl Off {
             Self::EmptyText => json!(""),
             Self::EmptyList => json!([]),
             Self::EmptyObject => json!({}),
+            Self::Word(word) => json!(word),
         }
     }
 
@@ -161,6 +163,7 @@ const OF_ANSWERS: &[OtherField] = &[
     refused("use_beam_search", VLLM, FALSE, "use n and a temperature"),
     ignored("length_penalty", VLLM, NO_BEAMS),
     refused("prompt_logprobs", VLLM, NEVER_OFF, "use echo and logprobs of /v1/completions"),
+    refused("truncation_side", VLLM, &[Off::Word("left")], "a prompt is cut from its beginning"),
     refused("logprob_token_ids", VLLM, NO_LIST, "use top_logprobs"),
     refused("include_stop_str_in_output", VLLM, FALSE, "a stop text is no part of the answer"),
     refused("skip_special_tokens", VLLM, TRUE, "special tokens have no text; use return_token_ids"),
