@@ -105,16 +105,29 @@ class Classes(unittest.TestCase):
                           "assert len(tool_calls) == 1"]:
             self.assertEqual(conformance.classify(failure(exchange(), statement=statement))[0], "text", statement)
 
+        foreign = exchange(404, openai_error('the model "x" does not exist; this server serves "y"', "model", "model_not_found"))
+        self.assertEqual(conformance.classify(failure(foreign)), ("text", "the name of its own model"))
+
+    def test_a_value_that_other_servers_alone_take_is_a_field(self):
+        for param in ["input", "input[1][2]", "messages[0].role", "logit_bias.bad"]:
+            refused = exchange(400, openai_error(f"{param}: expected another", param, "invalid_value"))
+            self.assertEqual(conformance.classify(failure(refused)), ("field", f"{param}: expected another"))
+
+    def test_a_manner_is_explained_only_if_all_was_answered(self):
+        name = "unit/test_metrics.py::test_metrics_disabled"
+        disabled = replace(failure(exchange()), test=name)
+        self.assertEqual(conformance.classify(disabled), ("manner", conformance.MANNERS["test_metrics.py::test_metrics_disabled"]))
+        broken = replace(failure(exchange(500, "Internal Server Error")), test=name)
+        self.assertEqual(conformance.classify(broken)[0], conformance.UNEXPLAINED)
+
     def test_what_no_rule_explains(self):
         words = 'assert match_regex("x", y)'
         required = {**exchange(), "asked": ["messages", "tool_choice", "tools"]}
         cases = [
             (failure(required, statement="assert len(tool_calls) == 1"), "AssertionError, asked POST /v1/chat/completions"),
             (failure(exchange(ignored=["grammar"]), statement=words), "ignored without a word: grammar"),
-            (failure(exchange(400, openai_error("input: expected a text", "input", "invalid_value")), statement=words),
-             "POST /v1/chat/completions answered 400: input: expected a text"),
-            (failure(exchange(404, openai_error('the model "x" does not exist; this server serves "y"', "model", "model_not_found"))),
-             'POST /v1/chat/completions answered 404: the model "x" does not exist; this server serves "y"'),
+            (failure(exchange(400, openai_error("stop: expected a text", "stop", "invalid_value")), statement=words),
+             "POST /v1/chat/completions answered 400: stop: expected a text"),
             (failure(exchange(500, "Internal Server Error")), "POST /v1/chat/completions answered 500: Internal Server Error"),
             (failure(exchange(), error="Failed", message="Timeout (>30.0s) from pytest-timeout."), "took too long"),
             (failure(exchange(), error="KeyError", message="'timings'"), "the answer has no 'timings'"),
@@ -151,8 +164,8 @@ class Judging(unittest.TestCase):
         failed = [("u/a.py::2[x|z]", "route", "GET /slots"), ("u/a.py::2[y]", "route", "GET /slots"), ("u/a.py::3", conformance.UNEXPLAINED, "why|\nnot")]
         run = conformance.Run(["u/a.py::1"], failed, [("u/a.py::4", "r")])
         text = conformance.document({SUITE: {"as is": run, "relaxed": run}}, ["a fact"])
-        self.assertIn("| a suite | relaxed | 1 | 2 | 0 | 0 | 1 | 1 |\n", text)
-        self.assertIn("| `u/a.py` | 1 | 2 | 0 | 0 | 1 | 1 |\n", text)
+        self.assertIn("| a suite | relaxed | 1 | 2 | 0 | 0 | 0 | 1 | 1 |\n", text)
+        self.assertIn("| `u/a.py` | 1 | 2 | 0 | 0 | 0 | 1 | 1 |\n", text)
         self.assertIn("| `a.py` | `2` | 2 | GET /slots |\n", text)
         self.assertIn("| `a.py` | `3` | 1 | why\\| not |\n", text)
 
