@@ -181,6 +181,8 @@ async fn usage_and_times_so_far_come_with_each_chunk_where_asked() {
     let fields = json!({"stream": true, "stream_options": options, "timings_per_token": true});
     let (lines, _) = stream(&app, with(chat("Count"), fields)).await;
     let chunks = parse(&lines);
+    let (first, last) = (&chunks[0]["usage"], &chunks.last().unwrap()["usage"]);
+    assert_eq!((&first["prompt_tokens"], &first["completion_tokens"]), (&last["prompt_tokens"], &json!(0)));
     let texts: Vec<&Value> =
         chunks.iter().filter(|c| c["choices"][0]["delta"]["content"].is_string()).collect();
     assert!(texts.len() > 2, "{chunks:?}");

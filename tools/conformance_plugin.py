@@ -97,7 +97,8 @@ class Routes:
         return any(matches(template, path) for template in self.paths)
 
     def fields(self, method, path):
-        """Names of the fields that the server reads of a body, or None if the document does not say."""
+        """Names of the fields of a body that the document has: those that the server reads, and other servers' that it
+        refuses or ignores for a reason. None if the document does not say."""
         try:
             operation = next(entry for template, entry in self.paths.items() if matches(template, path))[method.lower()]
             return self.properties(operation["requestBody"]["content"]["application/json"]["schema"])
@@ -107,7 +108,7 @@ class Routes:
     def properties(self, schema):
         while "$ref" in schema:
             schema = self.document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
-        names = set(schema.get("properties", {}))
+        names = set(schema.get("properties", {})) | {field["name"] for field in schema.get("x-other-fields", [])}
         for part in schema.get("allOf", []):
             names |= self.properties(part)
         return names

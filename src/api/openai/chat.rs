@@ -29,6 +29,7 @@ use crate::api::wire;
 use crate::api::wire::bounded::{TokenLimit, TopLogprobs};
 use crate::api::wire::union::Events;
 use crate::api::wire::union::words;
+use crate::engine::Timings;
 use crate::session::{GenerateRequest, Reason};
 use crate::text::CallPiece;
 
@@ -60,6 +61,7 @@ pub(in crate::api) async fn completions(
     let exchange =
         exchange::ask(&server, caller, body, "chatcmpl-", "messages", parse, |service, request, form| {
             let prepared = service.prepare(request)?;
+            form.prompt_n = prepared.0.prompt.len();
             form.prompt_token_ids = form.options.return_token_ids.then(|| prepared.0.prompt.clone());
             Ok(vec![prepared])
         });
@@ -86,6 +88,8 @@ wire::composed! {
 /// What the reply needs to know of the request.
 pub(in crate::api) struct ChatForm {
     options: Form,
+    /// The number of the prompt's tokens.
+    prompt_n: usize,
     /// The prompt's token ids, if the request asks for them.
     prompt_token_ids: Option<Vec<u32>>,
 }
@@ -130,7 +134,7 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<ChatForm>, ApiError> {
     let parsed = options.parsed(wire::named(chat.model), max_tokens, grammar)?;
     let Parsed { model, request, stream, cache_salt, wire: options } = parsed;
     let request = GenerateRequest { messages, tools, ending, logprobs, ..request };
-    let form = ChatForm { options, prompt_token_ids: None };
+    let form = ChatForm { options, prompt_n: 0, prompt_token_ids: None };
     Ok(Parsed { model, request, stream, cache_salt, wire: form })
 }
 
@@ -424,13 +428,16 @@ async fn collect(reply: Reply, mut answers: Answers, form: ChatForm) -> Result<C
 fn stream_chunks(
     reply: Reply,
     mut answers: Answers,
-    ChatForm { options: form, mut prompt_token_ids }: ChatForm,
+    ChatForm { options: form, prompt_n, mut prompt_token_ids }: ChatForm,
 ) -> impl Stream<Item = Result<String, ApiError>> {
     let chunk = move |reply: &Reply, choice| ChatCompletionChunk::new(reply, vec![choice], form);
     async_stream::try_stream! {
         for index in 0..answers.count() {
             let mut role = chunk(&reply, ChatChunkChoice::new(index, ChatDelta::role()));
             role.prompt_token_ids = prompt_token_ids.take();
+            if form.continuous_usage_stats {
+                role.usage = Some(Some(Usage::new(&Timings { prompt_n, ..Timings::default() })));
+            }
             yield json_text(&role);
         }
         while let Some(piece) = answers.next().await {
