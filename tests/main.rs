@@ -28,6 +28,7 @@ mod golden;
 mod grammar;
 mod hazards;
 mod health;
+mod http2;
 mod hub;
 mod jinja;
 mod kernels;

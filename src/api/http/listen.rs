@@ -1,10 +1,15 @@
 //! Connections: how many, TLS, and how long one may keep its place without using it.
 //!
-//! HTTP/1.1 alone. A connection must send a whole request head soon after it was opened or after the head's first byte,
-//! must begin the next request before it counts as idle, and must take what is sent to it; while a request is being
-//! answered no clock runs here ([`Options`](crate::api::Options) bounds bodies, the engine slow readers). Beyond
+//! HTTP/1.1, and HTTP/2 where the client chooses it: by ALPN, or without TLS by beginning with HTTP/2's preface. A
+//! connection must send a whole request head soon after it was opened or after the head's first byte, must begin the next
+//! request before it counts as idle, and must take what is sent to it (`http::patient`); while a request is being answered
+//! no clock runs here ([`Options`](crate::api::Options) bounds bodies, the engine slow readers). Beyond
 //! [`Connections::most`] nobody is accepted: further ones wait in the system's backlog until a place is free, and while
 //! they may be there, whoever is silent has a second.
+//!
+//! A connection of HTTP/2 has all of these bounds, and one on the number of its streams (`http::streams`). What belongs to
+//! one stream ends that stream alone: its client's reset cancels the request, and a client that takes nothing of an answer
+//! loses that answer. Frames that belong to no stream keep no connection from being idle.
 
 use std::future::{Future, pending};
 use std::io::{self, ErrorKind};
@@ -17,9 +22,11 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
-use hyper::server::conn::http1;
+use axum::http::{Request, Version};
+use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use hyper_util::server::conn::auto;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
@@ -29,9 +36,10 @@ use tower::ServiceExt;
 
 use crate::api::http::guarded::hold;
 use crate::api::http::patient::{CROWDED, Patience, Patient, Requests};
+use crate::api::http::streams::{self, Streams};
 use crate::api::http::tls::Tls;
 
-/// A request's head is at most this long, which is what one connection buffers.
+/// A request's head is at most this long, which is what one connection of HTTP/1.1 buffers.
 const MAX_HEAD_BYTES: usize = 64 << 10;
 /// Where the process has no file descriptor left, or so.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
@@ -76,8 +84,8 @@ impl Connection {
         }
     }
 
-    /// Resolves when the client has gone. As long as nobody reads a request's body, nobody else sees it go: its going is
-    /// behind the body in the stream.
+    /// Resolves when the client has gone. As long as nobody reads the body of a request of HTTP/1.1, nobody else sees the
+    /// client go: its going is behind the body in the stream. hyper sees a client of HTTP/2 go, and drops its requests.
     pub async fn left(this: Option<&Self>) {
         let Some(socket) = this.and_then(|this| this.socket.as_ref()) else { return pending().await };
         loop {
@@ -215,7 +223,7 @@ async fn connection(
     }
 }
 
-async fn http<S: AsyncRead + AsyncWrite + Unpin>(
+async fn http<S: AsyncRead + AsyncWrite + Unpin + 'static>(
     stream: S,
     peer: SocketAddr,
     seen: Connection,
@@ -228,18 +236,25 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin>(
     let patience = Patience { head_timeout, idle_timeout, write_timeout };
     let io = TokioIo::new(Patient::new(stream, Arc::clone(&requests), crowded.clone(), patience));
     let begun = Arc::clone(&requests);
-    let service = service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
-        let under_way = begun.begin();
+    let service = service_fn(move |request: Request<Incoming>| {
+        let is_stream = request.version() == Version::HTTP_2;
+        let under_way = begun.begin(is_stream);
         let mut request = request.map(Body::new);
         request.extensions_mut().insert(ConnectInfo(peer));
         request.extensions_mut().insert(seen.clone());
         let app = app.clone();
-        async move { app.oneshot(request).await.map(|response| hold(response, under_way)) }
+        async move {
+            let response = app.oneshot(request).await.map(|response| hold(response, under_way));
+            if is_stream { response.map(streams::in_pieces) } else { response }
+        }
     });
     // hyper itself answers a head that it refuses (400, 414, 431), before the service has a request, and that answer has no
     // body. hyper takes no other answer: an error object would need a stream that knows those bytes and changes them.
-    let mut connection =
-        pin!(http1::Builder::new().max_buf_size(MAX_HEAD_BYTES).serve_connection(io, service));
+    let mut protocols = auto::Builder::new(Streams { write_timeout });
+    // hyper's own timeout for heads needs a timer, and gets none: `http::patient` says why.
+    protocols.http1().max_buf_size(MAX_HEAD_BYTES);
+    streams::bound(&mut protocols.http2(), MAX_HEAD_BYTES, write_timeout);
+    let mut connection = pin!(protocols.serve_connection(io, service));
     let ended = loop {
         tokio::select! {
             ended = connection.as_mut() => break ended,
@@ -250,6 +265,8 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin>(
                 if !requests.any_begun() {
                     return;
                 }
+                // A client of HTTP/2 that does not answer to it could stay until it is idle.
+                requests.stop();
                 connection.as_mut().graceful_shutdown();
                 break connection.await;
             }

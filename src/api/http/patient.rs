@@ -3,14 +3,19 @@
 //! Three silences have a bound: a head that does not end, no next request, and bytes that nobody takes. While a request is
 //! under way, no clock runs for what is read.
 //!
-//! hyper's `header_read_timeout` cannot do this. Its clock begins where the request before ended, so a client could be
-//! idle for no longer than a head may take. Its length is fixed when the connection begins, and a crowd shortens the clocks
-//! here. It knows neither writes nor the handshake of TLS.
+//! Bytes between two requests of HTTP/1.1 begin a head. Bytes between two requests of HTTP/2 may be frames of any kind,
+//! pings above all, so nothing but a whole head ends the silence there. The first head of HTTP/2 has the time of a head,
+//! and each further head what is left of the time between two requests.
+//!
+//! hyper's `header_read_timeout` does not replace these clocks, for four reasons. hyper starts that clock where a request
+//! ends, so a client could be idle for no longer than a head may take. hyper fixes the time when a connection begins, and a
+//! crowd shortens the times here. hyper has no such clock for HTTP/2. And a clock of hyper's sees neither the handshake of
+//! TLS nor bytes that nobody takes.
 
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -19,8 +24,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::watch;
 use tokio::time::{Instant, Sleep};
 
-/// For silence of any kind, while there is no place left.
+/// For silence of any kind, while there is no place left, or the server stops.
 pub(in crate::api) const CROWDED: Duration = Duration::from_secs(1);
+/// For a client of HTTP/2 to close its side behind the last answer.
+const LINGER: Duration = Duration::from_secs(1);
 
 /// How long a peer may keep its connection waiting.
 #[derive(Debug, Clone, Copy)]
@@ -38,13 +45,18 @@ pub(in crate::api) struct Patience {
 pub(in crate::api) struct Requests {
     under_way: AtomicUsize,
     begun: AtomicUsize,
+    /// Whether they are streams of HTTP/2, which the first of them tells.
+    are_streams: AtomicBool,
+    /// Whether no further one is wanted.
+    stopping: AtomicBool,
     /// Wakes the stream when the last request ends.
     ended: AtomicWaker,
 }
 
 impl Requests {
     /// Counts a request whose head has come, until the result is dropped.
-    pub fn begin(self: &Arc<Self>) -> UnderWay {
+    pub fn begin(self: &Arc<Self>, is_stream: bool) -> UnderWay {
+        self.are_streams.store(is_stream, Ordering::Release);
         self.begun.fetch_add(1, Ordering::AcqRel);
         self.under_way.fetch_add(1, Ordering::AcqRel);
         UnderWay(Arc::clone(self))
@@ -52,6 +64,11 @@ impl Requests {
 
     pub fn any_begun(&self) -> bool {
         self.begun.load(Ordering::Acquire) > 0
+    }
+
+    /// Shortens the silence behind the last request, from when the connection is polled.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
     }
 }
 
@@ -77,6 +94,8 @@ pub(in crate::api) struct Patient<S> {
     waits: Option<(Wait, Instant)>,
     clock: Pin<Box<Sleep>>,
     write_clock: Option<Pin<Box<Sleep>>>,
+    /// Set when this side is shut.
+    lingers_until: Option<Instant>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -101,6 +120,7 @@ impl<S> Patient<S> {
             waits: Some((Wait::Head, Instant::now())),
             clock: Box::pin(tokio::time::sleep(patience.head_timeout)),
             write_clock: None,
+            lingers_until: None,
         }
     }
 
@@ -111,7 +131,15 @@ impl<S> Patient<S> {
             Wait::Head => self.patience.head_timeout,
             Wait::Idle => self.patience.idle_timeout,
         };
-        let until = since + if *self.crowded.borrow() { timeout.min(CROWDED) } else { timeout };
+        let hurried = *self.crowded.borrow() || self.requests.stopping.load(Ordering::Acquire);
+        self.poll_clock(cx, since + if hurried { timeout.min(CROWDED) } else { timeout })
+    }
+
+    fn poll_clock(&mut self, cx: &mut Context<'_>, until: Instant) -> Poll<()> {
+        // A peer that never stops sending uses up its task's budget, and no timer is ready for a task without one.
+        if Instant::now() >= until {
+            return Poll::Ready(());
+        }
         if self.clock.deadline() != until {
             self.clock.as_mut().reset(until);
         }
@@ -127,6 +155,24 @@ impl<S> Patient<S> {
         let clock = self.write_clock.get_or_insert_with(|| Box::pin(tokio::time::sleep(timeout)));
         ready!(clock.as_mut().poll(cx));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl<S: AsyncRead + Unpin> Patient<S> {
+    /// Ready when the peer has closed its side, or had [`LINGER`] for that. A socket that is closed with bytes unread resets
+    /// the connection, and the reset overtakes what the peer has not read. A client of HTTP/2 sends window updates up to the
+    /// end of its last answer.
+    fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let until = *self.lingers_until.get_or_insert_with(|| Instant::now() + LINGER);
+        let mut unread = [0; 4096];
+        loop {
+            let mut unread = ReadBuf::new(&mut unread);
+            match Pin::new(&mut self.stream).poll_read(cx, &mut unread) {
+                Poll::Ready(Ok(())) if !unread.filled().is_empty() => {}
+                Poll::Ready(_) => return Poll::Ready(()),
+                Poll::Pending => return self.poll_clock(cx, until),
+            }
+        }
     }
 }
 
@@ -150,7 +196,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
         }
         if read.is_ready() {
             let more = buffer.filled().len() > before;
-            if more && !this.waits.is_some_and(|(wait, _)| wait == Wait::Head) {
+            let begins = more && !this.requests.are_streams.load(Ordering::Acquire);
+            if begins && !this.waits.is_some_and(|(wait, _)| wait == Wait::Head) {
                 this.waits = Some((Wait::Head, Instant::now()));
             }
             return read;
@@ -160,7 +207,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Patient<S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let written = Pin::new(&mut this.stream).poll_write(cx, bytes);
@@ -189,8 +236,15 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let shut = Pin::new(&mut this.stream).poll_shutdown(cx);
-        this.written(cx, shut)
+        if this.lingers_until.is_none() {
+            let shut = Pin::new(&mut this.stream).poll_shutdown(cx);
+            ready!(this.written(cx, shut))?;
+        }
+        if this.requests.are_streams.load(Ordering::Acquire) {
+            this.poll_linger(cx).map(Ok)
+        } else {
+            Poll::Ready(Ok(()))
+        }
     }
 }
 
@@ -220,5 +274,36 @@ mod tests {
         sent.expect("slowly, and longer than the timeout in all");
         let error = stream.write_all(&[7; 80]).await.expect_err("nobody reads any more");
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+    #[tokio::test]
+    async fn a_connection_of_http_2_is_closed_when_its_peer_has_closed_its_side() {
+        let patience = Patience {
+            head_timeout: Duration::from_secs(60),
+            idle_timeout: Duration::from_secs(60),
+            write_timeout: Duration::from_secs(60),
+        };
+        for (is_stream, peer_closes) in [(false, false), (true, true), (true, false)] {
+            let (ours, mut theirs) = tokio::io::duplex(8);
+            let requests: Arc<Requests> = Arc::default();
+            drop(requests.begin(is_stream));
+            let mut stream = Patient::new(ours, requests, watch::channel(false).1, patience);
+            let mut shut = Box::pin(stream.shutdown());
+            assert_eq!(futures::poll!(&mut shut).is_pending(), is_stream);
+            if is_stream {
+                // More than the pipe holds: all of it is read.
+                let sending = theirs.write_all(&[7; 80]);
+                tokio::select! {
+                    sent = sending => sent.expect("read"),
+                    _ = &mut shut => panic!("closed on what the peer sends"),
+                }
+                // Else the peer has a second.
+                if peer_closes {
+                    drop(theirs);
+                    assert!(futures::poll!(&mut shut).is_ready());
+                } else {
+                    shut.await.expect("closed");
+                }
+            }
+        }
     }
 }
