@@ -27,7 +27,7 @@ export PATH := $(HOME)/.cargo/bin:$(PATH)
 # Keeps the software driver's compiled shaders, so that only the first run pays for LLVM.
 export MESA_SHADER_CACHE_DIR ?= $(CURDIR)/.cache/mesa
 
-UNICORN := target/release/unicorn
+UNICORN := target/debug/unicorn
 PREFIX ?= /usr/local
 DESTDIR ?=
 ARGS ?=
@@ -52,7 +52,7 @@ setup-devices:
 	@python3 tools/setup.py devices
 
 build: setup
-	cargo build --release --locked
+	cargo build --locked
 
 serve: build
 	@tools/with_device.sh $(UNICORN) serve $(ARGS)
@@ -69,7 +69,7 @@ bench: build
 	@tools/with_device.sh $(UNICORN) bench $(ARGS)
 
 bench-host: setup
-	cargo bench --locked --bench host -- $(ARGS)
+	cargo bench --profile dev --locked --bench host -- $(ARGS)
 
 bench-step: build
 	@python3 tools/bench_step.py tools/with_device.sh $(UNICORN) $(ARGS)
@@ -107,7 +107,7 @@ conformance: setup-test
 	@python3 tools/conformance.py $(ARGS)
 
 edges: build
-	cargo build --release --locked --example fault_layer
+	cargo build --locked --example fault_layer
 	@python3 tools/edges.py $(ARGS)
 
 test-service: build

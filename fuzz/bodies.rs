@@ -1,13 +1,15 @@
 //! What the fuzz targets run, and the mutation tests too: bytes in, one line of refusal or a checkpoint read to the end.
 //!
 //! Each body holds what must be true of any input: no panic, a refusal of one line, and of what is accepted, rows that can
-//! be dequantized.
+//! be dequantized. A grammar is compiled, and followed for a few ids.
+
+use std::sync::LazyLock;
 
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::weights::Gemma3Weights;
 use unicorn::tensor::QuantizedRow;
-use unicorn::text::{ChatFiles, ChatTemplate, Tokenizer};
+use unicorn::text::{ChatFiles, ChatTemplate, GrammarSource, Grammars, Tokenizer};
 
 /// How far a file was accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,6 +66,38 @@ fn parted(bytes: &[u8]) -> [&[u8]; 2] {
 /// The tokenizer and template of a GGUF file, and some texts through them.
 pub fn gguf_tokenizer(bytes: Vec<u8>) -> Option<Tokenizer> {
     tokenizer(&ModelFiles::in_memory("m", [("m.gguf".into(), bytes)]))
+}
+
+/// A grammar in llama.cpp's GBNF, and an answer that takes one of the allowed ids at a time, chosen by the grammar's
+/// length. Whether the grammar was accepted.
+pub fn gbnf(bytes: Vec<u8>) -> bool {
+    static GRAMMARS: LazyLock<Grammars> = LazyLock::new(|| {
+        let json = include_bytes!("../tests/data/tokenizer-mini/tokenizer.json");
+        Grammars::new(Tokenizer::from_bytes(json, "tokenizer.json").expect("a sound tokenizer"), 512, &[1])
+    });
+    let text = String::from_utf8_lossy(&bytes).into_owned();
+    let grammar = match GRAMMARS.compile(&GrammarSource::Gbnf(text)) {
+        Ok(grammar) => grammar,
+        Err(error) => {
+            one_line(&error);
+            return false;
+        }
+    };
+    let mut constraint = grammar.start();
+    for step in 0..20 {
+        // An answer may run into the bounds of time and size.
+        let Ok(mask) = constraint.mask(true) else { break };
+        let allowed: Vec<u32> = (0..512).filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1).collect();
+        let id = allowed[(bytes.len() + 7 * step) % allowed.len()];
+        if id == 1 {
+            break;
+        }
+        if let Err(error) = constraint.push(id) {
+            one_line(&error);
+            break;
+        }
+    }
+    true
 }
 
 /// Everything that a loader asks of a model's files.

@@ -12,37 +12,11 @@ use unicorn::text::{
 };
 
 use crate::support;
+use crate::support::grammars::{ROWS, STOPS, accepts, allowed, grammars, refusal};
 use crate::support::tokenizers::{real_tokenizer_json, tokenizer};
-
-const STOPS: [u32; 2] = [1, 106];
-const ROWS: usize = 512;
-
-fn grammars() -> Grammars {
-    Grammars::new(tokenizer(), ROWS, &STOPS)
-}
 
 fn strict(schema: Value) -> GrammarSource {
     GrammarSource::JsonSchema { schema, strict: true }
-}
-
-fn allowed(mask: &[u32]) -> Vec<u32> {
-    (0..mask.len() as u32 * 32).filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
-}
-
-/// Whether `text` is an answer that the grammar allows.
-fn accepts(grammars: &Grammars, source: &GrammarSource, text: &str) -> bool {
-    let mut constraint = grammars.compile(source).unwrap_or_else(|e| panic!("{source:?}: {e}")).start();
-    let ids = tokenizer().encode(text, false).unwrap();
-    ids.iter().all(|id| constraint.push(*id).is_ok())
-        && allowed(&constraint.mask(true).unwrap()).iter().any(|id| STOPS.contains(id))
-}
-
-fn refusal(grammars: &Grammars, source: &GrammarSource) -> String {
-    match grammars.compile(source) {
-        Err(TextError::Grammar(problem)) => problem,
-        Err(other) => panic!("{source:?}: {other:?}"),
-        Ok(_) => panic!("{source:?} was accepted"),
-    }
 }
 
 /// One random answer, as text; steered towards its end when it grows long.

@@ -25,6 +25,7 @@ mod fast;
 mod faults;
 mod gguf;
 mod golden;
+mod gbnf;
 mod grammar;
 mod hazards;
 mod health;

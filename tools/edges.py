@@ -5,7 +5,7 @@ exit status is 1 if one fails.
     tools/edges.py              all edge cases (`make edges` builds what they need)
     tools/edges.py NAME ...     the named ones
 
-The binary is target/release/unicorn, or $UNICORN_BINARY; it serves the demo model on software Vulkan. Some cases
+The binary is target/debug/unicorn, or $UNICORN_BINARY; it serves the demo model on software Vulkan. Some cases
 measure time (a health check within a second, an end within five). So this is no part of `make test`: on a busy machine
 a failure may be the machine's.
 """
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests/clients"))
 from server import free_port
 
-BINARY = Path(os.environ.get("UNICORN_BINARY", ROOT / "target/release/unicorn"))
+BINARY = Path(os.environ.get("UNICORN_BINARY", ROOT / "target/debug/unicorn"))
 START_SECONDS = 120
 ANSWER_SECONDS = 60
 ALICE, BOB = "sk-alice-0123456789abcdef", "sk-bob-0123456789abcdef"
@@ -279,7 +279,7 @@ def burst():
 def with_faults(file):
     """The environment of a server whose Vulkan calls fail as `file` says, once the file exists."""
     libraries = BINARY.parent / "examples"
-    assert (libraries / "libfault_layer.so").exists(), "no fault layer: cargo build --release --example fault_layer"
+    assert (libraries / "libfault_layer.so").exists(), "no fault layer: cargo build --example fault_layer"
     return {
         "VK_INSTANCE_LAYERS": "VK_LAYER_UNICORN_fault", "VK_ADD_LAYER_PATH": str(ROOT / "tests/fault_layer"),
         "LD_LIBRARY_PATH": str(libraries), "FAULT_LAYER_FILE": str(file),

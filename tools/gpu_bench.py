@@ -61,7 +61,7 @@ def pack_data():
 
 
 def main():
-    binary = built("build", "--release", "--bin", "unicorn")
+    binary = built("build", "--bin", "unicorn")
     # The suite is built as in `make test`: the CPU twins of kernels are optimised, and assertions are on.
     suite = built("test", "--no-run", "--test", "suite")
     shutil.rmtree(FOLDER, ignore_errors=True)

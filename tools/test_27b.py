@@ -28,7 +28,7 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-UNICORN = ROOT / "target/release/unicorn"
+UNICORN = ROOT / "target/debug/unicorn"
 # num_hidden_layers as published.
 LAYERS = {"gemma-3-270m": 18, "gemma-3-1b": 26, "gemma-3-4b": 34, "gemma-3-12b": 48, "gemma-3-27b": 62}
 START_SECONDS = 3600

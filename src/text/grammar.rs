@@ -24,6 +24,7 @@ use llguidance::{CancellationHandle, JsonCompileOptions, Matcher, ParserFactory}
 use serde_json::{Value, json};
 
 use super::error::TextError;
+use super::gbnf;
 use super::tokenizer::Tokenizer;
 
 /// Longest source of a grammar, in bytes.
@@ -73,6 +74,8 @@ pub enum GrammarSource {
     Regex(String),
     /// A grammar in llguidance's dialect of Lark; the rule `start` is the answer.
     Lark(String),
+    /// A grammar in llama.cpp's GBNF; the rule `root` is the answer.
+    Gbnf(String),
     /// One of the listed texts.
     Choice(Vec<String>),
 }
@@ -90,6 +93,7 @@ impl GrammarSource {
             Self::JsonSchema { schema, strict: false } => format!("json {schema}"),
             Self::Regex(regex) => format!("regex {regex}"),
             Self::Lark(grammar) => format!("lark {grammar}"),
+            Self::Gbnf(grammar) => format!("gbnf {grammar}"),
             Self::Choice(choices) => format!("choice {}", json!(choices)),
         }
     }
@@ -126,6 +130,13 @@ impl GrammarSource {
                 refuse("expected Lark, where a rule is written \"start: ...\", and not with \"::=\"".into())
             }
             Self::Lark(grammar) => Ok(TopLevelGrammar::from_lark(grammar.clone())),
+            Self::Gbnf(grammar) => match gbnf::to_lark(grammar).map_err(TextError::Grammar)? {
+                lark if lark.len() > MAX_GRAMMAR_BYTES => refuse(format!(
+                    "{} bytes long as Lark, at most {MAX_GRAMMAR_BYTES} are accepted",
+                    lark.len()
+                )),
+                lark => Ok(TopLevelGrammar::from_lark(lark)),
+            },
             Self::Choice(choices) if choices.is_empty() => refuse("there is nothing to choose from".into()),
             Self::Choice(choices) if choices.len() > MAX_CHOICES => {
                 refuse(format!("{} choices, at most {MAX_CHOICES} are accepted", choices.len()))

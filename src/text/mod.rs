@@ -17,6 +17,7 @@ mod calls;
 mod chat;
 mod detokenizer;
 mod error;
+mod gbnf;
 mod grammar;
 mod jinja;
 mod panics;

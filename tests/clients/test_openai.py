@@ -483,7 +483,7 @@ def readme_block(language, server, beginning=""):
 def the_docs_name_commands_and_options_that_exist(_):
     for_users = (ROOT / "README.md").read_text() + (ROOT / "docs/operations.md").read_text()
     texts = for_users + (ROOT / "CONTRIBUTING.md").read_text() + (ROOT / "Makefile").read_text()
-    commands = set(re.findall(r"(?:`|release/)unicorn ([a-z]+)", texts)) | set(re.findall(r"\$\(UNICORN\) ([a-z]+)", texts))
+    commands = set(re.findall(r"(?:`|debug/)unicorn ([a-z]+)", texts)) | set(re.findall(r"\$\(UNICORN\) ([a-z]+)", texts))
     assert len(commands) >= 6, commands
     helps = ""
     for command in sorted(commands):

@@ -17,6 +17,7 @@ pub mod fake_runner;
 #[path = "../../fuzz/bodies.rs"]
 pub mod fuzz_bodies;
 pub mod goldens;
+pub mod grammars;
 pub mod http;
 pub mod json;
 pub mod kernel_bench;

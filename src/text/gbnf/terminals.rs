@@ -1,0 +1,328 @@
+//! Which parts of a grammar may become terminals of a lexer that takes the longest text.
+//!
+//! A terminal that is a regex over many characters is fast: a mask for free text inside a string walks a table. A rule
+//! over single characters runs the parser for each character of each token of the vocabulary, which is too slow
+//! where most tokens are allowed. The longest text may be the wrong one, though: of `"a" "bc" | "ab" "d"` the text
+//! "abc" begins with the terminals "a" and "ab", and only the shorter one leads on.
+//!
+//! [`choose`] therefore begins with the largest parts that no recursion reaches, and takes apart each terminal for which
+//! it cannot show that the longest text is the right one. The checks err on the safe side only. Single characters need
+//! no check, because all of them are equally long.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::rc::Rc;
+
+use super::chars::CharSet;
+use super::syntax::{DepthFirst, Node, Syntax};
+
+/// Most ranges of a [`Facts::first`] or [`Facts::more`]; a larger set is taken for every character.
+const MAX_RANGES: usize = 256;
+/// Most places, and pairs of places, that are looked at; beyond that every terminal is a single character.
+const MAX_STEPS: usize = 2_000_000;
+
+/// Most copies of rules within each other.
+const MAX_COPIED: usize = 8;
+/// Number of states from which on no more rules are copied.
+const MAX_STATES: usize = 20_000;
+
+/// For each node, whether it becomes a terminal wherever it stands outside of another terminal. A reference has no
+/// entry of its own: [`Syntax::target`] has.
+pub fn choose(syntax: &Syntax) -> Vec<bool> {
+    let facts = Facts::of_all(syntax);
+    let mut terminals: Vec<bool> =
+        facts.iter().map(|facts| facts.as_ref().is_some_and(|facts| !facts.nullable)).collect();
+    let mut steps = MAX_STEPS;
+    loop {
+        let places = Places::new(syntax, &facts, &terminals);
+        steps = steps.saturating_sub(syntax.nodes.len());
+        match places.unsafe_terminals(syntax, &facts, &mut steps) {
+            Some(nodes) if nodes.is_empty() => return terminals,
+            Some(nodes) => nodes.into_iter().for_each(|node| terminals[node] = false),
+            None => return syntax.nodes.iter().map(|node| matches!(node, Node::Chars(_))).collect(),
+        }
+    }
+}
+
+/// What is known of the texts of a node without recursion.
+#[derive(Clone)]
+struct Facts {
+    nullable: bool,
+    /// The characters that a text may begin with.
+    first: CharSet,
+    /// The characters that may follow a whole text within a longer one; every character where that is unknown.
+    more: CharSet,
+}
+
+impl Facts {
+    /// Facts of each node; `None` for a node from which a recursive rule is reached.
+    fn of_all(syntax: &Syntax) -> Vec<Option<Self>> {
+        let mut all: Vec<Option<Self>> = vec![None; syntax.nodes.len()];
+        // A rule stands behind those it refers to, unless they are recursive.
+        for rule in DepthFirst::visit(&syntax.references()).order {
+            for node in syntax.rules[rule].nodes.clone() {
+                all[node] = Self::of(&syntax.nodes[node], |part| all[syntax.target(part)].as_ref());
+            }
+        }
+        all
+    }
+
+    fn of<'a>(node: &Node, part: impl Fn(usize) -> Option<&'a Self>) -> Option<Self> {
+        let facts = match node {
+            Node::Chars(set) => Self { nullable: false, first: set.clone(), more: CharSet::default() },
+            Node::Rule(_) => return None,
+            Node::Seq(parts) => {
+                let mut whole = Self::empty();
+                for next in parts {
+                    whole = whole.then(part(*next)?).bounded();
+                }
+                whole
+            }
+            Node::Alt(choices) => {
+                Self::either(&choices.iter().map(|choice| part(*choice)).collect::<Option<Vec<_>>>()?)
+            }
+            Node::Repeat { node, min, max } => part(*node)?.repeated(*max == Some(*min)),
+        };
+        Some(facts.bounded())
+    }
+
+    fn empty() -> Self {
+        Self { nullable: true, first: CharSet::default(), more: CharSet::default() }
+    }
+
+    fn then(&self, next: &Self) -> Self {
+        // A character that both goes on here and begins what is next leads to two places at once.
+        let ambiguous =
+            self.more.intersects(&next.first) || self.nullable && self.first.intersects(&next.first);
+        let first =
+            if self.nullable { CharSet::union([&self.first, &next.first]) } else { self.first.clone() };
+        let more = if next.nullable {
+            CharSet::union([&self.more, &next.first, &next.more])
+        } else {
+            next.more.clone()
+        };
+        Self {
+            nullable: self.nullable && next.nullable,
+            first,
+            more: if ambiguous { CharSet::any() } else { more },
+        }
+    }
+
+    fn either(choices: &[&Self]) -> Self {
+        let first = CharSet::union(choices.iter().map(|choice| &choice.first));
+        // Where no two choices begin alike, each of their first characters counts once.
+        let apart = choices.iter().map(|choice| choice.first.len()).sum::<usize>() == first.len();
+        let more = CharSet::union(choices.iter().map(|choice| &choice.more));
+        Self {
+            nullable: choices.iter().any(|choice| choice.nullable),
+            first,
+            more: if apart { more } else { CharSet::any() },
+        }
+    }
+
+    fn repeated(&self, exactly: bool) -> Self {
+        let more = if self.more.intersects(&self.first) {
+            CharSet::any()
+        } else if exactly && !self.nullable {
+            self.more.clone()
+        } else {
+            CharSet::union([&self.more, &self.first])
+        };
+        Self { more, ..self.clone() }
+    }
+
+    fn bounded(self) -> Self {
+        let bounded = |set: CharSet| if set.ranges() > MAX_RANGES { CharSet::any() } else { set };
+        Self { nullable: self.nullable, first: bounded(self.first), more: bounded(self.more) }
+    }
+}
+
+/// The grammar as a graph of states between terminals. A recursive rule has one begin and one end for all references, so
+/// the graph allows more than the grammar: each order of terminals that the grammar has, the graph has too.
+struct Places {
+    /// For each state, the states that are reached without a terminal.
+    skips: Vec<Vec<usize>>,
+    /// For each state, the places that begin in it.
+    begins: Vec<Vec<usize>>,
+    places: Vec<Place>,
+}
+
+/// A place where a terminal stands.
+struct Place {
+    /// The node of the terminal.
+    node: usize,
+    /// The state behind it.
+    to: usize,
+}
+
+impl Places {
+    /// Where every answer begins.
+    const START: usize = 0;
+
+    fn new(syntax: &Syntax, facts: &[Option<Facts>], terminals: &[bool]) -> Self {
+        let mut places = Self { skips: Vec::new(), begins: Vec::new(), places: Vec::new() };
+        let start = places.state();
+        let mut build =
+            Build { syntax, facts, terminals, places, rules: HashMap::new(), pending: Vec::new(), copied: 0 };
+        let (begin, _) = build.ends(syntax.root);
+        build.places.skips[start].push(begin);
+        while let Some(rule) = build.pending.pop() {
+            let (begin, end) = build.ends(rule);
+            let last = build.span(syntax.rules[rule].body, begin);
+            build.places.skips[last].push(end);
+        }
+        build.places
+    }
+
+    fn state(&mut self) -> usize {
+        self.skips.push(Vec::new());
+        self.begins.push(Vec::new());
+        self.skips.len() - 1
+    }
+
+    /// The places that may come in a state.
+    fn next(&self, state: usize, steps: &mut usize) -> Option<Vec<usize>> {
+        let (mut seen, mut pending, mut next) = (HashSet::from([state]), vec![state], Vec::new());
+        while let Some(state) = pending.pop() {
+            next.extend(&self.begins[state]);
+            *steps = steps.checked_sub(1 + self.skips[state].len())?;
+            pending.extend(self.skips[state].iter().filter(|skip| seen.insert(**skip)));
+        }
+        Some(next)
+    }
+
+    /// Terminals for which the longest text may be the wrong one; `None` where the steps are used up.
+    ///
+    /// Two places are a pair if the lexer may look for both at once. Any two of the first places are a pair. Where both
+    /// places of a pair may take the same text, each place behind the one and each behind the other are a pair again.
+    fn unsafe_terminals(
+        &self,
+        syntax: &Syntax,
+        facts: &[Option<Facts>],
+        steps: &mut usize,
+    ) -> Option<BTreeSet<usize>> {
+        let facts =
+            |place: usize| facts[self.places[place].node].as_ref().expect("a terminal is not recursive");
+        let single = |place: usize| matches!(syntax.nodes[self.places[place].node], Node::Chars(_));
+        let mut known: HashMap<usize, Rc<[usize]>> = HashMap::new();
+        let mut behind = |state: usize, steps: &mut usize| -> Option<Rc<[usize]>> {
+            if let Some(next) = known.get(&state) {
+                return Some(Rc::clone(next));
+            }
+            let next: Rc<[usize]> = self.next(state, steps)?.into();
+            known.insert(state, Rc::clone(&next));
+            Some(next)
+        };
+        let mut found = BTreeSet::new();
+        let (mut seen, mut pending) = (HashSet::new(), Vec::new());
+        let first = behind(Self::START, steps)?;
+        let mut sets = vec![(Rc::clone(&first), first)];
+        loop {
+            for (some, others) in sets.drain(..) {
+                *steps = steps.checked_sub(some.len() * others.len())?;
+                for pair in some.iter().flat_map(|a| others.iter().map(|b| (*a.min(b), *a.max(b)))) {
+                    if seen.insert(pair) {
+                        pending.push(pair);
+                    }
+                }
+            }
+            let Some((a, b)) = pending.pop() else { return Some(found) };
+            let nodes = [a, b].map(|place| self.places[place].node);
+            if nodes[0] != nodes[1] {
+                if !facts(a).first.intersects(&facts(b).first) {
+                    continue;
+                }
+                if !(single(a) && single(b)) {
+                    found.extend([a, b].into_iter().filter(|p| !single(*p)).map(|p| self.places[p].node));
+                    continue;
+                }
+            }
+            let next = [behind(self.places[a].to, steps)?, behind(self.places[b].to, steps)?];
+            // Only one terminal, or characters, which nothing in them can follow.
+            let more = &facts(a).more;
+            *steps = steps.checked_sub(next[0].len() + next[1].len())?;
+            if next.iter().any(|next| next.iter().any(|place| facts(*place).first.intersects(more))) {
+                found.insert(nodes[0]);
+                continue;
+            }
+            let [a, b] = next;
+            sets.push((a, b));
+        }
+    }
+}
+
+/// Makes the graph of a grammar.
+struct Build<'a> {
+    syntax: &'a Syntax,
+    facts: &'a [Option<Facts>],
+    terminals: &'a [bool],
+    places: Places,
+    /// Begin and end of each rule that is referred to.
+    rules: HashMap<usize, (usize, usize)>,
+    /// Rules that have ends, and nothing between them yet.
+    pending: Vec<usize>,
+    /// How many rules the present place is a copy of, one within the other.
+    copied: usize,
+}
+
+impl Build<'_> {
+    fn ends(&mut self, rule: usize) -> (usize, usize) {
+        if let Some(ends) = self.rules.get(&rule) {
+            return *ends;
+        }
+        let ends = (self.places.state(), self.places.state());
+        self.rules.insert(rule, ends);
+        self.pending.push(rule);
+        ends
+    }
+
+    fn may_copy(&self) -> bool {
+        self.copied < MAX_COPIED && self.places.skips.len() < MAX_STATES
+    }
+
+    /// Puts a node behind a state; returns the state behind the node.
+    fn span(&mut self, node: usize, from: usize) -> usize {
+        let syntax = self.syntax;
+        let target = syntax.target(node);
+        if self.terminals[target] {
+            let to = self.places.state();
+            self.places.begins[from].push(self.places.places.len());
+            self.places.places.push(Place { node: target, to });
+            return to;
+        }
+        match &syntax.nodes[node] {
+            Node::Chars(_) => unreachable!("a character is a terminal"),
+            // Each reference gets a copy of a rule without recursion. White space is such a rule, and stands almost
+            // everywhere: with one begin and one end, anything might follow anything.
+            Node::Rule(_) if self.facts[target].is_some() && self.may_copy() => {
+                self.copied += 1;
+                let to = self.span(target, from);
+                self.copied -= 1;
+                to
+            }
+            Node::Rule(rule) => {
+                let (begin, end) = self.ends(*rule);
+                self.places.skips[from].push(begin);
+                let to = self.places.state();
+                self.places.skips[end].push(to);
+                to
+            }
+            Node::Seq(parts) => parts.iter().fold(from, |from, part| self.span(*part, from)),
+            Node::Alt(choices) => {
+                let to = self.places.state();
+                for choice in choices {
+                    let last = self.span(*choice, from);
+                    self.places.skips[last].push(to);
+                }
+                to
+            }
+            // Any number of times, whatever the numbers say.
+            Node::Repeat { node, .. } => {
+                let (begin, to) = (self.places.state(), self.places.state());
+                self.places.skips[from].push(begin);
+                let last = self.span(*node, begin);
+                self.places.skips[last].extend([begin, to]);
+                to
+            }
+        }
+    }
+}
