@@ -96,7 +96,7 @@ async fn a_stream_is_role_content_reason_usage_and_done() {
             assert_eq!((&chunk["id"], &chunk["created"]), (&chunks[0]["id"], &chunks[0]["created"]));
             assert_eq!(chunk.get("usage").is_some(), usage, "{chunk}");
         }
-        let first = json!({"role": "assistant", "content": ""});
+        let first = json!({"role": "assistant", "content": null});
         assert_eq!(chunks[0]["choices"][0]["delta"], first);
         assert!(chunks.last().unwrap()["timings"]["predicted_n"].is_number());
         if usage {
@@ -380,7 +380,7 @@ async fn what_clients_send_beside_is_accepted() {
         json!({"n": 1, "logprobs": false, "top_logprobs": 0, "logit_bias": {}, "response_format": {"type": "text"}}),
         json!({"presence_penalty": 0, "frequency_penalty": 0.0, "repeat_penalty": 1, "logit_bias": {"5": 0}}),
         json!({"stop": null, "stream": null, "stream_options": null, "max_tokens": null, "modalities": ["text"]}),
-        json!({"stream_options": {"include_usage": true}, "continue_final_message": false}),
+        json!({"stream": false, "stream_options": null, "continue_final_message": false}),
     ] {
         assert_eq!(answer(&app, with(chat("Hi"), fields.clone())).await.0, "ok", "{fields}");
     }
@@ -445,7 +445,8 @@ async fn bad_bodies_are_refused_by_field() {
             "invalid_value",
         ),
         (body(json!({"max_tokens": 0})), "max_tokens", "invalid_value"),
-        (body(json!({"max_tokens": -1})), "max_tokens", "invalid_value"),
+        (body(json!({"max_tokens": -2})), "max_tokens", "invalid_value"),
+        (body(json!({"stream_options": {}})), "stream_options", "invalid_value"),
         (body(json!({"max_tokens": 1.5})), "max_tokens", "invalid_value"),
         (body(json!({"max_tokens": "9"})), "max_tokens", "invalid_value"),
         (body(json!({"max_completion_tokens": 1e30})), "max_completion_tokens", "invalid_value"),

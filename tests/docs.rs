@@ -4,6 +4,9 @@
 //! A table of routes has the heading `route` over its first column. A table of fields has `field` there, and the paragraph
 //! "Fields of `POST /a`, `POST /b`:" above it; a route may have several tables. A field of an inner object has a path as its
 //! name: `messages[].content[].text`. Where a schema has several objects to choose from, the page has the fields of all.
+//!
+//! A table of other servers' fields has the heading `other field`, and the paragraph "Other fields of `POST /a`:" above it.
+//! Its lines are those of the document's `x-other-fields`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -243,6 +246,66 @@ fn split(cell: &str, between: &str) -> BTreeSet<String> {
     cell.split(between).filter(|word| !word.is_empty()).map(str::to_owned).collect()
 }
 
+/// The line of each of another server's fields, by route and name.
+fn other_lines(document: &Value) -> BTreeMap<String, BTreeMap<String, String>> {
+    let mut routes = BTreeMap::new();
+    for (path, item) in document["paths"].as_object().expect("paths") {
+        let mut schema = &item["post"]["requestBody"]["content"]["application/json"]["schema"];
+        if let Some(reference) = schema["$ref"].as_str() {
+            schema = document.pointer(&reference[1..]).expect(reference);
+        }
+        for field in schema["x-other-fields"].as_array().into_iter().flatten() {
+            let text = |name: &str| field[name].as_str().expect(name);
+            let off = field["off"].as_array().into_iter().flatten();
+            let off: Vec<String> = off.map(|value| format!("`{value}`")).collect();
+            let line = [
+                format!("`{}`", text("name")),
+                text("server").into(),
+                text("treatment").into(),
+                off.join(", "),
+            ];
+            let line = line.iter().fold("|".to_owned(), |line, cell| match cell.as_str() {
+                "" => line + " |",
+                cell => format!("{line} {cell} |"),
+            });
+            let lines: &mut BTreeMap<String, String> = routes.entry(format!("POST {path}")).or_default();
+            lines.insert(text("name").to_owned(), format!("{line} {} |", text("about")));
+        }
+    }
+    routes
+}
+
+/// What the tables of other servers' fields lack, and what they have wrongly.
+fn complaints_of_others(page: &str, document: &Value) -> Vec<String> {
+    let mut missing = other_lines(document);
+    let mut complaints = Vec::new();
+    for Line { number, cells, above, .. } in
+        lines(page).into_iter().filter(|line| line.heading == "other field")
+    {
+        let name = quoted(cells[0]).first().copied().unwrap_or_default();
+        let line = format!("| {} |", cells.join(" | ")).replace("|  |", "| |");
+        let of = above.strip_prefix("Other fields of ").map(quoted).unwrap_or_default();
+        if of.is_empty() {
+            complaints.push(format!("{PAGE}:{number}: no line \"Other fields of `POST /…`:\" stands above"));
+        }
+        for route in of {
+            match missing.get_mut(route).and_then(|lines| lines.remove(name)) {
+                None => complaints
+                    .push(format!("{PAGE}:{number}: `{route}` has no other field `{name}`, or twice")),
+                Some(expected) if expected != line => {
+                    complaints.push(format!("{PAGE}:{number}: for `{route}` expected\n{expected}"));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    for (route, lines) in missing.into_iter().filter(|(_, lines)| !lines.is_empty()) {
+        let lines: Vec<String> = lines.into_values().collect();
+        complaints.push(format!("{PAGE}: the other fields of `{route}` lack\n{}", lines.join("\n")));
+    }
+    complaints
+}
+
 /// Each complaint has the line that the page should have.
 fn complaints(page: &str, document: &Value) -> Vec<String> {
     let described = described(document);
@@ -311,8 +374,41 @@ async fn the_pages_routes_and_fields_are_those_of_the_document() {
     let (status, _, document) = send_json(&router, request).await;
     assert_eq!(status, 200);
     let page = std::fs::read_to_string(root().join(PAGE)).expect(PAGE);
-    let complaints = complaints(&page, &document);
+    let complaints = [complaints(&page, &document), complaints_of_others(&page, &document)].concat();
     assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
+}
+
+#[test]
+fn a_line_of_another_servers_field_is_held_to_the_document() {
+    let field = json!({"name": "a", "server": "S", "treatment": "refused", "off": [0, ""], "about": "use b"});
+    let body = json!({"x-other-fields": [field]});
+    let document = json!({"paths": {"/a": {"post": {"requestBody": {"content": {"application/json": {"schema": body}}}}}}});
+    let sound = "\
+Other fields of `POST /a`:
+
+| other field | server | treatment | off | about |
+|---|---|---|---|---|
+| `a` | S | refused | `0`, `\"\"` | use b |
+";
+    assert_eq!(complaints_of_others(sound, &document), [""; 0]);
+    for (from, to, expected) in [
+        ("refused", "ignored", "docs/api.md:5: for `POST /a` expected\n| `a` | S | refused |"),
+        ("`0`, ", "", "for `POST /a` expected"),
+        ("use b", "use c", "| use b |"),
+        ("| `a`", "| `b`", "has no other field `b`"),
+        (
+            "| `a` | S | refused | `0`, `\"\"` | use b |",
+            "",
+            "the other fields of `POST /a` lack\n| `a` | S |",
+        ),
+        ("Other fields", "Fields", "no line \"Other fields of `POST /…`:\" stands above"),
+    ] {
+        let found = complaints_of_others(&sound.replace(from, to), &document);
+        assert!(
+            found.iter().any(|complaint| complaint.contains(expected)),
+            "{expected:?} is not in {found:?}"
+        );
+    }
 }
 
 #[test]

@@ -274,7 +274,7 @@ enum Expr {
 const LETTERS: &str = "abc½(\"";
 
 impl Expr {
-    /// Of rule `own` of `rules`: it begins with later rules only, so there is no left recursion.
+    /// A part of rule `own` of `rules`. It begins with later rules alone, so there is no left recursion.
     fn random(rng: &mut ChaCha8Rng, depth: usize, own: usize, rules: usize) -> Self {
         let inner = |rng: &mut ChaCha8Rng| Self::random(rng, depth.saturating_sub(1), own, rules);
         match rng.random_range(0..if depth == 0 { 3 } else { 10 }) {

@@ -501,6 +501,8 @@ fn deep_large_and_circular_schemas_are_bounded() {
         json!({"type": "string", "pattern": "^(a|b)*a(a|b){200}$"}),
         json!({"type": "array", "items": {}, "minItems": 1_000_000}),
         json!({"type": "integer", "multipleOf": 4_000_000_000u64}),
+        json!({"const": i64::MIN}),
+        json!({"type": "integer", "minimum": i64::MIN, "maximum": i64::MAX}),
         json!({"type": "integer", "allOf": [{"multipleOf": 4_294_967_291u64}, {"multipleOf": 4_294_967_279u64}]}),
         json!({"$ref": "#"}),
         json!({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),

@@ -162,10 +162,12 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
     let schema = json!({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]});
     let function = json!({"name": "look", "description": "Looks.", "parameters": schema, "strict": true});
     let options = json!({
-        "model": MODEL, "stream": false, "stream_options": {"include_usage": true}, "max_tokens": 5, "temperature": 0.7,
+        "model": MODEL, "stream": true, "stream_options": {"include_usage": true, "continuous_usage_stats": true}, "max_tokens": 5, "temperature": 0.7,
         "top_p": 0.9, "top_k": 40, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
         "repetition_penalty": 1.1, "logit_bias": {"1": 3}, "seed": 42, "stop": ["a", "b"], "min_tokens": 1,
-        "ignore_eos": false, "n": 2, "cache_salt": "team", "unknown": {"to": "us"},
+        "ignore_eos": false, "n": 2, "cache_salt": "team", "unknown": {"to": "us"}, "stop_token_ids": [7],
+        "bad_words": ["bad"], "n_predict": -1, "truncate_prompt_tokens": 9,
+        "return_token_ids": true, "timings_per_token": true,
     });
     let messages = json!([
         {"role": "system", "content": "Be brief."},
@@ -202,6 +204,12 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
             json!({
                 "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "tool_choice": "required",
                 "tools": [{"type": "function", "function": function}],
+            }),
+        ),
+        (
+            "/v1/chat/completions",
+            json!({
+                "messages": [{"role": "user", "content": "Hi"}], "n_predict": 3, "allowed_token_ids": [5, 6, 300],
             }),
         ),
         (
@@ -307,7 +315,7 @@ async fn its_routes_are_those_of_the_router() {
     let with_v1 = |route: &String| documented.contains(&format!("/v1{route}"));
     let (again, routes): (BTreeSet<_>, BTreeSet<_>) =
         routes.into_iter().partition(|route| with_v1(route) && !documented.contains(route));
-    assert_eq!(again.len(), 5, "{again:?}");
+    assert_eq!(again.len(), 7, "{again:?}");
     assert_eq!(routes, documented);
 
     let mut ids = BTreeSet::new();
@@ -388,7 +396,11 @@ async fn what_is_answered_is_as_documented() {
         assert_eq!(app.ask("post", path, path, Some(&body)).await, 200);
         let content = &app.operation("post", path)["responses"]["200"]["content"];
         if content.get("text/event-stream").is_some() {
-            assert_eq!(app.ask("post", path, path, Some(&with(body, json!({"stream": true})))).await, 200);
+            let other = match body["stream"] == true {
+                true => with(body, json!({"stream": false, "stream_options": null})),
+                false => with(body, json!({"stream": true})),
+            };
+            assert_eq!(app.ask("post", path, path, Some(&other)).await, 200);
         }
     }
     for path in ["/v1/models", "/models", "/health", "/status", "/metrics"] {

@@ -163,7 +163,13 @@ impl Draw {
     /// What chat and completions share.
     fn options(&mut self, body: &mut Value) {
         self.set(body, 0.5, "stream", |d| json!(d.chance(0.8)));
-        self.set(body, 0.3, "stream_options", |d| json!({"include_usage": d.chance(0.8)}));
+        if body["stream"] == true {
+            self.set(body, 0.3, "stream_options", |d| json!({"include_usage": d.chance(0.8)}));
+        }
+        self.set(body, 0.1, "truncate_prompt_tokens", |d| d.of(&[json!(-1), json!(3), json!(40)]));
+        self.set(body, 0.1, "stop_token_ids", |d| d.of(&[json!([]), json!([7, 300])]));
+        self.set(body, 0.1, "bad_words", |d| d.of(&[json!([]), json!(["the", "½ é"])]));
+        self.set(body, 0.1, "timings_per_token", |d| json!(d.chance(0.8)));
         self.set(body, 0.3, "temperature", |d| d.up_to(2.0));
         self.set(body, 0.3, "top_p", |d| d.up_to(1.0));
         self.set(body, 0.3, "top_k", |d| d.of(&[json!(-1), json!(0), json!(5), json!(40.0)]));
@@ -531,7 +537,8 @@ fn list<'a>(value: &'a Value, what: &str) -> Result<&'a [Value], String> {
 }
 
 fn whole(asked: &Value, names: &[&str]) -> Option<u64> {
-    names.iter().find_map(|name| asked[*name].as_f64()).map(|n| n as u64)
+    let number = names.iter().find_map(|name| asked[*name].as_f64());
+    number.filter(|n| *n >= 0.0).map(|n| n as u64)
 }
 
 /// The chunks of a stream of OpenAI's, which ends with the word for it.
@@ -571,7 +578,7 @@ fn joined(
             (true, false) => ensure!(chunk.get("usage") == Some(&Value::Null)),
             (false, _) => ensure!(chunk.get("usage").is_none()),
         }
-        ensure!(chunk["timings"].is_object() == last);
+        ensure!(chunk["timings"].is_object() == last || asked["timings_per_token"] == true);
         for choice in list(&chunk["choices"], "choices")? {
             let index = choice["index"].as_u64().ok_or("no index")?;
             let so_far =
@@ -610,7 +617,7 @@ fn append_lists(to: &mut Value, more: &Value) {
 fn join_chat(whole: &mut Value, choice: &Value) -> Checked {
     let delta = &choice["delta"];
     if whole.get("message").is_none() {
-        ensure!(delta["role"] == "assistant", delta["content"] == "");
+        ensure!(delta["role"] == "assistant", delta["content"].is_null());
         whole["message"] = json!({"role": "assistant", "content": "", "refusal": null});
         whole["logprobs"] = Value::Null;
         return Ok(());
@@ -723,7 +730,8 @@ fn check_completion(asked: &Value, reply: &Value, streamed: bool) -> Checked {
     check_choices(asked, reply, "cmpl-", prompts, streamed)?;
     for choice in list(&reply["choices"], "choices")? {
         let text = choice["text"].as_str().ok_or("no text")?;
-        if let (Some(prompt), true) = (asked["prompt"].as_str(), asked["echo"] == true) {
+        let is_cut = asked["truncate_prompt_tokens"].as_i64().is_some_and(|most| most > 0);
+        if let (Some(prompt), true, false) = (asked["prompt"].as_str(), asked["echo"] == true, is_cut) {
             ensure!(text.starts_with(prompt));
         }
         let scores = &choice["logprobs"];

@@ -695,7 +695,7 @@ async fn a_call_says_no_text_also_where_each_token_has_its_chunk() {
     let (lines, _) = stream(&app, with(chat("Hi"), fields)).await;
     let chunks = parse(&lines);
     let (first, rest) = chunks.split_first().expect("chunks");
-    assert_eq!(first["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
+    assert_eq!(first["choices"][0]["delta"], json!({"role": "assistant", "content": null}));
     assert!(rest.iter().all(|chunk| chunk["choices"][0]["delta"].get("content").is_none()), "{rest:?}");
     let tokens = rest.iter().filter_map(|chunk| chunk["choices"][0]["logprobs"]["content"].as_array());
     assert_eq!(tokens.map(Vec::len).sum::<usize>(), tokenizer().encode(text, false).unwrap().len());

@@ -99,6 +99,13 @@ pub(in crate::api) struct Parsed<T> {
     pub wire: T,
 }
 
+impl<T> Parsed<T> {
+    /// The model's name, and what is asked of it.
+    pub fn asked(self) -> (Option<String>, GenerateRequest) {
+        (self.model, self.request)
+    }
+}
+
 /// A request that was submitted to the engine.
 pub(in crate::api) struct Exchange<T> {
     pub wire: T,
@@ -151,6 +158,24 @@ pub(in crate::api) async fn ask<T: Send + 'static>(
         span: tracing::Span::current(),
     };
     Ok(Exchange { wire, reply, answers })
+}
+
+/// Reads a body, and counts the tokens of its conversation. `parse` returns the model's name and the conversation, and
+/// `prompt` is the field that holds it.
+pub(in crate::api) async fn count_tokens(
+    server: &Arc<Server>,
+    client: &Client,
+    body: Body,
+    prompt: &'static str,
+    parse: impl FnOnce(&[u8]) -> Result<(Option<String>, GenerateRequest), ApiError> + Send + 'static,
+) -> Result<usize, ApiError> {
+    let counted = process_body(server, client, body, move |server, body| {
+        let (model, request) = parse(body)?;
+        let service = server.service_for(model.as_deref())?;
+        let ids = service.conversation(&request).map_err(|error| ApiError::from(error).in_prompt(prompt))?;
+        Ok(ids.len())
+    });
+    counted.await.map(|(_, n)| n)
 }
 
 /// Reads a body, and runs `work` on it in a blocking task. The result comes with the request's turn among the arriving
@@ -385,6 +410,8 @@ pub(in crate::api) struct Piece {
     pub text: String,
     /// New pieces of tool calls; empty if there is text.
     pub calls: Vec<CallPiece>,
+    /// The event's token id, of the answer or the one that ended it.
+    pub id: Option<u32>,
     /// The event's token with its log probabilities, if the request asks for them. The token's text may come with a
     /// later piece.
     pub logprobs: Option<(u32, Logprobs)>,
@@ -415,7 +442,7 @@ impl PromptAnswers {
             Event::Token { timings, .. } | Event::Finished { timings, .. } => *timings,
             Event::Prompt { .. } | Event::Pooled { .. } | Event::Failed(_) => Timings::default(),
         };
-        let Delta { text, calls, logprobs, stop, prompt, end } = self.texts[choice].push(event);
+        let Delta { text, calls, id, logprobs, stop, prompt, end } = self.texts[choice].push(event);
         let end = match end {
             None => None,
             Some(End::Failed(error)) => return Err(error.into()),
@@ -433,7 +460,7 @@ impl PromptAnswers {
         };
         let stopped_by = self.texts[choice].stopped_by();
         let choice = self.first + choice;
-        Ok(Piece { choice, text, calls, logprobs, stop, prompt, end, stopped_by, timings })
+        Ok(Piece { choice, text, calls, id, logprobs, stop, prompt, end, stopped_by, timings })
     }
 }
 

@@ -23,7 +23,6 @@ use crate::api::error::ApiError;
 use crate::api::exchange::{self, Client};
 use crate::api::openai::conversation::{ChatMessages, EndingFields, messages};
 use crate::api::openai::models::ModelList;
-use crate::api::openai::prompts::check_ids;
 use crate::api::openai::tools::ChatToolFields;
 use crate::api::openapi::{AuthErrors, BodyErrors};
 use crate::api::server::Server;
@@ -233,7 +232,7 @@ pub(in crate::api) async fn tokenize(
         let service = server.service_for(wire::named(text.model).as_deref())?;
         match (text.content, text.prompt, conversation) {
             (Some(content), ..) => {
-                let ids = service.encode(&content, text.add_special.unwrap_or(false));
+                let ids = service.encode(&content, text.add_special.unwrap_or(false), None);
                 let ids = ids.map_err(|error| ApiError::from(error).in_prompt("content"))?;
                 Ok(match text.with_pieces {
                     None | Some(false) => Tokenized::Ids(TokenIds { tokens: ids }),
@@ -246,9 +245,9 @@ pub(in crate::api) async fn tokenize(
             (None, prompt, conversation) => {
                 let ids = match (prompt, conversation) {
                     (Some(prompt), _) => service
-                        .encode(&prompt, text.add_special_tokens.unwrap_or(true))
+                        .encode(&prompt, text.add_special_tokens.unwrap_or(true), None)
                         .map_err(|error| ApiError::from(error).in_prompt("prompt"))?,
-                    (None, Some(messages)) => service.prompt(&messages, ending.ending(&messages)?)?,
+                    (None, Some(messages)) => service.prompt(&messages, ending.ending(&messages)?, None)?,
                     (None, None) => return Err(wire::missing("prompt")),
                 };
                 Ok(Tokenized::Prompt(PromptTokens {
@@ -284,7 +283,7 @@ pub(in crate::api) async fn detokenize(
         let DetokenizeRequest { model, tokens } = wire::body(body)?;
         let ids: Vec<u32> = tokens.into_iter().map(|id| id.0).collect();
         let service = server.service_for(wire::named(model).as_deref())?;
-        check_ids(&service, "tokens", &ids)?;
+        service.check_ids("tokens", &ids)?;
         let text = service.tokenizer().decode(&ids, false);
         Ok(Detokenized { prompt: text.clone(), content: text })
     });

@@ -67,7 +67,7 @@ use utoipa_axum::routes;
 
 use self::http::middleware::{authenticate, cors, identify, refuse_encoded};
 use self::http::{failures, health, metrics, status};
-use self::openai::{chat, completions, embeddings, models, responses};
+use self::openai::{chat, completions, embeddings, input_tokens, models, responses};
 
 /// All routes, and the [`page`]; what is not one is a JSON error too.
 pub fn router(server: Arc<Server>) -> Router {
@@ -104,9 +104,11 @@ async fn no_route(State(server): State<Arc<Server>>, uri: Uri) -> ApiError {
 fn routes() -> OpenApiRouter<Arc<Server>> {
     OpenApiRouter::with_openapi(openapi::head())
         .routes(routes!(chat::completions))
+        .routes(routes!(input_tokens::of_chat))
         .routes(routes!(completions::completions))
         .routes(routes!(embeddings::embeddings))
         .routes(routes!(responses::create))
+        .routes(routes!(input_tokens::of_response))
         .routes(routes!(responses::retrieve, responses::delete))
         .routes(routes!(responses::cancel))
         .routes(routes!(responses::input_items))
@@ -129,8 +131,10 @@ fn routes() -> OpenApiRouter<Arc<Server>> {
 fn without_v1() -> Router<Arc<Server>> {
     Router::new()
         .route("/chat/completions", post(chat::completions))
+        .route("/chat/completions/input_tokens", post(input_tokens::of_chat))
         .route("/completions", post(completions::completions))
         .route("/responses", post(responses::create))
+        .route("/responses/input_tokens", post(input_tokens::of_response))
         .route("/messages", post(anthropic::create))
         .route("/embeddings", post(embeddings::embeddings))
 }

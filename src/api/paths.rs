@@ -4,8 +4,15 @@ use std::borrow::Cow;
 
 /// Paths that are answered with and without `/v1`: some clients add none to the base URL that their user gave them. The
 /// document has each once, with `/v1`. `GET /models` is no such path, but a route of llama.cpp's that the document has.
-pub(in crate::api) const WITHOUT_V1: [&str; 5] =
-    ["/chat/completions", "/completions", "/responses", "/messages", "/embeddings"];
+pub(in crate::api) const WITHOUT_V1: [&str; 7] = [
+    "/chat/completions",
+    "/chat/completions/input_tokens",
+    "/completions",
+    "/responses",
+    "/responses/input_tokens",
+    "/messages",
+    "/embeddings",
+];
 
 /// The path by which the document knows a route.
 pub(in crate::api) fn documented(path: &str) -> Cow<'_, str> {

@@ -1,6 +1,6 @@
 //! Turns the engine's events into the text of an answer.
 
-use super::grammar::Failure;
+use super::mask::Failure;
 use crate::engine::{EngineError, Event, FinishReason, Timings};
 use crate::model::Logprobs;
 use crate::text::{AnswerPiece, CallPiece, CallReader, Detokenizer, StopMatcher};
@@ -23,6 +23,8 @@ pub struct Delta {
     pub text: String,
     /// New pieces of tool calls; empty if there is text.
     pub calls: Vec<CallPiece>,
+    /// The event's token id, of the answer or the one that ended it.
+    pub id: Option<u32>,
     /// The event's token with its log probabilities, if the request asks for them. The token's text may come with a
     /// later delta.
     pub logprobs: Option<(u32, Logprobs)>,
@@ -101,6 +103,7 @@ impl AnswerText {
         let nothing = Delta {
             text: String::new(),
             calls: Vec::new(),
+            id: None,
             logprobs: None,
             stop: None,
             prompt: None,
@@ -112,9 +115,14 @@ impl AnswerText {
                 let stopped = self.stops.push(self.detokenizer.push(id));
                 let (text, calls) = self.read(stopped.text, stopped.stop.is_some());
                 let end = stopped.stop.map(|_| self.end(Reason::Stop, timings));
-                Delta { text, calls, logprobs: logprobs.map(|logprobs| (id, logprobs)), end, ..nothing }
+                let logprobs = logprobs.map(|logprobs| (id, logprobs));
+                Delta { text, calls, id: Some(id), logprobs, end, ..nothing }
             }
             Event::Finished { reason, stop, timings, .. } => {
+                let id = match reason {
+                    FinishReason::Stop(id) => Some(id),
+                    FinishReason::Length => None,
+                };
                 let mut reason = Reason::from(reason);
                 let stopped = self.stops.push(self.detokenizer.finish());
                 let mut text = stopped.text;
@@ -123,7 +131,7 @@ impl AnswerText {
                     None => text.push_str(&self.stops.finish()),
                 }
                 let (text, calls) = self.read(text, true);
-                Delta { text, calls, stop, end: Some(self.end(reason, timings)), ..nothing }
+                Delta { text, calls, id, stop, end: Some(self.end(reason, timings)), ..nothing }
             }
             Event::Pooled { .. } => nothing,
             Event::Failed(error) => Delta { end: Some(End::Failed(error)), ..nothing },

@@ -19,7 +19,16 @@ pub struct GenerateRequest {
     pub stop: Vec<String>,
     /// The least number of tokens of an answer; at most `max_tokens`, if that is set.
     pub min_tokens: Option<usize>,
+    /// Never ends an answer with an id that ends the model's answers; `stop_token_ids` still end it.
     pub ignore_eos: bool,
+    /// Further ids that end an answer, and are no part of it.
+    pub stop_token_ids: Vec<u32>,
+    /// The ids that an answer may have; none allows all.
+    pub allowed_token_ids: Option<Vec<u32>>,
+    /// Texts that an answer may not have, none of them empty.
+    pub bad_words: Vec<String>,
+    /// How much of a prompt is kept; none keeps all of it.
+    pub truncate: Option<Truncation>,
     /// The number of alternatives whose log probabilities come with each token; none asks for no log probabilities.
     pub logprobs: Option<usize>,
     /// The number of answers, at least 1; none is 1.
@@ -40,4 +49,13 @@ pub enum PromptEnding {
     Continued,
     /// With the last message, and no new turn.
     Closed,
+}
+
+/// How much of a prompt is kept: the last ids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Truncation {
+    /// So many, at least 1.
+    Last(usize),
+    /// As many as the context holds before `max_tokens`.
+    ToContext,
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::answer::AnswerText;
 use super::error::SessionError;
-use super::grammar::{Failure, GrammarMask};
-use super::request::{GenerateRequest, PromptEnding};
+use super::mask::{AnswerMask, Failure, TokenRules};
+use super::request::{GenerateRequest, PromptEnding, Truncation};
 use crate::engine::{EngineHandle, Request};
 use crate::model::{SamplingOptions, SamplingParams};
 use crate::text::{
@@ -65,19 +65,31 @@ impl Service {
     /// Renders and tokenizes a request. The caller passes the result to [`EngineHandle::submit`], and pushes the events
     /// of each answer into its own copy of the [`AnswerText`]. A long conversation takes seconds of a processor.
     pub fn prepare(&self, request: &GenerateRequest) -> Result<(Request, AnswerText), SessionError> {
-        self.prepare_with(request, || self.conversation(request))
+        self.prepare_with(request, |_| self.conversation(request))
     }
 
     /// The token ids of the request's conversation, with the descriptions of its tools.
     pub fn conversation(&self, request: &GenerateRequest) -> Result<Vec<u32>, SessionError> {
-        self.prompt(&request.tools.describe_in(&request.messages), request.ending)
+        self.prompt(&request.tools.describe_in(&request.messages), request.ending, self.kept(request))
     }
 
-    /// Prepares a request whose prompt `prompt` makes. Errors of all other fields are found before `prompt` is called.
+    /// The most ids of the request's prompt, of which the last are kept; none keeps all.
+    fn kept(&self, request: &GenerateRequest) -> Option<usize> {
+        request.truncate.map(|truncation| match truncation {
+            Truncation::Last(most) => most,
+            Truncation::ToContext => {
+                let context = self.engine.limits().max_context;
+                context.saturating_sub(request.max_tokens.unwrap_or(1)).max(1)
+            }
+        })
+    }
+
+    /// Prepares a request whose prompt `prompt` makes; it gets the most ids to keep, if there is a limit. Errors of all
+    /// other fields are found before `prompt` is called.
     pub fn prepare_with<E: From<SessionError>>(
         &self,
         request: &GenerateRequest,
-        prompt: impl FnOnce() -> Result<Vec<u32>, E>,
+        prompt: impl FnOnce(Option<usize>) -> Result<Vec<u32>, E>,
     ) -> Result<(Request, AnswerText), E> {
         let stops = StopMatcher::new(&request.stop).map_err(|e| match e {
             TextError::Stop(problem) => SessionError::invalid("stop", problem),
@@ -88,11 +100,13 @@ impl Service {
             let problem = format!("expected a token id below {vocab_size}");
             return Err(SessionError::invalid(format!("logit_bias.{id}"), problem).into());
         }
+        self.check_ids("stop_token_ids", &request.stop_token_ids)?;
         let constraint = self.constraint(request)?;
+        let rules = self.rules(request, constraint.is_some())?;
         let mut sampling = SamplingParams {
             logit_bias: request.logit_bias.clone(),
             logprobs: request.logprobs,
-            stop_token_ids: self.stop_token_ids.clone(),
+            stop_token_ids: self.stop_token_ids.iter().chain(&request.stop_token_ids).copied().collect(),
             // With `ignore_eos` no id that ends an answer is ever drawn: such an id has no text for the client.
             min_tokens: if request.ignore_eos { usize::MAX } else { request.min_tokens.unwrap_or(0) },
             ..request.sampling.resolve(&self.defaults)
@@ -103,23 +117,72 @@ impl Service {
             seed,
             max_tokens: request.max_tokens,
             more_seeds: (1..=more).map(|i| seed.wrapping_add(i)).collect(),
-            ..Request::new(prompt()?)
+            ..Request::new(prompt(self.kept(request))?)
         };
         let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops);
         let names: Vec<String> = request.tools.callable().map(|(_, tool)| tool.name.clone()).collect();
         if !names.is_empty() {
             answer = answer.with_calls(CallReader::new(names));
         }
-        if let Some(constraint) = constraint {
+        if constraint.is_some() || rules.is_some() {
             // Once a grammar is complete, only the ids that end the answer may follow. So the engine's minimum length
             // must not forbid these ids; the mask enforces the minimum instead.
             let least = std::mem::take(&mut sampling.min_tokens);
             let failure = Failure::default();
             answer = answer.with_failure(Arc::clone(&failure));
-            engine.mask = Some(Box::new(GrammarMask::new(constraint, least, failure)));
+            let mask = AnswerMask::new(vocab_size, &self.stop_token_ids, least, failure);
+            engine.mask = Some(Box::new(mask.with_grammar(constraint).with_rules(rules)));
         }
         engine.sampling = Arc::new(sampling);
         Ok((engine, answer))
+    }
+
+    /// The rules of each answer's ids, if a mask must hold the answer to any.
+    fn rules(
+        &self,
+        request: &GenerateRequest,
+        has_grammar: bool,
+    ) -> Result<Option<TokenRules>, SessionError> {
+        let GenerateRequest { allowed_token_ids: allowed, bad_words, stop_token_ids, .. } = request;
+        self.check_ids("allowed_token_ids", allowed.as_deref().unwrap_or_default())?;
+        // The engine keeps the ends and the stop ids of a request away alike, until its `min_tokens`.
+        let differ = request.ignore_eos || has_grammar;
+        if allowed.is_none() && bad_words.is_empty() && !(differ && !stop_token_ids.is_empty()) {
+            return Ok(None);
+        }
+        let mut words = Vec::new();
+        for (i, word) in bad_words.iter().enumerate() {
+            words.extend(self.bad_word(word, &format!("bad_words[{i}]"))?);
+        }
+        let vocab_size = self.engine.limits().vocab_size;
+        let least = request.min_tokens.unwrap_or(0);
+        Ok(Some(TokenRules::new(vocab_size, allowed.as_deref(), words, stop_token_ids.clone(), least)))
+    }
+
+    /// The ids of a text that may not come: as it begins an answer, and as it stands behind a space. vLLM takes the
+    /// second where it is as long as the first and begins with another id; so the space is part of the word's own id.
+    fn bad_word(&self, word: &str, at: &str) -> Result<Vec<Vec<u32>>, SessionError> {
+        let word = word.trim_start();
+        let encode = |text: &str| self.encode(text, false, None);
+        let plain = encode(word)?;
+        if plain.is_empty() {
+            return Err(SessionError::invalid(at, "expected a text with at least one token"));
+        }
+        let spaced = encode(&format!(" {word}"))?;
+        let is_one_more = spaced.len() == plain.len() && spaced[0] != plain[0];
+        Ok([plain].into_iter().chain(is_one_more.then_some(spaced)).collect())
+    }
+
+    /// Refuses ids in the field `param` that the vocabulary does not have.
+    pub fn check_ids(&self, param: &str, ids: &[u32]) -> Result<(), SessionError> {
+        let vocab_size = self.engine.limits().vocab_size;
+        match ids.iter().position(|id| *id as usize >= vocab_size) {
+            None => Ok(()),
+            Some(at) => {
+                let problem = format!("expected a token id below {vocab_size}, got {}", ids[at]);
+                Err(SessionError::invalid(format!("{param}[{at}]"), problem))
+            }
+        }
     }
 
     /// The compiled grammar of each answer, if the request has one.
@@ -146,26 +209,32 @@ impl Service {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// The token ids of a conversation, which ends as `ending` says.
-    pub fn prompt(&self, messages: &[Message], ending: PromptEnding) -> Result<Vec<u32>, SessionError> {
+    /// The token ids of a conversation, which ends as `ending` says; with `keep`, only the last so many.
+    pub fn prompt(
+        &self,
+        messages: &[Message],
+        ending: PromptEnding,
+        keep: Option<usize>,
+    ) -> Result<Vec<u32>, SessionError> {
         let turns = normalize(messages);
         let text = match ending {
             PromptEnding::Answer => self.template.render(&turns, true),
             PromptEnding::Closed => self.template.render(&turns, false),
             PromptEnding::Continued => self.template.render_continued(&turns),
         };
-        self.encode(&text.map_err(|error| self.refusal(error))?, false)
+        self.encode(&text.map_err(|error| self.refusal(error))?, false, keep)
     }
 
-    /// The token ids of a text; `special` adds the ids that begin a text. A text that must be too long, whatever its
-    /// tokens are, is refused before it is tokenized.
-    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, SessionError> {
+    /// The token ids of a text; `special` adds the ids that begin a text, and with `keep` only the last so many ids are
+    /// kept. Else a text that must be too long, whatever its tokens are, is refused before it is tokenized.
+    pub fn encode(&self, text: &str, special: bool, keep: Option<usize>) -> Result<Vec<u32>, SessionError> {
         let limits = self.engine.limits();
-        if self.least_tokens(text.len()) >= limits.max_context {
+        if keep.is_none() && self.least_tokens(text.len()) >= limits.max_context {
             return Err(self.overflow(text.len()));
         }
-        let ids = self.tokenizer.encode(text, special).map_err(|error| self.refusal(error))?;
+        let mut ids = self.tokenizer.encode(text, special).map_err(|error| self.refusal(error))?;
         self.tokenizer.check_ids(&ids, limits.vocab_size).map_err(|error| self.refusal(error))?;
+        truncate(&mut ids, keep);
         Ok(ids)
     }
 
@@ -195,6 +264,12 @@ impl Service {
             "the prompt is too long: {bytes} bytes, {size}, and this model's maximum context length is {context} tokens"
         ))
     }
+}
+
+/// Keeps the last `keep` ids, or all if none.
+pub fn truncate(ids: &mut Vec<u32>, keep: Option<usize>) {
+    let surplus = keep.map_or(0, |keep| ids.len().saturating_sub(keep));
+    ids.drain(..surplus);
 }
 
 /// A random number for ids and for seeds, from the standard library's hasher, whose keys come from the system's

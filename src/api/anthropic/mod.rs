@@ -94,13 +94,8 @@ pub(in crate::api) async fn count_tokens(
     client: Client,
     body: Body,
 ) -> Result<Json<TokenCount>, ApiError> {
-    let counted = exchange::process_body(&server, &client, body, |server, body| {
-        let (model, request) = request::parse_to_count(body)?;
-        let service = server.service_for(model.as_deref())?;
-        Ok(service.conversation(&request)?.len())
-    });
-    let (_, n) = counted.await?;
-    Ok(Json(TokenCount { input_tokens: n }))
+    let counted = exchange::count_tokens(&server, &client, body, "messages", request::parse_to_count);
+    Ok(Json(TokenCount { input_tokens: counted.await? }))
 }
 
 /// Rewrites the errors of these routes, wherever they arose, in Anthropic's form, and adds the request's id in

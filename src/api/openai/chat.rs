@@ -20,12 +20,13 @@ use crate::api::openai::conversation::{ChatMessages, EndingFields, messages};
 use crate::api::openai::grammar::GrammarFields;
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::options::{AnswerOptions, Form};
+use crate::api::openai::other_fields::{self, OtherFields};
 use crate::api::openai::tools::ChatToolFields;
 use crate::api::openapi::BodyErrors;
 use crate::api::server::Server;
 use crate::api::tools::PartialCall;
 use crate::api::wire;
-use crate::api::wire::bounded::{MaxTokens, TopLogprobs};
+use crate::api::wire::bounded::{TokenLimit, TopLogprobs};
 use crate::api::wire::union::Events;
 use crate::api::wire::union::words;
 use crate::session::{GenerateRequest, Reason};
@@ -57,14 +58,16 @@ pub(in crate::api) async fn completions(
     body: Body,
 ) -> Result<Response, ApiError> {
     let exchange =
-        exchange::ask(&server, caller, body, "chatcmpl-", "messages", parse, |service, request, _| {
-            Ok(vec![service.prepare(request)?])
+        exchange::ask(&server, caller, body, "chatcmpl-", "messages", parse, |service, request, form| {
+            let prepared = service.prepare(request)?;
+            form.prompt_token_ids = form.options.return_token_ids.then(|| prepared.0.prompt.clone());
+            Ok(vec![prepared])
         });
     let Exchange { wire: form, reply, answers } = exchange.await?;
-    if form.stream {
-        Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form.include_usage)))
+    if form.options.stream {
+        Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form)))
     } else {
-        collect(reply, answers).await.map(|body| Json(body).into_response())
+        collect(reply, answers, form).await.map(|body| Json(body).into_response())
     }
 }
 
@@ -76,7 +79,15 @@ wire::composed! {
         ending: EndingFields,
         options: AnswerOptions,
         grammar: GrammarFields,
+        other: OtherFields<other_fields::Chat>,
     }
+}
+
+/// What the reply needs to know of the request.
+pub(in crate::api) struct ChatForm {
+    options: Form,
+    /// The prompt's token ids, if the request asks for them.
+    prompt_token_ids: Option<Vec<u32>>,
 }
 
 /// The fields of a chat that are neither tools nor options of the answer.
@@ -86,10 +97,12 @@ pub(in crate::api) struct ChatFields {
     model: Option<String>,
     #[schema(inline)]
     messages: ChatMessages,
-    /// The most tokens of an answer; if absent, as many as the context holds.
-    max_completion_tokens: Option<MaxTokens>,
+    /// The most tokens of an answer; if absent or -1, as many as the context holds.
+    #[schema(inline)]
+    max_completion_tokens: Option<TokenLimit>,
     /// The older name of `max_completion_tokens`, which takes precedence.
-    max_tokens: Option<MaxTokens>,
+    #[schema(inline)]
+    max_tokens: Option<TokenLimit>,
     /// Return log probabilities of the answer's tokens.
     logprobs: Option<bool>,
     /// The number of alternatives to each token; above 0 only if `logprobs` is true.
@@ -101,19 +114,24 @@ words! {
     Modality { Text = "text" } or Other;
 }
 
-fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
+/// Parses a body.
+pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<ChatForm>, ApiError> {
     let request = ChatCompletionRequest::read(&wire::object(body)?)?;
-    let ChatCompletionRequest { chat, tools, ending, options, grammar } = request;
+    let ChatCompletionRequest { chat, tools, ending, options, grammar, .. } = request;
     let messages = messages(chat.messages)?;
     if chat.modalities.is_some_and(|modalities| modalities.iter().any(|m| *m != Modality::Text)) {
         return Err(ApiError::unsupported("modalities", "this server answers with text only"));
     }
     let tools = tools.tools()?;
-    let max_tokens = chat.max_completion_tokens.or(chat.max_tokens).map(MaxTokens::get);
+    let limit = chat.max_completion_tokens.or(chat.max_tokens).or(options.n_predict());
+    let max_tokens = limit.and_then(TokenLimit::get);
     let ending = ending.ending(&messages)?;
     let logprobs = logprobs(chat.logprobs, chat.top_logprobs)?;
     let parsed = options.parsed(wire::named(chat.model), max_tokens, grammar)?;
-    Ok(Parsed { request: GenerateRequest { messages, tools, ending, logprobs, ..parsed.request }, ..parsed })
+    let Parsed { model, request, stream, cache_salt, wire: options } = parsed;
+    let request = GenerateRequest { messages, tools, ending, logprobs, ..request };
+    let form = ChatForm { options, prompt_token_ids: None };
+    Ok(Parsed { model, request, stream, cache_salt, wire: form })
 }
 
 fn logprobs(wanted: Option<bool>, top: Option<TopLogprobs>) -> Result<Option<usize>, ApiError> {
@@ -134,6 +152,10 @@ pub(in crate::api) struct ChatCompletion {
     choices: Vec<ChatChoice>,
     usage: Usage,
     timings: TimingsReport,
+    /// Present if the request has `return_token_ids`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    prompt_token_ids: Option<Vec<u32>>,
 }
 
 #[derive(Serialize, ToSchema)]
@@ -149,6 +171,10 @@ struct ChatChoice {
     #[schema(required)]
     logprobs: Option<ChatLogprobs>,
     finish_reason: FinishReason,
+    /// Present if the request has `return_token_ids`. The id that ended the answer is the last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    token_ids: Option<Vec<u32>>,
 }
 
 #[derive(Serialize, ToSchema)]
@@ -215,14 +241,18 @@ pub(in crate::api) struct ChatCompletionChunk {
     object: Part,
     /// Empty in the chunk that brings `usage`.
     choices: Vec<ChatChunkChoice>,
-    /// Present if `stream_options` asks for it; null in every chunk but the last.
+    /// Present if `stream_options` asks for it; null in every chunk but the last, except with `continuous_usage_stats`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Usage>, required = false)]
     usage: Option<Option<Usage>>,
-    /// Present in the last chunk.
+    /// Present in the last chunk, and with `timings_per_token` in each that adds to an answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     timings: Option<TimingsReport>,
+    /// Present in the first chunk, if the request has `return_token_ids`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    prompt_token_ids: Option<Vec<u32>>,
 }
 
 #[derive(Serialize, ToSchema)]
@@ -239,18 +269,22 @@ struct ChatChunkChoice {
     logprobs: Option<ChatLogprobs>,
     #[schema(required)]
     finish_reason: Option<FinishReason>,
+    /// The ids of the chunk's tokens, if the request has `return_token_ids`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    token_ids: Option<Vec<u32>>,
 }
 
-/// What a chunk adds: first the role, then text or pieces of tool calls. A chunk with a finish reason adds nothing, and
-/// so does a token that is no whole character yet.
+/// What a chunk adds: first the role, with `content` null; then text or pieces of tool calls. A chunk with a finish
+/// reason adds nothing, and so does a token that is no whole character yet.
 #[derive(Default, Serialize, ToSchema)]
 struct ChatDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(inline, nullable = false)]
     role: Option<Assistant>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(nullable = false)]
-    content: Option<String>,
+    #[schema(value_type = Option<String>, required = false)]
+    content: Option<Option<String>>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     tool_calls: Vec<ToolCallDelta>,
 }
@@ -295,15 +329,29 @@ impl From<CallPiece> for ToolCallDelta {
     }
 }
 
+impl ChatDelta {
+    /// The first delta of an answer.
+    fn role() -> Self {
+        Self { role: Some(Assistant::Assistant), content: Some(None), ..Self::default() }
+    }
+}
+
+impl ChatChunkChoice {
+    fn new(index: usize, delta: ChatDelta) -> Self {
+        Self { index, delta, logprobs: None, finish_reason: None, token_ids: None }
+    }
+}
+
 impl ChatCompletionChunk {
     /// A chunk with these choices. If the request asks for usage, every chunk has the field.
-    fn new(reply: &Reply, choices: Vec<ChatChunkChoice>, usage: bool) -> Self {
+    fn new(reply: &Reply, choices: Vec<ChatChunkChoice>, form: Form) -> Self {
         Self {
             head: reply.head(),
             object: Part::ChatCompletionChunk,
             choices,
-            usage: usage.then_some(None),
+            usage: form.include_usage.then_some(None),
             timings: None,
+            prompt_token_ids: None,
         }
     }
 }
@@ -312,31 +360,40 @@ impl ChatCompletionChunk {
 pub fn text_chunks(model: &str) -> impl Fn(&str) -> String {
     let reply = Reply::unasked(model);
     move |text| {
-        let delta = ChatDelta { content: Some(text.to_owned()), ..ChatDelta::default() };
-        let choice = ChatChunkChoice { index: 0, delta, logprobs: None, finish_reason: None };
-        json_text(&ChatCompletionChunk::new(&reply, vec![choice], false))
+        let delta = ChatDelta { content: Some(Some(text.to_owned())), ..ChatDelta::default() };
+        let choice = ChatChunkChoice::new(0, delta);
+        json_text(&ChatCompletionChunk::new(&reply, vec![choice], Form::default()))
     }
 }
 
-async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, ApiError> {
-    let n = answers.count();
-    let mut logprobs: Vec<_> = (0..n).map(|_| Vec::new()).collect();
-    let (mut texts, mut calls) = (vec![String::new(); n], vec![Vec::<PartialCall>::new(); n]);
+/// One answer as its pieces come.
+#[derive(Default, Clone)]
+struct PartialAnswer {
+    text: String,
+    calls: Vec<PartialCall>,
+    logprobs: Vec<TokenLogprob>,
+    token_ids: Vec<u32>,
+}
+
+async fn collect(reply: Reply, mut answers: Answers, form: ChatForm) -> Result<ChatCompletion, ApiError> {
+    let mut partial = vec![PartialAnswer::default(); answers.count()];
     let mut last = Reason::Stop;
     while let Some(piece) = answers.next().await {
         let piece = piece.map_err(ApiError::while_collecting)?;
-        texts[piece.choice].push_str(&piece.text);
+        let answer = &mut partial[piece.choice];
+        answer.text.push_str(&piece.text);
         for call in piece.calls {
-            PartialCall::push(&mut calls[piece.choice], call);
+            PartialCall::push(&mut answer.calls, call);
         }
         let token = piece.logprobs.map(|(id, logprobs)| TokenLogprob::new(&answers.service, id, &logprobs));
-        logprobs[piece.choice].extend(token);
+        answer.logprobs.extend(token);
+        answer.token_ids.extend(piece.id);
         last = piece.end.unwrap_or(last);
     }
     let timings = answers.timings();
     reply.log(last, &timings);
-    let choices = answers.ends().zip(texts).zip(calls).zip(logprobs).enumerate();
-    let choices = choices.map(|(index, (((reason, text), calls), tokens))| {
+    let choices = answers.ends().zip(partial).enumerate().map(|(index, (reason, answer))| {
+        let PartialAnswer { text, calls, logprobs, token_ids } = answer;
         let call = |PartialCall { id, name, arguments }| ToolCall {
             id: format!("{CALL_ID_PREFIX}{id}"),
             r#type: Function::Function,
@@ -348,8 +405,9 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, A
             refusal: None,
             tool_calls: calls.into_iter().map(call).collect(),
         };
-        let logprobs = (!tokens.is_empty()).then(|| ChatLogprobs::new(tokens));
-        ChatChoice { index, message, logprobs, finish_reason: reason.into() }
+        let logprobs = (!logprobs.is_empty()).then(|| ChatLogprobs::new(logprobs));
+        let token_ids = form.options.return_token_ids.then_some(token_ids);
+        ChatChoice { index, message, logprobs, finish_reason: reason.into(), token_ids }
     });
     Ok(ChatCompletion {
         head: reply.head(),
@@ -357,6 +415,7 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, A
         choices: choices.collect(),
         usage: Usage::new(&timings),
         timings: TimingsReport::new(&timings),
+        prompt_token_ids: form.prompt_token_ids,
     })
 }
 
@@ -365,40 +424,46 @@ async fn collect(reply: Reply, mut answers: Answers) -> Result<ChatCompletion, A
 fn stream_chunks(
     reply: Reply,
     mut answers: Answers,
-    include_usage: bool,
+    ChatForm { options: form, mut prompt_token_ids }: ChatForm,
 ) -> impl Stream<Item = Result<String, ApiError>> {
-    let chunk = move |reply: &Reply, index, delta, logprobs, reason: Option<Reason>| {
-        let finish_reason = reason.map(FinishReason::from);
-        let choice = ChatChunkChoice { index, delta, logprobs, finish_reason };
-        ChatCompletionChunk::new(reply, vec![choice], include_usage)
-    };
+    let chunk = move |reply: &Reply, choice| ChatCompletionChunk::new(reply, vec![choice], form);
     async_stream::try_stream! {
-        for choice in 0..answers.count() {
-            let role =
-                ChatDelta { role: Some(Assistant::Assistant), content: Some(String::new()), ..ChatDelta::default() };
-            yield json_text(&chunk(&reply, choice, role, None, None));
+        for index in 0..answers.count() {
+            let mut role = chunk(&reply, ChatChunkChoice::new(index, ChatDelta::role()));
+            role.prompt_token_ids = prompt_token_ids.take();
+            yield json_text(&role);
         }
         while let Some(piece) = answers.next().await {
-            let Piece { choice, text, calls, logprobs, end, .. } = piece?;
-            if !text.is_empty() || !calls.is_empty() || logprobs.is_some() {
-                // A token with log probabilities may add neither text nor calls.
+            let Piece { choice: index, text, calls, id, logprobs, end, timings, .. } = piece?;
+            // A token may add neither text nor calls. Its log probabilities or its id come all the same.
+            let mut token_ids = form.return_token_ids.then(|| Vec::from_iter(id));
+            let has_id = token_ids.as_ref().is_some_and(|ids| !ids.is_empty()) && end.is_none();
+            if !text.is_empty() || !calls.is_empty() || logprobs.is_some() || has_id {
                 let delta = ChatDelta {
-                    content: (calls.is_empty() && !text.is_empty()).then_some(text),
+                    role: None,
+                    content: (!text.is_empty()).then_some(Some(text)),
                     tool_calls: calls.into_iter().map(ToolCallDelta::from).collect(),
-                    ..ChatDelta::default()
                 };
+                let mut choice = ChatChunkChoice::new(index, delta);
                 let token = logprobs.map(|(id, logprobs)| TokenLogprob::new(&answers.service, id, &logprobs));
-                let logprobs = token.map(|token| ChatLogprobs::new(vec![token]));
-                yield json_text(&chunk(&reply, choice, delta, logprobs, None));
+                choice.logprobs = token.map(|token| ChatLogprobs::new(vec![token]));
+                choice.token_ids = token_ids.take();
+                let mut next = chunk(&reply, choice);
+                (next.usage, next.timings) = form.progress(&timings);
+                yield json_text(&next);
             }
             let Some(reason) = end else { continue };
-            let mut last = chunk(&reply, choice, ChatDelta::default(), None, Some(reason));
+            let mut choice = ChatChunkChoice::new(index, ChatDelta::default());
+            choice.finish_reason = Some(reason.into());
+            choice.token_ids = token_ids;
+            let mut last = chunk(&reply, choice);
+            (last.usage, last.timings) = form.progress(&timings);
             if answers.is_done() {
                 let timings = answers.timings();
                 reply.log(reason, &timings);
-                if include_usage {
+                if form.include_usage {
                     yield json_text(&last);
-                    last = ChatCompletionChunk::new(&reply, Vec::new(), true);
+                    last = ChatCompletionChunk::new(&reply, Vec::new(), form);
                     last.usage = Some(Some(Usage::new(&timings)));
                 }
                 last.timings = Some(TimingsReport::new(&timings));

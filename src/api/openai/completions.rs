@@ -19,33 +19,34 @@ use crate::api::exchange::{
 };
 use crate::api::openai::grammar::GrammarFields;
 use crate::api::openai::logprobs::finite;
-use crate::api::openai::options::AnswerOptions;
+use crate::api::openai::options::{AnswerOptions, Form};
+use crate::api::openai::other_fields::{self, OtherFields};
 use crate::api::openai::prompts::{Prompt, Prompts};
 use crate::api::openapi::BodyErrors;
 use crate::api::server::Server;
 use crate::api::wire;
-use crate::api::wire::bounded::{AnswerCount, MaxTokensOrNone, TopLogprobs};
+use crate::api::wire::bounded::{AnswerCount, MaxTokensOrAll, TopLogprobs};
 use crate::api::wire::union::Events;
 use crate::engine::Request;
 use crate::model::Logprobs;
 use crate::session::{AnswerText, GenerateRequest, Reason, Service};
 
 /// The most tokens of an answer if the request has no `max_tokens`, as OpenAI has it.
-const MAX_TOKENS: i64 = 16;
+const MAX_TOKENS: usize = 16;
 /// The most prompts of one request.
 const MAX_PROMPTS: usize = 128;
 
 type CompletionPrompts = Prompts<MAX_PROMPTS>;
 
 /// What the reply needs to know of the request.
-struct Form {
+struct CompletionForm {
     prompts: Vec<(String, Prompt)>,
     /// The number of answers to each prompt.
     n: usize,
-    stream: bool,
-    include_usage: bool,
-    /// Whether each answer begins with its prompt. `echoes` then has the beginnings, by prompt.
+    options: Form,
+    /// Whether each answer begins with its prompt.
     echo: bool,
+    /// The prompts, as far as the reply has them.
     echoes: Vec<Echo>,
     /// Whether `max_tokens` is 0: only the prompt is returned.
     prompt_only: bool,
@@ -77,7 +78,7 @@ pub(in crate::api) async fn completions(
 ) -> Result<Response, ApiError> {
     let exchange = exchange::ask(&server, caller, body, "cmpl-", "prompt", parse, prepare);
     let Exchange { wire: form, reply, answers } = exchange.await?;
-    if form.stream {
+    if form.options.stream {
         Ok(exchange::stream_lines(&server, stream_chunks(reply, answers, form)))
     } else {
         collect(reply, answers, form).await.map(|body| Json(body).into_response())
@@ -90,6 +91,7 @@ wire::composed! {
         completion: CompletionFields,
         options: AnswerOptions,
         grammar: GrammarFields,
+        other: OtherFields<other_fields::Completion>,
     }
 }
 
@@ -101,8 +103,9 @@ pub(in crate::api) struct CompletionFields {
     /// The text to continue, several texts, or token ids.
     #[schema(inline)]
     prompt: CompletionPrompts,
-    /// The most tokens of an answer; 16 if absent. 0 is allowed only with `echo`.
-    max_tokens: Option<MaxTokensOrNone>,
+    /// The most tokens of an answer; 16 if absent, and -1 for as many as the context holds. 0 is allowed only with
+    /// `echo`.
+    max_tokens: Option<MaxTokensOrAll>,
     /// Return log probabilities of the tokens, and of this many alternatives to each.
     logprobs: Option<TopLogprobs>,
     /// Begin each answer with its prompt. `logprobs` then includes the prompt's tokens.
@@ -114,12 +117,18 @@ pub(in crate::api) struct CompletionFields {
     best_of: Option<AnswerCount>,
 }
 
-fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
-    let CompletionRequest { completion, options, grammar } = CompletionRequest::read(&wire::object(body)?)?;
+fn parse(body: &[u8]) -> Result<Parsed<CompletionForm>, ApiError> {
+    let request = CompletionRequest::read(&wire::object(body)?)?;
+    let CompletionRequest { completion, options, grammar, .. } = request;
     let echo = completion.echo.unwrap_or(false);
-    let max_tokens = completion.max_tokens.map_or(MAX_TOKENS, |n| n.0);
-    if max_tokens == 0 && !echo {
-        let most = MaxTokensOrNone::RANGE.into_inner().1;
+    let max_tokens = match (completion.max_tokens, options.n_predict()) {
+        (Some(MaxTokensOrAll(most)), _) => usize::try_from(most).ok(),
+        (None, Some(limit)) => limit.get(),
+        (None, None) => Some(MAX_TOKENS),
+    };
+    let prompt_only = max_tokens == Some(0);
+    if prompt_only && !echo {
+        let most = MaxTokensOrAll::RANGE.into_inner().1;
         return Err(ApiError::invalid("max_tokens", format!("expected an integer from 1 to {most}, got 0")));
     }
     let logprobs = completion.logprobs.map(|n| n.0 as usize);
@@ -132,16 +141,16 @@ fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
         return Err(ApiError::unsupported("best_of", problem));
     }
     // The engine draws at least one token.
-    let parsed = options.parsed(wire::named(completion.model), Some(max_tokens.max(1) as usize), grammar)?;
+    let at_least_one = max_tokens.map(|most| most.max(1));
+    let parsed = options.parsed(wire::named(completion.model), at_least_one, grammar)?;
     let Parsed { model, request, stream, cache_salt, wire: options } = parsed;
-    let form = Form {
+    let form = CompletionForm {
         prompts: completion.prompt.in_field("prompt"),
         n: n as usize,
-        stream,
-        include_usage: options.include_usage,
+        options,
         echo,
         echoes: Vec::new(),
-        prompt_only: max_tokens == 0,
+        prompt_only,
         logprobs,
     };
     let request = GenerateRequest { logprobs, ..request };
@@ -151,18 +160,21 @@ fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
 fn prepare(
     service: &Service,
     request: &GenerateRequest,
-    form: &mut Form,
+    form: &mut CompletionForm,
 ) -> Result<Vec<(Request, AnswerText)>, ApiError> {
     let mut prepared = Vec::with_capacity(form.prompts.len());
     for (at, prompt) in &form.prompts {
-        let (mut engine, answer) = service.prepare_with(request, || prompt.ids(service, at))?;
+        let (mut engine, answer) = service.prepare_with(request, |keep| prompt.ids(service, at, keep))?;
         let mut echo = Echo::default();
+        if form.echo || form.options.return_token_ids {
+            echo.ids.clone_from(&engine.prompt);
+        }
         if form.echo {
             engine.prompt_logprobs = form.logprobs;
-            echo.ids.clone_from(&engine.prompt);
             echo.text = match prompt {
-                Prompt::Text(text) => text.clone(),
-                Prompt::Ids(ids) => service.tokenizer().decode(ids, false),
+                Prompt::Text(text) if request.truncate.is_none() => text.clone(),
+                Prompt::Text(_) => service.tokenizer().decode(&engine.prompt, true),
+                Prompt::Ids(_) => service.tokenizer().decode(&engine.prompt, false),
             };
         }
         form.echoes.push(echo);
@@ -171,7 +183,7 @@ fn prepare(
     Ok(prepared)
 }
 
-/// The beginning of an answer that echoes its prompt.
+/// The prompt of an answer: its text if the answer begins with it, and its ids if the reply has them.
 #[derive(Default)]
 struct Echo {
     text: String,
@@ -187,11 +199,12 @@ pub(in crate::api) struct Completion {
     object: TextCompletion,
     /// Empty in the event that brings `usage`.
     choices: Vec<CompletionChoice>,
-    /// In a stream, present if `stream_options` asks for it, and null in every event but the last.
+    /// In a stream, present if `stream_options` asks for it, and null in every event but the last, except with
+    /// `continuous_usage_stats`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Usage>, required = false)]
     usage: Option<Option<Usage>>,
-    /// In a stream, present in the last event.
+    /// In a stream, present in the last event, and with `timings_per_token` in each that adds to an answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     timings: Option<TimingsReport>,
@@ -212,6 +225,14 @@ struct CompletionChoice {
     /// In a stream, null in all events but the last of each answer.
     #[schema(required)]
     finish_reason: Option<FinishReason>,
+    /// Present if the request has `return_token_ids`; in a stream, in each answer's first event.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    prompt_token_ids: Option<Vec<u32>>,
+    /// The ids of the tokens, if the request has `return_token_ids`. The id that ended the answer is the last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    token_ids: Option<Vec<u32>>,
 }
 
 /// The tokens of a completion in OpenAI's lists, which have one length.
@@ -258,53 +279,79 @@ impl Scores {
     }
 }
 
+/// What pieces have added to one answer since its last choice.
+#[derive(Default)]
+struct PartialAnswer {
+    text: String,
+    scores: Scores,
+    /// The tokens' ids, if the request asks for them.
+    ids: Vec<u32>,
+    begun: bool,
+    prompt_told: bool,
+}
+
 /// Builds the choices of a completion from the pieces of its answers.
 struct CompletionBuilder<'a> {
-    form: &'a Form,
-    /// The scores of each answer; `begun` says which answers have begun.
-    scores: Vec<Scores>,
-    begun: Vec<bool>,
+    form: &'a CompletionForm,
+    answers: Vec<PartialAnswer>,
 }
 
 impl<'a> CompletionBuilder<'a> {
-    fn new(form: &'a Form) -> Self {
+    fn new(form: &'a CompletionForm) -> Self {
         let answers = form.n * form.prompts.len();
-        Self { form, scores: (0..answers).map(|_| Scores::default()).collect(), begun: vec![false; answers] }
+        Self { form, answers: (0..answers).map(|_| PartialAnswer::default()).collect() }
     }
 
-    /// Returns the text that a piece adds, and adds the piece's tokens to the scores.
-    fn take(&mut self, service: &Service, piece: Piece) -> String {
-        let Piece { choice, text, logprobs, stop, prompt, .. } = piece;
-        let mut added = String::new();
+    /// Adds a piece to its answer.
+    fn take(&mut self, service: &Service, piece: Piece) {
+        let Piece { choice, text, id, logprobs, stop, prompt, .. } = piece;
         let echo = &self.form.echoes[choice / self.form.n];
         // A prompt's log probabilities come with its first answer, before any other piece, and count for all its
         // answers.
         for (sibling, logprobs) in prompt.iter().flat_map(|p| (0..self.form.n).map(move |i| (choice + i, p)))
         {
-            self.scores[sibling].prompt(service, &echo.ids, logprobs);
+            self.answers[sibling].scores.prompt(service, &echo.ids, logprobs);
         }
-        if !std::mem::replace(&mut self.begun[choice], true) {
-            added.push_str(&echo.text);
+        let answer = &mut self.answers[choice];
+        if !std::mem::replace(&mut answer.begun, true) {
+            answer.text.push_str(&echo.text);
         }
         if !self.form.prompt_only {
-            added.push_str(&text);
+            answer.text.push_str(&text);
+            answer.ids.extend(id.filter(|_| self.form.options.return_token_ids));
             // The token that ends an answer is scored as well, as OpenAI has it: lm-eval asks for one token beside its
             // prompt, and takes the last entry for that token's.
             for (id, logprobs) in logprobs.into_iter().chain(stop) {
-                self.scores[choice].push(service, id, Some(&logprobs));
+                answer.scores.push(service, id, Some(&logprobs));
             }
         }
-        added
     }
 
-    /// The scores since the last call, if the request asks for log probabilities.
-    fn scores(&mut self, choice: usize) -> Option<CompletionLogprobs> {
-        self.form.logprobs.map(|_| std::mem::take(&mut self.scores[choice].new))
+    /// Whether nothing was added to the answer since its last choice.
+    fn is_empty(&self, choice: usize) -> bool {
+        let PartialAnswer { text, scores, ids, .. } = &self.answers[choice];
+        text.is_empty() && ids.is_empty() && (self.form.logprobs.is_none() || scores.new.tokens.is_empty())
+    }
+
+    /// What was added to the answer since its last choice. `end` is why the answer ended, if it did.
+    fn choice(&mut self, index: usize, end: Option<Reason>) -> CompletionChoice {
+        let answer = &mut self.answers[index];
+        let is_first = !std::mem::replace(&mut answer.prompt_told, true);
+        let returns_ids = self.form.options.return_token_ids;
+        let prompt = &self.form.echoes[index / self.form.n].ids;
+        CompletionChoice {
+            index,
+            text: std::mem::take(&mut answer.text),
+            logprobs: self.form.logprobs.map(|_| std::mem::take(&mut answer.scores.new)),
+            finish_reason: end.map(FinishReason::from),
+            prompt_token_ids: (returns_ids && is_first).then(|| prompt.clone()),
+            token_ids: returns_ids.then(|| std::mem::take(&mut answer.ids)),
+        }
     }
 }
 
 /// Why an answer ended. A prompt alone ends with `length`, since nothing was to follow it.
-fn reason(form: &Form, reason: Reason) -> Reason {
+fn reason(form: &CompletionForm, reason: Reason) -> Reason {
     if form.prompt_only { Reason::Length } else { reason }
 }
 
@@ -316,7 +363,7 @@ impl Completion {
 }
 
 /// Logs the end of the reply, and returns its usage and timings.
-fn finish(reply: &Reply, answers: &Answers, form: &Form, last: Reason) -> (Usage, TimingsReport) {
+fn finish(reply: &Reply, answers: &Answers, form: &CompletionForm, last: Reason) -> (Usage, TimingsReport) {
     let mut timings = answers.timings();
     if form.prompt_only {
         timings.predicted_n = 0;
@@ -325,22 +372,14 @@ fn finish(reply: &Reply, answers: &Answers, form: &Form, last: Reason) -> (Usage
     (Usage::new(&timings), TimingsReport::new(&timings))
 }
 
-async fn collect(reply: Reply, mut answers: Answers, form: Form) -> Result<Completion, ApiError> {
+async fn collect(reply: Reply, mut answers: Answers, form: CompletionForm) -> Result<Completion, ApiError> {
     let service = Arc::clone(&answers.service);
     let mut builder = CompletionBuilder::new(&form);
-    let mut texts = vec![String::new(); answers.count()];
     while let Some(piece) = answers.next().await {
-        let piece = piece.map_err(ApiError::while_collecting)?;
-        let choice = piece.choice;
-        texts[choice].push_str(&builder.take(&service, piece));
+        builder.take(&service, piece.map_err(ApiError::while_collecting)?);
     }
     let ends: Vec<Reason> = answers.ends().map(|end| reason(&form, end)).collect();
-    let choices = texts.into_iter().zip(&ends).enumerate().map(|(index, (text, end))| CompletionChoice {
-        index,
-        text,
-        logprobs: builder.scores(index),
-        finish_reason: Some((*end).into()),
-    });
+    let choices = ends.iter().enumerate().map(|(index, end)| builder.choice(index, Some(*end)));
     let mut body = Completion::new(&reply, choices.collect());
     let last = ends.last().copied().unwrap_or(Reason::Stop);
     let (usage, timings) = finish(&reply, &answers, &form, last);
@@ -353,7 +392,7 @@ async fn collect(reply: Reply, mut answers: Answers, form: Form) -> Result<Compl
 fn stream_chunks(
     reply: Reply,
     mut answers: Answers,
-    form: Form,
+    form: CompletionForm,
 ) -> impl Stream<Item = Result<String, ApiError>> {
     async_stream::try_stream! {
         let service = Arc::clone(&answers.service);
@@ -361,22 +400,19 @@ fn stream_chunks(
         while let Some(piece) = answers.next().await {
             let piece = piece?;
             let (index, end) = (piece.choice, piece.end.map(|end| reason(&form, end)));
-            let text = builder.take(&service, piece);
-            let logprobs = builder.scores(index);
-            let is_empty = text.is_empty() && logprobs.as_ref().is_none_or(|scores| scores.tokens.is_empty());
-            if is_empty && end.is_none() {
+            let progress = form.options.progress(&piece.timings);
+            builder.take(&service, piece);
+            if builder.is_empty(index) && end.is_none() {
                 continue;
             }
-            let finish_reason = end.map(FinishReason::from);
-            let mut chunk =
-                Completion::new(&reply, vec![CompletionChoice { index, text, logprobs, finish_reason }]);
-            chunk.usage = form.include_usage.then_some(None);
+            let mut chunk = Completion::new(&reply, vec![builder.choice(index, end)]);
+            (chunk.usage, chunk.timings) = progress;
             let Some(end) = end.filter(|_| answers.is_done()) else {
                 yield json_text(&chunk);
                 continue;
             };
             let (usage, timings) = finish(&reply, &answers, &form, end);
-            if form.include_usage {
+            if form.options.include_usage {
                 yield json_text(&chunk);
                 chunk = Completion::new(&reply, Vec::new());
                 chunk.usage = Some(Some(usage));

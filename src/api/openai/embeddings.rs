@@ -27,7 +27,7 @@ use crate::api::openai::prompts::{Prompt, Prompts};
 use crate::api::openapi::BodyErrors;
 use crate::api::server::Server;
 use crate::api::wire;
-use crate::api::wire::bounded::numbers;
+use crate::api::wire::bounded::{TokenLimit, numbers};
 use crate::api::wire::union::words;
 use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
 use crate::session::Reason;
@@ -67,6 +67,9 @@ pub(in crate::api) struct EmbeddingsRequest {
     encoding_format: Option<EncodingFormat>,
     /// Must equal the model's own number: embeddings cannot be shortened.
     dimensions: Option<Dimensions>,
+    /// Embed only so many tokens of a text, the last ones; -1 embeds what the context holds.
+    #[schema(inline)]
+    truncate_prompt_tokens: Option<TokenLimit>,
 }
 
 impl EncodingFormat {
@@ -139,7 +142,8 @@ pub(in crate::api) async fn embeddings(
     body: Body,
 ) -> Result<Json<Embeddings>, ApiError> {
     let prepared = exchange::process_body(&server, &caller.client, body, |server, body| {
-        let EmbeddingsRequest { model, input, encoding_format, dimensions } = wire::body(body)?;
+        let EmbeddingsRequest { model, input, encoding_format, dimensions, truncate_prompt_tokens } =
+            wire::body(body)?;
         let inputs = input.in_field(INPUT);
         if let Some((at, _)) = inputs.iter().find(|(_, text)| matches!(text, Prompt::Text(t) if t.is_empty()))
         {
@@ -152,7 +156,10 @@ pub(in crate::api) async fn embeddings(
             let problem = format!("this model's embeddings have {hidden_size}, and are not made to be cut");
             return Err(ApiError::unsupported("dimensions", problem));
         }
-        let ids = inputs.iter().map(|(at, text)| text.ids(&service, at));
+        // One token of the context is the answer's.
+        let whole_context = service.engine().limits().max_context - 1;
+        let keep = truncate_prompt_tokens.map(|limit| limit.get().unwrap_or(whole_context));
+        let ids = inputs.iter().map(|(at, text)| text.ids(&service, at, keep));
         let ids = ids.collect::<Result<Vec<_>, _>>().map_err(|error| error.in_prompt(INPUT))?;
         // The engine would refuse a long text when its turn comes, after others were embedded for nothing.
         let context = service.engine().limits().max_context;

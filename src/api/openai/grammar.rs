@@ -1,6 +1,6 @@
-//! The fields that hold an answer to a grammar: OpenAI's `response_format`, and vLLM's `structured_outputs` with the
-//! older `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`. A request may use one of them, and more
-//! are refused.
+//! The fields that hold an answer to a grammar: OpenAI's `response_format`, vLLM's `structured_outputs` with the older
+//! `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`, and llama.cpp's `grammar` and `json_schema`. A
+//! request may use one of them, and more are refused.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -14,6 +14,7 @@ use crate::session::ResponseGrammar;
 use crate::text::{GrammarSource, MAX_CHOICES};
 
 words! {
+    /// What kind of answer a `response_format` or a response's `text.format` asks for.
     FormatType { Text = "text", JsonObject = "json_object", JsonSchema = "json_schema" };
 }
 
@@ -46,6 +47,10 @@ pub(in crate::api) struct GrammarFields {
     guided_choice: Option<Choices>,
     /// A grammar in the Lark syntax, as llguidance reads it.
     guided_grammar: Option<String>,
+    /// A grammar in llama.cpp's syntax, GBNF. An empty text is none.
+    grammar: Option<String>,
+    /// llama.cpp's field: a JSON schema. What cannot be enforced of it is left to the model.
+    json_schema: Option<JsonObject>,
 }
 
 /// What the answer must be.
@@ -105,6 +110,12 @@ impl GrammarFields {
             grammar: self.guided_grammar,
         };
         guided.find(|kind| format!("guided_{kind}"), &mut found)?;
+        let gbnf = self.grammar.filter(|grammar| !grammar.is_empty());
+        found.extend(gbnf.map(|grammar| ("grammar".to_owned(), GrammarSource::Gbnf(grammar))));
+        found.extend(self.json_schema.map(|schema| {
+            let source = GrammarSource::JsonSchema { schema: schema.into(), strict: false };
+            ("json_schema".to_owned(), source)
+        }));
         if let Some(outputs) = self.structured_outputs {
             outputs.find(&mut found)?;
         }

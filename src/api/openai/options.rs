@@ -6,20 +6,27 @@ use serde::Deserialize;
 use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
-use crate::api::exchange::Parsed;
+use crate::api::exchange::{Parsed, TimingsReport, Usage};
 use crate::api::openai::grammar::GrammarFields;
 use crate::api::wire::bounded::{
-    AnswerCount, List, LogitBias, MaxTokensOrNone, Penalty, Probability, RepetitionPenalty, Salt, Seed,
-    StopText, Temperature, TopK,
+    AnswerCount, BadWord, List, LogitBias, MaxTokensOrNone, Penalty, Probability, RepetitionPenalty, Salt,
+    Seed, StopText, Temperature, TokenId, TokenLimit, TopK,
 };
 use crate::api::wire::union::{ListedBesideText, TextOr};
 use crate::api::wire::{field, short};
+use crate::engine::Timings;
 use crate::model::SamplingOptions;
-use crate::session::GenerateRequest;
+use crate::session::{GenerateRequest, Truncation};
 
 /// The most stop strings, as OpenAI has it.
 const MAX_STOPS: usize = 4;
 
+/// The most stop ids, and the most words that an answer may not have.
+const MAX_IDS: usize = 1024;
+
+type StopIds = List<TokenId, 0, MAX_IDS>;
+type BadWords = List<BadWord, 0, MAX_IDS>;
+type AllowedIds = List<TokenId, 1, { usize::MAX }>;
 type Stops = TextOr<List<StopText, 0, MAX_STOPS>, StopText>;
 
 /// Options of an answer that chats and completions share.
@@ -47,6 +54,25 @@ pub(in crate::api) struct AnswerOptions {
     /// The answer ends before the first of these texts.
     #[schema(inline)]
     stop: Option<Stops>,
+    /// Further token ids that end an answer. The id is no part of the answer's text.
+    #[schema(inline)]
+    stop_token_ids: Option<StopIds>,
+    /// Texts that an answer may not have. The last token of such a text is never drawn behind its others.
+    #[schema(inline)]
+    bad_words: Option<BadWords>,
+    /// The only token ids that an answer may have.
+    #[schema(inline)]
+    allowed_token_ids: Option<AllowedIds>,
+    /// llama.cpp's name for `max_tokens`, which takes precedence.
+    #[schema(inline)]
+    n_predict: Option<TokenLimit>,
+    /// Keep so many tokens of the prompt, the last ones; -1 keeps what the context holds beside the answer.
+    #[schema(inline)]
+    truncate_prompt_tokens: Option<TokenLimit>,
+    /// Return the token ids of the prompt and of each answer.
+    return_token_ids: Option<bool>,
+    /// Return the times so far with each event of a stream.
+    timings_per_token: Option<bool>,
     /// The least number of tokens of an answer, at most the request's token limit.
     min_tokens: Option<MaxTokensOrNone>,
     /// Generate up to the token limit: ids that end an answer are never drawn.
@@ -57,10 +83,12 @@ pub(in crate::api) struct AnswerOptions {
     n: Option<AnswerCount>,
 }
 
-#[derive(Debug, Deserialize, ToSchema)]
+#[derive(Debug, Default, Deserialize, ToSchema)]
 struct StreamOptions {
     /// Send `usage` in a last event of its own.
     include_usage: Option<bool>,
+    /// With `include_usage`: send the usage of an answer so far in each of its events.
+    continuous_usage_stats: Option<bool>,
 }
 
 impl ListedBesideText for StopText {
@@ -68,15 +96,33 @@ impl ListedBesideText for StopText {
 }
 
 /// What the reply needs to know of a chat or a completion.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(in crate::api) struct Form {
     pub stream: bool,
     pub include_usage: bool,
+    pub continuous_usage_stats: bool,
+    pub timings_per_token: bool,
+    pub return_token_ids: bool,
+}
+
+impl Form {
+    /// The fields `usage` and `timings` of an event that is not the last of its stream.
+    pub fn progress(&self, timings: &Timings) -> (Option<Option<Usage>>, Option<TimingsReport>) {
+        // The event that brings a prompt's log probabilities comes before the first token, and has no times.
+        let begun = timings.predicted_n > 0;
+        let usage = (begun && self.continuous_usage_stats).then(|| Usage::new(timings));
+        let times = (begun && self.timings_per_token).then(|| TimingsReport::new(timings));
+        (self.include_usage.then_some(usage), times)
+    }
 }
 
 impl AnswerOptions {
     pub fn n(&self) -> i64 {
         self.n.map_or(1, |n| n.0)
+    }
+
+    pub fn n_predict(&self) -> Option<TokenLimit> {
+        self.n_predict
     }
 
     /// The request without its prompt and its log probabilities. `max_tokens` limits each answer.
@@ -93,8 +139,18 @@ impl AnswerOptions {
             return Err(ApiError::invalid("min_tokens", problem));
         }
         let stream = self.stream.unwrap_or(false);
-        let usage = self.stream_options.and_then(|options| options.include_usage);
-        let form = Form { stream, include_usage: usage.unwrap_or(false) };
+        if self.stream_options.is_some() && !stream {
+            return Err(ApiError::invalid("stream_options", "expected stream to be true beside it"));
+        }
+        let StreamOptions { include_usage, continuous_usage_stats } = self.stream_options.unwrap_or_default();
+        let include_usage = include_usage.unwrap_or(false);
+        let form = Form {
+            stream,
+            include_usage,
+            continuous_usage_stats: include_usage && continuous_usage_stats.unwrap_or(false),
+            timings_per_token: self.timings_per_token.unwrap_or(false),
+            return_token_ids: self.return_token_ids.unwrap_or(false),
+        };
         let stop = match self.stop {
             None => Vec::new(),
             Some(TextOr::Text(stop)) => vec![stop.0],
@@ -116,6 +172,13 @@ impl AnswerOptions {
             stop,
             min_tokens: self.min_tokens.map(|n| n.0 as usize),
             ignore_eos: self.ignore_eos.unwrap_or(false),
+            stop_token_ids: self.stop_token_ids.map(ids).unwrap_or_default(),
+            allowed_token_ids: self.allowed_token_ids.map(ids),
+            bad_words: self.bad_words.unwrap_or_default().0.into_iter().map(|word| word.0).collect(),
+            truncate: self.truncate_prompt_tokens.map(|limit| match limit.get() {
+                None => Truncation::ToContext,
+                Some(most) => Truncation::Last(most),
+            }),
             n: self.n.map(|n| n.0 as usize),
             grammar: grammar.grammar()?,
             ..GenerateRequest::default()
@@ -123,6 +186,10 @@ impl AnswerOptions {
         let cache_salt = self.cache_salt.map(|salt| salt.0);
         Ok(Parsed { model, request, stream, cache_salt, wire: form })
     }
+}
+
+fn ids<const LEAST: usize, const MOST: usize>(ids: List<TokenId, LEAST, MOST>) -> Vec<u32> {
+    ids.0.into_iter().map(|id| id.0).collect()
 }
 
 /// Biases of logits by token id. A bias of 0 changes nothing, and is left out.

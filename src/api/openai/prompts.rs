@@ -11,7 +11,7 @@ use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::error::ApiError;
 use crate::api::wire::bounded::TokenId;
-use crate::session::Service;
+use crate::session::{Service, truncate};
 
 /// A text, or the token ids that a client has made of one.
 #[derive(Debug, PartialEq)]
@@ -21,13 +21,16 @@ pub(in crate::api) enum Prompt {
 }
 
 impl Prompt {
-    /// The prompt's token ids, at least one. A text gets the ids that begin a text. `at` is the prompt's field.
-    pub fn ids(&self, service: &Service, at: &str) -> Result<Vec<u32>, ApiError> {
+    /// The prompt's token ids, at least one; with `keep`, only the last so many. A text gets the ids that begin a text.
+    /// `at` is the prompt's field.
+    pub fn ids(&self, service: &Service, at: &str, keep: Option<usize>) -> Result<Vec<u32>, ApiError> {
         let ids = match self {
-            Prompt::Text(text) => service.encode(text, true)?,
+            Prompt::Text(text) => service.encode(text, true, keep)?,
             Prompt::Ids(ids) => {
-                check_ids(service, at, ids)?;
-                ids.clone()
+                service.check_ids(at, ids)?;
+                let mut ids = ids.clone();
+                truncate(&mut ids, keep);
+                ids
             }
         };
         if ids.is_empty() { Err(ApiError::invalid(at, "expected at least one token")) } else { Ok(ids) }
@@ -179,15 +182,3 @@ impl<const MOST: usize> PartialSchema for Prompts<MOST> {
 }
 
 impl<const MOST: usize> ToSchema for Prompts<MOST> {}
-
-/// Refuses ids in the field `param` that the model's vocabulary does not have.
-pub(in crate::api) fn check_ids(service: &Service, param: &str, ids: &[u32]) -> Result<(), ApiError> {
-    let vocab_size = service.engine().limits().vocab_size;
-    match ids.iter().position(|id| *id as usize >= vocab_size) {
-        None => Ok(()),
-        Some(at) => {
-            let problem = format!("expected a token id below {vocab_size}, got {}", ids[at]);
-            Err(ApiError::invalid(format!("{param}[{at}]"), problem))
-        }
-    }
-}

@@ -137,11 +137,7 @@ impl ChatToolFields {
             Ok(Definition { at: field(&at, "function"), name, description, parameters, strict })
         };
         let list = tool_list(items.map(definition), "parameters")?;
-        let choice = match self.tool_choice {
-            None => Choice::Auto,
-            Some(TextOr::Text(word)) => choice_of_word(word)?,
-            Some(TextOr::Other(choice)) => choice.choice()?,
-        };
+        let choice = choice_of(self.tool_choice, ChatToolChoice::choice)?;
         chosen(list, choice, self.parallel_tool_calls.unwrap_or(true))
     }
 
@@ -171,20 +167,24 @@ impl ChatToolChoice {
             Some(ToolChoiceType::AllowedTools) => {
                 let AllowedTools { mode, tools } =
                     required(self.allowed_tools, TOOL_CHOICE, "allowed_tools")?;
-                let tool = |(i, tool): (usize, NamedTool)| {
-                    let at = format!("tool_choice.allowed_tools.tools[{i}]");
-                    check_type(&at, tool.r#type.as_ref())?;
-                    Ok((format!("{at}.function.name"), tool.function.name))
-                };
-                let tools = tools.0.into_iter().enumerate().map(tool).collect::<Result<_, ApiError>>()?;
-                Ok(Choice::Allowed { must_call: mode == AllowedMode::Required, tools })
+                let named = tools.0.into_iter().map(|tool| (tool.r#type, tool.function.name));
+                allowed(&mode, named, "tool_choice.allowed_tools.tools", "function.name")
             }
             Some(ToolChoiceType::Other(other)) => Err(no_function(TOOL_CHOICE, &other)),
         }
     }
 }
 
-fn choice_of_word(word: ToolChoiceWord) -> Result<Choice, ApiError> {
+/// The choice in the field `tool_choice`; `read` reads it from an object.
+fn choice_of<T>(
+    choice: Option<TextOr<T, ToolChoiceWord>>,
+    read: impl FnOnce(T) -> Result<Choice, ApiError>,
+) -> Result<Choice, ApiError> {
+    let word = match choice {
+        None => return Ok(Choice::Auto),
+        Some(TextOr::Other(choice)) => return read(choice),
+        Some(TextOr::Text(word)) => word,
+    };
     match word {
         ToolChoiceWord::None => Ok(Choice::None),
         ToolChoiceWord::Auto => Ok(Choice::Auto),
@@ -194,6 +194,23 @@ fn choice_of_word(word: ToolChoiceWord) -> Result<Choice, ApiError> {
             Err(ApiError::invalid(TOOL_CHOICE, problem))
         }
     }
+}
+
+/// The choice among some tools, which come with their types and names. `at` is their field, and `name` the path of a
+/// name in each.
+fn allowed(
+    mode: &AllowedMode,
+    named: impl Iterator<Item = (Option<FunctionType>, String)>,
+    at: &str,
+    name: &str,
+) -> Result<Choice, ApiError> {
+    let tool = |(i, (kind, called)): (usize, (Option<FunctionType>, String))| {
+        let at = format!("{at}[{i}]");
+        check_type(&at, kind.as_ref())?;
+        Ok((field(&at, name), called))
+    };
+    let tools = named.enumerate().map(tool).collect::<Result<_, ApiError>>()?;
+    Ok(Choice::Allowed { must_call: *mode == AllowedMode::Required, tools })
 }
 
 /// The tool fields of a request for a response.
@@ -240,11 +257,7 @@ impl ResponseToolFields {
             Ok(Definition { at, name, description, parameters, strict })
         };
         let list = tool_list(items.map(definition), "parameters")?;
-        let choice = match self.tool_choice {
-            None => Choice::Auto,
-            Some(TextOr::Text(word)) => choice_of_word(word)?,
-            Some(TextOr::Other(choice)) => choice.choice()?,
-        };
+        let choice = choice_of(self.tool_choice, FunctionChoice::choice)?;
         chosen(list, choice, self.parallel_tool_calls.unwrap_or(true))
     }
 }
@@ -258,14 +271,9 @@ impl FunctionChoice {
             }
             Some(ToolChoiceType::AllowedTools) => {
                 let mode = required(self.mode, TOOL_CHOICE, "mode")?;
-                let tool = |(i, tool): (usize, NamedFunction)| {
-                    let at = format!("tool_choice.tools[{i}]");
-                    check_type(&at, tool.r#type.as_ref())?;
-                    Ok((field(&at, "name"), tool.name))
-                };
                 let tools = required(self.tools, TOOL_CHOICE, "tools")?.0;
-                let tools = tools.into_iter().enumerate().map(tool).collect::<Result<_, ApiError>>()?;
-                Ok(Choice::Allowed { must_call: mode == AllowedMode::Required, tools })
+                let named = tools.into_iter().map(|tool| (tool.r#type, tool.name));
+                allowed(&mode, named, "tool_choice.tools", "name")
             }
             Some(ToolChoiceType::Other(other)) => Err(no_function(TOOL_CHOICE, &other)),
         }

@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 
 use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
 use utoipa::openapi::RefOr;
-use utoipa::openapi::schema::{ArrayBuilder, ObjectBuilder, Schema, Type};
+use utoipa::openapi::schema::{AnyOfBuilder, ArrayBuilder, ObjectBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::wire::union::{BesideText, ListedBesideText, reference, with_reference};
@@ -86,12 +86,15 @@ pub(in crate::api) fn read_number<'de, N: Number, D: Deserializer<'de>>(
         }
     }
 
-    let n = deserializer.deserialize_any(Read(PhantomData))?;
+    in_range(deserializer.deserialize_any(Read(PhantomData))?, range)
+}
+
+fn in_range<N: Number, E: de::Error>(n: N, range: &RangeInclusive<N>) -> Result<N, E> {
     if range.contains(&n) {
         return Ok(n);
     }
     let (least, most) = (range.start(), range.end());
-    Err(de::Error::custom(format!("expected {} from {least} to {most}, got {n}", N::NAME)))
+    Err(E::custom(format!("expected {} from {least} to {most}, got {n}", N::NAME)))
 }
 
 /// The schema of a number in `range`.
@@ -140,6 +143,8 @@ numbers! {
     /// The number of tokens of an answer.
     MaxTokens: i64 = 1..=MOST;
     MaxTokensOrNone: i64 = 0..=MOST;
+    /// A completion's limit of tokens; -1 is what the context holds.
+    MaxTokensOrAll: i64 = -1..=MOST;
     /// vLLM's clients write -1 for "off".
     TopK: i64 = -1..=MOST;
     TopLogprobs: i64 = 0..=MAX_LOGPROBS as i64;
@@ -152,6 +157,43 @@ impl MaxTokens {
         self.0 as usize
     }
 }
+
+/// How many tokens: at least 1, or -1 for as many as the context holds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(in crate::api) enum TokenLimit {
+    Context,
+    Most(MaxTokens),
+}
+
+impl TokenLimit {
+    /// The number; none if the context is the limit.
+    pub fn get(self) -> Option<usize> {
+        match self {
+            Self::Context => None,
+            Self::Most(most) => Some(most.get()),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for TokenLimit {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        // The error for another negative number is that of the numbers from 1 on.
+        let limit = read_number(deserializer, &(i64::MIN..=i64::MAX))?;
+        match limit {
+            -1 => Ok(Self::Context),
+            limit => in_range(limit, &MaxTokens::RANGE).map(|limit| Self::Most(MaxTokens(limit))),
+        }
+    }
+}
+
+impl PartialSchema for TokenLimit {
+    fn schema() -> RefOr<Schema> {
+        let context = ObjectBuilder::new().schema_type(Type::Integer).enum_values(Some([-1]));
+        RefOr::T(AnyOfBuilder::new().item(context).item(MaxTokens::schema()).build().into())
+    }
+}
+
+impl ToSchema for TokenLimit {}
 
 /// A seed: any integer of 64 bits, signed or not.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -203,10 +245,6 @@ impl<'de> Deserialize<'de> for TokenId {
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("a token id")
-            }
-
-            fn visit_i64<E: de::Error>(self, n: i64) -> Result<TokenId, E> {
-                Err(E::invalid_type(de::Unexpected::Signed(n), &self))
             }
 
             fn visit_u64<E: de::Error>(self, n: u64) -> Result<TokenId, E> {
@@ -280,6 +318,11 @@ texts! {
     StopText: STOP_BYTES, NO_PATTERN, |text: &str| match text {
         "" => Some("an empty string would stop every answer; leave it out".to_owned()),
         text => wrong_length(text, STOP_BYTES),
+    };
+    /// A text that an answer may not have.
+    BadWord: STOP_BYTES, Some(r"\S"), |text: &str| match text.trim_start() {
+        "" => Some("expected a text, got nothing but white space".to_owned()),
+        _ => wrong_length(text, STOP_BYTES),
     };
     /// A `cache_salt`, as vLLM calls it: requests with the same salt share the prefix cache.
     Salt: SALT_BYTES, NO_PATTERN, |text: &str| wrong_length(text, SALT_BYTES);

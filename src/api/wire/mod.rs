@@ -13,6 +13,8 @@
 pub(in crate::api) mod bounded;
 pub(in crate::api) mod union;
 
+use std::fmt::Display;
+
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use serde_path_to_error::{Path, Segment};
@@ -61,8 +63,19 @@ pub(in crate::api) fn field(at: &str, name: &str) -> String {
     if at.is_empty() { name.to_owned() } else { format!("{at}.{name}") }
 }
 
+/// The beginning of an error of serde about a field that this server understands and does not support.
+const UNSUPPORTED: &str = "unsupported: ";
+
+/// An error of serde about a field that this server understands and does not support.
+pub(in crate::api) fn unsupported<E: serde::de::Error>(problem: impl Display) -> E {
+    E::custom(format_args!("{UNSUPPORTED}{problem}"))
+}
+
 /// Words an error of serde as this API does. serde reports errors as text only.
 fn refusal(param: String, problem: &str) -> ApiError {
+    if let Some(problem) = problem.strip_prefix(UNSUPPORTED) {
+        return ApiError::unsupported(param, problem);
+    }
     let missing_field = problem.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`'));
     if let Some(name) = missing_field {
         return missing(field(&param, name));
@@ -139,7 +152,7 @@ macro_rules! composed {
     ($(#[$about:meta])* $name:ident { $($part:ident: $type:ty),+ $(,)? }) => {
         $(#[$about])*
         pub(in crate::api) struct $name {
-            $(pub $part: $type,)+
+            $(#[allow(dead_code, reason = "a part may do no more than check the body")] pub $part: $type,)+
         }
 
         impl $name {
@@ -172,6 +185,7 @@ pub(in crate::api) fn merged<const N: usize>(parts: [RefOr<Schema>; N]) -> RefOr
         let RefOr::T(Schema::Object(part)) = part else { unreachable!("a body's part is an object") };
         all.properties.extend(part.properties);
         all.required.extend(part.required);
+        all.extensions = all.extensions.or(part.extensions);
     }
     all.description = Some("Unknown fields are ignored.".to_owned());
     RefOr::T(all.into())

@@ -100,10 +100,10 @@ pub(in crate::api) fn kept_input(input: &Value) -> Result<Vec<Value>, ApiError> 
             &text
         }
     };
-    let kind = |item: &Value| item["type"].as_str().unwrap_or("message").to_owned();
-    let items = items.iter().filter_map(Value::as_object).map(|item| (kind(&json!(item)), item));
+    let items = items.iter().filter_map(Value::as_object);
+    let items = items.map(|item| (item.get("type").and_then(Value::as_str).unwrap_or("message"), item));
     let kept: Vec<Value> =
-        items.filter(|(kind, _)| kind != "reasoning").map(|(kind, item)| kept(item, &kind)).collect();
+        items.filter(|(kind, _)| *kind != "reasoning").map(|(kind, item)| kept(item, kind)).collect();
     if kept.is_empty() {
         return Err(ApiError::invalid(INPUT, "expected at least one message, got none"));
     }

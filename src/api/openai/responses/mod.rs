@@ -5,7 +5,7 @@
 
 pub(in crate::api) mod items;
 pub(in crate::api) mod object;
-mod request;
+pub(in crate::api) mod request;
 pub(in crate::api) mod store;
 
 use std::convert::Infallible;
@@ -76,10 +76,8 @@ pub(in crate::api) async fn create(
     caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let (keeper, owner) = (Arc::clone(&server), caller.id());
-    let parse = move |body: &[u8]| {
-        request::parse(body, |id| keeper.responses.get(id, owner).map(|stored| stored.items()))
-    };
+    let owner = caller.id();
+    let parse = request::parse_for(&server, owner);
     let exchange = exchange::ask(
         &server,
         caller,

@@ -3,21 +3,27 @@
 //! Unknown fields are ignored, and so are fields that bill or trace. A field that would change the answer and that this
 //! server does not support is refused by name.
 
+use std::sync::Arc;
+
 use serde::Deserialize;
 use serde_json::{Value, json};
 use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::Parsed;
+use crate::api::openai::grammar::FormatType;
+use crate::api::openai::other_fields::{OtherFields, Response};
 use crate::api::openai::responses::items::{Input, conversation_of, kept_input};
 use crate::api::openai::responses::object::{
     Reasoning, RepeatedRequest, RepeatedTool, ServiceTier, TextFormat, Truncation,
 };
 use crate::api::openai::tools::ResponseToolFields;
+use crate::api::server::Server;
 use crate::api::wire;
 use crate::api::wire::bounded::{MaxTokens, Probability, Salt, Temperature, TopLogprobs};
 use crate::api::wire::union::{Refused, words};
 use crate::api::wire::{JsonObject, required, short};
+use crate::engine::ClientId;
 use crate::model::SamplingOptions;
 use crate::session::{Conversation, GenerateRequest, ResponseGrammar};
 use crate::text::{GrammarSource, Message};
@@ -26,7 +32,6 @@ use crate::text::{GrammarSource, Message};
 const INCLUDE_LOGPROBS: &str = "message.output_text.logprobs";
 
 words! {
-    ResponseFormatType { Text = "text", JsonObject = "json_object", JsonSchema = "json_schema" };
     /// `auto` and `disabled` mean the same here: a conversation that is too long is an error.
     TruncationAsked { Auto = "auto", Disabled = "disabled" };
 }
@@ -36,6 +41,7 @@ wire::composed! {
     ResponsesRequest {
         response: ResponseFields,
         tools: ResponseToolFields,
+        other: OtherFields<Response>,
     }
 }
 
@@ -93,7 +99,7 @@ struct ResponseText {
 /// The format of the answer.
 #[derive(Debug, Deserialize, ToSchema)]
 struct ResponseTextFormat {
-    r#type: ResponseFormatType,
+    r#type: FormatType,
     /// For `json_schema`, which requires it.
     name: Option<String>,
     /// Enforce every keyword of the schema; a keyword that cannot be enforced is an error.
@@ -112,13 +118,19 @@ pub(in crate::api) struct Form {
     pub repeated: RepeatedRequest,
 }
 
+/// Returns a function that parses a body of `owner`, whose stored responses it may continue.
+pub(in crate::api) fn parse_for(
+    server: &Arc<Server>,
+    owner: ClientId,
+) -> impl FnOnce(&[u8]) -> Result<Parsed<Form>, ApiError> + Send + 'static {
+    let keeper = Arc::clone(server);
+    move |body| parse(body, |id| keeper.responses.get(id, owner).map(|stored| stored.items()))
+}
+
 /// Parses a body. `before` returns the items of a stored response: its conversation and its answer.
-pub(in crate::api) fn parse(
-    body: &[u8],
-    before: impl FnOnce(&str) -> Option<Vec<Value>>,
-) -> Result<Parsed<Form>, ApiError> {
+fn parse(body: &[u8], before: impl FnOnce(&str) -> Option<Vec<Value>>) -> Result<Parsed<Form>, ApiError> {
     let body = wire::object(body)?;
-    let ResponsesRequest { response: fields, tools } = ResponsesRequest::read(&body)?;
+    let ResponsesRequest { response: fields, tools, .. } = ResponsesRequest::read(&body)?;
     fields.refuse_unsupported()?;
     let tools = tools.tools()?;
     let (grammar, format) = fields.text_format(&body)?;
@@ -186,9 +198,9 @@ impl ResponseFields {
             return Ok((None, json!({"type": "text"})));
         };
         let source = match format.r#type {
-            ResponseFormatType::Text => None,
-            ResponseFormatType::JsonObject => Some(GrammarSource::json_object()),
-            ResponseFormatType::JsonSchema => {
+            FormatType::Text => None,
+            FormatType::JsonObject => Some(GrammarSource::json_object()),
+            FormatType::JsonSchema => {
                 required(format.name.as_ref(), AT, "name")?;
                 let schema = required(format.schema.clone(), AT, "schema")?.into();
                 Some(GrammarSource::JsonSchema { schema, strict: format.strict.unwrap_or(false) })
