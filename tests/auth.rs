@@ -173,6 +173,11 @@ async fn without_keys_foreign_names_and_pages_are_refused() {
     // The server's own page.
     let own = [("host", "Box.lan:8010"), ("origin", "http://box.lan:8010")];
     assert_eq!(outcome(&app, request("POST", CHAT, &own)).await.0, 200);
+    // As it comes by HTTP/2: the server's name stands in the request's target, and there is no Host.
+    for (origin, status) in [("http://box.lan:8010", 200), ("http://box.lan:3000", 403)] {
+        let page = request("POST", &format!("http://Box.lan:8010{CHAT}"), &[("origin", origin)]);
+        assert_eq!(outcome(&app, page).await.0, status, "{origin}");
+    }
 }
 
 /// As Chrome and Firefox send them before a POST of JSON with a key.

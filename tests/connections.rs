@@ -175,7 +175,7 @@ async fn https_is_spoken_with_a_certificate() {
             .expect("known")
             .with_root_certificates(roots.clone())
             .with_no_client_auth();
-        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
         let name = ServerName::try_from("localhost").expect("a name");
         let session = rustls::ClientConnection::new(Arc::new(config), name).expect("a session");
         let mut client = rustls::StreamOwned::new(session, serving.connect());

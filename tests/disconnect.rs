@@ -3,18 +3,15 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use unicorn::api::{AccessPolicy, Connections, Options, Server};
-use unicorn::model::{KvLimits, Limits};
+use unicorn::api::Connections;
 
-use crate::support::app::{App, DEFAULTS, MODEL, OPTIONS, limits, loaded};
-use crate::support::fake_runner::{HANG, says};
-use crate::support::http::{assert_at_rest, is_at_rest, status};
+use crate::support::app::{MODEL, endless};
+use crate::support::fake_runner::HANG;
+use crate::support::http::{assert_at_rest, is_at_rest, status, until};
 use crate::support::json::with;
 use crate::support::server::{CONNECTIONS, Serving, blocking};
-use crate::support::tokenizers::tokenizer;
 
 const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
@@ -24,16 +21,6 @@ const RESPONSES: &str = "/v1/responses";
 const TOKENS: usize = 3000;
 /// Steps in which the engine must have noticed.
 const STEPS: usize = 300;
-
-/// A model that says "a" for ever, two at once.
-fn endless() -> App {
-    let kv = KvLimits { full_blocks: 2500, ..limits().kv };
-    let limits = Limits { max_sequences: 2, max_draws: 2, max_context: 4000, kv, ..limits() };
-    let a = tokenizer().encode("a", false).expect("encodes")[0];
-    // It is the clients that go, and no timeout.
-    let options = Options { body_stall: 4 * HANG, ..OPTIONS };
-    loaded(Server::new(MODEL, options, AccessPolicy::default()), limits, DEFAULTS, says(&[], a))
-}
 
 /// A prompt of several steps, in the format of a route; `begin` differs, so that none is found in the prefix cache.
 fn body(path: &str, begin: &str, more: Value) -> Value {
@@ -112,20 +99,6 @@ fn stages() -> Vec<Stage> {
     let prompts = json!({"prompt": ["One", "Two"], "stream": true});
     add("in answers to two prompts", COMPLETIONS, &prompts, When::Read(12, ":\"a\""));
     stages
-}
-
-/// Waits until `ready` says so of `/status`; `step` is called between.
-async fn until(app: &App, what: &str, ready: impl Fn(&Value) -> bool, mut step: impl FnMut()) {
-    let since = Instant::now();
-    loop {
-        let seen = status(&app.router).await;
-        if ready(&seen) {
-            return;
-        }
-        assert!(since.elapsed() < HANG, "{what}: {seen}");
-        step();
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
 }
 
 /// Reads until what came holds `mark`.

@@ -18,7 +18,7 @@
 //!
 //! Who may ask is decided by the [`AccessPolicy`], which can be replaced while the server runs ([`Server::set_access`]).
 //!
-//! Bounds: connections and their silence ([`Connections`]); requests of one client ([`AccessPolicy::requests_per_client`]);
+//! Bounds: connections, their silence and their streams ([`Connections`]); requests of one client ([`AccessPolicy::requests_per_client`]);
 //! bodies ([`Options::max_body_bytes`]), how many are read at once, a quarter of them for one client, and the time they may
 //! take; prompts tokenized at once (one per processor); the time that a request waits for either, in turns that are fair
 //! between clients (`http::admission`); requests waiting (the engine's queue); the text of one answer (the context). What is

@@ -9,7 +9,7 @@ use unicorn::engine::{Engine, EngineConfig, EngineHandle, SchedulerConfig};
 use unicorn::model::{KvLimits, Limits, SamplingOptions};
 use unicorn::session::Service;
 
-use super::fake_runner::{Control, FakeRunner, LIMITS, Script, says};
+use super::fake_runner::{Control, FakeRunner, HANG, LIMITS, Script, says};
 use super::tokenizers::{gemma_template, tokenizer};
 
 /// The id that the app serves its model by.
@@ -111,6 +111,16 @@ pub fn listen_everywhere() {
 pub fn app_that_says(text: &str) -> App {
     let ids = tokenizer().encode(text, false).expect("encodes");
     app(says(&ids, END_OF_TURN))
+}
+
+/// A model that says "a" for ever, two at once.
+pub fn endless() -> App {
+    let kv = KvLimits { full_blocks: 2500, ..limits().kv };
+    let limits = Limits { max_sequences: 2, max_draws: 2, max_context: 4000, kv, ..limits() };
+    let a = tokenizer().encode("a", false).expect("encodes")[0];
+    // It is the clients that go, and no timeout.
+    let options = Options { body_stall: 4 * HANG, ..OPTIONS };
+    loaded(Server::new(MODEL, options, AccessPolicy::default()), limits, DEFAULTS, says(&[], a))
 }
 
 /// The routes of a server that answers everything with `text`, for as many as ask, and how many ids it draws for that.

@@ -135,6 +135,20 @@ pub async fn assert_at_rest(router: &Router) {
     }
 }
 
+/// Waits until `ready` says so of `/status`; `step` is called between.
+pub async fn until(app: &App, what: &str, ready: impl Fn(&Value) -> bool, mut step: impl FnMut()) {
+    let since = Instant::now();
+    loop {
+        let seen = status(&app.router).await;
+        if ready(&seen) {
+            return;
+        }
+        assert!(since.elapsed() < HANG, "{what}: {seen}");
+        step();
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
 /// The events of a stream that names them: each name is that in its data.
 pub fn named_events(bytes: &[u8]) -> Vec<Value> {
     let text = std::str::from_utf8(bytes).expect("UTF-8");

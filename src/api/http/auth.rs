@@ -107,7 +107,7 @@ impl AccessPolicy {
             }
         }
         match headers.get(header::ORIGIN) {
-            Some(origin) if changes(method) && !self.lets_in(origin) && !is_own(origin, headers) => {
+            Some(origin) if changes(method) && !self.lets_in(origin) && !is_own(origin, uri, headers) => {
                 Err(ApiError::ForeignOrigin(shown(origin.as_bytes())))
             }
             _ => Ok(None),
@@ -138,13 +138,15 @@ pub(in crate::api) fn changes(method: &Method) -> bool {
 }
 
 /// Whether a page that came from this server sent it.
-fn is_own(origin: &HeaderValue, headers: &HeaderMap) -> bool {
+fn is_own(origin: &HeaderValue, uri: &Uri, headers: &HeaderMap) -> bool {
     let host_of = |origin: &[u8]| {
         let at = origin.windows(3).position(|sign| sign == b"://")?;
         Some(origin[at + 3..].to_ascii_lowercase())
     };
-    let host = headers.get(header::HOST).map(|host| host.as_bytes().to_ascii_lowercase());
-    host.is_some() && host == host_of(origin.as_bytes())
+    // HTTP/2 has the server's name in the request's URI, and most of its clients send no Host.
+    let authority = || uri.authority().map(|authority| authority.as_str().as_bytes());
+    let host = headers.get(header::HOST).map(HeaderValue::as_bytes).or_else(authority);
+    host.is_some_and(|host| host_of(origin.as_bytes()) == Some(host.to_ascii_lowercase()))
 }
 
 /// The keys that a request came with, as OpenAI's and as Anthropic's clients send them; an empty one is none.

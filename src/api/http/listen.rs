@@ -1,42 +1,46 @@
 //! Connections: how many, TLS, and how long one may keep its place without using it.
 //!
-//! HTTP/1.1 alone. A connection must send a whole request head soon after it was opened or after the head's first byte,
-//! must begin the next request before it counts as idle, and must take what is sent to it; while a request is being
-//! answered no clock runs here ([`Options`](crate::api::Options) bounds bodies, the engine slow readers). Beyond
+//! HTTP/1.1, and HTTP/2 where the client chooses it: by ALPN, or without TLS by beginning with HTTP/2's preface. A
+//! connection must send a whole request head soon after it was opened or after the head's first byte, must begin the next
+//! request before it counts as idle, and must take what is sent to it (`http::patient`); while a request is being answered
+//! no clock runs here ([`Options`](crate::api::Options) bounds bodies, the engine slow readers). Beyond
 //! [`Connections::most`] nobody is accepted: further ones wait in the system's backlog until a place is free, and while
 //! they may be there, whoever is silent has a second.
+//!
+//! A connection of HTTP/2 has all of these bounds, and one on the number of its streams (`http::streams`). What belongs to
+//! one stream ends that stream alone: its client's reset cancels the request, and a client that takes nothing of an answer
+//! loses that answer. Frames that belong to no stream keep no connection from being idle.
 
 use std::future::{Future, pending};
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
-use futures::task::AtomicWaker;
-use hyper::server::conn::http1;
+use axum::http::{Request, Version};
+use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest, ReadBuf};
+use hyper_util::server::conn::auto;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, Sleep};
+use tokio::time::Instant;
 use tower::ServiceExt;
 
 use crate::api::http::guarded::hold;
+use crate::api::http::patient::{CROWDED, Patience, Patient, Requests};
+use crate::api::http::streams::{self, Streams};
 use crate::api::http::tls::Tls;
 
-/// A request's head is at most this long, which is what one connection buffers.
+/// A request's head is at most this long, which is what one connection of HTTP/1.1 buffers.
 const MAX_HEAD_BYTES: usize = 64 << 10;
-/// For silence of any kind, while there is no place left.
-const CROWDED: Duration = Duration::from_secs(1);
 /// Where the process has no file descriptor left, or so.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 const WARN_EVERY: Duration = Duration::from_secs(60);
@@ -80,8 +84,8 @@ impl Connection {
         }
     }
 
-    /// Resolves when the client has gone. As long as nobody reads a request's body, nobody else sees it go: its going is
-    /// behind the body in the stream.
+    /// Resolves when the client has gone. As long as nobody reads the body of a request of HTTP/1.1, nobody else sees the
+    /// client go: its going is behind the body in the stream. hyper sees a client of HTTP/2 go, and drops its requests.
     pub async fn left(this: Option<&Self>) {
         let Some(socket) = this.and_then(|this| this.socket.as_ref()) else { return pending().await };
         loop {
@@ -219,7 +223,7 @@ async fn connection(
     }
 }
 
-async fn http<S: AsyncRead + AsyncWrite + Unpin>(
+async fn http<S: AsyncRead + AsyncWrite + Unpin + 'static>(
     stream: S,
     peer: SocketAddr,
     seen: Connection,
@@ -228,20 +232,29 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin>(
     Signals { mut stopped, mut crowded }: Signals,
 ) {
     let requests = Arc::new(Requests::default());
-    let io = TokioIo::new(Patient::new(stream, Arc::clone(&requests), crowded.clone(), options));
+    let &Connections { head_timeout, idle_timeout, write_timeout, .. } = options;
+    let patience = Patience { head_timeout, idle_timeout, write_timeout };
+    let io = TokioIo::new(Patient::new(stream, Arc::clone(&requests), crowded.clone(), patience));
     let begun = Arc::clone(&requests);
-    let service = service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
-        let under_way = UnderWay::begin(&begun);
+    let service = service_fn(move |request: Request<Incoming>| {
+        let is_stream = request.version() == Version::HTTP_2;
+        let under_way = begun.begin(is_stream);
         let mut request = request.map(Body::new);
         request.extensions_mut().insert(ConnectInfo(peer));
         request.extensions_mut().insert(seen.clone());
         let app = app.clone();
-        async move { app.oneshot(request).await.map(|response| hold(response, under_way)) }
+        async move {
+            let response = app.oneshot(request).await.map(|response| hold(response, under_way));
+            if is_stream { response.map(streams::in_pieces) } else { response }
+        }
     });
     // hyper itself answers a head that it refuses (400, 414, 431), before the service has a request, and that answer has no
     // body. hyper takes no other answer: an error object would need a stream that knows those bytes and changes them.
-    let mut connection =
-        pin!(http1::Builder::new().max_buf_size(MAX_HEAD_BYTES).serve_connection(io, service));
+    let mut protocols = auto::Builder::new(Streams { write_timeout });
+    // hyper's own timeout for heads needs a timer, and gets none: `http::patient` says why.
+    protocols.http1().max_buf_size(MAX_HEAD_BYTES);
+    streams::bound(&mut protocols.http2(), MAX_HEAD_BYTES, write_timeout);
+    let mut connection = pin!(protocols.serve_connection(io, service));
     let ended = loop {
         tokio::select! {
             ended = connection.as_mut() => break ended,
@@ -249,9 +262,11 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin>(
             Ok(()) = crowded.changed() => {}
             _ = stopped.changed() => {
                 // Who has not asked yet has nothing to wait for.
-                if requests.begun.load(Ordering::Acquire) == 0 {
+                if !requests.any_begun() {
                     return;
                 }
+                // A client of HTTP/2 that does not answer to it could stay until it is idle.
+                requests.stop();
                 connection.as_mut().graceful_shutdown();
                 break connection.await;
             }
@@ -259,195 +274,5 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin>(
     };
     if let Err(error) = ended {
         tracing::debug!("{peer}: {error}");
-    }
-}
-
-/// The requests of one connection, as its stream has to know them.
-#[derive(Default)]
-struct Requests {
-    under_way: AtomicUsize,
-    begun: AtomicUsize,
-    /// Wakes the stream when the last request ends.
-    ended: AtomicWaker,
-}
-
-/// One request, from its head to the end of its answer.
-struct UnderWay(Arc<Requests>);
-
-impl UnderWay {
-    fn begin(requests: &Arc<Requests>) -> Self {
-        requests.begun.fetch_add(1, Ordering::AcqRel);
-        requests.under_way.fetch_add(1, Ordering::AcqRel);
-        Self(Arc::clone(requests))
-    }
-}
-
-impl Drop for UnderWay {
-    fn drop(&mut self) {
-        self.0.under_way.fetch_sub(1, Ordering::AcqRel);
-        self.0.ended.wake();
-    }
-}
-
-/// A stream that fails with `TimedOut` where its peer keeps it waiting.
-struct Patient<S> {
-    stream: S,
-    requests: Arc<Requests>,
-    crowded: watch::Receiver<bool>,
-    head_timeout: Duration,
-    idle_timeout: Duration,
-    write_timeout: Duration,
-    /// Requests that had begun when this last looked.
-    begun: usize,
-    /// What it waits for, and since when; none while a request is under way.
-    waits: Option<(Wait, Instant)>,
-    clock: Pin<Box<Sleep>>,
-    write_clock: Option<Pin<Box<Sleep>>>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Wait {
-    Head,
-    Idle,
-}
-
-impl<S> Patient<S> {
-    fn new(
-        stream: S,
-        requests: Arc<Requests>,
-        crowded: watch::Receiver<bool>,
-        options: &Connections,
-    ) -> Self {
-        let &Connections { head_timeout, idle_timeout, write_timeout, .. } = options;
-        Self {
-            stream,
-            requests,
-            crowded,
-            head_timeout,
-            idle_timeout,
-            write_timeout,
-            begun: 0,
-            waits: Some((Wait::Head, Instant::now())),
-            clock: Box::pin(tokio::time::sleep(head_timeout)),
-            write_clock: None,
-        }
-    }
-
-    /// Ready when the peer has been silent for too long.
-    fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let (wait, since) = *self.waits.get_or_insert_with(|| (Wait::Idle, Instant::now()));
-        let timeout = match wait {
-            Wait::Head => self.head_timeout,
-            Wait::Idle => self.idle_timeout,
-        };
-        let until = since + if *self.crowded.borrow() { timeout.min(CROWDED) } else { timeout };
-        if self.clock.deadline() != until {
-            self.clock.as_mut().reset(until);
-        }
-        self.clock.as_mut().poll(cx)
-    }
-
-    fn written<T>(&mut self, cx: &mut Context<'_>, result: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        if result.is_ready() {
-            self.write_clock = None;
-            return result;
-        }
-        let timeout = self.write_timeout;
-        let clock = self.write_clock.get_or_insert_with(|| Box::pin(tokio::time::sleep(timeout)));
-        ready!(clock.as_mut().poll(cx));
-        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        this.requests.ended.register(cx.waker());
-        let begun = this.requests.begun.load(Ordering::Acquire);
-        if begun != this.begun {
-            this.begun = begun;
-            this.waits = None;
-        }
-        let before = buffer.filled().len();
-        let read = Pin::new(&mut this.stream).poll_read(cx, buffer);
-        if this.requests.under_way.load(Ordering::Acquire) > 0 {
-            return read;
-        }
-        if read.is_ready() {
-            let more = buffer.filled().len() > before;
-            if more && !this.waits.is_some_and(|(wait, _)| wait == Wait::Head) {
-                this.waits = Some((Wait::Head, Instant::now()));
-            }
-            return read;
-        }
-        ready!(this.poll_silence(cx));
-        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        let written = Pin::new(&mut this.stream).poll_write(cx, bytes);
-        this.written(cx, written)
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        slices: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        let written = Pin::new(&mut this.stream).poll_write_vectored(cx, slices);
-        this.written(cx, written)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        let flushed = Pin::new(&mut this.stream).poll_flush(cx);
-        this.written(cx, flushed)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        let shut = Pin::new(&mut this.stream).poll_shutdown(cx);
-        this.written(cx, shut)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_stream_that_takes_nothing_is_given_up_and_one_that_takes_little_is_not() {
-        let options = Connections {
-            most: 1,
-            head_timeout: Duration::from_secs(60),
-            idle_timeout: Duration::from_secs(60),
-            write_timeout: Duration::from_millis(200),
-            tls: None,
-        };
-        let (ours, mut theirs) = tokio::io::duplex(8);
-        let mut stream = Patient::new(ours, Arc::default(), watch::channel(false).1, &options);
-        let reader = async {
-            let mut little = [0; 8];
-            for _ in 0..10 {
-                tokio::time::sleep(Duration::from_millis(40)).await;
-                theirs.read_exact(&mut little).await.unwrap();
-            }
-        };
-        let (sent, ()) = tokio::join!(stream.write_all(&[7; 80]), reader);
-        sent.expect("slowly, and longer than the timeout in all");
-        let error = stream.write_all(&[7; 80]).await.expect_err("nobody reads any more");
-        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
 }

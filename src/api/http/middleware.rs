@@ -106,7 +106,9 @@ pub(in crate::api) async fn authenticate(
             if error == ApiError::WrongKey {
                 let address = server.identities.of_address(peer);
                 let pause = server.wrong_keys.pause(address, Instant::now());
-                // Meanwhile it holds its connection alone, and only until somebody else needs one.
+                // Meanwhile it holds its connection alone, and only until somebody else needs one. A connection of HTTP/2
+                // may have many such requests, so the head, which may be long, is dropped before.
+                let _body = request.into_body();
                 let crowd = Connection::crowded(connection.as_ref());
                 if !pause.is_zero() {
                     drop(tokio::time::timeout(pause, crowd).await);

@@ -10,6 +10,8 @@ pub(in crate::api) mod keys;
 pub(in crate::api) mod listen;
 pub(in crate::api) mod metrics;
 pub(in crate::api) mod middleware;
+pub(in crate::api) mod patient;
 pub(in crate::api) mod status;
+pub(in crate::api) mod streams;
 pub(in crate::api) mod tls;
 pub(in crate::api) mod wrong_keys;

@@ -11,7 +11,7 @@ use tokio_rustls::rustls::{self, ServerConfig, crypto};
 
 use crate::api::http::keys::{read_bounded, read_secret};
 
-/// What a server proves its name with. TLS 1.2 and 1.3, HTTP/1.1. Clones are one.
+/// What a server proves its name with. TLS 1.2 and 1.3, HTTP/2 and HTTP/1.1. Clones are one.
 #[derive(Clone)]
 pub struct Tls(Arc<RwLock<TlsAcceptor>>);
 
@@ -85,7 +85,7 @@ impl Tls {
             rustls::Error::InvalidCertificate(_) => content(cert, &error.to_string()),
             error => content(key, &error.to_string()),
         })?;
-        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
         Ok(TlsAcceptor::from(Arc::new(config)))
     }
 }

@@ -1,0 +1,146 @@
+//! HTTP/2, where one connection carries many requests, each as a stream: how many, what each buffers, and how long a client
+//! may leave its answer alone.
+//!
+//! A client of HTTP/1.1 that takes nothing of its answer blocks the socket, and the socket has a clock (`http::patient`). A
+//! client of HTTP/2 can close the window of one stream and go on with the others, which blocks no socket. So each stream
+//! has a clock here. The clock runs from when an answer hands over a piece until hyper asks for the next piece. hyper does
+//! so once the client's window has room for the first byte of the piece at hand, and thus for all pieces before. A stream
+//! whose clock runs out is reset, with all that waits in it, and the others of its connection go on.
+
+use std::cell::Cell;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use axum::body::{Body, Bytes, HttpBody};
+use axum::http::Response;
+use hyper::body::{Frame, SizeHint};
+use hyper::rt::Executor;
+use hyper_util::rt::TokioTimer;
+use hyper_util::server::conn::auto::Http2Builder;
+use tokio::time::{Instant, sleep, sleep_until};
+
+/// Streams of one connection that may be open at once: the fewest that RFC 9113 recommends (6.5.2). The requests of one
+/// client are bounded beside that, on all of its connections together.
+const MAX_STREAMS: u32 = 100;
+/// What a stream may send of a body that nobody reads yet. A client that is 200 ms away sends 80 KB/s through it, and the
+/// largest body must come at 70 KB/s (`exchange`).
+const STREAM_WINDOW: u32 = 16 << 10;
+/// What all streams may send together. With any less, bodies that wait for their turn to be read could keep out the body
+/// that is being read.
+const CONNECTION_WINDOW: u32 = MAX_STREAMS * STREAM_WINDOW;
+/// What a stream may hold of an answer that the client's window has room for and the socket has not.
+const SEND_BUFFER: usize = 16 << 10;
+/// An answer is handed over in pieces of at most so many bytes. The last piece may wait for the client's window when the
+/// request has ended, and is then all that the connection keeps of the answer.
+const PIECE: usize = 4 << 10;
+/// Streams that may be reset before hyper has seen their heads; one more ends the connection. This is h2's own bound.
+const MAX_UNSEEN_RESETS: usize = 20;
+
+/// Sets the bounds of this file.
+///
+/// A client that sends nothing is asked by a ping whether it is there, and loses its connection where it does not answer
+/// for the time that a client of HTTP/1.1 may leave bytes unread. So a machine that is gone ends its generations.
+pub(in crate::api) fn bound<E>(
+    http2: &mut Http2Builder<'_, E>,
+    max_head_bytes: usize,
+    write_timeout: Duration,
+) {
+    http2
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(MAX_STREAMS)
+        .max_header_list_size(max_head_bytes as u32)
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_send_buf_size(SEND_BUFFER)
+        .max_pending_accept_reset_streams(MAX_UNSEEN_RESETS)
+        .keep_alive_interval(write_timeout / 2)
+        .keep_alive_timeout(write_timeout);
+}
+
+tokio::task_local! {
+    /// When the answer of this task's stream handed over a piece, until hyper asks for the next one.
+    static HANDED_OVER: Cell<Option<Instant>>;
+}
+
+/// Runs each stream as a task, with its clock.
+#[derive(Debug, Clone)]
+pub(in crate::api) struct Streams {
+    /// While nothing of a piece is taken.
+    pub write_timeout: Duration,
+}
+
+impl<F: Future + Send + 'static> Executor<F> for Streams {
+    fn execute(&self, stream: F) {
+        let timeout = self.write_timeout;
+        tokio::spawn(HANDED_OVER.scope(Cell::new(None), async move {
+            tokio::select! {
+                _ = stream => {}
+                () = nothing_taken(timeout) => tracing::debug!("a stream is reset: nothing of it was taken"),
+            }
+        }));
+    }
+}
+
+/// Resolves when a piece has waited for so long.
+async fn nothing_taken(timeout: Duration) {
+    loop {
+        match HANDED_OVER.with(Cell::get) {
+            Some(since) if since.elapsed() >= timeout => return,
+            Some(since) => sleep_until(since + timeout).await,
+            None => sleep(timeout).await,
+        }
+    }
+}
+
+/// `response` in pieces that set the clock of their stream.
+pub(in crate::api) fn in_pieces(response: Response<Body>) -> Response<Body> {
+    response.map(|body| Body::new(Pieces { body, rest: Bytes::new() }))
+}
+
+struct Pieces {
+    body: Body,
+    /// What has come of `body` and was not handed over.
+    rest: Bytes,
+}
+
+impl Pieces {
+    fn poll_piece(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        if self.rest.is_empty() {
+            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => self.rest = data,
+                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
+                },
+                end => return Poll::Ready(end),
+            }
+        }
+        let piece = self.rest.split_to(self.rest.len().min(PIECE));
+        // A part of `rest` would keep all of it in memory for as long as the connection keeps the part.
+        Poll::Ready(Some(Ok(Frame::data(Bytes::copy_from_slice(&piece)))))
+    }
+}
+
+impl HttpBody for Pieces {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let piece = self.poll_piece(cx);
+        let since = matches!(piece, Poll::Ready(Some(Ok(_)))).then(Instant::now);
+        HANDED_OVER.with(|handed_over| handed_over.set(since));
+        piece
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.rest.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        if self.rest.is_empty() { self.body.size_hint() } else { SizeHint::default() }
+    }
+}
