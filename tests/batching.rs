@@ -205,7 +205,8 @@ fn a_seed_draws_the_same_in_any_batch() {
     }
 }
 
-/// Copies with a change, which repeat their prompt: guesses at what comes next come true, and the answer is the expected one.
+/// Copies with a change, which repeat their prompt: draft tokens of prompt lookup are accepted, and the answer is the
+/// expected one.
 #[test]
 fn text_that_repeats_its_prompt_takes_less_than_half_the_passes() {
     let options = LoadOptions { max_context: Some(2048), ..LoadOptions::default() };
@@ -223,6 +224,6 @@ fn text_that_repeats_its_prompt_takes_less_than_half_the_passes() {
         proposed += run.drafts[&0].proposed;
         accepted += run.drafts[&0].accepted;
     }
-    println!("{tokens} tokens in {passes} passes; {accepted} of {proposed} guesses came true");
+    println!("{tokens} tokens in {passes} passes; {accepted} of {proposed} draft tokens were accepted");
     assert!(tokens >= 2 * passes, "{tokens} tokens in {passes} passes");
 }

@@ -1,11 +1,12 @@
-//! A model and its draft on the device: every answer is the one that the model gives alone, whatever the draft guesses, and
-//! it takes fewer passes where that guesses well. What cannot be a draft is refused with its numbers.
+//! A model and its draft model on the device. Every answer is the one that the model gives alone, whatever the draft
+//! tokens are, and takes fewer passes where they are accepted. A model that cannot be a draft model is refused with its
+//! numbers.
 
 use std::path::Path;
 
 use serde_json::{Value, json};
 use unicorn::checkpoint::ModelFiles;
-use unicorn::engine::{Guesses, Sequence};
+use unicorn::engine::{DraftTotals, Sequence};
 use unicorn::gpu::placement::{Class, Limits as MemoryLimits, Machine, MemoryKind};
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::draft::{self, Draft, Drafted};
@@ -45,19 +46,20 @@ fn prompts(n: usize) -> Vec<Vec<u32>> {
     long.chain(demo::quick_prompts(40).step_by(7)).map(<[u32]>::to_vec).take(n).collect()
 }
 
-/// Runs the prompts one after the other, up to a stop id: the answers, passes beyond the prompts', and what was guessed.
+/// Runs the prompts one after the other, up to a stop id. Returns the answers, the passes beyond the prompts' own, and
+/// the counts of draft tokens.
 fn one_by_one(
     model: &mut dyn Runner,
     (params, seed): (&SamplingParams, u64),
     prompts: &[Vec<u32>],
-) -> (Vec<Vec<u32>>, usize, Guesses) {
+) -> (Vec<Vec<u32>>, usize, DraftTotals) {
     let limits = model.limits();
     let (mut answers, mut passes) = (Vec::new(), 0);
     let mut driver = Driver::new(model, limits);
     for (i, prompt) in prompts.iter().enumerate() {
         let params = SamplingParams {
             stop_token_ids: demo::STOP.into(),
-            // Penalties alone would hide that biases are guessed with.
+            // Penalties alone would hide that the draft model applies biases.
             logit_bias: if params.penalizes() { vec![(300, 2.0)] } else { vec![] },
             ..params.clone()
         };
@@ -67,10 +69,10 @@ fn one_by_one(
         passes += run.steps + 1 - (prompt.len() - run.cached[&(i as u64)]).div_ceil(limits.max_batch_tokens);
         answers.push(run.answers.remove(&(i as u64)).unwrap());
     }
-    (answers, passes, driver.guesses())
+    (answers, passes, driver.drafts())
 }
 
-/// It then guesses everything right: greedy or drawn, with penalties and biases or without.
+/// The model then accepts every draft token: greedy or drawn, with penalties and biases or without.
 #[test]
 fn a_model_that_is_its_own_draft_takes_less_than_half_the_passes() {
     let options = LoadOptions { max_context: Some(512), ..LoadOptions::default() };
@@ -82,13 +84,13 @@ fn a_model_that_is_its_own_draft_takes_less_than_half_the_passes() {
         [(SamplingParams::GREEDY, 0), (SamplingParams { temperature: 0.8, ..penalties() }, 5)]
     {
         let (expected, ..) = one_by_one(&mut plain, (&params, seed), &prompts);
-        let (answers, passes, guesses) = one_by_one(&mut drafted, (&params, seed), &prompts);
+        let (answers, passes, drafts) = one_by_one(&mut drafted, (&params, seed), &prompts);
         assert_eq!(answers, expected);
         let tokens: usize = answers.iter().map(|answer| answer.len() + 1).sum();
-        println!("{tokens} tokens in {passes} passes, {guesses:?}");
+        println!("{tokens} tokens in {passes} passes, {drafts:?}");
         assert!(tokens > 2 * passes, "{tokens} tokens in {passes} passes");
-        assert!(guesses.model.accepted > 100, "{guesses:?}");
-        assert_eq!(guesses.model.accepted, guesses.model.proposed, "all of them are right");
+        assert!(drafts.model.accepted > 100, "{drafts:?}");
+        assert_eq!(drafts.model.accepted, drafts.model.proposed, "all of them are right");
     }
 }
 
@@ -108,18 +110,18 @@ fn answers_with_a_draft_are_those_without() {
     for (params, seed) in [(SamplingParams::GREEDY, 0), (drawn(), SEED)] {
         let texts = Texts::new(&mut plain, (params.clone(), seed), prompts(5), 24);
         texts.check_all(&mut drafted);
-        let (_, passes, guesses) = one_by_one(&mut drafted, (&params, seed), &texts.prompts);
-        println!("temperature {}: {passes} passes, {guesses:?}", params.temperature);
-        assert!(guesses.model.accepted > 10, "{guesses:?}");
+        let (_, passes, drafts) = one_by_one(&mut drafted, (&params, seed), &texts.prompts);
+        println!("temperature {}: {passes} passes, {drafts:?}", params.temperature);
+        assert!(drafts.model.accepted > 10, "{drafts:?}");
     }
     // So hot that the two often part.
     let hot = (&SamplingParams { temperature: 2.0, ..SamplingParams::GREEDY }, 12);
     let (expected, ..) = one_by_one(&mut plain, hot, &prompts(12));
-    let (answers, passes, guesses) = one_by_one(&mut drafted, hot, &prompts(12));
-    println!("temperature 2: {passes} passes, {guesses:?}");
+    let (answers, passes, drafts) = one_by_one(&mut drafted, hot, &prompts(12));
+    println!("temperature 2: {passes} passes, {drafts:?}");
     assert_eq!(answers, expected);
-    let (proposed, accepted) = (guesses.model.proposed, guesses.model.accepted);
-    assert!(accepted > 10 && accepted + 10 < proposed, "{guesses:?}");
+    let (proposed, accepted) = (drafts.model.proposed, drafts.model.accepted);
+    assert!(accepted > 10 && accepted + 10 < proposed, "{drafts:?}");
 }
 
 /// The draft has another shape, a window of 8 where the model has 16, and no rows for a third of its ids.
@@ -138,9 +140,9 @@ fn a_draft_with_fewer_ids_and_a_smaller_window_changes_nothing() {
         let texts = Texts::new(&mut plain, params, prompts.clone(), 40);
         texts.check_all(&mut drafted);
     }
-    let (answers, _, guesses) = one_by_one(&mut drafted, (&drawn(), SEED), &prompts);
+    let (answers, _, drafts) = one_by_one(&mut drafted, (&drawn(), SEED), &prompts);
     let foreign = answers.iter().flatten().filter(|id| **id >= 320).count();
-    assert!(foreign > 10 && guesses.model.proposed > 10, "{foreign} ids beyond 320, {guesses:?}");
+    assert!(foreign > 10 && drafts.model.proposed > 10, "{foreign} ids beyond 320, {drafts:?}");
 }
 
 #[test]

@@ -1037,7 +1037,7 @@ fn unforeseen_answer(prompt: &[u32], n: usize) -> Vec<u32> {
     tokens.split_off(prompt.len())
 }
 
-/// Room for eight guessing sequences.
+/// Limits with room for the draft tokens of eight sequences.
 fn wide() -> Limits {
     let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
     Limits { max_batch_tokens: 64, max_sequences: 16, max_draws: 16, max_in_flight: 2, kv, ..LIMITS }
@@ -1048,27 +1048,27 @@ fn a_draft_model_saves_passes_and_changes_no_answer() {
     for (wrong, most_steps) in [(0, 16), (1, 50), (4, 106)] {
         let (engine, control) = start_on(FakeRunner::with_draft(wide(), unforeseen(), wrong));
         let (ids, last) = collect(&mut engine.submit(request(&[1, 2, 3], 100)).expect("accepted"));
-        assert_eq!(ids, unforeseen_answer(&[1, 2, 3], 100), "{wrong} of 4 guesses are wrong");
+        assert_eq!(ids, unforeseen_answer(&[1, 2, 3], 100), "{wrong} of 4 draft tokens are wrong");
         let Event::Finished { timings, .. } = last else { panic!("{last:?}") };
-        let (steps, chains) = (control.batches().len(), control.guesses());
-        let [guessed, accepted] = [chains.iter().flatten().flatten().count(), timings.drafts.accepted];
-        println!("{wrong} of 4 wrong: {steps} steps, {accepted} of {guessed} guesses came true");
-        assert!(steps <= most_steps, "{steps} steps for 100 ids, {wrong} of 4 guesses wrong");
-        assert_eq!((timings.drafts.proposed, steps + accepted >= 100), (guessed, true));
+        let (steps, chains) = (control.batches().len(), control.drafts());
+        let [proposed, accepted] = [chains.iter().flatten().flatten().count(), timings.drafts.accepted];
+        println!("{wrong} of 4 wrong: {steps} steps, {accepted} of {proposed} draft tokens were accepted");
+        assert!(steps <= most_steps, "{steps} steps for 100 ids, {wrong} of 4 draft tokens wrong");
+        assert_eq!((timings.drafts.proposed, steps + accepted >= 100), (proposed, true));
         assert_all_free(&engine);
         let stats = engine.stats();
-        assert_eq!((stats.guesses.model, stats.guesses.lookup.proposed), (timings.drafts, 0));
+        assert_eq!((stats.drafts.model, stats.drafts.lookup.proposed), (timings.drafts, 0));
         match wrong {
-            0 => assert_eq!(accepted, guessed, "all of them are right"),
+            0 => assert_eq!(accepted, proposed, "all of them are right"),
             // Tried again, ever less often.
             4 => assert!(accepted == 0 && (4..=10).contains(&chains.len()), "{chains:?}"),
-            _ => assert!(accepted < guessed),
+            _ => assert!(accepted < proposed),
         }
     }
 }
 
 #[test]
-fn sequences_share_the_room_for_guesses_until_there_is_none() {
+fn sequences_share_the_room_for_draft_tokens_until_there_is_none() {
     for (n, each) in [(1, 15), (2, 7), (5, 2), (8, 1), (9, 0), (16, 0)] {
         let (engine, control) = start_on(FakeRunner::with_draft(wide(), unforeseen(), 0));
         control.allow(0);
@@ -1088,8 +1088,8 @@ fn sequences_share_the_room_for_guesses_until_there_is_none() {
         for (i, stream) in streams.iter_mut().enumerate() {
             assert_eq!(collect(stream).0, unforeseen_answer(&[i as u32, 7], 60), "{n} streams");
         }
-        let together = control.guesses().into_iter().filter(|chain| chain.len() == n);
-        let most = together.flatten().map(|guesses| guesses.len()).max().unwrap_or(0);
+        let together = control.drafts().into_iter().filter(|chain| chain.len() == n);
+        let most = together.flatten().map(|drafted| drafted.len()).max().unwrap_or(0);
         assert_eq!(most, each, "{n} streams");
         assert_all_free(&engine);
     }
@@ -1277,7 +1277,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                         room = draft(&mut scheduler, &mut *runner, in_flight.len())
                             .expect("never fails")
                             .is_some();
-                        // Cancelled or joined by others before the guesses are used.
+                        // Cancelled or joined by others before the draft tokens are used.
                         room &= rng.random_bool(0.9);
                     }
                     if room {
@@ -1360,12 +1360,12 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
             assert_eq!(scheduler.usage(pool).held, 0, "{pool:?}");
         }
         preemptions += scheduler.preemptions();
-        let model = scheduler.guesses().model;
+        let model = scheduler.drafts().model;
         assert!(config.draft_model || model.proposed == 0, "{model:?}");
         (drafted, drafts) = (drafted + model.proposed, drafts + model.accepted);
     }
     println!(
-        "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached, {pooled} pooled, {accepted} guessed; \
+        "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached, {pooled} pooled, {accepted} draft tokens accepted; \
          {drafts} of {drafted} by the draft model; waited {longest_wait}"
     );
     assert!(pooled > 500, "the test pools too little");

@@ -497,7 +497,7 @@ fn logits_in_int8_have_the_same_bits_whole_and_in_chunks() {
     }
 }
 
-/// In a batch, from the cache, in chunks, preempted, forked; and with the guesses of another model.
+/// Answers in a batch, from the cache, in chunks, preempted, forked, and with draft tokens of another model.
 #[test]
 fn answers_in_int8_are_the_same_whatever_else_runs() {
     let goldens = Goldens::open(&data("gemma3/tiny-a"));
@@ -517,10 +517,10 @@ fn answers_in_int8_are_the_same_whatever_else_runs() {
     let [greedy, drawn] = [(SamplingParams::GREEDY, 0), drawn]
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     greedy.check_all(&mut model);
-    let [files, guessing] =
+    let [files, draft_model] =
         ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
-    let (model, guessing) = draft::load(&device(), &files, &guessing, &options, &mut |_| {}).unwrap();
-    drawn.check_all(&mut Drafted::new(model, guessing));
+    let (model, draft_model) = draft::load(&device(), &files, &draft_model, &options, &mut |_| {}).unwrap();
+    drawn.check_all(&mut Drafted::new(model, draft_model));
 }
 
 /// How far distributions of `got` are from those of `expected`, row by row: mean KL divergence in nats, and how often both

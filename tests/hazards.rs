@@ -80,11 +80,11 @@ fn answers_are_the_same_in_any_order_between_barriers() {
     for order in ORDERS {
         let device = rehearsing(order);
         greedy.check_all(&mut load(&device, "tiny-a", &options));
-        // With guesses of another model.
-        let [files, guessing] =
+        // The run with draft tokens of another model.
+        let [files, draft_model] =
             ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
-        let (model, guessing) = draft::load(&device, &files, &guessing, &options, &mut |_| {}).unwrap();
-        drawn.check_all(&mut Drafted::new(model, guessing));
+        let (model, draft_model) = draft::load(&device, &files, &draft_model, &options, &mut |_| {}).unwrap();
+        drawn.check_all(&mut Drafted::new(model, draft_model));
     }
 }
 

@@ -38,7 +38,7 @@ pub struct Timings {
     pub cached_n: usize,
     /// Ids sampled so far, a stop id included.
     pub predicted_n: usize,
-    /// Ids that were guessed ahead, and how many of them were right.
+    /// How many draft tokens were proposed for the answer, and how many were accepted.
     pub drafts: Drafts,
 }
 

@@ -15,7 +15,7 @@ pub trait TokenMask: Send {
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]>;
 
     /// Whether every id may follow `answer` from now on. The engine asks after each id. An answer that has become free
-    /// runs ahead of the host again, and its ids may be guessed.
+    /// runs ahead of the host again, and may get draft tokens.
     fn is_free(&mut self, answer: &[u32]) -> bool;
 
     /// The time that masks of this answer took since the last call, with all that they are computed from. All other

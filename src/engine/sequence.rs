@@ -8,7 +8,7 @@ use super::block_manager::BlockTable;
 use super::error::EngineError;
 use super::mask::{PendingMask, SharedMask};
 use super::request::{CacheSalt, ClientId, Priority};
-use super::speculation::{Adaptive, Drafts, Guesser, Lookup};
+use super::speculation::{Adaptive, Drafter, Drafts, Lookup};
 use crate::model::{Draw, Logprobs, SamplingParams};
 
 /// The name of an answer inside the engine; never reused.
@@ -24,7 +24,7 @@ pub struct Fork {
 /// A prompt and its answer.
 ///
 /// Once anything was submitted, `computed <= submitted < tokens + drawn`. There are two exceptions: a sequence with
-/// guesses in flight, and a prompt that is pooled, which ends when all of it is submitted.
+/// draft tokens in flight, and a prompt that is pooled, which ends when all of it is submitted.
 #[derive(Debug)]
 pub struct Sequence {
     pub id: SequenceId,
@@ -62,16 +62,16 @@ pub struct Sequence {
     pub(super) submitted: usize,
     /// Ids that the submitted steps will draw.
     pub(super) drawn: usize,
-    /// Whether guesses are in flight: how many ids that step draws is known when it is done.
+    /// Whether draft tokens are in flight. How many ids such a step draws is known when it is done.
     pub(super) speculating: bool,
     /// Time of the mask that the sequence has dropped, and that is not charged yet.
     pub(super) mask_time: Duration,
     pub(super) lookup: Lookup,
     /// How many ids to ask the draft model for.
-    pub(super) draft: Adaptive,
-    /// The draft model's guesses for the next scheduled step. No step of the sequence is in flight while there are any.
-    pub(super) offered: Vec<u32>,
-    /// Ids guessed so far, and how many were accepted.
+    pub(super) draft_length: Adaptive,
+    /// The draft model's tokens for the next scheduled step. No step of the sequence is in flight while there are any.
+    pub(super) draft_tokens: Vec<u32>,
+    /// How many draft tokens were proposed so far, and how many were accepted.
     pub(super) drafts: Drafts,
     /// Log probabilities of the prompt's ids from the second on, as far as they are known.
     pub(super) scores: Vec<Logprobs>,
@@ -81,8 +81,8 @@ pub struct Sequence {
     pub(super) cached: Option<usize>,
     /// Whether no step since the admission has written tokens to its slot.
     pub(super) fresh: bool,
-    /// The scheduler's step in which the sequence last got tokens, or arrived.
-    pub(super) since: u64,
+    /// The number of the scheduler's step in which the sequence last got tokens, or arrived.
+    pub(super) last_step: u64,
     /// Whether the sequence waited so long that it counts as interactive for good.
     pub(super) raised: bool,
 }
@@ -121,14 +121,14 @@ impl Sequence {
             speculating: false,
             mask_time: Duration::ZERO,
             lookup: Lookup::default(),
-            draft: Adaptive::default(),
-            offered: Vec::new(),
+            draft_length: Adaptive::default(),
+            draft_tokens: Vec::new(),
             drafts: Drafts::default(),
             scores: Vec::new(),
             life: 0,
             cached: None,
             fresh: false,
-            since: 0,
+            last_step: 0,
             raised: false,
         }
     }
@@ -148,7 +148,7 @@ impl Sequence {
             (self.mask.is_some(), ", masked"),
             (self.prompt_logprobs.is_some(), ", scored"),
             (self.pooling, ", pooled"),
-            (self.speculating, ", guessing"),
+            (self.speculating, ", speculating"),
         ];
         let kinds: String = kinds.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect();
         format!(
@@ -165,7 +165,7 @@ impl Sequence {
             self.table.sliding().1.count(),
             self.forks.len(),
             self.life,
-            self.since,
+            self.last_step,
         )
     }
 
@@ -180,23 +180,23 @@ impl Sequence {
     }
 
     /// Whether it got no tokens for more than `patience` steps.
-    pub(super) fn is_overdue(&self, now: u64, patience: u64) -> bool {
-        now - self.since > patience
+    pub(super) fn is_overdue(&self, step: u64, patience: u64) -> bool {
+        step - self.last_step > patience
     }
 
-    /// Counts the next `len` tokens as submitted, and `guesses` behind them.
-    pub(super) fn submit(&mut self, len: usize, guesses: usize) {
+    /// Counts the next `len` tokens as submitted, and as many `draft_tokens` behind them.
+    pub(super) fn submit(&mut self, len: usize, draft_tokens: usize) {
         self.fresh = false;
-        self.submitted += len + guesses;
-        self.speculating = guesses > 0;
-        self.drafts.proposed += guesses;
+        self.submitted += len + draft_tokens;
+        self.speculating = draft_tokens > 0;
+        self.drafts.proposed += draft_tokens;
     }
 
     /// Forgets what was computed and submitted, because the sequence lost its blocks.
     pub(super) fn start_over(&mut self) {
         (self.computed, self.submitted, self.drawn) = (0, 0, 0);
         self.speculating = false;
-        self.offered.clear();
+        self.draft_tokens.clear();
         self.scores.clear();
         self.life += 1;
     }
@@ -215,7 +215,7 @@ impl Sequence {
         child.table = table;
         (child.computed, child.submitted) = (self.computed, self.submitted);
         child.cached = self.cached;
-        child.since = self.since;
+        child.last_step = self.last_step;
         child.raised = self.raised;
         child
     }
@@ -316,10 +316,10 @@ impl Sequence {
         self.prompt_logprobs.take().map(|_| std::mem::take(&mut self.scores))
     }
 
-    pub(super) fn adaptive(&mut self, guesser: Guesser) -> &mut Adaptive {
-        match guesser {
-            Guesser::Lookup => &mut self.lookup.adaptive,
-            Guesser::Model => &mut self.draft,
+    pub(super) fn adaptive(&mut self, drafter: Drafter) -> &mut Adaptive {
+        match drafter {
+            Drafter::Lookup => &mut self.lookup.adaptive,
+            Drafter::Model => &mut self.draft_length,
         }
     }
 

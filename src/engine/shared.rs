@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::block_manager::PoolUse;
 use super::error::{EngineError, SubmitError};
 use super::request::Priority;
-use super::speculation::Guesses;
+use super::speculation::DraftTotals;
 use crate::model::Limits;
 
 /// Counts as of the end of the last step. Counts of events are since the start.
@@ -21,8 +21,8 @@ pub struct Stats {
     /// Blocks of sliding layers.
     pub sliding: PoolUse,
     pub preemptions: u64,
-    /// Ids guessed ahead.
-    pub guesses: Guesses,
+    /// Counts of the draft tokens of all sequences.
+    pub drafts: DraftTotals,
     pub steps: u64,
     /// Tokens that the steps computed.
     pub step_tokens: u64,

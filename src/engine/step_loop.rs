@@ -255,15 +255,15 @@ impl StepLoop {
             full: self.scheduler.usage(BlockPool::Full),
             sliding: self.scheduler.usage(BlockPool::Sliding),
             preemptions: self.scheduler.preemptions(),
-            guesses: self.scheduler.guesses(),
+            drafts: self.scheduler.drafts(),
             ..self.stats
         };
         *self.shared.stats.lock().expect("nothing panics under this lock") = stats;
     }
 }
 
-/// Lets the runner's draft model guess before the next step is scheduled, with `in_flight` steps under way. Returns how
-/// long that took, or none if those steps must be committed first.
+/// Has the runner's draft model draft tokens for the next step, before that step is scheduled and with `in_flight`
+/// steps under way. Returns the time that drafting took. `None` if the steps in flight must be committed first.
 pub fn draft(
     scheduler: &mut Scheduler,
     runner: &mut dyn Runner,
@@ -275,15 +275,15 @@ pub fn draft(
     if in_flight > 0 {
         return Ok(None);
     }
-    let (ids, requests): (Vec<_>, Vec<_>) = scheduler.wishes().into_iter().unzip();
+    let (ids, requests): (Vec<_>, Vec<_>) = scheduler.draft_requests().into_iter().unzip();
     if requests.is_empty() {
         return Ok(Some(Duration::ZERO));
     }
     let before = Instant::now();
-    let guesses = runner.draft(&requests)?;
+    let draft_tokens = runner.draft(&requests)?;
     let took = before.elapsed();
-    assert_eq!(guesses.len(), ids.len(), "the runner guessed for others than asked");
-    scheduler.offer(ids.into_iter().zip(guesses), took);
+    assert_eq!(draft_tokens.len(), ids.len(), "the runner drafted for others than asked");
+    scheduler.take_draft_tokens(ids.into_iter().zip(draft_tokens), took);
     Ok(Some(took))
 }
 

@@ -330,7 +330,7 @@ impl Load<'_> {
             Some(model) => Shared::of(model, config, tokens),
             None => Shared::new(arena, demand, &limits)?,
         };
-        // An id beyond the model's embedding is no guess.
+        // The draft model draws no id that the model has no row for.
         let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
         shared.scratch.logits.vocab =
             of.map_or(sample_below, |model| sample_below.min(model.scratch.logits.vocab));

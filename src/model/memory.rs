@@ -87,8 +87,8 @@ pub struct Demand<'a> {
     pub draft: Option<DraftDemand<'a>>,
 }
 
-/// A draft model, which guesses for the model (`draft.rs`): it has as many KV blocks as the model, runs in the same
-/// steps, and shares the model's activations.
+/// A draft model, which drafts tokens for the model (`draft.rs`). It has as many KV blocks as the model, runs in the
+/// same steps, and shares the model's activations.
 #[derive(Debug, Clone)]
 pub struct DraftDemand<'a> {
     pub config: &'a Gemma3Config,

@@ -149,7 +149,7 @@ pub struct Draw {
     pub prompt_len: usize,
     /// Whether a mask says which ids may come ([`Runner::masks`]); else all may.
     pub masked: bool,
-    /// As [`SamplingParams::logprobs`], at most [`MAX_LOGPROBS`]; none for a guess, which has no reader.
+    /// As [`SamplingParams::logprobs`], at most [`MAX_LOGPROBS`]; none for a draft token, which has no reader.
     pub logprobs: Option<usize>,
 }
 
@@ -179,15 +179,16 @@ pub struct Sampling {
     pub pooling: Vec<Pooling>,
 }
 
-/// A sequence whose next ids a draft model is to guess. It has no step in flight.
+/// A sequence that the draft model is to draft tokens for. The sequence has no step in flight.
 #[derive(Debug, Clone)]
 pub struct DraftRequest {
-    /// The one token of the sequence that is known and not computed, with blocks for the tokens before each guess.
+    /// The one token of the sequence that is known and not computed. The blocks suffice for it and all draft tokens but
+    /// the last.
     pub sequence: BatchSequence,
-    /// The draw of each guess, the same as a step's draw. It has neither a mask nor log probabilities.
+    /// The draw of each draft token, the same as a step's draw. It has neither a mask nor log probabilities.
     pub draw: Draw,
-    /// How many ids to draw, one behind the other; at least one.
-    pub guesses: usize,
+    /// How many tokens to draft, one behind the other; at least one.
+    pub num_draft_tokens: usize,
 }
 
 /// A submitted step. Tickets are waited for in the order in which they were given.
@@ -247,14 +248,14 @@ pub trait Runner: Send {
     /// Blocks until the step is done; bounded in time.
     fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError>;
 
-    /// Whether there is a draft model, which guesses what this one draws.
+    /// Whether there is a draft model, which drafts what this model will draw.
     fn has_draft(&self) -> bool {
         false
     }
 
-    /// The ids that the draft model draws for each of several sequences, at most `max_sequences`: as many as wanted, or
-    /// fewer if its logits were not finite. Blocks until they are there; bounded in time. No step may be in flight. The
-    /// last sampled ids of the slots are lost: the next input of these slots is known ids.
+    /// The tokens that the draft model draws for each of several sequences, at most `max_sequences`: as many as wanted,
+    /// or fewer if its logits were not finite. Blocks until they are drawn; bounded in time. No step may be in flight.
+    /// The call overwrites the last sampled ids of the slots, so the next input of these slots must be known ids.
     fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
         Ok(vec![Vec::new(); requests.len()])
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use unicorn::engine::{self, Drafts, EngineError, Guesses, Pace, Scheduler, SchedulerConfig, Sequence};
+use unicorn::engine::{self, DraftTotals, Drafts, EngineError, Pace, Scheduler, SchedulerConfig, Sequence};
 use unicorn::model::{Limits, Logprobs, Runner, SamplingParams};
 
 /// A run to be held to account: what was answered, and how.
@@ -18,13 +18,14 @@ pub struct Run {
     pub pooled: HashMap<u64, Vec<f32>>,
     /// Prompt tokens that were found in the prefix cache, by sequence.
     pub cached: HashMap<u64, usize>,
-    /// Every id that was drawn and not dropped, stop ids too, in order; meant for one sequence that does not guess.
+    /// Every id that was drawn and not dropped, stop ids too, in order. The order means something for one sequence
+    /// without draft tokens alone.
     pub drawn: Vec<u32>,
     pub preemptions: u64,
     pub steps: usize,
     /// The most sequences that shared a step.
     pub widest: usize,
-    /// Ids guessed ahead and those that came true, by sequence.
+    /// Draft tokens proposed and accepted, by sequence.
     pub drafts: HashMap<u64, Drafts>,
 }
 
@@ -85,9 +86,9 @@ impl<'a> Driver<'a> {
         run
     }
 
-    /// Ids guessed ahead, of all runs so far.
-    pub fn guesses(&self) -> Guesses {
-        self.scheduler.guesses()
+    /// Counts of the draft tokens of all runs so far.
+    pub fn drafts(&self) -> DraftTotals {
+        self.scheduler.drafts()
     }
 
     pub fn run(&mut self, sequences: Vec<Sequence>) -> Run {

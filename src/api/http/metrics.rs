@@ -173,18 +173,18 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
             out.sample(&[("pool", pool), ("state", state)], n);
         }
     }
-    let guesses = [("lookup", stats.guesses.lookup), ("draft_model", stats.guesses.model)];
+    let drafters = [("lookup", stats.drafts.lookup), ("draft_model", stats.drafts.model)];
     out.family(
         "unicorn_spec_decode_num_draft_tokens_total",
         "counter",
         "Tokens guessed ahead, by who guessed.",
     );
-    for (guesser, drafts) in guesses {
-        out.sample(&[("guesser", guesser)], drafts.proposed);
+    for (drafter, drafts) in drafters {
+        out.sample(&[("guesser", drafter)], drafts.proposed);
     }
-    out.family("unicorn_spec_decode_num_accepted_tokens_total", "counter", "Guesses that were right.");
-    for (guesser, drafts) in guesses {
-        out.sample(&[("guesser", guesser)], drafts.accepted);
+    out.family("unicorn_spec_decode_num_accepted_tokens_total", "counter", "DraftTotals that were right.");
+    for (drafter, drafts) in drafters {
+        out.sample(&[("guesser", drafter)], drafts.accepted);
     }
     for (name, help, n) in [
         ("unicorn_num_preemptions_total", "Answers put off for want of blocks.", stats.preemptions),

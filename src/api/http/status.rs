@@ -235,8 +235,8 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
         finished: m.finished(),
         last_error: m.last_error().map(|(at, message)| LastError { at, message }),
         guesses: stats.map(|stats| StatusGuesses {
-            lookup: stats.guesses.lookup.into(),
-            draft_model: stats.guesses.model.into(),
+            lookup: stats.drafts.lookup.into(),
+            draft_model: stats.drafts.model.into(),
         }),
         kv: engine.as_ref().map(|(stats, limits)| StatusKv {
             block_size: limits.kv.block_size,
