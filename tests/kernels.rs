@@ -1433,7 +1433,7 @@ fn validation_is_loaded_and_catches_a_violation() {
     let mut recorder = commands.begin().unwrap();
     // vkCmdFillBuffer demands an offset that is a multiple of 4 (VUID-vkCmdFillBuffer-dstOffset-00025).
     recorder.fill(&buffer.slice(1, 64), 0);
-    recorder.submit("violation").unwrap();
+    recorder.submit_alone("violation").unwrap();
     let error = commands.wait().unwrap_err().to_string();
     assert!(error.contains("vkCmdFillBuffer") && error.contains("multiple of 4"), "{error}");
     assert!(!device.validation_log().take().is_empty());

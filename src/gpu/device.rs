@@ -321,8 +321,13 @@ impl Device {
         }
     }
 
-    /// Submits recorded command buffers after everything submitted before; returns their timeline value.
-    pub(super) fn submit(&self, commands: &[vk::CommandBuffer], what: &str) -> Result<u64, GpuError> {
+    /// Puts recorded command buffers on the queue, behind everything submitted before. Returns the timeline value that
+    /// the device reaches when they have run.
+    pub(super) fn submit_to_queue(
+        &self,
+        commands: &[vk::CommandBuffer],
+        what: &str,
+    ) -> Result<u64, GpuError> {
         let info = |raw: &vk::CommandBuffer| vk::CommandBufferSubmitInfo::default().command_buffer(*raw);
         let commands: Vec<_> = commands.iter().map(info).collect();
         let attempt = || {

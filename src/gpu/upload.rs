@@ -85,7 +85,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
             staging.write(0, &self.scratch);
             let mut recorder = commands.begin()?;
             recorder.copy(staging, &to.slice(offset, bytes), bytes);
-            recorder.submit("upload")?;
+            recorder.submit_alone("upload")?;
             offset += bytes;
         }
         Ok(())
@@ -146,7 +146,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
                 recorder.copy(&staging.slice(at, *bytes), &to.slice(*offset, *bytes), *bytes);
                 at += bytes;
             }
-            recorder.submit("upload")?;
+            recorder.submit_alone("upload")?;
         }
         Ok(())
     }

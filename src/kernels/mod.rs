@@ -20,7 +20,7 @@ pub use arrays::{
     Activations, Attention, AttentionShape, Heads, KvCache, LAST_SAMPLED, MAX_GROUP, MAX_HEAD_DIM, Partials,
     RmsNorm, ShareArrays, StepArrays,
 };
-pub use attention::{Item, Part, Room, Run, Shares, Splits, partial_width};
+pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
 pub(crate) use operand::share_pipeline;
 pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;

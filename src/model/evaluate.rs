@@ -31,7 +31,7 @@ impl Gemma3 {
         let mut read = |sums: &Buffer| {
             let mut recorder = commands.begin()?;
             recorder.copy(sums, readback, sums.size());
-            recorder.submit("reading moments")?;
+            recorder.submit_alone("reading moments")?;
             commands.wait()?;
             let mut values = vec![0f32; sums.size() as usize / 4];
             readback.read(0, &mut values);

@@ -289,7 +289,7 @@ impl Runner for Gemma3 {
         self.logits_readback.write(0, &[f32::NAN]);
         let mut commands = CommandBuffer::new(&self.device, "probe")?;
         let mut submission = Submission::new(&self.device)?;
-        commands.record(&mut |recorder| {
+        commands.record_for_one_submit(&mut |recorder| {
             recorder.fill(&gate.buffer, 1f32.to_bits());
             recorder.fill(&up.buffer, 2f32.to_bits());
             self.kernels.geglu(recorder, &gate, &up, &Operand::floats(&gate), 1);

@@ -296,7 +296,8 @@ impl Rig {
         record: &mut dyn FnMut(&mut Recorder<'_>, usize),
     ) -> Result<Option<Span>, GpuError> {
         let mut span = |repeats: usize| -> Result<Option<f64>, GpuError> {
-            self.commands.record_to_keep(&mut |recorder| (0..repeats).for_each(|i| record(recorder, i)))?;
+            self.commands
+                .record_for_many_submits(&mut |recorder| (0..repeats).for_each(|i| record(recorder, i)))?;
             self.submission.submit(&mut [&mut self.commands], "a measured kernel")?;
             self.submission.wait()?;
             Ok(self.submission.took().map(|took| took.as_secs_f64()))
@@ -383,7 +384,7 @@ impl Rig {
     fn run(&mut self, record: impl FnOnce(&mut Recorder<'_>)) -> Result<(), GpuError> {
         let mut recorder = self.commands.begin()?;
         record(&mut recorder);
-        recorder.submit("what is measured, before it is")?;
+        recorder.submit_alone("what is measured, before it is")?;
         self.commands.wait()
     }
 

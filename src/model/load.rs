@@ -218,7 +218,7 @@ impl Gemma3 {
         let mut commands = CommandBuffer::new(device, "clear")?;
         let mut recorder = commands.begin()?;
         recorder.fill(&model.sampled, 0);
-        recorder.submit("clearing sampled ids")?;
+        recorder.submit_alone("clearing sampled ids")?;
         commands.wait()?;
         device.save_pipeline_cache();
         Ok((model, draft_model))
@@ -640,7 +640,7 @@ fn touch(device: &Arc<Device>, arena: &Arena) -> Result<(), GpuError> {
     for (_, chunk) in arena.chunks().iter().filter(|(class, _)| !class.is_weights()) {
         let mut recorder = commands.begin()?;
         recorder.fill(chunk, 0);
-        recorder.submit("touching memory")?;
+        recorder.submit_alone("touching memory")?;
         commands.wait()?;
     }
     Ok(())

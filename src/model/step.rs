@@ -157,8 +157,8 @@ pub(super) struct Frame {
     pub full: StepArrays,
     pub sliding: StepArrays,
     /// The parts in which the layers of each pool take the tokens of the step in flight.
-    full_parts: Vec<kernels::Part>,
-    sliding_parts: Vec<kernels::Part>,
+    full_parts: Vec<kernels::PartItems>,
+    sliding_parts: Vec<kernels::PartItems>,
     pub logit_rows: Buffer,
     pub draws: DrawArrays,
     /// The slot of each of the step's sequences as u32, and the ids that the host adds to histories.
@@ -276,14 +276,14 @@ impl Commands {
                         let (commands, is_recorded) =
                             recorded[segment_of(layers)].take().expect("each segment runs once");
                         if !*is_recorded {
-                            commands.record_to_keep(&mut |recorder| record(recorder, part))?;
+                            commands.record_for_many_submits(&mut |recorder| record(recorder, part))?;
                             *is_recorded = true;
                         }
                         commands
                     }
                     part => {
                         let commands = unused.next().expect("counted");
-                        commands.record(&mut |recorder| record(recorder, part))?;
+                        commands.record_for_one_submit(&mut |recorder| record(recorder, part))?;
                         commands
                     }
                 };
