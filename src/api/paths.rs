@@ -2,8 +2,9 @@
 
 use std::borrow::Cow;
 
-/// Paths that are answered with and without `/v1`: some clients add none to the base URL that their user gave them. The
-/// document has each once, with `/v1`. `GET /models` is no such path, but a route of llama.cpp's that the document has.
+/// The paths that are answered with and without `/v1`, because some clients add no `/v1` to the base URL that their
+/// user gave them. The document has each path once, with `/v1`. `GET /models` is no such path, but a route of
+/// llama.cpp's that the document has.
 pub(in crate::api) const WITHOUT_V1: [&str; 5] =
     ["/chat/completions", "/completions", "/responses", "/messages", "/embeddings"];
 

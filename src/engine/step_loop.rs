@@ -21,7 +21,7 @@ pub(super) struct Submitted {
 
 pub(super) enum Message {
     Submit(Box<Submitted>),
-    /// Has the thread look at the flags of [`Shared`].
+    /// Makes the thread look at the flags of [`Shared`].
     Wake,
 }
 
@@ -37,9 +37,9 @@ pub(super) struct StepLoop {
     runner: Box<dyn Runner>,
     scheduler: Scheduler,
     pace: Pace,
-    /// The oldest comes first.
+    /// The steps in flight, the oldest first.
     in_flight: VecDeque<InFlight>,
-    /// When the last step ended. The next step had the device from then on.
+    /// The time at which the last step ended. The next step had the device from then on.
     last_done: Instant,
     answers: HashMap<SequenceId, Answer>,
     messages: Receiver<Message>,
@@ -189,8 +189,8 @@ impl StepLoop {
     /// Sends the events of one output.
     fn tell(&mut self, output: Output) {
         let Output { id: sequence, token, mut logprobs, prompt, pooled, end, cached_tokens, drafts } = output;
-        // A step may yield several ids, and the answer may have been removed at the first: its reader was too far
-        // behind.
+        // A step may yield several ids, and the answer may have been removed at the first of them, because its reader
+        // was too far behind.
         let Some(answer) = self.answers.get_mut(&sequence) else { return };
         answer.clock.drafts = drafts;
         answer.clock.cached_n = cached_tokens;
@@ -225,8 +225,8 @@ impl StepLoop {
         }
     }
 
-    /// Fails all requests that run or wait, in the inbox too. The runner is dropped last: its destructor may take long,
-    /// or never end if the device hangs, and no client is to wait for it.
+    /// Fails all requests that run, wait, or are in the inbox. The runner is dropped last: its destructor may take
+    /// long, or never end if the device hangs, and no client is to wait for it.
     pub(super) fn end(mut self) {
         self.shared.draining.store(true, Ordering::Release);
         let error = self.shared.why_ended();
@@ -244,7 +244,7 @@ impl StepLoop {
         }
         self.publish();
         let Self { runner, messages, .. } = self;
-        // Dropping the inbox fails the requests that arrived since, and refuses later ones, with the same error.
+        // Dropping the inbox fails the requests that arrived since then, and refuses later ones, with the same error.
         drop(messages);
         drop(runner);
     }

@@ -93,7 +93,7 @@ impl AttentionShape {
     }
 }
 
-/// The same number as [`AttentionShape::partial_width`], for a constant context.
+/// [`AttentionShape::partial_width`] as a constant function.
 pub const fn partial_width(num_heads: usize, head_dim: usize) -> usize {
     num_heads * (head_dim + 4)
 }
