@@ -10,12 +10,8 @@ use unicorn::api::{self, AccessPolicy, Keys, SUPPORTED_PARAMETERS, Server};
 
 use crate::support::app::{App, MODEL, OPTIONS, app_behind};
 use crate::support::fake_runner::HANG;
-use crate::support::http::{assert_all_free, chat, send, send_json};
+use crate::support::http::{assert_all_free, chat, get, send, send_json};
 use crate::support::server::facts;
-
-fn get(path: &str) -> Request<Body> {
-    Request::get(path).body(Body::empty()).expect("a sound request")
-}
 
 async fn ask(app: &App, more: Value) -> (u16, Value) {
     let mut body = chat("Hi");

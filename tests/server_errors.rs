@@ -22,7 +22,7 @@ use crate::support::app::{
     App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, app_with, limits, loaded,
 };
 use crate::support::fake_runner::{HANG, Script, says};
-use crate::support::http::{assert_all_free, chat, post_to, send, status};
+use crate::support::http::{assert_all_free, chat, get, post_to, send, status};
 use crate::support::json::with;
 use crate::support::server::{CONNECTIONS, facts};
 use crate::support::tokenizers::tokenizer;
@@ -112,10 +112,6 @@ fn assert_one(complaints: &[String], level: &str, parts: &[&str]) {
 fn named(mut request: Request<Body>, id: &str) -> Request<Body> {
     request.headers_mut().insert("x-request-id", id.parse().expect("a header"));
     request
-}
-
-fn get(path: &str) -> Request<Body> {
-    Request::get(path).body(Body::empty()).expect("a sound request")
 }
 
 /// One of [`ROUTES`], with more fields.
