@@ -15,7 +15,7 @@ use unicorn::text::{
 };
 
 use crate::support;
-use crate::support::tokenizers::{gemma_template, real_tokenizer_json};
+use crate::support::tokenizers::{gemma_template, real_tokenizer_json, tokenizer};
 
 #[derive(Deserialize)]
 struct EncodeCases {
@@ -64,10 +64,6 @@ fn bytes(path: &str) -> Vec<u8> {
 
 fn cases<T: DeserializeOwned>(path: &str) -> T {
     serde_json::from_slice(&bytes(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
-}
-
-fn mini() -> Tokenizer {
-    Tokenizer::from_bytes(&bytes("tokenizer-mini/tokenizer.json"), "tokenizer.json").unwrap()
 }
 
 /// Every golden case of one tokenizer, exact.
@@ -120,7 +116,7 @@ fn check_goldens(tokenizer: &Tokenizer, folder: &str) {
 
 #[test]
 fn the_mini_tokenizer_is_exact_on_every_case() {
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     assert_eq!(tokenizer.vocab_size(), 512);
     check_goldens(&tokenizer, "tokenizer-mini");
 }
@@ -155,7 +151,7 @@ fn the_real_tokenizer_is_exact_on_every_case() {
 
 #[test]
 fn tokens_are_found_by_name_and_by_id() {
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     assert_eq!(tokenizer.token_id("<bos>"), Some(2));
     assert_eq!(tokenizer.token_id("<end_of_turn>"), Some(106));
     assert_eq!(tokenizer.token_id("no such token"), None);
@@ -174,7 +170,7 @@ fn tokens_are_found_by_name_and_by_id() {
 
 #[test]
 fn a_tokenizer_fits_only_a_model_with_its_rows() {
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     tokenizer.fits(512).unwrap();
     tokenizer.fits(1000).unwrap();
     let error = tokenizer.fits(511).unwrap_err();
@@ -248,10 +244,10 @@ fn a_tokenizer_that_cannot_be_followed_is_refused_by_field() {
         json["padding"] = json!({"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": null,
             "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"});
     });
-    let tokenizer = Tokenizer::from_bytes(&cutting, "tokenizer.json").unwrap();
+    let cutting = Tokenizer::from_bytes(&cutting, "tokenizer.json").unwrap();
     let text = "this is the vim help";
-    assert_eq!(tokenizer.encode(text, true).unwrap(), mini().encode(text, true).unwrap());
-    assert_eq!(tokenizer.encode("a", false).unwrap().len(), 1);
+    assert_eq!(cutting.encode(text, true).unwrap(), tokenizer().encode(text, true).unwrap());
+    assert_eq!(cutting.encode("a", false).unwrap().len(), 1);
 }
 
 #[test]
@@ -342,7 +338,7 @@ fn hostile_texts(length: usize) -> Vec<String> {
 
 #[test]
 fn a_megabyte_of_anything_is_encoded_without_loss() {
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     for text in hostile_texts(1 << 20) {
         let ids = tokenizer.encode(&text, false).unwrap();
         // '▁' is how the vocabulary writes a space; it cannot be told from one.
@@ -361,7 +357,7 @@ fn random_text_survives_encoding() {
     const SEED: u64 = 11;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     for _ in 0..2000 {
         let length = rng.random_range(0..60);
         let text: String = (0..length)
@@ -380,7 +376,7 @@ fn random_text_survives_encoding() {
 #[test]
 fn incremental_detokenization_equals_decode() {
     let reference = tokenizers::Tokenizer::from_bytes(bytes("tokenizer-mini/tokenizer.json")).unwrap();
-    compare_detokenizer(&mini(), &reference, 42, 3000);
+    compare_detokenizer(&tokenizer(), &reference, 42, 3000);
 }
 
 /// The detokenizer against the crate's decode, on random ids that favour byte tokens.
@@ -432,7 +428,7 @@ fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer,
 
 #[test]
 fn text_comes_as_soon_as_it_is_certain() {
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     let byte = |byte: u8| tokenizer.token_id(&format!("<{byte:#04X}>")).unwrap();
     let mut detokenizer = tokenizer.detokenizer(true);
     assert_eq!(detokenizer.push(369), "a");
