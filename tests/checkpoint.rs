@@ -19,8 +19,9 @@ use unicorn::quantize::{Rounding, grouping, pack_tiles, quantize_row};
 use unicorn::tensor::{DType, QuantizeMode, QuantizedRow, Scheme, TILE_ROWS, unpack_row};
 
 use crate::support::checkpoints::{ByName as _, mutate, plain};
+use crate::support::damaged::DamagedReadings;
 use crate::support::reference::dequantize_row;
-use crate::support::{self, data, root};
+use crate::support::{data, root};
 
 const GEMMA3_SETS: [&str; 3] = ["tiny-a", "tiny-b", "tiny-27b-ratio"];
 
@@ -1207,7 +1208,7 @@ fn spoiled_models_are_refused_or_read_within_bounds() {
         fs::write(path, bytes).unwrap();
     };
     let whole: usize = files.iter().map(|(_, bytes)| bytes.len()).sum();
-    let (mut loaded, mut refused, mut past_header, mut most) = (0, 0, 0, 0);
+    let (mut readings, mut past_header) = (DamagedReadings::default(), 0);
     for round in 0..ROUNDS {
         let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
         let (name, bytes) = &files[rng.random_range(0..files.len())];
@@ -1221,29 +1222,20 @@ fn spoiled_models_are_refused_or_read_within_bounds() {
         }
         put(name, &spoiled);
         let held = whole - bytes.len() + spoiled.len();
-        let run = || std::panic::catch_unwind(|| load_to_the_end(folder.path()));
-        let (outcome, peak) =
-            support::bounded_allocation(held, support::PARSER_BYTES, format_args!("round {round}"), run);
-        most = most.max(peak);
+        let seed = seed.wrapping_add(round);
+        readings.add(held, format_args!("round {round}: {name} spoiled with seed {seed:#x}"), || {
+            let loaded = std::panic::catch_unwind(|| load_to_the_end(folder.path()));
+            loaded.unwrap_or_else(|_| panic!("round {round}: {name} spoiled with seed {seed:#x}"))
+        });
         past_header += u64::from(Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).is_ok());
-        match outcome {
-            Ok(Ok(())) => loaded += 1,
-            Ok(Err(error)) => {
-                refused += 1;
-                assert!(
-                    !error.is_empty() && !error.contains('\n') && error.len() < 2000,
-                    "{round}: {error:?}"
-                );
-            }
-            Err(_) => panic!("round {round}: {name} spoiled with seed {:#x}", seed.wrapping_add(round)),
-        }
         put(name, bytes);
     }
+    let DamagedReadings { read: loaded, refused, most_bytes } = readings;
     // Spoiling a weight's value, or a name that nobody reads, is nothing to refuse.
     println!(
-        "{past_header} past the header, {refused} refused, {loaded} loaded, at most {most} bytes held for {whole}"
+        "{past_header} past the header, {refused} refused, {loaded} loaded, at most {most_bytes} bytes held for {whole}"
     );
-    assert!(refused > ROUNDS / 2 && loaded > ROUNDS / 50, "{refused} refused, {loaded} loaded");
+    assert!(refused as u64 > ROUNDS / 2 && loaded as u64 > ROUNDS / 50, "{refused} refused, {loaded} loaded");
     assert!(past_header > ROUNDS / 2, "{past_header} past the header");
 }
 

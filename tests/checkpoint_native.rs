@@ -22,10 +22,11 @@ use unicorn::tensor::{
 };
 
 use crate::support::checkpoints::{ByName as _, integers, mutate};
+use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::{Goldens, all_logits, max_difference};
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::reference::{dequantize_row, rms_norm};
-use crate::support::{self, data, device, root};
+use crate::support::{data, device, root};
 
 fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
@@ -499,7 +500,7 @@ fn mutated_native_checkpoints_are_refused_or_read() {
     let numbers =
         ["0", "1", "-1", "31", "32", "33", "4294967295", "18446744073709551615", "1e99", "null", "[]"];
     let whole: usize = originals.values().map(Vec::len).sum();
-    let (mut refused, mut read, mut most) = (0, 0, 0);
+    let mut readings = DamagedReadings::default();
     for round in 0..ROUNDS {
         // The manifest gets another byte or number; the other files are damaged so that most of them are still read.
         let name = ["unicorn.json", "layer-001.safetensors", "layer-005.safetensors", "shared.safetensors"]
@@ -534,23 +535,13 @@ fn mutated_native_checkpoints_are_refused_or_read() {
         }
         fs::write(sound.join(name), &bytes).unwrap();
         let held = whole - originals[name].len() + bytes.len();
-        let (outcome, peak) =
-            support::bounded_allocation(held, support::PARSER_BYTES, format_args!("round {round}"), || {
-                read_to_the_end(&sound)
-            });
-        most = most.max(peak);
-        match outcome {
-            Ok(()) => read += 1,
-            Err(error) => {
-                assert!(!error.contains('\n') && error.len() < 2000, "{error:?}");
-                refused += 1;
-            }
-        }
+        readings.add(held, format_args!("round {round}"), || read_to_the_end(&sound));
         for name in [name, "unicorn.json"] {
             fs::write(sound.join(name), &originals[name]).unwrap();
         }
     }
-    println!("{refused} refused, {read} read, at most {most} bytes held for {whole}");
+    let DamagedReadings { refused, read, most_bytes } = readings;
+    println!("{refused} refused, {read} read, at most {most_bytes} bytes held for {whole}");
     assert!(refused > ROUNDS / 5 && read > ROUNDS / 2, "{refused} refused, {read} read");
 }
 
