@@ -94,8 +94,8 @@ fn a_model_that_is_its_own_draft_takes_less_than_half_the_passes() {
     }
 }
 
-/// Alone, in batches, from the prefix cache, in chunks, preempted, forked: with a draft that differs by how its weights are
-/// rounded.
+/// Answers alone, in batches, from the prefix cache, in chunks, preempted and forked, with a draft model whose weights
+/// are rounded differently.
 #[test]
 fn answers_with_a_draft_are_those_without() {
     let options = LoadOptions {
@@ -114,7 +114,7 @@ fn answers_with_a_draft_are_those_without() {
         println!("temperature {}: {passes} passes, {drafts:?}", params.temperature);
         assert!(drafts.model.accepted > 10, "{drafts:?}");
     }
-    // So hot that the two often part.
+    // The temperature is so high that the two models often differ.
     let hot = (&SamplingParams { temperature: 2.0, ..SamplingParams::GREEDY }, 12);
     let (expected, ..) = one_by_one(&mut plain, hot, &prompts(12));
     let (answers, passes, drafts) = one_by_one(&mut drafted, hot, &prompts(12));
@@ -124,7 +124,7 @@ fn answers_with_a_draft_are_those_without() {
     assert!(accepted > 10 && accepted + 10 < proposed, "{drafts:?}");
 }
 
-/// The draft has another shape, a window of 8 where the model has 16, and no rows for a third of its ids.
+/// The draft model has another shape, a window of 8 where the model has 16, and no rows for a third of the model's ids.
 #[test]
 fn a_draft_with_fewer_ids_and_a_smaller_window_changes_nothing() {
     let folder = data("gemma3/tiny-a");
@@ -154,7 +154,7 @@ fn what_cannot_be_a_draft_is_refused_with_its_numbers() {
     let problem = check_draft(&config("gemma-3-1b"), &config("gemma-3-4b")).unwrap_err();
     assert!(problem.contains("1024") && problem.contains("512"), "{problem}");
 
-    // A draft may have no window; a model without one has no blocks for a draft that has.
+    // A draft model may have no window. A model without a window has no blocks for a draft model with one.
     let mut full: Value = serde_json::from_str(&Shape::named("gemma-3-1b").unwrap().config_json()).unwrap();
     full["layer_types"] = json!(vec!["full_attention"; 26]);
     let full = Gemma3Config::from_json(full.to_string().as_bytes(), "full").unwrap();
@@ -172,7 +172,7 @@ fn what_cannot_be_a_draft_is_refused_with_its_numbers() {
     }
 }
 
-/// The 27B with the 1B beside it, on paper, by what each takes alone.
+/// The 27B with the 1B beside it, on paper, computed from what each takes alone.
 #[test]
 fn a_model_and_its_draft_are_planned_together() {
     let [model, small] = ["gemma-3-27b", "gemma-3-1b"].map(|name| Shape::named(name).unwrap().config());
@@ -200,7 +200,7 @@ fn a_model_and_its_draft_are_planned_together() {
         let each = sum(&alone(&model), class) + sum(&alone(&small), class);
         assert_eq!(sum(&both, class), each, "{}", class.name());
     }
-    // Two tables of 128 pairs for each position; all else is there by turns.
+    // Two RoPE tables have 128 pairs for each position. The two models use all other activations by turns.
     let tables = 2 * 4096 * 256 * 4;
     assert_eq!(sum(&both, Class::Activations), sum(&alone(&model), Class::Activations) + tables);
     let [of_both, of_model, of_draft] = [&both, &alone(&model), &alone(&small)]
@@ -209,7 +209,7 @@ fn a_model_and_its_draft_are_planned_together() {
     let staged = both.requests(4096, pools).into_iter().filter(|r| r.kind == MemoryKind::Readback).count();
     assert_eq!(staged, 1 + 2 * 2, "the logits' way back, and what two steps of each draw");
 
-    // What fits without it is said.
+    // The error names the context that fits without the draft model.
     let machine = Machine::on_paper(14 << 30, 1 << 29);
     let all = MemoryLimits { reserve: Some(0), ..MemoryLimits::default() };
     let fits = alone(&model).largest_context(&machine, &all, 1);
@@ -263,7 +263,7 @@ fn the_command_line_takes_a_draft() {
     assert_eq!(drafted, alone);
     assert!(log.contains(&format!("draft    {demo}: 6 layers")), "{log}");
 
-    // Files that cannot be, before a device is touched.
+    // These files cannot be a draft model, which is found before a device is touched.
     let tiny = tiny_model();
     let tiny = tiny.path().to_str().unwrap();
     let generate = |args: &[&str]| unicorn(&[&["generate", "--prompt", "x"], args].concat());
@@ -294,7 +294,7 @@ fn the_command_line_takes_a_draft() {
     assert!(guesses["accepted"].as_u64() > Some(0) && guesses["proposed"].as_u64() > Some(0), "{line}");
 }
 
-/// Whatever it is beside, a draft leaves the model alone as it was.
+/// A draft model beside it leaves the model's own answers as they were.
 #[test]
 fn a_model_with_a_draft_computes_alone_as_well() {
     let folder = data("gemma3/tiny-a");

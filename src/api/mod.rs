@@ -2,7 +2,7 @@
 //! yields.
 //!
 //! The server answers before the model is loaded: `/v1/models` from the start and with the same id, `/health` with 503
-//! until [`Server::set_ready`]. It refuses what it cannot honour with a typed error ([`error`]), and never answers
+//! until [`Server::set_ready`]. It refuses what it cannot honour with a typed error (`error`), and never answers
 //! something else instead. It keeps nothing between requests but stored responses, which a client may name later
 //! (`openai::responses`); they are for that client alone, and bounded. Prompts, answers and keys are not logged.
 //!
@@ -71,7 +71,7 @@ use self::http::middleware::{authenticate, cors, identify, refuse_encoded};
 use self::http::{failures, health, metrics, status};
 use self::openai::{chat, completions, embeddings, models, responses};
 
-/// All routes, and the [`page`]. A path that is no route is answered with a JSON error, too.
+/// All routes, and the page. A path that is no route is answered with a JSON error, too.
 pub fn router(server: Arc<Server>) -> Router {
     let (routes, document) = routes().split_for_parts();
     server.set_document(document);

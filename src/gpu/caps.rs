@@ -191,7 +191,7 @@ impl Caps {
         ))
     }
 
-    /// The subgroup size that a pipeline with this workgroup asks for: [`SUBGROUP_LANES`], or the device's largest size
+    /// The subgroup size that a pipeline with this workgroup asks for: `SUBGROUP_LANES`, or the device's largest size
     /// below that; all sizes are powers of two. `None` leaves the size to the device. The size is `None` if the device
     /// has only larger sizes, has no `subgroupSizeControl`, or would need too many subgroups for a workgroup.
     pub fn required_subgroup_size(&self, workgroup: [u32; 3]) -> Option<u32> {

@@ -16,7 +16,7 @@ pub enum Need {
     SubgroupArithmetic,
     SubgroupBallot,
     SubgroupShuffle,
-    /// Subgroups whose size divides [`SUBGROUP_LANES`].
+    /// Subgroups whose size divides `SUBGROUP_LANES`.
     SubgroupsOf32,
     Float16,
     Int8,

@@ -147,7 +147,8 @@ pub struct PartItems {
 pub struct Shares {
     pub single: Vec<Item>,
     pub tiles: Vec<Item>,
-    /// The first slot of each token of the step, with [`IN_TILES`], and the number of its partials; 0 for padding.
+    /// The first slot of each token of the step, with the flag `IN_TILES`, and the number of its partials; 0 for
+    /// padding tokens.
     pub merges: Vec<[u32; 2]>,
     /// The rows of the step in parts, each with its items.
     pub parts: Vec<PartItems>,
