@@ -1,7 +1,8 @@
-//! What the fuzz targets run, and the mutation tests too: bytes in, one line of refusal or a checkpoint read to the end.
+//! What the fuzz targets run, and the mutation tests too: bytes in, one line of refusal or a checkpoint read to the
+//! end.
 //!
-//! Each body holds what must be true of any input: no panic, a refusal of one line, and of what is accepted, rows that can
-//! be dequantized.
+//! Each body holds what must be true of any input: no panic, a refusal of one line, and of what is accepted, rows that
+//! can be dequantized.
 
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::model::config::Gemma3Config;

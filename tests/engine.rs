@@ -356,7 +356,8 @@ fn logits_that_are_not_finite_leave_nothing_in_the_prefix_cache() {
     let plain = request(&prompt, 20);
     let scored = Request { prompt_logprobs: Some(1), ..plain.clone() };
     let pooled = Request { pooling: true, ..plain.clone() };
-    // Each case has the failing draw: the first id, one amid the answer, one amid the prompt, and the hidden states.
+    // Each case has a request and the draw that fails: the first id, an id amid the answer, an id amid the prompt, and
+    // the hidden states.
     for (failing, at) in [(&plain, 0), (&plain, 5), (&scored, 20), (&pooled, 0)] {
         let (engine, control) = start(limits, mixed(512));
         control.not_finite_at(at);

@@ -449,7 +449,8 @@ fn geglu_yields_in_int8_what_it_yields_in_f32() {
     });
 }
 
-/// Whether the bytes that one dispatch declares all belong to activations, weights included: that is their class here.
+/// All bytes that a dispatch declares count as activations here, the weights' bytes included: the test allocates both
+/// in that class.
 #[test]
 fn three_matrices_of_one_kind_go_in_one_dispatch() {
     // A device counts the commands of all its users, so this test has a device of its own.

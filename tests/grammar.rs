@@ -394,7 +394,8 @@ fn random_schema(rng: &mut ChaCha8Rng, depth: usize, definitions: usize) -> Valu
             match rng.random_range(0..3) {
                 0 => json!({"type": "number"}),
                 1 => json!({"type": "number", "minimum": least, "maximum": least + span}),
-                // A whole bound is not enforced beside a bound within 1 of it, and such a schema is refused.
+                // The bounds are no whole numbers, because a schema with a whole bound within 1 of the other is
+                // refused.
                 _ => {
                     json!({"type": "number", "exclusiveMinimum": least + 0.0625, "exclusiveMaximum": least + span})
                 }
@@ -468,7 +469,7 @@ fn random_answers_to_random_schemas_are_valid() {
     let mut longest = 0;
     for i in 0..1000 {
         let mut schema = random_schema(&mut rng, 3, 2);
-        // One definition is made of itself, but need not go on for ever; the other must.
+        // Definition d0 refers to itself, but need not go on for ever. Definition d1 does not refer to itself.
         schema["$defs"] = json!({
             "d0": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/d0"}}, "required": ["v"], "additionalProperties": false},
             "d1": random_schema(&mut rng, 1, 0),
@@ -604,7 +605,7 @@ fn objects_of_many_properties_are_read() {
             assert!(answered.is_ok(), "{optional} optional, {required} required: {answered:?}");
         }
     }
-    // More alternatives would end the answer without an error before.
+    // With more properties than these, the answer would end early, and compiling would not report it.
     let large = object_of(481, 9, false);
     for schema in [
         large.clone(),

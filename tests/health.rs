@@ -164,7 +164,7 @@ async fn metrics_add_up_to_what_was_asked() {
         ("unicorn_time_to_first_token_seconds_bucket{le=\"+Inf\"}", 3.0),
         ("unicorn_request_queue_time_seconds_count", 3.0),
         ("unicorn_request_prefill_time_seconds_count", 3.0),
-        // There is one end for each answer.
+        // Each answer counts once.
         ("unicorn_e2e_request_latency_seconds_count", 4.0),
         ("unicorn_request_decode_time_seconds_count", 4.0),
         ("unicorn_num_requests_waiting", 0.0),

@@ -66,7 +66,7 @@ fn cases<T: DeserializeOwned>(path: &str) -> T {
     serde_json::from_slice(&bytes(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
-/// Every golden case of one tokenizer, exact.
+/// Checks every golden case of one tokenizer exactly.
 fn check_goldens(tokenizer: &Tokenizer, folder: &str) {
     let encode: EncodeCases = cases(&format!("{folder}/encode_cases.json"));
     assert!(encode.cases.len() >= 30, "{folder}: {} encode cases", encode.cases.len());
@@ -131,7 +131,7 @@ fn the_real_tokenizer_is_exact_on_every_case() {
     assert_eq!(tokenizer.vocab_size(), 262_145);
     assert_eq!(tokenizer.token_id("<end_of_turn>"), Some(106));
     assert_eq!(tokenizer.token_id("<image_soft_token>"), Some(262_144));
-    // Multimodal checkpoints, 1B, and a vocabulary that is one row too short.
+    // The vocabularies are those of multimodal checkpoints and of the 1B, and one that is one row too short.
     tokenizer.fits(262_208).unwrap();
     tokenizer.fits(262_144).unwrap();
     let error = tokenizer.fits(262_143).unwrap_err().to_string();
@@ -156,7 +156,7 @@ fn tokens_are_found_by_name_and_by_id() {
     assert_eq!(tokenizer.token_id("<end_of_turn>"), Some(106));
     assert_eq!(tokenizer.token_id("no such token"), None);
     assert!(tokenizer.is_special(2) && tokenizer.is_special(106));
-    // Added, but not special: newlines, and what the model never saw.
+    // These tokens are added, but not special: newlines, and texts that the model never saw.
     assert!(!tokenizer.is_special(107) && !tokenizer.is_special(6) && !tokenizer.is_special(369));
     assert!(!tokenizer.is_special(512) && !tokenizer.contains(512) && tokenizer.contains(511));
     let the = tokenizer.token_id("▁the").unwrap();
@@ -197,7 +197,7 @@ fn a_tokenizer_fits_only_a_model_with_its_rows() {
     tokenizer.check_ids(&ids, 513).unwrap();
 }
 
-/// The mini tokenizer.json with one thing changed.
+/// The mini tokenizer.json after one change.
 fn edited(change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
     let mut json: serde_json::Value =
         serde_json::from_slice(&bytes("tokenizer-mini/tokenizer.json")).unwrap();
@@ -379,7 +379,7 @@ fn incremental_detokenization_equals_decode() {
     compare_detokenizer(&tokenizer(), &reference, 42, 3000);
 }
 
-/// The detokenizer against the crate's decode, on random ids that favour byte tokens.
+/// Compares the detokenizer with the crate's decode, on random ids that favour byte tokens.
 fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer, seed: u64, rounds: usize) {
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -397,7 +397,7 @@ fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer,
                 1 => ids.push([0, 2, 106, 107, vocab, u32::MAX][rng.random_range(0..6)]),
                 2 => ids.push(byte(rng.random())),
                 3..=5 => {
-                    // A character in bytes: whole, cut short, or with a control token or an unknown id inside.
+                    // A character comes in bytes: whole, cut short, or with a control token or an unknown id inside.
                     let c = rng.random_range('\u{80}'..char::MAX);
                     let encoded: Vec<u32> = c.to_string().bytes().map(byte).collect();
                     let cut = if rng.random_range(0..4) == 0 { 1 } else { 0 };
@@ -420,7 +420,7 @@ fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer,
             let expected = reference.decode(&ids, skip_special).unwrap();
             assert_eq!(text, expected, "seed {seed}, round {round}, skip {skip_special}, {ids:?}");
             assert_eq!(tokenizer.decode(&ids, skip_special), expected);
-            // Finished means empty: the same detokenizer serves again.
+            // A finished detokenizer is empty, so it can be used again.
             assert_eq!(detokenizer.finish(), "");
         }
     }
@@ -480,7 +480,7 @@ fn stop_strings_match_a_naive_search_however_the_text_is_cut() {
     assert!((1000..4900).contains(&found), "{found} of 5000 rounds stopped: the test needs both");
 }
 
-/// The answer before the stop string that is complete first; of several at one byte, the longest.
+/// The answer before the stop string that is complete first. If several end at one byte, the longest counts.
 fn naive_stop<'a>(text: &'a str, stops: &[String]) -> (&'a str, Option<usize>) {
     for end in (0..=text.len()).filter(|&end| text.is_char_boundary(end)) {
         let mut best: Option<usize> = None;
@@ -509,7 +509,7 @@ fn unusable_stop_strings_are_refused() {
     }
     let mut none = StopMatcher::new::<&str>(&[]).unwrap();
     assert_eq!(none.push("anything").text, "anything");
-    // The longest allowed, repeated almost to its end: what waits is given out in full.
+    // The longest allowed stop string is repeated almost to its end: all text that waits is given out in full.
     let long = "x".repeat(MAX_STOP_BYTES);
     let mut matcher = StopMatcher::new(&[&long]).unwrap();
     assert_eq!(matcher.push(&long[1..]).text, "");
@@ -663,7 +663,7 @@ fn hostile_templates_end() {
     }
 }
 
-/// Values at the edges of what filters, methods and slices take: each ends in a text or an error.
+/// Values at the edges of what filters, methods and slices take. Each ends in a text or an error.
 #[test]
 fn edge_values_in_templates_end_in_a_result() {
     for source in [
@@ -759,15 +759,15 @@ fn conversations_as_clients_send_them_are_brought_into_order() {
         (&[("system", " s "), ("user", " a ")], &[("system", " s "), ("user", "a")]),
         (&[("developer", "s"), ("user", "a")], &[("system", "s"), ("user", "a")]),
         (&[("system", "s"), ("developer", "t"), ("user", "a")], &[("system", "s\n\nt"), ("user", "a")]),
-        // Two in a row, as Open WebUI sends a file and a question.
+        // The conversation has two user messages in a row, as Open WebUI sends a file and a question.
         (&[("system", "s"), ("user", "a"), ("user", "b")], &[("system", "s"), ("user", "a\n\nb")]),
         (&[("user", "a"), ("assistant", "b"), ("assistant", "c")], &[("user", "a"), ("assistant", "b\n\nc")]),
         (&[("user", "a"), ("user", "  "), ("user", "b")], &[("user", "a\n\nb")]),
-        // A greeting first.
+        // The conversation begins with a greeting.
         (&[("assistant", "hi"), ("user", "a")], &[("user", ""), ("assistant", "hi"), ("user", "a")]),
         (&[("system", "s"), ("assistant", "hi")], &[("user", "s"), ("assistant", "hi")]),
         (&[("system", "s")], &[("user", "s")]),
-        // A late instruction speaks as the user, where it stands.
+        // A late instruction becomes a user's turn in its place.
         (
             &[("user", "a"), ("assistant", "b"), ("system", "late"), ("user", "c")],
             &[("user", "a"), ("assistant", "b"), ("user", "late\n\nc")],
@@ -827,7 +827,7 @@ fn a_normal_conversation_always_renders_and_a_good_one_is_not_changed() {
         assert_eq!(shipped.render(&normal, true).as_ref(), Ok(&rendered), "round {round}: {messages:?}");
         assert_eq!(normalize(&normal), normal, "round {round}: {messages:?}");
 
-        // What the template took before, but for its quirks (losing text, odd roles), renders the same.
+        // Conversations that the template took before render the same, except for its quirks (losing text, odd roles).
         let known = |m: &Message| matches!(m.role.as_str(), "user" | "assistant");
         let has_parts = matches!(messages[0].content, Content::Parts(_));
         let good = match messages[0].role.as_str() {

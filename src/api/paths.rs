@@ -13,8 +13,8 @@ pub(in crate::api) fn documented(path: &str) -> Cow<'_, str> {
     if WITHOUT_V1.contains(&path) { format!("/v1{path}").into() } else { path.into() }
 }
 
-/// The route that whoever asked for `path` probably meant. Either `path` differs from the route by a letter or two, or it
-/// has something before the route, as after a base URL that has `/v1` already.
+/// The route that whoever asked for `path` probably meant. Either `path` differs from the route by a letter or two, or
+/// it has something before the route, as after a base URL that has `/v1` already.
 pub(in crate::api) fn nearest<'a>(path: &str, routes: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     const NEAR: usize = 2;
     let (mut inner, mut near): (Option<&str>, Option<(usize, &str)>) = (None, None);

@@ -1,5 +1,6 @@
 //! Recording and submitting work. A [`Recorder`] derives barriers from the ranges that each command reads and writes,
-//! and keeps the buffers alive as long as the recording. The shader of a dispatch says which buffers it reads and writes.
+//! and keeps the buffers alive as long as the recording. The shader of a dispatch says which buffers it reads and
+//! writes.
 //!
 //! Two ways lead from a recording to the queue:
 //!
@@ -124,8 +125,8 @@ impl CommandBuffer {
         })
     }
 
-    /// Waits for the last submit, and starts a recording for [`Recorder::submit_alone`]. Ending such a recording fails if
-    /// the driver is out of memory.
+    /// Waits for the last submit, and starts a recording for [`Recorder::submit_alone`]. Ending such a recording fails
+    /// if the driver is out of memory.
     pub fn begin(&mut self) -> Result<Recorder<'_>, GpuError> {
         self.begin_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT)
     }
@@ -211,8 +212,8 @@ impl Drop for CommandBuffer {
 pub struct Submission {
     device: Arc<Device>,
     pool: vk::CommandPool,
-    /// Two command buffers that are recorded once, and submitted before and after the others: they write the timestamps,
-    /// and `end` makes all writes visible to the host.
+    /// Two command buffers that are recorded once, and submitted before and after the others: they write the
+    /// timestamps, and `end` makes all writes visible to the host.
     begin: vk::CommandBuffer,
     end: vk::CommandBuffer,
     /// Timestamps before and after the submission; null where the device has none.

@@ -96,8 +96,8 @@ impl<'a> Driver<'a> {
     }
 }
 
-/// What greedy decoding answers, chunks of a prompt and ids fed back on the device: `count` ids, or fewer if one of `stop`
-/// ends it, which is then the last.
+/// What greedy decoding answers, chunks of a prompt and ids fed back on the device: `count` ids, or fewer if one of
+/// `stop` ends it, which is then the last.
 pub fn greedy(runner: &mut dyn Runner, prompt: &[u32], count: usize, chunk: usize, stop: &[u32]) -> Vec<u32> {
     let limits = Limits { max_batch_tokens: chunk.min(runner.limits().max_batch_tokens), ..runner.limits() };
     let plain = SchedulerConfig { speculation_tokens: 0, ..SchedulerConfig::default() };

@@ -1,8 +1,9 @@
 //! A scripted [`Runner`] that checks every batch it is handed, for the tests of the engine and of the API.
 //!
-//! Its KV cache is real as far as the engine can tell: each place of a block holds the token that was written there and a
-//! hash of all tokens before it, so that a block that is shared, copied, freed or found again at the wrong time is noticed
-//! by the next step that reads it. With a draft model it has a second cache, which that one writes ahead of the first.
+//! Its KV cache is real as far as the engine can tell: each place of a block holds the token that was written there and
+//! a hash of all tokens before it, so that a block that is shared, copied, freed or found again at the wrong time is
+//! noticed by the next step that reads it. With a draft model it has a second cache, which that one writes ahead of the
+//! first.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -72,7 +73,8 @@ pub fn says(answer: &[u32], end: u32) -> Script {
     })
 }
 
-/// The first id from `id` on that a draw behind `tokens` does not forbid, or next to; that which it forces, if there is one.
+/// The first id from `id` on that a draw behind `tokens` does not forbid, or next to; that which it forces, if there is
+/// one.
 fn allowed(id: u32, tokens: &[u32], draw: &Draw, mask: Option<&[u32]>, vocab_size: u32) -> u32 {
     let bias = draw.biases(tokens.len());
     if let Some((forced, _)) = bias.iter().find(|(_, bias)| *bias >= 1e20) {
@@ -143,8 +145,8 @@ impl Cache {
         }
     }
 
-    /// The tokens before `start`, as the blocks of the sequence hold them, and their hash; panics where they are not one
-    /// text, or where a window is not the same text's.
+    /// The tokens before `start`, as the blocks of the sequence hold them, and their hash; panics where they are not
+    /// one text, or where a window is not the same text's.
     fn tokens_before(&self, s: &BatchSequence) -> (Vec<u32>, u64) {
         let (mut tokens, mut hash) = (Vec::new(), 0);
         let window = self.kv.sliding_window.map_or(0, |window| window - 1);
@@ -493,7 +495,8 @@ impl Control {
         self.set(|s| s.fail_wait_at = Some(n));
     }
 
-    /// The `n`-th draw or pooled prompt, from 0, finds logits that nothing can be sampled from, or states that are no numbers.
+    /// The `n`-th draw or pooled prompt, from 0, finds logits that nothing can be sampled from, or states that are no
+    /// numbers.
     pub fn not_finite_at(&self, n: usize) {
         self.set(|s| s.not_finite_at = Some(n));
     }

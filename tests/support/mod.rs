@@ -1,7 +1,7 @@
 //! What test files share, a file for each kind. This file has the places of the test data, and [`skip`].
 //!
-//! [`skip`] is the only way to skip a test, because `tidy` refuses `#[ignore]`. It panics unless the given name stands in
-//! `tests/skips.toml`, with the reason and the condition under which the test is skipped.
+//! [`skip`] is the only way to skip a test, because `tidy` refuses `#[ignore]`. It panics unless the given name stands
+//! in `tests/skips.toml`, with the reason and the condition under which the test is skipped.
 //!
 //! Test files import from here and never from each other; `tidy` checks that.
 
