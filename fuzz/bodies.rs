@@ -1,7 +1,8 @@
-//! What the fuzz targets run, and the mutation tests too: bytes in, one line of refusal or a checkpoint read to the end.
+//! What the fuzz targets run, and the mutation tests too: bytes in, one line of refusal or a checkpoint read to the
+//! end.
 //!
-//! Each body holds what must be true of any input: no panic, a refusal of one line, and of what is accepted, rows that can
-//! be dequantized. A grammar is compiled, and followed for a few ids.
+//! Each body holds what must be true of any input: no panic, a refusal of one line, and of what is accepted, rows that
+//! can be dequantized. A grammar is compiled, and followed for a few ids.
 
 use std::sync::LazyLock;
 

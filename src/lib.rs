@@ -1,15 +1,16 @@
 //! Unicorn Execution Engine: a local LLM server for Gemma-3. Vulkan compute shaders compute every layer.
 //!
-//! `unicorn serve` loads a checkpoint once, keeps it in GPU memory until the server ends, and answers the APIs of OpenAI and
-//! Anthropic on `127.0.0.1:8010`. No layer is computed on the CPU, except by tests ([`kernels::reference`]): what the
-//! device cannot hold or compute is an error that says so. The first target is the GPU of an AMD Ryzen 9 8945HS, a Radeon
-//! 780M. Any Vulkan 1.3 device will do that has the features and limits of [`gpu::Caps`].
+//! `unicorn serve` loads a checkpoint once, keeps it in GPU memory until the server ends, and answers the APIs of
+//! OpenAI and Anthropic on `127.0.0.1:8010`. Nothing here computes a layer on the CPU: what the device cannot hold or
+//! compute is an error that says so. The plain loops that tests compare kernels with are in
+//! `tests/support/reference.rs`. The first target is the GPU of an AMD Ryzen 9 8945HS, a Radeon 780M. Any Vulkan 1.3
+//! device will do that has the features and limits of [`gpu::Caps`].
 //!
 //! # Floors
 //!
 //! Modules import downward only, and no files import each other in a circle (`tests/tidy.rs` checks both from the paths
-//! that the code names). The binary stands above all modules. Two modules name a neighbour on their floor:
-//! [`kernels`] names [`quantize`], since weights are quantized while they are packed for the device, and [`config`] names
+//! that the code names). The binary stands above all modules. Two modules name a neighbour on their floor: [`kernels`]
+//! names [`quantize`], since weights are quantized while they are packed for the device, and [`config`] names
 //! [`tensor`].
 //!
 //! | floor | modules |

@@ -34,7 +34,7 @@ fn with_cors(origins: &[&str]) -> AccessPolicy {
     AccessPolicy { cors_origins: origins.iter().map(|&o| o.into()).collect(), ..AccessPolicy::default() }
 }
 
-/// A request with these header fields; a body where it is a POST.
+/// A request with these header fields. A POST has a body.
 fn request(method: &str, path: &str, fields: &[(&str, &str)]) -> Request<Body> {
     let mut request = Request::builder().method(method).uri(path);
     for (name, value) in fields {
@@ -44,7 +44,7 @@ fn request(method: &str, path: &str, fields: &[(&str, &str)]) -> Request<Body> {
     request.body(Body::from(body)).expect("a sound request")
 }
 
-/// Its status, and the error's code where it is one.
+/// The status of the answer, and the error's code if it is an error.
 async fn outcome(app: &App, request: Request<Body>) -> (u16, String) {
     let (status, _, body) = send_json(&app.router, request).await;
     (status.as_u16(), body["error"]["code"].as_str().unwrap_or_default().to_owned())
@@ -90,7 +90,7 @@ async fn with_keys_every_route_but_health_and_the_page_asks_for_one() {
             assert_eq!((&error["type"], &error["param"]), (&json!("invalid_request_error"), &Value::Null));
             assert!(headers["www-authenticate"].to_str().unwrap().starts_with("Bearer"));
             assert!(headers.contains_key("x-request-id"));
-            // Neither the server's nor the client's.
+            // These hosts are neither the server's nor the client's.
             for key in [KEY, "first-key", "1234567891"] {
                 assert!(!body.to_string().contains(key), "{body}");
             }
@@ -100,7 +100,7 @@ async fn with_keys_every_route_but_health_and_the_page_asks_for_one() {
         ("authorization", "Bearer sk-unicorn-1234567890"),
         ("authorization", "bearer first-key"),
         ("x-api-key", KEY),
-        // A key that no page of a stranger has opens the door under any name, and to any page.
+        // A key lets a request in under any name and from any page, because no page of a stranger has a key.
         ("x-api-key", "first-key"),
     ] {
         let strange = [(name, value), ("host", "strange.example"), ("origin", "https://strange.example")];
@@ -143,7 +143,7 @@ async fn without_keys_foreign_names_and_pages_are_refused() {
             assert!(headers.contains_key("x-request-id"));
         }
     }
-    // Two names, and one in the request's target, are all looked at.
+    // All names are checked: two `Host` fields, and a name in the request's target.
     let two = [("host", "localhost"), ("host", "evil.example")];
     assert_eq!(outcome(&app, request("POST", CHAT, &two)).await.0, 403);
     let target = request("POST", &format!("http://evil.example{CHAT}"), &[("host", "localhost")]);
@@ -163,14 +163,14 @@ async fn without_keys_foreign_names_and_pages_are_refused() {
             "{origin}"
         );
         assert!(body["error"]["message"].as_str().unwrap().contains("server.cors_origins"));
-        // The answer to this one is not for the page to read: no header says so.
+        // The page must not read the answer to this request, so no header allows it.
         let (status, headers, _) = send(&app.router, request("GET", "/v1/models", &page)).await;
         assert!(status == 200 && !headers.contains_key("access-control-allow-origin"));
-        // A preflight gets no leave either.
+        // A preflight is refused as well.
         let (status, headers, _) = send(&app.router, request("OPTIONS", CHAT, &page)).await;
         assert!(status == 403 && !headers.contains_key("access-control-allow-origin"));
     }
-    // The server's own page.
+    // These requests come from the server's own page.
     let own = [("host", "Box.lan:8010"), ("origin", "http://box.lan:8010")];
     assert_eq!(outcome(&app, request("POST", CHAT, &own)).await.0, 200);
     // As it comes by HTTP/2: the server's name stands in the request's target, and there is no Host.
@@ -180,7 +180,7 @@ async fn without_keys_foreign_names_and_pages_are_refused() {
     }
 }
 
-/// As Chrome and Firefox send them before a POST of JSON with a key.
+/// The preflight that Chrome and Firefox send before a POST of JSON with a key.
 fn preflight(origin: &str) -> Request<Body> {
     request(
         "OPTIONS",
@@ -227,7 +227,7 @@ async fn pages_that_cors_lets_in_may_ask_and_read() {
         assert_eq!(field(&headers, "access-control-allow-origin"), Some(if all { "*" } else { page }));
         assert!(field(&headers, "access-control-expose-headers").unwrap().contains("retry-after"));
         assert!(all || field(&headers, "vary").unwrap().to_lowercase().contains("origin"));
-        // An error is the page's to read too: that of the door, and that of a route.
+        // A page may read errors too: errors of authentication, and errors of a route.
         let wrong = [("origin", page), ("x-api-key", "wrong")];
         for request in [request("POST", CHAT, &wrong), request("GET", "/nothing", &fields)] {
             let (status, headers, _) = send(&app.router, request).await;
@@ -246,7 +246,7 @@ async fn pages_that_cors_lets_in_may_ask_and_read() {
     }
 }
 
-/// Sends and reads no body.
+/// Sends a request and reads no body.
 async fn begin(app: &App, request: Request<Body>) -> Response<Body> {
     let response = tokio::time::timeout(HANG, app.router.clone().oneshot(request));
     response.await.expect("no request hangs").expect("handlers do not fail")
@@ -263,19 +263,19 @@ async fn a_client_has_so_many_requests_under_way_until_their_ends() {
     };
     let mut answer = begin(&app, of(KEY, true)).await.into_body().into_data_stream();
     assert!(answer.next().await.expect("a first chunk").is_ok());
-    // The engine has so few places for requests that wait that it must be running.
+    // The engine has few places for requests that wait, so this request must be running.
     let control = app.control.clone();
     blocking(move || control.submitted(1)).await;
     let (status, headers, body) = send_json(&app.router, of(KEY, false)).await;
     assert_eq!((status, &body["error"]["code"]), (StatusCode::TOO_MANY_REQUESTS, &json!("client_full")));
     assert_eq!(body["error"]["type"], "rate_limit_error");
     assert!(field(&headers, "retry-after").unwrap().parse::<u32>().unwrap() > 0);
-    // To ask how things are takes no place, and another's are free.
+    // A request for `/status` takes no place, and another client's places are free.
     assert_eq!(outcome(&app, request("GET", "/v1/models", &[("x-api-key", KEY)])).await.0, 200);
     let other = begin(&app, of("first-key", true)).await;
     assert_eq!(other.status(), 200);
     drop(answer);
-    // Given up in the middle, its place is free; refused, it took none.
+    // A request that is given up in the middle frees its place, and a refused one took none.
     assert_eq!(begin(&app, of(KEY, true)).await.status(), 200);
     app.control.release();
     drop(other);
@@ -284,12 +284,12 @@ async fn a_client_has_so_many_requests_under_way_until_their_ends() {
     assert_eq!(outcome(&app, of(KEY, false)).await.0, 200, "and again after a whole answer");
 }
 
-/// An app in which a body may stall for longer than a test takes.
+/// An app in which a body may stall for longer than a test lasts.
 fn patient_app_behind(door: AccessPolicy) -> App {
     app_with_options(Options { body_stall: 4 * HANG, ..OPTIONS }, door)
 }
 
-/// An app that refuses a wrong key after longer than a test takes, once it is one too many.
+/// An app that delays the refusal of one wrong key too many for longer than a test lasts.
 fn app_that_slows() -> App {
     app_with_options(Options { wrong_key_pause: 64 * HANG, ..OPTIONS }, with_keys())
 }
@@ -299,13 +299,13 @@ fn app_with_options(options: Options, door: AccessPolicy) -> App {
     loaded(Server::new(MODEL, options, door), limits(), DEFAULTS, says(&ids, END_OF_TURN))
 }
 
-/// The request, as if it came from there.
+/// The request, as if it came from that address.
 fn from(peer: IpAddr, mut request: Request<Body>) -> Request<Body> {
     request.extensions_mut().insert(ConnectInfo(SocketAddr::new(peer, 1)));
     request
 }
 
-/// A request that is under way, or what it was refused with.
+/// A request that is under way, or the error that refused it.
 type UnderWay = Result<Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>>>>, u16>;
 
 /// Sends a chat whose body never comes. `read` counts the bodies that somebody began to read.
@@ -375,7 +375,7 @@ async fn without_keys_a_client_is_its_address_whatever_key_it_sends() {
     for (mine, also_mine, anothers) in [
         ("10.0.0.1", "10.0.0.1", "10.0.0.2"),
         ("10.0.0.1", "::ffff:10.0.0.1", "::ffff:10.0.0.2"),
-        // Who has one IPv6 address has 2^64.
+        // A client with one IPv6 address has 2^64 of them.
         ("2001:db8:0:1::1", "2001:db8:0:1:ffff:ffff:ffff:ffff", "2001:db8:0:2::1"),
     ] {
         let app = patient_app_behind(AccessPolicy { requests_per_client: 1, ..AccessPolicy::default() });
@@ -580,7 +580,7 @@ fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
     std::fs::write(&keys, "good\nsecret with blanks\n").expect("written");
     let (code, _, stderr) = output(serve(&["--api-key-file", path]));
     assert!(code == 78 && stderr.contains("line 2") && !stderr.contains("secret"), "{stderr}");
-    // Who may read the file is said, and not what is in it; then what is next wrong is: there is no device.
+    // The warning says that others may read the file, and not what is in it. The next error is that there is no device.
     std::fs::write(&keys, KEY).expect("written");
     for (mode, warned) in [("644", true), ("640", false), ("600", false)] {
         let chmod = std::process::Command::new("chmod").args([mode, path]).status().expect("runs");
@@ -599,7 +599,7 @@ fn a_door_that_stands_open_by_mistake_is_refused_at_the_start() {
     let (_, _, stderr) = output(variable);
     assert!(!stderr.contains("no API key") && stderr.contains("listening on"), "{stderr}");
 
-    // More connections than this process may have files.
+    // The server is to take more connections than this process may have files.
     let mut limited = std::process::Command::new("sh");
     limited.args(["-c", "ulimit -n 300; exec \"$0\" serve --port 0", env!("CARGO_BIN_EXE_unicorn")]);
     assert_error(limited, 78, &["server.connections = 512", "300", "ulimit -n"]);

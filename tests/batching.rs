@@ -1,6 +1,6 @@
-//! Greedy tokens do not depend on what else the engine does: alone or in a batch, whole or in chunks, computed or found in
-//! the prefix cache, preempted or not, forked or not, they are the same to the last id, on the device, whatever the type of
-//! the KV cache. Nor do those that penalties, seeds and masks choose.
+//! Greedy tokens do not depend on what else the engine does. They are the same to the last id, on the device and for
+//! every type of KV cache: alone or in a batch, whole or in chunks, computed or found in the prefix cache, preempted or
+//! not, forked or not. Tokens that penalties, seeds and masks choose do not depend on it either.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ fn the_demo_model_answers_the_same_whatever_else_runs() {
 fn the_reference_model_answers_the_same_whatever_else_runs() {
     let folder = data("gemma3/tiny-a");
     let goldens = goldens::Goldens::open(&folder);
-    // As products have it: f16 loses something, and always the same.
+    // A KV cache in f16 loses something of keys and values, and always the same.
     let options =
         LoadOptions { kv: KvDtype::F16, sequences: 16, max_context: Some(512), ..LoadOptions::default() };
     let mut model = goldens::load(&folder, &options);
@@ -41,7 +41,8 @@ fn the_reference_model_answers_the_same_whatever_else_runs() {
     texts.check_all(&mut model);
 }
 
-/// Nor on how many tokens a block of the cache has, of which the answers are cut otherwise into blocks and windows.
+/// Answers do not depend on the number of tokens in a block of the cache, which decides how they are cut into blocks
+/// and windows.
 #[test]
 fn the_size_of_a_block_changes_no_answer() {
     let folder = data("gemma3/tiny-a");
@@ -69,7 +70,7 @@ fn the_size_of_a_block_changes_no_answer() {
     }
 }
 
-/// What penalties, biases, masks and log probabilities are made of is the model's logits, position by position.
+/// Penalties, biases, masks and log probabilities are computed from the model's logits, position by position.
 #[test]
 fn what_is_drawn_follows_from_the_logits() {
     let options = LoadOptions { sequences: 4, max_context: Some(512), ..LoadOptions::default() };
@@ -82,7 +83,7 @@ fn what_is_drawn_follows_from_the_logits() {
         let plain = answer(&mut model, prompt, (&SamplingParams::GREEDY, 0), 20);
         let params = SamplingParams {
             logit_bias: vec![(favourite, 3.0), (plain[0], -2.5)],
-            // What comes third would end it, were it not too early.
+            // The third id would end the answer, if it did not come too early.
             stop_token_ids: vec![plain[2]],
             min_tokens: 10,
             logprobs: Some(i),
@@ -127,14 +128,15 @@ fn what_is_drawn_follows_from_the_logits() {
     }
 }
 
-/// Every id twice as large as the one before, modulo what is allowed: a mask follows from the last id.
+/// A mask that allows every id twice as large as the one before, modulo the number of allowed ids. It depends on the
+/// last id.
 #[derive(Clone)]
 struct Doubling(usize);
 
 impl TokenMask for Doubling {
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
         let mut words = vec![0u32; self.0.div_ceil(32)];
-        // Two may come, so that the model has a choice.
+        // The mask allows two ids, so that the model has a choice.
         for id in [answer.last().map_or(7, |last| last * 2 % 500), answer.len() as u32 + 30] {
             words[id as usize / 32] |= 1 << (id % 32);
         }
@@ -181,7 +183,7 @@ fn a_mask_binds_beside_those_that_have_none() {
     }
 }
 
-/// Drawn with a seed, a token depends on nothing else either.
+/// A token that is drawn with a seed does not depend on anything else either.
 #[test]
 fn a_seed_draws_the_same_in_any_batch() {
     let options =
@@ -205,7 +207,8 @@ fn a_seed_draws_the_same_in_any_batch() {
     }
 }
 
-/// Copies with a change, which repeat their prompt: guesses at what comes next come true, and the answer is the expected one.
+/// Copies with a change, which repeat their prompt: draft tokens of prompt lookup are accepted, and the answer is the
+/// expected one.
 #[test]
 fn text_that_repeats_its_prompt_takes_less_than_half_the_passes() {
     let options = LoadOptions { max_context: Some(2048), ..LoadOptions::default() };
@@ -223,6 +226,6 @@ fn text_that_repeats_its_prompt_takes_less_than_half_the_passes() {
         proposed += run.drafts[&0].proposed;
         accepted += run.drafts[&0].accepted;
     }
-    println!("{tokens} tokens in {passes} passes; {accepted} of {proposed} guesses came true");
+    println!("{tokens} tokens in {passes} passes; {accepted} of {proposed} draft tokens were accepted");
     assert!(tokens >= 2 * passes, "{tokens} tokens in {passes} passes");
 }

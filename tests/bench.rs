@@ -1,5 +1,5 @@
-//! The load generator against servers that behave as a script says, well and badly, and against this project's own. What
-//! is slow here waits for something to happen, never for a time; no figure of time is held to anything.
+//! The load generator against servers that behave as a script says, well and badly, and against this project's own
+//! server. Slow servers here wait for events, never for a time, and no test compares a time.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -11,16 +11,16 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// What a server does about the n-th question, from 0; the first one warms it up.
+/// The answer of a server to the n-th request, from 0. The first request warms it up.
 enum Reply {
-    /// These pieces of text, and usage.
+    /// The answer has these pieces of text, and usage.
     Say(&'static [&'static str]),
-    /// These pieces of text without usage, and without `[DONE]`.
+    /// The answer has these pieces of text, without usage and without `[DONE]`.
     SayPlainly(&'static [&'static str]),
     Refuse(u16, &'static str),
-    /// Bytes as they are, and no more.
+    /// The answer is these bytes, and nothing more.
     Raw(&'static str),
-    /// An event stream of these lines, which then ends as HTTP has it.
+    /// The answer is an event stream of these lines, which ends as HTTP says.
     Events(&'static [&'static str]),
 }
 
@@ -53,7 +53,7 @@ impl Scripted {
         Self { url, seen }
     }
 
-    /// The questions so far, in the order they came.
+    /// The requests so far, in the order in which they came.
     fn questions(&self) -> Vec<Value> {
         self.seen.lock().expect("no panic").iter().map(|(_, body)| body.clone()).collect()
     }
@@ -113,7 +113,7 @@ fn answer(
         Say(pieces) => {
             let usage = json!({
                 "prompt_tokens": 40,
-                // Not one for each piece, so that the test can tell who counted.
+                // There is not one token for each piece, so that the test can tell which side counted.
                 "completion_tokens": 2 * pieces.len(),
                 "prompt_tokens_details": {"cached_tokens": 7},
             });
@@ -130,7 +130,7 @@ fn http(status: &str, kind: &str, body: &str) -> String {
     format!("HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n\r\n{body}")
 }
 
-/// A role, the pieces, why it ended.
+/// The stream's lines: a role, the pieces, and the reason for the end.
 fn chunks(pieces: &'static [&'static str]) -> impl Iterator<Item = String> {
     let chunk = |delta: Value, reason: Value| {
         json!({"choices": [{"index": 0, "delta": delta, "finish_reason": reason}], "usage": null}).to_string()
@@ -141,7 +141,7 @@ fn chunks(pieces: &'static [&'static str]) -> impl Iterator<Item = String> {
     std::iter::once(role).chain(said).chain([end])
 }
 
-/// Each in an HTTP chunk of its own, and a comment before.
+/// Sends each event in an HTTP chunk of its own, behind a comment.
 fn send_events(stream: &mut TcpStream, events: impl Iterator<Item = String>) -> std::io::Result<()> {
     let head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n";
     stream.write_all(head.as_bytes())?;
@@ -187,12 +187,12 @@ fn a_closed_loop_counts_what_was_asked_and_answered() {
     }
     assert_eq!(levels[0]["ratio_to_one"], 1.0);
 
-    // One to warm up, and no two alike.
+    // One request warms up, and no two prompts are alike.
     let questions = server.questions();
     assert_eq!(questions.len(), 1 + 2 + 6);
     let text = |question: &Value| question["messages"][0]["content"].as_str().expect("text").to_owned();
     let mut texts: Vec<String> = questions.iter().map(text).collect();
-    // 96 words were 40 tokens to this server; from then on it gets as many as make 128.
+    // This server counts 40 tokens for 96 words, so from then on it gets as many words as make 128 tokens.
     assert_eq!(texts[0].split(' ').count(), 96);
     assert_eq!(texts[1].split(' ').count(), 307);
     texts.sort();
@@ -216,7 +216,7 @@ fn a_closed_loop_counts_what_was_asked_and_answered() {
 
 #[test]
 fn streams_ask_at_the_same_time_and_the_same_seed_asks_the_same() {
-    // Nobody is answered before all five are there: with fewer at once, this would hang.
+    // No request is answered before all five are there, so the test would hang with fewer at once.
     let arrived: Arc<(Mutex<usize>, Condvar)> = Arc::default();
     let server = Scripted::start(move |n, _| {
         if n > 0 {
@@ -232,7 +232,7 @@ fn streams_ask_at_the_same_time_and_the_same_seed_asks_the_same() {
     let args = ["--concurrency", "5", "--requests", "1", "--seed", "11"];
     let report = server.report(&args);
     assert_eq!((&report["levels"][0]["failures"], &report["seed"]), (&json!(0), &json!(11)), "{report}");
-    // No level of one stream to compare with.
+    // There is no level of one stream to compare with.
     assert_eq!(report["levels"][0]["ratio_to_one"], Value::Null);
     server.report(&args);
     let mut texts: Vec<String> = server.questions().iter().map(|q| q["messages"].to_string()).collect();
@@ -289,7 +289,7 @@ fn failures_are_counted_and_the_first_is_told() {
         ),
     ] as [(fn() -> Reply, &[&str]); 12]
     {
-        // After the warm-up, every second request.
+        // Every second request after the warm-up fails.
         let every_second = || Scripted::start(move |n, _| if n % 2 == 1 { bad() } else { Say(&["well"]) });
         let server = every_second();
         let report = server.report(&["--concurrency", "1", "--requests", "4"]);
@@ -302,14 +302,14 @@ fn failures_are_counted_and_the_first_is_told() {
             "{parts:?}: {first:?}"
         );
 
-        // The table says so too.
+        // The table reports the failures too.
         let (code, stdout, stderr) =
             output(every_second().command(&["--concurrency", "1,2", "--requests", "4"]));
         assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
         assert!(stdout.contains("1 at once: 2 of 4 requests failed, first: "), "{stdout}");
         assert!(stdout.contains(first), "{stdout}");
 
-        // Where nothing else comes, it is an error.
+        // A run in which every request fails is an error.
         let server = Scripted::start(move |n, _| if n > 0 { bad() } else { Say(&["well"]) });
         let args = ["--concurrency", "1,2", "--requests", "2"];
         assert_error(
@@ -363,7 +363,7 @@ fn what_cannot_be_measured_is_one_line() {
         let args = ["bench", "serve", "--scenario", scenario, option, "4"];
         assert_error(unicorn(&args), 1, &[option, &format!("--scenario {other}")]);
     }
-    // Nothing of a model is looked at here.
+    // This test looks at no model.
     let mut command = unicorn(&["bench", "serve", "--url", &nobody]);
     command.env("UNICORN_MODEL_PATH", "no/such-model");
     assert_error(command, 1, &["cannot connect"]);
@@ -371,7 +371,8 @@ fn what_cannot_be_measured_is_one_line() {
 
 #[test]
 fn long_prompts_come_among_chats_that_wait_for_them() {
-    // The chats go on until every long prompt was answered, and those are answered once each chat has asked five times.
+    // The chats go on until every long prompt was answered, and the long prompts are answered once each chat has asked
+    // five times.
     let chatted: Arc<(Mutex<usize>, Condvar)> = Arc::default();
     let server = Scripted::start(move |n, body| {
         let (count, more) = &*chatted;
@@ -439,7 +440,7 @@ fn a_second_turn_holds_the_first_and_its_answer() {
     assert_eq!((code, stderr.as_str()), (0, ""));
     assert!(stdout.contains("of the first's time"), "{stdout}");
 
-    // A chat whose first turn fails has no second one.
+    // A chat whose first turn fails has no second turn.
     let server = Scripted::start(|n, _| if n == 1 { Refuse(500, "no") } else { Say(&["well"]) });
     let report = server.report(&args);
     assert_eq!(
@@ -448,7 +449,7 @@ fn a_second_turn_holds_the_first_and_its_answer() {
     );
 }
 
-/// The server of this project, whose model says the same to everyone.
+/// This project's server, with a model that gives every request the same answer.
 #[test]
 fn this_projects_own_server_can_be_measured() {
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
@@ -474,7 +475,8 @@ fn this_projects_own_server_can_be_measured() {
     runtime.shutdown_timeout(Duration::from_secs(5));
 }
 
-/// The demo model's steps, with what they read by hand: 6 layers of 2 heads of 64, of which 4 see a window of 64, in f16.
+/// The bytes that the demo model's steps read, computed by hand: 6 layers of 2 heads of 64, of which 4 see a window of
+/// 64, in f16.
 #[test]
 fn the_steps_of_a_model_are_measured_and_compared() {
     let run = |args: &[&str]| {
@@ -496,8 +498,8 @@ fn the_steps_of_a_model_are_measured_and_compared() {
     assert!(why.contains("a context of 9000 tokens, and there is one of 8192"), "{why}");
     let case = |name: &str| report["cases"].as_array().unwrap().iter().find(|c| c["case"] == name).unwrap();
     let weights = report["weight_bytes"].as_u64().expect("a number");
-    let position = 2 * 2 * 64 * 2; // of a layer: keys and values, heads, elements, bytes
-    // The tokens at 129 and 130, behind one that warms up.
+    let position = 2 * 2 * 64 * 2; // bytes of a position in a layer: keys and values, heads, elements, bytes
+    // The timed steps have the tokens at 129 and 130, behind one step that warms up.
     let seen = (2 * 130 + 4 * 64 + 2 * 131 + 4 * 64) / 2 * position;
     assert_eq!(case("decode 1 at 128")["least_bytes_per_step"], json!(weights + seen));
     assert_eq!(case("decode 3 at 128")["least_bytes_per_step"], json!(weights + 3 * seen));
@@ -508,14 +510,15 @@ fn the_steps_of_a_model_are_measured_and_compared() {
         assert!((figure("gb_per_s") / moved - 1.0).abs() < 1e-3, "{measured}");
     }
 
-    // Thirteen dispatches a layer, whose matrices are bf16, behind ten barriers, and the last one's add; one barrier before each of
-    // four recordings; of the draw: lookup, history, norm, logits, two of the sampler.
+    // A layer has thirteen dispatches, because its matrices are bf16, and ten barriers. One more dispatch adds the last
+    // layer's result. One barrier begins each of four recordings. A draw has lookup, history, norm, logits, and two
+    // dispatches of the sampler.
     let step = &case("decode 1 at 128")["per_step"];
     assert_eq!((&step["dispatches"], &step["copies"]), (&json!(6 * 13 + 7), &json!(0)), "{step}");
     let barriers = step["barriers"].as_u64().expect("a number");
     assert!((6 * 10 + 1..=6 * 10 + 10).contains(&barriers), "{step}");
     assert!(step["declared_weight_bytes"].as_u64().expect("a number") >= weights, "{step}");
-    // No time is left for any.
+    // The budget leaves no time for any case.
     let (code, stdout, stderr) =
         run(&["--prefill", "8", "--depth", "0", "--batch", "1", "--budget-s", "0", "--json"]);
     assert_eq!(code, 0, "{stderr}");
@@ -523,7 +526,7 @@ fn the_steps_of_a_model_are_measured_and_compared() {
     assert_eq!((&none["cases"], &none["left_out"][1]["case"]), (&json!([]), &json!("decode 1 at 0")));
     assert!(stdout.contains("the 0 s of --budget-s are over"), "{stdout}");
 
-    // Beside itself, and beside what another device measured.
+    // The report is shown beside itself, and beside what another device measured.
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str, report: &Value| {
         let path = folder.path().join(name);
@@ -554,7 +557,7 @@ fn the_steps_of_a_model_are_measured_and_compared() {
     assert_error(unicorn_on_software(&[&refused[..], &few].concat()), 1, &["nothing.json", "bench model"]);
 }
 
-/// Some kernels of the smallest shape, and the same again beside what was measured.
+/// Measures some kernels of the smallest shape, and then shows them beside an earlier report.
 #[test]
 fn kernels_are_measured_beside_what_the_device_can_do() {
     let run = |args: &[&str]| {
@@ -567,7 +570,8 @@ fn kernels_are_measured_beside_what_the_device_can_do() {
     let report: Value = serde_json::from_str(&stdout).expect("one JSON object");
     let [case] = &report["cases"].as_array().expect("a list")[..] else { panic!("{report}") };
     assert_eq!(case["case"], "gemma-3-270m matmul k_proj int4-g128 x 2, fast");
-    // 256 rows of 640: half a byte for a weight and 2 for 128; in, twice, 40 bytes for 32 columns, and out f32.
+    // The matrix has 256 rows of 640, with half a byte for a weight and 2 bytes for each 128. Both inputs have 40 bytes
+    // for 32 columns, and the result is f32.
     assert_eq!(case["bytes"], json!(256 * 640 / 2 + 256 * 640 / 64 + 2 * (640 / 32 * 40 + 4 * 256)));
     assert_eq!(case["ops"], json!(2 * 2 * 256 * 640));
     let (copy, peak) = (&report["copy"]["gb_per_s"], &report["peak"]["gops_per_s"]);

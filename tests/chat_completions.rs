@@ -1,5 +1,5 @@
-//! `/v1/chat/completions` over the scripted runner and the mini tokenizer: every field, every error, the shape of a
-//! stream; and what all routes share: models, queues, request ids, and the end of the server.
+//! `/v1/chat/completions` over the scripted runner and the mini tokenizer: every field, every error, and the shape of a
+//! stream. Also what all routes share: models, queues, request ids, and the end of the server.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -27,7 +27,7 @@ use crate::support::json::with;
 use crate::support::server::CONNECTIONS;
 use crate::support::tokenizers::tokenizer;
 
-/// Waiting for the engine's thread must not stop the runtime's.
+/// The wait for the engine's thread must not block the runtime's thread.
 async fn submitted(app: &App, steps: usize) {
     let control = app.control.clone();
     tokio::task::spawn_blocking(move || control.submitted(steps)).await.expect("steps come");
@@ -197,7 +197,7 @@ async fn n_answers_come_with_seeds_of_their_own_and_each_ends_for_itself() {
 async fn biases_and_the_extensions_for_lengths_reach_the_sampler() {
     let app = app_that_says("ok");
     let ids = tokenizer().encode("ok", false).unwrap();
-    // The fake takes the id behind one that is forbidden.
+    // The fake runner takes the id behind one that is forbidden.
     let next = tokenizer().detokenizer(true).push(ids[0] + 1).to_owned();
     let bias = json!({"max_tokens": 1, "logit_bias": {ids[0].to_string(): -100}});
     assert_eq!(answer(&app, with(chat("Hi"), bias)).await, (next, "length".to_owned()));
@@ -237,7 +237,8 @@ async fn max_tokens_and_the_context_bound_an_answer() {
     let (_, body) = complete(&app, chat("Hi")).await;
     assert_eq!(body["usage"]["total_tokens"], 600, "without max_tokens the answer fills the context");
 
-    // By count, by what is asked on top, and by bytes alone: the last is refused without tokenizing.
+    // The bodies exceed the context by count, by the tokens asked for on top, and by bytes alone. The last one is
+    // refused without tokenizing.
     for (body, words) in [
         (chat(&"q ".repeat(700)), "the prompt is too long: "),
         (with(chat("Hi"), json!({"max_tokens": 600})), "600 more"),
@@ -250,7 +251,7 @@ async fn max_tokens_and_the_context_bound_an_answer() {
         );
         let message = body["error"]["message"].as_str().unwrap();
         assert!(message.contains(words), "{message}");
-        // What litellm knows it by; langchain and Anthropic's clients by "prompt is too long".
+        // litellm recognizes the error by these words; langchain and Anthropic's clients by "prompt is too long".
         assert!(message.contains("this model's maximum context length is 600 tokens"), "{message}");
     }
 }
@@ -258,7 +259,7 @@ async fn max_tokens_and_the_context_bound_an_answer() {
 #[tokio::test]
 async fn a_prompt_that_is_too_long_is_blamed_on_the_field_that_holds_it() {
     let app = app_that_says("ok");
-    // By count, and by bytes alone.
+    // The bodies exceed the bound by count, and by bytes alone.
     for text in ["q ".repeat(700), "q".repeat(60_000)] {
         let turns = json!([{"role": "user", "content": text}]);
         for (path, fields, param) in [
@@ -291,8 +292,8 @@ async fn a_prompt_that_no_context_holds_is_too_long_and_not_invalid() {
     let limits = Limits { kv, max_context: 131_072, ..limits() };
     let options = Options { max_body_bytes: 16 << 20, ..OPTIONS };
     let app = app_with(limits, options, DEFAULTS, says(&[], END_OF_TURN));
-    // More text than is ever tokenized, whose tokens might be few; and more turns than a template could render within
-    // its bound of instructions, if their text were not too long before.
+    // One body has more text than is ever tokenized, though its tokens might be few. The other has more turns than a
+    // template could render within its bound of instructions, if their text were not refused first.
     let roles = ["user", "assistant"].iter().cycle();
     let turns: Vec<Value> = roles.take(130_000).map(|role| json!({"role": role, "content": "a"})).collect();
     for body in [chat(&"q".repeat((2 << 20) + 1)), with(chat(""), json!({"messages": turns}))] {
@@ -400,7 +401,7 @@ async fn what_clients_send_beside_is_accepted() {
         let body = json!({"model": MODEL, "messages": messages});
         assert_eq!(answer(&app, body).await.0, "ok", "{messages}");
     }
-    // Whatever the content type says, or says not.
+    // The body is read whatever the content type says, and without one.
     let bare = Request::post("/v1/chat/completions").body(Body::from(chat("Hi").to_string())).unwrap();
     assert_eq!(send_json(&app.router, bare).await.0, 200);
 }
@@ -463,7 +464,7 @@ async fn bad_bodies_are_refused_by_field() {
         (body(json!({"stop": [""]})), "stop[0]", "invalid_value"),
         (body(json!({"stop": ["a", "b", "c", "d", "e"]})), "stop", "invalid_value"),
         (body(json!({"stop": "x".repeat(5000)})), "stop", "invalid_value"),
-        (body(json!({"n": 2})), "n", "invalid_value"), // this one runs one at a time
+        (body(json!({"n": 2})), "n", "invalid_value"), // this server runs one answer at a time
         (body(json!({"n": 0})), "n", "invalid_value"),
         (body(json!({"logprobs": 3})), "logprobs", "invalid_value"),
         (body(json!({"logprobs": true, "top_logprobs": 21})), "top_logprobs", "invalid_value"),
@@ -526,7 +527,7 @@ async fn where_no_model_is_named_the_one_that_is_served_answers_and_no_other_nam
         ("/tokenize", json!({"messages": turns}), 200),
         ("/detokenize", json!({"tokens": [2, 3]}), 200),
         ("/models/load", json!({}), 200),
-        ("/models/unload", json!({}), 400), // understood, and refused
+        ("/models/unload", json!({}), 400), // the request is understood, and refused
     ] {
         let ask = async |more: Value| {
             let body = with(body.clone(), more).to_string();
@@ -583,7 +584,7 @@ async fn models_are_listed_by_the_same_id_before_and_after_loading() {
         assert_eq!(one, list["data"][0]);
         assert_eq!((&one["id"], &one["object"]), (&json!(MODEL), &json!("model")));
         assert!(one["created"].is_u64() && one["owned_by"].is_string());
-        // As llama.cpp's clients ask.
+        // These are the fields that llama.cpp's clients send.
         assert_eq!(one["status"]["value"], state);
         assert_eq!(send_json(router, get("/models")).await.2, list);
         let ask =
@@ -624,7 +625,7 @@ async fn a_title_waits_until_nobody_waits_for_an_answer() {
     let prompt = "### Task:\nName it.\nFormat: { \"title\": \"\" }\n<chat_history>\n</chat_history>";
     let mut tagged = post(chat("Sort these.").to_string());
     tagged.headers_mut().insert("x-unicorn-priority", "background".parse().unwrap());
-    // There is one slot, which the title has when the chat comes.
+    // The title has the only slot when the chat comes.
     let title = begin("title", post(chat(prompt).to_string()));
     one_runs_and_wait(0).await;
     let tagged = begin("tagged", tagged);
@@ -737,7 +738,7 @@ async fn a_full_queue_is_429_with_retry_after() {
 
 #[tokio::test]
 async fn a_burst_of_one_client_is_answered_to_the_last() {
-    // As many as one client may have by default; the default queue has room for all of them.
+    // The client sends as many requests as one client may have by default. The default queue has room for all of them.
     let door = AccessPolicy::default();
     let n = door.requests_per_client;
     let ids = tokenizer().encode("ok", false).expect("encodes");
@@ -768,7 +769,7 @@ async fn bodies_that_never_end_are_bounded_in_number() {
     drop(arriving);
     assert_eq!(answer(&app, chat("Hi")).await.0, "ok");
 
-    // And each for a time without progress.
+    // Each body may take only a certain time without progress.
     let (status, _, body) = send_json(&app.router, post(stalled())).await;
     assert_eq!((status.as_u16(), &body["error"]["code"]), (408, &json!("body_timeout")));
 }
@@ -859,7 +860,7 @@ async fn shutdown_is_bounded() {
             body.len()
         )
     };
-    // One request that will not end by itself, and a connection that says nothing.
+    // One request will not end by itself, and one connection says nothing.
     app.control.allow(app.control.batches().len() + 1);
     let mut client = TcpStream::connect(address).unwrap();
     client.write_all(request(with(chat("Hi"), json!({"stream": true}))).as_bytes()).unwrap();

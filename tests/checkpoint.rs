@@ -19,8 +19,9 @@ use unicorn::quantize::{Rounding, grouping, pack_tiles, quantize_row};
 use unicorn::tensor::{DType, QuantizeMode, QuantizedRow, Scheme, TILE_ROWS, unpack_row};
 
 use crate::support::checkpoints::{ByName as _, mutate, plain};
+use crate::support::damaged::DamagedReadings;
 use crate::support::reference::dequantize_row;
-use crate::support::{self, data, root};
+use crate::support::{data, root};
 
 const GEMMA3_SETS: [&str; 3] = ["tiny-a", "tiny-b", "tiny-27b-ratio"];
 
@@ -37,7 +38,7 @@ fn open(path: &Path) -> (Gemma3Config, Checkpoint) {
 
 #[test]
 fn every_layout_loads_with_its_weights() {
-    // (folder, layers, language tensors' first name, vision tensors skipped)
+    // Each entry has folder, layers, first name of the language tensors, and number of skipped vision tensors.
     let cases = [
         ("gemma3/tiny-a", 8, "model.embed_tokens.weight", 0),
         ("gemma3/tiny-b", 7, "model.embed_tokens.weight", 0),
@@ -94,7 +95,7 @@ fn tensors_are_those_of_the_safetensors_crate() {
     }
 }
 
-/// The names of every way in which transformers 5 saves, given the shapes they have and zeros inside.
+/// The names in every layout that transformers 5 saves, with their shapes, and zeros as values.
 #[test]
 fn every_tensor_naming_is_understood() {
     for folder in ["tiny-a", "tiny-27b-ratio", "tiny-27b-l2"] {
@@ -178,7 +179,7 @@ fn values_that_are_no_numbers_are_refused_by_place() {
         for error in [
             w.to_f32().unwrap_err(),
             w.rows_f32(2..3).unwrap_err(),
-            // As a load packs it, as it is and rounded.
+            // The tensor is packed as a load packs it: as it is, and rounded.
             pack(&w, w.scheme().unwrap()).unwrap_err(),
             pack(&w, Scheme::Int8Row).unwrap_err(),
         ] {
@@ -206,7 +207,7 @@ fn embedded_files_are_read_like_a_folder() {
     assert!(files.read("tokenizer.json").unwrap().is_none());
     let (config, generation) = Gemma3Config::load(&files).unwrap();
     assert_eq!((config.vocab_size, generation.sampling.top_k), (320, Some(64)));
-    // The config is another model's than the tensors.
+    // The config belongs to another model than the tensors.
     let checkpoint = Checkpoint::open(&files).unwrap();
     assert_eq!(
         Gemma3Weights::collect(&checkpoint, &config).unwrap_err().to_string(),
@@ -283,7 +284,7 @@ fn quantizer_is_bit_exact_by_the_manifests() {
     }
 }
 
-/// The golden set holds one tensor in full: a difference would show where it is, not only that it is.
+/// The golden set holds one tensor in full, so that a difference shows where it is, and not only that it is.
 #[test]
 fn quantized_tensor_equals_the_golden_one() {
     let bytes = fs::read(data("gemma3/tiny-a/goldens.safetensors")).unwrap();
@@ -553,7 +554,7 @@ fn config_fields_are_read_as_transformers_does() {
     assert_eq!(factor(json!({"type": "linear", "factor": 4})), Ok(4.0));
     assert_eq!(factor(json!({"type": "default"})), Ok(1.0));
     assert_eq!(factor(json!(null)), Ok(1.0));
-    // transformers 5, without scaling and with a theta left to its default.
+    // This config is transformers 5's, without scaling and with a theta left to its default.
     let parameters =
         json!({"full_attention": {"rope_type": "default", "rope_theta": 5e5}, "sliding_attention": {}});
     let config = base(json!({"rope_parameters": parameters, "rope_local_base_freq": 2e4})).unwrap();
@@ -770,7 +771,7 @@ fn configs_that_cannot_be_computed_are_refused_by_field() {
 
 // ---- Bad files ----------------------------------------------------------------------------------------
 
-/// What is wrong with a folder of these files, with the folder's name cut out.
+/// The error of a folder with these files, with the folder's name cut out.
 fn problem(files: &[(&str, Vec<u8>)]) -> String {
     let folder = TempDir::new().unwrap();
     for (name, bytes) in files {
@@ -899,7 +900,7 @@ fn bad_safetensors_files_are_refused_by_tensor() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    // A header beyond what is parsed at all: sparse on disk, and refused before it is read.
+    // The header exceeds what is parsed at all. It is sparse on disk, and refused before it is read.
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model.safetensors");
     fs::write(&path, (1u64 << 30).to_le_bytes()).unwrap();
@@ -1046,7 +1047,7 @@ fn links_and_strange_files_are_refused() {
     );
 }
 
-/// A small whole model: its config and tensors (name, shape), to be spoiled.
+/// A small whole model, which tests spoil: its config, and its tensors by name and shape.
 fn small_model() -> (Value, Vec<(String, Vec<usize>)>) {
     let config = json!({
         "model_type": "gemma3_text", "vocab_size": 16, "hidden_size": 24, "intermediate_size": 20,
@@ -1102,7 +1103,7 @@ fn weights_that_contradict_the_config_are_refused_by_tensor() {
     assert_eq!(collect(&|_| ()), Ok(0));
     assert_eq!(collect(&add("model.vision_tower.encoder.layers.0.mlp.fc1.weight", DType::F32, &[2])), Ok(1));
     assert_eq!(collect(&add("multi_modal_projector.mm_soft_emb_norm.weight", DType::F32, &[2])), Ok(1));
-    // A tied head that was saved all the same.
+    // The model has a tied head that was saved all the same.
     assert_eq!(collect(&add("lm_head.weight", DType::BF16, &[16, 24])), Ok(0));
 
     let cases: [Case; 10] = [
@@ -1200,14 +1201,14 @@ fn spoiled_models_are_refused_or_read_within_bounds() {
     }
     assert_eq!(load_to_the_end(folder.path()), Ok(()));
 
-    // A new file each time: some file systems flush one that is cut to nothing and written again.
+    // Each round writes a new file: some file systems flush a file that is cut to nothing and written again.
     let put = |name: &str, bytes: &[u8]| {
         let path = folder.path().join(name);
         fs::remove_file(&path).unwrap();
         fs::write(path, bytes).unwrap();
     };
     let whole: usize = files.iter().map(|(_, bytes)| bytes.len()).sum();
-    let (mut loaded, mut refused, mut past_header, mut most) = (0, 0, 0, 0);
+    let (mut readings, mut past_header) = (DamagedReadings::default(), 0);
     for round in 0..ROUNDS {
         let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
         let (name, bytes) = &files[rng.random_range(0..files.len())];
@@ -1221,29 +1222,20 @@ fn spoiled_models_are_refused_or_read_within_bounds() {
         }
         put(name, &spoiled);
         let held = whole - bytes.len() + spoiled.len();
-        let run = || std::panic::catch_unwind(|| load_to_the_end(folder.path()));
-        let (outcome, peak) =
-            support::bounded_allocation(held, support::PARSER_BYTES, format_args!("round {round}"), run);
-        most = most.max(peak);
+        let seed = seed.wrapping_add(round);
+        readings.add(held, format_args!("round {round}: {name} spoiled with seed {seed:#x}"), || {
+            let loaded = std::panic::catch_unwind(|| load_to_the_end(folder.path()));
+            loaded.unwrap_or_else(|_| panic!("round {round}: {name} spoiled with seed {seed:#x}"))
+        });
         past_header += u64::from(Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).is_ok());
-        match outcome {
-            Ok(Ok(())) => loaded += 1,
-            Ok(Err(error)) => {
-                refused += 1;
-                assert!(
-                    !error.is_empty() && !error.contains('\n') && error.len() < 2000,
-                    "{round}: {error:?}"
-                );
-            }
-            Err(_) => panic!("round {round}: {name} spoiled with seed {:#x}", seed.wrapping_add(round)),
-        }
         put(name, bytes);
     }
+    let DamagedReadings { read: loaded, refused, most_bytes } = readings;
     // Spoiling a weight's value, or a name that nobody reads, is nothing to refuse.
     println!(
-        "{past_header} past the header, {refused} refused, {loaded} loaded, at most {most} bytes held for {whole}"
+        "{past_header} past the header, {refused} refused, {loaded} loaded, at most {most_bytes} bytes held for {whole}"
     );
-    assert!(refused > ROUNDS / 2 && loaded > ROUNDS / 50, "{refused} refused, {loaded} loaded");
+    assert!(refused as u64 > ROUNDS / 2 && loaded as u64 > ROUNDS / 50, "{refused} refused, {loaded} loaded");
     assert!(past_header > ROUNDS / 2, "{past_header} past the header");
 }
 
@@ -1257,7 +1249,7 @@ fn load_to_the_end(folder: &Path) -> Result<(), String> {
         assert_eq!(data.len(), tensor.num_elements() * dtype.size());
         std::hint::black_box(data.iter().fold(0u8, |sum, b| sum.wrapping_add(*b)));
     }
-    // What is accepted here, the format's own crate accepts too, and reads alike.
+    // The format's own crate accepts every file that is accepted here, and reads it alike.
     for (file, ..) in checkpoint.fingerprint() {
         let bytes = fs::read(&file).unwrap();
         let theirs = safetensors::SafeTensors::deserialize(&bytes).expect("a file that was accepted");
@@ -1304,7 +1296,7 @@ fn spoil(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
         bytes.extend_from_slice(b"{\"weight_map\":{}}");
         return;
     }
-    // Most of a shard is weights, which may be anything: the header is where it can lie.
+    // Most of a shard is weights, which may be anything. The header is the part that can be wrong.
     let head = len.min(2600);
     let at = if rng.random_bool(0.9) { rng.random_range(0..head) } else { rng.random_range(0..len) };
     let stretch = at..(at + rng.random_range(1..40)).min(len);

@@ -1,4 +1,4 @@
-//! The original project's layer files: read to the bit, their defects found, and anything that is none refused.
+//! The original project's layer files are read to the bit, their defects are found, and other files are refused.
 //!
 //! `tests/data/legacy` holds what that project's own quantizer wrote, and what its dequantization gives, by SHA-256.
 
@@ -19,13 +19,14 @@ use unicorn::model::weights::Gemma3Weights;
 use unicorn::tensor::{Bits, QuantizedRow, Scales, Scheme};
 
 use crate::support::checkpoints::{ByName as _, mutate, read_all, sha256, values_both_ways, with_header};
+use crate::support::damaged::DamagedReadings;
 use crate::support::driver::greedy;
 use crate::support::goldens::Goldens;
 use crate::support::legacy_files::{
     Made, asymmetric, grouped, layer_file, layer_of_all_schemes, shared, symmetric,
 };
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
-use crate::support::{self, data, goldens};
+use crate::support::{data, goldens};
 
 const BOUND: f32 = 1e-3;
 
@@ -64,7 +65,7 @@ fn groups_straddle_rows_and_end_short() {
         assert_eq!(tensor.shape, shape, "{name}");
         let expected: Vec<f32> = goldens.view(&format!("dequant.{name}"));
         assert_eq!(tensor.to_f32().unwrap(), expected, "{name}");
-        // Rows from the middle, as loading takes them.
+        // The rows come from the middle, as loading takes them.
         if let [rows, cols] = *shape {
             assert_eq!(
                 tensor.rows_f32(rows - 3..rows - 1).unwrap(),
@@ -89,7 +90,7 @@ fn files_of_a_layer_are_merged_and_vision_is_left_alone() {
     let layer_4: std::collections::BTreeSet<_> =
         weights.iter().filter(|t| t.name.contains(".layers.4.")).map(|t| t.file).collect();
     assert_eq!(layer_4.len(), 2, "{layer_4:?}");
-    // What each scheme becomes on the device; nothing needs more bytes than it had.
+    // This is what each scheme becomes on the device. No scheme needs more bytes than it had.
     let whole_row = |cols: u32| Scheme::Int { bits: Bits::Eight, group: cols, scales: Scales::Affine };
     assert_eq!(weights.embed_tokens.scheme().unwrap(), whole_row(128));
     for layer in &weights.layers {
@@ -112,8 +113,8 @@ fn damaged_tensors_are_named() {
         serde_json::from_slice(&fs::read(folder.join("quant_manifest.json")).unwrap()).unwrap();
     let defects = defects(&checkpoint);
     let found = |name: &str| defects.iter().find(|d| d.starts_with(&format!("{name}: ")));
-    // The writer's own errors, which the files do not hold, say which tensors are damaged: those that lost more than two
-    // steps of the scale, which is what rounding to integers in bf16 takes at most here.
+    // The writer's own errors, which the files do not hold, say which tensors are damaged: the tensors that lost more
+    // than two steps of the scale. Rounding to integers in bf16 loses at most two steps here.
     let mut damaged = 0;
     for (name, facts) in
         manifest.as_object().unwrap().iter().filter(|(_, f)| f["scheme"] == "int8_asymmetric")
@@ -123,7 +124,7 @@ fn damaged_tensors_are_named() {
         let step =
             values.windows(2).map(|pair| pair[1] - pair[0]).filter(|step| *step > 0.0).reduce(f32::min);
         let error = facts["max_abs_err"].as_f64().unwrap() as f32;
-        // Where all values are one, all were cut off.
+        // If all values are one, all were cut off.
         let lost = step.is_none_or(|step| error > 2.0 * step);
         assert_eq!(found(name).is_some_and(|d| d.contains("saturated")), lost, "{name}: {facts}");
         damaged += usize::from(lost);
@@ -135,7 +136,7 @@ fn damaged_tensors_are_named() {
 
     let weights = Gemma3Config::load(&ModelFiles::open(&folder).unwrap()).unwrap().0;
     let weights = Gemma3Weights::collect(&checkpoint, &weights).unwrap();
-    // Defects of the language model alone: the vision tower's tensors are not used.
+    // The defects are the language model's alone: the vision tower's tensors are not used.
     assert_eq!(weights.defects().iter().filter(|defect| defect.contains("saturated")).count(), 5);
     assert!(weights.defects().contains(found));
 }
@@ -158,7 +159,7 @@ fn a_legacy_checkpoint_matches_the_oracle() {
         println!("legacy {prompt}: max |difference| {difference:.2e}");
         assert!(difference <= BOUND, "{prompt}: {difference}");
 
-        // These runs were not chosen for margin: equal up to the first step within the noise.
+        // These runs were not chosen for margin, so they must be equal up to the first step within the noise.
         let expected = goldens.tokens(&format!("greedy.{prompt}.tokens"));
         let margins = goldens.view::<f32>(&format!("greedy.{prompt}.margin"));
         let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
@@ -167,7 +168,7 @@ fn a_legacy_checkpoint_matches_the_oracle() {
     }
 }
 
-/// The layer files alone, as the original project leaves them.
+/// A folder with the layer files alone, as the original project leaves them.
 fn bare() -> TempDir {
     let bare = TempDir::new().unwrap();
     for entry in fs::read_dir(data("legacy/tiny-a")).unwrap() {
@@ -198,7 +199,7 @@ fn config_and_tokenizer_come_from_where_the_user_says() {
         assert_eq!(files.display("config.json"), config.display().to_string());
         assert_eq!(Checkpoint::open(&files).unwrap().iter().len(), 145);
     }
-    // A folder's files go together; a file stands for itself alone.
+    // The files of a folder belong together; a file by itself is a checkpoint of its own.
     fs::write(bare.path().join("tokenizer_config.json"), "own").unwrap();
     fs::write(bare.path().join("chat_template.jinja"), "own").unwrap();
     let mini = data("tokenizer-mini");
@@ -298,7 +299,7 @@ fn what_was_lost_is_seen_where_it_can_be() {
             asymmetric("a", &[2], 0.5, 0.0, &[255, 255]),
             Some("all positive, zero point clamped to 0: 2 of 2 values saturated, by up to 127.5 or more"),
         ),
-        // Their smallest or largest value is zero itself.
+        // The smallest or largest value of these tensors is zero itself.
         (asymmetric("a", &[3], 0.5, 0.0, &[0, 20, 255]), None),
         (asymmetric("a", &[3], 0.5, 255.0, &[0, 20, 255]), None),
         (asymmetric("a", &[3], 0.5, 100.0, &[0, 255, 255]), None),
@@ -314,7 +315,7 @@ fn what_was_lost_is_seen_where_it_can_be() {
 #[test]
 fn scales_beyond_f16_lose_nothing() {
     let mut rng = ChaCha8Rng::seed_from_u64(5);
-    // bf16 holds these, f16 does not: too small, too large.
+    // bf16 holds these values and f16 does not: they are too small, or too large.
     for scale in [1e-9f32, 1e9] {
         let q: Vec<i8> = (0..3 * 64).map(|_| rng.random_range(-7..=7)).collect();
         let bytes: Vec<u8> = q.iter().map(|q| q.unsigned_abs() * 30).collect();
@@ -322,7 +323,7 @@ fn scales_beyond_f16_lose_nothing() {
             symmetric("symmetric", &[3, 64], scale, &q),
             grouped("grouped", &[3, 64], &[scale, 0.125], &q),
             asymmetric("asymmetric", &[3, 64], bf16::from_f32(scale).to_f32(), 7.0, &bytes),
-            // A scale of 24 bits, as a float32 source has: its products are rounded, on the device as here.
+            // The scale has 24 bits, as a float32 source has it. Its products are rounded, on the device as here.
             asymmetric("wide", &[3, 64], 0.1, 7.0, &bytes),
         ];
         let folder = folder(&[("m_shared.safetensors", layer_file(&tensors))]);
@@ -445,7 +446,7 @@ fn what_is_no_layer_file_is_refused_by_name() {
         let error = Checkpoint::open(&ModelFiles::open(folder.path()).unwrap()).unwrap_err().to_string();
         assert!(error.contains(expected) && !error.contains('\n'), "{error:?}, expected {expected:?}");
     }
-    // A byte that is no int4 is found where it is read.
+    // A byte that is no int4 is found when it is read.
     let folder =
         folder(&layer(&[grouped(name, &[2, 32], &[0.5], &[&[1i8; 40][..], &[9], &[1; 23]].concat())]));
     let checkpoint = open(folder.path());
@@ -466,22 +467,13 @@ fn damaged_layer_files_are_an_error_or_read() {
     let whole = layer_of_all_schemes();
     let folder = folder(&[shared(), ("m_layer_1.safetensors", whole.clone())]);
     assert_eq!(read_all(folder.path()), Ok(5));
-    let (mut read, mut most) = (0, 0);
+    let mut readings = DamagedReadings::default();
     for round in 0..4000 {
         let damaged = mutate(&whole, &mut rng);
         fs::write(folder.path().join("m_layer_1.safetensors"), &damaged).unwrap();
-        let (outcome, peak) = support::bounded_allocation(
-            damaged.len(),
-            support::PARSER_BYTES,
-            format_args!("round {round}"),
-            || read_all(folder.path()),
-        );
-        most = most.max(peak);
-        match outcome {
-            Ok(_) => read += 1,
-            Err(error) => assert!(!error.contains('\n') && error.len() < 2000, "{error:?}"),
-        }
+        readings.add(damaged.len(), format_args!("round {round}"), || read_all(folder.path()));
     }
-    println!("{read} of 4000 read, at most {most} bytes held");
+    let DamagedReadings { read, most_bytes, .. } = readings;
+    println!("{read} of 4000 read, at most {most_bytes} bytes held");
     assert!((2001..3600).contains(&read), "{read}: most must get past the header, and not all");
 }

@@ -1,5 +1,5 @@
-//! Native checkpoints: what `unicorn quantize` and `unicorn synth` write is what they were given, to the bit; what was
-//! interrupted goes on and does not load before; what is damaged is refused by name.
+//! Native checkpoints. The files of `unicorn quantize` and `unicorn synth` hold what the commands were given, to the
+//! bit. An interrupted conversion goes on, and does not load before its end. Damaged files are refused by name.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,10 +22,11 @@ use unicorn::tensor::{
 };
 
 use crate::support::checkpoints::{ByName as _, integers, mutate};
+use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::{Goldens, all_logits, max_difference};
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::reference::{dequantize_row, rms_norm};
-use crate::support::{self, data, device, root};
+use crate::support::{data, device, root};
 
 fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
@@ -81,10 +82,10 @@ fn a_conversion_without_loss_gives_the_same_logits_to_the_bit() {
     }
 }
 
-/// The weights are on the device then, and nothing of their files may take memory a second time.
+/// After a load the weights are on the device, and nothing of their files may take memory a second time.
 #[test]
 fn a_load_leaves_nothing_of_the_files_in_memory() {
-    // On a disk, if the sources are: what a file system in memory holds stays there.
+    // The files lie on a disk if the sources do: what a file system in memory holds stays there.
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let is_disk = rustix::fs::statfs(folder.path()).unwrap().f_type != libc::TMPFS_MAGIC;
     let [plain, native] = ["plain", "native"].map(|name| folder.path().join(name));
@@ -94,7 +95,7 @@ fn a_load_leaves_nothing_of_the_files_in_memory() {
     }
     quantize(&plain, &native, &["--scheme", "keep"]);
     for folder in [plain, native] {
-        let in_memory = contents(&folder); // all of it is, now
+        let in_memory = contents(&folder); // now all of it is in memory
         for name in in_memory.keys() {
             fs::File::open(folder.join(name)).unwrap().sync_all().unwrap();
         }
@@ -174,7 +175,7 @@ fn rows_are_packed_and_unpacked_without_loss() {
         assert_eq!(got, row, "{scheme}");
     }
     let none = ["int4-g31", "int4-g0", "int8-g8", "int4-g48-super", "int4-g032", "int4-g32-x", ""];
-    // No kernel reads these.
+    // No kernel reads these tensors.
     let unknown = ["int3-g32", "int6-g32", "int5-g32-zero", "int8-g16-supersym", "int4-g32-supersym"];
     for name in none.iter().chain(&unknown) {
         assert!(name.parse::<Scheme>().is_err(), "{name}");
@@ -191,7 +192,7 @@ fn scales_that_make_no_numbers_are_found_by_column() {
         ("int4-g32-zero", 4 + 2, infinite, 32),
         ("int8-g32-affine", 8, &f32::NAN.to_le_bytes(), 32),
         ("int4-g32-affine", 8 + 4, &f32::INFINITY.to_le_bytes(), 32),
-        // Finite, unlike its product with 2.
+        // The value is finite, unlike its product with 2.
         ("int8-g32-affine", 0, &3e38f32.to_le_bytes(), 0),
         ("int4-g32-super", (4 + 2 * 8) + 2, nan, 256),
         ("int8-g16-super", 4 + 2 * 16, infinite, 256),
@@ -201,7 +202,7 @@ fn scales_that_make_no_numbers_are_found_by_column() {
         let mut row = QuantizedRow::new(scheme, 500);
         row.q.fill(2);
         for record in row.scales.chunks_exact_mut(2) {
-            // An f16, or half of an f32.
+            // The entry is an f16, or half of an f32.
             record.copy_from_slice(&[0x12, 0x3b]);
         }
         assert_eq!(row.not_finite(scheme), None, "{scheme}");
@@ -257,7 +258,7 @@ fn the_search_never_loses_to_round_to_nearest() {
     assert_eq!((q, s), (vec![0; 3], vec![f16::ZERO]));
 }
 
-/// A shell that lets no file grow beyond `kib`, and what then happens to a program that tries.
+/// Runs a program in a shell that lets no file grow beyond `kib`, and returns what becomes of it.
 fn limited(kib: u32, ignore: bool, args: &[&str]) -> Command {
     let mut command = Command::new("sh");
     let trap = if ignore { "trap '' XFSZ; " } else { "" };
@@ -276,7 +277,7 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
     let layer = fs::metadata(whole.join("layer-000.safetensors")).unwrap().len();
     assert!(shared + 4096 < layer, "the limit below lies between {shared} and {layer}");
 
-    // Killed in the middle of the first layer.
+    // The program is killed in the middle of the first layer.
     let args = ["quantize", text(&source), text(&resumed), "--scheme", "keep"];
     let limit = (shared / 1024 + 2) as u32;
     let status = limited(limit, false, &args).output().unwrap().status;
@@ -293,10 +294,10 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
         "{line}"
     );
 
-    // Something else must not go on with it.
+    // A conversion with other options must not continue the interrupted one.
     let other = ["quantize", text(&source), text(&resumed), "--scheme", "int8-row"];
     assert_error(unicorn(&other), 1, &["unfinished conversion", "other options"]);
-    // Nor a program that lays out its files otherwise.
+    // A program that lays out its files differently must not continue it either.
     let notes = resumed.join("unicorn.partial.json");
     let written = fs::read(&notes).unwrap();
     for field in ["version", "layout"] {
@@ -312,7 +313,7 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
     assert_error(unicorn(&args), 1, &["another process"]);
     drop(lock);
 
-    // What was finished, and is lost, is converted again.
+    // A finished file that was lost is converted again.
     let lost = folder.path().join("lost");
     fs::create_dir(&lost).unwrap();
     for (name, bytes) in contents(&resumed).into_iter().filter(|(name, _)| name != "shared.safetensors") {
@@ -328,7 +329,7 @@ fn an_interrupted_conversion_does_not_load_and_goes_on_where_it_stopped() {
     assert_eq!(contents(&whole), contents(&resumed));
 
     assert_error(unicorn(&args), 1, &["already"]);
-    // Whoever holds the lock may be about to end: what lies there counts for who has it.
+    // The process that holds the lock may be about to end, so only the holder of the lock looks at the files.
     let lock = fs::File::create(resumed.join("unicorn.lock")).unwrap();
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
     assert_error(unicorn(&args), 1, &["another process"]);
@@ -466,7 +467,7 @@ fn damaged_native_checkpoints_are_refused_by_name() {
         assert_error(unicorn(&["inspect", text(&copy)]), 1, parts);
     }
 
-    // One bit: only the checksum sees it.
+    // The change is one bit, which only the checksum sees.
     let flipped = damaged(&|f: &Path| {
         let path = f.join("layer-005.safetensors");
         let mut bytes = fs::read(&path).unwrap();
@@ -485,7 +486,7 @@ fn damaged_native_checkpoints_are_refused_by_name() {
     assert_error(unicorn(&["inspect", text(&source), "--verify"]), 1, &["no checksums"]);
 }
 
-/// Mutates manifests, headers and what lies behind them: refused, or read to the end within bounds.
+/// Mutates manifests, headers and what lies behind them. Each result is refused, or read to the end within bounds.
 #[test]
 fn mutated_native_checkpoints_are_refused_or_read() {
     const SEED: u64 = 11;
@@ -499,7 +500,7 @@ fn mutated_native_checkpoints_are_refused_or_read() {
     let numbers =
         ["0", "1", "-1", "31", "32", "33", "4294967295", "18446744073709551615", "1e99", "null", "[]"];
     let whole: usize = originals.values().map(Vec::len).sum();
-    let (mut refused, mut read, mut most) = (0, 0, 0);
+    let mut readings = DamagedReadings::default();
     for round in 0..ROUNDS {
         // The manifest gets another byte or number; the other files are damaged so that most of them are still read.
         let name = ["unicorn.json", "layer-001.safetensors", "layer-005.safetensors", "shared.safetensors"]
@@ -518,7 +519,7 @@ fn mutated_native_checkpoints_are_refused_or_read() {
                     0 => bytes[at] = rng.random(),
                     1 => drop(bytes.remove(at)),
                     2 => bytes.truncate(at.max(1)),
-                    // Another number in place of one: what gets past the JSON.
+                    // Another number takes the place of one, which gets past the JSON parser.
                     _ => {
                         let digit = |b: &u8| b.is_ascii_digit();
                         let Some(start) = bytes[at..].iter().position(digit).map(|p| p + at) else {
@@ -534,23 +535,13 @@ fn mutated_native_checkpoints_are_refused_or_read() {
         }
         fs::write(sound.join(name), &bytes).unwrap();
         let held = whole - originals[name].len() + bytes.len();
-        let (outcome, peak) =
-            support::bounded_allocation(held, support::PARSER_BYTES, format_args!("round {round}"), || {
-                read_to_the_end(&sound)
-            });
-        most = most.max(peak);
-        match outcome {
-            Ok(()) => read += 1,
-            Err(error) => {
-                assert!(!error.contains('\n') && error.len() < 2000, "{error:?}");
-                refused += 1;
-            }
-        }
+        readings.add(held, format_args!("round {round}"), || read_to_the_end(&sound));
         for name in [name, "unicorn.json"] {
             fs::write(sound.join(name), &originals[name]).unwrap();
         }
     }
-    println!("{refused} refused, {read} read, at most {most} bytes held for {whole}");
+    let DamagedReadings { refused, read, most_bytes } = readings;
+    println!("{refused} refused, {read} read, at most {most_bytes} bytes held for {whole}");
     assert!(refused > ROUNDS / 5 && read > ROUNDS / 2, "{refused} refused, {read} read");
 }
 
@@ -559,7 +550,7 @@ fn read_to_the_end(folder: &Path) -> Result<(), String> {
     let (config, _) = Gemma3Config::load(&files).map_err(|e| e.to_string())?;
     let checkpoint = Checkpoint::open(&files).map_err(|e| e.to_string())?;
     if let Some(manifest) = Manifest::read(&files).map_err(|e| e.to_string())? {
-        // Refused or not: it must end.
+        // The reading must end, whether the file is refused or not.
         let _ = verify(&files, &manifest, &mut |_, _| {});
     }
     let weights = Gemma3Weights::collect(&checkpoint, &config).map_err(|e| e.to_string())?;
@@ -630,7 +621,7 @@ fn observed_inputs_are_those_of_the_matrices() {
         assert!(layer.iter().all(|sums| sums.iter().any(|sum| *sum > 0.0)));
     }
 
-    // What meets the first layer's q, k and v follows from the embedding alone.
+    // The inputs of the first layer's q, k and v follow from the embedding alone.
     let checkpoint = Checkpoint::open(&files).unwrap();
     let weights = Gemma3Weights::collect(&checkpoint, &config).unwrap();
     let factors: Vec<f32> =
@@ -650,12 +641,12 @@ fn observed_inputs_are_those_of_the_matrices() {
         );
     }
 
-    // Looking on changes nothing.
+    // Observing the inputs changes no answer.
     let plain = logits(&source, &LoadOptions { max_batch_tokens: 20, ..LoadOptions::default() }, &tokens);
     assert_eq!(all_logits(&mut model, &tokens), plain);
 }
 
-/// Numbers behind `word` in a report.
+/// The numbers behind `word` in a report.
 fn number(report: &str, word: &str) -> f64 {
     let rest = report.split_once(word).unwrap_or_else(|| panic!("{word} is not in {report}")).1.trim_start();
     rest.split([' ', ',', '\n']).next().unwrap().parse().unwrap_or_else(|_| panic!("{word} in {report}"))
@@ -699,7 +690,7 @@ fn quantizing_reports_what_it_cost_on_a_text() {
     assert_ne!(layer("found"), layer("weighed"));
     assert_ne!(layer("found"), layer("nearest"));
 
-    // What the evaluation lacks is known before anything is converted.
+    // Errors of the evaluation are found before anything is converted.
     let none = folder.path().join("none");
     for (args, parts) in [
         (["--eval", text(&text_file), "--device", "no such device"], ["no such device"]),
@@ -711,7 +702,7 @@ fn quantizing_reports_what_it_cost_on_a_text() {
     }
 }
 
-/// The longest context that fits is another for the result than for the source: an evaluation takes one for both.
+/// The result and the source have different longest contexts that fit. The evaluation uses one for both.
 #[test]
 fn an_evaluation_needs_no_context_and_is_repeated_alone() {
     let folder = tempfile::tempdir().unwrap();
@@ -728,7 +719,7 @@ fn an_evaluation_needs_no_context_and_is_repeated_alone() {
         }
         command
     };
-    // Too little memory for the evaluation, which is the last thing done.
+    // The memory is too little for the evaluation, which comes last.
     let (code, _, stderr) = output(command("8MiB", "int4-g32"));
     assert!(code == 1 && stderr.contains("does not fit"), "{stderr}");
     let before = contents(&destination);
@@ -740,6 +731,6 @@ fn an_evaluation_needs_no_context_and_is_repeated_alone() {
     assert!(number(&stdout, "mean KL divergence") > 1e-5, "{stdout}");
     assert_eq!(stderr.matches("context  2049 tokens").count(), 2, "{stderr}");
     assert_eq!(contents(&destination), before);
-    // What another command would have written is not evaluated in its place.
+    // The evaluation does not use files that another command would have written.
     assert_error(command("32MiB", "int8-row"), 1, &["already"]);
 }

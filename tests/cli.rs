@@ -1,5 +1,5 @@
-//! The binary: with bad input, its exit code and the one line that names what is wrong; and each command on a
-//! small checkpoint.
+//! The binary: its exit code and the one line that names the problem for bad input, and each command on a small
+//! checkpoint.
 
 use std::fs::Permissions;
 use std::io::Write;
@@ -50,7 +50,7 @@ fn a_command_line_that_cannot_be_read_is_exit_code_2() {
         if args[0] == "serve" {
             command.args(model);
         }
-        // clap adds a usage line; its first lines may be several where arguments are missing.
+        // clap adds a usage line. Its first lines may be several if arguments are missing.
         let (code, stdout, stderr) = output(command);
         assert_eq!((code, stdout.as_str()), (2, ""), "{args:?}: {stderr}");
         assert!(stderr.starts_with("error: ") && stderr.contains(part), "{args:?}: {stderr}");
@@ -110,7 +110,7 @@ fn models_that_are_none_are_named() {
         assert_error(unicorn(&["generate", "--prompt", "x", "--model", model]), 1, &[model, part]);
         assert_error(unicorn(&["serve", "--port", "0", "--model", model]), 78, &[model, part]);
         let eval = ["eval", "logits", model, "--tokens", "2", "--output", "/dev/null"];
-        // Ids are no text: what stops it there is that there is no device.
+        // Ids are no text, so the command goes on until it finds no device.
         let parts = if *model == no_tokenizer { &["Vulkan"][..] } else { &[model, part] };
         assert_error(unicorn(&eval), 1, parts);
     }
@@ -162,7 +162,7 @@ fn succeed(args: &[&str]) -> String {
     command.arg("--allow-software-vulkan");
     let (code, stdout, stderr) = output(command);
     assert_eq!(code, 0, "{args:?}: {stderr}");
-    // What validation says of the device's last moments can fail no wait any more.
+    // Validation messages of the device's last moments can fail no wait any more.
     assert!(!stderr.contains("ERROR"), "{args:?}: {stderr}");
     stdout
 }
@@ -202,7 +202,7 @@ fn eval_writes_logits_and_perplexity_that_agree() {
         assert_error(bad, if tokens.is_empty() { 2 } else { 1 }, &[part]);
     }
 
-    // A text over two windows of 64, each beginning with `<bos>`: its mean is that of the logits.
+    // The text spans two windows of 64, each of which begins with `<bos>`. Its mean is the mean of the logits.
     let text_file = folder.path().join("text");
     let text_path = text_file.to_str().expect("UTF-8");
     let text = "Vim has two modes. ".repeat(8);
@@ -265,7 +265,7 @@ fn generate_chat_and_bench_run_on_a_small_model() {
     assert_eq!(answer, succeed(&generate), "the same seed gives the same answer");
     assert!(answer.trim().len() > 1, "{answer:?}");
 
-    // The logits divided by so little leave the range of f32: such a temperature is greedy, whoever gives it.
+    // Logits divided by so little would leave the range of f32, so such a temperature is greedy, from every source.
     let at = |temperature| succeed(&[&generate[..], &["--temperature", temperature]].concat());
     let greedy = at("0");
     assert_eq!(at("1e-39"), greedy);

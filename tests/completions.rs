@@ -22,7 +22,7 @@ async fn complete(router: &Router, fields: Value) -> (StatusCode, Value) {
     (status, value)
 }
 
-/// The lines of a stream but the last, which is `[DONE]`.
+/// The lines of a stream without the last one, which is `[DONE]`.
 async fn stream(router: &Router, fields: Value) -> Vec<Value> {
     let body = with(json!({"model": MODEL, "prompt": "once upon a time", "stream": true}), fields);
     let (status, headers, bytes) = send(router, post("/v1/completions", &body)).await;
@@ -52,7 +52,7 @@ async fn a_text_goes_on_without_a_template() {
     let two = tokenizer().decode(&tokenizer().encode(SAYS, false).expect("encodes")[..2], true);
     assert_eq!(body["choices"][0]["text"], format!("once upon a time{two}"));
     assert_eq!(body["choices"][0]["finish_reason"], "length");
-    // Sixteen where nobody says how many, as OpenAI has it.
+    // Sixteen tokens are the default, as at OpenAI.
     let (router, _) = router_that_says(&"on and on ".repeat(20));
     let (_, body) = complete(&router, json!({})).await;
     assert_eq!(body["usage"]["completion_tokens"], 16);
@@ -78,14 +78,15 @@ async fn prompts_are_scored_for_evaluations() {
     assert!(text.starts_with(&pieces), "{text:?}, {pieces:?}");
     assert_eq!(list("text_offset")[1], list("tokens")[0].as_str().expect("text").chars().count());
 
-    // Nothing is to follow.
+    // The request asks for no token of an answer.
     let (_, alone) = complete(&router, with(fields.clone(), json!({"max_tokens": 0}))).await;
     let choice = &alone["choices"][0];
     assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!(pieces), &json!("length")));
     assert_eq!(choice["logprobs"]["tokens"], json!(list("tokens")[..ids.len()]));
     assert_eq!(alone["usage"]["completion_tokens"], 0);
 
-    // What ends an answer is a token like others, though no text: lm-eval counts on one beside the prompt.
+    // The token that ends an answer counts like others, although it has no text: lm-eval relies on one token beside the
+    // prompt.
     let (ends, _) = router_that_says("");
     let (_, ended) = complete(&ends, fields.clone()).await;
     let choice = &ended["choices"][0];

@@ -1,4 +1,4 @@
-//! Layers of configuration: which wins, and what an error names.
+//! Layers of configuration: which layer wins, and what an error names.
 
 use unicorn::config::{Config, ConfigError, FfnHeap, Layer, Memory, SharePrefixes, parse_bytes, show_bytes};
 use unicorn::tensor::QuantizeMode;
@@ -87,7 +87,7 @@ fn a_misspelt_variable_is_an_error_and_a_strange_one_a_warning() {
         let error = environment(variable, "1").expect_err(variable).to_string();
         assert!(error.contains(variable) && error.contains(meant), "{error}");
     }
-    // What Kubernetes sets for services that are called unicorn and unicorn-model.
+    // Kubernetes sets these variables for services that are called unicorn and unicorn-model.
     for variable in [
         "UNICORN_PORT",
         "UNICORN_SERVICE_HOST",
@@ -100,7 +100,7 @@ fn a_misspelt_variable_is_an_error_and_a_strange_one_a_warning() {
         assert!(matches!(&warnings[..], [warning] if warning.contains(variable)), "{warnings:?}");
         assert_eq!(Config::from_layers(&[layer]), Config::from_layers(&[]), "{variable}");
     }
-    // And one for a service that is called unicorn-server, which is an option's name.
+    // Kubernetes sets this variable for a service that is called unicorn-server, which is an option's name.
     let error = environment("UNICORN_SERVER_PORT", "tcp://10.0.0.1:8010").expect_err("no port").to_string();
     assert!(error.contains("enableServiceLinks"), "{error}");
     for ours in ["UNICORN_CONFIG", "UNICORN_API_KEYS", "UNICORN_TEST_DEVICE", "UNICORN_SKIP_LOG", "HOME"] {

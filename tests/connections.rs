@@ -1,5 +1,5 @@
-//! Connections over TCP and TLS: how long one may keep its place, how many there may be, how long a head may be, and with
-//! which certificate the server answers.
+//! Connections over TCP and TLS: how long a connection may keep its place, how many there may be, how long a head may
+//! be, and which certificate the server shows.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -27,7 +27,7 @@ fn post(stream: bool) -> String {
     format!("POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
 }
 
-/// All that comes until the server closes; panics where it does not.
+/// All bytes that come until the server closes. Panics if the server does not close.
 fn read_to_end(stream: &mut impl Read) -> String {
     let mut all = Vec::new();
     match stream.read_to_end(&mut all) {
@@ -43,9 +43,9 @@ async fn who_keeps_a_connection_waiting_loses_it() {
     let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), CONNECTIONS).await;
     let address = serving.address;
     blocking(move || {
-        // Nothing at all.
+        // This client sends nothing at all.
         assert_eq!(read_to_end(&mut connect(address)), "");
-        // A head that never ends, byte by byte.
+        // This client sends a head that never ends, byte by byte.
         let head = format!("{}X-Slow: ", get("/health").trim_end());
         let mut slow = connect(address);
         let mut sent = head.bytes().chain(std::iter::repeat(b'a'));
@@ -62,7 +62,7 @@ async fn who_keeps_a_connection_waiting_loses_it() {
                 Ok(_) => panic!("answered half a request"),
             }
         }
-        // Two requests, the second in two parts, and then no more.
+        // This client sends two requests, the second in two parts, and then nothing more.
         let mut idle = connect(address);
         idle.write_all(get("/health").as_bytes()).expect("sent");
         assert!(read_answer(&mut idle).0.starts_with("http/1.1 200"));
@@ -72,7 +72,7 @@ async fn who_keeps_a_connection_waiting_loses_it() {
         idle.write_all(&second.as_bytes()[20..]).expect("sent");
         assert!(read_answer(&mut idle).1.contains(MODEL));
         assert_eq!(read_to_end(&mut idle), "");
-        // A second head that never ends, after a first that did.
+        // This client sends a second head that never ends, after a first one that did.
         let mut half = connect(address);
         half.write_all(get("/health").as_bytes()).expect("sent");
         read_answer(&mut half);
@@ -90,14 +90,14 @@ async fn an_answer_may_take_longer_than_silence_may() {
     let (mut streaming, mut whole) = (serving.connect(), serving.connect());
     streaming.write_all(post(true).as_bytes()).expect("sent");
     whole.write_all(post(false).as_bytes()).expect("sent");
-    // Longer than any of the timeouts: none of them is for a request that is being answered.
+    // The answer takes longer than any of the timeouts: none of them is for a request that is being answered.
     tokio::time::sleep(2 * CONNECTIONS.idle_timeout).await;
     serving.app.control.release();
     blocking(move || {
         assert!(read_answer(&mut whole).1.contains("One, two, three"));
         let stream = read_to_end(&mut streaming);
         assert!(stream.contains("[DONE]"), "{stream}");
-        // And is idle from then on.
+        // The connection is idle from then on.
         assert_eq!(read_to_end(&mut whole), "");
     })
     .await;
@@ -106,10 +106,10 @@ async fn an_answer_may_take_longer_than_silence_may() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crowd_waits_outside_and_is_served_when_it_is_its_turn() {
-    // It is the crowd that makes places free, and no timeout.
+    // Other clients make places free here, and no timeout does.
     let connections = Connections { most: 4, head_timeout: 4 * HANG, idle_timeout: 4 * HANG, ..CONNECTIONS };
     let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), connections).await;
-    // More than there are places, which say nothing; two of the first have asked something before.
+    // More clients connect than there are places, and say nothing. Two of the first have sent a request before.
     let mut silent: Vec<TcpStream> = (0..12).map(|_| serving.connect()).collect();
     for idle in &mut silent[..2] {
         idle.write_all(get("/health").as_bytes()).expect("sent");
@@ -118,7 +118,7 @@ async fn a_crowd_waits_outside_and_is_served_when_it_is_its_turn() {
     asking.write_all(get("/v1/models").as_bytes()).expect("sent");
     blocking(move || assert!(read_answer(&mut asking).1.contains(MODEL))).await;
     drop(silent);
-    // As many as the kernel lets wait, and all are served.
+    // As many clients connect as the kernel lets wait, and all are served.
     let clients: Vec<TcpStream> = (0..100).map(|_| serving.connect()).collect();
     blocking(move || {
         let ask = |mut client: TcpStream| {
@@ -189,7 +189,7 @@ async fn https_is_spoken_with_a_certificate() {
         .await;
     }
     blocking(move || {
-        // Who speaks plain HTTP is told; who does not end the handshake loses its place.
+        // A client that speaks plain HTTP is told so. A client that does not end the handshake loses its place.
         let mut plain = connect(address);
         plain.write_all(get("/health").as_bytes()).expect("sent");
         let answer = read_to_end(&mut plain);
@@ -210,7 +210,7 @@ async fn a_renewed_certificate_is_shown_to_whoever_connects_then() {
     let tls = tls(folder.path()).expect("sound");
     let connections = Connections { tls: Some(tls.clone()), ..CONNECTIONS };
     let serving = Serving::start(app_behind(AccessPolicy::default(), "ok"), connections).await;
-    // Whether the server proves its name to somebody who trusts this certificate alone.
+    // Whether the server proves its name to a client that trusts this certificate alone.
     let proves = async |trusted: &rustls::pki_types::CertificateDer<'static>| {
         let mut roots = rustls::RootCertStore::empty();
         roots.add(trusted.clone()).expect("sound");
@@ -231,7 +231,7 @@ async fn a_renewed_certificate_is_shown_to_whoever_connects_then() {
     };
     assert!(proves(&first).await && !proves(&second).await);
     let reload = || tls.reload(&folder.path().join("cert.pem"), &folder.path().join("key.pem"));
-    // Half of it is there: that will not do, and the server stays as it was.
+    // Half of the file is there. The server refuses it, and keeps its certificate.
     std::fs::copy(other.path().join("cert.pem"), folder.path().join("cert.pem")).expect("copied");
     assert!(reload().expect_err("not its key").to_string().contains("is not the key"));
     assert!(proves(&first).await);

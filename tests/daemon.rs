@@ -13,7 +13,7 @@ fn serve_loads_answers_and_stops_on_sigterm() {
     for part in ["a/b", "device", "context", "weights in heap", "KV cache in heap"] {
         assert!(server.log.iter().any(|l| l.contains(part)), "{part}: {:#?}", server.log);
     }
-    // What the kernel sees, or, where it tells nothing, that.
+    // The log says what the kernel sees of the memory, or that the kernel reports nothing.
     let verdict = |l: &&String| l.contains("the kernel sees") || l.contains("cannot be verified here");
     assert_eq!(server.log.iter().filter(verdict).count(), 1, "{:#?}", server.log);
 
@@ -50,7 +50,7 @@ fn a_log_reader_that_is_gone_breaks_no_answer() {
 #[test]
 fn a_full_log_pipe_stops_nothing() {
     let mut server = Daemon::start(&["-vv"]);
-    // A pipe holds 64 KiB, and each of these leaves a line of its id.
+    // A pipe holds 64 KiB, and each of these requests leaves a line with its id.
     let id = "x".repeat(128);
     for _ in 0..400 {
         let (status, body) = server.exchange("GET", "/v1/models", &[("x-request-id", &id)], "");
@@ -60,7 +60,7 @@ fn a_full_log_pipe_stops_nothing() {
     server.signal("TERM");
     assert_eq!(server.exit_code(), Some(0));
     let rest = server.rest_of_log();
-    // Each of the pipe's 16 pages has what is left of a line free, and the last may be nearly empty.
+    // The rest of a line stays free in each of the pipe's 16 pages, and the last page may be nearly empty.
     assert!(rest.len() > 50_000, "the pipe was not full: {} bytes", rest.len());
 }
 
@@ -68,7 +68,7 @@ fn a_full_log_pipe_stops_nothing() {
 fn lines_that_nobody_read_in_time_are_told_of_when_somebody_does() {
     let mut server = Daemon::start(&["-vv"]);
     let id = "x".repeat(128);
-    // More than a pipe and what waits for the log's thread hold.
+    // The lines are more than a pipe and the queue of the log's thread hold.
     while server.metric("unicorn_log_lines_lost_total") == 0.0 {
         for _ in 0..500 {
             server.exchange("GET", "/nothing", &[("x-request-id", &id)], "");
@@ -118,7 +118,7 @@ fn sighup_reads_the_configuration_again_and_never_ends_the_server() {
     assert_eq!((with(&server, old), with(&server, new)), (401, 200));
     server.wait_for_line("DEBUG");
 
-    // What is wrong changes nothing.
+    // A wrong configuration changes nothing.
     for (text, problem) in [
         (None, "no key"),
         (Some("[server]\nprt = 1"), "server.prt"),
@@ -151,6 +151,6 @@ fn exit_codes_tell_whether_another_start_helps() {
     assert_error(unicorn(&["serve", "--port", &port]), CONFIGURATION, &["taken"]);
     assert_error(unicorn(&["serve", "--port", "0"]), 75, &["Vulkan"]);
     assert_error(unicorn(&["serve", "--port", "many"]), 2, &["--port"]);
-    // Whoever is no server has one code for all that fails.
+    // A command that is no server has one exit code for all failures.
     assert_error(unicorn(&["generate", "--prompt", "x", "--model", "/nonexistent"]), 1, &["/nonexistent"]);
 }

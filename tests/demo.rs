@@ -29,17 +29,17 @@ struct Question {
     accept: Rule,
 }
 
-/// When an answer counts as right.
+/// The rule by which an answer counts as right.
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Rule {
-    /// This text.
+    /// The answer is this text.
     Equals(String),
-    /// This JSON value, however it is spaced.
+    /// The answer is this JSON value, however it is spaced.
     Json(serde_json::Value),
-    /// One of these in it.
+    /// The answer contains one of these.
     AnyOf(Vec<String>),
-    /// Each of these in it.
+    /// The answer contains each of these.
     AllOf(Vec<String>),
 }
 
@@ -116,8 +116,8 @@ fn logits_match_pytorch_at_every_length() {
     }
 }
 
-/// Every id of every answer is the engine's highest logit after what came before it, so greedy decoding gives that
-/// answer; where PyTorch's own two best are within the noise, either may win.
+/// Every id of every answer is the engine's highest logit behind the ids before it, so greedy decoding gives that
+/// answer. If PyTorch's own two best ids are within the noise, either may win.
 #[test]
 fn the_engine_answers_as_pytorch_does() {
     let mut model = model();
@@ -146,7 +146,7 @@ fn the_engine_answers_as_pytorch_does() {
     assert!(ids > 500 && close * 100 <= ids, "{close} of {ids} within the noise");
 }
 
-/// Answers of the scheduler, ids fed back on the device, to one question of each category.
+/// The scheduler answers one question of each category, with ids fed back on the device.
 #[test]
 fn decoding_reproduces_the_answers() {
     let mut model = model();
@@ -162,7 +162,7 @@ fn decoding_reproduces_the_answers() {
     assert!(seen.len() >= 10, "only {seen:?}");
 }
 
-/// What a model answers to all of these, without what it stops with: as many ids as the golden answer has, and `more`.
+/// The model's answers to all of these questions, without stop ids: as many ids as the golden answer has, and `more`.
 fn answered_together(model: &mut Gemma3, asked: &[&Answer], more: usize) -> Vec<Vec<u32>> {
     let sequence = |(i, golden): (usize, &&Answer)| {
         let most = golden.answer.len() + more;
@@ -174,7 +174,7 @@ fn answered_together(model: &mut Gemma3, asked: &[&Answer], more: usize) -> Vec<
     (0..asked.len() as u64).map(|i| run.answers[&i].clone()).collect()
 }
 
-/// What f16 and int8 keys and values cost: answers that are not PyTorch's in f32 any more.
+/// The cost of keys and values in f16 and int8: some answers differ from PyTorch's in f32.
 #[test]
 fn the_kv_cache_in_f16_and_int8_keeps_the_answers() {
     let wanted: Vec<&Answer> =
@@ -192,7 +192,8 @@ fn the_kv_cache_in_f16_and_int8_keeps_the_answers() {
     }
 }
 
-/// Judged here, by the rules beside the questions; that the engine gives these answers is shown above.
+/// Judges the golden answers by the rules beside the questions. The test above shows that the engine gives these
+/// answers.
 #[test]
 fn the_model_is_right_in_every_category() {
     let answers: BTreeMap<&str, &Answer> = goldens().answers.iter().map(|a| (a.id.as_str(), a)).collect();
@@ -212,19 +213,19 @@ fn the_model_is_right_in_every_category() {
         println!("{category}: {right} of {all}");
     }
     for (category, (right, all)) in categories {
-        // Recall beyond the sliding window is what paging and windows must not break.
+        // Recall beyond the sliding window must survive paging and windows.
         let percent = if category == "recall" { 95 } else { 90 };
         assert!(all >= 20, "{category}: only {all} questions");
         assert!(right * 100 >= percent * all, "{category}: {right} of {all}, wanted {percent} %");
     }
 }
 
-/// `unicorn quantize` to int4: how many answers stay right, and that the search for scales is worth its time.
+/// Quantizes to int4: a test of how many answers stay right, and of the worth of the search for scales.
 #[test]
 fn int4_keeps_the_accuracy_and_the_search_beats_round_to_nearest() {
     let folder_of = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer();
-    // The model's own kind of text: questions and answers, of every category.
+    // The text is of the model's own kind: questions and answers of every category.
     let text_file = folder_of.path().join("text.txt");
     let mut text = String::new();
     for golden in goldens().answers.iter().filter(|a| a.quick && a.prompt.len() < 200) {
@@ -265,7 +266,7 @@ fn int4_keeps_the_accuracy_and_the_search_beats_round_to_nearest() {
     let (found, searched) = quantize("found", "search");
     assert!(searched < nearest, "mean KL {searched} with the search, {nearest} without");
 
-    // All together, which changes no answer and takes less time.
+    // All questions are asked together, which changes no answer and takes less time.
     let asked: Vec<&Answer> = asked().collect();
     let longest = asked.iter().map(|golden| golden.prompt.len() + golden.answer.len() + 16).max();
     let rules: BTreeMap<String, Rule> = questions().into_iter().map(|q| (q.id, q.accept)).collect();

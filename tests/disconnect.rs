@@ -1,4 +1,4 @@
-//! Clients that disconnect, at every stage of a request and in every format, over TCP: nothing of them stays, as
+//! Clients that disconnect over TCP, at every stage of a request and in every format. Nothing of them stays, as
 //! `/status` tells.
 
 use std::io::{Read, Write};
@@ -17,12 +17,12 @@ const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
 const MESSAGES: &str = "/v1/messages";
 const RESPONSES: &str = "/v1/responses";
-/// An answer has so many tokens if nobody leaves; what is left alone ends long before.
+/// The number of tokens of an answer whose client stays. An answer without a client ends long before.
 const TOKENS: usize = 3000;
-/// Steps in which the engine must have noticed.
+/// The number of steps within which the engine must have noticed.
 const STEPS: usize = 300;
 
-/// A prompt of several steps, in the format of a route; `begin` differs, so that none is found in the prefix cache.
+/// A prompt of several steps, in the format of a route. `begin` differs, so that the prefix cache has no part of it.
 fn body(path: &str, begin: &str, more: Value) -> Value {
     let text = format!("{begin} in {path}{}", " long".repeat(30));
     let turns = json!([{"role": "user", "content": text}]);
@@ -40,16 +40,16 @@ fn request(path: &str, body: &Value) -> String {
     format!("POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
 }
 
-/// When a client leaves.
+/// The moment at which a client leaves.
 #[derive(Debug, Clone, Copy)]
 enum When {
-    /// It has sent what it sends, and the server knows of it by one of its figures.
+    /// The client has sent its part, and the server counts it in one of its figures.
     Counted(&'static str),
-    /// So many steps of its own have ended, and another is under way.
+    /// This many steps of the request have ended, and another is under way.
     Steps(usize),
-    /// So many steps may end, and it has read this.
+    /// This many steps may end, and the client has read this text.
     Read(usize, &'static str),
-    /// Another request has all places, and it waits for one.
+    /// Another request has all places, and this one waits for a place.
     Waiting,
 }
 
@@ -101,7 +101,7 @@ fn stages() -> Vec<Stage> {
     stages
 }
 
-/// Reads until what came holds `mark`.
+/// Reads until the bytes so far contain `mark`.
 fn read_to(client: &mut TcpStream, mark: &str, what: &str) {
     let (mut all, mut more) = (Vec::new(), [0; 4096]);
     while !String::from_utf8_lossy(&all).contains(mark) {
@@ -151,7 +151,7 @@ async fn comes_and_leaves(serving: &Serving, stage: &Stage) {
         }
     }
     drop(client);
-    // Step by step, so that an answer for nobody would show.
+    // The steps run one by one, so that an answer for a client that left would show.
     let most = allowed + STEPS;
     let mut step = || {
         allowed = most.min(allowed + 1);
@@ -185,7 +185,7 @@ async fn whoever_leaves_the_line_leaves_it_at_once() {
     let count =
         |n: usize| move |seen: &Value| seen["requests"]["arriving"] == n && seen["requests"]["open"] == n;
     let whole = request(CHAT, &body(CHAT, "nothing", json!({})));
-    // One client's share of the places; none of these bodies ends.
+    // The requests take one client's share of the places, and none of their bodies ends.
     let half = || {
         let mut client = serving.connect();
         client.write_all(&whole.as_bytes()[..whole.len() - 9]).expect("sent");
@@ -215,7 +215,7 @@ async fn whoever_leaves_the_line_leaves_it_at_once() {
 #[tokio::test(flavor = "multi_thread")]
 async fn whoever_stops_reading_is_given_up() {
     let serving = Serving::start(endless(), CONNECTIONS).await;
-    // More than the system keeps for such a reader, and the server beside it.
+    // The answer exceeds what the system and the server hold for a client that does not read.
     let large = json!({"logprobs": true, "top_logprobs": 20, "stream": true});
     let long = |path: &str| json!({if path == RESPONSES { "max_output_tokens" } else { "max_tokens" }: 3800});
     let finished =

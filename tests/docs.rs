@@ -1,9 +1,11 @@
-//! `docs/api.md` held to `/openapi.json`, both ways: every route has a line in a table of routes, and every field of a body
-//! or a query has a line with its type, its bounds, and whether it is required. Defaults and meanings are the page's own.
+//! Holds `docs/api.md` to `/openapi.json`, both ways: every route has a line in a table of routes, and every field of a
+//! body or a query has a line with its type, its bounds, and whether it is required. Defaults and meanings are in the
+//! page alone.
 //!
-//! A table of routes has the heading `route` over its first column. A table of fields has `field` there, and the paragraph
-//! "Fields of `POST /a`, `POST /b`:" above it; a route may have several tables. A field of an inner object has a path as its
-//! name: `messages[].content[].text`. Where a schema has several objects to choose from, the page has the fields of all.
+//! A table of routes has the heading `route` over its first column. A table of fields has the heading `field` there,
+//! and the paragraph "Fields of `POST /a`, `POST /b`:" above it; a route may have several tables. The name of a field
+//! of an inner object is a path: `messages[].content[].text`. If a schema has several objects to choose from, the page
+//! has the fields of all.
 //!
 //! A table of other servers' fields has the heading `other field`, and the paragraph "Other fields of `POST /a`:" above it.
 //! Its lines are those of the document's `x-other-fields`.
@@ -23,7 +25,7 @@ const PAGE: &str = "docs/api.md";
 const METHODS: [&str; 5] = ["get", "post", "put", "patch", "delete"];
 const REQUIRED: &str = "required";
 
-/// What a line of a table of fields says that a schema says too.
+/// The part of a line in a table of fields that a schema has too.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct Field {
     types: BTreeSet<String>,
@@ -32,7 +34,7 @@ struct Field {
 }
 
 impl Field {
-    /// As a line of a table; `default` and `meaning` stand in its last two cells.
+    /// The line of a table. `default` and `meaning` are its last two cells.
     fn line(&self, name: &str, default: &str, meaning: &str) -> String {
         let [types, bounds] = [(&self.types, " or "), (&self.bounds, ", ")]
             .map(|(words, between)| words.iter().cloned().collect::<Vec<_>>().join(between));
@@ -75,8 +77,8 @@ fn described(document: &Value) -> Routes {
     routes
 }
 
-/// What a schema stands for, behind its references: one schema for each of its alternatives. What only says that a value is
-/// null, or a list of nothing, is none beside others.
+/// The alternatives that a schema stands for, with references followed: one schema for each. A schema that says only
+/// that a value is null, or a list of nothing, counts as no alternative beside others.
 fn alternatives(document: &Value, schema: &Value) -> Vec<Value> {
     let mut found = Vec::new();
     spread(document, schema, &mut found);
@@ -106,7 +108,7 @@ fn spread(document: &Value, schema: &Value, found: &mut Vec<Value>) {
     }
 }
 
-/// An object with the fields of two.
+/// The object with the fields of both.
 fn merged(one: &Value, other: &Value) -> Value {
     let mut both = one.clone();
     if let (Some(fields), Some(more)) = (both["properties"].as_object_mut(), other["properties"].as_object())
@@ -125,7 +127,7 @@ fn field(document: &Value, schema: &Value, required: bool) -> Field {
     Field { types, bounds, required }
 }
 
-/// The names of a schema's types; bounds of its values, and of those within them, go to `bounds`.
+/// The names of a schema's types. The bounds of its values, and of values within them, go to `bounds`.
 fn types(document: &Value, schema: &Value, bounds: &mut BTreeSet<String>) -> BTreeSet<String> {
     let mut types = BTreeSet::new();
     for schema in alternatives(document, schema) {
@@ -173,8 +175,8 @@ fn range(least: &Value, most: &Value, unit: &str) -> Option<String> {
     Some(format!("{words}{unit}{plural}"))
 }
 
-/// The fields of an object, of objects in a list, and of those within them. One that not all alternatives ask for is not
-/// required.
+/// The fields of an object, of objects in a list, and of objects within them. A field is not required if one
+/// alternative does not ask for it.
 fn read_fields(document: &Value, schema: &Value, at: &str, fields: &mut BTreeMap<String, Field>) {
     let alternatives = alternatives(document, schema);
     let objects: Vec<&Value> = alternatives.iter().filter(|way| way["properties"].is_object()).collect();
@@ -204,7 +206,7 @@ fn read_fields(document: &Value, schema: &Value, at: &str, fields: &mut BTreeMap
 
 // --- what the page says ---------------------------------------------------------------------------------
 
-/// A line of a table, and its number.
+/// A line of a table, and its line number in the page.
 struct Line<'a> {
     number: usize,
     cells: Vec<&'a str>,
@@ -237,7 +239,7 @@ fn lines(page: &str) -> Vec<Line<'_>> {
     found
 }
 
-/// What stands between backticks.
+/// The text between backticks.
 fn quoted(text: &str) -> Vec<&str> {
     text.split('`').skip(1).step_by(2).collect()
 }

@@ -1,11 +1,12 @@
-//! A model and its draft on the device: every answer is the one that the model gives alone, whatever the draft guesses, and
-//! it takes fewer passes where that guesses well. What cannot be a draft is refused with its numbers.
+//! A model and its draft model on the device. Every answer is the one that the model gives alone, whatever the draft
+//! tokens are, and takes fewer passes where they are accepted. A model that cannot be a draft model is refused with its
+//! numbers.
 
 use std::path::Path;
 
 use serde_json::{Value, json};
 use unicorn::checkpoint::ModelFiles;
-use unicorn::engine::{Guesses, Sequence};
+use unicorn::engine::{DraftTotals, Sequence};
 use unicorn::gpu::placement::{Class, Limits as MemoryLimits, Machine, MemoryKind};
 use unicorn::model::config::Gemma3Config;
 use unicorn::model::draft::{self, Draft, Drafted};
@@ -45,19 +46,20 @@ fn prompts(n: usize) -> Vec<Vec<u32>> {
     long.chain(demo::quick_prompts(40).step_by(7)).map(<[u32]>::to_vec).take(n).collect()
 }
 
-/// Runs the prompts one after the other, up to a stop id: the answers, passes beyond the prompts', and what was guessed.
+/// Runs the prompts one after the other, up to a stop id. Returns the answers, the passes beyond the prompts' own, and
+/// the counts of draft tokens.
 fn one_by_one(
     model: &mut dyn Runner,
     (params, seed): (&SamplingParams, u64),
     prompts: &[Vec<u32>],
-) -> (Vec<Vec<u32>>, usize, Guesses) {
+) -> (Vec<Vec<u32>>, usize, DraftTotals) {
     let limits = model.limits();
     let (mut answers, mut passes) = (Vec::new(), 0);
     let mut driver = Driver::new(model, limits);
     for (i, prompt) in prompts.iter().enumerate() {
         let params = SamplingParams {
             stop_token_ids: demo::STOP.into(),
-            // Penalties alone would hide that biases are guessed with.
+            // Penalties alone would hide that the draft model applies biases.
             logit_bias: if params.penalizes() { vec![(300, 2.0)] } else { vec![] },
             ..params.clone()
         };
@@ -67,10 +69,10 @@ fn one_by_one(
         passes += run.steps + 1 - (prompt.len() - run.cached[&(i as u64)]).div_ceil(limits.max_batch_tokens);
         answers.push(run.answers.remove(&(i as u64)).unwrap());
     }
-    (answers, passes, driver.guesses())
+    (answers, passes, driver.drafts())
 }
 
-/// It then guesses everything right: greedy or drawn, with penalties and biases or without.
+/// The model then accepts every draft token: greedy or drawn, with penalties and biases or without.
 #[test]
 fn a_model_that_is_its_own_draft_takes_less_than_half_the_passes() {
     let options = LoadOptions { max_context: Some(512), ..LoadOptions::default() };
@@ -82,18 +84,18 @@ fn a_model_that_is_its_own_draft_takes_less_than_half_the_passes() {
         [(SamplingParams::GREEDY, 0), (SamplingParams { temperature: 0.8, ..penalties() }, 5)]
     {
         let (expected, ..) = one_by_one(&mut plain, (&params, seed), &prompts);
-        let (answers, passes, guesses) = one_by_one(&mut drafted, (&params, seed), &prompts);
+        let (answers, passes, drafts) = one_by_one(&mut drafted, (&params, seed), &prompts);
         assert_eq!(answers, expected);
         let tokens: usize = answers.iter().map(|answer| answer.len() + 1).sum();
-        println!("{tokens} tokens in {passes} passes, {guesses:?}");
+        println!("{tokens} tokens in {passes} passes, {drafts:?}");
         assert!(tokens > 2 * passes, "{tokens} tokens in {passes} passes");
-        assert!(guesses.model.accepted > 100, "{guesses:?}");
-        assert_eq!(guesses.model.accepted, guesses.model.proposed, "all of them are right");
+        assert!(drafts.model.accepted > 100, "{drafts:?}");
+        assert_eq!(drafts.model.accepted, drafts.model.proposed, "all of them are right");
     }
 }
 
-/// Alone, in batches, from the prefix cache, in chunks, preempted, forked: with a draft that differs by how its weights are
-/// rounded.
+/// Answers alone, in batches, from the prefix cache, in chunks, preempted and forked, with a draft model whose weights
+/// are rounded differently.
 #[test]
 fn answers_with_a_draft_are_those_without() {
     let options = LoadOptions {
@@ -108,21 +110,21 @@ fn answers_with_a_draft_are_those_without() {
     for (params, seed) in [(SamplingParams::GREEDY, 0), (drawn(), SEED)] {
         let texts = Texts::new(&mut plain, (params.clone(), seed), prompts(5), 24);
         texts.check_all(&mut drafted);
-        let (_, passes, guesses) = one_by_one(&mut drafted, (&params, seed), &texts.prompts);
-        println!("temperature {}: {passes} passes, {guesses:?}", params.temperature);
-        assert!(guesses.model.accepted > 10, "{guesses:?}");
+        let (_, passes, drafts) = one_by_one(&mut drafted, (&params, seed), &texts.prompts);
+        println!("temperature {}: {passes} passes, {drafts:?}", params.temperature);
+        assert!(drafts.model.accepted > 10, "{drafts:?}");
     }
-    // So hot that the two often part.
+    // The temperature is so high that the two models often differ.
     let hot = (&SamplingParams { temperature: 2.0, ..SamplingParams::GREEDY }, 12);
     let (expected, ..) = one_by_one(&mut plain, hot, &prompts(12));
-    let (answers, passes, guesses) = one_by_one(&mut drafted, hot, &prompts(12));
-    println!("temperature 2: {passes} passes, {guesses:?}");
+    let (answers, passes, drafts) = one_by_one(&mut drafted, hot, &prompts(12));
+    println!("temperature 2: {passes} passes, {drafts:?}");
     assert_eq!(answers, expected);
-    let (proposed, accepted) = (guesses.model.proposed, guesses.model.accepted);
-    assert!(accepted > 10 && accepted + 10 < proposed, "{guesses:?}");
+    let (proposed, accepted) = (drafts.model.proposed, drafts.model.accepted);
+    assert!(accepted > 10 && accepted + 10 < proposed, "{drafts:?}");
 }
 
-/// The draft has another shape, a window of 8 where the model has 16, and no rows for a third of its ids.
+/// The draft model has another shape, a window of 8 where the model has 16, and no rows for a third of the model's ids.
 #[test]
 fn a_draft_with_fewer_ids_and_a_smaller_window_changes_nothing() {
     let folder = data("gemma3/tiny-a");
@@ -138,9 +140,9 @@ fn a_draft_with_fewer_ids_and_a_smaller_window_changes_nothing() {
         let texts = Texts::new(&mut plain, params, prompts.clone(), 40);
         texts.check_all(&mut drafted);
     }
-    let (answers, _, guesses) = one_by_one(&mut drafted, (&drawn(), SEED), &prompts);
+    let (answers, _, drafts) = one_by_one(&mut drafted, (&drawn(), SEED), &prompts);
     let foreign = answers.iter().flatten().filter(|id| **id >= 320).count();
-    assert!(foreign > 10 && guesses.model.proposed > 10, "{foreign} ids beyond 320, {guesses:?}");
+    assert!(foreign > 10 && drafts.model.proposed > 10, "{foreign} ids beyond 320, {drafts:?}");
 }
 
 #[test]
@@ -152,7 +154,7 @@ fn what_cannot_be_a_draft_is_refused_with_its_numbers() {
     let problem = check_draft(&config("gemma-3-1b"), &config("gemma-3-4b")).unwrap_err();
     assert!(problem.contains("1024") && problem.contains("512"), "{problem}");
 
-    // A draft may have no window; a model without one has no blocks for a draft that has.
+    // A draft model may have no window. A model without a window has no blocks for a draft model with one.
     let mut full: Value = serde_json::from_str(&Shape::named("gemma-3-1b").unwrap().config_json()).unwrap();
     full["layer_types"] = json!(vec!["full_attention"; 26]);
     let full = Gemma3Config::from_json(full.to_string().as_bytes(), "full").unwrap();
@@ -170,7 +172,7 @@ fn what_cannot_be_a_draft_is_refused_with_its_numbers() {
     }
 }
 
-/// The 27B with the 1B beside it, on paper, by what each takes alone.
+/// The 27B with the 1B beside it, on paper, computed from what each takes alone.
 #[test]
 fn a_model_and_its_draft_are_planned_together() {
     let [model, small] = ["gemma-3-27b", "gemma-3-1b"].map(|name| Shape::named(name).unwrap().config());
@@ -198,7 +200,7 @@ fn a_model_and_its_draft_are_planned_together() {
         let each = sum(&alone(&model), class) + sum(&alone(&small), class);
         assert_eq!(sum(&both, class), each, "{}", class.name());
     }
-    // Two tables of 128 pairs for each position; all else is there by turns.
+    // Two RoPE tables have 128 pairs for each position. The two models use all other activations by turns.
     let tables = 2 * 4096 * 256 * 4;
     assert_eq!(sum(&both, Class::Activations), sum(&alone(&model), Class::Activations) + tables);
     let [of_both, of_model, of_draft] = [&both, &alone(&model), &alone(&small)]
@@ -207,7 +209,7 @@ fn a_model_and_its_draft_are_planned_together() {
     let staged = both.requests(4096, pools).into_iter().filter(|r| r.kind == MemoryKind::Readback).count();
     assert_eq!(staged, 1 + 2 * 2, "the logits' way back, and what two steps of each draw");
 
-    // What fits without it is said.
+    // The error names the context that fits without the draft model.
     let machine = Machine::on_paper(14 << 30, 1 << 29);
     let all = MemoryLimits { reserve: Some(0), ..MemoryLimits::default() };
     let fits = alone(&model).largest_context(&machine, &all, 1);
@@ -261,7 +263,7 @@ fn the_command_line_takes_a_draft() {
     assert_eq!(drafted, alone);
     assert!(log.contains(&format!("draft    {demo}: 6 layers")), "{log}");
 
-    // Files that cannot be, before a device is touched.
+    // These files cannot be a draft model, which is found before a device is touched.
     let tiny = tiny_model();
     let tiny = tiny.path().to_str().unwrap();
     let generate = |args: &[&str]| unicorn(&[&["generate", "--prompt", "x"], args].concat());
@@ -292,7 +294,7 @@ fn the_command_line_takes_a_draft() {
     assert!(guesses["accepted"].as_u64() > Some(0) && guesses["proposed"].as_u64() > Some(0), "{line}");
 }
 
-/// Whatever it is beside, a draft leaves the model alone as it was.
+/// A draft model beside it leaves the model's own answers as they were.
 #[test]
 fn a_model_with_a_draft_computes_alone_as_well() {
     let folder = data("gemma3/tiny-a");

@@ -23,7 +23,7 @@ async fn embed(router: &Router, fields: Value) -> (StatusCode, Value) {
     (status, value)
 }
 
-/// What is to come for a text.
+/// The expected embedding of a text.
 fn expected(text: &str) -> Vec<f32> {
     direction(&tokenizer().encode(text, true).expect("encodes"))
 }
@@ -50,7 +50,7 @@ async fn a_text_gets_the_direction_of_its_mean_state() {
     assert_eq!(numbers(&entry["embedding"]), expected("once upon a time"));
     let tokens = tokenizer().encode("once upon a time", true).expect("encodes").len();
     assert_eq!(body["usage"], json!({"prompt_tokens": tokens, "total_tokens": tokens}));
-    // It is no answer: it has no token, and no time to the first one.
+    // An embedding is no answer: it has no token, and no time to a first token.
     let (_, _, metrics) =
         send(&app.router, Request::get("/metrics").body(Body::empty()).expect("sound")).await;
     let metrics = String::from_utf8(metrics).expect("UTF-8");
@@ -83,7 +83,7 @@ async fn what_can_wait_is_embedded_in_the_background() {
 #[tokio::test]
 async fn many_inputs_are_embedded_in_their_order_whatever_the_queue_holds() {
     let app = app();
-    // More than run and wait at once.
+    // The inputs are more than run and wait at once.
     let texts: Vec<String> = (0..30).map(|i| "so ".repeat(1 + i * 7 % 30)).collect();
     let (status, body) = embed(&app.router, json!({"input": texts})).await;
     assert_eq!(status, 200, "{body}");

@@ -1,4 +1,4 @@
-//! How bodies are encoded: a byte order mark is read over, and what is compressed is refused.
+//! The encodings of bodies: a byte order mark is skipped, and a compressed body is refused.
 
 use axum::http::{HeaderValue, header};
 use serde_json::{Value, json};

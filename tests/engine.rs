@@ -30,7 +30,7 @@ fn start_on((runner, control): (Box<FakeRunner>, Control)) -> (EngineHandle, Con
     (Engine::start(runner, EngineConfig { queue: 4, scheduler: SchedulerConfig::default() }), control)
 }
 
-/// One at a time, as far as slots go.
+/// Limits whose slots let one sequence run at a time.
 fn one_slot() -> Limits {
     Limits { max_sequences: 1, max_draws: 1, ..LIMITS }
 }
@@ -40,7 +40,7 @@ fn request(prompt: &[u32], max_tokens: usize) -> Request {
     Request { max_tokens: Some(max_tokens), sampling: sampling.into(), ..Request::new(prompt.to_vec()) }
 }
 
-/// Allows even ids after an even number of ids, and odd ones after an odd number, until there are so many.
+/// A mask that allows even ids after an even number of ids, and odd ids after an odd number, up to a length.
 #[derive(Clone, Default)]
 struct Parity {
     seen: Vec<u32>,
@@ -65,7 +65,7 @@ impl TokenMask for Parity {
     }
 }
 
-/// Every event to the end; ids, and the last one.
+/// The ids of all events up to the last one, and the last event.
 fn collect(stream: &mut TokenStream) -> (Vec<u32>, Event) {
     let mut ids = Vec::new();
     loop {
@@ -86,7 +86,7 @@ fn finish_reason(event: &Event) -> FinishReason {
     }
 }
 
-/// Until nothing runs or waits: all blocks must be free then.
+/// Waits until nothing runs or waits. All blocks must be free then.
 fn assert_all_free(engine: &EngineHandle) {
     let since = Instant::now();
     loop {
@@ -101,7 +101,7 @@ fn assert_all_free(engine: &EngineHandle) {
 
 #[test]
 fn an_answer_is_prefilled_in_chunks_and_then_decoded_from_the_device() {
-    // The second step is on the device before the first is read, so its ids are not known to the host.
+    // The second step is on the device before the host reads the first, so the host does not know the first step's ids.
     let (engine, control) = start(Limits { max_in_flight: 2, ..LIMITS }, says(&[207, 208, 209], END));
     let prompt: Vec<u32> = (0..37).collect();
     let (ids, last) = collect(&mut engine.submit(request(&prompt, 10)).expect("accepted"));
@@ -114,7 +114,7 @@ fn an_answer_is_prefilled_in_chunks_and_then_decoded_from_the_device() {
     let decode = Input::LastSampled;
     let decodes = inputs.iter().skip(3).filter(|input| **input == decode).count();
     assert_eq!(inputs[..3], [chunk(0..16), chunk(16..32), chunk(32..37)]);
-    // One more may have been under way when the end was read.
+    // One more step may have been under way when the end was read.
     assert!(decodes == inputs.len() - 3 && (3..=4).contains(&decodes), "{inputs:?}");
     assert_all_free(&engine);
 }
@@ -148,7 +148,7 @@ fn a_request_that_cannot_be_answered_is_refused_with_its_numbers() {
             && overflow(200, None).to_string().contains("200")
     );
 
-    // The longest that fits.
+    // This is the longest request that fits.
     let (ids, _) = collect(&mut engine.submit(request(&[1; 199], 1)).expect("accepted"));
     assert!(ids.is_empty(), "END at once");
     assert_eq!(control.batches().len(), 13);
@@ -204,7 +204,7 @@ fn no_stop_id_comes_before_min_tokens() {
         let mut request = request(&[1, 2, 3], 30);
         Arc::make_mut(&mut request.sampling).min_tokens = min_tokens;
         let (ids, last) = collect(&mut engine.submit(request).unwrap());
-        // Where the end is forbidden, the fake takes the id behind it, after which it begins anew.
+        // If the end is forbidden, the fake takes the id behind it, and the script begins anew behind that.
         let expected: &[u32] = if min_tokens == 5 { &[40, 41, END + 1, 40, 41] } else { &[40, 41] };
         assert_eq!((&ids[..], finish_reason(&last)), (expected, FinishReason::Stop(END)), "{min_tokens}");
     }
@@ -234,7 +234,7 @@ fn a_full_queue_refuses_and_every_accepted_request_is_answered_in_order() {
 
 #[test]
 fn dropping_the_stream_cancels_at_every_stage() {
-    // 0 steps done is while the first prefill chunk runs; 2 is the last chunk; more are decodes.
+    // With 0 steps done, the first prefill chunk runs. Step 2 has the last chunk, and the steps behind it are decodes.
     for steps in 0..8 {
         let (engine, control) = start(one_slot(), says(&[], 5));
         control.allow(steps);
@@ -329,7 +329,7 @@ fn logits_that_are_not_finite_fail_one_request_alone() {
         assert_all_free(&engine);
     }
 
-    // In the same step too: the second draw of the first step is the second request's.
+    // The two requests share a step, too: the second draw of the first step belongs to the second request.
     let (engine, control) = start(LIMITS, says(&[], 5));
     control.allow(0);
     control.not_finite_at(2);
@@ -356,7 +356,8 @@ fn logits_that_are_not_finite_leave_nothing_in_the_prefix_cache() {
     let plain = request(&prompt, 20);
     let scored = Request { prompt_logprobs: Some(1), ..plain.clone() };
     let pooled = Request { pooling: true, ..plain.clone() };
-    // What fails, and at which draw: the first id, amid the answer, amid the prompt, and its states.
+    // Each case has a request and the draw that fails: the first id, an id amid the answer, an id amid the prompt, and
+    // the hidden states.
     for (failing, at) in [(&plain, 0), (&plain, 5), (&scored, 20), (&pooled, 0)] {
         let (engine, control) = start(limits, mixed(512));
         control.not_finite_at(at);
@@ -379,7 +380,7 @@ fn who_shares_a_prompt_that_fails_goes_on_and_is_joined_by_nobody() {
     let (engine, control) = start(Limits { max_sequences: 3, max_draws: 3, ..LIMITS }, unforeseen());
     let prompt: Vec<u32> = (0..41).collect();
     let longer = [&prompt[..], &[7]].concat();
-    // Step 2 has the first draw, and the one after step 7 both begin to share: its draws are 6 and 7.
+    // Step 2 has the first draw. Behind step 7 both requests share a step, whose draws are 6 and 7.
     control.allow(7);
     control.not_finite_at(8);
     let mut failing = engine.submit(request(&prompt, 60)).expect("accepted");
@@ -413,7 +414,7 @@ fn each_of_several_answers_has_room_for_a_reader_that_pauses() {
     let (engine, _) = start(limits, says(&[], 5));
     let several = Request { more_seeds: vec![1, 2], ..request(&[1], EVENTS - 1) };
     let mut stream = engine.submit(several).expect("accepted");
-    // One ends, and all have then.
+    // One answer ends, and all have ended then.
     collect(&mut engine.submit(request(&[2], 1)).expect("accepted"));
     assert_all_free(&engine);
     let (mut ids, mut ends) = ([0; 3], [None; 3]);
@@ -448,7 +449,7 @@ fn an_engine_says_why_it_ended_unless_it_was_asked_to() {
         assert!(engine.join(HANG));
         assert_eq!(engine.ended(), None);
 
-        // What happened stays, whatever is asked later.
+        // The cause of the end stays, whatever is called later.
         let (engine, control) = start(LIMITS, says(&[], END));
         control.fail_wait_at(0);
         collect(&mut engine.submit(request(&[1], 1)).expect("accepted"));
@@ -473,7 +474,7 @@ fn every_answer_hears_of_the_end_before_the_runner_is_dropped() {
         control.hold_drop(true);
         control.allow(0);
         control.fail_wait_at(0);
-        // A bug is met at once, and takes in what comes meanwhile or refuses it.
+        // The engine panics at once, and takes or refuses the requests that come meanwhile.
         let mut streams: Vec<_> = (0..3).filter_map(|_| engine.submit(request(&[1], 5)).ok()).collect();
         assert!(!streams.is_empty());
         control.release();
@@ -496,7 +497,7 @@ fn every_answer_hears_of_the_end_before_the_runner_is_dropped() {
 
 #[test]
 fn a_step_for_nobody_while_somebody_waits_is_a_bug_and_no_spin() {
-    // A runner that takes no step.
+    // This runner refuses every step.
     let (engine, _) = start(Limits { max_in_flight: 0, ..LIMITS }, says(&[], END));
     let mut stream = engine.submit(request(&[1], 1)).expect("accepted");
     assert!(engine.join(HANG), "it looks for something to do for ever");
@@ -532,7 +533,7 @@ fn a_scheduler_that_cannot_get_on_panics_with_its_state() {
     assert!(!state.contains("433") && !state.contains('\n') && state.len() < 2000, "{} bytes", state.len());
 }
 
-/// Allows every id, and says that it takes its time over each.
+/// A mask that allows every id, and reports a time for each.
 #[derive(Clone)]
 struct Slow {
     each: Duration,
@@ -560,7 +561,7 @@ impl TokenMask for Slow {
 
 #[test]
 fn a_grammars_time_is_that_of_the_client_whose_it_is() {
-    // The first answer is client 2's, and of more tokens than the one with a mask, which is client 1's.
+    // The first answer is client 2's, and has more tokens than the answer with a mask, which is client 1's.
     let order = |each: Duration, cancelled: bool| {
         let (mut runner, _) = FakeRunner::new(one_slot(), says(&[], 5));
         let mut scheduler = Scheduler::new(one_slot(), SchedulerConfig::default());
@@ -578,7 +579,7 @@ fn a_grammars_time_is_that_of_the_client_whose_it_is() {
             order.extend(ids.iter().filter(|id| !order.contains(*id)).copied().collect::<Vec<_>>());
             let ticket = step.submit(&mut *runner).expect("never fails");
             masked += usize::from(ids == [1]);
-            // Its reader may leave while its last step is under way.
+            // The reader may leave while the last step of its answer is under way.
             if cancelled && masked == 10 {
                 masked = 0;
                 scheduler.remove(1);
@@ -590,7 +591,7 @@ fn a_grammars_time_is_that_of_the_client_whose_it_is() {
     };
     for cancelled in [false, true] {
         assert_eq!(order(Duration::ZERO, cancelled), [0, 1, 2, 3], "client 1 had fewer tokens");
-        // A token takes 5 ms: 43 tokens against 13.
+        // A token takes 5 ms, so 43 tokens stand against 13.
         assert_eq!(order(Duration::from_millis(10), cancelled), [0, 1, 2, 3], "20 more are not enough");
         assert_eq!(order(Duration::from_millis(20), cancelled), [0, 1, 3, 2], "40 more are");
     }
@@ -637,7 +638,7 @@ fn drain_answers_what_it_has_and_abort_does_not() {
     assert!(engine.join(HANG));
     assert_all_free(&engine);
 
-    // An idle engine ends too, by either way, and when its last handle goes.
+    // An idle engine ends by either call, and when its last handle is dropped.
     let (engine, _) = start(LIMITS, says(&[], 5));
     engine.drain();
     assert!(engine.join(HANG));
@@ -670,10 +671,10 @@ fn a_prompt_that_was_computed_is_found_again() {
     };
     let (answer, last) = collect(&mut engine.submit(request(&prompt, 20)).expect("accepted"));
     assert_eq!(cached(&last), 0);
-    // A second request for the same text: all but the last, half filled block is cached.
+    // A second request for the same text finds all of it in the cache but the last, half filled block.
     let (again, last) = collect(&mut engine.submit(request(&prompt, 20)).expect("accepted"));
     assert_eq!((again, cached(&last)), (answer.clone(), 60));
-    // The next turn of the same conversation: what was answered is there too, but for the block at its end.
+    // The next turn of the same conversation finds the answer in the cache as well, except for the block at its end.
     let steps = control.batches().len();
     let turn: Vec<u32> = prompt.iter().chain(&answer).copied().chain([1, 2, 3]).collect();
     let (next, last) = collect(&mut engine.submit(request(&turn, 5)).expect("accepted"));
@@ -682,8 +683,7 @@ fn a_prompt_that_was_computed_is_found_again() {
     assert_eq!(cached(&last), computed / 4 * 4);
     let first = &control.batches()[steps].sequences[0];
     assert_eq!((first.start, first.input.len()), (computed / 4 * 4, turn.len() - computed / 4 * 4));
-    // Another text that begins alike, but not in the window before where it parts: nothing of it can be used but what has
-    // its whole window.
+    // This text begins alike, but parts within the window. Only blocks whose window is whole can be used.
     let (other, last) =
         collect(&mut engine.submit(request(&[&prompt[..30], &[7; 20][..]].concat(), 5)).expect("accepted"));
     assert_eq!(other, mixed_answer(&[&prompt[..30], &[7; 20][..]].concat(), 5, 0, 512, END));
@@ -696,7 +696,7 @@ fn a_prompt_is_found_again_under_its_own_salt_alone() {
     let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
     let (engine, _) = start(Limits { max_sequences: 4, max_draws: 4, kv, ..LIMITS }, mixed(512));
     let prompt: Vec<u32> = (0..61).collect();
-    // Answers, and tokens that were found.
+    // The test collects answers, and the numbers of tokens found in the cache.
     let ask = |prompt: &[u32], salt: &[u8]| {
         let request =
             Request { cache_salt: CacheSalt::new(salt), more_seeds: vec![7], ..request(prompt, 20) };
@@ -715,7 +715,7 @@ fn a_prompt_is_found_again_under_its_own_salt_alone() {
     assert_eq!(cached, 0);
     let found = [b"".as_slice(), b"a", b"a", b"b", b"ab", b"b", b""].map(|salt| ask(&prompt, salt).1);
     assert_eq!(found, [60, 0, 60, 0, 0, 60, 60]);
-    // Forks leave their answers under the salt of the one they parted from.
+    // Forks leave their answers under the salt of their parent.
     for (answer, other) in answers.iter().zip([b"c", b"d"]) {
         let turn = [&prompt[..], answer, &[1, 2, 3]].concat();
         let computed = prompt.len() + answer.len() - 1;
@@ -805,7 +805,7 @@ fn a_pooled_prompt_is_computed_afresh_and_left_to_nobody() {
     embed(&prompt);
     assert_all_free(&engine);
     assert_eq!(engine.stats().full.cached, 0, "nothing of it is kept");
-    // What the cache has of an answer, it keeps, and the next one does without.
+    // The cache keeps what it has of an answer, and the next request does without.
     let answer = |expected: usize| {
         let (ids, last) = collect(&mut engine.submit(request(&prompt, 5)).expect("accepted"));
         assert_eq!(ids, mixed_answer(&prompt, 5, 0, 512, END));
@@ -816,7 +816,7 @@ fn a_pooled_prompt_is_computed_afresh_and_left_to_nobody() {
     embed(&prompt);
     embed(&prompt[..1]);
     answer(36);
-    // Several at once, beside one that decodes.
+    // Several prompts are pooled at once, beside a sequence that decodes.
     control.allow(control.batches().len());
     let mut others: Vec<_> =
         (20..23).map(|n| (n, engine.submit(pooled(&prompt[..n])).expect("accepted"))).collect();
@@ -911,8 +911,8 @@ fn interactive_requests_go_before_background_ones_which_are_not_forgotten() {
     assert_all_free(&engine);
 }
 
-/// What a request takes of each step that it has a share in: where it begins and how many tokens. None where others share
-/// one of these steps, or have one in between.
+/// The tokens of each step in which a request has a share: where they begin, and how many there are. `None` if other
+/// requests share one of these steps, or have a step in between.
 fn steps_alone(batches: &[Batch]) -> Option<Vec<(usize, usize)>> {
     let alone = |batch: &Batch| match &batch.sequences[..] {
         [sequence] => Some((sequence.start, sequence.input.len())),
@@ -966,14 +966,14 @@ fn background_requests_take_their_room_in_the_prefix_cache_from_one_another() {
         (answer, timings.cached_n)
     };
     let (background, interactive) = (Priority::Background, Priority::Interactive);
-    // Who computed the chat first, and who comes between it and its next turn.
+    // The test varies which request computed the chat first, and which one comes before its next turn.
     for (first, others, kept) in
         [(interactive, background, 80), (background, background, 80), (interactive, interactive, 0)]
     {
         let (engine, _) = start(LIMITS, says(&[7; 20], END));
         ask(&engine, &chat, first);
         let (answer, _) = ask(&engine, &chat, interactive);
-        // Each takes a third of the blocks; and what asks about the chat itself takes nothing from it.
+        // Each request takes a third of the blocks. A request about the chat itself takes nothing from it.
         for n in 0..12 {
             ask(&engine, &[n + 100; 61], others);
         }
@@ -1037,7 +1037,7 @@ fn unforeseen_answer(prompt: &[u32], n: usize) -> Vec<u32> {
     tokens.split_off(prompt.len())
 }
 
-/// Room for eight guessing sequences.
+/// Limits with room for the draft tokens of eight sequences.
 fn wide() -> Limits {
     let kv = KvLimits { full_blocks: 512, sliding_blocks: 256, ..LIMITS.kv };
     Limits { max_batch_tokens: 64, max_sequences: 16, max_draws: 16, max_in_flight: 2, kv, ..LIMITS }
@@ -1048,34 +1048,34 @@ fn a_draft_model_saves_passes_and_changes_no_answer() {
     for (wrong, most_steps) in [(0, 16), (1, 50), (4, 106)] {
         let (engine, control) = start_on(FakeRunner::with_draft(wide(), unforeseen(), wrong));
         let (ids, last) = collect(&mut engine.submit(request(&[1, 2, 3], 100)).expect("accepted"));
-        assert_eq!(ids, unforeseen_answer(&[1, 2, 3], 100), "{wrong} of 4 guesses are wrong");
+        assert_eq!(ids, unforeseen_answer(&[1, 2, 3], 100), "{wrong} of 4 draft tokens are wrong");
         let Event::Finished { timings, .. } = last else { panic!("{last:?}") };
-        let (steps, chains) = (control.batches().len(), control.guesses());
-        let [guessed, accepted] = [chains.iter().flatten().flatten().count(), timings.drafts.accepted];
-        println!("{wrong} of 4 wrong: {steps} steps, {accepted} of {guessed} guesses came true");
-        assert!(steps <= most_steps, "{steps} steps for 100 ids, {wrong} of 4 guesses wrong");
-        assert_eq!((timings.drafts.proposed, steps + accepted >= 100), (guessed, true));
+        let (steps, chains) = (control.batches().len(), control.drafts());
+        let [proposed, accepted] = [chains.iter().flatten().flatten().count(), timings.drafts.accepted];
+        println!("{wrong} of 4 wrong: {steps} steps, {accepted} of {proposed} draft tokens were accepted");
+        assert!(steps <= most_steps, "{steps} steps for 100 ids, {wrong} of 4 draft tokens wrong");
+        assert_eq!((timings.drafts.proposed, steps + accepted >= 100), (proposed, true));
         assert_all_free(&engine);
         let stats = engine.stats();
-        assert_eq!((stats.guesses.model, stats.guesses.lookup.proposed), (timings.drafts, 0));
+        assert_eq!((stats.drafts.model, stats.drafts.lookup.proposed), (timings.drafts, 0));
         match wrong {
-            0 => assert_eq!(accepted, guessed, "all of them are right"),
-            // Tried again, ever less often.
+            0 => assert_eq!(accepted, proposed, "all of them are right"),
+            // The draft model is tried again, ever less often.
             4 => assert!(accepted == 0 && (4..=10).contains(&chains.len()), "{chains:?}"),
-            _ => assert!(accepted < guessed),
+            _ => assert!(accepted < proposed),
         }
     }
 }
 
 #[test]
-fn sequences_share_the_room_for_guesses_until_there_is_none() {
+fn sequences_share_the_room_for_draft_tokens_until_there_is_none() {
     for (n, each) in [(1, 15), (2, 7), (5, 2), (8, 1), (9, 0), (16, 0)] {
         let (engine, control) = start_on(FakeRunner::with_draft(wide(), unforeseen(), 0));
         control.allow(0);
         let mut streams: Vec<_> =
             (0..4).map(|i| engine.submit(request(&[i, 7], 60)).expect("accepted")).take(n).collect();
         control.submitted(1);
-        // No more than wait at once.
+        // The requests are no more than may wait at once.
         while streams.len() < n {
             let i = streams.len() as u32;
             match engine.submit(request(&[i, 7], 60)) {
@@ -1088,8 +1088,8 @@ fn sequences_share_the_room_for_guesses_until_there_is_none() {
         for (i, stream) in streams.iter_mut().enumerate() {
             assert_eq!(collect(stream).0, unforeseen_answer(&[i as u32, 7], 60), "{n} streams");
         }
-        let together = control.guesses().into_iter().filter(|chain| chain.len() == n);
-        let most = together.flatten().map(|guesses| guesses.len()).max().unwrap_or(0);
+        let together = control.drafts().into_iter().filter(|chain| chain.len() == n);
+        let most = together.flatten().map(|drafted| drafted.len()).max().unwrap_or(0);
         assert_eq!(most, each, "{n} streams");
         assert_all_free(&engine);
     }
@@ -1129,7 +1129,7 @@ fn random_requests_and_cancellations_leave_every_answer_exact_and_every_block_fr
         let mut open = Vec::new();
         for _ in 0..30 {
             let len = rng.random_range(1..limits.max_context);
-            // Few different texts, so that many begin alike.
+            // There are few different texts, so that many begin alike.
             let prompt: Vec<u32> =
                 (0..len).map(|i| if i % 40 == 39 { rng.random_range(0..3) } else { i as u32 }).collect();
             let max_tokens = rng.random_range(1..=limits.max_context - len);
@@ -1179,19 +1179,19 @@ fn beginnings(text: &[u32]) -> impl Iterator<Item = u64> {
     })
 }
 
-/// A text: its salt, and its family, which is the id of the first of those that answer one prompt.
+/// A text: its salt and its family. The family is the id of the first of the sequences that answer one prompt.
 type Told = (usize, u64, Vec<u32>);
 
-/// Notes which family was the first to compute each beginning of a text under its salt.
+/// The family that was the first to compute each beginning of a text under its salt.
 fn compute(firsts: &mut HashMap<(usize, u64), u64>, (salt, family, text): &Told) {
     beginnings(text).for_each(|text| {
         firsts.entry((*salt, text)).or_insert(*family);
     });
 }
 
-/// Add, cancel, finish, preempt, fork, evict, with one or two steps in flight: after each, every block is free, cached or
-/// owned as often as tables say, the tables hold the text (the runner reads it), what is found in the cache was computed
-/// under the same salt, budgets are kept, and nobody starves.
+/// Random operations: add, cancel, finish, preempt, fork, evict, with one or two steps in flight. After each operation,
+/// every block is free, cached, or held as often as tables name it. The tables hold the text, which the runner reads.
+/// Found blocks were computed under the same salt. Steps keep to their budgets, and no sequence starves.
 #[test]
 fn the_scheduler_keeps_its_invariants_under_random_operations() {
     let seed = 0x5c4e;
@@ -1211,7 +1211,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
         let (mut runner, _) = fake(limits, config.draft_model);
         let mut scheduler = Scheduler::new(limits, config);
         let (mut pace, mut in_flight) = (Pace::new(), VecDeque::new());
-        // Answers under way: when they last got on.
+        // The answers under way, and when each last got tokens.
         let mut alive: BTreeMap<u64, u64> = BTreeMap::new();
         let mut texts: HashMap<u64, Told> = HashMap::new();
         let mut firsts = HashMap::new();
@@ -1239,7 +1239,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     let sampling = Arc::make_mut(&mut sequence.sampling);
                     sampling.stop_token_ids = vec![END];
                     sequence.cache_salt = CacheSalt::new(["", "a", "b"][salt].as_bytes());
-                    // The fake holds the history of such a sequence against its blocks, and asks its mask.
+                    // The fake compares the history of such a sequence with its blocks, and asks its mask.
                     sampling.presence_penalty = if rng.random() { 0.5 } else { 0.0 };
                     sampling.min_tokens = rng.random_range(0..3);
                     sequence.prompt_logprobs = rng.random_bool(0.2).then_some(1);
@@ -1272,12 +1272,12 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                 }
                 _ => {
                     let (mut room, mut step) = (in_flight.len() < limits.max_in_flight, None);
-                    // An engine always asks the draft model first; nothing may hang on it.
+                    // An engine always asks the draft model first, but nothing may depend on that.
                     if room && rng.random_bool(0.9) {
                         room = draft(&mut scheduler, &mut *runner, in_flight.len())
                             .expect("never fails")
                             .is_some();
-                        // Cancelled or joined by others before the guesses are used.
+                        // Sequences are cancelled or join before the draft tokens are used.
                         room &= rng.random_bool(0.9);
                     }
                     if room {
@@ -1296,7 +1296,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     if (full || rng.random_bool(0.5))
                         && let Some((ticket, step)) = in_flight.pop_front()
                     {
-                        // A step, its tokens and its keys cost something.
+                        // The time of a step grows with its tokens and keys.
                         let ms = 5 + step.load.tokens as u64 + step.load.keys / 64;
                         pace.observe(step.load, Duration::from_millis(ms));
                         let mut sampled = runner.wait(ticket).expect("never fails");
@@ -1329,7 +1329,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                             hits += usize::from(output.cached_tokens > 0);
                             accepted += usize::from(output.end.is_some()) * output.drafts.accepted;
                         }
-                        // What was removed while its step was under way.
+                        // The output is of a sequence that was removed while its step was under way.
                         alive.retain(|id, _| scheduler.knows(*id));
                     }
                 }
@@ -1338,12 +1338,12 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
             if alive.is_empty() {
                 assert!(scheduler.is_idle(), "something runs that nobody asked for");
             }
-            // Everybody has at most 120 steps of its own, and patience for 50 of others.
+            // Every sequence has at most 120 steps of its own, and waits with patience for 50 others.
             let waited = alive.values().map(|since| now - since).max().unwrap_or(0);
             longest_wait = longest_wait.max(waited);
             assert!(waited < 1200, "somebody starves: {waited} operations, {limits:?}");
         }
-        // What is left comes to its end.
+        // All sequences that are left come to their end.
         let mut steps = 0;
         while !scheduler.is_idle() || !in_flight.is_empty() {
             steps += 1;
@@ -1360,12 +1360,12 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
             assert_eq!(scheduler.usage(pool).held, 0, "{pool:?}");
         }
         preemptions += scheduler.preemptions();
-        let model = scheduler.guesses().model;
+        let model = scheduler.drafts().model;
         assert!(config.draft_model || model.proposed == 0, "{model:?}");
         (drafted, drafts) = (drafted + model.proposed, drafts + model.accepted);
     }
     println!(
-        "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached, {pooled} pooled, {accepted} guessed; \
+        "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached, {pooled} pooled, {accepted} draft tokens accepted; \
          {drafts} of {drafted} by the draft model; waited {longest_wait}"
     );
     assert!(pooled > 500, "the test pools too little");

@@ -1,5 +1,5 @@
-//! The contract of `fast` (`shaders/common/fast.glsl`): whatever kernel multiplies with int8, for however many tokens, alone or
-//! with other matrices, fused or not, yields the bits that the twin yields.
+//! The contract of `fast` (`shaders/common/fast.glsl`): every kernel that multiplies with int8 gives the bits of its
+//! twin, for any number of tokens, alone or with other matrices, fused or not.
 
 use std::path::Path;
 
@@ -28,7 +28,7 @@ fn rounded_twice(a: f32, b: f32, c: f32) -> f32 {
     a * b + c
 }
 
-/// How the device's drivers compute an fma: some multiply, and then add.
+/// How the device's driver computes an fma: some drivers multiply, and then add.
 fn fma_of(b: &mut Bench) -> Fma {
     let (factor, summand) = (1.0 + 2f32.powi(-13), 1.0 / 3.0);
     let result = b.poisoned(4 * 256);
@@ -50,7 +50,7 @@ fn fma_of(b: &mut Bench) -> Fma {
     fma
 }
 
-/// Uploads what the twin quantized; what pads it is garbage.
+/// Uploads activations that the twin quantized. Padding is garbage.
 fn upload(b: &mut Bench, rows: &[QuantizedActivations], width: usize) -> Quantized {
     let blocks = width.div_ceil(BLOCK_COLS);
     let quantized = b.quantized(rows.len(), width);
@@ -62,7 +62,7 @@ fn upload(b: &mut Bench, rows: &[QuantizedActivations], width: usize) -> Quantiz
         for (digit, (q, of)) in x.q.iter().zip(&x.scales).enumerate() {
             for (block, (q, scale)) in q.chunks(32).zip(of).enumerate() {
                 let at = (digit * blocks + block) * padded + row;
-                // The second digit of a block that has none is anything.
+                // The second digit of a block that has none may hold any value.
                 if *scale != 0.0 || digit == 0 {
                     ints[32 * at..][..32].copy_from_slice(bytemuck::cast_slice(q));
                 }
@@ -76,7 +76,7 @@ fn upload(b: &mut Bench, rows: &[QuantizedActivations], width: usize) -> Quantiz
     Quantized::new(b.upload(&bytes), width)
 }
 
-/// What the device quantized: integers, scales, and whether the sums are those of the integers.
+/// The activations that the device quantized: integers, scales, and whether the sums are the sums of the integers.
 fn download(b: &mut Bench, from: &Quantized, rows: usize) -> Vec<QuantizedActivations> {
     let blocks = from.width.div_ceil(BLOCK_COLS);
     let padded = from.buffer.size() as usize / blocks / 80;
@@ -105,7 +105,7 @@ fn download(b: &mut Bench, from: &Quantized, rows: usize) -> Vec<QuantizedActiva
     (0..rows).map(row).collect()
 }
 
-/// Group, its (s, m), whether there are m, and the scale of the whole row.
+/// The group, its (s, m), whether the scheme has m, and the scale of the whole row.
 type RowScales = (usize, Vec<(f32, f32)>, bool, Option<f32>);
 
 fn scales_of(scheme: Scheme, row: &QuantizedRow) -> RowScales {
@@ -148,8 +148,8 @@ fn twin(x: &[QuantizedActivations], rows: &[QuantizedRow], scheme: Scheme, fma: 
     y
 }
 
-/// Activations that are ordinary, of one outlier among small ones, zero, as large as any, and at the edge of what counts
-/// as zero.
+/// Activations: ordinary ones, one outlier among small ones, zeros, the largest possible ones, and some at the edge of
+/// what counts as zero.
 fn rows(b: &mut Bench, tokens: usize, width: usize) -> Vec<f32> {
     let mut all = b.random(tokens * width, 2.0);
     for (token, row) in all.chunks_mut(width).enumerate() {
@@ -183,13 +183,13 @@ fn every_width_of_every_scheme_yields_the_bits_of_the_twin_as_a_cpu_computes_it(
     every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, |_| Tiles::Cpu);
 }
 
-/// On a CPU too, for what a GPU runs is to be right.
+/// A CPU device is tested too, because the kernels for GPUs must be right there as well.
 #[test]
 fn every_width_of_every_scheme_yields_the_bits_of_the_twin_as_a_gpu_computes_it() {
     every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, |_| Tiles::COUNTED);
 }
 
-/// Weights of each kind: with scales of rows, of halves of a block with shifts, of blocks, and of six bits.
+/// Weights of each kind: with scales of rows, of half blocks with shifts, of blocks, and of six bits.
 const EACH_KIND: [Scheme; 4] = [STORED[0], STORED[5], STORED[7], STORED[17]];
 
 #[test]
@@ -203,10 +203,10 @@ fn every_width_of_every_scheme_yields_the_bits_of_the_twin_in_emulated_tiles() {
     every_width_yields_the_bits_of_the_twin(Bench::new(71), &STORED, emulated_tiles);
 }
 
-/// As the device multiplies them.
+/// Multiplies the weights as the device does.
 #[test]
 fn tiles_that_subgroups_multiply_yield_the_bits_of_the_twin() {
-    // A validation layer that does not know such products hides them.
+    // A validation layer that does not know cooperative matrices hides them.
     let unvalidated = || Device::open(&DevicePolicy { validation: false, ..policy() }).unwrap();
     let tile = |device: &Device| SubgroupTile::of(device.info());
     let device = if tile(&device()).is_some() { device() } else { unvalidated() };
@@ -223,12 +223,13 @@ fn every_width_yields_the_bits_of_the_twin(
     for (i, &scheme) in schemes.iter().enumerate() {
         let tiles = tiles_of(i);
         b.make_tiles(scheme, Precision::Fast, tiles, false);
-        // Widths that have tiles of their own; more are several passes.
+        // Some widths have tiles of their own; more tokens take several passes.
         let widths: &[usize] = match tiles {
             Tiles::Gpu(gpu) if gpu.subgroups.is_some() => &[33, 130],
             _ => &[1, 2, 3, 5, 8, 9, 17, 40],
         };
-        // Rows and columns in parts of tiles and of blocks; a width with segments of several blocks, and of an odd number.
+        // The shapes end in parts of tiles and of blocks. One width has segments of several blocks, and an odd number
+        // of them.
         for (matrix_rows, cols) in [(70, 48), (33, 272), (5, 1312)] {
             let stored = b.stored(matrix_rows, cols, scheme);
             let matrix = b.matrix_of(&stored.tensor(), scheme, u64::MAX);
@@ -243,7 +244,8 @@ fn every_width_yields_the_bits_of_the_twin(
                 let y = [(); 4].map(|()| b.empty(tokens, matrix_rows));
                 b.run(|k, r| {
                     k.matmul(r, &[(&matrix, &y[0])], &operand, tokens);
-                    // Beside others, the first of them in pieces, which none goes with.
+                    // The matrix stands beside others. The first of them is in shards, and shares its dispatch with
+                    // none.
                     let all = [(&pieces, &y[1]), (&matrix, &y[2]), (&matrix, &y[3])];
                     k.matmul(r, &all, &operand, tokens);
                 });
@@ -257,8 +259,8 @@ fn every_width_yields_the_bits_of_the_twin(
     }
 }
 
-/// Given its scale, which is to be the twin's to the bit; a division may be off in its last bit, so a value that lies between
-/// two integers may go either way.
+/// Compares quantized values, given the scale, which must be the twin's to the bit. A division may be off in its last
+/// bit, so a value that lies between two integers may go either way.
 #[test]
 fn activations_are_quantized_as_the_twin_quantizes_them() {
     with_each_body(72, |b| {
@@ -283,7 +285,7 @@ fn activations_are_quantized_as_the_twin_quantizes_them() {
                     for (digit, (got_q, e)) in got.q.iter().zip(&expected.q).enumerate() {
                         let (scale, twin) =
                             (got.scales[digit][block].abs(), expected.scales[digit][block].abs());
-                        // What is left over is so small that its own rounding shows.
+                        // The rest is so small that its own rounding shows.
                         assert!(
                             (scale / twin - 1.0).abs() < 1e-3 || scale == twin,
                             "{token}, {block}: {scale}, {twin}"
@@ -311,7 +313,7 @@ fn activations_are_quantized_as_the_twin_quantizes_them() {
     });
 }
 
-/// What is no number must not vanish in the comparisons that find a scale.
+/// A NaN must not vanish in the comparisons that find a scale.
 #[test]
 fn what_is_no_number_stays_none_in_int8() {
     let mut b = Bench::new(73);
@@ -337,7 +339,7 @@ fn two_products_and_their_geglu_are_what_three_dispatches_make_of_them() {
     let mut b = Bench::new(74);
     let fma = fma_of(&mut b);
     for scheme in STORED {
-        // A CPU takes three dispatches for it.
+        // A CPU takes three dispatches for the same result.
         b.make_tiles(scheme, Precision::Fast, Tiles::COUNTED, true);
         let (matrix_rows, cols) = (100, 80);
         let [gate, up] = [(); 2].map(|()| {
@@ -388,7 +390,7 @@ fn norms_fused_with_what_follows_have_the_bits_of_norms_that_are_not() {
             let [x, base, one, two] = [tokens, tokens, 1, 1].map(|rows| b.random(rows * width, 1.5));
             let (x, hidden) = (b.activations(&x, width), b.activations(&base, width));
             let norms = [one, two].map(|weight| RmsNorm { weight: b.upload(&weight), eps: 1e-6 });
-            // Apart: the add, the norm behind it, and what that is in int8.
+            // The separate kernels are the add, the norm behind it, and the quantizing of the norm.
             let (normed, quantized) = (b.empty(tokens, width), b.quantized(tokens, width));
             b.run(|k, r| {
                 k.rms_norm_add(r, &x, &norms[0], &hidden, tokens);
@@ -410,7 +412,7 @@ fn norms_fused_with_what_follows_have_the_bits_of_norms_that_are_not() {
                 k.rms_norm_gather(r, &hidden, &index, &norms[1], y, tokens);
             });
             check(got, "rms_norm_gather");
-            // It adds to what it finds, so each time anew.
+            // The kernel adds to its output, so each run has a new one.
             let again: Vec<Activations> = (0..3).map(|_| b.activations(&base, width)).collect();
             let next = std::cell::Cell::new(0);
             let got = all_ways(b, tokens, width, &|k, r, y| {
@@ -447,10 +449,11 @@ fn geglu_yields_in_int8_what_it_yields_in_f32() {
     });
 }
 
-/// All there is of what one dispatch declares belongs to activations here, weights included.
+/// All bytes that a dispatch declares count as activations here, the weights' bytes included: the test allocates both
+/// in that class.
 #[test]
 fn three_matrices_of_one_kind_go_in_one_dispatch() {
-    // What a device counted is of whoever uses it: this one is nobody else's.
+    // A device counts the commands of all its users, so this test has a device of its own.
     let mut b = Bench::on(&Device::open(&policy()).unwrap(), 77);
     let scheme = Scheme::int4(32);
     b.make_scheme(scheme, Precision::Fast);
@@ -470,8 +473,8 @@ fn load(folder: &Path, options: &LoadOptions) -> Gemma3 {
     goldens::load(folder, &LoadOptions { precision: Precision::Fast, ..*options })
 }
 
-/// The seeds of everything: the logits of a sequence, whole, in chunks that no tile and no block divides, one token at a
-/// time, and found again beside other sequences.
+/// The logits of a sequence are the same bits: whole, in chunks that no tile and no block divides, one token at a time,
+/// and found in the cache beside other sequences.
 #[test]
 fn logits_in_int8_have_the_same_bits_whole_and_in_chunks() {
     for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
@@ -497,7 +500,7 @@ fn logits_in_int8_have_the_same_bits_whole_and_in_chunks() {
     }
 }
 
-/// In a batch, from the cache, in chunks, preempted, forked; and with the guesses of another model.
+/// Answers in a batch, from the cache, in chunks, preempted, forked, and with draft tokens of another model.
 #[test]
 fn answers_in_int8_are_the_same_whatever_else_runs() {
     let goldens = Goldens::open(&data("gemma3/tiny-a"));
@@ -517,14 +520,14 @@ fn answers_in_int8_are_the_same_whatever_else_runs() {
     let [greedy, drawn] = [(SamplingParams::GREEDY, 0), drawn]
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
     greedy.check_all(&mut model);
-    let [files, guessing] =
+    let [files, draft_model] =
         ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
-    let (model, guessing) = draft::load(&device(), &files, &guessing, &options, &mut |_| {}).unwrap();
-    drawn.check_all(&mut Drafted::new(model, guessing));
+    let (model, draft_model) = draft::load(&device(), &files, &draft_model, &options, &mut |_| {}).unwrap();
+    drawn.check_all(&mut Drafted::new(model, draft_model));
 }
 
-/// How far distributions of `got` are from those of `expected`, row by row: mean KL divergence in nats, and how often both
-/// have the same best id.
+/// The distance of the distributions of `got` from those of `expected`, row by row: the mean KL divergence in nats, and
+/// how often both have the same best id.
 fn divergence(expected: &[f32], got: &[f32], vocab: usize) -> (f64, f64) {
     let (mut kl, mut top) = (0.0, 0);
     let best = |row: &[f32]| (0..vocab).rev().max_by(|a, b| row[*a].total_cmp(&row[*b]));
@@ -537,7 +540,7 @@ fn divergence(expected: &[f32], got: &[f32], vocab: usize) -> (f64, f64) {
     (kl / rows, top as f64 / rows)
 }
 
-/// Mean square of the difference, relative to the variance of what is expected.
+/// The mean square of the difference, relative to the variance of the expected values.
 fn nmse(expected: &[f32], got: &[f32]) -> f64 {
     let mean = expected.iter().map(|v| f64::from(*v)).sum::<f64>() / expected.len() as f64;
     let sum = |f: &dyn Fn(f64, f64) -> f64| -> f64 {
@@ -557,13 +560,13 @@ fn int8_activations_hardly_move_the_logits_of_random_models() {
             let got = all_logits(&mut load(&folder, &options), &tokens);
             let nmse = nmse(&expected, &got);
             println!("{variant}, {quantize}: NMSE {nmse:.1e}");
-            // 5e-4 is what is aimed at; seven layers of 96 channels are at 5.2e-4.
+            // The goal is 5e-4; seven layers of 96 channels reach 5.2e-4.
             assert!(nmse <= 6e-4, "{variant}, {quantize}: {nmse}");
         }
     }
 }
 
-/// The demo model on its own kind of text, against the same weights with activations in f32.
+/// The demo model on text of its own kind, compared with the same weights and activations in f32.
 #[test]
 fn int8_activations_hardly_change_what_the_demo_model_says() {
     let texts: Vec<&[u32]> = demo::quick_prompts(600).step_by(6).collect();
@@ -580,8 +583,9 @@ fn int8_activations_hardly_change_what_the_demo_model_says() {
     }
 }
 
-/// Writes the demo model again with four channels of each norm before matrices times 32 to 256, and the columns of those matrices
-/// divided by as much: the same function, with outliers among its activations, as real Gemma-3 has them.
+/// Writes the demo model again, with four channels of each norm before matrices times 32 to 256, and the columns of
+/// those matrices divided by as much. The function is the same, with outliers among its activations, as real Gemma-3
+/// has them.
 fn outlier_twin(to: &Path) {
     const CHANNELS: [(usize, f32); 4] = [(7, 32.0), (70, 64.0), (133, 128.0), (250, 256.0)];
     let bytes = std::fs::read(demo::folder().join("model.safetensors")).unwrap();

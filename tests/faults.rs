@@ -1,5 +1,5 @@
-//! What the shipped binary does when Vulkan calls fail: the layer of `tests/fault_layer` makes them fail, between the
-//! loader and the driver that the other suites run on.
+//! The shipped binary when Vulkan calls fail. The layer of `tests/fault_layer` makes them fail, between the loader and
+//! the driver that the other suites run on.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,19 +13,19 @@ use crate::support::daemon::Daemon;
 use crate::support::program::{output, unicorn_on_software};
 use crate::support::root;
 
-/// The layer's library, built with the profile of this test: `cargo test --test suite` builds no examples, and an older
-/// one would test what it was.
+/// The layer's library, built with the profile of this test. `cargo test --test suite` builds no examples, and an older
+/// library would test an older layer.
 fn layer() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
-        // TARGET/PROFILE/deps/suite-HASH
+        // The path of the suite is TARGET/PROFILE/deps/suite-HASH.
         let own = std::env::current_exe().expect("a path");
         let folder = own.ancestors().nth(2).and_then(Path::file_name).expect("the folder of a profile");
         let profile = if folder == "debug" { "dev".as_ref() } else { folder };
         let mut cargo = Command::new(env!("CARGO"));
         cargo.current_dir(root()).args(["build", "--locked", "--offline", "--example", "fault_layer"]);
         cargo.args(["--message-format", "json", "--profile"]).arg(profile);
-        // What cargo tells a test of its package, build scripts of dependencies would take for another build.
+        // Build scripts of dependencies would take the variables that cargo gives a test for another build.
         for (name, _) in std::env::vars_os() {
             let text = name.to_string_lossy();
             if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") || text == "OUT_DIR" {
@@ -49,7 +49,7 @@ fn with_layer(command: &mut Command) {
     command.env("LD_LIBRARY_PATH", layer().parent().expect("a folder"));
 }
 
-/// A server in whose driver calls fail once it is told so.
+/// A server whose driver's calls fail from the moment that the test says so.
 struct Faulty {
     folder: tempfile::TempDir,
     server: Daemon,
@@ -66,7 +66,7 @@ impl Faulty {
         Faulty { folder, server }
     }
 
-    /// From now on: calls are counted from here.
+    /// Lets calls fail from now on, counted from here.
     fn arm(&self, faults: &str) {
         let partial = self.folder.path().join("partial");
         fs::write(&partial, faults).expect("written");
@@ -99,7 +99,7 @@ impl Faulty {
 #[test]
 fn a_call_that_has_no_memory_for_a_moment_is_noticed_by_nobody() {
     let mut faulty = Faulty::start();
-    // The probe, of which health makes one where there was no step yet.
+    // The probe fails, which health sends if there was no step yet.
     let probed = "begin:1=OUT_OF_DEVICE_MEMORY, end:1=OUT_OF_HOST_MEMORY, submit:1=OUT_OF_DEVICE_MEMORY";
     faulty.arm(&format!("{probed}, wait:1=OUT_OF_HOST_MEMORY"));
     assert_eq!(faulty.health(), (200, json!({"status": "ok"})));
@@ -111,7 +111,7 @@ fn a_call_that_has_no_memory_for_a_moment_is_noticed_by_nobody() {
     faulty.arm("");
     let (free, chosen) = (faulty.answer(json!({})), faulty.answer(choice()));
     assert!(free.trim().len() > 1 && chosen.len() > 1, "{free:?}, {chosen:?}");
-    // Every other recording: one of a step's parts, and all of them in the end.
+    // Every other recording fails: first one of a step's parts, and in the end all of them.
     let every_other = (0..200).map(|n| format!("end:{}=OUT_OF_DEVICE_MEMORY", 2 * n + 1)).collect::<Vec<_>>();
     for faults in [
         "submit:4=OUT_OF_DEVICE_MEMORY",
@@ -133,7 +133,7 @@ fn a_call_that_has_no_memory_for_a_moment_is_noticed_by_nobody() {
     assert_eq!(faulty.server.exit_code(), Some(0), "{:#?}", faulty.server.log);
     let log = faulty.server.log.join("\n") + &faulty.server.rest_of_log();
     assert!(!log.contains("ERROR"), "{log}");
-    // Said, but not each time.
+    // The log reports the shortage, but not every time.
     let said = log.lines().filter(|l| l.contains("WARN") && l.contains("had no memory")).count();
     assert!((1..12).contains(&said), "{said} times: {log}");
 }
@@ -180,7 +180,7 @@ fn a_device_that_fails_for_good_amid_an_answer_ends_all_answers_and_then_the_ser
         let message = last["error"]["message"].as_str().expect("why");
         assert!(message.contains(why), "{faults}: {message}");
 
-        // Nobody asks it to end. Where somebody does, that is not why it ends.
+        // Nobody asks the server to end here. If somebody does, the failure is not the reason for its end.
         if i % 3 == 0 {
             faulty.server.signal("TERM");
         }

@@ -1,5 +1,5 @@
-//! GGUF: headers that lie, tensors bit by bit, what the metadata becomes, tokenizers, and logits of every reference file
-//! (`tests/data/gguf`) on the device.
+//! GGUF: headers with wrong fields, tensors bit by bit, the config that the metadata gives, tokenizers, and logits of
+//! every reference file (`tests/data/gguf`) on the device.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs;
@@ -72,7 +72,7 @@ enum Val {
     Floats(Vec<f32>),
     Ints(Vec<i32>),
     Flags(Vec<bool>),
-    /// Type and bytes as they are.
+    /// A value of any type, as its bytes are.
     Raw(u32, Vec<u8>),
 }
 
@@ -115,15 +115,15 @@ impl Val {
 #[derive(Debug, Clone)]
 struct TensorSpec {
     name: String,
-    /// Fastest first.
+    /// The dimensions, of which the fastest comes first.
     dims: Vec<u64>,
     kind: u32,
     bytes: Vec<u8>,
-    /// Where it says that its bytes are; where they are, if `None`.
+    /// The offset that the header gives for the tensor's bytes; `None` for the true one.
     offset: Option<u64>,
 }
 
-/// A GGUF file to be written, and spoiled.
+/// A GGUF file that tests write, and spoil.
 #[derive(Debug, Clone)]
 struct Writer {
     version: u32,
@@ -189,7 +189,7 @@ fn in_memory(bytes: Vec<u8>) -> ModelFiles {
     ModelFiles::in_memory("m", [("m.gguf".to_owned(), bytes)])
 }
 
-/// Values and bytes of a block of each quantized type, by ggml's number.
+/// The number of values, and of bytes, of a block of each quantized type, by ggml's number.
 const BLOCKS: [(u32, usize, usize); 8] = [
     (2, 32, 18),
     (3, 32, 20),
@@ -210,8 +210,8 @@ fn tensor_bytes(kind: u32, values: usize) -> usize {
     }
 }
 
-/// A whole model of one layer whose rows have 256 values: a type of its own for each matrix, small values, and a
-/// vocabulary of all bytes.
+/// A whole model of one layer whose rows have 256 values. Each matrix has a type of its own and small values, and the
+/// vocabulary has all bytes.
 fn small_model(rng: &mut ChaCha8Rng) -> Writer {
     let mut file = Writer::new();
     file.set("general.architecture", Val::Text("gemma3".into()))
@@ -240,7 +240,7 @@ fn small_model(rng: &mut ChaCha8Rng) -> Writer {
     };
     let mut matrix = |file: &mut Writer, name: &str, rows: u64, kind: u32| {
         let mut bytes: Vec<u8> = (0..tensor_bytes(kind, rows as usize * 256)).map(|_| rng.random()).collect();
-        // Scales are the one thing that is not free: exponents of finite f16 and f32 numbers.
+        // All bits may be random but the exponents of scales, which must be those of finite f16 and f32 numbers.
         match kind {
             0 => bytes.chunks_exact_mut(4).for_each(|b| b[3] &= 0x3f),
             1 | 30 => bytes.chunks_exact_mut(2).for_each(|b| b[1] &= 0x3b),
@@ -320,7 +320,7 @@ struct TensorGolden {
     f32_sha256: Option<String>,
 }
 
-/// The names of the reference's Python converter, spelled out.
+/// The names that the reference's Python converter writes, spelled out.
 fn hugging_face_name(name: &str) -> String {
     let part = |part: &str| match part {
         "attn_norm" => "input_layernorm",
@@ -386,7 +386,7 @@ fn every_tensor_dequantizes_to_the_bits_of_the_reference() {
                 }
             }
             if let Encoding::Ggml(ggml) = tensor.encoding {
-                // Memory bounds decoding: what is read of whole tiles is about what the file holds.
+                // Memory bounds decoding, so the bytes read of whole tiles are about the bytes that the file holds.
                 let (rows, cols) = (32, 256);
                 let bytes = scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
                 let in_file = rows * cols / ggml.kind.block_values() * ggml.kind.block_bytes();
@@ -482,8 +482,8 @@ fn log_softmax(logits: &[f32]) -> Vec<f32> {
     logits.iter().map(|x| x - max - sum.ln() as f32).collect()
 }
 
-/// Logits and greedy tokens of one file, against the exact oracle closely, and against llama.cpp within the noise of its
-/// rounded activations (`llama_bound`).
+/// Logits and greedy tokens of one file. They agree closely with the exact oracle, and with llama.cpp within the noise
+/// of its rounded activations (`llama_bound`).
 fn check_logits(folder: &str, file: &str, exact_bound: f32, llama_bound: f32) {
     let base = Goldens::read(&data("gguf").join(folder).join("base.safetensors"));
     let goldens = Goldens::read(&data("gguf").join(folder).join(format!("{file}.goldens.safetensors")));
@@ -498,7 +498,7 @@ fn check_logits(folder: &str, file: &str, exact_bound: f32, llama_bound: f32) {
             positions.iter().flat_map(|&p| all[p as usize * vocab..][..vocab].to_vec()).collect();
         let exact = max_difference(&got, &goldens.view::<f32>(&format!("exact.logits.{prompt}")));
 
-        // Log-probabilities fix logits up to a constant: their means are brought together.
+        // Log probabilities determine logits up to a constant, so the means of both are brought together.
         let got = log_softmax(&all[(tokens.len() - 1) * vocab..]);
         let theirs = goldens.view::<f32>(&format!("llama.logprobs.{prompt}"));
         let shift = got.iter().zip(&theirs).map(|(a, b)| a - b).sum::<f32>() / vocab as f32;
@@ -515,7 +515,7 @@ fn check_logits(folder: &str, file: &str, exact_bound: f32, llama_bound: f32) {
             "{file} {prompt}: {llama} {mean} {kl}"
         );
 
-        // Equal up to the first step that the noise could turn.
+        // The tokens are equal up to the first step that the noise could turn.
         for (oracle, noise) in [("exact", 5e-3), ("llama", 2.0 * llama_bound)] {
             let expected = goldens.tokens(&format!("{oracle}.greedy.{prompt}.tokens"));
             let margins = goldens.view::<f32>(&format!("{oracle}.greedy.{prompt}.margin"));
@@ -565,7 +565,7 @@ fn sixty_two_layers_scale_attention_as_the_27b_does() {
 
 #[test]
 fn quantizing_a_gguf_starts_from_its_values() {
-    // The embedding alone as int8 rows: what the f16 head of a QAT file is for.
+    // The embedding alone is stored as int8 rows, which the f16 head of a QAT file needs.
     let files = reference("gguf-s", "gguf-s-Q4_0-embF16");
     let base = Goldens::read(&data("gguf/gguf-s/base.safetensors"));
     let tokens = base.tokens("tokens.short");
@@ -579,7 +579,7 @@ fn quantizing_a_gguf_starts_from_its_values() {
         println!("{quantize}: max |difference| {difference:.2e}, {} of {bytes} bytes", model.weight_bytes());
         assert!((low..high).contains(&difference), "{quantize}: {difference}");
         if quantize == QuantizeMode::Emb8 {
-            // 512 rows of 96: half the bytes, and a scale for each row.
+            // The matrix has 512 rows of 96: half the bytes, and a scale for each row.
             assert_eq!(bytes - model.weight_bytes(), 512 * 96 - 512 * 2);
         }
     }
@@ -648,8 +648,8 @@ fn the_tokenizer_of_the_metadata_gives_llama_cpp_s_ids() {
     }
 }
 
-/// llama.cpp's algorithm, as it is defined: of all neighbours whose joined text is a piece, the best score, and of those
-/// the leftmost, until there are none.
+/// llama.cpp's algorithm by its definition: of all neighbours whose joined text is a piece, join those with the best
+/// score, and the leftmost of these, until there are none.
 fn join_by_scores(text: &str, scores: &HashMap<String, f32>) -> Vec<String> {
     let mut symbols: Vec<String> = text.chars().map(String::from).collect();
     loop {
@@ -667,7 +667,7 @@ fn join_by_scores(text: &str, scores: &HashMap<String, f32>) -> Vec<String> {
     }
 }
 
-/// Random vocabularies, with pieces that overlap themselves in every way, runs of one letter, and texts of them.
+/// Random vocabularies with pieces that overlap themselves in every way, and texts with runs of one letter.
 #[test]
 fn merges_made_from_scores_join_what_the_scores_join() {
     const ROUNDS: u64 = 150;
@@ -679,7 +679,8 @@ fn merges_made_from_scores_join_what_the_scores_join() {
         let alphabet = &["a", "b", "\u{2581}", "\u{e9}"][..rng.random_range(1..=4)];
         let mut pieces: Vec<String> = alphabet.iter().map(|c| (*c).to_string()).collect();
         let mut known: HashSet<String> = pieces.iter().cloned().collect();
-        // Half of them as a training makes them, from two that exist; the others from letters, not all of them in reach.
+        // Half of the pieces are made as a training makes them, from two existing pieces. The others are made from
+        // letters, and no merge may reach them.
         for _ in 0..rng.random_range(4..60) {
             let piece = match rng.random_bool(0.5) {
                 true => {
@@ -691,7 +692,7 @@ fn merges_made_from_scores_join_what_the_scores_join() {
                 pieces.push(piece);
             }
         }
-        // Scores are all different, and not in the order of the pieces.
+        // All scores differ, and are not in the order of the pieces.
         let mut order: Vec<usize> = (0..pieces.len()).collect();
         for i in (1..order.len()).rev() {
             order.swap(i, rng.random_range(0..=i));
@@ -718,7 +719,7 @@ fn merges_made_from_scores_join_what_the_scores_join() {
     assert!(joined > 20_000, "{joined}");
 }
 
-/// Runs of added pieces that share one score, as Google's QAT files have them: joined from the left.
+/// Runs of added pieces that share one score, as Google's QAT files have them. They are joined from the left.
 #[test]
 fn runs_of_pieces_with_one_score_are_joined_from_the_left() {
     let mut file = Writer::new();
@@ -748,7 +749,7 @@ fn runs_of_pieces_with_one_score_are_joined_from_the_left() {
     }
 }
 
-/// A vocabulary of the real one's size: bounded memory, and still the same ids.
+/// A vocabulary as large as the real one takes bounded memory, and gives the same ids.
 #[test]
 fn a_vocabulary_of_the_real_size_is_read() {
     let seed = 0xB16_0CAB;
@@ -758,7 +759,7 @@ fn a_vocabulary_of_the_real_size_is_read() {
     let mut pieces = letters.clone();
     let mut known: HashSet<String> = pieces.iter().cloned().collect();
     while pieces.len() < 262_144 - 262 {
-        // As a training makes them: early pieces are short and take part in many others.
+        // The pieces are made as a training makes them: early pieces are short, and take part in many others.
         let reach = rng.random_range(27..=pieces.len());
         let piece =
             [&pieces[rng.random_range(0..reach)][..], &pieces[rng.random_range(0..reach.min(2000))]].concat();
@@ -787,8 +788,8 @@ fn a_vocabulary_of_the_real_size_is_read() {
     assert!(got.len() < 1500);
 }
 
-/// The real vocabulary as llama.cpp's converter writes it, and as Google's own files have it, against the goldens of the real
-/// tokenizer.json.
+/// The real vocabulary, as llama.cpp's converter writes it and as Google's own files have it, against the goldens of
+/// the real tokenizer.json.
 #[test]
 fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
     let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
@@ -806,7 +807,7 @@ fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
         .for_each(|(_, kind)| *kind = 6);
     let (mut converted, mut qat) = (Writer::new(), Writer::new());
     for added in json["added_tokens"].as_array().unwrap() {
-        // The last one has no place in the vocabulary: the image token of the multimodal models.
+        // The last added token has no place in the vocabulary: the image token of the multimodal models.
         let id = added["id"].as_u64().unwrap() as usize;
         if id < tokens.len() {
             let special = added["special"].as_bool().unwrap() || tokens[id].starts_with("<unused") || id == 4;
@@ -819,12 +820,12 @@ fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
             .set("tokenizer.ggml.bos_token_id", Val::U32(2))
             .set("tokenizer.ggml.unknown_token_id", Val::U32(3));
     }
-    // Google's: all normal but four.
+    // In Google's files all pieces but four are normal.
     let normal = [vec![3, 3, 3, 2], vec![1; types.len() - 4]].concat();
     qat.set("tokenizer.ggml.tokens", Val::Texts(tokens.clone()))
         .set("tokenizer.ggml.token_type", Val::Ints(normal))
         .set("tokenizer.ggml.scores", Val::Floats(scores.clone()));
-    // The converter's: spaces of added pieces as spaces, and one score for all of them.
+    // The converter writes spaces of added pieces as spaces, and one score for all of them.
     for (token, (kind, score)) in tokens.iter_mut().zip(types.iter().zip(&mut scores)) {
         if matches!(kind, 3 | 4) {
             *token = token.replace('\u{2581}', " ");
@@ -850,7 +851,7 @@ fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
         }
         assert_eq!(converted.encode(text, false).unwrap(), expected, "{text:?}");
         checked += 1;
-        // Normal pieces are not cut out: <h1>, <unused7>, [multimodal] are spelled out there.
+        // Normal pieces are not cut out of a text, so <h1>, <unused7> and [multimodal] are spelled out.
         if !text.replace("_of_turn>", "").contains(['>', ']']) {
             assert_eq!(qat.encode(text, false).unwrap(), expected, "{text:?}");
             checked_qat += 1;
@@ -859,7 +860,7 @@ fn the_real_vocabulary_gives_the_ids_of_the_real_tokenizer() {
     assert!(checked > 40 && checked_qat > 30, "{checked} {checked_qat}");
 }
 
-/// What the converter writes where there is no tokenizer.model: the vocabulary and merges of tokenizer.json.
+/// The vocabulary and merges of a tokenizer.json, as the converter writes them if there is no tokenizer.model.
 #[test]
 fn a_gpt2_style_vocabulary_gives_the_ids_of_its_tokenizer_json() {
     let json: Json =
@@ -932,7 +933,7 @@ fn a_tokenizer_s_settings_come_from_the_metadata() {
     });
     assert_eq!(prefix.encode("ab", false).unwrap(), [space_a, b]);
 
-    // User-defined pieces are cut out first, longest first; spaces as the converter writes them.
+    // User-defined pieces are cut out first, the longest first, with spaces as the converter writes them.
     let user_defined = make(&|file| {
         let types = [vec![3, 3, 3, 2, 3, 3], vec![6; 256], vec![1, 1, 1, 1, 1, 4, 4, 4]].concat();
         file.set("tokenizer.ggml.token_type", Val::Ints(types));
@@ -942,7 +943,7 @@ fn a_tokenizer_s_settings_come_from_the_metadata() {
     assert!(!user_defined.is_special(spaces) && plain.is_special(2) && plain.is_special(3));
     assert_eq!(plain.encode("b  b", false).unwrap(), [b, space, space, b]);
 
-    // Google's QAT files have the marks of turns as normal pieces, and Ollama's a token without a row.
+    // Google's QAT files have the marks of turns as normal pieces. Ollama's files have a token without a row.
     let mistyped = make(&|file| {
         let types = [vec![3, 3, 3, 2, 1, 1], vec![1; 256], vec![1; 8]].concat();
         file.set("tokenizer.ggml.token_type", Val::Ints(types));
@@ -950,7 +951,7 @@ fn a_tokenizer_s_settings_come_from_the_metadata() {
     assert_eq!(mistyped.encode("<start_of_turn>b<end_of_turn>", false).unwrap(), [4, b, 5]);
     assert!(mistyped.is_special(4) && mistyped.is_special(5));
 
-    // Ids without a token of their own.
+    // These ids have no token of their own.
     let padded = make(&|file| {
         let mut tokens: Vec<String> = (0..262).map(|id| plain.token(id).unwrap()).collect();
         tokens.extend(["a", "", "b", "[PAD265]", "[PAD266]"].map(String::from));
@@ -1038,7 +1039,7 @@ fn a_vocabulary_that_cannot_be_expressed_is_refused() {
             "tokens: element 263 has 256 bytes; expected at most 255 in a piece that is no control token",
         ),
     ];
-    // Every part of a text: its merges would take a hundred times its bytes.
+    // Every part of a text is a piece, so the merges would take a hundred times the file's bytes.
     let mut rng = ChaCha8Rng::seed_from_u64(7);
     let text: String = (0..200).map(|_| rng.random_range('a'..='z')).collect();
     let parts: BTreeSet<&str> =
@@ -1070,15 +1071,15 @@ fn config_of(change: &dyn Fn(&mut Writer)) -> Result<Gemma3Config, String> {
     Gemma3Config::load(&file.files()).map(|(config, _)| config).map_err(|e| e.to_string())
 }
 
-/// What other converters write, and what they leave out.
+/// Metadata of other converters, and fields that they leave out.
 #[test]
 fn the_keys_of_other_converters_are_known() {
     let base = config_of(&|_| ()).unwrap();
     assert_eq!((base.head_dim, base.query_pre_attn_scalar, base.rope_scaling_factor), (32, 32.0, 8.0));
-    // `<eos>`, which the file names, and the end of a turn.
+    // The ends are `<eos>`, which the file names, and the end of a turn.
     assert_eq!(base.eos_token_ids, [1, 5]);
 
-    // Ollama: nested rope keys; the others left out.
+    // Ollama's files have nested rope keys, and leave out the others.
     let ollama = config_of(&|file| {
         for key in [
             "attention.layer_norm_rms_epsilon",
@@ -1103,7 +1104,7 @@ fn the_keys_of_other_converters_are_known() {
     };
     let config = config_of(&defaults).unwrap();
     assert_eq!((config.rope_theta, config.rope_local_base_freq), (1e6, 1e4));
-    // With its vision tower in the same file it is a model of the long context, whose factor is left out.
+    // A model with its vision tower in the same file is a model of the long context, whose factor the file leaves out.
     let vision = |context: u32| {
         config_of(&move |file| {
             file.remove("gemma3.rope.scaling.type").remove("gemma3.rope.scaling.factor");
@@ -1114,7 +1115,7 @@ fn the_keys_of_other_converters_are_known() {
         .rope_scaling_factor
     };
     assert_eq!((vision(131_072), vision(32_768)), (8.0, 1.0));
-    // Its 1B has a soft cap that Gemma-3 does not have.
+    // A 1B of Ollama's has a soft cap, which Gemma-3 does not have.
     let one_b = config_of(&|file| {
         file.set("gemma3.block_count", Val::U32(26)).remove("gemma3.attention.sliding_window_pattern");
         file.set("gemma3.final_logit_softcapping", Val::F32(30.0));
@@ -1123,7 +1124,7 @@ fn the_keys_of_other_converters_are_known() {
         one_b.unwrap().layer_types.iter().filter(|kind| **kind == LayerType::FullAttention).count(),
         4
     );
-    // Google: no type of scaling, or factor 1.
+    // Google's files have no type of scaling, or factor 1.
     for (kind, factor, expected) in
         [(None, 8.0, 8.0), (Some("linear"), 1.0, 1.0), (Some("none"), 8.0, 1.0), (None, 0.0, 1.0)]
     {
@@ -1149,18 +1150,18 @@ fn the_keys_of_other_converters_are_known() {
         });
         assert_eq!(config.unwrap().layer_types, [expected], "{pattern:?}");
     }
-    // One value per layer where one is for all.
+    // One value for each layer stands in for one value for all.
     let config = config_of(&|file| {
         file.set("gemma3.feed_forward_length", Val::Ints(vec![256]));
     });
     assert_eq!(config.unwrap().intermediate_size, 256);
-    // Without the length of keys, a head's share of the hidden size.
+    // If the file has no length of keys, a head has its share of the hidden size.
     let config = config_of(&|file| {
         file.remove("gemma3.attention.key_length");
     });
     assert_eq!(config.unwrap().head_dim, 32);
 
-    // The vision tower of the same file is left alone.
+    // The vision tower of the same file is ignored.
     let mut file = small(1);
     file.tensor("v.blk.0.attn_q.weight", &[32], 0, vec![0; 128]).tensor(
         "mm.input_projection.weight",
@@ -1236,7 +1237,7 @@ fn metadata_of_another_model_is_refused_by_key() {
         .expect_err(key);
         assert_eq!(error, format!("m (in memory)/m.gguf: key {key}: {expected}"));
     }
-    // What the reader of config.json refuses, it refuses of a GGUF too.
+    // A value that the reader of config.json refuses is refused in a GGUF file as well.
     let place = "m (in memory)/config.json";
     for (key, value, expected) in [
         (
@@ -1275,7 +1276,7 @@ fn open(bytes: Vec<u8>) -> Result<Checkpoint, String> {
     Checkpoint::open(&in_memory(bytes)).map_err(|e| e.to_string())
 }
 
-/// Bytes of the header's fields before the keys.
+/// Number of bytes of the header's fields before the keys.
 const PREAMBLE: usize = 24;
 
 #[test]
@@ -1302,7 +1303,7 @@ fn a_header_that_lies_is_refused_by_key_or_tensor() {
         open(file.bytes()).err().unwrap()
     };
     let huge = u64::MAX.to_le_bytes();
-    // The first key's name begins after its length; the first tensor after the key's type and value.
+    // The first key's name begins behind its length, and the first tensor behind the key's type and value.
     let (key, tensor) = (PREAMBLE, PREAMBLE + 8 + 1 + 4 + 4);
     let after_name = tensor + 8 + 1;
     let cases: Vec<(String, &str)> = vec![
@@ -1478,13 +1479,13 @@ fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
         let mut file = whole.clone();
         let tensor = &mut file.tensors[index];
         let Some(&(kind, values, block)) = BLOCKS.iter().find(|(k, ..)| *k == tensor.kind) else { continue };
-        // The scale of the second block: all ones are NaN, as f16.
+        // The scale of the second block has all bits set, which is a NaN in f16.
         let at = if kind == 14 { 208 } else { 0 };
         tensor.bytes[block + at..block + at + 2].fill(0xff);
         let (row, col) = (values / 256, values % 256);
         let place = format!("row {row}: what scales its columns from {col} on is NaN");
 
-        // Each way on which the integers stay what they are.
+        // A load and the scheme `keep` leave the integers as they are.
         let error = load(&file).unwrap_err().to_string();
         assert!(error.contains(name) && error.contains("m.gguf") && error.contains(&place), "{error}");
         let [path, native] = ["gguf", "native"].map(|end| folder.path().join(format!("{index}.{end}")));
@@ -1492,7 +1493,7 @@ fn values_that_are_no_numbers_are_refused_by_tensor_and_place() {
         let [path, native] = [&path, &native].map(|path| path.to_str().unwrap());
         let quantize = ["quantize", path, native, "--scheme", "keep"];
         assert_error(unicorn(&quantize), 1, &[path, name, &place]);
-        // And the one on which they become values.
+        // The scheme `int4-g128` turns the integers into values.
         let quantize = ["quantize", path, &format!("{native}-rounded"), "--scheme", "int4-g128"];
         assert_error(unicorn(&quantize), 1, &[path, name, &format!("row {row}, column {col} is NaN")]);
         refused += 1;
@@ -1511,7 +1512,7 @@ fn a_file_is_found_by_path_by_folder_and_in_parts() {
             .replace(&folder.path().display().to_string(), "DIR")
     };
     let whole = small(3);
-    // Ollama's blobs have no ending.
+    // Ollama's blobs have no file name extension.
     fs::write(at("sha256-0123"), whole.bytes()).unwrap();
     assert_eq!(
         Checkpoint::open(&ModelFiles::open(&at("sha256-0123")).unwrap()).unwrap().iter().len(),
@@ -1523,7 +1524,7 @@ fn a_file_is_found_by_path_by_folder_and_in_parts() {
         "notes.txt: is no GGUF file; of other formats, give the folder that holds it"
     );
 
-    // A folder with a model and its vision tower.
+    // The folder has a model and its vision tower.
     fs::write(at("mmproj-x.gguf"), b"GGUF").unwrap();
     fs::write(at("x-q4_0.gguf"), whole.bytes()).unwrap();
     let files = ModelFiles::open(folder.path()).unwrap();
@@ -1533,7 +1534,7 @@ fn a_file_is_found_by_path_by_folder_and_in_parts() {
     fs::remove_file(at("x-q4_0.gguf")).unwrap();
     fs::remove_file(at("y.gguf")).unwrap();
 
-    // Three parts: the metadata in the first, tensors in all; the first may have none.
+    // The model has three parts: the metadata in the first, and tensors in all; the first may have none.
     let mut parts = [whole.clone(), Writer::new(), Writer::new()];
     parts[1].tensors = parts[0].tensors.split_off(0);
     parts[2].tensors = parts[1].tensors.split_off(5);
@@ -1572,7 +1573,7 @@ fn a_file_is_found_by_path_by_folder_and_in_parts() {
 
 // --- spoiled files ------------------------------------------------------------------------------------------
 
-/// A random change that leaves a file which can be written: to a value, a key, a tensor or its bytes.
+/// A random change after which the file can still be written: to a value, a key, a tensor or its bytes.
 fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
     const NUMBERS: [u64; 14] =
         [0, 1, 2, 3, 7, 8, 31, 33, 255, 65_536, u32::MAX as u64, 1 << 33, i64::MAX as u64, u64::MAX];
@@ -1585,7 +1586,7 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
     let key = rng.random_range(0..file.keys.len());
     let tensor = rng.random_range(0..file.tensors.len());
     match rng.random_range(0..16) {
-        // Another value of the same type.
+        // The change is another value of the same type.
         0..5 => match &mut file.keys[key].1 {
             Val::U32(n) => *n = number as u32,
             Val::U64(n) => *n = number,
@@ -1614,7 +1615,7 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
             Val::Flags(items) => items.resize(number as usize % 100, rng.random()),
             Val::Floats(_) | Val::Ints(_) | Val::Raw(..) => {}
         },
-        // A value of another type.
+        // The change is a value of another type.
         5 => {
             file.keys[key].1 = match rng.random_range(0..9) {
                 0 => Val::U32(number as u32),
@@ -1630,7 +1631,7 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
         }
         6 => drop(file.keys.remove(key)),
         7 => file.keys[key].0 = [text, file.keys[key].0.clone()].concat(),
-        // Other values, scales that are no numbers among them.
+        // The change is other values, with scales that are no numbers among them.
         8..10 => {
             let bytes = &mut file.tensors[tensor].bytes;
             if !bytes.is_empty() {
@@ -1640,7 +1641,7 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
                 bytes[at..end].fill(fill);
             }
         }
-        // Another shape or type of as many bytes as it takes.
+        // The change is another shape or type with as many bytes.
         10..12 => {
             let kinds: Vec<u32> = BLOCKS.iter().map(|b| b.0).chain(PLAIN.iter().map(|p| p.0)).collect();
             let tensor = &mut file.tensors[tensor];
@@ -1656,7 +1657,7 @@ fn spoil(file: &mut Writer, rng: &mut ChaCha8Rng) {
                 .bytes
                 .resize(tensor_bytes(tensor.kind, tensor.dims.iter().product::<u64>() as usize), 0x3c);
         }
-        // One that does not fit.
+        // The change is a shape or type with another number of bytes.
         12 => {
             let tensor = &mut file.tensors[tensor];
             match rng.random_range(0..5) {
@@ -1701,16 +1702,16 @@ fn spoil_bytes(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
     }
 }
 
-/// Spoils a small model in its structure and in its bytes, and loads it to the end: it is refused in one line, or its
-/// rows can be dequantized, and what is allocated is bounded by the file.
+/// Spoils a small model in its structure and in its bytes, and loads it to the end. The model is refused in one line,
+/// or its rows can be dequantized. The file's size bounds the memory.
 #[test]
 fn spoiled_files_are_refused_or_read_within_bounds() {
     const ROUNDS: u64 = 12_000;
-    // Most of it is the tokenizer's tables, of which the crate builds several.
+    // Most of that memory is the tokenizer's tables, several of which the crate builds.
     let seed: u64 = 0x6006_5EED;
     println!("seed {seed:#x}");
     let mut whole = small(seed);
-    // Most of its bytes say nothing about a parser.
+    // Most bytes of the file matter to no parser.
     for tensor in &mut whole.tensors {
         if tensor.dims.len() == 2 && tensor.name.starts_with("blk") {
             tensor.dims[1] = 2;
@@ -1752,7 +1753,7 @@ fn spoiled_files_are_refused_or_read_within_bounds() {
     assert!(with_tokenizer > ROUNDS / 2, "{with_tokenizer}");
 }
 
-/// The other fuzz targets' bodies, with bytes spoiled at random: what `cargo fuzz` runs is run here too.
+/// Runs the bodies of the other fuzz targets with bytes spoiled at random, as `cargo fuzz` does.
 #[test]
 fn the_bodies_of_the_other_fuzz_targets_hold() {
     const ROUNDS: u64 = 1000;
@@ -1815,7 +1816,7 @@ fn the_bodies_of_the_other_fuzz_targets_hold() {
 
 // --- the command line ---------------------------------------------------------------------------------------
 
-/// `unicorn quantize`, without rounding.
+/// Runs `unicorn quantize` without rounding.
 fn quantize(source: &Path, destination: &Path) {
     let [source, destination] = [source, destination].map(|path| path.to_str().unwrap());
     let (code, _, stderr) = output(unicorn(&["quantize", source, destination, "--scheme", "keep"]));
@@ -1835,7 +1836,7 @@ fn a_gguf_file_becomes_a_native_checkpoint_of_the_same_bits() {
     let native = ModelFiles::open(&native).unwrap();
     assert!(Checkpoint::open(&native).unwrap().norms_hold_one());
     assert!(logits(&native) == logits(&reference("gguf-a", "gguf-a-zoo")));
-    // Its tokenizer is a file now.
+    // The tokenizer is a file of its own now.
     check_tokenizer_cases(&tokenizer(&native).unwrap());
 }
 

@@ -80,7 +80,7 @@ fn every_quantized_mode_matches_its_dequantized_golden() {
                 println!("{variant} {mode} {prompt}: max |difference| {difference:.2e}");
                 assert!(difference <= BOUND, "{variant} {mode} {prompt}: {difference}");
 
-                // These runs were not chosen for margin: equal up to the first step within the noise.
+                // These runs were not chosen for margin, so they must be equal up to the first step within the noise.
                 let expected = goldens.tokens(&format!("q.{name}.greedy.{prompt}.tokens"));
                 let margins = goldens.view::<f32>(&format!("q.{name}.greedy.{prompt}.margin"));
                 let sure = margins.iter().position(|m| *m < 2.0 * BOUND).unwrap_or(expected.len());
@@ -116,8 +116,8 @@ fn chunks_batches_and_shards_change_no_bit() {
     let tokens = goldens.tokens("tokens.long");
     let mut whole = load(&folder, &LoadOptions::default());
     let expected = all_logits(&mut whole, &tokens);
-    // Other chunks of the prompt, hence other tiles of the products; every matrix cut into shards of one tile; and every
-    // layer into submits of 8 tokens.
+    // The prompt has other chunks, and so the products have other tiles; every matrix is cut into shards of one tile,
+    // and every layer into submits of 8 tokens.
     let (long, none) = (LoadOptions::default().max_submit, Duration::ZERO);
     for (max_batch_tokens, max_shard_bytes, max_submit) in
         [(1, None, long), (7, None, none), (256, Some(1), long), (256, None, none), (100, None, none)]
@@ -134,7 +134,7 @@ fn chunks_batches_and_shards_change_no_bit() {
     assert_eq!(one, other);
 }
 
-/// More numbers of tokens than are kept recorded, there and back again.
+/// Runs more numbers of tokens than stay recorded, upwards and downwards.
 #[test]
 fn what_is_recorded_anew_computes_the_same() {
     let folder = data("gemma3/tiny-a");
@@ -146,7 +146,7 @@ fn what_is_recorded_anew_computes_the_same() {
     }
 }
 
-/// Logits are the embedding's rows by the hidden state, so their mean is the same of the mean.
+/// Logits are linear in the hidden state, so the mean of the logits is the logits of the mean.
 #[test]
 fn pooled_states_give_the_mean_of_the_oracles_logits() {
     for variant in VARIANTS {
@@ -180,7 +180,7 @@ fn pooled_states_give_the_mean_of_the_oracles_logits() {
                 );
             }
         }
-        // Alone, and in other pieces: the same bits.
+        // The sums have the same bits alone and in other pieces.
         limits.max_batch_tokens = 7;
         for sequence in sequences() {
             let id = sequence.id;
@@ -194,7 +194,7 @@ fn pooled_states_give_the_mean_of_the_oracles_logits() {
 fn nothing_is_allocated_after_loading() {
     let folder = data("gemma3/tiny-a");
     let tokens = Goldens::open(&folder).tokens("tokens.mid");
-    // Its own device: other tests allocate on the shared one meanwhile.
+    // The test has a device of its own, because other tests allocate on the shared one meanwhile.
     let device = Device::open(&policy()).unwrap();
     let files = ModelFiles::open(&folder).unwrap();
     let mut model = Gemma3::load(&device, &files, &LoadOptions::default(), &mut |_| {}).unwrap();

@@ -1,4 +1,5 @@
-//! Grammars as masks: what is allowed is always valid, what is valid is allowed, and what cannot be had is said by name.
+//! Grammars as masks: every allowed answer is valid, every valid answer is allowed, and what is not supported is
+//! refused by name.
 //!
 //! Answers are random walks under the mask, with the mini tokenizer's 512 pieces; JSON is judged by another crate.
 
@@ -19,7 +20,7 @@ fn strict(schema: Value) -> GrammarSource {
     GrammarSource::JsonSchema { schema, strict: true }
 }
 
-/// One random answer, as text; steered towards its end when it grows long.
+/// One random answer as text. It is steered towards its end when it grows long.
 fn walk(mut constraint: Constraint, tokenizer: &Tokenizer, rng: &mut ChaCha8Rng) -> String {
     const LONG: usize = 40;
     const MOST: usize = 2000;
@@ -56,7 +57,7 @@ fn walk(mut constraint: Constraint, tokenizer: &Tokenizer, rng: &mut ChaCha8Rng)
     }
 }
 
-/// What each keyword lets through and what it does not.
+/// For each keyword, the texts that it lets through, and the texts that it does not.
 #[test]
 fn every_keyword_is_enforced() {
     let grammars = grammars();
@@ -207,7 +208,7 @@ fn what_cannot_be_enforced_is_named() {
             problem.contains(named) && !problem.contains('\n') && problem.len() < 200,
             "{schema}: {problem}"
         );
-        // Where the schema is a wish, the rest of it is enforced all the same.
+        // If one part of the schema is a wish, the rest of it is enforced nevertheless.
         let wish = GrammarSource::JsonSchema { schema: schema.clone(), strict: false };
         grammars.compile(&wish).unwrap_or_else(|e| panic!("{schema}: {e}"));
     }
@@ -337,13 +338,13 @@ fn control_tokens_in_a_grammar_are_text() {
             );
         }
     }
-    // A grammar that names one by its number gets none.
+    // A grammar that names a token by its number gets no such token.
     let problem = refusal(&grammars, &GrammarSource::Lark("start: <[105]>".into()));
     assert!(problem.contains("vocabulary"), "{problem}");
 }
 
-/// A schema that `jsonschema` and llguidance understand alike, of bounded depth; `definitions` counts those that may be
-/// referred to.
+/// A schema that `jsonschema` and llguidance understand alike, of bounded depth. `definitions` is the number of
+/// definitions that it may refer to.
 fn random_schema(rng: &mut ChaCha8Rng, depth: usize, definitions: usize) -> Value {
     let kind = rng.random_range(0..if depth == 0 { 8 } else { 14 });
     let inner = |rng: &mut ChaCha8Rng| random_schema(rng, depth.saturating_sub(1), definitions);
@@ -367,7 +368,8 @@ fn random_schema(rng: &mut ChaCha8Rng, depth: usize, definitions: usize) -> Valu
             match rng.random_range(0..3) {
                 0 => json!({"type": "number"}),
                 1 => json!({"type": "number", "minimum": least, "maximum": least + span}),
-                // One that is whole is not enforced beside one within 1 of it, and refused.
+                // The bounds are no whole numbers, because a schema with a whole bound within 1 of the other is
+                // refused.
                 _ => {
                     json!({"type": "number", "exclusiveMinimum": least + 0.0625, "exclusiveMaximum": least + span})
                 }
@@ -441,7 +443,7 @@ fn random_answers_to_random_schemas_are_valid() {
     let mut longest = 0;
     for i in 0..1000 {
         let mut schema = random_schema(&mut rng, 3, 2);
-        // One that is made of itself, but need not be for ever; and one that is not.
+        // Definition d0 refers to itself, but need not go on for ever. Definition d1 does not refer to itself.
         schema["$defs"] = json!({
             "d0": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/d0"}}, "required": ["v"], "additionalProperties": false},
             "d1": random_schema(&mut rng, 1, 0),
@@ -478,7 +480,7 @@ fn deep_large_and_circular_schemas_are_bounded() {
         json!({"$ref": "#/$defs/d0", "$defs": defs})
     };
     let half = |n: usize| -> Value {
-        // Twice as many options at each level.
+        // Each level has twice as many options.
         let level = |i: usize| json!({"anyOf": [{"minimum": i}, {"maximum": 100 + i}]});
         json!({"type": "integer", "allOf": (0..n).map(level).collect::<Vec<_>>()})
     };
@@ -516,7 +518,7 @@ fn deep_large_and_circular_schemas_are_bounded() {
                 compiled += 1;
                 let mut constraint = grammar.start();
                 for _ in 0..50 {
-                    // Whatever the bounds say, it is a result.
+                    // Whatever the bounds are, the call returns a result.
                     let Ok(mask) = constraint.mask(true) else { break };
                     let ids = allowed(&mask);
                     if STOPS.contains(&ids[0]) || constraint.push(ids[ids.len() / 2]).is_err() {
@@ -540,13 +542,13 @@ fn what_all_grammars_share_can_be_made_before_the_first() {
     grammars.prepare();
     assert!(grammars.is_prepared());
     assert!(accepts(&grammars, &GrammarSource::Choice(vec!["yes".into()]), "yes"));
-    // What is wrong with a vocabulary is the first grammar's to say.
+    // The first grammar reports an error of the vocabulary.
     let endless = Grammars::new(tokenizer(), ROWS, &[]);
     endless.prepare();
     assert!(refusal(&endless, &GrammarSource::json_object()).contains("no token ends its answers"));
 }
 
-/// An object with so many properties, all of them null; `others` are those that it does not name.
+/// An object with this many properties, all of them null. `others` are the properties that it does not name.
 fn object_of(optional: usize, required: usize, others: bool) -> Value {
     let names: Vec<String> = (0..optional + required).map(|i| format!("p{i}")).collect();
     let properties: serde_json::Map<String, Value> =
@@ -579,7 +581,7 @@ fn objects_of_many_properties_are_read() {
             assert!(answered.is_ok(), "{optional} optional, {required} required: {answered:?}");
         }
     }
-    // More of them would end the answer, and not be told before.
+    // With more properties than these, the answer would end early, and compiling would not report it.
     let large = object_of(481, 9, false);
     for schema in [
         large.clone(),
@@ -592,7 +594,7 @@ fn objects_of_many_properties_are_read() {
             assert!(problem.contains("481") && problem.contains("optional"), "{problem}");
         }
     }
-    // What only looks like one is data.
+    // Text that only looks like a token is data.
     let data = json!({"enum": [1, {"properties": large["properties"]}]});
     assert!(accepts(&grammars, &strict(data), "1"));
 }
@@ -705,7 +707,7 @@ fn mutate(value: &mut Value, junk: &[Value], keywords: &[&str], rng: &mut ChaCha
     }
 }
 
-/// With 262144 tokens, among them many that are several of the grammar's.
+/// A vocabulary of 262144 tokens, many of which are several of the grammar's tokens.
 #[test]
 fn the_real_vocabulary_writes_json() {
     let Some(json) = real_tokenizer_json() else { return support::skip("real-tokenizer") };
@@ -724,7 +726,7 @@ fn the_real_vocabulary_writes_json() {
             serde_json::from_str(&text).unwrap_or_else(|e| panic!("{schema} let {text:?} be: {e}"));
         assert!(validator.is_valid(&value), "{schema} let {text} be");
     }
-    // As many optional properties as there may be, of which a token may end one and begin the next.
+    // The schema has as many optional properties as it may have, and a token may end one and begin the next.
     for others in [false, true] {
         let grammar = grammars.compile(&strict(object_of(480, 0, others))).unwrap();
         write_two(&grammar, &tokenizer).unwrap();

@@ -1,5 +1,5 @@
-//! No hazard rests on luck. Drivers that run commands one after the other hide a barrier that is missing: so what stands
-//! between two barriers is run in other orders here, and everything that is computed must be the same to the bit. Then
+//! No result depends on luck with hazards. A driver that runs commands one after the other hides a missing barrier. So
+//! these tests run the commands between two barriers in other orders, and all results must be the same to the bit. Then
 //! each write that was derived from a shader is forgotten in turn, as if the derivation were wrong, and the same checks
 //! must notice.
 
@@ -26,9 +26,10 @@ use crate::support::{data, goldens, policy};
 
 const ORDERS: [Order; 2] = [Order::Reversed, Order::Shuffled(1)];
 
-/// A device that nobody else has meanwhile, for how it records is nobody else's business. What it has compiled stays.
+/// A device that no other test has meanwhile, because the order of its recordings is changed. Its compiled pipelines
+/// are kept for the next test.
 fn rehearsing(order: Order) -> MutexGuard<'static, Arc<Device>> {
-    /// One for each of two tests at a time.
+    /// The free devices, of which two tests at most take one each at a time.
     static DEVICES: LazyLock<[Mutex<Arc<Device>>; 2]> =
         LazyLock::new(|| [(); 2].map(|()| Mutex::new(Device::open(&policy()).unwrap())));
     let free = DEVICES.iter().find_map(|device| device.try_lock().ok());
@@ -80,17 +81,17 @@ fn answers_are_the_same_in_any_order_between_barriers() {
     for order in ORDERS {
         let device = rehearsing(order);
         greedy.check_all(&mut load(&device, "tiny-a", &options));
-        // With guesses of another model.
-        let [files, guessing] =
+        // The run with draft tokens of another model.
+        let [files, draft_model] =
             ["tiny-a", "tiny-b"].map(|variant| ModelFiles::open(&data("gemma3").join(variant)).unwrap());
-        let (model, guessing) = draft::load(&device, &files, &guessing, &options, &mut |_| {}).unwrap();
-        drawn.check_all(&mut Drafted::new(model, guessing));
+        let (model, draft_model) = draft::load(&device, &files, &draft_model, &options, &mut |_| {}).unwrap();
+        drawn.check_all(&mut Drafted::new(model, draft_model));
     }
 }
 
 type Record = Box<dyn Fn(&Kernels, &mut Recorder<'_>)>;
 
-/// Commands recorded one after the other, and all that they write.
+/// Commands recorded one after the other, and all places that they write.
 struct Chain {
     name: String,
     record: Record,
@@ -98,8 +99,8 @@ struct Chain {
 }
 
 impl Chain {
-    /// What lies in one of the places where the commands write, copied away by the same recording: one alone, for the copy of
-    /// another might put a barrier before this one's.
+    /// The contents of one of the places that the commands write, copied away by the same recording. There is one copy
+    /// alone, because the copy of another place might put a barrier before this one.
     fn run(&self, b: &mut Bench, which: usize) -> Vec<u8> {
         let from = &self.written[which];
         let host = b.readback(from.size());
@@ -113,9 +114,9 @@ impl Chain {
     }
 }
 
-/// Every kernel in a chain with others that read what it writes, from one seed: the same at each call.
+/// Every kernel in a chain with others that read its output, from one seed, so that each call gives the same.
 fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
-    // What has a body of its own on a CPU, with both.
+    // Kernels with a body of their own for CPUs run with both bodies.
     let bodies = BODIES[which % 2];
     let on = |bodies: Tiles, mut chain: Chain| {
         if bodies == Tiles::Cpu {
@@ -142,7 +143,8 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
         Some(rest) => rest,
     };
     let wants = [(true, false), (false, true), (true, true)].map(|(floats, blocks)| Wants { floats, blocks });
-    // Penalties and log probabilities each with draws, and each kind alone: barriers that one needs hide another's.
+    // Penalties and log probabilities are tried with draws and alone, because barriers that one of them needs hide
+    // another's.
     let rest = match rest {
         0 => return Some(sums(b)),
         1 => return Some(draws(b, "draws with penalties")),
@@ -159,7 +161,7 @@ fn chain(b: &mut Bench, which: usize) -> Option<Chain> {
     let chain = match rest.checked_sub(NORMS * wants.len()) {
         None => norms(b, wants[rest / NORMS], rest % NORMS),
         Some(0) => quantizing(b),
-        // With attention of single tokens behind the store, of tiles, and without any, for the same reason.
+        // The store has attention of single tokens behind it, or attention of tiles, or none, for the same reason.
         Some(n) => {
             let kv = *KvDtype::ALL.get((n - 1) / 3)?;
             let tokens = [&[(3, 1), (21, 1), (5, 1)][..], &[(3, 3), (21, 21)]];
@@ -191,9 +193,9 @@ fn products(b: &mut Bench, scheme: Scheme, bodies: Tiles) -> Chain {
     Chain { name: format!("embedding and product, {scheme}"), record: Box::new(record), written }
 }
 
-/// Three matrices at once; or a pair with its GeGLU, and a product of what comes of that.
+/// Three matrices at once; or a pair with its GeGLU, and a product of the result.
 fn fast_products(b: &mut Bench, scheme: Scheme, tiles: Tiles, gated: bool) -> Chain {
-    // More than lanes take at once, where subgroups take more.
+    // The tokens are more than lanes take at once, if subgroups take more.
     let is_wide = matches!(tiles, Tiles::Gpu(gpu) if gpu.subgroups.is_some());
     let (cols, tokens) = (96, if is_wide { 40 } else { 9 });
     b.make_tiles(scheme, Precision::Fast, tiles, gated);
@@ -222,7 +224,7 @@ fn fast_products(b: &mut Bench, scheme: Scheme, tiles: Tiles, gated: bool) -> Ch
     }
 }
 
-/// Where the blocks of so many rows lie, and where their scales.
+/// The places of the blocks and of the scales of this many rows.
 fn planes(quantized: &Quantized, padded: usize) -> [Buffer; 2] {
     let blocks = 2 * padded * quantized.width.div_ceil(32);
     let buffer = &quantized.buffer;
@@ -241,8 +243,8 @@ fn quantizing(b: &mut Bench) -> Chain {
 /// Kernels of [`norms`].
 const NORMS: usize = 5;
 
-/// One of the kernels that yield f32, int8 or both, behind one that writes what it reads: a barrier for another kernel's sake
-/// would hide that its own is missing.
+/// One of the kernels that write f32, int8 or both, behind a kernel that writes its input. A barrier for another
+/// kernel's sake would hide that its own is missing.
 fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
     let (rows, dim) = (3, 100);
     let [x, base] = [(); 2].map(|()| b.random(rows * dim, 1.0));
@@ -253,11 +255,11 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
     let (floats, blocks) = (b.empty(rows, dim), b.quantized(rows, dim));
     let mut to = Operand::new(wants, &floats, &blocks);
     if which == 4 && wants.floats {
-        // In place.
+        // The kernel works in place.
         to.floats = Some(hidden.clone());
     }
     let mut written = Vec::new();
-    // The rows that are gathered are two.
+    // The gather reads two rows.
     let padded = if which == 2 { 2 } else { 4 };
     if which != 3 {
         written.extend(to.floats.as_ref().map(|floats| floats.buffer.clone()));
@@ -290,7 +292,7 @@ fn sums(b: &mut Bench) -> Chain {
     let record = move |k: &Kernels, r: &mut Recorder<'_>| {
         k.pool(r, &x, &pooled, true, tokens);
         k.pool(r, &x, &pooled, false, 2);
-        // Behind the barrier of that one.
+        // The commands come behind that kernel's barrier.
         peak.record(r, &ones, 1, 16);
         k.moments(r, &x, &moments, tokens);
     };
@@ -308,7 +310,7 @@ fn draws(b: &mut Bench, name: &'static str) -> Chain {
         request.temperature *= if is_greedy { 0.0 } else { 1.0 };
     }
     drawing.arrays.requests = b.upload(&drawing.requests);
-    // Ids that nobody drew yet: logits lie behind them.
+    // The ids were never drawn, because logits lie behind them.
     drawing.arrays.ids = b.upload(&vec![0u32; rows]);
     drawing.arrays.logprobs = b.upload(&vec![0u32; rows * LOGPROB_WORDS]);
     let between = b.poisoned(drawing.logits.adjusted.buffer.size() as usize);
@@ -370,7 +372,7 @@ fn transfers(b: &mut Bench) -> Chain {
     Chain { name: "copies and fills".into(), record: Box::new(record), written }
 }
 
-/// `attending`: of each sequence its length, and its tokens.
+/// `attending` has the length of each sequence, and the number of its tokens.
 fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -> Chain {
     let shape = shape(4, 2, 32, 16, None);
     b.make_heads(&shape, kv);
@@ -386,14 +388,14 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
     let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
     let rope: Vec<f32> = (0..64 * 16).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
     let (rope, step) = (b.upload(&rope), paged.arrays(b));
-    // What is attended to, in f32, in int8 and in both.
+    // The result of attention is wanted in f32, in int8 and in both.
     let wants = Wants { floats: kv != KvDtype::F16, blocks: kv != KvDtype::F32 };
     let y = Operand::new(wants, &b.empty(tokens, q_width), &b.quantized(tokens, q_width));
     let partials = b.partials(&shape, paged.room());
     let mut written = vec![q.buffer.clone(), cache.keys.clone(), cache.values.clone()];
     let attends = attending.is_some();
     if attends {
-        // Partials are of one kind here: a barrier for the other kind would do for both.
+        // The partials are of one kind here, because a barrier for the other kind would do for both.
         let is_single = step.shares.single.is_some();
         assert!(is_single != step.shares.tiles.is_some());
         let written_partials = if is_single { &partials.single } else { &partials.tiles };
@@ -418,10 +420,10 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
     Chain { name: format!("keys, values {what}, {kv}"), record: Box::new(record), written }
 }
 
-/// Every chain of kernels, on a device that rehearses.
+/// Runs every chain of kernels on a device that rehearses orders.
 struct Chains {
     device: Arc<Device>,
-    /// The name of each, and in how many places it writes.
+    /// The name of each chain, and the number of places that it writes.
     all: Vec<(String, usize)>,
 }
 
@@ -435,7 +437,7 @@ impl Chains {
     }
 
     fn made(&self, which: usize) -> Option<(Bench, Chain)> {
-        // Uploads are recorded too, and not what is tried here.
+        // Uploads are recorded too, but not rehearsed.
         let rehearsal = self.device.rehearsed();
         self.device.rehearse(Rehearsal::default());
         let mut b = Bench::on(&self.device, which as u64);
@@ -444,8 +446,8 @@ impl Chains {
         Some((b, chain?))
     }
 
-    /// What the chains whose name begins with `only` leave in each place where they write: `each` gets the chain's name, the
-    /// number of the place and its bytes, and says whether to go on.
+    /// What the chains whose name begins with `only` leave in each place that they write. `each` gets the chain's name,
+    /// the number of the place and its bytes, and returns whether to go on.
     fn run(&self, only: &str, each: &mut dyn FnMut(&str, usize, Vec<u8>) -> bool) {
         let wanted = self.all.iter().enumerate().filter(|(_, (name, _))| name.starts_with(only));
         for (which, (name, places)) in wanted {
@@ -483,7 +485,7 @@ fn kernels_compute_the_same_in_any_order_between_barriers() {
     }
 }
 
-/// How the names of chains begin whose kernels are those of a CPU.
+/// The prefix of the names of chains whose kernels are those for CPUs.
 const ON_A_CPU: &str = "on a CPU: ";
 
 /// Chains that hold a shader, by the name of its kernel.
@@ -508,13 +510,13 @@ fn chains_of(shader: &str) -> String {
     format!("{on_cpu}{chains}")
 }
 
-/// Each write, forgotten, must change what a chain of kernels yields; and, where a forward pass has the kernel between
-/// others in one recording, what the model yields.
+/// Forgetting any write must change the result of a chain of kernels. If a forward pass has the kernel between others
+/// in one recording, it must change the model's result, too.
 #[test]
 fn each_derived_write_that_is_forgotten_is_noticed() {
     let device = rehearsing(Order::Reversed);
     let mut writes: Vec<(&'static str, &'static str)> = vec![("copy", "to"), ("fill", "buffer")];
-    // What subgroups multiply is on this device emulated, by the same source.
+    // On this device the products of subgroups are emulated, by the same source.
     for shader in shaders::ALL.iter().filter(|shader| !shader.name.ends_with("_in_tiles")) {
         let written = shader.pointers.iter().filter(|(_, access)| access.writes());
         writes.extend(written.map(|(pointer, _)| (shader.name, *pointer)));
@@ -534,7 +536,7 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
     };
     let chains = Chains::on(&device);
     let expected = (chains.every_place(), answers(&device));
-    // Only these can be missed by the model; copies and fills have no name of a kernel.
+    // The model may miss only these. Copies and fills have no kernel's name.
     let profiled = Device::open(&DevicePolicy { profile: true, ..policy() }).unwrap();
     answers(&profiled);
     let kernels = profiled.take_profile().kernels;
@@ -558,7 +560,7 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
         });
         let noticing = noticing
             .unwrap_or_else(|| panic!("{shader}.{pointer} was forgotten, and no chain of {of} noticed"));
-        // Quietly: what is computed of garbage may be no numbers, which ends a run.
+        // Errors are ignored here: numbers computed from garbage may be NaN, which ends a run.
         let model = || catch_unwind(AssertUnwindSafe(|| answers(&device)));
         let noticed = is_used(shader) && model().map_or(true, |got| got != expected.1);
         by_the_model += usize::from(noticed);
@@ -566,8 +568,8 @@ fn each_derived_write_that_is_forgotten_is_noticed() {
         println!("  {shader}.{pointer}: {noticing}{model}");
         device.rehearse(Rehearsal { order: Order::Reversed, ..Rehearsal::default() });
     }
-    // In a forward pass with one type of weights and of cache: three norms, products, attention, activation; and what clears
-    // penalties. Queries, keys and values are written together, so that one barrier is there for all.
+    // A forward pass with one type of weights and of cache has three norms, products, attention, activation, and the
+    // kernel that clears penalties. Queries, keys and values are written together, so one barrier serves all of them.
     assert!(by_the_model >= 7, "the model noticed only {by_the_model}");
 }
 

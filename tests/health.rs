@@ -1,4 +1,4 @@
-//! Health, status, metrics and the model's card: what a server tells of itself. Health is a proof by the device.
+//! Health, status, metrics and the model's card: what a server reports of itself. The device proves health.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -10,12 +10,8 @@ use unicorn::api::{self, AccessPolicy, Keys, SUPPORTED_PARAMETERS, Server};
 
 use crate::support::app::{App, MODEL, OPTIONS, app_behind};
 use crate::support::fake_runner::HANG;
-use crate::support::http::{assert_all_free, chat, send, send_json};
+use crate::support::http::{assert_all_free, chat, get, send, send_json};
 use crate::support::server::facts;
-
-fn get(path: &str) -> Request<Body> {
-    Request::get(path).body(Body::empty()).expect("a sound request")
-}
 
 async fn ask(app: &App, more: Value) -> (u16, Value) {
     let mut body = chat("Hi");
@@ -61,7 +57,7 @@ async fn a_device_that_answers_nothing_is_unresponsive_until_it_does() {
         assert_eq!(health(&app).await, (503, "unresponsive".into()));
     }
     app.control.hold_probes(false);
-    // It comes back late, and counts.
+    // The probe comes back late, and counts.
     let since = Instant::now();
     while health(&app).await.0 != 200 {
         assert!(since.elapsed() < HANG, "never well again");
@@ -99,7 +95,7 @@ async fn a_device_that_computes_something_else_is_lost() {
     assert!(app.engine.join(HANG));
 }
 
-/// What the text says, by name and labels; panics where it is not one that Prometheus reads.
+/// The samples of the text, by name and labels. Panics if Prometheus could not read the text.
 fn parse(text: &str) -> BTreeMap<String, f64> {
     let (mut samples, mut kinds) = (BTreeMap::new(), BTreeMap::new());
     assert!(text.ends_with('\n'));
@@ -168,7 +164,7 @@ async fn metrics_add_up_to_what_was_asked() {
         ("unicorn_time_to_first_token_seconds_bucket{le=\"+Inf\"}", 3.0),
         ("unicorn_request_queue_time_seconds_count", 3.0),
         ("unicorn_request_prefill_time_seconds_count", 3.0),
-        // One for each answer.
+        // Each answer counts once.
         ("unicorn_e2e_request_latency_seconds_count", 4.0),
         ("unicorn_request_decode_time_seconds_count", 4.0),
         ("unicorn_num_requests_waiting", 0.0),
@@ -186,7 +182,7 @@ async fn metrics_add_up_to_what_was_asked() {
     ] {
         assert_eq!(m.get(name), Some(&value), "{name}: {m:#?}");
     }
-    // Tokens but the first of each answer; those after a stop string were never told.
+    // Tokens count except the first of each answer. Tokens after a stop string were never sent.
     assert!(m["unicorn_inter_token_latency_seconds_count"] > 0.0);
     assert!(m["unicorn_steps_total"] > 0.0 && m["unicorn_step_tokens_total"] >= usage[1]);
     let buckets: Vec<f64> = m
@@ -197,7 +193,7 @@ async fn metrics_add_up_to_what_was_asked() {
     assert!(buckets.len() > 5 && buckets.iter().all(|n| *n <= 3.0));
     let pool = |state: &str| m[&format!("unicorn_kv_cache_blocks{{pool=\"full\",state=\"{state}\"}}")];
     assert_eq!(pool("held") + pool("cached") + pool("free"), 150.0);
-    // Counters only grow; a second look adds what was measured since.
+    // Counters only grow. A second scrape adds what was measured since the first.
     assert_eq!(metrics(&app).await["unicorn_kernel_seconds_total{kernel=\"matmul\"}"], 1.0);
 }
 
@@ -300,7 +296,7 @@ async fn the_card_of_the_model_names_its_context_and_what_requests_may_say() {
     assert_eq!(card["meta"]["n_ctx"], 600);
     assert_eq!(card["architecture"]["input_modalities"], json!(["text"]));
     assert_eq!(card["supported_parameters"], early["supported_parameters"]);
-    // Each is read: none is an object of this kind.
+    // Every field is read, because none belongs to an object of this kind.
     for name in SUPPORTED_PARAMETERS {
         let (code, body) = ask(&app, json!({"logprobs": true, name: {"no": "such thing"}})).await;
         let param = body["error"]["param"].as_str().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! Pulling models, against a server of this file that speaks the hub's interface and can be told to misbehave; and what
-//! is found, listed and removed of what was pulled. Nothing here reaches beyond this machine.
+//! Pulls models from a server in this file, which speaks the hub's interface and can be told to misbehave, and finds,
+//! lists and removes pulled models. Nothing here reaches beyond this machine.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -32,17 +32,17 @@ const OTHER_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";
 
 // --- the server -----------------------------------------------------------------------------------------------
 
-/// What the next answer with a file's bytes does wrong.
+/// The fault of the next answer that has a file's bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
-    /// The connection ends after that many bytes.
+    /// The connection ends after this many bytes.
     Cut(usize),
-    /// Nothing follows that many bytes, and the connection stays.
+    /// After this many bytes nothing follows, and the connection stays open.
     Stall(usize),
     IgnoreRange,
     Flip,
     Status(u16),
-    /// Says that the file has that many bytes.
+    /// The answer says that the file has this many bytes.
     Length(usize),
 }
 
@@ -53,7 +53,7 @@ struct Hosted {
     lfs: bool,
 }
 
-/// A request as it came.
+/// A request as the server got it.
 #[derive(Debug, Clone)]
 struct Seen {
     method: String,
@@ -62,20 +62,20 @@ struct Seen {
     range: Option<String>,
 }
 
-/// What the hub has, and how it behaves.
+/// The contents of the hub, and its behaviour.
 #[derive(Debug, Default)]
 struct Behaviour {
     repo: String,
     commit: String,
     files: Vec<Hosted>,
-    /// For the answers with bytes, first one first; the last stays.
+    /// The faults of answers with bytes, in order; the last fault stays.
     faults: VecDeque<Fault>,
     gated: bool,
     /// The listing names neither sizes nor checksums.
     bare: bool,
     /// Replaces the listing.
     listing: Option<String>,
-    /// The one token that is any good; none is needed unless it is set.
+    /// The one valid token; any client is served if it is not set.
     token: Option<String>,
     /// The hub's redirect names no checksum.
     unlinked: bool,
@@ -97,7 +97,7 @@ struct Hub {
 }
 
 impl Hub {
-    /// With a repository `org/tiny`.
+    /// A hub with a repository `org/tiny`.
     fn start(files: &[(&str, &[u8], bool)]) -> Self {
         let files = files.iter().map(|(path, bytes, lfs)| Hosted {
             path: (*path).to_owned(),
@@ -129,7 +129,7 @@ impl Hub {
         self.set(|b| b.faults = faults.iter().copied().collect());
     }
 
-    /// What the CDN was asked since the last call.
+    /// The requests to the CDN since the last call.
     fn cdn_requests(&self) -> Vec<Seen> {
         let mut requests = Vec::new();
         self.set(|b| requests = std::mem::take(&mut b.seen_by_cdn));
@@ -157,7 +157,7 @@ impl Hub {
         settings
     }
 
-    /// This hub behind TLS: its address, and the certificate to believe it by.
+    /// The address of this hub behind TLS, and the certificate that clients must trust.
     fn behind_tls(&self) -> (String, String) {
         let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).expect("a certificate");
         let key = rustls::pki_types::PrivatePkcs8KeyDer::from(signed.signing_key.serialize_der());
@@ -172,11 +172,11 @@ impl Hub {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let url = format!("https://{}", listener.local_addr().expect("bound"));
         let plain = self.url.trim_start_matches("http://").to_owned();
-        // Ends with the process: nobody connects any more when the test is over.
+        // The thread ends with the process: nobody connects any more when the test is over.
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let session = rustls::ServerConnection::new(Arc::clone(&config)).expect("a session");
-                // A client that does not believe the certificate goes away.
+                // A client that does not trust the certificate goes away.
                 let _ = forward(rustls::StreamOwned::new(session, stream.expect("a connection")), &plain);
             }
         });
@@ -190,12 +190,12 @@ impl Hub {
 
 impl Drop for Hub {
     fn drop(&mut self) {
-        // Not waiting for a connection that stalls on purpose.
+        // The server does not wait for a connection that stalls on purpose.
         self.runtime.take().expect("there until now").shutdown_background();
     }
 }
 
-/// One request and its answer.
+/// Reads one request and answers it.
 fn forward(mut client: impl Read + Write, plain: &str) -> io::Result<()> {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -309,7 +309,7 @@ async fn cdn(State(behaviour): State<Shared>, request: Request) -> Response<Body
     b.seen_by_cdn.push(seen(&request));
     let file = request.uri().path().trim_start_matches("/signed/");
     let hosted = b.files.iter().find(|f| f.path == file).cloned().expect("the hub knows what it links to");
-    // Looks like the checksum, and is another value.
+    // The value looks like the checksum, and is another one.
     let etag = format!("\"{}\"", sha256(b"the CDN's own"));
     content(&mut b, &hosted, request.headers(), &etag)
 }
@@ -346,7 +346,7 @@ fn content(b: &mut Behaviour, hosted: &Hosted, headers: &HeaderMap, etag: &str) 
     let body = match fault {
         Some(Fault::Cut(after)) if after < rest.len() => {
             let part = rest.slice(..after);
-            // The server sends what it has when the next piece is a while in coming.
+            // The server sends the bytes so far if the next piece is late.
             let end = futures::stream::once(async {
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 Err(io::Error::from(io::ErrorKind::ConnectionReset))
@@ -370,7 +370,7 @@ fn listing(b: &Behaviour) -> Value {
         }
         let lfs =
             f.lfs.then(|| json!({"sha256": sha256(&f.bytes), "size": f.bytes.len(), "pointerSize": 130}));
-        // The checksum is the pointer's where the file is in large-file storage.
+        // For a file in large-file storage, the checksum is the pointer's.
         let blob = git_sha1(if f.lfs { b"version https://git-lfs" } else { &f.bytes });
         json!({"rfilename": f.path, "size": f.bytes.len(), "blobId": blob, "lfs": lfs})
     });
@@ -379,7 +379,7 @@ fn listing(b: &Behaviour) -> Value {
 
 // --- what the tests share ---------------------------------------------------------------------------------------
 
-/// Bytes that compress to nothing and repeat nowhere.
+/// Bytes that cannot be compressed and repeat nowhere.
 fn noise(n: usize) -> Vec<u8> {
     let seed = 0x5eed;
     println!("seed {seed:#x}");
@@ -410,7 +410,7 @@ fn blobs(cache: &Cache) -> Vec<String> {
     names
 }
 
-/// The message is one line, with all of `parts`.
+/// Checks that the message is one line with all of `parts`.
 #[track_caller]
 fn says(error: &HubError, parts: &[&str]) {
     let message = error.to_string();
@@ -475,7 +475,7 @@ fn the_environment_is_read_as_other_tools_do() {
     assert_eq!(cache(&[("HOME", "/h"), ("HF_HOME", "~/hf")]).as_deref(), Some("/h/hf/hub"));
     assert_eq!(cache(&[("HF_HOME", "/hf"), ("HF_HUB_CACHE", "/c")]).as_deref(), Some("/c"));
 
-    // Which token is taken is seen at the server; here, that it is not told to anyone else.
+    // Another test sees at the server which token is taken. This test checks that no other host gets it.
     for (pairs, origin) in [
         (&[("HF_TOKEN", "hf_secret"), ("HUGGING_FACE_HUB_TOKEN", "hf_other")][..], "HF_TOKEN"),
         (&[("HF_TOKEN", " "), ("HUGGING_FACE_HUB_TOKEN", "hf_secret")], "HUGGING_FACE_HUB_TOKEN"),
@@ -523,7 +523,7 @@ fn what_serving_needs_is_pulled_into_the_shared_layout() {
     names.sort();
     assert_eq!(names, ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]);
     assert_eq!(fs::read(path.join("model.safetensors")).unwrap(), weights);
-    // As `git hash-object` names it.
+    // The checksum is what `git hash-object` prints.
     let link = fs::read_link(path.join("config.json")).expect("a link");
     assert_eq!(link, Path::new("../../blobs/ce013625030ba8dba906f756967f9e9ca394464a"));
     let link = fs::read_link(path.join("model.safetensors")).expect("a link");
@@ -532,7 +532,7 @@ fn what_serving_needs_is_pulled_into_the_shared_layout() {
     assert!(blobs(&cache).iter().all(|b| !b.contains('.')), "nothing is left over: {:?}", blobs(&cache));
     assert_eq!(cache.find(&name("org/tiny")).expect("sound").as_ref(), Some(&path));
 
-    // Again: only the listing is asked for.
+    // A second pull asks for the listing alone.
     hub.hub_requests();
     hub.cdn_requests();
     assert_eq!(hub.pull(&cache, "org/tiny").expect("here"), path);
@@ -540,7 +540,7 @@ fn what_serving_needs_is_pulled_into_the_shared_layout() {
     assert!(asked.len() == 1 && asked[0].path.starts_with("/api/models/org/tiny/revision/main"), "{asked:?}");
     assert!(hub.cdn_requests().is_empty());
 
-    // A tag is another name of the same commit; a new commit takes over what did not change.
+    // A tag is another name of the same commit. A new commit takes over the files that did not change.
     hub.pull(&cache, "org/tiny@v1").expect("pulled");
     assert_eq!(fs::read_to_string(repository(&cache).join("refs/v1")).unwrap(), COMMIT);
     hub.set(|b| {
@@ -595,7 +595,7 @@ fn of_several_gguf_files_one_is_named() {
     assert_eq!(found("org/tiny:Q4_0").as_ref(), Some(&q4_0));
     says(&cache.find(&name("org/tiny")).unwrap_err(), &["2", "org/tiny:tiny-Q4_0.gguf"]);
 
-    // What is split is one model: any part of its name gets all parts, and the first stands for them.
+    // A split file is one model: any part of its name pulls all parts, and the first part stands for them.
     for text in ["org/tiny:BF16", "org/tiny:bf16/tiny-bf16-00002-of-00002.gguf"] {
         let (_folder, cache) = temporary();
         let path = hub.pull(&cache, text).expect("pulled");
@@ -611,7 +611,7 @@ fn of_several_gguf_files_one_is_named() {
         assert_eq!(listed(&cache), [("org/tiny".to_owned(), Format::Partial, 10)]);
     }
 
-    // One alone needs no name.
+    // A single file needs no name.
     hub.set(|b| b.files.retain(|f| f.path == "tiny-Q4_0.gguf" || f.path.starts_with("mmproj")));
     assert!(hub.pull(&cache, "org/tiny").expect("pulled").ends_with("tiny-Q4_0.gguf"));
     hub.set(|b| b.files.retain(|f| f.path.starts_with("mmproj")));
@@ -624,7 +624,7 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
     let weights = noise(5_000_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let (_folder, cache) = temporary();
-    // More often than the patience lasts, were it not for what arrives between.
+    // The server breaks off more often than the patience lasts, but each try makes progress.
     let cut = Fault::Cut(1_100_000);
     hub.fault(&[cut, cut, cut, cut, Fault::Status(503), Fault::Cut(usize::MAX)]);
     let path = hub.pull(&cache, "org/tiny").expect("pulled");
@@ -675,7 +675,7 @@ fn a_server_that_cannot_begin_in_the_middle_starts_over() {
     let path = hub.pull(&cache, "org/tiny").expect("pulled");
     assert_eq!(fs::read(path).unwrap(), weights);
 
-    // One that breaks off at the same place each time gets nowhere, however far that is.
+    // A download that breaks off at the same place each time makes no progress, however far that place is.
     let (_folder, cache) = temporary();
     hub.cdn_requests();
     hub.fault(&[Fault::Length(2000)]);
@@ -701,7 +701,7 @@ fn what_lies_there_from_something_else_is_not_believed() {
         let path = hub.pull(&cache, "org/tiny").expect("pulled");
         assert_eq!(fs::read(path).unwrap(), weights);
     }
-    // A blob that lost its end since it was checked is got again.
+    // A blob that lost its end after the check is pulled again.
     let (_folder, cache) = temporary();
     hub.pull(&cache, "org/tiny").expect("pulled");
     let blob = repository(&cache).join("blobs").join(sha256(&weights));
@@ -778,7 +778,7 @@ fn a_checksum_is_needed_and_must_be_the_hubs_own() {
 fn redirects_are_followed_within_bounds() {
     let hub = Hub::start(&[("tiny.gguf", b"tiny", true)]);
     let (_folder, cache) = temporary();
-    // A renamed repository; the hub's own redirects stay on it, and so does the token.
+    // The repository was renamed. The hub's own redirects stay on the hub, and so does the token.
     let settings = hub.settings_with(&[("HF_TOKEN", "hf_mine")]);
     pull(&settings, &cache, &name("org/old"), &mut |_| {}).expect("pulled");
     let asked = hub.hub_requests();
@@ -881,7 +881,8 @@ fn a_hostile_listing_writes_nothing() {
     for sha in ["../../evil", "main", "", "0123456789ABCDEF0123456789abcdef01234567"] {
         says(&lists("tiny.gguf", sha, &sum, 4), &["commit"]);
     }
-    // A checksum names a file: what is none is not used. The hub is asked, and does not know the file.
+    // A checksum names a file, so a malformed checksum is not used. The hub is asked instead, and does not know the
+    // file.
     says(&lists("evil.gguf", COMMIT, "../../../evil", 4), &["evil.gguf"]);
     says(&lists("tiny.gguf", COMMIT, &sum, u64::MAX), &["free", "--models-dir"]);
     let twice = ["config.json", "a.safetensors", "b.safetensors"]
@@ -910,10 +911,10 @@ fn a_folder_that_cannot_be_written_is_named() {
     fs::write(&file, "x").expect("written");
     let cache = Cache::system(file.join("models"));
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["make the folder", file.to_str().unwrap()]);
-    // Where even its owner may not write, which the superuser may anywhere but here.
+    // Even the superuser cannot write in /proc, though it can anywhere else.
     let cache = Cache::system("/proc/models");
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["/proc/models"]);
-    // A folder stands where a file of that name should.
+    // A folder stands in the place of the file.
     let cache = Cache::of_user(folder.path().join("hub"));
     fs::create_dir_all(repository(&cache).join("blobs").join(sha256(b"tiny") + ".incomplete")).expect("made");
     says(&hub.pull(&cache, "org/tiny").unwrap_err(), &["write", ".incomplete"]);
@@ -946,7 +947,7 @@ fn one_writes_a_file_at_a_time() {
 
 // --- what is here -----------------------------------------------------------------------------------------------
 
-/// (name, format, bytes) of everything.
+/// The (name, format, bytes) of every model.
 fn listed(cache: &Cache) -> Vec<(String, Format, u64)> {
     let all = cache.list().expect("sound");
     assert!(all.iter().all(|m| m.path.exists()), "{all:?}");
@@ -966,7 +967,7 @@ fn models_are_listed_and_removed_with_what_no_other_needs() {
     let (four, eight) = (gguf("org/tiny:a-Q4_0.gguf", 4), gguf("org/tiny:a-Q8_0.gguf", 8));
     let tagged = gguf("org/tiny@v1:a-Q8_0.gguf", 8);
     assert_eq!(listed(&cache), [four.clone(), eight, tagged.clone()]);
-    // What other tools keep beside models is none of them.
+    // Files that other tools keep beside models are no models.
     fs::create_dir_all(cache.root().join("datasets--org--x/blobs")).expect("made");
     fs::write(cache.root().join("version.txt"), "1").expect("written");
     assert_eq!(listed(&cache).len(), 3);
@@ -986,7 +987,7 @@ fn models_are_listed_and_removed_with_what_no_other_needs() {
         assert!(cache.removal(&name(absent)).expect("sound").is_none(), "{absent}");
     }
 
-    // A link out of the folder is removed; what it leads to is not.
+    // A link out of the folder is removed, and the target of the link is not.
     let outside = folder.path().join("precious.gguf");
     fs::write(&outside, "precious").expect("written");
     let snapshot = repository(&cache).join("snapshots").join(COMMIT);
@@ -1024,7 +1025,7 @@ fn a_model_that_is_here_in_part_is_called_so() {
 
 // --- the commands -----------------------------------------------------------------------------------------------
 
-/// The binary, with a home of its own.
+/// The binary, with a home folder of its own.
 fn unicorn(home: &Path, hub: &Hub, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_unicorn"));
     for (name, _) in std::env::vars_os() {
@@ -1132,7 +1133,7 @@ fn a_write_that_fails_leaves_what_arrived() {
     let weights = noise(100_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);
     let home = tempfile::tempdir().expect("a folder");
-    // As a full disk does, at a size that the shell sets: its blocks have 512 or 1024 bytes.
+    // The write fails as on a full disk, at a size that the shell sets in blocks of 512 or 1024 bytes.
     let limited = |command: Command| {
         let mut shell = Command::new("sh");
         shell.args(["-c", "trap '' XFSZ; ulimit -f 40; exec \"$@\"", "sh"]).arg(command.get_program());
@@ -1171,7 +1172,7 @@ fn the_commands_pull_list_and_remove() {
     assert!(lines.len() == 3 && lines[0].trim() == "4 B  org/tiny:a-Q4_0.gguf", "{stderr}");
     assert!(lines[2].starts_with("error: org/tiny "), "{stderr}");
 
-    // A service of another user reads what was pulled, whatever the umask of who pulled it.
+    // A service of another user can read the pulled files, whatever the umask of the pulling user is.
     let mut pull = Command::new("sh");
     let binary = env!("CARGO_BIN_EXE_unicorn");
     pull.args(["-c", "umask 077; exec \"$@\"", "sh", binary, "pull", "org/tiny:Q8_0", "--models-dir", dir]);
@@ -1204,7 +1205,7 @@ fn the_commands_pull_list_and_remove() {
     let (_, stdout, _) = output(unicorn(home.path(), &hub, &["models", "list"]));
     assert!(stdout.lines().count() == 1 && stdout.starts_with("org/tiny:a-Q4_0.gguf  gguf"), "{stdout}");
 
-    // One that was begun in models.dir hides none that is whole in the other cache.
+    // An unfinished pull in models.dir does not hide a whole model in the other cache.
     let begun = home.path().join("begun");
     fs::create_dir_all(begun.join("models--org--tiny/blobs")).expect("made");
     fs::write(begun.join("models--org--tiny/blobs/0123.incomplete"), "fo").expect("written");

@@ -1,4 +1,5 @@
-//! Chat templates that would take more than there is: each ends in an error that says what it did, and holds little until then.
+//! Chat templates that would take more time or memory than there is. Each ends in an error that says what it did, and
+//! holds little memory until then.
 
 use std::collections::BTreeMap;
 
@@ -22,8 +23,8 @@ fn render(source: &str) -> Result<String, TextError> {
     template(source)?.render(&[Message::new("user", "hi")], true)
 }
 
-/// Checks that a template is refused with words among which one of `expected` is, and holds at most `most` bytes until then;
-/// else says what it does.
+/// Checks that a template is refused with one of the `expected` words, and holds at most `most` bytes until then.
+/// Otherwise the report says what it does.
 fn refused(source: &str, expected: &[&str], most: usize) -> Result<(), String> {
     let shown: String = source.chars().take(300).collect();
     let (rendered, peak) = peak_allocation(|| render(source));
@@ -37,7 +38,7 @@ fn refused(source: &str, expected: &[&str], most: usize) -> Result<(), String> {
     }
 }
 
-/// Sixty times the statement, with `ns.x` and `ns.y` to keep what it makes.
+/// Repeats the statement sixty times, with `ns.x` and `ns.y` for its results.
 fn again(start: &str, statement: &str) -> String {
     format!(
         "{{% set ns = namespace(x={start}, y={start}) %}}{{% for i in range(60) %}}{statement}{{% endfor %}}"
@@ -92,7 +93,7 @@ fn nothing_that_grows_by_itself_outgrows_its_bound() {
             + &again(text, &captures("{% call f() %}{{ ns.x }}{% endcall %}")),
         "{% for x in ['aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa'] recursive %}{{ loop([x ~ x]) }}{% endfor %}".into(),
         "{% block a %}{% set x = (x or 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa') ~ x ~ x %}{{ self.a() }}{% endblock %}".into(),
-        // Lists, which are there once and are read as often as they are in others.
+        // Lists exist once, and are read as often as other lists contain them.
         doubled("[1]", "ns.x + ns.x", "{{ ns.x|length }}"),
         doubled("[1]", "ns.x + ns.x", "{{ ns.x|list|length }}"),
         doubled("[1]", "ns.x[:] + ns.x[::-1]", ""),
@@ -161,12 +162,12 @@ fn what_would_take_time_or_the_stack_is_refused() {
         ("{% set a = dict(a=a) %}".repeat(9000), "nests values more than 64 deep"),
         (again("1", "{% for j in [ns.x] %}{% set ns.x = loop %}{% endfor %}"), "only data can be kept"),
         (again("1", "{% macro f() %}{{ ns }}{% endmacro %}{% set ns.x = f %}"), "only data can be kept"),
-        // What holds itself is never freed.
+        // A value that holds itself is never freed.
         (again("1", "{% set ns.x = ns %}{{ ns }}"), "only data can be kept"),
         (again("1", "{% set ns.x = [{'a': ns}] %}{{ ns }}"), "only data can be kept"),
         (again("1", "{{ loop.changed(loop) }}"), "only data can be kept"),
         (again("1", "{{ loop.changed(1, [loop]) }}"), "only data can be kept"),
-        // Work that is the product of two texts.
+        // The work is the product of the lengths of two texts.
         (
             format!("{mib}{}{{{{ a.t.strip(b.t ~ 'a') }}}}", long("b", MIB).replace("aaaaaaaa", "bcdefghi")),
             "reads and makes values of",
@@ -213,7 +214,7 @@ fn what_would_take_time_or_the_stack_is_refused() {
             "writes more than 32 MiB",
         ),
         (format!("{{{{ 'a'|map({}'upper') }}}}", "'map', ".repeat(1000)), "filters within each other"),
-        // Compiling recurses along operators, and does some of its work again at each.
+        // Compiling recurses along operators, and repeats some of its work at each.
         (format!("{{{{ x{} }}}}", " ~ x".repeat(60_000)), "line 1 is in a tag of more than 4096"),
         (
             format!("\n{{% if x{} %}}{{% endif %}}", ".x".repeat(60_000)),
@@ -225,7 +226,7 @@ fn what_would_take_time_or_the_stack_is_refused() {
     let check = |(source, expected): &(String, &str)| refused(source, &[expected], 96 * MIB).err();
     let wrong: Vec<_> = cases.iter().filter_map(check).collect();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    // As deep as a source can make them.
+    // The nesting is as deep as a source can make it.
     let elifs = "{% if x %}".to_owned() + &"{% elif x %}".repeat(20_000) + "{% endif %}";
     let operators = format!("{{{{ x{} }}}}", " ~ x".repeat(2000));
     let negations = format!("{{{{ {} x }}}}", "not ".repeat(4001));
@@ -242,7 +243,7 @@ fn what_would_take_time_or_the_stack_is_refused() {
     }
 }
 
-/// What templates do, with counting between the instructions.
+/// Ordinary work of templates, with counting between the instructions.
 #[test]
 fn what_is_counted_means_what_it_meant() {
     for (source, expected) in [
@@ -341,14 +342,14 @@ fn long_conversations_are_rendered() {
         (0..count).map(|at| Message::new(if at % 2 == 0 { "user" } else { "assistant" }, text)).collect()
     };
     let gemma = gemma_template();
-    // As many turns as fit into a text, one turn that fills one, and one that is far too long for one.
+    // The texts are as many turns as fit, one turn that fills the bound, and one turn that is far too long.
     assert!(gemma.render(&turns(50_000, "hi"), true).is_ok());
     assert!(gemma.render(&turns(1, &"x".repeat(2_000_000)), true).is_ok());
     let limit = unicorn::text::MAX_TEXT_BYTES;
     let error = gemma.render(&turns(1, &"x".repeat(60_000_000)), true).unwrap_err();
     assert_eq!(error, TextError::TooLong { bytes: 60_000_025, limit });
 
-    // Templates that gather turns and text, which copies what is there for each turn.
+    // These templates gather turns and text, which copies all of it for each turn.
     let gathers = "{% set ns = namespace(out='', turns=[]) %}\
         {% for m in messages %}{% set ns.turns = ns.turns + [m] %}{% endfor %}\
         {% for m in ns.turns %}{% set ns.out = ns.out ~ '<' + m.role + '>' ~ m.content|trim ~ '\n' %}\
@@ -358,13 +359,14 @@ fn long_conversations_are_rendered() {
         let text = gathers.render(&turns(count, &"x".repeat(bytes)), true).unwrap();
         assert!(text.len() > count * bytes && text.ends_with("end"), "{count} turns of {bytes} bytes");
     }
-    // A table of languages, as templates for translations have one.
+    // The template has a table of languages, as templates for translations do.
     let names: Vec<String> = (0..600).map(|at| format!("'l{at}': 'Language {at}'")).collect();
     let table = format!("{{% set names = {{{}}} %}}{{{{ names['l599'] }}}}", names.join(", "));
     assert_eq!(render(&table).as_deref(), Ok("Language 599"));
 }
 
-/// Programs of the operations that make values grow: names of texts (`s`, `t`) and lists (`l`, `m`), each made of all others.
+/// Programs of the operations that make values grow. The names are texts (`s`, `t`) and lists (`l`, `m`), each made of
+/// all others.
 struct Programs {
     rng: ChaCha8Rng,
 }

@@ -1,5 +1,5 @@
-//! Every kernel against its CPU twin: odd shapes and tails, seeded random data, NaN in every output before and in all
-//! memory that a kernel has no business reading.
+//! Every kernel against its CPU twin: odd shapes and tails, and seeded random data. Outputs are NaN before each run,
+//! and so is all memory that a kernel must not read.
 
 use half::f16;
 use rand::Rng;
@@ -43,7 +43,7 @@ fn as_stored(values: &[f32], cols: usize, scheme: Scheme) -> Vec<f32> {
     out
 }
 
-/// Fails unless `got` is within `bound * magnitude` of `expected`, element by element. NaN is not.
+/// Fails unless `got` is within `bound * magnitude` of `expected`, element by element. A NaN is never within the bound.
 fn close(got: &[f32], expected: &[f64], magnitude: &[f64], bound: f64, what: &str) {
     assert_eq!(got.len(), expected.len(), "{what}");
     for (i, ((g, e), m)) in got.iter().zip(expected).zip(magnitude).enumerate() {
@@ -55,7 +55,7 @@ fn close(got: &[f32], expected: &[f64], magnitude: &[f64], bound: f64, what: &st
 #[test]
 fn matmul_matches_its_twin() {
     with_each_body(1, |b| {
-        // (tokens, rows, cols): one, tails of tiles and of blocks, more than one tile of columns.
+        // The shapes are (tokens, rows, cols): one token, tails of tiles and of blocks, more than one tile of columns.
         let shapes = [
             (1, 1, 1),
             (1, 32, 32),
@@ -71,7 +71,7 @@ fn matmul_matches_its_twin() {
                 let what = format!("{scheme:?} {tokens} x [{rows}, {cols}]");
                 let w = b.random(rows * cols, 2.0);
                 let x = b.random(tokens * cols, 3.0);
-                // Also cut into shards of one tile: the rows of y must come out the same.
+                // The matrix is also cut into shards of one tile, and the rows of y must be the same.
                 for shard in [u64::MAX, 1] {
                     let matrix = b.matrix(&w, rows, cols, scheme, shard);
                     let input = b.activations(&x, cols);
@@ -155,7 +155,7 @@ fn every_stored_scheme_is_read_as_it_says() {
                     b.run(|k, r| k.matmul(r, &[(&matrix, &output)], &Operand::floats(&input), tokens));
                     let got = b.rows(&output, tokens);
                     let expected = reference::matmul(&x, &stored.values, tokens, rows, cols);
-                    // A shift is added apart from the products: what cancels there is rounded too.
+                    // A shift is added apart from the products, so the rounding also applies to what cancels there.
                     let most = stored.values.iter().fold(0f32, |most, w| most.max(w.abs()));
                     let largest: Vec<f32> = vec![most; rows * cols];
                     let magnitude = reference::matmul_magnitude(&x, &largest, tokens, rows, cols);
@@ -169,7 +169,7 @@ fn every_stored_scheme_is_read_as_it_says() {
 #[test]
 fn bytes_read_straight_and_through_staging_are_the_same() {
     let mut b = Bench::new(18);
-    // More than two staging buffers, and a tail.
+    // The data has more than two staging buffers, and a tail.
     let bytes = (40 << 20) + 12;
     let data: Vec<u8> = (0..bytes).map(|_| b.rng.random()).collect();
     for staged in [false, true] {
@@ -178,7 +178,7 @@ fn bytes_read_straight_and_through_staging_are_the_same() {
         if staged {
             uploader = uploader.staged();
         }
-        // The other half of the buffer by another, and in the wrong order.
+        // The other half of the buffer is read by another request, and in the reverse order.
         let (head, tail) = (buffer.slice(0, 24 << 20), buffer.slice(24 << 20, bytes as u64 - (24 << 20)));
         let read = |start: usize| {
             let data = &data;
@@ -244,7 +244,7 @@ fn embed_yields_every_stored_weight() {
             let stored = as_stored(&w, cols, scheme);
             let matrix = b.matrix(&w, rows, cols, scheme, shard);
             let embedding = b.embedding(matrix, 1.25);
-            // Every row by id, then the ids last sampled in slots 2, 0 and 1, where it was one that has no row.
+            // The ids are every row's, then the ids last sampled in slots 2, 0 and 1. One of these has no row.
             let mut ids: Vec<u32> = (0..rows as u32).collect();
             ids.extend([LAST_SAMPLED | 2, LAST_SAMPLED, LAST_SAMPLED | 1]);
             let sampled = b.upload(&[rows as u32 - 1, rows as u32, 3]);
@@ -268,7 +268,8 @@ fn embed_yields_every_stored_weight() {
 
 #[test]
 fn the_27b_embedding_works_whole() {
-    // 2.8 GB of bf16: beyond the storage-buffer range (128 MiB on lavapipe) and beyond one allocation (2 GiB).
+    // The matrix has 2.8 GB of bf16: more than the storage-buffer range (128 MiB on lavapipe) and than one allocation
+    // (2 GiB).
     let mut b = Bench::new(15);
     let (rows, cols) = (262_208, 5376);
     let value = |row: usize, col: usize| ((row * 31 + col * 7) % 251) as f32 / 64.0 - 2.0;
@@ -302,7 +303,7 @@ fn the_27b_embedding_works_whole() {
 
     assert!(packed.is_sorted() && packed.last() == Some(&rows), "progress: {packed:?}");
 
-    // Each id's neighbours in a tile, the ends of shards, and the last row.
+    // The ids are neighbours in a tile, the ends of shards, and the last row.
     let shard_rows = (limit / (cols as u64 * 2)) as usize / 32 * 32;
     let ids = [0, 31, 32, 12_345, shard_rows - 1, shard_rows, rows - 1].map(|id| id as u32);
     let id_buffer = b.upload(&ids);
@@ -313,7 +314,7 @@ fn the_27b_embedding_works_whole() {
         assert_eq!(wrong, None, "row {id}");
     }
 
-    // Logits of every row.
+    // The logits of every row are compared.
     let x: Vec<f32> = b.random(cols, 1.0);
     let (input, logits) = (b.activations(&x, cols), b.empty(1, rows));
     b.run(|k, r| k.matmul(r, &[(embedding.matrix(), &logits)], &Operand::floats(&input), 1));
@@ -381,11 +382,11 @@ fn attention_matches_its_twin_over_pages_and_windows() {
         shape(4, 1, 256, 32, Some(70)),
         shape(2, 2, 36, 16, Some(1000)),
         shape(16, 1, 64, 16, Some(40)),
-        // The largest that a device with 32 KiB of shared memory takes.
+        // This shape is the largest for a device with 32 KiB of shared memory.
         shape(16, 1, 256, 16, Some(40)),
     ];
     let dtypes = KvDtype::ALL.iter().cycle();
-    // Every shape in f32, and in turn in the others.
+    // Every shape runs with keys and values in f32, and with the other types in turn.
     let cases = shapes.iter().flat_map(|s| [s, s]).zip(dtypes).map(|(s, kv)| (*s, *kv));
     for ((shape, kv), bodies) in cases.zip(BODIES.into_iter().cycle()) {
         b.make_bodies(bodies);
@@ -455,7 +456,7 @@ struct Attended {
 }
 
 impl Attended {
-    /// `spread`: of queries; `len` of each sequence and its tokens in the step.
+    /// `spread` is the range of the queries. `len` has the length of each sequence and its tokens in the step.
     fn new(
         b: &mut Bench,
         shape: AttentionShape,
@@ -493,7 +494,7 @@ impl Attended {
         self.paged.tokens().len()
     }
 
-    /// Bits of what is attended to, shared out like this.
+    /// The bits of the attention's result, with its work shared out like this.
     fn run(&self, b: &mut Bench, shares: &Shares, room: Room) -> Vec<u32> {
         let Attended { attention, arrays, q, .. } = self;
         let shape = &attention.shape;
@@ -504,7 +505,7 @@ impl Attended {
         b.rows(&y, tokens).into_iter().map(f32::to_bits).collect()
     }
 
-    /// Shared out in every way: all bits are the same, and none of what is no number is among them.
+    /// Shares the work out in every way: all bits are the same, and no padding's NaN is among them.
     fn check(&self, b: &mut Bench, what: &str) {
         let tokens = self.tokens();
         let shape = &self.attention.shape;
@@ -527,7 +528,7 @@ impl Attended {
             let off = got.iter().zip(expected).filter(|(got, expected)| got != expected).count();
             assert_eq!(off, 0, "{what}, {way}: bits of {off} of {} numbers differ", got.len());
         }
-        // The first splits of each token by one workgroup, and each of the rest by its own.
+        // One workgroup has the first splits of each token, and each of the other splits has its own.
         let shares =
             Shares::new(shape, &self.paged.runs(), tokens, 1, Room { single: tokens, tiles: tokens });
         for walked in [1, 2, 5] {
@@ -567,7 +568,7 @@ fn attention_has_the_same_bits_however_it_is_shared_out() {
         (shape(16, 8, 64, 16, None), &[(300, 40), (129, 1)]),
     ];
     for ((shape, sequences), kv) in shapes.into_iter().zip(KvDtype::ALL.into_iter().cycle()) {
-        // Weights of about one size; one that is nearly all, while others come to nothing.
+        // The weights are of about one size; or one weight is nearly all, and the others vanish.
         for spread in [0.5, 300.0] {
             let attended = Attended::new(&mut b, shape, kv, spread, sequences);
             attended.check(&mut b, &format!("{shape:?}, {kv}, queries of {spread}"));
@@ -575,7 +576,7 @@ fn attention_has_the_same_bits_however_it_is_shared_out() {
     }
 }
 
-/// Behind 16 units of 64 keys splits are four times as long, behind 128 sixteen times.
+/// Behind 16 units of 64 keys, splits are four times as long; behind 128 units, sixteen times.
 #[test]
 fn attention_matches_its_twin_where_splits_grow() {
     let mut b = Bench::new(32);
@@ -676,7 +677,7 @@ fn qkv_store_norms_rotates_and_files_away() {
                 for head in 0..shape.num_kv_heads {
                     let (at, row) = (t * kw + head * d, paged.row(s, position, head));
                     let expected = expect(&k[at..at + d], &k_norm, position, 1.0);
-                    // What a type cannot say: half of its last bit.
+                    // A value may be off by what its type cannot express: half of its last bit.
                     let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
                     let lost = [0.0, largest / 2048.0, largest / 254.0][kv as usize];
                     close(
@@ -689,7 +690,7 @@ fn qkv_store_norms_rotates_and_files_away() {
                     let mut one = paged.empty_cache(kv);
                     let kept = paged.file_away(&mut one, kv, row, &v[at..at + d]);
                     let kept: Vec<f64> = kept.into_iter().map(f64::from).collect();
-                    // A value in the middle between two may go to either.
+                    // A value in the middle between two integers may go to either.
                     let step = [0.0, 1.0 / 1024.0, 2.0 / 127.0][kv as usize];
                     let got = paged.take(&mut values, kv, row);
                     close(&got, &kept, &vec![1.0; d], step * 1.01, &what);
@@ -774,7 +775,7 @@ fn geglu_matches_its_twin_and_survives_extremes() {
     });
 }
 
-/// Draws one id per request from the same logits.
+/// Draws one id for each request from the same logits.
 fn draw(b: &mut Bench, logits: &[f32], vocab: usize, requests: &[SampleRequest]) -> (Vec<u32>, Vec<u32>) {
     let repeated: Vec<f32> = requests.iter().flat_map(|_| logits.to_vec()).collect();
     let mut drawing = Drawing::new(b, &repeated, logits.len(), requests);
@@ -823,7 +824,7 @@ fn logits_that_are_no_numbers_are_refused() {
 fn sampling_keeps_to_its_filters_and_its_noise() {
     let mut b = Bench::new(62);
     let cases = [
-        // temperature, top_k, top_p, min_p
+        // The cases are (temperature, top_k, top_p, min_p).
         (1.0, 0, 1.0, 0.0),
         (0.7, 40, 1.0, 0.0),
         (1.3, 0, 0.8, 0.0),
@@ -926,7 +927,7 @@ fn masses_are_powers_of_two() {
     }
 }
 
-/// Logits of a kind that is hard on thresholds, and the name of it.
+/// Logits of a kind that is hard on thresholds, with the name of the kind.
 fn hard_logits(b: &mut Bench, kind: usize, len: usize) -> (&'static str, Vec<f32>) {
     let random = b.random(len, 6.0);
     let each = |f: &mut dyn FnMut(usize, f32) -> f32| -> Vec<f32> {
@@ -939,7 +940,7 @@ fn hard_logits(b: &mut Bench, kind: usize, len: usize) -> (&'static str, Vec<f32
         3 => ("ties", each(&mut |_, x| (x * 4.0).round() / 4.0)),
         4 => ("masses that vanish", each(&mut |_, x| x * 50.0)),
         5 => ("one far below", each(&mut |i, x| if i == 7 { -1e30 } else { x })),
-        // More than are listed, at different values so close that no bin tells them apart.
+        // More values than are listed are so close to each other that no bin tells them apart.
         6 => ("a crowd below one", each(&mut |i, x| if i == 5 { 9.0 } else { x * 1e-5 })),
         7 => ("large", each(&mut |_, x| 1e6 + x)),
         _ => ("of two scales", each(&mut |i, x| if i % 100 == 0 { x } else { x * 1e-4 - 4.0 })),
@@ -947,7 +948,7 @@ fn hard_logits(b: &mut Bench, kind: usize, len: usize) -> (&'static str, Vec<f32
 }
 const HARD: usize = 9;
 
-/// A position at which `id` would be drawn from `candidates`, clearly; none where that is too rare to find.
+/// A position at which `id` is drawn from `candidates` by a clear margin; `None` if such positions are too rare.
 fn position_of(logits: &[f32], candidates: &[usize], id: usize, temperature: f32, seed: u64) -> Option<u32> {
     let t = f64::from(temperature);
     let max = candidates.iter().map(|id| logits[*id]).fold(f32::MIN, f32::max);
@@ -982,7 +983,7 @@ fn sampling_filters_exactly_what_its_twin_filters() {
             let max = logits.iter().cloned().fold(f32::MIN, f32::max);
             let least = f64::from(max) + f64::from(min_p).ln() * f64::from(temperature);
             let unclear = 1e-5 * f64::from(temperature) + 1e-6 * least.abs();
-            // A logarithm's last bit may decide: that is the device's own.
+            // The last bit of a logarithm may decide, and drivers differ in that bit.
             if min_p > 0.0 && logits.iter().any(|l| *l != max && (f64::from(*l) - least).abs() < unclear) {
                 continue;
             }
@@ -991,7 +992,7 @@ fn sampling_filters_exactly_what_its_twin_filters() {
             let top_p = match round % 3 {
                 0 => 1.0,
                 1 => pick(b, &[0.0, 1e-8, 0.3, 0.9, 0.95, 0.9999]),
-                // The most that the likeliest of them have, or one part in 2^24 more.
+                // The value is the share of the likeliest ids, or one part in 2^24 above it.
                 _ => {
                     let mut all = kept(1.0);
                     all.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
@@ -1134,7 +1135,7 @@ fn sampling_penalties_and_biases_match_their_twin_and_leave_no_trace() {
         let words = b.download::<u32>(&drawing.logits.adjusted.buffer, 12 * drawing.logits.adjusted.stride);
         for (row, expected) in expected.iter().enumerate() {
             if drawing.requests[row].mask > 0 {
-                continue; // the mask is the sampler's own
+                continue; // the sampler applies the mask itself
             }
             for (id, expected) in expected.iter().enumerate() {
                 let word = words[row * drawing.logits.adjusted.stride + id];
@@ -1204,7 +1205,7 @@ fn sampling_where_every_id_is_forbidden_yields_none() {
         drawing.arrays.masks = b.upload(&[0u32; 4]);
         drawing.run(&b);
         assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [NO_TOKEN]);
-        // One that is not a number does not hide behind a mask.
+        // A NaN does not hide behind a mask.
         drawing.arrays.masks = b.upload(&[1u32, 0, 0, 0]);
         drawing.run(&b);
         assert_eq!(b.download::<u32>(&drawing.arrays.ids, 1), [0]);
@@ -1222,9 +1223,9 @@ fn sampling_reports_log_probabilities_of_the_raw_distribution() {
     for (width, vocab) in [(1, 1), (7, 6), (300, 257), (5003, 5000), (9001, 8999)] {
         let rows = 6;
         let mut logits = b.random(rows * width, 7.0);
-        // Ties come in the order of their ids.
+        // Equal logits come in the order of their ids.
         logits[3 * width..][..vocab.min(9)].fill(7.5);
-        // So do those of several workgroups.
+        // Equal logits of several workgroups do so as well.
         if vocab > 4100 {
             logits[5 * width..][4090..4100].fill(7.5);
             logits[5 * width + 17] = 7.5;
@@ -1283,7 +1284,7 @@ fn sampling_reports_log_probabilities_of_the_raw_distribution() {
 fn history_holds_each_tokens_id_at_its_slot_and_position() {
     let mut b = Bench::new(68);
     let (slots, slot_len) = (4, 90);
-    // Three sequences, in slots 2, 0 and 3; of the last, the id is what was sampled there.
+    // There are three sequences, in slots 2, 0 and 3. The id of the last one is the id sampled there.
     let sequence_of: Vec<u32> = [vec![0; 70], vec![1; 9], vec![2]].concat();
     let positions: Vec<u32> = [(13..83).collect::<Vec<_>>(), (0..9).collect(), vec![89]].concat();
     let mut ids: Vec<u32> = positions.iter().map(|p| 1000 + p).collect();
@@ -1309,7 +1310,7 @@ fn history_holds_each_tokens_id_at_its_slot_and_position() {
 
 #[test]
 fn philox_matches_its_published_vectors() {
-    // From the authors' known-answer tests, Philox4x32-10.
+    // The values are the authors' known-answer tests of Philox4x32-10.
     assert_eq!(reference::philox([0, 0], [0; 4]), [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]);
     assert_eq!(
         reference::philox([u32::MAX; 2], [u32::MAX; 4]),
@@ -1334,7 +1335,7 @@ fn the_multiply_adds_of_the_peak_come_to_one() {
     }
 }
 
-/// What `unicorn bench kernels` measures is what a model asks for: each case runs, again and again, and writes numbers.
+/// `unicorn bench kernels` measures kernels as a model runs them: each case runs again and again, and writes numbers.
 #[test]
 fn the_cases_that_are_measured_run_and_write_numbers() {
     let mut b = Bench::new(111);
@@ -1361,7 +1362,7 @@ fn the_cases_that_are_measured_run_and_write_numbers() {
                 Work::Sample { vocab, .. } => {
                     assert!(after.iter().all(|id| (*id as usize) < vocab), "{}: {after:?}", case.name);
                 }
-                // What int8 stands for is looked at where it is multiplied with.
+                // Other tests check int8 results, where the results are multiplied with.
                 Work::Gated { .. }
                 | Work::Attention { .. }
                 | Work::RmsNorm { .. }
@@ -1378,7 +1379,7 @@ fn the_cases_that_are_measured_run_and_write_numbers() {
             }
         }
     }
-    // And what it is measured with: a device with a clock says how long, of as many as it takes to be seen.
+    // The measurement works too: a device with a clock gives a time, for as many repetitions as a time needs.
     let choice = Choice {
         shape: odd,
         schemes: vec![],
@@ -1425,7 +1426,7 @@ fn conflicting_commands_are_ordered() {
 
 #[test]
 fn validation_is_loaded_and_catches_a_violation() {
-    // Its own device: what it provokes must not fail the others.
+    // The test has a device of its own, because the message that it provokes must not fail other tests.
     let device = Device::open(&DevicePolicy { validation: true, ..policy() }).unwrap();
     let mut arena = Arena::new(&device);
     let buffer = arena.alloc(MemoryKind::Device, Class::Staging, 1024, "violated").unwrap();
@@ -1433,7 +1434,7 @@ fn validation_is_loaded_and_catches_a_violation() {
     let mut recorder = commands.begin().unwrap();
     // vkCmdFillBuffer demands an offset that is a multiple of 4 (VUID-vkCmdFillBuffer-dstOffset-00025).
     recorder.fill(&buffer.slice(1, 64), 0);
-    recorder.submit("violation").unwrap();
+    recorder.submit_alone("violation").unwrap();
     let error = commands.wait().unwrap_err().to_string();
     assert!(error.contains("vkCmdFillBuffer") && error.contains("multiple of 4"), "{error}");
     assert!(!device.validation_log().take().is_empty());

@@ -54,7 +54,7 @@ async fn an_answer_has_anthropics_shape() {
     });
     assert_eq!(body, expected);
 
-    // What the cache had is told apart.
+    // The tokens that the cache had are counted apart.
     let (_, _, body) = create(&app, &ask("Hi")).await;
     let (input, cached) = (&body["usage"]["input_tokens"], &body["usage"]["cache_read_input_tokens"]);
     assert!(cached.as_u64() > Some(0), "{body}");
@@ -137,7 +137,7 @@ async fn a_conversation_is_the_prompt_that_its_count_counts() {
             json!({"messages": [user(json!("a")), model(json!([thought, text("b")])), user(json!("c"))]}),
             format!("<start_of_turn>user\na{open}b<end_of_turn>\n<start_of_turn>user\nc{open}"),
         ),
-        // The beginning of the answer, as the client has it.
+        // The last message is the beginning of the answer, as the client has it.
         (
             json!({"messages": [user(json!("2+2?")), model(json!("It is ("))]}),
             format!("<start_of_turn>user\n2+2?{open}It is ("),
@@ -179,7 +179,7 @@ fn ask_with_tools(more: Value) -> Value {
     with(with(ask("Is it warm in Rome?"), json!({"tools": tools, "max_tokens": 1200})), more)
 }
 
-/// The message that the events of a stream come to, without what it took.
+/// The message that the events of a stream come to, without its usage.
 fn put_together(events: Vec<Value>) -> Value {
     let mut events = events.into_iter();
     let mut message = events.next().expect("a first event")["message"].take();
@@ -228,7 +228,7 @@ fn put_together(events: Vec<Value>) -> Value {
     message
 }
 
-/// What a message says, and why it ended, with ids that were checked and left out.
+/// The content of a message and its stop reason, with checked ids left out.
 fn said(message: &Value) -> Value {
     let mut said = json!([message["content"], message["stop_reason"], message["stop_sequence"]]);
     let mut ids = Vec::new();
@@ -240,7 +240,7 @@ fn said(message: &Value) -> Value {
     said
 }
 
-/// What is said to `body`, in one piece and in a stream.
+/// The content of the answers to `body`, in one piece and in a stream.
 async fn said_to(app: &App, body: Value) -> Value {
     let (status, _, whole) = create(app, &body).await;
     assert_eq!(status, 200, "{whole}");
@@ -297,7 +297,7 @@ async fn a_demanded_call_is_made_and_fits_its_schema() {
             _ => assert_eq!(input, &json!({})),
         }
     }
-    // One where calls are not to be parallel.
+    // There is one call if calls must not be parallel.
     let app = tools::app_that_says(&format!("[{ROME}, {ROME}]"));
     let one = json!({"type": "any", "disable_parallel_tool_use": true});
     assert_eq!(create(&app, &body(one)).await.2["content"].as_array().map(Vec::len), Some(1));
@@ -317,12 +317,12 @@ async fn what_cuts_a_call_says_so() {
         assert_eq!((&said[1], &said[2]), (&json!(reason), &sequence), "{fields}: {said}");
         assert!(inputs.contains(&said[0][0]["input"]), "{fields}: {said}");
     }
-    // Before there is a name it is no call yet.
+    // A call begins with its name.
     let said = said_to(&app, ask_with_tools(json!({"max_tokens": 3}))).await;
     assert!(said[0][0]["text"].as_str().is_some_and(|text| ROME.starts_with(text)), "{said}");
 }
 
-/// As numbers of other languages are: of any size.
+/// Numbers of other languages, which may have any size.
 #[tokio::test]
 async fn an_input_is_given_as_it_was_written() {
     let input = "{\"n\": 123456789012345678901234567890, \"x\": 1.50}";
@@ -348,7 +348,7 @@ async fn results_and_tools_are_told_and_counted() {
             json!([result(json!({"content": "21", "is_error": false})), text("And?")]),
             "Result of now: 21\n\nAnd?",
         ),
-        // Also where a client puts them last.
+        // The system text may also come last.
         (json!([text("Here:"), result(json!({"content": "21"}))]), "Here:\n\nResult of now: 21"),
     ] {
         let messages = json!([
@@ -419,7 +419,7 @@ async fn an_answer_is_held_to_a_schema() {
     assert!(message.starts_with("output_config.format: ") && message.contains("uniqueItems"), "{message}");
 }
 
-/// Their clients ask for as much as any model could say.
+/// Anthropic's clients ask for as much as any model could say.
 #[tokio::test]
 async fn an_answer_may_be_bounded_by_the_context() {
     let app = app(says(&[], 300));
@@ -591,11 +591,11 @@ async fn every_error_of_these_routes_is_said_as_their_clients_expect() {
         assert_eq!((status.as_u16(), &body["error"]["type"]), (503, &json!("overloaded_error")));
         assert!(headers.contains_key("retry-after"));
     }
-    // What tells their SDK to go on without.
+    // These details tell Anthropic's SDK to go on without threads.
     let thread = with(ask("Hi"), json!({"thread": {"type": "continue", "previous_message_id": "msg_1"}}));
     let (_, _, body) = create(&app, &thread).await;
     assert_eq!(body["error"]["details"], json!({"error_code": "thread_unsupported_request"}), "{body}");
-    // The door too.
+    // Errors of authentication have this form, too.
     let keys = Keys::from_variable("test", "secret-key-1").expect("a sound key");
     let app = app_behind(AccessPolicy { keys, ..AccessPolicy::default() }, "ok");
     let (status, headers, body) = create(&app, &ask("Hi")).await;
@@ -605,7 +605,7 @@ async fn every_error_of_these_routes_is_said_as_their_clients_expect() {
     request.headers_mut().insert("x-api-key", "secret-key-1".parse().unwrap());
     assert_eq!(send(&app.router, request).await.0, 200);
 
-    // Others keep their words.
+    // Other errors keep their words.
     let (_, headers, body) =
         send_json(&loading, post_to("/v1/chat/completions", ask("Hi").to_string())).await;
     assert!(!headers.contains_key("request-id") && body["error"]["code"] == "model_loading", "{body}");
@@ -615,7 +615,7 @@ async fn every_error_of_these_routes_is_said_as_their_clients_expect() {
 async fn a_full_queue_is_an_overloaded_server() {
     let app = app_that_says("ok");
     app.control.allow(0);
-    // One runs, and the queue holds two.
+    // One request runs, and the queue holds two.
     let mut refused = None;
     let mut waiting = Vec::new();
     for _ in 0..200 {

@@ -1,14 +1,12 @@
 //! What requests may call the model: its id, its aliases, and any name where the configuration allows that.
 
-use axum::body::Body;
-use axum::http::Request;
 use serde_json::{Value, json};
 use unicorn::api::{AccessPolicy, ModelNames, Server};
 use unicorn::config::{Config, Layer};
 
 use crate::support::app::{App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, limits, loaded};
 use crate::support::fake_runner::says;
-use crate::support::http::{post_to, send_json};
+use crate::support::http::{get, post_to, send_json};
 use crate::support::tokenizers::tokenizer;
 
 fn app_called(aliases: &[&str], any: bool) -> App {
@@ -18,9 +16,8 @@ fn app_called(aliases: &[&str], any: bool) -> App {
     loaded(server, limits(), DEFAULTS, says(&ids, END_OF_TURN))
 }
 
-async fn get(app: &App, path: &str) -> (u16, Value) {
-    let request = Request::get(path).body(Body::empty()).expect("a sound request");
-    let (status, _, answer) = send_json(&app.router, request).await;
+async fn ask(app: &App, path: &str) -> (u16, Value) {
+    let (status, _, answer) = send_json(&app.router, get(path)).await;
     (status.as_u16(), answer)
 }
 
@@ -46,11 +43,11 @@ async fn an_alias_is_answered_by_the_model_under_its_own_id() {
             assert_eq!(status, 200, "{path} {name}: {answer}");
             assert!(answer.get("model").is_none_or(|model| model == MODEL), "{path} {name}: {answer}");
         }
-        let (status, model) = get(&app, &format!("/v1/models/{name}")).await;
+        let (status, model) = ask(&app, &format!("/v1/models/{name}")).await;
         assert_eq!((status, &model["id"]), (200, &json!(name)));
     }
     for path in ["/v1/models", "/models"] {
-        let (_, list) = get(&app, path).await;
+        let (_, list) = ask(&app, path).await;
         let entries = list["data"].as_array().expect("a list");
         let ids: Vec<&Value> = entries.iter().map(|entry| &entry["id"]).collect();
         assert_eq!(ids, [MODEL, "gpt-4o", "claude-sonnet"], "each once");
@@ -66,7 +63,7 @@ async fn an_alias_is_answered_by_the_model_under_its_own_id() {
         let message = format!("the model \"gpt-4\" does not exist; this server serves {MODEL:?}");
         assert_eq!(answer["error"]["message"], json!(message), "{path}");
     }
-    assert_eq!(get(&app, "/v1/models/gpt-4").await.0, 404);
+    assert_eq!(ask(&app, "/v1/models/gpt-4").await.0, 404);
 }
 
 #[tokio::test]
@@ -77,10 +74,10 @@ async fn any_name_will_do_where_that_is_allowed() {
         assert_eq!(status, 200, "{path}: {answer}");
         assert!(answer.get("model").is_none_or(|model| model == MODEL), "{path}: {answer}");
     }
-    let (_, list) = get(&app, "/v1/models").await;
+    let (_, list) = ask(&app, "/v1/models").await;
     assert_eq!(list["data"].as_array().map(Vec::len), Some(2), "{list}");
     for (asked, id) in [("whatever", MODEL), ("gpt-4o", "gpt-4o")] {
-        let (status, model) = get(&app, &format!("/v1/models/{asked}")).await;
+        let (status, model) = ask(&app, &format!("/v1/models/{asked}")).await;
         assert_eq!((status, &model["id"]), (200, &json!(id)));
     }
 }

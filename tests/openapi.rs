@@ -1,5 +1,5 @@
-//! `/openapi.json` held to the server, both ways: its routes are the router's, a body that it calls invalid is refused, and
-//! whatever is answered has a status, a type and a shape that it names, and no field besides.
+//! Holds `/openapi.json` to the server, both ways. Its routes are the router's, and the server refuses every body that
+//! it calls invalid. Every answer has a status, a type and a shape that it names, and no field besides.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -31,7 +31,7 @@ fn request(method: &str, path: &str, body: Option<&Value>) -> Request<Body> {
 struct Described {
     router: Router,
     document: Value,
-    /// The document with objects that have the fields that are named and no others.
+    /// The document, with no additional fields in objects that name their fields.
     closed: Value,
     validators: BTreeMap<String, Validator>,
 }
@@ -63,7 +63,7 @@ impl Described {
         self.validators.entry(format!("body of {path}")).or_insert_with(|| compiled(&root)).is_valid(body)
     }
 
-    /// Why `value` is not what is documented at a place of the document, if it is not.
+    /// The reason for which `value` does not match a place of the document, if it does not.
     fn problem(&mut self, place: &str, value: &Value) -> Option<String> {
         let schema = self.closed.pointer(place).unwrap_or_else(|| panic!("nothing at {place}"));
         let root = within(&self.closed, schema);
@@ -71,7 +71,7 @@ impl Described {
         validator.iter_errors(value).next().map(|error| format!("{}: {error}", error.instance_path()))
     }
 
-    /// Asks, and holds what is answered to the document; the status.
+    /// Sends a request and holds the answer to the document. Returns the status.
     async fn ask(&mut self, method: &str, template: &str, path: &str, body: Option<&Value>) -> u16 {
         let (status, headers, bytes) = send(&self.router, request(method, path, body)).await;
         let shown =
@@ -105,13 +105,13 @@ impl Described {
     }
 }
 
-/// The JSON of a stream's events, the one that ends it left out.
+/// The JSON of a stream's events, without the event that ends the stream.
 fn data_of(stream: &str) -> Vec<Value> {
     let data = stream.lines().filter_map(|line| line.strip_prefix("data: ")).filter(|data| *data != "[DONE]");
     data.map(|data| serde_json::from_str(data).expect("JSON")).collect()
 }
 
-/// A schema of a document by itself.
+/// The schema of one place of a document.
 fn within(document: &Value, schema: &Value) -> Value {
     json!({"allOf": [schema], "components": document["components"]})
 }
@@ -120,7 +120,7 @@ fn compiled(root: &Value) -> Validator {
     jsonschema::draft202012::options().build(root).unwrap_or_else(|error| panic!("{error}: {root}"))
 }
 
-/// The names of schemas that are one part of others.
+/// The names of schemas that are one part of an `allOf`.
 fn parts_of_others(value: &Value, found: &mut BTreeSet<String>) {
     match value {
         Value::Object(map) => {
@@ -135,12 +135,12 @@ fn parts_of_others(value: &Value, found: &mut BTreeSet<String>) {
     }
 }
 
-/// Allows objects that name fields no others.
+/// Forbids additional fields in objects that name their fields.
 fn close(value: &mut Value, parts: &BTreeSet<String>) {
     match value {
         Value::Object(map) => {
             for (name, value) in map.iter_mut().filter(|(name, _)| !parts.contains(*name)) {
-                // Each part has some of the fields.
+                // Each part of an `allOf` has some of the fields.
                 if name != "allOf" {
                     close(value, parts);
                 }
@@ -157,7 +157,7 @@ fn close(value: &mut Value, parts: &BTreeSet<String>) {
     }
 }
 
-/// Bodies that have all there is, by route.
+/// For each route, a body that has every field.
 fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
     let schema = json!({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]});
     let function = json!({"name": "look", "description": "Looks.", "parameters": schema, "strict": true});
@@ -299,7 +299,7 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
 async fn its_routes_are_those_of_the_router() {
     let app = Described::new().await;
     assert_eq!(app.document["openapi"], json!("3.1.0"));
-    // There is no other way to a router's routes than what it shows for debugging.
+    // A router shows its routes in its debugging text alone.
     let shown = format!("{:?}", app.router);
     let routes: BTreeSet<String> = shown
         .split('"')
@@ -311,7 +311,7 @@ async fn its_routes_are_those_of_the_router() {
     assert!(page.len() > 5, "{page:?}");
     let documented: BTreeSet<String> =
         app.document["paths"].as_object().expect("paths").keys().cloned().collect();
-    // What is also answered without /v1 is documented with it.
+    // Routes that are answered without /v1 as well are documented with it.
     let with_v1 = |route: &String| documented.contains(&format!("/v1{route}"));
     let (again, routes): (BTreeSet<_>, BTreeSet<_>) =
         routes.into_iter().partition(|route| with_v1(route) && !documented.contains(route));
@@ -434,7 +434,7 @@ async fn what_is_answered_is_as_documented() {
         assert_eq!(app.ask("post", path, path, Some(&unknown)).await, 404);
     }
 
-    // And what is not is noticed.
+    // The test notices an answer that does not match.
     let place = "/components/schemas/Model";
     let (_, _, model) = send_json(&app.router, request("get", &format!("/v1/models/{MODEL}"), None)).await;
     assert_eq!(app.problem(place, &model), None);

@@ -1,4 +1,5 @@
-//! The page at `/` as a browser gets it: types, the policy, and what is not sent twice. What it does is tests/page's.
+//! The page at `/` as a browser gets it: types, the policy, and what is not sent twice. tests/page tests what the page
+//! does.
 
 use axum::Router;
 use axum::body::Body;
@@ -16,7 +17,7 @@ async fn ask(router: &Router, method: Method, path: &str, known: &str) -> (Statu
     (parts.status, parts.headers, String::from_utf8(bytes).expect("UTF-8"))
 }
 
-/// Addresses that a file names, relative ones made absolute.
+/// The addresses that a file names, with relative addresses made absolute.
 fn addresses(text: &str) -> Vec<String> {
     let in_markup = ["src=\"", "href=\""].iter().flat_map(|mark| text.split(mark).skip(1));
     let in_scripts = text.split("from \"./").skip(1).map(|rest| ("/page/", rest));
@@ -47,7 +48,7 @@ async fn every_file_of_the_page_is_there_with_its_type_and_the_policy() {
             assert!(policy.contains(part), "{path}: {policy}");
         }
         assert!(!policy.contains("unsafe") && !policy.contains("http"), "{path}: {policy}");
-        // Nothing in line, nothing from elsewhere.
+        // No script or style stands in line, and none comes from elsewhere.
         assert!(!text.contains("style=\"") && !text.contains(" onclick"), "{path}");
         let elsewhere = text.replace("http://www.w3.org/2000/svg", "").contains("://");
         assert!(!elsewhere, "{path} names another host");

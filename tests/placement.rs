@@ -1,4 +1,4 @@
-//! The placement policy on paper, the list of buffers that a load follows, and the refusal before anything is taken.
+//! The placement policy on paper, the list of buffers that a load follows, and refusals before any allocation.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -24,7 +24,7 @@ use crate::support::{data, policy, root};
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-/// Nothing is left to others: what is free may be used.
+/// Limits that leave nothing to other programs: all free memory may be used.
 const ALL: Limits = Limits { vram: None, gtt: None, reserve: Some(0), ffn_heap: FfnHeap::Gtt };
 
 fn heap(index: usize, size: u64, free: u64, device_local: bool, host_visible: bool) -> Heap {
@@ -32,7 +32,8 @@ fn heap(index: usize, size: u64, free: u64, device_local: bool, host_visible: bo
     Heap { index, name, size, free, device_local, host_visible }
 }
 
-/// As RADV shows an integrated GPU: two thirds of carve-out and GTT together as its own, one third as the host's.
+/// An integrated GPU as RADV shows it: two thirds of carve-out and GTT together are its own, and one third is the
+/// host's.
 fn apu(bytes: u64) -> Machine {
     let (local, host) = (bytes / 3 * 2, bytes / 3);
     Machine {
@@ -55,7 +56,7 @@ fn discrete() -> Machine {
     }
 }
 
-/// As lavapipe shows itself.
+/// A device as lavapipe shows itself.
 fn one_heap(bytes: u64) -> Machine {
     Machine { heaps: vec![heap(0, bytes, bytes, true, true)], unified: true, max_allocation_bytes: 2 * GIB }
 }
@@ -65,7 +66,7 @@ fn request(class: Class, bytes: u64) -> Request {
     Request { class, kind, bytes, name: format!("{} of {bytes}", class.name()) }
 }
 
-/// Bytes of a class in the device-local heaps, and in the others.
+/// Bytes of a class in the device-local heaps, and in the other heaps.
 fn split(plan: &Plan, class: Class) -> (u64, u64) {
     let local = |name: &str| plan.heaps.iter().any(|h| h.heap.name == name && h.heap.device_local);
     plan.placements().iter().filter(|p| p.class == class).fold((0, 0), |(vram, gtt), p| {
@@ -87,7 +88,7 @@ fn demand(config: &Gemma3Config) -> Demand<'_> {
     }
 }
 
-/// Holds a plan to its invariants, recounted from the slots.
+/// Checks a plan's invariants, recounted from its slots.
 #[track_caller]
 fn check(machine: &Machine, limits: &Limits, plan: &Plan) {
     let mut placed = vec![0; machine.heaps.len()];
@@ -137,7 +138,7 @@ fn on_an_integrated_gpu_ffn_weights_go_to_gtt_and_the_rest_to_vram() {
         assert_eq!(split(&plan, class).0, 0, "{}", class.name());
         assert!(split(&plan, class).1 > 0, "{}", class.name());
     }
-    // Two thirds and one third of 48 GiB: the same split, by the driver's own heaps.
+    // The driver's own heaps split 48 GiB in the same way: two thirds and one third.
     let machine = apu(48 * GIB);
     let plan =
         demand(&config).place(&machine, &Limits::default(), 8192, demand(&config).pools(8192, 1)).unwrap();
@@ -156,12 +157,12 @@ fn ffn_weights_go_to_vram_where_the_user_says_so() {
     };
     let roomy = plan(&Machine::on_paper(24 * GIB, 24 * GIB));
     assert!(split(&roomy, Class::Ffn).0 > 10 * GIB && split(&roomy, Class::Ffn).1 == 0);
-    // They are placed last, so that they take what the others leave, and the rest spills.
+    // FFN weights are placed last, so they take what the others leave, and the rest spills.
     let tight = plan(&Machine::on_paper(8 * GIB, 24 * GIB));
     assert!(split(&tight, Class::Ffn).0 > GIB && split(&tight, Class::Ffn).1 > GIB);
     assert_eq!((split(&tight, Class::Attention).1, split(&tight, Class::KvCache).1), (0, 0));
 
-    // And as `unicorn plan` has it: 24 GiB of each, the weights in one or the other.
+    // `unicorn plan` has 24 GiB of each, with the weights in one or the other.
     let ffn_heap = |option: &[&str]| {
         let plan = ["plan", "--shape", "gemma-3-27b", "--scheme", "int4-g128", "--vram", "24GiB", "--gtt"];
         let args = [&plan[..], &["24GiB", "--context", "1024", "--json"], option].concat();
@@ -205,7 +206,7 @@ fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
     let host: Vec<_> = plan.placements().into_iter().filter(|p| p.heap.contains("host")).collect();
     assert!(host.iter().all(|p| p.class == Class::Staging) && !host.is_empty(), "{host:?}");
 
-    // 16 GiB of the host's would hold the 27B; the card does not.
+    // The host's 16 GiB would hold the 27B, but the card does not.
     let config = Shape::named("gemma-3-27b").unwrap().config();
     let refusal = demand(&config).place(&machine, &ALL, 16, demand(&config).pools(16, 1)).unwrap_err();
     assert_eq!((refusal.obstacle, refusal.request.class), (Obstacle::Full, Class::Ffn));
@@ -227,7 +228,7 @@ fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
     let demand = demand(&config);
     let machine = Machine::on_paper(16 * GIB, 4 * GIB);
 
-    // Too long a context: the largest is named, and is the largest.
+    // For a context that is too long, the error names the largest one, which is the largest that fits.
     let error = demand.fit(&machine, &ALL, Some(100_000), 1, &[]).unwrap_err();
     let largest = error.largest_context;
     assert!(largest > 1000 && largest.is_multiple_of(16), "{largest}");
@@ -249,7 +250,7 @@ fn what_does_not_fit_is_refused_with_the_table_and_a_way_out() {
     let table = error.refusal.table();
     assert_eq!(table.len(), Class::ALL.len() + 2, "{table:#?}");
 
-    // No context at all: the largest scheme that would fit is named, and one that would not is not.
+    // If no context fits, the error names the largest scheme that would fit, and not one that would not.
     let bf16 = Demand {
         schemes: Schemes::uniform(&config, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16),
         ..demand.clone()
@@ -292,7 +293,7 @@ fn no_allocation_is_larger_than_the_device_allows() {
     assert_eq!(embedding[..2].iter().sum::<u64>(), 262_208 * 5376 * 2);
     let machine = Machine { max_allocation_bytes: 128 * MIB, ..Machine::on_paper(1 << 50, 0) };
     let demand = Demand { max_shard_bytes: 64 * MIB, ..demand };
-    // 16 heads of 128 f16: 4 KiB for a token's keys, and a block of 16 that nobody reads.
+    // 16 heads of 128 in f16 take 4 KiB for a token's keys. One block of 16 is for padding tokens.
     assert_eq!(demand.largest_context(&machine, &ALL, 1), 128 * 1024 / 4 - 16);
     assert_eq!(demand.largest_context(&machine, &ALL, 16), (128 * 1024 / 4 / 16 - 1) / 16 * 16);
 }
@@ -303,29 +304,29 @@ fn the_budget_the_limits_and_the_reserve_bound_what_is_used() {
     let heaps = |machine: &Machine, limits: Limits| machine.usable(&limits);
     let [host, local] = [16 * GIB, 32 * GIB];
     assert_eq!(heaps(&machine, ALL), [host, local]);
-    // A tenth, shared by size.
+    // The reserve is a tenth of the memory, shared by the heaps' sizes.
     let tenth = 48 * GIB / 10;
     let expected = [host - tenth / 3, local - (tenth as u128 * 2 / 3) as u64];
     assert_eq!(heaps(&machine, Limits::default()), expected);
     assert_eq!(heaps(&machine, Limits { reserve: Some(3 * GIB), ..ALL }), [host - GIB, local - 2 * GIB]);
-    // Limits beyond what is free change nothing; others do.
+    // Limits above the free bytes change nothing; lower limits do.
     let limits = Limits { vram: Some(16 * GIB), gtt: Some(99 * GIB), ..ALL };
     assert_eq!(heaps(&machine, limits), [host, 16 * GIB]);
-    // Another program took most of the GPU's own.
+    // Another program took most of the GPU's own memory.
     machine.heaps[1].free = 2 * GIB;
     assert_eq!(heaps(&machine, limits), [host, 2 * GIB]);
     assert_eq!(heaps(&machine, Limits { reserve: Some(99 * GIB), ..ALL }), [0, 0]);
-    // On a small GPU the reserve is not less than 512 MiB.
+    // On a small GPU the reserve is no less than 512 MiB.
     assert_eq!(one_heap(2 * GIB).usable(&Limits::default()), [2 * GIB - 512 * MIB]);
-    // On a discrete one the host's memory is not what the reserve is taken of.
+    // On a discrete GPU the reserve is not taken off the host's memory.
     assert_eq!(discrete().usable(&Limits::default())[1], 16 * GIB);
-    // Several heaps of a kind share its limit, the larger first.
+    // Several heaps of a kind share its limit, and the larger heap gets it first.
     let limits = Limits { vram: Some(8 * GIB - 128 * MIB), ..ALL };
     assert_eq!(discrete().usable(&limits), [8 * GIB - 256 * MIB, 16 * GIB, 128 * MIB]);
 }
 
-/// Random machines and requests: no heap is overfilled, everything is placed or all refused, and each request lies in
-/// the first heap of its class that had room when its turn came.
+/// Random machines and requests. No heap is overfilled, all requests are placed or all refused, and each request lies
+/// in the first heap of its class that had room in its turn.
 #[test]
 fn random_requests_are_placed_in_order_or_refused() {
     let seed = 0x91ace;
@@ -374,7 +375,7 @@ fn random_requests_are_placed_in_order_or_refused() {
     assert!(placed > 300 && refused > 300, "{placed} placed, {refused} refused: one side was hardly tried");
 }
 
-/// A request lies in a later heap of its class only where the earlier ones could not take it any more.
+/// A request lies in a later heap of its class only if the earlier heaps could not take it any more.
 #[track_caller]
 fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
     let usable = machine.usable(limits);
@@ -401,7 +402,7 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
                 && h != mine
                 && unified_or_staging
                 && rank(request.class, heap) < rank(request.class, &machine.heaps[mine]);
-            // With a chunk of its own it would not have fitted; in a shared one it takes less than that.
+            // The request would not have fitted with a chunk of its own; in a shared chunk it takes less.
             let room = usable[h] - used[h];
             assert!(
                 !better || request.bytes.next_multiple_of(64 * KIB) > room,
@@ -417,7 +418,7 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
     }
 }
 
-/// By hand, from the shapes alone: what docs/architecture.md says of the 27B.
+/// The memory of the 27B in docs/architecture.md, computed by hand from the shapes alone.
 #[test]
 fn the_27b_takes_what_is_counted_by_hand() {
     let config = Shape::named("gemma-3-27b").unwrap().config();
@@ -436,25 +437,26 @@ fn the_27b_takes_what_is_counted_by_hand() {
     assert_eq!(bytes(Class::Attention), 62 * int4(attention));
     assert_eq!(bytes(Class::Ffn), 62 * int4(3 * 5376 * 21_504));
     assert_eq!(bytes(Class::Ffn), 11_087_290_368); // 10.3 GiB
-    // int8: a byte for a weight, 2 for a row, and the address table of its one shard.
+    // int8 takes a byte for a weight, and 2 bytes for a row. The address table has one shard.
     assert_eq!(bytes(Class::Embedding), 262_208 * 5376 + 2 * 262_208 + 16);
     assert_eq!(bytes(Class::Norms), 4 * (62 * (4 * 5376 + 2 * 128) + 5376));
-    // Keys and values of 10 full layers and 16 heads of 128 f16; in the 52 others a window, the tokens of two steps, and
-    // what two blocks are not full of. One block more in each, which nobody reads.
+    // 10 full layers have keys and values of 16 heads of 128 in f16. The 52 other layers have a window, the tokens of
+    // two steps, and the rest of two blocks. Each layer has one more block, for padding tokens.
     assert_eq!(demand.kv_bytes_per_token(), 10 * 2 * 16 * 128 * 2);
     assert_eq!(demand.kv_bytes_per_token(), 80 * KIB);
     let blocks = (1024u64 + 2 * 256).div_ceil(16) + 1;
     assert_eq!(demand.window_bytes(8192), 52 * 2 * blocks * 64 * KIB);
     assert_eq!(bytes(Class::KvCache), (10 * 2 * (8192 / 16 + 1) + 52 * 2 * (blocks + 1)) * 64 * KIB);
-    // 110e9 multiply-adds leave 266 tokens a layer, and 256 are what a step is asked for; partials of attention, one for
-    // each of 64 sequences and 448 more, and for each token and 256 more; 64 rows of logits, as they are and as draws change them; two
-    // tables of 128 f32 a position; 64 slots, a sum of hidden states in each, and the history of one more.
+    // 110e9 multiply-adds leave 266 tokens a layer, and a step is asked for 256. There are partials of attention, one
+    // for each of 64 sequences and 448 more, and one for each token and 256 more; 64 rows of logits, and as many that
+    // draws change; two tables of 128 f32 a position; 64 slots with a sum of hidden states in each; and the history of
+    // one more slot.
     assert_eq!(110_000_000_000 / (attention + 3 * 5376 * 21_504), 266);
     let tokens = 256;
     assert_eq!(demand.batch_tokens() as u64, tokens);
     let row = 3 * 5376 + 2 * 4096 + 2 * 2048 + 2 * 21_504;
     let partials = (64 + 448 + tokens + 256) * 32 * (128 + 4);
-    // In int8, where matrices want it: two digits of 32 bytes and 8 for each 32; 64 rows are padded to 128.
+    // Int8 inputs take two digits of 32 bytes, and 8 bytes more, for each 32 columns. 64 rows are padded to 128.
     let int8 = (tokens * (5376 + 4096 + 21_504) + 128 * 5376) / 32 * 2 * 40;
     // A row of draws takes 8 words and 42 of log probabilities for each of 65 chunks of 4096 logits, three lists of
     // 4096 ids, eight tallies, and three histograms of 1024.
@@ -463,9 +465,9 @@ fn the_27b_takes_what_is_counted_by_hand() {
     let expected = 4 * floats + 256 + int8;
     assert_eq!(bytes(Class::Activations), expected);
 
-    // What memory leaves for the cache, in whole blocks of 16: 1 KiB a token for RoPE tables, 4 bytes for 65 rows of history
-    // and two ways there, and 4 bytes a block and row of the four block tables, which are of 64 sequences and one. Rounding
-    // to chunks costs less than some blocks.
+    // The cache gets what memory leaves, in whole blocks of 16. A token also takes 1 KiB of RoPE tables, 4 bytes for 65
+    // rows of history and for two arrays that feed it, and 4 bytes for each block and row of the four block tables,
+    // which have 64 sequences and one. Rounding to chunks costs less than some blocks.
     let fixed: u64 = demand
         .requests(16, demand.pools(16, 1))
         .iter()
@@ -529,7 +531,7 @@ fn a_model_that_does_not_fit_is_refused_before_anything_is_taken() {
     let largest = error.largest_context;
     assert!(largest > 0 && largest < 4096, "{largest}");
     assert_eq!(device.allocations(), 0);
-    // What it names does fit.
+    // The scheme that the error names does fit.
     let model = load(12 * MIB, 12 * MIB, Some(largest)).unwrap();
     assert_eq!(model.limits().max_context, largest);
     drop(model);
@@ -600,7 +602,7 @@ fn a_plan_as_json_says_the_same_and_adds_up() {
         assert_eq!(bytes(&heap["placed_bytes"]), placed);
         assert!(placed <= bytes(&heap["usable_bytes"]));
     }
-    // Sixteen times the context that fits sixteen times; not once more.
+    // Sixteen times the context that fits sixteen times fits, and no more.
     let each = bytes(&largest[1]["context"]);
     let context = |context: u64| plan(&["--sequences", "16", "--context", &context.to_string()]);
     assert_eq!(context(each).0, 0);
@@ -623,7 +625,7 @@ fn a_plan_says_what_else_than_memory_bounds_a_context() {
         stdout
     };
     let json = |args: &[&str]| -> Value { serde_json::from_str(&plan(args)).expect("one JSON object") };
-    // More than the model was trained for is cut, and said to be.
+    // A context beyond the model's maximum is cut, and the plan says so.
     let text = plan(&["--context", "200000"]);
     let cut = "131072 tokens for 1 sequence: fits (200000 were asked for; the model's maximum is 131072)";
     assert!(text.contains(cut), "{text}");
@@ -631,8 +633,8 @@ fn a_plan_says_what_else_than_memory_bounds_a_context() {
     assert_eq!((&line["context"], &line["cut_to_model_maximum"]), (&json!(131_072), &json!(true)));
     let line = json(&["--json", "--context", "131072"]);
     assert_eq!((&line["context"], &line["cut_to_model_maximum"]), (&json!(131_072), &json!(false)));
-    // Sixteen sequences' keys of one layer, 4 KiB a token, in an allocation of 4 GiB less a grain: with most of the memory
-    // left over.
+    // The keys of sixteen sequences in one layer take 4 KiB a token, in an allocation of 4 GiB less a grain. Most of
+    // the memory is left over.
     let text = plan(&[]);
     for row in [
         "largest context  131072 tokens for 1 sequence\n",
@@ -658,10 +660,11 @@ fn a_shape_is_planned_as_gguf_files_store_it() {
     let (code, stdout, stderr) = output(unicorn(&args));
     assert_eq!(code, 0, "{stderr}");
     let line: Value = serde_json::from_str(&stdout).expect("JSON");
-    // Bytes of 256 weights.
+    // Each number is the bytes of 256 weights.
     let (attention, ffn, embedding) = (128 + 4 + 16, 128 + 32 + 4 + 16, 128 + 64 + 2 + 16);
     let layer = 5376u64 * (2 * 4096 + 2 * 2048) / 256 * attention + 3 * 5376 * 21_504 / 256 * ffn;
-    // f32: four norms of a layer, those of its queries and keys, and the last. The embedding has the addresses of its one piece.
+    // The norms are f32: four of a layer, those of its queries and keys, and the last one. The embedding has the
+    // address of its one shard.
     let norms = 4 * (62 * (4 * 5376 + 2 * 128) + 5376) + 16;
     assert_eq!(line["weight_bytes"], json!(62 * layer + 262_208 * 5376u64 / 256 * embedding + norms));
 }
@@ -682,7 +685,7 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
 
     assert_error(unicorn(&["plan", model]), 1, &["Vulkan", "--vram and --gtt"]);
     assert_error(unicorn(&["plan", "/nonexistent", "--vram", "1GiB"]), 1, &["/nonexistent"]);
-    // And what a plan refuses, a load does.
+    // A load refuses what a plan refuses.
     for (command, code) in [(&["generate", "--prompt", "x"][..], 1), (&["serve", "--port", "0"], 78)] {
         let memory = ["--model", model, "--vram", "64KiB", "--gtt", "64KiB", "--allow-software-vulkan"];
         let refused = unicorn_on_software(&[command, &memory].concat());
@@ -690,7 +693,7 @@ fn a_checkpoint_is_planned_with_its_own_schemes() {
     }
 }
 
-/// A driver's table of `tests/data/memory_types`, its kind of device, and what buffers may lie in.
+/// A driver's table of `tests/data/memory_types`, its kind of device, and the heaps that buffers may lie in.
 #[derive(serde::Deserialize)]
 struct DriverTable {
     kind: String,
@@ -730,7 +733,8 @@ fn memory_types_are_chosen_by_what_they_are() {
     // For each heap: the types for device memory, uploads and readbacks, best first.
     type Expected = &'static [[&'static [u32]; 3]];
     let tables: [(&str, Expected); 8] = [
-        // GTT: write-combined for what the host fills, cached for what it reads. VRAM: mapped before unmapped.
+        // In GTT, memory that the host fills is write-combined, and memory that it reads is cached. In VRAM, mapped
+        // types come before unmapped ones.
         ("radeon-780m-radv", &[[&[2, 5], &[2, 5], &[5, 2]], [&[3, 0], &[3], &[3]]]),
         ("radeon-780m-radv-unified", &[[&[2, 0], &[2], &[2]]]),
         ("radeon-rx-6800-radv", &[[&[0], &[], &[]], [&[], &[2, 5], &[5, 2]], [&[3], &[3], &[3]]]),
@@ -772,7 +776,7 @@ fn the_order_of_memory_types_is_not_the_drivers() {
                 };
                 let (types, again) = (of(&table, buffers), of(&backwards, mask));
                 assert_eq!(types, again, "{name}: {kind:?} in heap {heap:?}");
-                // Nothing is chosen whose properties nobody knows, nor what the host would have to flush.
+                // No type with unknown properties is chosen, and no type that the host would have to flush.
                 assert!(types.iter().all(|t| t.flags & !0xf == 0), "{name}: {types:x?}");
                 let mapped = |t: &MemoryType| t.flags & 0x6 == 0x6;
                 assert!(kind == MemoryKind::Device || types.iter().all(mapped), "{name}: {types:x?}");
@@ -781,7 +785,7 @@ fn the_order_of_memory_types_is_not_the_drivers() {
     }
 }
 
-/// The heap that placement chooses, and the type of it, end to end.
+/// The heap that placement chooses, and the memory type in it, from end to end.
 #[test]
 fn on_the_780m_the_ffn_weights_lie_write_combined_in_gtt() {
     let (device, buffers, table) = DriverTable::read("radeon-780m-radv");

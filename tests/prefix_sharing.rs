@@ -18,9 +18,9 @@ use crate::support::tokenizers::tokenizer;
 /// A route that generates.
 struct Route {
     path: &'static str,
-    /// Where it says what the cache had.
+    /// The place in the answer with the number of cached tokens.
     cached: &'static str,
-    /// What asks a text.
+    /// The body that asks about a text.
     body: fn(&str) -> Value,
 }
 
@@ -59,7 +59,7 @@ fn router(keys: &[&str], share_prefixes: Option<SharePrefixes>) -> Router {
     loaded(server, limits, DEFAULTS, says(&ok, END_OF_TURN)).router
 }
 
-/// Asks a text of several blocks, which no other call has unless `topic` is the same.
+/// Asks about a text of several blocks. Calls share the text only if they have the same `topic`.
 struct Asking<'a> {
     router: &'a Router,
     route: usize,
@@ -67,7 +67,7 @@ struct Asking<'a> {
 }
 
 impl Asking<'_> {
-    /// How many tokens of it the cache had, for whoever holds `key`, or comes from an address of that name.
+    /// The number of the text's tokens that the cache had, for the holder of `key`, or for an address of that name.
     async fn cached(&self, key: &str, more: Value) -> u64 {
         let Route { path, cached, body } = ROUTES[self.route];
         let text = format!("{} {}", self.topic, "once upon a time ".repeat(9));
@@ -122,7 +122,7 @@ async fn one_key_and_whoever_needs_none_share_with_all() {
     let asking = Asking { router: &open, route: 0, topic: "a" };
     assert_eq!(asking.cached("10.0.0.1:1", json!({})).await, 0);
     assert!(asking.cached("10.0.0.2:1", json!({})).await > 20, "another address");
-    // A salt keeps what it is with apart there too.
+    // A salt keeps its requests apart there, too.
     assert_eq!(asking.cached("10.0.0.2:1", json!({"cache_salt": "mine"})).await, 0);
 }
 

@@ -1,6 +1,6 @@
-//! Random request bodies, 10,000 of them, to every route that takes one: sound bodies, made by a generator for each
-//! wire format, and the same with something broken in them. A sound one is answered, in the format's shape to its last
-//! event; a broken one is answered so too, or refused with the format's error. Nothing else may happen.
+//! Random request bodies, 10,000 of them, to every route that takes one: valid bodies, made by a generator for each
+//! wire format, and the same bodies with something broken. A valid body is answered in the format's shape, to its last
+//! event. A broken one is answered so too, or refused with the format's error. Nothing else may happen.
 
 use std::collections::BTreeMap;
 
@@ -25,14 +25,14 @@ use crate::support::tokenizers::{gemma_template, tokenizer};
 use crate::support::{data, goldens};
 
 const BODIES: usize = 10_000;
-/// The share of bodies that nothing was broken in.
+/// The share of bodies that are not broken.
 const SOUND: f64 = 0.42;
-/// Sent at once: more than are answered at once.
+/// The number of bodies sent at once: more than are answered at once.
 const AT_ONCE: usize = 24;
 const VOCABULARY: u32 = 512;
-/// Shown where something goes wrong.
+/// The most problems that a failure shows.
 const PROBLEMS: usize = 10;
-/// Answers to one prompt.
+/// The most answers to one prompt.
 const MOST_ANSWERS: u32 = 3;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -43,7 +43,7 @@ const RESPONSES: &str = "/v1/responses";
 const TOKENIZE: &str = "/tokenize";
 const DETOKENIZE: &str = "/detokenize";
 const EMBEDDINGS: &str = "/v1/embeddings";
-/// As often as they stand here.
+/// The routes; a route is drawn as often as it stands here.
 const PATHS: [&str; 13] = [
     CHAT,
     CHAT,
@@ -76,7 +76,7 @@ fn served(runner: Box<dyn Runner>) -> (Router, EngineHandle) {
 /// Draws values within their bounds.
 struct Draw {
     rng: ChaCha8Rng,
-    /// A response that is kept.
+    /// The id of a response that is stored.
     previous: String,
 }
 
@@ -90,7 +90,7 @@ impl Draw {
     }
 
     fn up_to(&mut self, most: f64) -> Value {
-        // Also as a whole number, which is written otherwise.
+        // A whole number is drawn too, which is written differently.
         if self.chance(0.2) {
             json!(self.rng.random_range(0..=most as u32))
         } else {
@@ -125,7 +125,7 @@ impl Draw {
         (0..n).map(|_| self.rng.random_range(0..VOCABULARY)).collect()
     }
 
-    /// A schema that differs from those before it as a rule, and is small.
+    /// A small schema, which usually differs from those before it.
     fn schema(&mut self) -> Value {
         let n = self.rng.random_range(0..1000);
         let schemas = [
@@ -160,7 +160,7 @@ impl Draw {
         (0..n).map(|_| self.of(&["a", "e", " ", "\n", "the", "½", "\u{0}"]).to_owned()).collect()
     }
 
-    /// What chat and completions share.
+    /// The fields that chat and completions share.
     fn options(&mut self, body: &mut Value) {
         self.set(body, 0.5, "stream", |d| json!(d.chance(0.8)));
         if body["stream"] == true {
@@ -191,7 +191,7 @@ impl Draw {
         self.set(body, 0.1, "unknown", |_| json!({"deep": [1, {"er": null}]}));
     }
 
-    /// What an answer must be; the format of JSON or text alone where there are tools beside it.
+    /// The format of the answer. Beside tools it is JSON or text.
     fn grammar(&mut self, body: &mut Value, beside_tools: bool) {
         let schema = self.schema();
         let strict = self.chance(0.5);
@@ -256,7 +256,7 @@ impl Draw {
     }
 
     fn max_tokens(&mut self) -> Value {
-        // Some are enough for a call.
+        // Some of these are long enough for a call.
         let most = if self.chance(0.1) { 40 } else { 4 };
         json!(self.rng.random_range(1..=most))
     }
@@ -275,7 +275,7 @@ impl Draw {
         if tools {
             self.chat_tools(&mut body);
         }
-        // A grammar that is not JSON cannot be had beside a call.
+        // A grammar that is not JSON is refused beside tools.
         if self.chance(0.25) {
             self.grammar(&mut body, tools);
         }
@@ -306,7 +306,7 @@ impl Draw {
         body
     }
 
-    /// Turns of users and assistants, with parts of this type.
+    /// Turns of users and assistants, whose parts have this type.
     fn turns(&mut self, user_part: &str, assistant_part: &str) -> Value {
         let turn = |d: &mut Self| {
             let role = d.of(&["user", "user", "assistant"]);
@@ -432,7 +432,7 @@ impl Draw {
     }
 
     fn embeddings(&mut self) -> Value {
-        // Each text has at least a character.
+        // Each text has at least one character.
         let input = match self.rng.random_range(0..4) {
             0 => json!(
                 (0..self.rng.random_range(1..30)).map(|_| format!("x{}", self.text())).collect::<Vec<_>>()
@@ -459,7 +459,7 @@ impl Draw {
         body
     }
 
-    /// A body that names the model, as a rule.
+    /// A body, which usually names the model.
     fn named(&mut self, path: &str) -> Value {
         match path {
             CHAT => self.chat(),
@@ -541,7 +541,7 @@ fn whole(asked: &Value, names: &[&str]) -> Option<u64> {
     number.filter(|n| *n >= 0.0).map(|n| n as u64)
 }
 
-/// The chunks of a stream of OpenAI's, which ends with the word for it.
+/// The chunks of a stream of OpenAI's, which ends with `[DONE]`.
 fn chunks(bytes: &[u8]) -> Result<Vec<Value>, String> {
     let text = std::str::from_utf8(bytes).map_err(|e| e.to_string())?;
     let mut lines: Vec<&str> =
@@ -554,7 +554,7 @@ fn chunks(bytes: &[u8]) -> Result<Vec<Value>, String> {
     lines.into_iter().map(parse).collect()
 }
 
-/// What the chunks of one kind say together, as the object of a whole answer; `join` adds a chunk's choice to the whole one.
+/// The object of a whole answer that the chunks of one kind come to. `join` adds a chunk's choice to the whole choice.
 fn joined(
     asked: &Value,
     chunks: &[Value],
@@ -600,7 +600,7 @@ fn append(to: &mut Value, text: &Value) -> Checked {
     Ok(())
 }
 
-/// Adds the lists of an object of log probabilities to those before.
+/// Adds the lists of an object of log probabilities to the lists before.
 fn append_lists(to: &mut Value, more: &Value) {
     for (name, value) in more.as_object().into_iter().flatten() {
         match value.as_array() {
@@ -711,7 +711,7 @@ fn check_chat(asked: &Value, reply: &Value, streamed: bool) -> Checked {
         } else {
             ensure!(choice["logprobs"].is_null());
         }
-        // The whole of a format that was asked for, where nothing cut it.
+        // The text is all of the format that was asked for, unless it was cut.
         let format = &asked["response_format"];
         let text = message["content"].as_str().filter(|_| choice["finish_reason"] == "stop");
         if let (Some(text), "json_object" | "json_schema") = (text, format["type"].as_str().unwrap_or("")) {
@@ -776,7 +776,7 @@ fn check_message(asked: &Value, reply: &Value) -> Checked {
     Ok(())
 }
 
-/// The message that a stream of Anthropic's makes.
+/// The message that a stream of Anthropic's comes to.
 fn joined_message(events: &[Value]) -> Result<Value, String> {
     let [first, .., last] = events else { return Err("hardly an event".into()) };
     ensure!(first["type"] == "message_start", last == &json!({"type": "message_stop"}));
@@ -822,7 +822,7 @@ fn joined_message(events: &[Value]) -> Result<Value, String> {
             _ => return Err(format!("an event of another type: {event}")),
         }
     }
-    // What was cut is no object; that it came is all there is to say of it.
+    // A call that was cut is no object, so the test only checks that it came.
     ensure!(!cut || message["stop_reason"] != "tool_use");
     message["content"] = blocks.into();
     Ok(message)
@@ -860,7 +860,7 @@ fn check_response(asked: &Value, reply: &Value) -> Checked {
     Ok(())
 }
 
-/// The response that a stream ends with, which its events have told before.
+/// The response that ends a stream. The events before must have told the same.
 fn joined_response(events: &[Value]) -> Result<Value, String> {
     let [first, .., last] = events else { return Err("hardly an event".into()) };
     ensure!(first["type"] == "response.created", first["response"]["status"] == "in_progress");
@@ -898,7 +898,7 @@ fn check_tokens(asked: &Value, reply: &Value) -> Checked {
     Ok(())
 }
 
-/// Holds an answer to the shape that its route's format gives it.
+/// Checks that an answer has the shape of its route's format.
 fn check(path: &str, asked: &Value, streamed: bool, bytes: &[u8]) -> Checked {
     let whole = || serde_json::from_slice::<Value>(bytes).map_err(|error| error.to_string());
     let can_stream = [CHAT, COMPLETIONS, MESSAGES, RESPONSES].contains(&path);
@@ -956,7 +956,7 @@ fn check(path: &str, asked: &Value, streamed: bool, bytes: &[u8]) -> Checked {
     }
 }
 
-/// Holds a refusal to its format's error; what one client alone sends is never too much, and never too slow.
+/// Checks that a refusal is an error of its format. A single client's requests are never too many, and never too slow.
 fn check_refusal(path: &str, status: u16, bytes: &[u8]) -> Checked {
     ensure!(status == 400 || status == 404);
     let reply: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
@@ -980,7 +980,7 @@ struct Counts {
     refused: usize,
 }
 
-/// Sends so many bodies to a model, and holds it to what comes back.
+/// Sends this many bodies to a model, and checks each answer.
 async fn send_bodies(n: usize, seed: u64, runner: Box<dyn Runner>) {
     println!("seed {seed}");
     let (router, engine) = served(runner);
@@ -1050,7 +1050,7 @@ async fn send_bodies(n: usize, seed: u64, runner: Box<dyn Runner>) {
     );
 }
 
-/// A runner that checks every batch, and answers with what comes to nobody's mind.
+/// A runner that checks every batch, and answers with unforeseen ids.
 #[tokio::test(flavor = "multi_thread")]
 async fn ten_thousand_bodies_are_answered_or_refused() {
     let kv = KvLimits { full_blocks: 3000, sliding_blocks: 500, ..LIMITS.kv };
@@ -1072,7 +1072,7 @@ async fn ten_thousand_bodies_are_answered_or_refused() {
     send_bodies(BODIES, 0x10_000, FakeRunner::new(limits, ends_soon).0).await;
 }
 
-/// A few such bodies where every draw is the device's: its biases, penalties, masks and scores.
+/// Sends a few such bodies to a model whose draws are the device's: its biases, penalties, masks and scores.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_model_on_its_device_answers_them_too() {
     let options =

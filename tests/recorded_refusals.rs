@@ -1,7 +1,7 @@
-//! Refusals of wrong bodies, to the letter: `tests/data/api/refusals.json` has, for each, the path, the body as it is
-//! sent, the status and the answer.
+//! Refusals of wrong bodies, to the letter. For each refusal, `tests/data/api/refusals.json` has the path, the body as
+//! it is sent, the status and the answer.
 //!
-//! A text may be changed for a better one: `UNICORN_TEST_RECORD=1` writes the file anew, and a person reads its
+//! A better text may take the place of a text: `UNICORN_TEST_RECORD=1` writes the file anew, and a person reads its
 //! diff.
 
 use serde::{Deserialize, Serialize};
@@ -30,7 +30,7 @@ async fn bodies_that_are_wrong_are_answered_as_recorded() {
     for Refusal { path, body, status, answer } in recorded {
         let (got_status, _, mut got) = send_json(&app.router, post_to(&path, body.clone())).await;
         if let Some(id) = got.get_mut("request_id") {
-            *id = "an id".into(); // Anthropic's format has one, and it is made by chance
+            *id = "an id".into(); // Anthropic's errors have a random id
         }
         if (got_status.as_u16(), &got) != (status, &answer) {
             others.push(format!("{path} {body}\n  {got_status} {got}\n  recorded: {status} {answer}\n"));

@@ -1,4 +1,5 @@
-//! OpenAI's responses over the scripted runner: every event of a stream, what is kept and for whom, every field and error.
+//! OpenAI's responses over the scripted runner: every event of a stream, what is kept and for whom, every field and
+//! error.
 
 use axum::body::Body;
 use axum::http::{Method, Request};
@@ -32,7 +33,7 @@ async fn created(app: &App, body: Value) -> Value {
     value
 }
 
-/// A request about a kept response, with somebody's key.
+/// A request about a stored response, with a key.
 async fn about(app: &App, method: Method, id: &Value, key: &str) -> (u16, Value) {
     let uri = format!("{PATH}/{}", id.as_str().expect("an id"));
     let request = Request::builder().method(method).uri(uri).header("authorization", format!("Bearer {key}"));
@@ -40,7 +41,7 @@ async fn about(app: &App, method: Method, id: &Value, key: &str) -> (u16, Value)
     (status.as_u16(), value)
 }
 
-/// Two who ask.
+/// The keys of two clients.
 fn with_keys() -> AccessPolicy {
     AccessPolicy {
         keys: Keys::from_variable("test", "mine,other").expect("sound"),
@@ -48,7 +49,7 @@ fn with_keys() -> AccessPolicy {
     }
 }
 
-/// A request for a response, with somebody's key.
+/// A request for a response, with a key.
 fn asked(body: Value, key: &str) -> Request<Body> {
     let mut request = post_to(PATH, body.to_string());
     request.headers_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
@@ -88,7 +89,7 @@ async fn a_response_has_openais_shape() {
         ("metadata", json!({"a": "b"})),
         ("max_output_tokens", json!(90)),
         ("top_p", json!(0.5)),
-        ("temperature", json!(0.9)), // the default of this model
+        ("temperature", json!(0.9)), // the model's default
         ("user", json!("u")),
         ("previous_response_id", json!(null)),
         ("store", json!(true)),
@@ -214,7 +215,7 @@ fn ask_with_tools(more: Value) -> Value {
     )
 }
 
-/// Name, arguments and status of each call that a response puts out.
+/// The name, arguments and status of each call in a response.
 fn calls_of(response: &Value) -> Value {
     let mut ids = Vec::new();
     let call = |item: &Value| {
@@ -229,7 +230,7 @@ fn calls_of(response: &Value) -> Value {
     response["output"].as_array().expect("items").iter().map(call).collect()
 }
 
-/// The calls that answer `body`, in one piece and in a stream, whose events are held to their order.
+/// The calls in the answers to `body`, in one piece and in a stream, whose events must come in order.
 async fn called_by(app: &App, body: Value) -> (Value, Value) {
     let whole = created(app, body.clone()).await;
     let events = events(app, body).await;
@@ -276,7 +277,7 @@ async fn a_call_is_an_item_also_in_a_stream() {
             let (called, response) = called_by(&app, ask_with_tools(json!({"tool_choice": choice}))).await;
             assert_eq!((called, &response["status"]), (calls.clone(), &json!("completed")));
         }
-        // Log probabilities of tokens that turned out to be calls have no place.
+        // Tokens that turned out to be calls have no log probabilities.
         let logprobs = json!({"include": ["message.output_text.logprobs"], "top_logprobs": 1});
         assert_eq!(called_by(&app, ask_with_tools(logprobs)).await.0, calls);
     }
@@ -292,12 +293,12 @@ async fn beside_tools_text_stays_text() {
     let text_of = |response: &Value| response["output"][0]["content"][0].clone();
     for text in ["It is { warm }.", " \n\nWarm", "½", "{", ""] {
         let app = tools::app_that_says(text);
-        // What turns out to be text has log probabilities also for the tokens that came before it was known.
+        // Text has log probabilities even for the tokens that came before it was known to be text.
         let fields =
             json!({"include": ["message.output_text.logprobs"], "max_output_tokens": ids(text).max(1)});
         for fields in [json!({}), fields] {
             if text == "{" && fields == json!({}) {
-                continue; // an answer that begins as a call has to be one
+                continue; // an answer that begins as a call must be one
             }
             let body = ask_with_tools(fields);
             let whole = created(&app, body.clone()).await;
@@ -368,13 +369,13 @@ async fn a_conversation_goes_on_behind_calls() {
         "{prompt}"
     );
 
-    // A client that keeps the conversation itself asks for the same.
+    // A client that keeps the conversation itself sends the same input.
     let mut input = vec![json!({"role": "user", "content": "Is it warm in Rome?"})];
     input.extend(first["output"].as_array().unwrap().iter().cloned().chain(outputs.clone()));
     created(&app, ask_with_tools(json!({"instructions": "J", "input": input}))).await;
     assert_eq!(tokenizer().decode(&seen.lock().unwrap(), false), prompt);
 
-    // Two turns of calls, one behind the other.
+    // Two turns of calls follow one another.
     let output = json!({"type": "function_call_output", "call_id": second["output"][1]["call_id"], "output": [{"type": "input_text", "text": "10:00"}]});
     created(&app, ask_with_tools(json!({"previous_response_id": second["id"], "input": [output]}))).await;
     let prompt = tokenizer().decode(&seen.lock().unwrap(), false);
@@ -420,7 +421,7 @@ async fn what_a_response_answered_can_be_listed() {
     }
     assert_eq!(items.len(), 6, "thoughts are not kept");
 
-    // The last one first, page by page.
+    // The items come page by page, the last one first.
     let (mut pages, mut after) = (Vec::new(), String::new());
     loop {
         let (_, page) = list(&format!("?limit=2{after}")).await;
@@ -465,7 +466,7 @@ async fn what_is_asked_of_a_kept_response_and_cannot_be_had_is_said() {
     }
     let (status, value) = about(&app, Method::POST, &at("/cancel"), "mine").await;
     assert_eq!((status, &value["error"]["message"]), (400, &json!("Cannot cancel a synchronous response.")));
-    // Nobody learns of another's.
+    // No client sees another client's responses.
     for (method, path) in
         [(Method::POST, "/cancel"), (Method::GET, "/input_items"), (Method::GET, "?stream=true")]
     {
@@ -497,7 +498,7 @@ async fn a_conversation_goes_on_from_a_response_without_its_instructions() {
     assert_eq!(*seen.lock().unwrap(), prompt_ids(&format!("<start_of_turn>user\nJ\n\nD\n\n{turns}")));
     assert_eq!(second["previous_response_id"], first["id"]);
 
-    // Also where the one between is gone, and from one point twice.
+    // A response goes on from an earlier one even if the one between is gone, and two may go on from the same one.
     assert_eq!(about(&app, Method::DELETE, &first["id"], "").await.0, 200);
     for _ in 0..2 {
         created(&app, with(ask("f"), json!({"previous_response_id": second["id"], "store": false}))).await;

@@ -1,4 +1,4 @@
-//! What paths are answered besides the documented ones, and what is said at a path that is none.
+//! The answers of paths besides the documented ones, and the error of a path that is no route.
 
 use axum::body::Body;
 use axum::http::Request;

@@ -1,5 +1,5 @@
-//! Errors of the server's own (500 and above): what clients are told, that their connections live on, and one line of the
-//! log for each.
+//! Errors of the server's own (500 and above): the answers that clients get, the connections that live on, and the one
+//! line of the log for each.
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
@@ -22,14 +22,14 @@ use crate::support::app::{
     App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, app_with, limits, loaded,
 };
 use crate::support::fake_runner::{HANG, Script, says};
-use crate::support::http::{assert_all_free, chat, post_to, send, status};
+use crate::support::http::{assert_all_free, chat, get, post_to, send, status};
 use crate::support::json::with;
 use crate::support::server::{CONNECTIONS, facts};
 use crate::support::tokenizers::tokenizer;
 
-/// Stands in every prompt here, and in no line of a log.
+/// A word that stands in every prompt here, and in no line of a log.
 const ASKED: &str = "xyzzy";
-/// The routes that stream, with a body each.
+/// The routes that stream, each with a body.
 const ROUTES: [(&str, &str); 4] = [
     ("/v1/chat/completions", r#"{"messages": [{"role": "user", "content": "xyzzy"}]}"#),
     ("/v1/completions", r#"{"prompt": "xyzzy", "max_tokens": 5000}"#),
@@ -37,7 +37,7 @@ const ROUTES: [(&str, &str); 4] = [
     ("/v1/messages", r#"{"messages": [{"role": "user", "content": "xyzzy"}], "max_tokens": 5000}"#),
 ];
 
-/// The log of this thread, and of those that join it.
+/// The log of this thread, and of the threads that join it.
 struct Log {
     text: Arc<Mutex<Vec<u8>>>,
     dispatch: Dispatch,
@@ -57,7 +57,7 @@ impl Write for Sink {
 }
 
 impl Log {
-    /// Everything, from here on until the guard is dropped.
+    /// Captures all log lines from here on, until the guard is dropped.
     fn of_this_thread() -> (Self, DefaultGuard) {
         let text: Arc<Mutex<Vec<u8>>> = Arc::default();
         let sink = Arc::clone(&text);
@@ -71,19 +71,19 @@ impl Log {
         (Self { text, dispatch }, guard)
     }
 
-    /// The script, from whose first call on its thread, the engine's, logs here too.
+    /// A script whose first call makes its thread, the engine's, log here too.
     fn joined_by(&self, mut script: Script) -> Script {
         let (dispatch, mut joined) = (self.dispatch.clone(), false);
         Box::new(move |tokens, draw| {
             if !std::mem::replace(&mut joined, true) {
-                // To the thread's end.
+                // The subscriber stays to the thread's end.
                 std::mem::forget(tracing::dispatcher::set_default(&dispatch));
             }
             script(tokens, draw)
         })
     }
 
-    /// What came since the last call; nothing of it repeats a prompt.
+    /// The lines since the last call. None of them repeats a prompt.
     fn take(&self) -> Vec<String> {
         let text = std::mem::take(&mut *self.text.lock().expect("nothing panics under this lock"));
         let text = String::from_utf8(text).expect("UTF-8");
@@ -91,7 +91,7 @@ impl Log {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// The warnings and errors of what was logged.
+    /// The warnings and errors among the lines.
     fn complaints(&self) -> Vec<String> {
         let is_one =
             |line: &String| ["WARN", "ERROR"].contains(&line.split_whitespace().next().unwrap_or(""));
@@ -99,7 +99,7 @@ impl Log {
     }
 }
 
-/// The one line that complains, which has to say all this.
+/// The one warning or error, which must contain all of these words.
 #[track_caller]
 fn assert_one(complaints: &[String], level: &str, parts: &[&str]) {
     let [line] = complaints else { panic!("expected one line, got {complaints:#?}") };
@@ -114,11 +114,7 @@ fn named(mut request: Request<Body>, id: &str) -> Request<Body> {
     request
 }
 
-fn get(path: &str) -> Request<Body> {
-    Request::get(path).body(Body::empty()).expect("a sound request")
-}
-
-/// One of [`ROUTES`], with more fields.
+/// The body of one of [`ROUTES`], with more fields.
 fn ask((path, body): (&str, &str), more: Value) -> Request<Body> {
     let body: Value = serde_json::from_str(body).expect("JSON");
     post_to(path, with(body, more).to_string())
@@ -178,7 +174,7 @@ async fn a_handler_that_panics_answers_500_and_its_connection_lives_on() {
     tokio::time::timeout(HANG, serving).await.expect("it ends").expect("cleanly");
 }
 
-/// Head and JSON of one response that says how long it is.
+/// The head and the JSON of one response with a content length.
 async fn read_response(client: &mut tokio::net::TcpStream) -> (String, Value) {
     let mut bytes = Vec::new();
     loop {
@@ -217,7 +213,7 @@ async fn every_response_of_500_and_above_is_one_line_of_the_log_and_no_other_is(
     let lost = app_that_says("ok");
     lost.control.fail_wait_at(0);
     let ready = app_that_says("ok");
-    // The first answer of a lost engine, and those after it.
+    // The lost server is asked twice, for its first answers and for later ones.
     for (router, retries) in
         [(&loading, true), (&draining.router, true), (&lost.router, false), (&lost.router, false)]
     {
@@ -326,7 +322,7 @@ async fn a_stream_that_fails_ends_with_an_error_and_is_one_line_of_the_log() {
     }
 }
 
-/// Sends a request and does not look at its answer until the engine is done with it; for whom it writes more than may wait.
+/// Sends a request and reads no answer until the engine is done, which writes more events than may wait.
 async fn looked_at_late(app: &App, request: Request<Body>) -> (u16, HeaderMap, String) {
     app.control.allow(app.control.batches().len());
     let before = app.control.batches().len();
@@ -369,7 +365,8 @@ async fn an_answer_that_the_server_is_too_slow_to_collect_is_no_fault_of_its_cli
         let path = format!("route=\"{}\"", route.0);
         assert_one(&log.complaints(), "WARN", &["id=\"j\"", &path, "status=503", "too busy"]);
 
-        // Who streams and does not read is told so, if it ever reads again; and that is no trouble of the server's.
+        // A client that streams and does not read gets the error if it reads again. The error is not the server's
+        // failure.
         let body = with(long.clone(), json!({"stream": true}));
         let (status, _, body) = looked_at_late(&app, ask(route, body)).await;
         assert!(status == 200 && body.contains("was not read"), "{status}");

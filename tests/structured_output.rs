@@ -69,7 +69,7 @@ async fn a_model_that_says_something_else_is_held_to_it() {
     for fields in [
         json!({"guided_choice": ["yes", "no"]}),
         json!({"guided_regex": "yes|no"}),
-        // What ends the grammar ends the answer, also where it was to be longer.
+        // The end of the grammar ends the answer, even if the answer was to be longer.
         json!({"guided_choice": ["yes", "no"], "min_tokens": 200}),
         json!({"guided_choice": ["yes", "no"], "ignore_eos": true}),
     ] {
@@ -127,7 +127,7 @@ async fn each_of_n_answers_has_its_own_place_in_the_grammar() {
 async fn a_grammar_that_grows_too_complex_under_way_is_an_error_and_no_answer() {
     let a = tokenizer().encode("a", false).unwrap()[0];
     let app = app(Box::new(move |_, _| a));
-    // As many ways to read the text as there are numbers.
+    // There are as many ways to read the text as there are numbers.
     let ways: Vec<String> = (2..12).map(|n| vec!["s"; n].join(" ")).collect();
     let grammar = format!("start: s\ns: {} | \"a\"", ways.join(" | "));
     let fields = json!({"guided_grammar": grammar, "ignore_eos": true});

@@ -1,7 +1,8 @@
-//! The kernels on the compilers of the GPU that this project is for: RADV, asked for a Radeon 780M that is not there, by the
-//! machine's own Mesa and by Mesa 26. `unicorn bench isa` is what asks them.
+//! Compiles the kernels with the compilers of the GPU that this project is for: RADV for a Radeon 780M that is not
+//! present, by the machine's own Mesa and by Mesa 26. `unicorn bench isa` runs them.
 //!
-//! What they make of a kernel is pinned here, so that a change that ruins one for that GPU fails on a machine without it.
+//! The tests pin properties of the compiled kernels, so that a change that ruins one for that GPU fails on a machine
+//! without it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -23,8 +24,8 @@ use crate::support::{root, skip};
 const ICDS: [&str; 2] =
     ["/usr/share/vulkan/icd.d/radeon_icd.json", "/usr/share/vulkan/icd.d/radeon_icd.x86_64.json"];
 
-/// Products with f32 by variant: vector instructions for each weight with 1, 2, 4, 8, 16 and 32 tokens, as the compiler has it that
-/// makes more of them.
+/// Products with f32 by variant: vector instructions for each weight with 1, 2, 4, 8, 16 and 32 tokens. The compiler
+/// that needs more of them counts.
 const VALU_PER_WEIGHT: [(&str, [f64; 6]); 17] = [
     ("matmul_bf16", [2.88, 4.00, 6.25, 10.75, 19.75, 37.75]),
     ("matmul_f16", [1.88, 3.00, 5.25, 9.75, 18.75, 36.75]),
@@ -44,8 +45,9 @@ const VALU_PER_WEIGHT: [(&str, [f64; 6]); 17] = [
     ("matmul_int8_super", [6.50, 8.56, 12.69, 20.94, 37.50, 70.50]),
     ("matmul_int8_zero", [5.00, 7.06, 11.19, 19.44, 35.94, 68.94]),
 ];
-/// Products with int8: of one matrix or of two with their GeGLU, by the blocks of weights that share a scale: the same for 1, 2, 4, 8,
-/// 16 and 32 tokens. What is wanted of int4 in groups of 128 is at most 1.1, 3.8, 6.8 and 13 for 1, 8, 16 and 32.
+/// Products with int8, of one matrix or of two with their GeGLU, by the blocks of weights that share a scale, for 1, 2,
+/// 4, 8, 16 and 32 tokens. The goals for int4 in groups of 128 are at most 1.1, 3.8, 6.8 and 13 for 1, 8, 16 and 32
+/// tokens.
 const FAST_VALU_PER_WEIGHT: [(&str, u64, u64, [f64; 6]); 44] = [
     ("fast_matmul_int4", 0, 1, [1.06, 1.41, 2.09, 3.47, 6.22, 11.72]),
     ("fast_matmul_int4", 0, 4, [1.06, 1.41, 2.09, 3.47, 6.22, 11.72]),
@@ -92,16 +94,16 @@ const FAST_VALU_PER_WEIGHT: [(&str, u64, u64, [f64; 6]); 44] = [
     ("fast_matmul_int8_zero", 1, 1, [1.56, 2.16, 3.34, 5.72, 10.48, 19.97]),
     ("fast_matmul_int8_zero", 1, 2, [1.23, 1.66, 2.50, 4.19, 7.56, 14.31]),
 ];
-/// What another release of a compiler may add to that.
+/// The instructions that another release of a compiler may add.
 const MARGIN: f64 = 1.02;
 
-/// Whether a kernel that is no product yields int8.
+/// Whether a kernel that is no product writes int8.
 fn quantizes(shader: &str) -> bool {
     let yields = ["rms_norm", "geglu", "attention_merge"].iter().any(|kernel| shader.starts_with(kernel));
     shader == "quantize" || yields && (shader.ends_with("_int8") || shader.ends_with("_both"))
 }
 
-/// Least waves of 32 lanes (a wave of 64 is two) and most vector registers of a pipeline.
+/// The least waves of 32 lanes (a wave of 64 counts as two), and the most vector registers of a pipeline.
 fn bounds(name: &str) -> (u64, u64) {
     let (shader, constants) = name.split_once(' ').unwrap_or((name, ""));
     match (shader.split('_').next().expect("a name"), constants) {
@@ -112,33 +114,33 @@ fn bounds(name: &str) -> (u64, u64) {
         },
         ("matmul", "1" | "2" | "4" | "8") => (16, 64),
         ("matmul", "16") => (12, 80),
-        // Shifted weights add up their activations too.
+        // Shifted weights need the sums of their activations too.
         ("matmul", _) if ["_affine", "_affine16", "_super", "_zero"].iter().any(|s| shader.ends_with(s)) => {
             (8, 128)
         }
         ("matmul", _) => (10, 96),
-        // A team of a tile has eight query heads, whose values are 64 registers.
+        // A team of a tile has eight query heads, whose values take 64 registers.
         ("attention", tile) if tile.ends_with("x8") => (8, 128),
         ("attention", "4x256x4") => (10, 96),
-        // f32 keys and values, four times as wide as int8.
+        // Keys and values in f32 are four times as wide as in int8.
         ("attention", tile) if shader == "attention_f32" && !tile.is_empty() => (12, 80),
-        // What is quantized stays in registers, twice where it takes a second digit.
+        // The values that are quantized stay in registers, twice if they take a second digit.
         _ if quantizes(shader) => (16, 64),
         ("attention", tile) if !tile.is_empty() => (16, 64),
-        // Sixteen logits of each lane in registers, which it goes through again and again.
+        // Each lane has sixteen logits in registers, which it walks again and again.
         ("logprobs", _) if shader == "logprobs_parts" => (16, 64),
-        // Four logits at once and their masses; four bins of each lane, of 64 bits.
+        // Each lane has four logits at once with their masses, and four bins of 64 bits.
         ("sample", _) if !["sample_maxima", "sample_greedy"].contains(&shader) => (16, 64),
-        // Thirty-two chains in registers, which is what it is for; no step runs it.
+        // The kernel has thirty-two chains in registers, which is its purpose. No step runs it.
         ("peak", _) => (16, 64),
-        // 64 sums of f32 for each lane, twice: of a segment, and of those before it.
+        // Each lane has 64 sums of f32 twice: of a segment, and of the segments before it.
         ("fast", _) if shader.ends_with("_in_tiles") => (4, 256),
         ("fast", constants) => match constants.split('x').collect::<Vec<_>>()[..] {
-            // A copy of the loop's body for second digits.
+            // The loop has a copy of its body for second digits.
             [_, _, _, "1"] => (4, 256),
             ["32", "0", ..] => (12, 80),
             [_, "0", ..] => (16, 64),
-            // Two groups in a block, each with a scale and a shift, of two matrices.
+            // A block has two groups, each with a scale and a shift, of two matrices.
             ["1" | "2", "1", "1", _]
                 if shader.starts_with("fast_matmul_int8_") && !shader.ends_with("_row") =>
             {
@@ -153,7 +155,7 @@ fn bounds(name: &str) -> (u64, u64) {
 
 fn judge(device: &str, args: &[&str]) -> Command {
     let mut command = unicorn_on_software(&["bench", "isa", "--device", device, "--json"]);
-    // Where Mesa 26 is looked for.
+    // The place of Mesa 26.
     command.args(args).current_dir(root());
     command
 }
@@ -164,14 +166,14 @@ fn judged(command: Command) -> Value {
     serde_json::from_str(&stdout).expect("one JSON object")
 }
 
-/// What the compilers say for a Radeon 780M, asked once; none where there is no AMD driver.
+/// The compilers' answers for a Radeon 780M, asked once; `None` if there is no AMD driver.
 fn of_780m() -> Option<&'static Value> {
     static JUDGED: OnceLock<Option<Value>> = OnceLock::new();
     let ask = || ICDS.iter().any(|icd| Path::new(icd).exists()).then(|| judged(judge("phoenix", &[])));
     JUDGED.get_or_init(ask).as_ref()
 }
 
-/// What one of them says, or why it was not asked.
+/// The answer of one compiler, or the reason for which it was not asked.
 fn compiler(name: &'static str) -> Result<&'static Value, &'static str> {
     let judged = of_780m().ok_or("radv")?;
     let found = judged["compilers"].as_array().expect("a list").iter().find(|c| c["compiler"] == name);
@@ -207,7 +209,7 @@ fn holds_what_it_held(compiler: &Value) {
         let (least, most) = bounds(name);
         assert!(waves >= least, "{name}: {waves} waves are too few to hide memory, {least} were there");
         assert!(vgprs <= most, "{name}: {vgprs} vector registers, at most {most} leave these waves");
-        // An int8 row may begin anywhere.
+        // An int8 row may begin at any address.
         if name.starts_with("attention_") && name.contains(' ') && !name.contains("int8") {
             let wide = pipeline["steady"]["trip"]["wide_loads"].as_u64();
             assert!(wide > Some(16), "{name}: keys and values are not read 16 bytes at a time");
@@ -215,7 +217,7 @@ fn holds_what_it_held(compiler: &Value) {
         let Some((variant, _)) = name.split_once(' ').filter(|(v, _)| v.contains("matmul")) else {
             continue;
         };
-        // What a tuner may choose: it measures what these take.
+        // The tuner may choose these kernels; it measures what they take.
         if constants(pipeline).len() == 4 && constants(pipeline)[3] == 1 {
             rounds_as_the_contract_says(pipeline);
             continue;
@@ -226,8 +228,8 @@ fn holds_what_it_held(compiler: &Value) {
             continue;
         }
         products += 1;
-        // Weights lie so that a lane reads 16 bytes at once: `src/tensor/layout.rs` is frozen on this. Activations, and their
-        // scales, come to the scalar unit: an activation is of all lanes.
+        // Weights lie so that a lane reads 16 bytes at once: `src/tensor/layout.rs` is frozen on this. The scalar unit
+        // loads activations and their scales, because all lanes use the same activation.
         let steady = &pipeline["steady"];
         assert!(
             steady["trip"]["wide_loads"].as_u64() > Some(0),
@@ -267,21 +269,22 @@ fn constants(pipeline: &Value) -> Vec<u64> {
     pipeline["constants"].as_array().expect("a list").iter().flat_map(Value::as_u64).collect()
 }
 
-/// A trip of a product with int8: eight dot products for each column of a block, and each 16 bytes of weights read once.
+/// A trip of a product with int8 has eight dot products for each column of a block, and reads each 16 bytes of weights
+/// once.
 fn holds_its_loads(pipeline: &Value) {
     let [columns, geglu, ..] = constants(pipeline)[..] else { panic!("columns, GeGLU, ...") };
     let (name, steady) = (&pipeline["name"], &pipeline["steady"]);
     let (trip, unrolled) = (&steady["trip"], number(steady, "trips_unrolled"));
     let blocks = unrolled * (1 + geglu);
     assert_eq!(number(trip, "dot4"), 8 * columns * blocks, "{name}: dot products");
-    // The low four of five and six bits come at once; the others have a load of their own.
+    // The low four bits of five- and six-bit weights come in one load, and the high bits in another.
     let units = if pipeline["shader"].as_str().expect("a name").contains("_int8") { 2 } else { 1 };
     assert_eq!(number(trip, "wide_loads"), units * blocks, "{name}: loads of 16 bytes");
     assert!(number(trip, "scalar_loads") >= columns * unrolled, "{name}: activations");
 }
 
-/// What rounds in a trip is what `shaders/common/fast.glsl` lists, once for each column: the compiler fused nothing and took
-/// nothing apart.
+/// The rounding instructions of a trip are those that `shaders/common/fast.glsl` lists, once for each column: the
+/// compiler fused nothing and split nothing.
 fn rounds_as_the_contract_says(pipeline: &Value) {
     let [columns, geglu, scale_blocks, shared] = constants(pipeline)[..] else {
         panic!("columns, GeGLU, blocks of a scale, shared activations")
@@ -292,23 +295,23 @@ fn rounds_as_the_contract_says(pipeline: &Value) {
     let in_halves = !shader.contains("_int4") && !is_any(&["_row"]) && scale_blocks % 2 == 1;
     let groups = unrolled * (1 + geglu) * (1 + u64::from(in_halves));
     let terms = 1 + u64::from(is_any(&["_zero", "_affine", "_affine16", "_super"]));
-    // What makes a scale, and a shift, of what is stored.
+    // These instructions make a scale and a shift from the stored numbers.
     let made = match shader.rsplit('_').next() {
         Some("super") => 2,
         Some("zero" | "supersym") => 1,
         _ => 0,
     };
     let fmas = columns * groups * terms;
-    // A row's own scale comes last.
-    // Of shared activations the loop has a copy for second digits, which takes the same scales.
+    // The scale of a whole row comes last.
+    // With shared activations the loop has a copy for second digits, which takes the same scales.
     let made = if shared == 1 { made * groups / unrolled } else { made * groups };
     let products = if is_any(&["_row"]) { 0 } else { fmas + made };
     let counted = ["f32_fma", "f32_mul", "f32_add"].map(|field| number(trip, field));
     assert_eq!(counted, [fmas, products, 0], "{name}: multiply-adds, products, sums of f32");
 }
 
-/// A trip of a product in tiles: 32 columns of 64 rows by 64 or 128 tokens, which four waves share out. What rounds is what
-/// `shaders/common/fast.glsl` lists; and matrix products take their share of the time.
+/// A trip of a product in tiles has 32 columns of 64 rows by 64 or 128 tokens, which four waves share. Its rounding
+/// instructions are those that `shaders/common/fast.glsl` lists, and matrix products take their share of the time.
 fn multiplies_its_tiles(pipeline: &Value) {
     let [columns, halves, ..] = constants(pipeline)[..] else { panic!("columns, halves, ...") };
     let (name, shader) = (&pipeline["name"], pipeline["shader"].as_str().expect("a name"));
@@ -318,7 +321,7 @@ fn multiplies_its_tiles(pipeline: &Value) {
     let fmas = 64 * columns / 128 * halves * (1 + u64::from(is_shifted));
     let products = if shader.contains("_row_") { 0 } else { fmas };
     assert_eq!((number(trip, "f32_fma"), number(trip, "f32_add")), (fmas, 0), "{name}: multiply-adds, sums");
-    // What makes a scale and a shift of what is stored, and magnitudes.
+    // These instructions make a scale, a shift and magnitudes from the stored numbers.
     let made = number(trip, "f32_mul").checked_sub(products);
     assert!(made.is_some_and(|made| made <= 6), "{name}: {made:?} products more than {products}");
     let share = 32.0 * number(trip, "wmma") as f64 / number(trip, "cycles") as f64;
@@ -349,7 +352,7 @@ fn every_pipeline_fits_them_by_the_compiler_of_mesa_26_too() {
     }
 }
 
-/// The driver counts what it compiled: its numbers and those that are read from its assembly are the same.
+/// The driver's statistics of a pipeline agree with the counts that are read from its assembly.
 #[test]
 fn instructions_are_counted_as_the_driver_counts_them() {
     if of_780m().is_none() {
@@ -360,19 +363,19 @@ fn instructions_are_counted_as_the_driver_counts_them() {
             let (total, theirs) = (&pipeline["total"], &pipeline["statistics"]);
             let ours = |field: &str| total[field].as_u64().expect("a count");
             let name = &pipeline["name"];
-            // It counts a dual issue as one.
+            // The driver counts a dual issue as one instruction.
             assert_eq!(Some(ours("valu") - ours("dual")), theirs["VALU"].as_u64(), "{name}: VALU");
             assert_eq!(Some(ours("dual")), theirs["VOPD"].as_u64(), "{name}: VOPD");
             let vector = ours("vector_loads") + ours("vector_stores");
             assert_eq!(Some(vector), theirs["VMEM"].as_u64(), "{name}: VMEM");
             assert_eq!(Some(ours("scalar_loads")), theirs["SMEM"].as_u64(), "{name}: SMEM");
-            // It leaves out what fills up the lines of the instruction cache.
+            // The driver leaves out the padding of lines of the instruction cache.
             assert!(Some(ours("instructions")) >= theirs["Instructions"].as_u64(), "{name}: instructions");
         }
     }
 }
 
-/// The machine's own Mesa may have an LLVM that does not know them, and lists their instructions by itself.
+/// The machine's own Mesa may have an LLVM that does not know a GPU, and then lists its instructions by itself.
 #[test]
 fn the_relatives_of_a_780m_are_judged_too() {
     if of_780m().is_none() {
@@ -417,7 +420,7 @@ fn every_size_and_batch_is_predicted_with_its_arithmetic() {
         let by_hand = f(&prediction["tokens"]) / ms * 1e3;
         assert!((by_hand / tokens_per_s - 1.0).abs() < 1e-9, "{what:?}: {tokens_per_s}, by hand {by_hand}");
     }
-    // One stream of the 27B reads 14.6 GB of weights at 73 GB/s: no arithmetic on it may come out above that.
+    // One stream of the 27B reads 14.6 GB of weights at 73 GB/s, and no prediction may exceed that rate.
     let one = predictions
         .iter()
         .find(|p| p["shape"] == "gemma-3-27b" && p["what"] == "batch 1")
@@ -426,11 +429,12 @@ fn every_size_and_batch_is_predicted_with_its_arithmetic() {
     assert!((4.0..73.0 / 14.6).contains(&tokens_per_s), "{tokens_per_s}");
 }
 
-/// Products of floats with several tokens go by their shader alone: the judge counts a GPU's tiles, and a CPU has others.
+/// Products of floats with several tokens are compared by their shader alone: the judge counts a GPU's tiles, and a CPU
+/// has others.
 fn of_any_tile(dispatches: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     let mut all = BTreeMap::new();
     for (name, times) in dispatches {
-        // The judge counts what a GPU runs; here a CPU ran its own body of it.
+        // The judge counts what a GPU runs; here a CPU ran its own body of the kernel.
         let name = name.replace("_on_cpu", "");
         let is_wide = name.starts_with("matmul_") && !name.ends_with(" COLUMNS=1");
         let name = if is_wide { name.split(' ').next().expect("a name") } else { &name };
@@ -439,7 +443,7 @@ fn of_any_tile(dispatches: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     all
 }
 
-/// The judge's list of a step's dispatches is that of what is recorded.
+/// The judge's list of a step's dispatches equals the recorded dispatches.
 #[test]
 fn a_step_dispatches_what_the_judge_counts() {
     let model = root().join("models/demo");

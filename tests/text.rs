@@ -15,7 +15,7 @@ use unicorn::text::{
 };
 
 use crate::support;
-use crate::support::tokenizers::{gemma_template, real_tokenizer_json};
+use crate::support::tokenizers::{gemma_template, real_tokenizer_json, tokenizer};
 
 #[derive(Deserialize)]
 struct EncodeCases {
@@ -66,11 +66,7 @@ fn cases<T: DeserializeOwned>(path: &str) -> T {
     serde_json::from_slice(&bytes(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
-fn mini() -> Tokenizer {
-    Tokenizer::from_bytes(&bytes("tokenizer-mini/tokenizer.json"), "tokenizer.json").unwrap()
-}
-
-/// Every golden case of one tokenizer, exact.
+/// Checks every golden case of one tokenizer exactly.
 fn check_goldens(tokenizer: &Tokenizer, folder: &str) {
     let encode: EncodeCases = cases(&format!("{folder}/encode_cases.json"));
     assert!(encode.cases.len() >= 30, "{folder}: {} encode cases", encode.cases.len());
@@ -120,7 +116,7 @@ fn check_goldens(tokenizer: &Tokenizer, folder: &str) {
 
 #[test]
 fn the_mini_tokenizer_is_exact_on_every_case() {
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     assert_eq!(tokenizer.vocab_size(), 512);
     check_goldens(&tokenizer, "tokenizer-mini");
 }
@@ -135,7 +131,7 @@ fn the_real_tokenizer_is_exact_on_every_case() {
     assert_eq!(tokenizer.vocab_size(), 262_145);
     assert_eq!(tokenizer.token_id("<end_of_turn>"), Some(106));
     assert_eq!(tokenizer.token_id("<image_soft_token>"), Some(262_144));
-    // Multimodal checkpoints, 1B, and a vocabulary that is one row too short.
+    // The vocabularies are those of multimodal checkpoints and of the 1B, and one that is one row too short.
     tokenizer.fits(262_208).unwrap();
     tokenizer.fits(262_144).unwrap();
     let error = tokenizer.fits(262_143).unwrap_err().to_string();
@@ -155,12 +151,12 @@ fn the_real_tokenizer_is_exact_on_every_case() {
 
 #[test]
 fn tokens_are_found_by_name_and_by_id() {
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     assert_eq!(tokenizer.token_id("<bos>"), Some(2));
     assert_eq!(tokenizer.token_id("<end_of_turn>"), Some(106));
     assert_eq!(tokenizer.token_id("no such token"), None);
     assert!(tokenizer.is_special(2) && tokenizer.is_special(106));
-    // Added, but not special: newlines, and what the model never saw.
+    // These tokens are added, but not special: newlines, and texts that the model never saw.
     assert!(!tokenizer.is_special(107) && !tokenizer.is_special(6) && !tokenizer.is_special(369));
     assert!(!tokenizer.is_special(512) && !tokenizer.contains(512) && tokenizer.contains(511));
     let the = tokenizer.token_id("▁the").unwrap();
@@ -174,7 +170,7 @@ fn tokens_are_found_by_name_and_by_id() {
 
 #[test]
 fn a_tokenizer_fits_only_a_model_with_its_rows() {
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     tokenizer.fits(512).unwrap();
     tokenizer.fits(1000).unwrap();
     let error = tokenizer.fits(511).unwrap_err();
@@ -201,7 +197,7 @@ fn a_tokenizer_fits_only_a_model_with_its_rows() {
     tokenizer.check_ids(&ids, 513).unwrap();
 }
 
-/// The mini tokenizer.json with one thing changed.
+/// The mini tokenizer.json after one change.
 fn edited(change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
     let mut json: serde_json::Value =
         serde_json::from_slice(&bytes("tokenizer-mini/tokenizer.json")).unwrap();
@@ -248,10 +244,10 @@ fn a_tokenizer_that_cannot_be_followed_is_refused_by_field() {
         json["padding"] = json!({"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": null,
             "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"});
     });
-    let tokenizer = Tokenizer::from_bytes(&cutting, "tokenizer.json").unwrap();
+    let cutting = Tokenizer::from_bytes(&cutting, "tokenizer.json").unwrap();
     let text = "this is the vim help";
-    assert_eq!(tokenizer.encode(text, true).unwrap(), mini().encode(text, true).unwrap());
-    assert_eq!(tokenizer.encode("a", false).unwrap().len(), 1);
+    assert_eq!(cutting.encode(text, true).unwrap(), tokenizer().encode(text, true).unwrap());
+    assert_eq!(cutting.encode("a", false).unwrap().len(), 1);
 }
 
 #[test]
@@ -342,7 +338,7 @@ fn hostile_texts(length: usize) -> Vec<String> {
 
 #[test]
 fn a_megabyte_of_anything_is_encoded_without_loss() {
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     for text in hostile_texts(1 << 20) {
         let ids = tokenizer.encode(&text, false).unwrap();
         // '▁' is how the vocabulary writes a space; it cannot be told from one.
@@ -361,7 +357,7 @@ fn random_text_survives_encoding() {
     const SEED: u64 = 11;
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     for _ in 0..2000 {
         let length = rng.random_range(0..60);
         let text: String = (0..length)
@@ -380,10 +376,10 @@ fn random_text_survives_encoding() {
 #[test]
 fn incremental_detokenization_equals_decode() {
     let reference = tokenizers::Tokenizer::from_bytes(bytes("tokenizer-mini/tokenizer.json")).unwrap();
-    compare_detokenizer(&mini(), &reference, 42, 3000);
+    compare_detokenizer(&tokenizer(), &reference, 42, 3000);
 }
 
-/// The detokenizer against the crate's decode, on random ids that favour byte tokens.
+/// Compares the detokenizer with the crate's decode, on random ids that favour byte tokens.
 fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer, seed: u64, rounds: usize) {
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -401,7 +397,7 @@ fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer,
                 1 => ids.push([0, 2, 106, 107, vocab, u32::MAX][rng.random_range(0..6)]),
                 2 => ids.push(byte(rng.random())),
                 3..=5 => {
-                    // A character in bytes: whole, cut short, or with a control token or an unknown id inside.
+                    // A character comes in bytes: whole, cut short, or with a control token or an unknown id inside.
                     let c = rng.random_range('\u{80}'..char::MAX);
                     let encoded: Vec<u32> = c.to_string().bytes().map(byte).collect();
                     let cut = if rng.random_range(0..4) == 0 { 1 } else { 0 };
@@ -424,7 +420,7 @@ fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer,
             let expected = reference.decode(&ids, skip_special).unwrap();
             assert_eq!(text, expected, "seed {seed}, round {round}, skip {skip_special}, {ids:?}");
             assert_eq!(tokenizer.decode(&ids, skip_special), expected);
-            // Finished means empty: the same detokenizer serves again.
+            // A finished detokenizer is empty, so it can be used again.
             assert_eq!(detokenizer.finish(), "");
         }
     }
@@ -432,7 +428,7 @@ fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer,
 
 #[test]
 fn text_comes_as_soon_as_it_is_certain() {
-    let tokenizer = mini();
+    let tokenizer = tokenizer();
     let byte = |byte: u8| tokenizer.token_id(&format!("<{byte:#04X}>")).unwrap();
     let mut detokenizer = tokenizer.detokenizer(true);
     assert_eq!(detokenizer.push(369), "a");
@@ -484,7 +480,7 @@ fn stop_strings_match_a_naive_search_however_the_text_is_cut() {
     assert!((1000..4900).contains(&found), "{found} of 5000 rounds stopped: the test needs both");
 }
 
-/// The answer before the stop string that is complete first; of several at one byte, the longest.
+/// The answer before the stop string that is complete first. If several end at one byte, the longest counts.
 fn naive_stop<'a>(text: &'a str, stops: &[String]) -> (&'a str, Option<usize>) {
     for end in (0..=text.len()).filter(|&end| text.is_char_boundary(end)) {
         let mut best: Option<usize> = None;
@@ -513,7 +509,7 @@ fn unusable_stop_strings_are_refused() {
     }
     let mut none = StopMatcher::new::<&str>(&[]).unwrap();
     assert_eq!(none.push("anything").text, "anything");
-    // The longest allowed, repeated almost to its end: what waits is given out in full.
+    // The longest allowed stop string is repeated almost to its end: all text that waits is given out in full.
     let long = "x".repeat(MAX_STOP_BYTES);
     let mut matcher = StopMatcher::new(&[&long]).unwrap();
     assert_eq!(matcher.push(&long[1..]).text, "");
@@ -667,7 +663,7 @@ fn hostile_templates_end() {
     }
 }
 
-/// Values at the edges of what filters, methods and slices take: each ends in a text or an error.
+/// Values at the edges of what filters, methods and slices take. Each ends in a text or an error.
 #[test]
 fn edge_values_in_templates_end_in_a_result() {
     for source in [
@@ -763,15 +759,15 @@ fn conversations_as_clients_send_them_are_brought_into_order() {
         (&[("system", " s "), ("user", " a ")], &[("system", " s "), ("user", "a")]),
         (&[("developer", "s"), ("user", "a")], &[("system", "s"), ("user", "a")]),
         (&[("system", "s"), ("developer", "t"), ("user", "a")], &[("system", "s\n\nt"), ("user", "a")]),
-        // Two in a row, as Open WebUI sends a file and a question.
+        // The conversation has two user messages in a row, as Open WebUI sends a file and a question.
         (&[("system", "s"), ("user", "a"), ("user", "b")], &[("system", "s"), ("user", "a\n\nb")]),
         (&[("user", "a"), ("assistant", "b"), ("assistant", "c")], &[("user", "a"), ("assistant", "b\n\nc")]),
         (&[("user", "a"), ("user", "  "), ("user", "b")], &[("user", "a\n\nb")]),
-        // A greeting first.
+        // The conversation begins with a greeting.
         (&[("assistant", "hi"), ("user", "a")], &[("user", ""), ("assistant", "hi"), ("user", "a")]),
         (&[("system", "s"), ("assistant", "hi")], &[("user", "s"), ("assistant", "hi")]),
         (&[("system", "s")], &[("user", "s")]),
-        // A late instruction speaks as the user, where it stands.
+        // A late instruction becomes a user's turn in its place.
         (
             &[("user", "a"), ("assistant", "b"), ("system", "late"), ("user", "c")],
             &[("user", "a"), ("assistant", "b"), ("user", "late\n\nc")],
@@ -831,7 +827,7 @@ fn a_normal_conversation_always_renders_and_a_good_one_is_not_changed() {
         assert_eq!(shipped.render(&normal, true).as_ref(), Ok(&rendered), "round {round}: {messages:?}");
         assert_eq!(normalize(&normal), normal, "round {round}: {messages:?}");
 
-        // What the template took before, but for its quirks (losing text, odd roles), renders the same.
+        // Conversations that the template took before render the same, except for its quirks (losing text, odd roles).
         let known = |m: &Message| matches!(m.role.as_str(), "user" | "assistant");
         let has_parts = matches!(messages[0].content, Content::Parts(_));
         let good = match messages[0].role.as_str() {

@@ -1,4 +1,5 @@
-//! Tool calls: what the model is told, what it may say, and what becomes calls, over HTTP and the scripted runner.
+//! Tool calls: the prompt that describes tools, the texts that the model may write, and the calls that they become,
+//! over HTTP and the scripted runner.
 
 use axum::body::Body;
 use axum::http::Request;
@@ -23,7 +24,7 @@ fn names() -> Vec<String> {
     vec!["get_weather".into(), "add \"it\"".into()]
 }
 
-/// The text, and the calls, of an answer that comes in `pieces`; and whether it counts as calls.
+/// The text and the calls of an answer that comes in `pieces`, and whether the answer counts as calls.
 fn read<'a>(pieces: impl Iterator<Item = &'a str>) -> (String, Vec<(String, String)>, bool) {
     let mut reader = CallReader::new(names());
     let (mut text, mut calls) = (String::new(), Vec::<(String, String)>::new());
@@ -142,7 +143,7 @@ fn parameters_that_were_cut_keep_what_is_whole_of_them() {
     ] {
         assert_eq!(whole_parameters(cut), whole, "{cut}");
     }
-    // Wherever it is cut: JSON of an object, and no value that was not there.
+    // Wherever the text is cut, the result is the JSON of an object, with no value that was not there.
     let json = "{\"a\": [1.5e3, -2, \"x\\\\\", [], {\"½\": null}], \"b\": {\"c\": true, \"d\": \"\\u00bd}\"}, \"e\": 0}";
     let object: Value = serde_json::from_str(json).unwrap();
     for at in (1..=json.len()).filter(|at| json.is_char_boundary(*at)) {
@@ -153,7 +154,7 @@ fn parameters_that_were_cut_keep_what_is_whole_of_them() {
     assert_eq!(whole_parameters(json), json);
 }
 
-/// Whether all of `part` stands in `whole`, where its lists and objects may be shorter.
+/// Whether `whole` contains all of `part`. Lists and objects of `part` may be shorter.
 fn is_part(part: &Value, whole: &Value) -> bool {
     match (part, whole) {
         (Value::Object(part), Value::Object(whole)) => {
@@ -173,7 +174,7 @@ fn ask(more: Value) -> Value {
     )
 }
 
-/// Name and arguments of each call, as they came and as JSON; and the finish reason.
+/// The name and arguments of each call, as text and as JSON, and the finish reason.
 fn calls_of(body: &Value) -> (Vec<(String, Value)>, String) {
     let choice = &body["choices"][0];
     let calls = choice["message"]["tool_calls"].as_array().unwrap_or_else(|| panic!("{body}"));
@@ -266,7 +267,7 @@ async fn text_stays_text_and_is_not_held_to_anything() {
     let app = app_that_says(ROME);
     let (_, body) = complete(&app, ask(json!({"tool_choice": "none"}))).await;
     assert_eq!(body["choices"][0]["message"]["content"], ROME);
-    // An answer that begins as a call has to be one.
+    // An answer that begins as a call must be one.
     let app = app_that_says("{warm}");
     let (_, body) = complete(&app, ask(json!({"max_tokens": 300}))).await;
     assert!(["get_weather", "roll", "now"].contains(&calls_of(&body).0[0].0.as_str()), "{body}");
@@ -289,7 +290,7 @@ async fn a_demanded_call_is_made_and_fits_its_schema() {
     let app = babbling();
     let (_, body) = complete(&app, ask(json!({"tool_choice": "required", "max_tokens": 1200}))).await;
     assert!(!calls_of(&body).0.is_empty(), "{body}");
-    // One object where calls are not to be parallel.
+    // There is one object if calls must not be parallel.
     let app = app_that_says(&format!("[{ROME}]"));
     let one = json!({"tool_choice": "required", "parallel_tool_calls": false, "max_tokens": 1200});
     let (_, body) = complete(&app, ask(one)).await;
@@ -320,7 +321,7 @@ async fn what_cuts_a_call_says_so() {
     let arguments = choice["message"]["tool_calls"][0]["function"]["arguments"].as_str().unwrap();
     assert_eq!(choice["finish_reason"], "length");
     assert!(arguments.starts_with("{\"city\"") && !arguments.ends_with('}'), "{body}");
-    // Before there is a name it is no call yet.
+    // A call begins with its name.
     let (_, body) = complete(&app, ask(json!({"max_tokens": 3}))).await;
     let choice = &body["choices"][0];
     let text = choice["message"]["content"].as_str().unwrap();
@@ -330,7 +331,7 @@ async fn what_cuts_a_call_says_so() {
     let choice = &body["choices"][0];
     assert_eq!(choice["finish_reason"], "stop");
     assert_eq!(choice["message"]["tool_calls"][0]["function"]["arguments"], "{\"city\": \"");
-    // Log probabilities are those of all that was written.
+    // The log probabilities are those of all tokens that were written.
     let (_, body) = complete(&app, ask(json!({"logprobs": true}))).await;
     assert_eq!(body["choices"][0]["logprobs"]["content"].as_array().map(Vec::len), Some(whole));
     calls_of(&body);
@@ -358,7 +359,7 @@ async fn a_schema_for_the_answer_and_tools_go_together() {
     assert_eq!(status, 200);
 }
 
-/// What the model is given.
+/// The prompt that the model gets.
 async fn prompt_of(body: Value) -> String {
     prompt_at("/v1/chat/completions", body).await
 }
@@ -608,7 +609,7 @@ async fn what_is_wrong_with_tools_is_said_by_field() {
             "{fields}: {body}"
         );
     }
-    // Not strict, so what cannot be enforced is left to the model.
+    // The tool is not strict, so the model is free in what cannot be enforced.
     let loose =
         json!({"name": "f", "parameters": {"properties": {"a": {"type": "array", "uniqueItems": true}}}});
     assert_eq!(complete(&app, ask(function(loose))).await.0, 200);
@@ -668,7 +669,7 @@ async fn mutated_tools_and_schemas_never_panic_hang_or_fail_the_server() {
     for i in 0..1500 {
         let mut body = full.clone();
         for _ in 0..rng.random_range(1..3) {
-            // A mutation before it may have taken it away.
+            // An earlier mutation may have removed the field.
             if let Some(part) = body.pointer_mut(parts.choose(&mut rng).unwrap()) {
                 replace_somewhere(part, junk.choose(&mut rng).unwrap(), &mut rng);
             }
@@ -707,7 +708,7 @@ fn app_for_many_tools(text: &str) -> App {
     app_with(limits(), Options { max_body_bytes: 1 << 20, ..OPTIONS }, DEFAULTS, script)
 }
 
-/// How many grammars a server has compiled.
+/// The number of grammars that a server has compiled.
 async fn compiled(app: &App) -> u64 {
     let get = Request::get("/metrics").body(Body::empty()).expect("a sound request");
     let (_, _, text) = send(&app.router, get).await;
@@ -716,7 +717,7 @@ async fn compiled(app: &App) -> u64 {
     line.rsplit(' ').next().and_then(|n| n.parse().ok()).expect(line)
 }
 
-/// A function with so many properties, each of them required.
+/// A function with this many properties, all of them required.
 fn wide(name: &str, properties: usize) -> Value {
     let names: Vec<String> = (0..properties).map(|n| format!("property_{n}_of_{name}")).collect();
     let properties: Map<String, Value> =
@@ -733,7 +734,7 @@ async fn tools_that_are_too_large_compile_nothing_and_push_nothing_out_of_the_ca
     let before = compiled(&app).await;
     assert_eq!(before, 1);
 
-    // Each of them would do alone.
+    // Each of the tools would be accepted alone.
     let many: Vec<Value> = (0..128).map(|n| wide(&format!("tool_{n}"), 30)).collect();
     let body = with(chat("Hi"), json!({"tools": many, "tool_choice": "required"}));
     let (status, error) = complete(&app, body).await;
@@ -741,7 +742,7 @@ async fn tools_that_are_too_large_compile_nothing_and_push_nothing_out_of_the_ca
     assert!(error["error"]["message"].as_str().unwrap().contains("bytes long"), "{error}");
     assert_eq!(compiled(&app).await, before);
 
-    // One that alone is too large is named, and nothing is compiled for that either.
+    // A tool that is too large by itself is named, and no grammar is compiled for it.
     let mut tools: Vec<Value> = (0..5).map(|n| wide(&format!("tool_{n}"), 3)).collect();
     tools[3] = wide("tool_3", 3500);
     let body = with(chat("Hi"), json!({"tools": tools, "tool_choice": "required"}));

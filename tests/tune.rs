@@ -1,4 +1,4 @@
-//! The tuner: what it chooses is of this device, is kept, and changes no bit of an answer.
+//! The tuner: its choice belongs to the device, is kept, and changes no bit of an answer.
 
 use unicorn::gpu::QueueKind;
 use unicorn::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};

@@ -1,9 +1,10 @@
-//! The wire formats of OpenAI, Anthropic and llama.cpp over HTTP: they are read, and answered from what the session yields.
+//! The wire formats of OpenAI, Anthropic and llama.cpp over HTTP: requests are read, and answered with what the session
+//! yields.
 //!
-//! The server answers before the model is loaded: `/v1/models` from the start and with the same id, `/health` with
-//! 503 until [`Server::set_ready`]. It refuses what it cannot honour with a typed error ([`error`]), never answers
-//! something else instead, and keeps nothing between requests but what a client may name later (`openai::responses`: for the
-//! client alone, and bounded). Prompts and answers are not logged, nor are keys.
+//! The server answers before the model is loaded: `/v1/models` from the start and with the same id, `/health` with 503
+//! until [`Server::set_ready`]. It refuses what it cannot honour with a typed error (`error`), and never answers
+//! something else instead. It keeps nothing between requests but stored responses, which a client may name later
+//! (`openai::responses`); they are for that client alone, and bounded. Prompts, answers and keys are not logged.
 //!
 //! | folder or file | what it is | it must never |
 //! |---|---|---|
@@ -16,13 +17,14 @@
 //! | `page` | the page at `/` | ask anybody but this server |
 //! | `paths` | routes without `/v1`, and the route that an unknown path is near to | know a handler |
 //!
-//! Who may ask is decided by the [`AccessPolicy`], which can be replaced while the server runs ([`Server::set_access`]).
+//! The [`AccessPolicy`] decides who may ask. It can be replaced while the server runs ([`Server::set_access`]).
 //!
-//! Bounds: connections, their silence and their streams ([`Connections`]); requests of one client ([`AccessPolicy::requests_per_client`]);
-//! bodies ([`Options::max_body_bytes`]), how many are read at once, a quarter of them for one client, and the time they may
-//! take; prompts tokenized at once (one per processor); the time that a request waits for either, in turns that are fair
-//! between clients (`http::admission`); requests waiting (the engine's queue); the text of one answer (the context). What is
-//! too much is refused by the client's bound, by the queue's, or because its turn did not come in time: each says which.
+//! The bounds are: connections, their silence and their streams ([`Connections`]); requests of one client
+//! ([`AccessPolicy::requests_per_client`]); bodies ([`Options::max_body_bytes`]), how many are read at once, a quarter
+//! of them for one client, and the time they may take; prompts tokenized at once (one per processor); the time that a
+//! request waits for either, in turns that are fair between clients (`http::admission`); requests waiting (the engine's
+//! queue); the text of one answer (the context). A request that exceeds a bound is refused by the client's bound, by
+//! the queue's, or because its turn did not come in time. The refusal says which.
 
 mod anthropic;
 mod error;
@@ -69,14 +71,14 @@ use self::http::middleware::{authenticate, cors, identify, refuse_encoded};
 use self::http::{failures, health, metrics, status};
 use self::openai::{chat, completions, embeddings, input_tokens, models, responses};
 
-/// All routes, and the [`page`]; what is not one is a JSON error too.
+/// All routes, and the page. A path that is no route is answered with a JSON error, too.
 pub fn router(server: Arc<Server>) -> Router {
     let (routes, document) = routes().split_for_parts();
     server.set_document(document);
     around(routes.merge(without_v1()).merge(page::routes()), server)
 }
 
-/// What every request goes through, around some routes.
+/// Wraps routes in the steps that every request goes through.
 fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
     routes
         .route_layer(middleware::from_fn(refuse_encoded))
@@ -87,10 +89,11 @@ fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
         .with_state(Arc::clone(&server))
         .layer(middleware::from_fn_with_state(Arc::clone(&server), authenticate))
         .layer(middleware::from_fn(failures::catch))
-        // Around authentication: a preflight brings no key, and the page is to read a refusal too.
+        // CORS stands outside authentication, because a preflight brings no key, and the page must be able to read a
+        // refusal.
         .layer(middleware::from_fn_with_state(Arc::clone(&server), cors))
         .layer(middleware::from_fn(anthropic::rewrite_errors))
-        // Around all: what is counted and logged is what is sent.
+        // Identification stands outside all other steps, so that it counts and logs what is sent.
         .layer(middleware::from_fn_with_state(server, identify))
 }
 
@@ -100,7 +103,7 @@ async fn no_route(State(server): State<Arc<Server>>, uri: Uri) -> ApiError {
     ApiError::NoRoute { path: uri.path().to_owned(), near: near.map(str::to_owned) }
 }
 
-/// The routes of the API, with what [`openapi`] says of them.
+/// The routes of the API, with their entries for [`openapi`].
 fn routes() -> OpenApiRouter<Arc<Server>> {
     OpenApiRouter::with_openapi(openapi::head())
         .routes(routes!(chat::completions))
@@ -127,7 +130,7 @@ fn routes() -> OpenApiRouter<Arc<Server>> {
         .routes(routes!(openapi::document))
 }
 
-/// The routes of [`paths::WITHOUT_V1`], by the handlers of those with `/v1`.
+/// The routes of [`paths::WITHOUT_V1`]. They have the handlers of the routes with `/v1`.
 fn without_v1() -> Router<Arc<Server>> {
     Router::new()
         .route("/chat/completions", post(chat::completions))
@@ -139,15 +142,15 @@ fn without_v1() -> Router<Arc<Server>> {
         .route("/embeddings", post(embeddings::embeddings))
 }
 
-/// Serves until `shutdown` resolves; then takes no request, and gives those under way the time that it resolved to, to end in
-/// before they are failed. Returns at most a few seconds after that.
+/// Serves until `shutdown` resolves, and takes no request from then on. Requests under way have the time that it
+/// resolved to. Requests that have not ended by then are failed, and a few seconds later at most the call returns.
 pub async fn serve(
     listener: TcpListener,
     server: Arc<Server>,
     connections: Connections,
     shutdown: impl Future<Output = Duration> + Send + 'static,
 ) {
-    /// For failed requests to tell their clients.
+    /// The time that failed requests have to tell their clients.
     const LAST_WORDS: Duration = Duration::from_secs(1);
 
     let (begin, begun) = tokio::sync::oneshot::channel();
@@ -166,7 +169,7 @@ pub async fn serve(
             return std::future::pending().await; // serving itself ended
         };
         tokio::time::sleep(grace).await;
-        // One that has ended has failed them.
+        // An engine that has ended has failed the requests already.
         if let Some(engine) = server.engine().filter(|engine| engine.ended().is_none()) {
             tracing::warn!("requests are still under way after {} s: they are failed", grace.as_secs());
             engine.abort();

@@ -2,8 +2,9 @@
 
 use std::borrow::Cow;
 
-/// Paths that are answered with and without `/v1`: some clients add none to the base URL that their user gave them. The
-/// document has each once, with `/v1`. `GET /models` is no such path, but a route of llama.cpp's that the document has.
+/// The paths that are answered with and without `/v1`, because some clients add no `/v1` to the base URL that their
+/// user gave them. The document has each path once, with `/v1`. `GET /models` is no such path, but a route of
+/// llama.cpp's that the document has.
 pub(in crate::api) const WITHOUT_V1: [&str; 7] = [
     "/chat/completions",
     "/chat/completions/input_tokens",
@@ -19,8 +20,8 @@ pub(in crate::api) fn documented(path: &str) -> Cow<'_, str> {
     if WITHOUT_V1.contains(&path) { format!("/v1{path}").into() } else { path.into() }
 }
 
-/// The route that whoever asked for `path` probably meant. Either `path` differs from the route by a letter or two, or it
-/// has something before the route, as after a base URL that has `/v1` already.
+/// The route that whoever asked for `path` probably meant. Either `path` differs from the route by a letter or two, or
+/// it has something before the route, as after a base URL that has `/v1` already.
 pub(in crate::api) fn nearest<'a>(path: &str, routes: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     const NEAR: usize = 2;
     let (mut inner, mut near): (Option<&str>, Option<(usize, &str)>) = (None, None);

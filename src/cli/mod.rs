@@ -1,8 +1,8 @@
 //! The commands of the binary: parses the command line, runs the command, and prints errors.
 //!
 //! Every failure is one line, `error: ...`, with exit code 1. A command line that cannot be parsed exits with code 2.
-//! `serve` has exit codes that tell a supervisor whether to start it again ([`error::Error::exit_code`]). Answers and
-//! results go to standard output, everything else to standard error. Only [`load`] brings a model onto a device. No
+//! `serve` has exit codes that tell a supervisor whether to start it again (`error::Error::exit_code`). Answers and
+//! results go to standard output, everything else to standard error. Only `load` brings a model onto a device. No
 //! file here names a Vulkan type.
 
 mod args;

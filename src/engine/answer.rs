@@ -11,43 +11,43 @@ use super::shared::Permit;
 use super::speculation::Drafts;
 use crate::model::Logprobs;
 
-/// Why an answer is whole.
+/// The reason for which an answer is whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
-    /// The model yielded this stop id, which is counted, and not handed out.
+    /// The model yielded this stop id. The id is counted, and not handed out.
     Stop(u32),
-    /// All that was wanted is there: `max_tokens`, or the mean of a prompt's hidden states.
+    /// The answer has all that was wanted: `max_tokens` ids, or the mean of a prompt's hidden states.
     Length,
 }
 
 /// How an answer ended: whole, or with an error that is this answer's alone.
 pub type Ended = Result<FinishReason, EngineError>;
 
-/// Where a request's time went, up to the event that carries it.
+/// The times of a request's stages, up to the event that carries them.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Timings {
-    /// From submission to the first step.
+    /// Time from submission to the first step.
     pub queue: Duration,
-    /// From the first step to the first id.
+    /// Time from the first step to the first id.
     pub prefill: Duration,
-    /// From the first id to this one.
+    /// Time from the first id to this one.
     pub decode: Duration,
-    /// Tokens of the prompt.
+    /// Number of tokens of the prompt.
     pub prompt_n: usize,
-    /// Tokens of the prompt that the prefix cache had.
+    /// Number of tokens of the prompt that the prefix cache had.
     pub cached_n: usize,
-    /// Ids sampled so far, a stop id included.
+    /// Number of ids sampled so far, a stop id included.
     pub predicted_n: usize,
-    /// Ids that were guessed ahead, and how many of them were right.
+    /// How many draft tokens were proposed for the answer, and how many were accepted.
     pub drafts: Drafts,
 }
 
-/// `choice` counts the answers of a request: 0, and one for each of
+/// An event of a request. `choice` is the index of an answer: 0, and one for each of
 /// [`Request::more_seeds`](super::Request::more_seeds).
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
-    /// Log probabilities of the prompt's ids but the first. This event comes before all others, if the request asked
-    /// for it.
+    /// Log probabilities of the prompt's ids but the first. If the request asked for them, this event comes before all
+    /// others.
     Prompt { logprobs: Vec<Logprobs> },
     /// The answer to a request with [`Request::pooling`](super::Request::pooling): the mean over its tokens of the
     /// hidden states behind the final norm, `[hidden_size]`.
@@ -55,7 +55,7 @@ pub enum Event {
     Token {
         choice: usize,
         id: u32,
-        /// Set if the request asked for log probabilities.
+        /// Present if the request asked for log probabilities.
         logprobs: Option<Logprobs>,
         timings: Timings,
     },
@@ -73,7 +73,7 @@ pub enum Event {
 }
 
 impl Event {
-    /// The answer that the event belongs to; none if it belongs to all of them.
+    /// The answer that the event belongs to; `None` if it belongs to all answers.
     pub fn choice(&self) -> Option<usize> {
         match self {
             Event::Token { choice, .. } | Event::Finished { choice, .. } => Some(*choice),
@@ -86,7 +86,7 @@ impl Event {
 pub(super) struct Answer {
     pub(super) choice: usize,
     pub(super) events: events::Sender<Event>,
-    /// Which answers the reader stopped with [`TokenStream::stop`](super::TokenStream::stop).
+    /// Whether the reader stopped each answer with [`TokenStream::stop`](super::TokenStream::stop).
     pub(super) stopped: Arc<[AtomicBool]>,
     pub(super) failure: Arc<OnceLock<EngineError>>,
     /// The request's place in the queue, which the first answer holds while the request waits.
@@ -137,7 +137,7 @@ impl Clock {
         }
     }
 
-    /// Counts `ids` as sampled, and returns where the time went.
+    /// Counts `ids` as sampled, and returns the times so far.
     pub(super) fn tick(&mut self, ids: usize) -> Timings {
         let now = Instant::now();
         let started = self.started.unwrap_or(now);

@@ -20,10 +20,10 @@
 //! A text whose logits are not finite is forgotten from its first block on ([`BlockManager::forget`]), with all texts
 //! that build on it, because any of its blocks may be wrong.
 //!
-//! The order of eviction: blocks that only background sequences have used go first, then the others. Of full blocks in
-//! either group, the least recently used one that no other builds on goes first. Of sliding blocks, those in which no
-//! turn of a conversation ended go first, then those of the oldest turn. So background sequences take room from one
-//! another, once they have some.
+//! The order of eviction is this. Blocks that only background sequences have used go first, then all others. In either
+//! group, the least recently used full block goes first among those that no other block builds on. Sliding blocks in
+//! which no turn of a conversation ended go first, and then the sliding blocks of the oldest turn. So background
+//! sequences take room from one another, once they have some.
 //!
 //! Invariants, checked by [`BlockManager::check`]: a block is free, cached (registered and held by no table) or held,
 //! and its count of holders is the number of tables that name it; a table that holds a full block holds all full blocks
@@ -43,15 +43,15 @@ use crate::model::{BlockCopy, BlockPool, KvLimits};
 pub struct BlockTable {
     /// Block `i` holds positions `i * block_size ..`.
     full: Vec<u32>,
-    /// Blocks of the sliding layers, from the block of index `sliding_first` on.
+    /// The blocks of the sliding layers, from the block of index `sliding_first` on.
     sliding: VecDeque<u32>,
     sliding_first: usize,
     /// The nodes of the registered blocks of `full`, from the first on.
     nodes: Vec<NodeId>,
-    /// Priority and salt of the sequence.
+    /// The priority and the salt of the sequence.
     priority: Priority,
     salt: CacheSalt,
-    /// Whether the text was forgotten. No more of its blocks are registered then.
+    /// Whether the text was forgotten. None of its blocks is registered from then on.
     forgotten: bool,
 }
 
@@ -88,7 +88,7 @@ type NodeId = u32;
 /// The place of a block in the prefix cache: at the beginning of a text, or behind another block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Behind {
-    /// The beginning of a text of this salt. All nodes behind it have the same salt.
+    /// The beginning of a text with this salt. All nodes behind it have the same salt.
     Nothing(CacheSalt),
     Node(NodeId),
 }
@@ -109,13 +109,13 @@ struct Node {
     /// The hash of the tokens, and of the parent's chain or the salt.
     chain: u64,
     tokens: Box<[u32]>,
-    /// Nodes directly behind this one.
+    /// Number of nodes directly behind this one.
     children: u32,
     full: u32,
     sliding: Option<u32>,
-    /// When the full block, and the sliding block, was last let go.
+    /// The times at which the full block, and the sliding block, were last let go.
     used: [u64; 2],
-    /// The newest turn whose end needs the sliding block; 0 if there is none.
+    /// The newest turn whose end needs the sliding block; 0 if no turn does.
     turn: u64,
     /// The first class, in the order of [`Priority`], that has used the node.
     priority: Priority,
@@ -139,12 +139,12 @@ impl Node {
 /// One of the two pools.
 #[derive(Debug)]
 struct Pool {
-    /// By block: how many tables name it.
+    /// The number of tables that name each block.
     holders: Vec<u32>,
-    /// By block: the node that it is registered with.
+    /// The node that each block is registered with.
     node: Vec<Option<NodeId>>,
     free: Vec<u32>,
-    /// How many registered blocks no table holds.
+    /// The number of registered blocks that no table holds.
     cached: usize,
 }
 
@@ -168,11 +168,11 @@ impl Pool {
     }
 }
 
-/// How many blocks of a pool are in which state.
+/// The number of a pool's blocks in each state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PoolUse {
     pub free: usize,
-    /// Blocks that only the prefix cache has: they are free if needed.
+    /// Blocks that only the prefix cache has. They become free if they are needed.
     pub cached: usize,
     pub held: usize,
 }
@@ -184,7 +184,7 @@ pub struct NoRoom;
 #[derive(Debug)]
 pub struct BlockManager {
     limits: KvLimits,
-    /// How many sliding blocks the ends of turns may protect from being evicted first.
+    /// The most sliding blocks that the ends of turns may protect from being evicted first.
     turn_blocks: usize,
     full: Pool,
     sliding: Pool,
@@ -193,19 +193,19 @@ pub struct BlockManager {
     by_chain: HashMap<u64, NodeId>,
     /// The keys of the chains' hashes, which are random in each process.
     hasher: RandomState,
-    /// Nodes whose full block can be evicted: no table holds it, and no node builds on it.
+    /// The nodes whose full block can be evicted, because no table holds it and no node builds on it.
     full_order: BTreeSet<FullKey>,
-    /// Nodes whose sliding block can be evicted.
+    /// The nodes whose sliding block can be evicted.
     sliding_order: BTreeSet<SlidingKey>,
-    /// Ends of turns and their nodes, the oldest first.
+    /// The ends of turns with their nodes, the oldest first.
     turns: VecDeque<(u64, Vec<NodeId>)>,
     next_turn: u64,
     clock: u64,
 }
 
 impl BlockManager {
-    /// A manager whose blocks are all free. `turn_blocks`: how many sliding blocks may be kept because a turn ended in
-    /// them.
+    /// A manager whose blocks are all free. `turn_blocks` is the most sliding blocks that are kept because a turn ended
+    /// in them.
     pub fn new(limits: KvLimits, turn_blocks: usize) -> Self {
         assert!(limits.block_size > 0, "a KV block holds at least one token");
         Self {
@@ -231,9 +231,9 @@ impl BlockManager {
         PoolUse { free: pool.free.len(), cached: pool.cached, held }
     }
 
-    /// A table for a sequence that starts with `tokens`, and how many of them it need not compute. These are whole
-    /// blocks that were computed under the same salt. They are never all of `tokens`, because the logits of the last
-    /// one are wanted.
+    /// A table for a sequence that starts with `tokens`, and the number of tokens that the sequence need not compute.
+    /// Those tokens are whole blocks that were computed under the same salt. They are never all of `tokens`, because
+    /// the logits of the last token are wanted.
     pub fn admit(&mut self, tokens: &[u32], priority: Priority, salt: &CacheSalt) -> (BlockTable, usize) {
         let path = self.longest_path(tokens, salt);
         let blocks = self.usable(&path);
@@ -257,14 +257,14 @@ impl BlockManager {
         (table, blocks * self.limits.block_size)
     }
 
-    /// How many full blocks [`BlockManager::admit`] would find for `tokens` that a table holds already.
+    /// The number of full blocks that [`BlockManager::admit`] would find for `tokens` and that a table holds already.
     pub fn held_prefix(&self, tokens: &[u32], salt: &CacheSalt) -> usize {
         let path = self.longest_path(tokens, salt);
         let held = |id: &&NodeId| self.full.holders[self.nodes[**id as usize].full as usize] > 0;
         path[..self.usable(&path)].iter().take_while(held).count()
     }
 
-    /// How many blocks of each pool `table` lacks for positions `..tokens`.
+    /// The number of blocks of each pool that `table` lacks for positions `..tokens`.
     pub fn missing(&self, table: &BlockTable, tokens: usize) -> [usize; 2] {
         let blocks = tokens.div_ceil(self.limits.block_size);
         let missing = |pool| blocks.saturating_sub(table.of(pool));
@@ -274,7 +274,7 @@ impl BlockManager {
         ]
     }
 
-    /// Whether each pool has that many blocks that are free or can be evicted.
+    /// Whether each pool has these numbers of blocks that are free or can be evicted.
     pub fn has_room(&self, [full, sliding]: [usize; 2]) -> bool {
         full <= self.full.available() && sliding <= self.sliding.available()
     }
@@ -358,7 +358,7 @@ impl BlockManager {
 
     /// Registers every block whose positions are all in `tokens`, which are computed, and lets go of blocks that the
     /// window of the next position has left. If another sequence of the same salt registered the same tokens first, the
-    /// table takes that block in place of its own. No block of a forgotten text is registered.
+    /// table takes that sequence's block in place of its own. No block of a forgotten text is registered.
     pub fn commit(&mut self, table: &mut BlockTable, tokens: &[u32]) {
         let size = self.limits.block_size;
         let whole = if table.forgotten { 0 } else { tokens.len() / size };
@@ -367,10 +367,10 @@ impl BlockManager {
             let chain = self.chain(&behind, tokens);
             let id = match self.find(chain, &behind, tokens) {
                 Ok(Some(id)) if self.share_full(table, index, id) => id,
-                // Forks share this block. If it were replaced here, they would not hold the registered one.
+                // Forks share this block. If it were replaced here, the forks would not hold the registered block.
                 Ok(Some(_)) => break,
                 Ok(None) => self.register(behind, chain, tokens, table),
-                // Two chains have one hash. The second is not cached.
+                // Two chains have the same hash. The second chain is not cached.
                 Err(Collision) => break,
             };
             self.use_as(id, table.priority);
@@ -393,8 +393,8 @@ impl BlockManager {
         }
     }
 
-    /// Notes that a turn of a conversation ends behind the registered tokens of `table`. The next turn starts from
-    /// there, so the window there is evicted last. Background requests have no next turn.
+    /// Notes that a turn of a conversation ends behind the registered tokens of `table`. The next turn starts there, so
+    /// the window there is evicted last. Background requests have no next turn.
     pub fn end_turn(&mut self, table: &BlockTable) {
         if table.priority == Priority::Background {
             return;
@@ -447,7 +447,7 @@ impl BlockManager {
 
     // --- the prefix cache ---
 
-    /// The nodes of `tokens` under a salt from the first block on, never with the block of the last token.
+    /// The nodes of `tokens` under a salt, from the first block on. The block of the last token is never among them.
     fn longest_path(&self, tokens: &[u32], salt: &CacheSalt) -> Vec<NodeId> {
         let mut path: Vec<NodeId> = Vec::new();
         let mut behind = Behind::Nothing(salt.clone());
@@ -460,12 +460,12 @@ impl BlockManager {
         path
     }
 
-    /// How many blocks of `path` a sequence can skip: the most behind which the window is whole.
+    /// The number of blocks of `path` that a sequence can skip: the most behind which the window is whole.
     fn usable(&self, path: &[NodeId]) -> usize {
         if self.limits.sliding_window.is_none() {
             return path.len();
         }
-        // How many sliding blocks in a row end at the block before.
+        // The number of sliding blocks in a row that end at the block before.
         let (mut row, mut usable) = (0, 0);
         for (i, id) in path.iter().enumerate() {
             row = if self.nodes[*id as usize].sliding.is_some() { row + 1 } else { 0 };
@@ -561,7 +561,8 @@ impl BlockManager {
         self.unused_nodes.push(id);
     }
 
-    /// Replaces the table's own full block by the registered one of `id`; false if other tables hold the own block too.
+    /// Replaces the table's own full block by the registered block of `id`. False if other tables hold the own block
+    /// too.
     fn share_full(&mut self, table: &mut BlockTable, index: usize, id: NodeId) -> bool {
         let (own, shared) = (table.full[index], self.nodes[id as usize].full);
         if own != shared {
@@ -575,7 +576,7 @@ impl BlockManager {
         true
     }
 
-    /// Registers the table's sliding block with `id`, or replaces it by the one that is registered.
+    /// Registers the table's sliding block with `id`, or replaces it by the sliding block that is registered.
     fn share_sliding(&mut self, table: &mut BlockTable, index: usize, id: NodeId) {
         let own = table.sliding[index];
         match self.nodes[id as usize].sliding {
@@ -617,7 +618,7 @@ impl BlockManager {
 
     /// Forgets the oldest turns until the rest is within the bound.
     fn forget_turns(&mut self) {
-        // Blocks that were evicted, or that belong to a newer turn by now, are skipped.
+        // Blocks that were evicted are skipped, as are blocks that belong to a newer turn by now.
         let nodes = &self.nodes;
         self.turns.retain_mut(|(turn, ids)| {
             ids.retain(|id| nodes[*id as usize].turn == *turn);
@@ -821,7 +822,7 @@ impl BlockManager {
     }
 }
 
-/// Another chain with the same hash is registered.
+/// The error that another chain with the same hash is registered.
 struct Collision;
 
 #[cfg(test)]
@@ -869,8 +870,8 @@ mod tests {
         table: BlockTable,
     }
 
-    /// The contents of a block: the text up to its end, its salt, and a number that tells apart each time its beginning
-    /// was computed.
+    /// The contents of a block: the text up to its end, its salt, and a number that tells apart each time that the
+    /// text's beginning was computed.
     #[derive(Debug, Clone)]
     struct Content {
         text: Vec<u32>,
@@ -878,7 +879,7 @@ mod tests {
         beginning: usize,
     }
 
-    /// The contents of the blocks, by pool and block.
+    /// The contents of all blocks, by pool and block.
     #[derive(Default)]
     struct Contents {
         pools: [HashMap<u32, Content>; 2],

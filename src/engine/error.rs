@@ -1,9 +1,9 @@
-//! Why a request is refused, or gets no whole answer.
+//! The errors of requests that are refused, or that get no whole answer.
 
 use super::request::EVENTS;
 use crate::model::{MAX_BIASES, MAX_LOGPROBS};
 
-/// Why a request was refused; nothing of it was kept.
+/// The reason for which a request was refused. The engine kept nothing of it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
     #[error("{waiting} requests are waiting already")]
@@ -12,7 +12,7 @@ pub enum SubmitError {
     EmptyPrompt,
     #[error("max_tokens is 0")]
     NoTokens,
-    /// `max_tokens` is none if the prompt alone is too long.
+    /// `max_tokens` is `None` if the prompt alone is too long.
     #[error("{}", overflow(*prompt, *max_tokens, *context))]
     ContextExceeded { prompt: usize, max_tokens: Option<usize>, context: usize },
     #[error("token id {id} is outside the vocabulary of {vocab_size}")]
@@ -37,7 +37,8 @@ fn overflow(prompt: usize, max_tokens: Option<usize>, context: usize) -> String 
     }
 }
 
-/// Why a request got no whole answer. After `Lost`, `Bug` and `ShuttingDown`, the engine answers no more.
+/// The reason for which a request got no whole answer. After `Lost`, `Bug` and `ShuttingDown`, the engine answers no
+/// more requests.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EngineError {
     /// The device was lost, or its driver failed.

@@ -23,7 +23,7 @@ use crate::model::{Limits, MAX_BIASES, MAX_LOGPROBS, Runner, SamplingParams};
 
 #[derive(Debug, Clone, Copy)]
 pub struct EngineConfig {
-    /// Requests that may wait beyond those that run: 1 to [`MAX_QUEUE`].
+    /// The most requests that wait beside those that run: 1 to [`MAX_QUEUE`].
     pub queue: usize,
     pub scheduler: SchedulerConfig,
 }
@@ -58,8 +58,8 @@ impl Engine {
         thread::Builder::new()
             .name("engine".into())
             .spawn(move || {
-                // The guard is dropped after the runner. Otherwise `join` would return while the runner's destructor
-                // runs.
+                // The guard is dropped after the runner. If it were dropped first, `join` would return while the
+                // runner's destructor runs.
                 let _end = EndGuard(shared);
                 // The panic hook has logged the message and the place.
                 if catch_unwind(AssertUnwindSafe(|| engine.run())).is_err() {
@@ -73,7 +73,8 @@ impl Engine {
     }
 }
 
-/// Cheap to clone; every method may be called from any thread, and none but [`EngineHandle::join`] blocks.
+/// A handle of the engine. It is cheap to clone. Every method may be called from any thread, and none but
+/// [`EngineHandle::join`] blocks.
 #[derive(Clone)]
 pub struct EngineHandle {
     inbox: SyncSender<Message>,
@@ -85,7 +86,7 @@ impl EngineHandle {
         self.shared.limits
     }
 
-    /// Puts a request on the queue, or says at once why not.
+    /// Puts a request on the queue, or returns at once why it is refused.
     pub fn submit(&self, request: Request) -> Result<TokenStream, SubmitError> {
         self.health()?;
         let max_tokens = self.admissible(&request)?;
@@ -133,7 +134,7 @@ impl EngineHandle {
         }
     }
 
-    /// How many ids `request` may generate, or why it is refused.
+    /// The number of ids that `request` may generate, or the reason for which it is refused.
     fn admissible(&self, request: &Request) -> Result<usize, SubmitError> {
         let Limits { max_context: context, vocab_size, .. } = self.shared.limits;
         assert!(!request.pooling || request.more_seeds.is_empty(), "several answers, and none");
@@ -179,9 +180,9 @@ impl EngineHandle {
         if ending { Err(shared.why_ended()) } else { Ok(()) }
     }
 
-    /// Why the engine ended by itself: [`EngineError::Lost`] or [`EngineError::Bug`]. None while the engine runs, and
-    /// if it was asked to end. The cause is set before the first answer fails for it, and never changes. The runner may
-    /// live on for long after that; [`EngineHandle::join`] waits for it.
+    /// The error with which the engine ended by itself: [`EngineError::Lost`] or [`EngineError::Bug`]. `None` while the
+    /// engine runs, and if it was asked to end. The cause is set before the first answer fails for it, and never
+    /// changes. The runner may live on for long after that; [`EngineHandle::join`] waits for it.
     pub fn ended(&self) -> Option<EngineError> {
         self.shared.cause.get().cloned()
     }
@@ -195,7 +196,7 @@ impl EngineHandle {
         *self.shared.signs.lock().expect("nothing panics under this lock")
     }
 
-    /// Has the device compute something tiny as soon as the engine is idle. [`EngineHandle::signs`] shows the result. A
+    /// Has the device run a tiny dispatch as soon as the engine is idle. [`EngineHandle::signs`] shows the result. A
     /// device that fails the probe is lost.
     pub fn probe(&self) {
         // Only the first call sends a message, because the inbox's places are for requests.
@@ -204,7 +205,7 @@ impl EngineHandle {
         }
     }
 
-    /// Lets `queue` requests wait from now on, 1 to [`MAX_QUEUE`]. Requests that wait already stay.
+    /// Lets `queue` requests wait from now on, 1 to [`MAX_QUEUE`]. Requests that wait already stay in the queue.
     pub fn set_queue(&self, queue: usize) {
         assert!((1..=MAX_QUEUE).contains(&queue), "a queue of {queue} requests");
         self.shared.queue.store(queue, Ordering::Relaxed);
@@ -235,21 +236,21 @@ impl EngineHandle {
     }
 }
 
-/// The events of one request. The last one is [`Event::Finished`] of its last answer, or [`Event::Failed`]; then the
+/// The events of one request. The last event is [`Event::Finished`] of its last answer, or [`Event::Failed`]; then the
 /// stream ends. Dropping the stream cancels the request.
 pub struct TokenStream {
     events: events::Receiver<Event>,
     shared: Arc<Shared>,
     /// Why the channel closed without a last event.
     failure: Arc<OnceLock<EngineError>>,
-    /// By answer: whether its reader wants no more of it.
+    /// For each answer, whether its reader wants no more of it.
     stopped: Arc<[AtomicBool]>,
-    /// By answer: whether its last event is still to come.
+    /// For each answer, whether its last event is still to come.
     unfinished: Vec<bool>,
 }
 
 impl TokenStream {
-    /// The next event. Must not be called inside an async runtime, where the stream is a [`futures::Stream`].
+    /// The next event. Async code must not call this function: there the stream is a [`futures::Stream`].
     pub fn blocking_next(&mut self) -> Option<Event> {
         while self.is_open() {
             let event = self.events.blocking_recv();
@@ -270,8 +271,8 @@ impl TokenStream {
         self.unfinished.contains(&true)
     }
 
-    /// The event for the reader; none if it belongs to an answer that was stopped. If the channel closed before a last
-    /// event, the reader was too slow, or the engine ended.
+    /// The event for the reader; `None` if it belongs to an answer that was stopped. If the channel closed before a
+    /// last event, the reader was too slow, or the engine ended.
     fn deliver(&mut self, event: Option<Event>) -> Option<Event> {
         let why = || self.failure.get().cloned().unwrap_or_else(|| self.shared.why_ended());
         let event = event.unwrap_or_else(|| Event::Failed(why()));

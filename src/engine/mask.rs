@@ -1,4 +1,4 @@
-//! Masks: which ids may come next in an answer. A grammar is the usual reason for one.
+//! Masks say which ids may come next in an answer. A grammar is the usual reason for a mask.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -9,17 +9,17 @@ use std::time::Duration;
 /// The engine asks for a mask once for each id, and shows it all ids before: a sequence with a mask has no step in
 /// flight while its next step is prepared. The engine asks when the device computes the layers of that step.
 pub trait TokenMask: Send {
-    /// The ids that may follow `answer`: bit `id % 32` of word `id / 32` is set for each of them. There is at least
-    /// one, and the words cover the whole vocabulary. `answer` has one id more than at the last call, or the same ids
+    /// The ids that may follow `answer`: bit `id % 32` of word `id / 32` is set for each of them. At least one bit is
+    /// set, and the words cover the whole vocabulary. `answer` has one id more than at the last call, or the same ids
     /// if that draw was lost.
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]>;
 
     /// Whether every id may follow `answer` from now on. The engine asks after each id. An answer that has become free
-    /// runs ahead of the host again, and its ids may be guessed.
+    /// runs ahead of the host again, and may get draft tokens.
     fn is_free(&mut self, answer: &[u32]) -> bool;
 
-    /// The time that masks of this answer took since the last call, with all that they are computed from. All other
-    /// answers wait meanwhile, so the scheduler counts that time against the client.
+    /// The time that this answer's masks took since the last call, with all work that they needed. All other answers
+    /// wait meanwhile, so the scheduler counts that time against the client.
     fn take_time(&mut self) -> Duration {
         Duration::ZERO
     }

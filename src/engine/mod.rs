@@ -8,8 +8,8 @@
 //! While the device runs one step, the next one is already submitted: an id that is drawn feeds the next step on the
 //! device. The host checks stop ids and limits, and sends events, while the device computes.
 //!
-//! With a draft model, steps do not overlap while a sequence wants guesses. The draft model guesses the ids behind the
-//! last known one, and one step of the model checks all of them.
+//! With a draft model, steps do not overlap while a sequence wants draft tokens. The draft model drafts the ids behind
+//! the last known one, and one step of the model verifies all of them.
 //!
 //! The engine speaks token ids, and refuses to know text, HTTP, the device or a layer. It never waits for a reader: a
 //! request whose reader falls [`EVENTS`] events behind, for each of its answers, is cancelled, and no other. Dropping a
@@ -45,6 +45,6 @@ pub use request::{CacheSalt, ClientId, EVENTS, MAX_QUEUE, Priority, Request};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, Share, Step};
 pub use sequence::{Fork, Sequence, SequenceId};
 pub use shared::{Signs, Stats, Work};
-pub use speculation::{Drafts, Guesses};
+pub use speculation::{DraftTotals, Drafts};
 pub use step_loop::draft;
 pub use trial::{Trial, TrialStep};

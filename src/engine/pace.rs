@@ -1,4 +1,5 @@
-//! How long a step takes, learnt from the steps before. The scheduler bounds prefill beside decodes with it.
+//! Predicts how long a step takes from the steps before. The scheduler bounds prefill beside decodes with the
+//! prediction.
 //!
 //! The model is linear: a step has a fixed cost (its weights are read once), a cost for each token, and a cost for each
 //! key that a token sees. The three costs are fitted to the steps seen, and newer steps count more. The average time of
@@ -10,12 +11,12 @@ use std::time::Duration;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Load {
     pub tokens: usize,
-    /// Keys that its tokens see, added up, as if every layer were full.
+    /// The number of keys that the step's tokens see, added up, as if every layer were full.
     pub keys: u64,
 }
 
 impl Load {
-    /// The load with `tokens` more, at positions `start..` of a sequence.
+    /// The load with `tokens` more tokens, at positions `start..` of a sequence.
     pub fn with(self, start: usize, tokens: usize) -> Load {
         let (start, n) = (start as u64, tokens as u64);
         let keys = n * start + n * (n + 1) / 2;
@@ -31,9 +32,10 @@ impl Load {
 const MEMORY_STEPS: f64 = 200.0;
 /// The largest entry that the covariance may have on its diagonal.
 const MOST_UNCERTAIN: f64 = 1e3;
-/// Steps to observe before the fit is used.
+/// The number of steps to observe before the fit is used.
 const LEARNING_STEPS: u64 = 4;
-/// Prefill tokens beside decodes while nothing is known. A step never has fewer, or a prompt would never be done.
+/// The prefill tokens beside decodes while nothing is known. No step has fewer, because a prompt would never be done
+/// otherwise.
 pub(super) const CAREFUL_TOKENS: usize = 16;
 
 /// Recursive least squares with forgetting (Haykin, Adaptive Filter Theory, chapter 10).
@@ -42,7 +44,7 @@ pub struct Pace {
     seconds: [f64; 3],
     covariance: [[f64; 3]; 3],
     steps: u64,
-    /// Seconds and tokens of the steps seen; older steps count less.
+    /// Seconds and tokens of the steps seen, of which older steps count less.
     recent: [f64; 2],
 }
 
@@ -54,12 +56,12 @@ impl Default for Pace {
 
 impl Pace {
     pub fn new() -> Self {
-        // Nothing is known yet, so any fit is as likely. The entries are scaled to the features.
+        // Nothing is known yet, so every fit is equally likely. The entries are scaled to the features.
         let covariance = [[1.0, 0.0, 0.0], [0.0, 1e-2, 0.0], [0.0, 0.0, 1e-2]];
         Self { seconds: [0.0; 3], covariance, steps: 0, recent: [0.0; 2] }
     }
 
-    /// Learns from a step, and how long it took.
+    /// Learns from a step and the time that it took.
     pub fn observe(&mut self, load: Load, took: Duration) {
         let x = load.features();
         let p = &self.covariance;
@@ -82,7 +84,7 @@ impl Pace {
         self.recent = std::array::from_fn(|i| forget * self.recent[i] + new[i]);
     }
 
-    /// The average time of a token, at least a nanosecond; none while too few steps were seen.
+    /// The average time of a token, at least a nanosecond; `None` while too few steps were seen.
     pub fn per_token(&self) -> Option<Duration> {
         let [seconds, tokens] = self.recent;
         let known = self.steps >= LEARNING_STEPS && tokens > 0.0;
@@ -93,7 +95,7 @@ impl Pace {
         load.features().iter().zip(self.seconds).map(|(x, s)| x * s).sum()
     }
 
-    /// The expected time of a step; none while too few steps were seen.
+    /// The expected time of a step; `None` while too few steps were seen.
     pub fn predict(&self, load: Load) -> Option<Duration> {
         (self.steps >= LEARNING_STEPS).then(|| {
             let cost = load.features().iter().zip(self.seconds).map(|(x, s)| x * s.max(0.0)).sum::<f64>();
@@ -101,8 +103,8 @@ impl Pace {
         })
     }
 
-    /// How many of `wanted` tokens at positions `start..` may join `load` for the step to stay within `bound`. At least
-    /// `least` may, however slow the device is.
+    /// The number of the `wanted` tokens at positions `start..` that may join `load` for the step to stay within
+    /// `bound`. At least `least` tokens may, however slow the device is.
     pub fn room(&self, load: Load, start: usize, wanted: usize, least: usize, bound: Duration) -> usize {
         let least = least.min(wanted);
         let fits = |tokens: usize| self.predict(load.with(start, tokens)).is_some_and(|took| took <= bound);

@@ -20,43 +20,43 @@ impl CacheSalt {
     }
 }
 
-/// Hides the bytes: who knows a salt can find out what others have asked.
+/// The bytes are hidden, because anyone who knows a salt can find out what others have asked.
 impl fmt::Debug for CacheSalt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "CacheSalt({} bytes)", self.0.len())
     }
 }
 
-/// Which requests go first.
+/// The class of a request, which decides what goes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Priority {
     /// A person waits for the answer.
     #[default]
     Interactive,
-    /// Runs only if no interactive request runs or waits. Its blocks in the prefix cache are evicted before those of
-    /// interactive requests.
+    /// The request runs only if no interactive request runs or waits. Its blocks in the prefix cache are evicted before
+    /// the blocks of interactive requests.
     Background,
 }
 
-/// Events of one answer that may wait for the reader: some seconds of an answer, or a pause of the reader.
+/// The most events of one answer that wait for the reader: some seconds of an answer, or a pause of the reader.
 pub const EVENTS: usize = 1024;
 
 /// The longest queue that an engine may have.
 pub const MAX_QUEUE: usize = 4096;
 
-/// One prompt and how to answer it. Ids are `0..limits.vocab_size`.
+/// A prompt, and how to answer it. Ids are `0..limits.vocab_size`.
 #[derive(Debug, Clone)]
 pub struct Request {
     pub prompt: Vec<u32>,
-    /// How the ids of all its answers are drawn.
+    /// How the ids of all answers are drawn.
     pub sampling: Arc<SamplingParams>,
     /// The seed of the first answer.
     pub seed: u64,
-    /// The most ids to generate; none stands for all that the context leaves behind the prompt.
+    /// The most ids to generate; `None` for all that the context leaves behind the prompt.
     pub max_tokens: Option<usize>,
     /// Says which ids may come next; each answer gets a copy of its own.
     pub mask: Option<Box<dyn TokenMask>>,
-    /// Asks for log probabilities of the prompt's ids but the first, and of so many of the most likely ids in their
+    /// Asks for log probabilities of the prompt's ids but the first, and of this many of the most likely ids in their
     /// places. The prefix cache does not help such a prompt.
     pub prompt_logprobs: Option<usize>,
     /// Asks for the mean of the prompt's hidden states in place of an answer. All fields above but `prompt` are ignored

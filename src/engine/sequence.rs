@@ -8,10 +8,10 @@ use super::block_manager::BlockTable;
 use super::error::EngineError;
 use super::mask::{PendingMask, SharedMask};
 use super::request::{CacheSalt, ClientId, Priority};
-use super::speculation::{Adaptive, Drafts, Guesser, Lookup};
+use super::speculation::{Adaptive, Drafter, Drafts, Lookup};
 use crate::model::{Draw, Logprobs, SamplingParams};
 
-/// The name of an answer inside the engine; never reused.
+/// The id of an answer inside the engine; never reused.
 pub type SequenceId = u64;
 
 /// A further answer to a prompt (`n > 1`). It shares the prompt with the first answer, and has a seed of its own.
@@ -24,7 +24,7 @@ pub struct Fork {
 /// A prompt and its answer.
 ///
 /// Once anything was submitted, `computed <= submitted < tokens + drawn`. There are two exceptions: a sequence with
-/// guesses in flight, and a prompt that is pooled, which ends when all of it is submitted.
+/// draft tokens in flight, and a prompt that is pooled, which ends when all of it is submitted.
 #[derive(Debug)]
 pub struct Sequence {
     pub id: SequenceId,
@@ -37,52 +37,52 @@ pub struct Sequence {
     /// The prompt, and the ids of the answer that are known.
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
-    /// How its ids are drawn; forks share it.
+    /// How the ids are drawn; forks share the parameters.
     pub sampling: Arc<SamplingParams>,
     pub seed: u64,
     pub max_tokens: usize,
     pub mask: Option<SharedMask>,
-    /// As [`SamplingParams::logprobs`], for the ids of the prompt but the first; forks leave them to their parent.
+    /// As [`SamplingParams::logprobs`], for the ids of the prompt but the first. Forks leave these to their parent.
     pub prompt_logprobs: Option<usize>,
     /// Asks for the sum of the prompt's hidden states in place of an answer. Such a prompt bypasses the prefix cache:
     /// the cache holds no hidden states, and an embedded text is rarely the beginning of a chat.
     pub pooling: bool,
     /// Further answers, which become sequences of their own when the prompt is submitted.
     pub forks: Vec<Fork>,
-    /// The order of arrival; forks have their parent's.
+    /// The number of the sequence in the order of arrival; forks have their parent's.
     pub(super) arrival: u64,
     /// The device slot, while the sequence runs.
     pub(super) slot: Option<u32>,
     /// Slots that are kept for `forks`.
     pub(super) fork_slots: Vec<u32>,
     pub(super) table: BlockTable,
-    /// Positions whose keys and values the committed steps have computed.
+    /// The number of positions whose keys and values the committed steps have computed.
     pub(super) computed: usize,
-    /// Positions that are computed once the submitted steps are done.
+    /// The number of positions that are computed once the submitted steps are done.
     pub(super) submitted: usize,
-    /// Ids that the submitted steps will draw.
+    /// The number of ids that the submitted steps will draw.
     pub(super) drawn: usize,
-    /// Whether guesses are in flight: how many ids that step draws is known when it is done.
+    /// Whether draft tokens are in flight. How many ids such a step draws is known when it is done.
     pub(super) speculating: bool,
-    /// Time of the mask that the sequence has dropped, and that is not charged yet.
+    /// Time of the mask that the sequence has dropped, if that time is not charged yet.
     pub(super) mask_time: Duration,
     pub(super) lookup: Lookup,
     /// How many ids to ask the draft model for.
-    pub(super) draft: Adaptive,
-    /// The draft model's guesses for the next scheduled step. No step of the sequence is in flight while there are any.
-    pub(super) offered: Vec<u32>,
-    /// Ids guessed so far, and how many were accepted.
+    pub(super) draft_length: Adaptive,
+    /// The draft model's tokens for the next scheduled step. No step of the sequence is in flight while there are any.
+    pub(super) draft_tokens: Vec<u32>,
+    /// How many draft tokens were proposed so far, and how many were accepted.
     pub(super) drafts: Drafts,
     /// Log probabilities of the prompt's ids from the second on, as far as they are known.
     pub(super) scores: Vec<Logprobs>,
     /// Counts preemptions. A share of a step that was submitted in an earlier life is dropped.
     pub(super) life: u32,
-    /// Tokens that the prefix cache had when the sequence was first admitted.
+    /// The number of tokens that the prefix cache had when the sequence was first admitted.
     pub(super) cached: Option<usize>,
-    /// Whether no step since the admission has written tokens to its slot.
+    /// Whether no step since the admission has written tokens to the sequence's slot.
     pub(super) fresh: bool,
-    /// The scheduler's step in which the sequence last got tokens, or arrived.
-    pub(super) since: u64,
+    /// The number of the scheduler's step in which the sequence last got tokens, or arrived.
+    pub(super) last_step: u64,
     /// Whether the sequence waited so long that it counts as interactive for good.
     pub(super) raised: bool,
 }
@@ -121,19 +121,19 @@ impl Sequence {
             speculating: false,
             mask_time: Duration::ZERO,
             lookup: Lookup::default(),
-            draft: Adaptive::default(),
-            offered: Vec::new(),
+            draft_length: Adaptive::default(),
+            draft_tokens: Vec::new(),
             drafts: Drafts::default(),
             scores: Vec::new(),
             life: 0,
             cached: None,
             fresh: false,
-            since: 0,
+            last_step: 0,
             raised: false,
         }
     }
 
-    /// Ids of the answer that are known, a stop id included.
+    /// The number of ids of the answer that are known, a stop id included.
     pub fn generated(&self) -> usize {
         self.tokens.len() - self.prompt_len
     }
@@ -148,7 +148,7 @@ impl Sequence {
             (self.mask.is_some(), ", masked"),
             (self.prompt_logprobs.is_some(), ", scored"),
             (self.pooling, ", pooled"),
-            (self.speculating, ", guessing"),
+            (self.speculating, ", speculating"),
         ];
         let kinds: String = kinds.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect();
         format!(
@@ -165,38 +165,38 @@ impl Sequence {
             self.table.sliding().1.count(),
             self.forks.len(),
             self.life,
-            self.since,
+            self.last_step,
         )
     }
 
-    /// The class by which it is scheduled. Its blocks in the cache keep the class of its priority.
+    /// The class by which the sequence is scheduled. Its blocks in the cache keep the class of its priority.
     pub(super) fn class(&self) -> Priority {
         if self.raised { Priority::Interactive } else { self.priority }
     }
 
-    /// Its place in the line for blocks: the sequence with the larger place is preempted first.
+    /// The place of the sequence in the line for blocks: the sequence with the larger place is preempted first.
     pub(super) fn line(&self) -> (Priority, u64, SequenceId) {
         (self.class(), self.arrival, self.id)
     }
 
-    /// Whether it got no tokens for more than `patience` steps.
-    pub(super) fn is_overdue(&self, now: u64, patience: u64) -> bool {
-        now - self.since > patience
+    /// Whether the sequence got no tokens for more than `patience` steps.
+    pub(super) fn is_overdue(&self, step: u64, patience: u64) -> bool {
+        step - self.last_step > patience
     }
 
-    /// Counts the next `len` tokens as submitted, and `guesses` behind them.
-    pub(super) fn submit(&mut self, len: usize, guesses: usize) {
+    /// Counts the next `len` tokens as submitted, and as many `draft_tokens` behind them.
+    pub(super) fn submit(&mut self, len: usize, draft_tokens: usize) {
         self.fresh = false;
-        self.submitted += len + guesses;
-        self.speculating = guesses > 0;
-        self.drafts.proposed += guesses;
+        self.submitted += len + draft_tokens;
+        self.speculating = draft_tokens > 0;
+        self.drafts.proposed += draft_tokens;
     }
 
     /// Forgets what was computed and submitted, because the sequence lost its blocks.
     pub(super) fn start_over(&mut self) {
         (self.computed, self.submitted, self.drawn) = (0, 0, 0);
         self.speculating = false;
-        self.offered.clear();
+        self.draft_tokens.clear();
         self.scores.clear();
         self.life += 1;
     }
@@ -215,13 +215,13 @@ impl Sequence {
         child.table = table;
         (child.computed, child.submitted) = (self.computed, self.submitted);
         child.cached = self.cached;
-        child.since = self.since;
+        child.last_step = self.last_step;
         child.raised = self.raised;
         child
     }
 
-    /// Takes in the id drawn behind its last token, none if the logits were not finite. Returns the id for the reader,
-    /// and the end if the id ends the answer.
+    /// Takes in the id drawn behind the last token, `None` if the logits were not finite. Returns the id for the
+    /// reader, and the end if the id ends the answer.
     pub(super) fn take(&mut self, drawn: Option<u32>) -> (Option<u32>, Option<Ended>) {
         let Some(id) = drawn else { return (None, Some(Err(EngineError::NotFinite))) };
         self.tokens.push(id);
@@ -236,13 +236,14 @@ impl Sequence {
         (Some(id), all.then_some(Ok(FinishReason::Length)))
     }
 
-    /// How long its masks took since the last call.
+    /// The time that the sequence's masks took since the last call.
     pub(super) fn take_mask_time(&mut self) -> Duration {
         let latest = self.mask.as_ref().map_or(Duration::ZERO, SharedMask::take_time);
         std::mem::take(&mut self.mask_time) + latest
     }
 
-    /// Tokens that the next steps must process before the sequence yields an id. 0 if it must wait for an id under way.
+    /// The number of tokens that the next steps must process before the sequence yields an id; 0 if it must wait for an
+    /// id under way.
     pub(super) fn pending(&self) -> usize {
         // A mask is computed from known ids.
         let masked = self.mask.is_some() && self.drawn > 0;
@@ -252,12 +253,13 @@ impl Sequence {
         self.tokens.len() + self.drawn - self.submitted
     }
 
-    /// Ids before its next tokens that penalties count and the slot's history lacks, because the prefix cache had them.
+    /// The number of ids before the next tokens that penalties count and the slot's history lacks, because the prefix
+    /// cache had them.
     pub(super) fn unseen(&self) -> usize {
         if self.fresh && self.sampling.penalizes() { self.submitted } else { 0 }
     }
 
-    /// How many of the next tokens have an id of the prompt behind them that is to be scored.
+    /// The number of next tokens that have an id of the prompt behind them that is to be scored.
     pub(super) fn unscored(&self) -> usize {
         let is_scored = self.prompt_logprobs.is_some() && !self.pooling;
         if is_scored { (self.prompt_len - 1).saturating_sub(self.submitted) } else { 0 }
@@ -271,7 +273,7 @@ impl Sequence {
     /// A draw that scores the prompt's id at `position`, behind a token of the `sequence`-th of a batch. A bias forces
     /// the id, so that its probability comes back.
     pub(super) fn score(&self, sequence: usize, token: usize, position: usize) -> Draw {
-        /// Exceeds any logit.
+        /// A bias that exceeds any logit.
         const FORCED: f32 = 1e30;
         let logit_bias = vec![(self.tokens[position], FORCED)];
         Draw {
@@ -316,10 +318,10 @@ impl Sequence {
         self.prompt_logprobs.take().map(|_| std::mem::take(&mut self.scores))
     }
 
-    pub(super) fn adaptive(&mut self, guesser: Guesser) -> &mut Adaptive {
-        match guesser {
-            Guesser::Lookup => &mut self.lookup.adaptive,
-            Guesser::Model => &mut self.draft,
+    pub(super) fn adaptive(&mut self, drafter: Drafter) -> &mut Adaptive {
+        match drafter {
+            Drafter::Lookup => &mut self.lookup.adaptive,
+            Drafter::Model => &mut self.draft_length,
         }
     }
 

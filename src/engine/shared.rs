@@ -7,13 +7,13 @@ use std::time::Instant;
 use super::block_manager::PoolUse;
 use super::error::{EngineError, SubmitError};
 use super::request::Priority;
-use super::speculation::Guesses;
+use super::speculation::DraftTotals;
 use crate::model::Limits;
 
-/// Counts as of the end of the last step. Counts of events are since the start.
+/// Counts at the end of the last step. Counts of events are counts since the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Requests that are submitted and do not run yet.
+    /// Number of requests that are submitted and do not run yet.
     pub waiting: usize,
     pub running: usize,
     /// Blocks of full layers.
@@ -21,14 +21,14 @@ pub struct Stats {
     /// Blocks of sliding layers.
     pub sliding: PoolUse,
     pub preemptions: u64,
-    /// Ids guessed ahead.
-    pub guesses: Guesses,
+    /// Counts of the draft tokens of all sequences.
+    pub drafts: DraftTotals,
     pub steps: u64,
-    /// Tokens that the steps computed.
+    /// Number of tokens that the steps computed.
     pub step_tokens: u64,
-    /// Shares of sequences in the steps.
+    /// Number of shares of sequences in the steps.
     pub step_shares: u64,
-    /// Time that the engine's thread worked: it waited neither for the device nor for requests.
+    /// Time that the engine's thread worked, and waited neither for the device nor for requests.
     pub host_ns: u64,
 }
 
@@ -42,16 +42,16 @@ pub enum Work {
 /// Signs of life of the device.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Signs {
-    /// When the device last finished something.
+    /// The time at which the device last finished something.
     pub last: Option<Instant>,
     /// The work that the device has now, and since when.
     pub work: Option<(Work, Instant)>,
 }
 
-/// State that the handles share with the engine's thread. A step takes only locks that nobody holds for long.
+/// State that the handles share with the engine's thread. A step takes only locks that are held briefly.
 pub(super) struct Shared {
     pub(super) limits: Limits,
-    /// Requests that may wait.
+    /// The most requests that may wait.
     pub(super) queue: AtomicUsize,
     pub(super) waiting: AtomicUsize,
     pub(super) stats: Mutex<Stats>,
@@ -61,7 +61,7 @@ pub(super) struct Shared {
     pub(super) next_id: AtomicU64,
     pub(super) draining: AtomicBool,
     pub(super) aborted: AtomicBool,
-    /// Why the engine ends; empty if it was asked to.
+    /// The reason for which the engine ends; empty if it was asked to end.
     pub(super) cause: OnceLock<EngineError>,
     pub(super) ended: Mutex<bool>,
     pub(super) end: Condvar,
@@ -81,7 +81,7 @@ impl Shared {
         *self.signs.lock().expect("nothing panics under this lock") = signs;
     }
 
-    /// Sets why the engine ends. The first cause stays, and every later refusal names it.
+    /// Sets the reason for which the engine ends. The first reason stays, and every later refusal names it.
     pub(super) fn end_for(&self, cause: EngineError) {
         let _ = self.cause.set(cause);
     }

@@ -21,7 +21,7 @@ pub(super) struct Submitted {
 
 pub(super) enum Message {
     Submit(Box<Submitted>),
-    /// Has the thread look at the flags of [`Shared`].
+    /// Makes the thread look at the flags of [`Shared`].
     Wake,
 }
 
@@ -37,9 +37,9 @@ pub(super) struct StepLoop {
     runner: Box<dyn Runner>,
     scheduler: Scheduler,
     pace: Pace,
-    /// The oldest comes first.
+    /// The steps in flight, the oldest first.
     in_flight: VecDeque<InFlight>,
-    /// When the last step ended. The next step had the device from then on.
+    /// The time at which the last step ended. The next step had the device from then on.
     last_done: Instant,
     answers: HashMap<SequenceId, Answer>,
     messages: Receiver<Message>,
@@ -189,8 +189,8 @@ impl StepLoop {
     /// Sends the events of one output.
     fn tell(&mut self, output: Output) {
         let Output { id: sequence, token, mut logprobs, prompt, pooled, end, cached_tokens, drafts } = output;
-        // A step may yield several ids, and the answer may have been removed at the first: its reader was too far
-        // behind.
+        // A step may yield several ids, and the answer may have been removed at the first of them, because its reader
+        // was too far behind.
         let Some(answer) = self.answers.get_mut(&sequence) else { return };
         answer.clock.drafts = drafts;
         answer.clock.cached_n = cached_tokens;
@@ -225,8 +225,8 @@ impl StepLoop {
         }
     }
 
-    /// Fails all requests that run or wait, in the inbox too. The runner is dropped last: its destructor may take long,
-    /// or never end if the device hangs, and no client is to wait for it.
+    /// Fails all requests that run, wait, or are in the inbox. The runner is dropped last: its destructor may take
+    /// long, or never end if the device hangs, and no client is to wait for it.
     pub(super) fn end(mut self) {
         self.shared.draining.store(true, Ordering::Release);
         let error = self.shared.why_ended();
@@ -244,7 +244,7 @@ impl StepLoop {
         }
         self.publish();
         let Self { runner, messages, .. } = self;
-        // Dropping the inbox fails the requests that arrived since, and refuses later ones, with the same error.
+        // Dropping the inbox fails the requests that arrived since then, and refuses later ones, with the same error.
         drop(messages);
         drop(runner);
     }
@@ -255,15 +255,15 @@ impl StepLoop {
             full: self.scheduler.usage(BlockPool::Full),
             sliding: self.scheduler.usage(BlockPool::Sliding),
             preemptions: self.scheduler.preemptions(),
-            guesses: self.scheduler.guesses(),
+            drafts: self.scheduler.drafts(),
             ..self.stats
         };
         *self.shared.stats.lock().expect("nothing panics under this lock") = stats;
     }
 }
 
-/// Lets the runner's draft model guess before the next step is scheduled, with `in_flight` steps under way. Returns how
-/// long that took, or none if those steps must be committed first.
+/// Has the runner's draft model draft tokens for the next step, before that step is scheduled and with `in_flight`
+/// steps under way. Returns the time that drafting took. `None` if the steps in flight must be committed first.
 pub fn draft(
     scheduler: &mut Scheduler,
     runner: &mut dyn Runner,
@@ -275,15 +275,15 @@ pub fn draft(
     if in_flight > 0 {
         return Ok(None);
     }
-    let (ids, requests): (Vec<_>, Vec<_>) = scheduler.wishes().into_iter().unzip();
+    let (ids, requests): (Vec<_>, Vec<_>) = scheduler.draft_requests().into_iter().unzip();
     if requests.is_empty() {
         return Ok(Some(Duration::ZERO));
     }
     let before = Instant::now();
-    let guesses = runner.draft(&requests)?;
+    let draft_tokens = runner.draft(&requests)?;
     let took = before.elapsed();
-    assert_eq!(guesses.len(), ids.len(), "the runner guessed for others than asked");
-    scheduler.offer(ids.into_iter().zip(guesses), took);
+    assert_eq!(draft_tokens.len(), ids.len(), "the runner drafted for others than asked");
+    scheduler.take_draft_tokens(ids.into_iter().zip(draft_tokens), took);
     Ok(Some(took))
 }
 

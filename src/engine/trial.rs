@@ -18,17 +18,17 @@ use crate::model::{
 /// The work to time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trial {
-    /// A prompt of `tokens`, at least 1, in steps as long as the runner takes.
+    /// A prompt of `tokens` tokens, at least 1, in steps as long as the runner takes.
     Prefill { tokens: usize },
-    /// As many as `steps`, at least 1, each of which draws an id for each of `sequences`, at least 1, from position
-    /// `depth` on.
+    /// Steps that decode, `steps` of them, at least 1. Each draws an id for each of `sequences` sequences, at least 1,
+    /// from position `depth` on.
     Decode { sequences: usize, depth: usize, steps: usize },
 }
 
 /// One step of a trial.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrialStep {
-    /// By sequence: the positions before its tokens, and how many tokens it has.
+    /// For each sequence, the positions before its tokens, and the number of its tokens.
     pub shares: Vec<(usize, usize)>,
     pub draws: bool,
 }
@@ -54,12 +54,12 @@ impl Trial {
         }
     }
 
-    /// How many steps [`Trial::run`] submits, with the one that warms up.
+    /// The number of steps that [`Trial::run`] submits, with the one that warms up.
     pub fn submitted(self, limits: &Limits) -> usize {
         self.steps(limits).len() + usize::from(matches!(self, Trial::Decode { .. }))
     }
 
-    /// Why a runner with these limits cannot run the trial; none if it can.
+    /// The reason for which a runner with these limits cannot run the trial; `None` if it can.
     pub fn obstacle(self, limits: &Limits) -> Option<String> {
         let (sequences, tokens) = match self {
             Trial::Prefill { tokens } => (1, tokens),
@@ -104,7 +104,7 @@ impl Trial {
         let mut submit = |runner: &mut dyn Runner, step: &TrialStep, known: bool| {
             let shares = step.shares.iter().zip(&mut tables).enumerate();
             let sequences = shares.map(|(slot, (&(start, tokens), table))| {
-                // Any ids would do, but each sequence has others.
+                // Any ids would do, but each sequence has its own.
                 let id = |i: usize| ((start + i) * 7919 + slot * 31 + 5) % limits.vocab_size;
                 let ids = (0..tokens).map(|i| id(i) as u32);
                 let input = if known { Input::Ids(ids.collect()) } else { Input::LastSampled };

@@ -7,9 +7,9 @@ use sha2::{Digest, Sha256};
 
 /// The files of one device.
 pub(super) struct Cache {
-    /// `None` where the user has no cache directory.
+    /// The folder of the files; `None` if the user has no cache directory.
     dir: Option<PathBuf>,
-    /// Device, driver version and driver build.
+    /// Name of the device, version of the driver, and build of the driver.
     driver: String,
 }
 
@@ -22,7 +22,7 @@ impl Cache {
         Some(self.dir.as_ref()?.join(format!("{name}-{}-{}.bin", self.driver, env!("SHADER_HASH"))))
     }
 
-    /// `None` where no file of that name was written, or where the file is damaged.
+    /// The contents of a file; `None` if no file of that name was written, or if the file is damaged.
     pub fn read(&self, name: &str) -> Option<Vec<u8>> {
         read_whole(&self.file(name)?)
     }
@@ -36,7 +36,7 @@ impl Cache {
     }
 }
 
-/// `$UNICORN_CACHE_DIR`, else the user's cache directory, else none.
+/// The cache directory: `$UNICORN_CACHE_DIR`, or else the user's cache directory, if there is one.
 fn cache_dir() -> Option<PathBuf> {
     let var = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     var("UNICORN_CACHE_DIR")
@@ -44,7 +44,7 @@ fn cache_dir() -> Option<PathBuf> {
         .or_else(|| Some(var("HOME")?.join(".cache/unicorn")))
 }
 
-/// The file's bytes, if it is whole: SHA-256 of the rest, then the rest.
+/// The contents of a file, if the file is whole. It begins with the SHA-256 of the rest.
 fn read_whole(file: &Path) -> Option<Vec<u8>> {
     let bytes = fs::read(file).ok()?;
     let (hash, data) = bytes.split_at_checked(32)?;

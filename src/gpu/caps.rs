@@ -44,7 +44,7 @@ pub struct Caps {
     /// The subgroup size that a pipeline gets without asking for one, and the least and largest that it may ask for.
     pub subgroup_size: u32,
     pub subgroup_sizes: (u32, u32),
-    /// Largest number of subgroups in a workgroup of a pipeline that asks for a subgroup size.
+    /// The largest number of subgroups in a workgroup of a pipeline that asks for a subgroup size.
     pub max_workgroup_subgroups: u32,
     pub max_workgroup_invocations: u32,
     pub max_shared_bytes: u32,
@@ -95,7 +95,7 @@ impl Caps {
             (true, true) => (properties13.min_subgroup_size, properties13.max_subgroup_size),
             _ => (subgroup.subgroup_size, subgroup.subgroup_size),
         };
-        // lavapipe lists cooperative matrices for subgroups of any size, and kills the process unless the size is 8.
+        // lavapipe lists cooperative matrices for subgroups of any size, and kills the process if the size is not 8.
         let may_multiply = kind != vk::PhysicalDeviceType::CPU || subgroup.subgroup_size == 8;
         let has_matrix = has_matrix && may_multiply && is(matrix.cooperative_matrix);
         let all = [
@@ -191,8 +191,8 @@ impl Caps {
         ))
     }
 
-    /// The subgroup size that a pipeline with this workgroup asks for: [`SUBGROUP_LANES`], or the largest size of the
-    /// device below that; all sizes are powers of two. `None`, which leaves the size to the device, where the device
+    /// The subgroup size that a pipeline with this workgroup asks for: `SUBGROUP_LANES`, or the device's largest size
+    /// below that; all sizes are powers of two. `None` leaves the size to the device. The size is `None` if the device
     /// has only larger sizes, has no `subgroupSizeControl`, or would need too many subgroups for a workgroup.
     pub fn required_subgroup_size(&self, workgroup: [u32; 3]) -> Option<u32> {
         let (least, most) = self.subgroup_sizes;
@@ -321,7 +321,8 @@ mod tests {
 
     #[test]
     fn pipelines_ask_for_32_lanes_or_for_what_divides_them() {
-        // Sizes of a device, what is asked for, and whether workgroups of 32 and of 48 have full subgroups.
+        // Each case has the device's sizes, the size that is asked for, and whether workgroups of 32 and of 48 have
+        // full subgroups.
         let cases = [
             ((32, 64), Some(32), [true, false]), // RDNA
             ((32, 32), Some(32), [true, false]), // NVIDIA

@@ -4,34 +4,34 @@ use super::GpuError;
 use super::enumerate::list_devices;
 use super::info::{DeviceInfo, DeviceKind, QueueKind};
 
-/// Which device to open.
+/// The policy by which a device is chosen.
 #[derive(Debug, Clone, Default)]
 pub struct DevicePolicy {
-    /// Index from `unicorn devices`, or part of the device's name in any case. `None`: the best GPU.
+    /// An index from `unicorn devices`, or a part of the device's name in any case. `None`: the best GPU.
     pub device: Option<String>,
-    /// Accept a device of type CPU. Where this is false, software Vulkan is refused even if `device` names it.
+    /// Whether a device of type CPU is accepted. If not, software Vulkan is refused even if `device` names it.
     pub allow_software: bool,
-    /// Load the validation layer; any message it reports then fails the next wait.
+    /// Whether the validation layer is loaded. Any message that it reports fails the next wait.
     pub validation: bool,
-    /// Time every dispatch with timestamp queries.
+    /// Whether timestamp queries time every dispatch.
     pub profile: bool,
-    /// The kind of queue to use. `None`: a compute queue without graphics if there is one, since the desktop does not
-    /// share that.
+    /// The kind of queue to use. `None`: a compute queue without graphics if there is one, because the desktop shares
+    /// no such queue.
     pub queue: Option<QueueKind>,
 }
 
-/// What to check where the loader shows no device.
+/// Advice for users whose loader shows no device.
 pub const NO_DRIVER_HINT: &str = "is a driver installed (mesa-vulkan-drivers), and may this user open /dev/dri/renderD* \
                                   (group render)?";
 
-/// The device that [`Device::open`](super::Device::open) would take; it is not opened.
+/// The device that [`Device::open`](super::Device::open) would open. The device stays closed.
 pub fn chosen_device(policy: &DevicePolicy) -> Result<DeviceInfo, GpuError> {
     let mut seen = list_devices()?;
     let index = choose(policy, &seen)?;
     Ok(seen.swap_remove(index))
 }
 
-/// The index of the device to take. The error lists the devices seen and why each is refused.
+/// The index of the device to open. The error lists the devices seen, and why each is refused.
 pub(super) fn choose(policy: &DevicePolicy, seen: &[DeviceInfo]) -> Result<usize, GpuError> {
     let refusal = |d: &DeviceInfo| -> Option<String> {
         if d.kind == DeviceKind::Cpu && !policy.allow_software {

@@ -12,7 +12,7 @@ use super::instance::Instance;
 use super::pipeline::{PUSH_BYTES, create_pipeline, pipeline_name};
 use super::{DeviceInfo, GpuError, Shader};
 
-/// A device that compiles and runs nothing.
+/// A device that compiles pipelines and runs nothing.
 pub struct Compiler {
     layout: vk::PipelineLayout,
     executables: khr::pipeline_executable_properties::Device,
@@ -21,18 +21,18 @@ pub struct Compiler {
     _instance: Instance,
 }
 
-/// One pipeline, compiled.
+/// One compiled pipeline.
 #[derive(Debug, Clone)]
 pub struct Compiled {
-    /// Lanes of a wave; the driver chooses the number where the pipeline asks for none.
+    /// Number of lanes of a wave. The driver chooses the number if the pipeline asks for none.
     pub subgroup_size: u32,
-    /// The driver's own numbers by its own names, e.g. ("Spilled VGPRs", 0).
+    /// The driver's own statistics by its own names, e.g. ("Spilled VGPRs", 0).
     pub statistics: Vec<(String, u64)>,
     pub assembly: String,
 }
 
 impl Compiler {
-    /// Opens the device whose name holds `part`.
+    /// Opens the device whose name contains `part`.
     pub fn open(part: &str) -> Result<Compiler, GpuError> {
         let instance = Instance::new(false)?;
         let candidates = enumerate(&instance)?;

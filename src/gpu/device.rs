@@ -1,4 +1,4 @@
-//! An open device: its queue, and the one timeline every submission is ordered on.
+//! An open device: its queue, and the one timeline that orders all submits.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,12 +20,12 @@ use super::rehearsal::Rehearsal;
 use super::residency::{self, MemoryUse};
 use super::shader::Shader;
 
-/// Longest any wait on the GPU may last before the device counts as hung.
+/// The longest time that any wait on the GPU may last before the device counts as hung.
 const WAIT_LIMIT: Duration = Duration::from_secs(120);
 
 /// How long a call is retried while the driver is out of memory.
 const MEMORY_LIMIT: Duration = Duration::from_secs(5);
-/// Pauses between retries: the first, which then doubles, and the longest.
+/// The first pause between retries, which doubles from then on, and the longest pause.
 const MEMORY_PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
 /// An open device. Everything made on it holds an `Arc` of it.
@@ -51,14 +51,14 @@ pub struct Device {
     counts: Mutex<Counts>,
     /// Calls that succeeded after the driver was out of memory.
     short_of_memory: AtomicU64,
-    /// Highest value that the timeline is known to have reached.
+    /// The highest value that the timeline is known to have reached.
     reached: AtomicU64,
-    // Last, in this order: the logical device goes before the instance.
+    // The last fields, in this order, because the logical device must be dropped before the instance.
     pub(super) raw: RawDevice,
     instance: Instance,
 }
 
-/// The logical device; destroyed on every way out of [`Device::open`], too.
+/// The logical device. It is destroyed on every way out of [`Device::open`], too.
 pub(super) struct RawDevice(pub(super) ash::Device);
 
 impl std::ops::Deref for RawDevice {
@@ -223,7 +223,8 @@ impl Device {
         &self.instance.log
     }
 
-    /// Whether a call found the device lost, or failed so that submitted work may still run. Never becomes false again.
+    /// Whether a call found the device lost, or failed such that submitted work may still run. A lost device stays
+    /// lost.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
     }
@@ -248,8 +249,8 @@ impl Device {
         *self.counts.lock().unwrap() += *counts;
     }
 
-    /// Changes how commands are recorded from now on, for tests: commands between barriers in another order, which must
-    /// change nothing, or the writes of one shader ignored, which a test must notice.
+    /// Changes how commands are recorded from now on, for tests. Commands between barriers come in another order, which
+    /// must change nothing; or the writes of one shader are ignored, which a test must notice.
     #[doc(hidden)]
     pub fn rehearse(&self, rehearsal: Rehearsal) {
         *self.rehearsal.lock().unwrap() = rehearsal;
@@ -260,7 +261,7 @@ impl Device {
         self.rehearsal.lock().unwrap().clone()
     }
 
-    /// Debug name of a Vulkan object; without validation, nothing reads it.
+    /// Gives a Vulkan object a debug name. Nothing reads the name without validation.
     pub(super) fn name(&self, object: impl vk::Handle, name: &str) {
         let Some(debug) = &self.debug else { return };
         let name = std::ffi::CString::new(name.replace('\0', " ")).expect("no interior NUL");
@@ -271,9 +272,9 @@ impl Device {
 
     /// Makes a call, and retries it for [`MEMORY_LIMIT`] while the driver is out of memory: steps end meanwhile, and
     /// other programs free memory. Vulkan allows that: "VK_ERROR_OUT_OF_*_MEMORY errors do not modify any currently
-    /// existing Vulkan objects" (Return Codes); and where a submit fails so, "the implementation must ensure that the
-    /// state and contents of any resources or synchronization primitives referenced [...] is unaffected by the call or
-    /// its failure" (vkQueueSubmit2).
+    /// existing Vulkan objects" (Return Codes). If a submit fails so, "the implementation must ensure that the state
+    /// and contents of any resources or synchronization primitives referenced [...] is unaffected by the call or its
+    /// failure" (vkQueueSubmit2).
     pub(super) fn retry_out_of_memory<T>(
         &self,
         mut call: impl FnMut() -> Result<T, GpuError>,
@@ -321,13 +322,18 @@ impl Device {
         }
     }
 
-    /// Submits recorded command buffers after everything submitted before; returns their timeline value.
-    pub(super) fn submit(&self, commands: &[vk::CommandBuffer], what: &str) -> Result<u64, GpuError> {
+    /// Puts recorded command buffers on the queue, behind everything submitted before. Returns the timeline value that
+    /// the device reaches when they have run.
+    pub(super) fn submit_to_queue(
+        &self,
+        commands: &[vk::CommandBuffer],
+        what: &str,
+    ) -> Result<u64, GpuError> {
         let info = |raw: &vk::CommandBuffer| vk::CommandBufferSubmitInfo::default().command_buffer(*raw);
         let commands: Vec<_> = commands.iter().map(info).collect();
         let attempt = || {
-            // The queue is not locked across the pauses between attempts, in which other threads submit with values of
-            // their own.
+            // The queue is not locked during the pauses between attempts. Other threads submit with values of their own
+            // meanwhile.
             let mut queue = self.queue.lock().unwrap();
             let value = queue.last_value + 1;
             let signal = [vk::SemaphoreSubmitInfo::default()

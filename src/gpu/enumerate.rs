@@ -16,7 +16,7 @@ const COOPERATIVE_MATRIX_SINCE: u32 = vk::make_api_version(0, 1, 3, 255);
 pub(super) struct QueueFamily {
     pub kind: QueueKind,
     pub index: u32,
-    /// Valid bits of a timestamp; 0 where its queues write none.
+    /// Number of valid bits of a timestamp; 0 if the family's queues write none.
     pub timestamp_bits: u32,
 }
 

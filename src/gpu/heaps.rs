@@ -10,9 +10,9 @@ use super::memory_types::{MemoryTable, MemoryType};
 /// The memory of an open device.
 pub(super) struct Heaps {
     pub table: MemoryTable,
-    /// Bytes this process has allocated per heap, for drivers without a budget extension.
+    /// Bytes that this process has allocated in each heap, for drivers without a budget extension.
     pub allocated: [AtomicU64; vk::MAX_MEMORY_HEAPS],
-    /// `vkAllocateMemory` calls so far.
+    /// Number of `vkAllocateMemory` calls so far.
     pub allocations: AtomicU64,
 }
 
@@ -40,7 +40,7 @@ fn table(properties: &vk::PhysicalDeviceMemoryProperties) -> MemoryTable {
     }
 }
 
-/// The heaps of a device with what is free in them now.
+/// The heaps of a device, with the bytes that are free in them now.
 pub(super) fn heap_infos(
     instance: &ash::Instance,
     physical: vk::PhysicalDevice,

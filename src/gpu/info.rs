@@ -1,6 +1,6 @@
 //! A device's properties as its driver reports them: name, kind, queues, heaps, limits.
 //!
-//! Plain values: nothing here calls Vulkan.
+//! All of them are plain values: nothing here calls Vulkan.
 
 use std::fmt;
 
@@ -36,7 +36,7 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// Whether the GPU reaches all memory at one speed, as an integrated one does: GTT is as good as the carve-out.
+    /// Whether the GPU reaches all memory at one speed, as an integrated GPU does: GTT is as good as VRAM then.
     pub(super) fn is_unified(self) -> bool {
         matches!(self, DeviceKind::Integrated | DeviceKind::Cpu)
     }
@@ -58,12 +58,12 @@ impl fmt::Display for DeviceKind {
 #[derive(Debug, Clone)]
 pub struct HeapInfo {
     pub device_local: bool,
-    /// The host may write and read it without flushing.
+    /// Whether the host may write and read the heap without flushing.
     pub host_visible: bool,
     /// Whether this program uses any memory type of the heap.
     pub usable: bool,
     pub size_bytes: u64,
-    /// What this process may still allocate: `VK_EXT_memory_budget` clamped to the heap's size.
+    /// Bytes that this process may still allocate: `VK_EXT_memory_budget`, clamped to the heap's size.
     pub free_bytes: u64,
 }
 
@@ -77,14 +77,14 @@ pub struct DeviceInfo {
     pub driver: String,
     /// PCI vendor id.
     pub vendor_id: u32,
-    /// Kinds of queues with compute, the default first.
+    /// The kinds of queues that can compute, the default first.
     pub queues: Vec<QueueKind>,
     pub heaps: Vec<HeapInfo>,
     pub caps: Caps,
     pub max_allocation_bytes: u64,
     pub max_storage_buffer_bytes: u64,
-    /// PCI address, e.g. `0000:c5:00.0`, where the driver reports it.
+    /// The PCI address, e.g. `0000:c5:00.0`, if the driver reports one.
     pub pci: Option<String>,
-    /// What this program needs and the device lacks; empty if it can run.
+    /// The names of what this program needs and the device lacks; empty if the device can run it.
     pub missing: Vec<String>,
 }

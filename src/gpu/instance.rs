@@ -9,7 +9,7 @@ use super::GpuError;
 
 const VALIDATION_LAYER: &CStr = c"VK_LAYER_KHRONOS_validation";
 
-/// Messages of the validation layer. Any entry fails the next wait on the device.
+/// The messages of the validation layer. Any message fails the next wait on the device.
 #[derive(Debug, Default)]
 pub struct ValidationLog(Mutex<Vec<String>>);
 

@@ -1,6 +1,6 @@
 //! Counts the instructions and loops of an RDNA kernel from the assembly that RADV's compiler prints: the listing of
-//! LLVM's disassembler, or the compiler's own listing where LLVM is older than the GPU. Needs no device, and knows no
-//! kernel.
+//! LLVM's disassembler, or the compiler's own listing if LLVM is older than the GPU. This module needs no device, and
+//! knows no kernel.
 //!
 //! A loop spans from a label to the branch back to it: the compiler lays each loop out in one piece. The text does not
 //! say how often a loop runs; [`crate::kernels::cost`] does.
@@ -19,11 +19,11 @@ pub enum IsaError {
     Label(String),
 }
 
-/// Numbers of instructions by the unit that they occupy.
+/// Numbers of instructions, by the unit that they occupy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Counts {
     pub instructions: u64,
-    /// Vector instructions: a dual issue counts as two, a dot product or a matrix product as one.
+    /// Vector instructions. A dual issue counts as two, a dot product or a matrix product as one.
     pub valu: u64,
     /// Dual issues: pairs of vector instructions that take the time of one.
     pub dual: u64,
@@ -32,7 +32,7 @@ pub struct Counts {
     /// Matrix products by a wave.
     pub wmma: u64,
     /// Cycles for which a wave of 32 lanes occupies the vector units of its SIMD; a wave of 64 takes twice as many.
-    /// RDNA 3 may issue some f32 instructions of a wave of 64 at once, which is not counted.
+    /// RDNA 3 may issue some f32 instructions of a wave of 64 at once. The count leaves that out.
     pub cycles: u64,
     /// Multiply-adds per lane, in all instructions.
     pub macs: u64,
@@ -58,7 +58,7 @@ impl Counts {
         let name = name.trim_start_matches("dual_");
         let is_any = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
         if is_any(&["fma_mix_f32"]) {
-            // The instruction takes a factor in f16. Where its addend is minus zero, it is a product.
+            // The instruction takes a factor in f16. It is a product if its addend is minus zero.
             let multiplies = operands.contains(", neg(0)");
             *(if multiplies { &mut self.f32_mul } else { &mut self.f32_fma }) += 1;
         } else if is_any(&["fma_f32", "fmac_f32", "fmaak_f32", "fmamk_f32", "mad_f32", "mac_f32"]) {
@@ -128,11 +128,11 @@ impl Mul<u64> for Counts {
 /// A loop of the program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loop {
-    /// Indices of its instructions, including those of inner loops.
+    /// Indices of the loop's instructions, including the instructions of inner loops.
     pub span: Range<usize>,
-    /// The innermost loop around it, by index.
+    /// The index of the innermost loop around this one.
     pub parent: Option<usize>,
-    /// Counts of its instructions outside inner loops.
+    /// Counts of the loop's instructions outside inner loops.
     pub own: Counts,
 }
 
@@ -151,7 +151,7 @@ impl Program {
     pub fn parse(assembly: &str) -> Result<Program, IsaError> {
         let mut counts: Vec<Counts> = Vec::new();
         let (mut labels, mut branches) = (HashMap::new(), Vec::new());
-        // The first words of an instruction that continues in the next line.
+        // The first words of an instruction that continues on the next line.
         let mut begun: Vec<u32> = Vec::new();
         for line in assembly.lines() {
             // The instruction's words follow the semicolon.
@@ -235,19 +235,19 @@ impl Program {
         inside.fold(self.loops[index].own, Add::add)
     }
 
-    /// The loop with the most multiply-adds outside inner loops; `None` where no loop has any.
+    /// The loop with the most multiply-adds outside inner loops; `None` if no loop has any.
     pub fn densest(&self) -> Option<usize> {
-        // The first product of a sum has no addition.
+        // The first product of a sum is no multiply-add.
         let products = |i: usize| self.loops[i].own.macs + self.loops[i].own.f32_mul;
         let some = (0..self.loops.len()).filter(|i| self.loops[*i].own.macs > 0);
         some.max_by_key(|i| (products(*i), std::cmp::Reverse(*i)))
     }
 }
 
-/// The rounding operations of a dual issue's halves, by opcode.
+/// The operations that round in the halves of a dual issue. The index is the opcode.
 const HALVES: [&str; 6] = ["fmac_f32", "fmaak_f32", "fmamk_f32", "mul_f32", "add_f32", "sub_f32"];
 
-/// Counts of an instruction from its words, by the encodings of RDNA 3's instruction set.
+/// Counts an instruction by its words, which have the encodings of RDNA 3's instruction set.
 fn count_words(words: &[u32]) -> Counts {
     let (word, second) = (words[0], words.get(1).copied().unwrap_or(0));
     let bits = |first: u32, count: u32| (word >> first & ((1 << count) - 1)) as usize;
@@ -289,25 +289,25 @@ fn count_words(words: &[u32]) -> Counts {
     }
 }
 
-/// Number of words of an instruction. An operand that stands for a literal adds one word: 255 in every encoding,
-/// further values in vector encodings.
+/// The number of words of an instruction. An operand that stands for a literal adds one word: 255 in every encoding,
+/// and further values in vector encodings.
 fn words_of(word: u32) -> usize {
     let [first, second] = [word & 0xff, word >> 8 & 0xff];
     let more = match word >> 23 {
-        // Vector instructions of one or two operands; `v_fmamk` and `v_fmaak` have a constant.
+        // These are vector instructions of one or two operands; `v_fmamk` and `v_fmaak` have a constant.
         ..0x100 => [233, 234, 250, 255].contains(&(word & 0x1ff)) || [44, 45, 55, 56].contains(&(word >> 25)),
-        // Scalar instructions: without operands or with a constant of 16 bits, of one operand, of two.
+        // These are scalar instructions: without operands or with a constant of 16 bits, of one operand, of two.
         0x17f | 0x160..0x17d => false,
         0x17d => first == 255,
         0x100..0x180 => first == 255 || second == 255,
-        // Dual issues, and the other encodings of two words.
+        // These are dual issues, and the other encodings of two words.
         0x190..0x198 => return 2 + usize::from(word & 0x1ff == 255),
         _ => true,
     };
     1 + usize::from(more)
 }
 
-/// `(then repeated 6 times)` stands for six more of the instruction before it.
+/// The number in `(then repeated 6 times)`, which stands for six more of the instruction before it.
 fn repeats(line: &str) -> Option<usize> {
     line.strip_prefix("(then repeated ")?.strip_suffix(" times)")?.parse().ok()
 }
@@ -343,9 +343,9 @@ fn count(name: &str, operands: &str) -> Counts {
     c
 }
 
-/// Cycles by the table of RADV's own estimate (`get_perf_info` in aco_statistics.cpp): integer products take four,
-/// 64-bit operations two, a matrix product 32, or 16 with int4. Transcendental instructions do not occupy the other
-/// units.
+/// The cycles of an instruction, by the table of RADV's own estimate (`get_perf_info` in aco_statistics.cpp). Integer
+/// products take four, 64-bit operations two, a matrix product 32, or 16 with int4. Transcendental instructions do not
+/// occupy the other units.
 fn cycles(name: &str) -> u64 {
     if name.starts_with("wmma_") {
         return if name.ends_with("_iu4") { 16 } else { 32 };
@@ -364,7 +364,7 @@ fn macs(name: &str) -> u64 {
     let name = name.trim_start_matches("dual_");
     let is_any = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
     if name.starts_with("wmma_") {
-        // 16 x 16 x 16 multiply-adds over the 32 lanes of a wave.
+        // The instruction does 16 x 16 x 16 multiply-adds over the 32 lanes of a wave.
         128
     } else if is_any(&["dot8_"]) {
         8
@@ -377,8 +377,9 @@ fn macs(name: &str) -> u64 {
     }
 }
 
-/// Waves of `subgroup_size` lanes that a SIMD holds at once. `reported` is the driver's statistic "Subgroups per SIMD",
-/// which counts waves of 32 lanes from RDNA on: a wave of 64 counts as two (`radv_get_max_waves`).
+/// The number of waves of `subgroup_size` lanes that a SIMD holds at once. `reported` is the driver's statistic
+/// "Subgroups per SIMD", which counts waves of 32 lanes from RDNA on: a wave of 64 counts as two
+/// (`radv_get_max_waves`).
 pub fn real_waves(reported: u64, subgroup_size: u32) -> u64 {
     reported / u64::from(subgroup_size / 32).max(1)
 }
@@ -387,7 +388,7 @@ pub fn real_waves(reported: u64, subgroup_size: u32) -> u64 {
 mod tests {
     use super::*;
 
-    /// A product's loop, cut short, of Mesa 25.0.7 for gfx1103.
+    /// A product's loop, cut short, from Mesa 25.0.7 for gfx1103.
     const PRODUCT: &str = "\
 BB0:
 \tv_and_b32_e32 v1, 31, v0                                    ; 3602009f
@@ -440,7 +441,7 @@ BB106:
         assert_eq!(program.densest(), Some(0));
     }
 
-    /// The walk over keys of attention: a loop over tiles, inside it one over subgroups and one over values.
+    /// The walk of attention over keys: a loop over tiles, and inside it a loop over subgroups and a loop over values.
     const NESTED: &str = "\
 BB0:
 \tv_mov_b32_e32 v1, 0
@@ -480,7 +481,7 @@ BB5:
         assert_eq!(program.total.cycles, 1 + 2 + 1 + 1 + 1 + 32);
     }
 
-    /// The compiler's own listing, of Mesa 25.0.7 with an LLVM that does not know gfx1150.
+    /// The compiler's own listing, from Mesa 25.0.7 with an LLVM that does not know gfx1150.
     const OWN_LISTING: &str = "\
 Shader disassembly is not supported in the current configuration, falling back to print_program.
 
@@ -512,7 +513,7 @@ BB19
         assert_eq!((own.valu, own.cycles, own.macs, own.wide_loads), (2, 3, 1, 1));
     }
 
-    /// Printed by Mesa 25.0.7 with LLVM 15 for gfx1103.
+    /// A listing from Mesa 25.0.7 with LLVM 15 for gfx1103.
     const REFUSED: &str = "\
 \ts_load_b128 s[64:67], s[64:65], null                         ; f4081020 f8000000
 (invalid instruction)                                        ; f4081a1f
@@ -537,8 +538,8 @@ BB19
         );
     }
 
-    /// What follows such a load within the words that LLVM takes for others, as two builds of `fast_matmul_int8` have
-    /// it.
+    /// The lines behind such a load, within the words that LLVM takes for other instructions, as two builds of
+    /// `fast_matmul_int8` have them.
     const REFUSED_BEFORE_A_PRODUCT: &str = "\
 BB0:
 (invalid instruction)                                        ; f40c1932

@@ -1,10 +1,10 @@
 //! Device memory: arenas and buffers.
 //!
 //! An [`Arena`] takes memory in chunks and hands out sub-ranges; the owner of an arena ends allocation by dropping it.
-//! A model's arena follows a [`Plan`] and allocates all of it at once; an arena without a plan (staging of a load,
+//! A model's arena follows a [`Plan`] and allocates all of it at once. An arena without a plan (staging of a load,
 //! tests) allocates chunks as they are needed. Buffers are addressed by 64-bit device addresses, not descriptors: a
 //! weight may be larger than `maxStorageBufferRange` (128 MiB on lavapipe), and 62 layers need no descriptor sets. A
-//! buffer larger than one allocation may be is refused; matrices are cut into row shards before they get here.
+//! buffer that exceeds the largest allocation is refused; matrices are cut into row shards before they get here.
 //!
 //! Invariants: nothing is ever moved, padded to fit, or freed behind a buffer's back; a chunk lives as long
 //! as the last buffer in it.
@@ -26,11 +26,11 @@ pub(super) struct Chunk {
     pub raw: vk::Buffer,
     address: u64,
     size: u64,
-    /// What the allocation takes from its heap.
+    /// Bytes that the allocation takes from its heap.
     allocated: u64,
     heap: usize,
     pub class: Class,
-    /// Persistent mapping of chunks that the host can reach, null otherwise.
+    /// The persistent mapping of a chunk that the host can reach; null for other chunks.
     mapped: *mut u8,
 }
 
@@ -105,8 +105,8 @@ impl Chunk {
     }
 }
 
-/// Allocates from the first suitable memory type whose heap has room by the driver's own budget: drivers
-/// over-commit, and a submit would then fail long after "loaded" was printed.
+/// Allocates from the first suitable memory type whose heap has room by the driver's own budget. Drivers over-commit,
+/// and a submit would then fail long after "loaded" was printed.
 fn allocate(
     device: &Device,
     kind: MemoryKind,
@@ -193,7 +193,7 @@ impl Buffer {
         Buffer { chunk: self.chunk.clone(), offset: self.offset + offset, size }
     }
 
-    /// Copies `data` to byte `offset`. The device must not be using the range. Upload buffers only.
+    /// Copies `data` to byte `offset`. The device must not be using the range. The buffer must be an upload buffer.
     pub fn write<T: bytemuck::NoUninit>(&self, offset: u64, data: &[T]) {
         let bytes: &[u8] = bytemuck::cast_slice(data);
         let to = self.host_range(offset, bytes.len() as u64);
@@ -201,7 +201,8 @@ impl Buffer {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
     }
 
-    /// Copies out what starts at byte `offset`. The device must have finished writing it. Readback buffers only.
+    /// Copies bytes from byte `offset` on into `into`. The device must have finished writing them. The buffer must be a
+    /// readback buffer.
     pub fn read<T: bytemuck::AnyBitPattern + bytemuck::NoUninit>(&self, offset: u64, into: &mut [T]) {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(into);
         let from = self.host_range(offset, bytes.len() as u64);
@@ -209,8 +210,8 @@ impl Buffer {
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
     }
 
-    /// The host's mapping, to be written and not read: the memory may be write-combined. `None` where the host cannot
-    /// reach the buffer. The device must not be using the buffer.
+    /// The host's mapping, which the host may write and must not read: the memory may be write-combined. `None` if the
+    /// host cannot reach the buffer. The device must not be using the buffer.
     pub(super) fn mapped(&mut self) -> Option<&mut [u8]> {
         if !self.is_mapped() {
             return None;
@@ -293,8 +294,8 @@ impl Arena {
         Ok(Arena { device: device.clone(), planned, open: Vec::new(), placements, allocated })
     }
 
-    /// A buffer of `size` bytes. Its content is undefined. `name` is for errors and debuggers. Panics where the plan's
-    /// next request of the class is another buffer: plan and load follow one list.
+    /// A buffer of `size` bytes with undefined content. `name` is for errors and debuggers. Panics if the plan's next
+    /// request of the class is another buffer: plan and load follow one list.
     pub fn alloc(
         &mut self,
         kind: MemoryKind,
@@ -338,12 +339,12 @@ impl Arena {
         Ok(buffer)
     }
 
-    /// Where every byte lies: one row per class and heap.
+    /// The place of every byte: one row per class and heap.
     pub fn placements(&self) -> &[Placement] {
         &self.placements
     }
 
-    /// Bytes taken from the heaps.
+    /// Bytes that the arena has taken from the heaps.
     pub fn allocated(&self) -> u64 {
         self.allocated
     }

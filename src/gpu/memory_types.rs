@@ -11,8 +11,8 @@
 //! | upload | mapped | the host's heap; write-combined: the host never reads it, and the GPU need not snoop the CPU's caches |
 //! | readback | mapped | cached: the host reads other memory word by word; the host's heap |
 //!
-//! It refuses types with properties that it does not know: device-coherent ones are uncached on the GPU and slow,
-//! protected and lazily allocated ones need features that are off.
+//! This module refuses types with properties that it does not know: device-coherent types are uncached on the GPU and
+//! slow; protected and lazily allocated types need features that are off.
 
 use ash::vk::MemoryPropertyFlags as Flags;
 
@@ -27,9 +27,9 @@ const KNOWN: Flags =
 /// A memory type as the driver lists it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryType {
-    /// The driver's index of its heap.
+    /// The driver's index of the type's heap.
     pub heap: usize,
-    /// `VkMemoryPropertyFlags`
+    /// The type's `VkMemoryPropertyFlags`.
     pub flags: u32,
 }
 
@@ -42,7 +42,7 @@ impl MemoryType {
         KNOWN.contains(Flags::from_raw(self.flags))
     }
 
-    /// Whether the host writes and reads it without flushing.
+    /// Whether the host writes and reads the memory without flushing.
     pub fn is_mapped(self) -> bool {
         self.has(HOST)
     }

@@ -1,6 +1,6 @@
 //! The features of a device that shaders or steps may need, by Vulkan's names.
 
-/// The subgroup size that shaders are written for, that of AMD's wave32 and of NVIDIA. Sizes that divide it work too.
+/// The subgroup size that shaders are written for, which AMD's wave32 and NVIDIA have. Sizes that divide it work too.
 pub(super) const SUBGROUP_LANES: u32 = 32;
 
 /// A feature of a device.
@@ -16,7 +16,7 @@ pub enum Need {
     SubgroupArithmetic,
     SubgroupBallot,
     SubgroupShuffle,
-    /// Subgroups whose size divides [`SUBGROUP_LANES`].
+    /// Subgroups whose size divides `SUBGROUP_LANES`.
     SubgroupsOf32,
     Float16,
     Int8,
@@ -38,7 +38,7 @@ impl Need {
         Need::SubgroupArithmetic,
     ];
 
-    /// Vulkan's name of the feature, where there is one.
+    /// Vulkan's name of the feature, if Vulkan has one.
     pub fn name(self) -> &'static str {
         match self {
             Need::BufferDeviceAddress => "bufferDeviceAddress",

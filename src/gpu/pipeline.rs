@@ -10,10 +10,10 @@ use super::cache::Cache;
 use super::info::DeviceInfo;
 use super::shader::Shader;
 
-/// Name of the pipeline cache's file.
+/// The name of the pipeline cache's file.
 const CACHE_NAME: &str = "pipelines";
 
-/// Push-constant bytes of every pipeline layout: what Vulkan guarantees.
+/// Bytes of push constants in every pipeline layout: the number that Vulkan guarantees.
 pub(super) const PUSH_BYTES: u32 = 128;
 
 pub struct Pipeline {
@@ -24,7 +24,7 @@ pub struct Pipeline {
 
 type Key = (&'static str, Vec<u32>);
 
-/// All pipelines of a device. They share one layout: push constants only, since buffers go by address.
+/// All pipelines of a device. They share one layout, which has push constants only, because buffers go by address.
 pub(super) struct Pipelines {
     pub layout: vk::PipelineLayout,
     cache: vk::PipelineCache,
@@ -49,8 +49,8 @@ impl Pipelines {
         Ok(Pipelines { layout, cache, made: Mutex::default() })
     }
 
-    /// The pipeline of `shader` with `constants`, made at first use on the device `raw` and given to `name` with its
-    /// name.
+    /// The pipeline of `shader` with `constants`. It is made at first use on the device `raw`, and `name` gets it with
+    /// its name.
     pub fn get(
         &self,
         raw: &ash::Device,
@@ -60,7 +60,7 @@ impl Pipelines {
         name: impl Fn(vk::Pipeline, &str),
     ) -> Result<Arc<Pipeline>, GpuError> {
         let key = (shader.name, constants.to_vec());
-        // Locked while compiling: two threads asking for one pipeline compile it once.
+        // The map is locked while a pipeline compiles, so that two threads that ask for one pipeline compile it once.
         let mut made = self.made.lock().unwrap();
         if let Some(pipeline) = made.get(&key) {
             return Ok(pipeline.clone());

@@ -1,4 +1,4 @@
-//! Plans where every byte of a model goes. A load and `unicorn plan` follow the same plan, which is arithmetic alone.
+//! Plans the place of every byte of a model. A load and `unicorn plan` follow the same plan, which is arithmetic alone.
 //!
 //! Classes are placed in the order of [`Class`], each into the first heap of its list that has room:
 //!
@@ -20,29 +20,30 @@ use std::fmt;
 use super::info::{DeviceInfo, DeviceKind, HeapInfo};
 use crate::config::{FfnHeap, show_bytes};
 
-/// Small buffers share chunks of at most this, so that there are few allocations (drivers allow some 4096).
+/// The largest chunk that small buffers share. Sharing keeps allocations few: drivers allow some 4096.
 pub(super) const CHUNK_BYTES: u64 = 32 << 20;
-/// Buffers start at multiples of this: cache lines, and every `vec4`-aligned shader access.
+/// Every buffer starts at a multiple of this number, for cache lines and `vec4`-aligned shader access.
 pub(super) const ALIGNMENT: u64 = 256;
-/// Chunks are multiples of this, the largest page of common GPUs' small-page modes: what is planned is what is taken.
+/// Every chunk is a multiple of this number, the largest page of common GPUs' small-page modes. So the driver takes
+/// what was planned.
 const GRAIN: u64 = 64 << 10;
-/// The reserve for other programs where none is configured: this much, or a tenth of the memory, whichever is more.
+/// The reserve for other programs if none is configured: this number, or a tenth of the memory, whichever is more.
 const RESERVE_BYTES: u64 = 512 << 20;
-/// RADV's largest allocation, assumed for machines that are not present.
+/// RADV's largest allocation, which plans assume for machines that are not present.
 const PAPER_MAX_ALLOCATION: u64 = 0xffff_fffc;
 
-/// Which memory a buffer needs.
+/// The memory that a buffer needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum MemoryKind {
-    /// Read and written by shaders; the host reaches it through copies.
+    /// Memory that shaders read and write; the host reaches it through copies.
     Device,
-    /// Written by the host, read by the device.
+    /// Memory that the host writes and the device reads.
     Upload,
-    /// Written by the device, read by the host.
+    /// Memory that the device writes and the host reads.
     Readback,
 }
 
-/// The purpose of a buffer: the rows of the placement table, in the order in which they are placed.
+/// The purpose of a buffer. The purposes are the rows of the placement table, in the order in which they are placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Class {
     Attention,
@@ -77,7 +78,7 @@ impl Class {
         }
     }
 
-    /// Whether the bytes come from the checkpoint.
+    /// Whether the buffer's bytes come from the checkpoint.
     pub const fn is_weights(self) -> bool {
         matches!(self, Class::Attention | Class::Embedding | Class::Norms | Class::Ffn)
     }
@@ -86,12 +87,12 @@ impl Class {
 /// A heap that buffers may lie in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Heap {
-    /// The driver's index.
+    /// The driver's index of the heap.
     pub index: usize,
-    /// e.g. `heap 0 (device-local)`.
+    /// The name of the heap, e.g. `heap 0 (device-local)`.
     pub name: String,
     pub size: u64,
-    /// What this process may still allocate, by the driver's budget; at most `size`.
+    /// Bytes that this process may still allocate, by the driver's budget; at most `size`.
     pub free: u64,
     pub device_local: bool,
     pub host_visible: bool,
@@ -101,9 +102,9 @@ pub struct Heap {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
     pub heaps: Vec<Heap>,
-    /// The GPU reaches all memory at one speed: weights may lie in any heap.
+    /// Whether the GPU reaches all memory at one speed, so that weights may lie in any heap.
     pub unified: bool,
-    /// `maxMemoryAllocationSize`.
+    /// The device's `maxMemoryAllocationSize`.
     pub max_allocation_bytes: u64,
 }
 
@@ -127,8 +128,8 @@ impl Machine {
         Machine::of(&info.heaps, info.kind, info.max_allocation_bytes)
     }
 
-    /// A machine that is not present: an integrated AMD GPU with these bytes of VRAM and GTT, or with one heap where
-    /// `gtt` is 0.
+    /// A machine that is not present: an integrated AMD GPU with these bytes of VRAM and GTT, or with one heap if `gtt`
+    /// is 0.
     pub fn on_paper(vram: u64, gtt: u64) -> Machine {
         let heap = |index, name: &str, size, device_local| Heap {
             index,
@@ -146,7 +147,8 @@ impl Machine {
         }
     }
 
-    /// Usable bytes of each heap: the free bytes, less the heap's share of the reserve, at most the limit of its kind.
+    /// Usable bytes of each heap: the free bytes, less the heap's share of the reserve; at most the limit of the heap's
+    /// kind.
     pub fn usable(&self, limits: &Limits) -> Vec<u64> {
         let counts = |heap: &Heap| self.unified || heap.device_local;
         let total: u64 = self.heaps.iter().filter(|heap| counts(heap)).map(|heap| heap.size).sum();
@@ -196,12 +198,12 @@ pub(super) fn heap_name(index: usize, device_local: bool) -> String {
 /// Limits that a user sets; `None` leaves the limit to the driver.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of device-local heaps.
+    /// Most bytes in device-local heaps.
     pub vram: Option<u64>,
-    /// Bytes of other heaps.
+    /// Most bytes in other heaps.
     pub gtt: Option<u64>,
-    /// Bytes left to other programs, taken off the heaps in proportion to their sizes. `None`: 512 MiB or a tenth of
-    /// the memory, whichever is more.
+    /// Bytes that stay free for other programs, taken off the heaps in proportion to their sizes. `None`: 512 MiB or a
+    /// tenth of the memory, whichever is more.
     pub reserve: Option<u64>,
     /// Where FFN weights go first if the GPU reaches all memory at one speed.
     pub ffn_heap: FfnHeap,
@@ -212,22 +214,22 @@ pub struct Limits {
 pub struct Request {
     pub class: Class,
     pub kind: MemoryKind,
-    /// At least 1.
+    /// Size of the buffer; at least 1.
     pub bytes: u64,
-    /// For errors and debuggers.
+    /// Name of the buffer, for errors and debuggers.
     pub name: String,
 }
 
 /// One allocation, of one class and kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chunk {
-    /// Index into [`Machine::heaps`].
+    /// The heap's index in [`Machine::heaps`].
     pub heap: usize,
     pub class: Class,
     pub kind: MemoryKind,
-    /// Bytes of its buffers.
+    /// Bytes of the allocation's buffers together.
     pub used: u64,
-    /// Name of its first buffer.
+    /// Name of the allocation's first buffer.
     pub name: String,
 }
 
@@ -238,10 +240,10 @@ impl Chunk {
     }
 }
 
-/// Where a buffer lies.
+/// The place of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Slot {
-    /// Index into [`Plan::chunks`].
+    /// The chunk's index in [`Plan::chunks`].
     pub chunk: usize,
     pub offset: u64,
 }
@@ -250,7 +252,7 @@ pub struct Slot {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
     pub class: Class,
-    /// [`Heap::name`]
+    /// The heap's name ([`Heap::name`]).
     pub heap: String,
     pub buffers: usize,
     /// Bytes of the buffers.
@@ -259,7 +261,7 @@ pub struct Placement {
     pub allocated: u64,
 }
 
-/// How much of a heap a plan uses.
+/// The part of a heap that a plan uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeapUse {
     pub heap: Heap,
@@ -269,11 +271,11 @@ pub struct HeapUse {
     pub placed: u64,
 }
 
-/// All requests, each with its place.
+/// All requests, and the place of each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     pub requests: Vec<Request>,
-    /// One per request.
+    /// The place of each request.
     pub slots: Vec<Slot>,
     pub chunks: Vec<Chunk>,
     pub heaps: Vec<HeapUse>,
@@ -299,7 +301,7 @@ impl Plan {
         Plan { chunks, slots, ..self }
     }
 
-    /// The table: one row per class and heap that hold something, in the order of placing.
+    /// The table's rows, one per class and heap that hold a buffer, in the order of placing.
     pub fn placements(&self) -> Vec<Placement> {
         let mut rows: Vec<(Class, usize, Placement)> = Vec::new();
         for chunk in &self.chunks {
@@ -326,7 +328,7 @@ impl Plan {
     }
 }
 
-/// Why a request has no place.
+/// The reason why a request has no place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Obstacle {
     /// No heap that the buffer may lie in has room.
@@ -341,7 +343,7 @@ pub struct Refusal {
     /// The first request that found no place.
     pub request: Request,
     pub obstacle: Obstacle,
-    /// Bytes asked, by class.
+    /// Bytes that were asked for, by class.
     pub asked: Vec<(Class, u64)>,
     /// `placed` counts the requests before the one that failed.
     pub heaps: Vec<HeapUse>,
@@ -352,7 +354,7 @@ impl Refusal {
         self.asked.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Rows of what was asked by class, and of what is free by heap.
+    /// The rows of the table: what was asked for, by class; and what is free, by heap.
     pub fn table(&self) -> Vec<String> {
         let asked =
             self.asked.iter().map(|(class, n)| format!("asked  {:>10} {}", show_bytes(*n), class.name()));
@@ -400,7 +402,7 @@ pub fn place(machine: &Machine, limits: &Limits, requests: Vec<Request>) -> Resu
     let limit = machine.max_allocation_bytes / GRAIN * GRAIN;
     let mut chunks: Vec<Chunk> = Vec::new();
     let mut slots = vec![Slot { chunk: usize::MAX, offset: 0 }; requests.len()];
-    // The shared chunk of each heap with room for small buffers of the class and kind being placed.
+    // The shared chunk of each heap that has room for small buffers of the class and kind being placed.
     let mut open: Vec<Option<usize>> = vec![None; heaps.len()];
     let mut placing = None;
 

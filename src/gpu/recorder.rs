@@ -1,8 +1,17 @@
 //! Recording and submitting work. A [`Recorder`] derives barriers from the ranges that each command reads and writes,
-//! and keeps their buffers alive as long as the recording. The accesses of a dispatch are known from its shader.
+//! and keeps the buffers alive as long as the recording. The shader of a dispatch says which buffers it reads and
+//! writes.
 //!
-//! [`Recorder::submit`] submits a recording alone and once. [`CommandBuffer::record`] records for a [`Submission`],
-//! which submits several command buffers together, again and again, each time after the last submission has ended.
+//! Two ways lead from a recording to the queue:
+//!
+//! - A step takes the long one. [`CommandBuffer::record_for_one_submit`] or [`CommandBuffer::record_for_many_submits`]
+//!   records, and a [`Submission`] submits several command buffers together and times them as one. A `Submission` is
+//!   used again and again, each time after its last submit has ended.
+//! - Work outside of steps, like uploads, takes the short one: [`CommandBuffer::begin`] records, and
+//!   [`Recorder::submit_alone`] ends the recording and submits it, alone and once.
+//!
+//! Both end in [`Device::submit_to_queue`], which puts command buffers on the queue and returns a value of the device's
+//! timeline. Nothing else submits.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -19,7 +28,7 @@ use super::pipeline::{PUSH_BYTES, Pipeline};
 use super::rehearsal::{Order, Rehearsal};
 use super::shader::Access;
 
-/// Timed commands per command buffer; later ones run untimed, and the profile says how many.
+/// The most timed commands of a command buffer. Later commands run untimed, and the profile says how many.
 const MAX_TIMED: u32 = 256;
 
 /// Bytes of the workgroup counts that an indirect dispatch reads.
@@ -32,7 +41,7 @@ pub trait Arguments {
     type Push: bytemuck::NoUninit;
 
     /// The buffers behind the shader's addresses, in the order of [`Shader::pointers`](super::Shader::pointers). `None`
-    /// is for variants that do not use them, and for addresses whose names end in `_or_none`.
+    /// stands for an address that the variant does not use, or whose name ends in `_or_none`.
     fn buffers(&self) -> impl Iterator<Item = Option<&Buffer>>;
 
     /// The buffers behind the addresses that the shader finds in memory.
@@ -41,13 +50,13 @@ pub trait Arguments {
     fn push(&self) -> Self::Push;
 }
 
-/// A command buffer that is recorded, submitted, waited for, and submitted or recorded again.
+/// A command buffer. Its owner records it, submits it, waits for it, and submits or records it again.
 pub struct CommandBuffer {
     device: Arc<Device>,
     pool: vk::CommandPool,
     raw: vk::CommandBuffer,
     queries: vk::QueryPool,
-    /// Kernels with timestamps, and the number of dispatches without, for want of room.
+    /// The names of timed kernels, and the number of kernels that are not timed because the queries ran out.
     timed: Vec<String>,
     untimed: u64,
     /// Chunks that the recorded commands use, by the chunk's address.
@@ -83,14 +92,21 @@ impl CommandBuffer {
         Ok(commands)
     }
 
-    /// Records for one run of a [`Submission`], and replaces the last recording. `record` is called again where the
-    /// driver was out of memory.
-    pub fn record(&mut self, record: &mut dyn FnMut(&mut Recorder<'_>)) -> Result<(), GpuError> {
+    /// Replaces the last recording by one that a [`Submission`] may submit once. `record` is called again if the driver
+    /// was out of memory.
+    pub fn record_for_one_submit(
+        &mut self,
+        record: &mut dyn FnMut(&mut Recorder<'_>),
+    ) -> Result<(), GpuError> {
         self.record_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT, record)
     }
 
-    /// Records as [`CommandBuffer::record`] does, for any number of submissions.
-    pub fn record_to_keep(&mut self, record: &mut dyn FnMut(&mut Recorder<'_>)) -> Result<(), GpuError> {
+    /// Replaces the last recording by one that [`Submission`]s may submit any number of times. `record` is called again
+    /// if the driver was out of memory.
+    pub fn record_for_many_submits(
+        &mut self,
+        record: &mut dyn FnMut(&mut Recorder<'_>),
+    ) -> Result<(), GpuError> {
         self.record_with(vk::CommandBufferUsageFlags::empty(), record)
     }
 
@@ -109,8 +125,8 @@ impl CommandBuffer {
         })
     }
 
-    /// Waits for the last submission, and starts a recording for [`Recorder::submit`], whose end fails where the driver
-    /// is out of memory.
+    /// Waits for the last submit, and starts a recording for [`Recorder::submit_alone`]. Ending such a recording fails
+    /// if the driver is out of memory.
     pub fn begin(&mut self) -> Result<Recorder<'_>, GpuError> {
         self.begin_with(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT)
     }
@@ -149,7 +165,7 @@ impl CommandBuffer {
         unsafe { self.device.raw.end_command_buffer(self.raw) }.map_err(GpuError::of("vkEndCommandBuffer"))
     }
 
-    /// Prepares the recording to be submitted, for the first time or again.
+    /// Prepares the recording for its first or its next submit.
     fn make_ready(&mut self) -> Result<(), GpuError> {
         self.wait()?;
         if self.queries != vk::QueryPool::null() {
@@ -192,11 +208,12 @@ impl Drop for CommandBuffer {
     }
 }
 
-/// Several command buffers that are submitted together and timed as one.
+/// Submits several command buffers together, and times them as one. A submission is used again and again.
 pub struct Submission {
     device: Arc<Device>,
     pool: vk::CommandPool,
-    /// Command buffers recorded once, submitted before and after the others.
+    /// Two command buffers that are recorded once, and submitted before and after the others: they write the
+    /// timestamps, and `end` makes all writes visible to the host.
     begin: vk::CommandBuffer,
     end: vk::CommandBuffer,
     /// Timestamps before and after the submission; null where the device has none.
@@ -242,8 +259,8 @@ impl Submission {
         Ok(submission)
     }
 
-    /// Waits until none of the recordings is running, and submits them in this order. What they write is visible to the
-    /// host after [`Submission::wait`].
+    /// Waits until none of the command buffers is running, and submits them in this order. Their writes are visible to
+    /// the host after [`Submission::wait`].
     pub fn submit(&mut self, recorded: &mut [&mut CommandBuffer], what: &str) -> Result<(), GpuError> {
         self.wait()?;
         let mut all = vec![self.begin];
@@ -256,7 +273,7 @@ impl Submission {
             // SAFETY: the last submission has finished.
             unsafe { self.device.raw.reset_query_pool(self.span, 0, 2) };
         }
-        let value = self.device.submit(&all, what)?;
+        let value = self.device.submit_to_queue(&all, what)?;
         self.pending = Some(value);
         recorded.iter_mut().for_each(|commands| commands.was_submitted(value));
         Ok(())
@@ -347,7 +364,7 @@ fn show_to_host(device: &Device, raw: vk::CommandBuffer) {
 /// An address range.
 type Range = std::ops::Range<u64>;
 
-/// Ranges that were read and written since the last barrier.
+/// The address ranges that commands read and write.
 #[derive(Default)]
 struct Accesses {
     reads: Vec<Range>,
@@ -355,8 +372,8 @@ struct Accesses {
 }
 
 impl Accesses {
-    /// Whether a command with the accesses `other` needs a barrier before it: it reads what was written, or writes what
-    /// was read or written.
+    /// Whether a command with the accesses `other` needs a barrier before it, because it reads memory that was written,
+    /// or writes memory that was read or written.
     fn conflict(&self, other: &Accesses) -> bool {
         overlap(&self.writes, &other.reads)
             || overlap(&self.writes, &other.writes)
@@ -379,11 +396,11 @@ enum Groups {
     Indirect(vk::Buffer, u64),
 }
 
-/// A command whose order between two barriers is not fixed yet.
+/// A command of a recording. A rehearsal may reorder the commands between two barriers.
 enum Command {
     Dispatch {
         pipeline: vk::Pipeline,
-        /// Name for the profile; `None` where dispatches are not timed.
+        /// Name for the profile; `None` if dispatches are not timed.
         name: Option<String>,
         push: [u8; PUSH_BYTES as usize],
         push_bytes: usize,
@@ -405,15 +422,16 @@ enum Command {
 /// A command buffer being recorded.
 pub struct Recorder<'a> {
     commands: &'a mut CommandBuffer,
+    /// Accesses of the commands since the last barrier.
     since_barrier: Accesses,
     rehearsal: Rehearsal,
-    /// Commands since the last barrier, where a rehearsal reorders them.
+    /// Commands since the last barrier, if a rehearsal records them in another order; empty otherwise.
     deferred: Vec<Command>,
 }
 
 impl Recorder<'_> {
-    /// Runs `groups` workgroups. Reads and writes are known from the shader; barriers and lifetimes follow from them.
-    /// Panics where two addresses lead to the same memory and the shader writes through one of them: a shader that
+    /// Runs `groups` workgroups. The shader says what the dispatch reads and writes; barriers and lifetimes follow from
+    /// that. Panics if two addresses lead to the same memory and the shader writes through one of them: a shader that
     /// works in place uses one address.
     pub fn dispatch<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: [u32; 3]) {
         let name = &pipeline.name;
@@ -462,7 +480,7 @@ impl Recorder<'_> {
                 _ => accesses.reads.push(one),
             }
         }
-        self.order(&used, accesses);
+        self.order_after_conflicts(&used, accesses);
         self.commands.counts.dispatches += 1;
         let values = arguments.push();
         let bytes = bytemuck::bytes_of(&values);
@@ -480,7 +498,7 @@ impl Recorder<'_> {
         if self.rehearsal.forgets("copy", "to") {
             accesses.writes.clear();
         }
-        self.order(&[&from, &to], accesses);
+        self.order_after_conflicts(&[&from, &to], accesses);
         self.commands.counts.copies += 1;
         let region = vk::BufferCopy::default().src_offset(from.offset).dst_offset(to.offset).size(bytes);
         self.add(Command::Copy { from: from.chunk.raw, to: to.chunk.raw, region });
@@ -492,27 +510,27 @@ impl Recorder<'_> {
         if self.rehearsal.forgets("fill", "buffer") {
             accesses.writes.clear();
         }
-        self.order(&[buffer], accesses);
+        self.order_after_conflicts(&[buffer], accesses);
         let (offset, bytes) = (buffer.offset, buffer.size() & !3);
         self.add(Command::Fill { buffer: buffer.chunk.raw, offset, bytes, word });
     }
 
-    /// Ends recording and submits the commands. Their writes are visible to the host once the timeline has reached the
-    /// value returned.
-    pub fn submit(mut self, what: &str) -> Result<u64, GpuError> {
+    /// Ends the recording and submits it by itself, for this once. The writes of its commands are visible to the host
+    /// once the timeline has reached the value returned.
+    pub fn submit_alone(mut self, what: &str) -> Result<u64, GpuError> {
         self.flush();
         let Recorder { commands, .. } = self;
         show_to_host(&commands.device, commands.raw);
         commands.end()?;
         commands.make_ready()?;
-        let value = commands.device.submit(&[commands.raw], what)?;
+        let value = commands.device.submit_to_queue(&[commands.raw], what)?;
         commands.was_submitted(value);
         Ok(value)
     }
 
-    /// Records a barrier if the command conflicts with one since the last barrier, and retains the buffers that it
-    /// uses.
-    fn order(&mut self, used: &[&Buffer], accesses: Accesses) {
+    /// Records a barrier if a command with these accesses conflicts with one since the last barrier, and retains the
+    /// buffers that the command uses.
+    fn order_after_conflicts(&mut self, used: &[&Buffer], accesses: Accesses) {
         if self.since_barrier.conflict(&accesses) {
             self.barrier();
         }

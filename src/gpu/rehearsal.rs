@@ -7,7 +7,7 @@ pub enum Order {
     #[default]
     AsRecorded,
     Reversed,
-    /// Random, from this seed.
+    /// A random order that follows from this seed.
     Shuffled(u64),
 }
 

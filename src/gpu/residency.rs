@@ -6,8 +6,8 @@
 //! buffers take; `mem_info_vram_used` in sysfs would count the desktop's buffers too. On an integrated GPU the driver
 //! may move buffers between the two, so only their sum is compared with what was placed.
 //!
-//! Refuses to guess: a driver that reports nothing, or a device whose files are not found, gives
-//! [`Residency::Unknown`].
+//! This module refuses to guess: it gives [`Residency::Unknown`] for a driver that reports nothing, or a device whose
+//! files are not found.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -15,27 +15,27 @@ use std::path::Path;
 
 use crate::config::show_bytes;
 
-/// An fdinfo text has a few KB.
+/// The most bytes of an fdinfo text that are read; such a text has a few KB.
 const MAX_TEXT_BYTES: u64 = 64 << 10;
-/// Bytes that may be missing: a hundredth, or the little that the driver may have freed of its own meanwhile. Kernels
-/// count whole pages, so buffers count for no less than their size, and print KiB.
+/// The bytes that may be missing: a hundredth, or the little that the driver may have freed of its own meanwhile.
+/// Kernels count whole pages, so buffers count for no less than their size, and print KiB.
 const MISSING_SHARE: u64 = 100;
 const MISSING_BYTES: u64 = 4 << 20;
-/// Bytes that may exceed what was placed: page tables and rounding to pages (at most 8 bytes for each 4 KiB, so a
-/// hundredth is ample), and the driver's own buffers for pipelines and command buffers.
+/// The bytes that the kernel may see beyond what was placed: page tables and rounding to pages (at most 8 bytes for
+/// each 4 KiB, so a hundredth is ample), and the driver's own buffers for pipelines and command buffers.
 const EXTRA_SHARE: u64 = 100;
 const EXTRA_BYTES: u64 = 256 << 20;
 
 /// One open DRM file, as its fdinfo text describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Client {
-    /// e.g. `amdgpu`
+    /// The driver's name, e.g. `amdgpu`.
     pub driver: String,
-    /// PCI address, e.g. `0000:c5:00.0`.
+    /// The device's PCI address, e.g. `0000:c5:00.0`.
     pub pdev: Option<String>,
-    /// Files with equal ids report the same memory.
+    /// The id of the DRM client. Files with equal ids report the same memory.
     pub client_id: Option<u64>,
-    /// `None` where the kernel reports no memory.
+    /// The memory that the file reports; `None` if the kernel reports none.
     pub used: Option<MemoryUse>,
 }
 
@@ -73,7 +73,7 @@ pub fn parse(text: &str) -> Option<Client> {
     })
 }
 
-/// A number with its unit; without one it is bytes.
+/// The bytes of a number with its unit; a number without a unit counts bytes.
 fn size(text: &&str) -> Option<u64> {
     let mut words = text.split_whitespace();
     let number: u64 = words.next()?.parse().ok()?;
@@ -86,8 +86,8 @@ fn size(text: &&str) -> Option<u64> {
     number.checked_mul(unit).filter(|_| words.next().is_none())
 }
 
-/// Memory that the process with the `/proc` folder `process` uses of the amdgpu device at PCI address `pdev`; `None`
-/// where no open file reports it.
+/// The memory that the process with the `/proc` folder `process` uses of the amdgpu device at PCI address `pdev`;
+/// `None` if no open file reports it.
 pub fn memory_use(process: &Path, pdev: &str) -> Option<MemoryUse> {
     let mut clients = BTreeMap::new();
     // A file that was closed meanwhile, or that another user's namespace hides, is skipped.
@@ -116,7 +116,7 @@ pub fn memory_use(process: &Path, pdev: &str) -> Option<MemoryUse> {
 pub enum Residency {
     /// The driver reports nothing.
     Unknown,
-    /// The kernel sees them; `used` counts from when the device was opened.
+    /// The kernel sees them; `used` counts from the time when the device was opened.
     Confirmed { placed: u64, used: MemoryUse },
     /// The kernel sees too few or too many bytes.
     Denied { placed: u64, used: MemoryUse },
@@ -168,25 +168,25 @@ mod tests {
     const GIB: u64 = 1 << 30;
     const MIB: u64 = 1 << 20;
 
-    /// Linux 6.1: amdgpu's own keys.
+    /// A text of Linux 6.1, with amdgpu's own keys.
     const OLD: &str = "pos:\t0\nflags:\t02100002\nmnt_id:\t26\nino:\t529\ndrm-driver:\tamdgpu\npasid:\t32777\n\
         drm-pdev:\t0000:c5:00.0\ndrm-client-id:\t42\ndrm-memory-vram:\t16777216 KiB\ndrm-memory-gtt: \t10485760 KiB\n\
         drm-memory-cpu: \t0 KiB\ndrm-engine-gfx:\t27365839120 ns\ndrm-engine-compute:\t7 ns\n";
-    /// Linux 6.8: with what was evicted and requested.
+    /// A text of Linux 6.8, with keys of what was evicted and requested.
     const MIDDLE: &str = "pos:\t0\nflags:\t02100002\nmnt_id:\t24\nino:\t1239\ndrm-driver:\tamdgpu\ndrm-client-id:\t4\n\
         drm-pdev:\t0000:c5:00.0\npasid:\t32771\ndrm-memory-vram:\t44564 KiB\ndrm-memory-gtt: \t2392 KiB\n\
         drm-memory-cpu: \t0 KiB\namd-memory-visible-vram:\t44564 KiB\namd-evicted-vram:\t0 KiB\n\
         amd-evicted-visible-vram:\t0 KiB\namd-requested-vram:\t44564 KiB\namd-requested-visible-vram:\t11952 KiB\n\
         amd-requested-gtt:\t2392 KiB\ndrm-shared-vram:\t0 KiB\ndrm-shared-gtt:\t0 KiB\ndrm-shared-cpu:\t0 KiB\n";
-    /// Linux 6.14: the common keys of DRM, whose unit is the largest that divides, beside amdgpu's, which here count
-    /// pages that are not there.
+    /// A text of Linux 6.14. It has the common keys of DRM, whose unit is the largest that divides the number, beside
+    /// amdgpu's keys, which here count pages that are not there.
     const NEW: &str = "pos:\t0\nflags:\t02100002\nmnt_id:\t24\nino:\t1239\ndrm-driver:\tamdgpu\ndrm-client-id:\t9\n\
         drm-pdev:\t0000:C5:00.0\npasid:\t32771\ndrm-total-cpu:\t0\ndrm-shared-cpu:\t0\ndrm-resident-cpu:\t0\n\
         drm-purgeable-cpu:\t0\ndrm-total-gtt:\t10 MiB\ndrm-shared-gtt:\t0\ndrm-resident-gtt:\t10 MiB\n\
         drm-purgeable-gtt:\t0\ndrm-total-vram:\t117088 KiB\ndrm-shared-vram:\t31952 KiB\ndrm-resident-vram:\t180 KiB\n\
         drm-purgeable-vram:\t0\ndrm-memory-vram:\t117088 KiB\ndrm-memory-gtt: \t10240 KiB\ndrm-memory-cpu: \t0 KiB\n\
         amd-evicted-vram:\t116908 KiB\namd-requested-vram:\t117088 KiB\namd-requested-gtt:\t10240 KiB\n";
-    /// A driver without memory keys, and a file that is no device's.
+    /// A text of a driver without memory keys, and a text of a file that is no device's.
     const OTHER: &str = "pos:\t0\ndrm-driver:\ti915\ndrm-pdev:\t0000:00:02.0\ndrm-client-id:\t7\n";
     const PLAIN: &str = "pos:\t0\nflags:\t0100002\nmnt_id:\t15\nino:\t1057\n";
 
@@ -260,7 +260,7 @@ mod tests {
         assert!(!confirmed(after(17 * GIB, GIB)), "more than was placed");
         assert!(!confirmed(before), "nothing is there");
         assert_eq!(compare(placed, before, None), Residency::Unknown);
-        // What the original printed "loaded" over.
+        // A load that left the device empty must not count as loaded.
         let empty = compare(26 * GIB, before, before);
         assert_eq!(
             empty.to_string(),

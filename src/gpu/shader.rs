@@ -7,7 +7,7 @@ use super::need::Need;
 pub struct Shader {
     pub name: &'static str,
     pub kernel: &'static str,
-    /// Specialization constants: (id, name), ascending.
+    /// Specialization constants as (id, name), with ascending ids.
     pub constants: &'static [(u32, &'static str)],
     /// The push constants that are addresses, in order, each with the shader's access to the memory behind it.
     pub pointers: &'static [(&'static str, Access)],

@@ -1,5 +1,5 @@
-//! Moves bytes from the host into device memory: directly, where the host can reach the memory and the bytes need no
-//! conversion; else through two staging buffers, so that filling one overlaps the copy of the other.
+//! Moves bytes from the host into device memory. They go directly if the host can reach the memory and the bytes need
+//! no conversion. Otherwise they go through two staging buffers, so that filling one overlaps the copy of the other.
 
 use std::sync::Arc;
 
@@ -11,10 +11,11 @@ use super::{Arena, Buffer, Class, CommandBuffer, Device, GpuError, MemoryKind};
 /// Bytes of one staging buffer.
 const STAGING_BYTES: u64 = 16 << 20;
 
-/// Bytes read by one task.
+/// Bytes that one task reads.
 const READ_BYTES: usize = 2 << 20;
 
-/// Threads that read; more than most machines have cores, since they wait for the disk most of the time.
+/// Number of threads that read. There are more of them than most machines have cores, because they wait for the disk
+/// most of the time.
 const READERS: usize = 8;
 
 /// Fills a slice with the bytes that belong at a byte offset of a buffer, without reading the slice.
@@ -26,7 +27,7 @@ struct Reading<'a, E> {
     read: Box<Read<'a, E>>,
 }
 
-/// Staging buffers and queued reads of a load; dropped when the load is over. Reads fail with an `E`.
+/// The staging buffers and queued reads of a load, which are dropped when the load is over. Reads fail with an `E`.
 pub struct Uploader<'a, E> {
     readings: Vec<Reading<'a, E>>,
     halves: [(Buffer, CommandBuffer); 2],
@@ -56,7 +57,8 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         })
     }
 
-    /// Uses staging even where the host can reach the device's memory, so that tests cover discrete GPUs without one.
+    /// Makes uploads use staging even if the host can reach the device's memory, so that tests cover discrete GPUs
+    /// without having one.
     #[doc(hidden)]
     pub fn staged(self) -> Self {
         Uploader { staged: true, ..self }
@@ -85,14 +87,14 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
             staging.write(0, &self.scratch);
             let mut recorder = commands.begin()?;
             recorder.copy(staging, &to.slice(offset, bytes), bytes);
-            recorder.submit("upload")?;
+            recorder.submit_alone("upload")?;
             offset += bytes;
         }
         Ok(())
     }
 
-    /// Queues `to` to be filled by [`Uploader::read_queued`]: `read(offset, piece)` writes the bytes that belong at
-    /// byte `offset`.
+    /// Queues a read that [`Uploader::read_queued`] fills `to` by: `read(offset, piece)` writes the bytes that belong
+    /// at byte `offset`.
     pub fn queue(&mut self, to: &Buffer, read: impl Fn(u64, &mut [u8]) -> Result<(), E> + Send + Sync + 'a) {
         self.readings.push(Reading { to: to.clone(), read: Box::new(read) });
     }
@@ -123,7 +125,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         read_all(&self.readers, straight)?;
         let mut rest = &staged[..];
         while !rest.is_empty() {
-            // As many pieces as fit a staging buffer.
+            // Each round reads as many pieces as fit a staging buffer.
             let mut room = STAGING_BYTES;
             let fits = rest
                 .iter()
@@ -146,7 +148,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
                 recorder.copy(&staging.slice(at, *bytes), &to.slice(*offset, *bytes), *bytes);
                 at += bytes;
             }
-            recorder.submit("upload")?;
+            recorder.submit_alone("upload")?;
         }
         Ok(())
     }
@@ -168,7 +170,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
     }
 }
 
-/// Threads take the pieces in order, which disks read faster.
+/// Runs the reads. Threads take the pieces in order, which disks read faster.
 fn read_all<E: Send>(readers: &ThreadPool, pieces: Vec<(&Read<E>, u64, &mut [u8])>) -> Result<(), E> {
     let pieces = pieces.into_iter().par_bridge();
     readers.install(|| pieces.try_for_each(|(read, offset, piece)| read(offset, piece)))

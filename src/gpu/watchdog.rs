@@ -1,21 +1,22 @@
-//! How long the kernel's driver lets a submit run before it takes the GPU for hung and resets it.
+//! The time that the kernel's driver lets a submit run before it takes the GPU for hung and resets it.
 
 use std::path::Path;
 use std::time::Duration;
 
 /// Parameter of amdgpu; the file exists where the driver is loaded.
 const LOCKUP_TIMEOUT: &str = "/sys/module/amdgpu/parameters/lockup_timeout";
-/// The driver's timeout where the parameter is not set: 2 s for every queue since Linux 7, 10 s and more before.
+/// The driver's timeout if the parameter is not set: 2 s for every queue since Linux 7, 10 s and more before.
 const DEFAULT: Duration = Duration::from_secs(2);
 
-/// Longest time that a submit should take: under a quarter of the driver's timeout, since an estimate may be far off.
-/// `None` where amdgpu is not loaded, or has no timeout.
+/// The longest time that a submit should take: under a quarter of the driver's timeout, since an estimate may be far
+/// off. `None` if amdgpu is not loaded, or has no timeout.
 pub fn longest_submit() -> Option<Duration> {
     quarter(&std::fs::read_to_string(Path::new(LOCKUP_TIMEOUT)).ok()?)
 }
 
-/// A quarter of the least timeout in the parameter, which is a number of milliseconds for all queues, or a list by kind
-/// of queue, in an order that differs between kernels. 0, or nothing, is the default; a negative number is no limit.
+/// A quarter of the least timeout in the parameter. The parameter is a number of milliseconds for all queues, or a list
+/// by kind of queue, in an order that differs between kernels. 0, or nothing, is the default; a negative number is no
+/// limit.
 fn quarter(parameter: &str) -> Option<Duration> {
     let values = parameter.trim().split(',').map(|value| value.trim().parse::<i64>().unwrap_or(0));
     let patience = values.filter(|ms| *ms >= 0).map(|ms| match ms {

@@ -27,7 +27,7 @@ pub struct RepoId(String);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelName {
     pub repo: RepoId,
-    /// A branch, a tag, a commit, or `refs/pr/N`; `None` means [`MAIN`].
+    /// A branch, a tag, a commit, or `refs/pr/N`; `None` means `main`.
     pub revision: Option<String>,
     /// A file of the repository, or the quantization tag at the end of a file's name (`Q4_0`).
     pub file: Option<String>,
@@ -100,7 +100,7 @@ impl FromStr for ModelName {
 }
 
 impl ModelName {
-    /// The revision, or [`MAIN`] where none is named.
+    /// The revision, or `main` where none is named.
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or(MAIN)
     }

@@ -5,9 +5,9 @@ use std::ops::Range;
 use crate::gpu::Buffer;
 use crate::tensor::KvDtype;
 
-/// Largest head dimension: a workgroup of attention holds a head in 64 vec4s. Head dimensions are multiples of 4.
+/// The largest head dimension: a workgroup of attention holds a head in 64 vec4s. Head dimensions are multiples of 4.
 pub const MAX_HEAD_DIM: usize = 256;
-/// Most query heads per KV head: their queries and scores fit 32 KiB of shared memory.
+/// The most query heads per KV head: their queries and scores fit 32 KiB of shared memory.
 pub const MAX_GROUP: usize = 16;
 /// Largest number of matrices that one dispatch multiplies with the same activations.
 pub(super) const MATRICES: usize = 3;
@@ -23,7 +23,7 @@ pub struct Activations {
 }
 
 impl Activations {
-    /// Elements from row to row, in whole vec4s.
+    /// The number of elements from row to row, in whole vec4s.
     pub const fn stride_of(width: usize) -> usize {
         width.next_multiple_of(4)
     }
@@ -43,14 +43,14 @@ impl Activations {
         Activations { buffer, ..*self }
     }
 
-    /// The memory of the first `rows` rows; panics where it has fewer, or another width.
+    /// The memory of the first `rows` rows. Panics if there are fewer, or if the width is another one.
     pub(super) fn used(&self, rows: usize, width: usize, what: &str) -> Buffer {
         assert_eq!(self.width, width, "{what}: width");
         words(&self.buffer, rows * self.stride, what)
     }
 }
 
-/// One layer's share of the paged KV cache: `[block][kv_head][token in block][head_dim]`, keys and values, in the type
+/// One layer's share of the paged KV cache, keys and values: `[block][kv_head][token in block][head_dim]`, in the type
 /// that [`Kernels`](super::Kernels) was made for (`shaders/common/kv.glsl`).
 #[derive(Clone)]
 pub struct KvCache {
@@ -63,13 +63,13 @@ pub struct KvCache {
 pub struct AttentionShape {
     pub num_heads: usize,
     pub num_kv_heads: usize,
-    /// Multiple of 4, at most [`MAX_HEAD_DIM`].
+    /// Dimension of a head: a multiple of 4, at most [`MAX_HEAD_DIM`].
     pub head_dim: usize,
     /// Tokens per KV block.
     pub block_size: usize,
-    /// Block table entries per sequence.
+    /// Number of block table entries of each sequence.
     pub max_blocks: usize,
-    /// Keys that a token sees, its own included; `None`: all.
+    /// Number of keys that a token sees, its own included; `None` for all.
     pub window: Option<usize>,
 }
 
@@ -85,7 +85,7 @@ pub struct Attention {
     pub shape: AttentionShape,
     pub q_norm: RmsNorm,
     pub k_norm: RmsNorm,
-    /// f32 `[max position][head_dim / 2][cos, sin]`
+    /// Table of RoPE: f32 `[max position][head_dim / 2][cos, sin]`.
     pub rope: Buffer,
     /// Factor of the queries, applied after the norm and RoPE.
     pub q_scale: f32,
@@ -95,15 +95,15 @@ pub struct Attention {
 /// Per-token arrays of a step, on the device.
 #[derive(Clone)]
 pub struct StepArrays {
-    /// u32 `[tokens]`: id, or [`LAST_SAMPLED`] + slot.
+    /// Id of each token, or [`LAST_SAMPLED`] + slot: u32 `[tokens]`.
     pub ids: Buffer,
-    /// u32 `[tokens]`
+    /// Position of each token in its sequence: u32 `[tokens]`.
     pub positions: Buffer,
-    /// u32 `[tokens]`: row of `block_tables`.
+    /// Row of `block_tables` of each token: u32 `[tokens]`.
     pub sequence_of: Buffer,
-    /// u32 `[tokens]`: block * block_size + token in block.
+    /// Place of each token in the KV cache, block * block_size + token in block: u32 `[tokens]`.
     pub slot_mapping: Buffer,
-    /// u32 `[sequences][max_blocks]`
+    /// Blocks of each sequence: u32 `[sequences][max_blocks]`.
     pub block_tables: Buffer,
     pub shares: ShareArrays,
 }
@@ -111,12 +111,12 @@ pub struct StepArrays {
 /// [`Shares`](super::Shares) on the device, of a whole step or of some of its rows.
 #[derive(Clone)]
 pub struct ShareArrays {
-    /// [`Item`](super::Item)s of single tokens; `None` where the step can have none.
+    /// The [`Item`](super::Item)s of single tokens; `None` if the step can have none.
     pub single: Option<Buffer>,
     pub tiles: Option<Buffer>,
     /// Workgroup counts, three u32 for single tokens and three for tiles, read when the dispatches run.
     pub groups: Buffer,
-    /// u32 `[tokens][2]`
+    /// [`Shares::merges`](super::Shares::merges): u32 `[tokens][2]`.
     pub merges: Buffer,
 }
 
@@ -130,15 +130,15 @@ pub struct Partials {
 /// The heads that attention kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
-    /// Query heads per KV head, at most [`MAX_GROUP`].
+    /// Number of query heads per KV head, at most [`MAX_GROUP`].
     pub group: usize,
-    /// Multiple of 4, at most [`MAX_HEAD_DIM`].
+    /// Dimension of a head: a multiple of 4, at most [`MAX_HEAD_DIM`].
     pub head_dim: usize,
     /// Element type of the KV cache.
     pub kv: KvDtype,
 }
 
-/// The first `count` 32-bit words of a buffer; panics where it has fewer.
+/// The first `count` 32-bit words of a buffer. Panics if there are fewer.
 pub(super) fn words(buffer: &Buffer, count: usize, what: &str) -> Buffer {
     assert!(buffer.size() >= 4 * count as u64, "{what}: {count} words do not fit");
     buffer.slice(0, 4 * count as u64)

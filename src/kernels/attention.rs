@@ -6,39 +6,44 @@
 //! of its own, or all splits in one workgroup; the token alone, or in a tile with its neighbours. The choice fills the
 //! device, as far as there is room for partials.
 //!
-//! Refuses to know a device: all of it is arithmetic, and tests choose the room.
+//! This module refuses to know a device: all of it is arithmetic, and tests choose the room.
 
 use std::ops::Range;
 
 use super::arrays::{AttentionShape, ShareArrays, StepArrays};
 use crate::gpu::{Buffer, INDIRECT_BYTES};
 
-/// Number of splits of one unit, and then of 4 units; later splits have 16 (`shaders/common/softmax.glsl`).
+/// The first 16 splits have one unit of keys, the next 28 have 4 units, and all later splits have 16 units
+/// (`shaders/common/softmax.glsl`). A short context has short splits, so that it has workgroups enough. A long context
+/// has longer ones, so that its partials stay few: 164 at most at 131,072 keys. With these two numbers, a split of 4
+/// units starts at a multiple of 4 units, and a split of 16 units at a multiple of 16.
 const SPLITS_OF_1: usize = 16;
 const SPLITS_OF_4: usize = 28;
-/// Units before the first split of 16.
+/// Number of units before the first split of 16 units.
 const UNITS_IN_SHORT_SPLITS: usize = SPLITS_OF_1 + 4 * SPLITS_OF_4;
 
-/// Rows of a tile, the query heads of its tokens: four teams of [`TEAM_ROWS`] (`shaders/attention.comp`).
+/// Number of query heads of a tile, over all of its tokens: four teams of [`TEAM_ROWS`] (`shaders/attention.comp`).
 const TILE_ROWS: usize = 4 * TEAM_ROWS;
-/// Rows of a team.
+/// Number of query heads that a team of 64 lanes computes.
 pub(super) const TEAM_ROWS: usize = 8;
-/// Workgroups of tiles that fill a device. Where a step has fewer, tiles are split as single tokens are.
-const FILLING: usize = 96;
-/// Set where a token's partials lie among those of tiles.
+/// The number of workgroups of tiles from which on no tile is split: eight for each of the 12 compute units of a Radeon
+/// 780M. A step with fewer workgroups has its tiles split as single tokens are. The number is a count on paper; no GPU
+/// has measured it.
+const TILE_WORKGROUPS_WANTED: usize = 96;
+/// Flag of a token's first slot: its partials lie among the partials of tiles.
 const IN_TILES: u32 = 1 << 31;
 
-/// Positions at which a layer cuts the keys of a sequence.
+/// The positions at which a layer cuts the keys of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Splits {
-    /// Keys of the first splits, a multiple of a tile's 64.
+    /// Number of keys in each of the first splits: a multiple of 64, the keys of a tile.
     pub unit: usize,
-    /// Whether later splits are longer, so that a long context has few. False where a window bounds the keys.
+    /// Whether later splits are longer, so that a long context has few splits. False if a window bounds the keys.
     pub grows: bool,
 }
 
 impl Splits {
-    /// Splits of a layer. With many KV heads, longer splits fill a device.
+    /// The splits of a layer. Every KV head has a workgroup for each split, so longer splits suffice for many KV heads.
     pub fn of(num_kv_heads: usize, window: Option<usize>) -> Splits {
         Splits { unit: (16 * num_kv_heads).next_power_of_two().clamp(64, 256), grows: window.is_none() }
     }
@@ -54,7 +59,7 @@ impl Splits {
         units * self.unit
     }
 
-    /// The split of a key.
+    /// The split that a key belongs to.
     pub fn of_key(&self, key: usize) -> usize {
         let units = key / self.unit;
         match units {
@@ -76,36 +81,37 @@ impl AttentionShape {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
-    /// Most tokens of a tile.
+    /// The most tokens of a tile.
     pub fn tile_tokens(&self) -> usize {
         TILE_ROWS / (self.num_heads / self.num_kv_heads)
     }
 
-    /// f32 elements of a token's partial: for each head its values, the largest score, the sum of weights, and two of
-    /// padding.
+    /// Number of f32 elements of a token's partial. For each head there are its values, the largest score, the sum of
+    /// weights, and two elements of padding.
     pub fn partial_width(&self) -> usize {
         partial_width(self.num_heads, self.head_dim)
     }
 }
 
-/// As [`AttentionShape::partial_width`].
+/// [`AttentionShape::partial_width`] as a constant function.
 pub const fn partial_width(num_heads: usize, head_dim: usize) -> usize {
     num_heads * (head_dim + 4)
 }
 
-/// The work of a workgroup for each KV head: the partials of neighbouring tokens of a sequence over neighbouring
-/// splits, one partial for each token.
+/// The work of one workgroup for each KV head: the partials of neighbouring tokens of a sequence over neighbouring
+/// splits. Each token gets one partial.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Item {
-    /// The first token's row of the queries, the number of tokens, the first token's position, and their block table.
+    /// The first token's row of the queries, the number of tokens, the first token's position, and the tokens' row of
+    /// the block tables.
     pub token: u32,
     pub tokens: u32,
     pub position: u32,
     pub sequence: u32,
     pub first_split: u32,
     pub splits: u32,
-    /// The slot of the first token's partial, and the distance to the next token's.
+    /// The slot of the first token's partial, and the distance to the slot of the next token's.
     pub slot: u32,
     pub stride: u32,
 }
@@ -117,54 +123,55 @@ pub struct Run {
     pub row: usize,
     pub start: usize,
     pub tokens: usize,
-    /// Row of the block tables.
+    /// The sequence's row of the block tables.
     pub sequence: usize,
 }
 
-/// Slots for partials of single tokens and of tiles, at least one of each kind for each token of a step.
+/// Numbers of slots for partials of single tokens and of tiles: at least one of each kind for each token of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
     pub single: usize,
     pub tiles: usize,
 }
 
-/// Items of some rows of a step, as ranges of all items.
+/// The items of some rows of a step, as ranges of all items.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct PartItems {
     pub rows: Range<usize>,
     pub single: Range<usize>,
     pub tiles: Range<usize>,
 }
 
-/// Attention of a step, shared out.
+/// The attention of a step, shared out over workgroups.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Shares {
     pub single: Vec<Item>,
     pub tiles: Vec<Item>,
-    /// For each token of the step its first slot, with [`IN_TILES`], and the number of its partials; 0 for padding.
+    /// The first slot of each token of the step, with the flag `IN_TILES`, and the number of its partials; 0 for
+    /// padding tokens.
     pub merges: Vec<[u32; 2]>,
     /// The rows of the step in parts, each with its items.
-    pub parts: Vec<Part>,
+    pub parts: Vec<PartItems>,
 }
 
-/// Neighbouring tokens that are computed together.
-struct Piece {
+/// A span of neighbouring tokens that are computed together: a single token, or the tokens of a tile.
+struct Span {
     run: Run,
     first_split: usize,
     splits: usize,
     is_split: bool,
 }
 
-impl Piece {
-    /// Slots beyond one for each token that a workgroup for each split needs.
-    fn more(&self) -> usize {
+impl Span {
+    /// How many slots more than one for each token the span needs, if each of its splits has a workgroup of its own.
+    fn extra_slots(&self) -> usize {
         self.run.tokens * (self.splits - 1)
     }
 }
 
 impl Shares {
-    /// Shares out a step of `tokens` tokens, some of which may be in no run, so that no item spans two parts of
-    /// `rows_per_part` rows. Panics without room for one partial of each token.
+    /// Shares out a step of `tokens` tokens, some of which may be in no run. No item spans two parts of `rows_per_part`
+    /// rows. Panics if there is no room for one partial of each token.
     pub fn new(
         shape: &AttentionShape,
         runs: &[Run],
@@ -184,39 +191,40 @@ impl Shares {
                 let splits = shape.splits();
                 let first_split = splits.of_key(shape.first_key(run.start));
                 let last_split = splits.of_key(run.start + count - 1);
-                let piece = Piece { run, first_split, splits: last_split - first_split + 1, is_split: false };
+                let span = Span { run, first_split, splits: last_split - first_split + 1, is_split: false };
                 let is_single = count == 1 && single.len() < room.single;
                 if is_single {
-                    single.push(piece)
+                    single.push(span)
                 } else {
-                    tiles.push(piece)
+                    tiles.push(span)
                 }
                 row += count;
             }
         }
-        let needed = tiles.iter().map(|piece| piece.run.tokens).sum::<usize>();
+        let needed = tiles.iter().map(|span| span.run.tokens).sum::<usize>();
         assert!(needed <= room.tiles, "{needed} partials, and room for {} of tiles", room.tiles);
-        split(&mut single, room.single, usize::MAX);
-        split(&mut tiles, room.tiles, FILLING.div_ceil(shape.num_kv_heads));
+        split_longest(&mut single, room.single, usize::MAX);
+        split_longest(&mut tiles, room.tiles, TILE_WORKGROUPS_WANTED.div_ceil(shape.num_kv_heads));
 
         let mut slots = [0; 2];
         for first in (0..tokens).step_by(rows_per_part) {
             let rows = first..(first + rows_per_part).min(tokens);
             let (single_first, tiles_first) = (shares.single.len(), shares.tiles.len());
-            let is_in = |piece: &&Piece| rows.contains(&piece.run.row);
-            for piece in single.iter().filter(is_in) {
-                emit(piece, &mut slots[0], 0, &mut shares.single, &mut shares.merges);
+            let is_in = |span: &&Span| rows.contains(&span.run.row);
+            for span in single.iter().filter(is_in) {
+                emit(span, &mut slots[0], 0, &mut shares.single, &mut shares.merges);
             }
-            for piece in tiles.iter().filter(is_in) {
-                emit(piece, &mut slots[1], IN_TILES, &mut shares.tiles, &mut shares.merges);
+            for span in tiles.iter().filter(is_in) {
+                emit(span, &mut slots[1], IN_TILES, &mut shares.tiles, &mut shares.merges);
             }
             let (single, tiles) = (single_first..shares.single.len(), tiles_first..shares.tiles.len());
-            shares.parts.push(Part { rows, single, tiles });
+            shares.parts.push(PartItems { rows, single, tiles });
         }
         shares
     }
 
-    /// Workgroup counts of single tokens and of tiles for indirect dispatches: of all parts together, then of each.
+    /// Workgroup counts of single tokens and of tiles for indirect dispatches: first of all parts together, then of
+    /// each part.
     pub fn groups(&self, num_kv_heads: usize) -> Vec<[[u32; 3]; 2]> {
         let groups =
             |single: usize, tiles: usize| [single, tiles].map(|n| [n as u32, num_kv_heads as u32, 1]);
@@ -226,25 +234,25 @@ impl Shares {
     }
 }
 
-/// Gives each split of the longest pieces a workgroup of its own, while slots last, until there are `wanted` items. The
-/// longest pieces come first, since they take longest.
-fn split(pieces: &mut [Piece], slots: usize, wanted: usize) {
-    pieces.sort_by_key(|piece| std::cmp::Reverse(piece.splits));
-    let mut spare = slots - pieces.iter().map(|piece| piece.run.tokens).sum::<usize>();
-    let mut items = pieces.len();
-    for piece in pieces.iter_mut().filter(|piece| piece.splits > 1) {
-        if items < wanted && piece.more() <= spare {
-            piece.is_split = true;
-            spare -= piece.more();
-            items += piece.splits - 1;
+/// Gives each split of the longest spans a workgroup of its own, while slots last, until there are `wanted` items.
+/// Longer spans come first, because they take longest.
+fn split_longest(spans: &mut [Span], slots: usize, wanted: usize) {
+    spans.sort_by_key(|span| std::cmp::Reverse(span.splits));
+    let mut spare = slots - spans.iter().map(|span| span.run.tokens).sum::<usize>();
+    let mut items = spans.len();
+    for span in spans.iter_mut().filter(|span| span.splits > 1) {
+        if items < wanted && span.extra_slots() <= spare {
+            span.is_split = true;
+            spare -= span.extra_slots();
+            items += span.splits - 1;
         }
     }
-    // Pieces that are not split come first: they run longest.
-    pieces.sort_by_key(|piece| piece.is_split);
+    // Spans that are not split come first, because their workgroups run longest.
+    spans.sort_by_key(|span| span.is_split);
 }
 
-fn emit(piece: &Piece, next: &mut usize, flag: u32, items: &mut Vec<Item>, merges: &mut [[u32; 2]]) {
-    let Piece { run, first_split, splits, is_split } = piece;
+fn emit(span: &Span, next: &mut usize, flag: u32, items: &mut Vec<Item>, merges: &mut [[u32; 2]]) {
+    let Span { run, first_split, splits, is_split } = span;
     let (count, each) = if *is_split { (*splits, 1) } else { (1, *splits) };
     let slot = *next;
     *next += run.tokens * count;
@@ -266,8 +274,8 @@ fn emit(piece: &Piece, next: &mut usize, flag: u32, items: &mut Vec<Item>, merge
 }
 
 impl StepArrays {
-    /// The arrays of the part `part`, which has the index `index`.
-    pub fn part(&self, part: &Part, index: usize) -> StepArrays {
+    /// The arrays of the part `part`, which has the index `index` among the step's parts.
+    pub fn part(&self, part: &PartItems, index: usize) -> StepArrays {
         let rows = &part.rows;
         let some = |array: &Buffer| array.slice(4 * rows.start as u64, 4 * rows.len() as u64);
         let items = |items: &Option<Buffer>, some: &Range<usize>| {
@@ -318,8 +326,8 @@ mod tests {
         }
     }
 
-    /// Each token's keys, as its partials cover them; panics where one of them is not where it is merged from, or two
-    /// are in one place.
+    /// The keys of each token, as its partials cover them. Panics if a partial is not where the merge looks for it, or
+    /// if two partials have one place.
     fn covered(shares: &Shares, shape: &AttentionShape, room: Room) -> Vec<Vec<Range<usize>>> {
         let mut slots = [vec![None; room.single], vec![None; room.tiles]];
         for (items, slots) in [&shares.single, &shares.tiles].into_iter().zip(&mut slots) {
@@ -352,7 +360,7 @@ mod tests {
             [shape(32, 16, None), shape(32, 16, Some(1024)), shape(4, 1, Some(512)), shape(16, 1, None)];
         let starts = [0, 100_000, 511, 5000, 1023];
         for shape in shapes {
-            // A sequence of one token, two of many; then tokens of nobody.
+            // The step has a sequence of one token, two of many, and padding tokens behind them.
             let (mut runs, mut row) = (Vec::new(), 0);
             for (sequence, (start, tokens)) in starts.into_iter().zip([1, 1, 40, 17, 3]).enumerate() {
                 runs.push(Run { row, start, tokens, sequence });

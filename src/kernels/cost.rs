@@ -1,8 +1,9 @@
-//! What a dispatch costs on paper: workgroups, trips of its steady loop, bytes. One function for each method of
-//! [`Kernels`](super::Kernels), for `unicorn bench isa`, which has a compiler and no GPU.
+//! The cost of a dispatch on paper: workgroups, trips of its steady loop, bytes. There is one function for each method
+//! of [`Kernels`](super::Kernels), for `unicorn bench isa`, which has a compiler and no GPU.
 //!
-//! Bytes are those read from memory or written to it, with no caching beyond what the functions state. A trip is a trip
-//! of the loop in the shader's source: where a compiler unrolls it, [`Body::unrolled`] says how often.
+//! Bytes are bytes that a dispatch reads from memory or writes to it, with no caching beyond what the functions state.
+//! A trip is a trip of the loop in the shader's source. If a compiler unrolls the loop, [`Body::unrolled`] says how
+//! often.
 
 use super::operand::{BLOCK_COLS, GpuTiles, Passes, SUBGROUP_ROW_TILES, Tiles, fast_shader_of, taking};
 use super::pipelines::{attention_constants, attention_of};
@@ -24,7 +25,7 @@ pub struct Dispatch {
     pub shader: &'static Shader,
     pub constants: Vec<u32>,
     pub workgroups: u64,
-    /// Trips of the steady loop, average over the workgroups.
+    /// Trips of the steady loop, averaged over the workgroups.
     pub trips: f64,
     /// Bytes of weights, and how often the grid reads all of them; workgroups side by side share a read.
     pub weight_bytes: u64,
@@ -63,8 +64,8 @@ pub fn embed(scheme: Scheme, cols: usize, tokens: usize) -> Dispatch {
     }
 }
 
-/// The product of `tokens` rows with several matrices of `scheme` in one dispatch; `rows` are the rows of each. Weights
-/// are read once for each tile of tokens.
+/// The product of `tokens` rows with several matrices of `scheme` in one dispatch. `rows` has the number of rows of
+/// each matrix. Weights are read once for each tile of tokens.
 pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize, tokens: usize) -> Dispatch {
     let all: usize = rows.iter().sum();
     let tiles: usize = rows.iter().map(|rows| rows.div_ceil(TILE_ROWS)).sum();
@@ -87,7 +88,7 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
     }
 }
 
-/// Two products with int8 and their GeGLU.
+/// Two products with int8, and their GeGLU.
 pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatch {
     let dispatch = fast(scheme, rows.div_ceil(TILE_ROWS), cols, tokens, true);
     Dispatch {
@@ -112,12 +113,12 @@ fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -
     }
 }
 
-/// Blocks of 32 columns that a subgroup computes of a product with int8 (`shaders/common/fast.glsl`).
+/// Number of blocks of 32 columns that a subgroup computes in a product with int8 (`shaders/common/fast.glsl`).
 fn segment_blocks(cols: usize) -> usize {
     cols.div_ceil(BLOCK_COLS).div_ceil(8).max(4)
 }
 
-/// Trips of the steady loop of a product with `cols` columns; `None` where the shader computes no product.
+/// Trips of the steady loop of a product with `cols` columns; `None` if the shader computes no product.
 pub fn product_trips(shader: &Shader, cols: usize) -> Option<usize> {
     match shader.kernel {
         "matmul" => Some(cols.div_ceil(block_weights(shader) as usize).div_ceil(SPLITS)),
@@ -196,14 +197,14 @@ pub fn qkv_store(heads: &Heads, tokens: usize) -> Dispatch {
     Dispatch {
         trips: head_dim.div_ceil(64) as f64,
         kv_bytes: tokens as u64 * heads.row_bytes(),
-        // Queries are read and written in place.
+        // The kernel reads queries and writes them in place.
         activation_bytes: floats(tokens * (2 * num_heads + 2 * num_kv_heads) * head_dim),
         ..Dispatch::new(shader, tokens * (num_heads + 2 * num_kv_heads))
     }
 }
 
 /// Attention of sequences with tokens at these positions, `tokens` in all with padding: the dispatches of single
-/// tokens, of tiles, and of the merge. A sequence's keys and values are read from memory once.
+/// tokens, of tiles, and of the merge. The keys and values of a sequence are read from memory once.
 pub fn attention(
     heads: &Heads,
     sequences: &[std::ops::Range<usize>],
@@ -240,7 +241,7 @@ pub fn attention(
             constants: attention_constants(shader, group, head_dim),
             trips: walked as f64 / items.len().max(1) as f64,
             kv_bytes: read as u64 * heads.row_bytes(),
-            // Queries, and partials.
+            // The activations are queries and partials.
             activation_bytes: floats(attending * (num_heads * head_dim + shape.partial_width())),
             ..Dispatch::new(shader, items.len() * num_kv_heads)
         }
@@ -273,9 +274,9 @@ pub fn history(tokens: usize) -> Dispatch {
 /// How ids are drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Drawn {
-    /// The id of the highest logit: one pass over the logits.
+    /// The id with the highest logit is drawn, in one pass over the logits.
     Greedy,
-    /// With top_k or top_p: three passes over the logits.
+    /// The draw has top_k or top_p, and takes three passes over the logits.
     Filtered,
 }
 
@@ -283,7 +284,7 @@ pub enum Drawn {
 pub fn sample(rows: usize, vocab: usize, drawn: Drawn) -> Vec<Dispatch> {
     let chunks = vocab.div_ceil(DRAW_CHUNK);
     let (maxima, found) = (16 * rows * chunks, 16 * rows * chunks);
-    // Four logits a trip.
+    // A trip reads four logits.
     let pass = |shader, beside: usize| Dispatch {
         trips: vocab as f64 / (4 * 256 * chunks) as f64,
         activation_bytes: floats(rows * vocab) + beside as u64,
@@ -309,13 +310,13 @@ pub fn sample(rows: usize, vocab: usize, drawn: Drawn) -> Vec<Dispatch> {
 /// A kernel's steady loop.
 #[derive(Debug, Clone, Copy)]
 pub struct Body {
-    /// One trip of it as compiled, inner loops as often as they run.
+    /// The instructions of one trip of the compiled loop, with inner loops as often as they run.
     pub trip: Counts,
-    /// Trips of the source in a compiled trip.
+    /// Number of trips of the source's loop in one compiled trip.
     pub unrolled: u64,
-    /// Weights per lane in a trip of the source; 0 where the kernel has no weights.
+    /// Number of weights per lane in a trip of the source's loop; 0 if the kernel has no weights.
     pub weights: u64,
-    /// Counts outside the steady loop, which run once.
+    /// The instructions outside the steady loop, which run once.
     pub once: Counts,
 }
 
@@ -327,7 +328,7 @@ impl Body {
     }
 }
 
-/// Finds the steady loop of a compiled kernel. Every shader has its own case here. `None` where there is no loop.
+/// Finds the steady loop of a compiled kernel; every shader has a case of its own here. `None` if there is no loop.
 pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Body> {
     let kernel = shader.name.split('_').next().unwrap_or_default();
     match (kernel, constants) {
@@ -366,9 +367,9 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let steady = program.inside(Some(splits));
             let steady = steady.max_by_key(|i| (program.trip(*i, &|_| 1).macs, std::cmp::Reverse(*i)));
             let steady = steady.unwrap_or(splits);
-            // Inside are a loop over the keys' dimensions, unless the compiler unrolled it, with the queries in scalar
-            // registers; a loop over the values of a whole tile; and a loop over the values of a part of a tile, which
-            // runs instead of the latter.
+            // The loop contains three loops: a loop over the keys' dimensions, unless the compiler unrolled it, with
+            // the queries in scalar registers; a loop over the values of a whole tile; and a loop over the values of a
+            // part of a tile, which runs instead of the second.
             let (head_dim, rows) = (u64::from(*head_dim), u64::from(*rows));
             let fours = head_dim / 4;
             let width = 2 - fours % 2;
@@ -391,14 +392,14 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let trip = program.trip(steady, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
         }
-        // One or two loops over a row.
+        // These kernels have one or two loops over a row.
         ("rms" | "embed" | "qkv" | "moments" | "pool" | "adjust" | "peak", []) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer) })
         }
-        // The loop over a chunk's logits, or over the results of a row's chunks; other loops have few trips and count
-        // once.
+        // The steady loop is the loop over a chunk's logits, or over the results of a row's chunks. Other loops have
+        // few trips and count once.
         ("sample", []) => {
             let loads = |i: &usize| program.trip(*i, &|_| 1).wide_loads;
             let outer: Vec<usize> = program.inside(None).collect();
@@ -406,7 +407,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let trip = program.trip(steady, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]) })
         }
-        // The loop over the most likely ids.
+        // The steady loop is the loop over the most likely ids.
         ("logprobs", []) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = program.trip(*outer.first()?, &|_| 1);
@@ -417,7 +418,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
     }
 }
 
-/// Counts outside these outermost loops.
+/// The instructions outside these outermost loops.
 fn without(program: &Program, loops: &[usize]) -> Counts {
     let mut once = Counts::default();
     let spans = loops.iter().map(|i| program.loops[*i].span.clone()).collect::<Vec<_>>();
@@ -429,12 +430,13 @@ fn without(program: &Program, loops: &[usize]) -> Counts {
     once
 }
 
-/// `whole` divided by `part`, rounded: `whole` may have a few less (a first product is no multiply-add) or a few more.
+/// `whole` divided by `part`, rounded. `whole` may be a little less than a multiple, because a first product is no
+/// multiply-add, or a little more.
 fn times(whole: u64, part: u64) -> u64 {
     ((whole + part / 2) / part).max(1)
 }
 
-/// Weights of a block, by the name of the shader's variant.
+/// Number of weights of a block, by the name of the shader's variant.
 fn block_weights(shader: &Shader) -> u32 {
     let schemes = [
         ("matmul_f32", Scheme::F32),
@@ -457,7 +459,8 @@ mod tests {
         let (product, attention) = (&shaders::MATMUL_INT4, &shaders::ATTENTION_F32);
         assert_eq!((product.workgroup, attention.workgroup), ([32, 4, 1], [64, 1, 1]));
         assert_eq!((product.shared_bytes)(&[8]), 4 * 4 * 32 * 4);
-        // Two heads of 128: maxima, weights; a row of each key, twice; sums of four parts; the merge.
+        // The workgroup holds two heads of 128: maxima and weights; a row of each key, twice; sums of four parts; the
+        // merge.
         let parts = 64 * 2 * 16 + 4 * 4;
         assert_eq!(
             (attention.shared_bytes)(&[2, 128, 2]),
@@ -480,13 +483,13 @@ mod tests {
     #[test]
     fn a_product_walks_over_its_weights_once_for_each_tile_of_tokens() {
         let gate = |tokens| matmul(Precision::F32, Scheme::int4(128), &[21_504], 5376, tokens);
-        // 4.125 bits each.
+        // Each weight has 4.125 bits.
         assert_eq!(gate(1).weight_bytes, 21_504 * 5376 * 33 / 64);
         let of = |d: &Dispatch| (d.constants.clone(), d.workgroups, d.weight_passes, d.trips);
         assert_eq!(of(&gate(1)), (vec![1], 672, 1, 42.0));
         assert_eq!(of(&gate(3)), (vec![4], 672, 1, 42.0));
         assert_eq!(of(&gate(33)), (vec![32], 672 * 2, 2, 42.0), "the cache has no room for 64 tokens in f32");
-        // With int8, for each 32; a subgroup takes an eighth of the 168 blocks of a row.
+        // With int8, a trip has 32 columns, and a subgroup takes an eighth of the 168 blocks of a row.
         let qkv = |tokens| matmul(Precision::Fast, Scheme::int4(128), &[4096, 2048, 2048], 5376, tokens);
         assert_eq!(of(&qkv(1)), (vec![1, 0, 4, 0], 256, 1, 21.0));
         assert_eq!(of(&qkv(33)), (vec![32, 0, 4, 0], 256 * 2, 1, 21.0), "two passes go together");
@@ -517,7 +520,7 @@ mod tests {
         assert_eq!(of(one(1030, Some(1024))), (80, 3.4, 5.0), "17 tiles, for the window starts in one");
         let [single, ..] = one(511, None);
         assert_eq!((single.kv_bytes, single.constants), (512 * 2 * 16 * 256, vec![2, 128, 2]));
-        // Sixteen tokens a tile, each of which walks over its keys alone, for there are enough of them.
+        // A tile has sixteen tokens, and walks over its keys alone, because there are enough tiles.
         let [single, tiles, merge] =
             attention(&heads, std::slice::from_ref(&(0..128)), None, 128, room, wants);
         assert_eq!((single.workgroups, tiles.workgroups, tiles.trips), (0, 8 * 16, 1.5));
@@ -525,7 +528,7 @@ mod tests {
         assert_eq!((merge.workgroups, merge.trips), (128 * 4, 1.0));
     }
 
-    /// A product's loop that a compiler unrolled twice: as many instructions for each weight.
+    /// A product's loop that a compiler unrolled twice has as many instructions for each weight.
     #[test]
     fn unrolling_changes_no_figure_per_weight() {
         let one = "\tglobal_load_b128 v[4:7], v[6:7], off\n\tv_mul_f32 v1, v2, v3\n\tv_cvt_f32_u32 v1, v2\n"
@@ -541,7 +544,8 @@ mod tests {
 
     #[test]
     fn attention_counts_the_loop_over_values_as_often_as_it_runs() {
-        // Splits, tiles, dimensions of keys, values of a whole tile, values of a part of one.
+        // The nested loops go over splits, tiles, dimensions of keys, values of a whole tile, and values of a part of a
+        // tile.
         let text = "BB1:\n\tv_mov_b32 v0, 0\nBB2:\n\tv_add_nc_u32_e32 v1, v2, v3\nBB3:\n\ts_load_b256 s[0:7], s[8:9], 0\n\
                     \tglobal_load_b128 v[1:4], v[5:6], off\n"
             .to_string()
@@ -552,7 +556,8 @@ mod tests {
             + &"\tv_fma_f32 v1, v2, v3, v4\n".repeat(16)
             + "\ts_cbranch_scc1 BB5\n\ts_cbranch_scc1 BB2\n\ts_cbranch_scc1 BB1\n\ts_endpgm\n";
         let program = Program::parse(&text).unwrap();
-        // Two rows of 128: 256 products for a key; 16 of 64 values for each of four parts, 8 numbers of each in a lane.
+        // Two rows of 128 make 256 products for a key. There are 16 of 64 values for each of four parts, and a lane has
+        // 8 numbers of each.
         let found = body(&shaders::ATTENTION_F16, &[2, 128, 2], &program).unwrap();
         assert_eq!(found.trip.valu, 1 + 4 * 64 + 4 * 64);
         assert_eq!((found.trip.vector_loads, found.once.valu), (8, 1));

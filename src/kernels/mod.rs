@@ -1,7 +1,8 @@
-//! Typed dispatch of every shader, one method each.
+//! Typed dispatch of every shader: each has one method.
 //!
-//! A method states the shapes, checks them against the buffers (shaders have no bounds checks: buffers go by address),
-//! and passes the recorder the buffers that are read and written. It refuses to know what a model is.
+//! A method states the shapes, and checks them against the buffers, because buffers go by address and shaders have no
+//! bounds checks. Then it tells the recorder which buffers the shader reads and writes. This module refuses to know
+//! what a model is.
 
 mod arrays;
 mod attention;
@@ -20,7 +21,7 @@ pub use arrays::{
     Activations, Attention, AttentionShape, Heads, KvCache, LAST_SAMPLED, MAX_GROUP, MAX_HEAD_DIM, Partials,
     RmsNorm, ShareArrays, StepArrays,
 };
-pub use attention::{Item, Part, Room, Run, Shares, Splits, partial_width};
+pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
 pub(crate) use operand::share_pipeline;
 pub use operand::{ActivationsFrom, GpuTiles, Matrices, Operand, Quantized, SubgroupTile, Tiles, Wants};
 pub use peak::Peak;
@@ -40,7 +41,7 @@ use self::shaders::shaders_of;
 use crate::gpu::{Buffer, Device, GpuError, INDIRECT_BYTES, Pipeline, Recorder, Shader};
 use crate::tensor::{KvDtype, Precision, Scheme};
 
-/// Variants of a kernel that write f32, int8, or both.
+/// The variants of a kernel that write f32, int8, or both.
 struct Into {
     floats: Arc<Pipeline>,
     blocks: Arc<Pipeline>,
@@ -213,8 +214,8 @@ impl Kernels {
         recorder.dispatch(pipeline, &arguments, [tokens as u32, 1, 1]);
     }
 
-    /// `y[t] = W x[t]` for `tokens` rows of `x` and each matrix; one dispatch computes several matrices where it can.
-    /// `x` has the forms that [`Kernels::wants`] returns.
+    /// Computes `y[t] = W x[t]` for `tokens` rows of `x` and each matrix. One dispatch computes several matrices if it
+    /// can. `x` has the forms that [`Kernels::wants`] returns.
     pub fn matmul(
         &self,
         recorder: &mut Recorder<'_>,
@@ -225,8 +226,8 @@ impl Kernels {
         self.products.record(recorder, products, x, tokens);
     }
 
-    /// `y[t] = gelu_tanh(gate x[t]) * (up x[t])` for `tokens` rows of `x`; `products` hold both products where one
-    /// kernel cannot compute all.
+    /// Computes `y[t] = gelu_tanh(gate x[t]) * (up x[t])` for `tokens` rows of `x`. `products` hold both products if no
+    /// single kernel computes all of it.
     pub fn gated(
         &self,
         recorder: &mut Recorder<'_>,
@@ -243,7 +244,7 @@ impl Kernels {
         self.geglu(recorder, products[0], products[1], y, tokens);
     }
 
-    /// `y = x`, quantized.
+    /// Quantizes `x` into `y`.
     pub fn quantize(&self, recorder: &mut Recorder<'_>, x: &Activations, y: &Quantized, rows: usize) {
         let to = y.planes(rows, x.width, "quantize: y");
         let arguments = shaders::Quantize {
@@ -257,7 +258,7 @@ impl Kernels {
         recorder.dispatch(&self.quantize, &arguments, [fours(x.width), rows as u32, 1]);
     }
 
-    /// `y[t] = norm(x[t])`
+    /// Computes `y[t] = norm(x[t])`.
     pub fn rms_norm(
         &self,
         recorder: &mut Recorder<'_>,
@@ -270,7 +271,7 @@ impl Kernels {
         normalize(recorder, pipeline, (x, rows, None), norm, None, (Some(y), rows));
     }
 
-    /// `hidden[t] += norm(x[t])`
+    /// Computes `hidden[t] += norm(x[t])`.
     pub fn rms_norm_add(
         &self,
         recorder: &mut Recorder<'_>,
@@ -283,7 +284,7 @@ impl Kernels {
         normalize(recorder, &self.rms_norm_add, (x, rows, None), norm, Some(all), (None, rows));
     }
 
-    /// `hidden[t] += norm(x[t])`, and `y[t] = next_norm(hidden[t])`
+    /// Computes `hidden[t] += norm(x[t])`, and then `y[t] = next_norm(hidden[t])`.
     #[rustfmt::skip]
     pub fn residual(
         &self,
@@ -298,7 +299,7 @@ impl Kernels {
         normalize(recorder, pipeline, (x, rows, None), norm, Some(all), (Some(y), rows));
     }
 
-    /// `y[i] = norm(x[index[i]])` for `rows` entries of `index`, each a row of `x`.
+    /// Computes `y[i] = norm(x[index[i]])` for `rows` entries of `index`, each of which names a row of `x`.
     pub fn rms_norm_gather(
         &self,
         recorder: &mut Recorder<'_>,
@@ -314,7 +315,7 @@ impl Kernels {
         normalize(recorder, pipeline, (x, all, Some(&index)), norm, None, (Some(y), rows));
     }
 
-    /// QK-norm and RoPE of `q` (in place, times its scale) and `k`, and the store of `k` and `v` in the cache.
+    /// Applies QK-norm and RoPE to `q`, in place and times its scale, and to `k`, and stores `k` and `v` in the cache.
     pub fn qkv_store(
         &self,
         recorder: &mut Recorder<'_>,
@@ -349,8 +350,8 @@ impl Kernels {
         recorder.dispatch(&self.qkv_store, &arguments, groups);
     }
 
-    /// `y[t] = softmax(q[t] K) V` over the cached keys that the token sees, for `tokens` tokens; 0 for padding. Items
-    /// name rows of `q`.
+    /// Computes `y[t] = softmax(q[t] K) V` over the cached keys that each of `tokens` tokens sees, and 0 for padding.
+    /// Items name rows of `q`.
     pub fn attention(
         &self,
         recorder: &mut Recorder<'_>,
@@ -421,7 +422,7 @@ impl Kernels {
         assert_eq!(shape.head_dim, self.heads.head_dim, "head_dim");
     }
 
-    /// `y = gelu_tanh(gate) * up`; an f32 result is written over `gate`.
+    /// Computes `y = gelu_tanh(gate) * up`. An f32 result is written over `gate`.
     pub fn geglu(
         &self,
         recorder: &mut Recorder<'_>,
@@ -447,7 +448,7 @@ impl Kernels {
         recorder.dispatch(self.geglu.pipeline(y), &arguments, [fours(gate.width), rows as u32, 1]);
     }
 
-    /// `sums[c] += sum of x[t, c]^2` over `tokens` rows: f32, one for each column.
+    /// Computes `sums[c] += sum of x[t, c]^2` over `tokens` rows: f32, one for each column.
     pub fn moments(&self, recorder: &mut Recorder<'_>, x: &Activations, sums: &Buffer, tokens: usize) {
         let arguments = shaders::Moments {
             x: &x.used(tokens, x.width, "moments: x"),
@@ -459,7 +460,7 @@ impl Kernels {
         recorder.dispatch(&self.moments, &arguments, [(x.width as u32).div_ceil(64), 1, 1]);
     }
 
-    /// Adds the `tokens` rows of `x` to the one row of `sums`; where that is `fresh`, overwrites it.
+    /// Adds the `tokens` rows of `x` to the one row of `sums`, or overwrites that row if it is `fresh`.
     pub fn pool(
         &self,
         recorder: &mut Recorder<'_>,
@@ -480,7 +481,7 @@ impl Kernels {
     }
 }
 
-/// Workgroups of 256 invocations with four columns each.
+/// The number of workgroups of 256 invocations with four columns each.
 fn fours(width: usize) -> u32 {
     width.div_ceil(1024) as u32
 }

@@ -13,12 +13,12 @@ use super::weights::Matrix;
 use crate::gpu::{Buffer, Device, DeviceInfo, DeviceKind, GpuError, Pipeline, Recorder, Shader};
 use crate::tensor::{Precision, Scheme, TILE_ROWS};
 
-/// Columns that share a scale (`shaders/common/fast.glsl`).
+/// Number of columns that share a scale (`shaders/common/fast.glsl`).
 pub(super) const BLOCK_COLS: usize = 32;
-/// Bytes of a block's 32 integers; bytes of its scale and sums.
+/// Bytes of a block's 32 integers, and bytes of its scale and sums.
 const BLOCK_BYTES: usize = BLOCK_COLS;
 const SCALE_BYTES: usize = 8;
-/// Most int8 digits of an activation.
+/// The most int8 digits of an activation.
 const DIGITS: u64 = 2;
 
 /// The schemes of a model's matrices.
@@ -34,19 +34,19 @@ pub struct Matrices {
     pub tiles: Option<Tiles>,
 }
 
-/// int8 activations `[rows, width]` in blocks of 32 columns, with a scale each, and a second digit where a block has an
-/// outlier (`shaders/common/fast.glsl`).
+/// int8 activations `[rows, width]` in blocks of 32 columns. Each block has a scale, and a block with an outlier has a
+/// second digit (`shaders/common/fast.glsl`).
 #[derive(Clone)]
 pub struct Quantized {
     pub buffer: Buffer,
     pub width: usize,
 }
 
-/// Places of a step's rows in [`Quantized`].
+/// The places of a step's rows in [`Quantized`].
 pub(super) struct Planes {
     pub blocks: Buffer,
     pub scales: Buffer,
-    /// Rows from block to block.
+    /// The number of rows from block to block.
     pub stride: u32,
 }
 
@@ -56,7 +56,7 @@ const fn padded(rows: usize) -> usize {
 }
 
 impl Quantized {
-    /// Bytes for at most `rows` rows.
+    /// Bytes of an operand of at most `rows` rows.
     pub const fn bytes(rows: usize, width: usize) -> u64 {
         DIGITS * Self::bytes_of_digit(rows, width)
     }
@@ -70,7 +70,7 @@ impl Quantized {
         Quantized { buffer, width }
     }
 
-    /// The memory of `rows` rows; panics where there is no room for them, or the width differs.
+    /// The memory of `rows` rows. Panics if there is no room for them, or if the width is another one.
     pub(super) fn planes(&self, rows: usize, width: usize, what: &str) -> Planes {
         assert_eq!(self.width, width, "{what}: width");
         assert!(self.buffer.size() >= Quantized::bytes(rows, width), "{what}: {rows} rows do not fit");
@@ -127,11 +127,11 @@ pub enum Tiles {
 /// How a GPU shares out products with int8.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuTiles {
-    /// Source of the activations for lanes that each compute a row, for each of [`GpuTiles::widths`].
+    /// The source of the activations for lanes that each compute a row, for each of [`GpuTiles::widths`].
     pub activations: [ActivationsFrom; LANE_TILES],
-    /// Most tokens that lanes compute at once, one of [`GpuTiles::widths`].
+    /// The most tokens that lanes compute at once, one of [`GpuTiles::widths`].
     pub lane_tokens: u32,
-    /// The tile of subgroups that computes more tokens; `None`: lanes do in several passes.
+    /// The tile of subgroups that computes more tokens; without one, lanes compute them in several passes.
     pub subgroups: Option<SubgroupTile>,
 }
 
@@ -139,7 +139,7 @@ pub struct GpuTiles {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActivationsFrom {
-    /// One load for all lanes.
+    /// One load serves all lanes.
     ScalarRegisters,
     SharedMemory,
 }
@@ -179,7 +179,7 @@ impl SubgroupTile {
     pub(super) const RDNA3: SubgroupTile =
         SubgroupTile { m: 16, n: 16, k: 16, subgroups: [2, 2], is_emulated: false };
 
-    /// The device's largest tile that a workgroup can share out, the deepest among equals; `None` where there is none.
+    /// The device's largest tile that a workgroup can share out, the deepest among equals; `None` if there is none.
     pub fn of(device: &DeviceInfo) -> Option<SubgroupTile> {
         let caps = &device.caps;
         let lanes = caps.required_subgroup_size(shaders::FAST_MATMUL_INT4_IN_TILES.workgroup)?;
@@ -201,7 +201,7 @@ impl SubgroupTile {
     }
 
     fn new([m, n, k]: [u32; 3], lanes: u32, is_emulated: bool) -> Option<SubgroupTile> {
-        // As near to a square as possible, so that a subgroup reuses loaded values most often.
+        // The shape is as near to a square as possible, so that a subgroup reuses loaded values most often.
         let all: u32 = shaders::FAST_MATMUL_INT4_IN_TILES.workgroup.iter().product::<u32>() / lanes;
         let along_rows = 1 << all.ilog2().div_ceil(2);
         let subgroups = [along_rows, all / along_rows];
@@ -223,7 +223,7 @@ impl SubgroupTile {
         tile: Tile,
     ) -> (&'static Shader, Vec<u32>) {
         let way = if self.is_emulated { "in_emulated_tiles" } else { "in_tiles" };
-        // Blocks of 16 weights, each of which may have a scale of its own.
+        // The two halves of a block, 16 weights each, may have scales of their own.
         let has_halves =
             !shader.name.contains("_int4") && !shader.name.ends_with("_row") && scale_blocks % 2 == 1;
         let halves = 1 + u32::from(has_halves);
@@ -237,14 +237,14 @@ impl SubgroupTile {
 /// The part of a product that a workgroup computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Tile {
-    /// Tokens.
+    /// Number of tokens.
     pub columns: u32,
-    /// Tiles of 32 rows.
+    /// Number of tiles of 32 rows.
     pub row_tiles: u32,
 }
 
 impl Tile {
-    /// Workgroups for `rows` rows of a matrix.
+    /// The number of workgroups for `rows` rows of a matrix.
     pub fn parts(self, rows: usize) -> u32 {
         (rows as u32).div_ceil(TILE_ROWS as u32 * self.row_tiles)
     }
@@ -254,9 +254,10 @@ const fn tile(columns: u32, row_tiles: u32) -> Tile {
     Tile { columns, row_tiles }
 }
 
-/// Tiles for lanes. The first tile with enough columns for all tokens is used, or else the last in several passes.
+/// The tiles for lanes. The first tile with enough columns for all tokens is used, or else the last one in several
+/// passes.
 const GPU_TILES: &[Tile] = WITH_SUBGROUPS.split_at(LANE_TILES).0;
-/// Tiles for lanes, and then wider tiles for subgroups (`shaders/common/fast_in_tiles.glsl`).
+/// The tiles for lanes, and behind them wider tiles for subgroups (`shaders/common/fast_in_tiles.glsl`).
 const WITH_SUBGROUPS: &[Tile] = &[
     tile(1, 1),
     tile(2, 1),
@@ -270,11 +271,11 @@ const WITH_SUBGROUPS: &[Tile] = &[
 /// How many of these tiles are for lanes that each compute a row.
 pub(super) const LANE_TILES: usize = 6;
 pub(super) const SUBGROUP_ROW_TILES: u32 = 2;
-/// A CPU has no use for more columns than it has registers, and takes long to compile them.
+/// The tiles for a CPU, which has no use for more columns than registers, and takes long to compile them.
 const CPU_TILES: &[Tile] = &[tile(1, 1), tile(4, 1), tile(8, 1)];
 /// Suffix of the kernels that a CPU device runs.
 pub(super) const ON_CPU: &str = "_on_cpu";
-/// Most tokens that products read at once: with lanes that each compute a row, and in all.
+/// The most tokens that a product reads at once with lanes that each compute a row, and the most with any kernel.
 pub(super) const LANE_COLUMNS: u32 = GPU_TILES[LANE_TILES - 1].columns;
 const MOST_COLUMNS: usize = WITH_SUBGROUPS[WITH_SUBGROUPS.len() - 1].columns as usize;
 
@@ -309,7 +310,7 @@ impl Tiles {
         }
     }
 
-    /// The tiles of products with int8. Subgroups multiply those that are wider than [`LANE_COLUMNS`].
+    /// The tiles of products with int8. Subgroups multiply tiles that are wider than [`LANE_COLUMNS`].
     pub(super) fn blocks(self) -> Vec<Tile> {
         let Tiles::Gpu(gpu) = self else { return CPU_TILES.to_vec() };
         let is_one = |tile: &&Tile| match tile.columns {
@@ -479,8 +480,8 @@ impl Products {
         };
         let (at, tile) = taking(self.tiles.floats(), tokens);
         for shard in &matrix.shards {
-            // A shard writes its columns of y, which interleave with those of others: all of y from its first column is
-            // declared, so barriers order the shards.
+            // A shard writes its columns of y, which interleave with the columns of other shards. The dispatch declares
+            // all of y from the shard's first column on, so barriers order the shards.
             let first = 4 * shard.first_row as u64;
             let arguments = shaders::Matmul {
                 blocks: &shard.blocks,
@@ -556,7 +557,7 @@ impl Products {
         }
     }
 
-    /// Records both products and their GeGLU in one dispatch; returns false where no kernel can.
+    /// Records both products and their GeGLU in one dispatch. Returns false if no kernel can compute both.
     pub fn gated(
         &self,
         recorder: &mut Recorder<'_>,
@@ -614,17 +615,17 @@ impl Products {
 }
 
 /// Bytes of activations that stay in the second-level cache while the tiles of rows run. A Radeon 780M has 2 MiB of
-/// cache, which weights go through too.
+/// that cache, and weights go through it too.
 const STAYING_BYTES: u64 = 1 << 20;
-/// Workgroups that run at once, at least. A Radeon 780M has 24 SIMDs; each holds 8 waves of the widest kernel, and a
-/// workgroup has 8 waves.
+/// The least number of workgroups that run at once. A Radeon 780M has 24 SIMDs. Each SIMD holds 8 waves of the widest
+/// kernel, and a workgroup has 8 waves.
 const AT_ONCE: u32 = 24;
 
 /// How the passes over the weights are shared out. Passes side by side in the grid share one read of the weights from
 /// memory.
 pub(super) struct Passes {
     pub together: u32,
-    /// How often all weights, and all activations, are read from memory.
+    /// How often all weights, and how often all activations, are read from memory.
     pub weight_reads: u32,
     pub activation_reads: u32,
 }
@@ -672,7 +673,7 @@ impl Passes {
         Passes::new(weights_of(scheme, cols, tile.row_tiles), parts, pass_bytes, tokens, tile)
     }
 
-    /// Workgroups: passes side by side, parts of the matrix, groups of passes.
+    /// The workgroups of a dispatch: passes side by side, parts of the matrix, groups of passes.
     fn grid(&self, parts: u32) -> [u32; 3] {
         [self.together, parts, self.weight_reads]
     }

@@ -6,7 +6,7 @@ use super::shaders;
 use crate::gpu::{Buffer, Device, GpuError, Pipeline, Recorder};
 
 const WORKGROUP: u32 = 256;
-/// Multiply-adds per invocation and round.
+/// Multiply-adds of an invocation in a round.
 const MACS: u64 = 4 * 8 * 4;
 
 /// A kernel of f32 multiply-adds alone.
@@ -27,7 +27,7 @@ impl Peak {
         2 * MACS * (workgroups * WORKGROUP) as u64 * rounds as u64
     }
 
-    /// Writes [`Peak::bytes`] to `result`: 32 in every word, where there are 16 rounds or more.
+    /// Writes [`Peak::bytes`] to `result`. Every word is 32 after 16 rounds or more.
     pub fn record(&self, recorder: &mut Recorder<'_>, result: &Buffer, workgroups: u32, rounds: u32) {
         let result = &result.slice(0, Peak::bytes(workgroups));
         let arguments = shaders::Peak { result, rounds, a: 0.5, b: 0.5 };

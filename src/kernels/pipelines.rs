@@ -39,7 +39,7 @@ pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32
             ["COLUMNS"] => Tiles::COUNTED.floats().iter().map(|tile| vec![tile.columns]).collect(),
             ["COLUMNS", "GEGLU", "SCALE_BLOCKS", _] => {
                 let mut all = of_int8(shader, &GpuTiles::COUNTED, &[false, true]);
-                // The choice that takes the most shared memory.
+                // This choice takes the most shared memory.
                 let shared = GpuTiles {
                     activations: [ActivationsFrom::SharedMemory; LANE_TILES],
                     ..GpuTiles::COUNTED
@@ -73,8 +73,8 @@ pub(super) fn attention_of(kv: KvDtype) -> [&'static Shader; 2] {
     }
 }
 
-/// The rows of a team: for single tokens the query heads of one token, for tiles a share of the query heads of several
-/// tokens.
+/// The constants of attention. The rows of a team are the query heads of one token for single tokens, and a share of
+/// the query heads of several tokens for tiles.
 pub(super) fn attention_constants(shader: &Shader, group: usize, head_dim: usize) -> Vec<u32> {
     let rows = if shader.name.starts_with("attention_tile") { TEAM_ROWS } else { group };
     [group, head_dim, rows].map(|n| n as u32).to_vec()

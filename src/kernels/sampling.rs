@@ -5,32 +5,32 @@ use super::arrays::{Activations, StepArrays, words};
 use super::shaders;
 use crate::gpu::{Buffer, Pipeline, Recorder};
 
-/// Written by the sampler where logits are not finite.
+/// The id that the sampler writes if the logits are not finite.
 pub const NO_TOKEN: u32 = u32::MAX;
-/// Ids of a row that a workgroup of the sampler, or of log probabilities, reads.
+/// Number of ids of a row that a workgroup of the sampler, or of log probabilities, reads.
 pub(super) const DRAW_CHUNK: usize = 4096;
-/// Bins of a row of logits, each with a count and a mass of 64 bits, and the largest number of undecided ids that are
-/// listed (`shaders/sample.comp`).
+/// Number of bins of a row of logits, each of which has a count and a mass of 64 bits. It is also the largest number of
+/// undecided ids that are listed (`shaders/sample.comp`).
 pub(super) const DRAW_BINS: usize = 1024;
 const DRAW_LIST: usize = 4096;
 const DRAW_TALLIES: usize = 8;
-/// Words of a chunk's log probabilities (`shaders/logprobs.comp`).
+/// Number of words of a chunk's log probabilities (`shaders/logprobs.comp`).
 const LOGPROB_PART: usize = 2 + 2 * MAX_LOGPROBS;
 const MOST_CHUNKS: usize = 256;
-/// Most alternatives whose log probabilities come back with an id.
+/// The most alternatives whose log probabilities are reported with an id.
 pub const MAX_LOGPROBS: usize = 20;
-/// Words of a row's log probabilities: one for the drawn id, and a pair for each alternative.
+/// Number of words of a row's log probabilities: one for the drawn id, and a pair for each alternative.
 pub const LOGPROB_WORDS: usize = 1 + 2 * MAX_LOGPROBS;
 
 /// Rows of logits, and their changes by penalties and biases.
 #[derive(Clone)]
 pub struct Logits {
     pub raw: Activations,
-    /// u32 of the same shape (`shaders/common/draws.glsl`).
+    /// The changed logits: u32 of the same shape (`shaders/common/draws.glsl`).
     pub adjusted: Activations,
     /// Results that the kernels of a draw pass on: u32 `[rows]`[`[draw_words]`](draw_words) of the logits' width.
     pub scratch: Activations,
-    /// Ids from this one up are never drawn.
+    /// Ids from this number up are never drawn.
     pub vocab: usize,
 }
 
@@ -48,9 +48,9 @@ pub struct DrawScratch {
     pub found: Buffer,
     /// Index of the first tally in `found`.
     tallies: u32,
-    /// `[rows][3][DRAW_BINS]`
+    /// The bins of each row: `[rows][3][DRAW_BINS]`.
     pub bins: Buffer,
-    /// The tallies and the bins, which must be 0 before a draw.
+    /// The tallies and the bins together; all of it must be 0 before a draw.
     cleared: Buffer,
     parts: Buffer,
     chunks: u32,
@@ -71,7 +71,7 @@ impl DrawScratch {
             offset += bytes;
             all.slice(offset - bytes, bytes)
         });
-        // The two parts are adjacent.
+        // The two buffers are adjacent.
         let both = |a: &Buffer, b: &Buffer| all.slice(a.address() - all.address(), a.size() + b.size());
         DrawScratch {
             cleared: both(&tallies, &bins),
@@ -100,17 +100,17 @@ pub struct SampleRequest {
     pub repetition_penalty: f32,
     pub presence_penalty: f32,
     pub frequency_penalty: f32,
-    /// Row of the history, number of its ids that are penalized, and how many of those are the prompt's; 0 ids: no
-    /// penalties.
+    /// The request's row of the history, the number of ids there that are penalized, and how many of these ids belong
+    /// to the prompt. 0 ids turn penalties off.
     pub history_slot: u32,
     pub history_len: u32,
     pub prompt_len: u32,
-    /// First pair and number of pairs in [`DrawArrays::bias`], no id twice.
+    /// The index of the first pair in [`DrawArrays::bias`], and the number of pairs; no id occurs twice.
     pub first_bias: u32,
     pub biases: u32,
-    /// One more than the row of [`DrawArrays::masks`]; 0: every id is allowed.
+    /// The row of [`DrawArrays::masks`] plus 1; 0 allows every id.
     pub mask: u32,
-    /// One more than the number of alternatives reported, which is at most [`MAX_LOGPROBS`]; 0: no log probabilities.
+    /// The number of alternatives reported plus 1, at most [`MAX_LOGPROBS`] plus 1; 0 reports no log probabilities.
     pub logprobs: u32,
 }
 
@@ -141,15 +141,15 @@ pub struct Bias {
 /// Arguments and results of a step's draws.
 #[derive(Clone)]
 pub struct DrawArrays {
-    /// [`SampleRequest`] `[rows]`
+    /// [`SampleRequest`] of each row.
     pub requests: Buffer,
-    /// [`Bias`] `[..]`
+    /// The [`Bias`]es of all requests.
     pub bias: Buffer,
-    /// u32 `[..][mask_words]`, of [`mask_words`] of the vocabulary: the bit of each allowed id is set.
+    /// The masks: u32 `[..][mask_words]`, with [`mask_words`] of the vocabulary. The bit of each allowed id is set.
     pub masks: Buffer,
-    /// u32 `[rows]`: the ids drawn.
+    /// The ids drawn: u32 `[rows]`.
     pub ids: Buffer,
-    /// `[rows][LOGPROB_WORDS]`: f32 of the drawn id; pairs of u32 id and f32.
+    /// The log probabilities, `[rows][LOGPROB_WORDS]`: f32 of the drawn id; then pairs of u32 id and f32.
     pub logprobs: Buffer,
 }
 
@@ -168,13 +168,13 @@ pub struct History {
     pub slot_len: usize,
 }
 
-/// Words of a mask of `vocab` ids.
+/// The number of words of a mask of `vocab` ids.
 pub const fn mask_words(vocab: usize) -> usize {
     vocab.div_ceil(32)
 }
 
 impl Kernels {
-    /// Writes the ids of `tokens` tokens into the history of their sequences; `slots`: u32 by entry of
+    /// Writes the ids of `tokens` tokens into the histories of their sequences. `slots` has a u32 for each entry of
     /// [`StepArrays::sequence_of`].
     pub fn history(
         &self,
@@ -198,9 +198,9 @@ impl Kernels {
         recorder.dispatch(&self.history, &arguments, [(tokens as u32).div_ceil(64), 1, 1]);
     }
 
-    /// Writes logits changed by penalties and biases to [`Logits::adjusted`], all of whose words are 0 before;
-    /// [`Kernels::clear_adjusted`] clears them again. `requests` are those in [`DrawArrays::requests`]. Records nothing
-    /// where no request changes a logit.
+    /// Writes the logits that penalties and biases change to [`Logits::adjusted`], whose words are all 0 before.
+    /// [`Kernels::clear_adjusted`] clears them again. `requests` are the ones in [`DrawArrays::requests`]. Records
+    /// nothing if no request changes a logit.
     pub fn adjust(
         &self,
         recorder: &mut Recorder<'_>,
@@ -262,8 +262,8 @@ impl Kernels {
     }
 
     /// Draws a token for each row of logits, as [`Kernels::adjust`] changed them, into `ids[row]` and `sampled[slot]`.
-    /// `requests` are those in [`DrawArrays::requests`]. Records only kernels that a request needs: one pass over the
-    /// logits where all are greedy, two where none has top_k or top_p, else three.
+    /// `requests` are the ones in [`DrawArrays::requests`]. Records only kernels that a request needs: one pass over
+    /// the logits if all requests are greedy, two passes if none has top_k or top_p, and three otherwise.
     pub fn sample(
         &self,
         recorder: &mut Recorder<'_>,
@@ -307,8 +307,8 @@ impl Kernels {
         recorder.dispatch(&self.sample.choice, &arguments, of_rows);
     }
 
-    /// Log probabilities by the raw logits, of the drawn ids and of the most likely ids, for the rows whose requests
-    /// want them.
+    /// Computes log probabilities from the raw logits, for the drawn ids and the most likely ids, in the rows whose
+    /// requests want them.
     pub fn logprobs(&self, recorder: &mut Recorder<'_>, logits: &Logits, draws: &DrawArrays, rows: usize) {
         let Logits { raw, vocab, .. } = logits;
         let DrawScratch { parts, chunks, .. } = DrawScratch::of(logits, rows);

@@ -1,5 +1,5 @@
-//! Weight matrices on the device: the packed layout of `shaders/common/weights.glsl`, cut into row shards where
-//! one allocation cannot hold them.
+//! Weight matrices on the device, in the packed layout of `shaders/common/weights.glsl`. A matrix that exceeds one
+//! allocation is cut into row shards.
 
 use crate::checkpoint::{CheckpointError, Encoding, FileSlice, Tensor};
 use crate::gpu::{Arena, Buffer, Class, GpuError, MemoryKind, Uploader};
@@ -39,7 +39,7 @@ impl Matrix {
         shards.map(|shard| shard.blocks.size() + shard.scales.as_ref().map_or(0, Buffer::size)).sum()
     }
 
-    /// Sizes of the allocations of a matrix `[rows, cols]`, in order: bytes of the blocks and of the scales of each
+    /// The sizes of the allocations of a matrix `[rows, cols]`, in order: bytes of the blocks and of the scales of each
     /// shard.
     pub fn buffer_bytes(
         scheme: Scheme,
@@ -55,9 +55,9 @@ impl Matrix {
         })
     }
 
-    /// Uploads a `[rows, cols]` tensor. A tensor that is packed in `scheme` already is queued with the uploader; any
-    /// other is packed here, and `each` is called with the number of rows done, every few megabytes. `max_shard_bytes`
-    /// bounds one allocation.
+    /// Uploads a `[rows, cols]` tensor. A tensor that is packed in `scheme` already is queued with the uploader. Any
+    /// other tensor is packed here, and `each` is called with the number of rows done, every few megabytes.
+    /// `max_shard_bytes` bounds one allocation.
     pub fn upload<'a>(
         arena: &mut Arena,
         uploader: &mut Uploader<'a, UploadError>,
@@ -124,7 +124,7 @@ impl Matrix {
     }
 }
 
-/// Rows of as many whole tiles as `max_shard_bytes` holds, at least one.
+/// The number of rows in as many whole tiles as `max_shard_bytes` holds; at least one tile.
 fn rows_per_shard(scheme: Scheme, rows: usize, cols: usize, max_shard_bytes: u64) -> usize {
     let max_tiles = (max_shard_bytes as usize / scheme.tile_bytes(cols)).max(1);
     max_tiles.saturating_mul(TILE_ROWS).min(rows.next_multiple_of(TILE_ROWS))
@@ -134,7 +134,7 @@ fn rows_per_shard(scheme: Scheme, rows: usize, cols: usize, max_shard_bytes: u64
 pub struct Embedding {
     pub(super) matrix: Matrix,
     pub(super) table: Buffer,
-    /// Factor of looked-up rows.
+    /// Factor that looked-up rows are multiplied by.
     pub(super) scale: f32,
 }
 

@@ -1,13 +1,13 @@
 //! The validated `config.json` and `generation_config.json` of a Gemma-3 checkpoint.
 //!
-//! Understands the multimodal wrapper (`text_config`) and the text-only layout, fields left out (the real
-//! 27B writes ten of them), and both generations of names: `rope_theta`, `rope_local_base_freq` and
-//! `rope_scaling`, and the `rope_parameters` by layer type of transformers 5. Defaults are those of
-//! transformers' `Gemma3TextConfig`.
+//! This module understands the multimodal wrapper (`text_config`) and the text-only layout; fields that are left out
+//! (the real 27B writes ten of them); and both generations of names: `rope_theta`, `rope_local_base_freq` and
+//! `rope_scaling`, and the `rope_parameters` by layer type of transformers 5. Defaults are those of transformers'
+//! `Gemma3TextConfig`.
 //!
-//! Refuses by name whatever would change the result and is not computed here: other model types, soft capping, biases,
-//! bidirectional attention, untied heads, rope scalings other than linear. [`crate::checkpoint`] reads how the weights
-//! are quantized (`quantization_config`). Invariant: a model with a valid [`Gemma3Config`] can be computed.
+//! It refuses by name whatever would change the result and is not computed here: other model types, soft capping,
+//! biases, bidirectional attention, untied heads, rope scalings other than linear. [`crate::checkpoint`] reads how the
+//! weights are quantized (`quantization_config`). Invariant: a model with a valid [`Gemma3Config`] can be computed.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -20,11 +20,12 @@ use crate::checkpoint::{CheckpointError, ModelFiles, parse_config, short};
 const CONFIG_FILE: &str = "config.json";
 const GENERATION_CONFIG_FILE: &str = "generation_config.json";
 
-// Bounds of what a config may claim, far above every real model, so that sizes computed from them cannot overflow.
-// `max_position_embeddings` and `sliding_window` are bounded by the type of positions.
+// These bounds on the numbers of a config are far above every real model, so that sizes computed from them cannot
+// overflow. The type of positions bounds `max_position_embeddings` and `sliding_window`.
 const MAX_VOCAB: u64 = 1 << 20;
 const MAX_HIDDEN: u64 = 1 << 16;
-/// Also of `num_attention_heads * head_dim`: 32 rows of f32 weights, a tile, must fit the upload's staging buffer.
+/// Bound of `intermediate_size` and of `num_attention_heads * head_dim`: a tile, 32 rows of f32 weights, must fit the
+/// upload's staging buffer.
 const MAX_INTERMEDIATE: u64 = 1 << 17;
 const MAX_LAYERS: u64 = 1024;
 const MAX_HEADS: u64 = 1024;
@@ -53,22 +54,22 @@ pub enum LayerType {
 /// Hyperparameters of a Gemma-3 language model, by their Hugging Face names.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gemma3Config {
-    /// Rows of the embedding; the tokenizer may know fewer ids.
+    /// Number of rows of the embedding; the tokenizer may know fewer ids.
     pub vocab_size: usize,
     pub hidden_size: usize,
     pub intermediate_size: usize,
     pub num_hidden_layers: usize,
-    /// A multiple of `num_key_value_heads`.
+    /// Number of query heads, a multiple of `num_key_value_heads`.
     pub num_attention_heads: usize,
     pub num_key_value_heads: usize,
-    /// A multiple of 4, 32 to 256.
+    /// Dimension of a head, a multiple of 4 from 32 to 256.
     pub head_dim: usize,
     pub rms_norm_eps: f32,
     pub max_position_embeddings: usize,
     /// Attention scores are scaled by the inverse square root of this number, which differs from `head_dim` in the 27B.
     pub query_pre_attn_scalar: f64,
     pub sliding_window: usize,
-    /// One per layer.
+    /// The kind of each layer.
     pub layer_types: Vec<LayerType>,
     /// RoPE base of full-attention layers.
     pub rope_theta: f64,
@@ -104,7 +105,7 @@ impl Gemma3Config {
         Ok((config, generation))
     }
 
-    /// Reads a `config.json`; `file_name` is how messages call it.
+    /// Reads a `config.json`; messages call it `file_name`.
     pub fn from_json(bytes: &[u8], file_name: &str) -> Result<Self, ConfigError> {
         Self::from_value(&parse_config(bytes, file_name)?, file_name)
     }
@@ -183,14 +184,14 @@ impl Gemma3Config {
 /// Sampling defaults of the model's author, from `generation_config.json`.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct GenerationConfig {
-    /// False or absent: greedy.
+    /// Whether requests are sampled by default; false or absent is greedy.
     pub do_sample: Option<bool>,
     pub sampling: SamplingOptions,
     pub eos_token_ids: Vec<u32>,
 }
 
 impl GenerationConfig {
-    /// Reads a `generation_config.json`; `file_name` is how messages call it.
+    /// Reads a `generation_config.json`; messages call it `file_name`.
     pub fn from_json(bytes: &[u8], file_name: &str) -> Result<Self, ConfigError> {
         let config = parse_config(bytes, file_name)?;
         let level = Level { file: file_name, prefix: String::new(), object: as_object(&config, file_name)? };
@@ -214,7 +215,7 @@ impl GenerationConfig {
         })
     }
 
-    /// The defaults of requests, as transformers reads the file: greedy unless it says `do_sample`.
+    /// The default options of requests, as transformers reads the file: greedy unless the file sets `do_sample`.
     pub fn sampling_defaults(&self) -> SamplingOptions {
         let samples = self.do_sample == Some(true);
         let temperature = if samples { self.sampling.temperature.unwrap_or(1.0) } else { 0.0 };
@@ -302,7 +303,7 @@ struct Rope {
 impl Rope {
     const THETAS: RangeInclusive<f64> = 1.0..=1e12;
 
-    /// Reads the old fields, or those of transformers 5; where a config has both, they must agree.
+    /// Reads the old fields, or those of transformers 5. If a config has both, they must agree.
     fn read(text: &Level) -> Result<Self, ConfigError> {
         let theta = text.number("rope_theta", 1e6, Self::THETAS)?;
         let local_theta = text.number("rope_local_base_freq", 1e4, Self::THETAS)?;
@@ -347,8 +348,8 @@ impl Rope {
     }
 }
 
-/// The factor of one set of rope parameters, 1 for type "default". The type's key was `type` before
-/// transformers 4.43.
+/// The factor of one set of rope parameters, 1 for the type "default". Before transformers 4.43, the key of the type
+/// was `type`.
 fn scaling_factor(level: &Level, type_required: bool) -> Result<f64, ConfigError> {
     let kind = match (level.text("rope_type")?, level.text("type")?) {
         (Some(a), Some(b)) if a != b => {

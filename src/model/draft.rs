@@ -1,18 +1,19 @@
-//! A model and its draft on one device: the small model guesses tokens, and the large one checks several guesses at
-//! once.
+//! A model and its draft model on one device: the small model drafts tokens, and the large model verifies several of
+//! them in one step.
 //!
-//! The draft's cache mirrors the model's: as many blocks of the same size, and the tokens of every step go through both
-//! models, at the same positions, in the same blocks, after the same block copies. So the engine's one block manager,
-//! its prefix cache, forks and preemption serve both, and a sequence's draft is ready wherever the sequence is. The
-//! draft's half of a step goes to the queue first: it reads the ids last sampled before the model draws new ones, from
-//! the same slots.
+//! The draft model's KV cache mirrors the model's: it has as many blocks of the same size, and the tokens of every step
+//! go through both models, at the same positions, in the same blocks, after the same block copies. So the engine's one
+//! block manager, its prefix cache, forks and preemption serve both models, and the draft model is ready wherever a
+//! sequence is. The draft model's part of a step goes to the queue first: it reads the ids last sampled, before the
+//! model draws new ids into the same slots.
 //!
-//! Guessing is a chain of steps of the draft alone, each of one token for every sequence that wants more. The draft
-//! samples as the model will: with the same parameters, history, and noise at each position, so guesses agree as often
-//! as the models do, with a temperature too.
+//! Drafting is a chain of steps of the draft model alone. Each step of the chain has one token of every sequence that
+//! wants more draft tokens. The draft model samples as the model will: with the same parameters, history, and noise at
+//! each position. So a draft token is accepted wherever the two models agree, at a temperature too.
 //!
-//! Refuses a draft that would have to look back further than the model's blocks reach. An id beyond the draft's
-//! embedding is read as its last row: the guesses after it are worse, and the answer is the same.
+//! This module refuses a draft model that would have to look back further than the model's blocks reach. An id beyond
+//! the draft model's embedding is read as its last row: the draft tokens after it are worse, and the answer is the
+//! same.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -27,8 +28,8 @@ use super::{
 use crate::checkpoint::ModelFiles;
 use crate::gpu::Device;
 
-/// Loads a model and its draft into device memory, for a context that both support. The options for weights apply to
-/// the model; the draft's weights are stored as in its files.
+/// Loads a model and its draft model into device memory, for a context that both support. The options for weights apply
+/// to the model; the draft model's weights are stored as in its files.
 pub fn load(
     device: &Arc<Device>,
     files: &ModelFiles,
@@ -40,7 +41,7 @@ pub fn load(
     Ok((model, Draft(draft.expect("one was asked for"))))
 }
 
-/// A draft that was loaded beside its model.
+/// A draft model that was loaded beside its model.
 pub struct Draft(Gemma3);
 
 impl Draft {
@@ -52,32 +53,32 @@ impl Draft {
         self.0.loaded()
     }
 
-    /// Bytes of the draft's weights on the device.
+    /// Bytes of the draft model's weights on the device.
     pub fn weight_bytes(&self) -> u64 {
         self.0.weight_bytes()
     }
 
-    /// Bytes of the draft's part of one KV block, in all sliding layers together.
+    /// Bytes of the draft model's part of one KV block, in all sliding layers together.
     pub fn sliding_block_bytes(&self) -> u64 {
         self.0.sliding_block_bytes()
     }
 }
 
-/// A model that runs with its draft.
+/// A model that runs with its draft model.
 pub struct Drafted {
     model: Gemma3,
     draft: Gemma3,
-    /// Tickets of the draft's part of each step in flight.
+    /// Tickets of the draft model's part of each step in flight.
     mirrored: VecDeque<Ticket>,
 }
 
 impl Drafted {
-    /// Joins a model and the draft that was loaded with it, before any step.
+    /// Joins a model and the draft model that was loaded with it, before any step.
     pub fn new(model: Gemma3, Draft(draft): Draft) -> Drafted {
         Drafted { model, draft, mirrored: VecDeque::new() }
     }
 
-    /// The batch with ids that the draft's embedding has.
+    /// The batch as the draft model gets it: each id beyond its embedding is replaced by its last one.
     fn mirrored<'a>(&self, batch: &'a Batch) -> Cow<'a, Batch> {
         let rows = self.draft.limits().vocab_size as u32;
         let foreign = |s: &BatchSequence| match &s.input {
@@ -96,13 +97,13 @@ impl Drafted {
         Cow::Owned(batch)
     }
 
-    /// Step `ahead` of the chain, with the requests that want a token of it.
+    /// Step `ahead` of the chain, and the indices of the requests that want a token of it.
     fn link(&self, requests: &[DraftRequest], ahead: usize) -> (Batch, Sampling, Vec<usize>) {
         let (mut batch, mut sampling, mut request_indices) =
             (Batch::default(), Sampling::default(), Vec::new());
         let rows = self.draft.limits().vocab_size;
-        for (i, DraftRequest { sequence, draw, guesses }) in requests.iter().enumerate() {
-            if ahead >= *guesses {
+        for (i, DraftRequest { sequence, draw, num_draft_tokens }) in requests.iter().enumerate() {
+            if ahead >= *num_draft_tokens {
                 continue;
             }
             let params = Arc::clone(&draw.params).within(rows);
@@ -149,15 +150,15 @@ impl Runner for Drafted {
     }
 
     fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
-        assert!(self.mirrored.is_empty(), "guesses are asked for beside a step in flight");
-        let mut guesses = vec![Vec::new(); requests.len()];
+        assert!(self.mirrored.is_empty(), "draft tokens are asked for beside a step in flight");
+        let mut draft_tokens = vec![Vec::new(); requests.len()];
         let mut under_way = VecDeque::new();
         let mut take = |draft: &mut Gemma3, (ticket, request_indices): (Ticket, Vec<usize>)| {
             let sampled = draft.wait(ticket)?;
-            request_indices.into_iter().zip(sampled.ids).for_each(|(i, id)| guesses[i].push(id));
+            request_indices.into_iter().zip(sampled.ids).for_each(|(i, id)| draft_tokens[i].push(id));
             Ok::<_, RunnerError>(())
         };
-        let longest = requests.iter().map(|request| request.guesses).max().unwrap_or(0);
+        let longest = requests.iter().map(|request| request.num_draft_tokens).max().unwrap_or(0);
         for ahead in 0..longest {
             let (batch, sampling, request_indices) = self.link(requests, ahead);
             if under_way.len() == self.draft.limits().max_in_flight {
@@ -167,7 +168,7 @@ impl Runner for Drafted {
             under_way.push_back((ticket, request_indices));
         }
         under_way.into_iter().try_for_each(|link| take(&mut self.draft, link))?;
-        // Guesses end before an id that could not be drawn.
-        Ok(guesses.into_iter().map(|ids| ids.into_iter().map_while(|id| id).collect()).collect())
+        // A draft ends before an id that could not be drawn.
+        Ok(draft_tokens.into_iter().map(|ids| ids.into_iter().map_while(|id| id).collect()).collect())
     }
 }

@@ -1,5 +1,5 @@
-//! What `unicorn eval` and calibration need of a model: the logits of every token, and statistics of its matrices'
-//! inputs.
+//! The parts of a model that `unicorn eval` and calibration need: the logits of every token, and statistics of the
+//! inputs of its matrices.
 
 use super::gemma3::Gemma3;
 use super::memory::READBACK_ROWS;
@@ -8,8 +8,8 @@ use super::{Batch, BatchSequence, Input, RunnerError};
 use crate::gpu::{Buffer, CommandBuffer, GpuError};
 
 impl Gemma3 {
-    /// Runs `tokens` through the layers to sum up the matrices' inputs; `each` is called with the number of tokens
-    /// done. Panics if the tokens do not fit the context.
+    /// Runs `tokens` through the layers to sum up the squares of the matrices' inputs. `each` is called with the number
+    /// of tokens done. Panics if the tokens do not fit the context.
     pub fn observe(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize)) -> Result<(), RunnerError> {
         assert!(self.in_flight.is_empty(), "observing beside a step in flight");
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
@@ -22,8 +22,8 @@ impl Gemma3 {
         Ok(())
     }
 
-    /// The sums of squares of the matrices' inputs over everything that was run, for each layer, by column: inputs of
-    /// q, k and v; of o; of gate and up; of down. Panics unless the model was loaded with `moments`.
+    /// The sums of squares of the matrices' inputs over all tokens that ran, for each layer, by column: inputs of q, k
+    /// and v; of o; of gate and up; of down. Panics unless the model was loaded with `moments`.
     pub fn take_moments(&mut self) -> Result<Vec<[Vec<f32>; 4]>, RunnerError> {
         assert!(self.in_flight.is_empty(), "reading beside a step in flight");
         let mut commands = CommandBuffer::new(&self.device, "moments")?;
@@ -31,7 +31,7 @@ impl Gemma3 {
         let mut read = |sums: &Buffer| {
             let mut recorder = commands.begin()?;
             recorder.copy(sums, readback, sums.size());
-            recorder.submit("reading moments")?;
+            recorder.submit_alone("reading moments")?;
             commands.wait()?;
             let mut values = vec![0f32; sums.size() as usize / 4];
             readback.read(0, &mut values);
@@ -66,7 +66,7 @@ impl Gemma3 {
         }
     }
 
-    /// Logits at every position of `tokens`, computed without the prefix cache, with nothing else in flight:
+    /// Computes the logits at every position of `tokens`, without the prefix cache, and with nothing else in flight.
     /// `each(first, rows)` gets rows of `vocab_size` f32 for positions `first..`, in order. Panics if the tokens do not
     /// fit the context.
     pub fn logits(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize, &[f32])) -> Result<(), RunnerError> {

@@ -1,40 +1,56 @@
-//! Records the forward pass. [`Gemma3::record_layer`] reads like the architecture; `docs/architecture.md` says what it
-//! computes, `shaders/` how. The residual stream is f32.
+//! Records the forward pass: [`Gemma3::record_layer`] calls the kernels of a layer in the order of the model's
+//! mathematics. `docs/architecture.md` has that mathematics, and `shaders/` says how a kernel computes it. The residual
+//! stream is f32.
 
 use std::ops::Range;
 
 use super::config::LayerType;
 use super::gemma3::Gemma3;
-use super::memory::{self};
+use super::layers::Scratch;
+use super::memory;
 use super::step::{Frame, PoolRequest, Wanted};
 use super::{Batch, BlockCopy, BlockPool};
 use crate::gpu::Recorder;
 use crate::kernels::{Activations, KvCache, Operand, SampleRequest, StepArrays};
 
 impl Gemma3 {
-    /// Records block copies, the embeddings that begin the residual stream, and the ids for later draws.
-    pub(super) fn record_opening(&self, r: &mut Recorder<'_>, frame: &Frame, batch: &Batch, tokens: usize) {
+    /// Records what comes before the layers: block copies, the embeddings that begin the residual stream, and the ids
+    /// that later draws penalize.
+    pub(super) fn record_opening(
+        &self,
+        recorder: &mut Recorder<'_>,
+        frame: &Frame,
+        batch: &Batch,
+        tokens: usize,
+    ) {
         for copy in &batch.copies {
-            self.record_copy(r, copy);
+            self.record_copy(recorder, copy);
         }
         let (ids, hidden) = (&frame.full.ids, &self.scratch.hidden);
-        self.kernels.embed(r, &self.embedding, ids, &self.sampled, hidden, tokens);
-        self.record_history(r, frame, batch);
+        self.kernels.embed(recorder, &self.embedding, ids, &self.sampled, hidden, tokens);
+        self.record_history(recorder, frame, batch);
     }
 
-    /// Records the sums of hidden states that are wanted; the logits, and the draws from them or their copy to the
-    /// host.
-    pub(super) fn record_closing(&self, r: &mut Recorder<'_>, frame: &Frame, wanted: &Wanted, tokens: usize) {
-        let (k, s, rows) = (&self.kernels, &self.scratch, wanted.rows.len());
+    /// Records what comes behind the layers: the sums of hidden states that are wanted, the logits, and the draws from
+    /// the logits or their copy to the host.
+    pub(super) fn record_closing(
+        &self,
+        recorder: &mut Recorder<'_>,
+        frame: &Frame,
+        wanted: &Wanted,
+        tokens: usize,
+    ) {
+        let (kernels, scratch, rows) = (&self.kernels, &self.scratch, wanted.rows.len());
         if !wanted.pooling.is_empty() {
-            k.rms_norm(r, &s.hidden, &self.norm, &Operand::floats(&s.normed), tokens);
+            let normed = Operand::floats(&scratch.normed);
+            kernels.rms_norm(recorder, &scratch.hidden, &self.norm, &normed, tokens);
             let mut to = 0;
             for PoolRequest { rows, slot, fresh, last } in &wanted.pooling {
                 let slot = *slot as usize;
-                let sums = s.pooled.rows(&(slot..slot + 1));
-                k.pool(r, &s.normed.rows(rows), &sums, *fresh, rows.len());
+                let sums = scratch.pooled.rows(&(slot..slot + 1));
+                kernels.pool(recorder, &scratch.normed.rows(rows), &sums, *fresh, rows.len());
                 if *last {
-                    r.copy(&sums.buffer, &frame.pooled.rows(&(to..to + 1)).buffer, sums.buffer.size());
+                    recorder.copy(&sums.buffer, &frame.pooled.rows(&(to..to + 1)).buffer, sums.buffer.size());
                     to += 1;
                 }
             }
@@ -43,19 +59,19 @@ impl Gemma3 {
             return;
         }
         let head = self.embedding.matrix();
-        let final_rows = Operand::new(k.wants([head]), &s.final_rows, &s.final_blocks);
-        k.rms_norm_gather(r, &s.hidden, &frame.logit_rows, &self.norm, &final_rows, rows);
-        k.matmul(r, &[(head, &s.logits.raw)], &final_rows, rows);
+        let final_rows = Operand::new(kernels.wants([head]), &scratch.final_rows, &scratch.final_blocks);
+        kernels.rms_norm_gather(recorder, &scratch.hidden, &frame.logit_rows, &self.norm, &final_rows, rows);
+        kernels.matmul(recorder, &[(head, &scratch.logits.raw)], &final_rows, rows);
         if wanted.requests.is_empty() {
             let bytes = Activations::bytes(rows, self.config.vocab_size);
-            r.copy(&s.logits.raw.buffer, &self.logits_readback, bytes);
+            recorder.copy(&scratch.logits.raw.buffer, &self.logits_readback, bytes);
         } else {
-            self.record_draws(r, frame, &wanted.requests);
+            self.record_draws(recorder, frame, &wanted.requests);
         }
     }
 
-    /// Copies a block to another, in every layer of its pool.
-    pub(super) fn record_copy(&self, r: &mut Recorder<'_>, copy: &BlockCopy) {
+    /// Copies a block to another one, in every layer of its pool.
+    pub(super) fn record_copy(&self, recorder: &mut Recorder<'_>, copy: &BlockCopy) {
         let kind = match copy.pool {
             BlockPool::Full => LayerType::FullAttention,
             BlockPool::Sliding => LayerType::SlidingAttention,
@@ -65,85 +81,102 @@ impl Gemma3 {
             let KvCache { keys, values } = &layer.attention.cache;
             for half in [keys, values] {
                 let block = |id: u32| half.slice(u64::from(id) * bytes, bytes);
-                r.copy(&block(copy.from), &block(copy.to), bytes);
+                recorder.copy(&block(copy.from), &block(copy.to), bytes);
             }
         }
     }
 
     /// Writes the ids of the step's tokens to the history, and earlier ids that the host or another slot has.
-    pub(super) fn record_history(&self, r: &mut Recorder<'_>, frame: &Frame, batch: &Batch) {
+    pub(super) fn record_history(&self, recorder: &mut Recorder<'_>, frame: &Frame, batch: &Batch) {
         let ids = |slot: u32, tokens: usize| {
             let bytes = 4 * tokens as u64;
             self.history.ids.slice(4 * u64::from(slot) * self.history.slot_len as u64, bytes)
         };
         let mut offset = 0;
-        for (sequence, known) in batch.sequences.iter().filter_map(|s| Some((s, s.history.as_ref()?))) {
+        for sequence in &batch.sequences {
+            let Some(known) = &sequence.history else { continue };
             let bytes = 4 * known.len() as u64;
-            r.copy(&frame.history.slice(offset, bytes), &ids(sequence.slot, known.len()), bytes);
+            recorder.copy(&frame.history.slice(offset, bytes), &ids(sequence.slot, known.len()), bytes);
             offset += bytes;
         }
         let tokens = batch.num_tokens();
-        self.kernels.history(r, &frame.full, &frame.slots, &self.sampled, &self.history, tokens);
+        self.kernels.history(recorder, &frame.full, &frame.slots, &self.sampled, &self.history, tokens);
         for copy in &batch.history_copies {
             let (from, to) = (ids(copy.from, copy.tokens), ids(copy.to, copy.tokens));
-            r.copy(&from, &to, 4 * copy.tokens as u64);
+            recorder.copy(&from, &to, 4 * copy.tokens as u64);
         }
     }
 
-    /// Draws an id from each row of logits.
-    pub(super) fn record_draws(&self, r: &mut Recorder<'_>, frame: &Frame, requests: &[SampleRequest]) {
-        let (k, draws, logits, n) = (&self.kernels, &frame.draws, &self.scratch.logits, requests.len());
-        k.adjust(r, logits, draws, &self.history, requests);
-        k.sample(r, logits, draws, &self.sampled, requests);
-        k.clear_adjusted(r, logits, draws, &self.history, requests);
+    /// Draws an id from each row of logits. The kernels of penalties and biases write to a copy of the logits, which is
+    /// cleared behind the draws.
+    pub(super) fn record_draws(
+        &self,
+        recorder: &mut Recorder<'_>,
+        frame: &Frame,
+        requests: &[SampleRequest],
+    ) {
+        let (kernels, draws, logits, count) =
+            (&self.kernels, &frame.draws, &self.scratch.logits, requests.len());
+        kernels.adjust(recorder, logits, draws, &self.history, requests);
+        kernels.sample(recorder, logits, draws, &self.sampled, requests);
+        kernels.clear_adjusted(recorder, logits, draws, &self.history, requests);
         if requests.iter().any(|request| request.logprobs > 0) {
-            k.logprobs(r, logits, draws, n);
+            kernels.logprobs(recorder, logits, draws, count);
         }
     }
 
-    /// One decoder layer, for some of a step's tokens: attention and feed-forward, each between two norms, added to the
-    /// residual stream. The next layer adds the feed-forward's output, in one kernel with its first norm.
+    /// One decoder layer for the step's tokens `rows`: attention and the feed-forward network, each between two norms,
+    /// added to the residual stream. A layer leaves the feed-forward result in `delta`. The next layer adds it, in one
+    /// kernel with its first norm; behind the last layer a kernel of its own does.
     pub(super) fn record_layer(
         &self,
-        r: &mut Recorder<'_>,
+        recorder: &mut Recorder<'_>,
         index: usize,
         step: &StepArrays,
         rows: Range<usize>,
     ) {
         let layer = &self.layers[index];
-        let (k, s, attention, n) = (&self.kernels, self.scratch.rows(&rows), &layer.attention, rows.len());
-        let watch = |r: &mut Recorder<'_>, which: usize, x: &Activations| {
+        let (kernels, attention, tokens) = (&self.kernels, &layer.attention, rows.len());
+        let scratch = self.scratch.rows(&rows);
+        let Scratch { hidden, normed, delta, q, k, v, partials, attended, gate, up, .. } = &scratch;
+        // The form in which each group of matrices wants its input: f32, int8, or both.
+        let [qkv_form, o_form, gate_up_form, down_form] = layer.wants;
+        let normed_in = |form| Operand::new(form, normed, &scratch.normed_blocks);
+        let attended_in = Operand::new(o_form, attended, &scratch.attended_blocks);
+        let gated_in = Operand::new(down_form, gate, &scratch.gated_blocks);
+        let add_squares = |recorder: &mut Recorder<'_>, group: usize, input: &Activations| {
             if let Some(moments) = &layer.moments {
-                k.moments(r, x, &moments[which], n);
+                kernels.moments(recorder, input, &moments[group], tokens);
             }
         };
-        let [qkv, o, gate_up, down] = layer.wants;
-        let normed = |wants| Operand::new(wants, &s.normed, &s.normed_blocks);
-        let attended = Operand::new(o, &s.attended, &s.attended_blocks);
-        let gated = Operand::new(down, &s.gate, &s.gated_blocks);
 
+        let first_norm = &layer.input_layernorm;
         match index.checked_sub(1).map(|before| &self.layers[before].post_feedforward_layernorm) {
-            None => k.rms_norm(r, &s.hidden, &layer.input_layernorm, &normed(qkv), n),
+            None => kernels.rms_norm(recorder, hidden, first_norm, &normed_in(qkv_form), tokens),
             Some(norm) => {
-                k.residual(r, &s.delta, norm, (&s.hidden, &layer.input_layernorm), &normed(qkv), n);
+                kernels.residual(recorder, delta, norm, (hidden, first_norm), &normed_in(qkv_form), tokens);
             }
         }
-        watch(r, 0, &s.normed);
-        let products = [(&layer.q_proj, &s.q), (&layer.k_proj, &s.k), (&layer.v_proj, &s.v)];
-        k.matmul(r, &products, &normed(qkv), n);
-        k.qkv_store(r, attention, [&s.q, &s.k, &s.v], step, n);
-        k.attention(r, attention, (&self.scratch.q, &s.partials), step, &attended, n);
-        watch(r, 1, &s.attended);
-        k.matmul(r, &[(&layer.o_proj, &s.delta)], &attended, n);
+        add_squares(recorder, 0, normed);
+        let products = [(&layer.q_proj, q), (&layer.k_proj, k), (&layer.v_proj, v)];
+        kernels.matmul(recorder, &products, &normed_in(qkv_form), tokens);
+        kernels.qkv_store(recorder, attention, [q, k, v], step, tokens);
+        // The items of attention count rows from the step's first token, so the queries are not cut to `rows`.
+        let all_queries = &self.scratch.q;
+        kernels.attention(recorder, attention, (all_queries, partials), step, &attended_in, tokens);
+        add_squares(recorder, 1, attended);
+        kernels.matmul(recorder, &[(&layer.o_proj, delta)], &attended_in, tokens);
 
-        let next = (&s.hidden, &layer.pre_feedforward_layernorm);
-        k.residual(r, &s.delta, &layer.post_attention_layernorm, next, &normed(gate_up), n);
-        watch(r, 2, &s.normed);
-        k.gated(r, [&layer.gate_proj, &layer.up_proj], &normed(gate_up), [&s.gate, &s.up], &gated, n);
-        watch(r, 3, &s.gate);
-        k.matmul(r, &[(&layer.down_proj, &s.delta)], &gated, n);
+        let norm = &layer.post_attention_layernorm;
+        let next = (hidden, &layer.pre_feedforward_layernorm);
+        kernels.residual(recorder, delta, norm, next, &normed_in(gate_up_form), tokens);
+        add_squares(recorder, 2, normed);
+        let products = [&layer.gate_proj, &layer.up_proj];
+        kernels.gated(recorder, products, &normed_in(gate_up_form), [gate, up], &gated_in, tokens);
+        add_squares(recorder, 3, gate);
+        kernels.matmul(recorder, &[(&layer.down_proj, delta)], &gated_in, tokens);
         if index + 1 == self.layers.len() {
-            k.rms_norm_add(r, &s.delta, &layer.post_feedforward_layernorm, &s.hidden, n);
+            kernels.rms_norm_add(recorder, delta, &layer.post_feedforward_layernorm, hidden, tokens);
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Gemma-3 on the device: it is loaded once (`load`), and then runs steps, whose forward pass `forward` records.
+//! Gemma-3 on the device. `load` loads it once; then it runs steps, whose forward pass `forward` records.
 //!
-//! Weights, KV blocks, activations and staging are allocated while loading, and nothing afterwards. All computation is
-//! on the device.
+//! All weights, KV blocks, activations and staging are allocated while loading, and nothing is allocated afterwards.
+//! All computation is on the device.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,13 +19,13 @@ use crate::gpu::{Buffer, CommandBuffer, Device, GpuError, Submission};
 use crate::kernels::{Embedding, History, Kernels, Operand, RmsNorm};
 use crate::tensor::KvDtype;
 
-/// Bytes that a load read, and how many remain in memory.
+/// Counts of the bytes that a load read, and of those that remain in memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Loaded {
     /// Bytes of the checkpoint's tensors.
     pub bytes: u64,
-    /// Bytes of its files that are in the page cache after the load, beside the device's copy; other processes may keep
-    /// them there.
+    /// Bytes of the checkpoint's files that are in the page cache after the load, beside the device's copy. Other
+    /// processes may keep them there.
     pub resident_bytes: u64,
 }
 
@@ -42,16 +42,16 @@ pub struct Gemma3 {
     pub(super) layers: Vec<Layer>,
     pub(super) scratch: Scratch,
     pub(super) frames: Vec<Frame>,
-    /// u32 per slot: the id last sampled there.
+    /// The id last sampled in each slot, u32.
     pub(super) sampled: Buffer,
     pub(super) history: History,
     /// Host-visible copy of the logits, for `eval`.
     pub(super) logits_readback: Buffer,
     pub(super) in_flight: VecDeque<u64>,
-    /// Set while the step submitted last waits for its masks.
+    /// The rest of the step that was submitted last, while that step waits for its masks.
     pub(super) closing: Option<Closing>,
     pub(super) next_ticket: u64,
-    /// Time that work takes, learned from earlier submits, and the longest time of a submit.
+    /// The rates of the device, learned from earlier submits, and the longest time that a submit may take.
     pub(super) rates: Rates,
     pub(super) max_submit: Duration,
     pub(super) placements: Vec<Placement>,
@@ -60,13 +60,13 @@ pub struct Gemma3 {
     pub(super) weight_bytes: u64,
 }
 
-/// What is left to submit of a step whose draws have masks: all that comes behind its layers.
+/// The part behind the layers of a step whose draws have masks. It is submitted when the masks are there.
 pub(super) struct Closing {
     submit: Submit,
     wanted: Wanted,
-    /// Tokens of the step, and as how many it is computed.
+    /// The number of the step's tokens, without padding and with it.
     tokens: usize,
-    filled_up: usize,
+    padded: usize,
 }
 
 impl Gemma3 {
@@ -91,7 +91,7 @@ impl Gemma3 {
         &self.placements
     }
 
-    /// Whether the kernel sees the placed bytes.
+    /// Whether the kernel sees the placed bytes in memory.
     pub fn residency(&self) -> Residency {
         self.residency
     }
@@ -107,7 +107,7 @@ impl Gemma3 {
         self.weight_bytes
     }
 
-    /// Least bytes that a step reads: every weight once, the output head only where ids are drawn, and the keys and
+    /// The least bytes that a step reads: every weight once, the output head only if ids are drawn, and the keys and
     /// values that each sequence sees once. `shares` has `(positions before, tokens)` of each sequence.
     pub fn least_bytes(&self, shares: &[(usize, usize)], draws: bool) -> u64 {
         let head = if draws { 0 } else { self.embedding.matrix().bytes() };
@@ -116,31 +116,32 @@ impl Gemma3 {
         self.weight_bytes - head + shares.iter().map(kv).sum::<u64>()
     }
 
-    /// How keys and values are stored.
+    /// The element type of keys and values.
     pub fn kv_dtype(&self) -> KvDtype {
         self.kv
     }
 
-    /// Submits one step on frame `index`, which has no step in flight. Where draws have masks, the closing waits for them.
+    /// Submits one step on frame `index`, which has no step in flight. If draws have masks, the closing stays behind
+    /// until [`Runner::masks`].
     pub(super) fn run(&mut self, index: usize, batch: &Batch, wanted: Wanted) -> Result<(), GpuError> {
-        let filled_up = self.filled_up(batch.num_tokens());
-        self.frames[index].fill(&self.limits, batch, filled_up, &wanted);
-        let mut submits = self.plan(batch, filled_up, &wanted);
-        self.share_out(index, batch, filled_up, &submits);
+        let padded = self.padded_tokens(batch.num_tokens());
+        self.frames[index].fill(&self.limits, batch, padded, &wanted);
+        let mut submits = self.plan(batch, padded, &wanted);
+        self.share_out(index, batch, padded, &submits);
         let closing = if wanted.masks > 0 { submits.pop() } else { None };
         let mut commands = std::mem::take(&mut self.frames[index].commands);
         let frame = &self.frames[index];
         commands.begin();
-        let result = commands.run(&self.device, filled_up, &submits, &mut |r, part| match part {
-            Part::Opening => self.record_opening(r, frame, batch, filled_up),
+        let result = commands.run(&self.device, padded, &submits, &mut |r, part| match part {
+            Part::Opening => self.record_opening(r, frame, batch, padded),
             Part::Segment(layers) => {
                 for layer in layers.clone() {
-                    let step = frame.arrays(self.layers[layer].kind, filled_up, None);
-                    self.record_layer(r, layer, &step, 0..filled_up);
+                    let step = frame.arrays(self.layers[layer].kind, padded, None);
+                    self.record_layer(r, layer, &step, 0..padded);
                 }
             }
             Part::Layer { layer, rows } => {
-                let step = frame.arrays(self.layers[*layer].kind, filled_up, Some(rows));
+                let step = frame.arrays(self.layers[*layer].kind, padded, Some(rows));
                 self.record_layer(r, *layer, &step, rows.clone());
             }
             Part::Closing => self.record_closing(r, frame, &wanted, batch.num_tokens()),
@@ -148,25 +149,25 @@ impl Gemma3 {
         self.frames[index].commands = commands;
         result?;
         let tokens = batch.num_tokens();
-        self.closing = closing.map(|submit| Closing { submit, wanted, tokens, filled_up });
+        self.closing = closing.map(|submit| Closing { submit, wanted, tokens, padded });
         Ok(())
     }
 
-    /// Submits what is left of the step on frame `index`, with the masks of its draws.
+    /// Submits the rest of the step on frame `index`, with the masks of its draws.
     fn close(&mut self, index: usize, closing: &Closing, masks: &[Arc<[u32]>]) -> Result<(), GpuError> {
-        let Closing { submit, wanted, tokens, filled_up } = closing;
+        let Closing { submit, wanted, tokens, padded } = closing;
         assert_eq!(masks.len(), wanted.masks, "masks of a step");
         let mut commands = std::mem::take(&mut self.frames[index].commands);
         let frame = &self.frames[index];
         frame.fill_masks(&self.limits, masks);
-        let result = commands.run(&self.device, *filled_up, std::slice::from_ref(submit), &mut |r, _| {
+        let result = commands.run(&self.device, *padded, std::slice::from_ref(submit), &mut |r, _| {
             self.record_closing(r, frame, wanted, *tokens);
         });
         self.frames[index].commands = commands;
         result
     }
 
-    /// Shares out the attention of a step on a frame, by the parts of its submits.
+    /// Shares out the attention of a step on a frame over workgroups, by the parts of the step's submits.
     fn share_out(&mut self, index: usize, batch: &Batch, tokens: usize, submits: &[Submit]) {
         for kind in [LayerType::SlidingAttention, LayerType::FullAttention] {
             let Some(layer) = self.layers.iter().find(|layer| layer.kind == kind) else { continue };
@@ -181,24 +182,25 @@ impl Gemma3 {
         }
     }
 
-    /// Waits for the step on a frame, and learns the device's rates from it.
+    /// Waits for the step on a frame, and learns the device's rates from the times of its submits.
     pub(super) fn wait_for(&mut self, index: usize) -> Result<(), GpuError> {
         let Gemma3 { frames, rates, .. } = self;
         frames[index].commands.wait(&mut |work, took| rates.learn(work, took))
     }
 
-    /// Number of tokens that a step of `tokens` is padded to.
-    fn filled_up(&self, tokens: usize) -> usize {
+    /// The number of tokens that a step of `tokens` tokens is padded to.
+    fn padded_tokens(&self, tokens: usize) -> usize {
         // Sums over tokens must not count padding.
         let sums = self.layers.iter().any(|layer| layer.moments.is_some());
-        if sums { tokens } else { step::filled_up(tokens, self.limits.max_batch_tokens) }
+        if sums { tokens } else { step::padded_tokens(tokens, self.limits.max_batch_tokens) }
     }
 
     /// Cuts a step into submits.
     fn plan(&self, batch: &Batch, tokens: usize, wanted: &Wanted) -> Vec<Submit> {
         let c = &self.config;
         let heads = (c.num_attention_heads * c.head_dim) as u64;
-        // Sum of the keys that the step's tokens see: of tokens that are their sequence's only ones, or of all others.
+        // Sum of the keys that the step's tokens see: over the tokens that are alone of their sequence, or over all
+        // others.
         let seen = |window: u64, alone: bool| -> u64 {
             let each =
                 |s: &BatchSequence| s.input.len() as u64 * window.min((s.start + s.input.len()) as u64);
@@ -216,7 +218,7 @@ impl Gemma3 {
             LayerType::FullAttention => full,
         };
         let layers: Vec<LayerWork> = c.layer_types.iter().map(layer).collect();
-        // Grammars compute masks while the layers run.
+        // A step with masks submits its closing alone, because grammars compute the masks while the layers run.
         let logits = Work::draws((c.hidden_size * c.vocab_size) as u64, wanted.rows.len());
         let closing =
             (!wanted.rows.is_empty() || !wanted.pooling.is_empty()).then_some((logits, wanted.masks > 0));
@@ -278,16 +280,16 @@ impl Runner for Gemma3 {
     }
 
     fn probe(&mut self) -> Result<(), RunnerError> {
-        /// gelu_tanh(1) * 2
+        /// gelu_tanh(1) * 2.
         const EXPECTED: f32 = 1.682_384;
 
         assert!(self.in_flight.is_empty(), "a probe beside a step");
-        // Uses a kernel of every layer, and buffers whose contents no step needs later.
+        // The probe uses a kernel that every layer uses, and buffers whose contents no step needs later.
         let [gate, up] = [&self.scratch.gate, &self.scratch.up].map(|x| x.rows(&(0..1)));
         self.logits_readback.write(0, &[f32::NAN]);
         let mut commands = CommandBuffer::new(&self.device, "probe")?;
         let mut submission = Submission::new(&self.device)?;
-        commands.record(&mut |recorder| {
+        commands.record_for_one_submit(&mut |recorder| {
             recorder.fill(&gate.buffer, 1f32.to_bits());
             recorder.fill(&up.buffer, 2f32.to_bits());
             self.kernels.geglu(recorder, &gate, &up, &Operand::floats(&gate), 1);

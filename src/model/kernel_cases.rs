@@ -2,8 +2,8 @@
 //!
 //! A case knows the least bytes that it moves, each input and output once, and its operations; a multiply-add counts as
 //! two. Weights, keys and values have several copies on the device, which dispatches use in rotation, so that caches do
-//! not hold what a step would read from memory. Matrices hold random integers, or random numbers; keys and values are
-//! one number.
+//! not hold what a step would read from memory. Matrices hold random integers or random numbers. All keys and values
+//! are one number.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,15 +26,15 @@ use crate::kernels::{
 };
 use crate::tensor::{KvDtype, Precision, Scheme};
 
-/// Least bytes of all copies together, more than the caches of large GPUs hold.
+/// The least bytes of all copies together: more than the caches of large GPUs hold.
 const ROTATED_BYTES: u64 = 256 << 20;
 const MOST_COPIES: u64 = 64;
-/// Length of a measured span, and the most dispatches in it.
+/// The length of a measured span, and the most dispatches in it.
 const SPAN: Duration = Duration::from_millis(20);
 const MOST_REPEATS: usize = 2000;
 const BLOCK_SIZE: usize = 16;
 
-/// One kernel at one shape. `tokens` are rows of activations.
+/// One kernel at one shape. `tokens` is the number of rows of activations.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Work {
     Matmul {
@@ -49,7 +49,7 @@ pub enum Work {
         cols: usize,
         tokens: usize,
     },
-    /// Attention of `tokens` tokens of each of `sequences`, after `depth` others.
+    /// Attention of `tokens` tokens of each of `sequences` sequences, after `depth` other tokens.
     Attention {
         sequences: usize,
         tokens: usize,
@@ -67,7 +67,7 @@ pub enum Work {
         width: usize,
         tokens: usize,
     },
-    /// Both products and their GeGLU.
+    /// The gate and the up product, and their GeGLU.
     Gated {
         scheme: Scheme,
         rows: usize,
@@ -87,7 +87,7 @@ pub enum Work {
     },
 }
 
-/// Selects cases.
+/// Selects cases by model, scheme, tokens and depth.
 #[derive(Debug, Clone)]
 pub struct Choice {
     pub shape: Shape,
@@ -104,7 +104,7 @@ pub struct Choice {
 
 #[derive(Debug, Clone)]
 pub struct Case {
-    /// Unique among all cases.
+    /// The case's name, unique among all cases.
     pub name: String,
     pub shape: Shape,
     pub kv: KvDtype,
@@ -218,7 +218,7 @@ impl Case {
         dispatch.weight_bytes + dispatch.kv_bytes + dispatch.activation_bytes
     }
 
-    /// Operations of products, a multiply-add counting as two; `None` where memory takes the time.
+    /// Operations of products, where a multiply-add counts as two. `None` for kernels that memory bounds.
     pub fn ops(&self) -> Option<u64> {
         match self.work {
             Work::Matmul { rows, cols, tokens, .. } => Some(2 * (rows * cols * tokens) as u64),
@@ -232,7 +232,7 @@ impl Case {
         }
     }
 
-    /// The form of results: a norm or GeGLU feeds a product of integers, in the case's precision.
+    /// The form of the case's result: a norm or GeGLU feeds a product of integers, if the case's precision has them.
     fn wants(&self) -> Wants {
         let fast = self.precision == Precision::Fast;
         Wants { floats: !fast, blocks: fast }
@@ -261,13 +261,13 @@ pub struct Rig {
     submission: Submission,
 }
 
-/// Records a dispatch for the n-th time.
+/// A function that records a dispatch for the n-th time.
 type Record = Box<dyn Fn(&mut Recorder<'_>, usize)>;
 
 /// A case whose buffers are on the device.
 pub struct Prepared {
     record: Record,
-    /// Buffer that the case writes, f32 or u32.
+    /// The buffer that the case writes, f32 or u32.
     pub output: Buffer,
 }
 
@@ -288,20 +288,21 @@ impl Rig {
         })
     }
 
-    /// Times `record`, repeated between two timestamps for about 20 ms: the median of `runs` spans, at least 1. `None`
-    /// where the device has no timestamps.
+    /// Times `record`, repeated between two timestamps for about 20 ms. Returns the median of `runs` spans, at least 1.
+    /// `None` if the device has no timestamps.
     pub fn time(
         &mut self,
         runs: usize,
         record: &mut dyn FnMut(&mut Recorder<'_>, usize),
     ) -> Result<Option<Span>, GpuError> {
         let mut span = |repeats: usize| -> Result<Option<f64>, GpuError> {
-            self.commands.record_to_keep(&mut |recorder| (0..repeats).for_each(|i| record(recorder, i)))?;
+            self.commands
+                .record_for_many_submits(&mut |recorder| (0..repeats).for_each(|i| record(recorder, i)))?;
             self.submission.submit(&mut [&mut self.commands], "a measured kernel")?;
             self.submission.wait()?;
             Ok(self.submission.took().map(|took| took.as_secs_f64()))
         };
-        // The first time pays for what the driver does then; by the second one it is known how many fill the span.
+        // The first span pays for what the driver does once. The second one shows how many repetitions fill a span.
         span(1)?;
         let Some(once) = span(1)? else { return Ok(None) };
         let repeats = (SPAN.as_secs_f64() / once.max(1e-9)).clamp(1.0, MOST_REPEATS as f64) as usize;
@@ -313,8 +314,8 @@ impl Rig {
         Ok(Some(Span { seconds: seconds[seconds.len() / 2] / repeats as f64, repeats }))
     }
 
-    /// Bytes a second that the device copies from one buffer to another, what is read and what is written both counted;
-    /// at most `bytes` at once. `None` where the device has no clock.
+    /// Bytes a second that the device copies from one buffer to another, at most `bytes` at once. Bytes read and bytes
+    /// written both count. `None` if the device has no clock.
     pub fn copy_bytes_per_s(&mut self, bytes: u64, runs: usize) -> Result<Option<f64>, GpuError> {
         let mut arena = Arena::new(&self.device);
         let mut alloc = || arena.alloc(MemoryKind::Device, Class::Activations, bytes, "copied");
@@ -324,7 +325,7 @@ impl Rig {
         Ok(span.map(|span| 2.0 * bytes as f64 / span.seconds))
     }
 
-    /// Operations a second of multiply-adds in f32, each two. `None` where the device has no clock.
+    /// Operations a second of multiply-adds in f32, each of which counts as two. `None` if the device has no clock.
     pub fn ops_per_s(&mut self, runs: usize) -> Result<Option<f64>, GpuError> {
         const WORKGROUPS: u32 = 1024;
         const ROUNDS: [u32; 2] = [32, 1024];
@@ -332,8 +333,8 @@ impl Rig {
         let mut arena = Arena::new(&self.device);
         let result = arena.alloc(MemoryKind::Device, Class::Activations, Peak::bytes(WORKGROUPS), "peak")?;
         let mut best = 0f64;
-        // A fast device needs long chains, or the start of workgroups dominates; a slow one would take seconds for
-        // them.
+        // A fast device needs long chains, or the start of workgroups dominates. A slow device would take seconds for
+        // long chains.
         for rounds in ROUNDS {
             let span =
                 self.time(runs, &mut |recorder, _| peak.record(recorder, &result, WORKGROUPS, rounds))?;
@@ -347,14 +348,14 @@ impl Rig {
         Ok(Some(best))
     }
 
-    /// Matrices on which ways to share out products are measured.
+    /// The matrices on which the ways to share out products are measured.
     pub fn products(&mut self, scheme: Scheme, [rows, cols]: [usize; 2]) -> Result<Products, GpuError> {
         let mut make = Make { arena: Arena::new(&self.device), rng: ChaCha8Rng::seed_from_u64(1), rig: self };
         let bytes = scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
         Ok(Products { scheme, rows, cols, matrices: make.matrices(scheme, rows, cols, bytes)? })
     }
 
-    /// The time of one product with int8 activations of `tokens` tokens, and the bits of its result; `None` where the
+    /// The time of one product with int8 activations of `tokens` tokens, and the bits of its result. `None` if the
     /// device has no timestamps.
     pub fn time_product(
         &mut self,
@@ -383,7 +384,7 @@ impl Rig {
     fn run(&mut self, record: impl FnOnce(&mut Recorder<'_>)) -> Result<(), GpuError> {
         let mut recorder = self.commands.begin()?;
         record(&mut recorder);
-        recorder.submit("what is measured, before it is")?;
+        recorder.submit_alone("what is measured, before it is")?;
         self.commands.wait()
     }
 
@@ -515,7 +516,7 @@ pub struct Products {
     matrices: Vec<Matrix>,
 }
 
-/// Buffers of one case.
+/// Makes the buffers of one case.
 struct Make<'a> {
     arena: Arena,
     rng: ChaCha8Rng,
@@ -548,7 +549,7 @@ impl Make<'_> {
         Ok(Activations::new(self.words(&values)?, width))
     }
 
-    /// Random operand, in the forms that products need.
+    /// A random operand, in the forms that products need.
     fn operand(
         &mut self,
         kernels: &Kernels,
@@ -574,7 +575,7 @@ impl Make<'_> {
         Ok(RmsNorm { weight: self.filled(4 * width as u64, 1f32.to_bits())?, eps: 1e-6 })
     }
 
-    /// Copies of a matrix for rotation; one use moves `bytes`.
+    /// Copies of a matrix for rotation. One use of a copy moves `bytes`.
     fn matrices(
         &mut self,
         scheme: Scheme,
@@ -615,7 +616,7 @@ impl Make<'_> {
         Ok(embedding)
     }
 
-    /// Copies of attention layers for rotation, whose caches hold `sequences` of `len` positions.
+    /// Copies of attention layers for rotation. Their caches hold `sequences` sequences of `len` positions each.
     fn attention(
         &mut self,
         case: &Case,
@@ -639,7 +640,7 @@ impl Make<'_> {
         let rope =
             self.filled((4 * len.next_multiple_of(BLOCK_SIZE) * s.head_dim) as u64, 0.5f32.to_bits())?;
         let (q_norm, k_norm) = (self.norm(s.head_dim)?, self.norm(s.head_dim)?);
-        // Two small f16 numbers; small as int8 too, and close to 0 as f32.
+        // Two small f16 numbers. Read as int8 or as f32, the word is small as well.
         let word = 0x2e01_2e01;
         let mut layer = || {
             let cache =
@@ -651,8 +652,8 @@ impl Make<'_> {
         (0..copies(bytes)).map(|_| layer()).collect()
     }
 
-    /// A step of `tokens` tokens of each of `sequences`, after `depth` others; each sequence has blocks of its own, in
-    /// order.
+    /// A step of `tokens` tokens of each of `sequences` sequences, after `depth` other tokens. Each sequence has blocks
+    /// of its own, in order.
     fn step(
         &mut self,
         shape: &AttentionShape,
@@ -717,7 +718,7 @@ impl Make<'_> {
     }
 }
 
-/// Number of copies for rotation, where a dispatch moves `bytes`.
+/// The number of copies for rotation, if a dispatch moves `bytes`.
 fn copies(bytes: u64) -> u64 {
     ROTATED_BYTES.div_ceil(bytes.max(1)).clamp(1, MOST_COPIES)
 }
@@ -728,7 +729,7 @@ fn put<const N: usize>(bytes: &mut [u8], mut element: impl FnMut(usize) -> [u8; 
     }
 }
 
-/// The error of the device: tensors in memory cannot be damaged files.
+/// The error of the device. Tensors in memory cannot be damaged files, so no other error occurs.
 fn gpu_error(error: UploadError) -> GpuError {
     match error {
         UploadError::Gpu(error) => error,
@@ -747,19 +748,21 @@ mod tests {
 
     #[test]
     fn bytes_and_operations_are_those_of_the_arithmetic() {
-        // gate_proj of the 27B in int4-g128: half a byte for a weight, and 2 for 128 of them.
+        // gate_proj of the 27B in int4-g128 has half a byte for each weight, and 2 bytes for each 128 of them.
         let gate = case(Work::Matmul { scheme: Scheme::int4(128), rows: 21_504, cols: 5376, tokens: 1 });
         let weights = 21_504 * 5376;
         assert_eq!(gate.bytes(), weights / 2 + weights / 64 + 4 * (21_504 + 5376));
         assert_eq!(gate.ops(), Some(2 * weights));
-        // The activation in int8 with a scale and sums for 32; both matrices, and what comes of them in int8.
+        // The case moves the activation in int8 with a scale and sums for each 32 columns, both matrices, and the
+        // result in int8.
         let gate = Case { precision: Precision::Fast, ..gate };
         assert_eq!(gate.bytes(), weights / 2 + weights / 64 + 4 * 21_504 + 5376 / 32 * 40);
         let work = Work::Gated { scheme: Scheme::int4(128), rows: 21_504, cols: 5376, tokens: 1 };
         let gated = Case { work, ..gate };
         assert_eq!(gated.bytes(), 2 * (weights / 2 + weights / 64) + (21_504 + 5376) / 32 * 40);
         assert_eq!(gated.ops(), Some(4 * weights));
-        // 16 KV heads of 128 in f16, keys and values, for 2049 positions; 32 heads of queries and of what is attended.
+        // The case moves 16 KV heads of 128 in f16, keys and values, for 2049 positions, and 32 heads of queries and of
+        // results.
         let deep = case(Work::Attention { sequences: 3, tokens: 1, depth: 2048, window: None });
         assert_eq!(deep.bytes(), 3 * (2049 * 16 * 128 * 2 * 2 + 2 * 4 * 32 * 128));
         assert_eq!(deep.ops(), Some(3 * 2049 * 32 * 128 * 4));

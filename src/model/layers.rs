@@ -23,9 +23,10 @@ pub(super) struct Layer {
     pub(super) gate_proj: Matrix,
     pub(super) up_proj: Matrix,
     pub(super) down_proj: Matrix,
-    /// The forms of the inputs of q, k and v; of o; of gate and up; of down.
+    /// The form in which each group of matrices wants its input: q, k and v; o; gate and up; down.
     pub(super) wants: [Wants; 4],
-    /// Sums of squares of the inputs of q, k and v; of o; of gate and up; of down: f32 for each column.
+    /// For calibration: sums of the squares of the inputs of q, k and v; of o; of gate and up; of down. f32 for each
+    /// column.
     pub(super) moments: Option<[Buffer; 4]>,
 }
 
@@ -34,18 +35,18 @@ pub(super) struct Layer {
 pub(super) struct Scratch {
     /// The residual stream, `[hidden_size]`.
     pub(super) hidden: Activations,
-    /// A normed copy of the residual stream, and a sublayer's output, `[hidden_size]`.
+    /// A normed copy of the residual stream, `[hidden_size]`, and the output of the last sublayer, `[hidden_size]`.
     pub(super) normed: Activations,
     pub(super) delta: Activations,
-    /// `[num_attention_heads * head_dim]`
+    /// Queries, and the result of attention, `[num_attention_heads * head_dim]`.
     pub(super) q: Activations,
     pub(super) attended: Activations,
-    /// `[num_key_value_heads * head_dim]`
+    /// Keys, and values, `[num_key_value_heads * head_dim]`.
     pub(super) k: Activations,
     pub(super) v: Activations,
-    /// Partials of attention, which have no row per token.
+    /// Partials of attention, which have slots and no row per token.
     pub(super) partials: Partials,
-    /// `[intermediate_size]`
+    /// The gate's product, which becomes the gated product, and the up product, `[intermediate_size]`.
     pub(super) gate: Activations,
     pub(super) up: Activations,
     /// The normed rows whose logits are computed, `[LOGIT_ROWS, hidden_size]`, and the logits. `Logits::adjusted` is
@@ -54,7 +55,7 @@ pub(super) struct Scratch {
     pub(super) logits: Logits,
     /// Sums of normed rows of the residual stream, `[hidden_size]` for each slot.
     pub(super) pooled: Activations,
-    /// Inputs of matrices in int8, where they need that.
+    /// Int8 forms of the inputs of matrices, for the matrices that want int8.
     pub(super) normed_blocks: Quantized,
     pub(super) attended_blocks: Quantized,
     pub(super) gated_blocks: Quantized,
@@ -62,7 +63,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// The activations of some tokens of the step; logits, which have no row per token, stay whole.
+    /// The activations of some of the step's tokens. Buffers without a row per token, like the logits, stay whole.
     pub(super) fn rows(&self, rows: &Range<usize>) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, gate, up, .. } = self;
         Scratch {
@@ -91,7 +92,7 @@ impl Scratch {
         Ok(Scratch::of(config, tokens, buffers))
     }
 
-    /// These buffers for another model, whose steps run between this model's.
+    /// The same buffers in the shapes of another model, whose steps run between this model's.
     pub(super) fn shared_with(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, partials, gate, up, .. } = self;
         let Partials { single, tiles } = partials;

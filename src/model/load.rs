@@ -1,7 +1,7 @@
 //! Loads a checkpoint: checks its tensors, places them, and uploads them once.
 //!
-//! Refuses a model that does not fit before anything is allocated, and names the tensor that does not, or the context
-//! that would.
+//! This module refuses a model that does not fit before anything is allocated, and names the tensor that does not fit,
+//! or the context that would.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -29,32 +29,33 @@ use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 #[derive(Debug, Clone, Copy)]
 pub struct LoadOptions {
     pub quantize: QuantizeMode,
-    /// Tokens, or the model's own maximum if that is less; refused where they do not fit. `None`: as many as fit.
+    /// Tokens of the longest sequence, or the model's own maximum if that is less; refused if they do not fit. `None`:
+    /// as many as fit.
     pub max_context: Option<usize>,
-    /// Most sequences that the KV cache gets room for; fewer where memory is short.
+    /// The most sequences that the KV cache gets room for; fewer if memory is short.
     pub sequences: usize,
     /// Element type of the KV cache.
     pub kv: KvDtype,
     /// Tokens per KV block; at least 1.
     pub block_size: usize,
-    /// Longest GPU time of a submit, as predicted from earlier submits (tests set less than any submit takes, so that
-    /// small models are cut too).
+    /// The longest GPU time of a submit, as predicted from earlier submits. Tests set less than any submit takes, so
+    /// that steps of small models are cut too.
     pub max_submit: Duration,
     /// Limits on the device's memory.
     pub memory: placement::Limits,
     /// Precision of products of matrices and activations.
     pub precision: Precision,
-    /// How products are shared out; `None`: the best choice by count.
+    /// How products are shared out over workgroups. `None`: the best choice by count.
     pub tiles: Option<Tiles>,
-    /// Refuse a model that the kernel does not see in memory; false: warn.
+    /// Whether a model that the kernel does not see in memory is refused. False: the load warns.
     pub strict: bool,
-    /// Prompt tokens processed per step.
+    /// The most prompt tokens processed per step.
     pub max_batch_tokens: usize,
-    /// Ids from here up are never sampled: rows of the embedding that the tokenizer does not know.
+    /// Number of ids that may be sampled. Higher ids are rows of the embedding that the tokenizer does not know.
     pub sample_below: Option<usize>,
-    /// Sum up the squares of every matrix's inputs, for [`Gemma3::take_moments`].
+    /// Whether the squares of every matrix's inputs are summed up, for [`Gemma3::take_moments`].
     pub moments: bool,
-    /// One allocation of weights is at most this large (tests use it to cut small matrices into shards).
+    /// The largest allocation of weights. Tests use it to cut small matrices into shards.
     pub max_shard_bytes: Option<u64>,
 }
 
@@ -82,7 +83,7 @@ impl Default for LoadOptions {
 /// Progress of a load.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
-    /// Bytes of the checkpoint, of `total`.
+    /// Bytes of the checkpoint that are loaded, of `total`.
     pub done: u64,
     pub total: u64,
 }
@@ -129,8 +130,9 @@ impl Gemma3 {
         Gemma3::load_with_draft(device, files, None, options, progress).map(|(model, _)| model)
     }
 
-    /// Loads a checkpoint, and beside it a second model as its draft, stored as its files have it. The draft shares the
-    /// first one's blocks, slots and activations, so nothing but [`super::draft::Drafted`] may run it.
+    /// Loads a checkpoint, and beside it a second model as its draft model, stored as its files have it. The draft
+    /// model shares the first model's blocks, slots and activations, so nothing but [`super::draft::Drafted`] may run
+    /// it.
     pub(super) fn load_with_draft(
         device: &Arc<Device>,
         files: &ModelFiles,
@@ -211,18 +213,19 @@ impl Gemma3 {
             model.residency = residency;
             model.placements = arena.placements().to_vec();
         }
-        // A slot's id that no step has sampled must still be a row of the embedding.
+        // All slots begin with id 0, because an id that is read before a step has sampled it must be a row of the
+        // embedding.
         let mut commands = CommandBuffer::new(device, "clear")?;
         let mut recorder = commands.begin()?;
         recorder.fill(&model.sampled, 0);
-        recorder.submit("clearing sampled ids")?;
+        recorder.submit_alone("clearing sampled ids")?;
         commands.wait()?;
         device.save_pipeline_cache();
         Ok((model, draft_model))
     }
 }
 
-/// Whether a model of the config `draft` can be the draft of `model`. The error says why not.
+/// Whether a model with the config `draft` can be the draft model of `model`. The error says why not.
 pub fn check_draft(model: &Gemma3Config, draft: &Gemma3Config) -> Result<(), String> {
     match (memory::window(model), memory::window(draft)) {
         (None, Some(draft)) => Err(format!(
@@ -274,21 +277,21 @@ impl<'a> Source<'a> {
     }
 }
 
-/// A load in progress: all memory is allocated, and handed out model by model.
+/// A load in progress: all memory is allocated, and the load hands it to one model after the other.
 struct Load<'a> {
     device: &'a Arc<Device>,
     options: &'a LoadOptions,
     demand: &'a Demand<'a>,
     arena: Arena,
-    /// Bytes of the checkpoints.
+    /// Bytes of the checkpoints that are loaded.
     done: u64,
     total: u64,
     progress: &'a mut dyn FnMut(Progress),
 }
 
 impl Load<'_> {
-    /// Loads the next model; `of` is the model whose draft it is. The caller sets the fields that concern the whole
-    /// load at its end.
+    /// Loads the next model. If `of` is a model, the next model is its draft model. The caller sets the fields that
+    /// concern the whole load at its end.
     fn model(
         &mut self,
         source: &Source<'_>,
@@ -312,7 +315,7 @@ impl Load<'_> {
         };
 
         let heads = Heads { group, head_dim: config.head_dim, kv: options.kv };
-        // Inputs of matrices are summed up in f32.
+        // The squares of matrices' inputs are summed up in f32.
         let precision = if options.moments { Precision::F32 } else { options.precision };
         let kernels = Kernels::new(device, &matrices_of(schemes, options.tiles), heads, precision)?;
 
@@ -330,7 +333,7 @@ impl Load<'_> {
             Some(model) => Shared::of(model, config, tokens),
             None => Shared::new(arena, demand, &limits)?,
         };
-        // An id beyond the model's embedding is no guess.
+        // The draft model draws no id that the model has no row for.
         let sample_below = options.sample_below.unwrap_or(usize::MAX).min(config.vocab_size);
         shared.scratch.logits.vocab =
             of.map_or(sample_below, |model| sample_below.min(model.scratch.logits.vocab));
@@ -393,7 +396,7 @@ fn matrices_of(schemes: &Schemes, tiles: Option<Tiles>) -> Matrices {
     matrices
 }
 
-/// Buffers that a model and its draft share, since the two compute one after the other.
+/// Buffers that a model and its draft model share. The two models compute one after the other.
 struct Shared {
     scratch: Scratch,
     sampled: Buffer,
@@ -413,7 +416,7 @@ impl Shared {
         Ok(Shared { scratch, sampled, history, logits_readback })
     }
 
-    /// The buffers of `model`, for a draft of that config.
+    /// The buffers of `model`, in the shapes of a draft model with the config `draft`.
     fn of(model: &Gemma3, draft: &Gemma3Config, tokens: usize) -> Shared {
         Shared {
             scratch: model.scratch.shared_with(draft, tokens),
@@ -424,7 +427,7 @@ impl Shared {
     }
 }
 
-/// Sums of squares of the inputs of a layer's matrices, for calibration.
+/// Sums of the squares of the inputs of a layer's matrices, for calibration.
 fn layer_moments(arena: &mut Arena, config: &Gemma3Config, layer: usize) -> Result<[Buffer; 4], GpuError> {
     let [a, b, c, d] = memory::moment_widths(config)
         .map(|width| device_buffer(arena, 4 * width as u64, &format!("layer {layer} moments")));
@@ -433,24 +436,24 @@ fn layer_moments(arena: &mut Arena, config: &Gemma3Config, layer: usize) -> Resu
 
 /// The matrices and norms of a layer on the device.
 struct LoadedLayer {
-    /// q, k, v, o, gate, up, down.
+    /// The matrices q, k, v, o, gate, up and down.
     matrices: [Matrix; 7],
-    /// Before and behind attention, before and behind the feed-forward part, of queries, of keys.
+    /// The norms before and behind attention, before and behind the feed-forward network, of queries, and of keys.
     norms: [RmsNorm; 6],
 }
 
-/// All that the layers of one model have in common.
+/// What the layers of one model have in common.
 struct LayerPlace<'a> {
     config: &'a Gemma3Config,
     kv: KvDtype,
     limits: &'a Limits,
     kernels: &'a Kernels,
-    /// RoPE tables of sliding and of full layers.
+    /// The RoPE tables of sliding and of full layers.
     ropes: [Buffer; 2],
 }
 
 impl LayerPlace<'_> {
-    /// Layer `i`, with its KV cache.
+    /// Loads layer `i`, with its KV cache.
     fn layer(
         &self,
         arena: &mut Arena,
@@ -512,7 +515,7 @@ const READ_TOGETHER_BYTES: u64 = 256 << 20;
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     uploader: Uploader<'a, UploadError>,
-    /// Tensors that are queued, or were read since the last release.
+    /// Tensors that are queued, or that were read since the last release.
     queued: Vec<Tensor<'a>>,
     max_shard_bytes: u64,
     done: u64,
@@ -594,7 +597,7 @@ impl<'a> Loader<'a> {
         self.uploader.read_queued()?;
         for tensor in self.queued.drain(..) {
             self.done += tensor.stored_bytes();
-            // Memory must not hold the model twice: bytes that are on the device leave the page cache.
+            // Memory must not hold the model twice, so bytes that are on the device leave the page cache.
             self.checkpoint.release(&tensor);
         }
         (self.progress)(Progress { done: self.done, total: self.total });
@@ -630,14 +633,14 @@ fn rope_table(head_dim: usize, positions: usize, base: f64, factor: f64) -> Vec<
     table
 }
 
-/// Writes zeros to all allocated memory that the load does not write itself, so that its pages exist before a request
-/// needs them: a driver may allocate memory without backing it by pages.
+/// Writes zeros to all allocated memory that the load does not write itself. A driver may allocate memory without pages
+/// behind it; after the write, the pages exist before a request needs them.
 fn touch(device: &Arc<Device>, arena: &Arena) -> Result<(), GpuError> {
     let mut commands = CommandBuffer::new(device, "touch")?;
     for (_, chunk) in arena.chunks().iter().filter(|(class, _)| !class.is_weights()) {
         let mut recorder = commands.begin()?;
         recorder.fill(chunk, 0);
-        recorder.submit("touching memory")?;
+        recorder.submit_alone("touching memory")?;
         commands.wait()?;
     }
     Ok(())

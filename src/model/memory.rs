@@ -1,9 +1,9 @@
-//! The device memory of a Gemma-3, counted before any of it is allocated: one list of buffers, which a load allocates
-//! in this order and a plan adds up.
+//! The device memory of a Gemma-3, counted before any of it is allocated. There is one list of buffers: a load
+//! allocates in its order, and a plan adds it up.
 //!
-//! Refuses a model that [`crate::gpu::placement`] finds no place for, with the table of what was asked and what is
-//! free, and names the largest context or the smaller scheme that would fit. Invariant: the list is complete; a load
-//! that asks for another buffer panics.
+//! This module refuses a model that [`crate::gpu::placement`] finds no place for, with a table of what was asked for
+//! and what is free, and names the largest context or the smaller scheme that would fit. Invariant: the list is
+//! complete; a load that asks for another buffer panics.
 
 use super::config::{Gemma3Config, LayerType};
 use super::weights::Gemma3Weights;
@@ -19,23 +19,23 @@ use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
 /// Default tokens per KV block.
 pub const DEFAULT_BLOCK_SIZE: usize = 16;
-/// Most sequences in one step, and most ids that it draws.
+/// The most sequences in one step, and the most ids that a step draws.
 pub const MAX_SEQUENCES: usize = 64;
-/// A context without a configured length is at least this long before memory goes to further sequences.
+/// The least context that memory is used for before further sequences get any, if no length is configured.
 const LEAST_CONTEXT: usize = 4096;
-/// Steps that may be submitted and not yet waited for: the engine prepares one while the other runs.
+/// The most steps that are submitted and not yet waited for: the engine prepares one while the other runs.
 pub(super) const MAX_IN_FLIGHT: usize = 2;
-/// Rows of logits computed at once, one for each id that a step may draw.
+/// Rows of logits that a step computes, one for each id that it may draw.
 pub(super) const LOGIT_ROWS: usize = MAX_SEQUENCES;
 /// Rows of logits read back at once, for `eval`.
 pub(super) const READBACK_ROWS: usize = 32;
-/// Multiply-adds of a step's tokens in the matrices of one layer: some 20 ms at 5.6 T/s, an estimate for the Radeon
-/// 780M (68 % of the rate of its integer dot products), so that a request that arrives while a prompt is computed waits
-/// no longer than a second or two.
+/// The most multiply-adds of a step's tokens in the matrices of one layer. They take some 20 ms at 5.6 T/s, an estimate
+/// for the Radeon 780M (68 % of the rate of its integer dot products). So a request that arrives while a prompt is
+/// computed waits no longer than a second or two.
 const MAX_LAYER_MACS: u64 = 110_000_000_000;
-/// Partials of attention beyond one for each token: more workgroups than this fill any device.
+/// Slots for partials of attention beyond one for each token. More workgroups than this fill any device.
 const SPARE_PARTIALS: Room = Room { single: 448, tiles: 256 };
-/// Least tokens per step, however large the model: one of every sequence, and as many of a prompt.
+/// The least tokens of a step, however large the model is: one of every sequence, and as many of a prompt.
 const MIN_BATCH_TOKENS: usize = 2 * MAX_SEQUENCES;
 
 /// Schemes of a model's matrices on the device.
@@ -61,14 +61,14 @@ impl Schemes {
         Ok(Schemes { embedding, layers })
     }
 
-    /// Equal schemes in every layer: attention, feed-forward, embedding.
+    /// The schemes of a model whose layers all have the same ones: for attention, feed-forward network and embedding.
     pub fn uniform(config: &Gemma3Config, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
         let layer = [attention, attention, attention, attention, ffn, ffn, ffn];
         Schemes { embedding, layers: vec![layer; config.num_hidden_layers] }
     }
 }
 
-/// Everything that determines a model's size.
+/// All that determines a model's size.
 #[derive(Debug, Clone)]
 pub struct Demand<'a> {
     pub config: &'a Gemma3Config,
@@ -79,28 +79,28 @@ pub struct Demand<'a> {
     pub block_size: usize,
     /// Prompt tokens processed per step, as asked for.
     pub max_batch_tokens: usize,
-    /// One allocation of weights is at most this large.
+    /// The largest allocation of weights, in bytes.
     pub max_shard_bytes: u64,
-    /// Whether the squares of each layer's matrix inputs are summed up.
+    /// Whether the load makes room for the sums of squares of each layer's matrix inputs.
     pub moments: bool,
     /// The draft model, if there is one.
     pub draft: Option<DraftDemand<'a>>,
 }
 
-/// A draft model, which guesses for the model (`draft.rs`): it has as many KV blocks as the model, runs in the same
-/// steps, and shares the model's activations.
+/// A draft model, which drafts tokens for the model (`draft.rs`). It has as many KV blocks as the model, runs in the
+/// same steps, and shares the model's activations.
 #[derive(Debug, Clone)]
 pub struct DraftDemand<'a> {
     pub config: &'a Gemma3Config,
     pub schemes: Schemes,
 }
 
-/// Blocks of the KV cache.
+/// Numbers of blocks in the pools of the KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pools {
-    /// For every token of every sequence, in full layers.
+    /// Blocks for every token of every sequence, in full layers.
     pub full: usize,
-    /// For a window of every sequence, in sliding layers.
+    /// Blocks for a window of every sequence, in sliding layers.
     pub sliding: usize,
 }
 
@@ -117,8 +117,8 @@ pub struct Fit {
 #[derive(Debug, thiserror::Error)]
 #[error("{} not fit with {}: {refusal}; {}", subject(self), tokens_of(*.sequences, *.context), advice(self))]
 pub struct DoesNotFit {
-    /// Tokens of each sequence that were asked for; the least possible, where the longest context that fits was asked
-    /// for.
+    /// Tokens of each sequence that were asked for. If the longest context that fits was asked for, the least possible
+    /// one.
     pub context: usize,
     pub sequences: usize,
     pub refusal: Box<Refusal>,
@@ -158,38 +158,38 @@ fn advice(error: &DoesNotFit) -> String {
     }
 }
 
-/// Number of full layers, and of sliding layers.
+/// The number of full layers, and the number of sliding layers.
 fn layers(config: &Gemma3Config) -> [usize; 2] {
     let sliding = config.layer_types.iter().filter(|kind| **kind == LayerType::SlidingAttention).count();
     [config.num_hidden_layers - sliding, sliding]
 }
 
-/// Tokens that a sliding layer sees; `None` where there is no such layer.
+/// The number of tokens that a sliding layer sees; `None` if there is no such layer.
 pub(super) fn window(config: &Gemma3Config) -> Option<usize> {
     (layers(config)[1] > 0).then_some(config.sliding_window)
 }
 
 impl<'a> Demand<'a> {
-    /// The model and its draft, if any: prefix of its buffers' names, config, schemes.
+    /// The model and its draft model, if any, each with the prefix of its buffers' names, its config and its schemes.
     fn models(&self) -> impl Iterator<Item = (&'static str, &'a Gemma3Config, &Schemes)> {
         let draft = self.draft.as_ref().map(|draft| ("draft ", draft.config, &draft.schemes));
         [("", self.config, &self.schemes)].into_iter().chain(draft)
     }
 
-    /// The longest context that the model and its draft support.
+    /// The longest context that the model and its draft model support.
     pub fn longest_context(&self) -> usize {
         let each = self.models().map(|(_, config, _)| config.max_position_embeddings);
         each.min().expect("a model at least")
     }
 
-    /// Tokens that a step has room for.
+    /// The number of tokens that a step has room for.
     pub fn batch_tokens(&self) -> usize {
         let macs = self.models().map(|(_, config, _)| macs_per_token_and_layer(config)).max();
         let bounded = (MAX_LAYER_MACS / macs.expect("a model at least")) as usize;
         self.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(self.longest_context())
     }
 
-    /// Most blocks of sliding layers that one sequence of `context` tokens holds.
+    /// The most blocks of sliding layers that one sequence of `context` tokens holds.
     fn window_blocks(&self, context: usize) -> usize {
         let kv = KvLimits {
             block_size: self.block_size,
@@ -202,13 +202,13 @@ impl<'a> Demand<'a> {
             .min(context.div_ceil(self.block_size))
     }
 
-    /// Blocks for that many sequences of `context` tokens each.
+    /// The blocks for `sequences` sequences of `context` tokens each.
     pub fn pools(&self, context: usize, sequences: usize) -> Pools {
         let full = sequences * context.div_ceil(self.block_size);
         Pools { full, sliding: sequences * self.window_blocks(context) }
     }
 
-    /// Limits of a runner with that context and those pools.
+    /// The limits of a runner with that context and those pools.
     pub fn limits(&self, context: usize, pools: Pools) -> Limits {
         Limits {
             max_batch_tokens: self.batch_tokens().min(context),
@@ -227,7 +227,7 @@ impl<'a> Demand<'a> {
         }
     }
 
-    /// Every buffer, each class in the order in which a load asks for it.
+    /// Every buffer, each class in the order in which a load asks for its buffers.
     pub fn requests(&self, context: usize, pools: Pools) -> Vec<Request> {
         let limits = self.limits(context, pools);
         let device = MemoryKind::Device;
@@ -351,8 +351,7 @@ impl<'a> Demand<'a> {
         placement::place(machine, limits, self.requests(context, pools))
     }
 
-    /// The largest context, in whole blocks or the model's maximum, that fits for `sequences` sequences; 0 where none
-    /// does.
+    /// The largest context for `sequences` sequences that fits, in whole blocks or the model's maximum; 0 if none fits.
     pub fn largest_context(&self, machine: &Machine, limits: &placement::Limits, sequences: usize) -> usize {
         let longest = self.longest_context();
         let context = |blocks: usize| (blocks * self.block_size).min(longest);
@@ -361,9 +360,9 @@ impl<'a> Demand<'a> {
         context(largest(0, longest.div_ceil(self.block_size), fits))
     }
 
-    /// Places a model to serve: a context of `wanted` tokens, or the longest that fits, windows for up to `sequences`
-    /// sequences, and in the memory that is left, blocks of full layers for up to as many full contexts, which the
-    /// sequences share. `others`: as in [`Demand::fit`].
+    /// Places a model to serve: a context of `wanted` tokens, or the longest that fits, and windows for up to
+    /// `sequences` sequences. Memory that is left goes to blocks of full layers, which the sequences share, up to a
+    /// full context for each. `others` has the meaning that it has in [`Demand::fit`].
     pub fn fit_to_serve(
         &self,
         machine: &Machine,
@@ -407,7 +406,7 @@ impl<'a> Demand<'a> {
         let longest = self.longest_context();
         let context = match wanted {
             Some(wanted) => wanted.min(longest),
-            // Where not even one block fits, the refusal is about one block.
+            // If not even one block fits, the refusal is about one block.
             None => self.largest_context(machine, limits, sequences).max(self.block_size.min(longest)),
         };
         let pools = self.pools(context, sequences);
@@ -426,8 +425,8 @@ impl<'a> Demand<'a> {
         )
     }
 
-    /// The device's largest allocation, where it is the reason that no more than `context` fits: a layer's keys are one
-    /// buffer.
+    /// The device's largest allocation, if it is the reason that no more than `context` tokens fit: a layer's keys are
+    /// one buffer.
     pub fn allocation_limit(
         &self,
         machine: &Machine,
@@ -445,7 +444,7 @@ impl<'a> Demand<'a> {
         }
     }
 
-    /// The option among `others` with the largest weights that are smaller than these and fit, and its largest context.
+    /// The option among `others` with the largest weights that fit and are smaller than these, and its largest context.
     fn first_smaller(
         &self,
         machine: &Machine,
@@ -477,7 +476,7 @@ impl<'a> Demand<'a> {
         self.window_blocks(context) as u64 * self.block_bytes(1)
     }
 
-    /// Bytes of a block in all full layers together, or, with `kind` 1, in all sliding layers.
+    /// Bytes of a block in all full layers together (`kind` 0), or in all sliding layers (`kind` 1).
     fn block_bytes(&self, kind: usize) -> u64 {
         let of = |config| 2 * layers(config)[kind] as u64 * kv_block_bytes(config, self.kv, self.block_size);
         self.models().map(|(_, config, _)| of(config)).sum()
@@ -506,28 +505,28 @@ fn largest(mut fitting: usize, most: usize, fits: impl Fn(usize) -> bool) -> usi
     fitting
 }
 
-/// u32 per slot: the id last sampled there.
+/// Bytes of the ids last sampled: u32 for each slot.
 pub(super) const SAMPLED_BYTES: u64 = 4 * MAX_SEQUENCES as u64;
-/// Bytes that a step returns to the host: for each row of logits a u32 id, and its log probabilities; for each sequence
-/// the sum of its hidden states.
+/// Bytes that a step returns to the host: a u32 id for each row of logits, the log probabilities of each row, and the
+/// sum of hidden states of each sequence.
 pub(super) fn results_bytes(c: &Gemma3Config) -> [u64; 3] {
     let rows = LOGIT_ROWS as u64;
     let pooled = Activations::bytes(MAX_SEQUENCES, c.hidden_size);
     [4 * rows, 4 * rows * LOGPROB_WORDS as u64, pooled].map(|bytes| bytes.next_multiple_of(256))
 }
 
-/// u32 for each position of each slot, and of the sequence of padding tokens.
+/// Bytes of the histories: u32 for each position of each slot, and of the padding tokens' sequence.
 pub(super) fn history_bytes(limits: &Limits) -> u64 {
     4 * ((limits.max_sequences + 1) * limits.max_context) as u64
 }
 
-/// Slots for partials of attention in a step of `tokens` tokens.
+/// The slots for partials of attention in a step of `tokens` tokens.
 pub(super) fn partials(tokens: usize) -> Room {
     let Room { single, tiles } = SPARE_PARTIALS;
     Room { single: MAX_SEQUENCES + single, tiles: tokens + tiles }
 }
 
-/// Activations of a step: name, rows, width, in the order of `Scratch`.
+/// The activations of a step, by name, rows and width, in the order of `Scratch`.
 pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 16] {
     let heads = c.num_attention_heads * c.head_dim;
     let kv_heads = c.num_key_value_heads * c.head_dim;
@@ -552,7 +551,7 @@ pub(super) fn activations(c: &Gemma3Config, tokens: usize) -> [(&'static str, us
     ]
 }
 
-/// Int8 inputs of matrices, which follow the activations: name, rows, width.
+/// The int8 inputs of matrices, by name, rows and width. They follow the activations.
 pub(super) fn quantized(c: &Gemma3Config, tokens: usize) -> [(&'static str, usize, usize); 4] {
     [
         ("normed (int8)", tokens, c.hidden_size),
@@ -562,7 +561,7 @@ pub(super) fn quantized(c: &Gemma3Config, tokens: usize) -> [(&'static str, usiz
     ]
 }
 
-/// Inputs of a layer's matrices: of q, k and v; of o; of gate and up; of down.
+/// Widths of the inputs of a layer's matrices: of q, k and v; of o; of gate and up; of down.
 pub(super) fn moment_widths(c: &Gemma3Config) -> [usize; 4] {
     [c.hidden_size, c.num_attention_heads * c.head_dim, c.hidden_size, c.intermediate_size]
 }
@@ -581,7 +580,7 @@ pub(super) fn kv_bytes_seen(c: &Gemma3Config, dtype: KvDtype, start: usize, toke
     2 * positions * kv_block_bytes(c, dtype, 1)
 }
 
-/// (cos, sin) in f32 for each position and pair of dimensions.
+/// Bytes of a RoPE table: (cos, sin) in f32 for each position and pair of dimensions.
 pub(super) fn rope_table_bytes(c: &Gemma3Config, context: usize) -> u64 {
     (context * c.head_dim * size_of::<f32>()) as u64
 }
@@ -600,17 +599,17 @@ pub(super) fn kv_pool_bytes(c: &Gemma3Config, dtype: KvDtype, kv: &KvLimits, kin
     (blocks as u64 + 1) * kv_block_bytes(c, dtype, kv.block_size)
 }
 
-/// Entries of a sequence's block table.
+/// Number of entries of a sequence's block table.
 pub(super) fn table_blocks(limits: &Limits) -> usize {
     limits.max_context.div_ceil(limits.kv.block_size)
 }
 
-/// Least rows of the parts that a layer's tokens are cut into, which are multiples of this: smaller parts would read
+/// The least rows of a part of a layer's tokens; every part but the last has a multiple of it. Smaller parts would read
 /// the weights more often, on a CPU too.
 pub(super) const LEAST_ROWS: usize = 8;
 
-/// Bytes of the arrays that share out attention, in layers of one kind: items of single tokens and of tiles; their
-/// workgroup counts, in all and by parts; the merges of each token.
+/// Bytes of the arrays that share out attention, in layers of one kind: the items of single tokens and of tiles; their
+/// workgroup counts, of the whole step and of each part; the merges of each token.
 pub(super) fn shares_bytes(limits: &Limits) -> [u64; 4] {
     let (tokens, room) = (limits.max_batch_tokens, partials(limits.max_batch_tokens));
     let items = |slots: usize| (slots * size_of::<Item>()) as u64;
@@ -621,7 +620,7 @@ pub(super) fn shares_bytes(limits: &Limits) -> [u64; 4] {
 
 /// Bytes of the arrays of one step: ids, positions, sequence of each token; slots and block tables of full and of
 /// sliding layers; the arrays that share out attention; logit rows, sample requests; slots of the sequences, their
-/// history, biases and masks of the draws. One more sequence has the padding tokens.
+/// history, biases and masks of the draws. The padding tokens are one more sequence.
 pub(super) fn step_input_bytes(limits: &Limits) -> [u64; 15] {
     let tokens = 4 * limits.max_batch_tokens as u64;
     let tables = 4 * ((limits.max_sequences + 1) * table_blocks(limits)) as u64;

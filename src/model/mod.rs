@@ -1,6 +1,6 @@
 //! Models: a checkpoint's config and weights, and the forward pass over the device.
 //!
-//! Refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
+//! This module refuses to know requests, queues or clocks: the engine above hands it a [`Batch`] of plain arrays.
 
 pub mod config;
 pub mod draft;

@@ -1,51 +1,52 @@
-//! Learns how long the parts of a step take on the device, to cut steps into submits.
+//! Learns how long each kind of kernel takes on the device, to cut steps into submits.
 //!
-//! Kernels differ: a product of a few tokens is bound by memory, one of many by arithmetic, and attention deep in a
-//! context by neither alone. So each kind has its own rate, and learns only from its own share of a submit. A kind that
-//! was never timed counts as eight times slower than estimated for the target GPU: its first submit is short, and its
-//! time corrects the rate. Refuses to read a clock.
+//! Kernels differ: memory bounds a product of a few tokens, arithmetic a product of many tokens, and neither alone
+//! bounds attention deep in a context. So each kind has a rate of its own, and learns only from its share of a submit.
+//! A kind that was never timed counts as eight times slower than estimated for the target GPU. So its first submit is
+//! short, and the time of that submit corrects the rate. This module refuses to read a clock.
 
 use std::ops::AddAssign;
 use std::time::Duration;
 
-/// Kinds of kernels that share a rate.
+/// The kinds of kernels, each with a rate of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Products of few tokens, by weights read.
+    /// Products of few tokens, measured by the weights that they read.
     Narrow,
-    /// Products of many tokens, by multiply-adds.
+    /// Products of many tokens, measured by their multiply-adds.
     Wide,
-    /// Attention of tokens that are their sequence's only ones in the step, by bytes of keys and values.
+    /// Attention of tokens that are the only ones of their sequence in the step, measured by the bytes of keys and
+    /// values.
     Reading,
-    /// Attention of several tokens of a sequence, by multiply-adds.
+    /// Attention of several tokens of a sequence, measured by its multiply-adds.
     Attention,
-    /// Logits and draws, by weights read.
+    /// Logits and draws, measured by the weights that they read.
     Draws,
 }
 
 const KINDS: usize = 5;
 
-/// Most tokens that count as few.
+/// The most tokens that count as few.
 const FEW: usize = 16;
-/// Tokens for which a product reads its weights once on a CPU. A GPU reads them once for 32 tokens, which the rates
-/// learn over time.
+/// Tokens for which a product reads its weights once on a CPU. A GPU reads weights once for 32 tokens; the rates learn
+/// that over time.
 const TOKENS_PER_PASS: usize = 8;
 
-/// Units a second of each kind, estimated for a Radeon 780M: half a byte for each weight at 73 GB/s; the products of 40
-/// tokens/s of a 27B; keys and values at 73 GB/s; attention of 128 tokens over 131,072 keys in 1.4 to 2.7 s, also of a
-/// 27B; an int8 embedding at 73 GB/s, and the sampler as much again.
+/// Units that a Radeon 780M does in a second, estimated by kind: half a byte for each weight at 73 GB/s; the products
+/// of 40 tokens/s of a 27B; keys and values at 73 GB/s; attention of 128 tokens of a 27B over 131,072 keys in 1.4 to
+/// 2.7 s; an int8 embedding at 73 GB/s, and as much time again for the sampler.
 const ESTIMATED: [f64; KINDS] = [146e9, 1e12, 73e9, 5e11, 36e9];
-/// Factor by which a kind counts as slower until it was timed.
+/// Factor by which a kind counts as slower until it is timed.
 const CAREFUL: f64 = 8.0;
-/// Shortest time that is told apart: a shorter submit counts as this long.
+/// The shortest time that the rates tell apart: a shorter submit counts as this long.
 const SHORTEST_TIMED: Duration = Duration::from_millis(1);
 
-/// Work, in units of each kind.
+/// An amount of work: the units of each kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Work([u64; KINDS]);
 
 impl Work {
-    /// Products of `tokens` tokens with matrices of `weights` weights.
+    /// The products of `tokens` tokens with matrices that have `weights` weights together.
     pub fn products(weights: u64, tokens: usize) -> Work {
         let mut work = Work::default();
         if tokens <= FEW {
@@ -69,7 +70,7 @@ impl Work {
         work
     }
 
-    /// Logits of `rows` tokens by an embedding of `weights` weights.
+    /// The logits of `rows` tokens by an embedding of `weights` weights, and the draws from them.
     pub fn draws(weights: u64, rows: usize) -> Work {
         let mut work = Work::default();
         work.0[Kind::Draws as usize] = weights * passes(rows);
@@ -114,19 +115,19 @@ impl Default for Rates {
 }
 
 impl Rates {
-    /// Expected time of `work`.
+    /// The time that `work` is expected to take.
     pub fn time(&self, work: Work) -> Duration {
         Duration::from_secs_f64(self.shares(work).iter().sum::<f64>().min(1e9))
     }
 
-    /// Expected seconds of each kind.
+    /// The seconds that each kind of work is expected to take.
     fn shares(&self, Work(units): Work) -> [f64; KINDS] {
         std::array::from_fn(|kind| units[kind] as f64 * self.seconds[kind])
     }
 
-    /// Learns from the time that a submit `took`; `None` without timestamps. The error is divided among the kinds by
-    /// their share of the expected time. A rate gets slower at once and faster gradually, but faster at once where the
-    /// kind was never timed.
+    /// Learns from the time that a submit `took`; `None` if the device has no timestamps. The difference from the
+    /// expected time is divided among the kinds by their shares of it. A rate gets slower at once and faster gradually.
+    /// If a kind was never timed, its rate gets faster at once, too.
     pub fn learn(&mut self, work: Work, took: Option<Duration>) {
         let Some(took) = took.map(|took| took.max(SHORTEST_TIMED)) else { return };
         let shares = self.shares(work);
@@ -180,12 +181,13 @@ mod tests {
         assert!((ms(&rates, work) - 90.0).abs() < 1e-6);
         rates.learn(work, Some(10 * MS));
         assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
-        // A submit without a time, or too short to tell, changes nothing.
+        // A submit without a time changes nothing, nor does a submit too short to tell.
         rates.learn(work, None);
         rates.learn(Work::products(1000, 8), Some(MS / 2));
         rates.learn(Work::default(), Some(50 * MS));
         assert!((ms(&rates, work) - 80.0).abs() < 1e-6);
-        // Much was expected of what was short: on a fast device nothing else would ever say so.
+        // Short submits of a kind that was expected to take long make its rate faster: on a fast device nothing else
+        // would.
         for _ in 0..200 {
             rates.learn(work, Some(MS / 10));
         }

@@ -1,16 +1,17 @@
 //! Sampling: the options of a request, and the parameters that follow from them.
 //!
 //! A request, a command line and a generation_config.json each fill in [`SamplingOptions`], whose fields may be absent.
-//! [`SamplingOptions::resolve`] is the only function that applies defaults. Its [`SamplingParams`] are complete, and
-//! travel from there to the device as one shared value that nothing changes.
+//! [`SamplingOptions::resolve`] is the only function that applies defaults. It returns complete [`SamplingParams`],
+//! which travel to the device as one shared value that nothing changes.
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// The lowest temperature that is not greedy: logits divided by a lower one would leave the range of f32.
+/// The lowest temperature that is not greedy: logits divided by a lower temperature would leave the range of f32.
 const MIN_TEMPERATURE: f32 = 1e-5;
 
-/// Sampling options of a request, or defaults of a model. Names, units and ranges are those of [`SamplingParams`].
+/// Sampling options of a request, or a model's defaults. The fields have the names, units and ranges of
+/// [`SamplingParams`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct SamplingOptions {
     pub temperature: Option<f32>,
@@ -22,28 +23,29 @@ pub struct SamplingOptions {
     pub frequency_penalty: Option<f32>,
 }
 
-/// How the ids of an answer are drawn. All answers of one request share one value, and differ by their seeds. Order:
-/// penalties, biases, mask, temperature, min_p, top_k, top_p.
+/// How the ids of an answer are drawn. All answers of one request share one value, and differ by their seeds. The
+/// device applies penalties, biases, mask, temperature, min_p, top_k and top_p, in this order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams {
-    /// 0 is greedy: the highest logit, ties to the lowest id.
+    /// Divisor of the logits. 0 is greedy: the id with the highest logit is drawn, and the lowest such id at a tie.
     pub temperature: f32,
-    /// 0 is off.
+    /// Number of the most likely ids that stay candidates; 0 is off.
     pub top_k: u32,
-    /// 1 is off.
+    /// Least sum of the probabilities of the ids that stay candidates; 1 is off.
     pub top_p: f32,
-    /// Relative to the most likely token's probability; 0 is off.
+    /// Least probability of a candidate, relative to the most likely id's; 0 is off.
     pub min_p: f32,
-    /// Divides the positive logits of ids that prompt or answer have, and multiplies the others of these; above 0, 1 is
-    /// off.
+    /// Factor for the logits of ids that the prompt or the answer has: positive logits are divided by it, all others
+    /// multiplied. The value is above 0, and 1 is off.
     pub repetition_penalty: f32,
-    /// Taken from the logits of ids that the answer has; 0 is off.
+    /// Number that is subtracted from the logits of ids that the answer has; 0 is off.
     pub presence_penalty: f32,
-    /// Taken from the logit of an id once for each time that the answer has it; 0 is off.
+    /// Number that is subtracted from the logit of an id once for each time that the answer has it; 0 is off.
     pub frequency_penalty: f32,
-    /// Added to the logits of these ids, none of them twice; negative infinity forbids one.
+    /// Numbers that are added to the logits of ids, each id at most once. Negative infinity forbids an id.
     pub logit_bias: Vec<(u32, f32)>,
-    /// How many of the most likely ids come back with each drawn id; the log probabilities of all of them come along.
+    /// How many of the most likely ids are reported with each drawn id. The log probabilities of all of these ids are
+    /// reported as well.
     pub logprobs: Option<usize>,
     /// Ids that end the answer and are not part of it.
     pub stop_token_ids: Vec<u32>,
@@ -53,7 +55,7 @@ pub struct SamplingParams {
 
 impl SamplingOptions {
     /// The parameters of a request with these options to a model with these defaults. An option that is absent in both
-    /// is off; without a temperature in either, sampling is greedy.
+    /// is off. Sampling is greedy if neither has a temperature.
     pub fn resolve(&self, defaults: &SamplingOptions) -> SamplingParams {
         let off = SamplingParams::GREEDY;
         let pick = |asked: Option<f32>, default: Option<f32>, off| asked.or(default).unwrap_or(off);
@@ -62,7 +64,7 @@ impl SamplingOptions {
         let top_k = self.top_k.or(defaults.top_k).unwrap_or(off.top_k);
         SamplingParams {
             temperature: if temperature < MIN_TEMPERATURE { 0.0 } else { temperature },
-            // A top_p of 0 leaves the smallest set of tokens that is not empty.
+            // A top_p of 0 leaves the smallest set of candidates that is not empty: one id.
             top_k: if top_p == 0.0 { 1 } else { top_k },
             top_p,
             min_p: pick(self.min_p, defaults.min_p, off.min_p),
@@ -97,13 +99,13 @@ impl SamplingParams {
         min_tokens: 0,
     };
 
-    /// Whether a draw depends on which ids came before, beside what the logits make of them.
+    /// Whether a draw depends on the ids that came before by more than the logits.
     pub fn penalizes(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
     /// The biases of the id behind the first `generated` ids of an answer: `logit_bias`, and minus infinity for the
-    /// stop ids before `min_tokens`.
+    /// stop ids while fewer than `min_tokens` ids are drawn.
     pub fn biases(&self, generated: usize) -> Cow<'_, [(u32, f32)]> {
         if generated >= self.min_tokens {
             return Cow::Borrowed(&self.logit_bias);
@@ -113,7 +115,7 @@ impl SamplingParams {
         others.chain(stops).collect()
     }
 
-    /// The parameters for a model that has only the ids `0..vocab_size`: biases and stop ids beyond are dropped.
+    /// The parameters for a model that has only the ids `0..vocab_size`: biases and stop ids beyond that are dropped.
     pub fn within(self: Arc<Self>, vocab_size: usize) -> Arc<Self> {
         let has = |id: &u32| (*id as usize) < vocab_size;
         if self.stop_token_ids.iter().all(has) && self.logit_bias.iter().all(|(id, _)| has(id)) {

@@ -1,16 +1,17 @@
 //! The published sizes of Gemma-3, for plans and synthetic checkpoints, which need real shapes and no weights.
 //!
-//! Only the language model: this program does not read the vision tower of the larger sizes. The numbers are those of
-//! the `config.json` of `google/gemma-3-*-it`; the tests compare the sum of parameters with the published counts.
+//! A shape covers the language model alone: this program does not read the vision tower of the larger sizes. The
+//! numbers are those of the `config.json` of `google/gemma-3-*-it`; the tests compare the sum of parameters with the
+//! published counts.
 
 use serde_json::json;
 
 use super::config::Gemma3Config;
 
-/// A published size. Fields by their Hugging Face names.
+/// A published size. The fields have their Hugging Face names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// e.g. `gemma-3-27b`
+    /// The model's name, e.g. `gemma-3-27b`.
     pub name: &'static str,
     pub vocab_size: usize,
     pub hidden_size: usize,
@@ -22,11 +23,11 @@ pub struct Shape {
     pub query_pre_attn_scalar: usize,
     pub sliding_window: usize,
     pub max_position_embeddings: usize,
-    /// Linear scaling of the positions of full-attention layers; 1 is none.
+    /// Factor by which the positions of full-attention layers are divided; 1 without scaling.
     pub rope_factor: usize,
 }
 
-/// From the smallest to the largest.
+/// All published sizes, from the smallest to the largest.
 pub const SHAPES: [Shape; 5] = [
     Shape {
         name: "gemma-3-270m",
@@ -101,7 +102,7 @@ pub const SHAPES: [Shape; 5] = [
 ];
 
 impl Shape {
-    /// The shape of that name. The error lists the names.
+    /// The shape with the name `name`. The error lists all names.
     pub fn named(name: &str) -> Result<Shape, String> {
         SHAPES.into_iter().find(|shape| shape.name == name).ok_or_else(|| {
             let names: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
@@ -109,7 +110,7 @@ impl Shape {
         })
     }
 
-    /// The text of a `config.json`, text-only layout.
+    /// The text of a `config.json` in the text-only layout.
     pub fn config_json(&self) -> String {
         let scaling = (self.rope_factor != 1)
             .then(|| json!({"factor": self.rope_factor as f64, "rope_type": "linear"}));
@@ -160,8 +161,8 @@ mod tests {
         (c.vocab_size * c.hidden_size + c.num_hidden_layers * layer + c.hidden_size) as u64
     }
 
-    /// The parameters that the hub counts in each checkpoint. The larger ones hold a vision tower, one and the same,
-    /// and a projector of 1152 x hidden_size with its norm beside the language model.
+    /// The parameters that the hub counts in each checkpoint. The larger checkpoints hold a vision tower, the same in
+    /// all of them, and a projector of 1152 x hidden_size with its norm beside the language model.
     #[test]
     fn the_shapes_add_up_to_the_published_parameter_counts() {
         const VISION_TOWER: u64 = 416_866_032;

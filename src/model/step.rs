@@ -1,14 +1,15 @@
-//! One step on its way through the device: its arrays, what is recorded for it, and how it is cut into submits.
+//! One step on its way through the device: its input arrays, its recorded commands, and the submits that it is cut
+//! into.
 //!
-//! The layers of a step are recorded once for each number of tokens, in segments of a few layers, and handed to the
-//! device again and again. Each step writes its arrays anew, and records its opening and its closing. So that few numbers
-//! of tokens occur, a step is filled up with tokens of no sequence: these read and write a block of their own, which
-//! nothing else reads.
+//! The layers of a step are recorded once for each number of tokens, in segments of a few layers, and submitted again
+//! and again. Each step writes its arrays anew, and records its opening and its closing. Steps are padded so that few
+//! numbers of tokens occur. Padding tokens belong to no sequence: they read and write a KV block of their own, which no
+//! sequence reads.
 //!
-//! No submit is to take longer than the device's driver, or a desktop on the same device, can wait. If a segment takes too
-//! long, its layers are submitted one by one; if a layer takes too long, its tokens are submitted in parts. That is
-//! possible because a token of a layer needs only the keys and values of the tokens before it. Such pieces are recorded
-//! for each step.
+//! No submit is to take longer than the device's driver, or a desktop on the same device, can wait. If a segment takes
+//! too long, its layers are submitted one by one; if a layer takes too long, its tokens are submitted in parts. A layer
+//! can be cut by tokens because a token needs only the keys and values of the tokens before it. Single layers and parts
+//! of layers are recorded for each step.
 //!
 //! This file does not know what a layer computes.
 
@@ -27,50 +28,51 @@ use crate::kernels::{
     SampleRequest, ShareArrays, Shares, StepArrays, mask_words,
 };
 
-/// Layers that are recorded together.
+/// Number of layers in a segment.
 const SEGMENT_LAYERS: usize = 4;
-/// Numbers of tokens whose layers stay recorded; the least recently run one gives way.
+/// Numbers of tokens whose layers stay recorded. The least recently run recording gives way to a new one.
 const RECORDED: usize = 16;
-/// The number of tokens, at most `most`, that a step of `tokens` is filled up to: few numbers occur, and a step grows by
-/// an eighth at most.
-pub(super) fn filled_up(tokens: usize, most: usize) -> usize {
+/// The number of tokens, at most `most`, that a step of `tokens` tokens is padded to. Few numbers occur, and a step
+/// grows by an eighth at most.
+pub(super) fn padded_tokens(tokens: usize, most: usize) -> usize {
     let multiple = if tokens <= 8 { 1 } else { (tokens.next_power_of_two() / 16).max(8) };
     tokens.next_multiple_of(multiple).min(most)
 }
 
-/// A piece of a step.
+/// A part of a step that is recorded by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Part {
     /// The work before the layers.
     Opening,
-    /// Some layers, for all tokens. Each layer is in the same segment in every step.
+    /// Some layers, for all tokens. A layer is in the same segment in every step.
     Segment(Range<usize>),
-    /// One layer, for some of the tokens.
+    /// One layer, for some of the step's tokens.
     Layer { layer: usize, rows: Range<usize> },
     /// The work behind the layers: the logits, and the draws from them.
     Closing,
 }
 
-/// The parts of one submit, and their work.
+/// The parts of one submit, and their work together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Submit {
     pub parts: Vec<Part>,
     pub work: Work,
 }
 
-/// The work of a layer for the tokens of a step.
+/// The work of one layer for all tokens of a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LayerWork {
-    /// Weights of its matrices.
+    /// Number of weights in the layer's matrices.
     pub weights: u64,
-    /// Bytes of keys and values that are read by tokens which are the only ones of their sequence.
+    /// Bytes of keys and values that attention reads for the tokens that are the only ones of their sequence in the
+    /// step.
     pub reading: u64,
-    /// Multiply-adds of attention, for all other tokens.
+    /// Multiply-adds of attention for all other tokens.
     pub attention: u64,
 }
 
 impl LayerWork {
-    /// The work for `rows` of the `tokens`.
+    /// The layer's work for `rows` of the step's `tokens` tokens.
     fn of(&self, rows: usize, tokens: usize) -> Work {
         let share = |of: u64| (u128::from(of) * rows as u128 / tokens as u128) as u64;
         Work::products(self.weights, rows)
@@ -78,18 +80,19 @@ impl LayerWork {
             + Work::attention(share(self.attention))
     }
 
-    /// The number of tokens of each part, so that no part is expected to take longer than `limit`.
+    /// The number of tokens of each part, such that no part is expected to take longer than `limit`.
     fn rows(&self, tokens: usize, rates: &Rates, limit: Duration) -> usize {
         let fits = |rows: usize| rates.time(self.of(rows, tokens)) <= limit;
         let most = (1..=tokens / LEAST_ROWS).rev().map(|n| n * LEAST_ROWS).find(|rows| fits(*rows));
         let most = most.unwrap_or(LEAST_ROWS);
-        // Parts of about equal size, and as many of them as `most` needs.
+        // The parts have about equal sizes, and are no more than parts of `most` tokens would be.
         tokens.div_ceil(tokens.div_ceil(most)).next_multiple_of(LEAST_ROWS).min(tokens)
     }
 }
 
-/// Cuts a step of `tokens` into submits that are expected to take no longer than `limit`; a smallest piece that takes
-/// longer is a submit of its own. `closing`: the work behind the layers, if any, and whether it is submitted alone.
+/// Cuts a step of `tokens` tokens into submits that are expected to take no longer than `limit`. A smallest part that
+/// takes longer is a submit of its own. `closing` holds the work behind the layers, if any, and whether it is submitted
+/// alone.
 pub(super) fn plan(
     layers: &[LayerWork],
     tokens: usize,
@@ -128,19 +131,19 @@ pub(super) fn plan(
     submits
 }
 
-/// The rows of a step whose logits are computed, with a request for each id to draw. There are no requests if the logits
-/// are copied to the host.
+/// The rows of a step whose logits are computed, and the requests for the ids to draw from them. The requests are empty
+/// if the logits are copied to the host instead.
 #[derive(Default)]
 pub(super) struct Wanted {
     pub rows: Vec<u32>,
     pub requests: Vec<SampleRequest>,
     pub bias: Vec<Bias>,
-    /// Requests that have a mask.
+    /// Number of requests that have a mask.
     pub masks: usize,
     pub pooling: Vec<PoolRequest>,
 }
 
-/// Rows of a step whose hidden states are added up, and the slot of their sum.
+/// A range of a step's rows whose hidden states are added up, and the slot of their sum.
 pub(super) struct PoolRequest {
     pub rows: Range<usize>,
     pub slot: u32,
@@ -148,20 +151,20 @@ pub(super) struct PoolRequest {
     pub last: bool,
 }
 
-/// The buffers and recordings of one step in flight.
+/// The buffers and recordings of one step in flight. The host reaches all of the buffers.
 pub(super) struct Frame {
-    /// The step's arrays for the layers of each pool. All arrays of a frame are host-visible.
+    /// The step's arrays for the layers of each pool.
     pub full: StepArrays,
     pub sliding: StepArrays,
-    /// The parts in which these layers take the tokens of the step in flight.
-    full_parts: Vec<kernels::Part>,
-    sliding_parts: Vec<kernels::Part>,
+    /// The parts in which the layers of each pool take the tokens of the step in flight.
+    full_parts: Vec<kernels::PartItems>,
+    sliding_parts: Vec<kernels::PartItems>,
     pub logit_rows: Buffer,
     pub draws: DrawArrays,
-    /// The slot of each sequence of the step as u32, and the ids that the host adds to histories.
+    /// The slot of each of the step's sequences as u32, and the ids that the host adds to histories.
     pub slots: Buffer,
     pub history: Buffer,
-    /// Sums of hidden states, f32 `[max_sequences, hidden_size]`, for the host.
+    /// Sums of hidden states for the host, f32 `[max_sequences, hidden_size]`.
     pub pooled: Activations,
     pub commands: Commands,
     /// [`SampleRequest::logprobs`] of each id of the step in flight, and the number of sums in `pooled`.
@@ -173,17 +176,17 @@ pub(super) struct Frame {
 #[derive(Default)]
 pub(super) struct Commands {
     recorded: Vec<Recorded>,
-    /// Command buffers that are recorded for each step, in the order of its parts.
+    /// Command buffers that each step records anew, in the order of its parts.
     fresh: Vec<CommandBuffer>,
-    /// One submission for each submit of a step.
+    /// The submissions of the step, one for each submit.
     submissions: Vec<Submission>,
-    /// The work of each submit of the step in flight, and how many of `fresh` these submits use.
+    /// The work of each submit of the step in flight, and the number of `fresh` command buffers that these submits use.
     work: Vec<Work>,
     taken: usize,
     steps: u64,
 }
 
-/// The recorded layers of steps of `tokens` tokens, in segments.
+/// The recorded layers of steps of `tokens` tokens, by segment, and whether each segment is recorded yet.
 struct Recorded {
     tokens: usize,
     /// The number of the step that ran these layers last.
@@ -192,7 +195,7 @@ struct Recorded {
 }
 
 impl Wanted {
-    /// Adds the request for one id, with its biases and its mask. Panics if a draw breaks its bounds.
+    /// Adds the request for one id, with its biases and its mask. Panics if the draw exceeds a bound.
     pub fn draw(&mut self, limits: &Limits, draw: &Draw, sequence: &BatchSequence) {
         let (p, position) = (&draw.params, sequence.start + draw.token + 1);
         let (bias, position) = (draw.biases(position), position as u32);
@@ -213,7 +216,7 @@ impl Wanted {
             repetition_penalty: p.repetition_penalty,
             presence_penalty: p.presence_penalty,
             frequency_penalty: p.frequency_penalty,
-            // A fork uses its parent's history until it has its own.
+            // A fork reads its parent's history until it has a history of its own.
             history_slot: sequence.slot,
             history_len: if p.penalizes() { position } else { 0 },
             prompt_len: draw.prompt_len as u32,
@@ -227,15 +230,15 @@ impl Wanted {
 }
 
 impl Commands {
-    /// Begins another step. No step of the frame is in flight.
+    /// Begins another step. The frame has no step in flight.
     pub fn begin(&mut self) {
         self.steps += 1;
         self.taken = 0;
         self.work.clear();
     }
 
-    /// Records the parts that are not yet recorded of the next submits of a step of `tokens`, and hands the submits to the
-    /// device. `record` is called again for a part if the driver had no memory for it.
+    /// Hands the next submits of a step of `tokens` tokens to the device, and records those of their parts that are not
+    /// recorded yet. `record` is called again for a part if the driver had no memory for it.
     pub fn run(
         &mut self,
         device: &Arc<Device>,
@@ -273,14 +276,14 @@ impl Commands {
                         let (commands, is_recorded) =
                             recorded[segment_of(layers)].take().expect("each segment runs once");
                         if !*is_recorded {
-                            commands.record_to_keep(&mut |recorder| record(recorder, part))?;
+                            commands.record_for_many_submits(&mut |recorder| record(recorder, part))?;
                             *is_recorded = true;
                         }
                         commands
                     }
                     part => {
                         let commands = unused.next().expect("counted");
-                        commands.record(&mut |recorder| record(recorder, part))?;
+                        commands.record_for_one_submit(&mut |recorder| record(recorder, part))?;
                         commands
                     }
                 };
@@ -292,8 +295,8 @@ impl Commands {
         Ok(())
     }
 
-    /// The index in `self.recorded` of steps of `tokens`. A new number of tokens takes the place of the least recently run
-    /// one if there are too many.
+    /// The index in `self.recorded` of the recording for `tokens` tokens. If there are too many recordings, a new
+    /// number of tokens takes the place of the least recently run one.
     fn recorded(&mut self, tokens: usize) -> usize {
         let found = self.recorded.iter().position(|recorded| recorded.tokens == tokens);
         let at = match found {
@@ -314,13 +317,14 @@ impl Commands {
         at
     }
 
-    /// Waits for the step in flight. `each` gets the work of each submit, and its time if the device has a clock.
+    /// Waits for the step in flight. `each` gets the work of each submit, and the time it took if the device has a
+    /// clock.
     pub fn wait(&mut self, each: &mut dyn FnMut(Work, Option<Duration>)) -> Result<(), GpuError> {
         for (submission, work) in self.submissions.iter_mut().zip(self.work.drain(..)) {
             submission.wait()?;
             each(work, submission.took());
         }
-        // Command buffers are waited for because kernels' times are read then.
+        // The command buffers are waited for as well, because that reads the times of their kernels.
         let ran = self.recorded.iter_mut().filter(|recorded| recorded.used == self.steps);
         let segments = ran.flat_map(|recorded| &mut recorded.segments).map(|(commands, _)| commands);
         self.fresh.iter_mut().chain(segments).try_for_each(CommandBuffer::wait)
@@ -354,11 +358,11 @@ impl Frame {
             results.slice(offset - bytes, bytes)
         });
         let draws = DrawArrays { requests, bias, masks, ids: drawn, logprobs };
-        // Tokens that fill up a step use one block behind the pool's own blocks.
-        let nobody = |blocks: usize| vec![blocks as u32; memory::table_blocks(limits)];
+        // All entries of the padding tokens' block table name one block, which comes behind the pool's own blocks.
+        let padding = |blocks: usize| vec![blocks as u32; memory::table_blocks(limits)];
         let row = 4 * (limits.max_sequences * memory::table_blocks(limits)) as u64;
-        full_tables.write(row, &nobody(limits.kv.full_blocks));
-        tables.write(row, &nobody(limits.kv.sliding_blocks));
+        full_tables.write(row, &padding(limits.kv.full_blocks));
+        tables.write(row, &padding(limits.kv.sliding_blocks));
         Ok(Frame {
             sliding: StepArrays {
                 ids: ids.clone(),
@@ -389,13 +393,13 @@ impl Frame {
         })
     }
 
-    /// Writes the arrays of a step that is filled up to `filled_up` tokens. Panics if the batch breaks the limits, which
-    /// is a bug of the caller.
-    pub fn fill(&mut self, limits: &Limits, batch: &Batch, filled_up: usize, wanted: &Wanted) {
+    /// Writes the arrays of a step that is padded to `padded` tokens. Panics if the batch breaks the limits, which is a
+    /// bug of the caller.
+    pub fn fill(&mut self, limits: &Limits, batch: &Batch, padded: usize, wanted: &Wanted) {
         let Wanted { rows: logit_rows, requests, bias, .. } = wanted;
         let tokens = batch.num_tokens();
-        assert!(tokens > 0 && tokens <= filled_up, "{tokens} tokens in a step of {filled_up}");
-        assert!(filled_up <= limits.max_batch_tokens, "{filled_up} tokens in a step");
+        assert!(tokens > 0 && tokens <= padded, "{tokens} tokens in a step of {padded}");
+        assert!(padded <= limits.max_batch_tokens, "{padded} tokens in a step");
         assert!(batch.sequences.len() <= limits.max_sequences, "{} sequences", batch.sequences.len());
         assert!(logit_rows.len() <= LOGIT_ROWS && requests.len() <= logit_rows.len());
         let mut ids = Vec::with_capacity(tokens);
@@ -404,7 +408,7 @@ impl Frame {
         let (mut full_slots, mut sliding_slots) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
         let (kv, table_blocks) = (&limits.kv, memory::table_blocks(limits));
         let block_size = kv.block_size;
-        // Tokens of no sequence have a slot that no sequence has.
+        // Padding tokens have a slot that no sequence has.
         let mut slots = vec![limits.max_sequences as u32; limits.max_sequences + 1];
         let mut history = Vec::new();
         for (row, sequence) in batch.sequences.iter().enumerate() {
@@ -451,13 +455,13 @@ impl Frame {
             self.full.block_tables.write(at(0), full_blocks);
             self.sliding.block_tables.write(at(*sliding_first), sliding_blocks);
         }
-        // The other tokens are first tokens of no sequence, in the block of no sequence.
-        let nobody = |blocks: usize| (blocks * block_size) as u32;
-        ids.resize(filled_up, 0);
-        positions.resize(filled_up, 0);
-        sequence_of.resize(filled_up, limits.max_sequences as u32);
-        full_slots.resize(filled_up, nobody(kv.full_blocks));
-        sliding_slots.resize(filled_up, nobody(kv.sliding_blocks));
+        // Every padding token is the first token of a text, in the padding tokens' own block.
+        let padding = |blocks: usize| (blocks * block_size) as u32;
+        ids.resize(padded, 0);
+        positions.resize(padded, 0);
+        sequence_of.resize(padded, limits.max_sequences as u32);
+        full_slots.resize(padded, padding(kv.full_blocks));
+        sliding_slots.resize(padded, padding(kv.sliding_blocks));
         self.full.ids.write(0, &ids);
         self.full.positions.write(0, &positions);
         self.full.sequence_of.write(0, &sequence_of);
@@ -473,14 +477,15 @@ impl Frame {
         self.sums = wanted.pooling.iter().filter(|pooling| pooling.last).count();
     }
 
-    /// Writes how attention is shared out in the layers of one kind, whose tokens go in parts of `rows_per_part`.
+    /// Writes how attention is shared out over workgroups in the layers of one kind, whose tokens go in parts of
+    /// `rows_per_part` rows.
     pub fn share_out(
         &mut self,
         kind: LayerType,
         shape: &AttentionShape,
         limits: &Limits,
         batch: &Batch,
-        filled_up: usize,
+        padded: usize,
         rows_per_part: usize,
     ) {
         let mut row = 0;
@@ -491,7 +496,7 @@ impl Frame {
         };
         let runs: Vec<Run> = batch.sequences.iter().enumerate().map(run).collect();
         let room = memory::partials(limits.max_batch_tokens);
-        let shares = Shares::new(shape, &runs, filled_up, rows_per_part, room);
+        let shares = Shares::new(shape, &runs, padded, rows_per_part, room);
         let (arrays, parts) = match kind {
             LayerType::SlidingAttention => (&self.sliding.shares, &mut self.sliding_parts),
             LayerType::FullAttention => (&self.full.shares, &mut self.full_parts),
@@ -505,7 +510,7 @@ impl Frame {
         *parts = shares.parts;
     }
 
-    /// The arrays of a step of `tokens`, or of one part of its rows that [`Frame::share_out`] made.
+    /// The arrays of a step of `tokens` tokens, or of one part of its rows that [`Frame::share_out`] made.
     pub fn arrays(&self, kind: LayerType, tokens: usize, rows: Option<&Range<usize>>) -> StepArrays {
         let (arrays, parts) = match kind {
             LayerType::SlidingAttention => (&self.sliding, &self.sliding_parts),
@@ -524,7 +529,7 @@ impl Frame {
         arrays
     }
 
-    /// The log probabilities of a row; none if they were not wanted, or if no id was drawn.
+    /// The log probabilities of a row. `None` if they were not wanted, or if no id was drawn.
     fn read_logprobs(&self, row: usize, wanted: u32, id: u32) -> Option<Logprobs> {
         if wanted == 0 || id == NO_TOKEN {
             return None;
@@ -538,7 +543,8 @@ impl Frame {
         })
     }
 
-    /// Writes the masks of the step's draws, before the draws are submitted. Panics on masks of another vocabulary.
+    /// Writes the masks of the step's draws, before the draws are submitted. Panics if a mask has the size of another
+    /// vocabulary.
     pub fn fill_masks(&self, limits: &Limits, masks: &[Arc<[u32]>]) {
         let words = mask_words(limits.vocab_size);
         for (row, mask) in (0..).zip(masks) {
@@ -547,7 +553,7 @@ impl Frame {
         }
     }
 
-    /// The results of the step, which must have been waited for.
+    /// The results of the step. The caller has waited for the step.
     pub fn results(&self) -> Sampled {
         let mut ids = vec![0u32; self.logprobs.len()];
         self.draws.ids.read(0, &mut ids);
@@ -578,7 +584,8 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// Rates of a device that takes a second for so many weights of few tokens, multiply-adds of many, and those of attention.
+    /// The rates of a device that takes a second for `narrow` weights of few tokens, for `wide` multiply-adds of many
+    /// tokens, and for `attention` multiply-adds of attention.
     fn rates(narrow: f64, wide: f64, attention: f64) -> Rates {
         let mut rates = Rates::default();
         let second = Some(Duration::from_secs(1));
@@ -592,7 +599,8 @@ mod tests {
     fn work_is_cut_where_it_exceeds_the_limit() {
         use Part::{Closing, Opening, Segment};
         let layer = |layer, rows| Part::Layer { layer, rows };
-        // A millisecond for 10 weights of few tokens, 10 multiply-adds of many, one of attention.
+        // Each of these takes a millisecond: 10 weights of few tokens, 10 multiply-adds of many tokens, one of
+        // attention.
         let rates = rates(10_000.0, 10_000.0, 1000.0);
         let works = |attention: &[u64]| -> Vec<LayerWork> {
             attention.iter().map(|&attention| LayerWork { weights: 0, reading: 0, attention }).collect()
@@ -610,19 +618,20 @@ mod tests {
             parts(&works(&[3; 9]), 5, Some(9), 24),
             [vec![Opening, Segment(0..4), Segment(4..8)], vec![Segment(8..9), Closing]]
         );
-        // The third layer is too much for a segment, and not for a submit.
+        // The third layer exceeds the limit of a segment, but not of a submit.
         let third = vec![layer(2, 0..40), layer(3, 0..40)];
         assert_eq!(
             parts(&works(&[3, 3, 20, 3, 3]), 40, None, 25),
             [vec![Opening, layer(0, 0..40), layer(1, 0..40)], third, vec![Segment(4..5)]]
         );
-        // A layer alone is too much: its tokens go in parts of about one size, and no smaller ones than there may be.
+        // One layer alone exceeds the limit: its tokens go in parts of about one size, none smaller than the least
+        // size.
         assert_eq!(
             parts(&works(&[50]), 40, None, 21),
             [vec![Opening, layer(0, 0..16)], vec![layer(0, 16..32)], vec![layer(0, 32..40)]]
         );
         assert_eq!(parts(&works(&[9000]), 7, Some(1), 1), [vec![Opening, layer(0, 0..7)], vec![Closing]]);
-        // Weights are read once for eight tokens, and again for the ninth: smaller parts would read them as often.
+        // Eight tokens read the weights once, and the ninth reads them again: smaller parts would read them as often.
         let weights = [LayerWork { weights: 100, reading: 0, attention: 0 }];
         assert_eq!(parts(&weights, 9, None, 25), [[Opening, Segment(0..1)]]);
         assert_eq!(parts(&weights, 9, None, 1), [vec![Opening, layer(0, 0..8)], vec![layer(0, 8..9)]]);
@@ -632,9 +641,9 @@ mod tests {
         assert_eq!(all.last().expect("some").parts, [Closing], "alone");
     }
 
-    /// A device of a scripted clock: time is what its truth says, whatever was expected.
+    /// A device with a scripted clock: the time of a submit is what `truth` says, whatever was expected.
     struct Clock {
-        /// How much slower it is than the machine that this program is made for.
+        /// How many times slower the device is than the machine that this program is made for.
         slowness: f64,
         rates: Rates,
         submits: usize,
@@ -647,7 +656,7 @@ mod tests {
         const WEIGHTS: u64 = 412_900_000;
         const HEADS: u64 = 32 * 128;
 
-        /// A step of a 27B, with `tokens` at the end of `depth` keys each; every sixth layer sees all of them.
+        /// Runs a step of a 27B with `tokens` tokens at the end of `depth` keys each. Every sixth layer sees all keys.
         fn step(&mut self, tokens: usize, depth: u64) {
             let layers: Vec<LayerWork> = (1..=Self::LAYERS)
                 .map(|i| if i % 6 == 0 { depth } else { depth.min(1024) })
@@ -670,7 +679,7 @@ mod tests {
         fn truth(&self, part: &Part, layers: &[LayerWork], tokens: usize) -> f64 {
             let one = |layer: usize, rows: usize| {
                 let attention = layers[layer].attention as f64 * rows as f64 / tokens as f64;
-                // Few tokens fill a sixteenth of the GPU.
+                // Few tokens use a sixteenth of the GPU.
                 let attending = if rows < 16 { 2e11 } else { 6e11 };
                 let (reading, computing) = (rows.div_ceil(8) as f64 / 130e9, rows as f64 / 0.9e12);
                 f64::max(reading, computing) * Self::WEIGHTS as f64 + attention / attending + 2e-4
@@ -684,8 +693,8 @@ mod tests {
         }
     }
 
-    /// One number of multiply-adds for all kinds of work let a step of 128 tokens at 131,072 keys through uncut after decodes: two
-    /// seconds on the device, as long as a driver waits before it resets it.
+    /// Guards against one rate for all kinds of work. With one rate, a step of 128 tokens at 131,072 keys went uncut
+    /// after decodes: it took the device two seconds, as long as a driver waits before it resets the device.
     #[test]
     fn no_submit_is_far_beyond_the_limit_when_a_deep_prefill_follows_decodes() {
         for slowness in [0.05, 0.3, 1.0, 3.0] {
@@ -697,7 +706,7 @@ mod tests {
             }
             let limit = Clock::LIMIT;
             assert!(clock.longest <= 2 * limit, "{slowness}: {:?}", clock.longest);
-            // And what is known is made use of: submits of the last step last about as long as they may.
+            // The limit is also made use of: submits of the last step take about as long as they may.
             clock.submits = 0;
             (0..4).for_each(|_| clock.step(128, 131_072));
             let wide = Clock { slowness, rates: Rates::default(), submits: 0, longest: Duration::ZERO };
@@ -716,13 +725,14 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_filled_up_to_few_numbers_of_tokens() {
+    fn steps_are_padded_to_few_numbers_of_tokens() {
         for tokens in 1..=8192 {
-            let filled = filled_up(tokens, 8192);
+            let filled = padded_tokens(tokens, 8192);
             assert!(filled >= tokens && filled - tokens <= 7.max(tokens / 8), "{tokens}: {filled}");
-            assert_eq!(filled_up(tokens, tokens), tokens, "never more than a step holds");
+            assert_eq!(padded_tokens(tokens, tokens), tokens, "never more than a step holds");
         }
-        let numbers: std::collections::BTreeSet<_> = (1..=256).map(|tokens| filled_up(tokens, 256)).collect();
+        let numbers: std::collections::BTreeSet<_> =
+            (1..=256).map(|tokens| padded_tokens(tokens, 256)).collect();
         assert_eq!(numbers.len(), 31);
     }
 }

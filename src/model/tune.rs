@@ -1,9 +1,9 @@
-//! Measures which of several choices that give the same bits is fastest on a device: once for each driver and version
-//! of the shaders.
+//! Measures which of several choices is fastest on a device, once for each driver and version of the shaders. All
+//! choices give the same bits.
 //!
-//! The choices are: the source of products' activations, the tiles for products of many tokens, and the kind of queue.
-//! The best choice by count ([`Tiles::of`]) stays unless another is faster by more than measurements vary. A CPU device
-//! has no choices.
+//! The choices are: the source of the activations of products, the tiles for products of many tokens, and the kind of
+//! queue. The choice that is best by count ([`Tiles::of`]) stays unless another is faster by more than measurements
+//! vary. A CPU device has no choices.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,20 +15,20 @@ use crate::gpu::{Device, DevicePolicy, GpuError, QueueKind};
 use crate::kernels::{ActivationsFrom, GpuTiles, SubgroupTile, Tiles};
 use crate::tensor::Scheme;
 
-/// Name of the cached file.
+/// The cached file's name.
 const CACHE_NAME: &str = "tuning";
 /// A choice is better if it takes less than this share of the time.
 const CLEARLY: f64 = 0.95;
-/// Measurements of each choice; the median counts.
+/// Number of measurements of each choice; the median counts.
 const RUNS: usize = 3;
 
-/// Matrices and tokens that products are measured with.
+/// The matrix and the numbers of tokens that products are measured with.
 #[derive(Debug, Clone, Copy)]
 pub struct Trial {
     pub scheme: Scheme,
-    /// Rows and columns.
+    /// Rows and columns of the matrix.
     pub shape: [usize; 2],
-    /// Tokens of batches and of prompts, for which choices for many tokens are compared.
+    /// Numbers of tokens of batches and of prompts, for which the choices for many tokens are compared.
     pub many_tokens: [usize; 4],
 }
 
@@ -101,7 +101,7 @@ pub fn write_cached(device: &Device, tuned: &Tuned) {
     device.write_cached(CACHE_NAME, &serde_json::to_vec(tuned).expect("plain data"));
 }
 
-/// Measures, beginning with `counted`; `None` where the device has no clock.
+/// Measures all choices, beginning with `counted`, the best one by count. `None` if the device has no clock.
 pub fn measured(
     device: &Arc<Device>,
     policy: &DevicePolicy,
@@ -152,11 +152,11 @@ pub fn measured(
     Ok(Some(Tuned { queue, tiles }))
 }
 
-/// A device with the matrices of a trial.
+/// A device with the matrices that a trial multiplies by.
 struct Bench {
     rig: Rig,
     products: Products,
-    /// Results of lanes by number of tokens.
+    /// The results of the kernel by lanes, by number of tokens.
     yields: BTreeMap<usize, Vec<u32>>,
 }
 
@@ -167,8 +167,8 @@ impl Bench {
         Ok(Bench { rig, products, yields: BTreeMap::new() })
     }
 
-    /// Geometric mean of the times of these numbers of tokens; infinite where the bits differ from those of lanes.
-    /// `None` where the device has no timestamps.
+    /// The geometric mean of the times of products of these numbers of tokens. It is infinite if the bits differ from
+    /// those of the kernel by lanes. `None` if the device has no timestamps.
     fn seconds(&mut self, tiles: GpuTiles, tokens: &[usize]) -> Result<Option<f64>, GpuError> {
         let mut logarithms = 0.0;
         for &tokens in tokens {

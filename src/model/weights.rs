@@ -60,7 +60,7 @@ pub struct Gemma3Weights<'a> {
 /// The weights of one layer. With q = num_attention_heads * head_dim, kv = num_key_value_heads * head_dim:
 #[derive(Debug, Clone)]
 pub struct LayerWeights<'a> {
-    /// `[hidden_size]`, like the three after it.
+    /// The norm before attention, `[hidden_size]`; the three norms after it have the same shape.
     pub input_layernorm: Tensor<'a>,
     pub post_attention_layernorm: Tensor<'a>,
     pub pre_feedforward_layernorm: Tensor<'a>,
@@ -192,7 +192,7 @@ fn defects_warning(location: &str, defects: &[String]) -> Option<String> {
     })
 }
 
-/// Name without prefix, shape, and what the shape is in the config's words.
+/// A tensor's name without prefix, its shape, and the meaning of the shape in the config's words.
 type Expected = (String, Vec<usize>, &'static str);
 
 /// Every weight of a model with that config.
@@ -230,9 +230,9 @@ fn expected(config: &Gemma3Config) -> Vec<Expected> {
 /// A checkpoint's tensors by their role.
 #[derive(Default)]
 struct Found<'a> {
-    /// Language tensors by name without prefix.
+    /// The tensors of the language model, by name without prefix.
     by_name: HashMap<String, Tensor<'a>>,
-    /// The prefix in use, for messages about what is missing.
+    /// The prefix in use, which messages about missing tensors need.
     prefix: Option<&'static str>,
     heads: Vec<Tensor<'a>>,
     skipped_vision: usize,
@@ -296,7 +296,7 @@ impl<'a> Found<'a> {
                 self.unexpected.push(*tensor);
             }
         }
-        // Sorted, so that messages do not depend on the map's order.
+        // The list is sorted, so that messages do not depend on the map's order.
         self.unexpected.sort_by_key(|t| (t.file, t.name));
         if let Some(tensor) = self.unexpected.first() {
             let (file, name, more) = (tensor.file.into(), short(tensor.name), self.unexpected.len() - 1);
@@ -319,7 +319,7 @@ impl<'a> Found<'a> {
     }
 }
 
-/// N of `...layers.N...`
+/// The number N in a name that contains `layers.N.`.
 fn layer_of(name: &str) -> Option<usize> {
     name.split('.').skip_while(|part| *part != "layers").nth(1)?.parse().ok()
 }

@@ -133,7 +133,7 @@ fn pack_tile(
     Ok(loss)
 }
 
-/// Packs consecutive tiles on all cores; see [`pack_tile`]. `blocks` and `scales` hold the bytes of all tiles.
+/// Packs consecutive tiles on all cores; see `pack_tile`. `blocks` and `scales` hold the bytes of all tiles.
 pub fn pack_tiles(
     scheme: Scheme,
     rounding: Rounding,

@@ -344,7 +344,7 @@ impl std::str::FromStr for Scheme {
 /// One row of a quantized matrix, before it is packed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct QuantizedRow {
-    /// One integer per column, within [`Scheme::range`].
+    /// One integer per column, each within the range of the scheme's integers.
     pub q: Vec<i8>,
     /// [`Scheme::row_scale_bytes`] bytes, little endian. Each group has s; or s and z; or s and m. K-quants have, for
     /// each 256 columns, d and e and then c and n of each group, or d and then c of each group.

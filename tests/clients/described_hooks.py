@@ -1,12 +1,14 @@
-"""What schemathesis sends, made fit for one server: its model, and short answers. Loaded by `schemathesis` itself (SCHEMATHESIS_HOOKS)."""
+"""Fits the requests of schemathesis to one server: to its model, and to short answers. `schemathesis` loads this file
+(SCHEMATHESIS_HOOKS)."""
 
 import os
 
+import jsonschema_rs
 import schemathesis
 
 MODEL = os.environ["UNICORN_MODEL"]
 CHATS = ["/v1/chat/completions", "/v1/chat/completions/input_tokens"]
-# The field that bounds an answer, by route; where it may be left out, it is put in.
+# The fields that bound an answer, by route. A request without them gets them.
 MOST = 4
 BOUNDS = {
     "/v1/chat/completions": ["max_tokens", "max_completion_tokens"],
@@ -17,17 +19,18 @@ BOUNDS = {
 
 @schemathesis.hook
 def before_call(context, case, kwargs):
-    """Replaces what is sound by what is sound too, so that a body that was to be refused still is."""
+    """Replaces valid parts of a request by other valid ones, so that a body that the server must refuse is still refused."""
     if case.operation.path == "/v1/models/{id}" and len(case.path_parameters["id"]) % 2:
         case.path_parameters["id"] = MODEL
     body = case.body
     if case.method.upper() != "POST" or not isinstance(body, dict):
         return
-    # Any string is a model's name as far as the document goes, and nearly all of them are 404.
+    # The document allows any string as a model's name, and the server answers nearly all of them with 404.
     if isinstance(body.get("model"), str) and len(body["model"]) % 8 != 7:
         body["model"] = MODEL
     # Which fields a message needs depends on its role, which the document says in words alone.
     if case.operation.path in CHATS and isinstance(body.get("messages"), list):
+        is_sound = sound_messages(case.operation.schema.raw_schema)
         body["messages"] = [{"role": "user", "content": "Hi"} if is_sound(message) else message for message in body["messages"]]
     for name in BOUNDS.get(case.operation.path, []):
         # A number that is no integer, or out of bounds, stays.
@@ -43,22 +46,13 @@ def before_call(context, case, kwargs):
 
 
 def is_more(tokens):
-    """Whether it asks for a long answer; 1000.0 is an integer too, and -1 is what the context holds."""
+    """Whether the number asks for a long answer; 1000.0 is an integer too, and -1 is what the context holds."""
     return type(tokens) in (int, float) and (MOST < tokens < 2**32 or tokens == -1) and tokens == int(tokens)
 
 
-ROLES = ["system", "developer", "user", "assistant", "tool"]
-
-
-def is_sound(message):
-    """Whether the document allows the message, calls of tools left out."""
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        return False
-    content = message.get("content")
-    is_part = lambda part: isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    return (
-        (content is None or isinstance(content, str) or (isinstance(content, list) and all(map(is_part, content))))
-        and not message.get("tool_calls") and isinstance(message.get("tool_calls", []), (list, type(None)))
-        and isinstance(message.get("tool_call_id", ""), (str, type(None)))
-        and (message.get("function_call") is None or message["function_call"] is False)
-    )
+def sound_messages(document):
+    """A function that says whether the document allows a message. It allows no message with calls of tools, which the
+    requests keep as they are."""
+    message = {"$ref": "#/components/schemas/ChatMessage", "components": document["components"]}
+    validator = jsonschema_rs.Draft202012Validator(message)
+    return lambda message: validator.is_valid(message) and not message.get("tool_calls")

@@ -20,12 +20,12 @@
 //!   RESULT  what it returns: OUT_OF_HOST_MEMORY, OUT_OF_DEVICE_MEMORY, DEVICE_LOST, UNKNOWN, or TIMEOUT
 //! ```
 //!
-//! A call that fails does not reach the driver. After the first DEVICE_LOST, every submit and wait of the process returns
-//! that, as a lost device stays lost. Each fault says a line on stderr when it first strikes; words that cannot be read
-//! end the process.
+//! A call that fails does not reach the driver. After the first DEVICE_LOST, every submit and wait of the process
+//! returns that, as a lost device stays lost. Each fault says a line on stderr when it first strikes; words that cannot
+//! be read end the process.
 //!
-//! What comes between loader and layer is written down in the loader's LoaderLayerInterface.md and vk_layer.h; ash has none
-//! of it.
+//! What comes between loader and layer is written down in the loader's LoaderLayerInterface.md and vk_layer.h; ash has
+//! none of it.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::io::Write;
@@ -351,8 +351,8 @@ unsafe fn link<Link>(
 ) -> Option<*const Link> {
     while !next.is_null() {
         let info = next as *mut LayerCreateInfo<Link>;
-        // SAFETY: every structure of a chain begins with its type and the next one; only behind the type that the loader
-        // alone gives is there more.
+        // SAFETY: every structure of a chain begins with its type and the next one; only behind the type that the
+        // loader alone gives is there more.
         unsafe {
             if (*info).s_type == s_type && (*info).function == LINK_INFO {
                 let link = (*info).link;
@@ -419,8 +419,8 @@ unsafe extern "system" fn create_instance(
     allocator: *const vk::AllocationCallbacks<'_>,
     instance: *mut vk::Instance,
 ) -> vk::Result {
-    // SAFETY: the loader's own call: `info` is sound and has this layer's link in its chain; what it names below has the
-    // types that Vulkan gives those names; a new instance is alive.
+    // SAFETY: the loader's own call: `info` is sound and has this layer's link in its chain; what it names below has
+    // the types that Vulkan gives those names; a new instance is alive.
     unsafe {
         let chain = (*info).p_next;
         let Some(link) =

@@ -66,8 +66,8 @@ pub fn peak_allocation<T>(run: impl FnOnce() -> T) -> (T, usize) {
 /// What a parser may hold beyond its input's own size times 12, where a suite has no reason for more.
 pub const PARSER_BYTES: usize = 64 << 10;
 
-/// What `run` returns on damaged input of `len` bytes, and the most bytes that it held; panics where that is more than 12
-/// times `len` and `fixed`. `what` names the input.
+/// What `run` returns on damaged input of `len` bytes, and the most bytes that it held; panics where that is more than
+/// 12 times `len` and `fixed`. `what` names the input.
 pub fn bounded_allocation<T>(
     len: usize,
     fixed: usize,

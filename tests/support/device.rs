@@ -16,8 +16,8 @@ pub fn policy() -> DevicePolicy {
     }
 }
 
-/// The device of [`policy`]: one and the same for all of a test, which is a thread. It is opened once for many tests, and
-/// as often as tests run side by side. A driver that computes on the CPU has one thread for each.
+/// The device of [`policy`]: one and the same for all of a test, which is a thread. It is opened once for many tests,
+/// and as often as tests run side by side. A driver that computes on the CPU has one thread for each.
 pub fn device() -> Arc<Device> {
     const MOST: usize = 4;
     static OPENED: [OnceLock<Arc<Device>>; MOST] = [const { OnceLock::new() }; MOST];

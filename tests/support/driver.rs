@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use unicorn::engine::{self, Drafts, EngineError, Guesses, Pace, Scheduler, SchedulerConfig, Sequence};
+use unicorn::engine::{self, DraftTotals, Drafts, EngineError, Pace, Scheduler, SchedulerConfig, Sequence};
 use unicorn::model::{Limits, Logprobs, Runner, SamplingParams};
 
 /// A run to be held to account: what was answered, and how.
@@ -18,13 +18,14 @@ pub struct Run {
     pub pooled: HashMap<u64, Vec<f32>>,
     /// Prompt tokens that were found in the prefix cache, by sequence.
     pub cached: HashMap<u64, usize>,
-    /// Every id that was drawn and not dropped, stop ids too, in order; meant for one sequence that does not guess.
+    /// Every id that was drawn and not dropped, stop ids too, in order. The order means something for one sequence
+    /// without draft tokens alone.
     pub drawn: Vec<u32>,
     pub preemptions: u64,
     pub steps: usize,
     /// The most sequences that shared a step.
     pub widest: usize,
-    /// Ids guessed ahead and those that came true, by sequence.
+    /// Draft tokens proposed and accepted, by sequence.
     pub drafts: HashMap<u64, Drafts>,
 }
 
@@ -85,9 +86,9 @@ impl<'a> Driver<'a> {
         run
     }
 
-    /// Ids guessed ahead, of all runs so far.
-    pub fn guesses(&self) -> Guesses {
-        self.scheduler.guesses()
+    /// Counts of the draft tokens of all runs so far.
+    pub fn drafts(&self) -> DraftTotals {
+        self.scheduler.drafts()
     }
 
     pub fn run(&mut self, sequences: Vec<Sequence>) -> Run {
@@ -95,8 +96,8 @@ impl<'a> Driver<'a> {
     }
 }
 
-/// What greedy decoding answers, chunks of a prompt and ids fed back on the device: `count` ids, or fewer if one of `stop`
-/// ends it, which is then the last.
+/// What greedy decoding answers, chunks of a prompt and ids fed back on the device: `count` ids, or fewer if one of
+/// `stop` ends it, which is then the last.
 pub fn greedy(runner: &mut dyn Runner, prompt: &[u32], count: usize, chunk: usize, stop: &[u32]) -> Vec<u32> {
     let limits = Limits { max_batch_tokens: chunk.min(runner.limits().max_batch_tokens), ..runner.limits() };
     let plain = SchedulerConfig { speculation_tokens: 0, ..SchedulerConfig::default() };

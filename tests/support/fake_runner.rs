@@ -1,8 +1,9 @@
 //! A scripted [`Runner`] that checks every batch it is handed, for the tests of the engine and of the API.
 //!
-//! Its KV cache is real as far as the engine can tell: each place of a block holds the token that was written there and a
-//! hash of all tokens before it, so that a block that is shared, copied, freed or found again at the wrong time is noticed
-//! by the next step that reads it. With a draft model it has a second cache, which that one writes ahead of the first.
+//! Its KV cache is real as far as the engine can tell: each place of a block holds the token that was written there and
+//! a hash of all tokens before it, so that a block that is shared, copied, freed or found again at the wrong time is
+//! noticed by the next step that reads it. With a draft model it has a second cache, which that one writes ahead of the
+//! first.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -30,8 +31,8 @@ pub const LIMITS: Limits = Limits {
 /// The id after `tokens`, which are the prompt and what was generated, for one draw.
 pub type Script = Box<dyn FnMut(&[u32], &Draw) -> u32 + Send>;
 
-/// A script that depends on every id before, and on the seed; three times of four it says what it said nine ids before, so
-/// that there is something to guess.
+/// A script that depends on every id before, and on the seed. Three times of four it repeats what it said nine ids
+/// before, so that prompt lookup has something to find.
 pub fn mixed(vocab_size: usize) -> Script {
     Box::new(move |tokens, draw| mix(tokens, draw.seed, vocab_size))
 }
@@ -72,7 +73,8 @@ pub fn says(answer: &[u32], end: u32) -> Script {
     })
 }
 
-/// The first id from `id` on that a draw behind `tokens` does not forbid, or next to; that which it forces, if there is one.
+/// The first id from `id` on that a draw behind `tokens` does not forbid, or next to; that which it forces, if there is
+/// one.
 fn allowed(id: u32, tokens: &[u32], draw: &Draw, mask: Option<&[u32]>, vocab_size: u32) -> u32 {
     let bias = draw.biases(tokens.len());
     if let Some((forced, _)) = bias.iter().find(|(_, bias)| *bias >= 1e20) {
@@ -143,8 +145,8 @@ impl Cache {
         }
     }
 
-    /// The tokens before `start`, as the blocks of the sequence hold them, and their hash; panics where they are not one
-    /// text, or where a window is not the same text's.
+    /// The tokens before `start`, as the blocks of the sequence hold them, and their hash; panics where they are not
+    /// one text, or where a window is not the same text's.
     fn tokens_before(&self, s: &BatchSequence) -> (Vec<u32>, u64) {
         let (mut tokens, mut hash) = (Vec::new(), 0);
         let window = self.kv.sliding_window.map_or(0, |window| window - 1);
@@ -212,7 +214,7 @@ impl FakeRunner {
         (Box::new(runner), control)
     }
 
-    /// With a draft model that guesses what the script says, but for so many ids of four.
+    /// A runner with a draft model. Its draft tokens are the script's, except that `wrong` of every four differ.
     pub fn with_draft(limits: Limits, script: Script, wrong: u64) -> (Box<Self>, Control) {
         let (mut runner, control) = Self::new(limits, script);
         runner.wrong = wrong;
@@ -371,21 +373,21 @@ impl Runner for FakeRunner {
 
     fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
         let cache = self.draft.as_mut().expect("a draft model");
-        assert!(self.pending.is_empty(), "guesses are asked for beside a step in flight");
+        assert!(self.pending.is_empty(), "draft tokens are asked for beside a step in flight");
         assert!(!requests.is_empty() && requests.len() <= self.limits.max_sequences, "{requests:?}");
         let mut written = HashSet::new();
         let mut all = Vec::new();
-        for DraftRequest { sequence: s, draw, guesses: wanted } in requests {
-            let Input::Ids(known) = &s.input else { panic!("guesses behind an id that is not known") };
+        for DraftRequest { sequence: s, draw, num_draft_tokens: wanted } in requests {
+            let Input::Ids(known) = &s.input else { panic!("draft tokens behind an id that is not known") };
             assert!(known.len() == 1 && *wanted > 0 && s.history.is_none(), "{s:?}");
-            assert!(s.start + wanted < self.limits.max_context, "guesses beyond the context");
+            assert!(s.start + wanted < self.limits.max_context, "draft tokens beyond the context");
             let (mut tokens, mut hash) = self.cache.tokens_before(s);
             assert_eq!(
                 cache.tokens_before(s),
                 (tokens.clone(), hash),
                 "the draft model has read another text"
             );
-            let (mut id, mut guesses) = (known[0], Vec::new());
+            let (mut id, mut draft_tokens) = (known[0], Vec::new());
             for position in s.start..s.start + wanted {
                 assert!(draw.slot == s.slot && !draw.masked && draw.logprobs.is_none(), "{draw:?}");
                 hash = fold(hash, u64::from(id) + 1);
@@ -403,10 +405,10 @@ impl Runner for FakeRunner {
                 let vocab_size = self.limits.vocab_size as u32;
                 id = allowed((self.script)(&tokens, draw), &tokens, draw, None, vocab_size);
                 id = if hash >> 62 < self.wrong { (id + 1) % vocab_size } else { id };
-                guesses.push(id);
+                draft_tokens.push(id);
             }
             self.sampled[s.slot as usize] = None;
-            all.push(guesses);
+            all.push(draft_tokens);
         }
         self.control.drafted(&all);
         Ok(all)
@@ -438,7 +440,7 @@ pub struct Control(Arc<(Mutex<ControlState>, Condvar)>);
 #[derive(Default)]
 struct ControlState {
     batches: Vec<Batch>,
-    guesses: Vec<Vec<Vec<u32>>>,
+    drafts: Vec<Vec<Vec<u32>>>,
     draws: usize,
     /// Steps that may finish; none is all.
     allowed: Option<usize>,
@@ -493,7 +495,8 @@ impl Control {
         self.set(|s| s.fail_wait_at = Some(n));
     }
 
-    /// The `n`-th draw or pooled prompt, from 0, finds logits that nothing can be sampled from, or states that are no numbers.
+    /// The `n`-th draw or pooled prompt, from 0, finds logits that nothing can be sampled from, or states that are no
+    /// numbers.
     pub fn not_finite_at(&self, n: usize) {
         self.set(|s| s.not_finite_at = Some(n));
     }
@@ -536,13 +539,13 @@ impl Control {
         self.lock().batches.clone()
     }
 
-    /// What the draft model guessed, for those that it was asked for at once.
-    pub fn guesses(&self) -> Vec<Vec<Vec<u32>>> {
-        self.lock().guesses.clone()
+    /// The draft tokens of each call of the draft model, by request.
+    pub fn drafts(&self) -> Vec<Vec<Vec<u32>>> {
+        self.lock().drafts.clone()
     }
 
-    fn drafted(&self, guesses: &[Vec<u32>]) {
-        self.set(|s| s.guesses.push(guesses.to_vec()));
+    fn drafted(&self, drafts: &[Vec<u32>]) {
+        self.set(|s| s.drafts.push(drafts.to_vec()));
     }
 
     fn take_not_finite(&self) -> bool {

@@ -295,7 +295,7 @@ impl Bench {
         let mut commands = CommandBuffer::new(&self.device, "test").unwrap();
         let mut recorder = commands.begin().unwrap();
         record(&self.kernels, &mut recorder);
-        recorder.submit("test").unwrap();
+        recorder.submit_alone("test").unwrap();
         commands.wait().unwrap();
     }
 }

@@ -1,7 +1,7 @@
-//! What test files share, a file for each kind; here: where the test data lies, and the one way to skip a test.
+//! What test files share, a file for each kind. This file has the places of the test data, and [`skip`].
 //!
-//! A skip is allowed only for a name that stands in `tests/skips.toml` with its reason and the condition under
-//! which it applies; any other panics. `#[ignore]` is refused by `tidy`, so this is the only door.
+//! [`skip`] is the only way to skip a test, because `tidy` refuses `#[ignore]`. It panics unless the given name stands
+//! in `tests/skips.toml`, with the reason and the condition under which the test is skipped.
 //!
 //! Test files import from here and never from each other; `tidy` checks that.
 
@@ -9,6 +9,7 @@ mod allocation;
 pub mod app;
 pub mod checkpoints;
 pub mod daemon;
+pub mod damaged;
 pub mod demo;
 mod device;
 pub mod driver;

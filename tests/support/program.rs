@@ -12,8 +12,8 @@ pub fn unicorn(args: &[&str]) -> Command {
     command
 }
 
-/// The program with the devices of the machine; commands that compute are given `--allow-software-vulkan`. A single message of the
-/// validation layer fails the command.
+/// The program with the devices of the machine; commands that compute are given `--allow-software-vulkan`. A single
+/// message of the validation layer fails the command.
 pub fn unicorn_on_software(args: &[&str]) -> Command {
     let mut command = Command::new(binary());
     command.args(args);

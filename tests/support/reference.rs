@@ -27,8 +27,8 @@ pub fn segment_blocks(blocks: usize) -> usize {
     blocks.div_ceil(8).max(4)
 }
 
-/// One row of activations in int8: by digit integers, padded with zeros to whole blocks, and the scale of each block. The first
-/// scale is negative where a block has a second digit; where it has none, that one's are 0.
+/// One row of activations in int8: by digit integers, padded with zeros to whole blocks, and the scale of each block.
+/// The first scale is negative where a block has a second digit; where it has none, that one's are 0.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QuantizedActivations {
     pub q: [Vec<i8>; 2],
@@ -67,8 +67,9 @@ impl QuantizedActivations {
     }
 }
 
-/// The product of a row of activations and one of weights as `fast` defines it, to the bit. `scales`: (s, m) of each group of
-/// `group` columns, so that w = s q + m; `row_scale` multiplies it all. `fma`: that of the device, which may round twice.
+/// The product of a row of activations and one of weights as `fast` defines it, to the bit. `scales`: (s, m) of each
+/// group of `group` columns, so that w = s q + m; `row_scale` multiplies it all. `fma`: that of the device, which may
+/// round twice.
 pub fn fast_product(
     x: &QuantizedActivations,
     q: &[i8],
@@ -180,8 +181,9 @@ pub struct Penalties {
     pub frequency: f32,
 }
 
-/// Logits after penalties, biases and a mask (true: may come), as vLLM has them: repetition (Keskar et al., CTRL, 2019) for
-/// what prompt or answer has, presence and frequency (OpenAI) for what the answer has. What is forbidden is -infinity.
+/// Logits after penalties, biases and a mask (true: may come), as vLLM has them: repetition (Keskar et al., CTRL, 2019)
+/// for what prompt or answer has, presence and frequency (OpenAI) for what the answer has. What is forbidden is
+/// -infinity.
 pub fn adjusted(
     logits: &[f32],
     prompt: &[u32],

@@ -86,10 +86,10 @@ impl Texts {
         let cached = driver.run((0..prompts.len()).map(turn).collect());
         let whole = prompts[long as usize].len();
         assert!(cached.cached[&long] + 32 > whole, "{} of {whole} tokens cached", cached.cached[&long]);
-        let guesses = driver.guesses();
+        let drafts = driver.drafts();
         let turns = Texts::new(model, (self.params.clone(), self.seed), prompts, 12);
         turns.check(&cached, "the next turn");
-        assert_eq!(guesses.model.proposed > 0, model.has_draft(), "{guesses:?}");
+        assert_eq!(drafts.model.proposed > 0, model.has_draft(), "{drafts:?}");
 
         let limits = Limits { max_batch_tokens: 7, ..limits };
         self.check(&Driver::new(model, limits).run_staggered(self.sequences(), |i| i), "in chunks of 7");

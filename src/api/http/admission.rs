@@ -1,16 +1,19 @@
-//! Places of which only so many are taken at once, given out in fair turns: for bodies that are read, and for processors.
+//! Hands out a fixed number of places in turns that are fair between clients: places for bodies that are read, and
+//! places on processors.
 //!
-//! Each client has a line of its own, in order of arrival. A free place goes to the client that has had the least, and of
-//! two that had as much to the one that waits longer. A place costs one unit, so clients that charge nothing more take
-//! turns; whoever holds one may charge more for it, in what units it likes, as long as all do.
+//! Each client has a line of its own, in order of arrival. A free place goes to the present client that was served
+//! least. If two clients were served equally, it goes to the one whose first request waits longer. A place costs one
+//! unit, so clients take turns if nothing more is charged. The holder of a place may charge more for it, in any unit,
+//! as long as all holders use the same one.
 //!
-//! What somebody had counts while others are here. Whoever comes, or comes back after a pause, has had at least what the
-//! least of those here has: absence earns nothing. When nobody is left, all of it is forgotten.
+//! A client is present while it waits for a place or holds one. What a client was served counts while others are
+//! present. A client that comes, or comes back after a pause, counts as served at least as much as the least served
+//! present client: absence earns nothing. When no client is present, all of it is forgotten.
 //!
-//! There is no clock, no task and no I/O here, and no bound on how many wait, or for how long: who waits has to be bounded
-//! by whoever lets it. Invariants: no more places are taken than there are, nor by one client than one may take; while a
-//! place is free, whoever waits has as many as one may take; and somebody who stops waiting, at whatever point, leaves
-//! nothing behind, neither in a line nor of a place that was just given to it.
+//! This module has no clock, no task and no I/O. It bounds neither how many requests wait nor for how long: its callers
+//! do. Invariants: no more places are taken than there are, nor more by one client than one client may take; a client
+//! waits while a place is free only if it has as many places as one client may take; a request that stops waiting, at
+//! any point, leaves nothing behind, neither in a line nor of a place that it was just given.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::iter;
@@ -20,20 +23,20 @@ use tokio::sync::oneshot;
 
 use crate::engine::ClientId;
 
-/// Clients that are not here, and of which it is known what they had.
+/// The most clients that are not present and whose service is remembered.
 const MAX_REMEMBERED: usize = 1024;
 
 #[derive(Clone)]
 pub(in crate::api) struct Turns(Arc<Mutex<Lines>>);
 
-/// One place, free again when dropped.
+/// A taken place. Dropping it frees the place.
 pub(in crate::api) struct Turn {
     turns: Turns,
     client: ClientId,
     cost: u64,
 }
 
-/// One that waits; or was given a turn, and has not looked yet.
+/// A request that waits for a place, or that was given one and was not polled since.
 struct Waiting<'a> {
     turns: &'a Turns,
     client: ClientId,
@@ -41,37 +44,37 @@ struct Waiting<'a> {
     given: oneshot::Receiver<Turn>,
 }
 
-/// In order of arrival.
+/// Number of a request in the order of arrival.
 type Ticket = u64;
 
 struct Lines {
     places: usize,
     free: usize,
-    /// For one client.
+    /// The most places of one client.
     most: usize,
     tickets: Ticket,
     waiting: usize,
-    /// Clients that are here, and some that are remembered.
+    /// The clients that are present, and some that are remembered.
     clients: HashMap<ClientId, Client>,
-    /// Clients that wait for a place, or hold one, by what they had.
-    here: BTreeSet<(u64, ClientId)>,
-    /// All others.
+    /// The clients that are present, by what they were served.
+    present: BTreeSet<(u64, ClientId)>,
+    /// The remembered clients that are not present, by what they were served.
     remembered: BTreeSet<(u64, ClientId)>,
-    /// Clients that may be given a place, in the order in which they are.
+    /// The clients that may be given a place, in the order in which they get one.
     next: BTreeSet<(u64, Ticket, ClientId)>,
-    /// What the least of those here had.
+    /// The service of the present client that was served least.
     least: u64,
 }
 
 #[derive(Default)]
 struct Client {
-    had: u64,
+    served: u64,
     held: usize,
     line: BTreeMap<Ticket, oneshot::Sender<Turn>>,
 }
 
 impl Turns {
-    /// `most` of the places are for one client; of both there is at least one.
+    /// A number of places, of which one client may take `most`. Both numbers are at least 1.
     pub fn new(places: usize, most: usize) -> Self {
         assert!(places > 0 && most > 0, "nobody would ever get a turn");
         Self(Arc::new(Mutex::new(Lines {
@@ -81,14 +84,15 @@ impl Turns {
             tickets: 0,
             waiting: 0,
             clients: HashMap::new(),
-            here: BTreeSet::new(),
+            present: BTreeSet::new(),
             remembered: BTreeSet::new(),
             next: BTreeSet::new(),
             least: 0,
         })))
     }
 
-    /// The client's turn, when it comes. It stands in line from the first poll on, until this is dropped.
+    /// Waits for the client's turn. The request stands in line from the first poll of the future until the future is
+    /// dropped.
     pub async fn take(&self, client: ClientId) -> Turn {
         let (give, given) = oneshot::channel();
         let ticket = self.change(|lines| lines.line_up(client, give));
@@ -96,19 +100,19 @@ impl Turns {
         (&mut waiting.given).await.expect("nobody but who waits drops its place in line")
     }
 
-    /// How many hold a place or wait for one.
+    /// The number of requests that hold a place or wait for one.
     pub fn count(&self) -> usize {
         self.change(|lines| lines.places - lines.free + lines.waiting)
     }
 
-    /// Every change ends with free places given to those who may have them.
+    /// Makes a change, and then gives the free places to the clients that may have them.
     fn change<T>(&self, change: impl FnOnce(&mut Lines) -> T) -> T {
         let mut lines = self.0.lock().expect("nothing panics under this lock");
         let result = change(&mut lines);
         let given: Vec<_> = iter::from_fn(|| lines.give()).collect();
         drop(lines);
         for (client, give) in given {
-            // Where nobody waits for it any more, this drops the turn, and that gives it to the next.
+            // If the request waits no more, this drops the turn, which frees the place for the next request.
             drop(give.send(Turn { turns: self.clone(), client, cost: 0 }));
         }
         result
@@ -116,7 +120,7 @@ impl Turns {
 }
 
 impl Turn {
-    /// Counts so much more as what the client had, from the turn's end on.
+    /// Adds to the cost of the turn. The client counts as served that much more from the turn's end on.
     pub fn charge(&mut self, cost: u64) {
         self.cost = self.cost.saturating_add(cost);
     }
@@ -130,7 +134,7 @@ impl Drop for Turn {
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        // If it is in no line, it was given a turn, which goes with the channel.
+        // A request that is in no line was given a turn, which is dropped with the channel.
         drop(self.turns.change(|lines| lines.leave(self.client, self.ticket)));
     }
 }
@@ -142,20 +146,21 @@ impl Lines {
         self.waiting += 1;
         let least = self.least;
         self.update(client, |client| {
-            client.had = client.had.max(least);
+            client.served = client.served.max(least);
             client.line.insert(ticket, give);
         });
         ticket
     }
 
-    /// The way to whoever is next, if anybody may have a place and there is one.
+    /// Takes a free place for the first client in the order, and returns the channel to its request. `None` if no place
+    /// is free, or if no client may have one.
     fn give(&mut self) -> Option<(ClientId, oneshot::Sender<Turn>)> {
         let &(_, ticket, client) = self.next.first().filter(|_| self.free > 0)?;
         self.free -= 1;
         self.waiting -= 1;
         let give = self.update(client, |client| {
             client.held += 1;
-            client.had = client.had.saturating_add(1);
+            client.served = client.served.saturating_add(1);
             client.line.remove(&ticket)
         });
         give.map(|give| (client, give))
@@ -165,7 +170,7 @@ impl Lines {
         self.free += 1;
         self.update(client, |client| {
             client.held -= 1;
-            client.had = client.had.saturating_add(cost);
+            client.served = client.served.saturating_add(cost);
         });
     }
 
@@ -178,35 +183,36 @@ impl Lines {
         self.update(client, |client| client.line.remove(&ticket))
     }
 
-    /// Changes one client, and keeps the orders true.
+    /// Changes one client, and keeps the orders consistent.
     fn update<T>(&mut self, id: ClientId, change: impl FnOnce(&mut Client) -> T) -> T {
         let client = self.clients.entry(id).or_default();
-        let list = if client.is_here() { &mut self.here } else { &mut self.remembered };
-        list.remove(&(client.had, id));
+        let list = if client.is_present() { &mut self.present } else { &mut self.remembered };
+        list.remove(&(client.served, id));
         if let Some(ticket) = client.first(self.most) {
-            self.next.remove(&(client.had, ticket, id));
+            self.next.remove(&(client.served, ticket, id));
         }
         let result = change(client);
-        let list = if client.is_here() { &mut self.here } else { &mut self.remembered };
-        list.insert((client.had, id));
+        let list = if client.is_present() { &mut self.present } else { &mut self.remembered };
+        list.insert((client.served, id));
         if let Some(ticket) = client.first(self.most) {
-            self.next.insert((client.had, ticket, id));
+            self.next.insert((client.served, ticket, id));
         }
         self.forget();
         result
     }
 
-    /// Forgets what would count no more; and, of too many, who had the least.
+    /// Forgets absent clients that were served no more than the least served present one. If too many are remembered,
+    /// it also forgets the least served of them.
     fn forget(&mut self) {
-        let Some(&(least, _)) = self.here.first() else {
+        let Some(&(least, _)) = self.present.first() else {
             self.clients.clear();
             self.remembered.clear();
             self.least = 0;
             return;
         };
         self.least = least;
-        while let Some(&(had, id)) = self.remembered.first()
-            && (had <= least || self.remembered.len() > MAX_REMEMBERED)
+        while let Some(&(served, id)) = self.remembered.first()
+            && (served <= least || self.remembered.len() > MAX_REMEMBERED)
         {
             self.remembered.pop_first();
             self.clients.remove(&id);
@@ -215,11 +221,11 @@ impl Lines {
 }
 
 impl Client {
-    fn is_here(&self) -> bool {
+    fn is_present(&self) -> bool {
         self.held > 0 || !self.line.is_empty()
     }
 
-    /// Who is first in its line, if it may be given a place.
+    /// The first request in the client's line, if the client may take another place.
     fn first(&self, most: usize) -> Option<Ticket> {
         self.line.keys().next().copied().filter(|_| self.held < most)
     }
@@ -252,7 +258,7 @@ mod tests {
         }
     }
 
-    /// One that waits, as a task would.
+    /// A request that waits, as a task would.
     struct Waiter {
         client: ClientId,
         turn: Pin<Box<dyn Future<Output = Turn>>>,
@@ -260,7 +266,7 @@ mod tests {
     }
 
     impl Waiter {
-        /// Lines up.
+        /// Joins the line.
         fn new(turns: &Turns, client: ClientId) -> (Self, Poll<Turn>) {
             let turns = turns.clone();
             let turn = Box::pin(async move { turns.take(client).await });
@@ -275,16 +281,16 @@ mod tests {
         }
     }
 
-    /// What is to happen, by looking at everybody each time.
+    /// A model of the turns, which looks at every waiter each time.
     #[derive(Default)]
     struct Model {
         places: usize,
         most: usize,
-        /// In order of arrival: number and client.
+        /// The waiters in order of arrival, by number and client.
         line: Vec<(usize, ClientId)>,
-        /// Waiters that were given a place: number and client.
+        /// The waiters that were given a place, by number and client.
         given: Vec<(usize, ClientId)>,
-        had: BTreeMap<ClientId, u64>,
+        served: BTreeMap<ClientId, u64>,
     }
 
     impl Model {
@@ -292,18 +298,18 @@ mod tests {
             self.given.iter().filter(|(_, other)| *other == client).count()
         }
 
-        fn is_here(&self, client: ClientId) -> bool {
+        fn is_present(&self, client: ClientId) -> bool {
             self.held(client) > 0 || self.line.iter().any(|(_, other)| *other == client)
         }
 
         fn line_up(&mut self, number: usize, client: ClientId) {
-            let here = self.had.iter().filter(|(client, _)| self.is_here(**client));
-            let least = here.map(|(_, had)| *had).min();
+            let here = self.served.iter().filter(|(client, _)| self.is_present(**client));
+            let least = here.map(|(_, served)| *served).min();
             if least.is_none() {
-                self.had.clear();
+                self.served.clear();
             }
-            let had = self.had.entry(client).or_default();
-            *had = (*had).max(least.unwrap_or(0));
+            let served = self.served.entry(client).or_default();
+            *served = (*served).max(least.unwrap_or(0));
             self.line.push((number, client));
             self.give();
         }
@@ -312,12 +318,12 @@ mod tests {
             while self.given.len() < self.places {
                 let may = |(_, (_, client)): &(usize, &(usize, ClientId))| self.held(*client) < self.most;
                 let next = self.line.iter().enumerate().filter(may);
-                let Some((at, _)) = next.min_by_key(|(_, (number, client))| (self.had[client], *number))
+                let Some((at, _)) = next.min_by_key(|(_, (number, client))| (self.served[client], *number))
                 else {
                     return;
                 };
                 let (number, client) = self.line.remove(at);
-                *self.had.get_mut(&client).expect("known") += 1;
+                *self.served.get_mut(&client).expect("known") += 1;
                 self.given.push((number, client));
             }
         }
@@ -325,18 +331,18 @@ mod tests {
         fn take_back(&mut self, number: usize, cost: u64) {
             let at = self.given.iter().position(|(other, _)| *other == number).expect("given");
             let (_, client) = self.given.remove(at);
-            *self.had.get_mut(&client).expect("known") += cost;
+            *self.served.get_mut(&client).expect("known") += cost;
             self.give();
         }
     }
 
-    /// Random comings, goings and givings back, beside the model.
+    /// Lets random waiters come, leave and give places back, and compares the turns with the model.
     fn holds_to_the_model(rng: &mut ChaCha8Rng) {
         let (places, most) = (rng.random_range(1..6), rng.random_range(1..4));
         let clients = rng.random_range(1..6);
         let turns = Turns::new(places, most);
         let mut model = Model { places, most, ..Model::default() };
-        // By number; whoever was given a turn and has not looked is still among those who wait.
+        // The waiters by number. A waiter that was given a turn and was not polled since is among those that wait.
         let (mut waiting, mut holding) = (BTreeMap::new(), BTreeMap::new());
         for number in 0..300 {
             match rng.random_range(0..10) {
@@ -358,7 +364,7 @@ mod tests {
                     model.take_back(number, cost);
                 }
                 7..9 => {
-                    // Whoever was given a turn looks at once, sometimes.
+                    // A waiter that was given a turn is polled at once in some of the cases.
                     let numbers: Vec<usize> = waiting.keys().copied().collect();
                     for number in numbers {
                         let waiter: &mut Waiter = waiting.get_mut(&number).expect("waits");
@@ -394,9 +400,9 @@ mod tests {
             assert!(taken <= places);
             for (id, client) in &lines.clients {
                 assert!(client.held <= most);
-                assert_eq!((client.held, client.is_here()), (model.held(*id), model.is_here(*id)));
+                assert_eq!((client.held, client.is_present()), (model.held(*id), model.is_present(*id)));
             }
-            assert_eq!(lines.here.len() + lines.remembered.len(), lines.clients.len());
+            assert_eq!(lines.present.len() + lines.remembered.len(), lines.clients.len());
         }
         drop((waiting, holding));
         assert_eq!(turns.count(), 0);
@@ -413,7 +419,7 @@ mod tests {
         }
     }
 
-    /// The clients in the order in which they get their turns, each of which costs what `cost` says.
+    /// The clients in the order in which they get their turns. A turn costs what `cost` says.
     fn order(turns: &Turns, mut line: Vec<Waiter>, cost: impl Fn(ClientId) -> u64) -> Vec<ClientId> {
         let mut order = Vec::new();
         while !line.is_empty() {
@@ -427,7 +433,7 @@ mod tests {
         order
     }
 
-    /// All of one place taken by client 9, and then these, who wait for it.
+    /// Lets client 9 take all places, and these clients wait for them.
     fn line_of(turns: &Turns, clients: &[ClientId]) -> Vec<Waiter> {
         let (_first, Poll::Ready(taken)) = Waiter::new(turns, 9) else { panic!("a place is free") };
         let line = clients.iter().map(|client| Waiter::new(turns, *client).0).collect();
@@ -457,14 +463,14 @@ mod tests {
         let second = Waiter::new(&turns, 2).0;
         costly.charge(1000);
         drop(costly);
-        // Client 2 has the place, has not looked yet, and waits once more; client 1 is not here meanwhile.
+        // Client 2 was given the place, was not polled since, and waits once more. Client 1 is not present meanwhile.
         let mut line =
             vec![second, Waiter::new(&turns, 2).0, Waiter::new(&turns, 1).0, Waiter::new(&turns, 2).0];
         assert_eq!(turns.count(), 4);
-        // A third, who was never here, does not come before all that the second does.
+        // Client 3, which was never present, does not come before all requests of client 2.
         line.extend((0..2).map(|_| Waiter::new(&turns, 3).0));
         assert_eq!(order(&turns, line, |_| 0), [2, 2, 3, 2, 3, 1]);
-        // Nobody was left, so nothing is owed.
+        // No client was present in between, so no service is remembered.
         let line = line_of(&turns, &[1, 2]);
         assert_eq!(order(&turns, line, |_| 0), [1, 2]);
     }
@@ -476,7 +482,7 @@ mod tests {
         assert_eq!(mine.iter().filter(|(_, turn)| turn.is_ready()).count(), 2);
         let (_other, turn) = Waiter::new(&turns, 2);
         assert!(turn.is_ready());
-        // The next of its line has the use of one that is free again.
+        // The next request in the client's line gets a place that the client has freed.
         drop(mine.remove(0));
         let next = mine[1].0.look();
         assert!(next.is_ready() && mine[2].0.look().is_pending());
@@ -492,7 +498,7 @@ mod tests {
         }
         let lines = turns.0.lock().unwrap();
         assert_eq!((lines.clients.len(), lines.remembered.len()), (MAX_REMEMBERED + 1, MAX_REMEMBERED));
-        assert!(lines.clients.contains_key(&2999), "who had the most");
+        assert!(lines.clients.contains_key(&2999), "who served the most");
         drop(lines);
         drop(here);
         assert!(turns.0.lock().unwrap().clients.is_empty());

@@ -1,4 +1,4 @@
-//! What is counted of requests, for `/metrics` and `/status`.
+//! The counts of requests, for `/metrics` and `/status`.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,18 +11,19 @@ use crate::api::tasks::Purpose;
 use crate::engine::{EngineError, Event, Timings};
 use crate::session::Reason;
 
-/// Bounds of waits and of whole answers, in seconds.
+/// Upper bounds of the buckets for waits and whole answers, in seconds.
 const WAITS: &[f64] = &[0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
-/// Bounds of gaps between tokens, in seconds. The longest gap allowed is half a second by default.
+/// Upper bounds of the buckets for gaps between tokens, in seconds. The longest gap allowed is half a second by
+/// default.
 const GAPS: &[f64] = &[0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5];
 
-/// What was counted since the start.
+/// The counts since the server's start.
 pub(in crate::api) struct Metrics {
     pub(in crate::api) responses: Mutex<BTreeMap<(String, u16), u64>>,
     pub(in crate::api) taken: Mutex<BTreeMap<Purpose, u64>>,
     pub(in crate::api) finished: Mutex<BTreeMap<&'static str, u64>>,
     pub(in crate::api) kernels: Mutex<BTreeMap<String, (u64, Duration)>>,
-    /// Unix time, and what it was.
+    /// The last error that was the server's fault: its Unix time in seconds, and its message.
     pub(in crate::api) last_error: Mutex<Option<(u64, String)>>,
     pub(in crate::api) prompt_tokens: AtomicU64,
     pub(in crate::api) cached_tokens: AtomicU64,
@@ -66,7 +67,7 @@ fn count(counter: &AtomicU64, n: usize) {
 }
 
 impl Metrics {
-    /// `route` is one of the router's, not what a client made up.
+    /// Counts a response. `route` is one of the router's routes, and no path that a client made up.
     pub fn responded(&self, route: &str, status: u16) {
         *locked(&self.responses).entry((route.to_owned(), status)).or_default() += 1;
     }
@@ -81,12 +82,12 @@ impl Metrics {
         Followed { metrics: Arc::clone(self), answers: vec![Progress::default(); answers], begun: false }
     }
 
-    /// How many answers ended, and why.
+    /// The number of answers that ended, by reason.
     pub fn finished(&self) -> BTreeMap<&'static str, u64> {
         locked(&self.finished).clone()
     }
 
-    /// Tokens of prompts, those of them that the prefix cache had, and tokens generated.
+    /// The numbers of prompt tokens, of prompt tokens that the prefix cache had, and of generated tokens.
     pub fn tokens(&self) -> [u64; 3] {
         [&self.prompt_tokens, &self.cached_tokens, &self.generated_tokens].map(|n| n.load(Ordering::Relaxed))
     }
@@ -95,7 +96,7 @@ impl Metrics {
         locked(&self.last_error).clone()
     }
 
-    /// Adds what was measured since the last call; all of it by kernel, the longest first.
+    /// Adds the kernels' times since the last call. Returns the times of all kernels so far, the longest first.
     pub fn kernels(&self, more: Vec<KernelTime>) -> Vec<KernelTime> {
         let mut all = locked(&self.kernels);
         for KernelTime { kernel, dispatches, time } in more {
@@ -113,7 +114,7 @@ impl Metrics {
     }
 }
 
-/// One answer, up to its last event.
+/// The progress of one answer, up to its last event.
 #[derive(Clone, Copy, Default)]
 struct Progress {
     predicted: usize,
@@ -121,7 +122,7 @@ struct Progress {
     ended: bool,
 }
 
-/// One request, from the engine's taking it to its end. Dropped before that, its client has left.
+/// A request that the engine has taken, up to its end. If it is dropped before its end, its client has left.
 pub(in crate::api) struct Followed {
     metrics: Arc<Metrics>,
     answers: Vec<Progress>,
@@ -180,7 +181,7 @@ impl Followed {
         m.answered.observe(timings.queue + timings.prefill + timings.decode);
     }
 
-    /// Ends all answers that have not ended.
+    /// Ends all answers that are still open.
     pub fn end_all(&mut self, reason: &'static str) {
         for answer in self.answers.iter_mut().filter(|answer| !answer.ended) {
             answer.ended = true;
@@ -195,10 +196,10 @@ impl Drop for Followed {
     }
 }
 
-/// Times, counted by the least bound that they are within; seconds.
+/// A histogram of times in seconds. A time counts in the bucket of the least bound that is not below it.
 pub(in crate::api) struct Histogram {
     pub(in crate::api) bounds: &'static [f64],
-    /// One more than bounds: what is beyond all of them.
+    /// The count of each bucket. The last bucket has the times beyond all bounds.
     pub(in crate::api) counts: Vec<AtomicU64>,
     pub(in crate::api) sum_ns: AtomicU64,
 }

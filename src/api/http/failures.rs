@@ -1,8 +1,8 @@
-//! What becomes of a failure that is the server's own: a handler that panics is a 500 and its connection lives on, and every
-//! response of 500 and above is one line of the log.
+//! Handles failures that are the server's own. A handler that panics is answered with 500, and its connection lives on.
+//! Every response of 500 and above is one line of the log.
 //!
-//! A line stands in its request's span, which names the request's id and its route. Nothing here repeats a prompt: a panic is
-//! told without the text that the standard library quotes of a string that was cut wrongly.
+//! A line stands in its request's span, which names the request's id and its route. No line repeats a prompt: the
+//! standard library's panic about a string that was cut wrongly quotes the string, and the line leaves that text out.
 
 use std::any::Any;
 use std::panic::AssertUnwindSafe;
@@ -16,35 +16,35 @@ use futures::FutureExt;
 use crate::api::error::ApiError;
 use crate::text::panic_message;
 
-/// What there is to say of a response that failed, where its body says it otherwise than an [`ApiError`] does.
+/// The log's text for a failed response whose body is no [`ApiError`].
 #[derive(Clone)]
 pub(in crate::api) struct Why(pub String);
 
-/// Answers in place of a handler that panics.
+/// Answers in place of a handler that panicked.
 pub(in crate::api) async fn catch(request: Request, next: Next) -> Response {
     let answered = AssertUnwindSafe(next.run(request)).catch_unwind().await;
     answered.unwrap_or_else(|panic| panicked("", &*panic).into_response())
 }
 
-/// The error that a panic is; `doing` what, where that tells more than the route.
+/// The error for a panic. `doing` names the work that panicked, if that says more than the route.
 pub(in crate::api) fn panicked(doing: &str, panic: &(dyn Any + Send)) -> ApiError {
     let shown = panic_message(panic);
     ApiError::Panic(if doing.is_empty() { shown } else { format!("{doing}: {shown}") })
 }
 
-/// Logs a response that is the server's failure.
+/// Logs a response that reports a failure of the server.
 pub(in crate::api) fn log_response(response: &Response) {
     let error = response.extensions().get::<ApiError>().map(ApiError::logged);
     let why = error.or_else(|| response.extensions().get::<Why>().map(|Why(why)| why.clone()));
     log(response.status(), why.as_deref().unwrap_or("failed, and says no more"));
 }
 
-/// Logs an error that ended a stream, whose headers had told of none.
+/// Logs an error that ended a stream. The stream's headers had reported no error.
 pub(in crate::api) fn log_in_stream(error: &ApiError) {
     if error.status().is_server_error() {
         log(error.status(), &format!("within a stream: {}", error.logged()));
     } else {
-        // Its words may be those of what was asked.
+        // The error's message may quote the request, so only its code is logged.
         tracing::info!("broken off: {}", error.code());
     }
 }
@@ -53,7 +53,7 @@ fn log(status: StatusCode, why: &str) {
     let why = why.replace('\n', " ");
     match status.as_u16() {
         status @ 500 => tracing::error!(status, "{why}"),
-        // It goes by, or whoever ended it has told of that.
+        // Such a failure passes by itself, or the cause of the server's end is in the log already.
         status => tracing::warn!(status, "{why}"),
     }
 }
@@ -83,7 +83,7 @@ mod tests {
         Server::new("m", OPTIONS, AccessPolicy::default())
     }
 
-    /// What this thread logs, as text.
+    /// The log lines of this thread, as text.
     #[derive(Clone, Default)]
     struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -148,7 +148,7 @@ mod tests {
         }
     }
 
-    /// Two pieces, and then a panic.
+    /// A stream of two pieces, which panics behind them.
     fn breaks() -> impl Stream<Item = Result<String, ApiError>> {
         stream::iter(0..).map(|n| if n < 2 { Ok(n.to_string()) } else { panic!("at the {n}nd piece") })
     }

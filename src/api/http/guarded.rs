@@ -1,5 +1,5 @@
-//! A response body that keeps something until it is sent, or given up: a place that a request takes lasts as long as
-//! its answer does, also where that is a stream.
+//! A response body that keeps a value until the body is sent or dropped. So a place that a request takes lasts as long
+//! as its answer does, even if the answer is a stream.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -14,7 +14,7 @@ struct Held<T> {
     _kept: T,
 }
 
-/// `response`, which drops `kept` when its body is dropped.
+/// Returns `response` with a body that drops `kept` when the body is dropped.
 pub(in crate::api) fn hold<T: Send + Unpin + 'static>(response: Response<Body>, kept: T) -> Response<Body> {
     response.map(|body| Body::new(Held { body, _kept: kept }))
 }

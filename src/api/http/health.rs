@@ -1,7 +1,7 @@
-//! `/health`, for whoever restarts the server.
+//! `/health`, for programs that restart the server.
 //!
-//! Health is a proof, not a flag: the device finished something within the last seconds, or a probe that it is sent does.
-//! While a step is under way no probe is sent; the step is given [`Options::device_timeout`](crate::api::Options).
+//! Health is proven, not assumed: the device finished something within the last seconds, or it answers a probe. No
+//! probe is sent while a step is under way; the step may take [`Options::device_timeout`](crate::api::Options).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,13 +18,13 @@ use crate::api::http::failures::Why;
 use crate::api::server::Server;
 use crate::engine::{EngineError, EngineHandle, Work};
 
-/// A sign of life is good for so long.
+/// The time for which a sign of life from the device counts.
 const FRESH: Duration = Duration::from_secs(5);
-/// For a probe, which is microseconds of work.
+/// The time that a probe may take. A probe is microseconds of work.
 const PROBE: Duration = Duration::from_secs(2);
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
-/// What a server can say of itself when it is asked for its health.
+/// The states of the server that `/health` reports.
 pub(in crate::api) enum Health {
     Ok,
     Loading,
@@ -45,7 +45,7 @@ impl Health {
         }
     }
 
-    /// Why it is none, for the log.
+    /// Why requests are not answered, for the log. `None` if they are.
     fn why(&self) -> Option<String> {
         match self {
             Health::Ok => None,
@@ -57,7 +57,7 @@ impl Health {
         }
     }
 
-    /// Its name, and what there is to say of it.
+    /// The name of the state, and its message, if it has one.
     pub fn report(self) -> (HealthName, Option<String>) {
         match self {
             Health::Ok => (HealthName::Ok, None),
@@ -76,11 +76,11 @@ pub(in crate::api) enum HealthName {
     Ok,
     Loading,
     Draining,
-    /// The device is, or its driver failed.
+    /// The device is lost, or its driver failed.
     Lost,
     /// The server met a bug.
     Failed,
-    /// The device does not finish what it was asked.
+    /// The device does not finish its work.
     Unresponsive,
 }
 
@@ -88,13 +88,13 @@ pub(in crate::api) enum HealthName {
 #[schema(as = Health)]
 pub(in crate::api) struct HealthReport {
     status: HealthName,
-    /// Where it is lost, failed or unresponsive.
+    /// Present if the state is lost, failed or unresponsive.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     message: Option<String>,
 }
 
-/// Whether the server answers: the device proves it.
+/// Whether the server answers, as the device proves.
 #[utoipa::path(
     get,
     path = "/health",
@@ -120,7 +120,7 @@ pub(in crate::api) async fn health(State(server): State<Arc<Server>>) -> Respons
     }
 }
 
-/// Waits for a sign of the device, no longer than for a probe.
+/// Waits for a sign of the device, no longer than a probe may take.
 async fn proof(engine: &EngineHandle, patience: Duration) -> Health {
     let (asked, probe) = (Instant::now(), PROBE.min(patience));
     loop {

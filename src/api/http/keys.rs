@@ -1,8 +1,9 @@
-//! API keys: where they come from, and which of them it is that was sent.
+//! API keys: where they come from, and the check of a key that a request sent.
 //!
-//! A key is kept as its SHA-256 digest, compared in constant time with all of them, and never shown: not in the log, not
-//! in an error, not by `Debug`. It comes from a file or the environment, never from the command line, which every
-//! user of the machine can read. A short one is warned of, by where it stands: a digest keeps nobody from trying all.
+//! The server keeps a key as its SHA-256 digest, and compares it with all digests in constant time. It never shows a
+//! key: not in the log, not in an error, not by `Debug`. Keys come from a file or the environment, never from the
+//! command line, which every user of the machine can read. The server warns of a short key by its place in its source:
+//! a digest keeps nobody from trying all short keys.
 
 use std::fmt;
 use std::fs::File;
@@ -14,19 +15,20 @@ use sha2::Digest as _;
 use sha2::Sha256;
 use subtle::{Choice, ConstantTimeEq};
 
-/// Of a file of keys, certificates or one private key.
+/// The most bytes of a file of keys, of certificates, or of one private key.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 const MAX_KEYS: usize = 1024;
-/// A key of fewer characters is warned of: 16 hexadecimal digits are 64 bits, which nobody tries out over a network.
+/// The least number of characters of a key that the server does not warn of: 16 hexadecimal digits are 64 bits, which
+/// nobody tries out over a network.
 const LONG_ENOUGH: usize = 16;
-/// Places of short keys that a warning names.
+/// The most places of short keys that a warning names.
 const MAX_NAMED: usize = 8;
 
-/// The keys that a server accepts; without any it asks for none.
+/// The keys that a server accepts. A server without keys asks for none.
 #[derive(Clone, Default)]
 pub struct Keys(Vec<Digest>);
 
-/// A key's SHA-256: what it is known by.
+/// A key's SHA-256, which identifies the key.
 pub(in crate::api) type Digest = [u8; 32];
 
 #[derive(Debug, thiserror::Error)]
@@ -38,8 +40,8 @@ pub enum KeysError {
 }
 
 impl Keys {
-    /// One key per line; empty lines and lines that begin with `#` are none. A file without a key is an error: a server
-    /// that was to ask for one must not ask for none.
+    /// Reads a file with one key per line. Empty lines and lines that begin with `#` are no keys. A file without a key
+    /// is an error: a server that was told to ask for a key must not ask for none.
     pub fn read(path: &Path) -> Result<Self, KeysError> {
         let bytes = read_secret(path).map_err(|error| KeysError::File { path: path.to_owned(), error })?;
         let source_name = path.display().to_string();
@@ -59,7 +61,7 @@ impl Keys {
         Ok(keys)
     }
 
-    /// Those of a variable called `name`, with commas or blanks between them; an empty one has none.
+    /// The keys in the text of the variable `name`, with commas or blanks between them. An empty text has none.
     pub fn from_variable(name: &str, text: &str) -> Result<Self, KeysError> {
         let (mut keys, mut short) = (Self::default(), Vec::new());
         let each = text.split(|c: char| c == ',' || c.is_whitespace()).filter(|key| !key.is_empty());
@@ -85,7 +87,7 @@ impl Keys {
         Ok(())
     }
 
-    /// Both together.
+    /// The keys of both.
     pub fn and(mut self, others: Self) -> Self {
         self.0.extend(others.0);
         self
@@ -99,7 +101,8 @@ impl Keys {
         self.0.is_empty()
     }
 
-    /// Which key it is, if it is one of these. Takes as long whichever it is, or if it is none.
+    /// The digest of the key that was sent, if it is one of these. The time does not depend on which key it is, nor on
+    /// whether it is any.
     pub(in crate::api) fn find(&self, sent: &[u8]) -> Option<Digest> {
         let sent = digest(sent);
         let found = self.0.iter().fold(Choice::from(0), |found, key| found | key.ct_eq(&sent));
@@ -107,7 +110,7 @@ impl Keys {
     }
 }
 
-/// `at` are the places of short keys in their source, counted in `unit`s. Who reads the log learns no key.
+/// Warns of short keys. `at` are their places in their source, counted in `unit`s, so the log shows no key.
 fn warn_of_short(source_name: &str, unit: &str, at: &[usize]) {
     let (named, further) = at.split_at(at.len().min(MAX_NAMED));
     let mut named: Vec<String> = named.iter().map(usize::to_string).collect();
@@ -135,7 +138,7 @@ fn digest(key: &[u8]) -> Digest {
     Sha256::digest(key).into()
 }
 
-/// A file that others should not read; a warning where they can.
+/// Reads a file that other users should not be able to read, and warns if they can.
 pub(in crate::api) fn read_secret(path: &Path) -> io::Result<Vec<u8>> {
     let bytes = read_bounded(path)?;
     if std::fs::metadata(path)?.permissions().mode() & 0o007 != 0 {

@@ -1,14 +1,15 @@
-//! `/metrics`: counts and times of requests, and what the engine and the device say of themselves, for Prometheus.
+//! `/metrics`: counts and times of requests, and what the engine and the device report of themselves, for Prometheus.
 //!
-//! `docs/metrics.md` lists the names. They are vLLM's wherever it has one for the same thing, with `unicorn_` for its `vllm:`
-//! (a colon is for rules that Prometheus itself evaluates), so that its dashboards need that one change.
+//! `docs/metrics.md` lists the names. They are vLLM's names if vLLM has the metric, with `unicorn_` for its `vllm:`,
+//! because a colon is for rules that Prometheus itself evaluates. So vLLM's dashboards need that one change.
 //!
-//! The text is written here, and not by a Prometheus client library: those own the values of their metrics, and these values
-//! belong to the engine and the device, which are asked at each scrape. `prometheus-client` would also write OpenMetrics, whose
-//! names of counters differ. A test reads the text with Prometheus' own parser, and holds the names to docs/metrics.md.
+//! This module writes the text itself, without a Prometheus client library. Such libraries own the values of their
+//! metrics. These values belong to the engine and the device, which are asked at each scrape. `prometheus-client` would
+//! also write OpenMetrics, whose names of counters differ. A test reads the text with Prometheus' own parser, and holds
+//! the names to docs/metrics.md.
 //!
-//! Every label's values are few and known beforehand: a path that is no route is `other`. Nothing here is of a request's
-//! text, and no client or key is named.
+//! Every label has few values, which are known beforehand: a path that is no route is `other`. No value comes from a
+//! request's text, and no client or key is named.
 
 use std::fmt::{Display, Write};
 use std::sync::Arc;
@@ -23,7 +24,8 @@ use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
 use crate::engine::PoolUse;
 
-/// The text that Prometheus reads, <https://prometheus.io/docs/instrumenting/exposition_formats/>. Every sample has the model's name.
+/// The text that Prometheus reads, <https://prometheus.io/docs/instrumenting/exposition_formats/>. Every sample has the
+/// model's name.
 struct Exposition<'a> {
     text: String,
     model: &'a str,
@@ -31,7 +33,7 @@ struct Exposition<'a> {
 }
 
 impl Exposition<'_> {
-    /// Samples up to the next call are of this family.
+    /// Begins a family. Samples up to the next call belong to it.
     fn family(&mut self, name: &'static str, kind: &str, help: &str) -> &mut Self {
         self.name = name;
         let _ = write!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
@@ -68,7 +70,7 @@ fn escaped(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
-/// What the server does, for Prometheus.
+/// The counts and times of the server, for Prometheus.
 #[utoipa::path(
     get,
     path = "/metrics",
@@ -173,18 +175,18 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
             out.sample(&[("pool", pool), ("state", state)], n);
         }
     }
-    let guesses = [("lookup", stats.guesses.lookup), ("draft_model", stats.guesses.model)];
+    let drafters = [("lookup", stats.drafts.lookup), ("draft_model", stats.drafts.model)];
     out.family(
         "unicorn_spec_decode_num_draft_tokens_total",
         "counter",
         "Tokens guessed ahead, by who guessed.",
     );
-    for (guesser, drafts) in guesses {
-        out.sample(&[("guesser", guesser)], drafts.proposed);
+    for (drafter, drafts) in drafters {
+        out.sample(&[("guesser", drafter)], drafts.proposed);
     }
-    out.family("unicorn_spec_decode_num_accepted_tokens_total", "counter", "Guesses that were right.");
-    for (guesser, drafts) in guesses {
-        out.sample(&[("guesser", guesser)], drafts.accepted);
+    out.family("unicorn_spec_decode_num_accepted_tokens_total", "counter", "DraftTotals that were right.");
+    for (drafter, drafts) in drafters {
+        out.sample(&[("guesser", drafter)], drafts.accepted);
     }
     for (name, help, n) in [
         ("unicorn_num_preemptions_total", "Answers put off for want of blocks.", stats.preemptions),

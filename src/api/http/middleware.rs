@@ -1,5 +1,5 @@
-//! What every request goes through on its way to a handler: an id, CORS, authentication, and the check that its body is
-//! not compressed.
+//! The steps of every request on its way to a handler: an id, CORS, authentication, and the check that its body is not
+//! compressed.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -25,23 +25,23 @@ use crate::api::paths::documented;
 use crate::api::server::Server;
 use crate::api::wire::short;
 
-/// Needs no key and no name: whoever watches a server knows neither.
+/// The path that needs no key and no name, because a program that watches a server knows neither.
 const OPEN: &str = "/health";
 
-/// Gives every request an id, the client's own where it sent a sound one, in the log and in the response; counts it, and
-/// logs it where it fails.
+/// Gives every request an id, in the log and in the response: the client's own id if it sent a valid one. Counts the
+/// response, and logs it if it is a failure.
 pub(in crate::api) async fn identify(
     State(server): State<Arc<Server>>,
     mut request: Request,
     next: Next,
 ) -> Response {
     let id = request_id(request.headers());
-    // For whoever says it in the body too.
+    // Handlers that repeat the id in the body read it from the headers.
     request.headers_mut().insert(REQUEST_ID, id.clone());
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let route = request.extensions().get::<MatchedPath>().map_or("other", MatchedPath::as_str);
     let route = documented(route).into_owned();
-    // The highest level: no filter leaves a line that does not say whose it is.
+    // The span has the highest level, so that no filter shows a line without the request that it belongs to.
     let span = tracing::error_span!("request", id = id.to_str().unwrap_or_default(), route);
     async move {
         let mut response = next.run(request).await;
@@ -57,7 +57,7 @@ pub(in crate::api) async fn identify(
     .await
 }
 
-/// Says to browsers what the policy of now lets their pages do.
+/// Adds the headers that tell browsers what the present policy lets their pages do.
 pub(in crate::api) async fn cors(
     State(server): State<Arc<Server>>,
     request: Request,
@@ -72,7 +72,8 @@ pub(in crate::api) async fn cors(
     }
 }
 
-/// Refuses a body that is compressed: its bound is on what comes, and what it unpacks to has none.
+/// Refuses a compressed body. The bound on bodies applies to the bytes that arrive, and their unpacked size would have
+/// none.
 pub(in crate::api) async fn refuse_encoded(request: Request, next: Next) -> Response {
     let encodings = request.headers().get_all(header::CONTENT_ENCODING);
     let identity = |value: &&HeaderValue| {
@@ -85,7 +86,7 @@ pub(in crate::api) async fn refuse_encoded(request: Request, next: Next) -> Resp
     next.run(request).await
 }
 
-/// Lets a request in, or says why not.
+/// Lets a request in, or answers why it is refused.
 pub(in crate::api) async fn authenticate(
     State(server): State<Arc<Server>>,
     peer: Option<Extension<ConnectInfo<SocketAddr>>>,
@@ -106,8 +107,9 @@ pub(in crate::api) async fn authenticate(
             if error == ApiError::WrongKey {
                 let address = server.identities.of_address(peer);
                 let pause = server.wrong_keys.pause(address, Instant::now());
-                // Meanwhile it holds its connection alone, and only until somebody else needs one. A connection of HTTP/2
-                // may have many such requests, so the head, which may be long, is dropped before.
+                // The request holds nothing but its connection meanwhile, and only until another client needs a
+                // connection. A connection of HTTP/2 may have many such requests, so the head, which may be long, is
+                // dropped before.
                 let _body = request.into_body();
                 let crowd = Connection::crowded(connection.as_ref());
                 if !pause.is_zero() {

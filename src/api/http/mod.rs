@@ -1,4 +1,4 @@
-//! HTTP beneath the wire formats: connections, TLS, who may ask and how much at once, and how the server is.
+//! HTTP beneath the wire formats: connections, TLS, authentication, admission, and the state of the server.
 
 pub(in crate::api) mod admission;
 pub(in crate::api) mod auth;

@@ -275,6 +275,7 @@ mod tests {
         let error = stream.write_all(&[7; 80]).await.expect_err("nobody reads any more");
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
+
     #[tokio::test]
     async fn a_connection_of_http_2_is_closed_when_its_peer_has_closed_its_side() {
         let patience = Patience {

@@ -1,5 +1,5 @@
-//! `/status`: what the server does, for whoever looks at it. No prompt, answer, client or key is in it, nor a path of the
-//! machine.
+//! `/status`: what the server does, for people and programs that watch it. The report contains no prompt, answer,
+//! client or key, nor a path of the machine.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
 use crate::engine::{Drafts, PoolUse};
 
-/// How the server is and what it does. What only the loaded model knows is missing before.
+/// The state of the server and its counts. Fields that need the loaded model are absent before it is loaded.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct Status {
     status: HealthName,
@@ -28,10 +28,10 @@ pub(in crate::api) struct Status {
     connections: usize,
     requests: StatusRequests,
     tokens: StatusTokens,
-    /// Answers that ended, by why.
+    /// Answers that ended, by reason.
     #[schema(value_type = HashMap<String, u64>)]
     finished: BTreeMap<&'static str, u64>,
-    /// The last one that was the server's fault.
+    /// The last error that was the server's fault.
     #[schema(required)]
     last_error: Option<LastError>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -49,7 +49,7 @@ pub(in crate::api) struct Status {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     memory: Option<StatusMemory>,
-    /// The longest first; empty where they are not measured.
+    /// Times of the kernels, the longest first; empty if they are not measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     kernels: Option<Vec<StatusKernel>>,
@@ -67,17 +67,17 @@ struct StatusModel {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     layers: Option<usize>,
-    /// Layers of the model that guesses; null where there is none.
+    /// Layers of the draft model; null if there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<usize>, required = false)]
     draft_layers: Option<Option<usize>>,
-    /// How they are stored.
+    /// How the weights are stored.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     weights: Option<String>,
 }
 
-/// Since the start.
+/// Counts since the start.
 #[derive(Serialize, ToSchema)]
 struct StatusTokens {
     prompt: u64,
@@ -93,7 +93,7 @@ struct LastError {
     message: String,
 }
 
-/// Tokens guessed, by who guessed.
+/// Counts of draft tokens, by their source.
 #[derive(Serialize, ToSchema)]
 struct StatusGuesses {
     lookup: Guesses,
@@ -108,11 +108,11 @@ struct Guesses {
 
 #[derive(Serialize, ToSchema)]
 struct StatusRequests {
-    /// Each from its head to the end of its answer.
+    /// Requests from their head to the end of their answer.
     open: usize,
-    /// Requests of them that have their bodies and prompts read, or wait for that.
+    /// Open requests whose bodies and prompts are read, or that wait for that.
     arriving: usize,
-    /// In the engine's queue.
+    /// Requests in the engine's queue.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     waiting: Option<usize>,
@@ -121,7 +121,7 @@ struct StatusRequests {
     running: Option<usize>,
 }
 
-/// Blocks of `block_size` tokens: those of layers that see all, and of those that see a window.
+/// Blocks of `block_size` tokens: blocks of layers that see all tokens, and of layers that see a window.
 #[derive(Serialize, ToSchema)]
 struct StatusKv {
     block_size: usize,
@@ -152,18 +152,18 @@ struct StatusDevice {
     driver: String,
 }
 
-/// Null where nobody tells.
+/// Memory of the device and of the process. A number is null if the system does not report it.
 #[derive(Serialize, ToSchema)]
 struct StatusMemory {
     heaps: Vec<HeapNow>,
     placed: Vec<Placed>,
-    /// What the kernel said of it.
+    /// What the kernel reports of the placements.
     residency: String,
     #[schema(required)]
     vram_bytes: Option<u64>,
     #[schema(required)]
     gtt_bytes: Option<u64>,
-    /// Memory of the process.
+    /// Host memory of the process.
     #[schema(required)]
     resident_bytes: Option<u64>,
 }
@@ -187,7 +187,7 @@ impl From<PoolUse> for Pool {
     }
 }
 
-/// What the server does, for who looks at it.
+/// The state of the server, for people and programs that watch it.
 #[utoipa::path(
     get,
     path = "/status",
@@ -235,8 +235,8 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
         finished: m.finished(),
         last_error: m.last_error().map(|(at, message)| LastError { at, message }),
         guesses: stats.map(|stats| StatusGuesses {
-            lookup: stats.guesses.lookup.into(),
-            draft_model: stats.guesses.model.into(),
+            lookup: stats.drafts.lookup.into(),
+            draft_model: stats.drafts.model.into(),
         }),
         kv: engine.as_ref().map(|(stats, limits)| StatusKv {
             block_size: limits.kv.block_size,

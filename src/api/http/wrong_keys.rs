@@ -1,8 +1,9 @@
-//! Wrong keys, by the address that they came from: after some of them, each further one is refused later than the one before.
+//! Counts wrong keys by the address that they came from. After some of them, each further one is refused later than the
+//! one before.
 //!
-//! That is all that happens to whoever tries keys. A right one is never delayed, wherever it comes from: many share an
-//! address, and one of them must not be able to keep the others out. What is waited here is decided without a clock of its
-//! own; who waits is `middleware::authenticate`.
+//! Delay is the only measure against guessed keys. A right key is never delayed, whatever its address: many clients
+//! share an address, and one of them must not be able to keep the others out. This module computes the delays without a
+//! clock of its own; `middleware::authenticate` waits.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -10,14 +11,15 @@ use std::time::{Duration, Instant};
 
 use crate::engine::ClientId;
 
-/// Wrong keys that are refused at once: a wrong line in a configuration, and whoever tries the other one then.
+/// The number of wrong keys of an address that are refused at once: a wrong line in a configuration, and attempts with
+/// another key.
 const FREE: u32 = 5;
-/// From the first pause to the longest, each twice the one before.
+/// How often the pause doubles from the first one to the longest.
 const DOUBLINGS: u32 = 4;
-/// One wrong key is forgotten after so long without another.
+/// The time without another wrong key after which one wrong key of an address is forgotten.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(30);
-/// Addresses that are known at once. Of more, the one that has been quiet for the longest is forgotten: who has so many
-/// addresses has no need to use one twice.
+/// The most addresses that are known at once. A new address beyond these replaces the one that has been quiet for the
+/// longest. A client with so many addresses need not use any of them twice.
 const MAX_ADDRESSES: usize = 4096;
 
 pub(in crate::api) struct WrongKeys {
@@ -26,18 +28,19 @@ pub(in crate::api) struct WrongKeys {
 }
 
 struct Wrong {
-    /// Up to the first one whose pause is the longest: nothing grows beyond it, so all is forgotten in a few minutes.
+    /// The number of wrong keys, up to the first one whose pause is the longest. It grows no further, so all is
+    /// forgotten within a few minutes.
     count: u32,
     last: Instant,
 }
 
 impl WrongKeys {
-    /// `longest` is for the pause that none exceeds; with zero there is none.
+    /// `longest` is the longest pause; zero never delays.
     pub fn new(longest: Duration) -> Self {
         Self { longest, by_address: Mutex::default() }
     }
 
-    /// Notes a wrong key; how long its refusal is to wait.
+    /// Notes a wrong key. Returns how long its refusal is to wait.
     pub fn pause(&self, address: ClientId, now: Instant) -> Duration {
         let mut by_address = self.by_address.lock().expect("nothing panics under this lock");
         if by_address.len() >= MAX_ADDRESSES && !by_address.contains_key(&address) {
@@ -74,7 +77,7 @@ mod tests {
         };
         assert_eq!(pauses(1, 0, 12), [0, 0, 0, 0, 0, 125, 250, 500, 1000, 2000, 2000, 2000]);
         assert_eq!(pauses(2, 0, 6), [0, 0, 0, 0, 0, 125], "another address is another's");
-        // Two are forgotten in a minute, and one comes.
+        // In a minute, two wrong keys are forgotten, and one is new.
         assert_eq!(pauses(1, 60, 1), [1000]);
         assert_eq!(pauses(1, 60 + 29, 1), [2000], "half a minute is not over");
         assert_eq!(pauses(1, 89 + 300, 6), [0, 0, 0, 0, 0, 125], "as if nothing had been");

@@ -20,7 +20,7 @@ use crate::cli::process::resident_bytes;
 use crate::cli::progress::Bar;
 use crate::cli::terminal::{bytes, print};
 use crate::config::Config;
-use crate::engine::{Drafts, EngineHandle, Event, Guesses, Request, Stats, Timings};
+use crate::engine::{DraftTotals, Drafts, EngineHandle, Event, Request, Stats, Timings};
 
 /// The measurements of one `unicorn bench engine`.
 struct Measured {
@@ -35,8 +35,8 @@ struct Measured {
     prefill: f64,
     decode: f64,
     host: HostTime,
-    /// Guessed tokens, if there is a draft model.
-    guesses: Option<Guesses>,
+    /// Draft tokens, if there is a draft model.
+    drafts: Option<DraftTotals>,
     together: Vec<Together>,
     /// Resident memory in bytes: now, and at its peak.
     memory: (Option<u64>, Option<u64>),
@@ -87,7 +87,7 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
     drop(bar);
     let after = engine.stats();
     let host = HostTime::between(&before, &after);
-    let guesses = config.model.draft.is_some().then(|| guessed_between(&before.guesses, &after.guesses));
+    let drafts = config.model.draft.is_some().then(|| drafts_between(&before.drafts, &after.drafts));
     let kernels = profiler.take();
     runs.remove(0); // the first one warms up
     let mut prompts = args.runs + 1; // prompts used so far
@@ -119,7 +119,7 @@ fn measure(config: &Config, args: &args::BenchEngine) -> Result<(Measured, EndEn
         prefill,
         decode,
         host,
-        guesses,
+        drafts,
         together,
         memory: resident_bytes(),
         placement,
@@ -149,7 +149,7 @@ impl Measured {
             "runs": args.runs,
             "host_us_per_step": host.per_step,
             "host_us_per_sequence_step": host.per_share,
-            "guesses": self.guesses.as_ref().map(guesses_json),
+            "guesses": self.drafts.as_ref().map(drafts_json),
             "streams": self.together.iter().map(Together::json).collect::<Vec<_>>(),
             "rss_bytes": rss,
             "peak_rss_bytes": peak,
@@ -179,7 +179,7 @@ impl Measured {
             runs = args.runs,
             generate = args.generate_tokens,
         );
-        if let Some(Guesses { lookup, model }) = &self.guesses {
+        if let Some(DraftTotals { lookup, model }) = &self.drafts {
             text.push_str(&format!(
                 "guesses  {} of {} by the draft model came true, {} of {} by prompt lookup\n",
                 model.accepted, model.proposed, lookup.accepted, lookup.proposed
@@ -263,18 +263,18 @@ impl HostTime {
     }
 }
 
-/// Guessed tokens between two measurements, and how many of them were right.
-fn guessed_between(before: &Guesses, after: &Guesses) -> Guesses {
+/// Draft tokens between two measurements, and how many of them were accepted.
+fn drafts_between(before: &DraftTotals, after: &DraftTotals) -> DraftTotals {
     let since = |before: Drafts, after: Drafts| Drafts {
         proposed: after.proposed - before.proposed,
         accepted: after.accepted - before.accepted,
     };
-    Guesses { lookup: since(before.lookup, after.lookup), model: since(before.model, after.model) }
+    DraftTotals { lookup: since(before.lookup, after.lookup), model: since(before.model, after.model) }
 }
 
-fn guesses_json(guesses: &Guesses) -> Value {
+fn drafts_json(totals: &DraftTotals) -> Value {
     let each = |drafts: &Drafts| json!({"proposed": drafts.proposed, "accepted": drafts.accepted});
-    json!({"draft_model": each(&guesses.model), "prompt_lookup": each(&guesses.lookup)})
+    json!({"draft_model": each(&totals.model), "prompt_lookup": each(&totals.lookup)})
 }
 
 /// Measurements of several streams while all of them decode.

@@ -7,14 +7,14 @@ use crate::model::{BlockPool, Limits};
 
 impl Scheduler {
     /// Panics with the scheduler's state unless no sequence is there. The caller has scheduled nothing and has no step
-    /// under way, so a sequence that is there would wait for ever.
+    /// under way, so any sequence would wait for ever.
     pub fn expect_idle(&self) {
         assert!(self.is_idle(), "nobody gets on, and somebody is there: {}", self.state());
     }
 
     /// The state for a panic's message: one line of bounded length, without a token of any sequence.
     fn state(&self) -> String {
-        /// The most sequences that are named, of those that run and of those that wait.
+        /// The most sequences of each list, running and waiting, that the state names.
         const NAMED: usize = 6;
         let Limits { max_sequences, kv, .. } = self.limits;
         let room = |pool, all: usize| {
@@ -28,7 +28,7 @@ impl Scheduler {
         format!(
             "step {}, {} of {max_sequences} slots free, blocks that can be had: {} full, {} sliding; {} running: {}; \
              {} waiting: {}; {:?}; {:?}",
-            self.now,
+            self.steps,
             self.free_slots.len(),
             room(BlockPool::Full, kv.full_blocks),
             room(BlockPool::Sliding, kv.sliding_blocks),
@@ -53,8 +53,8 @@ impl Scheduler {
             let known = s.tokens.len() + s.drawn;
             assert!(s.speculating || s.submitted <= known, "sequence {} submitted what is not there", s.id);
             assert!(
-                s.offered.is_empty() || s.pending() == 1 && s.drawn == 0,
-                "guesses for sequence {}",
+                s.draft_tokens.is_empty() || s.pending() == 1 && s.drawn == 0,
+                "draft tokens of sequence {}",
                 s.id
             );
             assert_eq!(*s.table.salt(), s.cache_salt, "sequence {}: the salt of its blocks", s.id);
@@ -68,7 +68,7 @@ impl Scheduler {
                 s.table == BlockTable::default()
                     && s.slot.is_none()
                     && s.fork_slots.is_empty()
-                    && s.offered.is_empty(),
+                    && s.draft_tokens.is_empty(),
                 "waiting {}",
                 s.id
             );

@@ -18,8 +18,8 @@ impl Scheduler {
             sequence.computed = share.end;
             let first = outputs.len();
             take_in(sequence, share, sampled, &mut outputs);
-            if !share.guesses.ids.is_empty() {
-                self.judge_guesses(index, share, outputs.len() - first - 1);
+            if !share.draft.ids.is_empty() {
+                self.judge_draft(index, share, outputs.len() - first - 1);
             }
             let drafts = self.running[index].drafts;
             outputs[first..].iter_mut().for_each(|output| output.drafts = drafts);
@@ -37,13 +37,13 @@ impl Scheduler {
         outputs
     }
 
-    /// Takes in how many guesses were accepted. The next step overwrites the positions of the others.
-    fn judge_guesses(&mut self, index: usize, share: &Share, accepted: usize) {
+    /// Takes in how many draft tokens were accepted. The next step overwrites the positions of the rejected ones.
+    fn judge_draft(&mut self, index: usize, share: &Share, accepted: usize) {
         let sequence = &mut self.running[index];
         sequence.drafts.accepted += accepted;
-        self.guesses.of(share.guesses.by).accepted += accepted;
+        self.drafts.of(share.draft.by).accepted += accepted;
         let total = sequence.tokens.len();
-        sequence.adaptive(share.guesses.by).judge(share.guesses.ids.len(), accepted, total);
+        sequence.adaptive(share.draft.by).judge(share.draft.ids.len(), accepted, total);
         sequence.submitted = sequence.computed;
         sequence.speculating = false;
     }
@@ -83,10 +83,10 @@ fn take_in(sequence: &mut Sequence, share: &Share, sampled: &Sampled, outputs: &
         }
         Yields::Ids(first) => {
             sequence.drawn -= 1;
-            for (i, draw) in (*first..=first + share.guesses.ids.len()).enumerate() {
+            for (i, draw) in (*first..=first + share.draft.ids.len()).enumerate() {
                 let (token, end) = sequence.take(sampled.ids[draw]);
-                // The next draw was made behind a guess, and is valid only if the guess was right.
-                let goes_on = end.is_none() && share.guesses.ids.get(i) == sampled.ids[draw].as_ref();
+                // The next draw was made behind a draft token, and is valid only if that token was the one drawn here.
+                let goes_on = end.is_none() && share.draft.ids.get(i) == sampled.ids[draw].as_ref();
                 outputs.push(Output {
                     id,
                     token,

@@ -16,13 +16,13 @@ pub(super) struct Served(HashMap<ClientId, Given>);
 #[derive(Debug, Clone, Copy, Default)]
 struct Given {
     tokens: u64,
-    /// Time of its masks that is not counted as tokens yet.
+    /// Time of the client's masks that is not counted as tokens yet.
     masking: Duration,
 }
 
 impl Served {
-    /// Adds a client, unless it is known. Its counter starts at the lowest of all, so that a client that comes back
-    /// after a pause has no claim to what others got meanwhile.
+    /// Adds a client, unless it is known. Its counter starts at the lowest counter of all, so that a client that comes
+    /// back after a pause has no claim to what others got meanwhile.
     pub(super) fn join(&mut self, client: ClientId) {
         let tokens = self.0.values().map(|given| given.tokens).min().unwrap_or(0);
         self.0.entry(client).or_insert(Given { tokens, ..Given::default() });

@@ -1,12 +1,12 @@
 //! Decides what the next step computes: a synchronous state machine without clock, I/O or GPU.
 //!
-//! One cycle is [`Scheduler::schedule`] -> the step -> [`Scheduler::commit`], and a second step may be scheduled before
-//! the first is committed: an id that the first draws feeds the second on the device. Steps are committed in their
+//! One cycle is [`Scheduler::schedule`] -> the step -> [`Scheduler::commit`]. A second step may be scheduled before the
+//! first is committed: an id that the first step draws feeds the second on the device. Steps are committed in their
 //! order.
 //!
-//! Start with `policy`, which decides who gets tokens. The other files serve it: `room` finds slots and blocks, `guess`
-//! proposes ids, `fairness` counts the tokens of each client, `step` builds the arrays, `commit` takes in the results,
-//! and `check` holds the invariants.
+//! Start with `policy`, which decides which sequences get tokens. The other files serve it: `room` finds slots and
+//! blocks, `draft` gets draft tokens, `fairness` counts the tokens of each client, `step` builds the arrays, `commit`
+//! takes in the results, and `check` holds the invariants.
 //!
 //! A step has one budget of tokens. Prompts are cut into chunks. If other sequences decode in the same step, chunks are
 //! so short that the step stays within [`SchedulerConfig::gap`].
@@ -14,26 +14,27 @@
 //! Background sequences get tokens if no interactive one waits or runs. Their steps stay within the same gap and do not
 //! overlap, so an interactive request that arrives waits at most for the rest of one such step.
 //!
-//! The first in line is the oldest request of the client that got the fewest tokens so far. No sequence starves: one
-//! that got no tokens for [`SchedulerConfig::patience`] steps is interactive from then on, and first in line.
+//! The first in line is the oldest request of the client that got the fewest tokens so far. No sequence starves: a
+//! sequence that got no tokens for [`SchedulerConfig::patience`] steps is interactive from then on, and first in line.
 //!
 //! If blocks run out, a sequence of lower priority or later arrival is preempted: it loses its blocks, waits, and is
-//! computed again, as far as the prefix cache does not have it. So the first in line always gets tokens.
+//! computed again, except for what the prefix cache has. So the first in line always gets tokens.
 //!
-//! With a draft model ([`SchedulerConfig::draft_model`]), a cycle begins with [`Scheduler::wishes`] and
-//! [`Scheduler::offer`]. No step is scheduled ahead while a sequence wants guesses ([`Scheduler::wants_draft`]):
-//! guesses follow known ids, and sequences that wait for theirs share the next pass.
+//! With a draft model ([`SchedulerConfig::draft_model`]), a cycle begins with [`Scheduler::draft_requests`] and
+//! [`Scheduler::take_draft_tokens`]. No step is scheduled ahead while a sequence wants draft tokens
+//! ([`Scheduler::wants_draft`]): draft tokens follow known ids, and all sequences that want some share one pass of the
+//! draft model for each token.
 //!
-//! There is always progress: if no step is under way and a sequence is there, a step is scheduled
+//! Progress is certain: if no step is under way and a sequence is there, a step is scheduled
 //! ([`Scheduler::expect_idle`]).
 //!
-//! Invariants, checked after each commit in debug builds: those of [`BlockManager::check`] and of [`Sequence`]; a slot
-//! has one sequence; a step keeps within [`Limits`].
+//! Invariants, checked after each commit in debug builds: the invariants of [`BlockManager::check`] and of
+//! [`Sequence`]; a slot has at most one sequence; a step keeps within [`Limits`].
 
 mod check;
 mod commit;
 mod fairness;
-mod guess;
+mod draft;
 mod policy;
 mod room;
 mod step;
@@ -45,22 +46,22 @@ pub use self::step::{Output, Share, Step};
 use super::block_manager::{BlockManager, PoolUse};
 use super::request::{ClientId, Priority};
 use super::sequence::{Sequence, SequenceId};
-use super::speculation::Guesses;
+use super::speculation::DraftTotals;
 use crate::model::{BlockPool, Limits};
 
 #[derive(Debug, Clone, Copy)]
 pub struct SchedulerConfig {
-    /// The longest time of a step with prefill in it that others wait for: a step with decodes, or one of background
-    /// sequences.
+    /// The longest time of a step that has prefill in it and that others wait for: a step with decodes, or a step of
+    /// background sequences.
     pub gap: Duration,
-    /// Steps without tokens after which a sequence is first in line, whatever its priority and its client.
+    /// A sequence that got no tokens for this many steps is first in line, whatever its priority and its client.
     pub patience: u64,
-    /// Sliding blocks that the prefix cache keeps for the ends of turns.
+    /// The number of sliding blocks that the prefix cache keeps for the ends of turns.
     pub turn_blocks: usize,
-    /// The most tokens of a step with guesses in it, guesses included; 0 turns guesses off. More tokens read the same
-    /// weights, until arithmetic costs more than memory.
+    /// The most tokens of a step that has draft tokens in it, draft tokens included; 0 turns speculation off. One pass
+    /// over the weights serves more tokens at no cost, until arithmetic takes longer than memory.
     pub speculation_tokens: usize,
-    /// Whether the runner has a draft model, which guesses if prompt lookup proposes nothing.
+    /// Whether the runner has a draft model. The draft model is asked if prompt lookup finds nothing.
     pub draft_model: bool,
 }
 
@@ -81,23 +82,23 @@ pub struct Scheduler {
     limits: Limits,
     config: SchedulerConfig,
     blocks: BlockManager,
-    /// In order of arrival.
+    /// The waiting sequences, in order of arrival.
     waiting: Vec<Sequence>,
-    /// In order of arrival.
+    /// The running sequences, in order of arrival.
     running: Vec<Sequence>,
     free_slots: Vec<u32>,
     served: Served,
     arrivals: u64,
-    /// Steps scheduled.
-    now: u64,
+    /// Number of calls of [`Scheduler::schedule`] so far: the scheduler's clock.
+    steps: u64,
     preemptions: u64,
-    guesses: Guesses,
-    /// Time that the draft model took before the step that is scheduled next.
+    drafts: DraftTotals,
+    /// Time that the draft model took for the draft tokens of the step that is scheduled next.
     drafting: Duration,
 }
 
 impl Scheduler {
-    /// Panics if the pools do not hold one sequence of full length: the first long request could never run.
+    /// Panics if the pools do not hold one sequence of full length, because the first long request could never run.
     pub fn new(limits: Limits, config: SchedulerConfig) -> Self {
         let kv = limits.kv;
         assert!(limits.max_batch_tokens > 0 && limits.max_sequences > 0, "a step holds nothing: {limits:?}");
@@ -121,9 +122,9 @@ impl Scheduler {
             free_slots: (0..limits.max_sequences as u32).rev().collect(),
             served: Served::default(),
             arrivals: 0,
-            now: 0,
+            steps: 0,
             preemptions: 0,
-            guesses: Guesses::default(),
+            drafts: DraftTotals::default(),
             drafting: Duration::ZERO,
         }
     }
@@ -140,7 +141,7 @@ impl Scheduler {
         self.blocks.usage(pool)
     }
 
-    /// Whether a sequence waits or runs, or is a fork of one that does.
+    /// Whether a sequence waits or runs, or is a fork of a sequence that does.
     pub fn knows(&self, id: SequenceId) -> bool {
         let mut all = self.waiting.iter().chain(&self.running);
         all.any(|s| s.id == id || s.forks.iter().any(|fork| fork.id == id))
@@ -151,9 +152,9 @@ impl Scheduler {
         self.preemptions
     }
 
-    /// Ids guessed ahead, of all sequences so far.
-    pub fn guesses(&self) -> Guesses {
-        self.guesses
+    /// Counts of the draft tokens of all sequences so far.
+    pub fn drafts(&self) -> DraftTotals {
+        self.drafts
     }
 
     pub fn is_idle(&self) -> bool {
@@ -166,14 +167,15 @@ impl Scheduler {
         debug_assert!(sequence.prompt_len > 0 && sequence.max_tokens > 0);
         debug_assert!(sequence.forks.len() < self.limits.max_sequences);
         sequence.arrival = self.arrivals;
-        sequence.since = self.now;
+        sequence.last_step = self.steps;
         self.arrivals += 1;
         self.served.join(sequence.client);
         self.waiting.push(sequence);
     }
 
-    /// Removes a sequence and frees its blocks. A step under way has results for it that are dropped. If the sequence
-    /// has forks that have not parted, the first of them takes its place, with what that step computes.
+    /// Removes a sequence and frees its blocks. The results that a step under way has for the sequence are dropped. If
+    /// the sequence has forks that have not parted yet, the first fork takes its place, and gets what that step
+    /// computes.
     pub fn remove(&mut self, id: SequenceId) {
         for sequence in self.waiting.iter_mut().chain(&mut self.running) {
             if let Some(index) = sequence.forks.iter().position(|fork| fork.id == id) {
@@ -207,10 +209,10 @@ impl Scheduler {
     }
 
     /// Makes overdue sequences interactive for good. A sequence that was raised for one step only would be preempted in
-    /// the next, and lose what it had computed.
+    /// the next step, and lose what it had computed.
     fn raise_overdue(&mut self) {
         for sequence in self.waiting.iter_mut().chain(&mut self.running) {
-            sequence.raised |= sequence.is_overdue(self.now, self.config.patience);
+            sequence.raised |= sequence.is_overdue(self.steps, self.config.patience);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The policy: which sequences get tokens in the next step, and how many. All decisions stand here.
+//! The policy: which sequences get tokens in the next step, and how many. This file makes all of these decisions.
 //!
 //! A step serves one class. Sequences that decode come first, then sequences in the middle of their prompts, then as
 //! many waiting sequences as find a slot and blocks. `room` finds, shares and takes away blocks; `fairness` counts the
@@ -11,15 +11,15 @@ use crate::engine::request::Priority;
 use crate::engine::sequence::{Sequence, SequenceId};
 
 impl Scheduler {
-    /// The next step; none if no sequence can get tokens before a step under way is committed, or if no sequence is
-    /// there.
+    /// The next step. `None` if no sequence is there, or if no sequence can get tokens before a step under way is
+    /// committed.
     pub fn schedule(&mut self, pace: &Pace) -> Option<Step> {
         self.served.charge(pace);
         let is_under_way = self.running.iter().any(|s| s.submitted > s.computed);
         if self.class() == Priority::Background && is_under_way {
-            return None; // an interactive request that arrives now must wait for one step only
+            return None; // an interactive request that arrives during this step must wait for no second one
         }
-        self.now += 1;
+        self.steps += 1;
         self.raise_overdue();
         let class = self.class();
         let hurries = class == Priority::Background || self.decoding(class).next().is_some();
@@ -30,43 +30,43 @@ impl Scheduler {
             }
         }
         self.admit(class, &mut step, pace);
-        self.withdraw_offers();
+        self.drop_draft_tokens();
         step.finish()
     }
 
-    /// The class that the next step serves: the background only if no interactive sequence is there.
+    /// The class that the next step serves: the background class only if no interactive sequence is there.
     pub(super) fn class(&self) -> Priority {
         let mut all = self.waiting.iter().chain(&self.running);
         let has_interactive = all.any(|s| s.class() == Priority::Interactive);
         if has_interactive { Priority::Interactive } else { Priority::Background }
     }
 
-    /// The running sequences of a class that have pending tokens and are not in the step: those that decode, or the
-    /// others. They are ids, because forks and preemptions change the list while it is walked.
+    /// The running sequences of a class that have pending tokens and are not in the step: the sequences that decode, or
+    /// the others. The list holds ids, because forks and preemptions change the indices while it is walked.
     fn open(&self, class: Priority, decodes: bool) -> Vec<SequenceId> {
-        let is_in = |s: &Sequence| s.since == self.now;
+        let is_in = |s: &Sequence| s.last_step == self.steps;
         let is_open = |s: &Sequence| !is_in(s) && s.pending() > 0 && (s.pending() == 1) == decodes;
         self.running.iter().filter(|s| s.class() == class && is_open(s)).map(|s| s.id).collect()
     }
 
-    /// Puts the next tokens of a running sequence into the step, as many as there is room for. A sequence that was
-    /// preempted meanwhile, or that waits for guesses, gets none.
+    /// Puts the next tokens of a running sequence into the step, as many as the step has room for. A sequence gets none
+    /// if it was preempted meanwhile, or if it waits for its last id to be known.
     fn place(&mut self, step: &mut PendingStep, id: SequenceId, pace: &Pace) {
         let Some(index) = self.index_of(id) else { return };
-        let Some(guesses) = self.guess(step, index) else { return };
+        let Some(draft) = self.draft_tokens(step, index) else { return };
         let sequence = &self.running[index];
         let len = self.next_tokens(step, sequence, pace);
         if len == 0 || sequence.unseen() > step.history {
             return;
         }
-        // Making room may preempt other sequences, or this one.
-        let end = sequence.submitted + len + guesses.ids.len();
+        // Making room may preempt other sequences, or this sequence itself.
+        let end = sequence.submitted + len + draft.ids.len();
         let Some(index) = self.make_room(step, id, end) else { return };
         let sequence = &mut self.running[index];
-        sequence.since = self.now;
+        sequence.last_step = self.steps;
         self.served.give(sequence.client, len);
-        self.guesses.of(guesses.by).proposed += guesses.ids.len();
-        if step.push(sequence, len, guesses) {
+        self.drafts.of(draft.by).proposed += draft.ids.len();
+        if step.push(sequence, len, draft) {
             self.part(step, index);
         }
     }
@@ -83,14 +83,15 @@ impl Scheduler {
             // The step has no room for the draw, so the last token waits for the next step.
             0 if len == pending && draws > step.draws => len - 1,
             0 => len,
-            // Each scored token needs a draw. The draw behind the prompt needs a step of its own, as all go to one
-            // slot.
+            // Each scored token needs a draw. The draw behind the prompt needs a step of its own, because all draws of
+            // a sequence write to one slot.
             unscored => len.min(unscored).min(step.draws),
         }
     }
 
-    /// How many of the `pending` tokens of a prompt from `start` on the step has room for. In a step that hurries, the
-    /// first prompt gets a few tokens however long the step takes then, and the others as many as the time allows.
+    /// How many of the `pending` tokens of a prompt, from position `start` on, the step has room for. In a step that
+    /// hurries, the first prompt gets a few tokens even if the step then exceeds the gap; the other prompts get as many
+    /// as the gap allows.
     fn chunk(&self, step: &PendingStep, start: usize, pending: usize, pace: &Pace) -> usize {
         let wanted = pending.min(step.tokens);
         if !step.hurries {
@@ -101,15 +102,15 @@ impl Scheduler {
         pace.room(step.step.load, start, wanted, least, gap)
     }
 
-    /// Lets waiting sequences of a class run, in the order of their turns. If the first lacks room, no other overtakes
-    /// it.
+    /// Lets waiting sequences of a class run, in the order of their turns. If the first in line finds no room, no other
+    /// sequence overtakes it.
     fn admit(&mut self, class: Priority, step: &mut PendingStep, pace: &Pace) {
         while let Some(index) = self.first_in_line(class) {
             if self.chunk(step, 0, self.waiting[index].tokens.len(), pace) == 0 {
                 return;
             }
             if !self.has_place(index, step) {
-                // A background sequence that runs makes way for an interactive one that waits.
+                // A background sequence that runs makes way for an interactive sequence that waits.
                 match self.last_in_line(step).filter(|victim| class < self.running[*victim].class()) {
                     Some(victim) => self.preempt(victim),
                     None => return,
@@ -124,11 +125,11 @@ impl Scheduler {
         }
     }
 
-    /// The waiting sequence whose turn it is: an overdue one, or else the oldest of the client that got the fewest
-    /// tokens.
+    /// The waiting sequence whose turn it is: an overdue sequence, or else the oldest sequence of the client that got
+    /// the fewest tokens.
     fn first_in_line(&self, class: Priority) -> Option<usize> {
         let turn = |s: &Sequence| {
-            let is_overdue = s.is_overdue(self.now, self.config.patience);
+            let is_overdue = s.is_overdue(self.steps, self.config.patience);
             let served = if is_overdue { 0 } else { self.served.tokens(s.client) };
             (!is_overdue, served, s.arrival, s.id)
         };

@@ -4,7 +4,7 @@ use super::Scheduler;
 use super::step::PendingStep;
 use crate::engine::sequence::{Sequence, SequenceId};
 
-/// Preemptions after which a sequence is interactive, whatever its priority.
+/// A sequence that was preempted this often is interactive, whatever its priority.
 const MAX_PREEMPTIONS: u32 = 4;
 
 impl Scheduler {
@@ -12,8 +12,8 @@ impl Scheduler {
         self.running.iter().position(|s| s.id == id)
     }
 
-    /// Gives a running sequence blocks for positions `..tokens`, and preempts sequences that come after it if blocks
-    /// run out. Returns its index then; none if it must wait for others, or was preempted itself.
+    /// Gives a running sequence blocks for positions `..tokens`, and preempts sequences behind it in line if blocks run
+    /// out. Returns the sequence's index then. `None` if the sequence must wait for others, or was preempted itself.
     pub(super) fn make_room(
         &mut self,
         step: &mut PendingStep,
@@ -45,8 +45,8 @@ impl Scheduler {
                 continue;
             }
             let is_last = self.running.iter().all(|s| s.line() <= own.line());
-            // It waits if a sequence that comes after it is in the step, or if its own step under way will let go of
-            // blocks that the window has left. Otherwise no other sequence will make room for it.
+            // The sequence waits if a sequence behind it is in the step, or if its own step under way will free blocks
+            // that the window has left. Otherwise no other sequence will make room for it, so it gives up its blocks.
             if own.submitted == own.computed && is_last {
                 self.preempt(index);
             }
@@ -54,13 +54,14 @@ impl Scheduler {
         }
     }
 
-    /// The running sequence that comes after all others and is not in the step.
+    /// The running sequence that is last in line and not in the step.
     pub(super) fn last_in_line(&self, step: &PendingStep) -> Option<usize> {
         let candidates = self.running.iter().enumerate().filter(|(_, s)| !step.has(s.id));
         candidates.max_by_key(|(_, s)| s.line()).map(|(index, _)| index)
     }
 
-    /// Whether there are slots for a waiting sequence, and blocks for all that it has to compute before its first id.
+    /// Whether slots are free for a waiting sequence and its forks, and blocks for all that it has to compute before
+    /// its first id.
     pub(super) fn has_place(&self, index: usize, step: &PendingStep) -> bool {
         let sequence = &self.waiting[index];
         if self.free_slots.len() < 1 + sequence.forks.len() {
@@ -77,8 +78,8 @@ impl Scheduler {
             wanted[0] += full;
             wanted[1] += sliding.min(window);
         }
-        // Cached blocks of the prefix count as wanted, because they are no longer free once they are held. One block
-        // more is wanted, or the first decode would preempt.
+        // Cached blocks of the prefix count as wanted, because holding them makes them unavailable. One more block is
+        // wanted, because the first decode would preempt otherwise.
         let blocks = sequence.tokens.len().div_ceil(self.limits.kv.block_size) + 1;
         wanted[0] += blocks;
         wanted[1] += self.window_blocks(sequence.tokens.len()).min(blocks);
@@ -92,12 +93,13 @@ impl Scheduler {
         self.blocks.has_room(wanted)
     }
 
-    /// The most sliding blocks that a sequence of `tokens` holds.
+    /// The most sliding blocks that a sequence of `tokens` tokens holds.
     fn window_blocks(&self, tokens: usize) -> usize {
         self.limits.kv.window_blocks(self.limits.max_batch_tokens.min(tokens))
     }
 
-    /// Lets a waiting sequence that has a place run. It gets slots, and the blocks that the prefix cache has of it.
+    /// Lets a waiting sequence run that has a place. The sequence gets slots, and the blocks of its text that the
+    /// prefix cache has.
     pub(super) fn start(&mut self, index: usize) -> SequenceId {
         let mut sequence = self.waiting.remove(index);
         let known: &[u32] = if sequence.is_computed_afresh() { &[] } else { &sequence.tokens };
@@ -114,8 +116,8 @@ impl Scheduler {
         id
     }
 
-    /// Makes the forks of a sequence sequences of their own. The last token of the prompt was just put into the step,
-    /// and each fork draws its first id behind it.
+    /// Makes the forks of a sequence sequences of their own. The last token of the prompt was just put into the step.
+    /// Each fork draws its first id behind that token.
     pub(super) fn part(&mut self, step: &mut PendingStep, index: usize) {
         for fork in std::mem::take(&mut self.running[index].forks) {
             let parent = &mut self.running[index];
@@ -127,7 +129,7 @@ impl Scheduler {
         }
     }
 
-    /// Takes the blocks and the slot of a running sequence, which waits to be computed again.
+    /// Takes the blocks and the slot of a running sequence. The sequence waits to be computed again.
     pub(super) fn preempt(&mut self, index: usize) {
         let mut sequence = self.running.remove(index);
         tracing::debug!(sequence = sequence.id, tokens = sequence.submitted, "preempted");

@@ -8,7 +8,7 @@ use crate::engine::answer::Ended;
 use crate::engine::mask::PendingMask;
 use crate::engine::pace::Load;
 use crate::engine::sequence::{Sequence, SequenceId};
-use crate::engine::speculation::{Drafts, Guesser};
+use crate::engine::speculation::{Drafter, Drafts};
 use crate::model::{
     Batch, BatchSequence, HistoryCopy, Input, Limits, Logprobs, Pooling, Runner, RunnerError, Sampling,
     Ticket,
@@ -19,16 +19,16 @@ use crate::model::{
 pub struct Step {
     pub batch: Batch,
     pub sampling: Sampling,
-    /// One for each masked draw, in the order of the draws.
+    /// One mask for each masked draw, in the order of the draws.
     pub(in crate::engine) masks: Vec<PendingMask>,
     pub load: Load,
-    /// One for each sequence of the batch, and one for each fork that draws its first id in the step.
+    /// One share for each sequence of the batch, and one for each fork that draws its first id in the step.
     pub shares: Vec<Share>,
 }
 
 impl Step {
-    /// Submits the step to the runner, and pushes the masks of its draws, which are made while the device computes the
-    /// layers.
+    /// Submits the step to the runner, and pushes the masks of its draws. The host makes the masks while the device
+    /// computes the layers.
     pub fn submit(&self, runner: &mut dyn Runner) -> Result<Ticket, RunnerError> {
         let ticket = runner.submit(&self.batch, &self.sampling)?;
         if !self.masks.is_empty() {
@@ -47,10 +47,10 @@ pub struct Share {
     /// Copies of the sequence's fields, by which the share is recognized when the step is done.
     begun_as: SequenceId,
     life: u32,
-    /// How many positions are computed when the step is done, guesses left out.
+    /// How many positions are computed when the step is done, draft tokens not counted.
     pub(super) end: usize,
     pub(super) yields: Yields,
-    pub(super) guesses: Guessed,
+    pub(super) draft: DraftTokens,
 }
 
 /// The results of a share.
@@ -61,17 +61,18 @@ pub(super) enum Yields {
     /// Log probabilities of the prompt's ids up to position [`Share::end`], itself included: a range of
     /// [`Sampling::draws`].
     Scores(Range<usize>),
-    /// An id of the answer, and one more behind each guess: the index of the first in [`Sampling::draws`].
+    /// Ids of the answer: the id due, and one more behind each draft token. The number is the index of the first draw
+    /// in [`Sampling::draws`].
     Ids(usize),
     /// The sums of a prompt's hidden states: the index in [`Sampled::pooled`](crate::model::Sampled::pooled).
     Pooled(usize),
 }
 
-/// Guesses at the next ids, one behind the other. The first one is fed at position [`Share::end`].
+/// The draft tokens of a share, in the order of their positions. The first is fed at position [`Share::end`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Guessed {
+pub(super) struct DraftTokens {
     pub(super) ids: Vec<u32>,
-    pub(super) by: Guesser,
+    pub(super) by: Drafter,
 }
 
 /// A result of a step for one sequence.
@@ -82,12 +83,12 @@ pub struct Output {
     pub token: Option<u32>,
     /// Log probabilities of the sampled id, if they were wanted.
     pub logprobs: Option<Logprobs>,
-    /// Log probabilities of the prompt's ids but the first, if they were wanted. They come with the first id of the
-    /// answer.
+    /// Log probabilities of the prompt's ids but the first, if they were wanted. The output with the answer's first id
+    /// carries them.
     pub prompt: Option<Vec<Logprobs>>,
     /// The mean of the prompt's hidden states, if it was wanted.
     pub pooled: Option<Vec<f32>>,
-    /// Set if the sequence ended. The scheduler has removed it then.
+    /// Set if the sequence ended. The scheduler has removed the sequence then.
     pub end: Option<Ended>,
     /// Prompt tokens that the prefix cache had.
     pub cached_tokens: usize,
@@ -99,21 +100,21 @@ pub(super) struct PendingStep {
     pub(super) step: Step,
     pub(super) tokens: usize,
     pub(super) draws: usize,
-    /// How many ids of history may still be sent along.
+    /// How many more ids of histories the step may carry.
     pub(super) history: usize,
-    /// Whether the step is to stay within the gap: a reader waits for an id of it, or an interactive request may arrive
-    /// while it runs.
+    /// Whether the step is to stay within the gap: a reader waits for an id of the step, or an interactive request may
+    /// arrive while the step runs.
     pub(super) hurries: bool,
-    /// Whether a chunk of a prompt is in it.
+    /// Whether the step has a chunk of a prompt.
     pub(super) prefills: bool,
 }
 
-impl Guessed {
-    pub(super) const NONE: Self = Self { ids: Vec::new(), by: Guesser::Lookup };
+impl DraftTokens {
+    pub(super) const NONE: Self = Self { ids: Vec::new(), by: Drafter::Lookup };
 }
 
 impl Share {
-    /// Whether the share belongs to a sequence. A share from before a preemption does not.
+    /// Whether the share belongs to a sequence. A share from before a preemption belongs to none.
     pub(super) fn belongs_to(&self, sequence: &Sequence) -> bool {
         self.begun_as == sequence.begun_as && self.life == sequence.life
     }
@@ -135,35 +136,36 @@ impl PendingStep {
         self.step.shares.iter().any(|share| share.id == id)
     }
 
-    /// Puts the next `len` tokens of a running sequence into the step, and guesses behind them. The step has room for
-    /// them, and the sequence has the blocks. Returns whether an id of the answer is drawn behind them.
-    pub(super) fn push(&mut self, sequence: &mut Sequence, len: usize, guesses: Guessed) -> bool {
+    /// Puts the next `len` tokens of a running sequence into the step, and draft tokens behind them. The step has room
+    /// for all of them, and the sequence has the blocks. Returns whether an id of the answer is drawn behind the `len`
+    /// tokens.
+    pub(super) fn push(&mut self, sequence: &mut Sequence, len: usize, draft: DraftTokens) -> bool {
         let (start, pending, unseen) = (sequence.submitted, sequence.pending(), sequence.unseen());
         let history = (unseen > 0).then(|| sequence.tokens[..unseen].to_vec());
         let input = if start + len <= sequence.tokens.len() {
-            Input::Ids([&sequence.tokens[start..start + len], &guesses.ids].concat())
+            Input::Ids([&sequence.tokens[start..start + len], &draft.ids].concat())
         } else {
             assert!(len == 1 && start >= sequence.tokens.len(), "an id that is not known yet is fed alone");
             Input::LastSampled
         };
         let draws_before = self.step.sampling.draws.len();
-        let yields = self.ask(sequence, len, guesses.ids.len());
+        let yields = self.ask(sequence, len, draft.ids.len());
         self.step.batch.sequences.push(share_of(sequence, start, input, history));
-        let tokens = len + guesses.ids.len();
+        let tokens = len + draft.ids.len();
         self.tokens -= tokens;
         self.draws -= self.step.sampling.draws.len() - draws_before;
         self.history -= unseen;
         self.prefills |= pending > 1;
         self.step.load = self.step.load.with(start, tokens);
-        sequence.submit(len, guesses.ids.len());
+        sequence.submit(len, draft.ids.len());
         let draws = matches!(yields, Yields::Ids(_));
-        self.share(sequence, start + len, yields, guesses);
+        self.share(sequence, start + len, yields, draft);
         draws
     }
 
-    /// Adds the draws and sums that the next `len` tokens of a sequence need. The sequence is the next one of the
-    /// batch.
-    fn ask(&mut self, sequence: &mut Sequence, len: usize, guesses: usize) -> Yields {
+    /// Adds the draws and sums that the next `len` tokens of a sequence need. The sequence is about to become the last
+    /// one of the batch.
+    fn ask(&mut self, sequence: &mut Sequence, len: usize, draft_tokens: usize) -> Yields {
         let index = self.step.batch.sequences.len();
         let Sampling { draws, pooling } = &mut self.step.sampling;
         let first = draws.len();
@@ -177,7 +179,7 @@ impl PendingStep {
             pooling.push(Pooling { sequence: index, last: is_all });
             if is_all { Yields::Pooled(at) } else { Yields::Nothing }
         } else if is_all {
-            draws.extend((0..=guesses).map(|ahead| sequence.draw(index, len - 1 + ahead)));
+            draws.extend((0..=draft_tokens).map(|ahead| sequence.draw(index, len - 1 + ahead)));
             self.step.masks.extend(sequence.pending_mask());
             sequence.drawn += 1;
             Yields::Ids(first)
@@ -186,7 +188,7 @@ impl PendingStep {
         }
     }
 
-    /// Draws the first id of a fork behind the last token of its parent, which was just put into the step.
+    /// Draws the first id of a fork behind the last token of its parent. The parent was just put into the step.
     pub(super) fn push_fork(&mut self, parent: &Sequence, fork: &mut Sequence) {
         let own = self.step.batch.sequences.last().expect("its parent is in the step");
         let (index, token) = (self.step.batch.sequences.len() - 1, own.input.len() - 1);
@@ -199,12 +201,12 @@ impl PendingStep {
         self.step.masks.extend(fork.pending_mask());
         self.draws -= 1;
         fork.drawn = 1;
-        self.share(fork, fork.submitted, yields, Guessed::NONE);
+        self.share(fork, fork.submitted, yields, DraftTokens::NONE);
     }
 
-    fn share(&mut self, sequence: &Sequence, end: usize, yields: Yields, guesses: Guessed) {
+    fn share(&mut self, sequence: &Sequence, end: usize, yields: Yields, draft: DraftTokens) {
         let &Sequence { id, begun_as, life, .. } = sequence;
-        self.step.shares.push(Share { id, begun_as, life, end, yields, guesses });
+        self.step.shares.push(Share { id, begun_as, life, end, yields, draft });
     }
 
     /// The step; none if no sequence is in it.

@@ -1,8 +1,8 @@
 //! Judges kernels for a GPU that is not present: compiles every pipeline, lists what a step dispatches ([`work`]), and
 //! predicts its time ([`predict`]).
 //!
-//! RADV chooses its GPU by the environment, and a process loads its drivers once: one process compiles ([`compile`]),
-//! and another reads the result ([`Judge::read`]); `unicorn bench isa` starts both. Nothing is executed.
+//! RADV chooses its GPU by the environment, and a process loads its drivers once. So one process compiles
+//! ([`compile`]), and another reads the result ([`Judge::read`]); `unicorn bench isa` starts both. Nothing is executed.
 
 pub mod predict;
 pub mod work;
@@ -49,7 +49,7 @@ pub enum JudgeError {
 /// All pipelines of one compiler.
 #[derive(Debug, Clone)]
 pub struct Judge {
-    /// e.g. `RADV's null device`
+    /// The compiler's name, e.g. `RADV's null device`.
     pub compiler: &'static str,
     pub device: String,
     pub driver: String,
@@ -63,12 +63,12 @@ pub struct Pipeline {
     pub subgroup_size: u32,
     statistics: Vec<(String, u64)>,
     pub program: Program,
-    /// Its steady loop; `None` where it has no loop.
+    /// The pipeline's steady loop; `None` if it has no loop.
     pub body: Option<Body>,
     pub assembly: String,
 }
 
-/// Every pipeline of every size, once.
+/// Every pipeline of every published size, each once.
 fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
     let mut all: Vec<(&'static Shader, Vec<u32>)> = Vec::new();
     for shape in SHAPES {
@@ -83,7 +83,7 @@ fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
     all
 }
 
-/// Compiles every pipeline on the device that the environment shows, whose name holds `part`.
+/// Compiles every pipeline on the device that the environment shows. The device's name contains `part`.
 pub fn compile(part: &str) -> Result<Compilation, GpuError> {
     // The shim under RADV 26 crashes after some 400 pipelines of one device.
     const PIPELINES_PER_DEVICE: usize = 40;
@@ -139,7 +139,7 @@ impl Judge {
     }
 }
 
-/// A pipeline in a table: its shader, and the values of its constants.
+/// The name of a pipeline in a table: its shader, and the values of its constants.
 pub fn pipeline_name(shader: &str, constants: &[u32]) -> String {
     let values: Vec<String> = constants.iter().map(u32::to_string).collect();
     format!("{shader} {}", values.join("x")).trim_end().to_owned()
@@ -150,7 +150,7 @@ impl Pipeline {
         pipeline_name(self.shader.name, &self.constants)
     }
 
-    /// A statistic of the driver; 0 where it reports none of that name.
+    /// A statistic of the driver; 0 if the driver reports none of that name.
     pub fn statistic(&self, name: &str) -> u64 {
         self.statistics.iter().find(|(n, _)| n == name).map_or(0, |(_, value)| *value)
     }

@@ -17,12 +17,12 @@ use crate::model::memory::Schemes;
 use crate::model::shapes::Shape;
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
-/// Sequences that decode together.
+/// Numbers of sequences that decode together.
 const BATCHES: [usize; 5] = [1, 8, 16, 32, 64];
-/// Tokens of the prompt.
+/// Number of tokens of the prompt.
 const PROMPT: usize = 512;
 
-/// Assumed overhead of each dispatch, and of each barrier, which drains and refills the chip. Neither was measured with
+/// Assumed overhead of each dispatch, and of each barrier, which drains and refills the GPU. Neither was measured with
 /// these kernels.
 pub const DISPATCH_US: f64 = 2.0;
 pub const BARRIER_US: f64 = 5.0;
@@ -35,11 +35,11 @@ pub struct Chip {
     pub product: &'static str,
     pub compute_units: u64,
     pub clock_ghz: f64,
-    /// Memory bandwidth that programs reach.
+    /// The memory bandwidth that programs reach.
     pub gb_per_s: f64,
-    /// Second-level cache: weights that fit are read from memory once in a dispatch.
+    /// Size of the second-level cache. Weights that fit into it are read from memory once in a dispatch.
     pub cache_bytes: u64,
-    /// Name of the GPU, or of its nearest relative, in Mesa's shim for RADV 26.
+    /// The name of the GPU, or of its nearest relative, in Mesa's shim for RADV 26.
     pub shim: Option<&'static str>,
     pub source: &'static str,
 }
@@ -89,7 +89,7 @@ impl Chip {
         })
     }
 
-    /// SIMDs: two for each compute unit.
+    /// The number of SIMDs: two for each compute unit.
     pub fn simds(&self) -> u64 {
         2 * self.compute_units
     }
@@ -113,7 +113,7 @@ impl Chip {
 pub struct Compiled<'a> {
     pub subgroup_size: u32,
     pub total: &'a Counts,
-    /// Its steady loop; `None` where it has no loop.
+    /// The pipeline's steady loop; `None` if it has no loop.
     pub body: Option<&'a Body>,
 }
 
@@ -217,7 +217,7 @@ impl Line {
 #[derive(Debug, Clone)]
 pub struct Prediction {
     pub shape: &'static str,
-    /// e.g. `batch 8`
+    /// The name of the prediction, e.g. `batch 8`.
     pub what: String,
     pub tokens: u64,
     pub lines: Vec<Line>,
@@ -296,9 +296,9 @@ pub struct Question {
     pub mode: QuantizeMode,
     pub kv: KvDtype,
     pub precision: Precision,
-    /// Tokens that each sequence has in the cache when the predicted one is decoded.
+    /// The number of tokens that each sequence has in the cache when the predicted token is decoded.
     pub depth: usize,
-    /// Tokens of a prompt in one step, as configured.
+    /// The tokens of a prompt in one step, as configured.
     pub chunk: usize,
 }
 
@@ -334,7 +334,7 @@ impl Question {
             for batch in BATCHES {
                 decode(batch, Drawn::Greedy, format!("batch {batch}"));
             }
-            // A batch of one again, sampled with the models' recommended top_p.
+            // The batch of one is predicted once more, sampled with the models' recommended top_p.
             decode(1, Drawn::Filtered, "1 with top_p".into());
             let steps = work::prompt(&config, &schemes, self.kv, self.precision, PROMPT, most);
             let what = format!("prefill {PROMPT}");
@@ -373,7 +373,7 @@ impl Question {
 }
 
 impl Pipeline {
-    /// Fewest and most trips of the steady loop in the predictions of these shapes.
+    /// The fewest and the most trips of the steady loop in the predictions of these shapes.
     pub fn trips(&self, shapes: &[Shape], predictions: &[Prediction]) -> Option<(f64, f64)> {
         let columns = shapes
             .iter()
@@ -431,7 +431,7 @@ mod tests {
     use crate::kernels::cost;
     use crate::tensor::Scheme;
 
-    /// gate_proj of the 27B in int4-g128 on a 780M, by hand.
+    /// gate_proj of the 27B in int4-g128 on a 780M, computed by hand.
     fn gate(tokens: usize, loop_cycles: u64) -> Line {
         let dispatch = cost::matmul(Precision::F32, Scheme::int4(128), &[21_504], 5376, tokens);
         let trip = Counts { cycles: loop_cycles, ..Counts::default() };
@@ -444,10 +444,11 @@ mod tests {
     #[test]
     fn a_dispatch_takes_the_longer_of_its_bytes_and_its_instructions() {
         let one = gate(1, 300);
-        // 59.6 MB of weights, 0.1 of activations.
+        // The dispatch reads 59.6 MB of weights and 0.1 MB of activations.
         assert_eq!(one.bytes(), 21_504 * 5376 * 33 / 64 + 4 * (21_504 + 5376));
         assert!((one.memory_ms - 0.8181).abs() < 1e-3, "{}", one.memory_ms);
-        // 672 workgroups of two waves, 56 on each of 24 SIMDs, each 42 trips of 300 cycles, twice for 64 lanes.
+        // There are 672 workgroups of two waves, 56 on each of 24 SIMDs. Each wave has 42 trips of 300 cycles, twice
+        // for 64 lanes.
         assert_eq!((one.waves, one.wave_cycles), (1344, (50 + 42 * 300) as f64 * 2.0));
         assert!((one.alu_ms - 56.0 * 25_300.0 / 2.7e6).abs() < 1e-9, "{}", one.alu_ms);
         assert_eq!(one.ms(), 62.0 * one.memory_ms);
@@ -476,7 +477,7 @@ mod tests {
             Prediction::new(&CHIPS[0], "gemma-3-27b", "batch 1".into(), 1, &[work.clone(), work], &find);
         assert_eq!((step.dispatches, step.barriers), (124, 62));
         assert_eq!(step.overhead_ms(), 0.124 * DISPATCH_US + 0.062 * BARRIER_US);
-        // Four waves, each on a SIMD of its own, 5400 cycles at 2.7 GHz.
+        // There are four waves, each on a SIMD of its own, of 5400 cycles at 2.7 GHz.
         assert!((step.ms() - step.overhead_ms() - 124.0 * 0.002).abs() < 1e-9, "{}", step.ms());
         assert!((step.tokens_per_s() - 1e3 / step.ms()).abs() < 1e-9);
     }

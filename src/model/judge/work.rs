@@ -7,23 +7,23 @@ use crate::kernels::cost::{self, Dispatch, Drawn, Heads};
 use crate::kernels::{Wants, share_pipeline};
 use crate::model::config::{Gemma3Config, LayerType};
 use crate::model::memory::{DEFAULT_BLOCK_SIZE, Demand, Schemes, partials};
-use crate::model::step::filled_up;
+use crate::model::step::padded_tokens;
 use crate::tensor::{KvDtype, Precision, Scheme};
 
 /// Dispatches of one kind in a step.
 #[derive(Debug, Clone)]
 pub struct Work {
-    /// e.g. `q_proj`
+    /// The name of the dispatches, e.g. `q_proj`.
     pub what: &'static str,
     /// Number of dispatches.
     pub times: u64,
-    /// Number of them with a barrier before.
+    /// The number of dispatches that have a barrier before them.
     pub barriers: u64,
     pub dispatch: Dispatch,
 }
 
-/// A step in which each sequence contributes the tokens at these positions, and `draws` ids are `drawn`. `most` is the
-/// largest number of tokens of a step.
+/// The dispatches of a step in which each sequence contributes the tokens at these positions, and `draws` ids are
+/// `drawn`. `most` is the largest number of tokens of a step.
 pub fn step(
     config: &Gemma3Config,
     schemes: &Schemes,
@@ -35,7 +35,7 @@ pub fn step(
 ) -> Vec<Work> {
     let c = config;
     let known: usize = sequences.iter().map(|positions| positions.len()).sum();
-    let n = filled_up(known, most);
+    let n = padded_tokens(known, most);
     let (hidden, ffn) = (c.hidden_size, c.intermediate_size);
     let (q, kv_width) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
     let heads = Heads {
@@ -52,7 +52,7 @@ pub fn step(
     add("embed", 1, 1, cost::embed(schemes.embedding, hidden, n));
     add("history", 1, 0, cost::history(known));
 
-    // Layers with equal schemes are of one kind.
+    // Layers with equal schemes are listed as one kind.
     let mut kinds: Vec<([Scheme; 7], u64)> = Vec::new();
     for layer in &schemes.layers {
         match kinds.iter_mut().find(|(schemes, _)| schemes == layer) {
@@ -64,7 +64,7 @@ pub fn step(
         let is_one = |quantizes: bool| schemes.iter().any(|s| precision.quantizes(*s) == quantizes);
         Wants { floats: is_one(false), blocks: is_one(true) }
     };
-    // The first layer's norm adds no sublayer's output: there is none before it.
+    // The first layer's norm adds no sublayer's output, because no sublayer comes before it.
     let first_wants = wants(&schemes.layers[0][..3]);
     add("input norm", 1, 1, cost::rms_norm(n, hidden, first_wants));
     for ([q_proj, k_proj, v_proj, o_proj, gate, up, down], times) in kinds {
@@ -112,7 +112,7 @@ pub fn step(
             continue;
         }
         let room = partials(most);
-        // All layers count with the first layer's form of attention's result.
+        // All layers count with the form that the first layer's attention result has.
         let attended = wants(&schemes.layers[0][3..4]);
         let [single, tiles, merge] = cost::attention(&heads, sequences, window, n, room, attended);
         add(names[0], times, times, single);
@@ -160,7 +160,7 @@ pub fn prompt(
         .collect()
 }
 
-/// Tokens of a step of this model, at most `wanted`.
+/// The number of tokens of a step of this model, at most `wanted`.
 pub fn batch_tokens(config: &Gemma3Config, schemes: &Schemes, kv: KvDtype, wanted: usize) -> usize {
     let demand = Demand {
         config,
@@ -210,7 +210,7 @@ mod tests {
         let work = of_27b(std::slice::from_ref(&(512..513)));
         let weights: u64 =
             work.iter().map(|w| w.times * w.dispatch.weight_bytes * w.dispatch.weight_passes).sum();
-        // 25.6 G weights of 4.125 bits, 1.41 G of 8.
+        // There are 25.6 G weights of 4.125 bits, and 1.41 G weights of 8 bits.
         assert_eq!(weights / 10_000_000, 1461, "{weights}");
         let kv: u64 = work.iter().map(|w| w.times * w.dispatch.kv_bytes).sum();
         assert_eq!(kv, 62 * (513 + 1) * 2 * 16 * 128 * 2);
