@@ -92,7 +92,7 @@ impl Scratch {
         Ok(Scratch::of(config, tokens, buffers))
     }
 
-    /// The same buffers in the shapes of another model, whose steps run between this model's.
+    /// These buffers in the shapes of another model, whose steps run between those of this model.
     pub(super) fn shared_with(&self, config: &Gemma3Config, tokens: usize) -> Scratch {
         let Scratch { hidden, normed, delta, q, attended, k, v, partials, gate, up, .. } = self;
         let Partials { single, tiles } = partials;
