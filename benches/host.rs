@@ -78,7 +78,8 @@ fn scheduler_decode_step(bencher: Bencher, sequences: usize) {
     bencher
         .counter(ItemsCount::new(STEPS))
         .with_inputs(|| {
-            let config = SchedulerConfig { speculation_tokens: 0, ..SchedulerConfig::default() };
+            let config =
+                SchedulerConfig { speculation_tokens: 0, checks: false, ..SchedulerConfig::default() };
             let mut scheduler = Scheduler::new(limits(), config);
             for (id, answered) in (0..sequences as u64).zip(ANSWERS.iter().cycle()) {
                 scheduler.add(Sequence::new(id, answered.prompt.clone(), SamplingParams::GREEDY, 1000));

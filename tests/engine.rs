@@ -1202,6 +1202,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
     while operations < 120_000 {
         let limits = random_limits(&mut rng);
         let config = SchedulerConfig {
+            checks: true,
             patience: 50,
             turn_blocks: rng.random_range(0..40),
             speculation_tokens: rng.random_range(0..12),

@@ -373,7 +373,10 @@ pub fn engine(model: Gemma3, draft: Option<Draft>, config: &Config, queue: usize
         _ => model.limits().kv.sliding_blocks / 2,
     };
     let speculation_tokens = config.engine.speculation_tokens;
-    let scheduler = SchedulerConfig { gap, turn_blocks, speculation_tokens, ..SchedulerConfig::default() };
+    // Who has the driver's calls checked has the engine's blocks checked too: the tests, and whoever looks for a fault.
+    let checks = config.hardware.validation;
+    let scheduler =
+        SchedulerConfig { gap, turn_blocks, speculation_tokens, checks, ..SchedulerConfig::default() };
     let runner: Box<dyn Runner> = match draft {
         None => Box::new(model),
         Some(draft) => Box::new(Drafted::new(model, draft)),

@@ -31,7 +31,7 @@ impl Scheduler {
                 self.end(index);
             }
         }
-        if cfg!(debug_assertions) {
+        if self.config.checks {
             self.check();
         }
         outputs

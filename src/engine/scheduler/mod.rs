@@ -63,6 +63,9 @@ pub struct SchedulerConfig {
     pub speculation_tokens: usize,
     /// Whether the runner has a draft model. The draft model is asked if prompt lookup finds nothing.
     pub draft_model: bool,
+    /// Whether every block, table and slot is checked behind each step, with a panic where one is wrong. A check takes
+    /// longer than all else that the scheduler does of a step.
+    pub checks: bool,
 }
 
 impl Default for SchedulerConfig {
@@ -73,6 +76,7 @@ impl Default for SchedulerConfig {
             turn_blocks: usize::MAX,
             speculation_tokens: 16,
             draft_model: false,
+            checks: true,
         }
     }
 }
