@@ -211,13 +211,12 @@ async fn a_limit_of_minus_one_is_what_the_context_holds() {
         json!({"n_predict": -1}),
         json!({"max_completion_tokens": -1, "max_tokens": 3}),
     ] {
-        for (_, body) in [complete(&app, with(chat("Hi"), fields.clone())).await] {
-            assert_eq!(
-                (&body["usage"]["total_tokens"], &body["choices"][0]["finish_reason"]),
-                (&json!(100), &json!("length")),
-                "{fields}"
-            );
-        }
+        let (_, body) = complete(&app, with(chat("Hi"), fields.clone())).await;
+        assert_eq!(
+            (&body["usage"]["total_tokens"], &body["choices"][0]["finish_reason"]),
+            (&json!(100), &json!("length")),
+            "{fields}"
+        );
     }
     let (_, body) = completion(&app, json!({"max_tokens": -1})).await;
     assert_eq!(body["usage"]["total_tokens"], 100);

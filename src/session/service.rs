@@ -147,7 +147,8 @@ impl Service {
         self.check_ids("allowed_token_ids", allowed.as_deref().unwrap_or_default())?;
         // The engine keeps the ends and the stop ids of a request away alike, until its `min_tokens`.
         let differ = request.ignore_eos || has_grammar;
-        if allowed.is_none() && bad_words.is_empty() && !(differ && !stop_token_ids.is_empty()) {
+        let differing_stops = differ && !stop_token_ids.is_empty();
+        if allowed.is_none() && bad_words.is_empty() && !differing_stops {
             return Ok(None);
         }
         let tokenizer = self.tokenizer.clone();
