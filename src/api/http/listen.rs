@@ -239,7 +239,7 @@ async fn http<S: AsyncRead + AsyncWrite + Unpin + 'static>(
     let service = service_fn(move |request: Request<Incoming>| {
         let is_stream = request.version() == Version::HTTP_2;
         let under_way = begun.begin(is_stream);
-        let mut request = request.map(Body::new);
+        let mut request = request.map(if is_stream { streams::read_on } else { Body::new });
         request.extensions_mut().insert(ConnectInfo(peer));
         request.extensions_mut().insert(seen.clone());
         let app = app.clone();

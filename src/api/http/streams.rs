@@ -1,5 +1,5 @@
-//! HTTP/2, where one connection carries many requests, each as a stream: how many, what each buffers, and how long a client
-//! may leave its answer alone.
+//! HTTP/2, where one connection carries many requests, each as a stream: how many, what each buffers, how long a client may
+//! leave its answer alone, and what becomes of a body that nobody reads.
 //!
 //! A client of HTTP/1.1 that takes nothing of its answer blocks the socket, and the socket has a clock (`http::patient`). A
 //! client of HTTP/2 can close the window of one stream and go on with the others, which blocks no socket. So each stream
@@ -8,18 +8,19 @@
 //! whose clock runs out is reset, with all that waits in it, and the others of its connection go on.
 
 use std::cell::Cell;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
 use axum::http::Response;
-use hyper::body::{Frame, SizeHint};
+use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::rt::Executor;
 use hyper_util::rt::TokioTimer;
 use hyper_util::server::conn::auto::Http2Builder;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::runtime::Handle;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 /// Streams of one connection that may be open at once: the fewest that RFC 9113 recommends (6.5.2). The requests of one
 /// client are bounded beside that, on all of its connections together.
@@ -37,6 +38,9 @@ const SEND_BUFFER: usize = 16 << 10;
 const PIECE: usize = 4 << 10;
 /// Streams that may be reset before hyper has seen their heads; one more ends the connection. This is h2's own bound.
 const MAX_UNSEEN_RESETS: usize = 20;
+
+/// For the rest of a body that nobody reads.
+const REST_OF_BODY: Duration = Duration::from_secs(1);
 
 /// Sets the bounds of this file.
 ///
@@ -91,6 +95,48 @@ async fn nothing_taken(timeout: Duration) {
             Some(since) => sleep_until(since + timeout).await,
             None => sleep(timeout).await,
         }
+    }
+}
+
+/// The body of a stream. What its reader leaves of it is read on, and dropped, for up to a second.
+///
+/// h2 resets a stream whose answer has ended and whose body has not. The code of that reset says that nothing is wrong, but
+/// some clients, curl 7.88 among them, drop the answer with it. Most refusals come before the body has.
+pub(in crate::api) fn read_on(body: Incoming) -> Body {
+    Body::new(ReadOn(Some(body)))
+}
+
+/// None when dropped.
+struct ReadOn(Option<Incoming>);
+
+impl Drop for ReadOn {
+    fn drop(&mut self) {
+        let rest = self.0.take().filter(|body| !body.is_end_stream());
+        if let (Some(mut body), Ok(runtime)) = (rest, Handle::try_current()) {
+            runtime.spawn(timeout(REST_OF_BODY, async move {
+                while let Some(Ok(_)) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {}
+            }));
+        }
+    }
+}
+
+impl HttpBody for ReadOn {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        self.0.as_mut().map_or(Poll::Ready(None), |body| Pin::new(body).poll_frame(cx))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.as_ref().is_none_or(Incoming::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.as_ref().map_or_else(SizeHint::default, Incoming::size_hint)
     }
 }
 
