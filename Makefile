@@ -10,6 +10,7 @@
 #   make conformance               the tests of llama.cpp's and vLLM's servers ask a server: docs/conformance.md; an hour
 #   make edges                     the shipped binary at its edges: lost log readers and devices, hostile clients; slow
 #   make test-service              install and test the service in a container that boots systemd; as root, minutes
+#   make test-fresh RELEASE=bookworm  `make serve` and `make test` on a new machine, in a chroot; as root, an hour
 #   make test-27b                  write, load and ask a 27B of random weights; 16 GB of disk and of memory, minutes
 #   make test-devices              kernels and goldens on every device that stands in for a GPU: a table; half an hour
 #   make bench                     load time, prefill and decode speed, memory
@@ -34,7 +35,7 @@ ARGS ?=
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-service conformance edges install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices build serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-demo test-openwebui test-27b test-fresh test-service conformance edges install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -113,6 +114,10 @@ edges: build
 test-service: build
 	@python3 tools/setup.py service
 	@tools/test_service.sh $(UNICORN) $(MIRROR)
+
+test-fresh:
+	@python3 tools/setup.py service
+	@python3 tools/fresh_machine.py $(RELEASE)
 
 lint:
 	cargo fmt --check

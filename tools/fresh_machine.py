@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Proves the README's promise: `make serve` and `make test` on a machine that has nothing of the project yet.
+
+    tools/fresh_machine.py bookworm
+
+The machine is a new chroot of that release, made by debootstrap (`tools/setup.py service` installs it), with the packages
+that the README asks for: a C++ compiler, make and Python 3. It has this machine's Rust, network and certificates, and the
+files of HEAD. Packages come from the archive that this machine's own apt sources name; `MIRROR` names another. A release
+that the archive does not have is not run, and the exit status is 3. Needs root, 20 GB of disk, and an hour on two cores.
+
+The chroot is `.cache/fresh-RELEASE`. It is removed when both commands have passed, and stays to be looked at otherwise.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import devices
+import setup
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ["g++", "make", "python3", "ca-certificates"]
+NETWORK = ["/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs/ca-certificates.crt"]
+HOME = "home"
+# What a command in the chroot sees beside its own files.
+MOUNTS = """
+set -eu
+fresh=$1; shift
+mount -t proc proc "$fresh/proc"
+mount --rbind /dev "$fresh/dev"
+mount --rbind /sys "$fresh/sys"
+mount --bind "$RUSTUP" "$fresh$FOLDER/.rustup"
+mount --bind "$CARGO/bin" "$fresh$FOLDER/.cargo/bin"
+exec chroot "$fresh" /usr/bin/env -i HOME="$FOLDER" LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin sh -c "cd /src && $*"
+"""
+ADDRESS = "http://localhost:8010"
+QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+SERVE_SECONDS = 3600
+TEST_SECONDS = 5400
+
+
+class NotRun(Exception):
+    """Why this release cannot be tried here."""
+
+
+def archive(release):
+    """The address of an archive that has `release`."""
+    own = setup.os_release(Path("/etc/os-release").read_text()).get("VERSION_CODENAME", "")
+    source = devices.mirror(setup.read_sources(), own)
+    address = os.environ.get("MIRROR") or (source and source.uri)
+    if not address:
+        raise NotRun(f"no apt source of this machine serves {own or 'its release'}, and MIRROR names none")
+    try:
+        urllib.request.urlopen(f"{address.rstrip('/')}/dists/{release}/Release", timeout=60).close()
+    except (urllib.error.URLError, OSError) as error:
+        raise NotRun(f"the archive of this machine's apt sources has no {release} ({error}); MIRROR can name another") from error
+    return address
+
+
+def make(release, fresh):
+    address = archive(release)
+    if fresh.exists():
+        shutil.rmtree(fresh)
+    components = "main,universe" if "ubuntu" in address else "main"
+    subprocess.run(
+        ["debootstrap", "--variant=minbase", f"--components={components}", f"--include={','.join(PACKAGES)}", release, fresh,
+         address],
+        check=True, stdout=subprocess.DEVNULL,
+    )
+    for folder in [fresh / "src", fresh / HOME / ".rustup", fresh / HOME / ".cargo" / "bin"]:
+        folder.mkdir(parents=True)
+    files = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "x", "-C", fresh / "src"], input=files, check=True)
+    for path in NETWORK:
+        shutil.copy(path, fresh / path[1:])
+
+
+def start(fresh, command):
+    """Starts `command` in the chroot. Its processes and mounts end with it."""
+    home = Path.home()
+    env = {
+        **os.environ,
+        "FOLDER": f"/{HOME}",
+        "RUSTUP": os.environ.get("RUSTUP_HOME", str(home / ".rustup")),
+        "CARGO": os.environ.get("CARGO_HOME", str(home / ".cargo")),
+    }
+    inside = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", MOUNTS, "sh", str(fresh), command]
+    return subprocess.Popen(inside, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def stop(process):
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def ask(path, body=None, seconds=60):
+    request = urllib.request.Request(ADDRESS + path, json.dumps(body).encode() if body else None,
+                                     {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=seconds) as response:
+        return json.load(response)
+
+
+def serve(fresh):
+    """Runs `make serve` until it has answered one question; returns the answer."""
+    process = start(fresh, "make serve")
+    try:
+        end = time.monotonic() + SERVE_SECONDS
+        while True:
+            if process.poll() is not None:
+                raise SystemExit(f"`make serve` ended with {process.returncode}")
+            try:
+                ask("/health")
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    raise SystemExit(f"`make serve` was not ready after {SERVE_SECONDS} s") from None
+                time.sleep(1)
+        return ask("/v1/chat/completions", QUESTION)["choices"][0]["message"]["content"]
+    finally:
+        stop(process)
+
+
+def test(fresh):
+    process = start(fresh, "make test")
+    try:
+        if process.wait(TEST_SECONDS) != 0:
+            raise SystemExit(f"`make test` ended with {process.returncode}")
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"`make test` took longer than {TEST_SECONDS} s") from None
+    finally:
+        stop(process)
+
+
+def main(arguments):
+    if len(arguments) != 1:
+        raise SystemExit(f"usage: {sys.argv[0]} RELEASE")
+    release = arguments[0]
+    fresh = ROOT / ".cache" / f"fresh-{release}"
+    try:
+        make(release, fresh)
+    except NotRun as why:
+        print(f"{release}: not run: {why}")
+        sys.exit(3)
+    name = setup.os_release((fresh / "etc/os-release").read_text())["PRETTY_NAME"]
+    begun = time.monotonic()
+    answer = serve(fresh)
+    served = time.monotonic()
+    test(fresh)
+    tested = time.monotonic()
+    shutil.rmtree(fresh)
+    print(f"{name}: `make serve` answered {answer!r} after {served - begun:.0f} s, `make test` passed in {tested - served:.0f} s more")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
