@@ -7,7 +7,7 @@
 #   make test-lm-eval              lm-eval asks a server, and is compared with `unicorn eval`; a GiB of Python packages
 #   make test-demo                 all questions of the demo model's set, where `make test` asks the quick ones
 #   make test-openwebui            Open WebUI, which it installs (2 GB of disk), and a browser against a server: minutes
-#   make conformance               the tests of llama.cpp's and vLLM's servers ask a server: docs/conformance.md; an hour
+#   make conformance               the tests of llama.cpp's and vLLM's servers ask a server: docs/conformance.md; minutes
 #   make edges                     the shipped binary at its edges: lost log readers and devices, hostile clients; slow
 #   make test-service              install and test the service in a container that boots systemd; as root, minutes
 #   make test-fresh RELEASE=bookworm  `make serve` and `make test` on a new machine, in a chroot; as root, an hour
