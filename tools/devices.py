@@ -28,11 +28,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".cache/devices"
 MESA26, CHROMIUM = FOLDER / "mesa26", FOLDER / "chromium"
+LAYER_FLAW = CHROMIUM / "layer-is-too-old"
 # The file in a folder that holds its recipe.
 RECIPE = "recipe"
 
 MESA26_SUITES = ("trixie", "trixie-backports")
 MESA26_PACKAGES = ("libvulkan1", "mesa-vulkan-drivers", "mesa-drm-shim")
+# The layer of Chromium 150 reports races of a shared variable between an invocation and itself, where that of 156 reports
+# none. Debian's own release may have a Chromium that its security fixes have long replaced.
+LAYER_MAJOR = 156
 CHROMIUM_FILES = ("libvk_swiftshader.so", "vk_swiftshader_icd.json", "libVkLayer_khronos_validation.so")
 UPDATE_SECONDS = 300
 DOWNLOAD_SECONDS = 1200
@@ -84,11 +88,15 @@ class Device:
     wrapper: tuple = ()
     # A path that must exist: a folder of `.cache/devices`, or a driver's manifest of the machine.
     needs: Path | None = None
+    # A file that says in its one line why the device cannot be used, where it exists.
+    flaw: Path | None = None
     # Whether submitted work is computed. Otherwise the device only compiles.
     runs: bool = True
 
     def lacking(self):
         """The reason why the device cannot be used here, in one line; None if it can."""
+        if self.flaw and self.flaw.exists():
+            return f"{self.name}: {self.flaw.read_text().strip()}"
         if self.needs is None or self.needs.exists():
             return None
         how = "make setup-devices" if self.needs.is_relative_to(FOLDER) else "make setup"
@@ -148,7 +156,7 @@ DEVICES = {
         Device(
             "gpu-assisted", "the machine's own software Vulkan under GPU-assisted validation",
             {**driver(LAVAPIPE), "VK_LAYER_PATH": str(CHROMIUM), "VK_LAYER_SETTINGS_PATH": str(CHROMIUM / "vk_layer_settings.txt")},
-            (), CHROMIUM,
+            (), CHROMIUM, LAYER_FLAW,
         ),
         *map(radv_25, ("phoenix", "gfx1150", "gfx1151")),
         radv_26("phoenix", "phoenix"), radv_26("strix1", "gfx1150"),
@@ -278,8 +286,12 @@ def make_mesa26(work, into, sources):
 
 def make_chromium(work, into, sources):
     apt = PrivateApt(work / "apt", sources)
-    for package in apt.download(["chromium-common"], with_dependencies=False):
-        unpack(package, work / "unpacked")
+    (package,) = apt.download(["chromium-common"], with_dependencies=False)
+    unpack(package, work / "unpacked")
+    version = package.name.split("_")[1]
+    if int(version.split(".")[0]) < LAYER_MAJOR:
+        why = f"the layer of Chromium {version} reports races that are none; Debian's security fixes have {LAYER_MAJOR} or later"
+        (into / LAYER_FLAW.name).write_text(why + "\n")
     for name in CHROMIUM_FILES:
         file = work / "unpacked/usr/lib/chromium" / name
         if not file.is_file():
@@ -329,6 +341,6 @@ def make(sources, release, say, folder=FOLDER):
         lambda work, into: make_mesa26(work, into, mesa26), say,
     )
     make_folder(
-        folder / CHROMIUM.name, recipe_of(chromium, CHROMIUM_FILES, LAYER_MANIFEST, LAYER_SETTINGS),
+        folder / CHROMIUM.name, recipe_of(chromium, LAYER_MAJOR, CHROMIUM_FILES, LAYER_MANIFEST, LAYER_SETTINGS),
         lambda work, into: make_chromium(work, into, chromium), say,
     )

@@ -33,12 +33,18 @@ HOME = "home"
 MOUNTS = """
 set -eu
 fresh=$1; shift
+# The root of a mount namespace, which a chroot is not, may have namespaces of its own, as test devices need.
+mount --bind "$fresh" "$fresh"
 mount -t proc proc "$fresh/proc"
 mount --rbind /dev "$fresh/dev"
 mount --rbind /sys "$fresh/sys"
 mount --bind "$RUSTUP" "$fresh$FOLDER/.rustup"
 mount --bind "$CARGO/bin" "$fresh$FOLDER/.cargo/bin"
-exec chroot "$fresh" /usr/bin/env -i HOME="$FOLDER" LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin sh -c "cd /src && $*"
+cd "$fresh"
+mkdir -p .before
+pivot_root . .before
+umount -l .before
+exec /usr/bin/env -i HOME="$FOLDER" LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin sh -c "cd /src && $*"
 """
 ADDRESS = "http://localhost:8010"
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
@@ -50,9 +56,13 @@ class NotRun(Exception):
     """Why this release cannot be tried here."""
 
 
+def own_release():
+    return setup.os_release(Path("/etc/os-release").read_text()).get("VERSION_CODENAME", "")
+
+
 def archive(release):
     """The address of an archive that has `release`."""
-    own = setup.os_release(Path("/etc/os-release").read_text()).get("VERSION_CODENAME", "")
+    own = own_release()
     source = devices.mirror(setup.read_sources(), own)
     address = os.environ.get("MIRROR") or (source and source.uri)
     if not address:
@@ -62,6 +72,15 @@ def archive(release):
     except (urllib.error.URLError, OSError) as error:
         raise NotRun(f"the archive of this machine's apt sources has no {release} ({error}); MIRROR can name another") from error
     return address
+
+
+def sources(release, address):
+    """The apt sources of `release`: the archive, and its updates and security fixes from where this machine has its own."""
+    lines = [f"deb {address} {release} main"]
+    own = own_release()
+    for source in [] if "MIRROR" in os.environ else setup.read_sources():
+        lines += [f"deb {source.uri} {release}-{kind} main" for kind in ("updates", "security") if f"{own}-{kind}" in source.suites]
+    return "\n".join(lines) + "\n"
 
 
 def make(release, fresh):
@@ -74,6 +93,8 @@ def make(release, fresh):
          address],
         check=True, stdout=subprocess.DEVNULL,
     )
+    if components == "main":
+        (fresh / "etc/apt/sources.list").write_text(sources(release, address))
     for folder in [fresh / "src", fresh / HOME / ".rustup", fresh / HOME / ".cargo" / "bin"]:
         folder.mkdir(parents=True)
     files = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout

@@ -492,8 +492,8 @@ def the_docs_name_commands_and_options_that_exist(_):
             done = subprocess.run([BINARY, command, *subcommand.split(), "--help"], env=ENVIRONMENT, capture_output=True, text=True, timeout=30, check=False)
             assert done.returncode == 0, f"unicorn {command} {subcommand}: {last_line(done.stderr)}"
             helps += done.stdout
-    # The options of systemd's own commands are not ours.
-    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"systemctl .*", "", for_users)))
+    # The options of other programs are not ours.
+    options = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", re.sub(r"(systemctl|curl) .*", "", for_users)))
     assert "--allow-software-vulkan" in options and "--quantize" in options, options
     unknown = {option for option in options if not re.search(rf"{option}\b", helps)}
     assert not unknown, unknown

@@ -5,6 +5,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -124,6 +125,27 @@ class Choice(unittest.TestCase):
         nowhere = devices.Device("x", "nothing", needs=devices.FOLDER / "nowhere")
         self.assertEqual(nowhere.lacking(), f"x needs {devices.FOLDER}/nowhere, which is not there: `make setup-devices`")
         self.assertIsNone(devices.Device("x", "nothing").lacking())
+        with tempfile.TemporaryDirectory() as folder:
+            flaw = Path(folder) / "flaw"
+            flawed = devices.Device("x", "nothing", flaw=flaw)
+            self.assertIsNone(flawed.lacking())
+            flaw.write_text("it is too old\n")
+            self.assertEqual(flawed.lacking(), "x: it is too old")
+
+    def test_a_layer_that_is_too_old_says_so_and_leaves_the_driver_usable(self):
+        for version, is_flawed in [("150.0.7871.100-1~deb12u1", True), ("156.0.1-1", False), ("160.1-2", False)]:
+            with tempfile.TemporaryDirectory() as folder:
+                work, into = Path(folder) / "work", Path(folder) / "into"
+                (work / "unpacked/usr/lib/chromium").mkdir(parents=True)
+                into.mkdir()
+                for name in devices.CHROMIUM_FILES:
+                    (work / "unpacked/usr/lib/chromium" / name).write_text(name)
+                package = Path(f"chromium-common_{version}_amd64.deb")
+                apt = mock.Mock(**{"return_value.download.return_value": [package]})
+                with mock.patch.multiple(devices, PrivateApt=apt, unpack=mock.Mock()):
+                    devices.make_chromium(work, into, "")
+                self.assertEqual((into / devices.LAYER_FLAW.name).exists(), is_flawed, version)
+                self.assertTrue((into / "libvk_swiftshader.so").exists())
 
     def test_a_command_carries_its_environment_and_what_stands_in_front(self):
         command = devices.DEVICES["lavapipe-26-subgroup-16"].command(["unicorn", "devices"])
