@@ -97,7 +97,8 @@ impl Caps {
         };
         // lavapipe lists cooperative matrices for subgroups of any size, and kills the process if the size is not 8.
         let may_multiply = kind != vk::PhysicalDeviceType::CPU || subgroup.subgroup_size == 8;
-        let has_matrix = has_matrix && may_multiply && is(matrix.cooperative_matrix);
+        let has_model = is(features12.vulkan_memory_model) && is(features12.vulkan_memory_model_device_scope);
+        let has_matrix = has_matrix && may_multiply && has_model && is(matrix.cooperative_matrix);
         let all = [
             (Need::BufferDeviceAddress, is(features12.buffer_device_address)),
             (Need::TimelineSemaphore, is(features12.timeline_semaphore)),
@@ -231,9 +232,10 @@ impl Caps {
             .shader_float16(has(Need::Float16))
             .shader_int8(has(Need::Int8))
             .storage_buffer8_bit_access(has(Need::Storage8))
-            // SPIR-V with cooperative matrices declares the Vulkan memory model; every device that has the former has
-            // the latter.
-            .vulkan_memory_model(has(Need::CooperativeMatrix));
+            // SPIR-V with cooperative matrices declares the Vulkan memory model. Where that is enabled, atomics of every
+            // shader need the scope of the device.
+            .vulkan_memory_model(has(Need::CooperativeMatrix))
+            .vulkan_memory_model_device_scope(has(Need::CooperativeMatrix));
         let mut features13 = vk::PhysicalDeviceVulkan13Features::default()
             .synchronization2(has(Need::Synchronization2))
             .maintenance4(has(Need::Maintenance4))
