@@ -27,6 +27,8 @@ from importlib import util
 from pathlib import Path, PurePosixPath
 from urllib.parse import urljoin
 
+from revision import revision
+
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache/conformance"
 REQUIREMENTS = ROOT / "tests/clients/requirements-conformance.txt"
@@ -525,9 +527,8 @@ def run_all(suites, asked):
     finally:
         if server:
             server.stop()
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     facts = [
-        f"{datetime.date.today().isoformat()}, at revision {revision or 'unknown'}: "
+        f"{datetime.date.today().isoformat()}, at revision {revision()}: "
         + ("a server that ran already" if asked.url else "`unicorn serve` with the demo model on software Vulkan"),
         *[f"{suite.title}: `{suite.package}` {suite.version}, SHA-256\n  `{suite.sha256}`" for suite in suites],
         f"at most {asked.test_seconds} s for each test, and {asked.suite_seconds} s for each suite",

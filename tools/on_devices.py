@@ -7,7 +7,6 @@ device lacks a feature, the suite's error names it and counts as a failure: no r
 import datetime
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import devices
+from revision import revision
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / ".cache/test/devices.md"
@@ -136,13 +136,9 @@ def rows(run, plan):
 
 def table(results):
     """The dated table. `results` are (device, driver's name, cells or the reason why there are none)."""
-    commit = "unknown"
-    if shutil.which("git"):
-        describe = ["git", "describe", "--always", "--dirty=+"]
-        commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or commit
     suites = list(SUITES | MATRICES)
     lines = [
-        f"{datetime.date.today()}, commit {commit}, `make test-devices`",
+        f"{datetime.date.today()}, commit {revision()}, `make test-devices`",
         "",
         "| device | driver | " + " | ".join(suites) + " |",
         "|---|---|" + "---|" * len(suites),

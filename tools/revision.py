@@ -1,0 +1,15 @@
+"""The commit of the working tree, for reports."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def revision():
+    """Its short name, with a plus where files differ from it; `unknown` without git, or without a repository."""
+    if not shutil.which("git"):
+        return "unknown"
+    describe = ["git", "describe", "--always", "--dirty=+"]
+    return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
